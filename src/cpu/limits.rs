@@ -1,0 +1,1 @@
+//! What this machine can do at most: the rates against which kernels are judged.

@@ -1,0 +1,103 @@
+//! The CPU backend.
+
+mod exec;
+mod isa;
+mod kernels;
+pub mod limits;
+mod simd;
+mod workspace;
+
+pub use workspace::Workspace;
+
+use crate::bind;
+use crate::plan::{CpuFacts, CpuPlan, Isa, PlanOptions, Unsupported};
+use crate::{Inputs, Outputs, Problem, RunError};
+
+/// The CPU of this machine: proof that an instruction set is present, and how many threads to use.
+///
+/// Work runs on the rayon pool in which [`Cpu::run`] is called (the global one, or that of an enclosing
+/// `ThreadPool::install`).
+#[derive(Debug, Clone, Copy)]
+pub struct Cpu {
+    facts: CpuFacts,
+}
+
+impl Cpu {
+    /// This machine with its best instruction set and as many threads as the current rayon pool has.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { facts: isa::facts() }
+    }
+
+    /// This machine restricted to an instruction set.
+    ///
+    /// # Errors
+    /// [`Unsupported::Isa`] where the machine lacks it.
+    pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
+        let mut facts = isa::facts();
+        if isa > facts.isa {
+            return Err(Unsupported::Isa { asked: isa, best: facts.isa });
+        }
+        facts.isa = isa;
+        Ok(Self { facts })
+    }
+
+    /// The same machine with plans for at most this many threads (at least 1).
+    #[must_use]
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.facts.threads = threads.max(1);
+        self
+    }
+
+    /// Instruction sets that this machine runs, best first.
+    #[must_use]
+    pub fn isas() -> Vec<Isa> {
+        let best = isa::facts().isa;
+        [Isa::Avx512, Isa::Avx2, Isa::Portable].into_iter().filter(|&isa| isa <= best).collect()
+    }
+
+    /// Facts of this machine, for the planner.
+    #[must_use]
+    pub const fn facts(&self) -> &CpuFacts {
+        &self.facts
+    }
+
+    /// Plans a problem for this machine.
+    ///
+    /// # Errors
+    /// As [`CpuPlan::new`].
+    pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<CpuPlan, Unsupported> {
+        CpuPlan::new(problem, &self.facts, options)
+    }
+
+    /// Computes `out` and, where given, `lse`. Allocates nothing; contents of outputs and workspace are not read.
+    ///
+    /// The same inputs give the same bits, whatever the thread count and the options of the plan.
+    ///
+    /// # Errors
+    /// [`RunError`] where the tensors are not those of the plan's problem, the workspace is too small, or the plan was made
+    /// for a machine with other instructions. Nothing is written then.
+    pub fn run(
+        &self,
+        plan: &CpuPlan,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), RunError> {
+        if plan.isa() > self.facts.isa {
+            return Err(RunError::Machine { kernel: plan.kernel() });
+        }
+        bind::check(plan.problem(), inputs, outputs)?;
+        if workspace.len() < plan.workspace_bytes() {
+            return Err(RunError::Workspace { needed: plan.workspace_bytes(), got: workspace.len() });
+        }
+        exec::run(plan, inputs, outputs, workspace);
+        Ok(())
+    }
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        Self::new()
+    }
+}

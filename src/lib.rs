@@ -1,0 +1,20 @@
+#![doc = include_str!("../README.md")]
+
+pub mod cpu;
+mod bind;
+mod dtype;
+pub mod plan;
+pub mod problem;
+pub mod reference;
+pub mod tensor;
+#[cfg(feature = "testkit")]
+pub mod testkit;
+
+pub use bind::{Inputs, Outputs, RunError};
+pub use cpu::{Cpu, Workspace};
+pub use dtype::{Dtype, Element};
+pub use plan::{CpuPlan, PlanOptions, Unsupported};
+pub use problem::{
+    Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, Visibility,
+};
+pub use tensor::{MaskView, TensorView, TensorViewMut, ViewError};

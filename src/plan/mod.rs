@@ -1,0 +1,68 @@
+//! How a problem is computed: pure functions of the problem and of facts about a device.
+//!
+//! Nothing here touches memory or a device, so plans can be made, printed and tested for machines that are not at hand;
+//! [`devices`] holds the facts of some. What is supported, how much workspace it needs, what is printed and what runs all
+//! derive from the same plan.
+
+mod cpu;
+pub mod devices;
+
+pub use cpu::{CpuFacts, CpuPlan, Isa};
+pub(crate) use cpu::{MaskClasses, ScratchLayout, Task};
+
+/// Choices that a caller may take from the planner.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlanOptions {
+    /// Pieces into which the keys of every sequence are divided for parallel work; `None` lets the planner choose. The
+    /// result does not depend on it, bit for bit.
+    pub splits: Option<usize>,
+    /// Whether tiles that no row sees are skipped. Off, every tile is computed and masked: the same bits, for tests and
+    /// for measuring what skipping saves.
+    pub skip_tiles: bool,
+}
+
+impl Default for PlanOptions {
+    fn default() -> Self {
+        Self { splits: None, skip_tiles: true }
+    }
+}
+
+/// Why a valid problem has no plan on a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Unsupported {
+    /// More splits than blocks of keys, or none.
+    Splits {
+        /// Splits asked for.
+        got: usize,
+        /// The most that the longest sequence can be divided into.
+        max: usize,
+    },
+    /// The workspace is not addressable.
+    Workspace {
+        /// Kernel of the plan.
+        kernel: String,
+    },
+    /// The machine lacks an instruction set that was asked for.
+    Isa {
+        /// The instruction set asked for.
+        asked: Isa,
+        /// The best that the machine has.
+        best: Isa,
+    },
+}
+
+impl std::fmt::Display for Unsupported {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Splits { got, max } => write!(f, "{got} splits asked for, expected 1 to {max}"),
+            Self::Workspace { kernel } => write!(f, "{kernel}: the workspace is not addressable"),
+            Self::Isa { asked, best } => {
+                write!(f, "{asked} asked for, the best that this machine runs is {best}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Unsupported {}

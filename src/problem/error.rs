@@ -1,0 +1,213 @@
+//! Refusals of problem descriptions, with the numbers that caused them.
+
+use std::fmt;
+
+/// The query or the key side of a packed problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// `cu_seqlens_q`.
+    Q,
+    /// `cu_seqlens_k`.
+    K,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Q => "cu_seqlens_q",
+            Self::K => "cu_seqlens_k",
+        })
+    }
+}
+
+/// A feature whose meaning depends on where the queries sit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Positional {
+    /// Causal visibility.
+    Causal,
+    /// Window visibility.
+    Window,
+    /// ALiBi bias.
+    Alibi,
+}
+
+impl fmt::Display for Positional {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Causal => "causal",
+            Self::Window => "window",
+            Self::Alibi => "ALiBi",
+        })
+    }
+}
+
+/// Why a [`ProblemDesc`](super::ProblemDesc) is not a problem.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum ProblemError {
+    /// `q_heads` is not a positive multiple of `kv_heads`.
+    HeadsNotDivisible {
+        /// Query heads.
+        q_heads: usize,
+        /// Key/value heads.
+        kv_heads: usize,
+    },
+    /// A head dimension is 0 or above the maximum.
+    HeadDim {
+        /// `head_dim` or `value_dim`.
+        name: &'static str,
+        /// The dimension given.
+        got: usize,
+        /// The largest supported.
+        max: usize,
+    },
+    /// A dimension is above the maximum.
+    TooLong {
+        /// Field of [`Dims`](super::Dims).
+        name: &'static str,
+        /// The size given.
+        got: usize,
+        /// The largest supported.
+        max: usize,
+    },
+    /// A tensor of this shape is not addressable.
+    SizeOverflow {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// Its shape.
+        shape: [usize; 4],
+    },
+    /// The scale is NaN or infinite.
+    Scale {
+        /// The scale given.
+        scale: f32,
+    },
+    /// The softcap is not a positive finite number.
+    Softcap {
+        /// The softcap given.
+        softcap: f32,
+    },
+    /// Positions matter, `q_len != kv_len`, and `q_offset` does not say where the queries sit.
+    OffsetUnsaid {
+        /// The feature that depends on positions.
+        feature: Positional,
+        /// Query rows of the sequence.
+        q_len: usize,
+        /// Keys of the sequence.
+        kv_len: usize,
+    },
+    /// Positions matter, sequences have their own `kv_lens`, and `q_offset` does not say where the queries sit.
+    OffsetUnsaidPadded {
+        /// The feature that depends on positions.
+        feature: Positional,
+    },
+    /// The magnitude of `q_offset` is above the maximum.
+    OffsetRange {
+        /// The offset given.
+        got: i64,
+        /// The largest magnitude supported.
+        max: usize,
+    },
+    /// `kv_lens` has not one entry per batch entry.
+    KvLensCount {
+        /// Entries given.
+        got: usize,
+        /// Batch entries.
+        batch: usize,
+    },
+    /// A `kv_lens` entry is larger than `kv_len`.
+    KvLen {
+        /// Batch entry.
+        index: usize,
+        /// The length given.
+        got: usize,
+        /// Rows that k and v hold.
+        kv_len: usize,
+    },
+    /// A packed problem whose tensors have more or less than one batch entry.
+    PackedBatch {
+        /// Batch entries given.
+        batch: usize,
+    },
+    /// `cu_seqlens_q` and `cu_seqlens_k` describe different numbers of sequences.
+    CuSeqlensCount {
+        /// Entries of `cu_seqlens_q`.
+        q: usize,
+        /// Entries of `cu_seqlens_k`.
+        k: usize,
+    },
+    /// A cumulative length list is empty or does not start at 0.
+    CuSeqlensStart {
+        /// Which list.
+        side: Side,
+        /// Its first entry, if any.
+        got: Option<usize>,
+    },
+    /// A cumulative length list decreases.
+    CuSeqlensDecrease {
+        /// Which list.
+        side: Side,
+        /// Index of the smaller entry.
+        index: usize,
+        /// The entry before it.
+        from: usize,
+        /// The smaller entry.
+        to: usize,
+    },
+    /// A cumulative length list does not end at the number of rows.
+    CuSeqlensEnd {
+        /// Which list.
+        side: Side,
+        /// Its last entry.
+        got: usize,
+        /// Rows of the tensor.
+        total: usize,
+    },
+}
+
+impl fmt::Display for ProblemError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::HeadsNotDivisible { q_heads, kv_heads } => {
+                write!(f, "q_heads {q_heads} is not a positive multiple of kv_heads {kv_heads}")
+            }
+            Self::HeadDim { name, got, max } => write!(f, "{name} {got} is outside 1..={max}"),
+            Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
+            Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),
+            Self::Scale { scale } => write!(f, "scale {scale} is not finite"),
+            Self::Softcap { softcap } => write!(f, "softcap {softcap} is not a positive finite number"),
+            Self::OffsetUnsaid { feature, q_len, kv_len } => write!(
+                f,
+                "{feature} with q_len {q_len} and kv_len {kv_len} needs q_offset: top-left, bottom-right or a number"
+            ),
+            Self::OffsetUnsaidPadded { feature } => {
+                write!(f, "{feature} with kv_lens needs q_offset: top-left, bottom-right or a number")
+            }
+            Self::OffsetRange { got, max } => write!(f, "q_offset {got} is outside -{max}..={max}"),
+            Self::KvLensCount { got, batch } => {
+                write!(f, "kv_lens has {got} entries, expected one for each of {batch} batch entries")
+            }
+            Self::KvLen { index, got, kv_len } => {
+                write!(f, "kv_lens[{index}] is {got}, expected at most the {kv_len} rows of k and v")
+            }
+            Self::PackedBatch { batch } => {
+                write!(f, "packed sequences need tensors with 1 batch entry, got {batch}")
+            }
+            Self::CuSeqlensCount { q, k } => {
+                write!(f, "cu_seqlens_q has {q} entries and cu_seqlens_k has {k}, expected the same number")
+            }
+            Self::CuSeqlensStart { side, got: Some(got) } => {
+                write!(f, "{side} starts at {got}, expected 0")
+            }
+            Self::CuSeqlensStart { side, got: None } => write!(f, "{side} is empty, expected at least [0]"),
+            Self::CuSeqlensDecrease { side, index, from, to } => {
+                write!(f, "{side}[{index}] is {to} after {from}, expected no decrease")
+            }
+            Self::CuSeqlensEnd { side, got, total } => {
+                write!(f, "{side} ends at {got}, expected the {total} rows of the tensor")
+            }
+        }
+    }
+}
+
+impl std::error::Error for ProblemError {}

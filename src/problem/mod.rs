@@ -1,0 +1,294 @@
+//! What is to be computed: dimensions, dtype, visibility, bias. No memory, no device.
+//!
+//! A [`ProblemDesc`] is plain data; [`ProblemDesc::validate`] turns it into a [`Problem`], and holding a
+//! `Problem` is the proof that every rule of this module holds.
+//!
+//! ```text
+//! score[i, j] = softcap(scale * q[i] . k[j]) - slope[h] * |p(i) - j| + mask[i, j]
+//! out[i]      = sum_j exp(score[i, j] - lse[i]) * v[j]
+//! lse[i]      = ln(exp(sink[h]) + sum_j exp(score[i, j]))       over the keys j that row i sees
+//! ```
+//!
+//! with `p(i) = i + q_offset` the key position of query row `i`. A row that sees no key has `out = 0` and
+//! `lse = -inf` (the sink's logit where there is a sink).
+
+mod error;
+mod sequence;
+mod visibility;
+
+pub use error::{Positional, ProblemError, Side};
+pub use sequence::{Sequence, Sequences};
+pub use visibility::{QOffset, Visibility};
+
+use crate::Dtype;
+use std::ops::Range;
+
+/// Largest head dimension of q and k, and of v.
+pub const MAX_HEAD_DIM: usize = 512;
+
+/// Largest number of query rows, key rows, batch entries or heads, and largest magnitude of a query offset.
+pub const MAX_LEN: usize = (1 << 31) - 1;
+
+/// Logical dimensions. Tensors are q `[batch, q_heads, q_len, head_dim]`, k `[batch, kv_heads, kv_len, head_dim]`,
+/// v `[batch, kv_heads, kv_len, value_dim]`, out `[batch, q_heads, q_len, value_dim]`, lse `[batch, q_heads, q_len]`.
+///
+/// Query head `h` reads key/value head `h / (q_heads / kv_heads)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Dims {
+    /// Batch entries; 1 for packed sequences.
+    pub batch: usize,
+    /// Query heads `H`; a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Key/value heads `Hkv`: equal to `q_heads` for MHA, 1 for MQA.
+    pub kv_heads: usize,
+    /// Query rows per batch entry; total query rows for packed sequences.
+    pub q_len: usize,
+    /// Key rows per batch entry (including padding); total key rows for packed sequences.
+    pub kv_len: usize,
+    /// Elements of a q or k vector, 1 to [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// Elements of a v or out vector, 1 to [`MAX_HEAD_DIM`].
+    pub value_dim: usize,
+}
+
+impl Dims {
+    /// Query heads that share one key/value head.
+    #[must_use]
+    pub const fn group(&self) -> usize {
+        self.q_heads / self.kv_heads
+    }
+
+    /// Shape of q: `[batch, q_heads, q_len, head_dim]`.
+    #[must_use]
+    pub const fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.head_dim]
+    }
+
+    /// Shape of k: `[batch, kv_heads, kv_len, head_dim]`.
+    #[must_use]
+    pub const fn k_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.kv_len, self.head_dim]
+    }
+
+    /// Shape of v: `[batch, kv_heads, kv_len, value_dim]`.
+    #[must_use]
+    pub const fn v_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.kv_len, self.value_dim]
+    }
+
+    /// Shape of out: `[batch, q_heads, q_len, value_dim]`.
+    #[must_use]
+    pub const fn out_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.value_dim]
+    }
+
+    /// Shape of lse: `[batch, q_heads, q_len]`.
+    #[must_use]
+    pub const fn lse_shape(&self) -> [usize; 3] {
+        [self.batch, self.q_heads, self.q_len]
+    }
+}
+
+/// Kind of a materialised mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum MaskKind {
+    /// `true` where the key is visible.
+    Bool,
+    /// Added to the score. `-inf` hides the key; a NaN makes the row NaN.
+    Additive(Dtype),
+}
+
+impl std::fmt::Display for MaskKind {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Bool => f.write_str("bool"),
+            Self::Additive(dtype) => write!(f, "additive {dtype}"),
+        }
+    }
+}
+
+/// Description of an attention problem: plain data, nothing checked yet.
+///
+/// Required facts are arguments of [`ProblemDesc::new`], optional ones are public fields.
+///
+/// ```
+/// use flashtile::{Dims, Dtype, ProblemDesc, QOffset, Visibility};
+/// let dims = Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len: 40, kv_len: 48, head_dim: 128, value_dim: 128 };
+/// let mut desc = ProblemDesc::new(dims, Dtype::BF16);
+/// desc.visibility = Visibility::causal();
+/// assert!(desc.clone().validate().is_err()); // q_len != kv_len: where do the queries sit?
+/// desc.q_offset = Some(QOffset::BottomRight);
+/// assert_eq!(desc.validate()?.sequences()[0].q_offset, 8);
+/// # Ok::<(), flashtile::ProblemError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct ProblemDesc {
+    /// Logical dimensions.
+    pub dims: Dims,
+    /// Element type of q, k, v and out.
+    pub dtype: Dtype,
+    /// Which keys a query position sees. Default: all.
+    pub visibility: Visibility,
+    /// Key position of query row 0. May stay `None` where nothing depends on positions, or where `q_len == kv_len`
+    /// and there are no `kv_lens`; it is then 0.
+    pub q_offset: Option<QOffset>,
+    /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
+    pub softcap: Option<f32>,
+    /// Whether ALiBi slopes, one f32 per query head, come with the inputs.
+    pub alibi: bool,
+    /// Whether attention sinks, one f32 logit per query head, come with the inputs.
+    pub sinks: bool,
+    /// Kind of the mask that comes with the inputs.
+    pub mask: Option<MaskKind>,
+    /// How batch entries divide into sequences.
+    pub sequences: Sequences,
+}
+
+impl ProblemDesc {
+    /// A problem with every option at its default: all keys visible, scale `1 / sqrt(head_dim)`, no bias.
+    #[must_use]
+    pub const fn new(dims: Dims, dtype: Dtype) -> Self {
+        Self {
+            dims,
+            dtype,
+            visibility: Visibility::full(),
+            q_offset: None,
+            scale: None,
+            softcap: None,
+            alibi: false,
+            sinks: false,
+            mask: None,
+            sequences: Sequences::Dense,
+        }
+    }
+
+    /// Checks every rule and resolves defaults.
+    ///
+    /// # Errors
+    /// The first rule broken, with the numbers that break it; see [`ProblemError`].
+    pub fn validate(self) -> Result<Problem, ProblemError> {
+        Problem::new(self)
+    }
+}
+
+/// A validated problem. Cost of validation: `O(sequences)`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Problem {
+    desc: ProblemDesc,
+    scale: f32,
+    sequences: Vec<Sequence>,
+}
+
+impl Problem {
+    fn new(desc: ProblemDesc) -> Result<Self, ProblemError> {
+        let d = desc.dims;
+        if d.q_heads == 0 || d.kv_heads == 0 || !d.q_heads.is_multiple_of(d.kv_heads) {
+            return Err(ProblemError::HeadsNotDivisible { q_heads: d.q_heads, kv_heads: d.kv_heads });
+        }
+        for (name, got) in [("head_dim", d.head_dim), ("value_dim", d.value_dim)] {
+            if got == 0 || got > MAX_HEAD_DIM {
+                return Err(ProblemError::HeadDim { name, got, max: MAX_HEAD_DIM });
+            }
+        }
+        for (name, got) in
+            [("batch", d.batch), ("q_heads", d.q_heads), ("q_len", d.q_len), ("kv_len", d.kv_len)]
+        {
+            if got > MAX_LEN {
+                return Err(ProblemError::TooLong { name, got, max: MAX_LEN });
+            }
+        }
+        for (tensor, shape) in
+            [("q", d.q_shape()), ("k", d.k_shape()), ("v", d.v_shape()), ("out", d.out_shape())]
+        {
+            // Bytes as f32, the widest dtype, must be addressable.
+            let bytes = shape.iter().try_fold(4usize, |n, &x| n.checked_mul(x));
+            if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
+                return Err(ProblemError::SizeOverflow { tensor, shape });
+            }
+        }
+        let scale = match desc.scale {
+            None => (1.0 / (d.head_dim as f64).sqrt()) as f32,
+            Some(s) if s.is_finite() => s,
+            Some(s) => return Err(ProblemError::Scale { scale: s }),
+        };
+        if let Some(softcap) = desc.softcap
+            && !(softcap.is_finite() && softcap > 0.0)
+        {
+            return Err(ProblemError::Softcap { softcap });
+        }
+        let sequences = sequence::resolve(&desc)?;
+        Ok(Self { desc, scale, sequences })
+    }
+
+    /// The description this problem was made from.
+    #[must_use]
+    pub const fn desc(&self) -> &ProblemDesc {
+        &self.desc
+    }
+
+    /// Logical dimensions.
+    #[must_use]
+    pub const fn dims(&self) -> &Dims {
+        &self.desc.dims
+    }
+
+    /// Element type of q, k, v and out.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.desc.dtype
+    }
+
+    /// Multiplier of `q . k`, resolved and finite.
+    #[must_use]
+    pub const fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// Every sequence: where its rows lie, how long it is and where its queries sit. One per batch entry, or one per
+    /// pair of neighbours in `cu_seqlens`.
+    #[must_use]
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.sequences
+    }
+
+    /// Keys of `sequence` that query row `i` sees by causality, window and length (not by a materialised mask).
+    /// They are always one interval.
+    #[must_use]
+    pub fn visible(&self, sequence: &Sequence, i: usize) -> Range<usize> {
+        self.desc.visibility.keys(sequence.q_offset + i as i64, sequence.kv_len)
+    }
+
+    /// Number of visible (query row, key) pairs of one head, summed over sequences, masks not counted.
+    /// `2 * (head_dim + value_dim)` operations each. Cost: `O(query rows)`.
+    #[must_use]
+    pub fn visible_pairs(&self) -> u64 {
+        let rows = |s: &Sequence| (0..s.q_len).map(|i| self.visible(s, i).len() as u64).sum::<u64>();
+        self.sequences.iter().map(rows).sum()
+    }
+
+    /// Floating-point operations: `2 * (head_dim + value_dim)` for each visible pair of each query head.
+    #[must_use]
+    pub fn flops(&self) -> f64 {
+        let d = self.dims();
+        2.0 * (d.head_dim + d.value_dim) as f64 * self.visible_pairs() as f64 * d.q_heads as f64
+    }
+
+    /// Shape to which a mask must broadcast: `[sequences, q_heads, longest q_len, longest kv_len]`. For dense problems
+    /// this is `[batch, q_heads, q_len, kv_len]`.
+    #[must_use]
+    pub fn mask_shape(&self) -> [usize; 4] {
+        let d = self.dims();
+        let (q_len, kv_len) = match self.desc.sequences {
+            Sequences::Dense | Sequences::Padded { .. } => (d.q_len, d.kv_len),
+            Sequences::Packed { .. } => (
+                self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0),
+                self.sequences.iter().map(|s| s.kv_len).max().unwrap_or(0),
+            ),
+        };
+        [self.sequences.len(), d.q_heads, q_len, kv_len]
+    }
+}

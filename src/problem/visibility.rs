@@ -1,0 +1,130 @@
+//! Which keys a query position sees.
+
+use std::ops::Range;
+
+/// A band around the query position: key `j` is visible to position `p` when `p - left <= j <= p + right`, where a side
+/// that is `None` is unbounded. Counted in keys to either side, the position itself not counted.
+///
+/// Causal attention is the band with `right = 0`; a causal sliding window of `w` keys including the query's own is
+/// `left = w - 1, right = 0`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Visibility {
+    left: Option<usize>,
+    right: Option<usize>,
+}
+
+impl Visibility {
+    /// Every key is visible.
+    #[must_use]
+    pub const fn full() -> Self {
+        Self { left: None, right: None }
+    }
+
+    /// Keys at or before the query position.
+    #[must_use]
+    pub const fn causal() -> Self {
+        Self { left: None, right: Some(0) }
+    }
+
+    /// Keys at most `left` before and at most `right` after the query position; `None` is unbounded.
+    #[must_use]
+    pub const fn window(left: Option<usize>, right: Option<usize>) -> Self {
+        Self { left, right }
+    }
+
+    /// Keys visible under both.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        let tighter = |a: Option<usize>, b: Option<usize>| match (a, b) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        Self { left: tighter(self.left, other.left), right: tighter(self.right, other.right) }
+    }
+
+    /// Keys visible before the position; `None` is unbounded.
+    #[must_use]
+    pub const fn left(self) -> Option<usize> {
+        self.left
+    }
+
+    /// Keys visible after the position; `None` is unbounded.
+    #[must_use]
+    pub const fn right(self) -> Option<usize> {
+        self.right
+    }
+
+    /// Whether every key is visible from every position.
+    #[must_use]
+    pub const fn is_full(self) -> bool {
+        self.left.is_none() && self.right.is_none()
+    }
+
+    /// The interval of keys in `0..kv_len` visible from position `p`. Empty intervals are `n..n`.
+    #[must_use]
+    pub fn keys(self, p: i64, kv_len: usize) -> Range<usize> {
+        let clamp = |x: i64| usize::try_from(x).unwrap_or(0).min(kv_len);
+        let reach = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        let start = self.left.map_or(0, |left| clamp(p.saturating_sub(reach(left))));
+        let end = self.right.map_or(kv_len, |right| clamp(p.saturating_add(reach(right)).saturating_add(1)));
+        start..end.max(start)
+    }
+}
+
+impl std::fmt::Display for Visibility {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self.left, self.right) {
+            (None, None) => f.write_str("full"),
+            (None, Some(0)) => f.write_str("causal"),
+            (Some(left), Some(0)) => write!(f, "causal, window {left}"),
+            (left, right) => {
+                let side = |n: Option<usize>| n.map_or_else(|| "all".to_owned(), |n| n.to_string());
+                write!(f, "window {} left, {} right", side(left), side(right))
+            }
+        }
+    }
+}
+
+/// Key position of query row 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum QOffset {
+    /// Row 0 sits at key 0.
+    TopLeft,
+    /// The last row sits at the sequence's last key: `kv_len - q_len`, where `kv_len` is the sequence's own length. May
+    /// be negative; rows at negative positions see no key of a causal problem.
+    BottomRight,
+    /// Row 0 sits at this key: the number of keys already cached, in chunked prefill.
+    At(i64),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn band_is_the_rule_for_every_small_case() {
+        let sides = [None, Some(0), Some(1), Some(3), Some(usize::MAX)];
+        for left in sides {
+            for right in sides {
+                for kv_len in 0..7usize {
+                    for p in -5i64..12 {
+                        let seen = |j: i64| {
+                            left.is_none_or(|l: usize| j as i128 >= p as i128 - l as i128)
+                                && right.is_none_or(|r: usize| j as i128 <= p as i128 + r as i128)
+                        };
+                        let want: Vec<usize> = (0..kv_len).filter(|&j| seen(j as i64)).collect();
+                        let got: Vec<usize> = Visibility::window(left, right).keys(p, kv_len).collect();
+                        assert_eq!(got, want, "left {left:?} right {right:?} kv_len {kv_len} p {p}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn intersection_takes_the_tighter_side() {
+        let both = Visibility::causal().and(Visibility::window(Some(4), Some(9)));
+        assert_eq!((both.left(), both.right()), (Some(4), Some(0)));
+        assert_eq!(Visibility::full().and(Visibility::causal()), Visibility::causal());
+    }
+}

@@ -1,0 +1,97 @@
+//! The oracle: attention in scalar f64, straight from the definition. It knows neither plans nor tiles nor backends, and
+//! every kernel is tested against it.
+
+use crate::{Inputs, Problem, RunError, Sequence, bind};
+
+/// Output of [`attention`], dense.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Attention {
+    /// `[batch, q_heads, q_len, value_dim]`.
+    pub out: Vec<f64>,
+    /// `[batch, q_heads, q_len]`.
+    pub lse: Vec<f64>,
+}
+
+/// Attention of [`crate::problem`] in f64. Cost: `O(visible pairs * (head_dim + value_dim))` on one thread.
+///
+/// # Errors
+/// [`RunError`] where the inputs are not the problem's.
+pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, RunError> {
+    bind::check_inputs(problem, inputs)?;
+    let dims = problem.dims();
+    let rows = dims.batch * dims.q_heads * dims.q_len;
+    let mut result = Attention { out: vec![0.0; rows * dims.value_dim], lse: vec![f64::NEG_INFINITY; rows] };
+    for (index, sequence) in problem.sequences().iter().enumerate() {
+        for h in 0..dims.q_heads {
+            for i in 0..sequence.q_len {
+                let row =
+                    (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
+                let out = &mut result.out[row * dims.value_dim..][..dims.value_dim];
+                result.lse[row] = attend(&Row { problem, inputs, sequence, index, h, i }, out);
+            }
+        }
+    }
+    Ok(result)
+}
+
+struct Row<'a> {
+    problem: &'a Problem,
+    inputs: &'a Inputs<'a>,
+    sequence: &'a Sequence,
+    index: usize,
+    h: usize,
+    i: usize,
+}
+
+impl Row<'_> {
+    /// `None` where key `j` is hidden.
+    fn score(&self, j: usize) -> Option<f64> {
+        let (dims, desc, s) = (self.problem.dims(), self.problem.desc(), self.sequence);
+        let kv_head = self.h / dims.group();
+        let mut score = 0.0;
+        for d in 0..dims.head_dim {
+            let q = self.inputs.q.get([s.batch, self.h, s.q_start + self.i, d]);
+            let k = self.inputs.k.get([s.batch, kv_head, s.kv_start + j, d]);
+            score += f64::from(q) * f64::from(k);
+        }
+        score *= f64::from(self.problem.scale());
+        if let Some(c) = desc.softcap {
+            score = f64::from(c) * (score / f64::from(c)).tanh();
+        }
+        if let Some(slopes) = self.inputs.alibi_slopes {
+            let distance = (self.i as i64 + s.q_offset - j as i64).unsigned_abs();
+            score -= f64::from(slopes[self.h]) * distance as f64;
+        }
+        if let Some(mask) = &self.inputs.mask {
+            let bias = mask.bias([self.index, self.h, self.i, j]);
+            if bias == f32::NEG_INFINITY {
+                return None;
+            }
+            score += f64::from(bias);
+        }
+        Some(score)
+    }
+}
+
+/// Writes one row of out and returns its logsumexp.
+fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
+    let kv_head = row.h / row.problem.dims().group();
+    let keys = row.problem.visible(row.sequence, row.i);
+    let scores: Vec<(usize, f64)> = keys.filter_map(|j| Some((j, row.score(j)?))).collect();
+    let sink = row.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[row.h]));
+
+    // f64::max ignores NaN; a NaN score still reaches the sum.
+    let max = scores.iter().fold(sink, |m, &(_, s)| m.max(s));
+    if max == f64::NEG_INFINITY && scores.iter().all(|&(_, s)| s == max) && sink == max {
+        return max;
+    }
+    let sum: f64 = (sink - max).exp() + scores.iter().map(|&(_, s)| (s - max).exp()).sum::<f64>();
+    for (j, score) in scores {
+        let p = (score - max).exp() / sum;
+        for (d, o) in out.iter_mut().enumerate() {
+            *o += p * f64::from(row.inputs.v.get([row.sequence.batch, kv_head, row.sequence.kv_start + j, d]));
+        }
+    }
+    max + sum.ln()
+}
