@@ -1,1 +1,246 @@
-//! x
+//! The vector operations that kernels are written in.
+//!
+//! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the one function of an
+//! ISA file that is compiled with the ISA's target features instantiates them.
+
+#![allow(unsafe_code)]
+
+use crate::Dtype;
+
+/// A vector of f32 of one instruction set.
+///
+/// # Safety
+/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Pointers need
+/// no alignment beyond that of their element type.
+pub(crate) trait Simd: Copy + 'static {
+    /// f32 lanes.
+    const LANES: usize;
+    /// Rows of the register tile.
+    const ROWS: usize;
+    /// Vectors of the register tile.
+    const VECTORS: usize;
+    /// A vector of `LANES` f32.
+    type V: Copy;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, fused where the machine fuses.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a > b ? a : b`: `b` where either is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn abs(a: Self::V) -> Self::V;
+    /// `a < b ? x : y`; `y` where `a` or `b` is NaN.
+    unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// `a == b ? x : y`; `y` where `a` or `b` is NaN.
+    unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// Nearest integer, ties to even.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// `a * 2^n` with `n` the integer nearest to `x`; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
+    unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V;
+    /// Sum of the lanes, in a fixed order.
+    unsafe fn reduce_add(a: Self::V) -> f32;
+    /// Largest lane; NaN lanes are ignored.
+    unsafe fn reduce_max(a: Self::V) -> f32;
+
+    unsafe fn load_f16(p: *const u16) -> Self::V;
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
+    /// 0 where the byte is not 0, `-inf` where it is.
+    unsafe fn load_bool(p: *const u8) -> Self::V;
+    /// Rounds to nearest, ties to even; NaN stays NaN.
+    unsafe fn store_f16(p: *mut u16, v: Self::V);
+    /// Rounds to nearest, ties to even; NaN stays NaN.
+    unsafe fn store_bf16(p: *mut u16, v: Self::V);
+
+    /// Loads `LANES` vectors, vector `r` from `rows(r)`, and stores their transpose: lane `r` of the vector at
+    /// `dst + c * stride` is lane `c` of row `r`.
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize);
+}
+
+/// Storage of one element, as kernels load and store it.
+pub(crate) trait Elem: Copy + 'static {
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V;
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V);
+    /// A value for the lanes past the end of a row.
+    const ZERO: Self;
+    unsafe fn to_f32(self) -> f32;
+}
+
+/// f16 as bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct F16(u16);
+
+/// bf16 as bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct Bf16(u16);
+
+impl Elem for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's promise is that of the method called.
+        unsafe { S::load(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
+        // SAFETY: the caller's promise is that of the method called.
+        unsafe { S::store(p, v) }
+    }
+    const ZERO: Self = 0.0;
+    #[inline(always)]
+    unsafe fn to_f32(self) -> f32 {
+        self
+    }
+}
+
+impl Elem for F16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's promise is that of the method called; F16 is a transparent u16.
+        unsafe { S::load_f16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
+        // SAFETY: the caller's promise is that of the method called; F16 is a transparent u16.
+        unsafe { S::store_f16(p.cast(), v) }
+    }
+    const ZERO: Self = Self(0);
+    #[inline(always)]
+    unsafe fn to_f32(self) -> f32 {
+        half::f16::from_bits(self.0).to_f32()
+    }
+}
+
+impl Elem for Bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's promise is that of the method called; Bf16 is a transparent u16.
+        unsafe { S::load_bf16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
+        // SAFETY: the caller's promise is that of the method called; Bf16 is a transparent u16.
+        unsafe { S::store_bf16(p.cast(), v) }
+    }
+    const ZERO: Self = Self(0);
+    #[inline(always)]
+    unsafe fn to_f32(self) -> f32 {
+        half::bf16::from_bits(self.0).to_f32()
+    }
+}
+
+/// Runs a generic call for the storage type of a dtype.
+macro_rules! with_elem {
+    ($dtype:expr, $E:ident => $body:expr) => {
+        match $dtype {
+            crate::Dtype::F32 => {
+                type $E = f32;
+                $body
+            }
+            crate::Dtype::F16 => {
+                type $E = $crate::cpu::simd::F16;
+                $body
+            }
+            crate::Dtype::BF16 => {
+                type $E = $crate::cpu::simd::Bf16;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_elem;
+
+/// Loads `n < LANES` elements and fills the other lanes with zero.
+///
+/// # Safety
+/// As [`Simd`], with `p` valid for `n` elements.
+#[inline(always)]
+pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V {
+    debug_assert!(n <= S::LANES && S::LANES <= 16);
+    let mut lanes = [E::ZERO; 16];
+    // SAFETY: `p` is valid for `n` elements, and 16 lanes hold any vector.
+    unsafe {
+        std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+        E::load::<S>(lanes.as_ptr())
+    }
+}
+
+/// Stores the first `n` elements of a row of vectors that starts at `src`.
+///
+/// # Safety
+/// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
+#[inline(always)]
+pub(crate) unsafe fn store_row<S: Simd>(dtype: Dtype, dst: *mut u8, src: *const f32, scale: f32, n: usize) {
+    // SAFETY: whole vectors are inside both rows; the tail goes through a buffer.
+    unsafe {
+        let scale = S::splat(scale);
+        with_elem!(dtype, E => {
+            let dst = dst.cast::<E>();
+            let whole = n / S::LANES * S::LANES;
+            let mut i = 0;
+            while i < whole {
+                E::store::<S>(dst.add(i), S::mul(S::load(src.add(i)), scale));
+                i += S::LANES;
+            }
+            if whole < n {
+                let mut lanes = [E::ZERO; 16];
+                E::store::<S>(lanes.as_mut_ptr(), S::mul(S::load(src.add(whole)), scale));
+                std::ptr::copy_nonoverlapping(lanes.as_ptr(), dst.add(whole), n - whole);
+            }
+        });
+    }
+}
+
+/// `2^x` for `x <= 0`, relative error below 2e-7; 0 where `x < -126`, `2^0 = 1` exactly, NaN gives NaN.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
+    // Minimax of (2^r - 1) / r on [-1/2, 1/2] for the relative error of 2^r.
+    const C: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let n = S::round(x);
+        let r = S::sub(x, n);
+        let mut p = S::splat(C[4]);
+        p = S::fma(p, r, S::splat(C[3]));
+        p = S::fma(p, r, S::splat(C[2]));
+        p = S::fma(p, r, S::splat(C[1]));
+        p = S::fma(p, r, S::splat(C[0]));
+        p = S::fma(p, r, S::splat(1.0));
+        S::scale2(p, n, x)
+    }
+}
+
+/// `tanh(x)`, relative error below 1e-6; NaN gives NaN.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
+    // Minimax of (tanh(x) - x) / x^3 in x^2 on |x| <= 0.625.
+    const C: [f32; 5] = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_009, -0.005_704_987_3];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let t = S::abs(x);
+        let x2 = S::mul(x, x);
+        let mut p = S::splat(C[4]);
+        p = S::fma(p, x2, S::splat(C[3]));
+        p = S::fma(p, x2, S::splat(C[2]));
+        p = S::fma(p, x2, S::splat(C[1]));
+        p = S::fma(p, x2, S::splat(C[0]));
+        let small = S::fma(S::mul(p, x2), x, x);
+        // (1 - e) / (1 + e) with e = exp(-2 |x|); no cancellation where it is used.
+        let one = S::splat(1.0);
+        let e = exp2::<S>(S::mul(t, S::splat(-2.0 * std::f32::consts::LOG2_E)));
+        let large = S::div(S::sub(one, e), S::add(one, e));
+        let signed = S::select_lt(x, S::splat(0.0), S::sub(S::splat(0.0), large), large);
+        S::select_lt(t, S::splat(0.625), small, signed)
+    }
+}

@@ -111,7 +111,10 @@ pub(crate) struct ScratchLayout {
     pub(crate) scores: usize,
     pub(crate) partial: usize,
     pub(crate) acc: usize,
+    /// Running maximum and sum of `row_stats` rows each, then those of one block for `tile_stats` rows.
     pub(crate) stats: usize,
+    pub(crate) row_stats: usize,
+    pub(crate) tile_stats: usize,
     pub(crate) len: usize,
 }
 
@@ -290,17 +293,16 @@ impl CpuPlan {
     }
 
     fn size(&self) -> Option<usize> {
-        let mut bytes = self.scratch.len.checked_mul(4)?.checked_mul(self.workers())?;
-        bytes = bytes.checked_add(self.partial_floats()?.checked_mul(4)?)?;
-        match &self.mask_classes {
-            Some(classes) => bytes.checked_add(classes.bytes()?),
-            None => Some(bytes),
-        }
+        let classes = self.mask_classes.as_ref().map_or(Some(0), MaskClasses::bytes)?;
+        let scratch = self.scratch.len.checked_mul(self.workers())?;
+        // Values, maximum and sum of each partial.
+        let partials = self.partial_slots.checked_mul(self.value_stride() + 2)?;
+        scratch.checked_add(partials)?.checked_mul(4)?.checked_add(classes)
     }
 
-    /// f32 elements of all partials: value, maximum and sum of each slot.
-    fn partial_floats(&self) -> Option<usize> {
-        self.partial_slots.checked_mul(self.value_stride() + 2)
+    /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then partials.
+    pub(crate) fn float_bytes(&self) -> usize {
+        4 * (self.scratch.len * self.workers() + self.partial_slots * (self.value_stride() + 2))
     }
 
     /// Elements between rows of packed values and accumulators.
@@ -428,6 +430,8 @@ fn scratch(
         len += floats.next_multiple_of(16);
         start
     };
+    // A tile may end inside a vector of rows.
+    let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
     ScratchLayout {
         q: region(task_rows * head_dim),
         k: region(BLOCK_K.next_multiple_of(panel) * head_dim),
@@ -435,7 +439,9 @@ fn scratch(
         scores: region(tile_rows * BLOCK_K),
         partial: region(tile_rows * value_stride),
         acc: region(task_rows * value_stride),
-        stats: region(2 * task_rows + 4 * tile_rows.next_multiple_of(16)),
+        stats: region(2 * row_stats + 2 * tile_stats),
+        row_stats,
+        tile_stats,
         len,
     }
 }

@@ -1,1 +1,28 @@
-//! Test kit.
+//! What the test suite, `flashtile check` and `flashtile bench` share: seeded data, the named case catalogue, tolerances and
+//! poisoned memory. Unstable: no semver promise.
+//!
+//! ```
+//! use flashtile::{Cpu, testkit};
+//! let case = testkit::find("gqa_4_causal").ok_or("no such case")?;
+//! let outcome = testkit::run_case(&case, &testkit::CpuRunner::new(Cpu::new()))?;
+//! println!("{}: {} nrmse {:e}", case.name, outcome.plan, outcome.out.nrmse);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod cases;
+mod catalogue;
+mod compare;
+mod poison;
+mod random;
+mod rng;
+mod run;
+
+pub use cases::{Built, Case, Mask, MaskFill};
+pub use catalogue::{catalogue, find};
+pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
+pub use poison::{Guarded, GuardedList, GuardedMask, Layout};
+pub use random::random_case;
+pub use rng::Rng;
+pub use run::{
+    Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, conformance, run_case,
+};

@@ -1,0 +1,156 @@
+//! AVX-512 F, BW, DQ and VL: 16 lanes, 32 registers, a 6 x 4 register tile.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, Simd};
+use std::arch::x86_64::*;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+// SAFETY of every block below: the trait's contract gives the instruction set and the memory.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl Simd for Avx512 {
+    const LANES: usize = 16;
+    const ROWS: usize = crate::plan::Isa::Avx512.register_tile().0;
+    const VECTORS: usize = crate::plan::Isa::Avx512.register_tile().1;
+    type V = __m512;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn abs(a: Self::V) -> Self::V {
+        unsafe { _mm512_abs_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x) }
+    }
+    #[inline(always)]
+    unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b), y, x) }
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        unsafe { _mm512_roundscale_ps::<0>(a) }
+    }
+    #[inline(always)]
+    unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V {
+        unsafe {
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            _mm512_maskz_scalef_ps(normal, a, n)
+        }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(a: Self::V) -> f32 {
+        unsafe { _mm512_reduce_add_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(a: Self::V) -> f32 {
+        unsafe { _mm512_reduce_max_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bool(p: *const u8) -> Self::V {
+        unsafe {
+            let bytes = _mm_loadu_si128(p.cast());
+            let hidden = _mm_cmpeq_epi8_mask(bytes, _mm_setzero_si128());
+            _mm512_maskz_mov_ps(hidden, _mm512_set1_ps(f32::NEG_INFINITY))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u16, v: Self::V) {
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            // A NaN keeps its upper half, made quiet: rounding could carry it into an infinity.
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let high = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+        unsafe {
+            // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be
+            // a function without the instruction set.
+            let zero = _mm512_setzero_ps();
+            let mut pairs = [zero; 16];
+            for i in 0..8 {
+                let (x, y) = (E::load::<Self>(rows[2 * i]), E::load::<Self>(rows[2 * i + 1]));
+                pairs[2 * i] = _mm512_unpacklo_ps(x, y);
+                pairs[2 * i + 1] = _mm512_unpackhi_ps(x, y);
+            }
+            // quads[4 * g + c]: 128-bit lane l holds column 4 * l + c of rows 4 * g .. 4 * g + 4.
+            let mut quads = [zero; 16];
+            for g in 0..4 {
+                for c in 0..2 {
+                    let (x, y) = (pairs[4 * g + c], pairs[4 * g + 2 + c]);
+                    quads[4 * g + 2 * c] = _mm512_shuffle_ps::<0x44>(x, y);
+                    quads[4 * g + 2 * c + 1] = _mm512_shuffle_ps::<0xee>(x, y);
+                }
+            }
+            for c in 0..4 {
+                let (a, b, e, f) = (quads[c], quads[4 + c], quads[8 + c], quads[12 + c]);
+                let (ab02, ab13) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
+                let (ef02, ef13) = (_mm512_shuffle_f32x4::<0x88>(e, f), _mm512_shuffle_f32x4::<0xdd>(e, f));
+                Self::store(dst.add(c * stride), _mm512_shuffle_f32x4::<0x88>(ab02, ef02));
+                Self::store(dst.add((c + 4) * stride), _mm512_shuffle_f32x4::<0x88>(ab13, ef13));
+                Self::store(dst.add((c + 8) * stride), _mm512_shuffle_f32x4::<0xdd>(ab02, ef02));
+                Self::store(dst.add((c + 12) * stride), _mm512_shuffle_f32x4::<0xdd>(ab13, ef13));
+            }
+        }
+    }
+}
+
+super::entry_points!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl");

@@ -1,0 +1,117 @@
+//! Detection of the machine, and one file per instruction set.
+
+#![allow(unsafe_code)]
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod portable;
+
+use super::kernels::Context;
+use crate::plan::{CpuFacts, Isa, Task};
+use std::sync::OnceLock;
+
+/// The functions of one instruction set: the only ones that are compiled with its target features.
+///
+/// Safety of each: the machine has the instruction set, and the rest is the contract of the kernel of the same name.
+#[derive(Clone, Copy)]
+pub(super) struct Kernels {
+    pub(super) task: unsafe fn(&Context<'_>, &Task, *mut f32),
+    pub(super) reduce: unsafe fn(&Context<'_>, &Task, *mut f32),
+    pub(super) fma_loop: unsafe fn(u64) -> f32,
+    pub(super) read_loop: unsafe fn(*const f32, usize) -> f32,
+}
+
+/// Defines `KERNELS` of an ISA file.
+macro_rules! entry_points {
+    ($S:ident $(, $features:literal)?) => {
+        /// The kernels, compiled for this instruction set.
+        pub(super) const KERNELS: super::Kernels = super::Kernels { task, reduce, fma_loop, read_loop };
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn task(cx: &super::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { crate::cpu::kernels::forward::task::<$S>(cx, task, scratch) }
+        }
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn reduce(cx: &super::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
+            // SAFETY: the caller's promise.
+            unsafe { crate::cpu::kernels::forward::reduce::<$S>(cx, task, scratch) }
+        }
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn fma_loop(rounds: u64) -> f32 {
+            // SAFETY: the caller's promise.
+            unsafe { crate::cpu::limits::fma_loop::<$S>(rounds) }
+        }
+
+        $(#[target_feature(enable = $features)])?
+        unsafe fn read_loop(p: *const f32, len: usize) -> f32 {
+            // SAFETY: the caller's promise.
+            unsafe { crate::cpu::limits::read_loop::<$S>(p, len) }
+        }
+    };
+}
+use entry_points;
+
+/// The kernels of an instruction set that the machine is known to have.
+pub(super) fn kernels(isa: Isa) -> Kernels {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::KERNELS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => avx2::KERNELS,
+        _ => portable::KERNELS,
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn detect() -> Isa {
+    if is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl")
+    {
+        Isa::Avx512
+    } else if is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c")
+    {
+        Isa::Avx2
+    } else {
+        Isa::Portable
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detect() -> Isa {
+    Isa::Portable
+}
+
+/// Size in bytes of a cache of core 0 as Linux reports it, `None` where it does not.
+fn cache_bytes(level: u32) -> Option<usize> {
+    (0..8).find_map(|index| {
+        let read = |name: &str| {
+            std::fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/{name}")).ok()
+        };
+        let wanted = read("level")?.trim().parse() == Ok(level) && read("type")?.trim() != "Instruction";
+        let size = read("size")?;
+        let kib: usize = size.trim().strip_suffix('K')?.parse().ok()?;
+        wanted.then_some(kib * 1024)
+    })
+}
+
+/// Facts of this machine. Instruction set and caches are read once; threads are those of the current rayon pool.
+pub(super) fn facts() -> CpuFacts {
+    static FACTS: OnceLock<CpuFacts> = OnceLock::new();
+    let facts = FACTS.get_or_init(|| CpuFacts {
+        isa: detect(),
+        threads: 1,
+        l1d: cache_bytes(1).unwrap_or(32 << 10),
+        l2: cache_bytes(2).unwrap_or(512 << 10),
+        l3: cache_bytes(3).unwrap_or(8 << 20),
+    });
+    CpuFacts { threads: rayon::current_num_threads(), ..*facts }
+}

@@ -1,0 +1,153 @@
+//! Plain Rust over small arrays, which the compiler turns into the vectors of the target (SSE2, NEON).
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, Simd};
+use half::{bf16, f16};
+
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+const N: usize = 4;
+
+#[inline(always)]
+fn map(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i]))
+}
+
+#[inline(always)]
+fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+impl Simd for Portable {
+    const LANES: usize = N;
+    const ROWS: usize = crate::plan::Isa::Portable.register_tile().0;
+    const VECTORS: usize = crate::plan::Isa::Portable.register_tile().1;
+    type V = [f32; N];
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; N]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: the caller's promise; an array of f32 has the alignment of f32.
+        unsafe { p.cast::<Self::V>().read() }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: the caller's promise; an array of f32 has the alignment of f32.
+        unsafe { p.cast::<Self::V>().write(v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a - b)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // Without the instruction, a fused multiply-add is a library call.
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+            std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+        } else {
+            std::array::from_fn(|i| a[i] * b[i] + c[i])
+        }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[inline(always)]
+    unsafe fn abs(a: Self::V) -> Self::V {
+        map(a, f32::abs)
+    }
+    #[inline(always)]
+    unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        std::array::from_fn(|i| if a[i] < b[i] { x[i] } else { y[i] })
+    }
+    #[inline(always)]
+    unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        std::array::from_fn(|i| if a[i] == b[i] { x[i] } else { y[i] })
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        // Adding and subtracting 1.5 * 2^23 leaves the nearest integer for |x| < 2^22, which is
+        // where `scale2` uses it;
+        // `f32::round_ties_even` is a library call without SSE4.1.
+        const MAGIC: f32 = 12_582_912.0;
+        map(a, |a| (a + MAGIC) - MAGIC)
+    }
+    #[inline(always)]
+    unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V {
+        // The sum holds n + 127 in its low bits, which the shift makes the exponent.
+        const MAGIC: f32 = 12_582_912.0 + 127.0;
+        let scaled = zip(a, n, |a, n| a * f32::from_bits((n + MAGIC).to_bits() << 23));
+        zip(scaled, x, |y, x| if x < -126.0 { 0.0 } else { y })
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(a: Self::V) -> f32 {
+        (a[0] + a[2]) + (a[1] + a[3])
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(a: Self::V) -> f32 {
+        a.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { p.cast::<[u16; N]>().read() };
+        std::array::from_fn(|i| {
+            // Exponent and mantissa moved into place and rescaled by 2^112; infinities and NaN get the largest exponent.
+            let magnitude = u32::from(bits[i] & 0x7fff) << 13;
+            let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
+            let special = if scaled >= 65536.0 { 0x7f80_0000 } else { 0 };
+            f32::from_bits(scaled.to_bits() | special | (u32::from(bits[i] & 0x8000) << 16))
+        })
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { p.cast::<[u16; N]>().read() };
+        std::array::from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
+    }
+    #[inline(always)]
+    unsafe fn load_bool(p: *const u8) -> Self::V {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { p.cast::<[u8; N]>().read() };
+        std::array::from_fn(|i| if bytes[i] != 0 { 0.0 } else { f32::NEG_INFINITY })
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u16, v: Self::V) {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<[u16; N]>().write(v.map(|x| f16::from_f32(x).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<[u16; N]>().write(v.map(|x| bf16::from_f32(x).to_bits())) }
+    }
+    #[inline(always)]
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+        // SAFETY: the caller's promise: N rows of N elements, N vectors `stride` apart.
+        unsafe {
+            let m: [Self::V; N] = std::array::from_fn(|r| E::load::<Self>(rows[r]));
+            for c in 0..N {
+                Self::store(dst.add(c * stride), std::array::from_fn(|r| m[r][c]));
+            }
+        }
+    }
+}
+
+super::entry_points!(Portable);

@@ -1,0 +1,493 @@
+//! The forward kernel: one task, and the reduction of split tasks.
+
+#![allow(unsafe_code)]
+
+use super::mask::Class;
+use super::pack::{self, HeadRows};
+use super::softmax::{self, Fold, Modifiers};
+use super::gemm::{Operands, gemm};
+use super::Context;
+use crate::cpu::simd::{Simd, store_row};
+use crate::plan::{PartialSlot, Task, visible_union};
+use crate::problem::Sequence;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// Most rows of a tile: bounds of its rows are kept on the stack.
+const MAX_TILE_ROWS: usize = 48;
+
+/// One task and the memory of the thread that runs it.
+struct Work<'a> {
+    cx: &'a Context<'a>,
+    task: &'a Task,
+    sequence: &'a Sequence,
+    q: *mut f32,
+    k: *mut f32,
+    v: *mut f32,
+    scores: *mut f32,
+    values: *mut f32,
+    acc: *mut f32,
+    /// Running statistics of every row, each padded to whole vectors.
+    max: *mut f32,
+    sum: *mut f32,
+    /// Statistics of the block for the rows of a tile.
+    block_max: *mut f32,
+    block_sum: *mut f32,
+    stride: usize,
+    block_k: usize,
+}
+
+/// A tile: rows of the task, and the columns of the block that some of them see.
+struct Tile {
+    rows: Range<usize>,
+    columns: Range<usize>,
+    /// Columns of the block that each row sees, as (start, end).
+    bounds: [(usize, usize); MAX_TILE_ROWS],
+    /// Whether every row sees every column as far as causality, window and length go.
+    full: bool,
+    mask: Class,
+}
+
+impl<'a> Work<'a> {
+    /// # Safety
+    /// `scratch` is valid for the plan's scratch layout.
+    #[inline(always)]
+    unsafe fn new(cx: &'a Context<'a>, task: &'a Task, scratch: *mut f32) -> Self {
+        let layout = cx.plan.scratch();
+        let sequence = &cx.plan.problem().sequences()[task.sequence];
+        let (tile, rows) = (layout.tile_stats, layout.row_stats);
+        // SAFETY: regions of the layout.
+        unsafe {
+            let stats = scratch.add(layout.stats);
+            Self {
+                cx,
+                task,
+                sequence,
+                q: scratch.add(layout.q),
+                k: scratch.add(layout.k),
+                v: scratch.add(layout.v),
+                scores: scratch.add(layout.scores),
+                values: scratch.add(layout.partial),
+                acc: scratch.add(layout.acc),
+                max: stats,
+                sum: stats.add(rows),
+                block_max: stats.add(2 * rows),
+                block_sum: stats.add(2 * rows + tile),
+                stride: cx.plan.value_stride(),
+                block_k: cx.plan.block_k(),
+            }
+        }
+    }
+
+    fn group(&self) -> usize {
+        self.cx.plan.problem().dims().group()
+    }
+
+    /// Position and query head of a row of the task.
+    #[inline(always)]
+    fn place(&self, row: usize) -> (usize, usize) {
+        let at = self.task.row + row;
+        (at / self.group(), self.task.kv_head * self.group() + at % self.group())
+    }
+
+    /// Positions of some rows of the task.
+    fn positions(&self, rows: &Range<usize>) -> Range<usize> {
+        let at = |row: usize| self.task.row + row;
+        at(rows.start) / self.group()..at(rows.end).div_ceil(self.group())
+    }
+
+    /// Columns of a block that some position of the range sees, or all that exist where tiles are not skipped.
+    fn columns(&self, positions: Range<usize>, block: usize) -> Range<usize> {
+        let plan = self.cx.plan;
+        let keys = if plan.options().skip_tiles {
+            visible_union(plan.problem(), self.sequence, positions)
+        } else {
+            0..self.sequence.kv_len
+        };
+        clip(&keys, block * self.block_k, self.block_k)
+    }
+
+    /// The tile of some rows in a block, `None` where no row sees a key.
+    #[inline(always)]
+    fn tile(&self, rows: Range<usize>, block: usize) -> Option<Tile> {
+        let positions = self.positions(&rows);
+        let columns = self.columns(positions.clone(), block);
+        let skip = self.cx.plan.options().skip_tiles;
+        let mask = match &self.cx.mask {
+            None => Class::Neutral,
+            Some(_) if !skip => Class::Mixed,
+            Some(table) => {
+                let first = self.task.kv_head * self.group();
+                table.class(self.task.sequence, first..first + self.group(), positions, block)
+            }
+        };
+        if columns.is_empty() || (skip && mask == Class::Hidden) {
+            return None;
+        }
+        let mut bounds = [(0, 0); MAX_TILE_ROWS];
+        let mut full = true;
+        let problem = self.cx.plan.problem();
+        for (row, bound) in rows.clone().zip(&mut bounds) {
+            let keys = problem.visible(self.sequence, self.place(row).0);
+            let seen = clip(&keys, block * self.block_k, self.block_k);
+            *bound = (seen.start.max(columns.start), seen.end.min(columns.end));
+            if bound.0 >= bound.1 {
+                *bound = (columns.start, columns.start);
+            }
+            full &= *bound == (columns.start, columns.end);
+        }
+        Some(Tile { rows, columns, bounds, full, mask })
+    }
+
+    /// Rows of k or v.
+    fn head_rows(&self, tensor: &'a crate::TensorView<'a>) -> HeadRows<'a> {
+        let s = self.sequence;
+        HeadRows { tensor, batch: s.batch, head: self.task.kv_head, start: s.kv_start }
+    }
+
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn pack_queries<S: Simd>(&self) {
+        let problem = self.cx.plan.problem();
+        let head_dim = problem.dims().head_dim;
+        // Scores come out in units of log2, or of the softcap.
+        let scale = match problem.desc().softcap {
+            Some(cap) => problem.scale() / cap,
+            None => problem.scale() * LOG2_E,
+        };
+        let q = &self.cx.inputs.q;
+        for row in 0..self.task.rows {
+            let (i, h) = self.place(row);
+            let src = q.row(self.sequence.batch, h, self.sequence.q_start + i);
+            // SAFETY: the row exists, and the region holds task_rows rows.
+            unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, self.q.add(row * head_dim)) }
+        }
+    }
+
+    /// Clears the running state.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn clear<S: Simd>(&self, rows: usize) {
+        // SAFETY: the regions hold task_rows rows, statistics rounded up to whole vectors.
+        unsafe {
+            for c in (0..rows * self.stride).step_by(S::LANES) {
+                S::store(self.acc.add(c), S::splat(0.0));
+            }
+            for r in (0..rows).step_by(S::LANES) {
+                S::store(self.max.add(r), S::splat(f32::NEG_INFINITY));
+                S::store(self.sum.add(r), S::splat(0.0));
+            }
+        }
+    }
+
+    /// Scores of a tile, in units of log2 (or of the softcap).
+    ///
+    /// # Safety
+    /// As [`Simd`]; queries and the block's keys are packed.
+    #[inline(always)]
+    unsafe fn scores<S: Simd>(&self, tile: &Tile) {
+        let head_dim = self.cx.plan.problem().dims().head_dim;
+        let width = S::VECTORS * S::LANES;
+        for panel in tile.columns.start / width..tile.columns.end.div_ceil(width) {
+            // SAFETY: the panel was packed; the score tile holds block_k columns of each row.
+            unsafe {
+                let operands = Operands {
+                    a: self.q.add(tile.rows.start * head_dim),
+                    lda: head_dim,
+                    b: self.k.add(panel * width * head_dim),
+                    ldb: width,
+                    c: self.scores.add(panel * width),
+                    ldc: self.block_k,
+                };
+                gemm::<S>((tile.rows.len(), S::VECTORS), head_dim, operands);
+            }
+        }
+    }
+
+    /// Weights of a tile, and the statistics of its rows.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the scores are there.
+    #[inline(always)]
+    unsafe fn weights<S: Simd>(&self, tile: &Tile, block: usize) {
+        let vectors = tile.columns.start / S::LANES * S::LANES..tile.columns.end.next_multiple_of(S::LANES);
+        let rows = tile.rows.len();
+        // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded.
+        unsafe {
+            for r in 0..rows {
+                let scores = self.scores.add(r * self.block_k);
+                let modifiers = self.modifiers(tile, r, block);
+                if modifiers.any() {
+                    softmax::modify::<S>(scores, vectors.clone(), &modifiers);
+                }
+                let (start, end) = tile.bounds[r];
+                softmax::hide(scores, vectors.clone(), start..end);
+                let (max, sum) = softmax::softmax::<S>(scores, vectors.clone());
+                *self.block_max.add(r) = max;
+                *self.block_sum.add(r) = sum;
+            }
+            for r in rows..rows.next_multiple_of(S::LANES) {
+                *self.block_max.add(r) = f32::NEG_INFINITY;
+                *self.block_sum.add(r) = 0.0;
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn modifiers(&self, tile: &Tile, r: usize, block: usize) -> Modifiers {
+        let (i, h) = self.place(tile.rows.start + r);
+        let first = block * self.block_k;
+        let mask = match (&self.cx.mask, tile.mask) {
+            (Some(table), Class::Mixed | Class::Hidden) => {
+                Some((table.view.row(self.task.sequence, h, i), first, table.view.shape()[3]))
+            }
+            _ => None,
+        };
+        let position = (i as i64 + self.sequence.q_offset - first as i64) as f32;
+        Modifiers {
+            softcap: self.cx.plan.problem().desc().softcap,
+            alibi: self.cx.inputs.alibi_slopes.map(|slopes| (slopes[h], position)),
+            mask,
+        }
+    }
+
+    /// Weighted values of a tile.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the weights are there and the block's values are packed.
+    #[inline(always)]
+    unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, block: usize) {
+        let width = S::VECTORS * S::LANES;
+        for column in (0..self.stride).step_by(width) {
+            let vectors = (self.stride - column).min(width) / S::LANES;
+            // SAFETY: rows `columns` of the values were packed; the tile of values holds `stride` columns of each row.
+            unsafe {
+                let operands = Operands {
+                    a: self.scores.add(tile.columns.start),
+                    lda: self.block_k,
+                    b: self.v.add(tile.columns.start * self.stride + column),
+                    ldb: self.stride,
+                    c: self.values.add(column),
+                    ldc: self.stride,
+                };
+                gemm::<S>((tile.rows.len(), vectors), tile.columns.len(), operands);
+            }
+        }
+        if !tile.full || tile.mask != Class::Neutral {
+            for r in 0..tile.rows.len() {
+                // SAFETY: as above.
+                unsafe { self.keep_hidden_out::<S>(tile, r, block) }
+            }
+        }
+    }
+
+    /// A hidden key has weight 0, and 0 times a NaN or infinite value is NaN. Where a row that hides keys came out not
+    /// finite, sums it again over the keys that it sees, in the same order.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the row's weights and the block's values are there.
+    #[inline(always)]
+    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize, block: usize) {
+        // SAFETY: the row of values holds `stride` elements; value rows and mask elements of visible keys exist.
+        unsafe {
+            let values = self.values.add(r * self.stride);
+            let mut probe = S::splat(0.0);
+            for c in (0..self.stride).step_by(S::LANES) {
+                probe = S::fma(S::load(values.add(c)), S::splat(0.0), probe);
+            }
+            if S::reduce_add(probe) == 0.0 {
+                return;
+            }
+            let mask = self.modifiers(tile, r, block).mask;
+            let (start, end) = tile.bounds[r];
+            for c in (0..self.stride).step_by(S::LANES) {
+                let mut sum = S::splat(0.0);
+                for j in start..end {
+                    if mask.is_some_and(|(row, first, _)| row.bias(first + j) == f32::NEG_INFINITY) {
+                        continue;
+                    }
+                    let weight = S::splat(*self.scores.add(r * self.block_k + j));
+                    sum = S::fma(weight, S::load(self.v.add(j * self.stride + c)), sum);
+                }
+                S::store(values.add(c), sum);
+            }
+        }
+    }
+
+    /// Result of one tile in one block, folded into the running state or stored as a partial.
+    ///
+    /// # Safety
+    /// As [`Simd`]; queries and the block are packed.
+    #[inline(always)]
+    unsafe fn attend<S: Simd>(&self, tile: &Tile, block: usize) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.scores::<S>(tile);
+            self.weights::<S>(tile, block);
+            self.weighted_values::<S>(tile, block);
+            match self.task.partial {
+                None => softmax::fold::<S>(tile.rows.len(), &self.fold_at(tile.rows.start)),
+                Some(slot) => {
+                    let at = slot_of(&slot, self.task.rows, block) + tile.rows.start;
+                    let (p, rows) = (self.cx.partials, tile.rows.len());
+                    std::ptr::copy_nonoverlapping(self.values, p.values.add(at * self.stride), rows * self.stride);
+                    std::ptr::copy_nonoverlapping(self.block_max, p.max.add(at), rows);
+                    std::ptr::copy_nonoverlapping(self.block_sum, p.sum.add(at), rows);
+                }
+            }
+        }
+    }
+
+    /// The running state from a row on, and the tile's result.
+    ///
+    /// # Safety
+    /// The row is one of the task, at a whole vector of rows.
+    #[inline(always)]
+    unsafe fn fold_at(&self, row: usize) -> Fold {
+        // SAFETY: the caller's promise.
+        unsafe {
+            Fold {
+                acc: self.acc.add(row * self.stride),
+                max: self.max.add(row),
+                sum: self.sum.add(row),
+                values: self.values,
+                block_max: self.block_max,
+                block_sum: self.block_sum,
+                stride: self.stride,
+            }
+        }
+    }
+
+    /// Writes out and lse of rows `first..first + rows` of the task from the running state of the first `rows` rows.
+    ///
+    /// # Safety
+    /// As [`Simd`]; no other thread writes these rows.
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&self, first: usize, rows: usize) {
+        let dims = self.cx.plan.problem().dims();
+        let out = self.cx.out;
+        for r in 0..rows {
+            let (i, h) = self.place(first + r);
+            // SAFETY: the state of `rows` rows is there; the row exists in out and lse.
+            unsafe {
+                let (max, sum) = (f64::from(*self.max.add(r)), f64::from(*self.sum.add(r)));
+                let sink = self.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]) * LN2_INVERSE);
+                let (scale, lse) = finish(max, sum, sink);
+                let row = self.sequence.q_start + i;
+                let dst = out.row(self.sequence.batch, h, row);
+                store_row::<S>(out.dtype(), dst, self.acc.add(r * self.stride), scale, dims.value_dim);
+                if !self.cx.lse.is_null() {
+                    *self.cx.lse.add((self.sequence.batch * dims.q_heads + h) * dims.q_len + row) = lse;
+                }
+            }
+        }
+    }
+}
+
+const LN2_INVERSE: f64 = std::f64::consts::LOG2_E;
+
+/// What the accumulated values are multiplied by, and the logsumexp, from statistics in units of log2 and the sink's logit
+/// in the same unit (`-inf` without one).
+fn finish(max: f64, sum: f64, sink: f64) -> (f32, f32) {
+    if sum == 0.0 {
+        return (0.0, (sink * std::f64::consts::LN_2) as f32);
+    }
+    let top = max.max(sink);
+    let weight = (max - top).exp2();
+    let total = sum * weight + (sink - top).exp2();
+    ((weight / total) as f32, (top * std::f64::consts::LN_2 + total.ln()) as f32)
+}
+
+/// The part of `keys` inside the block of `len` keys from `first`, counted from `first`.
+#[inline(always)]
+fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
+    let start = keys.start.max(first).min(first + len) - first;
+    let end = keys.end.max(first).min(first + len) - first;
+    start..end
+}
+
+/// Slot of the first row's partial of a block.
+fn slot_of(slot: &PartialSlot, rows: usize, block: usize) -> usize {
+    slot.base + (block - slot.first_block) * rows
+}
+
+/// Computes one task.
+///
+/// # Safety
+/// As [`Simd`]; the context was checked against its plan, `scratch` is valid for the plan's layout, and no other thread uses
+/// it or runs the same task.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
+    // SAFETY: the caller's promise; every region is used within its size in the layout.
+    unsafe {
+        let work = Work::new(cx, task, scratch);
+        work.pack_queries::<S>();
+        match task.partial {
+            None => work.clear::<S>(task.rows),
+            Some(slot) => {
+                for block in task.blocks.0..task.blocks.1 {
+                    let at = slot_of(&slot, task.rows, block);
+                    for row in at..at + task.rows {
+                        *cx.partials.max.add(row) = f32::NEG_INFINITY;
+                        *cx.partials.sum.add(row) = 0.0;
+                    }
+                }
+            }
+        }
+        let tile_rows = cx.plan.tile_rows();
+        for block in task.blocks.0..task.blocks.1 {
+            let columns = work.columns(work.positions(&(0..task.rows)), block);
+            let mut packed = false;
+            for row in (0..task.rows).step_by(tile_rows) {
+                let Some(tile) = work.tile(row..(row + tile_rows).min(task.rows), block) else { continue };
+                // Only now is it known that some tile needs the block.
+                if !packed {
+                    let first = block * work.block_k;
+                    pack::keys::<S>(work.head_rows(&cx.inputs.k), first, columns.clone(), work.k);
+                    pack::values::<S>(work.head_rows(&cx.inputs.v), first, columns.clone(), work.v);
+                    packed = true;
+                }
+                work.attend::<S>(&tile, block);
+            }
+        }
+        if task.partial.is_none() {
+            work.finish::<S>(0, task.rows);
+        }
+    }
+}
+
+/// Folds the partials of a split task's rows, in key order, and writes its rows.
+///
+/// # Safety
+/// As [`task`], once every task that shares the partials has run.
+#[inline(always)]
+pub(in crate::cpu) unsafe fn reduce<S: Simd>(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
+    let Some(slot) = task.partial else { return };
+    // SAFETY: the caller's promise; the partials of all blocks of the slot are there.
+    unsafe {
+        let work = Work::new(cx, task, scratch);
+        let tile_rows = cx.plan.tile_rows();
+        for row in (0..task.rows).step_by(tile_rows) {
+            let rows = tile_rows.min(task.rows - row);
+            work.clear::<S>(rows);
+            for block in slot.first_block..slot.first_block + slot.blocks {
+                let at = slot_of(&slot, task.rows, block) + row;
+                for r in 0..rows.next_multiple_of(S::LANES) {
+                    let (max, sum) = if r < rows {
+                        (*cx.partials.max.add(at + r), *cx.partials.sum.add(at + r))
+                    } else {
+                        (f32::NEG_INFINITY, 0.0)
+                    };
+                    *work.block_max.add(r) = max;
+                    *work.block_sum.add(r) = sum;
+                }
+                let values = cx.partials.values.add(at * work.stride);
+                softmax::fold::<S>(rows, &Fold { values, ..work.fold_at(0) });
+            }
+            work.finish::<S>(row, rows);
+        }
+    }
+}

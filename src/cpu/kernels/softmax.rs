@@ -1,0 +1,188 @@
+//! Scores to weights: bias and masking, the softmax of one block, and the fold of a block's result into a row.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
+use crate::MaskKind;
+use crate::tensor::MaskRow;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// What is done to the scores of a row before its softmax. Scores are in units of log2, or of the softcap.
+#[derive(Clone, Copy)]
+pub(super) struct Modifiers {
+    pub(super) softcap: Option<f32>,
+    /// ALiBi slope, and the query position counted from the first column.
+    pub(super) alibi: Option<(f32, f32)>,
+    /// The mask row, the key of the first column, and keys of the mask's axis.
+    pub(super) mask: Option<(MaskRow, usize, usize)>,
+}
+
+impl Modifiers {
+    pub(super) fn any(&self) -> bool {
+        self.softcap.is_some() || self.alibi.is_some() || self.mask.is_some()
+    }
+}
+
+static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+
+/// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
+#[inline(always)]
+unsafe fn mask_bias<S: Simd>(row: MaskRow, j: usize, keys: usize) -> S::V {
+    // SAFETY: the mask row has `keys` elements, or one that stands for all; only those are read.
+    unsafe {
+        if row.step == 0 {
+            return S::splat(row.bias(0));
+        }
+        let n = keys.saturating_sub(j).min(S::LANES);
+        match row.kind {
+            MaskKind::Bool => {
+                if n == S::LANES {
+                    return S::load_bool(row.ptr.add(j));
+                }
+                let mut bytes = [0u8; 16];
+                std::ptr::copy_nonoverlapping(row.ptr.wrapping_add(j), bytes.as_mut_ptr(), n);
+                S::load_bool(bytes.as_ptr())
+            }
+            MaskKind::Additive(dtype) => with_elem!(dtype, E => {
+                let p = row.ptr.cast::<E>().wrapping_add(j);
+                if n == S::LANES { E::load::<S>(p) } else { load_head::<S, E>(p, n) }
+            }),
+        }
+    }
+}
+
+/// Applies softcap, ALiBi and mask to whole vectors that cover `columns`. Hidden keys get `-inf`.
+///
+/// # Safety
+/// As [`Simd`]; `scores` is valid for the vectors, the mask row for its keys.
+#[inline(always)]
+pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        let mut c = columns.start;
+        while c < columns.end {
+            let mut x = S::load(scores.add(c));
+            if let Some(cap) = with.softcap {
+                x = S::mul(tanh::<S>(x), S::splat(cap * LOG2_E));
+            }
+            if let Some((slope, position)) = with.alibi {
+                let lanes = S::load(LANE_INDEX.as_ptr());
+                let distance = S::abs(S::sub(S::splat(position - c as f32), lanes));
+                x = S::fma(distance, S::splat(-slope * LOG2_E), x);
+            }
+            if let Some((row, first, keys)) = with.mask {
+                let bias = mask_bias::<S>(row, first + c, keys);
+                let sum = S::fma(bias, S::splat(LOG2_E), x);
+                x = S::select_eq(bias, hidden, hidden, sum);
+            }
+            S::store(scores.add(c), x);
+            c += S::LANES;
+        }
+    }
+}
+
+/// Hides the columns of whole vectors `columns` outside `visible`.
+///
+/// # Safety
+/// `scores` is valid for `columns`.
+#[inline(always)]
+pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Range<usize>) {
+    for c in (columns.start..visible.start.min(columns.end)).chain(visible.end.max(columns.start)..columns.end) {
+        // SAFETY: the caller's promise.
+        unsafe { *scores.add(c) = f32::NEG_INFINITY }
+    }
+}
+
+/// Replaces the scores of whole vectors `columns` by `exp2(score - max)`; returns the maximum (`-inf` where every key is
+/// hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is NaN or `+inf`).
+///
+/// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
+///
+/// # Safety
+/// As [`Simd`]; `scores` is valid for `columns`.
+#[inline(always)]
+pub(super) unsafe fn softmax<S: Simd>(scores: *mut f32, columns: Range<usize>) -> (f32, f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut max = S::splat(f32::NEG_INFINITY);
+        let mut c = columns.start;
+        while c < columns.end {
+            max = S::max(S::load(scores.add(c)), max);
+            c += S::LANES;
+        }
+        let max = S::reduce_max(max);
+        let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
+        let mut sum = S::splat(0.0);
+        let mut c = columns.start;
+        while c < columns.end {
+            let p = exp2::<S>(S::sub(S::load(scores.add(c)), shift));
+            S::store(scores.add(c), p);
+            sum = S::add(sum, p);
+            c += S::LANES;
+        }
+        (max, S::reduce_add(sum))
+    }
+}
+
+/// Running state of some rows, and one block's result for them.
+#[derive(Clone, Copy)]
+pub(super) struct Fold {
+    /// Running `[rows, stride]`, maximum and sum; the statistics valid for whole vectors of rows.
+    pub(super) acc: *mut f32,
+    pub(super) max: *mut f32,
+    pub(super) sum: *mut f32,
+    /// The block's `[rows, stride]`.
+    pub(super) values: *const f32,
+    /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows; their memory is used up.
+    pub(super) block_max: *mut f32,
+    pub(super) block_sum: *mut f32,
+    /// Elements of a row, in whole vectors.
+    pub(super) stride: usize,
+}
+
+/// Folds the result of one block into the running state of `rows` rows:
+/// `m' = max(m, mb)`, `l' = l * 2^(m - m') + lb * 2^(mb - m')`, and likewise the values. A row to which the block gave
+/// nothing keeps its state, bit for bit.
+///
+/// # Safety
+/// As [`Simd`]; the pointers are valid as [`Fold`] says.
+#[inline(always)]
+pub(super) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut first = 0;
+        while first < rows {
+            let (m, l) = (S::load(f.max.add(first)), S::load(f.sum.add(first)));
+            let (mb, lb) = (S::load(f.block_max.add(first)), S::load(f.block_sum.add(first)));
+            let new = S::max(m, mb);
+            let none = S::splat(f32::NEG_INFINITY);
+            let shift = S::select_eq(new, none, S::splat(0.0), new);
+            let (old, add) = (exp2::<S>(S::sub(m, shift)), exp2::<S>(S::sub(mb, shift)));
+            let sum = S::fma(l, old, S::mul(lb, add));
+            let mut gave = [0.0f32; 16];
+            let mut factors = [[0.0f32; 16]; 2];
+            S::store(gave.as_mut_ptr(), lb);
+            S::store(factors[0].as_mut_ptr(), old);
+            S::store(factors[1].as_mut_ptr(), add);
+            let nothing = S::splat(0.0);
+            S::store(f.max.add(first), S::select_eq(lb, nothing, m, new));
+            S::store(f.sum.add(first), S::select_eq(lb, nothing, l, sum));
+            for r in 0..S::LANES.min(rows - first) {
+                if gave[r] == 0.0 {
+                    continue;
+                }
+                let (old, add) = (S::splat(factors[0][r]), S::splat(factors[1][r]));
+                let (acc, values) = (f.acc.add((first + r) * f.stride), f.values.add((first + r) * f.stride));
+                let mut c = 0;
+                while c < f.stride {
+                    let scaled = S::mul(S::load(values.add(c)), add);
+                    S::store(acc.add(c), S::fma(S::load(acc.add(c)), old, scaled));
+                    c += S::LANES;
+                }
+            }
+            first += S::LANES;
+        }
+    }
+}

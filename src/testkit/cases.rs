@@ -1,0 +1,277 @@
+//! A case: a problem and the recipe of its data.
+
+use super::poison::{Guarded, GuardedList, GuardedMask, Layout};
+use super::rng::Rng;
+use crate::problem::Sequence;
+use crate::{Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility};
+
+/// What the elements of a materialised mask are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MaskFill {
+    /// One key in four hidden; the bias of the others is normal.
+    Random,
+    /// Every third query row sees no key; otherwise as [`MaskFill::Random`].
+    HiddenRows,
+    /// Nothing hidden, no bias.
+    Open,
+    /// Everything hidden.
+    Closed,
+    /// Rectangles of 40 queries and 300 keys that are open, hidden or random: tiles of every class, at odd places.
+    Blocks,
+    /// Finite biases as large as f16 holds: most keys at -60000, some at 0, in every fifth row one at +60000.
+    Extreme,
+}
+
+/// Recipe of a materialised mask. Its kind is the problem's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Mask {
+    /// Which of the axes `[batch, heads, queries, keys]` are 1.
+    pub broadcast: [bool; 4],
+    /// Its elements.
+    pub fill: MaskFill,
+}
+
+/// A named problem with the recipe of its data.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Case {
+    /// Name, unique in the catalogue.
+    pub name: String,
+    /// The problem.
+    pub desc: ProblemDesc,
+    /// Layout of q, k, v and out in memory.
+    pub layout: Layout,
+    /// Factor of q: the standard deviation of the logits at the default scale.
+    pub gain: f32,
+    /// Recipe of the mask, where the problem has one.
+    pub mask: Option<Mask>,
+}
+
+impl Case {
+    /// A case with every option of the problem at its default. Dimensions in the order of [`Dims`]: batch, query heads,
+    /// key/value heads, query rows, key rows, head dimension, value dimension.
+    #[must_use]
+    pub fn new(name: impl Into<String>, dims: [usize; 7], dtype: Dtype) -> Self {
+        let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = dims;
+        let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        let desc = ProblemDesc::new(dims, dtype);
+        Self { name: name.into(), desc, layout: Layout::Bhsd, gain: 1.0, mask: None }
+    }
+
+    /// In this memory layout.
+    #[must_use]
+    pub fn layout(mut self, layout: Layout) -> Self {
+        self.layout = layout;
+        self
+    }
+
+    /// With logits of this standard deviation at the default scale.
+    #[must_use]
+    pub fn gain(mut self, gain: f32) -> Self {
+        self.gain = gain;
+        self
+    }
+
+    /// With query row 0 at this key position.
+    #[must_use]
+    pub fn at(mut self, offset: QOffset) -> Self {
+        self.desc.q_offset = Some(offset);
+        self
+    }
+
+    /// With the keys visible that also this band shows.
+    #[must_use]
+    pub fn seeing(mut self, visibility: Visibility) -> Self {
+        self.desc.visibility = self.desc.visibility.and(visibility);
+        self
+    }
+
+    /// Causal, with query row 0 at this key position.
+    #[must_use]
+    pub fn causal(self, offset: QOffset) -> Self {
+        self.seeing(Visibility::causal()).at(offset)
+    }
+
+    /// With a softcap.
+    #[must_use]
+    pub fn softcap(mut self, softcap: f32) -> Self {
+        self.desc.softcap = Some(softcap);
+        self
+    }
+
+    /// With a scale.
+    #[must_use]
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.desc.scale = Some(scale);
+        self
+    }
+
+    /// With ALiBi slopes.
+    #[must_use]
+    pub fn alibi(mut self) -> Self {
+        self.desc.alibi = true;
+        self
+    }
+
+    /// With sinks.
+    #[must_use]
+    pub fn sinks(mut self) -> Self {
+        self.desc.sinks = true;
+        self
+    }
+
+    /// With a mask; an axis named in `broadcast` (of `"bhqk"`) is 1.
+    #[must_use]
+    pub fn mask(mut self, kind: MaskKind, broadcast: &str, fill: MaskFill) -> Self {
+        self.desc.mask = Some(kind);
+        let axes = ['b', 'h', 'q', 'k'];
+        self.mask = Some(Mask { broadcast: axes.map(|axis| broadcast.contains(axis)), fill });
+        self
+    }
+
+    /// With these numbers of keys in the batch entries.
+    #[must_use]
+    pub fn kv_lens(mut self, kv_lens: &[usize]) -> Self {
+        self.desc.sequences = Sequences::Padded { kv_lens: kv_lens.to_vec() };
+        self
+    }
+
+    /// With sequences of these (query, key) lengths packed one after another; sets `q_len` and `kv_len`.
+    #[must_use]
+    pub fn packed(mut self, lengths: &[(usize, usize)]) -> Self {
+        let (mut cu_seqlens_q, mut cu_seqlens_k) = (vec![0], vec![0]);
+        let (mut q_len, mut kv_len) = (0, 0);
+        for (q, k) in lengths {
+            q_len += q;
+            kv_len += k;
+            cu_seqlens_q.push(q_len);
+            cu_seqlens_k.push(kv_len);
+        }
+        self.desc.dims.q_len = q_len;
+        self.desc.dims.kv_len = kv_len;
+        self.desc.sequences = Sequences::Packed { cu_seqlens_q, cu_seqlens_k };
+        if self.layout == Layout::Bhsd {
+            self.layout = Layout::Bshd;
+        }
+        self
+    }
+
+    /// Makes the tensors. The data depends on the case's name alone.
+    ///
+    /// # Errors
+    /// [`ProblemError`] where the description is not a problem.
+    pub fn build(&self) -> Result<Built, ProblemError> {
+        let problem = self.desc.clone().validate()?;
+        let dims = *problem.dims();
+        let mut rng = Rng::named(&self.name);
+        let mut tensor = |shape, gain: f32, rows: &dyn Fn(&Sequence) -> (usize, usize)| {
+            let mut tensor = Guarded::new(problem.dtype(), shape, self.layout);
+            let [_, heads, _, dim] = shape;
+            for sequence in problem.sequences() {
+                let (start, len) = rows(sequence);
+                for h in 0..heads {
+                    for row in start..start + len {
+                        for d in 0..dim {
+                            tensor.set([sequence.batch, h, row, d], gain * rng.normal());
+                        }
+                    }
+                }
+            }
+            tensor
+        };
+        let q = tensor(dims.q_shape(), self.gain, &|s| (s.q_start, s.q_len));
+        let k = tensor(dims.k_shape(), 1.0, &|s| (s.kv_start, s.kv_len));
+        let v = tensor(dims.v_shape(), 1.0, &|s| (s.kv_start, s.kv_len));
+        let mask = problem.desc().mask.zip(self.mask);
+        let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, self.layout, &mut rng));
+        // Slopes of both signs: nothing restricts them to the usual powers of two.
+        let slope = |h: usize| if h % 3 == 2 { -0.01 } else { 0.9 / (1u32 << (h % 8 + 1)) as f32 };
+        let slopes: Vec<f32> = (0..dims.q_heads).map(slope).collect();
+        let sinks: Vec<f32> = (0..dims.q_heads).map(|_| 2.0 * rng.normal()).collect();
+        let list = |wanted: bool, values: &[f32]| wanted.then(|| GuardedList::of(values));
+        let (alibi_slopes, sinks) = (list(self.desc.alibi, &slopes), list(self.desc.sinks, &sinks));
+        Ok(Built { problem, layout: self.layout, q, k, v, mask, alibi_slopes, sinks })
+    }
+}
+
+fn build_mask(
+    problem: &Problem,
+    kind: MaskKind,
+    recipe: Mask,
+    layout: Layout,
+    rng: &mut Rng,
+) -> GuardedMask {
+    let mut shape = problem.mask_shape();
+    for (n, broadcast) in shape.iter_mut().zip(recipe.broadcast) {
+        if broadcast {
+            *n = 1;
+        }
+    }
+    let sequences = problem.sequences();
+    // Elements that belong to no (query, key) pair of any sequence stay poison.
+    let used = |[n, _, i, j]: [usize; 4]| {
+        let inside = |s: &Sequence| {
+            (recipe.broadcast[2] || i < s.q_len) && (recipe.broadcast[3] || j < s.kv_len)
+        };
+        if recipe.broadcast[0] { sequences.iter().any(inside) } else { inside(&sequences[n]) }
+    };
+    GuardedMask::new(kind, shape, layout, |index| {
+        if used(index) { bias(recipe.fill, index, rng) } else { f32::NAN }
+    })
+}
+
+fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
+    let (draw, normal) = (rng.below(4), rng.normal());
+    let random = if draw == 0 { f32::NEG_INFINITY } else { normal };
+    match fill {
+        MaskFill::Random => random,
+        MaskFill::HiddenRows if i % 3 == 1 => f32::NEG_INFINITY,
+        MaskFill::HiddenRows => random,
+        MaskFill::Open => 0.0,
+        MaskFill::Closed => f32::NEG_INFINITY,
+        MaskFill::Blocks => match (i / 40 + j / 300 + h) % 3 {
+            0 => 0.0,
+            1 => f32::NEG_INFINITY,
+            _ => random,
+        },
+        MaskFill::Extreme if i % 5 == 4 && j == i % 7 => 60000.0,
+        MaskFill::Extreme if (j + i) % 4 == 0 => 0.0,
+        MaskFill::Extreme => -60000.0,
+    }
+}
+
+/// The tensors of a case, in guarded memory: padding, and what lies outside every view, is NaN.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Built {
+    /// The problem.
+    pub problem: Problem,
+    /// Layout of q, k, v and out.
+    pub layout: Layout,
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub q: Guarded,
+    /// `[batch, kv_heads, kv_len, head_dim]`.
+    pub k: Guarded,
+    /// `[batch, kv_heads, kv_len, value_dim]`.
+    pub v: Guarded,
+    /// The mask, where the problem has one.
+    pub mask: Option<GuardedMask>,
+    /// ALiBi slopes, where the problem has them.
+    pub alibi_slopes: Option<GuardedList>,
+    /// Sinks, where the problem has them.
+    pub sinks: Option<GuardedList>,
+}
+
+impl Built {
+    /// The tensors as inputs of a run.
+    #[must_use]
+    pub fn inputs(&self) -> Inputs<'_> {
+        let mut inputs = Inputs::new(self.q.view(), self.k.view(), self.v.view());
+        inputs.mask = self.mask.as_ref().map(GuardedMask::view);
+        inputs.alibi_slopes = self.alibi_slopes.as_ref().map(GuardedList::slice);
+        inputs.sinks = self.sinks.as_ref().map(GuardedList::slice);
+        inputs
+    }
+}

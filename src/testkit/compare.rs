@@ -1,0 +1,226 @@
+//! How far an answer may be from the oracle's.
+
+use crate::Dtype;
+
+/// What the products and sums of a kernel are kept in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Accumulation {
+    /// Scores, weights and sums in f32.
+    F32,
+    /// Weights (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
+    Half,
+}
+
+/// Limits of the difference between an answer and the oracle's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Tolerance {
+    /// Root mean square error over root mean square of the oracle's answer, whole tensor.
+    pub nrmse: f64,
+    /// Limit of the error of an element relative to its own magnitude: half a unit in the last place of the dtype.
+    pub relative: f64,
+    /// Limit of the error of an element relative to the largest magnitude of the tensor, beside `relative`.
+    pub absolute: f64,
+    /// Limit of the error of a logsumexp `l`, relative to `max(1, |l|)`.
+    pub lse: f64,
+}
+
+impl Tolerance {
+    /// The limits for an output dtype, the most keys that a row sees, and a way of accumulating.
+    #[must_use]
+    pub fn of(dtype: Dtype, keys: usize, accumulation: Accumulation) -> Self {
+        // Rounding errors of independent terms add like a random walk; up to 4096 keys the base covers it.
+        let growth = (keys as f64 / 4096.0).sqrt().max(1.0);
+        let (base, rounding) = match dtype {
+            Dtype::F32 => (2e-6, 0.5 * f64::from(f32::EPSILON)),
+            Dtype::F16 => (1e-3, 0.5 * f64::from(half::f16::EPSILON.to_f32())),
+            Dtype::BF16 => (8e-3, 0.5 * f64::from(half::bf16::EPSILON.to_f32())),
+        };
+        let math = match accumulation {
+            Accumulation::F32 => 2e-6,
+            Accumulation::Half => 5e-3,
+        };
+        Self {
+            nrmse: base.max(math) * growth,
+            relative: rounding,
+            absolute: 10.0 * math * growth,
+            lse: if accumulation == Accumulation::F32 { 1e-5 * growth } else { 1e-3 * growth },
+        }
+    }
+}
+
+/// Difference between an answer and the oracle's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Report {
+    /// Largest absolute difference.
+    pub max_abs: f64,
+    /// Root mean square difference over the root mean square of the oracle's answer. 0 where both are 0.
+    pub nrmse: f64,
+    /// Largest ratio of an element's difference to its limit; at most 1 is within. Infinite where one is NaN or infinite
+    /// and the other is not the same.
+    pub worst: f64,
+    /// Element of the largest ratio.
+    pub worst_index: usize,
+    /// What the answer holds there.
+    pub got: f64,
+    /// What the oracle holds there.
+    pub want: f64,
+    /// Elements compared.
+    pub count: usize,
+}
+
+impl Report {
+    /// Whether the answer is within the limits.
+    #[must_use]
+    pub fn within(&self, nrmse: f64) -> bool {
+        self.worst <= 1.0 && self.nrmse <= nrmse
+    }
+
+    fn new(got: &[f32], want: &[f64], limit: impl Fn(f64) -> f64, round: impl Fn(f64) -> f64) -> Self {
+        assert_eq!(got.len(), want.len(), "answers of different sizes");
+        let mut report = Self {
+            max_abs: 0.0,
+            nrmse: 0.0,
+            worst: 0.0,
+            worst_index: 0,
+            got: got.first().map_or(0.0, |&x| f64::from(x)),
+            want: want.first().copied().unwrap_or(0.0),
+            count: got.len(),
+        };
+        let (mut error, mut power) = (0.0, 0.0);
+        for (index, (&got, &want)) in got.iter().zip(want).enumerate() {
+            let got = f64::from(got);
+            // What the dtype cannot hold is infinite in the answer too.
+            let same_class = if round(want).is_nan() {
+                got.is_nan()
+            } else if round(want).is_infinite() {
+                got == round(want)
+            } else {
+                got.is_finite()
+            };
+            let (difference, ratio) = if !same_class {
+                (f64::INFINITY, f64::INFINITY)
+            } else if !got.is_finite() || got == want {
+                (0.0, 0.0)
+            } else {
+                let difference = (got - want).abs();
+                (difference, difference / limit(want))
+            };
+            if round(want).is_finite() {
+                error += difference * difference;
+                power += want * want;
+            }
+            report.max_abs = report.max_abs.max(difference);
+            if ratio > report.worst {
+                (report.worst, report.worst_index, report.got, report.want) = (ratio, index, got, want);
+            }
+        }
+        report.nrmse = if error == 0.0 { 0.0 } else { (error / power).sqrt() };
+        report
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "nrmse {:.2e}, max-abs {:.2e}, worst at element {} of {}: {:e}, oracle {:e}, {:.3} of its limit",
+            self.nrmse, self.max_abs, self.worst_index, self.count, self.got, self.want, self.worst
+        )
+    }
+}
+
+/// Compares elements of out. NaN and infinities must be the oracle's, element by element.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_out(got: &[f32], want: &[f64], dtype: Dtype, tolerance: &Tolerance) -> Report {
+    let largest = want.iter().filter(|x| x.is_finite()).fold(0.0f64, |m, x| m.max(x.abs()));
+    // The spacing of subnormal numbers does not shrink with the number.
+    let smallest = match dtype {
+        Dtype::F32 | Dtype::BF16 => 0.0,
+        Dtype::F16 => 0.5 * f64::from(half::f16::MIN_POSITIVE_SUBNORMAL.to_f32()),
+    };
+    let limit = |want: f64| tolerance.relative * want.abs() + tolerance.absolute * largest + smallest;
+    let round = |want: f64| match dtype {
+        Dtype::F32 => f64::from(want as f32),
+        Dtype::F16 => f64::from(half::f16::from_f64(want).to_f32()),
+        Dtype::BF16 => f64::from(half::bf16::from_f64(want).to_f32()),
+    };
+    Report::new(got, want, limit, round)
+}
+
+/// Compares logsumexps. NaN and infinities must be the oracle's, element by element.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_lse(got: &[f32], want: &[f64], tolerance: &Tolerance) -> Report {
+    Report::new(got, want, |want| tolerance.lse * want.abs().max(1.0), |want| f64::from(want as f32))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn f32_report(got: &[f32], want: &[f64]) -> Report {
+        compare_out(got, want, Dtype::F32, &Tolerance::of(Dtype::F32, 1, Accumulation::F32))
+    }
+
+    #[test]
+    fn finds_the_worst_element() {
+        let report = f32_report(&[1.0, 2.0, 3.5], &[1.0, 2.0, 3.0]);
+        assert_eq!((report.worst_index, report.max_abs), (2, 0.5));
+        assert!((report.nrmse - 0.5 / 14f64.sqrt()).abs() < 1e-12);
+        assert!(!report.within(1.0));
+        assert_eq!(
+            report.to_string(),
+            "nrmse 1.34e-1, max-abs 5.00e-1, worst at element 2 of 3: 3.5e0, oracle 3e0, 8309.109 of its limit"
+        );
+    }
+
+    #[test]
+    fn a_small_error_anywhere_is_within_a_large_one_is_not() {
+        assert!(f32_report(&[1.0, 2.000_000_2], &[1.0, 2.0]).within(2e-6));
+        assert!(!f32_report(&[1.0, 2.000_02], &[1.0, 2.0]).within(2e-6));
+        // One wrong element of a thousand is found even where it leaves the whole tensor's error small.
+        let want = vec![1.0f64; 100_000];
+        let mut got = vec![1.0f32; 100_000];
+        got[77] = 1.000_5;
+        let report = f32_report(&got, &want);
+        assert!(report.nrmse < 2e-6 && !report.within(2e-6), "{report}");
+    }
+
+    #[test]
+    fn nan_and_infinities_must_match() {
+        let (nan, inf) = (f64::NAN, f64::INFINITY);
+        assert!(f32_report(&[f32::NAN, 1.0], &[nan, 1.0]).within(0.0));
+        assert!(f32_report(&[f32::INFINITY], &[inf]).within(0.0));
+        for (got, want) in
+            [(f32::NAN, 1.0), (1.0, nan), (f32::INFINITY, 1.0), (f32::NEG_INFINITY, inf), (f32::NAN, inf)]
+        {
+            assert_eq!(f32_report(&[got], &[want]).worst, inf, "{got} {want}");
+        }
+        let f16 = Tolerance::of(Dtype::F16, 1, Accumulation::F32);
+        assert!(compare_out(&[f32::INFINITY], &[1e6], Dtype::F16, &f16).within(0.0));
+    }
+
+    #[test]
+    fn zero_means_zero() {
+        assert!(f32_report(&[0.0], &[0.0]).within(0.0));
+        assert!(!f32_report(&[1e-30], &[0.0]).within(1.0));
+    }
+
+    #[test]
+    fn limits_are_those_of_the_documentation() {
+        let nrmse = |dtype, accumulation| Tolerance::of(dtype, 1000, accumulation).nrmse;
+        assert_eq!(nrmse(Dtype::F32, Accumulation::F32), 2e-6);
+        assert_eq!(nrmse(Dtype::F16, Accumulation::F32), 1e-3);
+        assert_eq!(nrmse(Dtype::BF16, Accumulation::F32), 8e-3);
+        assert_eq!(nrmse(Dtype::F32, Accumulation::Half), 5e-3);
+        assert_eq!(Tolerance::of(Dtype::F32, 16384, Accumulation::F32).nrmse, 4e-6);
+    }
+}

@@ -1,0 +1,309 @@
+//! Running cases on backends and comparing with the oracle.
+
+use super::cases::{Built, Case};
+use super::compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
+use super::poison::{Guarded, GuardedList};
+use crate::reference::{self, Attention};
+use crate::{Cpu, Inputs, Outputs, PlanOptions, Problem};
+use rayon::prelude::*;
+
+/// Why a runner gave no answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NotRun {
+    /// The backend refused the problem: not a failure.
+    Unsupported(String),
+    /// The backend took the problem and failed.
+    Error(String),
+}
+
+/// A run that ended.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Ran {
+    /// What ran: the plan, printed.
+    pub plan: String,
+    /// What its products and sums were kept in.
+    pub accumulation: Accumulation,
+}
+
+impl Ran {
+    /// A run of a plan that accumulates in f32.
+    #[must_use]
+    pub const fn new(plan: String) -> Self {
+        Self { plan, accumulation: Accumulation::F32 }
+    }
+}
+
+/// A backend with its options: anything that computes a problem.
+pub trait Runner: Sync {
+    /// Name for reports.
+    fn name(&self) -> String;
+
+    /// Plans the problem and computes the outputs.
+    ///
+    /// # Errors
+    /// [`NotRun`] where nothing was computed.
+    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun>;
+}
+
+/// The CPU backend with plan options; its workspace starts as NaN.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct CpuRunner {
+    /// The machine.
+    pub cpu: Cpu,
+    /// Options of every plan.
+    pub options: PlanOptions,
+}
+
+impl CpuRunner {
+    /// A runner with default options.
+    #[must_use]
+    pub fn new(cpu: Cpu) -> Self {
+        Self { cpu, options: PlanOptions::default() }
+    }
+
+    /// The same with other plan options.
+    #[must_use]
+    pub fn with(mut self, options: PlanOptions) -> Self {
+        self.options = options;
+        self
+    }
+}
+
+impl Runner for CpuRunner {
+    fn name(&self) -> String {
+        format!("cpu {} x{}", self.cpu.facts().isa, self.cpu.facts().threads)
+    }
+
+    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+        let unsupported = |e: crate::Unsupported| NotRun::Unsupported(e.to_string());
+        let plan = self.cpu.plan(problem, self.options).map_err(unsupported)?;
+        let mut workspace = plan.workspace();
+        workspace.bytes_mut().fill(0xFF);
+        let error = |e: crate::RunError| NotRun::Error(e.to_string());
+        self.cpu.run(&plan, inputs, outputs, &mut workspace).map_err(error)?;
+        Ok(Ran::new(plan.to_string()))
+    }
+}
+
+/// Why a case has no outcome.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Failure {
+    /// The backend does not support the problem; the case counts as skipped.
+    Skipped(String),
+    /// The case is not a problem, or its inputs are not the problem's, or the backend failed.
+    Error(String),
+    /// Memory outside an output was written.
+    Outside {
+        /// `out` or `lse`.
+        tensor: &'static str,
+        /// Position, counted in elements from the first of the tensor.
+        at: isize,
+        /// What ran.
+        plan: String,
+    },
+    /// The answer is too far from the oracle's.
+    Wrong {
+        /// `out` or `lse`.
+        tensor: &'static str,
+        /// How far.
+        report: Report,
+        /// The limit of the report's nrmse.
+        limit: f64,
+        /// What ran.
+        plan: String,
+    },
+}
+
+impl std::fmt::Display for Failure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Skipped(why) => write!(f, "skipped: {why}"),
+            Self::Error(why) => f.write_str(why),
+            Self::Outside { tensor, at, plan } => {
+                write!(f, "memory outside {tensor} was written, at element {at} ({plan})")
+            }
+            Self::Wrong { tensor, report, limit, plan } => {
+                write!(f, "{tensor}: {report}, nrmse limit {limit:e} ({plan})")
+            }
+        }
+    }
+}
+
+impl std::error::Error for Failure {}
+
+/// A case that passed.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Outcome {
+    /// What ran.
+    pub plan: String,
+    /// Difference of out from the oracle's.
+    pub out: Report,
+    /// Difference of the logsumexp from the oracle's.
+    pub lse: Report,
+}
+
+/// What a run wrote, in guarded memory.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Answer {
+    /// What ran.
+    pub ran: Ran,
+    /// `[batch, q_heads, q_len, value_dim]`.
+    pub out: Guarded,
+    /// `[batch, q_heads, q_len]`.
+    pub lse: GuardedList,
+}
+
+impl Answer {
+    /// The bits of out, then of the logsumexp.
+    #[must_use]
+    pub fn bits(&self) -> Vec<u32> {
+        let mut bits = self.out.bits();
+        bits.extend(self.lse.slice().iter().map(|x| x.to_bits()));
+        bits
+    }
+}
+
+impl Built {
+    /// Runs on a backend, into poisoned outputs, and checks that nothing outside them was written.
+    ///
+    /// # Errors
+    /// [`Failure`], except [`Failure::Wrong`]: the numbers are not looked at.
+    pub fn run(&self, runner: &dyn Runner) -> Result<Answer, Failure> {
+        let dims = self.problem.dims();
+        let mut out = Guarded::new(self.problem.dtype(), dims.out_shape(), self.layout);
+        let mut lse = GuardedList::new(dims.lse_shape().iter().product());
+        let mut outputs = Outputs::new(out.view_mut());
+        outputs.lse = Some(lse.slice_mut());
+        let ran = match runner.run(&self.problem, &self.inputs(), &mut outputs) {
+            Ok(ran) => ran,
+            Err(NotRun::Unsupported(why)) => return Err(Failure::Skipped(why)),
+            Err(NotRun::Error(why)) => return Err(Failure::Error(why)),
+        };
+        for (tensor, touched) in [("out", out.touched()), ("lse", lse.touched())] {
+            if let Some(at) = touched {
+                return Err(Failure::Outside { tensor, at, plan: ran.plan });
+            }
+        }
+        Ok(Answer { ran, out, lse })
+    }
+}
+
+/// A case with its tensors and the oracle's answer: made once, run on many backends.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Prepared {
+    /// The tensors.
+    pub built: Built,
+    /// The oracle's answer.
+    pub expected: Attention,
+}
+
+impl Prepared {
+    /// Makes the tensors and asks the oracle.
+    ///
+    /// # Errors
+    /// [`Failure::Error`] where the case is not a problem.
+    pub fn new(case: &Case) -> Result<Self, Failure> {
+        let built = case.build().map_err(|e| Failure::Error(e.to_string()))?;
+        let expected = reference::attention(&built.problem, &built.inputs())
+            .map_err(|e| Failure::Error(e.to_string()))?;
+        Ok(Self { built, expected })
+    }
+
+    /// Runs on a backend and compares.
+    ///
+    /// # Errors
+    /// [`Failure`].
+    pub fn run(&self, runner: &dyn Runner) -> Result<Outcome, Failure> {
+        self.check(&self.built.run(runner)?)
+    }
+
+    /// Compares an answer with the oracle's.
+    ///
+    /// # Errors
+    /// [`Failure::Wrong`].
+    pub fn check(&self, answer: &Answer) -> Result<Outcome, Failure> {
+        let problem = &self.built.problem;
+        let keys = problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
+        let tolerance = Tolerance::of(problem.dtype(), keys, answer.ran.accumulation);
+        let out = compare_out(&answer.out.values(), &self.expected.out, problem.dtype(), &tolerance);
+        let lse = compare_lse(answer.lse.slice(), &self.expected.lse, &tolerance);
+        let plan = answer.ran.plan.clone();
+        // Logsumexps are compared element by element alone: their mean square says nothing of a single row.
+        for (tensor, report, limit) in [("out", out, tolerance.nrmse), ("lse", lse, f64::INFINITY)] {
+            if !report.within(limit) {
+                return Err(Failure::Wrong { tensor, report, limit, plan });
+            }
+        }
+        Ok(Outcome { plan, out, lse })
+    }
+}
+
+/// Runs one case on one backend, on poisoned memory, and compares with the oracle.
+///
+/// # Errors
+/// [`Failure`]; [`Failure::Skipped`] where the backend does not support the problem.
+pub fn run_case(case: &Case, runner: &dyn Runner) -> Result<Outcome, Failure> {
+    Prepared::new(case)?.run(runner)
+}
+
+/// One case on one backend.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CaseResult<'a> {
+    /// The case.
+    pub case: &'a Case,
+    /// Name of the runner.
+    pub runner: String,
+    /// What came of it.
+    pub result: Result<Outcome, Failure>,
+}
+
+impl CaseResult<'_> {
+    /// Whether the answer was wrong or none came, though the backend took the problem.
+    #[must_use]
+    pub fn failed(&self) -> bool {
+        !matches!(self.result, Ok(_) | Err(Failure::Skipped(_)))
+    }
+}
+
+impl std::fmt::Display for CaseResult<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} on {}: ", self.case.name, self.runner)?;
+        match &self.result {
+            Ok(outcome) => write!(f, "nrmse {:.2e} ({})", outcome.out.nrmse, outcome.plan),
+            Err(failure) => failure.fmt(f),
+        }
+    }
+}
+
+/// Runs cases on every runner, several cases at a time, and reports each in order. The oracle is asked once a case.
+pub fn conformance(
+    cases: &[Case],
+    runners: &[&dyn Runner],
+    mut report: impl FnMut(&CaseResult<'_>),
+) {
+    // Cases in flight: enough for every thread, few enough that their tensors stay small.
+    const BATCH: usize = 32;
+    for batch in cases.chunks(BATCH) {
+        let results: Vec<Vec<CaseResult<'_>>> = batch
+            .par_iter()
+            .map(|case| {
+                let prepared = Prepared::new(case);
+                let result = |runner: &&dyn Runner| CaseResult {
+                    case,
+                    runner: runner.name(),
+                    result: prepared.as_ref().map_err(Clone::clone).and_then(|p| p.run(*runner)),
+                };
+                runners.iter().map(result).collect()
+            })
+            .collect();
+        results.iter().flatten().for_each(&mut report);
+    }
+}
