@@ -1,2 +1,44 @@
-//! Command line of flashtile.
-fn main() {}
+//! Command line of flashtile: attention on safetensors files, conformance, plans, measurements.
+
+mod args;
+mod bench;
+mod buffer;
+mod check;
+mod failure;
+mod info;
+mod input;
+mod machine;
+mod operands;
+mod output;
+mod picture;
+mod plan;
+mod report;
+mod run;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let shown = if error.use_stderr() { Err(args::one_line(&error)) } else { report::text(&error) };
+            return finish(shown.map(|()| ExitCode::SUCCESS));
+        }
+    };
+    finish(match &cli.command {
+        Command::Run(args) => run::run(args),
+        Command::Check(args) => check::run(args),
+        Command::Plan(args) => plan::run(args),
+        Command::Info(args) => info::run(args),
+        Command::Bench(args) => bench::run(args),
+    })
+}
+
+fn finish(outcome: failure::Result<ExitCode>) -> ExitCode {
+    outcome.unwrap_or_else(|failure| {
+        report::note(format_args!("flashtile: {failure}"));
+        failure.exit_code()
+    })
+}

@@ -1,0 +1,414 @@
+//! The command line as types.
+
+use crate::failure::Failure;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use flashtile::plan::Isa;
+use flashtile::{Dtype, QOffset, Visibility};
+use std::path::PathBuf;
+
+/// Fused attention on safetensors files, and what this machine makes of it
+#[derive(Debug, Parser)]
+#[command(name = "flashtile", version, arg_required_else_help = false, max_term_width = 110)]
+#[command(after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal\n\n\
+    Exit status: 0, 1 where a check or a benchmark's answer fails, 2 for bad input.")]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Run(RunArgs),
+    Check(CheckArgs),
+    Plan(PlanArgs),
+    Info(InfoArgs),
+    Bench(BenchArgs),
+}
+
+/// Compute attention of the tensors in a safetensors file
+///
+/// Reads q, k, v and, where present, mask (BOOL or float, rank 4, broadcastable to [batch, heads, queries, keys]),
+/// alibi_slopes [heads] and sinks [heads] (F32), kv_lens [batch] (I64), or cu_seqlens_q and cu_seqlens_k (I64) with q, k
+/// and v packed as [total, heads, dim]. Writes out (dtype of q, layout of q) and lse (F32, [batch, heads, queries], packed
+/// [heads, total]).
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right"
+)]
+pub(crate) struct RunArgs {
+    /// Safetensors file to read
+    #[arg(value_name = "IN")]
+    pub(crate) input: PathBuf,
+    /// Safetensors file to write; it appears whole or not at all
+    #[arg(short, long, value_name = "OUT")]
+    pub(crate) output: PathBuf,
+    /// What computes
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    pub(crate) backend: Backend,
+    #[command(flatten)]
+    pub(crate) reading: Reading,
+    #[command(flatten)]
+    pub(crate) semantics: Semantics,
+    /// Codec of K: the dtype of the problem (f32, f16, bf16)
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) k_codec: Option<String>,
+    /// Codec of V: the dtype of the problem (f32, f16, bf16)
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) v_codec: Option<String>,
+    /// Pieces into which the keys are divided for parallel work; the result does not depend on it
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) splits: Option<usize>,
+    /// Gradients d_q, d_k and d_v for d_out
+    #[arg(long)]
+    pub(crate) grad: bool,
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Print one JSON object instead of a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Run the conformance catalogue on every instruction set of this machine
+///
+/// Every case is compared with the f64 oracle; the table shows the worst errors. Exit status 1 where a case fails.
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  flashtile check --isa avx2")]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Only cases whose name contains this
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) filter: Option<String>,
+    /// Print JSON lines, one for each case and instruction set
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Show what would run for a problem, why, and which tiles it visits
+///
+/// The problem is that of a file, or one described by options. Nothing is computed, so problems and machines may be larger
+/// than this one.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  flashtile plan --q-len 4096 --head-dim 128 --causal --window 1023\n  \
+    flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg")]
+pub(crate) struct PlanArgs {
+    /// Safetensors file whose problem to plan, instead of a shape
+    #[arg(value_name = "FILE", conflicts_with = "Shape")]
+    pub(crate) input: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) shape: Shape,
+    #[command(flatten)]
+    pub(crate) reading: Reading,
+    #[command(flatten)]
+    pub(crate) semantics: Semantics,
+    /// Machine to plan for, instead of this one
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads"])]
+    pub(crate) device: Option<String>,
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Pieces into which the keys are divided for parallel work
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) splits: Option<usize>,
+    /// Sequence whose tiles to draw, counted from 0
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) sequence: usize,
+    /// Write the picture of the tiles to this file as well
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Show version, instruction sets, caches, measured limits and backends
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  flashtile info --json")]
+pub(crate) struct InfoArgs {
+    /// Threads whose limits to measure; default all
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Measure attention against the limits of this machine
+///
+/// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row first
+/// checks its answer on a few query rows against the f64 oracle. Times are medians.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
+    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg"
+)]
+pub(crate) struct BenchArgs {
+    /// Rows to measure
+    #[arg(value_enum, default_value_t = Group::All)]
+    pub(crate) group: Group,
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Dtypes; default f32,f16,bf16
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = dtype)]
+    pub(crate) dtype: Vec<Dtype>,
+    /// Head dimensions; default 64,128 (decode also 256)
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
+    pub(crate) head_dim: Vec<usize>,
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768)
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
+    pub(crate) seq: Vec<usize>,
+    /// Query heads; default 8 (decode 32, 16 at head dimension 256)
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) heads: Option<usize>,
+    /// Key/value heads; default as many as query heads (decode 8, 2 at head dimension 256)
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) kv_heads: Option<usize>,
+    /// Batch entries
+    #[arg(long, value_name = "N", value_parser = count, default_value_t = 1)]
+    pub(crate) batch: usize,
+    /// Causal rows only; default with and without for prefill
+    #[arg(long)]
+    pub(crate) causal: bool,
+    /// Keys visible to the left and right of each query
+    #[arg(long, value_name = "LEFT[,RIGHT]", value_parser = window, allow_hyphen_values = true)]
+    pub(crate) window: Option<Visibility>,
+    /// Seconds to measure each row for; default 0.3, with --quick 0.05
+    #[arg(long, value_name = "SECONDS", value_parser = duration)]
+    pub(crate) min_time: Option<f64>,
+    /// Few rows, short measurements
+    #[arg(long, conflicts_with = "full")]
+    pub(crate) quick: bool,
+    /// Head dimensions 32 and 256 as well
+    #[arg(long)]
+    pub(crate) full: bool,
+    /// Print JSON lines instead of tables
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write JSON lines to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json_lines: Option<PathBuf>,
+    /// Write a plot of the fraction of the limit against the length to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
+    #[arg(long, value_name = "FILE")]
+    pub(crate) vs: Option<PathBuf>,
+}
+
+/// How tensors are read from a file.
+#[derive(Debug, Args)]
+pub(crate) struct Reading {
+    /// Axes of q, k and v in the file: [batch, heads, rows, dim] or [batch, rows, heads, dim]; default bhsd
+    #[arg(long, value_enum)]
+    pub(crate) layout: Option<Layout>,
+    /// Element type of the problem; tensors of a file are converted to it first
+    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    pub(crate) dtype: Option<Dtype>,
+}
+
+/// What is computed, beside what the tensors say.
+#[derive(Debug, Args)]
+pub(crate) struct Semantics {
+    /// Each query sees keys at or before its own position
+    #[arg(long)]
+    pub(crate) causal: bool,
+    /// Key position of the first query: top-left is 0, bottom-right puts the last query at the last key
+    #[arg(long, value_name = "top-left|bottom-right|N", value_parser = q_offset, allow_hyphen_values = true)]
+    pub(crate) q_offset: Option<QOffset>,
+    /// Keys visible to the left and right of each query, itself not counted; -1 or absent is unbounded
+    #[arg(long, value_name = "LEFT[,RIGHT]", value_parser = window, allow_hyphen_values = true)]
+    pub(crate) window: Option<Visibility>,
+    /// Multiplier of q . k; default 1 / sqrt(head_dim)
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub(crate) scale: Option<f32>,
+    /// Cap of the scaled scores: c * tanh(x / c)
+    #[arg(long, value_name = "C", allow_hyphen_values = true)]
+    pub(crate) softcap: Option<f32>,
+}
+
+impl Semantics {
+    pub(crate) fn visibility(&self) -> Visibility {
+        let band = self.window.unwrap_or_default();
+        if self.causal { band.and(Visibility::causal()) } else { band }
+    }
+}
+
+/// A problem given by options.
+#[derive(Debug, Args)]
+pub(crate) struct Shape {
+    /// Batch entries
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) batch: usize,
+    /// Query heads
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub(crate) heads: usize,
+    /// Key/value heads; default as many as query heads
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_heads: Option<usize>,
+    /// Query rows
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    pub(crate) q_len: usize,
+    /// Keys; default as many as query rows
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_len: Option<usize>,
+    /// Elements of a q or k vector
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) head_dim: usize,
+    /// Elements of a v vector; default as many as of k
+    #[arg(long, value_name = "N")]
+    pub(crate) value_dim: Option<usize>,
+    /// With ALiBi slopes
+    #[arg(long)]
+    pub(crate) alibi: bool,
+    /// With attention sinks
+    #[arg(long)]
+    pub(crate) sinks: bool,
+    /// Keys of each batch entry
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) kv_lens: Vec<usize>,
+}
+
+/// Restrictions of the cpu backend.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct CpuArgs {
+    /// Instruction set of the cpu backend: portable, avx2 or avx512; default the best of this machine
+    #[arg(long, value_name = "ISA", value_parser = isa)]
+    pub(crate) isa: Option<Isa>,
+    /// Threads of the cpu backend; default one for each core
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Backend {
+    Auto,
+    Cpu,
+    Cuda,
+    Metal,
+    Reference,
+    Simulator,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Layout {
+    Bhsd,
+    Bshd,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Group {
+    /// As many queries as keys
+    Prefill,
+    /// One query, many cached keys
+    Decode,
+    /// Time against visible area: causal, window
+    Visibility,
+    /// All of them
+    All,
+}
+
+fn dtype(text: &str) -> Result<Dtype, String> {
+    let all = [Dtype::F32, Dtype::F16, Dtype::BF16];
+    all.into_iter().find(|d| d.name() == text).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
+fn isa(text: &str) -> Result<Isa, String> {
+    let all = [Isa::Portable, Isa::Avx2, Isa::Avx512];
+    all.into_iter().find(|i| i.name() == text).ok_or_else(|| "expected portable, avx2 or avx512".to_owned())
+}
+
+fn q_offset(text: &str) -> Result<QOffset, String> {
+    match text {
+        "top-left" => Ok(QOffset::TopLeft),
+        "bottom-right" => Ok(QOffset::BottomRight),
+        number => number
+            .parse()
+            .map(QOffset::At)
+            .map_err(|_| "expected top-left, bottom-right or a whole number".to_owned()),
+    }
+}
+
+fn window(text: &str) -> Result<Visibility, String> {
+    let side = |text: &str| match text.trim() {
+        "-1" => Ok(None),
+        number => number
+            .parse::<usize>()
+            .map(Some)
+            .map_err(|_| "expected LEFT or LEFT,RIGHT, each a number of keys or -1 for unbounded".to_owned()),
+    };
+    match text.split_once(',') {
+        None => Ok(Visibility::window(side(text)?, None)),
+        Some((left, right)) => Ok(Visibility::window(side(left)?, side(right)?)),
+    }
+}
+
+fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number, 1 or more".to_owned())
+}
+
+/// Most threads that a pool is asked for.
+const MAX_THREADS: usize = 1024;
+
+fn threads(text: &str) -> Result<usize, String> {
+    let inside = |n: &usize| (1..=MAX_THREADS).contains(n);
+    text.parse().ok().filter(inside).ok_or_else(|| format!("expected a whole number, 1 to {MAX_THREADS}"))
+}
+
+/// Longest time for which a row is measured, in seconds.
+const MAX_TIME: f64 = 3600.0;
+
+fn duration(text: &str) -> Result<f64, String> {
+    let inside = |x: &f64| *x > 0.0 && *x <= MAX_TIME;
+    text.parse()
+        .ok()
+        .filter(inside)
+        .ok_or_else(|| format!("expected seconds, more than 0 and at most {MAX_TIME}"))
+}
+
+/// The parser's message without usage and tips: one line.
+pub(crate) fn one_line(error: &clap::Error) -> Failure {
+    let text = error.to_string();
+    let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
+    let line = lines.join(" ");
+    Failure::new(format_args!("{}; see --help", line.strip_prefix("error: ").unwrap_or(&line)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn options_are_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn windows_and_offsets() {
+        assert_eq!(window("4").unwrap(), Visibility::window(Some(4), None));
+        assert_eq!(window("-1,0").unwrap(), Visibility::causal());
+        assert_eq!(window("4,5").unwrap(), Visibility::window(Some(4), Some(5)));
+        assert!(["", "a", "1,2,3", "-2", "1,", "1.5"].iter().all(|text| window(text).is_err()));
+        assert_eq!(q_offset("-7").unwrap(), QOffset::At(-7));
+        assert_eq!(q_offset("bottom-right").unwrap(), QOffset::BottomRight);
+        assert!(q_offset("bottom").is_err());
+    }
+
+    #[test]
+    fn errors_are_one_line() {
+        let lines = [
+            vec!["flashtile"],
+            vec!["flashtile", "jump"],
+            vec!["flashtile", "run"],
+            vec!["flashtile", "run", "a", "-o", "b", "--layout", "x\n\ny"],
+            vec!["flashtile", "run", "a", "-o", "b", "--dtype", "f64"],
+            vec!["flashtile", "plan", "a", "--batch", "2"],
+        ];
+        for line in lines {
+            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err()).to_string();
+            assert!(
+                !shown.contains('\n') && shown.ends_with("; see --help") && shown.len() > 20,
+                "{line:?}: {shown}"
+            );
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! `flashtile bench`: times against the limits of this machine, measured in the same run.
+
+mod measure;
+mod peers;
+mod plot;
+mod rows;
+
+use crate::args::{BenchArgs, Group as Asked};
+use crate::check::progress;
+use crate::failure::Result;
+use crate::machine::{self, Limit, LimitKind};
+use crate::output::Destination;
+use crate::report::{self, Table};
+use flashtile::Cpu;
+use indicatif::ProgressBar;
+use measure::{Measured, measure};
+use peers::Peers;
+use rows::{Kind, Pair, Row};
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+/// Rows of one kind and the limit that was measured around them.
+struct Group {
+    kind: Kind,
+    limit: Limit,
+    rows: Vec<Measured>,
+}
+
+pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
+    rows::check_options(args)?;
+    machine::on_threads(args.cpu.threads, || bench(args))
+}
+
+fn bench(args: &BenchArgs) -> Result<ExitCode> {
+    let cpu = machine::cpu(args.cpu)?;
+    let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
+    let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
+    let picture = args.svg.as_deref().map(Destination::new).transpose()?;
+    let kinds: &[Kind] = match args.group {
+        Asked::Prefill => &[Kind::Prefill],
+        Asked::Decode => &[Kind::Decode],
+        Asked::Visibility => &[],
+        Asked::All => &[Kind::Prefill, Kind::Decode],
+    };
+    let planned: Vec<(Kind, Vec<Row>)> =
+        kinds.iter().map(|&kind| Ok((kind, rows::rows(args, kind)?))).collect::<Result<_>>()?;
+    let pairs = match args.group {
+        Asked::Visibility | Asked::All => rows::pairs(args)?,
+        Asked::Prefill | Asked::Decode => Vec::new(),
+    };
+
+    let bench = Bench {
+        cpu,
+        min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
+        progress: progress(
+            (planned.iter().map(|(_, rows)| rows.len()).sum::<usize>() + 2 * pairs.len()) as u64,
+        ),
+    };
+    let mut lines = Vec::new();
+    let mut groups = Vec::new();
+    if !args.json {
+        let facts = bench.cpu.facts();
+        bench.print(|| report::line(format_args!("{}, {} threads", facts.isa, facts.threads)))?;
+    }
+    for (kind, rows) in planned {
+        let group = bench.group(kind, &rows)?;
+        lines.extend(group.rows.iter().map(|row| row_json(row, &bench.cpu, group.limit, &peers)));
+        if !args.json {
+            bench.print(|| report::text(format_args!("\n{}", table(&group, &peers))))?;
+        }
+        groups.push(group);
+    }
+    let compared = bench.pairs(&pairs)?;
+    lines.extend(compared.iter().map(|c| c.json(&bench.cpu)));
+    if !args.json && !compared.is_empty() {
+        bench.print(|| report::text(format_args!("\n{}", visibility_table(&compared))))?;
+    }
+    bench.progress.finish_and_clear();
+
+    if args.json {
+        lines.iter().try_for_each(report::line)?;
+    }
+    if let Some(file) = file {
+        file.text(&lines.iter().map(|line| format!("{line}\n")).collect::<String>())?;
+    }
+    if let Some(picture) = picture {
+        plot::plot(&groups, &picture)?;
+    }
+    let unmatched = peers.unmatched(groups.iter().flat_map(|g| &g.rows).map(|m| &m.row));
+    if unmatched > 0 {
+        report::note(format_args!("note: {unmatched} peer rows compare with no row of this run"));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What all measurements share.
+struct Bench {
+    cpu: Cpu,
+    min_time: f64,
+    progress: ProgressBar,
+}
+
+impl Bench {
+    /// Prints beside a progress bar.
+    fn print(&self, print: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.progress.suspend(print)
+    }
+
+    fn limit(&self, kind: LimitKind) -> Limit {
+        let facts = self.cpu.facts();
+        Limit::measure(kind, facts.isa, facts.threads)
+    }
+
+    fn measure(&self, row: &Row) -> Result<Measured> {
+        let dims = row.problem.dims();
+        let (kind, dtype) = (row.kind.name(), row.problem.dtype());
+        self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, dims.kv_len));
+        let measured = measure(&self.cpu, row, self.min_time);
+        self.progress.inc(1);
+        measured
+    }
+
+    fn group(&self, kind: Kind, rows: &[Row]) -> Result<Group> {
+        let rate = match kind {
+            Kind::Prefill => LimitKind::Arithmetic,
+            Kind::Decode => LimitKind::Bandwidth,
+        };
+        let before = self.limit(rate);
+        let rows = rows.iter().map(|row| self.measure(row)).collect::<Result<_>>()?;
+        Ok(Group { kind, limit: before.max(self.limit(rate)), rows })
+    }
+
+    fn pairs(&self, pairs: &[Pair]) -> Result<Vec<Compared>> {
+        let compare = |pair: &Pair| {
+            let (part, whole) = (self.measure(&pair.part)?, self.measure(&pair.whole)?);
+            Ok(Compared { name: pair.name, part, whole })
+        };
+        pairs.iter().map(compare).collect()
+    }
+}
+
+/// A measured pair.
+struct Compared {
+    name: &'static str,
+    part: Measured,
+    whole: Measured,
+}
+
+impl Compared {
+    fn time_ratio(&self) -> f64 {
+        self.part.seconds() / self.whole.seconds()
+    }
+
+    fn visible_ratio(&self) -> f64 {
+        self.part.work.flops / self.whole.work.flops
+    }
+
+    fn json(&self, cpu: &Cpu) -> Value {
+        let dims = self.part.row.problem.dims();
+        json!({
+            "kind": "visibility",
+            "name": self.name,
+            "isa": cpu.facts().isa.name(),
+            "threads": cpu.facts().threads,
+            "dtype": self.part.row.problem.dtype().name(),
+            "d": dims.head_dim,
+            "h": dims.q_heads,
+            "hkv": dims.kv_heads,
+            "b": dims.batch,
+            "s": dims.kv_len,
+            "seconds_part": self.part.seconds(),
+            "seconds_whole": self.whole.seconds(),
+            "time_ratio": self.time_ratio(),
+            "visible_ratio": self.visible_ratio(),
+        })
+    }
+}
+
+fn table(group: &Group, peers: &Peers) -> String {
+    let rate_head = match group.limit.kind {
+        LimitKind::Arithmetic => "GFLOP/s",
+        LimitKind::Bandwidth => "GB/s",
+    };
+    let mut head: Vec<String> =
+        ["dtype", "d", "heads", "batch", "keys", "sees", "time", "spread", rate_head, "of limit"]
+            .map(str::to_owned)
+            .to_vec();
+    let names = peers.names();
+    head.extend(names.iter().flat_map(|name| [(*name).to_owned(), "ratio".to_owned()]));
+    let mut table = Table::new(head);
+    for measured in &group.rows {
+        let (row, dims) = (&measured.row, measured.row.problem.dims());
+        let fraction = group.limit.fraction(&measured.work, measured.seconds());
+        let mut cells = vec![
+            row.problem.dtype().to_string(),
+            dims.head_dim.to_string(),
+            format!("{}/{}", dims.q_heads, dims.kv_heads),
+            dims.batch.to_string(),
+            row.length().to_string(),
+            row.problem.desc().visibility.to_string(),
+            report::seconds(measured.seconds()),
+            report::percent(measured.spread()),
+            format!("{:.1}", fraction * group.limit.rate / 1e9),
+            report::percent(fraction),
+        ];
+        for name in &names {
+            let seconds = peers.seconds(name, row);
+            cells.push(seconds.map_or_else(|| "-".to_owned(), report::seconds));
+            cells.push(seconds.map_or_else(|| "-".to_owned(), |s| format!("{:.2}x", s / measured.seconds())));
+        }
+        table.push(cells);
+    }
+    let ratio = if names.is_empty() { "" } else { "; a ratio above 1 is in favour of flashtile" };
+    format!("{}: limit is the {}{ratio}\n{table}", group.kind.name(), group.limit)
+}
+
+fn visibility_table(compared: &[Compared]) -> String {
+    let head = ["visibility", "dtype", "d", "keys", "time", "time of whole", "time ratio", "visible ratio"];
+    let mut table = Table::new(head);
+    for c in compared {
+        let dims = c.part.row.problem.dims();
+        table.push(vec![
+            c.name.to_owned(),
+            c.part.row.problem.dtype().to_string(),
+            dims.head_dim.to_string(),
+            dims.kv_len.to_string(),
+            report::seconds(c.part.seconds()),
+            report::seconds(c.whole.seconds()),
+            format!("{:.3}", c.time_ratio()),
+            format!("{:.3}", c.visible_ratio()),
+        ]);
+    }
+    table.to_string()
+}
+
+/// A row as JSON, under the names that peer rows have.
+fn row_json(measured: &Measured, cpu: &Cpu, limit: Limit, peers: &Peers) -> Value {
+    let (row, dims) = (&measured.row, measured.row.problem.dims());
+    let seconds = measured.seconds();
+    let compared = |name: &str| {
+        let theirs = peers.seconds(name, row)?;
+        Some((name.to_owned(), json!({"seconds": theirs, "ratio": theirs / seconds})))
+    };
+    let peers: serde_json::Map<String, Value> = peers.names().into_iter().filter_map(compared).collect();
+    json!({
+        "peer": "flashtile",
+        "kind": row.kind.name(),
+        "kernel": measured.kernel,
+        "isa": cpu.facts().isa.name(),
+        "threads": cpu.facts().threads,
+        "dtype": row.problem.dtype().name(),
+        "d": dims.head_dim,
+        "h": dims.q_heads,
+        "hkv": dims.kv_heads,
+        "b": dims.batch,
+        "s": row.length(),
+        "causal": row.causal(),
+        "window": peers::window_json(row),
+        "seconds": seconds,
+        "seconds_quartiles": measured.quartiles,
+        "repetitions": measured.repetitions,
+        "copies": measured.copies,
+        "gflops": measured.work.flops / seconds / 1e9,
+        "gbytes_per_s": measured.work.bytes / seconds / 1e9,
+        "limit": limit.kind.name(),
+        "limit_per_s": limit.rate,
+        "fraction": limit.fraction(&measured.work, seconds),
+        "nrmse": measured.nrmse,
+        "peers": peers,
+    })
+}

@@ -1,0 +1,122 @@
+//! Rows that other implementations reached, read from a file of JSON lines.
+
+use super::rows::Row;
+use crate::failure::{Failure, Result};
+use serde_json::Value;
+use std::path::Path;
+
+/// What makes two rows the same problem.
+#[derive(Debug, Clone, PartialEq)]
+struct Key {
+    kind: String,
+    dtype: String,
+    d: u64,
+    h: u64,
+    hkv: u64,
+    b: u64,
+    s: u64,
+    causal: bool,
+    window: Value,
+}
+
+#[derive(Debug)]
+struct Entry {
+    peer: String,
+    key: Key,
+    seconds: f64,
+}
+
+/// Peer rows in the order of the file.
+#[derive(Debug, Default)]
+pub(super) struct Peers {
+    entries: Vec<Entry>,
+}
+
+impl Peers {
+    pub(super) fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|e| Failure::at(path.display(), e))?;
+        let mut entries = Vec::new();
+        for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+            let place = || format!("{} line {}", path.display(), index + 1);
+            let value: Value = serde_json::from_str(line).map_err(|e| Failure::at(place(), e))?;
+            if value.get("kind").and_then(Value::as_str) != Some("visibility") {
+                entries.push(entry(&value).map_err(|what| Failure::at(place(), what))?);
+            }
+        }
+        Ok(Self { entries })
+    }
+
+    /// Names, each once.
+    pub(super) fn names(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = Vec::new();
+        for entry in &self.entries {
+            if !names.contains(&entry.peer.as_str()) {
+                names.push(&entry.peer);
+            }
+        }
+        names
+    }
+
+    /// Seconds that a peer took for a row; of several measurements the last.
+    pub(super) fn seconds(&self, peer: &str, row: &Row) -> Option<f64> {
+        let key = key_of(row);
+        let same = |entry: &&Entry| entry.peer == peer && entry.key == key;
+        self.entries.iter().rev().find(same).map(|entry| entry.seconds)
+    }
+
+    /// Rows that none of ours compares with.
+    pub(super) fn unmatched<'a>(&self, rows: impl Iterator<Item = &'a Row>) -> usize {
+        let keys: Vec<Key> = rows.map(key_of).collect();
+        self.entries.iter().filter(|entry| !keys.contains(&entry.key)).count()
+    }
+}
+
+fn key_of(row: &Row) -> Key {
+    let d = row.problem.dims();
+    Key {
+        kind: row.kind.name().to_owned(),
+        dtype: row.problem.dtype().name().to_owned(),
+        d: d.head_dim as u64,
+        h: d.q_heads as u64,
+        hkv: d.kv_heads as u64,
+        b: d.batch as u64,
+        s: row.length() as u64,
+        causal: row.causal(),
+        window: window_json(row),
+    }
+}
+
+/// `[left, right]` with null for unbounded, null without a window.
+pub(super) fn window_json(row: &Row) -> Value {
+    row.window().map_or(Value::Null, |(left, right)| serde_json::json!([left, right]))
+}
+
+fn entry(value: &Value) -> std::result::Result<Entry, String> {
+    let text = |name: &str| {
+        let found = value.get(name).and_then(Value::as_str).map(str::to_owned);
+        found.ok_or_else(|| format!("expected a text {name}"))
+    };
+    let optional = |name: &str, default: u64| match value.get(name) {
+        None | Some(Value::Null) => Ok(default),
+        Some(number) => number.as_u64().ok_or_else(|| format!("expected a whole number {name}")),
+    };
+    let number = |name: &str| {
+        let found = value.get(name).and_then(Value::as_u64);
+        found.ok_or_else(|| format!("expected a whole number {name}"))
+    };
+    let seconds = value.get("seconds").and_then(Value::as_f64).filter(|s| *s > 0.0 && s.is_finite());
+    let h = number("h")?;
+    let key = Key {
+        kind: text("kind")?,
+        dtype: text("dtype")?,
+        d: number("d")?,
+        h,
+        hkv: optional("hkv", h)?,
+        b: optional("b", 1)?,
+        s: number("s")?,
+        causal: value.get("causal").and_then(Value::as_bool).unwrap_or(false),
+        window: value.get("window").cloned().unwrap_or(Value::Null),
+    };
+    let seconds = seconds.ok_or("expected a positive number seconds")?;
+    Ok(Entry { peer: text("peer")?, key, seconds })
+}

@@ -1,0 +1,156 @@
+//! Bytes of tensors: borrowed from a mapped file, or owned where they had to be copied, converted or computed.
+
+use crate::failure::{Failure, Result};
+use bytemuck::Pod;
+use flashtile::{Dtype, Element};
+use half::{bf16, f16};
+
+/// Owned bytes, zero at first, aligned for every dtype.
+#[derive(Debug)]
+pub(crate) struct Buffer {
+    words: Vec<u64>,
+    len: usize,
+}
+
+impl Buffer {
+    /// # Errors
+    /// Where the machine has not that much memory.
+    pub(crate) fn zeroed(len: usize) -> Result<Self> {
+        let mut words = Vec::new();
+        let count = len.div_ceil(size_of::<u64>());
+        words
+            .try_reserve_exact(count)
+            .map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
+        words.resize(count, 0);
+        Ok(Self { words, len })
+    }
+
+    /// A buffer for `count` elements.
+    pub(crate) fn elements(dtype: Dtype, count: usize) -> Result<Self> {
+        let len = count.checked_mul(dtype.bytes());
+        Self::zeroed(len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?)
+    }
+
+    pub(crate) fn copy_of(bytes: &[u8]) -> Result<Self> {
+        let mut buffer = Self::zeroed(bytes.len())?;
+        buffer.bytes_mut().copy_from_slice(bytes);
+        Ok(buffer)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[..self.len]
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+    }
+
+    /// The bytes as f32 elements.
+    pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
+        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len / size_of::<f32>()]
+    }
+}
+
+/// Bytes that are aligned for their dtype.
+#[derive(Debug)]
+pub(crate) enum Bytes<'a> {
+    Borrowed(&'a [u8]),
+    Owned(Buffer),
+}
+
+impl<'a> Bytes<'a> {
+    /// Borrows bytes of elements of `size` bytes, or copies them where they are misaligned.
+    pub(crate) fn aligned(bytes: &'a [u8], size: usize) -> Result<Self> {
+        if (bytes.as_ptr() as usize).is_multiple_of(size) {
+            Ok(Self::Borrowed(bytes))
+        } else {
+            Ok(Self::Owned(Buffer::copy_of(bytes)?))
+        }
+    }
+
+    pub(crate) fn get(&self) -> &[u8] {
+        match self {
+            Self::Borrowed(bytes) => bytes,
+            Self::Owned(buffer) => buffer.bytes(),
+        }
+    }
+}
+
+/// Elements of `from` as the nearest elements of `to`.
+pub(crate) fn convert(bytes: &[u8], from: Dtype, to: Dtype) -> Result<Buffer> {
+    let mut buffer = Buffer::elements(to, bytes.len() / from.bytes())?;
+    let into = buffer.bytes_mut();
+    match from {
+        Dtype::F32 => convert_from::<f32>(bytes, to, into),
+        Dtype::F16 => convert_from::<f16>(bytes, to, into),
+        Dtype::BF16 => convert_from::<bf16>(bytes, to, into),
+    }
+    Ok(buffer)
+}
+
+fn convert_from<S: Element + Pod>(bytes: &[u8], to: Dtype, into: &mut [u8]) {
+    match to {
+        Dtype::F32 => convert_elements::<S, f32>(bytes, into),
+        Dtype::F16 => convert_elements::<S, f16>(bytes, into),
+        Dtype::BF16 => convert_elements::<S, bf16>(bytes, into),
+    }
+}
+
+fn convert_elements<S: Element + Pod, T: Element + Pod>(bytes: &[u8], into: &mut [u8]) {
+    let elements = bytes.chunks_exact(size_of::<S>()).map(bytemuck::pod_read_unaligned::<S>);
+    for (x, slot) in elements.zip(into.chunks_exact_mut(size_of::<T>())) {
+        slot.copy_from_slice(bytemuck::bytes_of(&T::from_f32(x.to_f32())));
+    }
+}
+
+/// Stores the element nearest to `x`, rounded once.
+pub(crate) fn store(x: f64, dtype: Dtype, slot: &mut [u8]) {
+    match dtype {
+        Dtype::F32 => slot.copy_from_slice(&(x as f32).to_ne_bytes()),
+        Dtype::F16 => slot.copy_from_slice(&f16::from_f64(x).to_ne_bytes()),
+        Dtype::BF16 => slot.copy_from_slice(&bf16::from_f64(x).to_ne_bytes()),
+    }
+}
+
+/// The element at `index`, exact.
+pub(crate) fn load(bytes: &[u8], dtype: Dtype, index: usize) -> f32 {
+    let at = &bytes[index * dtype.bytes()..][..dtype.bytes()];
+    match dtype {
+        Dtype::F32 => bytemuck::pod_read_unaligned(at),
+        Dtype::F16 => bytemuck::pod_read_unaligned::<f16>(at).to_f32(),
+        Dtype::BF16 => bytemuck::pod_read_unaligned::<bf16>(at).to_f32(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conversion_rounds_to_nearest() {
+        let source: Vec<u8> =
+            [1.0f32, -0.1, 65504.0, f32::NEG_INFINITY].iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let halves = convert(&source, Dtype::F32, Dtype::F16).unwrap();
+        let read = |i| load(halves.bytes(), Dtype::F16, i);
+        assert_eq!([read(0), read(1), read(2), read(3)], [1.0, -0.099_975_586, 65504.0, f32::NEG_INFINITY]);
+        let back = convert(halves.bytes(), Dtype::F16, Dtype::F32).unwrap();
+        assert_eq!(load(back.bytes(), Dtype::F32, 1), -0.099_975_586);
+    }
+
+    #[test]
+    fn misaligned_bytes_are_copied() {
+        let words = [0u64, u64::MAX];
+        let bytes: &[u8] = bytemuck::cast_slice(&words);
+        assert!(matches!(Bytes::aligned(&bytes[4..8], 4).unwrap(), Bytes::Borrowed(_)));
+        let odd = Bytes::aligned(&bytes[7..11], 4).unwrap();
+        assert!(matches!(odd, Bytes::Owned(_)));
+        assert_eq!(odd.get(), [0, 255, 255, 255]);
+    }
+
+    #[test]
+    fn empty_and_impossible_buffers() {
+        assert!(Buffer::zeroed(0).unwrap().bytes().is_empty());
+        assert!(Buffer::zeroed(usize::MAX / 2).is_err());
+        assert!(Buffer::elements(Dtype::F32, usize::MAX).is_err());
+    }
+}

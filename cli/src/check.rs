@@ -1,0 +1,145 @@
+//! `flashtile check`: the conformance catalogue on this machine.
+
+use crate::args::CheckArgs;
+use crate::failure::{Failure, Result, WRONG};
+use crate::machine;
+use crate::report::{self, Table};
+use flashtile::testkit::{CaseResult, CpuRunner, Failure as CaseFailure, Runner, catalogue, conformance};
+use flashtile::{Cpu, Dtype};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::json;
+use std::process::ExitCode;
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
+    let failed = machine::on_threads(args.cpu.threads, || check(args))?;
+    Ok(if failed { ExitCode::from(WRONG) } else { ExitCode::SUCCESS })
+}
+
+/// Runs every case; whether one failed.
+fn check(args: &CheckArgs) -> Result<bool> {
+    let isas = match args.cpu.isa {
+        None => Cpu::isas(),
+        Some(isa) => vec![isa],
+    };
+    let restrict =
+        |isa| machine::cpu(crate::args::CpuArgs { isa: Some(isa), ..args.cpu }).map(CpuRunner::new);
+    let runners: Vec<CpuRunner> = isas.into_iter().map(restrict).collect::<Result<_>>()?;
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+
+    let mut cases = catalogue();
+    if let Some(text) = &args.filter {
+        cases.retain(|case| case.name.contains(text.as_str()));
+        if cases.is_empty() {
+            return Err(Failure::at("--filter", format_args!("no case has a name with {text}")));
+        }
+    }
+
+    let progress = progress((cases.len() * runners.len()) as u64);
+    let mut tallies: Vec<Tally> = runners.iter().map(|r| Tally::new(r.name())).collect();
+    let mut lines = Vec::new();
+    let mut failures = Vec::new();
+    conformance(&cases, &runners, |result| {
+        progress.inc(1);
+        if let Some(tally) = tallies.iter_mut().find(|t| t.runner == result.runner) {
+            tally.add(result);
+        }
+        if args.json {
+            lines.push(as_json(result).to_string());
+        } else if result.failed() {
+            failures.push(format!("FAILED {result}"));
+        }
+    });
+    progress.finish_and_clear();
+    if args.json {
+        lines.iter().try_for_each(report::line)?;
+    } else {
+        report::text(table(&tallies))?;
+        failures.iter().try_for_each(report::line)?;
+    }
+    Ok(tallies.iter().any(|t| t.failed > 0))
+}
+
+/// A bar on a terminal, nothing in a pipe.
+pub(crate) fn progress(length: u64) -> ProgressBar {
+    let bar = ProgressBar::new(length);
+    match ProgressStyle::with_template("{bar:40} {pos}/{len} {msg}") {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+/// What came of the cases on one runner.
+struct Tally {
+    runner: String,
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    /// Largest error of a passed case of each dtype.
+    nrmse: [f64; DTYPES.len()],
+    /// The passed case that came closest to its limit.
+    closest: Option<(f64, String)>,
+}
+
+impl Tally {
+    const fn new(runner: String) -> Self {
+        Self { runner, passed: 0, failed: 0, skipped: 0, nrmse: [0.0; DTYPES.len()], closest: None }
+    }
+
+    fn add(&mut self, result: &CaseResult<'_>) {
+        match &result.result {
+            Ok(outcome) => {
+                self.passed += 1;
+                for (dtype, nrmse) in DTYPES.iter().zip(&mut self.nrmse) {
+                    if *dtype == result.case.desc.dtype {
+                        *nrmse = nrmse.max(outcome.out.nrmse);
+                    }
+                }
+                let ratio = outcome.out.worst.max(outcome.lse.worst);
+                if self.closest.as_ref().is_none_or(|(worst, _)| ratio > *worst) {
+                    self.closest = Some((ratio, result.case.name.clone()));
+                }
+            }
+            Err(CaseFailure::Skipped(_)) => self.skipped += 1,
+            Err(_) => self.failed += 1,
+        }
+    }
+}
+
+fn table(tallies: &[Tally]) -> Table {
+    let mut head: Vec<String> = ["runner", "passed", "failed", "skipped"].map(str::to_owned).to_vec();
+    head.extend(DTYPES.map(|dtype| format!("{dtype} nrmse")));
+    head.push("of the limit".to_owned());
+    head.push("case".to_owned());
+    let mut table = Table::new(head);
+    for tally in tallies {
+        let mut row = vec![tally.runner.clone()];
+        row.extend([tally.passed, tally.failed, tally.skipped].map(|n| n.to_string()));
+        row.extend(tally.nrmse.map(|nrmse| format!("{nrmse:.1e}")));
+        let (worst, case) = tally.closest.clone().unwrap_or_default();
+        row.extend([report::percent(worst), case]);
+        table.push(row);
+    }
+    table
+}
+
+fn as_json(result: &CaseResult<'_>) -> serde_json::Value {
+    let outcome = result.result.as_ref().ok();
+    let failure = result.result.as_ref().err();
+    json!({
+        "case": result.case.name,
+        "runner": result.runner,
+        "dtype": result.case.desc.dtype.name(),
+        "result": match failure {
+            None => "passed",
+            Some(CaseFailure::Skipped(_)) => "skipped",
+            Some(_) => "failed",
+        },
+        "plan": outcome.map(|o| &o.plan),
+        "nrmse": outcome.map(|o| o.out.nrmse),
+        "max_abs": outcome.map(|o| o.out.max_abs),
+        "lse_max_abs": outcome.map(|o| o.lse.max_abs),
+        "reason": failure.map(ToString::to_string),
+    })
+}

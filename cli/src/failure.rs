@@ -1,0 +1,49 @@
+//! Why a command stopped.
+
+use std::fmt;
+use std::process::ExitCode;
+
+/// Exit status of a command that was asked for something it cannot do.
+const REFUSED: u8 = 2;
+
+/// Exit status of a command that found an answer to be wrong.
+pub(crate) const WRONG: u8 = 1;
+
+/// One line for the user: where, what, and what was expected.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    line: String,
+    status: u8,
+}
+
+pub(crate) type Result<T> = std::result::Result<T, Failure>;
+
+impl Failure {
+    pub(crate) fn new(what: impl fmt::Display) -> Self {
+        Self { line: what.to_string(), status: REFUSED }
+    }
+
+    /// A failure that concerns a file, an option or a tensor.
+    pub(crate) fn at(place: impl fmt::Display, what: impl fmt::Display) -> Self {
+        Self::new(format_args!("{place}: {what}"))
+    }
+
+    /// A failure that is not the user's: a kernel gave a wrong answer.
+    pub(crate) fn wrong(what: impl fmt::Display) -> Self {
+        Self { status: WRONG, ..Self::new(what) }
+    }
+
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(self.status)
+    }
+}
+
+impl fmt::Display for Failure {
+    /// Control characters, which names from files may hold, are escaped: a failure is always one line.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for c in self.line.chars() {
+            if c.is_control() { write!(f, "{}", c.escape_default())? } else { write!(f, "{c}")? }
+        }
+        Ok(())
+    }
+}

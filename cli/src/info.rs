@@ -1,0 +1,76 @@
+//! `flashtile info`: what this machine is and can do.
+
+use crate::args::InfoArgs;
+use crate::failure::Result;
+use crate::machine::{self, Limit, LimitKind};
+use crate::report;
+use flashtile::Cpu;
+use flashtile::plan::{CpuFacts, Isa};
+use serde_json::json;
+use std::process::ExitCode;
+
+/// Backends, and why those that are not available are not.
+const BACKENDS: [(&str, bool, &str); 5] = [
+    ("cpu", true, "embedded kernels"),
+    ("reference", true, "scalar f64, one thread"),
+    ("cuda", false, "not part of this build"),
+    ("metal", false, "not part of this build"),
+    ("simulator", false, "not part of this build"),
+];
+
+pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
+    machine::on_threads(args.threads, || {
+        let facts = *Cpu::new().facts();
+        let measure = |kind, isa| Limit::measure(kind, isa, facts.threads);
+        let peaks: Vec<(Isa, Limit)> =
+            Cpu::isas().into_iter().map(|isa| (isa, measure(LimitKind::Arithmetic, isa))).collect();
+        let bandwidth = measure(LimitKind::Bandwidth, facts.isa);
+        if args.json {
+            report::line(as_json(&facts, &peaks, bandwidth))
+        } else {
+            report::text(as_text(&facts, &peaks, bandwidth))
+        }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn as_text(facts: &CpuFacts, peaks: &[(Isa, Limit)], bandwidth: Limit) -> String {
+    let isas: Vec<&str> = peaks.iter().map(|(isa, _)| isa.name()).collect();
+    let size = |n: usize| report::bytes(n as f64);
+    let mut lines = vec![
+        ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
+        ("cpu".to_owned(), format!("{}, {}", std::env::consts::ARCH, isas.join(", "))),
+        (
+            "caches".to_owned(),
+            format!("L1d {}, L2 {}, L3 {}", size(facts.l1d), size(facts.l2), size(facts.l3)),
+        ),
+        ("threads".to_owned(), facts.threads.to_string()),
+    ];
+    lines.extend(peaks.iter().map(|(isa, limit)| (isa.name().to_owned(), limit.to_string())));
+    lines.push(("memory".to_owned(), bandwidth.to_string()));
+    lines.extend(BACKENDS.iter().map(|(name, available, why)| {
+        let state = if *available { "available" } else { "unavailable" };
+        ((*name).to_owned(), format!("{state}: {why}"))
+    }));
+    lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect()
+}
+
+fn as_json(facts: &CpuFacts, peaks: &[(Isa, Limit)], bandwidth: Limit) -> serde_json::Value {
+    let fma: serde_json::Map<_, _> =
+        peaks.iter().map(|(isa, l)| (isa.name().to_owned(), json!(l.rate))).collect();
+    let backends: Vec<_> = BACKENDS
+        .iter()
+        .map(|(name, available, why)| json!({"name": name, "available": available, "reason": why}))
+        .collect();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "arch": std::env::consts::ARCH,
+        "threads": facts.threads,
+        "l1d": facts.l1d,
+        "l2": facts.l2,
+        "l3": facts.l3,
+        "fma_flops_per_s": fma,
+        "read_bytes_per_s": bandwidth.rate,
+        "backends": backends,
+    })
+}

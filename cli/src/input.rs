@@ -1,0 +1,98 @@
+//! Safetensors files, mapped.
+
+use crate::failure::{Failure, Result};
+use memmap2::Mmap;
+use safetensors::tensor::{Dtype, Metadata};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::Path;
+
+#[cfg(target_endian = "big")]
+compile_error!("tensors are read in place, and files hold them in little-endian order");
+
+/// Longest header that is parsed; the limit of the format.
+const MAX_HEADER: usize = 100_000_000;
+
+/// A file in memory.
+pub(crate) struct Mapped<'p> {
+    path: &'p Path,
+    map: Mmap,
+}
+
+impl<'p> Mapped<'p> {
+    pub(crate) fn open(path: &'p Path) -> Result<Self> {
+        let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
+        let file = File::open(path).map_err(|e| refuse(&e))?;
+        if !file.metadata().map_err(|e| refuse(&e))?.is_file() {
+            return Err(refuse(&"not a regular file, expected a safetensors file"));
+        }
+        // SAFETY: the map is private and read-only, and every value in it is valid as bytes. Another process that
+        // shortens the file while it is read ends this one with a signal, which is the contract of mapped input.
+        #[allow(unsafe_code)]
+        let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&e))?;
+        Ok(Self { path, map })
+    }
+
+    /// Parses the header and finds every tensor. Offsets that overlap, leave gaps or reach outside the file are refused.
+    pub(crate) fn archive(&self) -> Result<Archive<'_>> {
+        let bytes: &[u8] = &self.map;
+        let refuse = |what: &dyn std::fmt::Display| {
+            Failure::at(self.path.display(), format_args!("not a safetensors file: {what}"))
+        };
+        let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| {
+            refuse(&format_args!("{} bytes, expected 8 of header length first", bytes.len()))
+        })?;
+        let length = u64::from_le_bytes(*length);
+        let header = usize::try_from(length).ok().filter(|&n| n <= MAX_HEADER && n <= rest.len());
+        let (header, data) = rest.split_at(header.ok_or_else(|| {
+            refuse(&format_args!(
+                "header of {length} bytes, {} follow, at most {MAX_HEADER} allowed",
+                rest.len()
+            ))
+        })?);
+        let metadata: Metadata =
+            serde_json::from_slice(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
+        if metadata.data_len() != data.len() {
+            let (expected, got) = (metadata.data_len(), data.len());
+            return Err(refuse(&format_args!("{got} bytes of data, the header expects {expected}")));
+        }
+        let mut tensors = BTreeMap::new();
+        for (name, info) in metadata.tensors() {
+            let (start, end) = info.data_offsets;
+            let bytes = data.get(start..end).ok_or_else(|| {
+                refuse(&format_args!("tensor {name} lies at {start}..{end} of {}", data.len()))
+            })?;
+            tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), bytes });
+        }
+        Ok(Archive { path: self.path, tensors })
+    }
+}
+
+/// The tensors of a file.
+pub(crate) struct Archive<'a> {
+    path: &'a Path,
+    tensors: BTreeMap<String, Stored<'a>>,
+}
+
+/// A tensor as the file holds it.
+#[derive(Debug)]
+pub(crate) struct Stored<'a> {
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) bytes: &'a [u8],
+}
+
+impl<'a> Archive<'a> {
+    pub(crate) fn get(&self, name: &str) -> Option<&Stored<'a>> {
+        self.tensors.get(name)
+    }
+
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// A failure that concerns this file.
+    pub(crate) fn refuse(&self, what: impl std::fmt::Display) -> Failure {
+        Failure::at(self.path.display(), what)
+    }
+}

@@ -1,0 +1,140 @@
+//! The CPU as commands use it: pool, instruction set, measured limits.
+
+use crate::args::CpuArgs;
+use crate::failure::{Failure, Result};
+use crate::report;
+use flashtile::cpu::limits;
+use flashtile::plan::Isa;
+use flashtile::{Cpu, CpuPlan, Problem, Sequence, Workspace};
+
+/// Runs work on a pool of so many threads, or on the default pool.
+pub(crate) fn on_threads<R: Send>(
+    threads: Option<usize>,
+    work: impl FnOnce() -> Result<R> + Send,
+) -> Result<R> {
+    match threads {
+        None => work(),
+        Some(n) => {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(n).build();
+            pool.map_err(|e| Failure::at(format_args!("--threads {n}"), e))?.install(work)
+        }
+    }
+}
+
+/// The CPU with the threads of the current pool.
+pub(crate) fn cpu(args: CpuArgs) -> Result<Cpu> {
+    match args.isa {
+        None => Ok(Cpu::new()),
+        Some(isa) => Cpu::with_isa(isa).map_err(|e| Failure::at("--isa", e)),
+    }
+}
+
+/// The workspace of a plan, whose allocation alone would end the process where there is no memory.
+pub(crate) fn workspace(plan: &CpuPlan) -> Result<Workspace> {
+    let bytes = plan.workspace_bytes();
+    let mut memory = Vec::<u8>::new();
+    let asked = std::hint::black_box(&mut memory).try_reserve_exact(bytes);
+    asked.map_err(|_| Failure::new(format_args!("no memory for {bytes} bytes of workspace")))?;
+    drop(memory);
+    Ok(plan.workspace())
+}
+
+/// What a problem costs at least.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Work {
+    pub(crate) flops: f64,
+    /// Each visible key's K and V bytes, once.
+    pub(crate) bytes: f64,
+}
+
+impl Work {
+    pub(crate) fn of(problem: &Problem) -> Self {
+        let dims = problem.dims();
+        let keys: usize = problem.sequences().iter().map(|s| visible_keys(problem, s)).sum();
+        let row = (dims.head_dim + dims.value_dim) * problem.dtype().bytes();
+        Self { flops: problem.flops(), bytes: keys as f64 * (dims.kv_heads * row) as f64 }
+    }
+}
+
+/// Keys that some query row of the sequence sees. The keys of successive rows form one interval whose ends never move back.
+fn visible_keys(problem: &Problem, s: &Sequence) -> usize {
+    if s.q_len == 0 {
+        return 0;
+    }
+    problem.visible(s, s.q_len - 1).end.saturating_sub(problem.visible(s, 0).start)
+}
+
+/// Which rate of the machine bounds the time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum LimitKind {
+    Arithmetic,
+    Bandwidth,
+}
+
+impl LimitKind {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Arithmetic => "fma",
+            Self::Bandwidth => "bandwidth",
+        }
+    }
+}
+
+/// A measured rate of the machine.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limit {
+    pub(crate) kind: LimitKind,
+    /// Flop/s or bytes/s.
+    pub(crate) rate: f64,
+}
+
+/// Operations for each byte of K and V from which no CPU is limited by its memory.
+const ARITHMETIC_INTENSITY: f64 = 64.0;
+
+impl Limit {
+    /// Measures a rate: fused multiply-adds of an instruction set, or sequential reads from memory.
+    pub(crate) fn measure(kind: LimitKind, isa: Isa, threads: usize) -> Self {
+        let rate = match kind {
+            LimitKind::Arithmetic => limits::fma_peak(isa, threads),
+            LimitKind::Bandwidth => limits::read_bandwidth(threads),
+        };
+        Self { kind, rate }
+    }
+
+    /// Measures the rate that bounds the time of the work.
+    pub(crate) fn of(work: &Work, isa: Isa, threads: usize) -> Self {
+        let arithmetic = Self::measure(LimitKind::Arithmetic, isa, threads);
+        if work.flops >= work.bytes * ARITHMETIC_INTENSITY {
+            return arithmetic;
+        }
+        let bandwidth = Self::measure(LimitKind::Bandwidth, isa, threads);
+        if arithmetic.seconds(work) > bandwidth.seconds(work) { arithmetic } else { bandwidth }
+    }
+
+    /// The larger of two measurements of the same rate: noise only ever lowers it.
+    pub(crate) fn max(self, other: Self) -> Self {
+        Self { rate: self.rate.max(other.rate), ..self }
+    }
+
+    /// Least time for the work.
+    fn seconds(&self, work: &Work) -> f64 {
+        match self.kind {
+            LimitKind::Arithmetic => work.flops / self.rate,
+            LimitKind::Bandwidth => work.bytes / self.rate,
+        }
+    }
+
+    /// Fraction of the rate that work done in so many seconds reaches.
+    pub(crate) fn fraction(&self, work: &Work, seconds: f64) -> f64 {
+        self.seconds(work) / seconds
+    }
+}
+
+impl std::fmt::Display for Limit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.kind {
+            LimitKind::Arithmetic => write!(f, "FMA peak {}", report::flop_rate(self.rate)),
+            LimitKind::Bandwidth => write!(f, "read bandwidth {}", report::byte_rate(self.rate)),
+        }
+    }
+}

@@ -1,0 +1,293 @@
+//! The tensors of a file as operands of attention.
+
+use crate::args::{Layout, Reading, Semantics};
+use crate::buffer::{Bytes, convert};
+use crate::failure::{Failure, Result};
+use crate::input::{Archive, Stored};
+use flashtile::{Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, Sequences, TensorView};
+use safetensors::tensor::Dtype as StoredDtype;
+
+/// Names that are read.
+const READ: [&str; 9] =
+    ["q", "k", "v", "mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"];
+
+/// Names that a file of examples holds beside its inputs: answers to compare with.
+const ANSWERS: [&str; 5] = ["out", "lse", "d_q", "d_k", "d_v"];
+
+/// Batch entries without rows cost nothing in a file, so their number has a limit of its own.
+const MAX_EMPTY_BATCH: usize = 1 << 20;
+
+/// Order of the axes of q, k, v and out in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    Bhsd,
+    Bshd,
+    Packed,
+}
+
+impl Order {
+    const fn axes(self) -> &'static str {
+        match self {
+            Self::Bhsd => "[batch, heads, rows, dim]",
+            Self::Bshd => "[batch, rows, heads, dim]",
+            Self::Packed => "[total, heads, dim]",
+        }
+    }
+
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Bhsd => "bhsd",
+            Self::Bshd => "bshd",
+            Self::Packed => "packed",
+        }
+    }
+
+    /// `[batch, heads, rows, dim]` of a shape in a file.
+    fn logical(self, stored: &[usize]) -> Option<[usize; 4]> {
+        match (self, stored) {
+            (Self::Bhsd, &[b, h, s, d]) | (Self::Bshd, &[b, s, h, d]) => Some([b, h, s, d]),
+            (Self::Packed, &[s, h, d]) => Some([1, h, s, d]),
+            _ => None,
+        }
+    }
+
+    /// Shape in a file of `[batch, heads, rows, dim]`.
+    pub(crate) fn stored(self, [b, h, s, d]: [usize; 4]) -> Vec<usize> {
+        match self {
+            Self::Bhsd => vec![b, h, s, d],
+            Self::Bshd => vec![b, s, h, d],
+            Self::Packed => vec![s, h, d],
+        }
+    }
+
+    /// Strides in elements of `[batch, heads, rows, dim]`.
+    pub(crate) fn strides(self, [_, h, s, d]: [usize; 4]) -> [usize; 4] {
+        let (row, head) = match self {
+            Self::Bhsd => (d, s.saturating_mul(d)),
+            Self::Bshd | Self::Packed => (h.saturating_mul(d), d),
+        };
+        [h.saturating_mul(s).saturating_mul(d), head, row, 1]
+    }
+}
+
+/// One of q, k and v.
+#[derive(Debug)]
+struct Tensor<'a> {
+    dtype: Dtype,
+    shape: [usize; 4],
+    bytes: Bytes<'a>,
+}
+
+impl Tensor<'_> {
+    fn view(&self, order: Order) -> Result<TensorView<'_>> {
+        let strides = order.strides(self.shape);
+        TensorView::from_bytes(self.dtype, self.bytes.get(), self.shape, strides).map_err(Failure::new)
+    }
+}
+
+/// Everything that a forward run reads, and the problem that it describes.
+#[derive(Debug)]
+pub(crate) struct Operands<'a> {
+    pub(crate) problem: Problem,
+    pub(crate) order: Order,
+    /// Tensors of the file that were not understood.
+    pub(crate) ignored: Vec<String>,
+    q: Tensor<'a>,
+    k: Tensor<'a>,
+    v: Tensor<'a>,
+    mask: Option<(MaskKind, [usize; 4], Bytes<'a>)>,
+    alibi_slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+}
+
+impl<'a> Operands<'a> {
+    /// Finds and checks every tensor, and validates the problem.
+    pub(crate) fn read(archive: &Archive<'a>, reading: &Reading, semantics: &Semantics) -> Result<Self> {
+        if archive.get("d_out").is_some() {
+            return Err(
+                archive.refuse("tensor d_out asks for gradients, this build computes the forward pass only")
+            );
+        }
+        let packed = archive.get("cu_seqlens_q").is_some() || archive.get("cu_seqlens_k").is_some();
+        let order = match (packed, reading.layout) {
+            (true, Some(Layout::Bhsd)) => {
+                return Err(
+                    archive.refuse("cu_seqlens mean packed tensors [total, heads, dim], not --layout bhsd")
+                );
+            }
+            (true, _) => Order::Packed,
+            (false, Some(Layout::Bshd)) => Order::Bshd,
+            (false, _) => Order::Bhsd,
+        };
+        let operand = |name| tensor(archive, name, order, reading.dtype);
+        let (q, k, v) = (operand("q")?, operand("k")?, operand("v")?);
+        let dims = dims(archive, order, [&q, &k, &v])?;
+        for (name, tensor) in [("k", &k), ("v", &v)] {
+            if tensor.dtype != q.dtype {
+                let what = format_args!(
+                    "tensor {name} is {}, expected {} as q (--dtype converts all three)",
+                    tensor.dtype, q.dtype
+                );
+                return Err(archive.refuse(what));
+            }
+        }
+
+        let mask = archive.get("mask").map(|stored| mask(archive, stored)).transpose()?;
+        let alibi_slopes = floats(archive, "alibi_slopes")?;
+        let sinks = floats(archive, "sinks")?;
+        let mut desc = ProblemDesc::new(dims, q.dtype);
+        desc.visibility = semantics.visibility();
+        desc.q_offset = semantics.q_offset;
+        desc.scale = semantics.scale;
+        desc.softcap = semantics.softcap;
+        desc.alibi = alibi_slopes.is_some();
+        desc.sinks = sinks.is_some();
+        desc.mask = mask.as_ref().map(|(kind, ..)| *kind);
+        desc.sequences = sequences(archive, packed)?;
+        let problem = desc.validate().map_err(|e| archive.refuse(e))?;
+
+        let known = |name: &&str| READ.contains(name) || ANSWERS.contains(name);
+        let ignored = archive.names().filter(|name| !known(name)).map(str::to_owned).collect();
+        Ok(Self { problem, order, ignored, q, k, v, mask, alibi_slopes, sinks })
+    }
+
+    /// The operands as the library takes them.
+    pub(crate) fn inputs(&self) -> Result<Inputs<'_>> {
+        let order = self.order;
+        let mut inputs = Inputs::new(self.q.view(order)?, self.k.view(order)?, self.v.view(order)?);
+        if let Some((kind, shape, bytes)) = &self.mask {
+            let strides = Order::Bhsd.strides(*shape);
+            let view = match kind {
+                MaskKind::Bool => MaskView::bool_bytes(bytes.get(), *shape, strides),
+                MaskKind::Additive(dtype) => {
+                    TensorView::from_bytes(*dtype, bytes.get(), *shape, strides).map(MaskView::additive)
+                }
+            };
+            inputs.mask = Some(view.map_err(Failure::new)?);
+        }
+        inputs.alibi_slopes = self.alibi_slopes.as_deref();
+        inputs.sinks = self.sinks.as_deref();
+        Ok(inputs)
+    }
+}
+
+/// Names that are read, for messages.
+pub(crate) fn readable_names() -> String {
+    READ.join(", ")
+}
+
+fn tensor<'a>(archive: &Archive<'a>, name: &str, order: Order, to: Option<Dtype>) -> Result<Tensor<'a>> {
+    let stored = archive.get(name).ok_or_else(|| {
+        archive.refuse(format_args!("tensor {name} is missing, expected {name} {}", order.axes()))
+    })?;
+    let dtype = float_dtype(stored.dtype).ok_or_else(|| {
+        archive.refuse(format_args!("tensor {name} is {:?}, expected F32, F16 or BF16", stored.dtype))
+    })?;
+    let shape = order.logical(&stored.shape).ok_or_else(|| {
+        archive.refuse(format_args!("tensor {name} has shape {:?}, expected {}", stored.shape, order.axes()))
+    })?;
+    match to {
+        Some(to) if to != dtype => {
+            Ok(Tensor { dtype: to, shape, bytes: Bytes::Owned(convert(stored.bytes, dtype, to)?) })
+        }
+        _ => Ok(Tensor { dtype, shape, bytes: Bytes::aligned(stored.bytes, dtype.bytes())? }),
+    }
+}
+
+/// Dimensions, where the shapes of q, k and v agree.
+fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Result<Dims> {
+    let [batch, q_heads, q_len, head_dim] = q.shape;
+    let [_, kv_heads, kv_len, _] = k.shape;
+    let value_dim = v.shape[3];
+    let agree = [
+        ("k", k.shape, [batch, kv_heads, kv_len, head_dim], "q"),
+        ("v", v.shape, [batch, kv_heads, kv_len, value_dim], "k"),
+    ];
+    for (name, got, expected, of) in agree {
+        if got != expected {
+            let (got, expected) = (order.stored(got), order.stored(expected));
+            let what = format_args!("tensor {name} has shape {got:?}, expected {expected:?} to fit {of}");
+            return Err(archive.refuse(what));
+        }
+    }
+    if batch > MAX_EMPTY_BATCH && q_len == 0 && kv_len == 0 {
+        let what = format_args!("{batch} batch entries without rows, expected at most {MAX_EMPTY_BATCH}");
+        return Err(archive.refuse(what));
+    }
+    Ok(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim })
+}
+
+fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [usize; 4], Bytes<'a>)> {
+    let shape: [usize; 4] = stored.shape.as_slice().try_into().map_err(|_| {
+        let expected = "[batch, heads, queries, keys] with any axis 1";
+        archive.refuse(format_args!("tensor mask has shape {:?}, expected {expected}", stored.shape))
+    })?;
+    match (stored.dtype, float_dtype(stored.dtype)) {
+        (StoredDtype::BOOL, _) => Ok((MaskKind::Bool, shape, Bytes::aligned(stored.bytes, 1)?)),
+        (_, Some(dtype)) => {
+            Ok((MaskKind::Additive(dtype), shape, Bytes::aligned(stored.bytes, dtype.bytes())?))
+        }
+        (other, None) => {
+            Err(archive.refuse(format_args!("tensor mask is {other:?}, expected BOOL, F32, F16 or BF16")))
+        }
+    }
+}
+
+fn sequences(archive: &Archive<'_>, packed: bool) -> Result<Sequences> {
+    if !packed {
+        return Ok(match lengths(archive, "kv_lens")? {
+            None => Sequences::Dense,
+            Some(kv_lens) => Sequences::Padded { kv_lens },
+        });
+    }
+    if archive.get("kv_lens").is_some() {
+        return Err(
+            archive.refuse("tensors kv_lens and cu_seqlens_q or cu_seqlens_k, expected one or the other")
+        );
+    }
+    let list = |name| {
+        let missing = || archive.refuse(format_args!("tensor {name} is missing, packed tensors need it"));
+        lengths(archive, name)?.ok_or_else(missing)
+    };
+    Ok(Sequences::Packed { cu_seqlens_q: list("cu_seqlens_q")?, cu_seqlens_k: list("cu_seqlens_k")? })
+}
+
+/// A tensor of one axis and the dtype expected.
+fn list<'s>(archive: &'s Archive<'_>, name: &str, expected: StoredDtype) -> Result<Option<&'s Stored<'s>>> {
+    let Some(stored) = archive.get(name) else { return Ok(None) };
+    if stored.shape.len() != 1 {
+        return Err(
+            archive.refuse(format_args!("tensor {name} has shape {:?}, expected one axis", stored.shape))
+        );
+    }
+    if stored.dtype != expected {
+        return Err(
+            archive.refuse(format_args!("tensor {name} is {:?}, expected {expected:?}", stored.dtype))
+        );
+    }
+    Ok(Some(stored))
+}
+
+fn floats(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<f32>>> {
+    let Some(stored) = list(archive, name, StoredDtype::F32)? else { return Ok(None) };
+    Ok(Some(stored.bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()))
+}
+
+fn lengths(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<usize>>> {
+    let Some(stored) = list(archive, name, StoredDtype::I64)? else { return Ok(None) };
+    let entries = stored.bytes.chunks_exact(size_of::<i64>()).map(bytemuck::pod_read_unaligned::<i64>);
+    let length = |(index, n): (usize, i64)| {
+        let negative = |_| archive.refuse(format_args!("{name}[{index}] is {n}, expected 0 or more"));
+        usize::try_from(n).map_err(negative)
+    };
+    entries.enumerate().map(length).collect::<Result<_>>().map(Some)
+}
+
+const fn float_dtype(dtype: StoredDtype) -> Option<Dtype> {
+    match dtype {
+        StoredDtype::F32 => Some(Dtype::F32),
+        StoredDtype::F16 => Some(Dtype::F16),
+        StoredDtype::BF16 => Some(Dtype::BF16),
+        _ => None,
+    }
+}

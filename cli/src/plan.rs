@@ -1,0 +1,249 @@
+//! `flashtile plan`: what would run for a problem, and why.
+
+use crate::args::{PlanArgs, Shape};
+use crate::failure::{Failure, Result};
+use crate::input::Mapped;
+use crate::machine::{self, Work};
+use crate::operands::Operands;
+use crate::output::Destination;
+use crate::picture::{Counts, Tiles};
+use crate::report;
+use crate::run::dims_json;
+use flashtile::plan::{CpuFacts, devices};
+use flashtile::{CpuPlan, Dims, Dtype, PlanOptions, Problem, ProblemDesc, Sequences};
+use serde_json::json;
+use std::process::ExitCode;
+
+/// Most query rows times splits of a problem described by options: planning takes time and memory in proportion.
+const MAX_ROWS: usize = 1 << 30;
+
+/// Most batch entries of a problem described by options.
+const MAX_BATCH: usize = 1 << 20;
+
+pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
+    machine::on_threads(args.cpu.threads, || {
+        let problem = problem(args)?;
+        let (device, facts) = device(args)?;
+        let mut options = PlanOptions::default();
+        options.splits = args.splits;
+        let plan = CpuPlan::new(&problem, &facts, options).map_err(Failure::new)?;
+        let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
+            let count = problem.sequences().len();
+            Failure::at("--sequence", format_args!("{} of {count} sequences, counted from 0", args.sequence))
+        });
+        let shown = Shown { device, facts, plan: &plan };
+        match sequence {
+            // A problem without sequences has nothing to draw, and no number that could be right.
+            Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
+                if args.json { report::line(shown.json(None)) } else { report::text(shown.text()) }
+            }
+            Err(failure) => Err(failure),
+            Ok(sequence) => {
+                let rows = plan.tile_rows();
+                let tiles = Tiles { problem: &problem, sequence, rows, keys: plan.block_k() };
+                if let Some(path) = &args.svg {
+                    tiles.svg(&plan.kernel(), &Destination::new(path)?)?;
+                }
+                if args.json {
+                    report::line(shown.json(Some((args.sequence, tiles.counts()))))
+                } else {
+                    let heading = format!("tiles of sequence {}, each key/value head:", args.sequence);
+                    report::text(format_args!("{}\n{heading}\n{}", shown.text(), tiles.text()))
+                }
+            }
+        }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn problem(args: &PlanArgs) -> Result<Problem> {
+    match &args.input {
+        Some(path) => {
+            let mapped = Mapped::open(path)?;
+            let archive = mapped.archive()?;
+            Ok(Operands::read(&archive, &args.reading, &args.semantics)?.problem)
+        }
+        None => described(args),
+    }
+}
+
+fn described(args: &PlanArgs) -> Result<Problem> {
+    if args.reading.layout.is_some() {
+        return Err(Failure::at("--layout", "has no meaning for a shape, expected a file"));
+    }
+    let Shape { batch, heads, q_len, head_dim, ref kv_lens, .. } = args.shape;
+    let dims = Dims {
+        batch,
+        q_heads: heads,
+        kv_heads: args.shape.kv_heads.unwrap_or(heads),
+        q_len,
+        kv_len: args.shape.kv_len.unwrap_or(q_len),
+        head_dim,
+        value_dim: args.shape.value_dim.unwrap_or(head_dim),
+    };
+    let rows = [heads, q_len, args.splits.unwrap_or(1)].into_iter().fold(batch, usize::saturating_mul);
+    if rows > MAX_ROWS || batch > MAX_BATCH {
+        let expected = format_args!(
+            "{batch} x {heads} x {q_len} rows, expected a batch of at most {MAX_BATCH} and batch x heads x q_len x splits \
+             of at most {MAX_ROWS}"
+        );
+        return Err(Failure::at("plan", expected));
+    }
+    let mut desc = ProblemDesc::new(dims, args.reading.dtype.unwrap_or(Dtype::F32));
+    desc.visibility = args.semantics.visibility();
+    desc.q_offset = args.semantics.q_offset;
+    desc.scale = args.semantics.scale;
+    desc.softcap = args.semantics.softcap;
+    desc.alibi = args.shape.alibi;
+    desc.sinks = args.shape.sinks;
+    if !kv_lens.is_empty() {
+        desc.sequences = Sequences::Padded { kv_lens: kv_lens.clone() };
+    }
+    desc.validate().map_err(Failure::new)
+}
+
+fn device(args: &PlanArgs) -> Result<(String, CpuFacts)> {
+    let Some(name) = &args.device else {
+        return Ok(("this machine".to_owned(), *machine::cpu(args.cpu)?.facts()));
+    };
+    let known = devices::ALL.iter().find(|(known, _)| known == name);
+    known.map(|(name, facts)| ((*name).to_owned(), *facts)).ok_or_else(|| {
+        let names: Vec<&str> = devices::ALL.iter().map(|(name, _)| *name).collect();
+        Failure::at("--device", format_args!("{name} is not known, expected one of {}", names.join(", ")))
+    })
+}
+
+/// A plan and the machine that it is for.
+struct Shown<'a> {
+    device: String,
+    facts: CpuFacts,
+    plan: &'a CpuPlan,
+}
+
+impl Shown<'_> {
+    fn text(&self) -> String {
+        let Self { device, facts, plan } = self;
+        let problem = plan.problem();
+        let d = problem.dims();
+        let desc = problem.desc();
+        let work = Work::of(problem);
+        let extras = [
+            desc.softcap.map(|c| format!("softcap {c}")),
+            desc.alibi.then(|| "ALiBi".to_owned()),
+            desc.sinks.then(|| "sinks".to_owned()),
+            desc.mask.map(|kind| format!("{kind} mask")),
+        ];
+        let extras: String = extras.into_iter().flatten().map(|extra| format!(", {extra}")).collect();
+        let lines = [
+            (
+                "problem",
+                format!(
+                    "{} q {:?} k {:?} v {:?}, {}, scale {}{extras}",
+                    problem.dtype(),
+                    d.q_shape(),
+                    d.k_shape(),
+                    d.v_shape(),
+                    desc.visibility,
+                    problem.scale()
+                ),
+            ),
+            (
+                "machine",
+                format!(
+                    "{device}: {}, {} threads, L1d {}, L2 {}, L3 {}",
+                    facts.isa,
+                    facts.threads,
+                    report::bytes(facts.l1d as f64),
+                    report::bytes(facts.l2 as f64),
+                    report::bytes(facts.l3 as f64)
+                ),
+            ),
+            ("kernel", format!("{}: {}", plan.kernel(), self.kernel_reason())),
+            (
+                "tiles",
+                format!(
+                    "{} rows x {} keys; {} rows ({} query heads of a group) share each packed block",
+                    plan.tile_rows(),
+                    plan.block_k(),
+                    plan.task_rows(),
+                    d.group()
+                ),
+            ),
+            ("tasks", format!("{} for {} threads", plan.task_count(), plan.threads())),
+            ("splits", format!("{}: {}", plan.splits(), self.splits_reason())),
+            ("workspace", report::bytes(plan.workspace_bytes() as f64)),
+            (
+                "work",
+                format!(
+                    "{}, {} of K and V, {} of all pairs visible",
+                    report::flops(work.flops),
+                    report::bytes(work.bytes),
+                    report::percent(visible_fraction(problem))
+                ),
+            ),
+        ];
+        lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect()
+    }
+
+    fn kernel_reason(&self) -> String {
+        let one_row = self.plan.problem().sequences().iter().all(|s| s.q_len <= 1);
+        let rows =
+            if one_row { "no sequence has more than one query" } else { "sequences have several queries" };
+        format!("{rows}; {} is the instruction set of {}", self.plan.isa(), self.device)
+    }
+
+    fn splits_reason(&self) -> String {
+        let (plan, threads) = (self.plan, self.plan.threads());
+        if plan.options().splits.is_some() {
+            "asked for".to_owned()
+        } else if threads == 1 {
+            "one thread".to_owned()
+        } else if plan.splits() == 1 {
+            format!("tiles of query rows alone keep {threads} threads busy, or there is one block of keys")
+        } else {
+            format!("query rows alone do not keep {threads} threads busy")
+        }
+    }
+
+    fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
+        let (plan, facts) = (self.plan, &self.facts);
+        let problem = plan.problem();
+        let work = Work::of(problem);
+        json!({
+            "kernel": plan.kernel(),
+            "kernel_reason": self.kernel_reason(),
+            "device": self.device,
+            "isa": facts.isa.name(),
+            "threads": plan.threads(),
+            "l1d": facts.l1d,
+            "l2": facts.l2,
+            "l3": facts.l3,
+            "dims": dims_json(problem.dims()),
+            "dtype": problem.dtype().name(),
+            "visibility": problem.desc().visibility.to_string(),
+            "sequences": problem.sequences().len(),
+            "tile_rows": plan.tile_rows(),
+            "block_k": plan.block_k(),
+            "task_rows": plan.task_rows(),
+            "tasks": plan.task_count(),
+            "splits": plan.splits(),
+            "splits_reason": self.splits_reason(),
+            "workspace_bytes": plan.workspace_bytes(),
+            "flops": work.flops,
+            "kv_bytes": work.bytes,
+            "visible_fraction": visible_fraction(problem),
+            "tiles": drawn.map(|(sequence, counts)| json!({
+                "sequence": sequence,
+                "skip": counts.skip,
+                "partial": counts.partial,
+                "full": counts.full,
+            })),
+        })
+    }
+}
+
+/// Visible pairs among all pairs of queries and keys; 0 where there are none.
+fn visible_fraction(problem: &Problem) -> f64 {
+    let all: f64 = problem.sequences().iter().map(|s| s.q_len as f64 * s.kv_len as f64).sum();
+    if all == 0.0 { 0.0 } else { problem.visible_pairs() as f64 / all }
+}

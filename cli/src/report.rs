@@ -1,0 +1,127 @@
+//! What commands print: lines, tables, numbers with units.
+
+use crate::failure::{Failure, Result};
+use std::fmt::Display;
+use std::io::{ErrorKind, Write};
+
+/// Writes text to standard output as it is. A reader that went away (`flashtile bench | head`) is not a failure.
+pub(crate) fn text(text: impl Display) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Failure::at("standard output", e)),
+        _ => Ok(()),
+    }
+}
+
+/// Writes one line to standard output.
+pub(crate) fn line(line: impl Display) -> Result<()> {
+    text(format_args!("{line}\n"))
+}
+
+/// Writes one line to standard error; where nobody reads it, nothing is lost.
+pub(crate) fn note(line: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// `1.23 ms` and the like: three significant digits.
+pub(crate) fn seconds(s: f64) -> String {
+    scaled(s, &[(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
+}
+
+/// `1.23 GFLOP/s` and the like.
+pub(crate) fn flop_rate(rate: f64) -> String {
+    scaled(rate, &[(1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")])
+}
+
+/// `1.23 GB/s` and the like.
+pub(crate) fn byte_rate(rate: f64) -> String {
+    scaled(rate, &[(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")])
+}
+
+/// `1.23 MiB` and the like.
+pub(crate) fn bytes(n: f64) -> String {
+    let units = [(1024.0 * 1024.0 * 1024.0, "GiB"), (1024.0 * 1024.0, "MiB"), (1024.0, "KiB")];
+    if n < 1024.0 { format!("{n:.0} B") } else { scaled(n, &units) }
+}
+
+/// `1.23 GFLOP` and the like.
+pub(crate) fn flops(n: f64) -> String {
+    scaled(n, &[(1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")])
+}
+
+/// `87.3%`.
+pub(crate) fn percent(fraction: f64) -> String {
+    format!("{:.1}%", fraction * 100.0)
+}
+
+/// Three significant digits in the largest unit that does not exceed the number, or in the smallest of all.
+fn scaled(x: f64, units: &[(f64, &str)]) -> String {
+    let Some(&(unit, name)) = units.iter().find(|(unit, _)| x >= *unit).or(units.last()) else {
+        return x.to_string();
+    };
+    let y = x / unit;
+    let decimals = if y >= 99.95 {
+        0
+    } else if y >= 9.995 {
+        1
+    } else {
+        2
+    };
+    format!("{y:.decimals$} {name}")
+}
+
+/// Rows of text in columns, all but the first aligned to the right.
+pub(crate) struct Table {
+    rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    pub(crate) fn new<S: Into<String>>(head: impl IntoIterator<Item = S>) -> Self {
+        Self { rows: vec![head.into_iter().map(Into::into).collect()] }
+    }
+
+    pub(crate) fn push(&mut self, row: Vec<String>) {
+        self.rows.push(row);
+    }
+}
+
+impl Display for Table {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |c: usize| self.rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max();
+        let widths: Vec<usize> = (0..columns).map(|c| width(c).unwrap_or(0)).collect();
+        for row in &self.rows {
+            let mut text = String::new();
+            for (c, (cell, &width)) in row.iter().zip(&widths).enumerate() {
+                let cell = if c == 0 { format!("{cell:<width$}") } else { format!("  {cell:>width$}") };
+                text.push_str(&cell);
+            }
+            writeln!(f, "{}", text.trim_end())?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_three_digits() {
+        assert_eq!(seconds(0.001_234), "1.23 ms");
+        assert_eq!(seconds(12.345), "12.3 s");
+        assert_eq!(seconds(0.0), "0.00 ns");
+        assert_eq!(flop_rate(1.234e11), "123 GFLOP/s");
+        assert_eq!(flop_rate(9.999e9), "10.0 GFLOP/s");
+        assert_eq!(bytes(1023.0), "1023 B");
+        assert_eq!(bytes(1536.0), "1.50 KiB");
+        assert_eq!(percent(0.8731), "87.3%");
+    }
+
+    #[test]
+    fn columns_line_up() {
+        let mut table = Table::new(["name", "n"]);
+        table.push(vec!["a".into(), "100".into()]);
+        assert_eq!(table.to_string(), "name    n\na     100\n");
+    }
+}

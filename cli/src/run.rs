@@ -1,0 +1,287 @@
+//! `flashtile run`: attention of the tensors in a file.
+
+use crate::args::{Backend, RunArgs};
+use crate::buffer::{Buffer, store};
+use crate::failure::{Failure, Result};
+use crate::input::Mapped;
+use crate::machine::{self, Limit, Work};
+use crate::operands::{Operands, Order, readable_names};
+use crate::output::{self, Destination};
+use crate::report;
+use flashtile::plan::Isa;
+use flashtile::{Cpu, Dims, Outputs, PlanOptions, Problem, TensorViewMut, reference};
+use serde_json::json;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Repetitions stop after so many seconds; a single run that takes as long is not repeated.
+const MEASURE_SECONDS: f64 = 0.3;
+
+/// Operations below which a fraction of the limit says nothing: calls, not kernels, take the time.
+const LEAST_FLOPS: f64 = 1e6;
+
+pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
+    refuse_what_is_not_built(args)?;
+    machine::on_threads(args.cpu.threads, || {
+        let done = compute(args)?;
+        let limit = match (done.isa, done.threads) {
+            (Some(isa), threads) if done.work.flops >= LEAST_FLOPS => {
+                Some(Limit::of(&done.work, isa, threads))
+            }
+            _ => None,
+        };
+        if args.json { report::line(done.json(limit)) } else { report::line(done.line(limit)) }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Features that have a place on the command line but no code in this build.
+fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
+    let backend = |name: &str| {
+        Failure::at(
+            "--backend",
+            format_args!("{name} is not part of this build, expected auto, cpu or reference"),
+        )
+    };
+    match args.backend {
+        Backend::Cuda => return Err(backend("cuda")),
+        Backend::Metal => return Err(backend("metal")),
+        Backend::Simulator => return Err(backend("simulator")),
+        Backend::Auto | Backend::Cpu => {}
+        Backend::Reference => {
+            let given = [
+                ("--isa", args.cpu.isa.is_some()),
+                ("--threads", args.cpu.threads.is_some()),
+                ("--splits", args.splits.is_some()),
+            ];
+            if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
+                return Err(Failure::at(
+                    option,
+                    "has no meaning for the reference backend, expected cpu or auto",
+                ));
+            }
+        }
+    }
+    if args.grad {
+        return Err(Failure::at("--grad", "this build computes the forward pass only"));
+    }
+    Ok(())
+}
+
+/// A KV codec is refused unless it is the dtype in which k and v are read anyway.
+fn check_codecs(args: &RunArgs, problem: &Problem) -> Result<()> {
+    for (option, codec) in [("--k-codec", &args.k_codec), ("--v-codec", &args.v_codec)] {
+        if let Some(codec) = codec
+            && codec != problem.dtype().name()
+        {
+            let what = format_args!("{codec} is not built, expected {} as the problem", problem.dtype());
+            return Err(Failure::at(option, what));
+        }
+    }
+    Ok(())
+}
+
+/// What was computed and how long it took.
+struct Done {
+    backend: &'static str,
+    backend_reason: String,
+    kernel: String,
+    /// Instruction set whose limits apply, where a kernel ran.
+    isa: Option<Isa>,
+    threads: usize,
+    splits: usize,
+    workspace_bytes: usize,
+    problem: Problem,
+    order: Order,
+    work: Work,
+    seconds: f64,
+}
+
+fn compute(args: &RunArgs) -> Result<Done> {
+    let mapped = Mapped::open(&args.input)?;
+    let archive = mapped.archive()?;
+    let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
+    check_codecs(args, &operands.problem)?;
+    let destination = Destination::new(&args.output)?;
+    if !operands.ignored.is_empty() {
+        let (names, read) = (operands.ignored.join(", "), readable_names());
+        report::note(archive.refuse(format_args!("note: tensors not read: {names} (read are {read})")));
+    }
+
+    let dims = *operands.problem.dims();
+    let dtype = operands.problem.dtype();
+    let mut out = Buffer::elements(dtype, count(dims.out_shape())?)?;
+    let mut lse = Buffer::elements(flashtile::Dtype::F32, dims.batch * dims.q_heads * dims.q_len)?;
+    let results = Results { out: &mut out, lse: &mut lse };
+    let refuse = |failure: Failure| archive.refuse(failure);
+    let done = match args.backend {
+        Backend::Reference => by_definition(&operands, results).map_err(refuse)?,
+        _ => on_cpu(args, &operands, results).map_err(refuse)?,
+    };
+
+    let lse_shape: Vec<usize> = match operands.order {
+        Order::Packed => vec![dims.q_heads, dims.q_len],
+        Order::Bhsd | Order::Bshd => dims.lse_shape().to_vec(),
+    };
+    destination.tensors(vec![
+        ("out", output::tensor(dtype, &operands.order.stored(dims.out_shape()), out.bytes())?),
+        ("lse", output::tensor(flashtile::Dtype::F32, &lse_shape, lse.bytes())?),
+    ])?;
+    Ok(done)
+}
+
+fn count(shape: [usize; 4]) -> Result<usize> {
+    let count = shape.iter().try_fold(1usize, |n, &x| n.checked_mul(x));
+    count.ok_or_else(|| Failure::new(format_args!("out {shape:?} is not addressable")))
+}
+
+/// Memory of the results: out in the order of q, lse `[batch, heads, queries]`.
+struct Results<'a> {
+    out: &'a mut Buffer,
+    lse: &'a mut Buffer,
+}
+
+fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
+    let problem = &operands.problem;
+    let cpu = machine::cpu(args.cpu)?;
+    let mut options = PlanOptions::default();
+    options.splits = args.splits;
+    let plan = cpu.plan(problem, options).map_err(Failure::new)?;
+    let inputs = operands.inputs()?;
+    let shape = problem.dims().out_shape();
+    let strides = operands.order.strides(shape);
+    let out = TensorViewMut::from_bytes(problem.dtype(), results.out.bytes_mut(), shape, strides);
+    let mut outputs = Outputs::new(out.map_err(Failure::new)?);
+    outputs.lse = Some(results.lse.floats_mut());
+    let mut workspace = machine::workspace(&plan)?;
+    let seconds = median(|| {
+        let started = Instant::now();
+        cpu.run(&plan, &inputs, &mut outputs, &mut workspace).map_err(Failure::new)?;
+        Ok(started.elapsed().as_secs_f64())
+    })?;
+    let asked = args.backend == Backend::Cpu;
+    Ok(Done {
+        backend: "cpu",
+        backend_reason: if asked { "asked for".to_owned() } else { auto_reason(&cpu) },
+        kernel: plan.kernel(),
+        isa: Some(plan.isa()),
+        threads: plan.threads(),
+        splits: plan.splits(),
+        workspace_bytes: plan.workspace_bytes(),
+        problem: problem.clone(),
+        order: operands.order,
+        work: Work::of(problem),
+        seconds,
+    })
+}
+
+fn auto_reason(cpu: &Cpu) -> String {
+    format!(
+        "the only kernels of this build are the cpu's; {} is the best that is allowed here",
+        cpu.facts().isa
+    )
+}
+
+/// Median time of warm runs, or that of the first where it is long.
+fn median(mut run: impl FnMut() -> Result<f64>) -> Result<f64> {
+    let first = run()?;
+    if first >= MEASURE_SECONDS {
+        return Ok(first);
+    }
+    let mut times = Vec::new();
+    while times.len() < 3 || (times.len() < 9 && times.iter().sum::<f64>() < MEASURE_SECONDS) {
+        times.push(run()?);
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
+    let problem = &operands.problem;
+    let started = Instant::now();
+    let answer = reference::attention(problem, &operands.inputs()?).map_err(Failure::new)?;
+    let seconds = started.elapsed().as_secs_f64();
+    let Dims { q_heads, q_len, value_dim, .. } = *problem.dims();
+    let size = problem.dtype().bytes();
+    let [sb, sh, ss, _] = operands.order.strides(problem.dims().out_shape());
+    let out = results.out.bytes_mut();
+    for (row, values) in answer.out.chunks_exact(value_dim).enumerate() {
+        let (b, h, i) = (row / q_len / q_heads, row / q_len % q_heads, row % q_len);
+        let slots = out[(b * sb + h * sh + i * ss) * size..].chunks_exact_mut(size);
+        for (&x, slot) in values.iter().zip(slots) {
+            store(x, problem.dtype(), slot);
+        }
+    }
+    for (&x, slot) in answer.lse.iter().zip(results.lse.floats_mut()) {
+        *slot = x as f32;
+    }
+    Ok(Done {
+        backend: "reference",
+        backend_reason: "asked for".to_owned(),
+        kernel: format!("reference-{}-d{}", problem.dtype(), problem.dims().head_dim),
+        isa: None,
+        threads: 1,
+        splits: 1,
+        workspace_bytes: 0,
+        problem: problem.clone(),
+        order: operands.order,
+        work: Work::of(problem),
+        seconds,
+    })
+}
+
+impl Done {
+    fn line(&self, limit: Option<Limit>) -> String {
+        let dims = self.problem.dims();
+        let (q, k) = (self.order.stored(dims.q_shape()), self.order.stored(dims.k_shape()));
+        let rate = report::flop_rate(self.work.flops / self.seconds);
+        let reached = match limit {
+            Some(limit) => format!(
+                "{} of {limit} ({} threads)",
+                report::percent(limit.fraction(&self.work, self.seconds)),
+                self.threads
+            ),
+            None if self.isa.is_some() => "too short to compare with a limit".to_owned(),
+            None => "no limit applies".to_owned(),
+        };
+        format!("{}  q {q:?} k {k:?}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
+    }
+
+    fn json(&self, limit: Option<Limit>) -> serde_json::Value {
+        let d = self.problem.dims();
+        json!({
+            "kernel": self.kernel,
+            "backend": self.backend,
+            "backend_reason": self.backend_reason,
+            "isa": self.isa.map(Isa::name),
+            "threads": self.threads,
+            "splits": self.splits,
+            "workspace_bytes": self.workspace_bytes,
+            "dims": dims_json(d),
+            "layout": self.order.name(),
+            "dtype": self.problem.dtype().name(),
+            "visibility": self.problem.desc().visibility.to_string(),
+            "seconds": self.seconds,
+            "flops": self.work.flops,
+            "kv_bytes": self.work.bytes,
+            "gflops": self.work.flops / self.seconds / 1e9,
+            "gbytes_per_s": self.work.bytes / self.seconds / 1e9,
+            "limit": limit.map(|l| l.kind.name()),
+            "limit_per_s": limit.map(|l| l.rate),
+            "fraction": limit.map(|l| l.fraction(&self.work, self.seconds)),
+        })
+    }
+}
+
+/// Dimensions under the names of [`Dims`].
+pub(crate) fn dims_json(d: &Dims) -> serde_json::Value {
+    json!({
+        "batch": d.batch,
+        "q_heads": d.q_heads,
+        "kv_heads": d.kv_heads,
+        "q_len": d.q_len,
+        "kv_len": d.kv_len,
+        "head_dim": d.head_dim,
+        "value_dim": d.value_dim,
+    })
+}
