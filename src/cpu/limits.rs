@@ -24,9 +24,13 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
     let loops = isa::kernels(isa).fma_loop;
     let flops = 2.0 * (CHAINS * isa.lanes()) as f64 * ROUNDS as f64;
     // SAFETY: the machine has the instruction set.
-    best(threads, |_| flops, |_| unsafe {
-        std::hint::black_box(loops(std::hint::black_box(ROUNDS)));
-    })
+    best(
+        threads,
+        |_| flops,
+        |_| unsafe {
+            std::hint::black_box(loops(std::hint::black_box(ROUNDS)));
+        },
+    )
 }
 
 /// Bytes per second that `threads` threads read from memory, each streaming its own part of a buffer much larger than the
@@ -38,11 +42,15 @@ pub fn read_bandwidth(threads: usize) -> f64 {
     let per_thread = ((4 * facts.l3).max(256 << 20) / 4 / threads).next_multiple_of(64);
     let data = vec![1.0f32; per_thread * threads];
     let loops = isa::kernels(facts.isa).read_loop;
-    best(threads, |_| (per_thread * 4) as f64, |worker| {
-        let part = &data[worker * per_thread..][..per_thread];
-        // SAFETY: the machine has the instruction set, and the part is valid for its length, a multiple of 64.
-        std::hint::black_box(unsafe { loops(part.as_ptr(), part.len()) });
-    })
+    best(
+        threads,
+        |_| (per_thread * 4) as f64,
+        |worker| {
+            let part = &data[worker * per_thread..][..per_thread];
+            // SAFETY: the machine has the instruction set, and the part is valid for its length, a multiple of 64.
+            std::hint::black_box(unsafe { loops(part.as_ptr(), part.len()) });
+        },
+    )
 }
 
 /// Largest rate over rounds in which every thread calls `f(worker)`, which does `amount(worker)`.

@@ -56,6 +56,9 @@ pub(crate) trait Simd: Copy + 'static {
     /// Rounds to nearest, ties to even; NaN stays NaN.
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
 
+    /// Asks for the cache line at `p`, which may be any address.
+    unsafe fn prefetch(p: *const u8);
+
     /// Loads `LANES` vectors, vector `r` from `rows(r)`, and stores their transpose: lane `r` of the vector at
     /// `dst + c * stride` is lane `c` of row `r`.
     unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize);

@@ -195,7 +195,8 @@ impl CpuPlan {
         let longest = sequences.iter().map(|s| s.q_len * group).max().unwrap_or(0).max(1);
         let total_rows: usize = sequences.iter().map(|s| s.q_len * group).sum::<usize>() * dims.kv_heads;
         let even = total_rows.div_ceil(threads * TASKS_PER_THREAD);
-        let task_rows = if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
+        let task_rows =
+            if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
         let task_rows = task_rows.min(longest.next_multiple_of(mr)).next_multiple_of(mr);
 
         let row_tasks: usize =
@@ -222,7 +223,7 @@ impl CpuPlan {
             mask_classes: None,
             workspace_bytes: 0,
         };
-        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa) };
+        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa, tile_rows) };
         (plan.tasks, plan.partial_slots) = plan.cut().ok_or_else(overflow)?;
         if problem.desc().mask.is_some() {
             let [planes, heads, q_len, kv_len] = problem.mask_shape();
@@ -248,7 +249,8 @@ impl CpuPlan {
                 let rows = self.task_rows.min(total - row);
                 let (first, last) = self.blocks(s, row, rows);
                 let pieces = self.splits.min((last - first).max(1));
-                let work = |blocks: (usize, usize)| self.work(s, row / group..(row + rows).div_ceil(group), blocks);
+                let work =
+                    |blocks: (usize, usize)| self.work(s, row / group..(row + rows).div_ceil(group), blocks);
                 for kv_head in 0..self.problem.dims().kv_heads {
                     let partial = if pieces > 1 {
                         let slot = PartialSlot { base: slots, first_block: first, blocks: last - first };
@@ -391,16 +393,21 @@ impl CpuPlan {
         self.workspace_bytes
     }
 
-    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs.
+    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs; decode
+    /// where the query rows of a key/value head are a single tile, so that keys and values are streamed once.
     #[must_use]
     pub fn kernel(&self) -> String {
-        plan_name(&self.problem, self.isa)
+        plan_name(&self.problem, self.isa, self.tile_rows)
     }
 }
 
-fn plan_name(problem: &Problem, isa: Isa) -> String {
+fn plan_name(problem: &Problem, isa: Isa, tile_rows: usize) -> String {
     let d = problem.dims();
-    let op = if problem.sequences().iter().all(|s| s.q_len <= 1) { "decode" } else { "prefill" };
+    let op = if problem.sequences().iter().all(|s| s.q_len * d.group() <= tile_rows) {
+        "decode"
+    } else {
+        "prefill"
+    };
     let value = if d.value_dim == d.head_dim { String::new() } else { format!("x{}", d.value_dim) };
     format!("cpu-{op}-{}-d{}{value}-{isa}", problem.dtype(), d.head_dim)
 }

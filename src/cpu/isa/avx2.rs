@@ -130,6 +130,10 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+    }
+    #[inline(always)]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
         unsafe {
             // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be

@@ -139,6 +139,8 @@ impl Simd for Portable {
         unsafe { p.cast::<[u16; N]>().write(v.map(|x| bf16::from_f32(x).to_bits())) }
     }
     #[inline(always)]
+    unsafe fn prefetch(_: *const u8) {}
+    #[inline(always)]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
         // SAFETY: the caller's promise: N rows of N elements, N vectors `stride` apart.
         unsafe {

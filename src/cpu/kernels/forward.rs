@@ -2,19 +2,19 @@
 
 #![allow(unsafe_code)]
 
+use super::Context;
+use super::gemm::{Operands, gemm};
 use super::mask::Class;
 use super::pack::{self, HeadRows};
 use super::softmax::{self, Fold, Modifiers};
-use super::gemm::{Operands, gemm};
-use super::Context;
 use crate::cpu::simd::{Simd, store_row};
 use crate::plan::{PartialSlot, Task, visible_union};
 use crate::problem::Sequence;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// Most rows of a tile: bounds of its rows are kept on the stack.
-const MAX_TILE_ROWS: usize = 48;
+/// Rows of values that a streaming task uses at a time: all columns of them fit the first-level cache.
+const STREAM_KEYS: usize = 32;
 
 /// One task and the memory of the thread that runs it.
 struct Work<'a> {
@@ -23,7 +23,7 @@ struct Work<'a> {
     sequence: &'a Sequence,
     q: *mut f32,
     k: *mut f32,
-    v: *mut f32,
+    packed_v: *mut f32,
     scores: *mut f32,
     values: *mut f32,
     acc: *mut f32,
@@ -35,17 +35,24 @@ struct Work<'a> {
     block_sum: *mut f32,
     stride: usize,
     block_k: usize,
+    group: usize,
 }
 
 /// A tile: rows of the task, and the columns of the block that some of them see.
 struct Tile {
     rows: Range<usize>,
+    block: usize,
     columns: Range<usize>,
-    /// Columns of the block that each row sees, as (start, end).
-    bounds: [(usize, usize); MAX_TILE_ROWS],
     /// Whether every row sees every column as far as causality, window and length go.
     full: bool,
     mask: Class,
+}
+
+/// Rows of the values of a block, in f32, `stride` elements apart.
+#[derive(Clone, Copy)]
+struct Values {
+    rows: *const f32,
+    stride: usize,
 }
 
 impl<'a> Work<'a> {
@@ -65,7 +72,7 @@ impl<'a> Work<'a> {
                 sequence,
                 q: scratch.add(layout.q),
                 k: scratch.add(layout.k),
-                v: scratch.add(layout.v),
+                packed_v: scratch.add(layout.v),
                 scores: scratch.add(layout.scores),
                 values: scratch.add(layout.partial),
                 acc: scratch.add(layout.acc),
@@ -75,25 +82,22 @@ impl<'a> Work<'a> {
                 block_sum: stats.add(2 * rows + tile),
                 stride: cx.plan.value_stride(),
                 block_k: cx.plan.block_k(),
+                group: cx.plan.problem().dims().group(),
             }
         }
-    }
-
-    fn group(&self) -> usize {
-        self.cx.plan.problem().dims().group()
     }
 
     /// Position and query head of a row of the task.
     #[inline(always)]
     fn place(&self, row: usize) -> (usize, usize) {
         let at = self.task.row + row;
-        (at / self.group(), self.task.kv_head * self.group() + at % self.group())
+        (at / self.group, self.task.kv_head * self.group + at % self.group)
     }
 
     /// Positions of some rows of the task.
     fn positions(&self, rows: &Range<usize>) -> Range<usize> {
         let at = |row: usize| self.task.row + row;
-        at(rows.start) / self.group()..at(rows.end).div_ceil(self.group())
+        at(rows.start) / self.group..at(rows.end).div_ceil(self.group)
     }
 
     /// Columns of a block that some position of the range sees, or all that exist where tiles are not skipped.
@@ -117,26 +121,23 @@ impl<'a> Work<'a> {
             None => Class::Neutral,
             Some(_) if !skip => Class::Mixed,
             Some(table) => {
-                let first = self.task.kv_head * self.group();
-                table.class(self.task.sequence, first..first + self.group(), positions, block)
+                let first = self.task.kv_head * self.group;
+                table.class(self.task.sequence, first..first + self.group, positions.clone(), block)
             }
         };
         if columns.is_empty() || (skip && mask == Class::Hidden) {
             return None;
         }
-        let mut bounds = [(0, 0); MAX_TILE_ROWS];
-        let mut full = true;
-        let problem = self.cx.plan.problem();
-        for (row, bound) in rows.clone().zip(&mut bounds) {
-            let keys = problem.visible(self.sequence, self.place(row).0);
-            let seen = clip(&keys, block * self.block_k, self.block_k);
-            *bound = (seen.start.max(columns.start), seen.end.min(columns.end));
-            if bound.0 >= bound.1 {
-                *bound = (columns.start, columns.start);
-            }
-            full &= *bound == (columns.start, columns.end);
-        }
-        Some(Tile { rows, columns, bounds, full, mask })
+        // Both ends of what a row sees grow with its position.
+        let sees = |i: usize| self.visible_columns(i, block);
+        let full = sees(positions.start).end >= columns.end && sees(positions.end - 1).start <= columns.start;
+        Some(Tile { rows, block, columns, full, mask })
+    }
+
+    /// Columns of a block that a position sees.
+    #[inline(always)]
+    fn visible_columns(&self, i: usize, block: usize) -> Range<usize> {
+        clip(&self.cx.plan.problem().visible(self.sequence, i), block * self.block_k, self.block_k)
     }
 
     /// Rows of k or v.
@@ -183,24 +184,50 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Scores of a tile, in units of log2 (or of the softcap).
+    /// Packs the panels of a block's keys that hold `columns`.
     ///
     /// # Safety
-    /// As [`Simd`]; queries and the block's keys are packed.
+    /// As [`Simd`]; the keys `columns` of the block exist.
     #[inline(always)]
-    unsafe fn scores<S: Simd>(&self, tile: &Tile) {
+    unsafe fn pack_keys<S: Simd>(&self, block: usize, columns: &Range<usize>) {
+        let width = S::VECTORS * S::LANES;
+        let k = self.head_rows(&self.cx.inputs.k);
+        for panel in panels::<S>(columns) {
+            // SAFETY: the caller's promise; the region holds every panel of a block.
+            unsafe {
+                let dst = self.k.add(panel * width * k.tensor.shape()[3]);
+                pack::key_panel::<S>(k, block * self.block_k, panel, columns, dst);
+            }
+        }
+    }
+
+    /// Scores of a tile, in units of log2 (or of the softcap). Where the tile is the only one of its task, each panel of
+    /// keys is packed, used while it is in the first-level cache, and forgotten.
+    ///
+    /// # Safety
+    /// As [`Simd`]; queries are packed, and the block's keys too unless the task streams.
+    #[inline(always)]
+    unsafe fn scores<S: Simd>(&self, tile: &Tile, streams: bool) {
         let head_dim = self.cx.plan.problem().dims().head_dim;
         let width = S::VECTORS * S::LANES;
-        for panel in tile.columns.start / width..tile.columns.end.div_ceil(width) {
-            // SAFETY: the panel was packed; the score tile holds block_k columns of each row.
+        let k = self.head_rows(&self.cx.inputs.k);
+        for panel in panels::<S>(&tile.columns) {
+            // SAFETY: the panel is packed; the score tile holds block_k columns of each row.
             unsafe {
+                let b = if streams {
+                    pack::key_panel::<S>(k, tile.block * self.block_k, panel, &tile.columns, self.k);
+                    self.k
+                } else {
+                    self.k.add(panel * width * head_dim)
+                };
                 let operands = Operands {
                     a: self.q.add(tile.rows.start * head_dim),
                     lda: head_dim,
-                    b: self.k.add(panel * width * head_dim),
+                    b,
                     ldb: width,
                     c: self.scores.add(panel * width),
                     ldc: self.block_k,
+                    resume: false,
                 };
                 gemm::<S>((tile.rows.len(), S::VECTORS), head_dim, operands);
             }
@@ -212,23 +239,34 @@ impl<'a> Work<'a> {
     /// # Safety
     /// As [`Simd`]; the scores are there.
     #[inline(always)]
-    unsafe fn weights<S: Simd>(&self, tile: &Tile, block: usize) {
+    unsafe fn weights<S: Simd>(&self, tile: &Tile) {
         let vectors = tile.columns.start / S::LANES * S::LANES..tile.columns.end.next_multiple_of(S::LANES);
         let rows = tile.rows.len();
+        let whole = tile.full && vectors == tile.columns;
         // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded.
         unsafe {
             for r in 0..rows {
-                let scores = self.scores.add(r * self.block_k);
-                let modifiers = self.modifiers(tile, r, block);
-                if modifiers.any() {
-                    softmax::modify::<S>(scores, vectors.clone(), &modifiers);
+                if whole && !self.modifies(tile) {
+                    break;
                 }
-                let (start, end) = tile.bounds[r];
-                softmax::hide(scores, vectors.clone(), start..end);
-                let (max, sum) = softmax::softmax::<S>(scores, vectors.clone());
-                *self.block_max.add(r) = max;
-                *self.block_sum.add(r) = sum;
+                let scores = self.scores.add(r * self.block_k);
+                let (i, h) = self.place(tile.rows.start + r);
+                if self.modifies(tile) {
+                    softmax::modify::<S>(scores, vectors.clone(), &self.modifiers(tile, i, h));
+                }
+                let seen = self.visible_columns(i, tile.block);
+                softmax::hide(
+                    scores,
+                    vectors.clone(),
+                    seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end),
+                );
             }
+            softmax::softmax::<S>(
+                (self.scores, self.block_k),
+                rows,
+                vectors,
+                (self.block_max, self.block_sum),
+            );
             for r in rows..rows.next_multiple_of(S::LANES) {
                 *self.block_max.add(r) = f32::NEG_INFINITY;
                 *self.block_sum.add(r) = 0.0;
@@ -236,12 +274,19 @@ impl<'a> Work<'a> {
         }
     }
 
+    /// Whether scores of the tile are changed before the softmax, other than by hiding keys.
     #[inline(always)]
-    fn modifiers(&self, tile: &Tile, r: usize, block: usize) -> Modifiers {
-        let (i, h) = self.place(tile.rows.start + r);
-        let first = block * self.block_k;
-        let mask = match (&self.cx.mask, tile.mask) {
-            (Some(table), Class::Mixed | Class::Hidden) => {
+    fn modifies(&self, tile: &Tile) -> bool {
+        let desc = self.cx.plan.problem().desc();
+        desc.softcap.is_some() || desc.alibi || tile.mask != Class::Neutral
+    }
+
+    /// What changes the scores of position `i` and head `h`.
+    #[inline(always)]
+    fn modifiers(&self, tile: &Tile, i: usize, h: usize) -> Modifiers {
+        let first = tile.block * self.block_k;
+        let mask = match &self.cx.mask {
+            Some(table) if tile.mask != Class::Neutral => {
                 Some((table.view.row(self.task.sequence, h, i), first, table.view.shape()[3]))
             }
             _ => None,
@@ -254,32 +299,67 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Weighted values of a tile.
+    /// Where the block's values are in f32, and whether they are there already: values that are stored as the micro-kernel
+    /// reads them are used in place, others are packed.
+    #[inline(always)]
+    fn block_values<S: Simd>(&self, block: usize) -> (Values, bool) {
+        let v = &self.cx.inputs.v;
+        let rows = self.head_rows(v).row(block * self.block_k);
+        // Vectors that straddle cache lines would cost more than the copy.
+        let aligned = (rows as usize).is_multiple_of(4 * S::LANES);
+        if v.dtype() == crate::Dtype::F32 && v.strides()[2] == self.stride && aligned {
+            (Values { rows: rows.cast(), stride: self.stride }, true)
+        } else {
+            (Values { rows: self.packed_v, stride: self.stride }, false)
+        }
+    }
+
+    /// Weighted values of a tile. Where the tile is the only one of its task, values are packed a few rows at a time and
+    /// used while they are in the first-level cache.
     ///
     /// # Safety
-    /// As [`Simd`]; the weights are there and the block's values are packed.
+    /// As [`Simd`]; the weights are there, and the block's values are packed unless the task streams.
     #[inline(always)]
-    unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, block: usize) {
+    unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
         let width = S::VECTORS * S::LANES;
-        for column in (0..self.stride).step_by(width) {
-            let vectors = (self.stride - column).min(width) / S::LANES;
-            // SAFETY: rows `columns` of the values were packed; the tile of values holds `stride` columns of each row.
-            unsafe {
-                let operands = Operands {
-                    a: self.scores.add(tile.columns.start),
-                    lda: self.block_k,
-                    b: self.v.add(tile.columns.start * self.stride + column),
-                    ldb: self.stride,
-                    c: self.values.add(column),
-                    ldc: self.stride,
-                };
-                gemm::<S>((tile.rows.len(), vectors), tile.columns.len(), operands);
+        let (v, in_place) = self.block_values::<S>(tile.block);
+        let step = if streams { STREAM_KEYS } else { self.block_k };
+        let mut from = tile.columns.start;
+        while from < tile.columns.end {
+            let to = (from + step).min(tile.columns.end);
+            if streams {
+                let src = self.head_rows(&self.cx.inputs.v);
+                let first = tile.block * self.block_k;
+                // SAFETY: the keys of the tile's columns exist; the region holds block_k rows.
+                unsafe {
+                    pack::prefetch::<S>(src, first + to..first + to + STREAM_KEYS);
+                    if !in_place {
+                        pack::values::<S>(src, first, from..to, self.packed_v);
+                    }
+                }
             }
+            for column in (0..self.stride).step_by(width) {
+                let vectors = (self.stride - column).min(width) / S::LANES;
+                // SAFETY: rows `from..to` of the values are there; the tile of values holds `stride` columns of each row.
+                unsafe {
+                    let operands = Operands {
+                        a: self.scores.add(from),
+                        lda: self.block_k,
+                        b: v.rows.wrapping_add(from * v.stride + column),
+                        ldb: v.stride,
+                        c: self.values.add(column),
+                        ldc: self.stride,
+                        resume: from > tile.columns.start,
+                    };
+                    gemm::<S>((tile.rows.len(), vectors), to - from, operands);
+                }
+            }
+            from = to;
         }
         if !tile.full || tile.mask != Class::Neutral {
             for r in 0..tile.rows.len() {
                 // SAFETY: as above.
-                unsafe { self.keep_hidden_out::<S>(tile, r, block) }
+                unsafe { self.keep_hidden_out::<S>(tile, r, v) }
             }
         }
     }
@@ -290,7 +370,7 @@ impl<'a> Work<'a> {
     /// # Safety
     /// As [`Simd`]; the row's weights and the block's values are there.
     #[inline(always)]
-    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize, block: usize) {
+    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize, v: Values) {
         // SAFETY: the row of values holds `stride` elements; value rows and mask elements of visible keys exist.
         unsafe {
             let values = self.values.add(r * self.stride);
@@ -301,16 +381,17 @@ impl<'a> Work<'a> {
             if S::reduce_add(probe) == 0.0 {
                 return;
             }
-            let mask = self.modifiers(tile, r, block).mask;
-            let (start, end) = tile.bounds[r];
+            let (i, h) = self.place(tile.rows.start + r);
+            let mask = self.modifiers(tile, i, h).mask;
+            let seen = self.visible_columns(i, tile.block);
             for c in (0..self.stride).step_by(S::LANES) {
                 let mut sum = S::splat(0.0);
-                for j in start..end {
+                for j in seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end) {
                     if mask.is_some_and(|(row, first, _)| row.bias(first + j) == f32::NEG_INFINITY) {
                         continue;
                     }
                     let weight = S::splat(*self.scores.add(r * self.block_k + j));
-                    sum = S::fma(weight, S::load(self.v.add(j * self.stride + c)), sum);
+                    sum = S::fma(weight, S::load(v.rows.wrapping_add(j * v.stride + c)), sum);
                 }
                 S::store(values.add(c), sum);
             }
@@ -320,20 +401,24 @@ impl<'a> Work<'a> {
     /// Result of one tile in one block, folded into the running state or stored as a partial.
     ///
     /// # Safety
-    /// As [`Simd`]; queries and the block are packed.
+    /// As [`Simd`]; queries are packed, and the block too unless the task streams.
     #[inline(always)]
-    unsafe fn attend<S: Simd>(&self, tile: &Tile, block: usize) {
+    unsafe fn attend<S: Simd>(&self, tile: &Tile, streams: bool) {
         // SAFETY: the caller's promise.
         unsafe {
-            self.scores::<S>(tile);
-            self.weights::<S>(tile, block);
-            self.weighted_values::<S>(tile, block);
+            self.scores::<S>(tile, streams);
+            self.weights::<S>(tile);
+            self.weighted_values::<S>(tile, streams);
             match self.task.partial {
                 None => softmax::fold::<S>(tile.rows.len(), &self.fold_at(tile.rows.start)),
                 Some(slot) => {
-                    let at = slot_of(&slot, self.task.rows, block) + tile.rows.start;
+                    let at = slot_of(&slot, self.task.rows, tile.block) + tile.rows.start;
                     let (p, rows) = (self.cx.partials, tile.rows.len());
-                    std::ptr::copy_nonoverlapping(self.values, p.values.add(at * self.stride), rows * self.stride);
+                    std::ptr::copy_nonoverlapping(
+                        self.values,
+                        p.values.add(at * self.stride),
+                        rows * self.stride,
+                    );
                     std::ptr::copy_nonoverlapping(self.block_max, p.max.add(at), rows);
                     std::ptr::copy_nonoverlapping(self.block_sum, p.sum.add(at), rows);
                 }
@@ -401,6 +486,13 @@ fn finish(max: f64, sum: f64, sink: f64) -> (f32, f32) {
     ((weight / total) as f32, (top * std::f64::consts::LN_2 + total.ln()) as f32)
 }
 
+/// Panels that hold some columns of a block.
+#[inline(always)]
+fn panels<S: Simd>(columns: &Range<usize>) -> Range<usize> {
+    let width = S::VECTORS * S::LANES;
+    columns.start / width..columns.end.div_ceil(width)
+}
+
 /// The part of `keys` inside the block of `len` keys from `first`, counted from `first`.
 #[inline(always)]
 fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
@@ -438,19 +530,23 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
             }
         }
         let tile_rows = cx.plan.tile_rows();
+        // With a single tile of rows nothing would use a packed block again.
+        let streams = task.rows <= tile_rows;
         for block in task.blocks.0..task.blocks.1 {
-            let columns = work.columns(work.positions(&(0..task.rows)), block);
-            let mut packed = false;
+            let mut packed = streams;
             for row in (0..task.rows).step_by(tile_rows) {
                 let Some(tile) = work.tile(row..(row + tile_rows).min(task.rows), block) else { continue };
                 // Only now is it known that some tile needs the block.
                 if !packed {
-                    let first = block * work.block_k;
-                    pack::keys::<S>(work.head_rows(&cx.inputs.k), first, columns.clone(), work.k);
-                    pack::values::<S>(work.head_rows(&cx.inputs.v), first, columns.clone(), work.v);
+                    let columns = work.columns(work.positions(&(0..task.rows)), block);
+                    work.pack_keys::<S>(block, &columns);
+                    if !work.block_values::<S>(block).1 {
+                        let v = work.head_rows(&cx.inputs.v);
+                        pack::values::<S>(v, block * work.block_k, columns, work.packed_v);
+                    }
                     packed = true;
                 }
-                work.attend::<S>(&tile, block);
+                work.attend::<S>(&tile, streams);
             }
         }
         if task.partial.is_none() {

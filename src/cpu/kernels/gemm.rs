@@ -16,6 +16,8 @@ pub(super) struct Operands {
     pub(super) ldb: usize,
     pub(super) c: *mut f32,
     pub(super) ldc: usize,
+    /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
+    pub(super) resume: bool,
 }
 
 #[inline(always)]
@@ -23,6 +25,13 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
     // SAFETY: the promise of `gemm`, for R rows and N vectors.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; R];
+        if m.resume {
+            for r in 0..R {
+                for n in 0..N {
+                    acc[r][n] = S::load(m.c.add(r * m.ldc + n * S::LANES));
+                }
+            }
+        }
         let (mut a, mut b) = (m.a, m.b);
         for _ in 0..depth {
             let mut row = [S::splat(0.0); N];
@@ -51,7 +60,11 @@ unsafe fn rows<S: Simd, const N: usize>(mut rows: usize, depth: usize, mut m: Op
     // SAFETY: the promise of `gemm`, for N vectors.
     unsafe {
         while rows >= S::ROWS {
-            if S::ROWS == 6 { micro::<S, 6, N>(depth, m) } else { micro::<S, 4, N>(depth, m) }
+            if S::ROWS == 6 {
+                micro::<S, 6, N>(depth, m)
+            } else {
+                micro::<S, 4, N>(depth, m)
+            }
             m.a = m.a.add(S::ROWS * m.lda);
             m.c = m.c.add(S::ROWS * m.ldc);
             rows -= S::ROWS;

@@ -55,7 +55,9 @@ impl MaskTable<'_> {
             positions.start / self.tile_q..positions.end.div_ceil(self.tile_q)
         };
         let block = if keys == 1 { 0 } else { block };
-        let all = heads.flat_map(|h| tiles.clone().map(move |t| ((plane + h) * self.q_tiles + t) * self.k_blocks + block));
+        let all = heads.flat_map(|h| {
+            tiles.clone().map(move |t| ((plane + h) * self.q_tiles + t) * self.k_blocks + block)
+        });
         all.map(|at| self.classes[at]).reduce(Class::and).unwrap_or(Class::Mixed)
     }
 }

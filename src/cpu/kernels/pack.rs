@@ -19,8 +19,27 @@ pub(super) struct HeadRows<'a> {
 
 impl HeadRows<'_> {
     #[inline(always)]
-    fn row(&self, j: usize) -> *const u8 {
+    pub(super) fn row(&self, j: usize) -> *const u8 {
         self.tensor.row(self.batch, self.head, self.start + j)
+    }
+}
+
+/// How far ahead of a stream its lines are asked for: more than arrives during the latency of memory.
+const PREFETCH_BYTES: usize = 4096;
+
+/// Asks for the lines of some rows, which need not exist.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(super) unsafe fn prefetch<S: Simd>(src: HeadRows<'_>, rows: Range<usize>) {
+    let bytes = src.tensor.shape()[3] * src.tensor.dtype().bytes();
+    for j in rows {
+        let row = src.row(j);
+        for offset in (0..bytes).step_by(64) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { S::prefetch(row.wrapping_add(offset)) }
+        }
     }
 }
 
@@ -29,46 +48,50 @@ impl HeadRows<'_> {
 struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
 static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
 
-/// Packs keys `first + columns` into panels `[panel][head_dim][panel width]` of columns counted from `first`. Columns of a
-/// touched panel outside `columns` become zero. Only keys `first + columns` are read.
+/// Packs one panel of keys, `[head_dim][panel width]` with columns counted from `first`. Columns of the panel outside
+/// `columns` become zero; only keys `first + columns` are read.
 ///
 /// # Safety
-/// As [`Simd`]; the keys exist, `dst` is valid for all panels up to `columns.end`.
+/// As [`Simd`]; the keys exist, `dst` is valid for a panel.
 #[inline(always)]
-pub(super) unsafe fn keys<S: Simd>(src: HeadRows<'_>, first: usize, columns: Range<usize>, dst: *mut f32) {
+pub(super) unsafe fn key_panel<S: Simd>(
+    src: HeadRows<'_>,
+    first: usize,
+    panel: usize,
+    columns: &Range<usize>,
+    dst: *mut f32,
+) {
     let width = S::VECTORS * S::LANES;
     let head_dim = src.tensor.shape()[3];
-    let panels = columns.start / width..columns.end.div_ceil(width);
     with_elem!(src.tensor.dtype(), E => {
-        for panel in panels {
-            // SAFETY: the panel lies in `dst`.
-            let dst = unsafe { dst.add(panel * width * head_dim) };
-            for vector in 0..S::VECTORS {
-                let column = panel * width + vector * S::LANES;
-                let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
-                for r in 0..S::LANES {
-                    if columns.contains(&(column + r)) {
-                        rows[r] = src.row(first + column + r).cast();
-                    }
+        let stride = src.tensor.strides()[2];
+        let ahead = stride * S::LANES.max(PREFETCH_BYTES / (stride * size_of::<E>()).max(1));
+        for vector in 0..S::VECTORS {
+            let column = panel * width + vector * S::LANES;
+            let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
+            for r in 0..S::LANES {
+                if columns.contains(&(column + r)) {
+                    rows[r] = src.row(first + column + r).cast();
                 }
-                let mut d = 0;
-                // SAFETY: each row has head_dim elements, the zero row at least as many; the panel has head_dim lines of
-                // `width` elements.
-                unsafe {
-                    while d + S::LANES <= head_dim {
-                        let mut at = rows;
-                        for r in 0..S::LANES {
-                            at[r] = rows[r].add(d);
-                        }
-                        S::transpose(at, dst.add(d * width + vector * S::LANES), width);
-                        d += S::LANES;
+            }
+            let mut d = 0;
+            // SAFETY: each row has head_dim elements, the zero row at least as many; the panel has head_dim lines of
+            // `width` elements. A prefetch may name any address.
+            unsafe {
+                while d + S::LANES <= head_dim {
+                    let mut at = rows;
+                    for r in 0..S::LANES {
+                        at[r] = rows[r].add(d);
+                        S::prefetch(at[r].wrapping_add(ahead).cast());
                     }
-                    while d < head_dim {
-                        for r in 0..S::LANES {
-                            *dst.add(d * width + vector * S::LANES + r) = (*rows[r].add(d)).to_f32();
-                        }
-                        d += 1;
+                    S::transpose(at, dst.add(d * width + vector * S::LANES), width);
+                    d += S::LANES;
+                }
+                while d < head_dim {
+                    for r in 0..S::LANES {
+                        *dst.add(d * width + vector * S::LANES + r) = (*rows[r].add(d)).to_f32();
                     }
+                    d += 1;
                 }
             }
         }

@@ -18,12 +18,6 @@ pub(super) struct Modifiers {
     pub(super) mask: Option<(MaskRow, usize, usize)>,
 }
 
-impl Modifiers {
-    pub(super) fn any(&self) -> bool {
-        self.softcap.is_some() || self.alibi.is_some() || self.mask.is_some()
-    }
-}
-
 static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
 
 /// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
@@ -89,40 +83,79 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
 /// `scores` is valid for `columns`.
 #[inline(always)]
 pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Range<usize>) {
-    for c in (columns.start..visible.start.min(columns.end)).chain(visible.end.max(columns.start)..columns.end) {
+    for c in
+        (columns.start..visible.start.min(columns.end)).chain(visible.end.max(columns.start)..columns.end)
+    {
         // SAFETY: the caller's promise.
         unsafe { *scores.add(c) = f32::NEG_INFINITY }
     }
 }
 
-/// Replaces the scores of whole vectors `columns` by `exp2(score - max)`; returns the maximum (`-inf` where every key is
-/// hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is NaN or `+inf`).
+/// Largest score of `R` rows, `stride` apart, over whole vectors `columns`; NaN scores are ignored.
+#[inline(always)]
+unsafe fn maxima<S: Simd, const R: usize>(
+    scores: *const f32,
+    stride: usize,
+    columns: &Range<usize>,
+    out: *mut f32,
+) {
+    // SAFETY: the promise of `softmax`, for R rows.
+    unsafe {
+        let mut max = [S::splat(f32::NEG_INFINITY); R];
+        let mut c = columns.start;
+        while c < columns.end {
+            for r in 0..R {
+                max[r] = S::max(S::load(scores.add(r * stride + c)), max[r]);
+            }
+            c += S::LANES;
+        }
+        for r in 0..R {
+            *out.add(r) = S::reduce_max(max[r]);
+        }
+    }
+}
+
+/// Replaces the scores of `rows` rows in whole vectors `columns` by `exp2(score - max)` with the row's maximum, and stores
+/// the maximum (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is
+/// NaN or `+inf`).
 ///
 /// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
 ///
 /// # Safety
-/// As [`Simd`]; `scores` is valid for `columns`.
+/// As [`Simd`]; `scores` (pointer and stride) is valid for `columns` of every row, the statistics (maxima, sums) for `rows`.
 #[inline(always)]
-pub(super) unsafe fn softmax<S: Simd>(scores: *mut f32, columns: Range<usize>) -> (f32, f32) {
+pub(super) unsafe fn softmax<S: Simd>(
+    (scores, stride): (*mut f32, usize),
+    rows: usize,
+    columns: Range<usize>,
+    (maxima_out, sums): (*mut f32, *mut f32),
+) {
     // SAFETY: the caller's promise.
     unsafe {
-        let mut max = S::splat(f32::NEG_INFINITY);
-        let mut c = columns.start;
-        while c < columns.end {
-            max = S::max(S::load(scores.add(c)), max);
-            c += S::LANES;
+        // Several rows at once: one row's maximum is a single chain of dependent operations.
+        let mut r = 0;
+        while r + 4 <= rows {
+            maxima::<S, 4>(scores.add(r * stride), stride, &columns, maxima_out.add(r));
+            r += 4;
         }
-        let max = S::reduce_max(max);
-        let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
-        let mut sum = S::splat(0.0);
-        let mut c = columns.start;
-        while c < columns.end {
-            let p = exp2::<S>(S::sub(S::load(scores.add(c)), shift));
-            S::store(scores.add(c), p);
-            sum = S::add(sum, p);
-            c += S::LANES;
+        while r < rows {
+            maxima::<S, 1>(scores.add(r * stride), stride, &columns, maxima_out.add(r));
+            r += 1;
         }
-        (max, S::reduce_add(sum))
+        for r in 0..rows {
+            let row = scores.add(r * stride);
+            let max = *maxima_out.add(r);
+            let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
+            let mut sum = S::splat(0.0);
+            let mut c = columns.start;
+            while c < columns.end {
+                let p = exp2::<S>(S::sub(S::load(row.add(c)), shift));
+                S::store(row.add(c), p);
+                sum = S::add(sum, p);
+                c += S::LANES;
+            }
+            *sums.add(r) = S::reduce_add(sum);
+        }
     }
 }
 
