@@ -53,7 +53,7 @@ impl Cpu {
     #[must_use]
     pub fn isas() -> Vec<Isa> {
         let best = isa::facts().isa;
-        [Isa::Avx512, Isa::Avx2, Isa::Portable].into_iter().filter(|&isa| isa <= best).collect()
+        Isa::ALL.into_iter().rev().filter(|&isa| isa <= best).collect()
     }
 
     /// Facts of this machine, for the planner.

@@ -19,8 +19,16 @@ pub(crate) trait Simd: Copy + 'static {
     const ROWS: usize;
     /// Vectors of the register tile.
     const VECTORS: usize;
+    /// Whether both products multiply pairs of bf16, each pair in the place of one f32. Kernels of such a type take bf16
+    /// tensors alone.
+    const PAIRS: bool;
     /// A vector of `LANES` f32.
     type V: Copy;
+
+    /// One step of a product's chain: `a * b + c`, or with pairs `a.0 * b.0 + a.1 * b.1 + c`.
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `2 * LANES` f32 as pairs of bf16, in order. Called with [`Simd::PAIRS`] alone.
+    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -38,6 +46,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// `a == b ? x : y`; `y` where `a` or `b` is NaN.
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// The bits of every lane that are set in `bits`.
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V;
     /// Nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
     /// `a * 2^n` with `n` the integer nearest to `x`; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
@@ -55,6 +65,9 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store_f16(p: *mut u16, v: Self::V);
     /// Rounds to nearest, ties to even; NaN stays NaN.
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
+
+    /// Stores pairs of the `LANES` bf16 at `even` and `odd`. Called with [`Simd::PAIRS`] alone.
+    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32);
 
     /// Asks for the cache line at `p`, which may be any address.
     unsafe fn prefetch(p: *const u8);

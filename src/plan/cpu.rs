@@ -10,6 +10,7 @@
 //! block and neighbouring rows see nearly the same keys.
 
 use super::{PlanOptions, Unsupported};
+use crate::Dtype;
 use crate::problem::{Problem, Sequence};
 use std::ops::Range;
 
@@ -22,9 +23,23 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
+    /// AVX-512 with BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
+    Avx512Bf16,
 }
 
 impl Isa {
+    /// Every instruction set, each a superset of those before it on its architecture.
+    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+
+    /// The one whose kernels compute a dtype on a machine with this one.
+    #[must_use]
+    pub const fn for_dtype(self, dtype: Dtype) -> Self {
+        match (self, dtype) {
+            (Self::Avx512Bf16, Dtype::F32 | Dtype::F16) => Self::Avx512,
+            (isa, _) => isa,
+        }
+    }
+
     /// Name as used in kernel names and on the command line.
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -32,6 +47,7 @@ impl Isa {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
         }
     }
 
@@ -41,7 +57,7 @@ impl Isa {
         match self {
             Self::Portable => 4,
             Self::Avx2 => 8,
-            Self::Avx512 => 16,
+            Self::Avx512 | Self::Avx512Bf16 => 16,
         }
     }
 
@@ -50,7 +66,7 @@ impl Isa {
         match self {
             Self::Portable => (4, 2),
             Self::Avx2 => (6, 2),
-            Self::Avx512 => (6, 4),
+            Self::Avx512 | Self::Avx512Bf16 => (6, 4),
         }
     }
 }
@@ -172,7 +188,7 @@ impl CpuPlan {
     /// [`Unsupported::Workspace`] where the workspace is not addressable.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let dims = problem.dims();
-        let isa = facts.isa;
+        let isa = facts.isa.for_dtype(problem.dtype());
         let threads = facts.threads.max(1);
         let group = dims.group();
         let sequences = problem.sequences();

@@ -16,6 +16,16 @@ impl Simd for Avx2 {
     const VECTORS: usize = crate::plan::Isa::Avx2.register_tile().1;
     type V = __m256;
 
+    const PAIRS: bool = false;
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { Self::fma(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn to_pairs(low: Self::V, _: Self::V) -> Self::V {
+        low
+    }
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
         unsafe { _mm256_set1_ps(x) }
@@ -63,6 +73,10 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
         unsafe { _mm256_blendv_ps(y, x, _mm256_cmp_ps::<_CMP_EQ_OQ>(a, b)) }
+    }
+    #[inline(always)]
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V {
+        unsafe { _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(bits.cast_signed()))) }
     }
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
@@ -129,6 +143,8 @@ impl Simd for Avx2 {
             _mm_storeu_si128(p.cast(), packed);
         }
     }
+    #[inline(always)]
+    unsafe fn interleave(_: *const u16, _: *const u16, _: *mut f32) {}
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }

@@ -1,16 +1,26 @@
-//! AVX-512 F, BW, DQ and VL: 16 lanes, 32 registers, a 6 x 4 register tile.
+//! AVX-512 F, BW, DQ and VL, with or without BF16: 16 lanes, 32 registers, a 6 x 4 register tile.
 
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, Simd};
 use std::arch::x86_64::*;
 
+/// f32 products by fused multiply-add.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
+/// bf16 products by `vdpbf16ps`, everything else as [`Avx512`].
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512Bf16;
+
+/// Implements [`Simd`] for one of the types, which differ in the items given.
+macro_rules! implement {
+    ($S:ident { $($products:item)* }) => {
 // SAFETY of every block below: the trait's contract gives the instruction set and the memory.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl Simd for Avx512 {
+impl Simd for $S {
+    $($products)*
+
     const LANES: usize = 16;
     const ROWS: usize = crate::plan::Isa::Avx512.register_tile().0;
     const VECTORS: usize = crate::plan::Isa::Avx512.register_tile().1;
@@ -63,6 +73,10 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
         unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b), y, x) }
+    }
+    #[inline(always)]
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V {
+        unsafe { _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(bits.cast_signed()))) }
     }
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
@@ -120,6 +134,15 @@ impl Simd for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
+        unsafe {
+            let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.cast()));
+            let high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd.cast()));
+            let pairs = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
+            Self::store(dst, _mm512_castsi512_ps(pairs));
+        }
+    }
+    #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
@@ -156,5 +179,48 @@ impl Simd for Avx512 {
         }
     }
 }
+    };
+}
 
-super::entry_points!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+implement!(Avx512 {
+    const PAIRS: bool = false;
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn to_pairs(low: Self::V, _: Self::V) -> Self::V {
+        low
+    }
+});
+
+implement!(Avx512Bf16 {
+    const PAIRS: bool = true;
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_dpbf16_ps(c, bf16_pairs(a), bf16_pairs(b)) }
+    }
+    #[inline(always)]
+    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
+        // SAFETY: both are 64 plain bytes.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+    }
+});
+
+#[inline(always)]
+fn bf16_pairs(v: __m512) -> __m512bh {
+    // SAFETY: both are 64 plain bytes.
+    unsafe { std::mem::transmute(v) }
+}
+
+/// AVX-512 F, BW, DQ and VL.
+pub(super) mod f32_products {
+    use super::Avx512;
+    super::super::entry_points!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+}
+
+/// AVX-512 with BF16.
+pub(super) mod bf16_products {
+    use super::Avx512Bf16;
+    super::super::entry_points!(Avx512Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+}

@@ -27,16 +27,16 @@ pub(super) struct Kernels {
 macro_rules! entry_points {
     ($S:ident $(, $features:literal)?) => {
         /// The kernels, compiled for this instruction set.
-        pub(super) const KERNELS: super::Kernels = super::Kernels { task, reduce, fma_loop, read_loop };
+        pub(in crate::cpu::isa) const KERNELS: crate::cpu::isa::Kernels = crate::cpu::isa::Kernels { task, reduce, fma_loop, read_loop };
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn task(cx: &super::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
+        unsafe fn task(cx: &crate::cpu::kernels::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
             // SAFETY: the caller's promise.
             unsafe { crate::cpu::kernels::forward::task::<$S>(cx, task, scratch) }
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn reduce(cx: &super::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
+        unsafe fn reduce(cx: &crate::cpu::kernels::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
             // SAFETY: the caller's promise.
             unsafe { crate::cpu::kernels::forward::reduce::<$S>(cx, task, scratch) }
         }
@@ -60,7 +60,9 @@ use entry_points;
 pub(super) fn kernels(isa: Isa) -> Kernels {
     match isa {
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::KERNELS,
+        Isa::Avx512Bf16 => avx512::bf16_products::KERNELS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => avx512::f32_products::KERNELS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::KERNELS,
         _ => portable::KERNELS,
@@ -74,7 +76,7 @@ fn detect() -> Isa {
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl")
     {
-        Isa::Avx512
+        if is_x86_feature_detected!("avx512bf16") { Isa::Avx512Bf16 } else { Isa::Avx512 }
     } else if is_x86_feature_detected!("avx2")
         && is_x86_feature_detected!("fma")
         && is_x86_feature_detected!("f16c")

@@ -26,6 +26,16 @@ impl Simd for Portable {
     const VECTORS: usize = crate::plan::Isa::Portable.register_tile().1;
     type V = [f32; N];
 
+    const PAIRS: bool = false;
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { Self::fma(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn to_pairs(low: Self::V, _: Self::V) -> Self::V {
+        low
+    }
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
         [x; N]
@@ -80,6 +90,10 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
         std::array::from_fn(|i| if a[i] == b[i] { x[i] } else { y[i] })
+    }
+    #[inline(always)]
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V {
+        map(a, |a| f32::from_bits(a.to_bits() & bits))
     }
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
@@ -138,6 +152,8 @@ impl Simd for Portable {
         // SAFETY: the caller's promise.
         unsafe { p.cast::<[u16; N]>().write(v.map(|x| bf16::from_f32(x).to_bits())) }
     }
+    #[inline(always)]
+    unsafe fn interleave(_: *const u16, _: *const u16, _: *mut f32) {}
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
     #[inline(always)]

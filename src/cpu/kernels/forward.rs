@@ -10,6 +10,7 @@ use super::softmax::{self, Fold, Modifiers};
 use crate::cpu::simd::{Simd, store_row};
 use crate::plan::{PartialSlot, Task, visible_union};
 use crate::problem::Sequence;
+use crate::tensor::MaskRow;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
@@ -146,23 +147,28 @@ impl<'a> Work<'a> {
         HeadRows { tensor, batch: s.batch, head: self.task.kv_head, start: s.kv_start }
     }
 
+    /// What brings `q . k` to units of log2, or of the softcap. Folded into the queries, but for pairs of bf16, which would
+    /// be rounded again.
+    fn score_scale(&self) -> f32 {
+        let problem = self.cx.plan.problem();
+        match problem.desc().softcap {
+            Some(cap) => problem.scale() / cap,
+            None => problem.scale() * LOG2_E,
+        }
+    }
+
     /// # Safety
     /// As [`Simd`].
     #[inline(always)]
     unsafe fn pack_queries<S: Simd>(&self) {
-        let problem = self.cx.plan.problem();
-        let head_dim = problem.dims().head_dim;
-        // Scores come out in units of log2, or of the softcap.
-        let scale = match problem.desc().softcap {
-            Some(cap) => problem.scale() / cap,
-            None => problem.scale() * LOG2_E,
-        };
+        let head_dim = self.cx.plan.problem().dims().head_dim;
+        let (scale, depth) = (self.score_scale(), depth::<S>(head_dim));
         let q = &self.cx.inputs.q;
         for row in 0..self.task.rows {
             let (i, h) = self.place(row);
             let src = q.row(self.sequence.batch, h, self.sequence.q_start + i);
             // SAFETY: the row exists, and the region holds task_rows rows.
-            unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, self.q.add(row * head_dim)) }
+            unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, self.q.add(row * depth)) }
         }
     }
 
@@ -195,7 +201,7 @@ impl<'a> Work<'a> {
         for panel in panels::<S>(columns) {
             // SAFETY: the caller's promise; the region holds every panel of a block.
             unsafe {
-                let dst = self.k.add(panel * width * k.tensor.shape()[3]);
+                let dst = self.k.add(panel * width * depth::<S>(k.tensor.shape()[3]));
                 pack::key_panel::<S>(k, block * self.block_k, panel, columns, dst);
             }
         }
@@ -208,7 +214,7 @@ impl<'a> Work<'a> {
     /// As [`Simd`]; queries are packed, and the block's keys too unless the task streams.
     #[inline(always)]
     unsafe fn scores<S: Simd>(&self, tile: &Tile, streams: bool) {
-        let head_dim = self.cx.plan.problem().dims().head_dim;
+        let depth = depth::<S>(self.cx.plan.problem().dims().head_dim);
         let width = S::VECTORS * S::LANES;
         let k = self.head_rows(&self.cx.inputs.k);
         for panel in panels::<S>(&tile.columns) {
@@ -218,18 +224,18 @@ impl<'a> Work<'a> {
                     pack::key_panel::<S>(k, tile.block * self.block_k, panel, &tile.columns, self.k);
                     self.k
                 } else {
-                    self.k.add(panel * width * head_dim)
+                    self.k.add(panel * width * depth)
                 };
                 let operands = Operands {
-                    a: self.q.add(tile.rows.start * head_dim),
-                    lda: head_dim,
+                    a: self.q.add(tile.rows.start * depth),
+                    lda: depth,
                     b,
                     ldb: width,
                     c: self.scores.add(panel * width),
                     ldc: self.block_k,
                     resume: false,
                 };
-                gemm::<S>((tile.rows.len(), S::VECTORS), head_dim, operands);
+                gemm::<S>((tile.rows.len(), S::VECTORS), depth, operands);
             }
         }
     }
@@ -240,19 +246,21 @@ impl<'a> Work<'a> {
     /// As [`Simd`]; the scores are there.
     #[inline(always)]
     unsafe fn weights<S: Simd>(&self, tile: &Tile) {
-        let vectors = tile.columns.start / S::LANES * S::LANES..tile.columns.end.next_multiple_of(S::LANES);
+        let unit = if S::PAIRS { 2 * S::LANES } else { S::LANES };
+        let vectors = tile.columns.start / unit * unit..tile.columns.end.next_multiple_of(unit);
         let rows = tile.rows.len();
         let whole = tile.full && vectors == tile.columns;
+        let modifies = self.modifies::<S>(tile);
         // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded.
         unsafe {
             for r in 0..rows {
-                if whole && !self.modifies(tile) {
+                if whole && !modifies {
                     break;
                 }
                 let scores = self.scores.add(r * self.block_k);
                 let (i, h) = self.place(tile.rows.start + r);
-                if self.modifies(tile) {
-                    softmax::modify::<S>(scores, vectors.clone(), &self.modifiers(tile, i, h));
+                if modifies {
+                    softmax::modify::<S>(scores, vectors.clone(), &self.modifiers::<S>(tile, i, h));
                 }
                 let seen = self.visible_columns(i, tile.block);
                 softmax::hide(
@@ -261,12 +269,9 @@ impl<'a> Work<'a> {
                     seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end),
                 );
             }
-            softmax::softmax::<S>(
-                (self.scores, self.block_k),
-                rows,
-                vectors,
-                (self.block_max, self.block_sum),
-            );
+            let scale = if S::PAIRS && !modifies { self.score_scale() } else { 1.0 };
+            let statistics = (self.block_max, self.block_sum);
+            softmax::softmax::<S>((self.scores, self.block_k), rows, vectors, statistics, scale);
             for r in rows..rows.next_multiple_of(S::LANES) {
                 *self.block_max.add(r) = f32::NEG_INFINITY;
                 *self.block_sum.add(r) = 0.0;
@@ -276,14 +281,16 @@ impl<'a> Work<'a> {
 
     /// Whether scores of the tile are changed before the softmax, other than by hiding keys.
     #[inline(always)]
-    fn modifies(&self, tile: &Tile) -> bool {
+    fn modifies<S: Simd>(&self, tile: &Tile) -> bool {
         let desc = self.cx.plan.problem().desc();
-        desc.softcap.is_some() || desc.alibi || tile.mask != Class::Neutral
+        // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
+        let scale = S::PAIRS && self.score_scale() <= 0.0;
+        desc.softcap.is_some() || desc.alibi || tile.mask != Class::Neutral || scale
     }
 
     /// What changes the scores of position `i` and head `h`.
     #[inline(always)]
-    fn modifiers(&self, tile: &Tile, i: usize, h: usize) -> Modifiers {
+    fn modifiers<S: Simd>(&self, tile: &Tile, i: usize, h: usize) -> Modifiers {
         let first = tile.block * self.block_k;
         let mask = match &self.cx.mask {
             Some(table) if tile.mask != Class::Neutral => {
@@ -293,6 +300,7 @@ impl<'a> Work<'a> {
         };
         let position = (i as i64 + self.sequence.q_offset - first as i64) as f32;
         Modifiers {
+            scale: if S::PAIRS { self.score_scale() } else { 1.0 },
             softcap: self.cx.plan.problem().desc().softcap,
             alibi: self.cx.inputs.alibi_slopes.map(|slopes| (slopes[h], position)),
             mask,
@@ -307,7 +315,7 @@ impl<'a> Work<'a> {
         let rows = self.head_rows(v).row(block * self.block_k);
         // Vectors that straddle cache lines would cost more than the copy.
         let aligned = (rows as usize).is_multiple_of(4 * S::LANES);
-        if v.dtype() == crate::Dtype::F32 && v.strides()[2] == self.stride && aligned {
+        if !S::PAIRS && v.dtype() == crate::Dtype::F32 && v.strides()[2] == self.stride && aligned {
             (Values { rows: rows.cast(), stride: self.stride }, true)
         } else {
             (Values { rows: self.packed_v, stride: self.stride }, false)
@@ -323,10 +331,12 @@ impl<'a> Work<'a> {
     unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
         let width = S::VECTORS * S::LANES;
         let (v, in_place) = self.block_values::<S>(tile.block);
+        let unit = if S::PAIRS { 2 } else { 1 };
         let step = if streams { STREAM_KEYS } else { self.block_k };
         let mut from = tile.columns.start;
         while from < tile.columns.end {
-            let to = (from + step).min(tile.columns.end);
+            // Steps end at multiples of their length, so that no pair is cut.
+            let to = (from / step * step + step).min(tile.columns.end);
             if streams {
                 let src = self.head_rows(&self.cx.inputs.v);
                 let first = tile.block * self.block_k;
@@ -343,15 +353,15 @@ impl<'a> Work<'a> {
                 // SAFETY: rows `from..to` of the values are there; the tile of values holds `stride` columns of each row.
                 unsafe {
                     let operands = Operands {
-                        a: self.scores.add(from),
+                        a: self.scores.add(from / unit),
                         lda: self.block_k,
-                        b: v.rows.wrapping_add(from * v.stride + column),
+                        b: v.rows.wrapping_add(from / unit * v.stride + column),
                         ldb: v.stride,
                         c: self.values.add(column),
                         ldc: self.stride,
                         resume: from > tile.columns.start,
                     };
-                    gemm::<S>((tile.rows.len(), vectors), to - from, operands);
+                    gemm::<S>((tile.rows.len(), vectors), to.div_ceil(unit) - from / unit, operands);
                 }
             }
             from = to;
@@ -382,16 +392,27 @@ impl<'a> Work<'a> {
                 return;
             }
             let (i, h) = self.place(tile.rows.start + r);
-            let mask = self.modifiers(tile, i, h).mask;
+            let mask = self.modifiers::<S>(tile, i, h).mask;
             let seen = self.visible_columns(i, tile.block);
             for c in (0..self.stride).step_by(S::LANES) {
                 let mut sum = S::splat(0.0);
-                for j in seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end) {
-                    if mask.is_some_and(|(row, first, _)| row.bias(first + j) == f32::NEG_INFINITY) {
-                        continue;
+                let (weights, unit) = (self.scores.add(r * self.block_k), if S::PAIRS { 2 } else { 1 });
+                let sees = |j: usize| {
+                    let hides =
+                        |(row, first, _): (MaskRow, usize, usize)| row.bias(first + j) == f32::NEG_INFINITY;
+                    seen.contains(&j) && !mask.is_some_and(hides)
+                };
+                for at in tile.columns.start / unit..tile.columns.end.div_ceil(unit) {
+                    let mut keep = 0u32;
+                    for half in 0..unit {
+                        if sees(at * unit + half) {
+                            keep |= if unit == 2 { 0xffff << (16 * half) } else { u32::MAX };
+                        }
                     }
-                    let weight = S::splat(*self.scores.add(r * self.block_k + j));
-                    sum = S::fma(weight, S::load(v.rows.wrapping_add(j * v.stride + c)), sum);
+                    if keep != 0 {
+                        let value = S::and(S::load(v.rows.wrapping_add(at * v.stride + c)), keep);
+                        sum = S::mac(S::splat(*weights.add(at)), value, sum);
+                    }
                 }
                 S::store(values.add(c), sum);
             }
@@ -484,6 +505,12 @@ fn finish(max: f64, sum: f64, sink: f64) -> (f32, f32) {
     let weight = (max - top).exp2();
     let total = sum * weight + (sink - top).exp2();
     ((weight / total) as f32, (top * std::f64::consts::LN_2 + total.ln()) as f32)
+}
+
+/// Elements, or pairs of elements, of a row of packed queries or keys.
+#[inline(always)]
+fn depth<S: Simd>(head_dim: usize) -> usize {
+    if S::PAIRS { head_dim.div_ceil(2) } else { head_dim }
 }
 
 /// Panels that hold some columns of a block.

@@ -1,6 +1,7 @@
 //! The one micro-kernel of both products: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers.
 //!
-//! Each element of `C` is a single chain of fused multiply-adds over `depth` in order, whatever the tile it is computed in,
+//! With [`Simd::PAIRS`], elements of `A` and `B` are pairs of bf16 along the depth. Each element of `C` is a single chain of
+//! multiply-adds over `depth` in order, whatever the tile it is computed in,
 //! so its bits depend on its own row of `A` and column of `B` alone.
 
 #![allow(unsafe_code)]
@@ -41,7 +42,7 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
             for r in 0..R {
                 let x = S::splat(*a.add(r * m.lda));
                 for n in 0..N {
-                    acc[r][n] = S::fma(x, row[n], acc[r][n]);
+                    acc[r][n] = S::mac(x, row[n], acc[r][n]);
                 }
             }
             a = a.add(1);

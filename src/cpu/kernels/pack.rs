@@ -48,7 +48,7 @@ pub(super) unsafe fn prefetch<S: Simd>(src: HeadRows<'_>, rows: Range<usize>) {
 struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
 static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
 
-/// Packs one panel of keys, `[head_dim][panel width]` with columns counted from `first`. Columns of the panel outside
+/// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns counted from `first`. Columns of the panel outside
 /// `columns` become zero; only keys `first + columns` are read.
 ///
 /// # Safety
@@ -61,11 +61,64 @@ pub(super) unsafe fn key_panel<S: Simd>(
     columns: &Range<usize>,
     dst: *mut f32,
 ) {
-    let width = S::VECTORS * S::LANES;
     let head_dim = src.tensor.shape()[3];
-    with_elem!(src.tensor.dtype(), E => {
+    if S::PAIRS {
+        // SAFETY: the caller's promise; an even row of bf16 is a row of pairs, which have the size of f32.
+        unsafe {
+            panel_of::<S, f32>(src, (first, panel), columns, head_dim / 2, dst);
+            if head_dim % 2 == 1 {
+                last_elements::<S>(src, (first, panel), columns, dst);
+            }
+        }
+        return;
+    }
+    // SAFETY: the caller's promise.
+    with_elem!(src.tensor.dtype(), E => unsafe { panel_of::<S, E>(src, (first, panel), columns, head_dim, dst) });
+}
+
+/// The last line of a panel of pairs with an odd head_dim: the last element of each key, paired with zero.
+///
+/// # Safety
+/// As [`key_panel`].
+#[inline(always)]
+unsafe fn last_elements<S: Simd>(
+    src: HeadRows<'_>,
+    (first, panel): (usize, usize),
+    columns: &Range<usize>,
+    dst: *mut f32,
+) {
+    let width = S::VECTORS * S::LANES;
+    let last = src.tensor.shape()[3] - 1;
+    for c in 0..width {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let column = panel * width + c;
+            let bits = match columns.contains(&column) {
+                true => src.row(first + column).cast::<u16>().add(last).read(),
+                false => 0,
+            };
+            *dst.add(last / 2 * width + c) = f32::from_bits(u32::from(bits));
+        }
+    }
+}
+
+/// [`key_panel`] of rows of `len` elements.
+///
+/// # Safety
+/// As [`key_panel`]; rows hold `len` elements.
+#[inline(always)]
+unsafe fn panel_of<S: Simd, E: Elem>(
+    src: HeadRows<'_>,
+    (first, panel): (usize, usize),
+    columns: &Range<usize>,
+    len: usize,
+    dst: *mut f32,
+) {
+    let width = S::VECTORS * S::LANES;
+    {
         let stride = src.tensor.strides()[2];
-        let ahead = stride * S::LANES.max(PREFETCH_BYTES / (stride * size_of::<E>()).max(1));
+        let row_bytes = stride * src.tensor.dtype().bytes();
+        let ahead = row_bytes * S::LANES.max(PREFETCH_BYTES / row_bytes.max(1));
         for vector in 0..S::VECTORS {
             let column = panel * width + vector * S::LANES;
             let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
@@ -75,27 +128,28 @@ pub(super) unsafe fn key_panel<S: Simd>(
                 }
             }
             let mut d = 0;
-            // SAFETY: each row has head_dim elements, the zero row at least as many; the panel has head_dim lines of
-            // `width` elements. A prefetch may name any address.
+            // SAFETY: each row has `len` elements, the zero row at least as many; the panel has `len` lines of `width`
+            // elements. A prefetch may name any address. Pairs are copied as the f32 they stand in for.
             unsafe {
-                while d + S::LANES <= head_dim {
+                while d + S::LANES <= len {
                     let mut at = rows;
                     for r in 0..S::LANES {
                         at[r] = rows[r].add(d);
-                        S::prefetch(at[r].wrapping_add(ahead).cast());
+                        S::prefetch(at[r].cast::<u8>().wrapping_add(ahead));
                     }
                     S::transpose(at, dst.add(d * width + vector * S::LANES), width);
                     d += S::LANES;
                 }
-                while d < head_dim {
+                while d < len {
                     for r in 0..S::LANES {
-                        *dst.add(d * width + vector * S::LANES + r) = (*rows[r].add(d)).to_f32();
+                        *dst.add(d * width + vector * S::LANES + r) =
+                            rows[r].add(d).read_unaligned().to_f32();
                     }
                     d += 1;
                 }
             }
         }
-    });
+    }
 }
 
 /// Copies one row of `len` elements, times `scale`, and fills with zeros to a whole number of vectors if `pad`.
@@ -123,7 +177,8 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
     }
 }
 
-/// Converts values `first + rows` to f32 rows of `stride` elements counted from `first`, the lanes past value_dim zero.
+/// Converts values `first + rows` to f32 rows of `stride` elements counted from `first`, the lanes past value_dim zero. With
+/// pairs, a row of `dst` holds pairs of two values, and the missing half of a pair at either end is zero.
 ///
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` is valid up to row `rows.end`, `stride` is value_dim in whole vectors.
@@ -131,6 +186,17 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
+    if S::PAIRS {
+        for pair in rows.start / 2..rows.end.div_ceil(2) {
+            let half = |j: usize| if rows.contains(&j) { src.row(first + j) } else { ZERO_ROW.0.as_ptr() };
+            // SAFETY: the caller's promise.
+            unsafe {
+                let (even, odd) = (half(2 * pair).cast(), half(2 * pair + 1).cast());
+                pair_row::<S>(even, odd, value_dim, dst.add(pair * stride));
+            }
+        }
+        return;
+    }
     with_elem!(src.tensor.dtype(), E => {
         for j in rows {
             // SAFETY: the caller's promise.
@@ -139,12 +205,43 @@ pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Rang
     });
 }
 
-/// Converts one query row to f32 times `scale`.
+/// Interleaves two rows of bf16 into a row of pairs, zero up to whole vectors.
+///
+/// # Safety
+/// As [`Simd`]; the sources hold `len` elements, `dst` as many pairs, rounded up to vectors.
+#[inline(always)]
+unsafe fn pair_row<S: Simd>(even: *const u16, odd: *const u16, len: usize, dst: *mut f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut c = 0;
+        while c + S::LANES <= len {
+            S::interleave(even.add(c), odd.add(c), dst.add(c));
+            c += S::LANES;
+        }
+        if c < len {
+            let mut tail = [[0u16; 16]; 2];
+            std::ptr::copy_nonoverlapping(even.add(c), tail[0].as_mut_ptr(), len - c);
+            std::ptr::copy_nonoverlapping(odd.add(c), tail[1].as_mut_ptr(), len - c);
+            S::interleave(tail[0].as_ptr(), tail[1].as_ptr(), dst.add(c));
+        }
+    }
+}
+
+/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, a pair of an odd length made whole with zero.
 ///
 /// # Safety
 /// As [`Simd`]; `src` and `dst` hold `len` elements.
 #[inline(always)]
 pub(super) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
+    if S::PAIRS {
+        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs.
+        unsafe {
+            let dst = dst.cast::<u16>();
+            *dst.add(len.next_multiple_of(2) - 1) = 0;
+            std::ptr::copy_nonoverlapping(src.cast(), dst, len);
+        }
+        return;
+    }
     // SAFETY: the caller's promise.
     with_elem!(dtype, E => unsafe { row::<S, E>(src.cast(), len, scale, dst, false) });
 }

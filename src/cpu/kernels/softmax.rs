@@ -11,6 +11,8 @@ use std::ops::Range;
 /// What is done to the scores of a row before its softmax. Scores are in units of log2, or of the softcap.
 #[derive(Clone, Copy)]
 pub(super) struct Modifiers {
+    /// What the scores are multiplied by first.
+    pub(super) scale: f32,
     pub(super) softcap: Option<f32>,
     /// ALiBi slope, and the query position counted from the first column.
     pub(super) alibi: Option<(f32, f32)>,
@@ -57,7 +59,7 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
         let hidden = S::splat(f32::NEG_INFINITY);
         let mut c = columns.start;
         while c < columns.end {
-            let mut x = S::load(scores.add(c));
+            let mut x = S::mul(S::load(scores.add(c)), S::splat(with.scale));
             if let Some(cap) = with.softcap {
                 x = S::mul(tanh::<S>(x), S::splat(cap * LOG2_E));
             }
@@ -115,8 +117,8 @@ unsafe fn maxima<S: Simd, const R: usize>(
     }
 }
 
-/// Replaces the scores of `rows` rows in whole vectors `columns` by `exp2(score - max)` with the row's maximum, and stores
-/// the maximum (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is
+/// Replaces the scores of `rows` rows in whole vectors (or pairs of them) `columns` by `exp2(scale * score - max)`, pairs of
+/// bf16 where products take them, with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is
 /// NaN or `+inf`).
 ///
 /// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
@@ -129,6 +131,7 @@ pub(super) unsafe fn softmax<S: Simd>(
     rows: usize,
     columns: Range<usize>,
     (maxima_out, sums): (*mut f32, *mut f32),
+    scale: f32,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
@@ -144,15 +147,27 @@ pub(super) unsafe fn softmax<S: Simd>(
         }
         for r in 0..rows {
             let row = scores.add(r * stride);
-            let max = *maxima_out.add(r);
-            let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { max });
+            let max = *maxima_out.add(r) * scale;
+            *maxima_out.add(r) = max;
+            let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { -max });
             let mut sum = S::splat(0.0);
             let mut c = columns.start;
-            while c < columns.end {
-                let p = exp2::<S>(S::sub(S::load(row.add(c)), shift));
-                S::store(row.add(c), p);
-                sum = S::add(sum, p);
-                c += S::LANES;
+            if S::PAIRS {
+                let factor = S::splat(scale);
+                while c < columns.end {
+                    let low = exp2::<S>(S::fma(S::load(row.add(c)), factor, shift));
+                    let high = exp2::<S>(S::fma(S::load(row.add(c + S::LANES)), factor, shift));
+                    S::store(row.add(c / 2), S::to_pairs(low, high));
+                    sum = S::add(S::add(sum, low), high);
+                    c += 2 * S::LANES;
+                }
+            } else {
+                while c < columns.end {
+                    let p = exp2::<S>(S::add(S::load(row.add(c)), shift));
+                    S::store(row.add(c), p);
+                    sum = S::add(sum, p);
+                    c += S::LANES;
+                }
             }
             *sums.add(r) = S::reduce_add(sum);
         }
