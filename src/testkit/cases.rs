@@ -3,7 +3,9 @@
 use super::poison::{Guarded, GuardedList, GuardedMask, Layout};
 use super::rng::Rng;
 use crate::problem::Sequence;
-use crate::{Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility};
+use crate::{
+    Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility,
+};
 
 /// What the elements of a materialised mask are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -196,13 +198,7 @@ impl Case {
     }
 }
 
-fn build_mask(
-    problem: &Problem,
-    kind: MaskKind,
-    recipe: Mask,
-    layout: Layout,
-    rng: &mut Rng,
-) -> GuardedMask {
+fn build_mask(problem: &Problem, kind: MaskKind, recipe: Mask, layout: Layout, rng: &mut Rng) -> GuardedMask {
     let mut shape = problem.mask_shape();
     for (n, broadcast) in shape.iter_mut().zip(recipe.broadcast) {
         if broadcast {
@@ -212,14 +208,18 @@ fn build_mask(
     let sequences = problem.sequences();
     // Elements that belong to no (query, key) pair of any sequence stay poison.
     let used = |[n, _, i, j]: [usize; 4]| {
-        let inside = |s: &Sequence| {
-            (recipe.broadcast[2] || i < s.q_len) && (recipe.broadcast[3] || j < s.kv_len)
-        };
+        let inside =
+            |s: &Sequence| (recipe.broadcast[2] || i < s.q_len) && (recipe.broadcast[3] || j < s.kv_len);
         if recipe.broadcast[0] { sequences.iter().any(inside) } else { inside(&sequences[n]) }
     };
-    GuardedMask::new(kind, shape, layout, |index| {
-        if used(index) { bias(recipe.fill, index, rng) } else { f32::NAN }
-    })
+    GuardedMask::new(
+        kind,
+        shape,
+        layout,
+        |index| {
+            if used(index) { bias(recipe.fill, index, rng) } else { f32::NAN }
+        },
+    )
 }
 
 fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {

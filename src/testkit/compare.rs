@@ -1,6 +1,7 @@
 //! How far an answer may be from the oracle's.
 
 use crate::Dtype;
+use crate::reference::Attention;
 
 /// What the products and sums of a kernel are kept in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,7 +17,7 @@ pub enum Accumulation {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Tolerance {
-    /// Root mean square error over root mean square of the oracle's answer, whole tensor.
+    /// Root mean square error over root mean square of the oracle's answer, whole tensor, for scores of ordinary size.
     pub nrmse: f64,
     /// Limit of the error of an element relative to its own magnitude: half a unit in the last place of the dtype.
     pub relative: f64,
@@ -32,12 +33,12 @@ impl Tolerance {
     pub fn of(dtype: Dtype, keys: usize, accumulation: Accumulation) -> Self {
         // Rounding errors of independent terms add like a random walk; up to 4096 keys the base covers it.
         let growth = (keys as f64 / 4096.0).sqrt().max(1.0);
-        let (base, rounding) = match dtype {
+        let (base, rounding): (f64, f64) = match dtype {
             Dtype::F32 => (2e-6, 0.5 * f64::from(f32::EPSILON)),
             Dtype::F16 => (1e-3, 0.5 * f64::from(half::f16::EPSILON.to_f32())),
             Dtype::BF16 => (8e-3, 0.5 * f64::from(half::bf16::EPSILON.to_f32())),
         };
-        let math = match accumulation {
+        let math: f64 = match accumulation {
             Accumulation::F32 => 2e-6,
             Accumulation::Half => 5e-3,
         };
@@ -50,6 +51,12 @@ impl Tolerance {
     }
 }
 
+/// Relative error that a weight of a row has because its score is an f32: half a unit in the last place of a score as large
+/// as the row's logsumexp.
+fn score_rounding(lse: f64) -> f64 {
+    if lse.is_finite() { 0.5 * f64::from(f32::EPSILON) * lse.abs() } else { 0.0 }
+}
+
 /// Difference between an answer and the oracle's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
@@ -58,6 +65,8 @@ pub struct Report {
     pub max_abs: f64,
     /// Root mean square difference over the root mean square of the oracle's answer. 0 where both are 0.
     pub nrmse: f64,
+    /// The limit of `nrmse`.
+    pub limit: f64,
     /// Largest ratio of an element's difference to its limit; at most 1 is within. Infinite where one is NaN or infinite
     /// and the other is not the same.
     pub worst: f64,
@@ -72,17 +81,18 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether the answer is within the limits.
+    /// Whether the answer is within its limits.
     #[must_use]
-    pub fn within(&self, nrmse: f64) -> bool {
-        self.worst <= 1.0 && self.nrmse <= nrmse
+    pub fn within(&self) -> bool {
+        self.worst <= 1.0 && self.nrmse <= self.limit
     }
 
-    fn new(got: &[f32], want: &[f64], limit: impl Fn(f64) -> f64, round: impl Fn(f64) -> f64) -> Self {
+    fn new(got: &[f32], want: &[f64], limit: impl Fn(usize, f64) -> f64, round: impl Fn(f64) -> f64) -> Self {
         assert_eq!(got.len(), want.len(), "answers of different sizes");
         let mut report = Self {
             max_abs: 0.0,
             nrmse: 0.0,
+            limit: f64::INFINITY,
             worst: 0.0,
             worst_index: 0,
             got: got.first().map_or(0.0, |&x| f64::from(x)),
@@ -93,10 +103,11 @@ impl Report {
         for (index, (&got, &want)) in got.iter().zip(want).enumerate() {
             let got = f64::from(got);
             // What the dtype cannot hold is infinite in the answer too.
-            let same_class = if round(want).is_nan() {
+            let held = round(want);
+            let same_class = if held.is_nan() {
                 got.is_nan()
-            } else if round(want).is_infinite() {
-                got == round(want)
+            } else if held.is_infinite() {
+                got == held
             } else {
                 got.is_finite()
             };
@@ -106,9 +117,9 @@ impl Report {
                 (0.0, 0.0)
             } else {
                 let difference = (got - want).abs();
-                (difference, difference / limit(want))
+                (difference, difference / limit(index, want))
             };
-            if round(want).is_finite() {
+            if held.is_finite() {
                 error += difference * difference;
                 power += want * want;
             }
@@ -124,10 +135,14 @@ impl Report {
 
 impl std::fmt::Display for Report {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "nrmse {:.2e}", self.nrmse)?;
+        if self.limit.is_finite() {
+            write!(f, " (limit {:.1e})", self.limit)?;
+        }
         write!(
             f,
-            "nrmse {:.2e}, max-abs {:.2e}, worst at element {} of {}: {:e}, oracle {:e}, {:.3} of its limit",
-            self.nrmse, self.max_abs, self.worst_index, self.count, self.got, self.want, self.worst
+            ", max-abs {:.2e}, worst at element {} of {}: {:e}, oracle {:e}, {:.3} of its limit",
+            self.max_abs, self.worst_index, self.count, self.got, self.want, self.worst
         )
     }
 }
@@ -137,37 +152,52 @@ impl std::fmt::Display for Report {
 /// # Panics
 /// If the answers differ in size.
 #[must_use]
-pub fn compare_out(got: &[f32], want: &[f64], dtype: Dtype, tolerance: &Tolerance) -> Report {
+pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &Tolerance) -> Report {
+    let want = &expected.out;
     let largest = want.iter().filter(|x| x.is_finite()).fold(0.0f64, |m, x| m.max(x.abs()));
     // The spacing of subnormal numbers does not shrink with the number.
     let smallest = match dtype {
         Dtype::F32 | Dtype::BF16 => 0.0,
         Dtype::F16 => 0.5 * f64::from(half::f16::MIN_POSITIVE_SUBNORMAL.to_f32()),
     };
-    let limit = |want: f64| tolerance.relative * want.abs() + tolerance.absolute * largest + smallest;
+    let dim = (want.len() / expected.lse.len().max(1)).max(1);
+    let limit = |index: usize, want: f64| {
+        let math = tolerance.absolute + 10.0 * score_rounding(expected.lse[index / dim]);
+        tolerance.relative * want.abs() + math * largest + smallest
+    };
     let round = |want: f64| match dtype {
         Dtype::F32 => f64::from(want as f32),
         Dtype::F16 => f64::from(half::f16::from_f64(want).to_f32()),
         Dtype::BF16 => f64::from(half::bf16::from_f64(want).to_f32()),
     };
-    Report::new(got, want, limit, round)
+    let mut report = Report::new(got, want, limit, round);
+    let rows = expected.lse.iter().map(|&lse| tolerance.nrmse.max(score_rounding(lse)).powi(2));
+    report.limit = (rows.sum::<f64>() / expected.lse.len().max(1) as f64).sqrt();
+    report
 }
 
-/// Compares logsumexps. NaN and infinities must be the oracle's, element by element.
+/// Compares logsumexps, element by element alone: their mean square says nothing of a single row. NaN and infinities must be
+/// the oracle's.
 ///
 /// # Panics
 /// If the answers differ in size.
 #[must_use]
-pub fn compare_lse(got: &[f32], want: &[f64], tolerance: &Tolerance) -> Report {
-    Report::new(got, want, |want| tolerance.lse * want.abs().max(1.0), |want| f64::from(want as f32))
+pub fn compare_lse(got: &[f32], expected: &Attention, tolerance: &Tolerance) -> Report {
+    let limit = |_, want: f64| tolerance.lse * want.abs().max(1.0);
+    Report::new(got, &expected.lse, limit, |want| f64::from(want as f32))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn report(got: &[f32], want: &[f64], dtype: Dtype, lse: f64) -> Report {
+        let expected = Attention { out: want.to_vec(), lse: vec![lse] };
+        compare_out(got, &expected, dtype, &Tolerance::of(dtype, 1, Accumulation::F32))
+    }
+
     fn f32_report(got: &[f32], want: &[f64]) -> Report {
-        compare_out(got, want, Dtype::F32, &Tolerance::of(Dtype::F32, 1, Accumulation::F32))
+        report(got, want, Dtype::F32, 1.0)
     }
 
     #[test]
@@ -175,43 +205,53 @@ mod tests {
         let report = f32_report(&[1.0, 2.0, 3.5], &[1.0, 2.0, 3.0]);
         assert_eq!((report.worst_index, report.max_abs), (2, 0.5));
         assert!((report.nrmse - 0.5 / 14f64.sqrt()).abs() < 1e-12);
-        assert!(!report.within(1.0));
+        assert!(!report.within());
         assert_eq!(
             report.to_string(),
-            "nrmse 1.34e-1, max-abs 5.00e-1, worst at element 2 of 3: 3.5e0, oracle 3e0, 8309.109 of its limit"
+            "nrmse 1.34e-1 (limit 2.0e-6), max-abs 5.00e-1, worst at element 2 of 3: 3.5e0, oracle 3e0, 8068.817 of its limit"
         );
     }
 
     #[test]
     fn a_small_error_anywhere_is_within_a_large_one_is_not() {
-        assert!(f32_report(&[1.0, 2.000_000_2], &[1.0, 2.0]).within(2e-6));
-        assert!(!f32_report(&[1.0, 2.000_02], &[1.0, 2.0]).within(2e-6));
+        assert!(f32_report(&[1.0, 2.000_000_2], &[1.0, 2.0]).within());
+        assert!(!f32_report(&[1.0, 2.000_02], &[1.0, 2.0]).within());
         // One wrong element of a thousand is found even where it leaves the whole tensor's error small.
         let want = vec![1.0f64; 100_000];
         let mut got = vec![1.0f32; 100_000];
         got[77] = 1.000_5;
         let report = f32_report(&got, &want);
-        assert!(report.nrmse < 2e-6 && !report.within(2e-6), "{report}");
+        assert!(report.nrmse < 2e-6 && !report.within(), "{report}");
     }
 
     #[test]
     fn nan_and_infinities_must_match() {
         let (nan, inf) = (f64::NAN, f64::INFINITY);
-        assert!(f32_report(&[f32::NAN, 1.0], &[nan, 1.0]).within(0.0));
-        assert!(f32_report(&[f32::INFINITY], &[inf]).within(0.0));
+        assert!(f32_report(&[f32::NAN, 1.0], &[nan, 1.0]).within());
+        assert!(f32_report(&[f32::INFINITY], &[inf]).within());
         for (got, want) in
             [(f32::NAN, 1.0), (1.0, nan), (f32::INFINITY, 1.0), (f32::NEG_INFINITY, inf), (f32::NAN, inf)]
         {
             assert_eq!(f32_report(&[got], &[want]).worst, inf, "{got} {want}");
         }
-        let f16 = Tolerance::of(Dtype::F16, 1, Accumulation::F32);
-        assert!(compare_out(&[f32::INFINITY], &[1e6], Dtype::F16, &f16).within(0.0));
+        assert!(report(&[f32::INFINITY], &[1e6], Dtype::F16, 1.0).within());
     }
 
     #[test]
     fn zero_means_zero() {
-        assert!(f32_report(&[0.0], &[0.0]).within(0.0));
-        assert!(!f32_report(&[1e-30], &[0.0]).within(1.0));
+        assert!(f32_report(&[0.0], &[0.0]).within());
+        assert!(!f32_report(&[1e-30], &[0.0]).within());
+    }
+
+    #[test]
+    fn large_scores_widen_the_limits_of_their_own_rows() {
+        let (want, got) = ([1.0, 1.0], [1.0f32, 1.000_03]);
+        assert!(!report(&got, &want, Dtype::F32, 30.0).within());
+        assert!(report(&got, &want, Dtype::F32, -2000.0).within());
+        let mixed = Attention { out: want.to_vec(), lse: vec![2000.0, 1.0] };
+        assert!(
+            !compare_out(&got, &mixed, Dtype::F32, &Tolerance::of(Dtype::F32, 1, Accumulation::F32)).within()
+        );
     }
 
     #[test]

@@ -1,0 +1,317 @@
+//! What the bits of an answer may not depend on, and how far a NaN may reach.
+
+use crate::support::{Row, answer, build, copy, fill, options, row_bits, rows, runners, seers, threaded};
+use flashtile::testkit::{Built, Case, CpuRunner, MaskFill, Prepared, catalogue};
+use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility};
+use std::collections::BTreeSet;
+
+fn pool(threads: usize) -> rayon::ThreadPool {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
+}
+
+/// Compares the bits of the whole catalogue under `change` with those of one thread and default options.
+fn unchanged(pool_threads: usize, change: impl Fn(CpuRunner, &Built) -> Vec<CpuRunner> + Sync) {
+    let pool = pool(pool_threads);
+    let mut compared = 0;
+    for case in catalogue() {
+        let built = build(&case);
+        for runner in runners() {
+            let want = answer(&built, &runner).bits();
+            for changed in change(runner, &built) {
+                let got = pool.install(|| answer(&built, &changed));
+                assert!(got.bits() == want, "{} on {:?}: other bits", case.name, changed);
+                compared += 1;
+            }
+        }
+    }
+    assert!(compared > 0);
+}
+
+fn with_threads(runner: CpuRunner, threads: usize) -> CpuRunner {
+    CpuRunner::new(runner.cpu.with_threads(threads)).with(runner.options)
+}
+
+#[test]
+fn bits_do_not_depend_on_threads() {
+    unchanged(2, |runner, _| vec![with_threads(runner, 2)]);
+    unchanged(5, |runner, _| vec![with_threads(runner, 5)]);
+    // Plans for more threads than the pool has.
+    unchanged(1, |runner, _| vec![with_threads(runner, 5)]);
+}
+
+#[test]
+fn bits_do_not_depend_on_splits() {
+    unchanged(3, |runner, built| {
+        let longest = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
+        let block = runner.cpu.plan(&built.problem, runner.options).unwrap().block_k();
+        let most = longest.div_ceil(block).max(1);
+        (1..=most)
+            .flat_map(|splits| [1, 3].map(|n| with_threads(runner.with(options(Some(splits), true)), n)))
+            .collect()
+    });
+}
+
+#[test]
+fn bits_do_not_depend_on_skipping_tiles() {
+    unchanged(2, |runner, _| {
+        let all = runner.with(options(None, false));
+        vec![all, with_threads(all, 2)]
+    });
+}
+
+#[test]
+fn bits_do_not_depend_on_what_memory_held() {
+    for case in catalogue() {
+        let built = build(&case);
+        let dims = built.problem.dims();
+        for runner in runners() {
+            let want = answer(&built, &runner);
+            let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
+            let mut workspace = plan.workspace();
+            for garbage in [0x00, 0x3F, 0x7F] {
+                // One workspace, reused: it holds what the run before left, then garbage.
+                let mut out = want.out.clone();
+                let mut lse =
+                    vec![f32::from_bits(u32::from_ne_bytes([garbage; 4])); dims.lse_shape().iter().product()];
+                fill(&mut out, |_| f32::from(garbage));
+                let mut outputs = Outputs::new(out.view_mut());
+                outputs.lse = Some(&mut lse);
+                runner.cpu.run(&plan, &built.inputs(), &mut outputs, &mut workspace).unwrap();
+                assert_eq!(out.bits(), want.out.bits(), "{} {garbage}", case.name);
+                let same = lse.iter().zip(want.lse.slice()).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{} {garbage}: lse", case.name);
+                workspace.bytes_mut().fill(garbage);
+            }
+        }
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_whether_the_logsumexp_is_wanted() {
+    for case in catalogue() {
+        let built = build(&case);
+        for runner in threaded(2) {
+            let want = answer(&built, &runner);
+            let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
+            let mut out = want.out.clone();
+            fill(&mut out, |_| f32::NAN);
+            let mut outputs = Outputs::new(out.view_mut());
+            runner.cpu.run(&plan, &built.inputs(), &mut outputs, &mut plan.workspace()).unwrap();
+            assert_eq!(out.bits(), want.out.bits(), "{}", case.name);
+        }
+    }
+}
+
+/// One sequence of a batch as a problem of its own. Both have the features that need no per-batch input but a mask.
+fn alone(whole: &Built, case: &Case, n: usize) -> Built {
+    let s = whole.problem.sequences()[n];
+    let mut desc = case.desc.clone();
+    desc.dims.batch = 1;
+    desc.dims.q_len = s.q_len;
+    desc.dims.kv_len = s.kv_len;
+    desc.sequences = Sequences::Dense;
+    desc.q_offset = Some(QOffset::At(s.q_offset));
+    let mut single = case.clone();
+    single.desc = desc;
+    let mut built = build(&single);
+    copy(&whole.q, &mut built.q, |[_, h, row, d]| [s.batch, h, s.q_start + row, d]);
+    copy(&whole.k, &mut built.k, |[_, h, row, d]| [s.batch, h, s.kv_start + row, d]);
+    copy(&whole.v, &mut built.v, |[_, h, row, d]| [s.batch, h, s.kv_start + row, d]);
+    if let Some(sinks) = &mut built.sinks {
+        let from = whole.sinks.as_ref().unwrap();
+        sinks.slice_mut().copy_from_slice(from.slice());
+    }
+    built
+}
+
+#[test]
+fn bits_do_not_depend_on_the_neighbours_of_a_batch() {
+    let cases = catalogue().into_iter().filter(|case| {
+        let several = case.desc.dims.batch > 1 || matches!(case.desc.sequences, Sequences::Packed { .. });
+        several && case.mask.is_none()
+    });
+    let mut compared = 0;
+    for case in cases {
+        let whole = build(&case);
+        for n in 0..whole.problem.sequences().len() {
+            let s = whole.problem.sequences()[n];
+            let single = alone(&whole, &case, n);
+            for runner in runners() {
+                let (all, one) = (answer(&whole, &runner), answer(&single, &runner));
+                for [_, h, i] in rows(&single.problem) {
+                    let want = row_bits(&single.problem, &one, [0, h, i]);
+                    let got = row_bits(&whole.problem, &all, [s.batch, h, s.q_start + i]);
+                    assert_eq!(got, want, "{} sequence {n} head {h} row {i}", case.name);
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert!(compared > 10_000, "{compared}");
+}
+
+#[test]
+fn chunks_of_queries_give_the_bits_of_the_whole() {
+    let bases = [
+        Case::new("chunks causal", [1, 4, 2, 150, 150, 64, 64], Dtype::F32).causal(QOffset::TopLeft),
+        Case::new("chunks after a prefix", [2, 2, 1, 90, 400, 40, 40], Dtype::BF16)
+            .causal(QOffset::BottomRight),
+        Case::new("chunks softcap sinks", [1, 3, 1, 70, 300, 128, 96], Dtype::F16)
+            .causal(QOffset::BottomRight)
+            .softcap(10.0)
+            .sinks(),
+        Case::new("chunks window", [1, 2, 2, 130, 560, 32, 32], Dtype::F32)
+            .seeing(Visibility::window(Some(100), Some(3)))
+            .at(QOffset::At(420)),
+        Case::new("chunks alibi", [1, 4, 1, 66, 280, 64, 64], Dtype::F32)
+            .alibi()
+            .causal(QOffset::BottomRight),
+        Case::new("chunks full", [1, 2, 1, 77, 513, 48, 48], Dtype::F16),
+    ];
+    for base in bases {
+        let whole = build(&base);
+        let offset = whole.problem.sequences()[0].q_offset;
+        let q_len = base.desc.dims.q_len;
+        for chunk in [1, 7, 16, 33, 64] {
+            for start in (0..q_len).step_by(chunk) {
+                let mut case = base.clone().at(QOffset::At(offset + start as i64));
+                case.desc.dims.q_len = chunk.min(q_len - start);
+                let mut part = build(&case);
+                copy(&whole.q, &mut part.q, |[b, h, row, d]| [b, h, start + row, d]);
+                copy(&whole.k, &mut part.k, |index| index);
+                copy(&whole.v, &mut part.v, |index| index);
+                if let (Some(to), Some(from)) = (&mut part.sinks, &whole.sinks) {
+                    to.slice_mut().copy_from_slice(from.slice());
+                }
+                for runner in runners() {
+                    let (all, some) = (answer(&whole, &runner), answer(&part, &runner));
+                    for [b, h, i] in rows(&part.problem) {
+                        assert_eq!(
+                            row_bits(&part.problem, &some, [b, h, i]),
+                            row_bits(&whole.problem, &all, [b, h, start + i]),
+                            "{} chunk {chunk} row {}",
+                            base.name,
+                            start + i
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Problems with rows that see a key and rows that do not within every kind of tile.
+fn reach_cases() -> Vec<Case> {
+    let of = |name: &str, dims, dtype| Case::new(format!("reach {name}"), dims, dtype);
+    let random = MaskFill::Random;
+    vec![
+        of("causal", [1, 2, 1, 40, 48, 24, 24], Dtype::F32).causal(QOffset::At(8)),
+        of("full", [1, 4, 2, 9, 30, 16, 16], Dtype::F32),
+        of("f16", [1, 1, 1, 50, 50, 64, 64], Dtype::F16).causal(QOffset::TopLeft),
+        of("bf16 window", [1, 1, 1, 40, 60, 16, 16], Dtype::BF16)
+            .seeing(Visibility::window(Some(5), Some(2)))
+            .at(QOffset::At(9)),
+        of("across blocks", [1, 1, 1, 30, 300, 8, 8], Dtype::F32).causal(QOffset::At(240)),
+        of("bool mask", [1, 2, 2, 20, 33, 8, 8], Dtype::F32).mask(MaskKind::Bool, "h", random),
+        of("additive mask", [1, 2, 1, 20, 33, 8, 8], Dtype::F16).mask(
+            MaskKind::Additive(Dtype::F32),
+            "",
+            random,
+        ),
+        of("mask blocks", [1, 1, 1, 90, 310, 4, 4], Dtype::F32).mask(MaskKind::Bool, "bh", MaskFill::Blocks),
+        of("mask hidden rows causal", [1, 1, 1, 30, 40, 8, 8], Dtype::F32)
+            .mask(MaskKind::Bool, "bh", MaskFill::HiddenRows)
+            .causal(QOffset::BottomRight),
+        of("kv_lens", [3, 1, 1, 5, 40, 8, 8], Dtype::F32).kv_lens(&[40, 0, 17]).causal(QOffset::BottomRight),
+        of("packed", [1, 2, 1, 0, 0, 8, 8], Dtype::F32).packed(&[(5, 9), (3, 0), (20, 33)]),
+        of("decode", [1, 4, 1, 1, 40, 16, 16], Dtype::F32)
+            .seeing(Visibility::window(Some(20), Some(0)))
+            .at(QOffset::BottomRight),
+        of("decode group", [1, 4, 2, 3, 70, 16, 16], Dtype::BF16).causal(QOffset::BottomRight),
+        of("softcap sinks alibi", [1, 2, 1, 20, 24, 8, 8], Dtype::F32)
+            .softcap(3.0)
+            .sinks()
+            .alibi()
+            .causal(QOffset::At(2)),
+    ]
+}
+
+/// Overwrites each key in turn and compares which rows change with which rows see it.
+fn reach(value: f32, tensor: fn(&mut Built) -> &mut flashtile::testkit::Guarded) {
+    for case in reach_cases() {
+        let clean = build(&case);
+        let dims = *clean.problem.dims();
+        let all = [options(None, true), options(None, false)]
+            .map(|o| runners().into_iter().map(move |r| r.with(o)));
+        for runner in all.into_iter().flatten() {
+            let before = answer(&clean, &runner);
+            for s in clean.problem.sequences() {
+                for row in s.kv_start..s.kv_start + s.kv_len {
+                    let kv_head = row % dims.kv_heads;
+                    let mut spoiled = clean.clone();
+                    let target = tensor(&mut spoiled);
+                    for d in 0..target.shape()[3] {
+                        target.set([s.batch, kv_head, row, d], value);
+                    }
+                    let after = answer(&spoiled, &runner);
+                    let changed: BTreeSet<Row> = rows(&clean.problem)
+                        .filter(|&r| {
+                            row_bits(&clean.problem, &before, r) != row_bits(&clean.problem, &after, r)
+                        })
+                        .collect();
+                    let expected = seers(&clean, [s.batch, kv_head, row]);
+                    assert_eq!(changed, expected, "{}: {value} in row {row}, {:?}", case.name, runner);
+                    if value.is_nan() {
+                        for &[b, h, i] in &expected {
+                            let nan = (0..dims.value_dim).all(|d| after.out.get([b, h, i, d]).is_nan());
+                            assert!(nan, "{}: NaN in row {row} is lost in {:?}", case.name, [b, h, i]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn nan_in_a_key_reaches_the_rows_that_see_it_and_no_others() {
+    reach(f32::NAN, |built| &mut built.k);
+}
+
+#[test]
+fn nan_in_a_value_reaches_the_rows_that_see_it_and_no_others() {
+    reach(f32::NAN, |built| &mut built.v);
+}
+
+#[test]
+fn infinity_in_a_value_reaches_the_rows_that_see_it_and_no_others() {
+    reach(f32::INFINITY, |built| &mut built.v);
+}
+
+#[test]
+fn infinity_anywhere_gives_what_the_oracle_gives() {
+    // One element of one key or value at a time: a score of +inf makes its row NaN, one of -inf hides the key.
+    for case in reach_cases() {
+        for (seed, value) in [(0, f32::INFINITY), (1, f32::NEG_INFINITY), (2, f32::NAN)] {
+            for which in 0..3 {
+                let mut built = build(&case);
+                let s = *built.problem.sequences().iter().max_by_key(|s| s.kv_len).unwrap();
+                let row = s.kv_start + (s.kv_len * (seed + 1)) / 4;
+                match which {
+                    0 => built.k.set([s.batch, 0, row, 1], value),
+                    1 => built.v.set([s.batch, 0, row, 1], value),
+                    _ => built.q.set([s.batch, 0, s.q_start, 1], value),
+                }
+                let expected = flashtile::reference::attention(&built.problem, &built.inputs()).unwrap();
+                let mut prepared = Prepared::new(&case).unwrap();
+                prepared.built = built;
+                prepared.expected = expected;
+                for runner in runners() {
+                    if let Err(failure) = prepared.run(&runner) {
+                        panic!("{}, {value} in {}: {failure}", case.name, ["k", "v", "q"][which]);
+                    }
+                }
+            }
+        }
+    }
+}

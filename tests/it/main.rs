@@ -1,0 +1,18 @@
+//! The integration tests, one binary. `docs/testing.md` says how they are organised.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "a test fails by panicking and reports by printing"
+)]
+
+mod conformance;
+mod defects;
+mod external;
+mod invariance;
+mod plans;
+mod properties;
+mod refusals;
+mod support;

@@ -1,0 +1,87 @@
+//! The golden table of plans: what realistic problems would run on machines, most of which are not at hand.
+//!
+//! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
+
+use flashtile::plan::devices;
+use flashtile::testkit::{Case, MaskFill};
+use flashtile::{CpuPlan, Dtype, MaskKind, PlanOptions, QOffset, Visibility};
+use std::fmt::Write;
+use std::path::Path;
+
+fn problems() -> Vec<Case> {
+    let bf16 = |name: &str, dims| Case::new(name, dims, Dtype::BF16);
+    let many: Vec<(usize, usize)> = (0..32).map(|n| (17 + 61 * n % 400, 17 + 61 * n % 400)).collect();
+    let decode: Vec<(usize, usize)> = (0..16).map(|n| (1, 100 + 997 * n % 4000)).collect();
+    vec![
+        bf16("llama-prefill-512", [1, 32, 8, 512, 512, 128, 128]).causal(QOffset::TopLeft),
+        bf16("llama-prefill-4096", [1, 32, 8, 4096, 4096, 128, 128]).causal(QOffset::TopLeft),
+        bf16("llama-chunk-512-after-7680", [1, 32, 8, 512, 8192, 128, 128]).causal(QOffset::BottomRight),
+        bf16("llama-decode-4096", [1, 32, 8, 1, 4096, 128, 128]).causal(QOffset::BottomRight),
+        bf16("llama-decode-131072", [1, 32, 8, 1, 131_072, 128, 128]).causal(QOffset::BottomRight),
+        bf16("llama-decode-batch-16", [16, 32, 8, 1, 4096, 128, 128]).causal(QOffset::BottomRight),
+        bf16("llama-decode-packed", [1, 32, 8, 0, 0, 128, 128]).packed(&decode).causal(QOffset::BottomRight),
+        bf16("speculative-8", [1, 32, 8, 8, 4096, 128, 128]).causal(QOffset::BottomRight),
+        bf16("tree-mask-64", [1, 32, 8, 64, 2048, 128, 128]).mask(MaskKind::Bool, "bh", MaskFill::Random),
+        Case::new("minilm-batch-32", [32, 12, 12, 256, 256, 32, 32], Dtype::F32).kv_lens(&[200; 32]),
+        Case::new("embedding-packed", [1, 12, 12, 0, 0, 64, 64], Dtype::F16).packed(&many),
+        bf16("gemma-window-4096", [1, 8, 4, 4096, 4096, 256, 256])
+            .softcap(50.0)
+            .causal(QOffset::TopLeft)
+            .seeing(Visibility::window(Some(1023), None)),
+        bf16("gpt-oss-window-128", [1, 64, 8, 2048, 2048, 64, 64])
+            .sinks()
+            .causal(QOffset::TopLeft)
+            .seeing(Visibility::window(Some(127), None)),
+        bf16("mla-prefill", [1, 16, 16, 1024, 1024, 192, 128]).causal(QOffset::TopLeft),
+        Case::new("d512-mqa-decode", [1, 64, 1, 1, 8192, 512, 512], Dtype::F16),
+        Case::new("bloom-alibi", [2, 16, 16, 1024, 1024, 64, 64], Dtype::F32)
+            .alibi()
+            .causal(QOffset::TopLeft),
+        Case::new("no-keys", [1, 8, 8, 16, 0, 64, 64], Dtype::F32),
+    ]
+}
+
+fn table() -> String {
+    let mut text = String::new();
+    for case in problems() {
+        let problem = case.desc.validate().unwrap();
+        writeln!(text, "{}", case.name).unwrap();
+        for (machine, facts) in devices::ALL {
+            match CpuPlan::new(&problem, &facts, PlanOptions::default()) {
+                Ok(plan) => writeln!(text, "  {machine}: {plan}").unwrap(),
+                Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
+            }
+        }
+    }
+    text
+}
+
+#[test]
+fn plans_are_the_golden_ones() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/it/plans.txt");
+    let got = table();
+    if std::env::var_os("FLASHTILE_BLESS").is_some() {
+        std::fs::write(&path, &got).unwrap();
+    }
+    let want = std::fs::read_to_string(&path).unwrap_or_default();
+    for (n, (got, want)) in got.lines().zip(want.lines()).enumerate() {
+        assert_eq!(got, want, "line {} of {}", n + 1, path.display());
+    }
+    assert_eq!(got.lines().count(), want.lines().count(), "lines of {}", path.display());
+}
+
+#[test]
+fn every_catalogue_case_has_a_plan_on_every_machine() {
+    for case in flashtile::testkit::catalogue() {
+        let problem = case.desc.validate().unwrap();
+        for (machine, facts) in devices::ALL {
+            for skip_tiles in [true, false] {
+                let plan = CpuPlan::new(&problem, &facts, crate::support::options(None, skip_tiles))
+                    .unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name));
+                assert_eq!(plan.isa(), facts.isa);
+                assert!(plan.threads() <= facts.threads && plan.splits() >= 1, "{plan}");
+                assert!(plan.workspace_bytes() < 64 << 20, "{} on {machine}: {plan}", case.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! What several modules share.
+
+use flashtile::testkit::{Answer, Built, Case, CpuRunner, Guarded};
+use flashtile::{Cpu, MaskKind, PlanOptions, Problem};
+use std::collections::BTreeSet;
+
+/// Every instruction set of this machine, single-threaded.
+pub(crate) fn runners() -> Vec<CpuRunner> {
+    threaded(1)
+}
+
+/// Every instruction set of this machine with plans for this many threads.
+pub(crate) fn threaded(threads: usize) -> Vec<CpuRunner> {
+    let cpu = |isa| Cpu::with_isa(isa).unwrap().with_threads(threads);
+    Cpu::isas().into_iter().map(|isa| CpuRunner::new(cpu(isa))).collect()
+}
+
+/// Plan options; `None` splits leaves the choice to the planner.
+pub(crate) fn options(splits: Option<usize>, skip_tiles: bool) -> PlanOptions {
+    let mut options = PlanOptions::default();
+    options.splits = splits;
+    options.skip_tiles = skip_tiles;
+    options
+}
+
+/// The answer of a runner, memory checked, numbers not.
+pub(crate) fn answer(built: &Built, runner: &CpuRunner) -> Answer {
+    built.run(runner).unwrap_or_else(|failure| panic!("{}: {failure}", runner.cpu.facts().isa))
+}
+
+pub(crate) fn build(case: &Case) -> Built {
+    case.build().unwrap_or_else(|e| panic!("{}: {e}", case.name))
+}
+
+/// One query row: batch entry, query head, row of the tensor.
+pub(crate) type Row = [usize; 3];
+
+/// Query rows that see row `key` of batch entry `batch` and key/value head `kv_head`, by the rule written out for one pair
+/// at a time.
+pub(crate) fn seers(built: &Built, [batch, kv_head, key]: [usize; 3]) -> BTreeSet<Row> {
+    let problem = &built.problem;
+    let inputs = built.inputs();
+    let mut rows = BTreeSet::new();
+    for (index, s) in problem.sequences().iter().enumerate() {
+        if s.batch != batch || !(s.kv_start..s.kv_start + s.kv_len).contains(&key) {
+            continue;
+        }
+        let j = key - s.kv_start;
+        for h in (0..problem.dims().q_heads).filter(|h| h / problem.dims().group() == kv_head) {
+            for i in 0..s.q_len {
+                let distance = j as i64 - (i as i64 + s.q_offset);
+                let visibility = problem.desc().visibility;
+                let near = visibility.left().is_none_or(|left| -distance <= left as i64)
+                    && visibility.right().is_none_or(|right| distance <= right as i64);
+                let open = inputs.mask.is_none_or(|mask| mask.bias([index, h, i, j]) != f32::NEG_INFINITY);
+                if near && open {
+                    rows.insert([batch, h, s.q_start + i]);
+                }
+            }
+        }
+    }
+    rows
+}
+
+/// Bits of out and of the logsumexp of a row.
+pub(crate) fn row_bits(problem: &Problem, answer: &Answer, [b, h, row]: Row) -> Vec<u32> {
+    let dims = problem.dims();
+    let element = |d: usize| answer.out.get([b, h, row, d]).to_bits();
+    let mut bits: Vec<u32> = (0..dims.value_dim).map(element).collect();
+    bits.push(answer.lse.slice()[(b * dims.q_heads + h) * dims.q_len + row].to_bits());
+    bits
+}
+
+/// Every query row of a problem.
+pub(crate) fn rows(problem: &Problem) -> impl Iterator<Item = Row> + use<> {
+    let dims = *problem.dims();
+    (0..dims.batch)
+        .flat_map(move |b| (0..dims.q_heads).flat_map(move |h| (0..dims.q_len).map(move |row| [b, h, row])))
+}
+
+/// Copies each element of `to` from the element of `from` that `place` names.
+pub(crate) fn copy(from: &Guarded, to: &mut Guarded, place: impl Fn([usize; 4]) -> [usize; 4]) {
+    for index in to.indices() {
+        to.set(index, from.get(place(index)));
+    }
+}
+
+/// Sets every element.
+pub(crate) fn fill(tensor: &mut Guarded, value: impl Fn([usize; 4]) -> f32) {
+    for index in tensor.indices() {
+        tensor.set(index, value(index));
+    }
+}
+
+/// Kinds of masks, additive ones in f16.
+pub(crate) const MASK_KINDS: [MaskKind; 2] = [MaskKind::Bool, MaskKind::Additive(flashtile::Dtype::F16)];
