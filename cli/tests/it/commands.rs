@@ -1,0 +1,201 @@
+//! Plan, info, check and bench.
+
+use crate::files::{Folder, Tensor, flashtile, qkv, stderr, stdout};
+use safetensors::tensor::Dtype;
+use serde_json::Value;
+
+/// Standard output of a command that succeeds and has nothing to remark.
+fn ok(args: &[&str]) -> String {
+    let output = flashtile(args);
+    assert!(output.status.success() && output.stderr.is_empty(), "{args:?}: {}", stderr(&output));
+    stdout(&output)
+}
+
+fn json(args: &[&str]) -> Value {
+    let text = ok(args);
+    assert_eq!(text.lines().count(), 1, "{text}");
+    serde_json::from_str(&text).unwrap()
+}
+
+#[test]
+fn help_and_version() {
+    for args in
+        [&["--help"][..], &["run", "--help"], &["plan", "-h"], &["bench", "--help"], &["check", "--help"]]
+    {
+        let text = ok(args);
+        assert!(text.contains("Usage: flashtile") && text.contains("Example"), "{args:?}: {text}");
+        assert!(text.lines().all(|line| line.chars().count() <= 110), "{args:?}");
+    }
+    assert_eq!(ok(&["--version"]), format!("flashtile {}\n", env!("CARGO_PKG_VERSION")));
+}
+
+#[test]
+fn plans_of_shapes() {
+    let shape =
+        ["plan", "--q-len", "1024", "--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--causal"];
+    let plan = json(&[&shape[..], &["--device", "avx2-8core", "--json"]].concat());
+    assert_eq!(plan["kernel"], "cpu-prefill-f32-d64-avx2");
+    assert_eq!((&plan["device"], &plan["threads"]), (&"avx2-8core".into(), &8.into()));
+    let visible = plan["visible_fraction"].as_f64().unwrap();
+    assert!((visible - 0.5).abs() < 1e-3, "{visible}");
+    assert_eq!(plan["flops"].as_f64().unwrap(), 8.0 * 256.0 * (1024.0 * 1025.0 / 2.0));
+    let tiles = |class: &str| plan["tiles"][class].as_u64().unwrap();
+    let (rows, keys) = (plan["tile_rows"].as_u64().unwrap(), plan["block_k"].as_u64().unwrap());
+    let all = (4096u64.div_ceil(rows)) * 1024u64.div_ceil(keys);
+    assert_eq!(tiles("skip") + tiles("partial") + tiles("full"), all);
+    assert!(tiles("skip") > 0 && tiles("partial") > 0 && tiles("full") > 0);
+
+    let text = ok(&shape);
+    for word in ["kernel", "cpu-prefill-f32-d64", "workspace", "skipped", "masked", "whole", "causal"] {
+        assert!(text.contains(word), "{word} in {text}");
+    }
+}
+
+#[test]
+fn plans_of_files_and_pictures() {
+    let mut tensors = qkv(Dtype::BF16, &[2, 2, 300, 32], &[2, 1, 700, 32], &[2, 1, 700, 16]);
+    tensors.insert("kv_lens".into(), Tensor::i64(&[700, 0]));
+    let folder = Folder::with(&tensors);
+    let (input, svg) = (folder.input.to_str().unwrap(), folder.path().join("tiles.svg"));
+    let args = [
+        "plan",
+        input,
+        "--window",
+        "50,0",
+        "--q-offset",
+        "bottom-right",
+        "--svg",
+        svg.to_str().unwrap(),
+        "--json",
+    ];
+    let plan = json(&args);
+    assert_eq!(
+        (&plan["dtype"], &plan["dims"]["kv_len"], &plan["sequences"]),
+        (&"bf16".into(), &700.into(), &2.into())
+    );
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    assert!(picture.starts_with("<svg") && picture.contains("keys 0 to 700") && picture.contains("skipped"));
+    let empty = ["plan", input, "--sequence", "1", "--svg", svg.to_str().unwrap()];
+    assert!(ok(&empty).contains("skipped 0"));
+    assert!(std::fs::read_to_string(&svg).unwrap().starts_with("<svg"));
+    assert_eq!(folder.names(), ["in.safetensors", "tiles.svg"]);
+}
+
+#[test]
+fn plans_without_anything_to_do() {
+    for shape in [["--batch", "0"], ["--q-len", "0"], ["--kv-len", "0"]] {
+        let args = [&["plan"][..], &shape].concat();
+        assert!(ok(&args).contains("kernel"), "{shape:?}");
+        assert_eq!(json(&[&args[..], &["--json"]].concat())["flops"], 0.0);
+    }
+}
+
+#[test]
+fn large_plans_take_little() {
+    let args = [
+        "plan",
+        "--q-len",
+        "1048576",
+        "--heads",
+        "1",
+        "--causal",
+        "--window",
+        "4095",
+        "--device",
+        "avx512-64core",
+    ];
+    let text = ok(&args);
+    assert!(text.lines().count() < 60 && text.lines().all(|line| line.chars().count() < 200), "{text}");
+}
+
+#[test]
+fn info_measures_the_machine() {
+    let info = json(&["info", "--threads", "1", "--json"]);
+    assert_eq!(info["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(info["threads"], 1);
+    for isa in flashtile::Cpu::isas() {
+        assert!(info["fma_flops_per_s"][isa.name()].as_f64().unwrap() > 1e8, "{info}");
+    }
+    assert!(info["read_bytes_per_s"].as_f64().unwrap() > 1e8);
+    let backends = info["backends"].as_array().unwrap();
+    let available =
+        |name: &str| backends.iter().find(|b| b["name"] == name).unwrap()["available"].as_bool().unwrap();
+    assert!(available("cpu") && available("reference") && !available("cuda") && !available("metal"));
+}
+
+#[test]
+fn check_runs_the_catalogue() {
+    let text = ok(&["check", "--filter", "gqa"]);
+    for isa in flashtile::Cpu::isas() {
+        assert!(text.contains(isa.name()), "{text}");
+    }
+    let text = ok(&["check", "--filter", "gqa", "--isa", "portable", "--json"]);
+    let cases = flashtile::testkit::catalogue();
+    assert_eq!(text.lines().count(), cases.iter().filter(|case| case.name.contains("gqa")).count());
+    for line in text.lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        assert_eq!(row["result"], "passed", "{row}");
+    }
+}
+
+#[test]
+fn bench_measures_and_compares() {
+    let folder = Folder::empty();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (rows, svg) = (path("rows.jsonl"), path("rows.svg"));
+    let few = [
+        "--seq",
+        "64,300",
+        "--head-dim",
+        "32",
+        "--dtype",
+        "f32,bf16",
+        "--min-time",
+        "0.001",
+        "--threads",
+        "1",
+    ];
+    let args =
+        [&["bench", "prefill"][..], &few, &["--window", "40", "--json-lines", &rows, "--svg", &svg]].concat();
+    let table = ok(&args);
+    assert!(
+        table.contains("of limit") && table.contains("bf16") && table.contains("causal, window 40"),
+        "{table}"
+    );
+    let text = std::fs::read_to_string(&rows).unwrap();
+    assert_eq!(text.lines().count(), 8);
+    for line in text.lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        assert!(row["seconds"].as_f64().unwrap() > 0.0 && row["fraction"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(row["nrmse"].as_f64().unwrap() < 8e-3, "{row}");
+    }
+    assert!(std::fs::read_to_string(&svg).unwrap().starts_with("<svg"));
+
+    let args = [&["bench", "prefill"][..], &few, &["--window", "40", "--json", "--vs", &rows]].concat();
+    for line in ok(&args).lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        assert!(row["peers"]["flashtile"]["ratio"].as_f64().unwrap() > 0.0, "{row}");
+    }
+
+    let peer = r#"{"peer":"x","kind":"decode","dtype":"f32","d":32,"h":4,"hkv":2,"b":2,"s":300,"causal":false,"seconds":1.0}"#;
+    std::fs::write(&rows, format!("{peer}\n\n{}\n", peer.replace("300", "301"))).unwrap();
+    let heads = ["--heads", "4", "--kv-heads", "2", "--batch", "2", "--vs", &rows];
+    let output = flashtile([&["bench", "decode"][..], &few, &heads].concat());
+    assert!(output.status.success(), "{}", stderr(&output));
+    assert!(stdout(&output).contains("1.00 s"), "{}", stdout(&output));
+    assert_eq!(stderr(&output), "note: 1 peer rows compare with no row of this run\n");
+}
+
+#[test]
+fn a_reader_that_went_away_is_no_failure() {
+    use std::process::{Command, Stdio};
+    let mut child = Command::new(env!("CARGO_BIN_EXE_flashtile"))
+        .args(["plan", "--q-len", "4096"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
+}

@@ -1,0 +1,90 @@
+//! The files of `examples/data`, whose answers other implementations gave.
+
+use crate::files::{Folder, max_abs, nrmse, read, write};
+use safetensors::tensor::Dtype;
+use serde_json::Value;
+use std::path::PathBuf;
+
+fn data(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/data").join(name)
+}
+
+/// Options for a line of the manifest.
+fn options(case: &Value) -> Vec<String> {
+    let number = |name: &str| case[name].as_f64();
+    let mut options = Vec::new();
+    if case["causal"] == true {
+        options.push("--causal".to_owned());
+    }
+    for (name, option) in [("scale", "--scale"), ("softcap", "--softcap")] {
+        options.extend(number(name).map(|x| format!("{option}={x}")));
+    }
+    let side = |name: &str| number(name).map_or(-1, |x| x as i64);
+    let (left, right) = (side("window_left"), side("window_right"));
+    if (left, right) != (-1, -1) {
+        options.push(format!("--window={left},{right}"));
+    }
+    match &case["q_offset"] {
+        Value::String(_) => options.push("--q-offset=bottom-right".to_owned()),
+        offset => options.push(format!("--q-offset={offset}")),
+    }
+    options
+}
+
+#[test]
+fn onnx_attention() {
+    let manifest = std::fs::read_to_string(data("onnx_attention/manifest.jsonl")).unwrap();
+    let mut count = 0;
+    for line in manifest.lines() {
+        let case: Value = serde_json::from_str(line).unwrap();
+        let name = case["name"].as_str().unwrap();
+        let mut folder = Folder::empty();
+        folder.input = data(&format!("onnx_attention/{name}.safetensors"));
+        let options = options(&case);
+        let got = folder.run(&options.iter().map(String::as_str).collect::<Vec<_>>());
+        let want = &read(&folder.input)["out"];
+        assert_eq!((got["out"].dtype, &got["out"].shape), (want.dtype, &want.shape), "{name}");
+        let limit = match want.dtype {
+            Dtype::F16 => 4e-3,
+            Dtype::BF16 => 2e-2,
+            _ => 1e-5,
+        };
+        let error = max_abs(&got["out"].values(), &want.values());
+        assert!(error <= limit, "{name}: {error}");
+        count += 1;
+    }
+    assert_eq!(count, 62);
+}
+
+#[test]
+fn minilm_attention() {
+    let mut folder = Folder::empty();
+    folder.input = data("minilm_attention.safetensors");
+    let got = folder.run(&[]);
+    let mut tensors = read(&folder.input);
+    let error = nrmse(&got["out"].values(), &tensors["out"].values());
+    assert!(error <= 2e-6, "{error}");
+    let error = max_abs(&got["lse"].values(), &tensors["lse"].values());
+    assert!(error <= 1e-5, "{error}");
+    let bytes = std::fs::read(&folder.output).unwrap();
+
+    let lengths: Vec<usize> = tensors["kv_lens"]
+        .bytes
+        .chunks(8)
+        .map(|x| i64::from_le_bytes(x.try_into().unwrap()) as usize)
+        .collect();
+    for name in ["k", "v"] {
+        let tensor = tensors.get_mut(name).unwrap();
+        let [_, heads, rows, dim] = tensor.shape[..] else { panic!("rank 4") };
+        for (index, row) in tensor.bytes.chunks_mut(dim * 4).enumerate() {
+            if index % rows >= lengths[index / rows / heads] {
+                row.copy_from_slice(&f32::NAN.to_le_bytes().repeat(dim));
+            }
+        }
+    }
+    assert!(tensors["k"].values().iter().any(|x| x.is_nan()));
+    folder.input = folder.path().join("poisoned.safetensors");
+    write(&folder.input, &tensors);
+    folder.run(&[]);
+    assert!(std::fs::read(&folder.output).unwrap() == bytes, "padding was read");
+}

@@ -1,0 +1,7 @@
+//! The command line as its users see it: files in, files out, lines, exit statuses.
+
+mod commands;
+mod examples;
+mod files;
+mod refusals;
+mod runs;

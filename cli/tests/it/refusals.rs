@@ -1,0 +1,346 @@
+//! Bad input: exit status 2, one line, no file.
+
+use crate::files::{Folder, Tensor, Tensors, assert_refused, flashtile, qkv, write, write_raw};
+use safetensors::tensor::Dtype;
+
+/// Two sequences of 5 queries and 7 keys, 4 query heads, 2 key/value heads.
+fn good() -> Tensors {
+    qkv(Dtype::F32, &[2, 4, 5, 8], &[2, 2, 7, 8], &[2, 2, 7, 6])
+}
+
+fn packed() -> Tensors {
+    let mut tensors = qkv(Dtype::F32, &[5, 4, 8], &[7, 2, 8], &[7, 2, 8]);
+    tensors.insert("cu_seqlens_q".into(), Tensor::i64(&[0, 2, 5]));
+    tensors.insert("cu_seqlens_k".into(), Tensor::i64(&[0, 3, 7]));
+    tensors
+}
+
+#[test]
+fn tensors_that_do_not_fit() {
+    let f32 = |shape: &[usize]| Tensor::random(Dtype::F32, shape, 9);
+    let cases: Vec<(&str, Tensor, &str)> = vec![
+        ("q", f32(&[2, 4, 5]), "tensor q has shape [2, 4, 5], expected [batch, heads, rows, dim]"),
+        ("k", f32(&[2, 2, 7, 9]), "tensor k has shape [2, 2, 7, 9], expected [2, 2, 7, 8] to fit q"),
+        ("k", f32(&[3, 2, 7, 8]), "tensor k has shape [3, 2, 7, 8], expected [2, 2, 7, 8]"),
+        ("v", f32(&[2, 2, 6, 6]), "tensor v has shape [2, 2, 6, 6], expected [2, 2, 7, 6] to fit k"),
+        ("v", f32(&[2, 2, 7, 0]), "value_dim 0"),
+        ("v", f32(&[2, 2, 7, 513]), "value_dim 513"),
+        ("q", f32(&[2, 3, 5, 8]), "q_heads 3 is not a positive multiple of kv_heads 2"),
+        ("k", Tensor::random(Dtype::F16, &[2, 2, 7, 8], 1), "tensor k is f16, expected f32 as q"),
+        ("q", Tensor { dtype: Dtype::F64, shape: vec![0, 4, 5, 8], bytes: vec![] }, "tensor q is F64"),
+        ("mask", f32(&[5, 7]), "tensor mask has shape [5, 7]"),
+        ("mask", f32(&[2, 4, 5, 6]), "mask has shape [2, 4, 5, 6], expected [2, 4, 5, 7] with any axis 1"),
+        ("mask", f32(&[2, 2, 5, 7]), "mask has shape [2, 2, 5, 7]"),
+        (
+            "mask",
+            Tensor { dtype: Dtype::I64, shape: vec![1, 1, 1, 1], bytes: vec![0; 8] },
+            "tensor mask is I64",
+        ),
+        ("alibi_slopes", f32(&[3]), "alibi_slopes"),
+        ("alibi_slopes", f32(&[4, 1]), "tensor alibi_slopes has shape [4, 1], expected one axis"),
+        ("sinks", f32(&[2]), "sinks has 2 elements, expected 4"),
+        ("sinks", Tensor::random(Dtype::F16, &[4], 1), "tensor sinks is F16, expected F32"),
+        ("kv_lens", Tensor::i64(&[7, -1]), "kv_lens[1] is -1, expected 0 or more"),
+        ("kv_lens", Tensor::i64(&[7, i64::MIN]), "kv_lens[1]"),
+        ("kv_lens", Tensor::i64(&[8, 7]), "kv_lens[0] is 8, expected at most the 7 rows"),
+        ("kv_lens", Tensor::i64(&[7]), "kv_lens has 1 entries"),
+        ("kv_lens", f32(&[2]), "tensor kv_lens is F32, expected I64"),
+        (
+            "cu_seqlens_q",
+            Tensor::i64(&[0, 2, 5]),
+            "tensor q has shape [2, 4, 5, 8], expected [total, heads, dim]",
+        ),
+        ("d_out", f32(&[2, 4, 5, 6]), "forward pass only"),
+    ];
+    for (name, tensor, why) in cases {
+        let mut tensors = good();
+        tensors.insert(name.into(), tensor);
+        Folder::with(&tensors).refuse(&["--q-offset", "bottom-right"], why);
+    }
+}
+
+#[test]
+fn missing_tensors() {
+    for name in ["q", "k", "v"] {
+        let mut tensors = good();
+        tensors.remove(name);
+        Folder::with(&tensors).refuse(&[], &format!("tensor {name} is missing"));
+    }
+    for name in ["cu_seqlens_q", "cu_seqlens_k"] {
+        let mut tensors = packed();
+        tensors.remove(name);
+        Folder::with(&tensors).refuse(&[], &format!("tensor {name} is missing"));
+    }
+}
+
+#[test]
+fn cumulative_lengths() {
+    let cases: [(&str, &[i64], &str); 7] = [
+        ("cu_seqlens_q", &[0, 4, 3, 5], "cu_seqlens"),
+        ("cu_seqlens_k", &[0, 8, 7], "cu_seqlens_k[2] is 7 after 8, expected no decrease"),
+        ("cu_seqlens_k", &[0, 3, 6], "cu_seqlens_k ends at 6, expected the 7 rows"),
+        ("cu_seqlens_q", &[1, 2, 5], "cu_seqlens_q starts at 1, expected 0"),
+        ("cu_seqlens_q", &[], "cu_seqlens"),
+        ("cu_seqlens_q", &[0, -2, 5], "cu_seqlens_q[1] is -2, expected 0 or more"),
+        ("cu_seqlens_q", &[0, 5], "cu_seqlens_q has 2 entries and cu_seqlens_k has 3"),
+    ];
+    for (name, lengths, why) in cases {
+        let mut tensors = packed();
+        tensors.insert(name.into(), Tensor::i64(lengths));
+        Folder::with(&tensors).refuse(&[], why);
+    }
+    let mut both = packed();
+    both.insert("kv_lens".into(), Tensor::i64(&[7]));
+    Folder::with(&both).refuse(&[], "kv_lens and cu_seqlens");
+    Folder::with(&packed()).refuse(&["--layout", "bhsd"], "packed");
+}
+
+#[test]
+fn options() {
+    let folder = Folder::with(&good());
+    let cases: [(&[&str], &str); 33] = [
+        (&["--scale", "nan"], "scale NaN is not finite"),
+        (&["--scale", "1e99"], "scale inf is not finite"),
+        (&["--scale", "x"], "--scale"),
+        (&["--softcap", "0"], "softcap 0 is not a positive"),
+        (&["--softcap", "-3"], "softcap -3"),
+        (&["--causal"], "causal with q_len 5 and kv_len 7 needs q_offset"),
+        (&["--window", "3"], "needs q_offset"),
+        (&["--window", "3;4", "--q-offset", "0"], "expected LEFT or LEFT,RIGHT"),
+        (&["--window", "-2"], "--window"),
+        (&["--q-offset", "middle"], "expected top-left, bottom-right or a whole number"),
+        (&["--q-offset", "9223372036854775807"], "q_offset 9223372036854775807"),
+        (&["--q-offset", "-9223372036854775808"], "q_offset -9223372036854775808"),
+        (&["--dtype", "f64"], "expected f32, f16 or bf16"),
+        (&["--layout", "sbhd"], "bhsd, bshd"),
+        (&["--backend", "tpu"], "reference"),
+        (&["--backend", "cuda"], "cuda is not part of this build"),
+        (&["--backend", "metal"], "metal is not part of this build"),
+        (&["--backend", "simulator"], "simulator is not part of this build"),
+        (
+            &["--backend", "reference", "--threads", "2"],
+            "--threads: has no meaning for the reference backend",
+        ),
+        (&["--backend", "reference", "--splits", "2"], "--splits"),
+        (&["--k-codec", "tq4"], "--k-codec: tq4 is not built, expected f32"),
+        (&["--v-codec", "bf16"], "--v-codec: bf16 is not built, expected f32"),
+        (&["--grad"], "forward pass only"),
+        (&["--splits", "0"], "expected a whole number, 1 or more"),
+        (&["--splits", "9"], "9 splits asked for, expected 1 to 1"),
+        (&["--threads", "0"], "1 to 1024"),
+        (&["--threads", "99999999999"], "1 to 1024"),
+        (&["--isa", "sse2"], "expected portable, avx2 or avx512"),
+        (&["--layout", "bshd"], "q_heads 5 is not a positive multiple of kv_heads 7"),
+        (&["--colour"], "unexpected argument"),
+        (&["--dtype"], "value is required"),
+        (&["--causal", "--causal"], "cannot be used multiple times"),
+        (&["one\n\ntoo many"], "unexpected argument"),
+    ];
+    for (options, why) in cases {
+        folder.refuse(options, why);
+    }
+}
+
+#[test]
+fn padded_causal_problems_must_say_where_queries_sit() {
+    let mut tensors = qkv(Dtype::F32, &[1, 1, 4, 8], &[1, 1, 4, 8], &[1, 1, 4, 8]);
+    tensors.insert("kv_lens".into(), Tensor::i64(&[3]));
+    Folder::with(&tensors).refuse(&["--causal"], "causal with kv_lens needs q_offset");
+}
+
+#[test]
+fn output_paths() {
+    let folder = Folder::with(&good());
+    let before = folder.names();
+    let cases = [
+        (folder.path().join("missing/out.safetensors"), "cannot be written: No such file"),
+        (folder.path().to_owned(), "exists and is not a regular file"),
+        (folder.input.join("out"), "cannot be written"),
+        ("".into(), "output"),
+        ("..".into(), "exists and is not a regular file"),
+    ];
+    for (path, why) in cases {
+        let output = flashtile(["run".as_ref(), folder.input.as_os_str(), "-o".as_ref(), path.as_os_str()]);
+        assert_refused(&output, why, &path.display().to_string());
+        assert_eq!(folder.names(), before);
+    }
+}
+
+#[test]
+fn input_paths() {
+    let folder = Folder::empty();
+    folder.refuse(&[], "in.safetensors: No such file");
+    std::fs::create_dir(&folder.input).unwrap();
+    folder.refuse(&[], "not a regular file");
+}
+
+/// Headers that do not describe the data that follows them.
+#[test]
+fn hostile_headers() {
+    let tensor = |shape: &str, offsets: &str| {
+        format!(r#"{{"q":{{"dtype":"F32","shape":{shape},"data_offsets":{offsets}}}}}"#)
+    };
+    let mut headers = vec![
+        String::new(),
+        "{".into(),
+        "[]".into(),
+        "null".into(),
+        "\u{fffd}".into(),
+        "[".repeat(100_000),
+        r#"{"q":1}"#.into(),
+        r#"{"q":{"dtype":"F99","shape":[4],"data_offsets":[0,16]}}"#.into(),
+        r#"{"__metadata__":{"a":1}}"#.into(),
+        r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}"#.into(),
+        r#"{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}"#.into(),
+        tensor("[4]", "[0,17]"),
+        tensor("[4]", "[0,12]"),
+        tensor("[4]", "[16,0]"),
+        tensor("[4]", "[-1,15]"),
+        tensor("[4]", "[0.0,16.0]"),
+        tensor("[4]", "[0]"),
+        tensor("[-4]", "[0,16]"),
+        tensor("[1000000]", "[0,4000000]"),
+        tensor("[9223372036854775807,9223372036854775807]", "[0,16]"),
+        tensor("[18446744073709551615]", "[0,18446744073709551612]"),
+        tensor("[4294967296,4294967296,0]", "[0,0]"),
+        tensor("[99999999999999999999]", "[0,16]"),
+    ];
+    // Offsets that cover the whole address space and end where the file does, modulo its size.
+    let eighth = 1u64 << 61;
+    let mut wrapping = Vec::new();
+    let mut start = 0u64;
+    for index in 0..8 {
+        let end = if index == 7 { u64::MAX - 7 } else { start + (eighth - 8) };
+        let length = end - start;
+        wrapping.push(format!(
+            r#""t{index}":{{"dtype":"U8","shape":[{length}],"data_offsets":[{start},{end}]}}"#
+        ));
+        start = end;
+    }
+    headers.push(format!("{{{}}}", wrapping.join(",")));
+    let folder = Folder::empty();
+    for header in headers {
+        write_raw(&folder.input, &header, &[0; 16]);
+        folder.refuse(&[], "not a safetensors file");
+    }
+}
+
+#[test]
+fn damaged_files() {
+    let folder = Folder::with(&good());
+    let whole = std::fs::read(&folder.input).unwrap();
+    let cuts = [0, 1, 7, 8, 9, 100, whole.len() / 2, whole.len() - 1];
+    for cut in cuts {
+        std::fs::write(&folder.input, &whole[..cut]).unwrap();
+        folder.refuse(&[], "not a safetensors file");
+    }
+    for length in [u64::MAX, u64::MAX - 7, 1 << 62, whole.len() as u64, 100_000_001, 0] {
+        let mut damaged = whole.clone();
+        damaged[..8].copy_from_slice(&length.to_le_bytes());
+        std::fs::write(&folder.input, &damaged).unwrap();
+        folder.refuse(&[], "not a safetensors file");
+    }
+    let mut longer = whole.clone();
+    longer.push(0);
+    std::fs::write(&folder.input, &longer).unwrap();
+    folder.refuse(&[], "bytes of data, the header expects");
+}
+
+/// One byte of a good header changed at a time: success or a refusal, nothing else.
+#[test]
+fn changed_bytes() {
+    let folder = Folder::with(&good());
+    let whole = std::fs::read(&folder.input).unwrap();
+    let header = u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    for at in 0..8 + header {
+        for byte in [b'9', b'"'] {
+            if whole[at] == byte {
+                continue;
+            }
+            let mut damaged = whole.clone();
+            damaged[at] = byte;
+            std::fs::write(&folder.input, &damaged).unwrap();
+            let output = folder.try_run(&["--backend", "reference"]);
+            if output.status.success() {
+                std::fs::remove_file(&folder.output).unwrap();
+            } else {
+                assert_refused(&output, "", &format!("byte {at}"));
+            }
+            assert_eq!(folder.names(), ["in.safetensors"]);
+        }
+    }
+}
+
+#[test]
+fn many_empty_sequences() {
+    let folder = Folder::empty();
+    let tensor =
+        |name: &str| format!(r#""{name}":{{"dtype":"F32","shape":[2147483647,1,0,1],"data_offsets":[0,0]}}"#);
+    write_raw(&folder.input, &format!("{{{},{},{}}}", tensor("q"), tensor("k"), tensor("v")), &[]);
+    folder.refuse(&[], "2147483647 batch entries without rows");
+}
+
+#[test]
+fn names_with_line_breaks_stay_on_one_line() {
+    let folder = Folder::empty();
+    let header = r#"{"a\nb":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}"#;
+    write_raw(&folder.input, header, &[0; 8]);
+    folder.refuse(&[], "not a safetensors file");
+}
+
+#[test]
+fn a_refused_run_leaves_an_existing_output_alone() {
+    let folder = Folder::with(&good());
+    std::fs::write(&folder.output, b"kept").unwrap();
+    folder.refuse(&["--scale", "nan"], "scale");
+    assert_eq!(std::fs::read(&folder.output).unwrap(), b"kept");
+}
+
+#[test]
+fn other_commands() {
+    let folder = Folder::with(&good());
+    let input = folder.input.to_str().unwrap();
+    let missing = folder.path().join("missing/file");
+    let missing = missing.to_str().unwrap();
+    let peers = folder.path().join("peers.jsonl");
+    std::fs::write(&peers, "{\"peer\":\"x\"}\n").unwrap();
+    let peers = peers.to_str().unwrap();
+    let cases: Vec<(Vec<&str>, &str)> = vec![
+        (vec![], "subcommand"),
+        (vec!["jump"], "unrecognized subcommand"),
+        (vec!["plan", "--q-len", "x"], "--q-len"),
+        (vec!["plan", "--heads", "6", "--kv-heads", "4"], "q_heads 6"),
+        (vec!["plan", "--heads", "0"], "q_heads 0"),
+        (vec!["plan", "--head-dim", "1000"], "head_dim 1000 is outside 1..=512"),
+        (vec!["plan", "--q-len", "5", "--kv-len", "7", "--causal"], "needs q_offset"),
+        (vec!["plan", "--device", "abacus"], "expected one of avx512-2core"),
+        (vec!["plan", "--device", "avx2-8core", "--threads", "2"], "cannot be used with"),
+        (vec!["plan", "--sequence", "1"], "1 of 1 sequences"),
+        (vec!["plan", "--kv-lens", "1,2"], "kv_lens has 2 entries"),
+        (vec!["plan", "--batch", "99999999999999999999"], "--batch"),
+        (vec!["plan", "--q-len", "2147483647", "--heads", "2147483647"], "rows, expected"),
+        (vec!["plan", "--layout", "bhsd"], "--layout"),
+        (vec!["plan", "--svg", missing], "cannot be written"),
+        (vec!["plan", input, "--batch", "2"], "cannot be used with"),
+        (vec!["plan", input, "--scale", "inf"], "scale inf"),
+        (vec!["plan", missing], "No such file"),
+        (vec!["info", "--threads", "0"], "--threads"),
+        (vec!["check", "--filter", "no such case"], "no case has a name with"),
+        (vec!["bench", "sideways"], "prefill, decode, visibility, all"),
+        (vec!["bench", "--dtype", "f32,f8"], "expected f32, f16 or bf16"),
+        (vec!["bench", "--min-time", "nan"], "expected seconds"),
+        (vec!["bench", "--seq", "0"], "expected a whole number"),
+        (vec!["bench", "--head-dim", "513"], "head_dim 513"),
+        (vec!["bench", "--quick", "--full"], "cannot be used with"),
+        (vec!["bench", "visibility", "--causal"], "--causal: has no meaning"),
+        (vec!["bench", "--vs", peers], "peers.jsonl line 1: expected"),
+        (vec!["bench", "--vs", missing], "No such file"),
+        (vec!["bench", "--json-lines", missing], "cannot be written"),
+        (vec!["bench", "--svg", missing], "cannot be written"),
+    ];
+    for (args, why) in cases {
+        assert_refused(&flashtile(&args), why, &format!("{args:?}"));
+    }
+    write(&folder.input, &packed());
+    assert_refused(&flashtile(["plan", input, "--sequence", "2"]), "2 of 2 sequences", "packed plan");
+}

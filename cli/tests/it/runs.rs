@@ -1,0 +1,241 @@
+//! `flashtile run` on good input.
+
+use crate::files::{Folder, Tensor, Tensors, max_abs, nrmse, qkv, stderr, stdout, write_raw};
+use safetensors::tensor::Dtype;
+
+/// Rows with every optional tensor: GQA, D != Dv, a mask that hides, slopes, sinks, padding.
+fn everything(dtype: Dtype) -> Tensors {
+    let mut tensors = qkv(dtype, &[2, 4, 37, 24], &[2, 2, 301, 24], &[2, 2, 301, 40]);
+    let hidden = (0..37 * 301).map(|n| n % 7 != 3);
+    tensors.insert("mask".into(), Tensor::bool(&[1, 1, 37, 301], hidden));
+    tensors.insert("alibi_slopes".into(), Tensor::f32(&[4], &[0.5, 0.25, 0.125, -0.01]));
+    tensors.insert("sinks".into(), Tensor::f32(&[4], &[0.0, 1.0, -2.0, 3.0]));
+    tensors.insert("kv_lens".into(), Tensor::i64(&[301, 40]));
+    tensors
+}
+
+const OPTIONS: [&str; 6] = ["--causal", "--q-offset", "bottom-right", "--window", "100", "--softcap=2.5"];
+
+fn with<'a>(options: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    options.iter().chain(more).copied().collect()
+}
+
+#[test]
+fn every_instruction_set_agrees_with_the_reference() {
+    for (dtype, limit) in [(Dtype::F32, 2e-6), (Dtype::F16, 1e-3), (Dtype::BF16, 8e-3)] {
+        let folder = Folder::with(&everything(dtype));
+        let want = folder.run(&with(&OPTIONS, &["--backend", "reference"]));
+        assert_eq!((want["out"].dtype, &want["out"].shape[..]), (dtype, &[2, 4, 37, 40][..]));
+        assert_eq!((want["lse"].dtype, &want["lse"].shape[..]), (Dtype::F32, &[2, 4, 37][..]));
+        for isa in flashtile::Cpu::isas() {
+            let got = folder.run(&with(&OPTIONS, &["--backend", "cpu", "--isa", isa.name()]));
+            let error = nrmse(&got["out"].values(), &want["out"].values());
+            assert!(error <= limit, "{dtype:?} {isa}: {error}");
+            assert!(max_abs(&got["lse"].values(), &want["lse"].values()) <= 1e-5, "{dtype:?} {isa}");
+        }
+    }
+}
+
+#[test]
+fn threads_and_splits_do_not_change_a_bit() {
+    let folder = Folder::with(&everything(Dtype::F32));
+    let want = folder.run(&OPTIONS);
+    for more in
+        [["--threads", "1"], ["--threads", "3"], ["--splits", "1"], ["--splits", "2"], ["--backend", "cpu"]]
+    {
+        assert_eq!(folder.run(&with(&OPTIONS, &more)), want, "{more:?}");
+    }
+}
+
+#[test]
+fn layouts_are_the_same_problem() {
+    let tensors = everything(Dtype::F32);
+    let mut transposed = tensors.clone();
+    for name in ["q", "k", "v"] {
+        transposed.insert(name.into(), tensors[name].transposed());
+    }
+    let (bhsd, bshd) = (Folder::with(&tensors), Folder::with(&transposed));
+    for backend in ["cpu", "reference"] {
+        let want = bhsd.run(&with(&OPTIONS, &["--layout", "bhsd", "--backend", backend]));
+        let got = bshd.run(&with(&OPTIONS, &["--layout", "bshd", "--backend", backend]));
+        assert_eq!(got["out"].shape, [2, 37, 4, 40]);
+        assert_eq!(got["out"].transposed(), want["out"], "{backend}");
+        assert_eq!(got["lse"], want["lse"], "{backend}");
+    }
+}
+
+#[test]
+fn packed_sequences_are_dense_ones() {
+    let lengths = [(3usize, 5usize), (0, 4), (70, 300), (1, 0)];
+    let (heads, kv_heads, dim) = (4, 2, 16);
+    let mut packed = Tensors::new();
+    let mut parts = vec![Tensors::new(); lengths.len()];
+    for (name, seed) in [("q", 1), ("k", 2), ("v", 3)] {
+        let mut bytes = Vec::new();
+        for (part, &(q_len, kv_len)) in parts.iter_mut().zip(&lengths) {
+            let (rows, h) = if name == "q" { (q_len, heads) } else { (kv_len, kv_heads) };
+            let tensor = Tensor::random(Dtype::F32, &[1, rows, h, dim], seed * 100 + rows as u64);
+            bytes.extend(&tensor.bytes);
+            part.insert(name.into(), tensor);
+        }
+        let h = if name == "q" { heads } else { kv_heads };
+        let shape = vec![bytes.len() / (h * dim * 4), h, dim];
+        packed.insert(name.into(), Tensor { dtype: Dtype::F32, shape, bytes });
+    }
+    packed.insert("cu_seqlens_q".into(), Tensor::i64(&[0, 3, 3, 73, 74]));
+    packed.insert("cu_seqlens_k".into(), Tensor::i64(&[0, 5, 9, 309, 309]));
+    let options = ["--causal", "--q-offset", "bottom-right"];
+    let got = Folder::with(&packed).run(&options);
+    assert_eq!((&got["out"].shape[..], &got["lse"].shape[..]), (&[74, 4, 16][..], &[4, 74][..]));
+
+    let (mut out, mut lse) = (Vec::<u8>::new(), vec![Vec::<u8>::new(); heads]);
+    for part in &parts {
+        let want = Folder::with(part).run(&with(&options, &["--layout", "bshd"]));
+        out.extend(&want["out"].bytes);
+        let rows = want["lse"].bytes.len() / heads;
+        for (h, lse) in lse.iter_mut().enumerate() {
+            lse.extend(&want["lse"].bytes[h * rows..][..rows]);
+        }
+    }
+    assert_eq!(got["out"].bytes, out);
+    assert_eq!(got["lse"].bytes, lse.concat());
+}
+
+#[test]
+fn dtype_converts_first() {
+    let tensors = everything(Dtype::F32);
+    let folder = Folder::with(&tensors);
+    for (name, dtype) in [("f16", Dtype::F16), ("bf16", Dtype::BF16)] {
+        let got = folder.run(&with(&OPTIONS, &["--dtype", name]));
+        let converted =
+            Folder::with(&everything(dtype)).run(&with(&OPTIONS, &["--k-codec", name, "--v-codec", name]));
+        assert_eq!(got, converted, "{name}");
+    }
+    let mut mixed = tensors.clone();
+    mixed.insert("k".into(), everything(Dtype::F16)["k"].clone());
+    assert_eq!(Folder::with(&mixed).run(&with(&OPTIONS, &["--dtype", "f32"]))["out"].dtype, Dtype::F32);
+}
+
+#[test]
+fn additive_masks_hide_as_boolean_ones() {
+    let mut tensors = everything(Dtype::F32);
+    let want = Folder::with(&tensors).run(&OPTIONS);
+    let bias: Vec<f32> =
+        tensors["mask"].bytes.iter().map(|&shown| if shown == 1 { 0.0 } else { f32::NEG_INFINITY }).collect();
+    tensors.insert("mask".into(), Tensor::f32(&[1, 1, 37, 301], &bias));
+    assert_eq!(Folder::with(&tensors).run(&OPTIONS), want);
+}
+
+#[test]
+fn one_line_and_one_object() {
+    let folder = Folder::with(&everything(Dtype::F32));
+    let output = folder.try_run(&OPTIONS);
+    assert_eq!((stdout(&output).lines().count(), stderr(&output).as_str()), (1, ""));
+    assert!(stdout(&output).starts_with("cpu-prefill-f32-d24"), "{}", stdout(&output));
+    let output = folder.try_run(&with(&OPTIONS, &["--json", "--threads", "2"]));
+    let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(stdout(&output).lines().count(), 1);
+    assert_eq!(
+        (&json["backend"], &json["dtype"], &json["threads"]),
+        (&"cpu".into(), &"f32".into(), &2.into())
+    );
+    assert_eq!((&json["dims"]["kv_len"], &json["dims"]["value_dim"]), (&301.into(), &40.into()));
+    assert!(json["seconds"].as_f64().unwrap() > 0.0 && json["gflops"].as_f64().unwrap() > 0.0);
+    let fraction = json["fraction"].as_f64().unwrap();
+    assert!(fraction > 0.0 && fraction < 2.0, "{fraction}");
+    assert!(json["backend_reason"].as_str().unwrap().len() > 10);
+}
+
+#[test]
+fn tensors_that_are_not_read_are_named() {
+    let mut tensors = everything(Dtype::F32);
+    let want = Folder::with(&tensors).run(&OPTIONS);
+    for name in ["out", "lse"] {
+        tensors.insert(name.into(), Tensor::f32(&[1], &[0.0]));
+    }
+    assert_eq!(stderr(&Folder::with(&tensors).try_run(&OPTIONS)), "");
+    tensors.insert("attn_mask".into(), Tensor::f32(&[1], &[0.0]));
+    let folder = Folder::with(&tensors);
+    let output = folder.try_run(&OPTIONS);
+    assert!(
+        output.status.success() && stderr(&output).contains("not read: attn_mask"),
+        "{}",
+        stderr(&output)
+    );
+    assert_eq!(folder.run(&OPTIONS), want);
+}
+
+#[test]
+fn empty_tensors() {
+    let shapes: [[[usize; 4]; 3]; 4] = [
+        [[1, 2, 0, 8], [1, 2, 5, 8], [1, 2, 5, 8]],
+        [[1, 2, 3, 8], [1, 2, 0, 8], [1, 2, 0, 8]],
+        [[0, 2, 3, 8], [0, 2, 5, 8], [0, 2, 5, 8]],
+        [[1, 2, 0, 8], [1, 2, 0, 8], [1, 2, 0, 8]],
+    ];
+    for [q, k, v] in shapes {
+        let folder = Folder::with(&qkv(Dtype::F16, &q, &k, &v));
+        for backend in ["cpu", "reference"] {
+            let got = folder.run(&["--backend", backend, "--causal", "--q-offset", "bottom-right"]);
+            assert_eq!((&got["out"].shape[..], &got["lse"].shape[..]), (&q[..], &q[..3]));
+            assert!(got["out"].bytes.iter().all(|&byte| byte == 0));
+            assert!(got["lse"].values().iter().all(|&l| l == f64::NEG_INFINITY));
+        }
+    }
+    let mut packed = qkv(Dtype::F32, &[0, 2, 8], &[0, 1, 8], &[0, 1, 8]);
+    packed.insert("cu_seqlens_q".into(), Tensor::i64(&[0]));
+    packed.insert("cu_seqlens_k".into(), Tensor::i64(&[0]));
+    assert_eq!(Folder::with(&packed).run(&[])["lse"].shape, [2, 0]);
+}
+
+/// Tensors at addresses that their element type does not allow.
+#[test]
+fn misaligned_tensors() {
+    let mut tensors = everything(Dtype::F32);
+    tensors.remove("mask");
+    let want = Folder::with(&tensors).run(&OPTIONS);
+    let mut data = vec![0u8];
+    let mut header = r#"{"odd":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}"#.to_owned();
+    for (name, tensor) in &tensors {
+        let (dtype, shape) = (tensor.dtype, &tensor.shape);
+        let (start, end) = (data.len(), data.len() + tensor.bytes.len());
+        header +=
+            &format!(r#","{name}":{{"dtype":"{dtype:?}","shape":{shape:?},"data_offsets":[{start},{end}]}}"#);
+        data.extend(&tensor.bytes);
+    }
+    let folder = Folder::empty();
+    write_raw(&folder.input, &(header + "}"), &data);
+    assert_eq!(folder.run(&OPTIONS), want);
+}
+
+#[test]
+fn outputs_replace_files() {
+    let tensors = everything(Dtype::F32);
+    let mut folder = Folder::with(&tensors);
+    let want = folder.run(&OPTIONS);
+    std::fs::write(&folder.output, b"old").unwrap();
+    assert_eq!(folder.run(&OPTIONS), want);
+    folder.output = folder.input.clone();
+    assert_eq!(folder.run(&OPTIONS), want);
+    assert_eq!(folder.names(), ["in.safetensors", "out.safetensors"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn outputs_have_the_mode_of_new_files_and_follow_links() {
+    use std::os::unix::fs::PermissionsExt;
+    let mut folder = Folder::with(&everything(Dtype::F32));
+    let want = folder.run(&OPTIONS);
+    let mode = |path: &std::path::Path| std::fs::metadata(path).unwrap().permissions().mode();
+    let usual = folder.path().join("usual");
+    std::fs::write(&usual, b"").unwrap();
+    assert_eq!(mode(&folder.output), mode(&usual));
+
+    let link = folder.path().join("link");
+    let target = std::mem::replace(&mut folder.output, link);
+    std::fs::write(&target, b"old").unwrap();
+    std::os::unix::fs::symlink(&target, &folder.output).unwrap();
+    assert_eq!(folder.run(&OPTIONS), want);
+    assert!(folder.output.is_symlink());
+    assert_eq!(crate::files::read(&target), want);
+}
