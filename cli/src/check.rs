@@ -96,7 +96,8 @@ impl Tally {
                         *nrmse = nrmse.max(outcome.out.nrmse);
                     }
                 }
-                let ratio = outcome.out.worst.max(outcome.lse.worst);
+                let out = outcome.out;
+                let ratio = out.worst.max(outcome.lse.worst).max(out.nrmse / out.limit);
                 if self.closest.as_ref().is_none_or(|(worst, _)| ratio > *worst) {
                     self.closest = Some((ratio, result.case.name.clone()));
                 }
@@ -110,7 +111,7 @@ impl Tally {
 fn table(tallies: &[Tally]) -> Table {
     let mut head: Vec<String> = ["runner", "passed", "failed", "skipped"].map(str::to_owned).to_vec();
     head.extend(DTYPES.map(|dtype| format!("{dtype} nrmse")));
-    head.push("of the limit".to_owned());
+    head.push("closest to its limit".to_owned());
     head.push("case".to_owned());
     let mut table = Table::new(head);
     for tally in tallies {

@@ -209,7 +209,8 @@ impl Tiles<'_> {
         }
         let outline = vec![(LEFT, TOP), (right, TOP), (right, bottom), (LEFT, bottom), (LEFT, TOP)];
         root.draw(&PathElement::new(outline, BLACK))?;
-        let keys = format!("keys 0 to {}", self.sequence.kv_len);
+        let (q_len, kv_len) = (self.sequence.q_len, self.sequence.kv_len);
+        let keys = format!("keys 0 to {kv_len}, queries 0 to {q_len} downwards");
         root.draw(&Text::new(keys, (LEFT, TOP - 18), font.clone()))?;
         let counts = self.counts();
         let mut x = LEFT;

@@ -23,7 +23,7 @@ struct Panel {
     lines: Vec<Line>,
 }
 
-const COLOURS: [RGBColor; 8] = [
+const COLOURS: [RGBColor; 12] = [
     RGBColor(31, 119, 180),
     RGBColor(255, 127, 14),
     RGBColor(44, 160, 44),
@@ -32,6 +32,10 @@ const COLOURS: [RGBColor; 8] = [
     RGBColor(140, 86, 75),
     RGBColor(227, 119, 194),
     RGBColor(127, 127, 127),
+    RGBColor(188, 189, 34),
+    RGBColor(23, 190, 207),
+    RGBColor(0, 0, 128),
+    RGBColor(128, 128, 0),
 ];
 
 /// Draws a panel for each kind of row and visibility, a line for each dtype and head dimension.
@@ -101,6 +105,7 @@ fn draw_panel(panel: &Panel, area: &DrawingArea<SVGBackend<'_>, Shift>) -> Drawn
         .build_cartesian_2d((least * 0.9..most * 1.1).log_scale().base(2.0), 0.0..top)?;
     chart
         .configure_mesh()
+        .light_line_style(WHITE)
         .x_desc("keys")
         .y_desc("fraction of the limit")
         .x_label_formatter(&|x| format!("{x:.0}"))
