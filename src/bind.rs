@@ -157,12 +157,7 @@ fn tensor(
     Ok(())
 }
 
-fn per_head(
-    tensor: &'static str,
-    wanted: bool,
-    given: Option<&[f32]>,
-    heads: usize,
-) -> Result<(), RunError> {
+fn per_head(tensor: &'static str, wanted: bool, given: Option<&[f32]>, heads: usize) -> Result<(), RunError> {
     match (wanted, given) {
         (true, None) => Err(RunError::Missing { tensor }),
         (false, Some(_)) => Err(RunError::Unexpected { tensor }),
@@ -201,11 +196,7 @@ pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(),
 }
 
 /// Checks that inputs and outputs are the problem's.
-pub(crate) fn check(
-    problem: &Problem,
-    inputs: &Inputs<'_>,
-    outputs: &Outputs<'_>,
-) -> Result<(), RunError> {
+pub(crate) fn check(problem: &Problem, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Result<(), RunError> {
     check_inputs(problem, inputs)?;
     let dims = problem.dims();
     let out = &outputs.out;

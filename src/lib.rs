@@ -1,7 +1,7 @@
 #![doc = include_str!("../README.md")]
 
-pub mod cpu;
 mod bind;
+pub mod cpu;
 mod dtype;
 pub mod plan;
 pub mod problem;

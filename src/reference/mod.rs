@@ -25,8 +25,7 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
     for (index, sequence) in problem.sequences().iter().enumerate() {
         for h in 0..dims.q_heads {
             for i in 0..sequence.q_len {
-                let row =
-                    (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
+                let row = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
                 let out = &mut result.out[row * dims.value_dim..][..dims.value_dim];
                 result.lse[row] = attend(&Row { problem, inputs, sequence, index, h, i }, out);
             }
@@ -90,7 +89,8 @@ fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     for (j, score) in scores {
         let p = (score - max).exp() / sum;
         for (d, o) in out.iter_mut().enumerate() {
-            *o += p * f64::from(row.inputs.v.get([row.sequence.batch, kv_head, row.sequence.kv_start + j, d]));
+            *o +=
+                p * f64::from(row.inputs.v.get([row.sequence.batch, kv_head, row.sequence.kv_start + j, d]));
         }
     }
     max + sum.ln()
