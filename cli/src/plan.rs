@@ -10,12 +10,9 @@ use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::dims_json;
 use flashtile::plan::{CpuFacts, devices};
-use flashtile::{CpuPlan, Dims, Dtype, PlanOptions, Problem, ProblemDesc, Sequences};
+use flashtile::{CpuPlan, Dims, Dtype, Problem, ProblemDesc, Sequences};
 use serde_json::json;
 use std::process::ExitCode;
-
-/// Most query rows times splits of a problem described by options: planning takes time and memory in proportion.
-const MAX_ROWS: usize = 1 << 30;
 
 /// Most batch entries of a problem described by options.
 const MAX_BATCH: usize = 1 << 20;
@@ -24,8 +21,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
         let problem = problem(args)?;
         let (device, facts) = device(args)?;
-        let mut options = PlanOptions::default();
-        options.splits = args.splits;
+        let options = machine::options(problem.dims(), args.splits)?;
         let plan = CpuPlan::new(&problem, &facts, options).map_err(Failure::new)?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = problem.sequences().len();
@@ -81,13 +77,8 @@ fn described(args: &PlanArgs) -> Result<Problem> {
         head_dim,
         value_dim: args.shape.value_dim.unwrap_or(head_dim),
     };
-    let rows = [heads, q_len, args.splits.unwrap_or(1)].into_iter().fold(batch, usize::saturating_mul);
-    if rows > MAX_ROWS || batch > MAX_BATCH {
-        let expected = format_args!(
-            "{batch} x {heads} x {q_len} rows, expected a batch of at most {MAX_BATCH} and batch x heads x q_len x splits \
-             of at most {MAX_ROWS}"
-        );
-        return Err(Failure::at("plan", expected));
+    if batch > MAX_BATCH {
+        return Err(Failure::at("--batch", format_args!("{batch}, expected at most {MAX_BATCH}")));
     }
     let mut desc = ProblemDesc::new(dims, args.reading.dtype.unwrap_or(Dtype::F32));
     desc.visibility = args.semantics.visibility();

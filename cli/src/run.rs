@@ -9,7 +9,7 @@ use crate::operands::{Operands, Order, readable_names};
 use crate::output::{self, Destination};
 use crate::report;
 use flashtile::plan::Isa;
-use flashtile::{Cpu, Dims, Outputs, PlanOptions, Problem, TensorViewMut, reference};
+use flashtile::{Cpu, Dims, Outputs, Problem, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -144,8 +144,7 @@ struct Results<'a> {
 fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
     let problem = &operands.problem;
     let cpu = machine::cpu(args.cpu)?;
-    let mut options = PlanOptions::default();
-    options.splits = args.splits;
+    let options = machine::options(problem.dims(), args.splits)?;
     let plan = cpu.plan(problem, options).map_err(Failure::new)?;
     let inputs = operands.inputs()?;
     let shape = problem.dims().out_shape();

@@ -3,13 +3,13 @@
 use super::rows::{Kind, Row};
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
-use crate::machine::{Work, workspace};
+use crate::machine::{self, Work};
 use crate::operands::Order;
 use flashtile::reference::{self, Attention};
 use flashtile::testkit::{Accumulation, Rng, Tolerance, compare_out};
 use flashtile::{
-    Cpu, CpuPlan, Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc, QOffset, TensorView,
-    TensorViewMut, Workspace,
+    Cpu, CpuPlan, Dims, Dtype, Inputs, Outputs, Problem, ProblemDesc, QOffset, TensorView, TensorViewMut,
+    Workspace,
 };
 use rayon::prelude::*;
 use std::time::Instant;
@@ -100,8 +100,8 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
 /// Checks and measures one row for at least so many seconds.
 pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
     let problem = &row.problem;
-    let plan = cpu.plan(problem, PlanOptions::default()).map_err(Failure::new)?;
-    let mut workspace = workspace(&plan)?;
+    let plan = cpu.plan(problem, machine::options(problem.dims(), None)?).map_err(Failure::new)?;
+    let mut workspace = machine::workspace(&plan)?;
     let mut copies = vec![Operands::random(problem, 1)?];
     if row.kind == Kind::Decode {
         // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.

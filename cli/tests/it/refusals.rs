@@ -318,7 +318,12 @@ fn other_commands() {
         (vec!["plan", "--sequence", "1"], "1 of 1 sequences"),
         (vec!["plan", "--kv-lens", "1,2"], "kv_lens has 2 entries"),
         (vec!["plan", "--batch", "99999999999999999999"], "--batch"),
-        (vec!["plan", "--q-len", "2147483647", "--heads", "2147483647"], "rows, expected"),
+        (vec!["plan", "--q-len", "2147483647", "--heads", "2147483647"], "tasks, expected at most"),
+        (
+            vec!["plan", "--q-len", "1", "--kv-len", "2147483647", "--splits", "8388608"],
+            "tasks, expected at most",
+        ),
+        (vec!["plan", "--batch", "2147483647", "--q-len", "0"], "--batch: 2147483647"),
         (vec!["plan", "--layout", "bhsd"], "--layout"),
         (vec!["plan", "--svg", missing], "cannot be written"),
         (vec!["plan", input, "--batch", "2"], "cannot be used with"),
