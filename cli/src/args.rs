@@ -153,7 +153,7 @@ pub(crate) struct BenchArgs {
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
-    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768)
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); visibility has its own
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) seq: Vec<usize>,
     /// Query heads; default 8 (decode 32, 16 at head dimension 256)
@@ -270,7 +270,7 @@ pub(crate) struct Shape {
 /// Restrictions of the cpu backend.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct CpuArgs {
-    /// Instruction set of the cpu backend: portable, avx2 or avx512; default the best of this machine
+    /// Instruction set of the cpu backend: portable, avx2, avx512 or avx512bf16; default the best of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend; default one for each core
@@ -312,8 +312,8 @@ fn dtype(text: &str) -> Result<Dtype, String> {
 }
 
 fn isa(text: &str) -> Result<Isa, String> {
-    let all = [Isa::Portable, Isa::Avx2, Isa::Avx512];
-    all.into_iter().find(|i| i.name() == text).ok_or_else(|| "expected portable, avx2 or avx512".to_owned())
+    let known = Isa::ALL.into_iter().find(|isa| isa.name() == text);
+    known.ok_or_else(|| format!("expected one of {}", Isa::ALL.map(Isa::name).join(", ")))
 }
 
 fn q_offset(text: &str) -> Result<QOffset, String> {

@@ -177,10 +177,18 @@ impl Shown<'_> {
     }
 
     fn kernel_reason(&self) -> String {
-        let one_row = self.plan.problem().sequences().iter().all(|s| s.q_len <= 1);
+        let (plan, problem) = (self.plan, self.plan.problem());
+        let group = problem.dims().group();
+        let most = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
+        let tile = plan.tile_rows();
         let rows =
-            if one_row { "no sequence has more than one query" } else { "sequences have several queries" };
-        format!("{rows}; {} is the instruction set of {}", self.plan.isa(), self.device)
+            if most <= tile { format!("fit one tile of {tile}") } else { format!("exceed a tile of {tile}") };
+        format!(
+            "at most {most} rows of a group {rows}; {} for {} on {}",
+            plan.isa(),
+            problem.dtype(),
+            self.device
+        )
     }
 
     fn splits_reason(&self) -> String {
@@ -204,7 +212,7 @@ impl Shown<'_> {
             "kernel": plan.kernel(),
             "kernel_reason": self.kernel_reason(),
             "device": self.device,
-            "isa": facts.isa.name(),
+            "isa": plan.isa().name(),
             "threads": plan.threads(),
             "l1d": facts.l1d,
             "l2": facts.l2,

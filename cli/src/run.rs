@@ -9,7 +9,7 @@ use crate::operands::{Operands, Order, readable_names};
 use crate::output::{self, Destination};
 use crate::report;
 use flashtile::plan::Isa;
-use flashtile::{Cpu, Dims, Outputs, Problem, TensorViewMut, reference};
+use flashtile::{Dims, Outputs, Problem, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -161,7 +161,7 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
     let asked = args.backend == Backend::Cpu;
     Ok(Done {
         backend: "cpu",
-        backend_reason: if asked { "asked for".to_owned() } else { auto_reason(&cpu) },
+        backend_reason: if asked { "asked for".to_owned() } else { auto_reason(plan.isa()) },
         kernel: plan.kernel(),
         isa: Some(plan.isa()),
         threads: plan.threads(),
@@ -174,11 +174,8 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
     })
 }
 
-fn auto_reason(cpu: &Cpu) -> String {
-    format!(
-        "the only kernels of this build are the cpu's; {} is the best that is allowed here",
-        cpu.facts().isa
-    )
+fn auto_reason(isa: Isa) -> String {
+    format!("the only kernels of this build are the cpu's; {isa} is the best that is allowed for this dtype")
 }
 
 /// Median time of warm runs, or that of the first where it is long.

@@ -5,6 +5,7 @@ use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Work};
 use crate::operands::Order;
+use flashtile::plan::Isa;
 use flashtile::reference::{self, Attention};
 use flashtile::testkit::{Accumulation, Rng, Tolerance, compare_out};
 use flashtile::{
@@ -22,6 +23,8 @@ const CHECKED_ROWS: usize = 4;
 pub(super) struct Measured {
     pub(super) row: Row,
     pub(super) kernel: String,
+    pub(super) isa: Isa,
+    pub(super) threads: usize,
     pub(super) work: Work,
     /// Quartiles of the times in seconds; the middle one is the median.
     pub(super) quartiles: [f64; 3],
@@ -115,7 +118,7 @@ pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
     let mut runner = Runner { cpu, plan: &plan, workspace: &mut workspace, shape };
 
     runner.run(&copies[0], &mut out)?;
-    let nrmse = check(row, &copies[0], &out)?;
+    let nrmse = check(&plan, &copies[0], &out)?;
     for copy in &copies {
         runner.run(copy, &mut out)?;
     }
@@ -129,6 +132,8 @@ pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
     Ok(Measured {
         row: row.clone(),
         kernel: plan.kernel(),
+        isa: plan.isa(),
+        threads: plan.threads(),
         work: Work::of(problem),
         quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
         repetitions: times.len(),
@@ -163,8 +168,8 @@ impl Runner<'_> {
 }
 
 /// Computes a few query rows again by definition and returns their error.
-fn check(row: &Row, operands: &Operands, out: &Buffer) -> Result<f64> {
-    let problem = &row.problem;
+fn check(plan: &CpuPlan, operands: &Operands, out: &Buffer) -> Result<f64> {
+    let problem = plan.problem();
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let mut rng = Rng::new(dims.kv_len as u64);
     let (mut got, mut want) = (Vec::new(), None::<Attention>);
@@ -182,7 +187,9 @@ fn check(row: &Row, operands: &Operands, out: &Buffer) -> Result<f64> {
         }
     }
     let want = want.ok_or_else(|| Failure::new("no row to check"))?;
-    let report = compare_out(&got, &want, dtype, &Tolerance::of(dtype, dims.kv_len, Accumulation::F32));
+    // Products of bf16 pairs round the weights to bf16.
+    let accumulation = if plan.isa() == Isa::Avx512Bf16 { Accumulation::Half } else { Accumulation::F32 };
+    let report = compare_out(&got, &want, dtype, &Tolerance::of(dtype, dims.kv_len, accumulation));
     if report.within() {
         Ok(report.nrmse)
     } else {

@@ -12,6 +12,7 @@ use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
 use crate::report::{self, Table};
 use flashtile::Cpu;
+use flashtile::plan::Isa;
 use indicatif::ProgressBar;
 use measure::{Measured, measure};
 use peers::Peers;
@@ -19,9 +20,10 @@ use rows::{Kind, Pair, Row};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Rows of one kind and the limit that was measured around them.
+/// Rows of one kind and instruction set, and the limit that was measured around them.
 struct Group {
     kind: Kind,
+    isa: Isa,
     limit: Limit,
     rows: Vec<Measured>,
 }
@@ -42,8 +44,17 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         Asked::Visibility => &[],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
-    let planned: Vec<(Kind, Vec<Row>)> =
-        kinds.iter().map(|&kind| Ok((kind, rows::rows(args, kind)?))).collect::<Result<_>>()?;
+    let mut planned: Vec<(Kind, Isa, Vec<Row>)> = Vec::new();
+    for &kind in kinds {
+        for row in rows::rows(args, kind)? {
+            // Kernels of different instruction sets have different limits.
+            let isa = cpu.facts().isa.for_dtype(row.problem.dtype());
+            match planned.iter_mut().find(|(k, i, _)| (*k, *i) == (kind, isa)) {
+                Some((_, _, rows)) => rows.push(row),
+                None => planned.push((kind, isa, vec![row])),
+            }
+        }
+    }
     let pairs = match args.group {
         Asked::Visibility | Asked::All => rows::pairs(args)?,
         Asked::Prefill | Asked::Decode => Vec::new(),
@@ -53,7 +64,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         cpu,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
         progress: progress(
-            (planned.iter().map(|(_, rows)| rows.len()).sum::<usize>() + 2 * pairs.len()) as u64,
+            (planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() + 2 * pairs.len()) as u64,
         ),
     };
     let mut lines = Vec::new();
@@ -62,16 +73,16 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         let facts = bench.cpu.facts();
         bench.print(|| report::line(format_args!("{}, {} threads", facts.isa, facts.threads)))?;
     }
-    for (kind, rows) in planned {
-        let group = bench.group(kind, &rows)?;
-        lines.extend(group.rows.iter().map(|row| row_json(row, &bench.cpu, group.limit, &peers)));
+    for (kind, isa, rows) in planned {
+        let group = bench.group(kind, isa, &rows)?;
+        lines.extend(group.rows.iter().map(|row| row_json(row, &group, &peers)));
         if !args.json {
             bench.print(|| report::text(format_args!("\n{}", table(&group, &peers))))?;
         }
         groups.push(group);
     }
     let compared = bench.pairs(&pairs)?;
-    lines.extend(compared.iter().map(|c| c.json(&bench.cpu)));
+    lines.extend(compared.iter().map(Compared::json));
     if !args.json && !compared.is_empty() {
         bench.print(|| report::text(format_args!("\n{}", visibility_table(&compared))))?;
     }
@@ -106,11 +117,6 @@ impl Bench {
         self.progress.suspend(print)
     }
 
-    fn limit(&self, kind: LimitKind) -> Limit {
-        let facts = self.cpu.facts();
-        Limit::measure(kind, facts.isa, facts.threads)
-    }
-
     fn measure(&self, row: &Row) -> Result<Measured> {
         let dims = row.problem.dims();
         let (kind, dtype) = (row.kind.name(), row.problem.dtype());
@@ -120,14 +126,15 @@ impl Bench {
         measured
     }
 
-    fn group(&self, kind: Kind, rows: &[Row]) -> Result<Group> {
+    fn group(&self, kind: Kind, isa: Isa, rows: &[Row]) -> Result<Group> {
         let rate = match kind {
             Kind::Prefill => LimitKind::Arithmetic,
             Kind::Decode => LimitKind::Bandwidth,
         };
-        let before = self.limit(rate);
+        let limit = || Limit::measure(rate, isa, self.cpu.facts().threads);
+        let before = limit();
         let rows = rows.iter().map(|row| self.measure(row)).collect::<Result<_>>()?;
-        Ok(Group { kind, limit: before.max(self.limit(rate)), rows })
+        Ok(Group { kind, isa, limit: before.max(limit()), rows })
     }
 
     fn pairs(&self, pairs: &[Pair]) -> Result<Vec<Compared>> {
@@ -155,13 +162,13 @@ impl Compared {
         self.part.work.flops / self.whole.work.flops
     }
 
-    fn json(&self, cpu: &Cpu) -> Value {
+    fn json(&self) -> Value {
         let dims = self.part.row.problem.dims();
         json!({
             "kind": "visibility",
             "name": self.name,
-            "isa": cpu.facts().isa.name(),
-            "threads": cpu.facts().threads,
+            "isa": self.part.isa.name(),
+            "threads": self.part.threads,
             "dtype": self.part.row.problem.dtype().name(),
             "d": dims.head_dim,
             "h": dims.q_heads,
@@ -211,7 +218,7 @@ fn table(group: &Group, peers: &Peers) -> String {
         table.push(cells);
     }
     let ratio = if names.is_empty() { "" } else { "; a ratio above 1 is in favour of flashtile" };
-    format!("{}: limit is the {}{ratio}\n{table}", group.kind.name(), group.limit)
+    format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.isa, group.limit)
 }
 
 fn visibility_table(compared: &[Compared]) -> String {
@@ -234,7 +241,8 @@ fn visibility_table(compared: &[Compared]) -> String {
 }
 
 /// A row as JSON, under the names that peer rows have.
-fn row_json(measured: &Measured, cpu: &Cpu, limit: Limit, peers: &Peers) -> Value {
+fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
+    let limit = group.limit;
     let (row, dims) = (&measured.row, measured.row.problem.dims());
     let seconds = measured.seconds();
     let compared = |name: &str| {
@@ -246,8 +254,8 @@ fn row_json(measured: &Measured, cpu: &Cpu, limit: Limit, peers: &Peers) -> Valu
         "peer": "flashtile",
         "kind": row.kind.name(),
         "kernel": measured.kernel,
-        "isa": cpu.facts().isa.name(),
-        "threads": cpu.facts().threads,
+        "isa": measured.isa.name(),
+        "threads": measured.threads,
         "dtype": row.problem.dtype().name(),
         "d": dims.head_dim,
         "h": dims.q_heads,

@@ -129,7 +129,7 @@ fn options() {
         (&["--splits", "9"], "9 splits asked for, expected 1 to 1"),
         (&["--threads", "0"], "1 to 1024"),
         (&["--threads", "99999999999"], "1 to 1024"),
-        (&["--isa", "sse2"], "expected portable, avx2 or avx512"),
+        (&["--isa", "sse2"], "expected one of portable, avx2, avx512"),
         (&["--layout", "bshd"], "q_heads 5 is not a positive multiple of kv_heads 7"),
         (&["--colour"], "unexpected argument"),
         (&["--dtype"], "value is required"),
