@@ -41,7 +41,7 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
 pub fn read_bandwidth(threads: usize) -> f64 {
     let facts = isa::facts();
     let threads = threads.max(1);
-    let per_thread = ((4 * facts.l3).max(256 << 20) / 4 / threads).next_multiple_of(64);
+    let per_thread = ((2 * facts.l3).max(64 << 20) / 4 / threads).next_multiple_of(64);
     let data = vec![1.0f32; per_thread * threads];
     let loops = isa::kernels(facts.isa).read_loop;
     best(

@@ -243,11 +243,12 @@ impl CpuPlan {
         (plan.tasks, plan.partial_slots) = plan.cut().ok_or_else(overflow)?;
         if problem.desc().mask.is_some() {
             let [planes, heads, q_len, kv_len] = problem.mask_shape();
+            // An axis of 0 may be broadcast from 1.
             plan.mask_classes = Some(MaskClasses {
                 tile_q: MASK_TILE_Q,
-                planes: planes.checked_mul(heads).ok_or_else(overflow)?,
-                q_tiles: q_len.div_ceil(MASK_TILE_Q),
-                k_blocks: kv_len.div_ceil(BLOCK_K),
+                planes: planes.max(1).checked_mul(heads).ok_or_else(overflow)?,
+                q_tiles: q_len.div_ceil(MASK_TILE_Q).max(1),
+                k_blocks: kv_len.div_ceil(BLOCK_K).max(1),
             });
         }
         plan.workspace_bytes = plan.size().filter(|&n| isize::try_from(n).is_ok()).ok_or_else(overflow)?;

@@ -49,13 +49,6 @@ struct Tile {
     mask: Class,
 }
 
-/// Rows of the values of a block, in f32, `stride` elements apart.
-#[derive(Clone, Copy)]
-struct Values {
-    rows: *const f32,
-    stride: usize,
-}
-
 impl<'a> Work<'a> {
     /// # Safety
     /// `scratch` is valid for the plan's scratch layout.
@@ -246,8 +239,8 @@ impl<'a> Work<'a> {
     /// As [`Simd`]; the scores are there.
     #[inline(always)]
     unsafe fn weights<S: Simd>(&self, tile: &Tile) {
-        let unit = if S::PAIRS { 2 * S::LANES } else { S::LANES };
-        let vectors = tile.columns.start / unit * unit..tile.columns.end.next_multiple_of(unit);
+        let step = unit::<S>() * S::LANES;
+        let vectors = tile.columns.start / step * step..tile.columns.end.next_multiple_of(step);
         let rows = tile.rows.len();
         let whole = tile.full && vectors == tile.columns;
         let modifies = self.modifies::<S>(tile);
@@ -307,18 +300,27 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Where the block's values are in f32, and whether they are there already: values that are stored as the micro-kernel
-    /// reads them are used in place, others are packed.
+    /// Where the rows of the block's values are, if the micro-kernel can use them in place.
     #[inline(always)]
-    fn block_values<S: Simd>(&self, block: usize) -> (Values, bool) {
+    fn values_in_place<S: Simd>(&self, block: usize) -> Option<*const f32> {
         let v = &self.cx.inputs.v;
         let rows = self.head_rows(v).row(block * self.block_k);
         // Vectors that straddle cache lines would cost more than the copy.
-        let aligned = (rows as usize).is_multiple_of(4 * S::LANES);
-        if !S::PAIRS && v.dtype() == crate::Dtype::F32 && v.strides()[2] == self.stride && aligned {
-            (Values { rows: rows.cast(), stride: self.stride }, true)
-        } else {
-            (Values { rows: self.packed_v, stride: self.stride }, false)
+        let fit = v.strides()[2] == self.stride && (rows as usize).is_multiple_of(4 * S::LANES);
+        (!S::PAIRS && v.dtype() == crate::Dtype::F32 && fit).then_some(rows.cast())
+    }
+
+    /// Packs the block's values of `columns` to where a whole packed block has them.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the keys `columns` of the block exist.
+    #[inline(always)]
+    unsafe fn pack_values<S: Simd>(&self, block: usize, columns: Range<usize>) {
+        let at = columns.start / unit::<S>() * self.stride;
+        // SAFETY: the caller's promise; the region holds every row of a block.
+        unsafe {
+            let v = self.head_rows(&self.cx.inputs.v);
+            pack::values::<S>(v, block * self.block_k, columns, self.packed_v.add(at));
         }
     }
 
@@ -326,28 +328,25 @@ impl<'a> Work<'a> {
     /// used while they are in the first-level cache.
     ///
     /// # Safety
-    /// As [`Simd`]; the weights are there, and the block's values are packed unless the task streams.
+    /// As [`Simd`]; the weights are there, and the block's values are packed unless they are used in place or the task
+    /// streams.
     #[inline(always)]
     unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
-        let width = S::VECTORS * S::LANES;
-        let (v, in_place) = self.block_values::<S>(tile.block);
-        let unit = if S::PAIRS { 2 } else { 1 };
+        let (width, unit) = (S::VECTORS * S::LANES, unit::<S>());
+        let block = self.values_in_place::<S>(tile.block).unwrap_or(self.packed_v);
         let step = if streams { STREAM_KEYS } else { self.block_k };
         let mut from = tile.columns.start;
         while from < tile.columns.end {
             // Steps end at multiples of their length, so that no pair is cut.
             let to = (from / step * step + step).min(tile.columns.end);
-            if streams {
-                let src = self.head_rows(&self.cx.inputs.v);
-                let first = tile.block * self.block_k;
-                // SAFETY: the keys of the tile's columns exist; the region holds block_k rows.
-                unsafe {
-                    pack::prefetch::<S>(src, first + to..first + to + STREAM_KEYS);
-                    if !in_place {
-                        pack::values::<S>(src, first, from..to, self.packed_v);
-                    }
-                }
-            }
+            let rows = if streams {
+                let v = self.head_rows(&self.cx.inputs.v);
+                // SAFETY: the keys of the tile's columns exist; the region holds that many rows.
+                unsafe { pack::values::<S>(v, tile.block * self.block_k, from..to, self.packed_v) };
+                self.packed_v.cast_const()
+            } else {
+                block.wrapping_add(from / unit * self.stride)
+            };
             for column in (0..self.stride).step_by(width) {
                 let vectors = (self.stride - column).min(width) / S::LANES;
                 // SAFETY: rows `from..to` of the values are there; the tile of values holds `stride` columns of each row.
@@ -355,8 +354,8 @@ impl<'a> Work<'a> {
                     let operands = Operands {
                         a: self.scores.add(from / unit),
                         lda: self.block_k,
-                        b: v.rows.wrapping_add(from / unit * v.stride + column),
-                        ldb: v.stride,
+                        b: rows.add(column),
+                        ldb: self.stride,
                         c: self.values.add(column),
                         ldc: self.stride,
                         resume: from > tile.columns.start,
@@ -369,7 +368,7 @@ impl<'a> Work<'a> {
         if !tile.full || tile.mask != Class::Neutral {
             for r in 0..tile.rows.len() {
                 // SAFETY: as above.
-                unsafe { self.keep_hidden_out::<S>(tile, r, v) }
+                unsafe { self.keep_hidden_out::<S>(tile, r, streams) }
             }
         }
     }
@@ -380,7 +379,7 @@ impl<'a> Work<'a> {
     /// # Safety
     /// As [`Simd`]; the row's weights and the block's values are there.
     #[inline(always)]
-    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize, v: Values) {
+    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize, streams: bool) {
         // SAFETY: the row of values holds `stride` elements; value rows and mask elements of visible keys exist.
         unsafe {
             let values = self.values.add(r * self.stride);
@@ -392,11 +391,18 @@ impl<'a> Work<'a> {
                 return;
             }
             let (i, h) = self.place(tile.rows.start + r);
+            if streams {
+                self.pack_values::<S>(tile.block, tile.columns.clone());
+            }
+            let rows = match self.values_in_place::<S>(tile.block) {
+                Some(rows) if !streams => rows,
+                _ => self.packed_v,
+            };
             let mask = self.modifiers::<S>(tile, i, h).mask;
             let seen = self.visible_columns(i, tile.block);
             for c in (0..self.stride).step_by(S::LANES) {
                 let mut sum = S::splat(0.0);
-                let (weights, unit) = (self.scores.add(r * self.block_k), if S::PAIRS { 2 } else { 1 });
+                let (weights, unit) = (self.scores.add(r * self.block_k), unit::<S>());
                 let sees = |j: usize| {
                     let hides =
                         |(row, first, _): (MaskRow, usize, usize)| row.bias(first + j) == f32::NEG_INFINITY;
@@ -410,7 +416,7 @@ impl<'a> Work<'a> {
                         }
                     }
                     if keep != 0 {
-                        let value = S::and(S::load(v.rows.wrapping_add(at * v.stride + c)), keep);
+                        let value = S::and(S::load(rows.wrapping_add(at * self.stride + c)), keep);
                         sum = S::mac(S::splat(*weights.add(at)), value, sum);
                     }
                 }
@@ -507,10 +513,16 @@ fn finish(max: f64, sum: f64, sink: f64) -> (f32, f32) {
     ((weight / total) as f32, (top * std::f64::consts::LN_2 + total.ln()) as f32)
 }
 
+/// Elements along a product's depth that take the place of one f32.
+#[inline(always)]
+fn unit<S: Simd>() -> usize {
+    if S::PAIRS { 2 } else { 1 }
+}
+
 /// Elements, or pairs of elements, of a row of packed queries or keys.
 #[inline(always)]
 fn depth<S: Simd>(head_dim: usize) -> usize {
-    if S::PAIRS { head_dim.div_ceil(2) } else { head_dim }
+    head_dim.div_ceil(unit::<S>())
 }
 
 /// Panels that hold some columns of a block.
@@ -567,9 +579,8 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
                 if !packed {
                     let columns = work.columns(work.positions(&(0..task.rows)), block);
                     work.pack_keys::<S>(block, &columns);
-                    if !work.block_values::<S>(block).1 {
-                        let v = work.head_rows(&cx.inputs.v);
-                        pack::values::<S>(v, block * work.block_k, columns, work.packed_v);
+                    if work.values_in_place::<S>(block).is_none() {
+                        work.pack_values::<S>(block, columns);
                     }
                     packed = true;
                 }

@@ -25,20 +25,45 @@ impl HeadRows<'_> {
 }
 
 /// How far ahead of a stream its lines are asked for: more than arrives during the latency of memory.
-const PREFETCH_BYTES: usize = 4096;
+const PREFETCH_BYTES: usize = 8192;
 
-/// Asks for the lines of some rows, which need not exist.
-///
-/// # Safety
-/// As [`Simd`].
-#[inline(always)]
-pub(super) unsafe fn prefetch<S: Simd>(src: HeadRows<'_>, rows: Range<usize>) {
-    let bytes = src.tensor.shape()[3] * src.tensor.dtype().bytes();
-    for j in rows {
-        let row = src.row(j);
-        for offset in (0..bytes).step_by(64) {
+/// Asks for the lines of a head's rows, one after another, some way ahead of where they are read.
+struct Prefetcher<'a> {
+    src: HeadRows<'a>,
+    row: usize,
+    line: *const u8,
+    /// Bytes of the row from `line` on.
+    left: usize,
+    row_bytes: usize,
+}
+
+impl<'a> Prefetcher<'a> {
+    /// Starts ahead of `row`.
+    #[inline(always)]
+    fn ahead_of(src: HeadRows<'a>, row: usize) -> Self {
+        let row_bytes = src.tensor.shape()[3] * src.tensor.dtype().bytes();
+        let row = row + PREFETCH_BYTES.div_ceil(row_bytes);
+        Self { src, row, line: src.row(row), left: row_bytes, row_bytes }
+    }
+
+    /// Asks for the lines of the next `bytes` bytes. Rows past the end of the tensor may be named.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    unsafe fn advance<S: Simd>(&mut self, bytes: usize) {
+        let mut asked = 0;
+        while asked < bytes {
             // SAFETY: a prefetch may name any address.
-            unsafe { S::prefetch(row.wrapping_add(offset)) }
+            unsafe { S::prefetch(self.line) }
+            let step = self.left.min(64);
+            asked += step;
+            self.left -= step;
+            self.line = self.line.wrapping_add(64);
+            if self.left == 0 {
+                self.row += 1;
+                (self.line, self.left) = (self.src.row(self.row), self.row_bytes);
+            }
         }
     }
 }
@@ -115,38 +140,34 @@ unsafe fn panel_of<S: Simd, E: Elem>(
     dst: *mut f32,
 ) {
     let width = S::VECTORS * S::LANES;
-    {
-        let stride = src.tensor.strides()[2];
-        let row_bytes = stride * src.tensor.dtype().bytes();
-        let ahead = row_bytes * S::LANES.max(PREFETCH_BYTES / row_bytes.max(1));
-        for vector in 0..S::VECTORS {
-            let column = panel * width + vector * S::LANES;
-            let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
-            for r in 0..S::LANES {
-                if columns.contains(&(column + r)) {
-                    rows[r] = src.row(first + column + r).cast();
-                }
+    let mut ahead = Prefetcher::ahead_of(src, first + panel * width);
+    for vector in 0..S::VECTORS {
+        let column = panel * width + vector * S::LANES;
+        let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
+        for r in 0..S::LANES {
+            if columns.contains(&(column + r)) {
+                rows[r] = src.row(first + column + r).cast();
             }
-            let mut d = 0;
-            // SAFETY: each row has `len` elements, the zero row at least as many; the panel has `len` lines of `width`
-            // elements. A prefetch may name any address. Pairs are copied as the f32 they stand in for.
-            unsafe {
-                while d + S::LANES <= len {
-                    let mut at = rows;
-                    for r in 0..S::LANES {
-                        at[r] = rows[r].add(d);
-                        S::prefetch(at[r].cast::<u8>().wrapping_add(ahead));
-                    }
-                    S::transpose(at, dst.add(d * width + vector * S::LANES), width);
-                    d += S::LANES;
+        }
+        let mut d = 0;
+        // SAFETY: each row has `len` elements, the zero row at least as many; the panel has `len` lines of `width`
+        // elements. A prefetch may name any address. Pairs are copied as the f32 they stand in for.
+        unsafe {
+            while d + S::LANES <= len {
+                let mut at = rows;
+                for r in 0..S::LANES {
+                    at[r] = rows[r].add(d);
                 }
-                while d < len {
-                    for r in 0..S::LANES {
-                        *dst.add(d * width + vector * S::LANES + r) =
-                            rows[r].add(d).read_unaligned().to_f32();
-                    }
-                    d += 1;
+                // As many bytes as are read.
+                ahead.advance::<S>(S::LANES * S::LANES * size_of::<E>());
+                S::transpose(at, dst.add(d * width + vector * S::LANES), width);
+                d += S::LANES;
+            }
+            while d < len {
+                for r in 0..S::LANES {
+                    *dst.add(d * width + vector * S::LANES + r) = rows[r].add(d).read_unaligned().to_f32();
                 }
+                d += 1;
             }
         }
     }
@@ -177,30 +198,35 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
     }
 }
 
-/// Converts values `first + rows` to f32 rows of `stride` elements counted from `first`, the lanes past value_dim zero. With
-/// pairs, a row of `dst` holds pairs of two values, and the missing half of a pair at either end is zero.
+/// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero. With pairs, a row of `dst`
+/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist, `dst` is valid up to row `rows.end`, `stride` is value_dim in whole vectors.
+/// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
 #[inline(always)]
 pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
+    let mut ahead = Prefetcher::ahead_of(src, first + rows.start);
     if S::PAIRS {
-        for pair in rows.start / 2..rows.end.div_ceil(2) {
+        for (n, pair) in (rows.start / 2..rows.end.div_ceil(2)).enumerate() {
             let half = |j: usize| if rows.contains(&j) { src.row(first + j) } else { ZERO_ROW.0.as_ptr() };
             // SAFETY: the caller's promise.
             unsafe {
+                ahead.advance::<S>(2 * ahead.row_bytes);
                 let (even, odd) = (half(2 * pair).cast(), half(2 * pair + 1).cast());
-                pair_row::<S>(even, odd, value_dim, dst.add(pair * stride));
+                pair_row::<S>(even, odd, value_dim, dst.add(n * stride));
             }
         }
         return;
     }
     with_elem!(src.tensor.dtype(), E => {
-        for j in rows {
+        for (n, j) in rows.enumerate() {
             // SAFETY: the caller's promise.
-            unsafe { row::<S, E>(src.row(first + j).cast(), value_dim, 1.0, dst.add(j * stride), true) }
+            unsafe {
+                ahead.advance::<S>(ahead.row_bytes);
+                row::<S, E>(src.row(first + j).cast(), value_dim, 1.0, dst.add(n * stride), true);
+            }
         }
     });
 }
