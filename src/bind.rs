@@ -108,7 +108,7 @@ pub enum RunError {
         /// Bytes given.
         got: usize,
     },
-    /// The plan was made for a machine with instructions that this one lacks.
+    /// The plan was made for instructions beyond those of the `Cpu`.
     Machine {
         /// Kernel of the plan.
         kernel: String,
@@ -135,7 +135,7 @@ impl std::fmt::Display for RunError {
                 write!(f, "workspace has {got} bytes, the plan needs {needed}")
             }
             Self::Machine { kernel } => {
-                write!(f, "this machine cannot run {kernel}: it lacks the instructions")
+                write!(f, "{kernel} needs instructions beyond those of this Cpu")
             }
         }
     }

@@ -19,7 +19,7 @@ const BUDGET: Duration = Duration::from_millis(200);
 #[must_use]
 pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
     const ROUNDS: u64 = 200_000;
-    if isa > isa::facts().isa {
+    if isa > isa::best() {
         return 0.0;
     }
     let loops = isa::kernels(isa).fma_loop;

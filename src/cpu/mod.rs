@@ -23,7 +23,7 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// This machine with its best instruction set and as many threads as the current rayon pool has.
+    /// This machine with its fastest instruction set and as many threads as the current rayon pool has.
     #[must_use]
     pub fn new() -> Self {
         Self { facts: isa::facts() }
@@ -34,12 +34,10 @@ impl Cpu {
     /// # Errors
     /// [`Unsupported::Isa`] where the machine lacks it.
     pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
-        let mut facts = isa::facts();
-        if isa > facts.isa {
-            return Err(Unsupported::Isa { asked: isa, best: facts.isa });
+        if isa > isa::best() {
+            return Err(Unsupported::Isa { asked: isa, best: isa::best() });
         }
-        facts.isa = isa;
-        Ok(Self { facts })
+        Ok(Self { facts: CpuFacts { isa, ..isa::facts() } })
     }
 
     /// The same machine with plans for at most this many threads (at least 1).
@@ -49,10 +47,11 @@ impl Cpu {
         self
     }
 
-    /// Instruction sets that this machine runs, best first.
+    /// Instruction sets that this machine runs, most capable first. [`Cpu::new`] uses the fastest, which need not be the
+    /// first.
     #[must_use]
     pub fn isas() -> Vec<Isa> {
-        let best = isa::facts().isa;
+        let best = isa::best();
         Isa::ALL.into_iter().rev().filter(|&isa| isa <= best).collect()
     }
 
@@ -76,7 +75,7 @@ impl Cpu {
     ///
     /// # Errors
     /// [`RunError`] where the tensors are not those of the plan's problem, the workspace is too small, or the plan was made
-    /// for a machine with other instructions. Nothing is written then.
+    /// for instructions beyond those of this `Cpu`. Nothing is written then.
     pub fn run(
         &self,
         plan: &CpuPlan,

@@ -177,6 +177,8 @@ const BLOCK_K: usize = 256;
 const MASK_TILE_Q: usize = 16;
 /// Upper bound of the memory that split tasks may take for partials, in bytes.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
+/// Most tasks of a plan.
+const MAX_TASKS: usize = 1 << 22;
 /// Tasks per thread that even out differences in work.
 const TASKS_PER_THREAD: usize = 4;
 
@@ -185,6 +187,7 @@ impl CpuPlan {
     ///
     /// # Errors
     /// [`Unsupported::Splits`] where the option asks for more splits than there are blocks of keys;
+    /// [`Unsupported::Tasks`] where the problem would be cut into more units of work than a plan lists;
     /// [`Unsupported::Workspace`] where the workspace is not addressable.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let dims = problem.dims();
@@ -223,6 +226,11 @@ impl CpuPlan {
             let affordable = partial_bytes <= MAX_PARTIAL_BYTES;
             if threads > 1 && row_tasks < 2 * threads && affordable { wanted.clamp(1, max_blocks) } else { 1 }
         });
+
+        let most_tasks = row_tasks.saturating_mul(splits);
+        if most_tasks > MAX_TASKS {
+            return Err(Unsupported::Tasks { got: most_tasks, max: MAX_TASKS });
+        }
 
         let mut plan = Self {
             problem: problem.clone(),

@@ -39,6 +39,13 @@ pub enum Unsupported {
         /// The most that the longest sequence can be divided into.
         max: usize,
     },
+    /// More units of work than a plan lists.
+    Tasks {
+        /// Units that the problem would be cut into.
+        got: usize,
+        /// The most that a plan lists.
+        max: usize,
+    },
     /// The workspace is not addressable.
     Workspace {
         /// Kernel of the plan.
@@ -57,6 +64,7 @@ impl std::fmt::Display for Unsupported {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Splits { got, max } => write!(f, "{got} splits asked for, expected 1 to {max}"),
+            Self::Tasks { got, max } => write!(f, "{got} units of work, expected at most {max}"),
             Self::Workspace { kernel } => write!(f, "{kernel}: the workspace is not addressable"),
             Self::Isa { asked, best } => {
                 write!(f, "{asked} asked for, the best that this machine runs is {best}")

@@ -63,7 +63,7 @@ pub enum ProblemError {
     },
     /// A dimension is above the maximum.
     TooLong {
-        /// Field of [`Dims`](super::Dims).
+        /// Field of [`Dims`](super::Dims), or `sequences`.
         name: &'static str,
         /// The size given.
         got: usize,

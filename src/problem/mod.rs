@@ -26,8 +26,11 @@ use std::ops::Range;
 /// Largest head dimension of q and k, and of v.
 pub const MAX_HEAD_DIM: usize = 512;
 
-/// Largest number of query rows, key rows, batch entries or heads, and largest magnitude of a query offset.
+/// Largest number of query rows, key rows or heads, and largest magnitude of a query offset.
 pub const MAX_LEN: usize = (1 << 31) - 1;
+
+/// Largest number of batch entries or packed sequences: a validated problem lists each of them.
+pub const MAX_SEQUENCES: usize = 1 << 22;
 
 /// Logical dimensions. Tensors are q `[batch, q_heads, q_len, head_dim]`, k `[batch, kv_heads, kv_len, head_dim]`,
 /// v `[batch, kv_heads, kv_len, value_dim]`, out `[batch, q_heads, q_len, value_dim]`, lse `[batch, q_heads, q_len]`.
@@ -194,12 +197,14 @@ impl Problem {
                 return Err(ProblemError::HeadDim { name, got, max: MAX_HEAD_DIM });
             }
         }
-        for (name, got) in
-            [("batch", d.batch), ("q_heads", d.q_heads), ("q_len", d.q_len), ("kv_len", d.kv_len)]
-        {
-            if got > MAX_LEN {
-                return Err(ProblemError::TooLong { name, got, max: MAX_LEN });
-            }
+        let limits = [
+            ("batch", d.batch, MAX_SEQUENCES),
+            ("q_heads", d.q_heads, MAX_LEN),
+            ("q_len", d.q_len, MAX_LEN),
+            ("kv_len", d.kv_len, MAX_LEN),
+        ];
+        if let Some((name, got, max)) = limits.into_iter().find(|&(_, got, max)| got > max) {
+            return Err(ProblemError::TooLong { name, got, max });
         }
         for (tensor, shape) in
             [("q", d.q_shape()), ("k", d.k_shape()), ("v", d.v_shape()), ("out", d.out_shape())]

@@ -1,6 +1,6 @@
 //! How tensors divide into sequences.
 
-use super::{MAX_LEN, Positional, ProblemDesc, ProblemError, QOffset, Side};
+use super::{MAX_LEN, MAX_SEQUENCES, Positional, ProblemDesc, ProblemError, QOffset, Side};
 
 /// How batch entries divide into sequences.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -67,6 +67,10 @@ pub(super) fn resolve(desc: &ProblemDesc) -> Result<Vec<Sequence>, ProblemError>
             }
             if cu_seqlens_q.len() != cu_seqlens_k.len() {
                 return Err(ProblemError::CuSeqlensCount { q: cu_seqlens_q.len(), k: cu_seqlens_k.len() });
+            }
+            if cu_seqlens_q.len() > MAX_SEQUENCES {
+                let got = cu_seqlens_q.len() - 1;
+                return Err(ProblemError::TooLong { name: "sequences", got, max: MAX_SEQUENCES });
             }
             check_cumulative(Side::Q, cu_seqlens_q, d.q_len)?;
             check_cumulative(Side::K, cu_seqlens_k, d.kv_len)?;

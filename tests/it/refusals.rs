@@ -2,7 +2,7 @@
 
 use crate::support::{build, options};
 use flashtile::plan::{Isa, devices};
-use flashtile::problem::{MAX_HEAD_DIM, MAX_LEN};
+use flashtile::problem::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
 use flashtile::testkit::{Case, CpuRunner, Guarded, Layout, MaskFill};
 use flashtile::{
     Cpu, CpuPlan, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, ProblemDesc, QOffset, RunError,
@@ -40,7 +40,7 @@ fn dimensions() {
     refused(|d| d.dims.head_dim = 0, "head_dim 0 is outside 1..=512");
     refused(|d| d.dims.value_dim = MAX_HEAD_DIM + 1, "value_dim 513 is outside 1..=512");
     let long = MAX_LEN + 1;
-    refused(|d| d.dims.batch = long, "batch 2147483648 is above 2147483647");
+    refused(|d| d.dims.batch = MAX_SEQUENCES + 1, "batch 4194305 is above 4194304");
     refused(|d| d.dims.q_len = long, "q_len 2147483648 is above 2147483647");
     refused(|d| d.dims.kv_len = long, "kv_len 2147483648 is above 2147483647");
     refused(
@@ -48,23 +48,20 @@ fn dimensions() {
         "q_heads 4294967296 is above 2147483647",
     );
     refused(
-        |d| (d.dims.batch, d.dims.q_len) = (MAX_LEN, MAX_LEN),
-        "q [2147483647, 4, 2147483647, 8] is not addressable",
+        |d| (d.dims.batch, d.dims.q_len, d.dims.head_dim) = (MAX_SEQUENCES, MAX_LEN, 512),
+        "q [4194304, 4, 2147483647, 512] is not addressable",
     );
     refused(
-        |d| (d.dims.batch, d.dims.kv_len) = (MAX_LEN, MAX_LEN),
-        "k [2147483647, 2, 2147483647, 8] is not addressable",
+        |d| (d.dims.batch, d.dims.kv_len, d.dims.head_dim) = (MAX_SEQUENCES, MAX_LEN, 512),
+        "k [4194304, 2, 2147483647, 512] is not addressable",
     );
     refused(
-        |d| (d.dims.batch, d.dims.kv_len, d.dims.head_dim, d.dims.value_dim) = (MAX_LEN, 1 << 22, 1, 512),
-        "v [2147483647, 2, 4194304, 512] is not addressable",
+        |d| (d.dims.batch, d.dims.kv_len, d.dims.value_dim) = (MAX_SEQUENCES, MAX_LEN, 512),
+        "v [4194304, 2, 2147483647, 512] is not addressable",
     );
     refused(
-        |d| {
-            (d.dims.batch, d.dims.q_len, d.dims.head_dim, d.dims.value_dim, d.dims.kv_len) =
-                (MAX_LEN, 1 << 21, 1, 512, 1);
-        },
-        "out [2147483647, 4, 2097152, 512] is not addressable",
+        |d| (d.dims.batch, d.dims.q_len, d.dims.value_dim) = (MAX_SEQUENCES, MAX_LEN, 512),
+        "out [4194304, 4, 2147483647, 512] is not addressable",
     );
 }
 
@@ -217,6 +214,11 @@ fn plans() {
             format!("{got} splits asked for, expected 1 to {most}")
         );
     }
+    let many = Case::new("plan", [1, 1 << 23, 1 << 23, 1, 1, 8, 8], Dtype::F32).desc.validate().unwrap();
+    assert_eq!(
+        CpuPlan::new(&many, &devices::AVX2_8, PlanOptions::default()).unwrap_err().to_string(),
+        "8388608 units of work, expected at most 4194304"
+    );
     // Memory runs out before a problem is this large: the message alone.
     let workspace = Unsupported::Workspace { kernel: "cpu-prefill-f32-d8-avx2".to_owned() };
     assert_eq!(workspace.to_string(), "cpu-prefill-f32-d8-avx2: the workspace is not addressable");
@@ -239,7 +241,7 @@ fn instruction_sets() {
     let error = run(&Cpu::with_isa(Isa::Portable).unwrap(), &plan, &built.inputs());
     assert_eq!(
         error.to_string(),
-        format!("this machine cannot run {}: it lacks the instructions", plan.kernel())
+        format!("{} needs instructions beyond those of this Cpu", plan.kernel())
     );
 }
 
