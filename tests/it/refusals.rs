@@ -239,10 +239,7 @@ fn instruction_sets() {
     let facts = devices::AVX512_2;
     let plan = CpuPlan::new(&built.problem, &facts, PlanOptions::default()).unwrap();
     let error = run(&Cpu::with_isa(Isa::Portable).unwrap(), &plan, &built.inputs());
-    assert_eq!(
-        error.to_string(),
-        format!("{} needs instructions beyond those of this Cpu", plan.kernel())
-    );
+    assert_eq!(error.to_string(), format!("{} needs instructions beyond those of this Cpu", plan.kernel()));
 }
 
 /// The refusal of a run with an output that must stay as it was.

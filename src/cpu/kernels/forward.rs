@@ -15,7 +15,7 @@ use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Rows of values that a streaming task uses at a time: all columns of them fit the first-level cache.
-const STREAM_KEYS: usize = 32;
+const STREAM_KEYS: usize = 16;
 
 /// One task and the memory of the thread that runs it.
 struct Work<'a> {
@@ -227,6 +227,11 @@ impl<'a> Work<'a> {
                     c: self.scores.add(panel * width),
                     ldc: self.block_k,
                     resume: false,
+                    ahead: if streams {
+                        k.stream(tile.block * self.block_k + (panel + 1) * width)
+                    } else {
+                        (b.cast(), 0)
+                    },
                 };
                 gemm::<S>((tile.rows.len(), S::VECTORS), depth, operands);
             }
@@ -339,8 +344,8 @@ impl<'a> Work<'a> {
         while from < tile.columns.end {
             // Steps end at multiples of their length, so that no pair is cut.
             let to = (from / step * step + step).min(tile.columns.end);
+            let v = self.head_rows(&self.cx.inputs.v);
             let rows = if streams {
-                let v = self.head_rows(&self.cx.inputs.v);
                 // SAFETY: the keys of the tile's columns exist; the region holds that many rows.
                 unsafe { pack::values::<S>(v, tile.block * self.block_k, from..to, self.packed_v) };
                 self.packed_v.cast_const()
@@ -359,6 +364,11 @@ impl<'a> Work<'a> {
                         c: self.values.add(column),
                         ldc: self.stride,
                         resume: from > tile.columns.start,
+                        ahead: if streams {
+                            v.stream(tile.block * self.block_k + to)
+                        } else {
+                            (rows.cast(), 0)
+                        },
                     };
                     gemm::<S>((tile.rows.len(), vectors), to.div_ceil(unit) - from / unit, operands);
                 }

@@ -19,6 +19,9 @@ pub(super) struct Operands {
     pub(super) ldc: usize,
     /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
     pub(super) resume: bool,
+    /// Memory that is asked for meanwhile: a line at this address, and then one every so many bytes, at each step of the
+    /// depth. It need not exist.
+    pub(super) ahead: (*const u8, usize),
 }
 
 #[inline(always)]
@@ -33,7 +36,7 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
                 }
             }
         }
-        let (mut a, mut b) = (m.a, m.b);
+        let (mut a, mut b, mut ahead) = (m.a, m.b, m.ahead.0);
         for _ in 0..depth {
             let mut row = [S::splat(0.0); N];
             for n in 0..N {
@@ -45,6 +48,8 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
                     acc[r][n] = S::mac(x, row[n], acc[r][n]);
                 }
             }
+            S::prefetch(ahead);
+            ahead = ahead.wrapping_add(m.ahead.1);
             a = a.add(1);
             b = b.add(m.ldb);
         }

@@ -17,54 +17,34 @@ pub(super) struct HeadRows<'a> {
     pub(super) start: usize,
 }
 
+/// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
+const PREFETCH_BYTES: usize = 8192;
+
 impl HeadRows<'_> {
+    /// Address of a row that exists.
     #[inline(always)]
     pub(super) fn row(&self, j: usize) -> *const u8 {
         self.tensor.row(self.batch, self.head, self.start + j)
     }
-}
 
-/// How far ahead of a stream its lines are asked for: more than arrives during the latency of memory.
-const PREFETCH_BYTES: usize = 8192;
-
-/// Asks for the lines of a head's rows, one after another, some way ahead of where they are read.
-struct Prefetcher<'a> {
-    src: HeadRows<'a>,
-    row: usize,
-    line: *const u8,
-    /// Bytes of the row from `line` on.
-    left: usize,
-    row_bytes: usize,
-}
-
-impl<'a> Prefetcher<'a> {
-    /// Starts ahead of `row`.
+    /// Bytes from a row to the next. Where there is a single row, this may be any number.
     #[inline(always)]
-    fn ahead_of(src: HeadRows<'a>, row: usize) -> Self {
-        let row_bytes = src.tensor.shape()[3] * src.tensor.dtype().bytes();
-        let row = row + PREFETCH_BYTES.div_ceil(row_bytes);
-        Self { src, row, line: src.row(row), left: row_bytes, row_bytes }
+    fn step(&self) -> usize {
+        self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
     }
 
-    /// Asks for the lines of the next `bytes` bytes. Rows past the end of the tensor may be named.
-    ///
-    /// # Safety
-    /// As [`Simd`].
+    /// Bytes from a row to the one that is asked for while it is read, and the bytes of a row.
     #[inline(always)]
-    unsafe fn advance<S: Simd>(&mut self, bytes: usize) {
-        let mut asked = 0;
-        while asked < bytes {
-            // SAFETY: a prefetch may name any address.
-            unsafe { S::prefetch(self.line) }
-            let step = self.left.min(64);
-            asked += step;
-            self.left -= step;
-            self.line = self.line.wrapping_add(64);
-            if self.left == 0 {
-                self.row += 1;
-                (self.line, self.left) = (self.src.row(self.row), self.row_bytes);
-            }
-        }
+    fn ahead(&self) -> (usize, usize) {
+        let row = self.tensor.shape()[3] * self.tensor.dtype().bytes();
+        (self.step().wrapping_mul(PREFETCH_BYTES.div_ceil(row)), row)
+    }
+
+    /// Where row `j`, which need not exist, would start, and the bytes to the next.
+    #[inline(always)]
+    pub(super) fn stream(&self, j: usize) -> (*const u8, usize) {
+        let start = self.tensor.row(self.batch, self.head, 0);
+        (start.wrapping_add((self.start + j).wrapping_mul(self.step())), self.step())
     }
 }
 
@@ -73,8 +53,8 @@ impl<'a> Prefetcher<'a> {
 struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
 static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
 
-/// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns counted from `first`. Columns of the panel outside
-/// `columns` become zero; only keys `first + columns` are read.
+/// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns
+/// counted from `first`. Columns of the panel outside `columns` become zero; only keys `first + columns` are read.
 ///
 /// # Safety
 /// As [`Simd`]; the keys exist, `dst` is valid for a panel.
@@ -140,7 +120,7 @@ unsafe fn panel_of<S: Simd, E: Elem>(
     dst: *mut f32,
 ) {
     let width = S::VECTORS * S::LANES;
-    let mut ahead = Prefetcher::ahead_of(src, first + panel * width);
+    let (ahead, _) = src.ahead();
     for vector in 0..S::VECTORS {
         let column = panel * width + vector * S::LANES;
         let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
@@ -157,9 +137,8 @@ unsafe fn panel_of<S: Simd, E: Elem>(
                 let mut at = rows;
                 for r in 0..S::LANES {
                     at[r] = rows[r].add(d);
+                    S::prefetch(at[r].cast::<u8>().wrapping_add(ahead));
                 }
-                // As many bytes as are read.
-                ahead.advance::<S>(S::LANES * S::LANES * size_of::<E>());
                 S::transpose(at, dst.add(d * width + vector * S::LANES), width);
                 d += S::LANES;
             }
@@ -181,6 +160,12 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
         let scale = S::splat(scale);
         let whole = len / S::LANES * S::LANES;
         let mut c = 0;
+        while c + 4 * S::LANES <= whole {
+            for at in [c, c + S::LANES, c + 2 * S::LANES, c + 3 * S::LANES] {
+                S::store(dst.add(at), S::mul(E::load::<S>(src.add(at)), scale));
+            }
+            c += 4 * S::LANES;
+        }
         while c < whole {
             S::store(dst.add(c), S::mul(E::load::<S>(src.add(c)), scale));
             c += S::LANES;
@@ -207,13 +192,15 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
-    let mut ahead = Prefetcher::ahead_of(src, first + rows.start);
+    let (ahead, row_bytes) = src.ahead();
     if S::PAIRS {
         for (n, pair) in (rows.start / 2..rows.end.div_ceil(2)).enumerate() {
             let half = |j: usize| if rows.contains(&j) { src.row(first + j) } else { ZERO_ROW.0.as_ptr() };
             // SAFETY: the caller's promise.
             unsafe {
-                ahead.advance::<S>(2 * ahead.row_bytes);
+                for offset in (0..2 * row_bytes).step_by(64) {
+                    S::prefetch(src.row(first + 2 * pair).wrapping_add(ahead).wrapping_add(offset));
+                }
                 let (even, odd) = (half(2 * pair).cast(), half(2 * pair + 1).cast());
                 pair_row::<S>(even, odd, value_dim, dst.add(n * stride));
             }
@@ -224,8 +211,11 @@ pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Rang
         for (n, j) in rows.enumerate() {
             // SAFETY: the caller's promise.
             unsafe {
-                ahead.advance::<S>(ahead.row_bytes);
-                row::<S, E>(src.row(first + j).cast(), value_dim, 1.0, dst.add(n * stride), true);
+                let from = src.row(first + j);
+                for offset in (0..row_bytes).step_by(64) {
+                    S::prefetch(from.wrapping_add(ahead).wrapping_add(offset));
+                }
+                row::<S, E>(from.cast(), value_dim, 1.0, dst.add(n * stride), true);
             }
         }
     });
