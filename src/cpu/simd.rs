@@ -10,8 +10,8 @@ use crate::Dtype;
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
-/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Pointers need
-/// no alignment beyond that of their element type.
+/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Loads of f32
+/// need no alignment, other pointers that of their element type.
 pub(crate) trait Simd: Copy + 'static {
     /// f32 lanes.
     const LANES: usize;
@@ -48,6 +48,8 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
     /// The bits of every lane that are set in `bits`.
     unsafe fn and(a: Self::V, bits: u32) -> Self::V;
+    /// The bits of every lane moved up by 16.
+    unsafe fn shift_up_16(a: Self::V) -> Self::V;
     /// Nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
     /// `a * 2^n` with `n` the integer nearest to `x`; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
@@ -72,9 +74,9 @@ pub(crate) trait Simd: Copy + 'static {
     /// Asks for the cache line at `p`, which may be any address.
     unsafe fn prefetch(p: *const u8);
 
-    /// Loads `LANES` vectors, vector `r` from `rows(r)`, and stores their transpose: lane `r` of the vector at
-    /// `dst + c * stride` is lane `c` of row `r`.
-    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize);
+    /// Loads `LANES` vectors, vector `r` from `rows[r]`, and puts their transpose: lane `r` of line `c` is lane `c` of row
+    /// `r`.
+    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize);
 }
 
 /// Storage of one element, as kernels load and store it.
@@ -83,6 +85,8 @@ pub(crate) trait Elem: Copy + 'static {
     unsafe fn store<S: Simd>(p: *mut Self, v: S::V);
     /// A value for the lanes past the end of a row.
     const ZERO: Self;
+    /// Whether this is f32.
+    const IS_F32: bool = false;
     unsafe fn to_f32(self) -> f32;
 }
 
@@ -108,6 +112,7 @@ impl Elem for f32 {
         unsafe { S::store(p, v) }
     }
     const ZERO: Self = 0.0;
+    const IS_F32: bool = true;
     #[inline(always)]
     unsafe fn to_f32(self) -> f32 {
         self
@@ -147,6 +152,41 @@ impl Elem for Bf16 {
     #[inline(always)]
     unsafe fn to_f32(self) -> f32 {
         half::bf16::from_bits(self.0).to_f32()
+    }
+}
+
+/// How a line of a transpose is stored.
+pub(crate) trait Put {
+    /// Lines of f32 that a line becomes.
+    const LINES: usize;
+    /// Stores line `c`, lines being `stride` elements apart.
+    unsafe fn put<S: Simd>(dst: *mut f32, stride: usize, c: usize, line: S::V);
+}
+
+/// As it is.
+pub(crate) struct Whole;
+
+impl Put for Whole {
+    const LINES: usize = 1;
+    #[inline(always)]
+    unsafe fn put<S: Simd>(dst: *mut f32, stride: usize, c: usize, line: S::V) {
+        // SAFETY: the caller's promise is that of the method called.
+        unsafe { S::store(dst.add(c * stride), line) }
+    }
+}
+
+/// A line of pairs of bf16, as two lines of f32.
+pub(crate) struct Split;
+
+impl Put for Split {
+    const LINES: usize = 2;
+    #[inline(always)]
+    unsafe fn put<S: Simd>(dst: *mut f32, stride: usize, c: usize, line: S::V) {
+        // SAFETY: the caller's promise is that of the methods called.
+        unsafe {
+            S::store(dst.add(2 * c * stride), S::shift_up_16(line));
+            S::store(dst.add((2 * c + 1) * stride), S::and(line, 0xffff_0000));
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Simd};
+use super::super::simd::{Elem, Put, Simd};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
@@ -79,6 +79,10 @@ impl Simd for Avx2 {
         unsafe { _mm256_and_ps(a, _mm256_castsi256_ps(_mm256_set1_epi32(bits.cast_signed()))) }
     }
     #[inline(always)]
+    unsafe fn shift_up_16(a: Self::V) -> Self::V {
+        unsafe { _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_castps_si256(a))) }
+    }
+    #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
         unsafe { _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
     }
@@ -150,7 +154,7 @@ impl Simd for Avx2 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
         unsafe {
             // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be
             // a function without the instruction set.
@@ -167,8 +171,8 @@ impl Simd for Avx2 {
                 } else {
                     (_mm256_shuffle_ps::<0xee>(a, c), _mm256_shuffle_ps::<0xee>(e, g))
                 };
-                Self::store(dst.add(i * stride), _mm256_permute2f128_ps::<0x20>(x, y));
-                Self::store(dst.add((i + 4) * stride), _mm256_permute2f128_ps::<0x31>(x, y));
+                P::put::<Self>(dst, stride, i, _mm256_permute2f128_ps::<0x20>(x, y));
+                P::put::<Self>(dst, stride, i + 4, _mm256_permute2f128_ps::<0x31>(x, y));
             }
         }
     }

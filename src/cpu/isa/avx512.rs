@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Simd};
+use super::super::simd::{Elem, Put, Simd};
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -79,6 +79,10 @@ impl Simd for $S {
         unsafe { _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(bits.cast_signed()))) }
     }
     #[inline(always)]
+    unsafe fn shift_up_16(a: Self::V) -> Self::V {
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(a))) }
+    }
+    #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
         unsafe { _mm512_roundscale_ps::<0>(a) }
     }
@@ -147,7 +151,7 @@ impl Simd for $S {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
         unsafe {
             // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be
             // a function without the instruction set.
@@ -171,10 +175,10 @@ impl Simd for $S {
                 let (a, b, e, f) = (quads[c], quads[4 + c], quads[8 + c], quads[12 + c]);
                 let (ab02, ab13) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
                 let (ef02, ef13) = (_mm512_shuffle_f32x4::<0x88>(e, f), _mm512_shuffle_f32x4::<0xdd>(e, f));
-                Self::store(dst.add(c * stride), _mm512_shuffle_f32x4::<0x88>(ab02, ef02));
-                Self::store(dst.add((c + 4) * stride), _mm512_shuffle_f32x4::<0x88>(ab13, ef13));
-                Self::store(dst.add((c + 8) * stride), _mm512_shuffle_f32x4::<0xdd>(ab02, ef02));
-                Self::store(dst.add((c + 12) * stride), _mm512_shuffle_f32x4::<0xdd>(ab13, ef13));
+                P::put::<Self>(dst, stride, c, _mm512_shuffle_f32x4::<0x88>(ab02, ef02));
+                P::put::<Self>(dst, stride, c + 4, _mm512_shuffle_f32x4::<0x88>(ab13, ef13));
+                P::put::<Self>(dst, stride, c + 8, _mm512_shuffle_f32x4::<0xdd>(ab02, ef02));
+                P::put::<Self>(dst, stride, c + 12, _mm512_shuffle_f32x4::<0xdd>(ab13, ef13));
             }
         }
     }

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Simd};
+use super::super::simd::{Elem, Put, Simd};
 use half::{bf16, f16};
 
 #[derive(Clone, Copy)]
@@ -42,8 +42,8 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn load(p: *const f32) -> Self::V {
-        // SAFETY: the caller's promise; an array of f32 has the alignment of f32.
-        unsafe { p.cast::<Self::V>().read() }
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<Self::V>().read_unaligned() }
     }
     #[inline(always)]
     unsafe fn store(p: *mut f32, v: Self::V) {
@@ -94,6 +94,10 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn and(a: Self::V, bits: u32) -> Self::V {
         map(a, |a| f32::from_bits(a.to_bits() & bits))
+    }
+    #[inline(always)]
+    unsafe fn shift_up_16(a: Self::V) -> Self::V {
+        map(a, |a| f32::from_bits(a.to_bits() << 16))
     }
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
@@ -157,12 +161,12 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
     #[inline(always)]
-    unsafe fn transpose<E: Elem>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
         // SAFETY: the caller's promise: N rows of N elements, N vectors `stride` apart.
         unsafe {
             let m: [Self::V; N] = std::array::from_fn(|r| E::load::<Self>(rows[r]));
             for c in 0..N {
-                Self::store(dst.add(c * stride), std::array::from_fn(|r| m[r][c]));
+                P::put::<Self>(dst, stride, c, std::array::from_fn(|r| m[r][c]));
             }
         }
     }

@@ -3,11 +3,11 @@
 #![allow(unsafe_code)]
 
 use super::Context;
-use super::gemm::{Operands, gemm};
+use super::gemm::{Ahead, Operands, gemm};
 use super::mask::Class;
 use super::pack::{self, HeadRows};
 use super::softmax::{self, Fold, Modifiers};
-use crate::cpu::simd::{Simd, store_row};
+use crate::cpu::simd::{Elem, Simd, store_row, with_elem};
 use crate::plan::{PartialSlot, Task, visible_union};
 use crate::problem::Sequence;
 use crate::tensor::MaskRow;
@@ -219,21 +219,21 @@ impl<'a> Work<'a> {
                 } else {
                     self.k.add(panel * width * depth)
                 };
+                let ahead = match streams {
+                    true => k.stream(tile.block * self.block_k + (panel + 1) * width),
+                    false => Ahead::Nothing,
+                };
                 let operands = Operands {
                     a: self.q.add(tile.rows.start * depth),
                     lda: depth,
-                    b,
+                    b: b.cast_const(),
                     ldb: width,
                     c: self.scores.add(panel * width),
                     ldc: self.block_k,
                     resume: false,
-                    ahead: if streams {
-                        k.stream(tile.block * self.block_k + (panel + 1) * width)
-                    } else {
-                        (b.cast(), 0)
-                    },
+                    ahead,
                 };
-                gemm::<S>((tile.rows.len(), S::VECTORS), depth, operands);
+                gemm::<S, f32>((tile.rows.len(), S::VECTORS), depth, operands);
             }
         }
     }
@@ -329,56 +329,78 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Weighted values of a tile. Where the tile is the only one of its task, values are packed a few rows at a time and
-    /// used while they are in the first-level cache.
+    /// Weighted values of a tile. Where the tile is the only one of its task, values are converted as they are loaded, if
+    /// they come in whole vectors; else a few rows at a time are packed and used while they are in the first-level cache.
     ///
     /// # Safety
     /// As [`Simd`]; the weights are there, and the block's values are packed unless they are used in place or the task
     /// streams.
     #[inline(always)]
     unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
-        let (width, unit) = (S::VECTORS * S::LANES, unit::<S>());
-        let block = self.values_in_place::<S>(tile.block).unwrap_or(self.packed_v);
-        let step = if streams { STREAM_KEYS } else { self.block_k };
-        let mut from = tile.columns.start;
-        while from < tile.columns.end {
-            // Steps end at multiples of their length, so that no pair is cut.
-            let to = (from / step * step + step).min(tile.columns.end);
-            let v = self.head_rows(&self.cx.inputs.v);
-            let rows = if streams {
-                // SAFETY: the keys of the tile's columns exist; the region holds that many rows.
-                unsafe { pack::values::<S>(v, tile.block * self.block_k, from..to, self.packed_v) };
-                self.packed_v.cast_const()
+        let columns = &tile.columns;
+        let v = self.head_rows(&self.cx.inputs.v);
+        let first = tile.block * self.block_k;
+        // SAFETY: the caller's promise; rows `columns` of the values exist.
+        unsafe {
+            if !streams {
+                let rows = self.values_in_place::<S>(tile.block).unwrap_or(self.packed_v);
+                let rows = rows.wrapping_add(columns.start / unit::<S>() * self.stride);
+                self.accumulate::<S, f32>(tile, columns.clone(), (rows, self.stride), Ahead::Nothing);
+            } else if !S::PAIRS && v.tensor.shape()[3] == self.stride {
+                with_elem!(v.tensor.dtype(), E => {
+                    let rows = (v.row(first + columns.start).cast::<E>(), v.tensor.strides()[2]);
+                    self.accumulate::<S, E>(tile, columns.clone(), rows, Ahead::Bytes(v.ahead().0));
+                });
             } else {
-                block.wrapping_add(from / unit * self.stride)
-            };
-            for column in (0..self.stride).step_by(width) {
-                let vectors = (self.stride - column).min(width) / S::LANES;
-                // SAFETY: rows `from..to` of the values are there; the tile of values holds `stride` columns of each row.
-                unsafe {
-                    let operands = Operands {
-                        a: self.scores.add(from / unit),
-                        lda: self.block_k,
-                        b: rows.add(column),
-                        ldb: self.stride,
-                        c: self.values.add(column),
-                        ldc: self.stride,
-                        resume: from > tile.columns.start,
-                        ahead: if streams {
-                            v.stream(tile.block * self.block_k + to)
-                        } else {
-                            (rows.cast(), 0)
-                        },
-                    };
-                    gemm::<S>((tile.rows.len(), vectors), to.div_ceil(unit) - from / unit, operands);
+                let mut from = columns.start;
+                while from < columns.end {
+                    // Steps end at multiples of their length, so that no pair is cut.
+                    let to = (from / STREAM_KEYS * STREAM_KEYS + STREAM_KEYS).min(columns.end);
+                    pack::values::<S>(v, first, from..to, self.packed_v);
+                    let rows = (self.packed_v.cast_const(), self.stride);
+                    self.accumulate::<S, f32>(tile, from..to, rows, v.stream(first + to));
+                    from = to;
                 }
             }
-            from = to;
         }
         if !tile.full || tile.mask != Class::Neutral {
             for r in 0..tile.rows.len() {
                 // SAFETY: as above.
                 unsafe { self.keep_hidden_out::<S>(tile, r, streams) }
+            }
+        }
+    }
+
+    /// Adds the weighted values of some columns of the tile, of which the first start anew. `rows` are a pointer to the first
+    /// column's values and the elements from one row to the next.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the weights are there, and the values of the columns in whole vectors.
+    #[inline(always)]
+    unsafe fn accumulate<S: Simd, E: Elem>(
+        &self,
+        tile: &Tile,
+        columns: Range<usize>,
+        (rows, ldb): (*const E, usize),
+        ahead: Ahead,
+    ) {
+        let (width, unit) = (S::VECTORS * S::LANES, unit::<S>());
+        for column in (0..self.stride).step_by(width) {
+            let vectors = (self.stride - column).min(width) / S::LANES;
+            // SAFETY: the caller's promise; the tile of values holds `stride` columns of each row.
+            unsafe {
+                let operands = Operands {
+                    a: self.scores.add(columns.start / unit),
+                    lda: self.block_k,
+                    b: rows.add(column),
+                    ldb,
+                    c: self.values.add(column),
+                    ldc: self.stride,
+                    resume: columns.start > tile.columns.start,
+                    ahead,
+                };
+                let depth = columns.end.div_ceil(unit) - columns.start / unit;
+                gemm::<S, E>((tile.rows.len(), vectors), depth, operands);
             }
         }
     }

@@ -1,31 +1,44 @@
 //! The one micro-kernel of both products: `C[rows, columns] = A[rows, depth] * B[depth, columns]` with `C` in registers.
 //!
 //! With [`Simd::PAIRS`], elements of `A` and `B` are pairs of bf16 along the depth. Each element of `C` is a single chain of
-//! multiply-adds over `depth` in order, whatever the tile it is computed in,
-//! so its bits depend on its own row of `A` and column of `B` alone.
+//! multiply-adds over `depth` in order, whatever the tile it is computed in, so its bits depend on its own row of `A` and
+//! column of `B` alone.
 
 #![allow(unsafe_code)]
 
-use super::super::simd::Simd;
+use super::super::simd::{Elem, Simd};
 
-/// Row-major matrices, leading strides in elements.
+/// Row-major matrices, leading strides in elements. `B` may be stored in any type; it is converted as it is loaded.
 #[derive(Clone, Copy)]
-pub(super) struct Operands {
+pub(super) struct Operands<E> {
     pub(super) a: *const f32,
     pub(super) lda: usize,
-    pub(super) b: *const f32,
+    pub(super) b: *const E,
     pub(super) ldb: usize,
     pub(super) c: *mut f32,
     pub(super) ldc: usize,
     /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
     pub(super) resume: bool,
-    /// Memory that is asked for meanwhile: a line at this address, and then one every so many bytes, at each step of the
-    /// depth. It need not exist.
-    pub(super) ahead: (*const u8, usize),
+    /// Memory that is asked for meanwhile, which need not exist.
+    pub(super) ahead: Ahead,
+}
+
+/// Memory that is asked for during a product.
+#[derive(Clone, Copy)]
+pub(super) enum Ahead {
+    /// None.
+    Nothing,
+    /// A line at this address, and then one every so many bytes, at each step of the depth.
+    Lines(*const u8, usize),
+    /// The lines of `B` so many bytes further on.
+    Bytes(usize),
 }
 
 #[inline(always)]
-unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operands) {
+unsafe fn micro<S: Simd, E: Elem, const AHEAD: bool, const R: usize, const N: usize>(
+    depth: usize,
+    m: Operands<E>,
+) {
     // SAFETY: the promise of `gemm`, for R rows and N vectors.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; R];
@@ -36,11 +49,19 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
                 }
             }
         }
-        let (mut a, mut b, mut ahead) = (m.a, m.b, m.ahead.0);
+        let (mut a, mut b) = (m.a, m.b);
+        let (mut ahead, step, lines) = match m.ahead {
+            Ahead::Nothing => (std::ptr::null(), 0, 0),
+            Ahead::Lines(from, step) => (from, step, 1),
+            Ahead::Bytes(n) => {
+                let lines = (N * S::LANES * size_of::<E>()).div_ceil(64);
+                (b.cast::<u8>().wrapping_add(n), m.ldb.wrapping_mul(size_of::<E>()), lines)
+            }
+        };
         for _ in 0..depth {
             let mut row = [S::splat(0.0); N];
             for n in 0..N {
-                row[n] = S::load(b.add(n * S::LANES));
+                row[n] = E::load::<S>(b.add(n * S::LANES));
             }
             for r in 0..R {
                 let x = S::splat(*a.add(r * m.lda));
@@ -48,10 +69,14 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
                     acc[r][n] = S::mac(x, row[n], acc[r][n]);
                 }
             }
-            S::prefetch(ahead);
-            ahead = ahead.wrapping_add(m.ahead.1);
+            if AHEAD {
+                for line in 0..lines {
+                    S::prefetch(ahead.wrapping_add(64 * line));
+                }
+                ahead = ahead.wrapping_add(step);
+            }
             a = a.add(1);
-            b = b.add(m.ldb);
+            b = b.wrapping_add(m.ldb);
         }
         for r in 0..R {
             for n in 0..N {
@@ -62,45 +87,61 @@ unsafe fn micro<S: Simd, const R: usize, const N: usize>(depth: usize, m: Operan
 }
 
 #[inline(always)]
-unsafe fn rows<S: Simd, const N: usize>(mut rows: usize, depth: usize, mut m: Operands) {
+unsafe fn rows<S: Simd, E: Elem, const AHEAD: bool, const N: usize>(
+    mut rows: usize,
+    depth: usize,
+    mut m: Operands<E>,
+) {
     // SAFETY: the promise of `gemm`, for N vectors.
     unsafe {
         while rows >= S::ROWS {
-            if S::ROWS == 6 {
-                micro::<S, 6, N>(depth, m)
-            } else {
-                micro::<S, 4, N>(depth, m)
+            match S::ROWS {
+                6 => micro::<S, E, AHEAD, 6, N>(depth, m),
+                _ => micro::<S, E, AHEAD, 4, N>(depth, m),
             }
             m.a = m.a.add(S::ROWS * m.lda);
             m.c = m.c.add(S::ROWS * m.ldc);
             rows -= S::ROWS;
         }
         match rows {
-            5 => micro::<S, 5, N>(depth, m),
-            4 => micro::<S, 4, N>(depth, m),
-            3 => micro::<S, 3, N>(depth, m),
-            2 => micro::<S, 2, N>(depth, m),
-            1 => micro::<S, 1, N>(depth, m),
+            5 if S::ROWS > 5 => micro::<S, E, AHEAD, 5, N>(depth, m),
+            4 if S::ROWS > 4 => micro::<S, E, AHEAD, 4, N>(depth, m),
+            3 => micro::<S, E, AHEAD, 3, N>(depth, m),
+            2 => micro::<S, E, AHEAD, 2, N>(depth, m),
+            1 => micro::<S, E, AHEAD, 1, N>(depth, m),
             _ => {}
         }
     }
 }
 
-/// Computes `rows x (vectors * LANES)` elements of `C`; `vectors <= VECTORS`.
+#[inline(always)]
+unsafe fn columns<S: Simd, E: Elem, const AHEAD: bool>(shape: (usize, usize), depth: usize, m: Operands<E>) {
+    // SAFETY: the promise of `gemm`.
+    unsafe {
+        match shape.1 {
+            4 if S::VECTORS == 4 => rows::<S, E, AHEAD, 4>(shape.0, depth, m),
+            3 if S::VECTORS == 4 => rows::<S, E, AHEAD, 3>(shape.0, depth, m),
+            2 => rows::<S, E, AHEAD, 2>(shape.0, depth, m),
+            1 => rows::<S, E, AHEAD, 1>(shape.0, depth, m),
+            _ => {}
+        }
+    }
+}
+
+/// Computes `rows x (vectors * LANES)` elements of `C`; `vectors <= VECTORS`. A `B` that is not f32 is a stream, during which
+/// memory is asked for.
 ///
 /// # Safety
 /// As [`Simd`]; `a` is valid for `rows x depth`, `b` for `depth x vectors * LANES`, `c` for `rows x vectors * LANES`.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd>(shape: (usize, usize), depth: usize, m: Operands) {
+pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize, m: Operands<E>) {
     debug_assert!(shape.1 <= S::VECTORS);
     // SAFETY: the caller's promise.
     unsafe {
-        match shape.1 {
-            4 if S::VECTORS == 4 => rows::<S, 4>(shape.0, depth, m),
-            3 if S::VECTORS == 4 => rows::<S, 3>(shape.0, depth, m),
-            2 => rows::<S, 2>(shape.0, depth, m),
-            1 => rows::<S, 1>(shape.0, depth, m),
-            _ => {}
+        // The loop that asks for nothing is a loop of its own: the requests would cost it a tenth of its rate.
+        match m.ahead {
+            Ahead::Nothing if E::IS_F32 => columns::<S, E, false>(shape, depth, m),
+            _ => columns::<S, E, true>(shape, depth, m),
         }
     }
 }

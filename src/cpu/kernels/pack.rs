@@ -2,7 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Simd, load_head, with_elem};
+use super::super::simd::{Bf16, Elem, F16, Put, Simd, Split, Whole, load_head, with_elem};
+use super::gemm::Ahead;
 use crate::problem::MAX_HEAD_DIM;
 use crate::{Dtype, TensorView};
 use std::ops::Range;
@@ -35,16 +36,16 @@ impl HeadRows<'_> {
 
     /// Bytes from a row to the one that is asked for while it is read, and the bytes of a row.
     #[inline(always)]
-    fn ahead(&self) -> (usize, usize) {
+    pub(super) fn ahead(&self) -> (usize, usize) {
         let row = self.tensor.shape()[3] * self.tensor.dtype().bytes();
         (self.step().wrapping_mul(PREFETCH_BYTES.div_ceil(row)), row)
     }
 
-    /// Where row `j`, which need not exist, would start, and the bytes to the next.
+    /// The first lines of row `j`, which need not exist, and of those after it.
     #[inline(always)]
-    pub(super) fn stream(&self, j: usize) -> (*const u8, usize) {
+    pub(super) fn stream(&self, j: usize) -> Ahead {
         let start = self.tensor.row(self.batch, self.head, 0);
-        (start.wrapping_add((self.start + j).wrapping_mul(self.step())), self.step())
+        Ahead::Lines(start.wrapping_add((self.start + j).wrapping_mul(self.step())), self.step())
     }
 }
 
@@ -70,7 +71,7 @@ pub(super) unsafe fn key_panel<S: Simd>(
     if S::PAIRS {
         // SAFETY: the caller's promise; an even row of bf16 is a row of pairs, which have the size of f32.
         unsafe {
-            panel_of::<S, f32>(src, (first, panel), columns, head_dim / 2, dst);
+            panel_of::<S, f32, Whole>(src, (first, panel), columns, head_dim / 2, dst);
             if head_dim % 2 == 1 {
                 last_elements::<S>(src, (first, panel), columns, dst);
             }
@@ -78,7 +79,14 @@ pub(super) unsafe fn key_panel<S: Simd>(
         return;
     }
     // SAFETY: the caller's promise.
-    with_elem!(src.tensor.dtype(), E => unsafe { panel_of::<S, E>(src, (first, panel), columns, head_dim, dst) });
+    unsafe {
+        match src.tensor.dtype() {
+            Dtype::F32 => panel_of::<S, f32, Whole>(src, (first, panel), columns, head_dim, dst),
+            Dtype::F16 => panel_of::<S, F16, Whole>(src, (first, panel), columns, head_dim, dst),
+            // Moved in pairs, which takes half the shuffles.
+            Dtype::BF16 => panel_of::<S, Bf16, Split>(src, (first, panel), columns, head_dim, dst),
+        }
+    }
 }
 
 /// The last line of a panel of pairs with an odd head_dim: the last element of each key, paired with zero.
@@ -112,7 +120,7 @@ unsafe fn last_elements<S: Simd>(
 /// # Safety
 /// As [`key_panel`]; rows hold `len` elements.
 #[inline(always)]
-unsafe fn panel_of<S: Simd, E: Elem>(
+unsafe fn panel_of<S: Simd, E: Elem, P: Put>(
     src: HeadRows<'_>,
     (first, panel): (usize, usize),
     columns: &Range<usize>,
@@ -133,14 +141,18 @@ unsafe fn panel_of<S: Simd, E: Elem>(
         // SAFETY: each row has `len` elements, the zero row at least as many; the panel has `len` lines of `width`
         // elements. A prefetch may name any address. Pairs are copied as the f32 they stand in for.
         unsafe {
-            while d + S::LANES <= len {
+            while d + S::LANES * P::LINES <= len {
                 let mut at = rows;
                 for r in 0..S::LANES {
                     at[r] = rows[r].add(d);
                     S::prefetch(at[r].cast::<u8>().wrapping_add(ahead));
                 }
-                S::transpose(at, dst.add(d * width + vector * S::LANES), width);
-                d += S::LANES;
+                let to = dst.add(d * width + vector * S::LANES);
+                match P::LINES {
+                    1 => S::transpose::<E, P>(at, to, width),
+                    _ => S::transpose::<f32, P>(at.map(<*const E>::cast), to, width),
+                }
+                d += S::LANES * P::LINES;
             }
             while d < len {
                 for r in 0..S::LANES {
