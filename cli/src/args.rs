@@ -4,6 +4,7 @@ use crate::failure::Failure;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use flashtile::plan::Isa;
 use flashtile::{Dtype, QOffset, Visibility};
+use std::num::NonZero;
 use std::path::PathBuf;
 
 /// Fused attention on safetensors files, and what this machine makes of it
@@ -25,14 +26,30 @@ pub(crate) enum Command {
     Bench(BenchArgs),
 }
 
+/// What `run --help` says of files. Not a doc comment: brackets and line breaks are meant as they are.
+const RUN_HELP: &str = "\
+Compute attention of the tensors in a safetensors file
+
+Reads
+  q, k, v        F32, F16 or BF16, [batch, heads, rows, dim] or as --layout says; with
+                 cu_seqlens packed as [total, heads, dim]
+and, where present,
+  mask           rank 4, broadcastable to [batch, heads, queries, keys]; BOOL, where true
+                 means visible, or a float type, added to the scores
+  alibi_slopes   F32 [heads]; adds - slope[h] * |p - j| to the score of key j, p being the
+                 key position of the query (--q-offset)
+  sinks          F32 [heads]; logits that join the denominator of the softmax only
+  kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
+  cu_seqlens_q, cu_seqlens_k
+                 I64 or I32 [sequences + 1]; first row of each packed sequence, then the end
+
+Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
+Names that are not understood are noted and not read; names that look like misspelt ones are refused.";
+
 /// Compute attention of the tensors in a safetensors file
-///
-/// Reads q, k, v and, where present, mask (BOOL or float, rank 4, broadcastable to [batch, heads, queries, keys]),
-/// alibi_slopes [heads] and sinks [heads] (F32), kv_lens [batch] (I64), or cu_seqlens_q and cu_seqlens_k (I64) with q, k
-/// and v packed as [total, heads, dim]. Writes out (dtype of q, layout of q) and lse (F32, [batch, heads, queries], packed
-/// [heads, total]).
 #[derive(Debug, Args)]
 #[command(
+    long_about = RUN_HELP,
     after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right"
 )]
 pub(crate) struct RunArgs {
@@ -49,17 +66,21 @@ pub(crate) struct RunArgs {
     pub(crate) reading: Reading,
     #[command(flatten)]
     pub(crate) semantics: Semantics,
-    /// Codec of K: the dtype of the problem (f32, f16, bf16)
-    #[arg(long, value_name = "CODEC")]
+    /// Refuse a file with tensors that are not understood, instead of noting them
+    #[arg(long)]
+    pub(crate) strict: bool,
+    /// Codec of K: this build takes the dtype of the problem alone
+    #[arg(long, value_name = "CODEC", hide = true)]
     pub(crate) k_codec: Option<String>,
-    /// Codec of V: the dtype of the problem (f32, f16, bf16)
-    #[arg(long, value_name = "CODEC")]
+    /// Codec of V: this build takes the dtype of the problem alone
+    #[arg(long, value_name = "CODEC", hide = true)]
     pub(crate) v_codec: Option<String>,
-    /// Pieces into which the keys are divided for parallel work; the result does not depend on it
+    /// Pieces of at least one block of keys into which the keys are divided for parallel work; the result does not
+    /// depend on it
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) splits: Option<usize>,
-    /// Gradients d_q, d_k and d_v for d_out
-    #[arg(long)]
+    /// Gradients, which this build does not compute
+    #[arg(long, hide = true)]
     pub(crate) grad: bool,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
@@ -70,12 +91,17 @@ pub(crate) struct RunArgs {
 
 /// Run the conformance catalogue on every instruction set of this machine
 ///
-/// Every case is compared with the f64 oracle; the table shows the worst errors. Exit status 1 where a case fails.
+/// Every case is compared with the f64 oracle. The table shows the worst errors, each as the part of its own case's limit
+/// that it takes: limits widen with large scores and many keys. Exit status 1 where a case fails.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  flashtile check --isa avx2")]
 pub(crate) struct CheckArgs {
-    #[command(flatten)]
-    pub(crate) cpu: CpuArgs,
+    /// Run this instruction set alone: portable, avx2, avx512 or avx512bf16; default every one of this machine
+    #[arg(long, value_name = "ISA", value_parser = isa)]
+    pub(crate) isa: Option<Isa>,
+    /// Threads of the cpu backend, at most those of this machine; default all
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
     /// Only cases whose name contains this
     #[arg(long, value_name = "TEXT")]
     pub(crate) filter: Option<String>,
@@ -101,12 +127,15 @@ pub(crate) struct PlanArgs {
     pub(crate) reading: Reading,
     #[command(flatten)]
     pub(crate) semantics: Semantics,
+    /// Refuse a file with tensors that are not understood, instead of noting them
+    #[arg(long, requires = "input")]
+    pub(crate) strict: bool,
     /// Machine to plan for, instead of this one
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads"])]
     pub(crate) device: Option<String>,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
-    /// Pieces into which the keys are divided for parallel work
+    /// Pieces of at least one block of keys into which the keys are divided for parallel work
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) splits: Option<usize>,
     /// Sequence whose tiles to draw, counted from 0
@@ -124,7 +153,7 @@ pub(crate) struct PlanArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  flashtile info --json")]
 pub(crate) struct InfoArgs {
-    /// Threads whose limits to measure; default all
+    /// Threads whose limits to measure, at most those of this machine; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
     /// Print one JSON object
@@ -197,7 +226,7 @@ pub(crate) struct BenchArgs {
 /// How tensors are read from a file.
 #[derive(Debug, Args)]
 pub(crate) struct Reading {
-    /// Axes of q, k and v in the file: [batch, heads, rows, dim] or [batch, rows, heads, dim]; default bhsd
+    /// Axes of q, k and v in the file; default bhsd
     #[arg(long, value_enum)]
     pub(crate) layout: Option<Layout>,
     /// Element type of the problem; tensors of a file are converted to it first
@@ -273,24 +302,32 @@ pub(crate) struct CpuArgs {
     /// Instruction set of the cpu backend: portable, avx2, avx512 or avx512bf16; default the best of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
-    /// Threads of the cpu backend; default one for each core
+    /// Threads of the cpu backend, at most those of this machine; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Backend {
+    /// The fastest of this build for the problem
     Auto,
+    /// Kernels of this processor
     Cpu,
+    #[value(hide = true)]
     Cuda,
+    #[value(hide = true)]
     Metal,
+    /// The definition in f64, one thread
     Reference,
+    #[value(hide = true)]
     Simulator,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Layout {
+    /// Batch, heads, rows, dim
     Bhsd,
+    /// Batch, rows, heads, dim
     Bshd,
 }
 
@@ -345,12 +382,12 @@ fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number, 1 or more".to_owned())
 }
 
-/// Most threads that a pool is asked for.
-const MAX_THREADS: usize = 1024;
-
+/// More threads than the machine runs at once only wait for each other, and no measurement means anything.
 fn threads(text: &str) -> Result<usize, String> {
-    let inside = |n: &usize| (1..=MAX_THREADS).contains(n);
-    text.parse().ok().filter(inside).ok_or_else(|| format!("expected a whole number, 1 to {MAX_THREADS}"))
+    let available = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let inside = |n: &usize| (1..=available).contains(n);
+    let expected = || format!("expected a whole number, 1 to {available}, the threads of this machine");
+    text.parse().ok().filter(inside).ok_or_else(expected)
 }
 
 /// Longest time for which a row is measured, in seconds.

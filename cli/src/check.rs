@@ -1,10 +1,12 @@
 //! `flashtile check`: the conformance catalogue on this machine.
 
-use crate::args::CheckArgs;
+use crate::args::{CheckArgs, CpuArgs};
 use crate::failure::{Failure, Result, WRONG};
 use crate::machine;
 use crate::report::{self, Table};
-use flashtile::testkit::{CaseResult, CpuRunner, Failure as CaseFailure, Runner, catalogue, conformance};
+use flashtile::testkit::{
+    CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance,
+};
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -13,18 +15,17 @@ use std::process::ExitCode;
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
-    let failed = machine::on_threads(args.cpu.threads, || check(args))?;
+    let failed = machine::on_threads(args.threads, || check(args))?;
     Ok(if failed { ExitCode::from(WRONG) } else { ExitCode::SUCCESS })
 }
 
 /// Runs every case; whether one failed.
 fn check(args: &CheckArgs) -> Result<bool> {
-    let isas = match args.cpu.isa {
+    let isas = match args.isa {
         None => Cpu::isas(),
         Some(isa) => vec![isa],
     };
-    let restrict =
-        |isa| machine::cpu(crate::args::CpuArgs { isa: Some(isa), ..args.cpu }).map(CpuRunner::new);
+    let restrict = |isa| machine::cpu(CpuArgs { isa: Some(isa), threads: args.threads }).map(CpuRunner::new);
     let runners: Vec<CpuRunner> = isas.into_iter().map(restrict).collect::<Result<_>>()?;
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
 
@@ -76,7 +77,7 @@ struct Tally {
     passed: usize,
     failed: usize,
     skipped: usize,
-    /// Largest error of a passed case of each dtype.
+    /// Largest error of a passed case of each dtype, relative to the limit of that case.
     nrmse: [f64; DTYPES.len()],
     /// The passed case that came closest to its limit.
     closest: Option<(f64, String)>,
@@ -91,13 +92,13 @@ impl Tally {
         match &result.result {
             Ok(outcome) => {
                 self.passed += 1;
+                let out = outcome.out;
                 for (dtype, nrmse) in DTYPES.iter().zip(&mut self.nrmse) {
                     if *dtype == result.case.desc.dtype {
-                        *nrmse = nrmse.max(outcome.out.nrmse);
+                        *nrmse = nrmse.max(of_limit(&out));
                     }
                 }
-                let out = outcome.out;
-                let ratio = out.worst.max(outcome.lse.worst).max(out.nrmse / out.limit);
+                let ratio = out.worst.max(outcome.lse.worst).max(of_limit(&out));
                 if self.closest.as_ref().is_none_or(|(worst, _)| ratio > *worst) {
                     self.closest = Some((ratio, result.case.name.clone()));
                 }
@@ -108,16 +109,22 @@ impl Tally {
     }
 }
 
+/// Error of a whole tensor relative to its limit. Cases with large scores or many keys have wider limits than others, so
+/// errors alone do not compare.
+fn of_limit(out: &Report) -> f64 {
+    if out.nrmse == 0.0 { 0.0 } else { out.nrmse / out.limit }
+}
+
 fn table(tallies: &[Tally]) -> Table {
     let mut head: Vec<String> = ["runner", "passed", "failed", "skipped"].map(str::to_owned).to_vec();
-    head.extend(DTYPES.map(|dtype| format!("{dtype} nrmse")));
-    head.push("closest to its limit".to_owned());
+    head.extend(DTYPES.map(|dtype| format!("{dtype} nrmse/limit")));
+    head.push("closest to a limit".to_owned());
     head.push("case".to_owned());
     let mut table = Table::new(head);
     for tally in tallies {
         let mut row = vec![tally.runner.clone()];
         row.extend([tally.passed, tally.failed, tally.skipped].map(|n| n.to_string()));
-        row.extend(tally.nrmse.map(|nrmse| format!("{nrmse:.1e}")));
+        row.extend(tally.nrmse.map(report::percent));
         let (worst, case) = tally.closest.clone().unwrap_or_default();
         row.extend([report::percent(worst), case]);
         table.push(row);
@@ -139,6 +146,7 @@ fn as_json(result: &CaseResult<'_>) -> serde_json::Value {
         },
         "plan": outcome.map(|o| &o.plan),
         "nrmse": outcome.map(|o| o.out.nrmse),
+        "nrmse_limit": outcome.map(|o| o.out.limit),
         "max_abs": outcome.map(|o| o.out.max_abs),
         "lse_max_abs": outcome.map(|o| o.lse.max_abs),
         "reason": failure.map(ToString::to_string),

@@ -39,10 +39,18 @@ impl<'p> Mapped<'p> {
         let refuse = |what: &dyn std::fmt::Display| {
             Failure::at(self.path.display(), format_args!("not a safetensors file: {what}"))
         };
-        let (length, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| {
+        let (first, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| {
             refuse(&format_args!("{} bytes, expected 8 of header length first", bytes.len()))
         })?;
-        let length = u64::from_le_bytes(*length);
+        // Eight characters are a length of more than any memory holds.
+        if let Ok(text) = std::str::from_utf8(first)
+            && text.chars().all(|c| !c.is_control() || c.is_whitespace())
+        {
+            return Err(refuse(&format_args!(
+                "begins with text ({text:?}), expected the length of a header"
+            )));
+        }
+        let length = u64::from_le_bytes(*first);
         let header = usize::try_from(length).ok().filter(|&n| n <= MAX_HEADER && n <= rest.len());
         let (header, data) = rest.split_at(header.ok_or_else(|| {
             refuse(&format_args!(

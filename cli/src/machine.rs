@@ -4,8 +4,8 @@ use crate::args::CpuArgs;
 use crate::failure::{Failure, Result};
 use crate::report;
 use flashtile::cpu::limits;
-use flashtile::plan::Isa;
-use flashtile::{Cpu, CpuPlan, Dims, PlanOptions, Problem, Sequence, Workspace};
+use flashtile::plan::{CpuFacts, Isa};
+use flashtile::{Cpu, CpuPlan, Dims, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 
 /// Runs work on a pool of so many threads, or on the default pool.
 pub(crate) fn on_threads<R: Send>(
@@ -51,6 +51,17 @@ pub(crate) fn options(dims: &Dims, splits: Option<usize>) -> Result<PlanOptions>
     let mut options = PlanOptions::default();
     options.splits = splits;
     Ok(options)
+}
+
+/// Why a problem has no plan, with what a number of splits must leave room for.
+pub(crate) fn unplanned(problem: &Problem, facts: &CpuFacts, error: &Unsupported) -> Failure {
+    match (error, CpuPlan::new(problem, facts, PlanOptions::default())) {
+        (Unsupported::Splits { .. }, Ok(plan)) => {
+            let keys = plan.block_k();
+            Failure::new(format_args!("{error}: a split holds at least one block of {keys} keys"))
+        }
+        _ => Failure::new(error),
+    }
 }
 
 /// The workspace of a plan, whose allocation alone would end the process where there is no memory.

@@ -4,7 +4,9 @@ use crate::args::{Layout, Reading, Semantics};
 use crate::buffer::{Bytes, convert};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
-use flashtile::{Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, Sequences, TensorView};
+use flashtile::{
+    Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, Sequences, TensorView,
+};
 use safetensors::tensor::Dtype as StoredDtype;
 
 /// Names that are read.
@@ -60,6 +62,16 @@ impl Order {
         }
     }
 
+    /// What to add to a refusal of the heads where they would fit in the other order.
+    const fn hint(self, q: [usize; 4], k: [usize; 4]) -> &'static str {
+        let fit = k[2] > 0 && q[2] > 0 && q[2].is_multiple_of(k[2]);
+        match self {
+            Self::Bhsd if fit => " (is the file --layout bshd?)",
+            Self::Bshd if fit => " (is the file --layout bhsd?)",
+            _ => "",
+        }
+    }
+
     /// Strides in elements of `[batch, heads, rows, dim]`.
     pub(crate) fn strides(self, [_, h, s, d]: [usize; 4]) -> [usize; 4] {
         let (row, head) = match self {
@@ -108,14 +120,17 @@ impl<'a> Operands<'a> {
                 archive.refuse("tensor d_out asks for gradients, this build computes the forward pass only")
             );
         }
+        if let Some((name, meant)) = archive.names().find_map(|name| Some((name, meant(name)?))) {
+            return Err(archive.refuse(format_args!("tensor {name} is not known, did you mean {meant}?")));
+        }
         let packed = archive.get("cu_seqlens_q").is_some() || archive.get("cu_seqlens_k").is_some();
         let order = match (packed, reading.layout) {
-            (true, Some(Layout::Bhsd)) => {
-                return Err(
-                    archive.refuse("cu_seqlens mean packed tensors [total, heads, dim], not --layout bhsd")
-                );
+            (true, Some(_)) => {
+                return Err(archive.refuse(
+                    "cu_seqlens mean packed tensors [total, heads, dim], for which --layout has no meaning",
+                ));
             }
-            (true, _) => Order::Packed,
+            (true, None) => Order::Packed,
             (false, Some(Layout::Bshd)) => Order::Bshd,
             (false, _) => Order::Bhsd,
         };
@@ -144,11 +159,34 @@ impl<'a> Operands<'a> {
         desc.sinks = sinks.is_some();
         desc.mask = mask.as_ref().map(|(kind, ..)| *kind);
         desc.sequences = sequences(archive, packed)?;
-        let problem = desc.validate().map_err(|e| archive.refuse(e))?;
+        let problem = desc.validate().map_err(|e| {
+            let hint = if matches!(e, ProblemError::HeadsNotDivisible { .. }) {
+                order.hint(q.shape, k.shape)
+            } else {
+                ""
+            };
+            archive.refuse(format_args!("{e}{hint}"))
+        })?;
 
         let known = |name: &&str| READ.contains(name) || ANSWERS.contains(name);
         let ignored = archive.names().filter(|name| !known(name)).map(str::to_owned).collect();
         Ok(Self { problem, order, ignored, q, k, v, mask, alibi_slopes, sinks })
+    }
+
+    /// What to say of tensors that were not understood, if anything.
+    ///
+    /// # Errors
+    /// Where a strict reading finds some.
+    pub(crate) fn remark(&self, archive: &Archive<'_>, strict: bool) -> Result<Option<Failure>> {
+        if self.ignored.is_empty() {
+            return Ok(None);
+        }
+        let (names, read) = (self.ignored.join(", "), READ.join(", "));
+        if strict {
+            let what = format_args!("tensors not understood: {names}, expected names among {read}");
+            return Err(archive.refuse(what));
+        }
+        Ok(Some(archive.refuse(format_args!("note: tensors not read: {names} (read are {read})"))))
     }
 
     /// The operands as the library takes them.
@@ -171,9 +209,65 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Names that are read, for messages.
-pub(crate) fn readable_names() -> String {
-    READ.join(", ")
+/// Parts of names, in lower case without separators, and what is meant by them.
+const PARTS: [(&str, &str); 10] = [
+    ("mask", "mask"),
+    ("alibi", "alibi_slopes"),
+    ("slope", "alibi_slopes"),
+    ("sink", "sinks"),
+    ("kvlen", "kv_lens"),
+    ("kvseqlen", "kv_lens"),
+    ("cachelen", "kv_lens"),
+    ("cacheseqlen", "kv_lens"),
+    ("seqused", "kv_lens"),
+    ("seqlen", "cu_seqlens_q or cu_seqlens_k"),
+];
+
+/// Whole names, in lower case without separators, and what is meant by them.
+const WORDS: [(&str, &str); 10] = [
+    ("query", "q"),
+    ("queries", "q"),
+    ("key", "k"),
+    ("keys", "k"),
+    ("value", "v"),
+    ("values", "v"),
+    ("bias", "mask"),
+    ("attnbias", "mask"),
+    ("attentionbias", "mask"),
+    ("cuseqlens", "cu_seqlens_q or cu_seqlens_k"),
+];
+
+/// The name that was meant by one that is not known but looks like one that is. To ignore such a tensor would give an answer
+/// to another question.
+fn meant(name: &str) -> Option<&'static str> {
+    if READ.contains(&name) || ANSWERS.contains(&name) {
+        return None;
+    }
+    let plain = |name: &str| -> String {
+        name.chars().filter(|c| c.is_alphanumeric()).map(|c| c.to_ascii_lowercase()).collect()
+    };
+    let name = plain(name);
+    let close = |known: &&str| {
+        let known = plain(known);
+        name == known || (known.len() >= 4 && one_edit(&name, &known))
+    };
+    let word = || WORDS.iter().find(|(word, _)| name == *word).map(|(_, meant)| *meant);
+    let part = || PARTS.iter().find(|(part, _)| name.contains(part)).map(|(_, meant)| *meant);
+    word().or_else(|| READ.into_iter().find(close)).or_else(part)
+}
+
+/// Whether one letter added, left out, changed or exchanged with the next makes one word of the other.
+fn one_edit(a: &str, b: &str) -> bool {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let start = a.iter().zip(&b).take_while(|(x, y)| x == y).count();
+    let (a, b) = (&a[start..], &b[start..]);
+    match (a, b) {
+        ([_, a @ ..], [_, b @ ..]) if a == b => true,
+        ([_, a @ ..], b) if a == b => true,
+        (a, [_, b @ ..]) if a == b => true,
+        ([a0, a1, a @ ..], [b0, b1, b @ ..]) => a == b && (a0, a1) == (b1, b0),
+        _ => false,
+    }
 }
 
 fn tensor<'a>(archive: &Archive<'a>, name: &str, order: Order, to: Option<Dtype>) -> Result<Tensor<'a>> {
@@ -252,30 +346,42 @@ fn sequences(archive: &Archive<'_>, packed: bool) -> Result<Sequences> {
     Ok(Sequences::Packed { cu_seqlens_q: list("cu_seqlens_q")?, cu_seqlens_k: list("cu_seqlens_k")? })
 }
 
-/// A tensor of one axis and the dtype expected.
-fn list<'s>(archive: &'s Archive<'_>, name: &str, expected: StoredDtype) -> Result<Option<&'s Stored<'s>>> {
+/// A tensor of one axis and one of the dtypes expected.
+fn list<'s>(
+    archive: &'s Archive<'_>,
+    name: &str,
+    expected: &[StoredDtype],
+) -> Result<Option<&'s Stored<'s>>> {
     let Some(stored) = archive.get(name) else { return Ok(None) };
     if stored.shape.len() != 1 {
         return Err(
             archive.refuse(format_args!("tensor {name} has shape {:?}, expected one axis", stored.shape))
         );
     }
-    if stored.dtype != expected {
-        return Err(
-            archive.refuse(format_args!("tensor {name} is {:?}, expected {expected:?}", stored.dtype))
-        );
+    if !expected.contains(&stored.dtype) {
+        let expected: Vec<String> = expected.iter().map(|dtype| format!("{dtype:?}")).collect();
+        let what = format_args!("tensor {name} is {:?}, expected {}", stored.dtype, expected.join(" or "));
+        return Err(archive.refuse(what));
     }
     Ok(Some(stored))
 }
 
 fn floats(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<f32>>> {
-    let Some(stored) = list(archive, name, StoredDtype::F32)? else { return Ok(None) };
+    let Some(stored) = list(archive, name, &[StoredDtype::F32])? else { return Ok(None) };
     Ok(Some(stored.bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()))
 }
 
 fn lengths(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<usize>>> {
-    let Some(stored) = list(archive, name, StoredDtype::I64)? else { return Ok(None) };
-    let entries = stored.bytes.chunks_exact(size_of::<i64>()).map(bytemuck::pod_read_unaligned::<i64>);
+    let Some(stored) = list(archive, name, &[StoredDtype::I64, StoredDtype::I32])? else { return Ok(None) };
+    let wide = stored.dtype == StoredDtype::I64;
+    let size = if wide { size_of::<i64>() } else { size_of::<i32>() };
+    let entries = stored.bytes.chunks_exact(size).map(|bytes| {
+        if wide {
+            bytemuck::pod_read_unaligned(bytes)
+        } else {
+            i64::from(bytemuck::pod_read_unaligned::<i32>(bytes))
+        }
+    });
     let length = |(index, n): (usize, i64)| {
         let negative = |_| archive.refuse(format_args!("{name}[{index}] is {n}, expected 0 or more"));
         usize::try_from(n).map_err(negative)
@@ -289,5 +395,49 @@ const fn float_dtype(dtype: StoredDtype) -> Option<Dtype> {
         StoredDtype::F16 => Some(Dtype::F16),
         StoredDtype::BF16 => Some(Dtype::BF16),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn misspelt_names() {
+        let cases = [
+            ("attn_mask", "mask"),
+            ("Mask", "mask"),
+            ("msak", "mask"),
+            ("attn_bias", "mask"),
+            ("alibi", "alibi_slopes"),
+            ("slopes", "alibi_slopes"),
+            ("alibi-slopes", "alibi_slopes"),
+            ("sink", "sinks"),
+            ("kv_len", "kv_lens"),
+            ("kvlens", "kv_lens"),
+            ("cu_seqlens", "cu_seqlens_q or cu_seqlens_k"),
+            ("cu_seqlen_q", "cu_seqlens_q"),
+            ("cu_seqlens_kv", "cu_seqlens_k"),
+            ("Q", "q"),
+            ("values", "v"),
+        ];
+        for (name, expected) in cases {
+            let meant = meant(name);
+            assert!(meant == Some(expected), "{name}: {meant:?}");
+        }
+        let others = ["notes", "out", "lse", "d_q", "positions", "weight", "odd", "x", ""];
+        assert!(READ.iter().chain(&others).all(|name| meant(name).is_none()));
+    }
+
+    #[test]
+    fn single_edits() {
+        for (a, b) in
+            [("mask", "masks"), ("mask", "msk"), ("mask", "mosk"), ("mask", "maks"), ("mask", "amsk")]
+        {
+            assert!(one_edit(a, b) && one_edit(b, a), "{a} {b}");
+        }
+        for (a, b) in [("mask", "maskss"), ("mask", "ma"), ("mask", "kasm"), ("mask", "mosc")] {
+            assert!(!one_edit(a, b) && !one_edit(b, a), "{a} {b}");
+        }
     }
 }

@@ -2,7 +2,8 @@
 
 use crate::failure::{Failure, Result};
 use safetensors::tensor::{Dtype, TensorView};
-use std::io::Write;
+use std::fs::Metadata;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
 /// A place where a file can be put.
@@ -15,11 +16,11 @@ impl Destination {
     /// Finds out whether a file can be put there, before work begins.
     pub(crate) fn new(path: &Path) -> Result<Self> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
-        // A link is followed: what it names is replaced, not the link.
-        let target = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        if target.symlink_metadata().is_ok_and(|m| !m.is_file() && !m.is_symlink()) {
-            return Err(refuse(&"exists and is not a regular file, expected a path to write a file to"));
+        if path == Path::new("-") {
+            let hint = "standard output does not take files, expected a path (./- for a file of that name)";
+            return Err(refuse(&hint));
         }
+        let target = resolve(path)?;
         let folder = match target.parent() {
             Some(parent) if parent.as_os_str().is_empty() => PathBuf::from("."),
             Some(parent) => parent.to_owned(),
@@ -31,6 +32,23 @@ impl Destination {
         tempfile::tempfile_in(&folder)
             .map_err(|e| refuse(&format_args!("cannot be written: {}", cause(&e))))?;
         Ok(Self { path: target, folder })
+    }
+
+    /// Refuses to replace a file that is read, or written for another purpose.
+    pub(crate) fn differs_from(&self, other: &Path) -> Result<()> {
+        let same = match (std::fs::metadata(&self.path), std::fs::metadata(other)) {
+            (Ok(mine), Ok(theirs)) => same_file((&self.path, &mine), (other, &theirs)),
+            // Files that do not exist yet have no identity but their path.
+            _ => resolve(other).is_ok_and(|other| same_place(&self.path, &other)),
+        };
+        if same {
+            let other = other.display();
+            return Err(Failure::at(
+                self.path.display(),
+                format_args!("is the same file as {other}, expected another path to write to"),
+            ));
+        }
+        Ok(())
     }
 
     /// Writes a file beside the destination and moves it there in one step.
@@ -61,6 +79,64 @@ impl Destination {
     pub(crate) fn tensors(&self, tensors: Vec<(&str, TensorView<'_>)>) -> Result<()> {
         self.replace(|path| safetensors::serialize_to_file(tensors, None, path).map_err(|e| e.to_string()))
     }
+}
+
+/// Most links that lead to a file, the limit of common kernels.
+const MAX_LINKS: usize = 40;
+
+/// The file that a path names, links followed: what a link names is replaced, not the link. It need not exist, but what
+/// exists is a regular file.
+fn resolve(path: &Path) -> Result<PathBuf> {
+    let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
+    let unwritable = |e: &std::io::Error| refuse(&format_args!("cannot be written: {}", cause(e)));
+    match std::fs::metadata(path) {
+        Ok(named) if !named.is_file() => {
+            Err(refuse(&"exists and is not a regular file, expected a path to write a file to"))
+        }
+        Ok(named) => {
+            // A link to an open file may hold a name that the file no longer has.
+            let target = std::fs::canonicalize(path).ok();
+            let found =
+                target.filter(|t| std::fs::metadata(t).is_ok_and(|m| same_file((path, &named), (t, &m))));
+            found.ok_or_else(|| refuse(&"names a file without a path, expected a path to write a file to"))
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => {
+            let mut target = path.to_owned();
+            for _ in 0..MAX_LINKS {
+                match target.symlink_metadata() {
+                    Ok(found) if found.is_symlink() => {
+                        let named = std::fs::read_link(&target).map_err(|e| unwritable(&e))?;
+                        target = target.parent().unwrap_or(Path::new("")).join(named);
+                    }
+                    _ => return Ok(target),
+                }
+            }
+            Err(refuse(&"cannot be written: too many links"))
+        }
+        Err(e) => Err(unwritable(&e)),
+    }
+}
+
+type Known<'a> = (&'a Path, &'a Metadata);
+
+#[cfg(unix)]
+fn same_file((_, a): Known<'_>, (_, b): Known<'_>) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+#[cfg(not(unix))]
+fn same_file((a, _): Known<'_>, (b, _): Known<'_>) -> bool {
+    same_place(a, b)
+}
+
+/// Whether two paths name the same entry of the same folder.
+fn same_place(a: &Path, b: &Path) -> bool {
+    let place = |path: &Path| {
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Some((std::fs::canonicalize(folder).ok()?, path.file_name()?.to_owned()))
+    };
+    matches!((place(a), place(b)), (Some(a), Some(b)) if a == b)
 }
 
 /// The reason alone: the paths that some errors carry are those of temporary files.

@@ -4,11 +4,11 @@ use crate::args::{PlanArgs, Shape};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Work};
-use crate::operands::Operands;
+use crate::operands::{Operands, Order};
 use crate::output::Destination;
 use crate::picture::{Counts, Tiles};
 use crate::report;
-use crate::run::dims_json;
+use crate::run::{dims_json, shapes};
 use flashtile::plan::{CpuFacts, devices};
 use flashtile::{CpuPlan, Dims, Dtype, Problem, ProblemDesc, Sequences};
 use serde_json::json;
@@ -19,15 +19,16 @@ const MAX_BATCH: usize = 1 << 20;
 
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
-        let problem = problem(args)?;
+        let (problem, order) = problem(args)?;
         let (device, facts) = device(args)?;
         let options = machine::options(problem.dims(), args.splits)?;
-        let plan = CpuPlan::new(&problem, &facts, options).map_err(Failure::new)?;
+        let unplanned = |e| machine::unplanned(&problem, &facts, &e);
+        let plan = CpuPlan::new(&problem, &facts, options).map_err(unplanned)?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = problem.sequences().len();
             Failure::at("--sequence", format_args!("{} of {count} sequences, counted from 0", args.sequence))
         });
-        let shown = Shown { device, facts, plan: &plan };
+        let shown = Shown { device, facts, plan: &plan, order };
         match sequence {
             // A problem without sequences has nothing to draw, and no number that could be right.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
@@ -38,7 +39,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
                 let rows = plan.tile_rows();
                 let tiles = Tiles { problem: &problem, sequence, rows, keys: plan.block_k() };
                 if let Some(path) = &args.svg {
-                    tiles.svg(&plan.kernel(), &Destination::new(path)?)?;
+                    let picture = Destination::new(path)?;
+                    args.input.as_deref().map_or(Ok(()), |input| picture.differs_from(input))?;
+                    tiles.svg(&plan.kernel(), &picture)?;
                 }
                 if args.json {
                     report::line(shown.json(Some((args.sequence, tiles.counts()))))
@@ -52,14 +55,19 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn problem(args: &PlanArgs) -> Result<Problem> {
+/// The problem, and the order of axes in which its shapes are shown.
+fn problem(args: &PlanArgs) -> Result<(Problem, Order)> {
     match &args.input {
         Some(path) => {
             let mapped = Mapped::open(path)?;
             let archive = mapped.archive()?;
-            Ok(Operands::read(&archive, &args.reading, &args.semantics)?.problem)
+            let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
+            if let Some(note) = operands.remark(&archive, args.strict)? {
+                report::note(note);
+            }
+            Ok((operands.problem, operands.order))
         }
-        None => described(args),
+        None => Ok((described(args)?, Order::Bhsd)),
     }
 }
 
@@ -109,13 +117,13 @@ struct Shown<'a> {
     device: String,
     facts: CpuFacts,
     plan: &'a CpuPlan,
+    order: Order,
 }
 
 impl Shown<'_> {
     fn text(&self) -> String {
-        let Self { device, facts, plan } = self;
+        let Self { device, facts, plan, order } = self;
         let problem = plan.problem();
-        let d = problem.dims();
         let desc = problem.desc();
         let work = Work::of(problem);
         let extras = [
@@ -129,11 +137,9 @@ impl Shown<'_> {
             (
                 "problem",
                 format!(
-                    "{} q {:?} k {:?} v {:?}, {}, scale {}{extras}",
+                    "{} {}, {}, scale {}{extras}",
                     problem.dtype(),
-                    d.q_shape(),
-                    d.k_shape(),
-                    d.v_shape(),
+                    shapes(problem, *order),
                     desc.visibility,
                     problem.scale()
                 ),
@@ -141,9 +147,9 @@ impl Shown<'_> {
             (
                 "machine",
                 format!(
-                    "{device}: {}, {} threads, L1d {}, L2 {}, L3 {}",
+                    "{device}: {}, {}, L1d {}, L2 {}, L3 {}",
                     facts.isa,
-                    facts.threads,
+                    report::counted(facts.threads, "thread"),
                     report::bytes(facts.l1d as f64),
                     report::bytes(facts.l2 as f64),
                     report::bytes(facts.l3 as f64)
@@ -157,10 +163,10 @@ impl Shown<'_> {
                     plan.tile_rows(),
                     plan.block_k(),
                     plan.task_rows(),
-                    d.group()
+                    problem.dims().group()
                 ),
             ),
-            ("tasks", format!("{} for {} threads", plan.task_count(), plan.threads())),
+            ("tasks", format!("{} for {}", plan.task_count(), report::counted(plan.threads(), "thread"))),
             ("splits", format!("{}: {}", plan.splits(), self.splits_reason())),
             ("workspace", report::bytes(plan.workspace_bytes() as f64)),
             (
@@ -193,12 +199,19 @@ impl Shown<'_> {
 
     fn splits_reason(&self) -> String {
         let (plan, threads) = (self.plan, self.plan.threads());
+        let longest = plan.problem().sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
         if plan.options().splits.is_some() {
             "asked for".to_owned()
         } else if threads == 1 {
             "one thread".to_owned()
+        } else if plan.splits() == 1 && plan.task_count() == 0 {
+            "no query rows".to_owned()
+        } else if plan.splits() == 1 && longest <= plan.block_k() {
+            format!("at most {longest} keys, one block of {}", plan.block_k())
+        } else if plan.splits() == 1 && plan.task_count() >= 2 * threads {
+            format!("query rows alone keep {threads} threads busy")
         } else if plan.splits() == 1 {
-            format!("tiles of query rows alone keep {threads} threads busy, or there is one block of keys")
+            "partial results of splits would take too much memory".to_owned()
         } else {
             format!("query rows alone do not keep {threads} threads busy")
         }
@@ -218,6 +231,7 @@ impl Shown<'_> {
             "l2": facts.l2,
             "l3": facts.l3,
             "dims": dims_json(problem.dims()),
+            "layout": self.order.name(),
             "dtype": problem.dtype().name(),
             "visibility": problem.desc().visibility.to_string(),
             "sequences": problem.sequences().len(),

@@ -49,6 +49,11 @@ pub(crate) fn flops(n: f64) -> String {
     scaled(n, &[(1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")])
 }
 
+/// `1 thread`, `2 threads`.
+pub(crate) fn counted(n: usize, what: &str) -> String {
+    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+}
+
 /// `87.3%`.
 pub(crate) fn percent(fraction: f64) -> String {
     format!("{:.1}%", fraction * 100.0)
@@ -116,6 +121,7 @@ mod tests {
         assert_eq!(bytes(1023.0), "1023 B");
         assert_eq!(bytes(1536.0), "1.50 KiB");
         assert_eq!(percent(0.8731), "87.3%");
+        assert_eq!((counted(1, "thread"), counted(2, "thread")), ("1 thread".into(), "2 threads".into()));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::buffer::{Buffer, store};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Limit, Work};
-use crate::operands::{Operands, Order, readable_names};
+use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
 use flashtile::plan::Isa;
@@ -14,23 +14,21 @@ use serde_json::json;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Repetitions stop after so many seconds; a single run that takes as long is not repeated.
+/// No repetition begins that would not end within so many seconds of the first.
 const MEASURE_SECONDS: f64 = 0.3;
 
-/// Operations below which a fraction of the limit says nothing: calls, not kernels, take the time.
-const LEAST_FLOPS: f64 = 1e6;
+/// Most repetitions: a median of more is no steadier.
+const MOST_REPETITIONS: usize = 31;
+
+/// Operations and seconds below which a fraction of the limit says nothing: calls, not kernels, take the time.
+const LEAST_FLOPS: f64 = 1e8;
+const LEAST_SECONDS: f64 = 200e-6;
 
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
     refuse_what_is_not_built(args)?;
     machine::on_threads(args.cpu.threads, || {
         let done = compute(args)?;
-        let limit = match (done.isa, done.threads) {
-            (Some(isa), threads) if done.work.flops >= LEAST_FLOPS => {
-                Some(Limit::of(&done.work, isa, threads))
-            }
-            _ => None,
-        };
-        if args.json { report::line(done.json(limit)) } else { report::line(done.line(limit)) }
+        if args.json { report::line(done.json()) } else { report::line(done.line()) }
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -95,6 +93,10 @@ struct Done {
     order: Order,
     work: Work,
     seconds: f64,
+    /// Timed runs, of whose times `seconds` is the median.
+    repetitions: usize,
+    /// The measured limit, where the problem is large enough for a comparison.
+    limit: Option<Limit>,
 }
 
 fn compute(args: &RunArgs) -> Result<Done> {
@@ -103,9 +105,9 @@ fn compute(args: &RunArgs) -> Result<Done> {
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
     check_codecs(args, &operands.problem)?;
     let destination = Destination::new(&args.output)?;
-    if !operands.ignored.is_empty() {
-        let (names, read) = (operands.ignored.join(", "), readable_names());
-        report::note(archive.refuse(format_args!("note: tensors not read: {names} (read are {read})")));
+    destination.differs_from(&args.input)?;
+    if let Some(note) = operands.remark(&archive, args.strict)? {
+        report::note(note);
     }
 
     let dims = *operands.problem.dims();
@@ -145,7 +147,7 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
     let problem = &operands.problem;
     let cpu = machine::cpu(args.cpu)?;
     let options = machine::options(problem.dims(), args.splits)?;
-    let plan = cpu.plan(problem, options).map_err(Failure::new)?;
+    let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
     let inputs = operands.inputs()?;
     let shape = problem.dims().out_shape();
     let strides = operands.order.strides(shape);
@@ -153,11 +155,16 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
     let mut outputs = Outputs::new(out.map_err(Failure::new)?);
     outputs.lse = Some(results.lse.floats_mut());
     let mut workspace = machine::workspace(&plan)?;
-    let seconds = median(|| {
+    let work = Work::of(problem);
+    let before = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, plan.isa(), plan.threads()));
+    let (seconds, repetitions) = median(|| {
         let started = Instant::now();
         cpu.run(&plan, &inputs, &mut outputs, &mut workspace).map_err(Failure::new)?;
         Ok(started.elapsed().as_secs_f64())
     })?;
+    // The machine may have been busy at either time.
+    let again = |limit: Limit| limit.max(Limit::measure(limit.kind, plan.isa(), plan.threads()));
+    let limit = before.filter(|_| seconds >= LEAST_SECONDS).map(again);
     let asked = args.backend == Backend::Cpu;
     Ok(Done {
         backend: "cpu",
@@ -169,8 +176,10 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
         workspace_bytes: plan.workspace_bytes(),
         problem: problem.clone(),
         order: operands.order,
-        work: Work::of(problem),
+        work,
         seconds,
+        repetitions,
+        limit,
     })
 }
 
@@ -178,18 +187,18 @@ fn auto_reason(isa: Isa) -> String {
     format!("the only kernels of this build are the cpu's; {isa} is the best that is allowed for this dtype")
 }
 
-/// Median time of warm runs, or that of the first where it is long.
-fn median(mut run: impl FnMut() -> Result<f64>) -> Result<f64> {
+/// Median time of warm runs and their number, or the time of the first where there is none for another.
+fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
     let first = run()?;
-    if first >= MEASURE_SECONDS {
-        return Ok(first);
-    }
+    let (mut spent, mut last) = (first, first);
     let mut times = Vec::new();
-    while times.len() < 3 || (times.len() < 9 && times.iter().sum::<f64>() < MEASURE_SECONDS) {
-        times.push(run()?);
+    while times.len() < MOST_REPETITIONS && spent + last <= MEASURE_SECONDS {
+        last = run()?;
+        spent += last;
+        times.push(last);
     }
     times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    Ok(times.get(times.len() / 2).map_or((first, 1), |&median| (median, times.len())))
 }
 
 fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
@@ -214,7 +223,7 @@ fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> 
     Ok(Done {
         backend: "reference",
         backend_reason: "asked for".to_owned(),
-        kernel: format!("reference-{}-d{}", problem.dtype(), problem.dims().head_dim),
+        kernel: reference_name(problem),
         isa: None,
         threads: 1,
         splits: 1,
@@ -223,28 +232,36 @@ fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> 
         order: operands.order,
         work: Work::of(problem),
         seconds,
+        repetitions: 1,
+        limit: None,
     })
 }
 
+/// The name of the definition, in the manner of kernels.
+fn reference_name(problem: &Problem) -> String {
+    let Dims { head_dim, value_dim, .. } = *problem.dims();
+    let value = if value_dim == head_dim { String::new() } else { format!("x{value_dim}") };
+    format!("reference-{}-d{head_dim}{value}", problem.dtype())
+}
+
 impl Done {
-    fn line(&self, limit: Option<Limit>) -> String {
-        let dims = self.problem.dims();
-        let (q, k) = (self.order.stored(dims.q_shape()), self.order.stored(dims.k_shape()));
+    fn line(&self) -> String {
+        let shapes = shapes(&self.problem, self.order);
         let rate = report::flop_rate(self.work.flops / self.seconds);
-        let reached = match limit {
+        let reached = match self.limit {
             Some(limit) => format!(
-                "{} of {limit} ({} threads)",
+                "{} of {limit} ({})",
                 report::percent(limit.fraction(&self.work, self.seconds)),
-                self.threads
+                report::counted(self.threads, "thread")
             ),
-            None if self.isa.is_some() => "too short to compare with a limit".to_owned(),
+            None if self.isa.is_some() => "too small to compare with a limit".to_owned(),
             None => "no limit applies".to_owned(),
         };
-        format!("{}  q {q:?} k {k:?}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
+        format!("{}  {shapes}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
     }
 
-    fn json(&self, limit: Option<Limit>) -> serde_json::Value {
-        let d = self.problem.dims();
+    fn json(&self) -> serde_json::Value {
+        let (d, limit) = (self.problem.dims(), self.limit);
         json!({
             "kernel": self.kernel,
             "backend": self.backend,
@@ -258,6 +275,7 @@ impl Done {
             "dtype": self.problem.dtype().name(),
             "visibility": self.problem.desc().visibility.to_string(),
             "seconds": self.seconds,
+            "repetitions": self.repetitions,
             "flops": self.work.flops,
             "kv_bytes": self.work.bytes,
             "gflops": self.work.flops / self.seconds / 1e9,
@@ -267,6 +285,13 @@ impl Done {
             "fraction": limit.map(|l| l.fraction(&self.work, self.seconds)),
         })
     }
+}
+
+/// Shapes of the operands as a file holds them.
+pub(crate) fn shapes(problem: &Problem, order: Order) -> String {
+    let d = problem.dims();
+    let [q, k, v] = [d.q_shape(), d.k_shape(), d.v_shape()].map(|shape| order.stored(shape));
+    format!("q {q:?} k {k:?} v {v:?}")
 }
 
 /// Dimensions under the names of [`Dims`].

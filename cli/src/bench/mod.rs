@@ -38,6 +38,11 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let picture = args.svg.as_deref().map(Destination::new).transpose()?;
+    for (destination, other) in [(&file, &args.vs), (&picture, &args.vs), (&picture, &args.json_lines)] {
+        if let (Some(destination), Some(other)) = (destination, other) {
+            destination.differs_from(other)?;
+        }
+    }
     let kinds: &[Kind] = match args.group {
         Asked::Prefill => &[Kind::Prefill],
         Asked::Decode => &[Kind::Decode],
@@ -71,7 +76,9 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let mut groups = Vec::new();
     if !args.json {
         let facts = bench.cpu.facts();
-        bench.print(|| report::line(format_args!("{}, {} threads", facts.isa, facts.threads)))?;
+        bench.print(|| {
+            report::line(format_args!("{}, {}", facts.isa, report::counted(facts.threads, "thread")))
+        })?;
     }
     for (kind, isa, rows) in planned {
         let group = bench.group(kind, isa, &rows)?;

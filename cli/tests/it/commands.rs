@@ -26,6 +26,15 @@ fn help_and_version() {
         assert!(text.contains("Usage: flashtile") && text.contains("Example"), "{args:?}: {text}");
         assert!(text.lines().all(|line| line.chars().count() <= 110), "{args:?}");
     }
+    let run = ok(&["run", "--help"]);
+    for phrase in ["true", "- slope[h] * |p - j|", "denominator of the softmax only", "--strict"] {
+        assert!(run.contains(phrase), "{phrase} in {run}");
+    }
+    for absent in ["--grad", "cuda", "metal", "simulator", "codec"] {
+        assert!(!run.contains(absent), "{absent} in {run}");
+    }
+    let check = ok(&["check", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(check.contains("default every one of this machine"), "{check}");
     assert_eq!(ok(&["--version"]), format!("flashtile {}\n", env!("CARGO_PKG_VERSION")));
 }
 
@@ -45,6 +54,7 @@ fn plans_of_shapes() {
     assert_eq!(tiles("skip") + tiles("partial") + tiles("full"), all);
     assert!(tiles("skip") > 0 && tiles("partial") > 0 && tiles("full") > 0);
 
+    assert!(plan["splits_reason"].as_str().is_some_and(|why| !why.contains(" or ")), "{plan}");
     let text = ok(&shape);
     for word in ["kernel", "cpu-prefill-f32-d64", "workspace", "skipped", "masked", "whole", "causal"] {
         assert!(text.contains(word), "{word} in {text}");
@@ -129,12 +139,14 @@ fn check_runs_the_catalogue() {
     for isa in flashtile::Cpu::isas() {
         assert!(text.contains(isa.name()), "{text}");
     }
+    assert!(text.contains("f32 nrmse/limit") && text.contains('%'), "{text}");
     let text = ok(&["check", "--filter", "gqa", "--isa", "portable", "--json"]);
     let cases = flashtile::testkit::catalogue();
     assert_eq!(text.lines().count(), cases.iter().filter(|case| case.name.contains("gqa")).count());
     for line in text.lines() {
         let row: Value = serde_json::from_str(line).unwrap();
         assert_eq!(row["result"], "passed", "{row}");
+        assert!(row["nrmse"].as_f64().unwrap() <= row["nrmse_limit"].as_f64().unwrap(), "{row}");
     }
 }
 

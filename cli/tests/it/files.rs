@@ -24,6 +24,11 @@ impl Tensor {
         Self { dtype: Dtype::I64, shape: vec![values.len()], bytes }
     }
 
+    pub(crate) fn i32(values: &[i32]) -> Self {
+        let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Self { dtype: Dtype::I32, shape: vec![values.len()], bytes }
+    }
+
     pub(crate) fn bool(shape: &[usize], values: impl Iterator<Item = bool>) -> Self {
         Self { dtype: Dtype::BOOL, shape: shape.to_vec(), bytes: values.map(u8::from).collect() }
     }
@@ -121,6 +126,11 @@ pub(crate) fn stdout(output: &Output) -> String {
 
 pub(crate) fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+/// Threads that the machine runs at once.
+pub(crate) fn threads() -> usize {
+    std::thread::available_parallelism().unwrap().get()
 }
 
 /// A folder with an input file, for runs.

@@ -1,6 +1,6 @@
 //! Bad input: exit status 2, one line, no file.
 
-use crate::files::{Folder, Tensor, Tensors, assert_refused, flashtile, qkv, write, write_raw};
+use crate::files::{Folder, Tensor, Tensors, assert_refused, flashtile, qkv, threads, write, write_raw};
 use safetensors::tensor::Dtype;
 
 /// Two sequences of 5 queries and 7 keys, 4 query heads, 2 key/value heads.
@@ -42,15 +42,21 @@ fn tensors_that_do_not_fit() {
         ("sinks", Tensor::random(Dtype::F16, &[4], 1), "tensor sinks is F16, expected F32"),
         ("kv_lens", Tensor::i64(&[7, -1]), "kv_lens[1] is -1, expected 0 or more"),
         ("kv_lens", Tensor::i64(&[7, i64::MIN]), "kv_lens[1]"),
+        ("kv_lens", Tensor::i32(&[7, -1]), "kv_lens[1] is -1, expected 0 or more"),
         ("kv_lens", Tensor::i64(&[8, 7]), "kv_lens[0] is 8, expected at most the 7 rows"),
         ("kv_lens", Tensor::i64(&[7]), "kv_lens has 1 entries"),
-        ("kv_lens", f32(&[2]), "tensor kv_lens is F32, expected I64"),
+        ("kv_lens", f32(&[2]), "tensor kv_lens is F32, expected I64 or I32"),
         (
             "cu_seqlens_q",
             Tensor::i64(&[0, 2, 5]),
             "tensor q has shape [2, 4, 5, 8], expected [total, heads, dim]",
         ),
         ("d_out", f32(&[2, 4, 5, 6]), "forward pass only"),
+        ("attn_mask", f32(&[1]), "tensor attn_mask is not known, did you mean mask?"),
+        ("alibi", f32(&[4]), "did you mean alibi_slopes?"),
+        ("sink", f32(&[4]), "did you mean sinks?"),
+        ("kv_len", Tensor::i64(&[7, 7]), "did you mean kv_lens?"),
+        ("cu_seqlens", Tensor::i64(&[0, 5]), "did you mean cu_seqlens_q or cu_seqlens_k?"),
     ];
     for (name, tensor, why) in cases {
         let mut tensors = good();
@@ -92,13 +98,17 @@ fn cumulative_lengths() {
     let mut both = packed();
     both.insert("kv_lens".into(), Tensor::i64(&[7]));
     Folder::with(&both).refuse(&[], "kv_lens and cu_seqlens");
-    Folder::with(&packed()).refuse(&["--layout", "bhsd"], "packed");
+    for layout in ["bhsd", "bshd"] {
+        Folder::with(&packed()).refuse(&["--layout", layout], "packed tensors [total, heads, dim]");
+    }
 }
 
 #[test]
 fn options() {
     let folder = Folder::with(&good());
-    let cases: [(&[&str], &str); 33] = [
+    let available = threads();
+    let (too_many, range) = ((available + 1).to_string(), format!("1 to {available}, the threads"));
+    let cases: [(&[&str], &str); 34] = [
         (&["--scale", "nan"], "scale NaN is not finite"),
         (&["--scale", "1e99"], "scale inf is not finite"),
         (&["--scale", "x"], "--scale"),
@@ -126,9 +136,10 @@ fn options() {
         (&["--v-codec", "bf16"], "--v-codec: bf16 is not built, expected f32"),
         (&["--grad"], "forward pass only"),
         (&["--splits", "0"], "expected a whole number, 1 or more"),
-        (&["--splits", "9"], "9 splits asked for, expected 1 to 1"),
-        (&["--threads", "0"], "1 to 1024"),
-        (&["--threads", "99999999999"], "1 to 1024"),
+        (&["--splits", "9"], "1 to 1: a split holds at least one block of 256 keys"),
+        (&["--threads", "0"], &range),
+        (&["--threads", &too_many], &range),
+        (&["--threads", "99999999999"], &range),
         (&["--isa", "sse2"], "expected one of portable, avx2, avx512"),
         (&["--layout", "bshd"], "q_heads 5 is not a positive multiple of kv_heads 7"),
         (&["--colour"], "unexpected argument"),
@@ -139,6 +150,29 @@ fn options() {
     for (options, why) in cases {
         folder.refuse(options, why);
     }
+}
+
+#[test]
+fn layouts_that_were_not_meant() {
+    let bshd = qkv(Dtype::F32, &[1, 50, 4, 8], &[1, 300, 2, 8], &[1, 300, 2, 8]);
+    let why = "q_heads 50 is not a positive multiple of kv_heads 300 (is the file --layout bshd?)";
+    Folder::with(&bshd).refuse(&[], why);
+    let bhsd = qkv(Dtype::F32, &[1, 4, 50, 8], &[1, 2, 300, 8], &[1, 2, 300, 8]);
+    Folder::with(&bhsd).refuse(&["--layout", "bshd"], "(is the file --layout bhsd?)");
+    let neither = qkv(Dtype::F32, &[1, 3, 50, 8], &[1, 2, 300, 8], &[1, 2, 300, 8]);
+    Folder::with(&neither).refuse(&[], "multiple of kv_heads 2\n");
+}
+
+#[test]
+fn strict_reading() {
+    let mut tensors = good();
+    Folder::with(&tensors).run(&["--strict"]);
+    tensors.insert("notes".into(), Tensor::f32(&[1], &[0.0]));
+    let folder = Folder::with(&tensors);
+    folder.refuse(&["--strict"], "tensors not understood: notes, expected names among q, k, v");
+    let input = folder.input.to_str().unwrap();
+    assert_refused(&flashtile(["plan", input, "--strict"]), "not understood: notes", "plan");
+    assert_refused(&flashtile(["plan", "--strict"]), "required", "plan of a shape");
 }
 
 #[test]
@@ -158,12 +192,57 @@ fn output_paths() {
         (folder.input.join("out"), "cannot be written"),
         ("".into(), "output"),
         ("..".into(), "exists and is not a regular file"),
+        ("-".into(), "-: standard output does not take files, expected a path (./- for"),
+        (folder.input.clone(), "is the same file as"),
+        (folder.path().join(".").join("in.safetensors"), "is the same file as"),
     ];
     for (path, why) in cases {
         let output = flashtile(["run".as_ref(), folder.input.as_os_str(), "-o".as_ref(), path.as_os_str()]);
         assert_refused(&output, why, &path.display().to_string());
         assert_eq!(folder.names(), before);
     }
+}
+
+/// Links are followed or refused, never replaced.
+#[test]
+#[cfg(unix)]
+fn output_links() {
+    use std::os::unix::fs::symlink;
+    let mut folder = Folder::with(&good());
+    let inside = |name: &str| folder.path().join(name);
+    let hard = inside("hard");
+    std::fs::hard_link(&folder.input, &hard).unwrap();
+    let (inner, links) =
+        (inside("inner"), ["device", "pipe", "loop", "nowhere", "same", "chain"].map(inside));
+    std::fs::create_dir(&inner).unwrap();
+    let [device, pipe, ring, nowhere, same, chain] = &links;
+    symlink("/dev/null", device).unwrap();
+    symlink("/proc/self/fd/1", pipe).unwrap();
+    symlink("loop", ring).unwrap();
+    symlink("missing/out", nowhere).unwrap();
+    symlink("in.safetensors", same).unwrap();
+    symlink("inner/link", chain).unwrap();
+    symlink("../made", inner.join("link")).unwrap();
+    let cases = [
+        (device, "exists and is not a regular file"),
+        (pipe, "exists and is not a regular file"),
+        (ring, "cannot be written"),
+        (nowhere, "cannot be written: No such file"),
+        (same, "is the same file as"),
+        (&hard, "is the same file as"),
+    ];
+    let (chain, made) = (chain.clone(), inside("made"));
+    for (path, why) in cases {
+        folder.output = path.clone();
+        folder.refuse(&[], why);
+    }
+    for path in &links {
+        assert!(path.is_symlink(), "{}", path.display());
+    }
+    folder.output = chain;
+    folder.run(&[]);
+    assert!(folder.output.is_symlink() && !made.is_symlink() && made.is_file());
+    assert_eq!(std::fs::read_link(inner.join("link")).unwrap(), std::path::Path::new("../made"));
 }
 
 #[test]
@@ -234,6 +313,8 @@ fn damaged_files() {
         std::fs::write(&folder.input, &whole[..cut]).unwrap();
         folder.refuse(&[], "not a safetensors file");
     }
+    std::fs::write(&folder.input, "# Notes on attention\n\nNo tensors.\n").unwrap();
+    folder.refuse(&[], "not a safetensors file: begins with text (\"# Notes \")");
     for length in [u64::MAX, u64::MAX - 7, 1 << 62, whole.len() as u64, 100_000_001, 0] {
         let mut damaged = whole.clone();
         damaged[..8].copy_from_slice(&length.to_le_bytes());
@@ -305,6 +386,8 @@ fn other_commands() {
     let peers = folder.path().join("peers.jsonl");
     std::fs::write(&peers, "{\"peer\":\"x\"}\n").unwrap();
     let peers = peers.to_str().unwrap();
+    let fresh = folder.path().join("fresh");
+    let fresh = fresh.to_str().unwrap();
     let cases: Vec<(Vec<&str>, &str)> = vec![
         (vec![], "subcommand"),
         (vec!["jump"], "unrecognized subcommand"),
@@ -326,6 +409,9 @@ fn other_commands() {
         (vec!["plan", "--batch", "2147483647", "--q-len", "0"], "--batch: 2147483647"),
         (vec!["plan", "--layout", "bhsd"], "--layout"),
         (vec!["plan", "--svg", missing], "cannot be written"),
+        (vec!["plan", "--svg", "-"], "standard output does not take files"),
+        (vec!["plan", input, "--svg", input], "is the same file as"),
+        (vec!["plan", "--splits", "9"], "expected 1 to 8: a split holds at least one block of 256 keys"),
         (vec!["plan", input, "--batch", "2"], "cannot be used with"),
         (vec!["plan", input, "--scale", "inf"], "scale inf"),
         (vec!["plan", missing], "No such file"),
@@ -342,6 +428,7 @@ fn other_commands() {
         (vec!["bench", "--vs", missing], "No such file"),
         (vec!["bench", "--json-lines", missing], "cannot be written"),
         (vec!["bench", "--svg", missing], "cannot be written"),
+        (vec!["bench", "--svg", fresh, "--json-lines", fresh], "is the same file as"),
     ];
     for (args, why) in cases {
         assert_refused(&flashtile(&args), why, &format!("{args:?}"));

@@ -1,6 +1,6 @@
 //! `flashtile run` on good input.
 
-use crate::files::{Folder, Tensor, Tensors, max_abs, nrmse, qkv, stderr, stdout, write_raw};
+use crate::files::{Folder, Tensor, Tensors, max_abs, nrmse, qkv, stderr, stdout, threads, write_raw};
 use safetensors::tensor::Dtype;
 
 /// Rows with every optional tensor: GQA, D != Dv, a mask that hides, slopes, sinks, padding.
@@ -41,8 +41,9 @@ fn every_instruction_set_agrees_with_the_reference() {
 fn threads_and_splits_do_not_change_a_bit() {
     let folder = Folder::with(&everything(Dtype::F32));
     let want = folder.run(&OPTIONS);
+    let all = threads().to_string();
     for more in
-        [["--threads", "1"], ["--threads", "3"], ["--splits", "1"], ["--splits", "2"], ["--backend", "cpu"]]
+        [["--threads", "1"], ["--threads", &all], ["--splits", "1"], ["--splits", "2"], ["--backend", "cpu"]]
     {
         assert_eq!(folder.run(&with(&OPTIONS, &more)), want, "{more:?}");
     }
@@ -63,6 +64,14 @@ fn layouts_are_the_same_problem() {
         assert_eq!(got["out"].transposed(), want["out"], "{backend}");
         assert_eq!(got["lse"], want["lse"], "{backend}");
     }
+}
+
+#[test]
+fn lengths_may_be_narrow() {
+    let mut tensors = everything(Dtype::F32);
+    let want = Folder::with(&tensors).run(&OPTIONS);
+    tensors.insert("kv_lens".into(), Tensor::i32(&[301, 40]));
+    assert_eq!(Folder::with(&tensors).run(&OPTIONS), want);
 }
 
 #[test]
@@ -88,6 +97,15 @@ fn packed_sequences_are_dense_ones() {
     let options = ["--causal", "--q-offset", "bottom-right"];
     let got = Folder::with(&packed).run(&options);
     assert_eq!((&got["out"].shape[..], &got["lse"].shape[..]), (&[74, 4, 16][..], &[4, 74][..]));
+    let mut narrow = packed.clone();
+    narrow.insert("cu_seqlens_k".into(), Tensor::i32(&[0, 5, 9, 309, 309]));
+    assert_eq!(Folder::with(&narrow).run(&options), got);
+
+    let folder = Folder::with(&packed);
+    let shapes = "q [74, 4, 16] k [309, 2, 16] v [309, 2, 16]";
+    let plan = crate::files::flashtile([&["plan", folder.input.to_str().unwrap()], &options[..]].concat());
+    assert!(stdout(&plan).contains(shapes), "{}", stdout(&plan));
+    assert!(stdout(&folder.try_run(&options)).contains(shapes));
 
     let (mut out, mut lse) = (Vec::<u8>::new(), vec![Vec::<u8>::new(); heads]);
     for part in &parts {
@@ -133,18 +151,32 @@ fn one_line_and_one_object() {
     let output = folder.try_run(&OPTIONS);
     assert_eq!((stdout(&output).lines().count(), stderr(&output).as_str()), (1, ""));
     assert!(stdout(&output).starts_with("cpu-prefill-f32-d24"), "{}", stdout(&output));
-    let output = folder.try_run(&with(&OPTIONS, &["--json", "--threads", "2"]));
+    assert!(stdout(&output).contains("too small to compare with a limit"), "{}", stdout(&output));
+    let output = folder.try_run(&with(&OPTIONS, &["--backend", "reference"]));
+    assert!(stdout(&output).starts_with("reference-f32-d24x40 "), "{}", stdout(&output));
+    let output = folder.try_run(&with(&OPTIONS, &["--json", "--threads", "1"]));
     let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(stdout(&output).lines().count(), 1);
     assert_eq!(
         (&json["backend"], &json["dtype"], &json["threads"]),
-        (&"cpu".into(), &"f32".into(), &2.into())
+        (&"cpu".into(), &"f32".into(), &1.into())
     );
     assert_eq!((&json["dims"]["kv_len"], &json["dims"]["value_dim"]), (&301.into(), &40.into()));
     assert!(json["seconds"].as_f64().unwrap() > 0.0 && json["gflops"].as_f64().unwrap() > 0.0);
+    assert!(json["fraction"].is_null() && json["repetitions"].as_u64().unwrap() > 0, "{json}");
+    assert!(json["backend_reason"].as_str().unwrap().len() > 10);
+}
+
+#[test]
+fn large_runs_are_compared_with_a_limit() {
+    let shape = [1, 4, 512, 64];
+    let folder = Folder::with(&qkv(Dtype::F32, &shape, &shape, &shape));
+    let output = folder.try_run(&["--json", "--threads", "1"]);
+    let json: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     let fraction = json["fraction"].as_f64().unwrap();
     assert!(fraction > 0.0 && fraction < 2.0, "{fraction}");
-    assert!(json["backend_reason"].as_str().unwrap().len() > 10);
+    let output = folder.try_run(&["--threads", "1"]);
+    assert!(stdout(&output).ends_with("(1 thread)\n"), "{}", stdout(&output));
 }
 
 #[test]
@@ -155,14 +187,10 @@ fn tensors_that_are_not_read_are_named() {
         tensors.insert(name.into(), Tensor::f32(&[1], &[0.0]));
     }
     assert_eq!(stderr(&Folder::with(&tensors).try_run(&OPTIONS)), "");
-    tensors.insert("attn_mask".into(), Tensor::f32(&[1], &[0.0]));
+    tensors.insert("notes".into(), Tensor::f32(&[1], &[0.0]));
     let folder = Folder::with(&tensors);
     let output = folder.try_run(&OPTIONS);
-    assert!(
-        output.status.success() && stderr(&output).contains("not read: attn_mask"),
-        "{}",
-        stderr(&output)
-    );
+    assert!(output.status.success() && stderr(&output).contains("not read: notes"), "{}", stderr(&output));
     assert_eq!(folder.run(&OPTIONS), want);
 }
 
@@ -216,7 +244,7 @@ fn outputs_replace_files() {
     let want = folder.run(&OPTIONS);
     std::fs::write(&folder.output, b"old").unwrap();
     assert_eq!(folder.run(&OPTIONS), want);
-    folder.output = folder.input.clone();
+    folder.output = folder.path().join("./out.safetensors");
     assert_eq!(folder.run(&OPTIONS), want);
     assert_eq!(folder.names(), ["in.safetensors", "out.safetensors"]);
 }
