@@ -128,7 +128,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) semantics: Semantics,
     /// Refuse a file with tensors that are not understood, instead of noting them
-    #[arg(long, requires = "input")]
+    #[arg(long)]
     pub(crate) strict: bool,
     /// Machine to plan for, instead of this one
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads"])]

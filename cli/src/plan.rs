@@ -72,8 +72,10 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Order)> {
 }
 
 fn described(args: &PlanArgs) -> Result<Problem> {
-    if args.reading.layout.is_some() {
-        return Err(Failure::at("--layout", "has no meaning for a shape, expected a file"));
+    for (option, given) in [("--layout", args.reading.layout.is_some()), ("--strict", args.strict)] {
+        if given {
+            return Err(Failure::at(option, "has no meaning for a shape, expected a file"));
+        }
     }
     let Shape { batch, heads, q_len, head_dim, ref kv_lens, .. } = args.shape;
     let dims = Dims {
@@ -159,11 +161,11 @@ impl Shown<'_> {
             (
                 "tiles",
                 format!(
-                    "{} rows x {} keys; {} rows ({} query heads of a group) share each packed block",
+                    "{} rows x {} keys; {} ({} of a group) share each packed block",
                     plan.tile_rows(),
                     plan.block_k(),
-                    plan.task_rows(),
-                    problem.dims().group()
+                    report::counted(plan.task_rows(), "row"),
+                    report::counted(problem.dims().group(), "query head")
                 ),
             ),
             ("tasks", format!("{} for {}", plan.task_count(), report::counted(plan.threads(), "thread"))),
@@ -188,9 +190,10 @@ impl Shown<'_> {
         let most = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
         let tile = plan.tile_rows();
         let rows =
-            if most <= tile { format!("fit one tile of {tile}") } else { format!("exceed a tile of {tile}") };
+            if most <= tile { format!("in one tile of {tile}") } else { format!("in tiles of {tile}") };
         format!(
-            "at most {most} rows of a group {rows}; {} for {} on {}",
+            "at most {} of a group, {rows}; {} for {} on {}",
+            report::counted(most, "row"),
             plan.isa(),
             problem.dtype(),
             self.device

@@ -172,7 +172,7 @@ fn strict_reading() {
     folder.refuse(&["--strict"], "tensors not understood: notes, expected names among q, k, v");
     let input = folder.input.to_str().unwrap();
     assert_refused(&flashtile(["plan", input, "--strict"]), "not understood: notes", "plan");
-    assert_refused(&flashtile(["plan", "--strict"]), "required", "plan of a shape");
+    assert_refused(&flashtile(["plan", "--strict"]), "--strict: has no meaning", "plan of a shape");
 }
 
 #[test]
