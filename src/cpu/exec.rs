@@ -39,7 +39,7 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let max = values.wrapping_add(slots * plan.value_stride());
     let partials = Partials { values, max, sum: max.wrapping_add(slots) };
     let mask = match (&inputs.mask, plan.mask_classes()) {
-        (Some(view), Some(sizes)) => Some(classify(*view, sizes, plan.block_k(), classes)),
+        (Some(view), Some(sizes)) => Some(classify(*view, sizes, plan.block_k(), classes, workers == 1)),
         _ => None,
     };
     let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);

@@ -69,7 +69,8 @@ impl Cpu {
         CpuPlan::new(problem, &self.facts, options)
     }
 
-    /// Computes `out` and, where given, `lse`. Allocates nothing; contents of outputs and workspace are not read.
+    /// Computes `out` and, where given, `lse`. Uses no memory beyond the workspace, but for what the thread pool may queue;
+    /// contents of outputs and workspace are not read.
     ///
     /// The same inputs give the same bits, whatever the thread count and the options of the plan.
     ///
@@ -98,5 +99,90 @@ impl Cpu {
 impl Default for Cpu {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::PlanOptions;
+    use crate::testkit::{self, CpuRunner};
+    use crate::{Dims, Dtype, MaskView, ProblemDesc, QOffset, TensorView, TensorViewMut, Visibility};
+    use half::bf16;
+
+    /// The kernels of pairs, in software where the machine lacks them.
+    fn pairs() -> Cpu {
+        Cpu { facts: CpuFacts { isa: Isa::Avx512Bf16, threads: 2, ..isa::facts() } }
+    }
+
+    #[test]
+    fn pairs_of_bf16_pass_every_case() {
+        let cases: Vec<_> =
+            testkit::catalogue().into_iter().filter(|case| case.desc.dtype == Dtype::BF16).collect();
+        assert!(cases.len() > 100);
+        for case in &cases {
+            let runner = CpuRunner { cpu: pairs(), options: PlanOptions::default() };
+            let outcome = testkit::run_case(case, &runner);
+            assert!(outcome.is_ok(), "{}: {outcome:?}", case.name);
+        }
+    }
+
+    fn bits(desc: &ProblemDesc, v_nan: Option<usize>, mask: Option<&[bool]>, skip_tiles: bool) -> Vec<u16> {
+        let dims = desc.dims;
+        let data = |shape: [usize; 4], seed: u64| {
+            let mut rng = testkit::Rng::new(seed);
+            let n = shape.iter().product();
+            (0..n).map(|_| bf16::from_f32(rng.normal())).collect::<Vec<_>>()
+        };
+        let (q, k, mut v) = (data(dims.q_shape(), 1), data(dims.k_shape(), 2), data(dims.v_shape(), 3));
+        if let Some(row) = v_nan {
+            v[row * dims.value_dim..][..dims.value_dim].fill(bf16::NAN);
+        }
+        let options = PlanOptions { skip_tiles, ..PlanOptions::default() };
+        let plan = pairs().plan(&desc.clone().validate().unwrap(), options).unwrap();
+        let mut out = vec![bf16::NAN; dims.out_shape().iter().product()];
+        let view = |data, shape| TensorView::bhsd::<bf16>(data, shape).unwrap();
+        let mut inputs =
+            Inputs::new(view(&q, dims.q_shape()), view(&k, dims.k_shape()), view(&v, dims.v_shape()));
+        inputs.mask = mask.map(|mask| MaskView::dense_bool(mask, [1, 1, dims.q_len, dims.kv_len]).unwrap());
+        let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, dims.out_shape()).unwrap());
+        pairs().run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
+        out.iter().map(|x| x.to_bits()).collect()
+    }
+
+    fn desc(q_heads: usize, q_len: usize, kv_len: usize, offset: i64) -> ProblemDesc {
+        let dims = Dims { batch: 1, q_heads, kv_heads: 1, q_len, kv_len, head_dim: 16, value_dim: 16 };
+        let mut desc = ProblemDesc::new(dims, Dtype::BF16);
+        desc.q_offset = Some(QOffset::At(offset));
+        desc
+    }
+
+    #[test]
+    fn a_pair_cut_by_visibility_leaks_no_nan() {
+        let mut causal = desc(48, 4, 24, 20);
+        causal.visibility = Visibility::causal();
+        let mut window = desc(1, 25, 47, 22);
+        window.visibility = Visibility::window(Some(5), Some(0));
+        for (desc, row) in [(causal, 21), (window, 40)] {
+            let problem = desc.clone().validate().unwrap();
+            let (clean, poisoned) = (bits(&desc, None, None, true), bits(&desc, Some(row), None, true));
+            assert_eq!(poisoned, bits(&desc, Some(row), None, false));
+            let value_dim = desc.dims.value_dim;
+            for (at, (clean, poisoned)) in clean.chunks(value_dim).zip(poisoned.chunks(value_dim)).enumerate()
+            {
+                let sees = problem.visible(&problem.sequences()[0], at % desc.dims.q_len).contains(&row);
+                assert_eq!(clean == poisoned, !sees, "row {at}, key {row}");
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_have_the_same_bits_whatever_the_class_of_a_tile() {
+        let mut masked = desc(2, 40, 600, 0);
+        masked.mask = Some(crate::MaskKind::Bool);
+        // Tiles of every class: all visible, all hidden, and both.
+        let mask: Vec<bool> =
+            (0..40 * 600).map(|at| at / 600 < 16 || (at % 600 >= 256 && at % 7 != 0)).collect();
+        assert_eq!(bits(&masked, None, Some(&mask), true), bits(&masked, None, Some(&mask), false));
     }
 }

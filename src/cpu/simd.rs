@@ -21,14 +21,21 @@ pub(crate) trait Simd: Copy + 'static {
     const VECTORS: usize;
     /// Whether both products multiply pairs of bf16, each pair in the place of one f32. Kernels of such a type take bf16
     /// tensors alone.
-    const PAIRS: bool;
+    const PAIRS: bool = false;
     /// A vector of `LANES` f32.
     type V: Copy;
 
     /// One step of a product's chain: `a * b + c`, or with pairs `a.0 * b.0 + a.1 * b.1 + c`.
-    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { Self::fma(a, b, c) }
+    }
     /// `2 * LANES` f32 as pairs of bf16, in order. Called with [`Simd::PAIRS`] alone.
-    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V;
+    #[inline(always)]
+    unsafe fn to_pairs(_low: Self::V, _high: Self::V) -> Self::V {
+        unreachable!("pairs are made where products take them")
+    }
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -69,7 +76,10 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
 
     /// Stores pairs of the `LANES` bf16 at `even` and `odd`. Called with [`Simd::PAIRS`] alone.
-    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32);
+    #[inline(always)]
+    unsafe fn interleave(_even: *const u16, _odd: *const u16, _dst: *mut f32) {
+        unreachable!("pairs are made where products take them")
+    }
 
     /// Asks for the cache line at `p`, which may be any address.
     unsafe fn prefetch(p: *const u8);

@@ -177,6 +177,8 @@ const BLOCK_K: usize = 256;
 const MASK_TILE_Q: usize = 16;
 /// Upper bound of the memory that split tasks may take for partials, in bytes.
 const MAX_PARTIAL_BYTES: usize = 64 << 20;
+/// Most threads of a plan.
+const MAX_THREADS: usize = 1 << 12;
 /// Most tasks of a plan.
 const MAX_TASKS: usize = 1 << 22;
 /// Tasks per thread that even out differences in work.
@@ -192,7 +194,7 @@ impl CpuPlan {
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let dims = problem.dims();
         let isa = facts.isa.for_dtype(problem.dtype());
-        let threads = facts.threads.max(1);
+        let threads = facts.threads.clamp(1, MAX_THREADS);
         let group = dims.group();
         let sequences = problem.sequences();
         let (mr, nv) = isa.register_tile();
@@ -210,7 +212,7 @@ impl CpuPlan {
         // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
         let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
-        let most_rows = (facts.l2.saturating_sub(block_bytes) * 3 / 4 / row_bytes).clamp(tile_rows, 768);
+        let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, 768);
         let longest = sequences.iter().map(|s| s.q_len * group).max().unwrap_or(0).max(1);
         let total_rows: usize = sequences.iter().map(|s| s.q_len * group).sum::<usize>() * dims.kv_heads;
         let even = total_rows.div_ceil(threads * TASKS_PER_THREAD);
@@ -376,7 +378,7 @@ impl CpuPlan {
         self.isa
     }
 
-    /// Most threads that a run uses.
+    /// Most threads that share the tasks.
     #[must_use]
     pub const fn threads(&self) -> usize {
         self.threads

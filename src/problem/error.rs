@@ -82,6 +82,13 @@ pub enum ProblemError {
         /// The scale given.
         scale: f32,
     },
+    /// The scale, its quotient by the softcap, or the softcap overflows f32 in the units of a kernel.
+    ScaleRange {
+        /// The scale, resolved.
+        scale: f32,
+        /// The softcap, if any.
+        softcap: Option<f32>,
+    },
     /// The softcap is not a positive finite number.
     Softcap {
         /// The softcap given.
@@ -175,6 +182,12 @@ impl fmt::Display for ProblemError {
             Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
             Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),
             Self::Scale { scale } => write!(f, "scale {scale} is not finite"),
+            Self::ScaleRange { scale, softcap: None } => {
+                write!(f, "scale {scale} is too large for f32 arithmetic")
+            }
+            Self::ScaleRange { scale, softcap: Some(softcap) } => {
+                write!(f, "scale {scale} with softcap {softcap} is too large for f32 arithmetic")
+            }
             Self::Softcap { softcap } => write!(f, "softcap {softcap} is not a positive finite number"),
             Self::OffsetUnsaid { feature, q_len, kv_len } => write!(
                 f,

@@ -21,6 +21,7 @@ pub use sequence::{Sequence, Sequences};
 pub use visibility::{QOffset, Visibility};
 
 use crate::Dtype;
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Largest head dimension of q and k, and of v.
@@ -224,6 +225,14 @@ impl Problem {
             && !(softcap.is_finite() && softcap > 0.0)
         {
             return Err(ProblemError::Softcap { softcap });
+        }
+        // Kernels work in units of log2, or of the softcap.
+        let units = match desc.softcap {
+            None => [scale * LOG2_E; 2],
+            Some(softcap) => [scale / softcap, softcap * LOG2_E],
+        };
+        if !units.iter().all(|x| x.is_finite()) {
+            return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap });
         }
         let sequences = sequence::resolve(&desc)?;
         Ok(Self { desc, scale, sequences })

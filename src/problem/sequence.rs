@@ -68,7 +68,7 @@ pub(super) fn resolve(desc: &ProblemDesc) -> Result<Vec<Sequence>, ProblemError>
             if cu_seqlens_q.len() != cu_seqlens_k.len() {
                 return Err(ProblemError::CuSeqlensCount { q: cu_seqlens_q.len(), k: cu_seqlens_k.len() });
             }
-            if cu_seqlens_q.len() > MAX_SEQUENCES {
+            if cu_seqlens_q.len() > MAX_SEQUENCES + 1 {
                 let got = cu_seqlens_q.len() - 1;
                 return Err(ProblemError::TooLong { name: "sequences", got, max: MAX_SEQUENCES });
             }

@@ -45,8 +45,8 @@ impl Tolerance {
         Self {
             nrmse: base.max(math) * growth,
             relative: rounding,
-            absolute: 10.0 * math * growth,
-            lse: if accumulation == Accumulation::F32 { 1e-5 * growth } else { 1e-3 * growth },
+            absolute: if accumulation == Accumulation::F32 { 10.0 } else { 2.0 } * math * growth,
+            lse: 1e-5 * growth,
         }
     }
 }

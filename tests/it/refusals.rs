@@ -69,6 +69,14 @@ fn dimensions() {
 fn numbers() {
     refused(|d| d.scale = Some(f32::NAN), "scale NaN is not finite");
     refused(|d| d.scale = Some(f32::NEG_INFINITY), "scale -inf is not finite");
+    refused(
+        |d| d.scale = Some(3e38),
+        "scale 300000000000000000000000000000000000000 is too large for f32 arithmetic",
+    );
+    refused(
+        |d| (d.scale, d.softcap) = (Some(10.0), Some(1e-38)),
+        &format!("scale 10 with softcap {} is too large for f32 arithmetic", 1e-38f32),
+    );
     for (softcap, message) in [
         (0.0, "softcap 0 is not a positive finite number"),
         (-1.5, "softcap -1.5 is not a positive finite number"),

@@ -16,16 +16,6 @@ impl Simd for Avx2 {
     const VECTORS: usize = crate::plan::Isa::Avx2.register_tile().1;
     type V = __m256;
 
-    const PAIRS: bool = false;
-    #[inline(always)]
-    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // SAFETY: the caller's promise.
-        unsafe { Self::fma(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn to_pairs(low: Self::V, _: Self::V) -> Self::V {
-        low
-    }
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
         unsafe { _mm256_set1_ps(x) }
@@ -147,8 +137,6 @@ impl Simd for Avx2 {
             _mm_storeu_si128(p.cast(), packed);
         }
     }
-    #[inline(always)]
-    unsafe fn interleave(_: *const u16, _: *const u16, _: *mut f32) {}
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }

@@ -138,15 +138,6 @@ impl Simd for $S {
         }
     }
     #[inline(always)]
-    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
-        unsafe {
-            let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.cast()));
-            let high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd.cast()));
-            let pairs = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
-            Self::store(dst, _mm512_castsi512_ps(pairs));
-        }
-    }
-    #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
@@ -186,20 +177,19 @@ impl Simd for $S {
     };
 }
 
-implement!(Avx512 {
-    const PAIRS: bool = false;
-    #[inline(always)]
-    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    unsafe fn to_pairs(low: Self::V, _: Self::V) -> Self::V {
-        low
-    }
-});
+implement!(Avx512 {});
 
 implement!(Avx512Bf16 {
     const PAIRS: bool = true;
+    #[inline(always)]
+    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
+        unsafe {
+            let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.cast()));
+            let high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd.cast()));
+            let pairs = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
+            Self::store(dst, _mm512_castsi512_ps(pairs));
+        }
+    }
     #[inline(always)]
     unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         unsafe { _mm512_dpbf16_ps(c, bf16_pairs(a), bf16_pairs(b)) }

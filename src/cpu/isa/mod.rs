@@ -59,6 +59,8 @@ use entry_points;
 /// The kernels of an instruction set that the machine is known to have.
 pub(super) fn kernels(isa: Isa) -> Kernels {
     match isa {
+        #[cfg(test)]
+        Isa::Avx512Bf16 if best() < isa => portable::emulated_pairs::KERNELS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => avx512::bf16_products::KERNELS,
         #[cfg(target_arch = "x86_64")]
@@ -72,19 +74,18 @@ pub(super) fn kernels(isa: Isa) -> Kernels {
 /// The most capable instruction set of this machine.
 #[cfg(target_arch = "x86_64")]
 fn detect() -> Isa {
-    if is_x86_feature_detected!("avx512f")
+    let avx2 = is_x86_feature_detected!("avx2")
+        && is_x86_feature_detected!("fma")
+        && is_x86_feature_detected!("f16c");
+    let avx512 = is_x86_feature_detected!("avx512f")
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl")
-    {
-        if is_x86_feature_detected!("avx512bf16") { Isa::Avx512Bf16 } else { Isa::Avx512 }
-    } else if is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c")
-    {
-        Isa::Avx2
-    } else {
-        Isa::Portable
+        && is_x86_feature_detected!("avx512vl");
+    match (avx2, avx512) {
+        (true, true) if is_x86_feature_detected!("avx512bf16") => Isa::Avx512Bf16,
+        (true, true) => Isa::Avx512,
+        (true, false) => Isa::Avx2,
+        (false, _) => Isa::Portable,
     }
 }
 

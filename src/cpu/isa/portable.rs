@@ -3,38 +3,48 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, Put, Simd};
+use crate::plan::Isa;
 use half::{bf16, f16};
 
+/// Arrays of `N` lanes. With `PAIRS`, products are of pairs of bf16: no target needs it, but it tests the kernels of pairs on
+/// machines without the instruction.
 #[derive(Clone, Copy)]
-pub(crate) struct Portable;
+pub(crate) struct Array<const N: usize, const PAIRS: bool>;
 
-const N: usize = 4;
+pub(crate) type Portable = Array<4, false>;
 
 #[inline(always)]
-fn map(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
+fn map<const N: usize>(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
     std::array::from_fn(|i| f(a[i]))
 }
 
 #[inline(always)]
-fn zip(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-impl Simd for Portable {
+impl<const N: usize, const PAIRS: bool> Simd for Array<N, PAIRS> {
     const LANES: usize = N;
-    const ROWS: usize = crate::plan::Isa::Portable.register_tile().0;
-    const VECTORS: usize = crate::plan::Isa::Portable.register_tile().1;
+    const ROWS: usize = isa_of(PAIRS).register_tile().0;
+    const VECTORS: usize = isa_of(PAIRS).register_tile().1;
     type V = [f32; N];
 
-    const PAIRS: bool = false;
+    const PAIRS: bool = PAIRS;
     #[inline(always)]
     unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        if PAIRS {
+            let [low, high] = [|x: f32| x.to_bits() << 16, |x: f32| x.to_bits() & 0xffff_0000];
+            let product =
+                |half: fn(f32) -> u32, i: usize| f32::from_bits(half(a[i])) * f32::from_bits(half(b[i]));
+            return std::array::from_fn(|i| c[i] + product(high, i) + product(low, i));
+        }
         // SAFETY: the caller's promise.
         unsafe { Self::fma(a, b, c) }
     }
     #[inline(always)]
-    unsafe fn to_pairs(low: Self::V, _: Self::V) -> Self::V {
-        low
+    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
+        let at = |i: usize| bf16::from_f32(if i < N { low[i] } else { high[i - N] }).to_bits();
+        std::array::from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
     }
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -116,7 +126,14 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn reduce_add(a: Self::V) -> f32 {
-        (a[0] + a[2]) + (a[1] + a[3])
+        let (mut a, mut n) = (a, N);
+        while n > 1 {
+            n /= 2;
+            for i in 0..n {
+                a[i] += a[i + n];
+            }
+        }
+        a[0]
     }
     #[inline(always)]
     unsafe fn reduce_max(a: Self::V) -> f32 {
@@ -157,7 +174,12 @@ impl Simd for Portable {
         unsafe { p.cast::<[u16; N]>().write(v.map(|x| bf16::from_f32(x).to_bits())) }
     }
     #[inline(always)]
-    unsafe fn interleave(_: *const u16, _: *const u16, _: *mut f32) {}
+    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
+        for i in 0..N {
+            // SAFETY: the caller's promise.
+            unsafe { *dst.add(i) = f32::from_bits(u32::from(*even.add(i)) | u32::from(*odd.add(i)) << 16) }
+        }
+    }
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
     #[inline(always)]
@@ -172,4 +194,16 @@ impl Simd for Portable {
     }
 }
 
+/// The instruction set whose register tile the arrays take.
+const fn isa_of(pairs: bool) -> Isa {
+    if pairs { Isa::Avx512Bf16 } else { Isa::Portable }
+}
+
 super::entry_points!(Portable);
+
+/// Kernels of pairs that run anywhere.
+#[cfg(test)]
+pub(in crate::cpu) mod emulated_pairs {
+    type Emulated = super::Array<16, true>;
+    super::super::entry_points!(Emulated);
+}

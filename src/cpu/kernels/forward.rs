@@ -305,16 +305,6 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Where the rows of the block's values are, if the micro-kernel can use them in place.
-    #[inline(always)]
-    fn values_in_place<S: Simd>(&self, block: usize) -> Option<*const f32> {
-        let v = &self.cx.inputs.v;
-        let rows = self.head_rows(v).row(block * self.block_k);
-        // Vectors that straddle cache lines would cost more than the copy.
-        let fit = v.strides()[2] == self.stride && (rows as usize).is_multiple_of(4 * S::LANES);
-        (!S::PAIRS && v.dtype() == crate::Dtype::F32 && fit).then_some(rows.cast())
-    }
-
     /// Packs the block's values of `columns` to where a whole packed block has them.
     ///
     /// # Safety
@@ -333,8 +323,7 @@ impl<'a> Work<'a> {
     /// they come in whole vectors; else a few rows at a time are packed and used while they are in the first-level cache.
     ///
     /// # Safety
-    /// As [`Simd`]; the weights are there, and the block's values are packed unless they are used in place or the task
-    /// streams.
+    /// As [`Simd`]; the weights are there, and the block's values are packed unless the task streams.
     #[inline(always)]
     unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
         let columns = &tile.columns;
@@ -343,8 +332,7 @@ impl<'a> Work<'a> {
         // SAFETY: the caller's promise; rows `columns` of the values exist.
         unsafe {
             if !streams {
-                let rows = self.values_in_place::<S>(tile.block).unwrap_or(self.packed_v);
-                let rows = rows.wrapping_add(columns.start / unit::<S>() * self.stride);
+                let rows = self.packed_v.cast_const().add(columns.start / unit::<S>() * self.stride);
                 self.accumulate::<S, f32>(tile, columns.clone(), (rows, self.stride), Ahead::Nothing);
             } else if !S::PAIRS && v.tensor.shape()[3] == self.stride {
                 with_elem!(v.tensor.dtype(), E => {
@@ -363,7 +351,9 @@ impl<'a> Work<'a> {
                 }
             }
         }
-        if !tile.full || tile.mask != Class::Neutral {
+        // The other half of a pair that the columns cut has weight 0, as a hidden key has.
+        let cuts_pair = S::PAIRS && (tile.columns.start | tile.columns.end) % 2 == 1;
+        if cuts_pair || !tile.full || tile.mask != Class::Neutral {
             for r in 0..tile.rows.len() {
                 // SAFETY: as above.
                 unsafe { self.keep_hidden_out::<S>(tile, r, streams) }
@@ -426,10 +416,6 @@ impl<'a> Work<'a> {
             if streams {
                 self.pack_values::<S>(tile.block, tile.columns.clone());
             }
-            let rows = match self.values_in_place::<S>(tile.block) {
-                Some(rows) if !streams => rows,
-                _ => self.packed_v,
-            };
             let mask = self.modifiers::<S>(tile, i, h).mask;
             let seen = self.visible_columns(i, tile.block);
             for c in (0..self.stride).step_by(S::LANES) {
@@ -448,7 +434,7 @@ impl<'a> Work<'a> {
                         }
                     }
                     if keep != 0 {
-                        let value = S::and(S::load(rows.wrapping_add(at * self.stride + c)), keep);
+                        let value = S::and(S::load(self.packed_v.add(at * self.stride + c)), keep);
                         sum = S::mac(S::splat(*weights.add(at)), value, sum);
                     }
                 }
@@ -488,7 +474,8 @@ impl<'a> Work<'a> {
     /// The running state from a row on, and the tile's result.
     ///
     /// # Safety
-    /// The row is one of the task, at a whole vector of rows.
+    /// The row is the first of a tile. Statistics are read and written back in whole vectors of rows: rows past the tile have
+    /// a block sum of 0, which leaves them as they are, and the regions are padded by a vector.
     #[inline(always)]
     unsafe fn fold_at(&self, row: usize) -> Fold {
         // SAFETY: the caller's promise.
@@ -611,9 +598,7 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
                 if !packed {
                     let columns = work.columns(work.positions(&(0..task.rows)), block);
                     work.pack_keys::<S>(block, &columns);
-                    if work.values_in_place::<S>(block).is_none() {
-                        work.pack_values::<S>(block, columns);
-                    }
+                    work.pack_values::<S>(block, columns);
                     packed = true;
                 }
                 work.attend::<S>(&tile, streams);

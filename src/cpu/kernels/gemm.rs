@@ -92,6 +92,7 @@ unsafe fn rows<S: Simd, E: Elem, const AHEAD: bool, const N: usize>(
     depth: usize,
     mut m: Operands<E>,
 ) {
+    const { assert!(S::ROWS == 6 || S::ROWS == 4) };
     // SAFETY: the promise of `gemm`, for N vectors.
     unsafe {
         while rows >= S::ROWS {

@@ -97,18 +97,19 @@ unsafe fn span_class(row: MaskRow, keys: Range<usize>) -> Class {
     }
 }
 
-/// Reads the whole mask once, on all threads of the pool.
+/// Reads the whole mask once, on the threads of the pool or, if `alone`, on this one.
 pub(in crate::cpu) fn classify<'a>(
     view: MaskView<'a>,
     sizes: &MaskClasses,
     block_k: usize,
     memory: &'a mut [u8],
+    alone: bool,
 ) -> MaskTable<'a> {
     let [batches, heads, queries, keys] = view.shape();
     let (q_tiles, k_blocks) = (queries.div_ceil(sizes.tile_q), keys.div_ceil(block_k));
     let memory = &mut memory[..batches * heads * q_tiles * k_blocks];
     if k_blocks > 0 && q_tiles > 0 {
-        memory.par_chunks_mut(k_blocks).enumerate().for_each(|(index, classes)| {
+        let classify_tile = |(index, classes): (usize, &mut [u8])| {
             let (plane, tile) = (index / q_tiles, index % q_tiles);
             let rows = tile * sizes.tile_q..((tile + 1) * sizes.tile_q).min(queries);
             for (block, class) in classes.iter_mut().enumerate() {
@@ -119,7 +120,12 @@ pub(in crate::cpu) fn classify<'a>(
                 };
                 *class = rows.clone().map(of_row).reduce(Class::and).unwrap_or(Class::Mixed) as u8;
             }
-        });
+        };
+        if alone {
+            memory.chunks_mut(k_blocks).enumerate().for_each(classify_tile);
+        } else {
+            memory.par_chunks_mut(k_blocks).enumerate().for_each(classify_tile);
+        }
     }
     // SAFETY: every byte was just written from a Class, which is one byte.
     let classes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast(), memory.len()) };

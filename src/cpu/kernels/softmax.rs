@@ -153,10 +153,11 @@ pub(super) unsafe fn softmax<S: Simd>(
             let mut sum = S::splat(0.0);
             let mut c = columns.start;
             if S::PAIRS {
+                // Rounded after the product, as `modify` leaves it.
                 let factor = S::splat(scale);
                 while c < columns.end {
-                    let low = exp2::<S>(S::fma(S::load(row.add(c)), factor, shift));
-                    let high = exp2::<S>(S::fma(S::load(row.add(c + S::LANES)), factor, shift));
+                    let low = exp2::<S>(S::add(S::mul(S::load(row.add(c)), factor), shift));
+                    let high = exp2::<S>(S::add(S::mul(S::load(row.add(c + S::LANES)), factor), shift));
                     S::store(row.add(c / 2), S::to_pairs(low, high));
                     sum = S::add(S::add(sum, low), high);
                     c += 2 * S::LANES;
