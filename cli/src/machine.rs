@@ -5,7 +5,7 @@ use crate::failure::{Failure, Result};
 use crate::report;
 use flashtile::cpu::limits;
 use flashtile::plan::{CpuFacts, Isa};
-use flashtile::{Cpu, CpuPlan, Dims, PlanOptions, Problem, Sequence, Unsupported, Workspace};
+use flashtile::{Cpu, CpuPlan, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 
 /// Runs work on a pool of so many threads, or on the default pool.
 pub(crate) fn on_threads<R: Send>(
@@ -29,28 +29,11 @@ pub(crate) fn cpu(args: CpuArgs) -> Result<Cpu> {
     }
 }
 
-/// Most tasks of a plan: they take memory, about a hundred bytes each.
-const MAX_TASKS: usize = 1 << 24;
-
-/// Query rows of a task, about the fewest that a planner makes of a long sequence.
-const TASK_ROWS: usize = 16;
-
-/// Options of a plan, where the plan would not be too large to make.
-pub(crate) fn options(dims: &Dims, splits: Option<usize>) -> Result<PlanOptions> {
-    let heads = dims.batch.saturating_mul(dims.q_heads);
-    let tiles = heads.saturating_mul(dims.q_len) / TASK_ROWS;
-    let tasks = tiles.saturating_add(heads).saturating_mul(splits.unwrap_or(1));
-    if tasks > MAX_TASKS && dims.q_len > 0 {
-        let splits = splits.map_or_else(String::new, |n| format!(" in {n} splits"));
-        let what = format_args!(
-            "q {:?}{splits} takes about {tasks} tasks, expected at most {MAX_TASKS}",
-            dims.q_shape()
-        );
-        return Err(Failure::new(what));
-    }
+/// Options of a plan.
+pub(crate) fn options(splits: Option<usize>) -> PlanOptions {
     let mut options = PlanOptions::default();
     options.splits = splits;
-    Ok(options)
+    options
 }
 
 /// Why a problem has no plan, with what a number of splits must leave room for.

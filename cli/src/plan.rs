@@ -21,7 +21,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
         let (problem, order) = problem(args)?;
         let (device, facts) = device(args)?;
-        let options = machine::options(problem.dims(), args.splits)?;
+        let options = machine::options(args.splits);
         let unplanned = |e| machine::unplanned(&problem, &facts, &e);
         let plan = CpuPlan::new(&problem, &facts, options).map_err(unplanned)?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {

@@ -146,7 +146,7 @@ struct Results<'a> {
 fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
     let problem = &operands.problem;
     let cpu = machine::cpu(args.cpu)?;
-    let options = machine::options(problem.dims(), args.splits)?;
+    let options = machine::options(args.splits);
     let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
     let inputs = operands.inputs()?;
     let shape = problem.dims().out_shape();

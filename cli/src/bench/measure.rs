@@ -103,7 +103,7 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
 /// Checks and measures one row for at least so many seconds.
 pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
     let problem = &row.problem;
-    let plan = cpu.plan(problem, machine::options(problem.dims(), None)?).map_err(Failure::new)?;
+    let plan = cpu.plan(problem, flashtile::PlanOptions::default()).map_err(Failure::new)?;
     let mut workspace = machine::workspace(&plan)?;
     let mut copies = vec![Operands::random(problem, 1)?];
     if row.kind == Kind::Decode {

@@ -401,10 +401,10 @@ fn other_commands() {
         (vec!["plan", "--sequence", "1"], "1 of 1 sequences"),
         (vec!["plan", "--kv-lens", "1,2"], "kv_lens has 2 entries"),
         (vec!["plan", "--batch", "99999999999999999999"], "--batch"),
-        (vec!["plan", "--q-len", "2147483647", "--heads", "4"], "tasks, expected at most"),
+        (vec!["plan", "--q-len", "2147483647", "--heads", "4"], "units of work, expected at most 4194304"),
         (
             vec!["plan", "--q-len", "1", "--kv-len", "2147483647", "--splits", "8388608"],
-            "tasks, expected at most",
+            "units of work, expected at most 4194304",
         ),
         (vec!["plan", "--batch", "2147483647", "--q-len", "0"], "--batch: 2147483647"),
         (vec!["plan", "--layout", "bhsd"], "--layout"),
