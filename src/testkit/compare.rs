@@ -1,6 +1,7 @@
 //! How far an answer may be from the oracle's.
 
 use crate::Dtype;
+use crate::plan::{CpuPlan, Isa};
 use crate::reference::Attention;
 
 /// What the products and sums of a kernel are kept in.
@@ -11,6 +12,14 @@ pub enum Accumulation {
     F32,
     /// Weights (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
     Half,
+}
+
+impl Accumulation {
+    /// What a plan's kernel keeps them in: products of bf16 pairs take weights rounded to bf16.
+    #[must_use]
+    pub fn of(plan: &CpuPlan) -> Self {
+        if plan.isa() == Isa::Avx512Bf16 { Self::Half } else { Self::F32 }
+    }
 }
 
 /// Limits of the difference between an answer and the oracle's.

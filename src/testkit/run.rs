@@ -3,9 +3,8 @@
 use super::cases::{Built, Case};
 use super::compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
 use super::poison::{Guarded, GuardedList};
-use crate::plan::Isa;
 use crate::reference::{self, Attention};
-use crate::{Cpu, Dtype, Inputs, Outputs, PlanOptions, Problem};
+use crate::{Cpu, Inputs, Outputs, PlanOptions, Problem};
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -86,10 +85,7 @@ impl Runner for CpuRunner {
         workspace.bytes_mut().fill(0xFF);
         let error = |e: crate::RunError| NotRun::Error(e.to_string());
         self.cpu.run(&plan, inputs, outputs, &mut workspace).map_err(error)?;
-        // Products of bf16 pairs take weights rounded to bf16.
-        let half = plan.isa() == Isa::Avx512Bf16 && problem.dtype() == Dtype::BF16;
-        let accumulation = if half { Accumulation::Half } else { Accumulation::F32 };
-        Ok(Ran { plan: plan.to_string(), accumulation })
+        Ok(Ran { plan: plan.to_string(), accumulation: Accumulation::of(&plan) })
     }
 }
 

@@ -187,8 +187,7 @@ fn check(plan: &CpuPlan, operands: &Operands, out: &Buffer) -> Result<f64> {
         }
     }
     let want = want.ok_or_else(|| Failure::new("no row to check"))?;
-    // Products of bf16 pairs round the weights to bf16.
-    let accumulation = if plan.isa() == Isa::Avx512Bf16 { Accumulation::Half } else { Accumulation::F32 };
+    let accumulation = Accumulation::of(plan);
     let report = compare_out(&got, &want, dtype, &Tolerance::of(dtype, dims.kv_len, accumulation));
     if report.within() {
         Ok(report.nrmse)

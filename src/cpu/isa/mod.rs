@@ -137,7 +137,8 @@ fn cache_bytes(level: u32) -> Option<usize> {
     })
 }
 
-/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; threads are those of the current rayon pool.
+/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; threads are
+/// those of the current rayon pool.
 pub(super) fn facts() -> CpuFacts {
     static FACTS: OnceLock<CpuFacts> = OnceLock::new();
     let facts = FACTS.get_or_init(|| CpuFacts {

@@ -118,8 +118,9 @@ unsafe fn maxima<S: Simd, const R: usize>(
 }
 
 /// Replaces the scores of `rows` rows in whole vectors (or pairs of them) `columns` by `exp2(scale * score - max)`, pairs of
-/// bf16 where products take them, with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is
-/// NaN or `+inf`).
+/// bf16 where products take them, with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum
+/// (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is NaN or
+/// `+inf`).
 ///
 /// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
 ///
