@@ -7,6 +7,9 @@
 
 use crate::Dtype;
 
+/// Lines of a transpose: few enough to stay in registers beside the sums that they go into.
+pub(crate) const LINES: usize = 8;
+
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
@@ -84,9 +87,8 @@ pub(crate) trait Simd: Copy + 'static {
     /// Asks for the cache line at `p`, which may be any address.
     unsafe fn prefetch(p: *const u8);
 
-    /// Loads `LANES` vectors, vector `r` from `rows[r]`, and puts their transpose: lane `r` of line `c` is lane `c` of row
-    /// `r`.
-    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize);
+    /// Loads [`LINES`] elements of the first `LANES` rows and transposes them: lane `r` of line `c` is element `c` of row `r`.
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES];
 }
 
 /// Storage of one element, as kernels load and store it.
@@ -97,7 +99,6 @@ pub(crate) trait Elem: Copy + 'static {
     const ZERO: Self;
     /// Whether this is f32.
     const IS_F32: bool = false;
-    unsafe fn to_f32(self) -> f32;
 }
 
 /// f16 as bits.
@@ -123,10 +124,6 @@ impl Elem for f32 {
     }
     const ZERO: Self = 0.0;
     const IS_F32: bool = true;
-    #[inline(always)]
-    unsafe fn to_f32(self) -> f32 {
-        self
-    }
 }
 
 impl Elem for F16 {
@@ -141,10 +138,6 @@ impl Elem for F16 {
         unsafe { S::store_f16(p.cast(), v) }
     }
     const ZERO: Self = Self(0);
-    #[inline(always)]
-    unsafe fn to_f32(self) -> f32 {
-        half::f16::from_bits(self.0).to_f32()
-    }
 }
 
 impl Elem for Bf16 {
@@ -159,44 +152,42 @@ impl Elem for Bf16 {
         unsafe { S::store_bf16(p.cast(), v) }
     }
     const ZERO: Self = Self(0);
+}
+
+/// How rows of one storage type are moved through a transpose.
+pub(crate) trait Rows: Copy + 'static {
+    /// What a lane of the transpose holds.
+    type Lane: Elem;
+    /// Steps of a product's depth in a lane.
+    const STEPS: usize;
+    /// Step `n` of a line.
+    unsafe fn step<S: Simd>(line: S::V, n: usize) -> S::V;
+}
+
+/// Elements converted as they are loaded, one to a lane.
+#[derive(Clone, Copy)]
+pub(crate) struct Single<E>(std::marker::PhantomData<E>);
+
+impl<E: Elem> Rows for Single<E> {
+    type Lane = E;
+    const STEPS: usize = 1;
     #[inline(always)]
-    unsafe fn to_f32(self) -> f32 {
-        half::bf16::from_bits(self.0).to_f32()
+    unsafe fn step<S: Simd>(line: S::V, _: usize) -> S::V {
+        line
     }
 }
 
-/// How a line of a transpose is stored.
-pub(crate) trait Put {
-    /// Lines of f32 that a line becomes.
-    const LINES: usize;
-    /// Stores line `c`, lines being `stride` elements apart.
-    unsafe fn put<S: Simd>(dst: *mut f32, stride: usize, c: usize, line: S::V);
-}
+/// Two bf16 to a lane, taken apart after the transpose: half the shuffles.
+#[derive(Clone, Copy)]
+pub(crate) struct Double;
 
-/// As it is.
-pub(crate) struct Whole;
-
-impl Put for Whole {
-    const LINES: usize = 1;
+impl Rows for Double {
+    type Lane = f32;
+    const STEPS: usize = 2;
     #[inline(always)]
-    unsafe fn put<S: Simd>(dst: *mut f32, stride: usize, c: usize, line: S::V) {
-        // SAFETY: the caller's promise is that of the method called.
-        unsafe { S::store(dst.add(c * stride), line) }
-    }
-}
-
-/// A line of pairs of bf16, as two lines of f32.
-pub(crate) struct Split;
-
-impl Put for Split {
-    const LINES: usize = 2;
-    #[inline(always)]
-    unsafe fn put<S: Simd>(dst: *mut f32, stride: usize, c: usize, line: S::V) {
+    unsafe fn step<S: Simd>(line: S::V, n: usize) -> S::V {
         // SAFETY: the caller's promise is that of the methods called.
-        unsafe {
-            S::store(dst.add(2 * c * stride), S::shift_up_16(line));
-            S::store(dst.add((2 * c + 1) * stride), S::and(line, 0xffff_0000));
-        }
+        unsafe { if n == 0 { S::shift_up_16(line) } else { S::and(line, 0xffff_0000) } }
     }
 }
 

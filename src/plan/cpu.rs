@@ -173,6 +173,9 @@ pub struct CpuPlan {
 /// Keys of a block. Fixed, because the bits of a result depend on it: 256 keys keep a tile of scores in the first-level
 /// cache and make the cost of folding a partial result negligible.
 const BLOCK_K: usize = 256;
+/// Most query rows of a task that reads keys and values in place, once: their scores of one vector of keys stay in registers
+/// beside a transposed block of the keys.
+pub(crate) const STREAM_ROWS: usize = 16;
 /// Query positions of a mask tile.
 const MASK_TILE_Q: usize = 16;
 /// Upper bound of the memory that split tasks may take for partials, in bytes.
@@ -208,7 +211,7 @@ impl CpuPlan {
         }
 
         // Rows whose scores of one block fill about half of the first-level cache.
-        let tile_rows = (facts.l1d / 2 / (BLOCK_K * 4)).clamp(mr, 48) / mr * mr;
+        let tile_rows = (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(mr);
         // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
         let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
@@ -249,7 +252,7 @@ impl CpuPlan {
             mask_classes: None,
             workspace_bytes: 0,
         };
-        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa, tile_rows) };
+        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa) };
         (plan.tasks, plan.partial_slots) = plan.cut().ok_or_else(overflow)?;
         if problem.desc().mask.is_some() {
             let [planes, heads, q_len, kv_len] = problem.mask_shape();
@@ -421,16 +424,16 @@ impl CpuPlan {
     }
 
     /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs; decode
-    /// where the query rows of a key/value head are a single tile, so that keys and values are streamed once.
+    /// where the query rows of a key/value head are so few that keys and values are streamed once, from where they lie.
     #[must_use]
     pub fn kernel(&self) -> String {
-        plan_name(&self.problem, self.isa, self.tile_rows)
+        plan_name(&self.problem, self.isa)
     }
 }
 
-fn plan_name(problem: &Problem, isa: Isa, tile_rows: usize) -> String {
+fn plan_name(problem: &Problem, isa: Isa) -> String {
     let d = problem.dims();
-    let op = if problem.sequences().iter().all(|s| s.q_len * d.group() <= tile_rows) {
+    let op = if problem.sequences().iter().all(|s| s.q_len * d.group() <= STREAM_ROWS) {
         "decode"
     } else {
         "prefill"
@@ -467,7 +470,8 @@ fn scratch(
     // A tile may end inside a vector of rows.
     let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
     ScratchLayout {
-        q: region(task_rows * head_dim),
+        // Rows past the last are read where rows are few.
+        q: region(task_rows.max(STREAM_ROWS) * head_dim),
         k: region(BLOCK_K.next_multiple_of(panel) * head_dim),
         v: region(BLOCK_K * value_stride),
         scores: region(tile_rows * BLOCK_K),

@@ -8,7 +8,7 @@ mod cpu;
 pub mod devices;
 
 pub use cpu::{CpuFacts, CpuPlan, Isa};
-pub(crate) use cpu::{MaskClasses, PartialSlot, Task, visible_union};
+pub(crate) use cpu::{MaskClasses, PartialSlot, STREAM_ROWS, Task, visible_union};
 
 /// Choices that a caller may take from the planner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Put, Simd};
+use super::super::simd::{Elem, LINES, Simd};
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
@@ -142,7 +142,7 @@ impl Simd for Avx2 {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         unsafe {
             // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be
             // a function without the instruction set.
@@ -152,6 +152,7 @@ impl Simd for Avx2 {
                 pairs[2 * i] = _mm256_unpacklo_ps(x, y);
                 pairs[2 * i + 1] = _mm256_unpackhi_ps(x, y);
             }
+            let mut lines = [_mm256_setzero_ps(); 8];
             for i in 0..4 {
                 let (a, c, e, g) = (pairs[i / 2], pairs[2 + i / 2], pairs[4 + i / 2], pairs[6 + i / 2]);
                 let (x, y) = if i % 2 == 0 {
@@ -159,9 +160,10 @@ impl Simd for Avx2 {
                 } else {
                     (_mm256_shuffle_ps::<0xee>(a, c), _mm256_shuffle_ps::<0xee>(e, g))
                 };
-                P::put::<Self>(dst, stride, i, _mm256_permute2f128_ps::<0x20>(x, y));
-                P::put::<Self>(dst, stride, i + 4, _mm256_permute2f128_ps::<0x31>(x, y));
+                lines[i] = _mm256_permute2f128_ps::<0x20>(x, y);
+                lines[i + 4] = _mm256_permute2f128_ps::<0x31>(x, y);
             }
+            lines
         }
     }
 }

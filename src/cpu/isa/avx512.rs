@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Put, Simd};
+use super::super::simd::{Elem, LINES, Simd};
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -142,35 +142,43 @@ impl Simd for $S {
         unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
     }
     #[inline(always)]
-    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         unsafe {
-            // Pairs of rows, quads of rows inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be
-            // a function without the instruction set.
+            // Two rows to a register, four rows apart: loads put them there, not shuffles. Then pairs and quads of rows
+            // inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be a function without the
+            // instruction set.
             let zero = _mm512_setzero_ps();
-            let mut pairs = [zero; 16];
-            for i in 0..8 {
-                let (x, y) = (E::load::<Self>(rows[2 * i]), E::load::<Self>(rows[2 * i + 1]));
-                pairs[2 * i] = _mm512_unpacklo_ps(x, y);
-                pairs[2 * i + 1] = _mm512_unpackhi_ps(x, y);
-            }
-            // quads[4 * g + c]: 128-bit lane l holds column 4 * l + c of rows 4 * g .. 4 * g + 4.
-            let mut quads = [zero; 16];
-            for g in 0..4 {
-                for c in 0..2 {
-                    let (x, y) = (pairs[4 * g + c], pairs[4 * g + 2 + c]);
-                    quads[4 * g + 2 * c] = _mm512_shuffle_ps::<0x44>(x, y);
-                    quads[4 * g + 2 * c + 1] = _mm512_shuffle_ps::<0xee>(x, y);
+            let mut halves = [zero; 8];
+            for g in 0..2 {
+                for i in 0..4 {
+                    let (a, b) = (rows[8 * g + i], rows[8 * g + 4 + i]);
+                    halves[4 * g + i] = if E::IS_F32 {
+                        let low = _mm512_castps256_ps512(_mm256_loadu_ps(a.cast()));
+                        _mm512_insertf32x8::<1>(low, _mm256_loadu_ps(b.cast()))
+                    } else {
+                        let mut both = [E::ZERO; 16];
+                        std::ptr::copy_nonoverlapping(a, both.as_mut_ptr(), 8);
+                        std::ptr::copy_nonoverlapping(b, both.as_mut_ptr().add(8), 8);
+                        E::load::<Self>(both.as_ptr())
+                    };
                 }
             }
-            for c in 0..4 {
-                let (a, b, e, f) = (quads[c], quads[4 + c], quads[8 + c], quads[12 + c]);
-                let (ab02, ab13) = (_mm512_shuffle_f32x4::<0x88>(a, b), _mm512_shuffle_f32x4::<0xdd>(a, b));
-                let (ef02, ef13) = (_mm512_shuffle_f32x4::<0x88>(e, f), _mm512_shuffle_f32x4::<0xdd>(e, f));
-                P::put::<Self>(dst, stride, c, _mm512_shuffle_f32x4::<0x88>(ab02, ef02));
-                P::put::<Self>(dst, stride, c + 4, _mm512_shuffle_f32x4::<0x88>(ab13, ef13));
-                P::put::<Self>(dst, stride, c + 8, _mm512_shuffle_f32x4::<0xdd>(ab02, ef02));
-                P::put::<Self>(dst, stride, c + 12, _mm512_shuffle_f32x4::<0xdd>(ab13, ef13));
+            let mut quads = [zero; 8];
+            for g in 0..2 {
+                let h = &halves[4 * g..][..4];
+                let (low, high) = (_mm512_unpacklo_ps(h[0], h[1]), _mm512_unpackhi_ps(h[0], h[1]));
+                let (low2, high2) = (_mm512_unpacklo_ps(h[2], h[3]), _mm512_unpackhi_ps(h[2], h[3]));
+                quads[4 * g] = _mm512_shuffle_ps::<0x44>(low, low2);
+                quads[4 * g + 1] = _mm512_shuffle_ps::<0xee>(low, low2);
+                quads[4 * g + 2] = _mm512_shuffle_ps::<0x44>(high, high2);
+                quads[4 * g + 3] = _mm512_shuffle_ps::<0xee>(high, high2);
             }
+            let mut lines = [zero; 8];
+            for c in 0..4 {
+                lines[c] = _mm512_shuffle_f32x4::<0x88>(quads[c], quads[4 + c]);
+                lines[4 + c] = _mm512_shuffle_f32x4::<0xdd>(quads[c], quads[4 + c]);
+            }
+            lines
         }
     }
 }

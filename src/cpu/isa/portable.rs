@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Put, Simd};
+use super::super::simd::{Elem, LINES, Simd};
 use crate::plan::Isa;
 use half::{bf16, f16};
 
@@ -183,14 +183,22 @@ impl<const N: usize, const PAIRS: bool> Simd for Array<N, PAIRS> {
     #[inline(always)]
     unsafe fn prefetch(_: *const u8) {}
     #[inline(always)]
-    unsafe fn transpose<E: Elem, P: Put>(rows: [*const E; 16], dst: *mut f32, stride: usize) {
-        // SAFETY: the caller's promise: N rows of N elements, N vectors `stride` apart.
-        unsafe {
-            let m: [Self::V; N] = std::array::from_fn(|r| E::load::<Self>(rows[r]));
-            for c in 0..N {
-                P::put::<Self>(dst, stride, c, std::array::from_fn(|r| m[r][c]));
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
+        let mut lines = [[0.0; N]; LINES];
+        for r in 0..N {
+            // Room for whole vectors: the row itself may end after the lines.
+            let mut row = [E::ZERO; 16];
+            // SAFETY: the caller's promise: N rows of LINES elements.
+            unsafe {
+                // As bytes: pairs of bf16 that stand in for f32 are aligned as bf16.
+                let (from, to) = (rows[r].cast::<u8>(), row.as_mut_ptr().cast::<u8>());
+                std::ptr::copy_nonoverlapping(from, to, LINES * size_of::<E>());
+                for c in 0..LINES {
+                    lines[c][r] = E::load::<Self>(row.as_ptr().add(c / N * N))[c % N];
+                }
             }
         }
+        lines
     }
 }
 

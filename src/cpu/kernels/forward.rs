@@ -3,10 +3,11 @@
 #![allow(unsafe_code)]
 
 use super::Context;
-use super::gemm::{Ahead, Operands, gemm};
+use super::gemm::{Operands, gemm};
 use super::mask::Class;
 use super::pack::{self, HeadRows};
 use super::softmax::{self, Fold, Modifiers};
+use super::stream;
 use crate::cpu::simd::{Elem, Simd, store_row, with_elem};
 use crate::plan::{PartialSlot, Task, visible_union};
 use crate::problem::Sequence;
@@ -14,8 +15,9 @@ use crate::tensor::MaskRow;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// Rows of values that a streaming task uses at a time: all columns of them fit the first-level cache.
-const STREAM_KEYS: usize = 16;
+/// Bytes of values that a streaming task uses at a time: while one part of their columns is read, the others stay in the
+/// first-level cache.
+const STREAM_BYTES: usize = 16 << 10;
 
 /// One task and the memory of the thread that runs it.
 struct Work<'a> {
@@ -200,8 +202,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Scores of a tile, in units of log2 (or of the softcap). Where the tile is the only one of its task, each panel of
-    /// keys is packed, used while it is in the first-level cache, and forgotten.
+    /// Scores of a tile, in units of log2 (or of the softcap).
     ///
     /// # Safety
     /// As [`Simd`]; queries are packed, and the block's keys too unless the task streams.
@@ -209,29 +210,26 @@ impl<'a> Work<'a> {
     unsafe fn scores<S: Simd>(&self, tile: &Tile, streams: bool) {
         let depth = depth::<S>(self.cx.plan.problem().dims().head_dim);
         let width = S::VECTORS * S::LANES;
-        let k = self.head_rows(&self.cx.inputs.k);
-        for panel in panels::<S>(&tile.columns) {
-            // SAFETY: the panel is packed; the score tile holds block_k columns of each row.
-            unsafe {
-                let b = if streams {
-                    pack::key_panel::<S>(k, tile.block * self.block_k, panel, &tile.columns, self.k);
-                    self.k
-                } else {
-                    self.k.add(panel * width * depth)
-                };
-                let ahead = match streams {
-                    true => k.stream(tile.block * self.block_k + (panel + 1) * width),
-                    false => Ahead::Nothing,
-                };
+        // SAFETY: rows of the task; the score tile holds block_k columns of each row.
+        unsafe {
+            let a = self.q.add(tile.rows.start * depth).cast_const();
+            if streams {
+                let k = self.head_rows(&self.cx.inputs.k);
+                let (c, rows) = (self.scores, tile.rows.len());
+                let scores = stream::Scores { q: a, ldq: depth, rows, c, ldc: self.block_k };
+                stream::scores::<S>(k, tile.block * self.block_k, &tile.columns, scores);
+                return;
+            }
+            for panel in panels::<S>(&tile.columns) {
                 let operands = Operands {
-                    a: self.q.add(tile.rows.start * depth),
+                    a,
                     lda: depth,
-                    b: b.cast_const(),
+                    b: self.k.add(panel * width * depth).cast_const(),
                     ldb: width,
                     c: self.scores.add(panel * width),
                     ldc: self.block_k,
                     resume: false,
-                    ahead,
+                    ahead: None,
                 };
                 gemm::<S, f32>((tile.rows.len(), S::VECTORS), depth, operands);
             }
@@ -328,26 +326,26 @@ impl<'a> Work<'a> {
     unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
         let columns = &tile.columns;
         let v = self.head_rows(&self.cx.inputs.v);
+        // Even, so that no pair is cut.
+        let keys_at_once = (STREAM_BYTES / v.row_bytes()).clamp(16, 64).next_multiple_of(2);
         let first = tile.block * self.block_k;
         // SAFETY: the caller's promise; rows `columns` of the values exist.
         unsafe {
             if !streams {
                 let rows = self.packed_v.cast_const().add(columns.start / unit::<S>() * self.stride);
-                self.accumulate::<S, f32>(tile, columns.clone(), (rows, self.stride), Ahead::Nothing);
+                self.accumulate::<S, f32>(tile, columns.clone(), (rows, self.stride), None);
             } else if !S::PAIRS && v.tensor.shape()[3] == self.stride {
                 with_elem!(v.tensor.dtype(), E => {
-                    let rows = (v.row(first + columns.start).cast::<E>(), v.tensor.strides()[2]);
-                    self.accumulate::<S, E>(tile, columns.clone(), rows, Ahead::Bytes(v.ahead().0));
+                    for keys in steps(columns, keys_at_once) {
+                        let rows = (v.row(first + keys.start).cast::<E>(), v.tensor.strides()[2]);
+                        self.accumulate::<S, E>(tile, keys, rows, Some(v.ahead(1)));
+                    }
                 });
             } else {
-                let mut from = columns.start;
-                while from < columns.end {
-                    // Steps end at multiples of their length, so that no pair is cut.
-                    let to = (from / STREAM_KEYS * STREAM_KEYS + STREAM_KEYS).min(columns.end);
-                    pack::values::<S>(v, first, from..to, self.packed_v);
+                for keys in steps(columns, keys_at_once) {
+                    pack::values::<S>(v, first, keys.clone(), self.packed_v);
                     let rows = (self.packed_v.cast_const(), self.stride);
-                    self.accumulate::<S, f32>(tile, from..to, rows, v.stream(first + to));
-                    from = to;
+                    self.accumulate::<S, f32>(tile, keys, rows, None);
                 }
             }
         }
@@ -362,7 +360,7 @@ impl<'a> Work<'a> {
     }
 
     /// Adds the weighted values of some columns of the tile, of which the first start anew. `rows` are a pointer to the first
-    /// column's values and the elements from one row to the next.
+    /// column's values and the elements from one row to the next; a stream says how many bytes ahead it is asked for.
     ///
     /// # Safety
     /// As [`Simd`]; the weights are there, and the values of the columns in whole vectors.
@@ -372,9 +370,16 @@ impl<'a> Work<'a> {
         tile: &Tile,
         columns: Range<usize>,
         (rows, ldb): (*const E, usize),
-        ahead: Ahead,
+        ahead: Option<usize>,
     ) {
-        let (width, unit) = (S::VECTORS * S::LANES, unit::<S>());
+        let unit = unit::<S>();
+        // More rows of a stream than a register tile has share the conversion of its values two vectors at a time; the tile
+        // has room for the last group of eight.
+        let (rows_of_tile, vectors) = match tile.rows.len() {
+            n if n > S::ROWS && S::LANES == 16 && ahead.is_some() => (n.next_multiple_of(8), 2),
+            n => (n, S::VECTORS),
+        };
+        let width = vectors * S::LANES;
         for column in (0..self.stride).step_by(width) {
             let vectors = (self.stride - column).min(width) / S::LANES;
             // SAFETY: the caller's promise; the tile of values holds `stride` columns of each row.
@@ -390,7 +395,7 @@ impl<'a> Work<'a> {
                     ahead,
                 };
                 let depth = columns.end.div_ceil(unit) - columns.start / unit;
-                gemm::<S, E>((tile.rows.len(), vectors), depth, operands);
+                gemm::<S, E>((rows_of_tile, vectors), depth, operands);
             }
         }
     }
@@ -551,6 +556,13 @@ fn panels<S: Simd>(columns: &Range<usize>) -> Range<usize> {
     columns.start / width..columns.end.div_ceil(width)
 }
 
+/// Cuts a range at the multiples of `step`.
+#[inline(always)]
+fn steps(range: &Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let Range { start, end } = *range;
+    (start / step..end.div_ceil(step)).map(move |n| start.max(n * step)..end.min((n + 1) * step))
+}
+
 /// The part of `keys` inside the block of `len` keys from `first`, counted from `first`.
 #[inline(always)]
 fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
@@ -588,8 +600,7 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
             }
         }
         let tile_rows = cx.plan.tile_rows();
-        // With a single tile of rows nothing would use a packed block again.
-        let streams = task.rows <= tile_rows;
+        let streams = task.rows <= stream::MAX_ROWS;
         for block in task.blocks.0..task.blocks.1 {
             let mut packed = streams;
             for row in (0..task.rows).step_by(tile_rows) {

@@ -19,19 +19,8 @@ pub(super) struct Operands<E> {
     pub(super) ldc: usize,
     /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
     pub(super) resume: bool,
-    /// Memory that is asked for meanwhile, which need not exist.
-    pub(super) ahead: Ahead,
-}
-
-/// Memory that is asked for during a product.
-#[derive(Clone, Copy)]
-pub(super) enum Ahead {
-    /// None.
-    Nothing,
-    /// A line at this address, and then one every so many bytes, at each step of the depth.
-    Lines(*const u8, usize),
-    /// The lines of `B` so many bytes further on.
-    Bytes(usize),
+    /// How many bytes ahead of `B` memory is asked for meanwhile, which need not exist.
+    pub(super) ahead: Option<usize>,
 }
 
 #[inline(always)]
@@ -50,14 +39,7 @@ unsafe fn micro<S: Simd, E: Elem, const AHEAD: bool, const R: usize, const N: us
             }
         }
         let (mut a, mut b) = (m.a, m.b);
-        let (mut ahead, step, lines) = match m.ahead {
-            Ahead::Nothing => (std::ptr::null(), 0, 0),
-            Ahead::Lines(from, step) => (from, step, 1),
-            Ahead::Bytes(n) => {
-                let lines = (N * S::LANES * size_of::<E>()).div_ceil(64);
-                (b.cast::<u8>().wrapping_add(n), m.ldb.wrapping_mul(size_of::<E>()), lines)
-            }
-        };
+        let ahead = m.ahead.unwrap_or(0);
         for _ in 0..depth {
             let mut row = [S::splat(0.0); N];
             for n in 0..N {
@@ -70,10 +52,9 @@ unsafe fn micro<S: Simd, E: Elem, const AHEAD: bool, const R: usize, const N: us
                 }
             }
             if AHEAD {
-                for line in 0..lines {
-                    S::prefetch(ahead.wrapping_add(64 * line));
+                for line in 0..(N * S::LANES * size_of::<E>()).div_ceil(64) {
+                    S::prefetch(b.cast::<u8>().wrapping_add(ahead + 64 * line));
                 }
-                ahead = ahead.wrapping_add(step);
             }
             a = a.add(1);
             b = b.wrapping_add(m.ldb);
@@ -95,6 +76,13 @@ unsafe fn rows<S: Simd, E: Elem, const AHEAD: bool, const N: usize>(
     const { assert!(S::ROWS == 6 || S::ROWS == 4) };
     // SAFETY: the promise of `gemm`, for N vectors.
     unsafe {
+        // Two vectors leave registers for two rows more, which share the conversion of `B`.
+        while AHEAD && S::LANES == 16 && N <= 2 && rows >= 8 {
+            micro::<S, E, AHEAD, 8, N>(depth, m);
+            m.a = m.a.add(8 * m.lda);
+            m.c = m.c.add(8 * m.ldc);
+            rows -= 8;
+        }
         while rows >= S::ROWS {
             match S::ROWS {
                 6 => micro::<S, E, AHEAD, 6, N>(depth, m),
@@ -141,7 +129,7 @@ pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize,
     unsafe {
         // The loop that asks for nothing is a loop of its own: the requests would cost it a tenth of its rate.
         match m.ahead {
-            Ahead::Nothing if E::IS_F32 => columns::<S, E, false>(shape, depth, m),
+            None if E::IS_F32 => columns::<S, E, false>(shape, depth, m),
             _ => columns::<S, E, true>(shape, depth, m),
         }
     }

@@ -5,6 +5,7 @@ mod gemm;
 mod mask;
 mod pack;
 mod softmax;
+mod stream;
 
 pub(super) use mask::{MaskTable, classify};
 

@@ -2,11 +2,32 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Bf16, Elem, F16, Put, Simd, Split, Whole, load_head, with_elem};
-use super::gemm::Ahead;
+use super::super::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
 use crate::problem::MAX_HEAD_DIM;
 use crate::{Dtype, TensorView};
 use std::ops::Range;
+
+/// Runs a generic call for the way in which rows of keys move through a transpose: with pairs, a pair of bf16 stands in for
+/// an f32.
+macro_rules! with_rows {
+    ($S:ident, $dtype:expr, $R:ident => $body:expr) => {
+        match $dtype {
+            $crate::Dtype::BF16 if !$S::PAIRS => {
+                type $R = $crate::cpu::simd::Double;
+                $body
+            }
+            $crate::Dtype::F16 => {
+                type $R = $crate::cpu::simd::Single<$crate::cpu::simd::F16>;
+                $body
+            }
+            _ => {
+                type $R = $crate::cpu::simd::Single<f32>;
+                $body
+            }
+        }
+    };
+}
+pub(super) use with_rows;
 
 /// Rows of one head: `row(j)` of a tensor view.
 #[derive(Clone, Copy)]
@@ -34,18 +55,16 @@ impl HeadRows<'_> {
         self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
     }
 
-    /// Bytes from a row to the one that is asked for while it is read, and the bytes of a row.
+    /// Bytes of a row.
     #[inline(always)]
-    pub(super) fn ahead(&self) -> (usize, usize) {
-        let row = self.tensor.shape()[3] * self.tensor.dtype().bytes();
-        (self.step().wrapping_mul(PREFETCH_BYTES.div_ceil(row)), row)
+    pub(super) fn row_bytes(&self) -> usize {
+        self.tensor.shape()[3] * self.tensor.dtype().bytes()
     }
 
-    /// The first lines of row `j`, which need not exist, and of those after it.
+    /// Bytes from a row to the one that is asked for while it is read, which is at least `rows` rows further on.
     #[inline(always)]
-    pub(super) fn stream(&self, j: usize) -> Ahead {
-        let start = self.tensor.row(self.batch, self.head, 0);
-        Ahead::Lines(start.wrapping_add((self.start + j).wrapping_mul(self.step())), self.step())
+    pub(super) fn ahead(&self, rows: usize) -> usize {
+        self.step().wrapping_mul(PREFETCH_BYTES.div_ceil(self.row_bytes()).max(rows))
     }
 }
 
@@ -53,6 +72,83 @@ impl HeadRows<'_> {
 #[repr(align(64))]
 struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
 static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
+
+/// Keys of one vector of lanes, and the lines of memory to ask for meanwhile.
+#[derive(Clone, Copy)]
+pub(super) struct KeyVector {
+    /// The rows: zeros for a key that is not wanted.
+    rows: [*const u8; 16],
+    /// Bytes from a row to what is asked for while it is read.
+    ahead: usize,
+    row_bytes: usize,
+}
+
+impl KeyVector {
+    /// Keys `first + column..` of those in `columns`, which exist.
+    #[inline(always)]
+    pub(super) fn new<S: Simd>(
+        src: HeadRows<'_>,
+        first: usize,
+        column: usize,
+        columns: &Range<usize>,
+    ) -> Self {
+        let (ahead, row_bytes) = (src.ahead(S::LANES), src.row_bytes());
+        let mut rows = [ZERO_ROW.0.as_ptr(); 16];
+        if columns.start <= column && column + S::LANES <= columns.end {
+            let (start, step) = (src.row(first + column), src.step());
+            for r in 0..S::LANES {
+                rows[r] = start.wrapping_add(r * step);
+            }
+        } else {
+            for r in 0..S::LANES {
+                if columns.contains(&(column + r)) {
+                    rows[r] = src.row(first + column + r);
+                }
+            }
+        }
+        Self { rows, ahead, row_bytes }
+    }
+
+    /// The next [`LINES`] lines, from byte `at` of the rows on, all inside the rows.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the rows exist.
+    #[inline(always)]
+    pub(super) unsafe fn lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
+        let mut from = self.rows;
+        // SAFETY: the caller's promise; a prefetch may name any address.
+        unsafe {
+            if at.is_multiple_of(64) {
+                for r in 0..S::LANES {
+                    S::prefetch(self.rows[r].wrapping_add(at + self.ahead));
+                }
+            }
+            for r in 0..S::LANES {
+                from[r] = self.rows[r].add(at);
+            }
+            S::transpose::<R::Lane>(from.map(<*const u8>::cast))
+        }
+    }
+
+    /// The lines from byte `at` to the end of the rows, fewer than [`LINES`]; the others are zero.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the rows exist.
+    #[inline(always)]
+    pub(super) unsafe fn last_lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
+        let mut tail = [[0u8; LINES * 4]; 16];
+        let mut from = self.rows;
+        // SAFETY: a row has `row_bytes` bytes, the zero row at least as many.
+        unsafe {
+            for r in 0..S::LANES {
+                let rest = self.rows[r].add(at);
+                std::ptr::copy_nonoverlapping(rest, tail[r].as_mut_ptr(), self.row_bytes - at);
+                from[r] = tail[r].as_ptr();
+            }
+            S::transpose::<R::Lane>(from.map(<*const u8>::cast))
+        }
+    }
+}
 
 /// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns
 /// counted from `first`. Columns of the panel outside `columns` become zero; only keys `first + columns` are read.
@@ -67,101 +163,54 @@ pub(super) unsafe fn key_panel<S: Simd>(
     columns: &Range<usize>,
     dst: *mut f32,
 ) {
-    let head_dim = src.tensor.shape()[3];
-    if S::PAIRS {
-        // SAFETY: the caller's promise; an even row of bf16 is a row of pairs, which have the size of f32.
-        unsafe {
-            panel_of::<S, f32, Whole>(src, (first, panel), columns, head_dim / 2, dst);
-            if head_dim % 2 == 1 {
-                last_elements::<S>(src, (first, panel), columns, dst);
+    with_rows!(S, src.tensor.dtype(), R => {
+        let width = S::VECTORS * S::LANES;
+        for vector in 0..S::VECTORS {
+            let column = panel * width + vector * S::LANES;
+            // SAFETY: the caller's promise.
+            unsafe {
+                let keys = KeyVector::new::<S>(src, first, column, columns);
+                panel_vector::<S, R>(&keys, dst.add(vector * S::LANES));
             }
         }
-        return;
-    }
-    // SAFETY: the caller's promise.
-    unsafe {
-        match src.tensor.dtype() {
-            Dtype::F32 => panel_of::<S, f32, Whole>(src, (first, panel), columns, head_dim, dst),
-            Dtype::F16 => panel_of::<S, F16, Whole>(src, (first, panel), columns, head_dim, dst),
-            // Moved in pairs, which takes half the shuffles.
-            Dtype::BF16 => panel_of::<S, Bf16, Split>(src, (first, panel), columns, head_dim, dst),
-        }
-    }
+    });
 }
 
-/// The last line of a panel of pairs with an odd head_dim: the last element of each key, paired with zero.
+/// One vector of lanes of a panel.
 ///
 /// # Safety
 /// As [`key_panel`].
 #[inline(always)]
-unsafe fn last_elements<S: Simd>(
-    src: HeadRows<'_>,
-    (first, panel): (usize, usize),
-    columns: &Range<usize>,
-    dst: *mut f32,
-) {
+unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, dst: *mut f32) {
     let width = S::VECTORS * S::LANES;
-    let last = src.tensor.shape()[3] - 1;
-    for c in 0..width {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let column = panel * width + c;
-            let bits = match columns.contains(&column) {
-                true => src.row(first + column).cast::<u16>().add(last).read(),
-                false => 0,
-            };
-            *dst.add(last / 2 * width + c) = f32::from_bits(u32::from(bits));
+    let (block, steps) = (LINES * size_of::<R::Lane>(), LINES * R::STEPS);
+    let whole = keys.row_bytes / block;
+    // SAFETY: the caller's promise; the panel has a line of `width` elements for every step.
+    unsafe {
+        for n in 0..whole {
+            let lines = keys.lines::<S, R>(n * block);
+            let dst = dst.add(n * steps * width);
+            for c in 0..LINES {
+                for i in 0..R::STEPS {
+                    S::store(dst.add((c * R::STEPS + i) * width), R::step::<S>(lines[c], i));
+                }
+            }
+        }
+        if whole * block < keys.row_bytes {
+            let lines = keys.last_lines::<S, R>(whole * block);
+            for n in whole * steps..steps_in::<R>(keys.row_bytes) {
+                let c = n - whole * steps;
+                S::store(dst.add(n * width), R::step::<S>(lines[c / R::STEPS], c % R::STEPS));
+            }
         }
     }
 }
 
-/// [`key_panel`] of rows of `len` elements.
-///
-/// # Safety
-/// As [`key_panel`]; rows hold `len` elements.
+/// Steps of a product's depth in a row of so many bytes.
 #[inline(always)]
-unsafe fn panel_of<S: Simd, E: Elem, P: Put>(
-    src: HeadRows<'_>,
-    (first, panel): (usize, usize),
-    columns: &Range<usize>,
-    len: usize,
-    dst: *mut f32,
-) {
-    let width = S::VECTORS * S::LANES;
-    let (ahead, _) = src.ahead();
-    for vector in 0..S::VECTORS {
-        let column = panel * width + vector * S::LANES;
-        let mut rows = [ZERO_ROW.0.as_ptr().cast::<E>(); 16];
-        for r in 0..S::LANES {
-            if columns.contains(&(column + r)) {
-                rows[r] = src.row(first + column + r).cast();
-            }
-        }
-        let mut d = 0;
-        // SAFETY: each row has `len` elements, the zero row at least as many; the panel has `len` lines of `width`
-        // elements. A prefetch may name any address. Pairs are copied as the f32 they stand in for.
-        unsafe {
-            while d + S::LANES * P::LINES <= len {
-                let mut at = rows;
-                for r in 0..S::LANES {
-                    at[r] = rows[r].add(d);
-                    S::prefetch(at[r].cast::<u8>().wrapping_add(ahead));
-                }
-                let to = dst.add(d * width + vector * S::LANES);
-                match P::LINES {
-                    1 => S::transpose::<E, P>(at, to, width),
-                    _ => S::transpose::<f32, P>(at.map(<*const E>::cast), to, width),
-                }
-                d += S::LANES * P::LINES;
-            }
-            while d < len {
-                for r in 0..S::LANES {
-                    *dst.add(d * width + vector * S::LANES + r) = rows[r].add(d).read_unaligned().to_f32();
-                }
-                d += 1;
-            }
-        }
-    }
+pub(super) fn steps_in<R: Rows>(row_bytes: usize) -> usize {
+    let step = size_of::<R::Lane>() / R::STEPS;
+    row_bytes.div_ceil(step)
 }
 
 /// Copies one row of `len` elements, times `scale`, and fills with zeros to a whole number of vectors if `pad`.
@@ -204,7 +253,7 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
-    let (ahead, row_bytes) = src.ahead();
+    let (ahead, row_bytes) = (src.ahead(1), src.row_bytes());
     if S::PAIRS {
         for (n, pair) in (rows.start / 2..rows.end.div_ceil(2)).enumerate() {
             let half = |j: usize| if rows.contains(&j) { src.row(first + j) } else { ZERO_ROW.0.as_ptr() };
