@@ -17,12 +17,12 @@ pub enum Codec {
 }
 
 impl Codec {
-    /// Bytes of a row of `dim` elements.
+    /// Bytes of a row of `dim` elements; saturating.
     #[must_use]
     pub const fn row_bytes(self, dim: usize) -> usize {
         match self {
-            Self::F32 => dim * 4,
-            Self::F16 | Self::BF16 => dim * 2,
+            Self::F32 => dim.saturating_mul(4),
+            Self::F16 | Self::BF16 => dim.saturating_mul(2),
         }
     }
 

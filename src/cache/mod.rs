@@ -112,10 +112,11 @@ impl CacheDesc {
         Self { layout, layers, kv_heads, head_dim, value_dim: head_dim, k: codec, v: codec }
     }
 
-    /// Bytes of one token, in all layers.
+    /// Bytes of one token, in all layers; saturating.
     #[must_use]
     pub const fn token_bytes(&self) -> usize {
-        self.layers * self.kv_heads * (self.k.row_bytes(self.head_dim) + self.v.row_bytes(self.value_dim))
+        let row = self.k.row_bytes(self.head_dim).saturating_add(self.v.row_bytes(self.value_dim));
+        self.layers.saturating_mul(self.kv_heads).saturating_mul(row)
     }
 
     /// Shapes of the pools of a layer: K `[pages, kv_heads, page, head_dim]`, V `[pages, kv_heads, page, value_dim]`.
