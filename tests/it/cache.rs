@@ -899,10 +899,8 @@ impl Naive {
         };
         s.pages.retain(|block, _| needed.contains(block));
         for block in needed {
-            if !s.pages.contains_key(&block) {
-                let name = self.name();
-                s.pages.insert(block, name);
-            }
+            let name = self.name();
+            s.pages.entry(block).or_insert(name);
         }
         self.sequences[at] = s;
     }
