@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 
 mod bind;
+pub mod cache;
 pub mod cpu;
 mod dtype;
 pub mod plan;
@@ -11,6 +12,7 @@ pub mod tensor;
 pub mod testkit;
 
 pub use bind::{Inputs, Outputs, RunError};
+pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache, SeqId};
 pub use cpu::{Cpu, Workspace};
 pub use dtype::{Dtype, Element};
 pub use plan::{CpuPlan, PlanOptions, Unsupported};

@@ -230,6 +230,18 @@ impl<'a> TensorView<'a> {
         self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
     }
 
+    /// The bytes of row `[b, h, row]`.
+    ///
+    /// # Panics
+    /// If an index is outside the shape, or rows have no elements.
+    pub(crate) fn row_bytes(&self, [b, h, row]: [usize; 3]) -> &'a [u8] {
+        let [nb, nh, nr, nd] = self.shape;
+        assert!(b < nb && h < nh && row < nr && nd > 0, "[{b}, {h}, {row}] in {:?}", self.shape);
+        // SAFETY: the assertion puts the row inside the shape, its elements are neighbours, and the constructor proved
+        // that each of them lies in memory that is readable for 'a; elements have no padding.
+        unsafe { std::slice::from_raw_parts(self.row(b, h, row), nd * self.dtype.bytes()) }
+    }
+
     /// Element `[b, h, row, i]` as f32; exact.
     ///
     /// # Panics
@@ -363,6 +375,18 @@ impl<'a> TensorViewMut<'a> {
     #[must_use]
     pub const fn strides(&self) -> [usize; 4] {
         self.strides
+    }
+
+    /// The bytes of row `[b, h, row]`.
+    ///
+    /// # Panics
+    /// If an index is outside the shape, or rows have no elements.
+    pub(crate) fn row_bytes_mut(&mut self, [b, h, row]: [usize; 3]) -> &mut [u8] {
+        let [nb, nh, nr, nd] = self.shape;
+        assert!(b < nb && h < nh && row < nr && nd > 0, "[{b}, {h}, {row}] in {:?}", self.shape);
+        // SAFETY: as for the read-only view; the view is borrowed exclusively, and its memory with it. Any bytes are
+        // elements.
+        unsafe { std::slice::from_raw_parts_mut(self.row(b, h, row), nd * self.dtype.bytes()) }
     }
 
     /// Address of element `[b, h, row, 0]`. Writing to it is the caller's claim that the element exists and that no other

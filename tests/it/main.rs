@@ -8,6 +8,7 @@
     reason = "a test fails by panicking and reports by printing"
 )]
 
+mod cache;
 mod conformance;
 mod defects;
 mod external;

@@ -1,0 +1,177 @@
+//! Refusals of cache operations, with the numbers that caused them.
+
+use super::{Codec, SeqId};
+use std::fmt;
+
+/// Why an operation on a cache was refused. The cache is as it was before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CacheError {
+    /// A number of the description is 0 or above the maximum.
+    Dimension {
+        /// Field of [`CacheDesc`](super::CacheDesc) or [`CacheLayout`](super::CacheLayout).
+        name: &'static str,
+        /// The number given.
+        got: usize,
+        /// The largest supported.
+        max: usize,
+    },
+    /// The pools of a cache of this description are not addressable.
+    SizeOverflow {
+        /// Number of layers.
+        layers: usize,
+        /// Shape of the larger pool of a layer.
+        pool: [usize; 4],
+    },
+    /// An allocation failed.
+    Memory {
+        /// Bytes asked for.
+        bytes: usize,
+    },
+    /// Every slot has a sequence, or the number of sequences is at its maximum.
+    OutOfSlots {
+        /// Slots of the cache, or the largest number of sequences.
+        slots: usize,
+    },
+    /// The operation needs more pages than are free.
+    OutOfPages {
+        /// Pages that the whole operation needs.
+        needed: usize,
+        /// Pages that are free.
+        free: usize,
+    },
+    /// The sequence would become longer than the cache allows.
+    Capacity {
+        /// The length it would have.
+        len: usize,
+        /// The largest length.
+        capacity: usize,
+    },
+    /// The sequence belongs to another cache.
+    ForeignSequence {
+        /// The sequence given.
+        seq: SeqId,
+    },
+    /// The sequence was removed.
+    RemovedSequence {
+        /// The sequence given.
+        seq: SeqId,
+    },
+    /// A batch lists a sequence twice.
+    DuplicateSequence {
+        /// The sequence.
+        seq: SeqId,
+    },
+    /// The cache has no such layer.
+    Layer {
+        /// The layer given.
+        got: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// Pages were asked for as tensors, and their rows are not plain elements.
+    NotElements {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// How the rows are stored.
+        codec: Codec,
+    },
+    /// Tensors were not given for every layer.
+    LayerCount {
+        /// Pairs given.
+        got: usize,
+        /// Layers of the cache.
+        layers: usize,
+    },
+    /// A tensor's shape is not the one that the operation needs.
+    Shape {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The shape needed.
+        expected: [usize; 4],
+        /// The tensor's shape.
+        got: [usize; 4],
+    },
+    /// A write of more tokens than the sequence has.
+    Tokens {
+        /// The sequence.
+        seq: SeqId,
+        /// Tokens to be written.
+        got: usize,
+        /// Length of the sequence.
+        len: usize,
+    },
+    /// A position to which the sequence cannot be cut.
+    Position {
+        /// The sequence.
+        seq: SeqId,
+        /// The position given.
+        got: usize,
+        /// The smallest position.
+        min: usize,
+        /// The largest position.
+        max: usize,
+    },
+    /// A snapshot of a cache with other dimensions.
+    SnapshotDimension {
+        /// Field of [`CacheDesc`](super::CacheDesc).
+        name: &'static str,
+        /// The number of this cache.
+        expected: usize,
+        /// The number of the snapshot.
+        got: usize,
+    },
+    /// A snapshot of a cache with another codec.
+    SnapshotCodec {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The codec of this cache.
+        expected: Codec,
+        /// The codec of the snapshot.
+        got: Codec,
+    },
+}
+
+impl fmt::Display for CacheError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dimension { name, got, max } => write!(f, "{name} {got} is outside 1..={max}"),
+            Self::SizeOverflow { layers, pool } => {
+                write!(f, "a cache of {layers} layers with pools {pool:?} is not addressable")
+            }
+            Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
+            Self::OutOfSlots { slots } => write!(f, "all {slots} slots have a sequence"),
+            Self::OutOfPages { needed, free } => write!(f, "{needed} pages are needed, {free} are free"),
+            Self::Capacity { len, capacity } => {
+                write!(f, "the sequence would have {len} tokens, expected at most {capacity}")
+            }
+            Self::ForeignSequence { seq } => write!(f, "{seq} belongs to another cache"),
+            Self::RemovedSequence { seq } => write!(f, "{seq} was removed"),
+            Self::DuplicateSequence { seq } => write!(f, "{seq} is listed twice"),
+            Self::Layer { got, layers } => write!(f, "layer {got} asked for, the cache has {layers}"),
+            Self::NotElements { tensor, codec } => {
+                write!(f, "{tensor} is stored as {codec}, which is not a tensor of elements")
+            }
+            Self::LayerCount { got, layers } => {
+                write!(f, "{got} pairs of k and v, expected one for each of {layers} layers")
+            }
+            Self::Shape { tensor, expected, got } => {
+                write!(f, "{tensor} has shape {got:?}, expected {expected:?}")
+            }
+            Self::Tokens { seq, got, len } => {
+                write!(f, "write of {got} tokens to {seq}, which has {len}")
+            }
+            Self::Position { seq, got, min, max } => {
+                write!(f, "position {got} of {seq} is outside {min}..={max}")
+            }
+            Self::SnapshotDimension { name, expected, got } => {
+                write!(f, "snapshot has {name} {got}, expected {expected}")
+            }
+            Self::SnapshotCodec { tensor, expected, got } => {
+                write!(f, "snapshot has {tensor} as {got}, expected {expected}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for CacheError {}

@@ -1,0 +1,351 @@
+//! A KV cache in main memory.
+
+use super::store::{Layer, Store};
+use super::table::{PageCopy, SeqId, SequenceTable, reserve};
+use super::{BlockTables, CacheDesc, CacheError, Snapshot};
+use crate::{TensorView, TensorViewMut};
+
+/// Keys and values of many sequences, in main memory.
+///
+/// A refused operation changes nothing. Sequences never see each other's tokens: pages that they share after a
+/// [`KvCache::fork`] are copied before one of them writes there. In a batch, a sequence is listed at most once.
+#[derive(Debug)]
+pub struct KvCache {
+    desc: CacheDesc,
+    table: SequenceTable,
+    store: Store,
+    /// Scratch of an operation: empty between two of them.
+    copies: Vec<PageCopy>,
+}
+
+/// What a cache holds. Bookkeeping, a few bytes a page, is not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CacheMemory {
+    /// Bytes of all pools. The system provides them as they are first written.
+    pub bytes_reserved: usize,
+    /// Bytes of the pages that are not free.
+    pub bytes_used: usize,
+    /// Pages of the cache. A slot is a page.
+    pub pages: usize,
+    /// Pages that no sequence has.
+    pub pages_free: usize,
+    /// Pages that several sequences have.
+    pub pages_shared: usize,
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens kept, of each sequence for itself: what is shared counts several times.
+    pub tokens: usize,
+}
+
+impl KvCache {
+    /// An empty cache. Its pools start on cache lines and are zero; untouched ones cost address space alone.
+    ///
+    /// # Errors
+    /// [`CacheError::Dimension`], [`CacheError::SizeOverflow`] or [`CacheError::Memory`].
+    pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
+        desc.validate()?;
+        let table = SequenceTable::new(desc.layout)?;
+        Ok(Self { desc, table, store: Store::new(&desc)?, copies: Vec::new() })
+    }
+
+    /// The description this cache was made from.
+    #[must_use]
+    pub const fn desc(&self) -> &CacheDesc {
+        &self.desc
+    }
+
+    /// A new, empty sequence. Takes a slot, or no page.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfSlots`] or [`CacheError::Memory`].
+    pub fn create(&mut self) -> Result<SeqId, CacheError> {
+        self.table.create()
+    }
+
+    /// Ends a sequence and frees what it alone has. Cost: `O(its pages)`, without touching their memory.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or, a second time, [`CacheError::RemovedSequence`].
+    pub fn remove(&mut self, seq: SeqId) -> Result<(), CacheError> {
+        self.table.remove(seq)
+    }
+
+    /// Length of a sequence, tokens that are no longer kept included: the position of its next token.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
+    pub fn len(&self, seq: SeqId) -> Result<usize, CacheError> {
+        Ok(self.table.kept(seq)?.end)
+    }
+
+    /// First token of a sequence that is kept: 0 unless a ring has overwritten it or it was forgotten.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
+    pub fn first(&self, seq: SeqId) -> Result<usize, CacheError> {
+        Ok(self.table.kept(seq)?.start)
+    }
+
+    /// Gives each listed sequence that many more tokens, in all layers. What they hold until [`KvCache::write`] stores
+    /// them is not specified. Takes the pages of the new tokens, and one more for a sequence whose last page is shared and
+    /// not full. Rings give up their oldest tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfPages`], [`CacheError::Capacity`], [`CacheError::ForeignSequence`],
+    /// [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
+    pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), CacheError> {
+        self.table.extend(batch, &mut self.copies)?;
+        self.copy_pages();
+        Ok(())
+    }
+
+    /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total, head_dim]`
+    /// and `v` `[1, kv_heads, total, value_dim]`, of any dtype: rows of the sequences one after the other, as many as
+    /// listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept are skipped.
+    ///
+    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Pages shared with
+    /// another sequence are copied before they are written, in all layers.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn write(
+        &mut self,
+        layer: usize,
+        batch: &[(SeqId, usize)],
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        self.check_layer(layer)?;
+        self.check_rows(total(batch), (k.shape(), v.shape()))?;
+        self.table.prepare_write(batch, &mut self.copies)?;
+        self.copy_pages();
+        self.write_rows(layer, batch, k, v)
+    }
+
+    /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer; refused as a whole.
+    ///
+    /// # Errors
+    /// [`CacheError::LayerCount`] and those of [`KvCache::extend`] and [`KvCache::write`].
+    pub fn append(
+        &mut self,
+        batch: &[(SeqId, usize)],
+        layers: &[(TensorView<'_>, TensorView<'_>)],
+    ) -> Result<(), CacheError> {
+        if layers.len() != self.desc.layers {
+            return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers });
+        }
+        for (k, v) in layers {
+            self.check_rows(total(batch), (k.shape(), v.shape()))?;
+        }
+        self.extend(batch)?;
+        layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
+    }
+
+    /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has overwritten
+    /// do not come back: [`KvCache::first`] stays.
+    ///
+    /// # Errors
+    /// [`CacheError::Position`] unless `first <= len <=` the present length, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`].
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
+        self.table.truncate(seq, len)
+    }
+
+    /// Drops the tokens before a position, and frees the pages of a paged cache that held no others. Positions of the
+    /// other tokens stay; so does the room that is left in a contiguous slot. No effect where they are dropped already.
+    ///
+    /// # Errors
+    /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`].
+    pub fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), CacheError> {
+        self.table.forget(seq, before)
+    }
+
+    /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied; otherwise
+    /// the tokens are copied to a free slot.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfSlots`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, CacheError> {
+        let fork = self.table.fork(seq, &mut self.copies)?;
+        self.copy_pages();
+        Ok(fork)
+    }
+
+    /// Copies the kept tokens of a sequence out of the cache.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn snapshot(&self, seq: SeqId) -> Result<Snapshot, CacheError> {
+        let kept = self.table.kept(seq)?;
+        let size = kept.len() * self.desc.token_bytes();
+        let mut bytes = Vec::new();
+        reserve(&mut bytes, size)?;
+        bytes.resize(size, 0);
+        let mut rest = bytes.as_mut_slice();
+        for pool in self.store.layers.iter().flat_map(Layer::pools) {
+            let (section, after) = rest.split_at_mut(pool.bytes_of(kept.len()));
+            for run in self.table.runs(seq, kept.clone())? {
+                pool.export(run, run.at, section);
+            }
+            rest = after;
+        }
+        Ok(Snapshot { desc: self.desc, kept, bytes })
+    }
+
+    /// A new sequence with the tokens of a snapshot, which may be of another cache with another layout. Positions are
+    /// those of the snapshot. A ring keeps the last of the tokens, as many as it has room for.
+    ///
+    /// # Errors
+    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::Capacity`],
+    /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, CacheError> {
+        snapshot.check(&self.desc)?;
+        let seq = self.table.restore(snapshot.kept.clone())?;
+        let kept = self.table.kept(seq)?;
+        let skipped = kept.start - snapshot.kept.start;
+        let mut rest = snapshot.bytes.as_slice();
+        for pool in self.store.layers.iter_mut().flat_map(Layer::pools_mut) {
+            let (section, after) = rest.split_at(pool.bytes_of(snapshot.kept.len()));
+            for run in self.table.runs(seq, kept.clone())? {
+                pool.import(run, skipped + run.at, section);
+            }
+            rest = after;
+        }
+        Ok(seq)
+    }
+
+    /// Writes the kept tokens of a sequence in one layer to `k` `[1, kv_heads, len - first, head_dim]` and `v`
+    /// `[1, kv_heads, len - first, value_dim]`, of any dtype; rounded to nearest even.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`]; nothing is written then.
+    pub fn linearise(
+        &self,
+        seq: SeqId,
+        layer: usize,
+        k: &mut TensorViewMut<'_>,
+        v: &mut TensorViewMut<'_>,
+    ) -> Result<(), CacheError> {
+        let kept = self.table.kept(seq)?;
+        self.check_layer(layer)?;
+        self.check_rows(kept.len(), (k.shape(), v.shape()))?;
+        let layer = &self.store.layers[layer];
+        for run in self.table.runs(seq, kept)? {
+            layer.k.read(run, k, run.at);
+            layer.v.read(run, v, run.at);
+        }
+        Ok(())
+    }
+
+    /// What the cache holds. Cost: `O(pages + sequences)`.
+    #[must_use]
+    pub fn memory(&self) -> CacheMemory {
+        let usage = self.table.usage();
+        let (pages, page) = self.desc.layout.pages();
+        let page_bytes = page * self.desc.token_bytes();
+        CacheMemory {
+            bytes_reserved: pages * page_bytes,
+            bytes_used: (pages - usage.free) * page_bytes,
+            pages,
+            pages_free: usage.free,
+            pages_shared: usage.shared,
+            sequences: usage.sequences,
+            tokens: usage.tokens,
+        }
+    }
+
+    /// The pools of a layer: K `[pages, kv_heads, page, head_dim]` and V `[pages, kv_heads, page, value_dim]`, dense.
+    /// Rows that hold no token of a sequence are not to be read.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`] or [`CacheError::NotElements`].
+    pub fn pages(&self, layer: usize) -> Result<(TensorView<'_>, TensorView<'_>), CacheError> {
+        self.check_layer(layer)?;
+        let Layer { k, v } = &self.store.layers[layer];
+        let (k_codec, v_codec) = (self.desc.k, self.desc.v);
+        let k = k.view().ok_or(CacheError::NotElements { tensor: "k", codec: k_codec })?;
+        let v = v.view().ok_or(CacheError::NotElements { tensor: "v", codec: v_codec })?;
+        Ok((k, v))
+    }
+
+    /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once. Holds
+    /// until an operation changes one of them; [`KvCache::write`] does so where it copies a shared page.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn tables(&self, batch: &[SeqId]) -> Result<BlockTables, CacheError> {
+        let mut tables = BlockTables::default();
+        self.refill_tables(batch, &mut tables)?;
+        Ok(tables)
+    }
+
+    /// [`KvCache::tables`] into tables that exist, whatever they hold; allocates only where they have too little room.
+    ///
+    /// # Errors
+    /// As [`KvCache::tables`]; `tables` is as it was then.
+    pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), CacheError> {
+        self.table.tables(batch, tables)
+    }
+
+    /// Fills every row that holds no token of a sequence with bytes 0xFF, a NaN in every codec, so that a read of it shows.
+    #[cfg(feature = "testkit")]
+    pub fn poison_unused(&mut self) {
+        self.store.poison(&self.table.rows_held());
+    }
+
+    fn check_layer(&self, layer: usize) -> Result<(), CacheError> {
+        let layers = self.desc.layers;
+        if layer >= layers { Err(CacheError::Layer { got: layer, layers }) } else { Ok(()) }
+    }
+
+    /// Checks the shapes of K and V of this many tokens.
+    fn check_rows(&self, tokens: usize, (k, v): ([usize; 4], [usize; 4])) -> Result<(), CacheError> {
+        let heads = self.desc.kv_heads;
+        for (tensor, got, dim) in [("k", k, self.desc.head_dim), ("v", v, self.desc.value_dim)] {
+            let expected = [1, heads, tokens, dim];
+            if got != expected {
+                return Err(CacheError::Shape { tensor, expected, got });
+            }
+        }
+        Ok(())
+    }
+
+    /// Does the copies that the bookkeeping has listed.
+    fn copy_pages(&mut self) {
+        self.store.copy(&self.copies);
+        self.copies.clear();
+    }
+
+    /// Stores rows of a batch that was checked, in pages that are not shared: nothing is left that could fail.
+    fn write_rows(
+        &mut self,
+        layer: usize,
+        batch: &[(SeqId, usize)],
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        let Layer { k: k_pool, v: v_pool } = &mut self.store.layers[layer];
+        let mut row = 0;
+        for &(seq, tokens) in batch {
+            let tail = self.table.tail(seq, tokens)?;
+            for run in self.table.runs(seq, tail.kept)? {
+                let from = row + tail.skipped + run.at;
+                k_pool.write(run, k, from);
+                v_pool.write(run, v, from);
+            }
+            row += tokens;
+        }
+        Ok(())
+    }
+}
+
+/// Tokens of a batch; of one too large for any tensor, the largest number.
+fn total(batch: &[(SeqId, usize)]) -> usize {
+    batch.iter().fold(0, |n, &(_, tokens)| n.saturating_add(tokens))
+}
