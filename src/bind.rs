@@ -1,6 +1,10 @@
 //! Inputs and outputs of a run, checked against the problem once, for every backend.
 
-use crate::{Dtype, MaskKind, MaskView, Problem, TensorView, TensorViewMut};
+use crate::cache::TableError;
+use crate::{
+    BlockTables, CacheError, Dtype, KvCache, MaskKind, MaskView, Problem, Sequences, TensorView,
+    TensorViewMut,
+};
 
 /// Tensors that a forward run reads.
 #[derive(Debug, Clone, Copy)]
@@ -8,10 +12,16 @@ use crate::{Dtype, MaskKind, MaskView, Problem, TensorView, TensorViewMut};
 pub struct Inputs<'a> {
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: TensorView<'a>,
-    /// `[batch, kv_heads, kv_len, head_dim]`.
+    /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page, head_dim]`.
     pub k: TensorView<'a>,
-    /// `[batch, kv_heads, kv_len, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page, value_dim]`.
     pub v: TensorView<'a>,
+    /// Which page holds which token; present exactly when the problem's sequences are cached. `lens` are its `kv_lens`.
+    /// Rows of the pages that hold no visible token are not read into a result, whatever they hold.
+    pub tables: Option<&'a BlockTables>,
+    /// Boolean, of the shape [`Problem::tree_shape`]; present exactly when the problem has a tree mask. Columns past a
+    /// sequence's own number of queries are not read.
+    pub tree: Option<MaskView<'a>>,
     /// Broadcastable to [`Problem::mask_shape`]; present exactly when the problem has a mask.
     pub mask: Option<MaskView<'a>>,
     /// `[q_heads]`; present exactly when the problem has ALiBi.
@@ -21,10 +31,37 @@ pub struct Inputs<'a> {
 }
 
 impl<'a> Inputs<'a> {
-    /// Inputs without mask, ALiBi slopes or sinks; add them through the fields.
+    /// Inputs without masks, ALiBi slopes or sinks; add them through the fields.
     #[must_use]
     pub const fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
-        Self { q, k, v, mask: None, alibi_slopes: None, sinks: None }
+        Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
+    }
+
+    /// Inputs over pages that an engine owns: q `[1, q_heads, total queries, head_dim]`, k `[pages, kv_heads, page,
+    /// head_dim]`, v `[pages, kv_heads, page, value_dim]`, of any strides. Slots of a capacity are pages of that many
+    /// tokens, one to a sequence.
+    #[must_use]
+    pub const fn paged(
+        q: TensorView<'a>,
+        k: TensorView<'a>,
+        v: TensorView<'a>,
+        tables: &'a BlockTables,
+    ) -> Self {
+        Self { tables: Some(tables), ..Self::new(q, k, v) }
+    }
+
+    /// Inputs over one layer of a cache; `tables` are those of [`KvCache::tables`] for the sequences of the batch.
+    ///
+    /// # Errors
+    /// As [`KvCache::pages`].
+    pub fn cached(
+        q: TensorView<'a>,
+        cache: &'a KvCache,
+        layer: usize,
+        tables: &'a BlockTables,
+    ) -> Result<Self, CacheError> {
+        let (k, v) = cache.pages(layer)?;
+        Ok(Self::paged(q, k, v, tables))
     }
 }
 
@@ -101,6 +138,33 @@ pub enum RunError {
         /// The mask's shape.
         got: [usize; 4],
     },
+    /// A tree mask that is not boolean.
+    TreeKind {
+        /// The mask's kind.
+        got: MaskKind,
+    },
+    /// The tables do not describe sequences in the pages given.
+    Tables(TableError),
+    /// A sequence's length in the tables is not the problem's.
+    CachedLen {
+        /// Index of the sequence.
+        sequence: usize,
+        /// The problem's length.
+        expected: usize,
+        /// The tables' length.
+        got: usize,
+    },
+    /// A query row sees a token that the cache no longer keeps.
+    NotKept {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Query row of the sequence.
+        row: usize,
+        /// The first key that it sees by causality, window and length.
+        key: usize,
+        /// The first token that is kept.
+        first: usize,
+    },
     /// The workspace is smaller than the plan's.
     Workspace {
         /// Bytes that the plan needs.
@@ -131,6 +195,18 @@ impl std::fmt::Display for RunError {
             Self::MaskShape { expected, got } => {
                 write!(f, "mask has shape {got:?}, expected {expected:?} with any axis 1")
             }
+            Self::TreeKind { got } => write!(f, "tree is {got}, expected bool"),
+            Self::Tables(error) => write!(f, "tables: {error}"),
+            Self::CachedLen { sequence, expected, got } => {
+                write!(
+                    f,
+                    "tables: sequence {sequence} has length {got}, the problem's kv_lens say {expected}"
+                )
+            }
+            Self::NotKept { sequence, row, key, first } => write!(
+                f,
+                "query row {row} of sequence {sequence} sees key {key}, the first that is kept is {first}"
+            ),
             Self::Workspace { needed, got } => {
                 write!(f, "workspace has {got} bytes, the plan needs {needed}")
             }
@@ -141,7 +217,14 @@ impl std::fmt::Display for RunError {
     }
 }
 
-impl std::error::Error for RunError {}
+impl std::error::Error for RunError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Tables(error) => Some(error),
+            _ => None,
+        }
+    }
+}
 
 fn tensor(
     tensor: &'static str,
@@ -168,14 +251,65 @@ fn per_head(tensor: &'static str, wanted: bool, given: Option<&[f32]>, heads: us
     }
 }
 
-/// Checks that the inputs are the problem's.
+/// Checks that tables describe the problem's sequences in a pool of so many pages, and that what they see is kept.
+fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
+    let sequences = problem.sequences();
+    if tables.lens.len() != sequences.len() {
+        let (expected, got) = (sequences.len(), tables.lens.len());
+        return Err(RunError::Length { tensor: "tables.lens", expected, got });
+    }
+    for (sequence, (s, &got)) in sequences.iter().zip(&tables.lens).enumerate() {
+        if got != s.kv_len {
+            return Err(RunError::CachedLen { sequence, expected: s.kv_len, got });
+        }
+    }
+    tables.validate(pages).map_err(RunError::Tables)?;
+    for (sequence, (s, &first)) in sequences.iter().zip(&tables.first).enumerate() {
+        match problem.first_visible(s) {
+            Some((row, key)) if key < first => {
+                return Err(RunError::NotKept { sequence, row, key, first });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn check_tree(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
+    match (problem.desc().tree, &inputs.tree) {
+        (false, None) => Ok(()),
+        (true, None) => Err(RunError::Missing { tensor: "tree" }),
+        (false, Some(_)) => Err(RunError::Unexpected { tensor: "tree" }),
+        (true, Some(tree)) if tree.kind() != MaskKind::Bool => Err(RunError::TreeKind { got: tree.kind() }),
+        (true, Some(tree)) if tree.shape() != problem.tree_shape() => {
+            Err(RunError::Shape { tensor: "tree", expected: problem.tree_shape(), got: tree.shape() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached.
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
     let dims = problem.dims();
     let dtype = problem.dtype();
     let of = |v: &TensorView<'_>| (v.dtype(), v.shape());
     tensor("q", (dtype, dims.q_shape()), of(&inputs.q))?;
-    tensor("k", (dtype, dims.k_shape()), of(&inputs.k))?;
-    tensor("v", (dtype, dims.v_shape()), of(&inputs.v))?;
+    let (k, v) = match (&problem.desc().sequences, inputs.tables) {
+        (Sequences::Cached { .. }, None) => return Err(RunError::Missing { tensor: "tables" }),
+        (Sequences::Cached { .. }, Some(tables)) => {
+            let pages = inputs.k.shape()[0];
+            let pool = |dim: usize| [pages, dims.kv_heads, tables.page, dim];
+            (pool(dims.head_dim), pool(dims.value_dim))
+        }
+        (_, None) => (dims.k_shape(), dims.v_shape()),
+        (_, Some(_)) => return Err(RunError::Unexpected { tensor: "tables" }),
+    };
+    tensor("k", (dtype, k), of(&inputs.k))?;
+    tensor("v", (dtype, v), of(&inputs.v))?;
+    if let Some(tables) = inputs.tables {
+        check_tables(problem, tables, k[0])?;
+    }
+    check_tree(problem, inputs)?;
     per_head("alibi_slopes", problem.desc().alibi, inputs.alibi_slopes, dims.q_heads)?;
     per_head("sinks", problem.desc().sinks, inputs.sinks, dims.q_heads)?;
     match (problem.desc().mask, &inputs.mask) {

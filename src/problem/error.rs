@@ -103,7 +103,7 @@ pub enum ProblemError {
         /// Keys of the sequence.
         kv_len: usize,
     },
-    /// Positions matter, sequences have their own `kv_lens`, and `q_offset` does not say where the queries sit.
+    /// Positions matter, sequences (padded or cached) have their own `kv_lens`, and `q_offset` does not say where the queries sit.
     OffsetUnsaidPadded {
         /// The feature that depends on positions.
         feature: Positional,
@@ -136,6 +136,33 @@ pub enum ProblemError {
         /// Batch entries given.
         batch: usize,
     },
+    /// `cu_seqlens_q` and `kv_lens` of cached sequences describe different numbers of them.
+    CachedCount {
+        /// Entries of `cu_seqlens_q`.
+        q: usize,
+        /// Entries of `kv_lens`.
+        kv: usize,
+    },
+    /// A cached sequence is longer than `kv_len`.
+    CachedLen {
+        /// Sequence.
+        index: usize,
+        /// The length given.
+        got: usize,
+        /// The bound.
+        kv_len: usize,
+    },
+    /// A tree mask, whose columns are a sequence's last keys, of a sequence with more queries than keys.
+    TreeLen {
+        /// Sequence.
+        index: usize,
+        /// Its query rows.
+        q_len: usize,
+        /// Its keys.
+        kv_len: usize,
+    },
+    /// A tree mask of sequences that are not cached.
+    TreeNotCached,
     /// `cu_seqlens_q` and `cu_seqlens_k` describe different numbers of sequences.
     CuSeqlensCount {
         /// Entries of `cu_seqlens_q`.
@@ -206,6 +233,19 @@ impl fmt::Display for ProblemError {
             Self::PackedBatch { batch } => {
                 write!(f, "packed sequences need tensors with 1 batch entry, got {batch}")
             }
+            Self::CachedCount { q, kv } => {
+                write!(f, "cu_seqlens_q has {q} entries and kv_lens has {kv}, expected one less")
+            }
+            Self::CachedLen { index, got, kv_len } => {
+                write!(f, "kv_lens[{index}] is {got}, expected at most kv_len {kv_len}")
+            }
+            Self::TreeLen { index, q_len, kv_len } => {
+                write!(
+                    f,
+                    "tree mask over sequence {index} with q_len {q_len} and kv_len {kv_len}, expected q_len <= kv_len"
+                )
+            }
+            Self::TreeNotCached => f.write_str("a tree mask needs cached sequences"),
             Self::CuSeqlensCount { q, k } => {
                 write!(f, "cu_seqlens_q has {q} entries and cu_seqlens_k has {k}, expected the same number")
             }

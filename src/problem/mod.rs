@@ -40,15 +40,16 @@ pub const MAX_SEQUENCES: usize = 1 << 22;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(clippy::exhaustive_structs)]
 pub struct Dims {
-    /// Batch entries; 1 for packed sequences.
+    /// Batch entries; 1 for packed and cached sequences.
     pub batch: usize,
     /// Query heads `H`; a multiple of `kv_heads`.
     pub q_heads: usize,
     /// Key/value heads `Hkv`: equal to `q_heads` for MHA, 1 for MQA.
     pub kv_heads: usize,
-    /// Query rows per batch entry; total query rows for packed sequences.
+    /// Query rows per batch entry; total query rows for packed and cached sequences.
     pub q_len: usize,
-    /// Key rows per batch entry (including padding); total key rows for packed sequences.
+    /// Key rows per batch entry (including padding); total key rows for packed sequences; for cached ones, whose keys lie
+    /// in pages, an upper bound of their lengths.
     pub kv_len: usize,
     /// Elements of a q or k vector, 1 to [`MAX_HEAD_DIM`].
     pub head_dim: usize,
@@ -136,7 +137,7 @@ pub struct ProblemDesc {
     /// Which keys a query position sees. Default: all.
     pub visibility: Visibility,
     /// Key position of query row 0. May stay `None` where nothing depends on positions, or where `q_len == kv_len`
-    /// and there are no `kv_lens`; it is then 0.
+    /// and there are no `kv_lens` (padded or cached); it is then 0.
     pub q_offset: Option<QOffset>,
     /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
@@ -148,6 +149,11 @@ pub struct ProblemDesc {
     pub sinks: bool,
     /// Kind of the mask that comes with the inputs.
     pub mask: Option<MaskKind>,
+    /// Whether a tree mask comes with the inputs of cached sequences: `[1, 1, q_len, longest q_len of a sequence]`, bool.
+    /// Row `r` is packed query row `r`; column `c` is key `kv_len - q_len + c` of its sequence, one of the keys of this
+    /// step; `true` is visible. Keys before them are not affected. A key is visible where the tree, causality, window
+    /// and mask all allow it.
+    pub tree: bool,
     /// How batch entries divide into sequences.
     pub sequences: Sequences,
 }
@@ -166,8 +172,30 @@ impl ProblemDesc {
             alibi: false,
             sinks: false,
             mask: None,
+            tree: false,
             sequences: Sequences::Dense,
         }
+    }
+
+    /// A step over cached sequences, of pairs (queries of this step, length including them): each query sits at the
+    /// position of its token ([`QOffset::BottomRight`]). Everything else is as in [`ProblemDesc::new`]; language models
+    /// set `visibility` to causal. `heads` are query and key/value heads, `dims` head and value dimension.
+    #[must_use]
+    pub fn cached(heads: [usize; 2], dims: [usize; 2], dtype: Dtype, lengths: &[(usize, usize)]) -> Self {
+        let total = |n: usize, &(q_len, _): &(usize, usize)| n.saturating_add(q_len);
+        let dims = Dims {
+            batch: 1,
+            q_heads: heads[0],
+            kv_heads: heads[1],
+            q_len: lengths.iter().fold(0, total),
+            kv_len: lengths.iter().map(|&(_, kv_len)| kv_len).max().unwrap_or(0),
+            head_dim: dims[0],
+            value_dim: dims[1],
+        };
+        let mut desc = Self::new(dims, dtype);
+        desc.q_offset = Some(QOffset::BottomRight);
+        desc.sequences = Sequences::cached(lengths);
+        desc
     }
 
     /// Checks every rule and resolves defaults.
@@ -269,14 +297,29 @@ impl Problem {
         &self.sequences
     }
 
-    /// Keys of `sequence` that query row `i` sees by causality, window and length (not by a materialised mask).
+    /// Keys of `sequence` that query row `i` sees by causality, window and length (not by a materialised mask or a tree).
     /// They are always one interval.
     #[must_use]
     pub fn visible(&self, sequence: &Sequence, i: usize) -> Range<usize> {
         self.desc.visibility.keys(sequence.q_offset + i as i64, sequence.kv_len)
     }
 
-    /// Number of visible (query row, key) pairs of one head, summed over sequences, masks not counted.
+    /// The first query row of `sequence` that sees a key by causality, window and length, and its first key: the first
+    /// that any row sees. Cost: constant.
+    #[must_use]
+    pub fn first_visible(&self, sequence: &Sequence) -> Option<(usize, usize)> {
+        // Rows before this one end their interval before key 0. Both ends grow with the row, so that of the others the
+        // first is the one to see a key, if any does.
+        let before = self.desc.visibility.right().map_or(0, |right| {
+            let right = i64::try_from(right).unwrap_or(i64::MAX);
+            sequence.q_offset.saturating_add(right).saturating_neg().max(0)
+        });
+        let row = usize::try_from(before).ok().filter(|&row| row < sequence.q_len)?;
+        let keys = self.visible(sequence, row);
+        (!keys.is_empty()).then_some((row, keys.start))
+    }
+
+    /// Number of visible (query row, key) pairs of one head, summed over sequences, masks and trees not counted.
     /// `2 * (head_dim + value_dim)` operations each. Cost: `O(query rows)`.
     #[must_use]
     pub fn visible_pairs(&self) -> u64 {
@@ -298,11 +341,20 @@ impl Problem {
         let d = self.dims();
         let (q_len, kv_len) = match self.desc.sequences {
             Sequences::Dense | Sequences::Padded { .. } => (d.q_len, d.kv_len),
-            Sequences::Packed { .. } => (
-                self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0),
-                self.sequences.iter().map(|s| s.kv_len).max().unwrap_or(0),
-            ),
+            Sequences::Packed { .. } | Sequences::Cached { .. } => {
+                (self.longest_q_len(), self.sequences.iter().map(|s| s.kv_len).max().unwrap_or(0))
+            }
         };
         [self.sequences.len(), d.q_heads, q_len, kv_len]
+    }
+
+    /// Shape of a tree mask: `[1, 1, q_len, longest q_len of a sequence]`.
+    #[must_use]
+    pub fn tree_shape(&self) -> [usize; 4] {
+        [1, 1, self.desc.dims.q_len, self.longest_q_len()]
+    }
+
+    fn longest_q_len(&self) -> usize {
+        self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0)
     }
 }

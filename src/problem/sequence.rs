@@ -21,6 +21,31 @@ pub enum Sequences {
         /// First key row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
         cu_seqlens_k: Vec<usize>,
     },
+    /// Keys and values lie in the pages of a cache, found through
+    /// [`BlockTables`](crate::BlockTables); queries are packed as in [`Sequences::Packed`]. Each sequence has its own
+    /// numbers of queries and keys, so that chunks of prompts and single steps of decoding share a batch.
+    Cached {
+        /// First query row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
+        cu_seqlens_q: Vec<usize>,
+        /// Length of each sequence in tokens, `[sequences]`, each at most `kv_len`: those that the cache no longer keeps
+        /// and those of this step are counted.
+        kv_lens: Vec<usize>,
+    },
+}
+
+impl Sequences {
+    /// [`Sequences::Cached`] from pairs (queries, length) of each sequence; saturating. The total of the queries is its
+    /// `q_len`.
+    #[must_use]
+    pub fn cached(lengths: &[(usize, usize)]) -> Self {
+        let mut total = 0usize;
+        let mut next = |&(q_len, _): &(usize, usize)| {
+            total = total.saturating_add(q_len);
+            total
+        };
+        let cu_seqlens_q = std::iter::once(0).chain(lengths.iter().map(&mut next)).collect();
+        Self::Cached { cu_seqlens_q, kv_lens: lengths.iter().map(|&(_, kv_len)| kv_len).collect() }
+    }
 }
 
 /// One sequence of a validated problem.
@@ -33,7 +58,7 @@ pub struct Sequence {
     pub q_start: usize,
     /// Query rows.
     pub q_len: usize,
-    /// Row of the first key in that entry.
+    /// Row of the first key in that entry; 0 where keys lie in pages.
     pub kv_start: usize,
     /// Keys, padding not counted.
     pub kv_len: usize,
@@ -43,6 +68,9 @@ pub struct Sequence {
 
 pub(super) fn resolve(desc: &ProblemDesc) -> Result<Vec<Sequence>, ProblemError> {
     let d = &desc.dims;
+    if desc.tree && !matches!(desc.sequences, Sequences::Cached { .. }) {
+        return Err(ProblemError::TreeNotCached);
+    }
     let sequence = |batch, q: (usize, usize), kv: (usize, usize)| {
         let ((q_start, q_len), (kv_start, kv_len)) = (q, kv);
         Ok(Sequence { batch, q_start, q_len, kv_start, kv_len, q_offset: offset(desc, q_len, kv_len)? })
@@ -78,6 +106,30 @@ pub(super) fn resolve(desc: &ProblemDesc) -> Result<Vec<Sequence>, ProblemError>
             let pairs = cu_seqlens_q.windows(2).zip(cu_seqlens_k.windows(2));
             pairs.map(|(q, k)| sequence(0, span(q), span(k))).collect()
         }
+        Sequences::Cached { cu_seqlens_q, kv_lens } => {
+            if d.batch != 1 {
+                return Err(ProblemError::PackedBatch { batch: d.batch });
+            }
+            if cu_seqlens_q.len().checked_sub(1) != Some(kv_lens.len()) {
+                return Err(ProblemError::CachedCount { q: cu_seqlens_q.len(), kv: kv_lens.len() });
+            }
+            if kv_lens.len() > MAX_SEQUENCES {
+                let got = kv_lens.len();
+                return Err(ProblemError::TooLong { name: "sequences", got, max: MAX_SEQUENCES });
+            }
+            check_cumulative(Side::Q, cu_seqlens_q, d.q_len)?;
+            let one = |(index, (w, &n)): (usize, (&[usize], &usize))| {
+                let q_len = w[1] - w[0];
+                if n > d.kv_len {
+                    return Err(ProblemError::CachedLen { index, got: n, kv_len: d.kv_len });
+                }
+                if desc.tree && q_len > n {
+                    return Err(ProblemError::TreeLen { index, q_len, kv_len: n });
+                }
+                sequence(0, (w[0], q_len), (0, n))
+            };
+            cu_seqlens_q.windows(2).zip(kv_lens).enumerate().map(one).collect()
+        }
     }
 }
 
@@ -112,7 +164,9 @@ fn offset(desc: &ProblemDesc, q_len: usize, kv_len: usize) -> Result<i64, Proble
                 Positional::Window
             };
             match desc.sequences {
-                Sequences::Padded { .. } => Err(ProblemError::OffsetUnsaidPadded { feature }),
+                Sequences::Padded { .. } | Sequences::Cached { .. } => {
+                    Err(ProblemError::OffsetUnsaidPadded { feature })
+                }
                 _ if q_len == kv_len => Ok(0),
                 _ => Err(ProblemError::OffsetUnsaid { feature, q_len, kv_len }),
             }

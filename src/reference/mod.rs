@@ -44,14 +44,35 @@ struct Row<'a> {
 }
 
 impl Row<'_> {
+    /// Where key `j`, which is visible, lies: batch entry or page, and row in it.
+    fn key(&self, j: usize) -> (usize, usize) {
+        match self.inputs.tables {
+            None => (self.sequence.batch, self.sequence.kv_start + j),
+            Some(t) => (t.table[self.index * t.width + (j / t.page) % t.width] as usize, j % t.page),
+        }
+    }
+
+    /// Whether a tree mask, if there is one, shows key `j`.
+    fn tree_shows(&self, j: usize) -> bool {
+        let s = self.sequence;
+        match (&self.inputs.tree, (j + s.q_len).checked_sub(s.kv_len)) {
+            (Some(tree), Some(column)) => tree.bias([0, 0, s.q_start + self.i, column]) == 0.0,
+            _ => true,
+        }
+    }
+
     /// `None` where key `j` is hidden.
     fn score(&self, j: usize) -> Option<f64> {
         let (dims, desc, s) = (self.problem.dims(), self.problem.desc(), self.sequence);
+        if !self.tree_shows(j) {
+            return None;
+        }
         let kv_head = self.h / dims.group();
+        let (entry, row) = self.key(j);
         let mut score = 0.0;
         for d in 0..dims.head_dim {
             let q = self.inputs.q.get([s.batch, self.h, s.q_start + self.i, d]);
-            let k = self.inputs.k.get([s.batch, kv_head, s.kv_start + j, d]);
+            let k = self.inputs.k.get([entry, kv_head, row, d]);
             score += f64::from(q) * f64::from(k);
         }
         score *= f64::from(self.problem.scale());
@@ -88,9 +109,9 @@ fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     let sum: f64 = (sink - max).exp() + scores.iter().map(|&(_, s)| (s - max).exp()).sum::<f64>();
     for (j, score) in scores {
         let p = (score - max).exp() / sum;
+        let (entry, at) = row.key(j);
         for (d, o) in out.iter_mut().enumerate() {
-            *o +=
-                p * f64::from(row.inputs.v.get([row.sequence.batch, kv_head, row.sequence.kv_start + j, d]));
+            *o += p * f64::from(row.inputs.v.get([entry, kv_head, at, d]));
         }
     }
     max + sum.ln()
