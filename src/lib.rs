@@ -4,6 +4,7 @@ mod bind;
 pub mod cache;
 pub mod cpu;
 mod dtype;
+mod merge;
 pub mod plan;
 pub mod problem;
 pub mod reference;
@@ -15,6 +16,7 @@ pub use bind::{Inputs, Outputs, RunError};
 pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache, SeqId};
 pub use cpu::{Cpu, Workspace};
 pub use dtype::{Dtype, Element};
+pub use merge::{MergeError, Part, merge};
 pub use plan::{CpuPlan, PlanOptions, Unsupported};
 pub use problem::{
     Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, Visibility,

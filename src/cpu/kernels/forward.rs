@@ -96,13 +96,13 @@ impl<'a> Work<'a> {
         at(rows.start) / self.group..at(rows.end).div_ceil(self.group)
     }
 
-    /// Columns of a block that some position of the range sees, or all that exist where tiles are not skipped.
+    /// Columns of a block that some position of the range sees, or all that are kept where tiles are not skipped.
     fn columns(&self, positions: Range<usize>, block: usize) -> Range<usize> {
         let plan = self.cx.plan;
         let keys = if plan.options().skip_tiles {
             visible_union(plan.problem(), self.sequence, positions)
         } else {
-            0..self.sequence.kv_len
+            self.cx.inputs.tables.map_or(0, |tables| tables.first[self.task.sequence])..self.sequence.kv_len
         };
         clip(&keys, block * self.block_k, self.block_k)
     }
@@ -138,8 +138,30 @@ impl<'a> Work<'a> {
 
     /// Rows of k or v.
     fn head_rows(&self, tensor: &'a crate::TensorView<'a>) -> HeadRows<'a> {
-        let s = self.sequence;
-        HeadRows { tensor, batch: s.batch, head: self.task.kv_head, start: s.kv_start }
+        let (s, head) = (self.sequence, self.task.kv_head);
+        match self.cx.inputs.tables {
+            None => HeadRows::of_tensor(tensor, [s.batch, head, s.kv_start]),
+            Some(tables) => HeadRows::of_pages(tensor, head, tables, self.task.sequence),
+        }
+    }
+
+    /// Columns of the tile that a tree mask decides on, and the tree's column for the first of them.
+    #[inline(always)]
+    fn tree_columns(&self, tile: &Tile) -> (Range<usize>, usize) {
+        if self.cx.inputs.tree.is_none() {
+            return (0..0, 0);
+        }
+        let first = tile.block * self.block_k;
+        let tree = self.sequence.kv_len - self.sequence.q_len;
+        let columns = clip(&(tree..self.sequence.kv_len), first, self.block_k);
+        let columns = columns.start.max(tile.columns.start)..columns.end.min(tile.columns.end);
+        if columns.is_empty() { (0..0, 0) } else { (columns.clone(), first + columns.start - tree) }
+    }
+
+    /// The row of the tree mask of position `i`.
+    #[inline(always)]
+    fn tree_row(&self, i: usize) -> Option<MaskRow> {
+        Some(self.cx.inputs.tree.as_ref()?.row(0, 0, self.sequence.q_start + i))
     }
 
     /// What brings `q . k` to units of log2, or of the softcap. Folded into the queries, but for pairs of bf16, which would
@@ -247,10 +269,12 @@ impl<'a> Work<'a> {
         let rows = tile.rows.len();
         let whole = tile.full && vectors == tile.columns;
         let modifies = self.modifies::<S>(tile);
-        // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded.
+        let (tree, tree_from) = self.tree_columns(tile);
+        // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded; a row of
+        // the tree has a column for each query of the sequence.
         unsafe {
             for r in 0..rows {
-                if whole && !modifies {
+                if whole && !modifies && tree.is_empty() {
                     break;
                 }
                 let scores = self.scores.add(r * self.block_k);
@@ -264,6 +288,9 @@ impl<'a> Work<'a> {
                     vectors.clone(),
                     seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end),
                 );
+                if let Some(row) = self.tree_row(i).filter(|_| !tree.is_empty()) {
+                    softmax::prune(scores, tree.clone(), row, tree_from);
+                }
             }
             let scale = if S::PAIRS && !modifies { self.score_scale() } else { 1.0 };
             let statistics = (self.block_max, self.block_sum);
@@ -334,11 +361,17 @@ impl<'a> Work<'a> {
             if !streams {
                 let rows = self.packed_v.cast_const().add(columns.start / unit::<S>() * self.stride);
                 self.accumulate::<S, f32>(tile, columns.clone(), (rows, self.stride), None);
-            } else if !S::PAIRS && v.tensor.shape()[3] == self.stride {
+            } else if !S::PAIRS && v.tensor.shape()[3] == self.stride && !v.scattered() {
                 with_elem!(v.tensor.dtype(), E => {
                     for keys in steps(columns, keys_at_once) {
-                        let rows = (v.row(first + keys.start).cast::<E>(), v.tensor.strides()[2]);
-                        self.accumulate::<S, E>(tile, keys, rows, Some(v.ahead(1)));
+                        let mut from = keys.start;
+                        while from < keys.end {
+                            let run = v.run(first + from, 1);
+                            let to = keys.end.min(from.saturating_add(run.rows));
+                            let rows = (run.start.cast::<E>(), v.tensor.strides()[2]);
+                            self.accumulate::<S, E>(tile, from..to, rows, Some(run.ahead));
+                            from = to;
+                        }
                     }
                 });
             } else {
@@ -351,7 +384,8 @@ impl<'a> Work<'a> {
         }
         // The other half of a pair that the columns cut has weight 0, as a hidden key has.
         let cuts_pair = S::PAIRS && (tile.columns.start | tile.columns.end) % 2 == 1;
-        if cuts_pair || !tile.full || tile.mask != Class::Neutral {
+        let prunes = !self.tree_columns(tile).0.is_empty();
+        if cuts_pair || !tile.full || prunes || tile.mask != Class::Neutral {
             for r in 0..tile.rows.len() {
                 // SAFETY: as above.
                 unsafe { self.keep_hidden_out::<S>(tile, r, streams) }
@@ -423,13 +457,17 @@ impl<'a> Work<'a> {
             }
             let mask = self.modifiers::<S>(tile, i, h).mask;
             let seen = self.visible_columns(i, tile.block);
+            let ((tree, tree_from), tree_row) = (self.tree_columns(tile), self.tree_row(i));
             for c in (0..self.stride).step_by(S::LANES) {
                 let mut sum = S::splat(0.0);
                 let (weights, unit) = (self.scores.add(r * self.block_k), unit::<S>());
                 let sees = |j: usize| {
                     let hides =
                         |(row, first, _): (MaskRow, usize, usize)| row.bias(first + j) == f32::NEG_INFINITY;
-                    seen.contains(&j) && !mask.is_some_and(hides)
+                    let pruned = |row: MaskRow| {
+                        tree.contains(&j) && row.bias(tree_from + j - tree.start) == f32::NEG_INFINITY
+                    };
+                    seen.contains(&j) && !mask.is_some_and(hides) && !tree_row.is_some_and(pruned)
                 };
                 for at in tile.columns.start / unit..tile.columns.end.div_ceil(unit) {
                     let mut keep = 0u32;

@@ -4,7 +4,7 @@
 
 use super::super::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
 use crate::problem::MAX_HEAD_DIM;
-use crate::{Dtype, TensorView};
+use crate::{BlockTables, Dtype, TensorView};
 use std::ops::Range;
 
 /// Runs a generic call for the way in which rows of keys move through a transpose: with pairs, a pair of bf16 stands in for
@@ -29,24 +29,107 @@ macro_rules! with_rows {
 }
 pub(super) use with_rows;
 
-/// Rows of one head: `row(j)` of a tensor view.
+/// Where the pages of a sequence are listed.
+#[derive(Clone, Copy)]
+struct Pages<'a> {
+    /// Page of each block of rows; block `b` is at `b % width`.
+    table: &'a [u32],
+    width: u32,
+    /// Rows of a page. Divisions are of u32, the cheaper kind: a longer page has every row in its first block.
+    page: u32,
+    /// Bytes from a page to the next.
+    stride: usize,
+}
+
+/// Rows of one head of a sequence: of a tensor, one after another, or of pages of a pool.
 #[derive(Clone, Copy)]
 pub(super) struct HeadRows<'a> {
     pub(super) tensor: &'a TensorView<'a>,
-    pub(super) batch: usize,
-    pub(super) head: usize,
-    /// Row of the sequence's first element.
-    pub(super) start: usize,
+    /// The first row of the sequence, or of page 0.
+    origin: *const u8,
+    pages: Option<Pages<'a>>,
+}
+
+/// Neighbouring rows at a constant distance, and what is asked for while they are read.
+#[derive(Clone, Copy)]
+pub(super) struct Run {
+    pub(super) start: *const u8,
+    pub(super) rows: usize,
+    /// Bytes from a row to the one that is asked for while it is read. The same for each row of the run.
+    pub(super) ahead: usize,
 }
 
 /// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
 const PREFETCH_BYTES: usize = 8192;
+/// Pages of fewer rows are packed rather than streamed: a product of its own for each page costs more than the copy.
+const MIN_RUN: usize = 8;
 
-impl HeadRows<'_> {
-    /// Address of a row that exists.
+impl<'a> HeadRows<'a> {
+    /// Rows of a head from row `start` of a batch entry on.
+    pub(super) fn of_tensor(tensor: &'a TensorView<'a>, [batch, head, start]: [usize; 3]) -> Self {
+        Self { tensor, origin: tensor.row(batch, head, start), pages: None }
+    }
+
+    /// Rows of a head in the pages that the sequence has in valid tables.
+    pub(super) fn of_pages(
+        tensor: &'a TensorView<'a>,
+        head: usize,
+        tables: &'a BlockTables,
+        sequence: usize,
+    ) -> Self {
+        let table = &tables.table[sequence * tables.width..][..tables.width];
+        let stride = tensor.strides()[0].wrapping_mul(tensor.dtype().bytes());
+        let page = u32::try_from(tables.page).unwrap_or(u32::MAX);
+        let width = u32::try_from(table.len()).unwrap_or(u32::MAX);
+        Self { tensor, origin: tensor.row(0, head, 0), pages: Some(Pages { table, width, page, stride }) }
+    }
+
+    /// Address of row `j`, of which only that of an existing row may be read, and the number of rows from it on that are
+    /// a step apart.
     #[inline(always)]
-    pub(super) fn row(&self, j: usize) -> *const u8 {
-        self.tensor.row(self.batch, self.head, self.start + j)
+    fn find(&self, j: usize) -> (*const u8, usize) {
+        let Some(p) = self.pages else {
+            return (self.origin.wrapping_add(j.wrapping_mul(self.step())), usize::MAX);
+        };
+        let (block, row) = (j as u32 / p.page, (j as u32 % p.page) as usize);
+        let block = if block < p.width { block } else { block % p.width };
+        let page = p.table[block as usize] as usize;
+        let offset = page.wrapping_mul(p.stride).wrapping_add(row.wrapping_mul(self.step()));
+        (self.origin.wrapping_add(offset), p.page as usize - row)
+    }
+
+    /// The rows from `j` on that are a step apart, as far as those asked for meanwhile are, at least `distance` rows
+    /// further on.
+    #[inline(always)]
+    pub(super) fn run(&self, j: usize, distance: usize) -> Run {
+        let (start, rows) = self.find(j);
+        let distance = self.distance().max(distance);
+        if self.pages.is_none() {
+            return Run { start, rows, ahead: self.step().wrapping_mul(distance) };
+        }
+        // Where pages hold whole vectors of rows, both runs end together.
+        let (next, next_rows) = self.find(j + distance.next_multiple_of(16));
+        let ahead = (next as usize).wrapping_sub(start as usize);
+        Run { start, rows: rows.min(next_rows), ahead }
+    }
+
+    /// Rows from one that is read to the one that is asked for.
+    #[inline(always)]
+    fn distance(&self) -> usize {
+        PREFETCH_BYTES.div_ceil(self.row_bytes())
+    }
+
+    /// Rows from `j` on, one at a time.
+    #[inline(always)]
+    fn walk(&self, j: usize) -> Walk<'a> {
+        let (next, left) = self.find(j);
+        Walk { rows: *self, j, next, left }
+    }
+
+    /// Whether rows come in runs so short that they are packed before a product.
+    #[inline(always)]
+    pub(super) fn scattered(&self) -> bool {
+        self.pages.is_some_and(|p| (p.page as usize) < MIN_RUN)
     }
 
     /// Bytes from a row to the next. Where there is a single row, this may be any number.
@@ -60,11 +143,29 @@ impl HeadRows<'_> {
     pub(super) fn row_bytes(&self) -> usize {
         self.tensor.shape()[3] * self.tensor.dtype().bytes()
     }
+}
 
-    /// Bytes from a row to the one that is asked for while it is read, which is at least `rows` rows further on.
+/// Addresses of one row after another.
+struct Walk<'a> {
+    rows: HeadRows<'a>,
+    /// The next row, its address, and how many are a step apart from it on.
+    j: usize,
+    next: *const u8,
+    left: usize,
+}
+
+impl Walk<'_> {
     #[inline(always)]
-    pub(super) fn ahead(&self, rows: usize) -> usize {
-        self.step().wrapping_mul(PREFETCH_BYTES.div_ceil(self.row_bytes()).max(rows))
+    fn next(&mut self) -> *const u8 {
+        let row = self.next;
+        self.j += 1;
+        self.left -= 1;
+        if self.left == 0 {
+            (self.next, self.left) = self.rows.find(self.j);
+        } else {
+            self.next = row.wrapping_add(self.rows.step());
+        }
+        row
     }
 }
 
@@ -85,28 +186,45 @@ pub(super) struct KeyVector {
 
 impl KeyVector {
     /// Keys `first + column..` of those in `columns`, which exist.
+    ///
+    /// # Safety
+    /// As [`Simd`].
     #[inline(always)]
-    pub(super) fn new<S: Simd>(
+    pub(super) unsafe fn new<S: Simd>(
         src: HeadRows<'_>,
         first: usize,
         column: usize,
         columns: &Range<usize>,
     ) -> Self {
-        let (ahead, row_bytes) = (src.ahead(S::LANES), src.row_bytes());
+        let (run, row_bytes) = (src.run(first + column, S::LANES), src.row_bytes());
         let mut rows = [ZERO_ROW.0.as_ptr(); 16];
-        if columns.start <= column && column + S::LANES <= columns.end {
-            let (start, step) = (src.row(first + column), src.step());
+        if columns.start <= column && column + S::LANES <= columns.end && run.rows >= S::LANES {
+            let step = src.step();
             for r in 0..S::LANES {
-                rows[r] = start.wrapping_add(r * step);
+                rows[r] = run.start.wrapping_add(r.wrapping_mul(step));
             }
-        } else {
-            for r in 0..S::LANES {
-                if columns.contains(&(column + r)) {
-                    rows[r] = src.row(first + column + r);
-                }
+            return Self { rows, ahead: run.ahead, row_bytes };
+        }
+        let mut walk = src.walk(first + column);
+        for r in 0..S::LANES {
+            let row = walk.next();
+            if columns.contains(&(column + r)) {
+                rows[r] = row;
             }
         }
-        Self { rows, ahead, row_bytes }
+        if run.rows >= S::LANES {
+            return Self { rows, ahead: run.ahead, row_bytes };
+        }
+        // No one distance leads to what is needed later: all of it is asked for here.
+        let mut walk = src.walk(first + column + src.distance().max(S::LANES));
+        for _ in 0..S::LANES {
+            let row = walk.next();
+            for offset in (0..row_bytes).step_by(64) {
+                // SAFETY: a prefetch may name any address.
+                unsafe { S::prefetch(row.wrapping_add(offset)) }
+            }
+        }
+        Self { rows, ahead: 0, row_bytes }
     }
 
     /// The next [`LINES`] lines, from byte `at` of the rows on, all inside the rows.
@@ -253,31 +371,32 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
-    let (ahead, row_bytes) = (src.ahead(1), src.row_bytes());
+    let row_bytes = src.row_bytes();
+    let from = first + if S::PAIRS { rows.start / 2 * 2 } else { rows.start };
+    let (mut walk, mut ahead) = (src.walk(from), src.walk(from + src.distance()));
+    // The next row, once the one further on is asked for.
+    let mut next = || {
+        let further = ahead.next();
+        for offset in (0..row_bytes).step_by(64) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { S::prefetch(further.wrapping_add(offset)) }
+        }
+        walk.next()
+    };
     if S::PAIRS {
         for (n, pair) in (rows.start / 2..rows.end.div_ceil(2)).enumerate() {
-            let half = |j: usize| if rows.contains(&j) { src.row(first + j) } else { ZERO_ROW.0.as_ptr() };
+            let (even, odd) = (next(), next());
+            let half = |j: usize, row| if rows.contains(&j) { row } else { ZERO_ROW.0.as_ptr() };
+            let (even, odd) = (half(2 * pair, even), half(2 * pair + 1, odd));
             // SAFETY: the caller's promise.
-            unsafe {
-                for offset in (0..2 * row_bytes).step_by(64) {
-                    S::prefetch(src.row(first + 2 * pair).wrapping_add(ahead).wrapping_add(offset));
-                }
-                let (even, odd) = (half(2 * pair).cast(), half(2 * pair + 1).cast());
-                pair_row::<S>(even, odd, value_dim, dst.add(n * stride));
-            }
+            unsafe { pair_row::<S>(even.cast(), odd.cast(), value_dim, dst.add(n * stride)) }
         }
         return;
     }
     with_elem!(src.tensor.dtype(), E => {
-        for (n, j) in rows.enumerate() {
+        for n in 0..rows.len() {
             // SAFETY: the caller's promise.
-            unsafe {
-                let from = src.row(first + j);
-                for offset in (0..row_bytes).step_by(64) {
-                    S::prefetch(from.wrapping_add(ahead).wrapping_add(offset));
-                }
-                row::<S, E>(from.cast(), value_dim, 1.0, dst.add(n * stride), true);
-            }
+            unsafe { row::<S, E>(next().cast(), value_dim, 1.0, dst.add(n * stride), true) }
         }
     });
 }

@@ -93,6 +93,22 @@ pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Rang
     }
 }
 
+/// Hides those of `columns` that a boolean mask row hides, the first of them its element `from`.
+///
+/// # Safety
+/// `scores` is valid for `columns`, the row for as many elements from `from` on.
+#[inline(always)]
+pub(super) unsafe fn prune(scores: *mut f32, columns: Range<usize>, row: MaskRow, from: usize) {
+    for (n, c) in columns.enumerate() {
+        // SAFETY: the caller's promise; a row of step 0 has one element, which stands for all.
+        unsafe {
+            if *row.ptr.add((from + n) * row.step) == 0 {
+                *scores.add(c) = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
+
 /// Largest score of `R` rows, `stride` apart, over whole vectors `columns`; NaN scores are ignored.
 #[inline(always)]
 unsafe fn maxima<S: Simd, const R: usize>(
