@@ -67,7 +67,7 @@ impl std::error::Error for MergeError {}
 ///
 /// A part adds nothing to the rows in which its logsumexp is `-inf`, whatever its out holds there; where that is so of every
 /// part, out is 0 and lse `-inf`. An attention sink belongs to one part alone. Parts and output may have different dtypes;
-/// sums are f64 in the order of the parts, out is rounded once, and a single part of the output's dtype is copied. Reads
+/// sums are f64 in the order of the parts, out is rounded once, and a single part of the output's dtype keeps its values. Reads
 /// each part once, on the threads of the current rayon pool.
 ///
 /// # Errors

@@ -2,9 +2,11 @@
 
 use super::poison::{Guarded, GuardedList, GuardedMask, Layout};
 use super::rng::Rng;
+use crate::cache::NO_PAGE;
 use crate::problem::Sequence;
 use crate::{
-    Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility,
+    BlockTables, Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences,
+    Visibility,
 };
 
 /// What the elements of a materialised mask are.
@@ -35,6 +37,41 @@ pub struct Mask {
     pub fill: MaskFill,
 }
 
+/// Which tokens of a cached sequence are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Keep {
+    /// All of them.
+    All,
+    /// Those from the first that a row sees on.
+    Seen,
+    /// The same, and tables are only as wide as those tokens: the blocks of a sequence wrap around them, as in a ring.
+    Wrapped,
+}
+
+/// Where cached tokens lie. Pages are in random order, a few of the pool are never used, and every row without a kept token
+/// is poison. A page as long as the longest sequence makes contiguous slots, with [`Keep::Wrapped`] rings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Paging {
+    /// Tokens of a page.
+    pub page: usize,
+    /// Which tokens are kept.
+    pub keep: Keep,
+}
+
+/// What a tree mask shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Tree {
+    /// Each token of the step, itself and those before it.
+    Causal,
+    /// Each token, itself and its ancestors in a random tree.
+    Branches,
+    /// Two of three tokens, whichever.
+    Random,
+}
+
 /// A named problem with the recipe of its data.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -49,6 +86,10 @@ pub struct Case {
     pub gain: f32,
     /// Recipe of the mask, where the problem has one.
     pub mask: Option<Mask>,
+    /// Where cached tokens lie, where sequences are cached.
+    pub paging: Paging,
+    /// Recipe of the tree mask, where the problem has one.
+    pub tree: Tree,
 }
 
 impl Case {
@@ -59,7 +100,15 @@ impl Case {
         let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = dims;
         let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
         let desc = ProblemDesc::new(dims, dtype);
-        Self { name: name.into(), desc, layout: Layout::Bhsd, gain: 1.0, mask: None }
+        Self {
+            name: name.into(),
+            desc,
+            layout: Layout::Bhsd,
+            gain: 1.0,
+            mask: None,
+            paging: Paging { page: 16, keep: Keep::All },
+            tree: Tree::Causal,
+        }
     }
 
     /// In this memory layout.
@@ -160,6 +209,27 @@ impl Case {
         self
     }
 
+    /// With cached sequences of these (query, key) lengths; sets `q_len` and `kv_len`.
+    #[must_use]
+    pub fn cached(mut self, lengths: &[(usize, usize)], page: usize, keep: Keep) -> Self {
+        self.desc.dims.q_len = lengths.iter().map(|&(q, _)| q).sum();
+        self.desc.dims.kv_len = lengths.iter().map(|&(_, kv)| kv).max().unwrap_or(0);
+        self.desc.sequences = Sequences::cached(lengths);
+        self.paging = Paging { page, keep };
+        if self.layout == Layout::Bhsd {
+            self.layout = Layout::Bshd;
+        }
+        self
+    }
+
+    /// With a tree mask.
+    #[must_use]
+    pub fn tree(mut self, tree: Tree) -> Self {
+        self.desc.tree = true;
+        self.tree = tree;
+        self
+    }
+
     /// Makes the tensors. The data depends on the case's name alone.
     ///
     /// # Errors
@@ -168,24 +238,40 @@ impl Case {
         let problem = self.desc.clone().validate()?;
         let dims = *problem.dims();
         let mut rng = Rng::named(&self.name);
-        let mut tensor = |shape, gain: f32, rows: &dyn Fn(&Sequence) -> (usize, usize)| {
+        let cached = matches!(self.desc.sequences, Sequences::Cached { .. });
+        let tables = cached.then(|| build_tables(&problem, self.paging));
+        // Batch entries, or pages, and rows of them that exist.
+        type Rows<'a> = &'a dyn Fn(usize, &Sequence) -> Vec<(usize, usize)>;
+        let mut tensor = |shape, gain: f32, rows: Rows<'_>| {
             let mut tensor = Guarded::new(problem.dtype(), shape, self.layout);
             let [_, heads, _, dim] = shape;
-            for sequence in problem.sequences() {
-                let (start, len) = rows(sequence);
+            for (index, sequence) in problem.sequences().iter().enumerate() {
+                let rows = rows(index, sequence);
                 for h in 0..heads {
-                    for row in start..start + len {
+                    for &(entry, row) in &rows {
                         for d in 0..dim {
-                            tensor.set([sequence.batch, h, row, d], gain * rng.normal());
+                            tensor.set([entry, h, row, d], gain * rng.normal());
                         }
                     }
                 }
             }
             tensor
         };
-        let q = tensor(dims.q_shape(), self.gain, &|s| (s.q_start, s.q_len));
-        let k = tensor(dims.k_shape(), 1.0, &|s| (s.kv_start, s.kv_len));
-        let v = tensor(dims.v_shape(), 1.0, &|s| (s.kv_start, s.kv_len));
+        let span = |entry, start, len| (start..start + len).map(|row| (entry, row)).collect();
+        let q = tensor(dims.q_shape(), self.gain, &|_, s| span(s.batch, s.q_start, s.q_len));
+        let (k_shape, v_shape) = match &tables {
+            None => (dims.k_shape(), dims.v_shape()),
+            Some((_, pages)) => {
+                let pool = |dim| [*pages, dims.kv_heads, self.paging.page, dim];
+                (pool(dims.head_dim), pool(dims.value_dim))
+            }
+        };
+        let kv: Rows<'_> = &|index, s| match &tables {
+            None => span(s.batch, s.kv_start, s.kv_len),
+            Some((tables, _)) => (0..s.kv_len).filter_map(|j| tables.locate(index, j)).collect(),
+        };
+        let k = tensor(k_shape, 1.0, kv);
+        let v = tensor(v_shape, 1.0, kv);
         let mask = problem.desc().mask.zip(self.mask);
         let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, self.layout, &mut rng));
         // Slopes of both signs: nothing restricts them to the usual powers of two.
@@ -194,8 +280,71 @@ impl Case {
         let sinks: Vec<f32> = (0..dims.q_heads).map(|_| 2.0 * rng.normal()).collect();
         let list = |wanted: bool, values: &[f32]| wanted.then(|| GuardedList::of(values));
         let (alibi_slopes, sinks) = (list(self.desc.alibi, &slopes), list(self.desc.sinks, &sinks));
-        Ok(Built { problem, layout: self.layout, q, k, v, mask, alibi_slopes, sinks })
+        let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, self.layout, &mut rng));
+        let tables = tables.map(|(tables, _)| tables);
+        Ok(Built { problem, layout: self.layout, q, k, v, tables, tree, mask, alibi_slopes, sinks })
     }
+}
+
+/// Tables of a problem's sequences, and the number of pages of the pool.
+fn build_tables(problem: &Problem, Paging { page, keep }: Paging) -> (BlockTables, usize) {
+    let sequences = problem.sequences();
+    let first = |s: &Sequence| match keep {
+        Keep::All => 0,
+        Keep::Seen | Keep::Wrapped => problem.first_visible(s).map_or(s.kv_len, |(_, key)| key),
+    };
+    let wraps = keep == Keep::Wrapped;
+    let reach = |s: &Sequence| s.kv_len - if wraps { first(s) } else { 0 };
+    let width = sequences.iter().map(|s| reach(s).div_ceil(page)).max().unwrap_or(0);
+    let mut tables = BlockTables {
+        table: vec![NO_PAGE; sequences.len() * width],
+        width,
+        page,
+        wraps,
+        lens: sequences.iter().map(|s| s.kv_len).collect(),
+        first: sequences.iter().map(first).collect(),
+    };
+    let mut used = Vec::new();
+    for (index, s) in sequences.iter().enumerate() {
+        for token in tables.first[index]..s.kv_len {
+            used.push(index * width + token / page % width);
+        }
+    }
+    used.sort_unstable();
+    used.dedup();
+    // Where pages lie says nothing of what they hold: a generator of its own keeps the data those of the name.
+    let pages = used.len() + 3;
+    let mut order: Vec<u32> = (0..pages as u32).collect();
+    let mut rng = Rng::new(page as u64);
+    for n in (1..pages).rev() {
+        order.swap(n, rng.below(n + 1));
+    }
+    for (entry, page) in used.into_iter().zip(order) {
+        tables.table[entry] = page;
+    }
+    (tables, pages)
+}
+
+fn build_tree(problem: &Problem, tree: Tree, layout: Layout, rng: &mut Rng) -> GuardedMask {
+    let [_, _, rows, columns] = problem.tree_shape();
+    let mut shows = vec![true; rows * columns];
+    for s in problem.sequences() {
+        for i in 0..s.q_len {
+            let row = (s.q_start + i) * columns;
+            let parent = rng.below(i.max(1));
+            for c in 0..s.q_len {
+                shows[row + c] = match tree {
+                    Tree::Causal => c <= i,
+                    Tree::Branches if c >= i => c == i,
+                    Tree::Branches => c == parent || shows[(s.q_start + parent) * columns + c],
+                    Tree::Random => rng.below(3) > 0,
+                };
+            }
+        }
+    }
+    GuardedMask::new(MaskKind::Bool, problem.tree_shape(), layout, |[_, _, row, c]| {
+        if shows[row * columns + c] { 0.0 } else { f32::NEG_INFINITY }
+    })
 }
 
 fn build_mask(problem: &Problem, kind: MaskKind, recipe: Mask, layout: Layout, rng: &mut Rng) -> GuardedMask {
@@ -252,10 +401,14 @@ pub struct Built {
     pub layout: Layout,
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: Guarded,
-    /// `[batch, kv_heads, kv_len, head_dim]`.
+    /// `[batch, kv_heads, kv_len, head_dim]`, or pages `[pages, kv_heads, page, head_dim]`.
     pub k: Guarded,
-    /// `[batch, kv_heads, kv_len, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`, or pages `[pages, kv_heads, page, value_dim]`.
     pub v: Guarded,
+    /// Which page holds which token, where sequences are cached.
+    pub tables: Option<BlockTables>,
+    /// The tree mask, where the problem has one.
+    pub tree: Option<GuardedMask>,
     /// The mask, where the problem has one.
     pub mask: Option<GuardedMask>,
     /// ALiBi slopes, where the problem has them.
@@ -269,6 +422,8 @@ impl Built {
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         let mut inputs = Inputs::new(self.q.view(), self.k.view(), self.v.view());
+        inputs.tables = self.tables.as_ref();
+        inputs.tree = self.tree.as_ref().map(GuardedMask::view);
         inputs.mask = self.mask.as_ref().map(GuardedMask::view);
         inputs.alibi_slopes = self.alibi_slopes.as_ref().map(GuardedList::slice);
         inputs.sinks = self.sinks.as_ref().map(GuardedList::slice);

@@ -3,7 +3,7 @@
 //! Cases are small: the oracle takes milliseconds. Sizes straddle the planner's block of 256 keys, its tiles of query rows
 //! and the register tiles of every instruction set.
 
-use super::cases::{Case, MaskFill};
+use super::cases::{Case, Keep, MaskFill, Tree};
 use super::poison::Layout;
 use crate::problem::MAX_LEN;
 use crate::{Dtype, MaskKind, QOffset, Visibility};
@@ -22,6 +22,8 @@ pub fn catalogue() -> Vec<Case> {
         masks(),
         lengths(),
         packed(),
+        cached(),
+        trees(),
         degenerate(),
         decode(),
         mixed(),
@@ -327,6 +329,98 @@ fn packed() -> Vec<Case> {
     let many: Vec<(usize, usize)> = (0..40).map(|n| (n % 7, (n * 5) % 23)).collect();
     let many = Case::new("packed_forty", [1, 6, 2, 0, 0, 16, 16], Dtype::F32).packed(&many);
     cases.push(many.causal(BottomRight));
+    cases
+}
+
+/// Cached sequences: pages of every kind, chunks of prompts and single steps in one batch.
+fn cached() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let steps = &[(1, 300), (1, 1), (1, 513), (1, 17)][..];
+    let mixed = &[(40, 70), (1, 300), (0, 9), (13, 13), (0, 0), (3, 600), (1, 1), (33, 289)][..];
+    // More queries than keys, as in attention to another sequence.
+    let crossed = &[(5, 9), (0, 4), (7, 0), (1, 300), (40, 12), (13, 513)][..];
+    for (n, page) in [1, 2, 7, 8, 16, 24, 64, 100, 256, 1024].into_iter().enumerate() {
+        for (name, lengths) in [("steps", steps), ("mixed", mixed)] {
+            let name = format!("cached_{name}_pages_of_{page}");
+            let case = Case::new(name, [1, 8, 2, 0, 0, 64, 64], dtype(n)).layout(layout(n));
+            cases.push(case.cached(lengths, page, Keep::All).causal(BottomRight));
+        }
+        let name = format!("cached_ring_of_pages_of_{page}");
+        let case = Case::new(name, [1, 4, 1, 0, 0, 32, 48], dtype(n + 1)).layout(layout(n + 1));
+        let case = case.cached(mixed, page, Keep::Wrapped).causal(BottomRight);
+        cases.push(case.seeing(window(Some(50), None)));
+    }
+    for (n, capacity) in [41, 50, 64, 73, 200].into_iter().enumerate() {
+        // As large as the longest step and the window need.
+        let name = format!("cached_ring_{capacity}");
+        let steps = &[(1, 1000), (1, 300), (7, 513), (1, 5), (1, 0), (0, 70)];
+        let case = Case::new(name, [1, 4, 2, 0, 0, 64, 64], dtype(n)).layout(layout(n));
+        let case = case.cached(steps, capacity, Keep::Wrapped).causal(BottomRight);
+        cases.push(case.seeing(window(Some(capacity - 7), None)));
+    }
+    for dtype in DTYPES {
+        let of = |name: &str, dims| Case::new(format!("cached_{name}_{dtype}"), dims, dtype);
+        let base = |name: &str| of(name, [1, 4, 2, 0, 0, 32, 32]);
+        cases.push(base("full").cached(mixed, 16, Keep::All));
+        cases.push(base("crossed").cached(crossed, 16, Keep::All).layout(Layout::Padded));
+        cases.push(base("crossed_causal").cached(crossed, 16, Keep::All).causal(BottomRight));
+        cases.push(base("top_left").cached(mixed, 32, Keep::All).causal(TopLeft).layout(Layout::Fused));
+        cases.push(base("offset").cached(mixed, 32, Keep::All).causal(At(5)));
+        let banded = base("window").cached(mixed, 16, Keep::Seen).seeing(window(Some(20), Some(3)));
+        cases.push(banded.at(BottomRight));
+        let scores = base("alibi_sinks_softcap").cached(mixed, 16, Keep::All).alibi().sinks().softcap(9.0);
+        cases.push(scores.causal(BottomRight));
+        let mask = base("mask").cached(mixed, 16, Keep::All).mask(MaskKind::Bool, "h", MaskFill::HiddenRows);
+        cases.push(mask.causal(BottomRight));
+        let additive = base("mask_additive").cached(mixed, 48, Keep::All);
+        cases.push(additive.mask(MaskKind::Additive(dtype), "", MaskFill::Random));
+        let slots = base("slots").cached(mixed, 640, Keep::All).layout(Layout::Padded);
+        cases.push(slots.causal(BottomRight));
+        // One row of many heads, rows of no whole number of vectors, the widest rows.
+        cases.push(of("mqa_16", [1, 16, 1, 0, 0, 128, 128]).cached(steps, 16, Keep::All).causal(BottomRight));
+        cases.push(of("d80x33", [1, 6, 2, 0, 0, 80, 33]).cached(mixed, 16, Keep::All).causal(BottomRight));
+        cases.push(of("d3", [1, 2, 2, 0, 0, 3, 3]).cached(mixed, 16, Keep::All).causal(BottomRight));
+        cases.push(of("d512", [1, 2, 1, 0, 0, 512, 512]).cached(steps, 16, Keep::All).causal(BottomRight));
+        cases
+            .push(of("like_mla", [1, 4, 4, 0, 0, 192, 128]).cached(mixed, 64, Keep::All).causal(BottomRight));
+        let oss = of("like_gpt_oss", [1, 8, 1, 0, 0, 64, 64]).cached(mixed, 16, Keep::Seen).sinks();
+        cases.push(oss.causal(BottomRight).seeing(window(Some(127), None)));
+        cases.push(base("none").cached(&[], 16, Keep::All).causal(BottomRight));
+        cases.push(base("empty").cached(&[(0, 0), (0, 5), (2, 0)], 16, Keep::All).causal(BottomRight));
+    }
+    cases
+}
+
+/// Tree masks over the last tokens of cached sequences.
+fn trees() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let verify = &[(13, 533), (1, 40), (0, 7), (5, 5), (7, 258), (9, 260)][..];
+    let wide = &[(70, 300), (1, 1), (270, 270), (33, 512)][..];
+    for dtype in DTYPES {
+        for (name, tree) in [("causal", Tree::Causal), ("branches", Tree::Branches), ("random", Tree::Random)]
+        {
+            let of = |part: &str, lengths, page, keep| {
+                Case::new(format!("tree_{name}_{part}_{dtype}"), [1, 4, 2, 0, 0, 64, 64], dtype)
+                    .cached(lengths, page, keep)
+                    .tree(tree)
+            };
+            cases.push(of("verify", verify, 16, Keep::All));
+            cases.push(of("verify_causal", verify, 64, Keep::All).causal(BottomRight));
+            cases.push(of("wide", wide, 32, Keep::All).layout(Layout::Padded));
+            let banded = of("window", verify, 16, Keep::Wrapped).causal(BottomRight);
+            cases.push(banded.seeing(window(Some(6), None)));
+        }
+        let of = |part: &str| {
+            Case::new(format!("tree_{part}_{dtype}"), [1, 8, 1, 0, 0, 32, 24], dtype)
+                .cached(verify, 16, Keep::All)
+                .tree(Tree::Random)
+        };
+        cases.push(of("scores").softcap(4.0).sinks().alibi().at(BottomRight));
+        cases.push(of("mask").mask(MaskKind::Bool, "h", MaskFill::Random).causal(BottomRight));
+        cases.push(of("offset").causal(At(3)));
+        let single = Case::new(format!("tree_single_{dtype}"), [1, 4, 2, 0, 0, 32, 32], dtype);
+        cases.push(single.cached(&[(1, 20), (1, 300)], 16, Keep::All).tree(Tree::Random));
+    }
     cases
 }
 

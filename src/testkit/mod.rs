@@ -17,7 +17,7 @@ mod random;
 mod rng;
 mod run;
 
-pub use cases::{Built, Case, Mask, MaskFill};
+pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find};
 pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
 pub use poison::{Guarded, GuardedList, GuardedMask, Layout};

@@ -1,8 +1,8 @@
 //! Random problems, for property tests and fuzzing.
 
-use super::cases::{Case, MaskFill};
+use super::cases::{Case, Keep, MaskFill, Tree};
 use super::poison::Layout;
-use crate::{Dtype, MaskKind, QOffset, Visibility};
+use crate::{Dtype, MaskKind, QOffset, Sequences, Visibility};
 
 /// Sizes beside which tiles, registers or cache lines end.
 const EDGES: [usize; 10] = [1, 4, 6, 8, 16, 24, 32, 48, 64, 128];
@@ -34,6 +34,13 @@ pub fn random_case(name: impl Into<String>, choose: &mut dyn FnMut(usize) -> usi
     let mut case = Case::new(name, dims, dtype).layout(Layout::ALL[choose(4)]);
     case = sequences(case, choose);
     case = visibility(case, choose);
+    if let Sequences::Cached { .. } = case.desc.sequences {
+        case.paging.page = [1, 2, 7, 8, 16, 20, 64, 256, 1000][choose(9)];
+        case.paging.keep = [Keep::All, Keep::Seen, Keep::Wrapped][choose(3)];
+        if trees(&case) && choose(3) == 0 {
+            case = case.tree([Tree::Causal, Tree::Branches, Tree::Random][choose(3)]);
+        }
+    }
     if choose(3) == 0 {
         case = case.softcap([0.3, 5.0, 50.0][choose(3)]);
     }
@@ -72,9 +79,15 @@ fn near_edge(choose: &mut dyn FnMut(usize) -> usize, edges: usize) -> usize {
     (EDGES[choose(edges.min(EDGES.len()))] + choose(3)).saturating_sub(1).max(1)
 }
 
+/// Whether every cached sequence has as many keys as queries.
+fn trees(case: &Case) -> bool {
+    let Sequences::Cached { cu_seqlens_q, kv_lens } = &case.desc.sequences else { return false };
+    cu_seqlens_q.windows(2).zip(kv_lens).all(|(w, &kv_len)| w[1] - w[0] <= kv_len)
+}
+
 fn sequences(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
     let dims = case.desc.dims;
-    match choose(4) {
+    match choose(5) {
         0 => {
             let lens: Vec<usize> = (0..dims.batch)
                 .map(|_| match choose(4) {
@@ -85,7 +98,7 @@ fn sequences(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
                 .collect();
             case.kv_lens(&lens)
         }
-        1 => {
+        form @ (1 | 2) => {
             let lengths: Vec<(usize, usize)> = (0..dims.batch)
                 .map(|_| match choose(4) {
                     0 => (dims.q_len, dims.kv_len),
@@ -96,7 +109,7 @@ fn sequences(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
                 .collect();
             let mut case = case;
             case.desc.dims.batch = 1;
-            case.packed(&lengths)
+            if form == 1 { case.packed(&lengths) } else { case.cached(&lengths, 16, Keep::All) }
         }
         _ => case,
     }
@@ -136,16 +149,22 @@ mod tests {
 
     #[test]
     fn every_random_case_is_a_problem_and_every_feature_occurs() {
-        let (mut masks, mut packed, mut empty) = (0, 0, 0);
+        let (mut masks, mut packed, mut cached, mut trees, mut empty) = (0, 0, 0, 0, 0);
         for seed in 0..2000 {
             let mut rng = Rng::new(seed);
             let case = random_case(seed.to_string(), &mut |n| rng.below(n));
             let problem = case.desc.clone().validate().unwrap();
             masks += usize::from(case.mask.is_some());
-            packed += usize::from(matches!(case.desc.sequences, crate::Sequences::Packed { .. }));
+            packed += usize::from(matches!(case.desc.sequences, Sequences::Packed { .. }));
+            cached += usize::from(matches!(case.desc.sequences, Sequences::Cached { .. }));
+            trees += usize::from(case.desc.tree);
             empty += usize::from(problem.visible_pairs() == 0);
         }
-        assert!(masks > 300 && packed > 200 && empty > 10 && empty < 400, "{masks} {packed} {empty}");
+        assert!(
+            masks > 300 && packed > 200 && cached > 200 && trees > 20,
+            "{masks} {packed} {cached} {trees}"
+        );
+        assert!(empty > 10 && empty < 400, "{empty}");
     }
 
     #[test]
