@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
+use super::super::simd::{Elem, LINES, Rows, Simd, TILE, load_head, with_elem};
 use crate::problem::MAX_HEAD_DIM;
 use crate::{Dtype, TensorView};
 use std::ops::Range;
@@ -55,6 +55,12 @@ impl HeadRows<'_> {
         self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
     }
 
+    /// Start of the `len` rows from `j` on, and the bytes from one to the next, where these are the same for all.
+    #[inline(always)]
+    pub(super) fn run(&self, j: usize, _len: usize) -> Option<(*const u8, usize)> {
+        Some((self.row(j), self.step()))
+    }
+
     /// Bytes of a row.
     #[inline(always)]
     pub(super) fn row_bytes(&self) -> usize {
@@ -84,6 +90,12 @@ pub(super) struct KeyVector {
 }
 
 impl KeyVector {
+    /// The rows, zeros for a key that is not wanted.
+    #[inline(always)]
+    pub(super) const fn rows(&self) -> &[*const u8; 16] {
+        &self.rows
+    }
+
     /// Keys `first + column..` of those in `columns`, which exist.
     #[inline(always)]
     pub(super) fn new<S: Simd>(
@@ -203,6 +215,12 @@ unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, dst: *mut f32) {
                 S::store(dst.add(n * width), R::step::<S>(lines[c / R::STEPS], c % R::STEPS));
             }
         }
+        if S::TILES {
+            let depth = steps_in::<R>(keys.row_bytes);
+            for n in depth..depth.next_multiple_of(TILE) {
+                S::store(dst.add(n * width), S::splat(0.0));
+            }
+        }
     }
 }
 
@@ -245,7 +263,8 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 }
 
 /// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero. With pairs, a row of `dst`
-/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero.
+/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero; with tiles,
+/// so are the missing pairs of a step.
 ///
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
@@ -255,15 +274,18 @@ pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Rang
     let stride = value_dim.next_multiple_of(S::LANES);
     let (ahead, row_bytes) = (src.ahead(1), src.row_bytes());
     if S::PAIRS {
-        for (n, pair) in (rows.start / 2..rows.end.div_ceil(2)).enumerate() {
+        let whole = if S::TILES { 2 * TILE } else { 2 };
+        let pairs = rows.start / whole * whole / 2..rows.end.next_multiple_of(whole) / 2;
+        for (n, pair) in pairs.enumerate() {
             let half = |j: usize| if rows.contains(&j) { src.row(first + j) } else { ZERO_ROW.0.as_ptr() };
             // SAFETY: the caller's promise.
             unsafe {
-                for offset in (0..2 * row_bytes).step_by(64) {
-                    S::prefetch(src.row(first + 2 * pair).wrapping_add(ahead).wrapping_add(offset));
+                let (even, odd) = (half(2 * pair), half(2 * pair + 1));
+                for offset in (0..row_bytes).step_by(64) {
+                    S::prefetch(even.wrapping_add(ahead + offset));
+                    S::prefetch(odd.wrapping_add(ahead + offset));
                 }
-                let (even, odd) = (half(2 * pair).cast(), half(2 * pair + 1).cast());
-                pair_row::<S>(even, odd, value_dim, dst.add(n * stride));
+                pair_row::<S>(even.cast(), odd.cast(), value_dim, dst.add(n * stride));
             }
         }
         return;
@@ -304,18 +326,20 @@ unsafe fn pair_row<S: Simd>(even: *const u16, odd: *const u16, len: usize, dst: 
     }
 }
 
-/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, a pair of an odd length made whole with zero.
+/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, the last pair, or step of tiles, made whole
+/// with zeros.
 ///
 /// # Safety
 /// As [`Simd`]; `src` and `dst` hold `len` elements.
 #[inline(always)]
 pub(super) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
     if S::PAIRS {
-        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs.
+        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs or steps.
         unsafe {
             let dst = dst.cast::<u16>();
-            *dst.add(len.next_multiple_of(2) - 1) = 0;
+            let whole = len.next_multiple_of(if S::TILES { 2 * TILE } else { 2 });
             std::ptr::copy_nonoverlapping(src.cast(), dst, len);
+            std::ptr::write_bytes(dst.add(len), 0, whole - len);
         }
         return;
     }
