@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::isa;
-use super::simd::Simd;
+use super::simd::{Simd, TILE, TILE_CHAINS};
 use crate::plan::Isa;
 use rayon::prelude::*;
 use std::time::{Duration, Instant};
@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 const BUDGET: Duration = Duration::from_millis(200);
 
 /// Floating-point operations per second (a multiply-add counts as two) of `threads` threads that do nothing but independent
-/// multiply-adds on the registers of `isa`: of f32, or of pairs of bf16 for [`Isa::Avx512Bf16`]. The largest of several
-/// rounds; takes about 0.2 s.
+/// multiply-adds on the registers of `isa`: of f32, or of pairs of bf16 for [`Isa::Avx512Bf16`] and
+/// [`Isa::Amx`]. The largest of several rounds; takes about 0.2 s.
 ///
 /// Returns 0 where the machine lacks the instruction set.
 #[must_use]
@@ -23,8 +23,11 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
         return 0.0;
     }
     let loops = isa::kernels(isa).fma_loop;
-    let pairs = if isa == Isa::Avx512Bf16 { 2 } else { 1 };
-    let flops = 2.0 * (CHAINS * isa.lanes() * pairs) as f64 * ROUNDS as f64;
+    let products = match isa {
+        Isa::Amx => TILE_CHAINS * TILE * TILE * 2 * TILE,
+        _ => CHAINS * isa.lanes() * if isa.multiplies_pairs() { 2 } else { 1 },
+    };
+    let flops = 2.0 * products as f64 * ROUNDS as f64;
     // SAFETY: the machine has the instruction set.
     best(
         threads,
@@ -86,6 +89,12 @@ const CHAINS: usize = 12;
 pub(super) unsafe fn fma_loop<S: Simd>(rounds: u64) -> f32 {
     // SAFETY: the caller's promise.
     unsafe {
+        if S::TILES {
+            S::begin_tiles();
+            S::tile_loop(rounds);
+            S::end_tiles();
+            return 0.0;
+        }
         let (a, b) = (S::splat(std::hint::black_box(0.999)), S::splat(std::hint::black_box(0.001)));
         let mut acc = [S::splat(1.0); CHAINS];
         for _ in 0..rounds {

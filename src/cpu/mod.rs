@@ -110,9 +110,11 @@ mod tests {
     use crate::{Dims, Dtype, MaskView, ProblemDesc, QOffset, TensorView, TensorViewMut, Visibility};
     use half::bf16;
 
-    /// The kernels of pairs, in software where the machine lacks them.
-    fn pairs() -> Cpu {
-        Cpu { facts: CpuFacts { isa: Isa::Avx512Bf16, threads: 2, ..isa::facts() } }
+    /// Kernels of pairs or of tiles of them, in software where the machine lacks them.
+    const PAIRS: [Isa; 2] = [Isa::Avx512Bf16, Isa::Amx];
+
+    fn cpu(isa: Isa) -> Cpu {
+        Cpu { facts: CpuFacts { isa, threads: 2, ..isa::facts() } }
     }
 
     #[test]
@@ -120,14 +122,23 @@ mod tests {
         let cases: Vec<_> =
             testkit::catalogue().into_iter().filter(|case| case.desc.dtype == Dtype::BF16).collect();
         assert!(cases.len() > 100);
-        for case in &cases {
-            let runner = CpuRunner { cpu: pairs(), options: PlanOptions::default() };
-            let outcome = testkit::run_case(case, &runner);
-            assert!(outcome.is_ok(), "{}: {outcome:?}", case.name);
+        for isa in PAIRS {
+            for case in &cases {
+                let runner = CpuRunner { cpu: cpu(isa), options: PlanOptions::default() };
+                let outcome = testkit::run_case(case, &runner);
+                assert!(outcome.is_ok(), "{isa}: {}: {outcome:?}", case.name);
+            }
         }
     }
 
-    fn bits(desc: &ProblemDesc, v_nan: Option<usize>, mask: Option<&[bool]>, skip_tiles: bool) -> Vec<u16> {
+    /// Output bits, with a row of v NaN, a mask and without skipping where asked.
+    fn bits(
+        isa: Isa,
+        desc: &ProblemDesc,
+        v_nan: Option<usize>,
+        mask: Option<&[bool]>,
+        skip_tiles: bool,
+    ) -> Vec<u16> {
         let dims = desc.dims;
         let data = |shape: [usize; 4], seed: u64| {
             let mut rng = testkit::Rng::new(seed);
@@ -139,14 +150,14 @@ mod tests {
             v[row * dims.value_dim..][..dims.value_dim].fill(bf16::NAN);
         }
         let options = PlanOptions { skip_tiles, ..PlanOptions::default() };
-        let plan = pairs().plan(&desc.clone().validate().unwrap(), options).unwrap();
+        let plan = cpu(isa).plan(&desc.clone().validate().unwrap(), options).unwrap();
         let mut out = vec![bf16::NAN; dims.out_shape().iter().product()];
         let view = |data, shape| TensorView::bhsd::<bf16>(data, shape).unwrap();
         let mut inputs =
             Inputs::new(view(&q, dims.q_shape()), view(&k, dims.k_shape()), view(&v, dims.v_shape()));
         inputs.mask = mask.map(|mask| MaskView::dense_bool(mask, [1, 1, dims.q_len, dims.kv_len]).unwrap());
         let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, dims.out_shape()).unwrap());
-        pairs().run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
+        cpu(isa).run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
         out.iter().map(|x| x.to_bits()).collect()
     }
 
@@ -163,15 +174,18 @@ mod tests {
         causal.visibility = Visibility::causal();
         let mut window = desc(1, 25, 47, 22);
         window.visibility = Visibility::window(Some(5), Some(0));
-        for (desc, row) in [(causal, 21), (window, 40)] {
+        for (isa, (desc, row)) in
+            PAIRS.into_iter().flat_map(|isa| [(isa, (&causal, 21)), (isa, (&window, 40))])
+        {
             let problem = desc.clone().validate().unwrap();
-            let (clean, poisoned) = (bits(&desc, None, None, true), bits(&desc, Some(row), None, true));
-            assert_eq!(poisoned, bits(&desc, Some(row), None, false));
+            let (clean, poisoned) =
+                (bits(isa, desc, None, None, true), bits(isa, desc, Some(row), None, true));
+            assert_eq!(poisoned, bits(isa, desc, Some(row), None, false));
             let value_dim = desc.dims.value_dim;
             for (at, (clean, poisoned)) in clean.chunks(value_dim).zip(poisoned.chunks(value_dim)).enumerate()
             {
                 let sees = problem.visible(&problem.sequences()[0], at % desc.dims.q_len).contains(&row);
-                assert_eq!(clean == poisoned, !sees, "row {at}, key {row}");
+                assert_eq!(clean == poisoned, !sees, "{isa}, row {at}, key {row}");
             }
         }
     }
@@ -183,6 +197,9 @@ mod tests {
         // Tiles of every class: all visible, all hidden, and both.
         let mask: Vec<bool> =
             (0..40 * 600).map(|at| at / 600 < 16 || (at % 600 >= 256 && at % 7 != 0)).collect();
-        assert_eq!(bits(&masked, None, Some(&mask), true), bits(&masked, None, Some(&mask), false));
+        for isa in PAIRS {
+            let skipped = bits(isa, &masked, None, Some(&mask), true);
+            assert_eq!(skipped, bits(isa, &masked, None, Some(&mask), false), "{isa}");
+        }
     }
 }

@@ -10,6 +10,25 @@ use crate::Dtype;
 /// Lines of a transpose: few enough to stay in registers beside the sums that they go into.
 pub(crate) const LINES: usize = 8;
 
+/// Rows and columns of a tile of `C`, and pairs of bf16 of one step of its product.
+pub(crate) const TILE: usize = 16;
+/// Independent products in a round of [`Simd::tile_loop`].
+pub(crate) const TILE_CHAINS: usize = 4;
+
+/// Row-major matrices of a product of tiles: `A` and `B` of pairs of bf16 along the depth, `C` of f32; leading strides in
+/// bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiles {
+    pub(crate) a: *const u8,
+    pub(crate) lda: usize,
+    pub(crate) b: *const u8,
+    pub(crate) ldb: usize,
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+    /// Whether the sums go on from what `c` holds.
+    pub(crate) resume: bool,
+}
+
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
@@ -25,8 +44,29 @@ pub(crate) trait Simd: Copy + 'static {
     /// Whether both products multiply pairs of bf16, each pair in the place of one f32. Kernels of such a type take bf16
     /// tensors alone.
     const PAIRS: bool = false;
+    /// Whether products of pairs are made in tiles by a matrix unit. With [`Simd::PAIRS`] and 16 lanes alone.
+    const TILES: bool = false;
     /// A vector of `LANES` f32.
     type V: Copy;
+
+    /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for
+    /// each step: the chain over the first elements of the step's pairs, plus that over the second. Called with
+    /// [`Simd::TILES`] alone, between [`Simd::begin_tiles`] and [`Simd::end_tiles`].
+    #[inline(always)]
+    unsafe fn tile_product<const M: usize, const N: usize>(_steps: usize, _tiles: Tiles) {
+        unreachable!("tiles are multiplied where a matrix unit is")
+    }
+    /// Lets the thread use its matrix unit.
+    #[inline(always)]
+    unsafe fn begin_tiles() {}
+    /// Gives up the state of the matrix unit.
+    #[inline(always)]
+    unsafe fn end_tiles() {}
+    /// `rounds` times [`TILE_CHAINS`] independent products of tiles in registers. Called with [`Simd::TILES`] alone.
+    #[inline(always)]
+    unsafe fn tile_loop(_rounds: u64) {
+        unreachable!("tiles are multiplied where a matrix unit is")
+    }
 
     /// One step of a product's chain: `a * b + c`, or with pairs `a.0 * b.0 + a.1 * b.1 + c`.
     #[inline(always)]

@@ -25,17 +25,19 @@ pub enum Isa {
     Avx512,
     /// AVX-512 with BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
     Avx512Bf16,
+    /// AVX-512 with BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
+    Amx,
 }
 
 impl Isa {
     /// Every instruction set, each a superset of those before it on its architecture.
-    pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16];
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// The one whose kernels compute a dtype on a machine with this one.
     #[must_use]
     pub const fn for_dtype(self, dtype: Dtype) -> Self {
         match (self, dtype) {
-            (Self::Avx512Bf16, Dtype::F32 | Dtype::F16) => Self::Avx512,
+            (Self::Avx512Bf16 | Self::Amx, Dtype::F32 | Dtype::F16) => Self::Avx512,
             (isa, _) => isa,
         }
     }
@@ -48,6 +50,7 @@ impl Isa {
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
             Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
         }
     }
 
@@ -57,7 +60,7 @@ impl Isa {
         match self {
             Self::Portable => 4,
             Self::Avx2 => 8,
-            Self::Avx512 | Self::Avx512Bf16 => 16,
+            Self::Avx512 | Self::Avx512Bf16 | Self::Amx => 16,
         }
     }
 
@@ -67,6 +70,20 @@ impl Isa {
             Self::Portable => (4, 2),
             Self::Avx2 => (6, 2),
             Self::Avx512 | Self::Avx512Bf16 => (6, 4),
+            Self::Amx => (32, 4),
+        }
+    }
+
+    /// Whether products are of pairs of bf16, with weights rounded to bf16.
+    pub(crate) const fn multiplies_pairs(self) -> bool {
+        matches!(self, Self::Avx512Bf16 | Self::Amx)
+    }
+
+    /// f32 that a row of packed queries or keys takes: whole steps of the matrix unit where tiles are multiplied.
+    const fn packed_depth(self, head_dim: usize) -> usize {
+        match self {
+            Self::Amx => head_dim.div_ceil(2).next_multiple_of(16),
+            _ => head_dim,
         }
     }
 }
@@ -248,7 +265,12 @@ impl CpuPlan {
             splits,
             tasks: Vec::new(),
             partial_slots: 0,
-            scratch: scratch(problem, (task_rows, tile_rows), value_stride, nv * isa.lanes()),
+            scratch: scratch(
+                (task_rows, tile_rows),
+                isa.packed_depth(dims.head_dim),
+                value_stride,
+                nv * isa.lanes(),
+            ),
             mask_classes: None,
             workspace_bytes: 0,
         };
@@ -454,12 +476,11 @@ pub(crate) fn visible_union(problem: &Problem, s: &Sequence, positions: Range<us
 }
 
 fn scratch(
-    problem: &Problem,
     (task_rows, tile_rows): (usize, usize),
+    depth: usize,
     value_stride: usize,
     panel: usize,
 ) -> ScratchLayout {
-    let head_dim = problem.dims().head_dim;
     let mut len = 0;
     // Regions start on cache lines.
     let mut region = |floats: usize| {
@@ -471,8 +492,8 @@ fn scratch(
     let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
     ScratchLayout {
         // Rows past the last are read where rows are few.
-        q: region(task_rows.max(STREAM_ROWS) * head_dim),
-        k: region(BLOCK_K.next_multiple_of(panel) * head_dim),
+        q: region(task_rows.max(STREAM_ROWS) * depth),
+        k: region(BLOCK_K.next_multiple_of(panel) * depth),
         v: region(BLOCK_K * value_stride),
         scores: region(tile_rows * BLOCK_K),
         partial: region(tile_rows * value_stride),

@@ -1,7 +1,7 @@
 //! How far an answer may be from the oracle's.
 
 use crate::Dtype;
-use crate::plan::{CpuPlan, Isa};
+use crate::plan::CpuPlan;
 use crate::reference::Attention;
 
 /// What the products and sums of a kernel are kept in.
@@ -18,7 +18,7 @@ impl Accumulation {
     /// What a plan's kernel keeps them in: products of bf16 pairs take weights rounded to bf16.
     #[must_use]
     pub fn of(plan: &CpuPlan) -> Self {
-        if plan.isa() == Isa::Avx512Bf16 { Self::Half } else { Self::F32 }
+        if plan.isa().multiplies_pairs() { Self::Half } else { Self::F32 }
     }
 }
 

@@ -1,24 +1,25 @@
-//! AVX-512 F, BW, DQ and VL, with or without BF16: 16 lanes, 32 registers, a 6 x 4 register tile.
+//! AVX-512 F, BW, DQ and VL, with or without BF16 and AMX: 16 lanes, 32 registers, a 6 x 4 register tile.
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Simd};
+use super::super::simd::{Elem, LINES, Simd, Tiles};
+use super::amx;
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
-/// bf16 products by `vdpbf16ps`, everything else as [`Avx512`].
+/// bf16 products by `vdpbf16ps`, or by AMX with `TILES`; everything else as [`Avx512`].
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512Bf16;
+pub(crate) struct Pairs<const TILES: bool>;
 
 /// Implements [`Simd`] for one of the types, which differ in the items given.
 macro_rules! implement {
-    ($S:ident { $($products:item)* }) => {
+    ([$($parameters:tt)*] $S:ty { $($products:item)* }) => {
 // SAFETY of every block below: the trait's contract gives the instruction set and the memory.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl Simd for $S {
+impl<$($parameters)*> Simd for $S {
     $($products)*
 
     const LANES: usize = 16;
@@ -185,10 +186,31 @@ impl Simd for $S {
     };
 }
 
-implement!(Avx512 {});
+implement!([] Avx512 {});
 
-implement!(Avx512Bf16 {
+implement!([const TILES: bool] Pairs<TILES> {
     const PAIRS: bool = true;
+    const TILES: bool = TILES;
+    #[inline(always)]
+    unsafe fn tile_product<const M: usize, const N: usize>(steps: usize, tiles: Tiles) {
+        unsafe { amx::product::<M, N>(steps, tiles) }
+    }
+    #[inline(always)]
+    unsafe fn begin_tiles() {
+        if TILES {
+            unsafe { amx::begin() }
+        }
+    }
+    #[inline(always)]
+    unsafe fn end_tiles() {
+        if TILES {
+            unsafe { amx::end() }
+        }
+    }
+    #[inline(always)]
+    unsafe fn tile_loop(rounds: u64) {
+        unsafe { amx::product_loop(rounds) }
+    }
     #[inline(always)]
     unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
         unsafe {
@@ -223,6 +245,12 @@ pub(super) mod f32_products {
 
 /// AVX-512 with BF16.
 pub(super) mod bf16_products {
-    use super::Avx512Bf16;
-    super::super::entry_points!(Avx512Bf16, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    type Vectors = super::Pairs<false>;
+    super::super::entry_points!(Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+}
+
+/// AVX-512 with BF16 and AMX.
+pub(super) mod amx_products {
+    type Tiled = super::Pairs<true>;
+    super::super::entry_points!(Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }

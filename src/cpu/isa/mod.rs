@@ -3,6 +3,8 @@
 #![allow(unsafe_code)]
 
 #[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -61,6 +63,10 @@ pub(super) fn kernels(isa: Isa) -> Kernels {
     match isa {
         #[cfg(test)]
         Isa::Avx512Bf16 if best() < isa => portable::emulated_pairs::KERNELS,
+        #[cfg(test)]
+        Isa::Amx if best() < isa => portable::emulated_tiles::KERNELS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => avx512::amx_products::KERNELS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => avx512::bf16_products::KERNELS,
         #[cfg(target_arch = "x86_64")]
@@ -82,7 +88,13 @@ fn detect() -> Isa {
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
     match (avx2, avx512) {
-        (true, true) if is_x86_feature_detected!("avx512bf16") => Isa::Avx512Bf16,
+        (true, true) if is_x86_feature_detected!("avx512bf16") => {
+            if amx::available() {
+                Isa::Amx
+            } else {
+                Isa::Avx512Bf16
+            }
+        }
         (true, true) => Isa::Avx512,
         (true, false) => Isa::Avx2,
         (false, _) => Isa::Portable,

@@ -2,16 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Simd};
+use super::super::simd::{Elem, LINES, Simd, TILE, Tiles};
 use crate::plan::Isa;
 use half::{bf16, f16};
 
-/// Arrays of `N` lanes. With `PAIRS`, products are of pairs of bf16: no target needs it, but it tests the kernels of pairs on
-/// machines without the instruction.
+/// Arrays of `N` lanes. With `PAIRS`, products are of pairs of bf16, and with `TILES` of tiles of them: no target needs it, but
+/// it tests those kernels on machines without the instructions.
 #[derive(Clone, Copy)]
-pub(crate) struct Array<const N: usize, const PAIRS: bool>;
+pub(crate) struct Array<const N: usize, const PAIRS: bool, const TILES: bool>;
 
-pub(crate) type Portable = Array<4, false>;
+pub(crate) type Portable = Array<4, false, false>;
 
 #[inline(always)]
 fn map<const N: usize>(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
@@ -23,13 +23,38 @@ fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) ->
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
-impl<const N: usize, const PAIRS: bool> Simd for Array<N, PAIRS> {
+impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAIRS, TILES> {
     const LANES: usize = N;
     const ROWS: usize = isa_of(PAIRS).register_tile().0;
     const VECTORS: usize = isa_of(PAIRS).register_tile().1;
     type V = [f32; N];
 
     const PAIRS: bool = PAIRS;
+    const TILES: bool = TILES;
+    #[inline(always)]
+    unsafe fn tile_product<const M: usize, const N_TILES: usize>(steps: usize, t: Tiles) {
+        let halves = |x: u32| [f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000)];
+        for r in 0..M * TILE {
+            for n in 0..N_TILES * TILE {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let c = t.c.byte_add(r * t.ldc).add(n);
+                    let mut total = if t.resume { *c } else { 0.0 };
+                    for step in 0..steps {
+                        let mut sums = [0.0f32; 2];
+                        for k in step * TILE..(step + 1) * TILE {
+                            let a = halves(t.a.add(r * t.lda).cast::<u32>().add(k).read_unaligned());
+                            let b = halves(t.b.add(k * t.ldb).cast::<u32>().add(n).read_unaligned());
+                            // Exact products: one rounding, as fused.
+                            sums = [sums[0] + a[0] * b[0], sums[1] + a[1] * b[1]];
+                        }
+                        total += sums[0] + sums[1];
+                    }
+                    *c = total;
+                }
+            }
+        }
+    }
     #[inline(always)]
     unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if PAIRS {
@@ -212,6 +237,13 @@ super::entry_points!(Portable);
 /// Kernels of pairs that run anywhere.
 #[cfg(test)]
 pub(in crate::cpu) mod emulated_pairs {
-    type Emulated = super::Array<16, true>;
+    type Emulated = super::Array<16, true, false>;
+    super::super::entry_points!(Emulated);
+}
+
+/// Kernels of tiles that run anywhere.
+#[cfg(test)]
+pub(in crate::cpu) mod emulated_tiles {
+    type Emulated = super::Array<16, true, true>;
     super::super::entry_points!(Emulated);
 }

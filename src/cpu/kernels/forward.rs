@@ -7,8 +7,8 @@ use super::gemm::{Operands, gemm};
 use super::mask::Class;
 use super::pack::{self, HeadRows};
 use super::softmax::{self, Fold, Modifiers};
-use super::stream;
-use crate::cpu::simd::{Elem, Simd, store_row, with_elem};
+use super::{stream, tiles};
+use crate::cpu::simd::{Elem, Simd, TILE, store_row, with_elem};
 use crate::plan::{PartialSlot, Task, visible_union};
 use crate::problem::Sequence;
 use crate::tensor::MaskRow;
@@ -239,7 +239,12 @@ impl<'a> Work<'a> {
                 let k = self.head_rows(&self.cx.inputs.k);
                 let (c, rows) = (self.scores, tile.rows.len());
                 let scores = stream::Scores { q: a, ldq: depth, rows, c, ldc: self.block_k };
-                stream::scores::<S>(k, tile.block * self.block_k, &tile.columns, scores);
+                let first = tile.block * self.block_k;
+                if S::TILES {
+                    tiles::Stream::new(self.k, depth).scores::<S>(k, first, &tile.columns, scores);
+                } else {
+                    stream::scores::<S>(k, first, &tile.columns, scores);
+                }
                 return;
             }
             for panel in panels::<S>(&tile.columns) {
@@ -336,7 +341,7 @@ impl<'a> Work<'a> {
     /// As [`Simd`]; the keys `columns` of the block exist.
     #[inline(always)]
     unsafe fn pack_values<S: Simd>(&self, block: usize, columns: Range<usize>) {
-        let at = columns.start / unit::<S>() * self.stride;
+        let at = product_columns::<S>(&columns).start / unit::<S>() * self.stride;
         // SAFETY: the caller's promise; the region holds every row of a block.
         unsafe {
             let v = self.head_rows(&self.cx.inputs.v);
@@ -351,10 +356,9 @@ impl<'a> Work<'a> {
     /// As [`Simd`]; the weights are there, and the block's values are packed unless the task streams.
     #[inline(always)]
     unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
-        let columns = &tile.columns;
+        let columns = &product_columns::<S>(&tile.columns);
         let v = self.head_rows(&self.cx.inputs.v);
-        // Even, so that no pair is cut.
-        let keys_at_once = (STREAM_BYTES / v.row_bytes()).clamp(16, 64).next_multiple_of(2);
+        let keys_at_once = (STREAM_BYTES / v.row_bytes()).clamp(16, 64).next_multiple_of(product_keys::<S>());
         let first = tile.block * self.block_k;
         // SAFETY: the caller's promise; rows `columns` of the values exist.
         unsafe {
@@ -366,7 +370,7 @@ impl<'a> Work<'a> {
                     for keys in steps(columns, keys_at_once) {
                         let mut from = keys.start;
                         while from < keys.end {
-                            let run = v.run(first + from, 1);
+                            let run = v.span(first + from, 1);
                             let to = keys.end.min(from.saturating_add(run.rows));
                             let rows = (run.start.cast::<E>(), v.tensor.strides()[2]);
                             self.accumulate::<S, E>(tile, from..to, rows, Some(run.ahead));
@@ -376,16 +380,17 @@ impl<'a> Work<'a> {
                 });
             } else {
                 for keys in steps(columns, keys_at_once) {
-                    pack::values::<S>(v, first, keys.clone(), self.packed_v);
+                    let seen = keys.start.max(tile.columns.start)..keys.end.min(tile.columns.end);
+                    pack::values::<S>(v, first, seen, self.packed_v);
                     let rows = (self.packed_v.cast_const(), self.stride);
                     self.accumulate::<S, f32>(tile, keys, rows, None);
                 }
             }
         }
-        // The other half of a pair that the columns cut has weight 0, as a hidden key has.
-        let cuts_pair = S::PAIRS && (tile.columns.start | tile.columns.end) % 2 == 1;
+        // The rest of a pair or step that the columns cut has weight 0, as a hidden key has.
+        let cut = *columns != tile.columns;
         let prunes = !self.tree_columns(tile).0.is_empty();
-        if cuts_pair || !tile.full || prunes || tile.mask != Class::Neutral {
+        if cut || !tile.full || prunes || tile.mask != Class::Neutral {
             for r in 0..tile.rows.len() {
                 // SAFETY: as above.
                 unsafe { self.keep_hidden_out::<S>(tile, r, streams) }
@@ -469,16 +474,25 @@ impl<'a> Work<'a> {
                     };
                     seen.contains(&j) && !mask.is_some_and(hides) && !tree_row.is_some_and(pruned)
                 };
-                for at in tile.columns.start / unit..tile.columns.end.div_ceil(unit) {
+                let mut chains = [S::splat(0.0); 2];
+                let columns = product_columns::<S>(&tile.columns);
+                for at in columns.start / unit..columns.end / unit {
                     let mut keep = 0u32;
                     for half in 0..unit {
                         if sees(at * unit + half) {
                             keep |= if unit == 2 { 0xffff << (16 * half) } else { u32::MAX };
                         }
                     }
-                    if keep != 0 {
-                        let value = S::and(S::load(self.packed_v.add(at * self.stride + c)), keep);
-                        sum = S::mac(S::splat(*weights.add(at)), value, sum);
+                    let weight = S::splat(*weights.add(at));
+                    let value = S::and(S::load(self.packed_v.add(at * self.stride + c)), keep);
+                    if !S::TILES {
+                        sum = S::mac(weight, value, sum);
+                        continue;
+                    }
+                    tiles::add_pair::<S>(&mut chains, weight, value);
+                    if (at + 1) % TILE == 0 {
+                        sum = S::add(sum, S::add(chains[0], chains[1]));
+                        chains = [S::splat(0.0); 2];
                     }
                 }
                 S::store(values.add(c), sum);
@@ -581,10 +595,23 @@ fn unit<S: Simd>() -> usize {
     if S::PAIRS { 2 } else { 1 }
 }
 
-/// Elements, or pairs of elements, of a row of packed queries or keys.
+/// Elements, or pairs of elements, of a row of packed queries or keys: whole steps of them with tiles.
 #[inline(always)]
 fn depth<S: Simd>(head_dim: usize) -> usize {
-    head_dim.div_ceil(unit::<S>())
+    head_dim.div_ceil(unit::<S>()).next_multiple_of(if S::TILES { TILE } else { 1 })
+}
+
+/// Keys that a product takes at once: columns in whole multiples of it, those outside with weight and value 0.
+#[inline(always)]
+fn product_keys<S: Simd>() -> usize {
+    if S::TILES { tiles::KEYS } else { unit::<S>() }
+}
+
+/// Columns in whole multiples of [`product_keys`].
+#[inline(always)]
+fn product_columns<S: Simd>(columns: &Range<usize>) -> Range<usize> {
+    let whole = product_keys::<S>();
+    columns.start / whole * whole..columns.end.next_multiple_of(whole)
 }
 
 /// Panels that hold some columns of a block.
@@ -624,6 +651,7 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
     // SAFETY: the caller's promise; every region is used within its size in the layout.
     unsafe {
         let work = Work::new(cx, task, scratch);
+        S::begin_tiles();
         work.pack_queries::<S>();
         match task.partial {
             None => work.clear::<S>(task.rows),
@@ -639,6 +667,10 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
         }
         let tile_rows = cx.plan.tile_rows();
         let streams = task.rows <= stream::MAX_ROWS;
+        if S::TILES && streams {
+            let depth = depth::<S>(cx.plan.problem().dims().head_dim);
+            tiles::Stream::new(work.k, depth).set_queries::<S>(work.q);
+        }
         for block in task.blocks.0..task.blocks.1 {
             let mut packed = streams;
             for row in (0..task.rows).step_by(tile_rows) {
@@ -653,6 +685,7 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
                 work.attend::<S>(&tile, streams);
             }
         }
+        S::end_tiles();
         if task.partial.is_none() {
             work.finish::<S>(0, task.rows);
         }

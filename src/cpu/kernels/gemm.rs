@@ -7,6 +7,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, Simd};
+use super::tiles;
 
 /// Row-major matrices, leading strides in elements. `B` may be stored in any type; it is converted as it is loaded.
 #[derive(Clone, Copy)]
@@ -121,12 +122,16 @@ unsafe fn columns<S: Simd, E: Elem, const AHEAD: bool>(shape: (usize, usize), de
 /// memory is asked for.
 ///
 /// # Safety
-/// As [`Simd`]; `a` is valid for `rows x depth`, `b` for `depth x vectors * LANES`, `c` for `rows x vectors * LANES`.
+/// As [`Simd`]; `a` is valid for `rows x depth`, `b` for `depth x vectors * LANES`, `c` for `rows x vectors * LANES`. With
+/// tiles, `depth` is a multiple of [`TILE`](super::super::simd::TILE), and so are the rows for which `a` and `c` are valid.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize, m: Operands<E>) {
     debug_assert!(shape.1 <= S::VECTORS);
     // SAFETY: the caller's promise.
     unsafe {
+        if S::TILES {
+            return tiles::product::<S, E>(shape, depth, m);
+        }
         // The loop that asks for nothing is a loop of its own: the requests would cost it a tenth of its rate.
         match m.ahead {
             None if E::IS_F32 => columns::<S, E, false>(shape, depth, m),

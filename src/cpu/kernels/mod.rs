@@ -6,6 +6,7 @@ mod mask;
 mod pack;
 mod softmax;
 mod stream;
+mod tiles;
 
 pub(super) use mask::{MaskTable, classify};
 

@@ -2,7 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
+use super::super::simd::{Elem, LINES, Rows, Simd, TILE, load_head, with_elem};
+use crate::cache::NO_PAGE;
 use crate::problem::MAX_HEAD_DIM;
 use crate::{BlockTables, Dtype, TensorView};
 use std::ops::Range;
@@ -93,7 +94,11 @@ impl<'a> HeadRows<'a> {
         };
         let (block, row) = (j as u32 / p.page, (j as u32 % p.page) as usize);
         let block = if block < p.width { block } else { block % p.width };
-        let page = p.table[block as usize] as usize;
+        // What is asked for past the end need not have a page; an address that is mapped costs no failed look-up.
+        let page = match p.table[block as usize] {
+            NO_PAGE => 0,
+            page => page as usize,
+        };
         let offset = page.wrapping_mul(p.stride).wrapping_add(row.wrapping_mul(self.step()));
         (self.origin.wrapping_add(offset), p.page as usize - row)
     }
@@ -101,7 +106,7 @@ impl<'a> HeadRows<'a> {
     /// The rows from `j` on that are a step apart, as far as those asked for meanwhile are, at least `distance` rows
     /// further on.
     #[inline(always)]
-    pub(super) fn run(&self, j: usize, distance: usize) -> Run {
+    pub(super) fn span(&self, j: usize, distance: usize) -> Run {
         let (start, rows) = self.find(j);
         let distance = self.distance().max(distance);
         if self.pages.is_none() {
@@ -111,6 +116,13 @@ impl<'a> HeadRows<'a> {
         let (next, next_rows) = self.find(j + distance.next_multiple_of(16));
         let ahead = (next as usize).wrapping_sub(start as usize);
         Run { start, rows: rows.min(next_rows), ahead }
+    }
+
+    /// Start of the `len` rows from `j` on, and the bytes from one to the next, where these are the same for all.
+    #[inline(always)]
+    pub(super) fn run(&self, j: usize, len: usize) -> Option<(*const u8, usize)> {
+        let (start, rows) = self.find(j);
+        (rows >= len).then_some((start, self.step()))
     }
 
     /// Rows from one that is read to the one that is asked for.
@@ -185,6 +197,12 @@ pub(super) struct KeyVector {
 }
 
 impl KeyVector {
+    /// The rows, zeros for a key that is not wanted.
+    #[inline(always)]
+    pub(super) const fn rows(&self) -> &[*const u8; 16] {
+        &self.rows
+    }
+
     /// Keys `first + column..` of those in `columns`, which exist.
     ///
     /// # Safety
@@ -196,7 +214,7 @@ impl KeyVector {
         column: usize,
         columns: &Range<usize>,
     ) -> Self {
-        let (run, row_bytes) = (src.run(first + column, S::LANES), src.row_bytes());
+        let (run, row_bytes) = (src.span(first + column, S::LANES), src.row_bytes());
         let mut rows = [ZERO_ROW.0.as_ptr(); 16];
         if columns.start <= column && column + S::LANES <= columns.end && run.rows >= S::LANES {
             let step = src.step();
@@ -321,6 +339,12 @@ unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, dst: *mut f32) {
                 S::store(dst.add(n * width), R::step::<S>(lines[c / R::STEPS], c % R::STEPS));
             }
         }
+        if S::TILES {
+            let depth = steps_in::<R>(keys.row_bytes);
+            for n in depth..depth.next_multiple_of(TILE) {
+                S::store(dst.add(n * width), S::splat(0.0));
+            }
+        }
     }
 }
 
@@ -363,7 +387,8 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 }
 
 /// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero. With pairs, a row of `dst`
-/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero.
+/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero; with tiles,
+/// so are the missing pairs of a step.
 ///
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
@@ -372,7 +397,13 @@ pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Rang
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
     let row_bytes = src.row_bytes();
-    let from = first + if S::PAIRS { rows.start / 2 * 2 } else { rows.start };
+    // Rows that are used together.
+    let whole = match (S::TILES, S::PAIRS) {
+        (true, _) => 2 * TILE,
+        (_, true) => 2,
+        _ => 1,
+    };
+    let from = first + rows.start / whole * whole;
     let (mut walk, mut ahead) = (src.walk(from), src.walk(from + src.distance()));
     // The next row, once the one further on is asked for.
     let mut next = || {
@@ -384,7 +415,7 @@ pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Rang
         walk.next()
     };
     if S::PAIRS {
-        for (n, pair) in (rows.start / 2..rows.end.div_ceil(2)).enumerate() {
+        for (n, pair) in (rows.start / whole * whole / 2..rows.end.next_multiple_of(whole) / 2).enumerate() {
             let (even, odd) = (next(), next());
             let half = |j: usize, row| if rows.contains(&j) { row } else { ZERO_ROW.0.as_ptr() };
             let (even, odd) = (half(2 * pair, even), half(2 * pair + 1, odd));
@@ -423,18 +454,20 @@ unsafe fn pair_row<S: Simd>(even: *const u16, odd: *const u16, len: usize, dst: 
     }
 }
 
-/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, a pair of an odd length made whole with zero.
+/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, the last pair, or step of tiles, made whole
+/// with zeros.
 ///
 /// # Safety
 /// As [`Simd`]; `src` and `dst` hold `len` elements.
 #[inline(always)]
 pub(super) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
     if S::PAIRS {
-        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs.
+        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs or steps.
         unsafe {
             let dst = dst.cast::<u16>();
-            *dst.add(len.next_multiple_of(2) - 1) = 0;
+            let whole = len.next_multiple_of(if S::TILES { 2 * TILE } else { 2 });
             std::ptr::copy_nonoverlapping(src.cast(), dst, len);
+            std::ptr::write_bytes(dst.add(len), 0, whole - len);
         }
         return;
     }

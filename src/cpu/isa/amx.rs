@@ -1,0 +1,223 @@
+//! The matrix unit: products of 16 x 16 tiles of f32 over pairs of bf16.
+//!
+//! Written as assembly, one block for each product: the toolchain has no stable intrinsics for tiles, and their registers
+//! are known to nothing else.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{TILE, TILE_CHAINS, Tiles};
+use std::arch::asm;
+use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
+
+/// Whether the processor has tiles of bf16 and the operating system lets this process use them.
+pub(super) fn available() -> bool {
+    #[target_feature(enable = "xsave")]
+    fn enabled_state() -> u64 {
+        // SAFETY: called where the operating system has enabled the instruction.
+        unsafe { _xgetbv(0) }
+    }
+    const OSXSAVE: u32 = 1 << 27;
+    const TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
+    const TILE_STATE: u64 = 3 << 17;
+    // SAFETY: every x86-64 processor has the instruction; a leaf is asked for where it exists, the state where the
+    // processor says that the operating system has enabled its instruction.
+    #[allow(unused_unsafe, reason = "safe functions in newer toolchains")]
+    let enabled = unsafe {
+        __cpuid(0).eax >= 7
+            && __cpuid(1).ecx & OSXSAVE != 0
+            && __cpuid_count(7, 0).edx & TILE_AND_BF16 == TILE_AND_BF16
+            && enabled_state() & TILE_STATE == TILE_STATE
+    };
+    enabled && permitted()
+}
+
+/// Asks Linux for the state of the tiles, which it gives to processes that ask.
+#[cfg(target_os = "linux")]
+fn permitted() -> bool {
+    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
+    const XFEATURE_XTILEDATA: libc::c_long = 18;
+    // SAFETY: the call changes nothing but the permission.
+    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn permitted() -> bool {
+    false
+}
+
+/// Shape of the tile registers: palette 1, eight tiles of 16 rows of 64 bytes.
+#[repr(C, align(64))]
+struct Config([u8; 64]);
+
+static CONFIG: Config = {
+    let mut bytes = [0; 64];
+    bytes[0] = 1;
+    let mut tile = 0;
+    while tile < 8 {
+        bytes[16 + 2 * tile] = 64;
+        bytes[48 + tile] = TILE as u8;
+        tile += 1;
+    }
+    Config(bytes)
+};
+
+/// # Safety
+/// [`available`].
+#[inline(always)]
+pub(super) unsafe fn begin() {
+    // SAFETY: the caller's promise; the configuration is one that every such processor has.
+    unsafe {
+        asm!("ldtilecfg [{config}]", config = in(reg) &raw const CONFIG, options(nostack, readonly));
+    }
+}
+
+/// # Safety
+/// [`available`].
+#[inline(always)]
+pub(super) unsafe fn end() {
+    // SAFETY: the caller's promise.
+    unsafe { asm!("tilerelease", options(nostack, nomem)) }
+}
+
+/// The contract of [`Simd::tile_product`](super::super::simd::Simd::tile_product). Tiles 0 to 3 are `C`, 4 and 5 `A`, 6 and
+/// 7 `B`.
+///
+/// # Safety
+/// [`begin`] was called on this thread; `a` is valid for `16 M` rows of `steps * 64` bytes, `b` for `16 steps` rows of `64 N`,
+/// `c` for `16 M` rows of `64 N`; `steps` is not 0.
+#[inline(always)]
+pub(super) unsafe fn product<const M: usize, const N: usize>(steps: usize, t: Tiles) {
+    const { assert!(1 <= M && M <= 2 && 1 <= N && N <= 2) };
+    debug_assert!(steps > 0);
+    /// Assembly of one shape: what concerns each tile that the shape has.
+    macro_rules! block {
+        ($zero:literal, $load:literal, $step:literal, $store:literal) => {
+            // SAFETY: the caller's promise.
+            unsafe {
+                asm!(
+                    "test {resume}, {resume}",
+                    "jnz 3f",
+                    $zero,
+                    "jmp 2f",
+                    "3:",
+                    $load,
+                    "2:",
+                    $step,
+                    "add {a}, 64",
+                    "add {a1}, 64",
+                    "add {b}, {next}",
+                    "dec {steps}",
+                    "jnz 2b",
+                    $store,
+                    // Where a shape has one row of tiles, nothing else names these.
+                    "# {a1} {c1}",
+                    resume = in(reg) usize::from(t.resume),
+                    a = inout(reg) t.a => _,
+                    a1 = inout(reg) t.a.wrapping_add(TILE * t.lda) => _,
+                    lda = in(reg) t.lda,
+                    b = inout(reg) t.b => _,
+                    ldb = in(reg) t.ldb,
+                    next = in(reg) TILE * t.ldb,
+                    c = in(reg) t.c,
+                    c1 = in(reg) t.c.wrapping_byte_add(TILE * t.ldc),
+                    ldc = in(reg) t.ldc,
+                    steps = inout(reg) steps => _,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                    options(nostack),
+                );
+            }
+        };
+    }
+    match (M, N) {
+        (2, 2) => block!(
+            "tilezero tmm0
+             tilezero tmm1
+             tilezero tmm2
+             tilezero tmm3",
+            "tileloadd tmm0, [{c} + {ldc}]
+             tileloadd tmm1, [{c} + {ldc} + 64]
+             tileloadd tmm2, [{c1} + {ldc}]
+             tileloadd tmm3, [{c1} + {ldc} + 64]",
+            "tileloadd tmm4, [{a} + {lda}]
+             tileloadd tmm6, [{b} + {ldb}]
+             tileloadd tmm5, [{a1} + {lda}]
+             tileloadd tmm7, [{b} + {ldb} + 64]
+             tdpbf16ps tmm0, tmm4, tmm6
+             tdpbf16ps tmm2, tmm5, tmm6
+             tdpbf16ps tmm1, tmm4, tmm7
+             tdpbf16ps tmm3, tmm5, tmm7",
+            "tilestored [{c} + {ldc}], tmm0
+             tilestored [{c} + {ldc} + 64], tmm1
+             tilestored [{c1} + {ldc}], tmm2
+             tilestored [{c1} + {ldc} + 64], tmm3"
+        ),
+        (2, 1) => block!(
+            "tilezero tmm0
+             tilezero tmm2",
+            "tileloadd tmm0, [{c} + {ldc}]
+             tileloadd tmm2, [{c1} + {ldc}]",
+            "tileloadd tmm4, [{a} + {lda}]
+             tileloadd tmm6, [{b} + {ldb}]
+             tileloadd tmm5, [{a1} + {lda}]
+             tdpbf16ps tmm0, tmm4, tmm6
+             tdpbf16ps tmm2, tmm5, tmm6",
+            "tilestored [{c} + {ldc}], tmm0
+             tilestored [{c1} + {ldc}], tmm2"
+        ),
+        (1, 2) => block!(
+            "tilezero tmm0
+             tilezero tmm1",
+            "tileloadd tmm0, [{c} + {ldc}]
+             tileloadd tmm1, [{c} + {ldc} + 64]",
+            "tileloadd tmm4, [{a} + {lda}]
+             tileloadd tmm6, [{b} + {ldb}]
+             tileloadd tmm7, [{b} + {ldb} + 64]
+             tdpbf16ps tmm0, tmm4, tmm6
+             tdpbf16ps tmm1, tmm4, tmm7",
+            "tilestored [{c} + {ldc}], tmm0
+             tilestored [{c} + {ldc} + 64], tmm1"
+        ),
+        _ => block!(
+            "tilezero tmm0",
+            "tileloadd tmm0, [{c} + {ldc}]",
+            "tileloadd tmm4, [{a} + {lda}]
+             tileloadd tmm6, [{b} + {ldb}]
+             tdpbf16ps tmm0, tmm4, tmm6",
+            "tilestored [{c} + {ldc}], tmm0"
+        ),
+    }
+}
+
+/// The contract of [`Simd::tile_loop`](super::super::simd::Simd::tile_loop).
+///
+/// # Safety
+/// [`begin`] was called on this thread.
+#[inline(always)]
+pub(super) unsafe fn product_loop(rounds: u64) {
+    const { assert!(TILE_CHAINS == 4) };
+    // SAFETY: the caller's promise.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "tilezero tmm4",
+            "tilezero tmm5",
+            "tilezero tmm6",
+            "tilezero tmm7",
+            "2:",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "dec {rounds}",
+            "jnz 2b",
+            rounds = inout(reg) rounds.max(1) => _,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack, nomem),
+        );
+    }
+}
