@@ -9,10 +9,12 @@
 )]
 
 mod cache;
+mod cached;
 mod conformance;
 mod defects;
 mod external;
 mod invariance;
+mod merge;
 mod plans;
 mod properties;
 mod refusals;

@@ -1,0 +1,179 @@
+//! Merging partial results against the oracle of the whole.
+
+use crate::support::{build, runners};
+use flashtile::testkit::{
+    Accumulation, Built, Case, CpuRunner, Guarded, GuardedList, Layout, Rng, Tolerance, compare_lse,
+    compare_out,
+};
+use flashtile::{
+    Dtype, MaskKind, MaskView, MergeError, Outputs, Part, TensorView, TensorViewMut, merge, reference,
+};
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+/// The result over the keys that `shows` says, in the dtype of the problem.
+fn part(
+    whole: &Built,
+    case: &Case,
+    runner: &CpuRunner,
+    shows: impl Fn(usize) -> bool,
+    sinks: bool,
+) -> (Guarded, GuardedList) {
+    let dims = *whole.problem.dims();
+    let mut desc = case.desc.clone();
+    desc.mask = Some(MaskKind::Bool);
+    desc.sinks &= sinks;
+    let problem = desc.validate().unwrap();
+    let mask: Vec<bool> = (0..dims.kv_len).map(shows).collect();
+    let mut inputs = whole.inputs();
+    inputs.mask = Some(MaskView::dense_bool(&mask, [1, 1, 1, dims.kv_len]).unwrap());
+    inputs.sinks = inputs.sinks.filter(|_| sinks);
+    let plan = runner.cpu.plan(&problem, runner.options).unwrap();
+    let mut out = Guarded::new(problem.dtype(), dims.out_shape(), Layout::Padded);
+    let mut lse = GuardedList::new(dims.lse_shape().iter().product());
+    let mut outputs = Outputs::new(out.view_mut());
+    outputs.lse = Some(lse.slice_mut());
+    runner.cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
+    // What a part holds in rows that it adds nothing to is not looked at.
+    for index in out.indices() {
+        let [b, h, i, _] = index;
+        if lse.slice()[(b * dims.q_heads + h) * dims.q_len + i] == f32::NEG_INFINITY {
+            out.set(index, f32::NAN);
+        }
+    }
+    (out, lse)
+}
+
+#[test]
+fn parts_of_the_keys_cut_anywhere_merge_to_the_whole() {
+    for seed in 0..60 {
+        let mut rng = Rng::new(seed);
+        let dtype = DTYPES[rng.below(3)];
+        let (kv_heads, group) = (1 + rng.below(2), 1 + rng.below(4));
+        let dims = [
+            1 + rng.below(2),
+            kv_heads * group,
+            kv_heads,
+            1 + rng.below(20),
+            1 + rng.below(600),
+            [16, 33, 64][rng.below(3)],
+            [7, 64, 130][rng.below(3)],
+        ];
+        let mut case = Case::new(format!("merge {seed}"), dims, dtype);
+        if rng.below(2) == 0 {
+            case = case.causal(flashtile::QOffset::BottomRight);
+        }
+        if rng.below(2) == 0 {
+            case = case.sinks();
+        }
+        if rng.below(3) == 0 {
+            case = case.softcap(3.0);
+        }
+        let whole = build(&case);
+        let expected = reference::attention(&whole.problem, &whole.inputs()).unwrap();
+        let parts = 1 + rng.below(6);
+        // Runs of keys, or each key anywhere.
+        let scattered = rng.below(2) == 0;
+        let mut cuts: Vec<usize> = (1..parts).map(|_| rng.below(dims[4] + 1)).collect();
+        cuts.sort_unstable();
+        let owner: Vec<usize> = (0..dims[4])
+            .map(|j| if scattered { rng.below(parts) } else { cuts.iter().filter(|&&cut| cut <= j).count() })
+            .collect();
+        for runner in runners() {
+            let results: Vec<_> =
+                (0..parts).map(|n| part(&whole, &case, &runner, |j| owner[j] == n, n == parts - 1)).collect();
+            let views: Vec<Part<'_>> =
+                results.iter().map(|(out, lse)| Part { out: out.view(), lse: lse.slice() }).collect();
+            let dims = whole.problem.dims();
+            for to in [Dtype::F32, dtype] {
+                let mut out = Guarded::new(to, dims.out_shape(), Layout::Fused);
+                let mut lse = GuardedList::new(dims.lse_shape().iter().product());
+                let mut outputs = Outputs::new(out.view_mut());
+                outputs.lse = Some(lse.slice_mut());
+                merge(&views, &mut outputs).unwrap();
+                assert_eq!([out.touched(), lse.touched()], [None, None]);
+                let plan = runner.cpu.plan(&whole.problem, runner.options).unwrap();
+                let mut tolerance = Tolerance::of(dtype, dims.kv_len, Accumulation::of(&plan));
+                // Each part was rounded to its dtype before; a mean of them is off by as much as they are.
+                tolerance.absolute += 2.0 * tolerance.relative;
+                let out = compare_out(&out.values(), &expected, dtype, &tolerance);
+                let lse = compare_lse(lse.slice(), &expected, &tolerance);
+                assert!(out.within() && lse.within(), "{seed} {runner:?} to {to}: {out}\n{lse}");
+            }
+        }
+    }
+}
+
+fn merged(parts: &[([f32; 2], f32)]) -> ([f32; 2], f32) {
+    let shape = [1, 1, 1, 2];
+    let lse: Vec<[f32; 1]> = parts.iter().map(|part| [part.1]).collect();
+    let views: Vec<Part<'_>> = parts
+        .iter()
+        .zip(&lse)
+        .map(|((out, _), lse)| Part { out: TensorView::bhsd(out, shape).unwrap(), lse })
+        .collect();
+    let (mut out, mut lse) = ([f32::NAN; 2], [f32::NAN]);
+    let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, shape).unwrap());
+    outputs.lse = Some(&mut lse);
+    merge(&views, &mut outputs).unwrap();
+    (out, lse[0])
+}
+
+#[test]
+fn rows_without_keys_add_nothing() {
+    let none = f32::NEG_INFINITY;
+    assert_eq!(merged(&[]), ([0.0, 0.0], none));
+    assert_eq!(merged(&[([f32::NAN, 1.0], none)]), ([0.0, 0.0], none));
+    assert_eq!(merged(&[([f32::NAN, 1.0], none), ([3.0, -2.5], -7.25)]), ([3.0, -2.5], -7.25));
+    assert_eq!(merged(&[([3.0, -2.5], 1e30)]), ([3.0, -2.5], 1e30));
+    // Logsumexps whose exponentials overflow.
+    assert_eq!(merged(&[([1.0, 0.0], 4000.0), ([5.0, 8.0], 4000.0)]).0, [3.0, 4.0]);
+    assert_eq!(merged(&[([1.0, 0.0], -4000.0), ([5.0, 8.0], -4000.0)]).0, [3.0, 4.0]);
+    let (out, lse) = merged(&[([1.0, 2.0], f32::NAN), ([1.0, 2.0], 0.0)]);
+    assert!(out.iter().all(|x| x.is_nan()) && lse.is_nan());
+    let (out, _) = merged(&[([f32::NAN, 2.0], 0.0), ([1.0, 2.0], 0.0)]);
+    assert!(out[0].is_nan() && out[1] == 2.0);
+}
+
+#[test]
+fn one_part_keeps_its_bits() {
+    let mut rng = Rng::new(7);
+    for dtype in DTYPES {
+        for layout in Layout::ALL {
+            let shape = [2, 3, 5, 67];
+            let mut from = Guarded::new(dtype, shape, Layout::Padded);
+            for index in from.indices() {
+                from.set(index, rng.normal());
+            }
+            let lse: Vec<f32> = (0..30).map(|_| rng.normal()).collect();
+            let mut out = Guarded::new(dtype, shape, layout);
+            merge(&[Part { out: from.view(), lse: &lse }], &mut Outputs::new(out.view_mut())).unwrap();
+            assert_eq!(out.bits(), from.bits());
+            assert_eq!(out.touched(), None);
+        }
+    }
+}
+
+#[test]
+fn refusals_write_nothing() {
+    let (a, b) = (Guarded::new(Dtype::F32, [2, 3, 4, 5], Layout::Bhsd), [0.0f32; 24]);
+    let other = Guarded::new(Dtype::F16, [2, 3, 4, 6], Layout::Bhsd);
+    let mut out = Guarded::new(Dtype::F32, [2, 3, 4, 5], Layout::Bhsd);
+    let before = out.bits();
+    let refused = |parts: &[Part<'_>], lse: Option<&mut [f32]>, out: &mut Guarded| {
+        let mut outputs = Outputs::new(out.view_mut());
+        outputs.lse = lse;
+        merge(parts, &mut outputs).unwrap_err()
+    };
+    let good = Part { out: a.view(), lse: &b };
+    let error = refused(&[good, Part { out: other.view(), lse: &b }], None, &mut out);
+    assert_eq!(error, MergeError::Shape { part: 1, expected: [2, 3, 4, 5], got: [2, 3, 4, 6] });
+    assert_eq!(error.to_string(), "out of part 1 has shape [2, 3, 4, 6], expected [2, 3, 4, 5]");
+    let error = refused(&[good, Part { out: a.view(), lse: &b[..23] }], None, &mut out);
+    assert_eq!(error.to_string(), "lse of part 1 has 23 elements, expected 24");
+    let mut short = [1.0; 25];
+    let error = refused(&[good], Some(&mut short), &mut out);
+    assert_eq!(error.to_string(), "lse has 25 elements, expected 24");
+    assert_eq!(short, [1.0; 25]);
+    assert_eq!(out.bits(), before);
+}
