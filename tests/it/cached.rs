@@ -708,3 +708,41 @@ fn a_plan_serves_any_tables_of_its_lengths() {
     }
     assert_eq!(answers.len(), 1);
 }
+
+/// Time of a step of decoding over pages of each size beside plain tensors. Measures, so it is not part of a normal run:
+/// `cargo test --release --test it page_cost -- --ignored --nocapture`.
+#[test]
+#[ignore = "measures time"]
+fn page_cost() {
+    const ROUNDS: usize = 15;
+    for (tokens, dtype) in
+        [(1024, Dtype::F32), (1024, Dtype::BF16), (16384, Dtype::F32), (16384, Dtype::BF16)]
+    {
+        let base = |name: &str| Case::new(name, [1, 32, 8, 0, 0, 128, 128], dtype);
+        let mut cases = vec![("plain".to_owned(), base("plain").packed(&[(1, tokens)]))];
+        for page in [tokens, 256, 64, 16, 8, 4, 1] {
+            cases.push((format!("pages of {page}"), base("plain").cached(&[(1, tokens)], page, Keep::All)));
+        }
+        let mut steps: Vec<_> = cases
+            .into_iter()
+            .map(|(name, case)| (name, build(&case.layout(Layout::Bhsd)), Vec::new()))
+            .collect();
+        let cpu = Cpu::new().with_threads(1);
+        for _ in 0..ROUNDS {
+            for (_, built, times) in &mut steps {
+                let plan = cpu.plan(&built.problem, PlanOptions::default()).unwrap();
+                let mut workspace = plan.workspace();
+                let mut out = Guarded::new(dtype, built.problem.dims().out_shape(), Layout::Bshd);
+                let mut outputs = Outputs::new(out.view_mut());
+                let start = std::time::Instant::now();
+                cpu.run(&plan, &built.inputs(), &mut outputs, &mut workspace).unwrap();
+                times.push(start.elapsed().as_secs_f64());
+            }
+        }
+        for (name, _, times) in &mut steps {
+            times.sort_by(f64::total_cmp);
+            let (best, median) = (times[0] * 1e6, times[ROUNDS / 2] * 1e6);
+            println!("{dtype} {tokens} tokens, {name}: {best:.0} us, median {median:.0} us");
+        }
+    }
+}

@@ -1,12 +1,13 @@
 //! Every refusal: what provokes it, and that its message holds the numbers.
 
 use crate::support::{build, options};
+use flashtile::cache::NO_PAGE;
 use flashtile::plan::{Isa, devices};
 use flashtile::problem::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
-use flashtile::testkit::{Case, CpuRunner, Guarded, Layout, MaskFill};
+use flashtile::testkit::{Case, CpuRunner, Guarded, Keep, Layout, MaskFill, Tree};
 use flashtile::{
-    Cpu, CpuPlan, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, ProblemDesc, QOffset, RunError,
-    Sequences, TensorView, TensorViewMut, Unsupported, ViewError, Visibility, Workspace,
+    BlockTables, Cpu, CpuPlan, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, ProblemDesc, QOffset,
+    RunError, Sequences, TensorView, TensorViewMut, Unsupported, ViewError, Visibility, Workspace,
 };
 
 fn case() -> Case {
@@ -374,6 +375,153 @@ fn masks() {
         &masked(MaskKind::Bool),
         |inputs, spare| inputs.mask = Some(MaskView::dense_bool(&spare.bools, [1, 2, 1, 9]).unwrap()),
         "mask has shape [1, 2, 1, 9], expected [2, 4, 5, 9] with any axis 1",
+    );
+}
+
+/// Cached sequences of lengths 20, 9 and 0 with 3, 1 and 0 queries.
+fn cached() -> Case {
+    Case::new("refusal", [1, 4, 2, 0, 0, 8, 6], Dtype::F32).cached(&[(3, 20), (1, 9), (0, 0)], 4, Keep::All)
+}
+
+#[test]
+fn cached_sequences() {
+    let refused = |change: &dyn Fn(&mut ProblemDesc), message: &str| {
+        let mut desc = cached().desc;
+        change(&mut desc);
+        assert_eq!(desc.validate().unwrap_err().to_string(), message);
+    };
+    let with = |cu: &[usize], kv: &[usize]| {
+        let (cu_seqlens_q, kv_lens) = (cu.to_vec(), kv.to_vec());
+        move |d: &mut ProblemDesc| {
+            d.sequences = Sequences::Cached { cu_seqlens_q: cu_seqlens_q.clone(), kv_lens: kv_lens.clone() };
+        }
+    };
+    refused(&|d| d.dims.batch = 2, "packed sequences need tensors with 1 batch entry, got 2");
+    let one_less = "expected one less";
+    refused(&with(&[0, 4], &[1, 2]), &format!("cu_seqlens_q has 2 entries and kv_lens has 2, {one_less}"));
+    refused(&with(&[0, 1, 4], &[1]), &format!("cu_seqlens_q has 3 entries and kv_lens has 1, {one_less}"));
+    refused(&with(&[], &[]), &format!("cu_seqlens_q has 0 entries and kv_lens has 0, {one_less}"));
+    refused(&with(&[1, 4], &[20]), "cu_seqlens_q starts at 1, expected 0");
+    refused(&with(&[0, 3, 2, 4], &[1, 1, 1]), "cu_seqlens_q[2] is 2 after 3, expected no decrease");
+    refused(&with(&[0, 3], &[1]), "cu_seqlens_q ends at 3, expected the 4 rows of the tensor");
+    refused(&with(&[0, 3, 4], &[20, 21]), "kv_lens[1] is 21, expected at most kv_len 20");
+    let many = MAX_SEQUENCES + 1;
+    refused(&with(&vec![0; many + 1], &vec![0; many]), "sequences 4194305 is above 4194304");
+    let tail = "with kv_lens needs q_offset: top-left, bottom-right or a number";
+    refused(&|d| d.visibility = Visibility::causal(), &format!("causal {tail}"));
+    refused(&|d| d.alibi = true, &format!("ALiBi {tail}"));
+    let tree = with(&[0, 3, 4], &[2, 9]);
+    refused(
+        &|d| {
+            tree(d);
+            d.tree = true;
+        },
+        "tree mask over sequence 0 with q_len 3 and kv_len 2, expected q_len <= kv_len",
+    );
+    let mut desc = desc();
+    desc.tree = true;
+    assert_eq!(desc.validate().unwrap_err().to_string(), "a tree mask needs cached sequences");
+}
+
+#[test]
+fn tables() {
+    /// Checks the message of the refusal of tables that `change` makes, by every kernel and by the oracle.
+    fn refused(case: &Case, change: impl Fn(&mut BlockTables), message: &str) {
+        let built = build(case);
+        let mut tables = built.tables.clone().unwrap();
+        change(&mut tables);
+        let mut inputs = built.inputs();
+        inputs.tables = Some(&tables);
+        for cpu in Cpu::isas().into_iter().map(|isa| Cpu::with_isa(isa).unwrap()) {
+            let plan = cpu.plan(&built.problem, PlanOptions::default()).unwrap();
+            assert_eq!(run(&cpu, &plan, &inputs).to_string(), message);
+        }
+        let error = flashtile::reference::attention(&built.problem, &inputs).unwrap_err();
+        assert_eq!(error.to_string(), message);
+        assert_eq!(std::error::Error::source(&error).is_some(), matches!(error, RunError::Tables(_)));
+    }
+    inputs_refused(&cached(), |inputs, _| inputs.tables = None, "tables is missing: the problem has it");
+    let given = BlockTables::default();
+    let built = build(&case());
+    let mut inputs = built.inputs();
+    inputs.tables = Some(&given);
+    let message = "tables was given but the problem does not have it";
+    assert_eq!(flashtile::reference::attention(&built.problem, &inputs).unwrap_err().to_string(), message);
+
+    let causal = cached().causal(QOffset::BottomRight);
+    refused(&causal, |t| drop(t.lens.pop()), "tables.lens has 2 elements, expected 3");
+    refused(&causal, |t| t.lens[1] = 8, "tables: sequence 1 has length 8, the problem's kv_lens say 9");
+    refused(&causal, |t| drop(t.first.pop()), "tables: first has 2 entries, expected 3");
+    refused(&causal, |t| drop(t.table.pop()), "tables: table has 14 entries, expected 15");
+    refused(&causal, |t| t.first[1] = 10, "tables: sequence 1 keeps tokens from 10, its length is 9");
+    refused(&causal, |t| t.table[2] = 11, "tables: block 2 of sequence 0 is page 11, the pool has 11");
+    refused(&causal, |t| t.table[5] = NO_PAGE, "tables: block 0 of sequence 1 has no page");
+    refused(
+        &causal,
+        |t| (t.width, t.table) = (4, vec![0; 12]),
+        "tables: sequence 0 keeps 20 tokens, its pages hold 16",
+    );
+    refused(
+        &causal,
+        |t| (t.width, t.table, t.first) = (4, vec![0; 12], vec![5, 0, 0]),
+        "tables: sequence 0 has length 20, a table that does not wrap reaches 16",
+    );
+    refused(&causal, |t| t.first[0] = 1, "query row 0 of sequence 0 sees key 0, the first that is kept is 1");
+    let banded = causal.clone().seeing(Visibility::window(Some(5), None));
+    refused(
+        &banded,
+        |t| t.first[0] = 13,
+        "query row 0 of sequence 0 sees key 12, the first that is kept is 13",
+    );
+    refused(&banded, |t| t.first[1] = 9, "query row 0 of sequence 1 sees key 3, the first that is kept is 9");
+    let late = cached().causal(QOffset::At(-2));
+    refused(&late, |t| t.first[0] = 3, "query row 2 of sequence 0 sees key 0, the first that is kept is 3");
+    refused(&causal, |t| t.page = 5, "k has shape [11, 2, 4, 8], expected [11, 2, 5, 8]");
+}
+
+#[test]
+fn pools() {
+    inputs_refused(
+        &cached(),
+        |inputs, spare| inputs.k = spare.f32.view(),
+        "k has shape [2, 2, 9, 7], expected [2, 2, 4, 8]",
+    );
+    inputs_refused(
+        &cached(),
+        |inputs, spare| inputs.v = spare.f32.view(),
+        "v has shape [2, 2, 9, 7], expected [11, 2, 4, 6]",
+    );
+    let built = build(&cached());
+    let half = Guarded::new(Dtype::F16, [11, 2, 4, 8], Layout::Bhsd);
+    let mut inputs = built.inputs();
+    inputs.k = half.view();
+    let error = flashtile::reference::attention(&built.problem, &inputs).unwrap_err();
+    assert_eq!(error.to_string(), "k is f16, expected f32");
+}
+
+#[test]
+fn trees() {
+    let tree = || cached().tree(Tree::Causal);
+    inputs_refused(&tree(), |inputs, _| inputs.tree = None, "tree is missing: the problem has it");
+    inputs_refused(
+        &cached(),
+        |inputs, spare| inputs.tree = Some(MaskView::additive(spare.f32.view())),
+        "tree was given but the problem does not have it",
+    );
+    inputs_refused(
+        &tree(),
+        |inputs, spare| inputs.tree = Some(MaskView::additive(spare.f16.view())),
+        "tree is additive f16, expected bool",
+    );
+    inputs_refused(
+        &tree(),
+        |inputs, spare| inputs.tree = Some(MaskView::dense_bool(&spare.bools, [1, 1, 4, 4]).unwrap()),
+        "tree has shape [1, 1, 4, 4], expected [1, 1, 4, 3]",
+    );
+    inputs_refused(
+        &tree(),
+        |inputs, spare| inputs.tree = Some(MaskView::dense_bool(&spare.bools, [1, 1, 1, 3]).unwrap()),
+        "tree has shape [1, 1, 1, 3], expected [1, 1, 4, 3]",
     );
 }
 

@@ -1,0 +1,272 @@
+//! A small serving loop over a KV cache: requests are admitted, their prompts are read in chunks beside the single steps of
+//! others, one is forked, one is rolled back, one is evicted and brought back.
+//!
+//! The model is synthetic (random weights, two layers) and its attention is real. After each step the logits of every
+//! request are computed again from scratch, over plain tensors without a cache: they must be the same, bit for bit, because
+//! a row's result depends on its own query, keys and values alone.
+//!
+//! `cargo run --release --example serve`
+
+#![allow(clippy::print_stdout, reason = "an example reports by printing")]
+
+use flashtile::{
+    CacheDesc, CacheLayout, Codec, Cpu, Dims, Dtype, Inputs, KvCache, Outputs, PlanOptions, ProblemDesc,
+    SeqId, TensorView, TensorViewMut, Visibility,
+};
+
+type Error = Box<dyn std::error::Error>;
+
+const LAYERS: usize = 2;
+const Q_HEADS: usize = 4;
+const KV_HEADS: usize = 2;
+const DIM: usize = 32;
+const WIDTH: usize = Q_HEADS * DIM;
+const VOCABULARY: usize = 97;
+/// Tokens of a prompt that one step reads.
+const CHUNK: usize = 24;
+
+/// The number of a place in a matrix, in -1..1.
+fn random(matrix: usize, at: usize) -> f32 {
+    let x = (matrix as u64 * 0x9E37_79B9 + at as u64 + 1).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ (x >> 31)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    (x >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+}
+
+/// `[inputs, outputs]`, row-major.
+struct Matrix {
+    weights: Vec<f32>,
+    outputs: usize,
+}
+
+impl Matrix {
+    fn new(index: usize, inputs: usize, outputs: usize) -> Self {
+        let scale = 1.7 / (inputs as f32).sqrt();
+        Self { weights: (0..inputs * outputs).map(|at| scale * random(index, at)).collect(), outputs }
+    }
+
+    /// Each row times the matrix; a row's result depends on that row alone.
+    fn apply(&self, rows: &[f32], inputs: usize) -> Vec<f32> {
+        let mut result = vec![0.0; rows.len() / inputs * self.outputs];
+        for (row, out) in rows.chunks_exact(inputs).zip(result.chunks_exact_mut(self.outputs)) {
+            for (x, weights) in row.iter().zip(self.weights.chunks_exact(self.outputs)) {
+                for (out, w) in out.iter_mut().zip(weights) {
+                    *out += x * w;
+                }
+            }
+        }
+        result
+    }
+}
+
+struct Layer {
+    q: Matrix,
+    k: Matrix,
+    v: Matrix,
+    o: Matrix,
+}
+
+struct Model {
+    cpu: Cpu,
+    layers: Vec<Layer>,
+    head: Matrix,
+}
+
+/// Rows of length 1, so that layers neither grow nor vanish.
+fn normalise(rows: &[f32]) -> Vec<f32> {
+    let mut result = rows.to_vec();
+    for row in result.chunks_exact_mut(WIDTH) {
+        let scale = (row.iter().map(|x| x * x).sum::<f32>() / WIDTH as f32).sqrt().recip();
+        row.iter_mut().for_each(|x| *x *= scale);
+    }
+    result
+}
+
+impl Model {
+    fn new() -> Self {
+        let layer = |n: usize| Layer {
+            q: Matrix::new(4 * n, WIDTH, WIDTH),
+            k: Matrix::new(4 * n + 1, WIDTH, KV_HEADS * DIM),
+            v: Matrix::new(4 * n + 2, WIDTH, KV_HEADS * DIM),
+            o: Matrix::new(4 * n + 3, WIDTH, WIDTH),
+        };
+        let head = Matrix::new(100, WIDTH, VOCABULARY);
+        Self { cpu: Cpu::new(), layers: (0..LAYERS).map(layer).collect(), head }
+    }
+
+    /// Logits after each token, `[tokens, VOCABULARY]`. `attend(layer, q, k, v)` gives the attention of packed rows.
+    fn forward(
+        &self,
+        tokens: &[usize],
+        mut attend: impl FnMut(usize, &[f32], &[f32], &[f32]) -> Result<Vec<f32>, Error>,
+    ) -> Result<Vec<f32>, Error> {
+        let mut x: Vec<f32> =
+            tokens.iter().flat_map(|t| (0..WIDTH).map(move |d| random(200, t * WIDTH + d))).collect();
+        for (n, layer) in self.layers.iter().enumerate() {
+            let normal = normalise(&x);
+            let [q, k, v] = [&layer.q, &layer.k, &layer.v].map(|matrix| matrix.apply(&normal, WIDTH));
+            let out = layer.o.apply(&attend(n, &q, &k, &v)?, WIDTH);
+            x.iter_mut().zip(out).for_each(|(x, out)| *x += out);
+        }
+        Ok(self.head.apply(&normalise(&x), WIDTH))
+    }
+
+    fn run(&self, mut desc: ProblemDesc, inputs: &Inputs<'_>) -> Result<Vec<f32>, Error> {
+        desc.visibility = Visibility::causal();
+        let plan = self.cpu.plan(&desc.validate()?, PlanOptions::default())?;
+        let rows = plan.problem().dims().q_len;
+        let mut out = vec![0.0f32; rows * WIDTH];
+        let mut outputs = Outputs::new(TensorViewMut::packed(&mut out, [rows, Q_HEADS, DIM])?);
+        self.cpu.run(&plan, inputs, &mut outputs, &mut plan.workspace())?;
+        Ok(out)
+    }
+
+    /// One step of a batch: new tokens of each sequence. Logits after the last token of each.
+    fn step(&self, cache: &mut KvCache, batch: &[(SeqId, &[usize])]) -> Result<Vec<Vec<f32>>, Error> {
+        let tokens: Vec<usize> = batch.iter().flat_map(|(_, tokens)| tokens.iter().copied()).collect();
+        let seqs: Vec<SeqId> = batch.iter().map(|part| part.0).collect();
+        let new: Vec<(SeqId, usize)> = batch.iter().map(|(seq, tokens)| (*seq, tokens.len())).collect();
+        cache.extend(&new)?;
+        let total = tokens.len();
+        let logits = self.forward(&tokens, |layer, q, k, v| {
+            let kv = [k, v].map(|rows| TensorView::packed(rows, [total, KV_HEADS, DIM]));
+            let [k, v] = kv;
+            cache.write(layer, &new, &k?, &v?)?;
+            let tables = cache.tables(&seqs)?;
+            let lengths: Vec<(usize, usize)> =
+                new.iter().zip(&tables.lens).map(|(&(_, new), &len)| (new, len)).collect();
+            let desc = ProblemDesc::cached([Q_HEADS, KV_HEADS], [DIM, DIM], Dtype::F32, &lengths);
+            let q = TensorView::packed(q, [total, Q_HEADS, DIM])?;
+            self.run(desc, &Inputs::cached(q, cache, layer, &tables)?)
+        })?;
+        let mut end = 0;
+        let last = |(_, tokens): &(SeqId, &[usize])| {
+            end += tokens.len();
+            logits[(end - 1) * VOCABULARY..end * VOCABULARY].to_vec()
+        };
+        Ok(batch.iter().map(last).collect())
+    }
+
+    /// Logits after the last token, without a cache.
+    fn from_scratch(&self, tokens: &[usize]) -> Result<Vec<f32>, Error> {
+        let n = tokens.len();
+        let dims = Dims {
+            batch: 1,
+            q_heads: Q_HEADS,
+            kv_heads: KV_HEADS,
+            q_len: n,
+            kv_len: n,
+            head_dim: DIM,
+            value_dim: DIM,
+        };
+        let logits = self.forward(tokens, |_, q, k, v| {
+            let q = TensorView::packed(q, [n, Q_HEADS, DIM])?;
+            let kv = [k, v].map(|rows| TensorView::packed(rows, [n, KV_HEADS, DIM]));
+            let [k, v] = kv;
+            self.run(ProblemDesc::new(dims, Dtype::F32), &Inputs::new(q, k?, v?))
+        })?;
+        Ok(logits[(n - 1) * VOCABULARY..].to_vec())
+    }
+}
+
+fn best(logits: &[f32]) -> usize {
+    (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap_or(0)
+}
+
+struct Request {
+    seq: SeqId,
+    tokens: Vec<usize>,
+    /// Tokens in the cache.
+    done: usize,
+}
+
+struct Server {
+    model: Model,
+    cache: KvCache,
+    requests: Vec<Request>,
+    checked: usize,
+}
+
+impl Server {
+    fn admit(&mut self, prompt: Vec<usize>) -> Result<(), Error> {
+        self.requests.push(Request { seq: self.cache.create()?, tokens: prompt, done: 0 });
+        Ok(())
+    }
+
+    /// Reads a chunk of each prompt that is not read yet and decodes one token of each other request.
+    fn step(&mut self) -> Result<(), Error> {
+        let batch: Vec<(SeqId, &[usize])> = self
+            .requests
+            .iter()
+            .map(|r| (r.seq, &r.tokens[r.done..r.tokens.len().min(r.done + CHUNK)]))
+            .collect();
+        let logits = self.model.step(&mut self.cache, &batch)?;
+        for (request, logits) in self.requests.iter_mut().zip(logits) {
+            request.done = self.cache.len(request.seq)?;
+            let expected = self.model.from_scratch(&request.tokens[..request.done])?;
+            if logits.iter().zip(&expected).any(|(a, b)| a.to_bits() != b.to_bits()) {
+                return Err(format!("{} differs after {} tokens", request.seq, request.done).into());
+            }
+            self.checked += 1;
+            if request.done == request.tokens.len() {
+                request.tokens.push(best(&logits));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn prompt(seed: usize, len: usize) -> Vec<usize> {
+    (0..len).map(|at| (random(300 + seed, at).abs() * VOCABULARY as f32) as usize % VOCABULARY).collect()
+}
+
+fn main() -> Result<(), Error> {
+    let layout = CacheLayout::Paged { pages: 64, page: 16 };
+    let cache = KvCache::new(CacheDesc::new(layout, [LAYERS, KV_HEADS, DIM], Codec::F32))?;
+    let mut server = Server { model: Model::new(), cache, requests: Vec::new(), checked: 0 };
+    for step in 0..24 {
+        match step {
+            0 => {
+                server.admit(prompt(0, 61))?;
+                server.admit(prompt(1, 5))?;
+            }
+            4 => server.admit(prompt(2, 90))?,
+            // Two answers to one prompt: the pages of the prompt are shared.
+            10 => {
+                let parent = &server.requests[0];
+                let mut tokens = parent.tokens.clone();
+                if let Some(last) = tokens.last_mut() {
+                    *last = (*last + 1) % VOCABULARY;
+                }
+                let fork = Request { seq: server.cache.fork(parent.seq)?, tokens, done: parent.done };
+                server.requests.push(fork);
+            }
+            // The last three tokens are taken back, and another goes on.
+            14 => {
+                let request = &mut server.requests[1];
+                request.done -= 3;
+                server.cache.truncate(request.seq, request.done)?;
+                request.tokens.truncate(request.done);
+                request.tokens.push(7);
+            }
+            // Evicted, then read again in chunks.
+            17 => {
+                let mut request = server.requests.remove(2);
+                server.cache.remove(request.seq)?;
+                (request.seq, request.done) = (server.cache.create()?, 0);
+                server.requests.push(request);
+            }
+            _ => {}
+        }
+        server.step()?;
+        let memory = server.cache.memory();
+        println!(
+            "step {step:2}: {} requests, {} tokens in {} pages, {} of them shared",
+            memory.sequences,
+            memory.tokens,
+            memory.pages - memory.pages_free,
+            memory.pages_shared
+        );
+    }
+    println!("{} results, each with the bits of a run from scratch", server.checked);
+    Ok(())
+}
