@@ -174,9 +174,12 @@ mod tests {
         causal.visibility = Visibility::causal();
         let mut window = desc(1, 25, 47, 22);
         window.visibility = Visibility::window(Some(5), Some(0));
-        for (isa, (desc, row)) in PAIRS.into_iter().flat_map(|isa| [(isa, (&causal, 21)), (isa, (&window, 40))]) {
+        for (isa, (desc, row)) in
+            PAIRS.into_iter().flat_map(|isa| [(isa, (&causal, 21)), (isa, (&window, 40))])
+        {
             let problem = desc.clone().validate().unwrap();
-            let (clean, poisoned) = (bits(isa, desc, None, None, true), bits(isa, desc, Some(row), None, true));
+            let (clean, poisoned) =
+                (bits(isa, desc, None, None, true), bits(isa, desc, Some(row), None, true));
             assert_eq!(poisoned, bits(isa, desc, Some(row), None, false));
             let value_dim = desc.dims.value_dim;
             for (at, (clean, poisoned)) in clean.chunks(value_dim).zip(poisoned.chunks(value_dim)).enumerate()

@@ -265,7 +265,12 @@ impl CpuPlan {
             splits,
             tasks: Vec::new(),
             partial_slots: 0,
-            scratch: scratch((task_rows, tile_rows), isa.packed_depth(dims.head_dim), value_stride, nv * isa.lanes()),
+            scratch: scratch(
+                (task_rows, tile_rows),
+                isa.packed_depth(dims.head_dim),
+                value_stride,
+                nv * isa.lanes(),
+            ),
             mask_classes: None,
             workspace_bytes: 0,
         };

@@ -89,7 +89,11 @@ fn detect() -> Isa {
         && is_x86_feature_detected!("avx512vl");
     match (avx2, avx512) {
         (true, true) if is_x86_feature_detected!("avx512bf16") => {
-            if amx::available() { Isa::Amx } else { Isa::Avx512Bf16 }
+            if amx::available() {
+                Isa::Amx
+            } else {
+                Isa::Avx512Bf16
+            }
         }
         (true, true) => Isa::Avx512,
         (true, false) => Isa::Avx2,

@@ -40,7 +40,7 @@ pub(super) struct HeadRows<'a> {
 }
 
 /// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
-const PREFETCH_BYTES: usize = 8192;
+const PREFETCH_BYTES: usize = 16384;
 
 impl HeadRows<'_> {
     /// Address of a row that exists.

@@ -24,16 +24,14 @@ pub(super) unsafe fn product<S: Simd, E: Elem>(
     const { assert!(!S::TILES || S::LANES == TILE) };
     debug_assert!(E::IS_F32 && depth.is_multiple_of(TILE));
     let steps = depth / TILE;
-    let at = |r: usize, n: usize| {
-        Tiles {
-            a: m.a.wrapping_add(r * TILE * m.lda).cast(),
-            lda: 4 * m.lda,
-            b: m.b.wrapping_add(n * TILE).cast(),
-            ldb: 4 * m.ldb,
-            c: m.c.wrapping_add(r * TILE * m.ldc + n * TILE),
-            ldc: 4 * m.ldc,
-            resume: m.resume,
-        }
+    let at = |r: usize, n: usize| Tiles {
+        a: m.a.wrapping_add(r * TILE * m.lda).cast(),
+        lda: 4 * m.lda,
+        b: m.b.wrapping_add(n * TILE).cast(),
+        ldb: 4 * m.ldb,
+        c: m.c.wrapping_add(r * TILE * m.ldc + n * TILE),
+        ldc: 4 * m.ldc,
+        resume: m.resume,
     };
     let rows = rows.div_ceil(TILE);
     // SAFETY: the caller's promise.
@@ -120,12 +118,6 @@ impl Stream {
                 let whole = columns.start <= column && column + KEYS <= columns.end;
                 match src.run(first + column, KEYS) {
                     Some((start, step)) if whole && row_bytes == 4 * self.depth => {
-                        let ahead = src.ahead(KEYS);
-                        for r in 0..KEYS {
-                            for line in (0..row_bytes).step_by(64) {
-                                S::prefetch(start.wrapping_add(r * step + line + ahead));
-                            }
-                        }
                         (tiles.a, tiles.lda) = (start, step);
                     }
                     _ => {
