@@ -13,7 +13,7 @@ mkdir -p "$out"
 cpus=${CPUS:-0,1}
 pinned() { taskset -c "$cpus" "$@"; }
 
-lscpu | grep -E "Model name|Flags" | sed -E 's/(Flags:).*(avx512_bf16|avx512f|avx2).*/\1 \2/' > "$out/machine.txt"
+lscpu | grep -E "Model name|Flags" | sed -E 's/(Flags:).*(amx_bf16|avx512_bf16|avx512f|avx2).*/\1 \2/' > "$out/machine.txt"
 if python3 -c "import torch" 2> /dev/null; then
     pinned python3 "$here/peers/cpu_torch.py" --threads 2 --seconds 0.3 > "$out/torch.jsonl"
 fi
@@ -22,9 +22,10 @@ peers=()
 shape() { # name, then options
     local name=$1
     shift
-    pinned "$flashtile" bench "$@" --threads 2 --json-lines "$out/$name.jsonl" | tee "$out/$name.txt"
+    pinned "$flashtile" bench "$@" --threads "${threads:-2}" --json-lines "$out/$name.jsonl" | tee "$out/$name.txt"
 }
 shape prefill prefill --seq 2048,4096 --head-dim 32,64,128,256 --min-time 0.3 "${peers[@]}"
+threads=1 shape one-thread prefill --seq 2048 --head-dim 64,128 --min-time 0.2
 shape small prefill --seq 128 --batch 4 --heads 12 --head-dim 32,64 --min-time 0.3 "${peers[@]}"
 shape decode decode --min-time 0.3 "${peers[@]}"
 shape prefill-avx2 prefill --isa avx2 --seq 2048 --head-dim 32,64,128,256 --min-time 0.3

@@ -96,7 +96,7 @@ pub(crate) struct RunArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  flashtile check --isa avx2")]
 pub(crate) struct CheckArgs {
-    /// Run this instruction set alone: portable, avx2, avx512 or avx512bf16; default every one of this machine
+    /// Run this instruction set alone: portable, avx2, avx512, avx512bf16 or amx; default every one of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most those of this machine; default all
@@ -299,7 +299,7 @@ pub(crate) struct Shape {
 /// Restrictions of the cpu backend.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct CpuArgs {
-    /// Instruction set of the cpu backend: portable, avx2, avx512 or avx512bf16; default the best of this machine
+    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512bf16 or amx; default the best of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most those of this machine; default all

@@ -37,6 +37,8 @@ pub(crate) struct Tiles {
 pub(crate) trait Simd: Copy + 'static {
     /// f32 lanes.
     const LANES: usize;
+    /// Vector registers.
+    const REGISTERS: usize;
     /// Rows of the register tile.
     const ROWS: usize;
     /// Vectors of the register tile.
@@ -124,7 +126,8 @@ pub(crate) trait Simd: Copy + 'static {
         unreachable!("pairs are made where products take them")
     }
 
-    /// Asks for the cache line at `p`, which may be any address.
+    /// Asks for the cache line at `p`, which may be any address, in the second-level cache: from memory it would hold up the
+    /// first for too long.
     unsafe fn prefetch(p: *const u8);
 
     /// Loads [`LINES`] elements of the first `LANES` rows and transposes them: lane `r` of line `c` is element `c` of row `r`.

@@ -12,6 +12,7 @@ pub(crate) struct Avx2;
 #[allow(clippy::undocumented_unsafe_blocks)]
 impl Simd for Avx2 {
     const LANES: usize = 8;
+    const REGISTERS: usize = 16;
     const ROWS: usize = crate::plan::Isa::Avx2.register_tile().0;
     const VECTORS: usize = crate::plan::Isa::Avx2.register_tile().1;
     type V = __m256;
@@ -139,7 +140,7 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[inline(always)]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {

@@ -23,6 +23,7 @@ impl<$($parameters)*> Simd for $S {
     $($products)*
 
     const LANES: usize = 16;
+    const REGISTERS: usize = 32;
     const ROWS: usize = crate::plan::Isa::Avx512.register_tile().0;
     const VECTORS: usize = crate::plan::Isa::Avx512.register_tile().1;
     type V = __m512;
@@ -140,7 +141,7 @@ impl<$($parameters)*> Simd for $S {
     }
     #[inline(always)]
     unsafe fn prefetch(p: *const u8) {
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(p.cast()) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
     }
     #[inline(always)]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {

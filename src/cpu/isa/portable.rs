@@ -23,15 +23,18 @@ fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) ->
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
+// The compiler's own measure of inlining in unit tests, which compute with arrays of 16 lanes: written out, their kernels
+// take minutes to compile.
 impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAIRS, TILES> {
     const LANES: usize = N;
+    const REGISTERS: usize = 16;
     const ROWS: usize = isa_of(PAIRS).register_tile().0;
     const VECTORS: usize = isa_of(PAIRS).register_tile().1;
     type V = [f32; N];
 
     const PAIRS: bool = PAIRS;
     const TILES: bool = TILES;
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn tile_product<const M: usize, const N_TILES: usize>(steps: usize, t: Tiles) {
         let halves = |x: u32| [f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000)];
         for r in 0..M * TILE {
@@ -55,7 +58,7 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
             }
         }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if PAIRS {
             let [low, high] = [|x: f32| x.to_bits() << 16, |x: f32| x.to_bits() & 0xffff_0000];
@@ -66,42 +69,42 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
         // SAFETY: the caller's promise.
         unsafe { Self::fma(a, b, c) }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
         let at = |i: usize| bf16::from_f32(if i < N { low[i] } else { high[i - N] }).to_bits();
         std::array::from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn splat(x: f32) -> Self::V {
         [x; N]
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn load(p: *const f32) -> Self::V {
         // SAFETY: the caller's promise.
         unsafe { p.cast::<Self::V>().read_unaligned() }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn store(p: *mut f32, v: Self::V) {
         // SAFETY: the caller's promise; an array of f32 has the alignment of f32.
         unsafe { p.cast::<Self::V>().write(v) }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
         zip(a, b, |a, b| a + b)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
         zip(a, b, |a, b| a - b)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
         zip(a, b, |a, b| a * b)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
         zip(a, b, |a, b| a / b)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         // Without the instruction, a fused multiply-add is a library call.
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -110,31 +113,31 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
             std::array::from_fn(|i| a[i] * b[i] + c[i])
         }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
         zip(a, b, |a, b| if a > b { a } else { b })
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn abs(a: Self::V) -> Self::V {
         map(a, f32::abs)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
         std::array::from_fn(|i| if a[i] < b[i] { x[i] } else { y[i] })
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
         std::array::from_fn(|i| if a[i] == b[i] { x[i] } else { y[i] })
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn and(a: Self::V, bits: u32) -> Self::V {
         map(a, |a| f32::from_bits(a.to_bits() & bits))
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn shift_up_16(a: Self::V) -> Self::V {
         map(a, |a| f32::from_bits(a.to_bits() << 16))
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn round(a: Self::V) -> Self::V {
         // Adding and subtracting 1.5 * 2^23 leaves the nearest integer for |x| < 2^22, which is
         // where `scale2` uses it;
@@ -142,14 +145,14 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
         const MAGIC: f32 = 12_582_912.0;
         map(a, |a| (a + MAGIC) - MAGIC)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V {
         // The sum holds n + 127 in its low bits, which the shift makes the exponent.
         const MAGIC: f32 = 12_582_912.0 + 127.0;
         let scaled = zip(a, n, |a, n| a * f32::from_bits((n + MAGIC).to_bits() << 23));
         zip(scaled, x, |y, x| if x < -126.0 { 0.0 } else { y })
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn reduce_add(a: Self::V) -> f32 {
         let (mut a, mut n) = (a, N);
         while n > 1 {
@@ -160,11 +163,11 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
         }
         a[0]
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn reduce_max(a: Self::V) -> f32 {
         a.into_iter().fold(f32::NEG_INFINITY, f32::max)
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn load_f16(p: *const u16) -> Self::V {
         // SAFETY: the caller's promise.
         let bits = unsafe { p.cast::<[u16; N]>().read() };
@@ -176,38 +179,38 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
             f32::from_bits(scaled.to_bits() | special | (u32::from(bits[i] & 0x8000) << 16))
         })
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bf16(p: *const u16) -> Self::V {
         // SAFETY: the caller's promise.
         let bits = unsafe { p.cast::<[u16; N]>().read() };
         std::array::from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bool(p: *const u8) -> Self::V {
         // SAFETY: the caller's promise.
         let bytes = unsafe { p.cast::<[u8; N]>().read() };
         std::array::from_fn(|i| if bytes[i] != 0 { 0.0 } else { f32::NEG_INFINITY })
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn store_f16(p: *mut u16, v: Self::V) {
         // SAFETY: the caller's promise.
         unsafe { p.cast::<[u16; N]>().write(v.map(|x| f16::from_f32(x).to_bits())) }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn store_bf16(p: *mut u16, v: Self::V) {
         // SAFETY: the caller's promise.
         unsafe { p.cast::<[u16; N]>().write(v.map(|x| bf16::from_f32(x).to_bits())) }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
         for i in 0..N {
             // SAFETY: the caller's promise.
             unsafe { *dst.add(i) = f32::from_bits(u32::from(*even.add(i)) | u32::from(*odd.add(i)) << 16) }
         }
     }
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn prefetch(_: *const u8) {}
-    #[inline(always)]
+    #[cfg_attr(not(test), inline(always))]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         let mut lines = [[0.0; N]; LINES];
         for r in 0..N {

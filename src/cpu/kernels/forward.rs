@@ -415,7 +415,7 @@ impl<'a> Work<'a> {
         // More rows of a stream than a register tile has share the conversion of its values two vectors at a time; the tile
         // has room for the last group of eight.
         let (rows_of_tile, vectors) = match tile.rows.len() {
-            n if n > S::ROWS && S::LANES == 16 && ahead.is_some() => (n.next_multiple_of(8), 2),
+            n if n > S::ROWS && S::REGISTERS == 32 && ahead.is_some() => (n.next_multiple_of(8), 2),
             n => (n, S::VECTORS),
         };
         let width = vectors * S::LANES;

@@ -78,7 +78,7 @@ unsafe fn rows<S: Simd, E: Elem, const AHEAD: bool, const N: usize>(
     // SAFETY: the promise of `gemm`, for N vectors.
     unsafe {
         // Two vectors leave registers for two rows more, which share the conversion of `B`.
-        while AHEAD && S::LANES == 16 && N <= 2 && rows >= 8 {
+        while AHEAD && S::REGISTERS == 32 && N <= 2 && rows >= 8 {
             micro::<S, E, AHEAD, 8, N>(depth, m);
             m.a = m.a.add(8 * m.lda);
             m.c = m.c.add(8 * m.ldc);

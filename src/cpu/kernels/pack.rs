@@ -61,7 +61,7 @@ pub(super) struct Run {
 }
 
 /// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
-const PREFETCH_BYTES: usize = 8192;
+const PREFETCH_BYTES: usize = 16384;
 /// Pages of fewer rows are packed rather than streamed: a product of its own for each page costs more than the copy.
 const MIN_RUN: usize = 8;
 

@@ -31,7 +31,7 @@ pub(super) struct Scores {
 pub(super) unsafe fn scores<S: Simd>(src: HeadRows<'_>, first: usize, columns: &Range<usize>, s: Scores) {
     // SAFETY: the caller's promise.
     with_rows!(S, src.tensor.dtype(), R => unsafe {
-        if S::LANES == 16 {
+        if S::REGISTERS == 32 {
             match s.rows {
                 1 => vectors::<S, R, 1>(src, first, columns, s),
                 2 => vectors::<S, R, 2>(src, first, columns, s),

@@ -118,12 +118,6 @@ impl Stream {
                 let whole = columns.start <= column && column + KEYS <= columns.end;
                 match src.run(first + column, KEYS) {
                     Some((start, step)) if whole && row_bytes == 4 * self.depth => {
-                        let ahead = src.span(first + column, KEYS).ahead;
-                        for r in 0..KEYS {
-                            for line in (0..row_bytes).step_by(64) {
-                                S::prefetch(start.wrapping_add(r * step + line + ahead));
-                            }
-                        }
                         (tiles.a, tiles.lda) = (start, step);
                     }
                     _ => {
