@@ -147,7 +147,7 @@ impl Model {
     }
 
     /// Logits after the last token, without a cache.
-    fn from_scratch(&self, tokens: &[usize]) -> Result<Vec<f32>, Error> {
+    fn recompute(&self, tokens: &[usize]) -> Result<Vec<f32>, Error> {
         let n = tokens.len();
         let dims = Dims {
             batch: 1,
@@ -202,7 +202,7 @@ impl Server {
         let logits = self.model.step(&mut self.cache, &batch)?;
         for (request, logits) in self.requests.iter_mut().zip(logits) {
             request.done = self.cache.len(request.seq)?;
-            let expected = self.model.from_scratch(&request.tokens[..request.done])?;
+            let expected = self.model.recompute(&request.tokens[..request.done])?;
             if logits.iter().zip(&expected).any(|(a, b)| a.to_bits() != b.to_bits()) {
                 return Err(format!("{} differs after {} tokens", request.seq, request.done).into());
             }

@@ -82,7 +82,7 @@ fn description(u: &mut Unstructured<'_>) -> Result<ProblemDesc> {
     desc.alibi = u.arbitrary()?;
     desc.sinks = u.arbitrary()?;
     desc.mask = optional(u, |u| Ok(if u.arbitrary()? { MaskKind::Bool } else { MaskKind::Additive(dtype) }))?;
-    match u.int_in_range(0..=3)? {
+    match u.int_in_range(0..=4)? {
         0 => {
             let mut kv_lens = sizes(u)?;
             if u.ratio(7, 8)? {
@@ -101,6 +101,17 @@ fn description(u: &mut Unstructured<'_>) -> Result<ProblemDesc> {
             }
             desc.sequences = Sequences::Packed { cu_seqlens_q, cu_seqlens_k };
         }
+        2 => {
+            let mut kv_lens = sizes(u)?;
+            let cu_seqlens_q = cumulative(u, kv_lens.len())?;
+            desc.tree = u.arbitrary()?;
+            if u.ratio(7, 8)? {
+                kv_lens.iter_mut().for_each(|n| *n = (*n).min(dims.kv_len));
+                desc.dims.batch = 1;
+                desc.dims.q_len = cu_seqlens_q.last().copied().unwrap_or(0);
+            }
+            desc.sequences = Sequences::Cached { cu_seqlens_q, kv_lens };
+        }
         _ => {}
     }
     Ok(desc)
@@ -116,6 +127,8 @@ fn check(problem: &Problem, options: PlanOptions) {
         for i in [0, s.q_len / 2, s.q_len.saturating_sub(1)].into_iter().filter(|&i| i < s.q_len) {
             let keys = problem.visible(s, i);
             assert!(keys.start <= keys.end && keys.end <= s.kv_len);
+            let first = problem.first_visible(s).map_or(usize::MAX, |(_, key)| key);
+            assert!(keys.is_empty() || first <= keys.start);
         }
     }
     let rows = problem.sequences().iter().try_fold(0usize, |n, s| n.checked_add(s.q_len));

@@ -449,10 +449,10 @@ fn tables() {
     assert_eq!(flashtile::reference::attention(&built.problem, &inputs).unwrap_err().to_string(), message);
 
     let causal = cached().causal(QOffset::BottomRight);
-    refused(&causal, |t| drop(t.lens.pop()), "tables.lens has 2 elements, expected 3");
+    refused(&causal, |t| t.lens.truncate(2), "tables.lens has 2 elements, expected 3");
     refused(&causal, |t| t.lens[1] = 8, "tables: sequence 1 has length 8, the problem's kv_lens say 9");
-    refused(&causal, |t| drop(t.first.pop()), "tables: first has 2 entries, expected 3");
-    refused(&causal, |t| drop(t.table.pop()), "tables: table has 14 entries, expected 15");
+    refused(&causal, |t| t.first.truncate(2), "tables: first has 2 entries, expected 3");
+    refused(&causal, |t| t.table.truncate(14), "tables: table has 14 entries, expected 15");
     refused(&causal, |t| t.first[1] = 10, "tables: sequence 1 keeps tokens from 10, its length is 9");
     refused(&causal, |t| t.table[2] = 11, "tables: block 2 of sequence 0 is page 11, the pool has 11");
     refused(&causal, |t| t.table[5] = NO_PAGE, "tables: block 0 of sequence 1 has no page");
