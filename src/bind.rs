@@ -154,6 +154,15 @@ pub enum RunError {
         /// The tables' length.
         got: usize,
     },
+    /// Sequences of a shared prefix do not have the same pages.
+    Prefix {
+        /// Index of the prefix.
+        index: usize,
+        /// The sequence whose pages are not those of the first.
+        sequence: usize,
+        /// The first token that lies elsewhere.
+        token: usize,
+    },
     /// A query row sees a token that the cache no longer keeps.
     NotKept {
         /// Index of the sequence.
@@ -203,6 +212,10 @@ impl std::fmt::Display for RunError {
                     "tables: sequence {sequence} has length {got}, the problem's kv_lens say {expected}"
                 )
             }
+            Self::Prefix { index, sequence, token } => write!(
+                f,
+                "tables: token {token} of sequence {sequence} is not where prefixes[{index}] has it"
+            ),
             Self::NotKept { sequence, row, key, first } => write!(
                 f,
                 "query row {row} of sequence {sequence} sees key {key}, the first that is kept is {first}"
@@ -270,6 +283,15 @@ fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result
                 return Err(RunError::NotKept { sequence, row, key, first });
             }
             _ => {}
+        }
+    }
+    for (index, prefix) in problem.desc().prefixes.iter().enumerate() {
+        let leader = prefix.sequences.start;
+        for sequence in prefix.sequences.clone() {
+            let shared = tables.shared(leader, sequence, prefix.len);
+            if shared < prefix.len {
+                return Err(RunError::Prefix { index, sequence, token: shared });
+            }
         }
     }
     Ok(())

@@ -19,6 +19,7 @@ pub use dtype::{Dtype, Element};
 pub use merge::{MergeError, Part, merge};
 pub use plan::{CpuPlan, PlanOptions, Unsupported};
 pub use problem::{
-    Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, Visibility,
+    Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix,
+    Visibility,
 };
 pub use tensor::{MaskView, TensorView, TensorViewMut, ViewError};

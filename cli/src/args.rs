@@ -182,18 +182,28 @@ pub(crate) struct BenchArgs {
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
-    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); visibility has its own
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
-    pub(crate) seq: Vec<usize>,
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); visibility has its own.
+    /// LOW..HIGH spreads those of a batch with a --cache over the range
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
+    pub(crate) seq: Vec<Lengths>,
     /// Query heads; default 8 (decode 32, 16 at head dimension 256)
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) heads: Option<usize>,
     /// Key/value heads; default as many as query heads (decode 8, 2 at head dimension 256)
-    #[arg(long, value_name = "N", value_parser = count)]
-    pub(crate) kv_heads: Option<usize>,
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
+    pub(crate) kv_heads: Vec<usize>,
     /// Batch entries
-    #[arg(long, value_name = "N", value_parser = count, default_value_t = 1)]
-    pub(crate) batch: usize,
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count, default_value = "1")]
+    pub(crate) batch: Vec<usize>,
+    /// Where decode rows have their keys and values; a ring keeps as many as it has keys, of sequences half as long again
+    #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "dense")]
+    pub(crate) cache: Vec<CacheKind>,
+    /// Tokens of a page of a paged cache, whose pages lie in random order
+    #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
+    pub(crate) page: usize,
+    /// Tokens that the sequences of a paged batch have in common, in whole pages; measured read once, and read by each
+    #[arg(long, value_name = "TOKENS", value_parser = count)]
+    pub(crate) shared: Option<usize>,
     /// Causal rows only; default with and without for prefill
     #[arg(long)]
     pub(crate) causal: bool,
@@ -294,6 +304,13 @@ pub(crate) struct Shape {
     /// Keys of each batch entry
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) kv_lens: Vec<usize>,
+    /// Sequences of a cache instead of a batch, each QUERIES:LENGTH or so many of them, QUERIES:LENGTHxTIMES
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = cached,
+          conflicts_with_all = ["batch", "q_len", "kv_len", "kv_lens"])]
+    pub(crate) cached: Vec<Cached>,
+    /// Tokens that all sequences of the cache have in common, in the same pages
+    #[arg(long, value_name = "TOKENS", requires = "cached")]
+    pub(crate) shared: Option<usize>,
 }
 
 /// Restrictions of the cpu backend.
@@ -341,6 +358,54 @@ pub(crate) enum Group {
     Visibility,
     /// All of them
     All,
+}
+
+/// Where the keys and values of a decode row lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CacheKind {
+    /// Dense tensors
+    Dense,
+    /// A slot for each sequence
+    Contiguous,
+    /// Pages found through a block table
+    Paged,
+    /// A slot for the last tokens of each sequence
+    Ring,
+}
+
+/// Lengths of the sequences of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Lengths {
+    pub(crate) low: usize,
+    pub(crate) high: usize,
+}
+
+/// One sequence of a cache, or several alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cached {
+    /// Queries of this step.
+    pub(crate) queries: usize,
+    /// Tokens, those of this step included.
+    pub(crate) len: usize,
+    pub(crate) times: usize,
+}
+
+fn lengths(text: &str) -> Result<Lengths, String> {
+    let (low, high) = text.split_once("..").unwrap_or((text, text));
+    match (count(low), count(high)) {
+        (Ok(low), Ok(high)) if low <= high => Ok(Lengths { low, high }),
+        _ => Err("expected a whole number, 1 or more, or LOW..HIGH".to_owned()),
+    }
+}
+
+fn cached(text: &str) -> Result<Cached, String> {
+    let parse = || {
+        let (sequence, times) = text.split_once('x').unwrap_or((text, "1"));
+        let (queries, len) = sequence.split_once(':')?;
+        let [queries, len, times] = [queries, len, times].map(|n| n.parse().ok());
+        Some(Cached { queries: queries?, len: len?, times: times? })
+    };
+    parse().ok_or_else(|| "expected QUERIES:LENGTH or QUERIES:LENGTHxTIMES, whole numbers".to_owned())
 }
 
 fn dtype(text: &str) -> Result<Dtype, String> {

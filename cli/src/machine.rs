@@ -68,10 +68,30 @@ pub(crate) struct Work {
 impl Work {
     pub(crate) fn of(problem: &Problem) -> Self {
         let dims = problem.dims();
-        let keys: usize = problem.sequences().iter().map(|s| visible_keys(problem, s)).sum();
+        let all: usize = problem.sequences().iter().map(|s| visible_keys(problem, s)).sum();
+        let keys = all - shared_keys(problem);
         let row = (dims.head_dim + dims.value_dim) * problem.dtype().bytes();
         Self { flops: problem.flops(), bytes: keys as f64 * (dims.kv_heads * row) as f64 }
     }
+}
+
+/// Keys that were counted for a sequence though one before it sees them in the same place.
+fn shared_keys(problem: &Problem) -> usize {
+    let mut again = 0;
+    let mut tokens = vec![0; problem.sequences().len()];
+    for prefix in &problem.desc().prefixes {
+        for sequence in prefix.sequences.clone().skip(1) {
+            // Of prefixes around one another the longest counts, which comes last.
+            tokens[sequence] = prefix.len;
+        }
+    }
+    for (s, tokens) in problem.sequences().iter().zip(tokens) {
+        if s.q_len > 0 {
+            let seen = problem.visible(s, 0).start..problem.visible(s, s.q_len - 1).end;
+            again += seen.end.min(tokens).saturating_sub(seen.start);
+        }
+    }
+    again
 }
 
 /// Keys that some query row of the sequence sees. The keys of successive rows form one interval whose ends never move back.

@@ -9,9 +9,10 @@ use crate::output::Destination;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
-use flashtile::plan::{CpuFacts, devices};
-use flashtile::{CpuPlan, Dims, Dtype, Problem, ProblemDesc, Sequences};
+use flashtile::plan::{CpuFacts, PlannedPrefix, devices};
+use flashtile::{CpuPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 /// Most batch entries of a problem described by options.
@@ -78,6 +79,9 @@ fn described(args: &PlanArgs) -> Result<Problem> {
         }
     }
     let Shape { batch, heads, q_len, head_dim, ref kv_lens, .. } = args.shape;
+    if !args.shape.cached.is_empty() {
+        return cached(args);
+    }
     let dims = Dims {
         batch,
         q_heads: heads,
@@ -91,16 +95,38 @@ fn described(args: &PlanArgs) -> Result<Problem> {
         return Err(Failure::at("--batch", format_args!("{batch}, expected at most {MAX_BATCH}")));
     }
     let mut desc = ProblemDesc::new(dims, args.reading.dtype.unwrap_or(Dtype::F32));
-    desc.visibility = args.semantics.visibility();
     desc.q_offset = args.semantics.q_offset;
+    if !kv_lens.is_empty() {
+        desc.sequences = Sequences::Padded { kv_lens: kv_lens.clone() };
+    }
+    with_semantics(desc, args).validate().map_err(Failure::new)
+}
+
+fn with_semantics(mut desc: ProblemDesc, args: &PlanArgs) -> ProblemDesc {
+    desc.visibility = args.semantics.visibility();
     desc.scale = args.semantics.scale;
     desc.softcap = args.semantics.softcap;
     desc.alibi = args.shape.alibi;
     desc.sinks = args.shape.sinks;
-    if !kv_lens.is_empty() {
-        desc.sequences = Sequences::Padded { kv_lens: kv_lens.clone() };
+    desc
+}
+
+/// A step over sequences in a cache.
+fn cached(args: &PlanArgs) -> Result<Problem> {
+    let Shape { heads, kv_heads, head_dim, value_dim, shared, .. } = args.shape;
+    let count = args.shape.cached.iter().fold(0usize, |n, c| n.saturating_add(c.times));
+    if count > MAX_BATCH {
+        return Err(Failure::at("--cached", format_args!("{count} sequences, expected at most {MAX_BATCH}")));
     }
-    desc.validate().map_err(Failure::new)
+    let steps = args.shape.cached.iter().flat_map(|c| std::iter::repeat_n((c.queries, c.len), c.times));
+    let steps: Vec<(usize, usize)> = steps.collect();
+    let (heads, dims) = ([heads, kv_heads.unwrap_or(heads)], [head_dim, value_dim.unwrap_or(head_dim)]);
+    let mut desc = ProblemDesc::cached(heads, dims, args.reading.dtype.unwrap_or(Dtype::F32), &steps);
+    desc.q_offset = args.semantics.q_offset.or(desc.q_offset);
+    if let Some(len) = shared {
+        desc.prefixes = vec![SharedPrefix { sequences: 0..steps.len(), len }];
+    }
+    with_semantics(desc, args).validate().map_err(Failure::new)
 }
 
 fn device(args: &PlanArgs) -> Result<(String, CpuFacts)> {
@@ -169,7 +195,7 @@ impl Shown<'_> {
                 ),
             ),
             ("tasks", format!("{} for {}", plan.task_count(), report::counted(plan.threads(), "thread"))),
-            ("splits", format!("{}: {}", plan.splits(), self.splits_reason())),
+            ("splits", format!("{}: {}", self.splits_text(), self.splits_reason())),
             ("workspace", report::bytes(plan.workspace_bytes() as f64)),
             (
                 "work",
@@ -181,7 +207,28 @@ impl Shown<'_> {
                 ),
             ),
         ];
-        lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect()
+        let mut text: String = lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect();
+        for (name, line) in self.prefixes_text().into_iter().map(|line| ("prefix", line)) {
+            text += &format!("{name:<10} {line}\n");
+        }
+        text
+    }
+
+    /// A line for each prefix that is computed once.
+    fn prefixes_text(&self) -> Vec<String> {
+        let line = |prefix: &PlannedPrefix| {
+            let PlannedPrefix { sequences, tokens, rows, splits, .. } = prefix;
+            format!(
+                "tokens {}..{} of sequences {}..{} read once, by {} of a group; {}",
+                tokens.start,
+                tokens.end,
+                sequences.start,
+                sequences.end,
+                report::counted(*rows, "row"),
+                report::counted(*splits, "split"),
+            )
+        };
+        self.plan.prefixes().iter().map(line).collect()
     }
 
     fn kernel_reason(&self) -> String {
@@ -200,6 +247,23 @@ impl Shown<'_> {
         )
     }
 
+    /// Pieces of the sequences' own keys: how many sequences have how many.
+    fn splits_text(&self) -> String {
+        let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
+        for &splits in self.plan.sequence_splits() {
+            *counts.entry(splits).or_default() += 1;
+        }
+        match counts.len() {
+            0 | 1 => counts.keys().next().copied().unwrap_or(1).to_string(),
+            _ => {
+                let part = |(splits, count): (&usize, &usize)| {
+                    format!("{splits} of {}", report::counted(*count, "sequence"))
+                };
+                counts.iter().map(part).collect::<Vec<_>>().join(", ")
+            }
+        }
+    }
+
     fn splits_reason(&self) -> String {
         let (plan, threads) = (self.plan, self.plan.threads());
         let longest = plan.problem().sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
@@ -211,12 +275,13 @@ impl Shown<'_> {
             "no query rows".to_owned()
         } else if plan.splits() == 1 && longest <= plan.block_k() {
             format!("at most {longest} keys, one block of {}", plan.block_k())
-        } else if plan.splits() == 1 && plan.task_count() >= 2 * threads {
-            format!("query rows alone keep {threads} threads busy")
-        } else if plan.splits() == 1 {
-            "partial results of splits would take too much memory".to_owned()
+        } else if plan.splits() == 1 && plan.idle() > 0.1 {
+            format!(
+                "{threads} threads wait for {}, partial results would take too much memory",
+                report::percent(plan.idle())
+            )
         } else {
-            format!("query rows alone do not keep {threads} threads busy")
+            format!("threads wait for {} of the time, by the estimate", report::percent(plan.idle()))
         }
     }
 
@@ -244,6 +309,14 @@ impl Shown<'_> {
             "tasks": plan.task_count(),
             "splits": plan.splits(),
             "splits_reason": self.splits_reason(),
+            "sequence_splits": plan.sequence_splits(),
+            "prefixes": plan.prefixes().iter().map(|prefix| json!({
+                "sequences": [prefix.sequences.start, prefix.sequences.end],
+                "tokens": [prefix.tokens.start, prefix.tokens.end],
+                "rows": prefix.rows,
+                "splits": prefix.splits,
+            })).collect::<Vec<_>>(),
+            "idle": plan.idle(),
             "workspace_bytes": plan.workspace_bytes(),
             "flops": work.flops,
             "kv_bytes": work.bytes,

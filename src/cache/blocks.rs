@@ -1,5 +1,7 @@
 //! Where the tokens of a batch lie in a pool of pages: what attention over a cache reads beside the pool.
 
+use crate::SharedPrefix;
+use std::cmp::Reverse;
 use std::fmt;
 
 /// The entry of a table where there is no page.
@@ -48,6 +50,50 @@ impl BlockTables {
         let block = position.checked_div(self.page)?.checked_rem(self.width)?;
         let page = *self.table.get(sequence.checked_mul(self.width)?.checked_add(block)?)?;
         (page != NO_PAGE).then_some((page as usize, position % self.page))
+    }
+
+    /// Prefixes of at least `least` tokens that neighbours in the batch share, for
+    /// [`ProblemDesc::prefixes`](crate::ProblemDesc::prefixes): a batch ordered by common ancestry shares most. Sequences
+    /// share a prefix whose pages are the same; of tokens that are no longer kept all must have forgotten the same blocks.
+    /// The tables are valid. Cost: `O(table + sequences log sequences)`.
+    #[must_use]
+    pub fn shared_prefixes(&self, least: usize) -> Vec<SharedPrefix> {
+        let mut prefixes = Vec::new();
+        // Groups that the next sequence may still be in: their first sequence and tokens, which increase.
+        let mut open: Vec<(usize, usize)> = Vec::new();
+        for sequence in 0..self.sequences() {
+            let next = sequence + 1;
+            let common = if next < self.sequences() {
+                self.shared(sequence, next, self.lens[sequence].min(self.lens[next]))
+            } else {
+                0
+            };
+            let mut start = sequence;
+            while let Some((first, len)) = open.pop_if(|group| group.1 > common) {
+                prefixes.push(SharedPrefix { sequences: first..next, len });
+                start = first;
+            }
+            if common >= least.max(1) && open.last().is_none_or(|group| group.1 < common) {
+                open.push((start, common));
+            }
+        }
+        prefixes.sort_by_key(|p| (p.sequences.start, Reverse(p.sequences.end)));
+        prefixes
+    }
+
+    /// How many of the first `len` tokens of sequence `b` lie where those of sequence `a` do: all, or the tokens before a
+    /// block that lies elsewhere. Blocks that `b` no longer keeps are nowhere, and both must have forgotten the same.
+    pub(crate) fn shared(&self, a: usize, b: usize, len: usize) -> usize {
+        if a == b || len == 0 || self.page == 0 || self.width == 0 {
+            return len;
+        }
+        let [from, other] = [b, a].map(|s| self.first[s] / self.page);
+        if from != other {
+            return 0;
+        }
+        let page = |s: usize, block: usize| self.table[s * self.width + block % self.width];
+        let differs = (from..len.div_ceil(self.page)).find(|&block| page(a, block) != page(b, block));
+        differs.map_or(len, |block| if block == from { 0 } else { block * self.page })
     }
 
     /// Checks that the fields agree and that the page of every kept token is one of the pool's. Cost: `O(table)`.

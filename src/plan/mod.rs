@@ -7,8 +7,10 @@
 mod cpu;
 pub mod devices;
 
-pub use cpu::{CpuFacts, CpuPlan, Isa};
-pub(crate) use cpu::{MaskClasses, PartialSlot, STREAM_ROWS, Task, visible_union};
+pub use cpu::{CpuFacts, CpuPlan, Isa, PlannedPrefix};
+pub(crate) use cpu::{
+    MaskClasses, Reduction, Rows, STREAM_ROWS, Target, Task, sequence_of, spans, visible_union,
+};
 
 /// Choices that a caller may take from the planner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,7 +18,7 @@ pub(crate) use cpu::{MaskClasses, PartialSlot, STREAM_ROWS, Task, visible_union}
 pub struct PlanOptions {
     /// Pieces into which the keys of every sequence are divided for parallel work; `None` lets the planner choose. The
     /// result does not depend on it, bit for bit. With more than one, the workspace holds a partial result
-    /// (`value_dim + 2` f32) for each query row and each block of keys that it sees.
+    /// (`value_dim + 2` f32) for each query row and each block of keys that it sees, but for those of the first piece.
     pub splits: Option<usize>,
     /// Whether tiles that no row sees are skipped. Off, every tile is computed and masked: the same bits, for tests and
     /// for measuring what skipping saves.

@@ -115,6 +115,33 @@ pub enum ProblemError {
         /// The largest magnitude supported.
         max: usize,
     },
+    /// Prefixes of sequences that are not cached.
+    PrefixNotCached,
+    /// The sequences of a prefix are none, or not all of the problem's.
+    PrefixSequences {
+        /// Index of the prefix.
+        index: usize,
+        /// Its sequences.
+        got: std::ops::Range<usize>,
+        /// Sequences of the problem.
+        sequences: usize,
+    },
+    /// A prefix is longer than one of its sequences.
+    PrefixLen {
+        /// Index of the prefix.
+        index: usize,
+        /// Index of the sequence.
+        sequence: usize,
+        /// Tokens of the prefix.
+        len: usize,
+        /// Tokens of the sequence.
+        kv_len: usize,
+    },
+    /// A prefix is neither inside nor after the one before it, or shorter than one that it is inside.
+    PrefixOrder {
+        /// Index of the prefix.
+        index: usize,
+    },
     /// `kv_lens` has not one entry per batch entry.
     KvLensCount {
         /// Entries given.
@@ -246,6 +273,17 @@ impl fmt::Display for ProblemError {
                 )
             }
             Self::TreeNotCached => f.write_str("a tree mask needs cached sequences"),
+            Self::PrefixNotCached => f.write_str("shared prefixes need cached sequences"),
+            Self::PrefixSequences { index, got, sequences } => {
+                write!(f, "prefixes[{index}] is of sequences {got:?}, expected some of {sequences}")
+            }
+            Self::PrefixLen { index, sequence, len, kv_len } => {
+                write!(f, "prefixes[{index}] has {len} tokens, sequence {sequence} has {kv_len}")
+            }
+            Self::PrefixOrder { index } => write!(
+                f,
+                "prefixes[{index}] is neither inside nor after the one before it, or shorter than one around it"
+            ),
             Self::CuSeqlensCount { q, k } => {
                 write!(f, "cu_seqlens_q has {q} entries and cu_seqlens_k has {k}, expected the same number")
             }

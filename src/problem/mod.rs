@@ -13,10 +13,12 @@
 //! `lse = -inf` (the sink's logit where there is a sink).
 
 mod error;
+mod prefix;
 mod sequence;
 mod visibility;
 
 pub use error::{Positional, ProblemError, Side};
+pub use prefix::SharedPrefix;
 pub use sequence::{Sequence, Sequences};
 pub use visibility::{QOffset, Visibility};
 
@@ -156,6 +158,9 @@ pub struct ProblemDesc {
     pub tree: bool,
     /// How batch entries divide into sequences.
     pub sequences: Sequences,
+    /// Prefixes that cached sequences share, outer ones before those inside them: each inside the one before it, or after
+    /// it, and no shorter than those that it is inside.
+    pub prefixes: Vec<SharedPrefix>,
 }
 
 impl ProblemDesc {
@@ -174,6 +179,7 @@ impl ProblemDesc {
             mask: None,
             tree: false,
             sequences: Sequences::Dense,
+            prefixes: Vec::new(),
         }
     }
 
@@ -263,6 +269,7 @@ impl Problem {
             return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap });
         }
         let sequences = sequence::resolve(&desc)?;
+        prefix::check(&desc)?;
         Ok(Self { desc, scale, sequences })
     }
 

@@ -1,16 +1,18 @@
 //! Data, answers and times of one row.
 
 use super::rows::{Kind, Row};
+use crate::args::CacheKind;
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
 use crate::machine::{self, Work};
 use crate::operands::Order;
+use flashtile::cache::NO_PAGE;
 use flashtile::plan::Isa;
 use flashtile::reference::{self, Attention};
 use flashtile::testkit::{Accumulation, Rng, Tolerance, compare_out};
 use flashtile::{
-    Cpu, CpuPlan, Dims, Dtype, Inputs, Outputs, Problem, ProblemDesc, QOffset, TensorView, TensorViewMut,
-    Workspace,
+    BlockTables, Cpu, CpuPlan, Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc, QOffset,
+    TensorView, TensorViewMut, Workspace,
 };
 use rayon::prelude::*;
 use std::time::Instant;
@@ -29,6 +31,8 @@ pub(super) struct Measured {
     /// Quartiles of the times in seconds; the middle one is the median.
     pub(super) quartiles: [f64; 3],
     pub(super) repetitions: usize,
+    /// Median without shared prefixes, where the row has one.
+    pub(super) apart: Option<f64>,
     /// Copies of the inputs that runs took turns with.
     pub(super) copies: usize,
     /// Error of the checked query rows.
@@ -46,16 +50,61 @@ impl Measured {
     }
 }
 
-/// Operands in head-major order.
+/// Operands in head-major order; of a cache the pages and where tokens lie in them.
 struct Operands {
     q: Buffer,
     k: Buffer,
     v: Buffer,
+    k_shape: [usize; 4],
+    v_shape: [usize; 4],
+    tables: Option<BlockTables>,
+}
+
+/// Tables of a row's sequences, and the number of pages of the pool. Pages lie in random order.
+fn tables(row: &Row) -> (BlockTables, usize) {
+    let (page, shared) = (row.page, row.shared() / row.page);
+    let sequences = row.problem.sequences();
+    let lens: Vec<usize> = sequences.iter().map(|s| s.kv_len).collect();
+    let ring = row.cache == CacheKind::Ring;
+    let width = if ring { 1 } else { lens.iter().map(|len| len.div_ceil(page)).max().unwrap_or(0) };
+    let first = |&len: &usize| if ring { len - page } else { 0 };
+    let mut table = vec![NO_PAGE; lens.len() * width];
+    let mut pages = 0;
+    for (sequence, len) in lens.iter().enumerate() {
+        for block in 0..len.div_ceil(page).min(width) {
+            table[sequence * width + block] = match block {
+                _ if sequence > 0 && block < shared => table[block],
+                _ => {
+                    pages += 1;
+                    pages - 1
+                }
+            };
+        }
+    }
+    let mut order: Vec<u32> = (0..pages).collect();
+    let mut rng = Rng::new(u64::from(pages));
+    for n in (1..order.len()).rev() {
+        order.swap(n, rng.below(n + 1));
+    }
+    for entry in table.iter_mut().filter(|entry| **entry != NO_PAGE) {
+        *entry = order[*entry as usize];
+    }
+    let first = lens.iter().map(first).collect();
+    (BlockTables { table, width, page, wraps: ring, lens, first }, order.len())
 }
 
 impl Operands {
-    fn random(problem: &Problem, seed: u64) -> Result<Self> {
+    fn random(row: &Row, seed: u64) -> Result<Self> {
+        let problem = &row.problem;
         let (dims, dtype) = (problem.dims(), problem.dtype());
+        let (k_shape, v_shape, tables) = match row.cache {
+            CacheKind::Dense => (dims.k_shape(), dims.v_shape(), None),
+            _ => {
+                let (tables, pages) = tables(row);
+                let pool = |dim| [pages, dims.kv_heads, row.page, dim];
+                (pool(dims.head_dim), pool(dims.value_dim), Some(tables))
+            }
+        };
         let tensor = |shape: [usize; 4], seed| {
             let mut buffer = Buffer::elements(dtype, shape.iter().product())?;
             fill(&mut buffer, dtype, seed);
@@ -63,8 +112,11 @@ impl Operands {
         };
         Ok(Self {
             q: tensor(dims.q_shape(), seed)?,
-            k: tensor(dims.k_shape(), seed + 1)?,
-            v: tensor(dims.v_shape(), seed + 2)?,
+            k: tensor(k_shape, seed + 1)?,
+            v: tensor(v_shape, seed + 2)?,
+            k_shape,
+            v_shape,
+            tables,
         })
     }
 
@@ -73,13 +125,13 @@ impl Operands {
     }
 
     fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
-        let dims = problem.dims();
         let dtype = problem.dtype();
-        Ok(Inputs::new(
-            view(&self.q, dtype, 0, dims.q_shape())?,
-            view(&self.k, dtype, 0, dims.k_shape())?,
-            view(&self.v, dtype, 0, dims.v_shape())?,
-        ))
+        let q = view(&self.q, dtype, 0, problem.dims().q_shape())?;
+        let (k, v) = (view(&self.k, dtype, 0, self.k_shape)?, view(&self.v, dtype, 0, self.v_shape)?);
+        Ok(match &self.tables {
+            None => Inputs::new(q, k, v),
+            Some(tables) => Inputs::paged(q, k, v, tables),
+        })
     }
 }
 
@@ -103,31 +155,40 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
 /// Checks and measures one row for at least so many seconds.
 pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
     let problem = &row.problem;
-    let plan = cpu.plan(problem, flashtile::PlanOptions::default()).map_err(Failure::new)?;
-    let mut workspace = machine::workspace(&plan)?;
-    let mut copies = vec![Operands::random(problem, 1)?];
+    let plan = cpu.plan(problem, PlanOptions::default()).map_err(Failure::new)?;
+    let mut copies = vec![Operands::random(row, 1)?];
     if row.kind == Kind::Decode {
         // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.
         let count = (2 * cpu.facts().l3).div_ceil(copies[0].bytes().max(1)).clamp(1, MAX_COPIES);
         for copy in 1..count {
-            copies.push(Operands::random(problem, 1 + 3 * copy as u64)?);
+            copies.push(Operands::random(row, 1 + 3 * copy as u64)?);
         }
     }
     let shape = problem.dims().out_shape();
     let mut out = Buffer::elements(problem.dtype(), shape.iter().product())?;
-    let mut runner = Runner { cpu, plan: &plan, workspace: &mut workspace, shape };
-
-    runner.run(&copies[0], &mut out)?;
-    let nrmse = check(&plan, &copies[0], &out)?;
-    for copy in &copies {
-        runner.run(copy, &mut out)?;
+    let mut runner = Runner { cpu, plan: &plan, workspace: machine::workspace(&plan)?, shape };
+    let nrmse = runner.warm_up(&copies, &mut out)?;
+    let without = without_prefixes(problem)?;
+    let apart = without.map(|problem| cpu.plan(&problem, PlanOptions::default())).transpose();
+    let apart = apart.map_err(Failure::new)?;
+    let apart =
+        apart.as_ref().map(|plan| Ok(Runner { cpu, plan, workspace: machine::workspace(plan)?, shape }));
+    let mut apart: Option<Runner<'_>> = apart.transpose()?;
+    if let Some(runner) = &mut apart {
+        runner.warm_up(&copies, &mut out)?;
     }
-    let mut times = Vec::new();
+    let (mut times, mut times_apart) = (Vec::new(), Vec::new());
     let started = Instant::now();
     while times.len() < 3 || (started.elapsed().as_secs_f64() < min_time && times.len() < MAX_TIMES) {
-        times.push(runner.run(&copies[times.len() % copies.len()], &mut out)?);
+        // In turns: what else the machine does changes from second to second.
+        let copy = &copies[times.len() % copies.len()];
+        times.push(runner.run(copy, &mut out)?);
+        if let Some(runner) = &mut apart {
+            times_apart.push(runner.run(copy, &mut out)?);
+        }
     }
     times.sort_by(f64::total_cmp);
+    times_apart.sort_by(f64::total_cmp);
     let last = times.len() - 1;
     Ok(Measured {
         row: row.clone(),
@@ -137,9 +198,20 @@ pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
         work: Work::of(problem),
         quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
         repetitions: times.len(),
+        apart: times_apart.get(times_apart.len() / 2).copied(),
         copies: copies.len(),
         nrmse,
     })
+}
+
+/// The same problem with every sequence for itself, where some share a prefix.
+fn without_prefixes(problem: &Problem) -> Result<Option<Problem>> {
+    let mut desc = problem.desc().clone();
+    if desc.prefixes.is_empty() {
+        return Ok(None);
+    }
+    desc.prefixes.clear();
+    desc.validate().map(Some).map_err(Failure::new)
 }
 
 const MAX_COPIES: usize = 256;
@@ -149,11 +221,19 @@ const MAX_TIMES: usize = 100_000;
 struct Runner<'a> {
     cpu: &'a Cpu,
     plan: &'a CpuPlan,
-    workspace: &'a mut Workspace,
+    workspace: Workspace,
     shape: [usize; 4],
 }
 
 impl Runner<'_> {
+    /// Runs every copy once, and checks the answer of the first.
+    fn warm_up(&mut self, copies: &[Operands], out: &mut Buffer) -> Result<f64> {
+        self.run(&copies[0], out)?;
+        let nrmse = check(self.plan, &copies[0], out)?;
+        copies.iter().try_for_each(|copy| self.run(copy, out).map(|_| ()))?;
+        Ok(nrmse)
+    }
+
     /// Seconds of one run.
     fn run(&mut self, operands: &Operands, out: &mut Buffer) -> Result<f64> {
         let problem = self.plan.problem();
@@ -162,7 +242,7 @@ impl Runner<'_> {
         let out = TensorViewMut::from_bytes(problem.dtype(), out.bytes_mut(), self.shape, strides);
         let mut outputs = Outputs::new(out.map_err(Failure::new)?);
         let started = Instant::now();
-        self.cpu.run(self.plan, &inputs, &mut outputs, self.workspace).map_err(Failure::new)?;
+        self.cpu.run(self.plan, &inputs, &mut outputs, &mut self.workspace).map_err(Failure::new)?;
         Ok(started.elapsed().as_secs_f64())
     }
 }
@@ -199,16 +279,43 @@ fn check(plan: &CpuPlan, operands: &Operands, out: &Buffer) -> Result<f64> {
 /// One query row, as a problem of its own.
 fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) -> Result<Attention> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
-    let one = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, ..*dims };
+    let q = ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim;
+    // Of cached sequences the queries are packed.
+    let (sequence, row) = match operands.tables {
+        None => (b, i),
+        Some(_) => {
+            let at = problem.sequences().partition_point(|s| s.q_start <= i) - 1;
+            (at, i - problem.sequences()[at].q_start)
+        }
+    };
+    let s = &problem.sequences()[sequence];
+    let one = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: s.kv_len, ..*dims };
     let mut desc = ProblemDesc::new(one, dtype);
     desc.visibility = problem.desc().visibility;
-    desc.q_offset = problem.sequences().get(b).map(|s| QOffset::At(s.q_offset + i as i64));
+    desc.q_offset = Some(QOffset::At(s.q_offset + row as i64));
     let one_row = desc.validate().map_err(Failure::new)?;
-    let kv_head = b * dims.kv_heads + h / dims.group();
+    let rows = |tensor, [_, heads, page, dim]: [usize; 4]| -> Result<Buffer> {
+        let bytes = dim * dtype.bytes();
+        let mut rows = Buffer::zeroed(s.kv_len * bytes)?;
+        for (j, row) in rows.bytes_mut().chunks_exact_mut(bytes).enumerate() {
+            let (entry, at) = match &operands.tables {
+                None => (b, j),
+                // A token that is no longer kept is not seen either.
+                Some(tables) => match tables.locate(sequence, j) {
+                    Some(place) => place,
+                    None => continue,
+                },
+            };
+            let from = ((entry * heads + h / dims.group()) * page + at) * bytes;
+            row.copy_from_slice(&Buffer::bytes(tensor)[from..from + bytes]);
+        }
+        Ok(rows)
+    };
+    let (k, v) = (rows(&operands.k, operands.k_shape)?, rows(&operands.v, operands.v_shape)?);
     let inputs = Inputs::new(
-        view(&operands.q, dtype, ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim, one.q_shape())?,
-        view(&operands.k, dtype, kv_head * dims.kv_len * dims.head_dim, one.k_shape())?,
-        view(&operands.v, dtype, kv_head * dims.kv_len * dims.value_dim, one.v_shape())?,
+        view(&operands.q, dtype, q, one.q_shape())?,
+        view(&k, dtype, 0, one.k_shape())?,
+        view(&v, dtype, 0, one.v_shape())?,
     );
     reference::attention(&one_row, &inputs).map_err(Failure::new)
 }

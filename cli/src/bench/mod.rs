@@ -196,9 +196,13 @@ fn table(group: &Group, peers: &Peers) -> String {
         LimitKind::Bandwidth => "GB/s",
     };
     let mut head: Vec<String> =
-        ["dtype", "d", "heads", "batch", "keys", "sees", "time", "spread", rate_head, "of limit"]
+        ["dtype", "d", "heads", "batch", "keys", "cache", "sees", "time", "spread", rate_head, "of limit"]
             .map(str::to_owned)
             .to_vec();
+    let shares = group.rows.iter().any(|measured| measured.apart.is_some());
+    if shares {
+        head.extend(["shared", "read by each", "ratio"].map(str::to_owned));
+    }
     let names = peers.names();
     head.extend(names.iter().flat_map(|name| [(*name).to_owned(), "ratio".to_owned()]));
     let mut table = Table::new(head);
@@ -209,14 +213,21 @@ fn table(group: &Group, peers: &Peers) -> String {
             row.problem.dtype().to_string(),
             dims.head_dim.to_string(),
             format!("{}/{}", dims.q_heads, dims.kv_heads),
-            dims.batch.to_string(),
+            row.batch().to_string(),
             row.length().to_string(),
+            row.layout(),
             row.problem.desc().visibility.to_string(),
             report::seconds(measured.seconds()),
             report::percent(measured.spread()),
             format!("{:.1}", fraction * group.limit.rate / 1e9),
             report::percent(fraction),
         ];
+        if shares {
+            cells.push(row.shared().to_string());
+            cells.push(measured.apart.map_or_else(|| "-".to_owned(), report::seconds));
+            let ratio = measured.apart.map(|apart| format!("{:.2}x", apart / measured.seconds()));
+            cells.push(ratio.unwrap_or_else(|| "-".to_owned()));
+        }
         for name in &names {
             let seconds = peers.seconds(name, row);
             cells.push(seconds.map_or_else(|| "-".to_owned(), report::seconds));
@@ -267,10 +278,14 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "d": dims.head_dim,
         "h": dims.q_heads,
         "hkv": dims.kv_heads,
-        "b": dims.batch,
+        "b": row.batch(),
         "s": row.length(),
+        "lens": row.lens(),
         "causal": row.causal(),
         "window": peers::window_json(row),
+        "layout": row.layout(),
+        "shared": row.shared(),
+        "seconds_apart": measured.apart,
         "seconds": seconds,
         "seconds_quartiles": measured.quartiles,
         "repetitions": measured.repetitions,

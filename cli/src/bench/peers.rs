@@ -17,6 +17,8 @@ struct Key {
     s: u64,
     causal: bool,
     window: Value,
+    layout: String,
+    shared: u64,
 }
 
 #[derive(Debug)]
@@ -79,10 +81,12 @@ fn key_of(row: &Row) -> Key {
         d: d.head_dim as u64,
         h: d.q_heads as u64,
         hkv: d.kv_heads as u64,
-        b: d.batch as u64,
+        b: row.batch() as u64,
         s: row.length() as u64,
         causal: row.causal(),
         window: window_json(row),
+        layout: row.layout(),
+        shared: row.shared() as u64,
     }
 }
 
@@ -116,6 +120,8 @@ fn entry(value: &Value) -> std::result::Result<Entry, String> {
         s: number("s")?,
         causal: value.get("causal").and_then(Value::as_bool).unwrap_or(false),
         window: value.get("window").cloned().unwrap_or(Value::Null),
+        layout: value.get("layout").and_then(Value::as_str).unwrap_or("dense").to_owned(),
+        shared: optional("shared", 0)?,
     };
     let seconds = seconds.ok_or("expected a positive number seconds")?;
     Ok(Entry { peer: text("peer")?, key, seconds })

@@ -1,8 +1,8 @@
 //! What is measured.
 
-use crate::args::{BenchArgs, Group};
+use crate::args::{BenchArgs, CacheKind, Group, Lengths};
 use crate::failure::{Failure, Result};
-use flashtile::{Dims, Dtype, Problem, ProblemDesc, QOffset, Visibility};
+use flashtile::{Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
 
 /// Group of rows that share a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,6 +25,9 @@ impl Kind {
 pub(super) struct Row {
     pub(super) kind: Kind,
     pub(super) problem: Problem,
+    pub(super) cache: CacheKind,
+    /// Tokens of a page, where there are pages: a slot is one.
+    pub(super) page: usize,
 }
 
 impl Row {
@@ -32,12 +35,78 @@ impl Row {
         let mut desc = ProblemDesc::new(dims, dtype);
         desc.visibility = visibility;
         desc.q_offset = Some(QOffset::BottomRight);
-        Ok(Self { kind, problem: desc.validate().map_err(Failure::new)? })
+        let problem = desc.validate().map_err(Failure::new)?;
+        Ok(Self { kind, problem, cache: CacheKind::Dense, page: 0 })
     }
 
-    /// Keys, which is the sequence length of prefill.
+    /// One query for each of some sequences in a cache.
+    fn cached(
+        args: &BenchArgs,
+        cache: CacheKind,
+        dims: Dims,
+        dtype: Dtype,
+        lengths: Lengths,
+    ) -> Result<Self> {
+        let Lengths { low, high } = lengths;
+        let last = dims.batch.saturating_sub(1).max(1);
+        let mut lens: Vec<usize> = (0..dims.batch).map(|n| low + (high - low) * n / last).collect();
+        let mut visibility = args.window.unwrap_or_default().and(Visibility::causal());
+        let page = match cache {
+            CacheKind::Dense | CacheKind::Contiguous => high,
+            CacheKind::Paged => args.page,
+            CacheKind::Ring => {
+                visibility = visibility.and(Visibility::window(Some(high - 1), None));
+                lens.iter_mut().for_each(|len| *len += *len / 2);
+                high
+            }
+        };
+        let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
+        let (heads, widths) = ([dims.q_heads, dims.kv_heads], [dims.head_dim, dims.value_dim]);
+        let mut desc = ProblemDesc::cached(heads, widths, dtype, &steps);
+        desc.visibility = visibility;
+        if let Some(shared) = args.shared {
+            let len = shared / page * page;
+            desc.prefixes = vec![SharedPrefix { sequences: 0..dims.batch, len }];
+        }
+        let problem = desc.validate().map_err(|e| match args.shared {
+            Some(shared) => Failure::at(format_args!("--shared {shared}"), e),
+            None => Failure::new(e),
+        })?;
+        Ok(Self { kind: Kind::Decode, problem, cache, page })
+    }
+
+    /// Keys, which is the sequence length of prefill; of the longest sequence that a row sees.
     pub(super) fn length(&self) -> usize {
-        self.problem.dims().kv_len
+        match self.cache {
+            CacheKind::Ring => self.page,
+            _ => self.problem.dims().kv_len,
+        }
+    }
+
+    /// Sequences.
+    pub(super) fn batch(&self) -> usize {
+        self.problem.sequences().len()
+    }
+
+    /// Name of where keys and values lie.
+    pub(super) fn layout(&self) -> String {
+        match self.cache {
+            CacheKind::Dense => "dense".to_owned(),
+            CacheKind::Contiguous => "contiguous".to_owned(),
+            CacheKind::Paged => format!("paged({})", self.page),
+            CacheKind::Ring => "ring".to_owned(),
+        }
+    }
+
+    /// Tokens of each sequence in a cache.
+    pub(super) fn lens(&self) -> Option<Vec<usize>> {
+        let lens = || self.problem.sequences().iter().map(|s| s.kv_len).collect();
+        (self.cache != CacheKind::Dense).then(lens)
+    }
+
+    /// Tokens that the sequences share.
+    pub(super) fn shared(&self) -> usize {
+        self.problem.desc().prefixes.first().map_or(0, |prefix| prefix.len)
     }
 
     pub(super) fn causal(&self) -> bool {
@@ -88,8 +157,24 @@ pub(super) fn rows(args: &BenchArgs, kind: Kind) -> Result<Vec<Row>> {
     }
 }
 
+/// The lengths given, or usual ones.
+fn lengths(args: &BenchArgs, default: &[usize]) -> Vec<Lengths> {
+    let default: Vec<Lengths> = default.iter().map(|&n| Lengths { low: n, high: n }).collect();
+    or(&args.seq, &default)
+}
+
+/// The length of every sequence of a dense batch.
+fn one_length(lengths: Lengths) -> Result<usize> {
+    let Lengths { low, high } = lengths;
+    if low != high {
+        let text = format_args!("{low}..{high} is of sequences in a --cache, which dense rows have not");
+        return Err(Failure::at("--seq", text));
+    }
+    Ok(low)
+}
+
 fn prefill(args: &BenchArgs) -> Result<Vec<Row>> {
-    let lengths = or(&args.seq, if args.quick { &[512, 2048] } else { &[512, 1024, 2048, 4096] });
+    let lengths = lengths(args, if args.quick { &[512, 2048] } else { &[512, 1024, 2048, 4096] });
     let band = args.window.unwrap_or_default();
     let visibilities = if args.causal || band.right() == Some(0) {
         vec![band.and(Visibility::causal())]
@@ -101,8 +186,10 @@ fn prefill(args: &BenchArgs) -> Result<Vec<Row>> {
         for head_dim in head_dims(args, &[64, 128]) {
             for &visibility in &visibilities {
                 for &length in &lengths {
-                    let dims = dims(args, (8, 8), length, (length, head_dim));
-                    rows.push(Row::new(Kind::Prefill, dims, dtype, visibility)?);
+                    let length = one_length(length)?;
+                    for dims in dims(args, (8, 8), length, (length, head_dim)) {
+                        rows.push(Row::new(Kind::Prefill, dims, dtype, visibility)?);
+                    }
                 }
             }
         }
@@ -111,7 +198,7 @@ fn prefill(args: &BenchArgs) -> Result<Vec<Row>> {
 }
 
 fn decode(args: &BenchArgs) -> Result<Vec<Row>> {
-    let lengths = or(&args.seq, if args.quick { &[1024, 8192] } else { &[1024, 4096, 8192, 32768] });
+    let lengths = lengths(args, if args.quick { &[1024, 8192] } else { &[1024, 4096, 8192, 32768] });
     let band = args.window.unwrap_or_default();
     let visibility = if args.causal { band.and(Visibility::causal()) } else { band };
     let mut rows = Vec::new();
@@ -119,19 +206,46 @@ fn decode(args: &BenchArgs) -> Result<Vec<Row>> {
         for head_dim in head_dims(args, &[64, 128, 256]) {
             for &length in &lengths {
                 let heads = if head_dim >= 256 { (16, 2) } else { (32, 8) };
-                let dims = dims(args, heads, 1, (length, head_dim));
-                rows.push(Row::new(Kind::Decode, dims, dtype, visibility)?);
+                for dims in dims(args, heads, 1, (length.high, head_dim)) {
+                    for &cache in &args.cache {
+                        rows.push(match cache {
+                            CacheKind::Dense => {
+                                one_length(length)?;
+                                Row::new(Kind::Decode, dims, dtype, visibility)?
+                            }
+                            _ => Row::cached(args, cache, dims, dtype, length)?,
+                        });
+                    }
+                }
             }
         }
     }
     Ok(rows)
 }
 
-fn dims(args: &BenchArgs, heads: (usize, usize), q_len: usize, (kv_len, head_dim): (usize, usize)) -> Dims {
+/// Dimensions for each batch and number of key/value heads.
+fn dims(
+    args: &BenchArgs,
+    heads: (usize, usize),
+    q_len: usize,
+    (kv_len, head_dim): (usize, usize),
+) -> Vec<Dims> {
     let q_heads = args.heads.unwrap_or(heads.0);
     // Query heads alone mean as many key/value heads; a default group needs both defaults.
-    let kv_heads = args.kv_heads.unwrap_or(if args.heads.is_some() { q_heads } else { heads.1 });
-    Dims { batch: args.batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim: head_dim }
+    let kv_heads = or(&args.kv_heads, &[if args.heads.is_some() { q_heads } else { heads.1 }]);
+    let of = |&batch: &usize| {
+        let with = move |&kv_heads: &usize| Dims {
+            batch,
+            q_heads,
+            kv_heads,
+            q_len,
+            kv_len,
+            head_dim,
+            value_dim: head_dim,
+        };
+        kv_heads.iter().map(with).collect::<Vec<Dims>>()
+    };
+    args.batch.iter().flat_map(of).collect()
 }
 
 /// Pairs that differ in their visible area alone.
@@ -144,21 +258,16 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
     let mut pairs = Vec::new();
     for dtype in or(&args.dtype, &[Dtype::F32]) {
         for head_dim in or(&args.head_dim, &[64]) {
-            let row = |length: usize, visibility| {
-                let dims = dims(args, (8, 8), length, (length, head_dim));
-                Row::new(Kind::Prefill, dims, dtype, visibility)
+            let pair = |name, length: usize, part, whole| {
+                let of = |dims| {
+                    let row = |visibility| Row::new(Kind::Prefill, dims, dtype, visibility);
+                    Ok(Pair { name, part: row(part)?, whole: row(whole)? })
+                };
+                dims(args, (8, 8), length, (length, head_dim)).into_iter().map(of).collect::<Result<Vec<_>>>()
             };
             let [short, long] = lengths;
-            pairs.push(Pair {
-                name: "causal / full",
-                part: row(short, causal)?,
-                whole: row(short, Visibility::full())?,
-            });
-            pairs.push(Pair {
-                name: "window 256 / causal",
-                part: row(long, window)?,
-                whole: row(long, causal)?,
-            });
+            pairs.extend(pair("causal / full", short, causal, Visibility::full())?);
+            pairs.extend(pair("window 256 / causal", long, window, causal)?);
         }
     }
     Ok(pairs)
@@ -166,6 +275,12 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 
 /// Options that the rows of a group have no use for.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
+    if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
+        return Err(Failure::at("--cache", "is of decode rows"));
+    }
+    if args.shared.is_some() && args.cache != [CacheKind::Paged] {
+        return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));
+    }
     if args.group != Group::Visibility {
         return Ok(());
     }

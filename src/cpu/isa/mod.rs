@@ -11,7 +11,7 @@ mod avx512;
 mod portable;
 
 use super::kernels::Context;
-use crate::plan::{CpuFacts, Isa, Task};
+use crate::plan::{CpuFacts, Isa, Reduction, Task};
 use std::sync::OnceLock;
 
 /// The functions of one instruction set: the only ones that are compiled with its target features.
@@ -20,7 +20,7 @@ use std::sync::OnceLock;
 #[derive(Clone, Copy)]
 pub(super) struct Kernels {
     pub(super) task: unsafe fn(&Context<'_>, &Task, *mut f32),
-    pub(super) reduce: unsafe fn(&Context<'_>, &Task, *mut f32),
+    pub(super) reduce: unsafe fn(&Context<'_>, &Reduction, *mut f32),
     pub(super) fma_loop: unsafe fn(u64) -> f32,
     pub(super) read_loop: unsafe fn(*const f32, usize) -> f32,
 }
@@ -38,7 +38,11 @@ macro_rules! entry_points {
         }
 
         $(#[target_feature(enable = $features)])?
-        unsafe fn reduce(cx: &crate::cpu::kernels::Context<'_>, task: &crate::plan::Task, scratch: *mut f32) {
+        unsafe fn reduce(
+            cx: &crate::cpu::kernels::Context<'_>,
+            task: &crate::plan::Reduction,
+            scratch: *mut f32,
+        ) {
             // SAFETY: the caller's promise.
             unsafe { crate::cpu::kernels::forward::reduce::<$S>(cx, task, scratch) }
         }

@@ -9,7 +9,7 @@ use super::pack::{self, HeadRows};
 use super::softmax::{self, Fold, Modifiers};
 use super::{stream, tiles};
 use crate::cpu::simd::{Elem, Simd, TILE, store_row, with_elem};
-use crate::plan::{PartialSlot, Task, visible_union};
+use crate::plan::{Reduction, Rows, Target, Task, sequence_of, spans, visible_union};
 use crate::problem::Sequence;
 use crate::tensor::MaskRow;
 use std::f32::consts::LOG2_E;
@@ -19,10 +19,11 @@ use std::ops::Range;
 /// first-level cache.
 const STREAM_BYTES: usize = 16 << 10;
 
-/// One task and the memory of the thread that runs it.
+/// Rows, and the memory of the thread that computes them.
 struct Work<'a> {
     cx: &'a Context<'a>,
-    task: &'a Task,
+    of: Rows,
+    /// The first row's.
     sequence: &'a Sequence,
     q: *mut f32,
     k: *mut f32,
@@ -41,6 +42,14 @@ struct Work<'a> {
     group: usize,
 }
 
+/// A row of q.
+struct Query<'a> {
+    index: usize,
+    sequence: &'a Sequence,
+    position: usize,
+    head: usize,
+}
+
 /// A tile: rows of the task, and the columns of the block that some of them see.
 struct Tile {
     rows: Range<usize>,
@@ -55,16 +64,16 @@ impl<'a> Work<'a> {
     /// # Safety
     /// `scratch` is valid for the plan's scratch layout.
     #[inline(always)]
-    unsafe fn new(cx: &'a Context<'a>, task: &'a Task, scratch: *mut f32) -> Self {
+    unsafe fn new(cx: &'a Context<'a>, of: Rows, scratch: *mut f32) -> Self {
         let layout = cx.plan.scratch();
-        let sequence = &cx.plan.problem().sequences()[task.sequence];
+        let sequence = &cx.plan.problem().sequences()[of.sequence];
         let (tile, rows) = (layout.tile_stats, layout.row_stats);
         // SAFETY: regions of the layout.
         unsafe {
             let stats = scratch.add(layout.stats);
             Self {
                 cx,
-                task,
+                of,
                 sequence,
                 q: scratch.add(layout.q),
                 k: scratch.add(layout.k),
@@ -83,69 +92,90 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Position and query head of a row of the task.
+    /// Row of q, counted from the first row's sequence, and query head of a row of the task.
     #[inline(always)]
     fn place(&self, row: usize) -> (usize, usize) {
-        let at = self.task.row + row;
-        (at / self.group, self.task.kv_head * self.group + at % self.group)
+        let at = self.of.first + row;
+        (at / self.group, self.of.kv_head * self.group + at % self.group)
     }
 
-    /// Positions of some rows of the task.
-    fn positions(&self, rows: &Range<usize>) -> Range<usize> {
-        let at = |row: usize| self.task.row + row;
-        at(rows.start) / self.group..at(rows.end).div_ceil(self.group)
+    /// Sequence, its index, position in it, and query head of a row of the task.
+    #[inline(always)]
+    fn query(&self, row: usize) -> Query<'a> {
+        let (i, head) = self.place(row);
+        let problem = self.cx.plan.problem();
+        let index = sequence_of(problem, self.of.sequence, self.sequence.q_start + i);
+        let sequence = &problem.sequences()[index];
+        Query { index, sequence, position: self.sequence.q_start + i - sequence.q_start, head }
     }
 
-    /// Columns of a block that some position of the range sees, or all that are kept where tiles are not skipped.
-    fn columns(&self, positions: Range<usize>, block: usize) -> Range<usize> {
+    /// Sequences that have some rows of the task, and their positions.
+    fn spans(&self, rows: &Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<'a> {
+        let first = self.of.first;
+        spans(self.cx.plan.problem(), self.of.sequence, first + rows.start..first + rows.end)
+    }
+
+    /// Columns of a block that some of the rows see, or all that are kept where tiles are not skipped.
+    fn columns(&self, rows: &Range<usize>, block: usize) -> Range<usize> {
         let plan = self.cx.plan;
-        let keys = if plan.options().skip_tiles {
-            visible_union(plan.problem(), self.sequence, positions)
-        } else {
-            self.cx.inputs.tables.map_or(0, |tables| tables.first[self.task.sequence])..self.sequence.kv_len
-        };
-        clip(&keys, block * self.block_k, self.block_k)
+        let clip = |keys: Range<usize>| clip(&keys, block * self.block_k, self.block_k);
+        if !plan.options().skip_tiles {
+            let first = self.cx.inputs.tables.map_or(0, |tables| tables.first[self.of.sequence]);
+            return clip(first..self.sequence.kv_len);
+        }
+        let sequences = plan.problem().sequences();
+        let seen =
+            self.spans(rows).map(|(s, positions)| visible_union(plan.problem(), &sequences[s], positions));
+        let seen = seen.map(clip).filter(|columns| !columns.is_empty());
+        seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
     }
 
     /// The tile of some rows in a block, `None` where no row sees a key.
     #[inline(always)]
     fn tile(&self, rows: Range<usize>, block: usize) -> Option<Tile> {
-        let positions = self.positions(&rows);
-        let columns = self.columns(positions.clone(), block);
+        let columns = self.columns(&rows, block);
+        if columns.is_empty() {
+            return None;
+        }
         let skip = self.cx.plan.options().skip_tiles;
         let mask = match &self.cx.mask {
             None => Class::Neutral,
             Some(_) if !skip => Class::Mixed,
             Some(table) => {
-                let first = self.task.kv_head * self.group;
-                table.class(self.task.sequence, first..first + self.group, positions.clone(), block)
+                let first = self.of.kv_head * self.group;
+                let classes = self.spans(&rows);
+                let classes = classes.map(|(s, i)| table.class(s, first..first + self.group, i, block));
+                classes.reduce(Class::and).unwrap_or(Class::Mixed)
             }
         };
-        if columns.is_empty() || (skip && mask == Class::Hidden) {
+        if skip && mask == Class::Hidden {
             return None;
         }
-        // Both ends of what a row sees grow with its position.
-        let sees = |i: usize| self.visible_columns(i, block);
-        let full = sees(positions.start).end >= columns.end && sees(positions.end - 1).start <= columns.start;
+        let full = self.spans(&rows).all(|(s, positions)| {
+            // Both ends of what a row sees grow with its position.
+            let sees = |i: usize| self.visible_columns(&self.cx.plan.problem().sequences()[s], i, block);
+            sees(positions.start).end >= columns.end && sees(positions.end - 1).start <= columns.start
+        });
         Some(Tile { rows, block, columns, full, mask })
     }
 
-    /// Columns of a block that a position sees.
+    /// Columns of a block that a position of a sequence sees.
     #[inline(always)]
-    fn visible_columns(&self, i: usize, block: usize) -> Range<usize> {
-        clip(&self.cx.plan.problem().visible(self.sequence, i), block * self.block_k, self.block_k)
+    fn visible_columns(&self, sequence: &Sequence, i: usize, block: usize) -> Range<usize> {
+        clip(&self.cx.plan.problem().visible(sequence, i), block * self.block_k, self.block_k)
     }
 
     /// Rows of k or v.
     fn head_rows(&self, tensor: &'a crate::TensorView<'a>) -> HeadRows<'a> {
-        let (s, head) = (self.sequence, self.task.kv_head);
+        let (s, head) = (self.sequence, self.of.kv_head);
         match self.cx.inputs.tables {
             None => HeadRows::of_tensor(tensor, [s.batch, head, s.kv_start]),
-            Some(tables) => HeadRows::of_pages(tensor, head, tables, self.task.sequence),
+            Some(tables) => HeadRows::of_pages(tensor, head, tables, self.of.sequence),
         }
     }
 
-    /// Columns of the tile that a tree mask decides on, and the tree's column for the first of them.
+    /// Columns of the tile that a tree mask decides on, and the tree's column for the first of them. Tiles of several
+    /// sequences have none.
     #[inline(always)]
     fn tree_columns(&self, tile: &Tile) -> (Range<usize>, usize) {
         if self.cx.inputs.tree.is_none() {
@@ -158,10 +188,10 @@ impl<'a> Work<'a> {
         if columns.is_empty() { (0..0, 0) } else { (columns.clone(), first + columns.start - tree) }
     }
 
-    /// The row of the tree mask of position `i`.
+    /// The row of the tree mask of a query.
     #[inline(always)]
-    fn tree_row(&self, i: usize) -> Option<MaskRow> {
-        Some(self.cx.inputs.tree.as_ref()?.row(0, 0, self.sequence.q_start + i))
+    fn tree_row(&self, query: &Query<'_>) -> Option<MaskRow> {
+        Some(self.cx.inputs.tree.as_ref()?.row(0, 0, query.sequence.q_start + query.position))
     }
 
     /// What brings `q . k` to units of log2, or of the softcap. Folded into the queries, but for pairs of bf16, which would
@@ -181,7 +211,7 @@ impl<'a> Work<'a> {
         let head_dim = self.cx.plan.problem().dims().head_dim;
         let (scale, depth) = (self.score_scale(), depth::<S>(head_dim));
         let q = &self.cx.inputs.q;
-        for row in 0..self.task.rows {
+        for row in 0..self.of.count {
             let (i, h) = self.place(row);
             let src = q.row(self.sequence.batch, h, self.sequence.q_start + i);
             // SAFETY: the row exists, and the region holds task_rows rows.
@@ -283,17 +313,17 @@ impl<'a> Work<'a> {
                     break;
                 }
                 let scores = self.scores.add(r * self.block_k);
-                let (i, h) = self.place(tile.rows.start + r);
+                let query = self.query(tile.rows.start + r);
                 if modifies {
-                    softmax::modify::<S>(scores, vectors.clone(), &self.modifiers::<S>(tile, i, h));
+                    softmax::modify::<S>(scores, vectors.clone(), &self.modifiers::<S>(tile, &query));
                 }
-                let seen = self.visible_columns(i, tile.block);
+                let seen = self.visible_columns(query.sequence, query.position, tile.block);
                 softmax::hide(
                     scores,
                     vectors.clone(),
                     seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end),
                 );
-                if let Some(row) = self.tree_row(i).filter(|_| !tree.is_empty()) {
+                if let Some(row) = self.tree_row(&query).filter(|_| !tree.is_empty()) {
                     softmax::prune(scores, tree.clone(), row, tree_from);
                 }
             }
@@ -316,21 +346,22 @@ impl<'a> Work<'a> {
         desc.softcap.is_some() || desc.alibi || tile.mask != Class::Neutral || scale
     }
 
-    /// What changes the scores of position `i` and head `h`.
+    /// What changes the scores of a query.
     #[inline(always)]
-    fn modifiers<S: Simd>(&self, tile: &Tile, i: usize, h: usize) -> Modifiers {
+    fn modifiers<S: Simd>(&self, tile: &Tile, query: &Query<'_>) -> Modifiers {
         let first = tile.block * self.block_k;
         let mask = match &self.cx.mask {
             Some(table) if tile.mask != Class::Neutral => {
-                Some((table.view.row(self.task.sequence, h, i), first, table.view.shape()[3]))
+                let row = table.view.row(query.index, query.head, query.position);
+                Some((row, first, table.view.shape()[3]))
             }
             _ => None,
         };
-        let position = (i as i64 + self.sequence.q_offset - first as i64) as f32;
+        let position = (query.position as i64 + query.sequence.q_offset - first as i64) as f32;
         Modifiers {
             scale: if S::PAIRS { self.score_scale() } else { 1.0 },
             softcap: self.cx.plan.problem().desc().softcap,
-            alibi: self.cx.inputs.alibi_slopes.map(|slopes| (slopes[h], position)),
+            alibi: self.cx.inputs.alibi_slopes.map(|slopes| (slopes[query.head], position)),
             mask,
         }
     }
@@ -456,13 +487,13 @@ impl<'a> Work<'a> {
             if S::reduce_add(probe) == 0.0 {
                 return;
             }
-            let (i, h) = self.place(tile.rows.start + r);
+            let query = self.query(tile.rows.start + r);
             if streams {
                 self.pack_values::<S>(tile.block, tile.columns.clone());
             }
-            let mask = self.modifiers::<S>(tile, i, h).mask;
-            let seen = self.visible_columns(i, tile.block);
-            let ((tree, tree_from), tree_row) = (self.tree_columns(tile), self.tree_row(i));
+            let mask = self.modifiers::<S>(tile, &query).mask;
+            let seen = self.visible_columns(query.sequence, query.position, tile.block);
+            let ((tree, tree_from), tree_row) = (self.tree_columns(tile), self.tree_row(&query));
             for c in (0..self.stride).step_by(S::LANES) {
                 let mut sum = S::splat(0.0);
                 let (weights, unit) = (self.scores.add(r * self.block_k), unit::<S>());
@@ -500,30 +531,63 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Result of one tile in one block, folded into the running state or stored as a partial.
+    /// Result of one tile in one block: folded into the running state, or stored in slots from `partials` on.
     ///
     /// # Safety
     /// As [`Simd`]; queries are packed, and the block too unless the task streams.
     #[inline(always)]
-    unsafe fn attend<S: Simd>(&self, tile: &Tile, streams: bool) {
+    unsafe fn attend<S: Simd>(&self, tile: &Tile, streams: bool, partials: Option<usize>) {
         // SAFETY: the caller's promise.
         unsafe {
             self.scores::<S>(tile, streams);
             self.weights::<S>(tile);
             self.weighted_values::<S>(tile, streams);
-            match self.task.partial {
+            match partials {
                 None => softmax::fold::<S>(tile.rows.len(), &self.fold_at(tile.rows.start)),
                 Some(slot) => {
-                    let at = slot_of(&slot, self.task.rows, tile.block) + tile.rows.start;
-                    let (p, rows) = (self.cx.partials, tile.rows.len());
-                    std::ptr::copy_nonoverlapping(
-                        self.values,
-                        p.values.add(at * self.stride),
-                        rows * self.stride,
-                    );
-                    std::ptr::copy_nonoverlapping(self.block_max, p.max.add(at), rows);
-                    std::ptr::copy_nonoverlapping(self.block_sum, p.sum.add(at), rows);
+                    let statistics = (self.block_max, self.block_sum);
+                    self.cx.slots.store(slot + tile.rows.start, tile.rows.len(), self.values, statistics);
                 }
+            }
+        }
+    }
+
+    /// Sets the running state of the first `rows` rows to nothing, or to what slots from `from` on hold.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the slots were stored.
+    #[inline(always)]
+    unsafe fn start<S: Simd>(&self, rows: usize, from: Option<usize>) {
+        // SAFETY: the regions hold task_rows rows.
+        unsafe {
+            match from {
+                None => self.clear::<S>(rows),
+                Some(slot) => {
+                    // Statistics up to a whole vector.
+                    for r in rows / S::LANES * S::LANES..rows.next_multiple_of(S::LANES) {
+                        (*self.max.add(r), *self.sum.add(r)) = (f32::NEG_INFINITY, 0.0);
+                    }
+                    self.cx.slots.load(slot, rows, self.acc, (self.max, self.sum));
+                }
+            }
+        }
+    }
+
+    /// Writes the running state of the first `rows` rows, those from row `first` of the task on, to where it goes. Partial
+    /// results of blocks were stored one by one.
+    ///
+    /// # Safety
+    /// As [`Simd`]; no other thread writes these rows or slots.
+    #[inline(always)]
+    unsafe fn end<S: Simd>(&self, first: usize, rows: usize, target: Target) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match target {
+                Target::Out => self.finish::<S>(first, rows),
+                Target::State(slot) => {
+                    self.cx.slots.store(slot + first, rows, self.acc, (self.max, self.sum));
+                }
+                Target::Blocks(_) => {}
             }
         }
     }
@@ -636,91 +700,75 @@ fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
     start..end
 }
 
-/// Slot of the first row's partial of a block.
-fn slot_of(slot: &PartialSlot, rows: usize, block: usize) -> usize {
-    slot.base + (block - slot.first_block) * rows
-}
-
 /// Computes one task.
 ///
 /// # Safety
 /// As [`Simd`]; the context was checked against its plan, `scratch` is valid for the plan's layout, and no other thread uses
-/// it or runs the same task.
+/// it or runs the same task. The phases before that of the task have ended.
 #[inline(always)]
 pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's promise; every region is used within its size in the layout.
     unsafe {
-        let work = Work::new(cx, task, scratch);
+        let work = Work::new(cx, task.rows, scratch);
+        let count = task.rows.count;
         S::begin_tiles();
         work.pack_queries::<S>();
-        match task.partial {
-            None => work.clear::<S>(task.rows),
-            Some(slot) => {
-                for block in task.blocks.0..task.blocks.1 {
-                    let at = slot_of(&slot, task.rows, block);
-                    for row in at..at + task.rows {
-                        *cx.partials.max.add(row) = f32::NEG_INFINITY;
-                        *cx.partials.sum.add(row) = 0.0;
-                    }
-                }
-            }
-        }
+        work.start::<S>(count, task.from);
         let tile_rows = cx.plan.tile_rows();
-        let streams = task.rows <= stream::MAX_ROWS;
+        let streams = count <= stream::MAX_ROWS;
         if S::TILES && streams {
             let depth = depth::<S>(cx.plan.problem().dims().head_dim);
             tiles::Stream::new(work.k, depth).set_queries::<S>(work.q);
         }
         for block in task.blocks.0..task.blocks.1 {
+            let partials = match task.target {
+                Target::Blocks(base) => {
+                    let slot = base + (block - task.blocks.0) * count;
+                    cx.slots.clear(slot, count);
+                    Some(slot)
+                }
+                Target::Out | Target::State(_) => None,
+            };
             let mut packed = streams;
-            for row in (0..task.rows).step_by(tile_rows) {
-                let Some(tile) = work.tile(row..(row + tile_rows).min(task.rows), block) else { continue };
+            for row in (0..count).step_by(tile_rows) {
+                let Some(tile) = work.tile(row..(row + tile_rows).min(count), block) else { continue };
                 // Only now is it known that some tile needs the block.
                 if !packed {
-                    let columns = work.columns(work.positions(&(0..task.rows)), block);
+                    let columns = work.columns(&(0..count), block);
                     work.pack_keys::<S>(block, &columns);
                     work.pack_values::<S>(block, columns);
                     packed = true;
                 }
-                work.attend::<S>(&tile, streams);
+                work.attend::<S>(&tile, streams, partials);
             }
         }
         S::end_tiles();
-        if task.partial.is_none() {
-            work.finish::<S>(0, task.rows);
-        }
+        work.end::<S>(0, count, task.target);
     }
 }
 
-/// Folds the partials of a split task's rows, in key order, and writes its rows.
+/// Folds the partial results of a task that was cut into the state of its rows, in key order.
 ///
 /// # Safety
-/// As [`task`], once every task that shares the partials has run.
+/// As [`task`], once every task of the phase has run.
 #[inline(always)]
-pub(in crate::cpu) unsafe fn reduce<S: Simd>(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
-    let Some(slot) = task.partial else { return };
-    // SAFETY: the caller's promise; the partials of all blocks of the slot are there.
+pub(in crate::cpu) unsafe fn reduce<S: Simd>(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
+    // SAFETY: the caller's promise; the state and the partials of all blocks are there.
     unsafe {
-        let work = Work::new(cx, task, scratch);
+        let work = Work::new(cx, task.rows, scratch);
         let tile_rows = cx.plan.tile_rows();
-        for row in (0..task.rows).step_by(tile_rows) {
-            let rows = tile_rows.min(task.rows - row);
-            work.clear::<S>(rows);
-            for block in slot.first_block..slot.first_block + slot.blocks {
-                let at = slot_of(&slot, task.rows, block) + row;
-                for r in 0..rows.next_multiple_of(S::LANES) {
-                    let (max, sum) = if r < rows {
-                        (*cx.partials.max.add(at + r), *cx.partials.sum.add(at + r))
-                    } else {
-                        (f32::NEG_INFINITY, 0.0)
-                    };
-                    *work.block_max.add(r) = max;
-                    *work.block_sum.add(r) = sum;
-                }
-                let values = cx.partials.values.add(at * work.stride);
+        for row in (0..task.rows.count).step_by(tile_rows) {
+            let rows = tile_rows.min(task.rows.count - row);
+            work.start::<S>(rows, Some(task.from + row));
+            for r in rows / S::LANES * S::LANES..rows.next_multiple_of(S::LANES) {
+                (*work.block_max.add(r), *work.block_sum.add(r)) = (f32::NEG_INFINITY, 0.0);
+            }
+            for block in 0..task.blocks {
+                let at = task.partials + block * task.rows.count + row;
+                let values = cx.slots.statistics(at, rows, (work.block_max, work.block_sum));
                 softmax::fold::<S>(rows, &Fold { values, ..work.fold_at(0) });
             }
-            work.finish::<S>(row, rows);
+            work.end::<S>(row, rows, task.target);
         }
     }
 }

@@ -22,7 +22,7 @@ pub(in crate::cpu) enum Class {
 }
 
 impl Class {
-    fn and(self, other: Self) -> Self {
+    pub(in crate::cpu) fn and(self, other: Self) -> Self {
         if self == other { self } else { Self::Mixed }
     }
 }

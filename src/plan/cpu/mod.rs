@@ -5,94 +5,21 @@
 //! bits of a row therefore depend on its own keys alone: not on the thread count, on splits, on the other rows, or on the
 //! other sequences of the batch.
 //!
-//! The unit of work is a task: one key/value head of one sequence, a range of its query rows, a range of its key blocks.
+//! The unit of work is a task: a range of query rows of one key/value head, and a range of the key blocks that they see.
 //! Rows are (position, head of the group) pairs ordered by position, so that all query heads of a group share each packed
-//! block and neighbouring rows see nearly the same keys.
+//! block and neighbouring rows see nearly the same keys. How they are made is in the module `schedule`.
+
+mod isa;
+mod schedule;
+
+pub use isa::Isa;
+pub use schedule::PlannedPrefix;
+pub(crate) use schedule::{Phase, Reduction, Rows, Target, Task, sequence_of, spans};
 
 use super::{PlanOptions, Unsupported};
-use crate::Dtype;
 use crate::problem::{Problem, Sequence};
+use schedule::{Choices, Schedule, Segments, TASKS_PER_THREAD};
 use std::ops::Range;
-
-/// Instruction set of a CPU kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Isa {
-    /// Plain Rust that the compiler vectorises.
-    Portable,
-    /// AVX2, FMA and F16C.
-    Avx2,
-    /// AVX-512 F, BW, DQ and VL.
-    Avx512,
-    /// AVX-512 with BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
-    Avx512Bf16,
-    /// AVX-512 with BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
-    Amx,
-}
-
-impl Isa {
-    /// Every instruction set, each a superset of those before it on its architecture.
-    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
-
-    /// The one whose kernels compute a dtype on a machine with this one.
-    #[must_use]
-    pub const fn for_dtype(self, dtype: Dtype) -> Self {
-        match (self, dtype) {
-            (Self::Avx512Bf16 | Self::Amx, Dtype::F32 | Dtype::F16) => Self::Avx512,
-            (isa, _) => isa,
-        }
-    }
-
-    /// Name as used in kernel names and on the command line.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Portable => "portable",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
-            Self::Avx512Bf16 => "avx512bf16",
-            Self::Amx => "amx",
-        }
-    }
-
-    /// f32 lanes of a vector register.
-    #[must_use]
-    pub const fn lanes(self) -> usize {
-        match self {
-            Self::Portable => 4,
-            Self::Avx2 => 8,
-            Self::Avx512 | Self::Avx512Bf16 | Self::Amx => 16,
-        }
-    }
-
-    /// Rows and vectors of the register tile.
-    pub(crate) const fn register_tile(self) -> (usize, usize) {
-        match self {
-            Self::Portable => (4, 2),
-            Self::Avx2 => (6, 2),
-            Self::Avx512 | Self::Avx512Bf16 => (6, 4),
-            Self::Amx => (32, 4),
-        }
-    }
-
-    /// Whether products are of pairs of bf16, with weights rounded to bf16.
-    pub(crate) const fn multiplies_pairs(self) -> bool {
-        matches!(self, Self::Avx512Bf16 | Self::Amx)
-    }
-
-    /// f32 that a row of packed queries or keys takes: whole steps of the matrix unit where tiles are multiplied.
-    const fn packed_depth(self, head_dim: usize) -> usize {
-        match self {
-            Self::Amx => head_dim.div_ceil(2).next_multiple_of(16),
-            _ => head_dim,
-        }
-    }
-}
-
-impl std::fmt::Display for Isa {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
-    }
-}
 
 /// What the planner knows of a CPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,31 +35,6 @@ pub struct CpuFacts {
     pub l2: usize,
     /// Last-level cache, in bytes.
     pub l3: usize,
-}
-
-/// One unit of work: a range of query rows and key blocks of one key/value head of one sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Task {
-    pub(crate) sequence: usize,
-    pub(crate) kv_head: usize,
-    /// First row, in (position, group head) order.
-    pub(crate) row: usize,
-    pub(crate) rows: usize,
-    /// Key blocks, whole; the visible ones among them are computed.
-    pub(crate) blocks: (usize, usize),
-    /// Visible pairs, for ordering the longest tasks first.
-    pub(crate) work: u64,
-    /// Where a split task stores the partials of its blocks: index of the partial of its first row and of the sequence's
-    /// first visible block. Unsplit tasks write the output themselves.
-    pub(crate) partial: Option<PartialSlot>,
-}
-
-/// Place of a row range's partials: slot of `(row, block)` is `base + (block - first_block) * rows + row`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct PartialSlot {
-    pub(crate) base: usize,
-    pub(crate) first_block: usize,
-    pub(crate) blocks: usize,
 }
 
 /// Offsets in f32 elements of one thread's scratch memory.
@@ -179,9 +81,7 @@ pub struct CpuPlan {
     block_k: usize,
     tile_rows: usize,
     task_rows: usize,
-    splits: usize,
-    tasks: Vec<Task>,
-    partial_slots: usize,
+    schedule: Schedule,
     scratch: ScratchLayout,
     mask_classes: Option<MaskClasses>,
     workspace_bytes: usize,
@@ -195,14 +95,10 @@ const BLOCK_K: usize = 256;
 pub(crate) const STREAM_ROWS: usize = 16;
 /// Query positions of a mask tile.
 const MASK_TILE_Q: usize = 16;
-/// Upper bound of the memory that split tasks may take for partials, in bytes.
-const MAX_PARTIAL_BYTES: usize = 64 << 20;
 /// Most threads of a plan.
 const MAX_THREADS: usize = 1 << 12;
 /// Most tasks of a plan.
 const MAX_TASKS: usize = 1 << 22;
-/// Tasks per thread that even out differences in work.
-const TASKS_PER_THREAD: usize = 4;
 
 impl CpuPlan {
     /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`.
@@ -215,7 +111,6 @@ impl CpuPlan {
         let dims = problem.dims();
         let isa = facts.isa.for_dtype(problem.dtype());
         let threads = facts.threads.clamp(1, MAX_THREADS);
-        let group = dims.group();
         let sequences = problem.sequences();
         let (mr, nv) = isa.register_tile();
         let value_stride = dims.value_dim.next_multiple_of(isa.lanes());
@@ -233,26 +128,21 @@ impl CpuPlan {
         let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
         let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, 768);
-        let longest = sequences.iter().map(|s| s.q_len * group).max().unwrap_or(0).max(1);
-        let total_rows: usize = sequences.iter().map(|s| s.q_len * group).sum::<usize>() * dims.kv_heads;
-        let even = total_rows.div_ceil(threads * TASKS_PER_THREAD);
+        let segments = Segments::of(problem);
+        let even = segments.rows().div_ceil(threads * TASKS_PER_THREAD);
         let task_rows =
             if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
-        let task_rows = task_rows.min(longest.next_multiple_of(mr)).next_multiple_of(mr);
+        let longest = segments.longest().max(1).next_multiple_of(mr);
+        let task_rows = task_rows.min(longest).next_multiple_of(mr);
 
-        let row_tasks: usize =
-            sequences.iter().map(|s| (s.q_len * group).div_ceil(task_rows)).sum::<usize>() * dims.kv_heads;
-        let splits = options.splits.unwrap_or_else(|| {
-            let wanted = (threads * TASKS_PER_THREAD).div_ceil(row_tasks.max(1));
-            let partial_bytes = total_rows.saturating_mul(max_blocks).saturating_mul((value_stride + 2) * 4);
-            let affordable = partial_bytes <= MAX_PARTIAL_BYTES;
-            if threads > 1 && row_tasks < 2 * threads && affordable { wanted.clamp(1, max_blocks) } else { 1 }
-        });
-
-        let most_tasks = row_tasks.saturating_mul(splits);
+        let most_tasks = segments.tasks(task_rows).saturating_mul(options.splits.unwrap_or(1));
         if most_tasks > MAX_TASKS {
             return Err(Unsupported::Tasks { got: most_tasks, max: MAX_TASKS });
         }
+        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa) };
+        let slot_bytes = (value_stride + 2) * 4;
+        let choices = Choices { options, threads, task_rows, slot_bytes };
+        let schedule = segments.schedule(&choices).ok_or_else(overflow)?;
 
         let mut plan = Self {
             problem: problem.clone(),
@@ -262,9 +152,7 @@ impl CpuPlan {
             block_k: BLOCK_K,
             tile_rows,
             task_rows,
-            splits,
-            tasks: Vec::new(),
-            partial_slots: 0,
+            schedule,
             scratch: scratch(
                 (task_rows, tile_rows),
                 isa.packed_depth(dims.head_dim),
@@ -274,8 +162,6 @@ impl CpuPlan {
             mask_classes: None,
             workspace_bytes: 0,
         };
-        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa) };
-        (plan.tasks, plan.partial_slots) = plan.cut().ok_or_else(overflow)?;
         if problem.desc().mask.is_some() {
             let [planes, heads, q_len, kv_len] = problem.mask_shape();
             // An axis of 0 may be broadcast from 1.
@@ -290,73 +176,17 @@ impl CpuPlan {
         Ok(plan)
     }
 
-    /// Tasks, longest first, and the number of partials that they store. `None` on overflow.
-    fn cut(&self) -> Option<(Vec<Task>, usize)> {
-        let mut tasks = Vec::new();
-        let mut slots = 0usize;
-        let group = self.problem.dims().group();
-        for (index, s) in self.problem.sequences().iter().enumerate() {
-            let total = s.q_len * group;
-            for row in (0..total).step_by(self.task_rows) {
-                let rows = self.task_rows.min(total - row);
-                let (first, last) = self.blocks(s, row, rows);
-                let pieces = self.splits.min((last - first).max(1));
-                let work =
-                    |blocks: (usize, usize)| self.work(s, row / group..(row + rows).div_ceil(group), blocks);
-                for kv_head in 0..self.problem.dims().kv_heads {
-                    let partial = if pieces > 1 {
-                        let slot = PartialSlot { base: slots, first_block: first, blocks: last - first };
-                        slots = slots.checked_add(rows.checked_mul(last - first)?)?;
-                        Some(slot)
-                    } else {
-                        None
-                    };
-                    for piece in 0..pieces {
-                        let at = |n: usize| first + (last - first) * n / pieces;
-                        let blocks = (at(piece), at(piece + 1));
-                        let work = work(blocks);
-                        tasks.push(Task { sequence: index, kv_head, row, rows, blocks, work, partial });
-                    }
-                }
-            }
-        }
-        // Stable: tasks of equal work keep their order, neighbours share keys in the last-level cache.
-        tasks.sort_by_key(|t| std::cmp::Reverse(t.work));
-        Some((tasks, slots))
-    }
-
-    /// Key blocks that some row of the range sees; all of them where tiles are not skipped.
-    fn blocks(&self, s: &Sequence, row: usize, rows: usize) -> (usize, usize) {
-        let group = self.problem.dims().group();
-        let keys = if self.options.skip_tiles {
-            visible_union(&self.problem, s, row / group..(row + rows).div_ceil(group))
-        } else {
-            0..s.kv_len
-        };
-        if keys.is_empty() { (0, 0) } else { (keys.start / self.block_k, keys.end.div_ceil(self.block_k)) }
-    }
-
-    /// Visible pairs of one head, estimated from the first and last position.
-    fn work(&self, s: &Sequence, positions: Range<usize>, (first, last): (usize, usize)) -> u64 {
-        let inside = |i: usize| {
-            let keys = self.problem.visible(s, i);
-            let (lo, hi) = (first * self.block_k, last * self.block_k);
-            keys.end.min(hi).saturating_sub(keys.start.max(lo)) as u64
-        };
-        (inside(positions.start) + inside(positions.end - 1)) * positions.len() as u64 / 2
-    }
-
     fn size(&self) -> Option<usize> {
         let classes = self.mask_classes.as_ref().map_or(Some(0), MaskClasses::bytes)?;
         let scratch = self.scratch.len.checked_mul(self.workers())?;
-        // Values, maximum and sum of each partial.
-        let partials = self.partial_slots.checked_mul(self.value_stride() + 2)?;
+        // Values, maximum and sum of each.
+        let partials = self.schedule.slots.checked_mul(self.value_stride() + 2)?;
         scratch.checked_add(partials)?.checked_mul(4)?.checked_add(classes)
     }
 
-    /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then partials.
+    /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then the slots.
     pub(crate) fn float_bytes(&self) -> usize {
-        4 * (self.scratch.len * self.workers() + self.partial_slots * (self.value_stride() + 2))
+        4 * (self.scratch.len * self.workers() + self.schedule.slots * (self.value_stride() + 2))
     }
 
     /// Elements between rows of packed values and accumulators.
@@ -366,11 +196,12 @@ impl CpuPlan {
 
     /// Threads that have work.
     pub(crate) fn workers(&self) -> usize {
-        self.threads.min(self.tasks.len()).max(1)
+        let most = self.schedule.phases.iter().map(|phase| phase.tasks.len()).max();
+        self.threads.min(most.unwrap_or(0)).max(1)
     }
 
-    pub(crate) fn tasks(&self) -> &[Task] {
-        &self.tasks
+    pub(crate) fn phases(&self) -> &[Phase] {
+        &self.schedule.phases
     }
 
     pub(crate) const fn scratch(&self) -> &ScratchLayout {
@@ -381,8 +212,9 @@ impl CpuPlan {
         self.mask_classes.as_ref()
     }
 
-    pub(crate) const fn partial_slots(&self) -> usize {
-        self.partial_slots
+    /// States and partial results that the workspace holds.
+    pub(crate) const fn slots(&self) -> usize {
+        self.schedule.slots
     }
 
     /// The problem that this plan computes.
@@ -427,16 +259,36 @@ impl CpuPlan {
         self.task_rows
     }
 
-    /// Pieces into which the keys of a sequence are divided for parallel work.
+    /// Pieces into which the keys of a sequence are divided for parallel work, at most.
     #[must_use]
-    pub const fn splits(&self) -> usize {
-        self.splits
+    pub fn splits(&self) -> usize {
+        let prefixes = self.schedule.prefixes.iter().map(|prefix| prefix.splits);
+        prefixes.chain(self.schedule.splits.iter().copied()).max().unwrap_or(1)
+    }
+
+    /// Pieces into which the keys that each sequence has to itself are divided, `[sequences]`: all of its keys, but for those
+    /// of [`CpuPlan::prefixes`].
+    #[must_use]
+    pub fn sequence_splits(&self) -> &[usize] {
+        &self.schedule.splits
+    }
+
+    /// Shared prefixes that are computed once for all their sequences: those of the problem that hold a whole block of keys.
+    #[must_use]
+    pub fn prefixes(&self) -> &[PlannedPrefix] {
+        &self.schedule.prefixes
+    }
+
+    /// Fraction of the time that threads wait for others, where tasks take the time that the planner estimates.
+    #[must_use]
+    pub fn idle(&self) -> f64 {
+        self.schedule.idle(self.threads)
     }
 
     /// Number of units of work.
     #[must_use]
-    pub const fn task_count(&self) -> usize {
-        self.tasks.len()
+    pub fn task_count(&self) -> usize {
+        self.schedule.phases.iter().map(|phase| phase.tasks.len()).sum()
     }
 
     /// Bytes of workspace that a run needs.
@@ -514,8 +366,8 @@ impl std::fmt::Display for CpuPlan {
             self.tile_rows,
             self.block_k,
             self.task_rows,
-            self.splits,
-            self.tasks.len(),
+            self.splits(),
+            self.task_count(),
             self.threads,
             self.workspace_bytes
         )

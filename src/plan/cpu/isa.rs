@@ -1,0 +1,83 @@
+//! Instruction sets of the CPU kernels.
+
+use crate::Dtype;
+
+/// Instruction set of a CPU kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust that the compiler vectorises.
+    Portable,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// AVX-512 with BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
+    Avx512Bf16,
+    /// AVX-512 with BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
+    Amx,
+}
+
+impl Isa {
+    /// Every instruction set, each a superset of those before it on its architecture.
+    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+
+    /// The one whose kernels compute a dtype on a machine with this one.
+    #[must_use]
+    pub const fn for_dtype(self, dtype: Dtype) -> Self {
+        match (self, dtype) {
+            (Self::Avx512Bf16 | Self::Amx, Dtype::F32 | Dtype::F16) => Self::Avx512,
+            (isa, _) => isa,
+        }
+    }
+
+    /// Name as used in kernel names and on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
+        }
+    }
+
+    /// f32 lanes of a vector register.
+    #[must_use]
+    pub const fn lanes(self) -> usize {
+        match self {
+            Self::Portable => 4,
+            Self::Avx2 => 8,
+            Self::Avx512 | Self::Avx512Bf16 | Self::Amx => 16,
+        }
+    }
+
+    /// Rows and vectors of the register tile.
+    pub(crate) const fn register_tile(self) -> (usize, usize) {
+        match self {
+            Self::Portable => (4, 2),
+            Self::Avx2 => (6, 2),
+            Self::Avx512 | Self::Avx512Bf16 => (6, 4),
+            Self::Amx => (32, 4),
+        }
+    }
+
+    /// Whether products are of pairs of bf16, with weights rounded to bf16.
+    pub(crate) const fn multiplies_pairs(self) -> bool {
+        matches!(self, Self::Avx512Bf16 | Self::Amx)
+    }
+
+    /// f32 that a row of packed queries or keys takes: whole steps of the matrix unit where tiles are multiplied.
+    pub(super) const fn packed_depth(self, head_dim: usize) -> usize {
+        match self {
+            Self::Amx => head_dim.div_ceil(2).next_multiple_of(16),
+            _ => head_dim,
+        }
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
