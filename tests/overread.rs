@@ -20,8 +20,8 @@ fn main() {
     let asked = std::env::var("FLASHTILE_READ").unwrap_or_default();
     let name = asked.trim_start_matches(['-', '+']);
     let (before, word) = (asked.starts_with('-'), asked.starts_with('+'));
-    // Odd sizes: an end at an odd place. At the start of its allocation only where a read before it is asked for.
-    let placement = Placement::Exact { lead: if before { 0 } else { 7 } };
+    // Sizes of which none ends with a word. At the start of its allocation only where a read before it is asked for.
+    let placement = Placement::Exact { lead: if before { 0 } else { 6 } };
     let mut case = Case::new("overread", [1, 3, 3, 5, 7, 9, 11], Dtype::F16).alibi().sinks();
     case = case.at(flashtile::QOffset::TopLeft).mask(MaskKind::Additive(Dtype::BF16), "", MaskFill::Random);
     case.placement = placement;
