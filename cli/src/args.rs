@@ -5,6 +5,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use flashtile::plan::Isa;
 use flashtile::{Dtype, QOffset, Visibility};
 use std::num::NonZero;
+use std::ops::Range;
 use std::path::PathBuf;
 
 /// Fused attention on safetensors files, and what this machine makes of it
@@ -102,9 +103,16 @@ pub(crate) struct CheckArgs {
     /// Threads of the cpu backend, at most those of this machine; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
-    /// Only cases whose name contains this
-    #[arg(long, value_name = "TEXT")]
-    pub(crate) filter: Option<String>,
+    /// Only cases whose name contains one of these
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) filter: Vec<String>,
+    /// The random cases of these seeds as well
+    #[arg(long, value_name = "FIRST..END", value_parser = seeds)]
+    pub(crate) seeds: Option<Range<u64>>,
+    /// End each tensor's allocation with the tensor, so that a memory checker sees a read past it; default between guard
+    /// bands
+    #[arg(long)]
+    pub(crate) exact_memory: bool,
     /// Print JSON lines, one for each case and instruction set
     #[arg(long)]
     pub(crate) json: bool,
@@ -443,6 +451,16 @@ fn window(text: &str) -> Result<Visibility, String> {
     }
 }
 
+/// Most random cases of a run: they are described before the first of them runs.
+const MAX_SEEDS: u64 = 100_000;
+
+fn seeds(text: &str) -> Result<Range<u64>, String> {
+    let range = text.split_once("..").and_then(|(first, end)| Some(first.parse().ok()?..end.parse().ok()?));
+    range
+        .filter(|r: &Range<u64>| r.start < r.end && r.end - r.start <= MAX_SEEDS)
+        .ok_or_else(|| format!("expected FIRST..END, two whole numbers, at most {MAX_SEEDS} seeds"))
+}
+
 fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number, 1 or more".to_owned())
 }
@@ -493,6 +511,14 @@ mod tests {
         assert_eq!(q_offset("-7").unwrap(), QOffset::At(-7));
         assert_eq!(q_offset("bottom-right").unwrap(), QOffset::BottomRight);
         assert!(q_offset("bottom").is_err());
+    }
+
+    #[test]
+    fn ranges_of_seeds() {
+        assert_eq!(seeds("3..8").unwrap(), 3..8);
+        assert!(
+            ["", "3", "3..", "..3", "8..3", "3..3", "-1..3", "0..100001"].iter().all(|t| seeds(t).is_err())
+        );
     }
 
     #[test]

@@ -5,7 +5,8 @@ use crate::failure::{Failure, Result, WRONG};
 use crate::machine;
 use crate::report::{self, Table};
 use flashtile::testkit::{
-    CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance,
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Rng, Runner, catalogue, conformance,
+    random_case,
 };
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -29,13 +30,7 @@ fn check(args: &CheckArgs) -> Result<bool> {
     let runners: Vec<CpuRunner> = isas.into_iter().map(restrict).collect::<Result<_>>()?;
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
 
-    let mut cases = catalogue();
-    if let Some(text) = &args.filter {
-        cases.retain(|case| case.name.contains(text.as_str()));
-        if cases.is_empty() {
-            return Err(Failure::at("--filter", format_args!("no case has a name with {text}")));
-        }
-    }
+    let cases = cases(args)?;
 
     let progress = progress((cases.len() * runners.len()) as u64);
     let mut tallies: Vec<Tally> = runners.iter().map(|r| Tally::new(r.name())).collect();
@@ -60,6 +55,26 @@ fn check(args: &CheckArgs) -> Result<bool> {
         failures.iter().try_for_each(report::line)?;
     }
     Ok(tallies.iter().any(|t| t.failed > 0))
+}
+
+/// The cases that the options choose.
+fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
+    let mut cases = catalogue();
+    if let Some(text) = args.filter.iter().find(|&text| !cases.iter().any(|c| c.name.contains(text))) {
+        return Err(Failure::at("--filter", format_args!("no case has a name with {text}")));
+    }
+    if !args.filter.is_empty() {
+        cases.retain(|case| args.filter.iter().any(|text| case.name.contains(text)));
+    }
+    // Names and choices as in the property tests, whose failures can be run again here.
+    cases.extend(args.seeds.iter().cloned().flatten().map(|seed| {
+        let mut rng = Rng::new(seed);
+        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
+    }));
+    if args.exact_memory {
+        cases = cases.into_iter().map(Case::exact).collect();
+    }
+    Ok(cases)
 }
 
 /// A bar on a terminal, nothing in a pipe.

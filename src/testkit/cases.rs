@@ -1,6 +1,6 @@
 //! A case: a problem and the recipe of its data.
 
-use super::poison::{Guarded, GuardedList, GuardedMask, Layout};
+use super::poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 use super::rng::Rng;
 use crate::cache::NO_PAGE;
 use crate::problem::Sequence;
@@ -82,6 +82,8 @@ pub struct Case {
     pub desc: ProblemDesc,
     /// Layout of q, k, v and out in memory.
     pub layout: Layout,
+    /// Where every tensor lies in its allocation.
+    pub placement: Placement,
     /// Factor of q: the standard deviation of the logits at the default scale.
     pub gain: f32,
     /// Recipe of the mask, where the problem has one.
@@ -104,6 +106,7 @@ impl Case {
             name: name.into(),
             desc,
             layout: Layout::Bhsd,
+            placement: Placement::Guarded,
             gain: 1.0,
             mask: None,
             paging: Paging { page: 16, keep: Keep::All },
@@ -115,6 +118,13 @@ impl Case {
     #[must_use]
     pub fn layout(mut self, layout: Layout) -> Self {
         self.layout = layout;
+        self
+    }
+
+    /// With tensors at the end of their allocations, for memory checkers. The data are the same.
+    #[must_use]
+    pub fn exact(mut self) -> Self {
+        self.placement = Placement::exact(&self.name);
         self
     }
 
@@ -239,11 +249,13 @@ impl Case {
         let dims = *problem.dims();
         let mut rng = Rng::named(&self.name);
         let cached = matches!(self.desc.sequences, Sequences::Cached { .. });
-        let tables = cached.then(|| build_tables(&problem, self.paging));
+        // Of pages that are never read, one would come last and hide a read past one that is.
+        let spare = if self.placement == Placement::Guarded { 3 } else { 0 };
+        let tables = cached.then(|| build_tables(&problem, self.paging, spare));
         // Batch entries, or pages, and rows of them that exist.
         type Rows<'a> = &'a dyn Fn(usize, &Sequence) -> Vec<(usize, usize)>;
         let mut tensor = |shape, gain: f32, rows: Rows<'_>| {
-            let mut tensor = Guarded::new(problem.dtype(), shape, self.layout);
+            let mut tensor = Guarded::placed(problem.dtype(), shape, self.layout, self.placement);
             let [_, heads, _, dim] = shape;
             for (index, sequence) in problem.sequences().iter().enumerate() {
                 let rows = rows(index, sequence);
@@ -273,21 +285,29 @@ impl Case {
         let k = tensor(k_shape, 1.0, kv);
         let v = tensor(v_shape, 1.0, kv);
         let mask = problem.desc().mask.zip(self.mask);
-        let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, self.layout, &mut rng));
+        let memory = (self.layout, self.placement);
+        let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, memory, &mut rng));
         // Slopes of both signs: nothing restricts them to the usual powers of two.
         let slope = |h: usize| if h % 3 == 2 { -0.01 } else { 0.9 / (1u32 << (h % 8 + 1)) as f32 };
         let slopes: Vec<f32> = (0..dims.q_heads).map(slope).collect();
         let sinks: Vec<f32> = (0..dims.q_heads).map(|_| 2.0 * rng.normal()).collect();
-        let list = |wanted: bool, values: &[f32]| wanted.then(|| GuardedList::of(values));
+        let list = |wanted: bool, values: &[f32]| {
+            wanted.then(|| {
+                let mut list = GuardedList::placed(values.len(), self.placement);
+                list.slice_mut().copy_from_slice(values);
+                list
+            })
+        };
         let (alibi_slopes, sinks) = (list(self.desc.alibi, &slopes), list(self.desc.sinks, &sinks));
-        let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, self.layout, &mut rng));
+        let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, memory, &mut rng));
         let tables = tables.map(|(tables, _)| tables);
-        Ok(Built { problem, layout: self.layout, q, k, v, tables, tree, mask, alibi_slopes, sinks })
+        let (layout, placement) = memory;
+        Ok(Built { problem, layout, placement, q, k, v, tables, tree, mask, alibi_slopes, sinks })
     }
 }
 
-/// Tables of a problem's sequences, and the number of pages of the pool.
-fn build_tables(problem: &Problem, Paging { page, keep }: Paging) -> (BlockTables, usize) {
+/// Tables of a problem's sequences, and the number of pages of the pool, some of them not in use.
+fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) -> (BlockTables, usize) {
     let sequences = problem.sequences();
     let first = |s: &Sequence| match keep {
         Keep::All => 0,
@@ -313,7 +333,7 @@ fn build_tables(problem: &Problem, Paging { page, keep }: Paging) -> (BlockTable
     used.sort_unstable();
     used.dedup();
     // Where pages lie says nothing of what they hold: a generator of its own keeps the data those of the name.
-    let pages = used.len() + 3;
+    let pages = used.len() + spare;
     let mut order: Vec<u32> = (0..pages as u32).collect();
     let mut rng = Rng::new(page as u64);
     for n in (1..pages).rev() {
@@ -325,7 +345,7 @@ fn build_tables(problem: &Problem, Paging { page, keep }: Paging) -> (BlockTable
     (tables, pages)
 }
 
-fn build_tree(problem: &Problem, tree: Tree, layout: Layout, rng: &mut Rng) -> GuardedMask {
+fn build_tree(problem: &Problem, tree: Tree, memory: (Layout, Placement), rng: &mut Rng) -> GuardedMask {
     let [_, _, rows, columns] = problem.tree_shape();
     let mut shows = vec![true; rows * columns];
     for s in problem.sequences() {
@@ -342,12 +362,18 @@ fn build_tree(problem: &Problem, tree: Tree, layout: Layout, rng: &mut Rng) -> G
             }
         }
     }
-    GuardedMask::new(MaskKind::Bool, problem.tree_shape(), layout, |[_, _, row, c]| {
+    GuardedMask::placed(MaskKind::Bool, problem.tree_shape(), memory, |[_, _, row, c]| {
         if shows[row * columns + c] { 0.0 } else { f32::NEG_INFINITY }
     })
 }
 
-fn build_mask(problem: &Problem, kind: MaskKind, recipe: Mask, layout: Layout, rng: &mut Rng) -> GuardedMask {
+fn build_mask(
+    problem: &Problem,
+    kind: MaskKind,
+    recipe: Mask,
+    memory: (Layout, Placement),
+    rng: &mut Rng,
+) -> GuardedMask {
     let mut shape = problem.mask_shape();
     for (n, broadcast) in shape.iter_mut().zip(recipe.broadcast) {
         if broadcast {
@@ -361,14 +387,9 @@ fn build_mask(problem: &Problem, kind: MaskKind, recipe: Mask, layout: Layout, r
             |s: &Sequence| (recipe.broadcast[2] || i < s.q_len) && (recipe.broadcast[3] || j < s.kv_len);
         if recipe.broadcast[0] { sequences.iter().any(inside) } else { inside(&sequences[n]) }
     };
-    GuardedMask::new(
-        kind,
-        shape,
-        layout,
-        |index| {
-            if used(index) { bias(recipe.fill, index, rng) } else { f32::NAN }
-        },
-    )
+    GuardedMask::placed(kind, shape, memory, |index| {
+        if used(index) { bias(recipe.fill, index, rng) } else { f32::NAN }
+    })
 }
 
 fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
@@ -399,6 +420,8 @@ pub struct Built {
     pub problem: Problem,
     /// Layout of q, k, v and out.
     pub layout: Layout,
+    /// Where every tensor lies in its allocation.
+    pub placement: Placement,
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: Guarded,
     /// `[batch, kv_heads, kv_len, head_dim]`, or pages `[pages, kv_heads, page, head_dim]`.

@@ -506,6 +506,8 @@ fn mixed() -> Vec<Case> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Cpu;
+    use crate::testkit::{CpuRunner, Guarded};
     use std::collections::HashSet;
 
     #[test]
@@ -527,6 +529,24 @@ mod tests {
         assert_eq!(a.q.bits(), b.q.bits());
         let other = Case { name: "other".to_owned(), ..case }.build().unwrap();
         assert_ne!(a.q.bits(), other.q.bits());
+    }
+
+    #[test]
+    fn placement_changes_neither_data_nor_answers() {
+        for name in
+            ["mask_f16_blocks_full", "packed_mask_bool_f32", "sinks_softcap_alibi_bf16", "no_keys_mask"]
+        {
+            let case = find(name).unwrap();
+            let exact = case.clone().exact();
+            let (a, b) = (case.build().unwrap(), exact.build().unwrap());
+            assert_eq!(
+                [&a.q, &a.k, &a.v].map(Guarded::bits),
+                [&b.q, &b.k, &b.v].map(Guarded::bits),
+                "{name}"
+            );
+            let answers = [a, b].map(|built| built.run(&CpuRunner::new(Cpu::new())).unwrap());
+            assert_eq!(answers[0].bits(), answers[1].bits(), "{name}");
+        }
     }
 
     #[test]

@@ -20,7 +20,7 @@ mod run;
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find};
 pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
-pub use poison::{Guarded, GuardedList, GuardedMask, Layout};
+pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 pub use random::random_case;
 pub use rng::Rng;
 pub use run::{

@@ -173,8 +173,8 @@ impl Built {
     /// [`Failure`], except [`Failure::Wrong`]: the numbers are not looked at.
     pub fn run(&self, runner: &dyn Runner) -> Result<Answer, Failure> {
         let dims = self.problem.dims();
-        let mut out = Guarded::new(self.problem.dtype(), dims.out_shape(), self.layout);
-        let mut lse = GuardedList::new(dims.lse_shape().iter().product());
+        let mut out = Guarded::placed(self.problem.dtype(), dims.out_shape(), self.layout, self.placement);
+        let mut lse = GuardedList::placed(dims.lse_shape().iter().product(), self.placement);
         let mut outputs = Outputs::new(out.view_mut());
         outputs.lse = Some(lse.slice_mut());
         // A backend that panics fails the case, not the suite; its outputs are not looked at then.

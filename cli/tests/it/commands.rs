@@ -148,6 +148,14 @@ fn check_runs_the_catalogue() {
         assert_eq!(row["result"], "passed", "{row}");
         assert!(row["nrmse"].as_f64().unwrap() <= row["nrmse_limit"].as_f64().unwrap(), "{row}");
     }
+    let chosen =
+        ["check", "--filter", "keys_1,mask_bool_decode", "--seeds", "3..5", "--isa", "portable", "--json"];
+    let [guarded, exact] = [&[][..], &["--exact-memory"]].map(|with| ok(&[&chosen[..], with].concat()));
+    let names = ["keys_1", "mask_bool_decode", "seed 3", "seed 4"];
+    for name in names {
+        assert!(guarded.contains(&format!("\"{name}\"")), "{name} in {guarded}");
+    }
+    assert_eq!(guarded, exact, "where tensors lie changes no answer");
 }
 
 #[test]

@@ -417,6 +417,8 @@ fn other_commands() {
         (vec!["plan", missing], "No such file"),
         (vec!["info", "--threads", "0"], "--threads"),
         (vec!["check", "--filter", "no such case"], "no case has a name with"),
+        (vec!["check", "--filter", "gqa,no such case"], "no case has a name with no such case"),
+        (vec!["check", "--seeds", "5..5"], "expected FIRST..END"),
         (vec!["bench", "sideways"], "prefill, decode, visibility, all"),
         (vec!["bench", "--dtype", "f32,f8"], "expected f32, f16 or bf16"),
         (vec!["bench", "--min-time", "nan"], "expected seconds"),
