@@ -3,11 +3,12 @@
 use super::poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 use super::rng::Rng;
 use crate::cache::NO_PAGE;
-use crate::problem::Sequence;
+use crate::problem::{Sequence, SharedPrefix};
 use crate::{
     BlockTables, Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences,
     Visibility,
 };
+use std::ops::Range;
 
 /// What the elements of a materialised mask are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -232,6 +233,17 @@ impl Case {
         self
     }
 
+    /// With prefixes that these sequences of a cache that keeps everything share: sequences and tokens, outer ones first.
+    #[must_use]
+    pub fn shared(mut self, prefixes: &[(Range<usize>, usize)]) -> Self {
+        let prefix = |(sequences, len): &(Range<usize>, usize)| SharedPrefix {
+            sequences: sequences.clone(),
+            len: *len,
+        };
+        self.desc.prefixes = prefixes.iter().map(prefix).collect();
+        self
+    }
+
     /// With a tree mask.
     #[must_use]
     pub fn tree(mut self, tree: Tree) -> Self {
@@ -324,12 +336,21 @@ fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) 
         lens: sequences.iter().map(|s| s.kv_len).collect(),
         first: sequences.iter().map(first).collect(),
     };
-    let mut used = Vec::new();
+    // The sequence whose page a block lies in: the first of those that share it.
+    let prefixes = &problem.desc().prefixes;
+    let owner = |index: usize, block: usize| {
+        let shares = |p: &&SharedPrefix| p.sequences.contains(&index) && block * page < p.len;
+        prefixes.iter().find(shares).map_or(index, |p| p.sequences.start)
+    };
+    // Entries, and the entry whose page they have.
+    let mut entries = Vec::new();
     for (index, s) in sequences.iter().enumerate() {
-        for token in tables.first[index]..s.kv_len {
-            used.push(index * width + token / page % width);
+        for block in tables.first[index] / page..s.kv_len.div_ceil(page) {
+            let entry = |sequence: usize| sequence * width + block % width;
+            entries.push((entry(index), entry(owner(index, block))));
         }
     }
+    let mut used: Vec<usize> = entries.iter().map(|&(_, owned)| owned).collect();
     used.sort_unstable();
     used.dedup();
     // Where pages lie says nothing of what they hold: a generator of its own keeps the data those of the name.
@@ -341,6 +362,9 @@ fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) 
     }
     for (entry, page) in used.into_iter().zip(order) {
         tables.table[entry] = page;
+    }
+    for (entry, owned) in entries {
+        tables.table[entry] = tables.table[owned];
     }
     (tables, pages)
 }

@@ -23,6 +23,7 @@ pub fn catalogue() -> Vec<Case> {
         lengths(),
         packed(),
         cached(),
+        prefixes(),
         trees(),
         degenerate(),
         decode(),
@@ -387,6 +388,44 @@ fn cached() -> Vec<Case> {
         cases.push(oss.causal(BottomRight).seeing(window(Some(127), None)));
         cases.push(base("none").cached(&[], 16, Keep::All).causal(BottomRight));
         cases.push(base("empty").cached(&[(0, 0), (0, 5), (2, 0)], 16, Keep::All).causal(BottomRight));
+    }
+    cases
+}
+
+/// Prefixes that sequences of a cache share: of whole blocks and not, inside one another, with all that may differ from one
+/// sequence to the next.
+fn prefixes() -> Vec<Case> {
+    let mut cases = Vec::new();
+    let steps = &[(1, 600), (1, 530), (1, 513), (1, 900), (0, 700), (1, 512)][..];
+    let mixed = &[(1, 1025), (40, 1100), (3, 900), (0, 800), (1, 770), (90, 860), (1, 256), (2, 5)][..];
+    for (n, (page, shared)) in [(1, 512), (7, 300), (16, 511), (256, 512), (48, 255)].into_iter().enumerate()
+    {
+        let of =
+            |name: &str, dims| Case::new(format!("prefix_{name}_{shared}_pages_of_{page}"), dims, dtype(n));
+        let of = |name: &str, dims| of(name, dims).layout(layout(n));
+        let case = of("steps", [1, 8, 2, 0, 0, 64, 64]).cached(steps, page, Keep::All).causal(BottomRight);
+        cases.push(case.shared(&[(0..6, shared)]));
+        let case = of("mqa", [1, 16, 1, 0, 0, 32, 48]).cached(steps, page, Keep::All).causal(BottomRight);
+        cases.push(case.shared(&[(1..5, shared)]));
+    }
+    let nested = &[(0..6, 520), (0..2, 900), (2..6, 600), (2..4, 790), (6..7, 200)][..];
+    for dtype in DTYPES {
+        let of = |name: &str| {
+            let case = Case::new(format!("prefix_{name}_{dtype}"), [1, 4, 2, 0, 0, 64, 64], dtype);
+            case.cached(mixed, 16, Keep::All).shared(nested)
+        };
+        cases.push(of("nested").causal(BottomRight));
+        cases.push(of("nested_full"));
+        cases.push(of("nested_top_left").causal(TopLeft));
+        cases.push(of("nested_window").seeing(window(Some(500), Some(0))).at(BottomRight));
+        cases.push(of("nested_scores").causal(BottomRight).alibi().sinks().softcap(9.0));
+        cases.push(of("nested_mask").mask(MaskKind::Bool, "h", MaskFill::Blocks).causal(BottomRight));
+        cases.push(of("nested_hidden_rows").mask(MaskKind::Bool, "h", MaskFill::HiddenRows));
+        cases.push(of("nested_bias").mask(MaskKind::Additive(dtype), "bq", MaskFill::Random));
+        let tree = Case::new(format!("prefix_tree_{dtype}"), [1, 4, 2, 0, 0, 64, 64], dtype);
+        let verify = &[(9, 600), (5, 517), (1, 530), (30, 530)];
+        let tree = tree.cached(verify, 16, Keep::All).shared(&[(0..4, 517)]);
+        cases.push(tree.tree(Tree::Branches).causal(BottomRight));
     }
     cases
 }

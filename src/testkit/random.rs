@@ -36,7 +36,8 @@ pub fn random_case(name: impl Into<String>, choose: &mut dyn FnMut(usize) -> usi
     case = visibility(case, choose);
     if let Sequences::Cached { .. } = case.desc.sequences {
         case.paging.page = [1, 2, 7, 8, 16, 20, 64, 256, 1000][choose(9)];
-        case.paging.keep = [Keep::All, Keep::Seen, Keep::Wrapped][choose(3)];
+        let keep = [Keep::All, Keep::Seen, Keep::Wrapped][choose(3)];
+        case.paging.keep = if case.desc.prefixes.is_empty() { keep } else { Keep::All };
         if trees(&case) && choose(3) == 0 {
             case = case.tree([Tree::Causal, Tree::Branches, Tree::Random][choose(3)]);
         }
@@ -109,7 +110,17 @@ fn sequences(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
                 .collect();
             let mut case = case;
             case.desc.dims.batch = 1;
-            if form == 1 { case.packed(&lengths) } else { case.cached(&lengths, 16, Keep::All) }
+            match (form, choose(3)) {
+                (1, _) => case.packed(&lengths),
+                (_, 0) => {
+                    let prefix = choose(dims.kv_len + 1);
+                    let lengths: Vec<(usize, usize)> =
+                        lengths.iter().map(|&(q_len, kv_len)| (q_len, kv_len.max(prefix))).collect();
+                    let end = 1 + choose(lengths.len());
+                    case.cached(&lengths, 16, Keep::All).shared(&[(0..end, prefix)])
+                }
+                _ => case.cached(&lengths, 16, Keep::All),
+            }
         }
         _ => case,
     }
@@ -149,7 +160,7 @@ mod tests {
 
     #[test]
     fn every_random_case_is_a_problem_and_every_feature_occurs() {
-        let (mut masks, mut packed, mut cached, mut trees, mut empty) = (0, 0, 0, 0, 0);
+        let (mut masks, mut packed, mut cached, mut trees, mut prefixes, mut empty) = (0, 0, 0, 0, 0, 0);
         for seed in 0..2000 {
             let mut rng = Rng::new(seed);
             let case = random_case(seed.to_string(), &mut |n| rng.below(n));
@@ -158,11 +169,13 @@ mod tests {
             packed += usize::from(matches!(case.desc.sequences, Sequences::Packed { .. }));
             cached += usize::from(matches!(case.desc.sequences, Sequences::Cached { .. }));
             trees += usize::from(case.desc.tree);
+            let plan = crate::Cpu::new().plan(&problem, crate::PlanOptions::default()).unwrap();
+            prefixes += plan.prefixes().len();
             empty += usize::from(problem.visible_pairs() == 0);
         }
         assert!(
-            masks > 300 && packed > 200 && cached > 200 && trees > 20,
-            "{masks} {packed} {cached} {trees}"
+            masks > 300 && packed > 200 && cached > 200 && trees > 20 && prefixes > 20,
+            "{masks} {packed} {cached} {trees} {prefixes}"
         );
         assert!(empty > 10 && empty < 400, "{empty}");
     }

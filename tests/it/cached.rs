@@ -1,13 +1,15 @@
 //! Attention over caches: every way to serve the tokens of a sequence gives each of its rows the same bits.
 
 use crate::support::{answer, build, options, row_bits, rows, runners, threaded};
+use flashtile::plan::{CpuFacts, devices};
 use flashtile::problem::MAX_LEN;
 use flashtile::testkit::{
     Answer, Built, Case, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
+    random_case,
 };
 use flashtile::{
-    BlockTables, CacheDesc, CacheLayout, Cpu, Dims, Dtype, Inputs, KvCache, MaskKind, Outputs, PlanOptions,
-    ProblemDesc, QOffset, SeqId, Visibility,
+    BlockTables, CacheDesc, CacheLayout, Cpu, CpuPlan, Dims, Dtype, Inputs, KvCache, MaskKind, Outputs,
+    PlanOptions, ProblemDesc, QOffset, SeqId, SharedPrefix, Visibility,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -662,6 +664,105 @@ fn any_number_of_splits_gives_the_same_bits() {
             assert!(got == want, "{splits} splits {runner:?}");
         }
     }
+}
+
+#[test]
+fn a_shared_prefix_changes_no_bit() {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
+    let mut shared = 0;
+    let random = (0..3000).map(|seed| {
+        let mut rng = Rng::new(seed);
+        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
+    });
+    for case in flashtile::testkit::catalogue().into_iter().chain(random) {
+        if case.desc.prefixes.is_empty() {
+            continue;
+        }
+        let together = build(&case);
+        let mut apart = together.clone();
+        let mut desc = case.desc.clone();
+        desc.prefixes.clear();
+        apart.problem = desc.validate().unwrap();
+        for runner in threaded(1) {
+            let plan = runner.cpu.plan(&together.problem, runner.options).unwrap();
+            shared += plan.prefixes().len();
+            let want = answer(&apart, &runner).bits();
+            assert!(answer(&together, &runner).bits() == want, "{} {runner:?}", case.name);
+            // Small problems have tasks enough without splits: here prefixes are cut, and what follows them.
+            let most = case.desc.dims.kv_len.div_ceil(256).clamp(1, 3);
+            let split = CpuRunner::new(runner.cpu.with_threads(3)).with(options(Some(most), true));
+            let got = pool.install(|| answer(&together, &split).bits());
+            assert!(got == want, "{} {split:?}", case.name);
+            let all = answer(&together, &runner.with(options(None, false))).bits();
+            assert!(all == want, "{} {runner:?} without skipping", case.name);
+        }
+    }
+    assert!(shared > 100, "{shared}");
+}
+
+#[test]
+fn forks_of_forks_share_what_they_have_in_common() {
+    let model = Model::new("forks", [4, 2], [32, 32], Dtype::F32);
+    let mut cache = model.cache(CacheLayout::Paged { pages: 400, page: 16 });
+    let text = |seed| Text::new(&model, seed, 1400);
+    let grow = |cache: &mut KvCache, seq, seed, to| {
+        let from = cache.len(seq).unwrap();
+        text(seed).append(cache, seq, from..to);
+    };
+    // A system prompt, two conversations that begin with it, two answers to each, and a stranger.
+    let system = cache.create().unwrap();
+    grow(&mut cache, system, 1, 530);
+    let talks = [2, 3].map(|seed| {
+        let talk = cache.fork(system).unwrap();
+        grow(&mut cache, talk, seed, 800 + 100 * seed as usize);
+        talk
+    });
+    let stranger = cache.create().unwrap();
+    grow(&mut cache, stranger, 4, 700);
+    let mut batch = vec![stranger];
+    for (n, talk) in talks.into_iter().enumerate() {
+        for answer in 0..2 {
+            let fork = cache.fork(talk).unwrap();
+            grow(&mut cache, fork, 10 + 2 * n as u64 + answer, 1050 + 100 * n + 7 * answer as usize);
+            batch.push(fork);
+        }
+    }
+    let tables = cache.tables(&batch).unwrap();
+    let prefixes = tables.shared_prefixes(1);
+    // Whole pages: the page in which a fork goes on is its own.
+    let want = [(1..5, 528), (1..3, 992), (3..5, 1088)];
+    let want = want.map(|(sequences, len)| SharedPrefix { sequences, len });
+    assert_eq!(prefixes, want);
+    assert_eq!(tables.shared_prefixes(529), want[1..]);
+    assert_eq!(tables.shared_prefixes(2000), []);
+
+    let lens: Vec<(usize, usize)> = tables.lens.iter().map(|&len| (3, len)).collect();
+    let desc = model.finish(ProblemDesc::cached(model.heads, model.dims, model.dtype, &lens));
+    let q = Text::new(&model, 5, 3 * batch.len()).q;
+    let inputs = Inputs::cached(q.view(), &cache, 0, &tables).unwrap();
+    for runner in runners_of_tests() {
+        let want = run(&runner, desc.clone(), &inputs);
+        let mut shared = desc.clone();
+        shared.prefixes.clone_from(&prefixes);
+        let plan = runner.cpu.plan(&shared.clone().validate().unwrap(), runner.options).unwrap();
+        let planned: Vec<_> =
+            plan.prefixes().iter().map(|p| (p.sequences.clone(), p.tokens.clone())).collect();
+        assert_eq!(planned, [(1..5, 0..512), (1..3, 512..768), (3..5, 512..1024)]);
+        assert!(run(&runner, shared, &inputs) == want, "{runner:?}");
+    }
+}
+
+#[test]
+fn one_long_sequence_among_short_ones_is_split_alone() {
+    let lens: Vec<(usize, usize)> = [(1, 1 << 17)].into_iter().chain((0..15).map(|_| (1, 1024))).collect();
+    let problem = ProblemDesc::cached([8, 2], [128, 128], Dtype::BF16, &lens).validate().unwrap();
+    let facts = CpuFacts { threads: 16, ..devices::AVX2_8 };
+    let plan = CpuPlan::new(&problem, &facts, PlanOptions::default()).unwrap();
+    let splits = plan.sequence_splits();
+    assert!(splits[0] >= 16 && splits[1..].iter().all(|&n| n <= 1), "{splits:?}");
+    assert!(plan.idle() < 0.1, "{}", plan.idle());
+    // The same sequences alone need no more than a split for each thread and a few to even them out.
+    assert!(plan.task_count() <= 2 * 15 + 2 * 64, "{}", plan.task_count());
 }
 
 #[test]

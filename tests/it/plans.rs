@@ -3,7 +3,7 @@
 //! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
 
 use flashtile::plan::devices;
-use flashtile::testkit::{Case, MaskFill};
+use flashtile::testkit::{Case, Keep, MaskFill};
 use flashtile::{CpuPlan, Dtype, MaskKind, PlanOptions, QOffset, Visibility};
 use std::fmt::Write;
 use std::path::Path;
@@ -20,6 +20,16 @@ fn problems() -> Vec<Case> {
         bf16("llama-decode-131072", [1, 32, 8, 1, 131_072, 128, 128]).causal(QOffset::BottomRight),
         bf16("llama-decode-batch-16", [16, 32, 8, 1, 4096, 128, 128]).causal(QOffset::BottomRight),
         bf16("llama-decode-packed", [1, 32, 8, 0, 0, 128, 128]).packed(&decode).causal(QOffset::BottomRight),
+        bf16("llama-decode-one-long-15-short", [1, 32, 8, 0, 0, 128, 128])
+            .cached(&[&[(1, 131_072)][..], &[(1, 1024); 15]].concat(), 16, Keep::All)
+            .causal(QOffset::BottomRight),
+        bf16("llama-decode-32-after-8192-shared", [1, 32, 8, 0, 0, 128, 128])
+            .cached(&[(1, 8700); 32], 16, Keep::All)
+            .causal(QOffset::BottomRight)
+            .shared(&[(0..32, 8192)]),
+        bf16("chunks-and-steps", [1, 32, 8, 0, 0, 128, 128])
+            .cached(&[&[(512, 2048)][..], &[(1, 3000); 24]].concat(), 16, Keep::All)
+            .causal(QOffset::BottomRight),
         bf16("speculative-8", [1, 32, 8, 8, 4096, 128, 128]).causal(QOffset::BottomRight),
         bf16("tree-mask-64", [1, 32, 8, 64, 2048, 128, 128]).mask(MaskKind::Bool, "bh", MaskFill::Random),
         Case::new("minilm-batch-32", [32, 12, 12, 256, 256, 32, 32], Dtype::F32).kv_lens(&[200; 32]),

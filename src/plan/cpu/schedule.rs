@@ -68,6 +68,12 @@ pub(crate) struct Phase {
     pub(crate) reductions: Vec<Reduction>,
 }
 
+impl Phase {
+    fn costs(&self) -> impl Iterator<Item = u64> {
+        self.tasks.iter().map(|task| task.cost)
+    }
+}
+
 /// A prefix that several sequences share, as planned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -359,27 +365,30 @@ fn makespan(costs: impl Iterator<Item = u64>, threads: usize) -> u64 {
 }
 
 /// What a piece of a task should cost, where the tasks as they are would keep threads waiting for others for more than a
-/// tenth of the time.
+/// tenth of the time, or where there are so few that nothing evens out what else the machine does.
 fn piece_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
-    let (total, most) = costs.clone().fold((0u64, 0), |(sum, most), cost| (sum + cost, most.max(cost)));
-    let too_long = |time: u64| time as f64 * threads as f64 * 0.9 > total as f64;
-    // No schedule is longer than an even one and the longest task.
-    if threads == 1 || !too_long(total / threads as u64 + most) {
-        return None;
+    let (mut total, mut most, mut count) = (0u64, 0, 0);
+    for cost in costs.clone() {
+        (total, most, count) = (total + cost, most.max(cost), count + 1);
     }
-    let mut costs: Vec<u64> = costs.collect();
-    costs.sort_unstable_by_key(|&cost| Reverse(cost));
-    let time = makespan(costs.into_iter(), threads);
-    too_long(time).then(|| total.div_ceil((threads * TASKS_PER_THREAD) as u64).max(1))
+    let share = total as f64 / threads as f64;
+    let waits = || {
+        let mut costs: Vec<u64> = costs.collect();
+        costs.sort_unstable_by_key(|&cost| Reverse(cost));
+        makespan(costs.into_iter(), threads) as f64 * 0.9 > share
+    };
+    // No schedule is longer than an even one and the longest task.
+    let even = most as f64 <= 0.1 * share;
+    let splits = threads > 1 && !even && (count < 2 * threads || waits());
+    splits.then(|| total.div_ceil((threads * TASKS_PER_THREAD) as u64).max(1))
 }
 
 impl Schedule {
     /// Fraction of the time that threads wait for others.
     pub(super) fn idle(&self, threads: usize) -> f64 {
-        let costs = |phase: &Phase| phase.tasks.iter().map(|task| task.cost);
-        let time = |phase| makespan(costs(phase), threads) as f64 * threads as f64;
+        let time = |phase: &Phase| makespan(phase.costs(), threads) as f64 * threads as f64;
         let all: f64 = self.phases.iter().map(time).sum();
-        let busy = self.phases.iter().flat_map(costs).sum::<u64>() as f64;
+        let busy = self.phases.iter().flat_map(Phase::costs).sum::<u64>() as f64;
         if all == 0.0 { 0.0 } else { 1.0 - busy / all }
     }
 }
