@@ -55,7 +55,7 @@ impl BlockTables {
     /// Prefixes of at least `least` tokens that neighbours in the batch share, for
     /// [`ProblemDesc::prefixes`](crate::ProblemDesc::prefixes): a batch ordered by common ancestry shares most. Sequences
     /// share a prefix whose pages are the same; of tokens that are no longer kept all must have forgotten the same blocks.
-    /// The tables are valid. Cost: `O(table + sequences log sequences)`.
+    /// Cost: `O(table + sequences log sequences)`.
     #[must_use]
     pub fn shared_prefixes(&self, least: usize) -> Vec<SharedPrefix> {
         let mut prefixes = Vec::new();
@@ -84,15 +84,17 @@ impl BlockTables {
     /// How many of the first `len` tokens of sequence `b` lie where those of sequence `a` do: all, or the tokens before a
     /// block that lies elsewhere. Blocks that `b` no longer keeps are nowhere, and both must have forgotten the same.
     pub(crate) fn shared(&self, a: usize, b: usize, len: usize) -> usize {
-        if a == b || len == 0 || self.page == 0 || self.width == 0 {
+        if a == b || len == 0 {
             return len;
         }
-        let [from, other] = [b, a].map(|s| self.first[s] / self.page);
-        if from != other {
-            return 0;
-        }
-        let page = |s: usize, block: usize| self.table[s * self.width + block % self.width];
-        let differs = (from..len.div_ceil(self.page)).find(|&block| page(a, block) != page(b, block));
+        let from = |s: usize| self.first.get(s)?.checked_div(self.page);
+        let (Some(from), true) = (from(b), from(a) == from(b)) else { return 0 };
+        let page = |s: usize, block: usize| {
+            let entry = s.checked_mul(self.width)?.checked_add(block.checked_rem(self.width)?)?;
+            self.table.get(entry).filter(|&&page| page != NO_PAGE)
+        };
+        let same = |block: usize| page(a, block).is_some_and(|at| page(b, block) == Some(at));
+        let differs = (from..len.div_ceil(self.page)).find(|&block| !same(block));
         differs.map_or(len, |block| if block == from { 0 } else { block * self.page })
     }
 

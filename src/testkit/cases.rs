@@ -345,7 +345,9 @@ fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) 
     // Entries, and the entry whose page they have.
     let mut entries = Vec::new();
     for (index, s) in sequences.iter().enumerate() {
-        for block in tables.first[index] / page..s.kv_len.div_ceil(page) {
+        let kept = tables.first[index]..s.kv_len;
+        let blocks = if kept.is_empty() { 0..0 } else { kept.start / page..kept.end.div_ceil(page) };
+        for block in blocks {
             let entry = |sequence: usize| sequence * width + block % width;
             entries.push((entry(index), entry(owner(index, block))));
         }

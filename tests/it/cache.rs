@@ -839,6 +839,36 @@ fn tables_made_by_hand_are_checked() {
     assert_eq!((width.locate(0, 0), width.validate(1).is_err()), (None, true));
 }
 
+#[test]
+fn shared_prefixes_are_runs_of_the_same_pages() {
+    let prefixes = |rows: &[&[u32]], lens: &[usize], first: &[usize]| {
+        let width = rows.iter().map(|row| row.len()).max().unwrap_or(0);
+        let padded = rows.iter().flat_map(|row| {
+            let padding = std::iter::repeat_n(NO_PAGE, width - row.len());
+            row.iter().copied().chain(padding).collect::<Vec<_>>()
+        });
+        let (lens, first) = (lens.to_vec(), first.to_vec());
+        let tables = BlockTables { table: padded.collect(), width, page: 4, wraps: false, lens, first };
+        tables.validate(100).unwrap();
+        tables.shared_prefixes(1).into_iter().map(|p| (p.sequences, p.len)).collect::<Vec<_>>()
+    };
+    assert_eq!(prefixes(&[], &[], &[]), []);
+    assert_eq!(prefixes(&[&[1, 2]], &[8], &[0]), []);
+    assert_eq!(prefixes(&[&[1, 2], &[2, 1]], &[8, 8], &[0; 2]), []);
+    // The last page may be shared as far as both are in it.
+    assert_eq!(prefixes(&[&[1, 2], &[1, 2, 3]], &[7, 9], &[0; 2]), [(0..2, 7)]);
+    assert_eq!(prefixes(&[&[1, 2], &[1, 3], &[4], &[4]], &[8, 8, 3, 4], &[0; 4]), [(0..2, 4), (2..4, 3)]);
+    // Inner groups at either end and in the middle, and one inside another.
+    let rows: [&[u32]; 7] = [&[1, 2, 3], &[1, 2, 3], &[1, 2, 4], &[1, 5], &[1, 6, 7], &[1, 6, 8], &[9]];
+    let found = prefixes(&rows, &[12, 12, 12, 8, 12, 12, 4], &[0; 7]);
+    assert_eq!(found, [(0..6, 4), (0..3, 8), (0..2, 12), (4..6, 8)]);
+    // What was forgotten is nowhere: it must be so for all, and then does not count.
+    let rows: [&[u32]; 3] = [&[NO_PAGE, 2], &[NO_PAGE, 2], &[1, 2]];
+    assert_eq!(prefixes(&rows, &[8, 7, 8], &[4, 6, 0]), [(0..2, 7)]);
+    let broken = BlockTables { width: 9, page: 0, lens: vec![5; 3], ..BlockTables::default() };
+    assert_eq!(broken.shared_prefixes(1), []);
+}
+
 /// A sequence of the naive cache: all its tokens, and a name for the page of each block with a kept token.
 #[derive(Clone)]
 struct NaiveSequence {

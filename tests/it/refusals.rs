@@ -480,6 +480,57 @@ fn tables() {
 }
 
 #[test]
+fn prefixes() {
+    let of = |list: &[(std::ops::Range<usize>, usize)]| {
+        let lengths = &[(1, 20), (1, 12), (2, 12), (1, 30)];
+        let case = Case::new("refusal", [1, 4, 2, 0, 0, 8, 6], Dtype::F32).cached(lengths, 4, Keep::All);
+        case.shared(list)
+    };
+    let refused =
+        |case: Case, message: &str| assert_eq!(case.desc.validate().unwrap_err().to_string(), message);
+    refused(case().shared(&[(0..2, 3)]), "shared prefixes need cached sequences");
+    for (sequences, text) in [(2..2, "2..2"), (0..5, "0..5"), (4..6, "4..6")] {
+        let message = format!("prefixes[1] is of sequences {text}, expected some of 4");
+        refused(of(&[(0..1, 3), (sequences, 3)]), &message);
+    }
+    #[allow(clippy::reversed_empty_ranges)]
+    refused(of(&[(3..1, 3)]), "prefixes[0] is of sequences 3..1, expected some of 4");
+    refused(of(&[(0..3, 13)]), "prefixes[0] has 13 tokens, sequence 1 has 12");
+    let order = "is neither inside nor after the one before it, or shorter than one around it";
+    for list in [
+        &[(1..3, 4), (0..1, 4)][..],
+        &[(0..2, 4), (1..3, 4)],
+        &[(0..3, 8), (0..2, 7)],
+        &[(0..4, 4), (0..2, 6), (1..3, 8)],
+    ] {
+        refused(of(list), &format!("prefixes[{}] {order}", list.len() - 1));
+    }
+    of(&[(0..4, 4), (0..2, 8), (0..2, 8), (1..2, 12), (2..4, 4), (3..4, 30)]).desc.validate().unwrap();
+
+    // Tables of which one sequence has a page of its own.
+    let built = build(&of(&[(0..4, 4), (1..3, 9)]));
+    for (sequence, block, index, token) in [(3, 0, 0, 0), (2, 0, 0, 0), (2, 1, 1, 4), (2, 2, 1, 8)] {
+        let mut tables = built.tables.clone().unwrap();
+        tables.table[sequence * tables.width + block] = tables.table[3];
+        let mut inputs = built.inputs();
+        inputs.tables = Some(&tables);
+        let message =
+            format!("tables: token {token} of sequence {sequence} is not where prefixes[{index}] has it");
+        let cpu = Cpu::new();
+        let plan = cpu.plan(&built.problem, PlanOptions::default()).unwrap();
+        assert_eq!(run(&cpu, &plan, &inputs).to_string(), message);
+        let error = flashtile::reference::attention(&built.problem, &inputs).unwrap_err();
+        assert_eq!(error.to_string(), message);
+    }
+    // What the sequences have after the prefix is theirs.
+    let mut tables = built.tables.clone().unwrap();
+    tables.table[4] = 0;
+    let mut inputs = built.inputs();
+    inputs.tables = Some(&tables);
+    flashtile::reference::attention(&built.problem, &inputs).unwrap();
+}
+
+#[test]
 fn pools() {
     inputs_refused(
         &cached(),

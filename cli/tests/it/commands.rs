@@ -62,6 +62,30 @@ fn plans_of_shapes() {
 }
 
 #[test]
+fn plans_of_steps_over_a_cache() {
+    let shape = ["plan", "--heads", "32", "--kv-heads", "8", "--dtype", "bf16", "--causal"];
+    let machine = ["--device", "amx-64core"];
+    let long = [&shape[..], &machine, &["--cached", "1:131072,1:1024x15"]].concat();
+    let plan = json(&[&long[..], &["--json"]].concat());
+    let splits: Vec<u64> =
+        plan["sequence_splits"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap()).collect();
+    assert!(splits[0] > 8 && splits[1..] == [1; 15], "{plan}");
+    assert!(plan["idle"].as_f64().unwrap() < 0.1, "{plan}");
+    let text = ok(&long);
+    assert!(text.contains("1 of 15 sequences") && text.contains("threads wait for"), "{text}");
+
+    let shared = [&shape[..], &machine, &["--cached", "1:8700x32", "--shared", "8192"]].concat();
+    let plan = json(&[&shared[..], &["--json"]].concat());
+    let [prefix] = &plan["prefixes"].as_array().unwrap()[..] else { panic!("{plan}") };
+    assert_eq!(
+        (&prefix["tokens"], &prefix["rows"]),
+        (&serde_json::json!([0, 8192]), &serde_json::json!(128))
+    );
+    assert_eq!(plan["kv_bytes"].as_f64().unwrap(), f64::from(8192 + 32 * 508) * 8.0 * 256.0 * 2.0);
+    assert!(ok(&shared).contains("tokens 0..8192 of sequences 0..32 read once, by 128 rows"));
+}
+
+#[test]
 fn plans_of_files_and_pictures() {
     let mut tensors = qkv(Dtype::BF16, &[2, 2, 300, 32], &[2, 1, 700, 32], &[2, 1, 700, 16]);
     tensors.insert("kv_lens".into(), Tensor::i64(&[700, 0]));
@@ -196,6 +220,22 @@ fn bench_measures_and_compares() {
         let row: Value = serde_json::from_str(line).unwrap();
         assert!(row["peers"]["flashtile"]["ratio"].as_f64().unwrap() > 0.0, "{row}");
     }
+
+    let caches = ["--cache", "dense,contiguous,paged,ring", "--page", "8", "--batch", "1,3", "--json"];
+    let args = [&["bench", "decode"][..], &few, &["--heads", "4", "--kv-heads", "4,1"], &caches].concat();
+    let rows_of_caches = ok(&args);
+    let layouts = ["dense", "contiguous", "paged(8)", "ring"];
+    assert_eq!(rows_of_caches.lines().count(), 2 * 2 * 2 * 2 * layouts.len());
+    for layout in layouts {
+        assert!(rows_of_caches.contains(&format!("\"layout\":\"{layout}\"")), "{layout}");
+    }
+    let args =
+        ["bench", "decode", "--cache", "paged", "--batch", "3", "--seq", "400..600", "--shared", "300"];
+    let rest = ["--head-dim", "32", "--dtype", "f32", "--min-time", "0.001", "--threads", "1"];
+    let row = json(&[&args[..], &rest, &["--json"]].concat());
+    assert_eq!((&row["lens"], &row["shared"]), (&serde_json::json!([400, 500, 600]), &288.into()), "{row}");
+    assert!(row["seconds_apart"].as_f64().unwrap() > 0.0, "{row}");
+    assert!(ok(&[&args[..], &rest].concat()).contains("read by each"));
 
     let peer = r#"{"peer":"x","kind":"decode","dtype":"f32","d":32,"h":4,"hkv":2,"b":2,"s":300,"causal":false,"seconds":1.0}"#;
     std::fs::write(&rows, format!("{peer}\n\n{}\n", peer.replace("300", "301"))).unwrap();
