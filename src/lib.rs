@@ -4,6 +4,7 @@ mod bind;
 pub mod cache;
 pub mod cpu;
 mod dtype;
+mod memory;
 mod merge;
 pub mod plan;
 pub mod problem;

@@ -76,7 +76,7 @@ representative=(
     # Padded, packed and cached sequences, tree masks; nothing at all.
     kv_lens_f32 kv_lens_bottom_right_f16 kv_lens_window_bf16 packed_uneven_causal packed_mask_bool_f32 packed_forty packed_none
     cached_steps_pages_of_7 cached_mixed_pages_of_24 cached_ring_of_pages_of_2 cached_ring_41 cached_window cached_d80x33
-    cached_d3 cached_empty tree_branches_verify_f16 tree_random_window tree_mask tree_single
+    cached_d3 cached_empty prefix_steps_300 prefix_nested_mask_bf16 prefix_tree_f16 tree_branches_verify_f16 tree_random_window tree_mask tree_single
     no_keys no_queries no_batch one_of_everything
     # Few rows and many keys: streams, splits, partial results.
     decode_1_group_1_of_2 decode_2_group_3_of_3 decode_5_group_7_of_7 decode_16_group_1_of_2 decode_1_group_16_of_16

@@ -4,12 +4,19 @@ use crate::failure::{Failure, Result};
 use bytemuck::Pod;
 use flashtile::{Dtype, Element};
 use half::{bf16, f16};
+use memmap2::MmapMut;
 
 /// Owned bytes, zero at first, aligned for every dtype.
 #[derive(Debug)]
 pub(crate) struct Buffer {
-    words: Vec<u64>,
+    memory: Memory,
     len: usize,
+}
+
+#[derive(Debug)]
+enum Memory {
+    Words(Vec<u64>),
+    Mapped(MmapMut),
 }
 
 impl Buffer {
@@ -22,7 +29,22 @@ impl Buffer {
             .try_reserve_exact(count)
             .map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
         words.resize(count, 0);
-        Ok(Self { words, len })
+        Ok(Self { memory: Memory::Words(words), len })
+    }
+
+    /// A buffer for `count` elements that lies in memory as a cache's pools do: in huge pages, where the system has them.
+    pub(crate) fn pool(dtype: Dtype, count: usize) -> Result<Self> {
+        let len = count.checked_mul(dtype.bytes());
+        let len = len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?;
+        if len == 0 {
+            return Self::zeroed(0);
+        }
+        let map = MmapMut::map_anon(len);
+        let map = map.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
+        // A system without them uses small ones.
+        #[cfg(target_os = "linux")]
+        let _ = map.advise(memmap2::Advice::HugePage);
+        Ok(Self { memory: Memory::Mapped(map), len })
     }
 
     /// A buffer for `count` elements.
@@ -38,16 +60,23 @@ impl Buffer {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.words)[..self.len]
+        match &self.memory {
+            Memory::Words(words) => &bytemuck::cast_slice(words)[..self.len],
+            Memory::Mapped(map) => map,
+        }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len]
+        match &mut self.memory {
+            Memory::Words(words) => &mut bytemuck::cast_slice_mut(words)[..self.len],
+            Memory::Mapped(map) => map,
+        }
     }
 
     /// The bytes as f32 elements.
     pub(crate) fn floats_mut(&mut self) -> &mut [f32] {
-        &mut bytemuck::cast_slice_mut(&mut self.words)[..self.len / size_of::<f32>()]
+        let floats = self.len / size_of::<f32>();
+        bytemuck::cast_slice_mut(&mut self.bytes_mut()[..floats * size_of::<f32>()])
     }
 }
 

@@ -32,7 +32,6 @@ mod blocks;
 mod codec;
 mod error;
 mod kv;
-mod memory;
 mod snapshot;
 mod store;
 mod table;

@@ -1,8 +1,8 @@
 //! The bytes of a cache in main memory.
 
-use super::memory::Zeroed;
 use super::table::{PageCopy, Run};
 use super::{CacheDesc, CacheError, Codec};
+use crate::memory::Zeroed;
 use crate::{TensorView, TensorViewMut};
 
 /// K or V of one layer: `[pages, heads, page, dim]`, row-major.

@@ -4,6 +4,7 @@
 
 use super::isa;
 use super::simd::{Simd, TILE, TILE_CHAINS};
+use crate::memory::Zeroed;
 use crate::plan::Isa;
 use rayon::prelude::*;
 use std::time::{Duration, Instant};
@@ -45,15 +46,20 @@ pub fn read_bandwidth(threads: usize) -> f64 {
     let facts = isa::facts();
     let threads = threads.max(1);
     let per_thread = ((2 * facts.l3).max(64 << 20) / 4 / threads).next_multiple_of(64);
-    let data = vec![1.0f32; per_thread * threads];
+    let bytes = per_thread * threads * size_of::<f32>();
+    // Without memory for the buffer, no rate.
+    let Some(mut data) = Zeroed::new(bytes) else { return 0.0 };
+    // Memory that was not written would be one page of zeros, read from the caches.
+    data.fill(1);
     let loops = isa::kernels(facts.isa).read_loop;
     best(
         threads,
         |_| (per_thread * 4) as f64,
         |worker| {
-            let part = &data[worker * per_thread..][..per_thread];
-            // SAFETY: the machine has the instruction set, and the part is valid for its length, a multiple of 64.
-            std::hint::black_box(unsafe { loops(part.as_ptr(), part.len()) });
+            let part = &data[worker * per_thread * size_of::<f32>()..][..per_thread * size_of::<f32>()];
+            // SAFETY: the machine has the instruction set, and the part, on a cache line as its start and length are, is valid
+            // for its elements, a multiple of 64.
+            std::hint::black_box(unsafe { loops(part.as_ptr().cast(), per_thread) });
         },
     )
 }

@@ -105,8 +105,10 @@ impl Operands {
                 (pool(dims.head_dim), pool(dims.value_dim), Some(tables))
             }
         };
+        let of: fn(Dtype, usize) -> Result<Buffer> =
+            if tables.is_some() { Buffer::pool } else { Buffer::elements };
         let tensor = |shape: [usize; 4], seed| {
-            let mut buffer = Buffer::elements(dtype, shape.iter().product())?;
+            let mut buffer = of(dtype, shape.iter().product())?;
             fill(&mut buffer, dtype, seed);
             Ok(buffer)
         };

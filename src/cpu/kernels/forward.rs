@@ -3,9 +3,9 @@
 #![allow(unsafe_code)]
 
 use super::Context;
-use super::gemm::{Operands, gemm};
+use super::gemm::{Operands, Source, gemm};
 use super::mask::Class;
-use super::pack::{self, HeadRows};
+use super::pack::{self, HeadRows, Run};
 use super::softmax::{self, Fold, Modifiers};
 use super::{stream, tiles};
 use crate::cpu::simd::{Elem, Simd, TILE, store_row, with_elem};
@@ -18,6 +18,9 @@ use std::ops::Range;
 /// Bytes of values that a streaming task uses at a time: while one part of their columns is read, the others stay in the
 /// first-level cache.
 const STREAM_BYTES: usize = 16 << 10;
+
+/// Most runs of values that are multiplied at once: as many as the shortest pages that are not packed give.
+const MAX_RUNS: usize = 16;
 
 /// Rows, and the memory of the thread that computes them.
 struct Work<'a> {
@@ -281,12 +284,11 @@ impl<'a> Work<'a> {
                 let operands = Operands {
                     a,
                     lda: depth,
-                    b: self.k.add(panel * width * depth).cast_const(),
+                    b: Source::Packed(self.k.add(panel * width * depth).cast_const()),
                     ldb: width,
                     c: self.scores.add(panel * width),
                     ldc: self.block_k,
                     resume: false,
-                    ahead: None,
                 };
                 gemm::<S, f32>((tile.rows.len(), S::VECTORS), depth, operands);
             }
@@ -395,16 +397,17 @@ impl<'a> Work<'a> {
         unsafe {
             if !streams {
                 let rows = self.packed_v.cast_const().add(columns.start / unit::<S>() * self.stride);
-                self.accumulate::<S, f32>(tile, columns.clone(), (rows, self.stride), None);
+                self.accumulate::<S, f32>(tile, columns.clone(), Source::Packed(rows), self.stride);
             } else if !S::PAIRS && v.tensor.shape()[3] == self.stride && !v.scattered() {
                 with_elem!(v.tensor.dtype(), E => {
                     for keys in steps(columns, keys_at_once) {
                         let mut from = keys.start;
                         while from < keys.end {
-                            let run = v.span(first + from, 1);
-                            let to = keys.end.min(from.saturating_add(run.rows));
-                            let rows = (run.start.cast::<E>(), v.tensor.strides()[2]);
-                            self.accumulate::<S, E>(tile, from..to, rows, Some(run.ahead));
+                            let mut memory = [Run::NONE; MAX_RUNS];
+                            let runs = v.runs(first + from, keys.end - from, &mut memory);
+                            let to = from + runs.iter().map(|run| run.rows).sum::<usize>();
+                            let ldb = v.tensor.strides()[2];
+                            self.accumulate::<S, E>(tile, from..to, Source::Stream(runs, 0), ldb);
                             from = to;
                         }
                     }
@@ -413,8 +416,8 @@ impl<'a> Work<'a> {
                 for keys in steps(columns, keys_at_once) {
                     let seen = keys.start.max(tile.columns.start)..keys.end.min(tile.columns.end);
                     pack::values::<S>(v, first, seen, self.packed_v);
-                    let rows = (self.packed_v.cast_const(), self.stride);
-                    self.accumulate::<S, f32>(tile, keys, rows, None);
+                    let rows = Source::Packed(self.packed_v.cast_const());
+                    self.accumulate::<S, f32>(tile, keys, rows, self.stride);
                 }
             }
         }
@@ -429,8 +432,8 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Adds the weighted values of some columns of the tile, of which the first start anew. `rows` are a pointer to the first
-    /// column's values and the elements from one row to the next; a stream says how many bytes ahead it is asked for.
+    /// Adds the weighted values of some columns of the tile, of which the first start anew. `rows` are those of the columns,
+    /// `ldb` elements from one to the next.
     ///
     /// # Safety
     /// As [`Simd`]; the weights are there, and the values of the columns in whole vectors.
@@ -439,14 +442,16 @@ impl<'a> Work<'a> {
         &self,
         tile: &Tile,
         columns: Range<usize>,
-        (rows, ldb): (*const E, usize),
-        ahead: Option<usize>,
+        rows: Source<'_, E>,
+        ldb: usize,
     ) {
         let unit = unit::<S>();
         // More rows of a stream than a register tile has share the conversion of its values two vectors at a time; the tile
         // has room for the last group of eight.
         let (rows_of_tile, vectors) = match tile.rows.len() {
-            n if n > S::ROWS && S::REGISTERS == 32 && ahead.is_some() => (n.next_multiple_of(8), 2),
+            n if n > S::ROWS && S::REGISTERS == 32 && matches!(rows, Source::Stream(..)) => {
+                (n.next_multiple_of(8), 2)
+            }
             n => (n, S::VECTORS),
         };
         let width = vectors * S::LANES;
@@ -457,12 +462,14 @@ impl<'a> Work<'a> {
                 let operands = Operands {
                     a: self.scores.add(columns.start / unit),
                     lda: self.block_k,
-                    b: rows.add(column),
+                    b: match rows {
+                        Source::Packed(rows) => Source::Packed(rows.add(column)),
+                        Source::Stream(runs, _) => Source::Stream(runs, column),
+                    },
                     ldb,
                     c: self.values.add(column),
                     ldc: self.stride,
                     resume: columns.start > tile.columns.start,
-                    ahead,
                 };
                 let depth = columns.end.div_ceil(unit) - columns.start / unit;
                 gemm::<S, E>((rows_of_tile, vectors), depth, operands);

@@ -7,27 +7,35 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, Simd};
+use super::pack::Run;
 use super::tiles;
 
-/// Row-major matrices, leading strides in elements. `B` may be stored in any type; it is converted as it is loaded.
+/// Row-major matrices, leading strides in elements.
 #[derive(Clone, Copy)]
-pub(super) struct Operands<E> {
+pub(super) struct Operands<'a, E> {
     pub(super) a: *const f32,
     pub(super) lda: usize,
-    pub(super) b: *const E,
+    pub(super) b: Source<'a, E>,
     pub(super) ldb: usize,
     pub(super) c: *mut f32,
     pub(super) ldc: usize,
     /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
     pub(super) resume: bool,
-    /// How many bytes ahead of `B` memory is asked for meanwhile, which need not exist.
-    pub(super) ahead: Option<usize>,
+}
+
+/// Rows of `B`.
+#[derive(Clone, Copy)]
+pub(super) enum Source<'a, E> {
+    /// In f32, one after another.
+    Packed(*const E),
+    /// Of any type, converted as they are loaded: runs of them and the first column. Memory is asked for meanwhile.
+    Stream(&'a [Run], usize),
 }
 
 #[inline(always)]
-unsafe fn micro<S: Simd, E: Elem, const AHEAD: bool, const R: usize, const N: usize>(
+unsafe fn micro<S: Simd, E: Elem, const STREAM: bool, const R: usize, const N: usize>(
     depth: usize,
-    m: Operands<E>,
+    m: Operands<'_, E>,
 ) {
     // SAFETY: the promise of `gemm`, for R rows and N vectors.
     unsafe {
@@ -39,26 +47,39 @@ unsafe fn micro<S: Simd, E: Elem, const AHEAD: bool, const R: usize, const N: us
                 }
             }
         }
-        let (mut a, mut b) = (m.a, m.b);
-        let ahead = m.ahead.unwrap_or(0);
-        for _ in 0..depth {
-            let mut row = [S::splat(0.0); N];
-            for n in 0..N {
-                row[n] = E::load::<S>(b.add(n * S::LANES));
-            }
-            for r in 0..R {
-                let x = S::splat(*a.add(r * m.lda));
+        let mut a = m.a;
+        let runs = match m.b {
+            Source::Stream(runs, _) => runs.len(),
+            Source::Packed(_) => 1,
+        };
+        for n in 0..if STREAM { runs } else { 1 } {
+            let (mut b, rows, ahead) = match m.b {
+                Source::Stream(runs, column) if STREAM => {
+                    let run = runs.get_unchecked(n);
+                    (run.start.cast::<E>().add(column), run.rows, run.ahead)
+                }
+                Source::Stream(..) => return,
+                Source::Packed(b) => (b, depth, 0),
+            };
+            for _ in 0..rows {
+                let mut row = [S::splat(0.0); N];
                 for n in 0..N {
-                    acc[r][n] = S::mac(x, row[n], acc[r][n]);
+                    row[n] = E::load::<S>(b.add(n * S::LANES));
                 }
-            }
-            if AHEAD {
-                for line in 0..(N * S::LANES * size_of::<E>()).div_ceil(64) {
-                    S::prefetch(b.cast::<u8>().wrapping_add(ahead + 64 * line));
+                for r in 0..R {
+                    let x = S::splat(*a.add(r * m.lda));
+                    for n in 0..N {
+                        acc[r][n] = S::mac(x, row[n], acc[r][n]);
+                    }
                 }
+                if STREAM {
+                    for line in 0..(N * S::LANES * size_of::<E>()).div_ceil(64) {
+                        S::prefetch(b.cast::<u8>().wrapping_add(ahead + 64 * line));
+                    }
+                }
+                a = a.add(1);
+                b = b.wrapping_add(m.ldb);
             }
-            a = a.add(1);
-            b = b.wrapping_add(m.ldb);
         }
         for r in 0..R {
             for n in 0..N {
@@ -69,63 +90,66 @@ unsafe fn micro<S: Simd, E: Elem, const AHEAD: bool, const R: usize, const N: us
 }
 
 #[inline(always)]
-unsafe fn rows<S: Simd, E: Elem, const AHEAD: bool, const N: usize>(
+unsafe fn rows<S: Simd, E: Elem, const STREAM: bool, const N: usize>(
     mut rows: usize,
     depth: usize,
-    mut m: Operands<E>,
+    mut m: Operands<'_, E>,
 ) {
     const { assert!(S::ROWS == 6 || S::ROWS == 4) };
     // SAFETY: the promise of `gemm`, for N vectors.
     unsafe {
         // Two vectors leave registers for two rows more, which share the conversion of `B`.
-        while AHEAD && S::REGISTERS == 32 && N <= 2 && rows >= 8 {
-            micro::<S, E, AHEAD, 8, N>(depth, m);
+        while STREAM && S::REGISTERS == 32 && N <= 2 && rows >= 8 {
+            micro::<S, E, STREAM, 8, N>(depth, m);
             m.a = m.a.add(8 * m.lda);
             m.c = m.c.add(8 * m.ldc);
             rows -= 8;
         }
         while rows >= S::ROWS {
             match S::ROWS {
-                6 => micro::<S, E, AHEAD, 6, N>(depth, m),
-                _ => micro::<S, E, AHEAD, 4, N>(depth, m),
+                6 => micro::<S, E, STREAM, 6, N>(depth, m),
+                _ => micro::<S, E, STREAM, 4, N>(depth, m),
             }
             m.a = m.a.add(S::ROWS * m.lda);
             m.c = m.c.add(S::ROWS * m.ldc);
             rows -= S::ROWS;
         }
         match rows {
-            5 if S::ROWS > 5 => micro::<S, E, AHEAD, 5, N>(depth, m),
-            4 if S::ROWS > 4 => micro::<S, E, AHEAD, 4, N>(depth, m),
-            3 => micro::<S, E, AHEAD, 3, N>(depth, m),
-            2 => micro::<S, E, AHEAD, 2, N>(depth, m),
-            1 => micro::<S, E, AHEAD, 1, N>(depth, m),
+            5 if S::ROWS > 5 => micro::<S, E, STREAM, 5, N>(depth, m),
+            4 if S::ROWS > 4 => micro::<S, E, STREAM, 4, N>(depth, m),
+            3 => micro::<S, E, STREAM, 3, N>(depth, m),
+            2 => micro::<S, E, STREAM, 2, N>(depth, m),
+            1 => micro::<S, E, STREAM, 1, N>(depth, m),
             _ => {}
         }
     }
 }
 
 #[inline(always)]
-unsafe fn columns<S: Simd, E: Elem, const AHEAD: bool>(shape: (usize, usize), depth: usize, m: Operands<E>) {
+unsafe fn columns<S: Simd, E: Elem, const STREAM: bool>(
+    shape: (usize, usize),
+    depth: usize,
+    m: Operands<'_, E>,
+) {
     // SAFETY: the promise of `gemm`.
     unsafe {
         match shape.1 {
-            4 if S::VECTORS == 4 => rows::<S, E, AHEAD, 4>(shape.0, depth, m),
-            3 if S::VECTORS == 4 => rows::<S, E, AHEAD, 3>(shape.0, depth, m),
-            2 => rows::<S, E, AHEAD, 2>(shape.0, depth, m),
-            1 => rows::<S, E, AHEAD, 1>(shape.0, depth, m),
+            4 if S::VECTORS == 4 => rows::<S, E, STREAM, 4>(shape.0, depth, m),
+            3 if S::VECTORS == 4 => rows::<S, E, STREAM, 3>(shape.0, depth, m),
+            2 => rows::<S, E, STREAM, 2>(shape.0, depth, m),
+            1 => rows::<S, E, STREAM, 1>(shape.0, depth, m),
             _ => {}
         }
     }
 }
 
-/// Computes `rows x (vectors * LANES)` elements of `C`; `vectors <= VECTORS`. A `B` that is not f32 is a stream, during which
-/// memory is asked for.
+/// Computes `rows x (vectors * LANES)` elements of `C`; `vectors <= VECTORS`. The runs of a stream have `depth` rows together.
 ///
 /// # Safety
 /// As [`Simd`]; `a` is valid for `rows x depth`, `b` for `depth x vectors * LANES`, `c` for `rows x vectors * LANES`. With
 /// tiles, `depth` is a multiple of [`TILE`](super::super::simd::TILE), and so are the rows for which `a` and `c` are valid.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize, m: Operands<E>) {
+pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize, m: Operands<'_, E>) {
     debug_assert!(shape.1 <= S::VECTORS);
     // SAFETY: the caller's promise.
     unsafe {
@@ -133,9 +157,10 @@ pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize,
             return tiles::product::<S, E>(shape, depth, m);
         }
         // The loop that asks for nothing is a loop of its own: the requests would cost it a tenth of its rate.
-        match m.ahead {
-            None if E::IS_F32 => columns::<S, E, false>(shape, depth, m),
-            _ => columns::<S, E, true>(shape, depth, m),
+        match m.b {
+            Source::Stream(..) => columns::<S, E, true>(shape, depth, m),
+            Source::Packed(_) if E::IS_F32 => columns::<S, E, false>(shape, depth, m),
+            Source::Packed(_) => {}
         }
     }
 }

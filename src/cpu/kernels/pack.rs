@@ -38,6 +38,8 @@ struct Pages<'a> {
     width: u32,
     /// Rows of a page. Divisions are of u32, the cheaper kind: a longer page has every row in its first block.
     page: u32,
+    /// Its logarithm, where it is a power of two: a division would take longer than the products of a short row.
+    shift: Option<u32>,
     /// Bytes from a page to the next.
     stride: usize,
 }
@@ -58,6 +60,11 @@ pub(super) struct Run {
     pub(super) rows: usize,
     /// Bytes from a row to the one that is asked for while it is read. The same for each row of the run.
     pub(super) ahead: usize,
+}
+
+impl Run {
+    /// No rows.
+    pub(super) const NONE: Self = Self { start: std::ptr::null(), rows: 0, ahead: 0 };
 }
 
 /// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
@@ -82,7 +89,9 @@ impl<'a> HeadRows<'a> {
         let stride = tensor.strides()[0].wrapping_mul(tensor.dtype().bytes());
         let page = u32::try_from(tables.page).unwrap_or(u32::MAX);
         let width = u32::try_from(table.len()).unwrap_or(u32::MAX);
-        Self { tensor, origin: tensor.row(0, head, 0), pages: Some(Pages { table, width, page, stride }) }
+        let shift = page.is_power_of_two().then(|| page.trailing_zeros());
+        let pages = Some(Pages { table, width, page, shift, stride });
+        Self { tensor, origin: tensor.row(0, head, 0), pages }
     }
 
     /// Address of row `j`, of which only that of an existing row may be read, and the number of rows from it on that are
@@ -92,7 +101,11 @@ impl<'a> HeadRows<'a> {
         let Some(p) = self.pages else {
             return (self.origin.wrapping_add(j.wrapping_mul(self.step())), usize::MAX);
         };
-        let (block, row) = (j as u32 / p.page, (j as u32 % p.page) as usize);
+        let j = j as u32;
+        let (block, row) = match p.shift {
+            Some(shift) => (j >> shift, (j & (p.page - 1)) as usize),
+            None => (j / p.page, (j % p.page) as usize),
+        };
         let block = if block < p.width { block } else { block % p.width };
         // What is asked for past the end need not have a page; an address that is mapped costs no failed look-up.
         let page = match p.table[block as usize] {
@@ -116,6 +129,20 @@ impl<'a> HeadRows<'a> {
         let (next, next_rows) = self.find(j + distance.next_multiple_of(16));
         let ahead = (next as usize).wrapping_sub(start as usize);
         Run { start, rows: rows.min(next_rows), ahead }
+    }
+
+    /// The runs of the `len` rows from `j` on, or the first of them that there is memory for.
+    #[inline(always)]
+    pub(super) fn runs<'m>(&self, j: usize, len: usize, memory: &'m mut [Run]) -> &'m [Run] {
+        let (mut found, mut at) = (0, 0);
+        while at < len && found < memory.len() {
+            let run = self.span(j + at, 1);
+            let rows = run.rows.min(len - at);
+            memory[found] = Run { rows, ..run };
+            found += 1;
+            at += rows;
+        }
+        &memory[..found]
     }
 
     /// Start of the `len` rows from `j` on, and the bytes from one to the next, where these are the same for all.

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd, TILE, Tiles};
-use super::gemm::Operands;
+use super::gemm::{Operands, Source};
 use super::pack::{HeadRows, KeyVector};
 use super::stream::Scores;
 use std::ops::Range;
@@ -19,15 +19,16 @@ pub(super) const KEYS: usize = 2 * TILE;
 pub(super) unsafe fn product<S: Simd, E: Elem>(
     (rows, vectors): (usize, usize),
     depth: usize,
-    m: Operands<E>,
+    m: Operands<'_, E>,
 ) {
     const { assert!(!S::TILES || S::LANES == TILE) };
     debug_assert!(E::IS_F32 && depth.is_multiple_of(TILE));
     let steps = depth / TILE;
+    let Source::Packed(b) = m.b else { return };
     let at = |r: usize, n: usize| Tiles {
         a: m.a.wrapping_add(r * TILE * m.lda).cast(),
         lda: 4 * m.lda,
-        b: m.b.wrapping_add(n * TILE).cast(),
+        b: b.wrapping_add(n * TILE).cast(),
         ldb: 4 * m.ldb,
         c: m.c.wrapping_add(r * TILE * m.ldc + n * TILE),
         ldc: 4 * m.ldc,
