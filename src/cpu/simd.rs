@@ -19,7 +19,8 @@ pub(crate) const TILE_CHAINS: usize = 4;
 /// bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Tiles {
-    pub(crate) a: *const u8,
+    /// The first row of each row of tiles, of which there may be one.
+    pub(crate) a: [*const u8; 2],
     pub(crate) lda: usize,
     pub(crate) b: *const u8,
     pub(crate) ldb: usize,

@@ -83,7 +83,7 @@ pub(super) unsafe fn end() {
 /// 7 `B`.
 ///
 /// # Safety
-/// [`begin`] was called on this thread; `a` is valid for `16 M` rows of `steps * 64` bytes, `b` for `16 steps` rows of `64 N`,
+/// [`begin`] was called on this thread; each of `M` `a` is valid for 16 rows of `steps * 64` bytes, `b` for `16 steps` rows of `64 N`,
 /// `c` for `16 M` rows of `64 N`; `steps` is not 0.
 #[inline(always)]
 pub(super) unsafe fn product<const M: usize, const N: usize>(steps: usize, t: Tiles) {
@@ -112,8 +112,8 @@ pub(super) unsafe fn product<const M: usize, const N: usize>(steps: usize, t: Ti
                     // Where a shape has one row of tiles, nothing else names these.
                     "# {a1} {c1}",
                     resume = in(reg) usize::from(t.resume),
-                    a = inout(reg) t.a => _,
-                    a1 = inout(reg) t.a.wrapping_add(TILE * t.lda) => _,
+                    a = inout(reg) t.a[0] => _,
+                    a1 = inout(reg) t.a[1] => _,
                     lda = in(reg) t.lda,
                     b = inout(reg) t.b => _,
                     ldb = in(reg) t.ldb,

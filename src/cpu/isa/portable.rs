@@ -46,7 +46,9 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
                     for step in 0..steps {
                         let mut sums = [0.0f32; 2];
                         for k in step * TILE..(step + 1) * TILE {
-                            let a = halves(t.a.add(r * t.lda).cast::<u32>().add(k).read_unaligned());
+                            let a = halves(
+                                t.a[r / TILE].add(r % TILE * t.lda).cast::<u32>().add(k).read_unaligned(),
+                            );
                             let b = halves(t.b.add(k * t.ldb).cast::<u32>().add(n).read_unaligned());
                             // Exact products: one rounding, as fused.
                             sums = [sums[0] + a[0] * b[0], sums[1] + a[1] * b[1]];

@@ -145,13 +145,6 @@ impl<'a> HeadRows<'a> {
         &memory[..found]
     }
 
-    /// Start of the `len` rows from `j` on, and the bytes from one to the next, where these are the same for all.
-    #[inline(always)]
-    pub(super) fn run(&self, j: usize, len: usize) -> Option<(*const u8, usize)> {
-        let (start, rows) = self.find(j);
-        (rows >= len).then_some((start, self.step()))
-    }
-
     /// Rows from one that is read to the one that is asked for.
     #[inline(always)]
     fn distance(&self) -> usize {
@@ -173,7 +166,7 @@ impl<'a> HeadRows<'a> {
 
     /// Bytes from a row to the next. Where there is a single row, this may be any number.
     #[inline(always)]
-    fn step(&self) -> usize {
+    pub(super) fn step(&self) -> usize {
         self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
     }
 

@@ -26,7 +26,7 @@ pub(super) unsafe fn product<S: Simd, E: Elem>(
     let steps = depth / TILE;
     let Source::Packed(b) = m.b else { return };
     let at = |r: usize, n: usize| Tiles {
-        a: m.a.wrapping_add(r * TILE * m.lda).cast(),
+        a: [r, r + 1].map(|r| m.a.wrapping_add(r * TILE * m.lda).cast()),
         lda: 4 * m.lda,
         b: b.wrapping_add(n * TILE).cast(),
         ldb: 4 * m.ldb,
@@ -107,32 +107,40 @@ impl Stream {
         for column in (columns.start / KEYS * KEYS..columns.end).step_by(KEYS) {
             // SAFETY: the caller's promise.
             unsafe {
-                let mut tiles = Tiles {
-                    a: self.keys.cast_const().cast(),
-                    lda: 4 * self.depth,
+                let halves = [column, column + TILE];
+                let runs = halves.map(|at| src.span(first + at, TILE));
+                let whole = columns.start <= column && column + KEYS <= columns.end;
+                let in_place =
+                    whole && row_bytes == 4 * self.depth && runs.iter().all(|run| run.rows >= TILE);
+                if !in_place {
+                    for (half, at) in halves.into_iter().enumerate() {
+                        let keys = KeyVector::new::<S>(src, first, at, columns);
+                        for (r, row) in keys.rows().iter().enumerate() {
+                            let to = self.keys.add((half * TILE + r) * self.depth).cast::<u8>();
+                            std::ptr::copy_nonoverlapping(*row, to, row_bytes);
+                            std::ptr::write_bytes(to.add(row_bytes), 0, 4 * self.depth - row_bytes);
+                        }
+                    }
+                }
+                // Nothing is asked for while tiles are loaded, so it is before.
+                for run in runs {
+                    for r in 0..TILE.min(run.rows) {
+                        let row = run.start.wrapping_add(r.wrapping_mul(src.step())).wrapping_add(run.ahead);
+                        for offset in (0..row_bytes).step_by(64) {
+                            S::prefetch(row.wrapping_add(offset));
+                        }
+                    }
+                }
+                let copied = halves.map(|at| self.keys.add((at - column) * self.depth).cast_const().cast());
+                let tiles = Tiles {
+                    a: if in_place { runs.map(|run| run.start) } else { copied },
+                    lda: if in_place { src.step() } else { 4 * self.depth },
                     b: self.queries.cast_const().cast(),
                     ldb: 4 * TILE,
                     c: self.scores,
                     ldc: 4 * TILE,
                     resume: false,
                 };
-                let whole = columns.start <= column && column + KEYS <= columns.end;
-                match src.run(first + column, KEYS) {
-                    Some((start, step)) if whole && row_bytes == 4 * self.depth => {
-                        (tiles.a, tiles.lda) = (start, step);
-                    }
-                    _ => {
-                        for half in 0..2 {
-                            let at = column + half * TILE;
-                            let keys = KeyVector::new::<S>(src, first, at, columns);
-                            for (r, row) in keys.rows().iter().enumerate() {
-                                let to = self.keys.add((half * TILE + r) * self.depth).cast::<u8>();
-                                std::ptr::copy_nonoverlapping(*row, to, row_bytes);
-                                std::ptr::write_bytes(to.add(row_bytes), 0, 4 * self.depth - row_bytes);
-                            }
-                        }
-                    }
-                }
                 S::tile_product::<2, 1>(steps, tiles);
                 for half in 0..2 {
                     for row in (0..s.rows).step_by(LINES) {
