@@ -154,56 +154,83 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
     });
 }
 
-/// Checks and measures one row for at least so many seconds.
-pub(super) fn measure(cpu: &Cpu, row: &Row, min_time: f64) -> Result<Measured> {
-    let problem = &row.problem;
-    let plan = cpu.plan(problem, PlanOptions::default()).map_err(Failure::new)?;
-    let mut copies = vec![Operands::random(row, 1)?];
-    if row.kind == Kind::Decode {
-        // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.
-        let count = (2 * cpu.facts().l3).div_ceil(copies[0].bytes().max(1)).clamp(1, MAX_COPIES);
-        for copy in 1..count {
-            copies.push(Operands::random(row, 1 + 3 * copy as u64)?);
+/// A row while it is measured.
+struct Subject<'a> {
+    row: &'a Row,
+    runner: Runner<'a>,
+    /// Without shared prefixes, where the row has one.
+    apart: Option<Runner<'a>>,
+    copies: Vec<Operands>,
+    out: Buffer,
+    nrmse: f64,
+    times: Vec<f64>,
+    times_apart: Vec<f64>,
+}
+
+impl<'a> Subject<'a> {
+    /// Makes the data, and checks the answer.
+    fn new(cpu: &'a Cpu, row: &'a Row) -> Result<Self> {
+        let problem = &row.problem;
+        let mut copies = vec![Operands::random(row, 1)?];
+        if row.kind == Kind::Decode {
+            // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.
+            let count = (2 * cpu.facts().l3).div_ceil(copies[0].bytes().max(1)).clamp(1, MAX_COPIES);
+            for copy in 1..count {
+                copies.push(Operands::random(row, 1 + 3 * copy as u64)?);
+            }
         }
-    }
-    let shape = problem.dims().out_shape();
-    let mut out = Buffer::elements(problem.dtype(), shape.iter().product())?;
-    let mut runner = Runner { cpu, plan: &plan, workspace: machine::workspace(&plan)?, shape };
-    let nrmse = runner.warm_up(&copies, &mut out)?;
-    let without = without_prefixes(problem)?;
-    let apart = without.map(|problem| cpu.plan(&problem, PlanOptions::default())).transpose();
-    let apart = apart.map_err(Failure::new)?;
-    let apart =
-        apart.as_ref().map(|plan| Ok(Runner { cpu, plan, workspace: machine::workspace(plan)?, shape }));
-    let mut apart: Option<Runner<'_>> = apart.transpose()?;
-    if let Some(runner) = &mut apart {
-        runner.warm_up(&copies, &mut out)?;
-    }
-    let (mut times, mut times_apart) = (Vec::new(), Vec::new());
-    let started = Instant::now();
-    while times.len() < 3 || (started.elapsed().as_secs_f64() < min_time && times.len() < MAX_TIMES) {
-        // In turns: what else the machine does changes from second to second.
-        let copy = &copies[times.len() % copies.len()];
-        times.push(runner.run(copy, &mut out)?);
+        let mut out = Buffer::elements(problem.dtype(), problem.dims().out_shape().iter().product())?;
+        let mut runner = Runner::new(cpu, problem)?;
+        let nrmse = runner.warm_up(&copies, &mut out)?;
+        let apart = without_prefixes(problem)?;
+        let mut apart = apart.map(|problem| Runner::new(cpu, &problem)).transpose()?;
         if let Some(runner) = &mut apart {
-            times_apart.push(runner.run(copy, &mut out)?);
+            runner.warm_up(&copies, &mut out)?;
+        }
+        Ok(Self { row, runner, apart, copies, out, nrmse, times: Vec::new(), times_apart: Vec::new() })
+    }
+
+    fn turn(&mut self) -> Result<()> {
+        let copy = &self.copies[self.times.len() % self.copies.len()];
+        self.times.push(self.runner.run(copy, &mut self.out)?);
+        if let Some(runner) = &mut self.apart {
+            self.times_apart.push(runner.run(copy, &mut self.out)?);
+        }
+        Ok(())
+    }
+
+    fn measured(mut self) -> Measured {
+        self.times.sort_by(f64::total_cmp);
+        self.times_apart.sort_by(f64::total_cmp);
+        let (times, last) = (&self.times, self.times.len() - 1);
+        let plan = &self.runner.plan;
+        Measured {
+            row: self.row.clone(),
+            kernel: plan.kernel(),
+            isa: plan.isa(),
+            threads: plan.threads(),
+            work: Work::of(plan.problem()),
+            quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
+            repetitions: times.len(),
+            apart: self.times_apart.get(self.times_apart.len() / 2).copied(),
+            copies: self.copies.len(),
+            nrmse: self.nrmse,
         }
     }
-    times.sort_by(f64::total_cmp);
-    times_apart.sort_by(f64::total_cmp);
-    let last = times.len() - 1;
-    Ok(Measured {
-        row: row.clone(),
-        kernel: plan.kernel(),
-        isa: plan.isa(),
-        threads: plan.threads(),
-        work: Work::of(problem),
-        quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
-        repetitions: times.len(),
-        apart: times_apart.get(times_apart.len() / 2).copied(),
-        copies: copies.len(),
-        nrmse,
-    })
+}
+
+/// Checks and measures rows for at least so many seconds each, in turns: what else the machine does changes from one second to
+/// the next, and so would the ratio of their times.
+pub(super) fn measure(cpu: &Cpu, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
+    let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;
+    let started = Instant::now();
+    for turn in 0..MAX_TIMES {
+        if turn >= 3 && started.elapsed().as_secs_f64() >= min_time * rows.len() as f64 {
+            break;
+        }
+        subjects.iter_mut().try_for_each(Subject::turn)?;
+    }
+    Ok(subjects.into_iter().map(Subject::measured).collect())
 }
 
 /// The same problem with every sequence for itself, where some share a prefix.
@@ -222,16 +249,20 @@ const MAX_TIMES: usize = 100_000;
 /// A plan with everything that a run of it needs but the operands.
 struct Runner<'a> {
     cpu: &'a Cpu,
-    plan: &'a CpuPlan,
+    plan: CpuPlan,
     workspace: Workspace,
-    shape: [usize; 4],
 }
 
-impl Runner<'_> {
+impl<'a> Runner<'a> {
+    fn new(cpu: &'a Cpu, problem: &Problem) -> Result<Self> {
+        let plan = cpu.plan(problem, PlanOptions::default()).map_err(Failure::new)?;
+        Ok(Self { cpu, workspace: machine::workspace(&plan)?, plan })
+    }
+
     /// Runs every copy once, and checks the answer of the first.
     fn warm_up(&mut self, copies: &[Operands], out: &mut Buffer) -> Result<f64> {
         self.run(&copies[0], out)?;
-        let nrmse = check(self.plan, &copies[0], out)?;
+        let nrmse = check(&self.plan, &copies[0], out)?;
         copies.iter().try_for_each(|copy| self.run(copy, out).map(|_| ()))?;
         Ok(nrmse)
     }
@@ -240,11 +271,12 @@ impl Runner<'_> {
     fn run(&mut self, operands: &Operands, out: &mut Buffer) -> Result<f64> {
         let problem = self.plan.problem();
         let inputs = operands.inputs(problem)?;
-        let strides = Order::Bhsd.strides(self.shape);
-        let out = TensorViewMut::from_bytes(problem.dtype(), out.bytes_mut(), self.shape, strides);
+        let shape = problem.dims().out_shape();
+        let strides = Order::Bhsd.strides(shape);
+        let out = TensorViewMut::from_bytes(problem.dtype(), out.bytes_mut(), shape, strides);
         let mut outputs = Outputs::new(out.map_err(Failure::new)?);
         let started = Instant::now();
-        self.cpu.run(self.plan, &inputs, &mut outputs, &mut self.workspace).map_err(Failure::new)?;
+        self.cpu.run(&self.plan, &inputs, &mut outputs, &mut self.workspace).map_err(Failure::new)?;
         Ok(started.elapsed().as_secs_f64())
     }
 }

@@ -7,7 +7,7 @@ mod rows;
 
 use crate::args::{BenchArgs, Group as Asked};
 use crate::check::progress;
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
 use crate::report::{self, Table};
@@ -124,12 +124,12 @@ impl Bench {
         self.progress.suspend(print)
     }
 
-    fn measure(&self, row: &Row) -> Result<Measured> {
-        let dims = row.problem.dims();
-        let (kind, dtype) = (row.kind.name(), row.problem.dtype());
-        self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, dims.kv_len));
-        let measured = measure(&self.cpu, row, self.min_time);
-        self.progress.inc(1);
+    fn measure(&self, rows: &[Row]) -> Result<Vec<Measured>> {
+        let row = &rows[0];
+        let (kind, dtype, dims) = (row.kind.name(), row.problem.dtype(), row.problem.dims());
+        self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, row.length()));
+        let measured = measure(&self.cpu, rows, self.min_time);
+        self.progress.inc(rows.len() as u64);
         measured
     }
 
@@ -140,13 +140,17 @@ impl Bench {
         };
         let limit = || Limit::measure(rate, isa, self.cpu.facts().threads);
         let before = limit();
-        let rows = rows.iter().map(|row| self.measure(row)).collect::<Result<_>>()?;
+        // Rows that differ in where the cache has the keys are there to be compared.
+        let rows = rows.chunk_by(Row::differs_in_cache).map(|rows| self.measure(rows));
+        let rows = rows.collect::<Result<Vec<_>>>()?.concat();
         Ok(Group { kind, isa, limit: before.max(limit()), rows })
     }
 
     fn pairs(&self, pairs: &[Pair]) -> Result<Vec<Compared>> {
         let compare = |pair: &Pair| {
-            let (part, whole) = (self.measure(&pair.part)?, self.measure(&pair.whole)?);
+            let measured = self.measure(&[pair.part.clone(), pair.whole.clone()])?;
+            let [part, whole] =
+                <[Measured; 2]>::try_from(measured).map_err(|_| Failure::new("not a pair"))?;
             Ok(Compared { name: pair.name, part, whole })
         };
         pairs.iter().map(compare).collect()

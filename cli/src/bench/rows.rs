@@ -83,6 +83,18 @@ impl Row {
         }
     }
 
+    /// Whether another row is the same but for where keys and values lie.
+    pub(super) fn differs_in_cache(&self, other: &Self) -> bool {
+        let (a, b) = (self.problem.dims(), other.problem.dims());
+        let same = |of: fn(&Dims) -> usize| of(a) == of(b);
+        (self.kind, self.problem.dtype()) == (other.kind, other.problem.dtype())
+            && self.cache != other.cache
+            && (self.batch(), self.length()) == (other.batch(), other.length())
+            && same(|d| d.q_heads)
+            && same(|d| d.kv_heads)
+            && same(|d| d.head_dim)
+    }
+
     /// Sequences.
     pub(super) fn batch(&self) -> usize {
         self.problem.sequences().len()
