@@ -26,8 +26,6 @@ const MAX_RUNS: usize = 16;
 struct Work<'a> {
     cx: &'a Context<'a>,
     of: Rows,
-    /// Which of the task's heads.
-    head: usize,
     /// The first row's.
     sequence: &'a Sequence,
     q: *mut f32,
@@ -66,36 +64,31 @@ struct Tile {
 }
 
 impl<'a> Work<'a> {
-    /// `head` counts the heads of the task, each with rows and statistics of its own.
-    ///
     /// # Safety
     /// `scratch` is valid for the plan's scratch layout.
     #[inline(always)]
-    unsafe fn new<S: Simd>(cx: &'a Context<'a>, of: Rows, head: usize, scratch: *mut f32) -> Self {
+    unsafe fn new(cx: &'a Context<'a>, of: Rows, scratch: *mut f32) -> Self {
         let layout = cx.plan.scratch();
         let sequence = &cx.plan.problem().sequences()[of.sequence];
         let (tile, rows) = (layout.tile_stats, layout.row_stats);
         // SAFETY: regions of the layout.
         unsafe {
             let stats = scratch.add(layout.stats);
-            let (first, stride) = (head * of.count, cx.plan.value_stride());
-            let depth = depth::<S>(cx.plan.problem().dims().head_dim);
             Self {
                 cx,
                 of,
-                head,
                 sequence,
-                q: scratch.add(layout.q + first * depth),
+                q: scratch.add(layout.q),
                 k: scratch.add(layout.k),
                 packed_v: scratch.add(layout.v),
                 scores: scratch.add(layout.scores),
                 values: scratch.add(layout.partial),
-                acc: scratch.add(layout.acc + first * stride),
-                max: stats.add(16 * head),
-                sum: stats.add(rows + 16 * head),
+                acc: scratch.add(layout.acc),
+                max: stats,
+                sum: stats.add(rows),
                 block_max: stats.add(2 * rows),
                 block_sum: stats.add(2 * rows + tile),
-                stride,
+                stride: cx.plan.value_stride(),
                 block_k: cx.plan.block_k(),
                 group: cx.plan.problem().dims().group(),
             }
@@ -566,46 +559,6 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// All rows in some blocks of the task.
-    ///
-    /// # Safety
-    /// As [`Simd`]; queries are packed, and the state is there.
-    #[inline(always)]
-    unsafe fn attend_blocks<S: Simd>(&self, task: &Task, blocks: Range<usize>) {
-        let count = self.of.count;
-        let tile_rows = self.cx.plan.tile_rows();
-        let streams = count <= stream::MAX_ROWS;
-        // SAFETY: the caller's promise.
-        unsafe {
-            if S::TILES && streams {
-                let depth = depth::<S>(self.cx.plan.problem().dims().head_dim);
-                tiles::Stream::new(self.k, depth).set_queries::<S>(self.q);
-            }
-            for block in blocks {
-                let partials = match task.target {
-                    Target::Blocks(slot) => {
-                        let slot = slot.of(self.head) + (block - task.blocks.0) * count;
-                        self.cx.slots.clear(slot, count);
-                        Some(slot)
-                    }
-                    Target::Out | Target::State(_) => None,
-                };
-                let mut packed = streams;
-                for row in (0..count).step_by(tile_rows) {
-                    let Some(tile) = self.tile(row..(row + tile_rows).min(count), block) else { continue };
-                    // Only now is it known that some tile needs the block.
-                    if !packed {
-                        let columns = self.columns(&(0..count), block);
-                        self.pack_keys::<S>(block, &columns);
-                        self.pack_values::<S>(block, columns);
-                        packed = true;
-                    }
-                    self.attend::<S>(&tile, streams, partials);
-                }
-            }
-        }
-    }
-
     /// Sets the running state of the first `rows` rows to nothing, or to what slots from `from` on hold.
     ///
     /// # Safety
@@ -639,7 +592,7 @@ impl<'a> Work<'a> {
             match target {
                 Target::Out => self.finish::<S>(first, rows),
                 Target::State(slot) => {
-                    self.cx.slots.store(slot.of(self.head) + first, rows, self.acc, (self.max, self.sum));
+                    self.cx.slots.store(slot + first, rows, self.acc, (self.max, self.sum));
                 }
                 Target::Blocks(_) => {}
             }
@@ -763,29 +716,41 @@ fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
 pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's promise; every region is used within its size in the layout.
     unsafe {
+        let work = Work::new(cx, task.rows, scratch);
         let count = task.rows.count;
-        let rows = |head: usize| Rows { kv_head: task.rows.kv_head + head, ..task.rows };
         S::begin_tiles();
-        for head in 0..task.heads {
-            let work = Work::new::<S>(cx, rows(head), head, scratch);
-            work.pack_queries::<S>();
-            work.start::<S>(count, task.from.map(|slot| slot.of(head)));
+        work.pack_queries::<S>();
+        work.start::<S>(count, task.from);
+        let tile_rows = cx.plan.tile_rows();
+        let streams = count <= stream::MAX_ROWS;
+        if S::TILES && streams {
+            let depth = depth::<S>(cx.plan.problem().dims().head_dim);
+            tiles::Stream::new(work.k, depth).set_queries::<S>(work.q);
         }
-        // Where a page is less than a block, the heads take turns, or what memory fetches of the next head with a page would be
-        // fetched again. Then the first loop is over the blocks, and the second has one turn.
-        let turns = cx.inputs.tables.is_some_and(|tables| tables.page < cx.plan.block_k());
-        let (first, last) = task.blocks;
-        let (turns, blocks) = if turns && task.heads > 1 { (last - first, 1) } else { (1, last - first) };
-        for turn in 0..turns {
-            for head in 0..task.heads {
-                let work = Work::new::<S>(cx, rows(head), head, scratch);
-                work.attend_blocks::<S>(task, first + turn..first + turn + blocks);
+        for block in task.blocks.0..task.blocks.1 {
+            let partials = match task.target {
+                Target::Blocks(base) => {
+                    let slot = base + (block - task.blocks.0) * count;
+                    cx.slots.clear(slot, count);
+                    Some(slot)
+                }
+                Target::Out | Target::State(_) => None,
+            };
+            let mut packed = streams;
+            for row in (0..count).step_by(tile_rows) {
+                let Some(tile) = work.tile(row..(row + tile_rows).min(count), block) else { continue };
+                // Only now is it known that some tile needs the block.
+                if !packed {
+                    let columns = work.columns(&(0..count), block);
+                    work.pack_keys::<S>(block, &columns);
+                    work.pack_values::<S>(block, columns);
+                    packed = true;
+                }
+                work.attend::<S>(&tile, streams, partials);
             }
         }
         S::end_tiles();
-        for head in 0..task.heads {
-            Work::new::<S>(cx, rows(head), head, scratch).end::<S>(0, count, task.target);
-        }
+        work.end::<S>(0, count, task.target);
     }
 }
 
@@ -797,7 +762,7 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
 pub(in crate::cpu) unsafe fn reduce<S: Simd>(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
     // SAFETY: the caller's promise; the state and the partials of all blocks are there.
     unsafe {
-        let work = Work::new::<S>(cx, task.rows, 0, scratch);
+        let work = Work::new(cx, task.rows, scratch);
         let tile_rows = cx.plan.tile_rows();
         for row in (0..task.rows.count).step_by(tile_rows) {
             let rows = tile_rows.min(task.rows.count - row);

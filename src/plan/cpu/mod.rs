@@ -18,7 +18,7 @@ pub(crate) use schedule::{Phase, Reduction, Rows, Target, Task, sequence_of, spa
 
 use super::{PlanOptions, Unsupported};
 use crate::problem::{Problem, Sequence};
-use schedule::{Choices, HEAD_ROWS, Schedule, Segments, TASKS_PER_THREAD};
+use schedule::{Choices, Schedule, Segments, TASKS_PER_THREAD};
 use std::ops::Range;
 
 /// What the planner knows of a CPU.
@@ -144,13 +144,6 @@ impl CpuPlan {
         let choices = Choices { options, threads, task_rows, slot_bytes };
         let schedule = segments.schedule(&choices).ok_or_else(overflow)?;
 
-        let scratch = scratch(
-            (task_rows, tile_rows),
-            schedule.heads(),
-            isa.packed_depth(dims.head_dim),
-            value_stride,
-            nv * isa.lanes(),
-        );
         let mut plan = Self {
             problem: problem.clone(),
             options,
@@ -160,7 +153,12 @@ impl CpuPlan {
             tile_rows,
             task_rows,
             schedule,
-            scratch,
+            scratch: scratch(
+                (task_rows, tile_rows),
+                isa.packed_depth(dims.head_dim),
+                value_stride,
+                nv * isa.lanes(),
+            ),
             mask_classes: None,
             workspace_bytes: 0,
         };
@@ -331,7 +329,6 @@ pub(crate) fn visible_union(problem: &Problem, s: &Sequence, positions: Range<us
 
 fn scratch(
     (task_rows, tile_rows): (usize, usize),
-    heads: usize,
     depth: usize,
     value_stride: usize,
     panel: usize,
@@ -343,13 +340,11 @@ fn scratch(
         len += floats.next_multiple_of(16);
         start
     };
-    // A tile may end inside a vector of rows; each of several heads starts a vector.
-    let head_rows = heads * STREAM_ROWS.min(HEAD_ROWS / heads);
-    let row_stats = task_rows.max(16 * heads).next_multiple_of(16) + 16;
-    let (task_rows, tile_stats) = (task_rows.max(head_rows), tile_rows.next_multiple_of(16));
+    // A tile may end inside a vector of rows.
+    let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
     ScratchLayout {
         // Rows past the last are read where rows are few.
-        q: region((task_rows + STREAM_ROWS) * depth),
+        q: region(task_rows.max(STREAM_ROWS) * depth),
         k: region(BLOCK_K.next_multiple_of(panel) * depth),
         v: region(BLOCK_K * value_stride),
         scores: region(tile_rows * BLOCK_K),

@@ -8,8 +8,8 @@
 //! Where the tasks of a phase would leave threads idle, the long ones are cut along the keys. The first piece goes on with
 //! the state, the others keep a partial result for each block, and a reduction folds these into the state in key order.
 
-use super::{BLOCK_K, PlanOptions, STREAM_ROWS, visible_union};
-use crate::problem::{Problem, Sequence, Sequences};
+use super::{BLOCK_K, PlanOptions, visible_union};
+use crate::problem::{Problem, Sequence};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
@@ -25,44 +25,25 @@ pub(crate) struct Rows {
     pub(crate) count: usize,
 }
 
-/// Slots of some rows of each of several key/value heads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Slot {
-    /// That of the first row of the first head.
-    first: usize,
-    /// From a head to the next.
-    step: usize,
-}
-
-impl Slot {
-    /// Slot of the first row of a head, counted from the first.
-    pub(crate) const fn of(self, head: usize) -> usize {
-        self.first + head * self.step
-    }
-}
-
 /// What becomes of a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Target {
     /// It is that of the problem.
     Out,
     /// The state of the rows, in slots from this one on.
-    State(Slot),
+    State(usize),
     /// A partial result for each block: that of a row is in slot `base + block * rows + row`, counted from the task's first.
-    Blocks(Slot),
+    Blocks(usize),
 }
 
 /// One unit of work: some rows and some of the key blocks that they see.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Task {
-    /// Those of the first key/value head.
     pub(crate) rows: Rows,
-    /// Key/value heads whose same rows it computes: the heads of a page are neighbours in memory.
-    pub(crate) heads: usize,
     /// Key blocks, whole; the visible ones among them are computed.
     pub(crate) blocks: (usize, usize),
     /// Slot of the first row's state before these blocks; `None` where there are none before them.
-    pub(crate) from: Option<Slot>,
+    pub(crate) from: Option<usize>,
     pub(crate) target: Target,
     /// Estimate of the time it takes, in multiply-adds of a key with a row.
     pub(crate) cost: u64,
@@ -151,8 +132,6 @@ pub(super) struct Schedule {
 
 /// What reading a key costs beside its products, in rows: a task of few rows waits for memory.
 const STREAM_COST: u64 = 8;
-/// Most rows of all key/value heads of a task.
-pub(super) const HEAD_ROWS: usize = 64;
 /// Tasks per thread that even out differences in work.
 pub(super) const TASKS_PER_THREAD: usize = 4;
 /// Upper bound of the memory that partial results may take where the planner chooses to split, in bytes.
@@ -251,7 +230,7 @@ impl<'a> Segments<'a> {
         let (heads, group) = (self.problem.dims().kv_heads, self.problem.dims().group());
         let mut slots = 0usize;
         let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
-        // Tasks of each phase, all heads in one, and the segments that they are of.
+        // Tasks of each phase, and the segments that they are of.
         let mut phases: Vec<Vec<(Task, usize)>> = vec![Vec::new(); depth];
         for index in 0..self.list.len() {
             if index < self.prefixes {
@@ -269,19 +248,20 @@ impl<'a> Segments<'a> {
             for first in (0..segment.rows).step_by(choices.task_rows) {
                 let count = choices.task_rows.min(segment.rows - first);
                 let (blocks, cost) = self.visible(segment, first..first + count, choices.options.skip_tiles);
-                let slot = |(base, step): (usize, usize)| Slot { first: base + first, step };
-                let target = if index < self.prefixes {
-                    Target::State(slot((segment.slots, segment.rows)))
-                } else {
-                    Target::Out
-                };
-                let rows = Rows { sequence, kv_head: 0, first, count };
-                let task = Task { rows, heads, blocks, from: from.map(slot), target, cost };
-                phases[segment.depth].push((task, index));
+                for kv_head in 0..heads {
+                    let slot = |(base, rows): (usize, usize)| base + kv_head * rows + first;
+                    let target = if index < self.prefixes {
+                        Target::State(slot((segment.slots, segment.rows)))
+                    } else {
+                        Target::Out
+                    };
+                    let rows = Rows { sequence, kv_head, first, count };
+                    phases[segment.depth]
+                        .push((Task { rows, blocks, from: from.map(slot), target, cost }, index));
+                }
             }
         }
-        let phases =
-            phases.into_iter().map(|tasks| self.split(self.cut_heads(tasks, choices), choices, &mut slots));
+        let phases = phases.into_iter().map(|tasks| self.split(tasks, choices, &mut slots));
         let phases = phases.collect::<Option<Vec<Phase>>>()?;
         let (shared, own) = self.list.split_at(self.prefixes);
         let planned = |segment: &Segment| PlannedPrefix {
@@ -323,35 +303,6 @@ impl<'a> Segments<'a> {
         (if keys.is_empty() || last <= first { (0, 0) } else { (first, last) }, cost)
     }
 
-    /// Cuts the tasks of a phase into tasks of one key/value head or, in a cache, of as many as leave work for every thread.
-    fn cut_heads(&self, tasks: Vec<(Task, usize)>, choices: &Choices) -> Vec<(Task, usize)> {
-        let cached = matches!(self.problem.desc().sequences, Sequences::Cached { .. });
-        let units: usize = tasks.iter().map(|(task, _)| (task.blocks.1 - task.blocks.0) * task.heads).sum();
-        let at_once =
-            if choices.threads == 1 { usize::MAX } else { units / (choices.threads * TASKS_PER_THREAD) };
-        let cut = |(task, segment): (Task, usize)| {
-            let few = cached && task.rows.count <= STREAM_ROWS;
-            let at_once = if few { at_once.min(HEAD_ROWS / task.rows.count).max(1) } else { 1 };
-            (0..task.heads).step_by(at_once).map(move |kv_head| {
-                let heads = at_once.min(task.heads - kv_head);
-                let move_on = |slot: Slot| Slot { first: slot.of(kv_head), ..slot };
-                let task = Task {
-                    rows: Rows { kv_head, ..task.rows },
-                    heads,
-                    from: task.from.map(move_on),
-                    target: match task.target {
-                        Target::State(slot) => Target::State(move_on(slot)),
-                        target => target,
-                    },
-                    cost: task.cost * heads as u64,
-                    ..task
-                };
-                (task, segment)
-            })
-        };
-        tasks.into_iter().flat_map(cut).collect()
-    }
-
     /// Cuts the tasks of a phase along the keys where that was asked for, or shortens the phase.
     fn split(&mut self, tasks: Vec<(Task, usize)>, choices: &Choices, slots: &mut usize) -> Option<Phase> {
         let blocks = |task: &Task| task.blocks.1 - task.blocks.0;
@@ -364,7 +315,7 @@ impl<'a> Segments<'a> {
         };
         let extra = |task: &Task| match pieces(task) {
             0 | 1 => 0,
-            n => (task.heads * task.rows.count).saturating_mul(1 + blocks(task) - blocks(task) / n),
+            n => task.rows.count.saturating_mul(1 + blocks(task) - blocks(task) / n),
         };
         let needed = tasks.iter().fold(0usize, |sum, (task, _)| sum.saturating_add(extra(task)));
         let splits = choices.options.splits.is_some()
@@ -379,33 +330,21 @@ impl<'a> Segments<'a> {
             self.list[segment].splits = self.list[segment].splits.max(n);
             let (rows, (first, last)) = (task.rows, task.blocks);
             let at = |piece: usize| first + (last - first) * piece / n;
-            let blocks = last - at(1);
-            let states = Slot { first: *slots, step: rows.count };
-            let partials = Slot { first: states.of(task.heads), step: rows.count.checked_mul(blocks)? };
-            *slots = partials.step.checked_mul(task.heads).and_then(|n| partials.first.checked_add(n))?;
+            let from = *slots;
+            let partials = from.checked_add(rows.count)?;
+            *slots = rows.count.checked_mul(last - at(1)).and_then(|n| partials.checked_add(n))?;
             for piece in 0..n {
                 let blocks = (at(piece), at(piece + 1));
                 let target = match piece {
-                    0 => Target::State(states),
-                    _ => Target::Blocks(Slot {
-                        first: partials.first + (blocks.0 - at(1)) * rows.count,
-                        ..partials
-                    }),
+                    0 => Target::State(from),
+                    _ => Target::Blocks(partials + (blocks.0 - at(1)) * rows.count),
                 };
                 let from = if piece == 0 { task.from } else { None };
                 let cost = task.cost * (blocks.1 - blocks.0) as u64 / (last - first) as u64;
-                phase.tasks.push(Task { blocks, from, target, cost, ..task });
+                phase.tasks.push(Task { rows, blocks, from, target, cost });
             }
-            phase.reductions.extend((0..task.heads).map(|head| Reduction {
-                rows: Rows { kv_head: rows.kv_head + head, ..rows },
-                from: states.of(head),
-                partials: partials.of(head),
-                blocks,
-                target: match task.target {
-                    Target::State(slot) => Target::State(Slot { first: slot.of(head), ..slot }),
-                    target => target,
-                },
-            }));
+            let blocks = last - at(1);
+            phase.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
         }
         // Stable: tasks of equal cost keep their order, neighbours share keys in the last-level cache.
         phase.tasks.sort_by_key(|task| Reverse(task.cost));
@@ -445,12 +384,6 @@ fn piece_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Optio
 }
 
 impl Schedule {
-    /// Most key/value heads of a task.
-    pub(super) fn heads(&self) -> usize {
-        let tasks = self.phases.iter().flat_map(|phase| &phase.tasks);
-        tasks.map(|task| task.heads).max().unwrap_or(1)
-    }
-
     /// Fraction of the time that threads wait for others.
     pub(super) fn idle(&self, threads: usize) -> f64 {
         let time = |phase: &Phase| makespan(phase.costs(), threads) as f64 * threads as f64;
