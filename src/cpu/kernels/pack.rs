@@ -145,9 +145,25 @@ impl<'a> HeadRows<'a> {
         &memory[..found]
     }
 
+    /// Asks for rows, some of which need not exist.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn request<S: Simd>(&self, rows: Range<usize>) {
+        let mut walk = self.walk(rows.start);
+        for _ in rows {
+            let row = walk.next();
+            for offset in (0..self.row_bytes()).step_by(64) {
+                // SAFETY: a prefetch may name any address.
+                unsafe { S::prefetch(row.wrapping_add(offset)) }
+            }
+        }
+    }
+
     /// Rows from one that is read to the one that is asked for.
     #[inline(always)]
-    fn distance(&self) -> usize {
+    pub(super) fn distance(&self) -> usize {
         PREFETCH_BYTES.div_ceil(self.row_bytes())
     }
 
@@ -254,14 +270,9 @@ impl KeyVector {
             return Self { rows, ahead: run.ahead, row_bytes };
         }
         // No one distance leads to what is needed later: all of it is asked for here.
-        let mut walk = src.walk(first + column + src.distance().max(S::LANES));
-        for _ in 0..S::LANES {
-            let row = walk.next();
-            for offset in (0..row_bytes).step_by(64) {
-                // SAFETY: a prefetch may name any address.
-                unsafe { S::prefetch(row.wrapping_add(offset)) }
-            }
-        }
+        let next = first + column + src.distance().max(S::LANES);
+        // SAFETY: the caller's promise.
+        unsafe { src.request::<S>(next..next + S::LANES) }
         Self { rows, ahead: 0, row_bytes }
     }
 

@@ -122,13 +122,12 @@ impl Stream {
                         }
                     }
                 }
-                // Nothing is asked for while tiles are loaded, so it is before.
-                for run in runs {
-                    for r in 0..TILE.min(run.rows) {
-                        let row = run.start.wrapping_add(r.wrapping_mul(src.step())).wrapping_add(run.ahead);
-                        for offset in (0..row_bytes).step_by(64) {
-                            S::prefetch(row.wrapping_add(offset));
-                        }
+                // Nothing is asked for while tiles are loaded: the memory itself follows long runs, requests in one go would
+                // only delay it. It does not follow pages.
+                for (run, at) in runs.into_iter().zip(halves) {
+                    if (TILE..KEYS).contains(&run.rows) {
+                        let next = first + at + src.distance();
+                        src.request::<S>(next..next + TILE);
                     }
                 }
                 let copied = halves.map(|at| self.keys.add((at - column) * self.depth).cast_const().cast());
