@@ -310,7 +310,8 @@ fn check_tree(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
     }
 }
 
-/// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached.
+/// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached, those of a shared
+/// prefix once more for each prefix.
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
     let dims = problem.dims();
     let dtype = problem.dtype();

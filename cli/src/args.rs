@@ -209,7 +209,8 @@ pub(crate) struct BenchArgs {
     /// Tokens of a page of a paged cache, whose pages lie in random order
     #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
     pub(crate) page: usize,
-    /// Tokens that the sequences of a paged batch have in common, in whole pages; measured read once, and read by each
+    /// Tokens that the sequences of a paged batch have in common, in whole pages; whole blocks of 256 are read once, and for
+    /// comparison by each
     #[arg(long, value_name = "TOKENS", value_parser = count)]
     pub(crate) shared: Option<usize>,
     /// Causal rows only; default with and without for prefill
@@ -312,11 +313,12 @@ pub(crate) struct Shape {
     /// Keys of each batch entry
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) kv_lens: Vec<usize>,
-    /// Sequences of a cache instead of a batch, each QUERIES:LENGTH or so many of them, QUERIES:LENGTHxTIMES
+    /// Sequences of a cache instead of a batch, each QUERIES:LENGTH or so many of them, QUERIES:LENGTHxTIMES; the length
+    /// counts the queries of this step
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = cached,
           conflicts_with_all = ["batch", "q_len", "kv_len", "kv_lens"])]
     pub(crate) cached: Vec<Cached>,
-    /// Tokens that all sequences of the cache have in common, in the same pages
+    /// Tokens that all sequences of the cache have in common, in the same pages; whole blocks of 256 are read once
     #[arg(long, value_name = "TOKENS", requires = "cached")]
     pub(crate) shared: Option<usize>,
 }

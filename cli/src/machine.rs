@@ -4,8 +4,9 @@ use crate::args::CpuArgs;
 use crate::failure::{Failure, Result};
 use crate::report;
 use flashtile::cpu::limits;
-use flashtile::plan::{CpuFacts, Isa};
+use flashtile::plan::{CpuFacts, Isa, PlannedPrefix};
 use flashtile::{Cpu, CpuPlan, PlanOptions, Problem, Sequence, Unsupported, Workspace};
+use std::ops::Range;
 
 /// Runs work on a pool of so many threads, or on the default pool.
 pub(crate) fn on_threads<R: Send>(
@@ -68,30 +69,40 @@ pub(crate) struct Work {
 impl Work {
     pub(crate) fn of(problem: &Problem) -> Self {
         let dims = problem.dims();
-        let all: usize = problem.sequences().iter().map(|s| visible_keys(problem, s)).sum();
-        let keys = all - shared_keys(problem);
+        let keys: usize = problem.sequences().iter().map(|s| visible_keys(problem, s)).sum();
         let row = (dims.head_dim + dims.value_dim) * problem.dtype().bytes();
         Self { flops: problem.flops(), bytes: keys as f64 * (dims.kv_heads * row) as f64 }
     }
+
+    /// Of a plan, which reads the prefixes that sequences share once.
+    pub(crate) fn planned(plan: &CpuPlan) -> Self {
+        let (work, dims) = (Self::of(plan.problem()), plan.problem().dims());
+        let row = (dims.head_dim + dims.value_dim) * plan.problem().dtype().bytes();
+        let shared = shared_keys(plan) as f64 * (dims.kv_heads * row) as f64;
+        Self { bytes: work.bytes - shared, ..work }
+    }
 }
 
-/// Keys that were counted for a sequence though one before it sees them in the same place.
-fn shared_keys(problem: &Problem) -> usize {
-    let mut again = 0;
-    let mut tokens = vec![0; problem.sequences().len()];
-    for prefix in &problem.desc().prefixes {
-        for sequence in prefix.sequences.clone().skip(1) {
-            // Of prefixes around one another the longest counts, which comes last.
-            tokens[sequence] = prefix.len;
-        }
-    }
-    for (s, tokens) in problem.sequences().iter().zip(tokens) {
-        if s.q_len > 0 {
+/// Keys of planned prefixes that a sequence sees and one before it too.
+fn shared_keys(plan: &CpuPlan) -> usize {
+    let problem = plan.problem();
+    let of_prefix = |prefix: &PlannedPrefix| {
+        let members = problem.sequences()[prefix.sequences.clone()].iter().filter(|s| s.q_len > 0);
+        let seen = members.map(|s| {
             let seen = problem.visible(s, 0).start..problem.visible(s, s.q_len - 1).end;
-            again += seen.end.min(tokens).saturating_sub(seen.start);
+            seen.start.max(prefix.tokens.start)..seen.end.min(prefix.tokens.end)
+        });
+        let mut seen: Vec<Range<usize>> = seen.filter(|keys| !keys.is_empty()).collect();
+        seen.sort_by_key(|keys| keys.start);
+        // What reaches beyond all before it is new.
+        let (mut again, mut end) = (0, 0);
+        for keys in seen {
+            again += keys.end.min(end).saturating_sub(keys.start);
+            end = end.max(keys.end);
         }
-    }
-    again
+        again
+    };
+    plan.prefixes().iter().map(of_prefix).sum()
 }
 
 /// Keys that some query row of the sequence sees. The keys of successive rows form one interval whose ends never move back.

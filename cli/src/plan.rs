@@ -126,7 +126,10 @@ fn cached(args: &PlanArgs) -> Result<Problem> {
     if let Some(len) = shared {
         desc.prefixes = vec![SharedPrefix { sequences: 0..steps.len(), len }];
     }
-    with_semantics(desc, args).validate().map_err(Failure::new)
+    with_semantics(desc, args).validate().map_err(|e| match shared {
+        Some(shared) => Failure::at(format_args!("--shared {shared}"), e),
+        None => Failure::new(e),
+    })
 }
 
 fn device(args: &PlanArgs) -> Result<(String, CpuFacts)> {
@@ -153,7 +156,7 @@ impl Shown<'_> {
         let Self { device, facts, plan, order } = self;
         let problem = plan.problem();
         let desc = problem.desc();
-        let work = Work::of(problem);
+        let work = Work::planned(plan);
         let extras = [
             desc.softcap.map(|c| format!("softcap {c}")),
             desc.alibi.then(|| "ALiBi".to_owned()),
@@ -228,6 +231,12 @@ impl Shown<'_> {
                 report::counted(*splits, "split"),
             )
         };
+        if !self.plan.problem().desc().prefixes.is_empty() && self.plan.prefixes().is_empty() {
+            let keys = self.plan.block_k();
+            return vec![format!(
+                "none is shared: that takes a whole block of {keys} keys, and two sequences with queries"
+            )];
+        }
         self.plan.prefixes().iter().map(line).collect()
     }
 
@@ -277,7 +286,8 @@ impl Shown<'_> {
             format!("at most {longest} keys, one block of {}", plan.block_k())
         } else if plan.splits() == 1 && plan.idle() > 0.1 {
             format!(
-                "{threads} threads wait for {}, partial results would take too much memory",
+                "threads wait for {} of the time, by the estimate: rows see one block each, or partial results would take \
+                 too much memory",
                 report::percent(plan.idle())
             )
         } else {
@@ -288,7 +298,7 @@ impl Shown<'_> {
     fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
         let (plan, facts) = (self.plan, &self.facts);
         let problem = plan.problem();
-        let work = Work::of(problem);
+        let work = Work::planned(plan);
         json!({
             "kernel": plan.kernel(),
             "kernel_reason": self.kernel_reason(),

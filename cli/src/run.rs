@@ -9,7 +9,7 @@ use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
 use flashtile::plan::Isa;
-use flashtile::{Dims, Outputs, Problem, TensorViewMut, reference};
+use flashtile::{Dims, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -291,6 +291,14 @@ impl Done {
 pub(crate) fn shapes(problem: &Problem, order: Order) -> String {
     let d = problem.dims();
     let [q, k, v] = [d.q_shape(), d.k_shape(), d.v_shape()].map(|shape| order.stored(shape));
+    if let Sequences::Cached { kv_lens, .. } = &problem.desc().sequences {
+        let (least, most) = (kv_lens.iter().min().unwrap_or(&0), kv_lens.iter().max().unwrap_or(&0));
+        let (heads, dims) = (d.kv_heads, [d.head_dim, d.value_dim]);
+        let sequences = report::counted(kv_lens.len(), "sequence");
+        return format!(
+            "q {q:?} over a cache of {heads} heads of {dims:?}, {sequences} of {least} to {most} tokens"
+        );
+    }
     format!("q {q:?} k {k:?} v {v:?}")
 }
 

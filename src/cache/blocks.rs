@@ -53,7 +53,9 @@ impl BlockTables {
     }
 
     /// Prefixes of at least `least` tokens that neighbours in the batch share, for
-    /// [`ProblemDesc::prefixes`](crate::ProblemDesc::prefixes): a batch ordered by common ancestry shares most. Sequences
+    /// [`ProblemDesc::prefixes`](crate::ProblemDesc::prefixes). A `least` of 1 is fine: plans drop prefixes without a whole block
+    /// of keys. A batch shares most where sequences with common ancestors are neighbours: where it is sorted by the rows of
+    /// the table, say. Sequences
     /// share a prefix whose pages are the same; of tokens that are no longer kept all must have forgotten the same blocks.
     /// Cost: `O(table + sequences log sequences)`.
     #[must_use]

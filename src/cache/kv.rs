@@ -165,7 +165,8 @@ impl KvCache {
     }
 
     /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied; otherwise
-    /// the tokens are copied to a free slot.
+    /// the tokens are copied to a free slot. [`KvCache::truncate`] of the fork leaves it the start of the other sequence, such
+    /// as a system prompt; a page in which both go on is copied first.
     ///
     /// # Errors
     /// [`CacheError::OutOfSlots`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or

@@ -18,7 +18,7 @@ pub(crate) use cpu::{
 pub struct PlanOptions {
     /// Pieces into which the keys of every sequence are divided for parallel work; `None` lets the planner choose. The
     /// result does not depend on it, bit for bit. With more than one, the workspace holds a partial result
-    /// (`value_dim + 2` f32) for each query row and each block of keys that it sees, but for those of the first piece.
+    /// (`value_dim + 2` f32) for each query row and block of keys that its task sees, those of the first piece counted once.
     pub splits: Option<usize>,
     /// Whether tiles that no row sees are skipped. Off, every tile is computed and masked: the same bits, for tests and
     /// for measuring what skipping saves.

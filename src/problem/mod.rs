@@ -158,7 +158,8 @@ pub struct ProblemDesc {
     pub tree: bool,
     /// How batch entries divide into sequences.
     pub sequences: Sequences,
-    /// Prefixes that cached sequences share, outer ones before those inside them: each inside the one before it, or after
+    /// Prefixes that cached sequences share, as [`BlockTables::shared_prefixes`](crate::BlockTables::shared_prefixes) finds them:
+    /// outer ones before those inside them: each inside the one before it, or after
     /// it, and no shorter than those that it is inside.
     pub prefixes: Vec<SharedPrefix>,
 }

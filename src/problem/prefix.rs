@@ -6,7 +6,27 @@ use std::ops::Range;
 /// Tokens at the start of neighbouring sequences that lie in the same pages, so that they are read once for all of them
 /// (cascade attention). The results are the same without it, bit for bit.
 ///
-/// [`BlockTables::shared_prefixes`](crate::BlockTables::shared_prefixes) finds those of a batch.
+/// [`BlockTables::shared_prefixes`](crate::BlockTables::shared_prefixes) finds those of a batch. Plans use the whole blocks of
+/// [`CpuPlan::block_k`](crate::CpuPlan::block_k) keys of them ([`CpuPlan::prefixes`](crate::CpuPlan::prefixes)).
+///
+/// ```
+/// use flashtile::{CacheDesc, CacheLayout, Codec, Dtype, KvCache, ProblemDesc, SharedPrefix, TensorView, Visibility};
+/// let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 64, page: 16 }, [1, 2, 8], Codec::F32))?;
+/// let prompt = cache.create()?;
+/// let rows = vec![0.5f32; 600 * 2 * 8];
+/// let kv = TensorView::packed(&rows, [600, 2, 8])?;
+/// cache.append(&[(prompt, 600)], &[(kv, kv)])?;
+/// let answers = [cache.fork(prompt)?, cache.fork(prompt)?];
+/// cache.extend(&[(answers[0], 1), (answers[1], 1)])?; // each with a last page of its own
+/// let tables = cache.tables(&answers)?;
+/// let mut desc = ProblemDesc::cached([4, 2], [8, 8], Dtype::F32, &[(1, 601), (1, 601)]);
+/// desc.visibility = Visibility::causal();
+/// desc.prefixes = tables.shared_prefixes(1);
+/// assert_eq!(desc.prefixes, [SharedPrefix { sequences: 0..2, len: 592 }]);
+/// let plan = flashtile::Cpu::new().plan(&desc.validate()?, Default::default())?;
+/// assert_eq!(plan.prefixes()[0].tokens, 0..512);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct SharedPrefix {

@@ -701,6 +701,30 @@ fn a_shared_prefix_changes_no_bit() {
 }
 
 #[test]
+fn sequences_of_a_prefix_may_keep_more_of_its_first_page_than_others() {
+    // The first row of the first sequence sees tokens from 5 on, that of the second from 0 on.
+    for (isa, runner) in threaded(1).into_iter().enumerate() {
+        let case = Case::new(format!("kept {isa}"), [1, 4, 2, 0, 0, 32, 32], Dtype::F32)
+            .cached(&[(1, 600), (1, 590)], 16, Keep::All)
+            .seeing(Visibility::window(Some(594), Some(0)))
+            .at(QOffset::BottomRight);
+        let shared = build(&case.clone().shared(&[(0..2, 512)]));
+        let mut tables = shared.tables.clone().unwrap();
+        tables.first = vec![5, 0];
+        assert_eq!(tables.shared_prefixes(1)[0].sequences, 0..2);
+        let mut with = shared.clone();
+        with.tables = Some(tables);
+        let mut apart = with.clone();
+        apart.problem = case.desc.validate().unwrap();
+        let want = answer(&apart, &runner).bits();
+        for skip in [true, false] {
+            let got = answer(&with, &runner.with(options(None, skip))).bits();
+            assert!(got == want, "{runner:?} skip {skip}");
+        }
+    }
+}
+
+#[test]
 fn forks_of_forks_share_what_they_have_in_common() {
     let model = Model::new("forks", [4, 2], [32, 32], Dtype::F32);
     let mut cache = model.cache(CacheLayout::Paged { pages: 400, page: 16 });

@@ -67,7 +67,7 @@ fn tables(row: &Row) -> (BlockTables, usize) {
     let lens: Vec<usize> = sequences.iter().map(|s| s.kv_len).collect();
     let ring = row.cache == CacheKind::Ring;
     let width = if ring { 1 } else { lens.iter().map(|len| len.div_ceil(page)).max().unwrap_or(0) };
-    let first = |&len: &usize| if ring { len - page } else { 0 };
+    let first = |&len: &usize| if ring { len.saturating_sub(page) } else { 0 };
     let mut table = vec![NO_PAGE; lens.len() * width];
     let mut pages = 0;
     for (sequence, len) in lens.iter().enumerate() {
@@ -122,10 +122,6 @@ impl Operands {
         })
     }
 
-    fn bytes(&self) -> usize {
-        self.q.bytes().len() + self.k.bytes().len() + self.v.bytes().len()
-    }
-
     fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
         let dtype = problem.dtype();
         let q = view(&self.q, dtype, 0, problem.dims().q_shape())?;
@@ -171,16 +167,17 @@ impl<'a> Subject<'a> {
     /// Makes the data, and checks the answer.
     fn new(cpu: &'a Cpu, row: &'a Row) -> Result<Self> {
         let problem = &row.problem;
+        let mut runner = Runner::new(cpu, problem)?;
         let mut copies = vec![Operands::random(row, 1)?];
         if row.kind == Kind::Decode {
             // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.
-            let count = (2 * cpu.facts().l3).div_ceil(copies[0].bytes().max(1)).clamp(1, MAX_COPIES);
+            let read = Work::planned(&runner.plan).bytes as usize;
+            let count = (2 * cpu.facts().l3).div_ceil(read.max(1)).clamp(1, MAX_COPIES);
             for copy in 1..count {
                 copies.push(Operands::random(row, 1 + 3 * copy as u64)?);
             }
         }
         let mut out = Buffer::elements(problem.dtype(), problem.dims().out_shape().iter().product())?;
-        let mut runner = Runner::new(cpu, problem)?;
         let nrmse = runner.warm_up(&copies, &mut out)?;
         let apart = without_prefixes(problem)?;
         let mut apart = apart.map(|problem| Runner::new(cpu, &problem)).transpose()?;
@@ -191,9 +188,11 @@ impl<'a> Subject<'a> {
     }
 
     fn turn(&mut self) -> Result<()> {
-        let copy = &self.copies[self.times.len() % self.copies.len()];
-        self.times.push(self.runner.run(copy, &mut self.out)?);
+        let (turn, copies) = (self.times.len(), self.copies.len());
+        self.times.push(self.runner.run(&self.copies[turn % copies], &mut self.out)?);
         if let Some(runner) = &mut self.apart {
+            // Another copy than the one that was read just now.
+            let copy = &self.copies[(turn + copies / 2) % copies];
             self.times_apart.push(runner.run(copy, &mut self.out)?);
         }
         Ok(())
@@ -209,7 +208,7 @@ impl<'a> Subject<'a> {
             kernel: plan.kernel(),
             isa: plan.isa(),
             threads: plan.threads(),
-            work: Work::of(plan.problem()),
+            work: Work::planned(plan),
             quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
             repetitions: times.len(),
             apart: self.times_apart.get(self.times_apart.len() / 2).copied(),
@@ -219,7 +218,7 @@ impl<'a> Subject<'a> {
     }
 }
 
-/// Checks and measures rows for at least so many seconds each, in turns: what else the machine does changes from one second to
+/// Checks and measures rows for so many seconds each on average, at least three times, in turns: what else the machine does changes from one second to
 /// the next, and so would the ratio of their times.
 pub(super) fn measure(cpu: &Cpu, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;

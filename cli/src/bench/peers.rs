@@ -19,6 +19,14 @@ struct Key {
     window: Value,
     layout: String,
     shared: u64,
+    /// Where they are not all the same.
+    lens: Option<Vec<u64>>,
+}
+
+/// Lengths of sequences, where they differ.
+fn uneven(lens: Vec<u64>) -> Option<Vec<u64>> {
+    let uneven = lens.windows(2).any(|pair| pair[0] != pair[1]);
+    uneven.then_some(lens)
 }
 
 #[derive(Debug)]
@@ -87,6 +95,7 @@ fn key_of(row: &Row) -> Key {
         window: window_json(row),
         layout: row.layout(),
         shared: row.shared() as u64,
+        lens: row.lens().and_then(|lens| uneven(lens.into_iter().map(|len| len as u64).collect())),
     }
 }
 
@@ -122,6 +131,10 @@ fn entry(value: &Value) -> std::result::Result<Entry, String> {
         window: value.get("window").cloned().unwrap_or(Value::Null),
         layout: value.get("layout").and_then(Value::as_str).unwrap_or("dense").to_owned(),
         shared: optional("shared", 0)?,
+        lens: value
+            .get("lens")
+            .and_then(Value::as_array)
+            .and_then(|lens| uneven(lens.iter().map(|len| len.as_u64().unwrap_or(0)).collect())),
     };
     let seconds = seconds.ok_or("expected a positive number seconds")?;
     Ok(Entry { peer: text("peer")?, key, seconds })

@@ -66,6 +66,10 @@ impl Row {
         desc.visibility = visibility;
         if let Some(shared) = args.shared {
             let len = shared / page * page;
+            if len == 0 {
+                let text = format_args!("{shared} tokens are less than a page of {page}");
+                return Err(Failure::at("--shared", text));
+            }
             desc.prefixes = vec![SharedPrefix { sequences: 0..dims.batch, len }];
         }
         let problem = desc.validate().map_err(|e| match args.shared {
@@ -288,7 +292,7 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 /// Options that the rows of a group have no use for.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
-        return Err(Failure::at("--cache", "is of decode rows"));
+        return Err(Failure::at("--cache", "needs the group decode"));
     }
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));

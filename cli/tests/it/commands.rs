@@ -82,6 +82,15 @@ fn plans_of_steps_over_a_cache() {
         (&serde_json::json!([0, 8192]), &serde_json::json!(128))
     );
     assert_eq!(plan["kv_bytes"].as_f64().unwrap(), f64::from(8192 + 32 * 508) * 8.0 * 256.0 * 2.0);
+    // A window of which the first sequence sees no key of the prefix, and a sequence without queries.
+    for (cached, window, keys) in [
+        ("1:8192,1:4096,1:4096", &["--window", "255"][..], 2 * 256),
+        ("0:4096,1:4200x3", &[], 4096 + 3 * 104),
+    ] {
+        let args = ["--cached", cached, "--shared", "4096", "--json"];
+        let plan = json(&[&shape[..], &args, window].concat());
+        assert_eq!(plan["kv_bytes"].as_f64().unwrap(), f64::from(keys) * 8.0 * 256.0 * 2.0, "{cached}");
+    }
     assert!(ok(&shared).contains("tokens 0..8192 of sequences 0..32 read once, by 128 rows"));
 }
 
@@ -229,6 +238,10 @@ fn bench_measures_and_compares() {
     for layout in layouts {
         assert!(rows_of_caches.contains(&format!("\"layout\":\"{layout}\"")), "{layout}");
     }
+    let uneven =
+        ["bench", "decode", "--cache", "ring,paged", "--batch", "3", "--seq", "100..900", "--head-dim", "32"];
+    let rest = ["--dtype", "f32", "--min-time", "0.001", "--threads", "1", "--json"];
+    assert_eq!(ok(&[&uneven[..], &rest].concat()).lines().count(), 2);
     let args =
         ["bench", "decode", "--cache", "paged", "--batch", "3", "--seq", "400..600", "--shared", "300"];
     let rest = ["--head-dim", "32", "--dtype", "f32", "--min-time", "0.001", "--threads", "1"];

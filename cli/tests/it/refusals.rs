@@ -404,7 +404,10 @@ fn other_commands() {
         (vec!["plan", "--cached", "1:8x4", "--q-len", "3"], "cannot be used with"),
         (vec!["plan", "--cached", "0:1x99999999999"], "99999999999 sequences, expected at most 1048576"),
         (vec!["plan", "--shared", "5"], "--cached"),
-        (vec!["plan", "--cached", "1:8,1:4", "--shared", "5"], "prefixes[0] has 5 tokens, sequence 1 has 4"),
+        (
+            vec!["plan", "--cached", "1:8,1:4", "--shared", "5"],
+            "--shared 5: prefixes[0] has 5 tokens, sequence 1 has 4",
+        ),
         (vec!["plan", "--batch", "99999999999999999999"], "--batch"),
         (vec!["plan", "--q-len", "2147483647", "--heads", "4"], "units of work, expected at most 4194304"),
         (
@@ -431,9 +434,13 @@ fn other_commands() {
         (vec!["bench", "--head-dim", "513"], "head_dim 513"),
         (vec!["bench", "decode", "--seq", "9..3"], "or LOW..HIGH"),
         (vec!["bench", "decode", "--seq", "3..9"], "--seq: 3..9 is of sequences in a --cache"),
-        (vec!["bench", "--cache", "paged"], "--cache: is of decode rows"),
+        (vec!["bench", "--cache", "paged"], "--cache: needs the group decode"),
         (vec!["bench", "decode", "--cache", "heap"], "contiguous, paged, ring"),
         (vec!["bench", "decode", "--cache", "ring", "--shared", "9"], "--shared: needs --cache paged"),
+        (
+            vec!["bench", "decode", "--cache", "paged", "--shared", "9"],
+            "--shared: 9 tokens are less than a page of 16",
+        ),
         (
             vec!["bench", "decode", "--cache", "paged", "--shared", "9999"],
             "--shared 9999: prefixes[0] has 9984",

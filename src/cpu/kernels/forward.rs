@@ -8,6 +8,7 @@ use super::mask::Class;
 use super::pack::{self, HeadRows, Run};
 use super::softmax::{self, Fold, Modifiers};
 use super::{stream, tiles};
+use crate::BlockTables;
 use crate::cpu::simd::{Elem, Simd, TILE, store_row, with_elem};
 use crate::plan::{Reduction, Rows, Target, Task, sequence_of, spans, visible_union};
 use crate::problem::Sequence;
@@ -19,7 +20,7 @@ use std::ops::Range;
 /// first-level cache.
 const STREAM_BYTES: usize = 16 << 10;
 
-/// Most runs of values that are multiplied at once: as many as the shortest pages that are not packed give.
+/// Most runs of values that are multiplied at once. More of them take several products, which go on with the same sums.
 const MAX_RUNS: usize = 16;
 
 /// Rows, and the memory of the thread that computes them.
@@ -123,7 +124,9 @@ impl<'a> Work<'a> {
         let plan = self.cx.plan;
         let clip = |keys: Range<usize>| clip(&keys, block * self.block_k, self.block_k);
         if !plan.options().skip_tiles {
-            let first = self.cx.inputs.tables.map_or(0, |tables| tables.first[self.of.sequence]);
+            // Of a page that several sequences share, one may keep more than another.
+            let kept = |tables: &BlockTables| self.spans(rows).map(|(s, _)| tables.first[s]).min();
+            let first = self.cx.inputs.tables.and_then(kept).unwrap_or(0);
             return clip(first..self.sequence.kv_len);
         }
         let sequences = plan.problem().sequences();

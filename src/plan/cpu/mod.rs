@@ -101,7 +101,8 @@ const MAX_THREADS: usize = 1 << 12;
 const MAX_TASKS: usize = 1 << 22;
 
 impl CpuPlan {
-    /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`.
+    /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`, a row counted again for each
+    /// prefix that it shares.
     ///
     /// # Errors
     /// [`Unsupported::Splits`] where the option asks for more splits than there are blocks of keys;

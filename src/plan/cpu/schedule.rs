@@ -177,9 +177,11 @@ impl<'a> Segments<'a> {
         let group = problem.dims().group();
         // What a tree mask decides on is a sequence's own.
         let shareable = |s: &Sequence| if problem.desc().tree { s.kv_len - s.q_len } else { s.kv_len };
+        // Prefixes lie inside or after the one before: those that hold the next one, the innermost last.
+        let mut open: Vec<usize> = Vec::new();
         for prefix in &problem.desc().prefixes {
-            // Prefixes lie inside or after the one before: the innermost that holds this one comes last.
-            let parent = list.iter().rposition(|outer| outer.sequences.end > prefix.sequences.start);
+            while open.pop_if(|outer| list[*outer].sequences.end <= prefix.sequences.start).is_some() {}
+            let parent = open.last().copied();
             let members = || problem.sequences()[prefix.sequences.clone()].iter().filter(|s| s.q_len > 0);
             let len = members().map(shareable).min().unwrap_or(0).min(prefix.len);
             let blocks = parent.map_or(0, |n| list[n].blocks.end)..len / BLOCK_K;
@@ -188,12 +190,23 @@ impl<'a> Segments<'a> {
                 let rows = members().map(|s| s.q_len).sum::<usize>() * group;
                 let depth = parent.map_or(0, |n| list[n].depth + 1);
                 let sequences = prefix.sequences.clone();
+                open.push(list.len());
                 list.push(Segment { sequences, rows, blocks, parent, depth, slots: 0, splits: 1 });
             }
         }
         let prefixes = list.len();
+        let mut next = 0;
+        open.clear();
         for (index, s) in problem.sequences().iter().enumerate() {
-            let parent = list[..prefixes].iter().rposition(|outer| outer.sequences.contains(&index));
+            while next < prefixes && list[next].sequences.start <= index {
+                while open.pop_if(|outer| list[*outer].sequences.end <= list[next].sequences.start).is_some()
+                {
+                }
+                open.push(next);
+                next += 1;
+            }
+            while open.pop_if(|outer| list[*outer].sequences.end <= index).is_some() {}
+            let parent = open.last().copied();
             let (blocks, depth) = parent.map_or((0, 0), |n| (list[n].blocks.end, list[n].depth + 1));
             list.push(Segment {
                 sequences: index..index + 1,
@@ -280,7 +293,7 @@ impl<'a> Segments<'a> {
 
     /// Blocks of a segment that some of its rows see, all of them where tiles are not skipped, and what they cost.
     fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> ((usize, usize), u64) {
-        let (mut keys, mut pairs) = (0..0, 0);
+        let (mut keys, mut pairs, mut queries, count) = (0..0, 0, 0, rows.len());
         let inside = |keys: Range<usize>| {
             let end = segment.blocks.end.saturating_mul(BLOCK_K);
             keys.end.min(end).saturating_sub(keys.start.max(segment.blocks.start * BLOCK_K)) as u64
@@ -291,13 +304,16 @@ impl<'a> Segments<'a> {
                 if skip_tiles { visible_union(self.problem, s, positions.clone()) } else { 0..s.kv_len };
             let ends = [positions.start, positions.end - 1].map(|i| inside(self.problem.visible(s, i)));
             pairs += (ends[0] + ends[1]) * positions.len() as u64 / 2;
+            queries += positions.len();
             if keys.is_empty() {
                 keys = seen;
             } else if !seen.is_empty() {
                 keys = keys.start.min(seen.start)..keys.end.max(seen.end);
             }
         }
-        let cost = pairs * self.problem.dims().group() as u64 + inside(keys.clone()) * STREAM_COST;
+        // Of the first and last position the task may have some heads alone.
+        let pairs = pairs as f64 / queries.max(1) as f64 * count as f64;
+        let cost = pairs as u64 + inside(keys.clone()) * STREAM_COST;
         let (first, last) = (keys.start / BLOCK_K, keys.end.div_ceil(BLOCK_K));
         let (first, last) = (first.max(segment.blocks.start), last.min(segment.blocks.end));
         (if keys.is_empty() || last <= first { (0, 0) } else { (first, last) }, cost)
@@ -340,13 +356,14 @@ impl<'a> Segments<'a> {
                     _ => Target::Blocks(partials + (blocks.0 - at(1)) * rows.count),
                 };
                 let from = if piece == 0 { task.from } else { None };
-                let cost = task.cost * (blocks.1 - blocks.0) as u64 / (last - first) as u64;
+                let part = (blocks.1 - blocks.0) as f64 / (last - first) as f64;
+                let cost = (task.cost as f64 * part) as u64;
                 phase.tasks.push(Task { rows, blocks, from, target, cost });
             }
             let blocks = last - at(1);
             phase.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
         }
-        // Stable: tasks of equal cost keep their order, neighbours share keys in the last-level cache.
+        // Stable: tasks of equal cost keep their order.
         phase.tasks.sort_by_key(|task| Reverse(task.cost));
         Some(phase)
     }
