@@ -5,8 +5,7 @@ use crate::failure::{Failure, Result, WRONG};
 use crate::machine;
 use crate::report::{self, Table};
 use flashtile::testkit::{
-    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Rng, Runner, catalogue, conformance,
-    random_case,
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance, seeded_case,
 };
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -67,10 +66,7 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
         cases.retain(|case| args.filter.iter().any(|text| case.name.contains(text)));
     }
     // Names and choices as in the property tests, whose failures can be run again here.
-    cases.extend(args.seeds.iter().cloned().flatten().map(|seed| {
-        let mut rng = Rng::new(seed);
-        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
-    }));
+    cases.extend(args.seeds.iter().cloned().flatten().map(seeded_case));
     if args.exact_memory {
         cases = cases.into_iter().map(Case::exact).collect();
     }

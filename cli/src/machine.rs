@@ -69,7 +69,7 @@ pub(crate) struct Work {
 impl Work {
     pub(crate) fn of(problem: &Problem) -> Self {
         let dims = problem.dims();
-        let keys: usize = problem.sequences().iter().map(|s| visible_keys(problem, s)).sum();
+        let keys: usize = problem.sequences().iter().map(|s| seen(problem, s).len()).sum();
         let row = (dims.head_dim + dims.value_dim) * problem.dtype().bytes();
         Self { flops: problem.flops(), bytes: keys as f64 * (dims.kv_heads * row) as f64 }
     }
@@ -87,9 +87,8 @@ impl Work {
 fn shared_keys(plan: &CpuPlan) -> usize {
     let problem = plan.problem();
     let of_prefix = |prefix: &PlannedPrefix| {
-        let members = problem.sequences()[prefix.sequences.clone()].iter().filter(|s| s.q_len > 0);
-        let seen = members.map(|s| {
-            let seen = problem.visible(s, 0).start..problem.visible(s, s.q_len - 1).end;
+        let seen = problem.sequences()[prefix.sequences.clone()].iter().map(|s| {
+            let seen = seen(problem, s);
             seen.start.max(prefix.tokens.start)..seen.end.min(prefix.tokens.end)
         });
         let mut seen: Vec<Range<usize>> = seen.filter(|keys| !keys.is_empty()).collect();
@@ -105,12 +104,12 @@ fn shared_keys(plan: &CpuPlan) -> usize {
     plan.prefixes().iter().map(of_prefix).sum()
 }
 
-/// Keys that some query row of the sequence sees. The keys of successive rows form one interval whose ends never move back.
-fn visible_keys(problem: &Problem, s: &Sequence) -> usize {
+/// Keys that some query row of the sequence sees. Those of successive rows form one interval whose ends never move back.
+fn seen(problem: &Problem, s: &Sequence) -> Range<usize> {
     if s.q_len == 0 {
-        return 0;
+        return 0..0;
     }
-    problem.visible(s, s.q_len - 1).end.saturating_sub(problem.visible(s, 0).start)
+    problem.visible(s, 0).start..problem.visible(s, s.q_len - 1).end
 }
 
 /// Which rate of the machine bounds the time.

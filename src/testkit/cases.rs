@@ -358,10 +358,7 @@ fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) 
     // Where pages lie says nothing of what they hold: a generator of its own keeps the data those of the name.
     let pages = used.len() + spare;
     let mut order: Vec<u32> = (0..pages as u32).collect();
-    let mut rng = Rng::new(page as u64);
-    for n in (1..pages).rev() {
-        order.swap(n, rng.below(n + 1));
-    }
+    Rng::new(page as u64).shuffle(&mut order);
     for (entry, page) in used.into_iter().zip(order) {
         tables.table[entry] = page;
     }

@@ -21,7 +21,7 @@ pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find};
 pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
 pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
-pub use random::random_case;
+pub use random::{random_case, seeded_case};
 pub use rng::Rng;
 pub use run::{
     Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, conformance, run_case,

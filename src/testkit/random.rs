@@ -2,6 +2,7 @@
 
 use super::cases::{Case, Keep, MaskFill, Tree};
 use super::poison::Layout;
+use super::rng::Rng;
 use crate::{Dtype, MaskKind, QOffset, Sequences, Visibility};
 
 /// Sizes beside which tiles, registers or cache lines end.
@@ -73,6 +74,12 @@ pub fn random_case(name: impl Into<String>, choose: &mut dyn FnMut(usize) -> usi
         case = case.mask(kind, &broadcast, fills[choose(6)]);
     }
     case
+}
+
+/// The random case of a seed, under the name by which tests report it.
+pub fn seeded_case(seed: u64) -> Case {
+    let mut rng = Rng::new(seed);
+    random_case(format!("seed {seed}"), &mut |n| rng.below(n))
 }
 
 /// A size near one of the first `edges` edges.
@@ -156,7 +163,6 @@ fn visibility(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testkit::Rng;
 
     #[test]
     fn every_random_case_is_a_problem_and_every_feature_occurs() {

@@ -41,6 +41,13 @@ impl Rng {
         (wide >> 64) as usize
     }
 
+    /// Puts the elements in random order.
+    pub fn shuffle<T>(&mut self, list: &mut [T]) {
+        for n in (1..list.len()).rev() {
+            list.swap(n, self.below(n + 1));
+        }
+    }
+
     /// Uniform in `[0, 1)`.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64

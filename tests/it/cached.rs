@@ -1,11 +1,11 @@
 //! Attention over caches: every way to serve the tokens of a sequence gives each of its rows the same bits.
 
-use crate::support::{answer, build, options, row_bits, rows, runners, threaded};
+use crate::support::{answer, build, options, row_bits, rows, runners, seers_of, threaded};
 use flashtile::plan::{CpuFacts, devices};
 use flashtile::problem::MAX_LEN;
 use flashtile::testkit::{
     Answer, Built, Case, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
-    random_case,
+    seeded_case,
 };
 use flashtile::{
     BlockTables, CacheDesc, CacheLayout, Cpu, CpuPlan, Dims, Dtype, Inputs, KvCache, MaskKind, Outputs,
@@ -561,29 +561,6 @@ fn small_cases() -> Vec<Case> {
     ]
 }
 
-/// Rows that see token `j` of a sequence, by the rule written out for one pair at a time.
-fn seers(built: &Built, index: usize, kv_head: usize, j: usize) -> BTreeSet<[usize; 3]> {
-    let (problem, inputs) = (&built.problem, built.inputs());
-    let s = problem.sequences()[index];
-    let mut seers = BTreeSet::new();
-    for h in (0..problem.dims().q_heads).filter(|h| h / problem.dims().group() == kv_head) {
-        for i in 0..s.q_len {
-            let distance = j as i64 - (i as i64 + s.q_offset);
-            let visibility = problem.desc().visibility;
-            let near = visibility.left().is_none_or(|left| -distance <= left as i64)
-                && visibility.right().is_none_or(|right| distance <= right as i64);
-            let open = match (inputs.tree, (j + s.q_len).checked_sub(s.kv_len)) {
-                (Some(tree), Some(column)) => tree.bias([0, 0, s.q_start + i, column]) == 0.0,
-                _ => true,
-            };
-            if near && open {
-                seers.insert([0, h, s.q_start + i]);
-            }
-        }
-    }
-    seers
-}
-
 #[test]
 fn a_nan_in_a_token_reaches_the_rows_that_see_it_and_no_others() {
     for case in small_cases() {
@@ -608,7 +585,7 @@ fn a_nan_in_a_token_reaches_the_rows_that_see_it_and_no_others() {
                                 row_bits(&clean.problem, &before, r) != row_bits(&clean.problem, &after, r)
                             })
                             .collect();
-                        let expected = seers(&clean, index, kv_head, j);
+                        let expected = seers_of(&clean, index, kv_head, j);
                         assert_eq!(changed, expected, "{} token {j} of {index} {runner:?}", case.name);
                     }
                 }
@@ -670,11 +647,7 @@ fn any_number_of_splits_gives_the_same_bits() {
 fn a_shared_prefix_changes_no_bit() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
     let mut shared = 0;
-    let random = (0..3000).map(|seed| {
-        let mut rng = Rng::new(seed);
-        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
-    });
-    for case in flashtile::testkit::catalogue().into_iter().chain(random) {
+    for case in flashtile::testkit::catalogue().into_iter().chain((0..3000).map(seeded_case)) {
         if case.desc.prefixes.is_empty() {
             continue;
         }

@@ -35,27 +35,32 @@ pub(crate) fn build(case: &Case) -> Built {
 /// One query row: batch entry, query head, row of the tensor.
 pub(crate) type Row = [usize; 3];
 
-/// Query rows that see row `key` of batch entry `batch` and key/value head `kv_head`, by the rule written out for one pair
-/// at a time.
+/// Query rows that see row `key` of batch entry `batch` and key/value head `kv_head`.
 pub(crate) fn seers(built: &Built, [batch, kv_head, key]: [usize; 3]) -> BTreeSet<Row> {
-    let problem = &built.problem;
-    let inputs = built.inputs();
+    let sequences = built.problem.sequences().iter().enumerate();
+    let holders =
+        sequences.filter(|(_, s)| s.batch == batch && (s.kv_start..s.kv_start + s.kv_len).contains(&key));
+    holders.flat_map(|(index, s)| seers_of(built, index, kv_head, key - s.kv_start)).collect()
+}
+
+/// Query rows that see key `j` of a sequence and key/value head `kv_head`, by the rule written out for one pair at a time.
+pub(crate) fn seers_of(built: &Built, index: usize, kv_head: usize, j: usize) -> BTreeSet<Row> {
+    let (problem, inputs) = (&built.problem, built.inputs());
+    let s = problem.sequences()[index];
     let mut rows = BTreeSet::new();
-    for (index, s) in problem.sequences().iter().enumerate() {
-        if s.batch != batch || !(s.kv_start..s.kv_start + s.kv_len).contains(&key) {
-            continue;
-        }
-        let j = key - s.kv_start;
-        for h in (0..problem.dims().q_heads).filter(|h| h / problem.dims().group() == kv_head) {
-            for i in 0..s.q_len {
-                let distance = j as i64 - (i as i64 + s.q_offset);
-                let visibility = problem.desc().visibility;
-                let near = visibility.left().is_none_or(|left| -distance <= left as i64)
-                    && visibility.right().is_none_or(|right| distance <= right as i64);
-                let open = inputs.mask.is_none_or(|mask| mask.bias([index, h, i, j]) != f32::NEG_INFINITY);
-                if near && open {
-                    rows.insert([batch, h, s.q_start + i]);
-                }
+    for h in (0..problem.dims().q_heads).filter(|h| h / problem.dims().group() == kv_head) {
+        for i in 0..s.q_len {
+            let distance = j as i64 - (i as i64 + s.q_offset);
+            let visibility = problem.desc().visibility;
+            let near = visibility.left().is_none_or(|left| -distance <= left as i64)
+                && visibility.right().is_none_or(|right| distance <= right as i64);
+            let open = inputs.mask.is_none_or(|mask| mask.bias([index, h, i, j]) != f32::NEG_INFINITY);
+            let grows = match (inputs.tree, (j + s.q_len).checked_sub(s.kv_len)) {
+                (Some(tree), Some(column)) => tree.bias([0, 0, s.q_start + i, column]) == 0.0,
+                _ => true,
+            };
+            if near && open && grows {
+                rows.insert([s.batch, h, s.q_start + i]);
             }
         }
     }

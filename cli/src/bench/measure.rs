@@ -82,10 +82,7 @@ fn tables(row: &Row) -> (BlockTables, usize) {
         }
     }
     let mut order: Vec<u32> = (0..pages).collect();
-    let mut rng = Rng::new(u64::from(pages));
-    for n in (1..order.len()).rev() {
-        order.swap(n, rng.below(n + 1));
-    }
+    Rng::new(u64::from(pages)).shuffle(&mut order);
     for entry in table.iter_mut().filter(|entry| **entry != NO_PAGE) {
         *entry = order[*entry as usize];
     }

@@ -177,11 +177,10 @@ impl<'a> Segments<'a> {
         let group = problem.dims().group();
         // What a tree mask decides on is a sequence's own.
         let shareable = |s: &Sequence| if problem.desc().tree { s.kv_len - s.q_len } else { s.kv_len };
-        // Prefixes lie inside or after the one before: those that hold the next one, the innermost last.
-        let mut open: Vec<usize> = Vec::new();
+        // The innermost prefix of each sequence. Outer ones come first, and what holds the first sequence of a prefix holds it.
+        let mut innermost: Vec<Option<usize>> = vec![None; problem.sequences().len()];
         for prefix in &problem.desc().prefixes {
-            while open.pop_if(|outer| list[*outer].sequences.end <= prefix.sequences.start).is_some() {}
-            let parent = open.last().copied();
+            let parent = innermost[prefix.sequences.start];
             let members = || problem.sequences()[prefix.sequences.clone()].iter().filter(|s| s.q_len > 0);
             let len = members().map(shareable).min().unwrap_or(0).min(prefix.len);
             let blocks = parent.map_or(0, |n| list[n].blocks.end)..len / BLOCK_K;
@@ -190,23 +189,13 @@ impl<'a> Segments<'a> {
                 let rows = members().map(|s| s.q_len).sum::<usize>() * group;
                 let depth = parent.map_or(0, |n| list[n].depth + 1);
                 let sequences = prefix.sequences.clone();
-                open.push(list.len());
+                innermost[sequences.clone()].fill(Some(list.len()));
                 list.push(Segment { sequences, rows, blocks, parent, depth, slots: 0, splits: 1 });
             }
         }
         let prefixes = list.len();
-        let mut next = 0;
-        open.clear();
         for (index, s) in problem.sequences().iter().enumerate() {
-            while next < prefixes && list[next].sequences.start <= index {
-                while open.pop_if(|outer| list[*outer].sequences.end <= list[next].sequences.start).is_some()
-                {
-                }
-                open.push(next);
-                next += 1;
-            }
-            while open.pop_if(|outer| list[*outer].sequences.end <= index).is_some() {}
-            let parent = open.last().copied();
+            let parent = innermost[index];
             let (blocks, depth) = parent.map_or((0, 0), |n| (list[n].blocks.end, list[n].depth + 1));
             list.push(Segment {
                 sequences: index..index + 1,
