@@ -253,19 +253,89 @@ fn tensor(
     Ok(())
 }
 
-fn per_head(tensor: &'static str, wanted: bool, given: Option<&[f32]>, heads: usize) -> Result<(), RunError> {
+fn per_head(tensor: &'static str, wanted: bool, given: Option<usize>, heads: usize) -> Result<(), RunError> {
     match (wanted, given) {
         (true, None) => Err(RunError::Missing { tensor }),
         (false, Some(_)) => Err(RunError::Unexpected { tensor }),
-        (true, Some(list)) if list.len() != heads => {
-            Err(RunError::Length { tensor, expected: heads, got: list.len() })
-        }
+        (true, Some(got)) if got != heads => Err(RunError::Length { tensor, expected: heads, got }),
         _ => Ok(()),
     }
 }
 
+/// What inputs look like, wherever they lie.
+pub(crate) struct Given {
+    pub(crate) q: (Dtype, [usize; 4]),
+    pub(crate) k: (Dtype, [usize; 4]),
+    pub(crate) v: (Dtype, [usize; 4]),
+    /// Tokens of a page, where there are tables.
+    pub(crate) page: Option<usize>,
+    pub(crate) tree: Option<(MaskKind, [usize; 4])>,
+    pub(crate) mask: Option<(MaskKind, [usize; 4])>,
+    /// Elements.
+    pub(crate) alibi_slopes: Option<usize>,
+    pub(crate) sinks: Option<usize>,
+}
+
+impl Given {
+    fn of(inputs: &Inputs<'_>) -> Self {
+        let of = |v: &TensorView<'_>| (v.dtype(), v.shape());
+        let mask = |mask: &MaskView<'_>| (mask.kind(), mask.shape());
+        Self {
+            q: of(&inputs.q),
+            k: of(&inputs.k),
+            v: of(&inputs.v),
+            page: inputs.tables.map(|tables| tables.page),
+            tree: inputs.tree.as_ref().map(mask),
+            mask: inputs.mask.as_ref().map(mask),
+            alibi_slopes: inputs.alibi_slopes.map(<[f32]>::len),
+            sinks: inputs.sinks.map(<[f32]>::len),
+        }
+    }
+
+    /// Checks that the inputs are the problem's; what tables hold is not looked at.
+    pub(crate) fn check(&self, problem: &Problem) -> Result<(), RunError> {
+        let (dims, desc, dtype) = (problem.dims(), problem.desc(), problem.dtype());
+        tensor("q", (dtype, dims.q_shape()), self.q)?;
+        let (k, v) = match (&desc.sequences, self.page) {
+            (Sequences::Cached { .. }, None) => return Err(RunError::Missing { tensor: "tables" }),
+            (Sequences::Cached { .. }, Some(page)) => {
+                let pool = |dim: usize| [self.k.1[0], dims.kv_heads, page, dim];
+                (pool(dims.head_dim), pool(dims.value_dim))
+            }
+            (_, None) => (dims.k_shape(), dims.v_shape()),
+            (_, Some(_)) => return Err(RunError::Unexpected { tensor: "tables" }),
+        };
+        tensor("k", (dtype, k), self.k)?;
+        tensor("v", (dtype, v), self.v)?;
+        match (desc.tree, self.tree) {
+            (true, None) => return Err(RunError::Missing { tensor: "tree" }),
+            (false, Some(_)) => return Err(RunError::Unexpected { tensor: "tree" }),
+            (true, Some((got, _))) if got != MaskKind::Bool => return Err(RunError::TreeKind { got }),
+            (true, Some((_, got))) if got != problem.tree_shape() => {
+                return Err(RunError::Shape { tensor: "tree", expected: problem.tree_shape(), got });
+            }
+            _ => {}
+        }
+        per_head("alibi_slopes", desc.alibi, self.alibi_slopes, dims.q_heads)?;
+        per_head("sinks", desc.sinks, self.sinks, dims.q_heads)?;
+        match (desc.mask, self.mask) {
+            (None, None) => Ok(()),
+            (Some(_), None) => Err(RunError::Missing { tensor: "mask" }),
+            (None, Some(_)) => Err(RunError::Unexpected { tensor: "mask" }),
+            (Some(expected), Some((got, _))) if got != expected => Err(RunError::MaskKind { expected, got }),
+            (Some(_), Some((_, got))) => {
+                let expected = problem.mask_shape();
+                if got.iter().zip(expected).any(|(&g, e)| g != e && g != 1) {
+                    return Err(RunError::MaskShape { expected, got });
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
 /// Checks that tables describe the problem's sequences in a pool of so many pages, and that what they see is kept.
-fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
+pub(crate) fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
     let sequences = problem.sequences();
     if tables.lens.len() != sequences.len() {
         let (expected, got) = (sequences.len(), tables.lens.len());
@@ -297,72 +367,32 @@ fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result
     Ok(())
 }
 
-fn check_tree(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
-    match (problem.desc().tree, &inputs.tree) {
-        (false, None) => Ok(()),
-        (true, None) => Err(RunError::Missing { tensor: "tree" }),
-        (false, Some(_)) => Err(RunError::Unexpected { tensor: "tree" }),
-        (true, Some(tree)) if tree.kind() != MaskKind::Bool => Err(RunError::TreeKind { got: tree.kind() }),
-        (true, Some(tree)) if tree.shape() != problem.tree_shape() => {
-            Err(RunError::Shape { tensor: "tree", expected: problem.tree_shape(), got: tree.shape() })
-        }
-        _ => Ok(()),
-    }
-}
-
 /// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached, those of a shared
 /// prefix once more for each prefix.
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
+    let given = Given::of(inputs);
+    given.check(problem)?;
+    inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))
+}
+
+/// Checks that an output of this dtype and shape, and a list of so many logsumexp, are the problem's.
+pub(crate) fn check_outputs(
+    problem: &Problem,
+    out: (Dtype, [usize; 4]),
+    lse: Option<usize>,
+) -> Result<(), RunError> {
     let dims = problem.dims();
-    let dtype = problem.dtype();
-    let of = |v: &TensorView<'_>| (v.dtype(), v.shape());
-    tensor("q", (dtype, dims.q_shape()), of(&inputs.q))?;
-    let (k, v) = match (&problem.desc().sequences, inputs.tables) {
-        (Sequences::Cached { .. }, None) => return Err(RunError::Missing { tensor: "tables" }),
-        (Sequences::Cached { .. }, Some(tables)) => {
-            let pages = inputs.k.shape()[0];
-            let pool = |dim: usize| [pages, dims.kv_heads, tables.page, dim];
-            (pool(dims.head_dim), pool(dims.value_dim))
-        }
-        (_, None) => (dims.k_shape(), dims.v_shape()),
-        (_, Some(_)) => return Err(RunError::Unexpected { tensor: "tables" }),
-    };
-    tensor("k", (dtype, k), of(&inputs.k))?;
-    tensor("v", (dtype, v), of(&inputs.v))?;
-    if let Some(tables) = inputs.tables {
-        check_tables(problem, tables, k[0])?;
-    }
-    check_tree(problem, inputs)?;
-    per_head("alibi_slopes", problem.desc().alibi, inputs.alibi_slopes, dims.q_heads)?;
-    per_head("sinks", problem.desc().sinks, inputs.sinks, dims.q_heads)?;
-    match (problem.desc().mask, &inputs.mask) {
-        (None, None) => Ok(()),
-        (Some(_), None) => Err(RunError::Missing { tensor: "mask" }),
-        (None, Some(_)) => Err(RunError::Unexpected { tensor: "mask" }),
-        (Some(expected), Some(mask)) => {
-            if mask.kind() != expected {
-                return Err(RunError::MaskKind { expected, got: mask.kind() });
-            }
-            let (expected, got) = (problem.mask_shape(), mask.shape());
-            if got.iter().zip(expected).any(|(&g, e)| g != e && g != 1) {
-                return Err(RunError::MaskShape { expected, got });
-            }
-            Ok(())
-        }
+    tensor("out", (problem.dtype(), dims.out_shape()), out)?;
+    let expected = dims.batch * dims.q_heads * dims.q_len;
+    match lse {
+        Some(got) if got != expected => Err(RunError::Length { tensor: "lse", expected, got }),
+        _ => Ok(()),
     }
 }
 
 /// Checks that inputs and outputs are the problem's.
 pub(crate) fn check(problem: &Problem, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Result<(), RunError> {
     check_inputs(problem, inputs)?;
-    let dims = problem.dims();
-    let out = &outputs.out;
-    tensor("out", (problem.dtype(), dims.out_shape()), (out.dtype(), out.shape()))?;
-    if let Some(lse) = &outputs.lse {
-        let expected = dims.batch * dims.q_heads * dims.q_len;
-        if lse.len() != expected {
-            return Err(RunError::Length { tensor: "lse", expected, got: lse.len() });
-        }
-    }
-    Ok(())
+    let out = (outputs.out.dtype(), outputs.out.shape());
+    check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))
 }

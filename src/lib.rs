@@ -3,6 +3,8 @@
 mod bind;
 pub mod cache;
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod dtype;
 mod memory;
 mod merge;
@@ -18,7 +20,7 @@ pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache,
 pub use cpu::{Cpu, Workspace};
 pub use dtype::{Dtype, Element};
 pub use merge::{MergeError, Part, merge};
-pub use plan::{CpuPlan, PlanOptions, Unsupported};
+pub use plan::{CpuPlan, CudaPlan, PlanOptions, Unsupported};
 pub use problem::{
     Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix,
     Visibility,

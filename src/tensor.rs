@@ -57,7 +57,7 @@ impl std::fmt::Display for ViewError {
 impl std::error::Error for ViewError {}
 
 /// Elements from the first to one past the last that `shape` reaches under `strides`; 0 for an empty shape.
-fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError> {
+pub(crate) fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError> {
     if shape.contains(&0) {
         return Ok(0);
     }
@@ -85,7 +85,13 @@ fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewE
     Ok(())
 }
 
-fn check_disjoint(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
+/// As [`check`], where no slice says how much memory there is.
+#[cfg(feature = "cuda")]
+pub(crate) fn check_strides(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
+    check(shape, strides, usize::MAX)
+}
+
+pub(crate) fn check_disjoint(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
     if shape.contains(&0) {
         return Ok(());
     }
@@ -228,6 +234,17 @@ impl<'a> TensorView<'a> {
     pub(crate) fn row(&self, b: usize, h: usize, row: usize) -> *const u8 {
         let [sb, sh, sr, _] = self.strides;
         self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
+    }
+
+    /// The memory from the first element to the last, what lies between rows included.
+    ///
+    /// # Safety
+    /// All of it is initialised.
+    #[cfg(all(feature = "cuda", feature = "testkit"))]
+    pub(crate) unsafe fn span(&self) -> &'a [u8] {
+        let bytes = reach(self.shape, self.strides).map_or(0, |n| n * self.dtype.bytes());
+        // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
+        unsafe { std::slice::from_raw_parts(self.ptr, bytes) }
     }
 
     /// The bytes of row `[b, h, row]`.
@@ -377,6 +394,17 @@ impl<'a> TensorViewMut<'a> {
         self.strides
     }
 
+    /// The memory from the first element to the last, what lies between rows included.
+    ///
+    /// # Safety
+    /// All of it is initialised, and what lies between rows is not accessed otherwise.
+    #[cfg(all(feature = "cuda", feature = "testkit"))]
+    pub(crate) unsafe fn span_mut(&mut self) -> &mut [u8] {
+        let bytes = reach(self.shape, self.strides).map_or(0, |n| n * self.dtype.bytes());
+        // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, bytes) }
+    }
+
     /// The bytes of row `[b, h, row]`.
     ///
     /// # Panics
@@ -463,6 +491,27 @@ impl<'a> MaskView<'a> {
     #[must_use]
     pub const fn shape(&self) -> [usize; 4] {
         self.shape
+    }
+
+    /// Strides in elements, in the order of the shape.
+    #[must_use]
+    pub const fn strides(&self) -> [usize; 4] {
+        self.strides
+    }
+
+    /// The memory from the first element to the last, what lies between rows included.
+    ///
+    /// # Safety
+    /// All of it is initialised.
+    #[cfg(all(feature = "cuda", feature = "testkit"))]
+    pub(crate) unsafe fn span(&self) -> &'a [u8] {
+        let (ptr, bytes) = match self.data {
+            MaskData::Bool(ptr, _) => (ptr, 1),
+            MaskData::Additive(ptr, dtype) => (ptr, dtype.bytes()),
+        };
+        let bytes = reach(self.shape, self.strides).map_or(0, |n| n * bytes);
+        // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
+        unsafe { std::slice::from_raw_parts(ptr, bytes) }
     }
 
     /// The row of `(b, h, i)`: its first element's address and the step in elements between keys, 1 or, for a broadcast

@@ -2,7 +2,7 @@
 
 use crate::failure::Failure;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use flashtile::plan::Isa;
+use flashtile::plan::{CudaTile, Isa};
 use flashtile::{Dtype, QOffset, Visibility};
 use std::num::NonZero;
 use std::ops::Range;
@@ -90,13 +90,18 @@ pub(crate) struct RunArgs {
     pub(crate) json: bool,
 }
 
-/// Run the conformance catalogue on every instruction set of this machine
+/// Run the conformance catalogue on every backend and instruction set of this machine
 ///
 /// Every case is compared with the f64 oracle. The table shows the worst errors, each as the part of its own case's limit
 /// that it takes: limits widen with large scores and many keys. Exit status 1 where a case fails.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  flashtile check --isa avx2")]
+#[command(
+    after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --backend cuda --filter decode"
+)]
 pub(crate) struct CheckArgs {
+    /// Run this backend alone; auto is every one of this machine
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    pub(crate) backend: Backend,
     /// Run this instruction set alone: portable, avx2, avx512, avx512bf16 or amx; default every one of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
@@ -182,6 +187,12 @@ pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
+    /// What computes; auto is the cpu
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    pub(crate) backend: Backend,
+    /// Tile of every CUDA kernel, to try another than the planner's: WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS
+    #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
+    pub(crate) tile: Option<CudaTile>,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
     /// Dtypes; default f32,f16,bf16
@@ -336,11 +347,11 @@ pub(crate) struct CpuArgs {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Backend {
-    /// The fastest of this build for the problem
+    /// The fastest of this machine for the problem
     Auto,
     /// Kernels of this processor
     Cpu,
-    #[value(hide = true)]
+    /// Kernels of the first CUDA device
     Cuda,
     #[value(hide = true)]
     Metal,

@@ -1,7 +1,8 @@
 //! `flashtile check`: the conformance catalogue on this machine.
 
-use crate::args::{CheckArgs, CpuArgs};
+use crate::args::{Backend, CheckArgs, CpuArgs};
 use crate::failure::{Failure, Result, WRONG};
+use crate::gpu;
 use crate::machine;
 use crate::report::{self, Table};
 use flashtile::testkit::{
@@ -21,13 +22,8 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
 
 /// Runs every case; whether one failed.
 fn check(args: &CheckArgs) -> Result<bool> {
-    let isas = match args.isa {
-        None => Cpu::isas(),
-        Some(isa) => vec![isa],
-    };
-    let restrict = |isa| machine::cpu(CpuArgs { isa: Some(isa), threads: args.threads }).map(CpuRunner::new);
-    let runners: Vec<CpuRunner> = isas.into_iter().map(restrict).collect::<Result<_>>()?;
-    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let runners = runners(args)?;
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| &**r as &dyn Runner).collect();
 
     let cases = cases(args)?;
 
@@ -54,6 +50,38 @@ fn check(args: &CheckArgs) -> Result<bool> {
         failures.iter().try_for_each(report::line)?;
     }
     Ok(tallies.iter().any(|t| t.failed > 0))
+}
+
+/// The backends that the options choose.
+fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
+    let mut runners: Vec<Box<dyn Runner>> = Vec::new();
+    if matches!(args.backend, Backend::Auto | Backend::Cpu) {
+        let isas = match args.isa {
+            None => Cpu::isas(),
+            Some(isa) => vec![isa],
+        };
+        for isa in isas {
+            let cpu = machine::cpu(CpuArgs { isa: Some(isa), threads: args.threads })?;
+            runners.push(Box::new(CpuRunner::new(cpu)));
+        }
+    } else if args.isa.is_some() {
+        return Err(Failure::at("--isa", "has a meaning for the cpu backend alone"));
+    }
+    match args.backend {
+        Backend::Auto if args.isa.is_none() => match gpu::device() {
+            Ok(cuda) => runners.extend(gpu::runners(cuda, args.exact_memory)),
+            Err(why) => report::note(format_args!("cuda: {why}")),
+        },
+        Backend::Auto | Backend::Cpu => {}
+        Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory)),
+        Backend::Reference => {
+            return Err(Failure::at("--backend", "the reference is what others are compared with"));
+        }
+        Backend::Metal | Backend::Simulator => {
+            return Err(Failure::at("--backend", "not part of this build, expected auto, cpu or cuda"));
+        }
+    }
+    Ok(runners)
 }
 
 /// The cases that the options choose.

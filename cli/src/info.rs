@@ -2,7 +2,7 @@
 
 use crate::args::InfoArgs;
 use crate::failure::Result;
-use crate::machine::{self, Limit, LimitKind};
+use crate::machine::{self, Limit, LimitKind, Unit};
 use crate::report;
 use flashtile::Cpu;
 use flashtile::plan::{CpuFacts, Isa};
@@ -21,10 +21,10 @@ const BACKENDS: [(&str, bool, &str); 5] = [
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
     machine::on_threads(args.threads, || {
         let facts = *Cpu::new().facts();
-        let measure = |kind, isa| Limit::measure(kind, isa, facts.threads);
-        let peaks: Vec<(Isa, Limit)> =
-            Cpu::isas().into_iter().map(|isa| (isa, measure(LimitKind::Arithmetic, isa))).collect();
-        let bandwidth = measure(LimitKind::Bandwidth, facts.isa);
+        let measure = |kind, isa| Limit::measure(kind, &Unit::Cpu { isa, threads: facts.threads });
+        let peak = |isa| Ok((isa, measure(LimitKind::Arithmetic, isa)?));
+        let peaks: Vec<(Isa, Limit)> = Cpu::isas().into_iter().map(peak).collect::<Result<_>>()?;
+        let bandwidth = measure(LimitKind::Bandwidth, facts.isa)?;
         if args.json {
             report::line(as_json(&facts, &peaks, bandwidth))
         } else {

@@ -2,10 +2,11 @@
 
 use crate::args::CpuArgs;
 use crate::failure::{Failure, Result};
+use crate::gpu::{self, Cuda};
 use crate::report;
 use flashtile::cpu::limits;
 use flashtile::plan::{CpuFacts, Isa, PlannedPrefix};
-use flashtile::{Cpu, CpuPlan, PlanOptions, Problem, Sequence, Unsupported, Workspace};
+use flashtile::{Cpu, CpuPlan, Dtype, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 use std::ops::Range;
 
 /// Runs work on a pool of so many threads, or on the default pool.
@@ -112,6 +113,53 @@ fn seen(problem: &Problem, s: &Sequence) -> Range<usize> {
     problem.visible(s, 0).start..problem.visible(s, s.q_len - 1).end
 }
 
+/// What computes: its limits are those that hold.
+#[derive(Debug, Clone)]
+pub(crate) enum Unit {
+    Cpu { isa: Isa, threads: usize },
+    Cuda(Cuda, Dtype),
+}
+
+impl Unit {
+    /// The unit that computes a dtype on a CPU.
+    pub(crate) fn of_plan(plan: &CpuPlan) -> Self {
+        Self::Cpu { isa: plan.isa(), threads: plan.threads() }
+    }
+
+    /// Name of an instruction set, or of a device.
+    pub(crate) fn name(&self) -> &str {
+        match self {
+            Self::Cpu { isa, .. } => isa.name(),
+            Self::Cuda(cuda, _) => gpu::name(cuda),
+        }
+    }
+
+    /// Threads of a CPU.
+    pub(crate) const fn threads(&self) -> Option<usize> {
+        match self {
+            Self::Cpu { threads, .. } => Some(*threads),
+            Self::Cuda(..) => None,
+        }
+    }
+
+    /// Whether the limits of both are the same.
+    pub(crate) fn limits_as(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Cpu { isa: a, threads: m }, Self::Cpu { isa: b, threads: n }) => (a, m) == (b, n),
+            (Self::Cuda(_, a), Self::Cuda(_, b)) => a == b,
+            _ => false,
+        }
+    }
+
+    /// Operations for each byte of K and V from which its memory is no limit.
+    const fn most_intensity(&self) -> f64 {
+        match self {
+            Self::Cpu { .. } => 64.0,
+            Self::Cuda(..) => 1000.0,
+        }
+    }
+}
+
 /// Which rate of the machine bounds the time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LimitKind {
@@ -134,29 +182,30 @@ pub(crate) struct Limit {
     pub(crate) kind: LimitKind,
     /// Flop/s or bytes/s.
     pub(crate) rate: f64,
+    /// Whether it is of a device with a matrix unit.
+    matrix: bool,
 }
 
-/// Operations for each byte of K and V from which no CPU is limited by its memory.
-const ARITHMETIC_INTENSITY: f64 = 64.0;
-
 impl Limit {
-    /// Measures a rate: fused multiply-adds of an instruction set, or sequential reads from memory.
-    pub(crate) fn measure(kind: LimitKind, isa: Isa, threads: usize) -> Self {
-        let rate = match kind {
-            LimitKind::Arithmetic => limits::fma_peak(isa, threads),
-            LimitKind::Bandwidth => limits::read_bandwidth(threads),
+    /// Measures a rate: multiply-adds, or reads from memory.
+    pub(crate) fn measure(kind: LimitKind, unit: &Unit) -> Result<Self> {
+        let (rate, matrix) = match (unit, kind) {
+            (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => (limits::fma_peak(isa, threads), false),
+            (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => (limits::read_bandwidth(threads), false),
+            (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => (gpu::matrix_peak(cuda, *dtype)?, true),
+            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => (gpu::read_bandwidth(cuda)?, true),
         };
-        Self { kind, rate }
+        Ok(Self { kind, rate, matrix })
     }
 
     /// Measures the rate that bounds the time of the work.
-    pub(crate) fn of(work: &Work, isa: Isa, threads: usize) -> Self {
-        let arithmetic = Self::measure(LimitKind::Arithmetic, isa, threads);
-        if work.flops >= work.bytes * ARITHMETIC_INTENSITY {
-            return arithmetic;
+    pub(crate) fn of(work: &Work, unit: &Unit) -> Result<Self> {
+        let arithmetic = Self::measure(LimitKind::Arithmetic, unit)?;
+        if work.flops >= work.bytes * unit.most_intensity() {
+            return Ok(arithmetic);
         }
-        let bandwidth = Self::measure(LimitKind::Bandwidth, isa, threads);
-        if arithmetic.seconds(work) > bandwidth.seconds(work) { arithmetic } else { bandwidth }
+        let bandwidth = Self::measure(LimitKind::Bandwidth, unit)?;
+        Ok(if arithmetic.seconds(work) > bandwidth.seconds(work) { arithmetic } else { bandwidth })
     }
 
     /// The larger of two measurements of the same rate: noise only ever lowers it.
@@ -181,7 +230,10 @@ impl Limit {
 impl std::fmt::Display for Limit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.kind {
-            LimitKind::Arithmetic => write!(f, "FMA peak {}", report::flop_rate(self.rate)),
+            LimitKind::Arithmetic => {
+                let unit = if self.matrix { "mma.sync" } else { "FMA" };
+                write!(f, "{unit} peak {}", report::flop_rate(self.rate))
+            }
             LimitKind::Bandwidth => write!(f, "read bandwidth {}", report::byte_rate(self.rate)),
         }
     }

@@ -5,6 +5,7 @@ mod bench;
 mod buffer;
 mod check;
 mod failure;
+mod gpu;
 mod info;
 mod input;
 mod machine;

@@ -4,7 +4,7 @@ use crate::args::{Backend, RunArgs};
 use crate::buffer::{Buffer, store};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
-use crate::machine::{self, Limit, Work};
+use crate::machine::{self, Limit, Unit, Work};
 use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
@@ -156,15 +156,16 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
     outputs.lse = Some(results.lse.floats_mut());
     let mut workspace = machine::workspace(&plan)?;
     let work = Work::of(problem);
-    let before = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, plan.isa(), plan.threads()));
+    let unit = Unit::of_plan(&plan);
+    let before = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     let (seconds, repetitions) = median(|| {
         let started = Instant::now();
         cpu.run(&plan, &inputs, &mut outputs, &mut workspace).map_err(Failure::new)?;
         Ok(started.elapsed().as_secs_f64())
     })?;
     // The machine may have been busy at either time.
-    let again = |limit: Limit| limit.max(Limit::measure(limit.kind, plan.isa(), plan.threads()));
-    let limit = before.filter(|_| seconds >= LEAST_SECONDS).map(again);
+    let again = |limit: Limit| Ok(limit.max(Limit::measure(limit.kind, &unit)?));
+    let limit = before.filter(|_| seconds >= LEAST_SECONDS).map(again).transpose()?;
     let asked = args.backend == Backend::Cpu;
     Ok(Done {
         backend: "cpu",

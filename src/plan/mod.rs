@@ -5,12 +5,16 @@
 //! derive from the same plan.
 
 mod cpu;
+mod cuda;
 pub mod devices;
 
 pub use cpu::{CpuFacts, CpuPlan, Isa, PlannedPrefix};
 pub(crate) use cpu::{
     MaskClasses, Reduction, Rows, STREAM_ROWS, Target, Task, sequence_of, spans, visible_union,
 };
+#[cfg(feature = "cuda")]
+pub(crate) use cuda::{CLASS_ROWS, ClassTable, Item, Launch, NONE, SEQUENCE_BYTES};
+pub use cuda::{CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY};
 
 /// Choices that a caller may take from the planner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,10 +53,24 @@ pub enum Unsupported {
         /// The most that a plan lists.
         max: usize,
     },
-    /// The workspace is not addressable.
+    /// The workspace, or the scratch memory of a device, is not addressable.
     Workspace {
         /// Kernel of the plan.
         kernel: String,
+    },
+    /// The device is older than the kernels.
+    Capability {
+        /// Its compute capability.
+        got: (u32, u32),
+        /// The least for which there are kernels.
+        least: (u32, u32),
+    },
+    /// Not even the smallest tile fits the shared memory of the device.
+    SharedMemory {
+        /// Bytes of the smallest tile.
+        needed: usize,
+        /// Bytes that a block of threads may use.
+        available: usize,
     },
     /// The machine lacks an instruction set that was asked for.
     Isa {
@@ -69,6 +87,13 @@ impl std::fmt::Display for Unsupported {
             Self::Splits { got, max } => write!(f, "{got} splits asked for, expected 1 to {max}"),
             Self::Tasks { got, max } => write!(f, "{got} units of work, expected at most {max}"),
             Self::Workspace { kernel } => write!(f, "{kernel}: the workspace is not addressable"),
+            Self::Capability { got, least } => {
+                write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, least.0, least.1)
+            }
+            Self::SharedMemory { needed, available } => write!(
+                f,
+                "the smallest tile takes {needed} bytes of shared memory, a block of threads has {available}"
+            ),
             Self::Isa { asked, best } => {
                 write!(f, "{asked} asked for, the best that this machine runs is {best}")
             }

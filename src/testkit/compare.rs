@@ -12,6 +12,8 @@ pub enum Accumulation {
     F32,
     /// Weights (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
     Half,
+    /// Weights rounded to the dtype of the problem before their product with the values, sums in f32: what matrix units do.
+    Weights,
 }
 
 impl Accumulation {
@@ -19,6 +21,15 @@ impl Accumulation {
     #[must_use]
     pub fn of(plan: &CpuPlan) -> Self {
         if plan.isa().multiplies_pairs() { Self::Half } else { Self::F32 }
+    }
+
+    /// What the CUDA backend's kernels keep those of a dtype in.
+    #[must_use]
+    pub const fn of_cuda(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::F16 | Dtype::BF16 => Self::Weights,
+        }
     }
 }
 
@@ -50,11 +61,17 @@ impl Tolerance {
         let math: f64 = match accumulation {
             Accumulation::F32 => 2e-6,
             Accumulation::Half => 5e-3,
+            Accumulation::Weights => match dtype {
+                Dtype::F32 => 2e-6,
+                // The same units in the last place of the weights as of bf16.
+                Dtype::F16 => 5e-3 / 8.0,
+                Dtype::BF16 => 5e-3,
+            },
         };
         Self {
             nrmse: base.max(math) * growth,
             relative: rounding,
-            absolute: if accumulation == Accumulation::F32 { 10.0 } else { 2.0 } * math * growth,
+            absolute: if math <= 2e-6 { 10.0 } else { 2.0 } * math * growth,
             lse: 1e-5 * growth,
         }
     }

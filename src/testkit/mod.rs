@@ -12,6 +12,8 @@
 mod cases;
 mod catalogue;
 mod compare;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod poison;
 mod random;
 mod rng;
@@ -20,6 +22,8 @@ mod run;
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find};
 pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
+#[cfg(feature = "cuda")]
+pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
 pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 pub use random::{random_case, seeded_case};
 pub use rng::Rng;

@@ -34,6 +34,13 @@ impl Ran {
     pub const fn new(plan: String) -> Self {
         Self { plan, accumulation: Accumulation::F32 }
     }
+
+    /// The same, accumulated otherwise.
+    #[must_use]
+    pub const fn accumulated(mut self, accumulation: Accumulation) -> Self {
+        self.accumulation = accumulation;
+        self
+    }
 }
 
 /// A backend with its options: anything that computes a problem.

@@ -1,18 +1,20 @@
 //! Data, answers and times of one row.
 
+use super::Device;
 use super::rows::{Kind, Row};
 use crate::args::CacheKind;
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
-use crate::machine::{self, Work};
+use crate::gpu::{self, Cuda, Run};
+use crate::machine::{self, Unit, Work};
 use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
-use flashtile::plan::Isa;
+use flashtile::plan::CudaTile;
 use flashtile::reference::{self, Attention};
 use flashtile::testkit::{Accumulation, Rng, Tolerance, compare_out};
 use flashtile::{
-    BlockTables, Cpu, CpuPlan, Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc, QOffset,
-    TensorView, TensorViewMut, Workspace,
+    BlockTables, Cpu, CpuPlan, CudaPlan, Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc,
+    QOffset, TensorView, TensorViewMut, Workspace,
 };
 use rayon::prelude::*;
 use std::time::Instant;
@@ -25,8 +27,7 @@ const CHECKED_ROWS: usize = 4;
 pub(super) struct Measured {
     pub(super) row: Row,
     pub(super) kernel: String,
-    pub(super) isa: Isa,
-    pub(super) threads: usize,
+    pub(super) unit: Unit,
     pub(super) work: Work,
     /// Quartiles of the times in seconds; the middle one is the median.
     pub(super) quartiles: [f64; 3],
@@ -37,6 +38,9 @@ pub(super) struct Measured {
     pub(super) copies: usize,
     /// Error of the checked query rows.
     pub(super) nrmse: f64,
+    /// Of a device: seconds that a launch takes of the host's time, and that the first preparation took, compiler included.
+    pub(super) host: Option<f64>,
+    pub(super) prepare: Option<f64>,
 }
 
 impl Measured {
@@ -203,21 +207,26 @@ impl<'a> Subject<'a> {
         Measured {
             row: self.row.clone(),
             kernel: plan.kernel(),
-            isa: plan.isa(),
-            threads: plan.threads(),
+            unit: Unit::of_plan(plan),
             work: Work::planned(plan),
             quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
             repetitions: times.len(),
             apart: self.times_apart.get(self.times_apart.len() / 2).copied(),
             copies: self.copies.len(),
             nrmse: self.nrmse,
+            host: None,
+            prepare: None,
         }
     }
 }
 
-/// Checks and measures rows for so many seconds each on average, at least three times, in turns: what else the machine does changes from one second to
-/// the next, and so would the ratio of their times.
-pub(super) fn measure(cpu: &Cpu, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
+/// Checks and measures rows for so many seconds each on average, at least three times, in turns: what else the machine does
+/// changes from one second to the next, and so would the ratio of their times.
+pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
+    let cpu = match device {
+        Device::Cpu(cpu) => cpu,
+        Device::Cuda(cuda, tile) => return on_device(cuda, *tile, rows, min_time),
+    };
     let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;
     let started = Instant::now();
     for turn in 0..MAX_TIMES {
@@ -227,6 +236,83 @@ pub(super) fn measure(cpu: &Cpu, rows: &[Row], min_time: f64) -> Result<Vec<Meas
         subjects.iter_mut().try_for_each(Subject::turn)?;
     }
     Ok(subjects.into_iter().map(Subject::measured).collect())
+}
+
+/// A row while it is measured on a device.
+struct DeviceSubject<'a> {
+    row: &'a Row,
+    kernel: String,
+    unit: Unit,
+    run: Run,
+    nrmse: f64,
+    host: f64,
+    prepare: f64,
+    times: Vec<f64>,
+}
+
+impl<'a> DeviceSubject<'a> {
+    /// Launches of which the host's time is taken.
+    const LAUNCHES: usize = 100;
+
+    /// Makes the data, and checks the answer.
+    fn new(cuda: &Cuda, tile: Option<CudaTile>, row: &'a Row) -> Result<Self> {
+        let problem = &row.problem;
+        let (dtype, shape) = (problem.dtype(), problem.dims().out_shape());
+        let plan = CudaPlan::with_tile(problem, gpu::facts(cuda), PlanOptions::default(), tile);
+        let plan = plan.map_err(Failure::new)?;
+        let operands = Operands::random(row, 1)?;
+        let mut out = Buffer::elements(dtype, shape.iter().product())?;
+        let strides = Order::Bhsd.strides(shape);
+        let view = TensorViewMut::from_bytes(dtype, out.bytes_mut(), shape, strides);
+        let mut outputs = Outputs::new(view.map_err(Failure::new)?);
+        let inputs = operands.inputs(problem)?;
+        let started = Instant::now();
+        gpu::prepare(cuda, &plan)?;
+        let prepare = started.elapsed().as_secs_f64();
+        let mut run = Run::new(cuda, &plan, &inputs, &mut outputs)?;
+        run.compute(&mut outputs)?;
+        let nrmse = check(problem, Accumulation::of_cuda(dtype), &operands, &out)?;
+        let started = Instant::now();
+        (0..Self::LAUNCHES).try_for_each(|_| run.launch())?;
+        let host = started.elapsed().as_secs_f64() / Self::LAUNCHES as f64;
+        run.wait()?;
+        let (kernel, unit) = (plan.kernel(), Unit::Cuda(cuda.clone(), dtype));
+        Ok(Self { row, kernel, unit, run, nrmse, host, prepare, times: Vec::new() })
+    }
+
+    fn measured(mut self) -> Measured {
+        self.times.sort_by(f64::total_cmp);
+        let (times, last) = (&self.times, self.times.len() - 1);
+        Measured {
+            row: self.row.clone(),
+            kernel: self.kernel,
+            unit: self.unit,
+            work: Work::of(&self.row.problem),
+            quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
+            repetitions: times.len(),
+            apart: None,
+            copies: 1,
+            nrmse: self.nrmse,
+            host: Some(self.host),
+            prepare: Some(self.prepare),
+        }
+    }
+}
+
+/// The same on a device, whose second-level cache is emptied before each run.
+fn on_device(cuda: &Cuda, tile: Option<CudaTile>, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
+    let subjects = rows.iter().map(|row| DeviceSubject::new(cuda, tile, row));
+    let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
+    let started = Instant::now();
+    for turn in 0..MAX_TIMES {
+        if turn >= 10 && started.elapsed().as_secs_f64() >= min_time * rows.len() as f64 {
+            break;
+        }
+        for subject in &mut subjects {
+            subject.times.push(subject.run.seconds()?);
+        }
+    }
+    Ok(subjects.into_iter().map(DeviceSubject::measured).collect())
 }
 
 /// The same problem with every sequence for itself, where some share a prefix.
@@ -258,7 +344,8 @@ impl<'a> Runner<'a> {
     /// Runs every copy once, and checks the answer of the first.
     fn warm_up(&mut self, copies: &[Operands], out: &mut Buffer) -> Result<f64> {
         self.run(&copies[0], out)?;
-        let nrmse = check(&self.plan, &copies[0], out)?;
+        let accumulation = Accumulation::of(&self.plan);
+        let nrmse = check(self.plan.problem(), accumulation, &copies[0], out)?;
         copies.iter().try_for_each(|copy| self.run(copy, out).map(|_| ()))?;
         Ok(nrmse)
     }
@@ -278,8 +365,7 @@ impl<'a> Runner<'a> {
 }
 
 /// Computes a few query rows again by definition and returns their error.
-fn check(plan: &CpuPlan, operands: &Operands, out: &Buffer) -> Result<f64> {
-    let problem = plan.problem();
+fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out: &Buffer) -> Result<f64> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let mut rng = Rng::new(dims.kv_len as u64);
     let (mut got, mut want) = (Vec::new(), None::<Attention>);
@@ -297,7 +383,6 @@ fn check(plan: &CpuPlan, operands: &Operands, out: &Buffer) -> Result<f64> {
         }
     }
     let want = want.ok_or_else(|| Failure::new("no row to check"))?;
-    let accumulation = Accumulation::of(plan);
     let report = compare_out(&got, &want, dtype, &Tolerance::of(dtype, dims.kv_len, accumulation));
     if report.within() {
         Ok(report.nrmse)

@@ -5,14 +5,17 @@ mod peers;
 mod plot;
 mod rows;
 
+use crate::args::Backend;
 use crate::args::{BenchArgs, Group as Asked};
 use crate::check::progress;
 use crate::failure::{Failure, Result};
+use crate::gpu::{self, Cuda};
+use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
 use crate::report::{self, Table};
-use flashtile::Cpu;
-use flashtile::plan::Isa;
+use flashtile::plan::CudaTile;
+use flashtile::{Cpu, Dtype};
 use indicatif::ProgressBar;
 use measure::{Measured, measure};
 use peers::Peers;
@@ -20,10 +23,10 @@ use rows::{Kind, Pair, Row};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
-/// Rows of one kind and instruction set, and the limit that was measured around them.
+/// Rows of one kind and one unit, and the limit that was measured around them.
 struct Group {
     kind: Kind,
-    isa: Isa,
+    unit: Unit,
     limit: Limit,
     rows: Vec<Measured>,
 }
@@ -33,8 +36,53 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || bench(args))
 }
 
+/// What is measured.
+enum Device {
+    Cpu(Cpu),
+    /// With the tile of every plan, where one was asked for.
+    Cuda(Cuda, Option<CudaTile>),
+}
+
+impl Device {
+    /// The unit that computes a dtype.
+    fn unit(&self, dtype: Dtype) -> Unit {
+        match self {
+            Self::Cpu(cpu) => {
+                Unit::Cpu { isa: cpu.facts().isa.for_dtype(dtype), threads: cpu.facts().threads }
+            }
+            Self::Cuda(cuda, _) => Unit::Cuda(cuda.clone(), dtype),
+        }
+    }
+
+    fn describe(&self) -> String {
+        match self {
+            Self::Cpu(cpu) => {
+                let facts = cpu.facts();
+                format!("{}, {}", facts.isa, report::counted(facts.threads, "thread"))
+            }
+            Self::Cuda(cuda, _) => gpu::name(cuda).to_owned(),
+        }
+    }
+}
+
+fn device(args: &BenchArgs) -> Result<Device> {
+    match args.backend {
+        Backend::Auto | Backend::Cpu if args.tile.is_some() => {
+            Err(Failure::at("--tile", "has a meaning for the cuda backend alone"))
+        }
+        Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
+        Backend::Cuda if args.cpu.isa.is_some() => {
+            Err(Failure::at("--isa", "has a meaning for the cpu backend alone"))
+        }
+        Backend::Cuda => Ok(Device::Cuda(gpu::device()?, args.tile)),
+        Backend::Reference | Backend::Metal | Backend::Simulator => {
+            Err(Failure::at("--backend", "expected auto, cpu or cuda: others are not measured"))
+        }
+    }
+}
+
 fn bench(args: &BenchArgs) -> Result<ExitCode> {
-    let cpu = machine::cpu(args.cpu)?;
+    let device = device(args)?;
     let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let picture = args.svg.as_deref().map(Destination::new).transpose()?;
@@ -49,14 +97,14 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         Asked::Visibility => &[],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
-    let mut planned: Vec<(Kind, Isa, Vec<Row>)> = Vec::new();
+    let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
     for &kind in kinds {
         for row in rows::rows(args, kind)? {
-            // Kernels of different instruction sets have different limits.
-            let isa = cpu.facts().isa.for_dtype(row.problem.dtype());
-            match planned.iter_mut().find(|(k, i, _)| (*k, *i) == (kind, isa)) {
+            // Kernels of different units have different limits.
+            let unit = device.unit(row.problem.dtype());
+            match planned.iter_mut().find(|(k, u, _)| *k == kind && u.limits_as(&unit)) {
                 Some((_, _, rows)) => rows.push(row),
-                None => planned.push((kind, isa, vec![row])),
+                None => planned.push((kind, unit, vec![row])),
             }
         }
     }
@@ -66,7 +114,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     };
 
     let bench = Bench {
-        cpu,
+        device,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),
         progress: progress(
             (planned.iter().map(|(_, _, rows)| rows.len()).sum::<usize>() + 2 * pairs.len()) as u64,
@@ -75,13 +123,10 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let mut lines = Vec::new();
     let mut groups = Vec::new();
     if !args.json {
-        let facts = bench.cpu.facts();
-        bench.print(|| {
-            report::line(format_args!("{}, {}", facts.isa, report::counted(facts.threads, "thread")))
-        })?;
+        bench.print(|| report::line(bench.device.describe()))?;
     }
-    for (kind, isa, rows) in planned {
-        let group = bench.group(kind, isa, &rows)?;
+    for (kind, unit, rows) in planned {
+        let group = bench.group(kind, unit, &rows)?;
         lines.extend(group.rows.iter().map(|row| row_json(row, &group, &peers)));
         if !args.json {
             bench.print(|| report::text(format_args!("\n{}", table(&group, &peers))))?;
@@ -113,7 +158,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
 
 /// What all measurements share.
 struct Bench {
-    cpu: Cpu,
+    device: Device,
     min_time: f64,
     progress: ProgressBar,
 }
@@ -128,22 +173,23 @@ impl Bench {
         let row = &rows[0];
         let (kind, dtype, dims) = (row.kind.name(), row.problem.dtype(), row.problem.dims());
         self.progress.set_message(format!("{kind} {dtype} d{} {} keys", dims.head_dim, row.length()));
-        let measured = measure(&self.cpu, rows, self.min_time);
+        let measured = measure(&self.device, rows, self.min_time);
         self.progress.inc(rows.len() as u64);
         measured
     }
 
-    fn group(&self, kind: Kind, isa: Isa, rows: &[Row]) -> Result<Group> {
+    fn group(&self, kind: Kind, unit: Unit, rows: &[Row]) -> Result<Group> {
         let rate = match kind {
             Kind::Prefill => LimitKind::Arithmetic,
             Kind::Decode => LimitKind::Bandwidth,
         };
-        let limit = || Limit::measure(rate, isa, self.cpu.facts().threads);
-        let before = limit();
+        let limit = || Limit::measure(rate, &unit);
+        let before = limit()?;
         // Rows that differ in where the cache has the keys are there to be compared.
         let rows = rows.chunk_by(Row::differs_in_cache).map(|rows| self.measure(rows));
         let rows = rows.collect::<Result<Vec<_>>>()?.concat();
-        Ok(Group { kind, isa, limit: before.max(limit()), rows })
+        let limit = before.max(limit()?);
+        Ok(Group { kind, unit, limit, rows })
     }
 
     fn pairs(&self, pairs: &[Pair]) -> Result<Vec<Compared>> {
@@ -178,8 +224,8 @@ impl Compared {
         json!({
             "kind": "visibility",
             "name": self.name,
-            "isa": self.part.isa.name(),
-            "threads": self.part.threads,
+            "unit": self.part.unit.name(),
+            "threads": self.part.unit.threads(),
             "dtype": self.part.row.problem.dtype().name(),
             "d": dims.head_dim,
             "h": dims.q_heads,
@@ -240,7 +286,7 @@ fn table(group: &Group, peers: &Peers) -> String {
         table.push(cells);
     }
     let ratio = if names.is_empty() { "" } else { "; a ratio above 1 is in favour of flashtile" };
-    format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.isa, group.limit)
+    format!("{}, {}: limit is the {}{ratio}\n{table}", group.kind.name(), group.unit.name(), group.limit)
 }
 
 fn visibility_table(compared: &[Compared]) -> String {
@@ -276,8 +322,10 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "peer": "flashtile",
         "kind": row.kind.name(),
         "kernel": measured.kernel,
-        "isa": measured.isa.name(),
-        "threads": measured.threads,
+        "unit": measured.unit.name(),
+        "threads": measured.unit.threads(),
+        "host_seconds": measured.host,
+        "prepare_seconds": measured.prepare,
         "dtype": row.problem.dtype().name(),
         "d": dims.head_dim,
         "h": dims.q_heads,

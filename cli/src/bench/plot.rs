@@ -51,8 +51,12 @@ fn panels(groups: &[Group]) -> Vec<Panel> {
         for measured in &group.rows {
             let row = &measured.row;
             let visibility = row.problem.desc().visibility;
-            let title =
-                format!("{}, {}, {visibility}: fraction of {}", row.kind.name(), group.isa, group.limit);
+            let title = format!(
+                "{}, {}, {visibility}: fraction of {}",
+                row.kind.name(),
+                group.unit.name(),
+                group.limit
+            );
             let name = format!("{} d{}", row.problem.dtype(), row.problem.dims().head_dim);
             let point = (row.length() as f64, group.limit.fraction(&measured.work, measured.seconds()));
             let panel = find_or_push(

@@ -1,0 +1,73 @@
+// What a device can do at best, measured: reads of memory, and products of the matrix unit in registers.
+
+struct ReadParams {
+    const uint4* from;
+    u64 count;
+    u32* sink;
+};
+
+struct ProductParams {
+    float* sink;
+    u32 rounds;
+};
+
+// Sums of what is read, so that the reads stay; `count` chunks of 16 bytes.
+extern "C" __global__ void __launch_bounds__(512) read(const __grid_constant__ ReadParams p) {
+    const uint4* from = p.from;
+    u64 count = p.count;
+    u32* sink = p.sink;
+    u64 step = (u64)gridDim.x * blockDim.x;
+    u32 sum = 0;
+    u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    for (; at + 7 * step < count; at += 8 * step) {
+        uint4 x[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) x[i] = __ldcs(from + at + i * step);
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum ^= x[i].x ^ x[i].y ^ x[i].z ^ x[i].w;
+    }
+    if (sum == 0x12345678u) *sink = sum;
+}
+
+// `rounds` times 64 products of 16x16 by 16x8, of 8 independent sums a warp. The operands are not zero: units that multiply
+// zeros take less power, and run faster.
+template <int T>
+DEVICE void products(float* sink, u32 rounds) {
+    float c[8][4] = {};
+    u32 a[4], b[2];
+    u32 seed = threadIdx.x * 0x9e3779b9u + blockIdx.x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = pack<T>((float)(int)(seed * (i + 1)) * 1e-10f, (float)(int)(seed * (i + 7)) * 1e-10f);
+#pragma unroll
+    for (int i = 0; i < 2; i++) b[i] = pack<T>((float)(int)(seed * (i + 3)) * 1e-10f, (float)(int)(seed * (i + 5)) * 1e-10f);
+    for (u32 round = 0; round < rounds; round++) {
+#pragma unroll
+        for (int n = 0; n < 64; n++) mma16<T>(c[n % 8], a, b[0], b[1]);
+    }
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < 8; n++) sum += c[n][0] + c[n][1] + c[n][2] + c[n][3];
+    if (sum == 1234.5f) *sink = sum;
+}
+
+extern "C" __global__ void __launch_bounds__(256) products_f16(const __grid_constant__ ProductParams p) { products<F16>(p.sink, p.rounds); }
+
+extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_constant__ ProductParams p) { products<BF16>(p.sink, p.rounds); }
+
+// The same of f32 as sums of tf32.
+extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_constant__ ProductParams p) {
+    float c[8][4] = {};
+    u32 high[4], low[4];
+    u32 seed = threadIdx.x * 0x9e3779b9u + blockIdx.x;
+#pragma unroll
+    for (int i = 0; i < 4; i++) halves(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f), high[i], low[i]);
+    u32 b0 = __float_as_uint((float)(int)(seed * 3) * 1e-10f), b1 = __float_as_uint((float)(int)(seed * 5) * 1e-10f);
+    for (u32 round = 0; round < p.rounds; round++) {
+#pragma unroll
+        for (int n = 0; n < 64; n++) mma_f32(c[n % 8], high, low, b0, b1);
+    }
+    float sum = 0.f;
+#pragma unroll
+    for (int n = 0; n < 8; n++) sum += c[n][0] + c[n][1] + c[n][2] + c[n][3];
+    if (sum == 1234.5f) *p.sink = sum;
+}

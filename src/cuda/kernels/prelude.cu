@@ -1,0 +1,142 @@
+// Types and instructions that the kernels share. There are no headers: what is used of the instruction set is declared here.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define F32 0
+#define F16 1
+#define BF16 2
+
+#define DEVICE __device__ __forceinline__
+
+#define INF __int_as_float(0x7f800000)
+
+// ---- asynchronous copies to shared memory
+
+// Copies `bytes` (0 to 16) bytes and fills the rest of the 16 with zeros.
+DEVICE void copy16(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most N of the committed groups are on their way.
+template <int N>
+DEVICE void await() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// ---- shared memory
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void store16(u32 to, uint4 x) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+DEVICE uint4 load16(u32 from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");
+    return x;
+}
+
+DEVICE void store4(u32 to, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory"); }
+
+DEVICE u32 load4(u32 from) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+    return x;
+}
+
+// Four 8x8 matrices of 16-bit elements; lane l names a row of matrix l / 8.
+DEVICE void matrices(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// The same, each transposed.
+DEVICE void transposed(u32 (&x)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+}
+
+// ---- arithmetic
+
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+
+// f32 to the nearest tf32.
+DEVICE u32 to_tf32(float x) {
+    u32 y;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+    return y;
+}
+
+template <int T>
+DEVICE u32 pack(float low, float high) {
+    u32 y;
+    if (T == F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+
+// An element in memory as f32.
+DEVICE float f16_to_f32(u16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+
+DEVICE float bf16_to_f32(u16 x) { return __int_as_float((u32)x << 16); }
+
+// c += a b: a is 16 rows of 16, b 16 rows of 8 columns.
+template <int T>
+DEVICE void mma16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (T == F16)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void mma8(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// An f32 as the sum of two tf32: 22 bits of it.
+DEVICE void halves(u32 x, u32& high, u32& low) {
+    high = to_tf32(__int_as_float(x));
+    low = to_tf32(__int_as_float(x) - __int_as_float(high));
+}
+
+// c += a b of f32 by three products of tf32. The matrix unit truncates where it adds, so that every product starts from 0 and
+// joins c by an addition that rounds to nearest.
+DEVICE void mma_f32(float (&c)[4], const u32 (&a_high)[4], const u32 (&a_low)[4], u32 b0, u32 b1) {
+    u32 high[2], low[2];
+    halves(b0, high[0], low[0]);
+    halves(b1, high[1], low[1]);
+    float x[4] = {0.f, 0.f, 0.f, 0.f};
+    mma8(x, a_low, high[0], high[1]);
+    mma8(x, a_high, low[0], low[1]);
+    mma8(x, a_high, high[0], high[1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i] += x[i];
+}
+
+// ---- integers
+
+// x / d for x < 2^31, where `multiplier` and `shift` were made for d.
+struct Divisor {
+    u32 value, multiplier, shift, unused;
+};
+
+DEVICE u32 quotient(u32 x, const Divisor& d) { return (u32)(((u64)x * d.multiplier) >> d.shift); }

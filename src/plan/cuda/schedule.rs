@@ -1,0 +1,286 @@
+//! Which block of threads computes which rows and keys.
+
+use super::{Capacity, CudaKernel, Launch};
+use crate::plan::visible_union;
+use crate::problem::Problem;
+use std::cmp::Reverse;
+use std::ops::Range;
+
+/// The sequence of an entry that is no work.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// One unit of work as the kernels read it: `Item` of `forward.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Item {
+    pub(crate) sequence: u32,
+    pub(crate) kv_head: u32,
+    /// First of the packed rows.
+    pub(crate) row: u32,
+    pub(crate) panel: u32,
+    /// Keys to compute, and among them those that every row sees.
+    pub(crate) begin: u32,
+    pub(crate) end: u32,
+    pub(crate) full_begin: u32,
+    pub(crate) full_end: u32,
+    /// Slot of its partial result, the first of its tile's, and their number.
+    pub(crate) slot: u32,
+    pub(crate) first: u32,
+    pub(crate) splits: u32,
+    pub(crate) counter: u32,
+    /// Entry of the next item of the block of threads; 0 where there is none.
+    pub(crate) next: u32,
+    pub(crate) unused: [u32; 3],
+}
+
+const _: () = assert!(size_of::<Item>() == 64);
+
+/// Rows of a sequence and key/value head, and the keys that they see.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Tile {
+    sequence: usize,
+    kv_head: usize,
+    row: usize,
+    panel: usize,
+    keys: Range<usize>,
+    full: Range<usize>,
+}
+
+impl Tile {
+    /// Blocks of keys to compute; 1 where there are none, since the output is to be written.
+    pub(super) fn blocks(&self, block_k: usize) -> usize {
+        (self.keys.end.div_ceil(block_k)).saturating_sub(self.keys.start / block_k).max(1)
+    }
+
+    /// The item of the blocks `part` of its own.
+    fn item(&self, part: Range<usize>, block_k: usize) -> Item {
+        let first = self.keys.start / block_k;
+        let begin = ((first + part.start) * block_k).max(self.keys.start);
+        let end = ((first + part.end) * block_k).min(self.keys.end).max(begin);
+        Item {
+            sequence: self.sequence as u32,
+            kv_head: self.kv_head as u32,
+            row: self.row as u32,
+            panel: self.panel as u32,
+            begin: begin as u32,
+            end: end as u32,
+            full_begin: self.full.start as u32,
+            full_end: self.full.end as u32,
+            slot: 0,
+            first: 0,
+            splits: 1,
+            counter: 0,
+            next: 0,
+            unused: [0; 3],
+        }
+    }
+}
+
+/// The tiles of some sequences, those of a head one after another.
+pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize], skip: bool) -> Vec<Tile> {
+    let group = problem.dims().group();
+    let (rows, panels) = (kernel.tile.rows(), kernel.panels(problem));
+    let mut tiles = Vec::new();
+    for &sequence in sequences {
+        let s = &problem.sequences()[sequence];
+        let all = s.q_len * group;
+        // What the rows see is the same for every head.
+        let of_row = |row: usize| {
+            let (first, last) = (row / group, (row + rows).min(all).div_ceil(group) - 1);
+            let keys = if skip {
+                visible_union(problem, s, first..last + 1)
+            } else {
+                problem.first_visible(s).map_or(0..0, |(_, key)| key..s.kv_len)
+            };
+            // Both ends of what a row sees grow with its position.
+            let mut full = problem.visible(s, last).start..problem.visible(s, first).end;
+            if problem.desc().tree {
+                full.end = full.end.min(s.kv_len - s.q_len);
+            }
+            (row, keys, full)
+        };
+        let of_head: Vec<_> = (0..all).step_by(rows).map(of_row).collect();
+        for kv_head in 0..problem.dims().kv_heads {
+            for (row, keys, full) in &of_head {
+                tiles.extend((0..panels).map(|panel| Tile {
+                    sequence,
+                    kv_head,
+                    row: *row,
+                    panel,
+                    keys: keys.clone(),
+                    full: full.clone(),
+                }));
+            }
+        }
+    }
+    tiles
+}
+
+/// Items of each block of threads.
+pub(super) struct Shares {
+    blocks: Vec<Vec<Item>>,
+    splits: usize,
+    used: Capacity,
+    /// What another step of as many tiles may use.
+    most: Capacity,
+}
+
+impl Shares {
+    const fn none() -> Self {
+        let used = Capacity { grid: 0, items: 0, slots: 0, counters: 0 };
+        Self { blocks: Vec::new(), splits: 1, used, most: used }
+    }
+
+    /// A block of threads for each tile. Tiles of heads whose keys are at most `section` together lie side by side, so that
+    /// they are read from the second-level cache; among them the longest come first.
+    pub(super) fn whole(mut tiles: Vec<Tile>, section: usize) -> Self {
+        let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
+        let (mut number, mut filled, mut last) = (0, 0usize, None);
+        for tile in tiles.drain(..) {
+            let head = (tile.sequence, tile.kv_head);
+            if last != Some(head) {
+                if filled >= section {
+                    (number, filled) = (number + 1, 0);
+                }
+                filled += tile.keys.len().max(1);
+                last = Some(head);
+            }
+            sections.push((number, tile));
+        }
+        sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
+        let one = |(_, tile): (usize, Tile)| vec![tile.item(0..tile.blocks(1), 1)];
+        Self { blocks: sections.into_iter().map(one).collect(), ..Self::none() }
+    }
+
+    /// Tiles cut into so many parts of nearly equal length, a block of threads for each part.
+    pub(super) fn even(tiles: Vec<Tile>, block_k: usize, splits: usize) -> Self {
+        let mut shares = Self::none();
+        for tile in tiles {
+            let blocks = tile.blocks(block_k);
+            let parts = splits.min(blocks);
+            let cut = |n: usize| blocks * n / parts;
+            let parts = (0..parts).map(|n| tile.item(cut(n)..cut(n + 1), block_k)).collect();
+            for item in shares.parts(parts) {
+                shares.blocks.push(vec![item]);
+            }
+        }
+        shares
+    }
+
+    /// The blocks of keys of all tiles end to end, cut into equal shares for at most `room` blocks of threads.
+    pub(super) fn equal(tiles: Vec<Tile>, block_k: usize, room: usize, least: usize) -> Self {
+        let total: usize = tiles.iter().map(|tile| tile.blocks(block_k)).sum();
+        let share = total.div_ceil(room.max(1)).max(least);
+        let mut shares = Self::none();
+        // Each boundary between blocks of threads adds an item, and cuts one tile.
+        let items = tiles.len() + room;
+        shares.most = Capacity { grid: room, items, slots: 2 * room, counters: room };
+        shares.blocks.resize_with(total.div_ceil(share), Vec::new);
+        let mut at = 0;
+        for tile in tiles {
+            let blocks = tile.blocks(block_k);
+            let mut parts = Vec::new();
+            let mut done = 0;
+            while done < blocks {
+                let part = (share - (at + done) % share).min(blocks - done);
+                parts.push(tile.item(done..done + part, block_k));
+                done += part;
+            }
+            for (n, item) in shares.parts(parts).into_iter().enumerate() {
+                shares.blocks[at / share + n].push(item);
+            }
+            at += blocks;
+        }
+        shares
+    }
+
+    /// Gives the parts of one tile their slots.
+    fn parts(&mut self, mut parts: Vec<Item>) -> Vec<Item> {
+        let count = parts.len();
+        if count > 1 {
+            for (n, item) in parts.iter_mut().enumerate() {
+                item.slot = (self.used.slots + n) as u32;
+                item.first = self.used.slots as u32;
+                item.splits = count as u32;
+                item.counter = self.used.counters as u32;
+            }
+            self.used.slots += count;
+            self.used.counters += 1;
+            self.splits = self.splits.max(count);
+        }
+        parts
+    }
+
+    pub(super) fn launch(self, kernel: CudaKernel) -> Launch {
+        let grid = self.blocks.len();
+        let count = self.blocks.iter().map(Vec::len).sum();
+        let used = Capacity { grid, items: count, ..self.used };
+        let capacity = used.max(self.most);
+        let none = Item { sequence: NONE, ..Tile::EMPTY.item(0..0, 1) };
+        let mut items = vec![none; capacity.grid];
+        for (block, list) in self.blocks.into_iter().enumerate() {
+            let mut entry = block;
+            for (n, item) in list.into_iter().enumerate() {
+                if n > 0 {
+                    items[entry].next = items.len() as u32;
+                    entry = items.len();
+                    items.push(item);
+                } else {
+                    items[entry] = item;
+                }
+            }
+        }
+        Launch { kernel, items, count, splits: self.splits, capacity }
+    }
+}
+
+impl Tile {
+    const EMPTY: Self = Self { sequence: 0, kv_head: 0, row: 0, panel: 0, keys: 0..0, full: 0..0 };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tile(sequence: usize, keys: Range<usize>) -> Tile {
+        Tile { sequence, full: keys.clone(), keys, ..Tile::EMPTY }
+    }
+
+    /// Every key of every tile is in exactly one item, and parts of a tile have neighbouring slots in key order.
+    fn check(shares: &Shares, tiles: &[Tile]) {
+        for tile in tiles {
+            let items = || shares.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
+            let mut at = tile.keys.start;
+            for (n, item) in items().enumerate() {
+                assert_eq!(item.begin as usize, at);
+                at = item.end as usize;
+                assert_eq!(item.splits as usize, items().count());
+                if item.splits > 1 {
+                    assert_eq!(item.slot, item.first + n as u32);
+                }
+            }
+            assert_eq!(at, tile.keys.end.max(tile.keys.start));
+        }
+    }
+
+    #[test]
+    fn shares_hold_every_key_once_and_are_equal() {
+        let lens = [1usize, 5000, 64, 65, 0, 777, 12_000];
+        let tiles: Vec<Tile> = lens.iter().enumerate().map(|(n, &len)| tile(n, 3.min(len)..len)).collect();
+        for room in [1, 2, 7, 100, 264] {
+            let shares = Shares::equal(tiles.clone(), 64, room, 1);
+            assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
+            check(&shares, &tiles);
+            let blocks = |items: &Vec<Item>| {
+                let of = |i: &Item| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize;
+                items.iter().map(of).sum::<usize>()
+            };
+            let total: usize = tiles.iter().map(|t| t.blocks(64)).sum();
+            assert!(shares.blocks.iter().map(blocks).all(|n| n <= total.div_ceil(room)));
+        }
+        for splits in [1, 2, 5, 1000] {
+            check(&Shares::even(tiles.clone(), 64, splits), &tiles);
+        }
+        check(&Shares::whole(tiles.clone(), 1000), &tiles);
+    }
+}

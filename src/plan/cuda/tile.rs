@@ -1,0 +1,210 @@
+//! Kernels of the CUDA backend and the shapes of their tiles.
+
+use super::{CudaFacts, is_paged};
+use crate::plan::Unsupported;
+use crate::{Dtype, Problem};
+
+/// How a block of threads divides its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct CudaTile {
+    /// Warps over the rows of a tile.
+    pub warps_q: usize,
+    /// Warps over the keys of a tile; 1 where there are several over the rows.
+    pub warps_k: usize,
+    /// Fragments of 16 rows of a warp.
+    pub fragments: usize,
+    /// Keys that a warp takes at a time.
+    pub warp_keys: usize,
+    /// Tiles of keys, and of values, in shared memory.
+    pub stages: usize,
+    /// Blocks of threads that a multiprocessor holds at a time.
+    pub resident: usize,
+    /// Whether the fragments of q stay in registers.
+    pub q_in_registers: bool,
+}
+
+impl CudaTile {
+    /// Most rows of a sequence and key/value head that one fragment holds.
+    pub(super) const FEW_ROWS: usize = 16;
+
+    /// A tile for one block of threads a multiprocessor, with fragments of q in shared memory. One of the numbers of warps is 1.
+    #[must_use]
+    pub const fn new(warps: [usize; 2], fragments: usize, warp_keys: usize, stages: usize) -> Self {
+        let [warps_q, warps_k] = warps;
+        Self { warps_q, warps_k, fragments, warp_keys, stages, resident: 1, q_in_registers: false }
+    }
+
+    /// Query rows of a tile.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        16 * self.fragments * self.warps_q
+    }
+
+    /// Keys of a tile.
+    #[must_use]
+    pub const fn keys(&self) -> usize {
+        self.warp_keys * self.warps_k
+    }
+
+    /// Threads of a block.
+    #[must_use]
+    pub const fn threads(&self) -> usize {
+        32 * self.warps_q * self.warps_k
+    }
+
+    /// Fewest blocks of keys for which a part of a tile is worth its partial result.
+    pub(super) const fn least_blocks(&self) -> usize {
+        if self.warps_q == 1 { 1 } else { 4 }
+    }
+}
+
+/// A kernel of the CUDA backend: one source, specialised by these constants.
+///
+/// Its name is `cuda-{prefill|decode}-{dtype}-d{head_dim}-{variant}`, with `x{value_dim}` where that differs. Dimensions are
+/// those it is compiled for, multiples of 32: what a problem has less is filled with zeros in shared memory. The variant is
+/// `mma{rows}x{keys}`, then `-paged` where keys lie in pages, and `-bias` or `-mask` where scores are changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct CudaKernel {
+    /// Element type of q, k, v and out.
+    pub dtype: Dtype,
+    /// Head dimension, rounded up.
+    pub head_dim: usize,
+    /// Columns of v that an item computes, rounded up; wider values are cut into panels.
+    pub value_dim: usize,
+    /// How a block of threads divides its work.
+    pub tile: CudaTile,
+    /// Whether keys lie in pages.
+    pub paged: bool,
+    /// Whether scores are changed: softcap, ALiBi, a tree mask, a scale that is not positive.
+    pub biased: bool,
+    /// Whether there is a materialised mask.
+    pub masked: bool,
+}
+
+/// Most columns of values of an item: their sums are kept in registers.
+const MAX_VALUE_COLUMNS: usize = 256;
+
+/// Registers that a thread can have.
+const MAX_REGISTERS: usize = 255;
+
+impl CudaKernel {
+    /// The kernel for sequences with up to so many rows for each key/value head.
+    pub(super) fn choose(
+        problem: &Problem,
+        facts: &CudaFacts,
+        rows: usize,
+        asked: Option<CudaTile>,
+    ) -> Result<Self, Unsupported> {
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let head_dim = dims.head_dim.next_multiple_of(32);
+        let panels = dims.value_dim.div_ceil(MAX_VALUE_COLUMNS);
+        let value_dim = dims.value_dim.div_ceil(panels).next_multiple_of(32);
+        let masked = desc.mask.is_some();
+        let biased = masked || desc.softcap.is_some() || desc.alibi || desc.tree || problem.scale() <= 0.0;
+        let dtype = problem.dtype();
+        let with = |tile| Self { dtype, head_dim, value_dim, tile, paged: is_paged(problem), biased, masked };
+        let mut least = usize::MAX;
+        let candidates = match asked {
+            Some(tile) => vec![tile],
+            None => candidates(dtype, head_dim.max(value_dim), rows),
+        };
+        for tile in candidates {
+            let mut kernel = with(tile);
+            let shared = kernel.shared_bytes();
+            least = least.min(shared);
+            if shared > facts.shared_per_block {
+                continue;
+            }
+            if asked.is_some() {
+                return Ok(kernel);
+            }
+            let threads = kernel.tile.threads();
+            let registers = if threads > 128 { 65536 / threads / 8 * 8 } else { MAX_REGISTERS + 1 };
+            let most = if threads > 128 { 1 } else { 2 };
+            kernel.tile.resident = facts.resident(shared, registers * threads).clamp(1, most);
+            kernel.tile.q_in_registers = dtype != Dtype::F32 && tile.fragments == 1 && head_dim <= 128;
+            return Ok(kernel);
+        }
+        Err(Unsupported::SharedMemory { needed: least, available: facts.shared_per_block })
+    }
+
+    /// Panels of columns into which values are cut.
+    pub(super) fn panels(&self, problem: &Problem) -> usize {
+        problem.dims().value_dim.div_ceil(self.value_dim)
+    }
+
+    /// Bytes of shared memory: those that the kernel asserts.
+    #[must_use]
+    pub const fn shared_bytes(&self) -> usize {
+        let CudaTile { warps_k, warp_keys, stages, .. } = self.tile;
+        let (element, rows) = (self.dtype.bytes(), self.tile.rows());
+        let widest = if self.head_dim > self.value_dim { self.head_dim } else { self.value_dim };
+        let ring = stages * warps_k * warp_keys * (self.head_dim + self.value_dim) * element;
+        let merge = if self.tile.warps_q == 1 { warps_k * rows * (self.value_dim + 10) * 4 } else { 0 };
+        let body = if ring > merge { ring } else { merge };
+        let row = if self.biased { 40 } else { 8 };
+        rows * widest * element + body + rows * row + 16
+    }
+
+    /// f32 of a partial result: values, maximum and sum of each row.
+    pub(crate) const fn slot_floats(&self) -> usize {
+        self.tile.rows() * (self.value_dim + 2)
+    }
+}
+
+/// Tiles for so many rows, best first: each takes less shared memory than the one before.
+fn candidates(dtype: Dtype, dim: usize, rows: usize) -> Vec<CudaTile> {
+    let wide = dtype == Dtype::F32;
+    if rows <= CudaTile::FEW_ROWS {
+        // Bytes of keys and values on their way to a multiprocessor are what counts: about 32 KiB a stage.
+        let (keys, stages) = match dim * dtype.bytes() {
+            0..=128 => (32, 3),
+            129..=256 => (16, 3),
+            _ => (16, 2),
+        };
+        let mut tiles = vec![CudaTile::new([1, 4], 1, keys, stages)];
+        tiles.extend(
+            [(4, 16, 2), (4, 16, 1), (2, 16, 1), (1, 16, 1)]
+                .map(|(warps, keys, stages)| CudaTile::new([1, warps], 1, keys, stages)),
+        );
+        return tiles;
+    }
+    let mut tiles = Vec::new();
+    if !wide && rows > 64 {
+        match dim {
+            0..=128 => tiles.push(CudaTile::new([4, 1], 2, 64, 1)),
+            129..=256 => tiles.push(CudaTile::new([8, 1], 1, 64, 1)),
+            _ => {}
+        }
+    }
+    let shapes = [(4, 64), (4, 32), (4, 16), (2, 32), (2, 16)];
+    let most = if wide { 32 } else { 64 };
+    tiles.extend(
+        shapes
+            .into_iter()
+            .filter(|&(_, keys)| keys <= most)
+            .map(|(warps, keys)| CudaTile::new([warps, 1], 1, keys, 1)),
+    );
+    tiles
+}
+
+impl std::fmt::Display for CudaKernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let op = if self.tile.warps_q == 1 { "decode" } else { "prefill" };
+        write!(f, "cuda-{op}-{}-d{}", self.dtype, self.head_dim)?;
+        if self.value_dim != self.head_dim {
+            write!(f, "x{}", self.value_dim)?;
+        }
+        write!(f, "-mma{}x{}", self.tile.rows(), self.tile.keys())?;
+        if self.paged {
+            f.write_str("-paged")?;
+        }
+        f.write_str(match (self.masked, self.biased) {
+            (true, _) => "-mask",
+            (false, true) => "-bias",
+            (false, false) => "",
+        })
+    }
+}

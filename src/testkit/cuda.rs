@@ -1,0 +1,372 @@
+//! Cases on a CUDA device: their tensors copied there, with memory around them that nothing should touch.
+
+#![allow(unsafe_code)]
+
+use super::compare::Accumulation;
+use super::run::{NotRun, Ran, Runner};
+use crate::cuda::{
+    Cuda, CudaError, DeviceInputs, DeviceList, DeviceMask, DeviceMemory, DeviceOutputs, DeviceTables,
+    DeviceTensor, DeviceTensorMut, Prepared,
+};
+use crate::plan::CudaPlan;
+use crate::{
+    BlockTables, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, Problem, TensorView, ViewError,
+    bind,
+};
+use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
+use std::sync::Arc;
+
+/// How tensors lie in device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct DevicePlacement {
+    /// Whether they start on an odd element, so that they are copied element by element; otherwise on 256 bytes.
+    pub odd: bool,
+    /// Whether their allocations end where they do, for memory checkers; otherwise NaN follow.
+    pub exact: bool,
+}
+
+/// The CUDA backend with plan options. Scratch memory and outputs start as NaN.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CudaRunner {
+    /// The device.
+    pub cuda: Cuda,
+    /// Options of every plan.
+    pub options: PlanOptions,
+    /// How tensors lie in its memory.
+    pub placement: DevicePlacement,
+}
+
+impl CudaRunner {
+    /// A runner with default options.
+    #[must_use]
+    pub fn new(cuda: Cuda) -> Self {
+        Self { cuda, options: PlanOptions::default(), placement: DevicePlacement::default() }
+    }
+
+    /// The same with other plan options.
+    #[must_use]
+    pub fn with(mut self, options: PlanOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// The same with tensors at odd elements.
+    #[must_use]
+    pub fn odd(mut self) -> Self {
+        self.placement.odd = true;
+        self
+    }
+
+    /// The same with allocations that end where their tensors do.
+    #[must_use]
+    pub fn exact(mut self, exact: bool) -> Self {
+        self.placement.exact = exact;
+        self
+    }
+}
+
+/// Bytes before and after a tensor.
+const BAND: usize = 256;
+
+/// Bytes that are written to empty the second-level cache.
+const FLUSH: usize = 256 << 20;
+
+/// A plan on a device with copies of its tensors: runs of it, and what they take.
+pub struct DeviceRun {
+    stream: Arc<CudaStream>,
+    prepared: Prepared,
+    q: Copied,
+    k: Copied,
+    v: Copied,
+    out: Copied,
+    lse: Option<Copied>,
+    table: Option<Copied>,
+    tables: Option<BlockTables>,
+    tree: Option<Copied>,
+    mask: Option<Copied>,
+    slopes: Option<Copied>,
+    sinks: Option<Copied>,
+    _scratch: CudaSlice<u8>,
+    graph: Option<CudaGraph>,
+    flush: Option<CudaSlice<u8>>,
+}
+
+impl std::fmt::Debug for DeviceRun {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceRun").field("plan", self.prepared.plan()).finish_non_exhaustive()
+    }
+}
+
+impl DeviceRun {
+    /// Copies the tensors to the device; those of the output as they are, so that what is not written stays.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn new(
+        cuda: &Cuda,
+        plan: &CudaPlan,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        placement: DevicePlacement,
+    ) -> Result<Self, CudaError> {
+        // What the device cannot check: that tables describe pages of the pool.
+        bind::check(plan.problem(), inputs, outputs)?;
+        let stream = cuda.context().new_stream().map_err(CudaError::driver("stream"))?;
+        let scratch = vec![0xFFu8; plan.workspace_bytes().max(1)];
+        let scratch = stream.clone_htod(&scratch).map_err(CudaError::driver("scratch memory"))?;
+        // SAFETY: the memory is of this size, and lives as long as what is prepared in it.
+        let memory =
+            unsafe { DeviceMemory::from_raw_parts(scratch.device_ptr(&stream).0, plan.workspace_bytes()) };
+        let prepared = cuda.prepare_in(plan, &stream, memory)?;
+        let to = Destination { stream: &stream, placement };
+        let table = |tables: &BlockTables| {
+            let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
+            to.copy(&bytes, Kind::Bytes(4))
+        };
+        let (shape, strides) = (outputs.out.shape(), outputs.out.strides());
+        // SAFETY: what lies between the rows of an output is its owner's, who gave a mutable view of it.
+        let span = unsafe { outputs.out.span_mut() };
+        Ok(Self {
+            q: to.tensor(&inputs.q)?,
+            k: to.tensor(&inputs.k)?,
+            v: to.tensor(&inputs.v)?,
+            out: to.copy(span, Kind::Tensor(plan.problem().dtype(), shape, strides))?,
+            lse: outputs.lse.as_ref().map(|lse| to.list(lse)).transpose()?,
+            table: inputs.tables.map(table).transpose()?,
+            tables: inputs.tables.cloned(),
+            tree: inputs.tree.map(|mask| to.mask(&mask)).transpose()?,
+            mask: inputs.mask.map(|mask| to.mask(&mask)).transpose()?,
+            slopes: inputs.alibi_slopes.map(|list| to.list(list)).transpose()?,
+            sinks: inputs.sinks.map(|list| to.list(list)).transpose()?,
+            prepared,
+            _scratch: scratch,
+            stream,
+            graph: None,
+            flush: None,
+        })
+    }
+
+    /// Launches a run.
+    ///
+    /// # Errors
+    /// As [`Prepared::run`].
+    pub fn launch(&mut self) -> Result<(), CudaError> {
+        let mut inputs = DeviceInputs::new(self.q.view()?, self.k.view()?, self.v.view()?);
+        inputs.tree = self.tree.as_ref().map(Copied::mask).transpose()?;
+        inputs.mask = self.mask.as_ref().map(Copied::mask).transpose()?;
+        inputs.alibi_slopes = self.slopes.as_ref().map(Copied::list).transpose()?;
+        inputs.sinks = self.sinks.as_ref().map(Copied::list).transpose()?;
+        if let (Some(copy), Some(tables)) = (&self.table, &self.tables) {
+            // SAFETY: the copy lives until the stream was waited for, and the tables were checked against the pool.
+            inputs.tables =
+                Some(unsafe { DeviceTables::from_raw_parts(copy.at, tables) }.map_err(view_error)?);
+        }
+        let mut outputs = DeviceOutputs::new(self.out.view_mut()?);
+        outputs.lse = self.lse.as_ref().map(Copied::list).transpose()?;
+        self.prepared.run(&self.stream, &inputs, &mut outputs)
+    }
+
+    /// Waits until what was launched has ended.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], also of a run that failed.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.stream.synchronize().map_err(CudaError::driver("run"))
+    }
+
+    /// Seconds of a run, launched as a graph, whose inputs the second-level cache does not hold.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn seconds(&mut self) -> Result<f64, CudaError> {
+        let failed = || CudaError::driver("measurement");
+        if self.graph.is_none() {
+            let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+            self.stream.begin_capture(mode).map_err(failed())?;
+            let launched = self.launch();
+            let flags = sys::CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+            self.graph = self.stream.end_capture(flags).map_err(failed())?;
+            launched?;
+        }
+        if self.flush.is_none() {
+            self.flush = Some(self.stream.alloc_zeros::<u8>(FLUSH).map_err(failed())?);
+        }
+        if let Some(flush) = &mut self.flush {
+            self.stream.memset_zeros(flush).map_err(failed())?;
+        }
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        let event = || self.stream.context().new_event(flags).map_err(failed());
+        let (start, end) = (event()?, event()?);
+        start.record(&self.stream).map_err(failed())?;
+        if let Some(graph) = &self.graph {
+            graph.launch().map_err(failed())?;
+        }
+        end.record(&self.stream).map_err(failed())?;
+        Ok(f64::from(start.elapsed_ms(&end).map_err(failed())?) / 1e3)
+    }
+
+    /// Copies the results to the outputs that the run was made with.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`], also where memory outside an output was written.
+    pub fn read(&self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
+        let bytes = self.out.back(&self.stream)?;
+        // SAFETY: as in `new`.
+        unsafe { outputs.out.span_mut() }.copy_from_slice(&bytes);
+        if let (Some(copy), Some(lse)) = (&self.lse, &mut outputs.lse) {
+            for (x, bytes) in lse.iter_mut().zip(copy.back(&self.stream)?.as_chunks().0) {
+                *x = f32::from_ne_bytes(*bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn view_error(error: ViewError) -> CudaError {
+    CudaError::Driver { what: "view of device memory".to_owned(), error: error.to_string() }
+}
+
+/// What copied bytes are.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Tensor(Dtype, [usize; 4], [usize; 4]),
+    Bool([usize; 4], [usize; 4]),
+    /// Elements of so many bytes.
+    Bytes(usize),
+}
+
+/// Where copies go.
+struct Destination<'a> {
+    stream: &'a Arc<CudaStream>,
+    placement: DevicePlacement,
+}
+
+impl Destination<'_> {
+    fn copy(&self, bytes: &[u8], kind: Kind) -> Result<Copied, CudaError> {
+        let element = match kind {
+            Kind::Tensor(dtype, ..) => dtype.bytes(),
+            Kind::Bool(..) => 1,
+            Kind::Bytes(n) => n,
+        };
+        let lead = BAND + if self.placement.odd { element } else { 0 };
+        let trail = if self.placement.exact { 0 } else { BAND };
+        let failed = || CudaError::driver("copy to the device");
+        // SAFETY: all of it is written below.
+        let memory = unsafe { self.stream.alloc::<u8>(lead + bytes.len() + trail) };
+        let mut memory = memory.map_err(failed())?;
+        let band = vec![0xFFu8; lead.max(trail)];
+        let end = lead + bytes.len();
+        self.stream.memcpy_htod(&band[..lead], &mut memory.slice_mut(..lead)).map_err(failed())?;
+        if !bytes.is_empty() {
+            self.stream.memcpy_htod(bytes, &mut memory.slice_mut(lead..end)).map_err(failed())?;
+        }
+        if trail > 0 {
+            self.stream.memcpy_htod(&band[..trail], &mut memory.slice_mut(end..)).map_err(failed())?;
+        }
+        let at = memory.device_ptr(self.stream).0 + lead as u64;
+        Ok(Copied { memory, at, lead, len: bytes.len(), kind })
+    }
+
+    fn tensor(&self, view: &TensorView<'_>) -> Result<Copied, CudaError> {
+        // SAFETY: tensors of cases, files and measurements lie in memory that is written before it is viewed.
+        self.copy(unsafe { view.span() }, Kind::Tensor(view.dtype(), view.shape(), view.strides()))
+    }
+
+    fn list(&self, list: &[f32]) -> Result<Copied, CudaError> {
+        let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        self.copy(&bytes, Kind::Bytes(4))
+    }
+
+    fn mask(&self, mask: &MaskView<'_>) -> Result<Copied, CudaError> {
+        let (shape, strides) = (mask.shape(), mask.strides());
+        let kind = match mask.kind() {
+            MaskKind::Bool => Kind::Bool(shape, strides),
+            MaskKind::Additive(dtype) => Kind::Tensor(dtype, shape, strides),
+        };
+        // SAFETY: as for tensors.
+        self.copy(unsafe { mask.span() }, kind)
+    }
+}
+
+/// Bytes on the device between bands of 0xFF.
+#[derive(Debug)]
+struct Copied {
+    memory: CudaSlice<u8>,
+    at: u64,
+    lead: usize,
+    len: usize,
+    kind: Kind,
+}
+
+impl Copied {
+    fn parts(&self) -> (Dtype, [usize; 4], [usize; 4]) {
+        match self.kind {
+            Kind::Tensor(dtype, shape, strides) => (dtype, shape, strides),
+            Kind::Bool(..) | Kind::Bytes(_) => (Dtype::F32, [0; 4], [0, 0, 0, 1]),
+        }
+    }
+
+    fn view(&self) -> Result<DeviceTensor<'_>, CudaError> {
+        let (dtype, shape, strides) = self.parts();
+        // SAFETY: the copy is of all that the view reaches, and lives until the stream was waited for.
+        unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }.map_err(view_error)
+    }
+
+    fn view_mut(&self) -> Result<DeviceTensorMut<'_>, CudaError> {
+        let (dtype, shape, strides) = self.parts();
+        // SAFETY: as above; nothing else accesses the copy while a run writes it.
+        unsafe { DeviceTensorMut::from_raw_parts(dtype, self.at, shape, strides) }.map_err(view_error)
+    }
+
+    fn list(&self) -> Result<DeviceList<'_>, CudaError> {
+        // SAFETY: as above.
+        unsafe { DeviceList::from_raw_parts(self.at, self.len / 4) }.map_err(view_error)
+    }
+
+    fn mask(&self) -> Result<DeviceMask<'_>, CudaError> {
+        match self.kind {
+            // SAFETY: as above.
+            Kind::Bool(shape, strides) => {
+                unsafe { DeviceMask::bool(self.at, shape, strides) }.map_err(view_error)
+            }
+            Kind::Tensor(..) | Kind::Bytes(_) => Ok(DeviceMask::additive(self.view()?)),
+        }
+    }
+
+    /// The bytes as they are now; an error where something around them was written.
+    fn back(&self, stream: &Arc<CudaStream>) -> Result<Vec<u8>, CudaError> {
+        let all = stream.clone_dtoh(&self.memory).map_err(CudaError::driver("copy from the device"))?;
+        let (lead, rest) = all.split_at(self.lead);
+        let (bytes, trail) = rest.split_at(self.len);
+        if lead.iter().chain(trail).any(|&byte| byte != 0xFF) {
+            let error = "memory outside an output was written".to_owned();
+            return Err(CudaError::Driver { what: "run".to_owned(), error });
+        }
+        Ok(bytes.to_vec())
+    }
+}
+
+impl Runner for CudaRunner {
+    fn name(&self) -> String {
+        let odd = if self.placement.odd { ", odd addresses" } else { "" };
+        format!("cuda {}{odd}", self.cuda.name())
+    }
+
+    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+        let mut compute = || {
+            let plan = self.cuda.plan(problem, self.options)?;
+            let mut run = DeviceRun::new(&self.cuda, &plan, inputs, outputs, self.placement)?;
+            run.launch()?;
+            run.wait()?;
+            run.read(outputs)?;
+            Ok(plan.to_string())
+        };
+        match compute() {
+            Ok(plan) => Ok(Ran::new(plan).accumulated(Accumulation::of_cuda(problem.dtype()))),
+            Err(CudaError::Unsupported(why)) => Err(NotRun::Unsupported(why.to_string())),
+            Err(error) => Err(NotRun::Error(error.to_string())),
+        }
+    }
+}
