@@ -129,7 +129,8 @@ pub(crate) struct CheckArgs {
 /// than this one.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile plan --q-len 4096 --head-dim 128 --causal --window 1023\n  \
-    flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg")]
+    flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg\n  \
+    flashtile plan --cached 1:8192x64 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal --device h200")]
 pub(crate) struct PlanArgs {
     /// Safetensors file whose problem to plan, instead of a shape
     #[arg(value_name = "FILE", conflicts_with = "Shape")]
@@ -143,9 +144,12 @@ pub(crate) struct PlanArgs {
     /// Refuse a file with tensors that are not understood, instead of noting them
     #[arg(long)]
     pub(crate) strict: bool,
-    /// Machine to plan for, instead of this one
-    #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads"])]
+    /// Machine to plan for, instead of this one: a CPU or a CUDA device
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
+    /// What would compute; auto is the cpu
+    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
     /// Pieces of at least one block of keys into which the keys are divided for parallel work
@@ -205,6 +209,9 @@ pub(crate) struct BenchArgs {
     /// LOW..HIGH spreads those of a batch with a --cache over the range
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
+    /// Elements of a v vector; default as many as of k
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) value_dim: Option<usize>,
     /// Query heads; default 8 (decode 32, 16 at head dimension 256)
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) heads: Option<usize>,

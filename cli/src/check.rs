@@ -68,10 +68,12 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
         return Err(Failure::at("--isa", "has a meaning for the cpu backend alone"));
     }
     match args.backend {
-        Backend::Auto if args.isa.is_none() => match gpu::device() {
-            Ok(cuda) => runners.extend(gpu::runners(cuda, args.exact_memory)),
-            Err(why) => report::note(format_args!("cuda: {why}")),
-        },
+        Backend::Auto if args.isa.is_none() => {
+            // `flashtile info` says why there is no device.
+            if let Ok(cuda) = gpu::device() {
+                runners.extend(gpu::runners(cuda, args.exact_memory));
+            }
+        }
         Backend::Auto | Backend::Cpu => {}
         Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory)),
         Backend::Reference => {

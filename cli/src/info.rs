@@ -2,6 +2,7 @@
 
 use crate::args::InfoArgs;
 use crate::failure::Result;
+use crate::gpu;
 use crate::machine::{self, Limit, LimitKind, Unit};
 use crate::report;
 use flashtile::Cpu;
@@ -9,14 +10,33 @@ use flashtile::plan::{CpuFacts, Isa};
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Backends, and why those that are not available are not.
-const BACKENDS: [(&str, bool, &str); 5] = [
-    ("cpu", true, "embedded kernels"),
-    ("reference", true, "scalar f64, one thread"),
-    ("cuda", false, "not part of this build"),
-    ("metal", false, "not part of this build"),
-    ("simulator", false, "not part of this build"),
-];
+/// A backend: its name, whether it is available, and what it is or why it is not.
+type BackendState = (&'static str, bool, String);
+
+fn backends() -> Vec<BackendState> {
+    let state = |name, available, why: &str| (name, available, why.to_owned());
+    let cuda = match gpu::device() {
+        Ok(cuda) => {
+            let facts = gpu::facts(&cuda);
+            let (major, minor) = facts.capability;
+            let compiler = gpu::compiler(&cuda).unwrap_or_else(|why| why.to_string());
+            let text = format!(
+                "{}, compute capability {major}.{minor}, {} multiprocessors; {compiler}",
+                gpu::name(&cuda),
+                facts.multiprocessors
+            );
+            ("cuda", true, text)
+        }
+        Err(why) => ("cuda", false, why.to_string()),
+    };
+    vec![
+        state("cpu", true, "embedded kernels"),
+        state("reference", true, "scalar f64, one thread"),
+        cuda,
+        state("metal", false, "not part of this build"),
+        state("simulator", false, "not part of this build"),
+    ]
+}
 
 pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
     machine::on_threads(args.threads, || {
@@ -48,7 +68,7 @@ fn as_text(facts: &CpuFacts, peaks: &[(Isa, Limit)], bandwidth: Limit) -> String
     ];
     lines.extend(peaks.iter().map(|(isa, limit)| (isa.name().to_owned(), limit.to_string())));
     lines.push(("memory".to_owned(), bandwidth.to_string()));
-    lines.extend(BACKENDS.iter().map(|(name, available, why)| {
+    lines.extend(backends().iter().map(|(name, available, why)| {
         let state = if *available { "available" } else { "unavailable" };
         ((*name).to_owned(), format!("{state}: {why}"))
     }));
@@ -58,7 +78,7 @@ fn as_text(facts: &CpuFacts, peaks: &[(Isa, Limit)], bandwidth: Limit) -> String
 fn as_json(facts: &CpuFacts, peaks: &[(Isa, Limit)], bandwidth: Limit) -> serde_json::Value {
     let fma: serde_json::Map<_, _> =
         peaks.iter().map(|(isa, l)| (isa.name().to_owned(), json!(l.rate))).collect();
-    let backends: Vec<_> = BACKENDS
+    let backends: Vec<_> = backends()
         .iter()
         .map(|(name, available, why)| json!({"name": name, "available": available, "reason": why}))
         .collect();

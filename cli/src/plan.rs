@@ -1,7 +1,8 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
-use crate::args::{PlanArgs, Shape};
+use crate::args::{Backend, PlanArgs, Shape};
 use crate::failure::{Failure, Result};
+use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Work};
 use crate::operands::{Operands, Order};
@@ -9,8 +10,8 @@ use crate::output::Destination;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
-use flashtile::plan::{CpuFacts, PlannedPrefix, devices};
-use flashtile::{CpuPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
+use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, devices};
+use flashtile::{CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -21,10 +22,15 @@ const MAX_BATCH: usize = 1 << 20;
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
         let (problem, order) = problem(args)?;
-        let (device, facts) = device(args)?;
         let options = machine::options(args.splits);
-        let unplanned = |e| machine::unplanned(&problem, &facts, &e);
-        let plan = CpuPlan::new(&problem, &facts, options).map_err(unplanned)?;
+        let (device, facts) = device(args)?;
+        let plan = match &facts {
+            Facts::Cpu(facts) => {
+                let plan = CpuPlan::new(&problem, facts, options);
+                Plan::Cpu(plan.map_err(|e| machine::unplanned(&problem, facts, &e))?)
+            }
+            Facts::Cuda(facts) => Plan::Cuda(CudaPlan::new(&problem, facts, options).map_err(Failure::new)?),
+        };
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = problem.sequences().len();
             Failure::at("--sequence", format_args!("{} of {count} sequences, counted from 0", args.sequence))
@@ -37,8 +43,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             }
             Err(failure) => Err(failure),
             Ok(sequence) => {
-                let rows = plan.tile_rows();
-                let tiles = Tiles { problem: &problem, sequence, rows, keys: plan.block_k() };
+                let (rows, keys) = plan.tile(sequence.q_len * problem.dims().group());
+                let tiles = Tiles { problem: &problem, sequence, rows, keys };
                 if let Some(path) = &args.svg {
                     let picture = Destination::new(path)?;
                     args.input.as_deref().map_or(Ok(()), |input| picture.differs_from(input))?;
@@ -54,6 +60,54 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is planned for.
+enum Facts {
+    Cpu(CpuFacts),
+    Cuda(CudaFacts),
+}
+
+enum Plan {
+    Cpu(CpuPlan),
+    Cuda(CudaPlan),
+}
+
+impl Plan {
+    const fn problem(&self) -> &Problem {
+        match self {
+            Self::Cpu(plan) => plan.problem(),
+            Self::Cuda(plan) => plan.problem(),
+        }
+    }
+
+    fn kernel(&self) -> String {
+        match self {
+            Self::Cpu(plan) => plan.kernel(),
+            Self::Cuda(plan) => plan.kernel(),
+        }
+    }
+
+    const fn workspace_bytes(&self) -> usize {
+        match self {
+            Self::Cpu(plan) => plan.workspace_bytes(),
+            Self::Cuda(plan) => plan.workspace_bytes(),
+        }
+    }
+
+    /// Rows and keys of a tile of a sequence with so many rows of a group.
+    fn tile(&self, rows: usize) -> (usize, usize) {
+        match self {
+            Self::Cpu(plan) => (plan.tile_rows(), plan.block_k()),
+            Self::Cuda(plan) => {
+                // The smallest tile that holds them, or the largest.
+                let mut tiles: Vec<_> = plan.kernels().map(|k| (k.tile.rows(), k.tile.keys())).collect();
+                tiles.sort_unstable();
+                let holds = tiles.iter().find(|tile| tile.0 >= rows);
+                holds.or(tiles.last()).copied().unwrap_or((16, 64))
+            }
+        }
+    }
 }
 
 /// The problem, and the order of axes in which its shapes are shown.
@@ -132,13 +186,29 @@ fn cached(args: &PlanArgs) -> Result<Problem> {
     })
 }
 
-fn device(args: &PlanArgs) -> Result<(String, CpuFacts)> {
+fn device(args: &PlanArgs) -> Result<(String, Facts)> {
     let Some(name) = &args.device else {
-        return Ok(("this machine".to_owned(), *machine::cpu(args.cpu)?.facts()));
+        return match args.backend {
+            Backend::Auto | Backend::Cpu => {
+                Ok(("this machine".to_owned(), Facts::Cpu(*machine::cpu(args.cpu)?.facts())))
+            }
+            Backend::Cuda if args.cpu.isa.is_some() || args.cpu.threads.is_some() => {
+                Err(Failure::at("--backend", "cuda has neither --isa nor --threads"))
+            }
+            Backend::Cuda => {
+                let cuda = gpu::device()?;
+                Ok((gpu::name(&cuda).to_owned(), Facts::Cuda(*gpu::facts(&cuda))))
+            }
+            Backend::Reference | Backend::Metal | Backend::Simulator => {
+                Err(Failure::at("--backend", "has no plans, expected auto, cpu or cuda"))
+            }
+        };
     };
-    let known = devices::ALL.iter().find(|(known, _)| known == name);
-    known.map(|(name, facts)| ((*name).to_owned(), *facts)).ok_or_else(|| {
-        let names: Vec<&str> = devices::ALL.iter().map(|(name, _)| *name).collect();
+    let cpu = devices::ALL.iter().map(|(name, facts)| (*name, Facts::Cpu(*facts)));
+    let mut all = cpu.chain(devices::ALL_CUDA.iter().map(|(name, facts)| (*name, Facts::Cuda(*facts))));
+    all.find(|(known, _)| known == name).map(|(name, facts)| (name.to_owned(), facts)).ok_or_else(|| {
+        let names = devices::ALL.iter().map(|(name, _)| *name);
+        let names: Vec<&str> = names.chain(devices::ALL_CUDA.iter().map(|(name, _)| *name)).collect();
         Failure::at("--device", format_args!("{name} is not known, expected one of {}", names.join(", ")))
     })
 }
@@ -146,17 +216,24 @@ fn device(args: &PlanArgs) -> Result<(String, CpuFacts)> {
 /// A plan and the machine that it is for.
 struct Shown<'a> {
     device: String,
-    facts: CpuFacts,
-    plan: &'a CpuPlan,
+    facts: Facts,
+    plan: &'a Plan,
     order: Order,
 }
 
 impl Shown<'_> {
+    fn work(&self) -> Work {
+        match self.plan {
+            Plan::Cpu(plan) => Work::planned(plan),
+            Plan::Cuda(plan) => Work::of(plan.problem()),
+        }
+    }
+
     fn text(&self) -> String {
-        let Self { device, facts, plan, order } = self;
+        let Self { plan, order, .. } = self;
         let problem = plan.problem();
         let desc = problem.desc();
-        let work = Work::planned(plan);
+        let work = self.work();
         let extras = [
             desc.softcap.map(|c| format!("softcap {c}")),
             desc.alibi.then(|| "ALiBi".to_owned()),
@@ -164,17 +241,154 @@ impl Shown<'_> {
             desc.mask.map(|kind| format!("{kind} mask")),
         ];
         let extras: String = extras.into_iter().flatten().map(|extra| format!(", {extra}")).collect();
-        let lines = [
+        let lines = [(
+            "problem",
+            format!(
+                "{} {}, {}, scale {}{extras}",
+                problem.dtype(),
+                shapes(problem, *order),
+                desc.visibility,
+                problem.scale()
+            ),
+        )];
+        let ends = [
+            ("workspace", report::bytes(plan.workspace_bytes() as f64)),
             (
-                "problem",
+                "work",
                 format!(
-                    "{} {}, {}, scale {}{extras}",
-                    problem.dtype(),
-                    shapes(problem, *order),
-                    desc.visibility,
-                    problem.scale()
+                    "{}, {} of K and V, {} of all pairs visible",
+                    report::flops(work.flops),
+                    report::bytes(work.bytes),
+                    report::percent(visible_fraction(problem))
                 ),
             ),
+        ];
+        let middle = match (plan, &self.facts) {
+            (Plan::Cpu(plan), Facts::Cpu(facts)) => CpuShown { device: &self.device, facts, plan }.lines(),
+            (Plan::Cuda(plan), Facts::Cuda(facts)) => cuda_lines(&self.device, facts, plan),
+            _ => Vec::new(),
+        };
+        let (prefixes, middle): (Vec<_>, Vec<_>) =
+            middle.into_iter().partition(|(name, _)| *name == "prefix");
+        let lines = lines.into_iter().chain(middle).chain(ends).chain(prefixes);
+        lines.map(|(name, text)| format!("{name:<10} {text}\n")).collect()
+    }
+
+    fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
+        let problem = self.plan.problem();
+        let work = self.work();
+        let mut json = match (self.plan, &self.facts) {
+            (Plan::Cpu(plan), Facts::Cpu(facts)) => CpuShown { device: &self.device, facts, plan }.json(),
+            (Plan::Cuda(plan), Facts::Cuda(facts)) => cuda_json(facts, plan),
+            _ => json!({}),
+        };
+        let common = json!({
+            "kernel": self.plan.kernel(),
+            "device": self.device,
+            "dims": dims_json(problem.dims()),
+            "layout": self.order.name(),
+            "dtype": problem.dtype().name(),
+            "visibility": problem.desc().visibility.to_string(),
+            "sequences": problem.sequences().len(),
+            "workspace_bytes": self.plan.workspace_bytes(),
+            "flops": work.flops,
+            "kv_bytes": work.bytes,
+            "visible_fraction": visible_fraction(problem),
+            "tiles": drawn.map(|(sequence, counts)| json!({
+                "sequence": sequence,
+                "skip": counts.skip,
+                "partial": counts.partial,
+                "full": counts.full,
+            })),
+        });
+        if let (Some(json), serde_json::Value::Object(common)) = (json.as_object_mut(), common) {
+            json.extend(common);
+        }
+        json
+    }
+}
+
+/// What there is to say of a plan for a CUDA device.
+fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static str, String)> {
+    let (major, minor) = facts.capability;
+    let mut lines = vec![(
+        "machine",
+        format!(
+            "{device}: compute capability {major}.{minor}, {} multiprocessors, {} of shared memory a block, L2 {}",
+            facts.multiprocessors,
+            report::bytes(facts.shared_per_block as f64),
+            report::bytes(facts.l2 as f64)
+        ),
+    )];
+    let group = plan.problem().dims().group();
+    for kernel in plan.kernels() {
+        let tile = &kernel.tile;
+        let role = if tile.warps_q == 1 {
+            format!("sequences with at most 16 rows ({} of a group)", report::counted(group, "query head"))
+        } else {
+            "sequences with more rows than one fragment of the matrix unit holds".to_owned()
+        };
+        lines.push(("kernel", format!("{kernel}: {role}")));
+        lines.push((
+            "tiles",
+            format!(
+                "{} rows x {} keys, {} in shared memory at a time ({}), {} threads, {} a multiprocessor",
+                tile.rows(),
+                tile.keys(),
+                tile.stages,
+                report::bytes(kernel.shared_bytes() as f64),
+                tile.threads(),
+                report::counted(tile.resident, "block"),
+            ),
+        ));
+    }
+    lines.push(("items", report::counted(plan.task_count(), "tile or part of one")));
+    let reason = if plan.options().splits.is_some() {
+        "asked for"
+    } else if plan.splits() == 1 {
+        "tiles alone fill the device, or see one block of keys each"
+    } else {
+        "keys are shared out equally among the blocks of threads that the device holds at a time"
+    };
+    lines.push(("splits", format!("{} at most: {reason}", plan.splits())));
+    lines
+}
+
+fn cuda_json(facts: &CudaFacts, plan: &CudaPlan) -> serde_json::Value {
+    let kernels = plan.kernels().map(|kernel| {
+        let tile = &kernel.tile;
+        json!({
+            "kernel": kernel.to_string(),
+            "tile_rows": tile.rows(),
+            "block_k": tile.keys(),
+            "stages": tile.stages,
+            "threads": tile.threads(),
+            "resident": tile.resident,
+            "shared_bytes": kernel.shared_bytes(),
+        })
+    });
+    json!({
+        "capability": [facts.capability.0, facts.capability.1],
+        "multiprocessors": facts.multiprocessors,
+        "l2": facts.l2,
+        "kernels": kernels.collect::<Vec<_>>(),
+        "tasks": plan.task_count(),
+        "splits": plan.splits(),
+    })
+}
+
+/// A plan for a CPU.
+struct CpuShown<'a> {
+    device: &'a str,
+    facts: &'a CpuFacts,
+    plan: &'a CpuPlan,
+}
+
+impl CpuShown<'_> {
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let Self { device, facts, plan } = self;
+        let problem = plan.problem();
+        let mut lines = vec![
             (
                 "machine",
                 format!(
@@ -199,22 +413,9 @@ impl Shown<'_> {
             ),
             ("tasks", format!("{} for {}", plan.task_count(), report::counted(plan.threads(), "thread"))),
             ("splits", format!("{}: {}", self.splits_text(), self.splits_reason())),
-            ("workspace", report::bytes(plan.workspace_bytes() as f64)),
-            (
-                "work",
-                format!(
-                    "{}, {} of K and V, {} of all pairs visible",
-                    report::flops(work.flops),
-                    report::bytes(work.bytes),
-                    report::percent(visible_fraction(problem))
-                ),
-            ),
         ];
-        let mut text: String = lines.iter().map(|(name, text)| format!("{name:<10} {text}\n")).collect();
-        for (name, line) in self.prefixes_text().into_iter().map(|line| ("prefix", line)) {
-            text += &format!("{name:<10} {line}\n");
-        }
-        text
+        lines.extend(self.prefixes_text().into_iter().map(|line| ("prefix", line)));
+        lines
     }
 
     /// A line for each prefix that is computed once.
@@ -295,24 +496,15 @@ impl Shown<'_> {
         }
     }
 
-    fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
+    fn json(&self) -> serde_json::Value {
         let (plan, facts) = (self.plan, &self.facts);
-        let problem = plan.problem();
-        let work = Work::planned(plan);
         json!({
-            "kernel": plan.kernel(),
             "kernel_reason": self.kernel_reason(),
-            "device": self.device,
             "isa": plan.isa().name(),
             "threads": plan.threads(),
             "l1d": facts.l1d,
             "l2": facts.l2,
             "l3": facts.l3,
-            "dims": dims_json(problem.dims()),
-            "layout": self.order.name(),
-            "dtype": problem.dtype().name(),
-            "visibility": problem.desc().visibility.to_string(),
-            "sequences": problem.sequences().len(),
             "tile_rows": plan.tile_rows(),
             "block_k": plan.block_k(),
             "task_rows": plan.task_rows(),
@@ -327,16 +519,6 @@ impl Shown<'_> {
                 "splits": prefix.splits,
             })).collect::<Vec<_>>(),
             "idle": plan.idle(),
-            "workspace_bytes": plan.workspace_bytes(),
-            "flops": work.flops,
-            "kv_bytes": work.bytes,
-            "visible_fraction": visible_fraction(problem),
-            "tiles": drawn.map(|(sequence, counts)| json!({
-                "sequence": sequence,
-                "skip": counts.skip,
-                "partial": counts.partial,
-                "full": counts.full,
-            })),
         })
     }
 }

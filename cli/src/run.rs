@@ -3,13 +3,13 @@
 use crate::args::{Backend, RunArgs};
 use crate::buffer::{Buffer, store};
 use crate::failure::{Failure, Result};
+use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Limit, Unit, Work};
 use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
-use flashtile::plan::Isa;
-use flashtile::{Dims, Outputs, Problem, Sequences, TensorViewMut, reference};
+use flashtile::{CudaPlan, Dims, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -38,25 +38,24 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     let backend = |name: &str| {
         Failure::at(
             "--backend",
-            format_args!("{name} is not part of this build, expected auto, cpu or reference"),
+            format_args!("{name} is not part of this build, expected auto, cpu, cuda or reference"),
         )
     };
     match args.backend {
-        Backend::Cuda => return Err(backend("cuda")),
         Backend::Metal => return Err(backend("metal")),
         Backend::Simulator => return Err(backend("simulator")),
         Backend::Auto | Backend::Cpu => {}
-        Backend::Reference => {
+        Backend::Cuda | Backend::Reference => {
+            let reference = args.backend == Backend::Reference;
             let given = [
                 ("--isa", args.cpu.isa.is_some()),
                 ("--threads", args.cpu.threads.is_some()),
-                ("--splits", args.splits.is_some()),
+                ("--splits", args.splits.is_some() && reference),
             ];
             if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
-                return Err(Failure::at(
-                    option,
-                    "has no meaning for the reference backend, expected cpu or auto",
-                ));
+                let name = if reference { "reference" } else { "cuda" };
+                let text = format_args!("has no meaning for the {name} backend, expected cpu or auto");
+                return Err(Failure::at(option, text));
             }
         }
     }
@@ -84,9 +83,8 @@ struct Done {
     backend: &'static str,
     backend_reason: String,
     kernel: String,
-    /// Instruction set whose limits apply, where a kernel ran.
-    isa: Option<Isa>,
-    threads: usize,
+    /// Whose limits apply, where a kernel ran.
+    unit: Option<Unit>,
     splits: usize,
     workspace_bytes: usize,
     problem: Problem,
@@ -118,7 +116,13 @@ fn compute(args: &RunArgs) -> Result<Done> {
     let refuse = |failure: Failure| archive.refuse(failure);
     let done = match args.backend {
         Backend::Reference => by_definition(&operands, results).map_err(refuse)?,
-        _ => on_cpu(args, &operands, results).map_err(refuse)?,
+        Backend::Cuda => on_cuda(args, gpu::device()?, &operands, results).map_err(refuse)?,
+        // What restricts the cpu asks for it.
+        Backend::Auto if args.cpu.isa.is_none() && args.cpu.threads.is_none() => match gpu::device() {
+            Ok(cuda) => on_cuda(args, cuda, &operands, results).map_err(refuse)?,
+            Err(why) => on_cpu(args, &operands, results, Some(&why)).map_err(refuse)?,
+        },
+        _ => on_cpu(args, &operands, results, None).map_err(refuse)?,
     };
 
     let lse_shape: Vec<usize> = match operands.order {
@@ -143,7 +147,47 @@ struct Results<'a> {
     lse: &'a mut Buffer,
 }
 
-fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
+/// Runs on a CUDA device; the time is that of the kernels, without copies between host and device.
+fn on_cuda(args: &RunArgs, cuda: gpu::Cuda, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
+    let problem = &operands.problem;
+    let plan =
+        CudaPlan::new(problem, gpu::facts(&cuda), machine::options(args.splits)).map_err(Failure::new)?;
+    let inputs = operands.inputs()?;
+    let shape = problem.dims().out_shape();
+    let strides = operands.order.strides(shape);
+    let out = TensorViewMut::from_bytes(problem.dtype(), results.out.bytes_mut(), shape, strides);
+    let mut outputs = Outputs::new(out.map_err(Failure::new)?);
+    outputs.lse = Some(results.lse.floats_mut());
+    let mut run = gpu::Run::new(&cuda, &plan, &inputs, &mut outputs)?;
+    run.compute(&mut outputs)?;
+    let work = Work::of(problem);
+    let (seconds, repetitions) = median(|| run.seconds())?;
+    let unit = Unit::Cuda(cuda.clone(), problem.dtype());
+    let limit = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
+    let asked = args.backend == Backend::Cuda;
+    Ok(Done {
+        backend: "cuda",
+        backend_reason: if asked { "asked for".to_owned() } else { format!("{} is there", gpu::name(&cuda)) },
+        kernel: plan.kernel(),
+        unit: Some(unit),
+        splits: plan.splits(),
+        workspace_bytes: plan.workspace_bytes(),
+        problem: problem.clone(),
+        order: operands.order,
+        work,
+        seconds,
+        repetitions,
+        limit,
+    })
+}
+
+/// Runs on the CPU; `no_device` is why no other device does, where that was asked.
+fn on_cpu(
+    args: &RunArgs,
+    operands: &Operands<'_>,
+    results: Results<'_>,
+    no_device: Option<&Failure>,
+) -> Result<Done> {
     let problem = &operands.problem;
     let cpu = machine::cpu(args.cpu)?;
     let options = machine::options(args.splits);
@@ -166,13 +210,16 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
     // The machine may have been busy at either time.
     let again = |limit: Limit| Ok(limit.max(Limit::measure(limit.kind, &unit)?));
     let limit = before.filter(|_| seconds >= LEAST_SECONDS).map(again).transpose()?;
-    let asked = args.backend == Backend::Cpu;
+    let reason = match no_device {
+        None if args.backend == Backend::Cpu => "asked for".to_owned(),
+        None => "--isa and --threads ask for it".to_owned(),
+        Some(why) => format!("{}; {} is the best that is allowed for this dtype", why, plan.isa()),
+    };
     Ok(Done {
         backend: "cpu",
-        backend_reason: if asked { "asked for".to_owned() } else { auto_reason(plan.isa()) },
+        backend_reason: reason,
         kernel: plan.kernel(),
-        isa: Some(plan.isa()),
-        threads: plan.threads(),
+        unit: Some(unit),
         splits: plan.splits(),
         workspace_bytes: plan.workspace_bytes(),
         problem: problem.clone(),
@@ -182,10 +229,6 @@ fn on_cpu(args: &RunArgs, operands: &Operands<'_>, results: Results<'_>) -> Resu
         repetitions,
         limit,
     })
-}
-
-fn auto_reason(isa: Isa) -> String {
-    format!("the only kernels of this build are the cpu's; {isa} is the best that is allowed for this dtype")
 }
 
 /// Median time of warm runs and their number, or the time of the first where there is none for another.
@@ -225,8 +268,7 @@ fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> 
         backend: "reference",
         backend_reason: "asked for".to_owned(),
         kernel: reference_name(problem),
-        isa: None,
-        threads: 1,
+        unit: None,
         splits: 1,
         workspace_bytes: 0,
         problem: problem.clone(),
@@ -250,12 +292,13 @@ impl Done {
         let shapes = shapes(&self.problem, self.order);
         let rate = report::flop_rate(self.work.flops / self.seconds);
         let reached = match self.limit {
-            Some(limit) => format!(
-                "{} of {limit} ({})",
-                report::percent(limit.fraction(&self.work, self.seconds)),
-                report::counted(self.threads, "thread")
-            ),
-            None if self.isa.is_some() => "too small to compare with a limit".to_owned(),
+            Some(limit) => {
+                let fraction = report::percent(limit.fraction(&self.work, self.seconds));
+                let threads = self.unit.as_ref().and_then(Unit::threads);
+                let threads = threads.map(|n| format!(" ({})", report::counted(n, "thread")));
+                format!("{fraction} of {limit}{}", threads.unwrap_or_default())
+            }
+            None if self.unit.is_some() => "too small to compare with a limit".to_owned(),
             None => "no limit applies".to_owned(),
         };
         format!("{}  {shapes}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
@@ -267,8 +310,8 @@ impl Done {
             "kernel": self.kernel,
             "backend": self.backend,
             "backend_reason": self.backend_reason,
-            "isa": self.isa.map(Isa::name),
-            "threads": self.threads,
+            "unit": self.unit.as_ref().map(Unit::name),
+            "threads": self.unit.as_ref().map_or(Some(1), Unit::threads),
             "splits": self.splits,
             "workspace_bytes": self.workspace_bytes,
             "dims": dims_json(d),

@@ -38,6 +38,23 @@ pub struct CacheMemory {
     pub tokens: usize,
 }
 
+impl CacheMemory {
+    pub(crate) fn of(desc: &CacheDesc, table: &SequenceTable) -> Self {
+        let usage = table.usage();
+        let (pages, page) = desc.layout.pages();
+        let page_bytes = page * desc.token_bytes();
+        Self {
+            bytes_reserved: pages * page_bytes,
+            bytes_used: (pages - usage.free) * page_bytes,
+            pages,
+            pages_free: usage.free,
+            pages_shared: usage.shared,
+            sequences: usage.sequences,
+            tokens: usage.tokens,
+        }
+    }
+}
+
 impl KvCache {
     /// An empty cache. Its pools start on cache lines and are zero; untouched ones cost address space alone.
     ///
@@ -118,8 +135,8 @@ impl KvCache {
         k: &TensorView<'_>,
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
-        self.check_layer(layer)?;
-        self.check_rows(total(batch), (k.shape(), v.shape()))?;
+        self.desc.check_layer(layer)?;
+        self.desc.check_rows(total(batch), (k.shape(), v.shape()))?;
         self.table.prepare_write(batch, &mut self.copies)?;
         self.copy_pages();
         self.write_rows(layer, batch, k, v)
@@ -138,7 +155,7 @@ impl KvCache {
             return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers });
         }
         for (k, v) in layers {
-            self.check_rows(total(batch), (k.shape(), v.shape()))?;
+            self.desc.check_rows(total(batch), (k.shape(), v.shape()))?;
         }
         self.extend(batch)?;
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
@@ -234,8 +251,8 @@ impl KvCache {
         v: &mut TensorViewMut<'_>,
     ) -> Result<(), CacheError> {
         let kept = self.table.kept(seq)?;
-        self.check_layer(layer)?;
-        self.check_rows(kept.len(), (k.shape(), v.shape()))?;
+        self.desc.check_layer(layer)?;
+        self.desc.check_rows(kept.len(), (k.shape(), v.shape()))?;
         let layer = &self.store.layers[layer];
         for run in self.table.runs(seq, kept)? {
             layer.k.read(run, k, run.at);
@@ -247,18 +264,7 @@ impl KvCache {
     /// What the cache holds. Cost: `O(pages + sequences)`.
     #[must_use]
     pub fn memory(&self) -> CacheMemory {
-        let usage = self.table.usage();
-        let (pages, page) = self.desc.layout.pages();
-        let page_bytes = page * self.desc.token_bytes();
-        CacheMemory {
-            bytes_reserved: pages * page_bytes,
-            bytes_used: (pages - usage.free) * page_bytes,
-            pages,
-            pages_free: usage.free,
-            pages_shared: usage.shared,
-            sequences: usage.sequences,
-            tokens: usage.tokens,
-        }
+        CacheMemory::of(&self.desc, &self.table)
     }
 
     /// The pools of a layer: K `[pages, kv_heads, page, head_dim]` and V `[pages, kv_heads, page, value_dim]`, dense.
@@ -267,7 +273,7 @@ impl KvCache {
     /// # Errors
     /// [`CacheError::Layer`] or [`CacheError::NotElements`].
     pub fn pages(&self, layer: usize) -> Result<(TensorView<'_>, TensorView<'_>), CacheError> {
-        self.check_layer(layer)?;
+        self.desc.check_layer(layer)?;
         let Layer { k, v } = &self.store.layers[layer];
         let (k_codec, v_codec) = (self.desc.k, self.desc.v);
         let k = k.view().ok_or(CacheError::NotElements { tensor: "k", codec: k_codec })?;
@@ -300,23 +306,6 @@ impl KvCache {
         self.store.poison(&self.table.rows_held());
     }
 
-    fn check_layer(&self, layer: usize) -> Result<(), CacheError> {
-        let layers = self.desc.layers;
-        if layer >= layers { Err(CacheError::Layer { got: layer, layers }) } else { Ok(()) }
-    }
-
-    /// Checks the shapes of K and V of this many tokens.
-    fn check_rows(&self, tokens: usize, (k, v): ([usize; 4], [usize; 4])) -> Result<(), CacheError> {
-        let heads = self.desc.kv_heads;
-        for (tensor, got, dim) in [("k", k, self.desc.head_dim), ("v", v, self.desc.value_dim)] {
-            let expected = [1, heads, tokens, dim];
-            if got != expected {
-                return Err(CacheError::Shape { tensor, expected, got });
-            }
-        }
-        Ok(())
-    }
-
     /// Does the copies that the bookkeeping has listed.
     fn copy_pages(&mut self) {
         self.store.copy(&self.copies);
@@ -347,6 +336,6 @@ impl KvCache {
 }
 
 /// Tokens of a batch; of one too large for any tensor, the largest number.
-fn total(batch: &[(SeqId, usize)]) -> usize {
+pub(crate) fn total(batch: &[(SeqId, usize)]) -> usize {
     batch.iter().fold(0, |n, &(_, tokens)| n.saturating_add(tokens))
 }

@@ -39,9 +39,13 @@ mod table;
 pub use blocks::{BlockTables, NO_PAGE, TableError};
 pub use codec::Codec;
 pub use error::CacheError;
+#[cfg(feature = "cuda")]
+pub(crate) use kv::total;
 pub use kv::{CacheMemory, KvCache};
 pub use snapshot::Snapshot;
 pub use table::SeqId;
+#[cfg(feature = "cuda")]
+pub(crate) use table::{PageCopy, SequenceTable};
 
 use crate::problem::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
 
@@ -118,13 +122,33 @@ impl CacheDesc {
         self.layers.saturating_mul(self.kv_heads).saturating_mul(row)
     }
 
+    pub(crate) fn check_layer(&self, layer: usize) -> Result<(), CacheError> {
+        let layers = self.layers;
+        if layer >= layers { Err(CacheError::Layer { got: layer, layers }) } else { Ok(()) }
+    }
+
+    /// Checks the shapes of K and V of this many tokens.
+    pub(crate) fn check_rows(
+        &self,
+        tokens: usize,
+        (k, v): ([usize; 4], [usize; 4]),
+    ) -> Result<(), CacheError> {
+        for (tensor, got, dim) in [("k", k, self.head_dim), ("v", v, self.value_dim)] {
+            let expected = [1, self.kv_heads, tokens, dim];
+            if got != expected {
+                return Err(CacheError::Shape { tensor, expected, got });
+            }
+        }
+        Ok(())
+    }
+
     /// Shapes of the pools of a layer: K `[pages, kv_heads, page, head_dim]`, V `[pages, kv_heads, page, value_dim]`.
-    const fn pools(&self) -> [[usize; 4]; 2] {
+    pub(crate) const fn pools(&self) -> [[usize; 4]; 2] {
         let (pages, page) = self.layout.pages();
         [[pages, self.kv_heads, page, self.head_dim], [pages, self.kv_heads, page, self.value_dim]]
     }
 
-    fn validate(&self) -> Result<(), CacheError> {
+    pub(crate) fn validate(&self) -> Result<(), CacheError> {
         let pages = match self.layout {
             CacheLayout::Contiguous { slots, capacity } | CacheLayout::Ring { slots, capacity } => {
                 [("slots", slots, MAX_SEQUENCES), ("capacity", capacity, MAX_LEN)]

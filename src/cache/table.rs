@@ -34,41 +34,41 @@ impl fmt::Display for SeqId {
 
 /// Consecutive tokens in consecutive rows of a page.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Run {
+pub(crate) struct Run {
     /// The page.
-    pub(super) page: usize,
+    pub(crate) page: usize,
     /// Its first row.
-    pub(super) row: usize,
+    pub(crate) row: usize,
     /// Number of tokens.
-    pub(super) tokens: usize,
+    pub(crate) tokens: usize,
     /// Tokens of the range before this run.
-    pub(super) at: usize,
+    pub(crate) at: usize,
 }
 
 /// Rows to be copied to the same rows of another page, in every layer, before anything is written.
 #[derive(Debug, Clone)]
-pub(super) struct PageCopy {
-    pub(super) from: usize,
-    pub(super) to: usize,
-    pub(super) rows: Range<usize>,
+pub(crate) struct PageCopy {
+    pub(crate) from: usize,
+    pub(crate) to: usize,
+    pub(crate) rows: Range<usize>,
 }
 
 /// The tokens of a sequence that a write to its last tokens stores.
 #[derive(Debug, Clone)]
-pub(super) struct Tail {
+pub(crate) struct Tail {
     /// Positions that are kept.
-    pub(super) kept: Range<usize>,
+    pub(crate) kept: Range<usize>,
     /// Tokens of the write before them, which are not.
-    pub(super) skipped: usize,
+    pub(crate) skipped: usize,
 }
 
 /// Numbers of a memory report.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Usage {
-    pub(super) free: usize,
-    pub(super) shared: usize,
-    pub(super) sequences: usize,
-    pub(super) tokens: usize,
+pub(crate) struct Usage {
+    pub(crate) free: usize,
+    pub(crate) shared: usize,
+    pub(crate) sequences: usize,
+    pub(crate) tokens: usize,
 }
 
 /// Serial of a place in the table that has no sequence.
@@ -127,7 +127,7 @@ impl Pages {
 
 /// The sequences of a cache and their pages.
 #[derive(Debug)]
-pub(super) struct SequenceTable {
+pub(crate) struct SequenceTable {
     cache: u64,
     layout: CacheLayout,
     /// Tokens of a page.
@@ -143,7 +143,7 @@ pub(super) struct SequenceTable {
 }
 
 /// Makes room for `n` more elements.
-pub(super) fn reserve<T>(list: &mut Vec<T>, n: usize) -> Result<(), CacheError> {
+pub(crate) fn reserve<T>(list: &mut Vec<T>, n: usize) -> Result<(), CacheError> {
     list.try_reserve(n).map_err(|_| CacheError::Memory { bytes: n.saturating_mul(size_of::<T>()) })
 }
 
@@ -155,7 +155,7 @@ fn reserve_to<T>(list: &mut Vec<T>, n: usize) -> Result<(), CacheError> {
 
 impl SequenceTable {
     /// An empty table over a validated layout.
-    pub(super) fn new(layout: CacheLayout) -> Result<Self, CacheError> {
+    pub(crate) fn new(layout: CacheLayout) -> Result<Self, CacheError> {
         static CACHES: AtomicU64 = AtomicU64::new(0);
         let (count, page) = layout.pages();
         let (mut pages, mut free) = (Vec::new(), Vec::new());
@@ -238,13 +238,13 @@ impl SequenceTable {
     }
 
     /// Kept tokens: first and one past the last.
-    pub(super) fn kept(&self, seq: SeqId) -> Result<Range<usize>, CacheError> {
+    pub(crate) fn kept(&self, seq: SeqId) -> Result<Range<usize>, CacheError> {
         let entry = self.entry(seq)?;
         Ok(entry.first..entry.len)
     }
 
     /// Where kept tokens of a sequence lie, in order.
-    pub(super) fn runs(
+    pub(crate) fn runs(
         &self,
         seq: SeqId,
         tokens: Range<usize>,
@@ -329,18 +329,18 @@ impl SequenceTable {
     }
 
     /// An empty sequence.
-    pub(super) fn create(&mut self) -> Result<SeqId, CacheError> {
+    pub(crate) fn create(&mut self) -> Result<SeqId, CacheError> {
         self.place(0, 0)
     }
 
     /// A sequence of `kept.end` tokens that keeps `kept`, or as many of them as the layout keeps.
-    pub(super) fn restore(&mut self, kept: Range<usize>) -> Result<SeqId, CacheError> {
+    pub(crate) fn restore(&mut self, kept: Range<usize>) -> Result<SeqId, CacheError> {
         self.check_len(kept.end)?;
         self.place(self.kept_from(kept.start, kept.end), kept.end)
     }
 
     /// Ends a sequence.
-    pub(super) fn remove(&mut self, seq: SeqId) -> Result<(), CacheError> {
+    pub(crate) fn remove(&mut self, seq: SeqId) -> Result<(), CacheError> {
         let index = self.find(seq)?;
         let Self { entries, pages, vacant, .. } = self;
         let entry = &mut entries[index];
@@ -353,7 +353,7 @@ impl SequenceTable {
     }
 
     /// A sequence with the same tokens. Pages are shared; slots are copied.
-    pub(super) fn fork(&mut self, seq: SeqId, copies: &mut Vec<PageCopy>) -> Result<SeqId, CacheError> {
+    pub(crate) fn fork(&mut self, seq: SeqId, copies: &mut Vec<PageCopy>) -> Result<SeqId, CacheError> {
         let index = self.find(seq)?;
         let (first, len) = (self.entries[index].first, self.entries[index].len);
         if !self.paged() {
@@ -376,7 +376,7 @@ impl SequenceTable {
     }
 
     /// Lengthens every sequence of a batch and gives it the pages of its new tokens to itself.
-    pub(super) fn extend(
+    pub(crate) fn extend(
         &mut self,
         batch: &[(SeqId, usize)],
         copies: &mut Vec<PageCopy>,
@@ -409,7 +409,7 @@ impl SequenceTable {
     }
 
     /// Gives every sequence of a batch the pages of its last tokens to itself.
-    pub(super) fn prepare_write(
+    pub(crate) fn prepare_write(
         &mut self,
         batch: &[(SeqId, usize)],
         copies: &mut Vec<PageCopy>,
@@ -430,7 +430,7 @@ impl SequenceTable {
     }
 
     /// What a write to the last `tokens` tokens stores.
-    pub(super) fn tail(&self, seq: SeqId, tokens: usize) -> Result<Tail, CacheError> {
+    pub(crate) fn tail(&self, seq: SeqId, tokens: usize) -> Result<Tail, CacheError> {
         let &Entry { first, len, .. } = self.entry(seq)?;
         let Some(start) = len.checked_sub(tokens) else {
             return Err(CacheError::Tokens { seq, got: tokens, len });
@@ -499,7 +499,7 @@ impl SequenceTable {
     }
 
     /// Shortens a sequence.
-    pub(super) fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
+    pub(crate) fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
         let index = self.find(seq)?;
         let kept = self.kept(seq)?;
         if len < kept.start || len > kept.end {
@@ -510,7 +510,7 @@ impl SequenceTable {
     }
 
     /// Drops the tokens before a position.
-    pub(super) fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), CacheError> {
+    pub(crate) fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), CacheError> {
         let index = self.find(seq)?;
         let kept = self.kept(seq)?;
         if before > kept.end {
@@ -521,7 +521,7 @@ impl SequenceTable {
     }
 
     /// Lengths and pages of a batch.
-    pub(super) fn tables(&self, batch: &[SeqId], out: &mut BlockTables) -> Result<(), CacheError> {
+    pub(crate) fn tables(&self, batch: &[SeqId], out: &mut BlockTables) -> Result<(), CacheError> {
         let mut width = 1;
         for &seq in batch {
             width = width.max(self.entry(seq)?.blocks.len());
@@ -554,7 +554,7 @@ impl SequenceTable {
     }
 
     /// Numbers of a memory report. Cost: `O(pages + sequences)`.
-    pub(super) fn usage(&self) -> Usage {
+    pub(crate) fn usage(&self) -> Usage {
         Usage {
             free: self.pages.free.len(),
             shared: self.pages.pages.iter().filter(|page| page.holders > 1).count(),
@@ -565,7 +565,7 @@ impl SequenceTable {
 
     /// Which rows, `[pages, page]`, hold a token of some sequence.
     #[cfg(feature = "testkit")]
-    pub(super) fn rows_held(&self) -> Vec<bool> {
+    pub(crate) fn rows_held(&self) -> Vec<bool> {
         let mut held = vec![false; self.pages.pages.len() * self.page];
         for entry in self.live() {
             for run in self.runs_of(entry, entry.first..entry.len) {

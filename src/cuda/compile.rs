@@ -4,7 +4,7 @@
 
 use super::error::CudaError;
 use super::library;
-use crate::plan::{CudaKernel, Item, SEQUENCE_BYTES};
+use crate::plan::{CudaKernel, Item};
 use crate::{Dtype, plan};
 use libloading::Symbol;
 use sha2::{Digest, Sha256};
@@ -16,6 +16,7 @@ use std::sync::Mutex;
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
 const FORWARD: &str = include_str!("kernels/forward.cu");
 const CLASSIFY: &str = include_str!("kernels/classify.cu");
+const ROWS: &str = include_str!("kernels/rows.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
 /// Names the folder of compiled kernels.
@@ -30,8 +31,12 @@ pub(super) struct Source {
 }
 
 /// Bytes of the parameters of the kernels, which assert them.
-pub(super) const FORWARD_PARAMS: usize = 368;
+pub(super) const FORWARD_PARAMS: usize = 360;
 pub(super) const CLASSIFY_PARAMS: usize = 72;
+pub(super) const ROWS_PARAMS: usize = 184 + 20 * ROWS_RUNS;
+
+/// Runs of rows that one launch moves: parameters of a kernel are at most 4 KiB.
+pub(super) const ROWS_RUNS: usize = 194;
 
 /// Whether rows of tensors start on 16 bytes, so that they are copied as vectors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,7 +68,6 @@ impl Source {
             ("SHARED", number(kernel.shared_bytes())),
             ("PARAMS", number(FORWARD_PARAMS)),
             ("ITEM", number(size_of::<Item>())),
-            ("SEQUENCE", number(SEQUENCE_BYTES)),
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
         Self { name: format!("{kernel}{suffix}"), body: FORWARD, constants }
@@ -72,6 +76,11 @@ impl Source {
     pub(super) fn classify() -> Self {
         let constants = vec![("PARAMS", CLASSIFY_PARAMS.to_string())];
         Self { name: "cuda-classify-mask".to_owned(), body: CLASSIFY, constants }
+    }
+
+    pub(super) fn rows() -> Self {
+        let constants = vec![("PARAMS", ROWS_PARAMS.to_string()), ("RUNS", ROWS_RUNS.to_string())];
+        Self { name: "cuda-move-rows".to_owned(), body: ROWS, constants }
     }
 
     pub(super) fn limits() -> Self {
@@ -292,8 +301,10 @@ impl DiskCache {
     /// Keeps a file; readers see all of it or none.
     fn write(&self, key: &str, code: &[u8]) -> Result<(), CudaError> {
         let (Some(folder), Some(path)) = (&self.folder, self.path(key)) else { return Ok(()) };
-        let failed =
-            |error: std::io::Error| CudaError::Cache { path: folder.clone(), error: error.to_string() };
+        let failed = |error: std::io::Error| CudaError::KernelFolder {
+            path: folder.clone(),
+            error: error.to_string(),
+        };
         std::fs::create_dir_all(folder).map_err(failed)?;
         let mut file = tempfile::NamedTempFile::new_in(folder).map_err(failed)?;
         file.write_all(&Sha256::digest(code)).map_err(failed)?;

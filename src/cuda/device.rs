@@ -131,7 +131,7 @@ impl Cuda {
     /// rows that start on 16 bytes, and those for any others. Several are compiled at a time.
     ///
     /// # Errors
-    /// [`CudaError::Missing`], [`CudaError::Compile`], [`CudaError::Driver`], or [`CudaError::Cache`] where they could not be
+    /// [`CudaError::Missing`], [`CudaError::Compile`], [`CudaError::Driver`], or [`CudaError::KernelFolder`] where they could not be
     /// kept; they are loaded then.
     pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
         use rayon::prelude::*;

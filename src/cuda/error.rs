@@ -1,6 +1,6 @@
 //! What can go wrong on a device.
 
-use crate::{RunError, Unsupported};
+use crate::{CacheError, RunError, Unsupported};
 use cudarc::driver::DriverError;
 use std::path::PathBuf;
 
@@ -37,7 +37,7 @@ pub enum CudaError {
         log: String,
     },
     /// The folder of compiled kernels cannot be used.
-    Cache {
+    KernelFolder {
         /// The folder or file.
         path: PathBuf,
         /// The system's description.
@@ -47,6 +47,8 @@ pub enum CudaError {
     Unsupported(Unsupported),
     /// The tensors are not those of the plan's problem. Nothing was launched.
     Inputs(RunError),
+    /// An operation on a cache was refused; the cache is as it was before.
+    KvCache(CacheError),
     /// Scratch memory is too small for a plan.
     Scratch {
         /// Bytes needed.
@@ -96,11 +98,12 @@ impl std::fmt::Display for CudaError {
             }
             Self::Driver { what, error } => write!(f, "{what}: {error}"),
             Self::Compile { kernel, log } => write!(f, "{kernel} does not compile: {log}"),
-            Self::Cache { path, error } => {
+            Self::KernelFolder { path, error } => {
                 write!(f, "compiled kernels are kept in {}: {error}", path.display())
             }
             Self::Unsupported(why) => why.fmt(f),
             Self::Inputs(why) => why.fmt(f),
+            Self::KvCache(why) => why.fmt(f),
             Self::Scratch { needed, got } => {
                 write!(f, "scratch memory has {got} bytes, the plan needs {needed}")
             }
@@ -118,6 +121,7 @@ impl std::error::Error for CudaError {
         match self {
             Self::Unsupported(why) => Some(why),
             Self::Inputs(why) => Some(why),
+            Self::KvCache(why) => Some(why),
             _ => None,
         }
     }
@@ -132,5 +136,11 @@ impl From<RunError> for CudaError {
 impl From<Unsupported> for CudaError {
     fn from(error: Unsupported) -> Self {
         Self::Unsupported(error)
+    }
+}
+
+impl From<CacheError> for CudaError {
+    fn from(error: CacheError) -> Self {
+        Self::KvCache(error)
     }
 }

@@ -29,6 +29,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod cache;
 mod compile;
 mod device;
 mod error;
@@ -38,6 +39,7 @@ mod module;
 mod prepared;
 mod tensor;
 
+pub use cache::DeviceKvCache;
 pub use compile::CACHE_VARIABLE;
 pub use cudarc;
 pub use device::Cuda;

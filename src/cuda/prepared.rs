@@ -8,8 +8,7 @@ use super::error::CudaError;
 use super::module::{Function, Shape};
 use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
 use crate::bind::{self, Given};
-use crate::plan::{CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch, NONE, SEQUENCE_BYTES};
-use crate::problem::Sequence;
+use crate::plan::{CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch};
 use crate::{MaskKind, Problem};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use std::f32::consts::LOG2_E;
@@ -101,7 +100,6 @@ struct ForwardParams {
     alibi: u64,
     sinks: u64,
     table: u64,
-    sequences: u64,
     items: u64,
     counters: u64,
     classes: u64,
@@ -151,38 +149,9 @@ struct ClassifyParams {
 
 const _: () = assert!(size_of::<ClassifyParams>() == CLASSIFY_PARAMS);
 
-/// `Sequence` of `forward.cu`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-struct DeviceSequence {
-    batch: u32,
-    q_start: u32,
-    q_len: u32,
-    kv_start: u32,
-    kv_len: u32,
-    unused: u32,
-    q_offset: i64,
-}
-
-const _: () = assert!(size_of::<DeviceSequence>() == SEQUENCE_BYTES);
-
-impl DeviceSequence {
-    const fn of(s: &Sequence) -> Self {
-        Self {
-            batch: s.batch as u32,
-            q_start: s.q_start as u32,
-            q_len: s.q_len as u32,
-            kv_start: s.kv_start as u32,
-            kv_len: s.kv_len as u32,
-            unused: 0,
-            q_offset: s.q_offset,
-        }
-    }
-}
-
-/// The bytes of values that are plain numbers without padding.
-fn bytes_of<T>(values: &[T]) -> &[u8] {
-    // SAFETY: called for `Item` and `DeviceSequence` alone, whose fields are integers without gaps.
+/// The bytes of items.
+fn bytes_of(values: &[Item]) -> &[u8] {
+    // SAFETY: the fields of an item are integers without gaps.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
@@ -260,14 +229,10 @@ impl Prepared {
         self.write(stream)
     }
 
-    /// Copies sequences, items and zero counters to the device.
+    /// Copies items and zero counters to the device.
     fn write(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let regions = self.plan.regions();
         let mut bytes = vec![0u8; regions.written];
-        let sequences: Vec<DeviceSequence> =
-            self.plan.problem().sequences().iter().map(DeviceSequence::of).collect();
-        let sequences = bytes_of(&sequences);
-        bytes[regions.sequences..][..sequences.len()].copy_from_slice(sequences);
         let mut at = regions.items;
         for launch in self.plan.launches() {
             let items = bytes_of(&launch.items);
@@ -303,7 +268,6 @@ impl Prepared {
         let regions = self.plan.regions();
         let mut params = params(problem, inputs, outputs);
         params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
-        params.sequences = self.at + regions.sequences as u64;
         params.items = self.at + regions.items as u64;
         params.counters = self.at + regions.counters as u64;
         params.classes = self.at + regions.classes as u64;
@@ -451,5 +415,3 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
     }
     params
 }
-
-const _: () = assert!(NONE == u32::MAX);

@@ -168,6 +168,27 @@ impl DeviceRun {
         self.prepared.run(&self.stream, &inputs, &mut outputs)
     }
 
+    /// Goes on with another plan and other tables, in the same places of device memory.
+    ///
+    /// # Errors
+    /// As [`Prepared::update`], and where the tables are of another size.
+    pub fn update(&mut self, plan: &CudaPlan, tables: &BlockTables) -> Result<(), CudaError> {
+        self.prepared.update(plan, &self.stream)?;
+        let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
+        match &mut self.table {
+            Some(copy) if copy.len == bytes.len() => {
+                let (lead, end) = (copy.lead, copy.lead + copy.len);
+                let mut part = copy.memory.slice_mut(lead..end);
+                self.stream
+                    .memcpy_htod(&bytes, &mut part)
+                    .map_err(CudaError::driver("copy of the tables"))?;
+            }
+            _ => return Err(CudaError::Update { what: "tables are of another size".to_owned() }),
+        }
+        self.tables = Some(tables.clone());
+        Ok(())
+    }
+
     /// Waits until what was launched has ended.
     ///
     /// # Errors

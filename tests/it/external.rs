@@ -1,17 +1,19 @@
 //! Data whose expected answers come from elsewhere: it judges the oracle as well as the kernels.
 
-use crate::support::runners;
-use flashtile::testkit::{CpuRunner, Guarded, GuardedList, Layout, Runner};
+use crate::support::all_runners;
+use flashtile::testkit::{Guarded, GuardedList, Layout, Runner};
 use flashtile::{
-    Dims, Dtype, Inputs, MaskKind, MaskView, Outputs, Problem, ProblemDesc, QOffset, Sequences, Visibility,
-    reference,
+    Dims, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, Problem, ProblemDesc, QOffset, Sequences,
+    Visibility, reference,
 };
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::path::PathBuf;
 
 fn data(path: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("examples/data").join(path)
+    // Of the run, not of the build: the test binary may be another machine's.
+    let root = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
+    root.join("examples/data").join(path)
 }
 
 /// One file of examples/data: inputs, and the expected out.
@@ -113,7 +115,7 @@ fn onnx(line: &Value) -> External {
     External { problem, q, k, v, mask, out }
 }
 
-fn kernel_answer(external: &External, runner: &CpuRunner) -> (Guarded, GuardedList) {
+fn kernel_answer(external: &External, runner: &dyn Runner) -> (Guarded, GuardedList) {
     let dims = external.problem.dims();
     let mut out = Guarded::new(external.problem.dtype(), dims.out_shape(), Layout::Padded);
     let mut lse = GuardedList::new(dims.lse_shape().iter().product());
@@ -174,8 +176,8 @@ fn onnx_attention_cases() {
         };
         let oracle = reference::attention(&external.problem, &external.inputs()).unwrap();
         check("oracle".to_owned(), max_abs(oracle.out.iter().copied(), &want));
-        for runner in runners() {
-            let (out, lse) = kernel_answer(&external, &runner);
+        for runner in all_runners(PlanOptions::default()) {
+            let (out, lse) = kernel_answer(&external, &*runner);
             check(runner.name(), max_abs(wide(&out.values()), &want));
             // The cases hold no logsumexp; the oracle, checked above, has one.
             check(format!("{} lse", runner.name()), max_abs(wide(lse.slice()), &oracle.lse));
@@ -212,8 +214,8 @@ fn minilm_activations() {
     let narrow = |values: &[f64]| values.iter().map(|&x| x as f32).collect::<Vec<f32>>();
     let oracle = reference::attention(&external.problem, &external.inputs()).unwrap();
     check("oracle", &narrow(&oracle.out), &narrow(&oracle.lse));
-    for runner in runners() {
-        let (got_out, got_lse) = kernel_answer(&external, &runner);
+    for runner in all_runners(PlanOptions::default()) {
+        let (got_out, got_lse) = kernel_answer(&external, &*runner);
         check(&runner.name(), &got_out.values(), got_lse.slice());
     }
 }
@@ -237,8 +239,8 @@ fn minilm_padding_is_never_read() {
         }
     }
     assert!(padded > 0);
-    for runner in runners() {
-        let (a, b) = (kernel_answer(&clean, &runner), kernel_answer(&poisoned, &runner));
+    for runner in all_runners(PlanOptions::default()) {
+        let (a, b) = (kernel_answer(&clean, &*runner), kernel_answer(&poisoned, &*runner));
         assert_eq!(a.0.bits(), b.0.bits(), "{}", runner.name());
         let bits = |list: &GuardedList| list.slice().iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
         assert_eq!(bits(&a.1), bits(&b.1), "{}", runner.name());

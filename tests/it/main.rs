@@ -11,6 +11,7 @@
 mod cache;
 mod cached;
 mod conformance;
+mod cuda;
 mod defects;
 mod external;
 mod invariance;

@@ -2,9 +2,9 @@
 //!
 //! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
 
-use flashtile::plan::devices;
+use flashtile::plan::{CudaFacts, devices};
 use flashtile::testkit::{Case, Keep, MaskFill};
-use flashtile::{CpuPlan, Dtype, MaskKind, PlanOptions, QOffset, Visibility};
+use flashtile::{CpuPlan, CudaPlan, Dtype, MaskKind, PlanOptions, QOffset, Unsupported, Visibility};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -62,6 +62,12 @@ fn table() -> String {
                 Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
             }
         }
+        for (machine, facts) in devices::ALL_CUDA {
+            match CudaPlan::new(&problem, &facts, PlanOptions::default()) {
+                Ok(plan) => writeln!(text, "  {machine}: {plan}").unwrap(),
+                Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
+            }
+        }
     }
     text
 }
@@ -78,6 +84,86 @@ fn plans_are_the_golden_ones() {
         assert_eq!(got, want, "line {} of {}", n + 1, path.display());
     }
     assert_eq!(got.lines().count(), want.lines().count(), "lines of {}", path.display());
+}
+
+#[test]
+fn cuda_plans_fit_their_devices() {
+    let cases = problems().into_iter().chain(flashtile::testkit::catalogue());
+    for case in cases {
+        let problem = case.desc.validate().unwrap();
+        for (machine, facts) in devices::ALL_CUDA {
+            for skip_tiles in [true, false] {
+                let plan = CudaPlan::new(&problem, &facts, crate::support::options(None, skip_tiles));
+                let plan = match plan {
+                    // Rows of 2 KiB: 16 of q and two tiles of 16 keys are more than a block of threads has there.
+                    Err(Unsupported::SharedMemory { .. })
+                        if problem.dtype() == Dtype::F32
+                            && problem.dims().head_dim > 384
+                            && machine == "rtx4090" =>
+                    {
+                        continue;
+                    }
+                    plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
+                };
+                for kernel in plan.kernels() {
+                    let (shared, tile) = (kernel.shared_bytes(), &kernel.tile);
+                    assert!(shared <= facts.shared_per_block, "{machine}: {plan}");
+                    // What the driver reserves for each block is counted.
+                    let all = (shared + 1024) * tile.resident;
+                    assert!(all <= facts.shared_per_multiprocessor, "{machine}: {plan}");
+                    assert!(kernel.head_dim >= problem.dims().head_dim && kernel.value_dim <= 256);
+                    assert!(tile.warps_q == 1 || tile.warps_k == 1, "{plan}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn cuda_plans_refuse() {
+    let dims = flashtile::Dims {
+        batch: 1,
+        q_heads: 8,
+        kv_heads: 8,
+        q_len: 64,
+        kv_len: 640,
+        head_dim: 64,
+        value_dim: 64,
+    };
+    let problem = flashtile::ProblemDesc::new(dims, Dtype::BF16).validate().unwrap();
+    let turing = CudaFacts { capability: (7, 5), ..devices::A100 };
+    assert_eq!(
+        CudaPlan::new(&problem, &turing, PlanOptions::default()).unwrap_err(),
+        Unsupported::Capability { got: (7, 5), least: (8, 0) }
+    );
+    let small = CudaFacts { shared_per_block: 8 << 10, ..devices::A100 };
+    let refusal = CudaPlan::new(&problem, &small, PlanOptions::default()).unwrap_err();
+    assert!(
+        matches!(refusal, Unsupported::SharedMemory { needed, available: 8192 } if needed > 8192),
+        "{refusal}"
+    );
+    for splits in [0, 11] {
+        let options = crate::support::options(Some(splits), true);
+        let refusal = CudaPlan::new(&problem, &devices::H100, options).unwrap_err();
+        assert_eq!(refusal, Unsupported::Splits { got: splits, max: 10 });
+    }
+}
+
+/// Plans of the same sequences at other lengths have the same launches and the same layout of scratch memory.
+#[test]
+fn cuda_plans_of_other_lengths_take_the_same_room() {
+    let plan = |lens: &[usize]| {
+        let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
+        let mut desc = flashtile::ProblemDesc::cached([32, 8], [128, 128], Dtype::BF16, &steps);
+        desc.visibility = Visibility::causal();
+        CudaPlan::new(&desc.validate().unwrap(), &devices::H200, PlanOptions::default()).unwrap()
+    };
+    let first = plan(&[1; 16]);
+    for lens in [[100; 16], [9000; 16], std::array::from_fn(|n| 1 + n * n * 70)] {
+        let other = plan(&lens);
+        assert!(first.kernels().eq(other.kernels()));
+        assert_eq!(first.workspace_bytes(), other.workspace_bytes());
+    }
 }
 
 #[test]

@@ -1,8 +1,10 @@
 //! What several modules share.
 
-use flashtile::testkit::{Answer, Built, Case, CpuRunner, Guarded};
+use flashtile::cuda::Cuda;
+use flashtile::testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Guarded, Runner};
 use flashtile::{Cpu, MaskKind, PlanOptions, Problem};
 use std::collections::BTreeSet;
+use std::sync::OnceLock;
 
 /// Every instruction set of this machine, single-threaded.
 pub(crate) fn runners() -> Vec<CpuRunner> {
@@ -15,6 +17,25 @@ pub(crate) fn threaded(threads: usize) -> Vec<CpuRunner> {
     Cpu::isas().into_iter().map(|isa| CpuRunner::new(cpu(isa))).collect()
 }
 
+/// The first CUDA device, if there is one; says so where there is none.
+pub(crate) fn cuda() -> Option<Cuda> {
+    static DEVICE: OnceLock<Option<Cuda>> = OnceLock::new();
+    let find = || Cuda::new(0).map_err(|why| println!("SKIPPED, nothing ran on a GPU: {why}")).ok();
+    DEVICE.get_or_init(find).clone()
+}
+
+/// The CUDA device with tensors on whole vectors and at odd addresses.
+pub(crate) fn cuda_runners() -> Vec<CudaRunner> {
+    cuda().into_iter().flat_map(|cuda| [CudaRunner::new(cuda.clone()), CudaRunner::new(cuda).odd()]).collect()
+}
+
+/// Everything that computes on this machine, with these plan options.
+pub(crate) fn all_runners(options: PlanOptions) -> Vec<Box<dyn Runner>> {
+    let cpu = runners().into_iter().map(|runner| Box::new(runner.with(options)) as Box<dyn Runner>);
+    cpu.chain(cuda_runners().into_iter().map(|runner| Box::new(runner.with(options)) as Box<dyn Runner>))
+        .collect()
+}
+
 /// Plan options; `None` splits leaves the choice to the planner.
 pub(crate) fn options(splits: Option<usize>, skip_tiles: bool) -> PlanOptions {
     let mut options = PlanOptions::default();
@@ -24,8 +45,8 @@ pub(crate) fn options(splits: Option<usize>, skip_tiles: bool) -> PlanOptions {
 }
 
 /// The answer of a runner, memory checked, numbers not.
-pub(crate) fn answer(built: &Built, runner: &CpuRunner) -> Answer {
-    built.run(runner).unwrap_or_else(|failure| panic!("{}: {failure}", runner.cpu.facts().isa))
+pub(crate) fn answer(built: &Built, runner: &dyn Runner) -> Answer {
+    built.run(runner).unwrap_or_else(|failure| panic!("{}: {failure}", runner.name()))
 }
 
 pub(crate) fn build(case: &Case) -> Built {

@@ -261,7 +261,10 @@ fn table(group: &Group, peers: &Peers) -> String {
         let fraction = group.limit.fraction(&measured.work, measured.seconds());
         let mut cells = vec![
             row.problem.dtype().to_string(),
-            dims.head_dim.to_string(),
+            match dims.value_dim {
+                value_dim if value_dim == dims.head_dim => value_dim.to_string(),
+                value_dim => format!("{}x{value_dim}", dims.head_dim),
+            },
             format!("{}/{}", dims.q_heads, dims.kv_heads),
             row.batch().to_string(),
             row.length().to_string(),
@@ -328,6 +331,7 @@ fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
         "prepare_seconds": measured.prepare,
         "dtype": row.problem.dtype().name(),
         "d": dims.head_dim,
+        "dv": dims.value_dim,
         "h": dims.q_heads,
         "hkv": dims.kv_heads,
         "b": row.batch(),

@@ -11,6 +11,7 @@ struct Key {
     kind: String,
     dtype: String,
     d: u64,
+    dv: u64,
     h: u64,
     hkv: u64,
     b: u64,
@@ -87,6 +88,7 @@ fn key_of(row: &Row) -> Key {
         kind: row.kind.name().to_owned(),
         dtype: row.problem.dtype().name().to_owned(),
         d: d.head_dim as u64,
+        dv: d.value_dim as u64,
         h: d.q_heads as u64,
         hkv: d.kv_heads as u64,
         b: row.batch() as u64,
@@ -118,11 +120,12 @@ fn entry(value: &Value) -> std::result::Result<Entry, String> {
         found.ok_or_else(|| format!("expected a whole number {name}"))
     };
     let seconds = value.get("seconds").and_then(Value::as_f64).filter(|s| *s > 0.0 && s.is_finite());
-    let h = number("h")?;
+    let (d, h) = (number("d")?, number("h")?);
     let key = Key {
         kind: text("kind")?,
         dtype: text("dtype")?,
-        d: number("d")?,
+        d,
+        dv: optional("dv", d)?,
         h,
         hkv: optional("hkv", h)?,
         b: optional("b", 1)?,

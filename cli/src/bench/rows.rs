@@ -97,6 +97,7 @@ impl Row {
             && same(|d| d.q_heads)
             && same(|d| d.kv_heads)
             && same(|d| d.head_dim)
+            && same(|d| d.value_dim)
     }
 
     /// Sequences.
@@ -257,7 +258,7 @@ fn dims(
             q_len,
             kv_len,
             head_dim,
-            value_dim: head_dim,
+            value_dim: args.value_dim.unwrap_or(head_dim),
         };
         kv_heads.iter().map(with).collect::<Vec<Dims>>()
     };

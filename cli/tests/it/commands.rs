@@ -30,9 +30,10 @@ fn help_and_version() {
     for phrase in ["true", "- slope[h] * |p - j|", "denominator of the softmax only", "--strict"] {
         assert!(run.contains(phrase), "{phrase} in {run}");
     }
-    for absent in ["--grad", "cuda", "metal", "simulator", "codec"] {
+    for absent in ["--grad", "metal", "simulator", "codec"] {
         assert!(!run.contains(absent), "{absent} in {run}");
     }
+    assert!(run.contains("cuda"), "{run}");
     let check = ok(&["check", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(check.contains("default every one of this machine"), "{check}");
     assert_eq!(ok(&["--version"]), format!("flashtile {}\n", env!("CARGO_PKG_VERSION")));
@@ -53,6 +54,16 @@ fn plans_of_shapes() {
     let all = (4096u64.div_ceil(rows)) * 1024u64.div_ceil(keys);
     assert_eq!(tiles("skip") + tiles("partial") + tiles("full"), all);
     assert!(tiles("skip") > 0 && tiles("partial") > 0 && tiles("full") > 0);
+
+    let cuda = json(&[&shape[..], &["--dtype", "bf16", "--device", "h200", "--json"]].concat());
+    assert_eq!(cuda["kernel"], "cuda-prefill-bf16-d64-mma128x64", "{cuda}");
+    assert_eq!(cuda["flops"], plan["flops"]);
+    let kernel = &cuda["kernels"][0];
+    assert_eq!((&kernel["tile_rows"], &kernel["block_k"]), (&128.into(), &64.into()), "{cuda}");
+    let text = ok(&[&shape[..], &["--device", "rtx4090"]].concat());
+    for word in ["rtx4090", "capability 8.9", "128 multiprocessors", "splits", "workspace", "masked"] {
+        assert!(text.contains(word), "{word} in {text}");
+    }
 
     assert!(plan["splits_reason"].as_str().is_some_and(|why| !why.contains(" or ")), "{plan}");
     let text = ok(&shape);

@@ -60,11 +60,14 @@ extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_cons
     u32 high[4], low[4];
     u32 seed = threadIdx.x * 0x9e3779b9u + blockIdx.x;
 #pragma unroll
-    for (int i = 0; i < 4; i++) halves(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f), high[i], low[i]);
+    for (int i = 0; i < 4; i++) {
+        Halves parts = halves(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f));
+        high[i] = parts.high, low[i] = parts.low;
+    }
     u32 b0 = __float_as_uint((float)(int)(seed * 3) * 1e-10f), b1 = __float_as_uint((float)(int)(seed * 5) * 1e-10f);
     for (u32 round = 0; round < p.rounds; round++) {
 #pragma unroll
-        for (int n = 0; n < 64; n++) mma_f32(c[n % 8], high, low, b0, b1);
+        for (int n = 0; n < 64; n++) mma_f32(c[n % 8], high, low, high, b0, b1);
     }
     float sum = 0.f;
 #pragma unroll

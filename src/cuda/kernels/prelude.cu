@@ -54,13 +54,13 @@ DEVICE u32 load4(u32 from) {
 // Four 8x8 matrices of 16-bit elements; lane l names a row of matrix l / 8.
 DEVICE void matrices(u32 (&x)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
 }
 
 // The same, each transposed.
 DEVICE void transposed(u32 (&x)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from) : "memory");
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
 }
 
 // ---- arithmetic
@@ -100,34 +100,39 @@ DEVICE float bf16_to_f32(u16 x) { return __int_as_float((u32)x << 16); }
 template <int T>
 DEVICE void mma16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     if (T == F16)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 DEVICE void mma8(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An f32 as the sum of two tf32: 22 bits of it.
-DEVICE void halves(u32 x, u32& high, u32& low) {
-    high = to_tf32(__int_as_float(x));
-    low = to_tf32(__int_as_float(x) - __int_as_float(high));
+// An f32 as the sum of two tf32, 22 bits of it, and the higher one again where it is finite: of what is not, the lower is 0.
+struct Halves {
+    u32 high, low, finite;
+};
+
+DEVICE Halves halves(u32 x) {
+    bool special = (x & 0x7f800000u) == 0x7f800000u;
+    u32 high = to_tf32(__int_as_float(x));
+    u32 low = to_tf32(__int_as_float(x) - __int_as_float(high));
+    return {high, special ? 0 : low, special ? 0 : high};
 }
 
 // c += a b of f32 by three products of tf32. The matrix unit truncates where it adds, so that every product starts from 0 and
-// joins c by an addition that rounds to nearest.
-DEVICE void mma_f32(float (&c)[4], const u32 (&a_high)[4], const u32 (&a_low)[4], u32 b0, u32 b1) {
-    u32 high[2], low[2];
-    halves(b0, high[0], low[0]);
-    halves(b1, high[1], low[1]);
+// joins c by an addition that rounds to nearest. An infinite factor is multiplied with the higher half of the other alone, which has
+// its sign.
+DEVICE void mma_f32(float (&c)[4], const u32 (&a_high)[4], const u32 (&a_low)[4], const u32 (&a_finite)[4], u32 b0, u32 b1) {
+    Halves x0 = halves(b0), x1 = halves(b1);
     float x[4] = {0.f, 0.f, 0.f, 0.f};
-    mma8(x, a_low, high[0], high[1]);
-    mma8(x, a_high, low[0], low[1]);
-    mma8(x, a_high, high[0], high[1]);
+    mma8(x, a_low, x0.finite, x1.finite);
+    mma8(x, a_finite, x0.low, x1.low);
+    mma8(x, a_high, x0.high, x1.high);
 #pragma unroll
     for (int i = 0; i < 4; i++) c[i] += x[i];
 }

@@ -16,7 +16,10 @@ pub use tile::{CudaKernel, CudaTile};
 
 use super::{PlanOptions, Unsupported};
 use crate::problem::{Problem, Sequences};
-pub(crate) use schedule::{Item, NONE};
+#[cfg(feature = "cuda")]
+pub(crate) use schedule::Item;
+#[cfg(not(feature = "cuda"))]
+use schedule::Item;
 use schedule::{Shares, tiles};
 
 /// What the planner knows of a CUDA device.
@@ -92,7 +95,6 @@ pub(crate) struct Launch {
 /// Where the parts of a device's scratch memory start, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Regions {
-    pub(crate) sequences: usize,
     /// Of each launch in turn, one after another.
     pub(crate) items: usize,
     pub(crate) counters: usize,
@@ -131,9 +133,6 @@ const MAX_ITEMS: usize = 1 << 22;
 
 /// Alignment of the parts of scratch memory.
 const ALIGN: usize = 256;
-
-/// Bytes of a sequence in device memory.
-pub(crate) const SEQUENCE_BYTES: usize = 32;
 
 impl CudaPlan {
     /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`.
@@ -192,7 +191,6 @@ impl CudaPlan {
         let sum = |of: &dyn Fn(&Launch) -> Option<usize>| {
             self.launches.iter().try_fold(0usize, |n, launch| n.checked_add(of(launch)?))
         };
-        let sequences = region(Some(self.problem.sequences().len() * SEQUENCE_BYTES))?;
         let items = region(sum(&|launch| Some(launch.capacity.items * size_of::<Item>())))?;
         let counters = region(sum(&|launch| Some(launch.capacity.counters * 4)))?;
         let written = region(Some(0))?;
@@ -202,18 +200,21 @@ impl CudaPlan {
         let slot = |launch: &Launch| launch.kernel.slot_floats() * 4;
         let partials = region(sum(&|launch| launch.capacity.slots.checked_mul(slot(launch))))?;
         let len = region(Some(0))?;
-        Some(Regions { sequences, items, counters, written, classes, partials, len })
+        Some(Regions { items, counters, written, classes, partials, len })
     }
 
+    #[cfg(feature = "cuda")]
     pub(crate) fn launches(&self) -> &[Launch] {
         &self.launches
     }
 
+    #[cfg(feature = "cuda")]
     /// Tables of the launches, in their order; none where there is no mask.
     pub(crate) fn class_tables(&self) -> &[ClassTable] {
         &self.classes
     }
 
+    #[cfg(feature = "cuda")]
     pub(crate) const fn regions(&self) -> &Regions {
         &self.regions
     }

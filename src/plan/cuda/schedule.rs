@@ -30,10 +30,16 @@ pub(crate) struct Item {
     pub(crate) counter: u32,
     /// Entry of the next item of the block of threads; 0 where there is none.
     pub(crate) next: u32,
-    pub(crate) unused: [u32; 3],
+    /// The sequence itself, so that a block of threads has all that it needs at once.
+    pub(crate) batch: u32,
+    pub(crate) q_start: u32,
+    pub(crate) q_len: u32,
+    pub(crate) kv_start: u32,
+    pub(crate) kv_len: u32,
+    pub(crate) q_offset: i64,
 }
 
-const _: () = assert!(size_of::<Item>() == 64);
+const _: () = assert!(size_of::<Item>() == 80);
 
 /// Rows of a sequence and key/value head, and the keys that they see.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,6 +50,18 @@ pub(super) struct Tile {
     panel: usize,
     keys: Range<usize>,
     full: Range<usize>,
+    rows: SequenceRows,
+}
+
+/// Where the rows and keys of a sequence lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct SequenceRows {
+    batch: usize,
+    q_start: usize,
+    q_len: usize,
+    kv_start: usize,
+    kv_len: usize,
+    q_offset: i64,
 }
 
 impl Tile {
@@ -71,7 +89,12 @@ impl Tile {
             splits: 1,
             counter: 0,
             next: 0,
-            unused: [0; 3],
+            batch: self.rows.batch as u32,
+            q_start: self.rows.q_start as u32,
+            q_len: self.rows.q_len as u32,
+            kv_start: self.rows.kv_start as u32,
+            kv_len: self.rows.kv_len as u32,
+            q_offset: self.rows.q_offset,
         }
     }
 }
@@ -99,6 +122,14 @@ pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize],
             }
             (row, keys, full)
         };
+        let place = SequenceRows {
+            batch: s.batch,
+            q_start: s.q_start,
+            q_len: s.q_len,
+            kv_start: s.kv_start,
+            kv_len: s.kv_len,
+            q_offset: s.q_offset,
+        };
         let of_head: Vec<_> = (0..all).step_by(rows).map(of_row).collect();
         for kv_head in 0..problem.dims().kv_heads {
             for (row, keys, full) in &of_head {
@@ -109,6 +140,7 @@ pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize],
                     panel,
                     keys: keys.clone(),
                     full: full.clone(),
+                    rows: place,
                 }));
             }
         }
@@ -235,7 +267,15 @@ impl Shares {
 }
 
 impl Tile {
-    const EMPTY: Self = Self { sequence: 0, kv_head: 0, row: 0, panel: 0, keys: 0..0, full: 0..0 };
+    const EMPTY: Self = Self {
+        sequence: 0,
+        kv_head: 0,
+        row: 0,
+        panel: 0,
+        keys: 0..0,
+        full: 0..0,
+        rows: SequenceRows { batch: 0, q_start: 0, q_len: 0, kv_start: 0, kv_len: 0, q_offset: 0 },
+    };
 }
 
 #[cfg(test)]

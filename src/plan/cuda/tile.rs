@@ -108,7 +108,7 @@ impl CudaKernel {
         let mut least = usize::MAX;
         let candidates = match asked {
             Some(tile) => vec![tile],
-            None => candidates(dtype, head_dim.max(value_dim), rows),
+            None => candidates(dtype, head_dim.max(value_dim), rows, is_long(problem, facts)),
         };
         for tile in candidates {
             let mut kernel = with(tile);
@@ -154,29 +154,38 @@ impl CudaKernel {
     }
 }
 
-/// Tiles for so many rows, best first: each takes less shared memory than the one before.
-fn candidates(dtype: Dtype, dim: usize, rows: usize) -> Vec<CudaTile> {
+/// Whether tiles of 256 rows leave no multiprocessor without work, and steps outnumber what a tile needs before and after them.
+fn is_long(problem: &Problem, facts: &CudaFacts) -> bool {
+    let heads = problem.dims().kv_heads;
+    let tiles = |s: &crate::Sequence| (s.q_len * problem.dims().group()).div_ceil(256) * heads;
+    let keys = problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
+    keys >= 2048 && problem.sequences().iter().map(tiles).sum::<usize>() >= 2 * facts.multiprocessors
+}
+
+/// Tiles for so many rows, best first: each takes less shared memory than the one before. `long` where there are enough rows
+/// and keys for the largest tiles.
+fn candidates(dtype: Dtype, dim: usize, rows: usize, long: bool) -> Vec<CudaTile> {
     let wide = dtype == Dtype::F32;
     if rows <= CudaTile::FEW_ROWS {
         // Bytes of keys and values on their way to a multiprocessor are what counts: about 32 KiB a stage.
         let (keys, stages) = match dim * dtype.bytes() {
             0..=128 => (32, 3),
-            129..=256 => (16, 3),
             _ => (16, 2),
         };
         let mut tiles = vec![CudaTile::new([1, 4], 1, keys, stages)];
-        tiles.extend(
-            [(4, 16, 2), (4, 16, 1), (2, 16, 1), (1, 16, 1)]
-                .map(|(warps, keys, stages)| CudaTile::new([1, warps], 1, keys, stages)),
-        );
+        tiles.extend([4, 2, 1].map(|warps| CudaTile::new([1, warps], 1, 16, 2)));
         return tiles;
     }
     let mut tiles = Vec::new();
     if !wide && rows > 64 {
-        match dim {
-            0..=128 => tiles.push(CudaTile::new([4, 1], 2, 64, 1)),
-            129..=256 => tiles.push(CudaTile::new([8, 1], 1, 64, 1)),
-            _ => {}
+        if dim <= 128 {
+            if long {
+                let (keys, stages) = if dim <= 64 { (128, 2) } else { (64, 3) };
+                tiles.push(CudaTile::new([8, 1], 2, keys, stages));
+            }
+            tiles.push(CudaTile::new([4, 1], 2, 64, 2));
+        } else if dim <= 256 {
+            tiles.push(CudaTile::new([8, 1], 1, 64, 2));
         }
     }
     let shapes = [(4, 64), (4, 32), (4, 16), (2, 32), (2, 16)];
@@ -185,8 +194,9 @@ fn candidates(dtype: Dtype, dim: usize, rows: usize) -> Vec<CudaTile> {
         shapes
             .into_iter()
             .filter(|&(_, keys)| keys <= most)
-            .map(|(warps, keys)| CudaTile::new([warps, 1], 1, keys, 1)),
+            .map(|(warps, keys)| CudaTile::new([warps, 1], 1, keys, 2)),
     );
+    tiles.push(CudaTile::new([1, 1], 1, 16, 2));
     tiles
 }
 

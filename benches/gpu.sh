@@ -1,0 +1,114 @@
+#!/usr/bin/env bash
+# Checks and measures the CUDA backend on one machine: answers, limits, ours and peers in one run.
+#
+#   benches/gpu.sh FLASHTILE [OUT [PART...]]
+#
+# FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
+# are measured where python3 has torch. Parts, all by default: check, sanitize (where compute-sanitizer is), prefill, decode,
+# start. TESTS may name a test binary of this repository, whose CUDA and external cases are then run by `check` too.
+set -euo pipefail
+flashtile=$(realpath "$1")
+out=$(realpath -m "${2:-bench-gpu}")
+shift $(($# < 2 ? $# : 2))
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(check sanitize prefill decode start)
+root=$(dirname "$(dirname "$(realpath "$0")")")
+mkdir -p "$out"
+cd "$root"
+wants() { local p; for p in "${parts[@]}"; do [ "$p" = "$1" ] && return; done; return 1; }
+step() { printf '\n== %s\n' "$*"; }
+
+nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv > "$out/machine.txt"
+cat "$out/machine.txt"
+torch=
+python3 -c "import torch; torch.zeros(1).cuda()" 2> /dev/null && torch=1
+
+if wants check; then
+    step "answers"
+    "$flashtile" check --backend cuda --seeds 0..400 > "$out/check.txt" || { cat "$out/check.txt"; exit 1; }
+    head -4 "$out/check.txt"
+    for n in 1 2; do
+        "$flashtile" run examples/data/minilm_attention.safetensors -o "$out/minilm$n.safetensors" --backend cuda
+    done
+    cmp "$out"/minilm[12].safetensors && rm "$out"/minilm[12].safetensors
+    if [ -n "${TESTS:-}" ]; then
+        CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: external:: nan_in infinity > "$out/tests.txt" 2>&1 ||
+            { tail -40 "$out/tests.txt"; exit 1; }
+        grep -E "SKIPPED|test result" "$out/tests.txt"
+    fi
+fi
+
+if wants sanitize && command -v compute-sanitizer > /dev/null; then
+    some=gqa_4_causal,mask_f16_window,like_,cached_steps_pages_of_8,cached_ring_41,tree_branches_verify,keys_16,decode_long
+    for tool in memcheck racecheck; do
+        step "$tool"
+        compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name kns=forward \
+            "$flashtile" check --backend cuda --exact-memory --filter $some > "$out/$tool.txt" 2>&1 ||
+            { tail -40 "$out/$tool.txt"; exit 1; }
+        grep -E "ERROR SUMMARY|RACECHECK SUMMARY|^cuda " "$out/$tool.txt" | cut -c1-100
+    done
+fi
+
+# Peers of one problem, then ours beside them: NAME, the problem for the peer, options for ours.
+compare() {
+    local name=$1 problem=$2
+    shift 2
+    local vs=()
+    if [ -n "$torch" ] && [ -n "$problem" ]; then
+        python3 benches/peers/cuda_torch.py "$out/torch-$name.jsonl" $problem
+        vs=(--vs "$out/torch-$name.jsonl")
+    fi
+    "$flashtile" bench "$@" --backend cuda --dtype "${dtype:-bf16}" --min-time 0.2 --json-lines "$out/row.jsonl" "${vs[@]}" |
+        tee -a "$out/$name.txt"
+    cat "$out/row.jsonl" >> "$out/$name.jsonl"
+    rm "$out/row.jsonl"
+}
+
+if wants prefill; then
+    step "prefill: batch * length = 16384, heads = 2048 / head dimension"
+    for d in 64 128 256; do
+        for s in 1024 4096 16384; do
+            compare prefill "prefill $d $s $((16384 / s))" prefill --head-dim $d --heads $((2048 / d)) --seq $s --batch $((16384 / s))
+        done
+    done
+    step "groups of 8"
+    for s in 1024 4096 16384; do
+        compare prefill "prefill 128 $s $((16384 / s)) 64 8" prefill --head-dim 128 --heads 64 --kv-heads 8 --seq $s --batch $((16384 / s))
+    done
+    step "window, wide heads, f16, f32"
+    compare prefill "" prefill --head-dim 128 --heads 16 --seq 16384 --causal --window 1023
+    compare prefill "" prefill --head-dim 512 --heads 4 --seq 4096 --batch 4
+    compare prefill "" prefill --head-dim 192 --value-dim 128 --heads 16 --seq 4096 --batch 4
+    dtype=f16 compare prefill "" prefill --head-dim 128 --heads 16 --seq 4096 --batch 4
+    dtype=f32 compare prefill "" prefill --head-dim 128 --heads 16 --seq 4096 --batch 4
+fi
+
+if wants decode; then
+    step "decode"
+    for row in "128 1 1024 32 8" "128 1 8192 32 8" "128 1 131072 32 8" "128 16 8192 32 8" "128 64 4096 32 8" \
+        "256 1 8192 16 2" "256 1 131072 16 2" "256 64 4096 16 2" "64 1 8192 32 8" "64 64 4096 32 8"; do
+        read -r d b s h hkv <<< "$row"
+        compare decode "decode $d $s $b $h $hkv" decode --head-dim $d --batch $b --seq $s --heads $h --kv-heads $hkv
+    done
+    step "caches: contiguous and pages in random order, in turns"
+    for page in 16 64; do
+        compare decode "" decode --head-dim 128 --batch 64 --seq 4096 --cache contiguous,paged --page $page
+    done
+    step "lengths: the same sum, equal and from 100 to 16000"
+    compare decode "" decode --head-dim 128 --batch 64 --seq 8050,100..16000 --cache contiguous
+fi
+
+if wants start; then
+    step "first call: without and with compiled kernels on disk"
+    folder=$(mktemp -d)
+    for state in cold warm; do
+        # The compiler keeps results of its own, which would make a cold start warm.
+        CUDA_CACHE_DISABLE=1 FLASHTILE_CACHE_DIR=$folder "$flashtile" bench decode --backend cuda --dtype bf16 --head-dim 128 --seq 8192 --min-time 0.05 \
+            --json-lines "$out/start-$state.jsonl" > /dev/null
+        python3 -c "
+import json
+row = json.loads(open('$out/start-$state.jsonl').readline())
+print('$state: %.1f ms to the first launch, %.1f us of the host for each' % (row['prepare_seconds'] * 1e3, row['host_seconds'] * 1e6))"
+    done
+    rm -r "$folder"
+fi

@@ -1,0 +1,298 @@
+//! The CUDA backend on the device of this machine. Without one these tests say so, and pass.
+
+#![allow(unsafe_code, reason = "device addresses are made views")]
+
+use crate::support::{answer, build, cuda, cuda_runners, options};
+use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use flashtile::cuda::{Cuda, CudaError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
+use flashtile::testkit::{
+    Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
+    conformance, random_case,
+};
+use flashtile::{
+    CacheDesc, CacheError, CacheLayout, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions, QOffset,
+    SeqId, TensorView, TensorViewMut, plan::devices,
+};
+use std::sync::Arc;
+
+#[test]
+fn the_catalogue_and_random_cases_pass() {
+    let runners = cuda_runners();
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let random = (0..400).map(|seed| {
+        let mut rng = Rng::new(seed);
+        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
+    });
+    let cases: Vec<Case> = catalogue().into_iter().chain(random).collect();
+    let (mut passed, mut failed) = (0, Vec::new());
+    if !runners.is_empty() {
+        conformance(&cases, &runners, |result| match &result.result {
+            Ok(_) => passed += 1,
+            Err(Failure::Skipped(_)) => println!("{result}"),
+            Err(_) => failed.push(result.to_string()),
+        });
+    }
+    println!("{passed} passed");
+    assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// Cases that are cut into parts, and others; every dtype.
+fn some_cases() -> Vec<Case> {
+    catalogue().into_iter().step_by(3).collect()
+}
+
+#[test]
+fn two_runs_have_the_same_bits() {
+    for runner in cuda_runners() {
+        for case in some_cases() {
+            let built = build(&case);
+            let (a, b) = (answer(&built, &runner), answer(&built, &runner));
+            assert!(a.bits() == b.bits(), "{} on {}", case.name, runner.name());
+        }
+    }
+}
+
+#[test]
+fn bits_do_not_depend_on_skipping_tiles_or_on_where_tensors_lie() {
+    let Some(cuda) = cuda() else { return };
+    for case in some_cases() {
+        let built = build(&case);
+        // One part a tile: where keys are cut depends on how many there are to compute.
+        let runner = CudaRunner::new(cuda.clone()).with(options(Some(1), true));
+        let want = answer(&built, &runner).bits();
+        for other in [runner.clone().odd(), runner.clone().with(options(Some(1), false))] {
+            assert!(answer(&built, &other).bits() == want, "{} on {}", case.name, other.name());
+        }
+    }
+}
+
+#[test]
+fn any_number_of_splits_is_within_the_limits() {
+    let Some(cuda) = cuda() else { return };
+    for case in some_cases() {
+        let prepared = Prepared::new(&case).unwrap();
+        for splits in [1, 2, 3, 7] {
+            let runner = CudaRunner::new(cuda.clone()).with(options(Some(splits), true));
+            match prepared.run(&runner) {
+                Ok(_) | Err(Failure::Skipped(_)) => {}
+                Err(failure) => panic!("{} in {splits} parts: {failure}", case.name),
+            }
+        }
+    }
+}
+
+/// The answer of a run that was made for a case, after another launch of it.
+fn read(run: &DeviceRun, like: &Guarded) -> Vec<u32> {
+    let mut out = like.clone();
+    run.read(&mut Outputs::new(out.view_mut())).unwrap();
+    out.bits()
+}
+
+#[test]
+fn a_captured_graph_computes_the_plan_of_an_update() {
+    let Some(cuda) = cuda() else { return };
+    let case = |lens: &[usize]| {
+        let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
+        // Named alike: the same queries.
+        Case::new("update", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
+            .cached(&steps, 4096, Keep::All)
+            .causal(QOffset::BottomRight)
+    };
+    let plan = |built: &flashtile::testkit::Built| {
+        CudaPlan::new(&built.problem, cuda.facts(), PlanOptions::default()).unwrap()
+    };
+    // All sequences in one page each, so that pools and tables have the same sizes.
+    let (first, second) = (build(&case(&[900, 20, 4000, 1])), build(&case(&[3000, 1500, 7, 4096])));
+    let mut out = Guarded::new(Dtype::F16, first.problem.dims().out_shape(), first.layout);
+    let mut outputs = Outputs::new(out.view_mut());
+    // The pools of the longer sequences, of which the first plan sees less.
+    let mut inputs = second.inputs();
+    inputs.tables = first.tables.as_ref();
+    let placement = DevicePlacement::default();
+    let mut run = DeviceRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
+    run.seconds().unwrap();
+    run.update(&plan(&second), second.tables.as_ref().unwrap()).unwrap();
+    run.seconds().unwrap();
+    let got = read(&run, &out);
+    let want = answer(&second, &CudaRunner::new(cuda.clone()));
+    assert!(got == want.out.bits());
+    // Twice: counters are as they were.
+    run.seconds().unwrap();
+    assert!(read(&run, &out) == got);
+
+    let more = build(&case(&[5, 5, 5, 5, 5]));
+    let refusal = run.update(&plan(&more), more.tables.as_ref().unwrap()).unwrap_err();
+    assert!(matches!(refusal, CudaError::Update { .. }), "{refusal}");
+}
+
+#[test]
+fn refusals_say_what_is_wrong() {
+    let Some(cuda) = cuda() else {
+        // What a machine without a device says.
+        let refusal = flashtile::cuda::Cuda::new(0).unwrap_err();
+        let said = refusal.to_string();
+        assert!(said.contains("NVIDIA") || said.contains("CUDA"), "{said}");
+        return;
+    };
+    let count = flashtile::cuda::Cuda::count().unwrap();
+    let refusal = flashtile::cuda::Cuda::new(count).unwrap_err();
+    assert!(matches!(refusal, CudaError::NoDevice { ordinal, .. } if ordinal == count), "{refusal}");
+    let built = build(&Case::new("refused", [1, 2, 2, 5, 9, 64, 64], Dtype::F32));
+    let other = build(&Case::new("other", [1, 2, 2, 5, 8, 64, 64], Dtype::F32));
+    let plan = cuda.plan(&built.problem, PlanOptions::default()).unwrap();
+    let mut out = Guarded::new(Dtype::F32, built.problem.dims().out_shape(), built.layout);
+    let mut outputs = Outputs::new(out.view_mut());
+    let refusal = DeviceRun::new(&cuda, &plan, &other.inputs(), &mut outputs, DevicePlacement::default());
+    assert!(matches!(refusal.unwrap_err(), CudaError::Inputs(_)));
+    // A plan for a device with more shared memory than this one has: none here, unless it is small.
+    let wide = build(&Case::new("wide", [1, 2, 2, 200, 900, 512, 512], Dtype::F32));
+    let large = CudaPlan::new(&wide.problem, &devices::H200, PlanOptions::default()).unwrap();
+    if cuda.facts().shared_per_block < devices::H200.shared_per_block {
+        let stream = cuda.context().new_stream().unwrap();
+        let refusal = cuda.prepare(&large, &stream).unwrap_err();
+        assert!(matches!(refusal, CudaError::OtherDevice { .. }), "{refusal}");
+    }
+}
+
+/// f32 rows `[tokens, heads, dim]` on the device.
+struct Rows {
+    memory: CudaSlice<f32>,
+    shape: [usize; 3],
+    stream: Arc<CudaStream>,
+}
+
+impl Rows {
+    fn new(stream: &Arc<CudaStream>, data: &[f32], shape: [usize; 3]) -> Self {
+        Self { memory: stream.clone_htod(data).unwrap(), shape, stream: stream.clone() }
+    }
+
+    fn shape(&self) -> ([usize; 4], [usize; 4]) {
+        let [tokens, heads, dim] = self.shape;
+        ([1, heads, tokens, dim], [tokens * heads * dim, dim, heads * dim, 1])
+    }
+
+    fn view(&self) -> DeviceTensor<'_> {
+        let (shape, strides) = self.shape();
+        let at = self.memory.device_ptr(&self.stream).0;
+        // SAFETY: the memory holds the rows, and lives until the stream was waited for.
+        unsafe { DeviceTensor::from_raw_parts(Dtype::F32, at, shape, strides).unwrap() }
+    }
+
+    fn view_mut(&mut self) -> DeviceTensorMut<'_> {
+        let (shape, strides) = self.shape();
+        let at = self.memory.device_ptr(&self.stream).0;
+        // SAFETY: as above; nothing else accesses it.
+        unsafe { DeviceTensorMut::from_raw_parts(Dtype::F32, at, shape, strides).unwrap() }
+    }
+
+    fn read(&self) -> Vec<f32> {
+        self.stream.clone_dtoh(&self.memory).unwrap()
+    }
+}
+
+/// The same operations on a cache in main memory and on one of the device.
+struct Twins {
+    stream: Arc<CudaStream>,
+    host: KvCache,
+    device: DeviceKvCache,
+    sequences: Vec<(SeqId, SeqId)>,
+    rng: Rng,
+}
+
+impl Twins {
+    const LAYERS: usize = 2;
+
+    fn new(cuda: &Cuda, layout: CacheLayout, codec: Codec) -> Self {
+        let mut desc = CacheDesc::new(layout, [Self::LAYERS, 3, 40], codec);
+        desc.value_dim = 17;
+        let stream = cuda.context().new_stream().unwrap();
+        let device = DeviceKvCache::new(cuda, desc, &stream).unwrap();
+        Self { stream, host: KvCache::new(desc).unwrap(), device, sequences: Vec::new(), rng: Rng::new(7) }
+    }
+
+    fn append(&mut self, which: &[(usize, usize)]) {
+        let batch = |side: fn(&(SeqId, SeqId)) -> SeqId, all: &[(SeqId, SeqId)]| {
+            which.iter().map(|&(n, tokens)| (side(&all[n]), tokens)).collect::<Vec<_>>()
+        };
+        let (host, device) = (batch(|s| s.0, &self.sequences), batch(|s| s.1, &self.sequences));
+        let tokens: usize = which.iter().map(|w| w.1).sum();
+        let mut data = |dim: usize| (0..tokens * 3 * dim).map(|_| self.rng.normal()).collect::<Vec<f32>>();
+        let rows: Vec<_> = (0..Self::LAYERS).map(|_| (data(40), data(17))).collect();
+        let view = |data, dim| TensorView::packed::<f32>(data, [tokens, 3, dim]).unwrap();
+        let layers: Vec<_> = rows.iter().map(|(k, v)| (view(k, 40), view(v, 17))).collect();
+        let on_host = self.host.append(&host, &layers);
+        let copied: Vec<_> = rows
+            .iter()
+            .map(|(k, v)| {
+                (Rows::new(&self.stream, k, [tokens, 3, 40]), Rows::new(&self.stream, v, [tokens, 3, 17]))
+            })
+            .collect();
+        let layers: Vec<_> = copied.iter().map(|(k, v)| (k.view(), v.view())).collect();
+        match (on_host, self.device.append(&device, &layers, &self.stream)) {
+            (Ok(()), Ok(())) => {}
+            (Err(_), Err(CudaError::KvCache(_))) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn compare(&self) {
+        for &(host, device) in &self.sequences {
+            let (first, len) = (self.host.first(host).unwrap(), self.host.len(host).unwrap());
+            assert_eq!((first, len), (self.device.first(device).unwrap(), self.device.len(device).unwrap()));
+            let tokens = len - first;
+            for layer in 0..Self::LAYERS {
+                let (mut k, mut v) = (vec![0.0f32; tokens * 3 * 40], vec![0.0f32; tokens * 3 * 17]);
+                let view = |data, dim| TensorViewMut::packed::<f32>(data, [tokens, 3, dim]).unwrap();
+                self.host.linearise(host, layer, &mut view(&mut k, 40), &mut view(&mut v, 17)).unwrap();
+                if tokens == 0 {
+                    continue;
+                }
+                let mut k_rows = Rows::new(&self.stream, &vec![9.0; k.len()], [tokens, 3, 40]);
+                let mut v_rows = Rows::new(&self.stream, &vec![9.0; v.len()], [tokens, 3, 17]);
+                let views = (&mut k_rows.view_mut(), &mut v_rows.view_mut());
+                self.device.linearise(device, layer, views, &self.stream).unwrap();
+                assert!(k_rows.read() == k && v_rows.read() == v, "{:?} layer {layer}", self.host.desc());
+            }
+        }
+    }
+}
+
+#[test]
+fn a_device_cache_holds_what_one_in_main_memory_does() {
+    let Some(cuda) = cuda() else { return };
+    let layouts = [
+        CacheLayout::Contiguous { slots: 5, capacity: 90 },
+        CacheLayout::Ring { slots: 5, capacity: 50 },
+        CacheLayout::Paged { pages: 40, page: 7 },
+    ];
+    for (layout, codec) in
+        layouts.into_iter().flat_map(|l| [Codec::F32, Codec::F16, Codec::BF16].map(|c| (l, c)))
+    {
+        let mut twins = Twins::new(&cuda, layout, codec);
+        for _ in 0..2 {
+            let pair = (twins.host.create().unwrap(), twins.device.create().unwrap());
+            twins.sequences.push(pair);
+        }
+        twins.append(&[(0, 33), (1, 12)]);
+        twins.compare();
+        let (host, device) = twins.sequences[0];
+        let fork = (twins.host.fork(host).unwrap(), twins.device.fork(device, &twins.stream).unwrap());
+        twins.sequences.push(fork);
+        // Both go on in a page that they share, then one is cut short and goes on elsewhere.
+        twins.append(&[(0, 1), (2, 5), (1, 20)]);
+        twins.compare();
+        let (host, device) = twins.sequences[2];
+        twins.host.truncate(host, 20).unwrap_or(());
+        twins.device.truncate(device, 20).unwrap_or(());
+        for _ in 0..30 {
+            let (n, tokens) = (twins.rng.below(3), 1 + twins.rng.below(9));
+            twins.append(&[(n, tokens)]);
+        }
+        twins.compare();
+        assert_eq!(twins.host.memory(), twins.device.memory());
+    }
+    let stream = cuda.context().new_stream().unwrap();
+    let none = CacheDesc::new(CacheLayout::Paged { pages: 0, page: 7 }, [1, 1, 8], Codec::F32);
+    let refusal = DeviceKvCache::new(&cuda, none, &stream).unwrap_err();
+    assert!(matches!(refusal, CudaError::KvCache(CacheError::Dimension { .. })), "{refusal}");
+}
