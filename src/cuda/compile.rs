@@ -6,6 +6,7 @@ use super::error::CudaError;
 use super::library;
 use crate::plan::{CudaKernel, Item};
 use crate::{Dtype, plan};
+use etcetera::base_strategy::{BaseStrategy, choose_base_strategy};
 use libloading::Symbol;
 use sha2::{Digest, Sha256};
 use std::ffi::{CString, c_char, c_int, c_void};
@@ -279,7 +280,7 @@ impl DiskCache {
         let folder = match std::env::var_os(CACHE_VARIABLE) {
             Some(folder) if folder.is_empty() => None,
             Some(folder) => Some(folder.into()),
-            None => dirs::cache_dir().map(|folder| folder.join("flashtile")),
+            None => choose_base_strategy().ok().map(|user| user.cache_dir().join("flashtile")),
         };
         Self { folder }
     }
@@ -372,3 +373,132 @@ impl std::fmt::Debug for Compiler {
 }
 
 const _: () = assert!(plan::CLASS_ROWS == 16);
+
+#[cfg(test)]
+#[allow(clippy::print_stdout, reason = "a test that does not run says so")]
+mod tests {
+    use super::*;
+    use crate::plan::{CudaPlan, PlanOptions, devices};
+    use crate::{Dims, MaskKind, ProblemDesc, QOffset, Visibility};
+    use rayon::prelude::*;
+    use std::collections::HashMap;
+
+    /// The compiler, if there is one; says so where there is none.
+    fn compiler() -> Option<Compiler> {
+        Compiler::load().map_err(|why| println!("SKIPPED, no kernel was compiled: {why}")).ok()
+    }
+
+    /// Kernels of every kind: dtypes, widths, tiles, pages, masks.
+    fn problems() -> Vec<ProblemDesc> {
+        let dims = |q_len: usize, dim: usize, value_dim: usize| Dims {
+            batch: 1,
+            q_heads: 8,
+            kv_heads: 8,
+            q_len,
+            kv_len: 4096,
+            head_dim: dim,
+            value_dim,
+        };
+        let mut all = Vec::new();
+        for (dtype, q_len, dim, value_dim) in [
+            (Dtype::BF16, 4096, 64, 64),
+            (Dtype::BF16, 1, 128, 128),
+            (Dtype::F16, 100, 96, 96),
+            (Dtype::BF16, 8192, 128, 128),
+            (Dtype::F16, 300, 256, 256),
+            (Dtype::BF16, 200, 512, 512),
+            (Dtype::F32, 50, 192, 128),
+        ] {
+            all.push(ProblemDesc::new(dims(q_len, dim, value_dim), dtype));
+        }
+        let mut masked = ProblemDesc::new(dims(70, 64, 64), Dtype::F16);
+        masked.mask = Some(MaskKind::Bool);
+        let mut cached = ProblemDesc::cached([8, 2], [80, 80], Dtype::F32, &[(3, 500), (90, 900)]);
+        cached.tree = true;
+        cached.visibility = Visibility::causal();
+        let mut capped = ProblemDesc::new(dims(1, 64, 64), Dtype::BF16);
+        capped.softcap = Some(30.0);
+        for desc in [&mut masked, &mut capped] {
+            desc.q_offset = Some(QOffset::BottomRight);
+        }
+        all.extend([masked, cached, capped]);
+        all
+    }
+
+    #[test]
+    fn kernels_compile_for_every_capability() {
+        let Some(compiler) = compiler() else { return };
+        let mut wanted: HashMap<(String, Source), bool> = HashMap::new();
+        for facts in [devices::A100, devices::RTX_4090, devices::H100] {
+            let (target, machine_code) = compiler.target(facts.capability);
+            let mut add = |source| wanted.insert((target.clone(), source), machine_code);
+            for (n, desc) in problems().into_iter().enumerate() {
+                let plan = CudaPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
+                for kernel in plan.kernels() {
+                    let access = if n % 3 == 2 { Access::Element } else { Access::Vector };
+                    add(Source::forward(kernel, access));
+                }
+            }
+            for source in [Source::classify(), Source::rows(), Source::limits()] {
+                add(source);
+            }
+        }
+        println!("{} programs", wanted.len());
+        let failed: Vec<String> = wanted
+            .into_par_iter()
+            .filter_map(|((target, source), machine_code)| {
+                let code = compiler.compile(&source, &target, machine_code);
+                code.err().map(|why| format!("{target}: {why}"))
+            })
+            .collect();
+        assert!(failed.is_empty(), "{}", failed.join("\n"));
+    }
+
+    #[test]
+    fn a_kernel_that_does_not_compile_is_named_with_the_log() {
+        let Some(compiler) = compiler() else { return };
+        let mut source = Source::classify();
+        source.constants = vec![("PARAMS", "1".to_owned())];
+        let (target, machine_code) = compiler.target((8, 0));
+        match compiler.compile(&source, &target, machine_code) {
+            Err(CudaError::Compile { kernel, log }) => {
+                assert_eq!(kernel, "cuda-classify-mask");
+                assert!(log.contains("static assertion failed"), "{log}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn targets_of_devices() {
+        let Some(compiler) = compiler() else { return };
+        assert_eq!(compiler.target((9, 0)), ("sm_90a".to_owned(), true));
+        assert_eq!(compiler.target((8, 9)), ("sm_89".to_owned(), true));
+        // A device that the compiler does not know is given text for its driver.
+        let (target, machine_code) = compiler.target((99, 0));
+        assert!(target.starts_with("compute_") && !machine_code, "{target}");
+    }
+
+    #[test]
+    fn compiled_kernels_on_disk_are_whole_or_not_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = DiskCache { folder: Some(folder.path().join("new")) };
+        assert_eq!(cache.read("key"), None);
+        cache.write("key", b"machine code").unwrap();
+        assert_eq!(cache.read("key").as_deref(), Some(&b"machine code"[..]));
+        let path = cache.path("key").unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        for spoiled in [&whole[..10], &whole[..whole.len() - 1], &[&whole[..], b"x"].concat()[..], b""] {
+            std::fs::write(&path, spoiled).unwrap();
+            assert_eq!(cache.read("key"), None);
+        }
+        cache.write("key", b"again").unwrap();
+        assert_eq!(cache.read("key").as_deref(), Some(&b"again"[..]));
+        // A folder that cannot be is an error that names it.
+        let file = folder.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let refusal = DiskCache { folder: Some(file.join("folder")) }.write("key", b"code").unwrap_err();
+        assert!(refusal.to_string().contains("file"), "{refusal}");
+        assert!(DiskCache { folder: None }.write("key", b"code").is_ok());
+    }
+}

@@ -415,3 +415,23 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
     }
     params
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_divide() {
+        let most = (1u32 << 31) - 1;
+        for value in [1usize, 2, 3, 5, 7, 12, 16, 100, 255, 4096, 65_537, 1 << 30, (1 << 31) - 1] {
+            let d = Divisor::new(value);
+            let quotient = |x: u32| ((u64::from(x) * u64::from(d.multiplier)) >> d.shift) as u32;
+            let near = |x: u32| [x.saturating_sub(1), x, x.saturating_add(1).min(most)];
+            let multiples = (1..200u64).map(|n| (n * value as u64 * 7919 % u64::from(most)) as u32);
+            let edges = multiples.chain([0, value as u32, most, most / value as u32 * value as u32]);
+            for x in edges.flat_map(near) {
+                assert_eq!(quotient(x), x / value as u32, "{x} / {value}");
+            }
+        }
+    }
+}

@@ -348,8 +348,8 @@ impl Copied {
 
     fn mask(&self) -> Result<DeviceMask<'_>, CudaError> {
         match self.kind {
-            // SAFETY: as above.
             Kind::Bool(shape, strides) => {
+                // SAFETY: as above.
                 unsafe { DeviceMask::bool(self.at, shape, strides) }.map_err(view_error)
             }
             Kind::Tensor(..) | Kind::Bytes(_) => Ok(DeviceMask::additive(self.view()?)),

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(256) products_f16(const __grid_cons
 
 extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_constant__ ProductParams p) { products<BF16>(p.sink, p.rounds); }
 
-// The same of f32 as sums of tf32.
+// The same of f32: three products of tf32 for each, as the kernels make them.
 extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_constant__ ProductParams p) {
     float c[8][4] = {};
     u32 high[4], low[4];
@@ -64,10 +64,15 @@ extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_cons
         Halves parts = halves(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f));
         high[i] = parts.high, low[i] = parts.low;
     }
-    u32 b0 = __float_as_uint((float)(int)(seed * 3) * 1e-10f), b1 = __float_as_uint((float)(int)(seed * 5) * 1e-10f);
+    Halves b0 = halves(__float_as_uint((float)(int)(seed * 3) * 1e-10f)), b1 = halves(__float_as_uint((float)(int)(seed * 5) * 1e-10f));
     for (u32 round = 0; round < p.rounds; round++) {
 #pragma unroll
-        for (int n = 0; n < 64; n++) mma_f32(c[n % 8], high, low, high, b0, b1);
+        for (int n = 0; n < 64; n++) {
+            // Into one sum, so that none of them is the same as another.
+            mma8(c[n % 8], low, b0.high, b1.high);
+            mma8(c[n % 8], high, b0.low, b1.low);
+            mma8(c[n % 8], high, b0.high, b1.high);
+        }
     }
     float sum = 0.f;
 #pragma unroll

@@ -2,7 +2,7 @@
 
 use super::{CudaFacts, is_paged};
 use crate::plan::Unsupported;
-use crate::{Dtype, Problem};
+use crate::{Dtype, Problem, Sequence};
 
 /// How a block of threads divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -154,11 +154,12 @@ impl CudaKernel {
     }
 }
 
-/// Whether tiles of 256 rows leave no multiprocessor without work, and steps outnumber what a tile needs before and after them.
+/// Whether tiles of 256 rows leave no multiprocessor without work, and the steps of a tile outnumber what it needs before and
+/// after them: by the keys that the row in the middle of a sequence sees.
 fn is_long(problem: &Problem, facts: &CudaFacts) -> bool {
     let heads = problem.dims().kv_heads;
-    let tiles = |s: &crate::Sequence| (s.q_len * problem.dims().group()).div_ceil(256) * heads;
-    let keys = problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
+    let tiles = |s: &Sequence| (s.q_len * problem.dims().group()).div_ceil(256) * heads;
+    let keys = problem.sequences().iter().map(|s| problem.visible(s, s.q_len / 2).len()).max().unwrap_or(0);
     keys >= 2048 && problem.sequences().iter().map(tiles).sum::<usize>() >= 2 * facts.multiprocessors
 }
 
