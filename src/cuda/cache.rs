@@ -16,19 +16,23 @@ use std::sync::Arc;
 /// bookkeeping. Element codecs only.
 ///
 /// Operations that move rows launch one kernel for every 194 runs of tokens, allocate nothing and return before it has
-/// ended; later work on the same stream sees their result. Bookkeeping is the host's and changes at once.
+/// ended, on the stream that the cache was made with; later work on that stream sees their result. Bookkeeping is the host's and changes at once.
 #[derive(Debug)]
 pub struct DeviceKvCache {
     desc: CacheDesc,
     table: SequenceTable,
     copies: Vec<PageCopy>,
     function: Arc<Function>,
+    stream: Arc<CudaStream>,
     dtypes: [Dtype; 2],
     at: u64,
     /// Bytes of K of a layer, and of V.
     bytes: [usize; 2],
     _memory: CudaSlice<u8>,
 }
+
+/// Most blocks of threads in the second dimension of a grid.
+const MAX_GRID: usize = 65_535;
 
 /// `Run` of `rows.cu`.
 #[derive(Debug, Clone, Copy, Default)]
@@ -94,6 +98,9 @@ impl DeviceKvCache {
     /// [`CudaError::Driver`] where the device has not the memory; [`CudaError::Missing`] or [`CudaError::Compile`].
     pub fn new(cuda: &Cuda, desc: CacheDesc, stream: &Arc<CudaStream>) -> Result<Self, CudaError> {
         desc.validate()?;
+        if desc.kv_heads > MAX_GRID {
+            return Err(CacheError::Dimension { name: "kv_heads", got: desc.kv_heads, max: MAX_GRID }.into());
+        }
         let elements =
             |tensor, codec: crate::Codec| codec.dtype().ok_or(CacheError::NotElements { tensor, codec });
         let dtypes = [elements("k", desc.k)?, elements("v", desc.v)?];
@@ -107,7 +114,8 @@ impl DeviceKvCache {
         let function = cuda.function(Source::rows(), "move_rows", 0)?;
         let at = memory.device_ptr(stream).0;
         let table = SequenceTable::new(desc.layout)?;
-        Ok(Self { desc, table, copies: Vec::new(), function, dtypes, at, bytes, _memory: memory })
+        let (copies, stream) = (Vec::new(), stream.clone());
+        Ok(Self { desc, table, copies, function, stream, dtypes, at, bytes, _memory: memory })
     }
 
     /// The description this cache was made from.
@@ -185,9 +193,9 @@ impl DeviceKvCache {
     ///
     /// # Errors
     /// [`CudaError::KvCache`], or [`CudaError::Driver`] after which the cache is not usable.
-    pub fn extend(&mut self, batch: &[(SeqId, usize)], stream: &CudaStream) -> Result<(), CudaError> {
+    pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), CudaError> {
         self.table.extend(batch, &mut self.copies)?;
-        self.copy_pages(stream)
+        self.copy_pages()
     }
 
     /// As [`KvCache::write`](crate::KvCache::write), on the stream.
@@ -199,13 +207,12 @@ impl DeviceKvCache {
         layer: usize,
         batch: &[(SeqId, usize)],
         (k, v): (&DeviceTensor<'_>, &DeviceTensor<'_>),
-        stream: &CudaStream,
     ) -> Result<(), CudaError> {
         self.desc.check_layer(layer)?;
         self.desc.check_rows(total(batch), (k.raw.shape, v.raw.shape))?;
         self.table.prepare_write(batch, &mut self.copies)?;
-        self.copy_pages(stream)?;
-        self.write_rows(layer, batch, (k, v), stream)
+        self.copy_pages()?;
+        self.write_rows(layer, batch, (k, v))
     }
 
     /// As [`KvCache::append`](crate::KvCache::append), on the stream.
@@ -216,7 +223,6 @@ impl DeviceKvCache {
         &mut self,
         batch: &[(SeqId, usize)],
         layers: &[(DeviceTensor<'_>, DeviceTensor<'_>)],
-        stream: &CudaStream,
     ) -> Result<(), CudaError> {
         if layers.len() != self.desc.layers {
             return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers }.into());
@@ -224,20 +230,17 @@ impl DeviceKvCache {
         for (k, v) in layers {
             self.desc.check_rows(total(batch), (k.raw.shape, v.raw.shape))?;
         }
-        self.extend(batch, stream)?;
-        layers
-            .iter()
-            .enumerate()
-            .try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, (k, v), stream))
+        self.extend(batch)?;
+        layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, (k, v)))
     }
 
     /// As [`KvCache::fork`](crate::KvCache::fork); of a cache with slots the tokens are copied on the stream.
     ///
     /// # Errors
     /// [`CudaError::KvCache`], or [`CudaError::Driver`] after which the cache is not usable.
-    pub fn fork(&mut self, seq: SeqId, stream: &CudaStream) -> Result<SeqId, CudaError> {
+    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, CudaError> {
         let fork = self.table.fork(seq, &mut self.copies)?;
-        self.copy_pages(stream)?;
+        self.copy_pages()?;
         Ok(fork)
     }
 
@@ -250,7 +253,6 @@ impl DeviceKvCache {
         seq: SeqId,
         layer: usize,
         (k, v): (&mut DeviceTensorMut<'_>, &mut DeviceTensorMut<'_>),
-        stream: &CudaStream,
     ) -> Result<(), CudaError> {
         let kept = self.table.kept(seq)?;
         self.desc.check_layer(layer)?;
@@ -258,7 +260,7 @@ impl DeviceKvCache {
         let runs = self.table.runs(seq, kept)?;
         let moves: Vec<Move> =
             runs.map(|run| Move { to: (0, run.at), from: (run.page, run.row), tokens: run.tokens }).collect();
-        self.launch(self.sides(layer), [Side::of(&k.raw), Side::of(&v.raw)], &moves, stream)
+        self.launch(self.sides(layer), [Side::of(&k.raw), Side::of(&v.raw)], &moves)
     }
 
     /// As [`KvCache::pages`](crate::KvCache::pages). The views are of memory of the cache: they must not be used after it is
@@ -307,7 +309,7 @@ impl DeviceKvCache {
     }
 
     /// Does the copies that the bookkeeping has listed.
-    fn copy_pages(&mut self, stream: &CudaStream) -> Result<(), CudaError> {
+    fn copy_pages(&mut self) -> Result<(), CudaError> {
         let copies = std::mem::take(&mut self.copies);
         let moved = |copy: &PageCopy| Move {
             to: (copy.to, copy.rows.start),
@@ -316,7 +318,7 @@ impl DeviceKvCache {
         };
         let moves: Vec<Move> = copies.iter().map(moved).collect();
         for layer in 0..self.desc.layers {
-            self.launch(self.sides(layer), self.sides(layer), &moves, stream)?;
+            self.launch(self.sides(layer), self.sides(layer), &moves)?;
         }
         self.copies = copies;
         self.copies.clear();
@@ -328,7 +330,6 @@ impl DeviceKvCache {
         layer: usize,
         batch: &[(SeqId, usize)],
         (k, v): (&DeviceTensor<'_>, &DeviceTensor<'_>),
-        stream: &CudaStream,
     ) -> Result<(), CudaError> {
         let (mut row, mut moves) = (0, Vec::new());
         for &(seq, tokens) in batch {
@@ -339,16 +340,10 @@ impl DeviceKvCache {
             }
             row += tokens;
         }
-        self.launch([Side::of(&k.raw), Side::of(&v.raw)], self.sides(layer), &moves, stream)
+        self.launch([Side::of(&k.raw), Side::of(&v.raw)], self.sides(layer), &moves)
     }
 
-    fn launch(
-        &self,
-        from: [Side; 2],
-        to: [Side; 2],
-        moves: &[Move],
-        stream: &CudaStream,
-    ) -> Result<(), CudaError> {
+    fn launch(&self, from: [Side; 2], to: [Side; 2], moves: &[Move]) -> Result<(), CudaError> {
         let CacheDesc { kv_heads, head_dim, value_dim, .. } = self.desc;
         for moves in moves.chunks(ROWS_RUNS) {
             let dim = [head_dim as u32, value_dim as u32];
@@ -372,7 +367,7 @@ impl DeviceKvCache {
                 Shape { grid: [(params.rows as usize).div_ceil(4), kv_heads, 2], threads: 128, shared: 0 };
             // SAFETY: rows of pages are those of the bookkeeping, inside the pools; rows of tensors are inside their shapes,
             // which were checked, and readable or writable by their constructors' contracts.
-            unsafe { self.function.launch(stream, shape, &params)? };
+            unsafe { self.function.launch(&self.stream, shape, &params)? };
         }
         Ok(())
     }

@@ -55,11 +55,14 @@ pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
         sink: u64,
     }
     let (from, sink) = (memory.device_ptr(&stream).0, sink.device_ptr(&stream).0);
-    let params = Params { from, count: READ_BYTES as u64 / 16, sink };
     let shape = Shape { grid: [cuda.facts().multiprocessors * 4, 1, 1], threads: 512, shared: 0 };
+    // Each thread reads 8 chunks of 16 bytes at a time, all of them as often.
+    let round = shape.grid[0] * shape.threads * 8 * 16;
+    let bytes = READ_BYTES / round * round;
+    let params = Params { from, count: bytes as u64 / 16, sink };
     // SAFETY: the kernel reads `count` chunks of 16 bytes from `from` and writes at most one u32.
     let seconds = fastest(&stream, || unsafe { function.launch(&stream, shape, &params) })?;
-    Ok(READ_BYTES as f64 / seconds)
+    Ok(bytes as f64 / seconds)
 }
 
 /// Multiply-adds, counted as two operations each, that the matrix unit does in a second by `mma.sync`; for f32 those of sums

@@ -25,7 +25,7 @@
 //! let shape = dims.out_shape();
 //! // SAFETY: out is the device address of a dense tensor that nothing else accesses.
 //! let out = unsafe { DeviceTensorMut::from_raw_parts(Dtype::BF16, out, shape, dense(shape))? };
-//! prepared.run(&stream, &inputs, &mut DeviceOutputs::new(out))?;
+//! prepared.run(&inputs, &mut DeviceOutputs::new(out))?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -47,5 +47,6 @@ pub use error::CudaError;
 pub use library::NVRTC_VARIABLE;
 pub use prepared::{DeviceMemory, Prepared};
 pub use tensor::{
-    DeviceInputs, DeviceList, DeviceMask, DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut,
+    DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables, DeviceTensor,
+    DeviceTensorMut,
 };

@@ -9,13 +9,14 @@ use super::module::{Function, Shape};
 use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
 use crate::bind::{self, Given};
 use crate::plan::{CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch};
-use crate::{MaskKind, Problem};
+use crate::{MaskKind, Problem, ProblemDesc, Sequences};
+use cudarc::driver::sys::CUstreamCaptureStatus;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
 /// Device memory of the caller.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub struct DeviceMemory {
     at: u64,
     bytes: usize,
@@ -33,11 +34,12 @@ impl DeviceMemory {
     }
 }
 
-/// A plan in device memory. Runs of it on one stream may follow each other without waiting; on several streams they need an
-/// event in between, since they share its memory.
+/// A plan in device memory, and the stream on which it runs: runs and updates follow each other there without waiting, and
+/// share its memory. It is to outlive graphs that have captured its runs.
 #[derive(Debug)]
 pub struct Prepared {
     cuda: Cuda,
+    stream: Arc<CudaStream>,
     plan: CudaPlan,
     /// Of each launch, for rows that start on 16 bytes.
     functions: Vec<Arc<Function>>,
@@ -171,8 +173,7 @@ impl Prepared {
         }
         let needed = plan.workspace_bytes();
         let (at, memory) = match memory {
-            Some(DeviceMemory { at, bytes }) if bytes < needed => {
-                let _ = at;
+            Some(DeviceMemory { bytes, .. }) if bytes < needed => {
                 return Err(CudaError::Scratch { needed, got: bytes });
             }
             Some(DeviceMemory { at, .. }) if !at.is_multiple_of(256) => {
@@ -194,8 +195,9 @@ impl Prepared {
             .then(|| cuda.function(Source::classify(), "classify", 0))
             .transpose()?;
         let plan = plan.clone();
-        let prepared = Self { cuda: cuda.clone(), plan, functions, classify, at, _memory: memory };
-        prepared.write(stream)?;
+        let (cuda, stream) = (cuda.clone(), stream.clone());
+        let prepared = Self { cuda, stream, plan, functions, classify, at, _memory: memory };
+        prepared.write()?;
         Ok(prepared)
     }
 
@@ -205,15 +207,21 @@ impl Prepared {
         &self.plan
     }
 
-    /// Writes another plan over this one, on the stream: other lengths of the same sequences, at the next step of decoding, say.
-    /// Kernels, launches and addresses stay, so that a graph that has captured runs computes the new plan when it is launched
-    /// after this.
+    /// Writes another plan over this one, on the stream: that of the same problem with other numbers of keys (`kv_lens`), at the
+    /// next step of decoding, say. Kernels, launches and addresses stay, so that a graph that has captured runs computes the new
+    /// plan when it is launched after this; the tensors, and the width of the tables, are those that it has captured.
     ///
     /// # Errors
-    /// [`CudaError::Update`] where kernels, the number of sequences or what is reserved differ; plans of as many sequences with as
-    /// many queries agree. [`CudaError::Driver`].
-    pub fn update(&mut self, plan: &CudaPlan, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
+    /// [`CudaError::Update`] where the problem differs in anything else, or where kernels or what is reserved differ; steps of
+    /// decoding of the same sequences agree. [`CudaError::Driver`], also while the stream captures.
+    pub fn update(&mut self, plan: &CudaPlan) -> Result<(), CudaError> {
         let refused = |what: String| Err(CudaError::Update { what });
+        if without_lens(self.plan.problem()) != without_lens(plan.problem())
+            || self.plan.problem().scale() != plan.problem().scale()
+            || self.plan.options() != plan.options()
+        {
+            return refused("the problems differ in more than their numbers of keys".to_owned());
+        }
         if !self.plan.kernels().eq(plan.kernels()) {
             return refused(format!("kernels {}, not {}", self.plan.kernel(), plan.kernel()));
         }
@@ -226,11 +234,11 @@ impl Prepared {
             return refused("launches are of other sizes".to_owned());
         }
         self.plan = plan.clone();
-        self.write(stream)
+        self.write()
     }
 
     /// Copies items and zero counters to the device.
-    fn write(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
+    fn write(&self) -> Result<(), CudaError> {
         let regions = self.plan.regions();
         let mut bytes = vec![0u8; regions.written];
         let mut at = regions.items;
@@ -244,9 +252,15 @@ impl Prepared {
         }
         let failed = || CudaError::driver("copy of the schedule");
         self.cuda.context().bind_to_thread().map_err(failed())?;
+        // A graph would copy again from memory that is gone by then.
+        let status = self.stream.capture_status().map_err(failed())?;
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            let error = "the stream captures a graph, which cannot hold it".to_owned();
+            return Err(CudaError::Driver { what: "copy of the schedule".to_owned(), error });
+        }
         // SAFETY: the region lies in the scratch memory, whose size was checked; the driver has read pageable memory when it
         // returns.
-        unsafe { result::memcpy_htod_async(self.at, &bytes, stream.cu_stream()) }.map_err(failed())
+        unsafe { result::memcpy_htod_async(self.at, &bytes, self.stream.cu_stream()) }.map_err(failed())
     }
 
     /// Launches the computation of `out` and, where given, `lse` on the stream. Returns before it has ended; allocates and waits
@@ -257,7 +271,6 @@ impl Prepared {
     /// [`CudaError::Inputs`] where the tensors are not those of the plan's problem, and [`CudaError::Driver`].
     pub fn run(
         &mut self,
-        stream: &CudaStream,
         inputs: &DeviceInputs<'_>,
         outputs: &mut DeviceOutputs<'_>,
     ) -> Result<(), CudaError> {
@@ -274,7 +287,7 @@ impl Prepared {
         params.partials = self.at + regions.partials as u64;
         for (n, launch) in self.plan.launches().iter().enumerate() {
             if let (Some(classify), Some(table)) = (&self.classify, self.plan.class_tables().get(n)) {
-                self.classify(stream, classify, table, inputs, &mut params)?;
+                self.classify(classify, table, inputs, &mut params)?;
             }
             let function = match vectors {
                 true => self.functions[n].clone(),
@@ -289,7 +302,7 @@ impl Prepared {
             // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
             // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
             // problem alone, and its regions lie in the scratch memory.
-            unsafe { function.launch(stream, shape, &params)? };
+            unsafe { function.launch(&self.stream, shape, &params)? };
             params.items += (launch.capacity.items * size_of::<Item>()) as u64;
             params.counters += launch.capacity.counters as u64 * 4;
             params.partials += (launch.capacity.slots * kernel.slot_floats() * 4) as u64;
@@ -303,21 +316,26 @@ impl Prepared {
     /// Launches the classification of the mask for one launch, and tells the parameters of it.
     fn classify(
         &self,
-        stream: &CudaStream,
         function: &Function,
         table: &ClassTable,
         inputs: &DeviceInputs<'_>,
         params: &mut ForwardParams,
     ) -> Result<(), CudaError> {
         let Some(mask) = &inputs.mask else { return Ok(()) };
-        let [planes, heads, rows, keys] = mask.shape;
+        // An axis that all its indices share is one index, also where its size says otherwise.
+        let steps = mask.steps();
+        let mut shape = mask.shape;
+        for (n, step) in shape.iter_mut().zip(steps) {
+            *n = if step == 0 { (*n).min(1) } else { *n };
+        }
+        let [planes, heads, rows, keys] = shape;
         let (q_tiles, k_blocks) = (rows.div_ceil(CLASS_ROWS), keys.div_ceil(table.block_k));
         params.class_q_tiles = q_tiles as u32;
         params.class_k_blocks = k_blocks as u32;
         if [planes, heads, rows, keys].contains(&0) {
             return Ok(());
         }
-        let [sequence, head, row, _] = mask.steps();
+        let [sequence, head, row, _] = steps;
         let classify = ClassifyParams {
             mask: mask.at,
             classes: params.classes,
@@ -336,8 +354,24 @@ impl Prepared {
         let shape = Shape { grid: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
         // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
         // for a mask with every axis of the problem's size.
-        unsafe { function.launch(stream, shape, &classify) }
+        unsafe { function.launch(&self.stream, shape, &classify) }
     }
+}
+
+/// A description without what an update may change.
+fn without_lens(problem: &Problem) -> ProblemDesc {
+    let mut desc = problem.desc().clone();
+    match &mut desc.sequences {
+        Sequences::Cached { kv_lens, .. } => {
+            kv_lens.iter_mut().for_each(|len| *len = 0);
+            // A bound of the lengths, which shapes no tensor.
+            desc.dims.kv_len = 0;
+        }
+        Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),
+        Sequences::Dense | Sequences::Packed { .. } => {}
+    }
+    desc.prefixes.clear();
+    desc
 }
 
 fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Result<(), CudaError> {

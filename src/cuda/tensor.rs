@@ -88,7 +88,32 @@ impl DeviceTensorMut<'_> {
     }
 }
 
-/// A list of f32 in device memory: slopes, sinks, logsumexp.
+/// A list of f32 in device memory that a run writes: logsumexp.
+#[derive(Debug)]
+pub struct DeviceListMut<'a> {
+    pub(super) at: u64,
+    pub(super) len: usize,
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+impl DeviceListMut<'_> {
+    /// A list at a device address.
+    ///
+    /// # Errors
+    /// [`ViewError::Misaligned`].
+    ///
+    /// # Safety
+    /// `len` f32 lie there in one allocation of the device, and are not accessed otherwise until the work that was given the list
+    /// has ended on its stream.
+    pub unsafe fn from_raw_parts(at: u64, len: usize) -> Result<Self, ViewError> {
+        if !at.is_multiple_of(4) {
+            return Err(ViewError::Misaligned { dtype: Dtype::F32 });
+        }
+        Ok(Self { at, len, memory: PhantomData })
+    }
+}
+
+/// A list of f32 in device memory: slopes, sinks.
 #[derive(Debug, Clone, Copy)]
 pub struct DeviceList<'a> {
     pub(super) at: u64,
@@ -103,8 +128,7 @@ impl DeviceList<'_> {
     /// [`ViewError::Misaligned`].
     ///
     /// # Safety
-    /// `len` f32 lie there in one allocation of the device, and are not accessed otherwise (or, if they are read alone, not
-    /// written) until the work that was given the list has ended on its stream.
+    /// `len` f32 lie there in one allocation of the device, and are not written until the work that was given the list has ended on its stream.
     pub unsafe fn from_raw_parts(at: u64, len: usize) -> Result<Self, ViewError> {
         if !at.is_multiple_of(4) {
             return Err(ViewError::Misaligned { dtype: Dtype::F32 });
@@ -222,7 +246,7 @@ pub struct DeviceOutputs<'a> {
     /// `[batch, q_heads, q_len, value_dim]`.
     pub out: DeviceTensorMut<'a>,
     /// Logsumexp, dense `[batch, q_heads, q_len]`, where wanted.
-    pub lse: Option<DeviceList<'a>>,
+    pub lse: Option<DeviceListMut<'a>>,
 }
 
 impl<'a> DeviceOutputs<'a> {

@@ -21,7 +21,7 @@ pub use cuda::{CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY};
 #[non_exhaustive]
 pub struct PlanOptions {
     /// Pieces into which the keys of every sequence are divided for parallel work; `None` lets the planner choose. The
-    /// result does not depend on it, bit for bit. With more than one, the workspace holds a partial result
+    /// result does not depend on it, on the CPU bit for bit. With more than one, the workspace holds a partial result
     /// (`value_dim + 2` f32) for each query row and block of keys that its task sees, those of the first piece counted once.
     pub splits: Option<usize>,
     /// Whether tiles that no row sees are skipped. Off, every tile is computed and masked: the same bits, for tests and
@@ -65,6 +65,11 @@ pub enum Unsupported {
         /// The least for which there are kernels.
         least: (u32, u32),
     },
+    /// A tile that no kernel has.
+    Tile {
+        /// What is wrong with it.
+        why: &'static str,
+    },
     /// Not even the smallest tile fits the shared memory of the device.
     SharedMemory {
         /// Bytes of the smallest tile.
@@ -90,6 +95,7 @@ impl std::fmt::Display for Unsupported {
             Self::Capability { got, least } => {
                 write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, least.0, least.1)
             }
+            Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),
             Self::SharedMemory { needed, available } => write!(
                 f,
                 "the smallest tile takes {needed} bytes of shared memory, a block of threads has {available}"

@@ -5,8 +5,8 @@
 use super::compare::Accumulation;
 use super::run::{NotRun, Ran, Runner};
 use crate::cuda::{
-    Cuda, CudaError, DeviceInputs, DeviceList, DeviceMask, DeviceMemory, DeviceOutputs, DeviceTables,
-    DeviceTensor, DeviceTensorMut, Prepared,
+    Cuda, CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory, DeviceOutputs,
+    DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
 };
 use crate::plan::CudaPlan;
 use crate::{
@@ -164,8 +164,8 @@ impl DeviceRun {
                 Some(unsafe { DeviceTables::from_raw_parts(copy.at, tables) }.map_err(view_error)?);
         }
         let mut outputs = DeviceOutputs::new(self.out.view_mut()?);
-        outputs.lse = self.lse.as_ref().map(Copied::list).transpose()?;
-        self.prepared.run(&self.stream, &inputs, &mut outputs)
+        outputs.lse = self.lse.as_ref().map(Copied::list_mut).transpose()?;
+        self.prepared.run(&inputs, &mut outputs)
     }
 
     /// Goes on with another plan and other tables, in the same places of device memory.
@@ -173,7 +173,7 @@ impl DeviceRun {
     /// # Errors
     /// As [`Prepared::update`], and where the tables are of another size.
     pub fn update(&mut self, plan: &CudaPlan, tables: &BlockTables) -> Result<(), CudaError> {
-        self.prepared.update(plan, &self.stream)?;
+        self.prepared.update(plan)?;
         let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
         match &mut self.table {
             Some(copy) if copy.len == bytes.len() => {
@@ -344,6 +344,11 @@ impl Copied {
     fn list(&self) -> Result<DeviceList<'_>, CudaError> {
         // SAFETY: as above.
         unsafe { DeviceList::from_raw_parts(self.at, self.len / 4) }.map_err(view_error)
+    }
+
+    fn list_mut(&self) -> Result<DeviceListMut<'_>, CudaError> {
+        // SAFETY: as above; nothing else accesses the copy while a run writes it.
+        unsafe { DeviceListMut::from_raw_parts(self.at, self.len / 4) }.map_err(view_error)
     }
 
     fn mask(&self) -> Result<DeviceMask<'_>, CudaError> {

@@ -120,6 +120,12 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     run.seconds().unwrap();
     assert!(read(&run, &out) == got);
 
+    // What a captured graph holds cannot change.
+    let mut window = second.problem.desc().clone();
+    window.visibility = flashtile::Visibility::window(Some(9), Some(0));
+    let window = cuda.plan(&window.validate().unwrap(), PlanOptions::default()).unwrap();
+    let refusal = run.update(&window, second.tables.as_ref().unwrap()).unwrap_err();
+    assert!(matches!(refusal, CudaError::Update { .. }), "{refusal}");
     let more = build(&case(&[5, 5, 5, 5, 5]));
     let refusal = run.update(&plan(&more), more.tables.as_ref().unwrap()).unwrap_err();
     assert!(matches!(refusal, CudaError::Update { .. }), "{refusal}");
@@ -228,7 +234,7 @@ impl Twins {
             })
             .collect();
         let layers: Vec<_> = copied.iter().map(|(k, v)| (k.view(), v.view())).collect();
-        match (on_host, self.device.append(&device, &layers, &self.stream)) {
+        match (on_host, self.device.append(&device, &layers)) {
             (Ok(()), Ok(())) => {}
             (Err(_), Err(CudaError::KvCache(_))) => {}
             other => panic!("{other:?}"),
@@ -250,7 +256,7 @@ impl Twins {
                 let mut k_rows = Rows::new(&self.stream, &vec![9.0; k.len()], [tokens, 3, 40]);
                 let mut v_rows = Rows::new(&self.stream, &vec![9.0; v.len()], [tokens, 3, 17]);
                 let views = (&mut k_rows.view_mut(), &mut v_rows.view_mut());
-                self.device.linearise(device, layer, views, &self.stream).unwrap();
+                self.device.linearise(device, layer, views).unwrap();
                 assert!(k_rows.read() == k && v_rows.read() == v, "{:?} layer {layer}", self.host.desc());
             }
         }
@@ -276,7 +282,7 @@ fn a_device_cache_holds_what_one_in_main_memory_does() {
         twins.append(&[(0, 33), (1, 12)]);
         twins.compare();
         let (host, device) = twins.sequences[0];
-        let fork = (twins.host.fork(host).unwrap(), twins.device.fork(device, &twins.stream).unwrap());
+        let fork = (twins.host.fork(host).unwrap(), twins.device.fork(device).unwrap());
         twins.sequences.push(fork);
         // Both go on in a page that they share, then one is cut short and goes on elsewhere.
         twins.append(&[(0, 1), (2, 5), (1, 20)]);

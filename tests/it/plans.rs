@@ -2,7 +2,7 @@
 //!
 //! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
 
-use flashtile::plan::{CudaFacts, devices};
+use flashtile::plan::{CudaFacts, CudaTile, devices};
 use flashtile::testkit::{Case, Keep, MaskFill};
 use flashtile::{CpuPlan, CudaPlan, Dtype, MaskKind, PlanOptions, QOffset, Unsupported, Visibility};
 use std::fmt::Write;
@@ -142,6 +142,22 @@ fn cuda_plans_refuse() {
         matches!(refusal, Unsupported::SharedMemory { needed, available: 8192 } if needed > 8192),
         "{refusal}"
     );
+    for (warps, fragments, keys, stages) in
+        [([0, 1], 1, 16, 2), ([4, 4], 1, 16, 2), ([4, 1], 3, 16, 2), ([4, 1], 1, 24, 2), ([1, 4], 1, 16, 1)]
+    {
+        let tile = CudaTile::new(warps, fragments, keys, stages);
+        let refusal = CudaPlan::with_tile(&problem, &devices::H100, PlanOptions::default(), Some(tile));
+        assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
+    }
+    // As many splits as the longest tile of all launches has blocks; the others have fewer.
+    let steps = flashtile::ProblemDesc::cached([8, 8], [64, 64], Dtype::BF16, &[(1, 10), (100, 5000)]);
+    let steps = steps.validate().unwrap();
+    let options = crate::support::options(Some(2), true);
+    assert_eq!(CudaPlan::new(&steps, &devices::H100, options).unwrap().splits(), 2);
+    let mut masked = problem.desc().clone();
+    (masked.dims.batch, masked.mask) = (8192, Some(MaskKind::Bool));
+    let refusal = CudaPlan::new(&masked.validate().unwrap(), &devices::H100, PlanOptions::default());
+    assert_eq!(refusal.unwrap_err(), Unsupported::Tasks { got: 65_536, max: 65_535 });
     for splits in [0, 11] {
         let options = crate::support::options(Some(splits), true);
         let refusal = CudaPlan::new(&problem, &devices::H100, options).unwrap_err();

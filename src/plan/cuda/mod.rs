@@ -87,6 +87,8 @@ pub(crate) struct Launch {
     pub(crate) count: usize,
     /// The most parts of a tile.
     pub(crate) splits: usize,
+    /// The most blocks of keys of a tile.
+    pub(crate) most_blocks: usize,
     /// What is launched and reserved: enough for other lengths of the same sequences too, where blocks of threads share
     /// tiles.
     pub(crate) capacity: Capacity,
@@ -127,6 +129,9 @@ pub struct CudaPlan {
     classes: Vec<ClassTable>,
     regions: Regions,
 }
+
+/// Most blocks of threads in the second and third dimension of a grid.
+const MAX_GRID: usize = 65_535;
 
 /// Most items of a plan.
 const MAX_ITEMS: usize = 1 << 22;
@@ -173,7 +178,18 @@ impl CudaPlan {
             let kernel = CudaKernel::choose(problem, facts, rows, tile)?;
             launches.push(launch(problem, facts, options, kernel, &chosen)?);
         }
-        let classes = launches.iter().filter_map(|launch| class_table(problem, launch)).collect();
+        if let Some(got) = options.splits {
+            let max = launches.iter().map(|launch| launch.most_blocks).max().unwrap_or(1);
+            if got == 0 || got > max {
+                return Err(Unsupported::Splits { got, max });
+            }
+        }
+        let classes: Vec<ClassTable> =
+            launches.iter().filter_map(|launch| class_table(problem, launch)).collect();
+        // Blocks of threads that classify a mask: the last two dimensions of their grid.
+        if let Some(got) = classes.iter().map(|t| t.planes.max(t.q_tiles)).find(|&n| n > MAX_GRID) {
+            return Err(Unsupported::Tasks { got, max: MAX_GRID });
+        }
         let mut plan =
             Self { problem: problem.clone(), options, launches, classes, regions: Regions::default() };
         let kernel = || Unsupported::Workspace { kernel: plan.kernel() };
@@ -275,24 +291,23 @@ fn launch(
         (problem.sequences()[s].q_len * problem.dims().group()).div_ceil(tile.rows()).saturating_mul(heads)
     };
     let count = sequences.iter().map(row_tiles).fold(0usize, usize::saturating_add);
-    let count = count.saturating_mul(kernel.panels(problem));
+    let count = count.saturating_mul(kernel.panels(problem)).saturating_mul(options.splits.unwrap_or(1));
     let tasks = |got| Unsupported::Tasks { got, max: MAX_ITEMS };
-    if count.saturating_mul(options.splits.unwrap_or(1)) > MAX_ITEMS {
+    if count > MAX_ITEMS {
         return Err(tasks(count));
     }
     let work = tiles(problem, &kernel, sequences, options.skip_tiles);
     let most = work.iter().map(|t| t.blocks(tile.keys())).max().unwrap_or(1);
     let room = facts.multiprocessors * tile.resident;
     let shares = match options.splits {
-        Some(got) if got == 0 || got > most => return Err(Unsupported::Splits { got, max: most }),
-        Some(splits) => Shares::even(work, tile.keys(), splits),
+        Some(splits) => Shares::even(work, tile.keys(), splits.max(1)),
         None if work.len() >= room && tile.warps_q > 1 => {
             let row = (kernel.head_dim + kernel.value_dim) * problem.dtype().bytes();
             Shares::whole(work, facts.l2 / 2 / row)
         }
         None => Shares::equal(work, tile.keys(), room, tile.least_blocks()),
     };
-    let launch = shares.launch(kernel);
+    let launch = Launch { most_blocks: most, ..shares.launch(kernel) };
     if launch.items.len() > MAX_ITEMS { Err(tasks(launch.items.len())) } else { Ok(launch) }
 }
 

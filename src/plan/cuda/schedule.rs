@@ -262,7 +262,7 @@ impl Shares {
                 }
             }
         }
-        Launch { kernel, items, count, splits: self.splits, capacity }
+        Launch { kernel, items, count, splits: self.splits, most_blocks: 0, capacity }
     }
 }
 

@@ -35,6 +35,28 @@ impl CudaTile {
         Self { warps_q, warps_k, fragments, warp_keys, stages, resident: 1, q_in_registers: false }
     }
 
+    /// Checks a tile that a caller made.
+    fn check(&self) -> Result<(), Unsupported> {
+        let Self { warps_q, warps_k, fragments, warp_keys, stages, resident, .. } = *self;
+        let refused = |why| Err(Unsupported::Tile { why });
+        if ![1, 2, 4, 8].contains(&warps_q) || ![1, 2, 4, 8].contains(&warps_k) {
+            return refused("warps are 1, 2, 4 or 8 over rows and over keys");
+        }
+        if warps_q > 1 && warps_k > 1 {
+            return refused("warps divide rows or keys, not both");
+        }
+        if ![1, 2].contains(&fragments) {
+            return refused("a warp has 1 or 2 fragments of 16 rows");
+        }
+        if !(16..=256).contains(&warp_keys) || !warp_keys.is_multiple_of(16) {
+            return refused("keys of a warp are a multiple of 16, at most 256");
+        }
+        if !(2..=8).contains(&stages) || !(1..=16).contains(&resident) {
+            return refused("2 to 8 stages, and 1 to 16 blocks a multiprocessor");
+        }
+        Ok(())
+    }
+
     /// Query rows of a tile.
     #[must_use]
     pub const fn rows(&self) -> usize {
@@ -107,7 +129,10 @@ impl CudaKernel {
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged: is_paged(problem), biased, masked };
         let mut least = usize::MAX;
         let candidates = match asked {
-            Some(tile) => vec![tile],
+            Some(tile) => {
+                tile.check()?;
+                vec![tile]
+            }
             None => candidates(dtype, head_dim.max(value_dim), rows, is_long(problem, facts)),
         };
         for tile in candidates {
