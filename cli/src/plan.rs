@@ -342,7 +342,7 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
             ),
         ));
     }
-    lines.push(("items", report::counted(plan.task_count(), "tile or part of one")));
+    lines.push(("items", format!("{} tiles or parts of them", plan.task_count())));
     let reason = if plan.options().splits.is_some() {
         "asked for"
     } else if plan.splits() == 1 {

@@ -399,7 +399,7 @@ fn other_commands() {
         (vec!["plan", "--device", "abacus"], "expected one of avx512-2core"),
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
         (vec!["plan", "--backend", "reference"], "--backend: has no plans"),
-        (vec!["plan", "--device", "h100", "--splits", "33"], "33 splits asked for, expected 1 to 32"),
+        (vec!["plan", "--device", "h100", "--splits", "65"], "65 splits asked for, expected 1 to 64"),
         (
             vec!["check", "--backend", "cuda", "--isa", "avx2"],
             "--isa: has a meaning for the cpu backend alone",
