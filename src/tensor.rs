@@ -108,7 +108,7 @@ pub(crate) fn check_disjoint(shape: [usize; 4], strides: [usize; 4]) -> Result<(
 }
 
 /// Strides of `[d0, d1, d2, d3]` stored densely in that order.
-fn dense([_, d1, d2, d3]: [usize; 4]) -> [usize; 4] {
+pub(crate) fn dense([_, d1, d2, d3]: [usize; 4]) -> [usize; 4] {
     let s2 = d3;
     let s1 = d2.saturating_mul(s2);
     [d1.saturating_mul(s1), s1, s2, 1]

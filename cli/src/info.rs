@@ -17,12 +17,12 @@ fn backends() -> Vec<BackendState> {
     let state = |name, available, why: &str| (name, available, why.to_owned());
     let cuda = match gpu::device() {
         Ok(cuda) => {
-            let facts = gpu::facts(&cuda);
+            let facts = cuda.facts();
             let (major, minor) = facts.capability;
             let compiler = gpu::compiler(&cuda).unwrap_or_else(|why| why.to_string());
             let text = format!(
                 "{}, compute capability {major}.{minor}, {} multiprocessors; {compiler}",
-                gpu::name(&cuda),
+                cuda.name(),
                 facts.multiprocessors
             );
             ("cuda", true, text)

@@ -2,9 +2,9 @@
 
 use crate::args::CpuArgs;
 use crate::failure::{Failure, Result};
-use crate::gpu::{self, Cuda};
 use crate::report;
 use flashtile::cpu::limits;
+use flashtile::cuda::{self, Cuda};
 use flashtile::plan::{CpuFacts, Isa, PlannedPrefix};
 use flashtile::{Cpu, CpuPlan, Dtype, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 use std::ops::Range;
@@ -130,7 +130,7 @@ impl Unit {
     pub(crate) fn name(&self) -> &str {
         match self {
             Self::Cpu { isa, .. } => isa.name(),
-            Self::Cuda(cuda, _) => gpu::name(cuda),
+            Self::Cuda(cuda, _) => cuda.name(),
         }
     }
 
@@ -192,8 +192,10 @@ impl Limit {
         let (rate, matrix) = match (unit, kind) {
             (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => (limits::fma_peak(isa, threads), false),
             (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => (limits::read_bandwidth(threads), false),
-            (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => (gpu::matrix_peak(cuda, *dtype)?, true),
-            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => (gpu::read_bandwidth(cuda)?, true),
+            (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => {
+                (cuda::limits::matrix_peak(cuda, *dtype)?, true)
+            }
+            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => (cuda::limits::read_bandwidth(cuda)?, true),
         };
         Ok(Self { kind, rate, matrix })
     }

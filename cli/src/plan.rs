@@ -24,18 +24,20 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         let (problem, order) = problem(args)?;
         let options = machine::options(args.splits);
         let (device, facts) = device(args)?;
-        let plan = match &facts {
+        let plan = match facts {
             Facts::Cpu(facts) => {
-                let plan = CpuPlan::new(&problem, facts, options);
-                Plan::Cpu(plan.map_err(|e| machine::unplanned(&problem, facts, &e))?)
+                let plan = CpuPlan::new(&problem, &facts, options);
+                Plan::Cpu(facts, plan.map_err(|e| machine::unplanned(&problem, &facts, &e))?)
             }
-            Facts::Cuda(facts) => Plan::Cuda(CudaPlan::new(&problem, facts, options).map_err(Failure::new)?),
+            Facts::Cuda(facts) => {
+                Plan::Cuda(facts, CudaPlan::new(&problem, &facts, options).map_err(Failure::new)?)
+            }
         };
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = problem.sequences().len();
             Failure::at("--sequence", format_args!("{} of {count} sequences, counted from 0", args.sequence))
         });
-        let shown = Shown { device, facts, plan: &plan, order };
+        let shown = Shown { device, plan: &plan, order };
         match sequence {
             // A problem without sequences has nothing to draw, and no number that could be right.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
@@ -68,38 +70,39 @@ enum Facts {
     Cuda(CudaFacts),
 }
 
+/// A plan, and what it is for.
 enum Plan {
-    Cpu(CpuPlan),
-    Cuda(CudaPlan),
+    Cpu(CpuFacts, CpuPlan),
+    Cuda(CudaFacts, CudaPlan),
 }
 
 impl Plan {
     const fn problem(&self) -> &Problem {
         match self {
-            Self::Cpu(plan) => plan.problem(),
-            Self::Cuda(plan) => plan.problem(),
+            Self::Cpu(_, plan) => plan.problem(),
+            Self::Cuda(_, plan) => plan.problem(),
         }
     }
 
     fn kernel(&self) -> String {
         match self {
-            Self::Cpu(plan) => plan.kernel(),
-            Self::Cuda(plan) => plan.kernel(),
+            Self::Cpu(_, plan) => plan.kernel(),
+            Self::Cuda(_, plan) => plan.kernel(),
         }
     }
 
     const fn workspace_bytes(&self) -> usize {
         match self {
-            Self::Cpu(plan) => plan.workspace_bytes(),
-            Self::Cuda(plan) => plan.workspace_bytes(),
+            Self::Cpu(_, plan) => plan.workspace_bytes(),
+            Self::Cuda(_, plan) => plan.workspace_bytes(),
         }
     }
 
     /// Rows and keys of a tile of a sequence with so many rows of a group.
     fn tile(&self, rows: usize) -> (usize, usize) {
         match self {
-            Self::Cpu(plan) => (plan.tile_rows(), plan.block_k()),
-            Self::Cuda(plan) => {
+            Self::Cpu(_, plan) => (plan.tile_rows(), plan.block_k()),
+            Self::Cuda(_, plan) => {
                 // The smallest tile that holds them, or the largest.
                 let mut tiles: Vec<_> = plan.kernels().map(|k| (k.tile.rows(), k.tile.keys())).collect();
                 tiles.sort_unstable();
@@ -197,7 +200,7 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
             }
             Backend::Cuda => {
                 let cuda = gpu::device()?;
-                Ok((gpu::name(&cuda).to_owned(), Facts::Cuda(*gpu::facts(&cuda))))
+                Ok((cuda.name().to_owned(), Facts::Cuda(*cuda.facts())))
             }
             Backend::Reference | Backend::Metal | Backend::Simulator => {
                 Err(Failure::at("--backend", "has no plans, expected auto, cpu or cuda"))
@@ -216,7 +219,6 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
 /// A plan and the machine that it is for.
 struct Shown<'a> {
     device: String,
-    facts: Facts,
     plan: &'a Plan,
     order: Order,
 }
@@ -224,8 +226,8 @@ struct Shown<'a> {
 impl Shown<'_> {
     fn work(&self) -> Work {
         match self.plan {
-            Plan::Cpu(plan) => Work::planned(plan),
-            Plan::Cuda(plan) => Work::of(plan.problem()),
+            Plan::Cpu(_, plan) => Work::planned(plan),
+            Plan::Cuda(_, plan) => Work::of(plan.problem()),
         }
     }
 
@@ -263,10 +265,9 @@ impl Shown<'_> {
                 ),
             ),
         ];
-        let middle = match (plan, &self.facts) {
-            (Plan::Cpu(plan), Facts::Cpu(facts)) => CpuShown { device: &self.device, facts, plan }.lines(),
-            (Plan::Cuda(plan), Facts::Cuda(facts)) => cuda_lines(&self.device, facts, plan),
-            _ => Vec::new(),
+        let middle = match plan {
+            Plan::Cpu(facts, plan) => CpuShown { device: &self.device, facts, plan }.lines(),
+            Plan::Cuda(facts, plan) => cuda_lines(&self.device, facts, plan),
         };
         let (prefixes, middle): (Vec<_>, Vec<_>) =
             middle.into_iter().partition(|(name, _)| *name == "prefix");
@@ -277,10 +278,9 @@ impl Shown<'_> {
     fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
         let problem = self.plan.problem();
         let work = self.work();
-        let mut json = match (self.plan, &self.facts) {
-            (Plan::Cpu(plan), Facts::Cpu(facts)) => CpuShown { device: &self.device, facts, plan }.json(),
-            (Plan::Cuda(plan), Facts::Cuda(facts)) => cuda_json(facts, plan),
-            _ => json!({}),
+        let mut json = match self.plan {
+            Plan::Cpu(facts, plan) => CpuShown { device: &self.device, facts, plan }.json(),
+            Plan::Cuda(facts, plan) => cuda_json(facts, plan),
         };
         let common = json!({
             "kernel": self.plan.kernel(),

@@ -9,6 +9,8 @@ use crate::machine::{self, Limit, Unit, Work};
 use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
+use flashtile::cuda::Cuda;
+use flashtile::testkit::{DevicePlacement, DeviceRun};
 use flashtile::{CudaPlan, Dims, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
@@ -147,27 +149,35 @@ struct Results<'a> {
     lse: &'a mut Buffer,
 }
 
+impl<'a> Results<'a> {
+    fn outputs(self, operands: &Operands<'_>) -> Result<Outputs<'a>> {
+        let problem = &operands.problem;
+        let shape = problem.dims().out_shape();
+        let strides = operands.order.strides(shape);
+        let out = TensorViewMut::from_bytes(problem.dtype(), self.out.bytes_mut(), shape, strides);
+        let mut outputs = Outputs::new(out.map_err(Failure::new)?);
+        outputs.lse = Some(self.lse.floats_mut());
+        Ok(outputs)
+    }
+}
+
 /// Runs on a CUDA device; the time is that of the kernels, without copies between host and device.
-fn on_cuda(args: &RunArgs, cuda: gpu::Cuda, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
+fn on_cuda(args: &RunArgs, cuda: Cuda, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
     let problem = &operands.problem;
-    let plan =
-        CudaPlan::new(problem, gpu::facts(&cuda), machine::options(args.splits)).map_err(Failure::new)?;
+    let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits)).map_err(Failure::new)?;
     let inputs = operands.inputs()?;
-    let shape = problem.dims().out_shape();
-    let strides = operands.order.strides(shape);
-    let out = TensorViewMut::from_bytes(problem.dtype(), results.out.bytes_mut(), shape, strides);
-    let mut outputs = Outputs::new(out.map_err(Failure::new)?);
-    outputs.lse = Some(results.lse.floats_mut());
-    let mut run = gpu::Run::new(&cuda, &plan, &inputs, &mut outputs)?;
+    let mut outputs = results.outputs(operands)?;
+    let placement = DevicePlacement::default();
+    let mut run = DeviceRun::new(&cuda, &plan, &inputs, &mut outputs, placement)?;
     run.compute(&mut outputs)?;
     let work = Work::of(problem);
-    let (seconds, repetitions) = median(|| run.seconds())?;
+    let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
     let unit = Unit::Cuda(cuda.clone(), problem.dtype());
     let limit = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     let asked = args.backend == Backend::Cuda;
     Ok(Done {
         backend: "cuda",
-        backend_reason: if asked { "asked for".to_owned() } else { format!("{} is there", gpu::name(&cuda)) },
+        backend_reason: if asked { "asked for".to_owned() } else { format!("{} is there", cuda.name()) },
         kernel: plan.kernel(),
         unit: Some(unit),
         splits: plan.splits(),
@@ -193,11 +203,7 @@ fn on_cpu(
     let options = machine::options(args.splits);
     let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
     let inputs = operands.inputs()?;
-    let shape = problem.dims().out_shape();
-    let strides = operands.order.strides(shape);
-    let out = TensorViewMut::from_bytes(problem.dtype(), results.out.bytes_mut(), shape, strides);
-    let mut outputs = Outputs::new(out.map_err(Failure::new)?);
-    outputs.lse = Some(results.lse.floats_mut());
+    let mut outputs = results.outputs(operands)?;
     let mut workspace = machine::workspace(&plan)?;
     let work = Work::of(problem);
     let unit = Unit::of_plan(&plan);
@@ -208,7 +214,7 @@ fn on_cpu(
         Ok(started.elapsed().as_secs_f64())
     })?;
     // The machine may have been busy at either time.
-    let again = |limit: Limit| Ok(limit.max(Limit::measure(limit.kind, &unit)?));
+    let again = |limit: Limit| Ok::<Limit, Failure>(limit.max(Limit::measure(limit.kind, &unit)?));
     let limit = before.filter(|_| seconds >= LEAST_SECONDS).map(again).transpose()?;
     let reason = match no_device {
         None if args.backend == Backend::Cpu => "asked for".to_owned(),

@@ -3,6 +3,7 @@
 use super::table::{PageCopy, Run};
 use super::{CacheDesc, CacheError, Codec};
 use crate::memory::Zeroed;
+use crate::tensor::dense;
 use crate::{TensorView, TensorViewMut};
 
 /// K or V of one layer: `[pages, heads, page, dim]`, row-major.
@@ -36,10 +37,8 @@ impl Pool {
 
     /// The rows as a tensor; `None` where they are not plain elements.
     pub(super) fn view(&self) -> Option<TensorView<'_>> {
-        let [_, heads, rows, dim] = self.shape;
-        let strides = [heads * rows * dim, rows * dim, dim, 1];
         // Size and alignment are right: the description is validated, and memory starts on a line.
-        TensorView::from_bytes(self.codec.dtype()?, &self.memory, self.shape, strides).ok()
+        TensorView::from_bytes(self.codec.dtype()?, &self.memory, self.shape, dense(self.shape)).ok()
     }
 
     /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`.

@@ -8,6 +8,8 @@ use super::error::CudaError;
 use super::module::{Function, Shape};
 use super::tensor::{DeviceTensor, DeviceTensorMut, RawTensor};
 use crate::cache::{CacheMemory, PageCopy, SequenceTable, total};
+use crate::plan::MAX_GRID;
+use crate::tensor::dense;
 use crate::{BlockTables, CacheDesc, CacheError, Dtype, SeqId};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use std::sync::Arc;
@@ -15,8 +17,9 @@ use std::sync::Arc;
 /// Keys and values of many sequences in device memory: what [`KvCache`](crate::KvCache) is in main memory, with the same
 /// bookkeeping. Element codecs only.
 ///
-/// Operations that move rows launch one kernel for every 194 runs of tokens, allocate nothing and return before it has
-/// ended, on the stream that the cache was made with; later work on that stream sees their result. Bookkeeping is the host's and changes at once.
+/// Operations that move rows launch one kernel for every 194 runs of tokens on the stream that the cache was made with,
+/// allocate nothing on the device and return before it has ended; later work on that stream sees their result. Bookkeeping is
+/// the host's and changes at once.
 #[derive(Debug)]
 pub struct DeviceKvCache {
     desc: CacheDesc,
@@ -30,9 +33,6 @@ pub struct DeviceKvCache {
     bytes: [usize; 2],
     _memory: CudaSlice<u8>,
 }
-
-/// Most blocks of threads in the second dimension of a grid.
-const MAX_GRID: usize = 65_535;
 
 /// `Run` of `rows.cu`.
 #[derive(Debug, Clone, Copy, Default)]
@@ -68,8 +68,7 @@ struct Side {
 impl Side {
     /// A tensor `[1, heads, tokens, dim]`.
     fn of(raw: &RawTensor) -> Self {
-        let bytes = raw.dtype.bytes();
-        let [_, head, row, _] = raw.strides.map(|stride| stride.saturating_mul(bytes) as i64);
+        let [_, head, row, _] = raw.byte_strides();
         Self { at: raw.at, page: 0, head, row, dtype: dtype_number(raw.dtype), unused: 0 }
     }
 }
@@ -271,19 +270,12 @@ impl DeviceKvCache {
     pub fn pages(&self, layer: usize) -> Result<(DeviceTensor<'_>, DeviceTensor<'_>), CudaError> {
         self.desc.check_layer(layer)?;
         let view = |which: usize, shape: [usize; 4]| {
-            let [_, heads, rows, dim] = shape;
-            let strides = [heads * rows * dim, rows * dim, dim, 1];
+            let (dtype, at) = (self.dtypes[which], self.pool(layer, which));
             // SAFETY: the pool lies there with this shape, dense, as long as the cache lives, which the views borrow.
-            unsafe {
-                DeviceTensor::from_raw_parts(self.dtypes[which], self.pool(layer, which), shape, strides)
-            }
+            unsafe { DeviceTensor::from_raw_parts(dtype, at, shape, dense(shape)) }
         };
         let [k, v] = self.desc.pools();
-        let failed = |error: crate::ViewError| CudaError::Driver {
-            what: "pages".to_owned(),
-            error: error.to_string(),
-        };
-        Ok((view(0, k).map_err(failed)?, view(1, v).map_err(failed)?))
+        Ok((view(0, k)?, view(1, v)?))
     }
 
     /// Address of K (0) or V (1) of a layer.

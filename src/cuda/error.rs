@@ -1,6 +1,6 @@
 //! What can go wrong on a device.
 
-use crate::{CacheError, RunError, Unsupported};
+use crate::{CacheError, RunError, Unsupported, ViewError};
 use cudarc::driver::DriverError;
 use std::path::PathBuf;
 
@@ -47,6 +47,8 @@ pub enum CudaError {
     Unsupported(Unsupported),
     /// The tensors are not those of the plan's problem. Nothing was launched.
     Inputs(RunError),
+    /// A view of device memory was refused.
+    View(ViewError),
     /// An operation on a cache was refused; the cache is as it was before.
     KvCache(CacheError),
     /// Scratch memory is too small for a plan.
@@ -103,6 +105,7 @@ impl std::fmt::Display for CudaError {
             }
             Self::Unsupported(why) => why.fmt(f),
             Self::Inputs(why) => why.fmt(f),
+            Self::View(why) => why.fmt(f),
             Self::KvCache(why) => why.fmt(f),
             Self::Scratch { needed, got } => {
                 write!(f, "scratch memory has {got} bytes, the plan needs {needed}")
@@ -121,6 +124,7 @@ impl std::error::Error for CudaError {
         match self {
             Self::Unsupported(why) => Some(why),
             Self::Inputs(why) => Some(why),
+            Self::View(why) => Some(why),
             Self::KvCache(why) => Some(why),
             _ => None,
         }
@@ -136,6 +140,12 @@ impl From<RunError> for CudaError {
 impl From<Unsupported> for CudaError {
     fn from(error: Unsupported) -> Self {
         Self::Unsupported(error)
+    }
+}
+
+impl From<ViewError> for CudaError {
+    fn from(error: ViewError) -> Self {
+        Self::View(error)
     }
 }
 

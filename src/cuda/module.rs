@@ -73,8 +73,8 @@ impl Function {
         shape: Shape,
         params: &P,
     ) -> Result<(), CudaError> {
-        let failed = || CudaError::driver(format!("{}: launch", self.name));
-        self.context.bind_to_thread().map_err(failed())?;
+        let failed = |error| CudaError::driver(format!("{}: launch", self.name))(error);
+        self.context.bind_to_thread().map_err(failed)?;
         let mut arguments = [std::ptr::from_ref(params).cast_mut().cast::<c_void>()];
         let [x, y, z] = shape.grid.map(|n| n as u32);
         // SAFETY: the function is loaded in this context; the driver copies the parameter before it returns. The rest is the
@@ -89,7 +89,7 @@ impl Function {
                 &mut arguments,
             )
         }
-        .map_err(failed())
+        .map_err(failed)
     }
 }
 

@@ -41,8 +41,8 @@ pub struct Prepared {
     cuda: Cuda,
     stream: Arc<CudaStream>,
     plan: CudaPlan,
-    /// Of each launch, for rows that start on 16 bytes.
-    functions: Vec<Arc<Function>>,
+    /// Of each launch, for rows that start on 16 bytes; and for any others, once there were some.
+    functions: Vec<(Arc<Function>, Option<Arc<Function>>)>,
     classify: Option<Arc<Function>>,
     at: u64,
     /// Where it is not the caller's.
@@ -60,8 +60,7 @@ struct Tensor {
 
 impl Tensor {
     fn of(raw: &RawTensor) -> Self {
-        let bytes = raw.dtype.bytes();
-        let [batch, head, row, _] = raw.strides.map(|stride| stride.saturating_mul(bytes) as i64);
+        let [batch, head, row, _] = raw.byte_strides();
         Self { at: raw.at, batch, head, row }
     }
 }
@@ -189,8 +188,8 @@ impl Prepared {
                 (at, Some(memory))
             }
         };
-        let functions =
-            plan.kernels().map(|kernel| forward(cuda, kernel, Access::Vector)).collect::<Result<_, _>>()?;
+        let vector = |kernel| Ok((forward(cuda, kernel, Access::Vector)?, None));
+        let functions = plan.kernels().map(vector).collect::<Result<_, CudaError>>()?;
         let classify = (!plan.class_tables().is_empty())
             .then(|| cuda.function(Source::classify(), "classify", 0))
             .transpose()?;
@@ -278,6 +277,11 @@ impl Prepared {
         check(problem, inputs, outputs)?;
         let raws = [&inputs.q.raw, &inputs.k.raw, &inputs.v.raw, &outputs.out.raw];
         let vectors = raws.into_iter().all(RawTensor::in_vectors);
+        for (kernel, (_, elements)) in self.plan.kernels().zip(&mut self.functions) {
+            if !vectors && elements.is_none() {
+                *elements = Some(forward(&self.cuda, kernel, Access::Element)?);
+            }
+        }
         let regions = self.plan.regions();
         let mut params = params(problem, inputs, outputs);
         params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
@@ -289,10 +293,8 @@ impl Prepared {
             if let (Some(classify), Some(table)) = (&self.classify, self.plan.class_tables().get(n)) {
                 self.classify(classify, table, inputs, &mut params)?;
             }
-            let function = match vectors {
-                true => self.functions[n].clone(),
-                false => forward(&self.cuda, &launch.kernel, Access::Element)?,
-            };
+            let (vector, elements) = &self.functions[n];
+            let function = elements.as_ref().filter(|_| !vectors).unwrap_or(vector);
             let kernel = &launch.kernel;
             let shape = Shape {
                 grid: [launch.capacity.grid, 1, 1],

@@ -32,13 +32,21 @@ pub(super) struct RawTensor {
     pub(super) strides: [usize; 4],
 }
 
+/// Checks that an address is one of elements of a dtype, or of their size.
+fn check_aligned(at: u64, dtype: Dtype) -> Result<(), ViewError> {
+    if at.is_multiple_of(dtype.bytes() as u64) { Ok(()) } else { Err(ViewError::Misaligned { dtype }) }
+}
+
 impl RawTensor {
     fn new(dtype: Dtype, at: u64, shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
         check_strides(shape, strides)?;
-        if !at.is_multiple_of(dtype.bytes() as u64) {
-            return Err(ViewError::Misaligned { dtype });
-        }
+        check_aligned(at, dtype)?;
         Ok(Self { at, dtype, shape, strides })
+    }
+
+    /// Bytes between elements of each axis.
+    pub(super) fn byte_strides(&self) -> [i64; 4] {
+        self.strides.map(|stride| stride.saturating_mul(self.dtype.bytes()) as i64)
     }
 
     /// Whether every row starts on 16 bytes.
@@ -106,9 +114,7 @@ impl DeviceListMut<'_> {
     /// `len` f32 lie there in one allocation of the device, and are not accessed otherwise until the work that was given the list
     /// has ended on its stream.
     pub unsafe fn from_raw_parts(at: u64, len: usize) -> Result<Self, ViewError> {
-        if !at.is_multiple_of(4) {
-            return Err(ViewError::Misaligned { dtype: Dtype::F32 });
-        }
+        check_aligned(at, Dtype::F32)?;
         Ok(Self { at, len, memory: PhantomData })
     }
 }
@@ -130,9 +136,7 @@ impl DeviceList<'_> {
     /// # Safety
     /// `len` f32 lie there in one allocation of the device, and are not written until the work that was given the list has ended on its stream.
     pub unsafe fn from_raw_parts(at: u64, len: usize) -> Result<Self, ViewError> {
-        if !at.is_multiple_of(4) {
-            return Err(ViewError::Misaligned { dtype: Dtype::F32 });
-        }
+        check_aligned(at, Dtype::F32)?;
         Ok(Self { at, len, memory: PhantomData })
     }
 }
@@ -201,9 +205,7 @@ impl DeviceTables<'_> {
     /// that they are used with, each token that a query row sees has an entry, which is one of the pool's pages:
     /// [`BlockTables::validate`] checks it for the lengths in `tables`.
     pub unsafe fn from_raw_parts(at: u64, tables: &BlockTables) -> Result<Self, ViewError> {
-        if !at.is_multiple_of(4) {
-            return Err(ViewError::Misaligned { dtype: Dtype::F32 });
-        }
+        check_aligned(at, Dtype::F32)?;
         let BlockTables { width, page, wraps, .. } = *tables;
         Ok(Self { at, entries: tables.table.len(), width, page, wraps, memory: PhantomData })
     }

@@ -148,6 +148,16 @@ impl DeviceRun {
         })
     }
 
+    /// Runs once, and copies the results to the outputs that the run was made with.
+    ///
+    /// # Errors
+    /// As [`DeviceRun::launch`], [`DeviceRun::wait`] and [`DeviceRun::read`].
+    pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
+        self.launch()?;
+        self.wait()?;
+        self.read(outputs)
+    }
+
     /// Launches a run.
     ///
     /// # Errors
@@ -160,8 +170,7 @@ impl DeviceRun {
         inputs.sinks = self.sinks.as_ref().map(Copied::list).transpose()?;
         if let (Some(copy), Some(tables)) = (&self.table, &self.tables) {
             // SAFETY: the copy lives until the stream was waited for, and the tables were checked against the pool.
-            inputs.tables =
-                Some(unsafe { DeviceTables::from_raw_parts(copy.at, tables) }.map_err(view_error)?);
+            inputs.tables = Some(unsafe { DeviceTables::from_raw_parts(copy.at, tables) }?);
         }
         let mut outputs = DeviceOutputs::new(self.out.view_mut()?);
         outputs.lse = self.lse.as_ref().map(Copied::list_mut).transpose()?;
@@ -245,10 +254,6 @@ impl DeviceRun {
     }
 }
 
-fn view_error(error: ViewError) -> CudaError {
-    CudaError::Driver { what: "view of device memory".to_owned(), error: error.to_string() }
-}
-
 /// What copied bytes are.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
@@ -329,33 +334,33 @@ impl Copied {
         }
     }
 
-    fn view(&self) -> Result<DeviceTensor<'_>, CudaError> {
+    fn view(&self) -> Result<DeviceTensor<'_>, ViewError> {
         let (dtype, shape, strides) = self.parts();
         // SAFETY: the copy is of all that the view reaches, and lives until the stream was waited for.
-        unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }.map_err(view_error)
+        unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }
     }
 
-    fn view_mut(&self) -> Result<DeviceTensorMut<'_>, CudaError> {
+    fn view_mut(&self) -> Result<DeviceTensorMut<'_>, ViewError> {
         let (dtype, shape, strides) = self.parts();
         // SAFETY: as above; nothing else accesses the copy while a run writes it.
-        unsafe { DeviceTensorMut::from_raw_parts(dtype, self.at, shape, strides) }.map_err(view_error)
+        unsafe { DeviceTensorMut::from_raw_parts(dtype, self.at, shape, strides) }
     }
 
-    fn list(&self) -> Result<DeviceList<'_>, CudaError> {
+    fn list(&self) -> Result<DeviceList<'_>, ViewError> {
         // SAFETY: as above.
-        unsafe { DeviceList::from_raw_parts(self.at, self.len / 4) }.map_err(view_error)
+        unsafe { DeviceList::from_raw_parts(self.at, self.len / 4) }
     }
 
-    fn list_mut(&self) -> Result<DeviceListMut<'_>, CudaError> {
+    fn list_mut(&self) -> Result<DeviceListMut<'_>, ViewError> {
         // SAFETY: as above; nothing else accesses the copy while a run writes it.
-        unsafe { DeviceListMut::from_raw_parts(self.at, self.len / 4) }.map_err(view_error)
+        unsafe { DeviceListMut::from_raw_parts(self.at, self.len / 4) }
     }
 
-    fn mask(&self) -> Result<DeviceMask<'_>, CudaError> {
+    fn mask(&self) -> Result<DeviceMask<'_>, ViewError> {
         match self.kind {
             Kind::Bool(shape, strides) => {
                 // SAFETY: as above.
-                unsafe { DeviceMask::bool(self.at, shape, strides) }.map_err(view_error)
+                unsafe { DeviceMask::bool(self.at, shape, strides) }
             }
             Kind::Tensor(..) | Kind::Bytes(_) => Ok(DeviceMask::additive(self.view()?)),
         }
@@ -384,9 +389,7 @@ impl Runner for CudaRunner {
         let mut compute = || {
             let plan = self.cuda.plan(problem, self.options)?;
             let mut run = DeviceRun::new(&self.cuda, &plan, inputs, outputs, self.placement)?;
-            run.launch()?;
-            run.wait()?;
-            run.read(outputs)?;
+            run.compute(outputs)?;
             Ok(plan.to_string())
         };
         match compute() {

@@ -5,13 +5,13 @@ use super::rows::{Kind, Row};
 use crate::args::CacheKind;
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
-use crate::gpu::{self, Cuda, Run};
 use crate::machine::{self, Unit, Work};
 use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
+use flashtile::cuda::Cuda;
 use flashtile::plan::CudaTile;
 use flashtile::reference::{self, Attention};
-use flashtile::testkit::{Accumulation, Rng, Tolerance, compare_out};
+use flashtile::testkit::{Accumulation, DevicePlacement, DeviceRun, Rng, Tolerance, compare_out};
 use flashtile::{
     BlockTables, Cpu, CpuPlan, CudaPlan, Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc,
     QOffset, TensorView, TensorViewMut, Workspace,
@@ -111,7 +111,7 @@ impl Operands {
         let tensor = |shape: [usize; 4], seed| {
             let mut buffer = of(dtype, shape.iter().product())?;
             fill(&mut buffer, dtype, seed);
-            Ok(buffer)
+            Ok::<Buffer, Failure>(buffer)
         };
         Ok(Self {
             q: tensor(dims.q_shape(), seed)?,
@@ -138,6 +138,21 @@ impl Operands {
 fn view(buffer: &Buffer, dtype: Dtype, first: usize, shape: [usize; 4]) -> Result<TensorView<'_>> {
     let bytes = &buffer.bytes()[first * dtype.bytes()..];
     TensorView::from_bytes(dtype, bytes, shape, Order::Bhsd.strides(shape)).map_err(Failure::new)
+}
+
+/// The output of a problem in head-major order.
+fn outputs<'a>(problem: &Problem, out: &'a mut Buffer) -> Result<Outputs<'a>> {
+    let shape = problem.dims().out_shape();
+    let strides = Order::Bhsd.strides(shape);
+    let out = TensorViewMut::from_bytes(problem.dtype(), out.bytes_mut(), shape, strides);
+    Ok(Outputs::new(out.map_err(Failure::new)?))
+}
+
+/// Quartiles of times.
+fn quartiles(times: &mut [f64]) -> [f64; 3] {
+    times.sort_by(f64::total_cmp);
+    let last = times.len() - 1;
+    [times[last / 4], times[times.len() / 2], times[last - last / 4]]
 }
 
 /// Fills a tensor with normal elements; a seed gives the same ones whatever the number of threads.
@@ -200,17 +215,15 @@ impl<'a> Subject<'a> {
     }
 
     fn measured(mut self) -> Measured {
-        self.times.sort_by(f64::total_cmp);
         self.times_apart.sort_by(f64::total_cmp);
-        let (times, last) = (&self.times, self.times.len() - 1);
         let plan = &self.runner.plan;
         Measured {
             row: self.row.clone(),
             kernel: plan.kernel(),
             unit: Unit::of_plan(plan),
             work: Work::planned(plan),
-            quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
-            repetitions: times.len(),
+            quartiles: quartiles(&mut self.times),
+            repetitions: self.times.len(),
             apart: self.times_apart.get(self.times_apart.len() / 2).copied(),
             copies: self.copies.len(),
             nrmse: self.nrmse,
@@ -228,14 +241,20 @@ pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Ve
         Device::Cuda(cuda, tile) => return on_device(cuda, *tile, rows, min_time),
     };
     let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;
+    turns(3, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(Subject::turn))?;
+    Ok(subjects.into_iter().map(Subject::measured).collect())
+}
+
+/// Takes turns for so many seconds, at least as many as asked.
+fn turns(least: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     let started = Instant::now();
-    for turn in 0..MAX_TIMES {
-        if turn >= 3 && started.elapsed().as_secs_f64() >= min_time * rows.len() as f64 {
+    for n in 0..MAX_TIMES {
+        if n >= least && started.elapsed().as_secs_f64() >= seconds {
             break;
         }
-        subjects.iter_mut().try_for_each(Subject::turn)?;
+        turn()?;
     }
-    Ok(subjects.into_iter().map(Subject::measured).collect())
+    Ok(())
 }
 
 /// A row while it is measured on a device.
@@ -243,7 +262,7 @@ struct DeviceSubject<'a> {
     row: &'a Row,
     kernel: String,
     unit: Unit,
-    run: Run,
+    run: DeviceRun,
     nrmse: f64,
     host: f64,
     prepare: f64,
@@ -257,19 +276,18 @@ impl<'a> DeviceSubject<'a> {
     /// Makes the data, and checks the answer.
     fn new(cuda: &Cuda, tile: Option<CudaTile>, row: &'a Row) -> Result<Self> {
         let problem = &row.problem;
-        let (dtype, shape) = (problem.dtype(), problem.dims().out_shape());
-        let plan = CudaPlan::with_tile(problem, gpu::facts(cuda), PlanOptions::default(), tile);
+        let dtype = problem.dtype();
+        let plan = CudaPlan::with_tile(problem, cuda.facts(), PlanOptions::default(), tile);
         let plan = plan.map_err(Failure::new)?;
         let operands = Operands::random(row, 1)?;
-        let mut out = Buffer::elements(dtype, shape.iter().product())?;
-        let strides = Order::Bhsd.strides(shape);
-        let view = TensorViewMut::from_bytes(dtype, out.bytes_mut(), shape, strides);
-        let mut outputs = Outputs::new(view.map_err(Failure::new)?);
+        let mut out = Buffer::elements(dtype, problem.dims().out_shape().iter().product())?;
+        let mut outputs = outputs(problem, &mut out)?;
         let inputs = operands.inputs(problem)?;
         let started = Instant::now();
-        gpu::prepare(cuda, &plan)?;
+        cuda.prepare(&plan, &cuda.context().new_stream().map_err(Failure::new)?)?;
         let prepare = started.elapsed().as_secs_f64();
-        let mut run = Run::new(cuda, &plan, &inputs, &mut outputs)?;
+        let placement = DevicePlacement::default();
+        let mut run = DeviceRun::new(cuda, &plan, &inputs, &mut outputs, placement)?;
         run.compute(&mut outputs)?;
         let nrmse = check(problem, Accumulation::of_cuda(dtype), &operands, &out)?;
         let started = Instant::now();
@@ -280,16 +298,19 @@ impl<'a> DeviceSubject<'a> {
         Ok(Self { row, kernel, unit, run, nrmse, host, prepare, times: Vec::new() })
     }
 
+    fn turn(&mut self) -> Result<()> {
+        self.times.push(self.run.seconds()?);
+        Ok(())
+    }
+
     fn measured(mut self) -> Measured {
-        self.times.sort_by(f64::total_cmp);
-        let (times, last) = (&self.times, self.times.len() - 1);
         Measured {
             row: self.row.clone(),
             kernel: self.kernel,
             unit: self.unit,
             work: Work::of(&self.row.problem),
-            quartiles: [times[last / 4], times[times.len() / 2], times[last - last / 4]],
-            repetitions: times.len(),
+            quartiles: quartiles(&mut self.times),
+            repetitions: self.times.len(),
             apart: None,
             copies: 1,
             nrmse: self.nrmse,
@@ -303,15 +324,7 @@ impl<'a> DeviceSubject<'a> {
 fn on_device(cuda: &Cuda, tile: Option<CudaTile>, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let subjects = rows.iter().map(|row| DeviceSubject::new(cuda, tile, row));
     let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
-    let started = Instant::now();
-    for turn in 0..MAX_TIMES {
-        if turn >= 10 && started.elapsed().as_secs_f64() >= min_time * rows.len() as f64 {
-            break;
-        }
-        for subject in &mut subjects {
-            subject.times.push(subject.run.seconds()?);
-        }
-    }
+    turns(10, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(DeviceSubject::turn))?;
     Ok(subjects.into_iter().map(DeviceSubject::measured).collect())
 }
 
@@ -354,10 +367,7 @@ impl<'a> Runner<'a> {
     fn run(&mut self, operands: &Operands, out: &mut Buffer) -> Result<f64> {
         let problem = self.plan.problem();
         let inputs = operands.inputs(problem)?;
-        let shape = problem.dims().out_shape();
-        let strides = Order::Bhsd.strides(shape);
-        let out = TensorViewMut::from_bytes(problem.dtype(), out.bytes_mut(), shape, strides);
-        let mut outputs = Outputs::new(out.map_err(Failure::new)?);
+        let mut outputs = outputs(problem, out)?;
         let started = Instant::now();
         self.cpu.run(&self.plan, &inputs, &mut outputs, &mut self.workspace).map_err(Failure::new)?;
         Ok(started.elapsed().as_secs_f64())

@@ -9,11 +9,12 @@ use crate::args::Backend;
 use crate::args::{BenchArgs, Group as Asked};
 use crate::check::progress;
 use crate::failure::{Failure, Result};
-use crate::gpu::{self, Cuda};
+use crate::gpu;
 use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
 use crate::report::{self, Table};
+use flashtile::cuda::Cuda;
 use flashtile::plan::CudaTile;
 use flashtile::{Cpu, Dtype};
 use indicatif::ProgressBar;
@@ -60,7 +61,7 @@ impl Device {
                 let facts = cpu.facts();
                 format!("{}, {}", facts.isa, report::counted(facts.threads, "thread"))
             }
-            Self::Cuda(cuda, _) => gpu::name(cuda).to_owned(),
+            Self::Cuda(cuda, _) => cuda.name().to_owned(),
         }
     }
 }

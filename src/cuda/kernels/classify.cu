@@ -4,8 +4,6 @@
 //   2  every position sees all of them, and nothing is added to their scores
 //   1  otherwise
 
-constexpr u32 CLASS_ROWS = 16;
-
 struct Params {
     u64 mask, classes;
     // Bytes between planes of a sequence, of a head, and between query positions.

@@ -25,6 +25,7 @@
 //   VECTOR              whether every row of every tensor starts on 16 bytes
 //   BIAS                whether scores are changed: softcap, ALiBi, tree mask, a scale that is not positive
 //   MASK                whether there is a materialised mask (with BIAS)
+//   CLASS_ROWS          query positions of a class of a mask
 
 // Keys `begin..end` of a sequence and head for the rows from `row`; every row sees those of `full_begin..full_end`. The result
 // goes to slot `slot` of `splits` from `first`, or with one split to the output. Entry `next` is the next item, if it is not 0.
@@ -70,8 +71,6 @@ constexpr bool TEAMS = WQ == 8;
 constexpr int LOADERS = PRIVATE ? 32 : TEAMS ? 128 : THREADS;
 // Fragments: 8 keys of scores, 8 columns of values; steps of 32 bytes of a row of q and k.
 constexpr int SF = BN / 8, OF = DV / 8, STEPS = D * E / 32;
-// Query positions of a class of a mask.
-constexpr u32 CLASS_ROWS = 16;
 // Fragments of keys and values that are asked for ahead of their products.
 constexpr int AHEAD = 2;
 // Whether sums are scaled before weights are made, which takes fewer registers, or after, which leaves one run of instructions.

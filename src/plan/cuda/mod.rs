@@ -131,7 +131,7 @@ pub struct CudaPlan {
 }
 
 /// Most blocks of threads in the second and third dimension of a grid.
-const MAX_GRID: usize = 65_535;
+pub(crate) const MAX_GRID: usize = 65_535;
 
 /// Most items of a plan.
 const MAX_ITEMS: usize = 1 << 22;
