@@ -4,14 +4,14 @@
 #   benches/gpu.sh FLASHTILE [OUT [PART...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured where python3 has torch. Parts, all by default: check, sanitize (where compute-sanitizer is), prefill, decode,
-# start. TESTS may name a test binary of this repository, whose CUDA and external cases are then run by `check` too.
+# are measured where python3 has torch. Parts, all by default: check, prefill, decode, start, sanitize
+# (where compute-sanitizer is). TESTS may name a test binary of this repository, whose CUDA and external cases are then run by `check` too.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
 shift $(($# < 2 ? $# : 2))
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(check sanitize prefill decode start)
+[ ${#parts[@]} -gt 0 ] || parts=(check prefill decode start sanitize)
 root=$(dirname "$(dirname "$(realpath "$0")")")
 mkdir -p "$out"
 cd "$root"
@@ -36,17 +36,6 @@ if wants check; then
             { tail -40 "$out/tests.txt"; exit 1; }
         grep -E "SKIPPED|test result" "$out/tests.txt"
     fi
-fi
-
-if wants sanitize && command -v compute-sanitizer > /dev/null; then
-    some=gqa_4_causal,mask_f16_window,like_,cached_steps_pages_of_8,cached_ring_41,tree_branches_verify,keys_16,decode_long
-    for tool in memcheck racecheck; do
-        step "$tool"
-        compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name kns=forward \
-            "$flashtile" check --backend cuda --exact-memory --filter $some > "$out/$tool.txt" 2>&1 ||
-            { tail -40 "$out/$tool.txt"; exit 1; }
-        grep -E "ERROR SUMMARY|RACECHECK SUMMARY|^cuda " "$out/$tool.txt" | cut -c1-100
-    done
 fi
 
 # Peers of one problem, then ours beside them: NAME, the problem for the peer, options for ours.
@@ -111,4 +100,15 @@ row = json.loads(open('$out/start-$state.jsonl').readline())
 print('$state: %.1f ms to the first launch, %.1f us of the host for each' % (row['prepare_seconds'] * 1e3, row['host_seconds'] * 1e6))"
     done
     rm -r "$folder"
+fi
+
+if wants sanitize && command -v compute-sanitizer > /dev/null; then
+    some=gqa_4_causal,mask_f16_window,like_,cached_steps_pages_of_8,cached_ring_41,tree_branches_verify,keys_16,decode_long
+    for tool in memcheck racecheck; do
+        step "$tool"
+        compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name kns=forward \
+            "$flashtile" check --backend cuda --exact-memory --filter $some > "$out/$tool.txt" 2>&1 ||
+            { tail -40 "$out/$tool.txt"; exit 1; }
+        grep -E "ERROR SUMMARY|RACECHECK SUMMARY|^cuda " "$out/$tool.txt" | cut -c1-100
+    done
 fi

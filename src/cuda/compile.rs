@@ -5,7 +5,7 @@
 use super::error::CudaError;
 use super::library;
 use crate::Dtype;
-use crate::plan::{CLASS_ROWS, CudaKernel, Item};
+use crate::plan::{CLASS_ROWS, CudaKernel, GROUP, Item, STREAM_BYTES};
 use etcetera::base_strategy::{BaseStrategy, choose_base_strategy};
 use libloading::Symbol;
 use sha2::{Digest, Sha256};
@@ -15,7 +15,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
-const FORWARD: &str = include_str!("kernels/forward.cu");
+const ATTENTION: &str = include_str!("kernels/attention.cu");
+const PREFILL: &str = include_str!("kernels/prefill.cu");
+const DECODE: &str = include_str!("kernels/decode.cu");
 const CLASSIFY: &str = include_str!("kernels/classify.cu");
 const ROWS: &str = include_str!("kernels/rows.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
@@ -27,7 +29,7 @@ pub const CACHE_VARIABLE: &str = "FLASHTILE_CACHE_DIR";
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Source {
     pub(super) name: String,
-    body: &'static str,
+    parts: &'static [&'static str],
     constants: Vec<(&'static str, String)>,
 }
 
@@ -70,27 +72,31 @@ impl Source {
             ("PARAMS", number(FORWARD_PARAMS)),
             ("ITEM", number(size_of::<Item>())),
             ("CLASS_ROWS", number(CLASS_ROWS)),
+            ("STREAM", number(STREAM_BYTES)),
+            ("GROUP", number(GROUP)),
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
-        Self { name: format!("{kernel}{suffix}"), body: FORWARD, constants }
+        let parts: &[&str] =
+            if tile.divides_keys() { &[PRELUDE, ATTENTION, DECODE] } else { &[PRELUDE, ATTENTION, PREFILL] };
+        Self { name: format!("{kernel}{suffix}"), parts, constants }
     }
 
     pub(super) fn classify() -> Self {
         let constants = vec![("PARAMS", CLASSIFY_PARAMS.to_string()), ("CLASS_ROWS", CLASS_ROWS.to_string())];
-        Self { name: "cuda-classify-mask".to_owned(), body: CLASSIFY, constants }
+        Self { name: "cuda-classify-mask".to_owned(), parts: &[PRELUDE, CLASSIFY], constants }
     }
 
     pub(super) fn rows() -> Self {
         let constants = vec![("PARAMS", ROWS_PARAMS.to_string()), ("RUNS", ROWS_RUNS.to_string())];
-        Self { name: "cuda-move-rows".to_owned(), body: ROWS, constants }
+        Self { name: "cuda-move-rows".to_owned(), parts: &[PRELUDE, ROWS], constants }
     }
 
     pub(super) fn limits() -> Self {
-        Self { name: "cuda-limits".to_owned(), body: LIMITS, constants: Vec::new() }
+        Self { name: "cuda-limits".to_owned(), parts: &[PRELUDE, LIMITS], constants: Vec::new() }
     }
 
     fn text(&self) -> String {
-        format!("{PRELUDE}\n{}", self.body)
+        self.parts.join("\n")
     }
 }
 

@@ -87,7 +87,7 @@ impl Divisor {
     }
 }
 
-/// `Params` of `forward.cu`.
+/// `Params` of `attention.cu`.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 struct ForwardParams {

@@ -8,7 +8,7 @@ use crate::cuda::{
     Cuda, CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory, DeviceOutputs,
     DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
 };
-use crate::plan::CudaPlan;
+use crate::plan::{CudaFacts, CudaPlan, CudaTile};
 use crate::{
     BlockTables, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, Problem, TensorView, ViewError,
     bind,
@@ -36,19 +36,44 @@ pub struct CudaRunner {
     pub options: PlanOptions,
     /// How tensors lie in its memory.
     pub placement: DevicePlacement,
+    /// What plans are made for: those of the device, or of one that it can stand for.
+    pub facts: CudaFacts,
+    /// The tile of every plan, where it is not the planner's.
+    pub tile: Option<CudaTile>,
 }
 
 impl CudaRunner {
     /// A runner with default options.
     #[must_use]
     pub fn new(cuda: Cuda) -> Self {
-        Self { cuda, options: PlanOptions::default(), placement: DevicePlacement::default() }
+        let facts = *cuda.facts();
+        Self {
+            cuda,
+            options: PlanOptions::default(),
+            placement: DevicePlacement::default(),
+            facts,
+            tile: None,
+        }
     }
 
     /// The same with other plan options.
     #[must_use]
     pub fn with(mut self, options: PlanOptions) -> Self {
         self.options = options;
+        self
+    }
+
+    /// The same with plans for a device of one multiprocessor: its blocks of threads compute many items each.
+    #[must_use]
+    pub fn narrow(mut self) -> Self {
+        self.facts.multiprocessors = 1;
+        self
+    }
+
+    /// The same with a tile of the caller's.
+    #[must_use]
+    pub fn tiled(mut self, tile: CudaTile) -> Self {
+        self.tile = Some(tile);
         self
     }
 
@@ -382,12 +407,13 @@ impl Copied {
 impl Runner for CudaRunner {
     fn name(&self) -> String {
         let odd = if self.placement.odd { ", odd addresses" } else { "" };
-        format!("cuda {}{odd}", self.cuda.name())
+        let narrow = if self.facts == *self.cuda.facts() { "" } else { ", as one multiprocessor" };
+        format!("cuda {}{odd}{narrow}", self.cuda.name())
     }
 
     fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
         let mut compute = || {
-            let plan = self.cuda.plan(problem, self.options)?;
+            let plan = CudaPlan::with_tile(problem, &self.facts, self.options, self.tile)?;
             let mut run = DeviceRun::new(&self.cuda, &plan, inputs, outputs, self.placement)?;
             run.compute(outputs)?;
             Ok(plan.to_string())

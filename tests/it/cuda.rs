@@ -11,7 +11,7 @@ use flashtile::testkit::{
 };
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions, QOffset,
-    SeqId, TensorView, TensorViewMut, plan::devices,
+    SeqId, TensorView, TensorViewMut, plan::CudaTile, plan::devices,
 };
 use std::sync::Arc;
 
@@ -76,6 +76,32 @@ fn any_number_of_splits_is_within_the_limits() {
             match prepared.run(&runner) {
                 Ok(_) | Err(Failure::Skipped(_)) => {}
                 Err(failure) => panic!("{} in {splits} parts: {failure}", case.name),
+            }
+        }
+    }
+}
+
+#[test]
+fn every_tile_is_within_the_limits() {
+    let Some(cuda) = cuda() else { return };
+    let mut tiles = vec![];
+    for keys in [16, 32, 64, 128] {
+        for (warps, fragments) in [([8, 1], 2), ([8, 1], 1), ([4, 1], 2), ([4, 1], 1), ([2, 1], 1)] {
+            tiles.push(CudaTile::new(warps, fragments, keys, 2));
+        }
+        tiles.push(CudaTile::new([1, 4], 1, keys, 3));
+    }
+    tiles.extend([CudaTile::new([4, 1], 1, 32, 4), CudaTile::new([1, 8], 1, 16, 2)]);
+    let cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();
+    for tile in tiles {
+        for case in &cases {
+            let prepared = Prepared::new(case).unwrap();
+            let runner = CudaRunner::new(cuda.clone()).tiled(tile);
+            for runner in [runner.clone(), runner.narrow()] {
+                match prepared.run(&runner) {
+                    Ok(_) | Err(Failure::Skipped(_)) => {}
+                    Err(failure) => panic!("{} in {tile:?}: {failure}", case.name),
+                }
             }
         }
     }

@@ -24,9 +24,13 @@ pub(crate) fn cuda() -> Option<Cuda> {
     DEVICE.get_or_init(find).clone()
 }
 
-/// The CUDA device with tensors on whole vectors and at odd addresses.
+/// The CUDA device with tensors on whole vectors and at odd addresses, and as one whose blocks of threads compute many items.
 pub(crate) fn cuda_runners() -> Vec<CudaRunner> {
-    cuda().into_iter().flat_map(|cuda| [CudaRunner::new(cuda.clone()), CudaRunner::new(cuda).odd()]).collect()
+    let of = |cuda| {
+        let runner = CudaRunner::new(cuda);
+        [runner.clone(), runner.clone().odd(), runner.narrow()]
+    };
+    cuda().into_iter().flat_map(of).collect()
 }
 
 /// Everything that computes on this machine, with these plan options.

@@ -29,6 +29,32 @@ DEVICE void await() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Waits for all copies of this thread.
+DEVICE void await_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Orders what this thread, and those that it has waited for, wrote and read before with what follows, for the whole device.
+DEVICE void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// ---- barriers of some of the threads of a block
+
+template <int N>
+DEVICE void named_sync(int barrier) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(N) : "memory"); }
+
+template <int N>
+DEVICE void named_arrive(int barrier) { asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(N) : "memory"); }
+
+// Waits as well, and says whether `x` holds for any of the threads.
+template <int N>
+DEVICE bool named_any(int barrier, bool x) {
+    u32 any;
+    asm volatile("{ .reg .pred a, b; setp.ne.u32 a, %3, 0; bar.red.or.pred b, %1, %2, a; selp.u32 %0, 1, 0, b; }"
+                 : "=r"(any) : "r"(barrier), "n"(N), "r"((u32)x) : "memory");
+    return any;
+}
+
+// Asks for the line of an address in the second-level cache.
+DEVICE void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
 // ---- shared memory
 
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -70,7 +96,6 @@ DEVICE float exp2_approx(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-
 
 // f32 to the nearest tf32.
 DEVICE u32 to_tf32(float x) {
@@ -138,6 +163,13 @@ DEVICE void mma_f32(float (&c)[4], const u32 (&a_high)[4], const u32 (&a_low)[4]
 }
 
 // ---- integers
+
+// The same, of which the compiler knows nothing: what rarely runs computes its addresses when it does, instead of keeping them
+// in registers.
+DEVICE u32 afresh(u32 x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 
 // x / d for x < 2^31, where `multiplier` and `shift` were made for d.
 struct Divisor {

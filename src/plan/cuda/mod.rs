@@ -12,14 +12,16 @@
 mod schedule;
 mod tile;
 
+#[cfg(feature = "cuda")]
+pub(crate) use tile::STREAM_BYTES;
 pub use tile::{CudaKernel, CudaTile};
 
 use super::{PlanOptions, Unsupported};
 use crate::problem::{Problem, Sequences};
-#[cfg(feature = "cuda")]
-pub(crate) use schedule::Item;
 #[cfg(not(feature = "cuda"))]
 use schedule::Item;
+#[cfg(feature = "cuda")]
+pub(crate) use schedule::{GROUP, Item};
 use schedule::{Shares, tiles};
 
 /// What the planner knows of a CUDA device.
@@ -300,12 +302,12 @@ fn launch(
     let most = work.iter().map(|t| t.blocks(tile.keys())).max().unwrap_or(1);
     let room = facts.multiprocessors * tile.resident;
     let shares = match options.splits {
-        Some(splits) => Shares::even(work, tile.keys(), splits.max(1)),
-        None if work.len() >= room && tile.warps_q > 1 => {
+        Some(splits) => Shares::even(work, &kernel, splits.max(1)),
+        None if work.len() >= room && !tile.divides_keys() => {
             let row = (kernel.head_dim + kernel.value_dim) * problem.dtype().bytes();
-            Shares::whole(work, facts.l2 / 2 / row)
+            Shares::whole(work, tile.keys(), facts.l2 / 2 / row, room)
         }
-        None => Shares::equal(work, tile.keys(), room, tile.least_blocks()),
+        None => Shares::equal(work, &kernel, room),
     };
     let launch = Launch { most_blocks: most, ..shares.launch(kernel) };
     if launch.items.len() > MAX_ITEMS { Err(tasks(launch.items.len())) } else { Ok(launch) }

@@ -4,12 +4,22 @@ use super::{Capacity, CudaKernel, Launch};
 use crate::plan::visible_union;
 use crate::problem::Problem;
 use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::ops::Range;
 
 /// The sequence of an entry that is no work.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// One unit of work as the kernels read it: `Item` of `forward.cu`.
+/// Parts of a tile that are added up first where there are many: `GROUP` of the kernels.
+pub(crate) const GROUP: usize = 8;
+
+/// Of `splits`: the parts of a tile are added up in groups.
+const GROUPED: u32 = 1 << 31;
+
+/// Fewest bytes of parts of a tile for groups of them: one block of threads reads less faster than it waits for the others.
+const GROUPED_BYTES: usize = 128 << 10;
+
+/// One unit of work as the kernels read it: `Item` of `attention.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct Item {
@@ -23,7 +33,8 @@ pub(crate) struct Item {
     pub(crate) end: u32,
     pub(crate) full_begin: u32,
     pub(crate) full_end: u32,
-    /// Slot of its partial result, the first of its tile's, and their number.
+    /// Slot of its partial result, the first of its tile's, and their number, with [`GROUPED`] where they are added up in groups:
+    /// sums of groups are in the slots behind them, and counters of groups behind the tile's.
     pub(crate) slot: u32,
     pub(crate) first: u32,
     pub(crate) splits: u32,
@@ -50,6 +61,8 @@ pub(super) struct Tile {
     panel: usize,
     keys: Range<usize>,
     full: Range<usize>,
+    /// Rows that it has.
+    count: usize,
     rows: SequenceRows,
 }
 
@@ -140,6 +153,7 @@ pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize],
                     panel,
                     keys: keys.clone(),
                     full: full.clone(),
+                    count: rows.min(all - row),
                     rows: place,
                 }));
             }
@@ -158,14 +172,18 @@ pub(super) struct Shares {
 }
 
 impl Shares {
+    /// Tiles of a block of threads beyond which there are several times as many blocks as the device holds: the items that it can
+    /// compute again.
+    const MOST: usize = 31;
+
     const fn none() -> Self {
         let used = Capacity { grid: 0, items: 0, slots: 0, counters: 0 };
         Self { blocks: Vec::new(), splits: 1, used, most: used }
     }
 
-    /// A block of threads for each tile. Tiles of heads whose keys are at most `section` together lie side by side, so that
-    /// they are read from the second-level cache; among them the longest come first.
-    pub(super) fn whole(mut tiles: Vec<Tile>, section: usize) -> Self {
+    /// Tiles as a whole, for so many blocks of threads that the device holds at a time. Tiles of heads whose keys are at most `section` together lie side by side, so that
+    /// they are read from the second-level cache; among them the longest come first. Each goes to the block that is done first.
+    pub(super) fn whole(mut tiles: Vec<Tile>, block_k: usize, section: usize, room: usize) -> Self {
         let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
         let (mut number, mut filled, mut last) = (0, 0usize, None);
         for tile in tiles.drain(..) {
@@ -180,19 +198,30 @@ impl Shares {
             sections.push((number, tile));
         }
         sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
-        let one = |(_, tile): (usize, Tile)| vec![tile.item(0..tile.blocks(1), 1)];
-        Self { blocks: sections.into_iter().map(one).collect(), ..Self::none() }
+        let rounds = sections.len().div_ceil(room * Self::MOST);
+        let count = (room * rounds).min(sections.len());
+        let mut blocks: Vec<Vec<Item>> = vec![Vec::new(); count];
+        // What blocks of threads have to do so far; of those with as much, the first.
+        let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
+        for (_, tile) in sections {
+            let Some(Reverse((work, block))) = done.pop() else { break };
+            blocks[block].push(tile.item(0..tile.blocks(1), 1));
+            // A tile's beginning and end take about as long as a block of keys.
+            done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
+        }
+        Self { blocks, ..Self::none() }
     }
 
     /// Tiles cut into so many parts of nearly equal length, a block of threads for each part.
-    pub(super) fn even(tiles: Vec<Tile>, block_k: usize, splits: usize) -> Self {
+    pub(super) fn even(tiles: Vec<Tile>, kernel: &CudaKernel, splits: usize) -> Self {
+        let block_k = kernel.tile.keys();
         let mut shares = Self::none();
         for tile in tiles {
             let blocks = tile.blocks(block_k);
             let parts = splits.min(blocks);
             let cut = |n: usize| blocks * n / parts;
             let parts = (0..parts).map(|n| tile.item(cut(n)..cut(n + 1), block_k)).collect();
-            for item in shares.parts(parts) {
+            for item in shares.parts(parts, tile.count * kernel.value_dim * 4) {
                 shares.blocks.push(vec![item]);
             }
         }
@@ -200,13 +229,15 @@ impl Shares {
     }
 
     /// The blocks of keys of all tiles end to end, cut into equal shares for at most `room` blocks of threads.
-    pub(super) fn equal(tiles: Vec<Tile>, block_k: usize, room: usize, least: usize) -> Self {
+    pub(super) fn equal(tiles: Vec<Tile>, kernel: &CudaKernel, room: usize) -> Self {
+        let (block_k, least) = (kernel.tile.keys(), kernel.tile.least_blocks());
         let total: usize = tiles.iter().map(|tile| tile.blocks(block_k)).sum();
         let share = total.div_ceil(room.max(1)).max(least);
         let mut shares = Self::none();
         // Each boundary between blocks of threads adds an item, and cuts one tile.
         let items = tiles.len() + room;
-        shares.most = Capacity { grid: room, items, slots: 2 * room, counters: room };
+        // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
+        shares.most = Capacity { grid: room, items, slots: 2 * room + room / 2, counters: room + room / 2 };
         shares.blocks.resize_with(total.div_ceil(share), Vec::new);
         let mut at = 0;
         for tile in tiles {
@@ -218,7 +249,7 @@ impl Shares {
                 parts.push(tile.item(done..done + part, block_k));
                 done += part;
             }
-            for (n, item) in shares.parts(parts).into_iter().enumerate() {
+            for (n, item) in shares.parts(parts, tile.count * kernel.value_dim * 4).into_iter().enumerate() {
                 shares.blocks[at / share + n].push(item);
             }
             at += blocks;
@@ -226,18 +257,20 @@ impl Shares {
         shares
     }
 
-    /// Gives the parts of one tile their slots.
-    fn parts(&mut self, mut parts: Vec<Item>) -> Vec<Item> {
+    /// Gives the parts of one tile, of so many bytes each, their slots.
+    fn parts(&mut self, mut parts: Vec<Item>, bytes: usize) -> Vec<Item> {
         let count = parts.len();
         if count > 1 {
+            let grouped = count > 2 * GROUP && count * bytes > GROUPED_BYTES;
+            let groups = if grouped { count.div_ceil(GROUP) } else { 0 };
             for (n, item) in parts.iter_mut().enumerate() {
                 item.slot = (self.used.slots + n) as u32;
                 item.first = self.used.slots as u32;
-                item.splits = count as u32;
+                item.splits = count as u32 | if grouped { GROUPED } else { 0 };
                 item.counter = self.used.counters as u32;
             }
-            self.used.slots += count;
-            self.used.counters += 1;
+            self.used.slots += count + groups;
+            self.used.counters += 1 + groups;
             self.splits = self.splits.max(count);
         }
         parts
@@ -246,8 +279,10 @@ impl Shares {
     pub(super) fn launch(self, kernel: CudaKernel) -> Launch {
         let grid = self.blocks.len();
         let count = self.blocks.iter().map(Vec::len).sum();
+        let teams = kernel.tile.teams();
         let used = Capacity { grid, items: count, ..self.used };
-        let capacity = used.max(self.most);
+        let most = used.max(self.most);
+        let capacity = Capacity { counters: teams * most.counters, ..most };
         let none = Item { sequence: NONE, ..Tile::EMPTY.item(0..0, 1) };
         let mut items = vec![none; capacity.grid];
         for (block, list) in self.blocks.into_iter().enumerate() {
@@ -274,6 +309,7 @@ impl Tile {
         panel: 0,
         keys: 0..0,
         full: 0..0,
+        count: 0,
         rows: SequenceRows { batch: 0, q_start: 0, q_len: 0, kv_start: 0, kv_len: 0, q_offset: 0 },
     };
 }
@@ -281,9 +317,17 @@ impl Tile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Dtype;
+    use crate::plan::CudaTile;
 
     fn tile(sequence: usize, keys: Range<usize>) -> Tile {
-        Tile { sequence, full: keys.clone(), keys, ..Tile::EMPTY }
+        Tile { sequence, full: keys.clone(), keys, count: 16, ..Tile::EMPTY }
+    }
+
+    fn kernel() -> CudaKernel {
+        let tile = CudaTile::new([1, 4], 1, 16, 2);
+        let (dtype, head_dim, value_dim) = (Dtype::BF16, 128, 128);
+        CudaKernel { dtype, head_dim, value_dim, tile, paged: false, biased: false, masked: false }
     }
 
     /// Every key of every tile is in exactly one item, and parts of a tile have neighbouring slots in key order.
@@ -294,7 +338,7 @@ mod tests {
             for (n, item) in items().enumerate() {
                 assert_eq!(item.begin as usize, at);
                 at = item.end as usize;
-                assert_eq!(item.splits as usize, items().count());
+                assert_eq!((item.splits & !GROUPED) as usize, items().count());
                 if item.splits > 1 {
                     assert_eq!(item.slot, item.first + n as u32);
                 }
@@ -307,9 +351,11 @@ mod tests {
     fn shares_hold_every_key_once_and_are_equal() {
         let lens = [1usize, 5000, 64, 65, 0, 777, 12_000];
         let tiles: Vec<Tile> = lens.iter().enumerate().map(|(n, &len)| tile(n, 3.min(len)..len)).collect();
+        let kernel = kernel();
         for room in [1, 2, 7, 100, 264] {
-            let shares = Shares::equal(tiles.clone(), 64, room, 1);
+            let shares = Shares::equal(tiles.clone(), &kernel, room);
             assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
+            assert_eq!(shares.most.max(shares.used), shares.most);
             check(&shares, &tiles);
             let blocks = |items: &Vec<Item>| {
                 let of = |i: &Item| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize;
@@ -319,8 +365,12 @@ mod tests {
             assert!(shares.blocks.iter().map(blocks).all(|n| n <= total.div_ceil(room)));
         }
         for splits in [1, 2, 5, 1000] {
-            check(&Shares::even(tiles.clone(), 64, splits), &tiles);
+            check(&Shares::even(tiles.clone(), &kernel, splits), &tiles);
         }
-        check(&Shares::whole(tiles.clone(), 1000), &tiles);
+        for room in [1, 4, 100] {
+            let shares = Shares::whole(tiles.clone(), 64, 1000, room);
+            assert!(shares.blocks.iter().all(|b| !b.is_empty()));
+            check(&shares, &tiles);
+        }
     }
 }

@@ -1,7 +1,8 @@
 //! Kernels of the CUDA backend and the shapes of their tiles.
 
+use super::schedule::Item;
 use super::{CudaFacts, is_paged};
-use crate::plan::Unsupported;
+use crate::plan::{Unsupported, visible_union};
 use crate::{Dtype, Problem, Sequence};
 
 /// How a block of threads divides its work.
@@ -48,6 +49,9 @@ impl CudaTile {
         if ![1, 2].contains(&fragments) {
             return refused("a warp has 1 or 2 fragments of 16 rows");
         }
+        if warps_q == 8 && stages != 2 {
+            return refused("8 warps over rows have 2 stages");
+        }
         if !(16..=256).contains(&warp_keys) || !warp_keys.is_multiple_of(16) {
             return refused("keys of a warp are a multiple of 16, at most 256");
         }
@@ -75,9 +79,19 @@ impl CudaTile {
         32 * self.warps_q * self.warps_k
     }
 
+    /// Whether warps divide the keys of a tile, each on its own, and not its rows: for few rows.
+    pub(crate) const fn divides_keys(&self) -> bool {
+        self.warps_q == 1
+    }
+
+    /// Groups of warps that end a tile each for itself.
+    pub(super) const fn teams(&self) -> usize {
+        if self.warps_q == 8 { 2 } else { 1 }
+    }
+
     /// Fewest blocks of keys for which a part of a tile is worth its partial result.
     pub(super) const fn least_blocks(&self) -> usize {
-        if self.warps_q == 1 { 1 } else { 4 }
+        if self.divides_keys() { 1 } else { 4 }
     }
 }
 
@@ -107,6 +121,9 @@ pub struct CudaKernel {
 
 /// Most columns of values of an item: their sums are kept in registers.
 const MAX_VALUE_COLUMNS: usize = 256;
+
+/// Bytes that a warp keeps of its stream of items: `STREAM` of the kernels.
+pub(crate) const STREAM_BYTES: usize = 80;
 
 /// Registers that a thread can have.
 const MAX_REGISTERS: usize = 255;
@@ -165,12 +182,17 @@ impl CudaKernel {
     pub const fn shared_bytes(&self) -> usize {
         let CudaTile { warps_k, warp_keys, stages, .. } = self.tile;
         let (element, rows) = (self.dtype.bytes(), self.tile.rows());
-        let widest = if self.head_dim > self.value_dim { self.head_dim } else { self.value_dim };
+        let q = rows * self.head_dim * element;
         let ring = stages * warps_k * warp_keys * (self.head_dim + self.value_dim) * element;
-        let merge = if self.tile.warps_q == 1 { warps_k * rows * (self.value_dim + 10) * 4 } else { 0 };
-        let body = if ring > merge { ring } else { merge };
-        let row = if self.biased { 40 } else { 8 };
-        rows * widest * element + body + rows * row + 16
+        let seen = rows * if self.biased { 40 } else { 8 };
+        if self.tile.divides_keys() {
+            let merge = warps_k * rows * (self.value_dim + 10) * 4;
+            q + if ring > merge { ring } else { merge } + seen + 16
+        } else {
+            let (items, streams) =
+                ((stages + 4) / 2 * 2 * size_of::<Item>(), self.tile.warps_q * STREAM_BYTES);
+            q + ring + 2 * seen + items + streams + 16
+        }
     }
 
     /// f32 of a partial result: values, maximum and sum of each row.
@@ -179,13 +201,20 @@ impl CudaKernel {
     }
 }
 
-/// Whether tiles of 256 rows leave no multiprocessor without work, and the steps of a tile outnumber what it needs before and
-/// after them: by the keys that the row in the middle of a sequence sees.
+/// Whether two teams with 256 rows are to be preferred to 128 rows: they multiply faster by a tenth, but their tiles reach over
+/// more keys that some of the rows do not see, and there are half as many of them.
 fn is_long(problem: &Problem, facts: &CudaFacts) -> bool {
-    let heads = problem.dims().kv_heads;
-    let tiles = |s: &Sequence| (s.q_len * problem.dims().group()).div_ceil(256) * heads;
-    let keys = problem.sequences().iter().map(|s| problem.visible(s, s.q_len / 2).len()).max().unwrap_or(0);
-    keys >= 2048 && problem.sequences().iter().map(tiles).sum::<usize>() >= 2 * facts.multiprocessors
+    let (heads, group) = (problem.dims().kv_heads, problem.dims().group());
+    let tiles = |s: &Sequence| (s.q_len * group).div_ceil(256) * heads;
+    let Some(longest) = problem.sequences().iter().max_by_key(|s| s.q_len) else { return false };
+    // Of a tile in the middle of the longest sequence.
+    let keys = |rows: usize| {
+        let middle = longest.q_len / 2;
+        visible_union(problem, longest, middle..(middle + rows.div_ceil(group)).min(longest.q_len)).len()
+    };
+    problem.sequences().iter().map(tiles).sum::<usize>() >= 2 * facts.multiprocessors
+        && keys(256) >= 512
+        && 10 * keys(256) < 11 * keys(128)
 }
 
 /// Tiles for so many rows, best first: each takes less shared memory than the one before. `long` where there are enough rows
@@ -206,10 +235,9 @@ fn candidates(dtype: Dtype, dim: usize, rows: usize, long: bool) -> Vec<CudaTile
     if !wide && rows > 64 {
         if dim <= 128 {
             if long {
-                let (keys, stages) = if dim <= 64 { (128, 2) } else { (64, 3) };
-                tiles.push(CudaTile::new([8, 1], 2, keys, stages));
+                tiles.push(CudaTile::new([8, 1], 2, if dim <= 64 { 128 } else { 64 }, 2));
             }
-            tiles.push(CudaTile::new([4, 1], 2, 64, 2));
+            tiles.push(CudaTile::new([4, 1], 2, if dim <= 64 { 128 } else { 64 }, 2));
         } else if dim <= 256 {
             tiles.push(CudaTile::new([8, 1], 1, 64, 2));
         }
@@ -228,7 +256,7 @@ fn candidates(dtype: Dtype, dim: usize, rows: usize, long: bool) -> Vec<CudaTile
 
 impl std::fmt::Display for CudaKernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let op = if self.tile.warps_q == 1 { "decode" } else { "prefill" };
+        let op = if self.tile.divides_keys() { "decode" } else { "prefill" };
         write!(f, "cuda-{op}-{}-d{}", self.dtype, self.head_dim)?;
         if self.value_dim != self.head_dim {
             write!(f, "x{}", self.value_dim)?;
