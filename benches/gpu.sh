@@ -4,8 +4,8 @@
 #   benches/gpu.sh FLASHTILE [OUT [PART...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured where python3 has torch. Parts, all by default: check, prefill, decode, start, sanitize
-# (where compute-sanitizer is). TESTS may name a test binary of this repository, whose CUDA and external cases are then run by `check` too.
+# are measured where python3 has torch. Parts, all by default: check, prefill, decode, start, sanitize (where
+# compute-sanitizer is). TESTS may name a test binary of this repository, whose CUDA and external cases `check` then runs too.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")

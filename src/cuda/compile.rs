@@ -5,7 +5,7 @@
 use super::error::CudaError;
 use super::library;
 use crate::Dtype;
-use crate::plan::{CLASS_ROWS, CudaKernel, GROUP, Item, STREAM_BYTES};
+use crate::plan::{AGAIN, CLASS_ROWS, CudaKernel, GROUP, Item, STREAM_BYTES};
 use etcetera::base_strategy::{BaseStrategy, choose_base_strategy};
 use libloading::Symbol;
 use sha2::{Digest, Sha256};
@@ -74,6 +74,7 @@ impl Source {
             ("CLASS_ROWS", number(CLASS_ROWS)),
             ("STREAM", number(STREAM_BYTES)),
             ("GROUP", number(GROUP)),
+            ("AGAIN", number(AGAIN)),
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
         let parts: &[&str] =

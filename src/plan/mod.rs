@@ -13,7 +13,7 @@ pub(crate) use cpu::{
     MaskClasses, Reduction, Rows, STREAM_ROWS, Target, Task, sequence_of, spans, visible_union,
 };
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{CLASS_ROWS, ClassTable, GROUP, Item, Launch, MAX_GRID, STREAM_BYTES};
+pub(crate) use cuda::{AGAIN, CLASS_ROWS, ClassTable, GROUP, Item, Launch, MAX_GRID, STREAM_BYTES};
 pub use cuda::{CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY};
 
 /// Choices that a caller may take from the planner.

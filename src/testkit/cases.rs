@@ -24,6 +24,8 @@ pub enum MaskFill {
     Closed,
     /// Rectangles of 40 queries and 300 keys that are open, hidden or random: tiles of every class, at odd places.
     Blocks,
+    /// The first 1024 keys hidden, the others open: parts of the keys that a row sees nothing of, at round places.
+    Late,
     /// Finite biases as large as f16 holds: most keys at -60000, some at 0, in every fifth row one at +60000.
     Extreme,
 }
@@ -429,6 +431,8 @@ fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
             1 => f32::NEG_INFINITY,
             _ => random,
         },
+        MaskFill::Late if j < 1024 => f32::NEG_INFINITY,
+        MaskFill::Late => 0.0,
         MaskFill::Extreme if i % 5 == 4 && j == i % 7 => 60000.0,
         MaskFill::Extreme if (j + i) % 4 == 0 => 0.0,
         MaskFill::Extreme => -60000.0,

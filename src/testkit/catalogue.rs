@@ -269,6 +269,8 @@ fn masks() -> Vec<Case> {
         cases.push(with("kv_lens").mask(kind, "", MaskFill::Random).kv_lens(&[257, 13]));
         cases.push(with("kv_lens_broadcast").mask(kind, "bhq", MaskFill::Random).kv_lens(&[0, 300]));
         cases.push(with("decode").mask(kind, "hq", MaskFill::Random).scale(0.4));
+        let late = Case::new(format!("mask_{kind_name}_late"), [1, 2, 1, 20, 2048, 16, 16], dtype(n));
+        cases.push(late.mask(kind, "h", MaskFill::Late));
     }
     for (kind, kind_name) in [kinds[1], kinds[2]] {
         for dtype in [Dtype::F32, Dtype::F16] {

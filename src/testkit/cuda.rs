@@ -408,7 +408,8 @@ impl Runner for CudaRunner {
     fn name(&self) -> String {
         let odd = if self.placement.odd { ", odd addresses" } else { "" };
         let narrow = if self.facts == *self.cuda.facts() { "" } else { ", as one multiprocessor" };
-        format!("cuda {}{odd}{narrow}", self.cuda.name())
+        let tile = self.tile.map_or_else(String::new, |tile| format!(", {}x{}", tile.rows(), tile.keys()));
+        format!("cuda {}{odd}{narrow}{tile}", self.cuda.name())
     }
 
     fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {

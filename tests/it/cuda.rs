@@ -92,16 +92,40 @@ fn every_tile_is_within_the_limits() {
         tiles.push(CudaTile::new([1, 4], 1, keys, 3));
     }
     tiles.extend([CudaTile::new([4, 1], 1, 32, 4), CudaTile::new([1, 8], 1, 16, 2)]);
-    let cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();
+    tiles.extend([CudaTile::new([4, 1], 1, 48, 2), CudaTile::new([8, 1], 1, 16, 2)]);
+    let mut kept = CudaTile::new([4, 1], 1, 64, 2);
+    kept.q_in_registers = true;
+    tiles.push(kept);
+    let mut cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();
+    cases.push(Case::new("aligned".to_owned(), [1, 2, 1, 100, 300, 32, 32], Dtype::BF16));
+    let mut passed = 0;
     for tile in tiles {
         for case in &cases {
             let prepared = Prepared::new(case).unwrap();
             let runner = CudaRunner::new(cuda.clone()).tiled(tile);
             for runner in [runner.clone(), runner.narrow()] {
                 match prepared.run(&runner) {
-                    Ok(_) | Err(Failure::Skipped(_)) => {}
+                    Ok(_) => passed += 1,
+                    Err(Failure::Skipped(_)) => {}
                     Err(failure) => panic!("{} in {tile:?}: {failure}", case.name),
                 }
+            }
+        }
+    }
+    assert!(passed > 500, "{passed}");
+}
+
+#[test]
+fn parts_that_a_mask_hides_add_nothing() {
+    let Some(cuda) = cuda() else { return };
+    for case in catalogue().into_iter().filter(|case| case.name.ends_with("_late")) {
+        let prepared = Prepared::new(&case).unwrap();
+        for splits in [1, 2, 4, 16] {
+            let runner = CudaRunner::new(cuda.clone()).with(options(Some(splits), true));
+            for runner in [runner.clone(), runner.narrow()] {
+                prepared
+                    .run(&runner)
+                    .unwrap_or_else(|failure| panic!("{} in {splits}: {failure}", case.name));
             }
         }
     }

@@ -23,6 +23,7 @@
 //   MASK                whether there is a materialised mask (with BIAS)
 //   CLASS_ROWS          query positions of a class of a mask
 //   GROUP               parts that are added up first where there are many
+//   AGAIN               items of a block of threads that can be computed again
 
 // Keys `begin..end` of a sequence and head for the rows from `row`; every row sees those of `full_begin..full_end`. The result
 // goes to slot `slot` of `splits` from `first`, or with one split to the output. Where `splits` has the bit GROUPED, groups of
@@ -188,7 +189,7 @@ DEVICE void copy_keys(const Params& p, const Tensor& tensor, const Keys& keys, u
 #if VECTOR && !PAGED
     // All of the tile: PASS rows at a time.
     constexpr int PASS = LOADERS / CHUNKS;
-    if (LOADERS % CHUNKS == 0 && dim >= C && j0 >= keys.begin && j0 + BN <= keys.end) {
+    if (LOADERS % CHUNKS == 0 && BN * CHUNKS % LOADERS == 0 && dim >= C && j0 >= keys.begin && j0 + BN <= keys.end) {
         static_assert(LOADERS % CHUNKS != 0 || PASS % 8 == 0 || L::PANEL == 128);
         u64 from = head + mine.from + (u64)((i64)j0 * tensor.row), step = (u64)(PASS * tensor.row);
         to += mine.to;
@@ -358,9 +359,10 @@ DEVICE u32 skip(const Params& p, const Item& item, u32 block, u32 end) {
     return block;
 }
 
-// Whether some row does not see some key of a tile, or adds something to its score.
+// Whether some row does not see some key of a tile, or adds something to its score. A tile past the item's keys stands for none.
 DEVICE bool is_partial(const Params& p, const Item& item, u32 block) {
     u32 begin = block * TILE;
+    if (begin >= item.end) return true;
     bool partial = p.every_tile_partial || begin < item.full_begin || begin + TILE > item.full_end;
 #if MASK
     partial |= Classes(p, item).of(block) != 2;

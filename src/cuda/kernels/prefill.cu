@@ -10,8 +10,8 @@ static_assert(!TEAMS || ST == 2);
 // Items that the copies have reached and the sums have not left, and one more of which the description is on its way; an even
 // number, so that rows of neighbours are in different halves.
 constexpr int LISTED = (ST + 4) / 2 * 2;
-// Items of a block of threads that can be computed again; those that follow are computed with care at once.
-constexpr u32 AGAIN = 31;
+// Items of a block of threads past AGAIN are computed with care at once.
+static_assert(AGAIN < 32);
 
 // Where a warp is in its stream. It is in shared memory since registers are for sums and scores.
 struct Stream {

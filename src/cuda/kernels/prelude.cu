@@ -164,8 +164,8 @@ DEVICE void mma_f32(float (&c)[4], const u32 (&a_high)[4], const u32 (&a_low)[4]
 
 // ---- integers
 
-// The same, of which the compiler knows nothing: what rarely runs computes its addresses when it does, instead of keeping them
-// in registers.
+// A number of which the compiler knows nothing: what rarely runs computes its addresses from it when it does, instead of keeping
+// them in registers.
 DEVICE u32 afresh(u32 x) {
     asm volatile("" : "+r"(x));
     return x;

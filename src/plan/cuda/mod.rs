@@ -21,7 +21,7 @@ use crate::problem::{Problem, Sequences};
 #[cfg(not(feature = "cuda"))]
 use schedule::Item;
 #[cfg(feature = "cuda")]
-pub(crate) use schedule::{GROUP, Item};
+pub(crate) use schedule::{AGAIN, GROUP, Item};
 use schedule::{Shares, tiles};
 
 /// What the planner knows of a CUDA device.

@@ -13,6 +13,10 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// Parts of a tile that are added up first where there are many: `GROUP` of the kernels.
 pub(crate) const GROUP: usize = 8;
 
+/// Items of a block of threads that it can compute again, `AGAIN` of the kernels; with more tiles than that for each there are
+/// several times as many blocks as the device holds.
+pub(crate) const AGAIN: usize = 31;
+
 /// Of `splits`: the parts of a tile are added up in groups.
 const GROUPED: u32 = 1 << 31;
 
@@ -172,17 +176,14 @@ pub(super) struct Shares {
 }
 
 impl Shares {
-    /// Tiles of a block of threads beyond which there are several times as many blocks as the device holds: the items that it can
-    /// compute again.
-    const MOST: usize = 31;
-
     const fn none() -> Self {
         let used = Capacity { grid: 0, items: 0, slots: 0, counters: 0 };
         Self { blocks: Vec::new(), splits: 1, used, most: used }
     }
 
-    /// Tiles as a whole, for so many blocks of threads that the device holds at a time. Tiles of heads whose keys are at most `section` together lie side by side, so that
-    /// they are read from the second-level cache; among them the longest come first. Each goes to the block that is done first.
+    /// Tiles as a whole, for so many blocks of threads that the device holds at a time. Tiles of heads whose keys are at most
+    /// `section` together lie side by side, so that they are read from the second-level cache; among them the longest come first.
+    /// Each goes to the block that is done first.
     pub(super) fn whole(mut tiles: Vec<Tile>, block_k: usize, section: usize, room: usize) -> Self {
         let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
         let (mut number, mut filled, mut last) = (0, 0usize, None);
@@ -198,7 +199,7 @@ impl Shares {
             sections.push((number, tile));
         }
         sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
-        let rounds = sections.len().div_ceil(room * Self::MOST);
+        let rounds = sections.len().div_ceil(room * AGAIN);
         let count = (room * rounds).min(sections.len());
         let mut blocks: Vec<Vec<Item>> = vec![Vec::new(); count];
         // What blocks of threads have to do so far; of those with as much, the first.

@@ -148,6 +148,9 @@ impl CudaKernel {
         let candidates = match asked {
             Some(tile) => {
                 tile.check()?;
+                if tile.q_in_registers && dtype == Dtype::F32 {
+                    return Err(Unsupported::Tile { why: "fragments of f32 queries stay in shared memory" });
+                }
                 vec![tile]
             }
             None => candidates(dtype, head_dim.max(value_dim), rows, is_long(problem, facts)),
