@@ -4,14 +4,14 @@
 #   benches/gpu.sh FLASHTILE [OUT [PART...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured where python3 has torch. Parts, all by default: check, prefill, decode, start, sanitize (where
-# compute-sanitizer is). TESTS may name a test binary of this repository, whose CUDA and external cases `check` then runs too.
+# are measured where python3 has torch. Parts, all by default: check, tests (where TESTS names a test binary of this repository,
+# whose CUDA and external cases run), prefill, decode, start, sanitize (where compute-sanitizer is).
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
 shift $(($# < 2 ? $# : 2))
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(check prefill decode start sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(check tests prefill decode start sanitize)
 root=$(dirname "$(dirname "$(realpath "$0")")")
 mkdir -p "$out"
 cd "$root"
@@ -31,11 +31,13 @@ if wants check; then
         "$flashtile" run examples/data/minilm_attention.safetensors -o "$out/minilm$n.safetensors" --backend cuda
     done
     cmp "$out"/minilm[12].safetensors && rm "$out"/minilm[12].safetensors
-    if [ -n "${TESTS:-}" ]; then
-        CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: external:: nan_in infinity > "$out/tests.txt" 2>&1 ||
-            { tail -40 "$out/tests.txt"; exit 1; }
-        grep -E "SKIPPED|test result" "$out/tests.txt"
-    fi
+fi
+
+if wants tests && [ -n "${TESTS:-}" ]; then
+    step "tests"
+    CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: external:: nan_in infinity least_finite > "$out/tests.txt" 2>&1 ||
+        { tail -40 "$out/tests.txt"; exit 1; }
+    grep -E "SKIPPED|test result" "$out/tests.txt"
 fi
 
 # Peers of one problem, then ours beside them: NAME, the problem for the peer, options for ours.

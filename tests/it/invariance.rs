@@ -3,7 +3,7 @@
 use crate::support::{
     Row, all_runners, answer, build, copy, fill, options, row_bits, rows, runners, seers, threaded,
 };
-use flashtile::testkit::{Built, Case, CpuRunner, MaskFill, Prepared, catalogue};
+use flashtile::testkit::{Built, Case, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
 use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility};
 use std::collections::BTreeSet;
 
@@ -312,6 +312,35 @@ fn infinity_anywhere_gives_what_the_oracle_gives() {
                         panic!("{}, {value} in {}: {failure}", case.name, ["k", "v", "q"][which]);
                     }
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_least_finite_bias_hides_nothing() {
+    // The least finite bf16, which f32 masks have too: every third row has it at all keys and is their mean, other rows have
+    // 0 at one key in seven.
+    const LEAST: f32 = f32::from_bits(0xff7f_0000);
+    for (dtype, [q_len, kv_len]) in
+        [(Dtype::F32, [40, 700]), (Dtype::BF16, [40, 700]), (Dtype::F32, [1, 5000]), (Dtype::BF16, [3, 5000])]
+    {
+        let case = Case::new("least", [1, 4, 2, q_len, kv_len, 64, 64], Dtype::F32).mask(
+            MaskKind::Additive(dtype),
+            "bh",
+            MaskFill::Open,
+        );
+        let mut built = build(&case);
+        let Some(GuardedMask::Additive(mask)) = &mut built.mask else {
+            unreachable!("asked for an additive mask")
+        };
+        fill(mask, |[_, _, i, j]| if i % 3 != 0 && j % 7 == 0 { 0.0 } else { LEAST });
+        let want = flashtile::reference::attention(&built.problem, &built.inputs()).unwrap().out;
+        for runner in all_runners(options(None, true)) {
+            let got = answer(&built, &*runner).out.values();
+            for (at, (got, want)) in got.iter().zip(&want).enumerate() {
+                let error = (f64::from(*got) - want).abs();
+                assert!(error < 1e-5, "{dtype} mask, element {at}: {got}, not {want}, on {}", runner.name());
             }
         }
     }

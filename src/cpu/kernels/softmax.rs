@@ -20,6 +20,9 @@ pub(super) struct Modifiers {
     pub(super) mask: Option<(MaskRow, usize, usize)>,
 }
 
+/// Finite biases below it count as it: only `-inf` hides, and in units of log2 the least of f32 would be that.
+const LOWEST_BIAS: f32 = -2.0e38;
+
 static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
 
 /// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
@@ -70,7 +73,7 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
             }
             if let Some((row, first, keys)) = with.mask {
                 let bias = mask_bias::<S>(row, first + c, keys);
-                let sum = S::fma(bias, S::splat(LOG2_E), x);
+                let sum = S::fma(S::max(S::splat(LOWEST_BIAS), bias), S::splat(LOG2_E), x);
                 x = S::select_eq(bias, hidden, hidden, sum);
             }
             S::store(scores.add(c), x);

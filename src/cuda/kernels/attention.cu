@@ -266,6 +266,8 @@ DEVICE float hyperbolic_tangent(float x) {
 #endif
 
 #if MASK
+#define LOWEST_BIAS -2.0e38f
+
 // What the mask adds at a key, in its own units.
 DEVICE float mask_bias(const Params& p, u64 row, u32 j) {
     u64 at = (u64)j * p.mask_step;
@@ -302,7 +304,8 @@ DEVICE float changed(const Params& p, const Row& row, u32 j, float score, bool p
 #if MASK
     float bias = mask_bias(p, row.mask, j);
     if (bias == -INF) return -INF;
-    x = fmaf(bias, LOG2E, x);
+    // Only -INF hides: in units of log2 the least finite bias would be that. A NaN stays one.
+    x = fmaf(bias < LOWEST_BIAS ? LOWEST_BIAS : bias, LOG2E, x);
 #endif
     return x;
 }

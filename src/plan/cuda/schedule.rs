@@ -229,31 +229,31 @@ impl Shares {
         shares
     }
 
-    /// The blocks of keys of all tiles end to end, cut into equal shares for at most `room` blocks of threads.
+    /// The blocks of keys of all tiles end to end, cut into shares that take about as long, for at most `room` blocks of threads.
+    /// The beginning and end of an item take about as long as a block of keys.
     pub(super) fn equal(tiles: Vec<Tile>, kernel: &CudaKernel, room: usize) -> Self {
-        let (block_k, least) = (kernel.tile.keys(), kernel.tile.least_blocks());
-        let total: usize = tiles.iter().map(|tile| tile.blocks(block_k)).sum();
-        let share = total.div_ceil(room.max(1)).max(least);
+        let (block_k, least, room) = (kernel.tile.keys(), kernel.tile.least_blocks(), room.max(1));
+        let total: usize = tiles.iter().map(|tile| tile.blocks(block_k) + 1).sum();
+        let of_tiles = || tiles.iter().map(|tile| tile.blocks(block_k));
+        // What cuts add is known when they are made: a few shares are tried, the smallest first.
+        let mut share = total.div_ceil(room).max(least + 1);
+        while cut(of_tiles(), share, least, |_, _, _| ()) > room {
+            share += 1;
+        }
+        let mut ranges: Vec<Vec<(usize, Range<usize>)>> = vec![Vec::new(); tiles.len()];
+        let count = cut(of_tiles(), share, least, |tile, block, range| ranges[tile].push((block, range)));
         let mut shares = Self::none();
         // Each boundary between blocks of threads adds an item, and cuts one tile.
         let items = tiles.len() + room;
         // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
         shares.most = Capacity { grid: room, items, slots: 2 * room + room / 2, counters: room + room / 2 };
-        shares.blocks.resize_with(total.div_ceil(share), Vec::new);
-        let mut at = 0;
-        for tile in tiles {
-            let blocks = tile.blocks(block_k);
-            let mut parts = Vec::new();
-            let mut done = 0;
-            while done < blocks {
-                let part = (share - (at + done) % share).min(blocks - done);
-                parts.push(tile.item(done..done + part, block_k));
-                done += part;
+        shares.blocks.resize_with(count, Vec::new);
+        for (tile, ranges) in tiles.iter().zip(ranges) {
+            let parts = ranges.iter().map(|(_, range)| tile.item(range.clone(), block_k)).collect();
+            let parts = shares.parts(parts, tile.count * kernel.value_dim * 4);
+            for ((block, _), item) in ranges.iter().zip(parts) {
+                shares.blocks[*block].push(item);
             }
-            for (n, item) in shares.parts(parts, tile.count * kernel.value_dim * 4).into_iter().enumerate() {
-                shares.blocks[at / share + n].push(item);
-            }
-            at += blocks;
         }
         shares
     }
@@ -300,6 +300,32 @@ impl Shares {
         }
         Launch { kernel, items, count, splits: self.splits, most_blocks: 0, capacity }
     }
+}
+
+/// Cuts tiles of so many blocks of keys into parts for blocks of threads that each have room for `share`, a part taking one more
+/// than it has. Reports tile, block of threads and blocks of keys of each part; parts that a cut leaves have `least` at least,
+/// but the last of a tile. Returns the number of blocks of threads.
+fn cut(
+    tiles: impl Iterator<Item = usize>,
+    share: usize,
+    least: usize,
+    mut part: impl FnMut(usize, usize, Range<usize>),
+) -> usize {
+    let (mut count, mut left) = (0, 0);
+    for (tile, blocks) in tiles.enumerate() {
+        let mut done = 0;
+        while done < blocks {
+            if left <= least.min(blocks - done) {
+                count += 1;
+                left = share;
+            }
+            let next = blocks.min(done + left - 1);
+            part(tile, count - 1, done..next);
+            left -= next - done + 1;
+            done = next;
+        }
+    }
+    count
 }
 
 impl Tile {
@@ -358,12 +384,13 @@ mod tests {
             assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
             assert_eq!(shares.most.max(shares.used), shares.most);
             check(&shares, &tiles);
-            let blocks = |items: &Vec<Item>| {
-                let of = |i: &Item| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize;
+            let cost = |items: &Vec<Item>| {
+                let of = |i: &Item| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize + 1;
                 items.iter().map(of).sum::<usize>()
             };
-            let total: usize = tiles.iter().map(|t| t.blocks(64)).sum();
-            assert!(shares.blocks.iter().map(blocks).all(|n| n <= total.div_ceil(room)));
+            // Cuts add an item for each block of threads, and leave room for less than a part.
+            let total: usize = tiles.iter().map(|t| t.blocks(64) + 1).sum();
+            assert!(shares.blocks.iter().map(cost).all(|n| n <= total.div_ceil(room) + 2), "{room}");
         }
         for splits in [1, 2, 5, 1000] {
             check(&Shares::even(tiles.clone(), &kernel, splits), &tiles);
