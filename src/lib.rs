@@ -10,6 +10,8 @@ mod memory;
 mod merge;
 pub mod plan;
 pub mod problem;
+#[cfg(test)]
+mod quant;
 pub mod reference;
 pub mod tensor;
 #[cfg(feature = "testkit")]

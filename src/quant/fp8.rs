@@ -1,0 +1,55 @@
+//! Eight-bit floating point, e4m3: a sign, four bits of exponent with bias 7, three of mantissa; no infinities, two NaN (0x7F and
+//! 0xFF), the largest number 448 (OCP 8-bit floating point specification, "E4M3FN").
+
+/// The largest number.
+pub(crate) const MOST: f32 = 448.0;
+
+/// Least exponent of a normal number; below are multiples of `2^-9`.
+const LEAST: i32 = -6;
+
+/// The nearest e4m3 number of a finite `x`, ties to even; beyond the largest, the largest.
+pub(crate) fn from_f32(x: f32) -> u8 {
+    let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+    let x = x.abs().min(MOST);
+    // The exponent of x, or that of subnormal numbers; zero and f32's own subnormal numbers are far below.
+    let exponent = ((x.to_bits() >> 23) as i32 - 127).max(LEAST);
+    // Exact: a power of two, and a result below 2^4.
+    let steps = (x * 2.0f32.powi(3 - exponent)).round_ties_even() as u8;
+    // Steps of 8 to 16 of a normal number: 16 carries into the exponent by itself.
+    sign | (((exponent - LEAST) as u8) << 3).wrapping_add(steps)
+}
+
+/// The number of a code; NaN for the two that are none.
+pub(crate) fn to_f32(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let magnitude = match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa * 2.0f32.powi(LEAST - 3),
+        _ => (8.0 + mantissa) * 2.0f32.powi(exponent - 10),
+    };
+    if code & 0x80 == 0 { magnitude } else { -magnitude }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_comes_back_and_others_go_to_the_nearest() {
+        assert_eq!([0x38, 0x7E, 0x08, 0x01, 0xC0].map(to_f32), [1.0, 448.0, 0.015625, 0.001953125, -2.0]);
+        assert!(to_f32(0x7F).is_nan() && to_f32(0xFF).is_nan());
+        for code in 0..0x7Fu8 {
+            for sign in [0, 0x80] {
+                assert_eq!(from_f32(to_f32(code | sign)), code | sign, "{code:#x}");
+            }
+            if code < 0x7E {
+                let (low, high) = (to_f32(code), to_f32(code + 1));
+                let middle = (low + high) / 2.0;
+                assert_eq!(from_f32(middle), code + code % 2, "tie after {code:#x}");
+                assert_eq!(from_f32(middle.next_down()), code);
+                assert_eq!(from_f32(middle.next_up()), code + 1);
+            }
+        }
+        assert_eq!([449.0, 1e30, -1e30, 1e-30, -0.0].map(from_f32), [0x7E, 0x7E, 0xFE, 0x00, 0x80]);
+    }
+}

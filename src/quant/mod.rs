@@ -1,0 +1,7 @@
+//! Quantized vectors: rotation, codebooks, codes.
+
+mod fp8;
+mod lloyd;
+mod planes;
+mod rotation;
+mod vector;
