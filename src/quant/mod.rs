@@ -1,5 +1,6 @@
 //! Quantized vectors: rotation, codebooks, codes.
 
+mod format;
 mod fp8;
 mod lloyd;
 mod planes;
