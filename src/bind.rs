@@ -1,10 +1,56 @@
 //! Inputs and outputs of a run, checked against the problem once, for every backend.
 
 use crate::cache::TableError;
+use crate::codec::CodesView;
 use crate::{
-    BlockTables, CacheError, Dtype, KvCache, MaskKind, MaskView, Problem, Sequences, TensorView,
+    BlockTables, CacheError, Codec, Dtype, KvCache, MaskKind, MaskView, Problem, Sequences, TensorView,
     TensorViewMut,
 };
+
+/// Keys or values: elements of a tensor, or quantized rows in pages.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub enum KvView<'a> {
+    /// Plain elements.
+    Elements(TensorView<'a>),
+    /// Quantized rows.
+    Codes(CodesView<'a>),
+}
+
+impl<'a> KvView<'a> {
+    /// How rows are stored.
+    #[must_use]
+    pub const fn codec(&self) -> Codec {
+        match self {
+            Self::Elements(view) => Codec::of(view.dtype()),
+            Self::Codes(codes) => codes.codec(),
+        }
+    }
+
+    /// `[batch or pages, heads, rows, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        match self {
+            Self::Elements(view) => view.shape(),
+            Self::Codes(codes) => codes.shape(),
+        }
+    }
+
+    /// The tensor, of plain elements.
+    #[must_use]
+    pub const fn elements(&self) -> Option<&TensorView<'a>> {
+        match self {
+            Self::Elements(view) => Some(view),
+            Self::Codes(_) => None,
+        }
+    }
+}
+
+impl<'a> From<TensorView<'a>> for KvView<'a> {
+    fn from(view: TensorView<'a>) -> Self {
+        Self::Elements(view)
+    }
+}
 
 /// Tensors that a forward run reads.
 #[derive(Debug, Clone, Copy)]
@@ -13,9 +59,9 @@ pub struct Inputs<'a> {
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: TensorView<'a>,
     /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page, head_dim]`.
-    pub k: TensorView<'a>,
+    pub k: KvView<'a>,
     /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page, value_dim]`.
-    pub v: TensorView<'a>,
+    pub v: KvView<'a>,
     /// Which page holds which token; present exactly when the problem's sequences are cached. `lens` are its `kv_lens`.
     /// Rows of the pages that hold no visible token are not read into a result, whatever they hold.
     pub tables: Option<&'a BlockTables>,
@@ -34,6 +80,7 @@ impl<'a> Inputs<'a> {
     /// Inputs without masks, ALiBi slopes or sinks; add them through the fields.
     #[must_use]
     pub const fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
+        let (k, v) = (KvView::Elements(k), KvView::Elements(v));
         Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
     }
 
@@ -53,15 +100,21 @@ impl<'a> Inputs<'a> {
     /// Inputs over one layer of a cache; `tables` are those of [`KvCache::tables`] for the sequences of the batch.
     ///
     /// # Errors
-    /// As [`KvCache::pages`].
+    /// As [`KvCache::kv_pages`].
     pub fn cached(
         q: TensorView<'a>,
         cache: &'a KvCache,
         layer: usize,
         tables: &'a BlockTables,
     ) -> Result<Self, CacheError> {
-        let (k, v) = cache.pages(layer)?;
-        Ok(Self::paged(q, k, v, tables))
+        let (k, v) = cache.kv_pages(layer)?;
+        Ok(Self::paged_kv(q, k, v, tables))
+    }
+
+    /// As [`Inputs::paged`], of pages in any codec.
+    #[must_use]
+    pub const fn paged_kv(q: TensorView<'a>, k: KvView<'a>, v: KvView<'a>, tables: &'a BlockTables) -> Self {
+        Self { q, k, v, tables: Some(tables), tree: None, mask: None, alibi_slopes: None, sinks: None }
     }
 }
 
@@ -104,6 +157,15 @@ pub enum RunError {
         expected: Dtype,
         /// The tensor's dtype.
         got: Dtype,
+    },
+    /// Keys or values are stored otherwise than the problem says.
+    Codec {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The problem's codec.
+        expected: Codec,
+        /// The codec given.
+        got: Codec,
     },
     /// A list has not the length that the problem demands.
     Length {
@@ -195,6 +257,7 @@ impl std::fmt::Display for RunError {
                 write!(f, "{tensor} has shape {got:?}, expected {expected:?}")
             }
             Self::Dtype { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
+            Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
             Self::Length { tensor, expected, got } => {
                 write!(f, "{tensor} has {got} elements, expected {expected}")
             }
@@ -253,6 +316,20 @@ fn tensor(
     Ok(())
 }
 
+fn kv(
+    tensor: &'static str,
+    (codec, shape): (Codec, [usize; 4]),
+    got: (Codec, [usize; 4]),
+) -> Result<(), RunError> {
+    if got.1 != shape {
+        return Err(RunError::Shape { tensor, expected: shape, got: got.1 });
+    }
+    if got.0 != codec {
+        return Err(RunError::Codec { tensor, expected: codec, got: got.0 });
+    }
+    Ok(())
+}
+
 fn per_head(tensor: &'static str, wanted: bool, given: Option<usize>, heads: usize) -> Result<(), RunError> {
     match (wanted, given) {
         (true, None) => Err(RunError::Missing { tensor }),
@@ -265,8 +342,8 @@ fn per_head(tensor: &'static str, wanted: bool, given: Option<usize>, heads: usi
 /// What inputs look like, wherever they lie.
 pub(crate) struct Given {
     pub(crate) q: (Dtype, [usize; 4]),
-    pub(crate) k: (Dtype, [usize; 4]),
-    pub(crate) v: (Dtype, [usize; 4]),
+    pub(crate) k: (Codec, [usize; 4]),
+    pub(crate) v: (Codec, [usize; 4]),
     /// Tokens of a page, where there are tables.
     pub(crate) page: Option<usize>,
     pub(crate) tree: Option<(MaskKind, [usize; 4])>,
@@ -282,8 +359,8 @@ impl Given {
         let mask = |mask: &MaskView<'_>| (mask.kind(), mask.shape());
         Self {
             q: of(&inputs.q),
-            k: of(&inputs.k),
-            v: of(&inputs.v),
+            k: (inputs.k.codec(), inputs.k.shape()),
+            v: (inputs.v.codec(), inputs.v.shape()),
             page: inputs.tables.map(|tables| tables.page),
             tree: inputs.tree.as_ref().map(mask),
             mask: inputs.mask.as_ref().map(mask),
@@ -305,8 +382,8 @@ impl Given {
             (_, None) => (dims.k_shape(), dims.v_shape()),
             (_, Some(_)) => return Err(RunError::Unexpected { tensor: "tables" }),
         };
-        tensor("k", (dtype, k), self.k)?;
-        tensor("v", (dtype, v), self.v)?;
+        kv("k", (problem.k_codec(), k), self.k)?;
+        kv("v", (problem.v_codec(), v), self.v)?;
         match (desc.tree, self.tree) {
             (true, None) => return Err(RunError::Missing { tensor: "tree" }),
             (false, Some(_)) => return Err(RunError::Unexpected { tensor: "tree" }),

@@ -2,6 +2,7 @@
 
 mod bind;
 pub mod cache;
+pub mod codec;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -10,14 +11,12 @@ mod memory;
 mod merge;
 pub mod plan;
 pub mod problem;
-#[cfg(test)]
-mod quant;
 pub mod reference;
 pub mod tensor;
 #[cfg(feature = "testkit")]
 pub mod testkit;
 
-pub use bind::{Inputs, Outputs, RunError};
+pub use bind::{Inputs, KvView, Outputs, RunError};
 pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache, SeqId};
 pub use cpu::{Cpu, Workspace};
 pub use dtype::{Dtype, Element};

@@ -6,7 +6,8 @@ use crate::gpu;
 use crate::machine;
 use crate::report::{self, Table};
 use flashtile::testkit::{
-    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance, seeded_case,
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance, quantized,
+    seeded_case,
 };
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -88,7 +89,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
 
 /// The cases that the options choose.
 fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
-    let mut cases = catalogue();
+    let mut cases: Vec<Case> = catalogue().into_iter().chain(quantized()).collect();
     if let Some(text) = args.filter.iter().find(|&text| !cases.iter().any(|c| c.name.contains(text))) {
         return Err(Failure::at("--filter", format_args!("no case has a name with {text}")));
     }

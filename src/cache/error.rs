@@ -1,6 +1,7 @@
 //! Refusals of cache operations, with the numbers that caused them.
 
 use super::{Codec, SeqId};
+use crate::codec::NotStored;
 use std::fmt;
 
 /// Why an operation on a cache was refused. The cache is as it was before.
@@ -75,6 +76,41 @@ pub enum CacheError {
         tensor: &'static str,
         /// How the rows are stored.
         codec: Codec,
+    },
+    /// A row cannot be stored in a quantizing codec.
+    Row {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// Its key/value head.
+        head: usize,
+        /// Its row of the tensor.
+        row: usize,
+        /// Why.
+        why: NotStored,
+    },
+    /// A mean that has not an element for each of a head's.
+    MeanLength {
+        /// Elements given.
+        got: usize,
+        /// `kv_heads * head_dim`.
+        expected: usize,
+    },
+    /// A mean that holds a NaN or an infinity.
+    MeanNotFinite,
+    /// A mean for a layer that has rows.
+    MeanFixed {
+        /// The layer.
+        layer: usize,
+    },
+    /// A mean for keys that are plain elements.
+    MeanOfElements {
+        /// How keys are stored.
+        codec: Codec,
+    },
+    /// A snapshot whose keys have another mean than those of the cache.
+    SnapshotMean {
+        /// The first layer of which that is so.
+        layer: usize,
     },
     /// Tensors were not given for every layer.
     LayerCount {
@@ -151,6 +187,18 @@ impl fmt::Display for CacheError {
             Self::Layer { got, layers } => write!(f, "layer {got} asked for, the cache has {layers}"),
             Self::NotElements { tensor, codec } => {
                 write!(f, "{tensor} is stored as {codec}, which is not a tensor of elements")
+            }
+            Self::Row { tensor, head, row, why } => write!(f, "row {row} of head {head} of {tensor} {why}"),
+            Self::MeanLength { got, expected } => {
+                write!(f, "mean has {got} elements, expected {expected}: kv_heads * head_dim")
+            }
+            Self::MeanNotFinite => f.write_str("mean holds a NaN or an infinity"),
+            Self::MeanFixed { layer } => write!(f, "layer {layer} has rows: the mean of its keys is fixed"),
+            Self::MeanOfElements { codec } => {
+                write!(f, "keys are stored as {codec}, expected a quantizing codec for a mean")
+            }
+            Self::SnapshotMean { layer } => {
+                write!(f, "snapshot has keys of layer {layer} with another mean than this cache")
             }
             Self::LayerCount { got, layers } => {
                 write!(f, "{got} pairs of k and v, expected one for each of {layers} layers")

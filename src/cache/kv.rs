@@ -2,7 +2,9 @@
 
 use super::store::{Layer, Store};
 use super::table::{PageCopy, SeqId, SequenceTable, reserve};
-use super::{BlockTables, CacheDesc, CacheError, Snapshot};
+use super::{BlockTables, CacheDesc, CacheError, KeyMean, Snapshot};
+use crate::bind::KvView;
+use crate::codec::CodePages;
 use crate::{TensorView, TensorViewMut};
 
 /// Keys and values of many sequences, in main memory.
@@ -121,11 +123,12 @@ impl KvCache {
     /// and `v` `[1, kv_heads, total, value_dim]`, of any dtype: rows of the sequences one after the other, as many as
     /// listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept are skipped.
     ///
-    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Pages shared with
+    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized rows are encoded
+    /// each by itself: the bytes do not depend on how many are written at a time. Pages shared with
     /// another sequence are copied before they are written, in all layers.
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Row`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
     /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or
     /// [`CacheError::Memory`].
     pub fn write(
@@ -137,6 +140,7 @@ impl KvCache {
     ) -> Result<(), CacheError> {
         self.desc.check_layer(layer)?;
         self.desc.check_rows(total(batch), (k.shape(), v.shape()))?;
+        self.store.layers[layer].check(self.desc.key_mean == KeyMean::Learned, k, v)?;
         self.table.prepare_write(batch, &mut self.copies)?;
         self.copy_pages();
         self.write_rows(layer, batch, k, v)
@@ -157,8 +161,46 @@ impl KvCache {
         for (k, v) in layers {
             self.desc.check_rows(total(batch), (k.shape(), v.shape()))?;
         }
+        for (layer, (k, v)) in self.store.layers.iter_mut().zip(layers) {
+            layer.check(self.desc.key_mean == KeyMean::Learned, k, v)?;
+        }
         self.extend(batch)?;
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
+    }
+
+    /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized, and that attention
+    /// accounts for: exact but for rounding. Keys with a constant part, as projections with a bias make them, need it: codes
+    /// resolve what is left. It cannot change once rows are stored.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`] or, where keys
+    /// are plain elements, [`CacheError::MeanOfElements`].
+    pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), CacheError> {
+        self.desc.check_layer(layer)?;
+        let expected = self.desc.kv_heads * self.desc.head_dim;
+        if mean.len() != expected {
+            return Err(CacheError::MeanLength { got: mean.len(), expected });
+        }
+        if !mean.iter().all(|x| x.is_finite()) {
+            return Err(CacheError::MeanNotFinite);
+        }
+        let of = &mut self.store.layers[layer];
+        if of.written {
+            return Err(CacheError::MeanFixed { layer });
+        }
+        let codes = of.k.codes_mut().ok_or(CacheError::MeanOfElements { codec: self.desc.k })?;
+        codes.set_mean(Some(mean.to_vec()));
+        of.given = true;
+        Ok(())
+    }
+
+    /// The mean `[kv_heads, head_dim]` of the keys of a layer that is not part of its stored rows, given or learned.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, CacheError> {
+        self.desc.check_layer(layer)?;
+        Ok(self.store.layers[layer].k.codes().and_then(CodePages::mean))
     }
 
     /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has overwritten
@@ -212,19 +254,33 @@ impl KvCache {
             }
             rest = after;
         }
-        Ok(Snapshot { desc: self.desc, kept, bytes })
+        let means =
+            self.store.layers.iter().map(|layer| layer.k.codes()?.mean().map(<[f32]>::to_vec)).collect();
+        Ok(Snapshot { desc: self.desc, kept, bytes, means })
     }
 
     /// A new sequence with the tokens of a snapshot, which may be of another cache with another layout. Positions are
     /// those of the snapshot. A ring keeps the last of the tokens, as many as it has room for.
     ///
     /// # Errors
-    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::Capacity`],
+    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
     /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, CacheError> {
         snapshot.check(&self.desc)?;
+        for (layer, (of, mean)) in self.store.layers.iter().zip(&snapshot.means).enumerate() {
+            let own = of.k.codes().and_then(CodePages::mean);
+            if (of.written || of.given) && own != mean.as_deref() {
+                return Err(CacheError::SnapshotMean { layer });
+            }
+        }
         let seq = self.table.restore(snapshot.kept.clone())?;
         let kept = self.table.kept(seq)?;
+        for (of, mean) in self.store.layers.iter_mut().zip(&snapshot.means) {
+            if let Some(codes) = of.k.codes_mut() {
+                codes.set_mean(mean.clone());
+            }
+            of.written |= !kept.is_empty();
+        }
         let skipped = kept.start - snapshot.kept.start;
         let mut rest = snapshot.bytes.as_slice();
         for pool in self.store.layers.iter_mut().flat_map(Layer::pools_mut) {
@@ -274,11 +330,21 @@ impl KvCache {
     /// [`CacheError::Layer`] or [`CacheError::NotElements`].
     pub fn pages(&self, layer: usize) -> Result<(TensorView<'_>, TensorView<'_>), CacheError> {
         self.desc.check_layer(layer)?;
-        let Layer { k, v } = &self.store.layers[layer];
+        let Layer { k, v, .. } = &self.store.layers[layer];
         let (k_codec, v_codec) = (self.desc.k, self.desc.v);
         let k = k.view().ok_or(CacheError::NotElements { tensor: "k", codec: k_codec })?;
         let v = v.view().ok_or(CacheError::NotElements { tensor: "v", codec: v_codec })?;
         Ok((k, v))
+    }
+
+    /// The pools of a layer in any codec, as attention reads them.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn kv_pages(&self, layer: usize) -> Result<(KvView<'_>, KvView<'_>), CacheError> {
+        self.desc.check_layer(layer)?;
+        let Layer { k, v, .. } = &self.store.layers[layer];
+        Ok((k.kv_view(), v.kv_view()))
     }
 
     /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once. Holds
@@ -320,7 +386,8 @@ impl KvCache {
         k: &TensorView<'_>,
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
-        let Layer { k: k_pool, v: v_pool } = &mut self.store.layers[layer];
+        let Layer { k: k_pool, v: v_pool, written, .. } = &mut self.store.layers[layer];
+        *written |= total(batch) > 0;
         let mut row = 0;
         for &(seq, tokens) in batch {
             let tail = self.table.tail(seq, tokens)?;

@@ -29,15 +29,14 @@
 //! ```
 
 mod blocks;
-mod codec;
 mod error;
 mod kv;
 mod snapshot;
 mod store;
 mod table;
 
+pub use crate::codec::Codec;
 pub use blocks::{BlockTables, NO_PAGE, TableError};
-pub use codec::Codec;
 pub use error::CacheError;
 #[cfg(feature = "cuda")]
 pub(crate) use kv::total;
@@ -106,13 +105,36 @@ pub struct CacheDesc {
     pub k: Codec,
     /// How values are stored.
     pub v: Codec,
+    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`] gives one of the caller's instead.
+    pub key_mean: KeyMean,
+}
+
+/// The mean of quantized keys that is not part of their stored rows, for each layer and head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[non_exhaustive]
+pub enum KeyMean {
+    /// None, unless [`KvCache::set_key_mean`] gives one.
+    #[default]
+    None,
+    /// The mean of the first rows that are written to a layer: of its first write, at most 256. It stays for the life of the cache, so
+    /// the bytes of rows depend on what was written first.
+    Learned,
 }
 
 impl CacheDesc {
     /// A cache whose keys and values have the same dimension and codec.
     #[must_use]
     pub const fn new(layout: CacheLayout, [layers, kv_heads, head_dim]: [usize; 3], codec: Codec) -> Self {
-        Self { layout, layers, kv_heads, head_dim, value_dim: head_dim, k: codec, v: codec }
+        Self {
+            layout,
+            layers,
+            kv_heads,
+            head_dim,
+            value_dim: head_dim,
+            k: codec,
+            v: codec,
+            key_mean: KeyMean::None,
+        }
     }
 
     /// Bytes of one token, in all layers; saturating.
@@ -165,6 +187,9 @@ impl CacheDesc {
             pages.into_iter().chain(rows).find(|&(_, got, max)| got == 0 || got > max)
         {
             return Err(CacheError::Dimension { name, got, max });
+        }
+        if self.key_mean != KeyMean::None && self.k.dtype().is_some() {
+            return Err(CacheError::MeanOfElements { codec: self.k });
         }
         // Pools are viewed as tensors, whose bytes as f32, the widest dtype, must be addressable.
         let [k, v] = self.pools();

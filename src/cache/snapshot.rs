@@ -4,7 +4,8 @@ use super::{CacheDesc, CacheError, Codec};
 use std::ops::Range;
 
 /// The kept tokens of a sequence in every layer, as owned bytes: stored rows as they are, without a conversion. It can be
-/// restored into any cache with the same layers, heads, dimensions and codecs, whatever its layout.
+/// restored into any cache with the same layers, heads, dimensions and codecs, whatever its layout; with quantized keys, the means of
+/// its layers must be those of the snapshot, or not fixed yet.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     /// Numbers of the rows; the layout is of no consequence.
@@ -12,6 +13,8 @@ pub struct Snapshot {
     pub(super) kept: Range<usize>,
     /// `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`.
     pub(super) bytes: Vec<u8>,
+    /// `[layers]`: means of the keys that are not part of their rows.
+    pub(super) means: Vec<Option<Vec<f32>>>,
 }
 
 impl Snapshot {
@@ -37,6 +40,12 @@ impl Snapshot {
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes.len()
+    }
+
+    /// The kept rows: `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`, each row as its codec has it.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
     }
 
     /// Checks that the rows are those of a cache of this description.

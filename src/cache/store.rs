@@ -2,33 +2,45 @@
 
 use super::table::{PageCopy, Run};
 use super::{CacheDesc, CacheError, Codec};
+use crate::bind::KvView;
+use crate::codec::{self, CodePages, Side};
 use crate::memory::Zeroed;
+use crate::problem::MAX_HEAD_DIM;
 use crate::tensor::dense;
-use crate::{TensorView, TensorViewMut};
+use crate::{Dtype, TensorView, TensorViewMut};
 
-/// K or V of one layer: `[pages, heads, page, dim]`, row-major.
+/// K or V of one layer: `[pages, heads, page, dim]`.
 #[derive(Debug)]
 pub(super) struct Pool {
-    memory: Zeroed,
-    codec: Codec,
     shape: [usize; 4],
     row_bytes: usize,
+    rows: Rows,
+}
+
+#[derive(Debug)]
+enum Rows {
+    /// Plain elements, row-major.
+    Elements(Zeroed, Dtype),
+    Codes(CodePages),
 }
 
 impl Pool {
-    fn new(codec: Codec, shape: [usize; 4]) -> Result<Self, CacheError> {
+    fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, CacheError> {
         let [pages, heads, page, dim] = shape;
         let row_bytes = codec.row_bytes(dim);
         // The description is validated, so this does not overflow.
         let bytes = pages * heads * page * row_bytes;
-        let memory = Zeroed::new(bytes).ok_or(CacheError::Memory { bytes })?;
-        Ok(Self { memory, codec, shape, row_bytes })
+        let memory = CacheError::Memory { bytes };
+        let rows = match codec.dtype() {
+            Some(dtype) => Rows::Elements(Zeroed::new(bytes).ok_or(memory)?, dtype),
+            None => Rows::Codes(CodePages::new(codec, side, shape).ok_or(memory)?),
+        };
+        Ok(Self { shape, row_bytes, rows })
     }
 
-    /// First byte of a row.
+    /// First byte of a row of elements.
     const fn at(&self, page: usize, head: usize, row: usize) -> usize {
-        let [_, heads, rows, _] = self.shape;
-        ((page * heads + head) * rows + row) * self.row_bytes
+        first_byte(self.shape, self.row_bytes, [page, head, row])
     }
 
     const fn heads(&self) -> usize {
@@ -37,29 +49,80 @@ impl Pool {
 
     /// The rows as a tensor; `None` where they are not plain elements.
     pub(super) fn view(&self) -> Option<TensorView<'_>> {
-        // Size and alignment are right: the description is validated, and memory starts on a line.
-        TensorView::from_bytes(self.codec.dtype()?, &self.memory, self.shape, dense(self.shape)).ok()
+        match self.kv_view() {
+            KvView::Elements(view) => Some(view),
+            KvView::Codes(_) => None,
+        }
     }
 
-    /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`.
-    pub(super) fn write(&mut self, run: Run, tensor: &TensorView<'_>, from: usize) {
-        for head in 0..self.heads() {
-            let at = self.at(run.page, head, run.row);
-            let rows = &mut self.memory[at..at + run.tokens * self.row_bytes];
-            for (row, into) in rows.chunks_exact_mut(self.row_bytes).enumerate() {
-                self.codec.encode(tensor.dtype(), tensor.row_bytes([0, head, from + row]), into);
+    /// The rows as an input of attention.
+    pub(super) fn kv_view(&self) -> KvView<'_> {
+        match &self.rows {
+            Rows::Elements(memory, dtype) => {
+                // Size and alignment are right: the description is validated, and memory starts on a line.
+                let view = TensorView::from_bytes(*dtype, memory, self.shape, dense(self.shape));
+                KvView::Elements(view.unwrap_or_else(|_| unreachable!("a pool is a tensor")))
             }
+            Rows::Codes(codes) => KvView::Codes(codes.view()),
+        }
+    }
+
+    /// The quantized rows; `None` of plain elements.
+    pub(super) const fn codes(&self) -> Option<&CodePages> {
+        match &self.rows {
+            Rows::Elements(..) => None,
+            Rows::Codes(codes) => Some(codes),
+        }
+    }
+
+    /// As [`Pool::codes`].
+    pub(super) const fn codes_mut(&mut self) -> Option<&mut CodePages> {
+        match &mut self.rows {
+            Rows::Elements(..) => None,
+            Rows::Codes(codes) => Some(codes),
+        }
+    }
+
+    /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`; for codes, they were checked.
+    pub(super) fn write(&mut self, run: Run, tensor: &TensorView<'_>, from: usize) {
+        let (shape, row_bytes) = (self.shape, self.row_bytes);
+        match &mut self.rows {
+            Rows::Elements(memory, dtype) => {
+                for head in 0..shape[1] {
+                    let at = first_byte(shape, row_bytes, [run.page, head, run.row]);
+                    let rows = &mut memory[at..at + run.tokens * row_bytes];
+                    for (row, into) in rows.chunks_exact_mut(row_bytes).enumerate() {
+                        codec::convert(tensor.dtype(), tensor.row_bytes([0, head, from + row]), *dtype, into);
+                    }
+                }
+            }
+            Rows::Codes(codes) => codes.write(run.page, run.row..run.row + run.tokens, tensor, from),
         }
     }
 
     /// Reads rows into rows `into..` of a tensor `[1, heads, tokens, dim]`.
     pub(super) fn read(&self, run: Run, tensor: &mut TensorViewMut<'_>, into: usize) {
         let dtype = tensor.dtype();
+        let mut x = [0.0f32; MAX_HEAD_DIM];
+        let x = &mut x[..self.shape[3]];
         for head in 0..self.heads() {
             let at = self.at(run.page, head, run.row);
-            let rows = &self.memory[at..at + run.tokens * self.row_bytes];
-            for (row, bytes) in rows.chunks_exact(self.row_bytes).enumerate() {
-                self.codec.decode(bytes, dtype, tensor.row_bytes_mut([0, head, into + row]));
+            for row in 0..run.tokens {
+                let into = tensor.row_bytes_mut([0, head, into + row]);
+                match &self.rows {
+                    Rows::Elements(memory, from) => {
+                        codec::convert(
+                            *from,
+                            &memory[at + row * self.row_bytes..][..self.row_bytes],
+                            dtype,
+                            into,
+                        );
+                    }
+                    Rows::Codes(codes) => {
+                        codes.read(run.page, head, run.row + row, x);
+                        codec::from_f32(x, dtype, into);
+                    }
+                }
             }
         }
     }
@@ -73,8 +136,18 @@ impl Pool {
     pub(super) fn export(&self, run: Run, at: usize, bytes: &mut [u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact_mut(head_bytes).enumerate() {
-            let (from, len) = (self.at(run.page, head, run.row), run.tokens * self.row_bytes);
-            bytes[at * self.row_bytes..][..len].copy_from_slice(&self.memory[from..from + len]);
+            let bytes = &mut bytes[at * self.row_bytes..][..run.tokens * self.row_bytes];
+            match &self.rows {
+                Rows::Elements(memory, _) => {
+                    let from = self.at(run.page, head, run.row);
+                    bytes.copy_from_slice(&memory[from..from + bytes.len()]);
+                }
+                Rows::Codes(codes) => {
+                    for (row, into) in bytes.chunks_exact_mut(self.row_bytes).enumerate() {
+                        codes.export(run.page, head, run.row + row, into);
+                    }
+                }
+            }
         }
     }
 
@@ -82,8 +155,16 @@ impl Pool {
     pub(super) fn import(&mut self, run: Run, at: usize, bytes: &[u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact(head_bytes).enumerate() {
-            let (to, len) = (self.at(run.page, head, run.row), run.tokens * self.row_bytes);
-            self.memory[to..to + len].copy_from_slice(&bytes[at * self.row_bytes..][..len]);
+            let bytes = &bytes[at * self.row_bytes..][..run.tokens * self.row_bytes];
+            let to = self.at(run.page, head, run.row);
+            match &mut self.rows {
+                Rows::Elements(memory, _) => memory[to..to + bytes.len()].copy_from_slice(bytes),
+                Rows::Codes(codes) => {
+                    for (row, from) in bytes.chunks_exact(self.row_bytes).enumerate() {
+                        codes.import(run.page, head, run.row + row, from);
+                    }
+                }
+            }
         }
     }
 
@@ -91,22 +172,35 @@ impl Pool {
         for head in 0..self.heads() {
             let from = self.at(copy.from, head, copy.rows.start);
             let to = self.at(copy.to, head, copy.rows.start);
-            self.memory.copy_within(from..from + copy.rows.len() * self.row_bytes, to);
+            match &mut self.rows {
+                Rows::Elements(memory, _) => {
+                    memory.copy_within(from..from + copy.rows.len() * self.row_bytes, to)
+                }
+                // All heads at once.
+                Rows::Codes(codes) => return codes.copy([copy.from, copy.to], copy.rows.clone()),
+            }
         }
     }
 
     #[cfg(feature = "testkit")]
     fn poison(&mut self, held: &[bool]) {
         let [_, heads, rows, _] = self.shape;
-        for (row, held) in held.iter().enumerate() {
-            if !held {
-                for head in 0..heads {
-                    let at = self.at(row / rows, head, row % rows);
-                    self.memory[at..at + self.row_bytes].fill(0xFF);
+        for (row, _) in held.iter().enumerate().filter(|(_, held)| !**held) {
+            let (page, row) = (row / rows, row % rows);
+            for head in 0..heads {
+                let at = self.at(page, head, row);
+                match &mut self.rows {
+                    Rows::Elements(memory, _) => memory[at..at + self.row_bytes].fill(0xFF),
+                    Rows::Codes(codes) => codes.poison(page, row),
                 }
             }
         }
     }
+}
+
+/// First byte of a row of elements in pages of a shape.
+const fn first_byte(shape: [usize; 4], row_bytes: usize, [page, head, row]: [usize; 3]) -> usize {
+    ((page * shape[1] + head) * shape[2] + row) * row_bytes
 }
 
 /// K and V of one layer.
@@ -114,9 +208,38 @@ impl Pool {
 pub(super) struct Layer {
     pub(super) k: Pool,
     pub(super) v: Pool,
+    /// Whether rows were ever stored, which fixes the mean of the keys.
+    pub(super) written: bool,
+    /// Whether the mean of the keys is the caller's.
+    pub(super) given: bool,
 }
 
 impl Layer {
+    /// Checks that rows can be stored, and finds the mean of the keys where they are the first and that is wanted.
+    pub(super) fn check(
+        &mut self,
+        learn: bool,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        if let Some(codes) = self.k.codes_mut() {
+            let fresh = learn && !self.written && !self.given;
+            if fresh {
+                codes.set_mean(mean(k));
+            }
+            if let Err((why, [head, row])) = codes.check(k) {
+                if fresh {
+                    codes.set_mean(None);
+                }
+                return Err(CacheError::Row { tensor: "k", head, row, why });
+            }
+        }
+        if let Some(codes) = self.v.codes() {
+            codes.check(v).map_err(|(why, [head, row])| CacheError::Row { tensor: "v", head, row, why })?;
+        }
+        Ok(())
+    }
+
     /// Both pools.
     pub(super) fn pools(&self) -> [&Pool; 2] {
         [&self.k, &self.v]
@@ -141,7 +264,12 @@ impl Store {
         super::table::reserve(&mut layers, desc.layers)?;
         let [k, v] = desc.pools();
         for _ in 0..desc.layers {
-            layers.push(Layer { k: Pool::new(desc.k, k)?, v: Pool::new(desc.v, v)? });
+            layers.push(Layer {
+                k: Pool::new(desc.k, Side::Keys, k)?,
+                v: Pool::new(desc.v, Side::Values, v)?,
+                written: false,
+                given: false,
+            });
         }
         Ok(Self { layers })
     }
@@ -162,4 +290,23 @@ impl Store {
             layer.pools_mut().into_iter().for_each(|pool| pool.poison(held));
         }
     }
+}
+
+/// Rows of which a mean is learned.
+const MEAN_ROWS: usize = 256;
+
+/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` where it is not finite.
+fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
+    let [_, heads, rows, dim] = tensor.shape();
+    let rows = rows.min(MEAN_ROWS);
+    let mut mean = vec![0.0f64; heads * dim];
+    let mut x = vec![0.0f32; dim];
+    for head in 0..heads {
+        for row in 0..rows {
+            codec::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), &mut x);
+            mean[head * dim..].iter_mut().zip(&x).for_each(|(mean, x)| *mean += f64::from(*x));
+        }
+    }
+    let mean: Vec<f32> = mean.into_iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect();
+    mean.iter().all(|x| x.is_finite()).then_some(mean)
 }

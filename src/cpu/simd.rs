@@ -6,12 +6,16 @@
 #![allow(unsafe_code)]
 
 use crate::Dtype;
+use crate::codec::Format;
 
 /// Lines of a transpose: few enough to stay in registers beside the sums that they go into.
 pub(crate) const LINES: usize = 8;
 
 /// Rows and columns of a tile of `C`, and pairs of bf16 of one step of its product.
 pub(crate) const TILE: usize = 16;
+/// Dimensions of codes that are multiplied in integers are multiples of this.
+pub(crate) const CODE_DIM: usize = 64;
+
 /// Independent products in a round of [`Simd::tile_loop`].
 pub(crate) const TILE_CHAINS: usize = 4;
 
@@ -28,6 +32,45 @@ pub(crate) struct Tiles {
     pub(crate) ldc: usize,
     /// Whether the sums go on from what `c` holds.
     pub(crate) resume: bool,
+}
+
+/// Codes of [`TILE`] keys, one a lane, times queries in integers of 16 bits.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeScores<'a> {
+    pub(crate) format: &'a Format,
+    /// What each code stands for; none where codes are bytes and stand for themselves.
+    pub(crate) levels: Option<&'a [i8; 64]>,
+    /// Rows of the keys in each plane.
+    pub(crate) rows: [[*const u8; TILE]; 2],
+    /// Queries `[rows][2][dim]`: the upper and the lower half of each integer, signed.
+    pub(crate) q: *const i8,
+    /// `[rows]`: -128 times the sum of each query.
+    pub(crate) start: *const i32,
+    /// `[rows]`: what the sums of each query are multiplied by, and `[TILE]` those of each key.
+    pub(crate) q_factors: *const f32,
+    pub(crate) k_factors: *const f32,
+    pub(crate) count: usize,
+    /// Scores: of each query [`TILE`], `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Codes of groups of four values times weights in integers of 16 bits.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeValues<'a> {
+    pub(crate) format: &'a Format,
+    pub(crate) levels: Option<&'a [i8; 64]>,
+    /// `[planes][4 * groups]`: rows of the values in each plane.
+    pub(crate) rows: [&'a [*const u8]; 2],
+    /// Weights `[rows][2][ldw]`: the upper and the lower half of each integer, unsigned, of `4 * groups` values.
+    pub(crate) w: *const u8,
+    pub(crate) ldw: usize,
+    /// `[rows]`: what the sums of each row are multiplied by.
+    pub(crate) factors: *const f32,
+    pub(crate) count: usize,
+    /// Sums: `dim` of each row, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
 }
 
 /// A vector of f32 of one instruction set.
@@ -49,8 +92,21 @@ pub(crate) trait Simd: Copy + 'static {
     const PAIRS: bool = false;
     /// Whether products of pairs are made in tiles by a matrix unit. With [`Simd::PAIRS`] and 16 lanes alone.
     const TILES: bool = false;
+    /// Whether products with codes can be made in integers, for dimensions that are multiples of [`CODE_DIM`], by plans that say so.
+    const INTEGERS: bool = false;
     /// A vector of `LANES` f32.
     type V: Copy;
+
+    /// Scores of codes. Called for plans that multiply integers alone, whose machine has the instructions.
+    #[inline(always)]
+    unsafe fn code_scores(_job: &CodeScores<'_>) {
+        unreachable!("integers are multiplied where there are such instructions")
+    }
+    /// Weighted sums of codes. Called as [`Simd::code_scores`].
+    #[inline(always)]
+    unsafe fn code_values(_job: &CodeValues<'_>) {
+        unreachable!("integers are multiplied where there are such instructions")
+    }
 
     /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for
     /// each step: the chain over the first elements of the step's pairs, plus that over the second. Called with

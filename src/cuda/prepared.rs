@@ -378,10 +378,11 @@ fn without_lens(problem: &Problem) -> ProblemDesc {
 
 fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Result<(), CudaError> {
     let of = |raw: &RawTensor| (raw.dtype, raw.shape);
+    let stored = |raw: &RawTensor| (raw.dtype.into(), raw.shape);
     let given = Given {
         q: of(&inputs.q.raw),
-        k: of(&inputs.k.raw),
-        v: of(&inputs.v.raw),
+        k: stored(&inputs.k.raw),
+        v: stored(&inputs.v.raw),
         page: inputs.tables.map(|tables| tables.page),
         tree: inputs.tree.map(|tree| (tree.kind, tree.shape)),
         mask: inputs.mask.map(|mask| (mask.kind, mask.shape)),

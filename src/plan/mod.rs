@@ -65,6 +65,15 @@ pub enum Unsupported {
         /// The least for which there are kernels.
         least: (u32, u32),
     },
+    /// The backend has no kernels for keys or values that are stored so.
+    Codec {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// How they are stored.
+        codec: crate::Codec,
+        /// The codec that there are kernels for: elements of the problem's dtype.
+        expected: crate::Codec,
+    },
     /// A tile that no kernel has.
     Tile {
         /// What is wrong with it.
@@ -95,6 +104,7 @@ impl std::fmt::Display for Unsupported {
             Self::Capability { got, least } => {
                 write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, least.0, least.1)
             }
+            Self::Codec { tensor, codec, expected } => write!(f, "{tensor} is {codec}, expected {expected}"),
             Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),
             Self::SharedMemory { needed, available } => write!(
                 f,

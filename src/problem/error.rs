@@ -1,5 +1,6 @@
 //! Refusals of problem descriptions, with the numbers that caused them.
 
+use crate::{Codec, Dtype};
 use std::fmt;
 
 /// The query or the key side of a packed problem.
@@ -60,6 +61,15 @@ pub enum ProblemError {
         got: usize,
         /// The largest supported.
         max: usize,
+    },
+    /// Keys or values that are not cached are stored otherwise than as elements of the problem's dtype.
+    Codec {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The codec given.
+        codec: Codec,
+        /// The problem's dtype.
+        dtype: Dtype,
     },
     /// A dimension is above the maximum.
     TooLong {
@@ -233,6 +243,9 @@ impl fmt::Display for ProblemError {
                 write!(f, "q_heads {q_heads} is not a positive multiple of kv_heads {kv_heads}")
             }
             Self::HeadDim { name, got, max } => write!(f, "{name} {got} is outside 1..={max}"),
+            Self::Codec { tensor, codec, dtype } => {
+                write!(f, "{tensor} is {codec}, expected {dtype}: other codecs are of cached sequences")
+            }
             Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
             Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),
             Self::Scale { scale } => write!(f, "scale {scale} is not finite"),

@@ -22,7 +22,7 @@ pub use prefix::SharedPrefix;
 pub use sequence::{Sequence, Sequences};
 pub use visibility::{QOffset, Visibility};
 
-use crate::Dtype;
+use crate::{Codec, Dtype};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
@@ -156,6 +156,10 @@ pub struct ProblemDesc {
     /// step; `true` is visible. Keys before them are not affected. A key is visible where the tree, causality, window
     /// and mask all allow it.
     pub tree: bool,
+    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec.
+    pub k_codec: Option<Codec>,
+    /// How values are stored, as `k_codec`.
+    pub v_codec: Option<Codec>,
     /// How batch entries divide into sequences.
     pub sequences: Sequences,
     /// Prefixes that cached sequences share, as [`BlockTables::shared_prefixes`](crate::BlockTables::shared_prefixes) finds them:
@@ -179,6 +183,8 @@ impl ProblemDesc {
             sinks: false,
             mask: None,
             tree: false,
+            k_codec: None,
+            v_codec: None,
             sequences: Sequences::Dense,
             prefixes: Vec::new(),
         }
@@ -269,6 +275,15 @@ impl Problem {
         if !units.iter().all(|x| x.is_finite()) {
             return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap });
         }
+        if !matches!(desc.sequences, Sequences::Cached { .. }) {
+            let plain = Codec::of(desc.dtype);
+            let stored = [("k", desc.k_codec), ("v", desc.v_codec)];
+            if let Some((tensor, Some(codec))) =
+                stored.into_iter().find(|(_, codec)| codec.is_some_and(|c| c != plain))
+            {
+                return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
+            }
+        }
         let sequences = sequence::resolve(&desc)?;
         prefix::check(&desc)?;
         Ok(Self { desc, scale, sequences })
@@ -290,6 +305,18 @@ impl Problem {
     #[must_use]
     pub const fn dtype(&self) -> Dtype {
         self.desc.dtype
+    }
+
+    /// How keys are stored.
+    #[must_use]
+    pub fn k_codec(&self) -> Codec {
+        self.desc.k_codec.unwrap_or(Codec::of(self.dtype()))
+    }
+
+    /// How values are stored.
+    #[must_use]
+    pub fn v_codec(&self) -> Codec {
+        self.desc.v_codec.unwrap_or(Codec::of(self.dtype()))
     }
 
     /// Multiplier of `q . k`, resolved and finite.

@@ -1,7 +1,8 @@
 //! The oracle: attention in scalar f64, straight from the definition. It knows neither plans nor tiles nor backends, and
 //! every kernel is tested against it.
 
-use crate::{Inputs, Problem, RunError, Sequence, bind};
+use crate::{Inputs, KvView, Problem, RunError, Sequence, TensorView, bind};
+use std::ops::Range;
 
 /// Output of [`attention`], dense.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,11 +24,16 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
     let rows = dims.batch * dims.q_heads * dims.q_len;
     let mut result = Attention { out: vec![0.0; rows * dims.value_dim], lse: vec![f64::NEG_INFINITY; rows] };
     for (index, sequence) in problem.sequences().iter().enumerate() {
-        for h in 0..dims.q_heads {
-            for i in 0..sequence.q_len {
+        for kv_head in 0..dims.kv_heads {
+            let key = |j: usize| place(inputs, sequence, index, j);
+            let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
+            let rows = |of| Rows::new(of, kv_head, seen.clone(), &key);
+            let (k, v) = (rows(&inputs.k), rows(&inputs.v));
+            for (h, i) in (0..dims.group()).flat_map(|g| (0..sequence.q_len).map(move |i| (g, i))) {
+                let h = kv_head * dims.group() + h;
                 let row = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
                 let out = &mut result.out[row * dims.value_dim..][..dims.value_dim];
-                result.lse[row] = attend(&Row { problem, inputs, sequence, index, h, i }, out);
+                result.lse[row] = attend(&Row { problem, inputs, sequence, index, h, i, k: &k, v: &v }, out);
             }
         }
     }
@@ -41,17 +47,57 @@ struct Row<'a> {
     index: usize,
     h: usize,
     i: usize,
+    k: &'a Rows<'a>,
+    v: &'a Rows<'a>,
 }
 
-impl Row<'_> {
-    /// Where key `j`, which is visible, lies: batch entry or page, and row in it.
-    fn key(&self, j: usize) -> (usize, usize) {
-        match self.inputs.tables {
-            None => (self.sequence.batch, self.sequence.kv_start + j),
-            Some(t) => (t.table[self.index * t.width + (j / t.page) % t.width] as usize, j % t.page),
+/// Where key `j`, which is visible, lies: batch entry or page, and row in it.
+fn place(inputs: &Inputs<'_>, sequence: &Sequence, index: usize, j: usize) -> (usize, usize) {
+    match inputs.tables {
+        None => (sequence.batch, sequence.kv_start + j),
+        Some(t) => (t.table[index * t.width + (j / t.page) % t.width] as usize, j % t.page),
+    }
+}
+
+/// Keys or values of one head of a sequence.
+enum Rows<'a> {
+    Elements(&'a TensorView<'a>, usize, &'a dyn Fn(usize) -> (usize, usize)),
+    /// Decoded, from a first one on.
+    Decoded(usize, Vec<Vec<f64>>),
+}
+
+impl<'a> Rows<'a> {
+    fn new(
+        of: &'a KvView<'a>,
+        head: usize,
+        seen: Range<usize>,
+        place: &'a dyn Fn(usize) -> (usize, usize),
+    ) -> Self {
+        match of {
+            KvView::Elements(view) => Self::Elements(view, head, place),
+            KvView::Codes(codes) => {
+                let row = |j: usize| {
+                    let (page, row) = place(j);
+                    codes.read_f64(page, head, row)
+                };
+                Self::Decoded(seen.start, seen.map(row).collect())
+            }
         }
     }
 
+    /// Element `d` of row `j`, which is visible.
+    fn get(&self, j: usize, d: usize) -> f64 {
+        match self {
+            Self::Elements(view, head, place) => {
+                let (entry, row) = place(j);
+                f64::from(view.get([entry, *head, row, d]))
+            }
+            Self::Decoded(first, rows) => rows[j - first][d],
+        }
+    }
+}
+
+impl Row<'_> {
     /// Whether a tree mask, if there is one, shows key `j`.
     fn tree_shows(&self, j: usize) -> bool {
         let s = self.sequence;
@@ -67,13 +113,10 @@ impl Row<'_> {
         if !self.tree_shows(j) {
             return None;
         }
-        let kv_head = self.h / dims.group();
-        let (entry, row) = self.key(j);
         let mut score = 0.0;
         for d in 0..dims.head_dim {
             let q = self.inputs.q.get([s.batch, self.h, s.q_start + self.i, d]);
-            let k = self.inputs.k.get([entry, kv_head, row, d]);
-            score += f64::from(q) * f64::from(k);
+            score += f64::from(q) * self.k.get(j, d);
         }
         score *= f64::from(self.problem.scale());
         if let Some(c) = desc.softcap {
@@ -96,7 +139,6 @@ impl Row<'_> {
 
 /// Writes one row of out and returns its logsumexp.
 fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
-    let kv_head = row.h / row.problem.dims().group();
     let keys = row.problem.visible(row.sequence, row.i);
     let scores: Vec<(usize, f64)> = keys.filter_map(|j| Some((j, row.score(j)?))).collect();
     let sink = row.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[row.h]));
@@ -109,9 +151,8 @@ fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     let sum: f64 = (sink - max).exp() + scores.iter().map(|&(_, s)| (s - max).exp()).sum::<f64>();
     for (j, score) in scores {
         let p = (score - max).exp() / sum;
-        let (entry, at) = row.key(j);
         for (d, o) in out.iter_mut().enumerate() {
-            *o += p * f64::from(row.inputs.v.get([entry, kv_head, at, d]));
+            *o += p * row.v.get(j, d);
         }
     }
     max + sum.ln()

@@ -3,12 +3,14 @@
 use super::poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 use super::rng::Rng;
 use crate::cache::NO_PAGE;
+use crate::codec::{CodePages, Side};
 use crate::problem::{Sequence, SharedPrefix};
 use crate::{
-    BlockTables, Dims, Dtype, Inputs, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequences,
-    Visibility,
+    BlockTables, Codec, Dims, Dtype, Inputs, KvView, MaskKind, Problem, ProblemDesc, ProblemError, QOffset,
+    Sequences, Visibility,
 };
 use std::ops::Range;
+use std::sync::Arc;
 
 /// What the elements of a materialised mask are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,6 +97,8 @@ pub struct Case {
     pub paging: Paging,
     /// Recipe of the tree mask, where the problem has one.
     pub tree: Tree,
+    /// Whether keys have a constant part, a few times as large as the rest, that quantized ones are stored without.
+    pub centred: bool,
 }
 
 impl Case {
@@ -114,7 +118,22 @@ impl Case {
             mask: None,
             paging: Paging { page: 16, keep: Keep::All },
             tree: Tree::Causal,
+            centred: false,
         }
+    }
+
+    /// With keys and values stored so.
+    #[must_use]
+    pub fn stored(mut self, k: Codec, v: Codec) -> Self {
+        (self.desc.k_codec, self.desc.v_codec) = (Some(k), Some(v));
+        self
+    }
+
+    /// With a constant part of the keys.
+    #[must_use]
+    pub fn centred(mut self) -> Self {
+        self.centred = true;
+        self
     }
 
     /// In this memory layout.
@@ -268,15 +287,16 @@ impl Case {
         let tables = cached.then(|| build_tables(&problem, self.paging, spare));
         // Batch entries, or pages, and rows of them that exist.
         type Rows<'a> = &'a dyn Fn(usize, &Sequence) -> Vec<(usize, usize)>;
-        let mut tensor = |shape, gain: f32, rows: Rows<'_>| {
-            let mut tensor = Guarded::placed(problem.dtype(), shape, self.layout, self.placement);
+        let mut tensor = |dtype, shape, (gain, mean): (f32, &[f32]), rows: Rows<'_>| {
+            let mut tensor = Guarded::placed(dtype, shape, self.layout, self.placement);
             let [_, heads, _, dim] = shape;
             for (index, sequence) in problem.sequences().iter().enumerate() {
                 let rows = rows(index, sequence);
                 for h in 0..heads {
                     for &(entry, row) in &rows {
                         for d in 0..dim {
-                            tensor.set([entry, h, row, d], gain * rng.normal());
+                            let mean = mean.get(h * dim + d).copied().unwrap_or(0.0);
+                            tensor.set([entry, h, row, d], gain * rng.normal() + mean);
                         }
                     }
                 }
@@ -284,7 +304,8 @@ impl Case {
             tensor
         };
         let span = |entry, start, len| (start..start + len).map(|row| (entry, row)).collect();
-        let q = tensor(dims.q_shape(), self.gain, &|_, s| span(s.batch, s.q_start, s.q_len));
+        let dtype = problem.dtype();
+        let q = tensor(dtype, dims.q_shape(), (self.gain, &[]), &|_, s| span(s.batch, s.q_start, s.q_len));
         let (k_shape, v_shape) = match &tables {
             None => (dims.k_shape(), dims.v_shape()),
             Some((_, pages)) => {
@@ -296,8 +317,21 @@ impl Case {
             None => span(s.batch, s.kv_start, s.kv_len),
             Some((tables, _)) => (0..s.kv_len).filter_map(|j| tables.locate(index, j)).collect(),
         };
-        let k = tensor(k_shape, 1.0, kv);
-        let v = tensor(v_shape, 1.0, kv);
+        let mean: Vec<f32> = if self.centred {
+            let mut rng = Rng::new(99);
+            (0..dims.kv_heads * dims.head_dim).map(|_| 4.0 * rng.normal()).collect()
+        } else {
+            Vec::new()
+        };
+        let elements = |codec: Codec| codec.dtype().unwrap_or(dtype);
+        let k = tensor(elements(problem.k_codec()), k_shape, (1.0, &mean), kv);
+        let v = tensor(elements(problem.v_codec()), v_shape, (1.0, &[]), kv);
+        // Rows of the pools that hold a token.
+        let held: Vec<(usize, usize)> =
+            problem.sequences().iter().enumerate().flat_map(|(index, s)| kv(index, s)).collect();
+        let mean = self.centred.then_some(mean);
+        let k_codes = encoded(problem.k_codec(), (Side::Keys, mean), &k, &held);
+        let v_codes = encoded(problem.v_codec(), (Side::Values, None), &v, &held);
         let mask = problem.desc().mask.zip(self.mask);
         let memory = (self.layout, self.placement);
         let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, memory, &mut rng));
@@ -316,8 +350,45 @@ impl Case {
         let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, memory, &mut rng));
         let tables = tables.map(|(tables, _)| tables);
         let (layout, placement) = memory;
-        Ok(Built { problem, layout, placement, q, k, v, tables, tree, mask, alibi_slopes, sinks })
+        let (k_codes, v_codes) = (k_codes.map(Arc::new), v_codes.map(Arc::new));
+        Ok(Built {
+            problem,
+            layout,
+            placement,
+            q,
+            k,
+            v,
+            k_codes,
+            v_codes,
+            tables,
+            tree,
+            mask,
+            alibi_slopes,
+            sinks,
+        })
     }
+}
+
+/// Pages of a quantizing codec with the rows of a tensor that hold a token; others are NaN.
+fn encoded(
+    codec: Codec,
+    (side, mean): (Side, Option<Vec<f32>>),
+    tensor: &Guarded,
+    held: &[(usize, usize)],
+) -> Option<CodePages> {
+    let shape @ [count, heads, rows, dim] = tensor.view().shape();
+    let mut pages = CodePages::new(codec, side, shape)?;
+    pages.set_mean(mean);
+    for (page, row) in (0..count).flat_map(|page| (0..rows).map(move |row| (page, row))) {
+        pages.poison(page, row);
+    }
+    for &(page, row) in held {
+        for head in 0..heads {
+            let x: Vec<f32> = (0..dim).map(|d| tensor.get([page, head, row, d])).collect();
+            pages.store([page, head, row], &x).unwrap_or_else(|why| panic!("a row of a case {why}"));
+        }
+    }
+    Some(pages)
 }
 
 /// Tables of a problem's sequences, and the number of pages of the pool, some of them not in use.
@@ -455,6 +526,10 @@ pub struct Built {
     pub k: Guarded,
     /// `[batch, kv_heads, kv_len, value_dim]`, or pages `[pages, kv_heads, page, value_dim]`.
     pub v: Guarded,
+    /// The keys as they are stored, where that is not as elements; `k` has them as they were then.
+    pub k_codes: Option<Arc<CodePages>>,
+    /// The values as they are stored.
+    pub v_codes: Option<Arc<CodePages>>,
     /// Which page holds which token, where sequences are cached.
     pub tables: Option<BlockTables>,
     /// The tree mask, where the problem has one.
@@ -472,6 +547,12 @@ impl Built {
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {
         let mut inputs = Inputs::new(self.q.view(), self.k.view(), self.v.view());
+        if let Some(codes) = &self.k_codes {
+            inputs.k = KvView::Codes(codes.view());
+        }
+        if let Some(codes) = &self.v_codes {
+            inputs.v = KvView::Codes(codes.view());
+        }
         inputs.tables = self.tables.as_ref();
         inputs.tree = self.tree.as_ref().map(GuardedMask::view);
         inputs.mask = self.mask.as_ref().map(GuardedMask::view);

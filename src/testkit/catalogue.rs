@@ -6,12 +6,12 @@
 use super::cases::{Case, Keep, MaskFill, Tree};
 use super::poison::Layout;
 use crate::problem::MAX_LEN;
-use crate::{Dtype, MaskKind, QOffset, Visibility};
+use crate::{Codec, Dtype, MaskKind, QOffset, Visibility};
 use QOffset::{At, BottomRight, TopLeft};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// Every case.
+/// Every case of plain elements.
 #[must_use]
 pub fn catalogue() -> Vec<Case> {
     let parts = [
@@ -597,4 +597,70 @@ mod tests {
         assert!(built.k.get([1, 0, 1, 0]).is_nan());
         assert!(built.v.get([2, 0, 0, 0]).is_nan());
     }
+}
+
+/// Every case of quantized keys and values: codecs and pairs of them, layouts, dimensions and features. The oracle attends to what
+/// the codes stand for.
+#[must_use]
+pub fn quantized() -> Vec<Case> {
+    use Codec::{BF16, F16, F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+    let mut cases = Vec::new();
+    let steps = &[(1, 300), (1, 1), (2, 513), (1, 17)][..];
+    let mixed = &[(40, 70), (1, 300), (0, 9), (13, 13), (0, 0), (3, 600), (1, 1)][..];
+    for (n, codec) in [Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6].into_iter().enumerate() {
+        let of = |name: &str, dims| {
+            Case::new(format!("quantized_{name}_{codec}"), dims, dtype(n))
+                .layout(layout(n))
+                .stored(codec, codec)
+        };
+        // Few rows, and many.
+        for (dim, page) in [(64, 16), (128, 64), (192, 7), (256, 1), (512, 24)] {
+            let case = of(&format!("steps_d{dim}"), [1, 8, 2, 0, 0, dim, dim]);
+            cases.push(case.cached(steps, page, Keep::All).causal(BottomRight));
+        }
+        let case = of("mixed", [1, 4, 2, 0, 0, 128, 128]);
+        cases.push(case.cached(mixed, 100, Keep::All).causal(BottomRight));
+        let ring = of("ring", [1, 4, 1, 0, 0, 64, 64]).cached(mixed, 73, Keep::Wrapped).causal(BottomRight);
+        cases.push(ring.seeing(window(Some(50), None)));
+        let centred = of("centred", [1, 4, 2, 0, 0, 64, 64]).cached(mixed, 16, Keep::All).causal(BottomRight);
+        cases.push(centred.centred().sinks());
+        let capped = of("centred_softcap", [1, 4, 2, 0, 0, 128, 128]).cached(steps, 16, Keep::All);
+        cases.push(capped.causal(BottomRight).centred().softcap(20.0).alibi().sinks());
+    }
+    let pairs =
+        [(F16, Tq4), (Int8, Tq5), (Tq6, BF16), (Fp8, Int8), (Tq5, Fp8), (F32, Tq3), (BF16, F16), (F16, F32)];
+    for (n, (k, v)) in pairs.into_iter().enumerate() {
+        for (rows, lengths) in [("steps", steps), ("mixed", mixed)] {
+            let name = format!("quantized_pair_{rows}_{k}_{v}");
+            let case = Case::new(name, [1, 8, 4, 0, 0, 128, 64], dtype(n)).stored(k, v);
+            cases.push(case.cached(lengths, 16, Keep::All).causal(BottomRight));
+        }
+    }
+    for (n, heads) in [[16, 1], [12, 4], [5, 5], [7, 1], [18, 2]].into_iter().enumerate() {
+        let name = format!("quantized_heads_{}_{}", heads[0], heads[1]);
+        let case = Case::new(name, [1, heads[0], heads[1], 0, 0, 64, 128], dtype(n)).stored(Int8, Tq4);
+        cases.push(case.cached(&[(1, 700), (1, 33)], 64, Keep::All).causal(BottomRight));
+    }
+    // Dimensions whose rows are no whole number of blocks or vectors.
+    for (n, (dim, value_dim)) in [(80, 33), (96, 96), (112, 80), (3, 1), (320, 40)].into_iter().enumerate() {
+        let name = format!("quantized_d{dim}x{value_dim}");
+        let case = Case::new(name, [1, 4, 2, 0, 0, dim, value_dim], dtype(n)).stored(Tq5, Tq3);
+        cases.push(case.cached(mixed, 24, Keep::All).causal(BottomRight));
+    }
+    for dtype in DTYPES {
+        let of = |name: &str| {
+            Case::new(format!("quantized_{name}_{dtype}"), [1, 4, 2, 0, 0, 64, 64], dtype).stored(Tq6, Tq5)
+        };
+        let masked = of("mask").cached(mixed, 16, Keep::All).mask(MaskKind::Bool, "h", MaskFill::HiddenRows);
+        cases.push(masked.causal(BottomRight));
+        let additive = of("mask_additive").cached(steps, 48, Keep::All);
+        cases.push(additive.mask(MaskKind::Additive(dtype), "", MaskFill::Random));
+        cases.push(of("tree").cached(&[(6, 70), (8, 300), (5, 5)], 16, Keep::All).tree(Tree::Branches));
+        cases.push(of("slots").cached(mixed, 640, Keep::All).causal(BottomRight));
+        cases.push(of("large").cached(steps, 16, Keep::All).causal(BottomRight).gain(6.0));
+        let shared = of("shared").cached(&[(1, 600), (1, 550), (3, 700)], 16, Keep::All);
+        cases.push(shared.causal(BottomRight).shared(&[(0..3, 512)]));
+        cases.push(of("none").cached(&[], 16, Keep::All).causal(BottomRight));
+    }
+    cases
 }

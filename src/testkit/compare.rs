@@ -12,6 +12,8 @@ pub enum Accumulation {
     F32,
     /// Weights (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
     Half,
+    /// Queries and weights as integers of 16 bits, whose products with codes are exact.
+    Integers,
     /// Weights rounded to the dtype of the problem before their product with the values, sums in f32: what matrix units do.
     Weights,
 }
@@ -20,7 +22,13 @@ impl Accumulation {
     /// What a plan's kernel keeps them in: products of bf16 pairs take weights rounded to bf16.
     #[must_use]
     pub fn of(plan: &CpuPlan) -> Self {
-        if plan.isa().multiplies_pairs() { Self::Half } else { Self::F32 }
+        if plan.isa().multiplies_pairs() {
+            Self::Half
+        } else if plan.multiplies_integers() {
+            Self::Integers
+        } else {
+            Self::F32
+        }
     }
 
     /// What the CUDA backend's kernels keep those of a dtype in.
@@ -61,6 +69,8 @@ impl Tolerance {
         let math: f64 = match accumulation {
             Accumulation::F32 => 2e-6,
             Accumulation::Half => 5e-3,
+            // Roundings of 2^-16 of the largest element of a query and of the largest weight.
+            Accumulation::Integers => 2e-4,
             Accumulation::Weights => match dtype {
                 Dtype::F32 => 2e-6,
                 // The same units in the last place of the weights as of bf16.
@@ -72,7 +82,8 @@ impl Tolerance {
             nrmse: base.max(math) * growth,
             relative: rounding,
             absolute: if math <= 2e-6 { 10.0 } else { 2.0 } * math * growth,
-            lse: 1e-5 * growth,
+            // A score of 30 has the error of 2^-16 of a query's largest element.
+            lse: if accumulation == Accumulation::Integers { 5e-4 } else { 1e-5 } * growth,
         }
     }
 }

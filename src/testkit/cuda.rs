@@ -10,8 +10,8 @@ use crate::cuda::{
 };
 use crate::plan::{CudaFacts, CudaPlan, CudaTile};
 use crate::{
-    BlockTables, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, Problem, TensorView, ViewError,
-    bind,
+    BlockTables, Dtype, Inputs, KvView, MaskKind, MaskView, Outputs, PlanOptions, Problem, TensorView,
+    ViewError, bind,
 };
 use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
 use std::sync::Arc;
@@ -155,8 +155,8 @@ impl DeviceRun {
         let span = unsafe { outputs.out.span_mut() };
         Ok(Self {
             q: to.tensor(&inputs.q)?,
-            k: to.tensor(&inputs.k)?,
-            v: to.tensor(&inputs.v)?,
+            k: to.kv(&inputs.k)?,
+            v: to.kv(&inputs.v)?,
             out: to.copy(span, Kind::Tensor(plan.problem().dtype(), shape, strides))?,
             lse: outputs.lse.as_ref().map(|lse| to.list(lse)).transpose()?,
             table: inputs.tables.map(table).transpose()?,
@@ -323,6 +323,14 @@ impl Destination<'_> {
     fn tensor(&self, view: &TensorView<'_>) -> Result<Copied, CudaError> {
         // SAFETY: tensors of cases, files and measurements lie in memory that is written before it is viewed.
         self.copy(unsafe { view.span() }, Kind::Tensor(view.dtype(), view.shape(), view.strides()))
+    }
+
+    /// A plan takes plain elements alone.
+    fn kv(&self, view: &KvView<'_>) -> Result<Copied, CudaError> {
+        match view {
+            KvView::Elements(view) => self.tensor(view),
+            KvView::Codes(_) => unreachable!("the plan refused codes"),
+        }
     }
 
     fn list(&self, list: &[f32]) -> Result<Copied, CudaError> {

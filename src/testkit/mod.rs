@@ -20,7 +20,7 @@ mod rng;
 mod run;
 
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
-pub use catalogue::{catalogue, find};
+pub use catalogue::{catalogue, find, quantized};
 pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};

@@ -18,5 +18,6 @@ mod invariance;
 mod merge;
 mod plans;
 mod properties;
+mod quantized;
 mod refusals;
 mod support;

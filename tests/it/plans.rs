@@ -190,7 +190,7 @@ fn every_catalogue_case_has_a_plan_on_every_machine() {
             for skip_tiles in [true, false] {
                 let plan = CpuPlan::new(&problem, &facts, crate::support::options(None, skip_tiles))
                     .unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name));
-                assert_eq!(plan.isa(), facts.isa.for_dtype(problem.dtype()));
+                assert_eq!(plan.isa(), facts.isa.for_problem(&problem));
                 assert!(plan.threads() <= facts.threads && plan.splits() >= 1, "{plan}");
                 assert!(plan.workspace_bytes() < 64 << 20, "{} on {machine}: {plan}", case.name);
             }

@@ -301,12 +301,12 @@ fn tensors() {
     );
     inputs_refused(
         &case(),
-        |inputs, spare| inputs.k = spare.f32.view(),
+        |inputs, spare| inputs.k = spare.f32.view().into(),
         "k has shape [2, 2, 9, 7], expected [2, 2, 9, 8]",
     );
     inputs_refused(
         &case(),
-        |inputs, spare| inputs.v = spare.f32.view(),
+        |inputs, spare| inputs.v = spare.f32.view().into(),
         "v has shape [2, 2, 9, 7], expected [2, 2, 9, 6]",
     );
     inputs_refused(&case(), |inputs, spare| inputs.q = spare.f16.view(), "q is f16, expected f32");
@@ -534,18 +534,18 @@ fn prefixes() {
 fn pools() {
     inputs_refused(
         &cached(),
-        |inputs, spare| inputs.k = spare.f32.view(),
+        |inputs, spare| inputs.k = spare.f32.view().into(),
         "k has shape [2, 2, 9, 7], expected [2, 2, 4, 8]",
     );
     inputs_refused(
         &cached(),
-        |inputs, spare| inputs.v = spare.f32.view(),
+        |inputs, spare| inputs.v = spare.f32.view().into(),
         "v has shape [2, 2, 9, 7], expected [11, 2, 4, 6]",
     );
     let built = build(&cached());
     let half = Guarded::new(Dtype::F16, [11, 2, 4, 8], Layout::Bhsd);
     let mut inputs = built.inputs();
-    inputs.k = half.view();
+    inputs.k = half.view().into();
     let error = flashtile::reference::attention(&built.problem, &inputs).unwrap_err();
     assert_eq!(error.to_string(), "k is f16, expected f32");
 }

@@ -1,6 +1,7 @@
 //! What several modules share.
 
 use flashtile::cuda::Cuda;
+use flashtile::plan::Isa;
 use flashtile::testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Guarded, Runner};
 use flashtile::{Cpu, MaskKind, PlanOptions, Problem};
 use std::collections::BTreeSet;
@@ -11,8 +12,14 @@ pub(crate) fn runners() -> Vec<CpuRunner> {
     threaded(1)
 }
 
-/// Every instruction set of this machine with plans for this many threads.
+/// Every instruction set of this machine with plans for this many threads; of plain elements, so that one that differs only in how
+/// it multiplies codes is left out.
 pub(crate) fn threaded(threads: usize) -> Vec<CpuRunner> {
+    quantizing(threads).into_iter().filter(|runner| runner.cpu.facts().isa != Isa::Avx512Vnni).collect()
+}
+
+/// Every instruction set of this machine with plans for this many threads.
+pub(crate) fn quantizing(threads: usize) -> Vec<CpuRunner> {
     let cpu = |isa| Cpu::with_isa(isa).unwrap().with_threads(threads);
     Cpu::isas().into_iter().map(|isa| CpuRunner::new(cpu(isa))).collect()
 }

@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Simd, Tiles};
-use super::amx;
+use super::super::simd::{CodeScores, CodeValues, Elem, LINES, Simd, Tiles};
+use super::{amx, vnni};
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -187,7 +187,17 @@ impl<$($parameters)*> Simd for $S {
     };
 }
 
-implement!([] Avx512 {});
+implement!([] Avx512 {
+    const INTEGERS: bool = true;
+    #[inline(always)]
+    unsafe fn code_scores(job: &CodeScores<'_>) {
+        unsafe { vnni::scores(job) }
+    }
+    #[inline(always)]
+    unsafe fn code_values(job: &CodeValues<'_>) {
+        unsafe { vnni::values(job) }
+    }
+});
 
 implement!([const TILES: bool] Pairs<TILES> {
     const PAIRS: bool = true;

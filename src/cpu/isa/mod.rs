@@ -9,6 +9,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 use super::kernels::Context;
 use crate::plan::{CpuFacts, Isa, Reduction, Task};
@@ -74,7 +76,7 @@ pub(super) fn kernels(isa: Isa) -> Kernels {
         #[cfg(target_arch = "x86_64")]
         Isa::Avx512Bf16 => avx512::bf16_products::KERNELS,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => avx512::f32_products::KERNELS,
+        Isa::Avx512 | Isa::Avx512Vnni => avx512::f32_products::KERNELS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => avx2::KERNELS,
         _ => portable::KERNELS,
@@ -91,14 +93,16 @@ fn detect() -> Isa {
         && is_x86_feature_detected!("avx512bw")
         && is_x86_feature_detected!("avx512dq")
         && is_x86_feature_detected!("avx512vl");
+    let integers = is_x86_feature_detected!("avx512vnni") && is_x86_feature_detected!("avx512vbmi");
     match (avx2, avx512) {
-        (true, true) if is_x86_feature_detected!("avx512bf16") => {
+        (true, true) if integers && is_x86_feature_detected!("avx512bf16") => {
             if amx::available() {
                 Isa::Amx
             } else {
                 Isa::Avx512Bf16
             }
         }
+        (true, true) if integers => Isa::Avx512Vnni,
         (true, true) => Isa::Avx512,
         (true, false) => Isa::Avx2,
         (false, _) => Isa::Portable,
@@ -135,7 +139,7 @@ pub(super) fn best() -> Isa {
 /// The fastest instruction set of this machine.
 fn preferred() -> Isa {
     match best() {
-        Isa::Avx512Bf16 if !pairs_are_fast() => Isa::Avx512,
+        Isa::Avx512Bf16 if !pairs_are_fast() => Isa::Avx512Vnni,
         isa => isa,
     }
 }

@@ -3,16 +3,17 @@
 #![allow(unsafe_code)]
 
 use super::Context;
+use super::codes::{self, CodeRows, Operands as Operands16};
 use super::gemm::{Operands, Source, gemm};
 use super::mask::Class;
 use super::pack::{self, HeadRows, Run};
 use super::softmax::{self, Fold, Modifiers};
 use super::{stream, tiles};
-use crate::BlockTables;
 use crate::cpu::simd::{Elem, Simd, TILE, store_row, with_elem};
 use crate::plan::{Reduction, Rows, Target, Task, sequence_of, spans, visible_union};
 use crate::problem::Sequence;
 use crate::tensor::MaskRow;
+use crate::{BlockTables, KvView};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
@@ -44,6 +45,31 @@ struct Work<'a> {
     stride: usize,
     block_k: usize,
     group: usize,
+    /// Of each row, what the mean of quantized keys adds to its scores.
+    offsets: *mut f32,
+    /// Memory for codes.
+    codes: *mut f32,
+    /// How keys and values are read.
+    k_path: Path,
+    v_path: Path,
+}
+
+/// How the keys or values of a task are read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Path {
+    /// A block at a time is packed.
+    Packed,
+    /// Elements, from where they lie.
+    Stream,
+    /// Codes in integers, from where they lie.
+    Integers,
+}
+
+/// Keys or values of the head of a task.
+#[derive(Clone, Copy)]
+enum Stored<'a> {
+    Elements(HeadRows<'a>),
+    Codes(CodeRows<'a>),
 }
 
 /// A row of q.
@@ -68,7 +94,7 @@ impl<'a> Work<'a> {
     /// # Safety
     /// `scratch` is valid for the plan's scratch layout.
     #[inline(always)]
-    unsafe fn new(cx: &'a Context<'a>, of: Rows, scratch: *mut f32) -> Self {
+    unsafe fn new<S: Simd>(cx: &'a Context<'a>, of: Rows, scratch: *mut f32) -> Self {
         let layout = cx.plan.scratch();
         let sequence = &cx.plan.problem().sequences()[of.sequence];
         let (tile, rows) = (layout.tile_stats, layout.row_stats);
@@ -92,8 +118,28 @@ impl<'a> Work<'a> {
                 stride: cx.plan.value_stride(),
                 block_k: cx.plan.block_k(),
                 group: cx.plan.problem().dims().group(),
+                offsets: scratch.add(layout.codes),
+                codes: scratch.add(layout.codes + rows),
+                k_path: Path::Packed,
+                v_path: Path::Packed,
             }
+            .with_paths::<S>()
         }
+    }
+
+    /// Few rows are computed without packing. Whether in integers depends on the sequence alone, not on how its rows are cut into
+    /// tasks: the bits differ.
+    fn with_paths<S: Simd>(mut self) -> Self {
+        let plan = self.cx.plan;
+        let few = self.sequence.q_len * self.group <= stream::MAX_ROWS && plan.prefixes().is_empty();
+        let integers = S::INTEGERS && plan.multiplies_integers() && few;
+        let path = |stored| match stored {
+            Stored::Elements(_) if self.of.count <= stream::MAX_ROWS => Path::Stream,
+            Stored::Codes(rows) if integers && rows.can_be_integers() => Path::Integers,
+            _ => Path::Packed,
+        };
+        (self.k_path, self.v_path) = (path(self.keys()), path(self.values_of_head()));
+        self
     }
 
     /// Row of q, counted from the first row's sequence, and query head of a row of the task.
@@ -172,12 +218,38 @@ impl<'a> Work<'a> {
     }
 
     /// Rows of k or v.
-    fn head_rows(&self, tensor: &'a crate::TensorView<'a>) -> HeadRows<'a> {
+    #[inline(always)]
+    fn stored(&self, of: &'a KvView<'a>) -> Stored<'a> {
         let (s, head) = (self.sequence, self.of.kv_head);
-        match self.cx.inputs.tables {
-            None => HeadRows::of_tensor(tensor, [s.batch, head, s.kv_start]),
-            Some(tables) => HeadRows::of_pages(tensor, head, tables, self.of.sequence),
+        match (of, self.cx.inputs.tables) {
+            (KvView::Elements(tensor), None) => {
+                Stored::Elements(HeadRows::of_tensor(tensor, [s.batch, head, s.kv_start]))
+            }
+            (KvView::Elements(tensor), Some(tables)) => {
+                Stored::Elements(HeadRows::of_pages(tensor, head, tables, self.of.sequence))
+            }
+            (KvView::Codes(codes), Some(tables)) => {
+                Stored::Codes(CodeRows::new(codes, head, tables, self.of.sequence))
+            }
+            (KvView::Codes(_), None) => {
+                unreachable!("codes are of cached sequences: the inputs were checked")
+            }
         }
+    }
+
+    #[inline(always)]
+    fn keys(&self) -> Stored<'a> {
+        self.stored(&self.cx.inputs.k)
+    }
+
+    #[inline(always)]
+    fn values_of_head(&self) -> Stored<'a> {
+        self.stored(&self.cx.inputs.v)
+    }
+
+    #[inline(always)]
+    fn operands(&self) -> Operands16 {
+        Operands16::new(self.codes, self.cx.plan.problem().dims().head_dim)
     }
 
     /// Columns of the tile that a tree mask decides on, and the tree's column for the first of them. Tiles of several
@@ -223,6 +295,37 @@ impl<'a> Work<'a> {
             // SAFETY: the row exists, and the region holds task_rows rows.
             unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, self.q.add(row * depth)) }
         }
+        let KvView::Codes(codes) = &self.cx.inputs.k else { return };
+        let mean = codes.mean(self.of.kv_head);
+        for row in 0..self.of.count {
+            // SAFETY: the packed query, and the offset of each row.
+            unsafe {
+                let query = std::slice::from_raw_parts_mut(self.q.add(row * depth), head_dim);
+                if let Some(mean) = mean {
+                    let products = query.iter().zip(mean).map(|(q, mean)| f64::from(*q) * f64::from(*mean));
+                    *self.offsets.add(row) = products.sum::<f64>() as f32;
+                }
+                if let Some(rotation) = codes.coder().rotation() {
+                    rotation.apply(query);
+                }
+            }
+        }
+        if self.k_path == Path::Integers {
+            // SAFETY: the queries are packed.
+            unsafe { self.operands().set_queries(self.q, depth, self.of.count) }
+        }
+    }
+
+    /// What the mean of quantized keys adds to the scores of a row of the task.
+    #[inline(always)]
+    fn offset(&self, row: usize) -> f32 {
+        match &self.cx.inputs.k {
+            KvView::Codes(codes) if codes.mean(self.of.kv_head).is_some() => {
+                // SAFETY: the offsets of the task's rows were set with the queries.
+                unsafe { *self.offsets.add(row) }
+            }
+            _ => 0.0,
+        }
     }
 
     /// Clears the running state.
@@ -250,12 +353,15 @@ impl<'a> Work<'a> {
     #[inline(always)]
     unsafe fn pack_keys<S: Simd>(&self, block: usize, columns: &Range<usize>) {
         let width = S::VECTORS * S::LANES;
-        let k = self.head_rows(&self.cx.inputs.k);
+        let depth = depth::<S>(self.cx.plan.problem().dims().head_dim);
         for panel in panels::<S>(columns) {
             // SAFETY: the caller's promise; the region holds every panel of a block.
             unsafe {
-                let dst = self.k.add(panel * width * depth::<S>(k.tensor.shape()[3]));
-                pack::key_panel::<S>(k, block * self.block_k, panel, columns, dst);
+                let (dst, first) = (self.k.add(panel * width * depth), block * self.block_k);
+                match self.keys() {
+                    Stored::Elements(k) => pack::key_panel::<S>(k, first, panel, columns, dst),
+                    Stored::Codes(k) => codes::key_panel::<S>(k, (first, panel), columns, self.codes, dst),
+                }
             }
         }
     }
@@ -263,19 +369,22 @@ impl<'a> Work<'a> {
     /// Scores of a tile, in units of log2 (or of the softcap).
     ///
     /// # Safety
-    /// As [`Simd`]; queries are packed, and the block's keys too unless the task streams.
+    /// As [`Simd`]; queries are packed, and the block's keys too unless the task reads them where they lie.
     #[inline(always)]
-    unsafe fn scores<S: Simd>(&self, tile: &Tile, streams: bool) {
+    unsafe fn scores<S: Simd>(&self, tile: &Tile) {
         let depth = depth::<S>(self.cx.plan.problem().dims().head_dim);
         let width = S::VECTORS * S::LANES;
         // SAFETY: rows of the task; the score tile holds block_k columns of each row.
         unsafe {
             let a = self.q.add(tile.rows.start * depth).cast_const();
-            if streams {
-                let k = self.head_rows(&self.cx.inputs.k);
+            let first = tile.block * self.block_k;
+            if let (Path::Integers, Stored::Codes(k)) = (self.k_path, self.keys()) {
+                let c = (self.scores, self.block_k);
+                return self.operands().scores::<S>(k, (first, &tile.columns), tile.rows.len(), c);
+            }
+            if let (Path::Stream, Stored::Elements(k)) = (self.k_path, self.keys()) {
                 let (c, rows) = (self.scores, tile.rows.len());
                 let scores = stream::Scores { q: a, ldq: depth, rows, c, ldc: self.block_k };
-                let first = tile.block * self.block_k;
                 if S::TILES {
                     tiles::Stream::new(self.k, depth).scores::<S>(k, first, &tile.columns, scores);
                 } else {
@@ -320,7 +429,11 @@ impl<'a> Work<'a> {
                 let scores = self.scores.add(r * self.block_k);
                 let query = self.query(tile.rows.start + r);
                 if modifies {
-                    softmax::modify::<S>(scores, vectors.clone(), &self.modifiers::<S>(tile, &query));
+                    let mut modifiers = self.modifiers::<S>(tile, &query);
+                    if modifiers.softcap.is_some() {
+                        modifiers.offset = self.offset(tile.rows.start + r);
+                    }
+                    softmax::modify::<S>(scores, vectors.clone(), &modifiers);
                 }
                 let seen = self.visible_columns(query.sequence, query.position, tile.block);
                 softmax::hide(
@@ -335,6 +448,12 @@ impl<'a> Work<'a> {
             let scale = if S::PAIRS && !modifies { self.score_scale() } else { 1.0 };
             let statistics = (self.block_max, self.block_sum);
             softmax::softmax::<S>((self.scores, self.block_k), rows, vectors, statistics, scale);
+            // A constant of the row's scores changes no weight; a softcap has it already.
+            if self.cx.plan.problem().desc().softcap.is_none() {
+                for r in 0..rows {
+                    *self.block_max.add(r) += self.offset(tile.rows.start + r);
+                }
+            }
             for r in rows..rows.next_multiple_of(S::LANES) {
                 *self.block_max.add(r) = f32::NEG_INFINITY;
                 *self.block_sum.add(r) = 0.0;
@@ -365,6 +484,7 @@ impl<'a> Work<'a> {
         let position = (query.position as i64 + query.sequence.q_offset - first as i64) as f32;
         Modifiers {
             scale: if S::PAIRS { self.score_scale() } else { 1.0 },
+            offset: 0.0,
             softcap: self.cx.plan.problem().desc().softcap,
             alibi: self.cx.inputs.alibi_slopes.map(|slopes| (slopes[query.head], position)),
             mask,
@@ -380,8 +500,11 @@ impl<'a> Work<'a> {
         let at = product_columns::<S>(&columns).start / unit::<S>() * self.stride;
         // SAFETY: the caller's promise; the region holds every row of a block.
         unsafe {
-            let v = self.head_rows(&self.cx.inputs.v);
-            pack::values::<S>(v, block * self.block_k, columns, self.packed_v.add(at));
+            let (first, dst) = (block * self.block_k, self.packed_v.add(at));
+            match self.values_of_head() {
+                Stored::Elements(v) => pack::values::<S>(v, first, columns, dst),
+                Stored::Codes(v) => codes::values::<S>(v, first, columns, dst),
+            }
         }
     }
 
@@ -389,19 +512,51 @@ impl<'a> Work<'a> {
     /// they come in whole vectors; else a few rows at a time are packed and used while they are in the first-level cache.
     ///
     /// # Safety
-    /// As [`Simd`]; the weights are there, and the block's values are packed unless the task streams.
+    /// As [`Simd`]; the weights are there, and the block's values are packed unless the task reads them where they lie.
     #[inline(always)]
-    unsafe fn weighted_values<S: Simd>(&self, tile: &Tile, streams: bool) {
+    unsafe fn weighted_values<S: Simd>(&self, tile: &Tile) {
         let columns = &product_columns::<S>(&tile.columns);
-        let v = self.head_rows(&self.cx.inputs.v);
-        let keys_at_once = (STREAM_BYTES / v.row_bytes()).clamp(16, 64).next_multiple_of(product_keys::<S>());
         let first = tile.block * self.block_k;
         // SAFETY: the caller's promise; rows `columns` of the values exist.
         unsafe {
-            if !streams {
-                let rows = self.packed_v.cast_const().add(columns.start / unit::<S>() * self.stride);
-                self.accumulate::<S, f32>(tile, columns.clone(), Source::Packed(rows), self.stride);
-            } else if !S::PAIRS && v.tensor.shape()[3] == self.stride && !v.scattered() {
+            match self.values_of_head() {
+                Stored::Codes(v) if self.v_path == Path::Integers => {
+                    // A weight of 0 leaves out whatever the value is: there is nothing to repair.
+                    let weights = (self.scores.cast_const(), self.block_k, tile.rows.len());
+                    let c = (self.values, self.stride);
+                    return self.operands().values::<S>(v, (first, &tile.columns), weights, c);
+                }
+                Stored::Elements(v) if self.v_path == Path::Stream => {
+                    self.stream_values::<S>(tile, v, columns)
+                }
+                _ => {
+                    let rows = self.packed_v.cast_const().add(columns.start / unit::<S>() * self.stride);
+                    self.accumulate::<S, f32>(tile, columns.clone(), Source::Packed(rows), self.stride);
+                }
+            }
+        }
+        // The rest of a pair or step that the columns cut has weight 0, as a hidden key has.
+        let cut = *columns != tile.columns;
+        let prunes = !self.tree_columns(tile).0.is_empty();
+        if cut || !tile.full || prunes || tile.mask != Class::Neutral {
+            for r in 0..tile.rows.len() {
+                // SAFETY: as above.
+                unsafe { self.keep_hidden_out::<S>(tile, r) }
+            }
+        }
+    }
+
+    /// Weighted values of elements that are read where they lie.
+    ///
+    /// # Safety
+    /// As [`Work::weighted_values`].
+    #[inline(always)]
+    unsafe fn stream_values<S: Simd>(&self, tile: &Tile, v: HeadRows<'_>, columns: &Range<usize>) {
+        let keys_at_once = (STREAM_BYTES / v.row_bytes()).clamp(16, 64).next_multiple_of(product_keys::<S>());
+        let first = tile.block * self.block_k;
+        // SAFETY: the caller's promise.
+        unsafe {
+            if !S::PAIRS && v.tensor.shape()[3] == self.stride && !v.scattered() {
                 with_elem!(v.tensor.dtype(), E => {
                     for keys in steps(columns, keys_at_once) {
                         let mut from = keys.start;
@@ -422,15 +577,6 @@ impl<'a> Work<'a> {
                     let rows = Source::Packed(self.packed_v.cast_const());
                     self.accumulate::<S, f32>(tile, keys, rows, self.stride);
                 }
-            }
-        }
-        // The rest of a pair or step that the columns cut has weight 0, as a hidden key has.
-        let cut = *columns != tile.columns;
-        let prunes = !self.tree_columns(tile).0.is_empty();
-        if cut || !tile.full || prunes || tile.mask != Class::Neutral {
-            for r in 0..tile.rows.len() {
-                // SAFETY: as above.
-                unsafe { self.keep_hidden_out::<S>(tile, r, streams) }
             }
         }
     }
@@ -486,7 +632,7 @@ impl<'a> Work<'a> {
     /// # Safety
     /// As [`Simd`]; the row's weights and the block's values are there.
     #[inline(always)]
-    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize, streams: bool) {
+    unsafe fn keep_hidden_out<S: Simd>(&self, tile: &Tile, r: usize) {
         // SAFETY: the row of values holds `stride` elements; value rows and mask elements of visible keys exist.
         unsafe {
             let values = self.values.add(r * self.stride);
@@ -498,7 +644,7 @@ impl<'a> Work<'a> {
                 return;
             }
             let query = self.query(tile.rows.start + r);
-            if streams {
+            if self.v_path != Path::Packed {
                 self.pack_values::<S>(tile.block, tile.columns.clone());
             }
             let mask = self.modifiers::<S>(tile, &query).mask;
@@ -544,14 +690,14 @@ impl<'a> Work<'a> {
     /// Result of one tile in one block: folded into the running state, or stored in slots from `partials` on.
     ///
     /// # Safety
-    /// As [`Simd`]; queries are packed, and the block too unless the task streams.
+    /// As [`Simd`]; queries are packed, and the block too unless the task reads it where it lies.
     #[inline(always)]
-    unsafe fn attend<S: Simd>(&self, tile: &Tile, streams: bool, partials: Option<usize>) {
+    unsafe fn attend<S: Simd>(&self, tile: &Tile, partials: Option<usize>) {
         // SAFETY: the caller's promise.
         unsafe {
-            self.scores::<S>(tile, streams);
+            self.scores::<S>(tile);
             self.weights::<S>(tile);
-            self.weighted_values::<S>(tile, streams);
+            self.weighted_values::<S>(tile);
             match partials {
                 None => softmax::fold::<S>(tile.rows.len(), &self.fold_at(tile.rows.start)),
                 Some(slot) => {
@@ -640,6 +786,13 @@ impl<'a> Work<'a> {
                 let (scale, lse) = finish(max, sum, sink);
                 let row = self.sequence.q_start + i;
                 let dst = out.row(self.sequence.batch, h, row);
+                if let KvView::Codes(codes) = &self.cx.inputs.v
+                    && let Some(rotation) = codes.coder().rotation()
+                {
+                    let values =
+                        std::slice::from_raw_parts_mut(self.acc.add(r * self.stride), dims.value_dim);
+                    rotation.undo(values);
+                }
                 store_row::<S>(out.dtype(), dst, self.acc.add(r * self.stride), scale, dims.value_dim);
                 if !self.cx.lse.is_null() {
                     *self.cx.lse.add((self.sequence.batch * dims.q_heads + h) * dims.q_len + row) = lse;
@@ -719,14 +872,14 @@ fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
 pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's promise; every region is used within its size in the layout.
     unsafe {
-        let work = Work::new(cx, task.rows, scratch);
+        let work = Work::new::<S>(cx, task.rows, scratch);
         let count = task.rows.count;
         S::begin_tiles();
         work.pack_queries::<S>();
         work.start::<S>(count, task.from);
         let tile_rows = cx.plan.tile_rows();
-        let streams = count <= stream::MAX_ROWS;
-        if S::TILES && streams {
+        let packs = [work.k_path, work.v_path].contains(&Path::Packed);
+        if S::TILES && work.k_path == Path::Stream {
             let depth = depth::<S>(cx.plan.problem().dims().head_dim);
             tiles::Stream::new(work.k, depth).set_queries::<S>(work.q);
         }
@@ -739,17 +892,21 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
                 }
                 Target::Out | Target::State(_) => None,
             };
-            let mut packed = streams;
+            let mut packed = !packs;
             for row in (0..count).step_by(tile_rows) {
                 let Some(tile) = work.tile(row..(row + tile_rows).min(count), block) else { continue };
                 // Only now is it known that some tile needs the block.
                 if !packed {
                     let columns = work.columns(&(0..count), block);
-                    work.pack_keys::<S>(block, &columns);
-                    work.pack_values::<S>(block, columns);
+                    if work.k_path == Path::Packed {
+                        work.pack_keys::<S>(block, &columns);
+                    }
+                    if work.v_path == Path::Packed {
+                        work.pack_values::<S>(block, columns);
+                    }
                     packed = true;
                 }
-                work.attend::<S>(&tile, streams, partials);
+                work.attend::<S>(&tile, partials);
             }
         }
         S::end_tiles();
@@ -765,7 +922,7 @@ pub(in crate::cpu) unsafe fn task<S: Simd>(cx: &Context<'_>, task: &Task, scratc
 pub(in crate::cpu) unsafe fn reduce<S: Simd>(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
     // SAFETY: the caller's promise; the state and the partials of all blocks are there.
     unsafe {
-        let work = Work::new(cx, task.rows, scratch);
+        let work = Work::new::<S>(cx, task.rows, scratch);
         let tile_rows = cx.plan.tile_rows();
         for row in (0..task.rows.count).step_by(tile_rows) {
             let rows = tile_rows.min(task.rows.count - row);

@@ -1,5 +1,6 @@
 //! The kernels, written once over [`Simd`](super::simd::Simd).
 
+mod codes;
 pub(super) mod forward;
 mod gemm;
 mod mask;

@@ -317,6 +317,23 @@ impl KeyVector {
     }
 }
 
+/// Rows that stand for keys that are not wanted.
+#[inline(always)]
+pub(super) const fn zero_rows() -> [*const u8; 16] {
+    [ZERO_ROW.0.as_ptr(); 16]
+}
+
+/// One vector of lanes of a panel from rows of f32.
+///
+/// # Safety
+/// As [`key_panel`]; the rows have `row_bytes` bytes.
+#[inline(always)]
+pub(super) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: usize, dst: *mut f32) {
+    let keys = KeyVector { rows, ahead: 0, row_bytes };
+    // SAFETY: the caller's promise.
+    unsafe { panel_vector::<S, crate::cpu::simd::Single<f32>>(&keys, dst) }
+}
+
 /// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns
 /// counted from `first`. Columns of the panel outside `columns` become zero; only keys `first + columns` are read.
 ///

@@ -13,6 +13,8 @@ use std::ops::Range;
 pub(super) struct Modifiers {
     /// What the scores are multiplied by first.
     pub(super) scale: f32,
+    /// What is added then: what the mean of the keys has to do with the query.
+    pub(super) offset: f32,
     pub(super) softcap: Option<f32>,
     /// ALiBi slope, and the query position counted from the first column.
     pub(super) alibi: Option<(f32, f32)>,
@@ -62,7 +64,7 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
         let hidden = S::splat(f32::NEG_INFINITY);
         let mut c = columns.start;
         while c < columns.end {
-            let mut x = S::mul(S::load(scores.add(c)), S::splat(with.scale));
+            let mut x = S::add(S::mul(S::load(scores.add(c)), S::splat(with.scale)), S::splat(with.offset));
             if let Some(cap) = with.softcap {
                 x = S::mul(tanh::<S>(x), S::splat(cap * LOG2_E));
             }

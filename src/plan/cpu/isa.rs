@@ -1,6 +1,6 @@
 //! Instruction sets of the CPU kernels.
 
-use crate::Dtype;
+use crate::{Codec, Dtype, Problem};
 
 /// Instruction set of a CPU kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -11,23 +11,35 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// AVX-512 with BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
+    /// AVX-512 with VNNI and VBMI: quantized keys and values are multiplied as integers.
+    Avx512Vnni,
+    /// AVX-512 with VNNI, VBMI and BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
     Avx512Bf16,
-    /// AVX-512 with BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
+    /// AVX-512 with VNNI, VBMI, BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
     Amx,
 }
 
 impl Isa {
     /// Every instruction set, each a superset of those before it on its architecture.
-    pub const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Bf16, Self::Amx];
+    pub const ALL: [Self; 6] =
+        [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Vnni, Self::Avx512Bf16, Self::Amx];
 
-    /// The one whose kernels compute a dtype on a machine with this one.
+    /// The one whose kernels compute elements of a dtype on a machine with this one.
     #[must_use]
-    pub const fn for_dtype(self, dtype: Dtype) -> Self {
-        match (self, dtype) {
-            (Self::Avx512Bf16 | Self::Amx, Dtype::F32 | Dtype::F16) => Self::Avx512,
-            (isa, _) => isa,
+    pub fn for_dtype(self, dtype: Dtype) -> Self {
+        if self.multiplies_pairs() && dtype == Dtype::BF16 { self } else { self.min(Self::Avx512) }
+    }
+
+    /// The one whose kernels compute a problem on a machine with this one.
+    #[must_use]
+    pub fn for_problem(self, problem: &Problem) -> Self {
+        let codecs = [problem.k_codec(), problem.v_codec()];
+        if codecs.iter().any(|codec| codec.dtype().is_none()) {
+            return self.min(Self::Avx512Vnni);
         }
+        // Pairs are of bf16 on both sides.
+        let plain = codecs == [Codec::of(problem.dtype()); 2];
+        self.for_dtype(if plain { problem.dtype() } else { Dtype::F32 })
     }
 
     /// Name as used in kernel names and on the command line.
@@ -37,6 +49,7 @@ impl Isa {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Vnni => "avx512vnni",
             Self::Avx512Bf16 => "avx512bf16",
             Self::Amx => "amx",
         }
@@ -48,7 +61,7 @@ impl Isa {
         match self {
             Self::Portable => 4,
             Self::Avx2 => 8,
-            Self::Avx512 | Self::Avx512Bf16 | Self::Amx => 16,
+            Self::Avx512 | Self::Avx512Vnni | Self::Avx512Bf16 | Self::Amx => 16,
         }
     }
 
@@ -57,7 +70,7 @@ impl Isa {
         match self {
             Self::Portable => (4, 2),
             Self::Avx2 => (6, 2),
-            Self::Avx512 | Self::Avx512Bf16 => (6, 4),
+            Self::Avx512 | Self::Avx512Vnni | Self::Avx512Bf16 => (6, 4),
             Self::Amx => (32, 4),
         }
     }

@@ -17,6 +17,7 @@ pub use schedule::PlannedPrefix;
 pub(crate) use schedule::{Phase, Reduction, Rows, Target, Task, sequence_of, spans};
 
 use super::{PlanOptions, Unsupported};
+use crate::Codec;
 use crate::problem::{Problem, Sequence};
 use schedule::{Choices, Schedule, Segments, TASKS_PER_THREAD};
 use std::ops::Range;
@@ -48,6 +49,9 @@ pub(crate) struct ScratchLayout {
     pub(crate) acc: usize,
     /// Running maximum and sum of `row_stats` rows each, then those of one block for `tile_stats` rows.
     pub(crate) stats: usize,
+    /// Of quantized keys or values: what the mean of the keys adds to the scores of each row, then rows as they are decoded and
+    /// operands in integers.
+    pub(crate) codes: usize,
     pub(crate) row_stats: usize,
     pub(crate) tile_stats: usize,
     pub(crate) len: usize,
@@ -110,7 +114,7 @@ impl CpuPlan {
     /// [`Unsupported::Workspace`] where the workspace is not addressable.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let dims = problem.dims();
-        let isa = facts.isa.for_dtype(problem.dtype());
+        let isa = facts.isa.for_problem(problem);
         let threads = facts.threads.clamp(1, MAX_THREADS);
         let sequences = problem.sequences();
         let (mr, nv) = isa.register_tile();
@@ -145,6 +149,7 @@ impl CpuPlan {
         let choices = Choices { options, threads, task_rows, slot_bytes };
         let schedule = segments.schedule(&choices).ok_or_else(overflow)?;
 
+        let quantized = [problem.k_codec(), problem.v_codec()].iter().any(|codec| codec.dtype().is_none());
         let mut plan = Self {
             problem: problem.clone(),
             options,
@@ -159,6 +164,7 @@ impl CpuPlan {
                 isa.packed_depth(dims.head_dim),
                 value_stride,
                 nv * isa.lanes(),
+                quantized,
             ),
             mask_classes: None,
             workspace_bytes: 0,
@@ -242,6 +248,12 @@ impl CpuPlan {
         self.threads
     }
 
+    /// Whether few rows are multiplied with codes in integers of 16 bits; others, and all where this is not so, are in f32.
+    #[must_use]
+    pub fn multiplies_integers(&self) -> bool {
+        self.isa == Isa::Avx512Vnni
+    }
+
     /// Keys of a block.
     #[must_use]
     pub const fn block_k(&self) -> usize {
@@ -298,7 +310,8 @@ impl CpuPlan {
         self.workspace_bytes
     }
 
-    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs; decode
+    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs, and
+    /// `-{k codec}+{v codec}` where they are not elements of the dtype (one where they are the same); decode
     /// where the query rows of a key/value head are so few that keys and values are streamed once, from where they lie.
     #[must_use]
     pub fn kernel(&self) -> String {
@@ -314,7 +327,13 @@ fn plan_name(problem: &Problem, isa: Isa) -> String {
         "prefill"
     };
     let value = if d.value_dim == d.head_dim { String::new() } else { format!("x{}", d.value_dim) };
-    format!("cpu-{op}-{}-d{}{value}-{isa}", problem.dtype(), d.head_dim)
+    let plain = Codec::of(problem.dtype());
+    let codecs = match (problem.k_codec(), problem.v_codec()) {
+        (k, v) if k == plain && v == plain => String::new(),
+        (k, v) if k == v => format!("-{k}"),
+        (k, v) => format!("-{k}+{v}"),
+    };
+    format!("cpu-{op}-{}-d{}{value}{codecs}-{isa}", problem.dtype(), d.head_dim)
 }
 
 /// Smallest interval that holds every key that a position of the range sees.
@@ -333,6 +352,7 @@ fn scratch(
     depth: usize,
     value_stride: usize,
     panel: usize,
+    quantized: bool,
 ) -> ScratchLayout {
     let mut len = 0;
     // Regions start on cache lines.
@@ -352,10 +372,20 @@ fn scratch(
         partial: region(tile_rows * value_stride),
         acc: region(task_rows * value_stride),
         stats: region(2 * row_stats + 2 * tile_stats),
+        codes: region(if quantized { row_stats + code_scratch(depth, value_stride) } else { 0 }),
         row_stats,
         tile_stats,
         len,
     }
+}
+
+/// f32 of memory that rows of codes are decoded to, or that operands in integers take.
+const fn code_scratch(depth: usize, value_stride: usize) -> usize {
+    // Sixteen keys in f32; or of each query two bytes an element and a factor, of each weight two bytes, and sums of values in two
+    // halves.
+    let decoded = 16 * depth;
+    let integers = STREAM_ROWS * (depth.next_multiple_of(64) / 2 + 16 + BLOCK_K / 2 + 2 * value_stride);
+    if decoded > integers { decoded } else { integers }
 }
 
 impl std::fmt::Display for CpuPlan {

@@ -17,6 +17,7 @@ pub(crate) use tile::STREAM_BYTES;
 pub use tile::{CudaKernel, CudaTile};
 
 use super::{PlanOptions, Unsupported};
+use crate::Codec;
 use crate::problem::{Problem, Sequences};
 #[cfg(not(feature = "cuda"))]
 use schedule::Item;
@@ -165,6 +166,11 @@ impl CudaPlan {
     ) -> Result<Self, Unsupported> {
         if facts.capability < LEAST_CAPABILITY {
             return Err(Unsupported::Capability { got: facts.capability, least: LEAST_CAPABILITY });
+        }
+        let expected = Codec::of(problem.dtype());
+        let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];
+        if let Some((tensor, codec)) = stored.into_iter().find(|(_, codec)| *codec != expected) {
+            return Err(Unsupported::Codec { tensor, codec, expected });
         }
         let group = problem.dims().group();
         let mut launches = Vec::new();

@@ -14,6 +14,28 @@ const SEED: u64 = 0x666c_6173_6874_696c;
 /// Paley's matrices: their orders, and the prime of each.
 const PALEY: [(usize, usize); 2] = [(12, 11), (20, 19)];
 
+/// Numbers that rotate: f32, or f64 for the oracle.
+pub(crate) trait Real:
+    Copy + From<f32> + std::ops::Add<Output = Self> + std::ops::Sub<Output = Self> + std::ops::Mul<Output = Self>
+{
+    /// 1 over the root of a size.
+    fn root(len: usize) -> Self;
+}
+
+impl Real for f32 {
+    #[inline(always)]
+    fn root(len: usize) -> Self {
+        f64::root(len) as Self
+    }
+}
+
+impl Real for f64 {
+    #[inline(always)]
+    fn root(len: usize) -> Self {
+        1.0 / (len as Self).sqrt()
+    }
+}
+
 /// A rotation of vectors of one dimension.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Rotation {
@@ -22,17 +44,20 @@ pub(crate) struct Rotation {
 }
 
 /// A block of `order * run` coordinates, `order` 1 or that of a Paley matrix, `run` a power of two.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 struct Block {
     order: usize,
     run: usize,
-    /// 1 over the root of its size.
-    factor: f32,
+    /// `[order, order]`; none for order 1.
+    matrix: Vec<f32>,
 }
 
 impl Block {
     fn new(order: usize, run: usize) -> Self {
-        Self { order, run, factor: (1.0 / ((order * run) as f64).sqrt()) as f32 }
+        let prime = PALEY.iter().find(|(known, _)| *known == order).map_or(0, |(_, prime)| *prime);
+        let entries = if order == 1 { 0 } else { order * order };
+        let matrix = (0..entries).map(|at| paley(prime, at / order, at % order)).collect();
+        Self { order, run, matrix }
     }
 
     const fn len(&self) -> usize {
@@ -55,25 +80,34 @@ impl Rotation {
 
     /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
     pub(crate) fn apply(&self, x: &mut [f32]) {
+        self.apply_inlined(x);
+    }
+
+    /// [`Rotation::apply`], for the instruction set of its caller.
+    #[inline(always)]
+    pub(super) fn apply_inlined(&self, x: &mut [f32]) {
         x.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
         self.each_block(x, |block, x| {
             x.chunks_exact_mut(block.run).for_each(walsh);
             across(block, x, false);
-            x.iter_mut().for_each(|x| *x *= block.factor);
+            let root = f32::root(block.len());
+            x.iter_mut().for_each(|x| *x *= root);
         });
     }
 
     /// Undoes [`Rotation::apply`], up to rounding.
-    pub(crate) fn undo(&self, y: &mut [f32]) {
+    pub(crate) fn undo<T: Real>(&self, y: &mut [T]) {
         self.each_block(y, |block, y| {
             across(block, y, true);
             y.chunks_exact_mut(block.run).for_each(walsh);
-            y.iter_mut().for_each(|y| *y *= block.factor);
+            let root = T::root(block.len());
+            y.iter_mut().for_each(|y| *y = *y * root);
         });
-        y.iter_mut().zip(&self.signs).for_each(|(y, sign)| *y *= sign);
+        y.iter_mut().zip(&self.signs).for_each(|(y, sign)| *y = *y * T::from(*sign));
     }
 
-    fn each_block(&self, mut x: &mut [f32], mut f: impl FnMut(&Block, &mut [f32])) {
+    #[inline(always)]
+    fn each_block<T>(&self, mut x: &mut [T], mut f: impl FnMut(&Block, &mut [T])) {
         for block in &self.blocks {
             let (head, rest) = x.split_at_mut(block.len());
             f(block, head);
@@ -101,7 +135,8 @@ fn blocks(dim: usize) -> Vec<Block> {
 }
 
 /// The Walsh-Hadamard transform, unscaled: butterflies of distance 1, 2, 4, ...
-fn walsh(x: &mut [f32]) {
+#[inline(always)]
+fn walsh<T: Real>(x: &mut [T]) {
     let mut distance = 1;
     while distance < x.len() {
         for pair in x.chunks_exact_mut(2 * distance) {
@@ -115,17 +150,19 @@ fn walsh(x: &mut [f32]) {
 }
 
 /// Multiplies with the block's Paley matrix, or its transpose, across runs: sums from the first run to the last.
-fn across(block: &Block, x: &mut [f32], transposed: bool) {
-    let Some(&(order, prime)) = PALEY.iter().find(|(order, _)| *order == block.order) else { return };
+#[inline(always)]
+fn across<T: Real>(block: &Block, x: &mut [T], transposed: bool) {
+    let n = block.order;
+    if n == 1 {
+        return;
+    }
     for at in 0..block.run {
-        let mut column = [0.0f32; 20];
-        (0..order).for_each(|i| column[i] = x[i * block.run + at]);
-        for i in 0..order {
-            let term = |j: usize| {
-                let (row, col) = if transposed { (j, i) } else { (i, j) };
-                paley(prime, row, col) * column[j]
-            };
-            x[i * block.run + at] = (1..order).fold(term(0), |sum, j| sum + term(j));
+        let mut column = [T::from(0.0f32); 20];
+        (0..n).for_each(|i| column[i] = x[i * block.run + at]);
+        for i in 0..n {
+            let entry = |j: usize| block.matrix[if transposed { j * n + i } else { i * n + j }];
+            let term = |j: usize| T::from(entry(j)) * column[j];
+            x[i * block.run + at] = (1..n).fold(term(0), |sum, j| sum + term(j));
         }
     }
 }

@@ -1,0 +1,300 @@
+//! Pages of quantized rows.
+
+use super::{Codec, Coder, MOST_NORM, ScaleRule, encode};
+use crate::TensorView;
+use crate::memory::Zeroed;
+use crate::problem::MAX_HEAD_DIM;
+use std::ops::Range;
+
+/// What rows are, which says how their scales are chosen and whether they may have a mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_enums)]
+pub enum Side {
+    /// Keys: scales without bias.
+    Keys,
+    /// Values: scales of least squares.
+    Values,
+}
+
+/// Why a row is not stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NotStored {
+    /// It holds a NaN or an infinity.
+    NotFinite,
+    /// Its norm, without the mean, is above [`MOST_NORM`].
+    Norm,
+}
+
+impl std::fmt::Display for NotStored {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::NotFinite => f.write_str("holds a NaN or an infinity"),
+            Self::Norm => write!(f, "has a norm above {MOST_NORM}"),
+        }
+    }
+}
+
+/// Pages `[pages, heads, page, dim]` of rows in a quantizing codec. A page of a head is `page` times [`Codec::row_bytes`] bytes: one
+/// plane of bits after another, in each the rows one after another, then the scales.
+#[derive(Debug)]
+pub struct CodePages {
+    memory: Zeroed,
+    codec: Codec,
+    coder: Coder,
+    side: Side,
+    shape: [usize; 4],
+    /// `[heads, dim]`, subtracted from every row before it is stored.
+    mean: Option<Vec<f32>>,
+}
+
+impl CodePages {
+    /// Pages of zeros. `None` where the codec stores plain elements, a dimension other than the number of pages is 0, a row is too
+    /// long, or memory is short.
+    #[must_use]
+    pub fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Option<Self> {
+        let [pages, heads, page, dim] = shape;
+        if [heads, page, dim].contains(&0) || dim > MAX_HEAD_DIM {
+            return None;
+        }
+        let coder = Coder::new(codec, dim)?;
+        let bytes = [heads, page, codec.row_bytes(dim)].into_iter().try_fold(pages, usize::checked_mul)?;
+        Some(Self { memory: Zeroed::new(bytes)?, codec, coder, side, shape, mean: None })
+    }
+
+    /// Sets the mean `[heads, dim]` of keys, which scores do not depend on but for rounding: a large one that is left in takes most of
+    /// the codes' resolution. Rows that are stored were stored with the mean before.
+    pub(crate) fn set_mean(&mut self, mean: Option<Vec<f32>>) {
+        debug_assert!(mean.as_ref().is_none_or(|mean| mean.len() == self.shape[1] * self.shape[3]));
+        self.mean = mean;
+    }
+
+    /// The mean `[heads, dim]` that is not part of stored rows.
+    #[must_use]
+    pub fn mean(&self) -> Option<&[f32]> {
+        self.mean.as_deref()
+    }
+
+    /// The codec.
+    #[must_use]
+    pub const fn codec(&self) -> Codec {
+        self.codec
+    }
+
+    /// `[pages, heads, page, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// The pages as an input of attention.
+    #[must_use]
+    pub fn view(&self) -> CodesView<'_> {
+        CodesView {
+            bytes: &self.memory,
+            codec: self.codec,
+            coder: &self.coder,
+            shape: self.shape,
+            mean: self.mean(),
+        }
+    }
+
+    /// Bytes of a page of one head.
+    fn page_bytes(&self) -> usize {
+        self.shape[2] * self.coder.format().row_bytes()
+    }
+
+    fn page_at(&self, page: usize, head: usize) -> Range<usize> {
+        let bytes = self.page_bytes();
+        let at = (page * self.shape[1] + head) * bytes;
+        at..at + bytes
+    }
+
+    /// A row without the mean, as f32.
+    fn load(&self, tensor: &TensorView<'_>, [head, row]: [usize; 2], x: &mut [f32]) {
+        super::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
+        if let Some(mean) = &self.mean {
+            let mean = &mean[head * x.len()..][..x.len()];
+            x.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
+        }
+    }
+
+    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored.
+    ///
+    /// # Errors
+    /// Head and row of the first that cannot.
+    pub(crate) fn check(&self, tensor: &TensorView<'_>) -> Result<(), (NotStored, [usize; 2])> {
+        let [_, heads, rows, dim] = tensor.shape();
+        let mut x = [0.0f32; MAX_HEAD_DIM];
+        let x = &mut x[..dim];
+        for head in 0..heads {
+            for row in 0..rows {
+                self.load(tensor, [head, row], x);
+                storable(x).map_err(|why| (why, [head, row]))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. They were checked.
+    pub(crate) fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
+        let [_, heads, tokens, dim] = self.shape;
+        let rule = match self.side {
+            Side::Keys => ScaleRule::Unbiased,
+            Side::Values => ScaleRule::LeastSquares,
+        };
+        let mut x = [0.0f32; MAX_HEAD_DIM];
+        for head in 0..heads {
+            let at = self.page_at(page, head);
+            for row in rows.clone() {
+                self.load(tensor, [head, from + row - rows.start], &mut x[..dim]);
+                encode(&self.coder, &mut x[..dim], rule, (&mut self.memory[at.clone()], tokens, row));
+            }
+        }
+    }
+
+    /// A stored row, the mean included.
+    pub(crate) fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
+        self.view().read(page, head, row, x);
+    }
+
+    /// Copies a row out, its planes one after another.
+    pub(crate) fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
+        self.coder.format().gather(&self.memory[self.page_at(page, head)], self.shape[2], row, into);
+    }
+
+    /// Copies a row that was exported in.
+    pub(crate) fn import(&mut self, page: usize, head: usize, row: usize, from: &[u8]) {
+        let at = self.page_at(page, head);
+        self.coder.format().scatter(from, self.shape[2], row, &mut self.memory[at]);
+    }
+
+    /// Copies rows of a page to the same rows of another.
+    pub(crate) fn copy(&mut self, [from, to]: [usize; 2], rows: Range<usize>) {
+        for head in 0..self.shape[1] {
+            let (from, to) = (self.page_at(from, head).start, self.page_at(to, head).start);
+            for place in self.coder.format().places(self.shape[2], rows.clone()) {
+                self.memory.copy_within(from + place.start..from + place.end, to + place.start);
+            }
+        }
+    }
+
+    /// Stores a row of a tensor `[pages, heads, page, dim]`.
+    ///
+    /// # Errors
+    /// [`NotStored`]; the row is as it was then.
+    #[cfg(feature = "testkit")]
+    pub fn store(&mut self, [page, head, row]: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
+        let [_, _, tokens, dim] = self.shape;
+        let mut copy = [0.0f32; MAX_HEAD_DIM];
+        let copy = &mut copy[..dim];
+        copy.copy_from_slice(x);
+        if let Some(mean) = &self.mean {
+            copy.iter_mut().zip(&mean[head * dim..]).for_each(|(x, mean)| *x -= mean);
+        }
+        storable(copy)?;
+        let rule = match self.side {
+            Side::Keys => ScaleRule::Unbiased,
+            Side::Values => ScaleRule::LeastSquares,
+        };
+        let at = self.page_at(page, head);
+        encode(&self.coder, copy, rule, (&mut self.memory[at], tokens, row));
+        Ok(())
+    }
+
+    /// Fills a row of every head with bytes 0xFF: its scale is a NaN.
+    #[cfg(feature = "testkit")]
+    pub fn poison(&mut self, page: usize, row: usize) {
+        for head in 0..self.shape[1] {
+            let at = self.page_at(page, head);
+            for place in self.coder.format().places(self.shape[2], row..row + 1) {
+                self.memory[at.start + place.start..at.start + place.end].fill(0xFF);
+            }
+        }
+    }
+}
+
+/// Whether a vector can be quantized.
+fn storable(x: &[f32]) -> Result<(), NotStored> {
+    let mut sums = [0.0f32; 16];
+    for x in x.chunks(16) {
+        sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x * x);
+    }
+    let energy: f32 = sums.iter().sum();
+    if energy <= MOST_NORM * MOST_NORM {
+        Ok(())
+    } else if x.iter().all(|x| x.is_finite()) {
+        Err(NotStored::Norm)
+    } else {
+        Err(NotStored::NotFinite)
+    }
+}
+
+/// Borrowed pages of quantized rows.
+#[derive(Debug, Clone, Copy)]
+pub struct CodesView<'a> {
+    bytes: &'a [u8],
+    codec: Codec,
+    coder: &'a Coder,
+    shape: [usize; 4],
+    mean: Option<&'a [f32]>,
+}
+
+impl<'a> CodesView<'a> {
+    /// The codec.
+    #[must_use]
+    pub const fn codec(&self) -> Codec {
+        self.codec
+    }
+
+    /// `[pages, heads, page, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// The mean of a head that is not part of its stored rows.
+    #[must_use]
+    pub fn mean(&self, head: usize) -> Option<&'a [f32]> {
+        let dim = self.shape[3];
+        self.mean.map(|mean| &mean[head * dim..][..dim])
+    }
+
+    pub(crate) const fn coder(&self) -> &'a Coder {
+        self.coder
+    }
+
+    /// The bytes of a page of one head.
+    pub(crate) fn page(&self, page: usize, head: usize) -> &'a [u8] {
+        let bytes = self.shape[2] * self.coder.format().row_bytes();
+        &self.bytes[(page * self.shape[1] + head) * bytes..][..bytes]
+    }
+
+    /// A stored row `[dim]`, rotated back, the mean included.
+    pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
+        self.coder.decode(self.page(page, head), self.shape[2], row, x);
+        if let Some(mean) = self.mean(head) {
+            x.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
+        }
+    }
+
+    /// As [`CodesView::read`], in f64.
+    pub(crate) fn read_f64(&self, page: usize, head: usize, row: usize) -> Vec<f64> {
+        let dim = self.shape[3];
+        let mut x = [0.0f32; MAX_HEAD_DIM];
+        let mut codes = [0u8; MAX_HEAD_DIM];
+        let scale = self.coder.format().read(self.page(page, head), self.shape[2], row, &mut codes[..dim]);
+        // Exact: a code's value has 8 bits, a scale 11.
+        x.iter_mut()
+            .zip(&codes)
+            .for_each(|(x, code)| *x = self.coder.values()[usize::from(*code)] * scale.to_f32());
+        let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
+        if let Some(rotation) = self.coder.rotation() {
+            rotation.undo(&mut wide);
+        }
+        if let Some(mean) = self.mean(head) {
+            wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));
+        }
+        wide
+    }
+}

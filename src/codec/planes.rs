@@ -1,0 +1,143 @@
+//! Codes of a vector as bit planes.
+//!
+//! A code of `b` bits is a sign and the index of a magnitude. Widths are cut into planes of 4, 2 and 1 bits, the sign in the top
+//! bit of the last: 2 = 2, 3 = 2 + 1, 4 = 4, 5 = 4 + 1, 6 = 4 + 2. A vector is cut into blocks of 128 coordinates and a last one
+//! of what is left. In a block of `n`, with `m = ceil(n / 2)` or `ceil(n / 4)`:
+//!
+//! ```text
+//! plane of b bits: byte j has coordinates j, j + m, j + 2 m, ... in its bits, lowest first       (m = ceil(n b / 8) bytes)
+//! ```
+//!
+//! so that shifts and masks alone split a register of bytes into registers of neighbouring coordinates, whether its bytes are of one
+//! token or of several. Bits of coordinates that are not there are 0.
+
+/// Coordinates of a block.
+const BLOCK: usize = 128;
+
+/// Planes of codes of `bits`, 2 to 6: the bits of each, from the lowest of the code on.
+pub(crate) const fn planes(bits: usize) -> &'static [usize] {
+    match bits {
+        2 => &[2],
+        3 => &[2, 1],
+        4 => &[4],
+        5 => &[4, 1],
+        _ => &[4, 2],
+    }
+}
+
+/// Bytes of a plane of `bits` of a vector.
+pub(crate) const fn plane_bytes(dim: usize, bits: usize) -> usize {
+    dim / BLOCK * (BLOCK * bits / 8) + (dim % BLOCK * bits).div_ceil(8)
+}
+
+/// Blocks of a vector: first coordinate, and how many.
+fn blocks(dim: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..dim).step_by(BLOCK).map(move |first| (first, BLOCK.min(dim - first)))
+}
+
+/// Writes a plane of codes: `bits` of each from bit `from` on, or whole bytes.
+#[inline(always)]
+pub(crate) fn pack(codes: &[u8], from: usize, bits: usize, plane: &mut [u8]) {
+    if bits == 8 {
+        plane.copy_from_slice(codes);
+        return;
+    }
+    let (mask, parts) = ((1u8 << bits) - 1, 8 / bits);
+    for (first, n) in blocks(codes.len()) {
+        let m = n.div_ceil(parts);
+        let bytes = &mut plane[first * bits / 8..][..m];
+        bytes.fill(0);
+        for (part, codes) in codes[first..first + n].chunks(m).enumerate() {
+            for (byte, code) in bytes.iter_mut().zip(codes) {
+                *byte |= (code >> from & mask) << (part * bits);
+            }
+        }
+    }
+}
+
+/// Reads a plane: into codes for the lowest bits, onto them for others.
+#[inline(always)]
+pub(crate) fn unpack(plane: &[u8], from: usize, bits: usize, codes: &mut [u8]) {
+    if bits == 8 {
+        codes.copy_from_slice(plane);
+        return;
+    }
+    if from == 0 {
+        codes.fill(0);
+    }
+    let (mask, parts) = ((1u8 << bits) - 1, 8 / bits);
+    for (first, n) in blocks(codes.len()) {
+        let m = n.div_ceil(parts);
+        let bytes = &plane[first * bits / 8..][..m];
+        for (part, codes) in codes[first..first + n].chunks_mut(m).enumerate() {
+            for (code, byte) in codes.iter_mut().zip(bytes) {
+                *code |= (byte >> (part * bits) & mask) << from;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Where the bits of a coordinate are: byte, and shift.
+    const fn place(dim: usize, bits: usize, i: usize) -> (usize, usize) {
+        let (block, i) = (i / BLOCK, i % BLOCK);
+        let rest = dim - block * BLOCK;
+        let n = if rest < BLOCK { rest } else { BLOCK };
+        let first = block * (BLOCK * bits / 8);
+        let m = n.div_ceil(8 / bits);
+        (first + i % m, i / m * bits)
+    }
+
+    #[test]
+    fn codes_come_back_and_take_the_bytes_of_their_bits() {
+        for bits in 2..=6 {
+            assert_eq!(planes(bits).iter().sum::<usize>(), bits);
+            for dim in [1, 7, 33, 64, 80, 96, 127, 128, 129, 192, 256, 300, 512] {
+                let codes: Vec<u8> = (0..dim).map(|i| (i * 37 + i / 5) as u8 & ((1 << bits) - 1)).collect();
+                let mut back = vec![0xAA; dim];
+                let (mut from, mut total) = (0, 0);
+                for &width in planes(bits) {
+                    let mut plane = vec![0xAA; plane_bytes(dim, width)];
+                    pack(&codes, from, width, &mut plane);
+                    unpack(&plane, from, width, &mut back);
+                    (from, total) = (from + width, total + plane.len());
+                }
+                assert_eq!(codes, back, "{bits} bits, {dim}");
+                assert!(
+                    total * 8 >= dim * bits && total <= (dim * bits).div_ceil(8) + 1,
+                    "{bits} {dim}: {total}"
+                );
+            }
+        }
+        let bytes = |bits| planes(bits).iter().map(|&w| plane_bytes(128, w)).sum::<usize>() + 2;
+        assert_eq!([2, 3, 4, 5, 6].map(bytes), [34, 50, 66, 82, 98]);
+    }
+
+    #[test]
+    fn places_are_those_of_the_format() {
+        for bits in [1, 2, 4] {
+            for dim in [33, 64, 80, 128, 300] {
+                for i in 0..dim {
+                    let mut codes = vec![0u8; dim];
+                    codes[i] = (1 << bits) - 1;
+                    let mut plane = vec![0u8; plane_bytes(dim, bits)];
+                    pack(&codes, 0, bits, &mut plane);
+                    let (byte, shift) = place(dim, bits, i);
+                    let mut want = vec![0u8; plane.len()];
+                    want[byte] = codes[i] << shift;
+                    assert_eq!(plane, want, "{bits} bits, {dim}, {i}");
+                }
+            }
+        }
+        assert_eq!(place(128, 4, 5), (5, 0));
+        assert_eq!(place(128, 4, 69), (5, 4));
+        assert_eq!(place(128, 2, 100), (4, 6));
+        assert_eq!(place(128, 1, 19), (3, 1));
+        assert_eq!(place(64, 1, 19), (3, 2));
+        assert_eq!(place(256, 4, 128), (64, 0));
+        assert_eq!(place(160, 4, 145), (65, 4));
+    }
+}

@@ -1,0 +1,117 @@
+use super::*;
+use crate::testkit::Rng;
+
+fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
+    (0..dim).map(|_| rng.normal()).collect()
+}
+
+/// What comes back of a vector.
+fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
+    let mut codes = vec![0u8; coder.dim()];
+    let scale = coder.encode(&mut x.to_vec(), rule, &mut codes);
+    assert!(scale.is_finite());
+    let mut page = vec![0u8; coder.format().row_bytes()];
+    coder.format().write(&codes, scale, &mut page, 1, 0);
+    let mut back = vec![f32::NAN; coder.dim()];
+    coder.decode(&page, 1, 0, &mut back);
+    back
+}
+
+fn relative_error(codec: Codec, dim: usize, rule: ScaleRule, vectors: usize) -> f64 {
+    let coder = Coder::new(codec, dim).unwrap();
+    let mut rng = Rng::new(7);
+    let (mut error, mut energy) = (0.0f64, 0.0f64);
+    for _ in 0..vectors {
+        let x = normal(&mut rng, dim);
+        for (x, y) in x.iter().zip(there_and_back(&coder, &x, rule)) {
+            error += f64::from(x - y).powi(2);
+            energy += f64::from(*x).powi(2);
+        }
+    }
+    error / energy
+}
+
+#[test]
+fn errors_of_normal_vectors_are_those_of_the_format() {
+    use Codec::{Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+    for (codec, want) in [
+        (Tq2, 0.114),
+        (Tq3, 3.18e-2),
+        (Tq4, 7.9e-3),
+        (Tq5, 1.96e-3),
+        (Tq6, 5.0e-4),
+        (Int8, 4.15e-5),
+        (Fp8, 6.6e-4),
+    ] {
+        let got = relative_error(codec, 128, ScaleRule::LeastSquares, 4000);
+        println!("{codec}: {got:.3e}");
+        assert!((got / want - 1.0).abs() < 0.05, "{codec}: {got:.3e}, not {want:.3e}");
+        // Other dimensions have about the same.
+        for dim in [64, 80, 96, 112, 192, 256, 512] {
+            let got = relative_error(codec, dim, ScaleRule::LeastSquares, 400);
+            assert!((0.7..1.35).contains(&(got / want)), "{codec} of {dim}: {got:.3e}");
+        }
+    }
+}
+
+#[test]
+fn inner_products_with_the_vector_itself_are_exact_where_scales_are_unbiased() {
+    let mut rng = Rng::new(3);
+    for codec in [Codec::Tq2, Codec::Tq3, Codec::Tq4, Codec::Tq5, Codec::Tq6, Codec::Int8] {
+        let coder = Coder::new(codec, 96).unwrap();
+        for _ in 0..50 {
+            let x = normal(&mut rng, 96);
+            let back = there_and_back(&coder, &x, ScaleRule::Unbiased);
+            let product =
+                |a: &[f32], b: &[f32]| -> f64 { a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum() };
+            let ratio = product(&x, &back) / product(&x, &x);
+            // The scale is rounded to f16.
+            assert!((ratio - 1.0).abs() < 1e-3, "{codec}: {ratio}");
+        }
+    }
+}
+
+#[test]
+fn zeros_spikes_and_extremes() {
+    for codec in Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()) {
+        for dim in [1, 7, 64, 80, 512] {
+            let coder = Coder::new(codec, dim).unwrap();
+            for zeros in [0.0, 1e-30, f32::MIN_POSITIVE / 4.0] {
+                let back = there_and_back(&coder, &vec![zeros; dim], ScaleRule::Unbiased);
+                assert!(back.iter().all(|x| *x == 0.0), "{codec} of {dim}");
+            }
+            // One coordinate of the largest norm; rotated, it is equal magnitudes where the dimension is one block.
+            for size in [3.0, MOST_NORM] {
+                for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
+                    let mut spike = vec![0.0f32; dim];
+                    spike[dim / 2] = size;
+                    let back = there_and_back(&coder, &spike, rule);
+                    if dim != 7 {
+                        assert!(
+                            (back[dim / 2] / size - 1.0).abs() < 1e-3,
+                            "{codec} of {dim}: {}",
+                            back[dim / 2]
+                        );
+                    }
+                    // What the rotation makes one coordinate of is the worst of a codebook.
+                    let Some(rotation) = coder.rotation() else { continue };
+                    rotation.undo(&mut spike);
+                    let back = there_and_back(&coder, &spike, rule);
+                    assert!(back.iter().all(|x| x.is_finite()));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn names_are_read_back() {
+    for codec in Codec::ALL {
+        assert_eq!(codec.name().parse(), Ok(codec));
+    }
+    let refusal = "q4_0".parse::<Codec>().unwrap_err();
+    assert_eq!(
+        refusal,
+        "q4_0 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2"
+    );
+}

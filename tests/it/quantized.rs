@@ -1,0 +1,346 @@
+//! Quantized keys and values: attention, and caches of them.
+
+use crate::support::{answer, build, options, quantizing};
+use flashtile::cache::KeyMean;
+use flashtile::codec::MOST_NORM;
+use flashtile::testkit::{
+    Case, CpuRunner, Failure, Guarded, Keep, Layout, Rng, Runner, conformance, quantized,
+};
+use flashtile::{
+    CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, Inputs, KvCache, Outputs, PlanOptions,
+    ProblemDesc, QOffset, SeqId, TensorView, Visibility, plan::devices,
+};
+
+const CODECS: [Codec; 7] =
+    [Codec::Fp8, Codec::Int8, Codec::Tq2, Codec::Tq3, Codec::Tq4, Codec::Tq5, Codec::Tq6];
+
+#[test]
+fn every_case_passes_with_one_thread_and_with_two() {
+    let runners: Vec<CpuRunner> = quantizing(1).into_iter().chain(quantizing(2)).collect();
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let cases = quantized();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let (mut passed, mut failed, mut worst) = (0, Vec::new(), 0.0f64);
+    pool.install(|| {
+        conformance(&cases, &runners, |result| match &result.result {
+            Ok(outcome) => {
+                passed += 1;
+                worst = worst.max(outcome.out.nrmse / outcome.out.limit).max(outcome.lse.worst);
+            }
+            Err(Failure::Skipped(_)) => println!("{result}"),
+            Err(_) => failed.push(result.to_string()),
+        });
+    });
+    println!("{passed} passed, the worst at {worst:.3} of its limit");
+    assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+    assert_eq!(passed, cases.len() * runners.len());
+}
+
+#[test]
+fn bits_do_not_depend_on_threads_splits_or_skipping() {
+    for case in quantized().into_iter().step_by(3) {
+        let built = build(&case);
+        for runner in quantizing(1) {
+            let want = answer(&built, &runner).bits();
+            for other in [
+                CpuRunner::new(runner.cpu.with_threads(2)),
+                runner.with(options(None, false)),
+                runner.with(options(Some(1), true)),
+            ] {
+                assert!(answer(&built, &other).bits() == want, "{} on {}", case.name, runner.name());
+            }
+        }
+    }
+}
+
+#[test]
+fn plans_name_the_codecs_and_cuda_refuses_them() {
+    let mut desc = ProblemDesc::cached([8, 2], [128, 128], Dtype::BF16, &[(1, 4096)]);
+    desc.k_codec = Some(Codec::Int8);
+    desc.v_codec = Some(Codec::Tq5);
+    let problem = desc.clone().validate().unwrap();
+    let plan = Cpu::new().plan(&problem, PlanOptions::default()).unwrap();
+    assert!(plan.kernel().starts_with("cpu-decode-bf16-d128-int8+tq5-"), "{}", plan.kernel());
+    let refusal = CudaPlan::new(&problem, &devices::H100, PlanOptions::default()).unwrap_err();
+    assert_eq!(refusal.to_string(), "k is int8, expected bf16");
+    desc.k_codec = Some(Codec::Tq5);
+    let plan = Cpu::new().plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();
+    assert!(plan.kernel().starts_with("cpu-decode-bf16-d128-tq5-"), "{}", plan.kernel());
+    let mut dense = ProblemDesc::new(desc.dims, Dtype::BF16);
+    dense.v_codec = Some(Codec::Tq4);
+    dense.q_offset = Some(QOffset::BottomRight);
+    let refusal = dense.validate().unwrap_err().to_string();
+    assert_eq!(refusal, "v is tq4, expected bf16: other codecs are of cached sequences");
+}
+
+/// Rows `[rows, heads, dim]` of normal numbers.
+fn rows(seed: u64, shape: [usize; 3]) -> Vec<f32> {
+    let mut rng = Rng::new(seed);
+    (0..shape.iter().product()).map(|_| rng.normal()).collect()
+}
+
+fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
+    let mut desc = CacheDesc::new(layout, [1, 2, 96], k);
+    (desc.v, desc.value_dim) = (v, 64);
+    desc
+}
+
+/// What a layer holds of a sequence, decoded.
+fn contents(cache: &KvCache, seq: SeqId) -> (Vec<f32>, Vec<f32>) {
+    let (desc, len) = (cache.desc(), cache.len(seq).unwrap() - cache.first(seq).unwrap());
+    let tensor = |dim| Guarded::new(Dtype::F32, [1, desc.kv_heads, len, dim], Layout::Bhsd);
+    let (mut k, mut v) = (tensor(desc.head_dim), tensor(desc.value_dim));
+    cache.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    (k.values(), v.values())
+}
+
+fn append(cache: &mut KvCache, seq: SeqId, k: &[f32], v: &[f32]) -> Result<(), CacheError> {
+    let desc = *cache.desc();
+    let n = k.len() / desc.kv_heads / desc.head_dim;
+    let view = |x, dim| TensorView::packed::<f32>(x, [n, desc.kv_heads, dim]).unwrap();
+    cache.append(&[(seq, n)], &[(view(k, desc.head_dim), view(v, desc.value_dim))])
+}
+
+const LAYOUTS: [CacheLayout; 3] = [
+    CacheLayout::Contiguous { slots: 3, capacity: 80 },
+    CacheLayout::Ring { slots: 3, capacity: 33 },
+    CacheLayout::Paged { pages: 40, page: 7 },
+];
+
+#[test]
+fn tokens_one_by_one_are_the_bytes_of_all_at_once() {
+    for layout in LAYOUTS {
+        for (k_codec, v_codec) in CODECS.into_iter().zip(CODECS.into_iter().rev()) {
+            let (k, v) = (rows(1, [70, 2, 96]), rows(2, [70, 2, 64]));
+            let mut caches = [
+                KvCache::new(desc(layout, k_codec, v_codec)).unwrap(),
+                KvCache::new(desc(layout, k_codec, v_codec)).unwrap(),
+            ];
+            let seqs = caches.each_mut().map(|cache| cache.create().unwrap());
+            append(&mut caches[0], seqs[0], &k, &v).unwrap();
+            for (k, v) in k.chunks(192).zip(v.chunks(128)) {
+                append(&mut caches[1], seqs[1], k, v).unwrap();
+            }
+            let [a, b] = [0, 1].map(|n| caches[n].snapshot(seqs[n]).unwrap());
+            assert_eq!(a.as_bytes(), b.as_bytes(), "{k_codec} {v_codec} {layout:?}");
+            // What comes back is what went in, as near as the codec has it.
+            let (got, _) = contents(&caches[0], seqs[0]);
+            let first = caches[0].first(seqs[0]).unwrap();
+            let (mut error, mut energy) = (0.0, 0.0);
+            for (at, got) in got.iter().enumerate() {
+                let (head, token, d) = (at / 96 / (70 - first), at / 96 % (70 - first), at % 96);
+                let want = k[((first + token) * 2 + head) * 96 + d];
+                error += f64::from(got - want).powi(2);
+                energy += f64::from(want).powi(2);
+            }
+            let limit = if k_codec == Codec::Tq2 { 0.14 } else { 0.04 };
+            assert!(error / energy < limit, "{k_codec}: {}", error / energy);
+        }
+    }
+}
+
+#[test]
+fn forks_cuts_and_snapshots_keep_rows() {
+    for layout in LAYOUTS {
+        let mut cache = KvCache::new(desc(layout, Codec::Tq5, Codec::Tq3)).unwrap();
+        let seq = cache.create().unwrap();
+        append(&mut cache, seq, &rows(3, [31, 2, 96]), &rows(4, [31, 2, 64])).unwrap();
+        cache.poison_unused();
+        let before = contents(&cache, seq);
+        assert!(before.0.iter().chain(&before.1).all(|x| x.is_finite()));
+        let fork = cache.fork(seq).unwrap();
+        append(&mut cache, fork, &rows(5, [1, 2, 96]), &rows(6, [1, 2, 64])).unwrap();
+        cache.poison_unused();
+        assert_eq!(contents(&cache, seq), before);
+        cache.truncate(fork, 31).unwrap();
+        assert_eq!(contents(&cache, fork), before);
+        let snapshot = cache.snapshot(seq).unwrap();
+        for other in LAYOUTS {
+            let mut cache = KvCache::new(desc(other, Codec::Tq5, Codec::Tq3)).unwrap();
+            let seq = cache.restore(&snapshot).unwrap();
+            cache.poison_unused();
+            assert_eq!(contents(&cache, seq), before);
+        }
+        let mut other = KvCache::new(desc(layout, Codec::Tq5, Codec::Tq4)).unwrap();
+        assert_eq!(other.restore(&snapshot).unwrap_err().to_string(), "snapshot has v as tq3, expected tq4");
+    }
+}
+
+#[test]
+fn sizes_are_those_of_the_codes() {
+    for (codec, bytes) in [
+        (Codec::Int8, 130),
+        (Codec::Fp8, 130),
+        (Codec::Tq6, 98),
+        (Codec::Tq5, 82),
+        (Codec::Tq4, 66),
+        (Codec::Tq3, 50),
+        (Codec::Tq2, 34),
+    ] {
+        assert_eq!(codec.row_bytes(128), bytes);
+        let cache =
+            KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 10, page: 64 }, [3, 8, 128], codec))
+                .unwrap();
+        assert_eq!(cache.memory().bytes_reserved, 10 * 64 * 3 * 8 * 2 * bytes);
+    }
+}
+
+#[test]
+fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
+    let layout = CacheLayout::Paged { pages: 10, page: 8 };
+    for (codec, bad, why) in [
+        (Codec::Int8, f32::NAN, "holds a NaN or an infinity"),
+        (Codec::Tq4, f32::INFINITY, "holds a NaN or an infinity"),
+        (Codec::Tq5, f32::NEG_INFINITY, "holds a NaN or an infinity"),
+        (Codec::Fp8, 2.0 * MOST_NORM, "has a norm above 32768"),
+        (Codec::Tq2, 1e38, "has a norm above 32768"),
+    ] {
+        let mut cache = KvCache::new(desc(layout, codec, codec)).unwrap();
+        let seq = cache.create().unwrap();
+        append(&mut cache, seq, &rows(1, [5, 2, 96]), &rows(2, [5, 2, 64])).unwrap();
+        let before = (contents(&cache, seq), cache.memory());
+        let (mut k, mut v) = (rows(3, [4, 2, 96]), rows(4, [4, 2, 64]));
+        v[(3 * 2 + 1) * 64 + 7] = bad;
+        let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
+        assert_eq!(refusal.to_string(), format!("row 3 of head 1 of v {why}"));
+        k[(2 * 2) * 96] = bad;
+        let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
+        assert_eq!(refusal.to_string(), format!("row 2 of head 0 of k {why}"));
+        assert_eq!((contents(&cache, seq), cache.memory()), before);
+        // Zeros come back as zeros.
+        append(&mut cache, seq, &[0.0; 192], &[0.0; 128]).unwrap();
+        let (k, _) = contents(&cache, seq);
+        assert!(k[5 * 96..6 * 96].iter().all(|x| *x == 0.0), "{codec}");
+    }
+}
+
+/// Keys with a constant part of some times their own size.
+fn biased(seed: u64, tokens: usize, gain: f32) -> Vec<f32> {
+    let mut rng = Rng::new(77);
+    let bias: Vec<f32> = (0..192).map(|_| gain * rng.normal()).collect();
+    rows(seed, [tokens, 2, 96]).iter().enumerate().map(|(at, x)| x + bias[at % 192]).collect()
+}
+
+#[test]
+fn a_mean_is_learned_or_given_and_then_fixed() {
+    let layout = CacheLayout::Paged { pages: 20, page: 16 };
+    let error = |cache: &KvCache, seq, k: &[f32]| -> f64 {
+        let (got, _) = contents(cache, seq);
+        let tokens = k.len() / 192;
+        let want = |at: usize| k[(at / 96 % tokens * 2 + at / 96 / tokens) * 96 + at % 96];
+        got.iter().enumerate().map(|(at, x)| f64::from(x - want(at)).powi(2)).sum::<f64>() / got.len() as f64
+    };
+    let (k, v) = (biased(1, 64, 20.0), rows(2, [64, 2, 64]));
+    let mut plain = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
+    let mut learned = desc(layout, Codec::Tq4, Codec::Tq4);
+    learned.key_mean = KeyMean::Learned;
+    let mut learned = KvCache::new(learned).unwrap();
+    let seqs = [&mut plain, &mut learned].map(|cache| {
+        let seq = cache.create().unwrap();
+        append(cache, seq, &k, &v).unwrap();
+        seq
+    });
+    let (without, with) = (error(&plain, seqs[0], &k), error(&learned, seqs[1], &k));
+    assert!(with < 0.012 && without > 50.0 * with, "{with} with the mean, {without} without");
+    assert_eq!(plain.key_mean(0).unwrap(), None);
+    let mean = learned.key_mean(0).unwrap().unwrap().to_vec();
+    assert_eq!(mean.len(), 192);
+
+    let mut given = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
+    given.set_key_mean(0, &mean).unwrap();
+    let seq = given.create().unwrap();
+    append(&mut given, seq, &k, &v).unwrap();
+    assert_eq!(given.snapshot(seq).unwrap().as_bytes(), learned.snapshot(seqs[1]).unwrap().as_bytes());
+    let refusals = [
+        given.set_key_mean(0, &mean),
+        given.set_key_mean(1, &mean),
+        given.set_key_mean(0, &mean[1..]),
+        given.set_key_mean(0, &[f32::NAN; 192]),
+        KvCache::new(desc(layout, Codec::F16, Codec::Tq4)).unwrap().set_key_mean(0, &mean),
+        plain.restore(&learned.snapshot(seqs[1]).unwrap()).map(|_| ()),
+    ];
+    let want = [
+        "layer 0 has rows: the mean of its keys is fixed",
+        "layer 1 asked for, the cache has 1",
+        "mean has 191 elements, expected 192: kv_heads * head_dim",
+        "mean holds a NaN or an infinity",
+        "keys are stored as f16, expected a quantizing codec for a mean",
+        "snapshot has keys of layer 0 with another mean than this cache",
+    ];
+    for (refusal, want) in refusals.into_iter().zip(want) {
+        assert_eq!(refusal.unwrap_err().to_string(), want);
+    }
+    let mut elements = desc(layout, Codec::BF16, Codec::Tq4);
+    elements.key_mean = KeyMean::Learned;
+    assert_eq!(
+        KvCache::new(elements).unwrap_err().to_string(),
+        "keys are stored as bf16, expected a quantizing codec for a mean"
+    );
+    // A snapshot takes its mean along.
+    let mut fresh = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
+    let restored = fresh.restore(&learned.snapshot(seqs[1]).unwrap()).unwrap();
+    assert_eq!(contents(&fresh, restored), contents(&learned, seqs[1]));
+    // A first write that is refused leaves no mean behind.
+    let mut spoiled = desc(layout, Codec::Tq4, Codec::Tq4);
+    spoiled.key_mean = KeyMean::Learned;
+    let mut spoiled = KvCache::new(spoiled).unwrap();
+    let seq = spoiled.create().unwrap();
+    let mut bad = k.clone();
+    bad[5 * 192] = f32::NAN;
+    let refusal = append(&mut spoiled, seq, &bad, &v).unwrap_err();
+    assert_eq!(refusal.to_string(), "row 5 of head 0 of k holds a NaN or an infinity");
+    assert_eq!(spoiled.key_mean(0).unwrap(), None);
+}
+
+/// Attention of four query heads over a cache, and over its decoded tokens in f32.
+#[test]
+fn attention_over_a_cache_is_that_over_its_decoded_tokens() {
+    for layout in LAYOUTS {
+        for (k_codec, v_codec) in
+            [(Codec::Int8, Codec::Tq4), (Codec::Tq5, Codec::F16), (Codec::BF16, Codec::Tq6)]
+        {
+            let mut cache = KvCache::new(desc(layout, k_codec, v_codec)).unwrap();
+            let seq = cache.create().unwrap();
+            append(&mut cache, seq, &rows(1, [30, 2, 96]), &rows(2, [30, 2, 64])).unwrap();
+            cache.poison_unused();
+            let q = rows(3, [1, 4, 96]);
+            let attend = |cache: &KvCache, seq: SeqId| {
+                let mut desc = ProblemDesc::cached([4, 2], [96, 64], Dtype::F32, &[(1, 30)]);
+                (desc.k_codec, desc.v_codec) = (Some(cache.desc().k), Some(cache.desc().v));
+                desc.visibility = Visibility::causal();
+                let problem = desc.validate().unwrap();
+                let tables = cache.tables(&[seq]).unwrap();
+                let q = TensorView::packed::<f32>(&q, [1, 4, 96]).unwrap();
+                let inputs = Inputs::cached(q, cache, 0, &tables).unwrap();
+                let mut out = Guarded::new(Dtype::F32, [1, 4, 1, 64], Layout::Bhsd);
+                let cpu = Cpu::new();
+                let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();
+                cpu.run(&plan, &inputs, &mut Outputs::new(out.view_mut()), &mut plan.workspace()).unwrap();
+                out.values()
+            };
+            let got = attend(&cache, seq);
+            let (k, v) = contents(&cache, seq);
+            let mut plain = KvCache::new(desc(layout, Codec::F32, Codec::F32)).unwrap();
+            let copy = plain.create().unwrap();
+            let view = |x, dim| TensorView::bhsd::<f32>(x, [1, 2, 30, dim]).unwrap();
+            plain.append(&[(copy, 30)], &[(view(&k, 96), view(&v, 64))]).unwrap();
+            let want = attend(&plain, copy);
+            for (got, want) in got.iter().zip(&want) {
+                assert!((got - want).abs() < 1e-3, "{k_codec} {v_codec} {layout:?}: {got}, not {want}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_codec_that_is_not_the_problems_is_refused() {
+    let case = Case::new("other codec", [1, 2, 2, 0, 0, 64, 64], Dtype::F32)
+        .cached(&[(1, 40)], 16, Keep::All)
+        .causal(QOffset::BottomRight);
+    let (five, four) =
+        (build(&case.clone().stored(Codec::Tq5, Codec::Tq5)), build(&case.stored(Codec::Tq5, Codec::Tq4)));
+    let mut inputs = five.inputs();
+    inputs.v = four.inputs().v;
+    let refusal = flashtile::reference::attention(&five.problem, &inputs).unwrap_err();
+    assert_eq!(refusal.to_string(), "v is tq4, expected tq5");
+}
