@@ -3,7 +3,7 @@
 use crate::failure::Failure;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use flashtile::plan::{CudaTile, Isa};
-use flashtile::{Dtype, QOffset, Visibility};
+use flashtile::{Codec, Dtype, QOffset, Visibility};
 use std::num::NonZero;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -227,6 +227,10 @@ pub(crate) struct BenchArgs {
     /// Tokens of a page of a paged cache, whose pages lie in random order
     #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
     pub(crate) page: usize,
+    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2); rows take
+    /// turns, so that their ratio is of one time; default the dtype
+    #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
+    pub(crate) codec: Vec<[Codec; 2]>,
     /// Tokens that the sequences of a paged batch have in common, in whole pages; whole blocks of 256 are read once, and for
     /// comparison by each
     #[arg(long, value_name = "TOKENS", value_parser = count)]
@@ -510,6 +514,12 @@ pub(crate) fn one_line(error: &clap::Error) -> Failure {
     let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
     let line = lines.join(" ");
     Failure::new(format_args!("{}; see --help", line.strip_prefix("error: ").unwrap_or(&line)))
+}
+
+/// How keys and values are stored: one codec for both, or two.
+fn codecs(text: &str) -> Result<[Codec; 2], String> {
+    let (k, v) = text.split_once('+').unwrap_or((text, text));
+    Ok([k.parse()?, v.parse()?])
 }
 
 #[cfg(test)]

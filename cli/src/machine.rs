@@ -71,14 +71,14 @@ impl Work {
     pub(crate) fn of(problem: &Problem) -> Self {
         let dims = problem.dims();
         let keys: usize = problem.sequences().iter().map(|s| seen(problem, s).len()).sum();
-        let row = (dims.head_dim + dims.value_dim) * problem.dtype().bytes();
+        let row = row_bytes(problem);
         Self { flops: problem.flops(), bytes: keys as f64 * (dims.kv_heads * row) as f64 }
     }
 
     /// Of a plan, which reads the prefixes that sequences share once.
     pub(crate) fn planned(plan: &CpuPlan) -> Self {
         let (work, dims) = (Self::of(plan.problem()), plan.problem().dims());
-        let row = (dims.head_dim + dims.value_dim) * plan.problem().dtype().bytes();
+        let row = row_bytes(plan.problem());
         let shared = shared_keys(plan) as f64 * (dims.kv_heads * row) as f64;
         Self { bytes: work.bytes - shared, ..work }
     }
@@ -239,4 +239,10 @@ impl std::fmt::Display for Limit {
             LimitKind::Bandwidth => write!(f, "read bandwidth {}", report::byte_rate(self.rate)),
         }
     }
+}
+
+/// Bytes of a key and a value of one head.
+fn row_bytes(problem: &Problem) -> usize {
+    let dims = problem.dims();
+    problem.k_codec().row_bytes(dims.head_dim) + problem.v_codec().row_bytes(dims.value_dim)
 }

@@ -21,7 +21,7 @@ pub(super) struct Pool {
 enum Rows {
     /// Plain elements, row-major.
     Elements(Zeroed, Dtype),
-    Codes(CodePages),
+    Codes(Box<CodePages>),
 }
 
 impl Pool {
@@ -33,7 +33,7 @@ impl Pool {
         let memory = CacheError::Memory { bytes };
         let rows = match codec.dtype() {
             Some(dtype) => Rows::Elements(Zeroed::new(bytes).ok_or(memory)?, dtype),
-            None => Rows::Codes(CodePages::new(codec, side, shape).ok_or(memory)?),
+            None => Rows::Codes(Box::new(CodePages::new(codec, side, shape).ok_or(memory)?)),
         };
         Ok(Self { shape, row_bytes, rows })
     }

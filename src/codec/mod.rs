@@ -67,7 +67,7 @@ pub enum Codec {
 }
 
 /// The largest Euclidean norm of a vector that is quantized: its scale is an f16 then.
-pub const MOST_NORM: f32 = 32768.0;
+pub const MOST_NORM: f32 = 8192.0;
 
 /// What a scale is divided by.
 pub(crate) const UNIT: f32 = 128.0;

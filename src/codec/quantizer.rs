@@ -119,7 +119,7 @@ fn search(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]) -> (u64, u
         let step = rms * ((72 + 5 * t) as f64 / 100.0);
         let factor = (f64::from(2 << 16) * FACTORS[levels.bits - 2] / step) as u16;
         for (half, x) in halves[..dim].iter_mut().zip(magnitudes) {
-            *half = (u32::from(*x) * u32::from(factor) >> 16).min(255) as u8;
+            *half = ((u32::from(*x) * u32::from(factor)) >> 16).min(255) as u8;
         }
         let mut trial = [0u8; MAX_HEAD_DIM];
         levels.nearest(&halves[..dim], &mut trial[..dim]);

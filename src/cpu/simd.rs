@@ -34,39 +34,43 @@ pub(crate) struct Tiles {
     pub(crate) resume: bool,
 }
 
-/// Codes of [`TILE`] keys, one a lane, times queries in integers of 16 bits.
+/// Codes of keys times queries in integers of 16 bits.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeScores<'a> {
     pub(crate) format: &'a Format,
     /// What each code stands for; none where codes are bytes and stand for themselves.
     pub(crate) levels: Option<&'a [i8; 64]>,
-    /// Rows of the keys in each plane.
-    pub(crate) rows: [[*const u8; TILE]; 2],
+    /// `[planes][keys]`, a multiple of [`TILE`]: rows of the keys in each plane.
+    pub(crate) rows: [&'a [*const u8]; 2],
+    /// `[keys]`: what the sums of each key are multiplied by.
+    pub(crate) k_factors: &'a [f32],
     /// Queries `[rows][2][dim]`: the upper and the lower half of each integer, signed.
     pub(crate) q: *const i8,
     /// `[rows]`: -128 times the sum of each query.
     pub(crate) start: *const i32,
-    /// `[rows]`: what the sums of each query are multiplied by, and `[TILE]` those of each key.
+    /// `[rows]`: what the sums of each query are multiplied by.
     pub(crate) q_factors: *const f32,
-    pub(crate) k_factors: *const f32,
     pub(crate) count: usize,
-    /// Scores: of each query [`TILE`], `ldc` elements from one to the next.
+    /// Scores: of each query those of the keys, `ldc` elements from one to the next.
     pub(crate) c: *mut f32,
     pub(crate) ldc: usize,
 }
 
-/// Codes of groups of four values times weights in integers of 16 bits.
+/// Codes of values times weights, which become integers of 16 bits.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeValues<'a> {
     pub(crate) format: &'a Format,
     pub(crate) levels: Option<&'a [i8; 64]>,
-    /// `[planes][4 * groups]`: rows of the values in each plane.
+    /// `[planes][values]`, a multiple of four: rows of the values in each plane.
     pub(crate) rows: [&'a [*const u8]; 2],
-    /// Weights `[rows][2][ldw]`: the upper and the lower half of each integer, unsigned, of `4 * groups` values.
-    pub(crate) w: *const u8,
+    /// `[values]`, a multiple of [`TILE`]: what each value is multiplied by.
+    pub(crate) v_factors: &'a [f32],
+    /// Weights of each row, `ldw` elements from one to the next, as many as factors; 0 of values that are not seen.
+    pub(crate) weights: *const f32,
     pub(crate) ldw: usize,
-    /// `[rows]`: what the sums of each row are multiplied by.
-    pub(crate) factors: *const f32,
+    /// Memory for integers: `[rows][2][factors]` bytes, and a factor of each row.
+    pub(crate) integers: *mut u8,
+    pub(crate) w_factors: *mut f32,
     pub(crate) count: usize,
     /// Sums: `dim` of each row, `ldc` elements from one to the next.
     pub(crate) c: *mut f32,

@@ -192,8 +192,8 @@ fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
         (Codec::Int8, f32::NAN, "holds a NaN or an infinity"),
         (Codec::Tq4, f32::INFINITY, "holds a NaN or an infinity"),
         (Codec::Tq5, f32::NEG_INFINITY, "holds a NaN or an infinity"),
-        (Codec::Fp8, 2.0 * MOST_NORM, "has a norm above 32768"),
-        (Codec::Tq2, 1e38, "has a norm above 32768"),
+        (Codec::Fp8, 2.0 * MOST_NORM, "has a norm above 8192"),
+        (Codec::Tq2, 1e38, "has a norm above 8192"),
     ] {
         let mut cache = KvCache::new(desc(layout, codec, codec)).unwrap();
         let seq = cache.create().unwrap();

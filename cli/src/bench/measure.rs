@@ -8,13 +8,14 @@ use crate::failure::{Failure, Result};
 use crate::machine::{self, Unit, Work};
 use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
+use flashtile::codec::{CodePages, Side};
 use flashtile::cuda::Cuda;
 use flashtile::plan::CudaTile;
 use flashtile::reference::{self, Attention};
 use flashtile::testkit::{Accumulation, DevicePlacement, DeviceRun, Rng, Tolerance, compare_out};
 use flashtile::{
-    BlockTables, Cpu, CpuPlan, CudaPlan, Dims, Dtype, Inputs, Outputs, PlanOptions, Problem, ProblemDesc,
-    QOffset, TensorView, TensorViewMut, Workspace,
+    BlockTables, Codec, Cpu, CpuPlan, CudaPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
+    ProblemDesc, QOffset, TensorView, TensorViewMut, Workspace,
 };
 use rayon::prelude::*;
 use std::time::Instant;
@@ -54,11 +55,60 @@ impl Measured {
     }
 }
 
+/// Keys or values.
+enum Stored {
+    Elements(Buffer, Dtype),
+    Codes(Box<CodePages>),
+}
+
+impl Stored {
+    fn random(codec: Codec, side: Side, shape: [usize; 4], cached: bool, seed: u64) -> Result<Self> {
+        let size: usize = shape.iter().product();
+        if let Some(dtype) = codec.dtype() {
+            let mut buffer = if cached { Buffer::pool(dtype, size)? } else { Buffer::elements(dtype, size)? };
+            fill(&mut buffer, dtype, seed);
+            return Ok(Self::Elements(buffer, dtype));
+        }
+        let pages = CodePages::new(codec, side, shape);
+        let mut pages = pages.ok_or_else(|| Failure::new(format_args!("no memory for pages {shape:?}")))?;
+        let mut rng = Rng::new(seed);
+        let mut row = vec![0.0f32; shape[3]];
+        for at in 0..size / shape[3] {
+            row.iter_mut().for_each(|x| *x = rng.normal());
+            let place = [at / shape[2] / shape[1], at / shape[2] % shape[1], at % shape[2]];
+            pages.store(place, &row).map_err(|why| Failure::new(format_args!("a row {why}")))?;
+        }
+        Ok(Self::Codes(Box::new(pages)))
+    }
+
+    fn view(&self, shape: [usize; 4]) -> Result<KvView<'_>> {
+        Ok(match self {
+            Self::Elements(buffer, dtype) => view(buffer, *dtype, 0, shape)?.into(),
+            Self::Codes(pages) => KvView::Codes(pages.view()),
+        })
+    }
+
+    /// A row as f32.
+    fn row(&self, [entry, head, at]: [usize; 3], [_, heads, page, dim]: [usize; 4]) -> Vec<f32> {
+        match self {
+            Self::Elements(buffer, dtype) => {
+                let from = ((entry * heads + head) * page + at) * dim;
+                (from..from + dim).map(|index| load(buffer.bytes(), *dtype, index)).collect()
+            }
+            Self::Codes(pages) => {
+                let mut row = vec![0.0; dim];
+                pages.view().read(entry, head, at, &mut row);
+                row
+            }
+        }
+    }
+}
+
 /// Operands in head-major order; of a cache the pages and where tokens lie in them.
 struct Operands {
     q: Buffer,
-    k: Buffer,
-    v: Buffer,
+    k: Stored,
+    v: Stored,
     k_shape: [usize; 4],
     v_shape: [usize; 4],
     tables: Option<BlockTables>,
@@ -106,30 +156,23 @@ impl Operands {
                 (pool(dims.head_dim), pool(dims.value_dim), Some(tables))
             }
         };
-        let of: fn(Dtype, usize) -> Result<Buffer> =
-            if tables.is_some() { Buffer::pool } else { Buffer::elements };
-        let tensor = |shape: [usize; 4], seed| {
-            let mut buffer = of(dtype, shape.iter().product())?;
-            fill(&mut buffer, dtype, seed);
-            Ok::<Buffer, Failure>(buffer)
-        };
-        Ok(Self {
-            q: tensor(dims.q_shape(), seed)?,
-            k: tensor(k_shape, seed + 1)?,
-            v: tensor(v_shape, seed + 2)?,
-            k_shape,
-            v_shape,
-            tables,
-        })
+        let cached = tables.is_some();
+        let size = dims.q_shape().iter().product();
+        let mut q = if cached { Buffer::pool(dtype, size)? } else { Buffer::elements(dtype, size)? };
+        fill(&mut q, dtype, seed);
+        let k = Stored::random(problem.k_codec(), Side::Keys, k_shape, cached, seed + 1)?;
+        let v = Stored::random(problem.v_codec(), Side::Values, v_shape, cached, seed + 2)?;
+        Ok(Self { q, k, v, k_shape, v_shape, tables })
     }
 
     fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
         let dtype = problem.dtype();
         let q = view(&self.q, dtype, 0, problem.dims().q_shape())?;
-        let (k, v) = (view(&self.k, dtype, 0, self.k_shape)?, view(&self.v, dtype, 0, self.v_shape)?);
-        Ok(match &self.tables {
-            None => Inputs::new(q, k, v),
-            Some(tables) => Inputs::paged(q, k, v, tables),
+        let (k, v) = (self.k.view(self.k_shape)?, self.v.view(self.v_shape)?);
+        Ok(match (&self.tables, k, v) {
+            (Some(tables), ..) => Inputs::paged_kv(q, k, v, tables),
+            (None, KvView::Elements(k), KvView::Elements(v)) => Inputs::new(q, k, v),
+            (None, ..) => return Err(Failure::new("codes are of cached sequences")),
         })
     }
 }
@@ -415,32 +458,31 @@ fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) 
     };
     let s = &problem.sequences()[sequence];
     let one = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: s.kv_len, ..*dims };
-    let mut desc = ProblemDesc::new(one, dtype);
+    let mut desc = ProblemDesc::new(one, Dtype::F32);
     desc.visibility = problem.desc().visibility;
     desc.q_offset = Some(QOffset::At(s.q_offset + row as i64));
     let one_row = desc.validate().map_err(Failure::new)?;
-    let rows = |tensor, [_, heads, page, dim]: [usize; 4]| -> Result<Buffer> {
-        let bytes = dim * dtype.bytes();
-        let mut rows = Buffer::zeroed(s.kv_len * bytes)?;
-        for (j, row) in rows.bytes_mut().chunks_exact_mut(bytes).enumerate() {
-            let (entry, at) = match &operands.tables {
-                None => (b, j),
+    let rows = |stored: &Stored, shape: [usize; 4]| -> Vec<f32> {
+        let mut rows = Vec::with_capacity(s.kv_len * shape[3]);
+        for j in 0..s.kv_len {
+            let place = match &operands.tables {
+                None => Some((b, j)),
                 // A token that is no longer kept is not seen either.
-                Some(tables) => match tables.locate(sequence, j) {
-                    Some(place) => place,
-                    None => continue,
-                },
+                Some(tables) => tables.locate(sequence, j),
             };
-            let from = ((entry * heads + h / dims.group()) * page + at) * bytes;
-            row.copy_from_slice(&Buffer::bytes(tensor)[from..from + bytes]);
+            match place {
+                Some((entry, at)) => rows.extend(stored.row([entry, h / dims.group(), at], shape)),
+                None => rows.resize(rows.len() + shape[3], 0.0),
+            }
         }
-        Ok(rows)
+        rows
     };
-    let (k, v) = (rows(&operands.k, operands.k_shape)?, rows(&operands.v, operands.v_shape)?);
+    let (k, v) = (rows(&operands.k, operands.k_shape), rows(&operands.v, operands.v_shape));
+    let q: Vec<f32> = (q..q + dims.head_dim).map(|index| load(operands.q.bytes(), dtype, index)).collect();
     let inputs = Inputs::new(
-        view(&operands.q, dtype, q, one.q_shape())?,
-        view(&k, dtype, 0, one.k_shape())?,
-        view(&v, dtype, 0, one.v_shape())?,
+        TensorView::bhsd::<f32>(&q, one.q_shape()).map_err(Failure::new)?,
+        TensorView::bhsd::<f32>(&k, one.k_shape()).map_err(Failure::new)?,
+        TensorView::bhsd::<f32>(&v, one.v_shape()).map_err(Failure::new)?,
     );
     reference::attention(&one_row, &inputs).map_err(Failure::new)
 }

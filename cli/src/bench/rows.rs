@@ -2,7 +2,7 @@
 
 use crate::args::{BenchArgs, CacheKind, Group, Lengths};
 use crate::failure::{Failure, Result};
-use flashtile::{Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
+use flashtile::{Codec, Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
 
 /// Group of rows that share a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Row {
         args: &BenchArgs,
         cache: CacheKind,
         dims: Dims,
-        dtype: Dtype,
+        (dtype, [k, v]): (Dtype, [Codec; 2]),
         lengths: Lengths,
     ) -> Result<Self> {
         let Lengths { low, high } = lengths;
@@ -64,6 +64,7 @@ impl Row {
         let (heads, widths) = ([dims.q_heads, dims.kv_heads], [dims.head_dim, dims.value_dim]);
         let mut desc = ProblemDesc::cached(heads, widths, dtype, &steps);
         desc.visibility = visibility;
+        (desc.k_codec, desc.v_codec) = (Some(k), Some(v));
         if let Some(shared) = args.shared {
             let len = shared / page * page;
             if len == 0 {
@@ -92,7 +93,7 @@ impl Row {
         let (a, b) = (self.problem.dims(), other.problem.dims());
         let same = |of: fn(&Dims) -> usize| of(a) == of(b);
         (self.kind, self.problem.dtype()) == (other.kind, other.problem.dtype())
-            && self.cache != other.cache
+            && (self.cache != other.cache || self.codecs() != other.codecs())
             && (self.batch(), self.length()) == (other.batch(), other.length())
             && same(|d| d.q_heads)
             && same(|d| d.kv_heads)
@@ -105,13 +106,23 @@ impl Row {
         self.problem.sequences().len()
     }
 
-    /// Name of where keys and values lie.
+    /// How keys and values are stored.
+    fn codecs(&self) -> [Codec; 2] {
+        [self.problem.k_codec(), self.problem.v_codec()]
+    }
+
+    /// Name of where keys and values lie, and of how they are stored where that is not as elements of the dtype.
     pub(super) fn layout(&self) -> String {
-        match self.cache {
+        let place = match self.cache {
             CacheKind::Dense => "dense".to_owned(),
             CacheKind::Contiguous => "contiguous".to_owned(),
             CacheKind::Paged => format!("paged({})", self.page),
             CacheKind::Ring => "ring".to_owned(),
+        };
+        match self.codecs() {
+            [k, v] if [k, v] == [Codec::from(self.problem.dtype()); 2] => place,
+            [k, v] if k == v => format!("{place} {k}"),
+            [k, v] => format!("{place} {k}+{v}"),
         }
     }
 
@@ -224,13 +235,17 @@ fn decode(args: &BenchArgs) -> Result<Vec<Row>> {
             for &length in &lengths {
                 let heads = if head_dim >= 256 { (16, 2) } else { (32, 8) };
                 for dims in dims(args, heads, 1, (length.high, head_dim)) {
-                    for &cache in &args.cache {
+                    let plain = [[Codec::from(dtype); 2]];
+                    let turns = or(&args.codec, &plain).into_iter();
+                    for (&cache, codec) in
+                        turns.flat_map(|codec| args.cache.iter().map(move |cache| (cache, codec)))
+                    {
                         rows.push(match cache {
                             CacheKind::Dense => {
                                 one_length(length)?;
                                 Row::new(Kind::Decode, dims, dtype, visibility)?
                             }
-                            _ => Row::cached(args, cache, dims, dtype, length)?,
+                            _ => Row::cached(args, cache, dims, (dtype, codec), length)?,
                         });
                     }
                 }
@@ -294,6 +309,12 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
         return Err(Failure::at("--cache", "needs the group decode"));
+    }
+    if !args.codec.is_empty() && args.cache.contains(&CacheKind::Dense) {
+        return Err(Failure::at(
+            "--codec",
+            "needs --cache contiguous, paged or ring: dense rows have elements of the dtype",
+        ));
     }
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));

@@ -11,6 +11,9 @@ use std::arch::x86_64::*;
 /// Coordinates of a block of planes.
 const BLOCK: usize = 128;
 
+/// The greatest of a row's weights.
+const W_ONE: f32 = 65535.0;
+
 /// Which bits come from the first of three operands, chosen by the third: `c ? a : b`.
 const CHOOSE: i32 = 0xe4;
 
@@ -105,11 +108,13 @@ unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &CodeScores<'_>) {
     // SAFETY: as [`scores`]; queries and scores have memory for sixteen rows.
     unsafe {
         for first in (0..job.count).step_by(8) {
-            match job.count - first {
-                1 => scores_of_rows::<LOW, HIGH, 1>(job, first),
-                2 => scores_of_rows::<LOW, HIGH, 2>(job, first),
-                3 | 4 => scores_of_rows::<LOW, HIGH, 4>(job, first),
-                _ => scores_of_rows::<LOW, HIGH, 8>(job, first),
+            for key in (0..job.k_factors.len()).step_by(TILE) {
+                match job.count - first {
+                    1 => scores_of_rows::<LOW, HIGH, 1>(job, first, key),
+                    2 => scores_of_rows::<LOW, HIGH, 2>(job, first, key),
+                    3 | 4 => scores_of_rows::<LOW, HIGH, 4>(job, first, key),
+                    _ => scores_of_rows::<LOW, HIGH, 8>(job, first, key),
+                }
             }
         }
     }
@@ -119,8 +124,14 @@ unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &CodeScores<'_>) {
 unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     job: &CodeScores<'_>,
     row: usize,
+    key: usize,
 ) {
     let dim = job.format.dim();
+    let mut rows = [[std::ptr::null(); TILE]; 2];
+    rows[0].copy_from_slice(&job.rows[0][key..key + TILE]);
+    if HIGH > 0 {
+        rows[1].copy_from_slice(&job.rows[1][key..key + TILE]);
+    }
     // SAFETY: as [`scores`].
     unsafe {
         // Unsigned, 128 more than the level, as the product has it; the sums start without what that adds.
@@ -136,15 +147,15 @@ unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
             if HIGH > 0 {
                 let at = first * HIGH / 8;
                 if above == 8 {
-                    upper[..4].copy_from_slice(&transpose::<8>(&job.rows[1], at));
+                    upper[..4].copy_from_slice(&transpose::<8>(&rows[1], at));
                 } else {
                     for line in (0..above / 4).step_by(4) {
-                        upper[line..line + 4].copy_from_slice(&transpose::<16>(&job.rows[1], at + 4 * line));
+                        upper[line..line + 4].copy_from_slice(&transpose::<16>(&rows[1], at + 4 * line));
                     }
                 }
             }
             for chunk in (0..below).step_by(16) {
-                let lines = transpose::<16>(&job.rows[0], first * LOW / 8 + chunk);
+                let lines = transpose::<16>(&rows[0], first * LOW / 8 + chunk);
                 for c in 0..4 {
                     for part in 0..8 / LOW {
                         let d = chunk + 4 * c + below * part;
@@ -168,12 +179,15 @@ unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
                 }
             }
         }
-        let keys = _mm512_loadu_ps(job.k_factors);
+        let keys = _mm512_loadu_ps(job.k_factors.as_ptr().add(key));
         for r in 0..N {
             // Sums past 32 bits come back: the whole fits.
             let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high_sums[r]), low_sums[r]);
             let factors = _mm512_mul_ps(keys, _mm512_set1_ps(*job.q_factors.add(row + r)));
-            _mm512_storeu_ps(job.c.add((row + r) * job.ldc), _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factors));
+            _mm512_storeu_ps(
+                job.c.add((row + r) * job.ldc + key),
+                _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factors),
+            );
         }
     }
 }
@@ -183,42 +197,71 @@ unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 pub(super) unsafe fn values(job: &CodeValues<'_>) {
     // SAFETY: the caller's promise.
-    unsafe { with_planes!(job.format, values_of(job)) }
+    unsafe {
+        for row in 0..job.count {
+            set_weights(job, row);
+        }
+        with_planes!(job.format, values_of(job));
+    }
+}
+
+/// Makes integers of a row's weights, each times the factor of its value.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn set_weights(job: &CodeValues<'_>, row: usize) {
+    let len = job.v_factors.len();
+    // SAFETY: as [`values`]; factors are whole vectors, weights as many.
+    unsafe {
+        let weights = job.weights.add(row * job.ldw);
+        // A weight of 0 is that of a value that is not seen, whatever its factor.
+        let product = |at: usize| {
+            let weight = _mm512_loadu_ps(weights.add(at));
+            let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
+            _mm512_maskz_mul_ps(seen, weight, _mm512_loadu_ps(job.v_factors.as_ptr().add(at)))
+        };
+        let (mut most, mut rest) = (_mm512_setzero_ps(), _mm512_setzero_ps());
+        for at in (0..len).step_by(TILE) {
+            let x = product(at);
+            most = _mm512_max_ps(x, most);
+            // What is not finite becomes a NaN here.
+            rest = _mm512_fmadd_ps(x, _mm512_setzero_ps(), rest);
+        }
+        let (most, rest) = (_mm512_reduce_max_ps(most), _mm512_reduce_add_ps(rest));
+        let finite = rest == 0.0;
+        let inverse = _mm512_set1_ps(if most > 0.0 && finite { W_ONE / most } else { 0.0 });
+        let high = job.integers.add(2 * row * len);
+        for at in (0..len).step_by(TILE) {
+            let x = _mm512_cvtps_epi32(_mm512_mul_ps(product(at), inverse));
+            _mm_storeu_si128(high.add(at).cast(), _mm512_cvtepi32_epi8(_mm512_srli_epi32::<8>(x)));
+            _mm_storeu_si128(high.add(len + at).cast(), _mm512_cvtepi32_epi8(x));
+        }
+        *job.w_factors.add(row) = if finite { most / W_ONE } else { f32::NAN };
+    }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &CodeValues<'_>) {
     // SAFETY: as [`values`]; weights and sums have memory for sixteen rows.
     unsafe {
-        match LOW {
-            2 => {
-                for first in (0..job.count).step_by(2) {
-                    match job.count - first {
-                        1 => values_of_rows::<LOW, HIGH, 4, 1>(job, first),
-                        _ => values_of_rows::<LOW, HIGH, 4, 2>(job, first),
-                    }
-                }
-            }
-            _ => {
-                for first in (0..job.count).step_by(4) {
-                    match job.count - first {
-                        1 => values_of_rows::<LOW, HIGH, 2, 1>(job, first),
-                        2 => values_of_rows::<LOW, HIGH, 2, 2>(job, first),
-                        _ => values_of_rows::<LOW, HIGH, 2, 4>(job, first),
-                    }
-                }
+        // As many sums as registers hold.
+        let step = if LOW == 2 { 2 } else { 4 };
+        for first in (0..job.count).step_by(step) {
+            match job.count - first {
+                1 => values_of_rows::<LOW, HIGH, 1>(job, first),
+                2 => values_of_rows::<LOW, HIGH, 2>(job, first),
+                _ if LOW == 2 => values_of_rows::<LOW, HIGH, 2>(job, first),
+                _ => values_of_rows::<LOW, HIGH, 4>(job, first),
             }
         }
     }
 }
 
-/// `PARTS` is the number of parts of a byte of the first plane, or more.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const PARTS: usize, const N: usize>(
+unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     job: &CodeValues<'_>,
     row: usize,
 ) {
-    let dim = job.format.dim();
+    let len = job.v_factors.len();
+    // Of 4 parts at most, those of a byte of the first plane: loops over them are written out.
     let parts = 8 / LOW;
     // SAFETY: as [`values`].
     unsafe {
@@ -234,12 +277,12 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const PARTS: usize
         let doubled = _mm512_loadu_si512(doubled.as_ptr().cast());
         let second_half =
             _mm512_mask_blend_epi32(0xff00, _mm512_setzero_si512(), _mm512_set1_epi32(HIGH as i32));
-        for (first, n) in blocks(dim) {
+        for (first, n) in blocks(job.format.dim()) {
             let (below, above) = (n * LOW / 8, n * HIGH / 8);
             for chunk in (0..below).step_by(16) {
-                let mut high_sums = [[_mm512_setzero_si512(); N]; PARTS];
-                let mut low_sums = [[_mm512_setzero_si512(); N]; PARTS];
-                let mut turns = [_mm512_setzero_si512(); PARTS];
+                let mut high_sums = [[_mm512_setzero_si512(); N]; 4];
+                let mut low_sums = [[_mm512_setzero_si512(); N]; 4];
+                let mut turns = [_mm512_setzero_si512(); 4];
                 let (mut above_at, mut above_order) = (0, order);
                 if HIGH > 0 {
                     above_at = first * HIGH / 8 + if above == 8 { 0 } else { chunk % above };
@@ -255,21 +298,22 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const PARTS: usize
                     }
                 }
                 let below_at = first * LOW / 8 + chunk;
-                for (group, rows) in job.rows[0].chunks_exact(4).enumerate() {
-                    let load = |t: usize| _mm_loadu_si128(rows[t].add(below_at).cast());
+                let (lower_rows, upper_rows) = (job.rows[0].as_ptr(), job.rows[1].as_ptr());
+                for group in 0..job.rows[0].len() / 4 {
+                    let load =
+                        |t: usize| _mm_loadu_si128((*lower_rows.add(4 * group + t)).add(below_at).cast());
                     let bytes =
                         _mm512_permutexvar_epi8(order, four_rows([load(0), load(1), load(2), load(3)]));
                     let mut upper = bytes;
                     if HIGH > 0 {
-                        let rows = &job.rows[1][4 * group..];
                         let load = |t: usize| {
-                            let p = rows[t].add(above_at);
+                            let p = (*upper_rows.add(4 * group + t)).add(above_at);
                             if above == 8 { _mm_loadl_epi64(p.cast()) } else { _mm_loadu_si128(p.cast()) }
                         };
                         let loaded = four_rows([load(0), load(1), load(2), load(3)]);
                         upper = _mm512_permutexvar_epi8(above_order, loaded);
                     }
-                    let mut levels = [bytes; PARTS];
+                    let mut levels = [bytes; 4];
                     if LOW < 8 {
                         for part in 0..parts {
                             let turned = if HIGH > 0 { _mm512_rorv_epi32(upper, turns[part]) } else { upper };
@@ -278,9 +322,9 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const PARTS: usize
                         }
                     }
                     for r in 0..N {
-                        let w = job.w.add(2 * (row + r) * job.ldw + 4 * group);
+                        let w = job.integers.add(2 * (row + r) * len + 4 * group).cast_const();
                         let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
-                        let (high, low) = (four(w), four(w.add(job.ldw)));
+                        let (high, low) = (four(w), four(w.add(len)));
                         for part in 0..parts {
                             high_sums[part][r] = _mm512_dpbusd_epi32(high_sums[part][r], high, levels[part]);
                             low_sums[part][r] = _mm512_dpbusd_epi32(low_sums[part][r], low, levels[part]);
@@ -292,7 +336,7 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const PARTS: usize
                         let high = _mm512_slli_epi32::<8>(high_sums[part][r]);
                         let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low_sums[part][r]));
                         let c = job.c.add((row + r) * job.ldc + first + chunk + below * part);
-                        _mm512_storeu_ps(c, _mm512_mul_ps(sum, _mm512_set1_ps(*job.factors.add(row + r))));
+                        _mm512_storeu_ps(c, _mm512_mul_ps(sum, _mm512_set1_ps(*job.w_factors.add(row + r))));
                     }
                 }
             }

@@ -19,8 +19,6 @@ use std::ops::Range;
 
 /// The greatest magnitude of a query's integers: its upper half is a signed byte.
 const Q_ONE: f32 = 127.0 * 256.0;
-/// The greatest of a row's weights.
-const W_ONE: f32 = 65535.0;
 /// Keys of a block.
 const KEYS: usize = 256;
 
@@ -224,35 +222,28 @@ impl Operands {
         count: usize,
         (c, ldc): (*mut f32, usize),
     ) {
+        let start = columns.start / TILE * TILE;
+        let block = Block::new(src, first + start..first + columns.end, columns.start - start);
         let coder = src.view.coder();
-        for column in (columns.start / TILE * TILE..columns.end).step_by(TILE) {
-            let seen = column.max(columns.start)..(column + TILE).min(columns.end);
-            let skipped = seen.start - column;
-            let mut rows = [[NOTHING.0.as_ptr(); TILE]; 2];
-            let mut k_factors = [0.0f32; TILE];
-            let keys = first + seen.start..first + seen.end;
-            let [low, high] = &mut rows;
-            src.places(keys.clone(), [&mut low[skipped..], &mut high[skipped..]]);
-            src.factors(keys, &mut k_factors[skipped..]);
-            // SAFETY: the caller's promise; rows of keys that are not seen are zeros.
-            unsafe {
-                S::code_scores(&CodeScores {
-                    format: coder.format(),
-                    levels: coder.levels(),
-                    rows,
-                    q: self.q,
-                    start: self.start,
-                    q_factors: self.q_factors,
-                    k_factors: k_factors.as_ptr(),
-                    count,
-                    c: c.add(column),
-                    ldc,
-                });
-            }
+        // SAFETY: the caller's promise; rows of keys that are not seen are zeros.
+        unsafe {
+            S::code_scores(&CodeScores {
+                format: coder.format(),
+                levels: coder.levels(),
+                rows: block.rows(TILE),
+                k_factors: block.factors(),
+                q: self.q,
+                start: self.start,
+                q_factors: self.q_factors,
+                count,
+                c: c.add(start),
+                ldc,
+            });
         }
     }
 
-    /// Weighted values of the weights `[count, ldw]` of `columns`, in `c` `[count, ldc]`.
+    /// Weighted values of the weights `[count, ldw]` of `columns`, in `c` `[count, ldc]`. Weights are those of whole vectors that
+    /// cover the columns.
     ///
     /// # Safety
     /// As [`Simd`]; the values `first + columns` exist.
@@ -264,51 +255,54 @@ impl Operands {
         (weights, ldw, count): (*const f32, usize, usize),
         (c, ldc): (*mut f32, usize),
     ) {
+        let start = columns.start / TILE * TILE;
+        let block = Block::new(src, first + start..first + columns.end, columns.start - start);
         let coder = src.view.coder();
-        let len = columns.len();
-        let groups = len.div_ceil(4);
-        let mut places = [[NOTHING.0.as_ptr(); KEYS]; 2];
-        let mut factors = [0.0f32; KEYS];
-        let [low, high] = &mut places;
-        src.places(first + columns.start..first + columns.end, [low, high]);
-        src.factors(first + columns.start..first + columns.end, &mut factors);
-        let mut scaled = [0.0f32; KEYS];
-        // SAFETY: the caller's promise; rows past the last have weight 0.
+        // SAFETY: the caller's promise; values that are not seen are zeros.
         unsafe {
-            for r in 0..count {
-                let row = std::slice::from_raw_parts(weights.add(r * ldw + columns.start), len);
-                let mut most = 0.0f32;
-                let mut finite = 0.0f32;
-                for ((scaled, weight), factor) in scaled.iter_mut().zip(row).zip(&factors) {
-                    // A weight of 0 is that of a key that is not seen, whatever its scale.
-                    *scaled = if *weight == 0.0 { 0.0 } else { weight * factor };
-                    let size = scaled.abs();
-                    most = if size > most { size } else { most };
-                    finite += *scaled * 0.0;
-                }
-                let finite = finite == 0.0;
-                let inverse = if most > 0.0 && finite { W_ONE / most } else { 0.0 };
-                let high = std::slice::from_raw_parts_mut(self.w.add(2 * r * KEYS), KEYS);
-                let low = std::slice::from_raw_parts_mut(self.w.add((2 * r + 1) * KEYS), KEYS);
-                for ((x, high), low) in scaled.iter().zip(high).zip(low) {
-                    let x = (x * inverse).round_ties_even() as i32;
-                    *low = x as u8;
-                    *high = (x >> 8) as u8;
-                }
-                *self.w_factors.add(r) = if finite { most / W_ONE } else { f32::NAN };
-            }
             S::code_values(&CodeValues {
                 format: coder.format(),
                 levels: coder.levels(),
-                rows: [&places[0][..4 * groups], &places[1][..4 * groups]],
-                w: self.w,
-                ldw: KEYS,
-                factors: self.w_factors,
+                rows: block.rows(4),
+                v_factors: block.factors(),
+                weights: weights.add(start),
+                ldw,
+                integers: self.w,
+                w_factors: self.w_factors,
                 count,
                 c,
                 ldc,
             });
         }
+    }
+}
+
+/// Where the rows of a block of keys or values are.
+struct Block {
+    places: [[*const u8; KEYS]; 2],
+    factors: [f32; KEYS],
+    len: usize,
+}
+
+impl Block {
+    /// Of rows `rows`, the first `skipped` of which are not seen: they, and those past the last, are zeros.
+    fn new(src: CodeRows<'_>, rows: Range<usize>, skipped: usize) -> Self {
+        let mut block =
+            Self { places: [[NOTHING.0.as_ptr(); KEYS]; 2], factors: [0.0; KEYS], len: rows.len() };
+        let [low, high] = &mut block.places;
+        let seen = rows.start + skipped..rows.end;
+        src.places(seen.clone(), [&mut low[skipped..], &mut high[skipped..]]);
+        src.factors(seen, &mut block.factors[skipped..]);
+        block
+    }
+
+    fn rows(&self, multiple: usize) -> [&[*const u8]; 2] {
+        let len = self.len.next_multiple_of(multiple);
+        [&self.places[0][..len], &self.places[1][..len]]
+    }
+
+    fn factors(&self) -> &[f32] {
+        &self.factors[..self.len.next_multiple_of(TILE)]
     }
 }
 
