@@ -44,7 +44,6 @@ fn errors_of_normal_vectors_are_those_of_the_format() {
         (Fp8, 6.6e-4),
     ] {
         let got = relative_error(codec, 128, ScaleRule::LeastSquares, 4000);
-        println!("{codec}: {got:.3e}");
         assert!((got / want - 1.0).abs() < 0.05, "{codec}: {got:.3e}, not {want:.3e}");
         // Other dimensions have about the same.
         for dim in [64, 80, 96, 112, 192, 256, 512] {

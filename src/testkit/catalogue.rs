@@ -544,61 +544,6 @@ fn mixed() -> Vec<Case> {
     cases
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::Cpu;
-    use crate::testkit::{CpuRunner, Guarded};
-    use std::collections::HashSet;
-
-    #[test]
-    fn names_are_unique_and_every_case_is_a_problem() {
-        let mut names = HashSet::new();
-        for case in catalogue() {
-            assert!(names.insert(case.name.clone()), "{} twice", case.name);
-            let built = case.build().unwrap();
-            assert_eq!(built.problem.desc().mask.is_some(), built.mask.is_some(), "{}", case.name);
-        }
-        assert_eq!(find("no_keys").map(|case| case.desc.dims.kv_len), Some(0));
-        assert_eq!(find("no such case"), None);
-    }
-
-    #[test]
-    fn data_depends_on_the_name_alone() {
-        let case = find("mask_f16_blocks_full").unwrap();
-        let (a, b) = (case.build().unwrap(), case.build().unwrap());
-        assert_eq!(a.q.bits(), b.q.bits());
-        let other = Case { name: "other".to_owned(), ..case }.build().unwrap();
-        assert_ne!(a.q.bits(), other.q.bits());
-    }
-
-    #[test]
-    fn placement_changes_neither_data_nor_answers() {
-        for name in
-            ["mask_f16_blocks_full", "packed_mask_bool_f32", "sinks_softcap_alibi_bf16", "no_keys_mask"]
-        {
-            let case = find(name).unwrap();
-            let exact = case.clone().exact();
-            let (a, b) = (case.build().unwrap(), exact.build().unwrap());
-            assert_eq!(
-                [&a.q, &a.k, &a.v].map(Guarded::bits),
-                [&b.q, &b.k, &b.v].map(Guarded::bits),
-                "{name}"
-            );
-            let answers = [a, b].map(|built| built.run(&CpuRunner::new(Cpu::new())).unwrap());
-            assert_eq!(answers[0].bits(), answers[1].bits(), "{name}");
-        }
-    }
-
-    #[test]
-    fn padding_is_poison() {
-        let built = find("kv_lens_f32").unwrap().build().unwrap();
-        assert!(built.k.get([1, 0, 0, 0]).is_finite());
-        assert!(built.k.get([1, 0, 1, 0]).is_nan());
-        assert!(built.v.get([2, 0, 0, 0]).is_nan());
-    }
-}
-
 /// Every case of quantized keys and values: codecs and pairs of them, layouts, dimensions and features. The oracle attends to what
 /// the codes stand for.
 #[must_use]
@@ -663,4 +608,59 @@ pub fn quantized() -> Vec<Case> {
         cases.push(of("none").cached(&[], 16, Keep::All).causal(BottomRight));
     }
     cases
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cpu;
+    use crate::testkit::{CpuRunner, Guarded};
+    use std::collections::HashSet;
+
+    #[test]
+    fn names_are_unique_and_every_case_is_a_problem() {
+        let mut names = HashSet::new();
+        for case in catalogue() {
+            assert!(names.insert(case.name.clone()), "{} twice", case.name);
+            let built = case.build().unwrap();
+            assert_eq!(built.problem.desc().mask.is_some(), built.mask.is_some(), "{}", case.name);
+        }
+        assert_eq!(find("no_keys").map(|case| case.desc.dims.kv_len), Some(0));
+        assert_eq!(find("no such case"), None);
+    }
+
+    #[test]
+    fn data_depends_on_the_name_alone() {
+        let case = find("mask_f16_blocks_full").unwrap();
+        let (a, b) = (case.build().unwrap(), case.build().unwrap());
+        assert_eq!(a.q.bits(), b.q.bits());
+        let other = Case { name: "other".to_owned(), ..case }.build().unwrap();
+        assert_ne!(a.q.bits(), other.q.bits());
+    }
+
+    #[test]
+    fn placement_changes_neither_data_nor_answers() {
+        for name in
+            ["mask_f16_blocks_full", "packed_mask_bool_f32", "sinks_softcap_alibi_bf16", "no_keys_mask"]
+        {
+            let case = find(name).unwrap();
+            let exact = case.clone().exact();
+            let (a, b) = (case.build().unwrap(), exact.build().unwrap());
+            assert_eq!(
+                [&a.q, &a.k, &a.v].map(Guarded::bits),
+                [&b.q, &b.k, &b.v].map(Guarded::bits),
+                "{name}"
+            );
+            let answers = [a, b].map(|built| built.run(&CpuRunner::new(Cpu::new())).unwrap());
+            assert_eq!(answers[0].bits(), answers[1].bits(), "{name}");
+        }
+    }
+
+    #[test]
+    fn padding_is_poison() {
+        let built = find("kv_lens_f32").unwrap().build().unwrap();
+        assert!(built.k.get([1, 0, 0, 0]).is_finite());
+        assert!(built.k.get([1, 0, 1, 0]).is_nan());
+        assert!(built.v.get([2, 0, 0, 0]).is_nan());
+    }
 }
