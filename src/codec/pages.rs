@@ -183,7 +183,6 @@ impl CodePages {
     ///
     /// # Errors
     /// [`NotStored`]; the row is as it was then.
-    #[cfg(feature = "testkit")]
     pub fn store(&mut self, [page, head, row]: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
         let [_, _, tokens, dim] = self.shape;
         let mut copy = [0.0f32; MAX_HEAD_DIM];

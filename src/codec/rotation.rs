@@ -86,33 +86,37 @@ impl Rotation {
     /// [`Rotation::apply`], for the instruction set of its caller.
     #[inline(always)]
     pub(super) fn apply_inlined(&self, x: &mut [f32]) {
-        x.iter_mut().zip(&self.signs).for_each(|(x, sign)| *x *= sign);
-        self.each_block(x, |block, x| {
-            x.chunks_exact_mut(block.run).for_each(walsh);
+        // Plain loops: a closure would be a function without the caller's instruction set.
+        for (x, sign) in x.iter_mut().zip(&self.signs) {
+            *x *= sign;
+        }
+        let mut rest = x;
+        for block in &self.blocks {
+            let (x, tail) = rest.split_at_mut(block.len());
+            for run in x.chunks_exact_mut(block.run) {
+                walsh(run);
+            }
             across(block, x, false);
             let root = f32::root(block.len());
-            x.iter_mut().for_each(|x| *x *= root);
-        });
+            for x in &mut *x {
+                *x *= root;
+            }
+            rest = tail;
+        }
     }
 
     /// Undoes [`Rotation::apply`], up to rounding.
     pub(crate) fn undo<T: Real>(&self, y: &mut [T]) {
-        self.each_block(y, |block, y| {
+        let mut rest = &mut *y;
+        for block in &self.blocks {
+            let (y, tail) = rest.split_at_mut(block.len());
             across(block, y, true);
             y.chunks_exact_mut(block.run).for_each(walsh);
             let root = T::root(block.len());
             y.iter_mut().for_each(|y| *y = *y * root);
-        });
-        y.iter_mut().zip(&self.signs).for_each(|(y, sign)| *y = *y * T::from(*sign));
-    }
-
-    #[inline(always)]
-    fn each_block<T>(&self, mut x: &mut [T], mut f: impl FnMut(&Block, &mut [T])) {
-        for block in &self.blocks {
-            let (head, rest) = x.split_at_mut(block.len());
-            f(block, head);
-            x = rest;
+            rest = tail;
         }
+        y.iter_mut().zip(&self.signs).for_each(|(y, sign)| *y = *y * T::from(*sign));
     }
 }
 

@@ -18,6 +18,7 @@ mod poison;
 mod random;
 mod rng;
 mod run;
+mod sets;
 
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
@@ -30,3 +31,4 @@ pub use rng::Rng;
 pub use run::{
     Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, conformance, run_case,
 };
+pub use sets::AttentionSet;

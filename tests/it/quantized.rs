@@ -2,9 +2,9 @@
 
 use crate::support::{answer, build, options, quantizing};
 use flashtile::cache::KeyMean;
-use flashtile::codec::MOST_NORM;
+use flashtile::codec::{Head, MOST_NORM, Quality, quality};
 use flashtile::testkit::{
-    Case, CpuRunner, Failure, Guarded, Keep, Layout, Rng, Runner, conformance, quantized,
+    AttentionSet, Case, CpuRunner, Failure, Guarded, Keep, Layout, Rng, Runner, conformance, quantized,
 };
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, Inputs, KvCache, Outputs, PlanOptions,
@@ -343,4 +343,40 @@ fn a_codec_that_is_not_the_problems_is_refused() {
     inputs.v = four.inputs().v;
     let refusal = flashtile::reference::attention(&five.problem, &inputs).unwrap_err();
     assert_eq!(refusal.to_string(), "v is tq4, expected tq5");
+}
+
+/// Errors and divergences of attention over 4096 keys, by codec.
+fn qualities(set: &AttentionSet, codecs: &[Codec], centred: bool) -> Vec<Quality> {
+    let scale = 1.0 / (set.dim as f32).sqrt();
+    let head = Head { k: &set.k, v: &set.v, q: &set.q, head_dim: set.dim, value_dim: set.dim, scale };
+    codecs.iter().map(|&codec| quality(&head, [codec; 2], centred).unwrap()).collect()
+}
+
+#[test]
+fn attention_over_normal_keys_is_as_near_as_the_codecs_promise() {
+    let set = AttentionSet::normal([4096, 192, 128], 0.0, 5);
+    let limits = [
+        (Codec::Int8, 0.009, 3e-5),
+        (Codec::Tq6, 0.032, 4e-4),
+        (Codec::Tq5, 0.055, 9e-4),
+        (Codec::Tq4, 0.115, 4e-3),
+        (Codec::Tq3, 0.24, 2.3e-2),
+    ];
+    for (got, (codec, nrmse, kl)) in qualities(&set, &limits.map(|limit| limit.0), false).iter().zip(limits) {
+        println!("{codec}: nrmse {:.4} of {nrmse}, kl {:.2e} of {kl:.1e}", got.nrmse, got.kl);
+        assert!(got.nrmse <= nrmse && got.kl <= kl, "{codec}: {got:?}");
+    }
+}
+
+#[test]
+fn a_mean_that_is_taken_out_makes_biased_keys_harmless() {
+    // 23 times the signal, as biases of some models have it.
+    let set = AttentionSet::normal([4096, 192, 128], 23.0, 6);
+    let codecs = [Codec::Int8, Codec::Tq4];
+    let (with, without) = (qualities(&set, &codecs, true), qualities(&set, &codecs, false));
+    for (codec, (with, without)) in codecs.iter().zip(with.iter().zip(&without)) {
+        println!("{codec}: kl {:.2e} with the mean taken out, {:.2e} without", with.kl, without.kl);
+    }
+    assert!(with[0].kl <= 4e-5 && with[1].kl <= 7e-3);
+    assert!(without[0].kl > 100.0 * with[0].kl && without[1].kl > 100.0 * with[1].kl);
 }
