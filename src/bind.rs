@@ -302,32 +302,26 @@ impl std::error::Error for RunError {
     }
 }
 
+fn shape(tensor: &'static str, expected: [usize; 4], got: [usize; 4]) -> Result<(), RunError> {
+    if got == expected { Ok(()) } else { Err(RunError::Shape { tensor, expected, got }) }
+}
+
 fn tensor(
     tensor: &'static str,
-    (dtype, shape): (Dtype, [usize; 4]),
-    got: (Dtype, [usize; 4]),
+    (expected, of): (Dtype, [usize; 4]),
+    (got, given): (Dtype, [usize; 4]),
 ) -> Result<(), RunError> {
-    if got.1 != shape {
-        return Err(RunError::Shape { tensor, expected: shape, got: got.1 });
-    }
-    if got.0 != dtype {
-        return Err(RunError::Dtype { tensor, expected: dtype, got: got.0 });
-    }
-    Ok(())
+    shape(tensor, of, given)?;
+    if got == expected { Ok(()) } else { Err(RunError::Dtype { tensor, expected, got }) }
 }
 
 fn kv(
     tensor: &'static str,
-    (codec, shape): (Codec, [usize; 4]),
-    got: (Codec, [usize; 4]),
+    (expected, of): (Codec, [usize; 4]),
+    (got, given): (Codec, [usize; 4]),
 ) -> Result<(), RunError> {
-    if got.1 != shape {
-        return Err(RunError::Shape { tensor, expected: shape, got: got.1 });
-    }
-    if got.0 != codec {
-        return Err(RunError::Codec { tensor, expected: codec, got: got.0 });
-    }
-    Ok(())
+    shape(tensor, of, given)?;
+    if got == expected { Ok(()) } else { Err(RunError::Codec { tensor, expected, got }) }
 }
 
 fn per_head(tensor: &'static str, wanted: bool, given: Option<usize>, heads: usize) -> Result<(), RunError> {

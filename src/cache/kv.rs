@@ -140,7 +140,7 @@ impl KvCache {
     ) -> Result<(), CacheError> {
         self.desc.check_layer(layer)?;
         self.desc.check_rows(total(batch), (k.shape(), v.shape()))?;
-        self.store.layers[layer].check(self.desc.key_mean == KeyMean::Learned, k, v)?;
+        self.store.layers[layer].check(self.learns(), k, v)?;
         self.table.prepare_write(batch, &mut self.copies)?;
         self.copy_pages();
         self.write_rows(layer, batch, k, v)
@@ -161,8 +161,8 @@ impl KvCache {
         for (k, v) in layers {
             self.desc.check_rows(total(batch), (k.shape(), v.shape()))?;
         }
-        for (layer, (k, v)) in self.store.layers.iter_mut().zip(layers) {
-            layer.check(self.desc.key_mean == KeyMean::Learned, k, v)?;
+        for (layer, (k, v)) in self.store.layers.iter().zip(layers) {
+            layer.check(self.learns(), k, v)?;
         }
         self.extend(batch)?;
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
@@ -372,6 +372,11 @@ impl KvCache {
         self.store.poison(&self.table.rows_held());
     }
 
+    /// Whether the first rows of a layer make the mean of its keys.
+    fn learns(&self) -> bool {
+        self.desc.key_mean == KeyMean::Learned
+    }
+
     /// Does the copies that the bookkeeping has listed.
     fn copy_pages(&mut self) {
         self.store.copy(&self.copies);
@@ -386,8 +391,14 @@ impl KvCache {
         k: &TensorView<'_>,
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
-        let Layer { k: k_pool, v: v_pool, written, .. } = &mut self.store.layers[layer];
-        *written |= total(batch) > 0;
+        let learns = self.learns();
+        let of = &mut self.store.layers[layer];
+        let mean = of.learned(learns, k);
+        if let (Some(mean), Some(codes)) = (mean, of.k.codes_mut()) {
+            codes.set_mean(Some(mean));
+        }
+        of.written |= total(batch) > 0;
+        let Layer { k: k_pool, v: v_pool, .. } = of;
         let mut row = 0;
         for &(seq, tokens) in batch {
             let tail = self.table.tail(seq, tokens)?;

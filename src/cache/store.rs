@@ -169,30 +169,32 @@ impl Pool {
     }
 
     fn copy(&mut self, copy: &PageCopy) {
-        for head in 0..self.heads() {
-            let from = self.at(copy.from, head, copy.rows.start);
-            let to = self.at(copy.to, head, copy.rows.start);
-            match &mut self.rows {
-                Rows::Elements(memory, _) => {
-                    memory.copy_within(from..from + copy.rows.len() * self.row_bytes, to)
+        let (shape, row_bytes) = (self.shape, self.row_bytes);
+        match &mut self.rows {
+            Rows::Elements(memory, _) => {
+                for head in 0..shape[1] {
+                    let at = |page| first_byte(shape, row_bytes, [page, head, copy.rows.start]);
+                    let (from, to) = (at(copy.from), at(copy.to));
+                    memory.copy_within(from..from + copy.rows.len() * row_bytes, to);
                 }
-                // All heads at once.
-                Rows::Codes(codes) => return codes.copy([copy.from, copy.to], copy.rows.clone()),
             }
+            Rows::Codes(codes) => codes.copy([copy.from, copy.to], copy.rows.clone()),
         }
     }
 
     #[cfg(feature = "testkit")]
     fn poison(&mut self, held: &[bool]) {
-        let [_, heads, rows, _] = self.shape;
+        let (shape, row_bytes) = (self.shape, self.row_bytes);
         for (row, _) in held.iter().enumerate().filter(|(_, held)| !**held) {
-            let (page, row) = (row / rows, row % rows);
-            for head in 0..heads {
-                let at = self.at(page, head, row);
-                match &mut self.rows {
-                    Rows::Elements(memory, _) => memory[at..at + self.row_bytes].fill(0xFF),
-                    Rows::Codes(codes) => codes.poison(page, row),
+            let (page, row) = (row / shape[2], row % shape[2]);
+            match &mut self.rows {
+                Rows::Elements(memory, _) => {
+                    for head in 0..shape[1] {
+                        let at = first_byte(shape, row_bytes, [page, head, row]);
+                        memory[at..at + row_bytes].fill(0xFF);
+                    }
                 }
+                Rows::Codes(codes) => codes.poison(page, row),
             }
         }
     }
@@ -215,27 +217,27 @@ pub(super) struct Layer {
 }
 
 impl Layer {
-    /// Checks that rows can be stored, and finds the mean of the keys where they are the first and that is wanted.
+    /// The mean of quantized keys that are the first of the layer, where that is to be learned.
+    pub(super) fn learned(&self, learn: bool, k: &TensorView<'_>) -> Option<Vec<f32>> {
+        let fresh = learn && !self.written && !self.given;
+        if fresh && self.k.codes().is_some() { mean(k) } else { None }
+    }
+
+    /// Checks that rows can be stored.
     pub(super) fn check(
-        &mut self,
+        &self,
         learn: bool,
         k: &TensorView<'_>,
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
-        if let Some(codes) = self.k.codes_mut() {
-            let fresh = learn && !self.written && !self.given;
-            if fresh {
-                codes.set_mean(mean(k));
-            }
-            if let Err((why, [head, row])) = codes.check(k) {
-                if fresh {
-                    codes.set_mean(None);
-                }
-                return Err(CacheError::Row { tensor: "k", head, row, why });
-            }
+        let refused =
+            |tensor| move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { tensor, head, row, why };
+        if let Some(codes) = self.k.codes() {
+            let learned = self.learned(learn, k);
+            CodePages::check(k, learned.as_deref().or(codes.mean())).map_err(refused("k"))?;
         }
-        if let Some(codes) = self.v.codes() {
-            codes.check(v).map_err(|(why, [head, row])| CacheError::Row { tensor: "v", head, row, why })?;
+        if self.v.codes().is_some() {
+            CodePages::check(v, None).map_err(refused("v"))?;
         }
         Ok(())
     }
@@ -295,7 +297,7 @@ impl Store {
 /// Rows of which a mean is learned.
 const MEAN_ROWS: usize = 256;
 
-/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` where it is not finite.
+/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` where there are none or it is not finite.
 fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
     let [_, heads, rows, dim] = tensor.shape();
     let rows = rows.min(MEAN_ROWS);
@@ -308,5 +310,5 @@ fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
         }
     }
     let mean: Vec<f32> = mean.into_iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect();
-    mean.iter().all(|x| x.is_finite()).then_some(mean)
+    (rows > 0 && mean.iter().all(|x| x.is_finite())).then_some(mean)
 }

@@ -95,10 +95,9 @@ impl Codec {
     /// Bytes of a row of `dim` elements; saturating.
     #[must_use]
     pub const fn row_bytes(self, dim: usize) -> usize {
-        match self {
-            Self::F32 => dim.saturating_mul(4),
-            Self::F16 | Self::BF16 => dim.saturating_mul(2),
-            _ => Format::bytes(dim, self.code_bits()),
+        match self.dtype() {
+            Some(dtype) => dim.saturating_mul(dtype.bytes()),
+            None => Format::bytes(dim, self.code_bits()),
         }
     }
 
@@ -127,9 +126,9 @@ impl Codec {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
-            Self::F32 => "f32",
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
+            Self::F32 => Dtype::F32.name(),
+            Self::F16 => Dtype::F16.name(),
+            Self::BF16 => Dtype::BF16.name(),
             Self::Fp8 => "fp8",
             Self::Int8 => "int8",
             Self::Tq2 => "tq2",
@@ -231,11 +230,6 @@ impl Coder {
     /// Whether products with codes are integers.
     pub(crate) const fn is_integer(&self) -> bool {
         self.quantizer.is_some()
-    }
-
-    /// What each code stands for before the scale.
-    pub(crate) const fn values(&self) -> &[f32; 256] {
-        &self.values
     }
 
     /// Codes and scale of a vector of finite numbers, whose norm is at most [`MOST_NORM`]. What `x` holds then is not specified.

@@ -110,26 +110,30 @@ impl CodePages {
         at..at + bytes
     }
 
-    /// A row without the mean, as f32.
-    fn load(&self, tensor: &TensorView<'_>, [head, row]: [usize; 2], x: &mut [f32]) {
-        super::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
-        if let Some(mean) = &self.mean {
-            let mean = &mean[head * x.len()..][..x.len()];
-            x.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
-        }
+    /// Encodes a vector, the mean already taken out, as a row. Changes the vector.
+    fn put(&mut self, [page, head, row]: [usize; 3], x: &mut [f32]) {
+        let rule = match self.side {
+            Side::Keys => ScaleRule::Unbiased,
+            Side::Values => ScaleRule::LeastSquares,
+        };
+        let at = self.page_at(page, head);
+        encode(&self.coder, x, rule, (&mut self.memory[at], self.shape[2], row));
     }
 
-    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored.
+    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored without this mean `[heads, dim]`.
     ///
     /// # Errors
     /// Head and row of the first that cannot.
-    pub(crate) fn check(&self, tensor: &TensorView<'_>) -> Result<(), (NotStored, [usize; 2])> {
+    pub(crate) fn check(
+        tensor: &TensorView<'_>,
+        mean: Option<&[f32]>,
+    ) -> Result<(), (NotStored, [usize; 2])> {
         let [_, heads, rows, dim] = tensor.shape();
         let mut x = [0.0f32; MAX_HEAD_DIM];
         let x = &mut x[..dim];
         for head in 0..heads {
             for row in 0..rows {
-                self.load(tensor, [head, row], x);
+                load(tensor, [head, row], mean, x);
                 storable(x).map_err(|why| (why, [head, row]))?;
             }
         }
@@ -138,17 +142,12 @@ impl CodePages {
 
     /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. They were checked.
     pub(crate) fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
-        let [_, heads, tokens, dim] = self.shape;
-        let rule = match self.side {
-            Side::Keys => ScaleRule::Unbiased,
-            Side::Values => ScaleRule::LeastSquares,
-        };
+        let [_, heads, _, dim] = self.shape;
         let mut x = [0.0f32; MAX_HEAD_DIM];
         for head in 0..heads {
-            let at = self.page_at(page, head);
             for row in rows.clone() {
-                self.load(tensor, [head, from + row - rows.start], &mut x[..dim]);
-                encode(&self.coder, &mut x[..dim], rule, (&mut self.memory[at.clone()], tokens, row));
+                load(tensor, [head, from + row - rows.start], self.mean(), &mut x[..dim]);
+                self.put([page, head, row], &mut x[..dim]);
             }
         }
     }
@@ -183,21 +182,14 @@ impl CodePages {
     ///
     /// # Errors
     /// [`NotStored`]; the row is as it was then.
-    pub fn store(&mut self, [page, head, row]: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
-        let [_, _, tokens, dim] = self.shape;
+    pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
+        let dim = self.shape[3];
         let mut copy = [0.0f32; MAX_HEAD_DIM];
         let copy = &mut copy[..dim];
         copy.copy_from_slice(x);
-        if let Some(mean) = &self.mean {
-            copy.iter_mut().zip(&mean[head * dim..]).for_each(|(x, mean)| *x -= mean);
-        }
+        take_out(self.mean(), place[1], copy);
         storable(copy)?;
-        let rule = match self.side {
-            Side::Keys => ScaleRule::Unbiased,
-            Side::Values => ScaleRule::LeastSquares,
-        };
-        let at = self.page_at(page, head);
-        encode(&self.coder, copy, rule, (&mut self.memory[at], tokens, row));
+        self.put(place, copy);
         Ok(())
     }
 
@@ -210,6 +202,20 @@ impl CodePages {
                 self.memory[at.start + place.start..at.start + place.end].fill(0xFF);
             }
         }
+    }
+}
+
+/// A row of a tensor without the mean of its head, as f32.
+fn load(tensor: &TensorView<'_>, [head, row]: [usize; 2], mean: Option<&[f32]>, x: &mut [f32]) {
+    super::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
+    take_out(mean, head, x);
+}
+
+/// Subtracts the mean `[heads, dim]` of a head.
+fn take_out(mean: Option<&[f32]>, head: usize, x: &mut [f32]) {
+    if let Some(mean) = mean {
+        let mean = &mean[head * x.len()..][..x.len()];
+        x.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
     }
 }
 
@@ -281,12 +287,8 @@ impl<'a> CodesView<'a> {
     pub(crate) fn read_f64(&self, page: usize, head: usize, row: usize) -> Vec<f64> {
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        let mut codes = [0u8; MAX_HEAD_DIM];
-        let scale = self.coder.format().read(self.page(page, head), self.shape[2], row, &mut codes[..dim]);
-        // Exact: a code's value has 8 bits, a scale 11.
-        x.iter_mut()
-            .zip(&codes)
-            .for_each(|(x, code)| *x = self.coder.values()[usize::from(*code)] * scale.to_f32());
+        // Exact in f32: a code's value has 8 bits, a scale 11.
+        self.coder.decode_rotated(self.page(page, head), self.shape[2], row, &mut x[..dim]);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
             rotation.undo(&mut wide);

@@ -1,11 +1,9 @@
 //! Quantized keys and values: attention, and caches of them.
 
-use crate::support::{answer, build, options, quantizing};
+use crate::support::{all_pass, answer, build, options, quantizing};
 use flashtile::cache::KeyMean;
 use flashtile::codec::{Head, MOST_NORM, Quality, quality};
-use flashtile::testkit::{
-    AttentionSet, Case, CpuRunner, Failure, Guarded, Keep, Layout, Rng, Runner, conformance, quantized,
-};
+use flashtile::testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, Inputs, KvCache, Outputs, PlanOptions,
     ProblemDesc, QOffset, SeqId, TensorView, Visibility, plan::devices,
@@ -17,23 +15,7 @@ const CODECS: [Codec; 7] =
 #[test]
 fn every_case_passes_with_one_thread_and_with_two() {
     let runners: Vec<CpuRunner> = quantizing(1).into_iter().chain(quantizing(2)).collect();
-    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
-    let cases = quantized();
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
-    let (mut passed, mut failed, mut worst) = (0, Vec::new(), 0.0f64);
-    pool.install(|| {
-        conformance(&cases, &runners, |result| match &result.result {
-            Ok(outcome) => {
-                passed += 1;
-                worst = worst.max(outcome.out.nrmse / outcome.out.limit).max(outcome.lse.worst);
-            }
-            Err(Failure::Skipped(_)) => println!("{result}"),
-            Err(_) => failed.push(result.to_string()),
-        });
-    });
-    println!("{passed} passed, the worst at {worst:.3} of its limit");
-    assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
-    assert_eq!(passed, cases.len() * runners.len());
+    all_pass(&quantized(), &runners);
 }
 
 #[test]
@@ -290,6 +272,15 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
     let refusal = append(&mut spoiled, seq, &bad, &v).unwrap_err();
     assert_eq!(refusal.to_string(), "row 5 of head 0 of k holds a NaN or an infinity");
     assert_eq!(spoiled.key_mean(0).unwrap(), None);
+    // Nor where a layer behind is the reason.
+    let mut deep = *spoiled.desc();
+    deep.layers = 2;
+    let mut deep = KvCache::new(deep).unwrap();
+    let seq = deep.create().unwrap();
+    let view = |x, dim| TensorView::packed::<f32>(x, [64, 2, dim]).unwrap();
+    let layers = [(view(&k, 96), view(&v, 64)), (view(&bad, 96), view(&v, 64))];
+    assert_eq!(deep.append(&[(seq, 64)], &layers).unwrap_err(), refusal);
+    assert_eq!(deep.key_mean(0).unwrap(), None);
 }
 
 /// Attention of four query heads over a cache, and over its decoded tokens in f32.

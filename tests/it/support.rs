@@ -2,7 +2,7 @@
 
 use flashtile::cuda::Cuda;
 use flashtile::plan::Isa;
-use flashtile::testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Guarded, Runner};
+use flashtile::testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Failure, Guarded, Runner, conformance};
 use flashtile::{Cpu, MaskKind, PlanOptions, Problem};
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
@@ -22,6 +22,32 @@ pub(crate) fn threaded(threads: usize) -> Vec<CpuRunner> {
 pub(crate) fn quantizing(threads: usize) -> Vec<CpuRunner> {
     let cpu = |isa| Cpu::with_isa(isa).unwrap().with_threads(threads);
     Cpu::isas().into_iter().map(|isa| CpuRunner::new(cpu(isa))).collect()
+}
+
+/// Runs cases on every runner, on two threads, and fails where one is not within its limits or is skipped.
+pub(crate) fn all_pass(cases: &[Case], runners: &[CpuRunner]) {
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let (mut passed, mut failed, mut worst) = (0, Vec::new(), 0.0f64);
+    pool.install(|| {
+        conformance(cases, &runners, |result| match &result.result {
+            Ok(outcome) => {
+                passed += 1;
+                worst = worst.max(outcome.out.worst).max(outcome.lse.worst);
+            }
+            Err(Failure::Skipped(_)) => println!("{result}"),
+            Err(_) => failed.push(result.to_string()),
+        });
+    });
+    println!("{passed} passed, the worst element at {worst:.3} of its limit");
+    assert!(
+        failed.is_empty(),
+        "{} of {} failed:\n{}",
+        failed.len(),
+        passed + failed.len(),
+        failed.join("\n")
+    );
+    assert_eq!(passed, cases.len() * runners.len());
 }
 
 /// The first CUDA device, if there is one; says so where there is none.

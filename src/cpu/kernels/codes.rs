@@ -222,8 +222,7 @@ impl Operands {
         count: usize,
         (c, ldc): (*mut f32, usize),
     ) {
-        let start = columns.start / TILE * TILE;
-        let block = Block::new(src, first + start..first + columns.end, columns.start - start);
+        let block = Block::new(src, first, columns);
         let coder = src.view.coder();
         // SAFETY: the caller's promise; rows of keys that are not seen are zeros.
         unsafe {
@@ -236,7 +235,7 @@ impl Operands {
                 start: self.start,
                 q_factors: self.q_factors,
                 count,
-                c: c.add(start),
+                c: c.add(block.start),
                 ldc,
             });
         }
@@ -255,8 +254,7 @@ impl Operands {
         (weights, ldw, count): (*const f32, usize, usize),
         (c, ldc): (*mut f32, usize),
     ) {
-        let start = columns.start / TILE * TILE;
-        let block = Block::new(src, first + start..first + columns.end, columns.start - start);
+        let block = Block::new(src, first, columns);
         let coder = src.view.coder();
         // SAFETY: the caller's promise; values that are not seen are zeros.
         unsafe {
@@ -265,7 +263,7 @@ impl Operands {
                 levels: coder.levels(),
                 rows: block.rows(4),
                 v_factors: block.factors(),
-                weights: weights.add(start),
+                weights: weights.add(block.start),
                 ldw,
                 integers: self.w,
                 w_factors: self.w_factors,
@@ -281,16 +279,19 @@ impl Operands {
 struct Block {
     places: [[*const u8; KEYS]; 2],
     factors: [f32; KEYS],
+    /// The column of the first, that of a whole vector, and how many there are from it on.
+    start: usize,
     len: usize,
 }
 
 impl Block {
-    /// Of rows `rows`, the first `skipped` of which are not seen: they, and those past the last, are zeros.
-    fn new(src: CodeRows<'_>, rows: Range<usize>, skipped: usize) -> Self {
-        let mut block =
-            Self { places: [[NOTHING.0.as_ptr(); KEYS]; 2], factors: [0.0; KEYS], len: rows.len() };
+    /// Of rows `first + columns`. Those of the first vector that are before them, and those past the last, are zeros.
+    fn new(src: CodeRows<'_>, first: usize, columns: &Range<usize>) -> Self {
+        let start = columns.start / TILE * TILE;
+        let (skipped, len) = (columns.start - start, columns.end - start);
+        let mut block = Self { places: [[NOTHING.0.as_ptr(); KEYS]; 2], factors: [0.0; KEYS], start, len };
         let [low, high] = &mut block.places;
-        let seen = rows.start + skipped..rows.end;
+        let seen = first + columns.start..first + columns.end;
         src.places(seen.clone(), [&mut low[skipped..], &mut high[skipped..]]);
         src.factors(seen, &mut block.factors[skipped..]);
         block

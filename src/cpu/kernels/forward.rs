@@ -316,15 +316,12 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// What the mean of quantized keys adds to the scores of a row of the task.
+    /// What the mean of quantized keys adds to the scores of each row of the task, where there is one.
     #[inline(always)]
-    fn offset(&self, row: usize) -> f32 {
+    fn added(&self) -> Option<*const f32> {
         match &self.cx.inputs.k {
-            KvView::Codes(codes) if codes.mean(self.of.kv_head).is_some() => {
-                // SAFETY: the offsets of the task's rows were set with the queries.
-                unsafe { *self.offsets.add(row) }
-            }
-            _ => 0.0,
+            KvView::Codes(codes) if codes.mean(self.of.kv_head).is_some() => Some(self.offsets),
+            _ => None,
         }
     }
 
@@ -419,6 +416,7 @@ impl<'a> Work<'a> {
         let whole = tile.full && vectors == tile.columns;
         let modifies = self.modifies::<S>(tile);
         let (tree, tree_from) = self.tree_columns(tile);
+        let added = self.added();
         // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded; a row of
         // the tree has a column for each query of the sequence.
         unsafe {
@@ -430,8 +428,8 @@ impl<'a> Work<'a> {
                 let query = self.query(tile.rows.start + r);
                 if modifies {
                     let mut modifiers = self.modifiers::<S>(tile, &query);
-                    if modifiers.softcap.is_some() {
-                        modifiers.offset = self.offset(tile.rows.start + r);
+                    if let (Some(offsets), Some(_)) = (added, modifiers.softcap) {
+                        modifiers.offset = *offsets.add(tile.rows.start + r);
                     }
                     softmax::modify::<S>(scores, vectors.clone(), &modifiers);
                 }
@@ -449,9 +447,9 @@ impl<'a> Work<'a> {
             let statistics = (self.block_max, self.block_sum);
             softmax::softmax::<S>((self.scores, self.block_k), rows, vectors, statistics, scale);
             // A constant of the row's scores changes no weight; a softcap has it already.
-            if self.cx.plan.problem().desc().softcap.is_none() {
+            if let (Some(offsets), None) = (added, self.cx.plan.problem().desc().softcap) {
                 for r in 0..rows {
-                    *self.block_max.add(r) += self.offset(tile.rows.start + r);
+                    *self.block_max.add(r) += *offsets.add(tile.rows.start + r);
                 }
             }
             for r in rows..rows.next_multiple_of(S::LANES) {
