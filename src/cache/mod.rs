@@ -188,6 +188,11 @@ impl CacheDesc {
         {
             return Err(CacheError::Dimension { name, got, max });
         }
+        for (tensor, codec, dim) in [("k", self.k, self.head_dim), ("v", self.v, self.value_dim)] {
+            if !codec.supports(dim) {
+                return Err(CacheError::CodecDim { tensor, codec, dim });
+            }
+        }
         if self.key_mean != KeyMean::None && self.k.dtype().is_some() {
             return Err(CacheError::MeanOfElements { codec: self.k });
         }

@@ -284,6 +284,14 @@ impl Problem {
                 return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
             }
         }
+        let stored = [("k", desc.k_codec, d.head_dim), ("v", desc.v_codec, d.value_dim)];
+        for (tensor, codec, dim) in stored {
+            if let Some(codec) = codec
+                && !codec.supports(dim)
+            {
+                return Err(ProblemError::CodecDim { tensor, codec, dim });
+            }
+        }
         let sequences = sequence::resolve(&desc)?;
         prefix::check(&desc)?;
         Ok(Self { desc, scale, sequences })
