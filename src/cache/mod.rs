@@ -97,9 +97,9 @@ pub struct CacheDesc {
     pub layers: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Elements of a key, 1 to [`MAX_HEAD_DIM`].
+    /// Elements of a key, 1 to [`MAX_HEAD_DIM`], of those that its codec [supports](Codec::supports).
     pub head_dim: usize,
-    /// Elements of a value, 1 to [`MAX_HEAD_DIM`].
+    /// Elements of a value, as `head_dim`.
     pub value_dim: usize,
     /// How keys are stored.
     pub k: Codec,

@@ -15,7 +15,8 @@
 //!
 //! Facts from the crate: tables of `turboquant.rs`, edges and the rule of codes of `shaders/hadamard_quantize_kv_fast.metal`, reading of
 //! `shaders/flash_attn_vec_tq.metal` and `flash_attn_vec_tq_hb.metal`, with their `scale_factor_d512` of 1, the only one that fits the
-//! tables. The norm is a sum whose order GPUs do not promise: it agrees but for the last bits.
+//! tables. The norm is a sum whose order GPUs do not promise: it agrees but for the last bits. Kernels of 5 to 8 bits sum the halves of
+//! 512 coordinates in divergent branches; they are read as summing the half that each branch is for, which is what 4 bits does.
 
 use super::pages::{CodePages, PagesError};
 use super::rotation::Rotation;
@@ -149,6 +150,29 @@ impl CodePages {
     /// dim / 2]` for 4 bits, `[slots, kv_heads, capacity, dim]` for others, and `norms` `[slots, kv_heads, capacity, dim / 256]`. A cache of
     /// one sequence is one slot. With a table of one entry, a page of `capacity` and, for rings, [`wraps`](crate::BlockTables::wraps),
     /// attention reads token `j` of a slot at its row `j % capacity`, where mlx-native has it.
+    ///
+    /// ```
+    /// use flashtile::codec::CodePages;
+    /// use flashtile::{BlockTables, Codec, Cpu, Dtype, Inputs, KvView, Outputs, PlanOptions, ProblemDesc};
+    /// use flashtile::{TensorView, TensorViewMut, Visibility};
+    /// // A ring of 64 tokens for 2 heads of 256, which has seen 100.
+    /// let (codes, norms) = (vec![130u8; 2 * 64 * 256], vec![16.0f32; 2 * 64]);
+    /// let pages = CodePages::from_mlx(Codec::MlxTq8, [1, 2, 64, 256], &codes, &norms)?;
+    /// let tables =
+    ///     BlockTables { table: vec![0], width: 1, page: 64, wraps: true, lens: vec![100], first: vec![36] };
+    /// let mut desc = ProblemDesc::cached([4, 2], [256, 256], Dtype::F32, &[(1, 100)]);
+    /// (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq8), Some(Codec::MlxTq8));
+    /// desc.visibility = Visibility::window(Some(63), Some(0));
+    /// let (q, mut out) = (vec![0.5f32; 4 * 256], vec![0.0f32; 4 * 256]);
+    /// let kv = KvView::Codes(pages.view());
+    /// let inputs = Inputs::paged_kv(TensorView::packed(&q, [1, 4, 256])?, kv, kv, &tables);
+    /// let cpu = Cpu::new();
+    /// let plan = cpu.plan(&desc.validate()?, PlanOptions::default())?;
+    /// let mut outputs = Outputs::new(TensorViewMut::packed(&mut out, [1, 4, 256])?);
+    /// cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace())?;
+    /// assert!(out.iter().any(|x| *x != 0.0));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
     ///
     /// # Errors
     /// [`PagesError::Format`] where the codec is another, [`PagesError::Length`], [`PagesError::Norm`] for the first norm that is

@@ -156,7 +156,8 @@ pub struct ProblemDesc {
     /// step; `true` is visible. Keys before them are not affected. A key is visible where the tree, causality, window
     /// and mask all allow it.
     pub tree: bool,
-    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec.
+    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec that
+    /// [supports](Codec::supports) the dimension.
     pub k_codec: Option<Codec>,
     /// How values are stored, as `k_codec`.
     pub v_codec: Option<Codec>,
