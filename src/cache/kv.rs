@@ -172,7 +172,7 @@ impl KvCache {
     /// Replaces what a layer holds of a sequence by rows that were stored elsewhere, byte for byte. `k` and `v` are slots `[1, kv_heads,
     /// capacity, dim]` in the codecs of the cache, [`CodePages::from_mlx`] of a cache of mlx-native, say: each kept token `j` is given
     /// their row `j % capacity`. A sequence that has none yet is given them by [`KvCache::extend`]. Pages shared with another sequence
-    /// are copied first, in all layers.
+    /// are copied first, in all layers. A layer that has no mean of its keys yet does not learn one from them.
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`] also where a slot has fewer rows than there are tokens, [`CacheError::Codec`],
