@@ -227,8 +227,9 @@ pub(crate) struct BenchArgs {
     /// Tokens of a page of a paged cache, whose pages lie in random order
     #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
     pub(crate) page: usize,
-    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2); rows take
-    /// turns, so that their ratio is of one time; default the dtype
+    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2; of 256 or 512
+    /// elements mlx-tq8, -tq6, -tq5 and -tq4, all but the last also with -plain behind); rows take turns, so that their ratio is of one
+    /// time; default the dtype
     #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
     pub(crate) codec: Vec<[Codec; 2]>,
     /// Tokens that the sequences of a paged batch have in common, in whole pages; whole blocks of 256 are read once, and for

@@ -115,7 +115,9 @@ fn stored(
     }
     let mut back = vec![0.0; rows.len()];
     // A page of one row, written again for each.
-    let Some(mut page) = CodePages::new(codec, side, [1, 1, 1, dim]) else { return Ok(back) };
+    let Ok(mut page) = CodePages::new(codec, side, [1, 1, 1, dim]) else {
+        return Err((0, NotStored::Dim { codec, dim }));
+    };
     page.set_mean(mean);
     for (n, (row, back)) in rows.chunks_exact(dim).zip(back.chunks_exact_mut(dim)).enumerate() {
         page.store([0, 0, 0], row).map_err(|why| (n, why))?;

@@ -16,6 +16,7 @@ mod defects;
 mod external;
 mod invariance;
 mod merge;
+mod mlx;
 mod plans;
 mod properties;
 mod quantized;
