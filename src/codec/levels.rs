@@ -16,6 +16,9 @@ pub(super) struct Levels {
     /// Magnitudes, ascending: the first `count`.
     half: [u8; 32],
     count: usize,
+    /// Magnitude and index of the level nearest to each number of halves of levels: a number on an edge belongs to the greater level.
+    pub(super) nearest_of: [u8; 256],
+    pub(super) index_of: [u8; 256],
     /// Of each code; what is no code has the level of its lower bits.
     pub(super) signed: [i8; 64],
 }
@@ -36,7 +39,16 @@ impl Levels {
             signed[code] = if code >> (bits - 1) & 1 == 1 { -level } else { level };
             code += 1;
         }
-        Self { bits, half, count, signed }
+        let (mut nearest_of, mut index_of) = ([0u8; 256], [0u8; 256]);
+        let (mut number, mut index) = (0, 0);
+        while number < 256 {
+            if index + 1 < count && number >= half[index] as usize + half[index + 1] as usize {
+                index += 1;
+            }
+            (nearest_of[number], index_of[number]) = (half[index], index as u8);
+            number += 1;
+        }
+        Self { bits, half, count, nearest_of, index_of, signed }
     }
 
     const fn half(&self) -> &[u8] {
@@ -103,6 +115,7 @@ mod tests {
                 let least = levels.half().iter().map(|&level| distance(level)).min().unwrap();
                 assert_eq!(distance(nearest[half]), least, "{bits} bits, {half}");
                 assert_eq!(levels.half[usize::from(indices[half])], nearest[half]);
+                assert_eq!((levels.nearest_of[half], levels.index_of[half]), (nearest[half], indices[half]));
                 assert_eq!(levels.signed[usize::from(indices[half])], nearest[half] as i8);
                 let negative = indices[half] | 1 << (bits - 1);
                 assert_eq!(levels.signed[usize::from(negative)], -(nearest[half] as i8));

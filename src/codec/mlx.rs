@@ -18,6 +18,7 @@
 //! tables. The norm is a sum whose order GPUs do not promise: it agrees but for the last bits. Kernels of 5 to 8 bits sum the halves of
 //! 512 coordinates in divergent branches; they are read as summing the half that each branch is for, which is what 4 bits does.
 
+use super::machine::Machine;
 use super::pages::{CodePages, PagesError};
 use super::rotation::Rotation;
 use super::{Codec, Side, energy};
@@ -95,9 +96,9 @@ impl Mlx {
 
     /// Stores a vector of finite numbers, whose norm is at most [`MOST_NORM`](super::MOST_NORM). It is left changed.
     #[inline(always)]
-    pub(super) fn encode(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
+    pub(super) fn encode<M: Machine>(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
         if let Some(rotation) = &self.rotation {
-            rotation.apply_inlined(x);
+            rotation.apply::<M>(x);
         }
         for (x, bytes) in x.chunks_exact_mut(BLOCK).zip(norms.as_chunks_mut().0) {
             let norm = (energy(x) / self.squares).sqrt();

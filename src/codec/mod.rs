@@ -21,11 +21,14 @@
 //! Sources: rotation and codebook as TurboQuant (Zandieh et al. 2025), EDEN (Vargaftik et al. 2022), QuaRot (Ashkboos et al. 2024);
 //! the rule of unbiased scales is EDEN's.
 
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod convert;
 mod format;
 mod fp8;
 mod levels;
 mod lloyd;
+mod machine;
 pub(crate) mod mlx;
 mod pages;
 mod planes;
@@ -40,11 +43,12 @@ pub use pages::{CodePages, CodesView, NotStored, PagesError, Side};
 pub use quality::{Head, Quality, quality};
 pub(crate) use quantizer::ScaleRule;
 pub(crate) use rotation::Rotation;
-pub(crate) use versions::{decode_rotated, encode};
+pub(crate) use versions::{decode_rotated, encode, rotate, unrotate};
 
 use crate::Dtype;
 use crate::problem::MAX_HEAD_DIM;
 use half::f16;
+use machine::Machine;
 use mlx::Mlx;
 use quantizer::Quantizer;
 use versions::{Place, Source};
@@ -321,16 +325,16 @@ impl Coder {
     /// Stores a vector of finite numbers, whose norm is at most [`MOST_NORM`], as a row of a page. What `x` holds then is not
     /// specified.
     #[inline(always)]
-    fn encode(&self, x: &mut [f32], rule: ScaleRule, (page, tokens, row): Place<'_>) {
+    fn encode<M: Machine>(&self, x: &mut [f32], rule: ScaleRule, (page, tokens, row): Place<'_>) {
         let mut codes = [0u8; MAX_HEAD_DIM];
         let codes = &mut codes[..self.dim];
         let scale = match &self.scheme {
             Scheme::Fp8 => encode_fp8(x, codes),
-            Scheme::Integers(quantizer) => quantizer.encode(x, rule, codes),
+            Scheme::Integers(quantizer) => quantizer.encode::<M>(x, rule, codes),
             Scheme::Mlx(mlx) => {
                 let [codes, norms] = self.format.row(tokens, row);
                 let (low, high) = page.split_at_mut(norms.start);
-                return mlx.encode(x, &mut low[codes], &mut high[..norms.len()]);
+                return mlx.encode::<M>(x, &mut low[codes], &mut high[..norms.len()]);
             }
         };
         self.format.write(codes, scale, page, tokens, row);
@@ -355,7 +359,7 @@ impl Coder {
     pub(crate) fn decode(&self, page: &[u8], tokens: usize, row: usize, x: &mut [f32]) {
         self.decode_rotated((page, tokens, row), x);
         if let Some(rotation) = self.rotation() {
-            rotation.undo(x);
+            versions::unrotate(rotation, x);
         }
     }
 }
@@ -363,7 +367,7 @@ impl Coder {
 /// e4m3 codes and scale of a vector.
 #[inline(always)]
 fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
-    let most = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    let most = greatest(x);
     // The stored scale, so that its own rounding is not an error of the numbers.
     let scale = f16::from_f32(most * (FP8_UNIT / fp8::MOST));
     if scale == f16::ZERO {
@@ -377,12 +381,31 @@ fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     scale
 }
 
+/// The greatest magnitude of finite numbers. Their bits are ordered as they are, and vectors take the maximum of integers.
+#[inline(always)]
+fn greatest(x: &[f32]) -> f32 {
+    let mut most = 0u32;
+    for x in x {
+        most = most.max(x.to_bits() & i32::MAX as u32);
+    }
+    f32::from_bits(most)
+}
+
+/// The integer nearest to a number below 2^22 in magnitude, ties to even: the sum with 3 * 2^22 has no place for fractions.
+#[inline(always)]
+fn round(x: f32) -> i32 {
+    const ROUNDER: f32 = 12_582_912.0;
+    (x + ROUNDER).to_bits().wrapping_sub(ROUNDER.to_bits()) as i32
+}
+
 /// The sum of squares, in an order that vectors have too.
 #[inline(always)]
 fn energy(x: &[f32]) -> f32 {
     let mut sums = [0.0f32; 16];
     for x in x.chunks(16) {
-        sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x * x);
+        for (sum, x) in sums.iter_mut().zip(x) {
+            *sum += x * x;
+        }
     }
     sums.iter().sum()
 }

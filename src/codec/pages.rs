@@ -1,6 +1,6 @@
 //! Pages of quantized rows.
 
-use super::{Codec, Coder, MOST_NORM, ScaleRule, encode, energy};
+use super::{Codec, Coder, MOST_NORM, ScaleRule, encode, energy, versions};
 use crate::TensorView;
 use crate::memory::Zeroed;
 use crate::problem::MAX_HEAD_DIM;
@@ -226,7 +226,7 @@ impl CodePages {
     /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored without this mean `[heads, dim]`.
     ///
     /// # Errors
-    /// Head and row of the first that cannot.
+    /// Head and row of the first token that cannot, of several heads the first.
     pub(crate) fn check(
         tensor: &TensorView<'_>,
         mean: Option<&[f32]>,
@@ -234,10 +234,10 @@ impl CodePages {
         let [_, heads, rows, dim] = tensor.shape();
         let mut x = [0.0f32; MAX_HEAD_DIM];
         let x = &mut x[..dim];
-        for head in 0..heads {
-            for row in 0..rows {
-                load(tensor, [head, row], mean, x);
-                storable(x).map_err(|why| (why, [head, row]))?;
+        for row in 0..rows {
+            for head in 0..heads {
+                let energy = load(tensor, [head, row], mean, x);
+                storable(energy, x).map_err(|why| (why, [head, row]))?;
             }
         }
         Ok(())
@@ -247,8 +247,9 @@ impl CodePages {
     pub(crate) fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
         let [_, heads, _, dim] = self.shape;
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        for head in 0..heads {
-            for row in rows.clone() {
+        // As tokens lie in most tensors: those of a head are far apart.
+        for row in rows.clone() {
+            for head in 0..heads {
                 load(tensor, [head, from + row - rows.start], self.mean(), &mut x[..dim]);
                 self.put([page, head, row], &mut x[..dim]);
             }
@@ -291,7 +292,7 @@ impl CodePages {
         let copy = &mut copy[..dim];
         copy.copy_from_slice(x);
         take_out(self.mean(), place[1], copy);
-        storable(copy)?;
+        storable(energy(copy), copy)?;
         self.put(place, copy);
         Ok(())
     }
@@ -308,10 +309,10 @@ impl CodePages {
     }
 }
 
-/// A row of a tensor without the mean of its head, as f32.
-fn load(tensor: &TensorView<'_>, [head, row]: [usize; 2], mean: Option<&[f32]>, x: &mut [f32]) {
-    super::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
-    take_out(mean, head, x);
+/// A row of a tensor without the mean of its head, as f32, and its energy.
+fn load(tensor: &TensorView<'_>, [head, row]: [usize; 2], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
+    let mean = mean.map(|mean| &mean[head * x.len()..][..x.len()]);
+    versions::load(tensor.dtype(), tensor.row_bytes([0, head, row]), mean, x)
 }
 
 /// Subtracts the mean `[heads, dim]` of a head.
@@ -322,9 +323,9 @@ fn take_out(mean: Option<&[f32]>, head: usize, x: &mut [f32]) {
     }
 }
 
-/// Whether a vector can be quantized.
-fn storable(x: &[f32]) -> Result<(), NotStored> {
-    if energy(x) <= MOST_NORM * MOST_NORM {
+/// Whether a vector of this energy can be quantized.
+fn storable(energy: f32, x: &[f32]) -> Result<(), NotStored> {
+    if energy <= MOST_NORM * MOST_NORM {
         Ok(())
     } else if x.iter().all(|x| x.is_finite()) {
         Err(NotStored::Norm)
@@ -400,7 +401,7 @@ impl<'a> CodesView<'a> {
         self.coder.decode_rotated((self.page(page, head), self.shape[2], row), &mut x[..dim]);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
-            rotation.undo(&mut wide);
+            rotation.undo_f64(&mut wide);
         }
         if let Some(mean) = self.mean(head) {
             wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));

@@ -4,7 +4,9 @@
 //! The same source is compiled for every instruction set, so that all of them give the same bytes.
 
 use super::levels::{FACTORS, Levels};
+use super::machine::Machine;
 use super::rotation::Rotation;
+use super::{greatest, round};
 use crate::problem::MAX_HEAD_DIM;
 use half::f16;
 
@@ -19,7 +21,7 @@ pub(crate) enum ScaleRule {
 
 /// Scales that are tried for a table: `(72 + 5 t) / 100` of the root mean square. A vector whose greatest coordinate is small is
 /// better off with a smaller one than its norm suggests: that gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
-const TRIALS: usize = 8;
+pub(super) const TRIALS: usize = 8;
 
 /// A greatest coordinate below this is that of a vector of zeros: its scale would be 0 in f16.
 const LEAST: f32 = 1e-12;
@@ -51,11 +53,11 @@ impl Quantizer {
     /// Codes and scale of a vector of finite numbers, whose norm is at most [`MOST_NORM`](super::MOST_NORM). It is left rotated. All
     /// zeros are codes of 0 with scale 0.
     #[inline(always)]
-    pub(crate) fn encode(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
-        self.rotation.apply_inlined(x);
+    pub(super) fn encode<M: Machine>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
+        self.rotation.apply::<M>(x);
         let dim = self.dim;
         let (x, codes) = (&x[..dim], &mut codes[..dim]);
-        let most = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+        let most = greatest(x);
         if most < LEAST {
             codes.fill(0);
             return f16::ZERO;
@@ -63,7 +65,7 @@ impl Quantizer {
         let mut fixed = Fixed { signed: [0; MAX_HEAD_DIM], magnitudes: [0; MAX_HEAD_DIM] };
         let inverse = ONE / most;
         for ((x, signed), magnitude) in x.iter().zip(&mut fixed.signed).zip(&mut fixed.magnitudes) {
-            *signed = (x * inverse).round_ties_even() as i16;
+            *signed = round(x * inverse) as i16;
             *magnitude = signed.unsigned_abs();
         }
         let energy: u64 =
@@ -72,7 +74,7 @@ impl Quantizer {
             None => integers(&fixed, codes),
             Some(levels) => {
                 let rms = (energy as f64 / dim as f64).sqrt();
-                search(&fixed, levels, rms, codes)
+                search::<M>(&fixed, levels, rms, codes)
             }
         };
         let scale = match rule {
@@ -98,7 +100,7 @@ impl Quantizer {
 fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
     let (mut xc, mut cc) = (0i64, 0u32);
     for (code, x) in codes.iter_mut().zip(&fixed.signed) {
-        let c = (f32::from(*x) * (127.0 / ONE)).round_ties_even() as i8;
+        let c = round(f32::from(*x) * (127.0 / ONE)) as i8;
         xc += i64::from(i32::from(*x) * i32::from(c));
         cc += u32::from(c.unsigned_abs()) * u32::from(c.unsigned_abs());
         *code = c as u8;
@@ -108,35 +110,25 @@ fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
 
 /// Codes of the best of the scales tried: that with which least squares explains most of the energy.
 #[inline(always)]
-fn search(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]) -> (u64, u64) {
-    let dim = codes.len();
-    let magnitudes = &fixed.magnitudes[..dim];
-    let (mut best, mut sums) = (-1.0f64, (0, 1));
-    let mut halves = [0u8; MAX_HEAD_DIM];
-    let mut chosen = [0u8; MAX_HEAD_DIM];
+fn search<M: Machine>(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]) -> (u64, u64) {
+    let magnitudes = &fixed.magnitudes[..codes.len()];
+    // Halves of levels in units of the fixed point, 2^16 times: the edges between levels are such halves.
+    let unit = f64::from(2 << 16) * FACTORS[levels.bits - 2];
+    let mut factors = [0u16; TRIALS];
+    for (t, factor) in factors.iter_mut().enumerate() {
+        *factor = (unit / (rms * ((72 + 5 * t) as f64 / 100.0))) as u16;
+    }
+    let (products, squares) = M::sums(levels, magnitudes, &factors);
+    let (mut best, mut chosen) = (-1.0f64, 0);
     for t in 0..TRIALS {
-        // Halves of levels in units of the fixed point, 2^16 times: the edges between levels are such halves.
-        let step = rms * ((72 + 5 * t) as f64 / 100.0);
-        let factor = (f64::from(2 << 16) * FACTORS[levels.bits - 2] / step) as u16;
-        for (half, x) in halves[..dim].iter_mut().zip(magnitudes) {
-            *half = ((u32::from(*x) * u32::from(factor)) >> 16).min(255) as u8;
-        }
-        let mut trial = [0u8; MAX_HEAD_DIM];
-        levels.nearest(&halves[..dim], &mut trial[..dim]);
-        let (mut xc, mut cc) = (0u32, 0u32);
-        for (x, level) in magnitudes.iter().zip(&trial) {
-            xc += u32::from(*x) * u32::from(*level);
-            cc += u32::from(u16::from(*level) * u16::from(*level));
-        }
-        let explained = f64::from(xc) * f64::from(xc) / f64::from(cc);
+        let explained = f64::from(products[t]) * f64::from(products[t]) / f64::from(squares[t]);
         if explained > best {
-            (best, sums) = (explained, (u64::from(xc), u64::from(cc)));
-            chosen[..dim].copy_from_slice(&halves[..dim]);
+            (best, chosen) = (explained, t);
         }
     }
-    levels.indices(&chosen[..dim], codes);
+    M::indices(levels, magnitudes, factors[chosen], codes);
     for (code, x) in codes.iter_mut().zip(&fixed.signed) {
         *code |= u8::from(*x < 0) << (levels.bits - 1);
     }
-    sums
+    (u64::from(products[chosen]), u64::from(squares[chosen]))
 }

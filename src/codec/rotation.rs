@@ -8,6 +8,8 @@
 //! matrix of order 12 or 20 across its runs. Any other is split into blocks of the powers of two in its binary representation,
 //! the largest first (112 = 64 + 32 + 16). Nothing is padded.
 
+use super::machine::Machine;
+
 /// Signs are bits of SplitMix64 (Steele, Lea and Flood 2014) from this state: bit `i % 64` of output `i / 64`, set for -1.
 const SEED: u64 = 0x666c_6173_6874_696c;
 
@@ -85,13 +87,8 @@ impl Rotation {
     }
 
     /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
-    pub(crate) fn apply(&self, x: &mut [f32]) {
-        self.apply_inlined(x);
-    }
-
-    /// [`Rotation::apply`], for the instruction set of its caller.
     #[inline(always)]
-    pub(super) fn apply_inlined(&self, x: &mut [f32]) {
+    pub(super) fn apply<M: Machine>(&self, x: &mut [f32]) {
         // Plain loops: a closure would be a function without the caller's instruction set.
         for (x, sign) in x.iter_mut().zip(&self.signs) {
             *x *= sign;
@@ -100,7 +97,7 @@ impl Rotation {
         for block in &self.blocks {
             let (x, tail) = rest.split_at_mut(block.len());
             for run in x.chunks_exact_mut(block.run) {
-                walsh(run);
+                M::walsh(run);
             }
             across(block, x, false);
             let root = f32::root(block.len());
@@ -112,17 +109,34 @@ impl Rotation {
     }
 
     /// Undoes [`Rotation::apply`], up to rounding.
-    pub(crate) fn undo<T: Real>(&self, y: &mut [T]) {
+    #[inline(always)]
+    pub(super) fn undo<M: Machine>(&self, y: &mut [f32]) {
+        self.undo_with(y, M::walsh);
+    }
+
+    /// As [`Rotation::undo`], in f64.
+    pub(crate) fn undo_f64(&self, y: &mut [f64]) {
+        self.undo_with(y, |run| butterflies(run, 1));
+    }
+
+    #[inline(always)]
+    fn undo_with<T: Real>(&self, y: &mut [T], walsh: impl Fn(&mut [T])) {
         let mut rest = &mut *y;
         for block in &self.blocks {
             let (y, tail) = rest.split_at_mut(block.len());
             across(block, y, true);
-            y.chunks_exact_mut(block.run).for_each(walsh);
+            for run in y.chunks_exact_mut(block.run) {
+                walsh(run);
+            }
             let root = T::root(block.len());
-            y.iter_mut().for_each(|y| *y = *y * root);
+            for y in &mut *y {
+                *y = *y * root;
+            }
             rest = tail;
         }
-        y.iter_mut().zip(&self.signs).for_each(|(y, sign)| *y = *y * T::from(*sign));
+        for (y, sign) in y.iter_mut().zip(&self.signs) {
+            *y = *y * T::from(*sign);
+        }
     }
 }
 
@@ -144,10 +158,9 @@ fn blocks(dim: usize) -> Vec<Block> {
     powers.filter(|power| dim & power != 0).map(|power| Block::new(1, power)).collect()
 }
 
-/// The Walsh-Hadamard transform, unscaled: butterflies of distance 1, 2, 4, ...
+/// Butterflies of a distance, twice that, and so on: from 1 on, the Walsh-Hadamard transform, unscaled.
 #[inline(always)]
-fn walsh<T: Real>(x: &mut [T]) {
-    let mut distance = 1;
+pub(super) fn butterflies<T: Real>(x: &mut [T], mut distance: usize) {
     while distance < x.len() {
         for pair in x.chunks_exact_mut(2 * distance) {
             let (low, high) = pair.split_at_mut(distance);
@@ -196,6 +209,7 @@ fn is_square(prime: usize, x: usize) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codec::versions::{rotate, unrotate};
 
     #[test]
     fn rotations_are_orthonormal_and_undone() {
@@ -206,7 +220,7 @@ mod tests {
                 .map(|i| {
                     let mut x = vec![0.0; dim];
                     x[i] = 1.0;
-                    rotation.apply(&mut x);
+                    rotate(&rotation, &mut x);
                     x
                 })
                 .collect();
@@ -217,7 +231,7 @@ mod tests {
                     assert!((dot - f64::from(u8::from(i == j))).abs() < 1e-5, "{dim}: {i} {j} {dot}");
                 }
                 let mut back = columns[i].clone();
-                rotation.undo(&mut back);
+                unrotate(&rotation, &mut back);
                 for (j, x) in back.iter().enumerate() {
                     assert!((x - f32::from(u8::from(i == j))).abs() < 1e-5, "{dim}: {i} {j} {x}");
                 }

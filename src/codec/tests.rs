@@ -93,7 +93,7 @@ fn zeros_spikes_and_extremes() {
                     }
                     // What the rotation makes one coordinate of is the worst of a codebook.
                     let Some(rotation) = coder.rotation() else { continue };
-                    rotation.undo(&mut spike);
+                    crate::codec::unrotate(rotation, &mut spike);
                     let back = there_and_back(&coder, &spike, rule);
                     assert!(back.iter().all(|x| x.is_finite()));
                 }

@@ -1,9 +1,14 @@
-//! Encoder and decoder compiled for several instruction sets. The source is the same, and so are the bytes: its products are integers, and its
+//! Rotation, encoder and decoder compiled for several instruction sets. The source is the same, and so are the bytes: its products are integers, and its
 //! sums of f32 have a fixed order.
 
 #![allow(unsafe_code, reason = "functions of an instruction set that the machine was asked for")]
 
-use super::{Coder, ScaleRule};
+#[cfg(target_arch = "x86_64")]
+use super::avx512::{Avx512, Vbmi};
+use super::convert::widen;
+use super::machine::Loops;
+use super::{Coder, Rotation, ScaleRule, energy};
+use crate::Dtype;
 use std::sync::OnceLock;
 
 /// Bytes of a page, its tokens, and a row.
@@ -15,6 +20,9 @@ pub(super) type Source<'a> = (&'a [u8], usize, usize);
 struct Version {
     encode: unsafe fn(&Coder, &mut [f32], ScaleRule, Place<'_>),
     decode: unsafe fn(&Coder, Source<'_>, &mut [f32]),
+    load: unsafe fn(Dtype, &[u8], Option<&[f32]>, &mut [f32]) -> f32,
+    rotate: unsafe fn(&Rotation, &mut [f32]),
+    unrotate: unsafe fn(&Rotation, &mut [f32]),
 }
 
 /// Stores a vector as a row of a page. Changes the vector.
@@ -29,31 +37,72 @@ pub(crate) fn decode_rotated(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
     unsafe { (best().decode)(coder, source, x) }
 }
 
-macro_rules! version {
-    ($name:ident $(, $features:literal)?) => {
-        mod $name {
-            use super::{Coder, Place, ScaleRule, Source};
+/// A row as f32, without a mean, and the sum of its squares.
+pub(super) fn load(dtype: Dtype, row: &[u8], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
+    // SAFETY: the machine has the instruction set.
+    unsafe { (best().load)(dtype, row, mean, x) }
+}
 
-            pub(super) const VERSION: super::Version = super::Version { encode, decode };
+/// Rotates a vector.
+pub(crate) fn rotate(rotation: &Rotation, x: &mut [f32]) {
+    // SAFETY: the machine has the instruction set.
+    unsafe { (best().rotate)(rotation, x) }
+}
+
+/// Undoes [`rotate`], up to rounding.
+pub(crate) fn unrotate(rotation: &Rotation, y: &mut [f32]) {
+    // SAFETY: the machine has the instruction set.
+    unsafe { (best().unrotate)(rotation, y) }
+}
+
+macro_rules! version {
+    ($name:ident, $machine:ty $(, $features:literal)?) => {
+        mod $name {
+            use super::{Coder, Dtype, Place, Rotation, ScaleRule, Source, energy, widen};
+
+            pub(super) const VERSION: super::Version = super::Version { encode, decode, load, rotate, unrotate };
 
             $(#[target_feature(enable = $features)])?
             fn encode(coder: &Coder, x: &mut [f32], rule: ScaleRule, place: Place<'_>) {
-                coder.encode(x, rule, place);
+                coder.encode::<$machine>(x, rule, place);
             }
 
             $(#[target_feature(enable = $features)])?
             fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
                 coder.decode_rotated(source, x);
             }
+
+            $(#[target_feature(enable = $features)])?
+            fn load(dtype: Dtype, row: &[u8], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
+                widen(dtype, row, x);
+                if let Some(mean) = mean {
+                    for (x, mean) in x.iter_mut().zip(mean) {
+                        *x -= mean;
+                    }
+                }
+                energy(x)
+            }
+
+            $(#[target_feature(enable = $features)])?
+            fn rotate(rotation: &Rotation, x: &mut [f32]) {
+                rotation.apply::<$machine>(x);
+            }
+
+            $(#[target_feature(enable = $features)])?
+            fn unrotate(rotation: &Rotation, x: &mut [f32]) {
+                rotation.undo::<$machine>(x);
+            }
         }
     };
 }
 
-version!(portable);
+version!(portable, super::Loops);
 #[cfg(target_arch = "x86_64")]
-version!(avx2, "avx2");
+version!(avx2, super::Loops, "avx2");
 #[cfg(target_arch = "x86_64")]
-version!(avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+version!(avx512, super::Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+#[cfg(target_arch = "x86_64")]
+version!(vbmi, super::Vbmi, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni");
 
 /// Every version that this machine runs, the best first.
 fn versions() -> Vec<Version> {
@@ -71,6 +120,9 @@ fn versions() -> Vec<Version> {
         ];
         if has.into_iter().all(|has| has) {
             all.insert(0, avx512::VERSION);
+            if is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("avx512vnni") {
+                all.insert(0, vbmi::VERSION);
+            }
         }
     }
     all

@@ -1355,3 +1355,37 @@ fn append_cost() {
         );
     }
 }
+
+/// Rate of encoding: bytes of f16 input a second that one thread stores in each codec. Measures, so it is not part of a normal run:
+/// `cargo test --release --test it encoding_rate -- --ignored --nocapture`.
+#[test]
+#[ignore = "measures time"]
+fn encoding_rate() {
+    const HEADS: usize = 8;
+    const TOKENS: usize = 2048;
+    println!("codec   dim   GB/s of f16   ns a vector");
+    for dim in [64, 128, 256] {
+        let mut rng = Rng::new(5);
+        let rows: Vec<f16> = (0..TOKENS * HEADS * dim).map(|_| f16::from_f32(rng.normal())).collect();
+        let rows = TensorView::packed(&rows, [TOKENS, HEADS, dim]).unwrap();
+        for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim)) {
+            let layout = CacheLayout::Contiguous { slots: 1, capacity: TOKENS };
+            let mut cache = KvCache::new(CacheDesc::new(layout, [1, HEADS, dim], codec)).unwrap();
+            // The first turn touches the pages.
+            let mut times: Vec<f64> = (0..9)
+                .map(|_| {
+                    let seq = cache.create().unwrap();
+                    let start = Instant::now();
+                    cache.append(&[(seq, TOKENS)], &[(rows, rows)]).unwrap();
+                    let time = start.elapsed().as_secs_f64();
+                    cache.remove(seq).unwrap();
+                    time
+                })
+                .collect();
+            times.sort_by(f64::total_cmp);
+            let vectors = (2 * TOKENS * HEADS) as f64;
+            let time = times[times.len() / 2] / vectors;
+            println!("{codec:14} {dim:4} {:8.2} {:10.0}", 2.0 * dim as f64 / time / 1e9, time * 1e9);
+        }
+    }
+}

@@ -306,7 +306,7 @@ impl<'a> Work<'a> {
                     *self.offsets.add(row) = products.sum::<f64>() as f32;
                 }
                 if let Some(rotation) = codes.coder().rotation() {
-                    rotation.apply(query);
+                    crate::codec::rotate(rotation, query);
                 }
             }
         }
@@ -789,7 +789,7 @@ impl<'a> Work<'a> {
                 {
                     let values =
                         std::slice::from_raw_parts_mut(self.acc.add(r * self.stride), dims.value_dim);
-                    rotation.undo(values);
+                    crate::codec::unrotate(rotation, values);
                 }
                 store_row::<S>(out.dtype(), dst, self.acc.add(r * self.stride), scale, dims.value_dim);
                 if !self.cx.lse.is_null() {

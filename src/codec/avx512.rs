@@ -1,0 +1,176 @@
+//! Butterflies in registers of sixteen numbers; with VBMI the nearest levels by look-up, its tables of 256 bytes in four registers.
+
+#![allow(unsafe_code)]
+
+use super::levels::Levels;
+use super::machine::{Loops, Machine};
+use super::quantizer::TRIALS;
+use super::rotation::butterflies;
+use std::arch::x86_64::*;
+
+/// AVX-512 with BW, DQ and VL.
+pub(super) struct Avx512;
+
+impl Machine for Avx512 {
+    #[inline(always)]
+    fn walsh(x: &mut [f32]) {
+        if x.len() < LANES {
+            return butterflies(x, 1);
+        }
+        for x in x.as_chunks_mut::<LANES>().0 {
+            // SAFETY: the caller is compiled for these instructions; sixteen numbers.
+            unsafe { _mm512_storeu_ps(x.as_mut_ptr(), short_butterflies(_mm512_loadu_ps(x.as_ptr()))) }
+        }
+        butterflies(x, LANES);
+    }
+
+    #[inline(always)]
+    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+        Loops::sums(levels, magnitudes, factors)
+    }
+
+    #[inline(always)]
+    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+        Loops::indices(levels, magnitudes, factor, indices);
+    }
+}
+
+/// AVX-512 with VBMI and VNNI besides.
+pub(super) struct Vbmi;
+
+/// Numbers of a register.
+const LANES: usize = 16;
+
+/// Magnitudes of a step.
+const STEP: usize = 64;
+
+impl Machine for Vbmi {
+    #[inline(always)]
+    fn walsh(x: &mut [f32]) {
+        Avx512::walsh(x);
+    }
+
+    #[inline(always)]
+    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+        // SAFETY: the caller is compiled for these instructions; loads are masked.
+        unsafe {
+            let table = load(&levels.nearest_of);
+            let zero = _mm512_setzero_si512();
+            // Products, then squares.
+            let mut sums = [zero; 2 * TRIALS];
+            for part in magnitudes.chunks(STEP) {
+                let masks = masks(part.len());
+                let low = _mm512_maskz_loadu_epi16(masks[0], part.as_ptr().cast());
+                let high = _mm512_maskz_loadu_epi16(masks[1], part.as_ptr().wrapping_add(32).cast());
+                // Packed in runs of eight from either, and so unpacked.
+                let all = _mm512_set1_epi16(255);
+                let there = _mm512_packus_epi16(
+                    _mm512_maskz_mov_epi16(masks[0], all),
+                    _mm512_maskz_mov_epi16(masks[1], all),
+                );
+                for t in 0..TRIALS {
+                    let factor = _mm512_set1_epi16(factors[t].cast_signed());
+                    let halves = _mm512_packus_epi16(
+                        _mm512_mulhi_epu16(low, factor),
+                        _mm512_mulhi_epu16(high, factor),
+                    );
+                    let nearest = _mm512_and_si512(look_up(&table, halves), there);
+                    sums[t] = _mm512_dpwssd_epi32(sums[t], low, _mm512_unpacklo_epi8(nearest, zero));
+                    sums[t] = _mm512_dpwssd_epi32(sums[t], high, _mm512_unpackhi_epi8(nearest, zero));
+                    sums[TRIALS + t] = _mm512_dpbusd_epi32(sums[TRIALS + t], nearest, nearest);
+                }
+            }
+            // Sums past 31 bits are those of 32.
+            let mut both = [[0u32; TRIALS]; 2];
+            _mm512_storeu_si512(both.as_mut_ptr().cast(), add_up(&sums));
+            (both[0], both[1])
+        }
+    }
+
+    #[inline(always)]
+    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+        // SAFETY: as above; stores are masked, and there are as many indices.
+        unsafe {
+            let table = load(&levels.index_of);
+            let factor = _mm512_set1_epi16(factor.cast_signed());
+            for (part, indices) in magnitudes.chunks(STEP).zip(indices.chunks_mut(STEP)) {
+                let halves = |n: usize| {
+                    let p = part.as_ptr().wrapping_add(32 * n).cast();
+                    let magnitudes = _mm512_maskz_loadu_epi16(masks(part.len())[n], p);
+                    _mm512_cvtusepi16_epi8(_mm512_mulhi_epu16(magnitudes, factor))
+                };
+                let halves = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(halves(0)), halves(1));
+                let there = u64::MAX >> (STEP - indices.len());
+                _mm512_mask_storeu_epi8(indices.as_mut_ptr().cast(), there, look_up(&table, halves));
+            }
+        }
+    }
+}
+
+/// The sums of the lanes of each register.
+#[inline(always)]
+unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        // In each lane of 128 bits, sums of the lane for four registers.
+        let mut fours = [_mm512_setzero_si512(); 4];
+        for (n, four) in fours.iter_mut().enumerate() {
+            let pair = |at: usize| {
+                let (a, b) = (x[4 * n + at], x[4 * n + at + 1]);
+                _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b))
+            };
+            let (ab, cd) = (pair(0), pair(2));
+            *four = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+        }
+        // Lanes of two, then of four.
+        let lanes = |a, b| {
+            _mm512_add_epi32(
+                _mm512_shuffle_i32x4::<0b10_00_10_00>(a, b),
+                _mm512_shuffle_i32x4::<0b11_01_11_01>(a, b),
+            )
+        };
+        lanes(lanes(fours[0], fours[1]), lanes(fours[2], fours[3]))
+    }
+}
+
+/// Butterflies of distances 1 to 8.
+#[inline(always)]
+unsafe fn short_butterflies(mut x: __m512) -> __m512 {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let other = _mm512_permute_ps::<0b10_11_00_01>(x);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xaaaa, other, x);
+        let other = _mm512_permute_ps::<0b01_00_11_10>(x);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xcccc, other, x);
+        let other = _mm512_shuffle_f32x4::<0b10_11_00_01>(x, x);
+        x = _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xf0f0, other, x);
+        let other = _mm512_shuffle_f32x4::<0b01_00_11_10>(x, x);
+        _mm512_mask_sub_ps(_mm512_add_ps(x, other), 0xff00, other, x)
+    }
+}
+
+/// Which of a step's magnitudes there are, of 1 to 64.
+#[inline(always)]
+const fn masks(len: usize) -> [__mmask32; 2] {
+    let there = u64::MAX >> (STEP - len);
+    [there as u32, (there >> 32) as u32]
+}
+
+#[inline(always)]
+unsafe fn load(table: &[u8; 256]) -> [__m512i; 4] {
+    // SAFETY: 64 bytes each; the caller's: the instruction set.
+    unsafe {
+        let part = |n: usize| _mm512_loadu_si512(table.as_ptr().add(64 * n).cast());
+        [part(0), part(1), part(2), part(3)]
+    }
+}
+
+#[inline(always)]
+unsafe fn look_up(table: &[__m512i; 4], at: __m512i) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let low = _mm512_permutex2var_epi8(table[0], at, table[1]);
+        let high = _mm512_permutex2var_epi8(table[2], at, table[3]);
+        _mm512_mask_mov_epi8(low, _mm512_movepi8_mask(at), high)
+    }
+}

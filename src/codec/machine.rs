@@ -1,0 +1,60 @@
+//! What instruction sets do in their own ways: the same bits by other instructions.
+
+use super::levels::Levels;
+use super::quantizer::TRIALS;
+use super::rotation::butterflies;
+use crate::problem::MAX_HEAD_DIM;
+
+/// An instruction set. Only called by functions that are compiled for it.
+pub(super) trait Machine {
+    /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
+    fn walsh(x: &mut [f32]);
+
+    /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
+    /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
+    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]);
+
+    /// The indices of the levels with one factor.
+    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]);
+}
+
+/// What a compiler makes of loops.
+pub(super) struct Loops;
+
+impl Machine for Loops {
+    #[inline(always)]
+    fn walsh(x: &mut [f32]) {
+        butterflies(x, 1);
+    }
+
+    #[inline(always)]
+    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+        let (mut halves, mut nearest) = ([0u8; MAX_HEAD_DIM], [0u8; MAX_HEAD_DIM]);
+        let (halves, nearest) = (&mut halves[..magnitudes.len()], &mut nearest[..magnitudes.len()]);
+        let (mut products, mut squares) = ([0; TRIALS], [0; TRIALS]);
+        for (factor, (xc, cc)) in factors.iter().zip(products.iter_mut().zip(&mut squares)) {
+            in_halves(magnitudes, *factor, halves);
+            levels.nearest(halves, nearest);
+            for (x, level) in magnitudes.iter().zip(&*nearest) {
+                *xc += u32::from(*x) * u32::from(*level);
+                *cc += u32::from(u16::from(*level) * u16::from(*level));
+            }
+        }
+        (products, squares)
+    }
+
+    #[inline(always)]
+    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+        let mut halves = [0u8; MAX_HEAD_DIM];
+        let halves = &mut halves[..magnitudes.len()];
+        in_halves(magnitudes, factor, halves);
+        levels.indices(halves, indices);
+    }
+}
+
+#[inline(always)]
+fn in_halves(magnitudes: &[u16], factor: u16, halves: &mut [u8]) {
+    for (half, x) in halves.iter_mut().zip(magnitudes) {
+        *half = ((u32::from(*x) * u32::from(factor)) >> 16).min(255) as u8;
+    }
+}
