@@ -18,6 +18,7 @@
 //! Sources: rotation and codebook as TurboQuant (Zandieh et al. 2025), EDEN (Vargaftik et al. 2022), QuaRot (Ashkboos et al. 2024);
 //! the rule of unbiased scales is EDEN's.
 
+mod compare;
 mod convert;
 mod format;
 mod fp8;
@@ -30,6 +31,7 @@ mod quantizer;
 mod rotation;
 mod versions;
 
+pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare, has_rows};
 pub(crate) use convert::{convert, from_f32, to_f32};
 pub(crate) use format::Format;
 pub use pages::{CodePages, CodesView, NotStored, Side};
