@@ -12,7 +12,7 @@ use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
 use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, devices};
-use flashtile::{CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
+use flashtile::{Codec, CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -242,7 +242,10 @@ impl Shown<'_> {
         let problem = plan.problem();
         let desc = problem.desc();
         let work = self.work();
+        let plain = Codec::of(problem.dtype());
+        let (k, v) = (problem.k_codec(), problem.v_codec());
         let extras = [
+            ((k, v) != (plain, plain)).then(|| format!("cached as k {k}, v {v}")),
             desc.softcap.map(|c| format!("softcap {c}")),
             desc.alibi.then(|| "ALiBi".to_owned()),
             desc.sinks.then(|| "sinks".to_owned()),
@@ -294,6 +297,8 @@ impl Shown<'_> {
             "dims": dims_json(problem.dims()),
             "layout": self.order.name(),
             "dtype": problem.dtype().name(),
+            "k_codec": problem.k_codec().name(),
+            "v_codec": problem.v_codec().name(),
             "visibility": problem.desc().visibility.to_string(),
             "sequences": problem.sequences().len(),
             "workspace_bytes": self.plan.workspace_bytes(),

@@ -12,8 +12,8 @@ use plotters::prelude::{
 /// Colour of the gate.
 const GREY: RGBColor = RGBColor(110, 110, 110);
 
-/// Part of a decade that is left free above and below what is drawn.
-const MARGIN: f64 = 1.6;
+/// Times the largest and the smallest number that is left free above and below what is drawn.
+const MARGIN: f64 = 2.0;
 
 /// One error of every codec.
 struct Panel {
@@ -114,19 +114,21 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .draw()?;
+    // Logarithms have the height of the panel: a part of it is a power.
+    let lift = (most / least).powf(0.05);
     let font = ("sans-serif", 12).into_font();
     let gate = [(1.5, panel.gate), (right, panel.gate)];
     chart.draw_series([PathElement::new(gate, GREY.stroke_width(1))])?;
-    chart.draw_series([Text::new("gate", (1.55, panel.gate * 1.15), font.clone().color(&GREY))])?;
+    chart.draw_series([Text::new("gate", (1.55, panel.gate * lift), font.clone().color(&GREY))])?;
     chart::lines(&mut chart, &panel.lines, SeriesLabelPosition::UpperRight)?;
     let names = panel
         .names
         .iter()
-        .map(|(point, name)| Text::new(name.clone(), (point.0 + 0.04, point.1 * 1.35), font.clone()));
+        .map(|(point, name)| Text::new(name.clone(), (point.0 + 0.04, point.1 * lift), font.clone()));
     chart.draw_series(names)?;
     if let Some((point, name)) = &panel.chosen {
         chart.draw_series([Circle::new(*point, 6, BLACK.stroke_width(2))])?;
-        let below = (point.0 + 0.12, point.1 / 1.25);
+        let below = (point.0 + 0.12, point.1 / lift.powf(0.4));
         chart.draw_series([Text::new(name.clone(), below, ("sans-serif", 13).into_font().color(&BLACK))])?;
     }
     Ok(())
