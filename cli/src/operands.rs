@@ -5,8 +5,8 @@ use crate::buffer::{Bytes, convert};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
 use flashtile::{
-    Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, Sequence, Sequences,
-    TensorView,
+    Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, RunError, Sequence,
+    Sequences, TensorView,
 };
 use safetensors::tensor::Dtype as StoredDtype;
 
@@ -215,6 +215,9 @@ impl<'a> Operands<'a> {
         if let Some((kind, stored, bytes)) = &self.mask {
             let strides = Order::Bhsd.strides(*stored);
             let whole = self.problem.mask_shape();
+            if stored.iter().zip(whole).any(|(got, expected)| *got != expected && *got != 1) {
+                return Err(Failure::new(RunError::MaskShape { expected: whole, got: *stored }));
+            }
             let mut shape = *stored;
             for axis in [2, 3] {
                 if shape[axis] == whole[axis] && shape[axis] > 1 {

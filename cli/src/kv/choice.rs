@@ -34,9 +34,9 @@ impl Candidate {
         self.kl <= gate.kl && self.nrmse <= gate.nrmse
     }
 
-    /// How many times the gate it is: at most 1 where it meets it.
+    /// How many times the gate its errors are, those that are within it not counted: 1 where it meets the gate.
     fn excess(&self, gate: Gate) -> f64 {
-        (self.kl / gate.kl).max(self.nrmse / gate.nrmse)
+        (self.kl / gate.kl).max(1.0) * (self.nrmse / gate.nrmse).max(1.0)
     }
 }
 

@@ -86,14 +86,11 @@ impl Diagnosis {
         if !ratio.is_finite() {
             return "the same for every token: centre them".to_owned();
         }
-        if ratio >= BIAS {
-            let lost = self.bits_lost();
-            format!(
-                "a mean {ratio:.1} times their spread: centre them (left in, it takes {lost:.1} bits of the codes)"
-            )
-        } else {
-            format!("a mean {ratio:.2} times their spread: centring changes little")
-        }
+        let (lost, advice) =
+            (self.bits_lost(), if ratio >= BIAS { "centre them" } else { "centring gains little" });
+        format!(
+            "a mean {ratio:.2} times their spread (left in, it takes {lost:.1} bits of the codes): {advice}"
+        )
     }
 
     /// What the channels mean.
@@ -149,7 +146,7 @@ mod tests {
         assert!((found.bias.ratio - 5.0 / 39f64.sqrt()).abs() < 1e-9, "{found:?}");
         assert!((found.channel.ratio - 6.0).abs() < 1e-9 && found.index == 2 && found.channel.head == 7);
         assert!(found.outlier() > OUTLIER && found.channel_words().contains("an outlier"));
-        assert!(found.bias_words().contains("changes little"), "{}", found.bias_words());
+        assert!(found.bias_words().contains("gains little"), "{}", found.bias_words());
         // Without spread, and without anything.
         let same = Diagnosis::of(&[2.0; 12], 4, 1);
         assert!(same.bias.ratio.is_infinite() && same.bias_words().contains("same for every token"));

@@ -159,11 +159,14 @@ struct Unit {
     head: usize,
 }
 
+/// What was found of a head, or why there is nothing.
+type Found = Result<(Sums, Diagnosis), String>;
+
 /// Compares every codec on every head of every pair, or says why a pair has no answer.
 pub(super) fn measure(pairs: &[Pair<'_>], codecs: &Codecs, rows: usize) -> Vec<Result<Measured, String>> {
     let units: Vec<Unit> = pairs.iter().enumerate().flat_map(|(pair, of)| units(pair, of)).collect();
     let progress = progress(units.len() as u64);
-    let found: Vec<Result<(Sums, Diagnosis), String>> = units
+    let found: Vec<Found> = units
         .par_iter()
         .map(|unit| {
             let found = compare_head(&pairs[unit.pair], *unit, codecs, rows);
@@ -197,11 +200,7 @@ fn units_of(of: &Pair<'_>) -> impl Iterator<Item = (usize, usize)> {
 }
 
 /// Puts the heads of a pair together.
-fn gather(
-    pair: &Pair<'_>,
-    codecs: &Codecs,
-    found: Vec<(Unit, Result<(Sums, Diagnosis), String>)>,
-) -> Result<Measured, String> {
+fn gather(pair: &Pair<'_>, codecs: &Codecs, found: Vec<(Unit, Found)>) -> Result<Measured, String> {
     let mut heads: Vec<Option<Sums>> = vec![None; pair.problem.dims().kv_heads];
     let mut diagnosis: Option<Diagnosis> = None;
     for (unit, found) in found {
@@ -250,12 +249,7 @@ pub(super) fn sampled(pair: &Pair<'_>, rows: usize) -> (usize, usize) {
     all.fold((0, 0), |(some, all), of| (some + of.min(rows), all + of))
 }
 
-fn compare_head(
-    pair: &Pair<'_>,
-    unit: Unit,
-    codecs: &Codecs,
-    rows: usize,
-) -> Result<(Sums, Diagnosis), String> {
+fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Found {
     let problem = &pair.problem;
     let (dims, sequence) = (problem.dims(), &problem.sequences()[unit.sequence]);
     let of_batch = if dims.batch > 1 { format!(" of batch entry {}", sequence.batch) } else { String::new() };

@@ -206,7 +206,7 @@ impl Report<'_> {
         let gate =
             format!("kl at most {} and nrmse at most {}{of_pairs}", small(self.gate.kl), self.gate.nrmse);
         let errors = |c: Candidate| format!("kl {}, nrmse {}", small(c.kl), small(c.nrmse));
-        let smaller = format!("{:.2} times less than 16", HALF_BITS / best.bits);
+        let smaller = format!("{:.2} times less than f16", HALF_BITS / best.bits);
         let mut text = if choice.meets {
             format!("recommended: {}, {smaller}\n  {} (gate: {gate})\n", self.words(best), errors(best))
         } else {
@@ -289,7 +289,7 @@ mod tests {
     fn errors_have_two_digits() {
         let cases = [
             (0.0, "0"),
-            (4.15e-5, "4.2e-5"),
+            (4.16e-5, "4.2e-5"),
             (0.00123, "0.0012"),
             (0.0449, "0.045"),
             (0.5, "0.50"),
