@@ -216,6 +216,9 @@ pub(crate) struct KvArgs {
     /// Take keys for the queries where the file has none
     #[arg(long)]
     pub(crate) keys_as_queries: bool,
+    /// Codecs to compare; default all of any head dimension but f32
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) codecs: Vec<Codec>,
     /// Largest mean divergence of the weights of a recommended pair, in nats
     #[arg(long, value_name = "X", value_parser = positive, default_value_t = 1e-4)]
     pub(crate) max_kl: f64,
@@ -300,8 +303,9 @@ pub(crate) struct BenchArgs {
     /// Tokens of a page of a paged cache, whose pages lie in random order
     #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
     pub(crate) page: usize,
-    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2); rows take
-    /// turns, so that their ratio is of one time; default the dtype
+    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2; of 256 or 512
+    /// elements mlx-tq8, -tq6, -tq5 and -tq4, all but the last also with -plain behind); rows take turns, so that their ratio is of one
+    /// time; default the dtype
     #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
     pub(crate) codec: Vec<[Codec; 2]>,
     /// Tokens that the sequences of a paged batch have in common, in whole pages; whole blocks of 256 are read once, and for
@@ -378,8 +382,8 @@ impl Semantics {
 /// How a cache stores keys and values.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
-    /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8 or tq6 to tq2; default as they
-    /// are. Of the cpu and reference backends
+    /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8, tq6 to tq2, or one of
+    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends
     #[arg(long, value_name = "CODEC")]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, as --k-codec

@@ -17,6 +17,15 @@ pub enum CacheError {
         /// The largest supported.
         max: usize,
     },
+    /// A codec has no rows of this length.
+    CodecDim {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The codec given.
+        codec: Codec,
+        /// Elements of a row.
+        dim: usize,
+    },
     /// The pools of a cache of this description are not addressable.
     SizeOverflow {
         /// Number of layers.
@@ -76,6 +85,27 @@ pub enum CacheError {
         tensor: &'static str,
         /// How the rows are stored.
         codec: Codec,
+    },
+    /// Stored rows were asked for, and they are plain elements.
+    NotCodes {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// How the rows are stored.
+        codec: Codec,
+    },
+    /// Rows to be loaded are stored otherwise than those of the cache.
+    Codec {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The codec of this cache.
+        expected: Codec,
+        /// The codec given.
+        got: Codec,
+    },
+    /// Rows to be loaded were stored with another mean than those of the cache.
+    Mean {
+        /// The layer.
+        layer: usize,
     },
     /// A row cannot be stored in a quantizing codec.
     Row {
@@ -193,6 +223,9 @@ impl fmt::Display for CacheError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Dimension { name, got, max } => write!(f, "{name} {got} is outside 1..={max}"),
+            Self::CodecDim { tensor, codec, dim } => {
+                write!(f, "{tensor} is {codec} with {dim} elements a row, expected {}", codec.dims())
+            }
             Self::SizeOverflow { layers, pool } => {
                 write!(f, "a cache of {layers} layers with pools {pool:?} is not addressable")
             }
@@ -208,6 +241,13 @@ impl fmt::Display for CacheError {
             Self::Layer { got, layers } => write!(f, "layer {got} asked for, the cache has {layers}"),
             Self::NotElements { tensor, codec } => {
                 write!(f, "{tensor} is stored as {codec}, which is not a tensor of elements")
+            }
+            Self::NotCodes { tensor, codec } => {
+                write!(f, "{tensor} is stored as {codec}, which is not codes")
+            }
+            Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
+            Self::Mean { layer } => {
+                write!(f, "rows for layer {layer} were stored with another mean than those of this cache")
             }
             Self::Row { tensor, head, row, why } => write!(f, "row {row} of head {head} of {tensor} {why}"),
             Self::MeanLength { got, expected } => {

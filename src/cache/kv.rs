@@ -4,7 +4,7 @@ use super::store::{Layer, Store};
 use super::table::{PageCopy, SeqId, SequenceTable, reserve};
 use super::{BlockTables, CacheDesc, CacheError, KeyMean, Snapshot};
 use crate::bind::KvView;
-use crate::codec::CodePages;
+use crate::codec::{CodePages, Side};
 use crate::{TensorView, TensorViewMut};
 
 /// Keys and values of many sequences, in main memory.
@@ -61,7 +61,8 @@ impl KvCache {
     /// An empty cache. Its pools start on cache lines and are zero; untouched ones cost address space alone.
     ///
     /// # Errors
-    /// [`CacheError::Dimension`], [`CacheError::SizeOverflow`] or [`CacheError::Memory`].
+    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::MeanOfElements`], [`CacheError::SizeOverflow`] or
+    /// [`CacheError::Memory`].
     pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
         desc.validate()?;
         let table = SequenceTable::new(desc.layout)?;
@@ -166,6 +167,93 @@ impl KvCache {
         }
         self.extend(batch)?;
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
+    }
+
+    /// Replaces what a layer holds of a sequence by rows that were stored elsewhere, byte for byte. `k` and `v` are slots `[1, kv_heads,
+    /// capacity, dim]` in the codecs of the cache, [`CodePages::from_mlx`] of a cache of mlx-native, say: each kept token `j` is given
+    /// their row `j % capacity`. A sequence that has none yet is given them by [`KvCache::extend`]. Pages shared with another sequence
+    /// are copied first, in all layers. A layer that has no mean of its keys yet does not learn one from them.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`] also where a slot has fewer rows than there are tokens, [`CacheError::Codec`],
+    /// [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn load(
+        &mut self,
+        layer: usize,
+        seq: SeqId,
+        k: &KvView<'_>,
+        v: &KvView<'_>,
+    ) -> Result<(), CacheError> {
+        self.desc.check_layer(layer)?;
+        let kept = self.table.kept(seq)?;
+        let slots = [("k", k, self.desc.k, self.desc.head_dim), ("v", v, self.desc.v, self.desc.value_dim)];
+        for (tensor, slot, expected, dim) in slots {
+            if slot.codec() != expected {
+                return Err(CacheError::Codec { tensor, expected, got: slot.codec() });
+            }
+            let got = slot.shape();
+            let expected = [1, self.desc.kv_heads, got[2].max(kept.len()).max(1), dim];
+            if got != expected {
+                return Err(CacheError::Shape { tensor, expected, got });
+            }
+        }
+        let of = &self.store.layers[layer];
+        let mean_of = |slot: &KvView<'_>| match slot {
+            KvView::Elements(_) => None,
+            KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
+        };
+        if mean_of(k).as_deref() != of.k.codes().and_then(CodePages::mean) || mean_of(v).is_some() {
+            return Err(CacheError::Mean { layer });
+        }
+        self.table.prepare_write(&[(seq, kept.len())], &mut self.copies)?;
+        self.copy_pages();
+        let of = &mut self.store.layers[layer];
+        of.written |= !kept.is_empty();
+        for run in self.table.runs(seq, kept.clone())? {
+            of.k.load(run, kept.start + run.at, k);
+            of.v.load(run, kept.start + run.at, v);
+        }
+        Ok(())
+    }
+
+    /// What a layer holds of a sequence as a slot, byte for byte: pages `[1, kv_heads, capacity, dim]` of keys or of values in which each
+    /// kept token `j` has row `j % capacity`, and other rows are zeros. The opposite of [`KvCache::load`].
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::NotCodes`], [`CacheError::Capacity`] where more tokens are kept,
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn slot(
+        &self,
+        layer: usize,
+        seq: SeqId,
+        side: Side,
+        capacity: usize,
+    ) -> Result<CodePages, CacheError> {
+        self.desc.check_layer(layer)?;
+        let kept = self.table.kept(seq)?;
+        let of = &self.store.layers[layer];
+        let (tensor, pool, codec, dim) = match side {
+            Side::Keys => ("k", &of.k, self.desc.k, self.desc.head_dim),
+            Side::Values => ("v", &of.v, self.desc.v, self.desc.value_dim),
+        };
+        let codes = pool.codes().ok_or(CacheError::NotCodes { tensor, codec })?;
+        if capacity < kept.len().max(1) {
+            return Err(CacheError::Capacity { len: kept.len().max(1), capacity });
+        }
+        let heads = self.desc.kv_heads;
+        let mut bytes = vec![0u8; codec.row_bytes(dim)];
+        let size = capacity.saturating_mul(heads).saturating_mul(bytes.len());
+        let mut slot = CodePages::new(codec, side, [1, heads, capacity, dim])
+            .map_err(|_| CacheError::Memory { bytes: size })?;
+        slot.set_mean(codes.mean().map(<[f32]>::to_vec));
+        for run in self.table.runs(seq, kept.clone())? {
+            for (head, token) in (0..heads).flat_map(|head| (0..run.tokens).map(move |token| (head, token))) {
+                codes.export(run.page, head, run.row + token, &mut bytes);
+                slot.import(0, head, (kept.start + run.at + token) % capacity, &bytes);
+            }
+        }
+        Ok(slot)
     }
 
     /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized, and that attention

@@ -97,9 +97,9 @@ pub struct CacheDesc {
     pub layers: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Elements of a key, 1 to [`MAX_HEAD_DIM`].
+    /// Elements of a key, 1 to [`MAX_HEAD_DIM`], of those that its codec [supports](Codec::supports).
     pub head_dim: usize,
-    /// Elements of a value, 1 to [`MAX_HEAD_DIM`].
+    /// Elements of a value, as `head_dim`.
     pub value_dim: usize,
     /// How keys are stored.
     pub k: Codec,
@@ -190,6 +190,11 @@ impl CacheDesc {
             pages.into_iter().chain(rows).find(|&(_, got, max)| got == 0 || got > max)
         {
             return Err(CacheError::Dimension { name, got, max });
+        }
+        for (tensor, codec, dim) in [("k", self.k, self.head_dim), ("v", self.v, self.value_dim)] {
+            if !codec.supports(dim) {
+                return Err(CacheError::CodecDim { tensor, codec, dim });
+            }
         }
         if self.key_mean != KeyMean::None && self.k.dtype().is_some() {
             return Err(CacheError::MeanOfElements { codec: self.k });

@@ -101,7 +101,7 @@ impl Snapshot {
     ///
     /// # Errors
     /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
-    /// [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`] or [`CacheError::MeanNotFinite`].
+    /// [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`] or [`CacheError::MeanNotFinite`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
         let got = bytes.len();
         let length = |expected| CacheError::SnapshotLength { expected, got };

@@ -33,7 +33,7 @@ impl Pool {
         let memory = CacheError::Memory { bytes };
         let rows = match codec.dtype() {
             Some(dtype) => Rows::Elements(Zeroed::new(bytes).ok_or(memory)?, dtype),
-            None => Rows::Codes(Box::new(CodePages::new(codec, side, shape).ok_or(memory)?)),
+            None => Rows::Codes(Box::new(CodePages::new(codec, side, shape).map_err(|_| memory)?)),
         };
         Ok(Self { shape, row_bytes, rows })
     }
@@ -164,6 +164,27 @@ impl Pool {
                         codes.import(run.page, head, run.row + row, from);
                     }
                 }
+            }
+        }
+    }
+
+    /// Copies rows from those of a slot `[1, heads, capacity, dim]` in the same codec, where token `j` has row `j % capacity`; the first
+    /// token of the run is `first`.
+    pub(super) fn load(&mut self, run: Run, first: usize, slot: &KvView<'_>) {
+        let (shape, row_bytes, capacity) = (self.shape, self.row_bytes, slot.shape()[2]);
+        let mut bytes = vec![0u8; row_bytes];
+        for (head, token) in (0..shape[1]).flat_map(|head| (0..run.tokens).map(move |token| (head, token))) {
+            let (row, from) = (run.row + token, (first + token) % capacity);
+            match (&mut self.rows, slot) {
+                (Rows::Elements(memory, _), KvView::Elements(view)) => {
+                    let at = first_byte(shape, row_bytes, [run.page, head, row]);
+                    memory[at..at + row_bytes].copy_from_slice(view.row_bytes([0, head, from]));
+                }
+                (Rows::Codes(codes), KvView::Codes(view)) => {
+                    view.export(0, head, from, &mut bytes);
+                    codes.import(run.page, head, row, &bytes);
+                }
+                _ => debug_assert!(false, "the codecs are the same"),
             }
         }
     }

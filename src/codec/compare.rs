@@ -42,12 +42,6 @@ pub struct KeyCodec {
     pub centred: bool,
 }
 
-/// Whether a codec has rows of `dim` elements.
-#[must_use]
-pub fn has_rows(codec: Codec, dim: usize) -> bool {
-    codec.dtype().is_some() || CodePages::new(codec, Side::Keys, [0, 1, 1, dim]).is_some()
-}
-
 /// A sum of squared errors, and of the squares that they are errors of. Those of several heads are added.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[allow(clippy::exhaustive_structs)]
@@ -127,8 +121,7 @@ const BLOCK: usize = 8;
 /// `tokens * (4 * (values.len() + 1) * value_dim + 4 * head_dim + 16 * queries)` bytes.
 ///
 /// # Panics
-/// Where the slices are no whole rows of dimensions from 1 to [`MAX_HEAD_DIM`], there is no key, a codec has no rows of these
-/// dimensions, or `seen` has not a range of keys for each query.
+/// Where the slices are no whole rows of dimensions from 1 to [`MAX_HEAD_DIM`], there is no key, or `seen` has not a range of keys for each query.
 #[must_use]
 pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec]) -> Comparison {
     let head = attention.head;
@@ -374,7 +367,7 @@ fn stored(
     }
     // A page of one row, written again for each.
     let page = CodePages::new(codec, side, [1, 1, 1, dim]);
-    let mut page = page.unwrap_or_else(|| unreachable!("{codec} has rows of {dim} elements"));
+    let mut page = page.map_err(|_| RefusedRow { row: 0, why: NotStored::Dim { codec, dim } })?;
     page.set_mean(mean);
     for (row, (x, back)) in rows.chunks_exact(dim).zip(back.chunks_exact_mut(dim)).enumerate() {
         page.store([0, 0, 0], x).map_err(|why| RefusedRow { row, why })?;
@@ -490,6 +483,9 @@ mod tests {
         assert!(first.keys[0].is_ok() && first.keys[3].is_ok());
         assert_eq!(first.out[2], [None; 3]);
         assert!(first.out[3].iter().all(Option::is_some));
+        let refused = RefusedRow { row: 0, why: NotStored::Dim { codec: Codec::MlxTq8, dim } };
+        let head = Head { k: &k, v: &v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
+        assert_eq!(compare(&HeadAttention::new(head), &[], &[Codec::MlxTq8]).values, [Err(refused)]);
         v[3 * dim] = 9000.0;
         let second = found(&k, &v);
         assert_eq!(second.values[1], Err(RefusedRow { row: 3, why: NotStored::Norm }));

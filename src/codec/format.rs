@@ -1,14 +1,14 @@
 //! Where the bytes of quantized rows lie in a page.
 //!
 //! A page of one head holds one plane after another, and in a plane the rows of its tokens one after another; the last plane
-//! is that of the scales, one f16 a row, little-endian. No byte holds two tokens: rows are appended, copied and dropped by bytes.
+//! is that of the scales, little-endian: one f16 a row, but for formats of others. No byte holds two tokens: rows are appended, copied and dropped by bytes.
 //! What leaves a page as a row (a snapshot) is its planes one after another.
 
 use super::planes::{self, plane_bytes, planes};
 use half::f16;
 use std::ops::Range;
 
-/// Bytes of a scale.
+/// Bytes of the scale of a row.
 const SCALE: usize = 2;
 
 /// A plane of codes.
@@ -27,6 +27,8 @@ pub(crate) struct Format {
     dim: usize,
     planes: [Plane; 2],
     count: usize,
+    /// Bytes of a row in the last plane.
+    scale: usize,
 }
 
 impl Format {
@@ -39,7 +41,12 @@ impl Format {
             *plane = Plane { bytes: plane_bytes(dim, width), bits: width, from };
             from += width;
         }
-        Self { dim, planes: planes_of, count: widths.len() }
+        Self { dim, planes: planes_of, count: widths.len(), scale: SCALE }
+    }
+
+    /// Of one plane with this many bytes a row, whatever is in them, and scales of so many.
+    pub(super) const fn opaque(dim: usize, codes: usize, scale: usize) -> Self {
+        Self { dim, planes: [Plane { bytes: codes, bits: 8, from: 0 }; 2], count: 1, scale }
     }
 
     /// Bytes of a row; saturating.
@@ -67,7 +74,7 @@ impl Format {
 
     /// Bytes of a row in each plane, the scale last.
     fn widths(&self) -> impl Iterator<Item = usize> + '_ {
-        self.planes().iter().map(|plane| plane.bytes).chain([SCALE])
+        self.planes().iter().map(|plane| plane.bytes).chain([self.scale])
     }
 
     /// Bytes of a row, all planes together.
@@ -82,6 +89,14 @@ impl Format {
             *start += page * width;
             Some(at)
         })
+    }
+
+    /// Codes and scale of a row in a page of a format with one plane.
+    #[inline(always)]
+    pub(super) fn row(&self, page: usize, row: usize) -> [Range<usize>; 2] {
+        let codes = self.planes[0].bytes;
+        let scales = page * codes;
+        [row * codes..(row + 1) * codes, scales + row * self.scale..scales + (row + 1) * self.scale]
     }
 
     /// Stores codes and scale as a row of a page. Changes `codes`.

@@ -8,6 +8,9 @@
 //! fp8          no rotation, code = e4m3 number,                x ~ s / 256 * number
 //! ```
 //!
+//! The codecs `mlx-tq` are the format of another library, byte for byte (module `mlx`): rows of 256 or 512 elements, f32 norms,
+//! tables of its own.
+//!
 //! `R` is orthonormal: random signs, then a Hadamard transform (module `rotation`), which makes the coordinates of any vector nearly
 //! normal; levels are the Lloyd-Max codebooks of N(0, 1) in whole numbers (modules `lloyd`, `levels`). The encoder of `tq` tries eight
 //! scales. Scales of keys make `<x, x^> = <x, x>` (so that scores have no bias), scales of values the mean square error least; fp8's
@@ -24,6 +27,7 @@ mod format;
 mod fp8;
 mod levels;
 mod lloyd;
+pub(crate) mod mlx;
 mod pages;
 mod planes;
 mod quality;
@@ -31,18 +35,21 @@ mod quantizer;
 mod rotation;
 mod versions;
 
-pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare, has_rows};
+pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
 pub(crate) use convert::{convert, from_f32, to_f32};
 pub(crate) use format::Format;
-pub use pages::{CodePages, CodesView, NotStored, Side};
+pub use pages::{CodePages, CodesView, NotStored, PagesError, Side};
 pub use quality::{Head, Quality, quality};
 pub(crate) use quantizer::ScaleRule;
 pub(crate) use rotation::Rotation;
 pub(crate) use versions::{decode_rotated, encode};
 
 use crate::Dtype;
+use crate::problem::MAX_HEAD_DIM;
 use half::f16;
+use mlx::Mlx;
 use quantizer::Quantizer;
+use versions::{Place, Source};
 
 /// How the row of one token and one head is stored. K and V of a cache have each their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -68,6 +75,21 @@ pub enum Codec {
     Tq5,
     /// Rotated, codebook of 6 bits and a scale: 98 bytes for 128 elements.
     Tq6,
+    /// The format of mlx-native with 4 bits, its nibbles: rotated, 132 bytes for 256 elements. It and the following are for rows of
+    /// 256 or 512 elements.
+    MlxTq4,
+    /// The format of mlx-native with 5 bits in a byte: rotated, 260 bytes for 256 elements.
+    MlxTq5,
+    /// The format of mlx-native with 6 bits in a byte: rotated, 260 bytes for 256 elements.
+    MlxTq6,
+    /// The format of mlx-native with 8 bits: rotated, 260 bytes for 256 elements.
+    MlxTq8,
+    /// As [`Codec::MlxTq5`], not rotated: the values of mlx-native's hybrid caches, whose keys are [`Codec::F16`].
+    MlxTq5Plain,
+    /// As [`Codec::MlxTq6`], not rotated.
+    MlxTq6Plain,
+    /// As [`Codec::MlxTq8`], not rotated.
+    MlxTq8Plain,
 }
 
 /// The largest Euclidean norm of a vector that is quantized: its scale is an f16 then.
@@ -81,7 +103,7 @@ const FP8_UNIT: f32 = 256.0;
 
 impl Codec {
     /// Every codec.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 17] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -92,14 +114,36 @@ impl Codec {
         Self::Tq4,
         Self::Tq3,
         Self::Tq2,
+        Self::MlxTq8,
+        Self::MlxTq6,
+        Self::MlxTq5,
+        Self::MlxTq4,
+        Self::MlxTq8Plain,
+        Self::MlxTq6Plain,
+        Self::MlxTq5Plain,
     ];
 
-    /// Bytes of a row of `dim` elements; saturating.
+    /// Whether rows of `dim` elements can be stored: 256 and 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`] in others.
+    #[must_use]
+    pub const fn supports(self, dim: usize) -> bool {
+        match self.mlx() {
+            Some(_) => dim == 256 || dim == 512,
+            None => dim >= 1 && dim <= MAX_HEAD_DIM,
+        }
+    }
+
+    /// The dimensions of [`Codec::supports`], in words.
+    pub(crate) const fn dims(self) -> &'static str {
+        if self.mlx().is_some() { "256 or 512" } else { "1 to 512" }
+    }
+
+    /// Bytes of a row of `dim` elements, which the codec [supports](Codec::supports); saturating.
     #[must_use]
     pub const fn row_bytes(self, dim: usize) -> usize {
-        match self.dtype() {
-            Some(dtype) => dim.saturating_mul(dtype.bytes()),
-            None => Format::bytes(dim, self.code_bits()),
+        match (self.dtype(), self.mlx()) {
+            (Some(dtype), _) => dim.saturating_mul(dtype.bytes()),
+            (_, Some((bits, _))) => mlx::code_bytes(dim, bits).saturating_add(mlx::norm_bytes(dim)),
+            _ => Format::bytes(dim, self.code_bits()),
         }
     }
 
@@ -124,7 +168,8 @@ impl Codec {
         }
     }
 
-    /// Name as used in messages and on the command line: `f32`, `f16`, `bf16`, `fp8`, `int8`, `tq6` to `tq2`.
+    /// Name as used in messages and on the command line: `f32`, `f16`, `bf16`, `fp8`, `int8`, `tq6` to `tq2`, `mlx-tq8`, `mlx-tq6`,
+    /// `mlx-tq5`, `mlx-tq4`, and `mlx-tq8-plain`, `mlx-tq6-plain`, `mlx-tq5-plain`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -138,6 +183,13 @@ impl Codec {
             Self::Tq4 => "tq4",
             Self::Tq5 => "tq5",
             Self::Tq6 => "tq6",
+            Self::MlxTq4 => "mlx-tq4",
+            Self::MlxTq5 => "mlx-tq5",
+            Self::MlxTq6 => "mlx-tq6",
+            Self::MlxTq8 => "mlx-tq8",
+            Self::MlxTq5Plain => "mlx-tq5-plain",
+            Self::MlxTq6Plain => "mlx-tq6-plain",
+            Self::MlxTq8Plain => "mlx-tq8-plain",
         }
     }
 
@@ -146,13 +198,27 @@ impl Codec {
         match self {
             Self::F32 => 32,
             Self::F16 | Self::BF16 => 16,
-            Self::Fp8 | Self::Int8 => 8,
+            Self::Fp8 | Self::Int8 | Self::MlxTq8 | Self::MlxTq8Plain => 8,
             Self::Tq2 => 2,
             Self::Tq3 => 3,
-            Self::Tq4 => 4,
-            Self::Tq5 => 5,
-            Self::Tq6 => 6,
+            Self::Tq4 | Self::MlxTq4 => 4,
+            Self::Tq5 | Self::MlxTq5 | Self::MlxTq5Plain => 5,
+            Self::Tq6 | Self::MlxTq6 | Self::MlxTq6Plain => 6,
         }
+    }
+
+    /// Bits of a code in the format of mlx-native, and whether rows are rotated; `None` of other codecs.
+    pub(crate) const fn mlx(self) -> Option<(usize, bool)> {
+        match self {
+            Self::MlxTq4 | Self::MlxTq5 | Self::MlxTq6 | Self::MlxTq8 => Some((self.code_bits(), true)),
+            Self::MlxTq5Plain | Self::MlxTq6Plain | Self::MlxTq8Plain => Some((self.code_bits(), false)),
+            _ => None,
+        }
+    }
+
+    /// Whether codes stand for integers times a scale.
+    pub(crate) const fn is_integer(self) -> bool {
+        matches!(self, Self::Int8 | Self::Tq2 | Self::Tq3 | Self::Tq4 | Self::Tq5 | Self::Tq6)
     }
 }
 
@@ -186,33 +252,46 @@ impl From<Dtype> for Codec {
 pub(crate) struct Coder {
     dim: usize,
     format: Format,
-    /// None for e4m3.
-    quantizer: Option<Quantizer>,
-    /// What each byte or index stands for, times the scale: with [`Coder::unit`].
+    scheme: Scheme,
+    /// What each byte or index stands for before the scale of its row.
     values: Box<[f32; 256]>,
 }
 
+/// What a codec makes of a vector.
+#[derive(Debug, Clone)]
+enum Scheme {
+    /// e4m3 numbers and a scale.
+    Fp8,
+    /// Rotated, integers times a scale.
+    Integers(Quantizer),
+    Mlx(Mlx),
+}
+
 impl Coder {
-    /// `None` for codecs of plain elements.
+    /// `None` for codecs of plain elements. The codec supports the dimension.
     pub(crate) fn new(codec: Codec, dim: usize) -> Option<Self> {
-        if codec.dtype().is_some() {
-            return None;
-        }
+        debug_assert!(codec.supports(dim), "{codec} of {dim}");
         let bits = codec.code_bits();
-        let quantizer = (codec != Codec::Fp8).then(|| Quantizer::new(dim, bits));
+        let scheme = match (codec, codec.mlx()) {
+            _ if codec.dtype().is_some() => return None,
+            (_, Some((bits, rotated))) => Scheme::Mlx(Mlx::new(dim, bits, rotated)),
+            (Codec::Fp8, _) => Scheme::Fp8,
+            _ => Scheme::Integers(Quantizer::new(dim, bits)),
+        };
+        let format = match &scheme {
+            Scheme::Mlx(_) => Format::opaque(dim, mlx::code_bytes(dim, bits), mlx::norm_bytes(dim)),
+            _ => Format::new(dim, bits),
+        };
         let mut values = Box::new([0.0f32; 256]);
         for (code, value) in values.iter_mut().enumerate() {
-            *value = match &quantizer {
-                None => fp8::to_f32(code as u8) / FP8_UNIT,
-                Some(_) if bits < 8 && code >= 64 => 0.0,
-                Some(quantizer) => f32::from(quantizer.level(code as u8)) / UNIT,
+            *value = match &scheme {
+                Scheme::Fp8 => fp8::to_f32(code as u8) / FP8_UNIT,
+                Scheme::Integers(_) if bits < 8 && code >= 64 => 0.0,
+                Scheme::Integers(quantizer) => f32::from(quantizer.level(code as u8)) / UNIT,
+                Scheme::Mlx(mlx) => mlx.value(code as u8),
             };
         }
-        Some(Self { dim, format: Format::new(dim, bits), quantizer, values })
-    }
-
-    pub(crate) const fn dim(&self) -> usize {
-        self.dim
+        Some(Self { dim, format, scheme, values })
     }
 
     pub(crate) const fn format(&self) -> &Format {
@@ -221,43 +300,52 @@ impl Coder {
 
     /// The rotation, of codecs that rotate.
     pub(crate) fn rotation(&self) -> Option<&Rotation> {
-        self.quantizer.as_ref().map(|quantizer| &quantizer.rotation)
+        match &self.scheme {
+            Scheme::Fp8 => None,
+            Scheme::Integers(quantizer) => Some(&quantizer.rotation),
+            Scheme::Mlx(mlx) => mlx.rotation.as_ref(),
+        }
     }
 
     /// Signed levels of codes, `[64]`; `None` where codes are bytes.
     pub(crate) fn levels(&self) -> Option<&'static [i8; 64]> {
-        self.quantizer.as_ref().and_then(Quantizer::table)
+        match &self.scheme {
+            Scheme::Integers(quantizer) => quantizer.table(),
+            _ => None,
+        }
     }
 
     /// Whether products with codes are integers.
     pub(crate) const fn is_integer(&self) -> bool {
-        self.quantizer.is_some()
+        matches!(self.scheme, Scheme::Integers(_))
     }
 
-    /// Codes and scale of a vector of finite numbers, whose norm is at most [`MOST_NORM`]. What `x` holds then is not specified.
+    /// Stores a vector of finite numbers, whose norm is at most [`MOST_NORM`], as a row of a page. What `x` holds then is not
+    /// specified.
     #[inline(always)]
-    fn encode(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
-        if let Some(quantizer) = &self.quantizer {
-            return quantizer.encode(x, rule, codes);
-        }
-        let most = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-        // The stored scale, so that its own rounding is not an error of the numbers.
-        let scale = f16::from_f32(most * (FP8_UNIT / fp8::MOST));
-        if scale == f16::ZERO {
-            codes.fill(0);
-            return scale;
-        }
-        let inverse = FP8_UNIT / scale.to_f32();
-        for (code, x) in codes.iter_mut().zip(x) {
-            *code = fp8::from_f32(*x * inverse);
-        }
-        scale
+    fn encode(&self, x: &mut [f32], rule: ScaleRule, (page, tokens, row): Place<'_>) {
+        let mut codes = [0u8; MAX_HEAD_DIM];
+        let codes = &mut codes[..self.dim];
+        let scale = match &self.scheme {
+            Scheme::Fp8 => encode_fp8(x, codes),
+            Scheme::Integers(quantizer) => quantizer.encode(x, rule, codes),
+            Scheme::Mlx(mlx) => {
+                let [codes, norms] = self.format.row(tokens, row);
+                let (low, high) = page.split_at_mut(norms.start);
+                return mlx.encode(x, &mut low[codes], &mut high[..norms.len()]);
+            }
+        };
+        self.format.write(codes, scale, page, tokens, row);
     }
 
-    /// A stored row of a page, in the rotated domain where the codec rotates: codes times the scale.
+    /// A stored row of a page, in the rotated domain where the codec rotates: values of codes times the scale.
     #[inline(always)]
-    fn decode_rotated(&self, page: &[u8], tokens: usize, row: usize, x: &mut [f32]) {
-        let mut codes = [0u8; crate::problem::MAX_HEAD_DIM];
+    fn decode_rotated(&self, (page, tokens, row): Source<'_>, x: &mut [f32]) {
+        if let Scheme::Mlx(mlx) = &self.scheme {
+            let [codes, norms] = self.format.row(tokens, row);
+            return mlx.decode(&self.values, &page[codes], &page[norms], x);
+        }
+        let mut codes = [0u8; MAX_HEAD_DIM];
         let codes = &mut codes[..self.dim];
         let scale = self.format.read(page, tokens, row, codes).to_f32();
         for (x, code) in x.iter_mut().zip(&*codes) {
@@ -267,11 +355,38 @@ impl Coder {
 
     /// A stored row of a page.
     pub(crate) fn decode(&self, page: &[u8], tokens: usize, row: usize, x: &mut [f32]) {
-        self.decode_rotated(page, tokens, row, x);
+        self.decode_rotated((page, tokens, row), x);
         if let Some(rotation) = self.rotation() {
             rotation.undo(x);
         }
     }
+}
+
+/// e4m3 codes and scale of a vector.
+#[inline(always)]
+fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
+    let most = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+    // The stored scale, so that its own rounding is not an error of the numbers.
+    let scale = f16::from_f32(most * (FP8_UNIT / fp8::MOST));
+    if scale == f16::ZERO {
+        codes.fill(0);
+        return scale;
+    }
+    let inverse = FP8_UNIT / scale.to_f32();
+    for (code, x) in codes.iter_mut().zip(x) {
+        *code = fp8::from_f32(*x * inverse);
+    }
+    scale
+}
+
+/// The sum of squares, in an order that vectors have too.
+#[inline(always)]
+fn energy(x: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    for x in x.chunks(16) {
+        sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x * x);
+    }
+    sums.iter().sum()
 }
 
 #[cfg(test)]

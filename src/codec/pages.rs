@@ -1,6 +1,6 @@
 //! Pages of quantized rows.
 
-use super::{Codec, Coder, MOST_NORM, ScaleRule, encode};
+use super::{Codec, Coder, MOST_NORM, ScaleRule, encode, energy};
 use crate::TensorView;
 use crate::memory::Zeroed;
 use crate::problem::MAX_HEAD_DIM;
@@ -16,10 +16,97 @@ pub enum Side {
     Values,
 }
 
+/// Why pages are not made, or not read from or written to buffers.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum PagesError {
+    /// The codec stores plain elements.
+    Elements {
+        /// The codec given.
+        codec: Codec,
+    },
+    /// A dimension other than the number of pages is 0.
+    Shape {
+        /// The shape given.
+        shape: [usize; 4],
+    },
+    /// The codec has no rows of this length.
+    Dim {
+        /// The codec given.
+        codec: Codec,
+        /// Elements of a row.
+        dim: usize,
+    },
+    /// An allocation failed.
+    Memory {
+        /// Bytes asked for, or the largest number.
+        bytes: usize,
+    },
+    /// The codec's rows are not those of the format of the buffers.
+    Format {
+        /// The codec given.
+        codec: Codec,
+    },
+    /// A buffer has not the length that the shape demands.
+    Length {
+        /// `codes` or `norms`.
+        buffer: &'static str,
+        /// Elements given.
+        got: usize,
+        /// Elements expected.
+        expected: usize,
+    },
+    /// A norm is negative or not finite.
+    Norm {
+        /// The slot.
+        slot: usize,
+        /// The key/value head.
+        head: usize,
+        /// The row of the slot.
+        row: usize,
+        /// The norm given.
+        norm: f32,
+    },
+    /// A mean is not part of the rows, and the format has no place for it.
+    Mean,
+}
+
+impl std::fmt::Display for PagesError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Elements { codec } => {
+                write!(f, "{codec} stores plain elements, expected a quantizing codec")
+            }
+            Self::Shape { shape } => write!(f, "pages {shape:?} have no rows or no elements"),
+            Self::Dim { codec, dim } => {
+                write!(f, "rows have {dim} elements, expected {} for {codec}", codec.dims())
+            }
+            Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
+            Self::Format { codec } => write!(f, "{codec} is not a format of mlx-native"),
+            Self::Length { buffer, got, expected } => {
+                write!(f, "{buffer} has {got} elements, expected {expected}")
+            }
+            Self::Norm { slot, head, row, norm } => {
+                write!(f, "norm {norm} of row {row} of head {head} of slot {slot} is negative or not finite")
+            }
+            Self::Mean => f.write_str("rows are without a mean, which mlx-native has no place for"),
+        }
+    }
+}
+
+impl std::error::Error for PagesError {}
+
 /// Why a row is not stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NotStored {
+    /// The codec has no rows of this length.
+    Dim {
+        /// The codec.
+        codec: Codec,
+        /// Elements of the row.
+        dim: usize,
+    },
     /// It holds a NaN or an infinity.
     NotFinite,
     /// Its norm, without the mean, is above [`MOST_NORM`].
@@ -29,6 +116,9 @@ pub enum NotStored {
 impl std::fmt::Display for NotStored {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
+            Self::Dim { codec, dim } => {
+                write!(f, "has {dim} elements, expected {} for {codec}", codec.dims())
+            }
             Self::NotFinite => f.write_str("holds a NaN or an infinity"),
             Self::Norm => write!(f, "has a norm above {MOST_NORM}"),
         }
@@ -36,7 +126,7 @@ impl std::fmt::Display for NotStored {
 }
 
 /// Pages `[pages, heads, page, dim]` of rows in a quantizing codec. A page of a head is `page` times [`Codec::row_bytes`] bytes: one
-/// plane of bits after another, in each the rows one after another, then the scales.
+/// plane of codes after another, in each the rows one after another, then the scales.
 #[derive(Debug)]
 pub struct CodePages {
     memory: Zeroed,
@@ -49,17 +139,24 @@ pub struct CodePages {
 }
 
 impl CodePages {
-    /// Pages of zeros. `None` where the codec stores plain elements, a dimension other than the number of pages is 0, a row is too
-    /// long, or memory is short.
-    #[must_use]
-    pub fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Option<Self> {
+    /// Pages of zeros.
+    ///
+    /// # Errors
+    /// [`PagesError::Elements`], [`PagesError::Shape`], [`PagesError::Dim`] unless [`Codec::supports`] the rows, or
+    /// [`PagesError::Memory`].
+    pub fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, PagesError> {
         let [pages, heads, page, dim] = shape;
-        if [heads, page, dim].contains(&0) || dim > MAX_HEAD_DIM {
-            return None;
+        if [heads, page, dim].contains(&0) {
+            return Err(PagesError::Shape { shape });
         }
-        let coder = Coder::new(codec, dim)?;
-        let bytes = [heads, page, codec.row_bytes(dim)].into_iter().try_fold(pages, usize::checked_mul)?;
-        Some(Self { memory: Zeroed::new(bytes)?, codec, coder, side, shape, mean: None })
+        if !codec.supports(dim) {
+            return Err(PagesError::Dim { codec, dim });
+        }
+        let coder = Coder::new(codec, dim).ok_or(PagesError::Elements { codec })?;
+        let bytes = [heads, page, codec.row_bytes(dim)].into_iter().try_fold(pages, usize::checked_mul);
+        let bytes = bytes.unwrap_or(usize::MAX);
+        let memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
+        Ok(Self { memory, codec, coder, side, shape, mean: None })
     }
 
     /// Sets the mean `[heads, dim]` of keys, which scores do not depend on but for rounding: a large one that is left in takes most of
@@ -108,6 +205,12 @@ impl CodePages {
         let bytes = self.page_bytes();
         let at = (page * self.shape[1] + head) * bytes;
         at..at + bytes
+    }
+
+    /// The bytes of a page of one head.
+    pub(super) fn bytes_mut(&mut self, page: usize, head: usize) -> &mut [u8] {
+        let at = self.page_at(page, head);
+        &mut self.memory[at]
     }
 
     /// Encodes a vector, the mean already taken out, as a row. Changes the vector.
@@ -159,7 +262,7 @@ impl CodePages {
 
     /// Copies a row out, its planes one after another.
     pub(crate) fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
-        self.coder.format().gather(&self.memory[self.page_at(page, head)], self.shape[2], row, into);
+        self.view().export(page, head, row, into);
     }
 
     /// Copies a row that was exported in.
@@ -221,12 +324,7 @@ fn take_out(mean: Option<&[f32]>, head: usize, x: &mut [f32]) {
 
 /// Whether a vector can be quantized.
 fn storable(x: &[f32]) -> Result<(), NotStored> {
-    let mut sums = [0.0f32; 16];
-    for x in x.chunks(16) {
-        sums.iter_mut().zip(x).for_each(|(sum, x)| *sum += x * x);
-    }
-    let energy: f32 = sums.iter().sum();
-    if energy <= MOST_NORM * MOST_NORM {
+    if energy(x) <= MOST_NORM * MOST_NORM {
         Ok(())
     } else if x.iter().all(|x| x.is_finite()) {
         Err(NotStored::Norm)
@@ -258,6 +356,12 @@ impl<'a> CodesView<'a> {
         self.shape
     }
 
+    /// The mean `[heads, dim]` that is not part of stored rows.
+    #[must_use]
+    pub const fn means(&self) -> Option<&'a [f32]> {
+        self.mean
+    }
+
     /// The mean of a head that is not part of its stored rows.
     #[must_use]
     pub fn mean(&self, head: usize) -> Option<&'a [f32]> {
@@ -275,6 +379,11 @@ impl<'a> CodesView<'a> {
         &self.bytes[(page * self.shape[1] + head) * bytes..][..bytes]
     }
 
+    /// Copies a row out, its planes one after another.
+    pub(crate) fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
+        self.coder.format().gather(self.page(page, head), self.shape[2], row, into);
+    }
+
     /// A stored row `[dim]`, rotated back, the mean included.
     pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
         self.coder.decode(self.page(page, head), self.shape[2], row, x);
@@ -287,8 +396,8 @@ impl<'a> CodesView<'a> {
     pub(crate) fn read_f64(&self, page: usize, head: usize, row: usize) -> Vec<f64> {
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        // Exact in f32: a code's value has 8 bits, a scale 11.
-        self.coder.decode_rotated(self.page(page, head), self.shape[2], row, &mut x[..dim]);
+        // What the bytes stand for: products in f32, exact where a code's value has 8 bits and a scale 11.
+        self.coder.decode_rotated((self.page(page, head), self.shape[2], row), &mut x[..dim]);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
             rotation.undo(&mut wide);

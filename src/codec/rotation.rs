@@ -66,6 +66,7 @@ impl Block {
 }
 
 impl Rotation {
+    /// Of a dimension, with the documented signs.
     pub(crate) fn new(dim: usize) -> Self {
         let mut state = SEED;
         let mut bits = 0;
@@ -75,7 +76,12 @@ impl Rotation {
             }
             if bits >> (i % 64) & 1 == 1 { -1.0 } else { 1.0 }
         };
-        Self { signs: (0..dim).map(sign).collect(), blocks: blocks(dim) }
+        Self::with_signs((0..dim).map(sign).collect())
+    }
+
+    /// Of as many coordinates as signs.
+    pub(super) fn with_signs(signs: Vec<f32>) -> Self {
+        Self { blocks: blocks(signs.len()), signs }
     }
 
     /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.

@@ -7,12 +7,9 @@ fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
 
 /// What comes back of a vector.
 fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
-    let mut codes = vec![0u8; coder.dim()];
-    let scale = coder.encode(&mut x.to_vec(), rule, &mut codes);
-    assert!(scale.is_finite());
     let mut page = vec![0u8; coder.format().row_bytes()];
-    coder.format().write(&codes, scale, &mut page, 1, 0);
-    let mut back = vec![f32::NAN; coder.dim()];
+    coder.encode(&mut x.to_vec(), rule, (&mut page, 1, 0));
+    let mut back = vec![f32::NAN; x.len()];
     coder.decode(&page, 1, 0, &mut back);
     back
 }
@@ -73,7 +70,7 @@ fn inner_products_with_the_vector_itself_are_exact_where_scales_are_unbiased() {
 #[test]
 fn zeros_spikes_and_extremes() {
     for codec in Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()) {
-        for dim in [1, 7, 64, 80, 512] {
+        for dim in [1, 7, 64, 80, 256, 512].into_iter().filter(|&dim| codec.supports(dim)) {
             let coder = Coder::new(codec, dim).unwrap();
             for zeros in [0.0, 1e-30, f32::MIN_POSITIVE / 4.0] {
                 let back = there_and_back(&coder, &vec![zeros; dim], ScaleRule::Unbiased);
@@ -85,7 +82,9 @@ fn zeros_spikes_and_extremes() {
                     let mut spike = vec![0.0f32; dim];
                     spike[dim / 2] = size;
                     let back = there_and_back(&coder, &spike, rule);
-                    if dim != 7 {
+                    assert!(back.iter().all(|x| x.is_finite()), "{codec} of {dim}");
+                    // Of the format of mlx-native, equal magnitudes are not the middle of a cell.
+                    if dim != 7 && codec.mlx().is_none() {
                         assert!(
                             (back[dim / 2] / size - 1.0).abs() < 1e-3,
                             "{codec} of {dim}: {}",
@@ -111,6 +110,7 @@ fn names_are_read_back() {
     let refusal = "q4_0".parse::<Codec>().unwrap_err();
     assert_eq!(
         refusal,
-        "q4_0 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2"
+        "q4_0 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2, mlx-tq8, mlx-tq6, mlx-tq5, \
+         mlx-tq4, mlx-tq8-plain, mlx-tq6-plain, mlx-tq5-plain"
     );
 }

@@ -7,8 +7,8 @@ use super::{Coder, ScaleRule};
 use std::sync::OnceLock;
 
 /// Bytes of a page, its tokens, and a row.
-type Place<'a> = (&'a mut [u8], usize, usize);
-type Source<'a> = (&'a [u8], usize, usize);
+pub(super) type Place<'a> = (&'a mut [u8], usize, usize);
+pub(super) type Source<'a> = (&'a [u8], usize, usize);
 
 /// The functions of one instruction set.
 #[derive(Clone, Copy)]
@@ -37,16 +37,13 @@ macro_rules! version {
             pub(super) const VERSION: super::Version = super::Version { encode, decode };
 
             $(#[target_feature(enable = $features)])?
-            fn encode(coder: &Coder, x: &mut [f32], rule: ScaleRule, (page, tokens, row): Place<'_>) {
-                let mut codes = [0u8; crate::problem::MAX_HEAD_DIM];
-                let codes = &mut codes[..coder.dim()];
-                let scale = coder.encode(x, rule, codes);
-                coder.format().write(codes, scale, page, tokens, row);
+            fn encode(coder: &Coder, x: &mut [f32], rule: ScaleRule, place: Place<'_>) {
+                coder.encode(x, rule, place);
             }
 
             $(#[target_feature(enable = $features)])?
-            fn decode(coder: &Coder, (page, tokens, row): Source<'_>, x: &mut [f32]) {
-                coder.decode_rotated(page, tokens, row, x);
+            fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
+                coder.decode_rotated(source, x);
             }
         }
     };
@@ -95,7 +92,8 @@ mod tests {
     fn every_instruction_set_gives_the_same_bytes() {
         let mut rng = Rng::new(11);
         for codec in Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()) {
-            for dim in [1, 7, 33, 64, 80, 96, 128, 192, 256, 300, 512] {
+            let dims = [1, 7, 33, 64, 80, 96, 128, 192, 256, 300, 512];
+            for dim in dims.into_iter().filter(|&dim| codec.supports(dim)) {
                 let coder = Coder::new(codec, dim).unwrap();
                 for n in 0..40 {
                     let gain = 10f32.powi(n % 7 - 3);

@@ -34,17 +34,27 @@ pub(crate) struct Tiles {
     pub(crate) resume: bool,
 }
 
-/// Codes of keys times queries in integers of 16 bits.
+/// Most keys of [`CodeBlock`].
+pub(crate) const CODE_KEYS: usize = 256;
+
+/// Codes of some keys or values, in groups of [`TILE`].
 #[derive(Clone, Copy)]
-pub(crate) struct CodeScores<'a> {
+pub(crate) struct CodeBlock<'a> {
     pub(crate) format: &'a Format,
     /// What each code stands for; none where codes are bytes and stand for themselves.
     pub(crate) levels: Option<&'a [i8; 64]>,
-    /// `[planes][keys]`, a multiple of [`TILE`]: rows of the keys in each plane.
-    pub(crate) rows: [&'a [*const u8]; 2],
-    /// `[keys]`: what the sums of each key are multiplied by.
-    pub(crate) k_factors: &'a [f32],
-    /// Queries `[rows][2][dim]`: the upper and the lower half of each integer, signed.
+    /// Of each group: its first row in the first plane, in the second one, and its scales. Rows follow one after another. Those that
+    /// are not seen, at either end, hold anything.
+    pub(crate) groups: &'a [[*const u8; 3]],
+    /// As many groups that are likely to be read next. They need not exist.
+    pub(crate) next: &'a [[*const u8; 3]],
+}
+
+/// Queries, integers of 16 bits, times codes of keys.
+#[derive(Clone, Copy)]
+pub(crate) struct CodeScores<'a> {
+    pub(crate) keys: CodeBlock<'a>,
+    /// Queries `[rows][2][MAX_HEAD_DIM]`: the upper and the lower half of each integer, signed.
     pub(crate) q: *const i8,
     /// `[rows]`: -128 times the sum of each query.
     pub(crate) start: *const i32,
@@ -59,16 +69,11 @@ pub(crate) struct CodeScores<'a> {
 /// Codes of values times weights, which become integers of 16 bits.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeValues<'a> {
-    pub(crate) format: &'a Format,
-    pub(crate) levels: Option<&'a [i8; 64]>,
-    /// `[planes][values]`, a multiple of four: rows of the values in each plane.
-    pub(crate) rows: [&'a [*const u8]; 2],
-    /// `[values]`, a multiple of [`TILE`]: what each value is multiplied by.
-    pub(crate) v_factors: &'a [f32],
-    /// Weights of each row, `ldw` elements from one to the next, as many as factors; 0 of values that are not seen.
+    pub(crate) values: CodeBlock<'a>,
+    /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen.
     pub(crate) weights: *const f32,
     pub(crate) ldw: usize,
-    /// Memory for integers: `[rows][2][factors]` bytes, and a factor of each row.
+    /// Memory for integers: `[rows][2][CODE_KEYS]` bytes, and a factor of each row.
     pub(crate) integers: *mut u8,
     pub(crate) w_factors: *mut f32,
     pub(crate) count: usize,

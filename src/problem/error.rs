@@ -71,6 +71,15 @@ pub enum ProblemError {
         /// The problem's dtype.
         dtype: Dtype,
     },
+    /// A codec has no rows of this length.
+    CodecDim {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The codec given.
+        codec: Codec,
+        /// Elements of a row.
+        dim: usize,
+    },
     /// A dimension is above the maximum.
     TooLong {
         /// Field of [`Dims`](super::Dims), or `sequences`.
@@ -245,6 +254,9 @@ impl fmt::Display for ProblemError {
             Self::HeadDim { name, got, max } => write!(f, "{name} {got} is outside 1..={max}"),
             Self::Codec { tensor, codec, dtype } => {
                 write!(f, "{tensor} is {codec}, expected {dtype}: other codecs are of cached sequences")
+            }
+            Self::CodecDim { tensor, codec, dim } => {
+                write!(f, "{tensor} is {codec} with {dim} elements a row, expected {}", codec.dims())
             }
             Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
             Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),

@@ -156,7 +156,8 @@ pub struct ProblemDesc {
     /// step; `true` is visible. Keys before them are not affected. A key is visible where the tree, causality, window
     /// and mask all allow it.
     pub tree: bool,
-    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec.
+    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec that
+    /// [supports](Codec::supports) the dimension.
     pub k_codec: Option<Codec>,
     /// How values are stored, as `k_codec`.
     pub v_codec: Option<Codec>,
@@ -282,6 +283,14 @@ impl Problem {
                 stored.into_iter().find(|(_, codec)| codec.is_some_and(|c| c != plain))
             {
                 return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
+            }
+        }
+        let stored = [("k", desc.k_codec, d.head_dim), ("v", desc.v_codec, d.value_dim)];
+        for (tensor, codec, dim) in stored {
+            if let Some(codec) = codec
+                && !codec.supports(dim)
+            {
+                return Err(ProblemError::CodecDim { tensor, codec, dim });
             }
         }
         let sequences = sequence::resolve(&desc)?;

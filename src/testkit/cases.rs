@@ -377,7 +377,7 @@ fn encoded(
     held: &[(usize, usize)],
 ) -> Option<CodePages> {
     let shape @ [count, heads, rows, dim] = tensor.view().shape();
-    let mut pages = CodePages::new(codec, side, shape)?;
+    let mut pages = CodePages::new(codec, side, shape).ok()?;
     pages.set_mean(mean);
     for (page, row) in (0..count).flat_map(|page| (0..rows).map(move |row| (page, row))) {
         pages.poison(page, row);

@@ -548,28 +548,35 @@ fn mixed() -> Vec<Case> {
 /// the codes stand for.
 #[must_use]
 pub fn quantized() -> Vec<Case> {
-    use Codec::{BF16, F16, F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+    use Codec::{
+        BF16, F16, F32, Fp8, Int8, MlxTq4, MlxTq5, MlxTq6, MlxTq8, MlxTq8Plain, Tq2, Tq3, Tq4, Tq5, Tq6,
+    };
     let mut cases = Vec::new();
     let steps = &[(1, 300), (1, 1), (2, 513), (1, 17)][..];
     let mixed = &[(40, 70), (1, 300), (0, 9), (13, 13), (0, 0), (3, 600), (1, 1)][..];
-    for (n, codec) in [Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6].into_iter().enumerate() {
+    let codecs = [Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6, MlxTq4, MlxTq5, MlxTq6, MlxTq8, MlxTq8Plain];
+    for (n, codec) in codecs.into_iter().enumerate() {
+        // The nearest that the codec has.
+        let d = |dim: usize| if codec.supports(dim) { dim } else { 256 };
         let of = |name: &str, dims| {
             Case::new(format!("quantized_{name}_{codec}"), dims, dtype(n))
                 .layout(layout(n))
                 .stored(codec, codec)
         };
         // Few rows, and many.
-        for (dim, page) in [(64, 16), (128, 64), (192, 7), (256, 1), (512, 24)] {
+        let sizes = [(64, 16), (128, 64), (192, 7), (256, 1), (512, 24)];
+        for (dim, page) in sizes.into_iter().filter(|(dim, _)| codec.supports(*dim)) {
             let case = of(&format!("steps_d{dim}"), [1, 8, 2, 0, 0, dim, dim]);
             cases.push(case.cached(steps, page, Keep::All).causal(BottomRight));
         }
-        let case = of("mixed", [1, 4, 2, 0, 0, 128, 128]);
+        let case = of("mixed", [1, 4, 2, 0, 0, d(128), d(128)]);
         cases.push(case.cached(mixed, 100, Keep::All).causal(BottomRight));
-        let ring = of("ring", [1, 4, 1, 0, 0, 64, 64]).cached(mixed, 73, Keep::Wrapped).causal(BottomRight);
+        let ring =
+            of("ring", [1, 4, 1, 0, 0, d(64), d(64)]).cached(mixed, 73, Keep::Wrapped).causal(BottomRight);
         cases.push(ring.seeing(window(Some(50), None)));
-        let centred = of("centred", [1, 4, 2, 0, 0, 64, 64]).cached(mixed, 16, Keep::All).causal(BottomRight);
-        cases.push(centred.centred().sinks());
-        let capped = of("centred_softcap", [1, 4, 2, 0, 0, 128, 128]).cached(steps, 16, Keep::All);
+        let centred = of("centred", [1, 4, 2, 0, 0, d(64), d(64)]).cached(mixed, 16, Keep::All);
+        cases.push(centred.causal(BottomRight).centred().sinks());
+        let capped = of("centred_softcap", [1, 4, 2, 0, 0, d(128), d(128)]).cached(steps, 16, Keep::All);
         cases.push(capped.causal(BottomRight).centred().softcap(20.0).alibi().sinks());
     }
     let pairs =
@@ -580,6 +587,13 @@ pub fn quantized() -> Vec<Case> {
             let case = Case::new(name, [1, 8, 4, 0, 0, 128, 64], dtype(n)).stored(k, v);
             cases.push(case.cached(lengths, 16, Keep::All).causal(BottomRight));
         }
+    }
+    // Rows of mlx-native's format beside others, of both of its dimensions.
+    for (n, (k, v)) in
+        [(F16, MlxTq8Plain), (MlxTq8, Tq5), (Int8, MlxTq4), (MlxTq6, MlxTq5)].into_iter().enumerate()
+    {
+        let case = Case::new(format!("quantized_pair_{k}_{v}"), [1, 8, 4, 0, 0, 512, 256], dtype(n));
+        cases.push(case.stored(k, v).cached(mixed, 16, Keep::All).causal(BottomRight));
     }
     for (n, heads) in [[16, 1], [12, 4], [5, 5], [7, 1], [18, 2]].into_iter().enumerate() {
         let name = format!("quantized_heads_{}_{}", heads[0], heads[1]);

@@ -14,6 +14,7 @@ mod catalogue;
 mod compare;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod mlx;
 mod poison;
 mod random;
 mod rng;
@@ -25,6 +26,7 @@ pub use catalogue::{catalogue, find, quantized};
 pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
+pub use mlx::{MlxRow, MlxRows, MlxStep, mlx_decode, mlx_encode};
 pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 pub use random::{random_case, seeded_case};
 pub use rng::Rng;

@@ -17,6 +17,7 @@ mod external;
 mod hostile;
 mod invariance;
 mod merge;
+mod mlx;
 mod plans;
 mod properties;
 mod quantized;

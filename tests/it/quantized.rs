@@ -9,8 +9,10 @@ use flashtile::{
     ProblemDesc, QOffset, SeqId, TensorView, Visibility, plan::devices,
 };
 
-const CODECS: [Codec; 7] =
-    [Codec::Fp8, Codec::Int8, Codec::Tq2, Codec::Tq3, Codec::Tq4, Codec::Tq5, Codec::Tq6];
+/// The quantizing codecs.
+fn codecs() -> Vec<Codec> {
+    Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()).collect()
+}
 
 #[test]
 fn every_case_passes_with_one_thread_and_with_two() {
@@ -61,9 +63,10 @@ fn rows(seed: u64, shape: [usize; 3]) -> Vec<f32> {
     (0..shape.iter().product()).map(|_| rng.normal()).collect()
 }
 
+/// Keys of 96 elements and values of 64, or of what their codecs support.
 fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
-    let mut desc = CacheDesc::new(layout, [1, 2, 96], k);
-    (desc.v, desc.value_dim) = (v, 64);
+    let mut desc = CacheDesc::new(layout, [1, 2, if k.supports(96) { 96 } else { 512 }], k);
+    (desc.v, desc.value_dim) = (v, if v.supports(64) { 64 } else { 256 });
     desc
 }
 
@@ -92,15 +95,14 @@ const LAYOUTS: [CacheLayout; 3] = [
 #[test]
 fn tokens_one_by_one_are_the_bytes_of_all_at_once() {
     for layout in LAYOUTS {
-        for (k_codec, v_codec) in CODECS.into_iter().zip(CODECS.into_iter().rev()) {
-            let (k, v) = (rows(1, [70, 2, 96]), rows(2, [70, 2, 64]));
-            let mut caches = [
-                KvCache::new(desc(layout, k_codec, v_codec)).unwrap(),
-                KvCache::new(desc(layout, k_codec, v_codec)).unwrap(),
-            ];
+        for (k_codec, v_codec) in codecs().into_iter().zip(codecs().into_iter().rev()) {
+            let desc = desc(layout, k_codec, v_codec);
+            let (dim, value_dim) = (desc.head_dim, desc.value_dim);
+            let (k, v) = (rows(1, [70, 2, dim]), rows(2, [70, 2, value_dim]));
+            let mut caches = [KvCache::new(desc).unwrap(), KvCache::new(desc).unwrap()];
             let seqs = caches.each_mut().map(|cache| cache.create().unwrap());
             append(&mut caches[0], seqs[0], &k, &v).unwrap();
-            for (k, v) in k.chunks(192).zip(v.chunks(128)) {
+            for (k, v) in k.chunks(2 * dim).zip(v.chunks(2 * value_dim)) {
                 append(&mut caches[1], seqs[1], k, v).unwrap();
             }
             let [a, b] = [0, 1].map(|n| caches[n].snapshot(seqs[n]).unwrap());
@@ -110,8 +112,8 @@ fn tokens_one_by_one_are_the_bytes_of_all_at_once() {
             let first = caches[0].first(seqs[0]).unwrap();
             let (mut error, mut energy) = (0.0, 0.0);
             for (at, got) in got.iter().enumerate() {
-                let (head, token, d) = (at / 96 / (70 - first), at / 96 % (70 - first), at % 96);
-                let want = k[((first + token) * 2 + head) * 96 + d];
+                let (head, token, d) = (at / dim / (70 - first), at / dim % (70 - first), at % dim);
+                let want = k[((first + token) * 2 + head) * dim + d];
                 error += f64::from(got - want).powi(2);
                 energy += f64::from(want).powi(2);
             }
@@ -123,33 +125,48 @@ fn tokens_one_by_one_are_the_bytes_of_all_at_once() {
 
 #[test]
 fn forks_cuts_and_snapshots_keep_rows() {
+    for (k, v) in
+        [(Codec::Tq5, Codec::Tq3), (Codec::MlxTq4, Codec::MlxTq8), (Codec::Int8, Codec::MlxTq5Plain)]
+    {
+        forks_cuts_and_snapshots(k, v);
+    }
+}
+
+fn forks_cuts_and_snapshots(k: Codec, v: Codec) {
     for layout in LAYOUTS {
-        let mut cache = KvCache::new(desc(layout, Codec::Tq5, Codec::Tq3)).unwrap();
+        let mut cache = KvCache::new(desc(layout, k, v)).unwrap();
+        let (dim, value_dim) = (cache.desc().head_dim, cache.desc().value_dim);
         let seq = cache.create().unwrap();
-        append(&mut cache, seq, &rows(3, [31, 2, 96]), &rows(4, [31, 2, 64])).unwrap();
+        append(&mut cache, seq, &rows(3, [31, 2, dim]), &rows(4, [31, 2, value_dim])).unwrap();
         cache.poison_unused();
         let before = contents(&cache, seq);
         assert!(before.0.iter().chain(&before.1).all(|x| x.is_finite()));
         let fork = cache.fork(seq).unwrap();
-        append(&mut cache, fork, &rows(5, [1, 2, 96]), &rows(6, [1, 2, 64])).unwrap();
+        append(&mut cache, fork, &rows(5, [1, 2, dim]), &rows(6, [1, 2, value_dim])).unwrap();
         cache.poison_unused();
         assert_eq!(contents(&cache, seq), before);
         cache.truncate(fork, 31).unwrap();
         assert_eq!(contents(&cache, fork), before);
         let snapshot = cache.snapshot(seq).unwrap();
         for other in LAYOUTS {
-            let mut cache = KvCache::new(desc(other, Codec::Tq5, Codec::Tq3)).unwrap();
+            let mut cache = KvCache::new(desc(other, k, v)).unwrap();
             let seq = cache.restore(&snapshot).unwrap();
             cache.poison_unused();
             assert_eq!(contents(&cache, seq), before);
         }
-        let mut other = KvCache::new(desc(layout, Codec::Tq5, Codec::Tq4)).unwrap();
-        assert_eq!(other.restore(&snapshot).unwrap_err().to_string(), "snapshot has v as tq3, expected tq4");
+        let mut other = cache.desc().to_owned();
+        other.v = if value_dim == 64 { Codec::Tq4 } else { Codec::MlxTq6 };
+        let refusal = KvCache::new(other).unwrap().restore(&snapshot).unwrap_err().to_string();
+        assert_eq!(refusal, format!("snapshot has v as {v}, expected {}", other.v));
     }
 }
 
 #[test]
 fn sizes_are_those_of_the_codes() {
+    assert_eq!([256, 512].map(|dim| Codec::MlxTq4.row_bytes(dim)), [132, 264]);
+    for codec in [Codec::MlxTq5, Codec::MlxTq6, Codec::MlxTq8, Codec::MlxTq8Plain] {
+        assert_eq!([256, 512].map(|dim| codec.row_bytes(dim)), [260, 520]);
+    }
     for (codec, bytes) in [
         (Codec::Int8, 130),
         (Codec::Fp8, 130),
@@ -176,23 +193,26 @@ fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
         (Codec::Tq5, f32::NEG_INFINITY, "holds a NaN or an infinity"),
         (Codec::Fp8, 2.0 * MOST_NORM, "has a norm above 8192"),
         (Codec::Tq2, 1e38, "has a norm above 8192"),
+        (Codec::MlxTq4, f32::NAN, "holds a NaN or an infinity"),
+        (Codec::MlxTq8Plain, 1e5, "has a norm above 8192"),
     ] {
         let mut cache = KvCache::new(desc(layout, codec, codec)).unwrap();
+        let (dim, value_dim) = (cache.desc().head_dim, cache.desc().value_dim);
         let seq = cache.create().unwrap();
-        append(&mut cache, seq, &rows(1, [5, 2, 96]), &rows(2, [5, 2, 64])).unwrap();
+        append(&mut cache, seq, &rows(1, [5, 2, dim]), &rows(2, [5, 2, value_dim])).unwrap();
         let before = (contents(&cache, seq), cache.memory());
-        let (mut k, mut v) = (rows(3, [4, 2, 96]), rows(4, [4, 2, 64]));
-        v[(3 * 2 + 1) * 64 + 7] = bad;
+        let (mut k, mut v) = (rows(3, [4, 2, dim]), rows(4, [4, 2, value_dim]));
+        v[(3 * 2 + 1) * value_dim + 7] = bad;
         let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
         assert_eq!(refusal.to_string(), format!("row 3 of head 1 of v {why}"));
-        k[(2 * 2) * 96] = bad;
+        k[(2 * 2) * dim] = bad;
         let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
         assert_eq!(refusal.to_string(), format!("row 2 of head 0 of k {why}"));
         assert_eq!((contents(&cache, seq), cache.memory()), before);
         // Zeros come back as zeros.
-        append(&mut cache, seq, &[0.0; 192], &[0.0; 128]).unwrap();
+        append(&mut cache, seq, &vec![0.0; 2 * dim], &vec![0.0; 2 * value_dim]).unwrap();
         let (k, _) = contents(&cache, seq);
-        assert!(k[5 * 96..6 * 96].iter().all(|x| *x == 0.0), "{codec}");
+        assert!(k[5 * dim..6 * dim].iter().all(|x| *x == 0.0), "{codec}");
     }
 }
 
@@ -287,23 +307,28 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
 #[test]
 fn attention_over_a_cache_is_that_over_its_decoded_tokens() {
     for layout in LAYOUTS {
-        for (k_codec, v_codec) in
-            [(Codec::Int8, Codec::Tq4), (Codec::Tq5, Codec::F16), (Codec::BF16, Codec::Tq6)]
-        {
-            let mut cache = KvCache::new(desc(layout, k_codec, v_codec)).unwrap();
+        for (k_codec, v_codec) in [
+            (Codec::Int8, Codec::Tq4),
+            (Codec::Tq5, Codec::F16),
+            (Codec::BF16, Codec::Tq6),
+            (Codec::MlxTq6, Codec::MlxTq4),
+        ] {
+            let shape = desc(layout, k_codec, v_codec);
+            let (dim, value_dim) = (shape.head_dim, shape.value_dim);
+            let mut cache = KvCache::new(shape).unwrap();
             let seq = cache.create().unwrap();
-            append(&mut cache, seq, &rows(1, [30, 2, 96]), &rows(2, [30, 2, 64])).unwrap();
+            append(&mut cache, seq, &rows(1, [30, 2, dim]), &rows(2, [30, 2, value_dim])).unwrap();
             cache.poison_unused();
-            let q = rows(3, [1, 4, 96]);
+            let q = rows(3, [1, 4, dim]);
             let attend = |cache: &KvCache, seq: SeqId| {
-                let mut desc = ProblemDesc::cached([4, 2], [96, 64], Dtype::F32, &[(1, 30)]);
+                let mut desc = ProblemDesc::cached([4, 2], [dim, value_dim], Dtype::F32, &[(1, 30)]);
                 (desc.k_codec, desc.v_codec) = (Some(cache.desc().k), Some(cache.desc().v));
                 desc.visibility = Visibility::causal();
                 let problem = desc.validate().unwrap();
                 let tables = cache.tables(&[seq]).unwrap();
-                let q = TensorView::packed::<f32>(&q, [1, 4, 96]).unwrap();
+                let q = TensorView::packed::<f32>(&q, [1, 4, dim]).unwrap();
                 let inputs = Inputs::cached(q, cache, 0, &tables).unwrap();
-                let mut out = Guarded::new(Dtype::F32, [1, 4, 1, 64], Layout::Bhsd);
+                let mut out = Guarded::new(Dtype::F32, [1, 4, 1, value_dim], Layout::Bhsd);
                 let cpu = Cpu::new();
                 let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();
                 cpu.run(&plan, &inputs, &mut Outputs::new(out.view_mut()), &mut plan.workspace()).unwrap();
@@ -311,10 +336,12 @@ fn attention_over_a_cache_is_that_over_its_decoded_tokens() {
             };
             let got = attend(&cache, seq);
             let (k, v) = contents(&cache, seq);
-            let mut plain = KvCache::new(desc(layout, Codec::F32, Codec::F32)).unwrap();
+            let mut elements = shape;
+            (elements.k, elements.v) = (Codec::F32, Codec::F32);
+            let mut plain = KvCache::new(elements).unwrap();
             let copy = plain.create().unwrap();
             let view = |x, dim| TensorView::bhsd::<f32>(x, [1, 2, 30, dim]).unwrap();
-            plain.append(&[(copy, 30)], &[(view(&k, 96), view(&v, 64))]).unwrap();
+            plain.append(&[(copy, 30)], &[(view(&k, dim), view(&v, value_dim))]).unwrap();
             let want = attend(&plain, copy);
             for (got, want) in got.iter().zip(&want) {
                 assert!((got - want).abs() < 1e-3, "{k_codec} {v_codec} {layout:?}: {got}, not {want}");

@@ -70,7 +70,7 @@ impl Stored {
             return Ok(Self::Elements(buffer, dtype));
         }
         let pages = CodePages::new(codec, side, shape);
-        let mut pages = pages.ok_or_else(|| Failure::new(format_args!("no memory for pages {shape:?}")))?;
+        let mut pages = pages.map_err(|why| Failure::new(format_args!("pages {shape:?}: {why}")))?;
         let mut rng = Rng::new(seed);
         let mut row = vec![0.0f32; shape[3]];
         for at in 0..size / shape[3] {

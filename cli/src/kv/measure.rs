@@ -3,9 +3,10 @@
 use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
 use crate::check::progress;
+use crate::failure::{self, Failure};
 use flashtile::cache::MEAN_ROWS;
 use flashtile::codec::{
-    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare, has_rows,
+    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare,
 };
 use flashtile::{Codec, Sequence};
 use rayon::prelude::*;
@@ -21,13 +22,16 @@ pub(super) struct Codecs {
 }
 
 impl Codecs {
-    pub(super) fn of(pairs: &[Pair<'_>]) -> Self {
+    /// Those asked for, or where none are, all that store any dimension and have fewer bits than f32, which is what caches are to be
+    /// smaller than.
+    pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec]) -> failure::Result<Self> {
         let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new() };
-        // 32 bits are what caches are to be smaller than, not a way to store them.
-        for codec in Codec::ALL.into_iter().filter(|codec| *codec != Codec::F32) {
+        let usual = |codec: &Codec| codec.supports(1) && *codec != Codec::F32;
+        let wanted = |codec: &Codec| if asked.is_empty() { usual(codec) } else { asked.contains(codec) };
+        for codec in Codec::ALL.into_iter().filter(wanted) {
             let without = pairs.iter().find(|pair| {
                 let dims = pair.problem.dims();
-                !has_rows(codec, dims.head_dim) || !has_rows(codec, dims.value_dim)
+                !codec.supports(dims.head_dim) || !codec.supports(dims.value_dim)
             });
             if let Some(pair) = without {
                 codecs.left_out.push((codec, pair.name.clone()));
@@ -39,7 +43,14 @@ impl Codecs {
                 codecs.keys.push(KeyCodec { codec, centred: true });
             }
         }
-        codecs
+        match codecs.left_out.first() {
+            Some((codec, pair)) if codecs.values.is_empty() => {
+                let what =
+                    format_args!("{codec} has no rows of the dimensions of {pair}, expected one that has");
+                Err(Failure::at("--codecs", what))
+            }
+            _ => Ok(codecs),
+        }
     }
 }
 

@@ -56,7 +56,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         report::note(archive.refuse(format_args!("note: tensors not read: {names}")));
     }
 
-    let codecs = Codecs::of(&pairs);
+    let codecs = Codecs::of(&pairs, &args.codecs)?;
     let measured = measure(&pairs, &codecs, args.rows);
     let mut answered = Vec::new();
     for (pair, measured) in pairs.iter().zip(&measured) {

@@ -344,6 +344,28 @@ fn zeros_are_reported_as_exact() {
 }
 
 #[test]
+fn codecs_can_be_chosen() {
+    let folder = Folder::with(&normal(40, 256, 0.0));
+    let report = json(&folder.input, &["--codecs", "mlx-tq8,tq4,int8"]);
+    assert_eq!(report["values"], serde_json::json!(["int8", "tq4", "mlx-tq8"]));
+    // 256 codes of 8 bits and a norm of 32.
+    assert_eq!(report["keys"][key(&report, "mlx-tq8", true)]["bits"], 8.125);
+    assert!(kl(&report, &report["all"], "int8", false) < kl(&report, &report["all"], "mlx-tq8", false));
+    assert!(text(&folder.input, &[]).contains("\nint8 ") && !text(&folder.input, &[]).contains("mlx"));
+    let small = Folder::with(&normal(40, 32, 0.0));
+    assert!(
+        text(&small.input, &["--codecs", "mlx-tq8,tq4"])
+            .contains("mlx-tq8 is left out: it has no rows of the dimensions of k and v")
+    );
+    let why = "--codecs: mlx-tq8 has no rows of the dimensions of k and v";
+    assert_refused(&kv(&small.input, &["--codecs", "mlx-tq8"]), why, "no codec left");
+    assert_refused(&kv(&small.input, &["--codecs", "tq7"]), "tq7 is no codec", "unknown codec");
+    let plain = text(&small.input, &["--codecs", "f32,bf16"]);
+    assert!(plain.contains("\nbf16 ") && !plain.contains("recommended"), "{plain}");
+    small.refuse(&["--k-codec", "mlx-tq8"], "k is mlx-tq8");
+}
+
+#[test]
 fn pictures_of_errors() {
     let folder = Folder::with(&normal(128, 32, 0.0));
     let svg = folder.path().join("kv.svg");

@@ -444,6 +444,11 @@ fn other_commands() {
         (vec!["bench", "decode", "--seq", "9..3"], "or LOW..HIGH"),
         (vec!["bench", "decode", "--seq", "3..9"], "--seq: 3..9 is of sequences in a --cache"),
         (vec!["bench", "--cache", "paged"], "--cache: needs the group decode"),
+        (
+            vec!["bench", "decode", "--cache", "paged", "--codec", "f16+mlx-tq8", "--head-dim", "128"],
+            "v is mlx-tq8 with 128 elements a row, expected 256 or 512",
+        ),
+        (vec!["bench", "decode", "--cache", "paged", "--codec", "mlx-tq7"], "mlx-tq7 is no codec, expected"),
         (vec!["bench", "decode", "--cache", "heap"], "contiguous, paged, ring"),
         (vec!["bench", "decode", "--cache", "ring", "--shared", "9"], "--shared: needs --cache paged"),
         (

@@ -6,21 +6,17 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{CODE_DIM, CodeScores, CodeValues, Simd, TILE};
+use super::super::simd::{CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, Simd, TILE};
 use super::pack;
 use crate::BlockTables;
 use crate::cache::NO_PAGE;
-use crate::codec::{self, CodesView, UNIT};
+use crate::codec::{self, Coder, CodesView};
 use crate::plan::STREAM_ROWS;
 use crate::problem::MAX_HEAD_DIM;
-use half::f16;
-use half::slice::HalfFloatSliceExt;
 use std::ops::Range;
 
 /// The greatest magnitude of a query's integers: its upper half is a signed byte.
 const Q_ONE: f32 = 127.0 * 256.0;
-/// Keys of a block.
-const KEYS: usize = 256;
 
 /// Quantized rows of one head of a sequence.
 #[derive(Clone, Copy)]
@@ -51,67 +47,75 @@ impl<'a> CodeRows<'a> {
         self.view.coder().is_integer() && self.dim().is_multiple_of(CODE_DIM)
     }
 
-    /// The page of row `j`, and the row in it. Of a block that is nowhere, page 0.
+    /// A page of the sequence. Of a page that is nowhere, page 0.
     #[inline(always)]
-    fn find(&self, j: usize) -> (&'a [u8], usize) {
-        let (block, row) = (j / self.page, j % self.page);
+    fn page(&self, block: usize) -> &'a [u8] {
         let block = if block < self.table.len() { block } else { block % self.table.len() };
         let page = match self.table[block] {
             NO_PAGE => 0,
             page => page as usize,
         };
-        (self.view.page(page, self.head), row)
-    }
-
-    /// Calls `f` with each run of rows `rows` that lie one after another: the page, the first row in it, and the rows.
-    #[inline(always)]
-    fn runs(&self, rows: Range<usize>, mut f: impl FnMut(&'a [u8], usize, Range<usize>)) {
-        let mut at = rows.start;
-        while at < rows.end {
-            let (page, row) = self.find(at);
-            let end = rows.end.min(at + self.page - row);
-            f(page, row, at..end);
-            at = end;
-        }
+        self.view.page(page, self.head)
     }
 
     /// Decodes row `j`, in the rotated domain.
     fn decode(&self, j: usize, x: &mut [f32]) {
-        let (page, row) = self.find(j);
-        codec::decode_rotated(self.view.coder(), (page, self.page, row), x);
+        let page = self.page(j / self.page);
+        codec::decode_rotated(self.view.coder(), (page, self.page, j % self.page), x);
     }
 
-    /// Scales of rows `rows`, divided by [`UNIT`].
-    fn factors(&self, rows: Range<usize>, into: &mut [f32]) {
+    /// Where the groups of rows from `j` on begin: in both planes, and their scales. `elsewhere(n, j)` says it of those whose rows,
+    /// from `j` on, do not lie in one page.
+    fn groups(
+        &self,
+        j: usize,
+        groups: &mut [[*const u8; 3]],
+        mut elsewhere: impl FnMut(usize, usize) -> [*const u8; 3],
+    ) {
         let format = self.view.coder().format();
-        let first = rows.start;
-        self.runs(rows, |page, row, run| {
-            let into = &mut into[run.start - first..run.end - first];
-            let bytes = &page[self.page * (format.row_bytes() - 2) + 2 * row..][..2 * run.len()];
-            let mut scales = [f16::ZERO; KEYS];
-            for (scale, bytes) in scales.iter_mut().zip(bytes.as_chunks().0) {
-                *scale = f16::from_le_bytes(*bytes);
+        let [lower, upper] = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
+        let (mut block, mut row) = (j / self.page, j % self.page);
+        let mut page = self.page(block).as_ptr();
+        for (n, group) in groups.iter_mut().enumerate() {
+            if row >= self.page {
+                block += row / self.page;
+                row %= self.page;
+                page = self.page(block).as_ptr();
             }
-            scales[..run.len()].convert_to_f32_slice(into);
-            into.iter_mut().for_each(|x| *x *= 1.0 / UNIT);
-        });
+            *group = if row + TILE <= self.page {
+                let above = self.page * lower + row * upper;
+                let scales = self.page * (lower + upper) + row * 2;
+                [row * lower, above, scales].map(|at| page.wrapping_add(at))
+            } else {
+                elsewhere(n, block * self.page + row)
+            };
+            row += TILE;
+        }
     }
 
-    /// Addresses of rows `rows` in each plane, from the first pointers on.
-    fn places(&self, rows: Range<usize>, into: [&mut [*const u8]; 2]) {
-        let first = rows.start;
-        let [low, high] = into;
-        let planes = self.view.coder().format().planes();
-        self.runs(rows, |page, row, run| {
-            let mut start = 0;
-            for (plane, into) in planes.iter().zip([&mut *low, &mut *high]) {
-                let base = page[start..].as_ptr();
-                for (n, into) in into[run.start - first..run.end - first].iter_mut().enumerate() {
-                    *into = base.wrapping_add((row + n) * plane.bytes);
+    /// Copies rows `j..j + TILE` to `to`, plane after plane, as a group.
+    ///
+    /// # Safety
+    /// `to` is valid for the bytes.
+    unsafe fn copy_group(&self, j: usize, to: *mut u8) -> [*const u8; 3] {
+        let format = self.view.coder().format();
+        let mut starts = [to.cast_const(); 3];
+        for n in 0..TILE {
+            let (page, row) = (self.page((j + n) / self.page), (j + n) % self.page);
+            let places = format.places(self.page, row..row + 1).zip(format.places(TILE, n..n + 1));
+            for (index, (from, at)) in places.enumerate() {
+                // The scales are last.
+                let index = if index == format.planes().len() { 2 } else { index };
+                // SAFETY: the caller's promise.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(page[from.clone()].as_ptr(), to.add(at.start), from.len());
                 }
-                start += self.page * plane.bytes;
+                if n == 0 {
+                    starts[index] = to.wrapping_add(at.start).cast_const();
+                }
             }
-        });
+        }
+        starts
     }
 }
 
@@ -174,7 +178,7 @@ impl Operands {
     /// In the memory of a plan for codes.
     pub(super) fn new(memory: *mut f32, dim: usize) -> Self {
         let q = memory.cast::<i8>();
-        let q_factors: *mut f32 = q.wrapping_add(STREAM_ROWS * 2 * dim).cast();
+        let q_factors: *mut f32 = q.wrapping_add(STREAM_ROWS * 2 * MAX_HEAD_DIM).cast();
         let start = q_factors.wrapping_add(STREAM_ROWS).cast::<i32>();
         let w_factors = start.wrapping_add(STREAM_ROWS).cast::<f32>();
         let w = w_factors.wrapping_add(STREAM_ROWS).cast();
@@ -195,8 +199,9 @@ impl Operands {
                 // Numbers that are not finite reach the scores by the factor.
                 let finite = row.iter().fold(0.0f32, |sum, x| sum + x * 0.0) == 0.0;
                 let inverse = if most > 0.0 && finite { Q_ONE / most } else { 0.0 };
-                let high = std::slice::from_raw_parts_mut(self.q.add(2 * r * self.dim), self.dim);
-                let low = std::slice::from_raw_parts_mut(self.q.add((2 * r + 1) * self.dim), self.dim);
+                let half = |n: usize| self.q.add((2 * r + n) * MAX_HEAD_DIM);
+                let high = std::slice::from_raw_parts_mut(half(0), self.dim);
+                let low = std::slice::from_raw_parts_mut(half(1), self.dim);
                 let mut sum = 0i32;
                 for ((x, high), low) in row.iter().zip(high).zip(low) {
                     let x = (x * inverse).round_ties_even() as i32;
@@ -210,7 +215,8 @@ impl Operands {
         }
     }
 
-    /// Scores of `count` queries and keys `first + columns`, in whole vectors that cover the columns.
+    /// Scores of `count` queries and keys `first + columns`, in whole vectors that cover the columns. `memory` has room for a block
+    /// of codes.
     ///
     /// # Safety
     /// As [`Simd`]; the keys exist, the queries were set, and `c` holds the vectors of each row.
@@ -219,18 +225,15 @@ impl Operands {
         &self,
         src: CodeRows<'_>,
         (first, columns): (usize, &Range<usize>),
+        memory: *mut f32,
         count: usize,
         (c, ldc): (*mut f32, usize),
     ) {
-        let block = Block::new(src, first, columns);
-        let coder = src.view.coder();
-        // SAFETY: the caller's promise; rows of keys that are not seen are zeros.
+        // SAFETY: the caller's promise.
         unsafe {
+            let block = Block::new(src, first, columns, memory.cast());
             S::code_scores(&CodeScores {
-                format: coder.format(),
-                levels: coder.levels(),
-                rows: block.rows(TILE),
-                k_factors: block.factors(),
+                keys: block.codes(src.view.coder()),
                 q: self.q,
                 start: self.start,
                 q_factors: self.q_factors,
@@ -245,24 +248,21 @@ impl Operands {
     /// cover the columns.
     ///
     /// # Safety
-    /// As [`Simd`]; the values `first + columns` exist.
+    /// As [`Operands::scores`]; the values `first + columns` exist.
     #[inline(always)]
     pub(super) unsafe fn values<S: Simd>(
         &self,
         src: CodeRows<'_>,
         (first, columns): (usize, &Range<usize>),
+        memory: *mut f32,
         (weights, ldw, count): (*const f32, usize, usize),
         (c, ldc): (*mut f32, usize),
     ) {
-        let block = Block::new(src, first, columns);
-        let coder = src.view.coder();
-        // SAFETY: the caller's promise; values that are not seen are zeros.
+        // SAFETY: the caller's promise.
         unsafe {
+            let block = Block::new(src, first, columns, memory.cast());
             S::code_values(&CodeValues {
-                format: coder.format(),
-                levels: coder.levels(),
-                rows: block.rows(4),
-                v_factors: block.factors(),
+                values: block.codes(src.view.coder()),
                 weights: weights.add(block.start),
                 ldw,
                 integers: self.w,
@@ -275,39 +275,46 @@ impl Operands {
     }
 }
 
-/// Where the rows of a block of keys or values are.
+/// Groups of a block.
+const GROUPS: usize = CODE_KEYS / TILE;
+
+/// Where the rows of a block of keys or values are, and those of the next one.
 struct Block {
-    places: [[*const u8; KEYS]; 2],
-    factors: [f32; KEYS],
-    /// The column of the first, that of a whole vector, and how many there are from it on.
+    groups: [[*const u8; 3]; GROUPS],
+    next: [[*const u8; 3]; GROUPS],
+    /// The column of the first group, and how many there are.
     start: usize,
-    len: usize,
+    count: usize,
 }
 
 impl Block {
-    /// Of rows `first + columns`. Those of the first vector that are before them, and those past the last, are zeros.
-    fn new(src: CodeRows<'_>, first: usize, columns: &Range<usize>) -> Self {
+    /// Of rows `first + columns`, in whole groups.
+    ///
+    /// # Safety
+    /// `memory` has room for a block of codes.
+    unsafe fn new(src: CodeRows<'_>, first: usize, columns: &Range<usize>, memory: *mut u8) -> Self {
         let start = columns.start / TILE * TILE;
-        let (skipped, len) = (columns.start - start, columns.end - start);
-        let mut block = Self { places: [[NOTHING.0.as_ptr(); KEYS]; 2], factors: [0.0; KEYS], start, len };
-        let [low, high] = &mut block.places;
-        let seen = first + columns.start..first + columns.end;
-        src.places(seen.clone(), [&mut low[skipped..], &mut high[skipped..]]);
-        src.factors(seen, &mut block.factors[skipped..]);
-        block
+        let count = (columns.end - start).div_ceil(TILE);
+        let bytes = src.view.coder().format().row_bytes() * TILE;
+        let mut groups = [[std::ptr::null(); 3]; GROUPS];
+        // SAFETY: the caller's promise.
+        src.groups(first + start, &mut groups[..count], |n, j| unsafe {
+            src.copy_group(j, memory.add(n * bytes))
+        });
+        let mut next = groups;
+        let ahead = first + start + CODE_KEYS;
+        if ahead < src.table.len() * src.page {
+            src.groups(ahead, &mut next[..count], |n, _| groups[n]);
+        }
+        Self { groups, next, start, count }
     }
 
-    fn rows(&self, multiple: usize) -> [&[*const u8]; 2] {
-        let len = self.len.next_multiple_of(multiple);
-        [&self.places[0][..len], &self.places[1][..len]]
-    }
-
-    fn factors(&self) -> &[f32] {
-        &self.factors[..self.len.next_multiple_of(TILE)]
+    fn codes<'a>(&'a self, coder: &'a Coder) -> CodeBlock<'a> {
+        CodeBlock {
+            format: coder.format(),
+            levels: coder.levels(),
+            groups: &self.groups[..self.count],
+            next: &self.next[..self.count],
+        }
     }
 }
-
-/// Stands for rows that are not there.
-#[repr(align(64))]
-struct Nothing([u8; MAX_HEAD_DIM]);
-static NOTHING: Nothing = Nothing([0; MAX_HEAD_DIM]);

@@ -377,7 +377,7 @@ impl<'a> Work<'a> {
             let first = tile.block * self.block_k;
             if let (Path::Integers, Stored::Codes(k)) = (self.k_path, self.keys()) {
                 let c = (self.scores, self.block_k);
-                return self.operands().scores::<S>(k, (first, &tile.columns), tile.rows.len(), c);
+                return self.operands().scores::<S>(k, (first, &tile.columns), self.k, tile.rows.len(), c);
             }
             if let (Path::Stream, Stored::Elements(k)) = (self.k_path, self.keys()) {
                 let (c, rows) = (self.scores, tile.rows.len());
@@ -522,7 +522,7 @@ impl<'a> Work<'a> {
                     // A weight of 0 leaves out whatever the value is: there is nothing to repair.
                     let weights = (self.scores.cast_const(), self.block_k, tile.rows.len());
                     let c = (self.values, self.stride);
-                    return self.operands().values::<S>(v, (first, &tile.columns), weights, c);
+                    return self.operands().values::<S>(v, (first, &tile.columns), self.packed_v, weights, c);
                 }
                 Stored::Elements(v) if self.v_path == Path::Stream => {
                     self.stream_values::<S>(tile, v, columns)

@@ -34,7 +34,7 @@ impl Isa {
     #[must_use]
     pub fn for_problem(self, problem: &Problem) -> Self {
         let codecs = [problem.k_codec(), problem.v_codec()];
-        if codecs.iter().any(|codec| codec.dtype().is_none()) {
+        if codecs.iter().any(|codec| codec.is_integer()) {
             return self.min(Self::Avx512Vnni);
         }
         // Pairs are of bf16 on both sides.

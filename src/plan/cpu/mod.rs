@@ -18,7 +18,7 @@ pub(crate) use schedule::{Phase, Reduction, Rows, Target, Task, sequence_of, spa
 
 use super::{PlanOptions, Unsupported};
 use crate::Codec;
-use crate::problem::{Problem, Sequence};
+use crate::problem::{MAX_HEAD_DIM, Problem, Sequence};
 use schedule::{Choices, Schedule, Segments, TASKS_PER_THREAD};
 use std::ops::Range;
 
@@ -372,7 +372,7 @@ fn scratch(
         partial: region(tile_rows * value_stride),
         acc: region(task_rows * value_stride),
         stats: region(2 * row_stats + 2 * tile_stats),
-        codes: region(if quantized { row_stats + code_scratch(depth, value_stride) } else { 0 }),
+        codes: region(if quantized { row_stats + code_scratch(depth) } else { 0 }),
         row_stats,
         tile_stats,
         len,
@@ -380,11 +380,10 @@ fn scratch(
 }
 
 /// f32 of memory that rows of codes are decoded to, or that operands in integers take.
-const fn code_scratch(depth: usize, value_stride: usize) -> usize {
-    // Sixteen keys in f32; or of each query two bytes an element and a factor, of each weight two bytes, and sums of values in two
-    // halves.
+const fn code_scratch(depth: usize) -> usize {
+    // Sixteen keys in f32; or of each query two bytes an element and two factors, of each weight two bytes and a factor.
     let decoded = 16 * depth;
-    let integers = STREAM_ROWS * (depth.next_multiple_of(64) / 2 + 16 + BLOCK_K / 2 + 2 * value_stride);
+    let integers = STREAM_ROWS * (MAX_HEAD_DIM / 2 + 2 + BLOCK_K / 2 + 1);
     if decoded > integers { decoded } else { integers }
 }
 
