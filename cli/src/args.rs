@@ -23,6 +23,7 @@ pub(crate) enum Command {
     Run(RunArgs),
     Check(CheckArgs),
     Plan(PlanArgs),
+    Kv(KvArgs),
     Info(InfoArgs),
     Bench(BenchArgs),
 }
@@ -70,12 +71,12 @@ pub(crate) struct RunArgs {
     /// Refuse a file with tensors that are not understood, instead of noting them
     #[arg(long)]
     pub(crate) strict: bool,
-    /// Codec of K: this build takes the dtype of the problem alone
-    #[arg(long, value_name = "CODEC", hide = true)]
-    pub(crate) k_codec: Option<String>,
-    /// Codec of V: this build takes the dtype of the problem alone
-    #[arg(long, value_name = "CODEC", hide = true)]
-    pub(crate) v_codec: Option<String>,
+    #[command(flatten)]
+    pub(crate) storage: Storage,
+    /// Take the mean of the first 256 keys out of keys that are quantized: exact but for rounding, and needed where keys have a large
+    /// constant part
+    #[arg(long)]
+    pub(crate) centre: bool,
     /// Pieces of at least one block of keys into which the keys are divided for parallel work; the result does not
     /// depend on it
     #[arg(long, value_name = "N", value_parser = count)]
@@ -141,6 +142,8 @@ pub(crate) struct PlanArgs {
     pub(crate) reading: Reading,
     #[command(flatten)]
     pub(crate) semantics: Semantics,
+    #[command(flatten)]
+    pub(crate) storage: Storage,
     /// Refuse a file with tensors that are not understood, instead of noting them
     #[arg(long)]
     pub(crate) strict: bool,
@@ -159,6 +162,79 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) sequence: usize,
     /// Write the picture of the tiles to this file as well
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What `kv --help` says of files.
+const KV_HELP: &str = "\
+Report what the codecs of KV caches would do to keys and values, and recommend a pair of them
+
+Reads every pair of tensors whose names differ in their last component alone, k and v (or key and
+value): layer.0.k and layer.0.v, k and v. Of F32, F16 or BF16, [batch, heads, rows, dim] or as
+--layout says. And, where present beside them,
+  q              queries, [batch, query heads, rows, dim]; a multiple of the heads of k
+  kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
+
+For each codec, with and without the mean of the keys taken out (centred; the mean is that of the
+first 256 keys, as a cache learns it):
+  bits           of an element, scales included
+  k error, v error
+                 mean square error over mean square
+  logit rmse     root mean square error of the logits, without what all keys of a query share
+  kl             mean divergence of the weights from those of the file, in nats; worst kl is that
+                 of the worst head
+  nrmse          root mean square error of the output over its root mean square
+The last three need queries. The recommendation is the cheapest pair of codecs, one of keys and
+one of values, whose kl and nrmse are within the gate in every pair of tensors.
+
+Exit status 2 where tensors have no answer: a NaN, an infinity, a norm above 8192, shapes that do
+not fit. The others are reported.";
+
+/// Report what the codecs of KV caches would do to keys and values, and recommend a pair of them
+#[derive(Debug, Args)]
+#[command(
+    long_about = KV_HELP,
+    after_help = "Examples:\n  flashtile kv examples/data/minilm_all_layers_f16.safetensors\n  \
+    flashtile kv kv.safetensors --causal --max-kl 1e-3 --svg kv.svg --per-layer"
+)]
+pub(crate) struct KvArgs {
+    /// Safetensors file to read
+    #[arg(value_name = "FILE")]
+    pub(crate) input: PathBuf,
+    /// Axes of the tensors in the file; default bhsd
+    #[arg(long, value_enum)]
+    pub(crate) layout: Option<Layout>,
+    #[command(flatten)]
+    pub(crate) semantics: Semantics,
+    /// Query rows of each query head and sequence to look at, evenly spaced
+    #[arg(long, value_name = "N", value_parser = count, default_value_t = 64)]
+    pub(crate) rows: usize,
+    /// Take keys for the queries where the file has none
+    #[arg(long)]
+    pub(crate) keys_as_queries: bool,
+    /// Codecs to compare; default all of any head dimension but f32
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) codecs: Vec<Codec>,
+    /// Largest mean divergence of the weights of a recommended pair, in nats
+    #[arg(long, value_name = "X", value_parser = positive, default_value_t = 1e-4)]
+    pub(crate) max_kl: f64,
+    /// Largest error of the output of a recommended pair
+    #[arg(long, value_name = "X", value_parser = positive, default_value_t = 0.055)]
+    pub(crate) max_nrmse: f64,
+    /// Show every codec for each pair of tensors
+    #[arg(long)]
+    pub(crate) per_layer: bool,
+    /// Refuse a file with tensors that are not understood, instead of noting them
+    #[arg(long)]
+    pub(crate) strict: bool,
+    /// Threads, at most those of this machine; default all
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
+    /// Write a plot of KL and NRMSE against bits to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Print one JSON object
@@ -301,6 +377,18 @@ impl Semantics {
         let band = self.window.unwrap_or_default();
         if self.causal { band.and(Visibility::causal()) } else { band }
     }
+}
+
+/// How a cache stores keys and values.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct Storage {
+    /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8, tq6 to tq2, or one of
+    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) k_codec: Option<Codec>,
+    /// Codec of the values, as --k-codec
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) v_codec: Option<Codec>,
 }
 
 /// A problem given by options.
@@ -488,6 +576,11 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
 
 fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number, 1 or more".to_owned())
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    let inside = |x: &f64| x.is_finite() && *x > 0.0;
+    text.parse().ok().filter(inside).ok_or_else(|| "expected a finite number above 0".to_owned())
 }
 
 /// More threads than the machine runs at once only wait for each other, and no measurement means anything.

@@ -3,11 +3,14 @@
 mod args;
 mod bench;
 mod buffer;
+mod cached;
+mod chart;
 mod check;
 mod failure;
 mod gpu;
 mod info;
 mod input;
+mod kv;
 mod machine;
 mod operands;
 mod output;
@@ -33,6 +36,7 @@ fn main() -> ExitCode {
         Command::Check(args) => check::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Info(args) => info::run(args),
+        Command::Kv(args) => kv::run(args),
         Command::Bench(args) => bench::run(args),
     })
 }

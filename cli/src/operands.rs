@@ -5,7 +5,8 @@ use crate::buffer::{Bytes, convert};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
 use flashtile::{
-    Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, Sequences, TensorView,
+    Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, RunError, Sequence,
+    Sequences, TensorView,
 };
 use safetensors::tensor::Dtype as StoredDtype;
 
@@ -84,16 +85,27 @@ impl Order {
 
 /// One of q, k and v.
 #[derive(Debug)]
-struct Tensor<'a> {
-    dtype: Dtype,
-    shape: [usize; 4],
-    bytes: Bytes<'a>,
+pub(crate) struct Tensor<'a> {
+    pub(crate) dtype: Dtype,
+    /// `[batch, heads, rows, dim]`.
+    pub(crate) shape: [usize; 4],
+    pub(crate) bytes: Bytes<'a>,
 }
 
 impl Tensor<'_> {
     fn view(&self, order: Order) -> Result<TensorView<'_>> {
         let strides = order.strides(self.shape);
         TensorView::from_bytes(self.dtype, self.bytes.get(), self.shape, strides).map_err(Failure::new)
+    }
+
+    /// The keys or values of a sequence that has some.
+    fn rows(&self, order: Order, sequence: &Sequence) -> Result<TensorView<'_>> {
+        let strides = order.strides(self.shape);
+        let first = sequence.batch * strides[0] + sequence.kv_start * strides[2];
+        let bytes = self.bytes.get().get(first * self.dtype.bytes()..).unwrap_or_default();
+        let [_, heads, _, dim] = self.shape;
+        let shape = [1, heads, sequence.kv_len, dim];
+        TensorView::from_bytes(self.dtype, bytes, shape, strides).map_err(Failure::new)
     }
 }
 
@@ -193,19 +205,51 @@ impl<'a> Operands<'a> {
     pub(crate) fn inputs(&self) -> Result<Inputs<'_>> {
         let order = self.order;
         let mut inputs = Inputs::new(self.q.view(order)?, self.k.view(order)?, self.v.view(order)?);
-        if let Some((kind, shape, bytes)) = &self.mask {
-            let strides = Order::Bhsd.strides(*shape);
+        self.add_biases(&mut inputs, self.problem.mask_shape())?;
+        Ok(inputs)
+    }
+
+    /// Gives inputs what there is beside q, k and v. Of the mask they see the part for a problem whose masks have this shape, where
+    /// that has fewer rows and keys than this one.
+    pub(crate) fn add_biases<'s>(&'s self, inputs: &mut Inputs<'s>, mask_shape: [usize; 4]) -> Result<()> {
+        if let Some((kind, stored, bytes)) = &self.mask {
+            let strides = Order::Bhsd.strides(*stored);
+            let whole = self.problem.mask_shape();
+            if stored.iter().zip(whole).any(|(got, expected)| *got != expected && *got != 1) {
+                return Err(Failure::new(RunError::MaskShape { expected: whole, got: *stored }));
+            }
+            let mut shape = *stored;
+            for axis in [2, 3] {
+                if shape[axis] == whole[axis] && shape[axis] > 1 {
+                    shape[axis] = mask_shape[axis];
+                }
+            }
             let view = match kind {
-                MaskKind::Bool => MaskView::bool_bytes(bytes.get(), *shape, strides),
+                MaskKind::Bool => MaskView::bool_bytes(bytes.get(), shape, strides),
                 MaskKind::Additive(dtype) => {
-                    TensorView::from_bytes(*dtype, bytes.get(), *shape, strides).map(MaskView::additive)
+                    TensorView::from_bytes(*dtype, bytes.get(), shape, strides).map(MaskView::additive)
                 }
             };
             inputs.mask = Some(view.map_err(Failure::new)?);
         }
         inputs.alibi_slopes = self.alibi_slopes.as_deref();
         inputs.sinks = self.sinks.as_deref();
-        Ok(inputs)
+        Ok(())
+    }
+
+    /// Bytes of q, in the order of the file.
+    pub(crate) fn q_bytes(&self) -> &[u8] {
+        self.q.bytes.get()
+    }
+
+    /// Keys of a sequence, `[1, heads, its keys, dim]`.
+    pub(crate) fn k_rows(&self, sequence: &Sequence) -> Result<TensorView<'_>> {
+        self.k.rows(self.order, sequence)
+    }
+
+    /// Values of a sequence, `[1, heads, its keys, dim]`.
+    pub(crate) fn v_rows(&self, sequence: &Sequence) -> Result<TensorView<'_>> {
+        self.v.rows(self.order, sequence)
     }
 }
 
@@ -270,7 +314,13 @@ fn one_edit(a: &str, b: &str) -> bool {
     }
 }
 
-fn tensor<'a>(archive: &Archive<'a>, name: &str, order: Order, to: Option<Dtype>) -> Result<Tensor<'a>> {
+/// A tensor of one of q, k and v, converted to a dtype where one is given.
+pub(crate) fn tensor<'a>(
+    archive: &Archive<'a>,
+    name: &str,
+    order: Order,
+    to: Option<Dtype>,
+) -> Result<Tensor<'a>> {
     let stored = archive.get(name).ok_or_else(|| {
         archive.refuse(format_args!("tensor {name} is missing, expected {name} {}", order.axes()))
     })?;
@@ -371,7 +421,8 @@ fn floats(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<f32>>> {
     Ok(Some(stored.bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned).collect()))
 }
 
-fn lengths(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<usize>>> {
+/// A list of lengths.
+pub(crate) fn lengths(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<usize>>> {
     let Some(stored) = list(archive, name, &[StoredDtype::I64, StoredDtype::I32])? else { return Ok(None) };
     let wide = stored.dtype == StoredDtype::I64;
     let size = if wide { size_of::<i64>() } else { size_of::<i32>() };

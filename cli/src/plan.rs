@@ -1,6 +1,7 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
 use crate::args::{Backend, PlanArgs, Shape};
+use crate::cached::{self, Stored};
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::input::Mapped;
@@ -11,7 +12,7 @@ use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
 use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, devices};
-use flashtile::{CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
+use flashtile::{Codec, CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -22,6 +23,10 @@ const MAX_BATCH: usize = 1 << 20;
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
         let (problem, order) = problem(args)?;
+        let problem = match Stored::asked(&args.storage, false, &problem)? {
+            Some(stored) => stored.problem(&problem)?,
+            None => problem,
+        };
         let options = machine::options(args.splits);
         let (device, facts) = device(args)?;
         let plan = match facts {
@@ -30,7 +35,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
                 Plan::Cpu(facts, plan.map_err(|e| machine::unplanned(&problem, &facts, &e))?)
             }
             Facts::Cuda(facts) => {
-                Plan::Cuda(facts, CudaPlan::new(&problem, &facts, options).map_err(Failure::new)?)
+                let plan = CudaPlan::new(&problem, &facts, options);
+                Plan::Cuda(facts, plan.map_err(|e| cached::unplanned(&e).unwrap_or_else(|| Failure::new(e)))?)
             }
         };
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
@@ -137,7 +143,7 @@ fn described(args: &PlanArgs) -> Result<Problem> {
     }
     let Shape { batch, heads, q_len, head_dim, ref kv_lens, .. } = args.shape;
     if !args.shape.cached.is_empty() {
-        return cached(args);
+        return steps(args);
     }
     let dims = Dims {
         batch,
@@ -169,7 +175,7 @@ fn with_semantics(mut desc: ProblemDesc, args: &PlanArgs) -> ProblemDesc {
 }
 
 /// A step over sequences in a cache.
-fn cached(args: &PlanArgs) -> Result<Problem> {
+fn steps(args: &PlanArgs) -> Result<Problem> {
     let Shape { heads, kv_heads, head_dim, value_dim, shared, .. } = args.shape;
     let count = args.shape.cached.iter().fold(0usize, |n, c| n.saturating_add(c.times));
     if count > MAX_BATCH {
@@ -236,7 +242,10 @@ impl Shown<'_> {
         let problem = plan.problem();
         let desc = problem.desc();
         let work = self.work();
+        let plain = Codec::of(problem.dtype());
+        let (k, v) = (problem.k_codec(), problem.v_codec());
         let extras = [
+            ((k, v) != (plain, plain)).then(|| format!("cached as k {k}, v {v}")),
             desc.softcap.map(|c| format!("softcap {c}")),
             desc.alibi.then(|| "ALiBi".to_owned()),
             desc.sinks.then(|| "sinks".to_owned()),
@@ -288,6 +297,8 @@ impl Shown<'_> {
             "dims": dims_json(problem.dims()),
             "layout": self.order.name(),
             "dtype": problem.dtype().name(),
+            "k_codec": problem.k_codec().name(),
+            "v_codec": problem.v_codec().name(),
             "visibility": problem.desc().visibility.to_string(),
             "sequences": problem.sequences().len(),
             "workspace_bytes": self.plan.workspace_bytes(),

@@ -2,6 +2,7 @@
 
 use crate::args::{Backend, RunArgs};
 use crate::buffer::{Buffer, store};
+use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::input::Mapped;
@@ -11,7 +12,7 @@ use crate::output::{self, Destination};
 use crate::report;
 use flashtile::cuda::Cuda;
 use flashtile::testkit::{DevicePlacement, DeviceRun};
-use flashtile::{CudaPlan, Dims, Outputs, Problem, Sequences, TensorViewMut, reference};
+use flashtile::{Codec, CudaPlan, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -67,19 +68,6 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// A KV codec is refused unless it is the dtype in which k and v are read anyway.
-fn check_codecs(args: &RunArgs, problem: &Problem) -> Result<()> {
-    for (option, codec) in [("--k-codec", &args.k_codec), ("--v-codec", &args.v_codec)] {
-        if let Some(codec) = codec
-            && codec != problem.dtype().name()
-        {
-            let what = format_args!("{codec} is not built, expected {} as the problem", problem.dtype());
-            return Err(Failure::at(option, what));
-        }
-    }
-    Ok(())
-}
-
 /// What was computed and how long it took.
 struct Done {
     backend: &'static str,
@@ -91,6 +79,8 @@ struct Done {
     workspace_bytes: usize,
     problem: Problem,
     order: Order,
+    /// How a cache stored keys and values, and its bytes, where one did.
+    stored: Option<(Stored, usize)>,
     work: Work,
     seconds: f64,
     /// Timed runs, of whose times `seconds` is the median.
@@ -103,7 +93,15 @@ fn compute(args: &RunArgs) -> Result<Done> {
     let mapped = Mapped::open(&args.input)?;
     let archive = mapped.archive()?;
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
-    check_codecs(args, &operands.problem)?;
+    let stored = Stored::asked(&args.storage, args.centre, &operands.problem)?;
+    if let Some(stored) = stored
+        && args.backend == Backend::Cuda
+    {
+        let (option, codec) = stored.option(&operands.problem);
+        let what =
+            format_args!("{codec} is not of the cuda backend, expected --backend auto, cpu or reference");
+        return Err(Failure::at(option, what));
+    }
     let destination = Destination::new(&args.output)?;
     destination.differs_from(&args.input)?;
     if let Some(note) = operands.remark(&archive, args.strict)? {
@@ -112,20 +110,41 @@ fn compute(args: &RunArgs) -> Result<Done> {
 
     let dims = *operands.problem.dims();
     let dtype = operands.problem.dtype();
+    let refuse = |failure: Failure| archive.refuse(failure);
+    let cached = stored.map(|stored| Cached::fill(&operands, stored)).transpose().map_err(refuse)?;
+    let job = match &cached {
+        Some(cached) => Job { operands: &operands, cached: Some(cached), problem: &cached.problem },
+        None => Job { operands: &operands, cached: None, problem: &operands.problem },
+    };
     let mut out = Buffer::elements(dtype, count(dims.out_shape())?)?;
     let mut lse = Buffer::elements(flashtile::Dtype::F32, dims.batch * dims.q_heads * dims.q_len)?;
     let results = Results { out: &mut out, lse: &mut lse };
-    let refuse = |failure: Failure| archive.refuse(failure);
     let done = match args.backend {
-        Backend::Reference => by_definition(&operands, results).map_err(refuse)?,
-        Backend::Cuda => on_cuda(args, gpu::device()?, &operands, results).map_err(refuse)?,
+        Backend::Reference => by_definition(&job, results).map_err(refuse)?,
+        Backend::Cuda => on_cuda(args, gpu::device()?, &job, results).map_err(refuse)?,
+        Backend::Auto if cached.is_some() => {
+            let why = Failure::new("caches in other codecs than the dtype are of the cpu");
+            on_cpu(args, &job, results, Some(&why)).map_err(refuse)?
+        }
         // What restricts the cpu asks for it.
         Backend::Auto if args.cpu.isa.is_none() && args.cpu.threads.is_none() => match gpu::device() {
-            Ok(cuda) => on_cuda(args, cuda, &operands, results).map_err(refuse)?,
-            Err(why) => on_cpu(args, &operands, results, Some(&why)).map_err(refuse)?,
+            Ok(cuda) => on_cuda(args, cuda, &job, results).map_err(refuse)?,
+            Err(why) => on_cpu(args, &job, results, Some(&why)).map_err(refuse)?,
         },
-        _ => on_cpu(args, &operands, results, None).map_err(refuse)?,
+        _ => on_cpu(args, &job, results, None).map_err(refuse)?,
     };
+    if cached.is_some() && operands.order != Order::Packed {
+        // Attention over a cache has rows of all sequences one after the other.
+        let rows = [dims.batch, dims.q_heads, dims.q_len];
+        if operands.order == Order::Bhsd {
+            let mut ordered = Buffer::zeroed(out.bytes().len())?;
+            unpack(out.bytes(), ordered.bytes_mut(), rows, dims.value_dim * dtype.bytes());
+            out = ordered;
+        }
+        let mut ordered = Buffer::zeroed(lse.bytes().len())?;
+        by_sequence(lse.floats_mut(), ordered.floats_mut(), rows);
+        lse = ordered;
+    }
 
     let lse_shape: Vec<usize> = match operands.order {
         Order::Packed => vec![dims.q_heads, dims.q_len],
@@ -143,18 +162,52 @@ fn count(shape: [usize; 4]) -> Result<usize> {
     count.ok_or_else(|| Failure::new(format_args!("out {shape:?} is not addressable")))
 }
 
-/// Memory of the results: out in the order of q, lse `[batch, heads, queries]`.
+/// Logsumexp `[heads, batch * rows]` as `[batch, heads, rows]`.
+fn by_sequence(lse: &[f32], into: &mut [f32], [batch, heads, rows]: [usize; 3]) {
+    for b in 0..batch {
+        for h in 0..heads {
+            let (at, to) = ((h * batch + b) * rows, (b * heads + h) * rows);
+            into[to..to + rows].copy_from_slice(&lse[at..at + rows]);
+        }
+    }
+}
+
+/// What is computed: the operands as they are, or over a cache of their keys and values.
+struct Job<'a> {
+    operands: &'a Operands<'a>,
+    cached: Option<&'a Cached>,
+    /// Whose rows are those of the operands, or of all sequences one after the other.
+    problem: &'a Problem,
+}
+
+impl Job<'_> {
+    fn inputs(&self) -> Result<Inputs<'_>> {
+        self.cached.map_or_else(|| self.operands.inputs(), |cached| cached.inputs(self.operands))
+    }
+
+    /// Strides of out.
+    fn strides(&self) -> [usize; 4] {
+        let order = if self.cached.is_some() { Order::Packed } else { self.operands.order };
+        order.strides(self.problem.dims().out_shape())
+    }
+
+    /// How the cache stores keys and values, and its bytes.
+    fn stored(&self) -> Option<(Stored, usize)> {
+        self.cached.map(|cached| (cached.stored, cached.bytes()))
+    }
+}
+
+/// Memory of the results: out in the order of q, lse `[batch, heads, queries]`; over a cache out `[total, heads, dim]` and lse
+/// `[heads, total]`.
 struct Results<'a> {
     out: &'a mut Buffer,
     lse: &'a mut Buffer,
 }
 
 impl<'a> Results<'a> {
-    fn outputs(self, operands: &Operands<'_>) -> Result<Outputs<'a>> {
-        let problem = &operands.problem;
-        let shape = problem.dims().out_shape();
-        let strides = operands.order.strides(shape);
-        let out = TensorViewMut::from_bytes(problem.dtype(), self.out.bytes_mut(), shape, strides);
+    fn outputs(self, job: &Job<'_>) -> Result<Outputs<'a>> {
+        let shape = job.problem.dims().out_shape();
+        let out = TensorViewMut::from_bytes(job.problem.dtype(), self.out.bytes_mut(), shape, job.strides());
         let mut outputs = Outputs::new(out.map_err(Failure::new)?);
         outputs.lse = Some(self.lse.floats_mut());
         Ok(outputs)
@@ -162,11 +215,11 @@ impl<'a> Results<'a> {
 }
 
 /// Runs on a CUDA device; the time is that of the kernels, without copies between host and device.
-fn on_cuda(args: &RunArgs, cuda: Cuda, operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
-    let problem = &operands.problem;
+fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
+    let problem = job.problem;
     let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits)).map_err(Failure::new)?;
-    let inputs = operands.inputs()?;
-    let mut outputs = results.outputs(operands)?;
+    let inputs = job.inputs()?;
+    let mut outputs = results.outputs(job)?;
     let placement = DevicePlacement::default();
     let mut run = DeviceRun::new(&cuda, &plan, &inputs, &mut outputs, placement)?;
     run.compute(&mut outputs)?;
@@ -182,8 +235,9 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, operands: &Operands<'_>, results: Results
         unit: Some(unit),
         splits: plan.splits(),
         workspace_bytes: plan.workspace_bytes(),
-        problem: problem.clone(),
-        order: operands.order,
+        problem: job.operands.problem.clone(),
+        order: job.operands.order,
+        stored: job.stored(),
         work,
         seconds,
         repetitions,
@@ -192,18 +246,13 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, operands: &Operands<'_>, results: Results
 }
 
 /// Runs on the CPU; `no_device` is why no other device does, where that was asked.
-fn on_cpu(
-    args: &RunArgs,
-    operands: &Operands<'_>,
-    results: Results<'_>,
-    no_device: Option<&Failure>,
-) -> Result<Done> {
-    let problem = &operands.problem;
+fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option<&Failure>) -> Result<Done> {
+    let problem = job.problem;
     let cpu = machine::cpu(args.cpu)?;
     let options = machine::options(args.splits);
     let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
-    let inputs = operands.inputs()?;
-    let mut outputs = results.outputs(operands)?;
+    let inputs = job.inputs()?;
+    let mut outputs = results.outputs(job)?;
     let mut workspace = machine::workspace(&plan)?;
     let work = Work::of(problem);
     let unit = Unit::of_plan(&plan);
@@ -228,8 +277,9 @@ fn on_cpu(
         unit: Some(unit),
         splits: plan.splits(),
         workspace_bytes: plan.workspace_bytes(),
-        problem: problem.clone(),
-        order: operands.order,
+        problem: job.operands.problem.clone(),
+        order: job.operands.order,
+        stored: job.stored(),
         work,
         seconds,
         repetitions,
@@ -251,14 +301,14 @@ fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
     Ok(times.get(times.len() / 2).map_or((first, 1), |&median| (median, times.len())))
 }
 
-fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> {
-    let problem = &operands.problem;
+fn by_definition(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
+    let problem = job.problem;
     let started = Instant::now();
-    let answer = reference::attention(problem, &operands.inputs()?).map_err(Failure::new)?;
+    let answer = reference::attention(problem, &job.inputs()?).map_err(Failure::new)?;
     let seconds = started.elapsed().as_secs_f64();
     let Dims { q_heads, q_len, value_dim, .. } = *problem.dims();
     let size = problem.dtype().bytes();
-    let [sb, sh, ss, _] = operands.order.strides(problem.dims().out_shape());
+    let [sb, sh, ss, _] = job.strides();
     let out = results.out.bytes_mut();
     for (row, values) in answer.out.chunks_exact(value_dim).enumerate() {
         let (b, h, i) = (row / q_len / q_heads, row / q_len % q_heads, row % q_len);
@@ -277,8 +327,9 @@ fn by_definition(operands: &Operands<'_>, results: Results<'_>) -> Result<Done> 
         unit: None,
         splits: 1,
         workspace_bytes: 0,
-        problem: problem.clone(),
-        order: operands.order,
+        problem: job.operands.problem.clone(),
+        order: job.operands.order,
+        stored: job.stored(),
         work: Work::of(problem),
         seconds,
         repetitions: 1,
@@ -307,11 +358,14 @@ impl Done {
             None if self.unit.is_some() => "too small to compare with a limit".to_owned(),
             None => "no limit applies".to_owned(),
         };
-        format!("{}  {shapes}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
+        let stored = self.stored.map_or_else(String::new, |(stored, _)| format!("  cached as {stored}"));
+        format!("{}  {shapes}{stored}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
     }
 
     fn json(&self) -> serde_json::Value {
         let (d, limit) = (self.problem.dims(), self.limit);
+        let plain = Codec::of(self.problem.dtype());
+        let (k, v) = self.stored.map_or((plain, plain), |(stored, _)| (stored.k, stored.v));
         json!({
             "kernel": self.kernel,
             "backend": self.backend,
@@ -323,6 +377,10 @@ impl Done {
             "dims": dims_json(d),
             "layout": self.order.name(),
             "dtype": self.problem.dtype().name(),
+            "k_codec": k.name(),
+            "v_codec": v.name(),
+            "centred": self.stored.is_some_and(|(stored, _)| stored.centred),
+            "cache_bytes": self.stored.map(|(_, bytes)| bytes),
             "visibility": self.problem.desc().visibility.to_string(),
             "seconds": self.seconds,
             "repetitions": self.repetitions,

@@ -9,6 +9,8 @@ mod args;
 mod buffer;
 #[path = "../../cli/src/failure.rs"]
 mod failure;
+#[path = "../../cli/src/gpu.rs"]
+mod gpu;
 #[path = "../../cli/src/input.rs"]
 mod input;
 #[path = "../../cli/src/operands.rs"]

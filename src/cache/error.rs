@@ -137,6 +137,27 @@ pub enum CacheError {
         /// How keys are stored.
         codec: Codec,
     },
+    /// Bytes that are no snapshot that this version reads.
+    SnapshotHeader {
+        /// What is not known.
+        field: &'static str,
+    },
+    /// Bytes of a snapshot of another number than its header says.
+    SnapshotLength {
+        /// Bytes that the header says, or of a header.
+        expected: usize,
+        /// Bytes given.
+        got: usize,
+    },
+    /// A snapshot of tokens that no sequence keeps.
+    SnapshotRange {
+        /// First token.
+        first: usize,
+        /// Length of the sequence.
+        end: usize,
+        /// The largest length.
+        max: usize,
+    },
     /// A snapshot whose keys have another mean than those of the cache.
     SnapshotMean {
         /// The first layer of which that is so.
@@ -236,6 +257,18 @@ impl fmt::Display for CacheError {
             Self::MeanFixed { layer } => write!(f, "layer {layer} has rows: the mean of its keys is fixed"),
             Self::MeanOfElements { codec } => {
                 write!(f, "keys are stored as {codec}, expected a quantizing codec for a mean")
+            }
+            Self::SnapshotHeader { field } => {
+                write!(f, "snapshot has another {field} than this version reads")
+            }
+            Self::SnapshotLength { expected, got } => {
+                write!(f, "snapshot has {got} bytes, expected {expected}")
+            }
+            Self::SnapshotRange { first, end, max } => {
+                write!(
+                    f,
+                    "snapshot keeps tokens {first}..{end}, expected a range that ends at {max} or before"
+                )
             }
             Self::SnapshotMean { layer } => {
                 write!(f, "snapshot has keys of layer {layer} with another mean than this cache")

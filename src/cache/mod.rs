@@ -109,6 +109,9 @@ pub struct CacheDesc {
     pub key_mean: KeyMean,
 }
 
+/// Most rows of which [`KeyMean::Learned`] is the mean.
+pub const MEAN_ROWS: usize = 256;
+
 /// The mean of quantized keys that is not part of their stored rows, for each layer and head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
@@ -116,7 +119,7 @@ pub enum KeyMean {
     /// None, unless [`KvCache::set_key_mean`] gives one.
     #[default]
     None,
-    /// The mean of the first rows that are written to a layer: of its first write, at most 256. It stays for the life of the cache, so
+    /// The mean of the first rows that are written to a layer: of its first write, at most [`MEAN_ROWS`]. It stays for the life of the cache, so
     /// the bytes of rows depend on what was written first.
     Learned,
 }

@@ -1,7 +1,7 @@
 //! The bytes of a cache in main memory.
 
 use super::table::{PageCopy, Run};
-use super::{CacheDesc, CacheError, Codec};
+use super::{CacheDesc, CacheError, Codec, MEAN_ROWS};
 use crate::bind::KvView;
 use crate::codec::{self, CodePages, Side};
 use crate::memory::Zeroed;
@@ -314,9 +314,6 @@ impl Store {
         }
     }
 }
-
-/// Rows of which a mean is learned.
-const MEAN_ROWS: usize = 256;
 
 /// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` where there are none or it is not finite.
 fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {

@@ -23,6 +23,7 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod compare;
 mod convert;
 mod format;
 mod fp8;
@@ -37,6 +38,7 @@ mod quantizer;
 mod rotation;
 mod versions;
 
+pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
 pub(crate) use convert::{convert, from_f32, to_f32};
 pub(crate) use format::Format;
 pub use pages::{CodePages, CodesView, NotStored, PagesError, Side};

@@ -30,27 +30,37 @@ pub(crate) const fn plane_bytes(dim: usize, bits: usize) -> usize {
     dim / BLOCK * (BLOCK * bits / 8) + (dim % BLOCK * bits).div_ceil(8)
 }
 
-/// Blocks of a vector: first coordinate, and how many.
-fn blocks(dim: usize) -> impl Iterator<Item = (usize, usize)> {
-    (0..dim).step_by(BLOCK).map(move |first| (first, BLOCK.min(dim - first)))
-}
-
 /// Writes a plane of codes: `bits` of each from bit `from` on, or whole bytes.
 #[inline(always)]
 pub(crate) fn pack(codes: &[u8], from: usize, bits: usize, plane: &mut [u8]) {
-    if bits == 8 {
-        plane.copy_from_slice(codes);
-        return;
+    match bits {
+        8 => plane.copy_from_slice(codes),
+        4 => pack_bits::<4>(codes, from, plane),
+        2 => pack_bits::<2>(codes, from, plane),
+        _ => pack_bits::<1>(codes, from, plane),
     }
-    let (mask, parts) = ((1u8 << bits) - 1, 8 / bits);
-    for (first, n) in blocks(codes.len()) {
-        let m = n.div_ceil(parts);
-        let bytes = &mut plane[first * bits / 8..][..m];
-        bytes.fill(0);
-        for (part, codes) in codes[first..first + n].chunks(m).enumerate() {
-            for (byte, code) in bytes.iter_mut().zip(codes) {
-                *byte |= (code >> from & mask) << (part * bits);
-            }
+}
+
+/// [`pack`] of bits that are no whole bytes: whole blocks by loops of constant length.
+#[inline(always)]
+fn pack_bits<const BITS: usize>(codes: &[u8], from: usize, plane: &mut [u8]) {
+    let (blocks, rest) = codes.as_chunks::<BLOCK>();
+    let (bytes, rest_bytes) = plane.split_at_mut(blocks.len() * (BLOCK * BITS / 8));
+    for (codes, bytes) in blocks.iter().zip(bytes.chunks_exact_mut(BLOCK * BITS / 8)) {
+        pack_block::<BITS>(codes, from, BLOCK * BITS / 8, bytes);
+    }
+    pack_block::<BITS>(rest, from, (rest.len() * BITS).div_ceil(8), rest_bytes);
+}
+
+/// One block, of which a plane has `m` bytes.
+#[inline(always)]
+fn pack_block<const BITS: usize>(codes: &[u8], from: usize, m: usize, bytes: &mut [u8]) {
+    let bytes = &mut bytes[..m];
+    bytes.fill(0);
+    for part in 0..8 / BITS {
+        let codes = &codes[codes.len().min(part * m)..codes.len().min((part + 1) * m)];
+        for (byte, code) in bytes.iter_mut().zip(codes) {
+            *byte |= (code >> from & ((1 << BITS) - 1)) << (part * BITS);
         }
     }
 }
@@ -58,21 +68,37 @@ pub(crate) fn pack(codes: &[u8], from: usize, bits: usize, plane: &mut [u8]) {
 /// Reads a plane: into codes for the lowest bits, onto them for others.
 #[inline(always)]
 pub(crate) fn unpack(plane: &[u8], from: usize, bits: usize, codes: &mut [u8]) {
-    if bits == 8 {
-        codes.copy_from_slice(plane);
-        return;
+    match bits {
+        8 => codes.copy_from_slice(plane),
+        4 => unpack_bits::<4>(plane, from, codes),
+        2 => unpack_bits::<2>(plane, from, codes),
+        _ => unpack_bits::<1>(plane, from, codes),
     }
+}
+
+/// [`unpack`] of bits that are no whole bytes.
+#[inline(always)]
+fn unpack_bits<const BITS: usize>(plane: &[u8], from: usize, codes: &mut [u8]) {
     if from == 0 {
         codes.fill(0);
     }
-    let (mask, parts) = ((1u8 << bits) - 1, 8 / bits);
-    for (first, n) in blocks(codes.len()) {
-        let m = n.div_ceil(parts);
-        let bytes = &plane[first * bits / 8..][..m];
-        for (part, codes) in codes[first..first + n].chunks_mut(m).enumerate() {
-            for (code, byte) in codes.iter_mut().zip(bytes) {
-                *code |= (byte >> (part * bits) & mask) << from;
-            }
+    let (blocks, rest) = codes.as_chunks_mut::<BLOCK>();
+    let (bytes, rest_bytes) = plane.split_at(blocks.len() * (BLOCK * BITS / 8));
+    for (codes, bytes) in blocks.iter_mut().zip(bytes.chunks_exact(BLOCK * BITS / 8)) {
+        unpack_block::<BITS>(bytes, from, BLOCK * BITS / 8, codes);
+    }
+    let m = (rest.len() * BITS).div_ceil(8);
+    unpack_block::<BITS>(rest_bytes, from, m, rest);
+}
+
+/// One block, of which a plane has `m` bytes.
+#[inline(always)]
+fn unpack_block<const BITS: usize>(bytes: &[u8], from: usize, m: usize, codes: &mut [u8]) {
+    let (bytes, n) = (&bytes[..m], codes.len());
+    for part in 0..8 / BITS {
+        let codes = &mut codes[n.min(part * m)..n.min((part + 1) * m)];
+        for (code, byte) in codes.iter_mut().zip(bytes) {
+            *code |= (byte >> (part * BITS) & ((1 << BITS) - 1)) << from;
         }
     }
 }

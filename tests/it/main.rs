@@ -14,6 +14,7 @@ mod conformance;
 mod cuda;
 mod defects;
 mod external;
+mod hostile;
 mod invariance;
 mod merge;
 mod mlx;

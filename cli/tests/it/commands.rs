@@ -19,18 +19,24 @@ fn json(args: &[&str]) -> Value {
 
 #[test]
 fn help_and_version() {
-    for args in
-        [&["--help"][..], &["run", "--help"], &["plan", "-h"], &["bench", "--help"], &["check", "--help"]]
-    {
+    for args in [
+        &["--help"][..],
+        &["kv", "--help"],
+        &["run", "--help"],
+        &["plan", "-h"],
+        &["bench", "--help"],
+        &["check", "--help"],
+    ] {
         let text = ok(args);
         assert!(text.contains("Usage: flashtile") && text.contains("Example"), "{args:?}: {text}");
         assert!(text.lines().all(|line| line.chars().count() <= 110), "{args:?}");
     }
     let run = ok(&["run", "--help"]);
-    for phrase in ["true", "- slope[h] * |p - j|", "denominator of the softmax only", "--strict"] {
+    for phrase in ["true", "- slope[h] * |p - j|", "denominator of the softmax only", "--strict", "--k-codec"]
+    {
         assert!(run.contains(phrase), "{phrase} in {run}");
     }
-    for absent in ["--grad", "metal", "simulator", "codec"] {
+    for absent in ["--grad", "metal", "simulator"] {
         assert!(!run.contains(absent), "{absent} in {run}");
     }
     assert!(run.contains("cuda"), "{run}");

@@ -5,5 +5,6 @@
 mod commands;
 mod examples;
 mod files;
+mod kv;
 mod refusals;
 mod runs;

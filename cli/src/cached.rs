@@ -1,0 +1,175 @@
+//! Keys and values of a file, or of a described problem, in a cache.
+
+use crate::args::Storage;
+use crate::buffer::Buffer;
+use crate::failure::{Failure, Result};
+use crate::operands::{Operands, Order};
+use flashtile::cache::KeyMean;
+use flashtile::{
+    BlockTables, CacheDesc, CacheLayout, Codec, Inputs, KvCache, Problem, QOffset, Sequence, Sequences,
+    TensorView, Unsupported,
+};
+
+/// How a cache stores keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stored {
+    pub(crate) k: Codec,
+    pub(crate) v: Codec,
+    /// Whether the mean of the first keys is taken out of all.
+    pub(crate) centred: bool,
+}
+
+impl Stored {
+    /// What options ask for; `None` where tensors are attended to as they are.
+    pub(crate) fn asked(storage: &Storage, centre: bool, problem: &Problem) -> Result<Option<Self>> {
+        let plain = Codec::of(problem.dtype());
+        let (k, v) = (storage.k_codec.unwrap_or(plain), storage.v_codec.unwrap_or(plain));
+        if centre && k.dtype().is_some() {
+            let what =
+                format_args!("keys are stored as {k}, expected a --k-codec that quantizes, such as int8");
+            return Err(Failure::at("--centre", what));
+        }
+        Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centred: centre }))
+    }
+
+    /// The option that a device without quantized caches cannot do, for a problem of this dtype.
+    pub(crate) fn option(&self, problem: &Problem) -> (&'static str, Codec) {
+        let plain = Codec::of(problem.dtype());
+        if self.k == plain { ("--v-codec", self.v) } else { ("--k-codec", self.k) }
+    }
+
+    /// The problem with its keys and values in a cache.
+    pub(crate) fn problem(&self, problem: &Problem) -> Result<Problem> {
+        let mut desc = problem.desc().clone();
+        (desc.k_codec, desc.v_codec) = (Some(self.k), Some(self.v));
+        if !matches!(desc.sequences, Sequences::Cached { .. }) {
+            let lengths: Vec<(usize, usize)> =
+                problem.sequences().iter().map(|sequence| (sequence.q_len, sequence.kv_len)).collect();
+            desc.sequences = Sequences::cached(&lengths);
+            desc.dims.batch = 1;
+            desc.dims.q_len = lengths.iter().fold(0, |n, &(q_len, _)| n.saturating_add(q_len));
+            desc.dims.kv_len = longest(problem);
+            // The problem is valid: where nothing was said, the first query sits at the first key.
+            desc.q_offset = desc.q_offset.or(Some(QOffset::TopLeft));
+        }
+        desc.validate().map_err(Failure::new)
+    }
+}
+
+impl std::fmt::Display for Stored {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "k {}{}, v {}", self.k, if self.centred { " centred" } else { "" }, self.v)
+    }
+}
+
+/// Why a problem has no plan, by the option that asks for what is not there.
+pub(crate) fn unplanned(error: &Unsupported) -> Option<Failure> {
+    match error {
+        Unsupported::Codec { tensor, codec, expected } => {
+            let what =
+                format_args!("{codec} is not stored on this device, expected {expected} as the problem");
+            Some(Failure::at(format_args!("--{tensor}-codec"), what))
+        }
+        _ => None,
+    }
+}
+
+/// Keys of the longest sequence.
+fn longest(problem: &Problem) -> usize {
+    problem.sequences().iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
+}
+
+/// A file's keys and values in a contiguous cache, a slot for each sequence.
+pub(crate) struct Cached {
+    pub(crate) stored: Stored,
+    pub(crate) problem: Problem,
+    cache: KvCache,
+    tables: BlockTables,
+    /// Queries `[total, heads, dim]`, where the file has them in another order.
+    q: Option<Buffer>,
+}
+
+impl Cached {
+    /// Stores the keys and values of every sequence, in their order; rows of padding are not read.
+    pub(crate) fn fill(operands: &Operands<'_>, stored: Stored) -> Result<Self> {
+        let problem = stored.problem(&operands.problem)?;
+        let (dims, sequences) = (operands.problem.dims(), operands.problem.sequences());
+        let (slots, capacity) = (sequences.len().max(1), longest(&operands.problem).max(1));
+        let layout = CacheLayout::Contiguous { slots, capacity };
+        let mut desc = CacheDesc::new(layout, [1, dims.kv_heads, dims.head_dim], stored.k);
+        (desc.v, desc.value_dim) = (stored.v, dims.value_dim);
+        if stored.centred {
+            desc.key_mean = KeyMean::Learned;
+        }
+        let mut cache = KvCache::new(desc).map_err(Failure::new)?;
+        let mut ids = Vec::with_capacity(sequences.len());
+        for (index, sequence) in sequences.iter().enumerate() {
+            let id = cache.create().map_err(Failure::new)?;
+            ids.push(id);
+            if sequence.kv_len == 0 {
+                continue;
+            }
+            let rows = (operands.k_rows(sequence)?, operands.v_rows(sequence)?);
+            cache.append(&[(id, sequence.kv_len)], &[rows]).map_err(|e| match sequences.len() {
+                1 => Failure::new(e),
+                _ => Failure::at(format_args!("sequence {index}"), e),
+            })?;
+        }
+        let tables = cache.tables(&ids).map_err(Failure::new)?;
+        let q = match operands.order {
+            Order::Bhsd => Some(packed(operands)?),
+            Order::Bshd | Order::Packed => None,
+        };
+        Ok(Self { stored, problem, cache, tables, q })
+    }
+
+    /// The operands over the cache. Queries, and out with them, are `[total, heads, dim]`.
+    pub(crate) fn inputs<'a>(&'a self, operands: &'a Operands<'_>) -> Result<Inputs<'a>> {
+        let bytes = self.q.as_ref().map_or_else(|| operands.q_bytes(), Buffer::bytes);
+        let shape = self.problem.dims().q_shape();
+        let q = TensorView::from_bytes(self.problem.dtype(), bytes, shape, Order::Packed.strides(shape));
+        let q = q.map_err(Failure::new)?;
+        let mut inputs = Inputs::cached(q, &self.cache, 0, &self.tables).map_err(Failure::new)?;
+        operands.add_biases(&mut inputs, self.problem.mask_shape())?;
+        Ok(inputs)
+    }
+
+    /// Bytes of the rows that the cache holds.
+    pub(crate) fn bytes(&self) -> usize {
+        let tokens: usize = self.problem.sequences().iter().map(|sequence: &Sequence| sequence.kv_len).sum();
+        tokens * self.cache.desc().token_bytes()
+    }
+}
+
+/// Queries of `[batch, heads, rows, dim]` as `[batch * rows, heads, dim]`.
+fn packed(operands: &Operands<'_>) -> Result<Buffer> {
+    let dims = operands.problem.dims();
+    let row = dims.head_dim * operands.problem.dtype().bytes();
+    let from = operands.q_bytes();
+    let mut buffer = Buffer::zeroed(from.len())?;
+    let mut rows = buffer.bytes_mut().chunks_exact_mut(row);
+    for b in 0..dims.batch {
+        for i in 0..dims.q_len {
+            for h in 0..dims.q_heads {
+                let at = ((b * dims.q_heads + h) * dims.q_len + i) * row;
+                if let Some(into) = rows.next() {
+                    into.copy_from_slice(&from[at..at + row]);
+                }
+            }
+        }
+    }
+    Ok(buffer)
+}
+
+/// Puts rows `[total, heads]` of `size` bytes each, as attention over a cache writes them, in an order `[batch, heads, rows]`.
+pub(crate) fn unpack(packed: &[u8], into: &mut [u8], [batch, heads, rows]: [usize; 3], size: usize) {
+    for b in 0..batch {
+        for h in 0..heads {
+            for i in 0..rows {
+                let from = ((b * rows + i) * heads + h) * size;
+                let to = ((b * heads + h) * rows + i) * size;
+                into[to..to + size].copy_from_slice(&packed[from..from + size]);
+            }
+        }
+    }
+}

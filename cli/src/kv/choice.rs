@@ -1,0 +1,199 @@
+//! Which pair of codecs to take.
+
+use super::measure::{Codecs, Measured};
+use super::pairs::Pair;
+use flashtile::Codec;
+
+/// How much less divergence centring must leave than no centring to be worth a mean beside the cache.
+const CENTRING: f64 = 0.9;
+
+/// What a pair of codecs may do to attention, in each pair of tensors; positive.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Gate {
+    /// Mean divergence of the weights, in nats.
+    pub(super) kl: f64,
+    /// Relative root mean square error of the output.
+    pub(super) nrmse: f64,
+}
+
+/// A codec of keys and one of values, by their places in [`Codecs`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Candidate {
+    pub(super) key: usize,
+    pub(super) value: usize,
+    /// Bits of an element, keys and values together.
+    pub(super) bits: f64,
+    /// The greatest divergence of a pair of tensors.
+    pub(super) kl: f64,
+    /// The greatest error of a pair of tensors.
+    pub(super) nrmse: f64,
+}
+
+impl Candidate {
+    pub(super) fn meets(&self, gate: Gate) -> bool {
+        self.kl <= gate.kl && self.nrmse <= gate.nrmse
+    }
+
+    /// How many times the gate its errors are, those that are within it not counted: 1 where it meets the gate.
+    fn excess(&self, gate: Gate) -> f64 {
+        (self.kl / gate.kl).max(1.0) * (self.nrmse / gate.nrmse).max(1.0)
+    }
+}
+
+/// What was chosen.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Choice {
+    pub(super) best: Candidate,
+    /// Whether it meets the gate; otherwise it is the nearest to it.
+    pub(super) meets: bool,
+    /// The one nearest to the gate of those that are cheaper.
+    pub(super) cheaper: Option<Candidate>,
+}
+
+/// Bits of an element of the keys and values of all pairs.
+pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2]) -> f64 {
+    let (mut bytes, mut elements) = (0.0, 0.0);
+    for (pair, measured) in pairs {
+        let dims = pair.problem.dims();
+        let rows = (measured.tokens * dims.kv_heads) as f64;
+        bytes += rows * (k.row_bytes(dims.head_dim) + v.row_bytes(dims.value_dim)) as f64;
+        elements += rows * (dims.head_dim + dims.value_dim) as f64;
+    }
+    8.0 * bytes / elements
+}
+
+/// Every pair of codecs that stores all tensors, of which one at least quantizes. Only pairs of tensors with queries count.
+pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> Vec<Candidate> {
+    let judged: Vec<&Measured> =
+        pairs.iter().map(|(_, measured)| *measured).filter(|m| m.all.queries > 0).collect();
+    if judged.is_empty() {
+        return Vec::new();
+    }
+    let mut candidates = Vec::new();
+    for (key, k) in codecs.keys.iter().enumerate() {
+        for (value, v) in codecs.values.iter().enumerate() {
+            let plain = k.codec.dtype().is_some() && v.dtype().is_some();
+            let stored = pairs.iter().all(|(_, m)| m.all.keys[key].is_ok() && m.all.values[value].is_ok());
+            if plain || !stored {
+                continue;
+            }
+            let worst = |of: &dyn Fn(&Measured) -> Option<f64>| {
+                judged.iter().filter_map(|m| of(m)).fold(0.0, f64::max)
+            };
+            candidates.push(Candidate {
+                key,
+                value,
+                bits: bits(pairs, [k.codec, *v]),
+                kl: worst(&|m| m.all.kl(key)),
+                nrmse: worst(&|m| m.all.nrmse(key, value)),
+            });
+        }
+    }
+    candidates
+}
+
+/// The cheapest candidate that meets the gate, of equally cheap ones that with the least divergence, then error; where none
+/// does, the quantizing pair that is nearest to it.
+pub(super) fn choose(candidates: &[Candidate], codecs: &Codecs, gate: Gate) -> Option<Choice> {
+    let worth_it = |c: &&Candidate| {
+        let of = codecs.keys[c.key];
+        let other = |o: &&Candidate| {
+            let other = codecs.keys[o.key];
+            o.value == c.value && other.codec == of.codec && other.centred != of.centred
+        };
+        // One of the two is left: the centred one where it gains enough, or where the other misses the gate and it does not.
+        candidates.iter().find(other).is_none_or(|other| {
+            let (plain, centred) = if of.centred { (other, *c) } else { (*c, other) };
+            let gains = centred.kl < CENTRING * plain.kl || (centred.meets(gate) && !plain.meets(gate));
+            gains == of.centred
+        })
+    };
+    let left: Vec<&Candidate> = candidates.iter().filter(worth_it).collect();
+    let by_cost = |a: &&&Candidate, b: &&&Candidate| {
+        let keys = |c: &Candidate| [c.bits, c.kl, c.nrmse];
+        keys(a)
+            .iter()
+            .zip(keys(b))
+            .map(|(a, b)| a.total_cmp(&b))
+            .find(|o| o.is_ne())
+            .unwrap_or(std::cmp::Ordering::Equal)
+    };
+    let nearest = |a: &&&Candidate, b: &&&Candidate| {
+        a.excess(gate).total_cmp(&b.excess(gate)).then_with(|| by_cost(a, b))
+    };
+    let quantizes = |c: &Candidate| {
+        codecs.keys[c.key].codec.dtype().is_none() && codecs.values[c.value].dtype().is_none()
+    };
+    let meets = left.iter().filter(|c| c.meets(gate)).min_by(by_cost);
+    let best = **meets.or_else(|| left.iter().filter(|c| quantizes(c)).min_by(nearest))?;
+    let cheaper = left.iter().filter(|c| c.bits < best.bits && quantizes(c)).min_by(nearest);
+    Some(Choice { best, meets: meets.is_some(), cheaper: meets.and(cheaper).map(|c| **c) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtile::codec::KeyCodec;
+
+    fn codecs() -> Codecs {
+        let key = |codec, centred| KeyCodec { codec, centred };
+        Codecs {
+            keys: vec![
+                key(Codec::F16, false),
+                key(Codec::Int8, false),
+                key(Codec::Int8, true),
+                key(Codec::Tq4, false),
+                key(Codec::Tq4, true),
+            ],
+            values: vec![Codec::F16, Codec::Tq5, Codec::Tq4],
+            left_out: Vec::new(),
+        }
+    }
+
+    fn candidate(key: usize, value: usize, [bits, kl, nrmse]: [f64; 3]) -> Candidate {
+        Candidate { key, value, bits, kl, nrmse }
+    }
+
+    const GATE: Gate = Gate { kl: 1e-4, nrmse: 0.05 };
+
+    #[test]
+    fn the_cheapest_that_meets_the_gate_is_taken() {
+        let all = [
+            candidate(0, 1, [10.6, 0.0, 0.04]),
+            candidate(1, 1, [6.6, 9e-5, 0.045]),
+            candidate(2, 1, [6.6, 5e-5, 0.044]),
+            candidate(1, 2, [6.1, 9e-5, 0.08]),
+            candidate(2, 2, [6.1, 5e-5, 0.07]),
+            candidate(4, 2, [4.1, 4e-3, 0.1]),
+        ];
+        let choice = choose(&all, &codecs(), GATE).unwrap();
+        assert!(choice.meets && choice.best == all[2], "{choice:?}");
+        assert_eq!(choice.cheaper, Some(all[4]));
+        // A gain that is too small to centre for.
+        let mut close = all;
+        close[2].kl = 8.9e-5;
+        assert_eq!(choose(&close, &codecs(), GATE).unwrap().best, all[1]);
+        // Unless it is what makes the gate.
+        (close[1].kl, close[2].kl) = (1.05e-4, 9.9e-5);
+        assert_eq!(choose(&close, &codecs(), GATE).unwrap().best, close[2]);
+        // Plain keys are the last resort that meets it.
+        let strict = Gate { kl: 1e-6, ..GATE };
+        let choice = choose(&all, &codecs(), strict).unwrap();
+        assert!(choice.meets && choice.best == all[0] && choice.cheaper == Some(all[2]), "{choice:?}");
+    }
+
+    #[test]
+    fn where_none_meets_the_gate_it_is_the_nearest() {
+        let all = [
+            candidate(0, 2, [10.1, 0.0, 0.2]),
+            candidate(2, 1, [6.6, 2e-4, 0.06]),
+            candidate(4, 2, [4.1, 4e-3, 0.1]),
+        ];
+        let choice = choose(&all, &codecs(), GATE).unwrap();
+        assert!(!choice.meets && choice.best == all[1] && choice.cheaper.is_none(), "{choice:?}");
+        // Errors without a number.
+        let endless = [candidate(2, 1, [6.6, f64::INFINITY, f64::INFINITY])];
+        assert!(!choose(&endless, &codecs(), GATE).unwrap().meets);
+        assert!(choose(&[], &codecs(), GATE).is_none());
+    }
+}

@@ -1,0 +1,350 @@
+//! What codecs do to the heads of every pair.
+
+use super::diagnosis::Diagnosis;
+use super::pairs::Pair;
+use crate::check::progress;
+use crate::failure::{self, Failure};
+use flashtile::cache::MEAN_ROWS;
+use flashtile::codec::{
+    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare,
+};
+use flashtile::{Codec, Sequence};
+use rayon::prelude::*;
+use std::ops::Range;
+
+/// Codecs that are compared: those that have rows of the dimensions of every pair.
+pub(super) struct Codecs {
+    /// Plain elements as they are, quantized ones with and without centring.
+    pub(super) keys: Vec<KeyCodec>,
+    pub(super) values: Vec<Codec>,
+    /// Those that are left out, and a pair whose dimensions they have not.
+    pub(super) left_out: Vec<(Codec, String)>,
+}
+
+impl Codecs {
+    /// Those asked for, or where none are, all that store any dimension and have fewer bits than f32, which is what caches are to be
+    /// smaller than.
+    pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec]) -> failure::Result<Self> {
+        let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new() };
+        let usual = |codec: &Codec| codec.supports(1) && *codec != Codec::F32;
+        let wanted = |codec: &Codec| if asked.is_empty() { usual(codec) } else { asked.contains(codec) };
+        for codec in Codec::ALL.into_iter().filter(wanted) {
+            let without = pairs.iter().find(|pair| {
+                let dims = pair.problem.dims();
+                !codec.supports(dims.head_dim) || !codec.supports(dims.value_dim)
+            });
+            if let Some(pair) = without {
+                codecs.left_out.push((codec, pair.name.clone()));
+                continue;
+            }
+            codecs.values.push(codec);
+            codecs.keys.push(KeyCodec { codec, centred: false });
+            if codec.dtype().is_none() {
+                codecs.keys.push(KeyCodec { codec, centred: true });
+            }
+        }
+        match codecs.left_out.first() {
+            Some((codec, pair)) if codecs.values.is_empty() => {
+                let what =
+                    format_args!("{codec} has no rows of the dimensions of {pair}, expected one that has");
+                Err(Failure::at("--codecs", what))
+            }
+            _ => Ok(codecs),
+        }
+    }
+}
+
+/// Errors summed over queries of one or more heads.
+#[derive(Debug, Clone)]
+pub(super) struct Sums {
+    pub(super) queries: usize,
+    /// Of each codec of keys, or the row that it does not store.
+    pub(super) keys: Vec<Result<KeyErrors, String>>,
+    pub(super) values: Vec<Result<Deviation, String>>,
+    /// `[codecs of keys][codecs of values]`.
+    pub(super) out: Vec<Vec<Option<Deviation>>>,
+}
+
+impl Sums {
+    fn of(found: Comparison, place: impl Fn(&str, RefusedRow) -> String) -> Self {
+        Self {
+            queries: found.queries,
+            keys: found.keys.into_iter().map(|of| of.map_err(|row| place("k", row))).collect(),
+            values: found.values.into_iter().map(|of| of.map_err(|row| place("v", row))).collect(),
+            out: found.out,
+        }
+    }
+
+    pub(super) fn add(&mut self, other: &Self) {
+        self.queries += other.queries;
+        for (mine, theirs) in self.keys.iter_mut().zip(&other.keys) {
+            match (mine, theirs) {
+                (Ok(mine), Ok(theirs)) => mine.add(theirs),
+                (mine @ Ok(_), Err(_)) => mine.clone_from(theirs),
+                (Err(_), _) => {}
+            }
+        }
+        for (mine, theirs) in self.values.iter_mut().zip(&other.values) {
+            match (mine, theirs) {
+                (Ok(mine), Ok(theirs)) => mine.add(*theirs),
+                (mine @ Ok(_), Err(_)) => mine.clone_from(theirs),
+                (Err(_), _) => {}
+            }
+        }
+        for (mine, theirs) in self.out.iter_mut().flatten().zip(other.out.iter().flatten()) {
+            *mine = mine.zip(*theirs).map(|(mut mine, theirs)| {
+                mine.add(theirs);
+                mine
+            });
+        }
+    }
+
+    /// Sum of sums.
+    pub(super) fn total<'s>(all: impl IntoIterator<Item = &'s Self>) -> Option<Self> {
+        let mut all = all.into_iter();
+        let mut total = all.next()?.clone();
+        all.for_each(|sums| total.add(sums));
+        Some(total)
+    }
+
+    /// Relative mean square error of keys in a codec.
+    pub(super) fn k_error(&self, key: usize) -> Option<f64> {
+        self.keys[key].as_ref().ok().map(|errors| errors.rows.relative())
+    }
+
+    /// Relative mean square error of values in a codec.
+    pub(super) fn v_error(&self, value: usize) -> Option<f64> {
+        self.values[value].as_ref().ok().map(|errors| errors.relative())
+    }
+
+    /// Root mean square error of the logits over queries.
+    pub(super) fn logit_rmse(&self, key: usize) -> Option<f64> {
+        self.of_queries(self.keys[key].as_ref().ok()?.logits).map(f64::sqrt)
+    }
+
+    /// Mean divergence over queries.
+    pub(super) fn kl(&self, key: usize) -> Option<f64> {
+        self.of_queries(self.keys[key].as_ref().ok()?.kl)
+    }
+
+    /// Relative root mean square error of the output.
+    pub(super) fn nrmse(&self, key: usize, value: usize) -> Option<f64> {
+        let out = self.out[key][value].filter(|_| self.queries > 0)?;
+        Some(number(out.relative().sqrt()))
+    }
+
+    fn of_queries(&self, sum: f64) -> Option<f64> {
+        (self.queries > 0).then(|| number(sum / self.queries as f64))
+    }
+}
+
+/// An error that is no number, as infinite elements make it, is as large as any.
+fn number(x: f64) -> f64 {
+    if x.is_nan() { f64::INFINITY } else { x }
+}
+
+/// What was found of a pair.
+pub(super) struct Measured {
+    /// Of each key/value head.
+    pub(super) heads: Vec<Sums>,
+    /// Of all of them.
+    pub(super) all: Sums,
+    pub(super) diagnosis: Diagnosis,
+    /// Tokens of all sequences.
+    pub(super) tokens: usize,
+}
+
+impl Measured {
+    /// The head with the greatest mean divergence, and that.
+    pub(super) fn worst_head(&self, key: usize) -> Option<(usize, f64)> {
+        let heads = self.heads.iter().enumerate().filter_map(|(head, sums)| Some((head, sums.kl(key)?)));
+        heads.max_by(|a, b| a.1.total_cmp(&b.1))
+    }
+}
+
+/// One head of one sequence of one pair.
+#[derive(Clone, Copy)]
+struct Unit {
+    pair: usize,
+    sequence: usize,
+    head: usize,
+}
+
+/// What was found of a head, or why there is nothing.
+type Found = Result<(Sums, Diagnosis), String>;
+
+/// Compares every codec on every head of every pair, or says why a pair has no answer.
+pub(super) fn measure(pairs: &[Pair<'_>], codecs: &Codecs, rows: usize) -> Vec<Result<Measured, String>> {
+    let units: Vec<Unit> = pairs.iter().enumerate().flat_map(|(pair, of)| units(pair, of)).collect();
+    let progress = progress(units.len() as u64);
+    let found: Vec<Found> = units
+        .par_iter()
+        .map(|unit| {
+            let found = compare_head(&pairs[unit.pair], *unit, codecs, rows);
+            progress.inc(1);
+            found
+        })
+        .collect();
+    progress.finish_and_clear();
+    let mut found = units.into_iter().zip(found);
+    pairs
+        .iter()
+        .enumerate()
+        .map(|(pair, of)| {
+            let count = units_of(of).count();
+            let found: Vec<_> = found.by_ref().take(count).collect();
+            debug_assert!(found.iter().all(|(unit, _)| unit.pair == pair));
+            gather(of, codecs, found)
+        })
+        .collect()
+}
+
+fn units(pair: usize, of: &Pair<'_>) -> impl Iterator<Item = Unit> {
+    units_of(of).map(move |(sequence, head)| Unit { pair, sequence, head })
+}
+
+/// Sequences that have tokens, and heads.
+fn units_of(of: &Pair<'_>) -> impl Iterator<Item = (usize, usize)> {
+    let heads = of.problem.dims().kv_heads;
+    let sequences = of.problem.sequences().iter().enumerate().filter(|(_, sequence)| sequence.kv_len > 0);
+    sequences.flat_map(move |(index, _)| (0..heads).map(move |head| (index, head)))
+}
+
+/// Puts the heads of a pair together.
+fn gather(pair: &Pair<'_>, codecs: &Codecs, found: Vec<(Unit, Found)>) -> Result<Measured, String> {
+    let mut heads: Vec<Option<Sums>> = vec![None; pair.problem.dims().kv_heads];
+    let mut diagnosis: Option<Diagnosis> = None;
+    for (unit, found) in found {
+        let (sums, of) = found?;
+        diagnosis = Some(diagnosis.map_or(of, |worst| worst.worse(of)));
+        match &mut heads[unit.head] {
+            Some(head) => head.add(&sums),
+            head => *head = Some(sums),
+        }
+    }
+    let heads: Vec<Sums> = heads.into_iter().flatten().collect();
+    let (Some(all), Some(diagnosis)) = (Sums::total(&heads), diagnosis) else {
+        return Err("it has no rows".to_owned());
+    };
+    // A pair that no quantizing codec stores has no answer; one that some store has.
+    let quantized = |codec: &Codec| codec.dtype().is_none();
+    let of_keys = codecs.keys.iter().zip(&all.keys).filter(|(key, _)| quantized(&key.codec));
+    let of_values = codecs.values.iter().zip(&all.values).filter(|(codec, _)| quantized(codec));
+    let reason = refusal(of_keys.map(|(_, of)| of)).or_else(|| refusal(of_values.map(|(_, of)| of)));
+    if let Some(why) = reason {
+        return Err(why);
+    }
+    let tokens = pair.problem.sequences().iter().map(|sequence| sequence.kv_len).sum();
+    Ok(Measured { heads, all, diagnosis, tokens })
+}
+
+/// The reason of the last refusal, where there is nothing but refusals.
+fn refusal<'s, T: 's>(all: impl Iterator<Item = &'s Result<T, String>>) -> Option<String> {
+    let mut last = None;
+    for one in all {
+        last = Some(one.as_ref().err()?.clone());
+    }
+    last
+}
+
+/// Evenly spaced numbers below `count`, at most `most` of them.
+fn sample(count: usize, most: usize) -> Vec<usize> {
+    let most = most.min(count);
+    (0..most).map(|n| ((2 * n as u128 + 1) * count as u128 / (2 * most as u128)) as usize).collect()
+}
+
+/// Rows of each query head that are looked at, of a pair.
+pub(super) fn sampled(pair: &Pair<'_>, rows: usize) -> (usize, usize) {
+    let rows_of = |sequence: &Sequence| pair.query_rows(sequence);
+    let all = pair.problem.sequences().iter().map(rows_of);
+    all.fold((0, 0), |(some, all), of| (some + of.min(rows), all + of))
+}
+
+fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Found {
+    let problem = &pair.problem;
+    let (dims, sequence) = (problem.dims(), &problem.sequences()[unit.sequence]);
+    let of_batch = if dims.batch > 1 { format!(" of batch entry {}", sequence.batch) } else { String::new() };
+    let (k, v) = (pair.keys(sequence, unit.head), pair.values(sequence, unit.head));
+    for (tensor, x, dim) in [("k", &k, dims.head_dim), ("v", &v, dims.value_dim)] {
+        if let Some(at) = x.iter().position(|x| !x.is_finite()) {
+            let (row, head) = (at / dim, unit.head);
+            return Err(format!("row {row} of head {head}{of_batch} of {tensor} holds a NaN or an infinity"));
+        }
+    }
+
+    let group = dims.q_heads / dims.kv_heads;
+    let chosen = sample(pair.query_rows(sequence), rows);
+    let (mut q, mut seen) = (Vec::new(), Vec::<Range<usize>>::new());
+    for head in unit.head * group..(unit.head + 1) * group {
+        let of_head = pair.queries(sequence, head, &chosen);
+        if let Some(at) = of_head.iter().position(|x| !x.is_finite()) {
+            let row = chosen[at / dims.head_dim];
+            return Err(format!("row {row} of head {head}{of_batch} of q holds a NaN or an infinity"));
+        }
+        q.extend(of_head);
+        seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
+    }
+
+    // What a cache learns: the mean of the first rows that are written, those of the first sequence that has any.
+    let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
+    let mean = if std::ptr::eq(first, sequence) {
+        mean(&k, dims.head_dim)
+    } else {
+        mean(&pair.keys(first, unit.head), dims.head_dim)
+    };
+    let (head_dim, value_dim) = (dims.head_dim, dims.value_dim);
+    let head = Head { k: &k, v: &v, q: &q, head_dim, value_dim, scale: problem.scale() };
+    let mut attention = HeadAttention::new(head);
+    attention.seen = Some(&seen);
+    attention.softcap = problem.desc().softcap;
+    attention.key_mean = Some(&mean);
+    let found = compare(&attention, &codecs.keys, &codecs.values);
+    let place = |tensor: &str, refused: RefusedRow| {
+        format!("row {} of head {}{of_batch} of {tensor} {}", refused.row, unit.head, refused.why)
+    };
+    Ok((Sums::of(found, place), Diagnosis::of(&k, dims.head_dim, unit.head)))
+}
+
+/// The mean of the first rows.
+fn mean(rows: &[f32], dim: usize) -> Vec<f32> {
+    let mut sums = vec![0.0f64; dim];
+    let rows = rows.chunks_exact(dim).take(MEAN_ROWS);
+    let count = rows.len() as f64;
+    for row in rows {
+        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
+    }
+    sums.into_iter().map(|sum| (sum / count) as f32).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_are_evenly_spaced() {
+        assert_eq!(sample(5, 8), [0, 1, 2, 3, 4]);
+        assert_eq!(sample(8, 4), [1, 3, 5, 7]);
+        assert_eq!(sample(9, 1), [4]);
+        assert!(sample(0, 3).is_empty());
+        assert_eq!(sample(usize::MAX, 2).len(), 2);
+    }
+
+    #[test]
+    fn sums_keep_the_first_refusal() {
+        let sums = |queries, keys: Result<KeyErrors, String>| Sums {
+            queries,
+            keys: vec![keys],
+            values: vec![Ok(Deviation { error: 1.0, energy: 4.0 })],
+            out: vec![vec![Some(Deviation { error: 1.0, energy: 16.0 })]],
+        };
+        let errors = KeyErrors { rows: Deviation { error: 1.0, energy: 2.0 }, logits: 8.0, kl: 2.0 };
+        let total = Sums::total(&[sums(1, Ok(errors)), sums(3, Ok(errors))]).unwrap();
+        assert_eq!((total.kl(0), total.logit_rmse(0), total.k_error(0)), (Some(1.0), Some(2.0), Some(0.5)));
+        assert_eq!((total.v_error(0), total.nrmse(0, 0)), (Some(0.25), Some(0.25)));
+        let refused = || sums(1, Err("why".to_owned()));
+        let total = Sums::total(&[sums(1, Ok(errors)), refused(), sums(1, Err("other".to_owned()))]).unwrap();
+        assert_eq!((total.kl(0), total.keys[0].clone()), (None, Err("why".to_owned())));
+        let none = sums(0, Ok(KeyErrors::default()));
+        assert_eq!((none.kl(0), none.nrmse(0, 0)), (None, None));
+    }
+}

@@ -1,0 +1,328 @@
+//! Keys, values and queries of a file, found by name.
+
+use crate::args::{KvArgs, Layout};
+use crate::buffer::load;
+use crate::failure::{Failure, Result};
+use crate::input::Archive;
+use crate::operands::{Order, Tensor, lengths, tensor};
+use flashtile::{Dims, Dtype, Problem, ProblemDesc, Sequence, Sequences};
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+
+/// Last components of names that belong together: keys, values, queries.
+const COMPONENTS: [[&str; 3]; 3] =
+    [["k", "v", "q"], ["key", "value", "query"], ["keys", "values", "queries"]];
+
+/// What separates the last component of a name from the others.
+const SEPARATORS: [char; 4] = ['.', '/', '_', '-'];
+
+/// Gradients in the files of `flashtile run`, which no cache stores.
+const GRADIENTS: &str = "d_";
+
+/// Answers in the files of `flashtile run`.
+const ANSWERS: [&str; 2] = ["out", "lse"];
+
+/// Keys and values of one layer, with queries where there are some.
+pub(super) struct Pair<'a> {
+    /// What the names have in common, or both names where that is nothing.
+    pub(super) name: String,
+    /// Names of keys, values and queries.
+    pub(super) tensors: [String; 3],
+    /// Whether the queries are the keys.
+    pub(super) keys_as_queries: bool,
+    /// Whether there are queries.
+    pub(super) has_queries: bool,
+    /// Of dtype f32, whatever the tensors are. Without queries its query heads are the key/value heads, and it has no rows.
+    pub(super) problem: Problem,
+    order: Order,
+    k: Tensor<'a>,
+    v: Tensor<'a>,
+    q: Option<Tensor<'a>>,
+}
+
+/// Tensors that make no pair, and why.
+pub(super) struct Refused {
+    pub(super) name: String,
+    pub(super) why: Failure,
+}
+
+/// What a file holds.
+pub(super) struct Listing<'a> {
+    pub(super) pairs: Vec<Pair<'a>>,
+    pub(super) refused: Vec<Refused>,
+    /// Names of tensors that have no place in a pair.
+    pub(super) unread: Vec<String>,
+}
+
+/// Names that belong together.
+struct Names {
+    prefix: String,
+    k: Option<String>,
+    v: Option<String>,
+    q: Option<String>,
+}
+
+impl Names {
+    fn label(&self) -> String {
+        let label = self.prefix.trim_end_matches(SEPARATORS);
+        if !label.is_empty() {
+            return label.to_owned();
+        }
+        [&self.k, &self.v].into_iter().flatten().map(String::as_str).collect::<Vec<_>>().join(" and ")
+    }
+}
+
+impl<'a> Listing<'a> {
+    /// Finds every pair. Only a file without one is refused as a whole.
+    pub(super) fn read(archive: &Archive<'a>, args: &KvArgs) -> Result<Self> {
+        let (names, mut unread) = group(archive.names());
+        let mut listing = Listing { pairs: Vec::new(), refused: Vec::new(), unread: Vec::new() };
+        let mut used = BTreeSet::new();
+        for names in names {
+            let name = names.label();
+            match (&names.k, &names.v) {
+                (None, None) => unread.extend(names.q),
+                (Some(alone), None) | (None, Some(alone)) => {
+                    let missing = if names.k.is_none() { "keys" } else { "values" };
+                    let what = format_args!("tensor {alone} has no {missing} beside it");
+                    listing.refused.push(Refused { name, why: archive.refuse(what) });
+                    unread.extend(names.q);
+                }
+                (Some(k), Some(v)) => {
+                    let tensors = [k.clone(), v.clone(), names.q.clone().unwrap_or_default()];
+                    match Pair::read(archive, args, (&name, &names.prefix, tensors), &mut used) {
+                        Ok(pair) => listing.pairs.push(pair),
+                        Err(why) => listing.refused.push(Refused { name, why }),
+                    }
+                }
+            }
+        }
+        if listing.pairs.is_empty() && listing.refused.is_empty() {
+            let has = archive.names().take(4).collect::<Vec<_>>().join(", ");
+            let what = format_args!(
+                "no keys and values, expected tensors such as layer.0.k and layer.0.v, or k and v (it has {})",
+                if has.is_empty() { "no tensor" } else { &has }
+            );
+            return Err(archive.refuse(what));
+        }
+        unread.retain(|name| !used.contains(name) && !ANSWERS.contains(&name.as_str()));
+        listing.unread = unread;
+        Ok(listing)
+    }
+}
+
+/// Names by what they have before their last component, and the names that are of no pair.
+fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Vec<String>) {
+    let (mut groups, mut others): (Vec<(Names, usize)>, Vec<String>) = (Vec::new(), Vec::new());
+    for name in names {
+        let at = name.rfind(SEPARATORS).map_or(0, |at| at + 1);
+        let (prefix, last) = name.split_at(at);
+        let place = COMPONENTS.iter().enumerate().find_map(|(kind, components)| {
+            Some((kind, components.iter().position(|component| *component == last)?))
+        });
+        let Some((kind, component)) = place.filter(|_| prefix != GRADIENTS) else {
+            others.push(name.to_owned());
+            continue;
+        };
+        let index = groups.iter().position(|(names, of)| names.prefix == prefix && *of == kind);
+        let index = index.unwrap_or_else(|| {
+            groups.push((Names { prefix: prefix.to_owned(), k: None, v: None, q: None }, kind));
+            groups.len() - 1
+        });
+        let names = &mut groups[index].0;
+        *[&mut names.k, &mut names.v, &mut names.q][component] = Some(name.to_owned());
+    }
+    let mut groups: Vec<Names> = groups.into_iter().map(|(names, _)| names).collect();
+    groups.sort_by(|a, b| natural(&a.prefix, &b.prefix));
+    (groups, others)
+}
+
+/// Order of names in which numbers count as numbers: layer 2 is before layer 10.
+fn natural(a: &str, b: &str) -> Ordering {
+    let number = |text: &str| text.chars().take_while(char::is_ascii_digit).count();
+    let (mut a, mut b) = (a, b);
+    while let (Some(x), Some(y)) = (a.chars().next(), b.chars().next()) {
+        let (m, n) = (number(a), number(b));
+        if m > 0 && n > 0 {
+            let (left, right) = (a[..m].trim_start_matches('0'), b[..n].trim_start_matches('0'));
+            let order = left.len().cmp(&right.len()).then_with(|| left.cmp(right));
+            if order.is_ne() {
+                return order;
+            }
+            (a, b) = (&a[m..], &b[n..]);
+        } else if x == y {
+            (a, b) = (&a[x.len_utf8()..], &b[y.len_utf8()..]);
+        } else {
+            return x.cmp(&y);
+        }
+    }
+    a.len().cmp(&b.len())
+}
+
+impl<'a> Pair<'a> {
+    fn read(
+        archive: &Archive<'a>,
+        args: &KvArgs,
+        (name, prefix, tensors): (&str, &str, [String; 3]),
+        used: &mut BTreeSet<String>,
+    ) -> Result<Self> {
+        let order = match args.layout {
+            Some(Layout::Bshd) => Order::Bshd,
+            Some(Layout::Bhsd) | None => Order::Bhsd,
+        };
+        let read = |name: &str| tensor(archive, name, order, None);
+        let [k_name, v_name, q_name] = &tensors;
+        let (k, v) = (read(k_name)?, read(v_name)?);
+        let q = if q_name.is_empty() { None } else { Some(read(q_name)?) };
+        let [batch, kv_heads, kv_len, head_dim] = k.shape;
+        let keys_as_queries = q.is_none() && args.keys_as_queries;
+        let [q_heads, q_len] = match &q {
+            Some(q) => [q.shape[1], q.shape[2]],
+            None if keys_as_queries => [kv_heads, kv_len],
+            None => [kv_heads, 0],
+        };
+        let value_dim = v.shape[3];
+        let fit = [
+            (v_name, v.shape, [batch, kv_heads, kv_len, value_dim]),
+            (q_name, q.as_ref().map_or([0; 4], |q| q.shape), [batch, q_heads, q_len, head_dim]),
+        ];
+        for (name, got, expected) in fit.into_iter().take(if q.is_some() { 2 } else { 1 }) {
+            if got != expected {
+                let (got, expected) = (order.stored(got), order.stored(expected));
+                let what =
+                    format_args!("tensor {name} has shape {got:?}, expected {expected:?} to fit {k_name}");
+                return Err(archive.refuse(what));
+            }
+        }
+        if batch == 0 || kv_len == 0 {
+            let shape = order.stored(k.shape);
+            return Err(
+                archive.refuse(format_args!("tensor {k_name} has shape {shape:?}, which has no rows"))
+            );
+        }
+        let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        let mut desc = ProblemDesc::new(dims, Dtype::F32);
+        let semantics = &args.semantics;
+        // Rows of keys alone have no positions to be doubtful about.
+        if q_len > 0 {
+            desc.visibility = semantics.visibility();
+            desc.q_offset = semantics.q_offset;
+        }
+        (desc.scale, desc.softcap) = (semantics.scale, semantics.softcap);
+        for name in [format!("{prefix}kv_lens"), "kv_lens".to_owned()] {
+            if let Some(kv_lens) = lengths(archive, &name)? {
+                used.insert(name);
+                desc.sequences = Sequences::Padded { kv_lens };
+                break;
+            }
+        }
+        let problem = desc.validate().map_err(|e| archive.refuse(format_args!("{name}: {e}")))?;
+        if problem.sequences().iter().all(|sequence| sequence.kv_len == 0) {
+            return Err(archive.refuse(format_args!("{name}: kv_lens leave no row of keys")));
+        }
+        let (name, has_queries) = (name.to_owned(), q_len > 0);
+        Ok(Self { name, tensors, keys_as_queries, has_queries, problem, order, k, v, q })
+    }
+
+    /// Dtypes of keys and values.
+    pub(super) const fn dtypes(&self) -> [Dtype; 2] {
+        [self.k.dtype, self.v.dtype]
+    }
+
+    /// Keys of a sequence and key/value head.
+    pub(super) fn keys(&self, sequence: &Sequence, head: usize) -> Vec<f32> {
+        self.rows(&self.k, sequence, head, 0..sequence.kv_len)
+    }
+
+    /// Values of a sequence and key/value head.
+    pub(super) fn values(&self, sequence: &Sequence, head: usize) -> Vec<f32> {
+        self.rows(&self.v, sequence, head, 0..sequence.kv_len)
+    }
+
+    /// Query rows of a sequence that stand for a token: of padded queries, as many as there are keys.
+    pub(super) fn query_rows(&self, sequence: &Sequence) -> usize {
+        let dims = self.problem.dims();
+        if dims.q_len == dims.kv_len { sequence.kv_len } else { sequence.q_len }
+    }
+
+    /// Query rows of a sequence and query head.
+    pub(super) fn queries(&self, sequence: &Sequence, head: usize, rows: &[usize]) -> Vec<f32> {
+        let of = self.q.as_ref().unwrap_or(&self.k);
+        self.rows(of, sequence, head, rows.iter().copied())
+    }
+
+    fn rows(
+        &self,
+        of: &Tensor<'_>,
+        sequence: &Sequence,
+        head: usize,
+        rows: impl ExactSizeIterator<Item = usize>,
+    ) -> Vec<f32> {
+        let [batch, heads, row, _] = self.order.strides(of.shape);
+        let dim = of.shape[3];
+        let mut x = Vec::with_capacity(rows.len() * dim);
+        for at in rows {
+            let first = sequence.batch * batch + head * heads + at * row;
+            x.extend((first..first + dim).map(|index| load(of.bytes.get(), of.dtype, index)));
+        }
+        x
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(names: &[&str]) -> (Vec<[String; 4]>, Vec<String>) {
+        let (groups, others) = group(names.iter().copied());
+        let of = |name: Option<String>| name.unwrap_or_default();
+        (groups.into_iter().map(|n| [n.label(), of(n.k), of(n.v), of(n.q)]).collect(), others)
+    }
+
+    #[test]
+    fn names_are_paired_by_their_last_component() {
+        let (pairs, others) = found(&[
+            "layers.10.self_attn.v",
+            "layers.10.self_attn.k",
+            "layers.2.self_attn.k",
+            "layers.2.self_attn.v",
+            "layers.2.self_attn.q",
+            "past_key_values.0.key",
+            "past_key_values.0.value",
+            "k",
+            "v",
+            "out",
+            "d_k",
+            "d_v",
+            "mask",
+            "layer.3.q",
+        ]);
+        let labels: Vec<&str> = pairs.iter().map(|pair| pair[0].as_str()).collect();
+        let expected =
+            ["k and v", "layer.3", "layers.2.self_attn", "layers.10.self_attn", "past_key_values.0"];
+        assert_eq!(labels, expected);
+        assert_eq!(
+            pairs[2][1..],
+            ["layers.2", "layers.2", "layers.2"]
+                .map(str::to_owned)
+                .iter()
+                .zip(["k", "v", "q"])
+                .map(|(p, c)| format!("{p}.self_attn.{c}"))
+                .collect::<Vec<_>>()[..]
+        );
+        assert_eq!(
+            pairs[4][1..],
+            ["past_key_values.0.key", "past_key_values.0.value", ""].map(str::to_owned)
+        );
+        assert_eq!(others, ["out", "d_k", "d_v", "mask"]);
+        // Words of different kinds make no pair.
+        assert_eq!(found(&["a.k", "a.value"]).0.len(), 2);
+    }
+
+    #[test]
+    fn numbers_are_in_order() {
+        let mut names = vec!["layer.10", "layer.9", "layer.2.x", "layer.02", "a", "layer.", "b9c", "b9"];
+        names.sort_by(|a, b| natural(a, b));
+        assert_eq!(names, ["a", "b9", "b9c", "layer.", "layer.02", "layer.2.x", "layer.9", "layer.10"]);
+    }
+}

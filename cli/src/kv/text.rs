@@ -1,0 +1,304 @@
+//! The report as text.
+
+use super::Report;
+use super::choice::Candidate;
+use super::diagnosis::Worst;
+use super::measure::{Measured, Sums, sampled};
+use super::pairs::Pair;
+use crate::report::{Table, counted};
+
+/// Most pairs of tensors that are listed where not all are asked for.
+const MOST_PAIRS: usize = 64;
+
+/// Bits of an element that a cache of half precision has.
+const HALF_BITS: f64 = 16.0;
+
+/// The columns of errors.
+const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
+
+impl Report<'_> {
+    pub(super) fn text(&self) -> String {
+        let mut text = self.heading();
+        text += &self.missing();
+        text += &format!(
+            "\nerrors over {}:\n{}",
+            self.all_pairs(),
+            self.codecs_table(&self.all, |key| self.worst_kl(key))
+        );
+        for (codec, pair) in &self.codecs.left_out {
+            text += &format!("{codec} is left out: it has no rows of the dimensions of {pair}\n");
+        }
+        text += &self.refusals();
+        text += &format!("\n{}", self.diagnosis());
+        if let Some(recommendation) = self.recommendation() {
+            text += &format!("\n{recommendation}");
+        }
+        if self.args.per_layer {
+            for (pair, measured) in &self.pairs {
+                let worst = |key| Self::of_head(measured.worst_head(key));
+                text += &format!("\n{}:\n{}", pair.name, self.codecs_table(&measured.all, worst));
+                text += &format!("keys have {}\n", measured.diagnosis.bias_words());
+                text += &format!("{}\n", measured.diagnosis.channel_words());
+            }
+        } else if let Some(choice) = self.choice {
+            text += &format!("\n{}", self.pairs_table(choice.best));
+        }
+        text
+    }
+
+    fn all_pairs(&self) -> String {
+        match &self.pairs[..] {
+            [(pair, _)] => pair.name.clone(),
+            pairs => format!("all {} pairs", pairs.len()),
+        }
+    }
+
+    /// What was read.
+    fn heading(&self) -> String {
+        let Some((pair, measured)) = self.pairs.first() else { return String::new() };
+        let (dims, desc) = (pair.problem.dims(), pair.problem.desc());
+        let names = match &self.pairs[..] {
+            [_] => pair.name.clone(),
+            [.., (last, _)] => format!("{} to {}", pair.name, last.name),
+            [] => String::new(),
+        };
+        let alike = self.pairs.iter().all(|(p, m)| p.problem.dims() == dims && m.tokens == measured.tokens);
+        let each = if alike || self.pairs.len() == 1 { "" } else { "the first has " };
+        let [k, v] = pair.dtypes();
+        let dtypes = if k == v { k.to_string() } else { format!("{k} and {v}") };
+        let mut text = format!(
+            "{} of keys and values, {names}: {each}{} of {}{} elements, {dtypes}, {}\n",
+            counted(self.pairs.len(), "pair"),
+            counted(dims.kv_heads, "head"),
+            dims.head_dim,
+            if dims.value_dim == dims.head_dim { String::new() } else { format!(" and {}", dims.value_dim) },
+            counted(measured.tokens, "token"),
+        );
+        if let Some((asked, _)) = self.pairs.iter().find(|(pair, _)| pair.has_queries) {
+            let (rows, of) = sampled(asked, self.args.rows);
+            let heads = asked.problem.dims().q_heads;
+            let rows = if rows == of { format!("all {of}") } else { format!("{rows} evenly spaced of {of}") };
+            let softcap = desc.softcap.map_or_else(String::new, |cap| format!(", softcap {cap}"));
+            text += &format!(
+                "queries: {rows} rows of each of {}, visibility {}, scale {}{softcap}\n",
+                counted(heads, "query head"),
+                asked.problem.desc().visibility,
+                asked.problem.scale()
+            );
+        }
+        text
+    }
+
+    /// Where columns have no numbers, or such as need a word.
+    fn missing(&self) -> String {
+        let names = |is: &dyn Fn(&Pair<'_>) -> bool| -> Vec<&str> {
+            self.pairs.iter().filter(|(pair, _)| is(pair)).map(|(pair, _)| pair.name.as_str()).collect()
+        };
+        let mut text = String::new();
+        let without = names(&|pair| !pair.has_queries);
+        if !without.is_empty() {
+            let of = if without.len() == self.pairs.len() {
+                String::new()
+            } else {
+                format!(" of {}", without.join(", "))
+            };
+            let q = &self.pairs[0].0.tensors[0];
+            let stem = q.strip_suffix('k').map_or_else(|| "q".to_owned(), |stem| format!("{stem}q"));
+            text += &format!(
+                "no queries{of}: logit rmse, kl and nrmse, which need them, are missing there, and with them a recommendation \
+                 (expected tensors such as {stem}, or --keys-as-queries)\n"
+            );
+        }
+        if !names(&|pair| pair.keys_as_queries).is_empty() {
+            text += "queries are the keys themselves, as asked: weights are those of tokens that look for what they are\n";
+        }
+        text
+    }
+
+    /// A row for each codec with both keys and values in it.
+    fn codecs_table(&self, sums: &Sums, worst: impl Fn(usize) -> String) -> Table {
+        let mut table = Table::new(["codec", "bits"].into_iter().chain(ERRORS));
+        for centred in [false, true] {
+            for (key, codec) in self.codecs.keys.iter().enumerate().filter(|(_, key)| key.centred == centred)
+            {
+                let value = self.same(key);
+                let name =
+                    if centred { format!("{}, keys centred", codec.codec) } else { codec.codec.to_string() };
+                let mut row = vec![name, format!("{:.2}", self.bits(key, value))];
+                row.extend(errors(sums, [key, value], worst(key)));
+                table.push(row);
+            }
+        }
+        table
+    }
+
+    /// The greatest divergence of a head, and which head.
+    fn worst_kl(&self, key: usize) -> String {
+        match self.worst_head(key) {
+            Some((name, head, kl)) if self.pairs.len() > 1 && kl > 0.0 => {
+                format!("{} {name} head {head}", small(kl))
+            }
+            worst => Self::of_head(worst.map(|(_, head, kl)| (head, kl))),
+        }
+    }
+
+    fn of_head(worst: Option<(usize, f64)>) -> String {
+        match worst {
+            None => "-".to_owned(),
+            // There is no worst of heads without errors.
+            Some((_, 0.0)) => small(0.0),
+            Some((head, kl)) => format!("{} head {head}", small(kl)),
+        }
+    }
+
+    /// Codecs that some pair of tensors cannot be stored in, while others can.
+    fn refusals(&self) -> String {
+        let mut text = String::new();
+        for (pair, measured) in &self.pairs {
+            let keys = self.codecs.keys.iter().zip(&measured.all.keys);
+            let keys = keys.filter_map(|(key, of)| {
+                let centred = if key.centred { " with keys centred" } else { "" };
+                of.as_ref().err().map(|why| (format!("{}{centred}", key.codec), why))
+            });
+            let values = self.codecs.values.iter().zip(&measured.all.values);
+            let values =
+                values.filter_map(|(codec, of)| of.as_ref().err().map(|why| (codec.to_string(), why)));
+            let refused: Vec<(String, &String)> = keys.chain(values).collect();
+            if let Some((_, why)) = refused.first() {
+                let names = refused.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+                text += &format!("{}: {names} store it not: {why}\n", pair.name);
+            }
+        }
+        text
+    }
+
+    /// What the keys are like where that is worst.
+    fn diagnosis(&self) -> String {
+        let worst = |of: fn(&Measured) -> f64| {
+            self.pairs.iter().max_by(|a, b| of(a.1).total_cmp(&of(b.1))).map(|(pair, m)| (pair, &m.diagnosis))
+        };
+        let at = |pair: &Pair<'_>, head: usize| {
+            if self.pairs.len() == 1 { format!("head {head}") } else { format!("{} head {head}", pair.name) }
+        };
+        let mut text = String::new();
+        if let Some((pair, d)) = worst(|m| m.diagnosis.bias.ratio) {
+            text += &format!("keys, worst at {}: {}\n", at(pair, d.bias.head), d.bias_words());
+        }
+        if let Some((pair, d)) = worst(|m| m.diagnosis.channel.ratio) {
+            let place = format!("{} channel {}", at(pair, d.channel.head), d.index);
+            text += &format!("keys, worst at {place}: {}\n", d.channel_words());
+        }
+        text
+    }
+
+    /// `keys int8 centred, values tq5: 6.63 bits an element`.
+    fn words(&self, candidate: Candidate) -> String {
+        let key = self.codecs.keys[candidate.key];
+        let centred = if key.centred { " centred" } else { "" };
+        let value = self.codecs.values[candidate.value];
+        format!("keys {}{centred}, values {value}: {:.2} bits an element", key.codec, candidate.bits)
+    }
+
+    fn recommendation(&self) -> Option<String> {
+        let choice = self.choice?;
+        let best = choice.best;
+        let of_pairs = if self.pairs.len() == 1 { "" } else { " in every pair" };
+        let gate =
+            format!("kl at most {} and nrmse at most {}{of_pairs}", small(self.gate.kl), self.gate.nrmse);
+        let errors = |c: Candidate| format!("kl {}, nrmse {}", small(c.kl), small(c.nrmse));
+        let smaller = format!("{:.2} times less than f16", HALF_BITS / best.bits);
+        let mut text = if choice.meets {
+            format!("recommended: {}, {smaller}\n  {} (gate: {gate})\n", self.words(best), errors(best))
+        } else {
+            format!(
+                "no pair of codecs meets the gate: {gate}\nnearest to it: {}, {smaller}\n  {}\n",
+                self.words(best),
+                errors(best)
+            )
+        };
+        if let Some(cheaper) = choice.cheaper {
+            text += &format!(
+                "  cheaper ones miss it, the nearest is {}: {}\n",
+                self.words(cheaper),
+                errors(cheaper)
+            );
+        }
+        Some(text)
+    }
+
+    /// A row for each pair of tensors in one pair of codecs.
+    fn pairs_table(&self, candidate: Candidate) -> String {
+        let mut table = Table::new(["pair", "bias", "outlier"].into_iter().chain(ERRORS));
+        let mut listed: Vec<(usize, f64)> = (0..self.pairs.len())
+            .map(|at| (at, self.pairs[at].1.all.kl(candidate.key).unwrap_or(0.0)))
+            .collect();
+        listed.sort_by(|a, b| b.1.total_cmp(&a.1));
+        listed.truncate(MOST_PAIRS);
+        listed.sort_by_key(|(at, _)| *at);
+        for &(at, _) in &listed {
+            let (pair, measured) = self.pairs[at];
+            let d = &measured.diagnosis;
+            let place = |worst: Worst| format!("{:.1} head {}", worst.ratio, worst.head);
+            let mut row = vec![pair.name.clone(), place(d.bias), place(d.channel)];
+            let worst = Self::of_head(measured.worst_head(candidate.key));
+            row.extend(errors(&measured.all, [candidate.key, candidate.value], worst));
+            table.push(row);
+        }
+        let key = self.codecs.keys[candidate.key];
+        let (centred, value) =
+            (if key.centred { " centred" } else { "" }, self.codecs.values[candidate.value]);
+        let of = if listed.len() < self.pairs.len() {
+            format!(", the {MOST_PAIRS} with the largest kl of {}", self.pairs.len())
+        } else {
+            String::new()
+        };
+        format!("keys {}{centred}, values {value}{of}:\n{table}", key.codec)
+    }
+}
+
+/// Cells of the columns of errors.
+fn errors(sums: &Sums, [key, value]: [usize; 2], worst: String) -> [String; 6] {
+    let cell = |x: Option<f64>| x.map_or_else(|| "-".to_owned(), small);
+    [
+        cell(sums.k_error(key)),
+        cell(sums.v_error(value)),
+        cell(sums.logit_rmse(key)),
+        cell(sums.kl(key)),
+        worst,
+        cell(sums.nrmse(key, value)),
+    ]
+}
+
+/// An error: two digits, with an exponent where it is small.
+fn small(x: f64) -> String {
+    if x == 0.0 || !x.is_finite() {
+        x.to_string()
+    } else if x >= 0.001 {
+        let decimals = (2.0 - x.log10().floor() - 1.0).clamp(0.0, 4.0) as usize;
+        format!("{x:.decimals$}")
+    } else {
+        format!("{x:.1e}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_have_two_digits() {
+        let cases = [
+            (0.0, "0"),
+            (4.16e-5, "4.2e-5"),
+            (0.00123, "0.0012"),
+            (0.0449, "0.045"),
+            (0.5, "0.50"),
+            (1.26, "1.3"),
+            (126.0, "126"),
+            (f64::INFINITY, "inf"),
+        ];
+        for (x, text) in cases {
+            assert_eq!(small(x), text);
+        }
+    }
+}

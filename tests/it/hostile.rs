@@ -1,0 +1,402 @@
+//! What no model and no encoder makes: snapshots that are cut or changed, rows of zeros, NaN and infinities at every door of a cache.
+
+use flashtile::cache::{KeyMean, Snapshot};
+use flashtile::codec::{CodePages, MOST_NORM, NotStored, Side};
+use flashtile::problem::MAX_LEN;
+use flashtile::testkit::{Guarded, Layout, Rng};
+use flashtile::{
+    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, Inputs, KvCache, Outputs, PlanOptions,
+    ProblemDesc, SeqId, TensorView, reference,
+};
+
+const HEADS: usize = 2;
+const DIMS: [usize; 2] = [40, 24];
+const LAYERS: usize = 2;
+const TOKENS: usize = 7;
+
+const LAYOUTS: [CacheLayout; 3] = [
+    CacheLayout::Contiguous { slots: 2, capacity: 20 },
+    CacheLayout::Ring { slots: 2, capacity: 5 },
+    CacheLayout::Paged { pages: 12, page: 4 },
+];
+
+/// Codecs with rows of these dimensions.
+fn codecs() -> impl Iterator<Item = Codec> {
+    let fits = |codec: &Codec| DIMS.into_iter().all(|dim| codec.supports(dim));
+    Codec::ALL.into_iter().filter(fits)
+}
+
+fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
+    let mut desc = CacheDesc::new(layout, [LAYERS, HEADS, DIMS[0]], k);
+    (desc.value_dim, desc.v) = (DIMS[1], v);
+    desc
+}
+
+fn rows(seed: u64, tokens: usize, dim: usize) -> Vec<f32> {
+    let mut rng = Rng::new(seed);
+    (0..tokens * HEADS * dim).map(|_| rng.normal()).collect()
+}
+
+fn append(cache: &mut KvCache, seq: SeqId, k: &[f32], v: &[f32]) -> Result<(), CacheError> {
+    let n = k.len() / HEADS / DIMS[0];
+    let view = |x, dim| TensorView::packed::<f32>(x, [n, HEADS, dim]).unwrap();
+    let pair = (view(k, DIMS[0]), view(v, DIMS[1]));
+    cache.append(&[(seq, n)], &[pair; LAYERS])
+}
+
+/// A cache with one sequence of random tokens.
+fn filled(desc: CacheDesc) -> (KvCache, SeqId) {
+    let mut cache = KvCache::new(desc).unwrap();
+    let seq = cache.create().unwrap();
+    append(&mut cache, seq, &rows(1, TOKENS, DIMS[0]), &rows(2, TOKENS, DIMS[1])).unwrap();
+    (cache, seq)
+}
+
+/// Keys and values of a layer, as bits: NaN is compared too.
+fn contents(cache: &KvCache, seq: SeqId, layer: usize) -> [Vec<u32>; 2] {
+    let kept = cache.len(seq).unwrap() - cache.first(seq).unwrap();
+    let [mut k, mut v] = DIMS.map(|dim| Guarded::new(Dtype::F32, [1, HEADS, kept, dim], Layout::Bhsd));
+    cache.linearise(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    [k, v].map(|x| x.values().into_iter().map(f32::to_bits).collect())
+}
+
+/// Attention of one query over a layer, by the kernels and by the definition.
+fn attend(cache: &KvCache, seq: SeqId, layer: usize) -> (Vec<f32>, Vec<f64>) {
+    let kept = cache.len(seq).unwrap();
+    let mut desc = ProblemDesc::cached([2 * HEADS, HEADS], DIMS, Dtype::F32, &[(1, kept)]);
+    (desc.k_codec, desc.v_codec) = (Some(cache.desc().k), Some(cache.desc().v));
+    desc.visibility = flashtile::Visibility::window(Some(3), Some(0));
+    let problem = desc.validate().unwrap();
+    let tables = cache.tables(&[seq]).unwrap();
+    let q = rows(9, 2, DIMS[0]);
+    let q = TensorView::packed::<f32>(&q, [1, 2 * HEADS, DIMS[0]]).unwrap();
+    let inputs = Inputs::cached(q, cache, layer, &tables).unwrap();
+    let mut out = Guarded::new(Dtype::F32, [1, 2 * HEADS, 1, DIMS[1]], Layout::Bhsd);
+    let cpu = Cpu::new();
+    let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();
+    cpu.run(&plan, &inputs, &mut Outputs::new(out.view_mut()), &mut plan.workspace()).unwrap();
+    (out.values(), reference::attention(&problem, &inputs).unwrap().out)
+}
+
+#[test]
+fn snapshots_as_bytes_are_the_snapshots() {
+    for layout in LAYOUTS {
+        for (k, v) in codecs().zip(codecs().collect::<Vec<_>>().into_iter().rev()) {
+            let mut learning = desc(layout, k, v);
+            if k.dtype().is_none() {
+                learning.key_mean = KeyMean::Learned;
+            }
+            let (mut cache, seq) = filled(learning);
+            cache.forget(seq, 3).unwrap();
+            let snapshot = cache.snapshot(seq).unwrap();
+            let bytes = snapshot.to_bytes();
+            let read = Snapshot::from_bytes(&bytes).unwrap();
+            assert_eq!((read.first(), read.len(), read.as_bytes()), (3, TOKENS, snapshot.as_bytes()));
+            assert_eq!(read.to_bytes(), bytes);
+            let mut other = KvCache::new(desc(LAYOUTS[2], k, v)).unwrap();
+            let restored = other.restore(&read).unwrap();
+            other.poison_unused();
+            for layer in 0..LAYERS {
+                assert_eq!(contents(&other, restored, layer), contents(&cache, seq, layer), "{k} {v}");
+                assert_eq!(other.key_mean(layer).unwrap(), cache.key_mean(layer).unwrap());
+                assert_eq!(other.key_mean(layer).unwrap().is_some(), k.dtype().is_none());
+            }
+            // Of nothing too.
+            let empty = cache.create().unwrap();
+            let empty = cache.snapshot(empty).unwrap();
+            assert!(Snapshot::from_bytes(&empty.to_bytes()).unwrap().is_empty());
+        }
+    }
+}
+
+#[test]
+fn snapshots_that_are_cut_or_longer_are_refused() {
+    for (k, v) in [(Codec::F16, Codec::F32), (Codec::Int8, Codec::Tq5)] {
+        let mut learning = desc(LAYOUTS[0], k, v);
+        if k.dtype().is_none() {
+            learning.key_mean = KeyMean::Learned;
+        }
+        let (cache, seq) = filled(learning);
+        let bytes = cache.snapshot(seq).unwrap().to_bytes();
+        for cut in 0..bytes.len() {
+            let refusal = Snapshot::from_bytes(&bytes[..cut]).unwrap_err();
+            assert!(
+                matches!(refusal, CacheError::SnapshotLength { got, .. } if got == cut),
+                "{cut}: {refusal}"
+            );
+        }
+        let got = bytes.len() - 1;
+        let refusal = Snapshot::from_bytes(&bytes[..got]).unwrap_err().to_string();
+        assert_eq!(refusal, format!("snapshot has {got} bytes, expected {}", got + 1));
+        let longer = [&bytes[..], &[0]].concat();
+        let refusal = Snapshot::from_bytes(&longer).unwrap_err().to_string();
+        assert_eq!(refusal, format!("snapshot has {} bytes, expected {}", bytes.len() + 1, bytes.len()));
+    }
+}
+
+/// Bytes of the header before the numbers, and before the names of codecs.
+const NUMBERS: usize = 16;
+const NAMES: usize = NUMBERS + 6 * 8;
+
+#[test]
+fn headers_that_say_something_else_are_refused() {
+    let (cache, seq) = filled(desc(LAYOUTS[0], Codec::Int8, Codec::Tq5));
+    let bytes = cache.snapshot(seq).unwrap().to_bytes();
+    let refuse = |at: usize, with: &[u8], why: &str| {
+        let mut changed = bytes.clone();
+        changed[at..at + with.len()].copy_from_slice(with);
+        assert_eq!(Snapshot::from_bytes(&changed).unwrap_err().to_string(), why);
+    };
+    refuse(0, b"safetens", "snapshot has another magic than this version reads");
+    refuse(8, &2u32.to_ne_bytes(), "snapshot has another version than this version reads");
+    refuse(
+        12,
+        &0x0102_0304u32.swap_bytes().to_ne_bytes(),
+        "snapshot has another order of bytes than this version reads",
+    );
+    let number = |index: usize, x: u64, why: &str| refuse(NUMBERS + 8 * index, &x.to_ne_bytes(), why);
+    number(0, 0, &format!("layers 0 is outside 1..={MAX_LEN}"));
+    number(0, u64::MAX, &format!("layers {} is outside 1..={MAX_LEN}", usize::MAX));
+    number(1, 1 << 40, &format!("kv_heads {} is outside 1..={MAX_LEN}", 1u64 << 40));
+    number(2, 513, "head_dim 513 is outside 1..=512");
+    number(3, 0, "value_dim 0 is outside 1..=512");
+    number(4, 8, &format!("snapshot keeps tokens 8..7, expected a range that ends at {MAX_LEN} or before"));
+    let far = MAX_LEN as u64 + 1;
+    number(
+        5,
+        far,
+        &format!("snapshot keeps tokens 0..{far}, expected a range that ends at {MAX_LEN} or before"),
+    );
+    let name = |name: &[u8]| [name, &vec![0; 16 - name.len()]].concat();
+    refuse(NAMES, &name(b"int9"), "snapshot has another codec of k than this version reads");
+    refuse(NAMES + 16, &name(b""), "snapshot has another codec of v than this version reads");
+    refuse(NAMES, &name(b"\0int8"), "snapshot has another codec of k than this version reads");
+    refuse(NAMES, &name(b"mlx-tq8"), "k is mlx-tq8 with 40 elements a row, expected 256 or 512");
+    refuse(NAMES + 32, &[2], "snapshot has another flag of a mean than this version reads");
+    // Another codec or dimension is another number of bytes.
+    let (k, v) = (Codec::Int8.row_bytes(DIMS[0]), Codec::Tq5.row_bytes(DIMS[1]));
+    let other = Codec::Tq2.row_bytes(DIMS[1]);
+    let per_token = LAYERS * HEADS * TOKENS;
+    assert_eq!(bytes.len(), NAMES + 32 + LAYERS + per_token * (k + v));
+    let expected = bytes.len() - per_token * (v - other);
+    refuse(NAMES + 16, &name(b"tq2"), &format!("snapshot has {} bytes, expected {expected}", bytes.len()));
+    let expected = bytes.len() + HEADS * DIMS[0] * 4;
+    refuse(NAMES + 32, &[1], &format!("snapshot has {} bytes, expected {expected}", bytes.len()));
+    number(
+        0,
+        MAX_LEN as u64,
+        &format!("snapshot has {} bytes, expected {}", bytes.len(), NAMES + 32 + MAX_LEN),
+    );
+
+    // Means that no cache has.
+    let mut learning = desc(LAYOUTS[0], Codec::Int8, Codec::Tq5);
+    learning.key_mean = KeyMean::Learned;
+    let (cache, seq) = filled(learning);
+    let mut bytes = cache.snapshot(seq).unwrap().to_bytes();
+    let at = NAMES + 32 + LAYERS + 4 * 5;
+    bytes[at..at + 4].copy_from_slice(&f32::NAN.to_ne_bytes());
+    assert_eq!(Snapshot::from_bytes(&bytes).unwrap_err(), CacheError::MeanNotFinite);
+    bytes[NAMES..NAMES + 16].copy_from_slice(&name(b"f32"));
+    assert_eq!(Snapshot::from_bytes(&bytes).unwrap_err(), CacheError::MeanOfElements { codec: Codec::F32 });
+}
+
+#[test]
+fn a_snapshot_of_other_rows_is_refused_by_the_cache() {
+    let (cache, seq) = filled(desc(LAYOUTS[0], Codec::Int8, Codec::Tq5));
+    let read = Snapshot::from_bytes(&cache.snapshot(seq).unwrap().to_bytes()).unwrap();
+    let refuse = |change: fn(&mut CacheDesc), why: &str| {
+        let mut other = desc(LAYOUTS[2], Codec::Int8, Codec::Tq5);
+        change(&mut other);
+        let mut other = KvCache::new(other).unwrap();
+        assert_eq!(other.restore(&read).unwrap_err().to_string(), why);
+        assert_eq!(other.memory().sequences, 0);
+    };
+    refuse(|d| d.k = Codec::Fp8, "snapshot has k as int8, expected fp8");
+    refuse(|d| d.v = Codec::Tq4, "snapshot has v as tq5, expected tq4");
+    refuse(|d| d.layers = 1, "snapshot has layers 2, expected 1");
+    refuse(|d| d.kv_heads = 3, "snapshot has kv_heads 2, expected 3");
+    refuse(|d| d.head_dim = 64, "snapshot has head_dim 40, expected 64");
+    refuse(|d| d.value_dim = 25, "snapshot has value_dim 24, expected 25");
+    let small = |d: &mut CacheDesc| d.layout = CacheLayout::Contiguous { slots: 1, capacity: 6 };
+    refuse(small, "the sequence would have 7 tokens, expected at most 6");
+}
+
+/// Every bit of a header: refused, or a snapshot that a cache refuses or takes; nothing else.
+#[test]
+fn changed_bits_of_headers_do_no_harm() {
+    for (k, v) in [(Codec::BF16, Codec::F16), (Codec::Tq4, Codec::Int8)] {
+        let mut learning = desc(LAYOUTS[0], k, v);
+        if k.dtype().is_none() {
+            learning.key_mean = KeyMean::Learned;
+        }
+        let (cache, seq) = filled(learning);
+        let bytes = cache.snapshot(seq).unwrap().to_bytes();
+        let (mut refused, mut taken) = (0, 0);
+        for bit in 0..8 * (NAMES + 32 + LAYERS) {
+            let mut changed = bytes.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            let Ok(snapshot) = Snapshot::from_bytes(&changed) else {
+                refused += 1;
+                continue;
+            };
+            taken += 1;
+            for layout in LAYOUTS {
+                let mut other = KvCache::new(desc(layout, k, v)).unwrap();
+                if let Ok(seq) = other.restore(&snapshot) {
+                    contents(&other, seq, 0);
+                }
+            }
+        }
+        // What may change unseen is where a sequence of so many tokens starts.
+        assert!(refused > 8 * (NAMES + 32) - 100 && taken < 100, "{refused} refused, {taken} taken");
+    }
+}
+
+/// Bits of rows: other numbers in the tokens that they are of, and the same in all others.
+#[test]
+fn changed_bits_of_rows_stay_in_their_token() {
+    let mut rng = Rng::new(5);
+    for codec in codecs() {
+        let (cache, seq) = filled(desc(LAYOUTS[2], codec, codec));
+        let bytes = cache.snapshot(seq).unwrap().to_bytes();
+        let want = contents(&cache, seq, 0);
+        let row = codec.row_bytes(DIMS[0]);
+        let mut changes = 0;
+        for _ in 0..60 {
+            // Of the keys of layer 0, [heads, tokens, row].
+            let at = rng.below(8 * HEADS * TOKENS * row);
+            let mut changed = bytes.clone();
+            changed[NAMES + 32 + LAYERS + at / 8] ^= 1 << (at % 8);
+            let mut other = KvCache::new(desc(LAYOUTS[2], codec, codec)).unwrap();
+            let seq = other.restore(&Snapshot::from_bytes(&changed).unwrap()).unwrap();
+            let got = contents(&other, seq, 0);
+            let of_row = at / 8 / row * DIMS[0]..(at / 8 / row + 1) * DIMS[0];
+            for (index, (got, want)) in got[0].iter().zip(&want[0]).enumerate() {
+                assert!(got == want || of_row.contains(&index), "{codec}: bit {at} reached element {index}");
+            }
+            changes += usize::from(got[0] != want[0]);
+            assert_eq!(got[1], want[1]);
+            // Whatever the numbers are, kernels and definition read the same, a NaN included.
+            let (out, exact) = attend(&other, seq, 0);
+            for (got, want) in out.iter().zip(exact) {
+                assert_eq!(got.is_nan(), want.is_nan(), "{codec}: bit {at}: {got} {want}");
+            }
+        }
+        assert!(changes > 10, "{codec}: {changes} changes were seen");
+    }
+}
+
+#[test]
+fn bytes_of_anything_are_refused() {
+    let (cache, seq) = filled(desc(LAYOUTS[0], Codec::Int8, Codec::Tq5));
+    let bytes = cache.snapshot(seq).unwrap().to_bytes();
+    let mut rng = Rng::new(8);
+    for n in 0..20_000 {
+        let mut noise: Vec<u8> = (0..rng.below(200)).map(|_| rng.below(256) as u8).collect();
+        if n % 2 == 0 {
+            // Behind a start that is right.
+            let right = rng.below(NAMES + 32).min(noise.len());
+            noise[..right].copy_from_slice(&bytes[..right]);
+        }
+        let refusal = Snapshot::from_bytes(&noise).unwrap_err().to_string();
+        assert!(!refusal.is_empty() && !refusal.contains('\n'));
+    }
+}
+
+#[test]
+fn zeros_are_zeros_in_every_codec() {
+    for codec in codecs() {
+        for centred in [false, true] {
+            let mut desc = desc(LAYOUTS[2], codec, codec);
+            if centred && codec.dtype().is_some() {
+                continue;
+            }
+            if centred {
+                desc.key_mean = KeyMean::Learned;
+            }
+            let mut cache = KvCache::new(desc).unwrap();
+            let seq = cache.create().unwrap();
+            let (k, v) = (vec![0.0; TOKENS * HEADS * DIMS[0]], vec![-0.0; TOKENS * HEADS * DIMS[1]]);
+            append(&mut cache, seq, &k, &v).unwrap();
+            cache.poison_unused();
+            let zero = |bits: &u32| f32::from_bits(*bits) == 0.0;
+            for layer in 0..LAYERS {
+                let [k, v] = contents(&cache, seq, layer);
+                assert!(k.iter().all(zero) && v.iter().all(zero), "{codec}");
+                let (out, exact) = attend(&cache, seq, layer);
+                assert!(out.iter().all(|x| *x == 0.0) && exact.iter().all(|x| *x == 0.0), "{codec}: {out:?}");
+            }
+        }
+        // Keys that are all alike, of which centring leaves nothing.
+        if codec.dtype().is_none() {
+            let mut desc = desc(LAYOUTS[2], codec, codec);
+            desc.key_mean = KeyMean::Learned;
+            let mut cache = KvCache::new(desc).unwrap();
+            let seq = cache.create().unwrap();
+            append(&mut cache, seq, &[2.5; TOKENS * HEADS * DIMS[0]], &rows(2, TOKENS, DIMS[1])).unwrap();
+            let [k, _] = contents(&cache, seq, 1);
+            assert!(k.iter().all(|bits| f32::from_bits(*bits) == 2.5), "{codec}");
+        }
+    }
+}
+
+/// Rows that a quantizing codec refuses, and why.
+const BAD: [(f32, NotStored); 5] = [
+    (f32::NAN, NotStored::NotFinite),
+    (f32::INFINITY, NotStored::NotFinite),
+    (f32::NEG_INFINITY, NotStored::NotFinite),
+    (2.0 * MOST_NORM, NotStored::Norm),
+    (f32::MAX, NotStored::Norm),
+];
+
+#[test]
+fn a_write_of_rows_that_cannot_be_stored_changes_nothing() {
+    for codec in codecs().filter(|codec| codec.dtype().is_none()) {
+        for (bad, why) in BAD {
+            let (mut cache, seq) = filled(desc(LAYOUTS[2], codec, codec));
+            let before: Vec<_> = (0..LAYERS).map(|layer| contents(&cache, seq, layer)).collect();
+            for (tensor, dim) in [("k", DIMS[0]), ("v", DIMS[1])] {
+                let (mut k, mut v) = (rows(3, 2, DIMS[0]), rows(4, 2, DIMS[1]));
+                let x = if tensor == "k" { &mut k } else { &mut v };
+                x[HEADS * dim + dim + 3] = bad;
+                let view = |x, dim| TensorView::packed::<f32>(x, [2, HEADS, dim]).unwrap();
+                let refusal =
+                    cache.write(1, &[(seq, 2)], &view(&k, DIMS[0]), &view(&v, DIMS[1])).unwrap_err();
+                let want = if tensor == "k" { "k" } else { "v" };
+                assert_eq!(refusal, CacheError::Row { tensor: want, head: 1, row: 1, why }, "{codec}");
+                let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
+                assert_eq!(refusal, CacheError::Row { tensor: want, head: 1, row: 1, why }, "{codec}");
+            }
+            let after: Vec<_> = (0..LAYERS).map(|layer| contents(&cache, seq, layer)).collect();
+            assert_eq!(after, before, "{codec}");
+            // Nor through pages without a cache.
+            for side in [Side::Keys, Side::Values] {
+                let mut pages = CodePages::new(codec, side, [1, 1, 2, 40]).unwrap();
+                let mut row = vec![1.0; 40];
+                pages.store([0, 0, 1], &row).unwrap();
+                row[39] = bad;
+                assert_eq!(pages.store([0, 0, 1], &row), Err(why), "{codec}");
+                let mut back = vec![0.0; 40];
+                pages.view().read(0, 0, 1, &mut back);
+                assert!(back.iter().all(|x| (x - 1.0).abs() < 0.9), "{codec}: {back:?}");
+            }
+        }
+    }
+}
+
+/// Plain elements are stored as they are, and a NaN reaches the heads that see it.
+#[test]
+fn elements_hold_what_they_are_given() {
+    for codec in codecs().filter(|codec| codec.dtype().is_some()) {
+        let (mut cache, seq) = filled(desc(LAYOUTS[0], codec, codec));
+        let (mut k, v) = (rows(3, 1, DIMS[0]), rows(4, 1, DIMS[1]));
+        k[DIMS[0]] = f32::NAN;
+        append(&mut cache, seq, &k, &v).unwrap();
+        let (out, exact) = attend(&cache, seq, 0);
+        // Two query heads to a key/value head, of which the second has the NaN.
+        for (head, (out, exact)) in out.chunks(DIMS[1]).zip(exact.chunks(DIMS[1])).enumerate() {
+            assert!(out.iter().all(|x| x.is_nan() == (head >= 2)), "{codec}: {out:?}");
+            assert!(exact.iter().all(|x| x.is_nan() == (head >= 2)), "{codec}");
+        }
+    }
+}
