@@ -33,6 +33,28 @@ impl Machine for Avx512 {
     fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
         Loops::indices(levels, magnitudes, factor, indices);
     }
+
+    #[inline(always)]
+    fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
+        // SAFETY: the caller is compiled for these instructions; 16 bytes, loads and stores are masked.
+        unsafe {
+            let table = |n: usize| {
+                _mm512_broadcast_i32x4(_mm_loadu_si128(levels.as_ptr().wrapping_add(16 * n).cast()))
+            };
+            let tables = [table(0), table(1), table(2), table(3)];
+            for codes in codes.chunks_mut(STEP) {
+                let there = u64::MAX >> (STEP - codes.len());
+                let at = _mm512_maskz_loadu_epi8(there, codes.as_ptr().cast());
+                let bit = |n: i8| _mm512_test_epi8_mask(at, _mm512_set1_epi8(1 << n));
+                let index = _mm512_and_si512(at, _mm512_set1_epi8(15));
+                let quarter = |n: usize| _mm512_shuffle_epi8(tables[n], index);
+                let low = _mm512_mask_mov_epi8(quarter(0), bit(4), quarter(1));
+                let high = _mm512_mask_mov_epi8(quarter(2), bit(4), quarter(3));
+                let levels = _mm512_mask_mov_epi8(low, bit(5), high);
+                _mm512_mask_storeu_epi8(codes.as_mut_ptr().cast(), there, levels);
+            }
+        }
+    }
 }
 
 /// AVX-512 with VBMI and VNNI besides.
@@ -102,6 +124,20 @@ impl Machine for Vbmi {
                 let halves = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(halves(0)), halves(1));
                 let there = u64::MAX >> (STEP - indices.len());
                 _mm512_mask_storeu_epi8(indices.as_mut_ptr().cast(), there, look_up(&table, halves));
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
+        // SAFETY: as above.
+        unsafe {
+            let table = _mm512_loadu_si512(levels.as_ptr().cast());
+            for codes in codes.chunks_mut(STEP) {
+                let there = u64::MAX >> (STEP - codes.len());
+                let at = _mm512_maskz_loadu_epi8(there, codes.as_ptr().cast());
+                let levels = _mm512_permutexvar_epi8(at, table);
+                _mm512_mask_storeu_epi8(codes.as_mut_ptr().cast(), there, levels);
             }
         }
     }

@@ -23,14 +23,14 @@ pub(crate) fn from_f32(x: f32) -> u8 {
 }
 
 /// The number of a code; NaN for the two that are none.
+#[inline(always)]
 pub(crate) fn to_f32(code: u8) -> f32 {
-    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
-    let magnitude = match (exponent, code & 7) {
-        (15, 7) => f32::NAN,
-        (0, _) => mantissa * 2.0f32.powi(LEAST - 3),
-        _ => (8.0 + mantissa) * 2.0f32.powi(exponent - 10),
-    };
-    if code & 0x80 == 0 { magnitude } else { -magnitude }
+    // What is missing of the exponent, as a factor: subnormal numbers become normal ones by it.
+    const BIAS: f32 = f32::from_bits((127 + 127 - 7) << 23);
+    let code = u32::from(code);
+    let magnitude = (f32::from_bits((code & 0x7f) << 20) * BIAS).to_bits();
+    let nothing = if code & 0x7f == 0x7f { f32::NAN.to_bits() } else { 0 };
+    f32::from_bits(magnitude | nothing | (code & 0x80) << 24)
 }
 
 #[cfg(test)]

@@ -16,6 +16,9 @@ pub(super) trait Machine {
 
     /// The indices of the levels with one factor.
     fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]);
+
+    /// Replaces codes below 64 by the bits of their levels.
+    fn look_up(levels: &[i8; 64], codes: &mut [u8]);
 }
 
 /// What a compiler makes of loops.
@@ -49,6 +52,13 @@ impl Machine for Loops {
         let halves = &mut halves[..magnitudes.len()];
         in_halves(magnitudes, factor, halves);
         levels.indices(halves, indices);
+    }
+
+    #[inline(always)]
+    fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
+        for code in codes {
+            *code = levels[usize::from(*code % 64)].cast_unsigned();
+        }
     }
 }
 

@@ -71,6 +71,8 @@ pub(super) struct Mlx {
     bits: usize,
     /// None in the plain form.
     pub(super) rotation: Option<Rotation>,
+    /// What each byte of codes stands for before the norm; a byte of nibbles is two.
+    values: Box<[f32; 256]>,
     /// All of them, ascending.
     edges: Vec<f32>,
     /// What the sum of squares is divided by, and what codes are relative to: a norm over this.
@@ -86,12 +88,11 @@ impl Mlx {
         let half = tables(bits).1;
         let edges = half.iter().rev().map(|edge| -edge).chain([0.0]).chain(half.iter().copied()).collect();
         let (squares, root) = if dim == BLOCK { (1.0, 16.0) } else { (256.0, 1.0) };
-        Self { bits, rotation, edges, squares, root }
-    }
-
-    /// What a byte of codes stands for before the norm; a byte of nibbles is two.
-    pub(super) fn value(&self, code: u8) -> f32 {
-        value(self.bits, code)
+        let mut values = Box::new([0.0; 256]);
+        for (code, entry) in (0..=u8::MAX).zip(values.iter_mut()) {
+            *entry = value(bits, code);
+        }
+        Self { bits, rotation, values, edges, squares, root }
     }
 
     /// Stores a vector of finite numbers, whose norm is at most [`MOST_NORM`](super::MOST_NORM). It is left changed.
@@ -126,7 +127,8 @@ impl Mlx {
 
     /// A stored row, in the rotated domain where it is rotated; `values` are those of bytes.
     #[inline(always)]
-    pub(super) fn decode(&self, values: &[f32; 256], codes: &[u8], norms: &[u8], x: &mut [f32]) {
+    pub(super) fn decode(&self, codes: &[u8], norms: &[u8], x: &mut [f32]) {
+        let values = &*self.values;
         if self.bits == 4 {
             for (pair, byte) in x.as_chunks_mut::<2>().0.iter_mut().zip(codes) {
                 *pair = [values[usize::from(byte & 15)], values[usize::from(byte >> 4)]];
@@ -331,14 +333,14 @@ mod tests {
             let mlx = Mlx::new(256, bits, true);
             assert_eq!(mlx.edges.len() + 1, 1 << bits);
             assert_eq!(
-                digest((0..=(mlx.edges.len() as u8)).map(|code| mlx.value(code))),
+                digest((0..=(mlx.edges.len() as u8)).map(|code| value(mlx.bits, code))),
                 values,
                 "{bits} bits"
             );
             assert_eq!(digest(mlx.edges.iter().copied()), edges, "{bits} bits");
             // A value is the nearest of its cell.
             for (at, edge) in mlx.edges.iter().enumerate() {
-                let middle = (mlx.value(at as u8) + mlx.value(at as u8 + 1)) / 2.0;
+                let middle = (value(mlx.bits, at as u8) + value(mlx.bits, at as u8 + 1)) / 2.0;
                 assert!((edge - middle).abs() < 5e-7, "{bits} bits: {edge} {middle}");
             }
         }

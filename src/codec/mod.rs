@@ -22,6 +22,8 @@
 //! the rule of unbiased scales is EDEN's.
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
 mod compare;
 mod convert;
@@ -257,8 +259,6 @@ pub(crate) struct Coder {
     dim: usize,
     format: Format,
     scheme: Scheme,
-    /// What each byte or index stands for before the scale of its row.
-    values: Box<[f32; 256]>,
 }
 
 /// What a codec makes of a vector.
@@ -286,16 +286,7 @@ impl Coder {
             Scheme::Mlx(_) => Format::opaque(dim, mlx::code_bytes(dim, bits), mlx::norm_bytes(dim)),
             _ => Format::new(dim, bits),
         };
-        let mut values = Box::new([0.0f32; 256]);
-        for (code, value) in values.iter_mut().enumerate() {
-            *value = match &scheme {
-                Scheme::Fp8 => fp8::to_f32(code as u8) / FP8_UNIT,
-                Scheme::Integers(_) if bits < 8 && code >= 64 => 0.0,
-                Scheme::Integers(quantizer) => f32::from(quantizer.level(code as u8)) / UNIT,
-                Scheme::Mlx(mlx) => mlx.value(code as u8),
-            };
-        }
-        Some(Self { dim, format, scheme, values })
+        Some(Self { dim, format, scheme })
     }
 
     pub(crate) const fn format(&self) -> &Format {
@@ -344,22 +335,33 @@ impl Coder {
 
     /// A stored row of a page, in the rotated domain where the codec rotates: values of codes times the scale.
     #[inline(always)]
-    fn decode_rotated(&self, (page, tokens, row): Source<'_>, x: &mut [f32]) {
+    fn decode_rotated<M: Machine>(&self, (page, tokens, row): Source<'_>, x: &mut [f32]) {
         if let Scheme::Mlx(mlx) = &self.scheme {
             let [codes, norms] = self.format.row(tokens, row);
-            return mlx.decode(&self.values, &page[codes], &page[norms], x);
+            return mlx.decode(&page[codes], &page[norms], x);
         }
         let mut codes = [0u8; MAX_HEAD_DIM];
         let codes = &mut codes[..self.dim];
         let scale = self.format.read(page, tokens, row, codes).to_f32();
-        for (x, code) in x.iter_mut().zip(&*codes) {
-            *x = self.values[usize::from(*code)] * scale;
+        if let Scheme::Integers(quantizer) = &self.scheme {
+            if let Some(levels) = quantizer.table() {
+                M::look_up(levels, codes);
+            }
+            // Products of 8 and 11 bits: exact.
+            let factor = scale / UNIT;
+            for (x, level) in x.iter_mut().zip(&*codes) {
+                *x = f32::from(level.cast_signed()) * factor;
+            }
+        } else {
+            for (x, code) in x.iter_mut().zip(&*codes) {
+                *x = fp8::to_f32(*code) * (1.0 / FP8_UNIT) * scale;
+            }
         }
     }
 
     /// A stored row of a page.
     pub(crate) fn decode(&self, page: &[u8], tokens: usize, row: usize, x: &mut [f32]) {
-        self.decode_rotated((page, tokens, row), x);
+        versions::decode_rotated(self, (page, tokens, row), x);
         if let Some(rotation) = self.rotation() {
             versions::unrotate(rotation, x);
         }

@@ -312,7 +312,7 @@ impl CodePages {
 /// A row of a tensor without the mean of its head, as f32, and its energy.
 fn load(tensor: &TensorView<'_>, [head, row]: [usize; 2], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
     let mean = mean.map(|mean| &mean[head * x.len()..][..x.len()]);
-    versions::load(tensor.dtype(), tensor.row_bytes([0, head, row]), mean, x)
+    versions::load((tensor.dtype(), tensor.row_bytes([0, head, row])), mean, x)
 }
 
 /// Subtracts the mean `[heads, dim]` of a head.
@@ -398,7 +398,7 @@ impl<'a> CodesView<'a> {
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
         // What the bytes stand for: products in f32, exact where a code's value has 8 bits and a scale 11.
-        self.coder.decode_rotated((self.page(page, head), self.shape[2], row), &mut x[..dim]);
+        super::decode_rotated(self.coder, (self.page(page, head), self.shape[2], row), &mut x[..dim]);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
             rotation.undo_f64(&mut wide);

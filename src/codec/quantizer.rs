@@ -84,11 +84,6 @@ impl Quantizer {
         f16::from_f32((scale * f64::from(most / ONE) * f64::from(super::UNIT)) as f32)
     }
 
-    /// What a code stands for, times [`UNIT`](super::UNIT) and before the scale.
-    pub(crate) fn level(&self, code: u8) -> i8 {
-        self.levels.map_or(code as i8, |levels| levels.signed[usize::from(code)])
-    }
-
     /// Values of codes, `[64]` for tables; none for integers, which are their values.
     pub(crate) fn table(&self) -> Option<&'static [i8; 64]> {
         self.levels.map(|levels| &levels.signed)

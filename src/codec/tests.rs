@@ -8,7 +8,7 @@ fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
 /// What comes back of a vector.
 fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
     let mut page = vec![0u8; coder.format().row_bytes()];
-    coder.encode(&mut x.to_vec(), rule, (&mut page, 1, 0));
+    super::encode(coder, &mut x.to_vec(), rule, (&mut page, 1, 0));
     let mut back = vec![f32::NAN; x.len()];
     coder.decode(&page, 1, 0, &mut back);
     back

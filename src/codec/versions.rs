@@ -4,6 +4,8 @@
 #![allow(unsafe_code, reason = "functions of an instruction set that the machine was asked for")]
 
 #[cfg(target_arch = "x86_64")]
+use super::avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
 use super::avx512::{Avx512, Vbmi};
 use super::convert::widen;
 use super::machine::Loops;
@@ -15,12 +17,15 @@ use std::sync::OnceLock;
 pub(super) type Place<'a> = (&'a mut [u8], usize, usize);
 pub(super) type Source<'a> = (&'a [u8], usize, usize);
 
+/// Elements.
+type Row<'a> = (Dtype, &'a [u8]);
+
 /// The functions of one instruction set.
 #[derive(Clone, Copy)]
 struct Version {
     encode: unsafe fn(&Coder, &mut [f32], ScaleRule, Place<'_>),
     decode: unsafe fn(&Coder, Source<'_>, &mut [f32]),
-    load: unsafe fn(Dtype, &[u8], Option<&[f32]>, &mut [f32]) -> f32,
+    load: unsafe fn(Row<'_>, Option<&[f32]>, &mut [f32]) -> f32,
     rotate: unsafe fn(&Rotation, &mut [f32]),
     unrotate: unsafe fn(&Rotation, &mut [f32]),
 }
@@ -38,9 +43,9 @@ pub(crate) fn decode_rotated(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
 }
 
 /// A row as f32, without a mean, and the sum of its squares.
-pub(super) fn load(dtype: Dtype, row: &[u8], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
+pub(super) fn load(row: Row<'_>, mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
     // SAFETY: the machine has the instruction set.
-    unsafe { (best().load)(dtype, row, mean, x) }
+    unsafe { (best().load)(row, mean, x) }
 }
 
 /// Rotates a vector.
@@ -58,7 +63,7 @@ pub(crate) fn unrotate(rotation: &Rotation, y: &mut [f32]) {
 macro_rules! version {
     ($name:ident, $machine:ty $(, $features:literal)?) => {
         mod $name {
-            use super::{Coder, Dtype, Place, Rotation, ScaleRule, Source, energy, widen};
+            use super::{Coder, Place, Rotation, Row, ScaleRule, Source, energy, widen};
 
             pub(super) const VERSION: super::Version = super::Version { encode, decode, load, rotate, unrotate };
 
@@ -69,11 +74,11 @@ macro_rules! version {
 
             $(#[target_feature(enable = $features)])?
             fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
-                coder.decode_rotated(source, x);
+                coder.decode_rotated::<$machine>(source, x);
             }
 
             $(#[target_feature(enable = $features)])?
-            fn load(dtype: Dtype, row: &[u8], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
+            fn load((dtype, row): Row<'_>, mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
                 widen(dtype, row, x);
                 if let Some(mean) = mean {
                     for (x, mean) in x.iter_mut().zip(mean) {
@@ -98,7 +103,7 @@ macro_rules! version {
 
 version!(portable, super::Loops);
 #[cfg(target_arch = "x86_64")]
-version!(avx2, super::Loops, "avx2");
+version!(avx2, super::Avx2, "avx2");
 #[cfg(target_arch = "x86_64")]
 version!(avx512, super::Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
 #[cfg(target_arch = "x86_64")]
@@ -164,6 +169,20 @@ mod tests {
                             })
                             .collect();
                         assert!(bytes.iter().all(|b| *b == bytes[0]), "{codec} of {dim}");
+                        let back: Vec<Vec<u32>> = versions()
+                            .into_iter()
+                            .map(|version| {
+                                let mut back = vec![f32::NAN; dim];
+                                // SAFETY: one of this machine's versions.
+                                unsafe { (version.decode)(&coder, (&bytes[0], 3, 1), &mut back) };
+                                if let Some(rotation) = coder.rotation() {
+                                    // SAFETY: as above.
+                                    unsafe { (version.unrotate)(rotation, &mut back) };
+                                }
+                                back.into_iter().map(f32::to_bits).collect()
+                            })
+                            .collect();
+                        assert!(back.iter().all(|b| *b == back[0]), "{codec} of {dim} comes back");
                     }
                 }
             }

@@ -1,0 +1,54 @@
+//! Levels of codes by shuffles of sixteen bytes.
+
+#![allow(unsafe_code)]
+
+use super::levels::Levels;
+use super::machine::{Loops, Machine};
+use super::quantizer::TRIALS;
+use std::arch::x86_64::*;
+
+/// AVX2.
+pub(super) struct Avx2;
+
+/// Codes of a step.
+const STEP: usize = 32;
+
+impl Machine for Avx2 {
+    #[inline(always)]
+    fn walsh(x: &mut [f32]) {
+        Loops::walsh(x);
+    }
+
+    #[inline(always)]
+    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+        Loops::sums(levels, magnitudes, factors)
+    }
+
+    #[inline(always)]
+    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+        Loops::indices(levels, magnitudes, factor, indices);
+    }
+
+    #[inline(always)]
+    fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
+        let (steps, rest) = codes.as_chunks_mut::<STEP>();
+        // SAFETY: the caller is compiled for these instructions; 16 and 32 bytes.
+        unsafe {
+            let table = |n: usize| {
+                _mm256_broadcastsi128_si256(_mm_loadu_si128(levels.as_ptr().wrapping_add(16 * n).cast()))
+            };
+            let tables = [table(0), table(1), table(2), table(3)];
+            for codes in steps {
+                let at = _mm256_loadu_si256(codes.as_ptr().cast());
+                // The top bit of a byte chooses: bits 4 and 5 are moved there. A byte is below 64, so none enters from another.
+                let (fourth, fifth) = (_mm256_slli_epi16::<3>(at), _mm256_slli_epi16::<2>(at));
+                let index = _mm256_and_si256(at, _mm256_set1_epi8(15));
+                let quarter = |n: usize| _mm256_shuffle_epi8(tables[n], index);
+                let low = _mm256_blendv_epi8(quarter(0), quarter(1), fourth);
+                let high = _mm256_blendv_epi8(quarter(2), quarter(3), fourth);
+                _mm256_storeu_si256(codes.as_mut_ptr().cast(), _mm256_blendv_epi8(low, high, fifth));
+            }
+        }
+        Loops::look_up(levels, rest);
+    }
+}
