@@ -20,6 +20,11 @@ impl Machine for Avx2 {
     }
 
     #[inline(always)]
+    fn energy(magnitudes: &[u16]) -> u64 {
+        Loops::energy(magnitudes)
+    }
+
+    #[inline(always)]
     fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
         Loops::sums(levels, magnitudes, factors)
     }

@@ -17,11 +17,33 @@ impl Machine for Avx512 {
         if x.len() < LANES {
             return butterflies(x, 1);
         }
-        for x in x.as_chunks_mut::<LANES>().0 {
-            // SAFETY: the caller is compiled for these instructions; sixteen numbers.
+        let (blocks, rest) = x.as_chunks_mut::<BLOCK>();
+        for block in blocks {
+            // SAFETY: the caller is compiled for these instructions.
+            unsafe { walsh_block(block) }
+        }
+        for x in rest.as_chunks_mut::<LANES>().0 {
+            // SAFETY: as above; sixteen numbers.
             unsafe { _mm512_storeu_ps(x.as_mut_ptr(), short_butterflies(_mm512_loadu_ps(x.as_ptr()))) }
         }
-        butterflies(x, LANES);
+        let done = if rest.is_empty() { BLOCK } else { LANES };
+        butterflies(x, done);
+    }
+
+    #[inline(always)]
+    fn energy(magnitudes: &[u16]) -> u64 {
+        // SAFETY: the caller is compiled for these instructions; loads are masked.
+        unsafe {
+            let mut sums = _mm512_setzero_si512();
+            for part in magnitudes.chunks(32) {
+                let x = _mm512_maskz_loadu_epi16(u32::MAX >> (32 - part.len()), part.as_ptr().cast());
+                // Two squares of magnitudes below 2^15 are below 2^31.
+                let pairs = _mm512_madd_epi16(x, x);
+                sums = _mm512_add_epi64(sums, _mm512_and_si512(pairs, _mm512_set1_epi64(u32::MAX.into())));
+                sums = _mm512_add_epi64(sums, _mm512_srli_epi64::<32>(pairs));
+            }
+            _mm512_reduce_add_epi64(sums).cast_unsigned()
+        }
     }
 
     #[inline(always)]
@@ -60,8 +82,9 @@ impl Machine for Avx512 {
 /// AVX-512 with VBMI and VNNI besides.
 pub(super) struct Vbmi;
 
-/// Numbers of a register.
+/// Numbers of a register, and of eight.
 const LANES: usize = 16;
+const BLOCK: usize = 8 * LANES;
 
 /// Magnitudes of a step.
 const STEP: usize = 64;
@@ -70,6 +93,11 @@ impl Machine for Vbmi {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         Avx512::walsh(x);
+    }
+
+    #[inline(always)]
+    fn energy(magnitudes: &[u16]) -> u64 {
+        Avx512::energy(magnitudes)
     }
 
     #[inline(always)]
@@ -166,6 +194,27 @@ unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
             )
         };
         lanes(lanes(fours[0], fours[1]), lanes(fours[2], fours[3]))
+    }
+}
+
+/// Butterflies of distances 1 to 64, without a store between them.
+#[inline(always)]
+unsafe fn walsh_block(x: &mut [f32; BLOCK]) {
+    // SAFETY: sixteen numbers each; the caller's: the instruction set.
+    unsafe {
+        let mut v = [_mm512_setzero_ps(); 8];
+        for (n, v) in v.iter_mut().enumerate() {
+            *v = short_butterflies(_mm512_loadu_ps(x.as_ptr().add(n * LANES)));
+        }
+        for distance in [1, 2, 4] {
+            for low in (0..8).filter(|n| n & distance == 0) {
+                let (a, b) = (v[low], v[low + distance]);
+                (v[low], v[low + distance]) = (_mm512_add_ps(a, b), _mm512_sub_ps(a, b));
+            }
+        }
+        for (n, v) in v.iter().enumerate() {
+            _mm512_storeu_ps(x.as_mut_ptr().add(n * LANES), *v);
+        }
     }
 }
 

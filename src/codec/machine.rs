@@ -10,6 +10,9 @@ pub(super) trait Machine {
     /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
     fn walsh(x: &mut [f32]);
 
+    /// The sum of squares of magnitudes below 2^15.
+    fn energy(magnitudes: &[u16]) -> u64;
+
     /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
     /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
     fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]);
@@ -28,6 +31,15 @@ impl Machine for Loops {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         butterflies(x, 1);
+    }
+
+    #[inline(always)]
+    fn energy(magnitudes: &[u16]) -> u64 {
+        let mut sum = 0;
+        for x in magnitudes {
+            sum += u64::from(u32::from(*x) * u32::from(*x));
+        }
+        sum
     }
 
     #[inline(always)]

@@ -26,6 +26,9 @@ pub(super) const TRIALS: usize = 8;
 /// A greatest coordinate below this is that of a vector of zeros: its scale would be 0 in f16.
 const LEAST: f32 = 1e-12;
 
+/// The sum with 2^52 has no place for fractions.
+const ROUNDER: f64 = (1u64 << 52) as f64;
+
 /// Coordinates in fixed point: the greatest magnitude is this.
 const ONE: f32 = 32767.0;
 
@@ -68,8 +71,7 @@ impl Quantizer {
             *signed = round(x * inverse) as i16;
             *magnitude = signed.unsigned_abs();
         }
-        let energy: u64 =
-            fixed.magnitudes[..dim].iter().map(|&x| u64::from(u32::from(x) * u32::from(x))).sum();
+        let energy = M::energy(&fixed.magnitudes[..dim]);
         let (xc, cc) = match self.levels {
             None => integers(&fixed, codes),
             Some(levels) => {
@@ -111,7 +113,10 @@ fn search<M: Machine>(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]
     let unit = f64::from(2 << 16) * FACTORS[levels.bits - 2];
     let mut factors = [0u16; TRIALS];
     for (t, factor) in factors.iter_mut().enumerate() {
-        *factor = (unit / (rms * ((72 + 5 * t) as f64 / 100.0))) as u16;
+        // Below 2^15: a magnitude is at least ONE, so the root mean square is at least ONE / sqrt(dim). Nearest to even, without
+        // a conversion, of which vectors have none to 16 bits.
+        let x = unit / (rms * ((72 + 5 * t) as f64 / 100.0));
+        *factor = (x + ROUNDER).to_bits() as u16;
     }
     let (products, squares) = M::sums(levels, magnitudes, &factors);
     let (mut best, mut chosen) = (-1.0f64, 0);
