@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::levels::Levels;
-use super::machine::{Loops, Machine};
+use super::machine::{Loops, Machine, Vectors};
 use super::quantizer::TRIALS;
 use std::arch::x86_64::*;
 
@@ -13,10 +13,27 @@ pub(super) struct Avx2;
 /// Codes of a step.
 const STEP: usize = 32;
 
-impl Machine for Avx2 {
+impl Vectors<f32> for Avx2 {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         Loops::walsh(x);
+    }
+
+    #[inline(always)]
+    fn scale(x: &mut [f32], by: f32) {
+        Loops::scale(x, by);
+    }
+
+    #[inline(always)]
+    fn flip(x: &mut [f32], signs: &[f32]) {
+        Loops::flip(x, signs);
+    }
+}
+
+impl Machine for Avx2 {
+    #[inline(always)]
+    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
+        Loops::fixed(x, factor, integers, magnitudes);
     }
 
     #[inline(always)]

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::levels::Levels;
-use super::machine::{Loops, Machine};
+use super::machine::{Loops, Machine, Vectors};
 use super::quantizer::TRIALS;
 use super::rotation::butterflies;
 use std::arch::x86_64::*;
@@ -11,7 +11,7 @@ use std::arch::x86_64::*;
 /// AVX-512 with BW, DQ and VL.
 pub(super) struct Avx512;
 
-impl Machine for Avx512 {
+impl Vectors<f32> for Avx512 {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         if x.len() < LANES {
@@ -28,6 +28,58 @@ impl Machine for Avx512 {
         }
         let done = if rest.is_empty() { BLOCK } else { LANES };
         butterflies(x, done);
+    }
+
+    #[inline(always)]
+    fn scale(x: &mut [f32], by: f32) {
+        let (whole, rest) = x.as_chunks_mut::<LANES>();
+        for x in whole {
+            // SAFETY: the caller is compiled for these instructions; sixteen numbers.
+            unsafe {
+                _mm512_storeu_ps(
+                    x.as_mut_ptr(),
+                    _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_set1_ps(by)),
+                );
+            }
+        }
+        Loops::scale(rest, by);
+    }
+
+    #[inline(always)]
+    fn flip(x: &mut [f32], signs: &[f32]) {
+        let ((whole, rest), (signs, rest_signs)) = (x.as_chunks_mut::<LANES>(), signs.as_chunks::<LANES>());
+        for (x, signs) in whole.iter_mut().zip(signs) {
+            // SAFETY: as above.
+            unsafe {
+                let flipped = _mm512_mul_ps(_mm512_loadu_ps(x.as_ptr()), _mm512_loadu_ps(signs.as_ptr()));
+                _mm512_storeu_ps(x.as_mut_ptr(), flipped);
+            }
+        }
+        Loops::flip(rest, rest_signs);
+    }
+}
+
+impl Machine for Avx512 {
+    #[inline(always)]
+    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
+        const STEP: usize = 2 * LANES;
+        let (whole, rest) = x.as_chunks::<STEP>();
+        let (integers, rest_integers) = integers.split_at_mut(x.len() - rest.len());
+        let (magnitudes, rest_magnitudes) = magnitudes.split_at_mut(x.len() - rest.len());
+        let places = integers.as_chunks_mut::<STEP>().0.iter_mut().zip(magnitudes.as_chunks_mut::<STEP>().0);
+        for (x, (integers, magnitudes)) in whole.iter().zip(places) {
+            // SAFETY: the caller is compiled for these instructions; 32 numbers each.
+            unsafe {
+                let half = |n: usize| {
+                    let x = _mm512_loadu_ps(x.as_ptr().add(n * LANES));
+                    _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(factor))))
+                };
+                let both = _mm512_inserti64x4::<1>(_mm512_castsi256_si512(half(0)), half(1));
+                _mm512_storeu_si512(integers.as_mut_ptr().cast(), both);
+                _mm512_storeu_si512(magnitudes.as_mut_ptr().cast(), _mm512_abs_epi16(both));
+            }
+        }
+        Loops::fixed(rest, factor, rest_integers, rest_magnitudes);
     }
 
     #[inline(always)]
@@ -89,10 +141,27 @@ const BLOCK: usize = 8 * LANES;
 /// Magnitudes of a step.
 const STEP: usize = 64;
 
-impl Machine for Vbmi {
+impl Vectors<f32> for Vbmi {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         Avx512::walsh(x);
+    }
+
+    #[inline(always)]
+    fn scale(x: &mut [f32], by: f32) {
+        Avx512::scale(x, by);
+    }
+
+    #[inline(always)]
+    fn flip(x: &mut [f32], signs: &[f32]) {
+        Avx512::flip(x, signs);
+    }
+}
+
+impl Machine for Vbmi {
+    #[inline(always)]
+    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
+        Avx512::fixed(x, factor, integers, magnitudes);
     }
 
     #[inline(always)]

@@ -2,13 +2,26 @@
 
 use super::levels::Levels;
 use super::quantizer::TRIALS;
-use super::rotation::butterflies;
+use super::rotation::{Real, butterflies};
+use super::round;
 use crate::problem::MAX_HEAD_DIM;
 
-/// An instruction set. Only called by functions that are compiled for it.
-pub(super) trait Machine {
+/// Vectors of numbers. Registers of one width throughout: a load of a wide one waits for stores of narrow ones.
+pub(super) trait Vectors<T> {
     /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
-    fn walsh(x: &mut [f32]);
+    fn walsh(x: &mut [T]);
+
+    /// Multiplies by a number.
+    fn scale(x: &mut [T], by: T);
+
+    /// Multiplies by as many signs, 1 or -1.
+    fn flip(x: &mut [T], signs: &[f32]);
+}
+
+/// An instruction set. Only called by functions that are compiled for it.
+pub(super) trait Machine: Vectors<f32> {
+    /// Integers nearest to `x * factor`, ties to even and below 2^15 in magnitude, and their magnitudes.
+    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]);
 
     /// The sum of squares of magnitudes below 2^15.
     fn energy(magnitudes: &[u16]) -> u64;
@@ -27,10 +40,34 @@ pub(super) trait Machine {
 /// What a compiler makes of loops.
 pub(super) struct Loops;
 
+impl<T: Real> Vectors<T> for Loops {
+    #[inline(always)]
+    fn walsh(x: &mut [T]) {
+        butterflies(x, 1);
+    }
+
+    #[inline(always)]
+    fn scale(x: &mut [T], by: T) {
+        for x in x {
+            *x = *x * by;
+        }
+    }
+
+    #[inline(always)]
+    fn flip(x: &mut [T], signs: &[f32]) {
+        for (x, sign) in x.iter_mut().zip(signs) {
+            *x = *x * T::from(*sign);
+        }
+    }
+}
+
 impl Machine for Loops {
     #[inline(always)]
-    fn walsh(x: &mut [f32]) {
-        butterflies(x, 1);
+    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
+        for ((x, integer), magnitude) in x.iter().zip(integers).zip(magnitudes) {
+            *integer = round(x * factor) as i16;
+            *magnitude = integer.unsigned_abs();
+        }
     }
 
     #[inline(always)]

@@ -1,5 +1,6 @@
 //! Pages of quantized rows.
 
+use super::machine::Loops;
 use super::{Codec, Coder, MOST_NORM, ScaleRule, encode, energy, versions};
 use crate::TensorView;
 use crate::memory::Zeroed;
@@ -401,7 +402,7 @@ impl<'a> CodesView<'a> {
         super::decode_rotated(self.coder, (self.page(page, head), self.shape[2], row), &mut x[..dim]);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
-            rotation.undo_f64(&mut wide);
+            rotation.undo::<f64, Loops>(&mut wide);
         }
         if let Some(mean) = self.mean(head) {
             wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));

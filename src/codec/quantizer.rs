@@ -66,11 +66,7 @@ impl Quantizer {
             return f16::ZERO;
         }
         let mut fixed = Fixed { signed: [0; MAX_HEAD_DIM], magnitudes: [0; MAX_HEAD_DIM] };
-        let inverse = ONE / most;
-        for ((x, signed), magnitude) in x.iter().zip(&mut fixed.signed).zip(&mut fixed.magnitudes) {
-            *signed = round(x * inverse) as i16;
-            *magnitude = signed.unsigned_abs();
-        }
+        M::fixed(x, ONE / most, &mut fixed.signed, &mut fixed.magnitudes);
         let energy = M::energy(&fixed.magnitudes[..dim]);
         let (xc, cc) = match self.levels {
             None => integers(&fixed, codes),

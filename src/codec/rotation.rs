@@ -8,7 +8,7 @@
 //! matrix of order 12 or 20 across its runs. Any other is split into blocks of the powers of two in its binary representation,
 //! the largest first (112 = 64 + 32 + 16). Nothing is padded.
 
-use super::machine::Machine;
+use super::machine::Vectors;
 
 /// Signs are bits of SplitMix64 (Steele, Lea and Flood 2014) from this state: bit `i % 64` of output `i / 64`, set for -1.
 const SEED: u64 = 0x666c_6173_6874_696c;
@@ -20,21 +20,20 @@ const PALEY: [(usize, usize); 2] = [(12, 11), (20, 19)];
 pub(crate) trait Real:
     Copy + From<f32> + std::ops::Add<Output = Self> + std::ops::Sub<Output = Self> + std::ops::Mul<Output = Self>
 {
-    /// 1 over the root of a size.
-    fn root(len: usize) -> Self;
+    fn from_f64(x: f64) -> Self;
 }
 
 impl Real for f32 {
     #[inline(always)]
-    fn root(len: usize) -> Self {
-        f64::root(len) as Self
+    fn from_f64(x: f64) -> Self {
+        x as Self
     }
 }
 
 impl Real for f64 {
     #[inline(always)]
-    fn root(len: usize) -> Self {
-        1.0 / (len as Self).sqrt()
+    fn from_f64(x: f64) -> Self {
+        x
     }
 }
 
@@ -52,6 +51,8 @@ struct Block {
     run: usize,
     /// `[order, order]`; none for order 1.
     matrix: Vec<f32>,
+    /// 1 over the root of the number of coordinates.
+    root: f64,
 }
 
 impl Block {
@@ -59,11 +60,22 @@ impl Block {
         let prime = PALEY.iter().find(|(known, _)| *known == order).map_or(0, |(_, prime)| *prime);
         let entries = if order == 1 { 0 } else { order * order };
         let matrix = (0..entries).map(|at| paley(prime, at / order, at % order)).collect();
-        Self { order, run, matrix }
+        Self { order, run, matrix, root: 1.0 / ((order * run) as f64).sqrt() }
     }
 
     const fn len(&self) -> usize {
         self.order * self.run
+    }
+
+    #[inline(always)]
+    fn walsh<T: Real, V: Vectors<T>>(&self, x: &mut [T]) {
+        if self.order == 1 {
+            return V::walsh(x);
+        }
+        // A plain loop: a closure would be a function without the caller's instruction set.
+        for run in x.chunks_exact_mut(self.run) {
+            V::walsh(run);
+        }
     }
 }
 
@@ -88,55 +100,30 @@ impl Rotation {
 
     /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
     #[inline(always)]
-    pub(super) fn apply<M: Machine>(&self, x: &mut [f32]) {
-        // Plain loops: a closure would be a function without the caller's instruction set.
-        for (x, sign) in x.iter_mut().zip(&self.signs) {
-            *x *= sign;
-        }
+    pub(super) fn apply<V: Vectors<f32>>(&self, x: &mut [f32]) {
+        V::flip(x, &self.signs);
         let mut rest = x;
         for block in &self.blocks {
             let (x, tail) = rest.split_at_mut(block.len());
-            for run in x.chunks_exact_mut(block.run) {
-                M::walsh(run);
-            }
+            block.walsh::<_, V>(x);
             across(block, x, false);
-            let root = f32::root(block.len());
-            for x in &mut *x {
-                *x *= root;
-            }
+            V::scale(x, f32::from_f64(block.root));
             rest = tail;
         }
     }
 
     /// Undoes [`Rotation::apply`], up to rounding.
     #[inline(always)]
-    pub(super) fn undo<M: Machine>(&self, y: &mut [f32]) {
-        self.undo_with(y, M::walsh);
-    }
-
-    /// As [`Rotation::undo`], in f64.
-    pub(crate) fn undo_f64(&self, y: &mut [f64]) {
-        self.undo_with(y, |run| butterflies(run, 1));
-    }
-
-    #[inline(always)]
-    fn undo_with<T: Real>(&self, y: &mut [T], walsh: impl Fn(&mut [T])) {
+    pub(super) fn undo<T: Real, V: Vectors<T>>(&self, y: &mut [T]) {
         let mut rest = &mut *y;
         for block in &self.blocks {
             let (y, tail) = rest.split_at_mut(block.len());
             across(block, y, true);
-            for run in y.chunks_exact_mut(block.run) {
-                walsh(run);
-            }
-            let root = T::root(block.len());
-            for y in &mut *y {
-                *y = *y * root;
-            }
+            block.walsh::<_, V>(y);
+            V::scale(y, T::from_f64(block.root));
             rest = tail;
         }
-        for (y, sign) in y.iter_mut().zip(&self.signs) {
-            *y = *y * T::from(*sign);
-        }
+        V::flip(y, &self.signs);
     }
 }
 

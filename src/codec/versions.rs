@@ -95,7 +95,7 @@ macro_rules! version {
 
             $(#[target_feature(enable = $features)])?
             fn unrotate(rotation: &Rotation, x: &mut [f32]) {
-                rotation.undo::<$machine>(x);
+                rotation.undo::<f32, $machine>(x);
             }
         }
     };
