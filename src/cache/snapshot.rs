@@ -1,5 +1,6 @@
 //! The content of a sequence, independent of the cache it came from.
 
+use super::table::reserve;
 use super::{CacheDesc, CacheError, CacheLayout, Codec};
 use crate::problem::MAX_LEN;
 use std::ops::Range;
@@ -96,12 +97,13 @@ impl Snapshot {
     }
 
     /// The snapshot of [`Snapshot::to_bytes`]. Everything that a cache relies on is checked; rows may be any bytes, and what does not
-    /// come from an encoder decodes to numbers that mean nothing, in their own tokens alone. There is no checksum. Memory is taken for
-    /// no more than the bytes that are there.
+    /// come from an encoder decodes to numbers that mean nothing, in their own tokens alone. There is no checksum. The memory
+    /// taken is that of the bytes, and a few words a layer.
     ///
     /// # Errors
     /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
-    /// [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`] or [`CacheError::MeanNotFinite`].
+    /// [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`], [`CacheError::MeanNotFinite`] or
+    /// [`CacheError::Memory`].
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
         let got = bytes.len();
         let length = |expected| CacheError::SnapshotLength { expected, got };
@@ -155,7 +157,7 @@ impl Snapshot {
         if rest.len() != after {
             return Err(length((got - rest.len()).saturating_add(after)));
         }
-        let mean = |flag: &u8| -> Result<Option<Vec<f32>>, CacheError> {
+        let mut mean = |flag: &u8| -> Result<Option<Vec<f32>>, CacheError> {
             if *flag == 0 {
                 return Ok(None);
             }
@@ -163,8 +165,15 @@ impl Snapshot {
             let mean: Vec<f32> = bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
             if mean.iter().all(|x| x.is_finite()) { Ok(Some(mean)) } else { Err(CacheError::MeanNotFinite) }
         };
-        let means = flags.iter().map(mean).collect::<Result<Vec<_>, _>>()?;
-        Ok(Self { desc, kept: first..end, bytes: rest.to_vec(), means })
+        let mut means: Vec<Option<Vec<f32>>> = Vec::new();
+        reserve(&mut means, layers)?;
+        for flag in flags {
+            means.push(mean(flag)?);
+        }
+        let mut bytes = Vec::new();
+        reserve(&mut bytes, rest.len())?;
+        bytes.extend_from_slice(rest);
+        Ok(Self { desc, kept: first..end, bytes, means })
     }
 
     /// Checks that the rows are those of a cache of this description.

@@ -2,9 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::levels::Levels;
 use super::machine::{Loops, Machine, Vectors};
-use super::quantizer::TRIALS;
 use std::arch::x86_64::*;
 
 /// AVX2.
@@ -13,44 +11,9 @@ pub(super) struct Avx2;
 /// Codes of a step.
 const STEP: usize = 32;
 
-impl Vectors<f32> for Avx2 {
-    #[inline(always)]
-    fn walsh(x: &mut [f32]) {
-        Loops::walsh(x);
-    }
-
-    #[inline(always)]
-    fn scale(x: &mut [f32], by: f32) {
-        Loops::scale(x, by);
-    }
-
-    #[inline(always)]
-    fn flip(x: &mut [f32], signs: &[f32]) {
-        Loops::flip(x, signs);
-    }
-}
+impl Vectors<f32> for Avx2 {}
 
 impl Machine for Avx2 {
-    #[inline(always)]
-    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
-        Loops::fixed(x, factor, integers, magnitudes);
-    }
-
-    #[inline(always)]
-    fn energy(magnitudes: &[u16]) -> u64 {
-        Loops::energy(magnitudes)
-    }
-
-    #[inline(always)]
-    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
-        Loops::sums(levels, magnitudes, factors)
-    }
-
-    #[inline(always)]
-    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
-        Loops::indices(levels, magnitudes, factor, indices);
-    }
-
     #[inline(always)]
     fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
         let (steps, rest) = codes.as_chunks_mut::<STEP>();
@@ -62,7 +25,7 @@ impl Machine for Avx2 {
             let tables = [table(0), table(1), table(2), table(3)];
             for codes in steps {
                 let at = _mm256_loadu_si256(codes.as_ptr().cast());
-                // The top bit of a byte chooses: bits 4 and 5 are moved there. A byte is below 64, so none enters from another.
+                // The top bit of a byte chooses: bits 4 and 5 are moved there. What enters from the byte below is lower.
                 let (fourth, fifth) = (_mm256_slli_epi16::<3>(at), _mm256_slli_epi16::<2>(at));
                 let index = _mm256_and_si256(at, _mm256_set1_epi8(15));
                 let quarter = |n: usize| _mm256_shuffle_epi8(tables[n], index);

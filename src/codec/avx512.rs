@@ -99,16 +99,6 @@ impl Machine for Avx512 {
     }
 
     #[inline(always)]
-    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
-        Loops::sums(levels, magnitudes, factors)
-    }
-
-    #[inline(always)]
-    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
-        Loops::indices(levels, magnitudes, factor, indices);
-    }
-
-    #[inline(always)]
     fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
         // SAFETY: the caller is compiled for these instructions; 16 bytes, loads and stores are masked.
         unsafe {

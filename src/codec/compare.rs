@@ -118,10 +118,11 @@ const BLOCK: usize = 8;
 /// as they are. Logits and weights are f64, weighted sums f32.
 ///
 /// Cost: `O(queries * tokens * keys.len() * (head_dim + values.len() * value_dim))` on one thread, and memory for
-/// `tokens * (4 * (values.len() + 1) * value_dim + 4 * head_dim + 16 * queries)` bytes.
+/// `tokens * (4 * (2 * values.len() + 1) * value_dim + 4 * head_dim + 16 * queries)` bytes.
 ///
 /// # Panics
-/// Where the slices are no whole rows of dimensions from 1 to [`MAX_HEAD_DIM`], there is no key, or `seen` has not a range of keys for each query.
+/// Where the slices are no whole rows of dimensions from 1 to [`MAX_HEAD_DIM`], there is no key, `key_mean` is no row, or `seen` has not a
+/// range of keys for each query.
 #[must_use]
 pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec]) -> Comparison {
     let head = attention.head;
@@ -129,6 +130,10 @@ pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec
     assert!(tokens > 0 && head.head_dim.max(head.value_dim) <= MAX_HEAD_DIM, "rows of keys");
     assert_eq!((head.k.len(), head.v.len()), (tokens * head.head_dim, tokens * head.value_dim), "whole rows");
     let count = head.q.len() / head.head_dim;
+    assert_eq!(head.q.len(), count * head.head_dim, "whole rows of queries");
+    assert!(attention.key_mean.is_none_or(|mean| mean.len() == head.head_dim), "a mean of a key");
+    let within = |seen: &[Range<usize>]| seen.iter().all(|seen| seen.end <= tokens);
+    assert!(attention.seen.is_none_or(within), "ranges of keys that there are");
     let mean = match attention.key_mean {
         Some(mean) => mean.to_vec(),
         None => mean_row(head.k, head.head_dim),
@@ -274,7 +279,9 @@ impl<'a> Exact<'a> {
                 // sum p ((a - lse) - (b - lse')), the shift taken out of both sides.
                 let moved = row.weights.iter().zip(row.logits.iter().zip(&got));
                 let moved = moved.map(|(p, (a, b))| p * (a - b - shift)).sum::<f64>();
-                errors.kl += (moved + shift - row.lse + lse).max(0.0);
+                // Rounding makes it negative where it is nearly 0; a NaN stays.
+                let kl = moved + shift - row.lse + lse;
+                errors.kl += if kl < 0.0 { 0.0 } else { kl };
                 weights.push(of_got);
             }
             let weights: Vec<&[f64]> = weights.iter().map(Vec::as_slice).collect();
@@ -465,6 +472,16 @@ mod tests {
             assert_eq!((found.keys[0].unwrap().kl, found.out[0][0].unwrap().error), (0.0, 0.0));
             assert!(found.keys[2].unwrap().kl > 1e-3 && found.out[2][2].unwrap().relative() > 1e-3);
         }
+    }
+
+    #[test]
+    fn a_divergence_that_is_none_is_not_0() {
+        let (mut k, v, q) = (rows(1, 5, 16), rows(2, 5, 16), rows(3, 2, 16));
+        // Infinite in f16.
+        k[20] = 70_000.0;
+        let head = Head { k: &k, v: &v, q: &q, head_dim: 16, value_dim: 16, scale: 1.0 };
+        let found = compare(&HeadAttention::new(head), &KEYS[4..], &VALUES);
+        assert!(found.keys[0].unwrap().kl.is_nan());
     }
 
     #[test]

@@ -111,7 +111,7 @@ impl Format {
         page[start + row * SCALE..][..SCALE].copy_from_slice(&scale.to_le_bytes());
     }
 
-    /// Codes of a row of a page, and its scale.
+    /// Codes of a row of a page, and its scale, which has no sign: that bit is not read.
     #[inline(always)]
     pub(crate) fn read(&self, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16 {
         let mut start = 0;
@@ -121,7 +121,7 @@ impl Format {
             start += tokens * plane.bytes;
         }
         let at = start + row * SCALE;
-        f16::from_le_bytes([page[at], page[at + 1]])
+        f16::from_le_bytes([page[at], page[at + 1] & 0x7f])
     }
 
     /// Copies a row of a page out, its planes one after another.

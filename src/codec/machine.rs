@@ -7,45 +7,14 @@ use super::round;
 use crate::problem::MAX_HEAD_DIM;
 
 /// Vectors of numbers. Registers of one width throughout: a load of a wide one waits for stores of narrow ones.
-pub(super) trait Vectors<T> {
+pub(super) trait Vectors<T: Real> {
     /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
-    fn walsh(x: &mut [T]);
-
-    /// Multiplies by a number.
-    fn scale(x: &mut [T], by: T);
-
-    /// Multiplies by as many signs, 1 or -1.
-    fn flip(x: &mut [T], signs: &[f32]);
-}
-
-/// An instruction set. Only called by functions that are compiled for it.
-pub(super) trait Machine: Vectors<f32> {
-    /// Integers nearest to `x * factor`, ties to even and below 2^15 in magnitude, and their magnitudes.
-    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]);
-
-    /// The sum of squares of magnitudes below 2^15.
-    fn energy(magnitudes: &[u16]) -> u64;
-
-    /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
-    /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
-    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]);
-
-    /// The indices of the levels with one factor.
-    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]);
-
-    /// Replaces codes below 64 by the bits of their levels.
-    fn look_up(levels: &[i8; 64], codes: &mut [u8]);
-}
-
-/// What a compiler makes of loops.
-pub(super) struct Loops;
-
-impl<T: Real> Vectors<T> for Loops {
     #[inline(always)]
     fn walsh(x: &mut [T]) {
         butterflies(x, 1);
     }
 
+    /// Multiplies by a number.
     #[inline(always)]
     fn scale(x: &mut [T], by: T) {
         for x in x {
@@ -53,6 +22,7 @@ impl<T: Real> Vectors<T> for Loops {
         }
     }
 
+    /// Multiplies by as many signs, 1 or -1.
     #[inline(always)]
     fn flip(x: &mut [T], signs: &[f32]) {
         for (x, sign) in x.iter_mut().zip(signs) {
@@ -61,7 +31,9 @@ impl<T: Real> Vectors<T> for Loops {
     }
 }
 
-impl Machine for Loops {
+/// An instruction set. Only called by functions that are compiled for it; what is not its own is what a compiler makes of loops.
+pub(super) trait Machine: Vectors<f32> {
+    /// Integers nearest to `x * factor`, ties to even and below 2^15 in magnitude, and their magnitudes.
     #[inline(always)]
     fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
         for ((x, integer), magnitude) in x.iter().zip(integers).zip(magnitudes) {
@@ -70,6 +42,7 @@ impl Machine for Loops {
         }
     }
 
+    /// The sum of squares of magnitudes below 2^15.
     #[inline(always)]
     fn energy(magnitudes: &[u16]) -> u64 {
         let mut sum = 0;
@@ -79,6 +52,8 @@ impl Machine for Loops {
         sum
     }
 
+    /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
+    /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
     #[inline(always)]
     fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
         let (mut halves, mut nearest) = ([0u8; MAX_HEAD_DIM], [0u8; MAX_HEAD_DIM]);
@@ -95,6 +70,7 @@ impl Machine for Loops {
         (products, squares)
     }
 
+    /// The indices of the levels with one factor.
     #[inline(always)]
     fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
         let mut halves = [0u8; MAX_HEAD_DIM];
@@ -103,6 +79,7 @@ impl Machine for Loops {
         levels.indices(halves, indices);
     }
 
+    /// Replaces codes below 64 by the bits of their levels.
     #[inline(always)]
     fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
         for code in codes {
@@ -110,6 +87,12 @@ impl Machine for Loops {
         }
     }
 }
+
+/// Any machine.
+pub(super) struct Loops;
+
+impl<T: Real> Vectors<T> for Loops {}
+impl Machine for Loops {}
 
 #[inline(always)]
 fn in_halves(magnitudes: &[u16], factor: u16, halves: &mut [u8]) {

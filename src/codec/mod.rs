@@ -385,9 +385,9 @@ fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     scale
 }
 
-/// The greatest magnitude of finite numbers. Their bits are ordered as they are, and vectors take the maximum of integers.
+/// The greatest magnitude; what is not finite is greater than all others. Their bits are ordered as they are, and vectors take the maximum of integers.
 #[inline(always)]
-fn greatest(x: &[f32]) -> f32 {
+pub(crate) fn greatest(x: &[f32]) -> f32 {
     let mut most = 0u32;
     for x in x {
         most = most.max(x.to_bits() & i32::MAX as u32);
@@ -397,7 +397,7 @@ fn greatest(x: &[f32]) -> f32 {
 
 /// The integer nearest to a number below 2^22 in magnitude, ties to even: the sum with 3 * 2^22 has no place for fractions.
 #[inline(always)]
-fn round(x: f32) -> i32 {
+pub(crate) fn round(x: f32) -> i32 {
     const ROUNDER: f32 = 12_582_912.0;
     (x + ROUNDER).to_bits().wrapping_sub(ROUNDER.to_bits()) as i32
 }

@@ -154,7 +154,7 @@ impl CodePages {
             return Err(PagesError::Dim { codec, dim });
         }
         let coder = Coder::new(codec, dim).ok_or(PagesError::Elements { codec })?;
-        let bytes = [heads, page, codec.row_bytes(dim)].into_iter().try_fold(pages, usize::checked_mul);
+        let bytes = [page, codec.row_bytes(dim), pages].into_iter().try_fold(heads, usize::checked_mul);
         let bytes = bytes.unwrap_or(usize::MAX);
         let memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
         Ok(Self { memory, codec, coder, side, shape, mean: None })
@@ -287,8 +287,13 @@ impl CodePages {
     ///
     /// # Errors
     /// [`NotStored`]; the row is as it was then.
+    ///
+    /// # Panics
+    /// Where there is no such row, or `x` has another length.
     pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
-        let dim = self.shape[3];
+        let [pages, heads, page, dim] = self.shape;
+        let there = place[0] < pages && place[1] < heads && place[2] < page;
+        assert!(there, "row {place:?} of pages {:?}", self.shape);
         let mut copy = [0.0f32; MAX_HEAD_DIM];
         let copy = &mut copy[..dim];
         copy.copy_from_slice(x);

@@ -1,7 +1,7 @@
 //! One vector: to codes and a scale, and back.
 //!
 //! Rotations are additions of f32 in a fixed order; everything behind them is integers, but for a few numbers of each vector in f64.
-//! The same source is compiled for every instruction set, so that all of them give the same bytes.
+//! Every instruction set gives the same bytes.
 
 use super::levels::{FACTORS, Levels};
 use super::machine::Machine;

@@ -1,5 +1,5 @@
-//! Rotation, encoder and decoder compiled for several instruction sets. The source is the same, and so are the bytes: its products are integers, and its
-//! sums of f32 have a fixed order.
+//! Rotation, encoder and decoder compiled for several instruction sets. What they do in ways of their own is a
+//! [`Machine`](super::machine::Machine)'s; the bytes are the same: products are integers, and sums of f32 have a fixed order.
 
 #![allow(unsafe_code, reason = "functions of an instruction set that the machine was asked for")]
 

@@ -8,10 +8,10 @@ mod cpu;
 mod cuda;
 pub mod devices;
 
-pub use cpu::{CpuFacts, CpuPlan, Isa, PlannedPrefix};
 pub(crate) use cpu::{
-    MaskClasses, Reduction, Rows, STREAM_ROWS, Target, Task, sequence_of, spans, visible_union,
+    BLOCK_K, MaskClasses, Reduction, Rows, STREAM_ROWS, Target, Task, sequence_of, spans, visible_union,
 };
+pub use cpu::{CpuFacts, CpuPlan, Isa, PlannedPrefix};
 #[cfg(feature = "cuda")]
 pub(crate) use cuda::{AGAIN, CLASS_ROWS, ClassTable, GROUP, Item, Launch, MAX_GRID, STREAM_BYTES};
 pub use cuda::{CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY};

@@ -10,7 +10,8 @@ use flashtile::{
 };
 
 const HEADS: usize = 2;
-const DIMS: [usize; 2] = [40, 24];
+/// Such that products are in integers where the machine has them.
+const DIMS: [usize; 2] = [64, 128];
 const LAYERS: usize = 2;
 const TOKENS: usize = 7;
 
@@ -260,26 +261,32 @@ fn changed_bits_of_rows_stay_in_their_token() {
         let (cache, seq) = filled(desc(LAYOUTS[2], codec, codec));
         let bytes = cache.snapshot(seq).unwrap().to_bytes();
         let want = contents(&cache, seq, 0);
-        let row = codec.row_bytes(DIMS[0]);
+        let rows = DIMS.map(|dim| codec.row_bytes(dim));
         let mut changes = 0;
-        for _ in 0..60 {
-            // Of the keys of layer 0, [heads, tokens, row].
-            let at = rng.below(8 * HEADS * TOKENS * row);
+        for n in 0..80 {
+            // Of the keys or values of layer 0, [heads, tokens, row].
+            let side = n % 2;
+            let at = side * 8 * HEADS * TOKENS * rows[0] + rng.below(8 * HEADS * TOKENS * rows[side]);
             let mut changed = bytes.clone();
             changed[NAMES + 32 + LAYERS + at / 8] ^= 1 << (at % 8);
             let mut other = KvCache::new(desc(LAYOUTS[2], codec, codec)).unwrap();
             let seq = other.restore(&Snapshot::from_bytes(&changed).unwrap()).unwrap();
             let got = contents(&other, seq, 0);
-            let of_row = at / 8 / row * DIMS[0]..(at / 8 / row + 1) * DIMS[0];
-            for (index, (got, want)) in got[0].iter().zip(&want[0]).enumerate() {
+            let row = (at / 8 - side * HEADS * TOKENS * rows[0]) / rows[side];
+            let of_row = row * DIMS[side]..(row + 1) * DIMS[side];
+            for (index, (got, want)) in got[side].iter().zip(&want[side]).enumerate() {
                 assert!(got == want || of_row.contains(&index), "{codec}: bit {at} reached element {index}");
             }
-            changes += usize::from(got[0] != want[0]);
-            assert_eq!(got[1], want[1]);
+            changes += usize::from(got[side] != want[side]);
+            assert_eq!(got[1 - side], want[1 - side]);
             // Whatever the numbers are, kernels and definition read the same, a NaN included.
             let (out, exact) = attend(&other, seq, 0);
+            let most = exact.iter().map(|x| x.abs()).fold(0.0, f64::max);
             for (got, want) in out.iter().zip(exact) {
                 assert_eq!(got.is_nan(), want.is_nan(), "{codec}: bit {at}: {got} {want}");
+                // Keys of any size may decide on weights by their last bit; values may not.
+                let near = (f64::from(*got) - want).abs() <= 1e-3 * most;
+                assert!(side == 0 || near || !most.is_finite(), "{codec}: bit {at}: {got} {want}");
             }
         }
         assert!(changes > 10, "{codec}: {changes} changes were seen");

@@ -61,7 +61,8 @@ unsafe fn table(levels: Option<&[i8; 64]>) -> __m512i {
 unsafe fn factors(scales: *const u8) -> __m512 {
     // SAFETY: the caller's: a group has sixteen scales of two bytes.
     unsafe {
-        let scales = _mm256_loadu_si256(scales.cast());
+        // A scale has no sign.
+        let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
         _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / UNIT))
     }
 }

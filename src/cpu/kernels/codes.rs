@@ -17,6 +17,8 @@ use std::ops::Range;
 
 /// The greatest magnitude of a query's integers: its upper half is a signed byte.
 const Q_ONE: f32 = 127.0 * 256.0;
+/// A query whose greatest magnitude is below it has scores of 0: no key is long enough to make them more.
+const LEAST: f32 = 1e-30;
 
 /// Quantized rows of one head of a sequence.
 #[derive(Clone, Copy)]
@@ -25,6 +27,8 @@ pub(super) struct CodeRows<'a> {
     head: usize,
     table: &'a [u32],
     page: usize,
+    /// Rows from which on there are none: of a ring none.
+    end: usize,
 }
 
 impl<'a> CodeRows<'a> {
@@ -35,7 +39,8 @@ impl<'a> CodeRows<'a> {
         sequence: usize,
     ) -> Self {
         let table = &tables.table[sequence * tables.width..][..tables.width];
-        Self { view, head, table, page: tables.page }
+        let end = if tables.wraps { usize::MAX } else { tables.lens[sequence] };
+        Self { view, head, table, page: tables.page, end }
     }
 
     fn dim(&self) -> usize {
@@ -189,22 +194,21 @@ impl Operands {
     ///
     /// # Safety
     /// The memory and the queries are there.
-    #[inline(always)]
     pub(super) unsafe fn set_queries(&self, q: *const f32, ldq: usize, count: usize) {
         for r in 0..count {
             // SAFETY: the caller's promise.
             unsafe {
                 let row = std::slice::from_raw_parts(q.add(r * ldq), self.dim);
-                let most = row.iter().fold(0.0f32, |most, x| if x.abs() > most { x.abs() } else { most });
+                let most = codec::greatest(row);
                 // Numbers that are not finite reach the scores by the factor.
-                let finite = row.iter().fold(0.0f32, |sum, x| sum + x * 0.0) == 0.0;
-                let inverse = if most > 0.0 && finite { Q_ONE / most } else { 0.0 };
+                let finite = most.is_finite();
+                let inverse = if finite && most > LEAST { Q_ONE / most } else { 0.0 };
                 let half = |n: usize| self.q.add((2 * r + n) * MAX_HEAD_DIM);
                 let high = std::slice::from_raw_parts_mut(half(0), self.dim);
                 let low = std::slice::from_raw_parts_mut(half(1), self.dim);
                 let mut sum = 0i32;
                 for ((x, high), low) in row.iter().zip(high).zip(low) {
-                    let x = (x * inverse).round_ties_even() as i32;
+                    let x = if finite { codec::round(x * inverse) } else { 0 };
                     *low = x as i8;
                     *high = ((x - i32::from(*low)) >> 8) as i8;
                     sum += x;
@@ -275,6 +279,9 @@ impl Operands {
     }
 }
 
+// The plan's scratch memory is for blocks of as many keys.
+const _: () = assert!(CODE_KEYS == crate::plan::BLOCK_K);
+
 /// Groups of a block.
 const GROUPS: usize = CODE_KEYS / TILE;
 
@@ -303,7 +310,7 @@ impl Block {
         });
         let mut next = groups;
         let ahead = first + start + CODE_KEYS;
-        if ahead < src.table.len() * src.page {
+        if ahead < src.end {
             src.groups(ahead, &mut next[..count], |n, _| groups[n]);
         }
         Self { groups, next, start, count }

@@ -93,7 +93,7 @@ pub struct CpuPlan {
 
 /// Keys of a block. Fixed, because the bits of a result depend on it: 256 keys keep a tile of scores in the first-level
 /// cache and make the cost of folding a partial result negligible.
-const BLOCK_K: usize = 256;
+pub(crate) const BLOCK_K: usize = 256;
 /// Most query rows of a task that reads keys and values in place, once: their scores of one vector of keys stay in registers
 /// beside a transposed block of the keys.
 pub(crate) const STREAM_ROWS: usize = 16;
@@ -381,7 +381,7 @@ fn scratch(
 
 /// f32 of memory that rows of codes are decoded to, or that operands in integers take.
 const fn code_scratch(depth: usize) -> usize {
-    // Sixteen keys in f32; or of each query two bytes an element and two factors, of each weight two bytes and a factor.
+    // Sixteen keys in f32; or of each query two bytes an element, a factor and a start, of each weight two bytes and a factor.
     let decoded = 16 * depth;
     let integers = STREAM_ROWS * (MAX_HEAD_DIM / 2 + 2 + BLOCK_K / 2 + 1);
     if decoded > integers { decoded } else { integers }
