@@ -103,7 +103,7 @@ pub(crate) struct CheckArgs {
     /// Run this backend alone; auto is every one of this machine
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub(crate) backend: Backend,
-    /// Run this instruction set alone: portable, avx2, avx512, avx512bf16 or amx; default every one of this machine
+    /// Run this instruction set alone: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default every one of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most those of this machine; default all
@@ -220,10 +220,10 @@ pub(crate) struct KvArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) codecs: Vec<Codec>,
     /// Largest mean divergence of the weights of a recommended pair, in nats
-    #[arg(long, value_name = "X", value_parser = positive, default_value_t = 1e-4)]
+    #[arg(long, value_name = "X", value_parser = positive, default_value_t = 1e-4, allow_hyphen_values = true)]
     pub(crate) max_kl: f64,
     /// Largest error of the output of a recommended pair
-    #[arg(long, value_name = "X", value_parser = positive, default_value_t = 0.055)]
+    #[arg(long, value_name = "X", value_parser = positive, default_value_t = 0.055, allow_hyphen_values = true)]
     pub(crate) max_nrmse: f64,
     /// Show every codec for each pair of tensors
     #[arg(long)]
@@ -437,7 +437,7 @@ pub(crate) struct Shape {
 /// Restrictions of the cpu backend.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct CpuArgs {
-    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512bf16 or amx; default the best of this machine
+    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default the best of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
     /// Threads of the cpu backend, at most those of this machine; default all

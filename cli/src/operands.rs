@@ -283,7 +283,7 @@ const WORDS: [(&str, &str); 10] = [
 
 /// The name that was meant by one that is not known but looks like one that is. To ignore such a tensor would give an answer
 /// to another question.
-fn meant(name: &str) -> Option<&'static str> {
+pub(crate) fn meant(name: &str) -> Option<&'static str> {
     if READ.contains(&name) || ANSWERS.contains(&name) {
         return None;
     }

@@ -2,6 +2,7 @@
 
 use super::measure::{Codecs, Measured};
 use super::pairs::Pair;
+use super::text::HALF_BITS;
 use flashtile::Codec;
 
 /// How much less divergence centring must leave than no centring to be worth a mean beside the cache.
@@ -62,7 +63,7 @@ pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2]) -> f64 
     8.0 * bytes / elements
 }
 
-/// Every pair of codecs that stores all tensors, of which one at least quantizes. Only pairs of tensors with queries count.
+/// Every pair of codecs that stores all tensors in less than f16 takes, of which one at least quantizes. Only pairs of tensors with queries count.
 pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> Vec<Candidate> {
     let judged: Vec<&Measured> =
         pairs.iter().map(|(_, measured)| *measured).filter(|m| m.all.queries > 0).collect();
@@ -74,7 +75,9 @@ pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> V
         for (value, v) in codecs.values.iter().enumerate() {
             let plain = k.codec.dtype().is_some() && v.dtype().is_some();
             let stored = pairs.iter().all(|(_, m)| m.all.keys[key].is_ok() && m.all.values[value].is_ok());
-            if plain || !stored {
+            let bits = bits(pairs, [k.codec, *v]);
+            // A scale of a short row takes more than its codes save.
+            if plain || !stored || bits >= HALF_BITS {
                 continue;
             }
             let worst = |of: &dyn Fn(&Measured) -> Option<f64>| {
@@ -83,7 +86,7 @@ pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> V
             candidates.push(Candidate {
                 key,
                 value,
-                bits: bits(pairs, [k.codec, *v]),
+                bits,
                 kl: worst(&|m| m.all.kl(key)),
                 nrmse: worst(&|m| m.all.nrmse(key, value)),
             });

@@ -87,7 +87,7 @@ impl Diagnosis {
             return "the same for every token: centre them".to_owned();
         }
         let (lost, advice) =
-            (self.bits_lost(), if ratio >= BIAS { "centre them" } else { "centring gains little" });
+            (self.bits_lost(), if ratio >= BIAS { "centre them" } else { "centring is optional" });
         format!(
             "a mean {ratio:.2} times their spread (left in, it takes {lost:.1} bits of the codes): {advice}"
         )
@@ -146,7 +146,7 @@ mod tests {
         assert!((found.bias.ratio - 5.0 / 39f64.sqrt()).abs() < 1e-9, "{found:?}");
         assert!((found.channel.ratio - 6.0).abs() < 1e-9 && found.index == 2 && found.channel.head == 7);
         assert!(found.outlier() > OUTLIER && found.channel_words().contains("an outlier"));
-        assert!(found.bias_words().contains("gains little"), "{}", found.bias_words());
+        assert!(found.bias_words().contains("is optional"), "{}", found.bias_words());
         // Without spread, and without anything.
         let same = Diagnosis::of(&[2.0; 12], 4, 1);
         assert!(same.bias.ratio.is_infinite() && same.bias_words().contains("same for every token"));

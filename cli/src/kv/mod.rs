@@ -19,6 +19,9 @@ use measure::{Codecs, Measured, Sums, measure};
 use pairs::{Listing, Pair, Refused};
 use std::process::ExitCode;
 
+/// Tensors that change the weights of a model and are not part of the report.
+const OF_WEIGHTS: [&str; 3] = ["mask", "sinks", "alibi_slopes"];
+
 /// Exit status where a pair has no answer.
 const REFUSED: u8 = 2;
 
@@ -54,6 +57,14 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
             return Err(archive.refuse(what));
         }
         report::note(archive.refuse(format_args!("note: tensors not read: {names}")));
+        let of_weights: Vec<&str> =
+            unread.iter().map(String::as_str).filter(|name| OF_WEIGHTS.contains(name)).collect();
+        if !of_weights.is_empty() {
+            let names = of_weights.join(", ");
+            report::note(
+                archive.refuse(format_args!("note: weights with {names} are others than the report's")),
+            );
+        }
     }
 
     let codecs = Codecs::of(&pairs, &args.codecs)?;

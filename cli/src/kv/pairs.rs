@@ -4,7 +4,7 @@ use crate::args::{KvArgs, Layout};
 use crate::buffer::load;
 use crate::failure::{Failure, Result};
 use crate::input::Archive;
-use crate::operands::{Order, Tensor, lengths, tensor};
+use crate::operands::{Order, Tensor, lengths, meant, tensor};
 use flashtile::{Dims, Dtype, Problem, ProblemDesc, Sequence, Sequences};
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
@@ -75,7 +75,16 @@ impl Names {
 impl<'a> Listing<'a> {
     /// Finds every pair. Only a file without one is refused as a whole.
     pub(super) fn read(archive: &Archive<'a>, args: &KvArgs) -> Result<Self> {
+        if let Some(name) = archive.names().find(|name| PACKED.contains(name)) {
+            let what = format_args!(
+                "{name} means packed tensors, expected [batch, heads, rows, dim] as --layout says"
+            );
+            return Err(archive.refuse(what));
+        }
         let (names, mut unread) = group(archive.names());
+        if let Some(name) = unread.iter().find(|name| meant(name) == Some("kv_lens")) {
+            return Err(archive.refuse(format_args!("tensor {name} is not known, did you mean kv_lens?")));
+        }
         let mut listing = Listing { pairs: Vec::new(), refused: Vec::new(), unread: Vec::new() };
         let mut used = BTreeSet::new();
         for names in names {
@@ -110,6 +119,9 @@ impl<'a> Listing<'a> {
         Ok(listing)
     }
 }
+
+/// Tensors that say where packed sequences begin.
+const PACKED: [&str; 2] = ["cu_seqlens_q", "cu_seqlens_k"];
 
 /// Names by what they have before their last component, and the names that are of no pair.
 fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Vec<String>) {

@@ -11,7 +11,7 @@ use crate::report::{Table, counted};
 const MOST_PAIRS: usize = 64;
 
 /// Bits of an element that a cache of half precision has.
-const HALF_BITS: f64 = 16.0;
+pub(super) const HALF_BITS: f64 = 16.0;
 
 /// The columns of errors.
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
@@ -199,13 +199,21 @@ impl Report<'_> {
         format!("keys {}{centred}, values {value}: {:.2} bits an element", key.codec, candidate.bits)
     }
 
+    /// What stores keys and values so.
+    fn options(&self, candidate: Candidate) -> String {
+        let key = self.codecs.keys[candidate.key];
+        let centre = if key.centred { " --centre" } else { "" };
+        format!("--k-codec {} --v-codec {}{centre}", key.codec, self.codecs.values[candidate.value])
+    }
+
     fn recommendation(&self) -> Option<String> {
         let choice = self.choice?;
         let best = choice.best;
         let of_pairs = if self.pairs.len() == 1 { "" } else { " in every pair" };
         let gate =
             format!("kl at most {} and nrmse at most {}{of_pairs}", small(self.gate.kl), self.gate.nrmse);
-        let errors = |c: Candidate| format!("kl {}, nrmse {}", small(c.kl), small(c.nrmse));
+        let of_worst = if self.pairs.len() == 1 { "" } else { "in the worst pair " };
+        let errors = |c: Candidate| format!("{of_worst}kl {}, nrmse {}", small(c.kl), small(c.nrmse));
         let smaller = format!("{:.2} times less than f16", HALF_BITS / best.bits);
         let mut text = if choice.meets {
             format!("recommended: {}, {smaller}\n  {} (gate: {gate})\n", self.words(best), errors(best))
@@ -216,6 +224,7 @@ impl Report<'_> {
                 errors(best)
             )
         };
+        text += &format!("  options of run and plan: {}\n", self.options(best));
         if let Some(cheaper) = choice.cheaper {
             text += &format!(
                 "  cheaper ones miss it, the nearest is {}: {}\n",

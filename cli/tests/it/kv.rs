@@ -120,7 +120,8 @@ fn layers_of_a_model() {
         "64 evenly spaced of 256 rows",
         "recommended: keys int8",
         "layer.5",
-        "centring gains little",
+        "centring is optional",
+        "  options of run and plan: --k-codec int8 --v-codec tq5 --centre\n",
     ] {
         assert!(table.contains(words), "{words} in {table}");
     }
@@ -438,6 +439,12 @@ fn refusals_of_files_and_options() {
     refuse(&good, &["--max-nrmse", "nan"], "expected a finite number above 0");
     refuse(&good, &["--scale", "inf"], "scale inf is not finite");
     refuse(&with("mask", random(&[1])), &["--strict"], "tensors not understood: mask");
+    refuse(&with("kv_len", Tensor::i64(&[1])), &[], "tensor kv_len is not known, did you mean kv_lens?");
+    refuse(
+        &with("cu_seqlens_k", Tensor::i64(&[0, 1])),
+        &[],
+        "cu_seqlens_k means packed tensors, expected [batch",
+    );
     let nothing = Tensors::from([("weight".to_owned(), random(&[3]))]);
     refuse(
         &nothing,
@@ -449,7 +456,8 @@ fn refusals_of_files_and_options() {
     write(&folder.input, &with("mask", random(&[1])));
     let output = kv(&folder.input, &["--q-offset", "bottom-right"]);
     assert!(output.status.success());
-    assert!(stderr(&output).ends_with("note: tensors not read: mask\n"), "{}", stderr(&output));
+    let note = "note: weights with mask are others than the report's\n";
+    assert!(stderr(&output).ends_with(note), "{}", stderr(&output));
 }
 
 /// Everything that runs over tensors runs over a cache of them.
