@@ -319,14 +319,16 @@ impl Store {
 fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
     let [_, heads, rows, dim] = tensor.shape();
     let rows = rows.min(MEAN_ROWS);
-    let mut mean = vec![0.0f64; heads * dim];
-    let mut x = vec![0.0f32; dim];
-    for head in 0..heads {
-        for row in 0..rows {
-            codec::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), &mut x);
-            mean[head * dim..].iter_mut().zip(&x).for_each(|(mean, x)| *mean += f64::from(*x));
-        }
+    if rows == 0 {
+        return None;
     }
-    let mean: Vec<f32> = mean.into_iter().map(|sum| (sum / rows.max(1) as f64) as f32).collect();
-    (rows > 0 && mean.iter().all(|x| x.is_finite())).then_some(mean)
+    let mut x = vec![0.0f32; rows * dim];
+    let mut mean = Vec::with_capacity(heads * dim);
+    for head in 0..heads {
+        for (row, x) in x.chunks_exact_mut(dim).enumerate() {
+            codec::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
+        }
+        mean.extend(codec::mean_row(&x, dim));
+    }
+    mean.iter().all(|x| x.is_finite()).then_some(mean)
 }

@@ -1,7 +1,7 @@
 //! Attention of one head over its keys and values in several codecs, against attention over them as they are.
 
 use super::quality::Head;
-use super::{CodePages, Codec, NotStored, Side, convert};
+use super::{CodePages, Codec, NotStored, Side, convert, mean_row};
 use crate::Dtype;
 use crate::problem::MAX_HEAD_DIM;
 use std::ops::Range;
@@ -345,16 +345,6 @@ fn softmax(logits: &[f64]) -> (Vec<f64>, f64) {
     let sum: f64 = weights.iter().sum();
     weights.iter_mut().for_each(|x| *x /= sum);
     (weights, most + sum.ln())
-}
-
-/// The mean row.
-fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
-    let mut sums = vec![0.0f64; dim];
-    for row in rows.chunks_exact(dim) {
-        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
-    }
-    let count = (rows.len() / dim) as f64;
-    sums.into_iter().map(|sum| (sum / count) as f32).collect()
 }
 
 /// Rows as they come back from a codec.

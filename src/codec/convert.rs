@@ -17,16 +17,14 @@ pub(crate) fn convert(from: Dtype, row: &[u8], to: Dtype, into: &mut [u8]) {
     let mut block = [0.0f32; BLOCK];
     for (row, into) in row.chunks(BLOCK * from.bytes()).zip(into.chunks_mut(BLOCK * to.bytes())) {
         let block = &mut block[..row.len() / from.bytes()];
-        load(from, row, block);
+        widen(from, row, block);
         store(block, to, into);
     }
 }
 
 /// A row as f32.
 pub(crate) fn to_f32(from: Dtype, row: &[u8], into: &mut [f32]) {
-    for (row, into) in row.chunks(BLOCK * from.bytes()).zip(into.chunks_mut(BLOCK)) {
-        load(from, row, into);
-    }
+    widen(from, row, into);
 }
 
 /// A row from f32, rounded to nearest even.
@@ -66,32 +64,6 @@ fn widen_f16(half: u16) -> f32 {
     let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
     let infinite = if half & 0x7c00 == 0x7c00 { 0xff << 23 } else { 0 };
     f32::from_bits(magnitude.to_bits() | infinite | u32::from(half & 0x8000) << 16)
-}
-
-/// At most [`BLOCK`] elements as f32.
-fn load(from: Dtype, bytes: &[u8], block: &mut [f32]) {
-    let n = block.len();
-    match from {
-        Dtype::F32 => {
-            for (x, &bytes) in block.iter_mut().zip(bytes.as_chunks().0) {
-                *x = f32::from_ne_bytes(bytes);
-            }
-        }
-        Dtype::F16 => {
-            let mut half = [f16::ZERO; BLOCK];
-            for (x, &bytes) in half.iter_mut().zip(bytes.as_chunks().0) {
-                *x = f16::from_ne_bytes(bytes);
-            }
-            half[..n].convert_to_f32_slice(block);
-        }
-        Dtype::BF16 => {
-            let mut half = [bf16::ZERO; BLOCK];
-            for (x, &bytes) in half.iter_mut().zip(bytes.as_chunks().0) {
-                *x = bf16::from_ne_bytes(bytes);
-            }
-            half[..n].convert_to_f32_slice(block);
-        }
-    }
 }
 
 /// At most [`BLOCK`] elements from f32.

@@ -160,6 +160,18 @@ impl CodePages {
         Ok(Self { memory, codec, coder, side, shape, mean: None })
     }
 
+    /// The same rows in memory of their own.
+    ///
+    /// # Errors
+    /// [`PagesError::Memory`].
+    pub fn try_clone(&self) -> Result<Self, PagesError> {
+        let bytes = self.memory.len();
+        let mut memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
+        memory.copy_from_slice(&self.memory);
+        let (coder, mean) = (self.coder.clone(), self.mean.clone());
+        Ok(Self { memory, coder, mean, ..*self })
+    }
+
     /// Sets the mean `[heads, dim]` of keys, which scores do not depend on but for rounding: a large one that is left in takes most of
     /// the codes' resolution. Rows that are stored were stored with the mean before.
     pub(crate) fn set_mean(&mut self, mean: Option<Vec<f32>>) {

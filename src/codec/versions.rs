@@ -146,6 +146,47 @@ mod tests {
     use crate::testkit::Rng;
 
     #[test]
+    fn every_instruction_set_loads_the_same_numbers() {
+        let mut rng = Rng::new(12);
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            for dim in [1, 7, 16, 33, 64, 80, 300, 512] {
+                for n in 0..20 {
+                    let gain = 10f32.powi(n % 9 - 4);
+                    let mut x: Vec<f32> = (0..dim).map(|_| gain * rng.normal()).collect();
+                    // Ends of the range of f16: a subnormal number, and one that it has not.
+                    x[dim / 2] = [3e-7, 1e5, x[dim / 2]][n as usize % 3];
+                    let mut row = vec![0u8; dim * dtype.bytes()];
+                    crate::codec::from_f32(&x, dtype, &mut row);
+                    let mean: Vec<f32> = (0..dim).map(|_| gain * rng.normal()).collect();
+                    for mean in [None, Some(&mean[..])] {
+                        let load = |version: Version| {
+                            let mut x = vec![f32::NAN; dim];
+                            // SAFETY: one of this machine's versions.
+                            let energy = unsafe { (version.load)((dtype, &row), mean, &mut x) };
+                            (energy.to_bits(), x.into_iter().map(f32::to_bits).collect::<Vec<u32>>())
+                        };
+                        let loaded: Vec<(u32, Vec<u32>)> = versions().into_iter().map(load).collect();
+                        assert!(loaded.iter().all(|of| *of == loaded[0]), "{dtype} {dim}");
+                        let (mut plain, mut energy) = (vec![0.0; dim], 0.0f64);
+                        crate::codec::to_f32(dtype, &row, &mut plain);
+                        for (at, x) in plain.iter_mut().enumerate() {
+                            *x -= mean.map_or(0.0, |mean| mean[at]);
+                            energy += f64::from(*x) * f64::from(*x);
+                        }
+                        let (got, x) = &loaded[0];
+                        assert_eq!(x[..], plain.iter().map(|x| x.to_bits()).collect::<Vec<u32>>()[..]);
+                        let got = f64::from(f32::from_bits(*got));
+                        assert!(
+                            got == energy || (got - energy).abs() <= 1e-5 * energy,
+                            "{got}, not {energy}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
     fn every_instruction_set_gives_the_same_bytes() {
         let mut rng = Rng::new(11);
         for codec in Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()) {

@@ -38,6 +38,9 @@ pub(crate) struct Tiles {
 pub(crate) const CODE_KEYS: usize = 256;
 
 /// Codes of some keys or values, in groups of [`TILE`].
+///
+/// Groups are whole: codes in both planes and scales of all [`TILE`] rows are memory that can be read, also where the block ends
+/// before. `Block::new` of `kernels/codes.rs` sees to it: a group lies in one page, or is a copy in the task's memory.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeBlock<'a> {
     pub(crate) format: &'a Format,
@@ -51,6 +54,10 @@ pub(crate) struct CodeBlock<'a> {
 }
 
 /// Queries, integers of 16 bits, times codes of keys.
+///
+/// Kernels take queries a few at a time and do not stop at `count`: what is of `[rows]` here, scores too, is memory for
+/// [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, 16, of which those from `count` on hold anything before and after.
+/// `Operands::new` of `kernels/codes.rs` lays the queries out so, and a plan's tile of scores has at least as many rows.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
@@ -67,6 +74,9 @@ pub(crate) struct CodeScores<'a> {
 }
 
 /// Codes of values times weights, which become integers of 16 bits.
+///
+/// As of [`CodeScores`], integers, factors and sums are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those
+/// from `count` on hold anything. Of the weights no row from `count` on is read.
 #[derive(Clone, Copy)]
 pub(crate) struct CodeValues<'a> {
     pub(crate) values: CodeBlock<'a>,
@@ -107,11 +117,17 @@ pub(crate) trait Simd: Copy + 'static {
     type V: Copy;
 
     /// Scores of codes. Called for plans that multiply integers alone, whose machine has the instructions.
+    ///
+    /// # Safety
+    /// As of the trait; memory is there for whole groups of keys and for all rows that [`CodeScores`] speaks of, not for `count` alone.
     #[inline(always)]
     unsafe fn code_scores(_job: &CodeScores<'_>) {
         unreachable!("integers are multiplied where there are such instructions")
     }
     /// Weighted sums of codes. Called as [`Simd::code_scores`].
+    ///
+    /// # Safety
+    /// As there, of [`CodeValues`].
     #[inline(always)]
     unsafe fn code_values(_job: &CodeValues<'_>) {
         unreachable!("integers are multiplied where there are such instructions")

@@ -569,6 +569,13 @@ pub fn quantized() -> Vec<Case> {
             let case = of(&format!("steps_d{dim}"), [1, 8, 2, 0, 0, dim, dim]);
             cases.push(case.cached(steps, page, Keep::All).causal(BottomRight));
         }
+        // One row for each key/value head: a query, of a group of one.
+        let sizes = [(64, 192), (128, 128), (320, 64)];
+        for (dim, value_dim) in sizes.into_iter().filter(|(dim, _)| codec.supports(*dim)) {
+            let case = of(&format!("single_d{dim}"), [1, 3, 3, 0, 0, dim, value_dim]);
+            let steps = &[(1, 300), (1, 1), (1, 17)];
+            cases.push(case.cached(steps, 40, Keep::All).causal(BottomRight));
+        }
         let case = of("mixed", [1, 4, 2, 0, 0, d(128), d(128)]);
         cases.push(case.cached(mixed, 100, Keep::All).causal(BottomRight));
         let ring =

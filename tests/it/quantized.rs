@@ -2,7 +2,7 @@
 
 use crate::support::{all_pass, answer, build, options, quantizing};
 use flashtile::cache::KeyMean;
-use flashtile::codec::{Head, MOST_NORM, Quality, quality};
+use flashtile::codec::{CodePages, Head, MOST_NORM, Quality, Side, quality};
 use flashtile::testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, Inputs, KvCache, Outputs, PlanOptions,
@@ -182,6 +182,22 @@ fn sizes_are_those_of_the_codes() {
                 .unwrap();
         assert_eq!(cache.memory().bytes_reserved, 10 * 64 * 3 * 8 * 2 * bytes);
     }
+}
+
+#[test]
+fn cloned_pages_have_the_rows_in_memory_of_their_own() {
+    let mut pages = CodePages::new(Codec::Tq5, Side::Keys, [2, 2, 3, 64]).unwrap();
+    let (first, second) = (rows(1, [1, 1, 64]), rows(2, [1, 1, 64]));
+    let read = |pages: &CodePages| {
+        let mut row = vec![0.0f32; 64];
+        pages.view().read(1, 1, 2, &mut row);
+        row
+    };
+    pages.store([1, 1, 2], &first).unwrap();
+    let (clone, before) = (pages.try_clone().unwrap(), read(&pages));
+    assert_eq!((clone.codec(), clone.shape(), read(&clone)), (Codec::Tq5, [2, 2, 3, 64], before.clone()));
+    pages.store([1, 1, 2], &second).unwrap();
+    assert!(read(&clone) == before && read(&pages) != before);
 }
 
 #[test]
