@@ -5,6 +5,10 @@ use bytemuck::Pod;
 use flashtile::{Dtype, Element};
 use half::{bf16, f16};
 use memmap2::MmapMut;
+use rayon::prelude::*;
+
+/// Bytes that a thread copies at a time.
+const CHUNK: usize = 1 << 16;
 
 /// Owned bytes, zero at first, aligned for every dtype.
 #[derive(Debug)]
@@ -36,9 +40,10 @@ impl Buffer {
     pub(crate) fn pool(dtype: Dtype, count: usize) -> Result<Self> {
         let len = count.checked_mul(dtype.bytes());
         let len = len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?;
-        if len == 0 {
-            return Self::zeroed(0);
-        }
+        if len == 0 { Self::zeroed(0) } else { Self::mapped(len) }
+    }
+
+    fn mapped(len: usize) -> Result<Self> {
         let map = MmapMut::map_anon(len);
         let map = map.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
         // A system without them uses small ones.
@@ -51,6 +56,18 @@ impl Buffer {
     pub(crate) fn elements(dtype: Dtype, count: usize) -> Result<Self> {
         let len = count.checked_mul(dtype.bytes());
         Self::zeroed(len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?)
+    }
+
+    /// The same bytes in memory of the same kind.
+    pub(crate) fn copy(&self) -> Result<Self> {
+        let mut buffer = match &self.memory {
+            Memory::Words(_) => Self::zeroed(self.len)?,
+            Memory::Mapped(_) => Self::mapped(self.len)?,
+        };
+        // By all threads: each touches the pages first that will be near to it.
+        let parts = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
+        parts.for_each(|(into, from)| into.copy_from_slice(from));
+        Ok(buffer)
     }
 
     pub(crate) fn copy_of(bytes: &[u8]) -> Result<Self> {

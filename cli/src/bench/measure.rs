@@ -23,6 +23,10 @@ use std::time::Instant;
 /// Query rows that are computed again by the oracle.
 const CHECKED_ROWS: usize = 4;
 
+/// Rows of codes that differ, after which they are the same again: random numbers take longer than their codes. No power of two, so that
+/// heads and pages begin with different ones.
+const DISTINCT_ROWS: usize = 4099;
+
 /// A measured row.
 #[derive(Debug, Clone)]
 pub(super) struct Measured {
@@ -72,13 +76,20 @@ impl Stored {
         let pages = CodePages::new(codec, side, shape);
         let mut pages = pages.map_err(|why| Failure::new(format_args!("pages {shape:?}: {why}")))?;
         let mut rng = Rng::new(seed);
-        let mut row = vec![0.0f32; shape[3]];
-        for at in 0..size / shape[3] {
-            row.iter_mut().for_each(|x| *x = rng.normal());
+        let rows: Vec<f32> = (0..size.min(DISTINCT_ROWS * shape[3])).map(|_| rng.normal()).collect();
+        for (at, row) in rows.chunks_exact(shape[3]).cycle().take(size / shape[3]).enumerate() {
             let place = [at / shape[2] / shape[1], at / shape[2] % shape[1], at % shape[2]];
-            pages.store(place, &row).map_err(|why| Failure::new(format_args!("a row {why}")))?;
+            pages.store(place, row).map_err(|why| Failure::new(format_args!("a row {why}")))?;
         }
         Ok(Self::Codes(Box::new(pages)))
+    }
+
+    /// The same in memory of its own.
+    fn copy(&self) -> Result<Self> {
+        Ok(match self {
+            Self::Elements(buffer, dtype) => Self::Elements(buffer.copy()?, *dtype),
+            Self::Codes(pages) => Self::Codes(Box::new(pages.try_clone().map_err(Failure::new)?)),
+        })
     }
 
     fn view(&self, shape: [usize; 4]) -> Result<KvView<'_>> {
@@ -165,6 +176,13 @@ impl Operands {
         Ok(Self { q, k, v, k_shape, v_shape, tables })
     }
 
+    /// The same in memory of their own: to make them anew takes far longer than to read them.
+    fn copy(&self) -> Result<Self> {
+        let Self { k_shape, v_shape, .. } = *self;
+        let (q, k, v) = (self.q.copy()?, self.k.copy()?, self.v.copy()?);
+        Ok(Self { q, k, v, k_shape, v_shape, tables: self.tables.clone() })
+    }
+
     fn inputs(&self, problem: &Problem) -> Result<Inputs<'_>> {
         let dtype = problem.dtype();
         let q = view(&self.q, dtype, 0, problem.dims().q_shape())?;
@@ -232,8 +250,8 @@ impl<'a> Subject<'a> {
             // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.
             let read = Work::planned(&runner.plan).bytes as usize;
             let count = (2 * cpu.facts().l3).div_ceil(read.max(1)).clamp(1, MAX_COPIES);
-            for copy in 1..count {
-                copies.push(Operands::random(row, 1 + 3 * copy as u64)?);
+            for _ in 1..count {
+                copies.push(copies[0].copy()?);
             }
         }
         let mut out = Buffer::elements(problem.dtype(), problem.dims().out_shape().iter().product())?;

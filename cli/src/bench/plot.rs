@@ -29,7 +29,10 @@ fn panels(groups: &[Group]) -> Vec<Panel> {
                 group.unit.name(),
                 group.limit
             );
-            let name = format!("{} d{}", row.problem.dtype(), row.problem.dims().head_dim);
+            let mut name = format!("{} d{}", row.problem.dtype(), row.problem.dims().head_dim);
+            if row.lens().is_some() {
+                name += &format!(" {}", row.layout());
+            }
             let point = (row.length() as f64, group.limit.fraction(&measured.work, measured.seconds()));
             let panel = find_or_push(
                 &mut panels,

@@ -255,6 +255,13 @@ fn bench_measures_and_compares() {
     for layout in layouts {
         assert!(rows_of_caches.contains(&format!("\"layout\":\"{layout}\"")), "{layout}");
     }
+    let codecs = ["--cache", "contiguous,ring", "--codec", "f32,int8,tq4+tq3", "--batch", "2", "--json"];
+    let args = [&["bench", "decode"][..], &few, &["--heads", "4", "--kv-heads", "2"], &codecs].concat();
+    let rows_of_codecs = ok(&args);
+    assert_eq!(rows_of_codecs.lines().count(), 2 * 2 * 2 * 3);
+    for layout in ["ring int8", "contiguous tq4+tq3"] {
+        assert!(rows_of_codecs.contains(&format!("\"layout\":\"{layout}\"")), "{layout}");
+    }
     let uneven =
         ["bench", "decode", "--cache", "ring,paged", "--batch", "3", "--seq", "100..900", "--head-dim", "32"];
     let rest = ["--dtype", "f32", "--min-time", "0.001", "--threads", "1", "--json"];
