@@ -45,6 +45,8 @@ and, where present,
   cu_seqlens_q, cu_seqlens_k
                  I64 or I32 [sequences + 1]; first row of each packed sequence, then the end
 
+With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
+
 Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
 Names that are not understood are noted and not read; names that look like misspelt ones are refused.";
 
@@ -73,10 +75,6 @@ pub(crate) struct RunArgs {
     pub(crate) strict: bool,
     #[command(flatten)]
     pub(crate) storage: Storage,
-    /// Take the mean of the first 256 keys out of keys that are quantized: exact but for rounding, and needed where keys have a large
-    /// constant part
-    #[arg(long)]
-    pub(crate) centre: bool,
     /// Pieces of at least one block of keys into which the keys are divided for parallel work; the result does not
     /// depend on it
     #[arg(long, value_name = "N", value_parser = count)]
@@ -347,6 +345,11 @@ pub(crate) struct Reading {
     /// Axes of q, k and v in the file; default bhsd
     #[arg(long, value_enum)]
     pub(crate) layout: Option<Layout>,
+    /// Layer of the file whose tensors to read, by what their names have before q, k and v (or query, key and value): layer.3 for
+    /// layer.3.q; default the tensors without a prefix. Others of its tensors have the prefix too (layer.3.mask), or are of all layers
+    /// without one
+    #[arg(long, value_name = "NAME", value_parser = prefix)]
+    pub(crate) prefix: Option<String>,
     /// Element type of the problem; tensors of a file are converted to it first
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     pub(crate) dtype: Option<Dtype>,
@@ -389,6 +392,10 @@ pub(crate) struct Storage {
     /// Codec of the values, as --k-codec
     #[arg(long, value_name = "CODEC")]
     pub(crate) v_codec: Option<Codec>,
+    /// Take the mean of the first 256 keys out of keys that are quantized: exact but for rounding, and needed where keys have a large
+    /// constant part. The plan is the same with and without
+    #[arg(long)]
+    pub(crate) centre: bool,
 }
 
 /// A problem given by options.
@@ -527,6 +534,13 @@ fn cached(text: &str) -> Result<Cached, String> {
         Some(Cached { queries: queries?, len: len?, times: times? })
     };
     parse().ok_or_else(|| "expected QUERIES:LENGTH or QUERIES:LENGTHxTIMES, whole numbers".to_owned())
+}
+
+fn prefix(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("expected what names have before q, k and v, such as layer.3".to_owned()),
+        prefix => Ok(prefix.to_owned()),
+    }
 }
 
 fn dtype(text: &str) -> Result<Dtype, String> {

@@ -21,8 +21,8 @@ pub(crate) struct Stored {
 
 impl Stored {
     /// What options ask for; `None` where tensors are attended to as they are.
-    pub(crate) fn asked(storage: &Storage, centre: bool, problem: &Problem) -> Result<Option<Self>> {
-        let plain = Codec::of(problem.dtype());
+    pub(crate) fn asked(storage: &Storage, problem: &Problem) -> Result<Option<Self>> {
+        let (plain, centre) = (Codec::of(problem.dtype()), storage.centre);
         let (k, v) = (storage.k_codec.unwrap_or(plain), storage.v_codec.unwrap_or(plain));
         if centre && k.dtype().is_some() {
             let what =
@@ -60,6 +60,14 @@ impl std::fmt::Display for Stored {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "k {}{}, v {}", self.k, if self.centred { " centred" } else { "" }, self.v)
     }
+}
+
+/// The refusal of an option that asks for codes on a device without them, whether that device is there or not.
+pub(crate) fn not_of_cuda(option: &str, codec: Codec, expected: &str) -> Failure {
+    let what = format_args!(
+        "{codec} is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend {expected}"
+    );
+    Failure::at(option, what)
 }
 
 /// Why a problem has no plan, by the option that asks for what is not there.

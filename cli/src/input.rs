@@ -72,18 +72,20 @@ impl<'p> Mapped<'p> {
             })?;
             tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), bytes });
         }
-        Ok(Archive { path: self.path, tensors })
+        Ok(Archive { path: self.path, layer: None, tensors })
     }
 }
 
 /// The tensors of a file.
 pub(crate) struct Archive<'a> {
     path: &'a Path,
+    /// The layer whose tensors these are, where they are those of one.
+    layer: Option<String>,
     tensors: BTreeMap<String, Stored<'a>>,
 }
 
 /// A tensor as the file holds it.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) shape: Vec<usize>,
@@ -99,8 +101,17 @@ impl<'a> Archive<'a> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// A failure that concerns this file.
+    /// The tensors of a layer under other names: of each new name the old one.
+    pub(crate) fn part(&self, layer: String, names: &BTreeMap<String, &str>) -> Self {
+        let tensor = |(name, of): (&String, &&str)| Some((name.clone(), self.get(of)?.clone()));
+        Self { path: self.path, layer: Some(layer), tensors: names.iter().filter_map(tensor).collect() }
+    }
+
+    /// A failure that concerns this file, or the layer.
     pub(crate) fn refuse(&self, what: impl std::fmt::Display) -> Failure {
-        Failure::at(self.path.display(), what)
+        match &self.layer {
+            None => Failure::at(self.path.display(), what),
+            Some(layer) => Failure::at(format_args!("{}: {layer}", self.path.display()), what),
+        }
     }
 }

@@ -12,6 +12,7 @@ mod info;
 mod input;
 mod kv;
 mod machine;
+mod names;
 mod operands;
 mod output;
 mod picture;

@@ -4,6 +4,8 @@ use crate::args::{Layout, Reading, Semantics};
 use crate::buffer::{Bytes, convert};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
+use crate::names;
+use crate::report;
 use flashtile::{
     Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, RunError, Sequence,
     Sequences, TensorView,
@@ -131,6 +133,17 @@ impl<'a> Operands<'a> {
             return Err(
                 archive.refuse("tensor d_out asks for gradients, this build computes the forward pass only")
             );
+        }
+        if let Some(name) = ["q", "k", "v"].into_iter().find(|name| archive.get(name).is_none()) {
+            let layers = names::layers(archive);
+            let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
+            if !layers.is_empty() {
+                let layers = report::some(&layers);
+                let what = format_args!(
+                    "tensor {name} is missing, expected q, k and v, or --prefix for those of {layers}"
+                );
+                return Err(archive.refuse(what));
+            }
         }
         if let Some((name, meant)) = archive.names().find_map(|name| Some((name, meant(name)?))) {
             return Err(archive.refuse(format_args!("tensor {name} is not known, did you mean {meant}?")));

@@ -6,13 +6,14 @@ use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Work};
+use crate::names;
 use crate::operands::{Operands, Order};
 use crate::output::Destination;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
 use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, devices};
-use flashtile::{Codec, CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
+use flashtile::{CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -23,7 +24,14 @@ const MAX_BATCH: usize = 1 << 20;
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
         let (problem, order) = problem(args)?;
-        let problem = match Stored::asked(&args.storage, false, &problem)? {
+        let stored = Stored::asked(&args.storage, &problem)?;
+        if let Some(stored) = stored
+            && args.backend == Backend::Cuda
+        {
+            let (option, codec) = stored.option(&problem);
+            return Err(cached::not_of_cuda(option, codec, "auto or cpu"));
+        }
+        let problem = match stored {
             Some(stored) => stored.problem(&problem)?,
             None => problem,
         };
@@ -43,7 +51,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             let count = problem.sequences().len();
             Failure::at("--sequence", format_args!("{} of {count} sequences, counted from 0", args.sequence))
         });
-        let shown = Shown { device, plan: &plan, order };
+        let shown = Shown { device, plan: &plan, order, stored };
         match sequence {
             // A problem without sequences has nothing to draw, and no number that could be right.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
@@ -124,7 +132,7 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Order)> {
     match &args.input {
         Some(path) => {
             let mapped = Mapped::open(path)?;
-            let archive = mapped.archive()?;
+            let archive = names::archive(&mapped, args.reading.prefix.as_deref())?;
             let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
             if let Some(note) = operands.remark(&archive, args.strict)? {
                 report::note(note);
@@ -136,7 +144,12 @@ fn problem(args: &PlanArgs) -> Result<(Problem, Order)> {
 }
 
 fn described(args: &PlanArgs) -> Result<Problem> {
-    for (option, given) in [("--layout", args.reading.layout.is_some()), ("--strict", args.strict)] {
+    let given = [
+        ("--layout", args.reading.layout.is_some()),
+        ("--prefix", args.reading.prefix.is_some()),
+        ("--strict", args.strict),
+    ];
+    for (option, given) in given {
         if given {
             return Err(Failure::at(option, "has no meaning for a shape, expected a file"));
         }
@@ -208,8 +221,12 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
                 let cuda = gpu::device()?;
                 Ok((cuda.name().to_owned(), Facts::Cuda(*cuda.facts())))
             }
-            Backend::Reference | Backend::Metal | Backend::Simulator => {
-                Err(Failure::at("--backend", "has no plans, expected auto, cpu or cuda"))
+            Backend::Reference => {
+                let what = "the reference has no plans, it is the definition in one loop, expected auto, cpu or cuda";
+                Err(Failure::at("--backend", what))
+            }
+            Backend::Metal | Backend::Simulator => {
+                Err(Failure::at("--backend", "not part of this build, expected auto, cpu or cuda"))
             }
         };
     };
@@ -227,6 +244,8 @@ struct Shown<'a> {
     device: String,
     plan: &'a Plan,
     order: Order,
+    /// How a cache stores keys and values, where it does not as they are.
+    stored: Option<Stored>,
 }
 
 impl Shown<'_> {
@@ -242,10 +261,8 @@ impl Shown<'_> {
         let problem = plan.problem();
         let desc = problem.desc();
         let work = self.work();
-        let plain = Codec::of(problem.dtype());
-        let (k, v) = (problem.k_codec(), problem.v_codec());
         let extras = [
-            ((k, v) != (plain, plain)).then(|| format!("cached as k {k}, v {v}")),
+            self.stored.map(|stored| format!("cached as {stored}")),
             desc.softcap.map(|c| format!("softcap {c}")),
             desc.alibi.then(|| "ALiBi".to_owned()),
             desc.sinks.then(|| "sinks".to_owned()),
@@ -299,6 +316,7 @@ impl Shown<'_> {
             "dtype": problem.dtype().name(),
             "k_codec": problem.k_codec().name(),
             "v_codec": problem.v_codec().name(),
+            "centred": self.stored.is_some_and(|stored| stored.centred),
             "visibility": problem.desc().visibility.to_string(),
             "sequences": problem.sequences().len(),
             "workspace_bytes": self.plan.workspace_bytes(),

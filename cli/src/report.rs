@@ -54,6 +54,18 @@ pub(crate) fn counted(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
+/// Most names of a list that messages repeat.
+const MOST_NAMES: usize = 4;
+
+/// `a, b, c, d and 3 more`.
+pub(crate) fn some(names: &[&str]) -> String {
+    let shown = names[..names.len().min(MOST_NAMES)].join(", ");
+    match names.len().saturating_sub(MOST_NAMES) {
+        0 => shown,
+        more => format!("{shown} and {more} more"),
+    }
+}
+
 /// `87.3%`.
 pub(crate) fn percent(fraction: f64) -> String {
     format!("{:.1}%", fraction * 100.0)
@@ -122,6 +134,13 @@ mod tests {
         assert_eq!(bytes(1536.0), "1.50 KiB");
         assert_eq!(percent(0.8731), "87.3%");
         assert_eq!((counted(1, "thread"), counted(2, "thread")), ("1 thread".into(), "2 threads".into()));
+    }
+
+    #[test]
+    fn long_lists_say_how_much_they_leave_out() {
+        assert_eq!(some(&[]), "");
+        assert_eq!(some(&["a", "b", "c", "d"]), "a, b, c, d");
+        assert_eq!(some(&["a", "b", "c", "d", "e"]), "a, b, c, d and 1 more");
     }
 
     #[test]

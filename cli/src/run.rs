@@ -2,11 +2,12 @@
 
 use crate::args::{Backend, RunArgs};
 use crate::buffer::{Buffer, store};
-use crate::cached::{Cached, Stored, unpack};
+use crate::cached::{self, Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Limit, Unit, Work};
+use crate::names;
 use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
@@ -31,7 +32,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
     refuse_what_is_not_built(args)?;
     machine::on_threads(args.cpu.threads, || {
         let done = compute(args)?;
-        if args.json { report::line(done.json()) } else { report::line(done.line()) }
+        if args.json {
+            report::line(done.json(args.reading.prefix.as_deref()))
+        } else {
+            report::line(done.line())
+        }
     })?;
     Ok(ExitCode::SUCCESS)
 }
@@ -91,16 +96,14 @@ struct Done {
 
 fn compute(args: &RunArgs) -> Result<Done> {
     let mapped = Mapped::open(&args.input)?;
-    let archive = mapped.archive()?;
+    let archive = names::archive(&mapped, args.reading.prefix.as_deref())?;
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
-    let stored = Stored::asked(&args.storage, args.centre, &operands.problem)?;
+    let stored = Stored::asked(&args.storage, &operands.problem)?;
     if let Some(stored) = stored
         && args.backend == Backend::Cuda
     {
         let (option, codec) = stored.option(&operands.problem);
-        let what =
-            format_args!("{codec} is not of the cuda backend, expected --backend auto, cpu or reference");
-        return Err(Failure::at(option, what));
+        return Err(cached::not_of_cuda(option, codec, "auto, cpu or reference"));
     }
     let destination = Destination::new(&args.output)?;
     destination.differs_from(&args.input)?;
@@ -362,7 +365,7 @@ impl Done {
         format!("{}  {shapes}{stored}  {}  {rate}  {reached}", self.kernel, report::seconds(self.seconds))
     }
 
-    fn json(&self) -> serde_json::Value {
+    fn json(&self, prefix: Option<&str>) -> serde_json::Value {
         let (d, limit) = (self.problem.dims(), self.limit);
         let plain = Codec::of(self.problem.dtype());
         let (k, v) = self.stored.map_or((plain, plain), |(stored, _)| (stored.k, stored.v));
@@ -374,6 +377,7 @@ impl Done {
             "threads": self.unit.as_ref().map_or(Some(1), Unit::threads),
             "splits": self.splits,
             "workspace_bytes": self.workspace_bytes,
+            "prefix": prefix,
             "dims": dims_json(d),
             "layout": self.order.name(),
             "dtype": self.problem.dtype().name(),

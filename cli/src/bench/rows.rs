@@ -1,6 +1,7 @@
 //! What is measured.
 
-use crate::args::{BenchArgs, CacheKind, Group, Lengths};
+use crate::args::{Backend, BenchArgs, CacheKind, Group, Lengths};
+use crate::cached::not_of_cuda;
 use crate::failure::{Failure, Result};
 use flashtile::{Codec, Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
 
@@ -315,6 +316,12 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
             "--codec",
             "needs --cache contiguous, paged or ring: dense rows have elements of the dtype",
         ));
+    }
+    if args.backend == Backend::Cuda {
+        let other = |codec: &Codec| dtypes(args).iter().any(|dtype| *codec != Codec::of(*dtype));
+        if let Some(codec) = args.codec.iter().flatten().find(|codec| other(codec)) {
+            return Err(not_of_cuda("--codec", *codec, "auto or cpu"));
+        }
     }
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));

@@ -4,20 +4,11 @@ use crate::args::{KvArgs, Layout};
 use crate::buffer::load;
 use crate::failure::{Failure, Result};
 use crate::input::Archive;
+use crate::names;
 use crate::operands::{Order, Tensor, lengths, meant, tensor};
+use crate::report;
 use flashtile::{Dims, Dtype, Problem, ProblemDesc, Sequence, Sequences};
-use std::cmp::Ordering;
 use std::collections::BTreeSet;
-
-/// Last components of names that belong together: keys, values, queries.
-const COMPONENTS: [[&str; 3]; 3] =
-    [["k", "v", "q"], ["key", "value", "query"], ["keys", "values", "queries"]];
-
-/// What separates the last component of a name from the others.
-const SEPARATORS: [char; 4] = ['.', '/', '_', '-'];
-
-/// Gradients in the files of `flashtile run`, which no cache stores.
-const GRADIENTS: &str = "d_";
 
 /// Answers in the files of `flashtile run`.
 const ANSWERS: [&str; 2] = ["out", "lse"];
@@ -54,24 +45,6 @@ pub(super) struct Listing<'a> {
     pub(super) unread: Vec<String>,
 }
 
-/// Names that belong together.
-struct Names {
-    prefix: String,
-    k: Option<String>,
-    v: Option<String>,
-    q: Option<String>,
-}
-
-impl Names {
-    fn label(&self) -> String {
-        let label = self.prefix.trim_end_matches(SEPARATORS);
-        if !label.is_empty() {
-            return label.to_owned();
-        }
-        [&self.k, &self.v].into_iter().flatten().map(String::as_str).collect::<Vec<_>>().join(" and ")
-    }
-}
-
 impl<'a> Listing<'a> {
     /// Finds every pair. Only a file without one is refused as a whole.
     pub(super) fn read(archive: &Archive<'a>, args: &KvArgs) -> Result<Self> {
@@ -81,7 +54,7 @@ impl<'a> Listing<'a> {
             );
             return Err(archive.refuse(what));
         }
-        let (names, mut unread) = group(archive.names());
+        let (names, mut unread) = names::group(archive.names());
         if let Some(name) = unread.iter().find(|name| meant(name) == Some("kv_lens")) {
             return Err(archive.refuse(format_args!("tensor {name} is not known, did you mean kv_lens?")));
         }
@@ -107,10 +80,10 @@ impl<'a> Listing<'a> {
             }
         }
         if listing.pairs.is_empty() && listing.refused.is_empty() {
-            let has = archive.names().take(4).collect::<Vec<_>>().join(", ");
+            let has: Vec<&str> = archive.names().collect();
             let what = format_args!(
                 "no keys and values, expected tensors such as layer.0.k and layer.0.v, or k and v (it has {})",
-                if has.is_empty() { "no tensor" } else { &has }
+                if has.is_empty() { "no tensor".to_owned() } else { report::some(&has) }
             );
             return Err(archive.refuse(what));
         }
@@ -122,54 +95,6 @@ impl<'a> Listing<'a> {
 
 /// Tensors that say where packed sequences begin.
 const PACKED: [&str; 2] = ["cu_seqlens_q", "cu_seqlens_k"];
-
-/// Names by what they have before their last component, and the names that are of no pair.
-fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Vec<String>) {
-    let (mut groups, mut others): (Vec<(Names, usize)>, Vec<String>) = (Vec::new(), Vec::new());
-    for name in names {
-        let at = name.rfind(SEPARATORS).map_or(0, |at| at + 1);
-        let (prefix, last) = name.split_at(at);
-        let place = COMPONENTS.iter().enumerate().find_map(|(kind, components)| {
-            Some((kind, components.iter().position(|component| *component == last)?))
-        });
-        let Some((kind, component)) = place.filter(|_| prefix != GRADIENTS) else {
-            others.push(name.to_owned());
-            continue;
-        };
-        let index = groups.iter().position(|(names, of)| names.prefix == prefix && *of == kind);
-        let index = index.unwrap_or_else(|| {
-            groups.push((Names { prefix: prefix.to_owned(), k: None, v: None, q: None }, kind));
-            groups.len() - 1
-        });
-        let names = &mut groups[index].0;
-        *[&mut names.k, &mut names.v, &mut names.q][component] = Some(name.to_owned());
-    }
-    let mut groups: Vec<Names> = groups.into_iter().map(|(names, _)| names).collect();
-    groups.sort_by(|a, b| natural(&a.prefix, &b.prefix));
-    (groups, others)
-}
-
-/// Order of names in which numbers count as numbers: layer 2 is before layer 10.
-fn natural(a: &str, b: &str) -> Ordering {
-    let number = |text: &str| text.chars().take_while(char::is_ascii_digit).count();
-    let (mut a, mut b) = (a, b);
-    while let (Some(x), Some(y)) = (a.chars().next(), b.chars().next()) {
-        let (m, n) = (number(a), number(b));
-        if m > 0 && n > 0 {
-            let (left, right) = (a[..m].trim_start_matches('0'), b[..n].trim_start_matches('0'));
-            let order = left.len().cmp(&right.len()).then_with(|| left.cmp(right));
-            if order.is_ne() {
-                return order;
-            }
-            (a, b) = (&a[m..], &b[n..]);
-        } else if x == y {
-            (a, b) = (&a[x.len_utf8()..], &b[y.len_utf8()..]);
-        } else {
-            return x.cmp(&y);
-        }
-    }
-    a.len().cmp(&b.len())
-}
 
 impl<'a> Pair<'a> {
     fn read(
@@ -278,63 +203,5 @@ impl<'a> Pair<'a> {
             x.extend((first..first + dim).map(|index| load(of.bytes.get(), of.dtype, index)));
         }
         x
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn found(names: &[&str]) -> (Vec<[String; 4]>, Vec<String>) {
-        let (groups, others) = group(names.iter().copied());
-        let of = |name: Option<String>| name.unwrap_or_default();
-        (groups.into_iter().map(|n| [n.label(), of(n.k), of(n.v), of(n.q)]).collect(), others)
-    }
-
-    #[test]
-    fn names_are_paired_by_their_last_component() {
-        let (pairs, others) = found(&[
-            "layers.10.self_attn.v",
-            "layers.10.self_attn.k",
-            "layers.2.self_attn.k",
-            "layers.2.self_attn.v",
-            "layers.2.self_attn.q",
-            "past_key_values.0.key",
-            "past_key_values.0.value",
-            "k",
-            "v",
-            "out",
-            "d_k",
-            "d_v",
-            "mask",
-            "layer.3.q",
-        ]);
-        let labels: Vec<&str> = pairs.iter().map(|pair| pair[0].as_str()).collect();
-        let expected =
-            ["k and v", "layer.3", "layers.2.self_attn", "layers.10.self_attn", "past_key_values.0"];
-        assert_eq!(labels, expected);
-        assert_eq!(
-            pairs[2][1..],
-            ["layers.2", "layers.2", "layers.2"]
-                .map(str::to_owned)
-                .iter()
-                .zip(["k", "v", "q"])
-                .map(|(p, c)| format!("{p}.self_attn.{c}"))
-                .collect::<Vec<_>>()[..]
-        );
-        assert_eq!(
-            pairs[4][1..],
-            ["past_key_values.0.key", "past_key_values.0.value", ""].map(str::to_owned)
-        );
-        assert_eq!(others, ["out", "d_k", "d_v", "mask"]);
-        // Words of different kinds make no pair.
-        assert_eq!(found(&["a.k", "a.value"]).0.len(), 2);
-    }
-
-    #[test]
-    fn numbers_are_in_order() {
-        let mut names = vec!["layer.10", "layer.9", "layer.2.x", "layer.02", "a", "layer.", "b9c", "b9"];
-        names.sort_by(|a, b| natural(a, b));
-        assert_eq!(names, ["a", "b9", "b9c", "layer.", "layer.02", "layer.2.x", "layer.9", "layer.10"]);
     }
 }

@@ -398,7 +398,10 @@ fn other_commands() {
         (vec!["plan", "--q-len", "5", "--kv-len", "7", "--causal"], "needs q_offset"),
         (vec!["plan", "--device", "abacus"], "expected one of avx512-2core"),
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
-        (vec!["plan", "--backend", "reference"], "--backend: has no plans"),
+        (vec!["plan", "--backend", "reference"], "--backend: the reference has no plans"),
+        (vec!["plan", "--backend", "metal"], "--backend: not part of this build, expected auto, cpu or cuda"),
+        (vec!["plan", "--prefix", "layer.3"], "--prefix: has no meaning for a shape, expected a file"),
+        (vec!["plan", input, "--prefix", "layer.3"], "--prefix layer.3: "),
         (vec!["plan", "--device", "h100", "--splits", "65"], "65 splits asked for, expected 1 to 64"),
         (
             vec!["check", "--backend", "cuda", "--isa", "avx2"],

@@ -268,3 +268,62 @@ fn outputs_have_the_mode_of_new_files_and_follow_links() {
     assert!(folder.output.is_symlink());
     assert_eq!(crate::files::read(&target), want);
 }
+
+/// A file of two layers, of which one has a mask of its own, and lengths for all.
+fn layers() -> (Tensors, Tensors) {
+    let mut one = everything(Dtype::F32);
+    let kv_lens = one.remove("kv_lens").unwrap();
+    let mut other = qkv(Dtype::F16, &[2, 4, 3, 8], &[2, 2, 301, 8], &[2, 2, 301, 8]);
+    other.insert("out".into(), Tensor::f32(&[1], &[0.0]));
+    let mut all = Tensors::from([("kv_lens".to_owned(), kv_lens.clone())]);
+    all.extend(one.iter().map(|(name, tensor)| (format!("model.layers.3.attn.{name}"), tensor.clone())));
+    all.extend(other.into_iter().map(|(name, tensor)| (format!("model.layers.3.attn.cross.{name}"), tensor)));
+    for (name, called) in [("q", "query"), ("k", "key"), ("v", "value")] {
+        all.insert(format!("model.layers.11.attn_{called}"), one[name].clone());
+    }
+    one.insert("kv_lens".into(), kv_lens);
+    (all, one)
+}
+
+#[test]
+fn one_layer_of_many_is_chosen_by_its_prefix() {
+    let (all, one) = layers();
+    let folder = Folder::with(&all);
+    let want = Folder::with(&one).run(&OPTIONS);
+    for prefix in ["model.layers.3.attn", "model.layers.3.attn."] {
+        let output = folder.try_run(&with(&OPTIONS, &["--strict", "--prefix", prefix]));
+        assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
+        assert_eq!(crate::files::read(&folder.output), want, "{prefix}");
+    }
+    // Named otherwise, and without what is the other layer's.
+    let lengths = Tensors::from_iter(["q", "k", "v", "kv_lens"].map(|name| (name.into(), one[name].clone())));
+    let want = Folder::with(&lengths).run(&OPTIONS);
+    assert_eq!(folder.run(&with(&OPTIONS, &["--prefix", "model.layers.11.attn"])), want);
+    let json = folder.try_run(&with(&OPTIONS, &["--prefix", "model.layers.11.attn", "--json"]));
+    assert!(stdout(&json).contains("\"prefix\":\"model.layers.11.attn\""), "{}", stdout(&json));
+    let input = folder.input.to_str().unwrap();
+    let plan = crate::files::flashtile(["plan", input, "--prefix", "model.layers.3.attn.cross"]);
+    assert!(stdout(&plan).contains("f16 q [2, 4, 3, 8]"), "{}", stdout(&plan));
+
+    let has = "model.layers.3.attn, model.layers.3.attn.cross, model.layers.11.attn";
+    for prefix in ["model.layers.4.attn", "model.layers.3", "model", "q"] {
+        let why = format!("--prefix {prefix}: {input}: no q, k and v of that name (it has {has})");
+        folder.refuse(&["--prefix", prefix], &why);
+    }
+    let why = format!("tensor q is missing, expected q, k and v, or --prefix for those of {has}");
+    folder.refuse(&[], &why);
+    folder.refuse(&["--prefix", ""], "expected what names have before q, k and v, such as layer.3");
+    // What is refused is named with its layer.
+    let mut changed = all.clone();
+    changed.remove("model.layers.3.attn.q");
+    let missing = "model.layers.3.attn: tensor q is missing, expected q [batch, heads, rows, dim]\n";
+    Folder::with(&changed).refuse(&["--prefix", "model.layers.3.attn"], missing);
+    changed.insert("model.layers.3.attn.attn_mask".into(), Tensor::f32(&[1], &[0.0]));
+    let misspelt = "model.layers.3.attn: tensor attn_mask is not known, did you mean mask?";
+    Folder::with(&changed).refuse(&["--prefix", "model.layers.3.attn"], misspelt);
+    let twice = Tensors::from_iter(["a.k", "a_k"].map(|name| (name.to_owned(), one["k"].clone())));
+    Folder::with(&twice)
+        .refuse(&["--prefix", "a"], "a.k, a_k are of different layers, expected a prefix of one");
+    let plain = Folder::with(&qkv(Dtype::F32, &[1], &[1], &[1]));
+    plain.refuse(&["--prefix", "layer.3"], "no q, k and v of that name (it has k, q, v)");
+}

@@ -1,0 +1,214 @@
+//! Names of tensors that belong together: keys, values and queries of a layer.
+
+use crate::failure::{Failure, Result};
+use crate::input::{Archive, Mapped};
+use crate::report;
+use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Last components of names that belong together: keys, values, queries.
+const COMPONENTS: [[&str; 3]; 3] =
+    [["k", "v", "q"], ["key", "value", "query"], ["keys", "values", "queries"]];
+
+/// What separates the last component of a name from the others.
+const SEPARATORS: [char; 4] = ['.', '/', '_', '-'];
+
+/// Gradients in the files of `flashtile run`, which no cache stores.
+const GRADIENTS: &str = "d_";
+
+/// Names that belong together.
+pub(crate) struct Names {
+    /// Up to the last component.
+    pub(crate) prefix: String,
+    pub(crate) k: Option<String>,
+    pub(crate) v: Option<String>,
+    pub(crate) q: Option<String>,
+}
+
+impl Names {
+    /// What the names have in common, or both names where that is nothing.
+    pub(crate) fn label(&self) -> String {
+        let label = self.prefix.trim_end_matches(SEPARATORS);
+        if !label.is_empty() {
+            return label.to_owned();
+        }
+        [&self.k, &self.v].into_iter().flatten().map(String::as_str).collect::<Vec<_>>().join(" and ")
+    }
+}
+
+/// Names by what they have before their last component, and the names that are of no pair.
+pub(crate) fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Vec<String>) {
+    let (mut groups, mut others): (BTreeMap<(&str, usize), Names>, Vec<String>) = Default::default();
+    for name in names {
+        let at = name.rfind(SEPARATORS).map_or(0, |at| at + 1);
+        let (prefix, last) = name.split_at(at);
+        let place = COMPONENTS.iter().enumerate().find_map(|(kind, components)| {
+            Some((kind, components.iter().position(|component| *component == last)?))
+        });
+        let Some((kind, component)) = place.filter(|_| prefix != GRADIENTS) else {
+            others.push(name.to_owned());
+            continue;
+        };
+        let new = || Names { prefix: prefix.to_owned(), k: None, v: None, q: None };
+        let names = groups.entry((prefix, kind)).or_insert_with(new);
+        *[&mut names.k, &mut names.v, &mut names.q][component] = Some(name.to_owned());
+    }
+    let mut groups: Vec<Names> = groups.into_values().collect();
+    groups.sort_by(|a, b| natural(&a.prefix, &b.prefix));
+    (groups, others)
+}
+
+/// Order of names in which numbers count as numbers: layer 2 is before layer 10.
+fn natural(a: &str, b: &str) -> Ordering {
+    let number = |text: &str| text.chars().take_while(char::is_ascii_digit).count();
+    let (mut a, mut b) = (a, b);
+    while let (Some(x), Some(y)) = (a.chars().next(), b.chars().next()) {
+        let (m, n) = (number(a), number(b));
+        if m > 0 && n > 0 {
+            let (left, right) = (a[..m].trim_start_matches('0'), b[..n].trim_start_matches('0'));
+            let order = left.len().cmp(&right.len()).then_with(|| left.cmp(right));
+            if order.is_ne() {
+                return order;
+            }
+            (a, b) = (&a[m..], &b[n..]);
+        } else if x == y {
+            (a, b) = (&a[x.len_utf8()..], &b[y.len_utf8()..]);
+        } else {
+            return x.cmp(&y);
+        }
+    }
+    a.len().cmp(&b.len())
+}
+
+/// The tensors of a file, or those of the layer of a prefix.
+pub(crate) fn archive<'a>(mapped: &'a Mapped<'_>, prefix: Option<&str>) -> Result<Archive<'a>> {
+    let archive = mapped.archive()?;
+    match prefix {
+        None => Ok(archive),
+        Some(prefix) => layer(&archive, prefix),
+    }
+}
+
+/// The layers of a file of which attention can be computed: what their names have in common.
+pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
+    let (groups, _) = group(archive.names());
+    let whole = |names: &&Names| {
+        !names.prefix.is_empty() && [&names.q, &names.k, &names.v].into_iter().all(Option::is_some)
+    };
+    groups.iter().filter(whole).map(Names::label).collect()
+}
+
+/// The tensors of one layer as those of a file of its own: `q`, `k` and `v`, what else has the prefix without it, and what the file has
+/// for all layers, which are names without a layer's prefix.
+fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
+    let (groups, others) = group(archive.names());
+    let same = |of: &str| of.trim_end_matches(SEPARATORS) == prefix.trim_end_matches(SEPARATORS);
+    let exact: Vec<&Names> = groups.iter().filter(|names| names.prefix == prefix).collect();
+    let near = groups.iter().filter(|names| !names.prefix.is_empty() && same(&names.prefix));
+    let chosen: Vec<&Names> = if exact.is_empty() { near.collect() } else { exact };
+    let [layer] = chosen[..] else {
+        let first = |names: &Names| {
+            [&names.k, &names.v, &names.q].into_iter().flatten().next().cloned().unwrap_or_default()
+        };
+        let found: Vec<String> = chosen.iter().map(|names| first(names)).collect();
+        let what = match &found[..] {
+            [] => {
+                let layers = layers(archive);
+                let has = if layers.is_empty() { archive.names().collect() } else { strs(&layers) };
+                let has = if has.is_empty() { "no tensor".to_owned() } else { report::some(&has) };
+                archive.refuse(format_args!("no q, k and v of that name (it has {has})"))
+            }
+            found => archive.refuse(format_args!(
+                "{} are of different layers, expected a prefix of one",
+                report::some(&strs(found))
+            )),
+        };
+        return Err(Failure::at(format_args!("--prefix {prefix}"), what));
+    };
+
+    let prefixes: BTreeSet<&str> = groups.iter().map(|of| of.prefix.as_str()).collect();
+    // The innermost layer that a name is of; the prefix of none is empty.
+    let of_layer = |name: &str| {
+        let starts = name.rmatch_indices(SEPARATORS).map(|(at, _)| at + 1);
+        starts.into_iter().find(|&at| prefixes.contains(&name[..at])).unwrap_or(0)
+    };
+    let (mut shared, mut own): (BTreeMap<String, &str>, BTreeMap<String, &str>) = Default::default();
+    for name in &others {
+        let (prefix, rest) = name.split_at(of_layer(name));
+        if prefix.is_empty() {
+            shared.insert(rest.to_owned(), name);
+        } else if prefix == layer.prefix {
+            own.insert(rest.to_owned(), name);
+        }
+    }
+    let mut tensors = shared;
+    tensors.extend(own);
+    for (name, of) in [("q", &layer.q), ("k", &layer.k), ("v", &layer.v)] {
+        if let Some(of) = of {
+            tensors.insert(name.to_owned(), of);
+        }
+    }
+    Ok(archive.part(layer.label(), &tensors))
+}
+
+fn strs(names: &[String]) -> Vec<&str> {
+    names.iter().map(String::as_str).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(names: &[&str]) -> (Vec<[String; 4]>, Vec<String>) {
+        let (groups, others) = group(names.iter().copied());
+        let of = |name: Option<String>| name.unwrap_or_default();
+        (groups.into_iter().map(|n| [n.label(), of(n.k), of(n.v), of(n.q)]).collect(), others)
+    }
+
+    #[test]
+    fn names_are_paired_by_their_last_component() {
+        let (pairs, others) = found(&[
+            "layers.10.self_attn.v",
+            "layers.10.self_attn.k",
+            "layers.2.self_attn.k",
+            "layers.2.self_attn.v",
+            "layers.2.self_attn.q",
+            "past_key_values.0.key",
+            "past_key_values.0.value",
+            "k",
+            "v",
+            "out",
+            "d_k",
+            "d_v",
+            "mask",
+            "layer.3.q",
+        ]);
+        let labels: Vec<&str> = pairs.iter().map(|pair| pair[0].as_str()).collect();
+        let expected =
+            ["k and v", "layer.3", "layers.2.self_attn", "layers.10.self_attn", "past_key_values.0"];
+        assert_eq!(labels, expected);
+        assert_eq!(
+            pairs[2][1..],
+            ["layers.2", "layers.2", "layers.2"]
+                .map(str::to_owned)
+                .iter()
+                .zip(["k", "v", "q"])
+                .map(|(p, c)| format!("{p}.self_attn.{c}"))
+                .collect::<Vec<_>>()[..]
+        );
+        assert_eq!(
+            pairs[4][1..],
+            ["past_key_values.0.key", "past_key_values.0.value", ""].map(str::to_owned)
+        );
+        assert_eq!(others, ["out", "d_k", "d_v", "mask"]);
+        // Words of different kinds make no pair.
+        assert_eq!(found(&["a.k", "a.value"]).0.len(), 2);
+    }
+
+    #[test]
+    fn numbers_are_in_order() {
+        let mut names = vec!["layer.10", "layer.9", "layer.2.x", "layer.02", "a", "layer.", "b9c", "b9"];
+        names.sort_by(|a, b| natural(a, b));
+        assert_eq!(names, ["a", "b9", "b9c", "layer.", "layer.02", "layer.2.x", "layer.9", "layer.10"]);
+    }
+}
