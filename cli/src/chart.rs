@@ -29,11 +29,13 @@ pub(crate) struct Line {
     pub(crate) points: Vec<(f64, f64)>,
     /// Points of its colour that it does not go through.
     pub(crate) apart: Vec<(f64, f64)>,
+    /// Whether points are rings instead of discs.
+    pub(crate) rings: bool,
 }
 
 impl Line {
     pub(crate) fn named(name: impl Into<String>) -> Self {
-        Self { name: name.into(), points: Vec::new(), apart: Vec::new() }
+        Self { name: name.into(), points: Vec::new(), apart: Vec::new(), rings: false }
     }
 }
 
@@ -89,7 +91,9 @@ where
         let series = LineSeries::new(line.points.iter().copied(), colour.stroke_width(2));
         chart.draw_series(series)?.label(&line.name).legend(key);
         let points = line.points.iter().chain(&line.apart);
-        chart.draw_series(points.map(|&point| Circle::new(point, 3, colour.filled())))?;
+        let style = if line.rings { colour.stroke_width(2) } else { colour.filled() };
+        let size = if line.rings { 4 } else { 3 };
+        chart.draw_series(points.map(|&point| Circle::new(point, size, style)))?;
     }
     chart
         .configure_series_labels()

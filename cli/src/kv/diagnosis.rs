@@ -10,7 +10,7 @@ pub(super) const BIAS: f64 = 1.0;
 /// errors evenly over all channels, and half of their energy is that one channel's then, which is half a bit of all others.
 pub(super) const OUTLIER: f64 = 1.0;
 
-/// A ratio, and where it is greatest.
+/// A ratio, and the head where it is greatest, in one of the sequences.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Worst {
     pub(super) ratio: f64,
@@ -23,7 +23,7 @@ impl Worst {
     }
 }
 
-/// What the keys of one or more heads are like.
+/// What the keys of a head are like in one sequence, or the worst of several: each number for itself.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Diagnosis {
     /// `||mean key||` over the root mean square of `||key - mean||`; infinite where all keys are the same.
@@ -38,7 +38,7 @@ pub(super) struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Of the keys `[tokens, head_dim]` of a head.
+    /// Of the keys `[tokens, head_dim]` of a head in a sequence.
     pub(super) fn of(keys: &[f32], head_dim: usize, head: usize) -> Self {
         let tokens = (keys.len() / head_dim) as f64;
         let mut mean = vec![0.0f64; head_dim];
@@ -75,9 +75,11 @@ impl Diagnosis {
         (1.0 + self.bias.ratio * self.bias.ratio).log2() / 2.0
     }
 
-    /// Energy of the outlier over that of all channels at the median.
-    fn outlier(&self) -> f64 {
-        self.channel.ratio * self.channel.ratio / self.head_dim as f64
+    /// Whether a channel is an outlier: its energy is that of all channels at the median or more, and there are others whose errors are
+    /// its doing.
+    fn outlier(&self) -> bool {
+        let energy = self.channel.ratio * self.channel.ratio / self.head_dim as f64;
+        self.head_dim > 1 && energy >= OUTLIER
     }
 
     /// What the bias means.
@@ -96,11 +98,14 @@ impl Diagnosis {
     /// What the channels mean.
     pub(super) fn channel_words(&self) -> String {
         let ratio = self.channel.ratio;
+        if self.head_dim == 1 {
+            return "one channel, which no other deviates from".to_owned();
+        }
         if !ratio.is_finite() {
             return "half of the channels are constant, others are not".to_owned();
         }
         let words = format!("channels deviate up to {ratio:.1} times as much as the median one");
-        if self.outlier() >= OUTLIER {
+        if self.outlier() {
             format!(
                 "{words}: an outlier, whose errors a rotation spreads over all; trust KL, not mean square errors"
             )
@@ -118,7 +123,7 @@ impl Diagnosis {
             "channel_ratio": finite(self.channel.ratio),
             "channel_head": self.channel.head,
             "channel": self.index,
-            "outlier": self.outlier() >= OUTLIER,
+            "outlier": self.outlier(),
         })
     }
 }
@@ -145,7 +150,7 @@ mod tests {
         let found = Diagnosis::of(&keys, 4, 7);
         assert!((found.bias.ratio - 5.0 / 39f64.sqrt()).abs() < 1e-9, "{found:?}");
         assert!((found.channel.ratio - 6.0).abs() < 1e-9 && found.index == 2 && found.channel.head == 7);
-        assert!(found.outlier() > OUTLIER && found.channel_words().contains("an outlier"));
+        assert!(found.outlier() && found.channel_words().contains("an outlier"));
         assert!(found.bias_words().contains("is optional"), "{}", found.bias_words());
         // Without spread, and without anything.
         let same = Diagnosis::of(&[2.0; 12], 4, 1);
@@ -153,6 +158,10 @@ mod tests {
         assert_eq!((same.channel.ratio, finite(same.bits_lost())), (1.0, None));
         let zeros = Diagnosis::of(&[0.0; 12], 4, 0);
         assert_eq!((zeros.bias.ratio, zeros.channel.ratio), (0.0, 1.0));
+        // One channel has no other beside it.
+        let one = Diagnosis::of(&[1.0, -1.0, 3.0], 1, 0);
+        assert!(!one.outlier() && one.channel_words().contains("one channel"), "{one:?}");
+        assert_eq!(one.json()["outlier"], false);
         // A mean of 23 spreads.
         let keys: Vec<f32> = [1.0f32, -1.0].iter().flat_map(|s| [23.0 + s, 23.0 - s]).collect();
         let biased = Diagnosis::of(&keys, 2, 3);

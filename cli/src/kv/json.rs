@@ -19,14 +19,14 @@ impl Report<'_> {
             "keys": self.codecs.keys.iter().enumerate().map(|(key, of)| json!({
                 "codec": of.codec.name(),
                 "centred": of.centred,
-                "bits": self.bits(key, self.same(key)),
+                "bits": finite(self.bits(key, self.same(key))),
             })).collect::<Vec<_>>(),
             "values": self.codecs.values.iter().map(|codec| codec.name()).collect::<Vec<_>>(),
-            "left_out": self.codecs.left_out.iter().map(|(codec, pair)| named(codec.name(), pair)).collect::<Vec<_>>(),
+            "left_out": self.codecs.left_out.iter().map(|(codec, why)| named(codec.name(), why)).collect::<Vec<_>>(),
             "pairs": self.pairs.iter().map(|(pair, measured)| self.pair(pair, measured)).collect::<Vec<_>>(),
-            "all": self.errors(&self.all, |key| self.worst_head(key).map(|(pair, head, kl)| {
+            "all": self.all.as_ref().map(|all| self.errors(all, |key| self.worst_head(key).map(|(pair, head, kl)| {
                 json!({"pair": pair, "head": head, "kl": finite(kl)})
-            })),
+            }))),
             "candidates": self.candidates.iter().map(|c| self.candidate(*c)).collect::<Vec<_>>(),
             "recommended": choice.map(|choice| self.candidate(choice.best)),
             "meets_gate": choice.map(|choice| choice.meets),

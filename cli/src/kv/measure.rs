@@ -6,7 +6,7 @@ use crate::check::progress;
 use crate::failure::{self, Failure};
 use flashtile::cache::MEAN_ROWS;
 use flashtile::codec::{
-    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare,
+    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, NotStored, RefusedRow, compare, mean_row,
 };
 use flashtile::{Codec, Sequence};
 use rayon::prelude::*;
@@ -17,7 +17,7 @@ pub(super) struct Codecs {
     /// Plain elements as they are, quantized ones with and without centring.
     pub(super) keys: Vec<KeyCodec>,
     pub(super) values: Vec<Codec>,
-    /// Those that are left out, and a pair whose dimensions they have not.
+    /// Those that are left out, and why: a pair has dimensions that they have not.
     pub(super) left_out: Vec<(Codec, String)>,
 }
 
@@ -29,12 +29,14 @@ impl Codecs {
         let usual = |codec: &Codec| codec.supports(1) && *codec != Codec::F32;
         let wanted = |codec: &Codec| if asked.is_empty() { usual(codec) } else { asked.contains(codec) };
         for codec in Codec::ALL.into_iter().filter(wanted) {
-            let without = pairs.iter().find(|pair| {
+            let without = pairs.iter().find_map(|pair| {
                 let dims = pair.problem.dims();
-                !codec.supports(dims.head_dim) || !codec.supports(dims.value_dim)
+                let rows = [("key", dims.head_dim), ("value", dims.value_dim)];
+                let (row, dim) = rows.into_iter().find(|(_, dim)| !codec.supports(*dim))?;
+                Some(format!("a {row} of {} {}", pair.name, NotStored::Dim { codec, dim }))
             });
-            if let Some(pair) = without {
-                codecs.left_out.push((codec, pair.name.clone()));
+            if let Some(why) = without {
+                codecs.left_out.push((codec, why));
                 continue;
             }
             codecs.values.push(codec);
@@ -44,11 +46,7 @@ impl Codecs {
             }
         }
         match codecs.left_out.first() {
-            Some((codec, pair)) if codecs.values.is_empty() => {
-                let what =
-                    format_args!("{codec} has no rows of the dimensions of {pair}, expected one that has");
-                Err(Failure::at("--codecs", what))
-            }
+            Some((_, why)) if codecs.values.is_empty() => Err(Failure::at("--codecs", why)),
             _ => Ok(codecs),
         }
     }
@@ -287,11 +285,9 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
 
     // What a cache learns: the mean of the first rows that are written, those of the first sequence that has any.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
-    let mean = if std::ptr::eq(first, sequence) {
-        mean(&k, dims.head_dim)
-    } else {
-        mean(&pair.keys(first, unit.head), dims.head_dim)
-    };
+    let of_first = |k: &[f32]| mean_row(&k[..k.len().min(MEAN_ROWS * dims.head_dim)], dims.head_dim);
+    let mean =
+        if std::ptr::eq(first, sequence) { of_first(&k) } else { of_first(&pair.keys(first, unit.head)) };
     let (head_dim, value_dim) = (dims.head_dim, dims.value_dim);
     let head = Head { k: &k, v: &v, q: &q, head_dim, value_dim, scale: problem.scale() };
     let mut attention = HeadAttention::new(head);
@@ -303,17 +299,6 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         format!("row {} of head {}{of_batch} of {tensor} {}", refused.row, unit.head, refused.why)
     };
     Ok((Sums::of(found, place), Diagnosis::of(&k, dims.head_dim, unit.head)))
-}
-
-/// The mean of the first rows.
-fn mean(rows: &[f32], dim: usize) -> Vec<f32> {
-    let mut sums = vec![0.0f64; dim];
-    let rows = rows.chunks_exact(dim).take(MEAN_ROWS);
-    let count = rows.len() as f64;
-    for row in rows {
-        sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(*x));
-    }
-    sums.into_iter().map(|sum| (sum / count) as f32).collect()
 }
 
 #[cfg(test)]

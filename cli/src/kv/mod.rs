@@ -37,8 +37,8 @@ struct Report<'a> {
     pairs: Vec<(&'a Pair<'a>, &'a Measured)>,
     refused: &'a [Refused],
     unread: &'a [String],
-    /// Of all pairs.
-    all: Sums,
+    /// Of all pairs that have an answer; `None` where none has.
+    all: Option<Sums>,
     candidates: &'a [Candidate],
     choice: Option<Choice>,
 }
@@ -68,6 +68,15 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
     }
 
     let codecs = Codecs::of(&pairs, &args.codecs)?;
+    if picture.is_some() && !pairs.is_empty() {
+        if pairs.iter().all(|pair| !pair.has_queries) {
+            return Err(Failure::at("--svg", "KL and NRMSE need queries, which the file has not"));
+        }
+        if codecs.values.iter().all(|codec| codec.dtype().is_some()) {
+            let what = "codecs that quantize are drawn, expected one in --codecs, such as int8";
+            return Err(Failure::at("--svg", what));
+        }
+    }
     let measured = measure(&pairs, &codecs, args.rows);
     let mut answered = Vec::new();
     for (pair, measured) in pairs.iter().zip(&measured) {
@@ -83,26 +92,20 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         report::note(format_args!("flashtile: {why}"));
     }
     let status = if refused.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(REFUSED) };
-    let Some(all) = Sums::total(answered.iter().map(|(_, measured)| &measured.all)) else {
-        return Ok(status);
-    };
-
+    let all = Sums::total(answered.iter().map(|(_, measured)| &measured.all));
     let gate = Gate { kl: args.max_kl, nrmse: args.max_nrmse };
     let candidates = choice::candidates(&answered, &codecs);
     let choice = choice::choose(&candidates, &codecs, gate);
     let (candidates, unread, refused) = (&candidates[..], &unread[..], &refused[..]);
     let report =
         Report { args, codecs: &codecs, gate, pairs: answered, refused, unread, all, candidates, choice };
-    if let Some(picture) = picture {
-        if report.all.queries == 0 {
-            return Err(Failure::at("--svg", "KL and NRMSE need queries, which the file has not"));
-        }
-        picture::draw(&report, &picture)?;
+    if let (Some(picture), Some(all)) = (picture, &report.all) {
+        picture::draw(&report, all, &picture)?;
     }
     if args.json {
         report::line(report.json())?;
-    } else {
-        report::text(report.text())?;
+    } else if let Some(all) = &report.all {
+        report::text(report.text(all))?;
     }
     Ok(status)
 }

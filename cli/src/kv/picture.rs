@@ -1,9 +1,11 @@
 //! Errors against bits, as SVG.
 
 use super::Report;
+use super::measure::Sums;
 use crate::chart::{self, Area, Drawn, Line};
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::output::Destination;
+use flashtile::codec::KeyCodec;
 use plotters::prelude::{
     BLACK, ChartBuilder, Circle, Color, IntoFont, IntoLogRange, PathElement, RGBColor, SeriesLabelPosition,
     Text, WHITE,
@@ -23,31 +25,46 @@ struct Panel {
     /// Names of codecs at their places.
     names: Vec<((f64, f64), String)>,
     gate: f64,
-    /// The pair that is recommended.
+    /// The codecs that are recommended, over all pairs of tensors.
     chosen: Option<((f64, f64), String)>,
+    /// What the gate is compared with: their error in the worst pair of tensors, of several.
+    worst: Option<((f64, f64), String)>,
 }
 
+impl Panel {
+    fn is_empty(&self) -> bool {
+        self.chosen.is_none() && self.lines.iter().all(|line| line.points.is_empty() && line.apart.is_empty())
+    }
+}
+
+/// Ratio of the errors of a codec with keys as they are and centred, either way, from which both points are named.
+const APART: f64 = 1.5;
+
 /// Draws a panel of divergences and one of errors of the output; a line with keys as they are, one with keys centred.
-pub(super) fn draw(report: &Report<'_>, destination: &Destination) -> Result<()> {
-    let kl = |[key, _]: [usize; 2]| report.all.kl(key);
-    let nrmse = |[key, value]: [usize; 2]| report.all.nrmse(key, value);
-    let panels = [
-        panel(report, ("divergence of the weights", "KL, nats"), report.gate.kl, &kl),
-        panel(report, ("error of the output", "NRMSE"), report.gate.nrmse, &nrmse),
-    ];
+pub(super) fn draw(report: &Report<'_>, all: &Sums, destination: &Destination) -> Result<()> {
+    let kl = |of: &Sums, [key, _]: [usize; 2]| of.kl(key);
+    let nrmse = |of: &Sums, [key, value]: [usize; 2]| of.nrmse(key, value);
+    let kl = panel(report, all, ("divergence of the weights", "KL, nats", report.gate.kl), &kl);
+    let nrmse = panel(report, all, ("error of the output", "NRMSE", report.gate.nrmse), &nrmse);
+    // An error of 0, or one that is not finite, has no place on a logarithmic axis.
+    let panels: Vec<Panel> = [kl, nrmse].into_iter().filter(|panel| !panel.is_empty()).collect();
+    if panels.is_empty() {
+        return Err(Failure::at("--svg", "nothing to draw, no codec has an error that is finite and not 0"));
+    }
     chart::write(&panels, destination, draw_panel)
 }
 
 fn panel(
     report: &Report<'_>,
-    (title, error): (&str, &'static str),
-    gate: f64,
-    of: &dyn Fn([usize; 2]) -> Option<f64>,
+    all: &Sums,
+    (title, error, gate): (&str, &'static str, f64),
+    of: &dyn Fn(&Sums, [usize; 2]) -> Option<f64>,
 ) -> Panel {
-    let point = |[key, value]: [usize; 2]| {
-        let y = of([key, value]).filter(|y| *y > 0.0 && y.is_finite())?;
+    let place = |sums: &Sums, [key, value]: [usize; 2]| {
+        let y = of(sums, [key, value]).filter(|y| *y > 0.0 && y.is_finite())?;
         Some((report.bits(key, value), y))
     };
+    let point = |codecs: [usize; 2]| place(all, codecs);
     let mut lines = Vec::new();
     let mut names: Vec<((f64, f64), String)> = Vec::new();
     for centred in [false, true] {
@@ -56,7 +73,8 @@ fn panel(
         let points: Vec<((f64, f64), String)> = keys
             .filter_map(|(key, of)| Some((point([key, report.same(key)])?, of.codec.to_string())))
             .collect();
-        let mut line = Line::named(if centred { "keys centred" } else { "keys as they are" });
+        let mut line = Line::named(if centred { "keys centred (rings)" } else { "keys as they are" });
+        line.rings = centred;
         for ((place, name), at) in points.iter().zip(0..) {
             // A codec that another beats is no step on the way from few bits to small errors.
             let beats = |(other, _): &((f64, f64), String)| other.0 <= place.0 && other.1 < place.1;
@@ -66,8 +84,12 @@ fn panel(
             } else {
                 line.points.push(*place)
             }
-            if !names.iter().any(|(_, known)| known == name) {
-                names.push((*place, name.clone()));
+            // Names of points that nearly lie on each other would too.
+            let near = |(other, known): &((f64, f64), String)| {
+                known == name && other.1 < APART * place.1 && place.1 < APART * other.1
+            };
+            if !names.iter().any(near) {
+                names.push((*place, if centred { format!("{name} centred") } else { name.clone() }));
             }
         }
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -75,12 +97,19 @@ fn panel(
     }
     let chosen = report.choice.and_then(|choice| {
         let (key, value) = (choice.best.key, choice.best.value);
-        let codec = report.codecs.keys[key].codec;
+        let KeyCodec { codec, centred } = report.codecs.keys[key];
         let what = if choice.meets { "recommended" } else { "nearest" };
-        Some((point([key, value])?, format!("{what}: {codec} + {}", report.codecs.values[value])))
+        let centred = if centred { " centred" } else { "" };
+        Some((point([key, value])?, format!("{what}: {codec}{centred} + {}", report.codecs.values[value])))
+    });
+    let worst = report.choice.filter(|_| report.pairs.len() > 1).and_then(|choice| {
+        let codecs = [choice.best.key, choice.best.value];
+        let places = report.pairs.iter().filter_map(|(pair, of)| Some((place(&of.all, codecs)?, &pair.name)));
+        let (at, name) = places.max_by(|a, b| a.0.1.total_cmp(&b.0.1))?;
+        Some((at, format!("worst pair: {name}")))
     });
     let title = format!("{title} by bits, keys and values in one codec, {}", report.pairs_words());
-    Panel { title, error, lines, names, gate, chosen }
+    Panel { title, error, lines, names, gate, chosen, worst }
 }
 
 impl Report<'_> {
@@ -95,7 +124,7 @@ impl Report<'_> {
 fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
     let drawn = || {
         let lines = panel.lines.iter().flat_map(|line| line.points.iter().chain(&line.apart)).copied();
-        lines.chain(panel.chosen.iter().map(|(point, _)| *point))
+        lines.chain(panel.chosen.iter().chain(&panel.worst).map(|(point, _)| *point))
     };
     let least = drawn().map(|p| p.1).fold(panel.gate, f64::min) / MARGIN;
     let most = drawn().map(|p| p.1).fold(panel.gate, f64::max) * MARGIN;
@@ -126,10 +155,16 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
         .iter()
         .map(|(point, name)| Text::new(name.clone(), (point.0 + 0.04, point.1 * lift), font.clone()));
     chart.draw_series(names)?;
+    let font = ("sans-serif", 13).into_font().color(&BLACK);
+    if let (Some((from, _)), Some((to, name))) = (&panel.chosen, &panel.worst) {
+        chart.draw_series([PathElement::new([*from, *to], BLACK.stroke_width(1))])?;
+        chart.draw_series([Circle::new(*to, 3, BLACK.filled())])?;
+        chart.draw_series([Text::new(name.clone(), (to.0 + 0.12, to.1 * lift.powf(0.8)), font.clone())])?;
+    }
     if let Some((point, name)) = &panel.chosen {
         chart.draw_series([Circle::new(*point, 6, BLACK.stroke_width(2))])?;
         let below = (point.0 + 0.12, point.1 / lift.powf(0.4));
-        chart.draw_series([Text::new(name.clone(), below, ("sans-serif", 13).into_font().color(&BLACK))])?;
+        chart.draw_series([Text::new(name.clone(), below, font)])?;
     }
     Ok(())
 }

@@ -17,16 +17,17 @@ pub(super) const HALF_BITS: f64 = 16.0;
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
 
 impl Report<'_> {
-    pub(super) fn text(&self) -> String {
+    /// Of errors over all pairs.
+    pub(super) fn text(&self, all: &Sums) -> String {
         let mut text = self.heading();
         text += &self.missing();
         text += &format!(
             "\nerrors over {}:\n{}",
             self.all_pairs(),
-            self.codecs_table(&self.all, |key| self.worst_kl(key))
+            self.codecs_table(all, |key| self.worst_kl(key))
         );
-        for (codec, pair) in &self.codecs.left_out {
-            text += &format!("{codec} is left out: it has no rows of the dimensions of {pair}\n");
+        for (codec, why) in &self.codecs.left_out {
+            text += &format!("{codec} is left out: {why}\n");
         }
         text += &self.refusals();
         text += &format!("\n{}", self.diagnosis());
@@ -227,7 +228,7 @@ impl Report<'_> {
         text += &format!("  options of run and plan: {}\n", self.options(best));
         if let Some(cheaper) = choice.cheaper {
             text += &format!(
-                "  cheaper ones miss it, the nearest is {}: {}\n",
+                "  cheaper ones miss it, the nearest is {}\n    {}\n",
                 self.words(cheaper),
                 errors(cheaper)
             );

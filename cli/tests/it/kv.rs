@@ -280,6 +280,22 @@ fn pairs_that_have_no_answer_leave_the_others() {
     }
     write(&folder.input, &tensors);
     assert_refused(&kv(&folder.input, &[]), "row 3 of head 0 of k holds a NaN", "one bad pair");
+    // A document is one all the same, and a picture of nothing is none.
+    let svg = folder.path().join("kv.svg");
+    let output = kv(&folder.input, &["--json", "--svg", svg.to_str().unwrap()]);
+    assert_eq!((output.status.code(), stderr(&output).lines().count()), (Some(2), 1));
+    assert!(!svg.exists());
+    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(names(&report["refused"]), ["layers.1.attn"]);
+    assert!(report["refused"][0]["reason"].as_str().unwrap().ends_with("holds a NaN or an infinity"));
+    for (field, nothing) in [
+        ("pairs", serde_json::json!([])),
+        ("candidates", serde_json::json!([])),
+        ("all", Value::Null),
+        ("recommended", Value::Null),
+    ] {
+        assert_eq!(report[field], nothing, "{field}");
+    }
 }
 
 #[test]
@@ -355,12 +371,16 @@ fn codecs_can_be_chosen() {
     assert!(text(&folder.input, &[]).contains("\nint8 ") && !text(&folder.input, &[]).contains("mlx"));
     let small = Folder::with(&normal(40, 32, 0.0));
     assert!(
-        text(&small.input, &["--codecs", "mlx-tq8,tq4"])
-            .contains("mlx-tq8 is left out: it has no rows of the dimensions of k and v")
+        text(&small.input, &["--codecs", "mlx-tq8,tq4"]).contains(
+            "mlx-tq8 is left out: a key of k and v has 32 elements, expected 256 or 512 for mlx-tq8"
+        )
     );
-    let why = "--codecs: mlx-tq8 has no rows of the dimensions of k and v";
+    let why = "--codecs: a key of k and v has 32 elements, expected 256 or 512 for mlx-tq8";
     assert_refused(&kv(&small.input, &["--codecs", "mlx-tq8"]), why, "no codec left");
     assert_refused(&kv(&small.input, &["--codecs", "tq7"]), "tq7 is no codec", "unknown codec");
+    let value = Folder::with(&qkv(Dtype::F32, &[1, 1, 9, 256], &[1, 1, 9, 256], &[1, 1, 9, 32]));
+    let why = "a value of k and v has 32 elements, expected 256 or 512 for mlx-tq4";
+    assert_eq!(json(&value.input, &["--codecs", "mlx-tq4,int8"])["left_out"][0]["reason"], why);
     let plain = text(&small.input, &["--codecs", "f32,bf16"]);
     assert!(plain.contains("\nbf16 ") && !plain.contains("recommended"), "{plain}");
     small.refuse(&["--k-codec", "mlx-tq8"], "k is mlx-tq8");
@@ -374,7 +394,7 @@ fn pictures_of_errors() {
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(picture.starts_with("<svg"));
     for words in [
-        "keys centred",
+        "keys centred (rings)",
         "keys as they are",
         "KL, nats",
         "NRMSE",
@@ -385,11 +405,37 @@ fn pictures_of_errors() {
     ] {
         assert!(picture.contains(words), "{words}");
     }
+    assert!(!picture.contains("worst pair"), "one pair is no worse than others");
     assert_refused(
         &kv(&folder.input, &["--svg", folder.input.to_str().unwrap()]),
         "is the same file as",
         "svg",
     );
+    // Of several pairs the one that the gate is for, and whose keys are centred.
+    let mut several = Tensors::new();
+    for (layer, bias) in [(3, 0.5), (7, 23.0)] {
+        let of_layer = normal(128, 32, bias).into_iter();
+        several.extend(of_layer.map(|(name, tensor)| (format!("layer.{layer}.{name}"), tensor)));
+    }
+    let folder = Folder::with(&several);
+    text(&folder.input, &["--svg", svg.to_str().unwrap()]);
+    let picture = std::fs::read_to_string(&svg).unwrap();
+    let report = json(&folder.input, &[]);
+    let chosen = key(&report, report["recommended"]["k"].as_str().unwrap(), true);
+    let kls = [0, 1].map(|pair| report["pairs"][pair]["errors"]["keys"][chosen]["kl"].as_f64().unwrap());
+    let worst = if kls[0] > kls[1] { "worst pair: layer.3" } else { "worst pair: layer.7" };
+    for words in [worst, "recommended: int8 centred + ", "tq4 centred", "2 pairs of tensors"] {
+        assert!(picture.contains(words), "{words} in {picture}");
+    }
+    // Nothing to draw: no file, and a refusal.
+    let svg = folder.path().join("none.svg");
+    let options = ["--svg", svg.to_str().unwrap()];
+    let plain = kv(&folder.input, &[&options[..], &["--codecs", "f16"]].concat());
+    assert_refused(&plain, "--svg: codecs that quantize are drawn, expected one in --codecs", "plain codecs");
+    let zeros = Tensor::f32(&[1, 1, 9, 16], &[0.0; 144]);
+    let folder = Folder::with(&Tensors::from(["q", "k", "v"].map(|name| (name.to_owned(), zeros.clone()))));
+    assert_refused(&kv(&folder.input, &options), "--svg: nothing to draw", "zeros");
+    assert!(!svg.exists());
 }
 
 #[test]
@@ -451,6 +497,8 @@ fn refusals_of_files_and_options() {
         &[],
         "no keys and values, expected tensors such as layer.0.k and layer.0.v, or k and v (it has weight)",
     );
+    let names = ["a", "b", "c", "d", "e", "f"].map(|name| (name.to_owned(), random(&[3])));
+    refuse(&Tensors::from(names), &[], "or k and v (it has a, b, c, d and 2 more)");
     let alone = Tensors::from([("x.v".to_owned(), random(&[1, 1, 3, 8]))]);
     refuse(&alone, &[], "tensor x.v has no keys beside it");
     write(&folder.input, &with("mask", random(&[1])));
@@ -559,6 +607,15 @@ fn lines_and_objects_say_how_caches_store() {
     let plan: Value = serde_json::from_str(&stdout(&plan)).unwrap();
     assert!(plan["kernel"].as_str().unwrap().contains("-tq4-"), "{plan}");
     assert_eq!((&plan["k_codec"], plan["kv_bytes"].as_f64()), (&"tq4".into(), Some(64.0 * 36.0)));
+    // A mean that is taken out changes no plan, which says that it is.
+    let codecs = ["--k-codec", "int8", "--v-codec", "tq5"];
+    let plan = |more: &[&str]| stdout(&flashtile([&["plan", input][..], &codecs, more].concat()));
+    let (without, with) = (plan(&[]), plan(&["--centre"]));
+    assert_eq!(without, with.replace("cached as k int8 centred, v tq5", "cached as k int8, v tq5"));
+    assert_ne!(without, with);
+    let [without, with] = [&["--json"][..], &["--json", "--centre"]].map(plan);
+    assert_eq!(without, with.replace("\"centred\":true", "\"centred\":false"));
+    assert_ne!(without, with);
     let steps = flashtile(["plan", "--cached", "1:4096", "--head-dim", "64", "--v-codec", "tq5", "--causal"]);
     assert!(stdout(&steps).contains("cached as k f32, v tq5"), "{}", stdout(&steps));
 }
@@ -576,7 +633,8 @@ fn runs_that_caches_cannot_do_are_refused() {
         (&["--centre", "--k-codec", "bf16"], "--centre: keys are stored as bf16"),
         (
             &["--k-codec", "tq4", "--backend", "cuda"],
-            "--k-codec: tq4 is not of the cuda backend, expected --backend auto, cpu",
+            "--k-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto, cpu \
+             or reference",
         ),
         (&["--v-codec", "tq4", "--backend", "cuda"], "--v-codec: tq4 is not of the cuda backend"),
         (&["--k-codec", "tq4", "--grad"], "--grad"),
@@ -597,6 +655,35 @@ fn runs_that_caches_cannot_do_are_refused() {
     let folder = Folder::with(&tensors);
     let lse = read_lse(&folder);
     assert!(lse[10..].iter().all(|x| *x == f64::NEG_INFINITY) && lse[..10].iter().all(|x| x.is_finite()));
+    // Whether there is a device or not.
+    for (args, why) in [
+        (
+            &["plan", "--v-codec", "tq4", "--backend", "cuda"][..],
+            "--v-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto or cpu",
+        ),
+        (&["plan", "--centre"], "--centre: keys are stored as f32, expected a --k-codec that quantizes"),
+        (
+            &[
+                "bench",
+                "decode",
+                "--cache",
+                "paged",
+                "--codec",
+                "bf16,f16+tq4",
+                "--dtype",
+                "bf16",
+                "--backend",
+                "cuda",
+            ],
+            "--codec: f16 is not of the cuda backend: other codecs than the dtype are of the cpu",
+        ),
+        (
+            &["bench", "decode", "--cache", "ring", "--codec", "tq4", "--backend", "cuda"],
+            "--codec: tq4 is not of the cuda backend",
+        ),
+    ] {
+        assert_refused(&flashtile(args), why, &format!("{args:?}"));
+    }
     let plan = ["plan", "--k-codec", "int8", "--device", "h100"];
     assert_refused(&flashtile(plan), "--k-codec: int8 is not stored on this device, expected f32", "plan");
 }
