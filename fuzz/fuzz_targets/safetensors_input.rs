@@ -13,8 +13,12 @@ mod failure;
 mod gpu;
 #[path = "../../cli/src/input.rs"]
 mod input;
+#[path = "../../cli/src/names.rs"]
+mod names;
 #[path = "../../cli/src/operands.rs"]
 mod operands;
+#[path = "../../cli/src/report.rs"]
+mod report;
 
 use args::{Layout, Reading, Semantics};
 use buffer::Buffer;
@@ -29,18 +33,20 @@ const MOST_FLOPS: f64 = 1e7;
 /// Planning lists every task.
 const MOST_ROWS: usize = 1 << 20;
 
-fn semantics() -> [(Reading, Semantics); 3] {
-    let semantics = |causal, q_offset, window| Semantics { causal, q_offset, window, scale: None, softcap: None };
+fn semantics() -> [(Reading, Semantics); 4] {
+    let semantics =
+        |causal, q_offset, window| Semantics { causal, q_offset, window, scale: None, softcap: None };
     [
-        (Reading { layout: None, dtype: None }, semantics(false, None, None)),
+        (Reading { layout: None, prefix: None, dtype: None }, semantics(false, None, None)),
         (
-            Reading { layout: Some(Layout::Bshd), dtype: Some(Dtype::F16) },
+            Reading { layout: Some(Layout::Bshd), prefix: None, dtype: Some(Dtype::F16) },
             semantics(true, Some(QOffset::BottomRight), None),
         ),
         (
-            Reading { layout: None, dtype: Some(Dtype::BF16) },
+            Reading { layout: None, prefix: None, dtype: Some(Dtype::BF16) },
             semantics(true, Some(QOffset::TopLeft), Some(Visibility::window(Some(2), None))),
         ),
+        (Reading { layout: None, prefix: Some("a".to_owned()), dtype: None }, semantics(false, None, None)),
     ]
 }
 
@@ -54,7 +60,8 @@ fn compute(operands: &Operands<'_>) -> failure::Result<()> {
     }
     let cpu = Cpu::new();
     let plan = cpu.plan(problem, PlanOptions::default()).map_err(failure::Failure::new)?;
-    if problem.flops() > MOST_FLOPS || plan.workspace_bytes() > 64 << 20 || rows * dims.value_dim > MOST_ROWS {
+    if problem.flops() > MOST_FLOPS || plan.workspace_bytes() > 64 << 20 || rows * dims.value_dim > MOST_ROWS
+    {
         return Ok(());
     }
     let mut out = Buffer::elements(problem.dtype(), rows * dims.value_dim)?;
@@ -70,7 +77,7 @@ fuzz_target!(|data: &[u8]| {
     for (reading, semantics) in semantics() {
         let read = || {
             let mapped = Mapped::open(file.path())?;
-            let archive = mapped.archive()?;
+            let archive = names::archive(&mapped, reading.prefix.as_deref())?;
             compute(&Operands::read(&archive, &reading, &semantics)?)
         };
         if let Err(failure) = read() {
