@@ -172,7 +172,8 @@ fn headers_that_say_something_else_are_refused() {
     refuse(NAMES, &name(b"int9"), "snapshot has another codec of k than this version reads");
     refuse(NAMES + 16, &name(b""), "snapshot has another codec of v than this version reads");
     refuse(NAMES, &name(b"\0int8"), "snapshot has another codec of k than this version reads");
-    refuse(NAMES, &name(b"mlx-tq8"), "k is mlx-tq8 with 40 elements a row, expected 256 or 512");
+    let why = format!("k is mlx-tq8 with {} elements a row, expected 256 or 512", DIMS[0]);
+    refuse(NAMES, &name(b"mlx-tq8"), &why);
     refuse(NAMES + 32, &[2], "snapshot has another flag of a mean than this version reads");
     // Another codec or dimension is another number of bytes.
     let (k, v) = (Codec::Int8.row_bytes(DIMS[0]), Codec::Tq5.row_bytes(DIMS[1]));
