@@ -217,8 +217,8 @@ fn a_snapshot_of_other_rows_is_refused_by_the_cache() {
     refuse(|d| d.v = Codec::Tq4, "snapshot has v as tq5, expected tq4");
     refuse(|d| d.layers = 1, "snapshot has layers 2, expected 1");
     refuse(|d| d.kv_heads = 3, "snapshot has kv_heads 2, expected 3");
-    refuse(|d| d.head_dim = 64, "snapshot has head_dim 40, expected 64");
-    refuse(|d| d.value_dim = 25, "snapshot has value_dim 24, expected 25");
+    refuse(|d| d.head_dim = 40, "snapshot has head_dim 64, expected 40");
+    refuse(|d| d.value_dim = 24, "snapshot has value_dim 128, expected 24");
     let small = |d: &mut CacheDesc| d.layout = CacheLayout::Contiguous { slots: 1, capacity: 6 };
     refuse(small, "the sequence would have 7 tokens, expected at most 6");
 }
