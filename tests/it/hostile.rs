@@ -172,7 +172,8 @@ fn headers_that_say_something_else_are_refused() {
     refuse(NAMES, &name(b"int9"), "snapshot has another codec of k than this version reads");
     refuse(NAMES + 16, &name(b""), "snapshot has another codec of v than this version reads");
     refuse(NAMES, &name(b"\0int8"), "snapshot has another codec of k than this version reads");
-    refuse(NAMES, &name(b"mlx-tq8"), "k is mlx-tq8 with 64 elements a row, expected 256 or 512");
+    let why = format!("k is mlx-tq8 with {} elements a row, expected 256 or 512", DIMS[0]);
+    refuse(NAMES, &name(b"mlx-tq8"), &why);
     refuse(NAMES + 32, &[2], "snapshot has another flag of a mean than this version reads");
     // Another codec or dimension is another number of bytes.
     let (k, v) = (Codec::Int8.row_bytes(DIMS[0]), Codec::Tq5.row_bytes(DIMS[1]));
@@ -216,8 +217,8 @@ fn a_snapshot_of_other_rows_is_refused_by_the_cache() {
     refuse(|d| d.v = Codec::Tq4, "snapshot has v as tq5, expected tq4");
     refuse(|d| d.layers = 1, "snapshot has layers 2, expected 1");
     refuse(|d| d.kv_heads = 3, "snapshot has kv_heads 2, expected 3");
-    refuse(|d| d.head_dim = 96, "snapshot has head_dim 64, expected 96");
-    refuse(|d| d.value_dim = 25, "snapshot has value_dim 128, expected 25");
+    refuse(|d| d.head_dim = 40, "snapshot has head_dim 64, expected 40");
+    refuse(|d| d.value_dim = 24, "snapshot has value_dim 128, expected 24");
     let small = |d: &mut CacheDesc| d.layout = CacheLayout::Contiguous { slots: 1, capacity: 6 };
     refuse(small, "the sequence would have 7 tokens, expected at most 6");
 }

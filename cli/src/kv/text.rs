@@ -227,11 +227,7 @@ impl Report<'_> {
         };
         text += &format!("  options of run and plan: {}\n", self.options(best));
         if let Some(cheaper) = choice.cheaper {
-            text += &format!(
-                "  cheaper ones miss it, the nearest is {}\n    {}\n",
-                self.words(cheaper),
-                errors(cheaper)
-            );
+            text += &format!("  the nearest cheaper one, {}: {}\n", self.words(cheaper), errors(cheaper));
         }
         Some(text)
     }
