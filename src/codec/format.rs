@@ -11,6 +11,12 @@ use std::ops::Range;
 /// Bytes of the scale of a row.
 const SCALE: usize = 2;
 
+/// The scale of a row, which has no sign: that bit is not read.
+#[inline(always)]
+pub(super) fn scale(bytes: &[u8]) -> f16 {
+    f16::from_le_bytes([bytes[0], bytes[1] & 0x7f])
+}
+
 /// A plane of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Plane {
@@ -111,7 +117,7 @@ impl Format {
         page[start + row * SCALE..][..SCALE].copy_from_slice(&scale.to_le_bytes());
     }
 
-    /// Codes of a row of a page, and its scale, which has no sign: that bit is not read.
+    /// Codes of a row of a page, and its scale.
     #[inline(always)]
     pub(crate) fn read(&self, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16 {
         let mut start = 0;
@@ -120,8 +126,7 @@ impl Format {
             planes::unpack(&page[at..at + plane.bytes], plane.from, plane.bits, &mut codes[..self.dim]);
             start += tokens * plane.bytes;
         }
-        let at = start + row * SCALE;
-        f16::from_le_bytes([page[at], page[at + 1] & 0x7f])
+        scale(&page[start + row * SCALE..][..SCALE])
     }
 
     /// Copies a row of a page out, its planes one after another.

@@ -1,9 +1,12 @@
 //! What instruction sets do in their own ways: the same bits by other instructions.
 
+use super::convert::widen;
 use super::levels::Levels;
 use super::quantizer::TRIALS;
 use super::rotation::{Real, butterflies};
 use super::round;
+use super::rows::{Job, Rows};
+use crate::Dtype;
 use crate::problem::MAX_HEAD_DIM;
 
 /// Vectors of numbers. Registers of one width throughout: a load of a wide one waits for stores of narrow ones.
@@ -33,6 +36,25 @@ pub(super) trait Vectors<T: Real> {
 
 /// An instruction set. Only called by functions that are compiled for it; what is not its own is what a compiler makes of loops.
 pub(super) trait Machine: Vectors<f32> {
+    /// Stores rows in a way of its own, the same bytes; false where it has none for them, and nothing was done.
+    #[inline(always)]
+    fn store(_: &mut Job<'_>) -> bool {
+        false
+    }
+
+    /// Whether the energy of a row of a tensor, without the mean, is below what a row may have by more than sums can differ by their order. Where
+    /// it is hard to say, false.
+    #[inline(always)]
+    fn is_short(_: &Rows<'_>, _head: usize, _row: usize) -> bool {
+        false
+    }
+
+    /// A row of elements as f32.
+    #[inline(always)]
+    fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
+        widen(from, row, into);
+    }
+
     /// Integers nearest to `x * factor`, ties to even and below 2^15 in magnitude, and their magnitudes.
     #[inline(always)]
     fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {

@@ -39,6 +39,9 @@ mod planes;
 mod quality;
 mod quantizer;
 mod rotation;
+mod rows;
+#[cfg(target_arch = "x86_64")]
+mod rows512;
 mod versions;
 
 pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
@@ -49,7 +52,7 @@ pub use pages::{CodePages, CodesView, NotStored, PagesError, Side};
 pub use quality::{Head, Quality, quality};
 pub(crate) use quantizer::ScaleRule;
 pub(crate) use rotation::Rotation;
-pub(crate) use versions::{decode_rotated, encode, rotate, unrotate};
+pub(crate) use versions::{decode_rotated, rotate, unrotate};
 
 use crate::Dtype;
 use crate::problem::MAX_HEAD_DIM;
@@ -107,7 +110,7 @@ pub const MOST_NORM: f32 = 8192.0;
 pub(crate) const UNIT: f32 = 128.0;
 
 /// What the scale of e4m3 numbers is divided by.
-const FP8_UNIT: f32 = 256.0;
+pub(crate) const FP8_UNIT: f32 = 256.0;
 
 impl Codec {
     /// Every codec.
@@ -317,6 +320,11 @@ impl Coder {
         matches!(self.scheme, Scheme::Integers(_))
     }
 
+    /// Whether codes are e4m3 numbers.
+    pub(crate) const fn is_number(&self) -> bool {
+        matches!(self.scheme, Scheme::Fp8)
+    }
+
     /// Stores a vector of finite numbers, whose norm is at most [`MOST_NORM`], as a row of a page. What `x` holds then is not
     /// specified.
     #[inline(always)]
@@ -335,39 +343,58 @@ impl Coder {
         self.format.write(codes, scale, page, tokens, row);
     }
 
-    /// A stored row of a page, in the rotated domain where the codec rotates: values of codes times the scale.
+    /// Stored rows of a page, in the rotated domain where the codec rotates: values of codes times the scale. `x` is `[rows, stride]`.
     #[inline(always)]
-    fn decode_rotated<M: Machine>(&self, (page, tokens, row): Source<'_>, x: &mut [f32]) {
-        if let Scheme::Mlx(mlx) = &self.scheme {
-            let [codes, norms] = self.format.row(tokens, row);
-            return mlx.decode(&page[codes], &page[norms], x);
-        }
-        let mut codes = [0u8; MAX_HEAD_DIM];
-        let codes = &mut codes[..self.dim];
-        let scale = self.format.read(page, tokens, row, codes).to_f32();
-        if let Scheme::Integers(quantizer) = &self.scheme {
-            if let Some(levels) = quantizer.table() {
-                M::look_up(levels, codes);
-            }
-            // Products of 8 and 11 bits: exact.
-            let factor = scale / UNIT;
-            for (x, level) in x.iter_mut().zip(&*codes) {
-                *x = f32::from(level.cast_signed()) * factor;
-            }
-        } else {
-            for (x, code) in x.iter_mut().zip(&*codes) {
-                *x = fp8::to_f32(*code) * (1.0 / FP8_UNIT) * scale;
+    fn decode_rotated<M: Machine>(&self, (page, tokens, rows): Source<'_>, x: &mut [f32], stride: usize) {
+        let mut memory = [0u8; MAX_HEAD_DIM];
+        for (row, x) in rows.zip(x.chunks_mut(stride)) {
+            let x = &mut x[..self.dim];
+            match &self.scheme {
+                Scheme::Mlx(mlx) => {
+                    let [codes, norms] = self.format.row(tokens, row);
+                    mlx.decode(&page[codes], &page[norms], x);
+                }
+                Scheme::Fp8 => {
+                    let [codes, scale] = self.format.row(tokens, row);
+                    fp8::to_f32s(&page[codes], [1.0 / FP8_UNIT, format::scale(&page[scale]).to_f32()], x);
+                }
+                Scheme::Integers(quantizer) => {
+                    // Products of 8 and 11 bits: exact.
+                    let Some(levels) = quantizer.table() else {
+                        let [codes, scale] = self.format.row(tokens, row);
+                        widen(&page[codes], format::scale(&page[scale]).to_f32() / UNIT, x);
+                        continue;
+                    };
+                    let codes = &mut memory[..self.dim];
+                    let scale = self.format.read(page, tokens, row, codes);
+                    M::look_up(levels, codes);
+                    widen(codes, scale.to_f32() / UNIT, x);
+                }
             }
         }
     }
 
     /// A stored row of a page.
     pub(crate) fn decode(&self, page: &[u8], tokens: usize, row: usize, x: &mut [f32]) {
-        versions::decode_rotated(self, (page, tokens, row), x);
+        versions::decode_rotated(self, (page, tokens, row..row + 1), x, self.dim);
         if let Some(rotation) = self.rotation() {
             versions::unrotate(rotation, x);
         }
     }
+}
+
+/// Of a codec with levels: that nearest to each number of halves of levels, and 256 times its index.
+#[cfg(feature = "kernels")]
+pub(crate) fn nearest_levels(codec: Codec) -> Option<[u32; 256]> {
+    let bits = codec.is_integer().then(|| codec.code_bits()).filter(|bits| *bits < 8)?;
+    let levels = levels::Levels::of(bits);
+    Some(std::array::from_fn(|n| u32::from(levels.nearest_of[n]) | u32::from(levels.index_of[n]) << 8))
+}
+
+/// The e4m3 code of a finite number.
+#[cfg(all(test, feature = "kernels"))]
+pub(crate) fn e4m3(x: f32) -> u8 {
+    fp8::from_f32(x)
 }
 
 /// e4m3 codes and scale of a vector.
@@ -385,6 +412,14 @@ fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
         *code = fp8::from_f32(*x * inverse);
     }
     scale
+}
+
+/// Signed bytes times a factor.
+#[inline(always)]
+fn widen(codes: &[u8], factor: f32, x: &mut [f32]) {
+    for (x, code) in x.iter_mut().zip(codes) {
+        *x = f32::from(code.cast_signed()) * factor;
+    }
 }
 
 /// The greatest magnitude; what is not finite is greater than all others. Their bits are ordered as they are, and vectors take the maximum of integers.

@@ -1,7 +1,8 @@
 //! Pages of quantized rows.
 
 use super::machine::Loops;
-use super::{Codec, Coder, MOST_NORM, ScaleRule, encode, energy, versions};
+use super::rows::{Job, Pages, Rows};
+use super::{Codec, Coder, MOST_NORM, ScaleRule, versions};
 use crate::TensorView;
 use crate::memory::Zeroed;
 use crate::problem::MAX_HEAD_DIM;
@@ -15,6 +16,15 @@ pub enum Side {
     Keys,
     /// Values: scales of least squares.
     Values,
+}
+
+impl Side {
+    const fn rule(self) -> ScaleRule {
+        match self {
+            Self::Keys => ScaleRule::Unbiased,
+            Self::Values => ScaleRule::LeastSquares,
+        }
+    }
 }
 
 /// Why pages are not made, or not read from or written to buffers.
@@ -221,19 +231,9 @@ impl CodePages {
     }
 
     /// The bytes of a page of one head.
-    pub(super) fn bytes_mut(&mut self, page: usize, head: usize) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self, page: usize, head: usize) -> &mut [u8] {
         let at = self.page_at(page, head);
         &mut self.memory[at]
-    }
-
-    /// Encodes a vector, the mean already taken out, as a row. Changes the vector.
-    fn put(&mut self, [page, head, row]: [usize; 3], x: &mut [f32]) {
-        let rule = match self.side {
-            Side::Keys => ScaleRule::Unbiased,
-            Side::Values => ScaleRule::LeastSquares,
-        };
-        let at = self.page_at(page, head);
-        encode(&self.coder, x, rule, (&mut self.memory[at], self.shape[2], row));
     }
 
     /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored without this mean `[heads, dim]`.
@@ -244,29 +244,18 @@ impl CodePages {
         tensor: &TensorView<'_>,
         mean: Option<&[f32]>,
     ) -> Result<(), (NotStored, [usize; 2])> {
-        let [_, heads, rows, dim] = tensor.shape();
-        let mut x = [0.0f32; MAX_HEAD_DIM];
-        let x = &mut x[..dim];
-        for row in 0..rows {
-            for head in 0..heads {
-                let energy = load(tensor, [head, row], mean, x);
-                storable(energy, x).map_err(|why| (why, [head, row]))?;
-            }
-        }
-        Ok(())
+        let rows = Rows { tensor, mean };
+        let refused = versions::first_refused(&rows);
+        refused.map_or(Ok(()), |[head, row]| Err((rows.reason(head, row), [head, row])))
     }
 
     /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. They were checked.
     pub(crate) fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
-        let [_, heads, _, dim] = self.shape;
-        let mut x = [0.0f32; MAX_HEAD_DIM];
-        // As tokens lie in most tensors: those of a head are far apart.
-        for row in rows.clone() {
-            for head in 0..heads {
-                load(tensor, [head, from + row - rows.start], self.mean(), &mut x[..dim]);
-                self.put([page, head, row], &mut x[..dim]);
-            }
-        }
+        let heads = 0..self.shape[1];
+        let bytes = self.page_at(page, heads.start).start..self.page_at(page, heads.end - 1).end;
+        let pages = Pages { bytes: &mut self.memory[bytes], tokens: self.shape[2], rows };
+        let rows = Rows { tensor, mean: self.mean.as_deref() };
+        versions::store(&mut Job { coder: &self.coder, rule: self.side.rule(), rows, from, pages });
     }
 
     /// A stored row, the mean included.
@@ -306,12 +295,17 @@ impl CodePages {
         let [pages, heads, page, dim] = self.shape;
         let there = place[0] < pages && place[1] < heads && place[2] < page;
         assert!(there, "row {place:?} of pages {:?}", self.shape);
-        let mut copy = [0.0f32; MAX_HEAD_DIM];
-        let copy = &mut copy[..dim];
-        copy.copy_from_slice(x);
-        take_out(self.mean(), place[1], copy);
-        storable(energy(copy), copy)?;
-        self.put(place, copy);
+        assert!(x.len() == dim, "{} elements of rows of {dim}", x.len());
+        let tensor = TensorView::bhsd(x, [1, 1, 1, dim]);
+        let tensor = &tensor.unwrap_or_else(|_| unreachable!("a row is a tensor"));
+        let mean = self.mean.as_deref().map(|mean| &mean[place[1] * dim..][..dim]);
+        let rows = Rows { tensor, mean };
+        if versions::first_refused(&rows).is_some() {
+            return Err(rows.reason(0, 0));
+        }
+        let bytes = self.page_at(place[0], place[1]);
+        let pages = Pages { bytes: &mut self.memory[bytes], tokens: page, rows: place[2]..place[2] + 1 };
+        versions::store(&mut Job { coder: &self.coder, rule: self.side.rule(), rows, from: 0, pages });
         Ok(())
     }
 
@@ -324,31 +318,6 @@ impl CodePages {
                 self.memory[at.start + place.start..at.start + place.end].fill(0xFF);
             }
         }
-    }
-}
-
-/// A row of a tensor without the mean of its head, as f32, and its energy.
-fn load(tensor: &TensorView<'_>, [head, row]: [usize; 2], mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
-    let mean = mean.map(|mean| &mean[head * x.len()..][..x.len()]);
-    versions::load((tensor.dtype(), tensor.row_bytes([0, head, row])), mean, x)
-}
-
-/// Subtracts the mean `[heads, dim]` of a head.
-fn take_out(mean: Option<&[f32]>, head: usize, x: &mut [f32]) {
-    if let Some(mean) = mean {
-        let mean = &mean[head * x.len()..][..x.len()];
-        x.iter_mut().zip(mean).for_each(|(x, mean)| *x -= mean);
-    }
-}
-
-/// Whether a vector of this energy can be quantized.
-fn storable(energy: f32, x: &[f32]) -> Result<(), NotStored> {
-    if energy <= MOST_NORM * MOST_NORM {
-        Ok(())
-    } else if x.iter().all(|x| x.is_finite()) {
-        Err(NotStored::Norm)
-    } else {
-        Err(NotStored::NotFinite)
     }
 }
 
@@ -416,7 +385,8 @@ impl<'a> CodesView<'a> {
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
         // What the bytes stand for: products in f32, exact where a code's value has 8 bits and a scale 11.
-        super::decode_rotated(self.coder, (self.page(page, head), self.shape[2], row), &mut x[..dim]);
+        let source = (self.page(page, head), self.shape[2], row..row + 1);
+        super::decode_rotated(self.coder, source, &mut x[..dim], dim);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
             rotation.undo::<f64, Loops>(&mut wide);

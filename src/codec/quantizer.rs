@@ -23,14 +23,24 @@ pub(crate) enum ScaleRule {
 /// better off with a smaller one than its norm suggests: that gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
 pub(super) const TRIALS: usize = 8;
 
+/// These parts of the root mean square.
+pub(super) const PARTS: [f64; TRIALS] = {
+    let (mut parts, mut t) = ([0.0; TRIALS], 0);
+    while t < TRIALS {
+        parts[t] = (72 + 5 * t) as f64 / 100.0;
+        t += 1;
+    }
+    parts
+};
+
 /// A greatest coordinate below this is that of a vector of zeros: its scale would be 0 in f16.
-const LEAST: f32 = 1e-12;
+pub(super) const LEAST: f32 = 1e-12;
 
 /// The sum with 2^52 has no place for fractions.
-const ROUNDER: f64 = (1u64 << 52) as f64;
+pub(super) const ROUNDER: f64 = (1u64 << 52) as f64;
 
 /// Coordinates in fixed point: the greatest magnitude is this.
-const ONE: f32 = 32767.0;
+pub(super) const ONE: f32 = 32767.0;
 
 /// Numbers of one vector, in fixed point.
 struct Fixed {
@@ -44,7 +54,7 @@ pub(crate) struct Quantizer {
     dim: usize,
     pub(crate) rotation: Rotation,
     /// None for 8-bit integers.
-    levels: Option<&'static Levels>,
+    pub(super) levels: Option<&'static Levels>,
 }
 
 impl Quantizer {
@@ -79,13 +89,25 @@ impl Quantizer {
             ScaleRule::Unbiased => energy as f64 / xc as f64,
             ScaleRule::LeastSquares => xc as f64 / cc as f64,
         };
-        f16::from_f32((scale * f64::from(most / ONE) * f64::from(super::UNIT)) as f32)
+        f16::from_f32(scale_of(scale, most))
     }
 
     /// Values of codes, `[64]` for tables; none for integers, which are their values.
     pub(crate) fn table(&self) -> Option<&'static [i8; 64]> {
         self.levels.map(|levels| &levels.signed)
     }
+}
+
+/// The scale that is stored, of one in units of the fixed point of a vector with this greatest magnitude.
+#[inline(always)]
+pub(super) fn scale_of(scale: f64, most: f32) -> f32 {
+    (scale * f64::from(most / ONE) * f64::from(super::UNIT)) as f32
+}
+
+/// Halves of levels in units of the fixed point, 2^16 times: the edges between levels are such halves.
+#[inline(always)]
+pub(super) fn unit(levels: &Levels) -> f64 {
+    f64::from(2 << 16) * FACTORS[levels.bits - 2]
 }
 
 /// Codes of 8 bits, and the sums of products of the vector with them and of their squares.
@@ -105,13 +127,12 @@ fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
 #[inline(always)]
 fn search<M: Machine>(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]) -> (u64, u64) {
     let magnitudes = &fixed.magnitudes[..codes.len()];
-    // Halves of levels in units of the fixed point, 2^16 times: the edges between levels are such halves.
-    let unit = f64::from(2 << 16) * FACTORS[levels.bits - 2];
+    let unit = unit(levels);
     let mut factors = [0u16; TRIALS];
-    for (t, factor) in factors.iter_mut().enumerate() {
+    for (factor, part) in factors.iter_mut().zip(PARTS) {
         // Below 2^15: a magnitude is at least ONE, so the root mean square is at least ONE / sqrt(dim). Nearest to even, without
         // a conversion, of which vectors have none to 16 bits.
-        let x = unit / (rms * ((72 + 5 * t) as f64 / 100.0));
+        let x = unit / (rms * part);
         *factor = (x + ROUNDER).to_bits() as u16;
     }
     let (products, squares) = M::sums(levels, magnitudes, &factors);

@@ -98,6 +98,19 @@ impl Rotation {
         Self { blocks: blocks(signs.len()), signs }
     }
 
+    /// The signs, then 1 over the root of the coordinates of a block: of all of them, where there is one block.
+    #[cfg(feature = "kernels")]
+    pub(crate) fn factors(&self) -> Vec<f32> {
+        let roots = self.blocks.iter().take(1).map(|block| f32::from_f64(block.root));
+        self.signs.iter().copied().chain(roots).collect()
+    }
+
+    /// The signs, and the factor behind the Walsh-Hadamard transform: of a power of two of coordinates.
+    pub(super) fn power_of_two(&self) -> (&[f32], f32) {
+        debug_assert!(self.signs.len().is_power_of_two());
+        (&self.signs, f32::from_f64(self.blocks[0].root))
+    }
+
     /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
     #[inline(always)]
     pub(super) fn apply<V: Vectors<f32>>(&self, x: &mut [f32]) {

@@ -1,14 +1,24 @@
+use super::rows::{Job, Pages, Rows};
 use super::*;
+use crate::TensorView;
 use crate::testkit::Rng;
 
 fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
     (0..dim).map(|_| rng.normal()).collect()
 }
 
+/// Stores a vector as the row of a page of one.
+fn store(coder: &Coder, x: &[f32], rule: ScaleRule, page: &mut [u8]) {
+    let tensor = TensorView::bhsd(x, [1, 1, 1, x.len()]).unwrap();
+    let rows = Rows { tensor: &tensor, mean: None };
+    let pages = Pages { bytes: page, tokens: 1, rows: 0..1 };
+    versions::store(&mut Job { coder, rule, rows, from: 0, pages });
+}
+
 /// What comes back of a vector.
 fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
     let mut page = vec![0u8; coder.format().row_bytes()];
-    super::encode(coder, &mut x.to_vec(), rule, (&mut page, 1, 0));
+    store(coder, x, rule, &mut page);
     let mut back = vec![f32::NAN; x.len()];
     coder.decode(&page, 1, 0, &mut back);
     back
@@ -50,6 +60,47 @@ fn errors_of_normal_vectors_are_those_of_the_format() {
                 assert!((0.7..1.35).contains(&(got / want)), "{codec} of {dim}, {rule:?}: {got:.3e}");
             }
         }
+    }
+}
+
+/// Rows that were stored stay what they are: caches are kept in files.
+#[test]
+fn bytes_of_the_formats() {
+    let digests = [
+        (Codec::Fp8, 0x736b_dd33_46a1_e7bb),
+        (Codec::Int8, 0x9371_ed04_3dc1_20e4),
+        (Codec::Tq6, 0x2f15_111f_5290_cba3),
+        (Codec::Tq5, 0x8ff2_2bed_aa6e_1700),
+        (Codec::Tq4, 0xc5a0_b3e1_2b99_6cea),
+        (Codec::Tq3, 0x5947_2984_8dae_df47),
+        (Codec::Tq2, 0x1946_4c80_19ea_fb0b),
+    ];
+    for (codec, want) in digests {
+        let mut rng = Rng::new(5);
+        // FNV-1a.
+        let mut digest = 0xcbf2_9ce4_8422_2325u64;
+        for dim in [1, 33, 64, 80, 96, 112, 128, 192, 256, 300, 512] {
+            let coder = Coder::new(codec, dim).unwrap();
+            for n in 0..60 {
+                // Sums of integers and a power of two: the same on every machine.
+                let gain = 1.0 / (1u64 << (10 + 3 * (n % 9))) as f32;
+                let mut x = vec![0.0f32; dim];
+                for x in &mut x {
+                    *x = gain * (0..6).map(|_| rng.below(1 << 16) as f32 - 32767.5).sum::<f32>();
+                }
+                if n % 7 == 0 {
+                    x[dim / 2] = 3.0;
+                }
+                for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
+                    let mut page = vec![0u8; coder.format().row_bytes()];
+                    store(&coder, &x, rule, &mut page);
+                    for byte in page {
+                        digest = (digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+                    }
+                }
+            }
+        }
+        assert_eq!(digest, want, "{codec}: {digest:#018x}");
     }
 }
 

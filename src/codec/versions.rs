@@ -7,45 +7,42 @@
 use super::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use super::avx512::{Avx512, Vbmi};
-use super::convert::widen;
 use super::machine::Loops;
-use super::{Coder, Rotation, ScaleRule, energy};
-use crate::Dtype;
+use super::rows::{Job, Rows};
+use super::{Coder, Rotation};
+use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Bytes of a page, its tokens, and a row.
+/// Bytes of a page, its tokens, and a row or several.
 pub(super) type Place<'a> = (&'a mut [u8], usize, usize);
-pub(super) type Source<'a> = (&'a [u8], usize, usize);
-
-/// Elements.
-type Row<'a> = (Dtype, &'a [u8]);
+pub(super) type Source<'a> = (&'a [u8], usize, Range<usize>);
 
 /// The functions of one instruction set.
 #[derive(Clone, Copy)]
 struct Version {
-    encode: unsafe fn(&Coder, &mut [f32], ScaleRule, Place<'_>),
-    decode: unsafe fn(&Coder, Source<'_>, &mut [f32]),
-    load: unsafe fn(Row<'_>, Option<&[f32]>, &mut [f32]) -> f32,
+    store: unsafe fn(&mut Job<'_>),
+    first_refused: unsafe fn(&Rows<'_>) -> Option<[usize; 2]>,
+    decode: unsafe fn(&Coder, Source<'_>, &mut [f32], usize),
     rotate: unsafe fn(&Rotation, &mut [f32]),
     unrotate: unsafe fn(&Rotation, &mut [f32]),
 }
 
-/// Stores a vector as a row of a page. Changes the vector.
-pub(crate) fn encode(coder: &Coder, x: &mut [f32], rule: ScaleRule, place: Place<'_>) {
+/// Stores rows that can be stored.
+pub(super) fn store(job: &mut Job<'_>) {
     // SAFETY: the machine has the instruction set.
-    unsafe { (best().encode)(coder, x, rule, place) }
+    unsafe { (best().store)(job) }
 }
 
-/// A stored row of a page, in the rotated domain where the codec rotates: codes times the scale.
-pub(crate) fn decode_rotated(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
+/// Head and row of the first token that cannot be stored, of several heads the first.
+pub(super) fn first_refused(rows: &Rows<'_>) -> Option<[usize; 2]> {
     // SAFETY: the machine has the instruction set.
-    unsafe { (best().decode)(coder, source, x) }
+    unsafe { (best().first_refused)(rows) }
 }
 
-/// A row as f32, without a mean, and the sum of its squares.
-pub(super) fn load(row: Row<'_>, mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
+/// Stored rows of a page, in the rotated domain where the codec rotates: codes times the scale. `x` is `[rows, stride]`.
+pub(crate) fn decode_rotated(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
     // SAFETY: the machine has the instruction set.
-    unsafe { (best().load)(row, mean, x) }
+    unsafe { (best().decode)(coder, source, x, stride) }
 }
 
 /// Rotates a vector.
@@ -63,29 +60,24 @@ pub(crate) fn unrotate(rotation: &Rotation, y: &mut [f32]) {
 macro_rules! version {
     ($name:ident, $machine:ty $(, $features:literal)?) => {
         mod $name {
-            use super::{Coder, Place, Rotation, Row, ScaleRule, Source, energy, widen};
+            use super::{Coder, Job, Rotation, Rows, Source};
 
-            pub(super) const VERSION: super::Version = super::Version { encode, decode, load, rotate, unrotate };
+            pub(super) const VERSION: super::Version =
+                super::Version { store, first_refused, decode, rotate, unrotate };
 
             $(#[target_feature(enable = $features)])?
-            fn encode(coder: &Coder, x: &mut [f32], rule: ScaleRule, place: Place<'_>) {
-                coder.encode::<$machine>(x, rule, place);
+            fn store(job: &mut Job<'_>) {
+                job.run::<$machine>();
             }
 
             $(#[target_feature(enable = $features)])?
-            fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32]) {
-                coder.decode_rotated::<$machine>(source, x);
+            fn first_refused(rows: &Rows<'_>) -> Option<[usize; 2]> {
+                rows.first_refused::<$machine>()
             }
 
             $(#[target_feature(enable = $features)])?
-            fn load((dtype, row): Row<'_>, mean: Option<&[f32]>, x: &mut [f32]) -> f32 {
-                widen(dtype, row, x);
-                if let Some(mean) = mean {
-                    for (x, mean) in x.iter_mut().zip(mean) {
-                        *x -= mean;
-                    }
-                }
-                energy(x)
+            fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
+                coder.decode_rotated::<$machine>(source, x, stride);
             }
 
             $(#[target_feature(enable = $features)])?
@@ -141,49 +133,45 @@ fn best() -> &'static Version {
 
 #[cfg(test)]
 mod tests {
+    use super::super::rows::{MOST_ENERGY, Pages};
+    use super::super::{ScaleRule, convert};
     use super::*;
-    use crate::Codec;
     use crate::testkit::Rng;
+    use crate::{Codec, Dtype, TensorView};
 
-    #[test]
-    fn every_instruction_set_loads_the_same_numbers() {
-        let mut rng = Rng::new(12);
-        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
-            for dim in [1, 7, 16, 33, 64, 80, 300, 512] {
-                for n in 0..20 {
-                    let gain = 10f32.powi(n % 9 - 4);
-                    let mut x: Vec<f32> = (0..dim).map(|_| gain * rng.normal()).collect();
-                    // Ends of the range of f16: a subnormal number, and one that it has not.
-                    x[dim / 2] = [3e-7, 1e5, x[dim / 2]][n as usize % 3];
-                    let mut row = vec![0u8; dim * dtype.bytes()];
-                    crate::codec::from_f32(&x, dtype, &mut row);
-                    let mean: Vec<f32> = (0..dim).map(|_| gain * rng.normal()).collect();
-                    for mean in [None, Some(&mean[..])] {
-                        let load = |version: Version| {
-                            let mut x = vec![f32::NAN; dim];
-                            // SAFETY: one of this machine's versions.
-                            let energy = unsafe { (version.load)((dtype, &row), mean, &mut x) };
-                            (energy.to_bits(), x.into_iter().map(f32::to_bits).collect::<Vec<u32>>())
-                        };
-                        let loaded: Vec<(u32, Vec<u32>)> = versions().into_iter().map(load).collect();
-                        assert!(loaded.iter().all(|of| *of == loaded[0]), "{dtype} {dim}");
-                        let (mut plain, mut energy) = (vec![0.0; dim], 0.0f64);
-                        crate::codec::to_f32(dtype, &row, &mut plain);
-                        for (at, x) in plain.iter_mut().enumerate() {
-                            *x -= mean.map_or(0.0, |mean| mean[at]);
-                            energy += f64::from(*x) * f64::from(*x);
-                        }
-                        let (got, x) = &loaded[0];
-                        assert_eq!(x[..], plain.iter().map(|x| x.to_bits()).collect::<Vec<u32>>()[..]);
-                        let got = f64::from(f32::from_bits(*got));
-                        assert!(
-                            got == energy || (got - energy).abs() <= 1e-5 * energy,
-                            "{got}, not {energy}"
-                        );
-                    }
-                }
+    const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+    /// Heads and rows of a tensor.
+    const HEADS: usize = 2;
+    const ROWS: usize = 24;
+
+    /// Elements `[ROWS, HEADS, dim]`, stored as such, from f32.
+    fn elements(dtype: Dtype, x: &[f32]) -> Vec<u8> {
+        let mut bytes = vec![0u8; x.len() * dtype.bytes()];
+        convert::from_f32(x, dtype, &mut bytes);
+        bytes
+    }
+
+    fn tensor(dtype: Dtype, bytes: &[u8], dim: usize) -> TensorView<'_> {
+        let strides = [0, dim, HEADS * dim, 1];
+        TensorView::from_bytes(dtype, bytes, [1, HEADS, ROWS, dim], strides).unwrap()
+    }
+
+    /// Rows of many sizes, some with a large coordinate, some zeros, and numbers at the ends of the range of f16.
+    fn rows(rng: &mut Rng, dim: usize) -> Vec<f32> {
+        let mut x = Vec::new();
+        for n in 0..HEADS * ROWS {
+            let gain = if n % 11 == 5 { 0.0 } else { 10f32.powi(n as i32 % 9 - 6) };
+            x.extend((0..dim).map(|_| gain * rng.normal()));
+            let middle = x.len() - dim.div_ceil(2);
+            match n % 5 {
+                0 => x[middle] = 20.0,
+                1 => x[middle] = 3e-7,
+                2 => x[middle] = -5e-8,
+                _ => {}
             }
         }
+        x
     }
 
     #[test]
@@ -193,39 +181,104 @@ mod tests {
             let dims = [1, 7, 33, 64, 80, 96, 128, 192, 256, 300, 512];
             for dim in dims.into_iter().filter(|&dim| codec.supports(dim)) {
                 let coder = Coder::new(codec, dim).unwrap();
-                for n in 0..40 {
-                    let gain = 10f32.powi(n % 7 - 3);
-                    let mut x: Vec<f32> = (0..dim).map(|_| gain * rng.normal()).collect();
-                    if n % 5 == 0 {
-                        x[dim / 2] = 20.0;
-                    }
+                let x = rows(&mut rng, dim);
+                let mean: Vec<f32> = (0..HEADS * dim).map(|_| rng.normal()).collect();
+                for (n, dtype) in DTYPES.into_iter().enumerate() {
+                    let elements = elements(dtype, &x);
+                    let tensor = tensor(dtype, &elements, dim);
+                    let mean = [None, Some(&mean[..])][(n + dim) % 2];
                     for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
-                        let bytes: Vec<Vec<u8>> = versions()
-                            .into_iter()
-                            .map(|version| {
-                                let mut page = vec![0u8; 3 * coder.format().row_bytes()];
-                                // SAFETY: one of this machine's versions.
-                                unsafe { (version.encode)(&coder, &mut x.clone(), rule, (&mut page, 3, 1)) };
-                                page
-                            })
-                            .collect();
-                        assert!(bytes.iter().all(|b| *b == bytes[0]), "{codec} of {dim}");
-                        let back: Vec<Vec<u32>> = versions()
-                            .into_iter()
-                            .map(|version| {
-                                let mut back = vec![f32::NAN; dim];
-                                // SAFETY: one of this machine's versions.
-                                unsafe { (version.decode)(&coder, (&bytes[0], 3, 1), &mut back) };
-                                if let Some(rotation) = coder.rotation() {
-                                    // SAFETY: as above.
-                                    unsafe { (version.unrotate)(rotation, &mut back) };
-                                }
-                                back.into_iter().map(f32::to_bits).collect()
-                            })
-                            .collect();
-                        assert!(back.iter().all(|b| *b == back[0]), "{codec} of {dim} comes back");
+                        let store = |version: Version| {
+                            let row_bytes = coder.format().row_bytes();
+                            let mut bytes = vec![0xa5u8; HEADS * (ROWS + 2) * row_bytes];
+                            let pages = Pages { bytes: &mut bytes, tokens: ROWS + 2, rows: 2..ROWS + 1 };
+                            let rows = Rows { tensor: &tensor, mean };
+                            // SAFETY: one of this machine's versions.
+                            unsafe {
+                                (version.store)(&mut Job { coder: &coder, rule, rows, from: 1, pages });
+                            }
+                            bytes
+                        };
+                        let stored: Vec<Vec<u8>> = versions().into_iter().map(store).collect();
+                        assert!(stored.iter().all(|of| *of == stored[0]), "{codec} of {dim}, {dtype}");
+                        rows_around_are_as_they_were(&coder, &stored[0]);
+                        same_numbers_come_back(&coder, &stored[0]);
                     }
                 }
+            }
+        }
+    }
+
+    fn rows_around_are_as_they_were(coder: &Coder, bytes: &[u8]) {
+        let tokens = ROWS + 2;
+        for page in bytes.chunks_exact(tokens * coder.format().row_bytes()) {
+            for row in [0, 1, tokens - 1] {
+                let mut places = coder.format().places(tokens, row..row + 1);
+                assert!(places.all(|place| page[place].iter().all(|byte| *byte == 0xa5)), "row {row}");
+            }
+        }
+    }
+
+    fn same_numbers_come_back(coder: &Coder, bytes: &[u8]) {
+        let tokens = ROWS + 2;
+        let dim = coder.format().dim();
+        for page in bytes.chunks_exact(tokens * coder.format().row_bytes()) {
+            let (rows, stride) = (2..tokens - 1, dim + 3);
+            let decode = |version: Version| {
+                let mut back = vec![7.0f32; rows.len() * stride];
+                // SAFETY: one of this machine's versions.
+                unsafe { (version.decode)(coder, (page, tokens, rows.clone()), &mut back, stride) };
+                for back in back.chunks_exact_mut(stride) {
+                    assert_eq!(back[dim..], [7.0; 3]);
+                    if let Some(rotation) = coder.rotation() {
+                        // SAFETY: as above.
+                        unsafe { (version.unrotate)(rotation, &mut back[..dim]) };
+                    }
+                }
+                back.into_iter().map(f32::to_bits).collect()
+            };
+            let back: Vec<Vec<u32>> = versions().into_iter().map(decode).collect();
+            assert!(back.iter().all(|of| *of == back[0]), "rows of {dim} come back");
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_refuses_the_same_rows() {
+        let mut rng = Rng::new(12);
+        for dtype in DTYPES {
+            for dim in [1, 7, 16, 33, 64, 80, 128, 300, 512] {
+                let mut refusals = 0;
+                for n in 0..60 {
+                    let mut x: Vec<f32> = (0..HEADS * ROWS * dim).map(|_| rng.normal()).collect();
+                    let at = (7 * n + 3) % (HEADS * ROWS);
+                    let row = &mut x[at * dim..][..dim];
+                    match n % 6 {
+                        0 => row[n % dim] = f32::NAN,
+                        1 => row[n % dim] = f32::NEG_INFINITY,
+                        kind => {
+                            // About the energy that is just stored, in few steps of its last bits, and well around it.
+                            let energy: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+                            let step = if kind == 2 { 0.1 } else { 6e-8 };
+                            let wanted = f64::from(MOST_ENERGY) * (1.0 + step * (n as f64 / 10.0 - 3.0));
+                            row.iter_mut().for_each(|x| *x *= (wanted / energy).sqrt() as f32);
+                        }
+                    }
+                    let elements = elements(dtype, &x);
+                    let tensor = tensor(dtype, &elements, dim);
+                    let mean: Vec<f32> = (0..HEADS * dim).map(|_| 1e-3 * rng.normal()).collect();
+                    for mean in [None, Some(&mean[..])] {
+                        let rows = Rows { tensor: &tensor, mean };
+                        // SAFETY: versions of this machine.
+                        let refused =
+                            versions().into_iter().map(|version| unsafe { (version.first_refused)(&rows) });
+                        let refused: Vec<Option<[usize; 2]>> = refused.collect();
+                        assert!(refused.iter().all(|of| *of == refused[0]), "{dtype} {dim} {n}: {refused:?}");
+                        assert!(refused[0].is_none_or(|place| place == [at % HEADS, at / HEADS]));
+                        assert!(n % 6 > 1 || refused[0].is_some());
+                        refusals += usize::from(refused[0].is_some());
+                    }
+                }
+                assert!((45..115).contains(&refusals), "{dtype} {dim}: {refusals}");
             }
         }
     }

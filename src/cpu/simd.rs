@@ -46,6 +46,8 @@ pub(crate) struct CodeBlock<'a> {
     pub(crate) format: &'a Format,
     /// What each code stands for; none where codes are bytes and stand for themselves.
     pub(crate) levels: Option<&'a [i8; 64]>,
+    /// Whether codes are e4m3 numbers.
+    pub(crate) e4m3: bool,
     /// Of each group: its first row in the first plane, in the second one, and its scales. Rows follow one after another. Those that
     /// are not seen, at either end, hold anything.
     pub(crate) groups: &'a [[*const u8; 3]],
@@ -69,6 +71,36 @@ pub(crate) struct CodeScores<'a> {
     pub(crate) q_factors: *const f32,
     pub(crate) count: usize,
     /// Scores: of each query those of the keys, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Queries times codes of a byte of keys, in f32.
+///
+/// As of [`CodeScores`], queries and scores are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those from `count` on
+/// hold anything.
+#[derive(Clone, Copy)]
+pub(crate) struct NumberScores<'a> {
+    pub(crate) keys: CodeBlock<'a>,
+    /// Queries, `ldq` elements from one to the next.
+    pub(crate) q: *const f32,
+    pub(crate) ldq: usize,
+    pub(crate) count: usize,
+    /// Scores: of each query those of the keys, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Codes of a byte of values times weights, in f32.
+#[derive(Clone, Copy)]
+pub(crate) struct NumberValues<'a> {
+    pub(crate) values: CodeBlock<'a>,
+    /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen. They become those of
+    /// codes without their scales.
+    pub(crate) weights: *mut f32,
+    pub(crate) ldw: usize,
+    pub(crate) count: usize,
+    /// Sums: `dim` of each row, `ldc` elements from one to the next.
     pub(crate) c: *mut f32,
     pub(crate) ldc: usize,
 }
@@ -113,6 +145,8 @@ pub(crate) trait Simd: Copy + 'static {
     const TILES: bool = false;
     /// Whether products with codes can be made in integers, for dimensions that are multiples of [`CODE_DIM`], by plans that say so.
     const INTEGERS: bool = false;
+    /// Whether products with codes of a byte can be made in f32 from where they lie, for dimensions that are multiples of [`TILE`].
+    const NUMBERS: bool = false;
     /// A vector of `LANES` f32.
     type V: Copy;
 
@@ -131,6 +165,23 @@ pub(crate) trait Simd: Copy + 'static {
     #[inline(always)]
     unsafe fn code_values(_job: &CodeValues<'_>) {
         unreachable!("integers are multiplied where there are such instructions")
+    }
+
+    /// Scores of codes of a byte, in f32. Called with [`Simd::NUMBERS`] alone.
+    ///
+    /// # Safety
+    /// As [`Simd::code_scores`], of [`NumberScores`].
+    #[inline(always)]
+    unsafe fn number_scores(_job: &NumberScores<'_>) {
+        unreachable!("numbers are multiplied where there is a way")
+    }
+    /// Weighted sums of codes of a byte, in f32. Called as [`Simd::number_scores`].
+    ///
+    /// # Safety
+    /// As there, of [`NumberValues`].
+    #[inline(always)]
+    unsafe fn number_values(_job: &NumberValues<'_>) {
+        unreachable!("numbers are multiplied where there is a way")
     }
 
     /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for

@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{CodeScores, CodeValues, Elem, LINES, Simd, Tiles};
-use super::{amx, vnni};
+use super::super::simd::{CodeScores, CodeValues, Elem, LINES, NumberScores, NumberValues, Simd, Tiles};
+use super::{amx, numbers, vnni};
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -196,6 +196,15 @@ implement!([] Avx512 {
     #[inline(always)]
     unsafe fn code_values(job: &CodeValues<'_>) {
         unsafe { vnni::values(job) }
+    }
+    const NUMBERS: bool = true;
+    #[inline(always)]
+    unsafe fn number_scores(job: &NumberScores<'_>) {
+        unsafe { numbers::scores(job) }
+    }
+    #[inline(always)]
+    unsafe fn number_values(job: &NumberValues<'_>) {
+        unsafe { numbers::values(job) }
     }
 });
 

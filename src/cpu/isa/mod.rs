@@ -8,6 +8,8 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod numbers;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vnni;

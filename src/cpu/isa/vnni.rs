@@ -69,7 +69,11 @@ unsafe fn factors(scales: *const u8) -> __m512 {
 
 /// Bytes `at..at + 16` of sixteen rows (or 8, then zeros), `stride` bytes from one to the next, as registers of four bytes a row.
 #[inline(always)]
-unsafe fn transpose<const BYTES: usize>(rows: *const u8, stride: usize, at: usize) -> [__m512i; 4] {
+pub(super) unsafe fn transpose<const BYTES: usize>(
+    rows: *const u8,
+    stride: usize,
+    at: usize,
+) -> [__m512i; 4] {
     // SAFETY: the caller's: the rows have these bytes.
     unsafe {
         let mut quarters = [_mm512_setzero_si512(); 4];
@@ -229,7 +233,7 @@ fn places<const LOW: usize, const HIGH: usize, const G: usize>(
 
 /// Asks for a cache line.
 #[inline(always)]
-unsafe fn ask(p: *const u8, line: usize) {
+pub(super) unsafe fn ask(p: *const u8, line: usize) {
     // SAFETY: asking for memory that is not there does nothing.
     unsafe { _mm_prefetch::<HINT>(p.wrapping_add(64 * line).cast()) }
 }

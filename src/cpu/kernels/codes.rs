@@ -1,12 +1,14 @@
 //! Both products with quantized keys and values.
 //!
-//! In f32, a block of keys or values is decoded to where a block of elements is packed, and everything else is the same. For few rows,
-//! where the machine multiplies bytes, codes are multiplied as they are: queries and weights become integers of 16 bits, in two halves
+//! In f32, a block of keys or values is decoded to where a block of elements is packed, and everything else is the same; codes of a byte
+//! and few rows are multiplied as they are read, where the machine has a way. For few rows, where the machine multiplies bytes, codes are multiplied as they are: queries and weights become integers of 16 bits, in two halves
 //! of 8, so that each product with a level is exact and the sums are those of the integers.
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, Simd, TILE};
+use super::super::simd::{
+    CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, NumberScores, NumberValues, Simd, TILE,
+};
 use super::pack;
 use crate::BlockTables;
 use crate::cache::NO_PAGE;
@@ -52,6 +54,13 @@ impl<'a> CodeRows<'a> {
         self.view.coder().is_integer() && self.dim().is_multiple_of(CODE_DIM)
     }
 
+    /// Whether products in f32 can be made with codes where they lie.
+    pub(super) fn can_be_numbers(&self) -> bool {
+        let coder = self.view.coder();
+        let bytes = coder.is_number() || coder.is_integer() && coder.levels().is_none();
+        bytes && self.dim().is_multiple_of(TILE)
+    }
+
     /// A page of the sequence. Of a page that is nowhere, page 0.
     #[inline(always)]
     fn page(&self, block: usize) -> &'a [u8] {
@@ -63,10 +72,17 @@ impl<'a> CodeRows<'a> {
         self.view.page(page, self.head)
     }
 
-    /// Decodes row `j`, in the rotated domain.
-    fn decode(&self, j: usize, x: &mut [f32]) {
-        let page = self.page(j / self.page);
-        codec::decode_rotated(self.view.coder(), (page, self.page, j % self.page), x);
+    /// Decodes rows `rows` to `x` `[rows, stride]`, in the rotated domain.
+    fn decode(&self, rows: Range<usize>, x: &mut [f32], stride: usize) {
+        let (mut j, mut x) = (rows.start, x);
+        while j < rows.end {
+            let first = j % self.page;
+            let count = (self.page - first).min(rows.end - j);
+            let source = (self.page(j / self.page), self.page, first..first + count);
+            let (of_page, rest) = x.split_at_mut((count * stride).min(x.len()));
+            codec::decode_rotated(self.view.coder(), source, of_page, stride);
+            (j, x) = (j + count, rest);
+        }
     }
 
     /// Where the groups of rows from `j` on begin: in both planes, and their scales. `elsewhere(n, j)` says it of those whose rows,
@@ -142,10 +158,13 @@ pub(super) unsafe fn key_panel<S: Simd>(
         // SAFETY: the caller's promise.
         unsafe {
             let mut rows = pack::zero_rows();
-            for r in (0..S::LANES).filter(|r| columns.contains(&(column + r))) {
-                let row = memory.add(r * dim);
-                src.decode(first + column + r, std::slice::from_raw_parts_mut(row, dim));
-                rows[r] = row.cast_const().cast();
+            let seen = columns.start.max(column)..columns.end.min(column + S::LANES);
+            if !seen.is_empty() {
+                let decoded = std::slice::from_raw_parts_mut(memory, seen.len() * dim);
+                src.decode(first + seen.start..first + seen.end, decoded, dim);
+            }
+            for (n, column_of) in seen.enumerate() {
+                rows[column_of - column] = memory.add(n * dim).cast_const().cast();
             }
             pack::panel_of_rows::<S>(rows, 4 * dim, dst.add(vector * S::LANES));
         }
@@ -160,11 +179,11 @@ pub(super) unsafe fn key_panel<S: Simd>(
 pub(super) unsafe fn values<S: Simd>(src: CodeRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
     let dim = src.dim();
     let stride = dim.next_multiple_of(S::LANES);
-    for (n, j) in rows.enumerate() {
-        // SAFETY: the caller's promise.
-        let row = unsafe { std::slice::from_raw_parts_mut(dst.add(n * stride), stride) };
-        src.decode(first + j, &mut row[..dim]);
-        row[dim..].fill(0.0);
+    // SAFETY: the caller's promise.
+    let decoded = unsafe { std::slice::from_raw_parts_mut(dst, rows.len() * stride) };
+    src.decode(first + rows.start..first + rows.end, decoded, stride);
+    if stride > dim {
+        decoded.chunks_exact_mut(stride).for_each(|row| row[dim..].fill(0.0));
     }
 }
 
@@ -279,6 +298,47 @@ impl Operands {
     }
 }
 
+/// As [`Operands::scores`], of codes of a byte in f32 and packed queries `[count, ldq]`.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn number_scores<S: Simd>(
+    src: CodeRows<'_>,
+    (first, columns): (usize, &Range<usize>),
+    memory: *mut f32,
+    (q, ldq, count): (*const f32, usize, usize),
+    (c, ldc): (*mut f32, usize),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let block = Block::new(src, first, columns, memory.cast());
+        let keys = block.codes(src.view.coder());
+        S::number_scores(&NumberScores { keys, q, ldq, count, c: c.add(block.start), ldc });
+    }
+}
+
+/// As [`Operands::values`], of codes of a byte in f32. Changes the weights.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(super) unsafe fn number_values<S: Simd>(
+    src: CodeRows<'_>,
+    (first, columns): (usize, &Range<usize>),
+    memory: *mut f32,
+    (weights, ldw, count): (*mut f32, usize, usize),
+    (c, ldc): (*mut f32, usize),
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let block = Block::new(src, first, columns, memory.cast());
+        let values = block.codes(src.view.coder());
+        let weights = weights.add(block.start);
+        S::number_values(&NumberValues { values, weights, ldw, count, c, ldc });
+    }
+}
+
 // The plan's scratch memory is for blocks of as many keys.
 const _: () = assert!(CODE_KEYS == crate::plan::BLOCK_K);
 
@@ -320,6 +380,7 @@ impl Block {
         CodeBlock {
             format: coder.format(),
             levels: coder.levels(),
+            e4m3: coder.is_number(),
             groups: &self.groups[..self.count],
             next: &self.next[..self.count],
         }

@@ -63,6 +63,8 @@ enum Path {
     Stream,
     /// Codes in integers, from where they lie.
     Integers,
+    /// Codes of a byte in f32, from where they lie.
+    Numbers,
 }
 
 /// Keys or values of the head of a task.
@@ -127,7 +129,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Few rows are computed without packing. Whether in integers depends on the sequence alone, not on how its rows are cut into
+    /// Few rows are computed without packing. Whether codes are depends on the sequence alone, not on how its rows are cut into
     /// tasks: the bits differ.
     fn with_paths<S: Simd>(mut self) -> Self {
         let plan = self.cx.plan;
@@ -136,6 +138,7 @@ impl<'a> Work<'a> {
         let path = |stored| match stored {
             Stored::Elements(_) if self.of.count <= stream::MAX_ROWS => Path::Stream,
             Stored::Codes(rows) if integers && rows.can_be_integers() => Path::Integers,
+            Stored::Codes(rows) if S::NUMBERS && few && rows.can_be_numbers() => Path::Numbers,
             _ => Path::Packed,
         };
         (self.k_path, self.v_path) = (path(self.keys()), path(self.values_of_head()));
@@ -379,6 +382,10 @@ impl<'a> Work<'a> {
                 let c = (self.scores, self.block_k);
                 return self.operands().scores::<S>(k, (first, &tile.columns), self.k, tile.rows.len(), c);
             }
+            if let (Path::Numbers, Stored::Codes(k)) = (self.k_path, self.keys()) {
+                let (q, c) = ((a, depth, tile.rows.len()), (self.scores, self.block_k));
+                return codes::number_scores::<S>(k, (first, &tile.columns), self.k, q, c);
+            }
             if let (Path::Stream, Stored::Elements(k)) = (self.k_path, self.keys()) {
                 let (c, rows) = (self.scores, tile.rows.len());
                 let scores = stream::Scores { q: a, ldq: depth, rows, c, ldc: self.block_k };
@@ -523,6 +530,12 @@ impl<'a> Work<'a> {
                     let weights = (self.scores.cast_const(), self.block_k, tile.rows.len());
                     let c = (self.values, self.stride);
                     return self.operands().values::<S>(v, (first, &tile.columns), self.packed_v, weights, c);
+                }
+                Stored::Codes(v) if self.v_path == Path::Numbers => {
+                    // As of integers.
+                    let weights = (self.scores, self.block_k, tile.rows.len());
+                    let c = (self.values, self.stride);
+                    return codes::number_values::<S>(v, (first, &tile.columns), self.packed_v, weights, c);
                 }
                 Stored::Elements(v) if self.v_path == Path::Stream => {
                     self.stream_values::<S>(tile, v, columns)
