@@ -1,0 +1,174 @@
+//! What stands between the parentheses of `#[kernel(..)]`.
+
+use proc_macro2::Span;
+use syn::parse::{Parse, ParseStream};
+use syn::punctuated::Punctuated;
+use syn::{Expr, Ident, LitStr, Token};
+
+/// The contract of a kernel.
+#[derive(Default)]
+pub(crate) struct Arguments {
+    pub(crate) threads: Option<Threads>,
+    pub(crate) requires: Vec<Requirement>,
+    pub(crate) exact: bool,
+    pub(crate) bench: Option<Bench>,
+}
+
+/// `threads = N`, or `threads <= N`.
+pub(crate) struct Threads {
+    pub(crate) most: Expr,
+    pub(crate) exactly: bool,
+}
+
+/// A condition and what it means.
+pub(crate) struct Requirement {
+    pub(crate) condition: Expr,
+    pub(crate) message: LitStr,
+}
+
+/// What to measure.
+pub(crate) struct Bench {
+    /// Of the name.
+    pub(crate) span: Span,
+    /// Names and sizes of each shape.
+    pub(crate) shapes: Vec<Vec<(Ident, Expr)>>,
+    pub(crate) bytes: Option<Expr>,
+    pub(crate) flops: Option<Expr>,
+    pub(crate) tolerance: Option<Expr>,
+}
+
+impl Parse for Arguments {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Arguments> {
+        let mut all = Arguments::default();
+        while !input.is_empty() {
+            let name: Ident = input.parse()?;
+            match name.to_string().as_str() {
+                "threads" => {
+                    let exactly = !input.peek(Token![<=]);
+                    if exactly {
+                        input.parse::<Token![=]>()?;
+                    } else {
+                        input.parse::<Token![<=]>()?;
+                    }
+                    let threads = Threads { most: input.parse()?, exactly };
+                    if all.threads.replace(threads).is_some() {
+                        return Err(syn::Error::new(name.span(), "`threads` is said once"));
+                    }
+                }
+                "requires" => {
+                    let content;
+                    syn::parenthesized!(content in input);
+                    while !content.is_empty() {
+                        let condition: Expr = content.parse()?;
+                        if content.is_empty() {
+                            return Err(syn::Error::new_spanned(
+                                condition,
+                                "say what the condition means: `requires(condition, \"message\")`",
+                            ));
+                        }
+                        content.parse::<Token![,]>()?;
+                        all.requires.push(Requirement { condition, message: content.parse()? });
+                        if !content.is_empty() {
+                            content.parse::<Token![,]>()?;
+                        }
+                    }
+                }
+                "exact" => all.exact = true,
+                "bench" => {
+                    let content;
+                    syn::parenthesized!(content in input);
+                    all.bench = Some(Bench::read(name.span(), &content)?);
+                }
+                _ => {
+                    return Err(syn::Error::new(
+                        name.span(),
+                        "a kernel's contract has `threads`, `requires(..)`, `exact` and `bench(..)`",
+                    ));
+                }
+            }
+            if !input.is_empty() {
+                input.parse::<Token![,]>()?;
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl Bench {
+    fn read(span: Span, input: ParseStream<'_>) -> syn::Result<Bench> {
+        let mut bench = Bench { span, shapes: Vec::new(), bytes: None, flops: None, tolerance: None };
+        while !input.is_empty() {
+            let name: Ident = input.parse()?;
+            match name.to_string().as_str() {
+                "shape" => {
+                    let content;
+                    syn::parenthesized!(content in input);
+                    bench.shapes.extend(shapes(&content)?);
+                }
+                "bytes" => bench.bytes = Some(value(input)?),
+                "flops" => bench.flops = Some(value(input)?),
+                "tolerance" => bench.tolerance = Some(value(input)?),
+                _ => {
+                    return Err(syn::Error::new(
+                        name.span(),
+                        "`bench` has `shape(name = [..], ..)`, `bytes`, `flops` and `tolerance`",
+                    ));
+                }
+            }
+            if !input.is_empty() {
+                input.parse::<Token![,]>()?;
+            }
+        }
+        Ok(bench)
+    }
+}
+
+fn value(input: ParseStream<'_>) -> syn::Result<Expr> {
+    input.parse::<Token![=]>()?;
+    input.parse()
+}
+
+/// `n = [1, 2], m = 3`: the shapes `n = 1, m = 3` and `n = 2, m = 3`.
+fn shapes(input: ParseStream<'_>) -> syn::Result<Vec<Vec<(Ident, Expr)>>> {
+    let sizes = Punctuated::<Size, Token![,]>::parse_terminated(input)?;
+    let count = sizes.iter().filter_map(|size| size.list()).map(|list| list.elems.len()).max().unwrap_or(1);
+    let mut shapes = vec![Vec::new(); count];
+    for size in &sizes {
+        match size.list() {
+            Some(list) if list.elems.len() != count => {
+                return Err(syn::Error::new_spanned(
+                    list,
+                    format!("other sizes of this shape have {count} values"),
+                ));
+            }
+            Some(list) => {
+                for (shape, value) in shapes.iter_mut().zip(&list.elems) {
+                    shape.push((size.name.clone(), value.clone()));
+                }
+            }
+            None => shapes.iter_mut().for_each(|shape| shape.push((size.name.clone(), size.value.clone()))),
+        }
+    }
+    Ok(shapes)
+}
+
+struct Size {
+    name: Ident,
+    value: Expr,
+}
+
+impl Size {
+    fn list(&self) -> Option<&syn::ExprArray> {
+        match &self.value {
+            Expr::Array(list) => Some(list),
+            _ => None,
+        }
+    }
+}
+
+impl Parse for Size {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Size> {
+        let name = input.parse()?;
+        Ok(Size { name, value: value(input)? })
+    }
+}

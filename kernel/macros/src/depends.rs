@@ -1,0 +1,179 @@
+//! The items of other texts that an item uses: functions, tables and structs, reached by the paths that the
+//! user wrote.
+
+use proc_macro2::{Span, TokenStream};
+use quote::{ToTokens, quote_spanned};
+use syn::spanned::Spanned;
+
+use crate::ir::{Parameter, Scalar};
+
+/// What an item needs from others, each once.
+#[derive(Debug)]
+pub(crate) struct Depends {
+    /// What is emitted stands in a module beside the item, not beside the item itself.
+    inside: bool,
+    items: Vec<Item>,
+    /// What must hold of the items for the printed text to mean what rustc reads.
+    demands: Vec<TokenStream>,
+}
+
+#[derive(Debug)]
+struct Item {
+    key: String,
+    text: TokenStream,
+}
+
+impl Depends {
+    /// For an item whose text is in a module beside it.
+    pub(crate) fn of_module() -> Depends {
+        Depends { inside: true, items: Vec::new(), demands: Vec::new() }
+    }
+
+    /// For an item whose text is in an `impl` beside it.
+    pub(crate) fn of_impl() -> Depends {
+        Depends { inside: false, items: Vec::new(), demands: Vec::new() }
+    }
+
+    /// A device function or a constant: the path's module of the same name holds its text.
+    pub(crate) fn item(&mut self, path: &syn::Path) {
+        let module = self.module_path(path);
+        let span = path.span();
+        let text = quote_spanned!(span=> #module::TEXT);
+        if self.add(text) {
+            // The module knows its item's name: a path renamed by `use .. as ..` does not end in it.
+            let name = module.segments.last().map(|segment| &segment.ident);
+            self.demands.push(quote_spanned!(span=> const _: () = #module::#name;));
+        }
+    }
+
+    /// A struct, by its type; generic parameters of the item are replaced by types and numbers that will do,
+    /// because a text is the same for all of them.
+    pub(crate) fn structure(&mut self, path: &syn::Path, generics: &[Parameter]) {
+        let mut path = path.clone();
+        for segment in &mut path.segments {
+            if let syn::PathArguments::AngleBracketed(arguments) = &mut segment.arguments {
+                arguments.colon2_token = None;
+                for argument in &mut arguments.args {
+                    stand_in(argument, generics);
+                }
+            }
+        }
+        let span = path.span();
+        let path = self.path(&path);
+        let text = quote_spanned!(span=> <#path as ::flashtile_kernel::text::Described>::TEXT);
+        if self.add(text.clone()) {
+            let name = path.segments.last().map(|segment| segment.ident.to_string());
+            // A type alias has another name than its struct.
+            self.demands.push(quote_spanned! {span=>
+                const _: () = {
+                    let (found, written) = (#text.name.as_bytes(), #name.as_bytes());
+                    let mut same = found.len() == written.len();
+                    let mut n = 0;
+                    while same && n < found.len() {
+                        same = found[n] == written[n];
+                        n += 1;
+                    }
+                    ::core::assert!(same, "the printed text has the struct's own name: write that, not an alias");
+                };
+            });
+        }
+    }
+
+    /// Adds an item, unless it is there.
+    fn add(&mut self, text: TokenStream) -> bool {
+        let key = text.to_string();
+        let new = self.items.iter().all(|item| item.key != key);
+        if new {
+            self.items.push(Item { key, text });
+        }
+        new
+    }
+
+    /// A path of the item's, as it is written where its text stands.
+    fn path(&self, path: &syn::Path) -> syn::Path {
+        if self.inside { from_inside(path) } else { path.clone() }
+    }
+
+    /// The path without generic arguments: of the module beside what it names.
+    fn module_path(&self, path: &syn::Path) -> syn::Path {
+        let mut path = self.path(path);
+        for segment in &mut path.segments {
+            segment.arguments = syn::PathArguments::None;
+        }
+        path
+    }
+
+    /// A call without generic arguments: C++ must be able to deduce them.
+    pub(crate) fn deducible(&mut self, path: &syn::Path) {
+        let module = self.module_path(path);
+        self.demand(
+            path.span(),
+            quote_spanned!(path.span()=> #module::DEDUCIBLE),
+            "C++ cannot deduce the generic arguments of this call: write them, `f::<..>(..)`",
+        );
+    }
+
+    /// A literal as an argument: its type must not be a parameter of the function, which C++ would deduce anew.
+    pub(crate) fn typed_argument(&mut self, path: &syn::Path, argument: usize, span: Span) {
+        let module = self.module_path(path);
+        self.demand(
+            span,
+            quote_spanned!(span=> #module::DEDUCED >> #argument & 1 == 0),
+            "the function is generic in this argument and C++ would take the literal for an `int`: give it a suffix",
+        );
+    }
+
+    fn demand(&mut self, span: Span, condition: TokenStream, message: &str) {
+        self.demands.push(quote_spanned!(span=> const _: () = ::core::assert!(#condition, #message);));
+    }
+
+    /// The texts.
+    pub(crate) fn texts(&self) -> Vec<&TokenStream> {
+        self.items.iter().map(|item| &item.text).collect()
+    }
+
+    pub(crate) fn demands(&self) -> &[TokenStream] {
+        &self.demands
+    }
+}
+
+/// The path as it is written one module further in.
+pub(crate) fn from_inside(path: &syn::Path) -> syn::Path {
+    let mut path = path.clone();
+    if path.leading_colon.is_some() {
+        return path;
+    }
+    let Some(first) = path.segments.first_mut() else { return path };
+    if first.ident == "self" {
+        first.ident = syn::Ident::new("super", first.ident.span());
+    } else if first.ident == "super" {
+        let outer = syn::PathSegment::from(syn::Ident::new("super", first.ident.span()));
+        path.segments.insert(0, outer);
+    }
+    path
+}
+
+/// Replaces a generic argument that names a parameter of the item.
+fn stand_in(argument: &mut syn::GenericArgument, generics: &[Parameter]) {
+    let tokens = argument.to_token_stream();
+    let span = argument.span();
+    let replacement = generics.iter().find(|parameter| mentions(&tokens, parameter.name())).map(
+        |parameter| match parameter {
+            Parameter::Type { .. } => quote_spanned!(span=> f32),
+            Parameter::Const { ty: Scalar::Bool, .. } => quote_spanned!(span=> false),
+            Parameter::Const { .. } => quote_spanned!(span=> 1),
+        },
+    );
+    if let Some(Ok(replacement)) = replacement.map(syn::parse2) {
+        *argument = replacement;
+    }
+}
+
+/// Whether tokens have a name in them.
+pub(crate) fn mentions(tokens: &TokenStream, name: &str) -> bool {
+    tokens.clone().into_iter().any(|token| match token {
+        proc_macro2::TokenTree::Ident(ident) => ident == name,
+        proc_macro2::TokenTree::Group(group) => mentions(&group.stream(), name),
+        _ => false,
+    })
+}

@@ -1,0 +1,434 @@
+//! `#[kernel]`: the native function, and the module with the kernel as data and its launches.
+
+use proc_macro2::{Ident, TokenStream};
+use quote::{ToTokens, format_ident, quote};
+
+use crate::arguments::{Arguments, Bench};
+use crate::depends::Depends;
+use crate::errors::Errors;
+use crate::expand::{self, Printed, element_type, parameter_kind, referent, with_errors};
+use crate::ir::{Argument, Bound, Parameter, Passed, Type};
+use crate::lower::{self, Context, SharedArray};
+use crate::{names, print, signature, source};
+
+/// `#[kernel]`.
+pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
+    let mut errors = Errors::default();
+    let mut function: syn::ItemFn = match syn::parse2(item.clone()) {
+        Ok(function) => function,
+        Err(error) => {
+            errors.add(error);
+            return with_errors(errors, item);
+        }
+    };
+    let contract = errors.keep(syn::parse2::<Arguments>(arguments.clone())).unwrap_or_default();
+    if contract.threads.is_none() && errors.is_empty() {
+        errors.refuse(
+            &function.sig.ident,
+            "say how many threads a group has: `#[kernel(threads = 256)]`, or `threads <= 1024`",
+        );
+    }
+    expand::attributes(&function.attrs, &[], &mut errors);
+    let mut depends = Depends::of_module();
+    let signature = signature::read(&mut function, true, &mut errors, &mut depends);
+    let signature::Signature { generics, arguments: mut parameters, result } = signature;
+    if !parameters.iter().any(|(_, argument)| argument.passed == Passed::MemoryMut) && errors.is_empty() {
+        errors.refuse(
+            &function.sig.ident,
+            "a kernel writes to a buffer: add a parameter `out: &mut Buffer<f32>`",
+        );
+    }
+    check_contract(&contract, &generics, &mut errors);
+    let name = function.sig.ident.to_string();
+    let context = Context {
+        errors: &mut errors,
+        depends: &mut depends,
+        generics: &generics,
+        name: &name,
+        kernel: true,
+        result: result.as_ref(),
+    };
+    let lowered = lower::body(context, &mut parameters, &function.block);
+    if !errors.is_empty() {
+        return with_errors(errors, expand::native_function(&function, false, None));
+    }
+    let native = expand::native_function(&function, false, Some(&lowered));
+    let rust = format!("{}\n{}", attribute(arguments), source::of(item));
+    let types = function.sig.inputs.iter().filter_map(|input| match input {
+        syn::FnArg::Typed(typed) => Some(&*typed.ty),
+        syn::FnArg::Receiver(_) => None,
+    });
+    let parameters = parameters
+        .into_iter()
+        .zip(types)
+        .map(|((rust, argument), ty)| Launched {
+            field: format_ident!("{rust}", span = function.sig.ident.span()),
+            argument,
+            ty,
+        })
+        .collect();
+    let expansion = Expansion {
+        function: &function,
+        generics,
+        parameters,
+        contract,
+        shared: lowered.shared,
+        depends,
+        body: print::body(&lowered.body),
+        rust,
+    };
+    let module = expansion.module();
+    quote!(#native #module)
+}
+
+/// The attribute as written, with a line for each line of its arguments.
+fn attribute(arguments: TokenStream) -> String {
+    let arguments = source::of(arguments);
+    if arguments.contains('\n') {
+        let lines: String = arguments.lines().map(|line| format!("    {line}\n")).collect();
+        format!("#[kernel(\n{lines})]")
+    } else {
+        format!("#[kernel({arguments})]")
+    }
+}
+
+fn check_contract(contract: &Arguments, generics: &[Parameter], errors: &mut Errors) {
+    for requirement in &contract.requires {
+        for parameter in generics {
+            if let (Parameter::Type { name, .. }, true) = (
+                parameter,
+                crate::depends::mentions(&requirement.condition.to_token_stream(), parameter.name()),
+            ) {
+                errors.refuse(
+                    &requirement.condition,
+                    format_args!(
+                        "a launch does not know the type `{name}`: require something of lengths and numbers"
+                    ),
+                );
+            }
+        }
+    }
+    if let Some(bench) = &contract.bench {
+        let missing = [("bytes", &bench.bytes), ("flops", &bench.flops), ("tolerance", &bench.tolerance)];
+        for (name, _) in missing.into_iter().filter(|(_, value)| value.is_none()) {
+            errors.refuse_at(bench.span, format_args!("`bench` says `{name} = ..`"));
+        }
+    }
+}
+
+/// A parameter of a kernel, as a field of its launches.
+struct Launched<'a> {
+    field: Ident,
+    argument: Argument,
+    ty: &'a syn::Type,
+}
+
+struct Expansion<'a> {
+    function: &'a syn::ItemFn,
+    generics: Vec<Parameter>,
+    parameters: Vec<Launched<'a>>,
+    contract: Arguments,
+    shared: Vec<SharedArray>,
+    depends: Depends,
+    body: String,
+    rust: String,
+}
+
+impl Expansion<'_> {
+    fn module(&self) -> TokenStream {
+        let (vis, name) = (&self.function.vis, &self.function.sig.ident);
+        let docs = format!("The kernel [`{name}()`] as data, and its launches.");
+        let lints = expand::module_lints();
+        let (data, instances, call) = (self.data(), self.instances(), self.call());
+        let demands = self.depends.demands();
+        quote! {
+            #[doc = #docs]
+            #lints
+            #vis mod #name {
+                use super::*;
+                use ::flashtile_kernel::text as ft_text;
+                #data
+                #instances
+                #call
+                #(#demands)*
+            }
+        }
+    }
+
+    /// `let N = ..;` for every const parameter, out of an expression for generics.
+    fn constants(&self, generics: &TokenStream) -> TokenStream {
+        let constants = self.generics.iter().enumerate().filter_map(|(n, parameter)| match parameter {
+            Parameter::Const { name, ty } => {
+                let (name, ty) = (format_ident!("{name}"), format_ident!("{}", ty.rust()));
+                Some(quote! {
+                    #[allow(non_snake_case, unused_variables)]
+                    let #name: #ty = ft_text::ConstGeneric::of(#generics, #n);
+                })
+            }
+            Parameter::Type { .. } => None,
+        });
+        constants.collect()
+    }
+
+    fn data(&self) -> TokenStream {
+        let name = &self.function.sig.ident;
+        let spelled = name.to_string();
+        let cpp = names::global(&spelled);
+        let docs = expand::docs(&self.function.attrs).join("\n");
+        let parameters = self.parameters.iter().map(|Launched { field, argument, ty }| {
+            let (rust, cpp) = (field.to_string(), &argument.name);
+            let kind = parameter_kind(&argument.ty, &argument.passed, ty, &self.generics);
+            quote!(ft_text::Parameter { name: #rust, cpp: #cpp, kind: #kind })
+        });
+        let generics = self.generics.iter().map(|parameter| {
+            let name = parameter.name();
+            let kind = match parameter {
+                Parameter::Type { bound, .. } => {
+                    let kind = format_ident!(
+                        "{}",
+                        match bound {
+                            Bound::Scalar => "Scalar",
+                            Bound::Number => "Number",
+                            Bound::Element => "Element",
+                        }
+                    );
+                    quote!(ft_text::GenericKind::#kind)
+                }
+                Parameter::Const { ty, .. } => {
+                    let variant = format_ident!("{}", ty.variant());
+                    quote!(ft_text::GenericKind::Const(::flashtile_kernel::ScalarType::#variant))
+                }
+            };
+            quote!(ft_text::GenericParameter { name: #name, cpp: #name, kind: #kind })
+        });
+        let requirements = self.contract.requires.iter().map(|requirement| {
+            let (condition, message) =
+                (source::of(requirement.condition.to_token_stream()), &requirement.message);
+            quote!(ft_text::Requirement { condition: #condition, message: #message })
+        });
+        let constants = self.constants(&quote!(ft_generics));
+        let threads = self.contract.threads.as_ref().map(|threads| {
+            let (kind, most) =
+                (format_ident!("{}", if threads.exactly { "Exactly" } else { "UpTo" }), &threads.most);
+            quote!(ft_text::Threads::#kind((#most) as u32))
+        });
+        let shared = self.shared.iter().map(|SharedArray { name, element, length }| {
+            let element = element_type(element, &self.generics);
+            quote!(ft_text::SharedArray { name: #name, element: #element, len: |ft_generics| { #constants #length } })
+        });
+        let exact = self.contract.exact;
+        let bench = match &self.contract.bench {
+            Some(bench) => {
+                let bench = measured(bench);
+                quote!(::core::option::Option::Some(#bench))
+            }
+            None => quote!(::core::option::Option::None),
+        };
+        let body = &self.body;
+        let cpp_text = quote!(::flashtile_kernel::text::Cpp::Printed(#body));
+        let text = expand::text(
+            &Printed { name, kind: "Kernel", cpp: cpp_text, rust: self.rust.clone() },
+            &self.depends.texts(),
+        );
+        quote! {
+            /// The kernel as data.
+            pub static KERNEL: ::flashtile_kernel::Kernel = ::flashtile_kernel::Kernel {
+                name: #spelled,
+                cpp: #cpp,
+                module: ::core::module_path!(),
+                docs: #docs,
+                parameters: &[#(#parameters),*],
+                generics: &[#(#generics),*],
+                requirements: &[#(#requirements),*],
+                threads: |ft_generics| { #constants #threads },
+                shared: &[#(#shared),*],
+                exact: #exact,
+                text: TEXT,
+                bench: #bench,
+            };
+            const TEXT: ::flashtile_kernel::Text = #text;
+            // Other items of one name that this kernel uses are refused here.
+            const _: () = ft_text::assert_distinct(&TEXT);
+        }
+    }
+
+    fn instances(&self) -> TokenStream {
+        let name = &self.function.sig.ident;
+        let (parameters, arguments, _) = self.function.sig.generics.split_for_impl();
+        let turbofish = arguments.as_turbofish();
+        let passed =
+            self.parameters.iter().enumerate().map(|(n, Launched { argument, .. })| match argument.passed {
+                Passed::Memory => quote!(&ft_arguments.buffer(#n)),
+                Passed::MemoryMut => quote!(&mut ft_arguments.buffer(#n)),
+                Passed::Params => quote!(&ft_arguments.plain(#n)),
+                Passed::Constant => quote!(ft_arguments.constant(#n)),
+                _ => quote!(ft_arguments.plain(#n)),
+            });
+        let values = self.generics.iter().map(|parameter| {
+            let name = format_ident!("{}", parameter.name());
+            match parameter {
+                Parameter::Type { .. } => {
+                    quote!(::flashtile_kernel::Generic::Type(<#name as ::flashtile_kernel::Scalar>::TYPE))
+                }
+                Parameter::Const { .. } => quote!(ft_text::ConstGeneric::generic(#name)),
+            }
+        });
+        quote! {
+            /// The kernel for these generics, with its native code.
+            pub fn instance #parameters () -> ::flashtile_kernel::Instance {
+                fn native #parameters (ft_arguments: &::flashtile_kernel::simulator::Arguments) {
+                    super::#name #turbofish (#(#passed),*)
+                }
+                ::flashtile_kernel::Instance::checked(&KERNEL, &[#(#values),*], native #turbofish)
+            }
+
+            /// The kernel for generics chosen at run time: to print, and for devices that compile text.
+            ///
+            /// # Errors
+            /// Where the generics are not this kernel's.
+            pub fn specialise(
+                generics: &[::flashtile_kernel::Generic],
+            ) -> ::core::result::Result<::flashtile_kernel::Instance, ft_text::GenericsError> {
+                ::flashtile_kernel::Instance::new(&KERNEL, generics, ::core::option::Option::None)
+            }
+        }
+    }
+
+    fn call(&self) -> TokenStream {
+        let (parameters, arguments, _) = self.function.sig.generics.split_for_impl();
+        let turbofish = arguments.as_turbofish();
+        let names: Vec<_> = self.parameters.iter().map(|launched| &launched.field).collect();
+        let fields = self.parameters.iter().map(|Launched { field, argument, ty }| {
+            let (docs, ty) = match (&argument.passed, &argument.ty) {
+                (Passed::Memory, _) => ("is read", quote!(::flashtile_kernel::View<'a, FtDevice::Memory>)),
+                (Passed::MemoryMut, _) => {
+                    ("is written", quote!(::flashtile_kernel::ViewMut<'a, FtDevice::Memory>))
+                }
+                (Passed::Constant, _) => ("is fixed when the pipeline is made", ty.to_token_stream()),
+                _ => ("is copied", referent(ty)),
+            };
+            let docs = format!("`{field}`: {docs}.");
+            quote!(#[doc = #docs] pub #field: #ty)
+        });
+        let scalars: Vec<_> = self
+            .parameters
+            .iter()
+            .filter(|launched| matches!(launched.argument.ty, Type::Scalar(_)))
+            .map(|launched| &launched.field)
+            .collect();
+        let passed = self.parameters.iter().map(|Launched { field, argument, .. }| {
+            let argument = match argument.passed {
+                Passed::Memory => quote!(Read(self.#field)),
+                Passed::MemoryMut => quote!(Write(self.#field)),
+                Passed::Constant => quote!(constant(self.#field)),
+                _ => quote!(plain(&self.#field)),
+            };
+            quote!(::flashtile_kernel::Argument::#argument)
+        });
+        let exactly = self.contract.threads.as_ref().is_none_or(|threads| threads.exactly);
+        let (threads_field, threads) = match exactly {
+            true => (None, quote!(instance.threads().most())),
+            false => (
+                Some(quote! {
+                    /// Threads of a group.
+                    pub threads: u32
+                }),
+                quote!(self.threads),
+            ),
+        };
+        let requirements = self.contract.requires.iter().enumerate().map(|(n, requirement)| {
+            let condition = &requirement.condition;
+            quote! {
+                if !(#condition) {
+                    return ::core::result::Result::Err(
+                        ::flashtile_kernel::Broken::requirement(&KERNEL, #n).into(),
+                    );
+                }
+            }
+        });
+        let constants = self.constants(&quote!(instance.generics()));
+        quote! {
+            /// A launch: one field a parameter, and the number of groups.
+            #[derive(Debug)]
+            pub struct Call<'a, FtDevice: ::flashtile_kernel::Device> {
+                #(#fields,)*
+                /// Groups along each coordinate.
+                pub groups: [u32; 3],
+                #threads_field
+            }
+
+            impl<FtDevice: ::flashtile_kernel::Device> Call<'_, FtDevice> {
+                /// Launches the kernel for these generics.
+                ///
+                /// # Errors
+                /// Where the contract does not hold or the device fails.
+                pub fn launch #parameters (
+                    self,
+                    device: &FtDevice,
+                ) -> ::core::result::Result<(), ::flashtile_kernel::LaunchError<FtDevice::Error>> {
+                    self.launch_instance(device, &instance #turbofish ())
+                }
+
+                /// Launches an instance of the kernel.
+                ///
+                /// # Errors
+                /// Where it is of another kernel, the contract does not hold or the device fails.
+                pub fn launch_instance(
+                    self,
+                    device: &FtDevice,
+                    instance: &::flashtile_kernel::Instance,
+                ) -> ::core::result::Result<(), ::flashtile_kernel::LaunchError<FtDevice::Error>> {
+                    if !::core::ptr::eq(instance.kernel(), &KERNEL) {
+                        return ::core::result::Result::Err(
+                            ::flashtile_kernel::Broken::instance(&KERNEL, instance).into(),
+                        );
+                    }
+                    let ft_threads = #threads;
+                    {
+                        #constants
+                        #[allow(unused_variables)]
+                        let Self { #(#names,)* groups, .. } = &self;
+                        #[allow(unused_variables)]
+                        let (#(#scalars,)* groups, threads) = (#(*#scalars,)* *groups, ft_threads);
+                        #(#requirements)*
+                    }
+                    let launch = ::flashtile_kernel::Launch::new(
+                        instance,
+                        self.groups,
+                        ft_threads,
+                        ::std::vec![#(#passed),*],
+                        &device.limits(),
+                    )?;
+                    device.launch(launch).map_err(::flashtile_kernel::LaunchError::Device)
+                }
+            }
+        }
+    }
+}
+
+fn measured(bench: &Bench) -> TokenStream {
+    let shapes = bench.shapes.iter().map(|sizes| {
+        let sizes = sizes.iter().map(|(name, size)| {
+            let name = name.to_string();
+            quote!((#name, (#size) as u64))
+        });
+        quote!(ft_text::Shape { sizes: &[#(#sizes),*] })
+    });
+    let names = bench.shapes.first().into_iter().flatten().map(|(name, _)| {
+        let spelled = name.to_string();
+        quote! {
+            #[allow(unused_variables)]
+            let #name: u64 = ft_shape.get(#spelled);
+        }
+    });
+    let names: TokenStream = names.collect();
+    let Bench { bytes, flops, tolerance, .. } = bench;
+    quote! {
+        ft_text::Bench {
+            shapes: &[#(#shapes),*],
+            bytes: |ft_shape| { #names (#bytes) as u64 },
+            flops: |ft_shape| { #names (#flops) as u64 },
+            tolerance: #tolerance,
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! The function that rustc compiles and the simulator runs: the user's, with marks around its operators.
+//!
+//! Every emitted call has the span of what it stands for: rustc's errors point at the user's operand, and faults
+//! of the simulator at the user's line. Only what the check accepted comes here.
+
+use std::collections::HashSet;
+
+use proc_macro2::{Span, TokenStream};
+use quote::{ToTokens, quote, quote_spanned};
+use syn::spanned::Spanned;
+
+use crate::intrinsics;
+use crate::ir::Binary;
+use crate::lower::{Lowered, compound, is_lint, shared_call, strip};
+
+/// The body of a function, with braces.
+pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {
+    let native = Native { booleans: &lowered.booleans, references: &lowered.references };
+    let statements = native.statements(block, has_result);
+    quote_spanned! {block.brace_token.span.join()=> {
+        #[allow(unused_imports)]
+        use ::flashtile_kernel::marks::{Elements as _, Place as _};
+        #statements
+    }}
+}
+
+struct Native<'a> {
+    booleans: &'a HashSet<*const syn::Expr>,
+    references: &'a HashSet<*const syn::Expr>,
+}
+
+fn mark(name: &str, span: Span) -> TokenStream {
+    let name = syn::Ident::new(name, span);
+    quote_spanned!(span=> ::flashtile_kernel::marks::#name)
+}
+
+/// `mark(value)`.
+fn marked(name: &str, value: &TokenStream) -> TokenStream {
+    let span = value.span();
+    let mark = mark(name, span);
+    quote_spanned!(span=> #mark(#value))
+}
+
+/// The mark that is an arithmetic operator.
+fn arithmetic(op: Binary) -> Option<&'static str> {
+    Some(match op {
+        Binary::Add => "add",
+        Binary::Sub => "sub",
+        Binary::Mul => "mul",
+        Binary::Div => "div",
+        Binary::Rem => "rem",
+        Binary::Shl => "shl",
+        Binary::Shr => "shr",
+        _ => return None,
+    })
+}
+
+/// Whether an expression at the end of a function may be its value: loops and `return` never come so far.
+fn has_value(expr: &syn::Expr) -> bool {
+    !matches!(expr, syn::Expr::Loop(_) | syn::Expr::While(_) | syn::Expr::ForLoop(_) | syn::Expr::Return(_))
+}
+
+fn is_literal(expr: &syn::Expr) -> bool {
+    match strip(expr) {
+        syn::Expr::Lit(_) => true,
+        syn::Expr::Unary(syn::ExprUnary { op: syn::UnOp::Neg(_), expr, .. }) => is_literal(expr),
+        _ => false,
+    }
+}
+
+impl Native<'_> {
+    fn block(&self, block: &syn::Block) -> TokenStream {
+        let statements = self.statements(block, false);
+        quote_spanned!(block.brace_token.span.join()=> { #statements })
+    }
+
+    fn statements(&self, block: &syn::Block, has_result: bool) -> TokenStream {
+        let mut out = TokenStream::new();
+        let last = block.stmts.len().saturating_sub(1);
+        for (n, stmt) in block.stmts.iter().enumerate() {
+            match stmt {
+                syn::Stmt::Local(local) => out.extend(self.local(local)),
+                syn::Stmt::Expr(expr, None) if has_result && n == last && has_value(expr) => {
+                    out.extend(marked("value", &self.expr(expr)))
+                }
+                syn::Stmt::Expr(expr, semi) => {
+                    out.extend(self.expr(expr));
+                    semi.to_tokens(&mut out);
+                }
+                other => other.to_tokens(&mut out),
+            }
+        }
+        out
+    }
+
+    fn local(&self, local: &syn::Local) -> TokenStream {
+        let syn::Local { attrs, let_token, pat, init, semi_token } = local;
+        let Some(init) = init else { return local.to_token_stream() };
+        let eq = &init.eq_token;
+        let value = match shared_call(&init.expr) {
+            Some(call) => self.call(call),
+            None => match pat {
+                syn::Pat::Wild(_) => self.expr(&init.expr),
+                _ => marked("value", &self.expr(&init.expr)),
+            },
+        };
+        quote!(#(#attrs)* #let_token #pat #eq #value #semi_token)
+    }
+
+    /// What an expression's value is read by.
+    fn expr(&self, expr: &syn::Expr) -> TokenStream {
+        match expr {
+            syn::Expr::Paren(inner) => self.expr(&inner.expr),
+            syn::Expr::Group(inner) => self.expr(&inner.expr),
+            syn::Expr::Lit(literal) => literal_of(literal),
+            syn::Expr::Unary(unary) => self.unary(unary),
+            syn::Expr::Binary(binary) => self.binary(binary, expr),
+            syn::Expr::Cast(cast) => {
+                let (value, ty) = (self.expr(&cast.expr), &cast.ty);
+                // A literal takes the type it is converted to.
+                let value = if is_literal(&cast.expr) { value } else { marked("scalar", &value) };
+                quote_spanned!(cast.as_token.span=> (#value as #ty))
+            }
+            syn::Expr::Index(index) => {
+                let base = self.base(&index.expr);
+                let position = self.index(&index.index);
+                quote_spanned!(expr.span()=> #base.ft_get(#position))
+            }
+            syn::Expr::Field(field) => self.field(field, false),
+            syn::Expr::Call(call) => self.call(call),
+            syn::Expr::MethodCall(call) => self.method(call),
+            syn::Expr::Array(array) => {
+                let elements = array.elems.iter().map(|element| self.expr(element));
+                quote_spanned!(array.bracket_token.span.join()=> [#(#elements),*])
+            }
+            syn::Expr::Repeat(repeat) => {
+                let (value, length) = (self.expr(&repeat.expr), &repeat.len);
+                quote_spanned!(repeat.bracket_token.span.join()=> [#value; #length])
+            }
+            syn::Expr::Struct(literal) => {
+                let path = &literal.path;
+                let fields = literal.fields.iter().map(|field| {
+                    let (member, value) = (&field.member, marked("value", &self.expr(&field.expr)));
+                    quote!(#member: #value)
+                });
+                quote!(#path { #(#fields),* })
+            }
+            syn::Expr::If(conditional) => {
+                let condition = self.condition(&conditional.cond);
+                let then = self.block(&conditional.then_branch);
+                let otherwise = conditional.else_branch.as_ref().map(|(token, branch)| {
+                    let branch = self.expr(branch);
+                    quote!(#token #branch)
+                });
+                let token = conditional.if_token;
+                quote!(#token #condition #then #otherwise)
+            }
+            syn::Expr::Block(block) => self.block(&block.block),
+            syn::Expr::While(looped) => {
+                let (attrs, token) = (lints(&looped.attrs), looped.while_token);
+                let condition = self.condition(&looped.cond);
+                let iteration = mark("iteration", token.span);
+                let body = self.statements(&looped.body, false);
+                quote!(#attrs #token #condition { #iteration(); #body })
+            }
+            syn::Expr::Loop(looped) => {
+                let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
+                let iteration = mark("iteration", token.span);
+                let body = self.statements(&looped.body, false);
+                quote!(#attrs #token { #iteration(); #body })
+            }
+            syn::Expr::ForLoop(looped) => {
+                let syn::ExprForLoop { attrs, for_token, pat, in_token, expr, body, .. } = looped;
+                let (attrs, range, body) = (lints(attrs), self.range(expr, false), self.block(body));
+                quote!(#attrs #for_token #pat #in_token #range #body)
+            }
+            syn::Expr::Return(exit) => {
+                let value = exit.expr.as_ref().map(|value| marked("value", &self.expr(value)));
+                let token = exit.return_token;
+                quote!(#token #value)
+            }
+            syn::Expr::Assign(assign) => self.assign(&assign.left, None, &assign.right, assign.eq_token.span),
+            other => other.to_token_stream(),
+        }
+    }
+
+    fn condition(&self, expr: &syn::Expr) -> TokenStream {
+        marked("condition", &self.expr(expr))
+    }
+
+    /// An index of memory: a literal without suffix gets one, for every type of index would do.
+    fn index(&self, expr: &syn::Expr) -> TokenStream {
+        match strip(expr) {
+            syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Int(int), .. }) if int.suffix().is_empty() => {
+                syn::LitInt::new(&format!("{}u64", int.base10_digits()), int.span()).to_token_stream()
+            }
+            other => self.expr(other),
+        }
+    }
+
+    /// What an element or a field is read from.
+    fn base(&self, expr: &syn::Expr) -> TokenStream {
+        match strip(expr) {
+            syn::Expr::Index(index) => {
+                let (base, position) = (self.base(&index.expr), self.index(&index.index));
+                quote_spanned!(expr.span()=> #base.ft_at(#position))
+            }
+            syn::Expr::Field(field) => self.field(field, false),
+            plain @ (syn::Expr::Path(_) | syn::Expr::MethodCall(_) | syn::Expr::Call(_)) => self.expr(plain),
+            other => {
+                let value = self.expr(other);
+                quote_spanned!(expr.span()=> (#value))
+            }
+        }
+    }
+
+    /// What an element or a field is written in.
+    fn base_mut(&self, expr: &syn::Expr) -> TokenStream {
+        match strip(expr) {
+            syn::Expr::Index(index) => {
+                let (base, position) = (self.base_mut(&index.expr), self.index(&index.index));
+                quote_spanned!(expr.span()=> #base.ft_at_mut(#position))
+            }
+            syn::Expr::Field(field) => self.field(field, true),
+            _ => self.base(expr),
+        }
+    }
+
+    fn field(&self, field: &syn::ExprField, mutable: bool) -> TokenStream {
+        let base = if mutable { self.base_mut(&field.base) } else { self.base(&field.base) };
+        let member = &field.member;
+        quote_spanned!(field.dot_token.span()=> #base.#member)
+    }
+
+    fn unary(&self, unary: &syn::ExprUnary) -> TokenStream {
+        let value = self.expr(&unary.expr);
+        let op = &unary.op;
+        match op {
+            syn::UnOp::Neg(token) if !is_literal(&unary.expr) => {
+                let mark = mark("neg", token.span());
+                quote_spanned!(token.span()=> #mark(#value))
+            }
+            syn::UnOp::Not(_) => {
+                let value = marked("bits", &value);
+                quote!(#op #value)
+            }
+            syn::UnOp::Deref(_) => quote!((#op #value)),
+            _ => quote!(#op #value),
+        }
+    }
+
+    fn binary(&self, binary: &syn::ExprBinary, whole: &syn::Expr) -> TokenStream {
+        let span = binary.op.span();
+        if let Some(op) = compound(&binary.op) {
+            return self.assign(&binary.left, Some(op), &binary.right, span);
+        }
+        let (left, op, right) = (self.expr(&binary.left), &binary.op, self.expr(&binary.right));
+        let around = match op {
+            syn::BinOp::Add(_) => return operation("add", span, &left, &right),
+            syn::BinOp::Sub(_) => return operation("sub", span, &left, &right),
+            syn::BinOp::Mul(_) => return operation("mul", span, &left, &right),
+            syn::BinOp::Div(_) => return operation("div", span, &left, &right),
+            syn::BinOp::Rem(_) => return operation("rem", span, &left, &right),
+            syn::BinOp::Shl(_) => return operation("shl", span, &left, &right),
+            syn::BinOp::Shr(_) => return operation("shr", span, &left, &right),
+            syn::BinOp::And(_) | syn::BinOp::Or(_) => "condition",
+            syn::BinOp::Eq(_) | syn::BinOp::Ne(_) => "equatable",
+            syn::BinOp::BitAnd(_) | syn::BinOp::BitOr(_) | syn::BinOp::BitXor(_) => {
+                // C++ makes an int of two bools, and the printer does not know of these that they are bools.
+                if self.booleans.contains(&std::ptr::from_ref(whole)) { "bits" } else { "integer" }
+            }
+            _ => "number",
+        };
+        let (left, right) = (marked(around, &left), marked(around, &right));
+        quote_spanned!(span=> (#left #op #right))
+    }
+
+    fn range(&self, expr: &syn::Expr, stepped: bool) -> TokenStream {
+        match strip(expr) {
+            syn::Expr::Range(range) => {
+                // The printed loop counts its steps with unsigned numbers.
+                let bound = |end: &Option<Box<syn::Expr>>| {
+                    end.as_ref().map(|end| marked(if stepped { "index" } else { "integer" }, &self.expr(end)))
+                };
+                let (start, limits, end) = (bound(&range.start), &range.limits, bound(&range.end));
+                quote!((#start #limits #end))
+            }
+            syn::Expr::MethodCall(call) => {
+                let stepped = call.method == "step_by";
+                let (range, method) = (self.range(&call.receiver, stepped), &call.method);
+                let arguments = call.args.iter().map(|argument| self.expr(argument));
+                quote_spanned!(call.method.span()=> #range.#method(#(#arguments),*))
+            }
+            other => other.to_token_stream(),
+        }
+    }
+
+    fn assign(&self, left: &syn::Expr, op: Option<Binary>, right: &syn::Expr, span: Span) -> TokenStream {
+        // One span for all uses: a name is found only where it was made.
+        let (ft_value, ft_index) = (syn::Ident::new("ft_value", span), syn::Ident::new("ft_index", span));
+        let value = marked("value", &self.expr(right));
+        let value = if op.is_some_and(Binary::is_shift) { self.expr(right) } else { value };
+        let combined = |old: TokenStream| match op {
+            None => quote!(#ft_value),
+            Some(op) => match arithmetic(op) {
+                Some(name) => operation(name, span, &old, &quote!(#ft_value)),
+                None => {
+                    let (old, new) =
+                        (marked("bits", &old), quote!(::flashtile_kernel::marks::bits(#ft_value)));
+                    let sign: TokenStream = op.sign().parse().unwrap_or_default();
+                    quote_spanned!(span=> #old #sign #new)
+                }
+            },
+        };
+        match strip(left) {
+            syn::Expr::Index(index) => {
+                let (base, position) = (self.base_mut(&index.expr), self.index(&index.index));
+                let combined = combined(quote_spanned!(span=> #base.ft_get(#ft_index)));
+                quote_spanned!(left.span()=> {
+                    let #ft_value = #value;
+                    let #ft_index = #position;
+                    let #ft_value = #combined;
+                    #base.ft_set(#ft_index, #ft_value)
+                })
+            }
+            other => {
+                let place = match other {
+                    syn::Expr::Field(field) => self.field(field, true),
+                    syn::Expr::Unary(deref) => {
+                        let (op, inner) = (&deref.op, &deref.expr);
+                        quote!(#op #inner)
+                    }
+                    plain => plain.to_token_stream(),
+                };
+                match op {
+                    None => quote_spanned!(span=> #place = #value),
+                    Some(_) => {
+                        let combined = combined(self.expr(other));
+                        quote_spanned!(span=> { let #ft_value = #value; #place = #combined })
+                    }
+                }
+            }
+        }
+    }
+
+    fn call(&self, call: &syn::ExprCall) -> TokenStream {
+        let span = call.func.span();
+        let mut function = call.func.to_token_stream();
+        let mut index = None;
+        if let syn::Expr::Path(path) = strip(&call.func)
+            && let (1, Some(segment)) = (path.path.segments.len(), path.path.segments.last())
+        {
+            let name = segment.ident.to_string();
+            let intrinsic = intrinsics::find(&name);
+            if intrinsic.is_some() || name == "shared" {
+                function = quote_spanned!(span=> ::flashtile_kernel::intrinsics::#segment);
+            }
+            index = intrinsic.and_then(|function| {
+                function.takes.iter().position(|takes| *takes == intrinsics::Takes::Index)
+            });
+        }
+        let arguments = call.args.iter().enumerate().map(|(n, argument)| match Some(n) == index {
+            true => self.index(argument),
+            false => self.argument(argument),
+        });
+        quote_spanned!(span=> #function(#(#arguments),*))
+    }
+
+    fn argument(&self, argument: &syn::Expr) -> TokenStream {
+        match strip(argument) {
+            // A variable holds a value already, or is memory.
+            plain @ syn::Expr::Path(_) => plain.to_token_stream(),
+            syn::Expr::Reference(reference) => match strip(&reference.expr) {
+                element @ syn::Expr::Index(_) => self.base(element),
+                field @ syn::Expr::Field(_) => {
+                    let (and, mutability) = (reference.and_token, reference.mutability);
+                    let field = if mutability.is_some() { self.base_mut(field) } else { self.base(field) };
+                    quote!(#and #mutability #field)
+                }
+                _ => reference.to_token_stream(),
+            },
+            other => marked("value", &self.expr(other)),
+        }
+    }
+
+    fn method(&self, call: &syn::ExprMethodCall) -> TokenStream {
+        let span = call.method.span();
+        let (method, turbofish) = (&call.method, &call.turbofish);
+        let name = method.to_string();
+        let is_memory = matches!(name.as_str(), "load" | "load_as" | "store" | "store_as");
+        let arguments = call.args.iter().enumerate().map(|(n, argument)| {
+            if is_memory && n == 0 && is_literal(argument) {
+                self.index(argument)
+            } else {
+                self.argument(argument)
+            }
+        });
+        let receiver = match name.as_str() {
+            "set_element" => self.base_mut(&call.receiver),
+            "load" | "load_as" | "store" | "store_as" | "element" => self.base(&call.receiver),
+            "to_f32" => self.receiver("element", &call.receiver),
+            "to_bits" => self.receiver("scalar", &call.receiver),
+            "min" | "max" | "clamp" | "abs" => self.receiver("number", &call.receiver),
+            _ if intrinsics::is_of_floats(&name) => self.receiver("float", &call.receiver),
+            _ => self.receiver("integer", &call.receiver),
+        };
+        quote_spanned!(span=> #receiver.#method #turbofish(#(#arguments),*))
+    }
+}
+
+impl Native<'_> {
+    /// The value that a method takes: Rust looks through `&mut` parameters.
+    fn receiver(&self, mark: &str, receiver: &syn::Expr) -> TokenStream {
+        let value = self.expr(receiver);
+        if self.references.contains(&std::ptr::from_ref(strip(receiver))) {
+            marked(mark, &quote_spanned!(value.span()=> *#value))
+        } else {
+            marked(mark, &value)
+        }
+    }
+}
+
+fn operation(name: &str, span: Span, left: &TokenStream, right: &TokenStream) -> TokenStream {
+    let mark = mark(name, span);
+    quote_spanned!(span=> #mark(#left, #right))
+}
+
+/// Float literals are f32, where rustc would take f64 if nothing said otherwise.
+fn literal_of(literal: &syn::ExprLit) -> TokenStream {
+    match &literal.lit {
+        syn::Lit::Float(float) if float.suffix().is_empty() => {
+            let digits = float.base10_digits();
+            let digits = digits.strip_suffix('.').unwrap_or(digits);
+            syn::LitFloat::new(&format!("{digits}f32"), float.span()).to_token_stream()
+        }
+        other => other.to_token_stream(),
+    }
+}
+
+/// The attributes that are not the language's.
+fn lints(attributes: &[syn::Attribute]) -> TokenStream {
+    attributes.iter().filter(|attribute| is_lint(attribute)).map(ToTokens::to_token_stream).collect()
+}

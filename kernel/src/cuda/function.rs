@@ -1,0 +1,165 @@
+//! A compiled kernel on a device.
+
+#![allow(unsafe_code)]
+
+use super::error::Error;
+use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+/// A function of a loaded module.
+pub struct Function {
+    context: Arc<CudaContext>,
+    module: sys::CUmodule,
+    function: sys::CUfunction,
+    name: String,
+}
+
+// SAFETY: handles of the driver, which any thread may use.
+unsafe impl Send for Function {}
+// SAFETY: as for Send; nothing is changed after loading.
+unsafe impl Sync for Function {}
+
+impl std::fmt::Debug for Function {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Function").field("name", &self.name).finish()
+    }
+}
+
+/// The threads of a launch: how many, in how many blocks, with how much shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks along each axis.
+    pub blocks: [usize; 3],
+    /// Threads of a block.
+    pub threads: usize,
+    /// Bytes of dynamic shared memory of a block.
+    pub shared: usize,
+}
+
+/// What a function takes of the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Resources {
+    /// Registers of a thread.
+    pub registers: usize,
+    /// Bytes of a block that are shared and part of the code; dynamic ones come on top.
+    pub shared: usize,
+    /// Bytes of a thread that did not fit into registers.
+    pub local: usize,
+    /// Bytes of constants, parameters not among them.
+    pub constant: usize,
+    /// Most threads of a block that these registers allow.
+    pub threads: usize,
+}
+
+impl Function {
+    /// Loads machine code, and the function `entry` in it; blocks of threads may have so many bytes of dynamic shared memory.
+    pub(super) fn load(
+        context: &Arc<CudaContext>,
+        name: &str,
+        code: &[u8],
+        entry: &str,
+        shared: usize,
+    ) -> Result<Self, Error> {
+        let failed = |what: &str| Error::driver(format!("{name}: {what}"));
+        context.bind_to_thread().map_err(failed("context"))?;
+        // Text for the driver ends in 0; machine code does not mind.
+        let mut image = code.to_vec();
+        image.push(0);
+        let entry = CString::new(entry).unwrap_or_default();
+        // SAFETY: the image is what NVRTC made, whole by its digest; the context is current.
+        let module = unsafe { result::module::load_data(image.as_ptr().cast()) }.map_err(failed("load"))?;
+        // SAFETY: the module was loaded above. From here on the module is unloaded when the value is dropped.
+        let function = unsafe { result::module::get_function(module, entry) };
+        let mut this =
+            Self { context: context.clone(), module, function: std::ptr::null_mut(), name: name.to_owned() };
+        this.function = function.map_err(failed("look-up of its entry"))?;
+        let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is of the module above.
+        unsafe { result::function::set_function_attribute(this.function, attribute, shared as i32) }
+            .map_err(failed("shared memory"))?;
+        Ok(this)
+    }
+
+    /// The program's name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it takes of the device.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn resources(&self) -> Result<Resources, Error> {
+        use sys::CUfunction_attribute_enum as Attribute;
+        let failed = || Error::driver(format!("{}: resources", self.name));
+        self.context.bind_to_thread().map_err(failed())?;
+        let get = |attribute: Attribute| {
+            // SAFETY: the function is loaded in this context.
+            let value = unsafe { result::function::get_function_attribute(self.function, attribute) };
+            value.map(|n| usize::try_from(n).unwrap_or(0)).map_err(failed())
+        };
+        Ok(Resources {
+            registers: get(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+            shared: get(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
+            local: get(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+            constant: get(Attribute::CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES)?,
+            threads: get(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+        })
+    }
+
+    /// Launches with one parameter.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Safety
+    /// As [`Function::launch_with`], for the one parameter `params`.
+    pub unsafe fn launch<P>(&self, stream: &CudaStream, grid: Grid, params: &P) -> Result<(), Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with(stream, grid, &mut [std::ptr::from_ref(params).cast_mut().cast()]) }
+    }
+
+    /// Launches with parameters that lie at addresses of the host, and returns before the kernel has run. The driver copies the
+    /// parameters before that, and writes none.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    ///
+    /// # Safety
+    /// The parameters are what the kernel takes, in number, order and layout, and the device addresses among them are those of memory
+    /// that the kernel may access as it does until it has run.
+    pub unsafe fn launch_with(
+        &self,
+        stream: &CudaStream,
+        grid: Grid,
+        parameters: &mut [*mut c_void],
+    ) -> Result<(), Error> {
+        let failed = |error| Error::driver(format!("{}: launch", self.name))(error);
+        self.context.bind_to_thread().map_err(failed)?;
+        let [x, y, z] = grid.blocks.map(|n| n as u32);
+        // SAFETY: the function is loaded in this context; the driver only reads through the addresses. The rest is the caller's promise.
+        unsafe {
+            result::launch_kernel(
+                self.function,
+                (x, y, z),
+                (grid.threads as u32, 1, 1),
+                grid.shared as u32,
+                stream.cu_stream(),
+                parameters,
+            )
+        }
+        .map_err(failed)
+    }
+}
+
+impl Drop for Function {
+    fn drop(&mut self) {
+        // Errors here are those of work that went wrong before; whoever waits for it is told.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: the module was loaded by `load`, and nothing else has its handle.
+        let _ = unsafe { result::module::unload(self.module) };
+    }
+}

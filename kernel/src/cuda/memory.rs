@@ -1,0 +1,160 @@
+//! Memory of a device.
+
+#![allow(unsafe_code)]
+
+use super::error::Error;
+use crate::device::{Span, View, ViewMut};
+use crate::scalar::{Scalar, ScalarType};
+use cudarc::driver::{CudaContext, result};
+use std::sync::Arc;
+
+/// Memory of a device: scalars of one type, allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from) or
+/// [`Gpu::uninit`](super::Gpu::uninit), or borrowed by [`Gpu::borrow`](super::Gpu::borrow).
+///
+/// What is allocated starts on 256 bytes, and is freed when the value is dropped and all work of the device has ended.
+#[derive(Debug)]
+pub struct Memory {
+    context: Arc<CudaContext>,
+    at: u64,
+    element: ScalarType,
+    len: usize,
+    owned: bool,
+}
+
+impl Memory {
+    pub(super) fn allocate(
+        context: &Arc<CudaContext>,
+        element: ScalarType,
+        len: usize,
+    ) -> Result<Self, Error> {
+        let bytes = len.saturating_mul(element.bytes());
+        let failed = || Error::driver(format!("{bytes} bytes of memory"));
+        context.bind_to_thread().map_err(failed())?;
+        // Every memory has an address, that of no elements too.
+        // SAFETY: the context is current; the memory is freed once, by `drop`.
+        let at = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(failed())?;
+        Ok(Self { context: context.clone(), at, element, len, owned: true })
+    }
+
+    /// # Safety
+    /// As [`Gpu::borrow`](super::Gpu::borrow).
+    pub(super) unsafe fn borrow(
+        context: &Arc<CudaContext>,
+        element: ScalarType,
+        at: u64,
+        len: usize,
+    ) -> Self {
+        Self { context: context.clone(), at, element, len, owned: false }
+    }
+
+    pub(super) fn is_of(&self, context: &CudaContext) -> bool {
+        self.context.cu_ctx() == context.cu_ctx()
+    }
+
+    /// Its address on the device.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.at
+    }
+
+    /// The type of its elements.
+    #[must_use]
+    pub fn element(&self) -> ScalarType {
+        self.element
+    }
+
+    /// Its elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.len * self.element.bytes()
+    }
+
+    /// All of it, to be read.
+    #[must_use]
+    pub fn view(&self) -> View<'_, Self> {
+        View::new(self, self.span())
+    }
+
+    /// All of it, to be read and written.
+    #[must_use]
+    pub fn view_mut(&mut self) -> ViewMut<'_, Self> {
+        let span = self.span();
+        ViewMut::new(self, span)
+    }
+
+    fn span(&self) -> Span {
+        Span { element: self.element, offset: 0, len: self.len }
+    }
+
+    /// The elements, once all work of the device has ended.
+    ///
+    /// # Errors
+    /// [`Error::Element`], or [`Error::Driver`], also of work that failed.
+    pub fn to_vec<T: Scalar>(&self) -> Result<Vec<T>, Error> {
+        self.check::<T>()?;
+        let failed = || Error::driver("copy from the device");
+        let mut bytes = vec![0u8; self.bytes()];
+        self.context.synchronize().map_err(Error::driver("work of the device"))?;
+        if !bytes.is_empty() {
+            // SAFETY: so many bytes lie there, and no work is left that writes them.
+            unsafe { result::memcpy_dtoh_sync(&mut bytes, self.at) }.map_err(failed())?;
+        }
+        let value = |bytes: &[u8]| {
+            let mut raw = [0; 8];
+            raw[..bytes.len()].copy_from_slice(bytes);
+            T::from_raw(u64::from_le_bytes(raw))
+        };
+        Ok(bytes.chunks_exact(T::TYPE.bytes()).map(value).collect())
+    }
+
+    /// Writes all elements, once all work of the device has ended; what is launched later sees them.
+    ///
+    /// # Errors
+    /// [`Error::Element`], [`Error::Length`] or [`Error::Driver`], also of work that failed.
+    pub fn copy_from<T: Scalar>(&mut self, values: &[T]) -> Result<(), Error> {
+        self.check::<T>()?;
+        if values.len() != self.len {
+            return Err(Error::Length { expected: values.len(), found: self.len });
+        }
+        let failed = || Error::driver("copy to the device");
+        self.context.synchronize().map_err(Error::driver("work of the device"))?;
+        if !values.is_empty() {
+            // SAFETY: scalars are sealed: integers, floats and bool, which have no padding.
+            let bytes =
+                unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
+            // SAFETY: so many bytes lie there, and no work is left that accesses them.
+            unsafe { result::memcpy_htod_sync(self.at, bytes) }.map_err(failed())?;
+            // The driver may still be moving them, on a stream that others do not wait for.
+            self.context.synchronize().map_err(failed())?;
+        }
+        Ok(())
+    }
+
+    fn check<T: Scalar>(&self) -> Result<(), Error> {
+        if T::TYPE == self.element {
+            return Ok(());
+        }
+        Err(Error::Element { expected: T::TYPE, found: self.element })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        if self.owned {
+            // Errors here are those of work that went wrong before; whoever waits for it is told.
+            let _ = self.context.synchronize();
+            // SAFETY: allocated by `allocate`; no work is left that accesses it.
+            let _ = unsafe { result::free_sync(self.at) };
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! NVIDIA devices: the driver and NVRTC found at run time, kernels compiled, kept on disk, loaded and launched.
+//!
+//! Nothing of NVIDIA's is needed to build: what is missing at run time is said by [`Error::Missing`]. Compiled kernels are kept in
+//! the folder that [`CACHE_VARIABLE`] names, or in `flashtile` in the user's folder of caches.
+//!
+//! ```no_run
+//! use flashtile_kernel::cuda::Gpu;
+//! use flashtile_kernel::prelude::*;
+//!
+//! /// Every number times another.
+//! #[kernel(threads = 256, requires(x.len() >= n as usize && out.len() >= n as usize, "n numbers each"))]
+//! pub fn scale<T: Element>(x: &Buffer<T>, out: &mut Buffer<T>, factor: f32, n: u32) {
+//!     let i = thread_position();
+//!     if i < n {
+//!         out[i] = T::from_f32(x[i].to_f32() * factor);
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let gpu = Gpu::new(0)?;
+//! let x = gpu.buffer_from(&[1.0f32, 2.0, 3.0])?;
+//! let mut out = gpu.uninit::<f32>(3)?;
+//! scale::Call { x: x.view(), out: out.view_mut(), factor: 2.0, n: 3, groups: [1, 1, 1] }.launch::<f32>(&gpu)?;
+//! assert_eq!(out.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! What is no kernel of the language is a [`Program`]: [`Gpu::load`] compiles it, and [`Function::launch_with`] trusts its caller.
+
+mod compiler;
+mod disk;
+mod error;
+mod function;
+mod gpu;
+mod library;
+mod memory;
+mod time;
+
+pub use compiler::{Architecture, Compiler, Program};
+pub use cudarc;
+pub use disk::CACHE_VARIABLE;
+pub use error::Error;
+pub use function::{Function, Grid, Resources};
+pub use gpu::Gpu;
+pub use library::NVRTC_VARIABLE;
+pub use memory::Memory;
+pub use time::Timing;

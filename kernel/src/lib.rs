@@ -1,0 +1,80 @@
+//! GPU kernels as Rust functions.
+//!
+//! A `#[kernel]` is an ordinary function: rustc checks its types, the [simulator] runs it on the host and checks every
+//! access, and from the same tokens it is printed as C++ for Metal and for CUDA. What cannot be printed does not compile.
+//!
+//! ```
+//! use flashtile_kernel::prelude::*;
+//! use flashtile_kernel::simulator::{Memory, Simulator};
+//! use flashtile_kernel::Target;
+//!
+//! /// Doubles the first n elements of x.
+//! #[kernel(
+//!     threads = 64,
+//!     requires(x.len() >= n as usize && out.len() >= n as usize, "x and out hold n elements"),
+//!     requires(groups[0] * threads >= n, "every element has a thread"),
+//! )]
+//! pub fn double<T: Element>(x: &Buffer<T>, out: &mut Buffer<T>, n: u32) {
+//!     let i = thread_position();
+//!     if i < n {
+//!         out[i] = T::from_f32(2.0 * x[i].to_f32());
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let x = Memory::from_slice(&[1.0f32, 2.0, 3.0]);
+//! let mut out = Memory::uninit::<f32>(3);
+//! double::Call { x: x.view(), out: out.view_mut(), n: 3, groups: [1, 1, 1] }.launch::<f32>(&Simulator::new())?;
+//! assert_eq!(out.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
+//!
+//! assert!(double::instance::<f16>().text(Target::Metal).contains("out[i] = ft_from_f32<T>(2.0f * ft_to_f32(x[i]));"));
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | module | what it has |
+//! |---|---|
+//! | [`prelude`] | what a module of kernels imports: attributes, types, intrinsics |
+//! | [`intrinsics`] | the functions Rust does not have, and how exact they are on each target |
+//! | [`scalar`], [`memory`] | types, and what may be done with them |
+//! | [`text`] | kernels as data, and whole programs for each target |
+//! | [`device`] | launches, and the contract they are checked against |
+//! | [`simulator`] | launches on the host |
+//! | [`marks`] | what the attributes put around a function's operators |
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod device;
+mod fragment;
+pub mod intrinsics;
+pub mod marks;
+pub mod matrix;
+pub mod memory;
+mod print;
+pub mod scalar;
+pub mod simulator;
+pub mod text;
+
+pub use device::{
+    Argument, Broken, BrokenKind, Constant, Device, Launch, LaunchError, Limits, Span, View, ViewMut,
+};
+pub use fragment::Fragment;
+pub use half::{bf16, f16};
+pub use memory::{Buffer, Shared};
+pub use scalar::{Element, Number, Plain, Scalar, ScalarType, Value};
+pub use simulator::Simulator;
+pub use text::{Bench, Generic, Instance, Kernel, Target, Text};
+
+/// What a module of kernels imports.
+pub mod prelude {
+    pub use crate::fragment::Fragment;
+    pub use crate::intrinsics::*;
+    pub use crate::matrix::*;
+    pub use crate::memory::{Buffer, Shared};
+    pub use crate::scalar::{Element, Number, Scalar};
+    pub use flashtile_kernel_macros::{constant, device, kernel, params};
+    pub use half::{bf16, f16};
+}
+
+#[cfg(not(target_pointer_width = "64"))]
+compile_error!("the kernel language has 64-bit sizes: hosts with other ones cannot run it");

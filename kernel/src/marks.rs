@@ -1,0 +1,221 @@
+//! What `#[kernel]` and `#[device]` put around the operators of a function.
+//!
+//! The identities refuse operands the kernel language does not have, with rustc's error at the operand. The operators
+//! behave the same in every build profile: what has no result is a fault with its line, never a silent wrap. No reference
+//! into memory that threads share ever exists: elements are copied in and out.
+//!
+//! | written | in the native function |
+//! |---|---|
+//! | `a[i]` | `a.ft_get(i)`, of buffers, shared arrays and local arrays alike |
+//! | `a[i][j]`, `a[i].f` | `a.ft_at(i).ft_get(j)`, `a.ft_at(i).f`: local arrays only |
+//! | `a[i] = v` | `a.ft_set(i, v)`, after `v` and then `i` have been evaluated |
+//! | `a[i] += v` | `a.ft_set(i, add(a.ft_get(i), v))` |
+//! | `a + b`, `- * / % << >>`, `-a` | [`add`] [`sub`] [`mul`] [`div`] [`rem`] [`shl`] [`shr`] [`neg`] |
+//! | `x.abs()`, `pow`, `div_ceil`, `clamp` | [`abs`] [`pow`] [`div_ceil`] [`clamp`], which may have no result |
+//! | `a < b` | `number(a) < number(b)` |
+//! | `a == b` | `equatable(a) == equatable(b)` |
+//! | `a & b`, `!a` | `bits(a) & bits(b)`, `!bits(a)` |
+//! | `if c`, `a && b` | `if condition(c)`, `condition(a) && condition(b)` |
+//! | `x as T` | `scalar(x) as T` |
+//! | `let x = e` | `let x = value(e)` |
+//! | `while` and `loop` | [`iteration`] at the head of the body |
+
+use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed, Value};
+use crate::simulator::fault_arithmetic;
+
+pub use crate::memory::{Elements, Place};
+
+macro_rules! identities {
+    ($($(#[$doc:meta])* $name:ident: $Bound:path;)*) => {$(
+        $(#[$doc])*
+        #[inline(always)]
+        pub const fn $name<T: $Bound>(x: T) -> T {
+            x
+        }
+    )*};
+}
+identities! {
+    /// An operand of a comparison or the receiver of a numeric method.
+    number: Number;
+    /// The receiver of a method of integers.
+    integer: Integer;
+    /// An operand of `&`, `|` or `^`, or of `!`.
+    bits: Bits;
+    /// What `as` converts.
+    scalar: Scalar;
+    /// The receiver of a conversion of floats.
+    element: Element;
+    /// What `let`, an assignment, an argument or a returned value holds.
+    value: Value;
+    /// An index of a loop or of memory.
+    index: Index;
+    /// A parameter copied from the host.
+    plain: Plain;
+}
+
+/// The condition of `if` and `while`, and an operand of `&&` and `||`.
+#[inline(always)]
+pub const fn condition(x: bool) -> bool {
+    x
+}
+
+/// What `==` and `!=` compare: numbers and `bool`.
+#[inline(always)]
+pub const fn equatable<T: Comparable>(x: T) -> T {
+    x
+}
+
+/// A float: the receiver of `exp2` and its kind.
+#[inline(always)]
+pub const fn float(x: f32) -> f32 {
+    x
+}
+
+/// What `==` and `!=` compare: numbers and `bool`.
+#[diagnostic::on_unimplemented(
+    message = "the kernel language does not compare `{Self}`",
+    label = "not bool, u32, i32, u64, i64, usize or f32",
+    note = "convert with `as`, or with `.to_f32()` for f16 and bf16"
+)]
+pub trait Comparable: Scalar {}
+impl Comparable for bool {}
+impl Comparable for u32 {}
+impl Comparable for i32 {}
+impl Comparable for u64 {}
+impl Comparable for i64 {}
+impl Comparable for usize {}
+impl Comparable for f32 {}
+
+macro_rules! operators {
+    ($($(#[$doc:meta])* $name:ident, $checked:ident, $symbol:literal;)*) => {$(
+        $(#[$doc])*
+        ///
+        /// # Faults
+        /// Where an integer has no such result.
+        #[inline]
+        #[track_caller]
+        pub fn $name<T: Number>(a: T, b: T) -> T {
+            match a.$checked(b) {
+                Some(x) => x,
+                None => fault_arithmetic(format_args!("{a:?} {} {b:?} has no value in {}", $symbol, T::TYPE)),
+            }
+        }
+    )*};
+}
+operators! {
+    /// `a + b`.
+    add, checked_add, "+";
+    /// `a - b`.
+    sub, checked_sub, "-";
+    /// `a * b`.
+    mul, checked_mul, "*";
+    /// `a / b`.
+    div, checked_div, "/";
+    /// `a % b`.
+    rem, checked_rem, "%";
+}
+
+/// `-a`.
+///
+/// # Faults
+/// For the least value of an integer type.
+#[inline]
+#[track_caller]
+pub fn neg<T: Signed>(a: T) -> T {
+    match a.checked_neg() {
+        Some(x) => x,
+        None => fault_arithmetic(format_args!("-({a:?}) has no value in {}", T::TYPE)),
+    }
+}
+
+/// `a.abs()`.
+///
+/// # Faults
+/// For the least value of an integer type.
+#[inline]
+#[track_caller]
+pub fn abs<T: Signed>(a: T) -> T {
+    match a.checked_abs() {
+        Some(x) => x,
+        None => fault_arithmetic(format_args!("({a:?}).abs() has no value in {}", T::TYPE)),
+    }
+}
+
+/// `a.pow(exponent)`.
+///
+/// # Faults
+/// Where there is no such value.
+#[inline]
+#[track_caller]
+pub fn pow<T: Integer>(a: T, exponent: u32) -> T {
+    match a.checked_pow(exponent) {
+        Some(x) => x,
+        None => fault_arithmetic(format_args!("({a:?}).pow({exponent}) has no value in {}", T::TYPE)),
+    }
+}
+
+/// `a.div_ceil(b)`, of an unsigned type.
+///
+/// # Faults
+/// Where `b` is zero.
+#[inline]
+#[track_caller]
+pub fn div_ceil<T: Index>(a: T, b: T) -> T {
+    let zero = T::default();
+    let one = if rem(a, b) > zero { T::from_raw(1) } else { zero };
+    add(div(a, b), one)
+}
+
+/// `a.clamp(low, high)`: for floats, NaN stays NaN.
+///
+/// # Faults
+/// Where `low > high`, or one of them is NaN.
+#[inline]
+#[track_caller]
+pub fn clamp<T: Number>(a: T, low: T, high: T) -> T {
+    if low <= high {
+        match a {
+            a if a < low => low,
+            a if a > high => high,
+            a => a,
+        }
+    } else {
+        fault_arithmetic(format_args!("clamp to {low:?}..={high:?}: there is nothing between"))
+    }
+}
+
+/// `a << by`.
+///
+/// # Faults
+/// Where `by` is negative or not below the width of `T`.
+#[inline]
+#[track_caller]
+pub fn shl<T: Integer, S: Integer>(a: T, by: S) -> T {
+    match a.checked_shl(by.as_shift()) {
+        Some(x) => x,
+        None => fault_arithmetic(format_args!("{a:?} << {by:?}: {} has {} bits", T::TYPE, T::WIDTH)),
+    }
+}
+
+/// `a >> by`.
+///
+/// # Faults
+/// Where `by` is negative or not below the width of `T`.
+#[inline]
+#[track_caller]
+pub fn shr<T: Integer, S: Integer>(a: T, by: S) -> T {
+    match a.checked_shr(by.as_shift()) {
+        Some(x) => x,
+        None => fault_arithmetic(format_args!("{a:?} >> {by:?}: {} has {} bits", T::TYPE, T::WIDTH)),
+    }
+}
+
+/// Counts an iteration of a loop, at the head of its body: a loop without end becomes a fault.
+///
+/// # Faults
+/// Where a thread has gone through more iterations than the simulator's limit.
+#[inline]
+#[track_caller]
+pub fn iteration() {
+    crate::simulator::count_iteration();
+}

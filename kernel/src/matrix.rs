@@ -1,0 +1,192 @@
+//! Products of 8x8 matrices, two left operands at a time, in the layout that the device multiplies them in.
+//!
+//! A left operand `A` and a sum `C` are held alike: the lane of row [`matrix_row`] and pair [`matrix_pair`] has columns `2 * pair` and
+//! `2 * pair + 1` of the row. How a right operand lies is the device's own affair: it is made from a lane's two numbers of a row ([`right`])
+//! or of a column ([`right_transposed`]). Which lane has which row and pair differs from device to device: on Apple's GPUs, and in the
+//! simulator, as in [`Fragment`](crate::Fragment); on NVIDIA's the row is `lane / 4`, the pair `lane % 4`.
+//!
+//! Operands are f16, bf16 or f32, sums f32. On NVIDIA GPUs a product of f16 (from capability 7.5 on) or bf16 (8.0) is one instruction of the
+//! matrix unit (PTX `mma.m16n8k8`); others are made of shuffles. On Apple's it is two of `simdgroup_multiply_accumulate`.
+//!
+//! These are device functions with C++ of their own, not words of the language: a crate may add others in the same way.
+
+use crate::fragment::position_of;
+use crate::scalar::{Element, ScalarType, Value};
+use crate::simulator;
+use crate::text::{Cpp, Described, Text, TextKind};
+
+/// A left operand.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Left<T> {
+    elements: [T; 2],
+}
+
+/// A right operand.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Right<T> {
+    elements: [T; 2],
+}
+
+impl<T> Value for Left<T> {}
+impl<T> Value for Right<T> {}
+
+impl<T: Element> Described for Left<T> {
+    const TEXT: &'static Text = &TEXT;
+}
+
+impl<T: Element> Described for Right<T> {
+    const TEXT: &'static Text = &Text { name: "Right", cpp: Cpp::Printed(""), depends: &[&TEXT], ..TEXT };
+}
+
+/// All of it: the functions are printed with the operands they are of.
+const TEXT: Text = Text {
+    name: "Left",
+    kind: TextKind::Struct,
+    cpp: Cpp::Printed(include_str!("prelude/matrix.h")),
+    rust: "",
+    depends: &[],
+    file: file!(),
+    line: line!(),
+};
+
+/// The row of which this lane has a pair, below 8.
+#[must_use]
+pub fn matrix_row() -> u32 {
+    position_of(crate::intrinsics::simd_lane()).0
+}
+
+/// The number of the pair of columns that this lane has, below 4.
+#[must_use]
+pub fn matrix_pair() -> u32 {
+    position_of(crate::intrinsics::simd_lane()).1 / 2
+}
+
+/// The lane that has a pair of a row.
+#[must_use]
+pub fn matrix_lane(row: u32, pair: u32) -> u32 {
+    (0..32).find(|lane| position_of(*lane) == (row % 8, 2 * (pair % 4))).unwrap_or(0)
+}
+
+/// This lane's pair of a left operand, from the bits of its elements: both in `low` where they have 16 bits, one in each of `low` and
+/// `high` where they have 32.
+#[must_use]
+pub fn left<T: Element>(low: u32, high: u32) -> Left<T> {
+    let bits = if T::TYPE == ScalarType::F32 { [low, high] } else { [low & 0xffff, low >> 16] };
+    Left { elements: bits.map(|bits| T::from_raw(u64::from(bits))) }
+}
+
+/// A right operand of which this lane has columns `2 * pair` and `2 * pair + 1` of its row, rounded to nearest even.
+///
+/// # Faults
+/// Where a lane is elsewhere.
+#[track_caller]
+#[must_use]
+pub fn right<T: Element>(x: f32, y: f32) -> Right<T> {
+    simulator::simd_converge("right");
+    Right { elements: [T::from_f32(x), T::from_f32(y)] }
+}
+
+/// A right operand of which this lane has rows `2 * pair` and `2 * pair + 1` of the column of its row's number, rounded to nearest even.
+///
+/// # Faults
+/// Where a lane is elsewhere.
+#[track_caller]
+#[must_use]
+pub fn right_transposed<T: Element>(x: f32, y: f32) -> Right<T> {
+    let shown = simulator::gather("right_transposed", u64::from(x.to_bits()) | u64::from(y.to_bits()) << 32);
+    let (row, pair) = (matrix_row(), matrix_pair());
+    let element = |column: u32| {
+        let bits = shown[matrix_lane(column, row / 2) as usize] >> (32 * (row % 2));
+        T::from_f32(f32::from_bits(bits as u32))
+    };
+    Right { elements: [element(2 * pair), element(2 * pair + 1)] }
+}
+
+/// A right operand of zeros.
+#[must_use]
+pub fn right_zero<T: Element>() -> Right<T> {
+    Right { elements: [T::from_f32(0.0); 2] }
+}
+
+/// `a[n] b + c[n]` for both left operands: products are exact, sums f32 in an order of the device's.
+///
+/// # Faults
+/// Where a lane is elsewhere.
+#[track_caller]
+#[must_use]
+pub fn multiply_add<T: Element>(a: [Left<T>; 2], b: Right<T>, c: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
+    let b = b.elements.map(T::to_f32);
+    let product = |n: usize| {
+        let [x, y] = a[n].elements.map(T::to_f32);
+        simulator::multiply_accumulate([x, y, b[0], b[1]], c[n])
+    };
+    [product(0), product(1)]
+}
+
+/// The greatest of the lanes with this lane's pair, of those that are numbers.
+///
+/// # Faults
+/// Where a lane is elsewhere.
+#[track_caller]
+#[must_use]
+pub fn matrix_column_max(x: f32) -> f32 {
+    column("matrix_column_max", x).into_iter().fold(x, f32::max)
+}
+
+/// The sum over the lanes with this lane's pair.
+///
+/// # Faults
+/// Where a lane is elsewhere.
+#[track_caller]
+#[must_use]
+pub fn matrix_column_sum(x: f32) -> f32 {
+    let mut sums = column("matrix_column_sum", x);
+    for half in [4, 2, 1] {
+        for n in 0..half {
+            sums[n] += sums[n + half];
+        }
+    }
+    sums[0]
+}
+
+#[track_caller]
+fn column(name: &'static str, x: f32) -> [f32; 8] {
+    let shown = simulator::gather(name, u64::from(x.to_bits()));
+    let pair = matrix_pair();
+    std::array::from_fn(|row| f32::from_bits(shown[matrix_lane(row as u32, pair) as usize] as u32))
+}
+
+/// All ones in the bytes of which [`byte_permute`](crate::intrinsics::byte_permute) would give one with its top bit set, 0 in others.
+#[must_use]
+#[track_caller]
+pub fn byte_signs(a: u32, b: u32, selector: u32) -> u32 {
+    let tops = crate::intrinsics::byte_permute(a, b, selector) >> 7 & 0x0101_0101;
+    tops * 0xff
+}
+
+/// What a device function's module has, beside functions that are generic in the type of operands and those that are not.
+macro_rules! texts {
+    ($($name:ident $deducible:literal)*) => {$(
+        #[doc(hidden)]
+        #[allow(non_upper_case_globals)]
+        pub mod $name {
+            pub const TEXT: &crate::text::Text = &super::TEXT;
+            pub const DEDUCED: u64 = 0;
+            pub const DEDUCIBLE: bool = $deducible;
+            pub const $name: () = ();
+        }
+    )*};
+}
+texts! {
+    matrix_row true
+    matrix_pair true
+    matrix_lane true
+    left false
+    right false
+    right_transposed false
+    right_zero false
+    multiply_add false
+    matrix_column_max true
+    matrix_column_sum true
+    byte_signs true
+}

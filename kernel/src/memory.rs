@@ -1,0 +1,222 @@
+//! Memory as a kernel sees it: [`Buffer`]s of the device and [`Shared`] arrays of a thread group.
+//!
+//! Both are handles that only the simulator makes; every access goes through it and is checked there. Elements are
+//! copied in and out, so no reference into memory that other threads may write ever exists.
+
+use crate::scalar::{Bits, Index, Number, Scalar, Value};
+use crate::simulator::Region;
+use std::fmt;
+use std::marker::PhantomData;
+
+/// An array of scalars in device memory: a `&Buffer<T>` or `&mut Buffer<T>` parameter of a kernel.
+///
+/// In a kernel `buffer[i]` reads and `buffer[i] = x` writes, for an index that is a `u32`, `u64` or `usize`. There is no
+/// length on a device: pass it as a parameter, and state `buffer.len()` in the kernel's `requires`.
+pub struct Buffer<T> {
+    region: Region,
+    element: PhantomData<T>,
+}
+
+/// An array of scalars shared by the threads of a group, made by [`shared`](crate::intrinsics::shared).
+///
+/// It starts uninitialised in every group.
+pub struct Shared<T> {
+    region: Region,
+    element: PhantomData<T>,
+}
+
+/// [`Buffer`] or [`Shared`]: what atomics and fragments work on.
+pub trait Memory: private::Handle {
+    /// The type of an element.
+    type Item: Scalar;
+}
+
+pub(crate) mod private {
+    use crate::simulator::Region;
+
+    /// Hides the regions of handles from other crates, and seals [`Memory`](super::Memory).
+    pub trait Handle {
+        /// The memory behind the handle.
+        #[doc(hidden)]
+        fn region(&self) -> &Region;
+    }
+}
+
+/// What `a[i]` reads from and `a[i] = x` writes to: buffers, shared arrays and local arrays.
+///
+/// `#[kernel]` and `#[device]` turn index expressions into these calls.
+pub trait Place {
+    /// The type of an element.
+    type Item;
+
+    /// The element at `index`.
+    ///
+    /// # Faults
+    /// Where `index` is outside, the element is uninitialised or another thread may be writing it.
+    #[track_caller]
+    fn ft_get<I: Index>(&self, index: I) -> Self::Item;
+
+    /// Replaces the element at `index`.
+    ///
+    /// # Faults
+    /// Where `index` is outside or another thread may be using the element.
+    #[track_caller]
+    fn ft_set<I: Index>(&mut self, index: I, value: Self::Item);
+}
+
+/// A local array: the only [`Place`] whose elements can be borrowed, for `a[i][j]` and `a[i].field`.
+pub trait Elements: Place {
+    /// The element at `index`, borrowed.
+    ///
+    /// # Faults
+    /// Where `index` is outside.
+    #[track_caller]
+    fn ft_at<I: Index>(&self, index: I) -> &Self::Item;
+
+    /// The element at `index`, borrowed for writing.
+    ///
+    /// # Faults
+    /// Where `index` is outside.
+    #[track_caller]
+    fn ft_at_mut<I: Index>(&mut self, index: I) -> &mut Self::Item;
+}
+
+macro_rules! handle {
+    ($Handle:ident) => {
+        impl<T: Scalar> $Handle<T> {
+            pub(crate) fn new(region: Region) -> Self {
+                Self { region, element: PhantomData }
+            }
+
+            /// Reads `N` neighbouring elements at once, from element `index` on.
+            ///
+            /// `N` elements are a power of two of bytes up to 16, or a multiple of 16; the address is a multiple of that
+            /// power, or of 16.
+            ///
+            /// # Faults
+            /// Where that does not hold, and where [`Place::ft_get`] does for any element.
+            #[track_caller]
+            pub fn load<const N: usize>(&self, index: impl Index) -> [T; N] {
+                self.load_as::<T, N>(index)
+            }
+
+            /// Writes `N` neighbouring elements at once, from element `index` on, aligned as in `load`.
+            ///
+            /// # Faults
+            /// Where it is not aligned, and where [`Place::ft_set`] does for any element.
+            #[track_caller]
+            pub fn store<const N: usize>(&mut self, index: impl Index, values: [T; N]) {
+                self.store_as::<T, N>(index, values);
+            }
+
+            /// Reads the bytes from element `index` on as `N` little-endian values of `U`, aligned as in `load`.
+            ///
+            /// # Faults
+            /// Where it is not aligned, and where [`Place::ft_get`] does for any element touched.
+            #[track_caller]
+            pub fn load_as<U: Scalar, const N: usize>(&self, index: impl Index) -> [U; N] {
+                let mut values = [U::default(); N];
+                let mut rest = values.iter_mut();
+                self.region.load(index.position(), U::TYPE, N, &mut |raw| {
+                    if let Some(value) = rest.next() {
+                        *value = U::from_raw(raw);
+                    }
+                });
+                values
+            }
+
+            /// Writes `N` values of `U`, little-endian, to the bytes from element `index` on, aligned as in `load`.
+            ///
+            /// # Faults
+            /// Where it is not aligned, and where [`Place::ft_set`] does for any element touched.
+            #[track_caller]
+            pub fn store_as<U: Scalar, const N: usize>(&mut self, index: impl Index, values: [U; N]) {
+                let mut rest = values.iter();
+                self.region
+                    .store(index.position(), U::TYPE, N, &mut || rest.next().map_or(0, |x| x.to_raw()));
+            }
+        }
+
+        impl<T: Scalar> Place for $Handle<T> {
+            type Item = T;
+
+            #[track_caller]
+            fn ft_get<I: Index>(&self, index: I) -> T {
+                T::from_raw(self.region.get(index.position()))
+            }
+
+            #[track_caller]
+            fn ft_set<I: Index>(&mut self, index: I, value: T) {
+                self.region.set(index.position(), value.to_raw());
+            }
+        }
+
+        impl<T: Scalar> Memory for $Handle<T> {
+            type Item = T;
+        }
+
+        impl<T> private::Handle for $Handle<T> {
+            fn region(&self) -> &Region {
+                &self.region
+            }
+        }
+
+        impl<T> fmt::Debug for $Handle<T> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_tuple(stringify!($Handle)).field(&self.region.name()).finish()
+            }
+        }
+    };
+}
+handle!(Buffer);
+handle!(Shared);
+
+impl<T> Value for Shared<T> {}
+
+impl<T: Copy, const N: usize> Place for [T; N] {
+    type Item = T;
+
+    #[track_caller]
+    fn ft_get<I: Index>(&self, index: I) -> T {
+        *self.ft_at(index)
+    }
+
+    #[track_caller]
+    fn ft_set<I: Index>(&mut self, index: I, value: T) {
+        *self.ft_at_mut(index) = value;
+    }
+}
+
+impl<T: Copy, const N: usize> Elements for [T; N] {
+    #[track_caller]
+    fn ft_at<I: Index>(&self, index: I) -> &T {
+        match self.get(index.position() as usize) {
+            Some(element) => element,
+            None => crate::simulator::outside_array(index.position(), N),
+        }
+    }
+
+    #[track_caller]
+    fn ft_at_mut<I: Index>(&mut self, index: I) -> &mut T {
+        match self.get_mut(index.position() as usize) {
+            Some(element) => element,
+            None => crate::simulator::outside_array(index.position(), N),
+        }
+    }
+}
+
+/// A type with atomic addition and exchange in memory: `u32`, `i32`, `f32`.
+#[diagnostic::on_unimplemented(message = "no atomics on `{Self}`", label = "not u32, i32 or f32")]
+pub trait Atomic: Number {}
+impl Atomic for u32 {}
+impl Atomic for i32 {}
+impl Atomic for f32 {}
+
+/// A type with all atomics: `u32`, `i32`.
+#[diagnostic::on_unimplemented(
+    message = "this atomic is for integers, not for `{Self}`",
+    label = "not u32 or i32"
+)]
+pub trait AtomicInteger: Atomic + Bits {}
+impl AtomicInteger for u32 {}
+impl AtomicInteger for i32 {}

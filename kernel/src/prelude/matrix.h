@@ -1,0 +1,245 @@
+// Products of 8x8 matrices, two left operands at a time. A lane has two neighbouring elements of a row.
+#ifndef FT_METAL
+template <typename T>
+struct Left {
+    uint low;
+};
+template <>
+struct Left<float> {
+    uint low, high;
+};
+// Rows 2 * pair and 2 * pair + 1 of the column of the lane's row.
+template <typename T>
+struct Right {
+    uint low;
+};
+template <>
+struct Right<float> {
+    uint low, high;
+};
+
+FT_DEVICE uint matrix_row(FT_THREAD_CONTEXT) { return ft_simd_lane(ft) / 4; }
+FT_DEVICE uint matrix_pair(FT_THREAD_CONTEXT) { return ft_simd_lane(ft) % 4; }
+FT_DEVICE uint matrix_lane(FT_THREAD_CONTEXT, const uint row, const uint pair) { return 4 * row + pair; }
+FT_DEVICE uint byte_signs(FT_THREAD_CONTEXT, const uint a, const uint b, const uint selector) {
+    uint signs;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(signs) : "r"(a), "r"(b), "r"(selector | 0x8888));
+    return signs;
+}
+
+template <typename T>
+struct ft_matrix {
+    FT_DEVICE static Left<T> left(const uint low, const uint) { return Left<T>{low}; }
+    FT_DEVICE static uint pack(const float x, const float y) {
+        return uint(ft_to_bits(ft_from_f32<T>(x))) | uint(ft_to_bits(ft_from_f32<T>(y))) << 16;
+    }
+    FT_DEVICE static Right<T> right(const float x, const float y) {
+        const uint rows = pack(x, y);
+#if __CUDA_ARCH__ >= 750
+        uint columns;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
+        return Right<T>{columns};
+#else
+        const uint lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
+        const uint first = __shfl_sync(0xffffffffu, rows, 8 * pair + row / 2);
+        const uint second = __shfl_sync(0xffffffffu, rows, 8 * pair + 4 + row / 2);
+        return Right<T>{row % 2 ? (first >> 16 | (second & 0xffff0000u)) : ((first & 0xffffu) | second << 16)};
+#endif
+    }
+    FT_DEVICE static Right<T> right_transposed(const float x, const float y) { return Right<T>{pack(x, y)}; }
+    FT_DEVICE static Right<T> zero() { return Right<T>{0}; }
+    FT_DEVICE static float first(const uint low, const uint) { return ft_to_f32(ft_from_bits<T>(ushort(low))); }
+    FT_DEVICE static float second(const uint low, const uint) { return ft_to_f32(ft_from_bits<T>(ushort(low >> 16))); }
+    FT_DEVICE static uint high(const Left<T>&) { return 0; }
+    FT_DEVICE static uint high(const Right<T>&) { return 0; }
+};
+template <>
+struct ft_matrix<float> {
+    FT_DEVICE static Left<float> left(const uint low, const uint high) { return Left<float>{low, high}; }
+    FT_DEVICE static Right<float> right(const float x, const float y) {
+        const uint lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
+        const float x0 = __shfl_sync(0xffffffffu, x, 8 * pair + row / 2);
+        const float y0 = __shfl_sync(0xffffffffu, y, 8 * pair + row / 2);
+        const float x1 = __shfl_sync(0xffffffffu, x, 8 * pair + 4 + row / 2);
+        const float y1 = __shfl_sync(0xffffffffu, y, 8 * pair + 4 + row / 2);
+        return right_transposed(row % 2 ? y0 : x0, row % 2 ? y1 : x1);
+    }
+    FT_DEVICE static Right<float> right_transposed(const float x, const float y) {
+        return Right<float>{ft_to_bits(x), ft_to_bits(y)};
+    }
+    FT_DEVICE static Right<float> zero() { return Right<float>{0, 0}; }
+    FT_DEVICE static float first(const uint low, const uint) { return ft_from_bits<float>(low); }
+    FT_DEVICE static float second(const uint, const uint high) { return ft_from_bits<float>(high); }
+    FT_DEVICE static uint high(const Left<float>& x) { return x.high; }
+    FT_DEVICE static uint high(const Right<float>& x) { return x.high; }
+};
+
+template <typename T>
+FT_DEVICE Left<T> left(FT_THREAD_CONTEXT, const uint low, const uint high) {
+    return ft_matrix<T>::left(low, high);
+}
+template <typename T>
+FT_DEVICE Right<T> right(FT_THREAD_CONTEXT, const float x, const float y) {
+    return ft_matrix<T>::right(x, y);
+}
+template <typename T>
+FT_DEVICE Right<T> right_transposed(FT_THREAD_CONTEXT, const float x, const float y) {
+    return ft_matrix<T>::right_transposed(x, y);
+}
+template <typename T>
+FT_DEVICE Right<T> right_zero(FT_THREAD_CONTEXT) {
+    return ft_matrix<T>::zero();
+}
+
+typedef ft_array<ft_array<float, 2>, 2> ft_sums;
+
+// Through shuffles: what the matrix unit does not have.
+template <typename T>
+FT_DEVICE ft_sums ft_multiply_add(const ft_array<Left<T>, 2>& a, const Right<T>& b, ft_sums c) {
+    const uint lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
+    const uint b_high = ft_matrix<T>::high(b);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const uint low0 = __shfl_sync(0xffffffffu, b.low, 8 * pair + k), low1 = __shfl_sync(0xffffffffu, b.low, 8 * pair + 4 + k);
+        const uint high0 = sizeof(T) == 2 ? 0 : __shfl_sync(0xffffffffu, b_high, 8 * pair + k);
+        const uint high1 = sizeof(T) == 2 ? 0 : __shfl_sync(0xffffffffu, b_high, 8 * pair + 4 + k);
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const uint low = __shfl_sync(0xffffffffu, a[n].low, 4 * row + k);
+            const uint high = sizeof(T) == 2 ? 0 : __shfl_sync(0xffffffffu, ft_matrix<T>::high(a[n]), 4 * row + k);
+            const float x = ft_matrix<T>::first(low, high), y = ft_matrix<T>::second(low, high);
+            c[n][0] = fmaf(y, ft_matrix<T>::second(low0, high0), fmaf(x, ft_matrix<T>::first(low0, high0), c[n][0]));
+            c[n][1] = fmaf(y, ft_matrix<T>::second(low1, high1), fmaf(x, ft_matrix<T>::first(low1, high1), c[n][1]));
+        }
+    }
+    return c;
+}
+template <typename T>
+FT_DEVICE ft_sums multiply_add(FT_THREAD_CONTEXT, const ft_array<Left<T>, 2> a, const Right<T> b, ft_sums c) {
+    return ft_multiply_add<T>(a, b, c);
+}
+#if __CUDA_ARCH__ >= 750
+template <>
+FT_DEVICE ft_sums multiply_add<ft_f16>(FT_THREAD_CONTEXT, const ft_array<Left<ft_f16>, 2> a, const Right<ft_f16> b, ft_sums c) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[1][0]), "+f"(c[1][1])
+                 : "r"(a[0].low), "r"(a[1].low), "r"(b.low));
+    return c;
+}
+#endif
+#if __CUDA_ARCH__ >= 800
+template <>
+FT_DEVICE ft_sums multiply_add<ft_bf16>(FT_THREAD_CONTEXT, const ft_array<Left<ft_bf16>, 2> a, const Right<ft_bf16> b, ft_sums c) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[1][0]), "+f"(c[1][1])
+                 : "r"(a[0].low), "r"(a[1].low), "r"(b.low));
+    return c;
+}
+#endif
+FT_DEVICE float matrix_column_max(FT_THREAD_CONTEXT, float x) {
+#pragma unroll
+    for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
+    return x;
+}
+FT_DEVICE float matrix_column_sum(FT_THREAD_CONTEXT, float x) {
+#pragma unroll
+    for (int lanes = 16; lanes > 2; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+    return x;
+}
+#else
+template <typename T>
+struct Left {
+    metal::simdgroup_matrix<T, 8, 8> matrix;
+};
+template <typename T>
+struct Right {
+    metal::simdgroup_matrix<T, 8, 8> matrix;
+};
+
+FT_DEVICE uint matrix_row(FT_THREAD_CONTEXT) {
+    const uint lane = ft_simd_lane(ft);
+    return (lane / 4 & 4) + lane / 2 % 4;
+}
+FT_DEVICE uint matrix_pair(FT_THREAD_CONTEXT) {
+    const uint lane = ft_simd_lane(ft);
+    return (lane / 4 & 2) + lane % 2;
+}
+FT_DEVICE uint matrix_lane(FT_THREAD_CONTEXT, const uint row, const uint pair) {
+    return (row & 4) * 4 + (pair & 2) * 4 + (row & 3) * 2 + (pair & 1);
+}
+FT_DEVICE uint byte_signs(FT_THREAD_CONTEXT, const uint a, const uint b, const uint selector) {
+    return (ft_byte_permute(a, b, selector) >> 7 & 0x01010101u) * 0xffu;
+}
+
+// Elements are set one at a time: what thread_elements() refers to has two that are the lane's, and is of a type of Apple's own.
+template <typename T>
+struct ft_matrix {
+    static metal::simdgroup_matrix<T, 8, 8> of(const T x, const T y) {
+        metal::simdgroup_matrix<T, 8, 8> matrix;
+        matrix.thread_elements()[0] = x;
+        matrix.thread_elements()[1] = y;
+        return matrix;
+    }
+    static metal::simdgroup_matrix<T, 8, 8> of_words(const uint low, const uint) {
+        return of(as_type<T>(ushort(low)), as_type<T>(ushort(low >> 16)));
+    }
+};
+template <>
+struct ft_matrix<float> {
+    static metal::simdgroup_matrix<float, 8, 8> of(const float x, const float y) {
+        metal::simdgroup_matrix<float, 8, 8> matrix;
+        matrix.thread_elements()[0] = x;
+        matrix.thread_elements()[1] = y;
+        return matrix;
+    }
+    static metal::simdgroup_matrix<float, 8, 8> of_words(const uint low, const uint high) {
+        return of(as_type<float>(low), as_type<float>(high));
+    }
+};
+
+template <typename T>
+FT_DEVICE Left<T> left(FT_THREAD_CONTEXT, const uint low, const uint high) {
+    Left<T> x;
+    x.matrix = ft_matrix<T>::of_words(low, high);
+    return x;
+}
+template <typename T>
+FT_DEVICE Right<T> right(FT_THREAD_CONTEXT, const float x, const float y) {
+    Right<T> r;
+    r.matrix = ft_matrix<T>::of(T(x), T(y));
+    return r;
+}
+template <typename T>
+FT_DEVICE Right<T> right_transposed(FT_THREAD_CONTEXT, const float x, const float y) {
+    const uint row = matrix_row(ft), pair = matrix_pair(ft);
+    const ushort first = ushort(matrix_lane(ft, 2 * pair, row / 2)), second = ushort(matrix_lane(ft, 2 * pair + 1, row / 2));
+    const float x0 = metal::simd_shuffle(x, first), y0 = metal::simd_shuffle(y, first);
+    const float x1 = metal::simd_shuffle(x, second), y1 = metal::simd_shuffle(y, second);
+    return right<T>(ft, row % 2 ? y0 : x0, row % 2 ? y1 : x1);
+}
+template <typename T>
+FT_DEVICE Right<T> right_zero(FT_THREAD_CONTEXT) {
+    return right<T>(ft, 0.0f, 0.0f);
+}
+template <typename T>
+FT_DEVICE ft_array<ft_array<float, 2>, 2> multiply_add(FT_THREAD_CONTEXT, const ft_array<Left<T>, 2> a, const Right<T> b,
+                                                       ft_array<ft_array<float, 2>, 2> c) {
+    for (uint n = 0; n < 2; n++) {
+        metal::simdgroup_matrix<float, 8, 8> sum = ft_matrix<float>::of(c[n][0], c[n][1]);
+        metal::simdgroup_multiply_accumulate(sum, a[n].matrix, b.matrix, sum);
+        c[n][0] = sum.thread_elements()[0];
+        c[n][1] = sum.thread_elements()[1];
+    }
+    return c;
+}
+FT_DEVICE float matrix_column_max(FT_THREAD_CONTEXT, float x) {
+    x = metal::fmax(x, metal::simd_shuffle_xor(x, ushort(2)));
+    x = metal::fmax(x, metal::simd_shuffle_xor(x, ushort(4)));
+    return metal::fmax(x, metal::simd_shuffle_xor(x, ushort(16)));
+}
+FT_DEVICE float matrix_column_sum(FT_THREAD_CONTEXT, float x) {
+    x += metal::simd_shuffle_xor(x, ushort(16));
+    x += metal::simd_shuffle_xor(x, ushort(4));
+    return x + metal::simd_shuffle_xor(x, ushort(2));
+}
+#endif

@@ -1,0 +1,177 @@
+//! Whole programs of instances, for each target.
+
+use crate::scalar::ScalarType;
+use crate::text::{
+    Cpp, Generic, Instance, Parameter, ParameterKind, Target, Text, TextKind, dependencies, indent, literal,
+};
+use std::fmt::Write as _;
+
+/// Writing to a `String` does not fail.
+macro_rules! put {
+    ($out:expr $(, $($arguments:tt)+)?) => {{
+        let _ = writeln!($out $(, $($arguments)+)?);
+    }};
+}
+
+pub(crate) fn program(instance: &Instance, target: Target) -> String {
+    let kernel = instance.kernel();
+    let mut out = String::new();
+    for line in kernel.docs.lines() {
+        put!(out, "//{line}");
+    }
+    put!(out, "// {} of {}:{}", instance.entry(), kernel.text.file, kernel.text.line);
+    if kernel.exact {
+        put!(out, "#define FT_EXACT 1");
+    }
+    if target == Target::Cuda && instance.cuda_dynamic_bytes() > 0 {
+        put!(out, "#define FT_DYNAMIC 1");
+    }
+    out.push_str(prelude(target));
+    for text in dependencies(&kernel.text) {
+        put!(out);
+        item(&mut out, text);
+    }
+    put!(out);
+    generics(&mut out, instance);
+    entry(&mut out, instance, target);
+    out
+}
+
+pub(crate) fn source(instance: &Instance) -> String {
+    let kernel = instance.kernel();
+    let mut out = String::new();
+    put!(out, "// {} of {}:{}", instance.entry(), kernel.text.file, kernel.text.line);
+    for (parameter, generic) in kernel.generics.iter().zip(instance.generics()) {
+        put!(out, "// {} = {generic}", parameter.name);
+    }
+    put!(out, "use flashtile_kernel::prelude::*;");
+    let params = |text: &Text| {
+        let of = |p: &Parameter| matches!(p.kind, ParameterKind::Params { cpp, .. } if cpp == text.name);
+        kernel.parameters.iter().any(of)
+    };
+    for text in dependencies(&kernel.text).into_iter().chain([&kernel.text]) {
+        put!(out);
+        match text.kind {
+            TextKind::Kernel => {}
+            TextKind::Constant => put!(out, "#[constant]"),
+            TextKind::Struct if params(text) => put!(out, "#[params]"),
+            TextKind::Struct | TextKind::Function => put!(out, "#[device]"),
+        }
+        // Where an attribute was taken off, between documentation and item, an empty line is left.
+        let mut head = true;
+        for line in text.rust.trim_end().lines() {
+            head &= line.is_empty() || line.starts_with("///") || line.starts_with("#[");
+            if !(head && line.is_empty()) {
+                put!(out, "{line}");
+            }
+        }
+    }
+    out
+}
+
+fn prelude(target: Target) -> &'static str {
+    match target {
+        Target::Metal => concat!(include_str!("prelude/metal.h"), include_str!("prelude/common.h")),
+        Target::Cuda => concat!(include_str!("prelude/cuda.h"), include_str!("prelude/common.h")),
+    }
+}
+
+fn item(out: &mut String, text: &Text) {
+    match &text.cpp {
+        Cpp::Printed(cpp) => put!(out, "{}", cpp.trim_end()),
+        Cpp::Table { name, element, len: Some(len), literals } => {
+            put!(out, "FT_CONSTANT {} {name}[{len}] = {{", element.cpp());
+            for line in literals().chunks(8) {
+                put!(out, "    {},", line.join(", "));
+            }
+            put!(out, "}};");
+        }
+        Cpp::Table { name, element, len: None, literals } => {
+            put!(out, "FT_CONSTEXPR {} {name} = {};", element.cpp(), literals().concat());
+        }
+    }
+}
+
+fn generics(out: &mut String, instance: &Instance) {
+    for (parameter, generic) in instance.kernel().generics.iter().zip(instance.generics()) {
+        let name = parameter.cpp;
+        let (scalar, raw) = match *generic {
+            Generic::Type(scalar) => {
+                put!(out, "using {name} = {};", scalar.cpp());
+                continue;
+            }
+            Generic::Usize(x) => (ScalarType::Usize, x as u64),
+            Generic::U32(x) => (ScalarType::U32, u64::from(x)),
+            Generic::I32(x) => (ScalarType::I32, u64::from(x as u32)),
+            Generic::Bool(x) => (ScalarType::Bool, u64::from(x)),
+        };
+        put!(out, "FT_CONSTEXPR {} {name} = {};", scalar.cpp(), literal(scalar, raw));
+    }
+}
+
+fn entry(out: &mut String, instance: &Instance, target: Target) {
+    let kernel = instance.kernel();
+    let mut constants = 0;
+    for parameter in kernel.parameters {
+        if let ParameterKind::Constant(scalar) = parameter.kind {
+            let (ty, name) = (scalar.cpp(), parameter.cpp);
+            match target {
+                Target::Metal => put!(out, "constant {ty} {name} [[function_constant({constants})]];"),
+                Target::Cuda => put!(out, "FT_CONSTEXPR {ty} {name} = FT_CONSTANT_{name};"),
+            }
+            constants += 1;
+        }
+    }
+    let threads = instance.threads().most();
+    match target {
+        Target::Metal => {
+            put!(out, "[[kernel]] [[max_total_threads_per_threadgroup({threads})]]");
+            put!(out, "void {}(", instance.entry());
+        }
+        Target::Cuda => {
+            put!(out, "extern \"C\" __global__ void __launch_bounds__({threads})");
+            put!(out, "{}(", instance.entry());
+        }
+    }
+    let passed = kernel.parameters.iter().filter(|p| !matches!(p.kind, ParameterKind::Constant(_)));
+    let mut lines = Vec::new();
+    for (n, parameter) in passed.enumerate() {
+        let name = parameter.cpp;
+        let ty = match parameter.kind {
+            ParameterKind::Buffer { element, .. } => {
+                element.of(instance.generics()).map_or("void", ScalarType::cpp)
+            }
+            ParameterKind::Params { cpp, .. } => cpp,
+            ParameterKind::Scalar(scalar) | ParameterKind::Constant(scalar) => scalar.cpp(),
+        };
+        lines.push(match (target, parameter.kind) {
+            (Target::Metal, ParameterKind::Buffer { writable: true, .. }) => {
+                format!("device {ty}* {name} [[buffer({n})]]")
+            }
+            (Target::Metal, ParameterKind::Buffer { .. }) => {
+                format!("const device {ty}* {name} [[buffer({n})]]")
+            }
+            (Target::Metal, _) => format!("constant {ty}& {name} [[buffer({n})]]"),
+            (Target::Cuda, ParameterKind::Buffer { writable: true, .. }) => {
+                format!("{ty}* __restrict__ {name}")
+            }
+            (Target::Cuda, ParameterKind::Buffer { .. }) => format!("const {ty}* __restrict__ {name}"),
+            (Target::Cuda, _) => format!("const {ty} {name}"),
+        });
+    }
+    if target == Target::Metal {
+        lines.push("FT_POSITIONS".to_owned());
+    }
+    let count = lines.len();
+    for (n, line) in lines.iter().enumerate() {
+        put!(out, "    {line}{}", if n + 1 < count { "," } else { ") {" });
+    }
+    if count == 0 {
+        put!(out, ") {{");
+    }
+    put!(out, "    const ft_context ft = FT_CONTEXT;");
+    if let Cpp::Printed(body) = kernel.text.cpp {
+        indent(out, body);
+    }
+    put!(out, "}}");
+}

@@ -1,0 +1,67 @@
+//! What a simulated kernel did wrong, and where.
+
+use std::fmt;
+
+/// A fault of a simulated kernel: the launch ended there, with its memory as it was then.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// The kernel.
+    pub kernel: &'static str,
+    /// What kind of fault.
+    pub kind: FaultKind,
+    /// The source file.
+    pub file: String,
+    /// The line.
+    pub line: u32,
+    /// The number of the thread in its group.
+    pub thread: u32,
+    /// The lane of the thread in its SIMD group.
+    pub lane: u32,
+    /// The position of the group.
+    pub group: [u32; 3],
+    /// What happened, with the values.
+    pub message: String,
+}
+
+/// The kinds of [`Fault`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum FaultKind {
+    /// An index outside a buffer, a shared array or a local array.
+    OutOfBounds,
+    /// A read of memory nothing was written to.
+    Uninitialised,
+    /// Two threads use an element, one of them writes, and nothing orders them.
+    Race,
+    /// Threads of a group wait at different barriers, or some have returned.
+    DivergentBarrier,
+    /// Lanes of a SIMD group are at different SIMD operations, or some have returned.
+    DivergentSimd,
+    /// A lane that is none, or that should be the same for all lanes and is not.
+    Lane,
+    /// A vector access whose address or size is no multiple of what it must be.
+    Misaligned,
+    /// An operation without a result: overflow, division by zero, a shift by the width or more.
+    Arithmetic,
+    /// A panic of the native code.
+    Panic,
+    /// A thread that does not end.
+    Endless,
+    /// A launch the simulator cannot run: no native code, a view beyond its memory, no stacks.
+    Launch,
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { kernel, file, line, thread, lane, group: [x, y, z], message, kind } = self;
+        if *kind == FaultKind::Launch {
+            return write!(f, "{kernel}, {file}:{line}: {message}");
+        }
+        write!(
+            f,
+            "{kernel}, {file}:{line}, thread {thread} (lane {lane}) of group [{x}, {y}, {z}]: {message}"
+        )
+    }
+}
+
+impl std::error::Error for Fault {}

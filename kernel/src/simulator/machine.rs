@@ -1,0 +1,584 @@
+//! The state of a launch, and what the intrinsics do to it.
+#![allow(unsafe_code)]
+
+use super::memory::{Content, Region, Storage};
+use super::panics;
+use super::report::Report;
+use super::shadow::Access;
+use super::{Fault, FaultKind};
+use crate::scalar::ScalarType;
+use crate::text::{Kernel, SharedArray};
+use corosensei::Yielder;
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::panic::Location;
+use std::ptr;
+use std::rc::Rc;
+
+/// Lanes of a SIMD group.
+pub(super) const LANES: usize = 32;
+
+/// Where a thread is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Place {
+    pub(crate) thread: u32,
+    pub(crate) threads: u32,
+    pub(crate) group: [u32; 3],
+    pub(crate) groups: [u32; 3],
+}
+
+/// What a thread waits for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Wait {
+    name: &'static str,
+    location: &'static Location<'static>,
+}
+
+impl Wait {
+    fn same(&self, other: &Self) -> bool {
+        self.name == other.name && self.location == other.location
+    }
+
+    fn is_barrier(&self) -> bool {
+        self.name == BARRIER
+    }
+}
+
+impl fmt::Display for Wait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} at {}:{}", self.name, self.location.file(), self.location.line())
+    }
+}
+
+const BARRIER: &str = "barrier";
+const SIMD_BARRIER: &str = "simd_barrier";
+
+/// The payload of the unwinding that ends a thread: not a panic, so no hook sees it.
+pub(super) struct Stopped;
+
+/// What a lane shows the others of its SIMD group.
+type Shown = [u64; 2];
+
+/// What each thread of a group is at.
+#[derive(Debug)]
+struct Thread {
+    /// How to leave its coroutine; null outside.
+    yielder: *const Yielder<(), ()>,
+    wait: Option<Wait>,
+    done: bool,
+    shown: Shown,
+    /// `shared` calls so far.
+    arrays: usize,
+    iterations: u64,
+}
+
+impl Thread {
+    const NEW: Self =
+        Self { yielder: ptr::null(), wait: None, done: false, shown: [0; 2], arrays: 0, iterations: 0 };
+}
+
+/// What a SIMD group is at.
+#[derive(Clone, Copy, Debug)]
+struct Simd {
+    waiting: usize,
+    epoch: u32,
+    /// What the lanes showed at the operation they came through last.
+    shown: [Shown; LANES],
+}
+
+/// What all threads of a group are at.
+#[derive(Debug, Default)]
+struct Group {
+    number: u32,
+    epoch: u32,
+    waiting: usize,
+    threads: Vec<Thread>,
+    simds: Vec<Simd>,
+    shared: Vec<Region>,
+    /// Threads that can go on.
+    ready: Vec<u32>,
+}
+
+/// The state of a launch.
+pub(crate) struct Machine {
+    pub(super) kernel: &'static Kernel,
+    iterations: u64,
+    place: Cell<Place>,
+    group: RefCell<Group>,
+    random: Cell<u64>,
+    stopping: Cell<bool>,
+    fault: RefCell<Option<Fault>>,
+    report: Cell<Report>,
+}
+
+impl fmt::Debug for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Machine").field("kernel", &self.kernel.name).finish_non_exhaustive()
+    }
+}
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<Machine>>> = const { RefCell::new(None) };
+}
+
+/// Makes `machine` the one the intrinsics work on while `f` runs.
+pub(super) fn with_current<R>(machine: &Rc<Machine>, f: impl FnOnce() -> R) -> R {
+    let before = CURRENT.with(|current| current.replace(Some(Rc::clone(machine))));
+    let result = f();
+    CURRENT.with(|current| current.replace(before));
+    result
+}
+
+/// The launch that runs on this thread of the host.
+#[track_caller]
+fn current() -> Rc<Machine> {
+    match CURRENT.with(|current| current.borrow().clone()) {
+        Some(machine) => machine,
+        None => outside(format_args!("this intrinsic of the kernel language works in a launch only")),
+    }
+}
+
+/// Native code of kernels can be called outside of launches, as in a test of a device function: it panics as Rust does.
+#[track_caller]
+#[expect(clippy::panic, reason = "there is no launch whose fault this could be")]
+fn outside(message: fmt::Arguments<'_>) -> ! {
+    panic!("{message}")
+}
+
+impl Machine {
+    pub(super) fn new(
+        kernel: &'static Kernel,
+        groups: [u32; 3],
+        threads: u32,
+        seed: u64,
+        iterations: u64,
+    ) -> Self {
+        Self {
+            kernel,
+            iterations,
+            place: Cell::new(Place { thread: 0, threads, group: [0; 3], groups }),
+            group: RefCell::default(),
+            random: Cell::new(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15)),
+            stopping: Cell::new(false),
+            fault: RefCell::default(),
+            report: Cell::default(),
+        }
+    }
+
+    /// A number below `n`, from the seed.
+    pub(super) fn random(&self, n: usize) -> usize {
+        let next = self.random.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.random.set(next);
+        let mixed = (next ^ (next >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((u128::from(mixed ^ (mixed >> 31)) * n as u128) >> 64) as usize
+    }
+
+    /// Starts group `number` at `position`, all its threads ready.
+    pub(super) fn start_group(&self, number: u32, position: [u32; 3]) {
+        let threads = self.place.get().threads;
+        self.place.set(Place { group: position, ..self.place.get() });
+        let mut group = self.group.borrow_mut();
+        group.number = number;
+        group.epoch = 0;
+        group.waiting = 0;
+        group.shared.clear();
+        group.threads.clear();
+        group.threads.resize_with(threads as usize, || Thread::NEW);
+        group.simds.clear();
+        group.simds.resize(threads as usize / LANES, Simd { waiting: 0, epoch: 0, shown: [[0; 2]; LANES] });
+        group.ready = (0..threads).collect();
+    }
+
+    /// Lets go of the last group: its shared arrays refer to the machine.
+    pub(super) fn end(&self) {
+        drop(self.group.take());
+    }
+
+    /// A thread that can go on, now the current one.
+    pub(super) fn pick(&self) -> Option<u32> {
+        let mut group = self.group.borrow_mut();
+        let ready = group.ready.len();
+        let thread = match ready {
+            0 => return None,
+            n => group.ready.swap_remove(self.random(n)),
+        };
+        self.place.set(Place { thread, ..self.place.get() });
+        Some(thread)
+    }
+
+    /// Makes `thread` the current one.
+    pub(super) fn switch_to(&self, thread: u32) {
+        self.place.set(Place { thread, ..self.place.get() });
+    }
+
+    /// Runs the current thread from its start, on the coroutine of `yielder`.
+    pub(super) fn run_thread(&self, yielder: &Yielder<(), ()>, native: impl FnOnce()) {
+        let thread = self.place.get().thread as usize;
+        self.group.borrow_mut().threads[thread].yielder = yielder;
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(native));
+        {
+            let mut group = self.group.borrow_mut();
+            group.threads[thread].yielder = ptr::null();
+            group.threads[thread].done = true;
+        }
+        if let Err(payload) = result
+            && !payload.is::<Stopped>()
+        {
+            let text = self.kernel.text.file;
+            let (file, line) =
+                panics::take_place().unwrap_or_else(|| (text.to_owned(), self.kernel.text.line));
+            self.set_fault(FaultKind::Panic, file, line, panics::message(&*payload));
+        }
+    }
+
+    /// Whether the launch ends early.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stopping.get()
+    }
+
+    pub(super) fn take_fault(&self) -> Option<Fault> {
+        self.fault.borrow_mut().take()
+    }
+
+    pub(super) fn report(&self) -> Report {
+        self.report.get()
+    }
+
+    /// The fault of threads that wait for what cannot come: called where none is ready; none where all have returned.
+    pub(super) fn diagnose(&self) {
+        if self.stopping.get() {
+            return;
+        }
+        let group = self.group.borrow();
+        let waiting = |barrier: bool| {
+            let waits = group.threads.iter().enumerate().filter_map(|(n, thread)| Some((n, thread.wait?)));
+            waits.into_iter().find(|(_, wait)| wait.is_barrier() == barrier)
+        };
+        // A SIMD group that is apart holds the others up at the barrier.
+        let Some((n, wait)) = waiting(false).or_else(|| waiting(true)) else { return };
+        let (kind, who, among) = match wait.is_barrier() {
+            true => (FaultKind::DivergentBarrier, "thread", 0..group.threads.len()),
+            false => (FaultKind::DivergentSimd, "lane", n / LANES * LANES..(n / LANES + 1) * LANES),
+        };
+        let apart = among.clone().find(|&m| match group.threads[m].wait {
+            Some(other) => !other.same(&wait),
+            None => true,
+        });
+        let Some(m) = apart else { return };
+        let other = m - among.start;
+        let message = match group.threads[m].wait {
+            Some(elsewhere) => format!("waits in {}, {who} {other} in {elsewhere}", wait.name),
+            None => format!("waits in {}, {who} {other} has returned", wait.name),
+        };
+        self.switch_to(n as u32);
+        self.set_fault(kind, wait.location.file().to_owned(), wait.location.line(), message);
+    }
+
+    fn set_fault(&self, kind: FaultKind, file: String, line: u32, message: String) {
+        let Place { thread, group, .. } = self.place.get();
+        let kernel = self.kernel.name;
+        self.stopping.set(true);
+        let lane = thread % LANES as u32;
+        self.fault.borrow_mut().get_or_insert(Fault {
+            kernel,
+            kind,
+            file,
+            line,
+            thread,
+            lane,
+            group,
+            message,
+        });
+    }
+
+    /// Ends the launch with a fault of the current thread.
+    pub(super) fn fault(&self, kind: FaultKind, location: &Location<'_>, message: fmt::Arguments<'_>) -> ! {
+        self.set_fault(kind, location.file().to_owned(), location.line(), message.to_string());
+        std::panic::resume_unwind(Box::new(Stopped))
+    }
+
+    /// A use of memory by the current thread.
+    pub(super) fn access(&self, location: &'static Location<'static>) -> Access {
+        let thread = self.place.get().thread;
+        let group = self.group.borrow();
+        Access {
+            location,
+            group: group.number,
+            thread,
+            epoch: group.epoch,
+            simd_epoch: group.simds[thread as usize / LANES].epoch,
+        }
+    }
+
+    pub(super) fn count(&self, shared: bool, write: bool, bytes: usize) {
+        let mut report = self.report.get();
+        let counter = match (shared, write) {
+            (false, false) => &mut report.device_read,
+            (false, true) => &mut report.device_written,
+            (true, false) => &mut report.shared_read,
+            (true, true) => &mut report.shared_written,
+        };
+        *counter += bytes as u64;
+        self.report.set(report);
+    }
+
+    pub(super) fn count_atomic(&self) {
+        let mut report = self.report.get();
+        report.atomics += 1;
+        self.report.set(report);
+    }
+
+    /// Lets other threads go first, now and then: their order at atomics is not the program's.
+    pub(super) fn before_atomic(&self) {
+        if self.random(4) == 0 {
+            self.give_way();
+        }
+    }
+
+    /// Lets other threads go first.
+    fn give_way(&self) {
+        let thread = self.place.get().thread;
+        self.group.borrow_mut().ready.push(thread);
+        self.suspend();
+    }
+
+    /// Leaves the coroutine of the current thread, until the thread is picked again.
+    fn suspend(&self) {
+        let thread = self.place.get().thread as usize;
+        let yielder = self.group.borrow().threads[thread].yielder;
+        // SAFETY: `run_thread` stored the pointer on entering the current thread's coroutine, whose stack holds what it
+        // points to, and clears it on leaving; the current thread is inside, since it is what runs this.
+        if let Some(yielder) = unsafe { yielder.as_ref() } {
+            yielder.suspend(());
+        }
+        if self.stopping.get() {
+            std::panic::resume_unwind(Box::new(Stopped));
+        }
+    }
+
+    /// Waits for all threads of the group.
+    fn barrier(&self, location: &'static Location<'static>) {
+        let thread = self.place.get().thread as usize;
+        let wait = Wait { name: BARRIER, location };
+        let mut group = self.group.borrow_mut();
+        group.threads[thread].wait = Some(wait);
+        group.waiting += 1;
+        if group.waiting < group.threads.len() {
+            drop(group);
+            return self.suspend();
+        }
+        if let Some(other) = group.threads.iter().position(|other| other.wait.is_none_or(|w| !w.same(&wait)))
+        {
+            let elsewhere = group.threads[other].wait.unwrap_or(wait);
+            drop(group);
+            let message = format_args!("waits in {BARRIER}, thread {other} in {elsewhere}");
+            self.fault(FaultKind::DivergentBarrier, location, message);
+        }
+        group.waiting = 0;
+        group.epoch += 1;
+        let Group { threads, ready, .. } = &mut *group;
+        threads.iter_mut().for_each(|thread| thread.wait = None);
+        ready.extend((0..threads.len() as u32).filter(|&other| other != thread as u32));
+        let mut report = self.report.get();
+        report.barriers += 1;
+        self.report.set(report);
+    }
+
+    /// Waits for the lanes of the SIMD group; what each of them shows.
+    fn gather(
+        &self,
+        name: &'static str,
+        shown: Shown,
+        location: &'static Location<'static>,
+    ) -> [Shown; LANES] {
+        let thread = self.place.get().thread as usize;
+        let wait = Wait { name, location };
+        let simd = thread / LANES;
+        let lanes = simd * LANES..(simd + 1) * LANES;
+        let mut group = self.group.borrow_mut();
+        group.threads[thread].wait = Some(wait);
+        group.threads[thread].shown = shown;
+        group.simds[simd].waiting += 1;
+        if group.simds[simd].waiting < LANES {
+            drop(group);
+            self.suspend();
+            return self.group.borrow().simds[simd].shown;
+        }
+        let Group { threads, simds, ready, .. } = &mut *group;
+        let other = lanes.clone().find(|&n| threads[n].wait.is_none_or(|other| !other.same(&wait)));
+        if let Some(other) = other {
+            let elsewhere = threads[other].wait.unwrap_or(wait);
+            drop(group);
+            let lane = other - lanes.start;
+            let message = format_args!("waits in {name}, lane {lane} in {elsewhere}");
+            self.fault(FaultKind::DivergentSimd, location, message);
+        }
+        let at = &mut simds[simd];
+        at.waiting = 0;
+        at.epoch += u32::from(name == SIMD_BARRIER);
+        for (lane, n) in lanes.enumerate() {
+            at.shown[lane] = threads[n].shown;
+            threads[n].wait = None;
+            if n != thread {
+                ready.push(n as u32);
+            }
+        }
+        let mut report = self.report.get();
+        report.simd_operations += 1;
+        self.report.set(report);
+        at.shown
+    }
+}
+
+/// Where the current thread is.
+#[track_caller]
+pub(crate) fn place() -> Place {
+    current().place.get()
+}
+
+/// Faults for an operation without a result.
+#[track_caller]
+#[cold]
+pub(crate) fn fault_arithmetic(message: fmt::Arguments<'_>) -> ! {
+    fault_or_panic(FaultKind::Arithmetic, message)
+}
+
+/// Faults for index `index` of a local array of `len` elements.
+#[track_caller]
+#[cold]
+pub(crate) fn outside_array(index: u64, len: usize) -> ! {
+    fault_or_panic(FaultKind::OutOfBounds, format_args!("index {index} of a local array of {len} elements"))
+}
+
+#[track_caller]
+fn fault_or_panic(kind: FaultKind, message: fmt::Arguments<'_>) -> ! {
+    match CURRENT.with(|current| current.borrow().clone()) {
+        Some(machine) => machine.fault(kind, Location::caller(), message),
+        None => outside(message),
+    }
+}
+
+/// Counts an iteration of a loop of the current thread; others go first now and then, so that it may wait for them.
+#[track_caller]
+pub(crate) fn count_iteration() {
+    let Some(machine) = CURRENT.with(|current| current.borrow().clone()) else { return };
+    let thread = machine.place.get().thread as usize;
+    let iterations = {
+        let mut group = machine.group.borrow_mut();
+        group.threads[thread].iterations += 1;
+        group.threads[thread].iterations
+    };
+    if iterations > machine.iterations {
+        let message = format_args!("the thread has gone through {} iterations of loops", machine.iterations);
+        machine.fault(FaultKind::Endless, Location::caller(), message);
+    }
+    if iterations.is_multiple_of(256) {
+        machine.give_way();
+    }
+}
+
+#[track_caller]
+pub(crate) fn barrier() {
+    current().barrier(Location::caller());
+}
+
+#[track_caller]
+pub(crate) fn simd_barrier() {
+    current().gather(SIMD_BARRIER, [0; 2], Location::caller());
+}
+
+/// Waits for the lanes of the SIMD group at operation `name`.
+#[track_caller]
+pub(crate) fn simd_converge(name: &'static str) {
+    current().gather(name, [0; 2], Location::caller());
+}
+
+/// The `x` of all lanes.
+#[track_caller]
+pub(crate) fn gather(name: &'static str, x: u64) -> [u64; LANES] {
+    current().gather(name, [x, 0], Location::caller()).map(|shown| shown[0])
+}
+
+/// The `x` of lane `lane`.
+#[track_caller]
+pub(crate) fn exchange(name: &'static str, x: u64, lane: u32) -> u64 {
+    let machine = current();
+    let shown = machine.gather(name, [x, 0], Location::caller());
+    match shown.get(lane as usize) {
+        Some(shown) => shown[0],
+        None => machine.fault(
+            FaultKind::Lane,
+            Location::caller(),
+            format_args!("{name}: there is no lane {lane}"),
+        ),
+    }
+}
+
+/// The `x` of lane `lane`, which all lanes name.
+#[track_caller]
+pub(crate) fn broadcast(x: u64, lane: u32) -> u64 {
+    let (machine, name) = (current(), "simd_broadcast");
+    let shown = machine.gather(name, [x, u64::from(lane)], Location::caller());
+    if let Some(other) = shown.iter().position(|shown| shown[1] != u64::from(lane)) {
+        let message = format_args!("{name} of lane {lane}, of lane {} in lane {other}", shown[other][1]);
+        machine.fault(FaultKind::Lane, Location::caller(), message);
+    }
+    match shown.get(lane as usize) {
+        Some(shown) => shown[0],
+        None => machine.fault(
+            FaultKind::Lane,
+            Location::caller(),
+            format_args!("{name}: there is no lane {lane}"),
+        ),
+    }
+}
+
+/// The current lane's elements of `a * b + c`, for its elements of `a` and `b`, and of `c`.
+#[track_caller]
+pub(crate) fn multiply_accumulate([a0, a1, b0, b1]: [f32; 4], c: [f32; 2]) -> [f32; 2] {
+    let machine = current();
+    let pack = |x: f32, y: f32| u64::from(x.to_bits()) | u64::from(y.to_bits()) << 32;
+    let shown =
+        machine.gather("Fragment::multiply_accumulate", [pack(a0, a1), pack(b0, b1)], Location::caller());
+    let (mut a, mut b) = ([[0f32; 8]; 8], [[0f32; 8]; 8]);
+    for (lane, [pair_a, pair_b]) in shown.into_iter().enumerate() {
+        let (row, col) = crate::fragment::position_of(lane as u32);
+        for (matrix, pair) in [(&mut a, pair_a), (&mut b, pair_b)] {
+            let row = &mut matrix[row as usize];
+            row[col as usize] = f32::from_bits(pair as u32);
+            row[col as usize + 1] = f32::from_bits((pair >> 32) as u32);
+        }
+    }
+    let (row, col) = crate::fragment::position_of(machine.place.get().thread % LANES as u32);
+    let (row, col) = (row as usize, col as usize);
+    // In the order of the printed CUDA.
+    let dot = |c: f32, col: usize| (0..8).fold(c, |sum, k| a[row][k].mul_add(b[k][col], sum));
+    [dot(c[0], col), dot(c[1], col + 1)]
+}
+
+/// The next shared array of the current thread's group.
+#[track_caller]
+pub(crate) fn shared(element: ScalarType, len: usize) -> Region {
+    let machine = current();
+    let thread = machine.place.get().thread as usize;
+    let mut group = machine.group.borrow_mut();
+    let n = group.threads[thread].arrays;
+    group.threads[thread].arrays += 1;
+    let bytes = len.saturating_mul(element.bytes());
+    if n == group.shared.len() {
+        let declared: Option<&SharedArray> = machine.kernel.shared.get(n);
+        let name = declared.map_or("shared", |array| array.name);
+        let storage = Storage::new(Content::uninit(bytes), element);
+        let region = Region::new(&machine, storage, 0..bytes, element.bytes(), (name, true));
+        group.shared.push(region);
+    }
+    let region = group.shared[n].clone();
+    drop(group);
+    if region.len() != len {
+        let message =
+            format_args!("{} has {len} elements in this thread, {} in others", region.name(), region.len());
+        machine.fault(FaultKind::DivergentBarrier, Location::caller(), message);
+    }
+    region
+}

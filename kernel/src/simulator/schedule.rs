@@ -1,0 +1,273 @@
+//! Groups of coroutines.
+
+use super::machine::{Machine, with_current};
+use super::memory::{Memory, Region, Storage};
+use super::{Fault, FaultKind, Report, panics};
+use crate::device::{Argument, Constant, Device, Launch, Limits, Span};
+use crate::memory::Buffer;
+use crate::scalar::{Plain, Scalar};
+use crate::text::{Kernel, Native};
+use corosensei::stack::DefaultStack;
+use corosensei::{Coroutine, Yielder};
+use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
+
+/// Runs kernels on the host, every access checked.
+///
+/// A thread of a group costs a stack of address space, of which what native code touches is used; stacks are kept for
+/// later launches. A launch takes 10 to 20 ns a switch between threads, and about as much an access to memory.
+#[derive(Debug)]
+pub struct Simulator {
+    seed: u64,
+    iterations: u64,
+    stack_bytes: usize,
+    limits: Limits,
+    stacks: Mutex<Vec<Stack>>,
+    report: Mutex<Report>,
+}
+
+struct Stack(DefaultStack);
+
+impl std::fmt::Debug for Stack {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Stack")
+    }
+}
+
+impl Default for Simulator {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Simulator {
+    /// A simulator of seed 0, with stacks of 256 KiB and the limits every device has, where a thread may go through
+    /// 2^24 iterations of `while` and `loop`.
+    pub fn new() -> Self {
+        Self {
+            seed: 0,
+            iterations: 1 << 24,
+            stack_bytes: 256 << 10,
+            limits: Limits::default(),
+            stacks: Mutex::default(),
+            report: Mutex::default(),
+        }
+    }
+
+    /// Draws the order of threads and groups from `seed`.
+    pub fn seed(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// Lets a thread go through `iterations` iterations of `while` and `loop` before it counts as endless.
+    pub fn iterations(self, iterations: u64) -> Self {
+        Self { iterations, ..self }
+    }
+
+    /// Gives threads stacks of `bytes`, for kernels with large local arrays.
+    pub fn stack_bytes(self, bytes: usize) -> Self {
+        Self { stack_bytes: bytes, stacks: Mutex::default(), ..self }
+    }
+
+    /// Takes the limits of another device.
+    pub fn with_limits(self, limits: Limits) -> Self {
+        Self { limits, ..self }
+    }
+
+    /// What the last launch cost.
+    pub fn report(&self) -> Report {
+        *self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_stack(&self) -> std::io::Result<DefaultStack> {
+        let kept = self.stacks.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        kept.map_or_else(|| DefaultStack::new(self.stack_bytes), |stack| Ok(stack.0))
+    }
+
+    fn keep_stack(&self, stack: DefaultStack) {
+        self.stacks.lock().unwrap_or_else(PoisonError::into_inner).push(Stack(stack));
+    }
+
+    /// Runs the group the machine has been set to; it is left when every thread has returned or been unwound.
+    fn run_group(
+        &self,
+        machine: &Rc<Machine>,
+        native: Native,
+        arguments: &Rc<Arguments>,
+    ) -> std::io::Result<()> {
+        let threads = crate::simulator::place().threads as usize;
+        let mut coroutines = Vec::with_capacity(threads);
+        for _ in 0..threads {
+            let (machine, arguments) = (Rc::clone(machine), Rc::clone(arguments));
+            let body = move |yielder: &Yielder<(), ()>, ()| {
+                machine.run_thread(yielder, || native(&arguments));
+            };
+            coroutines.push(Coroutine::with_stack(self.take_stack()?, body));
+        }
+        while let Some(thread) = machine.pick() {
+            panics::noted(|| coroutines[thread as usize].resume(()));
+            if machine.is_stopping() {
+                break;
+            }
+        }
+        machine.diagnose();
+        // After a fault those that wait unwind from where they are.
+        for (thread, coroutine) in coroutines.iter_mut().enumerate() {
+            if coroutine.started() && !coroutine.done() {
+                machine.switch_to(thread as u32);
+                panics::noted(|| coroutine.resume(()));
+            }
+        }
+        for coroutine in coroutines {
+            if coroutine.done() {
+                self.keep_stack(coroutine.into_stack());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Device for Simulator {
+    type Memory = Memory;
+    type Error = Fault;
+
+    fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    fn launch(&self, mut launch: Launch<'_, Memory>) -> Result<(), Fault> {
+        let instance = launch.instance();
+        let kernel = instance.kernel();
+        let groups = launch.groups();
+        let Some(native) = instance.native() else {
+            return Err(unlaunched(kernel, format!("{} has no native code", instance.entry())));
+        };
+        let machine = Rc::new(Machine::new(kernel, groups, launch.threads(), self.seed, self.iterations));
+        let mut arguments = Vec::new();
+        let mut storages = Vec::new();
+        for (argument, parameter) in launch.arguments_mut().iter_mut().zip(kernel.parameters) {
+            let (memory, span) = match argument {
+                Argument::Read(view) => (view.memory(), view.span()),
+                Argument::Write(view) => (view.memory(), view.span()),
+                Argument::Bytes(bytes) => {
+                    arguments.push(Value::Bytes(std::mem::take(bytes)));
+                    continue;
+                }
+                Argument::Constant(constant) => {
+                    arguments.push(Value::Constant(*constant));
+                    continue;
+                }
+            };
+            let Some(bytes) = memory.range(span) else {
+                let Span { offset, len, .. } = span;
+                let has = memory.len();
+                let name = parameter.name;
+                let message = format!("{name}: {len} elements from {offset} on, of a memory of {has}");
+                return Err(unlaunched(kernel, message));
+            };
+            // What is only read stays where it is: the launch works on a copy.
+            let storage = Storage::new(memory.content().clone(), memory.element());
+            storages.push(Rc::clone(&storage));
+            let size = span.element.bytes();
+            arguments.push(Value::Buffer(Region::new(
+                &machine,
+                storage,
+                bytes,
+                size,
+                (parameter.name, false),
+            )));
+        }
+        let arguments = Rc::new(Arguments(arguments));
+
+        let count = groups.iter().map(|&n| n as usize).product();
+        let mut order: Vec<usize> = (0..count).collect();
+        let result = with_current(&machine, || {
+            for n in 0..count {
+                order.swap(n, n + machine.random(count - n));
+                let (number, [x, y, _]) = (order[n], groups.map(|n| n as usize));
+                let position = [number % x, number / x % y, number / (x * y)].map(|n| n as u32);
+                machine.start_group(number as u32, position);
+                if let Err(error) = self.run_group(&machine, native, &arguments) {
+                    return Err(unlaunched(kernel, format!("no stack for a thread: {error}")));
+                }
+                if let Some(fault) = machine.take_fault() {
+                    return Err(fault);
+                }
+            }
+            Ok(())
+        });
+        machine.end();
+
+        let buffers = launch.arguments_mut().iter_mut().filter_map(|argument| match argument {
+            Argument::Read(_) => Some(None),
+            Argument::Write(view) => Some(Some(view)),
+            Argument::Bytes(_) | Argument::Constant(_) => None,
+        });
+        for (view, storage) in buffers.zip(storages) {
+            if let Some(view) = view {
+                *view.memory_mut().content_mut() = storage.borrow_mut().take();
+            }
+        }
+        *self.report.lock().unwrap_or_else(PoisonError::into_inner) = machine.report();
+        result
+    }
+}
+
+/// A launch that did not begin.
+fn unlaunched(kernel: &'static Kernel, message: String) -> Fault {
+    let (file, line) = (kernel.text.file.to_owned(), kernel.text.line);
+    let (kind, kernel) = (FaultKind::Launch, kernel.name);
+    Fault { kernel, kind, file, line, thread: 0, lane: 0, group: [0; 3], message }
+}
+
+/// What a simulated thread passes to its kernel's function, by the number of the parameter.
+#[derive(Debug)]
+pub struct Arguments(Vec<Value>);
+
+#[derive(Debug)]
+enum Value {
+    Buffer(Region),
+    Bytes(Vec<u8>),
+    Constant(Constant),
+}
+
+impl Arguments {
+    /// A handle for buffer parameter `n`, whose elements are of type `T`.
+    ///
+    /// # Panics
+    /// Where parameter `n` is of another kind: [`Launch::new`] has compared the arguments with the parameters, and
+    /// `#[kernel]` makes the parameters and the calls of this alike.
+    pub fn buffer<T: Scalar>(&self, n: usize) -> Buffer<T> {
+        match &self.0[n] {
+            Value::Buffer(region) => Buffer::new(region.clone()),
+            other => mismatch(n, other),
+        }
+    }
+
+    /// The value of scalar or `#[params]` parameter `n`.
+    ///
+    /// # Panics
+    /// As [`buffer`](Self::buffer).
+    pub fn plain<P: Plain>(&self, n: usize) -> P {
+        match &self.0[n] {
+            Value::Bytes(bytes) => P::read(&mut &bytes[..]),
+            other => mismatch(n, other),
+        }
+    }
+
+    /// The value of `#[constant]` parameter `n`.
+    ///
+    /// # Panics
+    /// As [`buffer`](Self::buffer).
+    pub fn constant<T: Scalar>(&self, n: usize) -> T {
+        match &self.0[n] {
+            Value::Constant(constant) => T::from_raw(constant.raw()),
+            other => mismatch(n, other),
+        }
+    }
+}
+
+#[expect(clippy::panic, reason = "a Native that is not its kernel's; it becomes a fault")]
+fn mismatch(n: usize, value: &Value) -> ! {
+    panic!("parameter {n} of the native code is not {value:?}")
+}

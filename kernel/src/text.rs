@@ -1,0 +1,620 @@
+//! Kernels as data: what they are called, what they take, what they are in C++.
+//!
+//! Printed C++ is one text for both targets; their differences are in preludes, whose names all start with `ft_` or `FT_`.
+//! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
+//! is what runs: no template of a kernel is left to be instantiated.
+
+use crate::scalar::ScalarType;
+use half::{bf16, f16};
+use std::fmt::{self, Write as _};
+
+/// The language a kernel is printed in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Target {
+    /// Metal Shading Language 3.1, for `newLibraryWithSource`.
+    Metal,
+    /// CUDA C++ 17, for NVRTC, without any header.
+    Cuda,
+}
+
+/// What a [`Text`] is the text of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum TextKind {
+    /// A `#[device]` function.
+    Function,
+    /// A `#[device]` or `#[params]` struct.
+    Struct,
+    /// A `#[constant]` table.
+    Constant,
+    /// The body of a `#[kernel]`.
+    Kernel,
+}
+
+/// One item of the kernel language, as Rust and as C++.
+#[derive(Debug)]
+pub struct Text {
+    /// The item's name, in Rust.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: TextKind,
+    /// The item in C++, for both targets.
+    pub cpp: Cpp,
+    /// The item as written, in formatted tokens.
+    pub rust: &'static str,
+    /// Items it uses directly.
+    pub depends: &'static [&'static Text],
+    /// The source file.
+    pub file: &'static str,
+    /// The line of the item's name.
+    pub line: u32,
+}
+
+/// The printed C++ of a [`Text`].
+#[derive(Debug)]
+pub enum Cpp {
+    /// A function or struct with all its template heads; for a kernel the statements of its body, without braces.
+    Printed(&'static str),
+    /// A table in constant memory, whose values are known when the crate has been compiled.
+    Table {
+        /// The name of the table in C++.
+        name: &'static str,
+        /// The type of an element.
+        element: ScalarType,
+        /// Elements, or `None` for a scalar.
+        len: Option<usize>,
+        /// The literals in C++, in order: [`Constants::literals`] of the constant.
+        literals: fn() -> Vec<String>,
+    },
+}
+
+/// A type with a [`Text`]: `#[device]` and `#[params]` structs.
+pub trait Described {
+    /// The struct's text.
+    const TEXT: &'static Text;
+}
+
+/// A constant that can be printed: a scalar or an array of scalars.
+pub trait Constants {
+    /// The literals in C++, in order.
+    fn literals(&self) -> Vec<String>;
+}
+
+impl<T: crate::scalar::Scalar> Constants for T {
+    fn literals(&self) -> Vec<String> {
+        vec![literal(T::TYPE, self.to_raw())]
+    }
+}
+
+impl<T: crate::scalar::Scalar, const N: usize> Constants for [T; N] {
+    fn literals(&self) -> Vec<String> {
+        self.iter().map(|x| literal(T::TYPE, x.to_raw())).collect()
+    }
+}
+
+/// A scalar in C++, of exactly the bits `raw`.
+pub fn literal(scalar: ScalarType, raw: u64) -> String {
+    let float = |x: f32| match x {
+        x if x.is_nan() => "ft_nan".to_owned(),
+        x if x.is_infinite() => if x > 0.0 { "ft_infinity" } else { "-ft_infinity" }.to_owned(),
+        x => format!("{x:e}f"),
+    };
+    match scalar {
+        ScalarType::Bool => (raw != 0).to_string(),
+        ScalarType::U8 | ScalarType::U16 => raw.to_string(),
+        ScalarType::I8 => (raw as i8).to_string(),
+        ScalarType::I16 => (raw as i16).to_string(),
+        ScalarType::U32 => format!("{raw}u"),
+        // The least values have no literal of their own type.
+        ScalarType::I32 if raw as i32 == i32::MIN => "(-2147483647 - 1)".to_owned(),
+        ScalarType::I32 => (raw as i32).to_string(),
+        ScalarType::U64 | ScalarType::Usize => format!("ulong({raw}ul)"),
+        ScalarType::I64 => format!("ft_i64({raw}ul)"),
+        ScalarType::F32 => float(f32::from_bits(raw as u32)),
+        ScalarType::F16 => format!("FT_F16({raw:#06x}, {})", float(f16::from_bits(raw as u16).to_f32())),
+        ScalarType::Bf16 => format!("FT_BF16({raw:#06x}, {})", float(bf16::from_bits(raw as u16).to_f32())),
+    }
+}
+
+/// The type of a buffer's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ElementType {
+    /// Always this type.
+    Scalar(ScalarType),
+    /// The type given for the generic parameter of this number.
+    Generic(usize),
+}
+
+impl ElementType {
+    /// The type, for an instance of these generics; `None` where the generic is missing or no type.
+    pub fn of(self, generics: &[Generic]) -> Option<ScalarType> {
+        match self {
+            Self::Scalar(scalar) => Some(scalar),
+            Self::Generic(n) => generics.get(n).and_then(|generic| generic.as_type()),
+        }
+    }
+}
+
+/// A parameter of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Parameter {
+    /// Its name.
+    pub name: &'static str,
+    /// Its name in C++, which differs where the name is a word of C++.
+    pub cpp: &'static str,
+    /// What is passed.
+    pub kind: ParameterKind,
+}
+
+/// What a parameter of a kernel is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ParameterKind {
+    /// `&Buffer<T>` or `&mut Buffer<T>`.
+    Buffer {
+        /// The type of the elements.
+        element: ElementType,
+        /// Whether the kernel may write.
+        writable: bool,
+    },
+    /// `&P` for a `#[params]` struct.
+    Params {
+        /// The name of the struct in C++.
+        cpp: &'static str,
+        /// Its size.
+        bytes: usize,
+    },
+    /// A number, copied at every launch.
+    Scalar(ScalarType),
+    /// A `#[constant]` number or flag, fixed when the pipeline is made.
+    Constant(ScalarType),
+}
+
+/// A generic parameter of a kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GenericParameter {
+    /// Its name.
+    pub name: &'static str,
+    /// Its name in C++.
+    pub cpp: &'static str,
+    /// What it stands for.
+    pub kind: GenericKind,
+}
+
+/// What a generic parameter stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GenericKind {
+    /// A type bounded by `Element`.
+    Element,
+    /// A type bounded by `Number`.
+    Number,
+    /// A type bounded by `Scalar`.
+    Scalar,
+    /// `const N: usize`, `u32`, `i32` or `bool`.
+    Const(ScalarType),
+}
+
+/// What a generic parameter is in an [`Instance`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Generic {
+    /// A type.
+    Type(ScalarType),
+    /// A `usize`.
+    Usize(usize),
+    /// A `u32`.
+    U32(u32),
+    /// An `i32`.
+    I32(i32),
+    /// A `bool`.
+    Bool(bool),
+}
+
+impl Generic {
+    /// The type, if it is one.
+    pub const fn as_type(self) -> Option<ScalarType> {
+        match self {
+            Self::Type(scalar) => Some(scalar),
+            _ => None,
+        }
+    }
+
+    fn fits(self, kind: GenericKind) -> bool {
+        match (self, kind) {
+            (Self::Type(scalar), GenericKind::Element) => scalar.is_element(),
+            (Self::Type(scalar), GenericKind::Number) => scalar.is_number(),
+            (Self::Type(_), GenericKind::Scalar)
+            | (Self::Usize(_), GenericKind::Const(ScalarType::Usize))
+            | (Self::U32(_), GenericKind::Const(ScalarType::U32))
+            | (Self::I32(_), GenericKind::Const(ScalarType::I32))
+            | (Self::Bool(_), GenericKind::Const(ScalarType::Bool)) => true,
+            _ => false,
+        }
+    }
+}
+
+impl fmt::Display for Generic {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Type(scalar) => scalar.fmt(f),
+            Self::Usize(x) => x.fmt(f),
+            Self::U32(x) => x.fmt(f),
+            Self::I32(x) => x.fmt(f),
+            Self::Bool(x) => x.fmt(f),
+        }
+    }
+}
+
+/// The type of a const generic, for reading its value out of a [`Generic`].
+pub trait ConstGeneric: Copy {
+    /// The value as data.
+    fn generic(self) -> Generic;
+    /// The value of generic parameter `n`; zero or `false` where it is another kind, which no [`Instance`] has.
+    fn of(generics: &[Generic], n: usize) -> Self;
+}
+
+macro_rules! const_generic {
+    ($($T:ident $Variant:ident $zero:literal;)*) => {$(
+        impl ConstGeneric for $T {
+            fn generic(self) -> Generic {
+                Generic::$Variant(self)
+            }
+            fn of(generics: &[Generic], n: usize) -> Self {
+                match generics.get(n) {
+                    Some(Generic::$Variant(x)) => *x,
+                    _ => $zero,
+                }
+            }
+        }
+    )*};
+}
+const_generic!(usize Usize 0; u32 U32 0; i32 I32 0; bool Bool false;);
+
+/// The threads of a group a kernel is written for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Threads {
+    /// This many.
+    Exactly(u32),
+    /// Any multiple of 32 up to this.
+    UpTo(u32),
+}
+
+impl Threads {
+    /// The most threads a group may have.
+    pub const fn most(self) -> u32 {
+        match self {
+            Self::Exactly(n) | Self::UpTo(n) => n,
+        }
+    }
+
+    /// Whether groups of `threads` threads may be launched.
+    pub const fn admits(self, threads: u32) -> bool {
+        threads > 0
+            && threads.is_multiple_of(32)
+            && match self {
+                Self::Exactly(n) => threads == n,
+                Self::UpTo(n) => threads <= n,
+            }
+    }
+}
+
+impl fmt::Display for Threads {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exactly(n) => write!(f, "{n}"),
+            Self::UpTo(n) => write!(f, "a multiple of 32 up to {n}"),
+        }
+    }
+}
+
+/// A `shared(..)` array of a kernel.
+#[derive(Clone, Copy, Debug)]
+pub struct SharedArray {
+    /// The variable.
+    pub name: &'static str,
+    /// The type of the elements.
+    pub element: ElementType,
+    /// Elements, for an instance of these generics.
+    pub len: fn(&[Generic]) -> usize,
+}
+
+/// A condition of a kernel's `requires`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Requirement {
+    /// The expression as written.
+    pub condition: &'static str,
+    /// What it means.
+    pub message: &'static str,
+}
+
+/// Shapes to measure a kernel on, and what it does to them.
+#[derive(Clone, Copy, Debug)]
+pub struct Bench {
+    /// The shapes.
+    pub shapes: &'static [Shape],
+    /// Bytes that must be read and written.
+    pub bytes: fn(&Shape) -> u64,
+    /// Operations on floats.
+    pub flops: fn(&Shape) -> u64,
+    /// Greatest error relative to the greatest magnitude.
+    pub tolerance: f64,
+}
+
+/// Named sizes of one measurement.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Names and values, in the order written.
+    pub sizes: &'static [(&'static str, u64)],
+}
+
+impl Shape {
+    /// The size called `name`; 0 where there is none.
+    pub fn get(&self, name: &str) -> u64 {
+        self.sizes.iter().find(|(n, _)| *n == name).map_or(0, |&(_, size)| size)
+    }
+}
+
+/// A `#[kernel]`: what a registry lists.
+#[derive(Debug)]
+pub struct Kernel {
+    /// The function's name.
+    pub name: &'static str,
+    /// The function's name in C++.
+    pub cpp: &'static str,
+    /// The module it is in.
+    pub module: &'static str,
+    /// Its doc comment.
+    pub docs: &'static str,
+    /// Its parameters, in order.
+    pub parameters: &'static [Parameter],
+    /// Its generic parameters, in order.
+    pub generics: &'static [GenericParameter],
+    /// Conditions every launch is checked against.
+    pub requirements: &'static [Requirement],
+    /// Threads of a group, for an instance of these generics.
+    pub threads: fn(&[Generic]) -> Threads,
+    /// Its shared arrays.
+    pub shared: &'static [SharedArray],
+    /// Whether it is compiled without contraction, approximation and reassociation.
+    pub exact: bool,
+    /// Its body, and the items that uses.
+    pub text: Text,
+    /// What to measure.
+    pub bench: Option<Bench>,
+}
+
+/// The native code of an [`Instance`]: calls the kernel's function once, as one simulated thread.
+pub type Native = fn(&crate::simulator::Arguments);
+
+/// A kernel with its generics fixed.
+#[derive(Clone, Debug)]
+pub struct Instance {
+    kernel: &'static Kernel,
+    generics: Vec<Generic>,
+    native: Option<Native>,
+}
+
+/// Generics that are not a kernel's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum GenericsError {
+    /// There are more or fewer than the kernel has.
+    Count {
+        /// The kernel.
+        kernel: &'static str,
+        /// How many it has.
+        expected: usize,
+        /// How many were given.
+        found: usize,
+    },
+    /// One does not fit its parameter.
+    Kind {
+        /// The kernel.
+        kernel: &'static str,
+        /// The generic parameter.
+        parameter: GenericParameter,
+        /// What was given.
+        found: Generic,
+    },
+}
+
+impl fmt::Display for GenericsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Count { kernel, expected, found } => {
+                write!(f, "{kernel} has {expected} generic parameters, {found} given")
+            }
+            Self::Kind { kernel, parameter, found } => {
+                let expected = match parameter.kind {
+                    GenericKind::Element => "a type of f32, f16, bf16",
+                    GenericKind::Number => "a type of u32, i32, u64, i64, usize, f32",
+                    GenericKind::Scalar => "a scalar type",
+                    GenericKind::Const(scalar) => scalar.name(),
+                };
+                write!(f, "{kernel}: {} is {expected}, {found:?} given", parameter.name)
+            }
+        }
+    }
+}
+
+impl std::error::Error for GenericsError {}
+
+impl Instance {
+    /// `kernel` with these generics, to be printed and launched on devices; with `native` on the simulator too.
+    ///
+    /// `native` is the function of exactly these generics: `#[kernel]` sees to that.
+    ///
+    /// # Errors
+    /// [`GenericsError`] where `generics` are not the kernel's.
+    pub fn new(
+        kernel: &'static Kernel,
+        generics: &[Generic],
+        native: Option<Native>,
+    ) -> Result<Self, GenericsError> {
+        if generics.len() != kernel.generics.len() {
+            let (expected, found) = (kernel.generics.len(), generics.len());
+            return Err(GenericsError::Count { kernel: kernel.name, expected, found });
+        }
+        for (&found, &parameter) in generics.iter().zip(kernel.generics) {
+            if !found.fits(parameter.kind) {
+                return Err(GenericsError::Kind { kernel: kernel.name, parameter, found });
+            }
+        }
+        Ok(Self { kernel, generics: generics.to_vec(), native })
+    }
+
+    /// As [`new`](Self::new), for generics that rustc has checked against the function.
+    #[doc(hidden)]
+    pub fn checked(kernel: &'static Kernel, generics: &[Generic], native: Native) -> Self {
+        debug_assert!(Self::new(kernel, generics, Some(native)).is_ok());
+        Self { kernel, generics: generics.to_vec(), native: Some(native) }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &'static Kernel {
+        self.kernel
+    }
+
+    /// What its generic parameters are.
+    pub fn generics(&self) -> &[Generic] {
+        &self.generics
+    }
+
+    /// The function the simulator runs; none for an instance whose generics were chosen at run time.
+    pub fn native(&self) -> Option<Native> {
+        self.native
+    }
+
+    /// Threads of a group.
+    pub fn threads(&self) -> Threads {
+        (self.kernel.threads)(&self.generics)
+    }
+
+    /// Bytes of shared memory of a group, each array rounded up to 16.
+    pub fn shared_bytes(&self) -> usize {
+        self.kernel.shared.iter().fold(0, |sum: usize, array| {
+            let bytes = array.element.of(&self.generics).map_or(0, ScalarType::bytes);
+            let len = (array.len)(&self.generics);
+            sum.saturating_add(len.saturating_mul(bytes).saturating_add(15) & !15)
+        })
+    }
+
+    /// The name of the function in every target's text: the kernel's and its generics', joined by `_`.
+    pub fn entry(&self) -> String {
+        self.generics.iter().fold(self.kernel.cpp.to_owned(), |mut name, generic| {
+            name.push('_');
+            match generic {
+                Generic::I32(x) if *x < 0 => name.push_str(&format!("m{}", x.unsigned_abs())),
+                generic => name.push_str(&generic.to_string()),
+            }
+            name
+        })
+    }
+
+    /// Bytes of shared memory that a launch on CUDA brings along: none up to the 48 KiB that code may hold, all of them beyond.
+    pub fn cuda_dynamic_bytes(&self) -> usize {
+        let bytes = self.shared_bytes();
+        if bytes > 48 << 10 { bytes } else { 0 }
+    }
+
+    /// What NVRTC must be given beside the text and the architecture, for these values of the `#[constant]` parameters, in
+    /// order: the language, the values, and for an exact kernel `--fmad=false`.
+    pub fn cuda_options(&self, constants: impl IntoIterator<Item = crate::device::Constant>) -> Vec<String> {
+        let named = self.kernel.parameters.iter().filter(|p| matches!(p.kind, ParameterKind::Constant(_)));
+        let constants = named.zip(constants).map(|(parameter, constant)| {
+            format!("-DFT_CONSTANT_{}={}", parameter.cpp, constant.cpp().replace(' ', ""))
+        });
+        let exact = self.kernel.exact.then(|| "--fmad=false".to_owned());
+        ["--std=c++17".to_owned()].into_iter().chain(exact).chain(constants).collect()
+    }
+
+    /// The whole program: prelude, the items the kernel uses, each once and after what it uses itself, and the kernel as
+    /// [`entry`](Self::entry).
+    ///
+    /// What a device must compile it with is in [`cuda_options`](Self::cuda_options) for CUDA;
+    /// on Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
+    /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN have their
+    /// meaning, and what a kernel that is not [`exact`](Kernel::exact) may take faster is spelled in the text.
+    pub fn text(&self, target: Target) -> String {
+        crate::print::program(self, target)
+    }
+
+    /// The same program in Rust, as it was written: the items that the kernel uses, each once and after what it uses itself, and
+    /// the kernel; what the instance fixes is a comment.
+    pub fn source(&self) -> String {
+        crate::print::source(self)
+    }
+}
+
+/// All items `text` uses, each once and after what it uses itself, without `text`.
+pub fn dependencies(text: &'static Text) -> Vec<&'static Text> {
+    fn visit(text: &'static Text, done: &mut Vec<&'static Text>) {
+        for &used in text.depends {
+            if !done.iter().any(|other| same(other, used)) {
+                visit(used, done);
+                done.push(used);
+            }
+        }
+    }
+    let mut done = Vec::new();
+    visit(text, &mut done);
+    done
+}
+
+/// Whether two texts are one item: a constant's address is not its identity, its place in the source is.
+fn same(a: &Text, b: &Text) -> bool {
+    a.name == b.name && a.line == b.line && a.file == b.file
+}
+
+/// Fails to compile where two different items of one name are used, directly or not: C++ has one namespace for them.
+///
+/// `#[kernel]` calls it in a constant.
+pub const fn assert_distinct(text: &Text) {
+    assert_distinct_in(text, text);
+}
+
+const fn assert_distinct_in(root: &Text, part: &Text) {
+    let mut n = 0;
+    while n < part.depends.len() {
+        assert!(
+            agrees(root, part.depends[n]),
+            "two different items of one name are used by this kernel: rename one"
+        );
+        assert_distinct_in(root, part.depends[n]);
+        n += 1;
+    }
+}
+
+const fn agrees(root: &Text, item: &Text) -> bool {
+    let mut n = 0;
+    while n < root.depends.len() {
+        let other = root.depends[n];
+        if equal(other.name, item.name) && !(other.line == item.line && equal(other.file, item.file)) {
+            return false;
+        }
+        if !agrees(other, item) {
+            return false;
+        }
+        n += 1;
+    }
+    true
+}
+
+const fn equal(a: &str, b: &str) -> bool {
+    let (a, b) = (a.as_bytes(), b.as_bytes());
+    if a.len() != b.len() {
+        return false;
+    }
+    let mut n = 0;
+    while n < a.len() {
+        if a[n] != b[n] {
+            return false;
+        }
+        n += 1;
+    }
+    true
+}
+
+/// Writes `lines`, each indented by four spaces; empty ones stay empty.
+pub(crate) fn indent(out: &mut String, lines: &str) {
+    for line in lines.lines() {
+        let _ = if line.is_empty() { writeln!(out) } else { writeln!(out, "    {line}") };
+    }
+}
