@@ -1,0 +1,7 @@
+//! What the stand-in accepts, with answers, and what it refuses, with reasons.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod accepted;
+mod refused;
+mod support;

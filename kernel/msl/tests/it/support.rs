@@ -1,0 +1,60 @@
+use std::sync::OnceLock;
+
+use flashtile_msl_standin::{Buffer, CLANG_VARIABLE, Compiler, Kernel, Library, RunError};
+
+/// The compiler, or a loud word that there is none. Where the variable names one, there has to be one.
+pub(crate) fn compiler() -> Option<&'static Compiler> {
+    static FOUND: OnceLock<Option<Compiler>> = OnceLock::new();
+    FOUND
+        .get_or_init(|| match Compiler::find() {
+            Ok(compiler) => Some(compiler),
+            Err(why) if std::env::var_os(CLANG_VARIABLE).is_some() => {
+                panic!("{CLANG_VARIABLE} is set, but {why}")
+            }
+            Err(why) => {
+                eprintln!("skipped: {why}");
+                None
+            }
+        })
+        .as_ref()
+}
+
+const LEAD: &str = "#include <metal_stdlib>\nusing namespace metal;\n";
+
+pub(crate) fn library(compiler: &Compiler, text: &str) -> Library {
+    compiler.compile(&format!("{LEAD}{text}")).unwrap_or_else(|e| panic!("{text}\n{e}"))
+}
+
+pub(crate) fn refusal(compiler: &Compiler, text: &str) -> String {
+    match compiler.compile(&format!("{LEAD}{text}")) {
+        Ok(_) => panic!("accepted:\n{text}"),
+        Err(e) => e.to_string(),
+    }
+}
+
+pub(crate) fn bytes<T: Copy, const N: usize>(values: &[T], to: impl Fn(T) -> [u8; N]) -> Vec<u8> {
+    values.iter().flat_map(|&v| to(v)).collect()
+}
+
+pub(crate) fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|b| f32::from_ne_bytes(b.try_into().unwrap())).collect()
+}
+
+pub(crate) fn u32s(bytes: &[u8]) -> Vec<u32> {
+    bytes.chunks_exact(4).map(|b| u32::from_ne_bytes(b.try_into().unwrap())).collect()
+}
+
+/// Runs one group with the inputs in buffers 1 and up, and gives buffer 0, which starts as ones in every bit.
+pub(crate) fn one_group(
+    kernel: &Kernel,
+    threads: u32,
+    inputs: &[&[u8]],
+    out: usize,
+) -> Result<Vec<u8>, RunError> {
+    let mut result = vec![0xff; out];
+    let mut buffers = vec![Buffer::write(0, &mut result)];
+    buffers.extend(inputs.iter().enumerate().map(|(i, b)| Buffer::read(i + 1, b)));
+    kernel.run([1, 1, 1], [threads, 1, 1], &mut buffers, &[])?;
+    drop(buffers);
+    Ok(result)
+}
