@@ -4,14 +4,15 @@
 #   benches/gpu.sh FLASHTILE [OUT [PART...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured where python3 has torch. Parts, all by default: check, tests (where TESTS names a test binary of this repository,
-# whose CUDA and external cases run), prefill, decode, start, sanitize (where compute-sanitizer is).
+# are measured where python3 has torch. Parts, all by default: check, tests (where TESTS names the library's test binary, whose
+# CUDA and external cases run, or KERNEL_TESTS that of kernel/), prefill, decode, portable (the portable kernels beside the native ones),
+# kernels (those of the kernel language, each beside a copy), start, sanitize (where compute-sanitizer is).
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
 shift $(($# < 2 ? $# : 2))
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(check tests prefill decode start sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(check tests prefill decode portable kernels start sanitize)
 root=$(dirname "$(dirname "$(realpath "$0")")")
 mkdir -p "$out"
 cd "$root"
@@ -35,9 +36,16 @@ fi
 
 if wants tests && [ -n "${TESTS:-}" ]; then
     step "tests"
-    CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: external:: nan_in infinity least_finite > "$out/tests.txt" 2>&1 ||
+    CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: portable:: external:: nan_in infinity least_finite > "$out/tests.txt" 2>&1 ||
         { tail -40 "$out/tests.txt"; exit 1; }
     grep -E "SKIPPED|test result" "$out/tests.txt"
+fi
+
+if wants tests && [ -n "${KERNEL_TESTS:-}" ]; then
+    step "tests of the kernel language"
+    CARGO_MANIFEST_DIR=$root/kernel "$KERNEL_TESTS" --nocapture > "$out/kernel-tests.txt" 2>&1 ||
+        { tail -40 "$out/kernel-tests.txt"; exit 1; }
+    grep -E "SKIPPED|test result" "$out/kernel-tests.txt"
 fi
 
 # Peers of one problem, then ours beside them: NAME, the problem for the peer, options for ours.
@@ -87,6 +95,38 @@ if wants decode; then
     done
     step "lengths: the same sum, equal and from 100 to 16000"
     compare decode "" decode --head-dim 128 --batch 64 --seq 8050,100..16000 --cache contiguous
+fi
+
+if wants portable; then
+    step "answers of the portable kernels"
+    "$flashtile" check --backend cuda --kernels portable --seeds 0..400 > "$out/check-portable.txt" ||
+        { cat "$out/check-portable.txt"; exit 1; }
+    head -4 "$out/check-portable.txt"
+    for n in 1 2; do
+        "$flashtile" run examples/data/minilm_attention.safetensors -o "$out/minilm$n.safetensors" --backend cuda --kernels portable
+    done
+    cmp "$out"/minilm[12].safetensors && rm "$out"/minilm[12].safetensors
+    step "decode: native, then portable"
+    for row in "128 1 8192 32 8" "128 1 131072 32 8" "128 16 8192 32 8" "128 64 4096 32 8" "64 64 4096 32 8" "256 64 4096 16 2"; do
+        read -r d b s h hkv <<< "$row"
+        shape=(decode --head-dim $d --batch $b --seq $s --heads $h --kv-heads $hkv)
+        compare portable "decode $d $s $b $h $hkv" "${shape[@]}"
+        compare portable "" "${shape[@]}" --kernels portable
+    done
+    for t in f16 f32; do
+        dtype=$t compare portable "" decode --head-dim 128 --batch 16 --seq 8192 --heads 32 --kv-heads 8 --kernels portable
+    done
+    compare portable "" decode --head-dim 128 --batch 64 --seq 4096 --cache contiguous,paged,ring --page 16 --kernels portable
+    step "prefill: native, then portable"
+    for d in 64 128; do
+        compare portable "prefill $d 4096 1" prefill --head-dim $d --heads $((2048 / d)) --seq 4096
+        compare portable "" prefill --head-dim $d --heads $((2048 / d)) --seq 4096 --kernels portable
+    done
+fi
+
+if wants kernels; then
+    step "kernels of the kernel language: what they move, and their times beside a copy"
+    "$flashtile" bench kernels --backend cuda --json-lines "$out/kernels.jsonl" | tee "$out/kernels.txt"
 fi
 
 if wants start; then

@@ -7,6 +7,9 @@ pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod dtype;
+#[cfg(feature = "kernels")]
+#[cfg_attr(not(test), allow(dead_code))]
+pub mod kernels;
 mod memory;
 mod merge;
 pub mod plan;
@@ -21,7 +24,7 @@ pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache,
 pub use cpu::{Cpu, Workspace};
 pub use dtype::{Dtype, Element};
 pub use merge::{MergeError, Part, merge};
-pub use plan::{CpuPlan, CudaPlan, PlanOptions, Unsupported};
+pub use plan::{CpuPlan, CudaPlan, KernelChoice, PlanOptions, Unsupported};
 pub use problem::{
     Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix,
     Visibility,

@@ -2,16 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::compile::{ROWS_PARAMS, ROWS_RUNS, Source, dtype_number};
+use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use super::device::Cuda;
 use super::error::CudaError;
-use super::module::{Function, Shape};
+use super::sources::{ROWS_PARAMS, ROWS_RUNS, Source, dtype_number};
 use super::tensor::{DeviceTensor, DeviceTensorMut, RawTensor};
 use crate::cache::{CacheMemory, PageCopy, SequenceTable, total};
 use crate::plan::MAX_GRID;
 use crate::tensor::dense;
 use crate::{BlockTables, CacheDesc, CacheError, Dtype, SeqId};
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
+use flashtile_kernel::cuda::{Function, Grid};
 use std::sync::Arc;
 
 /// Keys and values of many sequences in device memory: what [`KvCache`](crate::KvCache) is in main memory, with the same
@@ -94,7 +94,7 @@ impl DeviceKvCache {
     ///
     /// # Errors
     /// [`CudaError::KvCache`] with [`CacheError::Dimension`], [`CacheError::SizeOverflow`] or [`CacheError::NotElements`];
-    /// [`CudaError::Driver`] where the device has not the memory; [`CudaError::Missing`] or [`CudaError::Compile`].
+    /// [`CudaError::Device`], also where the device has not the memory.
     pub fn new(cuda: &Cuda, desc: CacheDesc, stream: &Arc<CudaStream>) -> Result<Self, CudaError> {
         desc.validate()?;
         if desc.kv_heads > MAX_GRID {
@@ -191,7 +191,7 @@ impl DeviceKvCache {
     /// As [`KvCache::extend`](crate::KvCache::extend). Pages that are shared no longer are copied on the stream.
     ///
     /// # Errors
-    /// [`CudaError::KvCache`], or [`CudaError::Driver`] after which the cache is not usable.
+    /// [`CudaError::KvCache`], or [`CudaError::Device`] after which the cache is not usable.
     pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), CudaError> {
         self.table.extend(batch, &mut self.copies)?;
         self.copy_pages()
@@ -200,7 +200,7 @@ impl DeviceKvCache {
     /// As [`KvCache::write`](crate::KvCache::write), on the stream.
     ///
     /// # Errors
-    /// [`CudaError::KvCache`], or [`CudaError::Driver`] after which the cache is not usable.
+    /// [`CudaError::KvCache`], or [`CudaError::Device`] after which the cache is not usable.
     pub fn write(
         &mut self,
         layer: usize,
@@ -217,7 +217,7 @@ impl DeviceKvCache {
     /// As [`KvCache::append`](crate::KvCache::append), on the stream.
     ///
     /// # Errors
-    /// [`CudaError::KvCache`], or [`CudaError::Driver`] after which the cache is not usable.
+    /// [`CudaError::KvCache`], or [`CudaError::Device`] after which the cache is not usable.
     pub fn append(
         &mut self,
         batch: &[(SeqId, usize)],
@@ -236,7 +236,7 @@ impl DeviceKvCache {
     /// As [`KvCache::fork`](crate::KvCache::fork); of a cache with slots the tokens are copied on the stream.
     ///
     /// # Errors
-    /// [`CudaError::KvCache`], or [`CudaError::Driver`] after which the cache is not usable.
+    /// [`CudaError::KvCache`], or [`CudaError::Device`] after which the cache is not usable.
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, CudaError> {
         let fork = self.table.fork(seq, &mut self.copies)?;
         self.copy_pages()?;
@@ -246,7 +246,7 @@ impl DeviceKvCache {
     /// As [`KvCache::linearise`](crate::KvCache::linearise), on the stream.
     ///
     /// # Errors
-    /// [`CudaError::KvCache`] or [`CudaError::Driver`].
+    /// [`CudaError::KvCache`] or [`CudaError::Device`].
     pub fn linearise(
         &self,
         seq: SeqId,
@@ -355,11 +355,11 @@ impl DeviceKvCache {
             if params.rows == 0 {
                 continue;
             }
-            let shape =
-                Shape { grid: [(params.rows as usize).div_ceil(4), kv_heads, 2], threads: 128, shared: 0 };
+            let grid =
+                Grid { blocks: [(params.rows as usize).div_ceil(4), kv_heads, 2], threads: 128, shared: 0 };
             // SAFETY: rows of pages are those of the bookkeeping, inside the pools; rows of tensors are inside their shapes,
             // which were checked, and readable or writable by their constructors' contracts.
-            unsafe { self.function.launch(&self.stream, shape, &params)? };
+            unsafe { self.function.launch(&self.stream, grid, &params)? };
         }
         Ok(())
     }

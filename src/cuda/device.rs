@@ -1,13 +1,14 @@
 //! A device and the kernels compiled for it.
 
-use super::compile::{Access, Compiler, Kernels, Source};
+use super::cudarc::driver::{CudaContext, CudaStream, sys};
 use super::error::CudaError;
-use super::library;
-use super::module::Function;
+use super::portable::{self, Loads};
 use super::prepared::{DeviceMemory, Prepared};
+use super::sources::{Access, Source};
 use crate::Problem;
 use crate::plan::{CudaFacts, CudaPlan, PlanOptions, Unsupported};
-use cudarc::driver::{CudaContext, CudaStream, sys};
+use flashtile_kernel::cuda::{Function, Gpu};
+use flashtile_kernel::{Constant, Instance};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,10 +21,8 @@ pub struct Cuda {
 
 #[derive(Debug)]
 struct Inner {
-    context: Arc<CudaContext>,
-    name: String,
+    gpu: Gpu,
     facts: CudaFacts,
-    kernels: Kernels,
     loaded: Mutex<HashMap<(Source, &'static str), Arc<Function>>>,
 }
 
@@ -31,31 +30,23 @@ impl Cuda {
     /// Number of devices of this machine.
     ///
     /// # Errors
-    /// [`CudaError::Missing`] where there is no driver, [`CudaError::Driver`] where it does not answer.
+    /// [`CudaError::Device`] where there is no driver, or where it does not answer.
     pub fn count() -> Result<usize, CudaError> {
-        library::driver()?;
-        cudarc::driver::result::init().map_err(CudaError::driver("start of the driver"))?;
-        let count = CudaContext::device_count().map_err(CudaError::driver("count of devices"))?;
-        Ok(usize::try_from(count).unwrap_or(0))
+        Ok(Gpu::count()?)
     }
 
     /// The device of a number, in its primary context: the one that other libraries use too.
     ///
     /// # Errors
-    /// As [`Cuda::count`], [`CudaError::NoDevice`], and [`CudaError::Unsupported`] where it is older than the kernels.
+    /// As [`Cuda::count`], [`DeviceError::NoDevice`](super::DeviceError::NoDevice), and [`CudaError::Unsupported`] where it is older than the kernels.
     pub fn new(ordinal: usize) -> Result<Self, CudaError> {
-        let count = Self::count()?;
-        if ordinal >= count {
-            return Err(CudaError::NoDevice { ordinal, count });
-        }
-        let context = CudaContext::new(ordinal).map_err(CudaError::driver("context"))?;
-        Self::with_context(context)
+        Self::with_context(Gpu::primary_context(ordinal)?)
     }
 
     /// The device of a context.
     ///
     /// # Errors
-    /// [`CudaError::Driver`], and [`CudaError::Unsupported`] where the device is older than the kernels.
+    /// [`CudaError::Device`], and [`CudaError::Unsupported`] where the device is older than the kernels.
     pub fn with_context(context: Arc<CudaContext>) -> Result<Self, CudaError> {
         use sys::CUdevice_attribute as Attribute;
         let get = |attribute: Attribute| {
@@ -81,15 +72,16 @@ impl Cuda {
         if facts.capability < least {
             return Err(Unsupported::Capability { got: facts.capability, least }.into());
         }
-        let name = context.name().map_err(CudaError::driver("name of the device"))?;
+        // Launches name their streams.
+        let gpu = Gpu::with_stream(context.default_stream())?;
         let loaded = Mutex::new(HashMap::new());
-        Ok(Self { inner: Arc::new(Inner { context, name, facts, kernels: Kernels::new(), loaded }) })
+        Ok(Self { inner: Arc::new(Inner { gpu, facts, loaded }) })
     }
 
     /// The device's own name.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.inner.name
+        self.inner.gpu.name()
     }
 
     /// Facts of the device, for the planner.
@@ -101,22 +93,28 @@ impl Cuda {
     /// The context in which everything happens.
     #[must_use]
     pub fn context(&self) -> &Arc<CudaContext> {
-        &self.inner.context
+        self.inner.gpu.context()
+    }
+
+    /// The device of the kernel language, to launch its kernels by; [`Gpu::on`] gives them a stream.
+    #[must_use]
+    pub fn gpu(&self) -> &Gpu {
+        &self.inner.gpu
     }
 
     /// Folder of compiled kernels; none where they are not kept.
     #[must_use]
     pub fn cache_folder(&self) -> Option<&Path> {
-        self.inner.kernels.disk.folder()
+        self.inner.gpu.cache_folder()
     }
 
     /// Version of the compiler, and where it was found.
     ///
     /// # Errors
-    /// [`CudaError::Missing`].
+    /// [`CudaError::Device`].
     pub fn compiler(&self) -> Result<((i32, i32), String), CudaError> {
-        let compiler: Arc<Compiler> = self.inner.kernels.compiler()?;
-        Ok((compiler.version(), compiler.place.clone()))
+        let compiler = self.inner.gpu.compiler()?;
+        Ok((compiler.version(), compiler.place().to_owned()))
     }
 
     /// Plans a problem for this device.
@@ -131,8 +129,8 @@ impl Cuda {
     /// rows that start on 16 bytes, and those for any others. Several are compiled at a time.
     ///
     /// # Errors
-    /// [`CudaError::Missing`], [`CudaError::Compile`], [`CudaError::Driver`], or [`CudaError::KernelFolder`] where they could not be
-    /// kept; they are loaded then.
+    /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
+    /// loaded then.
     pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
         use rayon::prelude::*;
         let mut wanted: Vec<(Source, &'static str, usize)> = Vec::new();
@@ -148,10 +146,28 @@ impl Cuda {
         }
         wanted.sort_by(|a, b| a.0.name.cmp(&b.0.name));
         wanted.dedup();
-        let kept: Vec<Result<(), CudaError>> = wanted
+        let mut portable: Loads = Vec::new();
+        for plan in plans {
+            for access in [Access::Vector, Access::Element] {
+                let loads = plan.portable().map(|portable| portable::loads(plan, portable, access));
+                for load in loads.transpose()?.into_iter().flatten() {
+                    let same = |(instance, constants): &(Instance, Vec<Constant>)| {
+                        instance.entry() == load.0.entry() && *constants == load.1
+                    };
+                    if !portable.iter().any(same) {
+                        portable.push(load);
+                    }
+                }
+            }
+        }
+        let native = wanted
             .into_par_iter()
-            .map(|(source, entry, shared)| self.load(source, entry, shared).map(|(_, kept)| kept))
-            .collect::<Result<_, _>>()?;
+            .map(|(source, entry, shared)| self.load(source, entry, shared).map(|(_, kept)| kept));
+        let portable = portable.into_par_iter().map(|(instance, constants)| {
+            let (_, kept) = self.inner.gpu.prewarm(&instance, &constants)?;
+            Ok(kept.map_err(CudaError::from))
+        });
+        let kept: Vec<Result<(), CudaError>> = native.chain(portable).collect::<Result<_, _>>()?;
         kept.into_iter().collect()
     }
 
@@ -169,9 +185,9 @@ impl Cuda {
         }
         // Not under the lock: other kernels may be compiled meanwhile. Of two threads that compile the same one, the later
         // drops its own.
-        let (code, kept) = self.inner.kernels.code(&key.0, self.inner.facts.capability)?;
-        let function = Function::load(&self.inner.context, &key.0.name, &code, entry, shared)?;
-        Ok((loaded().entry(key).or_insert_with(|| Arc::new(function)).clone(), kept))
+        let (function, kept) = self.inner.gpu.load(&key.0.program(), entry, shared)?;
+        let function = loaded().entry(key).or_insert_with(|| Arc::new(function)).clone();
+        Ok((function, kept.map_err(CudaError::from)))
     }
 
     pub(super) fn function(
@@ -187,7 +203,7 @@ impl Cuda {
     /// [`CudaPlan::workspace_bytes`] on the device and copies the schedule there on the stream.
     ///
     /// # Errors
-    /// [`CudaError::OtherDevice`], [`CudaError::Missing`], [`CudaError::Compile`] or [`CudaError::Driver`].
+    /// [`CudaError::OtherDevice`] or [`CudaError::Device`].
     pub fn prepare(&self, plan: &CudaPlan, stream: &Arc<CudaStream>) -> Result<Prepared, CudaError> {
         Prepared::new(self, plan, stream, None)
     }

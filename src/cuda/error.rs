@@ -1,48 +1,15 @@
 //! What can go wrong on a device.
 
+use super::cudarc::driver::DriverError;
 use crate::{CacheError, RunError, Unsupported, ViewError};
-use cudarc::driver::DriverError;
-use std::path::PathBuf;
+pub use flashtile_kernel::cuda::Error as DeviceError;
 
 /// Why the CUDA backend did not do what was asked.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum CudaError {
-    /// A library of NVIDIA's software is not on this machine.
-    Missing {
-        /// What it is: `driver` or `NVRTC`.
-        library: &'static str,
-        /// Names and places that were tried.
-        tried: String,
-    },
-    /// There is no such device.
-    NoDevice {
-        /// The number asked for.
-        ordinal: usize,
-        /// Devices of this machine.
-        count: usize,
-    },
-    /// A call of the driver failed.
-    Driver {
-        /// What was being done.
-        what: String,
-        /// The driver's name of the error and its description.
-        error: String,
-    },
-    /// A kernel did not compile.
-    Compile {
-        /// Name of the kernel.
-        kernel: String,
-        /// The compiler's log.
-        log: String,
-    },
-    /// The folder of compiled kernels cannot be used.
-    KernelFolder {
-        /// The folder or file.
-        path: PathBuf,
-        /// The system's description.
-        error: String,
-    },
+    /// The driver, the compiler or the folder of compiled kernels: what the machine lacks or what failed there.
+    Device(DeviceError),
     /// A valid problem has no plan on the device.
     Unsupported(Unsupported),
     /// The tensors are not those of the plan's problem. Nothing was launched.
@@ -73,36 +40,24 @@ pub enum CudaError {
         /// Kernel of the plan.
         kernel: String,
     },
+    /// A launch that does not keep the contract of its kernel: a mistake of the planner's. Nothing was launched.
+    Contract {
+        /// The condition.
+        what: String,
+    },
 }
 
 impl CudaError {
     pub(crate) fn driver(what: impl Into<String>) -> impl FnOnce(DriverError) -> Self {
-        let what = what.into();
-        move |error| Self::Driver { what, error: describe(error) }
+        let failed = DeviceError::driver(what);
+        move |error| Self::Device(failed(error))
     }
-}
-
-fn describe(error: DriverError) -> String {
-    let text = |s: Result<&std::ffi::CStr, _>| {
-        s.map_or_else(|_: DriverError| String::new(), |s| s.to_string_lossy().into_owned())
-    };
-    format!("{} ({})", text(error.error_name()), text(error.error_string()))
 }
 
 impl std::fmt::Display for CudaError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Missing { library, tried } => {
-                write!(f, "no NVIDIA {library} on this machine: tried {tried}")
-            }
-            Self::NoDevice { ordinal, count } => {
-                write!(f, "no CUDA device {ordinal}: this machine has {count}, counted from 0")
-            }
-            Self::Driver { what, error } => write!(f, "{what}: {error}"),
-            Self::Compile { kernel, log } => write!(f, "{kernel} does not compile: {log}"),
-            Self::KernelFolder { path, error } => {
-                write!(f, "compiled kernels are kept in {}: {error}", path.display())
-            }
+            Self::Device(why) => why.fmt(f),
             Self::Unsupported(why) => why.fmt(f),
             Self::Inputs(why) => why.fmt(f),
             Self::View(why) => why.fmt(f),
@@ -115,6 +70,7 @@ impl std::fmt::Display for CudaError {
             }
             Self::Update { what } => write!(f, "the plan does not fit what was prepared: {what}"),
             Self::OtherDevice { kernel } => write!(f, "{kernel} was planned for another kind of device"),
+            Self::Contract { what } => f.write_str(what),
         }
     }
 }
@@ -122,12 +78,19 @@ impl std::fmt::Display for CudaError {
 impl std::error::Error for CudaError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
+            Self::Device(why) => Some(why),
             Self::Unsupported(why) => Some(why),
             Self::Inputs(why) => Some(why),
             Self::View(why) => Some(why),
             Self::KvCache(why) => Some(why),
             _ => None,
         }
+    }
+}
+
+impl From<DeviceError> for CudaError {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(error)
     }
 }
 

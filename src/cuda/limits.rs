@@ -2,13 +2,12 @@
 
 #![allow(unsafe_code)]
 
-use super::compile::Source;
+use super::cudarc::driver::DevicePtr;
 use super::device::Cuda;
 use super::error::CudaError;
-use super::module::Shape;
+use super::sources::Source;
 use crate::Dtype;
-use cudarc::driver::{CudaStream, DevicePtr, sys};
-use std::sync::Arc;
+use flashtile_kernel::cuda::Grid;
 
 /// Bytes that a measurement of the bandwidth reads: several times any second-level cache.
 const READ_BYTES: usize = 1 << 30;
@@ -16,32 +15,10 @@ const READ_BYTES: usize = 1 << 30;
 /// Runs of a measurement, of which the fastest counts: noise only ever slows.
 const RUNS: usize = 5;
 
-/// Seconds of the fastest of several launches.
-fn fastest(
-    stream: &Arc<CudaStream>,
-    mut launch: impl FnMut() -> Result<(), CudaError>,
-) -> Result<f64, CudaError> {
-    let failed = || CudaError::driver("measurement of a limit");
-    let event = || {
-        let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
-        stream.context().new_event(Some(flags)).map_err(failed())
-    };
-    let mut best = f64::INFINITY;
-    for _ in 0..=RUNS {
-        let (start, end) = (event()?, event()?);
-        start.record(stream).map_err(failed())?;
-        launch()?;
-        end.record(stream).map_err(failed())?;
-        let milliseconds = start.elapsed_ms(&end).map_err(failed())?;
-        best = best.min(f64::from(milliseconds) / 1e3);
-    }
-    Ok(best)
-}
-
 /// Bytes a second that the device reads from its memory.
 ///
 /// # Errors
-/// [`CudaError::Missing`], [`CudaError::Compile`] or [`CudaError::Driver`].
+/// [`CudaError::Device`].
 pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
     let failed = || CudaError::driver("measurement of the bandwidth");
     let stream = cuda.context().new_stream().map_err(failed())?;
@@ -55,21 +32,23 @@ pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
         sink: u64,
     }
     let (from, sink) = (memory.device_ptr(&stream).0, sink.device_ptr(&stream).0);
-    let shape = Shape { grid: [cuda.facts().multiprocessors * 4, 1, 1], threads: 512, shared: 0 };
+    let grid = Grid { blocks: [cuda.facts().multiprocessors * 4, 1, 1], threads: 512, shared: 0 };
     // Each thread reads 8 chunks of 16 bytes at a time, all of them as often.
-    let round = shape.grid[0] * shape.threads * 8 * 16;
+    let round = grid.blocks[0] * grid.threads * 8 * 16;
     let bytes = READ_BYTES / round * round;
     let params = Params { from, count: bytes as u64 / 16, sink };
     // SAFETY: the kernel reads `count` chunks of 16 bytes from `from` and writes at most one u32.
-    let seconds = fastest(&stream, || unsafe { function.launch(&stream, shape, &params) })?;
+    let launch = || unsafe { function.launch(&stream, grid, &params) };
+    let seconds = cuda.gpu().on(&stream).time(RUNS, launch)?.least();
     Ok(bytes as f64 / seconds)
 }
 
 /// Multiply-adds, counted as two operations each, that the matrix unit does in a second by `mma.sync`; for f32 those of sums
-/// of three products of tf32, each sum counted once.
+/// of three products of tf32, each sum counted once. Of dtypes that the unit does not multiply (bf16 and f32 before compute capability
+/// 8.0) those of `fma` in f32.
 ///
 /// # Errors
-/// [`CudaError::Missing`], [`CudaError::Compile`] or [`CudaError::Driver`].
+/// [`CudaError::Device`].
 pub fn matrix_peak(cuda: &Cuda, dtype: Dtype) -> Result<f64, CudaError> {
     const ROUNDS: u32 = 2000;
     let failed = || CudaError::driver("measurement of the matrix unit");
@@ -88,9 +67,10 @@ pub fn matrix_peak(cuda: &Cuda, dtype: Dtype) -> Result<f64, CudaError> {
     }
     let params = Params { sink: sink.device_ptr(&stream).0, rounds: ROUNDS };
     let blocks = cuda.facts().multiprocessors * 2;
-    let shape = Shape { grid: [blocks, 1, 1], threads: 256, shared: 0 };
+    let grid = Grid { blocks: [blocks, 1, 1], threads: 256, shared: 0 };
     // SAFETY: the kernel writes at most one f32.
-    let seconds = fastest(&stream, || unsafe { function.launch(&stream, shape, &params) })?;
+    let launch = || unsafe { function.launch(&stream, grid, &params) };
+    let seconds = cuda.gpu().on(&stream).time(RUNS, launch)?.least();
     let products = blocks as f64 * 8.0 * f64::from(ROUNDS) * 64.0;
     Ok(products * 2.0 * 16.0 * 8.0 * depth / seconds)
 }

@@ -1,7 +1,7 @@
-//! The CUDA backend: devices of compute capability 8.0 and later.
+//! The CUDA backend: devices of compute capability 8.0 and later, and by the portable kernels those of 7.5.
 //!
 //! Nothing of NVIDIA's is needed to build: driver and NVRTC are looked for at run time, and what is missing is said by
-//! [`CudaError::Missing`]. Kernels are text, compiled for the device when they are first needed and kept on disk (in the folder
+//! [`DeviceError::Missing`]. Kernels are text, compiled for the device when they are first needed and kept on disk (in the folder
 //! that [`CACHE_VARIABLE`] names, or `flashtile` in the user's folder of caches); [`Cuda::prewarm`] does so ahead.
 //!
 //! A run works on borrowed device memory and a borrowed stream, allocates nothing, waits for nothing, and can be captured in
@@ -30,21 +30,18 @@
 //! ```
 
 mod cache;
-mod compile;
 mod device;
 mod error;
-mod library;
 pub mod limits;
-mod module;
+mod portable;
 mod prepared;
+mod sources;
 mod tensor;
 
 pub use cache::DeviceKvCache;
-pub use compile::CACHE_VARIABLE;
-pub use cudarc;
 pub use device::Cuda;
-pub use error::CudaError;
-pub use library::NVRTC_VARIABLE;
+pub use error::{CudaError, DeviceError};
+pub use flashtile_kernel::cuda::{CACHE_VARIABLE, Gpu, NVRTC_VARIABLE, cudarc};
 pub use prepared::{DeviceMemory, Prepared};
 pub use tensor::{
     DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables, DeviceTensor,

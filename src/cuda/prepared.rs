@@ -2,16 +2,19 @@
 
 #![allow(unsafe_code)]
 
-use super::compile::{Access, CLASSIFY_PARAMS, FORWARD_PARAMS, Source, dtype_number};
+use super::cudarc::driver::sys::CUstreamCaptureStatus;
+use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use super::device::Cuda;
-use super::error::CudaError;
-use super::module::{Function, Shape};
+use super::error::{CudaError, DeviceError};
+use super::portable::{self, Runs};
+use super::sources::{Access, CLASSIFY_PARAMS, FORWARD_PARAMS, Source, dtype_number};
 use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
 use crate::bind::{self, Given};
-use crate::plan::{CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch};
+use crate::plan::{
+    CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch, NATIVE_CAPABILITY, PortableKernel,
+};
 use crate::{MaskKind, Problem, ProblemDesc, Sequences};
-use cudarc::driver::sys::CUstreamCaptureStatus;
-use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
+use flashtile_kernel::cuda::{Function, Grid};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
 
@@ -44,6 +47,8 @@ pub struct Prepared {
     /// Of each launch, for rows that start on 16 bytes; and for any others, once there were some.
     functions: Vec<(Arc<Function>, Option<Arc<Function>>)>,
     classify: Option<Arc<Function>>,
+    /// Of a plan of the portable kernel, which has no launches of its own.
+    runs: Option<Runs>,
     at: u64,
     /// Where it is not the caller's.
     _memory: Option<CudaSlice<u8>>,
@@ -167,8 +172,11 @@ impl Prepared {
         stream: &Arc<CudaStream>,
         memory: Option<DeviceMemory>,
     ) -> Result<Self, CudaError> {
-        if let Some(kernel) = plan.kernels().find(|k| k.shared_bytes() > cuda.facts().shared_per_block) {
-            return Err(CudaError::OtherDevice { kernel: kernel.to_string() });
+        let native = plan.kernels().map(|k| k.shared_bytes());
+        let most = native.chain(plan.portable_kernel().map(PortableKernel::shared_bytes)).max().unwrap_or(0);
+        let old = plan.kernels().next().is_some() && cuda.facts().capability < NATIVE_CAPABILITY;
+        if most > cuda.facts().shared_per_block || old {
+            return Err(CudaError::OtherDevice { kernel: plan.kernel() });
         }
         let needed = plan.workspace_bytes();
         let (at, memory) = match memory {
@@ -193,9 +201,10 @@ impl Prepared {
         let classify = (!plan.class_tables().is_empty())
             .then(|| cuda.function(Source::classify(), "classify", 0))
             .transpose()?;
+        let runs = plan.portable().map(|portable| Runs::new(cuda, stream, plan, portable)).transpose()?;
         let plan = plan.clone();
         let (cuda, stream) = (cuda.clone(), stream.clone());
-        let prepared = Self { cuda, stream, plan, functions, classify, at, _memory: memory };
+        let prepared = Self { cuda, stream, plan, functions, classify, runs, at, _memory: memory };
         prepared.write()?;
         Ok(prepared)
     }
@@ -212,7 +221,7 @@ impl Prepared {
     ///
     /// # Errors
     /// [`CudaError::Update`] where the problem differs in anything else, or where kernels or what is reserved differ; steps of
-    /// decoding of the same sequences agree. [`CudaError::Driver`], also while the stream captures.
+    /// decoding of the same sequences agree. [`CudaError::Device`], also while the stream captures.
     pub fn update(&mut self, plan: &CudaPlan) -> Result<(), CudaError> {
         let refused = |what: String| Err(CudaError::Update { what });
         if without_lens(self.plan.problem()) != without_lens(plan.problem())
@@ -221,8 +230,8 @@ impl Prepared {
         {
             return refused("the problems differ in more than their numbers of keys".to_owned());
         }
-        if !self.plan.kernels().eq(plan.kernels()) {
-            return refused(format!("kernels {}, not {}", self.plan.kernel(), plan.kernel()));
+        if !self.plan.kernels().eq(plan.kernels()) || self.plan.portable() != plan.portable() {
+            return refused(format!("launches are of {}, not {}", self.plan, plan));
         }
         if self.plan.regions() != plan.regions() {
             let (old, new) = (self.plan.workspace_bytes(), plan.workspace_bytes());
@@ -236,8 +245,8 @@ impl Prepared {
         self.write()
     }
 
-    /// Copies items and zero counters to the device.
-    fn write(&self) -> Result<(), CudaError> {
+    /// Items, and counters of zero.
+    fn schedule(&self) -> Vec<u8> {
         let regions = self.plan.regions();
         let mut bytes = vec![0u8; regions.written];
         let mut at = regions.items;
@@ -246,6 +255,15 @@ impl Prepared {
             bytes[at..][..items.len()].copy_from_slice(items);
             at += launch.capacity.items * size_of::<Item>();
         }
+        bytes
+    }
+
+    /// Copies to the device what runs read of the plan.
+    fn write(&self) -> Result<(), CudaError> {
+        let bytes = match self.plan.portable() {
+            Some(portable) => portable::written(self.plan.problem(), portable),
+            None => self.schedule(),
+        };
         if bytes.is_empty() {
             return Ok(());
         }
@@ -255,7 +273,7 @@ impl Prepared {
         let status = self.stream.capture_status().map_err(failed())?;
         if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
             let error = "the stream captures a graph, which cannot hold it".to_owned();
-            return Err(CudaError::Driver { what: "copy of the schedule".to_owned(), error });
+            return Err(DeviceError::Driver { what: "copy of the schedule".to_owned(), error }.into());
         }
         // SAFETY: the region lies in the scratch memory, whose size was checked; the driver has read pageable memory when it
         // returns.
@@ -267,7 +285,7 @@ impl Prepared {
     /// compiled.
     ///
     /// # Errors
-    /// [`CudaError::Inputs`] where the tensors are not those of the plan's problem, and [`CudaError::Driver`].
+    /// [`CudaError::Inputs`] where the tensors are not those of the plan's problem, and [`CudaError::Device`].
     pub fn run(
         &mut self,
         inputs: &DeviceInputs<'_>,
@@ -275,6 +293,9 @@ impl Prepared {
     ) -> Result<(), CudaError> {
         let problem = self.plan.problem();
         check(problem, inputs, outputs)?;
+        if let (Some(runs), Some(portable)) = (&mut self.runs, self.plan.portable()) {
+            return runs.run(problem, portable, self.at, inputs, outputs);
+        }
         let raws = [&inputs.q.raw, &inputs.k.raw, &inputs.v.raw, &outputs.out.raw];
         let vectors = raws.into_iter().all(RawTensor::in_vectors);
         for (kernel, (_, elements)) in self.plan.kernels().zip(&mut self.functions) {
@@ -296,15 +317,15 @@ impl Prepared {
             let (vector, elements) = &self.functions[n];
             let function = elements.as_ref().filter(|_| !vectors).unwrap_or(vector);
             let kernel = &launch.kernel;
-            let shape = Shape {
-                grid: [launch.capacity.grid, 1, 1],
+            let grid = Grid {
+                blocks: [launch.capacity.grid, 1, 1],
                 threads: kernel.tile.threads(),
                 shared: kernel.shared_bytes(),
             };
             // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
             // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
             // problem alone, and its regions lie in the scratch memory.
-            unsafe { function.launch(&self.stream, shape, &params)? };
+            unsafe { function.launch(&self.stream, grid, &params)? };
             params.items += (launch.capacity.items * size_of::<Item>()) as u64;
             params.counters += launch.capacity.counters as u64 * 4;
             params.partials += (launch.capacity.slots * kernel.slot_floats() * 4) as u64;
@@ -353,10 +374,10 @@ impl Prepared {
             q_tiles: params.class_q_tiles,
             k_blocks: params.class_k_blocks,
         };
-        let shape = Shape { grid: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
+        let grid = Grid { blocks: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
         // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
         // for a mask with every axis of the problem's size.
-        unsafe { function.launch(&self.stream, shape, &classify) }
+        unsafe { Ok(function.launch(&self.stream, grid, &classify)?) }
     }
 }
 

@@ -72,6 +72,16 @@ pub const H100: CudaFacts = CudaFacts {
 /// NVIDIA H200 (SXM).
 pub const H200: CudaFacts = CudaFacts { l2: 60 * MIB, ..H100 };
 
+/// NVIDIA T4.
+pub const T4: CudaFacts = CudaFacts {
+    capability: (7, 5),
+    multiprocessors: 40,
+    shared_per_block: 64 * KIB,
+    shared_per_multiprocessor: 64 * KIB,
+    registers_per_multiprocessor: 65_536,
+    l2: 4 * MIB,
+};
+
 /// Every CUDA device of this module with its name in golden plans.
-pub const ALL_CUDA: [(&str, CudaFacts); 4] =
-    [("h100", H100), ("h200", H200), ("a100", A100), ("rtx4090", RTX_4090)];
+pub const ALL_CUDA: [(&str, CudaFacts); 5] =
+    [("h100", H100), ("h200", H200), ("a100", A100), ("rtx4090", RTX_4090), ("t4", T4)];

@@ -7,14 +7,49 @@
 mod cpu;
 mod cuda;
 pub mod devices;
+pub(crate) mod portable;
 
 pub(crate) use cpu::{
     BLOCK_K, MaskClasses, Reduction, Rows, STREAM_ROWS, Target, Task, sequence_of, spans, visible_union,
 };
 pub use cpu::{CpuFacts, CpuPlan, Isa, PlannedPrefix};
 #[cfg(feature = "cuda")]
-pub(crate) use cuda::{AGAIN, CLASS_ROWS, ClassTable, GROUP, Item, Launch, MAX_GRID, STREAM_BYTES};
-pub use cuda::{CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY};
+pub(crate) use cuda::{AGAIN, CLASS_ROWS, ClassTable, GROUP, Item, Launch, MAX_GRID, Portable, STREAM_BYTES};
+pub use cuda::{
+    CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
+    PortableTile,
+};
+
+/// Which kernels a device of several kinds of them runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum KernelChoice {
+    /// Those written for the device, where there are any; otherwise the portable ones.
+    #[default]
+    Auto,
+    /// Those written for the device.
+    Native,
+    /// Those of the kernel language, which every GPU runs.
+    Portable,
+}
+
+impl KernelChoice {
+    /// `auto`, `native` or `portable`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Native => "native",
+            Self::Portable => "portable",
+        }
+    }
+}
+
+impl std::fmt::Display for KernelChoice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
 
 /// Choices that a caller may take from the planner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,11 +62,13 @@ pub struct PlanOptions {
     /// Whether tiles that no row sees are skipped. Off, every tile is computed and masked: the same bits, for tests and
     /// for measuring what skipping saves.
     pub skip_tiles: bool,
+    /// Which kernels a CUDA device runs.
+    pub kernels: KernelChoice,
 }
 
 impl Default for PlanOptions {
     fn default() -> Self {
-        Self { splits: None, skip_tiles: true }
+        Self { splits: None, skip_tiles: true, kernels: KernelChoice::Auto }
     }
 }
 
@@ -86,6 +123,40 @@ pub enum Unsupported {
         /// Bytes that a block of threads may use.
         available: usize,
     },
+    /// A head dimension that the kernels are not made for.
+    HeadDim {
+        /// `head_dim` or `value_dim`.
+        name: &'static str,
+        /// Its size.
+        got: usize,
+        /// What it is to be a multiple of.
+        step: usize,
+        /// The most.
+        max: usize,
+    },
+    /// A query or key further from the first key than the kernels count.
+    Position {
+        /// Its position, or how many there are.
+        got: i64,
+        /// The furthest.
+        max: i64,
+    },
+    /// More of something than the kernels count.
+    Size {
+        /// What there is too much of.
+        what: &'static str,
+        /// How many.
+        got: usize,
+        /// The most.
+        max: usize,
+    },
+    /// Kernels that the backend has not were asked for.
+    Kernels {
+        /// What was asked for.
+        asked: KernelChoice,
+    },
+    /// The kernels skip what no row sees, and were asked not to.
+    SkipTiles,
     /// The machine lacks an instruction set that was asked for.
     Isa {
         /// The instruction set asked for.
@@ -110,6 +181,17 @@ impl std::fmt::Display for Unsupported {
                 f,
                 "the smallest tile takes {needed} bytes of shared memory, a block of threads has {available}"
             ),
+            Self::HeadDim { name, got, step, max } => {
+                write!(f, "{name} is {got}, expected a multiple of {step} up to {max}")
+            }
+            Self::Position { got, max } => {
+                write!(f, "a query or key is at position {got}, expected at most {max} from the first key")
+            }
+            Self::Size { what, got, max } => write!(f, "{got} {what}, expected at most {max}"),
+            Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has one kind alone"),
+            Self::SkipTiles => {
+                f.write_str("portable kernels skip what no row sees, which cannot be turned off")
+            }
             Self::Isa { asked, best } => {
                 write!(f, "{asked} asked for, the best that this machine runs is {best}")
             }

@@ -4,7 +4,7 @@
 
 use crate::support::{answer, build, cuda, cuda_runners, options};
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use flashtile::cuda::{Cuda, CudaError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
+use flashtile::cuda::{Cuda, CudaError, DeviceError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
 use flashtile::testkit::{
     Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
     conformance, random_case,
@@ -196,7 +196,10 @@ fn refusals_say_what_is_wrong() {
     };
     let count = flashtile::cuda::Cuda::count().unwrap();
     let refusal = flashtile::cuda::Cuda::new(count).unwrap_err();
-    assert!(matches!(refusal, CudaError::NoDevice { ordinal, .. } if ordinal == count), "{refusal}");
+    assert!(
+        matches!(refusal, CudaError::Device(DeviceError::NoDevice { ordinal, .. }) if ordinal == count),
+        "{refusal}"
+    );
     let built = build(&Case::new("refused", [1, 2, 2, 5, 9, 64, 64], Dtype::F32));
     let other = build(&Case::new("other", [1, 2, 2, 5, 8, 64, 64], Dtype::F32));
     let plan = cuda.plan(&built.problem, PlanOptions::default()).unwrap();

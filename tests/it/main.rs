@@ -19,6 +19,7 @@ mod invariance;
 mod merge;
 mod mlx;
 mod plans;
+mod portable;
 mod properties;
 mod quantized;
 mod refusals;

@@ -2,9 +2,11 @@
 //!
 //! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
 
-use flashtile::plan::{CudaFacts, CudaTile, devices};
+use flashtile::plan::{CudaFacts, CudaTile, PortableTile, devices};
 use flashtile::testkit::{Case, Keep, MaskFill};
-use flashtile::{CpuPlan, CudaPlan, Dtype, MaskKind, PlanOptions, QOffset, Unsupported, Visibility};
+use flashtile::{
+    CpuPlan, CudaPlan, Dtype, KernelChoice, MaskKind, PlanOptions, QOffset, Unsupported, Visibility,
+};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -68,6 +70,10 @@ fn table() -> String {
                 Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
             }
         }
+        match CudaPlan::new(&problem, &devices::H200, kernels(KernelChoice::Portable)) {
+            Ok(plan) => writeln!(text, "  h200 portable: {plan}").unwrap(),
+            Err(refusal) => writeln!(text, "  h200 portable: refused, {refusal}").unwrap(),
+        }
     }
     text
 }
@@ -95,6 +101,12 @@ fn cuda_plans_fit_their_devices() {
             for skip_tiles in [true, false] {
                 let plan = CudaPlan::new(&problem, &facts, crate::support::options(None, skip_tiles));
                 let plan = match plan {
+                    // Devices without native kernels: the portable ones are not of every dimension, and skip tiles.
+                    Err(Unsupported::HeadDim { got, .. }) if machine == "t4" && got % 16 != 0 => continue,
+                    Err(Unsupported::SkipTiles) if machine == "t4" && !skip_tiles => continue,
+                    Err(Unsupported::Position { got, .. }) if machine == "t4" && got.abs() > 1 << 30 => {
+                        continue;
+                    }
                     // Rows of 2 KiB: 16 of q and two tiles of 16 keys are more than a block of threads has there.
                     Err(Unsupported::SharedMemory { .. })
                         if problem.dtype() == Dtype::F32
@@ -105,6 +117,7 @@ fn cuda_plans_fit_their_devices() {
                     }
                     plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
                 };
+                assert_eq!(plan.portable_kernel().is_some(), machine == "t4", "{machine}: {plan}");
                 for kernel in plan.kernels() {
                     let (shared, tile) = (kernel.shared_bytes(), &kernel.tile);
                     assert!(shared <= facts.shared_per_block, "{machine}: {plan}");
@@ -131,10 +144,10 @@ fn cuda_plans_refuse() {
         value_dim: 64,
     };
     let problem = flashtile::ProblemDesc::new(dims, Dtype::BF16).validate().unwrap();
-    let turing = CudaFacts { capability: (7, 5), ..devices::A100 };
+    let volta = CudaFacts { capability: (7, 0), ..devices::A100 };
     assert_eq!(
-        CudaPlan::new(&problem, &turing, PlanOptions::default()).unwrap_err(),
-        Unsupported::Capability { got: (7, 5), least: (8, 0) }
+        CudaPlan::new(&problem, &volta, PlanOptions::default()).unwrap_err(),
+        Unsupported::Capability { got: (7, 0), least: (7, 5) }
     );
     let small = CudaFacts { shared_per_block: 8 << 10, ..devices::A100 };
     let refusal = CudaPlan::new(&problem, &small, PlanOptions::default()).unwrap_err();
@@ -165,20 +178,80 @@ fn cuda_plans_refuse() {
     }
 }
 
+fn kernels(choice: KernelChoice) -> PlanOptions {
+    let mut options = PlanOptions::default();
+    options.kernels = choice;
+    options
+}
+
+#[test]
+fn portable_plans_refuse() {
+    let desc = |dims: [usize; 7]| {
+        let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = dims;
+        let dims = flashtile::Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        flashtile::ProblemDesc::new(dims, Dtype::BF16)
+    };
+    let with = |desc: &flashtile::ProblemDesc, options| {
+        CudaPlan::new(&desc.clone().validate().unwrap(), &devices::T4, options).map(|plan| plan.kernel())
+    };
+    let plan = |desc: &flashtile::ProblemDesc| with(desc, PlanOptions::default());
+    assert_eq!(plan(&desc([1, 8, 8, 1, 640, 64, 64])).unwrap(), "cuda-decode-bf16-d64-portable");
+    assert_eq!(plan(&desc([1, 8, 8, 1, 640, 96, 64])).unwrap(), "cuda-decode-bf16-d96x64-portable");
+    for (dims, name, got) in [([40, 64], "head_dim", 40), ([64, 8], "value_dim", 8)] {
+        let refusal = plan(&desc([1, 8, 8, 1, 640, dims[0], dims[1]])).unwrap_err();
+        assert_eq!(refusal, Unsupported::HeadDim { name, got, step: 16, max: 512 });
+    }
+    let mut far = desc([1, 8, 8, 1, 640, 64, 64]);
+    far.visibility = Visibility::causal();
+    far.q_offset = Some(QOffset::At((1 << 30) + 1));
+    assert_eq!(plan(&far).unwrap_err(), Unsupported::Position { got: (1 << 30) + 1, max: 1 << 30 });
+    let many = desc([65_536, 1, 1, 1, 16, 64, 64]);
+    assert_eq!(plan(&many).unwrap_err(), Unsupported::Tasks { got: 65_536, max: 65_535 });
+    let one = desc([1, 8, 8, 1, 640, 64, 64]);
+    let native = with(&one, kernels(KernelChoice::Native)).unwrap_err();
+    assert_eq!(native, Unsupported::Capability { got: (7, 5), least: (8, 0) });
+    let every = with(&one, crate::support::options(None, false)).unwrap_err();
+    assert_eq!(every, Unsupported::SkipTiles);
+    for splits in [0, 11] {
+        let refusal = with(&one, crate::support::options(Some(splits), true)).unwrap_err();
+        assert_eq!(refusal, Unsupported::Splits { got: splits, max: 10 });
+    }
+    // The other kind of a device that has both; a device that has one kind; a tile of the other kind.
+    let problem = one.validate().unwrap();
+    let plan = CudaPlan::new(&problem, &devices::H200, kernels(KernelChoice::Portable)).unwrap();
+    assert_eq!(plan.kernel(), "cuda-decode-bf16-d64-portable");
+    let cpu = CpuPlan::new(&problem, &devices::PORTABLE_4, kernels(KernelChoice::Portable)).unwrap_err();
+    assert_eq!(cpu, Unsupported::Kernels { asked: KernelChoice::Portable });
+    let tile = Some(CudaTile::new([4, 1], 1, 16, 2));
+    let refusal = CudaPlan::with_tile(&problem, &devices::T4, PlanOptions::default(), tile);
+    assert!(matches!(refusal, Err(Unsupported::Tile { .. })));
+    for [rows, keys, simds, resident] in [[4, 16, 4, 1], [8, 8, 4, 1], [8, 16, 3, 1], [8, 16, 4, 17]] {
+        let tile = Some(PortableTile::new(rows, keys, simds, resident));
+        let refusal = CudaPlan::with_portable_tile(&problem, &devices::T4, PlanOptions::default(), tile);
+        assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
+    }
+}
+
 /// Plans of the same sequences at other lengths have the same launches and the same layout of scratch memory.
 #[test]
 fn cuda_plans_of_other_lengths_take_the_same_room() {
-    let plan = |lens: &[usize]| {
-        let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-        let mut desc = flashtile::ProblemDesc::cached([32, 8], [128, 128], Dtype::BF16, &steps);
-        desc.visibility = Visibility::causal();
-        CudaPlan::new(&desc.validate().unwrap(), &devices::H200, PlanOptions::default()).unwrap()
-    };
-    let first = plan(&[1; 16]);
-    for lens in [[100; 16], [9000; 16], std::array::from_fn(|n| 1 + n * n * 70)] {
-        let other = plan(&lens);
-        assert!(first.kernels().eq(other.kernels()));
-        assert_eq!(first.workspace_bytes(), other.workspace_bytes());
+    for choice in [KernelChoice::Native, KernelChoice::Portable] {
+        let plan = |lens: &[usize]| {
+            let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
+            let mut desc = flashtile::ProblemDesc::cached([32, 8], [128, 128], Dtype::BF16, &steps);
+            desc.visibility = Visibility::causal();
+            CudaPlan::new(&desc.validate().unwrap(), &devices::H200, kernels(choice)).unwrap()
+        };
+        let first = plan(&[1; 16]);
+        for lens in [[100; 16], [9000; 16], std::array::from_fn(|n| 1 + n * n * 70)] {
+            let other = plan(&lens);
+            assert!(first.kernels().eq(other.kernels()));
+            assert_eq!(first.portable_kernel(), other.portable_kernel());
+            assert_eq!(first.workspace_bytes(), other.workspace_bytes());
+            if choice == KernelChoice::Portable {
+                assert_eq!((first.task_count(), first.splits()), (other.task_count(), other.splits()));
+            }
+        }
     }
 }
 

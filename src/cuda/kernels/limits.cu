@@ -29,6 +29,29 @@ extern "C" __global__ void __launch_bounds__(512) read(const __grid_constant__ R
     if (sum == 0x12345678u) *sink = sum;
 }
 
+#if __CUDA_ARCH__ < 800
+// What a lane has of a product with so many multiply-adds for each of its four sums, where the matrix unit has no such product.
+template <int N>
+DEVICE void multiply_adds(float (&c)[4], u32 a, u32 b) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; i++) c[i % 4] = __fmaf_rn(__uint_as_float(a), __uint_as_float(b), c[i % 4]);
+}
+#endif
+
+// A product of 16x16 by 16x8.
+template <int T>
+DEVICE void product(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if __CUDA_ARCH__ >= 800
+    mma16<T>(c, a, b[0], b[1]);
+#else
+    if (T == F16) {
+        for (int i = 0; i < 2; i++)
+            asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+                         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
+    } else multiply_adds<16>(c, a[0], b[0]);
+#endif
+}
+
 // `rounds` times 64 products of 16x16 by 16x8, of 8 independent sums a warp. The operands are not zero: units that multiply
 // zeros take less power, and run faster.
 template <int T>
@@ -42,7 +65,7 @@ DEVICE void products(float* sink, u32 rounds) {
     for (int i = 0; i < 2; i++) b[i] = pack<T>((float)(int)(seed * (i + 3)) * 1e-10f, (float)(int)(seed * (i + 5)) * 1e-10f);
     for (u32 round = 0; round < rounds; round++) {
 #pragma unroll
-        for (int n = 0; n < 64; n++) mma16<T>(c[n % 8], a, b[0], b[1]);
+        for (int n = 0; n < 64; n++) product<T>(c[n % 8], a, b);
     }
     float sum = 0.f;
 #pragma unroll
@@ -57,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_con
 // The same of f32: three products of tf32 for each, as the kernels make them.
 extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_constant__ ProductParams p) {
     float c[8][4] = {};
-    u32 high[4], low[4];
     u32 seed = threadIdx.x * 0x9e3779b9u + blockIdx.x;
+#if __CUDA_ARCH__ >= 800
+    u32 high[4], low[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         Halves parts = halves(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f));
@@ -74,6 +98,13 @@ extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_cons
             mma8(c[n % 8], high, b0.high, b1.high);
         }
     }
+#else
+    u32 a = __float_as_uint((float)(int)seed * 1e-10f), b = __float_as_uint((float)(int)(seed * 3) * 1e-10f);
+    for (u32 round = 0; round < p.rounds; round++) {
+#pragma unroll
+        for (int n = 0; n < 64; n++) multiply_adds<8>(c[n % 8], a, b);
+    }
+#endif
     float sum = 0.f;
 #pragma unroll
     for (int n = 0; n < 8; n++) sum += c[n][0] + c[n][1] + c[n][2] + c[n][3];

@@ -104,6 +104,24 @@ DEVICE u32 to_tf32(float x) {
     return y;
 }
 
+#if __CUDA_ARCH__ < 800
+// f32 to the nearest bf16, as the instruction of later devices does it.
+DEVICE u32 to_bf16(float x) {
+    u32 bits = __float_as_uint(x);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+DEVICE u32 to_f16(float x) {
+    u16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+
+template <int T>
+DEVICE u32 pack(float low, float high) {
+    return T == F16 ? to_f16(low) | to_f16(high) << 16 : to_bf16(low) | to_bf16(high) << 16;
+}
+#else
 template <int T>
 DEVICE u32 pack(float low, float high) {
     u32 y;
@@ -111,6 +129,7 @@ DEVICE u32 pack(float low, float high) {
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
+#endif
 
 // An element in memory as f32.
 DEVICE float f16_to_f32(u16 x) {

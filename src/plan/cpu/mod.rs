@@ -16,7 +16,7 @@ pub use isa::Isa;
 pub use schedule::PlannedPrefix;
 pub(crate) use schedule::{Phase, Reduction, Rows, Target, Task, sequence_of, spans};
 
-use super::{PlanOptions, Unsupported};
+use super::{KernelChoice, PlanOptions, Unsupported};
 use crate::Codec;
 use crate::problem::{MAX_HEAD_DIM, Problem, Sequence};
 use schedule::{Choices, Schedule, Segments, TASKS_PER_THREAD};
@@ -111,8 +111,12 @@ impl CpuPlan {
     /// # Errors
     /// [`Unsupported::Splits`] where the option asks for more splits than there are blocks of keys;
     /// [`Unsupported::Tasks`] where the problem would be cut into more units of work than a plan lists;
-    /// [`Unsupported::Workspace`] where the workspace is not addressable.
+    /// [`Unsupported::Workspace`] where the workspace is not addressable; [`Unsupported::Kernels`] where the option asks for a kind of
+    /// kernels.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
+        if options.kernels != KernelChoice::Auto {
+            return Err(Unsupported::Kernels { asked: options.kernels });
+        }
         let dims = problem.dims();
         let isa = facts.isa.for_problem(problem);
         let threads = facts.threads.clamp(1, MAX_THREADS);

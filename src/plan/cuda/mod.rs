@@ -8,17 +8,25 @@
 //! bits.
 //!
 //! Sequences with so few rows that they fit one fragment of the matrix unit, and the others, are launches of their own.
+//!
+//! Devices that those kernels are too new for run the portable ones, whose plan is of another kind: see `portable`.
 
+mod portable;
 mod schedule;
 mod tile;
 
+pub use portable::{PortableKernel, PortableTile};
 #[cfg(feature = "cuda")]
 pub(crate) use tile::STREAM_BYTES;
 pub use tile::{CudaKernel, CudaTile};
 
-use super::{PlanOptions, Unsupported};
+use super::{KernelChoice, PlanOptions, Unsupported};
 use crate::Codec;
 use crate::problem::{Problem, Sequences};
+#[cfg(not(feature = "cuda"))]
+use portable::Portable;
+#[cfg(feature = "cuda")]
+pub(crate) use portable::Portable;
 #[cfg(not(feature = "cuda"))]
 use schedule::Item;
 #[cfg(feature = "cuda")]
@@ -43,8 +51,12 @@ pub struct CudaFacts {
     pub l2: usize,
 }
 
-/// The least compute capability for which there are kernels: asynchronous copies, products of bf16.
-pub const LEAST_CAPABILITY: (u32, u32) = (8, 0);
+/// The least compute capability for which there are kernels: the portable ones multiply f16 on its matrix unit, and NVRTC 13 compiles
+/// for nothing older.
+pub const LEAST_CAPABILITY: (u32, u32) = (7, 5);
+
+/// The least compute capability of the CUDA C++ kernels: asynchronous copies, products of bf16.
+pub const NATIVE_CAPABILITY: (u32, u32) = (8, 0);
 
 /// Bytes of shared memory that the driver keeps of every block of threads.
 const RESERVED_SHARED: usize = 1024;
@@ -131,6 +143,8 @@ pub struct CudaPlan {
     launches: Vec<Launch>,
     classes: Vec<ClassTable>,
     regions: Regions,
+    /// In place of launches.
+    portable: Option<Portable>,
 }
 
 /// Most blocks of threads in the second and third dimension of a grid.
@@ -146,31 +160,75 @@ impl CudaPlan {
     /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`.
     ///
     /// # Errors
-    /// [`Unsupported::Capability`] for devices before compute capability 8.0; [`Unsupported::SharedMemory`] where not even the
-    /// smallest tile fits the device; [`Unsupported::Splits`] where the option asks for more splits than there are blocks of
-    /// keys; [`Unsupported::Tasks`] where the problem would be cut into more items than a plan lists;
-    /// [`Unsupported::Workspace`] where scratch memory is not addressable.
+    /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks for native kernels;
+    /// [`Unsupported::SharedMemory`] where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
+    /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more items than a
+    /// plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable. Of portable kernels also
+    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         Self::with_tile(problem, facts, options, None)
     }
 
-    /// The same with a tile of the caller's, for all launches: to measure what another one would give.
+    /// The same with a tile of the caller's, for all launches of native kernels: to measure what another one would give.
     ///
     /// # Errors
-    /// As [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device.
+    /// As [`CudaPlan::new`]; [`Unsupported::SharedMemory`] where the tile does not fit the device, [`Unsupported::Tile`] where portable
+    /// kernels would run.
     pub fn with_tile(
         problem: &Problem,
         facts: &CudaFacts,
         options: PlanOptions,
         tile: Option<CudaTile>,
     ) -> Result<Self, Unsupported> {
+        Self::check_device(problem, facts)?;
+        let portable = match options.kernels {
+            KernelChoice::Auto => facts.capability < NATIVE_CAPABILITY,
+            KernelChoice::Native => false,
+            KernelChoice::Portable => true,
+        };
+        match (portable, tile) {
+            (false, tile) => Self::native(problem, facts, options, tile),
+            (true, None) => Self::with_portable_tile(problem, facts, options, None),
+            (true, Some(_)) => Err(Unsupported::Tile { why: "it is one of native kernels" }),
+        }
+    }
+
+    /// A plan of portable kernels, whatever the options ask for, with a tile of the caller's: to measure what another one would give.
+    ///
+    /// # Errors
+    /// As [`CudaPlan::new`]; [`Unsupported::Tile`].
+    pub fn with_portable_tile(
+        problem: &Problem,
+        facts: &CudaFacts,
+        options: PlanOptions,
+        tile: Option<PortableTile>,
+    ) -> Result<Self, Unsupported> {
+        Self::check_device(problem, facts)?;
+        let portable = Some(Portable::new(problem, facts, options, tile)?);
+        let (launches, classes, regions) = (Vec::new(), Vec::new(), Regions::default());
+        Ok(Self { problem: problem.clone(), options, launches, classes, regions, portable })
+    }
+
+    fn check_device(problem: &Problem, facts: &CudaFacts) -> Result<(), Unsupported> {
         if facts.capability < LEAST_CAPABILITY {
             return Err(Unsupported::Capability { got: facts.capability, least: LEAST_CAPABILITY });
         }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];
-        if let Some((tensor, codec)) = stored.into_iter().find(|(_, codec)| *codec != expected) {
-            return Err(Unsupported::Codec { tensor, codec, expected });
+        match stored.into_iter().find(|(_, codec)| *codec != expected) {
+            Some((tensor, codec)) => Err(Unsupported::Codec { tensor, codec, expected }),
+            None => Ok(()),
+        }
+    }
+
+    fn native(
+        problem: &Problem,
+        facts: &CudaFacts,
+        options: PlanOptions,
+        tile: Option<CudaTile>,
+    ) -> Result<Self, Unsupported> {
+        if facts.capability < NATIVE_CAPABILITY {
+            return Err(Unsupported::Capability { got: facts.capability, least: NATIVE_CAPABILITY });
         }
         let group = problem.dims().group();
         let mut launches = Vec::new();
@@ -198,8 +256,8 @@ impl CudaPlan {
         if let Some(got) = classes.iter().map(|t| t.planes.max(t.q_tiles)).find(|&n| n > MAX_GRID) {
             return Err(Unsupported::Tasks { got, max: MAX_GRID });
         }
-        let mut plan =
-            Self { problem: problem.clone(), options, launches, classes, regions: Regions::default() };
+        let (regions, portable) = (Regions::default(), None);
+        let mut plan = Self { problem: problem.clone(), options, launches, classes, regions, portable };
         let kernel = || Unsupported::Workspace { kernel: plan.kernel() };
         plan.regions = plan.layout().filter(|r| isize::try_from(r.len).is_ok()).ok_or_else(kernel)?;
         Ok(plan)
@@ -255,34 +313,57 @@ impl CudaPlan {
         self.options
     }
 
-    /// Kernels of the launches, in order; none where there are no query rows.
+    #[cfg(feature = "cuda")]
+    pub(crate) const fn portable(&self) -> Option<&Portable> {
+        self.portable.as_ref()
+    }
+
+    /// The portable kernel, where no native ones run.
+    #[must_use]
+    pub fn portable_kernel(&self) -> Option<&PortableKernel> {
+        self.portable.as_ref().map(|portable| &portable.kernel)
+    }
+
+    /// Native kernels of the launches, in order; none where there are no query rows, or where the portable kernel runs.
     pub fn kernels(&self) -> impl Iterator<Item = &CudaKernel> {
         self.launches.iter().map(|launch| &launch.kernel)
     }
 
-    /// Names of the kernels, see [`CudaKernel`], joined by `+`.
+    /// Names of the kernels, see [`CudaKernel`], joined by `+`; or that of the portable one, see [`PortableKernel`].
     #[must_use]
     pub fn kernel(&self) -> String {
+        if let Some(portable) = &self.portable {
+            return portable.kernel.to_string();
+        }
         let names: Vec<String> = self.kernels().map(ToString::to_string).collect();
         if names.is_empty() { "cuda-none".to_owned() } else { names.join("+") }
     }
 
-    /// Items of all launches.
+    /// Items of all launches; of the portable kernel its groups of threads.
     #[must_use]
     pub fn task_count(&self) -> usize {
+        if let Some(portable) = &self.portable {
+            return portable.groups();
+        }
         self.launches.iter().map(|launch| launch.count).sum()
     }
 
-    /// The most parts into which the keys of a tile are cut.
+    /// The most parts into which the keys of a tile are cut; of the portable kernel those of every tile.
     #[must_use]
     pub fn splits(&self) -> usize {
+        if let Some(portable) = &self.portable {
+            return portable.parts();
+        }
         self.launches.iter().map(|launch| launch.splits).max().unwrap_or(1)
     }
 
     /// Bytes of device memory that a run needs beside its tensors: the schedule, classes of a mask, partial results.
     #[must_use]
     pub const fn workspace_bytes(&self) -> usize {
-        self.regions.len
+        match &self.portable {
+            Some(portable) => portable.regions.len,
+            None => self.regions.len,
+        }
     }
 }
 
@@ -339,6 +420,9 @@ fn is_paged(problem: &Problem) -> bool {
 
 impl std::fmt::Display for CudaPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        if let Some(portable) = &self.portable {
+            write!(f, "{portable} + ")?;
+        }
         for launch in &self.launches {
             let tile = &launch.kernel.tile;
             let (rows, keys) = (tile.rows(), tile.keys());

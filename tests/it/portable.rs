@@ -1,0 +1,134 @@
+//! The portable kernels on the CUDA device of this machine. Without one these tests say so, and pass.
+
+use crate::support::{answer, build, cuda};
+use flashtile::cuda::{Cuda, CudaError};
+use flashtile::plan::devices;
+use flashtile::testkit::{
+    Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
+    conformance, random_case,
+};
+use flashtile::{CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
+
+fn options(splits: Option<usize>) -> PlanOptions {
+    let mut options = crate::support::options(splits, true);
+    options.kernels = KernelChoice::Portable;
+    options
+}
+
+fn runner(cuda: Cuda) -> CudaRunner {
+    CudaRunner::new(cuda).with(options(None))
+}
+
+/// Whether there are kernels for the head dimensions and positions of a case.
+fn is_supported(case: &Case) -> bool {
+    let problem = case.desc.clone().validate().unwrap();
+    let plan = CudaPlan::new(&problem, &devices::T4, options(None));
+    !matches!(plan, Err(Unsupported::HeadDim { .. } | Unsupported::Position { .. }))
+}
+
+#[test]
+fn the_catalogue_and_random_cases_pass() {
+    let Some(cuda) = cuda() else { return };
+    let runner = runner(cuda);
+    let runners = [runner.clone(), runner.clone().odd(), runner.narrow()];
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let random = (0..200).map(|seed| {
+        let mut rng = Rng::new(seed);
+        random_case(format!("seed {seed}"), &mut |n| rng.below(n))
+    });
+    let cases: Vec<Case> = catalogue().into_iter().chain(random).collect();
+    let (mut passed, mut skipped, mut failed) = (0, 0, Vec::new());
+    conformance(&cases, &runners, |result| match &result.result {
+        Ok(_) => passed += 1,
+        Err(Failure::Skipped(_)) if !is_supported(result.case) => skipped += 1,
+        Err(_) => failed.push(result.to_string()),
+    });
+    println!("{passed} passed, {skipped} of dimensions or positions that there are no kernels for");
+    assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+    assert!(passed > 500, "{passed}");
+}
+
+/// Cases that are cut into parts, and others; every dtype.
+fn some_cases() -> Vec<Case> {
+    catalogue().into_iter().filter(is_supported).step_by(3).collect()
+}
+
+#[test]
+fn two_runs_have_the_same_bits_wherever_tensors_lie() {
+    let Some(cuda) = cuda() else { return };
+    let runner = runner(cuda);
+    for case in some_cases() {
+        let built = build(&case);
+        let want = answer(&built, &runner).bits();
+        for other in [runner.clone(), runner.clone().odd()] {
+            assert!(answer(&built, &other).bits() == want, "{} on {}", case.name, other.name());
+        }
+    }
+}
+
+#[test]
+fn any_number_of_splits_is_within_the_limits() {
+    let Some(cuda) = cuda() else { return };
+    let late = catalogue().into_iter().filter(|case| case.name.ends_with("_late") && is_supported(case));
+    for case in some_cases().into_iter().chain(late) {
+        let prepared = Prepared::new(&case).unwrap();
+        for splits in [1, 2, 3, 7, 16] {
+            match prepared.run(&CudaRunner::new(cuda.clone()).with(options(Some(splits)))) {
+                Ok(_) | Err(Failure::Skipped(_)) => {}
+                Err(failure) => panic!("{} in {splits} parts: {failure}", case.name),
+            }
+        }
+    }
+}
+
+/// Steps of decoding whose sequences have so many keys, each in one page of a pool of the same size.
+fn steps(lens: &[usize]) -> Case {
+    let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
+    // Named alike: the same queries.
+    Case::new("update", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
+        .cached(&steps, 4096, Keep::All)
+        .causal(QOffset::BottomRight)
+}
+
+#[test]
+fn a_captured_graph_computes_the_plan_of_an_update() {
+    let Some(cuda) = cuda() else { return };
+    let plan = |built: &flashtile::testkit::Built| {
+        CudaPlan::new(&built.problem, cuda.facts(), options(None)).unwrap()
+    };
+    let (first, second) = (build(&steps(&[900, 20, 4000, 1])), build(&steps(&[3000, 1500, 7, 4096])));
+    let mut out = Guarded::new(Dtype::F16, first.problem.dims().out_shape(), first.layout);
+    let mut outputs = Outputs::new(out.view_mut());
+    // The pools of the longer sequences, of which the first plan sees less.
+    let mut inputs = second.inputs();
+    inputs.tables = first.tables.as_ref();
+    let placement = DevicePlacement::default();
+    let mut run = DeviceRun::new(&cuda, &plan(&first), &inputs, &mut outputs, placement).unwrap();
+    run.seconds().unwrap();
+    run.update(&plan(&second), second.tables.as_ref().unwrap()).unwrap();
+    run.seconds().unwrap();
+    let bits = |run: &DeviceRun| {
+        let mut got = out.clone();
+        run.read(&mut Outputs::new(got.view_mut())).unwrap();
+        got.bits()
+    };
+    let got = bits(&run);
+    assert!(got == answer(&second, &runner(cuda.clone())).out.bits());
+    run.seconds().unwrap();
+    assert!(bits(&run) == got);
+    let native = cuda.plan(&second.problem, crate::support::options(None, true)).unwrap();
+    if native.portable_kernel().is_none() {
+        let refusal = run.update(&native, second.tables.as_ref().unwrap()).unwrap_err();
+        assert!(matches!(refusal, CudaError::Update { .. }), "{refusal}");
+    }
+}
+
+#[test]
+fn kernels_are_compiled_ahead() {
+    let Some(cuda) = cuda() else { return };
+    let plans: Vec<CudaPlan> = [steps(&[5]), Case::new("dense", [1, 2, 2, 5, 9, 64, 64], Dtype::F32)]
+        .iter()
+        .map(|case| cuda.plan(&build(case).problem, options(None)).unwrap())
+        .collect();
+    cuda.prewarm(&plans).unwrap();
+}
