@@ -16,6 +16,8 @@ pub enum Accumulation {
     Integers,
     /// Weights rounded to the dtype of the problem before their product with the values, sums in f32: what matrix units do.
     Weights,
+    /// Weights and levels of codes rounded to f16 before products with codes, sums in f32: matrix units over codes.
+    Operands,
 }
 
 impl Accumulation {
@@ -68,7 +70,7 @@ impl Tolerance {
         };
         let math: f64 = match accumulation {
             Accumulation::F32 => 2e-6,
-            Accumulation::Half => 5e-3,
+            Accumulation::Half | Accumulation::Operands => 5e-3,
             // Roundings of 2^-16 of the largest element of a query and of the largest weight.
             Accumulation::Integers => 2e-4,
             Accumulation::Weights => match dtype {
@@ -82,8 +84,14 @@ impl Tolerance {
             nrmse: base.max(math) * growth,
             relative: rounding,
             absolute: if math <= 2e-6 { 10.0 } else { 2.0 } * math * growth,
-            // A score of 30 has the error of 2^-16 of a query's largest element.
-            lse: if accumulation == Accumulation::Integers { 5e-4 } else { 1e-5 } * growth,
+            lse: growth
+                * match accumulation {
+                    // A score of 30 has the error of 2^-16 of a query's largest element.
+                    Accumulation::Integers => 5e-4,
+                    // Errors of 2^-12 of a level that is no whole number.
+                    Accumulation::Operands => 5e-4,
+                    _ => 1e-5,
+                },
         }
     }
 }

@@ -4,16 +4,16 @@
 
 use super::compare::Accumulation;
 use super::run::{NotRun, Ran, Runner};
+use crate::cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
 use crate::cuda::{
-    Cuda, CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory, DeviceOutputs,
-    DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
+    Cuda, CudaError, DeviceError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory,
+    DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
 };
 use crate::plan::{CudaFacts, CudaPlan, CudaTile};
 use crate::{
-    BlockTables, Dtype, Inputs, KvView, MaskKind, MaskView, Outputs, PlanOptions, Problem, TensorView,
-    ViewError, bind,
+    BlockTables, Dtype, Inputs, KernelChoice, KvView, MaskKind, MaskView, Outputs, PlanOptions, Problem,
+    TensorView, ViewError, bind,
 };
-use cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
 use std::sync::Arc;
 
 /// How tensors lie in device memory.
@@ -226,7 +226,7 @@ impl DeviceRun {
     /// Waits until what was launched has ended.
     ///
     /// # Errors
-    /// [`CudaError::Driver`], also of a run that failed.
+    /// [`CudaError::Device`], also of a run that failed.
     pub fn wait(&self) -> Result<(), CudaError> {
         self.stream.synchronize().map_err(CudaError::driver("run"))
     }
@@ -234,7 +234,7 @@ impl DeviceRun {
     /// Seconds of a run, launched as a graph, whose inputs the second-level cache does not hold.
     ///
     /// # Errors
-    /// [`CudaError::Driver`].
+    /// [`CudaError::Device`].
     pub fn seconds(&mut self) -> Result<f64, CudaError> {
         let failed = || CudaError::driver("measurement");
         if self.graph.is_none() {
@@ -265,7 +265,7 @@ impl DeviceRun {
     /// Copies the results to the outputs that the run was made with.
     ///
     /// # Errors
-    /// [`CudaError::Driver`], also where memory outside an output was written.
+    /// [`CudaError::Device`], also where memory outside an output was written.
     pub fn read(&self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
         let bytes = self.out.back(&self.stream)?;
         // SAFETY: as in `new`.
@@ -406,7 +406,7 @@ impl Copied {
         let (bytes, trail) = rest.split_at(self.len);
         if lead.iter().chain(trail).any(|&byte| byte != 0xFF) {
             let error = "memory outside an output was written".to_owned();
-            return Err(CudaError::Driver { what: "run".to_owned(), error });
+            return Err(DeviceError::Driver { what: "run".to_owned(), error }.into());
         }
         Ok(bytes.to_vec())
     }
@@ -417,7 +417,11 @@ impl Runner for CudaRunner {
         let odd = if self.placement.odd { ", odd addresses" } else { "" };
         let narrow = if self.facts == *self.cuda.facts() { "" } else { ", as one multiprocessor" };
         let tile = self.tile.map_or_else(String::new, |tile| format!(", {}x{}", tile.rows(), tile.keys()));
-        format!("cuda {}{odd}{narrow}{tile}", self.cuda.name())
+        let kernels = match self.options.kernels {
+            KernelChoice::Auto => String::new(),
+            kernels => format!(", {kernels} kernels"),
+        };
+        format!("cuda {}{odd}{narrow}{tile}{kernels}", self.cuda.name())
     }
 
     fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {

@@ -14,12 +14,16 @@ mod catalogue;
 mod compare;
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "kernels")]
+pub(crate) mod machine;
 mod mlx;
 mod poison;
 mod random;
 mod rng;
 mod run;
 mod sets;
+#[cfg(feature = "kernels")]
+pub(crate) mod simulator;
 
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
@@ -34,3 +38,5 @@ pub use run::{
     Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, conformance, run_case,
 };
 pub use sets::AttentionSet;
+#[cfg(feature = "kernels")]
+pub use simulator::SimulatorRunner;

@@ -1,0 +1,738 @@
+//! Attention over keys and values of any format, from partial results: `decode` leaves, for every row and part of its keys, the sum of
+//! weighted values, the sum of weights and the number that both are relative to; `merge` adds parts up.
+//!
+//! ```text
+//! score_j = cap(scale q . k_j + bias) - slope |p - j| + mask_j             in units of log2
+//! top     = a number near the greatest score_j + log2(scale of v_j)
+//! sums    = sum over keys of 2^(score_j - top) v_j,     weights = sum over keys of 2^(score_j - top)
+//! ```
+//!
+//! A SIMD group takes 16 keys at a time as two stacked left operands of 8 rows; queries, eight rows of one key/value head, are the right
+//! operand, so that a lane ends with the scores of two keys and two queries. The same layout, transposed, is the right operand of the
+//! values, whose rows are coordinates: sums stay in registers, and rows of a group share every byte that is read. Words of the next keys and
+//! values are asked for before these are used.
+//!
+//! With codes, queries are rotated and scaled to at most 2 first, and multiplied in two parts of f16; sums are in f32. Scales of values
+//! are part of the weight, whose greatest is near 1 whatever the scales are.
+
+use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ4};
+use super::rotation::rotate;
+use super::rows::{Levels, Row, Source, coordinate, fetch, gather, pairs, row_at, source_at};
+use flashtile_kernel::prelude::*;
+
+#[constant]
+const LOG2E: f32 = std::f32::consts::LOG2_E;
+
+/// A row's reference may be behind its greatest score by so many powers of 2.
+#[constant]
+const SLACK: f32 = 8.0;
+
+/// The least scale of a value that counts for a row's reference, in units of log2.
+#[constant]
+const LEAST_SCALE: f32 = -60.0;
+
+/// The least finite bias of a mask, that is none in units of log2.
+#[constant]
+const LEAST_BIAS: f32 = -2.0e38;
+
+/// What is between a row of the problem and memory. Strides of q, mask and tree are in elements, of keys and values in bytes; bounds
+/// that are not there are 2^30.
+#[params]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Attend {
+    /// Batch entry, head, row.
+    pub q: [u64; 3],
+    /// Batch entry or page, head, row, of keys; rows of codes have none.
+    pub k: [u64; 3],
+    /// Of values.
+    pub v: [u64; 3],
+    /// Sequence, head, query.
+    pub mask: [u64; 3],
+    /// Query.
+    pub tree: u64,
+    /// Elements of a mask's row from key to key, and of a tree's.
+    pub mask_step: u32,
+    pub tree_step: u32,
+    /// Element of the mask: 0 f32, 1 f16, 2 bf16, 3 bool.
+    pub mask_kind: u32,
+    pub q_heads: u32,
+    pub group: u32,
+    /// Rows of a page, and entries of a sequence's part of the table.
+    pub page: u32,
+    pub width: u32,
+    /// Tiles of rows of a head, and parts of the keys of a tile.
+    pub tiles: u32,
+    pub parts: u32,
+    /// Rows of queries in all batch entries, for places of results.
+    pub queries: u32,
+    pub left: i32,
+    pub right: i32,
+    /// Of scores, in units of log2, or divided by the cap; the cap in units of log2, 0 where there is none.
+    pub scale: f32,
+    pub cap: f32,
+    /// Where the codebooks of mlx start.
+    pub codebooks: [u32; 2],
+    /// Magnitudes of the levels of keys and of values.
+    pub k_levels: [u32; 16],
+    pub v_levels: [u32; 16],
+}
+
+/// Numbers of a sequence in `sequences`, which has 8 for each: batch entry of the queries, first query, queries, batch entry or only
+/// page of the keys, first key, keys, and the position of the first query.
+#[device]
+pub(super) struct Sequence {
+    pub(super) batch: u32,
+    pub(super) q_start: u32,
+    pub(super) q_len: u32,
+    pub(super) page: u32,
+    pub(super) kv_start: u32,
+    pub(super) kv_len: i32,
+    pub(super) offset: i32,
+}
+
+#[device]
+pub(super) fn sequence_of(sequences: &Buffer<i32>, index: u32) -> Sequence {
+    let at = 8 * index;
+    let sequence = Sequence {
+        batch: sequences[at] as u32,
+        q_start: sequences[at + 1] as u32,
+        q_len: sequences[at + 2] as u32,
+        page: sequences[at + 3] as u32,
+        kv_start: sequences[at + 4] as u32,
+        kv_len: sequences[at + 5],
+        offset: sequences[at + 6],
+    };
+    sequence
+}
+
+/// Where the row of a key is.
+#[device]
+pub(super) fn find<const FORMAT: u32, const D: usize, const PAGED: bool>(
+    table: &Buffer<u32>,
+    params: &Attend,
+    sequence: Sequence,
+    index: u32,
+    source: Source,
+    key: u32,
+) -> Row {
+    let mut page = 0u64;
+    let mut row = sequence.kv_start + key;
+    if PAGED {
+        let block = key / params.page;
+        page = table[index * params.width + block % params.width] as u64;
+        row = key - block * params.page;
+    }
+    row_at::<FORMAT, D>(source, page, row)
+}
+
+/// What numbers of codes are multiplied with beside the scale of their row.
+#[device]
+pub(super) fn unit_of(format: u32, dim: u32) -> f32 {
+    if format >= MLX4 {
+        return select(dim == 512, 1.0, 0.0625);
+    }
+    select(format == FP8, 0.003_906_25, 0.007_812_5)
+}
+
+/// The scale of a row, and the parts of it that its halves have where each has a norm.
+#[device]
+pub(super) struct Scale {
+    pub(super) whole: f32,
+    pub(super) parts: [f32; 2],
+}
+
+#[device]
+pub(super) fn no_scale() -> Scale {
+    let scale = Scale { whole: 1.0, parts: [1.0, 1.0] };
+    scale
+}
+
+#[device]
+pub(super) fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> Scale {
+    let mut scale = Scale { whole: 1.0, parts: [1.0, 1.0] };
+    if FORMAT >= MLX4 {
+        let first = memory.load_as::<f32, 1>(row.scale);
+        scale.whole = first[0];
+        if D == 512 {
+            let second = memory.load_as::<f32, 1>(row.scale + 4);
+            scale.whole = first[0].max(second[0]);
+            let inverse = select(scale.whole > 0.0, 1.0 / scale.whole, 0.0);
+            scale.parts[0] = first[0] * inverse;
+            scale.parts[1] = second[0] * inverse;
+        }
+        scale.whole *= unit_of(FORMAT, D as u32);
+    } else if FORMAT >= INT8 {
+        let bits = memory.load_as::<u16, 1>(row.scale);
+        // A scale has no sign.
+        let number = pair_f16(bits[0] as u32 & 0x7fff);
+        scale.whole = number[0] * unit_of(FORMAT, D as u32);
+    }
+    scale
+}
+
+/// Pairs of a row whose halves have norms of their own.
+#[device]
+pub(super) fn with_norms<
+    const FORMAT: u32,
+    const D: usize,
+    const LANES: usize,
+    const PIECE: usize,
+    const PE: usize,
+>(
+    from: [u32; PE],
+    lane: u32,
+    parts: [f32; 2],
+) -> [u32; PE] {
+    let mut result = from;
+    if FORMAT >= MLX4 && D == 512 {
+        let first = f16x2_from(parts[0], parts[0]);
+        let second = f16x2_from(parts[1], parts[1]);
+        for i in 0..PE {
+            let above = coordinate::<FORMAT, D, LANES, PIECE>(lane, 2 * i as u32) >= 256;
+            result[i] = f16x2_mul_add(from[i], select(above, second, first), 0u32);
+        }
+    }
+    result
+}
+
+/// Whether one of a lane's numbers is no finite number.
+#[device]
+pub(super) fn not_finite<const FORMAT: u32, const W: usize>(words: [u32; W]) -> bool {
+    let mut found = false;
+    for i in 0..W {
+        if FORMAT == F32 {
+            found = found || words[i] & 0x7f80_0000 == 0x7f80_0000;
+        } else if FORMAT == F16 {
+            found = found || words[i] & 0x7c00 == 0x7c00 || words[i] & 0x7c00_0000 == 0x7c00_0000;
+        } else if FORMAT == BF16 {
+            found = found || words[i] & 0x7f80 == 0x7f80 || words[i] & 0x7f80_0000 == 0x7f80_0000;
+        } else if FORMAT == FP8 {
+            found = found || ((words[i] & 0x7f7f_7f7f) + 0x0101_0101) & 0x8080_8080 != 0;
+        }
+    }
+    found
+}
+
+#[device]
+pub(super) fn added(a: [[f32; 2]; 2], b: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
+    let mut sum = a;
+    for h in 0..2usize {
+        for n in 0..2usize {
+            sum[h][n] += b[h][n];
+        }
+    }
+    sum
+}
+
+/// What a mask adds at an element, in its own units.
+#[device]
+pub(super) fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
+    if kind == 0 {
+        let number = mask.load_as::<f32, 1>(4 * element);
+        return number[0];
+    }
+    if kind == 3 {
+        return select(mask[element] as u32 != 0, 0.0, f32::NEG_INFINITY);
+    }
+    let bits = mask.load_as::<u16, 1>(2 * element);
+    let mut number = pair_f16(bits[0] as u32);
+    if kind == 2 {
+        number = pair_bf16(bits[0] as u32);
+    }
+    number[0]
+}
+
+/// Partial results of attention of the rows of a key/value head: see the module.
+///
+/// Groups are (key/value heads times tiles of `8 * T` rows, parts, sequences). `Q` is the type of q; `K` and `V` are those of products with
+/// keys and with values: that of their elements, f16 for codes, f32 where q is f32 or of another type than they.
+#[kernel(
+    threads = (32 * S) as u32,
+    requires(KN * 8 == D && VN * 16 == DV, "KN is an eighth of D, VN a sixteenth of DV"),
+    requires(KP == KN * KE && VP == VN * VE, "a pair takes KE or VE words"),
+    requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
+    requires(groups[1] == params.parts, "a group for each part"),
+    requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
+    bench(
+        shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
+              format = [BF16, TQ4], row = [256, 66], parts = [4, 4]),
+        bytes = batch * (2 * kv_heads * keys * row + 4 * q_heads * dim),
+        flops = 4 * batch * q_heads * keys * dim,
+        tolerance = 0.02,
+    ),
+)]
+#[allow(clippy::too_many_arguments)]
+pub fn decode<
+    Q: Element,
+    K: Element,
+    V: Element,
+    const KF: u32,
+    const VF: u32,
+    const D: usize,
+    const DV: usize,
+    const KN: usize,
+    const VN: usize,
+    const KW: usize,
+    const VW: usize,
+    const KE: usize,
+    const VE: usize,
+    const KP: usize,
+    const VP: usize,
+    const KPIECE: usize,
+    const VPIECE: usize,
+    const KALIGN: usize,
+    const VALIGN: usize,
+    const T: usize,
+    const U: usize,
+    const S: usize,
+    const ORDER: u32,
+    const PAGED: bool,
+>(
+    q: &Buffer<Q>,
+    k: &Buffer<u8>,
+    v: &Buffer<u8>,
+    table: &Buffer<u32>,
+    sequences: &Buffer<i32>,
+    factors: &Buffer<f32>,
+    codebooks: &Buffer<f32>,
+    means: &Buffer<f32>,
+    slopes: &Buffer<f32>,
+    mask: &Buffer<u8>,
+    tree: &Buffer<u8>,
+    params: &Attend,
+    sums: &mut Buffer<f32>,
+    tops: &mut Buffer<f32>,
+    #[constant] capped: bool,
+    #[constant] sloped: bool,
+    #[constant] masked: bool,
+    #[constant] treed: bool,
+    #[constant] centred: bool,
+) {
+    let mut queries: Shared<f32> = shared(8 * T * D);
+    // Of each row: what its products are multiplied with, and what its scores have added.
+    let mut units: Shared<f32> = shared(8 * T);
+    let mut biases: Shared<f32> = shared(8 * T);
+
+    let index = group_z();
+    let kv_head = group_x() / params.tiles;
+    let first_row = group_x() % params.tiles * (8 * T) as u32;
+    let sequence = sequence_of(sequences, index);
+    let rows = sequence.q_len * params.group;
+    if first_row >= rows {
+        return;
+    }
+
+    let lane_row = matrix_row();
+    let pair = matrix_pair();
+    let mut slope = [[0.0; 2]; T];
+    let mut position = [[0i32; 2]; T];
+    let mut begin = [[0i32; 2]; T];
+    let mut end = [[0i32; 2]; T];
+    let mut mask_row = [[0u64; 2]; T];
+    let mut tree_row = [[0u64; 2]; T];
+    // Keys that some row sees, and those that every row sees.
+    let mut low = i32::MAX;
+    let mut high = 0i32;
+    let mut full_low = 0i32;
+    let mut full_high = i32::MAX;
+    for t in 0..T {
+        for n in 0..2usize {
+            let row = first_row + 8 * t as u32 + 2 * pair + n as u32;
+            if row < rows {
+                let query = row / params.group;
+                let head = kv_head * params.group + row % params.group;
+                let at = sequence.offset + query as i32;
+                position[t][n] = at;
+                begin[t][n] = at.saturating_sub(params.left).clamp(0, sequence.kv_len);
+                end[t][n] = at.saturating_add(params.right).saturating_add(1).clamp(0, sequence.kv_len);
+                if sloped {
+                    slope[t][n] = slopes[head] * LOG2E;
+                }
+                if masked {
+                    mask_row[t][n] = index as u64 * params.mask[0]
+                        + head as u64 * params.mask[1]
+                        + query as u64 * params.mask[2];
+                }
+                if treed {
+                    tree_row[t][n] = (sequence.q_start + query) as u64 * params.tree;
+                }
+                if begin[t][n] < end[t][n] {
+                    low = low.min(begin[t][n]);
+                    high = high.max(end[t][n]);
+                }
+                full_low = full_low.max(begin[t][n]);
+                full_high = full_high.min(end[t][n]);
+            }
+        }
+    }
+    low = simd_min(low);
+    high = simd_max(high);
+    full_low = simd_max(full_low);
+    full_high = simd_min(full_high);
+    let tree_key = sequence.kv_len - sequence.q_len as i32;
+    if treed {
+        full_high = full_high.min(tree_key);
+    }
+
+    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] };
+    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1] };
+    // What lies in no pages has an entry of its own; pages of a sequence are found by key.
+    let mut entry = sequence.page as u64;
+    if PAGED {
+        entry = 0;
+    }
+    let k_start = entry * params.k[0] + kv_head as u64 * params.k[1];
+    let v_start = entry * params.v[0] + kv_head as u64 * params.v[1];
+    let k_source = source_at::<KF, D>(k_start, params.k[0], params.k[2], params.page);
+    let v_source = source_at::<VF, DV>(v_start, params.v[0], params.v[2], params.page);
+
+    // Tiles of keys of this SIMD group: those of a part are neighbours, which its SIMD groups take in turns.
+    let keys = 16 * U as i32;
+    let mut tile = 0i32;
+    let mut tiles = 0i32;
+    if low < high {
+        let all = (high - low + keys - 1) / keys;
+        let share =
+            (all + (params.parts as i32 * S as i32) - 1) / (params.parts as i32 * S as i32) * S as i32;
+        tile = share * group_y() as i32 + simd_index() as i32;
+        tiles = (share * (group_y() as i32 + 1)).min(all);
+    }
+    let last = (high - 1).max(0) as u32;
+    let step = keys as u32 * S as u32;
+    let mut base = low.max(0) as u32 + tile as u32 * keys as u32;
+
+    // Words of the tile that is next.
+    let mut k_words = [[[0u32; KW]; 2]; U];
+    let mut v_words = [[[0u32; VW]; 4]; U];
+    let mut k_scales = [[no_scale(); 2]; U];
+    let mut v_scales = [[no_scale(); 2]; U];
+    let mut v_parts = [[[1.0; 2]; 4]; U];
+    if tile < tiles {
+        for u in 0..U {
+            for h in 0..2usize {
+                let key = (base + 16 * u as u32 + 8 * h as u32 + lane_row).min(last);
+                let row = find::<KF, D, PAGED>(table, params, sequence, index, k_source, key);
+                k_words[u][h] = fetch::<KF, D, 4, KW, KPIECE, KALIGN>(k, row, pair, k_levels, codebooks);
+                k_scales[u][h] = scale_of::<KF, D>(k, row);
+                if VF >= INT8 {
+                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                    v_scales[u][h] = scale_of::<VF, DV>(v, row);
+                }
+            }
+            for n in 0..4usize {
+                let key = (base + 16 * u as u32 + 8 * (n / 2) as u32 + 2 * pair + (n % 2) as u32).min(last);
+                let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                v_words[u][n] = fetch::<VF, DV, 8, VW, VPIECE, VALIGN>(v, row, lane_row, v_levels, codebooks);
+                if VF >= MLX4 {
+                    let scale = scale_of::<VF, DV>(v, row);
+                    v_parts[u][n] = scale.parts;
+                }
+            }
+        }
+    }
+
+    // Queries, while the first keys and values are on their way.
+    for at in (thread_index()..(8 * T * D) as u32).step_by(32 * S) {
+        let row = first_row + at / D as u32;
+        let mut x = 0.0;
+        if row < rows {
+            let head = kv_head * params.group + row % params.group;
+            let query = sequence.q_start + row / params.group;
+            let start =
+                sequence.batch as u64 * params.q[0] + head as u64 * params.q[1] + query as u64 * params.q[2];
+            x = q[start + (at % D as u32) as u64].to_f32();
+        }
+        queries[at] = x;
+    }
+    barrier();
+    for row in (simd_index()..(8 * T) as u32).step_by(S) {
+        let start = row * D as u32;
+        let mut bias = 0.0;
+        if centred {
+            for c in (simd_lane()..D as u32).step_by(32) {
+                bias += queries[start + c] * means[kv_head * D as u32 + c];
+            }
+            bias = simd_sum(bias);
+        }
+        if ORDER > 0 {
+            rotate::<D, ORDER>(&mut queries, start, factors);
+        }
+        let mut unit = 1.0;
+        if KF >= INT8 {
+            let mut greatest = 0.0;
+            for c in (simd_lane()..D as u32).step_by(32) {
+                greatest = greatest.max(queries[start + c].abs());
+            }
+            // A power of two near the greatest: numbers stay as they are but for their exponent.
+            unit =
+                f32::from_bits((simd_max(greatest).to_bits() & 0x7f80_0000).clamp(0x2000_0000, 0x6000_0000));
+            let inverse = 1.0 / unit;
+            for c in (simd_lane()..D as u32).step_by(32) {
+                queries[start + c] *= inverse;
+            }
+        }
+        if simd_lane() == 0 {
+            units[row] = unit * params.scale;
+            biases[row] = bias * params.scale;
+        }
+    }
+    barrier();
+
+    // With codes what f16 leaves of a query is a second operand: scores are those of f32 queries.
+    let mut right_q = [[right_zero::<K>(); KN]; T];
+    let mut right_rest = [[right_zero::<K>(); KN]; T];
+    let mut unit = [[0.0; 2]; T];
+    let mut bias = [[0.0; 2]; T];
+    for t in 0..T {
+        for i in 0..KN {
+            let start = (8 * t as u32 + lane_row) * D as u32;
+            let first = coordinate::<KF, D, 4, KPIECE>(pair, 2 * i as u32);
+            let second = coordinate::<KF, D, 4, KPIECE>(pair, 2 * i as u32 + 1);
+            let x = queries[start + first];
+            let y = queries[start + second];
+            right_q[t][i] = right_transposed::<K>(x, y);
+            if KF >= INT8 {
+                let x_rest = x - K::from_f32(x).to_f32();
+                let y_rest = y - K::from_f32(y).to_f32();
+                right_rest[t][i] = right_transposed::<K>(x_rest, y_rest);
+            }
+        }
+        for n in 0..2usize {
+            unit[t][n] = units[8 * t as u32 + 2 * pair + n as u32];
+            bias[t][n] = biases[8 * t as u32 + 2 * pair + n as u32];
+        }
+    }
+    let mut acc = [[[[0.0; 2]; 2]; VN]; T];
+    let mut top = [[f32::NEG_INFINITY; 2]; T];
+    let mut weights = [[0.0; 2]; T];
+    while tile < tiles {
+        tile += S as i32;
+        let next = base + step;
+        let mut scores = [[[[0.0; 2]; 2]; T]; U];
+        let mut v_scale = [[no_scale(); 2]; U];
+        for u in 0..U {
+            let mut whole = [[[0.0; 2]; 2]; T];
+            let low_keys = with_norms::<KF, D, 4, KPIECE, KP>(
+                pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_levels, codebooks),
+                pair,
+                k_scales[u][0].parts,
+            );
+            let high_keys = with_norms::<KF, D, 4, KPIECE, KP>(
+                pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_levels, codebooks),
+                pair,
+                k_scales[u][1].parts,
+            );
+            for i in 0..KN {
+                let first = left::<K>(low_keys[KE * i], low_keys[KE * i + KE - 1]);
+                let second = left::<K>(high_keys[KE * i], high_keys[KE * i + KE - 1]);
+                for t in 0..T {
+                    // In f32 sums of 64 products are summed: their error is that of fewer additions.
+                    let mut part = scores[u][t];
+                    if KE == 2 && i % 8 == 0 {
+                        part = [[0.0; 2]; 2];
+                        whole[t] = added(whole[t], scores[u][t]);
+                    }
+                    scores[u][t] = multiply_add::<K>([first, second], right_q[t][i], part);
+                    if KF >= INT8 {
+                        scores[u][t] = multiply_add::<K>([first, second], right_rest[t][i], scores[u][t]);
+                    }
+                }
+            }
+            if KE == 2 {
+                for t in 0..T {
+                    scores[u][t] = added(whole[t], scores[u][t]);
+                }
+            }
+            for h in 0..2usize {
+                for t in 0..T {
+                    for n in 0..2usize {
+                        scores[u][t][h][n] =
+                            scores[u][t][h][n] * (unit[t][n] * k_scales[u][h].whole) + bias[t][n];
+                    }
+                }
+                v_scale[u][h] = v_scales[u][h];
+                let key = (next + 16 * u as u32 + 8 * h as u32 + lane_row).min(last);
+                let row = find::<KF, D, PAGED>(table, params, sequence, index, k_source, key);
+                k_words[u][h] = fetch::<KF, D, 4, KW, KPIECE, KALIGN>(k, row, pair, k_levels, codebooks);
+                k_scales[u][h] = scale_of::<KF, D>(k, row);
+                if VF >= INT8 {
+                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                    v_scales[u][h] = scale_of::<VF, DV>(v, row);
+                }
+            }
+        }
+
+        // What hides and changes scores; the greatest of them with the scale of the value.
+        let partial = masked || (base as i32) < full_low || base as i32 + keys > full_high;
+        let mut grown = false;
+        let mut greatest = [[f32::NEG_INFINITY; 2]; T];
+        for u in 0..U {
+            for h in 0..2usize {
+                let key = base as i32 + 16 * u as i32 + 8 * h as i32 + lane_row as i32;
+                let mut scale = 0.0;
+                if VF >= INT8 {
+                    scale = v_scale[u][h].whole.log2().max(LEAST_SCALE);
+                }
+                for t in 0..T {
+                    for n in 0..2usize {
+                        let mut score = scores[u][t][h][n];
+                        if capped {
+                            score = params.cap * score.tanh();
+                        }
+                        if sloped {
+                            score -= slope[t][n] * position[t][n].abs_diff(key) as f32;
+                        }
+                        if partial {
+                            let mut seen = key >= begin[t][n] && key < end[t][n];
+                            if treed && seen && key >= tree_key {
+                                let column = (key - tree_key) as u64 * params.tree_step as u64;
+                                seen = tree[tree_row[t][n] + column] as u32 != 0;
+                            }
+                            if masked && seen {
+                                let column = key as u64 * params.mask_step as u64;
+                                let bias = bias_at(mask, params.mask_kind, mask_row[t][n] + column);
+                                seen = bias != f32::NEG_INFINITY;
+                                // In units of log2 the least finite bias would be minus infinity, which hides.
+                                score += bias.max(LEAST_BIAS) * LOG2E;
+                                if bias.is_nan() {
+                                    score = f32::NAN;
+                                }
+                            }
+                            score = select(seen, score, f32::NEG_INFINITY);
+                        }
+                        scores[u][t][h][n] = score;
+                        greatest[t][n] = greatest[t][n].max(score + scale);
+                        grown = grown || score + scale > top[t][n] + SLACK;
+                    }
+                }
+            }
+        }
+        if simd_any(grown) {
+            for t in 0..T {
+                for n in 0..2usize {
+                    let new = top[t][n].max(matrix_column_max(greatest[t][n]));
+                    let by = select(new == f32::NEG_INFINITY, 1.0, (top[t][n] - new).exp2());
+                    top[t][n] = new;
+                    weights[t][n] *= by;
+                    for i in 0..VN {
+                        for h in 0..2usize {
+                            acc[t][i][h][n] *= by;
+                        }
+                    }
+                }
+            }
+        }
+
+        for u in 0..U {
+            // Weights, as right operands of eight keys.
+            let mut weight = [[[0.0; 2]; 2]; T];
+            for t in 0..T {
+                for h in 0..2usize {
+                    for n in 0..2usize {
+                        let score = scores[u][t][h][n];
+                        let w = select(score == f32::NEG_INFINITY, 0.0, (score - top[t][n]).exp2());
+                        weights[t][n] += w;
+                        weight[t][h][n] = w;
+                        if VF >= INT8 {
+                            weight[t][h][n] = select(w == 0.0, 0.0, w * v_scale[u][h].whole);
+                        }
+                    }
+                }
+            }
+            // Codes are finite numbers but for those of e4m3.
+            let mut careful = false;
+            if partial && (VF < INT8 || VF == FP8) {
+                for n in 0..4usize {
+                    careful = careful || not_finite::<VF, VW>(v_words[u][n]);
+                }
+                careful = simd_any(careful);
+            }
+            if careful {
+                // Products with hidden keys would not be 0: key by key, of those that a row sees.
+                for n in 0..16u32 {
+                    let key = (base + 16 * u as u32 + n).min(last);
+                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                    let from = matrix_lane(n % 8, pair);
+                    for t in 0..T {
+                        for m in 0..2usize {
+                            let h = (n / 8) as usize;
+                            let score = simd_shuffle(scores[u][t][h][m], from);
+                            let w = simd_shuffle(weight[t][h][m], from);
+                            if score != f32::NEG_INFINITY {
+                                for i in 0..VN {
+                                    for half in 0..2usize {
+                                        let c =
+                                            coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + half) as u32);
+                                        let x = gather::<VF, DV>(v, row, c, v_levels, codebooks);
+                                        acc[t][i][half][m] += w * x;
+                                    }
+                                }
+                            }
+                        }
+                    }
+                }
+            } else {
+                for h in 0..2usize {
+                    let a = with_norms::<VF, DV, 8, VPIECE, VP>(
+                        pairs::<VF, DV, 8, VW, VP, VE>(v_words[u][2 * h], lane_row, v_levels, codebooks),
+                        lane_row,
+                        v_parts[u][2 * h],
+                    );
+                    let b = with_norms::<VF, DV, 8, VPIECE, VP>(
+                        pairs::<VF, DV, 8, VW, VP, VE>(v_words[u][2 * h + 1], lane_row, v_levels, codebooks),
+                        lane_row,
+                        v_parts[u][2 * h + 1],
+                    );
+                    for t in 0..T {
+                        let right_w = right::<V>(weight[t][h][0], weight[t][h][1]);
+                        for i in 0..VN {
+                            let mut first = left::<V>(a[VE * i], b[VE * i]);
+                            let mut second = left::<V>(a[VE * i + VE - 1], b[VE * i + VE - 1]);
+                            if VE == 1 {
+                                // Words of two coordinates of one key become words of two keys of one coordinate.
+                                let even = byte_permute(a[i], b[i], 0x5410);
+                                let odd = byte_permute(a[i], b[i], 0x7632);
+                                first = left::<V>(even, even);
+                                second = left::<V>(odd, odd);
+                            }
+                            acc[t][i] = multiply_add::<V>([first, second], right_w, acc[t][i]);
+                        }
+                    }
+                }
+            }
+            for n in 0..4usize {
+                let key = (next + 16 * u as u32 + 8 * (n / 2) as u32 + 2 * pair + (n % 2) as u32).min(last);
+                let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                v_words[u][n] = fetch::<VF, DV, 8, VW, VPIECE, VALIGN>(v, row, lane_row, v_levels, codebooks);
+                if VF >= MLX4 {
+                    let scale = scale_of::<VF, DV>(v, row);
+                    v_parts[u][n] = scale.parts;
+                }
+            }
+        }
+        base = next;
+    }
+
+    for t in 0..T {
+        for n in 0..2usize {
+            let row = first_row + 8 * t as u32 + 2 * pair + n as u32;
+            let sum = matrix_column_sum(weights[t][n]);
+            if row < rows {
+                let head = kv_head * params.group + row % params.group;
+                let query = sequence.q_start + row / params.group;
+                let result = (sequence.batch * params.queries + query) * params.q_heads + head;
+                let slot = (result * params.parts + group_y()) * S as u32 + simd_index();
+                for i in 0..VN {
+                    for h in 0..2usize {
+                        let c = coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + h) as u32);
+                        sums[slot as u64 * DV as u64 + c as u64] = acc[t][i][h][n];
+                    }
+                }
+                if lane_row == 0 {
+                    tops[2 * slot] = top[t][n];
+                    tops[2 * slot + 1] = sum;
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Partial results of disjoint keys become one: any number of them, with sinks, un-rotated.
+
+use super::rotation::unrotate;
+use flashtile_kernel::prelude::*;
+
+#[constant]
+const LOG2E: f32 = std::f32::consts::LOG2_E;
+#[constant]
+const LN2: f32 = std::f32::consts::LN_2;
+
+/// Where results go: elements from batch entry to batch entry, head to head and query to query of `out`.
+#[params]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Merge {
+    pub out: [u64; 3],
+    pub q_heads: u32,
+    pub queries: u32,
+    /// Partial results of a row.
+    pub parts: u32,
+    pub unused: u32,
+}
+
+/// Adds up the partial results of every row: `out = sum 2^(top_i - top) sums_i / weights` with
+/// `weights = sum 2^(top_i - top) weights_i`, and `lse = ln 2 (top + log2 weights)`. Groups are (queries, heads, batch entries). With an
+/// order, values are rotated back.
+#[kernel(
+    threads = 128,
+    requires(sums.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * DV, "sums of every part"),
+    requires(tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * 2, "tops of every part"),
+    requires(groups[0] == params.queries && groups[1] == params.q_heads, "a group for each row"),
+    requires(params.parts > 0, "there are parts"),
+    bench(
+        shape(rows = [512, 16384], parts = [16, 16], dim = [128, 128]),
+        bytes = rows * (4 * parts * (dim + 2) + 2 * dim + 4),
+        flops = 2 * rows * parts * (dim + 1),
+        tolerance = 0.005,
+    ),
+)]
+pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
+    sums: &Buffer<f32>,
+    tops: &Buffer<f32>,
+    factors: &Buffer<f32>,
+    sinks: &Buffer<f32>,
+    params: &Merge,
+    out: &mut Buffer<Q>,
+    lse: &mut Buffer<f32>,
+    #[constant] with_sinks: bool,
+    #[constant] with_lse: bool,
+) {
+    let mut row: Shared<f32> = shared(DV);
+    let result = (group_z() * params.queries + group_x()) * params.q_heads + group_y();
+    let first = result * params.parts;
+
+    // Every lane reads a part, every SIMD group all of them.
+    let mut top = f32::NEG_INFINITY;
+    for part in (simd_lane()..params.parts).step_by(32) {
+        top = top.max(tops[2 * (first + part)]);
+    }
+    top = simd_max(top);
+    let mut sink = f32::NEG_INFINITY;
+    if with_sinks {
+        sink = sinks[group_y()] * LOG2E;
+        top = top.max(sink);
+    }
+    let mut weights = 0.0;
+    for part in (simd_lane()..params.parts).step_by(32) {
+        let one = tops[2 * (first + part)];
+        if one != f32::NEG_INFINITY {
+            weights += (one - top).exp2() * tops[2 * (first + part) + 1];
+        }
+    }
+    weights = simd_sum(weights);
+    if with_sinks && sink != f32::NEG_INFINITY {
+        weights += (sink - top).exp2();
+    }
+
+    for c in (thread_index()..DV as u32).step_by(128) {
+        let mut sum = 0.0;
+        for part in 0..params.parts {
+            let one = tops[2 * (first + part)];
+            if one != f32::NEG_INFINITY {
+                sum += (one - top).exp2() * sums[(first + part) as u64 * DV as u64 + c as u64];
+            }
+        }
+        row[c] = select(top == f32::NEG_INFINITY, 0.0, sum / weights);
+    }
+    barrier();
+    if ORDER > 0 {
+        if simd_index() == 0 {
+            unrotate::<DV, ORDER>(&mut row, 0, factors);
+        }
+        barrier();
+    }
+    let start = group_z() as u64 * params.out[0]
+        + group_y() as u64 * params.out[1]
+        + group_x() as u64 * params.out[2];
+    for c in (thread_index()..DV as u32).step_by(128) {
+        out[start + c as u64] = Q::from_f32(row[c]);
+    }
+    if with_lse && thread_index() == 0 {
+        let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();
+        lse[at] = select(top == f32::NEG_INFINITY, f32::NEG_INFINITY, (top + weights.log2()) * LN2);
+    }
+}

@@ -1,0 +1,6 @@
+//! The kernels on the simulator, against the oracle.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod attend;
+mod natives;
