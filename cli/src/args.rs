@@ -2,8 +2,9 @@
 
 use crate::failure::Failure;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use flashtile::plan::{CudaTile, Isa};
-use flashtile::{Codec, Dtype, QOffset, Visibility};
+use flashtile::kernels::{Variant, VariantOption};
+use flashtile::plan::Isa;
+use flashtile::{Codec, Dtype, KernelChoice, QOffset, Visibility};
 use std::num::NonZero;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -26,6 +27,9 @@ pub(crate) enum Command {
     Kv(KvArgs),
     Info(InfoArgs),
     Bench(BenchArgs),
+    /// List the kernels of the kernel language, and print them as Metal, CUDA or Rust
+    #[command(subcommand)]
+    Kernels(KernelsCommand),
 }
 
 /// What `run --help` says of files. Not a doc comment: brackets and line breaks are meant as they are.
@@ -66,6 +70,9 @@ pub(crate) struct RunArgs {
     /// What computes
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub(crate) backend: Backend,
+    /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
+    #[arg(long, value_enum, default_value_t = Kernels::Auto)]
+    pub(crate) kernels: Kernels,
     #[command(flatten)]
     pub(crate) reading: Reading,
     #[command(flatten)]
@@ -95,12 +102,16 @@ pub(crate) struct RunArgs {
 /// that it takes: limits widen with large scores and many keys. Exit status 1 where a case fails.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --backend cuda --filter decode"
+    after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --backend cuda --filter decode\n  \
+    flashtile check --backend cuda --kernels portable"
 )]
 pub(crate) struct CheckArgs {
     /// Run this backend alone; auto is every one of this machine
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub(crate) backend: Backend,
+    /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
+    #[arg(long, value_enum, default_value_t = Kernels::Auto)]
+    pub(crate) kernels: Kernels,
     /// Run this instruction set alone: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default every one of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
@@ -151,6 +162,9 @@ pub(crate) struct PlanArgs {
     /// What would compute; auto is the cpu
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub(crate) backend: Backend,
+    /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
+    #[arg(long, value_enum, default_value_t = Kernels::Auto)]
+    pub(crate) kernels: Kernels,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
     /// Pieces of at least one block of keys into which the keys are divided for parallel work
@@ -256,21 +270,32 @@ pub(crate) struct InfoArgs {
 ///
 /// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row first
 /// checks its answer on a few query rows against the f64 oracle. Times are medians.
+///
+/// Kernels (the group kernels) are run on the simulator first, which counts what they read and write, in small; on CUDA they are then
+/// measured against a copy. Their answers are those of computations in f64.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
-    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg"
+    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg\n  \
+    flashtile bench kernels --kernel decode --backend cuda"
 )]
 pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// What computes; auto is the cpu
+    /// What computes; auto is the cpu, for kernels the simulator
     #[arg(long, value_enum, default_value_t = Backend::Auto)]
     pub(crate) backend: Backend,
-    /// Tile of every CUDA kernel, to try another than the planner's: WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS
+    /// Of the group kernels, this kernel alone: a name of `flashtile kernels list`
+    #[arg(long, value_name = "NAME")]
+    pub(crate) kernel: Option<String>,
+    /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
+    #[arg(long, value_enum, default_value_t = Kernels::Auto)]
+    pub(crate) kernels: Kernels,
+    /// Tile of every CUDA kernel, to try another than the planner's: WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS; of
+    /// portable ones ROWS,KEYS,SIMDS,RESIDENT
     #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
-    pub(crate) tile: Option<CudaTile>,
+    pub(crate) tile: Option<crate::gpu::Tile>,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
     /// Dtypes; default f32,f16,bf16
@@ -337,6 +362,124 @@ pub(crate) struct BenchArgs {
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
     #[arg(long, value_name = "FILE")]
     pub(crate) vs: Option<PathBuf>,
+}
+
+/// What is done with the kernels of the kernel language.
+#[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  flashtile kernels list\n  \
+    flashtile kernels print decode --target msl --head-dim 64 --dtype bf16")]
+pub(crate) enum KernelsCommand {
+    List(ListArgs),
+    Print(PrintArgs),
+}
+
+/// List the kernels: where they are, what they do, what they take
+///
+/// Threads and bytes of shared memory are those of a group, over the instances of --instances.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  flashtile kernels list\n  flashtile kernels list merge\n  \
+    flashtile kernels list hadamard --instances")]
+pub(crate) struct ListArgs {
+    /// Everything that is known of this kernel alone
+    #[arg(value_name = "NAME")]
+    pub(crate) name: Option<String>,
+    /// List instances, kernels whose generics are fixed, instead of kernels
+    #[arg(long)]
+    pub(crate) instances: bool,
+    /// Print JSON lines
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Print the whole text of an instance: all that a compiler has to be given
+///
+/// An instance is chosen by its name, of `flashtile kernels list --instances`, or by its kernel and options. Options that are not
+/// given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \
+    flashtile kernels print classify --target msl\n  \
+    flashtile kernels print --all --target msl -o texts"
+)]
+pub(crate) struct PrintArgs {
+    /// Kernel or instance
+    #[arg(value_name = "NAME")]
+    pub(crate) name: Option<String>,
+    /// Language
+    #[arg(long, value_enum)]
+    pub(crate) target: TextTarget,
+    #[command(flatten)]
+    pub(crate) variant: VariantArgs,
+    /// Every listed instance, of the kernel NAME where one is given
+    #[arg(long)]
+    pub(crate) all: bool,
+    /// File to write instead of standard output, with --all a folder for a file an instance; files appear whole or not at all
+    #[arg(short, long, value_name = "PATH")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+/// What chooses an instance of a kernel.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct VariantArgs {
+    /// Elements of a q or k vector
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) head_dim: Option<usize>,
+    /// Elements of a v vector; default as many as of k
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) value_dim: Option<usize>,
+    /// Element type of q and out: f32, f16 or bf16
+    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    pub(crate) dtype: Option<Dtype>,
+    /// How keys are stored: one of the codecs of `flashtile run`; default the dtype
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) k_codec: Option<Codec>,
+    /// How values are stored; default the dtype
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) v_codec: Option<Codec>,
+    /// Keys and values are found through a table of pages
+    #[arg(long)]
+    pub(crate) paged: bool,
+}
+
+impl VariantArgs {
+    /// The options that were given.
+    pub(crate) fn given(&self) -> Vec<VariantOption> {
+        let given = [
+            (VariantOption::HeadDim, self.head_dim.is_some()),
+            (VariantOption::ValueDim, self.value_dim.is_some()),
+            (VariantOption::Dtype, self.dtype.is_some()),
+            (VariantOption::KCodec, self.k_codec.is_some()),
+            (VariantOption::VCodec, self.v_codec.is_some()),
+            (VariantOption::Paged, self.paged),
+        ];
+        given.into_iter().filter(|(_, given)| *given).map(|(option, _)| option).collect()
+    }
+
+    /// What they choose, with what they leave out.
+    pub(crate) fn variant(&self) -> Variant {
+        let dtype = self.dtype.unwrap_or(Dtype::BF16);
+        let head_dim = self.head_dim.unwrap_or(128);
+        Variant {
+            dtype,
+            head_dim,
+            value_dim: self.value_dim.unwrap_or(head_dim),
+            k_codec: self.k_codec.unwrap_or(Codec::of(dtype)),
+            v_codec: self.v_codec.unwrap_or(Codec::of(dtype)),
+            paged: self.paged,
+        }
+    }
+}
+
+/// A language that kernels are printed in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TextTarget {
+    /// Metal Shading Language
+    #[value(alias = "metal")]
+    Msl,
+    /// CUDA C++
+    Cuda,
+    /// Rust, as it was written
+    Rust,
 }
 
 /// How tensors are read from a file.
@@ -464,8 +607,28 @@ pub(crate) enum Backend {
     Metal,
     /// The definition in f64, one thread
     Reference,
-    #[value(hide = true)]
+    /// Kernels of the kernel language on the host, every access checked: small problems
     Simulator,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Kernels {
+    /// The fastest of the device
+    Auto,
+    /// Those written for it
+    Native,
+    /// Those of the kernel language
+    Portable,
+}
+
+impl From<Kernels> for KernelChoice {
+    fn from(kernels: Kernels) -> Self {
+        match kernels {
+            Kernels::Auto => Self::Auto,
+            Kernels::Native => Self::Native,
+            Kernels::Portable => Self::Portable,
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -484,7 +647,9 @@ pub(crate) enum Group {
     Decode,
     /// Time against visible area: causal, window
     Visibility,
-    /// All of them
+    /// Kernels of the kernel language, each by itself: what they move, and on CUDA their times
+    Kernels,
+    /// All of them but kernels
     All,
 }
 

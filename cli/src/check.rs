@@ -1,18 +1,21 @@
 //! `flashtile check`: the conformance catalogue on this machine.
 
-use crate::args::{Backend, CheckArgs, CpuArgs};
+use crate::args::{Backend, CheckArgs, CpuArgs, Kernels};
 use crate::failure::{Failure, Result, WRONG};
 use crate::gpu;
 use crate::machine;
 use crate::report::{self, Table};
 use flashtile::testkit::{
-    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance, quantized,
-    seeded_case,
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, SimulatorRunner, catalogue,
+    conformance, quantized, seeded_case,
 };
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::process::ExitCode;
+
+/// Scores of the largest cases that the simulator is given.
+const MOST_SCORES: u64 = 12_000;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -55,6 +58,9 @@ fn check(args: &CheckArgs) -> Result<bool> {
 
 /// The backends that the options choose.
 fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
+    if args.kernels != Kernels::Auto && args.backend != Backend::Cuda {
+        return Err(Failure::at("--kernels", "needs --backend cuda"));
+    }
     let mut runners: Vec<Box<dyn Runner>> = Vec::new();
     if matches!(args.backend, Backend::Auto | Backend::Cpu) {
         let isas = match args.isa {
@@ -72,16 +78,20 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
         Backend::Auto if args.isa.is_none() => {
             // `flashtile info` says why there is no device.
             if let Ok(cuda) = gpu::device() {
-                runners.extend(gpu::runners(cuda, args.exact_memory));
+                runners.extend(gpu::runners(cuda, args.exact_memory, args.kernels));
             }
         }
         Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory)),
+        Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory, args.kernels)),
         Backend::Reference => {
             return Err(Failure::at("--backend", "the reference is what others are compared with"));
         }
-        Backend::Metal | Backend::Simulator => {
-            return Err(Failure::at("--backend", "not part of this build, expected auto, cpu or cuda"));
+        Backend::Simulator => {
+            runners.push(Box::new(SimulatorRunner::new().at_most(MOST_SCORES)));
+        }
+        Backend::Metal => {
+            let what = "metal is not part of this build, expected auto, cpu, cuda or simulator";
+            return Err(Failure::at("--backend", what));
         }
     }
     Ok(runners)

@@ -1,9 +1,12 @@
 //! The CUDA device as commands use it.
 
+use crate::args::Kernels;
 use crate::failure::{Failure, Result};
+use crate::machine;
 use flashtile::cuda::Cuda;
-use flashtile::plan::CudaTile;
+use flashtile::plan::{CudaTile, PortableTile};
 use flashtile::testkit::{CudaRunner, Runner};
+use flashtile::{CudaPlan, Problem, Unsupported};
 
 /// The first device of this machine.
 pub(crate) fn device() -> Result<Cuda> {
@@ -11,8 +14,8 @@ pub(crate) fn device() -> Result<Cuda> {
 }
 
 /// The device with tensors on whole vectors, and at odd addresses.
-pub(crate) fn runners(cuda: Cuda, exact: bool) -> Vec<Box<dyn Runner>> {
-    let runner = CudaRunner::new(cuda).exact(exact);
+pub(crate) fn runners(cuda: Cuda, exact: bool, kernels: Kernels) -> Vec<Box<dyn Runner>> {
+    let runner = CudaRunner::new(cuda).exact(exact).with(machine::options(None, kernels));
     vec![Box::new(runner.clone()), Box::new(runner.odd())]
 }
 
@@ -26,17 +29,50 @@ pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
     Ok(format!("NVRTC {major}.{minor} ({place}); {kept}"))
 }
 
-/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`.
-pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
+/// A tile of one kind of kernels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Tile {
+    Native(CudaTile),
+    Portable(PortableTile),
+}
+
+/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`, or `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels.
+pub(crate) fn tile(text: &str) -> std::result::Result<Tile, String> {
     let numbers: Option<Vec<usize>> = text.split(',').map(|n| n.parse().ok()).collect();
-    let numbers = numbers.and_then(|n| <[usize; 7]>::try_from(n).ok());
-    let [q, k, fragments, keys, stages, resident, in_registers] = numbers.ok_or(
-        "expected seven whole numbers: warps of rows and of keys, fragments, keys, stages, resident, q in registers",
-    )?;
-    let mut tile = CudaTile::new([q, k], fragments, keys, stages);
-    tile.resident = resident;
-    tile.q_in_registers = in_registers != 0;
-    Ok(tile)
+    match numbers.as_deref() {
+        Some(&[q, k, fragments, keys, stages, resident, in_registers]) => {
+            let mut tile = CudaTile::new([q, k], fragments, keys, stages);
+            tile.resident = resident;
+            tile.q_in_registers = in_registers != 0;
+            Ok(Tile::Native(tile))
+        }
+        Some(&[rows, keys, simds, resident]) => {
+            Ok(Tile::Portable(PortableTile::new(rows, keys, simds, resident)))
+        }
+        _ => Err("expected seven whole numbers: warps of rows and of keys, fragments, keys, stages, resident, q in registers; or \
+                  four of portable kernels: rows, keys, SIMD groups, resident"
+            .to_owned()),
+    }
+}
+
+/// How plans are made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tuning {
+    pub(crate) kernels: Kernels,
+    pub(crate) tile: Option<Tile>,
+}
+
+impl Tuning {
+    pub(crate) fn plan(self, problem: &Problem, cuda: &Cuda) -> std::result::Result<CudaPlan, Unsupported> {
+        let options = machine::options(None, self.kernels);
+        match self.tile {
+            Some(Tile::Portable(tile)) => {
+                CudaPlan::with_portable_tile(problem, cuda.facts(), options, Some(tile))
+            }
+            Some(Tile::Native(tile)) => CudaPlan::with_tile(problem, cuda.facts(), options, Some(tile)),
+            None => CudaPlan::new(problem, cuda.facts(), options),
+        }
+    }
 }
 
 impl From<flashtile::cuda::CudaError> for Failure {

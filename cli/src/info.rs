@@ -34,7 +34,7 @@ fn backends() -> Vec<BackendState> {
         state("reference", true, "scalar f64, one thread"),
         cuda,
         state("metal", false, "not part of this build"),
-        state("simulator", false, "not part of this build"),
+        state("simulator", true, "GPU kernels on the host, every access checked"),
     ]
 }
 

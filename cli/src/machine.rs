@@ -1,11 +1,11 @@
 //! The CPU as commands use it: pool, instruction set, measured limits.
 
-use crate::args::CpuArgs;
+use crate::args::{CpuArgs, Kernels};
 use crate::failure::{Failure, Result};
 use crate::report;
 use flashtile::cpu::limits;
 use flashtile::cuda::{self, Cuda};
-use flashtile::plan::{CpuFacts, Isa, PlannedPrefix};
+use flashtile::plan::{CpuFacts, Isa, NATIVE_CAPABILITY, PlannedPrefix};
 use flashtile::{Cpu, CpuPlan, Dtype, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 use std::ops::Range;
 
@@ -32,9 +32,10 @@ pub(crate) fn cpu(args: CpuArgs) -> Result<Cpu> {
 }
 
 /// Options of a plan.
-pub(crate) fn options(splits: Option<usize>) -> PlanOptions {
+pub(crate) fn options(splits: Option<usize>, kernels: Kernels) -> PlanOptions {
     let mut options = PlanOptions::default();
     options.splits = splits;
+    options.kernels = kernels.into();
     options
 }
 
@@ -44,6 +45,9 @@ pub(crate) fn unplanned(problem: &Problem, facts: &CpuFacts, error: &Unsupported
         (Unsupported::Splits { .. }, Ok(plan)) => {
             let keys = plan.block_k();
             Failure::new(format_args!("{error}: a split holds at least one block of {keys} keys"))
+        }
+        (Unsupported::Kernels { .. }, _) => {
+            Failure::at("--kernels", "has a meaning for the cuda backend alone")
         }
         _ => Failure::new(error),
     }
@@ -193,7 +197,8 @@ impl Limit {
             (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => (limits::fma_peak(isa, threads), false),
             (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => (limits::read_bandwidth(threads), false),
             (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => {
-                (cuda::limits::matrix_peak(cuda, *dtype)?, true)
+                let has_products = cuda.facts().capability >= NATIVE_CAPABILITY || *dtype == Dtype::F16;
+                (cuda::limits::matrix_peak(cuda, *dtype)?, has_products)
             }
             (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => (cuda::limits::read_bandwidth(cuda)?, true),
         };

@@ -10,9 +10,11 @@ mod failure;
 mod gpu;
 mod info;
 mod input;
+mod kernels;
 mod kv;
 mod machine;
 mod names;
+mod nearest;
 mod operands;
 mod output;
 mod picture;
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
         Command::Info(args) => info::run(args),
         Command::Kv(args) => kv::run(args),
         Command::Bench(args) => bench::run(args),
+        Command::Kernels(command) => kernels::run(command),
     })
 }
 

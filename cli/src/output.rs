@@ -81,6 +81,17 @@ impl Destination {
     }
 }
 
+/// Makes a folder for files, where it is not there.
+pub(crate) fn folder(path: &Path) -> Result<()> {
+    match std::fs::create_dir(path) {
+        Err(e) if e.kind() != ErrorKind::AlreadyExists || !path.is_dir() => {
+            let what = format_args!("cannot be a folder for files: {}", cause(&e));
+            Err(Failure::at(path.display(), what))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Most links that lead to a file, the limit of common kernels.
 const MAX_LINKS: usize = 40;
 

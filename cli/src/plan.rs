@@ -13,7 +13,9 @@ use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
 use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, devices};
-use flashtile::{CpuPlan, CudaPlan, Dims, Dtype, Problem, ProblemDesc, Sequences, SharedPrefix};
+use flashtile::{
+    CpuPlan, CudaPlan, Dims, Dtype, KernelChoice, Problem, ProblemDesc, Sequences, SharedPrefix,
+};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -35,7 +37,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             Some(stored) => stored.problem(&problem)?,
             None => problem,
         };
-        let options = machine::options(args.splits);
+        let options = machine::options(args.splits, args.kernels);
         let (device, facts) = device(args)?;
         let plan = match facts {
             Facts::Cpu(facts) => {
@@ -118,7 +120,9 @@ impl Plan {
             Self::Cpu(_, plan) => (plan.tile_rows(), plan.block_k()),
             Self::Cuda(_, plan) => {
                 // The smallest tile that holds them, or the largest.
-                let mut tiles: Vec<_> = plan.kernels().map(|k| (k.tile.rows(), k.tile.keys())).collect();
+                let portable = plan.portable_kernel().map(|k| (k.tile.rows, k.tile.keys()));
+                let native = plan.kernels().map(|k| (k.tile.rows(), k.tile.keys()));
+                let mut tiles: Vec<_> = native.chain(portable).collect();
                 tiles.sort_unstable();
                 let holds = tiles.iter().find(|tile| tile.0 >= rows);
                 holds.or(tiles.last()).copied().unwrap_or((16, 64))
@@ -225,7 +229,11 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
                 let what = "the reference has no plans, it is the definition in one loop, expected auto, cpu or cuda";
                 Err(Failure::at("--backend", what))
             }
-            Backend::Metal | Backend::Simulator => {
+            Backend::Simulator => {
+                let what = "the simulator is planned for by no command, expected auto, cpu or cuda";
+                Err(Failure::at("--backend", what))
+            }
+            Backend::Metal => {
                 Err(Failure::at("--backend", "not part of this build, expected auto, cpu or cuda"))
             }
         };
@@ -371,9 +379,28 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
             ),
         ));
     }
+    if let Some(kernel) = plan.portable_kernel() {
+        let tile = &kernel.tile;
+        let asked = plan.options().kernels == KernelChoice::Portable;
+        let reason = if asked { "asked for" } else { "others are for compute capability 8.0 and later" };
+        lines.push(("kernel", format!("{kernel}: {reason}")));
+        lines.push((
+            "tiles",
+            format!(
+                "{} rows x {} keys, {} of shared memory, {} threads, {} a multiprocessor",
+                tile.rows,
+                tile.keys(),
+                report::bytes(kernel.shared_bytes() as f64),
+                tile.threads(),
+                report::counted(tile.resident, "group"),
+            ),
+        ));
+    }
     lines.push(("items", format!("{} tiles or parts of them", plan.task_count())));
     let reason = if plan.options().splits.is_some() {
         "asked for"
+    } else if plan.portable_kernel().is_some() && plan.splits() > 1 {
+        "as many groups of threads as the device holds at a time"
     } else if plan.splits() == 1 {
         "tiles alone fill the device, or see one block of keys each"
     } else {
@@ -396,11 +423,21 @@ fn cuda_json(facts: &CudaFacts, plan: &CudaPlan) -> serde_json::Value {
             "shared_bytes": kernel.shared_bytes(),
         })
     });
+    let portable = plan.portable_kernel().map(|kernel| {
+        json!({
+            "kernel": kernel.to_string(),
+            "tile_rows": kernel.tile.rows,
+            "block_k": kernel.tile.keys(),
+            "threads": kernel.tile.threads(),
+            "resident": kernel.tile.resident,
+            "shared_bytes": kernel.shared_bytes(),
+        })
+    });
     json!({
         "capability": [facts.capability.0, facts.capability.1],
         "multiprocessors": facts.multiprocessors,
         "l2": facts.l2,
-        "kernels": kernels.collect::<Vec<_>>(),
+        "kernels": kernels.chain(portable).collect::<Vec<_>>(),
         "tasks": plan.task_count(),
         "splits": plan.splits(),
     })

@@ -1,6 +1,6 @@
 //! `flashtile run`: attention of the tensors in a file.
 
-use crate::args::{Backend, RunArgs};
+use crate::args::{Backend, Kernels, RunArgs};
 use crate::buffer::{Buffer, store};
 use crate::cached::{self, Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
@@ -12,7 +12,7 @@ use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
 use flashtile::cuda::Cuda;
-use flashtile::testkit::{DevicePlacement, DeviceRun};
+use flashtile::testkit::{DevicePlacement, DeviceRun, NotRun, Runner, SimulatorRunner};
 use flashtile::{Codec, CudaPlan, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
@@ -46,22 +46,28 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     let backend = |name: &str| {
         Failure::at(
             "--backend",
-            format_args!("{name} is not part of this build, expected auto, cpu, cuda or reference"),
+            format_args!(
+                "{name} is not part of this build, expected auto, cpu, cuda, reference or simulator"
+            ),
         )
     };
     match args.backend {
         Backend::Metal => return Err(backend("metal")),
-        Backend::Simulator => return Err(backend("simulator")),
         Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda | Backend::Reference => {
-            let reference = args.backend == Backend::Reference;
+        Backend::Cuda | Backend::Reference | Backend::Simulator => {
+            let cuda = args.backend == Backend::Cuda;
             let given = [
                 ("--isa", args.cpu.isa.is_some()),
                 ("--threads", args.cpu.threads.is_some()),
-                ("--splits", args.splits.is_some() && reference),
+                ("--splits", args.splits.is_some() && !cuda),
+                ("--kernels", args.kernels != Kernels::Auto && !cuda),
             ];
             if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
-                let name = if reference { "reference" } else { "cuda" };
+                let name = match args.backend {
+                    Backend::Cuda => "cuda",
+                    Backend::Simulator => "simulator",
+                    _ => "reference",
+                };
                 let text = format_args!("has no meaning for the {name} backend, expected cpu or auto");
                 return Err(Failure::at(option, text));
             }
@@ -103,7 +109,7 @@ fn compute(args: &RunArgs) -> Result<Done> {
         && args.backend == Backend::Cuda
     {
         let (option, codec) = stored.option(&operands.problem);
-        return Err(cached::not_of_cuda(option, codec, "auto, cpu or reference"));
+        return Err(cached::not_of_cuda(option, codec, "auto, cpu, reference or simulator"));
     }
     let destination = Destination::new(&args.output)?;
     destination.differs_from(&args.input)?;
@@ -124,6 +130,7 @@ fn compute(args: &RunArgs) -> Result<Done> {
     let results = Results { out: &mut out, lse: &mut lse };
     let done = match args.backend {
         Backend::Reference => by_definition(&job, results).map_err(refuse)?,
+        Backend::Simulator => on_simulator(&job, results).map_err(refuse)?,
         Backend::Cuda => on_cuda(args, gpu::device()?, &job, results).map_err(refuse)?,
         Backend::Auto if cached.is_some() => {
             let why = Failure::new("caches in other codecs than the dtype are of the cpu");
@@ -220,7 +227,8 @@ impl<'a> Results<'a> {
 /// Runs on a CUDA device; the time is that of the kernels, without copies between host and device.
 fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let problem = job.problem;
-    let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits)).map_err(Failure::new)?;
+    let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits, args.kernels))
+        .map_err(Failure::new)?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let placement = DevicePlacement::default();
@@ -252,7 +260,7 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> R
 fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option<&Failure>) -> Result<Done> {
     let problem = job.problem;
     let cpu = machine::cpu(args.cpu)?;
-    let options = machine::options(args.splits);
+    let options = machine::options(args.splits, args.kernels);
     let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
@@ -326,7 +334,7 @@ fn by_definition(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     Ok(Done {
         backend: "reference",
         backend_reason: "asked for".to_owned(),
-        kernel: reference_name(problem),
+        kernel: plain_name("reference", problem),
         unit: None,
         splits: 1,
         workspace_bytes: 0,
@@ -340,11 +348,41 @@ fn by_definition(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     })
 }
 
-/// The name of the definition, in the manner of kernels.
-fn reference_name(problem: &Problem) -> String {
+/// Runs the kernels of the kernel language on their simulator, every access checked.
+fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
+    let problem = job.problem;
+    let inputs = job.inputs()?;
+    let mut outputs = results.outputs(job)?;
+    let started = Instant::now();
+    SimulatorRunner::new().run(problem, &inputs, &mut outputs).map_err(|why| match why {
+        NotRun::Unsupported(why) => Failure::new(why),
+        // The kernels' own fault.
+        NotRun::Error(fault) => Failure::wrong(fault),
+        _ => Failure::new("the simulator gave no answer"),
+    })?;
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(Done {
+        backend: "simulator",
+        backend_reason: "asked for".to_owned(),
+        kernel: plain_name("simulator-decode", problem),
+        unit: None,
+        splits: 1,
+        workspace_bytes: 0,
+        problem: job.operands.problem.clone(),
+        order: job.operands.order,
+        stored: job.stored(),
+        work: Work::of(problem),
+        seconds,
+        repetitions: 1,
+        limit: None,
+    })
+}
+
+/// The name of what runs everywhere alike, in the manner of kernels.
+fn plain_name(what: &str, problem: &Problem) -> String {
     let Dims { head_dim, value_dim, .. } = *problem.dims();
     let value = if value_dim == head_dim { String::new() } else { format!("x{value_dim}") };
-    format!("reference-{}-d{head_dim}{value}", problem.dtype())
+    format!("{what}-{}-d{head_dim}{value}", problem.dtype())
 }
 
 impl Done {

@@ -5,16 +5,16 @@ use super::rows::{Kind, Row};
 use crate::args::CacheKind;
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
+use crate::gpu::Tuning;
 use crate::machine::{self, Unit, Work};
 use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
 use flashtile::cuda::Cuda;
-use flashtile::plan::CudaTile;
 use flashtile::reference::{self, Attention};
 use flashtile::testkit::{Accumulation, DevicePlacement, DeviceRun, Rng, Tolerance, compare_out};
 use flashtile::{
-    BlockTables, Codec, Cpu, CpuPlan, CudaPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
+    BlockTables, Codec, Cpu, CpuPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
     ProblemDesc, QOffset, TensorView, TensorViewMut, Workspace,
 };
 use rayon::prelude::*;
@@ -299,7 +299,7 @@ impl<'a> Subject<'a> {
 pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let cpu = match device {
         Device::Cpu(cpu) => cpu,
-        Device::Cuda(cuda, tile) => return on_device(cuda, *tile, rows, min_time),
+        Device::Cuda(cuda, tuning) => return on_device(cuda, *tuning, rows, min_time),
     };
     let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;
     turns(3, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(Subject::turn))?;
@@ -335,11 +335,10 @@ impl<'a> DeviceSubject<'a> {
     const LAUNCHES: usize = 100;
 
     /// Makes the data, and checks the answer.
-    fn new(cuda: &Cuda, tile: Option<CudaTile>, row: &'a Row) -> Result<Self> {
+    fn new(cuda: &Cuda, tuning: Tuning, row: &'a Row) -> Result<Self> {
         let problem = &row.problem;
         let dtype = problem.dtype();
-        let plan = CudaPlan::with_tile(problem, cuda.facts(), PlanOptions::default(), tile);
-        let plan = plan.map_err(Failure::new)?;
+        let plan = tuning.plan(problem, cuda).map_err(Failure::new)?;
         let operands = Operands::random(row, 1)?;
         let mut out = Buffer::elements(dtype, problem.dims().out_shape().iter().product())?;
         let mut outputs = outputs(problem, &mut out)?;
@@ -382,8 +381,8 @@ impl<'a> DeviceSubject<'a> {
 }
 
 /// The same on a device, whose second-level cache is emptied before each run.
-fn on_device(cuda: &Cuda, tile: Option<CudaTile>, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
-    let subjects = rows.iter().map(|row| DeviceSubject::new(cuda, tile, row));
+fn on_device(cuda: &Cuda, tuning: Tuning, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
+    let subjects = rows.iter().map(|row| DeviceSubject::new(cuda, tuning, row));
     let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
     turns(10, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(DeviceSubject::turn))?;
     Ok(subjects.into_iter().map(DeviceSubject::measured).collect())

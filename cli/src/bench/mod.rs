@@ -1,21 +1,21 @@
 //! `flashtile bench`: times against the limits of this machine, measured in the same run.
 
+mod kernels;
 mod measure;
 mod peers;
 mod plot;
 mod rows;
 
-use crate::args::Backend;
+use crate::args::{Backend, Kernels};
 use crate::args::{BenchArgs, Group as Asked};
 use crate::check::progress;
 use crate::failure::{Failure, Result};
-use crate::gpu;
+use crate::gpu::{self, Tuning};
 use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
 use crate::report::{self, Table};
 use flashtile::cuda::Cuda;
-use flashtile::plan::CudaTile;
 use flashtile::{Cpu, Dtype};
 use indicatif::ProgressBar;
 use measure::{Measured, measure};
@@ -34,14 +34,16 @@ struct Group {
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     rows::check_options(args)?;
+    if args.group == Asked::Kernels {
+        return kernels::run(args);
+    }
     machine::on_threads(args.cpu.threads, || bench(args))
 }
 
 /// What is measured.
 enum Device {
     Cpu(Cpu),
-    /// With the tile of every plan, where one was asked for.
-    Cuda(Cuda, Option<CudaTile>),
+    Cuda(Cuda, Tuning),
 }
 
 impl Device {
@@ -71,11 +73,17 @@ fn device(args: &BenchArgs) -> Result<Device> {
         Backend::Auto | Backend::Cpu if args.tile.is_some() => {
             Err(Failure::at("--tile", "has a meaning for the cuda backend alone"))
         }
+        Backend::Auto | Backend::Cpu if args.kernels != Kernels::Auto => {
+            Err(Failure::at("--kernels", "has a meaning for the cuda backend alone"))
+        }
         Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
         Backend::Cuda if args.cpu.isa.is_some() => {
             Err(Failure::at("--isa", "has a meaning for the cpu backend alone"))
         }
-        Backend::Cuda => Ok(Device::Cuda(gpu::device()?, args.tile)),
+        Backend::Cuda => {
+            let tuning = Tuning { kernels: args.kernels, tile: args.tile };
+            Ok(Device::Cuda(gpu::device()?, tuning))
+        }
         Backend::Reference | Backend::Metal | Backend::Simulator => {
             Err(Failure::at("--backend", "expected auto, cpu or cuda: others are not measured"))
         }
@@ -95,7 +103,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let kinds: &[Kind] = match args.group {
         Asked::Prefill => &[Kind::Prefill],
         Asked::Decode => &[Kind::Decode],
-        Asked::Visibility => &[],
+        Asked::Visibility | Asked::Kernels => &[],
         Asked::All => &[Kind::Prefill, Kind::Decode],
     };
     let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
@@ -111,7 +119,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     let pairs = match args.group {
         Asked::Visibility | Asked::All => rows::pairs(args)?,
-        Asked::Prefill | Asked::Decode => Vec::new(),
+        Asked::Prefill | Asked::Decode | Asked::Kernels => Vec::new(),
     };
 
     let bench = Bench {

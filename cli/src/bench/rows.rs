@@ -1,6 +1,6 @@
 //! What is measured.
 
-use crate::args::{Backend, BenchArgs, CacheKind, Group, Lengths};
+use crate::args::{Backend, BenchArgs, CacheKind, Group, Kernels, Lengths};
 use crate::cached::not_of_cuda;
 use crate::failure::{Failure, Result};
 use flashtile::{Codec, Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
@@ -308,6 +308,12 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 
 /// Options that the rows of a group have no use for.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
+    if args.group == Group::Kernels {
+        return check_kernels(args);
+    }
+    if args.kernel.is_some() {
+        return Err(Failure::at("--kernel", "needs the group kernels"));
+    }
     if args.cache != [CacheKind::Dense] && args.group != Group::Decode {
         return Err(Failure::at("--cache", "needs the group decode"));
     }
@@ -341,6 +347,39 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
         None => Ok(()),
         Some((option, _)) => {
             Err(Failure::at(option, "has no meaning for visibility, whose lengths and masks are fixed"))
+        }
+    }
+}
+
+/// Options of other groups say nothing of kernels, whose shapes are their own.
+fn check_kernels(args: &BenchArgs) -> Result<()> {
+    let given = [
+        ("--tile", args.tile.is_some()),
+        ("--kernels", args.kernels != Kernels::Auto),
+        ("--isa", args.cpu.isa.is_some()),
+        ("--threads", args.cpu.threads.is_some()),
+        ("--dtype", !args.dtype.is_empty()),
+        ("--head-dim", !args.head_dim.is_empty()),
+        ("--seq", !args.seq.is_empty()),
+        ("--value-dim", args.value_dim.is_some()),
+        ("--heads", args.heads.is_some()),
+        ("--kv-heads", !args.kv_heads.is_empty()),
+        ("--batch", args.batch != [1]),
+        ("--cache", args.cache != [CacheKind::Dense]),
+        ("--codec", !args.codec.is_empty()),
+        ("--shared", args.shared.is_some()),
+        ("--causal", args.causal),
+        ("--window", args.window.is_some()),
+        ("--min-time", args.min_time.is_some()),
+        ("--quick", args.quick),
+        ("--full", args.full),
+        ("--svg", args.svg.is_some()),
+        ("--vs", args.vs.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        None => Ok(()),
+        Some((option, _)) => {
+            Err(Failure::at(option, "has no meaning for kernels, whose shapes are their own"))
         }
     }
 }

@@ -633,8 +633,8 @@ fn runs_that_caches_cannot_do_are_refused() {
         (&["--centre", "--k-codec", "bf16"], "--centre: keys are stored as bf16"),
         (
             &["--k-codec", "tq4", "--backend", "cuda"],
-            "--k-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto, cpu \
-             or reference",
+            "--k-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto, cpu, \
+             reference or simulator",
         ),
         (&["--v-codec", "tq4", "--backend", "cuda"], "--v-codec: tq4 is not of the cuda backend"),
         (&["--k-codec", "tq4", "--grad"], "--grad"),

@@ -5,6 +5,7 @@
 mod commands;
 mod examples;
 mod files;
+mod kernels;
 mod kv;
 mod refusals;
 mod runs;

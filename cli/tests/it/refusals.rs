@@ -108,7 +108,7 @@ fn options() {
     let folder = Folder::with(&good());
     let available = threads();
     let (too_many, range) = ((available + 1).to_string(), format!("1 to {available}, the threads"));
-    let cases: [(&[&str], &str); 34] = [
+    let cases: [(&[&str], &str); 35] = [
         (&["--scale", "nan"], "scale NaN is not finite"),
         (&["--scale", "1e99"], "scale inf is not finite"),
         (&["--scale", "x"], "--scale"),
@@ -126,7 +126,8 @@ fn options() {
         (&["--backend", "tpu"], "reference"),
         (&["--backend", "cuda", "--threads", "1"], "--threads: has no meaning for the cuda backend"),
         (&["--backend", "metal"], "metal is not part of this build"),
-        (&["--backend", "simulator"], "simulator is not part of this build"),
+        (&["--backend", "simulator"], "head_dim is 8, expected a multiple of 16 up to 512"),
+        (&["--backend", "simulator", "--splits", "2"], "--splits: has no meaning for the simulator backend"),
         (
             &["--backend", "reference", "--threads", "2"],
             "--threads: has no meaning for the reference backend",
@@ -439,7 +440,7 @@ fn other_commands() {
         (vec!["check", "--filter", "no such case"], "no case has a name with"),
         (vec!["check", "--filter", "gqa,no such case"], "no case has a name with no such case"),
         (vec!["check", "--seeds", "5..5"], "expected FIRST..END"),
-        (vec!["bench", "sideways"], "prefill, decode, visibility, all"),
+        (vec!["bench", "sideways"], "prefill, decode, visibility, kernels, all"),
         (vec!["bench", "--dtype", "f32,f8"], "expected f32, f16 or bf16"),
         (vec!["bench", "--min-time", "nan"], "expected seconds"),
         (vec!["bench", "--seq", "0"], "expected a whole number"),

@@ -1,0 +1,232 @@
+//! `flashtile bench kernels`: kernels of the kernel language, each by itself.
+
+use crate::args::{Backend, BenchArgs};
+use crate::check::progress;
+use crate::failure::{Failure, Result};
+use crate::kernels::kernel;
+use crate::output::Destination;
+use crate::report::{self, Table};
+use flashtile::kernels::bench::{Simulated, Timed, WORKLOADS, Workload, copy_rate};
+use flashtile_kernel::Bench;
+use flashtile_kernel::cuda::Gpu;
+use flashtile_kernel::text::Shape;
+use serde_json::{Map, Value, json};
+use std::process::ExitCode;
+
+/// Timed launches of a kernel.
+const RUNS: usize = 21;
+
+/// The device, and what it copies in a second before and after the kernels, whichever is more.
+struct Cuda {
+    gpu: Gpu,
+    copy: f64,
+}
+
+pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
+    let one = args.kernel.as_deref().map(|name| kernel("--kernel", name)).transpose()?;
+    let chosen = |workload: &&Workload| one.is_none_or(|one| one.name == workload.kernel.name);
+    let workloads: Vec<&Workload> = WORKLOADS.iter().filter(chosen).collect();
+    let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
+    let cuda = match args.backend {
+        Backend::Auto | Backend::Simulator => None,
+        Backend::Cuda => {
+            let gpu = Gpu::new(0).map_err(Failure::new)?;
+            let copy = copy_rate(&gpu).map_err(|e| Failure::at("copy", e))?;
+            Some(Cuda { gpu, copy })
+        }
+        _ => return Err(Failure::at("--backend", "kernels run on simulator or cuda, expected one of them")),
+    };
+
+    let bar = progress(workloads.len() as u64);
+    let (mut simulated, mut timed) = (Vec::new(), Vec::new());
+    for workload in workloads {
+        bar.set_message(workload.kernel.name);
+        for shape in workload.small {
+            let row = workload.simulate(shape).map_err(|e| Failure::wrong(named(workload, shape, &e)))?;
+            check(workload, &row.entry, shape, row.error)?;
+            simulated.push((workload, row));
+        }
+        if let (Some(cuda), Some(bench)) = (&cuda, workload.bench()) {
+            for shape in workload.small.iter().chain(bench.shapes) {
+                let row = workload.time(&cuda.gpu, shape, RUNS);
+                let row = row.map_err(|e| Failure::wrong(named(workload, shape, &e)))?;
+                check(workload, &row.entry, shape, row.error)?;
+                // The small shapes are there for their answers.
+                if bench.shapes.contains(shape) {
+                    timed.push((workload, row));
+                }
+            }
+        }
+        bar.inc(1);
+    }
+    bar.finish_and_clear();
+    let cuda = match cuda {
+        Some(Cuda { gpu, copy }) => {
+            let again = copy_rate(&gpu).map_err(|e| Failure::at("copy", e))?;
+            Some(Cuda { gpu, copy: copy.max(again) })
+        }
+        None => None,
+    };
+
+    let mut lines: Vec<Value> =
+        simulated.iter().map(|(workload, row)| simulated_json(workload, row)).collect();
+    if let Some(cuda) = &cuda {
+        lines.extend(timed.iter().map(|(workload, row)| timed_json(workload, row, cuda)));
+    }
+    if args.json {
+        lines.iter().try_for_each(report::line)?;
+    } else {
+        report::text(simulated_table(&simulated))?;
+        if let Some(cuda) = &cuda {
+            let copy = report::byte_rate(cuda.copy);
+            let head = format_args!("\n{}, copies {copy}\n{}", cuda.gpu.name(), timed_table(&timed, cuda));
+            report::text(head)?;
+        }
+    }
+    if let Some(file) = file {
+        file.text(&lines.iter().map(|line| format!("{line}\n")).collect::<String>())?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn named(workload: &Workload, shape: &Shape, what: &str) -> String {
+    format!("{} of {}: {what}", workload.kernel.name, sizes(shape))
+}
+
+/// A wrong answer ends the run: its time would mean nothing.
+fn check(workload: &Workload, entry: &str, shape: &Shape, error: f64) -> Result<()> {
+    let tolerance = workload.bench().map_or(0.0, |bench| bench.tolerance);
+    if error <= tolerance {
+        return Ok(());
+    }
+    let shape = sizes(shape);
+    Err(Failure::wrong(format_args!(
+        "{entry} of {shape}: wrong answer, off by {error:.1e}, allowed {tolerance:.1e}"
+    )))
+}
+
+/// `rows 1024, dim 128`.
+fn sizes(shape: &Shape) -> String {
+    shape.sizes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(", ")
+}
+
+/// Bytes and operations that the metadata of a kernel says a shape needs.
+fn needed(workload: &Workload, shape: &Shape) -> [u64; 2] {
+    let of = |bench: &Bench| [(bench.bytes)(shape), (bench.flops)(shape)];
+    workload.bench().map_or([0, 0], of)
+}
+
+fn simulated_table(rows: &[(&Workload, Simulated)]) -> String {
+    let mut table = Table::new([
+        "kernel",
+        "threads",
+        "read",
+        "written",
+        "needed",
+        "times",
+        "shared",
+        "simd/thread",
+        "barriers",
+        "error",
+    ]);
+    let mut shapes = String::new();
+    for (n, (workload, row)) in rows.iter().enumerate() {
+        let [bytes, _] = needed(workload, &row.shape);
+        let r = &row.report;
+        let moved = r.device_read + r.device_written;
+        table.push(vec![
+            format!("{} {}", n + 1, workload.kernel.name),
+            row.threads.to_string(),
+            report::bytes(r.device_read as f64),
+            report::bytes(r.device_written as f64),
+            report::bytes(bytes as f64),
+            format!("{:.2}", moved as f64 / bytes.max(1) as f64),
+            report::bytes((r.shared_read + r.shared_written) as f64),
+            // An operation of a SIMD group is one of each of its 32 threads.
+            format!("{:.1}", (32 * r.simd_operations) as f64 / row.threads.max(1) as f64),
+            r.barriers.to_string(),
+            format!("{:.1e}", row.error),
+        ]);
+        shapes.push_str(&format!("{} {}: {}\n", n + 1, row.entry, sizes(&row.shape)));
+    }
+    format!("simulator\n{table}\n{shapes}")
+}
+
+fn timed_table(rows: &[(&Workload, Timed)], cuda: &Cuda) -> String {
+    let mut table =
+        Table::new(["kernel", "time", "spread", "needed", "bandwidth", "of copy", "rate", "error", "shape"]);
+    for (workload, row) in rows {
+        let [bytes, flops] = needed(workload, &row.shape).map(|n| n as f64);
+        table.push(vec![
+            workload.kernel.name.to_owned(),
+            report::seconds(row.seconds),
+            report::percent(row.spread),
+            report::bytes(bytes),
+            report::byte_rate(bytes / row.seconds),
+            report::percent(bytes / row.seconds / cuda.copy),
+            if flops > 0.0 { report::flop_rate(flops / row.seconds) } else { "-".to_owned() },
+            format!("{:.1e}", row.error),
+            sizes(&row.shape),
+        ]);
+    }
+    table.to_string()
+}
+
+fn common_json(
+    workload: &Workload,
+    backend: &str,
+    entry: &str,
+    shape: &Shape,
+    error: f64,
+) -> Map<String, Value> {
+    let [bytes, flops] = needed(workload, shape);
+    let sizes: Map<String, Value> =
+        shape.sizes.iter().map(|(name, n)| ((*name).to_owned(), json!(n))).collect();
+    let values = [
+        ("kernel", json!(workload.kernel.name)),
+        ("backend", json!(backend)),
+        ("instance", json!(entry)),
+        ("shape", Value::Object(sizes)),
+        ("bytes", json!(bytes)),
+        ("flops", json!(flops)),
+        ("error", json!(error)),
+        ("tolerance", json!(workload.bench().map(|bench| bench.tolerance))),
+    ];
+    values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+fn simulated_json(workload: &Workload, row: &Simulated) -> Value {
+    let mut all = common_json(workload, "simulator", &row.entry, &row.shape, row.error);
+    let r = &row.report;
+    let per_thread = |n: u64| json!(n as f64 / row.threads.max(1) as f64);
+    let counts = [
+        ("device_read", r.device_read),
+        ("device_written", r.device_written),
+        ("shared_read", r.shared_read),
+        ("shared_written", r.shared_written),
+        ("atomics", r.atomics),
+        ("simd_operations", r.simd_operations),
+        ("barriers", r.barriers),
+    ];
+    all.insert("threads".to_owned(), json!(row.threads));
+    all.extend(counts.map(|(name, n)| (name.to_owned(), json!(n))));
+    let each = counts.map(|(name, n)| (name.to_owned(), per_thread(n)));
+    all.insert("per_thread".to_owned(), Value::Object(each.into_iter().collect()));
+    Value::Object(all)
+}
+
+fn timed_json(workload: &Workload, row: &Timed, cuda: &Cuda) -> Value {
+    let mut all = common_json(workload, "cuda", &row.entry, &row.shape, row.error);
+    let [bytes, flops] = needed(workload, &row.shape).map(|n| n as f64);
+    let more = [
+        ("device", json!(cuda.gpu.name())),
+        ("seconds", json!(row.seconds)),
+        ("spread", json!(row.spread)),
+        ("gbytes_per_s", json!(bytes / row.seconds / 1e9)),
+        ("gflops", json!(flops / row.seconds / 1e9)),
+        ("copy_gbytes_per_s", json!(cuda.copy / 1e9)),
+        ("fraction", json!(bytes / row.seconds / cuda.copy)),
+    ];
+    all.extend(more.map(|(name, value)| (name.to_owned(), value)));
+    Value::Object(all)
+}

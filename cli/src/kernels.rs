@@ -1,0 +1,285 @@
+//! `flashtile kernels`: the kernels of the kernel language, as a list and as text.
+
+use crate::args::{KernelsCommand, ListArgs, PrintArgs, TextTarget};
+use crate::failure::{Failure, Result};
+use crate::nearest;
+use crate::output::{self, Destination};
+use crate::report::{self, Table};
+use flashtile::kernels::{KERNELS, VariantOption, instances};
+use flashtile_kernel::text::{ElementType, GenericKind, ParameterKind};
+use flashtile_kernel::{Instance, Kernel, Target};
+use serde_json::{Value, json};
+use std::ops::RangeInclusive;
+use std::process::ExitCode;
+
+pub(crate) fn run(command: &KernelsCommand) -> Result<ExitCode> {
+    match command {
+        KernelsCommand::List(args) => list(args),
+        KernelsCommand::Print(args) => print(args),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The kernel of a name; `option` is where the name was given.
+pub(crate) fn kernel(option: &str, name: &str) -> Result<&'static Kernel> {
+    KERNELS.iter().copied().find(|kernel| kernel.name == name).ok_or_else(|| {
+        let expected = nearest::expected(name, KERNELS.iter().map(|kernel| kernel.name));
+        Failure::at(option, format_args!("{name} is no kernel, {expected}"))
+    })
+}
+
+fn list(args: &ListArgs) -> Result<()> {
+    let one = args.name.as_deref().map(|name| kernel("kernels list", name)).transpose()?;
+    let all = instances();
+    let listed = || KERNELS.iter().copied().filter(|kernel| one.is_none_or(|one| one.name == kernel.name));
+    let of = |kernel: &Kernel| all.iter().filter(|i| i.kernel().name == kernel.name).collect::<Vec<_>>();
+    if args.instances {
+        let chosen: Vec<&Instance> = listed().flat_map(of).collect();
+        if args.json {
+            return chosen.iter().try_for_each(|instance| report::line(instance_json(instance)));
+        }
+        let mut table = Table::new(["instance", "threads", "shared bytes"]);
+        for instance in chosen {
+            let (threads, shared) = (instance.threads().most(), instance.shared_bytes());
+            table.push(vec![instance.entry(), threads.to_string(), shared.to_string()]);
+        }
+        return report::text(table);
+    }
+    if args.json {
+        return listed().try_for_each(|kernel| report::line(kernel_json(kernel, &of(kernel))));
+    }
+    if let Some(kernel) = one {
+        return report::text(details(kernel, &of(kernel)));
+    }
+    let head = ["kernel", "parameters", "generics", "threads", "shared bytes", "instances", "file"];
+    let mut table = Table::new(head);
+    for kernel in listed() {
+        let of = of(kernel);
+        table.push(vec![
+            kernel.name.to_owned(),
+            kernel.parameters.len().to_string(),
+            kernel.generics.len().to_string(),
+            range(threads(&of)),
+            range(shared(&of)),
+            of.len().to_string(),
+            place(kernel),
+        ]);
+    }
+    let width = KERNELS.iter().map(|kernel| kernel.name.len()).max().unwrap_or(0);
+    let what = listed().map(|kernel| format!("{:width$}  {}\n", kernel.name, summary(kernel)));
+    report::text(format_args!("{table}\n{}", what.collect::<String>()))
+}
+
+/// The first sentence of a kernel's documentation, or its first paragraph where that has no end.
+fn summary(kernel: &Kernel) -> String {
+    let lines = kernel.docs.lines().map(str::trim).skip_while(|line| line.is_empty());
+    let paragraph = lines.take_while(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
+    let end = [". ", ": "].into_iter().filter_map(|end| paragraph.find(end)).min();
+    let sentence = end.map_or(paragraph.as_str(), |end| &paragraph[..end]);
+    sentence.trim_end_matches('.').to_owned()
+}
+
+/// The source file from the folder of the crate, and the line.
+fn place(kernel: &Kernel) -> String {
+    format!("{}:{}", kernel.text.file, kernel.text.line)
+}
+
+fn threads(instances: &[&Instance]) -> Option<RangeInclusive<usize>> {
+    spread(instances.iter().map(|instance| instance.threads().most() as usize))
+}
+
+fn shared(instances: &[&Instance]) -> Option<RangeInclusive<usize>> {
+    spread(instances.iter().map(|instance| instance.shared_bytes()))
+}
+
+fn spread(numbers: impl Iterator<Item = usize> + Clone) -> Option<RangeInclusive<usize>> {
+    Some(numbers.clone().min()?..=numbers.max()?)
+}
+
+fn range(numbers: Option<RangeInclusive<usize>>) -> String {
+    match numbers {
+        None => "-".to_owned(),
+        Some(range) if range.start() == range.end() => range.start().to_string(),
+        Some(range) => format!("{} to {}", range.start(), range.end()),
+    }
+}
+
+/// Everything that a launch has to know of a kernel.
+fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
+    let mut text = format!("{}  {}\n", kernel.name, place(kernel));
+    for line in kernel.docs.lines() {
+        text.push_str(&format!("  {}\n", line.trim()));
+    }
+    let counted = report::counted(instances.len(), "instance");
+    let (threads, shared) = (range(threads(instances)), range(shared(instances)));
+    text.push_str(&format!("\n{counted}, {threads} threads and {shared} bytes of shared memory a group\n"));
+    let mut section = |title: &str, lines: Vec<String>| {
+        if !lines.is_empty() {
+            text.push_str(&format!("\n{title}\n"));
+            text.extend(lines.into_iter().map(|line| format!("  {line}\n")));
+        }
+    };
+    section("generics", kernel.generics.iter().map(|g| format!("{}: {}", g.name, bound(g.kind))).collect());
+    let parameter = |p: &flashtile_kernel::text::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
+    section("parameters", kernel.parameters.iter().map(parameter).collect());
+    let requirement =
+        |r: &flashtile_kernel::text::Requirement| format!("{}  ({})", r.message, r.condition.trim());
+    section("requires", kernel.requirements.iter().map(requirement).collect());
+    text
+}
+
+/// What a generic parameter stands for, in Rust.
+fn bound(kind: GenericKind) -> &'static str {
+    match kind {
+        GenericKind::Element => "Element",
+        GenericKind::Number => "Number",
+        GenericKind::Scalar => "Scalar",
+        GenericKind::Const(scalar) => scalar.name(),
+    }
+}
+
+fn element(kernel: &Kernel, element: ElementType) -> &'static str {
+    match element {
+        ElementType::Scalar(scalar) => scalar.name(),
+        ElementType::Generic(n) => kernel.generics.get(n).map_or("?", |generic| generic.name),
+    }
+}
+
+/// The type of a parameter, in Rust.
+fn kind(kernel: &Kernel, kind: ParameterKind) -> String {
+    match kind {
+        ParameterKind::Buffer { element: of, writable: false } => format!("&Buffer<{}>", element(kernel, of)),
+        ParameterKind::Buffer { element: of, .. } => format!("&mut Buffer<{}>", element(kernel, of)),
+        ParameterKind::Params { cpp, .. } => format!("&{cpp}"),
+        ParameterKind::Scalar(scalar) => scalar.name().to_owned(),
+        ParameterKind::Constant(scalar) => format!("#[constant] {}", scalar.name()),
+    }
+}
+
+fn kernel_json(kernel: &Kernel, instances: &[&Instance]) -> Value {
+    let ends = |range: Option<RangeInclusive<usize>>| range.map(|range| [*range.start(), *range.end()]);
+    let named = |name: &str, of: &str| json!({ "name": name, "type": of });
+    json!({
+        "kernel": kernel.name,
+        "module": kernel.module,
+        "file": kernel.text.file,
+        "line": kernel.text.line,
+        "does": summary(kernel),
+        "docs": kernel.docs.trim(),
+        "parameters": kernel.parameters.iter().map(|p| named(p.name, &kind(kernel, p.kind))).collect::<Vec<_>>(),
+        "generics": kernel.generics.iter().map(|g| named(g.name, bound(g.kind))).collect::<Vec<_>>(),
+        "requires": kernel.requirements.iter().map(|r| r.message).collect::<Vec<_>>(),
+        "exact": kernel.exact,
+        "options": VariantOption::of(kernel).iter().map(|option| option.name()).collect::<Vec<_>>(),
+        "threads": ends(threads(instances)),
+        "shared_bytes": ends(shared(instances)),
+        "instances": instances.len(),
+    })
+}
+
+fn instance_json(instance: &Instance) -> Value {
+    let kernel = instance.kernel();
+    let generics = kernel.generics.iter().zip(instance.generics());
+    let generics =
+        generics.map(|(parameter, generic)| (parameter.name.to_owned(), json!(generic.to_string())));
+    json!({
+        "instance": instance.entry(),
+        "kernel": kernel.name,
+        "generics": generics.collect::<serde_json::Map<_, _>>(),
+        "threads": instance.threads().most(),
+        "shared_bytes": instance.shared_bytes(),
+    })
+}
+
+fn print(args: &PrintArgs) -> Result<()> {
+    if args.all {
+        return print_all(args);
+    }
+    let Some(name) = &args.name else {
+        let names = KERNELS.iter().map(|kernel| kernel.name).collect::<Vec<_>>();
+        let what = format_args!("expected a kernel ({}), an instance or --all", report::some(&names));
+        return Err(Failure::at("kernels print", what));
+    };
+    let text = text(&chosen(args, name)?, args.target);
+    match &args.output {
+        None => report::text(text),
+        Some(path) => Destination::new(path)?.text(&text),
+    }
+}
+
+/// The instance of a name or of a kernel and options.
+fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
+    let given = args.variant.given();
+    if let Some(kernel) = KERNELS.iter().find(|kernel| kernel.name == name) {
+        let known = VariantOption::of(kernel);
+        if let Some(option) = given.iter().find(|option| !known.contains(option)) {
+            let names = known.iter().map(|option| format!("--{}", option.name())).collect::<Vec<_>>();
+            let expected = match &names[..] {
+                [] => "it has one instance".to_owned(),
+                names => format!("expected {}", names.join(", ")),
+            };
+            let what = format_args!("has no meaning for {name}, {expected}");
+            return Err(Failure::at(format_args!("--{}", option.name()), what));
+        }
+        return args.variant.variant().instance(kernel).map_err(|why| Failure::at(name, why));
+    }
+    if let Some(option) = given.first() {
+        let expected = nearest::expected(name, KERNELS.iter().map(|kernel| kernel.name));
+        let what = format_args!("--{} chooses an instance of a kernel, {expected}", option.name());
+        return Err(Failure::at(name, what));
+    }
+    let all = instances();
+    if let Some(instance) = all.iter().find(|instance| instance.entry() == name) {
+        return Ok(instance.clone());
+    }
+    let entries: Vec<String> = all.iter().map(Instance::entry).collect();
+    // Whoever writes generics means an instance.
+    let of_kernel = |kernel: &&&Kernel| name.starts_with(&format!("{}_", kernel.name));
+    let expected = match KERNELS.iter().find(of_kernel) {
+        Some(_) => nearest::expected(name, entries.iter().map(String::as_str)),
+        None => nearest::expected(name, KERNELS.iter().map(|kernel| kernel.name)),
+    };
+    let what = format_args!("{name} is no kernel and no instance of one, {expected}");
+    Err(Failure::at("kernels print", what))
+}
+
+/// Every listed instance as a file of its own.
+fn print_all(args: &PrintArgs) -> Result<()> {
+    if let Some(option) = args.variant.given().first() {
+        let what = "has no meaning with --all, which prints every instance";
+        return Err(Failure::at(format_args!("--{}", option.name()), what));
+    }
+    let Some(folder) = &args.output else {
+        return Err(Failure::at("--all", "expected -o DIR, a folder for the files"));
+    };
+    let chosen = args.name.as_deref().map(|name| kernel("kernels print", name)).transpose()?;
+    let wanted = |instance: &Instance| chosen.is_none_or(|kernel| kernel.name == instance.kernel().name);
+    let mut files = Vec::new();
+    output::folder(folder)?;
+    for instance in instances().into_iter().filter(wanted) {
+        let path = folder.join(format!("{}.{}", instance.entry(), args.target.extension()));
+        files.push((Destination::new(&path)?, instance));
+    }
+    for (destination, instance) in &files {
+        destination.text(&text(instance, args.target))?;
+    }
+    report::line(format_args!("{} in {}", report::counted(files.len(), "file"), folder.display()))
+}
+
+fn text(instance: &Instance, target: TextTarget) -> String {
+    match target {
+        TextTarget::Msl => instance.text(Target::Metal),
+        TextTarget::Cuda => instance.text(Target::Cuda),
+        TextTarget::Rust => instance.source(),
+    }
+}
+
+impl TextTarget {
+    const fn extension(self) -> &'static str {
+        match self {
+            Self::Msl => "metal",
+            Self::Cuda => "cu",
+            Self::Rust => "rs",
+        }
+    }
+}
