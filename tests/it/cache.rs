@@ -1405,6 +1405,8 @@ fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
         Codec::Tq5 => 2.2e-3,
         Codec::Tq6 => 5.5e-4,
         Codec::Fp8 => 7.3e-4,
+        // The greatest of more coordinates is greater, and steps are parts of it.
+        Codec::Int8 if dim > 128 => 5.6e-5,
         Codec::Int8 => 4.6e-5,
         _ if codec.dtype().is_some() => 1e-5,
         _ => 1.2e-2,
