@@ -331,21 +331,7 @@ fn by_definition(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     for (&x, slot) in answer.lse.iter().zip(results.lse.floats_mut()) {
         *slot = x as f32;
     }
-    Ok(Done {
-        backend: "reference",
-        backend_reason: "asked for".to_owned(),
-        kernel: plain_name("reference", problem),
-        unit: None,
-        splits: 1,
-        workspace_bytes: 0,
-        problem: job.operands.problem.clone(),
-        order: job.operands.order,
-        stored: job.stored(),
-        work: Work::of(problem),
-        seconds,
-        repetitions: 1,
-        limit: None,
-    })
+    Ok(unplanned(job, "reference", plain_name("reference", problem), seconds))
 }
 
 /// Runs the kernels of the kernel language on their simulator, every access checked.
@@ -361,21 +347,26 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
         _ => Failure::new("the simulator gave no answer"),
     })?;
     let seconds = started.elapsed().as_secs_f64();
-    Ok(Done {
-        backend: "simulator",
+    Ok(unplanned(job, "simulator", plain_name("simulator-decode", problem), seconds))
+}
+
+/// One run that no plan of a backend describes.
+fn unplanned(job: &Job<'_>, backend: &'static str, kernel: String, seconds: f64) -> Done {
+    Done {
+        backend,
         backend_reason: "asked for".to_owned(),
-        kernel: plain_name("simulator-decode", problem),
+        kernel,
         unit: None,
         splits: 1,
         workspace_bytes: 0,
         problem: job.operands.problem.clone(),
         order: job.operands.order,
         stored: job.stored(),
-        work: Work::of(problem),
+        work: Work::of(job.problem),
         seconds,
         repetitions: 1,
         limit: None,
-    })
+    }
 }
 
 /// The name of what runs everywhere alike, in the manner of kernels.

@@ -71,37 +71,23 @@ pub(crate) trait Machine: Device {
     fn view_mut(memory: &mut Self::Memory) -> ViewMut<'_, Self::Memory>;
 }
 
+/// What was read, as f64.
+fn numbers<T: Into<f64>, E: std::fmt::Display>(read: Result<Vec<T>, E>) -> Result<Vec<f64>, String> {
+    read.map(|list| list.into_iter().map(Into::into).collect()).map_err(|e| e.to_string())
+}
+
 /// All of a memory as f64, by the type of its elements.
 macro_rules! read {
-    ($memory:ident) => {{
-        let message = |e: &dyn std::fmt::Display| e.to_string();
+    ($memory:ident) => {
         match $memory.element() {
-            ScalarType::F32 => $memory
-                .to_vec::<f32>()
-                .map(|x| x.into_iter().map(f64::from).collect())
-                .map_err(|e| message(&e)),
-            ScalarType::F16 => $memory
-                .to_vec::<f16>()
-                .map(|x| x.into_iter().map(f64::from).collect())
-                .map_err(|e| message(&e)),
-            ScalarType::Bf16 => $memory
-                .to_vec::<bf16>()
-                .map(|x| x.into_iter().map(f64::from).collect())
-                .map_err(|e| message(&e)),
-            ScalarType::U32 => $memory
-                .to_vec::<u32>()
-                .map(|x| x.into_iter().map(f64::from).collect())
-                .map_err(|e| message(&e)),
-            ScalarType::I32 => $memory
-                .to_vec::<i32>()
-                .map(|x| x.into_iter().map(f64::from).collect())
-                .map_err(|e| message(&e)),
-            _ => $memory
-                .to_vec::<u8>()
-                .map(|x| x.into_iter().map(f64::from).collect())
-                .map_err(|e| message(&e)),
+            ScalarType::F32 => numbers($memory.to_vec::<f32>()),
+            ScalarType::F16 => numbers($memory.to_vec::<f16>()),
+            ScalarType::Bf16 => numbers($memory.to_vec::<bf16>()),
+            ScalarType::U32 => numbers($memory.to_vec::<u32>()),
+            ScalarType::I32 => numbers($memory.to_vec::<i32>()),
+            _ => numbers($memory.to_vec::<u8>()),
         }
-    }};
+    };
 }
 
 impl Machine for Simulator {
@@ -128,7 +114,7 @@ impl Machine for Simulator {
 
 #[cfg(feature = "cuda")]
 mod cuda {
-    use super::{Machine, ScalarType, Values, View, ViewMut, bf16, f16};
+    use super::{Machine, ScalarType, Values, View, ViewMut, bf16, f16, numbers};
     use flashtile_kernel::cuda::{Gpu, Memory};
 
     impl Machine for Gpu {
