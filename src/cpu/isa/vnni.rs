@@ -43,7 +43,7 @@ const W_HALF: usize = CODE_KEYS;
 
 /// The body for each constant, in order: registers that it names by the constant stay registers.
 macro_rules! each {
-    ($n:ident in [$($value:literal)*] $body:block) => { $({ const $n: usize = $value; $body })* };
+    ($n:ident in [$($value:literal)*] $body:block) => {{ $({ const $n: usize = $value; $body })* }};
 }
 
 /// What codes stand for, for each of 64 indices: bits of an index past those of a code do not matter.
@@ -97,7 +97,66 @@ pub(super) unsafe fn transpose<const BYTES: usize>(
     }
 }
 
-/// Indices of part `part` of bytes of the first plane, with bits of the second that were turned into place.
+/// [`transpose`] of rows of `WIDTH` bytes, 8, 16 or 32, without a gap between them: memory is read in whole registers.
+#[inline(always)]
+unsafe fn transpose_dense<const WIDTH: usize>(rows: *const u8, at: usize) -> [__m512i; 4] {
+    // SAFETY: the caller's: sixteen rows.
+    unsafe {
+        let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
+        // Columns of four bytes, from `first` on, of all rows of two lines: as many as fill a register.
+        let columns = |n: usize, first: usize| {
+            let (width, rows) = (WIDTH / 4, 128 / WIDTH);
+            let index: [i32; 16] = std::array::from_fn(|i| (first + i / rows + i % rows * width) as i32);
+            let index = _mm512_loadu_si512(index.as_ptr().cast());
+            _mm512_permutex2var_epi32(line(n), index, line(n + 1))
+        };
+        match WIDTH {
+            8 => {
+                let [even, odd] = [columns(0, 0), columns(0, 1)];
+                [even, odd, even, odd]
+            }
+            16 => {
+                let [a, b, c, d] = [columns(0, 0), columns(2, 0), columns(0, 2), columns(2, 2)];
+                [
+                    _mm512_shuffle_i64x2::<0x44>(a, b),
+                    _mm512_shuffle_i64x2::<0xee>(a, b),
+                    _mm512_shuffle_i64x2::<0x44>(c, d),
+                    _mm512_shuffle_i64x2::<0xee>(c, d),
+                ]
+            }
+            _ => {
+                let at = at / 4;
+                let [a, b, c, d] = [columns(0, at), columns(2, at), columns(4, at), columns(6, at)];
+                let (even, odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+                let (even2, odd2) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+                [
+                    _mm512_shuffle_i32x4::<0x88>(even, even2),
+                    _mm512_shuffle_i32x4::<0x88>(odd, odd2),
+                    _mm512_shuffle_i32x4::<0xdd>(even, even2),
+                    _mm512_shuffle_i32x4::<0xdd>(odd, odd2),
+                ]
+            }
+        }
+    }
+}
+
+/// Bits of the second plane where indices have them: of part `part`, from bytes that were shifted to part 0.
+///
+/// A shift takes a port that products leave free on processors whose turns do not.
+#[inline(always)]
+unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let by = (shift + LOW * part) as i32 - LOW as i32;
+        match by {
+            0 => bytes,
+            1.. => _mm512_srl_epi16(bytes, _mm_cvtsi32_si128(by)),
+            _ => _mm512_sll_epi16(bytes, _mm_cvtsi32_si128(-by)),
+        }
+    }
+}
+
+/// Indices of part `part` of bytes of the first plane, with bits of the second, already in place.
 #[inline(always)]
 unsafe fn indices<const LOW: usize, const HIGH: usize>(
     bytes: __m512i,
@@ -188,10 +247,13 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
                 strides: [dim * LOW / 8, dim * HIGH / 8],
             };
             let q = job.q.add(row * (2 * Q_HALF) + at);
-            if dim - at >= BLOCK {
-                add_scores::<LOW, HIGH, N, G, BLOCK>(&keys, q, table, &mut high_sums, &mut low_sums);
-            } else {
-                add_scores::<LOW, HIGH, N, G, 64>(&keys, q, table, &mut high_sums, &mut low_sums);
+            let sums = (&mut high_sums, &mut low_sums);
+            // Only the second plane is read otherwise where rows are dense.
+            match (dim - at >= BLOCK, if HIGH > 0 { dim } else { 0 }) {
+                (true, BLOCK) => add_scores::<LOW, HIGH, N, G, BLOCK, true>(&keys, q, table, sums),
+                (true, _) => add_scores::<LOW, HIGH, N, G, BLOCK, false>(&keys, q, table, sums),
+                (false, 64) => add_scores::<LOW, HIGH, N, G, 64, true>(&keys, q, table, sums),
+                (false, _) => add_scores::<LOW, HIGH, N, G, 64, false>(&keys, q, table, sums),
             }
             at += BLOCK;
         }
@@ -238,31 +300,53 @@ pub(super) unsafe fn ask(p: *const u8, line: usize) {
     unsafe { _mm_prefetch::<HINT>(p.wrapping_add(64 * line).cast()) }
 }
 
-/// Adds the products of `B` coordinates.
+/// Sums of the upper and of the lower halves of `N` queries with `G` groups of keys.
+type Sums<'a, const N: usize, const G: usize> = (&'a mut [[__m512i; G]; N], &'a mut [[__m512i; G]; N]);
+
+/// Adds the products of `B` coordinates, which may be all that a key has: rows are `DENSE`.
 #[inline(always)]
-unsafe fn add_scores<const LOW: usize, const HIGH: usize, const N: usize, const G: usize, const B: usize>(
+unsafe fn add_scores<
+    const LOW: usize,
+    const HIGH: usize,
+    const N: usize,
+    const G: usize,
+    const B: usize,
+    const DENSE: bool,
+>(
     keys: &Keys<G>,
     q: *const i8,
     table: __m512i,
-    high_sums: &mut [[__m512i; G]; N],
-    low_sums: &mut [[__m512i; G]; N],
+    (high_sums, low_sums): Sums<'_, N, G>,
 ) {
     // Bytes of a row in each plane.
     let (below, above) = (B * LOW / 8, B * HIGH / 8);
-    let (rows, [stride, upper_stride]) = (&keys.rows, keys.strides);
+    let [stride, upper_stride] = keys.strides;
+    let rows = &keys.rows;
     // SAFETY: as [`scores`].
     unsafe {
         let mut upper = [[_mm512_setzero_si512(); 8]; G];
         for g in 0..G {
+            let rows = rows[g][1];
             for line in 0..TILE * above / 64 {
                 ask(keys.next[g][1], line);
             }
+            let (first, second) = match (above, DENSE) {
+                (0, _) => continue,
+                (8, true) => (transpose_dense::<8>(rows, 0), None),
+                (8, false) => (transpose::<8>(rows, upper_stride, 0), None),
+                (16, true) => (transpose_dense::<16>(rows, 0), None),
+                (16, false) => (transpose::<16>(rows, upper_stride, 0), None),
+                (_, true) => (transpose_dense::<32>(rows, 0), Some(transpose_dense::<32>(rows, 16))),
+                (_, false) => {
+                    (transpose::<16>(rows, upper_stride, 0), Some(transpose::<16>(rows, upper_stride, 16)))
+                }
+            };
+            upper[g][..4].copy_from_slice(&first);
+            upper[g][4..].copy_from_slice(&second.unwrap_or(first));
             if above == 8 {
-                upper[g][..4].copy_from_slice(&transpose::<8>(rows[g][1], upper_stride, 0));
-            } else if HIGH > 0 {
-                for line in (0..above / 4).step_by(4) {
-                    let lines = transpose::<16>(rows[g][1], upper_stride, 4 * line);
-                    upper[g][line..line + 4].copy_from_slice(&lines);
+                // The second half of the chunk has the next bits of the same bytes.
+                for c in 0..2 {
+                    upper[g][c + 2] = _mm512_srli_epi16::<1>(upper[g][c]);
                 }
             }
         }
@@ -288,12 +372,8 @@ unsafe fn add_scores<const LOW: usize, const HIGH: usize, const N: usize, const 
                                 levels[g] = if LOW == 8 {
                                     _mm512_xor_si512(lines[g][c], _mm512_set1_epi8(-128))
                                 } else {
-                                    let mut turned = _mm512_setzero_si512();
-                                    if HIGH > 0 {
-                                        let by = _mm512_set1_epi32((HIGH * (d / above)) as i32 - LOW as i32);
-                                        turned = _mm512_rorv_epi32(upper[g][4 * STEP + if above == 8 { c % 2 } else { c }], by);
-                                    }
-                                    _mm512_permutexvar_epi8(indices::<LOW, HIGH>(lines[g][c], part, turned), table)
+                                    let above = above_bits::<LOW>(upper[g][4 * STEP + c], 0, part);
+                                    _mm512_permutexvar_epi8(indices::<LOW, HIGH>(lines[g][c], part, above), table)
                                 };
                             }
                             for r in 0..N {
@@ -310,6 +390,17 @@ unsafe fn add_scores<const LOW: usize, const HIGH: usize, const N: usize, const 
                 }
             });
             begin += 16 * steps;
+            if HIGH > 0 {
+                // The bits of the next chunks take the place of these.
+                let by = _mm_cvtsi32_si128(if above == 8 { 2 } else { HIGH as i32 });
+                for g in 0..G {
+                    each!(LINE in [0 1 2 3 4 5 6 7] {
+                        if LINE < 4 * steps {
+                            upper[g][LINE] = _mm512_srl_epi16(upper[g][LINE], by);
+                        }
+                    });
+                }
+            }
         }
     }
 }
@@ -320,8 +411,19 @@ unsafe fn add_scores<const LOW: usize, const HIGH: usize, const N: usize, const 
 pub(super) unsafe fn values(job: &CodeValues<'_>) {
     // SAFETY: the caller's promise.
     unsafe {
-        for row in 0..job.count {
-            set_weights(job, row);
+        let groups = job.values.groups;
+        let mut memory = [_mm512_setzero_ps(); CODE_KEYS / TILE];
+        let of_groups = &mut memory[..groups.len()];
+        for (factor, group) in of_groups.iter_mut().zip(groups) {
+            *factor = factors(group[2]);
+        }
+        for row in (0..job.count).step_by(4) {
+            match job.count - row {
+                1 => set_weights::<1>(job, row, of_groups),
+                2 => set_weights::<2>(job, row, of_groups),
+                3 => set_weights::<3>(job, row, of_groups),
+                _ => set_weights::<4>(job, row, of_groups),
+            }
         }
         for group in job.values.next {
             ask(group[2], 0);
@@ -330,36 +432,48 @@ pub(super) unsafe fn values(job: &CodeValues<'_>) {
     }
 }
 
-/// Makes integers of a row's weights, each times the factor of its value.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn set_weights(job: &CodeValues<'_>, row: usize) {
-    let groups = job.values.groups;
+/// Makes integers of the weights of `N` rows, each times the factor of its value.
+#[inline(always)]
+unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors: &[__m512]) {
     // SAFETY: as [`values`]; weights are as many as values.
     unsafe {
-        let weights = job.weights.add(row * job.ldw);
         // A weight of 0 is that of a value that is not seen, whatever its factor.
-        let product = |at: usize| {
-            let weight = _mm512_loadu_ps(weights.add(at));
+        let product = |r: usize, group: usize, factor: __m512| {
+            let weight = _mm512_loadu_ps(job.weights.add((row + r) * job.ldw + TILE * group));
             let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
-            _mm512_maskz_mul_ps(seen, weight, factors(groups[at / TILE][2]))
+            _mm512_maskz_mul_ps(seen, weight, factor)
         };
-        let (mut most, mut rest) = (_mm512_setzero_ps(), _mm512_setzero_ps());
-        for at in (0..TILE * groups.len()).step_by(TILE) {
-            let x = product(at);
-            most = _mm512_max_ps(x, most);
-            // What is not finite becomes a NaN here.
-            rest = _mm512_fmadd_ps(x, _mm512_setzero_ps(), rest);
+        // Bits of numbers without a sign are in the order of the numbers, infinity and what is none after them.
+        let mut most = [_mm512_setzero_si512(); N];
+        for (group, &factor) in factors.iter().enumerate() {
+            for r in 0..N {
+                most[r] = _mm512_max_epu32(most[r], _mm512_castps_si512(product(r, group, factor)));
+            }
         }
-        let (most, rest) = (_mm512_reduce_max_ps(most), _mm512_reduce_add_ps(rest));
-        let finite = rest == 0.0;
-        let inverse = _mm512_set1_ps(if most > 0.0 && finite { W_ONE / most } else { 0.0 });
-        let high = job.integers.add(row * (2 * W_HALF));
-        for at in (0..TILE * groups.len()).step_by(TILE) {
-            let x = _mm512_cvtps_epi32(_mm512_mul_ps(product(at), inverse));
-            _mm_storeu_si128(high.add(at).cast(), _mm512_cvtepi32_epi8(_mm512_srli_epi32::<8>(x)));
-            _mm_storeu_si128(high.add(W_HALF + at).cast(), _mm512_cvtepi32_epi8(x));
+        let mut inverses = [_mm512_setzero_ps(); N];
+        for r in 0..N {
+            let most = f32::from_bits(_mm512_reduce_max_epu32(most[r]));
+            if most > 0.0 && most < f32::INFINITY {
+                inverses[r] = _mm512_set1_ps(W_ONE / most);
+            }
+            *job.w_factors.add(row + r) = if most < f32::INFINITY { most / W_ONE } else { f32::NAN };
         }
-        *job.w_factors.add(row) = if finite { most / W_ONE } else { f32::NAN };
+        // Lower bytes of two registers, then their upper ones.
+        let bytes: [u8; 64] = std::array::from_fn(|i| (i % 32 * 4 + i / 32) as u8);
+        let bytes = _mm512_loadu_si512(bytes.as_ptr().cast());
+        for group in (0..factors.len()).step_by(2) {
+            // What stands after a last one is not read.
+            let second = (group + 1).min(factors.len() - 1);
+            for r in 0..N {
+                let integers = |group: usize| {
+                    _mm512_cvtps_epi32(_mm512_mul_ps(product(r, group, factors[group]), inverses[r]))
+                };
+                let both = _mm512_permutex2var_epi8(integers(group), bytes, integers(second));
+                let high = job.integers.add((row + r) * (2 * W_HALF) + TILE * group);
+                _mm256_storeu_si256(high.add(W_HALF).cast(), _mm512_castsi512_si256(both));
+                _mm256_storeu_si256(high.cast(), _mm512_extracti64x4_epi64::<1>(both));
+            }
+        }
     }
 }
 
@@ -367,13 +481,10 @@ unsafe fn set_weights(job: &CodeValues<'_>, row: usize) {
 unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &CodeValues<'_>) {
     // SAFETY: as [`values`]; weights and sums have memory for sixteen rows.
     unsafe {
-        // As many sums as registers hold.
-        let step = if LOW == 2 { 2 } else { 4 };
-        for first in (0..job.count).step_by(step) {
+        for first in (0..job.count).step_by(4) {
             match job.count - first {
                 1 => values_of_rows::<LOW, HIGH, 1>(job, first),
                 2 => values_of_rows::<LOW, HIGH, 2>(job, first),
-                _ if LOW == 2 => values_of_rows::<LOW, HIGH, 2>(job, first),
                 _ => values_of_rows::<LOW, HIGH, 4>(job, first),
             }
         }
@@ -389,122 +500,156 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     // SAFETY: as [`values`].
     unsafe {
         for at in (0..dim).step_by(BLOCK) {
-            if dim - at >= BLOCK {
-                block_values::<LOW, HIGH, N, BLOCK>(job, row, at);
-            } else {
-                block_values::<LOW, HIGH, N, 64>(job, row, at);
+            match (dim - at >= BLOCK, dim) {
+                (true, BLOCK) => block_values::<LOW, HIGH, N, BLOCK, true>(job, row, at),
+                (true, _) => block_values::<LOW, HIGH, N, BLOCK, false>(job, row, at),
+                (false, 64) => block_values::<LOW, HIGH, N, 64, true>(job, row, at),
+                (false, _) => block_values::<LOW, HIGH, N, 64, false>(job, row, at),
             }
         }
     }
 }
 
+/// Sums of `B` coordinates, which may be all that a value has: rows are `DENSE`.
 #[inline(always)]
-unsafe fn block_values<const LOW: usize, const HIGH: usize, const N: usize, const B: usize>(
+unsafe fn block_values<
+    const LOW: usize,
+    const HIGH: usize,
+    const N: usize,
+    const B: usize,
+    const DENSE: bool,
+>(
     job: &CodeValues<'_>,
     row: usize,
     first: usize,
 ) {
-    // Of 4 parts at most, those of a byte of the first plane: loops over them are written out.
-    let parts = 8 / LOW;
     let (below, above) = (B * LOW / 8, B * HIGH / 8);
     let values = &job.values;
-    let dim = values.format.dim();
+    let dim = if DENSE { B } else { values.format.dim() };
     let [stride, upper_stride] = [dim * LOW / 8, dim * HIGH / 8];
     // Once is enough.
     let next = if row == 0 { values.next } else { values.groups };
+    // As many sums as registers hold: of two parts of a byte of the first plane, or of two chunks of whole bytes.
+    let chunks = if LOW == 8 { 2 } else { 1 };
+    let passes = if LOW == 2 { 2 } else { 1 };
     // SAFETY: as [`values`].
     unsafe {
         let table = table(values.levels);
-        // Byte `4 x + t` of a register is byte x of row t, which is byte `16 t + x` of the rows one after another.
-        let mut order = [0u8; 64];
-        let mut doubled = [0u8; 64];
-        for i in 0..64 {
-            order[i] = (16 * (i % 4) + i / 4) as u8;
-            doubled[i] = (16 * (i % 4) + i / 4 % 8) as u8;
-        }
-        let order = _mm512_loadu_si512(order.as_ptr().cast());
-        let doubled = _mm512_loadu_si512(doubled.as_ptr().cast());
-        let second_half =
-            _mm512_mask_blend_epi32(0xff00, _mm512_setzero_si512(), _mm512_set1_epi32(HIGH as i32));
-        // Turns of the second plane's bits are constants where chunks are written out.
+        let (order, above_order) = (order(16), order(above.min(16)));
+        // Shifts of the second plane's bits are constants where chunks are written out.
         let steps = if HIGH > 0 { below / 16 } else { 1 };
         let mut begin = 0;
         while begin < below {
             each!(STEP in [0 1 2 3] {
-                if STEP < steps {
-                    let chunk = if HIGH > 0 { 16 * STEP } else { begin };
-                    let mut high_sums = [[_mm512_setzero_si512(); N]; 4];
-                    let mut low_sums = [[_mm512_setzero_si512(); N]; 4];
-                    let mut turns = [_mm512_setzero_si512(); 4];
-                    let (mut above_at, mut above_order) = (0, order);
-                    if HIGH > 0 {
-                        above_at = first * HIGH / 8 + if above == 8 { 0 } else { chunk % above };
-                        for part in 0..parts {
-                            let by = (HIGH * ((chunk + below * part) / above)) as i32 - LOW as i32;
-                            turns[part] = _mm512_set1_epi32(by);
-                            if above == 8 {
-                                turns[part] = _mm512_add_epi32(turns[part], second_half);
-                            }
-                        }
-                        if above == 8 {
-                            above_order = doubled;
-                        }
-                    }
-                    let below_at = first * LOW / 8 + chunk;
-                    for (group, ([lower, upper, _], next)) in values.groups.iter().zip(next).enumerate() {
-                        let weights = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
-                        for quarter in 0..4 {
-                            // Four rows of this chunk are a line, and so much of what comes next is asked for.
-                            let line = chunk / 4 + quarter;
-                            ask(next[0].wrapping_add(TILE * first * LOW / 8), line);
-                            if line < TILE * above / 64 {
-                                ask(next[1].wrapping_add(TILE * first * HIGH / 8), line);
-                            }
-                            let p = lower.add(below_at + 4 * quarter * stride);
-                            let load = |t: usize| _mm_loadu_si128(p.add(t * stride).cast());
-                            let bytes =
-                                _mm512_permutexvar_epi8(order, four_rows([load(0), load(1), load(2), load(3)]));
-                            let mut above_bytes = bytes;
-                            if HIGH > 0 {
-                                let p = upper.add(above_at + 4 * quarter * upper_stride);
-                                let load = |t: usize| {
-                                    let p = p.add(t * upper_stride);
-                                    if above == 8 { _mm_loadl_epi64(p.cast()) } else { _mm_loadu_si128(p.cast()) }
-                                };
-                                let loaded = four_rows([load(0), load(1), load(2), load(3)]);
-                                above_bytes = _mm512_permutexvar_epi8(above_order, loaded);
-                            }
-                            let mut levels = [bytes; 4];
-                            if LOW < 8 {
-                                for part in 0..parts {
-                                    let turned =
-                                        if HIGH > 0 { _mm512_rorv_epi32(above_bytes, turns[part]) } else { bytes };
-                                    levels[part] =
-                                        _mm512_permutexvar_epi8(indices::<LOW, HIGH>(bytes, part, turned), table);
+                each!(PASS in [0 1] {
+                    if STEP < steps && PASS < passes {
+                        let chunk = if HIGH > 0 { 16 * STEP } else { begin };
+                        let at = first * LOW / 8 + chunk;
+                        let above_at = first * HIGH / 8 + chunk % above.max(1);
+                        let mut high_sums = [[_mm512_setzero_si512(); N]; 2];
+                        let mut low_sums = [[_mm512_setzero_si512(); N]; 2];
+                        for (group, ([lower, upper, _], next)) in values.groups.iter().zip(next).enumerate() {
+                            let weights = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
+                            for quarter in 0..4 {
+                                // Four rows of a chunk are a line, and so much of what comes next is asked for.
+                                for n in 0..if PASS == 0 { chunks } else { 0 } {
+                                    let line = chunk / 4 + 4 * n + quarter;
+                                    ask(next[0].wrapping_add(TILE * first * LOW / 8), line);
+                                    if line < TILE * above / 64 {
+                                        ask(next[1].wrapping_add(TILE * first * HIGH / 8), line);
+                                    }
+                                }
+                                let rows = lower.add(4 * quarter * stride);
+                                let mut levels = [_mm512_setzero_si512(); 2];
+                                for n in 0..chunks {
+                                    let width = if DENSE { below } else { 0 };
+                                    levels[n] = quad::<16>(rows, stride, at + 16 * n, width, order);
+                                }
+                                if LOW < 8 {
+                                    let bytes = levels[0];
+                                    let mut bits = bytes;
+                                    if HIGH > 0 {
+                                        let rows = upper.add(4 * quarter * upper_stride);
+                                        let width = if DENSE { above } else { 0 };
+                                        if above == 8 {
+                                            bits = quad::<8>(rows, upper_stride, above_at, width, above_order);
+                                            // The second half of the chunk has the next bits of the same bytes.
+                                            bits = _mm512_mask_srli_epi16::<1>(bits, 0xffff_0000, bits);
+                                        } else {
+                                            bits = quad::<16>(rows, upper_stride, above_at, width, above_order);
+                                        }
+                                    }
+                                    for n in 0..2 {
+                                        let part = 2 * PASS + n;
+                                        let bits = above_bits::<LOW>(bits, HIGH * (chunk / above.max(1)), part);
+                                        levels[n] =
+                                            _mm512_permutexvar_epi8(indices::<LOW, HIGH>(bytes, part, bits), table);
+                                    }
+                                }
+                                for r in 0..N {
+                                    let w = weights.add(r * (2 * W_HALF) + 4 * quarter);
+                                    let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+                                    let (high, low) = (four(w), four(w.add(W_HALF)));
+                                    for n in 0..2 {
+                                        high_sums[n][r] = _mm512_dpbusd_epi32(high_sums[n][r], high, levels[n]);
+                                        low_sums[n][r] = _mm512_dpbusd_epi32(low_sums[n][r], low, levels[n]);
+                                    }
                                 }
                             }
+                        }
+                        for n in 0..2 {
+                            let d = first + chunk + if LOW == 8 { 16 * n } else { below * (2 * PASS + n) };
                             for r in 0..N {
-                                let w = weights.add(r * (2 * W_HALF) + 4 * quarter);
-                                let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
-                                let (high, low) = (four(w), four(w.add(W_HALF)));
-                                for part in 0..parts {
-                                    high_sums[part][r] = _mm512_dpbusd_epi32(high_sums[part][r], high, levels[part]);
-                                    low_sums[part][r] = _mm512_dpbusd_epi32(low_sums[part][r], low, levels[part]);
-                                }
+                                let high = _mm512_slli_epi32::<8>(high_sums[n][r]);
+                                let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low_sums[n][r]));
+                                let factor = _mm512_set1_ps(*job.w_factors.add(row + r));
+                                _mm512_storeu_ps(job.c.add((row + r) * job.ldc + d), _mm512_mul_ps(sum, factor));
                             }
                         }
                     }
-                    for part in 0..parts {
-                        for r in 0..N {
-                            let high = _mm512_slli_epi32::<8>(high_sums[part][r]);
-                            let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low_sums[part][r]));
-                            let c = job.c.add((row + r) * job.ldc + first + chunk + below * part);
-                            _mm512_storeu_ps(c, _mm512_mul_ps(sum, _mm512_set1_ps(*job.w_factors.add(row + r))));
-                        }
-                    }
-                }
+                })
             });
-            begin += 16 * steps;
+            begin += 16 * steps * chunks;
+        }
+    }
+}
+
+/// The permutation that makes byte `4 x + t` of a register byte `x` of row `t`, of four rows of `width` bytes one after another in
+/// 16 bytes each.
+#[inline(always)]
+unsafe fn order(width: usize) -> __m512i {
+    let order: [u8; 64] = std::array::from_fn(|i| (16 * (i % 4) + i / 4 % width.max(1)) as u8);
+    // SAFETY: 64 bytes.
+    unsafe { _mm512_loadu_si512(order.as_ptr().cast()) }
+}
+
+/// Bytes `at..at + BYTES` of four rows, `stride` bytes from one to the next, or known to be of `width` bytes without a gap: byte
+/// `4 x + t` is byte `x` of row `t`.
+#[inline(always)]
+unsafe fn quad<const BYTES: usize>(
+    rows: *const u8,
+    stride: usize,
+    at: usize,
+    width: usize,
+    order: __m512i,
+) -> __m512i {
+    // SAFETY: the caller's: the rows have these bytes.
+    unsafe {
+        match width {
+            16 => _mm512_permutexvar_epi8(order, _mm512_loadu_si512(rows.cast())),
+            32 => {
+                let order: [u8; 64] = std::array::from_fn(|i| (32 * (i % 4) + i / 4 + at) as u8);
+                let order = _mm512_loadu_si512(order.as_ptr().cast());
+                let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
+                _mm512_permutex2var_epi8(line(0), order, line(1))
+            }
+            _ => {
+                let load = |t: usize| {
+                    let p = rows.add(at + t * stride);
+                    if BYTES == 8 { _mm_loadl_epi64(p.cast()) } else { _mm_loadu_si128(p.cast()) }
+                };
+                _mm512_permutexvar_epi8(order, four_rows([load(0), load(1), load(2), load(3)]))
+            }
         }
     }
 }
