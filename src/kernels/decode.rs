@@ -648,16 +648,18 @@ pub fn decode<
                 careful = simd_any(careful);
             }
             if careful {
-                // Products with hidden keys would not be 0: key by key, of those that a row sees.
-                for n in 0..16u32 {
-                    let key = (base + 16 * u as u32 + n).min(last);
+                // Products with hidden keys would not be 0: key by key, of those that a row sees. How many there are is not
+                // known to compilers: written out, this path would be most of the kernel.
+                let first = base + 16 * u as u32;
+                for n in 0..(last + 1).saturating_sub(first).min(16) {
+                    let key = first + n;
                     let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
                     let from = matrix_lane(n % 8, pair);
                     for t in 0..T {
                         for m in 0..2usize {
-                            let h = (n / 8) as usize;
-                            let score = simd_shuffle(scores[u][t][h][m], from);
-                            let w = simd_shuffle(weight[t][h][m], from);
+                            let own = select(n < 8, scores[u][t][0][m], scores[u][t][1][m]);
+                            let score = simd_shuffle(own, from);
+                            let w = simd_shuffle(select(n < 8, weight[t][0][m], weight[t][1][m]), from);
                             if score != f32::NEG_INFINITY {
                                 for i in 0..VN {
                                     for half in 0..2usize {
