@@ -3,17 +3,21 @@
 #![allow(unsafe_code)]
 
 use super::compare::Accumulation;
+use super::machine::{Machine, Values};
 use super::run::{NotRun, Ran, Runner};
+use super::simulator::{Laid, Layout, accumulation, write};
 use crate::cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
 use crate::cuda::{
     Cuda, CudaError, DeviceError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory,
     DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
 };
+use crate::kernels::plan::Tile;
 use crate::plan::{CudaFacts, CudaPlan, CudaTile};
 use crate::{
     BlockTables, Dtype, Inputs, KernelChoice, KvView, MaskKind, MaskView, Outputs, PlanOptions, Problem,
     TensorView, ViewError, bind,
 };
+use flashtile_kernel::cuda::Gpu;
 use std::sync::Arc;
 
 /// How tensors lie in device memory.
@@ -412,6 +416,36 @@ impl Copied {
     }
 }
 
+impl CudaRunner {
+    /// Runs the kernels of codes, which no [`CudaPlan`] plans: with what a decode of them is tuned for, and two parts of the keys.
+    fn run_codes(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<Ran, NotRun> {
+        bind::check(problem, inputs, outputs).map_err(|e| NotRun::Error(e.to_string()))?;
+        let tile = Tile { parts: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
+        // Rows that are not said to be aligned are read a number at a time.
+        let aligned = if self.placement.odd { 2 } else { 16 };
+        let layout = Layout { tile, aligned, padded: !self.placement.odd };
+        let laid = Laid::new(problem, inputs, layout).map_err(|why| NotRun::Unsupported(why.to_string()))?;
+        let gpu = self.cuda.gpu();
+        let compute = || {
+            let read = laid.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
+            let written = laid.outputs.iter().map(|&(element, len)| gpu.hold(&Values::nans(element, len)));
+            let written = written.collect::<Result<Vec<_>, _>>()?;
+            let counted = |_| "memories are as many as parameters".to_owned();
+            let (read, mut written) =
+                (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
+            Laid::launch::<Gpu, _>(&laid.plan, gpu, &read, &mut written).map_err(|e| e.to_string())?;
+            Ok(written)
+        };
+        write::<Gpu>(outputs, problem, &compute().map_err(NotRun::Error)?)?;
+        Ok(Ran::new(laid.plan.instances()[0].entry()).accumulated(accumulation(problem)))
+    }
+}
+
 impl Runner for CudaRunner {
     fn name(&self) -> String {
         let odd = if self.placement.odd { ", odd addresses" } else { "" };
@@ -425,6 +459,10 @@ impl Runner for CudaRunner {
     }
 
     fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+        let codes = problem.k_codec().dtype().is_none() || problem.v_codec().dtype().is_none();
+        if codes && self.options.kernels == KernelChoice::Portable {
+            return self.run_codes(problem, inputs, outputs);
+        }
         let mut compute = || {
             let plan = CudaPlan::with_tile(problem, &self.facts, self.options, self.tile)?;
             let mut run = DeviceRun::new(&self.cuda, &plan, inputs, outputs, self.placement)?;

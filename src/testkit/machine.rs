@@ -39,6 +39,17 @@ impl Values {
         }
     }
 
+    /// Numbers that are none. Types that have none are bytes of 0xFF.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn nans(element: ScalarType, len: usize) -> Self {
+        match element {
+            ScalarType::F32 => Self::F32(vec![f32::NAN; len]),
+            ScalarType::F16 => Self::F16(vec![f16::NAN; len]),
+            ScalarType::Bf16 => Self::Bf16(vec![bf16::NAN; len]),
+            _ => Self::U8(vec![0xFF; len]),
+        }
+    }
+
     /// Memory of the simulator with these values.
     pub(crate) fn simulated(&self) -> Memory {
         each!(self, list => Memory::from_slice(list))

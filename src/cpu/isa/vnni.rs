@@ -552,7 +552,8 @@ unsafe fn block_values<
                             let weights = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
                             for quarter in 0..4 {
                                 // Four rows of a chunk are a line, and so much of what comes next is asked for.
-                                for n in 0..if PASS == 0 { chunks } else { 0 } {
+                                let asked = if PASS == 0 { chunks } else { 0 };
+                                for n in 0..asked {
                                     let line = chunk / 4 + 4 * n + quarter;
                                     ask(next[0].wrapping_add(TILE * first * LOW / 8), line);
                                     if line < TILE * above / 64 {

@@ -314,38 +314,45 @@ impl SimulatorRunner {
         let mut written = laid.outputs.map(|(element, len)| blank(element, len));
         Laid::launch::<Simulator, _>(&plan, device, &read, &mut written)
             .map_err(|e| NotRun::Error(e.to_string()))?;
-        let [_, _, out, lse] = &written;
-        if !out.is_empty() {
-            write(outputs, problem, out, lse)?;
-        }
-        let quantized = problem.k_codec().dtype().is_none() || problem.v_codec().dtype().is_none();
-        let accumulation = if quantized {
-            Accumulation::Operands
-        } else if problem.dtype() == Dtype::F32 {
-            Accumulation::F32
-        } else {
-            Accumulation::Weights
-        };
-        Ok(Ran::new(entry).accumulated(accumulation))
+        write::<Simulator>(outputs, problem, &written)?;
+        Ok(Ran::new(entry).accumulated(accumulation(problem)))
     }
 }
 
-/// Copies results out.
-fn write(outputs: &mut Outputs<'_>, problem: &Problem, out: &Memory, lse: &Memory) -> Result<(), NotRun> {
+/// How the kernels round sums of a problem.
+pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
+    let quantized = problem.k_codec().dtype().is_none() || problem.v_codec().dtype().is_none();
+    if quantized {
+        Accumulation::Operands
+    } else if problem.dtype() == Dtype::F32 {
+        Accumulation::F32
+    } else {
+        Accumulation::Weights
+    }
+}
+
+/// Copies results out of sums, tops, out and lse.
+pub(crate) fn write<M: Machine>(
+    outputs: &mut Outputs<'_>,
+    problem: &Problem,
+    [_, _, out, lse]: &[M::Memory; 4],
+) -> Result<(), NotRun> {
     let dims = problem.dims();
-    let error = |e: flashtile_kernel::simulator::MemoryError| NotRun::Error(e.to_string());
-    let bytes: Vec<u8> = match problem.dtype() {
-        Dtype::F32 => out.to_vec::<f32>().map_err(error)?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        Dtype::F16 => out.to_vec::<f16>().map_err(error)?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        Dtype::BF16 => out.to_vec::<bf16>().map_err(error)?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    };
-    let row_bytes = dims.value_dim * problem.dtype().bytes();
-    for (n, row) in bytes.chunks_exact(row_bytes).enumerate() {
+    let read = |memory| M::read(memory).map_err(NotRun::Error);
+    let out = read(out)?;
+    for (n, row) in out.chunks_exact(dims.value_dim).enumerate() {
         let place = [n / dims.q_len / dims.q_heads, n / dims.q_len % dims.q_heads, n % dims.q_len];
-        outputs.out.row_bytes_mut(place).copy_from_slice(row);
+        let bytes: Vec<u8> = match problem.dtype() {
+            Dtype::F32 => row.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+            Dtype::F16 => row.iter().flat_map(|&x| f16::from_f64(x).to_le_bytes()).collect(),
+            Dtype::BF16 => row.iter().flat_map(|&x| bf16::from_f64(x).to_le_bytes()).collect(),
+        };
+        outputs.out.row_bytes_mut(place).copy_from_slice(&bytes);
     }
     if let Some(to) = &mut outputs.lse {
-        to.copy_from_slice(&lse.to_vec::<f32>().map_err(error)?);
+        for (to, from) in to.iter_mut().zip(read(lse)?) {
+            *to = from as f32;
+        }
     }
     Ok(())
 }
