@@ -480,9 +480,10 @@ fn int(value: u64, hex: bool, of: Option<&Type>) -> String {
     }
 }
 
+/// The number that Rust takes the digits for, in as few of them as name it: NVRTC takes digits halfway between two numbers for
+/// the greater one, where Rust takes the even one.
 fn float(digits: &str) -> String {
-    let digits = digits.strip_suffix('.').unwrap_or(digits);
-    if digits.contains(['.', 'e', 'E']) { format!("{digits}f") } else { format!("{digits}.0f") }
+    digits.parse::<f32>().map_or_else(|_| format!("{digits}f"), |x| format!("{x:?}f"))
 }
 
 fn call(of: &Call) -> String {

@@ -103,7 +103,7 @@ macro_rules! compared {
         const PLAIN: &[fn(u32, u32) -> u32] = &[$(plain::$name),*];
 
         /// Every function of every pair.
-        #[kernel(threads = 64, requires(pairs.len() >= 2 * n as usize, "n pairs"))]
+        #[kernel(threads = 64, requires(pairs.len() >= 2 * n as usize, "n pairs"), exact)]
         pub fn all(pairs: &Buffer<u32>, out: &mut Buffer<u32>, n: u32) {
             let pair = thread_position();
             if pair < n {

@@ -26,7 +26,7 @@ FT_DEVICE uint integers(
 }
 
 FT_DEVICE float floats(FT_THREAD_CONTEXT, const float x, const float y) {
-    const auto a = x * 2.0f + 1.0f - 1e-3f;
+    const auto a = x * 2.0f + 1.0f - 0.001f;
     const auto b = -ft_exp2(x) * ft_max(-1.5f, y);
     const auto c = ft_clamp(ft_mul_add(x, y, 0.5f), 0.0f, 1.0f);
     const auto d = x < y ? (-ft_infinity) : ft_max_of<float>();
