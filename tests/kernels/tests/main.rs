@@ -3,4 +3,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod attend;
+mod lengths;
 mod natives;
+mod parts;
+mod support;
+mod tiles;
