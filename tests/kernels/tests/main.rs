@@ -5,6 +5,7 @@
 mod attend;
 mod lengths;
 mod natives;
+mod numbers;
 mod parts;
 mod support;
 mod tiles;
