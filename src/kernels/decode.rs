@@ -731,7 +731,8 @@ pub fn decode<
                     }
                 }
                 if lane_row == 0 {
-                    tops[2 * slot] = top[t][n];
+                    // A part without a reference counts as one of no key; where weights are NaN any number will do.
+                    tops[2 * slot] = select(sum.is_nan(), 0.0, top[t][n]);
                     tops[2 * slot + 1] = sum;
                 }
             }

@@ -8,7 +8,7 @@ use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Generic, Instance, Scalar, bf16, f16};
 use half::slice::HalfFloatSliceExt;
 
-const DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
+const DIMS: [usize; 9] = [16, 48, 64, 80, 96, 128, 192, 256, 512];
 
 /// Native code of the instances that the tests need.
 fn find(generics: &[Generic]) -> Instance {
@@ -25,7 +25,7 @@ fn find(generics: &[Generic]) -> Instance {
             )*]
         };
     }
-    let rotated = instances!(64 1  80 20  96 12  128 1  192 12  256 1  512 1);
+    let rotated = instances!(16 1  48 12  64 1  80 20  96 12  128 1  192 12  256 1  512 1);
     let others = [
         encode::encode::instance::<f32, 10, 256, 1>(),
         encode::encode::instance::<f32, 10, 512, 1>(),
@@ -276,9 +276,15 @@ fn any_number_of_rows_and_pages_of_any_size() {
     for (codec, dim, dtype) in
         [(Codec::Tq4, 128, Dtype::F16), (Codec::Tq5, 80, Dtype::BF16), (Codec::Fp8, 64, Dtype::BF16)]
     {
-        for (rows, page, width, head_major) in
-            [(1, 1, 40, true), (3, 7, 2, false), (31, 33, 1, true), (33, 33, 1, false)]
-        {
+        for (rows, page, width, head_major) in [
+            (1, 1, 40, true),
+            (33, 1, 40, false),
+            (3, 7, 2, false),
+            (33, 7, 5, true),
+            (31, 33, 1, true),
+            (33, 33, 1, false),
+            (1, 33, 1, false),
+        ] {
             let mut case = Case::new(codec, Side::Values, dim);
             (case.dtype, case.page, case.width, case.pages, case.head_major) =
                 (dtype, page, width, width, head_major);
@@ -287,6 +293,33 @@ fn any_number_of_rows_and_pages_of_any_size() {
             case.runs = vec![Appended { batch: 0, first: 0, rows, sequence: 0, position }];
             all_kinds(&case, u64::from(rows));
         }
+    }
+}
+
+/// Of each number of rows to a sequence, in pages of its own.
+fn runs_of(rows: &[u32], page: usize) -> (Vec<Appended>, Vec<u32>, usize) {
+    let longest = rows.iter().copied().max().unwrap_or(0) as usize;
+    let width = longest.div_ceil(page) + 1;
+    let run = |(n, &rows): (usize, &u32)| {
+        let n = n as u32;
+        Appended { batch: n % 2, first: 2 * n, rows, sequence: n, position: 5 + 9 * n }
+    };
+    let pages = rows.len() * width;
+    let table = (0..pages as u32).map(|n| (n * 7 + 3) % pages as u32).collect();
+    (rows.iter().enumerate().map(run).collect(), table, width)
+}
+
+/// Runs of one launch, one of them empty.
+const ROWS: [u32; 5] = [1, 33, 0, 31, 3];
+
+#[test]
+fn runs_of_different_numbers_of_rows() {
+    for page in [1, 3, 8, 31, 33, 40] {
+        let mut case = Case::new(Codec::Tq5, Side::Keys, 80);
+        (case.dtype, case.page) = (Dtype::BF16, page);
+        (case.runs, case.table, case.width) = runs_of(&ROWS, page);
+        case.pages = case.table.len();
+        all_kinds(&case, page as u64);
     }
 }
 
@@ -455,38 +488,52 @@ fn runs_that_have_no_numbers_are_none() {
     assert!(encode::runs(&[Appended { position: u32::MAX, ..run }], 1).is_none());
 }
 
-/// Appends rows of elements.
+/// Appends rows of elements, in pages of every size.
 fn appended<T: Scalar>(from: Dtype, instance: &Instance, to: Dtype, held: &[T], numbers: &[f32]) {
-    let (dim, heads, rows, page, width) = (80, 3, 11, 4, 2);
+    assert_eq!(instance.generics(), encode::generics(Codec::of(to), from, 80));
+    for page in [1, 4, 31, 33, 40] {
+        appended_to(page, [from, to], instance, held, numbers);
+    }
+}
+
+fn appended_to<T: Scalar>(
+    page: usize,
+    [from, to]: [Dtype; 2],
+    instance: &Instance,
+    held: &[T],
+    numbers: &[f32],
+) {
+    let (dim, heads) = (80, 3);
+    let (runs, table, width) = runs_of(&ROWS, page);
+    let rows = runs.iter().map(|run| run.first + run.rows).max().unwrap_or(0) as usize;
     let stride = dim + 6;
-    let x: Vec<T> = held.iter().copied().cycle().take(heads * rows * stride).collect();
+    let x: Vec<T> = held.iter().copied().cycle().take(2 * heads * rows * stride).collect();
     let numbers: Vec<f32> = numbers.iter().copied().cycle().take(x.len()).collect();
     let row_bytes = dim * to.bytes();
-    let mut pool = Memory::from_slice(&vec![7u8; 4 * heads * page * row_bytes]);
-    let mut wanted = vec![7u8; 4 * heads * page * row_bytes];
+    let pool = vec![7u8; table.len() * heads * page * row_bytes];
+    let (mut pool, mut wanted) = (Memory::from_slice(&pool), pool);
     let params = Rows {
-        x: [0, stride as u64, (rows * stride) as u64],
+        x: [heads * rows * stride, stride, rows * stride].map(|n| n as u64),
         pages: [heads * page * row_bytes, page * row_bytes, row_bytes].map(|n| n as u64),
         heads: heads as u32,
         dim: dim as u32,
         page: page as u32,
         width: width as u32,
     };
-    let table = [9, 9, 3, 1];
-    let run = Appended { batch: 0, first: 2, rows: 7, sequence: 1, position: 30 };
-    for row in 0..7 {
-        for head in 0..heads {
-            let at = head * rows * stride + (2 + row) * stride;
+    for run in &runs {
+        for (row, head) in (0..run.rows as usize).flat_map(|row| (0..heads).map(move |head| (row, head))) {
+            let at = ((run.batch as usize * heads + head) * rows + run.first as usize + row) * stride;
             let mut bytes = vec![0u8; dim * from.bytes()];
             crate::codec::from_f32(&numbers[at..at + dim], from, &mut bytes);
-            let position = 30 + row;
-            let to_page = table[2 + position / page % width] as usize;
+            let position = run.position as usize + row;
+            let to_page = table[run.sequence as usize * width + position / page % width] as usize;
             let start = ((to_page * heads + head) * page + position % page) * row_bytes;
             crate::codec::convert(from, &bytes, to, &mut wanted[start..start + row_bytes]);
         }
     }
-    let runs = Memory::from_slice(&encode::runs(&[run], heads as u32).unwrap());
-    let (x, table) = (Memory::from_slice(&x), Memory::from_slice(&table.map(|n: u32| n)));
+    let groups = [2, runs.len() as u32, 1];
+    let runs = Memory::from_slice(&encode::runs(&runs, heads as u32).unwrap());
+    let (x, table) = (Memory::from_slice(&x), Memory::from_slice(&table));
     encode::append::Call {
         x: x.view(),
         table: table.view(),
@@ -494,12 +541,11 @@ fn appended<T: Scalar>(from: Dtype, instance: &Instance, to: Dtype, held: &[T], 
         params,
         pages: pool.view_mut(),
         same: from == to,
-        groups: [2, 1, 1],
+        groups,
     }
     .launch_instance(&Simulator::new(), instance)
     .unwrap();
-    assert_eq!(pool.to_vec::<u8>().unwrap(), wanted, "{from} to {to}");
-    assert_eq!(instance.generics(), encode::generics(Codec::of(to), from, dim));
+    assert!(pool.to_vec::<u8>().unwrap() == wanted, "{from} to {to}, pages of {page}");
 }
 
 #[test]

@@ -2,6 +2,8 @@
 
 mod classify;
 #[cfg(feature = "cuda")]
+mod copy;
+#[cfg(feature = "cuda")]
 mod cuda;
 mod encode;
 mod metal;

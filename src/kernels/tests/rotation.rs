@@ -38,11 +38,15 @@ fn same_bits(instance: &Instance, dim: usize) {
 
 #[test]
 fn rotations_are_those_of_the_codecs() {
+    same_bits(&hadamard::instance::<16, 1>(), 16);
+    same_bits(&hadamard::instance::<48, 12>(), 48);
     same_bits(&hadamard::instance::<64, 1>(), 64);
     same_bits(&hadamard::instance::<80, 20>(), 80);
     same_bits(&hadamard::instance::<96, 12>(), 96);
     same_bits(&hadamard::instance::<128, 1>(), 128);
     same_bits(&hadamard::instance::<192, 12>(), 192);
     same_bits(&hadamard::instance::<256, 1>(), 256);
+    same_bits(&hadamard::instance::<320, 20>(), 320);
+    same_bits(&hadamard::instance::<384, 12>(), 384);
     same_bits(&hadamard::instance::<512, 1>(), 512);
 }

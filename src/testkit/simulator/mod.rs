@@ -5,16 +5,20 @@ mod natives;
 use super::machine::{Machine, Values, blank};
 use super::{Accumulation, NotRun, Ran, Runner};
 use crate::kernels::plan::{Places, Plan, Refused, Tensors, Tile, codebooks, factors, sequences};
+use crate::problem::Sequence;
 use crate::{Dtype, Inputs, KvView, MaskKind, MaskView, Outputs, Problem, TensorView};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Instance, LaunchError, ScalarType, bf16, f16};
 pub(crate) use natives::find;
 use natives::{CODECS, DIMS};
+use std::collections::HashSet;
+use std::ops::Range;
 
 /// What rows of pages are padded to, in bytes.
 const ALIGNED: usize = 16;
 
-/// Runs problems on the simulator, with scratch memory that nothing was written to.
+/// Runs problems on the simulator, with scratch memory that nothing was written to and padding of keys and values that cannot be read
+/// without a fault.
 ///
 /// The simulator runs native code, of which there is some for dimensions 64 and 128, elements of the dtype of q and a few codecs;
 /// other problems are unsupported.
@@ -49,6 +53,14 @@ impl SimulatorRunner {
     #[must_use]
     pub const fn of(tile: Tile, find: fn(&Instance) -> Option<Instance>) -> Self {
         Self { tile, aligned: ALIGNED, padded: false, find, most_scores: u64::MAX }
+    }
+
+    /// The same, with pages of codes that start at multiples of 16 bytes, whatever their size.
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn padded(mut self) -> Self {
+        self.padded = true;
+        self
     }
 
     /// The same, taking no problem of more scores: the simulator computes some ten thousand a second.
@@ -108,6 +120,39 @@ fn side(view: &KvView<'_>, padded: bool) -> (Values, [usize; 3]) {
     }
 }
 
+/// Batch entries or pages, and rows of them, that hold a token.
+fn held(problem: &Problem, inputs: &Inputs<'_>) -> HashSet<(usize, usize)> {
+    let place = |index: usize, s: &Sequence, position: usize| match inputs.tables {
+        Some(tables) => tables.locate(index, position),
+        None => Some((s.batch, s.kv_start + position)),
+    };
+    let sequences = problem.sequences().iter().enumerate();
+    sequences.flat_map(|(index, s)| (0..s.kv_len).filter_map(move |at| place(index, s, at))).collect()
+}
+
+/// The bytes of keys or values at these strides that are no token's.
+fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)>) -> Vec<Range<usize>> {
+    let [entries, heads, rows, _] = view.shape();
+    let mut bytes = Vec::new();
+    for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
+        let start = entry * strides[0] + head * strides[1];
+        let unused = (0..rows).filter(|row| !held.contains(&(entry, *row)));
+        match view {
+            KvView::Elements(_) => bytes.extend(unused.map(|row| {
+                let at = start + row * strides[2];
+                at..at + strides[2]
+            })),
+            KvView::Codes(codes) => {
+                for place in unused.flat_map(|row| codes.coder().format().places(rows, row..row + 1)) {
+                    bytes.push(start + place.start..start + place.end);
+                }
+                bytes.push(start + codes.page(entry, head).len()..start + strides[1]);
+            }
+        }
+    }
+    bytes
+}
+
 /// A mask as bytes, its strides in elements and its kind.
 fn mask_of(mask: &MaskView<'_>) -> (Vec<u8>, [usize; 4], u32) {
     let shape = mask.shape();
@@ -149,6 +194,8 @@ pub(crate) struct Laid {
     pub(crate) plan: Plan,
     /// Whether keys are found through a table of pages.
     paged: bool,
+    /// From entry to entry, head to head and row to row of keys and of values, in bytes.
+    strides: [[usize; 3]; 2],
     /// q, k, v, table, sequences, factors of keys and of values, codebooks, means, slopes, mask, tree, sinks.
     pub(crate) inputs: [Values; 13],
     /// Type and elements of sums, tops, out, lse.
@@ -234,7 +281,7 @@ impl Laid {
         let f32 = ScalarType::F32;
         let outputs =
             [(f32, sums.max(1)), (f32, tops.max(1)), (element, count * dims.value_dim), (f32, count)];
-        Ok(Self { plan, paged: places.pages.is_some(), inputs, outputs })
+        Ok(Self { plan, paged: places.pages.is_some(), strides: [k_strides, v_strides], inputs, outputs })
     }
 
     /// Launches the kernels on a device with memories of `M` that were made of `inputs` and for `outputs`.
@@ -310,7 +357,13 @@ impl SimulatorRunner {
         let paged = laid.paged;
         let native = laid.plan.with_native(self.find);
         let plan = native.ok_or_else(|| NotRun::Unsupported(no_native(problem, paged)))?;
-        let read = laid.inputs.each_ref().map(Values::simulated);
+        let mut read = laid.inputs.each_ref().map(Values::simulated);
+        let held = held(problem, inputs);
+        for (n, view) in [&inputs.k, &inputs.v].into_iter().enumerate() {
+            for bytes in padding(view, laid.strides[n], &held) {
+                read[1 + n].poison(bytes);
+            }
+        }
         let mut written = laid.outputs.map(|(element, len)| blank(element, len));
         Laid::launch::<Simulator, _>(&plan, device, &read, &mut written)
             .map_err(|e| NotRun::Error(e.to_string()))?;

@@ -3,4 +3,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod attend;
+mod lengths;
 mod natives;
+mod numbers;
+mod parts;
+mod support;
+mod tiles;

@@ -3,24 +3,38 @@
 use flashtile::kernels::decode::decode;
 use flashtile::kernels::merge::merge;
 use flashtile::kernels::plan::Side;
+use flashtile_kernel::prelude::Element;
 use flashtile_kernel::{Instance, bf16, f16};
+use std::sync::LazyLock;
 
 /// The instance with native code, where there is one.
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
-    let all = if wanted.kernel().name == "decode" { decodes() } else { merges() };
-    all.into_iter().find(|instance| instance.generics() == wanted.generics())
+    static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
+        let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
+        [decodes(), parts(), pages(), tiles(), planned(), merges()]
+            .into_iter()
+            .chain(coded)
+            .flatten()
+            .collect()
+    });
+    let is = |instance: &&Instance| {
+        instance.kernel().name == wanted.kernel().name && instance.generics() == wanted.generics()
+    };
+    ALL.iter().find(is).cloned()
 }
 
-/// Types of q and of both products, formats, dimensions, alignments, order of the rotation, pages.
+/// Eights of rows, sixteens of keys, SIMD groups; types of q and of both products, formats, dimensions, alignments of rows, order of the
+/// rotation, pages.
 macro_rules! decodes {
-    ($($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal $ka:literal $va:literal $order:literal $paged:literal;)*) => {
+    ([$t:literal $u:literal $s:literal] $($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal $ka:literal $va:literal $order:literal $paged:literal;)*) => {
         vec![$({
             const K: Side = Side::new($kf, $d, 4, size_of::<$k>() / 2);
             const V: Side = Side::new($vf, $dv, 8, size_of::<$v>() / 2);
             decode::instance::<
                 $q, $k, $v, $kf, $vf, $d, $dv,
                 { K.pairs() }, { V.pairs() }, { K.words() }, { V.words() }, { K.words_of_pair }, { V.words_of_pair },
-                { K.pair_words() }, { V.pair_words() }, { K.piece() }, { V.piece() }, $ka, $va, 1, 1, 2, $order, $paged,
+                { K.pair_words() }, { V.pair_words() }, { K.piece() }, { V.piece() }, { K.align($ka) }, { V.align($va) },
+                $t, $u, $s, $order, $paged,
             >()
         }),*]
     };
@@ -31,7 +45,7 @@ macro_rules! merges {
 }
 
 fn decodes() -> Vec<Instance> {
-    decodes! {
+    decodes! { [1 1 2]
         bf16 f16 bf16 9 2 128 64 16 16 1 true;
         bf16 f16 f16 11 11 256 256 16 16 0 true;
         bf16 f16 f16 11 11 256 256 16 16 1 true;
@@ -141,8 +155,150 @@ fn decodes() -> Vec<Instance> {
     }
 }
 
+/// One SIMD group, so that there are as many partial results as parts.
+fn parts() -> Vec<Instance> {
+    decodes! { [1 1 1]
+        f32 f32 f32 0 0 64 64 16 16 0 false;
+        f16 f16 f16 1 1 64 64 16 16 0 false;
+        bf16 bf16 bf16 2 2 64 64 16 16 0 false;
+        f32 f16 f16 3 3 64 64 16 16 1 false;
+        f16 f16 f16 7 7 64 64 16 16 1 false;
+        bf16 f16 f16 8 8 64 64 16 16 1 false;
+        f32 f32 f32 0 0 64 64 16 16 0 true;
+        f16 f16 f16 7 7 64 64 16 16 1 true;
+    }
+}
+
+/// Codes in pages of any size and in one page.
+fn pages() -> Vec<Instance> {
+    decodes! { [1 1 2]
+        f16 f16 f16 3 3 64 64 16 16 1 false;
+        f16 f16 f16 7 7 64 64 16 16 1 false;
+        f32 f16 f16 4 4 256 256 2 2 0 true;
+        f16 f16 f16 3 3 256 256 2 2 1 true;
+        bf16 f16 f16 5 5 256 256 2 2 1 true;
+        f32 f16 f16 6 6 256 256 2 2 1 true;
+        f16 f16 f16 7 7 256 256 2 2 1 true;
+        bf16 f16 f16 8 8 256 256 2 2 1 true;
+        f32 f16 f16 9 9 256 256 2 2 1 true;
+        f32 f16 f16 4 4 320 64 16 16 0 true;
+        f16 f16 f16 3 3 320 64 16 16 20 true;
+        bf16 f16 f16 5 5 320 64 16 16 20 true;
+        f32 f16 f16 6 6 320 64 16 16 20 true;
+        f16 f16 f16 7 7 320 64 16 16 20 true;
+        bf16 f16 f16 8 8 320 64 16 16 20 true;
+        f32 f16 f16 9 9 320 64 16 16 20 true;
+        f32 f16 f16 4 4 64 192 16 16 0 true;
+        f16 f16 f16 3 3 64 192 16 16 1 true;
+        bf16 f16 f16 5 5 64 192 16 16 1 true;
+        bf16 f16 f16 8 8 64 64 16 16 1 false;
+        bf16 f16 f16 8 8 64 64 2 2 1 true;
+    }
+}
+
+/// Tiles of every number of rows, keys and SIMD groups.
+fn tiles() -> Vec<Instance> {
+    macro_rules! tiles {
+        ($([$t:literal $u:literal $s:literal])*) => {
+            [$(decodes! { [$t $u $s]
+                f32 f32 f32 0 0 64 64 16 16 0 false;
+                f16 f16 f16 1 1 64 64 16 16 0 false;
+                bf16 bf16 bf16 2 2 64 64 16 16 0 false;
+                f32 f16 f16 3 3 64 64 16 16 1 false;
+                bf16 f16 f16 7 7 64 64 16 16 1 false;
+                f16 f16 f32 1 0 64 64 16 16 0 true;
+                f16 f16 f16 4 9 64 64 16 16 0 true;
+            }),*].concat()
+        };
+    }
+    tiles!([2 1 4] [1 2 4] [2 2 1] [4 1 2] [1 1 8])
+}
+
+/// What plans take of elements whose dimensions are no powers of two, of few rows and of many; of codes in pages that start anywhere.
+fn planned() -> Vec<Instance> {
+    macro_rules! planned {
+        ($($q:ident $f:literal)*) => {
+            [$(
+                decodes! { [1 1 4]
+                    $q $q $q $f $f 80 80 16 16 0 false;
+                    $q $q $q $f $f 80 80 16 16 0 true;
+                    $q $q $q $f $f 96 96 16 16 0 false;
+                    $q $q $q $f $f 96 96 16 16 0 true;
+                },
+                decodes! { [2 1 4]
+                    $q $q $q $f $f 80 80 16 16 0 false;
+                    $q $q $q $f $f 96 96 16 16 0 true;
+                },
+            )*
+            // Rows of bytes in pages of an odd number of them, and of a number that is no multiple of 4.
+            decodes! { [1 2 4]
+                f16 f16 f16 3 3 80 80 2 2 20 true;
+                f16 f16 f16 3 3 96 96 2 2 12 true;
+                f16 f16 f16 3 3 96 96 4 4 12 false;
+            },
+            decodes! { [1 1 4]
+                f16 f16 f16 4 4 80 80 2 2 0 true;
+                f16 f16 f16 4 4 96 96 2 2 0 true;
+                f16 f16 f16 4 4 96 96 4 4 0 false;
+            }].concat()
+        };
+    }
+    planned!(f32 0 f16 1 bf16 2)
+}
+
+/// What plans take of codes of such dimensions, and of two sixteens of keys at a time.
+fn coded<Q: Element>() -> Vec<Instance> {
+    [
+        decodes! { [1 2 4]
+            Q f16 f16 3 3 80 80 16 16 20 false;
+            Q f16 f16 3 3 80 80 16 16 20 true;
+            Q f16 f16 3 3 96 96 16 16 12 false;
+            Q f16 f16 3 3 96 96 16 16 12 true;
+            Q f16 f16 7 7 80 80 16 16 20 false;
+            Q f16 f16 7 7 80 80 16 16 20 true;
+            Q f16 f16 7 7 96 96 16 16 12 false;
+            Q f16 f16 7 7 96 96 16 16 12 true;
+            Q f16 f16 3 3 128 128 16 16 1 false;
+            Q f16 f16 3 3 128 128 16 16 1 true;
+            Q f16 f16 7 7 128 128 16 16 1 false;
+            Q f16 f16 7 7 128 128 16 16 1 true;
+            Q f16 f16 3 8 96 80 16 16 12 true;
+        },
+        decodes! { [1 1 4]
+            Q f16 f16 4 4 80 80 16 16 0 false;
+            Q f16 f16 4 4 80 80 16 16 0 true;
+            Q f16 f16 4 4 96 96 16 16 0 false;
+            Q f16 f16 4 4 96 96 16 16 0 true;
+            Q f16 f16 5 5 80 80 16 16 20 false;
+            Q f16 f16 5 5 80 80 16 16 20 true;
+            Q f16 f16 5 5 96 96 16 16 12 false;
+            Q f16 f16 5 5 96 96 16 16 12 true;
+            Q f16 f16 6 6 80 80 16 16 20 false;
+            Q f16 f16 6 6 80 80 16 16 20 true;
+            Q f16 f16 6 6 96 96 16 16 12 false;
+            Q f16 f16 6 6 96 96 16 16 12 true;
+            Q f16 f16 8 8 80 80 16 16 20 false;
+            Q f16 f16 8 8 80 80 16 16 20 true;
+            Q f16 f16 8 8 96 96 16 16 12 false;
+            Q f16 f16 8 8 96 96 16 16 12 true;
+            Q f16 f16 9 9 80 80 16 16 20 false;
+            Q f16 f16 9 9 80 80 16 16 20 true;
+            Q f16 f16 9 9 96 96 16 16 12 false;
+            Q f16 f16 9 9 96 96 16 16 12 true;
+            Q f16 f16 9 4 80 96 16 16 20 true;
+        },
+    ]
+    .concat()
+}
+
 fn merges() -> Vec<Instance> {
     merges! {
+        bf16 80 20;
+        bf16 96 12;
+        f16 80 20;
+        f16 96 12;
+        f32 80 20;
+        f32 96 12;
         bf16 64 1;
         bf16 128 1;
         bf16 192 12;

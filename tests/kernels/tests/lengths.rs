@@ -1,0 +1,64 @@
+//! Every number of keys up to several tiles of them. What lies behind the last key, in its page or in its batch entry, is neither read
+//! nor a number.
+
+use crate::support::{TILE, all_pass, runner};
+use flashtile::testkit::{Case, Keep};
+use flashtile::{Codec, Dtype, QOffset::BottomRight};
+use std::ops::RangeInclusive;
+
+const KEYS: RangeInclusive<usize> = 1..=200;
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+/// Rows of a page.
+const PAGES: [usize; 7] = [1, 3, 7, 16, 31, 33, 64];
+
+/// Queries: one, or several, of which some see no key where there are few.
+fn queries(keys: usize) -> [usize; 2] {
+    [1, [2, 3, 5, 9, 31][keys % 5]]
+}
+
+/// A case for every number of keys and two numbers of queries; the latter are the last ones.
+fn each(case: impl Fn(&str, usize, usize) -> Case) -> Vec<Case> {
+    let of = |keys: usize| queries(keys).map(|queries| case(&format!("{queries}_of_{keys}"), queries, keys));
+    KEYS.flat_map(of).map(|case| case.causal(BottomRight)).collect()
+}
+
+#[test]
+fn of_elements() {
+    let cases = each(|name, queries, keys| {
+        let dims = [1, 2, 1, queries, keys + 1 + keys % 40, 64, 64];
+        Case::new(format!("elements_{name}"), dims, DTYPES[keys % 3]).kv_lens(&[keys])
+    });
+    all_pass(&cases, &runner(TILE));
+}
+
+#[test]
+fn of_elements_in_pages() {
+    let cases = each(|name, queries, keys| {
+        let case = Case::new(format!("paged_{name}"), [1, 2, 1, 0, 0, 64, 64], DTYPES[keys % 3]);
+        case.cached(&[(queries, keys), (1, 2 * PAGES[keys % 7])], PAGES[keys % 7], Keep::All)
+    });
+    all_pass(&cases, &runner(TILE));
+}
+
+fn codes(name: &str, lengths: &[(usize, usize)], page: usize) -> Case {
+    let case = Case::new(name, [1, 2, 1, 0, 0, 64, 64], Dtype::BF16);
+    case.stored(Codec::Tq5, Codec::Tq5).cached(lengths, page, Keep::All)
+}
+
+#[test]
+fn of_codes() {
+    let cases = each(|name, queries, keys| codes(name, &[(queries, keys)], keys + 1 + keys % 40));
+    all_pass(&cases, &runner(TILE).padded());
+}
+
+#[test]
+fn of_codes_in_pages() {
+    let cases = each(|name, queries, keys| {
+        // A second sequence has two pages, so that a table is needed.
+        let page = PAGES[keys % 7];
+        codes(&format!("paged_{name}"), &[(queries, keys), (1, 2 * page)], page)
+    });
+    all_pass(&cases, &runner(TILE));
+}

@@ -1,0 +1,65 @@
+//! What is no number in a key or a value reaches the rows that see it, and no others.
+
+use crate::support::{TILE, runner};
+use flashtile::testkit::{Case, Keep, Prepared};
+use flashtile::{Codec, Dtype, QOffset, Visibility, reference};
+use std::sync::Arc;
+
+/// Keys around the first row's, the edges of tiles of them, and the last one.
+const SPOILED: [usize; 7] = [0, 1, 15, 16, 31, 33, 40];
+
+/// Rows that see one key or a few, in one part or two.
+fn cases(name: &str, dtype: Dtype, keep: impl Fn(Case) -> Case) -> [Case; 3] {
+    let of = |kind: &str| keep(Case::new(format!("{kind}_{name}"), [1, 2, 1, 41, 41, 64, 64], dtype));
+    [
+        of("causal").causal(QOffset::TopLeft),
+        of("self").seeing(Visibility::window(Some(0), Some(0))).at(QOffset::TopLeft),
+        of("window").seeing(Visibility::window(Some(9), Some(2))).at(QOffset::TopLeft),
+    ]
+}
+
+/// Runs a case as it was spoiled.
+fn pass(case: &Case, mut prepared: Prepared, what: &str) {
+    let built = &prepared.built;
+    prepared.expected = reference::attention(&built.problem, &built.inputs()).unwrap();
+    let outcome = prepared.run(&runner(TILE).padded());
+    assert!(outcome.is_ok(), "{}, {what}: {}", case.name, outcome.unwrap_err());
+}
+
+#[test]
+fn of_elements() {
+    for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+        for case in cases(&dtype.to_string(), dtype, |case| case) {
+            let clean = Prepared::new(&case).unwrap();
+            for (n, key) in SPOILED.into_iter().enumerate() {
+                for (values, number) in
+                    [(false, f32::NAN), (true, f32::NAN), (false, f32::INFINITY), (true, f32::INFINITY)]
+                {
+                    let mut prepared = clean.clone();
+                    let side = if values { &mut prepared.built.v } else { &mut prepared.built.k };
+                    side.set([0, 0, key, 9 * n], number);
+                    pass(&case, prepared, &format!("{number} in key {key}, of its value: {values}"));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn of_codes() {
+    for codec in [Codec::Int8, Codec::Tq4] {
+        let keep = |case: Case| case.stored(codec, codec).cached(&[(41, 41)], 50, Keep::All);
+        for case in cases(codec.name(), Dtype::F16, keep) {
+            for key in SPOILED {
+                for values in [false, true] {
+                    let mut prepared = Prepared::new(&case).unwrap();
+                    let built = &mut prepared.built;
+                    let (page, row) = built.tables.as_ref().unwrap().locate(0, key).unwrap();
+                    let codes = if values { &mut built.v_codes } else { &mut built.k_codes };
+                    Arc::get_mut(codes.as_mut().unwrap()).unwrap().poison(page, row);
+                    pass(&case, prepared, &format!("a scale of key {key} is none, of its value: {values}"));
+                }
+            }
+        }
+    }
+}

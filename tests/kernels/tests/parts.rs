@@ -1,0 +1,82 @@
+//! Any number of partial results, some or all of them of no key.
+
+use crate::support::{all_pass, runner};
+use QOffset::BottomRight;
+use flashtile::kernels::plan::Tile;
+use flashtile::testkit::{Case, Keep, MaskFill};
+use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
+
+/// Around the lanes of a SIMD group, which read partial results together, and twice as many.
+const PARTS: [usize; 7] = [1, 2, 3, 31, 32, 33, 65];
+
+/// Types of q, and how keys and values are stored.
+const STORED: [(Dtype, Codec); 6] = [
+    (Dtype::F32, Codec::F32),
+    (Dtype::F16, Codec::F16),
+    (Dtype::BF16, Codec::BF16),
+    (Dtype::F32, Codec::Int8),
+    (Dtype::F16, Codec::Tq4),
+    (Dtype::BF16, Codec::Tq5),
+];
+
+fn all_parts_pass(cases: impl Fn(usize) -> Vec<Case>) {
+    for parts in PARTS {
+        all_pass(&cases(parts), &runner(Tile { rows: 1, keys: 1, simds: 1, parts }).padded());
+    }
+}
+
+/// Cached sequences of these lengths, with these parts, in one page each.
+fn slots(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec), parts: usize) -> Case {
+    let longest = lengths.iter().map(|&(_, keys)| keys).max().unwrap_or(0);
+    let case = Case::new(format!("{name}_{dtype}_{codec}_{parts}_parts"), [1, 2, 1, 0, 0, 64, 64], dtype);
+    case.cached(lengths, longest + 3, Keep::All).stored(codec, codec)
+}
+
+#[test]
+fn every_part_counts() {
+    // The last part has five keys.
+    all_parts_pass(|parts| {
+        let of = |stored| slots("whole", &[(1, 16 * parts - 11)], stored, parts);
+        let mut cases: Vec<Case> = STORED.into_iter().map(of).collect();
+        cases.extend(STORED.map(|stored| of(stored).sinks()));
+        cases
+    });
+}
+
+#[test]
+fn parts_may_see_no_key() {
+    all_parts_pass(|parts| {
+        let mut cases = Vec::new();
+        for stored in STORED {
+            // A sequence of no key and such of fewer keys than parts; queries before every key.
+            let few = slots("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, parts).causal(BottomRight);
+            cases.extend([few.clone(), few.sinks()]);
+            // Of the keys of a tile of rows each row sees a few, in one part or two.
+            let band = slots("band", &[(11, 90)], stored, parts).causal(BottomRight);
+            let band = band.seeing(Visibility::window(Some(4), None));
+            cases.extend([band.clone(), band.sinks()]);
+        }
+        // Parts that a mask hides: all of some rows, and all before the last.
+        for (n, fill) in [MaskFill::HiddenRows, MaskFill::Closed, MaskFill::Late].into_iter().enumerate() {
+            let keys = if fill == MaskFill::Late { 1029 } else { 40 };
+            let masked = slots("masked", &[(4, keys)], STORED[n], parts).mask(MaskKind::Bool, "h", fill);
+            cases.extend([masked.clone(), masked.sinks()]);
+        }
+        cases
+    });
+}
+
+#[test]
+fn parts_of_rings_may_see_no_key() {
+    all_parts_pass(|parts| {
+        let mut cases = Vec::new();
+        for (dtype, codec) in [(Dtype::F32, Codec::F32), (Dtype::F16, Codec::Tq4)] {
+            let name = format!("ring_{dtype}_{codec}_{parts}_parts");
+            let ring = Case::new(name, [1, 2, 1, 0, 0, 64, 64], dtype).stored(codec, codec);
+            let ring = ring.cached(&[(1, 90), (3, 61), (2, 5), (1, 0)], 7, Keep::Wrapped);
+            let ring = ring.causal(BottomRight).seeing(Visibility::window(Some(19), None));
+            cases.extend([ring.clone(), ring.sinks()]);
+        }
+        cases
+    });
+}

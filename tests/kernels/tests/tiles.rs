@@ -1,0 +1,126 @@
+//! Tiles of other sizes than those of the catalogue's cases, and dimensions that are no powers of two.
+
+use crate::support::{all_pass, runner};
+use Codec::{F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+use QOffset::{At, BottomRight};
+use flashtile::kernels::plan::Tile;
+use flashtile::testkit::{Case, Keep, MaskFill, Tree};
+use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
+
+const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
+
+/// What changes scores and hides keys, and sizes that straddle tiles of rows and of keys.
+fn features(stored: &str, of: impl Fn(String, &[(usize, usize)]) -> Case) -> Vec<Case> {
+    let of = |name: &str, lengths: &[(usize, usize)]| of(format!("tile_{name}_{stored}"), lengths);
+    let straddling = &[(1, 1), (3, 31), (31, 33), (33, 129), (9, 65), (0, 3), (2, 0)][..];
+    let banded = of("band", &[(33, 90)]).seeing(Visibility::window(Some(20), Some(5))).at(At(30));
+    vec![
+        of("all", &[(3, 33), (11, 47)]),
+        of("causal", straddling).causal(BottomRight),
+        of("scores", &[(5, 70), (12, 33)]).causal(BottomRight).alibi().softcap(9.0).sinks(),
+        banded,
+        of("mask", &[(13, 70)]).mask(MaskKind::Additive(Dtype::F32), "b", MaskFill::Random),
+        of("hidden", &[(13, 70)]).mask(MaskKind::Bool, "h", MaskFill::HiddenRows).sinks(),
+        of("tree", &[(9, 70), (5, 5)]).tree(Tree::Branches).causal(BottomRight),
+    ]
+}
+
+fn tile(rows: usize, keys: usize, simds: usize, parts: usize) {
+    let runner = runner(Tile { rows, keys, simds, parts }).padded();
+    let elements = DTYPES.map(|dtype| (dtype, [Codec::of(dtype); 2]));
+    let codes = [(Dtype::F32, [Int8; 2]), (Dtype::BF16, [Tq4; 2])];
+    for (dtype, [k, v]) in elements.into_iter().chain(codes) {
+        let cases = features(&format!("{dtype}_{k}"), |name, lengths| {
+            let case = Case::new(name, [1, 3, 1, 0, 0, 64, 64], dtype).stored(k, v);
+            case.cached(lengths, 130, Keep::All)
+        });
+        all_pass(&cases, &runner);
+    }
+    for [k, v] in [[Codec::F16, F32], [Fp8, Tq6]] {
+        let cases = features(&format!("paged_{k}_{v}"), |name, lengths| {
+            let case = Case::new(name, [1, 6, 2, 0, 0, 64, 64], Dtype::F16).stored(k, v);
+            case.cached(lengths, 3, Keep::All)
+        });
+        all_pass(&cases, &runner);
+    }
+}
+
+#[test]
+fn of_sixteen_rows() {
+    tile(2, 1, 4, 1);
+}
+
+#[test]
+fn of_two_sixteens_of_keys() {
+    tile(1, 2, 4, 2);
+}
+
+#[test]
+fn of_both() {
+    tile(2, 2, 1, 3);
+}
+
+#[test]
+fn of_thirty_two_rows() {
+    tile(4, 1, 2, 2);
+}
+
+#[test]
+fn of_eight_simd_groups() {
+    tile(1, 1, 8, 1);
+}
+
+/// A case in pages and one that is not.
+fn both(name: &str, dims: [usize; 2], dtype: Dtype, codecs: [Codec; 2]) -> [Case; 2] {
+    let [k, v] = codecs;
+    [7, 90].map(|page| {
+        let name = format!("{name}_{dtype}_{k}_{v}_{}x{}_in_{page}", dims[0], dims[1]);
+        let case = Case::new(name, [1, 2, 1, 0, 0, dims[0], dims[1]], dtype).stored(k, v);
+        case.cached(&[(1, 33), (3, 83), (2, 1)], page, Keep::All).causal(BottomRight)
+    })
+}
+
+#[test]
+fn of_elements_of_80_and_96() {
+    for dtype in DTYPES {
+        for dim in [80, 96] {
+            let codec = Codec::of(dtype);
+            let tile = Tile { parts: 2, ..Tile::of(codec, dim) };
+            let cases = both("planned", [dim; 2], dtype, [codec; 2]);
+            all_pass(&cases, &runner(tile));
+            all_pass(&cases[usize::from(dim == 80)..][..1], &runner(Tile { rows: 2, ..tile }));
+        }
+    }
+}
+
+#[test]
+fn of_codes_of_80_and_96() {
+    for dtype in DTYPES {
+        for codec in [Int8, Fp8, Tq2, Tq3, Tq4, Tq5, Tq6] {
+            for dim in [80, 96] {
+                let planned = runner(Tile { parts: 2, ..Tile::of(codec, dim) });
+                let cases = both("planned", [dim; 2], dtype, [codec; 2]);
+                all_pass(&cases, &planned.padded());
+                // Those of levels are gathered from anywhere.
+                if dtype == Dtype::F16 || ![Int8, Fp8].contains(&codec) {
+                    all_pass(&cases, &planned);
+                }
+            }
+        }
+        for (dims, codecs) in [([96, 80], [Int8, Tq5]), ([80, 96], [Tq6, Fp8])] {
+            let tile = Tile { parts: 2, ..Tile::of(codecs[0], dims[0]) };
+            let [paged, _] = both("planned", dims, dtype, codecs);
+            all_pass(&[paged.centred().sinks()], &runner(tile).padded());
+        }
+    }
+}
+
+#[test]
+fn of_codes_of_128_as_planned() {
+    for dtype in DTYPES {
+        for codec in [Int8, Tq4] {
+            let tile = Tile { parts: 2, ..Tile::of(codec, 128) };
+            all_pass(&both("planned", [128; 2], dtype, [codec; 2]), &runner(tile).padded());
+        }
+    }
+}
