@@ -70,7 +70,7 @@ pub struct Attend {
     /// Of scores, in units of log2, or divided by the cap; the cap in units of log2, 0 where there is none.
     pub scale: f32,
     pub cap: f32,
-    /// Where the codebooks of mlx start.
+    /// Where the codebooks of mlx start, of 256 numbers and what f16 leaves of each.
     pub codebooks: [u32; 2],
     /// Magnitudes of the levels of keys and of values.
     pub k_levels: [u32; 16],
@@ -211,6 +211,18 @@ pub(super) fn not_finite<const FORMAT: u32, const W: usize>(words: [u32; W]) -> 
         }
     }
     found
+}
+
+/// Sums of two times eight keys, each times the part of its scale that this half of a row has.
+#[device]
+pub(super) fn of_half(sums: [[f32; 2]; 2], scales: [Scale; 2], half: usize) -> [[f32; 2]; 2] {
+    let mut result = sums;
+    for h in 0..2usize {
+        for n in 0..2usize {
+            result[h][n] *= scales[h].parts[half];
+        }
+    }
+    result
 }
 
 #[device]
@@ -376,6 +388,7 @@ pub fn decode<
 
     let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] };
     let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1] };
+    let k_rests = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] + 256 };
     // What lies in no pages has an entry of its own; pages of a sequence are found by key.
     let mut entry = sequence.page as u64;
     if PAGED {
@@ -512,35 +525,47 @@ pub fn decode<
         let mut v_scale = [[no_scale(); 2]; U];
         for u in 0..U {
             let mut whole = [[[0.0; 2]; 2]; T];
-            let low_keys = with_norms::<KF, D, 4, KPIECE, KP>(
-                pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_levels, codebooks),
-                pair,
-                k_scales[u][0].parts,
-            );
-            let high_keys = with_norms::<KF, D, 4, KPIECE, KP>(
-                pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_levels, codebooks),
-                pair,
-                k_scales[u][1].parts,
-            );
+            let low_keys = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_levels, codebooks);
+            let high_keys = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_levels, codebooks);
+            // Numbers of codebooks are no f16, as those of other codes are.
+            let mut low_rests = low_keys;
+            let mut high_rests = high_keys;
+            if KF >= MLX4 {
+                low_rests = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_rests, codebooks);
+                high_rests = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_rests, codebooks);
+            }
             for i in 0..KN {
                 let first = left::<K>(low_keys[KE * i], low_keys[KE * i + KE - 1]);
                 let second = left::<K>(high_keys[KE * i], high_keys[KE * i + KE - 1]);
                 for t in 0..T {
-                    // In f32 sums of 64 products are summed: their error is that of fewer additions.
                     let mut part = scores[u][t];
+                    // In f32 sums of 64 products are summed: their error is that of fewer additions.
                     if KE == 2 && i % 8 == 0 {
                         part = [[0.0; 2]; 2];
                         whole[t] = added(whole[t], scores[u][t]);
+                    }
+                    if KF >= MLX4 && D == 512 && i == KN / 2 {
+                        part = [[0.0; 2]; 2];
+                        whole[t] = of_half(scores[u][t], k_scales[u], 0);
                     }
                     scores[u][t] = multiply_add::<K>([first, second], right_q[t][i], part);
                     if KF >= INT8 {
                         scores[u][t] = multiply_add::<K>([first, second], right_rest[t][i], scores[u][t]);
                     }
+                    if KF >= MLX4 {
+                        let first_rest = left::<K>(low_rests[KE * i], low_rests[KE * i + KE - 1]);
+                        let second_rest = left::<K>(high_rests[KE * i], high_rests[KE * i + KE - 1]);
+                        scores[u][t] =
+                            multiply_add::<K>([first_rest, second_rest], right_q[t][i], scores[u][t]);
+                    }
                 }
             }
-            if KE == 2 {
-                for t in 0..T {
+            for t in 0..T {
+                if KE == 2 {
                     scores[u][t] = added(whole[t], scores[u][t]);
+                }
+                if KF >= MLX4 && D == 512 {
+                    scores[u][t] = added(whole[t], of_half(scores[u][t], k_scales[u], 1));
                 }
             }
             for h in 0..2usize {

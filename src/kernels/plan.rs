@@ -257,13 +257,17 @@ fn magnitudes(codec: Codec, dim: usize) -> [u32; 16] {
     words
 }
 
-/// The codebooks of keys and values one after another, of formats of mlx-native; where those of values start.
+/// The codebooks of keys and values one after another, of formats of mlx-native, each followed by what f16 leaves of its numbers; where
+/// those of values start.
 pub fn codebooks(k: Codec, v: Codec) -> (Vec<f32>, [u32; 2]) {
     let mut all = Vec::new();
     let mut push = |codec: Codec| {
         let start = all.len() as u32;
         if let Some((bits, _)) = codec.mlx() {
-            all.extend((0..=u8::MAX).map(|code| mlx::value(bits, code)));
+            let numbers = (0..=u8::MAX).map(|code| mlx::value(bits, code));
+            all.extend(
+                numbers.clone().chain(numbers.map(|x| x - flashtile_kernel::f16::from_f32(x).to_f32())),
+            );
         }
         start
     };
