@@ -48,6 +48,7 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     #[constant] with_lse: bool,
 ) {
     let mut row: Shared<f32> = shared(DV);
+    let mut quarters: Shared<f32> = shared(4 * DV);
     let result = (group_z() * params.queries + group_x()) * params.q_heads + group_y();
     let first = result * params.parts;
 
@@ -74,15 +75,40 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
         weights += (sink - top).exp2();
     }
 
-    for c in (thread_index()..DV as u32).step_by(128) {
-        let mut sum = 0.0;
-        for part in 0..params.parts {
-            let one = tops[2 * (first + part)];
-            if one != f32::NEG_INFINITY {
-                sum += (one - top).exp2() * sums[(first + part) as u64 * DV as u64 + c as u64];
+    // Every SIMD group adds up a fourth of the parts, of which a lane has 32 at a time ready; less than 0 where a part is of no key.
+    let mut sum = [0.0; 16];
+    for base in (simd_index()..params.parts).step_by(128) {
+        let own = base + 4 * simd_lane();
+        let mut factor = -1.0;
+        if own < params.parts {
+            let one = tops[2 * (first + own)];
+            factor = select(one == f32::NEG_INFINITY, -1.0, (one - top).exp2());
+        }
+        for n in 0..(params.parts - base).div_ceil(4).min(32) {
+            let by = simd_shuffle(factor, n);
+            let at = (first + base + 4 * n) as u64 * DV as u64;
+            for i in 0..(DV + 31) / 32 {
+                let c = 32 * i as u32 + simd_lane();
+                if c < DV as u32 {
+                    let x = by * sums[at + c as u64];
+                    sum[i] += select(by < 0.0, 0.0, x);
+                }
             }
         }
-        row[c] = select(top == f32::NEG_INFINITY, 0.0, sum / weights);
+    }
+    for i in 0..(DV + 31) / 32 {
+        let c = 32 * i as u32 + simd_lane();
+        if c < DV as u32 {
+            quarters[simd_index() * DV as u32 + c] = sum[i];
+        }
+    }
+    barrier();
+    for c in (thread_index()..DV as u32).step_by(128) {
+        let mut whole = 0.0;
+        for n in 0..4u32 {
+            whole += quarters[n * DV as u32 + c];
+        }
+        row[c] = select(top == f32::NEG_INFINITY, 0.0, whole / weights);
     }
     barrier();
     if ORDER > 0 {
