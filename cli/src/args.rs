@@ -124,6 +124,9 @@ pub(crate) struct CheckArgs {
     /// The random cases of these seeds as well
     #[arg(long, value_name = "FIRST..END", value_parser = seeds)]
     pub(crate) seeds: Option<Range<u64>>,
+    /// Only this of N equal shares of the cases, for as many processes at once: 0/N to N-1/N
+    #[arg(long, value_name = "I/N", value_parser = shard)]
+    pub(crate) shard: Option<Shard>,
     /// End each tensor's allocation with the tensor, so that a memory checker sees a read past it; default between guard
     /// bands
     #[arg(long)]
@@ -753,6 +756,19 @@ fn seeds(text: &str) -> Result<Range<u64>, String> {
         .ok_or_else(|| format!("expected FIRST..END, two whole numbers, at most {MAX_SEEDS} seeds"))
 }
 
+/// Every `of`-th case, from number `index` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shard {
+    pub(crate) index: usize,
+    pub(crate) of: usize,
+}
+
+fn shard(text: &str) -> Result<Shard, String> {
+    let numbers = text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
+    let shard = numbers.map(|(index, of)| Shard { index, of }).filter(|shard| shard.index < shard.of);
+    shard.ok_or_else(|| "expected I/N, two whole numbers, I less than N".to_owned())
+}
+
 fn count(text: &str) -> Result<usize, String> {
     text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number, 1 or more".to_owned())
 }
@@ -822,6 +838,13 @@ mod tests {
         assert!(
             ["", "3", "3..", "..3", "8..3", "3..3", "-1..3", "0..100001"].iter().all(|t| seeds(t).is_err())
         );
+    }
+
+    #[test]
+    fn shards() {
+        assert_eq!(shard("0/1").unwrap(), Shard { index: 0, of: 1 });
+        assert_eq!(shard("2/3").unwrap(), Shard { index: 2, of: 3 });
+        assert!(["", "1", "1/", "/2", "1/1", "3/2", "0/0", "-1/2"].iter().all(|t| shard(t).is_err()));
     }
 
     #[test]

@@ -108,6 +108,9 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
     }
     // Names and choices as in the property tests, whose failures can be run again here.
     cases.extend(args.seeds.iter().cloned().flatten().map(seeded_case));
+    if let Some(shard) = args.shard {
+        cases = cases.into_iter().skip(shard.index).step_by(shard.of).collect();
+    }
     if args.exact_memory {
         cases = cases.into_iter().map(Case::exact).collect();
     }
