@@ -36,7 +36,7 @@ const LEAST_SCALE: f32 = -60.0;
 const LEAST_BIAS: f32 = -2.0e38;
 
 /// What is between a row of the problem and memory. Strides of q, mask and tree are in elements, of keys and values in bytes; bounds
-/// that are not there are 2^30.
+/// that are not there are the greatest `i32`.
 #[params]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Attend {
@@ -63,10 +63,12 @@ pub struct Attend {
     /// Tiles of rows of a head, and parts of the keys of a tile.
     pub tiles: u32,
     pub parts: u32,
-    /// Rows of queries in all batch entries, for places of results.
+    /// Queries of a batch entry and batch entries, for places of results.
     pub queries: u32,
+    pub batches: u32,
     pub left: i32,
     pub right: i32,
+    pub unused: u32,
     /// Of scores, in units of log2, or divided by the cap; the cap in units of log2, 0 where there is none.
     pub scale: f32,
     pub cap: f32,
@@ -75,6 +77,14 @@ pub struct Attend {
     /// Magnitudes of the levels of keys and of values.
     pub k_levels: [u32; 16],
     pub v_levels: [u32; 16],
+}
+
+impl Attend {
+    /// Partial results of all rows, of `simds` SIMD groups.
+    pub(super) fn results(&self, simds: usize) -> u64 {
+        let numbers = [self.batches, self.queries, self.q_heads, self.parts, simds as u32];
+        numbers.into_iter().map(u64::from).fold(1, u64::saturating_mul)
+    }
 }
 
 /// Numbers of a sequence in `sequences`, which has 8 for each: batch entry of the queries, first query, queries, batch entry or only
@@ -265,6 +275,10 @@ pub(super) fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(groups[1] == params.parts, "a group for each part"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
+    requires(sequences.len() >= 8 * groups[2] as usize, "eight numbers of every sequence"),
+    requires(tops.len() as u64 >= params.results(S).saturating_mul(2), "tops of every partial result"),
+    requires(sums.len() as u64 >= params.results(S).saturating_mul(DV as u64), "sums of every partial result"),
+    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
               format = [BF16, TQ4], row = [256, 66], parts = [4, 4]),
@@ -677,22 +691,24 @@ pub fn decode<
                 // known to compilers: written out, this path would be most of the kernel.
                 let first = base + 16 * u as u32;
                 for n in 0..(last + 1).saturating_sub(first).min(16) {
-                    let key = first + n;
-                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, first + n);
                     let from = matrix_lane(n % 8, pair);
+                    let mut seen = [[false; 2]; T];
+                    let mut w = [[0.0; 2]; T];
                     for t in 0..T {
                         for m in 0..2usize {
-                            let own = select(n < 8, scores[u][t][0][m], scores[u][t][1][m]);
-                            let score = simd_shuffle(own, from);
-                            let w = simd_shuffle(select(n < 8, weight[t][0][m], weight[t][1][m]), from);
-                            if score != f32::NEG_INFINITY {
-                                for i in 0..VN {
-                                    for half in 0..2usize {
-                                        let c =
-                                            coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + half) as u32);
-                                        let x = gather::<VF, DV>(v, row, c, v_levels, codebooks);
-                                        acc[t][i][half][m] += w * x;
-                                    }
+                            let score = select(n < 8, scores[u][t][0][m], scores[u][t][1][m]);
+                            seen[t][m] = simd_shuffle(score, from) != f32::NEG_INFINITY;
+                            w[t][m] = simd_shuffle(select(n < 8, weight[t][0][m], weight[t][1][m]), from);
+                        }
+                    }
+                    for i in 0..VN {
+                        for half in 0..2usize {
+                            let c = coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + half) as u32);
+                            let x = gather::<VF, DV>(v, row, c, v_levels, codebooks);
+                            for t in 0..T {
+                                for m in 0..2usize {
+                                    acc[t][i][half][m] += select(seen[t][m], w[t][m] * x, 0.0);
                                 }
                             }
                         }

@@ -238,7 +238,7 @@ fn energy_of(row: &Shared<f32>, start: u32, count: u32) -> f32 {
     sum
 }
 
-/// The greatest magnitude of finite numbers.
+/// The greatest magnitude of numbers that are finite.
 #[device]
 fn greatest<const D: usize>(row: &Shared<f32>, start: u32) -> f32 {
     let mut most = 0u32;

@@ -20,6 +20,21 @@ pub struct Merge {
     pub unused: u32,
 }
 
+impl Merge {
+    /// Elements of `out` up to the end of the last row.
+    fn reach(&self, groups: [u32; 3], dim: usize) -> u64 {
+        let [queries, heads, batches] = groups.map(u64::from);
+        if queries * heads == 0 || batches == 0 {
+            return 0;
+        }
+        let last = [batches, heads, queries]
+            .into_iter()
+            .zip(self.out)
+            .map(|(n, stride)| (n - 1).saturating_mul(stride));
+        last.fold(dim as u64, u64::saturating_add)
+    }
+}
+
 /// Adds up the partial results of every row: `out = sum 2^(top_i - top) sums_i / weights` with
 /// `weights = sum 2^(top_i - top) weights_i`, and `lse = ln 2 (top + log2 weights)`. Groups are (queries, heads, batch entries). With an
 /// order, values are rotated back.
@@ -29,6 +44,10 @@ pub struct Merge {
     requires(tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * 2, "tops of every part"),
     requires(groups[0] == params.queries && groups[1] == params.q_heads, "a group for each row"),
     requires(params.parts > 0, "there are parts"),
+    requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
+    requires(!with_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
+    requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
+    requires(out.len() as u64 >= params.reach(groups, DV), "out reaches to its last row"),
     bench(
         shape(rows = [512, 16384], parts = [16, 16], dim = [128, 128]),
         bytes = rows * (4 * parts * (dim + 2) + 2 * dim + 4),

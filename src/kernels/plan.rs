@@ -6,7 +6,7 @@ use super::merge::{Merge, merge};
 use crate::codec::{Coder, mlx};
 pub use crate::plan::portable::Tile;
 pub(crate) use crate::plan::portable::{DIM_STEP, MOST_DIM};
-use crate::plan::portable::{MOST, Shape, count};
+use crate::plan::portable::{Shape, count};
 use crate::{Codec, Dtype, Problem, Unsupported, Visibility};
 use flashtile_kernel::text::GenericsError;
 use flashtile_kernel::{Constant, Device, Generic, Instance, LaunchError, ScalarType, View, ViewMut};
@@ -400,8 +400,7 @@ impl Plan {
         let wide = |strides: [usize; 3]| strides.map(|n| n as u64);
         let [page, width] = places.pages.unwrap_or([places.rows.max(1), 1]);
         let visibility: Visibility = desc.visibility;
-        let reach =
-            |side: Option<usize>| side.map_or(MOST, |n| i64::try_from(n).unwrap_or(MOST).min(MOST)) as i32;
+        let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
         let log2e = std::f32::consts::LOG2_E;
         let (scale, cap) = match desc.softcap {
             Some(cap) => (problem.scale() / cap, cap * log2e),
@@ -423,6 +422,8 @@ impl Plan {
             tiles: shape.tiles,
             parts: shape.groups[1],
             queries: shape.rows[0],
+            batches: shape.rows[2],
+            unused: 0,
             left: reach(visibility.left()),
             right: reach(visibility.right()),
             scale,
@@ -519,5 +520,27 @@ impl Plan {
             groups: self.shape.rows,
         }
         .launch_instance(device, &self.merge)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::{formats, rows};
+
+    #[test]
+    fn rows_lie_for_kernels_as_they_do_for_plans() {
+        for format in [F32, F16, BF16, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6] {
+            for dim in (DIM_STEP..=MOST_DIM).step_by(DIM_STEP) {
+                let n = dim as u32;
+                assert_eq!(formats::first_bytes(format, n) as usize, first_bytes(format, dim));
+                assert_eq!(formats::second_bytes(format, n) as usize, second_bytes(format, dim));
+                for lanes in [4, 8] {
+                    let side = Side::new(format, dim, lanes, 1);
+                    assert_eq!(formats::in_planes(format), side.in_planes());
+                    assert_eq!(rows::gathered(format, n, lanes as u32), side.gathered());
+                }
+            }
+        }
     }
 }

@@ -224,6 +224,11 @@ fn scores() -> Vec<Case> {
     cases.push(Case::new("large_scores_sinks", [1, 3, 3, 30, 520, 64, 64], Dtype::F32).gain(40.0).sinks());
     let far = Case::new("alibi_far_away", [1, 4, 4, 20, 60, 32, 32], Dtype::F32);
     cases.push(far.alibi().at(At(5000)));
+    // Where the portable kernels' positions end.
+    for (name, at) in [("before", -(1 << 30)), ("after", (1 << 30) - 20)] {
+        let far = Case::new(format!("far_{name}"), [1, 4, 4, 20, 41, 64, 64], Dtype::F32);
+        cases.push(far.at(At(at)));
+    }
     cases
 }
 

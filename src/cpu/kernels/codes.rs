@@ -97,6 +97,21 @@ impl<'a> CodeRows<'a> {
         let [lower, upper] = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
         let (mut block, mut row) = (j / self.page, j % self.page);
         let mut page = self.page(block).as_ptr();
+        if row + TILE * groups.len() <= self.page {
+            let above = self.page * lower + row * upper;
+            let scales = self.page * (lower + upper) + row * 2;
+            let mut group_at = [row * lower, above, scales].map(|at| page.wrapping_add(at));
+            for group in groups {
+                *group = group_at;
+                let [below, above, scales] = group_at;
+                group_at = [
+                    below.wrapping_add(TILE * lower),
+                    above.wrapping_add(TILE * upper),
+                    scales.wrapping_add(TILE * 2),
+                ];
+            }
+            return;
+        }
         for (n, group) in groups.iter_mut().enumerate() {
             if row >= self.page {
                 block += row / self.page;
@@ -359,6 +374,7 @@ impl Block {
     ///
     /// # Safety
     /// `memory` has room for a block of codes.
+    #[inline(always)]
     unsafe fn new(src: CodeRows<'_>, first: usize, columns: &Range<usize>, memory: *mut u8) -> Self {
         let start = columns.start / TILE * TILE;
         let count = (columns.end - start).div_ceil(TILE);
