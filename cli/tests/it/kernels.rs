@@ -35,7 +35,7 @@ fn lists() {
     assert!(merges.contains("\nmerge_bf16_128_0 ") && !merges.contains("decode"), "{merges}");
     let wide = instances.iter().find(|instance| instance["instance"] == "merge_bf16_128_0").unwrap();
     assert_eq!(wide["generics"], serde_json::json!({"Q": "bf16", "DV": "128", "ORDER": "0"}));
-    assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &512.into()));
+    assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &2560.into()));
 }
 
 /// An instance is the same program however it is chosen.
