@@ -326,9 +326,9 @@ pub(crate) struct BenchArgs {
     /// Where decode rows have their keys and values; a ring keeps as many as it has keys, of sequences half as long again
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "dense")]
     pub(crate) cache: Vec<CacheKind>,
-    /// Tokens of a page of a paged cache, whose pages lie in random order
-    #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
-    pub(crate) page: usize,
+    /// Tokens of a page of a paged cache, whose pages lie in random order; default 16
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) page: Option<usize>,
     /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2; of 256 or 512
     /// elements mlx-tq8, -tq6, -tq5 and -tq4, all but the last also with -plain behind); rows take turns, so that their ratio is of one
     /// time; default the dtype

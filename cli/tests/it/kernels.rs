@@ -219,3 +219,4 @@ fn kernels_are_measured() {
     }
     assert_refused(&flashtile(["bench", "decode", "--kernel", "merge"]), "needs the group kernels", "decode");
 }
+        (&["--page", "64"], "--page: has no meaning for kernels"),

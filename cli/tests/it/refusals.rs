@@ -466,6 +466,7 @@ fn other_commands() {
         (vec!["bench", "--quick", "--full"], "cannot be used with"),
         (vec!["bench", "visibility", "--causal"], "--causal: has no meaning"),
         (vec!["bench", "--vs", peers], "peers.jsonl line 1: expected"),
+        (vec!["bench", "decode", "--cache", "dense,ring", "--page", "8"], "--page: needs --cache paged"),
         (vec!["bench", "--vs", missing], "No such file"),
         (vec!["bench", "--json-lines", missing], "cannot be written"),
         (vec!["bench", "--svg", missing], "cannot be written"),
