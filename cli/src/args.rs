@@ -51,6 +51,11 @@ and, where present,
 
 With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
 
+With --backend simulator the kernels of the kernel language run on this machine, every access
+checked: ten to a hundred thousand scores a second (query heads * queries * keys), 600000 at
+most, of head dimension 64 or 128, the same for v, keys and values as they are or in codecs:
+int8, tq4, or int8 keys with tq5 values.
+
 Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
 Names that are not understood are noted and not read; names that look like misspelt ones are refused.";
 
@@ -58,7 +63,8 @@ Names that are not understood are noted and not read; names that look like missp
 #[derive(Debug, Args)]
 #[command(
     long_about = RUN_HELP,
-    after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right"
+    after_help = "Examples:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right\n  \
+        flashtile run examples/data/small_f16.safetensors -o out.safetensors --backend simulator"
 )]
 pub(crate) struct RunArgs {
     /// Safetensors file to read
@@ -532,7 +538,7 @@ impl Semantics {
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
     /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8, tq6 to tq2, or one of
-    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends
+    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends, some also of the simulator
     #[arg(long, value_name = "CODEC")]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, as --k-codec
@@ -830,6 +836,11 @@ mod tests {
         assert_eq!(q_offset("-7").unwrap(), QOffset::At(-7));
         assert_eq!(q_offset("bottom-right").unwrap(), QOffset::BottomRight);
         assert!(q_offset("bottom").is_err());
+    }
+
+    #[test]
+    fn the_limit_of_the_simulator_is_said() {
+        assert!(RUN_HELP.contains(&format!(" {} ", crate::run::MOST_SIMULATED)));
     }
 
     #[test]

@@ -163,7 +163,7 @@ fn the_simulator_agrees_with_the_cpu() {
 fn the_simulator_has_native_code_of_some_problems() {
     let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 3, 64], &[1, 2, 9, 64], &[1, 2, 9, 64]));
     let refuse = |options: &[&str], why| folder.refuse(&[options, &["--backend", "simulator"]].concat(), why);
-    let why = "the simulator has no native code for q f16, keys tq3 of 64 and values f16 of 64, \
+    let why = "the simulator has no native code: q f16, keys tq3 of 64 and values f16 of 64, \
                expected elements of the dtype of q or int8, tq4, int8+tq5, of 64 or 128";
     refuse(&["--k-codec", "tq3"], why);
     let folder = Folder::with(&qkv(Dtype::F32, &[1, 2, 3, 80], &[1, 2, 9, 80], &[1, 2, 9, 80]));
@@ -184,6 +184,22 @@ fn the_simulator_is_checked() {
     assert!(of("failed").is_empty() && !of("passed").is_empty(), "{:?}", of("failed"));
     let why = of("skipped").iter().map(|result| result["reason"].to_string()).collect::<String>();
     assert!(why.contains("no native code") && why.contains("scores"), "{why}");
+
+    let text = ok(&["check", "--backend", "simulator", "--filter", "decode_batch_f16,head_dim_8"]);
+    for line in [
+        " 4 skipped, the simulator has no native code, such as q f32, keys f32 of 80",
+        " 3 skipped, no kernel takes the problem, such as head_dim is 8, expected a multiple",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+}
+
+#[test]
+fn the_simulator_refuses_what_would_take_long() {
+    let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 600, 64], &[1, 2, 600, 64], &[1, 2, 600, 64]));
+    let why = "more scores than the 600000 that the simulator is given: 720000; \
+               --backend auto, cpu or reference takes this problem";
+    folder.refuse(&["--backend", "simulator"], why);
 }
 
 #[test]
