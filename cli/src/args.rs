@@ -281,7 +281,8 @@ pub(crate) struct InfoArgs {
 /// checks its answer on a few query rows against the f64 oracle. Times are medians.
 ///
 /// Kernels (the group kernels) are run on the simulator first, which counts what they read and write, in small; on CUDA they are then
-/// measured against a copy. Their answers are those of computations in f64.
+/// measured against a copy. Their answers are those of computations in f64. simd/thread, per_thread.simd_operations in JSON, is the
+/// number of SIMD operations that each thread takes part in.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \

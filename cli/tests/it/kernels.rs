@@ -215,8 +215,11 @@ fn kernels_are_measured() {
     assert_eq!((of("bytes"), of("device_written")), (8 * numbers, 4 * numbers), "{row}");
     assert!(of("device_read") >= 4 * numbers && of("barriers") == 0, "{row}");
     assert!(row["error"].as_f64().unwrap() <= row["tolerance"].as_f64().unwrap(), "{row}");
-    let each = row["per_thread"]["device_written"].as_f64().unwrap();
-    assert_eq!(each, of("device_written") as f64 / of("threads") as f64);
+    let each = |name: &str| row["per_thread"][name].as_f64().unwrap();
+    assert_eq!(each("device_written"), of("device_written") as f64 / of("threads") as f64);
+    assert_eq!(each("simd_operations"), (32 * of("simd_operations")) as f64 / of("threads") as f64);
+    let table = ok(&["bench", "kernels", "--kernel", "hadamard"]);
+    assert!(table.contains(&format!(" {:.1} ", each("simd_operations"))), "{table}");
     let written = std::fs::read_to_string(&file).unwrap();
     assert_eq!(written, format!("{row}\n"));
 
