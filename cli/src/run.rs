@@ -60,18 +60,19 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
         Backend::Cuda | Backend::Reference | Backend::Simulator => {
             let cuda = args.backend == Backend::Cuda;
             let given = [
-                ("--isa", args.cpu.isa.is_some()),
-                ("--threads", args.cpu.threads.is_some()),
-                ("--splits", args.splits.is_some() && !cuda),
-                ("--kernels", args.kernels != Kernels::Auto && !cuda),
+                ("--isa", "auto or cpu", args.cpu.isa.is_some()),
+                ("--threads", "auto or cpu", args.cpu.threads.is_some()),
+                ("--splits", "auto, cpu or cuda", args.splits.is_some() && !cuda),
+                ("--kernels", "auto or cuda", args.kernels != Kernels::Auto && !cuda),
             ];
-            if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
+            if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
                 let name = match args.backend {
                     Backend::Cuda => "cuda",
                     Backend::Simulator => "simulator",
                     _ => "reference",
                 };
-                let text = format_args!("has no meaning for the {name} backend, expected cpu or auto");
+                let text =
+                    format_args!("has no meaning for the {name} backend, expected --backend {expected}");
                 return Err(Failure::at(option, text));
             }
         }

@@ -127,7 +127,10 @@ fn options() {
         (&["--backend", "cuda", "--threads", "1"], "--threads: has no meaning for the cuda backend"),
         (&["--backend", "metal"], "metal is not part of this build"),
         (&["--backend", "simulator"], "head_dim is 8, expected a multiple of 16 up to 512"),
-        (&["--backend", "simulator", "--splits", "2"], "--splits: has no meaning for the simulator backend"),
+        (
+            &["--backend", "simulator", "--splits", "2"],
+            "--splits: has no meaning for the simulator backend, expected --backend auto, cpu or cuda",
+        ),
         (
             &["--backend", "reference", "--threads", "2"],
             "--threads: has no meaning for the reference backend",
