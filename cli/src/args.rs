@@ -403,8 +403,8 @@ pub(crate) struct ListArgs {
 
 /// Print the whole text of an instance: all that a compiler has to be given
 ///
-/// An instance is chosen by its name, of `flashtile kernels list --instances`, or by its kernel and options. Options that are not
-/// given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
+/// An instance is chosen by its name, of `flashtile kernels list --instances` or as `bench kernels` and `check --json` say it, or by
+/// its kernel and options. Options that are not given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \

@@ -108,8 +108,14 @@ fn texts_as_files() {
 fn refusals() {
     let print = |rest: &[&'static str]| [&["kernels", "print", "--target", "cuda"], rest].concat();
     let cases = [
-        (vec!["kernels", "list", "decod"], "decod is no kernel, expected decode"),
-        (print(&[]), "expected a kernel (decode, merge, encode, append and 2 more), an instance or --all"),
+        (
+            vec!["kernels", "list", "decod"],
+            "decod is no kernel, expected decode, encode, merge, append, hadamard, classify",
+        ),
+        (
+            print(&[]),
+            "expected a kernel (decode, merge, encode, append, hadamard, classify), an instance or --all",
+        ),
         (print(&["clasify"]), "clasify is no kernel and no instance of one, expected classify"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
         (print(&["classify", "--paged"]), "--paged: has no meaning for classify, it has one instance"),
@@ -123,7 +129,17 @@ fn refusals() {
             "does not store 128 elements, expected a dimension such as 256",
         ),
         (print(&["decode", "--k-codec", "tq9"]), "tq9 is no codec"),
-        (print(&["merge_bf16_128_0", "--dtype", "f16"]), "--dtype chooses an instance of a kernel"),
+        (
+            print(&["merge_bf16_128_0", "--dtype", "f16"]),
+            "--dtype: has no meaning for merge_bf16_128_0, an instance, expected the kernel merge",
+        ),
+        (print(&["merg", "--dtype", "f16"]), "merg is no kernel and no instance of one, expected merge, "),
+        (
+            print(&["merge_bf16_0128_0"]),
+            "merge_bf16_0128_0 is no kernel and no instance of one, expected merge_bf16_128_0, ",
+        ),
+        (print(&["merge_bf16_99999999999_0"]), "is no kernel and no instance of one"),
+        (print(&["merge_bf17_128_0"]), "is no kernel and no instance of one"),
         (print(&["--all"]), "--all: expected -o DIR"),
         (print(&["--all", "--paged", "-o", "x"]), "--paged: has no meaning with --all"),
         (vec!["kernels", "print", "merge"], "--target"),
@@ -223,6 +239,12 @@ fn kernels_are_measured() {
     let written = std::fs::read_to_string(&file).unwrap();
     assert_eq!(written, format!("{row}\n"));
 
+    // What it names can be printed, listed or not.
+    for row in json_lines(&["bench", "kernels", "--kernel", "decode", "--json"]) {
+        let name = row["instance"].as_str().unwrap();
+        let text = ok(&["kernels", "print", name, "--target", "cuda"]);
+        assert!(text.contains(&format!("\n{name}(")), "{name} in {text}");
+    }
     let table = ok(&["bench", "kernels", "--kernel", "append"]);
     assert!(
         table.contains("\n1 append") && table.contains("\n1 append_bf16_2: rows 40, dim 128\n"),
@@ -232,10 +254,10 @@ fn kernels_are_measured() {
         (&["--kernel", "haddamard"][..], "haddamard is no kernel, expected hadamard"),
         (&["--backend", "cpu"], "kernels run on simulator or cuda"),
         (&["--head-dim", "64"], "--head-dim: has no meaning for kernels"),
+        (&["--page", "64"], "--page: has no meaning for kernels"),
     ];
     for (options, why) in cases {
         assert_refused(&flashtile([&["bench", "kernels"], options].concat()), why, &options.join(" "));
     }
     assert_refused(&flashtile(["bench", "decode", "--kernel", "merge"]), "needs the group kernels", "decode");
 }
-        (&["--page", "64"], "--page: has no meaning for kernels"),
