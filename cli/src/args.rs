@@ -1,10 +1,15 @@
 //! The command line as types.
 
 use crate::failure::Failure;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use crate::nearest;
+use Backend::{Auto, Cpu, Cuda, Reference, Simulator};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::error::{ContextKind, ContextValue};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use flashtile::kernels::{Variant, VariantOption};
 use flashtile::plan::Isa;
 use flashtile::{Codec, Dtype, KernelChoice, QOffset, Visibility};
+use std::ffi::OsStr;
 use std::num::NonZero;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -74,7 +79,7 @@ pub(crate) struct RunArgs {
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// What computes
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda, Reference, Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
     #[arg(long, value_enum, default_value_t = Kernels::Auto)]
@@ -112,8 +117,8 @@ pub(crate) struct RunArgs {
     flashtile check --backend cuda --kernels portable"
 )]
 pub(crate) struct CheckArgs {
-    /// Run this backend alone; auto is every one of this machine
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    /// Run this backend alone; auto is every one of this machine but the simulator
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda, Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
     #[arg(long, value_enum, default_value_t = Kernels::Auto)]
@@ -169,7 +174,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
     /// What would compute; auto is the cpu
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
     #[arg(long, value_enum, default_value_t = Kernels::Auto)]
@@ -293,8 +298,8 @@ pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// What computes; auto is the cpu, for kernels the simulator
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    /// What computes; auto is the cpu, for kernels the simulator, which is of kernels alone
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda, Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Of the group kernels, this kernel alone: a name of `flashtile kernels list`
     #[arg(long, value_name = "NAME")]
@@ -613,12 +618,20 @@ pub(crate) enum Backend {
     Cpu,
     /// Kernels of the first CUDA device
     Cuda,
-    #[value(hide = true)]
+    /// Kernels of Apple's GPUs, which this build has not
     Metal,
     /// The definition in f64, one thread
     Reference,
     /// Kernels of the kernel language on the host, every access checked: small problems
     Simulator,
+}
+
+/// Backends by their names. Help shows those that a command takes; the command refuses the others with its reason.
+fn backend(shown: &'static [Backend]) -> impl TypedValueParser<Value = Backend> {
+    let value =
+        |backend: &Backend| backend.to_possible_value().map(|value| value.hide(!shown.contains(backend)));
+    PossibleValuesParser::new(Backend::value_variants().iter().filter_map(value))
+        .try_map(|name| Backend::from_str(&name, false))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -804,12 +817,29 @@ fn duration(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("expected seconds, more than 0 and at most {MAX_TIME}"))
 }
 
-/// The parser's message without usage and tips: one line.
-pub(crate) fn one_line(error: &clap::Error) -> Failure {
+/// The parser's message of a command line without usage: one line.
+pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Failure {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
-    let line = lines.join(" ");
-    Failure::new(format_args!("{}; see --help", line.strip_prefix("error: ").unwrap_or(&line)))
+    let message = lines.join(" ");
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
+    match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(given)) => {
+            Failure::new(format_args!("{message}, {}; see --help", subcommand(given, line)))
+        }
+        _ => Failure::new(format_args!("{message}; see --help")),
+    }
+}
+
+/// Which subcommand may have been meant by `given`, after those that a command line begins with.
+fn subcommand<S: AsRef<OsStr>>(given: &str, line: &[S]) -> String {
+    let root = Cli::command();
+    let mut command = &root;
+    for name in line.iter().skip(1) {
+        let Some(next) = command.find_subcommand(name) else { break };
+        command = next;
+    }
+    nearest::meant(given, command.get_subcommands().map(clap::Command::get_name))
 }
 
 /// How keys and values are stored: one codec for both, or two.
@@ -824,8 +854,20 @@ mod tests {
 
     #[test]
     fn options_are_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn misspelt_subcommands() {
+        let cases = [
+            (vec!["flashtile", "kernel", "list"], "did you mean kernels; see --help"),
+            (vec!["flashtile", "kernels", "lst"], "did you mean list; see --help"),
+            (vec!["flashtile", "jump"], "expected "),
+        ];
+        for (line, why) in cases {
+            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
+            assert!(shown.starts_with("unrecognized subcommand ") && shown.contains(why), "{shown}");
+        }
     }
 
     #[test]
@@ -870,7 +912,7 @@ mod tests {
             vec!["flashtile", "plan", "a", "--batch", "2"],
         ];
         for line in lines {
-            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err()).to_string();
+            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
             assert!(
                 !shown.contains('\n') && shown.ends_with("; see --help") && shown.len() > 20,
                 "{line:?}: {shown}"
