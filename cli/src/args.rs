@@ -1,10 +1,15 @@
 //! The command line as types.
 
 use crate::failure::Failure;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use crate::nearest;
+use Backend::{Auto, Cpu, Cuda, Reference, Simulator};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::error::{ContextKind, ContextValue};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use flashtile::kernels::{Variant, VariantOption};
 use flashtile::plan::Isa;
 use flashtile::{Codec, Dtype, KernelChoice, QOffset, Visibility};
+use std::ffi::OsStr;
 use std::num::NonZero;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -51,6 +56,11 @@ and, where present,
 
 With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
 
+With --backend simulator the kernels of the kernel language run on this machine, every access
+checked: ten to a hundred thousand scores a second (query heads * queries * keys), 600000 at
+most, of head dimension 64 or 128, the same for v, keys and values as they are or in codecs:
+int8, tq4, or int8 keys with tq5 values.
+
 Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
 Names that are not understood are noted and not read; names that look like misspelt ones are refused.";
 
@@ -58,7 +68,8 @@ Names that are not understood are noted and not read; names that look like missp
 #[derive(Debug, Args)]
 #[command(
     long_about = RUN_HELP,
-    after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right"
+    after_help = "Examples:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right\n  \
+        flashtile run examples/data/small_f16.safetensors -o out.safetensors --backend simulator"
 )]
 pub(crate) struct RunArgs {
     /// Safetensors file to read
@@ -68,7 +79,7 @@ pub(crate) struct RunArgs {
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// What computes
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda, Reference, Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
     #[arg(long, value_enum, default_value_t = Kernels::Auto)]
@@ -106,8 +117,8 @@ pub(crate) struct RunArgs {
     flashtile check --backend cuda --kernels portable"
 )]
 pub(crate) struct CheckArgs {
-    /// Run this backend alone; auto is every one of this machine
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    /// Run this backend alone; auto is every one of this machine but the simulator
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda, Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
     #[arg(long, value_enum, default_value_t = Kernels::Auto)]
@@ -163,7 +174,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
     /// What would compute; auto is the cpu
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
     #[arg(long, value_enum, default_value_t = Kernels::Auto)]
@@ -275,7 +286,8 @@ pub(crate) struct InfoArgs {
 /// checks its answer on a few query rows against the f64 oracle. Times are medians.
 ///
 /// Kernels (the group kernels) are run on the simulator first, which counts what they read and write, in small; on CUDA they are then
-/// measured against a copy. Their answers are those of computations in f64.
+/// measured against a copy. Their answers are those of computations in f64. simd/thread, per_thread.simd_operations in JSON, is the
+/// number of SIMD operations that each thread takes part in.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
@@ -286,8 +298,8 @@ pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// What computes; auto is the cpu, for kernels the simulator
-    #[arg(long, value_enum, default_value_t = Backend::Auto)]
+    /// What computes; auto is the cpu, for kernels the simulator, which is of kernels alone
+    #[arg(long, value_parser = backend(&[Auto, Cpu, Cuda, Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// Of the group kernels, this kernel alone: a name of `flashtile kernels list`
     #[arg(long, value_name = "NAME")]
@@ -326,9 +338,9 @@ pub(crate) struct BenchArgs {
     /// Where decode rows have their keys and values; a ring keeps as many as it has keys, of sequences half as long again
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "dense")]
     pub(crate) cache: Vec<CacheKind>,
-    /// Tokens of a page of a paged cache, whose pages lie in random order
-    #[arg(long, value_name = "N", value_parser = count, default_value_t = 16)]
-    pub(crate) page: usize,
+    /// Tokens of a page of a paged cache, whose pages lie in random order; default 16
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) page: Option<usize>,
     /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2; of 256 or 512
     /// elements mlx-tq8, -tq6, -tq5 and -tq4, all but the last also with -plain behind); rows take turns, so that their ratio is of one
     /// time; default the dtype
@@ -396,8 +408,8 @@ pub(crate) struct ListArgs {
 
 /// Print the whole text of an instance: all that a compiler has to be given
 ///
-/// An instance is chosen by its name, of `flashtile kernels list --instances`, or by its kernel and options. Options that are not
-/// given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
+/// An instance is chosen by its name, of `flashtile kernels list --instances` or as `bench kernels` and `check --json` say it, or by
+/// its kernel and options. Options that are not given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \
@@ -532,7 +544,7 @@ impl Semantics {
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
     /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8, tq6 to tq2, or one of
-    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends
+    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends, some also of the simulator
     #[arg(long, value_name = "CODEC")]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, as --k-codec
@@ -606,12 +618,20 @@ pub(crate) enum Backend {
     Cpu,
     /// Kernels of the first CUDA device
     Cuda,
-    #[value(hide = true)]
+    /// Kernels of Apple's GPUs, which this build has not
     Metal,
     /// The definition in f64, one thread
     Reference,
     /// Kernels of the kernel language on the host, every access checked: small problems
     Simulator,
+}
+
+/// Backends by their names. Help shows those that a command takes; the command refuses the others with its reason.
+fn backend(shown: &'static [Backend]) -> impl TypedValueParser<Value = Backend> {
+    let value =
+        |backend: &Backend| backend.to_possible_value().map(|value| value.hide(!shown.contains(backend)));
+    PossibleValuesParser::new(Backend::value_variants().iter().filter_map(value))
+        .try_map(|name| Backend::from_str(&name, false))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -797,12 +817,29 @@ fn duration(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("expected seconds, more than 0 and at most {MAX_TIME}"))
 }
 
-/// The parser's message without usage and tips: one line.
-pub(crate) fn one_line(error: &clap::Error) -> Failure {
+/// The parser's message of a command line without usage: one line.
+pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Failure {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
-    let line = lines.join(" ");
-    Failure::new(format_args!("{}; see --help", line.strip_prefix("error: ").unwrap_or(&line)))
+    let message = lines.join(" ");
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
+    match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(given)) => {
+            Failure::new(format_args!("{message}, {}; see --help", subcommand(given, line)))
+        }
+        _ => Failure::new(format_args!("{message}; see --help")),
+    }
+}
+
+/// Which subcommand may have been meant by `given`, after those that a command line begins with.
+fn subcommand<S: AsRef<OsStr>>(given: &str, line: &[S]) -> String {
+    let root = Cli::command();
+    let mut command = &root;
+    for name in line.iter().skip(1) {
+        let Some(next) = command.find_subcommand(name) else { break };
+        command = next;
+    }
+    nearest::meant(given, command.get_subcommands().map(clap::Command::get_name))
 }
 
 /// How keys and values are stored: one codec for both, or two.
@@ -817,8 +854,20 @@ mod tests {
 
     #[test]
     fn options_are_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn misspelt_subcommands() {
+        let cases = [
+            (vec!["flashtile", "kernel", "list"], "did you mean kernels; see --help"),
+            (vec!["flashtile", "kernels", "lst"], "did you mean list; see --help"),
+            (vec!["flashtile", "jump"], "expected "),
+        ];
+        for (line, why) in cases {
+            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
+            assert!(shown.starts_with("unrecognized subcommand ") && shown.contains(why), "{shown}");
+        }
     }
 
     #[test]
@@ -830,6 +879,11 @@ mod tests {
         assert_eq!(q_offset("-7").unwrap(), QOffset::At(-7));
         assert_eq!(q_offset("bottom-right").unwrap(), QOffset::BottomRight);
         assert!(q_offset("bottom").is_err());
+    }
+
+    #[test]
+    fn the_limit_of_the_simulator_is_said() {
+        assert!(RUN_HELP.contains(&format!(" {} ", crate::run::MOST_SIMULATED)));
     }
 
     #[test]
@@ -858,7 +912,7 @@ mod tests {
             vec!["flashtile", "plan", "a", "--batch", "2"],
         ];
         for line in lines {
-            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err()).to_string();
+            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
             assert!(
                 !shown.contains('\n') && shown.ends_with("; see --help") && shown.len() > 20,
                 "{line:?}: {shown}"

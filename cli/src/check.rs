@@ -12,6 +12,8 @@ use flashtile::testkit::{
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 /// Scores of the largest cases that the simulator is given.
@@ -51,6 +53,7 @@ fn check(args: &CheckArgs) -> Result<bool> {
         lines.iter().try_for_each(report::line)?;
     } else {
         report::text(table(&tallies))?;
+        tallies.iter().flat_map(Tally::skips).try_for_each(report::line)?;
         failures.iter().try_for_each(report::line)?;
     }
     Ok(tallies.iter().any(|t| t.failed > 0))
@@ -132,6 +135,8 @@ struct Tally {
     passed: usize,
     failed: usize,
     skipped: usize,
+    /// How often a reason skipped a case, and what it says of the first.
+    reasons: BTreeMap<String, (usize, String)>,
     /// Largest error of a passed case of each dtype, relative to the limit of that case.
     nrmse: [f64; DTYPES.len()],
     /// The passed case that came closest to its limit.
@@ -140,7 +145,15 @@ struct Tally {
 
 impl Tally {
     const fn new(runner: String) -> Self {
-        Self { runner, passed: 0, failed: 0, skipped: 0, nrmse: [0.0; DTYPES.len()], closest: None }
+        Self {
+            runner,
+            passed: 0,
+            failed: 0,
+            skipped: 0,
+            reasons: BTreeMap::new(),
+            nrmse: [0.0; DTYPES.len()],
+            closest: None,
+        }
     }
 
     fn add(&mut self, result: &CaseResult<'_>) {
@@ -158,9 +171,27 @@ impl Tally {
                     self.closest = Some((ratio, result.case.name.clone()));
                 }
             }
-            Err(CaseFailure::Skipped(_)) => self.skipped += 1,
+            Err(CaseFailure::Skipped(why)) => {
+                self.skipped += 1;
+                let (reason, of_case) = why.split_once(": ").unwrap_or((why, ""));
+                let entry = self.reasons.entry(reason.to_owned());
+                entry.or_insert_with(|| (0, of_case.to_owned())).0 += 1;
+            }
             Err(_) => self.failed += 1,
         }
+    }
+}
+
+impl Tally {
+    /// Why cases were skipped, a line for each reason, the most frequent first.
+    fn skips(&self) -> Vec<String> {
+        let mut reasons: Vec<_> = self.reasons.iter().collect();
+        reasons.sort_by_key(|(_, (count, _))| Reverse(*count));
+        let line = |(reason, (count, first)): (&String, &(usize, String))| {
+            let first = if first.is_empty() { String::new() } else { format!(", such as {first}") };
+            format!("{}: {count} skipped, {reason}{first}", self.runner)
+        };
+        reasons.into_iter().map(line).collect()
     }
 }
 

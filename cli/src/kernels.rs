@@ -7,7 +7,7 @@ use crate::output::{self, Destination};
 use crate::report::{self, Table};
 use flashtile::kernels::{KERNELS, VariantOption, instances};
 use flashtile_kernel::text::{ElementType, GenericKind, ParameterKind};
-use flashtile_kernel::{Instance, Kernel, Target};
+use flashtile_kernel::{Generic, Instance, Kernel, ScalarType, Target};
 use serde_json::{Value, json};
 use std::ops::RangeInclusive;
 use std::process::ExitCode;
@@ -20,10 +20,15 @@ pub(crate) fn run(command: &KernelsCommand) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Names of all kernels.
+fn names() -> impl Iterator<Item = &'static str> {
+    KERNELS.iter().map(|kernel| kernel.name)
+}
+
 /// The kernel of a name; `option` is where the name was given.
 pub(crate) fn kernel(option: &str, name: &str) -> Result<&'static Kernel> {
     KERNELS.iter().copied().find(|kernel| kernel.name == name).ok_or_else(|| {
-        let expected = nearest::expected(name, KERNELS.iter().map(|kernel| kernel.name));
+        let expected = nearest::expected(name, names());
         Failure::at(option, format_args!("{name} is no kernel, {expected}"))
     })
 }
@@ -196,8 +201,8 @@ fn print(args: &PrintArgs) -> Result<()> {
         return print_all(args);
     }
     let Some(name) = &args.name else {
-        let names = KERNELS.iter().map(|kernel| kernel.name).collect::<Vec<_>>();
-        let what = format_args!("expected a kernel ({}), an instance or --all", report::some(&names));
+        let names = names().collect::<Vec<_>>().join(", ");
+        let what = format_args!("expected a kernel ({names}), an instance or --all");
         return Err(Failure::at("kernels print", what));
     };
     let text = text(&chosen(args, name)?, args.target);
@@ -223,24 +228,61 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
         }
         return args.variant.variant().instance(kernel).map_err(|why| Failure::at(name, why));
     }
-    if let Some(option) = given.first() {
-        let expected = nearest::expected(name, KERNELS.iter().map(|kernel| kernel.name));
-        let what = format_args!("--{} chooses an instance of a kernel, {expected}", option.name());
-        return Err(Failure::at(name, what));
+    if let Some(instance) = KERNELS.iter().find_map(|kernel| named(kernel, name)) {
+        return match given.first() {
+            None => Ok(instance),
+            Some(option) => {
+                let kernel = instance.kernel().name;
+                let what =
+                    format_args!("has no meaning for {name}, an instance, expected the kernel {kernel}");
+                Err(Failure::at(format_args!("--{}", option.name()), what))
+            }
+        };
     }
-    let all = instances();
-    if let Some(instance) = all.iter().find(|instance| instance.entry() == name) {
-        return Ok(instance.clone());
-    }
-    let entries: Vec<String> = all.iter().map(Instance::entry).collect();
     // Whoever writes generics means an instance.
     let of_kernel = |kernel: &&&Kernel| name.starts_with(&format!("{}_", kernel.name));
     let expected = match KERNELS.iter().find(of_kernel) {
-        Some(_) => nearest::expected(name, entries.iter().map(String::as_str)),
-        None => nearest::expected(name, KERNELS.iter().map(|kernel| kernel.name)),
+        Some(_) => {
+            let entries: Vec<String> = instances().iter().map(Instance::entry).collect();
+            nearest::expected_some(name, entries.iter().map(String::as_str))
+        }
+        None => nearest::expected(name, names()),
     };
     let what = format_args!("{name} is no kernel and no instance of one, {expected}");
     Err(Failure::at("kernels print", what))
+}
+
+/// Generics are dimensions, codecs and small counts: with numbers up to this one, sizes that are computed of them do not overflow.
+const MOST_GENERIC: u32 = u16::MAX as u32;
+
+/// The instance of a kernel that a name says: listed, or made for another shape or tile.
+fn named(kernel: &'static Kernel, name: &str) -> Option<Instance> {
+    let generics = match name.strip_prefix(kernel.cpp)? {
+        "" => Vec::new(),
+        rest => rest.strip_prefix('_')?.split('_').collect(),
+    };
+    let kinds = kernel.generics.iter().map(|generic| generic.kind);
+    let generics = (generics.len() == kinds.len()).then(|| {
+        generics.iter().zip(kinds).map(|(text, kind)| generic(text, kind)).collect::<Option<Vec<_>>>()
+    })??;
+    // A number has other spellings than the one in names.
+    Instance::new(kernel, &generics, None).ok().filter(|instance| instance.entry() == name)
+}
+
+/// A generic as names of instances say it.
+fn generic(text: &str, kind: GenericKind) -> Option<Generic> {
+    let number = || text.parse::<u32>().ok().filter(|&n| n <= MOST_GENERIC);
+    match kind {
+        GenericKind::Element => {
+            let types = [ScalarType::F32, ScalarType::F16, ScalarType::Bf16];
+            types.into_iter().find(|scalar| scalar.name() == text).map(Generic::Type)
+        }
+        GenericKind::Const(ScalarType::Usize) => number().map(|n| Generic::Usize(n as usize)),
+        GenericKind::Const(ScalarType::U32) => number().map(Generic::U32),
+        GenericKind::Const(ScalarType::Bool) => text.parse().ok().map(Generic::Bool),
+        // No kernel here has others.
+        _ => None,
+    }
 }
 
 /// Every listed instance as a file of its own.

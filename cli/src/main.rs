@@ -30,7 +30,11 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            let shown = if error.use_stderr() { Err(args::one_line(&error)) } else { report::text(&error) };
+            let shown = if error.use_stderr() {
+                Err(args::one_line(&error, &std::env::args_os().collect::<Vec<_>>()))
+            } else {
+                report::text(&error)
+            };
             return finish(shown.map(|()| ExitCode::SUCCESS));
         }
     };

@@ -2,6 +2,9 @@
 
 use crate::report;
 
+/// Letters by which a misspelt name differs at most.
+const MOST_SLIPS: usize = 2;
+
 /// Letters to insert, remove or exchange until one text is the other.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
@@ -18,8 +21,8 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// `expected a, b or c`, those first that are nearest to `given`.
-pub(crate) fn expected<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+/// Names, those first that are nearest to `given`.
+fn sorted<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let mut names: Vec<&str> = names.into_iter().collect();
     // Where one text is the beginning of the other, the rest of it may be left out on purpose.
     let key = |name: &str| {
@@ -27,7 +30,26 @@ pub(crate) fn expected<'a>(given: &str, names: impl IntoIterator<Item = &'a str>
         (!begins, distance(given, name))
     };
     names.sort_by_key(|name| key(name));
-    format!("expected {}", report::some(&names))
+    names
+}
+
+/// `expected a, b, c`, the nearest to `given` first: all of a few names.
+pub(crate) fn expected<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+    format!("expected {}", sorted(given, names).join(", "))
+}
+
+/// The same of the nearest of many names.
+pub(crate) fn expected_some<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+    format!("expected {}", report::some(&sorted(given, names)))
+}
+
+/// `did you mean a` where a name is near `given`, or all of the names.
+pub(crate) fn meant<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
+    let names = sorted(given, names);
+    match names.first() {
+        Some(name) if distance(given, name) <= MOST_SLIPS => format!("did you mean {name}"),
+        _ => format!("expected {}", names.join(", ")),
+    }
 }
 
 #[cfg(test)]
@@ -38,6 +60,11 @@ mod tests {
     fn the_nearest_comes_first() {
         assert_eq!((distance("", "ab"), distance("decode", "decoed"), distance("a", "a")), (2, 2, 0));
         assert_eq!(expected("decod", ["classify", "merge", "decode"]), "expected decode, merge, classify");
+        let many = ["a", "b", "c", "d", "e", "f"];
+        assert_eq!(expected("f", many), "expected f, a, b, c, d, e");
+        assert_eq!(expected_some("f", many), "expected f, a, b, c and 2 more");
+        assert_eq!(meant("kernel", ["kv", "kernels"]), "did you mean kernels");
+        assert_eq!(meant("jump", ["plan", "list"]), "expected plan, list");
         assert_eq!(expected("dec_f16", ["dec_f32_1", "dec_f16_1"]), "expected dec_f16_1, dec_f32_1");
     }
 }

@@ -24,6 +24,9 @@ const MEASURE_SECONDS: f64 = 0.3;
 /// Most repetitions: a median of more is no steadier.
 const MOST_REPETITIONS: usize = 31;
 
+/// Scores of the largest problem that the simulator is given: at most about a minute's worth, which single queries are.
+pub(crate) const MOST_SIMULATED: u64 = 600_000;
+
 /// Operations and seconds below which a fraction of the limit says nothing: calls, not kernels, take the time.
 const LEAST_FLOPS: f64 = 1e8;
 const LEAST_SECONDS: f64 = 200e-6;
@@ -57,18 +60,19 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
         Backend::Cuda | Backend::Reference | Backend::Simulator => {
             let cuda = args.backend == Backend::Cuda;
             let given = [
-                ("--isa", args.cpu.isa.is_some()),
-                ("--threads", args.cpu.threads.is_some()),
-                ("--splits", args.splits.is_some() && !cuda),
-                ("--kernels", args.kernels != Kernels::Auto && !cuda),
+                ("--isa", "auto or cpu", args.cpu.isa.is_some()),
+                ("--threads", "auto or cpu", args.cpu.threads.is_some()),
+                ("--splits", "auto, cpu or cuda", args.splits.is_some() && !cuda),
+                ("--kernels", "auto or cuda", args.kernels != Kernels::Auto && !cuda),
             ];
-            if let Some((option, _)) = given.into_iter().find(|(_, given)| *given) {
+            if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
                 let name = match args.backend {
                     Backend::Cuda => "cuda",
                     Backend::Simulator => "simulator",
                     _ => "reference",
                 };
-                let text = format_args!("has no meaning for the {name} backend, expected cpu or auto");
+                let text =
+                    format_args!("has no meaning for the {name} backend, expected --backend {expected}");
                 return Err(Failure::at(option, text));
             }
         }
@@ -340,8 +344,11 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let started = Instant::now();
-    SimulatorRunner::new().run(problem, &inputs, &mut outputs).map_err(|why| match why {
-        NotRun::Unsupported(why) => Failure::new(why),
+    let runner = SimulatorRunner::new().at_most(MOST_SIMULATED);
+    runner.run(problem, &inputs, &mut outputs).map_err(|why| match why {
+        NotRun::Unsupported(why) => {
+            Failure::new(format_args!("{why}; --backend auto, cpu or reference takes this problem"))
+        }
         // The kernels' own fault.
         NotRun::Error(fault) => Failure::wrong(fault),
         _ => Failure::new("the simulator gave no answer"),

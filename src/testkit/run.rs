@@ -12,7 +12,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NotRun {
-    /// The backend refused the problem: not a failure.
+    /// The backend refused the problem: not a failure. What concerns this problem alone is behind the first colon: reports count
+    /// what is before it.
     Unsupported(String),
     /// The backend took the problem and failed.
     Error(String),

@@ -116,6 +116,13 @@ fn needed(workload: &Workload, shape: &Shape) -> [u64; 2] {
     workload.bench().map_or([0, 0], of)
 }
 
+/// Threads that take part in an operation of a SIMD group.
+const SIMD_LANES: u64 = 32;
+
+fn per_thread(row: &Simulated, n: u64) -> f64 {
+    n as f64 / row.threads.max(1) as f64
+}
+
 fn simulated_table(rows: &[(&Workload, Simulated)]) -> String {
     let mut table = Table::new([
         "kernel",
@@ -142,8 +149,7 @@ fn simulated_table(rows: &[(&Workload, Simulated)]) -> String {
             report::bytes(bytes as f64),
             format!("{:.2}", moved as f64 / bytes.max(1) as f64),
             report::bytes((r.shared_read + r.shared_written) as f64),
-            // An operation of a SIMD group is one of each of its 32 threads.
-            format!("{:.1}", (32 * r.simd_operations) as f64 / row.threads.max(1) as f64),
+            format!("{:.1}", per_thread(row, SIMD_LANES * r.simd_operations)),
             r.barriers.to_string(),
             format!("{:.1e}", row.error),
         ]);
@@ -198,7 +204,6 @@ fn common_json(
 fn simulated_json(workload: &Workload, row: &Simulated) -> Value {
     let mut all = common_json(workload, "simulator", &row.entry, &row.shape, row.error);
     let r = &row.report;
-    let per_thread = |n: u64| json!(n as f64 / row.threads.max(1) as f64);
     let counts = [
         ("device_read", r.device_read),
         ("device_written", r.device_written),
@@ -206,11 +211,14 @@ fn simulated_json(workload: &Workload, row: &Simulated) -> Value {
         ("shared_written", r.shared_written),
         ("atomics", r.atomics),
         ("simd_operations", r.simd_operations),
-        ("barriers", r.barriers),
     ];
     all.insert("threads".to_owned(), json!(row.threads));
     all.extend(counts.map(|(name, n)| (name.to_owned(), json!(n))));
-    let each = counts.map(|(name, n)| (name.to_owned(), per_thread(n)));
+    all.insert("barriers".to_owned(), json!(r.barriers));
+    let each = counts.map(|(name, n)| {
+        let n = if name == "simd_operations" { SIMD_LANES * n } else { n };
+        (name.to_owned(), json!(per_thread(row, n)))
+    });
     all.insert("per_thread".to_owned(), Value::Object(each.into_iter().collect()));
     Value::Object(all)
 }

@@ -5,6 +5,9 @@ use crate::cached::not_of_cuda;
 use crate::failure::{Failure, Result};
 use flashtile::{Codec, Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
 
+/// Tokens of a page where none are asked for.
+const PAGE: usize = 16;
+
 /// Group of rows that share a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
@@ -54,7 +57,7 @@ impl Row {
         let mut visibility = args.window.unwrap_or_default().and(Visibility::causal());
         let page = match cache {
             CacheKind::Dense | CacheKind::Contiguous => high,
-            CacheKind::Paged => args.page,
+            CacheKind::Paged => args.page.unwrap_or(PAGE),
             CacheKind::Ring => {
                 visibility = visibility.and(Visibility::window(Some(high - 1), None));
                 lens.iter_mut().for_each(|len| *len += *len / 2);
@@ -329,6 +332,9 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
             return Err(not_of_cuda("--codec", *codec, "auto or cpu"));
         }
     }
+    if args.page.is_some() && !args.cache.contains(&CacheKind::Paged) {
+        return Err(Failure::at("--page", "needs --cache paged: no other cache has pages"));
+    }
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));
     }
@@ -366,6 +372,7 @@ fn check_kernels(args: &BenchArgs) -> Result<()> {
         ("--kv-heads", !args.kv_heads.is_empty()),
         ("--batch", args.batch != [1]),
         ("--cache", args.cache != [CacheKind::Dense]),
+        ("--page", args.page.is_some()),
         ("--codec", !args.codec.is_empty()),
         ("--shared", args.shared.is_some()),
         ("--causal", args.causal),

@@ -43,6 +43,16 @@ fn help_and_version() {
         assert!(!run.contains(absent), "{absent} in {run}");
     }
     assert!(run.contains("cuda") && run.contains("simulator"), "{run}");
+    let backends = |command| {
+        ok(&[command, "--help"])
+            .lines()
+            .filter(|line| {
+                let line = line.trim_start();
+                ["- reference:", "- simulator:", "- metal:"].iter().any(|name| line.starts_with(name))
+            })
+            .count()
+    };
+    assert_eq!(["run", "check", "bench", "plan"].map(backends), [2, 1, 1, 0]);
     let check = ok(&["check", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(check.contains("default every one of this machine"), "{check}");
     assert_eq!(ok(&["--version"]), format!("flashtile {}\n", env!("CARGO_PKG_VERSION")));

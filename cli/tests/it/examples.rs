@@ -1,6 +1,6 @@
-//! The files of `examples/data`, whose answers other implementations gave.
+//! The files of `examples/data`: those whose answers other implementations gave, and one that is made here.
 
-use crate::files::{Folder, max_abs, nrmse, read, write};
+use crate::files::{Folder, Tensors, max_abs, nrmse, qkv, read, write};
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 use std::path::PathBuf;
@@ -87,4 +87,26 @@ fn minilm_attention() {
     write(&folder.input, &tensors);
     folder.run(&[]);
     assert!(std::fs::read(&folder.output).unwrap() == bytes, "padding was read");
+}
+
+/// What `small_f16.safetensors` holds: a step of three queries over a grouped cache, small enough for the simulator.
+fn small() -> Tensors {
+    qkv(Dtype::F16, &[1, 4, 3, 64], &[1, 2, 12, 64], &[1, 2, 12, 64])
+}
+
+#[test]
+#[ignore = "writes examples/data/small_f16.safetensors"]
+fn small_f16_is_written() {
+    write(&data("small_f16.safetensors"), &small());
+}
+
+#[test]
+fn small_f16() {
+    let mut folder = Folder::empty();
+    folder.input = data("small_f16.safetensors");
+    assert!(read(&folder.input) == small(), "the file is not what is written");
+    let run = |backend| folder.run(&["--causal", "--q-offset", "bottom-right", "--backend", backend]);
+    let (got, want) = (run("simulator"), run("reference"));
+    let error = nrmse(&got["out"].values(), &want["out"].values());
+    assert!(error <= 1e-3, "{error}");
 }

@@ -35,7 +35,7 @@ fn lists() {
     assert!(merges.contains("\nmerge_bf16_128_0 ") && !merges.contains("decode"), "{merges}");
     let wide = instances.iter().find(|instance| instance["instance"] == "merge_bf16_128_0").unwrap();
     assert_eq!(wide["generics"], serde_json::json!({"Q": "bf16", "DV": "128", "ORDER": "0"}));
-    assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &512.into()));
+    assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &2560.into()));
 }
 
 /// An instance is the same program however it is chosen.
@@ -108,8 +108,14 @@ fn texts_as_files() {
 fn refusals() {
     let print = |rest: &[&'static str]| [&["kernels", "print", "--target", "cuda"], rest].concat();
     let cases = [
-        (vec!["kernels", "list", "decod"], "decod is no kernel, expected decode"),
-        (print(&[]), "expected a kernel (decode, merge, encode, append and 2 more), an instance or --all"),
+        (
+            vec!["kernels", "list", "decod"],
+            "decod is no kernel, expected decode, encode, merge, append, hadamard, classify",
+        ),
+        (
+            print(&[]),
+            "expected a kernel (decode, merge, encode, append, hadamard, classify), an instance or --all",
+        ),
         (print(&["clasify"]), "clasify is no kernel and no instance of one, expected classify"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
         (print(&["classify", "--paged"]), "--paged: has no meaning for classify, it has one instance"),
@@ -123,7 +129,17 @@ fn refusals() {
             "does not store 128 elements, expected a dimension such as 256",
         ),
         (print(&["decode", "--k-codec", "tq9"]), "tq9 is no codec"),
-        (print(&["merge_bf16_128_0", "--dtype", "f16"]), "--dtype chooses an instance of a kernel"),
+        (
+            print(&["merge_bf16_128_0", "--dtype", "f16"]),
+            "--dtype: has no meaning for merge_bf16_128_0, an instance, expected the kernel merge",
+        ),
+        (print(&["merg", "--dtype", "f16"]), "merg is no kernel and no instance of one, expected merge, "),
+        (
+            print(&["merge_bf16_0128_0"]),
+            "merge_bf16_0128_0 is no kernel and no instance of one, expected merge_bf16_128_0, ",
+        ),
+        (print(&["merge_bf16_99999999999_0"]), "is no kernel and no instance of one"),
+        (print(&["merge_bf17_128_0"]), "is no kernel and no instance of one"),
         (print(&["--all"]), "--all: expected -o DIR"),
         (print(&["--all", "--paged", "-o", "x"]), "--paged: has no meaning with --all"),
         (vec!["kernels", "print", "merge"], "--target"),
@@ -163,7 +179,7 @@ fn the_simulator_agrees_with_the_cpu() {
 fn the_simulator_has_native_code_of_some_problems() {
     let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 3, 64], &[1, 2, 9, 64], &[1, 2, 9, 64]));
     let refuse = |options: &[&str], why| folder.refuse(&[options, &["--backend", "simulator"]].concat(), why);
-    let why = "the simulator has no native code for q f16, keys tq3 of 64 and values f16 of 64, \
+    let why = "the simulator has no native code: q f16, keys tq3 of 64 and values f16 of 64, \
                expected elements of the dtype of q or int8, tq4, int8+tq5, of 64 or 128";
     refuse(&["--k-codec", "tq3"], why);
     let folder = Folder::with(&qkv(Dtype::F32, &[1, 2, 3, 80], &[1, 2, 9, 80], &[1, 2, 9, 80]));
@@ -184,6 +200,22 @@ fn the_simulator_is_checked() {
     assert!(of("failed").is_empty() && !of("passed").is_empty(), "{:?}", of("failed"));
     let why = of("skipped").iter().map(|result| result["reason"].to_string()).collect::<String>();
     assert!(why.contains("no native code") && why.contains("scores"), "{why}");
+
+    let text = ok(&["check", "--backend", "simulator", "--filter", "decode_batch_f16,head_dim_8"]);
+    for line in [
+        " 4 skipped, the simulator has no native code, such as q f32, keys f32 of 80",
+        " 3 skipped, no kernel takes the problem, such as head_dim is 8, expected a multiple",
+    ] {
+        assert!(text.contains(line), "{line} in {text}");
+    }
+}
+
+#[test]
+fn the_simulator_refuses_what_would_take_long() {
+    let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 600, 64], &[1, 2, 600, 64], &[1, 2, 600, 64]));
+    let why = "more scores than the 600000 that the simulator is given: 720000; \
+               --backend auto, cpu or reference takes this problem";
+    folder.refuse(&["--backend", "simulator"], why);
 }
 
 #[test]
@@ -199,11 +231,20 @@ fn kernels_are_measured() {
     assert_eq!((of("bytes"), of("device_written")), (8 * numbers, 4 * numbers), "{row}");
     assert!(of("device_read") >= 4 * numbers && of("barriers") == 0, "{row}");
     assert!(row["error"].as_f64().unwrap() <= row["tolerance"].as_f64().unwrap(), "{row}");
-    let each = row["per_thread"]["device_written"].as_f64().unwrap();
-    assert_eq!(each, of("device_written") as f64 / of("threads") as f64);
+    let each = |name: &str| row["per_thread"][name].as_f64().unwrap();
+    assert_eq!(each("device_written"), of("device_written") as f64 / of("threads") as f64);
+    assert_eq!(each("simd_operations"), (32 * of("simd_operations")) as f64 / of("threads") as f64);
+    let table = ok(&["bench", "kernels", "--kernel", "hadamard"]);
+    assert!(table.contains(&format!(" {:.1} ", each("simd_operations"))), "{table}");
     let written = std::fs::read_to_string(&file).unwrap();
     assert_eq!(written, format!("{row}\n"));
 
+    // What it names can be printed, listed or not.
+    for row in json_lines(&["bench", "kernels", "--kernel", "decode", "--json"]) {
+        let name = row["instance"].as_str().unwrap();
+        let text = ok(&["kernels", "print", name, "--target", "cuda"]);
+        assert!(text.contains(&format!("\n{name}(")), "{name} in {text}");
+    }
     let table = ok(&["bench", "kernels", "--kernel", "append"]);
     assert!(
         table.contains("\n1 append") && table.contains("\n1 append_bf16_2: rows 40, dim 128\n"),
@@ -213,6 +254,7 @@ fn kernels_are_measured() {
         (&["--kernel", "haddamard"][..], "haddamard is no kernel, expected hadamard"),
         (&["--backend", "cpu"], "kernels run on simulator or cuda"),
         (&["--head-dim", "64"], "--head-dim: has no meaning for kernels"),
+        (&["--page", "64"], "--page: has no meaning for kernels"),
     ];
     for (options, why) in cases {
         assert_refused(&flashtile([&["bench", "kernels"], options].concat()), why, &options.join(" "));

@@ -29,6 +29,19 @@ fn minilm() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/data/minilm_all_layers_f16.safetensors")
 }
 
+/// Codes are the same bytes on every machine; what sums differ by is below the digits that are printed.
+#[test]
+fn the_readme_shows_what_is_printed() {
+    let printed = text(&minilm(), &[]);
+    let readme = include_str!("../../../README.md");
+    let (_, shown) =
+        readme.split_once("$ flashtile kv examples/data/minilm_all_layers_f16.safetensors\n").unwrap();
+    let (shown, _) = shown.split_once("\n```").unwrap();
+    for line in shown.lines().filter(|line| *line != "...") {
+        assert!(printed.lines().any(|of| of == line), "{line} in {printed}");
+    }
+}
+
 /// Place of a codec of keys in a report.
 fn key(report: &Value, codec: &str, centred: bool) -> usize {
     let keys = report["keys"].as_array().unwrap();

@@ -127,7 +127,10 @@ fn options() {
         (&["--backend", "cuda", "--threads", "1"], "--threads: has no meaning for the cuda backend"),
         (&["--backend", "metal"], "metal is not part of this build"),
         (&["--backend", "simulator"], "head_dim is 8, expected a multiple of 16 up to 512"),
-        (&["--backend", "simulator", "--splits", "2"], "--splits: has no meaning for the simulator backend"),
+        (
+            &["--backend", "simulator", "--splits", "2"],
+            "--splits: has no meaning for the simulator backend, expected --backend auto, cpu or cuda",
+        ),
         (
             &["--backend", "reference", "--threads", "2"],
             "--threads: has no meaning for the reference backend",
@@ -463,6 +466,7 @@ fn other_commands() {
             vec!["bench", "decode", "--cache", "paged", "--shared", "9999"],
             "--shared 9999: prefixes[0] has 9984",
         ),
+        (vec!["bench", "decode", "--cache", "dense,ring", "--page", "8"], "--page: needs --cache paged"),
         (vec!["bench", "--quick", "--full"], "cannot be used with"),
         (vec!["bench", "visibility", "--causal"], "--causal: has no meaning"),
         (vec!["bench", "--vs", peers], "peers.jsonl line 1: expected"),

@@ -1,6 +1,7 @@
 //! The first kernel.
 
 use flashtile_kernel::prelude::*;
+use flashtile_kernel::simulator::{Memory, Simulator};
 
 /// Adds two vectors.
 #[kernel(
@@ -18,8 +19,6 @@ pub fn add(a: &Buffer<f32>, b: &Buffer<f32>, out: &mut Buffer<f32>, n: u32) {
 
 #[test]
 fn the_first_kernel_runs() {
-    use flashtile_kernel::simulator::{Memory, Simulator};
-
     let a: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let (x, y) = (Memory::from_slice(&a), Memory::from_slice(&a));
     let mut out = Memory::uninit::<f32>(1000);
@@ -31,8 +30,6 @@ fn the_first_kernel_runs() {
 
 #[test]
 fn the_first_kernel_runs_everywhere() {
-    use flashtile_kernel::simulator::Memory;
-
     let a: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let sums: Vec<f32> = a.iter().map(|x| x + x).collect();
     crate::anywhere::everywhere(&sums, |device| {
@@ -47,8 +44,6 @@ fn the_first_kernel_runs_everywhere() {
 
 #[test]
 fn a_broken_contract_is_told() {
-    use flashtile_kernel::simulator::{Memory, Simulator};
-
     let x = Memory::from_slice(&[0f32; 10]);
     let mut out = Memory::from_slice(&[0f32; 10]);
     let why = add::Call { a: x.view(), b: x.view(), out: out.view_mut(), n: 11, groups: [1, 1, 1] }

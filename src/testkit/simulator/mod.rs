@@ -63,7 +63,7 @@ impl SimulatorRunner {
         self
     }
 
-    /// The same, taking no problem of more scores: the simulator computes some ten thousand a second.
+    /// The same, taking no problem of more scores: the simulator computes ten to a hundred thousand a second.
     #[must_use]
     pub const fn at_most(mut self, scores: u64) -> Self {
         self.most_scores = scores;
@@ -76,7 +76,7 @@ fn no_native(problem: &Problem, paged: bool) -> String {
     let dims = problem.dims();
     let codecs = CODECS.map(|[k, v]| if k == v { k.to_string() } else { format!("{k}+{v}") });
     format!(
-        "the simulator has no native code for q {}, keys {} of {} and values {} of {}{}, expected elements of the dtype of q or {}, of {}{}",
+        "the simulator has no native code: q {}, keys {} of {} and values {} of {}{}, expected elements of the dtype of q or {}, of {}{}",
         problem.dtype(),
         problem.k_codec(),
         dims.head_dim,
@@ -348,11 +348,12 @@ impl SimulatorRunner {
         if scores > self.most_scores {
             let most = self.most_scores;
             return Err(NotRun::Unsupported(format!(
-                "{scores} scores, the simulator is given {most} at most"
+                "more scores than the {most} that the simulator is given: {scores}"
             )));
         }
         let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };
-        let laid = Laid::new(problem, inputs, layout).map_err(|why| NotRun::Unsupported(why.to_string()))?;
+        let refused = |why| NotRun::Unsupported(format!("no kernel takes the problem: {why}"));
+        let laid = Laid::new(problem, inputs, layout).map_err(refused)?;
         let entry = laid.plan.instances()[0].entry();
         let paged = laid.paged;
         let native = laid.plan.with_native(self.find);
