@@ -45,6 +45,7 @@ const TEXT: Text = Text {
     cpp: Cpp::Printed(include_str!("prelude/matrix.h")),
     rust: "",
     depends: &[],
+    module: module_path!(),
     file: file!(),
     line: line!(),
 };

@@ -43,6 +43,8 @@ pub struct Text {
     pub rust: &'static str,
     /// Items it uses directly.
     pub depends: &'static [&'static Text],
+    /// The module it is defined in: two items that one macro makes in two modules have one place in the source.
+    pub module: &'static str,
     /// The source file.
     pub file: &'static str,
     /// The line of the item's name.
@@ -558,9 +560,9 @@ pub fn dependencies(text: &'static Text) -> Vec<&'static Text> {
     done
 }
 
-/// Whether two texts are one item: a constant's address is not its identity, its place in the source is.
-fn same(a: &Text, b: &Text) -> bool {
-    a.name == b.name && a.line == b.line && a.file == b.file
+/// Whether two texts are one item: a constant's address is not its identity, its module and its place in the source are.
+const fn same(a: &Text, b: &Text) -> bool {
+    equal(a.name, b.name) && a.line == b.line && equal(a.module, b.module) && equal(a.file, b.file)
 }
 
 /// Fails to compile where two different items of one name are used, directly or not: C++ has one namespace for them.
@@ -586,7 +588,7 @@ const fn agrees(root: &Text, item: &Text) -> bool {
     let mut n = 0;
     while n < root.depends.len() {
         let other = root.depends[n];
-        if equal(other.name, item.name) && !(other.line == item.line && equal(other.file, item.file)) {
+        if equal(other.name, item.name) && !same(other, item) {
             return false;
         }
         if !agrees(other, item) {

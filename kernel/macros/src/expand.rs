@@ -31,6 +31,7 @@ pub(crate) fn text(printed: &Printed<'_>, texts: &[&TokenStream]) -> TokenStream
             cpp: #cpp,
             rust: #rust,
             depends: &[#(#texts),*],
+            module: ::core::module_path!(),
             file: ::core::file!(),
             line: #line,
         }

@@ -13,6 +13,7 @@ pub(crate) const fn text(name: &'static str, body: &'static str) -> Text {
         cpp: Cpp::Printed(body),
         rust: "",
         depends: &[],
+        module: module_path!(),
         file: file!(),
         line: 1,
     }

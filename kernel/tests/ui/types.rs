@@ -233,4 +233,25 @@ fn two_of_one_name(out: &mut Buffer<f32>) {
     out[0] = twice(1.0) + other::twice(2.0);
 }
 
+/// Two items of one name and one place in the source.
+macro_rules! scaled {
+    ($module:ident $factor:literal) => {
+        pub mod $module {
+            use super::*;
+
+            #[device]
+            pub fn scale(x: f32) -> f32 {
+                x * $factor
+            }
+        }
+    };
+}
+scaled!(by_two 2.0);
+scaled!(by_three 3.0);
+
+#[kernel(threads = 32)]
+fn two_of_one_macro(out: &mut Buffer<f32>) {
+    out[0] = by_two::scale(1.0) + by_three::scale(2.0);
+}
+
 fn main() {}
