@@ -35,6 +35,8 @@ pub enum TextKind {
 pub struct Text {
     /// The item's name, in Rust.
     pub name: &'static str,
+    /// The item's name, in C++, which differs where the name is a word of C++.
+    pub symbol: &'static str,
     /// What it is.
     pub kind: TextKind,
     /// The item in C++, for both targets.
@@ -58,8 +60,6 @@ pub enum Cpp {
     Printed(&'static str),
     /// A table in constant memory, whose values are known when the crate has been compiled.
     Table {
-        /// The name of the table in C++.
-        name: &'static str,
         /// The type of an element.
         element: ScalarType,
         /// Elements, or `None` for a scalar.
@@ -563,6 +563,20 @@ pub fn dependencies(text: &'static Text) -> Vec<&'static Text> {
 /// Whether two texts are one item: a constant's address is not its identity, its module and its place in the source are.
 const fn same(a: &Text, b: &Text) -> bool {
     equal(a.name, b.name) && a.line == b.line && equal(a.module, b.module) && equal(a.file, b.file)
+}
+
+/// Whether no item that `text` uses, directly or not, is called `symbol` in C++.
+///
+/// `#[kernel]` calls it in constants, for what its program defines beside these items.
+pub const fn is_free(text: &Text, symbol: &str) -> bool {
+    let mut n = 0;
+    while n < text.depends.len() {
+        if equal(text.depends[n].symbol, symbol) || !is_free(text.depends[n], symbol) {
+            return false;
+        }
+        n += 1;
+    }
+    true
 }
 
 /// Fails to compile where two different items of one name are used, directly or not: C++ has one namespace for them.

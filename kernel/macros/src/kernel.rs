@@ -224,6 +224,7 @@ impl Expansion<'_> {
             }
             None => quote!(::core::option::Option::None),
         };
+        let clashes = self.clashes();
         let body = &self.body;
         let cpp_text = quote!(::flashtile_kernel::text::Cpp::Printed(#body));
         let text = expand::text(
@@ -249,7 +250,31 @@ impl Expansion<'_> {
             const TEXT: ::flashtile_kernel::Text = #text;
             // Other items of one name that this kernel uses are refused here.
             const _: () = ft_text::assert_distinct(&TEXT);
+            #clashes
         }
+    }
+
+    /// Refuses items of the names that a program defines beside them: of the generics, the constants and the function.
+    fn clashes(&self) -> TokenStream {
+        let kernel = self.function.sig.ident.to_string();
+        // The function of a kernel with generics has their values in its name.
+        let function = self.generics.is_empty().then(|| (names::global(&kernel), kernel, "the kernel"));
+        let generics = self.generics.iter().map(|parameter| {
+            let name = parameter.name().to_owned();
+            (name.clone(), name, "a generic parameter of the kernel")
+        });
+        let constants = self.parameters.iter().filter_map(|Launched { field, argument, .. }| {
+            let constant = argument.passed == Passed::Constant;
+            constant
+                .then(|| (argument.name.clone(), field.to_string(), "a #[constant] parameter of the kernel"))
+        });
+        let asserts = function.into_iter().chain(generics).chain(constants).map(|(symbol, name, what)| {
+            let message = format!(
+                "`{name}` is {what} and an item that it uses, directly or not: rename one, C++ has one namespace for them"
+            );
+            quote!(const _: () = ::core::assert!(ft_text::is_free(&TEXT, #symbol), #message);)
+        });
+        asserts.collect()
     }
 
     fn instances(&self) -> TokenStream {

@@ -18,7 +18,17 @@ const fn parameter(name: &'static str, kind: ParameterKind) -> Parameter {
 
 const fn body(name: &'static str, cpp: &'static str) -> Text {
     let (kind, cpp) = (TextKind::Kernel, Cpp::Printed(cpp));
-    Text { name, kind, cpp, rust: "", depends: &[], module: module_path!(), file: file!(), line: line!() }
+    Text {
+        name,
+        symbol: name,
+        kind,
+        cpp,
+        rust: "",
+        depends: &[],
+        module: module_path!(),
+        file: file!(),
+        line: line!(),
+    }
 }
 
 const T: ElementType = ElementType::Generic(0);

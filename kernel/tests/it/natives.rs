@@ -9,6 +9,7 @@ use flashtile_kernel::{Argument, Device, Instance, Kernel, Launch, ScalarType, T
 pub(crate) const fn text(name: &'static str, body: &'static str) -> Text {
     Text {
         name,
+        symbol: name,
         kind: TextKind::Kernel,
         cpp: Cpp::Printed(body),
         rust: "",
