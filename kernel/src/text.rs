@@ -4,6 +4,7 @@
 //! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
 //! is what runs: no template of a kernel is left to be instantiated.
 
+use crate::device::Facts;
 use crate::scalar::ScalarType;
 use half::{bf16, f16};
 use std::fmt::{self, Write as _};
@@ -370,6 +371,8 @@ pub struct Kernel {
     pub generics: &'static [GenericParameter],
     /// Conditions every launch is checked against.
     pub requirements: &'static [Requirement],
+    /// The number of the first of them that does not hold.
+    pub unmet: fn(&Facts<'_>) -> Option<usize>,
     /// Threads of a group, for an instance of these generics.
     pub threads: fn(&[Generic]) -> Threads,
     /// Its shared arrays.

@@ -42,6 +42,7 @@ pub(crate) const fn kernel(
         parameters,
         generics,
         requirements: &[],
+        unmet: |_| None,
         threads: |_| Threads::UpTo(1024),
         shared: &[],
         exact: false,
