@@ -1,7 +1,7 @@
 //! Launches, and the contract every one of them is checked against before a device sees it.
 
 use crate::scalar::{Plain, Scalar, ScalarType};
-use crate::text::{Instance, ParameterKind, Threads};
+use crate::text::{Generic, Instance, ParameterKind, Threads};
 use std::fmt;
 
 /// What runs kernels: the simulator, a GPU.
@@ -155,6 +155,15 @@ impl<M> Argument<'_, M> {
     pub fn constant<T: Scalar>(value: T) -> Self {
         Self::Constant(Constant::of(value))
     }
+
+    fn fact(&self) -> Fact<'_> {
+        match self {
+            Self::Read(view) => Fact::Buffer(view.span()),
+            Self::Write(view) => Fact::Buffer(view.span()),
+            Self::Bytes(bytes) => Fact::Bytes(bytes),
+            Self::Constant(constant) => Fact::Constant(*constant),
+        }
+    }
 }
 
 /// The value of a `#[constant]` parameter.
@@ -186,6 +195,66 @@ impl Constant {
     }
 }
 
+/// What a kernel's conditions see of a launch, whose arguments are of the kinds of the parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct Facts<'a> {
+    generics: &'a [Generic],
+    /// One a parameter, in order.
+    arguments: &'a [Fact<'a>],
+    groups: [u32; 3],
+    threads: u32,
+}
+
+/// What conditions see of an argument.
+#[derive(Clone, Copy, Debug)]
+enum Fact<'a> {
+    Buffer(Span),
+    Bytes(&'a [u8]),
+    Constant(Constant),
+}
+
+impl Facts<'_> {
+    /// The generics of the instance.
+    pub fn generics(&self) -> &[Generic] {
+        self.generics
+    }
+
+    /// Groups along each coordinate.
+    pub fn groups(&self) -> [u32; 3] {
+        self.groups
+    }
+
+    /// Threads of a group.
+    pub fn threads(&self) -> u32 {
+        self.threads
+    }
+
+    /// The elements given for parameter `n`; none where it is no buffer.
+    pub fn buffer(&self, n: usize) -> View<'static, ()> {
+        let span = match self.arguments.get(n) {
+            Some(Fact::Buffer(span)) => *span,
+            _ => Span { element: ScalarType::U8, offset: 0, len: 0 },
+        };
+        View::new(&(), span)
+    }
+
+    /// The value of scalar or `#[params]` parameter `n`; of zeros where it is neither.
+    pub fn plain<P: Plain>(&self, n: usize) -> P {
+        match self.arguments.get(n) {
+            Some(Fact::Bytes(bytes)) if bytes.len() == P::BYTES => P::read(&mut &**bytes),
+            _ => P::read(&mut &*vec![0; P::BYTES]),
+        }
+    }
+
+    /// The value of `#[constant]` parameter `n`; zero where it is none.
+    pub fn constant<T: Scalar>(&self, n: usize) -> T {
+        match self.arguments.get(n) {
+            Some(Fact::Constant(constant)) => T::from_raw(constant.raw()),
+            _ => T::from_raw(0),
+        }
+    }
+}
+
 /// A launch that keeps the kernel's contract and the device's limits: holding one is the proof.
 #[derive(Debug)]
 pub struct Launch<'a, M> {
@@ -196,9 +265,8 @@ pub struct Launch<'a, M> {
 }
 
 impl<'a, M> Launch<'a, M> {
-    /// Checks a launch of `groups` groups of `threads` threads against the instance and the limits.
-    ///
-    /// The conditions of the kernel's `requires` are checked by the generated `Call`, which has the parameters by name.
+    /// Checks a launch of `groups` groups of `threads` threads against the instance, the limits and the kernel's `requires`, in
+    /// this order.
     ///
     /// # Errors
     /// The first [`Broken`] part of the contract.
@@ -246,6 +314,13 @@ impl<'a, M> Launch<'a, M> {
                 (Argument::Constant(found), ParameterKind::Constant(scalar)) if found.scalar == scalar => {}
                 _ => return Err(broken(BrokenKind::Argument { parameter: name })),
             }
+        }
+        let facts: Vec<Fact<'_>> = arguments.iter().map(Argument::fact).collect();
+        let facts = Facts { generics: instance.generics(), arguments: &facts, groups, threads };
+        if let Some(n) = (kernel.unmet)(&facts) {
+            let (condition, message) =
+                kernel.requirements.get(n).map_or(("", ""), |r| (r.condition, r.message));
+            return Err(broken(BrokenKind::Requirement { condition, message }));
         }
         Ok(Self { instance, groups, threads, arguments })
     }
@@ -299,13 +374,6 @@ pub struct Broken {
 }
 
 impl Broken {
-    /// A condition of `requires` that does not hold.
-    #[doc(hidden)]
-    pub fn requirement(kernel: &'static crate::text::Kernel, n: usize) -> Self {
-        let (condition, message) = kernel.requirements.get(n).map_or(("", ""), |r| (r.condition, r.message));
-        Self { kernel: kernel.name, what: BrokenKind::Requirement { condition, message } }
-    }
-
     /// An instance of another kernel.
     #[doc(hidden)]
     pub fn instance(kernel: &'static crate::text::Kernel, instance: &Instance) -> Self {

@@ -56,7 +56,7 @@ pub mod simulator;
 pub mod text;
 
 pub use device::{
-    Argument, Broken, BrokenKind, Constant, Device, Launch, LaunchError, Limits, Span, View, ViewMut,
+    Argument, Broken, BrokenKind, Constant, Device, Facts, Launch, LaunchError, Limits, Span, View, ViewMut,
 };
 pub use fragment::Fragment;
 pub use half::{bf16, f16};

@@ -35,16 +35,19 @@ impl<T: Element> Described for Left<T> {
 }
 
 impl<T: Element> Described for Right<T> {
-    const TEXT: &'static Text = &Text { name: "Right", cpp: Cpp::Printed(""), depends: &[&TEXT], ..TEXT };
+    const TEXT: &'static Text =
+        &Text { name: "Right", symbol: "Right", cpp: Cpp::Printed(""), depends: &[&TEXT], ..TEXT };
 }
 
 /// All of it: the functions are printed with the operands they are of.
 const TEXT: Text = Text {
     name: "Left",
+    symbol: "Left",
     kind: TextKind::Struct,
     cpp: Cpp::Printed(include_str!("prelude/matrix.h")),
     rust: "",
     depends: &[],
+    module: module_path!(),
     file: file!(),
     line: line!(),
 };

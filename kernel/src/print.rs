@@ -46,7 +46,7 @@ pub(crate) fn source(instance: &Instance) -> String {
     }
     put!(out, "use flashtile_kernel::prelude::*;");
     let params = |text: &Text| {
-        let of = |p: &Parameter| matches!(p.kind, ParameterKind::Params { cpp, .. } if cpp == text.name);
+        let of = |p: &Parameter| matches!(p.kind, ParameterKind::Params { cpp, .. } if cpp == text.symbol);
         kernel.parameters.iter().any(of)
     };
     for text in dependencies(&kernel.text).into_iter().chain([&kernel.text]) {
@@ -77,16 +77,17 @@ fn prelude(target: Target) -> &'static str {
 }
 
 fn item(out: &mut String, text: &Text) {
+    let name = text.symbol;
     match &text.cpp {
         Cpp::Printed(cpp) => put!(out, "{}", cpp.trim_end()),
-        Cpp::Table { name, element, len: Some(len), literals } => {
+        Cpp::Table { element, len: Some(len), literals } => {
             put!(out, "FT_CONSTANT {} {name}[{len}] = {{", element.cpp());
             for line in literals().chunks(8) {
                 put!(out, "    {},", line.join(", "));
             }
             put!(out, "}};");
         }
-        Cpp::Table { name, element, len: None, literals } => {
+        Cpp::Table { element, len: None, literals } => {
             put!(out, "FT_CONSTEXPR {} {name} = {};", element.cpp(), literals().concat());
         }
     }

@@ -4,6 +4,7 @@
 //! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
 //! is what runs: no template of a kernel is left to be instantiated.
 
+use crate::device::Facts;
 use crate::scalar::ScalarType;
 use half::{bf16, f16};
 use std::fmt::{self, Write as _};
@@ -35,6 +36,8 @@ pub enum TextKind {
 pub struct Text {
     /// The item's name, in Rust.
     pub name: &'static str,
+    /// The item's name, in C++, which differs where the name is a word of C++.
+    pub symbol: &'static str,
     /// What it is.
     pub kind: TextKind,
     /// The item in C++, for both targets.
@@ -43,6 +46,8 @@ pub struct Text {
     pub rust: &'static str,
     /// Items it uses directly.
     pub depends: &'static [&'static Text],
+    /// The module it is defined in: two items that one macro makes in two modules have one place in the source.
+    pub module: &'static str,
     /// The source file.
     pub file: &'static str,
     /// The line of the item's name.
@@ -56,8 +61,6 @@ pub enum Cpp {
     Printed(&'static str),
     /// A table in constant memory, whose values are known when the crate has been compiled.
     Table {
-        /// The name of the table in C++.
-        name: &'static str,
         /// The type of an element.
         element: ScalarType,
         /// Elements, or `None` for a scalar.
@@ -368,6 +371,8 @@ pub struct Kernel {
     pub generics: &'static [GenericParameter],
     /// Conditions every launch is checked against.
     pub requirements: &'static [Requirement],
+    /// The number of the first of them that does not hold.
+    pub unmet: fn(&Facts<'_>) -> Option<usize>,
     /// Threads of a group, for an instance of these generics.
     pub threads: fn(&[Generic]) -> Threads,
     /// Its shared arrays.
@@ -558,9 +563,23 @@ pub fn dependencies(text: &'static Text) -> Vec<&'static Text> {
     done
 }
 
-/// Whether two texts are one item: a constant's address is not its identity, its place in the source is.
-fn same(a: &Text, b: &Text) -> bool {
-    a.name == b.name && a.line == b.line && a.file == b.file
+/// Whether two texts are one item: a constant's address is not its identity, its module and its place in the source are.
+const fn same(a: &Text, b: &Text) -> bool {
+    equal(a.name, b.name) && a.line == b.line && equal(a.module, b.module) && equal(a.file, b.file)
+}
+
+/// Whether no item that `text` uses, directly or not, is called `symbol` in C++.
+///
+/// `#[kernel]` calls it in constants, for what its program defines beside these items.
+pub const fn is_free(text: &Text, symbol: &str) -> bool {
+    let mut n = 0;
+    while n < text.depends.len() {
+        if equal(text.depends[n].symbol, symbol) || !is_free(text.depends[n], symbol) {
+            return false;
+        }
+        n += 1;
+    }
+    true
 }
 
 /// Fails to compile where two different items of one name are used, directly or not: C++ has one namespace for them.
@@ -586,7 +605,7 @@ const fn agrees(root: &Text, item: &Text) -> bool {
     let mut n = 0;
     while n < root.depends.len() {
         let other = root.depends[n];
-        if equal(other.name, item.name) && !(other.line == item.line && equal(other.file, item.file)) {
+        if equal(other.name, item.name) && !same(other, item) {
             return false;
         }
         if !agrees(other, item) {

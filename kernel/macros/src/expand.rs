@@ -23,14 +23,17 @@ pub(crate) fn text(printed: &Printed<'_>, texts: &[&TokenStream]) -> TokenStream
     let Printed { name, kind, cpp, rust } = printed;
     let kind = format_ident!("{kind}");
     let spelled = name.to_string();
+    let symbol = names::global(&spelled);
     let line = u32::try_from(name.span().start().line).unwrap_or_default();
     quote! {
         ::flashtile_kernel::Text {
             name: #spelled,
+            symbol: #symbol,
             kind: ::flashtile_kernel::text::TextKind::#kind,
             cpp: #cpp,
             rust: #rust,
             depends: &[#(#texts),*],
+            module: ::core::module_path!(),
             file: ::core::file!(),
             line: #line,
         }
@@ -414,14 +417,12 @@ pub(crate) fn constant(arguments: &TokenStream, item: TokenStream) -> TokenStrea
     if !errors.is_empty() {
         return with_errors(errors, constant.to_token_stream());
     }
-    let cpp_name = names::global(&spelled);
     let length = match length {
         Some(_) => quote!(::core::option::Option::Some(super::#name.len())),
         None => quote!(::core::option::Option::None),
     };
     let cpp = quote! {
         ::flashtile_kernel::text::Cpp::Table {
-            name: #cpp_name,
             element: <#element as ::flashtile_kernel::Scalar>::TYPE,
             len: #length,
             literals: || ::flashtile_kernel::text::Constants::literals(&super::#name),

@@ -7,7 +7,7 @@ use crate::arguments::{Arguments, Bench};
 use crate::depends::Depends;
 use crate::errors::Errors;
 use crate::expand::{self, Printed, element_type, parameter_kind, referent, with_errors};
-use crate::ir::{Argument, Bound, Parameter, Passed, Type};
+use crate::ir::{Argument, Bound, Parameter, Passed};
 use crate::lower::{self, Context, SharedArray};
 use crate::{names, print, signature, source};
 
@@ -224,6 +224,7 @@ impl Expansion<'_> {
             }
             None => quote!(::core::option::Option::None),
         };
+        let (unmet, clashes) = (self.unmet(), self.clashes());
         let body = &self.body;
         let cpp_text = quote!(::flashtile_kernel::text::Cpp::Printed(#body));
         let text = expand::text(
@@ -240,6 +241,7 @@ impl Expansion<'_> {
                 parameters: &[#(#parameters),*],
                 generics: &[#(#generics),*],
                 requirements: &[#(#requirements),*],
+                unmet: #unmet,
                 threads: |ft_generics| { #constants #threads },
                 shared: &[#(#shared),*],
                 exact: #exact,
@@ -249,7 +251,69 @@ impl Expansion<'_> {
             const TEXT: ::flashtile_kernel::Text = #text;
             // Other items of one name that this kernel uses are refused here.
             const _: () = ft_text::assert_distinct(&TEXT);
+            #clashes
         }
+    }
+
+    /// The conditions, over what a launch passes by the parameters' names.
+    fn unmet(&self) -> TokenStream {
+        if self.contract.requires.is_empty() {
+            return quote!(|_| ::core::option::Option::None);
+        }
+        let constants = self.constants(&quote!(ft_facts.generics()));
+        let parameters = self.parameters.iter().enumerate().map(|(n, Launched { field, argument, ty })| {
+            let value = match argument.passed {
+                Passed::Memory | Passed::MemoryMut => quote!(&ft_facts.buffer(#n)),
+                Passed::Params => {
+                    let ty = referent(ty);
+                    quote!(&ft_facts.plain::<#ty>(#n))
+                }
+                Passed::Constant => quote!(ft_facts.constant::<#ty>(#n)),
+                _ => quote!(ft_facts.plain::<#ty>(#n)),
+            };
+            quote!(let #field = #value;)
+        });
+        let conditions = self.contract.requires.iter().enumerate().map(|(n, requirement)| {
+            let condition = &requirement.condition;
+            quote! {
+                if !(#condition) {
+                    return ::core::option::Option::Some(#n);
+                }
+            }
+        });
+        quote! {
+            |ft_facts| {
+                #constants
+                #[allow(unused_variables)]
+                let (groups, threads) = (ft_facts.groups(), ft_facts.threads());
+                #(#[allow(unused_variables)] #parameters)*
+                #(#conditions)*
+                ::core::option::Option::None
+            }
+        }
+    }
+
+    /// Refuses items of the names that a program defines beside them: of the generics, the constants and the function.
+    fn clashes(&self) -> TokenStream {
+        let kernel = self.function.sig.ident.to_string();
+        // The function of a kernel with generics has their values in its name.
+        let function = self.generics.is_empty().then(|| (names::global(&kernel), kernel, "the kernel"));
+        let generics = self.generics.iter().map(|parameter| {
+            let name = parameter.name().to_owned();
+            (name.clone(), name, "a generic parameter of the kernel")
+        });
+        let constants = self.parameters.iter().filter_map(|Launched { field, argument, .. }| {
+            let constant = argument.passed == Passed::Constant;
+            constant
+                .then(|| (argument.name.clone(), field.to_string(), "a #[constant] parameter of the kernel"))
+        });
+        let asserts = function.into_iter().chain(generics).chain(constants).map(|(symbol, name, what)| {
+            let message = format!(
+                "`{name}` is {what} and an item that it uses, directly or not: rename one, C++ has one namespace for them"
+            );
+            quote!(const _: () = ::core::assert!(ft_text::is_free(&TEXT, #symbol), #message);)
+        });
+        asserts.collect()
     }
 
     fn instances(&self) -> TokenStream {
@@ -297,7 +361,6 @@ impl Expansion<'_> {
     fn call(&self) -> TokenStream {
         let (parameters, arguments, _) = self.function.sig.generics.split_for_impl();
         let turbofish = arguments.as_turbofish();
-        let names: Vec<_> = self.parameters.iter().map(|launched| &launched.field).collect();
         let fields = self.parameters.iter().map(|Launched { field, argument, ty }| {
             let (docs, ty) = match (&argument.passed, &argument.ty) {
                 (Passed::Memory, _) => ("is read", quote!(::flashtile_kernel::View<'a, FtDevice::Memory>)),
@@ -310,12 +373,6 @@ impl Expansion<'_> {
             let docs = format!("`{field}`: {docs}.");
             quote!(#[doc = #docs] pub #field: #ty)
         });
-        let scalars: Vec<_> = self
-            .parameters
-            .iter()
-            .filter(|launched| matches!(launched.argument.ty, Type::Scalar(_)))
-            .map(|launched| &launched.field)
-            .collect();
         let passed = self.parameters.iter().map(|Launched { field, argument, .. }| {
             let argument = match argument.passed {
                 Passed::Memory => quote!(Read(self.#field)),
@@ -336,17 +393,6 @@ impl Expansion<'_> {
                 quote!(self.threads),
             ),
         };
-        let requirements = self.contract.requires.iter().enumerate().map(|(n, requirement)| {
-            let condition = &requirement.condition;
-            quote! {
-                if !(#condition) {
-                    return ::core::result::Result::Err(
-                        ::flashtile_kernel::Broken::requirement(&KERNEL, #n).into(),
-                    );
-                }
-            }
-        });
-        let constants = self.constants(&quote!(instance.generics()));
         quote! {
             /// A launch: one field a parameter, and the number of groups.
             #[derive(Debug)]
@@ -383,19 +429,10 @@ impl Expansion<'_> {
                             ::flashtile_kernel::Broken::instance(&KERNEL, instance).into(),
                         );
                     }
-                    let ft_threads = #threads;
-                    {
-                        #constants
-                        #[allow(unused_variables)]
-                        let Self { #(#names,)* groups, .. } = &self;
-                        #[allow(unused_variables)]
-                        let (#(#scalars,)* groups, threads) = (#(*#scalars,)* *groups, ft_threads);
-                        #(#requirements)*
-                    }
                     let launch = ::flashtile_kernel::Launch::new(
                         instance,
                         self.groups,
-                        ft_threads,
+                        #threads,
                         ::std::vec![#(#passed),*],
                         &device.limits(),
                     )?;

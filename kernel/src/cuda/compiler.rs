@@ -105,8 +105,8 @@ impl Compiler {
     #[must_use]
     pub fn target(&self, (major, minor): (u32, u32)) -> Architecture {
         let wanted = (major * 10 + minor) as c_int;
-        // Hopper's own instructions need the suffix.
-        let suffix = if wanted == 90 { "a" } else { "" };
+        // Hopper's own instructions need the suffix, which compilers before 12.0 refuse.
+        let suffix = if wanted == 90 && self.version.0 >= 12 { "a" } else { "" };
         if self.architectures.is_empty() || self.architectures.contains(&wanted) {
             return Architecture { name: format!("sm_{wanted}{suffix}"), machine_code: true };
         }
@@ -296,5 +296,9 @@ mod tests {
         // A device that the compiler does not know is given text for its driver.
         let Architecture { name, machine_code } = target((99, 0));
         assert!(name.starts_with("compute_") && !machine_code, "{name}");
+        // Compilers before 12.0 know Hopper without its own instructions.
+        let old =
+            Compiler { version: (11, 8), architectures: vec![80, 90], place: String::new(), ..compiler };
+        assert_eq!(old.target((9, 0)), Architecture { name: "sm_90".to_owned(), machine_code: true });
     }
 }

@@ -1,5 +1,6 @@
 //! What can go wrong between here and a device.
 
+use super::function::Grid;
 use crate::device::Span;
 use crate::scalar::ScalarType;
 use cudarc::driver::DriverError;
@@ -62,6 +63,13 @@ pub enum Error {
         /// Bytes of the memory.
         bytes: usize,
     },
+    /// A launch has more blocks, threads or bytes of shared memory than the driver can be told. Nothing was launched.
+    Grid {
+        /// The kernel.
+        kernel: String,
+        /// What was asked for.
+        grid: Grid,
+    },
     /// Memory holds elements of another type.
     Element {
         /// The type asked for.
@@ -114,6 +122,12 @@ impl std::fmt::Display for Error {
                 write!(
                     f,
                     "{kernel}: {parameter} is given {len} {element} after the first {offset} of memory that has {bytes} bytes"
+                )
+            }
+            Self::Grid { kernel, grid: Grid { blocks, threads, shared } } => {
+                write!(
+                    f,
+                    "{kernel}: {blocks:?} blocks of {threads} threads with {shared} bytes of shared memory: each number is below 2^32"
                 )
             }
             Self::Element { expected, found } => {

@@ -37,6 +37,15 @@ pub struct Grid {
     pub shared: usize,
 }
 
+impl Grid {
+    /// Blocks, threads and bytes as the driver takes them; none where they are more than it can be told.
+    fn numbers(&self) -> Option<([u32; 3], u32, u32)> {
+        let number = |n: usize| u32::try_from(n).ok();
+        let [x, y, z] = self.blocks.map(number);
+        Some(([x?, y?, z?], number(self.threads)?, number(self.shared)?))
+    }
+}
+
 /// What a function takes of the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -76,8 +85,10 @@ impl Function {
             Self { context: context.clone(), module, function: std::ptr::null_mut(), name: name.to_owned() };
         this.function = function.map_err(failed("look-up of its entry"))?;
         let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // More than the driver can be told is more than any device has: the driver refuses that.
+        let shared = i32::try_from(shared).unwrap_or(i32::MAX);
         // SAFETY: the function is of the module above.
-        unsafe { result::function::set_function_attribute(this.function, attribute, shared as i32) }
+        unsafe { result::function::set_function_attribute(this.function, attribute, shared) }
             .map_err(failed("shared memory"))?;
         Ok(this)
     }
@@ -113,7 +124,7 @@ impl Function {
     /// Launches with one parameter.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Driver`], or [`Error::Grid`].
     ///
     /// # Safety
     /// As [`Function::launch_with`], for the one parameter `params`.
@@ -126,7 +137,7 @@ impl Function {
     /// parameters before that, and writes none.
     ///
     /// # Errors
-    /// [`Error::Driver`].
+    /// [`Error::Driver`], or [`Error::Grid`].
     ///
     /// # Safety
     /// The parameters are what the kernel takes, in number, order and layout, and the device addresses among them are those of memory
@@ -137,16 +148,18 @@ impl Function {
         grid: Grid,
         parameters: &mut [*mut c_void],
     ) -> Result<(), Error> {
+        let Some(([x, y, z], threads, shared)) = grid.numbers() else {
+            return Err(Error::Grid { kernel: self.name.clone(), grid });
+        };
         let failed = |error| Error::driver(format!("{}: launch", self.name))(error);
         self.context.bind_to_thread().map_err(failed)?;
-        let [x, y, z] = grid.blocks.map(|n| n as u32);
         // SAFETY: the function is loaded in this context; the driver only reads through the addresses. The rest is the caller's promise.
         unsafe {
             result::launch_kernel(
                 self.function,
                 (x, y, z),
-                (grid.threads as u32, 1, 1),
-                grid.shared as u32,
+                (threads, 1, 1),
+                shared,
                 stream.cu_stream(),
                 parameters,
             )
@@ -161,5 +174,24 @@ impl Drop for Function {
         let _ = self.context.bind_to_thread();
         // SAFETY: the module was loaded by `load`, and nothing else has its handle.
         let _ = unsafe { result::module::unload(self.module) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_the_driver_cannot_be_told_are_none() {
+        let grid = Grid { blocks: [1, 2, u32::MAX as usize], threads: 256, shared: 48 << 10 };
+        assert_eq!(grid.numbers(), Some(([1, 2, u32::MAX], 256, 48 << 10)));
+        let wide = (1 << 32) + 1;
+        for axis in 0..3 {
+            let mut blocks = grid.blocks;
+            blocks[axis] = wide;
+            assert_eq!(Grid { blocks, ..grid }.numbers(), None);
+        }
+        assert_eq!(Grid { threads: wide, ..grid }.numbers(), None);
+        assert_eq!(Grid { shared: wide, ..grid }.numbers(), None);
     }
 }

@@ -18,7 +18,17 @@ const fn parameter(name: &'static str, kind: ParameterKind) -> Parameter {
 
 const fn body(name: &'static str, cpp: &'static str) -> Text {
     let (kind, cpp) = (TextKind::Kernel, Cpp::Printed(cpp));
-    Text { name, kind, cpp, rust: "", depends: &[], file: file!(), line: line!() }
+    Text {
+        name,
+        symbol: name,
+        kind,
+        cpp,
+        rust: "",
+        depends: &[],
+        module: module_path!(),
+        file: file!(),
+        line: line!(),
+    }
 }
 
 const T: ElementType = ElementType::Generic(0);
@@ -47,6 +57,7 @@ macro_rules! multiply_add {
             ],
             generics: &[GenericParameter { name: "T", cpp: "T", kind: GenericKind::Element }],
             requirements: &[],
+            unmet: |_| None,
             threads: |_| Threads::UpTo(256),
             shared: &[],
             exact: $exact,
@@ -75,6 +86,7 @@ static WRONG: Kernel = Kernel {
     parameters: &[],
     generics: &[],
     requirements: &[],
+    unmet: |_| None,
     threads: |_| Threads::Exactly(32),
     shared: &[],
     exact: false,

@@ -2,7 +2,7 @@
 
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{LaunchError, Target};
+use flashtile_kernel::{Argument, BrokenKind, Device as _, Launch, LaunchError, Target};
 use flashtile_kernel_macros::{constant, device, kernel, params};
 
 #[params]
@@ -76,6 +76,32 @@ fn requirements_are_checked_before_the_device() {
             .unwrap_err();
     assert!(matches!(error, LaunchError::Contract(_)));
     assert_eq!(error.to_string(), "scale: x holds n numbers: `x.len() >= params.n as usize` does not hold");
+}
+
+#[test]
+fn a_launch_keeps_the_requirements_whoever_makes_it() {
+    let instance = scale::instance::<f32, 1>();
+    let x = Memory::from_slice(&[0f32; 10]);
+    let mut out = Memory::from_slice(&[0f32; 10]);
+    let mut new = |n, groups| {
+        let arguments = vec![
+            Argument::Read(x.view()),
+            Argument::Write(out.view_mut()),
+            Argument::plain(&Params { n, bias: 0.5 }),
+            Argument::plain(&2.0f32),
+            Argument::constant(true),
+        ];
+        Launch::new(&instance, [groups, 1, 1], 32, arguments, &Simulator::new().limits())
+            .map(|launch| launch.groups())
+            .map_err(|broken| broken.what)
+    };
+    assert_eq!(new(10, 1), Ok([1, 1, 1]));
+    assert!(
+        matches!(new(11, 1), Err(BrokenKind::Requirement { message: "x holds n numbers", .. })),
+        "{:?}",
+        new(11, 1)
+    );
+    assert!(matches!(new(10, 0), Err(BrokenKind::Groups { .. })));
 }
 
 #[test]

@@ -9,10 +9,12 @@ use flashtile_kernel::{Argument, Device, Instance, Kernel, Launch, ScalarType, T
 pub(crate) const fn text(name: &'static str, body: &'static str) -> Text {
     Text {
         name,
+        symbol: name,
         kind: TextKind::Kernel,
         cpp: Cpp::Printed(body),
         rust: "",
         depends: &[],
+        module: module_path!(),
         file: file!(),
         line: 1,
     }
@@ -40,6 +42,7 @@ pub(crate) const fn kernel(
         parameters,
         generics,
         requirements: &[],
+        unmet: |_| None,
         threads: |_| Threads::UpTo(1024),
         shared: &[],
         exact: false,

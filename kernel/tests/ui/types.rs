@@ -233,4 +233,58 @@ fn two_of_one_name(out: &mut Buffer<f32>) {
     out[0] = twice(1.0) + other::twice(2.0);
 }
 
+/// Two items of one name and one place in the source.
+macro_rules! scaled {
+    ($module:ident $factor:literal) => {
+        pub mod $module {
+            use super::*;
+
+            #[device]
+            pub fn scale(x: f32) -> f32 {
+                x * $factor
+            }
+        }
+    };
+}
+scaled!(by_two 2.0);
+scaled!(by_three 3.0);
+
+#[kernel(threads = 32)]
+fn two_of_one_macro(out: &mut Buffer<f32>) {
+    out[0] = by_two::scale(1.0) + by_three::scale(2.0);
+}
+
+/// What kernels use without naming it.
+pub mod hidden {
+    use super::*;
+
+    #[constant]
+    pub const DIM: u32 = 4;
+
+    #[device]
+    pub fn centre(x: u32) -> u32 {
+        x / 2 + DIM
+    }
+}
+
+#[device]
+pub fn middle(x: u32) -> u32 {
+    hidden::centre(x)
+}
+
+#[kernel(threads = 32)]
+fn generic_of_an_items_name<const DIM: usize>(out: &mut Buffer<u32>) {
+    out[0] = middle(DIM as u32);
+}
+
+#[kernel(threads = 32)]
+fn constant_of_an_items_name(out: &mut Buffer<u32>, #[constant] centre: u32) {
+    out[0] = middle(centre);
+}
+
+#[kernel(threads = 32)]
+fn centre(out: &mut Buffer<u32>) {
+    out[0] = middle(1);
+}
+
 fn main() {}
