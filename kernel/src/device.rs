@@ -229,6 +229,37 @@ impl Facts<'_> {
         self.threads
     }
 
+    /// What a condition mentions, less the fields of `#[params]`.
+    fn numbers(&self, kernel: &crate::text::Kernel, condition: &str) -> String {
+        let words = condition.split(|c: char| !c.is_alphanumeric() && c != '_');
+        let mentioned = |name: &str| words.clone().any(|word| word == name);
+        let generics = kernel.generics.iter().zip(self.generics).map(|(of, value)| match value {
+            Generic::Type(_) => None,
+            value => Some((of.name, format!("{} = {value}", of.name))),
+        });
+        let parameters = kernel.parameters.iter().zip(self.arguments).map(|(of, argument)| {
+            let name = of.name;
+            let value = match (argument, of.kind) {
+                (Fact::Buffer(span), _) => return Some((name, format!("{name}.len() = {}", span.len))),
+                (Fact::Bytes(bytes), ParameterKind::Scalar(scalar)) => {
+                    let mut raw = [0; 8];
+                    raw[..bytes.len()].copy_from_slice(bytes);
+                    crate::text::number(scalar, u64::from_le_bytes(raw))
+                }
+                (Fact::Constant(constant), _) => crate::text::number(constant.scalar, constant.raw),
+                (Fact::Bytes(_), _) => return None,
+            };
+            Some((name, format!("{name} = {value}")))
+        });
+        let launch = [
+            ("groups", format!("groups = {:?}", self.groups)),
+            ("threads", format!("threads = {}", self.threads)),
+        ];
+        let all = generics.chain(parameters).flatten().chain(launch);
+        let found: Vec<String> = all.filter(|(name, _)| mentioned(name)).map(|(_, number)| number).collect();
+        found.join(", ")
+    }
+
     /// The elements given for parameter `n`; none where it is no buffer.
     pub fn buffer(&self, n: usize) -> View<'static, ()> {
         let span = match self.arguments.get(n) {
@@ -320,7 +351,8 @@ impl<'a, M> Launch<'a, M> {
         if let Some(n) = (kernel.unmet)(&facts) {
             let (condition, message) =
                 kernel.requirements.get(n).map_or(("", ""), |r| (r.condition, r.message));
-            return Err(broken(BrokenKind::Requirement { condition, message }));
+            let numbers = facts.numbers(kernel, condition);
+            return Err(broken(BrokenKind::Requirement { condition, message, numbers }));
         }
         Ok(Self { instance, groups, threads, arguments })
     }
@@ -396,6 +428,8 @@ pub enum BrokenKind {
         condition: &'static str,
         /// What it means.
         message: &'static str,
+        /// What it mentions, as it is: `x.len() = 128, groups = [2, 1, 1]`.
+        numbers: String,
     },
     /// The kernel is not written for groups of this many threads.
     Threads {
@@ -453,8 +487,14 @@ impl fmt::Display for Broken {
         write!(f, "{}: ", self.kernel)?;
         match &self.what {
             BrokenKind::Instance { found } => write!(f, "the instance is of {found}"),
-            BrokenKind::Requirement { condition, message } => {
-                write!(f, "{message}: `{condition}` does not hold")
+            BrokenKind::Requirement { condition, message, numbers } => {
+                write!(f, "{message}: `{condition}` does not hold")?;
+                if numbers.is_empty() { Ok(()) } else { write!(f, " where {numbers}") }
+            }
+            BrokenKind::Threads { expected, .. }
+                if !expected.most().is_multiple_of(32) || expected.most() == 0 =>
+            {
+                write!(f, "a group of {} threads: threads come in SIMD groups of 32", expected.most())
             }
             BrokenKind::Threads { expected, found } => {
                 write!(f, "a group has {expected} threads, {found} asked for")

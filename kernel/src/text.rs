@@ -118,6 +118,23 @@ pub fn literal(scalar: ScalarType, raw: u64) -> String {
     }
 }
 
+/// A scalar of the bits `raw` for readers.
+pub(crate) fn number(scalar: ScalarType, raw: u64) -> String {
+    match scalar {
+        ScalarType::Bool => (raw != 0).to_string(),
+        ScalarType::I8 => (raw as i8).to_string(),
+        ScalarType::I16 => (raw as i16).to_string(),
+        ScalarType::I32 => (raw as i32).to_string(),
+        ScalarType::I64 => (raw as i64).to_string(),
+        ScalarType::F32 => f32::from_bits(raw as u32).to_string(),
+        ScalarType::F16 => f16::from_bits(raw as u16).to_string(),
+        ScalarType::Bf16 => bf16::from_bits(raw as u16).to_string(),
+        ScalarType::U8 | ScalarType::U16 | ScalarType::U32 | ScalarType::U64 | ScalarType::Usize => {
+            raw.to_string()
+        }
+    }
+}
+
 /// The type of a buffer's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementType {

@@ -93,6 +93,12 @@ fn attribute(arguments: TokenStream) -> String {
 }
 
 fn check_contract(contract: &Arguments, generics: &[Parameter], errors: &mut Errors) {
+    if let Some(threads) = &contract.threads
+        && let syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Int(literal), .. }) = &threads.most
+        && !literal.base10_parse().is_ok_and(|n: u32| n.is_multiple_of(32) && (32..=1024).contains(&n))
+    {
+        errors.refuse(literal, "a group has a multiple of 32 threads, 32 to 1024: SIMD groups are whole");
+    }
     for requirement in &contract.requires {
         for parameter in generics {
             if let (Parameter::Type { name, .. }, true) = (

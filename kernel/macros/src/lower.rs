@@ -1205,6 +1205,13 @@ impl Lower<'_> {
                 .refuse(path, "associated constants are not part of the kernel language: use a #[constant]");
             return Expr::refused(span);
         }
+        if of_std(&path.path) {
+            self.errors.refuse(
+                path,
+                "items of the standard library do not exist on GPUs: give a #[constant] of yours the number",
+            );
+            return Expr::refused(span);
+        }
         self.depends.item(&path.path);
         Expr::new(Kind::Name { name: names::global(&name), of: NameOf::Const }, None, span)
     }
@@ -1461,6 +1468,13 @@ impl Lower<'_> {
             self.errors.refuse(
                 path,
                 "tuple structs and enums are not part of the kernel language: use named fields",
+            );
+            return Expr::refused(span);
+        }
+        if of_std(path) {
+            self.errors.refuse(
+                path,
+                "functions of the standard library do not exist on GPUs: write the method or intrinsic, or a #[device] function",
             );
             return Expr::refused(span);
         }
@@ -1967,6 +1981,12 @@ fn given(gives: Gives, same: Option<&Type>, element: Option<&Type>) -> Option<Ty
         Gives::Element => element.cloned(),
         Gives::Nothing | Gives::Other => None,
     }
+}
+
+/// Whether a path begins in the standard library.
+fn of_std(path: &syn::Path) -> bool {
+    let first = path.segments.first().map(|segment| segment.ident.to_string());
+    path.segments.len() > 1 && matches!(first.as_deref(), Some("std" | "core" | "alloc"))
 }
 
 /// Rust's names of types start with a capital and have small letters.

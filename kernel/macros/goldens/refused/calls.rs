@@ -64,3 +64,8 @@ fn k(x: &mut Buffer<f32>, n: u32) {
     let h = k(x, n);
     return 3;
 }
+
+#[device]
+fn of_std(x: f32) -> f32 {
+    std::cmp::max(x as u32, 1) as f32 * std::f32::consts::PI + f32::sqrt(x)
+}

@@ -42,3 +42,12 @@ fn parameters<T: Element>(
 ) -> u32 {
     3
 }
+
+#[kernel(threads = 33)]
+fn odd_group(out: &mut Buffer<f32>) {}
+
+#[kernel(threads = 2048)]
+fn large_group(out: &mut Buffer<f32>) {}
+
+#[kernel(threads <= 100)]
+fn odd_limit(out: &mut Buffer<f32>) {}
