@@ -6,6 +6,7 @@ use quote::{ToTokens, quote_spanned};
 use syn::spanned::Spanned;
 
 use crate::ir::{Parameter, Scalar};
+use crate::lower::module_of;
 
 /// What an item needs from others, each once.
 #[derive(Debug)]
@@ -96,11 +97,7 @@ impl Depends {
 
     /// The path without generic arguments: of the module beside what it names.
     fn module_path(&self, path: &syn::Path) -> syn::Path {
-        let mut path = self.path(path);
-        for segment in &mut path.segments {
-            segment.arguments = syn::PathArguments::None;
-        }
-        path
+        module_of(&self.path(path))
     }
 
     /// A call without generic arguments: C++ must be able to deduce them.
