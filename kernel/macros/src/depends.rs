@@ -120,6 +120,16 @@ impl Depends {
         );
     }
 
+    /// A call beside others, which C++ may evaluate before or after it: what they read must not change meanwhile.
+    pub(crate) fn without_barrier(&mut self, path: &syn::Path) {
+        let module = self.module_path(path);
+        self.demand(
+            path.span(),
+            quote_spanned!(path.span()=> !#module::HAS_BARRIER),
+            "the function has a barrier, and C++ may call it before or after it evaluates the rest of the expression: bind its result first, `let x = ..`",
+        );
+    }
+
     fn demand(&mut self, span: Span, condition: TokenStream, message: &str) {
         self.demands.push(quote_spanned!(span=> const _: () = ::core::assert!(#condition, #message);));
     }

@@ -1547,6 +1547,8 @@ impl Lower<'_> {
         }
         if effect {
             self.effect(call, stands);
+        } else if stands == Stands::Beside {
+            self.depends.without_barrier(path);
         }
         let module = module_of(path);
         self.meetings.functions.insert(quote!(#module).to_string(), module);
