@@ -2,7 +2,7 @@
 //!
 //! They answer inside a simulated kernel only; elsewhere those that need to know their thread panic. Operations of a SIMD
 //! group (`simd_*`) are taken by its 32 lanes together, at one place of the source; [`barrier`] by all threads of the
-//! group.
+//! group. A place is another one in another iteration of a loop, and by another call of a device function.
 //!
 //! # How exact floats are
 //!

@@ -19,6 +19,8 @@
 //! | `x as T` | `scalar(x) as T` |
 //! | `let x = e` | `let x = value(e)` |
 //! | `while` and `loop` | [`iteration`] at the head of the body |
+//! | a loop where threads may meet | [`enter`] before it, [`turn`] at the head of the body, [`leave`] after it |
+//! | `f(x)` of a device function | `returned(enter(1, f::MEETS), f(x), f::MEETS)` |
 
 use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed, Value};
 use crate::simulator::fault_arithmetic;
@@ -218,4 +220,36 @@ pub fn shr<T: Integer, S: Integer>(a: T, by: S) -> T {
 #[track_caller]
 pub fn iteration() {
     crate::simulator::count_iteration();
+}
+
+/// Begins the loop or the call of a device function that a function numbers `number`; gives what [`leave`] and [`returned`]
+/// take. Threads that meet in it must have come there by the same calls and in the same iterations of loops.
+///
+/// Where threads do not meet (`meets`), nothing is noted.
+#[inline(always)]
+pub fn enter(number: u64, meets: bool) -> u64 {
+    if meets { crate::simulator::enter(number) } else { 0 }
+}
+
+/// Begins an iteration of the loop entered last.
+#[inline(always)]
+pub fn turn(meets: bool) {
+    if meets {
+        crate::simulator::turn();
+    }
+}
+
+/// Ends the loop that [`enter`] began.
+#[inline(always)]
+pub fn leave(entered: u64, meets: bool) {
+    if meets {
+        crate::simulator::leave(entered);
+    }
+}
+
+/// Ends the call that [`enter`] began, which gave `value`, from wherever in the function it returned.
+#[inline(always)]
+pub fn returned<T>(entered: u64, value: T, meets: bool) -> T {
+    leave(entered, meets);
+    value
 }

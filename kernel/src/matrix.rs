@@ -167,29 +167,31 @@ pub fn byte_signs(a: u32, b: u32, selector: u32) -> u32 {
     tops * 0xff
 }
 
-/// What a device function's module has, beside functions that are generic in the type of operands and those that are not.
+/// What a device function's module has: whether C++ deduces its generic arguments, and whether lanes meet in it.
 macro_rules! texts {
-    ($($name:ident $deducible:literal)*) => {$(
+    ($($name:ident $deducible:literal $meets:literal)*) => {$(
         #[doc(hidden)]
         #[allow(non_upper_case_globals)]
         pub mod $name {
             pub const TEXT: &crate::text::Text = &super::TEXT;
             pub const DEDUCED: u64 = 0;
             pub const DEDUCIBLE: bool = $deducible;
+            pub const MEETS: bool = $meets;
+            pub const HAS_BARRIER: bool = false;
             pub const $name: () = ();
         }
     )*};
 }
 texts! {
-    matrix_row true
-    matrix_pair true
-    matrix_lane true
-    left false
-    right false
-    right_transposed false
-    right_zero false
-    multiply_add false
-    matrix_column_max true
-    matrix_column_sum true
-    byte_signs true
+    matrix_row true false
+    matrix_pair true false
+    matrix_lane true false
+    left false false
+    right false true
+    right_transposed false true
+    right_zero false false
+    multiply_add false true
+    matrix_column_max true true
+    matrix_column_sum true true
+    byte_signs true false
 }

@@ -6,6 +6,7 @@ use quote::{ToTokens, quote_spanned};
 use syn::spanned::Spanned;
 
 use crate::ir::{Parameter, Scalar};
+use crate::lower::module_of;
 
 /// What an item needs from others, each once.
 #[derive(Debug)]
@@ -96,11 +97,7 @@ impl Depends {
 
     /// The path without generic arguments: of the module beside what it names.
     fn module_path(&self, path: &syn::Path) -> syn::Path {
-        let mut path = self.path(path);
-        for segment in &mut path.segments {
-            segment.arguments = syn::PathArguments::None;
-        }
-        path
+        module_of(&self.path(path))
     }
 
     /// A call without generic arguments: C++ must be able to deduce them.
@@ -120,6 +117,16 @@ impl Depends {
             span,
             quote_spanned!(span=> #module::DEDUCED >> #argument & 1 == 0),
             "the function is generic in this argument and C++ would take the literal for an `int`: give it a suffix",
+        );
+    }
+
+    /// A call beside others, which C++ may evaluate before or after it: what they read must not change meanwhile.
+    pub(crate) fn without_barrier(&mut self, path: &syn::Path) {
+        let module = self.module_path(path);
+        self.demand(
+            path.span(),
+            quote_spanned!(path.span()=> !#module::HAS_BARRIER),
+            "the function has a barrier, and C++ may call it before or after it evaluates the rest of the expression: bind its result first, `let x = ..`",
         );
     }
 

@@ -3,7 +3,7 @@
 use proc_macro2::{Ident, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
 
-use crate::depends::Depends;
+use crate::depends::{Depends, from_inside};
 use crate::errors::Errors;
 use crate::ir::{Field, Function, Parameter, Passed, Scalar, Struct, Type};
 use crate::lower::{self, Context};
@@ -154,6 +154,8 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
         return with_errors(errors, native_function(&function, false, None));
     }
     let native = native_function(&function, result.is_some(), Some(&lowered));
+    let meets = lowered.meetings.any(from_inside);
+    let has_barrier = lowered.meetings.barriers(from_inside);
     let arguments: Vec<_> = arguments.into_iter().map(|(_, argument)| argument).collect();
     let deduced = arguments.iter().enumerate().fold(0u64, |deduced, (n, argument)| {
         let bare = matches!(&argument.ty, Type::Parameter(_)) && n < 64;
@@ -183,6 +185,8 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
             pub const TEXT: &::flashtile_kernel::Text = &#text;
             pub const DEDUCED: u64 = #deduced;
             pub const DEDUCIBLE: bool = #deducible;
+            pub const MEETS: bool = #meets;
+            pub const HAS_BARRIER: bool = #has_barrier;
             pub const #name: () = ();
             #(#demands)*
         }
@@ -473,9 +477,7 @@ pub(crate) fn parameter_kind(
 pub(crate) fn referent(ty: &syn::Type) -> TokenStream {
     match ty {
         syn::Type::Reference(reference) => referent(&reference.elem),
-        syn::Type::Path(path) if path.qself.is_none() => {
-            crate::depends::from_inside(&path.path).to_token_stream()
-        }
+        syn::Type::Path(path) if path.qself.is_none() => from_inside(&path.path).to_token_stream(),
         other => other.to_token_stream(),
     }
 }

@@ -46,6 +46,16 @@ pub(crate) enum Gives {
     Other,
 }
 
+/// Whether threads meet in an intrinsic.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Meets {
+    Never,
+    /// At an operation of a SIMD group, which orders no memory.
+    Operation,
+    /// At a barrier.
+    Barrier,
+}
+
 /// An intrinsic function.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Function {
@@ -53,14 +63,23 @@ pub(crate) struct Function {
     pub(crate) gives: Gives,
     /// It reads where the thread is, or works together with other threads.
     pub(crate) context: bool,
+    pub(crate) meets: Meets,
 }
 
 const fn alone(takes: &'static [Takes], gives: Gives) -> Option<Function> {
-    Some(Function { takes, gives, context: false })
+    Some(Function { takes, gives, context: false, meets: Meets::Never })
+}
+
+const fn place() -> Option<Function> {
+    Some(Function { takes: &[], gives: Gives::U32, context: true, meets: Meets::Never })
+}
+
+const fn barrier() -> Option<Function> {
+    Some(Function { takes: &[], gives: Gives::Nothing, context: true, meets: Meets::Barrier })
 }
 
 const fn together(takes: &'static [Takes], gives: Gives) -> Option<Function> {
-    Some(Function { takes, gives, context: true })
+    Some(Function { takes, gives, context: true, meets: Meets::Operation })
 }
 
 /// The intrinsic function of a name.
@@ -68,10 +87,8 @@ pub(crate) fn find(name: &str) -> Option<Function> {
     use Takes::{Bool, Element, F32, I32, Index, MemoryMut, Same, U32};
     match name {
         "thread_index" | "threads" | "thread_position" | "simd_lane" | "simd_index" | "simd_groups"
-        | "group_x" | "group_y" | "group_z" | "groups_x" | "groups_y" | "groups_z" => {
-            together(&[], Gives::U32)
-        }
-        "barrier" | "simd_barrier" => together(&[], Gives::Nothing),
+        | "group_x" | "group_y" | "group_z" | "groups_x" | "groups_y" | "groups_z" => place(),
+        "barrier" | "simd_barrier" => barrier(),
         "simd_sum" | "simd_max" | "simd_min" | "simd_prefix_sum" | "simd_prefix_sum_inclusive" => {
             together(&[Same], Gives::Same)
         }

@@ -1,14 +1,15 @@
 //! The check: from syn's tree to what prints. What has no meaning here is refused where it stands.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashMap, HashSet};
 
-use proc_macro2::Span;
+use proc_macro2::{Span, TokenStream};
+use quote::quote;
 use syn::spanned::Spanned;
 use syn::visit::{self, Visit};
 
 use crate::depends::Depends;
 use crate::errors::Errors;
-use crate::intrinsics::{self, Gives, Takes};
+use crate::intrinsics::{self, Gives, Meets, Takes};
 use crate::ir::{
     Argument, Binary, Call, Expr, For, Generic, Kind, NameOf, Parameter, Passed, Scalar, Stmt, Type, Walk,
 };
@@ -24,6 +25,52 @@ pub(crate) struct Lowered {
     pub(crate) booleans: HashSet<*const syn::Expr>,
     /// Receivers of methods that are `&mut` parameters, by the address of their tree.
     pub(crate) references: HashSet<*const syn::Expr>,
+    /// Where threads meet in the body.
+    pub(crate) meetings: Meetings,
+    /// Where they meet in each loop, by the address of its tree.
+    pub(crate) loops: HashMap<*const syn::Expr, Meetings>,
+    /// The calls of device functions, numbered from 1, by the address of their tree.
+    pub(crate) calls: HashMap<*const syn::ExprCall, u64>,
+}
+
+/// Where threads meet in a part of a body: at operations of a SIMD group and barriers, its own or those of device functions.
+#[derive(Clone, Default)]
+pub(crate) struct Meetings {
+    operation: bool,
+    barrier: bool,
+    /// The device functions: the modules beside them by the paths that the user wrote, by their tokens.
+    functions: BTreeMap<String, syn::Path>,
+}
+
+impl Meetings {
+    fn add(&mut self, other: &Meetings) {
+        self.operation |= other.operation;
+        self.barrier |= other.barrier;
+        self.functions.extend(other.functions.clone());
+    }
+
+    /// Whether threads can meet there, as far as the tokens say.
+    pub(crate) fn are_possible(&self) -> bool {
+        self.operation || self.barrier || !self.functions.is_empty()
+    }
+
+    /// Whether threads meet there: a constant expression, where functions are reached by their paths through `module`.
+    pub(crate) fn any(&self, module: impl Fn(&syn::Path) -> syn::Path) -> TokenStream {
+        if self.operation || self.barrier {
+            return quote!(true);
+        }
+        let functions = self.functions.values().map(module);
+        quote!((false #(|| #functions::MEETS)*))
+    }
+
+    /// Whether there is a barrier; otherwise as [`any`](Self::any).
+    pub(crate) fn barriers(&self, module: impl Fn(&syn::Path) -> syn::Path) -> TokenStream {
+        if self.barrier {
+            return quote!(true);
+        }
+        let functions = self.functions.values().map(module);
+        quote!((false #(|| #functions::HAS_BARRIER)*))
+    }
 }
 
 /// A `let mut name: Shared<element> = shared(length)`.
@@ -64,10 +111,12 @@ pub(crate) fn body(
         result,
         kernel: context.kernel,
         depth: 0,
-        loops: 0,
         shared: Vec::new(),
         booleans: HashSet::new(),
         references: HashSet::new(),
+        meetings: Meetings::default(),
+        loops: HashMap::new(),
+        calls: HashMap::new(),
     };
     for (rust, argument) in arguments.iter_mut() {
         argument.name = lower.scopes.fresh(rust);
@@ -82,7 +131,15 @@ pub(crate) fn body(
     let mut body = Vec::new();
     let sink = if lower.result.is_some() { Sink::Return } else { Sink::Nothing };
     lower.block(block, &sink, &mut body);
-    Lowered { body, shared: lower.shared, booleans: lower.booleans, references: lower.references }
+    Lowered {
+        body,
+        shared: lower.shared,
+        booleans: lower.booleans,
+        references: lower.references,
+        meetings: lower.meetings,
+        loops: lower.loops,
+        calls: lower.calls,
+    }
 }
 
 /// Attributes of a body: all but those of lints are the language's, or would be lost.
@@ -183,10 +240,13 @@ struct Lower<'a> {
     result: Option<Type>,
     kernel: bool,
     depth: usize,
-    loops: usize,
     shared: Vec<SharedArray>,
     booleans: HashSet<*const syn::Expr>,
     references: HashSet<*const syn::Expr>,
+    /// Of the innermost loop, so far.
+    meetings: Meetings,
+    loops: HashMap<*const syn::Expr, Meetings>,
+    calls: HashMap<*const syn::ExprCall, u64>,
 }
 
 const BOOL: Type = Type::Scalar(Scalar::Bool);
@@ -206,10 +266,12 @@ pub(crate) fn constant(reader: &mut Reader<'_>, expr: &syn::Expr, scalar: Option
         result: None,
         kernel: false,
         depth: 0,
-        loops: 0,
         shared: Vec::new(),
         booleans: HashSet::new(),
         references: HashSet::new(),
+        meetings: Meetings::default(),
+        loops: HashMap::new(),
+        calls: HashMap::new(),
     };
     lower.constant(expr, scalar)
 }
@@ -512,20 +574,17 @@ impl Lower<'_> {
         match expr {
             syn::Expr::While(looped) => {
                 self.no_label(looped.label.as_ref());
-                let condition = self.condition(&looped.cond);
-                self.loops += 1;
-                let body = self.inner_block(&looped.body, &Sink::Nothing);
-                self.loops -= 1;
+                let (condition, body) = self.looped(expr, |this| {
+                    (this.condition(&looped.cond), this.inner_block(&looped.body, &Sink::Nothing))
+                });
                 out.push(Stmt::While { condition, body });
             }
             syn::Expr::Loop(looped) => {
                 self.no_label(looped.label.as_ref());
-                self.loops += 1;
-                let body = self.inner_block(&looped.body, &Sink::Nothing);
-                self.loops -= 1;
+                let body = self.looped(expr, |this| this.inner_block(&looped.body, &Sink::Nothing));
                 out.push(Stmt::Loop { body });
             }
-            syn::Expr::ForLoop(looped) => self.for_loop(looped, out),
+            syn::Expr::ForLoop(looped) => self.for_loop(looped, expr, out),
             syn::Expr::Break(exit) => {
                 self.no_lifetime(exit.label.as_ref());
                 if let Some(value) = &exit.expr {
@@ -594,7 +653,17 @@ impl Lower<'_> {
         out.push(Stmt::If { condition, then, otherwise });
     }
 
-    fn for_loop(&mut self, looped: &syn::ExprForLoop, out: &mut Vec<Stmt>) {
+    /// Lowers what a loop repeats, and notes where threads meet in it.
+    fn looped<R>(&mut self, whole: &syn::Expr, lower: impl FnOnce(&mut Self) -> R) -> R {
+        let before = std::mem::take(&mut self.meetings);
+        let lowered = lower(self);
+        let inside = std::mem::replace(&mut self.meetings, before);
+        self.meetings.add(&inside);
+        self.loops.insert(whole, inside);
+        lowered
+    }
+
+    fn for_loop(&mut self, looped: &syn::ExprForLoop, whole: &syn::Expr, out: &mut Vec<Stmt>) {
         self.no_label(looped.label.as_ref());
         let unroll = looped.attrs.iter().any(is_unroll);
         let Some(range) = self.range(&looped.expr) else {
@@ -654,9 +723,7 @@ impl Lower<'_> {
         };
         let bound = self.scopes.fresh(&format!("{name}_{bound}"));
         let extra = self.scopes.fresh(&format!("{name}_{extra}"));
-        self.loops += 1;
-        let body = self.inner_block(&looped.body, &Sink::Nothing);
-        self.loops -= 1;
+        let body = self.looped(whole, |this| this.inner_block(&looped.body, &Sink::Nothing));
         self.scopes.leave();
         out.push(Stmt::For(Box::new(For {
             variable,
@@ -1494,7 +1561,13 @@ impl Lower<'_> {
         }
         if effect {
             self.effect(call, stands);
+        } else if stands == Stands::Beside {
+            self.depends.without_barrier(path);
         }
+        let module = module_of(path);
+        self.meetings.functions.insert(quote!(#module).to_string(), module);
+        let number = self.calls.len() as u64 + 1;
+        self.calls.entry(call).or_insert(number);
         self.depends.item(path);
         let function = names::global(&name);
         Expr::new(Kind::Call(Call { function, context: true, generics, arguments }), None, span)
@@ -1598,6 +1671,8 @@ impl Lower<'_> {
         if effect {
             self.effect(call, stands);
         }
+        self.meetings.operation |= function.meets == Meets::Operation;
+        self.meetings.barrier |= function.meets == Meets::Barrier;
         let ty = given(function.gives, same.as_ref(), element.as_ref());
         let call = Call {
             function: format!("ft_{name}"),
@@ -1705,6 +1780,7 @@ impl Lower<'_> {
             _ => return Expr::refused(span),
         };
         let ty = Type::Fragment(Box::new(element));
+        self.meetings.operation |= !matches!(name, "zero" | "filled");
         let call = Call {
             function: format!("ft_fragment_{name}"),
             context: !matches!(name, "zero" | "filled"),
@@ -1743,6 +1819,7 @@ impl Lower<'_> {
                 arguments.push(value);
             }
             self.effect(call, stands);
+            self.meetings.operation = true;
             let call = Call {
                 function: "ft_fragment_store".to_string(),
                 context: true,
@@ -1873,6 +1950,15 @@ pub(crate) fn strip(expr: &syn::Expr) -> &syn::Expr {
         syn::Expr::Group(inner) => strip(&inner.expr),
         other => other,
     }
+}
+
+/// The path without generic arguments: of the module beside the function that it names.
+pub(crate) fn module_of(path: &syn::Path) -> syn::Path {
+    let mut path = path.clone();
+    for segment in &mut path.segments {
+        segment.arguments = syn::PathArguments::None;
+    }
+    path
 }
 
 /// The call of `shared(..)`.

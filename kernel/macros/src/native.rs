@@ -3,7 +3,7 @@
 //! Every emitted call has the span of what it stands for: rustc's errors point at the user's operand, and faults
 //! of the simulator at the user's line. Only what the check accepted comes here.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote, quote_spanned};
@@ -11,11 +11,16 @@ use syn::spanned::Spanned;
 
 use crate::intrinsics;
 use crate::ir::Binary;
-use crate::lower::{Lowered, compound, is_lint, shared_call, strip};
+use crate::lower::{Lowered, Meetings, compound, is_lint, module_of, shared_call, strip};
 
 /// The body of a function, with braces.
 pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {
-    let native = Native { booleans: &lowered.booleans, references: &lowered.references };
+    let native = Native {
+        booleans: &lowered.booleans,
+        references: &lowered.references,
+        loops: &lowered.loops,
+        calls: &lowered.calls,
+    };
     let statements = native.statements(block, has_result);
     quote_spanned! {block.brace_token.span.join()=> {
         #[allow(unused_imports)]
@@ -27,6 +32,8 @@ pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> T
 struct Native<'a> {
     booleans: &'a HashSet<*const syn::Expr>,
     references: &'a HashSet<*const syn::Expr>,
+    loops: &'a HashMap<*const syn::Expr, Meetings>,
+    calls: &'a HashMap<*const syn::ExprCall, u64>,
 }
 
 fn mark(name: &str, span: Span) -> TokenStream {
@@ -161,18 +168,26 @@ impl Native<'_> {
                 let condition = self.condition(&looped.cond);
                 let iteration = mark("iteration", token.span);
                 let body = self.statements(&looped.body, false);
-                quote!(#attrs #token #condition { #iteration(); #body })
+                self.looped(
+                    expr,
+                    token.span,
+                    |turn| quote!(#attrs #token #condition { #turn #iteration(); #body }),
+                )
             }
             syn::Expr::Loop(looped) => {
                 let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
                 let iteration = mark("iteration", token.span);
                 let body = self.statements(&looped.body, false);
-                quote!(#attrs #token { #iteration(); #body })
+                self.looped(expr, token.span, |turn| quote!(#attrs #token { #turn #iteration(); #body }))
             }
             syn::Expr::ForLoop(looped) => {
-                let syn::ExprForLoop { attrs, for_token, pat, in_token, expr, body, .. } = looped;
-                let (attrs, range, body) = (lints(attrs), self.range(expr, false), self.block(body));
-                quote!(#attrs #for_token #pat #in_token #range #body)
+                let syn::ExprForLoop { attrs, for_token, pat, in_token, expr: range, body, .. } = looped;
+                let (attrs, range) = (lints(attrs), self.range(range, false));
+                let statements = self.statements(body, false);
+                self.looped(expr, for_token.span, |turn| {
+                    let body = quote_spanned!(body.brace_token.span.join()=> { #turn #statements });
+                    quote!(#attrs #for_token #pat #in_token #range #body)
+                })
             }
             syn::Expr::Return(exit) => {
                 let value = exit.expr.as_ref().map(|value| marked("value", &self.expr(value)));
@@ -182,6 +197,29 @@ impl Native<'_> {
             syn::Expr::Assign(assign) => self.assign(&assign.left, None, &assign.right, assign.eq_token.span),
             other => other.to_token_stream(),
         }
+    }
+
+    /// A loop, made of what stands at the head of its body: its iterations are noted where threads may meet in it.
+    fn looped(
+        &self,
+        whole: &syn::Expr,
+        span: Span,
+        written: impl FnOnce(Option<TokenStream>) -> TokenStream,
+    ) -> TokenStream {
+        let meetings = self.loops.get(&std::ptr::from_ref(whole)).filter(|meetings| meetings.are_possible());
+        let Some(meetings) = meetings else { return written(None) };
+        let meets = meetings.any(Clone::clone);
+        let (enter, turn, leave) = (mark("enter", span), mark("turn", span), mark("leave", span));
+        let ft_entered = syn::Ident::new("ft_entered", span);
+        let looped = written(Some(quote_spanned!(span=> #turn(#meets);)));
+        // A `loop` may have no end but `return`.
+        quote_spanned!(span=> {
+            #[allow(unused_variables)]
+            let #ft_entered = #enter(0, #meets);
+            #looped
+            #[allow(unreachable_code)]
+            #leave(#ft_entered, #meets);
+        })
     }
 
     fn condition(&self, expr: &syn::Expr) -> TokenStream {
@@ -363,7 +401,16 @@ impl Native<'_> {
             true => self.index(argument),
             false => self.argument(argument),
         });
-        quote_spanned!(span=> #function(#(#arguments),*))
+        let called = quote_spanned!(span=> #function(#(#arguments),*));
+        match (self.calls.get(&std::ptr::from_ref(call)), strip(&call.func)) {
+            (Some(number), syn::Expr::Path(path)) => {
+                let (enter, returned, module) =
+                    (mark("enter", span), mark("returned", span), module_of(&path.path));
+                let meets = quote_spanned!(span=> #module::MEETS);
+                quote_spanned!(span=> #returned(#enter(#number, #meets), #called, #meets))
+            }
+            _ => called,
+        }
     }
 
     fn argument(&self, argument: &syn::Expr) -> TokenStream {

@@ -50,6 +50,8 @@
 //!   accept. There are no matrices (`float4x4`), textures, argument buffers, quad-group functions and lambdas.
 //! - A member function for objects in `constant` memory may be called with one in `device` memory too.
 //! - Pointers in names that the text makes itself (`using P = float*` is found, a macro of a template is not).
+//! - Threads that meet at one line and column in different iterations of a loop, or by different calls of the function it is
+//!   in: the text is compiled as it is, without marks of these.
 //! - A SIMD-group operation in code that not all live lanes reach is refused, though Metal lets the active lanes go on.
 //! - Fast-math: every function is as exact as the host's, and nothing is contracted or reordered.
 //! - Threads run one at a time, from one meeting to the next: a thread that waits for another's store in a loop is

@@ -33,9 +33,11 @@ pub enum FaultKind {
     Uninitialised,
     /// Two threads use an element, one of them writes, and nothing orders them.
     Race,
-    /// Threads of a group wait at different barriers, or some have returned.
+    /// Threads of a group wait at different barriers, in different iterations of a loop or by different calls of a device
+    /// function, or some have returned.
     DivergentBarrier,
-    /// Lanes of a SIMD group are at different SIMD operations, or some have returned.
+    /// Lanes of a SIMD group are at different SIMD operations, in different iterations of a loop or by different calls of a
+    /// device function, or some have returned.
     DivergentSimd,
     /// A lane that is none, or that should be the same for all lanes and is not.
     Lane,

@@ -32,11 +32,26 @@ pub(crate) struct Place {
 pub(super) struct Wait {
     name: &'static str,
     location: &'static Location<'static>,
+    /// The thread's [`path`](Thread::path).
+    path: u64,
 }
 
 impl Wait {
     fn same(&self, other: &Self) -> bool {
-        self.name == other.name && self.location == other.location
+        self.path == other.path && self.name == other.name && self.location == other.location
+    }
+
+    /// What is said of a thread that waits here, of one that does not.
+    fn apart(&self, who: &str, number: usize, other: Option<Self>) -> String {
+        let name = self.name;
+        match other {
+            None => format!("waits in {name}, {who} {number} has returned"),
+            Some(other) => {
+                let same_place = other.name == name && other.location == self.location;
+                let way = if same_place { ", in another iteration of a loop or by another call" } else { "" };
+                format!("waits in {name}, {who} {number} in {other}{way}")
+            }
+        }
     }
 
     fn is_barrier(&self) -> bool {
@@ -70,11 +85,28 @@ struct Thread {
     /// `shared` calls so far.
     arrays: usize,
     iterations: u64,
+    /// The iterations of loops and the calls of device functions that the thread is in, those where threads meet, as one
+    /// number: for two ways to one place of the source it differs.
+    path: u64,
 }
 
 impl Thread {
-    const NEW: Self =
-        Self { yielder: ptr::null(), wait: None, done: false, shown: [0; 2], arrays: 0, iterations: 0 };
+    const NEW: Self = Self {
+        yielder: ptr::null(),
+        wait: None,
+        done: false,
+        shown: [0; 2],
+        arrays: 0,
+        iterations: 0,
+        path: 0,
+    };
+}
+
+/// A number that all bits of `x` decide, another for each `x`.
+fn mix(x: u64) -> u64 {
+    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
 }
 
 /// What a SIMD group is at.
@@ -169,9 +201,7 @@ impl Machine {
     pub(super) fn random(&self, n: usize) -> usize {
         let next = self.random.get().wrapping_add(0x9e37_79b9_7f4a_7c15);
         self.random.set(next);
-        let mixed = (next ^ (next >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((u128::from(mixed ^ (mixed >> 31)) * n as u128) >> 64) as usize
+        ((u128::from(mix(next)) * n as u128) >> 64) as usize
     }
 
     /// Starts group `number` at `position`, all its threads ready.
@@ -267,10 +297,7 @@ impl Machine {
         });
         let Some(m) = apart else { return };
         let other = m - among.start;
-        let message = match group.threads[m].wait {
-            Some(elsewhere) => format!("waits in {}, {who} {other} in {elsewhere}", wait.name),
-            None => format!("waits in {}, {who} {other} has returned", wait.name),
-        };
+        let message = wait.apart(who, other, group.threads[m].wait);
         self.switch_to(n as u32);
         self.set_fault(kind, wait.location.file().to_owned(), wait.location.line(), message);
     }
@@ -360,8 +387,8 @@ impl Machine {
     /// Waits for all threads of the group.
     fn barrier(&self, location: &'static Location<'static>) {
         let thread = self.place.get().thread as usize;
-        let wait = Wait { name: BARRIER, location };
         let mut group = self.group.borrow_mut();
+        let wait = Wait { name: BARRIER, location, path: group.threads[thread].path };
         group.threads[thread].wait = Some(wait);
         group.waiting += 1;
         if group.waiting < group.threads.len() {
@@ -370,10 +397,9 @@ impl Machine {
         }
         if let Some(other) = group.threads.iter().position(|other| other.wait.is_none_or(|w| !w.same(&wait)))
         {
-            let elsewhere = group.threads[other].wait.unwrap_or(wait);
+            let message = wait.apart("thread", other, group.threads[other].wait);
             drop(group);
-            let message = format_args!("waits in {BARRIER}, thread {other} in {elsewhere}");
-            self.fault(FaultKind::DivergentBarrier, location, message);
+            self.fault(FaultKind::DivergentBarrier, location, format_args!("{message}"));
         }
         group.waiting = 0;
         group.epoch += 1;
@@ -393,10 +419,10 @@ impl Machine {
         location: &'static Location<'static>,
     ) -> [Shown; LANES] {
         let thread = self.place.get().thread as usize;
-        let wait = Wait { name, location };
         let simd = thread / LANES;
         let lanes = simd * LANES..(simd + 1) * LANES;
         let mut group = self.group.borrow_mut();
+        let wait = Wait { name, location, path: group.threads[thread].path };
         group.threads[thread].wait = Some(wait);
         group.threads[thread].shown = shown;
         group.simds[simd].waiting += 1;
@@ -408,11 +434,9 @@ impl Machine {
         let Group { threads, simds, ready, .. } = &mut *group;
         let other = lanes.clone().find(|&n| threads[n].wait.is_none_or(|other| !other.same(&wait)));
         if let Some(other) = other {
-            let elsewhere = threads[other].wait.unwrap_or(wait);
+            let message = wait.apart("lane", other - lanes.start, threads[other].wait);
             drop(group);
-            let lane = other - lanes.start;
-            let message = format_args!("waits in {name}, lane {lane} in {elsewhere}");
-            self.fault(FaultKind::DivergentSimd, location, message);
+            self.fault(FaultKind::DivergentSimd, location, format_args!("{message}"));
         }
         let at = &mut simds[simd];
         at.waiting = 0;
@@ -476,6 +500,33 @@ pub(crate) fn count_iteration() {
     if iterations.is_multiple_of(256) {
         machine.give_way();
     }
+}
+
+/// Changes the path of the current thread; what it was, 0 outside of launches.
+fn replace_path(change: impl FnOnce(u64) -> u64) -> u64 {
+    CURRENT.with(|current| {
+        let current = current.borrow();
+        let Some(machine) = &*current else { return 0 };
+        let thread = machine.place.get().thread as usize;
+        let path = &mut machine.group.borrow_mut().threads[thread].path;
+        std::mem::replace(path, change(*path))
+    })
+}
+
+/// The current thread enters the loop or the call that its function numbers `number`; its path before.
+pub(crate) fn enter(number: u64) -> u64 {
+    replace_path(|path| mix(path ^ number))
+}
+
+/// The current thread begins another iteration of the innermost loop it has entered.
+pub(crate) fn turn() {
+    // A generator of period 2^64: no two iterations are alike.
+    replace_path(|path| path.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f));
+}
+
+/// The current thread leaves what it entered on `path`.
+pub(crate) fn leave(path: u64) {
+    replace_path(|_| path);
 }
 
 #[track_caller]

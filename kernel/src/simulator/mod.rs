@@ -11,12 +11,12 @@
 //! - a race: two threads use an element, at least one of them writes, and nothing orders them. [`barrier`] orders the
 //!   threads of a group, [`simd_barrier`] the lanes of a SIMD group, nothing orders groups; atomics race with other uses
 //!   only. No order of threads hides a race: every use is compared with every other, whichever came first;
-//! - a barrier not all threads of the group come to, a SIMD operation not all lanes of the SIMD group come to;
+//! - a barrier not all threads of the group come to, a SIMD operation not all lanes of the SIMD group come to, or not in the
+//!   same iterations of loops and by the same calls of device functions;
 //! - a vector access to an address that is no multiple of its size, the base of every memory being aligned;
 //! - arithmetic without a result, in every build profile, other panics, and loops without end.
 //!
-//! Not seen: two calls of one device function from different branches count as one place of the source; a stack
-//! overflow of native code ends the process, as it does in Rust.
+//! Not seen: a stack overflow of native code ends the process, as it does in Rust.
 //!
 //! [`barrier`]: crate::intrinsics::barrier
 //! [`simd_barrier`]: crate::intrinsics::simd_barrier
@@ -31,8 +31,8 @@ mod shadow;
 
 pub use fault::{Fault, FaultKind};
 pub(crate) use machine::{
-    barrier, broadcast, count_iteration, exchange, fault_arithmetic, gather, multiply_accumulate,
-    outside_array, place, shared, simd_barrier, simd_converge,
+    barrier, broadcast, count_iteration, enter, exchange, fault_arithmetic, gather, leave,
+    multiply_accumulate, outside_array, place, shared, simd_barrier, simd_converge, turn,
 };
 pub use memory::{Memory, MemoryError, Region};
 pub use report::Report;

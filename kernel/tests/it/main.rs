@@ -19,6 +19,7 @@ mod gcc;
 mod hosts;
 pub mod intrinsics;
 pub mod language;
+pub mod meetings;
 mod natives;
 mod nvrtc;
 mod simulator;

@@ -287,4 +287,31 @@ fn centre(out: &mut Buffer<u32>) {
     out[0] = middle(1);
 }
 
+#[device]
+pub fn after_barrier(tile: &Shared<u32>) -> u32 {
+    barrier();
+    tile[0]
+}
+
+#[device]
+pub fn after_another(tile: &Shared<u32>) -> u32 {
+    let x = after_barrier(tile);
+    x + 1
+}
+
+#[device]
+pub fn of_lanes(x: u32) -> u32 {
+    simd_sum(x)
+}
+
+#[device]
+fn barriers_beside_reads(tile: &Shared<u32>) -> u32 {
+    let a = tile[1] + after_another(tile);
+    let b = 2 * after_another(tile);
+    // Operations of a SIMD group order no memory.
+    let c = tile[1] + of_lanes(a);
+    let d = twice(after_barrier(tile) as f32);
+    a + b + c + d as u32
+}
+
 fn main() {}
