@@ -41,6 +41,12 @@ fn mark(name: &str, span: Span) -> TokenStream {
     quote_spanned!(span=> ::flashtile_kernel::marks::#name)
 }
 
+/// `mark();`, at the line of `span` also for what it reports.
+fn called(name: &str, span: Span) -> TokenStream {
+    let mark = mark(name, span);
+    quote_spanned!(span=> #mark();)
+}
+
 /// `mark(value)`.
 fn marked(name: &str, value: &TokenStream) -> TokenStream {
     let span = value.span();
@@ -166,19 +172,19 @@ impl Native<'_> {
             syn::Expr::While(looped) => {
                 let (attrs, token) = (lints(&looped.attrs), looped.while_token);
                 let condition = self.condition(&looped.cond);
-                let iteration = mark("iteration", token.span);
+                let iteration = called("iteration", token.span);
                 let body = self.statements(&looped.body, false);
                 self.looped(
                     expr,
                     token.span,
-                    |turn| quote!(#attrs #token #condition { #turn #iteration(); #body }),
+                    |turn| quote!(#attrs #token #condition { #turn #iteration #body }),
                 )
             }
             syn::Expr::Loop(looped) => {
                 let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
-                let iteration = mark("iteration", token.span);
+                let iteration = called("iteration", token.span);
                 let body = self.statements(&looped.body, false);
-                self.looped(expr, token.span, |turn| quote!(#attrs #token { #turn #iteration(); #body }))
+                self.looped(expr, token.span, |turn| quote!(#attrs #token { #turn #iteration #body }))
             }
             syn::Expr::ForLoop(looped) => {
                 let syn::ExprForLoop { attrs, for_token, pat, in_token, expr: range, body, .. } = looped;

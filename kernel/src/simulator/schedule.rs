@@ -42,11 +42,11 @@ impl Default for Simulator {
 
 impl Simulator {
     /// A simulator of seed 0, with stacks of 256 KiB and the limits every device has, where a thread may go through
-    /// 2^24 iterations of `while` and `loop`.
+    /// 2^20 iterations of `while` and `loop`.
     pub fn new() -> Self {
         Self {
             seed: 0,
-            iterations: 1 << 24,
+            iterations: 1 << 20,
             stack_bytes: 256 << 10,
             limits: Limits::default(),
             stacks: Mutex::default(),

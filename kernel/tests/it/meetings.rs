@@ -174,3 +174,24 @@ fn one_way_is_one_place() {
     // Three sums of 32 lanes, four differences of 1, and the two that first reach 64 and 96.
     assert_eq!(run(&together::instance(), 64).unwrap(), [3 * 32 + 4 + 64 + 96; 64]);
 }
+
+/// Waits for what no thread writes.
+#[kernel(threads = 32)]
+pub fn endless(x: &mut Buffer<u32>) {
+    let mut turns = 0u32;
+    while x[thread_index()] == 0 {
+        turns += 1;
+    }
+    x[thread_index()] = turns;
+}
+
+#[test]
+fn a_loop_without_end_is_told_at_the_loop() {
+    let fault = run(&endless::instance(), 32).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Endless, "{fault}");
+    let line = include_str!("meetings.rs")
+        .lines()
+        .position(|line| line.trim().starts_with("while x[thread"))
+        .unwrap();
+    assert_eq!(fault.line as usize, line + 1);
+}
