@@ -159,11 +159,15 @@ fi
 
 if wants sanitize && command -v compute-sanitizer > /dev/null; then
     some=gqa_4_causal,mask_f16_window,like_,cached_steps_pages_of_8,cached_ring_41,tree_branches_verify,keys_16,decode_long
+    codes=quantized_ring_tq3,quantized_ring_mlx-tq6,quantized_centred_tq4
     for tool in memcheck racecheck; do
-        step "$tool"
-        compute-sanitizer --tool $tool --error-exitcode 9 --kernel-name kns=forward \
-            "$flashtile" check --backend cuda --exact-memory --filter $some > "$out/$tool.txt" 2>&1 ||
-            { tail -40 "$out/$tool.txt"; exit 1; }
-        grep -E "ERROR SUMMARY|RACECHECK SUMMARY|^cuda " "$out/$tool.txt" | cut -c1-100
+        for kernels in native portable; do
+            step "$tool, $kernels kernels"
+            if [ $kernels = native ]; then names=(--kernel-name kns=forward) cases=$some; else names=() cases=$some,$codes; fi
+            compute-sanitizer --tool $tool --error-exitcode 9 "${names[@]}" \
+                "$flashtile" check --backend cuda --kernels $kernels --exact-memory --filter $cases > "$out/$tool-$kernels.txt" 2>&1 ||
+                { tail -40 "$out/$tool-$kernels.txt"; exit 1; }
+            grep -E "ERROR SUMMARY|RACECHECK SUMMARY|^cuda " "$out/$tool-$kernels.txt" | cut -c1-100
+        done
     done
 fi
