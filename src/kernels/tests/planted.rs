@@ -1,5 +1,6 @@
 //! Copies of kernels with one mistake each: the simulator finds it, and where it is.
 
+use crate::kernels::merge::{Merge, merge};
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{classify, encode};
 use flashtile_kernel::prelude::*;
@@ -230,4 +231,61 @@ fn launches_that_are_not_the_kernels_are_refused() {
     assert_eq!(appended(33, 8, false), "a run for each y");
     assert_eq!(appended(32, 0, false), "pages have rows");
     assert_eq!(appended(32, 8, true), "a mean for each head");
+}
+
+#[test]
+fn memory_that_is_too_short_for_a_kernel_is_refused() {
+    let numbers = |len: usize| Memory::from_slice(&vec![0.0f32; len]);
+    // Two queries of three heads, of two partial results of 64 numbers each; rows of out are 80 apart.
+    let params = Merge { out: [480, 160, 80], q_heads: 3, queries: 2, parts: 2, unused: 0 };
+    let lens = [6 * 2 * 64, 6 * 2 * 2, 3, 400 + 64, 6];
+    let merged = |lens: [usize; 5]| {
+        let [sums, tops, sinks, mut out, mut lse] = lens.map(numbers);
+        let factors = numbers(1);
+        merge::Call {
+            sums: sums.view(),
+            tops: tops.view(),
+            factors: factors.view(),
+            sinks: sinks.view(),
+            params,
+            out: out.view_mut(),
+            lse: lse.view_mut(),
+            with_sinks: true,
+            with_lse: true,
+            groups: [2, 3, 1],
+        }
+        .launch::<f32, 64, 0>(&Simulator::new())
+    };
+    merged(lens).unwrap();
+    let said = [
+        "sums of every part",
+        "tops of every part",
+        "a sink for each head",
+        "out reaches to its last row",
+        "a logsumexp for each row",
+    ];
+    for (n, said) in said.into_iter().enumerate() {
+        let mut short = lens;
+        short[n] -= 1;
+        assert_eq!(broken(merged(short)), said);
+    }
+
+    let params = classify::Mask {
+        strides: [0, 0, 40],
+        step: 1,
+        kind: 1,
+        heads: 1,
+        queries: 3,
+        keys: 33,
+        rows: 2,
+        columns: 32,
+        unused: 0,
+    };
+    let classified = |bytes: usize| {
+        let (mask, mut classes) = (Memory::from_slice(&vec![0u8; bytes]), Memory::uninit::<u8>(4));
+        classify::classify::Call { mask: mask.view(), params, classes: classes.view_mut(), groups: [2, 2, 1] }
+            .launch(&Simulator::new())
+    };
+    classified(2 * 113).unwrap();
+    assert_eq!(broken(classified(2 * 113 - 1)), "mask reaches to its last element");
 }
