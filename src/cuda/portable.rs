@@ -9,7 +9,7 @@ use super::sources::Access;
 use super::tensor::{DeviceInputs, DeviceList, DeviceMask, DeviceOutputs, RawTensor};
 use crate::kernels::plan::{Places, Plan, Tensors, sequences};
 use crate::plan::{CudaPlan, Portable};
-use crate::{Dtype, MaskKind, Problem, Sequences};
+use crate::{Dtype, MaskKind, Problem, Sequences, tensor};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use flashtile_kernel::{Constant, Instance, LaunchError, ScalarType};
 use std::sync::Arc;
@@ -150,20 +150,13 @@ impl Runs {
     }
 }
 
-/// Elements that a view reaches over.
-fn span(shape: [usize; 4], strides: [usize; 4]) -> usize {
-    if shape.contains(&0) {
-        return 0;
-    }
-    1 + shape.iter().zip(strides).map(|(n, stride)| (n - 1) * stride).sum::<usize>()
-}
-
+/// Elements that a view reaches over, which its constructor has counted; none otherwise.
 fn reach(raw: &RawTensor) -> usize {
-    span(raw.shape, raw.strides)
+    tensor::reach(raw.shape, raw.strides).unwrap_or(0)
 }
 
 fn mask_reach(mask: &DeviceMask<'_>) -> usize {
-    span(mask.shape, mask.strides)
+    tensor::reach(mask.shape, mask.strides).unwrap_or(0)
 }
 
 const fn mask_bytes(mask: &DeviceMask<'_>) -> usize {

@@ -1,6 +1,7 @@
 //! Classes of a materialised mask: what of it decides nothing, and what hides everything.
 
 use super::decode::bias_at;
+use crate::tensor::reach;
 use flashtile_kernel::prelude::*;
 
 /// A mask and its blocks. Strides in elements.
@@ -24,17 +25,13 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// Bytes up to the end of the last element of so many planes.
-    fn reach(&self, planes: u32) -> u64 {
-        if planes == 0 || self.queries == 0 || self.keys == 0 {
-            return 0;
-        }
-        let counts = [planes / self.heads, self.heads, self.queries, self.keys].map(u64::from);
-        let strides = [self.strides[0], self.strides[1], self.strides[2], u64::from(self.step)];
-        let last =
-            counts.into_iter().zip(strides).map(|(n, stride)| n.saturating_sub(1).saturating_mul(stride));
-        let bytes = [4, 2, 2, 1][self.kind as usize];
-        last.fold(1, u64::saturating_add).saturating_mul(bytes)
+    /// Bytes up to the end of the last element of so many planes; none where they are too many to count.
+    fn reach(&self, planes: u32) -> Option<usize> {
+        let shape = [planes / self.heads, self.heads, self.queries, self.keys].map(|n| n as usize);
+        let [sequence, head, query] =
+            self.strides.map(|stride| usize::try_from(stride).unwrap_or(usize::MAX));
+        let elements = reach(shape, [sequence, head, query, self.step as usize]).ok()?;
+        elements.checked_mul([4, 2, 2, 1][self.kind as usize])
     }
 }
 
@@ -44,7 +41,7 @@ impl Mask {
     threads = 128,
     requires(params.rows > 0 && params.columns > 0 && params.heads > 0, "blocks have rows and columns, a mask a head"),
     requires(params.kind < 4, "an element that masks have"),
-    requires(mask.len() as u64 >= params.reach(groups[2]), "mask reaches to its last element"),
+    requires(params.reach(groups[2]).is_some_and(|needed| mask.len() >= needed), "mask reaches to its last element"),
     requires(groups[0] == params.keys.div_ceil(params.columns), "a group for each block of keys"),
     requires(groups[1] == params.queries.div_ceil(params.rows), "a group for each block of queries"),
     requires(groups[2].is_multiple_of(params.heads), "all heads of every sequence"),

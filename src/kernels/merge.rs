@@ -1,6 +1,7 @@
 //! Partial results of disjoint keys become one: any number of them, with sinks, un-rotated.
 
 use super::rotation::unrotate;
+use crate::tensor::reach;
 use flashtile_kernel::prelude::*;
 
 #[constant]
@@ -21,17 +22,11 @@ pub struct Merge {
 }
 
 impl Merge {
-    /// Elements of `out` up to the end of the last row.
-    fn reach(&self, groups: [u32; 3], dim: usize) -> u64 {
-        let [queries, heads, batches] = groups.map(u64::from);
-        if queries * heads == 0 || batches == 0 {
-            return 0;
-        }
-        let last = [batches, heads, queries]
-            .into_iter()
-            .zip(self.out)
-            .map(|(n, stride)| (n - 1).saturating_mul(stride));
-        last.fold(dim as u64, u64::saturating_add)
+    /// Elements of `out` up to the end of the last row; none where they are too many to count.
+    fn reach(&self, groups: [u32; 3], dim: usize) -> Option<usize> {
+        let [queries, heads, batches] = groups.map(|n| n as usize);
+        let [batch, head, query] = self.out.map(|stride| usize::try_from(stride).unwrap_or(usize::MAX));
+        reach([batches, heads, queries, dim], [batch, head, query, 1]).ok()
     }
 }
 
@@ -47,7 +42,7 @@ impl Merge {
     requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
     requires(!with_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
     requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
-    requires(out.len() as u64 >= params.reach(groups, DV), "out reaches to its last row"),
+    requires(params.reach(groups, DV).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),
     bench(
         shape(rows = [512, 16384], parts = [16, 16], dim = [128, 128]),
         bytes = rows * (4 * parts * (dim + 2) + 2 * dim + 4),

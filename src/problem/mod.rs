@@ -316,6 +316,11 @@ impl Problem {
         self.desc.dtype
     }
 
+    /// Whether keys or values are stored as codes.
+    pub(crate) fn is_quantized(&self) -> bool {
+        [self.k_codec(), self.v_codec()].iter().any(|codec| codec.dtype().is_none())
+    }
+
     /// How keys are stored.
     #[must_use]
     pub fn k_codec(&self) -> Codec {

@@ -459,8 +459,7 @@ impl Runner for CudaRunner {
     }
 
     fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
-        let codes = problem.k_codec().dtype().is_none() || problem.v_codec().dtype().is_none();
-        if codes && self.options.kernels == KernelChoice::Portable {
+        if problem.is_quantized() && self.options.kernels == KernelChoice::Portable {
             return self.run_codes(problem, inputs, outputs);
         }
         let mut compute = || {

@@ -95,20 +95,16 @@ impl<'a> CodeRows<'a> {
     ) {
         let format = self.view.coder().format();
         let [lower, upper] = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
+        let starts = |page: *const u8, row: usize| {
+            let (above, scales) = (self.page * lower + row * upper, self.page * (lower + upper) + row * 2);
+            [row * lower, above, scales].map(|at| page.wrapping_add(at))
+        };
         let (mut block, mut row) = (j / self.page, j % self.page);
         let mut page = self.page(block).as_ptr();
+        // Mostly all are in one page, and a loop without branches finds them.
         if row + TILE * groups.len() <= self.page {
-            let above = self.page * lower + row * upper;
-            let scales = self.page * (lower + upper) + row * 2;
-            let mut group_at = [row * lower, above, scales].map(|at| page.wrapping_add(at));
-            for group in groups {
-                *group = group_at;
-                let [below, above, scales] = group_at;
-                group_at = [
-                    below.wrapping_add(TILE * lower),
-                    above.wrapping_add(TILE * upper),
-                    scales.wrapping_add(TILE * 2),
-                ];
+            for (n, group) in groups.iter_mut().enumerate() {
+                *group = starts(page, row + TILE * n);
             }
             return;
         }
@@ -119,9 +115,7 @@ impl<'a> CodeRows<'a> {
                 page = self.page(block).as_ptr();
             }
             *group = if row + TILE <= self.page {
-                let above = self.page * lower + row * upper;
-                let scales = self.page * (lower + upper) + row * 2;
-                [row * lower, above, scales].map(|at| page.wrapping_add(at))
+                starts(page, row)
             } else {
                 elsewhere(n, block * self.page + row)
             };

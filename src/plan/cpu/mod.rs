@@ -153,7 +153,7 @@ impl CpuPlan {
         let choices = Choices { options, threads, task_rows, slot_bytes };
         let schedule = segments.schedule(&choices).ok_or_else(overflow)?;
 
-        let quantized = [problem.k_codec(), problem.v_codec()].iter().any(|codec| codec.dtype().is_none());
+        let quantized = problem.is_quantized();
         let mut plan = Self {
             problem: problem.clone(),
             options,

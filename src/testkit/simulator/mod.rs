@@ -375,8 +375,7 @@ impl SimulatorRunner {
 
 /// How the kernels round sums of a problem.
 pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
-    let quantized = problem.k_codec().dtype().is_none() || problem.v_codec().dtype().is_none();
-    if quantized {
+    if problem.is_quantized() {
         Accumulation::Operands
     } else if problem.dtype() == Dtype::F32 {
         Accumulation::F32
