@@ -2,11 +2,11 @@
 
 #![allow(unsafe_code)]
 
-use super::isa;
-use super::kernels::{Context, Slots, classify};
+use super::isa::{self, Storage};
+use super::kernels::{Context, Slots, classify, reduce, task};
 use super::workspace::Workspace;
 use crate::plan::CpuPlan;
-use crate::{Inputs, Outputs};
+use crate::{Inputs, KvView, Outputs};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -43,19 +43,22 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
         _ => None,
     };
     let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);
-    let cx = Context { plan, inputs, out: &outputs.out, lse, slots, mask };
-    let kernels = isa::kernels(plan.isa());
+    let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
+    let cx = Context { plan, kernels, inputs, out: &outputs.out, lse, slots, mask };
 
     for phase in plan.phases() {
         // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs
         // once, tasks of a phase write disjoint rows and slots, and read slots of phases before.
-        for_each(&phase.tasks, workers, |task, worker| unsafe {
-            (kernels.task)(&cx, task, scratch.of(worker));
-        });
+        for_each(&phase.tasks, workers, |item, worker| unsafe { task(&cx, item, scratch.of(worker)) });
         // SAFETY: as above, and every partial result of the phase was stored by now.
-        for_each(&phase.reductions, workers, |reduction, worker| unsafe {
-            (kernels.reduce)(&cx, reduction, scratch.of(worker));
-        });
+        for_each(&phase.reductions, workers, |item, worker| unsafe { reduce(&cx, item, scratch.of(worker)) });
+    }
+}
+
+fn storage(of: &KvView<'_>) -> Storage {
+    match of {
+        KvView::Elements(view) => Storage::Elements(view.dtype()),
+        KvView::Codes(_) => Storage::Codes,
     }
 }
 

@@ -23,7 +23,7 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
     if isa > isa::best() {
         return 0.0;
     }
-    let loops = isa::kernels(isa).fma_loop;
+    let loops = isa::loops(isa).fma;
     let products = match isa {
         Isa::Amx => TILE_CHAINS * TILE * TILE * 2 * TILE,
         _ => CHAINS * isa.lanes() * if isa.multiplies_pairs() { 2 } else { 1 },
@@ -51,7 +51,7 @@ pub fn read_bandwidth(threads: usize) -> f64 {
     let Some(mut data) = Zeroed::new(bytes) else { return 0.0 };
     // Memory that was not written would be one page of zeros, read from the caches.
     data.fill(1);
-    let loops = isa::kernels(facts.isa).read_loop;
+    let loops = isa::loops(facts.isa).read;
     best(
         threads,
         |_| (per_thread * 4) as f64,

@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code)]
 
+use super::isa::{ByteProducts, IntegerProducts};
 use crate::Dtype;
 use crate::codec::Format;
 
@@ -143,46 +144,12 @@ pub(crate) trait Simd: Copy + 'static {
     const PAIRS: bool = false;
     /// Whether products of pairs are made in tiles by a matrix unit. With [`Simd::PAIRS`] and 16 lanes alone.
     const TILES: bool = false;
-    /// Whether products with codes can be made in integers, for dimensions that are multiples of [`CODE_DIM`], by plans that say so.
-    const INTEGERS: bool = false;
-    /// Whether products with codes of a byte can be made in f32 from where they lie, for dimensions that are multiples of [`TILE`].
-    const NUMBERS: bool = false;
+    /// Products with codes in integers, for dimensions that are multiples of [`CODE_DIM`] and plans that multiply integers.
+    const INTEGER_PRODUCTS: Option<IntegerProducts> = None;
+    /// Products with codes of a byte in f32 from where they lie, for dimensions that are multiples of [`TILE`].
+    const BYTE_PRODUCTS: Option<ByteProducts> = None;
     /// A vector of `LANES` f32.
     type V: Copy;
-
-    /// Scores of codes. Called for plans that multiply integers alone, whose machine has the instructions.
-    ///
-    /// # Safety
-    /// As of the trait; memory is there for whole groups of keys and for all rows that [`CodeScores`] speaks of, not for `count` alone.
-    #[inline(always)]
-    unsafe fn code_scores(_job: &CodeScores<'_>) {
-        unreachable!("integers are multiplied where there are such instructions")
-    }
-    /// Weighted sums of codes. Called as [`Simd::code_scores`].
-    ///
-    /// # Safety
-    /// As there, of [`CodeValues`].
-    #[inline(always)]
-    unsafe fn code_values(_job: &CodeValues<'_>) {
-        unreachable!("integers are multiplied where there are such instructions")
-    }
-
-    /// Scores of codes of a byte, in f32. Called with [`Simd::NUMBERS`] alone.
-    ///
-    /// # Safety
-    /// As [`Simd::code_scores`], of [`NumberScores`].
-    #[inline(always)]
-    unsafe fn number_scores(_job: &NumberScores<'_>) {
-        unreachable!("numbers are multiplied where there is a way")
-    }
-    /// Weighted sums of codes of a byte, in f32. Called as [`Simd::number_scores`].
-    ///
-    /// # Safety
-    /// As there, of [`NumberValues`].
-    #[inline(always)]
-    unsafe fn number_values(_job: &NumberValues<'_>) {
-        unreachable!("numbers are multiplied where there is a way")
-    }
 
     /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for
     /// each step: the chain over the first elements of the step's pairs, plus that over the second. Called with

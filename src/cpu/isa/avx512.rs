@@ -2,8 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{CodeScores, CodeValues, Elem, LINES, NumberScores, NumberValues, Simd, Tiles};
-use super::{amx, numbers, vnni};
+use super::super::simd::{Elem, LINES, Simd, Tiles};
+use super::{ByteProducts, IntegerProducts, amx, numbers, vnni};
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -188,24 +188,10 @@ impl<$($parameters)*> Simd for $S {
 }
 
 implement!([] Avx512 {
-    const INTEGERS: bool = true;
-    #[inline(always)]
-    unsafe fn code_scores(job: &CodeScores<'_>) {
-        unsafe { vnni::scores(job) }
-    }
-    #[inline(always)]
-    unsafe fn code_values(job: &CodeValues<'_>) {
-        unsafe { vnni::values(job) }
-    }
-    const NUMBERS: bool = true;
-    #[inline(always)]
-    unsafe fn number_scores(job: &NumberScores<'_>) {
-        unsafe { numbers::scores(job) }
-    }
-    #[inline(always)]
-    unsafe fn number_values(job: &NumberValues<'_>) {
-        unsafe { numbers::values(job) }
-    }
+    const INTEGER_PRODUCTS: Option<IntegerProducts> =
+        Some(IntegerProducts { scores: vnni::scores, values: vnni::values });
+    const BYTE_PRODUCTS: Option<ByteProducts> =
+        Some(ByteProducts { scores: numbers::scores, values: numbers::values });
 });
 
 implement!([const TILES: bool] Pairs<TILES> {
@@ -260,17 +246,17 @@ fn bf16_pairs(v: __m512) -> __m512bh {
 /// AVX-512 F, BW, DQ and VL.
 pub(super) mod f32_products {
     use super::Avx512;
-    super::super::entry_points!(Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+    super::super::entry_points!(any, Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
 }
 
 /// AVX-512 with BF16.
 pub(super) mod bf16_products {
     type Vectors = super::Pairs<false>;
-    super::super::entry_points!(Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    super::super::entry_points!(pairs, Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }
 
 /// AVX-512 with BF16 and AMX.
 pub(super) mod amx_products {
     type Tiled = super::Pairs<true>;
-    super::super::entry_points!(Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    super::super::entry_points!(pairs, Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }

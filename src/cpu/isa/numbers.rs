@@ -68,7 +68,7 @@ unsafe fn factors<const E4M3: bool>(scales: *const u8) -> __m512 {
 }
 
 /// # Safety
-/// As [`Simd::number_scores`](super::super::simd::Simd::number_scores).
+/// As [`NumberScores`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn scores(job: &NumberScores<'_>) {
     // SAFETY: the caller's promise.
@@ -171,7 +171,7 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
 }
 
 /// # Safety
-/// As [`Simd::number_values`](super::super::simd::Simd::number_values).
+/// As [`NumberValues`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(super) unsafe fn values(job: &NumberValues<'_>) {
     // SAFETY: the caller's promise.

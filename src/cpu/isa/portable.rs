@@ -237,18 +237,18 @@ const fn isa_of(pairs: bool) -> Isa {
     if pairs { Isa::Avx512Bf16 } else { Isa::Portable }
 }
 
-super::entry_points!(Portable);
+super::entry_points!(any, Portable);
 
 /// Kernels of pairs that run anywhere.
 #[cfg(test)]
 pub(in crate::cpu) mod emulated_pairs {
     type Emulated = super::Array<16, true, false>;
-    super::super::entry_points!(Emulated);
+    super::super::entry_points!(pairs, Emulated);
 }
 
 /// Kernels of tiles that run anywhere.
 #[cfg(test)]
 pub(in crate::cpu) mod emulated_tiles {
     type Emulated = super::Array<16, true, true>;
-    super::super::entry_points!(Emulated);
+    super::super::entry_points!(pairs, Emulated);
 }

@@ -176,7 +176,7 @@ unsafe fn indices<const LOW: usize, const HIGH: usize>(
 }
 
 /// # Safety
-/// As [`Simd::code_scores`](super::super::simd::Simd::code_scores).
+/// As [`CodeScores`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 pub(super) unsafe fn scores(job: &CodeScores<'_>) {
     // SAFETY: the caller's promise.
@@ -406,7 +406,7 @@ unsafe fn add_scores<
 }
 
 /// # Safety
-/// As [`Simd::code_values`](super::super::simd::Simd::code_values).
+/// As [`CodeValues`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 pub(super) unsafe fn values(job: &CodeValues<'_>) {
     // SAFETY: the caller's promise.

@@ -185,9 +185,13 @@ pub(super) unsafe fn key_panel<S: Simd>(
 /// # Safety
 /// As there.
 #[inline(always)]
-pub(super) unsafe fn values<S: Simd>(src: CodeRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
+pub(super) unsafe fn values(
+    src: CodeRows<'_>,
+    first: usize,
+    rows: Range<usize>,
+    (dst, stride): (*mut f32, usize),
+) {
     let dim = src.dim();
-    let stride = dim.next_multiple_of(S::LANES);
     // SAFETY: the caller's promise.
     let decoded = unsafe { std::slice::from_raw_parts_mut(dst, rows.len() * stride) };
     src.decode(first + rows.start..first + rows.end, decoded, stride);
@@ -198,7 +202,7 @@ pub(super) unsafe fn values<S: Simd>(src: CodeRows<'_>, first: usize, rows: Rang
 
 /// Memory of a task with few rows, for products in integers: what [`CodeScores`] and [`CodeValues`] read.
 #[derive(Clone, Copy)]
-pub(super) struct Operands {
+pub(super) struct IntegerOperands {
     q: *mut i8,
     q_factors: *mut f32,
     start: *mut i32,
@@ -207,7 +211,7 @@ pub(super) struct Operands {
     dim: usize,
 }
 
-impl Operands {
+impl IntegerOperands {
     /// In the memory of a plan for codes.
     pub(super) fn new(memory: *mut f32, dim: usize) -> Self {
         let q = memory.cast::<i8>();
@@ -252,9 +256,9 @@ impl Operands {
     ///
     /// # Safety
     /// As [`Simd`]; the keys exist, the queries were set, and `c` holds the vectors of each row.
-    #[inline(always)]
-    pub(super) unsafe fn scores<S: Simd>(
+    pub(super) unsafe fn scores(
         &self,
+        products: unsafe fn(&CodeScores<'_>),
         src: CodeRows<'_>,
         (first, columns): (usize, &Range<usize>),
         memory: *mut f32,
@@ -264,7 +268,7 @@ impl Operands {
         // SAFETY: the caller's promise.
         unsafe {
             let block = Block::new(src, first, columns, memory.cast());
-            S::code_scores(&CodeScores {
+            products(&CodeScores {
                 keys: block.codes(src.view.coder()),
                 q: self.q,
                 start: self.start,
@@ -280,10 +284,10 @@ impl Operands {
     /// cover the columns.
     ///
     /// # Safety
-    /// As [`Operands::scores`]; the values `first + columns` exist.
-    #[inline(always)]
-    pub(super) unsafe fn values<S: Simd>(
+    /// As [`IntegerOperands::scores`]; the values `first + columns` exist.
+    pub(super) unsafe fn values(
         &self,
+        products: unsafe fn(&CodeValues<'_>),
         src: CodeRows<'_>,
         (first, columns): (usize, &Range<usize>),
         memory: *mut f32,
@@ -293,7 +297,7 @@ impl Operands {
         // SAFETY: the caller's promise.
         unsafe {
             let block = Block::new(src, first, columns, memory.cast());
-            S::code_values(&CodeValues {
+            products(&CodeValues {
                 values: block.codes(src.view.coder()),
                 weights: weights.add(block.start),
                 ldw,
@@ -307,12 +311,12 @@ impl Operands {
     }
 }
 
-/// As [`Operands::scores`], of codes of a byte in f32 and packed queries `[count, ldq]`.
+/// As [`IntegerOperands::scores`], of codes of a byte in f32 and packed queries `[count, ldq]`.
 ///
 /// # Safety
 /// As there.
-#[inline(always)]
-pub(super) unsafe fn number_scores<S: Simd>(
+pub(super) unsafe fn number_scores(
+    products: unsafe fn(&NumberScores<'_>),
     src: CodeRows<'_>,
     (first, columns): (usize, &Range<usize>),
     memory: *mut f32,
@@ -323,16 +327,16 @@ pub(super) unsafe fn number_scores<S: Simd>(
     unsafe {
         let block = Block::new(src, first, columns, memory.cast());
         let keys = block.codes(src.view.coder());
-        S::number_scores(&NumberScores { keys, q, ldq, count, c: c.add(block.start), ldc });
+        products(&NumberScores { keys, q, ldq, count, c: c.add(block.start), ldc });
     }
 }
 
-/// As [`Operands::values`], of codes of a byte in f32. Changes the weights.
+/// As [`IntegerOperands::values`], of codes of a byte in f32. Changes the weights.
 ///
 /// # Safety
 /// As there.
-#[inline(always)]
-pub(super) unsafe fn number_values<S: Simd>(
+pub(super) unsafe fn number_values(
+    products: unsafe fn(&NumberValues<'_>),
     src: CodeRows<'_>,
     (first, columns): (usize, &Range<usize>),
     memory: *mut f32,
@@ -344,7 +348,7 @@ pub(super) unsafe fn number_values<S: Simd>(
         let block = Block::new(src, first, columns, memory.cast());
         let values = block.codes(src.view.coder());
         let weights = weights.add(block.start);
-        S::number_values(&NumberValues { values, weights, ldw, count, c, ldc });
+        products(&NumberValues { values, weights, ldw, count, c, ldc });
     }
 }
 

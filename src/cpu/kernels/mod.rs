@@ -1,22 +1,45 @@
 //! The kernels, written once over [`Simd`](super::simd::Simd).
 
 mod codes;
-pub(super) mod forward;
+mod epilogue;
 mod gemm;
 mod mask;
 mod pack;
+mod probs;
+mod scores;
 mod softmax;
 mod stream;
+mod task;
 mod tiles;
+mod values;
 
 pub(super) use mask::{MaskTable, classify};
+pub(super) use softmax::Fold;
+pub(super) use task::{TaskState, Tile, reduce, task};
+pub(super) use values::Products;
 
+/// The phases of a task, which the ISA files instantiate.
+pub(super) mod phases {
+    pub(in crate::cpu) use super::epilogue::finish;
+    pub(in crate::cpu) use super::probs::probs;
+    pub(in crate::cpu) use super::scores::{
+        pack_key_codes, pack_keys, pack_queries, packed_scores, stream_scores,
+    };
+    pub(in crate::cpu) use super::softmax::fold;
+    pub(in crate::cpu) use super::values::{
+        pack_value_codes, pack_values, packed_values, repair_nonfinite, stream_values,
+    };
+}
+
+use super::isa::Kernels;
 use crate::plan::CpuPlan;
 use crate::{Inputs, TensorViewMut};
 
 /// What every task of a run shares. Checked against the plan's problem before it is made.
 pub(super) struct Context<'a> {
     pub(super) plan: &'a CpuPlan,
+    /// Those of the plan's instruction set.
+    pub(super) kernels: Kernels,
     pub(super) inputs: &'a Inputs<'a>,
     pub(super) out: &'a TensorViewMut<'a>,
     /// `[batch, q_heads, q_len]`, or null.

@@ -8,28 +8,6 @@ use crate::problem::MAX_HEAD_DIM;
 use crate::{BlockTables, Dtype, TensorView};
 use std::ops::Range;
 
-/// Runs a generic call for the way in which rows of keys move through a transpose: with pairs, a pair of bf16 stands in for
-/// an f32.
-macro_rules! with_rows {
-    ($S:ident, $dtype:expr, $R:ident => $body:expr) => {
-        match $dtype {
-            $crate::Dtype::BF16 if !$S::PAIRS => {
-                type $R = $crate::cpu::simd::Double;
-                $body
-            }
-            $crate::Dtype::F16 => {
-                type $R = $crate::cpu::simd::Single<$crate::cpu::simd::F16>;
-                $body
-            }
-            _ => {
-                type $R = $crate::cpu::simd::Single<f32>;
-                $body
-            }
-        }
-    };
-}
-pub(super) use with_rows;
-
 /// Where the pages of a sequence are listed.
 #[derive(Clone, Copy)]
 struct Pages<'a> {
@@ -340,24 +318,22 @@ pub(super) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: us
 /// # Safety
 /// As [`Simd`]; the keys exist, `dst` is valid for a panel.
 #[inline(always)]
-pub(super) unsafe fn key_panel<S: Simd>(
+pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
     src: HeadRows<'_>,
     first: usize,
     panel: usize,
     columns: &Range<usize>,
     dst: *mut f32,
 ) {
-    with_rows!(S, src.tensor.dtype(), R => {
-        let width = S::VECTORS * S::LANES;
-        for vector in 0..S::VECTORS {
-            let column = panel * width + vector * S::LANES;
-            // SAFETY: the caller's promise.
-            unsafe {
-                let keys = KeyVector::new::<S>(src, first, column, columns);
-                panel_vector::<S, R>(&keys, dst.add(vector * S::LANES));
-            }
+    let width = S::VECTORS * S::LANES;
+    for vector in 0..S::VECTORS {
+        let column = panel * width + vector * S::LANES;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let keys = KeyVector::new::<S>(src, first, column, columns);
+            panel_vector::<S, R>(&keys, dst.add(vector * S::LANES));
         }
-    });
+    }
 }
 
 /// One vector of lanes of a panel.
@@ -441,7 +417,12 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
 #[inline(always)]
-pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
+pub(super) unsafe fn values<S: Simd, E: Elem>(
+    src: HeadRows<'_>,
+    first: usize,
+    rows: Range<usize>,
+    dst: *mut f32,
+) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
     let row_bytes = src.row_bytes();
@@ -472,12 +453,10 @@ pub(super) unsafe fn values<S: Simd>(src: HeadRows<'_>, first: usize, rows: Rang
         }
         return;
     }
-    with_elem!(src.tensor.dtype(), E => {
-        for n in 0..rows.len() {
-            // SAFETY: the caller's promise.
-            unsafe { row::<S, E>(next().cast(), value_dim, 1.0, dst.add(n * stride), true) }
-        }
-    });
+    for n in 0..rows.len() {
+        // SAFETY: the caller's promise.
+        unsafe { row::<S, E>(next().cast(), value_dim, 1.0, dst.add(n * stride), true) }
+    }
 }
 
 /// Interleaves two rows of bf16 into a row of pairs, zero up to whole vectors.

@@ -199,7 +199,7 @@ pub(super) unsafe fn softmax<S: Simd>(
 
 /// Running state of some rows, and one block's result for them.
 #[derive(Clone, Copy)]
-pub(super) struct Fold {
+pub(in crate::cpu) struct Fold {
     /// Running `[rows, stride]`, maximum and sum; the statistics valid for whole vectors of rows.
     pub(super) acc: *mut f32,
     pub(super) max: *mut f32,
@@ -220,7 +220,7 @@ pub(super) struct Fold {
 /// # Safety
 /// As [`Simd`]; the pointers are valid as [`Fold`] says.
 #[inline(always)]
-pub(super) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
+pub(in crate::cpu) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
     // SAFETY: the caller's promise.
     unsafe {
         let mut first = 0;

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{LINES, Rows, Simd};
-use super::pack::{HeadRows, KeyVector, steps_in, with_rows};
+use super::pack::{HeadRows, KeyVector, steps_in};
 use std::ops::Range;
 
 pub(super) use crate::plan::STREAM_ROWS as MAX_ROWS;
@@ -28,9 +28,14 @@ pub(super) struct Scores {
 /// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have
 /// [`MAX_ROWS`] rows, whatever those past `s.rows` hold.
 #[inline(always)]
-pub(super) unsafe fn scores<S: Simd>(src: HeadRows<'_>, first: usize, columns: &Range<usize>, s: Scores) {
+pub(super) unsafe fn scores<S: Simd, R: Rows>(
+    src: HeadRows<'_>,
+    first: usize,
+    columns: &Range<usize>,
+    s: Scores,
+) {
     // SAFETY: the caller's promise.
-    with_rows!(S, src.tensor.dtype(), R => unsafe {
+    unsafe {
         if S::REGISTERS == 32 {
             match s.rows {
                 1 => vectors::<S, R, 1>(src, first, columns, s),
@@ -52,7 +57,7 @@ pub(super) unsafe fn scores<S: Simd>(src: HeadRows<'_>, first: usize, columns: &
                 }
             }
         }
-    });
+    }
 }
 
 /// [`scores`] of `N` rows.

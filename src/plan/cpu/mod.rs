@@ -49,8 +49,9 @@ pub(crate) struct ScratchLayout {
     pub(crate) acc: usize,
     /// Running maximum and sum of `row_stats` rows each, then those of one block for `tile_stats` rows.
     pub(crate) stats: usize,
-    /// Of quantized keys or values: what the mean of the keys adds to the scores of each row, then rows as they are decoded and
-    /// operands in integers.
+    /// `q . k_mean` of each row, where keys or values are quantized; else empty, as `codes` is.
+    pub(crate) mean_scores: usize,
+    /// Decoded rows, and operands in integers.
     pub(crate) codes: usize,
     pub(crate) row_stats: usize,
     pub(crate) tile_stats: usize,
@@ -376,7 +377,8 @@ fn scratch(
         partial: region(tile_rows * value_stride),
         acc: region(task_rows * value_stride),
         stats: region(2 * row_stats + 2 * tile_stats),
-        codes: region(if quantized { row_stats + code_scratch(depth) } else { 0 }),
+        mean_scores: region(if quantized { row_stats } else { 0 }),
+        codes: region(if quantized { code_scratch(depth) } else { 0 }),
         row_stats,
         tile_stats,
         len,
