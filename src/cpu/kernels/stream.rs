@@ -34,61 +34,78 @@ pub(super) unsafe fn scores<S: Simd, R: Rows>(
     columns: &Range<usize>,
     s: Scores,
 ) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if S::REGISTERS == 32 {
-            match s.rows {
-                1 => vectors::<S, R, 1>(src, first, columns, s),
-                2 => vectors::<S, R, 2>(src, first, columns, s),
-                3 | 4 => vectors::<S, R, 4>(src, first, columns, s),
-                5 | 6 => vectors::<S, R, 6>(src, first, columns, s),
-                7 | 8 => vectors::<S, R, 8>(src, first, columns, s),
-                9..=12 => vectors::<S, R, 12>(src, first, columns, s),
-                _ => vectors::<S, R, 16>(src, first, columns, s),
-            }
-        } else {
-            // With half as many registers, two groups of rows share them with the keys in turn.
-            for r in (0..s.rows).step_by(4) {
-                let s = Scores { q: s.q.add(r * s.ldq), c: s.c.add(r * s.ldc), ..s };
-                match s.rows - r {
-                    1 => vectors::<S, R, 1>(src, first, columns, s),
-                    2 => vectors::<S, R, 2>(src, first, columns, s),
-                    _ => vectors::<S, R, 4>(src, first, columns, s),
+    let whole = if S::PAIRS { 2 * S::LANES } else { S::LANES };
+    let row_bytes = src.row_bytes();
+    let blocks = row_bytes / (LINES * size_of::<R::Lane>());
+    let tail = blocks * LINES * size_of::<R::Lane>();
+    for column in (columns.start / whole * whole..columns.end.next_multiple_of(whole)).step_by(S::LANES) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let keys = KeyVector::new::<S>(src, first, column, columns);
+            let s = Scores { c: s.c.add(column), ..s };
+            if S::REGISTERS == 32 {
+                match s.rows {
+                    1 => multiply_blocks::<S, R, 1>(&keys, blocks, s),
+                    2 => multiply_blocks::<S, R, 2>(&keys, blocks, s),
+                    3 | 4 => multiply_blocks::<S, R, 4>(&keys, blocks, s),
+                    5 | 6 => multiply_blocks::<S, R, 6>(&keys, blocks, s),
+                    7 | 8 => multiply_blocks::<S, R, 8>(&keys, blocks, s),
+                    9..=12 => multiply_blocks::<S, R, 12>(&keys, blocks, s),
+                    _ => multiply_blocks::<S, R, 16>(&keys, blocks, s),
                 }
+            } else {
+                // With half as many registers, groups of rows share them with the keys in turn.
+                for r in (0..s.rows).step_by(4) {
+                    let s = Scores { q: s.q.add(r * s.ldq), c: s.c.add(r * s.ldc), ..s };
+                    match s.rows - r {
+                        1 => multiply_blocks::<S, R, 1>(&keys, blocks, s),
+                        2 => multiply_blocks::<S, R, 2>(&keys, blocks, s),
+                        _ => multiply_blocks::<S, R, 4>(&keys, blocks, s),
+                    }
+                }
+            }
+            if tail < row_bytes {
+                let lines = keys.last_lines::<S, R>(tail);
+                multiply_tail::<S, R>(&lines, blocks * LINES * R::STEPS..steps_in::<R>(row_bytes), s);
             }
         }
     }
 }
 
-/// [`scores`] of `N` rows.
+/// Scores of `N` rows with one vector of keys, over the whole blocks of lines of the keys.
+///
+/// # Safety
+/// As [`scores`].
 #[inline(always)]
-unsafe fn vectors<S: Simd, R: Rows, const N: usize>(
-    src: HeadRows<'_>,
-    first: usize,
-    columns: &Range<usize>,
-    s: Scores,
-) {
-    let whole = if S::PAIRS { 2 * S::LANES } else { S::LANES };
-    let row_bytes = src.row_bytes();
-    let (block, steps) = (LINES * size_of::<R::Lane>(), LINES * R::STEPS);
-    let blocks = row_bytes / block;
-    for column in (columns.start / whole * whole..columns.end.next_multiple_of(whole)).step_by(S::LANES) {
-        // SAFETY: the promise of `scores`.
+unsafe fn multiply_blocks<S: Simd, R: Rows, const N: usize>(keys: &KeyVector, blocks: usize, s: Scores) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut acc = [S::splat(0.0); N];
+        for n in 0..blocks {
+            let lines = keys.lines::<S, R>(n * LINES * size_of::<R::Lane>());
+            multiply::<S, R, N>(&lines, s.q.add(n * LINES * R::STEPS), s.ldq, &mut acc);
+        }
+        for r in 0..N {
+            S::store(s.c.add(r * s.ldc), acc[r]);
+        }
+    }
+}
+
+/// Goes on with the chains of all rows over the steps of a head dimension that are no whole block of lines.
+///
+/// # Safety
+/// As [`scores`].
+#[inline(always)]
+unsafe fn multiply_tail<S: Simd, R: Rows>(lines: &[S::V; LINES], steps: Range<usize>, s: Scores) {
+    for r in 0..s.rows {
+        // SAFETY: the caller's promise: the queries have these steps.
         unsafe {
-            let keys = KeyVector::new::<S>(src, first, column, columns);
-            let mut acc = [S::splat(0.0); N];
-            for n in 0..blocks {
-                let lines = keys.lines::<S, R>(n * block);
-                multiply::<S, R, N>(&lines, s.q.add(n * steps), s.ldq, &mut acc);
+            let mut acc = S::load(s.c.add(r * s.ldc));
+            for (n, step) in steps.clone().enumerate() {
+                let key = R::step::<S>(lines[n / R::STEPS], n % R::STEPS);
+                acc = S::mac(S::splat(*s.q.add(r * s.ldq + step)), key, acc);
             }
-            if blocks * block < row_bytes {
-                let lines = keys.last_lines::<S, R>(blocks * block);
-                let rest = steps_in::<R>(row_bytes) - blocks * steps;
-                multiply_some::<S, R, N>(&lines, rest, s.q.add(blocks * steps), s.ldq, &mut acc);
-            }
-            for r in 0..N {
-                S::store(s.c.add(r * s.ldc + column), acc[r]);
-            }
+            S::store(s.c.add(r * s.ldc), acc);
         }
     }
 }
@@ -115,24 +132,4 @@ unsafe fn multiply<S: Simd, R: Rows, const N: usize>(
     const { assert!(LINES == 8) };
     // SAFETY: the promise of `scores`: the queries have these steps.
     unsafe { each!(0 1 2 3 4 5 6 7) }
-}
-
-/// Goes on with the chains of `N` rows over the first `steps` steps of some lines.
-#[inline(always)]
-unsafe fn multiply_some<S: Simd, R: Rows, const N: usize>(
-    lines: &[S::V; LINES],
-    steps: usize,
-    q: *const f32,
-    ldq: usize,
-    acc: &mut [S::V; N],
-) {
-    // SAFETY: the promise of `scores`: the queries have these steps.
-    unsafe {
-        for n in 0..steps {
-            let key = R::step::<S>(lines[n / R::STEPS], n % R::STEPS);
-            for r in 0..N {
-                acc[r] = S::mac(S::splat(*q.add(r * ldq + n)), key, acc[r]);
-            }
-        }
-    }
 }
