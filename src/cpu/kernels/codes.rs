@@ -97,7 +97,7 @@ impl<'a> CodeRows<'a> {
         let [lower, upper] = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
         let starts = |page: *const u8, row: usize| {
             let (above, scales) = (self.page * lower + row * upper, self.page * (lower + upper) + row * 2);
-            [row * lower, above, scales].map(|at| page.wrapping_add(at))
+            [page.wrapping_add(row * lower), page.wrapping_add(above), page.wrapping_add(scales)]
         };
         let (mut block, mut row) = (j / self.page, j % self.page);
         let mut page = self.page(block).as_ptr();

@@ -260,7 +260,7 @@ impl KeyVector {
     /// As [`Simd`]; the rows exist.
     #[inline(always)]
     pub(super) unsafe fn lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
-        let mut from = self.rows;
+        let mut from = [std::ptr::null(); 16];
         // SAFETY: the caller's promise; a prefetch may name any address.
         unsafe {
             if at.is_multiple_of(64) {
@@ -268,10 +268,11 @@ impl KeyVector {
                     S::prefetch(self.rows[r].wrapping_add(at + self.ahead));
                 }
             }
+            // A loop: array methods that take closures are functions without the instruction set.
             for r in 0..S::LANES {
-                from[r] = self.rows[r].add(at);
+                from[r] = self.rows[r].add(at).cast();
             }
-            S::transpose::<R::Lane>(from.map(<*const u8>::cast))
+            S::transpose::<R::Lane>(from)
         }
     }
 
@@ -282,15 +283,15 @@ impl KeyVector {
     #[inline(always)]
     pub(super) unsafe fn last_lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
         let mut tail = [[0u8; LINES * 4]; 16];
-        let mut from = self.rows;
+        let mut from = [std::ptr::null(); 16];
         // SAFETY: a row has `row_bytes` bytes, the zero row at least as many.
         unsafe {
             for r in 0..S::LANES {
                 let rest = self.rows[r].add(at);
                 std::ptr::copy_nonoverlapping(rest, tail[r].as_mut_ptr(), self.row_bytes - at);
-                from[r] = tail[r].as_ptr();
+                from[r] = tail[r].as_ptr().cast();
             }
-            S::transpose::<R::Lane>(from.map(<*const u8>::cast))
+            S::transpose::<R::Lane>(from)
         }
     }
 }

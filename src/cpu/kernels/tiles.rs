@@ -26,7 +26,7 @@ pub(super) unsafe fn product<S: Simd, E: Elem>(
     let steps = depth / TILE;
     let Source::Packed(b) = m.b else { return };
     let at = |r: usize, n: usize| Tiles {
-        a: [r, r + 1].map(|r| m.a.wrapping_add(r * TILE * m.lda).cast()),
+        a: [m.a.wrapping_add(r * TILE * m.lda).cast(), m.a.wrapping_add((r + 1) * TILE * m.lda).cast()],
         lda: 4 * m.lda,
         b: b.wrapping_add(n * TILE).cast(),
         ldb: 4 * m.ldb,
@@ -108,7 +108,7 @@ impl Stream {
             // SAFETY: the caller's promise.
             unsafe {
                 let halves = [column, column + TILE];
-                let runs = halves.map(|at| src.span(first + at, TILE));
+                let runs = [src.span(first + column, TILE), src.span(first + column + TILE, TILE)];
                 let whole = columns.start <= column && column + KEYS <= columns.end;
                 let in_place =
                     whole && row_bytes == 4 * self.depth && runs.iter().all(|run| run.rows >= TILE);
@@ -130,9 +130,9 @@ impl Stream {
                         src.request::<S>(next..next + TILE);
                     }
                 }
-                let copied = halves.map(|at| self.keys.add((at - column) * self.depth).cast_const().cast());
+                let copied = [self.keys.cast_const().cast(), self.keys.add(TILE * self.depth).cast_const().cast()];
                 let tiles = Tiles {
-                    a: if in_place { runs.map(|run| run.start) } else { copied },
+                    a: if in_place { [runs[0].start, runs[1].start] } else { copied },
                     lda: if in_place { src.step() } else { 4 * self.depth },
                     b: self.queries.cast_const().cast(),
                     ldb: 4 * TILE,
