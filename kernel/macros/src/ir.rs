@@ -243,7 +243,8 @@ pub(crate) enum Stmt {
 #[derive(Clone, Debug)]
 pub(crate) struct For {
     pub(crate) variable: String,
-    /// The name of the hoisted end of the range, or of its start where it is walked backwards.
+    /// The name of the hoisted end of the range, of its start where it is walked backwards, or of the unsigned position where
+    /// it is walked by a step over a type with a sign.
     pub(crate) bound: String,
     /// The name of the hoisted step, or of the flag of an inclusive range.
     pub(crate) extra: String,
@@ -251,6 +252,8 @@ pub(crate) struct For {
     pub(crate) start: Expr,
     pub(crate) end: Expr,
     pub(crate) walk: Walk,
+    /// The body may use the variable: it is not `_`.
+    pub(crate) named: bool,
     pub(crate) unroll: bool,
     pub(crate) body: Vec<Stmt>,
 }
@@ -260,7 +263,10 @@ pub(crate) struct For {
 pub(crate) enum Walk {
     Forward,
     Inclusive,
+    /// By a step, over an unsigned type.
     Step(Expr),
+    /// By a step, over a type that has or may have a sign; the start may be printed twice.
+    SignedStep(Expr),
     Reverse,
 }
 

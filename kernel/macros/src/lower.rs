@@ -670,9 +670,8 @@ impl Lower<'_> {
             self.skip_loop(looped);
             return;
         };
-        let (start, end, step) = (range.start, range.end, range.step);
-        let mut first = self.expr(start, None, Stands::Beside);
-        let mut last = self.expr(end, None, Stands::Beside);
+        let mut first = self.expr(range.start, None, Stands::Beside);
+        let mut last = self.expr(range.end, None, Stands::Beside);
         let ty = first.ty.clone().or_else(|| last.ty.clone());
         if ty.is_none() && first.is_untyped() && last.is_untyped() {
             self.errors.refuse(
@@ -684,19 +683,7 @@ impl Lower<'_> {
             adopt(&mut first, ty);
             adopt(&mut last, ty);
         }
-        let walk = match (range.reverse, range.inclusive, step) {
-            (false, false, None) => Walk::Forward,
-            (false, true, None) => Walk::Inclusive,
-            (true, false, None) => Walk::Reverse,
-            (false, false, Some(step)) => Walk::Step(self.step(step, out)),
-            _ => {
-                self.errors.refuse(
-                    &looped.expr,
-                    "the kernel language walks `a..b`, `a..=b`, `(a..b).step_by(c)` and `(a..b).rev()`: write one of them",
-                );
-                Walk::Forward
-            }
-        };
+        let walk = self.walk(&range, ty.as_ref(), &mut first, out);
         self.scopes.enter();
         let name = match &*looped.pat {
             syn::Pat::Ident(ident) if ident.mutability.is_some() => {
@@ -718,6 +705,7 @@ impl Lower<'_> {
         let (bound, extra) = match walk {
             Walk::Reverse => ("start", ""),
             Walk::Step(_) => ("end", "left"),
+            Walk::SignedStep(_) => ("at", "left"),
             Walk::Inclusive => ("end", "more"),
             Walk::Forward => ("end", ""),
         };
@@ -733,18 +721,43 @@ impl Lower<'_> {
             start: first,
             end: last,
             walk,
+            named: !matches!(&*looped.pat, syn::Pat::Wild(_)),
             unroll,
             body,
         })));
     }
 
-    /// The step of a range: printed twice, so what may change is evaluated before.
-    fn step(&mut self, step: &syn::Expr, out: &mut Vec<Stmt>) -> Expr {
-        let value = self.expr(step, Some(&USIZE), Stands::Beside);
+    /// How a range is walked, from `first` on.
+    fn walk(&mut self, range: &Range<'_>, ty: Option<&Type>, first: &mut Expr, out: &mut Vec<Stmt>) -> Walk {
+        match (range.reverse, range.inclusive, range.step) {
+            (false, false, None) => Walk::Forward,
+            (false, true, None) => Walk::Inclusive,
+            (true, false, None) => Walk::Reverse,
+            (false, false, Some(step)) => {
+                let step = self.expr(step, Some(&USIZE), Stands::Beside);
+                let is_unsigned = matches!(ty, Some(Type::Scalar(of)) if of.unsigned() == *of);
+                if !is_unsigned {
+                    *first = self.fixed(first.clone(), "start", out);
+                }
+                let step = self.fixed(step, "step", out);
+                if is_unsigned { Walk::Step(step) } else { Walk::SignedStep(step) }
+            }
+            _ => {
+                self.errors.refuse(
+                    range.whole,
+                    "the kernel language walks `a..b`, `a..=b`, `(a..b).step_by(c)` and `(a..b).rev()`: write one of them",
+                );
+                Walk::Forward
+            }
+        }
+    }
+
+    /// A part of a range that is printed twice: what may change is evaluated before, into a variable.
+    fn fixed(&mut self, value: Expr, name: &str, out: &mut Vec<Stmt>) -> Expr {
         if value.is_fixed() {
             return value;
         }
-        let (name, ty, span) = (self.scopes.fresh("step"), value.ty.clone(), value.span);
+        let (name, ty, span) = (self.scopes.fresh(name), value.ty.clone(), value.span);
         out.push(Stmt::Let { name: name.clone(), ty: None, mutable: false, value: Some(value) });
         Expr::new(Kind::Name { name, of: NameOf::Fixed }, ty, span)
     }
@@ -775,7 +788,7 @@ impl Lower<'_> {
                     return None;
                 };
                 let inclusive = matches!(range.limits, syn::RangeLimits::Closed(_));
-                Some(Range { start, end, inclusive, reverse: false, step: None })
+                Some(Range { whole: expr, start, end, inclusive, reverse: false, step: None })
             }
             syn::Expr::MethodCall(call) => {
                 let name = call.method.to_string();
@@ -788,7 +801,7 @@ impl Lower<'_> {
                             self.errors.refuse(call, "write one range, walked one way");
                             return None;
                         }
-                        Some(Range { reverse: true, ..range })
+                        Some(Range { whole: expr, reverse: true, ..range })
                     }
                     ("step_by", 1) => {
                         let range = self.range(&call.receiver)?;
@@ -796,7 +809,7 @@ impl Lower<'_> {
                             self.errors.refuse(call, "write one step");
                             return None;
                         }
-                        Some(Range { step: call.args.first(), ..range })
+                        Some(Range { whole: expr, step: call.args.first(), ..range })
                     }
                     _ => {
                         self.errors.refuse(
@@ -1936,6 +1949,8 @@ impl Lower<'_> {
 }
 
 struct Range<'e> {
+    /// The expression of the loop.
+    whole: &'e syn::Expr,
     start: &'e syn::Expr,
     end: &'e syn::Expr,
     inclusive: bool,

@@ -188,7 +188,7 @@ impl Native<'_> {
             }
             syn::Expr::ForLoop(looped) => {
                 let syn::ExprForLoop { attrs, for_token, pat, in_token, expr: range, body, .. } = looped;
-                let (attrs, range) = (lints(attrs), self.range(range, false));
+                let (attrs, range) = (lints(attrs), self.range(range));
                 let statements = self.statements(body, false);
                 self.looped(expr, for_token.span, |turn| {
                     let body = quote_spanned!(body.brace_token.span.join()=> { #turn #statements });
@@ -319,19 +319,16 @@ impl Native<'_> {
         quote_spanned!(span=> (#left #op #right))
     }
 
-    fn range(&self, expr: &syn::Expr, stepped: bool) -> TokenStream {
+    fn range(&self, expr: &syn::Expr) -> TokenStream {
         match strip(expr) {
             syn::Expr::Range(range) => {
-                // The printed loop counts its steps with unsigned numbers.
-                let bound = |end: &Option<Box<syn::Expr>>| {
-                    end.as_ref().map(|end| marked(if stepped { "index" } else { "integer" }, &self.expr(end)))
-                };
+                let bound =
+                    |end: &Option<Box<syn::Expr>>| end.as_ref().map(|end| marked("integer", &self.expr(end)));
                 let (start, limits, end) = (bound(&range.start), &range.limits, bound(&range.end));
                 quote!((#start #limits #end))
             }
             syn::Expr::MethodCall(call) => {
-                let stepped = call.method == "step_by";
-                let (range, method) = (self.range(&call.receiver, stepped), &call.method);
+                let (range, method) = (self.range(&call.receiver), &call.method);
                 let arguments = call.args.iter().map(|argument| self.expr(argument));
                 quote_spanned!(call.method.span()=> #range.#method(#(#arguments),*))
             }

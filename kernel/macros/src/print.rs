@@ -304,6 +304,10 @@ fn for_loop(looped: &For, depth: usize, out: &mut String) {
                  {extra} > 0; --{extra}, {variable} += {step}) {{"
             )
         }
+        Walk::SignedStep(step) => {
+            first = looped.named.then(|| format!("const {of} {variable} = {of}({bound});"));
+            signed_steps(looped, &of, step)
+        }
         Walk::Reverse => {
             let fixed = looped.start.is_fixed();
             let low = if fixed { operand_converted(&looped.start, 8) } else { bound.clone() };
@@ -319,6 +323,21 @@ fn for_loop(looped: &For, depth: usize, out: &mut String) {
     }
     statements(&looped.body, depth + 1, out);
     out.push_str(&format!("{indent}}}\n"));
+}
+
+/// The head of a loop by steps over a type that has or may have a sign. It counts and adds in the unsigned type: a signed sum past
+/// the end might overflow.
+fn signed_steps(looped: &For, of: &str, step: &Expr) -> String {
+    let For { bound, extra, .. } = looped;
+    let unsigned = match looped.ty {
+        Some(Type::Scalar(of)) => scalar(of.unsigned()).to_string(),
+        _ => format!("ft_unsigned<{of}>"),
+    };
+    let (start, end, step) = (converted(&looped.start), converted(&looped.end), converted(step));
+    format!(
+        "for ({unsigned} {bound} = {unsigned}({start}), {extra} = ft_steps<{of}>({start}, {end}, {step}); \
+         {extra} > 0; --{extra}, {bound} += {step}) {{"
+    )
 }
 
 /// A value where C++ converts it to a type that is written: small literals are their digits.

@@ -76,6 +76,13 @@ template <typename T> FT_DEVICE uint ft_bits_of() { return ft_type<T>::bits(); }
 #define ft_min_positive 1.17549435e-38f
 #define ft_epsilon 1.1920929e-7f
 
+template <typename T> using ft_unsigned = typename ft_type<T>::unsigned_type;
+// Steps of a range.
+template <typename T, typename S> FT_DEVICE ft_unsigned<T> ft_steps(T start, typename ft_same<T>::type end, S step) {
+    typedef ft_unsigned<T> U;
+    return start < end ? (U(end) - U(start) - 1) / step + 1 : 0;
+}
+
 // Conversions as Rust's.
 template <typename T, typename X> FT_DEVICE T ft_cast(X x) { return ft_type<T>::cast(x); }
 template <typename T> FT_DEVICE T ft_from_f32(float x) { return ft_float<T>::from_f32(x); }

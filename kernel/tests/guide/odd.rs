@@ -709,6 +709,51 @@ twins! {
     }
 
     #[device]
+    pub struct Ends<T: Number> {
+        pub low: T,
+        pub high: T,
+    }
+
+    #[device]
+    pub fn signed_steps(a: u32, b: u32) -> u32 {
+        let mut hash = 7i64;
+        let low = -(a as i32);
+        for i in (-7..b as i32).step_by(3) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (low..40).step_by(7) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (-20..-1i32).step_by(4) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (b as i32..low).step_by(2) { hash = (hash * 31 + i as i64) % 65_521; }
+        // No step leaves the type, whichever way it is counted.
+        for i in (i32::MAX - 5..i32::MAX).step_by(4) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (i32::MIN..i32::MAX).step_by(2_000_000_000) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (i32::MIN..i32::MAX).step_by(5_000_000_000) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (i32::MIN..i32::MAX).step_by(1) {
+            if i > i32::MIN + 4 { break; }
+            hash = (hash * 31 + i as i64) % 65_521;
+        }
+        for i in (i64::MIN..i64::MAX - a as i64).step_by(4_000_000_000_000_000_000) {
+            hash = (hash * 31 + i % 1000) % 65_521;
+        }
+        for i in (-5_000_000_000..a as i64).step_by(1_250_000_001) { hash = (hash * 31 + i) % 65_521; }
+        // Ends whose type is not written.
+        let ints = Ends::<i32> { low, high: b as i32 };
+        for i in (ints.low..ints.high).step_by(5) { hash = (hash * 31 + i as i64) % 65_521; }
+        for i in (-9..ints.high).step_by(2) { hash = (hash * 31 + i as i64) % 65_521; }
+        let longs = Ends::<i64> { low: low as i64 * 3_000_000_000, high: b as i64 };
+        for i in (longs.low..longs.high).step_by(20_000_000_000) { hash = (hash * 31 + i % 1000) % 65_521; }
+        let words = Ends::<u32> { low: b, high: u32::MAX - a };
+        for i in (words.low..words.high).step_by(1_073_741_824) { hash = (hash * 31 + i as i64) % 65_521; }
+        // What the body changes is read once.
+        let mut end = ints.high;
+        let mut step = 2usize;
+        for i in (low + 1..end).step_by(step) {
+            end -= 1;
+            step += 1;
+            hash = (hash * 31 + i as i64 + end as i64) % 65_521;
+        }
+        hash as u32
+    }
+
+    #[device]
     pub fn elements(a: u32, b: u32) -> u32 {
         let x = a as f32 * 1.1 - b as f32 / 3.0;
         let h = f16::from_f32(x * 3000.0);
@@ -722,6 +767,7 @@ compared! {
     shadows loops_shadow nested_values early_returns negatives precedence booleans arrays_of_arrays loops whiles words_of_cpp
     structs choose_struct constants references wide casts literals generic_numbers const_generics assigned_values calls
     not_a_number blocks stepped conditional_returns mutable_argument elements
+    signed_steps
 }
 
 #[test]

@@ -137,7 +137,32 @@ pub fn last<const WIDE: bool, const M: i32>(a: u32) -> u32 {
     if WIDE { a ^ M as u32 } else { !a }
 }
 
+#[device]
+pub struct Wide {
+    pub wide: i64,
+    pub int: i32,
+    pub tiny: i8,
+}
+
 twins! {
+    fn signed_steps(a: u32, x: f32) -> u32 {
+        let low = -((a & 0xffff) as i32);
+        let ends = Wide { wide: x as i32 as i64, int: 100, tiny: 0 };
+        let mut hash = 1i64;
+        for i in (low..9).step_by(1000) { hash = (hash * 31 + i as i64) % 65521; }
+        for i in (low..ends.int).step_by((a & 7) as usize + 700) { hash = (hash * 31 + i as i64) % 65521; }
+        for i in (i32::MAX - 5..i32::MAX).step_by(4) { hash = (hash * 31 + i as i64) % 65521; }
+        for i in (i32::MIN..i32::MAX - 5).step_by(2_000_000_000) { hash = (hash * 31 + i as i64) % 65521; }
+        for i in (ends.wide..8_589_934_592).step_by(1_000_000_007) { hash = (hash * 31 + i) % 65521; }
+        for _ in (-7..ends.int).step_by(20) { hash += 1; }
+        for i in (i64::MIN..i64::MAX).step_by(1) {
+            if i > i64::MIN + 3 {
+                break;
+            }
+            hash += i % 1000;
+        }
+        hash as u32
+    }
     fn arithmetic(a: u32, _x: f32) -> u32 {
         let b = a & 0xffff;
         let c = b * 3 + 7 - b / 5 * 2 + b % 13;

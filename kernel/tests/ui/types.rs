@@ -74,10 +74,10 @@ fn signed_index(a: [f32; 4], i: i32) -> f32 {
 }
 
 #[device]
-fn steps_of_signed(n: i32) -> i32 {
-    let mut sum = 0i32;
+fn steps_of_bytes(n: u8) -> u32 {
+    let mut sum = 0u32;
     for i in (0..n).step_by(2) {
-        sum += i;
+        sum += i as u32;
     }
     sum
 }

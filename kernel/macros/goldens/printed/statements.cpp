@@ -138,3 +138,45 @@ FT_DEVICE void nothing(FT_THREAD_CONTEXT, FT_REF(float) x) {
     x = ft_sqrt(x);
     x *= 2.0f;
 }
+
+FT_DEVICE ft_i64 steps(
+    FT_THREAD_CONTEXT,
+    const int low,
+    const int high,
+    const ft_i64 from,
+    const Ends ends,
+    uint step) {
+    auto sum = ft_i64(0);
+    for (uint i_at = uint(low), i_left = ft_steps<int>(low, high, 4); i_left > 0; --i_left, i_at += 4) {
+        const int i = int(i_at);
+        sum += ft_cast<ft_i64>(i);
+    }
+    const auto step_2 = ft_cast<size_t>(step);
+    for (uint i_at = uint(-7), i_left = ft_steps<int>(-7, high - low, step_2); i_left > 0; --i_left, i_at += step_2) {
+        const int i = int(i_at);
+        step += 1;
+        sum += ft_cast<ft_i64>(i);
+    }
+    const auto start = low + 1;
+    for (uint unused_at = uint(start), unused_left = ft_steps<int>(start, 1, 3); unused_left > 0; --unused_left, unused_at += 3) {
+        sum += 1;
+    }
+    for (ulong i_at = ulong(from), i_left = ft_steps<ft_i64>(from, -ft_i64(3000000000u), size_t(5000000000ul)); i_left > 0; --i_left, i_at += size_t(5000000000ul)) {
+        const ft_i64 i = ft_i64(i_at);
+        sum += i;
+    }
+    for (ft_unsigned<decltype(+ends.low)> i_at = ft_unsigned<decltype(+ends.low)>(ends.low), i_left = ft_steps<decltype(+ends.low)>(ends.low, ends.high, 2); i_left > 0; --i_left, i_at += 2) {
+        const decltype(+ends.low) i = decltype(+ends.low)(i_at);
+        sum += ft_cast<ft_i64>(i);
+    }
+    for (ft_unsigned<decltype(+ends.high)> i_at = ft_unsigned<decltype(+ends.high)>(0), i_left = ft_steps<decltype(+ends.high)>(0, ends.high, 2); i_left > 0; --i_left, i_at += 2) {
+        const decltype(+ends.high) i = decltype(+ends.high)(i_at);
+        sum += ft_cast<ft_i64>(i);
+    }
+    FT_UNROLL
+    for (uint i_at = uint(-8), i_left = ft_steps<int>(-8, 8, 2); i_left > 0; --i_left, i_at += 2) {
+        const int i = int(i_at);
+        sum += ft_cast<ft_i64>(i);
+    }
+    return sum;
+}

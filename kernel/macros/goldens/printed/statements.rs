@@ -123,3 +123,16 @@ fn nothing(x: &mut f32) {
     *x = x.sqrt();
     *x *= 2.0;
 }
+
+#[device]
+fn steps(low: i32, high: i32, from: i64, ends: Ends, mut step: u32) -> i64 {
+    let mut sum = 0i64;
+    for i in (low..high).step_by(4) { sum += i as i64; }
+    for i in (-7..high - low).step_by(step as usize) { step += 1; sum += i as i64; }
+    for _ in (low + 1..1).step_by(3) { sum += 1; }
+    for i in (from..-3_000_000_000).step_by(5_000_000_000) { sum += i; }
+    for i in (ends.low..ends.high).step_by(2) { sum += i as i64; }
+    for i in (0..ends.high).step_by(2) { sum += i as i64; }
+    for i in (-8..8i32).step_by(2) { sum += i as i64; }
+    sum
+}
