@@ -22,7 +22,7 @@
 //! | a loop where threads may meet | [`enter`] before it, [`turn`] at the head of the body, [`leave`] after it |
 //! | `f(x)` of a device function | `returned(enter(1, f::MEETS), f(x), f::MEETS)` |
 
-use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed, Value};
+use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed, Unwidened, Value};
 use crate::simulator::fault_arithmetic;
 
 pub use crate::memory::{Elements, Place};
@@ -49,8 +49,8 @@ identities! {
     element: Element;
     /// What `let`, an assignment, an argument or a returned value holds.
     value: Value;
-    /// An index of a loop or of memory.
-    index: Index;
+    /// A value of `if` whose other value is a literal without a suffix, where the printer does not know the type.
+    beside_literal: Unwidened;
     /// A parameter copied from the host.
     plain: Plain;
 }

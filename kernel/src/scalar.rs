@@ -192,6 +192,14 @@ pub trait Integer: Number {
     fn checked_pow(self, exponent: u32) -> Option<Self>;
 }
 
+/// An integer that C++ does not widen to `int`.
+#[diagnostic::on_unimplemented(
+    message = "C++ would take the literal beside this `{Self}` for an `int`",
+    label = "not u32, i32, u64, i64 or usize",
+    note = "give the literal a suffix: `if c {{ x }} else {{ 0u8 }}`"
+)]
+pub trait Unwidened: Integer {}
+
 /// What `& | ^ !` take: integers and `bool`.
 #[diagnostic::on_unimplemented(
     message = "the kernel language has no bit operations on `{Self}`",
@@ -349,6 +357,7 @@ macro_rules! integer {
             }
         }
         impl Bits for $T {}
+        impl Unwidened for $T {}
         impl Integer for $T {
             const WIDTH: u32 = <$T>::BITS;
             #[inline]

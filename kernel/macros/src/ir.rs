@@ -447,6 +447,11 @@ impl Expr {
         }
     }
 
+    /// Whether the value is known to be an integer, as every literal without a type is.
+    pub(crate) fn is_integer(&self) -> bool {
+        self.is_untyped() || self.scalar().is_some_and(Scalar::is_integer)
+    }
+
     /// Whether the value is known when an instance is compiled.
     pub(crate) fn is_const(&self) -> bool {
         match &self.kind {

@@ -23,6 +23,8 @@ pub(crate) struct Lowered {
     pub(crate) shared: Vec<SharedArray>,
     /// Expressions with bit operators that are known to be `bool`, by the address of their tree.
     pub(crate) booleans: HashSet<*const syn::Expr>,
+    /// Values of `if` between a literal and what nothing here knows the type of, by the address of their tree.
+    pub(crate) beside_literals: HashSet<*const syn::Expr>,
     /// Receivers of methods that are `&mut` parameters, by the address of their tree.
     pub(crate) references: HashSet<*const syn::Expr>,
     /// Where threads meet in the body.
@@ -113,6 +115,7 @@ pub(crate) fn body(
         depth: 0,
         shared: Vec::new(),
         booleans: HashSet::new(),
+        beside_literals: HashSet::new(),
         references: HashSet::new(),
         meetings: Meetings::default(),
         loops: HashMap::new(),
@@ -135,6 +138,7 @@ pub(crate) fn body(
         body,
         shared: lower.shared,
         booleans: lower.booleans,
+        beside_literals: lower.beside_literals,
         references: lower.references,
         meetings: lower.meetings,
         loops: lower.loops,
@@ -242,6 +246,7 @@ struct Lower<'a> {
     depth: usize,
     shared: Vec<SharedArray>,
     booleans: HashSet<*const syn::Expr>,
+    beside_literals: HashSet<*const syn::Expr>,
     references: HashSet<*const syn::Expr>,
     /// Of the innermost loop, so far.
     meetings: Meetings,
@@ -253,6 +258,7 @@ const BOOL: Type = Type::Scalar(Scalar::Bool);
 const F32: Type = Type::Scalar(Scalar::F32);
 const U32: Type = Type::Scalar(Scalar::U32);
 const I32: Type = Type::Scalar(Scalar::I32);
+const I64: Type = Type::Scalar(Scalar::I64);
 const USIZE: Type = Type::Scalar(Scalar::Usize);
 
 /// A constant expression of a type: the length of an array, a generic argument.
@@ -268,6 +274,7 @@ pub(crate) fn constant(reader: &mut Reader<'_>, expr: &syn::Expr, scalar: Option
         depth: 0,
         shared: Vec::new(),
         booleans: HashSet::new(),
+        beside_literals: HashSet::new(),
         references: HashSet::new(),
         meetings: Meetings::default(),
         loops: HashMap::new(),
@@ -1107,7 +1114,7 @@ impl Lower<'_> {
                 return Expr::new(Kind::Repeat(Box::new(value), Box::new(length)), ty, span);
             }
             syn::Expr::If(conditional) if !needs_statements(expr) => {
-                return self.choose(conditional, expected, stands);
+                return self.choose(conditional, expr, expected, stands);
             }
             syn::Expr::Block(block) if !needs_statements(expr) => match &block.block.stmts[..] {
                 [syn::Stmt::Expr(inner, None)] => return self.expr(inner, expected, stands),
@@ -1188,7 +1195,7 @@ impl Lower<'_> {
             let magnitude = syn::LitInt::new(&format!("{digits}{}", int.suffix()), span);
             let magnitude = self.int(&magnitude, expected);
             let ty = magnitude.ty.clone();
-            return Expr::new(Kind::Neg(Box::new(magnitude)), ty, span);
+            return settled(Expr::new(Kind::Neg(Box::new(magnitude)), ty, span));
         }
         let suffix = int.suffix();
         if suffix == "f32" {
@@ -1213,17 +1220,13 @@ impl Lower<'_> {
                 return Expr::refused(span);
             }
         };
-        // A generic argument holds its sign.
-        let digits = int.base10_digits();
-        let (negative, digits) = digits.strip_prefix('-').map_or((false, digits), |digits| (true, digits));
-        let Ok(value) = digits.parse::<u64>() else {
+        let Ok(value) = int.base10_digits().parse::<u64>() else {
             self.errors.refuse(int, "integers have at most 64 bits");
             return Expr::refused(span);
         };
         let text = int.to_string();
         let hex = text.starts_with("0x") || text.starts_with("0b");
-        let value = Expr::new(Kind::Int { value, hex }, ty.clone(), span);
-        if negative { Expr::new(Kind::Neg(Box::new(value)), ty, span) } else { value }
+        Expr::new(Kind::Int { value, hex }, ty, span)
     }
 
     fn path(&mut self, path: &syn::ExprPath) -> Expr {
@@ -1324,7 +1327,7 @@ impl Lower<'_> {
             syn::UnOp::Neg(_) => {
                 let operand = self.expr(&unary.expr, expected, stands);
                 let ty = operand.ty.clone();
-                Expr::new(Kind::Neg(Box::new(operand)), ty, span)
+                settled(Expr::new(Kind::Neg(Box::new(operand)), ty, span))
             }
             syn::UnOp::Not(_) => {
                 let operand = self.expr(&unary.expr, expected, stands);
@@ -1469,7 +1472,13 @@ impl Lower<'_> {
         Expr::new(Kind::Array(elements), ty, array.span())
     }
 
-    fn choose(&mut self, conditional: &syn::ExprIf, expected: Option<&Type>, stands: Stands) -> Expr {
+    fn choose(
+        &mut self,
+        conditional: &syn::ExprIf,
+        whole: &syn::Expr,
+        expected: Option<&Type>,
+        stands: Stands,
+    ) -> Expr {
         let span = conditional.span();
         let condition = self.expr(&conditional.cond, Some(&BOOL), stands);
         let then = tail(&conditional.then_branch);
@@ -1488,7 +1497,10 @@ impl Lower<'_> {
             adopt(&mut then, ty);
             adopt(&mut otherwise, ty);
         }
-        Expr::new(Kind::Choose(Box::new(condition), Box::new(then), Box::new(otherwise)), ty, span)
+        if ty.is_none() && then.is_untyped() != otherwise.is_untyped() {
+            self.beside_literals.insert(whole);
+        }
+        settled(Expr::new(Kind::Choose(Box::new(condition), Box::new(then), Box::new(otherwise)), ty, span))
     }
 
     // Calls.
@@ -2035,6 +2047,47 @@ fn plain_casts(value: &mut Expr) {
         }
         _ => {}
     }
+}
+
+/// The least and the greatest value of an expression of literals without a type, and whether it and all its parts fit an i32.
+fn extent(value: &Expr) -> Option<(i128, i128, bool)> {
+    let is_i32 = |x: i128| i32::try_from(x).is_ok();
+    let (least, greatest, narrow) = match &value.kind {
+        Kind::Int { value, .. } => (i128::from(*value), i128::from(*value), true),
+        Kind::Neg(operand) => {
+            // The least i32 is the negative of a literal that fits no i32.
+            let (least, greatest, narrow) = match &operand.kind {
+                Kind::Int { value, .. } => (i128::from(*value), i128::from(*value), true),
+                _ => extent(operand)?,
+            };
+            (-greatest, -least, narrow)
+        }
+        Kind::Choose(_, a, b) => {
+            let (a, b) = (extent(a)?, extent(b)?);
+            (a.0.min(b.0), a.1.max(b.1), a.2 && b.2)
+        }
+        _ => return None,
+    };
+    Some((least, greatest, narrow && is_i32(least) && is_i32(greatest)))
+}
+
+/// Whether a literal of an expression is negated.
+fn has_sign(value: &Expr) -> bool {
+    match &value.kind {
+        Kind::Neg(_) => true,
+        Kind::Choose(_, a, b) => has_sign(a) || has_sign(b),
+        _ => false,
+    }
+}
+
+/// Literals without a type, one of them negative and one too large for an i32, are i64 whatever stands beside them. C++ would take
+/// digits above the greatest i32 for an unsigned number.
+fn settled(mut value: Expr) -> Expr {
+    let is_i64 = value.is_untyped() && has_sign(&value) && extent(&value).is_some_and(|(.., narrow)| !narrow);
+    if is_i64 {
+        adopt(&mut value, &I64);
+    }
+    value
 }
 
 /// Gives the type to literals that have none.

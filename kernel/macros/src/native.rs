@@ -17,12 +17,15 @@ use crate::lower::{Lowered, Meetings, compound, is_lint, module_of, shared_call,
 pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {
     let native = Native {
         booleans: &lowered.booleans,
+        beside_literals: &lowered.beside_literals,
         references: &lowered.references,
         loops: &lowered.loops,
         calls: &lowered.calls,
     };
     let statements = native.statements(block, has_result);
+    // In C++ a literal that wraps has another value.
     quote_spanned! {block.brace_token.span.join()=> {
+        #![forbid(overflowing_literals)]
         #[allow(unused_imports)]
         use ::flashtile_kernel::marks::{Elements as _, Place as _};
         #statements
@@ -31,6 +34,7 @@ pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> T
 
 struct Native<'a> {
     booleans: &'a HashSet<*const syn::Expr>,
+    beside_literals: &'a HashSet<*const syn::Expr>,
     references: &'a HashSet<*const syn::Expr>,
     loops: &'a HashMap<*const syn::Expr, Meetings>,
     calls: &'a HashMap<*const syn::ExprCall, u64>,
@@ -166,7 +170,12 @@ impl Native<'_> {
                     quote!(#token #branch)
                 });
                 let token = conditional.if_token;
-                quote!(#token #condition #then #otherwise)
+                let value = quote!(#token #condition #then #otherwise);
+                if self.beside_literals.contains(&std::ptr::from_ref(expr)) {
+                    marked("beside_literal", &value)
+                } else {
+                    value
+                }
             }
             syn::Expr::Block(block) => self.block(&block.block),
             syn::Expr::While(looped) => {

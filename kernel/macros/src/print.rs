@@ -367,14 +367,14 @@ pub(crate) fn expr(value: &Expr) -> String {
         }
         Kind::Not(inner) => format!("ft_not({})", expr(inner)),
         Kind::Neg(inner) => negative(inner),
-        Kind::Binary(Binary::Rem, left, right) if value.scalar().is_none_or(|of| !of.is_integer()) => {
+        Kind::Binary(Binary::Rem, left, right) if !has_remainder(left, right) => {
             format!("ft_rem({}, {})", expr(left), expr(right))
         }
         Kind::Binary(op, left, right) if op.is_bitwise() && value.scalar() == Some(Scalar::Bool) => {
             format!("bool({})", binary(*op, left, right))
         }
         Kind::Binary(op, left, right) => binary(*op, left, right),
-        Kind::Cast(inner, to) if inner.is_const() && to.is_integer() && is_integer(inner) => {
+        Kind::Cast(inner, to) if inner.is_const() && to.is_integer() && inner.is_integer() => {
             format!("{}({})", scalar(*to), converted(inner))
         }
         Kind::Cast(inner, to) => format!("ft_cast<{}>({})", scalar(*to), expr(inner)),
@@ -429,8 +429,10 @@ fn is_of_params(value: &Expr) -> bool {
     }
 }
 
-fn is_integer(value: &Expr) -> bool {
-    value.is_untyped() || value.scalar().is_some_and(Scalar::is_integer)
+/// Whether `%` prints as C++'s, which is for integers only. Floats, and operands of a type that is not known here, go to `ft_rem`,
+/// which takes the type of its first operand: a literal there would convert the second to `int`.
+fn has_remainder(left: &Expr, right: &Expr) -> bool {
+    left.is_integer() || right.is_integer()
 }
 
 fn binary(op: Binary, left: &Expr, right: &Expr) -> String {
@@ -452,7 +454,7 @@ fn binary(op: Binary, left: &Expr, right: &Expr) -> String {
 /// Whether a binary operator prints as a call.
 fn is_call(value: &Expr) -> bool {
     match &value.kind {
-        Kind::Binary(Binary::Rem, ..) => value.scalar().is_none_or(|of| !of.is_integer()),
+        Kind::Binary(Binary::Rem, left, right) => !has_remainder(left, right),
         Kind::Binary(op, ..) => op.is_bitwise() && value.scalar() == Some(Scalar::Bool),
         _ => false,
     }
@@ -471,9 +473,13 @@ fn operand(value: &Expr, precedence: u8, right: bool) -> String {
     if own < precedence || (right && own == precedence) { format!("({})", expr(value)) } else { expr(value) }
 }
 
-/// The least integers have no literal: their digits alone are too large.
+/// The least integers have no literal: their digits alone are too large. C++ negates 8 and 16 bits as an `int`.
 fn negative(inner: &Expr) -> String {
     match (&inner.kind, inner.scalar()) {
+        (Kind::Int { value, hex }, Some(of @ (Scalar::I8 | Scalar::I16))) => {
+            format!("{}(-{})", scalar(of), int(*value, *hex, None))
+        }
+        (_, Some(of @ (Scalar::I8 | Scalar::I16))) => format!("{}(-({}))", scalar(of), expr(inner)),
         (Kind::Int { value: 0x8000_0000, .. }, None | Some(Scalar::I32)) => "(-2147483647 - 1)".to_string(),
         (Kind::Int { value: 0x8000_0000_0000_0000, .. }, _) => "ft_i64(0x8000000000000000ul)".to_string(),
         (Kind::Neg(_), _) => format!("-({})", expr(inner)),

@@ -16,6 +16,7 @@ pub mod decode;
 mod document;
 pub mod first;
 pub mod language;
+pub mod literals;
 pub mod matrices;
 pub mod odd;
 pub mod sums;

@@ -709,6 +709,40 @@ twins! {
     }
 
     #[device]
+    pub struct Narrow {
+        pub byte: u8,
+        pub short: i16,
+        pub tiny: i8,
+    }
+
+    #[device]
+    pub fn row_of<T: Scalar>(x: T) -> [T; 2] { [x; 2] }
+
+    #[device]
+    pub fn narrow_literals(a: u32, b: u32) -> u32 {
+        let least = -128i8;
+        let less = -32768i16;
+        let minus = -5i8;
+        let twice = - -7i8;
+        let row = [-128i8, 127, minus, twice];
+        let filled: [i8; 3] = [-5; 3];
+        let shorts: [i16; 3] = [-32768, less, - -300];
+        let chosen = if a > b { -5i8 } else { 2 };
+        let pair = [chosen, least];
+        let mut narrow = Narrow { byte: 255, short: -32768, tiny: if a > b { -128 } else { 127 } };
+        let kept = if a > b { narrow.tiny } else { -1i8 };
+        let of_function: [i8; 2] = row_of(-128i8);
+        let of_choice = row_of(kept);
+        let mut sum = least as i32 + less as i32 * 3 + minus as i32 * 5 + twice as i32 * 7;
+        sum += row[(a % 4) as usize] as i32 * 11 + filled[1] as i32 * 13 + shorts[(b % 3) as usize] as i32 * 17;
+        sum += pair[(a % 2) as usize] as i32 * 19 + of_function[1] as i32 * 23 + of_choice[0] as i32 * 29;
+        sum += narrow.byte as i32 + narrow.short as i32 * 31 + narrow.tiny as i32 * 37;
+        narrow.short = if a > b { -32768 } else { -1 };
+        sum += narrow.short as i32 * 41 + (-128i8 as i32) * 43 + (-32768i16 as i64 as i32) * 47;
+        (sum as u32) ^ (-1i16 as u16 as u32) ^ (-128i8 as u8 as u32) << 20
+    }
+
+    #[device]
     pub struct Ends<T: Number> {
         pub low: T,
         pub high: T,
@@ -754,6 +788,18 @@ twins! {
     }
 
     #[device]
+    pub fn integer_remainders(a: u32, b: u32) -> u32 {
+        let longs = Ends::<i64> { low: (a as i64 + 1) << 32, high: -(b as i64 + 1) };
+        let words = Ends::<u32> { low: u32::MAX - a, high: b + 1 };
+        let mut other = Ends::<i64> { low: -7, high: 5 };
+        other.low %= longs.high;
+        other.high %= 3;
+        let mut sum = 7 % longs.low + -7 % longs.high + 3_000_000_000 % longs.high + longs.low % longs.high;
+        sum += longs.low % -3_000_000_007 + other.low + other.high + (if a > b { 5 } else { -5 }) % longs.low;
+        sum as u32 ^ 5 % words.low ^ words.low % words.high << 8 ^ 3_000_000_000 % words.low
+    }
+
+    #[device]
     pub fn elements(a: u32, b: u32) -> u32 {
         let x = a as f32 * 1.1 - b as f32 / 3.0;
         let h = f16::from_f32(x * 3000.0);
@@ -767,7 +813,7 @@ compared! {
     shadows loops_shadow nested_values early_returns negatives precedence booleans arrays_of_arrays loops whiles words_of_cpp
     structs choose_struct constants references wide casts literals generic_numbers const_generics assigned_values calls
     not_a_number blocks stepped conditional_returns mutable_argument elements
-    signed_steps
+    narrow_literals signed_steps integer_remainders
 }
 
 #[test]

@@ -144,7 +144,31 @@ pub struct Wide {
     pub tiny: i8,
 }
 
+#[device]
+pub fn widened(a: i32) -> i64 {
+    a as i64
+}
+
 twins! {
+    fn literals_of_context(a: u32, x: f32) -> u32 {
+        let b = Wide { wide: a as i32 as i64 * 5, int: a as i32 >> 1, tiny: a as i8 };
+        let mut c = b;
+        let mut d = a as i64;
+        d += -3000000000;
+        d ^= -0xb2d0_5e00;
+        c.wide += -3000000000;
+        c.wide -= if x < 1.0 { 3000000000 } else { -5 };
+        c.wide ^= -(if x < 2.0 { 2147483648 } else { 7 });
+        c.int &= -2147483648;
+        c.tiny = -128;
+        let e = 7 % c.wide.max(1) + b.wide % -3000000007 + -4294967295 / (b.wide & 63 | 1);
+        let f = [-3000000000, 5][(a & 1) as usize] ^ [b.wide, -2147483649][1];
+        let g = (widened(b.int) < -3000000000) as u32 + ((b.wide > -2147483649) as u32) * 2;
+        let h = -128i8 as i32 + -32768i16 as i32 + if x < 3.0 { b.tiny } else { -1i8 } as i32;
+        let i = b.wide.clamp(-3000000000, 2147483648) ^ select(x < 0.0, b.wide, -9223372036854775808);
+        let all = d ^ c.wide.wrapping_mul(31) ^ c.int as i64 ^ c.tiny as i64 ^ e ^ f ^ h as i64 ^ i;
+        (all ^ all >> 32) as u32 ^ g << 20
+    }
     fn signed_steps(a: u32, x: f32) -> u32 {
         let low = -((a & 0xffff) as i32);
         let ends = Wide { wide: x as i32 as i64, int: 100, tiny: 0 };

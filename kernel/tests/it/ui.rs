@@ -24,11 +24,12 @@ fn library(folder: &Path, name: &str, extension: &str) -> PathBuf {
 fn errors(source: &Path) -> String {
     let deps = std::env::current_exe().unwrap().parent().unwrap().to_path_buf();
     let rustc = std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let name = source.file_name().unwrap().to_string_lossy();
     let of = |name: &str, path: PathBuf| format!("{name}={}", path.display());
     let macros = library(&deps, "flashtile_kernel_macros", std::env::consts::DLL_EXTENSION);
     let output = Command::new(rustc)
-        .args(["--edition=2024", "--emit=metadata", "--error-format=short", "--cap-lints=allow", "-o"])
-        .arg(std::env::temp_dir().join(format!("flashtile-ui-{}.rmeta", std::process::id())))
+        .args(["--edition=2024", "--emit=metadata", "--error-format=short", "-Awarnings", "-o"])
+        .arg(std::env::temp_dir().join(format!("flashtile-ui-{}-{name}.rmeta", std::process::id())))
         .arg("-L")
         .arg(format!("dependency={}", deps.display()))
         .args(["--extern", &of("flashtile_kernel", library(&deps, "flashtile_kernel", "rlib"))])
@@ -36,7 +37,6 @@ fn errors(source: &Path) -> String {
         .arg(source)
         .output()
         .unwrap();
-    let name = source.file_name().unwrap().to_string_lossy();
     let text = String::from_utf8(output.stderr).unwrap();
     let mut found: Vec<(u32, u32, String)> = Vec::new();
     for line in text.lines() {
@@ -71,7 +71,16 @@ fn words(message: &str) -> String {
 
 #[test]
 fn rustc_refuses_types_at_the_operand() {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ui/types.rs");
+    refuses("types.rs");
+}
+
+#[test]
+fn rustc_refuses_literals_that_wrap_where_the_lint_is_allowed() {
+    refuses("lints.rs");
+}
+
+fn refuses(name: &str) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/ui").join(name);
     let (golden, found) = (source.with_extension("txt"), errors(&source));
     if std::env::var_os("FLASHTILE_BLESS").is_some() {
         std::fs::write(&golden, &found).unwrap();

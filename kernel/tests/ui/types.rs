@@ -82,6 +82,24 @@ fn steps_of_bytes(n: u8) -> u32 {
     sum
 }
 
+#[device]
+pub struct Byte {
+    pub x: u8,
+}
+
+#[device]
+fn bytes_beside_literals(a: Byte) -> u8 {
+    let b = if a.x as u32 > 3 { a.x } else { 3 };
+    let c = if a.x as u32 > 3 {
+        1
+    } else if b as u32 > 2 {
+        a.x
+    } else {
+        2u8
+    };
+    if b as u32 > c as u32 { a.x } else { 0 }
+}
+
 pub struct Foreign {
     pub a: f32,
 }

@@ -52,7 +52,7 @@ FT_DEVICE void fill(
     FT_PARAMS(Params) params,
     const ft_array<T, 4> v) {
     for (decltype(+params.n) i = 0; i < params.n; ++i) {
-        out[i] = v[ft_rem(i, 4)];
+        out[i] = v[i % 4];
         tile[i] = ft_cast<float>(sums[i]);
     }
     fill_again(ft, out, tile, sums, params);
