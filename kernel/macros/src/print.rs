@@ -217,6 +217,10 @@ fn statement(stmt: &Stmt, depth: usize, out: &mut String) {
         Stmt::Shared { name, element, length } => {
             line(format!("FT_SHARED_ARRAY({}, {name}, {});", ty(element), expr(length)));
         }
+        Stmt::Assign { place, op: Some(Binary::Rem), value } if !has_remainder(place, value) => {
+            let place = expr(place);
+            line(format!("{place} = ft_rem({place}, {});", expr(value)));
+        }
         Stmt::Assign { place, op, value } => {
             let sign = op.map_or("", Binary::sign);
             line(format!("{} {sign}= {};", expr(place), converted(value)));

@@ -800,6 +800,29 @@ twins! {
     }
 
     #[device]
+    pub fn float_remainders(a: u32, b: u32) -> u32 {
+        let x = (a as f32 - 20.0) * 1.7;
+        let y = (b as f32 - 25.0) * 0.3 + 0.05;
+        let ends = Ends::<f32> { low: x * 1e30, high: y };
+        let mut row = [x % y, ends.low % ends.high, ends.high % ends.low, x % 3.0, 1e38 % y, y % 1e-40];
+        let mut left = x;
+        left %= 2.5;
+        let mut both = ends;
+        both.low %= y;
+        both.high %= both.low.abs() + 1e-3;
+        row[(a % 6) as usize] %= 0.7;
+        row[1] %= ends.high * 0.1;
+        let mut bits = left.to_bits() ^ both.low.to_bits() ^ both.high.to_bits().rotate_left(5);
+        for i in 0..6usize {
+            bits = bits.rotate_left(3) ^ row[i].to_bits();
+        }
+        // Signs of zeros, infinities, what is no number.
+        bits ^= (-6.0 % 3.0f32).to_bits() ^ (x % f32::INFINITY).to_bits().rotate_left(9) ^ (-0.0 % y).to_bits();
+        bits ^= (x % 0.0).is_nan() as u32 | ((f32::INFINITY % y).is_nan() as u32) << 1;
+        bits ^ ((f32::NAN % y).is_nan() as u32) << 2 ^ (1.0 + x % y * 2.0).to_bits() >> 7
+    }
+
+    #[device]
     pub fn elements(a: u32, b: u32) -> u32 {
         let x = a as f32 * 1.1 - b as f32 / 3.0;
         let h = f16::from_f32(x * 3000.0);
@@ -813,7 +836,7 @@ compared! {
     shadows loops_shadow nested_values early_returns negatives precedence booleans arrays_of_arrays loops whiles words_of_cpp
     structs choose_struct constants references wide casts literals generic_numbers const_generics assigned_values calls
     not_a_number blocks stepped conditional_returns mutable_argument elements
-    narrow_literals signed_steps integer_remainders
+    narrow_literals signed_steps integer_remainders float_remainders
 }
 
 #[test]

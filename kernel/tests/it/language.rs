@@ -169,6 +169,19 @@ twins! {
         let all = d ^ c.wide.wrapping_mul(31) ^ c.int as i64 ^ c.tiny as i64 ^ e ^ f ^ h as i64 ^ i;
         (all ^ all >> 32) as u32 ^ g << 20
     }
+    fn remainders(a: u32, x: f32) -> u32 {
+        let b = a as f32 * 0.37 - 1e6;
+        let pair = Pair { a, b: x };
+        let mut c = [b % 3.5, x % b, b % x, pair.b % b, 1e30 % x, -0.0 % b];
+        c[0] %= 0.3;
+        c[(a % 6) as usize] %= x;
+        let mut all = 0u32;
+        for n in 0..6usize {
+            let y = c[n];
+            all = all.rotate_left(5) ^ if y.is_nan() { 1 } else { y.to_bits() };
+        }
+        all ^ 7 % (pair.a | 1) ^ pair.a % 1000 ^ 4000000000 % (pair.a | 1)
+    }
     fn signed_steps(a: u32, x: f32) -> u32 {
         let low = -((a & 0xffff) as i32);
         let ends = Wide { wide: x as i32 as i64, int: 100, tiny: 0 };

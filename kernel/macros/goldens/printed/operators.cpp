@@ -85,3 +85,14 @@ FT_DEVICE uint methods(FT_THREAD_CONTEXT, const uint a, const int b, const ulong
     const auto t = ft_select(x > 0.0f, 1, b);
     return p + q + r + s + ft_cast<uint>(t) + ft_cast<uint>(ft_round_ties_even(x));
 }
+
+FT_DEVICE float remainders(FT_THREAD_CONTEXT, const float x, const float y, const uint a, const Held s) {
+    auto left = ft_rem(x, y) + ft_rem(x, 3.0f) * 2.0f;
+    left = ft_rem(left, y + 1.0f);
+    auto t = s;
+    t.x = ft_rem(t.x, y);
+    t.n %= 7;
+    t.n %= a;
+    t.n = ft_rem(t.n, s.n);
+    return left + ft_rem(t.x, s.x) + ft_cast<float>(t.n % 5 + 5 % t.n + ft_rem(s.n, t.n));
+}

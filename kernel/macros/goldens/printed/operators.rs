@@ -80,3 +80,15 @@ fn methods(a: u32, b: i32, d: u64, x: f32) -> u32 {
     let t = select(x > 0.0, 1, b);
     p + q + r + s + t as u32 + x.round_ties_even() as u32
 }
+
+#[device]
+fn remainders(x: f32, y: f32, a: u32, s: Held) -> f32 {
+    let mut left = x % y + x % 3.0 * 2.0;
+    left %= y + 1.0;
+    let mut t = s;
+    t.x %= y;
+    t.n %= 7;
+    t.n %= a;
+    t.n %= s.n;
+    left + t.x % s.x + (t.n % 5 + 5 % t.n + s.n % t.n) as f32
+}
