@@ -246,6 +246,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn a_program_compiles_to_machine_code_or_text() {
         let Some(compiler) = compiler() else { return };
         let empty = program("extern \"C\" __global__ void entry() {}", &[]);
@@ -257,6 +258,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn options_are_the_programs_own() {
         let Some(compiler) = compiler() else { return };
         let text = "extern \"C\" __global__ void entry(float* x) { x[0] = x[1] * x[2] + x[3]; }";
@@ -270,6 +272,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn a_program_that_does_not_compile_is_named_with_the_line() {
         let Some(compiler) = compiler() else { return };
         let wrong = program("// one\n// two\nstatic_assert(N == 2, \"N is two\");\n", &["-DN=1"]);
@@ -288,6 +291,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn targets_of_devices() {
         let Some(compiler) = compiler() else { return };
         let target = |capability| compiler.target(capability);

@@ -114,6 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "files are outside of what Miri runs")]
     fn compiled_kernels_on_disk_are_whole_or_not_there() {
         let folder = tempfile::tempdir().unwrap();
         let cache = DiskCache { folder: Some(folder.path().join("new")) };
@@ -154,6 +155,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn a_program_is_compiled_once_for_each_text_option_and_device() {
         let folder = tempfile::tempdir().unwrap();
         let Some(kernels) = kernels(folder.path().to_owned()) else { return };
@@ -189,6 +191,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn a_folder_that_cannot_be_written_to_is_told_beside_the_code() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");

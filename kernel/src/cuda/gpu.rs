@@ -316,17 +316,7 @@ impl Device for Gpu {
         }
         let constants: Vec<Constant> = launch.constants().collect();
         let function = self.function(instance, &constants)?;
-        let mut address = addresses.iter();
-        let parameter = |argument: &Argument<'_, Memory>| -> Option<*mut c_void> {
-            match argument {
-                Argument::Read(_) | Argument::Write(_) => {
-                    address.next().map(|at| std::ptr::from_ref(at).cast_mut().cast())
-                }
-                Argument::Bytes(bytes) => Some(bytes.as_ptr().cast_mut().cast()),
-                Argument::Constant(_) => None,
-            }
-        };
-        let mut parameters: Vec<*mut c_void> = launch.arguments().iter().filter_map(parameter).collect();
+        let mut parameters = parameters(launch.arguments(), &addresses);
         let blocks = launch.groups().map(|n| n as usize);
         let (threads, shared) = (launch.threads() as usize, instance.cuda_dynamic_bytes());
         let grid = Grid { blocks, threads, shared };
@@ -334,5 +324,47 @@ impl Device for Gpu {
         // those that are no constants in the same order. Buffers are inside memory of this device, which lives until work that was
         // launched before its end has ended, or which its owner vouches for. That the kernel stays inside them is its contract's.
         unsafe { function.launch_with(&self.stream, grid, &mut parameters) }
+    }
+}
+
+/// What the driver is to read parameters from: the addresses of buffers, in order, and the bytes of scalars and structs.
+fn parameters<M>(arguments: &[Argument<'_, M>], addresses: &[u64]) -> Vec<*mut c_void> {
+    let mut address = addresses.iter();
+    let parameter = |argument: &Argument<'_, M>| -> Option<*mut c_void> {
+        match argument {
+            Argument::Read(_) | Argument::Write(_) => {
+                address.next().map(|at| std::ptr::from_ref(at).cast_mut().cast())
+            }
+            Argument::Bytes(bytes) => Some(bytes.as_ptr().cast_mut().cast()),
+            Argument::Constant(_) => None,
+        }
+    };
+    arguments.iter().filter_map(parameter).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::simulator;
+
+    #[test]
+    fn parameters_point_at_addresses_and_bytes() {
+        let read = simulator::Memory::from_slice(&[1u32, 2]);
+        let mut written = simulator::Memory::uninit::<f32>(3);
+        let arguments = [
+            Argument::Read(read.view()),
+            Argument::plain(&[7u32, 9]),
+            Argument::constant(true),
+            Argument::Write(written.view_mut()),
+            Argument::plain(&-2i64),
+        ];
+        let addresses = [0x1000u64, 0x2000];
+        let parameters = parameters(&arguments, &addresses);
+        assert_eq!(parameters.len(), 4);
+        let word = |n: usize| -> u64 {
+            // SAFETY: each of them points at 8 bytes that live: an address, two u32 or an i64.
+            unsafe { parameters[n].cast::<u64>().read_unaligned() }
+        };
+        assert_eq!([word(0), word(1), word(2), word(3)], [0x1000, 9 << 32 | 7, 0x2000, -2i64 as u64]);
     }
 }

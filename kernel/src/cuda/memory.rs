@@ -129,11 +129,8 @@ impl Memory {
         let failed = || Error::driver("copy to the device");
         self.context.synchronize().map_err(Error::driver("work of the device"))?;
         if !values.is_empty() {
-            // SAFETY: scalars are sealed: integers, floats and bool, which have no padding.
-            let bytes =
-                unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) };
             // SAFETY: so many bytes lie there, and no work is left that accesses them.
-            unsafe { result::memcpy_htod_sync(self.at, bytes) }.map_err(failed())?;
+            unsafe { result::memcpy_htod_sync(self.at, bytes_of(values)) }.map_err(failed())?;
             // The driver may still be moving them, on a stream that others do not wait for.
             self.context.synchronize().map_err(failed())?;
         }
@@ -148,6 +145,12 @@ impl Memory {
     }
 }
 
+/// The bytes of scalars.
+fn bytes_of<T: Scalar>(values: &[T]) -> &[u8] {
+    // SAFETY: scalars are sealed: integers, floats and bool, which have no padding.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }
+}
+
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.owned {
@@ -156,5 +159,35 @@ impl Drop for Memory {
             // SAFETY: allocated by `allocate`; no work is left that accesses it.
             let _ = unsafe { result::free_sync(self.at) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::{bf16, f16};
+
+    fn bytes_are_little_endian<T: Scalar>() {
+        let values = [1, 0, 0x0123_4567_89ab_cdef].map(T::from_raw);
+        let raw = values.iter().flat_map(|x| x.to_raw().to_le_bytes().into_iter().take(T::TYPE.bytes()));
+        assert_eq!(bytes_of(&values), raw.collect::<Vec<u8>>());
+        assert!(bytes_of::<T>(&[]).is_empty());
+    }
+
+    #[test]
+    fn scalars_are_their_bytes() {
+        bytes_are_little_endian::<bool>();
+        bytes_are_little_endian::<u8>();
+        bytes_are_little_endian::<i8>();
+        bytes_are_little_endian::<u16>();
+        bytes_are_little_endian::<i16>();
+        bytes_are_little_endian::<u32>();
+        bytes_are_little_endian::<i32>();
+        bytes_are_little_endian::<u64>();
+        bytes_are_little_endian::<i64>();
+        bytes_are_little_endian::<usize>();
+        bytes_are_little_endian::<f32>();
+        bytes_are_little_endian::<f16>();
+        bytes_are_little_endian::<bf16>();
     }
 }

@@ -28,6 +28,8 @@ mod panics;
 mod report;
 mod schedule;
 mod shadow;
+#[cfg(test)]
+mod tests;
 
 pub use fault::{Fault, FaultKind};
 pub(crate) use machine::{

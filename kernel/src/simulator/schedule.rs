@@ -177,7 +177,7 @@ impl Device for Simulator {
                 (parameter.name, false),
             )));
         }
-        let arguments = Rc::new(Arguments(arguments));
+        let arguments = Rc::new(Arguments::of(arguments));
 
         let count = groups.iter().map(|&n| n as usize).product();
         let mut order: Vec<usize> = (0..count).collect();
@@ -225,13 +225,17 @@ fn unlaunched(kernel: &'static Kernel, message: String) -> Fault {
 pub struct Arguments(Vec<Value>);
 
 #[derive(Debug)]
-enum Value {
+pub(super) enum Value {
     Buffer(Region),
     Bytes(Vec<u8>),
     Constant(Constant),
 }
 
 impl Arguments {
+    pub(super) fn of(values: Vec<Value>) -> Self {
+        Self(values)
+    }
+
     /// A handle for buffer parameter `n`, whose elements are of type `T`.
     ///
     /// # Panics

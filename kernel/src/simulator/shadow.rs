@@ -169,7 +169,8 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % n
         };
-        for _ in 0..20_000 {
+        // An interpreter takes a thousand times as long.
+        for _ in 0..if cfg!(miri) { 100 } else { 20_000 } {
             let (mut shadow, mut everything) = (Shadow::default(), Everything::default());
             let (mut group, mut epoch, mut simd_epochs) = (0, 0, [0; 2]);
             for _ in 0..12 {
