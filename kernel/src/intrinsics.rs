@@ -88,6 +88,7 @@ pub fn simd_barrier() {
 /// # Faults
 /// Where threads ask for different arrays.
 #[track_caller]
+#[cfg_attr(not(feature = "simulator"), allow(unreachable_code, reason = "there are no regions"))]
 pub fn shared<T: Scalar>(len: usize) -> Shared<T> {
     Shared::new(machine::shared(T::TYPE, len))
 }

@@ -39,7 +39,7 @@
 //! | [`scalar`], [`memory`] | types, and what may be done with them |
 //! | [`text`] | kernels as data, and whole programs for each target |
 //! | [`device`] | launches, and the contract they are checked against |
-//! | [`simulator`] | launches on the host |
+//! | [`simulator`] | launches on the host (feature `simulator`, which is on by default) |
 //! | [`marks`] | what the attributes put around a function's operators |
 
 #[cfg(feature = "cuda")]
@@ -52,6 +52,11 @@ pub mod matrix;
 pub mod memory;
 mod print;
 pub mod scalar;
+#[cfg(feature = "simulator")]
+pub mod simulator;
+#[cfg(not(feature = "simulator"))]
+#[doc(hidden)]
+#[path = "no_simulator.rs"]
 pub mod simulator;
 pub mod text;
 
@@ -62,6 +67,7 @@ pub use fragment::Fragment;
 pub use half::{bf16, f16};
 pub use memory::{Buffer, Shared};
 pub use scalar::{Element, Number, Plain, Scalar, ScalarType, Value};
+#[cfg(feature = "simulator")]
 pub use simulator::Simulator;
 pub use text::{Bench, Generic, Instance, Kernel, Target, Text};
 
@@ -74,6 +80,26 @@ pub mod prelude {
     pub use crate::scalar::{Element, Number, Scalar};
     pub use flashtile_kernel_macros::{constant, device, kernel, params};
     pub use half::{bf16, f16};
+}
+
+/// The native code of an instance, given its own: generic code that is not named here is not compiled.
+#[doc(hidden)]
+#[cfg(feature = "simulator")]
+#[macro_export]
+macro_rules! native {
+    ($own:expr) => {
+        $own
+    };
+}
+
+/// The native code of an instance where nothing runs it.
+#[doc(hidden)]
+#[cfg(not(feature = "simulator"))]
+#[macro_export]
+macro_rules! native {
+    ($own:expr) => {
+        $crate::simulator::no_native
+    };
 }
 
 #[cfg(not(target_pointer_width = "64"))]

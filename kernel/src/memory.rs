@@ -84,6 +84,7 @@ pub trait Elements: Place {
 macro_rules! handle {
     ($Handle:ident) => {
         impl<T: Scalar> $Handle<T> {
+            #[cfg_attr(not(feature = "simulator"), allow(dead_code))]
             pub(crate) fn new(region: Region) -> Self {
                 Self { region, element: PhantomData }
             }

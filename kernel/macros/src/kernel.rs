@@ -344,12 +344,14 @@ impl Expansion<'_> {
             }
         });
         quote! {
-            /// The kernel for these generics, with its native code.
+            /// The kernel for these generics, with its native code where the simulator is there to run it.
             pub fn instance #parameters () -> ::flashtile_kernel::Instance {
+                #[allow(dead_code)]
                 fn native #parameters (ft_arguments: &::flashtile_kernel::simulator::Arguments) {
                     super::#name #turbofish (#(#passed),*)
                 }
-                ::flashtile_kernel::Instance::checked(&KERNEL, &[#(#values),*], native #turbofish)
+                let native = ::flashtile_kernel::native!(native #turbofish);
+                ::flashtile_kernel::Instance::checked(&KERNEL, &[#(#values),*], native)
             }
 
             /// The kernel for generics chosen at run time: to print, and for devices that compile text.

@@ -1,0 +1,156 @@
+//! What the intrinsics are without feature `simulator`: there are no launches on the host, so that no handle of memory exists, and
+//! what works in a launch only panics, as it does outside of launches with the feature. What needs no launch works.
+
+use crate::memory::Buffer;
+use crate::scalar::{Plain, Scalar, ScalarType};
+use std::fmt;
+
+/// The arguments of a native function, of which there are none.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_enums)]
+pub enum Arguments {}
+
+impl Arguments {
+    /// The buffer of parameter `n`.
+    pub fn buffer<T: Scalar>(&self, _n: usize) -> Buffer<T> {
+        match *self {}
+    }
+
+    /// The value of parameter `n`.
+    pub fn plain<T: Plain>(&self, _n: usize) -> T {
+        match *self {}
+    }
+
+    /// The value of constant parameter `n`.
+    pub fn constant<T: Scalar>(&self, _n: usize) -> T {
+        match *self {}
+    }
+}
+
+/// The native code of every instance: code of its own would be compiled and never run.
+pub fn no_native(arguments: &Arguments) {
+    match *arguments {}
+}
+
+/// A run of elements during a launch, of which there are none.
+#[derive(Clone, Debug)]
+#[allow(clippy::exhaustive_enums)]
+pub enum Region {}
+
+impl Region {
+    pub(crate) fn name(&self) -> &'static str {
+        match *self {}
+    }
+
+    pub(crate) fn get(&self, _index: u64) -> u64 {
+        match *self {}
+    }
+
+    pub(crate) fn set(&self, _index: u64, _raw: u64) {
+        match *self {}
+    }
+
+    pub(crate) fn load(&self, _index: u64, _scalar: ScalarType, _count: usize, _put: &mut dyn FnMut(u64)) {
+        match *self {}
+    }
+
+    pub(crate) fn store(
+        &self,
+        _index: u64,
+        _scalar: ScalarType,
+        _count: usize,
+        _next: &mut dyn FnMut() -> u64,
+    ) {
+        match *self {}
+    }
+
+    pub(crate) fn update(&self, _index: u64, _new: &dyn Fn(u64) -> u64) -> u64 {
+        match *self {}
+    }
+}
+
+/// Where a thread is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    pub(crate) thread: u32,
+    pub(crate) threads: u32,
+    pub(crate) group: [u32; 3],
+    pub(crate) groups: [u32; 3],
+}
+
+#[track_caller]
+#[cold]
+#[expect(clippy::panic, reason = "there is no launch whose fault this could be")]
+fn outside(message: fmt::Arguments<'_>) -> ! {
+    panic!("{message}")
+}
+
+#[track_caller]
+fn in_launches_only() -> ! {
+    outside(format_args!("this intrinsic of the kernel language works in a launch only"))
+}
+
+#[track_caller]
+pub(crate) fn place() -> Place {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn fault_arithmetic(message: fmt::Arguments<'_>) -> ! {
+    outside(message)
+}
+
+#[track_caller]
+pub(crate) fn outside_array(index: u64, len: usize) -> ! {
+    outside(format_args!("index {index} of a local array of {len} elements"))
+}
+
+pub(crate) fn count_iteration() {}
+
+pub(crate) fn enter(_number: u64) -> u64 {
+    0
+}
+
+pub(crate) fn turn() {}
+
+pub(crate) fn leave(_path: u64) {}
+
+#[track_caller]
+pub(crate) fn barrier() {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn simd_barrier() {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn simd_converge(_name: &'static str) {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn gather(_name: &'static str, _x: u64) -> [u64; 32] {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn exchange(_name: &'static str, _x: u64, _lane: u32) -> u64 {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn broadcast(_x: u64, _lane: u32) -> u64 {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn multiply_accumulate(_elements: [f32; 4], _c: [f32; 2]) -> [f32; 2] {
+    in_launches_only()
+}
+
+#[track_caller]
+pub(crate) fn shared(_element: ScalarType, _len: usize) -> Region {
+    in_launches_only()
+}
