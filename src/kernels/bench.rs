@@ -13,14 +13,16 @@ use super::rotation::hadamard;
 use super::{classify as classing, decode, encode, rotation};
 use crate::codec::{CodePages, Side};
 use crate::testkit::Rng;
+use crate::testkit::laid::{Laid, Layout};
 use crate::testkit::machine::{Machine, Values};
-use crate::testkit::simulator::{Laid, Layout, find};
 use crate::{BlockTables, Codec, Dtype, Inputs, KvView, Problem, ProblemDesc, TensorView, reference};
+#[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
 use flashtile_kernel::text::Shape;
 use flashtile_kernel::{Bench, Device, Generic, Instance, Kernel, Launch, LaunchError, ScalarType};
 use half::bf16;
 use rayon::prelude::*;
+#[cfg(feature = "simulator")]
 use std::cell::RefCell;
 
 /// How a kernel is measured.
@@ -30,9 +32,12 @@ pub struct Workload {
     pub kernel: &'static Kernel,
     /// Shapes small enough for the simulator, of the same sizes as those of the kernel's own bench.
     pub small: &'static [Shape],
-    /// Inputs and answer of a shape; on the simulator of instances with native code.
-    job: fn(&Shape, bool) -> Result<Job, String>,
+    /// Inputs and answer of a shape; of instances with native code, where it is given what finds them.
+    job: fn(&Shape, Option<Find>) -> Result<Job, String>,
 }
+
+/// The instance with native code, for the simulator.
+type Find = fn(&Instance) -> Option<Instance>;
 
 /// How every kernel is measured.
 pub static WORKLOADS: [Workload; 6] = [
@@ -74,12 +79,12 @@ pub static WORKLOADS: [Workload; 6] = [
     Workload {
         kernel: &encode::encode::KERNEL,
         small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
-        job: |shape, simulated| appended(shape, Codec::Tq4, simulated),
+        job: |shape, find| appended(shape, Codec::Tq4, find),
     },
     Workload {
         kernel: &encode::append::KERNEL,
         small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
-        job: |shape, simulated| appended(shape, Codec::BF16, simulated),
+        job: |shape, find| appended(shape, Codec::BF16, find),
     },
     Workload {
         kernel: &rotation::hadamard::KERNEL,
@@ -124,6 +129,7 @@ enum Work {
 }
 
 /// What a launch on the simulator cost.
+#[cfg(feature = "simulator")]
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Simulated {
@@ -166,8 +172,9 @@ impl Workload {
     ///
     /// # Errors
     /// Why there is no answer.
+    #[cfg(feature = "simulator")]
     pub fn simulate(&self, shape: &Shape) -> Result<Simulated, String> {
-        let job = (self.job)(shape, true)?;
+        let job = (self.job)(shape, Some(crate::testkit::simulator::find))?;
         let simulator = Simulator::new();
         let counted = Counted { simulator: &simulator, kernel: self.kernel, found: RefCell::default() };
         let (inputs, mut outputs) = job.place(&simulator)?;
@@ -191,7 +198,7 @@ impl Workload {
         runs: usize,
     ) -> Result<Timed, String> {
         use flashtile_kernel::cuda::Gpu;
-        let job = (self.job)(shape, false)?;
+        let job = (self.job)(shape, None)?;
         let bytes = self.bench().map_or(0, |bench| (bench.bytes)(shape)).max(1);
         let sets = BEYOND_CACHES.div_ceil(bytes).clamp(1, MOST_SETS) as usize;
         let mut memory = (0..sets).map(|_| job.place(gpu)).collect::<Result<Vec<_>, _>>()?;
@@ -257,12 +264,14 @@ pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
 }
 
 /// The simulator, keeping what launches of one kernel cost.
+#[cfg(feature = "simulator")]
 struct Counted<'a> {
     simulator: &'a Simulator,
     kernel: &'static Kernel,
     found: RefCell<Option<(u64, Report)>>,
 }
 
+#[cfg(feature = "simulator")]
 impl Device for Counted<'_> {
     type Memory = <Simulator as Device>::Memory;
     type Error = <Simulator as Device>::Error;
@@ -411,12 +420,10 @@ fn size(shape: &Shape, name: &str) -> Result<usize, String> {
 }
 
 /// The instance with native code, where the simulator is to run it.
-fn native(instance: Instance, simulated: bool) -> Result<Instance, String> {
-    if simulated {
-        let entry = instance.entry();
-        find(&instance).ok_or_else(|| format!("{entry} has no native code"))
-    } else {
-        Ok(instance)
+fn native(instance: Instance, find: Option<Find>) -> Result<Instance, String> {
+    match find {
+        Some(find) => find(&instance).ok_or_else(|| format!("{} has no native code", instance.entry())),
+        None => Ok(instance),
     }
 }
 
@@ -437,7 +444,7 @@ fn number_of(rng: &mut Rng) -> f32 {
 }
 
 /// Attention of one query a sequence, of all of its keys: [`decode()`](decode::decode), then [`merge()`](merging::merge).
-fn attention(shape: &Shape, simulated: bool) -> Result<Job, String> {
+fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let [batch, keys, q_heads, kv_heads, dim, parts] =
         ["batch", "keys", "q_heads", "kv_heads", "dim", "parts"].map(|name| size(shape, name));
     let (batch, keys, q_heads, kv_heads, dim, parts) = (batch?, keys?, q_heads?, kv_heads?, dim?, parts?);
@@ -486,17 +493,16 @@ fn attention(shape: &Shape, simulated: bool) -> Result<Job, String> {
     let whole = problem(&vec![(1, keys); batch])?;
     let all = tables(0..batch);
     let inputs = paged(queries(0, batch)?, [&k, &v], &all)?;
-    let tile = if simulated {
+    let tile = if find.is_some() {
         Tile { rows: 1, keys: 1, simds: 2, parts }
     } else {
         Tile { parts, ..Tile::of(codec, dim) }
     };
     let laid = Laid::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
     let laid = laid.map_err(|e| message(&e))?;
-    let plan = if simulated {
-        laid.plan.with_native(find).ok_or("the simulator has no native code of the shape")?
-    } else {
-        laid.plan
+    let plan = match find {
+        Some(find) => laid.plan.with_native(find).ok_or("the simulator has no native code of the shape")?,
+        None => laid.plan,
     };
     let instance = plan.instances()[0].clone();
     let work = Work::Attention(Box::new(plan));
@@ -575,7 +581,7 @@ fn paged<'a>(
 /// Heads of the rows that are merged.
 const MERGED_HEADS: usize = 32;
 
-fn merged(shape: &Shape, simulated: bool) -> Result<Job, String> {
+fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let (rows, parts, dim) = (size(shape, "rows")?, size(shape, "parts")?, size(shape, "dim")?);
     // One query, and a batch where there are more rows than heads.
     let heads = rows.min(MERGED_HEADS);
@@ -614,7 +620,7 @@ fn merged(shape: &Shape, simulated: bool) -> Result<Job, String> {
         outputs: vec![Written::Blank(ScalarType::Bf16, rows * dim), Written::Blank(ScalarType::F32, rows)],
         answer: 0,
         want: vec![(0, want)],
-        instance: native(instance, simulated)?,
+        instance: native(instance, find)?,
         work: Work::Merge(params, groups),
     })
 }
@@ -624,7 +630,7 @@ const APPENDED_HEADS: usize = 8;
 const APPENDING_GROUPS: usize = 2048;
 
 /// Rows of bf16 `[tokens, heads, dim]` go to one page.
-fn appended(shape: &Shape, codec: Codec, simulated: bool) -> Result<Job, String> {
+fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, String> {
     let (rows, dim) = (size(shape, "rows")?, size(shape, "dim")?);
     let (heads, tokens) = (APPENDED_HEADS, rows / APPENDED_HEADS);
     if tokens * heads != rows {
@@ -677,12 +683,12 @@ fn appended(shape: &Shape, codec: Codec, simulated: bool) -> Result<Job, String>
         outputs,
         answer: 0,
         want: vec![(0, want.into_iter().map(f64::from).collect())],
-        instance: native(instance.map_err(|e| message(&e))?, simulated)?,
+        instance: native(instance.map_err(|e| message(&e))?, find)?,
         work,
     })
 }
 
-fn rotated(shape: &Shape, simulated: bool) -> Result<Job, String> {
+fn rotated(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let (rows, dim) = (size(shape, "rows")?, size(shape, "dim")?);
     if !dim.is_power_of_two() {
         return Err(format!("a rotation of {dim} is not measured"));
@@ -710,7 +716,7 @@ fn rotated(shape: &Shape, simulated: bool) -> Result<Job, String> {
         outputs: vec![Written::Blank(ScalarType::F32, rows * dim)],
         answer: 0,
         want: vec![(0, want)],
-        instance: native(instance.map_err(|e| e.to_string())?, simulated)?,
+        instance: native(instance.map_err(|e| e.to_string())?, find)?,
         work: Work::Hadamard(u32::try_from(rows).map_err(|e| e.to_string())?),
     })
 }
@@ -718,7 +724,7 @@ fn rotated(shape: &Shape, simulated: bool) -> Result<Job, String> {
 /// Queries and keys of a block of a mask.
 const BLOCK: [usize; 2] = [64, 128];
 
-fn classified(shape: &Shape, simulated: bool) -> Result<Job, String> {
+fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let (queries, keys) = (size(shape, "queries")?, size(shape, "keys")?);
     let blocks = [queries.div_ceil(BLOCK[0]), keys.div_ceil(BLOCK[1])];
     let mut rng = Rng::new(1);
@@ -758,7 +764,7 @@ fn classified(shape: &Shape, simulated: bool) -> Result<Job, String> {
         inputs: vec![Values::U8(mask)],
         outputs: vec![Written::Blank(ScalarType::U8, classes.len())],
         answer: 0,
-        instance: native(classify::specialise(&[]).map_err(|e| e.to_string())?, simulated)?,
+        instance: native(classify::specialise(&[]).map_err(|e| e.to_string())?, find)?,
         work: Work::Classify(params, [count(blocks[1])?, count(blocks[0])?, 1]),
     })
 }

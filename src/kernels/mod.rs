@@ -14,7 +14,7 @@
 //! | `bench`, `copy` | what kernels are measured on, and what they are compared with |
 //! | `plan` | which instances a problem runs, with which parameters |
 
-#[cfg(feature = "testkit")]
+#[cfg(all(feature = "testkit", any(feature = "cuda", feature = "simulator")))]
 pub mod bench;
 #[doc(hidden)]
 pub mod classify;

@@ -3,9 +3,9 @@
 #![allow(unsafe_code)]
 
 use super::compare::Accumulation;
+use super::laid::{Laid, Layout, accumulation, write};
 use super::machine::{Machine, Values};
 use super::run::{NotRun, Ran, Runner};
-use super::simulator::{Laid, Layout, accumulation, write};
 use crate::cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
 use crate::cuda::{
     Cuda, CudaError, DeviceError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory,

@@ -1,6 +1,7 @@
 //! Devices of the kernel language as they are given inputs and asked for answers.
 
 use crate::Dtype;
+#[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, ScalarType, View, ViewMut, bf16, f16};
 
@@ -51,12 +52,14 @@ impl Values {
     }
 
     /// Memory of the simulator with these values.
+    #[cfg(feature = "simulator")]
     pub(crate) fn simulated(&self) -> Memory {
         each!(self, list => Memory::from_slice(list))
     }
 }
 
 /// Memory of the simulator that nothing was written to. Types that no output has are bytes.
+#[cfg(feature = "simulator")]
 pub(crate) fn blank(element: ScalarType, len: usize) -> Memory {
     match element {
         ScalarType::F32 => Memory::uninit::<f32>(len),
@@ -101,6 +104,7 @@ macro_rules! read {
     };
 }
 
+#[cfg(feature = "simulator")]
 impl Machine for Simulator {
     fn hold(&self, values: &Values) -> Result<Memory, String> {
         Ok(values.simulated())

@@ -14,7 +14,9 @@ mod catalogue;
 mod compare;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "kernels")]
+#[cfg(any(feature = "cuda", feature = "simulator"))]
+pub(crate) mod laid;
+#[cfg(any(feature = "cuda", feature = "simulator"))]
 pub(crate) mod machine;
 mod mlx;
 mod poison;
@@ -22,7 +24,7 @@ mod random;
 mod rng;
 mod run;
 mod sets;
-#[cfg(feature = "kernels")]
+#[cfg(feature = "simulator")]
 pub(crate) mod simulator;
 
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
@@ -38,5 +40,5 @@ pub use run::{
     Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, conformance, run_case,
 };
 pub use sets::AttentionSet;
-#[cfg(feature = "kernels")]
+#[cfg(feature = "simulator")]
 pub use simulator::SimulatorRunner;
