@@ -56,8 +56,8 @@ and, where present,
 
 With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
 
-With --backend simulator the kernels of the kernel language run on this machine, every access
-checked: ten to a hundred thousand scores a second (query heads * queries * keys), 600000 at
+With --backend simulator, which builds with the cargo feature simulator have, the kernels of the
+kernel language run on this machine, every access checked: ten to a hundred thousand scores a second (query heads * queries * keys), 600000 at
 most, of head dimension 64 or 128, the same for v, keys and values as they are or in codecs:
 int8, tq4, or int8 keys with tq5 values.
 
@@ -285,8 +285,8 @@ pub(crate) struct InfoArgs {
 /// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row first
 /// checks its answer on a few query rows against the f64 oracle. Times are medians.
 ///
-/// Kernels (the group kernels) are run on the simulator first, which counts what they read and write, in small; on CUDA they are then
-/// measured against a copy. Their answers are those of computations in f64. simd/thread, per_thread.simd_operations in JSON, is the
+/// Kernels (the group kernels) are run on the simulator first, where the build has it, which counts what they read and write, in small;
+/// on CUDA they are then measured against a copy. Their answers are those of computations in f64. simd/thread, per_thread.simd_operations in JSON, is the
 /// number of SIMD operations that each thread takes part in.
 #[derive(Debug, Args)]
 #[command(
@@ -622,7 +622,7 @@ pub(crate) enum Backend {
     Metal,
     /// The definition in f64, one thread
     Reference,
-    /// Kernels of the kernel language on the host, every access checked: small problems
+    /// Kernels of the kernel language on the host, every access checked: small problems; of builds with the cargo feature simulator
     Simulator,
 }
 

@@ -5,9 +5,10 @@ use crate::failure::{Failure, Result, WRONG};
 use crate::gpu;
 use crate::machine;
 use crate::report::{self, Table};
+use crate::simulator;
 use flashtile::testkit::{
-    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, SimulatorRunner, catalogue,
-    conformance, quantized, seeded_case,
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance, quantized,
+    seeded_case,
 };
 use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -89,9 +90,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
         Backend::Reference => {
             return Err(Failure::at("--backend", "the reference is what others are compared with"));
         }
-        Backend::Simulator => {
-            runners.push(Box::new(SimulatorRunner::new().at_most(MOST_SCORES)));
-        }
+        Backend::Simulator => runners.push(simulator::runner(MOST_SCORES)?),
         Backend::Metal => {
             let what = "metal is not part of this build, expected auto, cpu, cuda or simulator";
             return Err(Failure::at("--backend", what));

@@ -5,6 +5,7 @@ use crate::failure::Result;
 use crate::gpu;
 use crate::machine::{self, Limit, LimitKind, Unit};
 use crate::report;
+use crate::simulator;
 use flashtile::Cpu;
 use flashtile::plan::{CpuFacts, Isa};
 use serde_json::json;
@@ -34,7 +35,10 @@ fn backends() -> Vec<BackendState> {
         state("reference", true, "scalar f64, one thread"),
         cuda,
         state("metal", false, "not part of this build"),
-        state("simulator", true, "GPU kernels on the host, every access checked"),
+        match simulator::require() {
+            Ok(()) => state("simulator", true, "GPU kernels on the host, every access checked"),
+            Err(_) => state("simulator", false, "not part of this build, needs feature simulator"),
+        },
     ]
 }
 

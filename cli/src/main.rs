@@ -21,6 +21,7 @@ mod picture;
 mod plan;
 mod report;
 mod run;
+mod simulator;
 
 use args::{Cli, Command};
 use clap::Parser;

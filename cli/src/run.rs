@@ -11,8 +11,9 @@ use crate::names;
 use crate::operands::{Operands, Order};
 use crate::output::{self, Destination};
 use crate::report;
+use crate::simulator;
 use flashtile::cuda::Cuda;
-use flashtile::testkit::{DevicePlacement, DeviceRun, NotRun, Runner, SimulatorRunner};
+use flashtile::testkit::{DevicePlacement, DeviceRun, NotRun};
 use flashtile::{Codec, CudaPlan, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::process::ExitCode;
@@ -58,6 +59,9 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
         Backend::Metal => return Err(backend("metal")),
         Backend::Auto | Backend::Cpu => {}
         Backend::Cuda | Backend::Reference | Backend::Simulator => {
+            if args.backend == Backend::Simulator {
+                simulator::require()?;
+            }
             let cuda = args.backend == Backend::Cuda;
             let given = [
                 ("--isa", "auto or cpu", args.cpu.isa.is_some()),
@@ -344,7 +348,7 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let started = Instant::now();
-    let runner = SimulatorRunner::new().at_most(MOST_SIMULATED);
+    let runner = simulator::runner(MOST_SIMULATED)?;
     runner.run(problem, &inputs, &mut outputs).map_err(|why| match why {
         NotRun::Unsupported(why) => {
             Failure::new(format_args!("{why}; --backend auto, cpu or reference takes this problem"))

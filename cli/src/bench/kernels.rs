@@ -1,12 +1,16 @@
 //! `flashtile bench kernels`: kernels of the kernel language, each by itself.
 
+#[cfg(feature = "simulator")]
+mod simulated;
+
 use crate::args::{Backend, BenchArgs};
 use crate::check::progress;
 use crate::failure::{Failure, Result};
 use crate::kernels::kernel;
 use crate::output::Destination;
 use crate::report::{self, Table};
-use flashtile::kernels::bench::{Simulated, Timed, WORKLOADS, Workload, copy_rate};
+use crate::simulator;
+use flashtile::kernels::bench::{Timed, WORKLOADS, Workload, copy_rate};
 use flashtile_kernel::Bench;
 use flashtile_kernel::cuda::Gpu;
 use flashtile_kernel::text::Shape;
@@ -28,7 +32,10 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
     let workloads: Vec<&Workload> = WORKLOADS.iter().filter(chosen).collect();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let cuda = match args.backend {
-        Backend::Auto | Backend::Simulator => None,
+        Backend::Auto | Backend::Simulator => {
+            simulator::require()?;
+            None
+        }
         Backend::Cuda => {
             let gpu = Gpu::new(0).map_err(Failure::new)?;
             let copy = copy_rate(&gpu).map_err(|e| Failure::at("copy", e))?;
@@ -38,14 +45,13 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
     };
 
     let bar = progress(workloads.len() as u64);
-    let (mut simulated, mut timed) = (Vec::new(), Vec::new());
+    let mut timed = Vec::new();
+    #[cfg(feature = "simulator")]
+    let mut simulated = Vec::new();
     for workload in workloads {
         bar.set_message(workload.kernel.name);
-        for shape in workload.small {
-            let row = workload.simulate(shape).map_err(|e| Failure::wrong(named(workload, shape, &e)))?;
-            check(workload, &row.entry, shape, row.error)?;
-            simulated.push((workload, row));
-        }
+        #[cfg(feature = "simulator")]
+        simulated.extend(simulated::rows(workload)?);
         if let (Some(cuda), Some(bench)) = (&cuda, workload.bench()) {
             for shape in workload.small.iter().chain(bench.shapes) {
                 let row = workload.time(&cuda.gpu, shape, RUNS);
@@ -68,18 +74,22 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
         None => None,
     };
 
-    let mut lines: Vec<Value> =
-        simulated.iter().map(|(workload, row)| simulated_json(workload, row)).collect();
+    let mut lines: Vec<Value> = Vec::new();
+    #[cfg(feature = "simulator")]
+    lines.extend(simulated.iter().map(simulated::json));
     if let Some(cuda) = &cuda {
         lines.extend(timed.iter().map(|(workload, row)| timed_json(workload, row, cuda)));
     }
     if args.json {
         lines.iter().try_for_each(report::line)?;
     } else {
-        report::text(simulated_table(&simulated))?;
+        #[cfg(feature = "simulator")]
+        report::text(simulated::table(&simulated))?;
         if let Some(cuda) = &cuda {
             let copy = report::byte_rate(cuda.copy);
-            let head = format_args!("\n{}, copies {copy}\n{}", cuda.gpu.name(), timed_table(&timed, cuda));
+            let gap = if cfg!(feature = "simulator") { "\n" } else { "" };
+            let table = timed_table(&timed, cuda);
+            let head = format_args!("{gap}{}, copies {copy}\n{table}", cuda.gpu.name());
             report::text(head)?;
         }
     }
@@ -114,48 +124,6 @@ fn sizes(shape: &Shape) -> String {
 fn needed(workload: &Workload, shape: &Shape) -> [u64; 2] {
     let of = |bench: &Bench| [(bench.bytes)(shape), (bench.flops)(shape)];
     workload.bench().map_or([0, 0], of)
-}
-
-/// Threads that take part in an operation of a SIMD group.
-const SIMD_LANES: u64 = 32;
-
-fn per_thread(row: &Simulated, n: u64) -> f64 {
-    n as f64 / row.threads.max(1) as f64
-}
-
-fn simulated_table(rows: &[(&Workload, Simulated)]) -> String {
-    let mut table = Table::new([
-        "kernel",
-        "threads",
-        "read",
-        "written",
-        "needed",
-        "times",
-        "shared",
-        "simd/thread",
-        "barriers",
-        "error",
-    ]);
-    let mut shapes = String::new();
-    for (n, (workload, row)) in rows.iter().enumerate() {
-        let [bytes, _] = needed(workload, &row.shape);
-        let r = &row.report;
-        let moved = r.device_read + r.device_written;
-        table.push(vec![
-            format!("{} {}", n + 1, workload.kernel.name),
-            row.threads.to_string(),
-            report::bytes(r.device_read as f64),
-            report::bytes(r.device_written as f64),
-            report::bytes(bytes as f64),
-            format!("{:.2}", moved as f64 / bytes.max(1) as f64),
-            report::bytes((r.shared_read + r.shared_written) as f64),
-            format!("{:.1}", per_thread(row, SIMD_LANES * r.simd_operations)),
-            r.barriers.to_string(),
-            format!("{:.1e}", row.error),
-        ]);
-        shapes.push_str(&format!("{} {}: {}\n", n + 1, row.entry, sizes(&row.shape)));
-    }
-    format!("simulator\n{table}\n{shapes}")
 }
 
 fn timed_table(rows: &[(&Workload, Timed)], cuda: &Cuda) -> String {
@@ -199,28 +167,6 @@ fn common_json(
         ("tolerance", json!(workload.bench().map(|bench| bench.tolerance))),
     ];
     values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
-}
-
-fn simulated_json(workload: &Workload, row: &Simulated) -> Value {
-    let mut all = common_json(workload, "simulator", &row.entry, &row.shape, row.error);
-    let r = &row.report;
-    let counts = [
-        ("device_read", r.device_read),
-        ("device_written", r.device_written),
-        ("shared_read", r.shared_read),
-        ("shared_written", r.shared_written),
-        ("atomics", r.atomics),
-        ("simd_operations", r.simd_operations),
-    ];
-    all.insert("threads".to_owned(), json!(row.threads));
-    all.extend(counts.map(|(name, n)| (name.to_owned(), json!(n))));
-    all.insert("barriers".to_owned(), json!(r.barriers));
-    let each = counts.map(|(name, n)| {
-        let n = if name == "simd_operations" { SIMD_LANES * n } else { n };
-        (name.to_owned(), json!(per_thread(row, n)))
-    });
-    all.insert("per_thread".to_owned(), Value::Object(each.into_iter().collect()));
-    Value::Object(all)
 }
 
 fn timed_json(workload: &Workload, row: &Timed, cuda: &Cuda) -> Value {

@@ -5,7 +5,7 @@ use safetensors::tensor::Dtype;
 use serde_json::Value;
 use std::path::PathBuf;
 
-fn data(name: &str) -> PathBuf {
+pub(crate) fn data(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/data").join(name)
 }
 
@@ -106,7 +106,7 @@ fn small_f16() {
     folder.input = data("small_f16.safetensors");
     assert!(read(&folder.input) == small(), "the file is not what is written");
     let run = |backend| folder.run(&["--causal", "--q-offset", "bottom-right", "--backend", backend]);
-    let (got, want) = (run("simulator"), run("reference"));
+    let (got, want) = (run("cpu"), run("reference"));
     let error = nrmse(&got["out"].values(), &want["out"].values());
     assert!(error <= 1e-3, "{error}");
 }

@@ -1,13 +1,12 @@
 //! Kernels of the kernel language: as a list, as text.
 
 use crate::commands::ok;
-use crate::files::{Folder, Tensor, assert_refused, flashtile, max_abs, nrmse, qkv};
-use safetensors::tensor::Dtype;
+use crate::files::{Folder, assert_refused, flashtile};
 use serde_json::Value;
 
 const KERNELS: [&str; 6] = ["decode", "merge", "encode", "append", "hadamard", "classify"];
 
-fn json_lines(args: &[&str]) -> Vec<Value> {
+pub(crate) fn json_lines(args: &[&str]) -> Vec<Value> {
     ok(args).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -150,106 +149,8 @@ fn refusals() {
     }
 }
 
-/// Every feature on the simulator, from elements and from codes, against the CPU's kernels.
 #[test]
-fn the_simulator_agrees_with_the_cpu() {
-    for (dtype, dim, limit) in [(Dtype::F32, 64, 2e-6), (Dtype::F16, 128, 1e-3), (Dtype::BF16, 64, 8e-3)] {
-        let mut tensors = qkv(dtype, &[2, 4, 3, dim], &[2, 2, 37, dim], &[2, 2, 37, dim]);
-        let hidden = (0..3 * 37).map(|n| n % 7 != 3);
-        tensors.insert("mask".into(), Tensor::bool(&[1, 1, 3, 37], hidden));
-        tensors.insert("alibi_slopes".into(), Tensor::f32(&[4], &[0.5, 0.25, 0.125, -0.01]));
-        tensors.insert("sinks".into(), Tensor::f32(&[4], &[0.0, 1.0, -2.0, 3.0]));
-        tensors.insert("kv_lens".into(), Tensor::i64(&[37, 11]));
-        let folder = Folder::with(&tensors);
-        let all = ["--causal", "--q-offset", "bottom-right", "--window", "20", "--softcap=2.5"];
-        let codes = ["--k-codec", "int8", "--v-codec", "tq5", "--centre"];
-        for (storage, limit) in [(&[][..], limit), (&codes[..], 8e-3)] {
-            let run = |backend| folder.run(&[&all[..], storage, &["--backend", backend]].concat());
-            let (got, want) = (run("simulator"), run("cpu"));
-            assert_eq!((&got["out"].shape, &got["lse"].shape), (&want["out"].shape, &want["lse"].shape));
-            let error = nrmse(&got["out"].values(), &want["out"].values());
-            assert!(error <= limit, "{dtype:?} {storage:?}: {error}");
-            let error = max_abs(&got["lse"].values(), &want["lse"].values());
-            assert!(error <= 5e-3, "{dtype:?} {storage:?}: {error}");
-        }
-    }
-}
-
-#[test]
-fn the_simulator_has_native_code_of_some_problems() {
-    let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 3, 64], &[1, 2, 9, 64], &[1, 2, 9, 64]));
-    let refuse = |options: &[&str], why| folder.refuse(&[options, &["--backend", "simulator"]].concat(), why);
-    let why = "the simulator has no native code: q f16, keys tq3 of 64 and values f16 of 64, \
-               expected elements of the dtype of q or int8, tq4, int8+tq5, of 64 or 128";
-    refuse(&["--k-codec", "tq3"], why);
-    let folder = Folder::with(&qkv(Dtype::F32, &[1, 2, 3, 80], &[1, 2, 9, 80], &[1, 2, 9, 80]));
-    folder.refuse(&["--backend", "simulator"], "keys f32 of 80 and values f32 of 80, expected elements");
-}
-
-#[test]
-fn the_simulator_is_checked() {
-    let results = json_lines(&[
-        "check",
-        "--backend",
-        "simulator",
-        "--filter",
-        "decode_mask_f16,decode_batch_f16,softcap_50_f16",
-        "--json",
-    ]);
-    let of = |what: &str| results.iter().filter(|result| result["result"] == what).collect::<Vec<_>>();
-    assert!(of("failed").is_empty() && !of("passed").is_empty(), "{:?}", of("failed"));
-    let why = of("skipped").iter().map(|result| result["reason"].to_string()).collect::<String>();
-    assert!(why.contains("no native code") && why.contains("scores"), "{why}");
-
-    let text = ok(&["check", "--backend", "simulator", "--filter", "decode_batch_f16,head_dim_8"]);
-    for line in [
-        " 4 skipped, the simulator has no native code, such as q f32, keys f32 of 80",
-        " 3 skipped, no kernel takes the problem, such as head_dim is 8, expected a multiple",
-    ] {
-        assert!(text.contains(line), "{line} in {text}");
-    }
-}
-
-#[test]
-fn the_simulator_refuses_what_would_take_long() {
-    let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 600, 64], &[1, 2, 600, 64], &[1, 2, 600, 64]));
-    let why = "more scores than the 600000 that the simulator is given: 720000; \
-               --backend auto, cpu or reference takes this problem";
-    folder.refuse(&["--backend", "simulator"], why);
-}
-
-#[test]
-fn kernels_are_measured() {
-    let folder = Folder::empty();
-    let file = folder.path().join("rows.jsonl");
-    let lines = ["--json", "--json-lines", file.to_str().unwrap()];
-    let rows = json_lines(&[&["bench", "kernels", "--kernel", "hadamard"], &lines[..]].concat());
-    let [row] = &rows[..] else { panic!("{rows:?}") };
-    assert_eq!((&row["kernel"], &row["backend"]), (&"hadamard".into(), &"simulator".into()));
-    let of = |name: &str| row[name].as_u64().unwrap();
-    let numbers = row["shape"]["rows"].as_u64().unwrap() * 128;
-    assert_eq!((of("bytes"), of("device_written")), (8 * numbers, 4 * numbers), "{row}");
-    assert!(of("device_read") >= 4 * numbers && of("barriers") == 0, "{row}");
-    assert!(row["error"].as_f64().unwrap() <= row["tolerance"].as_f64().unwrap(), "{row}");
-    let each = |name: &str| row["per_thread"][name].as_f64().unwrap();
-    assert_eq!(each("device_written"), of("device_written") as f64 / of("threads") as f64);
-    assert_eq!(each("simd_operations"), (32 * of("simd_operations")) as f64 / of("threads") as f64);
-    let table = ok(&["bench", "kernels", "--kernel", "hadamard"]);
-    assert!(table.contains(&format!(" {:.1} ", each("simd_operations"))), "{table}");
-    let written = std::fs::read_to_string(&file).unwrap();
-    assert_eq!(written, format!("{row}\n"));
-
-    // What it names can be printed, listed or not.
-    for row in json_lines(&["bench", "kernels", "--kernel", "decode", "--json"]) {
-        let name = row["instance"].as_str().unwrap();
-        let text = ok(&["kernels", "print", name, "--target", "cuda"]);
-        assert!(text.contains(&format!("\n{name}(")), "{name} in {text}");
-    }
-    let table = ok(&["bench", "kernels", "--kernel", "append"]);
-    assert!(
-        table.contains("\n1 append") && table.contains("\n1 append_bf16_2: rows 40, dim 128\n"),
-        "{table}"
-    );
+fn measurements_that_are_refused() {
     let cases = [
         (&["--kernel", "haddamard"][..], "haddamard is no kernel, expected hadamard"),
         (&["--backend", "cpu"], "kernels run on simulator or cuda"),
@@ -260,4 +161,23 @@ fn kernels_are_measured() {
         assert_refused(&flashtile([&["bench", "kernels"], options].concat()), why, &options.join(" "));
     }
     assert_refused(&flashtile(["bench", "decode", "--kernel", "merge"]), "needs the group kernels", "decode");
+}
+
+/// The default build says what it lacks, and how to get it.
+#[cfg(not(feature = "simulator"))]
+#[test]
+fn builds_without_the_simulator_say_so() {
+    use crate::files::qkv;
+    use safetensors::tensor::Dtype;
+    let why = "--backend: this build is without the simulator, \
+               cargo build --release -p flashtile-cli --features simulator makes one that has it";
+    let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 3, 64], &[1, 2, 9, 64], &[1, 2, 9, 64]));
+    folder.refuse(&["--backend", "simulator"], why);
+    for args in [
+        &["check", "--backend", "simulator"][..],
+        &["bench", "kernels"],
+        &["bench", "kernels", "--backend", "simulator", "--kernel", "merge"],
+    ] {
+        assert_refused(&flashtile(args), why, &args.join(" "));
+    }
 }

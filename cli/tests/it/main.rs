@@ -9,3 +9,5 @@ mod kernels;
 mod kv;
 mod refusals;
 mod runs;
+#[cfg(feature = "simulator")]
+mod simulator;

@@ -108,7 +108,7 @@ fn options() {
     let folder = Folder::with(&good());
     let available = threads();
     let (too_many, range) = ((available + 1).to_string(), format!("1 to {available}, the threads"));
-    let cases: [(&[&str], &str); 35] = [
+    let cases: [(&[&str], &str); 33] = [
         (&["--scale", "nan"], "scale NaN is not finite"),
         (&["--scale", "1e99"], "scale inf is not finite"),
         (&["--scale", "x"], "--scale"),
@@ -126,11 +126,6 @@ fn options() {
         (&["--backend", "tpu"], "reference"),
         (&["--backend", "cuda", "--threads", "1"], "--threads: has no meaning for the cuda backend"),
         (&["--backend", "metal"], "metal is not part of this build"),
-        (&["--backend", "simulator"], "head_dim is 8, expected a multiple of 16 up to 512"),
-        (
-            &["--backend", "simulator", "--splits", "2"],
-            "--splits: has no meaning for the simulator backend, expected --backend auto, cpu or cuda",
-        ),
         (
             &["--backend", "reference", "--threads", "2"],
             "--threads: has no meaning for the reference backend",

@@ -1,0 +1,28 @@
+//! The simulator of the kernel language: builds with feature `simulator` have it. Native code of its kernels takes as long to compile as
+//! everything else together.
+
+use crate::failure::{Failure, Result};
+use flashtile::testkit::Runner;
+
+/// Refuses to go on where this build has no simulator.
+pub(crate) fn require() -> Result<()> {
+    if cfg!(feature = "simulator") { Ok(()) } else { Err(absent()) }
+}
+
+fn absent() -> Failure {
+    let what = "this build is without the simulator, \
+        cargo build --release -p flashtile-cli --features simulator makes one that has it";
+    Failure::at("--backend", what)
+}
+
+/// Runs problems of at most so many scores.
+#[cfg(feature = "simulator")]
+pub(crate) fn runner(max_scores: u64) -> Result<Box<dyn Runner>> {
+    Ok(Box::new(flashtile::testkit::SimulatorRunner::new().at_most(max_scores)))
+}
+
+/// Refuses, since this build has no simulator.
+#[cfg(not(feature = "simulator"))]
+pub(crate) fn runner(_: u64) -> Result<Box<dyn Runner>> {
+    Err(absent())
+}
