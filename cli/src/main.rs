@@ -22,6 +22,7 @@ mod plan;
 mod report;
 mod run;
 mod simulator;
+mod temporary;
 
 use args::{Cli, Command};
 use clap::Parser;

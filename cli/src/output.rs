@@ -1,8 +1,10 @@
 //! Output files: whole or not at all.
 
 use crate::failure::{Failure, Result};
+use crate::temporary::Temporary;
+use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, TensorView};
-use std::fs::Metadata;
+use std::fs::{Metadata, Permissions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
@@ -29,7 +31,7 @@ impl Destination {
         if target.file_name().is_none() {
             return Err(refuse(&"names no file"));
         }
-        tempfile::tempfile_in(&folder)
+        Temporary::is_possible(&folder)
             .map_err(|e| refuse(&format_args!("cannot be written: {}", cause(&e))))?;
         Ok(Self { path: target, folder })
     }
@@ -51,20 +53,24 @@ impl Destination {
         Ok(())
     }
 
-    /// Writes a file beside the destination and moves it there in one step.
+    /// Writes a file beside the destination and moves it there in one step. It gets the permission bits of the file that it replaces,
+    /// or those of any new file.
     fn replace(&self, write: impl FnOnce(&Path) -> std::result::Result<(), String>) -> Result<()> {
         let refuse = |what: &str| Failure::at(self.path.display(), format_args!("cannot be written: {what}"));
-        let mut builder = tempfile::Builder::new();
-        builder.prefix(".flashtile-");
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            // What any new file gets: the process's umask decides.
-            builder.permissions(std::fs::Permissions::from_mode(0o666));
+        let refuse_io = |e: std::io::Error| refuse(&cause(&e));
+        let replaced = match std::fs::metadata(&self.path) {
+            Ok(replaced) => Some(replaced.permissions()),
+            Err(e) if e.kind() == ErrorKind::NotFound => None,
+            Err(e) => return Err(refuse_io(e)),
+        };
+        // Until it has the bits of a file that may be nobody else's to read, neither is this one.
+        let mode = if replaced.is_some() { 0o600 } else { 0o666 };
+        let temporary = Temporary::create(&self.folder, mode).map_err(refuse_io)?;
+        write(temporary.path()).map_err(|e| refuse(&e))?;
+        if let Some(permissions) = replaced {
+            permit(temporary.path(), permissions).map_err(refuse_io)?;
         }
-        let temporary = builder.tempfile_in(&self.folder).map_err(|e| refuse(&cause(&e)))?.into_temp_path();
-        write(&temporary).map_err(|e| refuse(&e))?;
-        temporary.persist(&self.path).map_err(|e| refuse(&cause(&e.error)))
+        temporary.rename(&self.path).map_err(refuse_io)
     }
 
     /// Writes text.
@@ -77,8 +83,26 @@ impl Destination {
 
     /// Writes tensors straight from their memory.
     pub(crate) fn tensors(&self, tensors: Vec<(&str, TensorView<'_>)>) -> Result<()> {
-        self.replace(|path| safetensors::serialize_to_file(tensors, None, path).map_err(|e| e.to_string()))
+        self.replace(|path| {
+            safetensors::serialize_to_file(tensors, None, path).map_err(|e| match e {
+                SafeTensorError::IoError(e) => cause(&e),
+                other => other.to_string(),
+            })
+        })
     }
+}
+
+/// Gives a file the permission bits of another: those to run as its owner or group are not for new contents.
+#[cfg(unix)]
+fn permit(path: &Path, permissions: Permissions) -> std::io::Result<()> {
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(path, Permissions::from_mode(permissions.mode() & 0o777))
+}
+
+/// A file that cannot be written to cannot be renamed either on such systems.
+#[cfg(not(unix))]
+fn permit(_: &Path, _: Permissions) -> std::io::Result<()> {
+    Ok(())
 }
 
 /// Makes a folder for files, where it is not there.

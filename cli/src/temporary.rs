@@ -1,0 +1,127 @@
+//! Temporary files, which neither a failure nor a signal leaves behind.
+
+use std::io::Result;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tempfile::TempPath;
+
+/// Paths of the temporary files that exist. Whoever creates, renames or removes one holds the lock until the list says so: a signal
+/// ends the process between two such steps, never within one.
+static EXISTING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
+
+fn existing() -> MutexGuard<'static, Vec<PathBuf>> {
+    EXISTING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file that is removed unless it is renamed.
+pub(crate) struct Temporary {
+    /// None once the file has been renamed or removed.
+    file: Option<TempPath>,
+}
+
+impl Temporary {
+    /// Creates a file in a folder, with the permission bits that the process's umask leaves of `mode` where the system has such bits.
+    pub(crate) fn create(folder: &Path, mode: u32) -> Result<Self> {
+        signals::clean_up_on()?;
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".flashtile-");
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            builder.permissions(std::fs::Permissions::from_mode(mode));
+        }
+        #[cfg(not(unix))]
+        let _ = mode;
+        let mut existing = existing();
+        let file = builder.tempfile_in(folder)?.into_temp_path();
+        existing.push(file.to_path_buf());
+        Ok(Self { file: Some(file) })
+    }
+
+    /// Finds out whether files can be created in a folder.
+    pub(crate) fn is_possible(folder: &Path) -> Result<()> {
+        signals::clean_up_on()?;
+        // Some file systems have no files without a name: there it has one for a moment.
+        let _held = existing();
+        tempfile::tempfile_in(folder).map(drop)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.file.as_deref().unwrap_or(Path::new(""))
+    }
+
+    /// Gives the file a name, in the place of one that has it.
+    pub(crate) fn rename(mut self, to: &Path) -> Result<()> {
+        let mut existing = existing();
+        let Some(file) = self.file.take() else { return Ok(()) };
+        let from = file.to_path_buf();
+        // Where that fails, the error holds the file, which goes with it.
+        let renamed = file.persist(to).map_err(|e| e.error);
+        existing.retain(|path| *path != from);
+        renamed
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Some(file) = self.file.take() {
+            let mut existing = existing();
+            existing.retain(|path| *path != *file);
+            drop(file);
+        }
+    }
+}
+
+#[cfg(unix)]
+mod signals {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
+    use signal_hook::iterator::Signals;
+    use std::io::Result;
+    use std::sync::atomic::AtomicBool;
+    use std::sync::{Arc, Mutex, PoisonError};
+
+    /// From here on signals that end the process remove temporary files first; the process still ends by the signal, which is what
+    /// shells and build tools look at.
+    pub(super) fn clean_up_on() -> Result<()> {
+        static DONE: Mutex<bool> = Mutex::new(false);
+        let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
+        if *done {
+            return Ok(());
+        }
+        // Without a handler, a file beyond the limit of its size ends the process; with one it is an error of the write.
+        signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
+        // A process that was started to ignore a signal, as by nohup, goes on to.
+        let ending = [SIGHUP, SIGINT, SIGQUIT, SIGTERM].into_iter().filter(|&signal| !is_ignored(signal));
+        let mut signals = Signals::new(ending)?;
+        std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
+            if let Some(signal) = signals.forever().next() {
+                let existing = super::existing();
+                for path in existing.iter() {
+                    let _ = std::fs::remove_file(path);
+                }
+                // The lock is held until the end: no file follows.
+                let _ = signal_hook::low_level::emulate_default_handler(signal);
+                std::process::exit(128 + signal);
+            }
+        })?;
+        *done = true;
+        Ok(())
+    }
+
+    #[allow(unsafe_code)]
+    fn is_ignored(signal: i32) -> bool {
+        // SAFETY: all zeros are a value of the struct, whose fields are integers and an optional function.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        // SAFETY: without a new action, the call writes the current one to memory that is borrowed for it, and changes nothing.
+        let status = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
+        status == 0 && action.sa_sigaction == libc::SIG_IGN
+    }
+}
+
+#[cfg(not(unix))]
+mod signals {
+    /// Other systems end a process without asking it.
+    pub(super) fn clean_up_on() -> std::io::Result<()> {
+        Ok(())
+    }
+}
