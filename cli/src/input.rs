@@ -2,9 +2,9 @@
 
 use crate::failure::{Failure, Result};
 use memmap2::Mmap;
-use safetensors::tensor::{Dtype, Metadata};
+use safetensors::tensor::Dtype;
 use std::collections::BTreeMap;
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::path::Path;
 
 #[cfg(target_endian = "big")]
@@ -19,13 +19,32 @@ pub(crate) struct Mapped<'p> {
     map: Mmap,
 }
 
+/// Opens a file to read. What is none, such as a pipe, might be waited for without end, or do something where it is opened.
+pub(crate) fn open(path: &Path, expected: &str) -> Result<File> {
+    let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
+    let regular = |found: std::io::Result<Metadata>| match found {
+        Ok(found) if found.is_file() => Ok(()),
+        Ok(_) => Err(refuse(&format_args!("not a regular file, expected {expected}"))),
+        Err(e) => Err(refuse(&e)),
+    };
+    regular(std::fs::metadata(path))?;
+    let mut options = File::options();
+    options.read(true);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::OpenOptionsExt;
+        // Another process may have put a pipe in its place since.
+        options.custom_flags(libc::O_NONBLOCK);
+    }
+    let file = options.open(path).map_err(|e| refuse(&e))?;
+    regular(file.metadata())?;
+    Ok(file)
+}
+
 impl<'p> Mapped<'p> {
     pub(crate) fn open(path: &'p Path) -> Result<Self> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
-        let file = File::open(path).map_err(|e| refuse(&e))?;
-        if !file.metadata().map_err(|e| refuse(&e))?.is_file() {
-            return Err(refuse(&"not a regular file, expected a safetensors file"));
-        }
+        let file = open(path, "a safetensors file")?;
         // SAFETY: the map is private and read-only, and every value in it is valid as bytes. Another process that
         // shortens the file while it is read ends this one with a signal, which is the contract of mapped input.
         #[allow(unsafe_code)]
@@ -58,7 +77,7 @@ impl<'p> Mapped<'p> {
                 rest.len()
             ))
         })?);
-        let metadata: Metadata =
+        let metadata: safetensors::tensor::Metadata =
             serde_json::from_slice(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
         if metadata.data_len() != data.len() {
             let (expected, got) = (metadata.data_len(), data.len());

@@ -2,7 +2,9 @@
 
 use super::rows::Row;
 use crate::failure::{Failure, Result};
+use crate::input::open;
 use serde_json::Value;
+use std::io::Read;
 use std::path::Path;
 
 /// What makes two rows the same problem.
@@ -45,7 +47,9 @@ pub(super) struct Peers {
 
 impl Peers {
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path).map_err(|e| Failure::at(path.display(), e))?;
+        let mut text = String::new();
+        let mut file = open(path, "a file of JSON lines")?;
+        file.read_to_string(&mut text).map_err(|e| Failure::at(path.display(), e))?;
         let mut entries = Vec::new();
         for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             let place = || format!("{} line {}", path.display(), index + 1);
