@@ -41,8 +41,12 @@ impl Failure {
 impl fmt::Display for Failure {
     /// Control characters, which names from files may hold, are escaped: a failure is always one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for c in self.line.chars() {
-            if c.is_control() { write!(f, "{}", c.escape_default())? } else { write!(f, "{c}")? }
+        for piece in self.line.split_inclusive(char::is_control) {
+            let mut chars = piece.chars();
+            match chars.next_back() {
+                Some(c) if c.is_control() => write!(f, "{}{}", chars.as_str(), c.escape_default())?,
+                _ => f.write_str(piece)?,
+            }
         }
         Ok(())
     }

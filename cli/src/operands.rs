@@ -206,7 +206,8 @@ impl<'a> Operands<'a> {
         if self.ignored.is_empty() {
             return Ok(None);
         }
-        let (names, read) = (self.ignored.join(", "), READ.join(", "));
+        let names: Vec<&str> = self.ignored.iter().map(String::as_str).collect();
+        let (names, read) = (report::some(&names), READ.join(", "));
         if strict {
             let what = format_args!("tensors not understood: {names}, expected names among {read}");
             return Err(archive.refuse(what));
@@ -341,7 +342,11 @@ pub(crate) fn tensor<'a>(
         archive.refuse(format_args!("tensor {name} is {:?}, expected F32, F16 or BF16", stored.dtype))
     })?;
     let shape = order.logical(&stored.shape).ok_or_else(|| {
-        archive.refuse(format_args!("tensor {name} has shape {:?}, expected {}", stored.shape, order.axes()))
+        archive.refuse(format_args!(
+            "tensor {name} has shape {}, expected {}",
+            report::shape(&stored.shape),
+            order.axes()
+        ))
     })?;
     match to {
         Some(to) if to != dtype => {
@@ -377,7 +382,10 @@ fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Res
 fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [usize; 4], Bytes<'a>)> {
     let shape: [usize; 4] = stored.shape.as_slice().try_into().map_err(|_| {
         let expected = "[batch, heads, queries, keys] with any axis 1";
-        archive.refuse(format_args!("tensor mask has shape {:?}, expected {expected}", stored.shape))
+        archive.refuse(format_args!(
+            "tensor mask has shape {}, expected {expected}",
+            report::shape(&stored.shape)
+        ))
     })?;
     match (stored.dtype, float_dtype(stored.dtype)) {
         (StoredDtype::BOOL, _) => Ok((MaskKind::Bool, shape, Bytes::aligned(stored.bytes, 1)?)),
@@ -417,9 +425,10 @@ fn list<'s>(
 ) -> Result<Option<&'s Stored<'s>>> {
     let Some(stored) = archive.get(name) else { return Ok(None) };
     if stored.shape.len() != 1 {
-        return Err(
-            archive.refuse(format_args!("tensor {name} has shape {:?}, expected one axis", stored.shape))
-        );
+        return Err(archive.refuse(format_args!(
+            "tensor {name} has shape {}, expected one axis",
+            report::shape(&stored.shape)
+        )));
     }
     if !expected.contains(&stored.dtype) {
         let expected: Vec<String> = expected.iter().map(|dtype| format!("{dtype:?}")).collect();

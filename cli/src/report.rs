@@ -18,9 +18,25 @@ pub(crate) fn line(line: impl Display) -> Result<()> {
     text(format_args!("{line}\n"))
 }
 
-/// Writes one line to standard error; where nobody reads it, nothing is lost.
+/// Writes one line to standard error, all of it at once; where nobody reads it, nothing is lost.
 pub(crate) fn note(line: impl Display) {
-    let _ = writeln!(std::io::stderr(), "{line}");
+    let line = bounded(line.to_string()) + "\n";
+    let _ = std::io::stderr().write_all(line.as_bytes());
+}
+
+/// Characters that are kept of the start and of the end of a line on standard error. Names and numbers of a file may be of any length.
+const MAX_START: usize = 1500;
+const MAX_END: usize = 300;
+
+/// The line, without its middle where it is too long to be read.
+fn bounded(line: String) -> String {
+    let left_out = line.chars().count().saturating_sub(MAX_START + MAX_END);
+    if left_out == 0 {
+        return line;
+    }
+    let at = |n: usize| line.char_indices().nth(n).map_or(line.len(), |(at, _)| at);
+    let (start, end) = (&line[..at(MAX_START)], &line[at(MAX_START + left_out)..]);
+    format!("{start} ... ({left_out} characters left out) ... {end}")
 }
 
 /// `1.23 ms` and the like: three significant digits.
@@ -63,6 +79,18 @@ pub(crate) fn some(names: &[&str]) -> String {
     match names.len().saturating_sub(MOST_NAMES) {
         0 => shown,
         more => format!("{shown} and {more} more"),
+    }
+}
+
+/// Most axes of a shape that messages repeat: no tensor that is read has as many.
+const MAX_AXES: usize = 8;
+
+/// `[2, 3]`, or the first axes of a shape that is no tensor's: `[1, 1, 1, 1, 1, 1, 1, 1 and 5 more]`.
+pub(crate) fn shape(shape: &[usize]) -> String {
+    let shown: Vec<String> = shape.iter().take(MAX_AXES).map(usize::to_string).collect();
+    match shape.len().saturating_sub(MAX_AXES) {
+        0 => format!("[{}]", shown.join(", ")),
+        more => format!("[{} and {more} more]", shown.join(", ")),
     }
 }
 
@@ -141,6 +169,23 @@ mod tests {
         assert_eq!(some(&[]), "");
         assert_eq!(some(&["a", "b", "c", "d"]), "a, b, c, d");
         assert_eq!(some(&["a", "b", "c", "d", "e"]), "a, b, c, d and 1 more");
+    }
+
+    #[test]
+    fn long_shapes_say_how_much_they_leave_out() {
+        assert_eq!((shape(&[]), shape(&[2, 0, 3])), ("[]".into(), "[2, 0, 3]".into()));
+        assert_eq!(shape(&[1; 8]), "[1, 1, 1, 1, 1, 1, 1, 1]");
+        assert_eq!(shape(&[7; 13]), "[7, 7, 7, 7, 7, 7, 7, 7 and 5 more]");
+    }
+
+    #[test]
+    fn long_lines_keep_their_ends() {
+        let line = "ä".repeat(MAX_START) + &"b".repeat(MAX_END);
+        assert_eq!(bounded(line.clone()), line);
+        let longer = "ä".repeat(MAX_START) + "left" + &"b".repeat(MAX_END);
+        let shown =
+            format!("{} ... (4 characters left out) ... {}", "ä".repeat(MAX_START), "b".repeat(MAX_END));
+        assert_eq!(bounded(longer), shown);
     }
 
     #[test]

@@ -50,7 +50,8 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
     let picture = args.svg.as_deref().map(Destination::new).transpose()?;
     picture.as_ref().map_or(Ok(()), |picture| picture.differs_from(&args.input))?;
     if !unread.is_empty() {
-        let names = unread.join(", ");
+        let names: Vec<&str> = unread.iter().map(String::as_str).collect();
+        let names = report::some(&names);
         if args.strict {
             let what =
                 format_args!("tensors not understood: {names}, expected keys, values, queries, kv_lens");
