@@ -11,3 +11,5 @@ mod refusals;
 mod runs;
 #[cfg(feature = "simulator")]
 mod simulator;
+#[cfg(unix)]
+mod writes;

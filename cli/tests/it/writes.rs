@@ -1,0 +1,302 @@
+//! Files that are written, and what is asked of files that are read, on systems with signals, pipes and permission bits.
+
+use crate::files::{Folder, assert_refused, qkv, stderr};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use safetensors::tensor::Dtype;
+use std::fs::Permissions;
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+const SIGNALS: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
+
+fn program() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_flashtile"))
+}
+
+fn pid(child: &Child) -> Pid {
+    Pid::from_child(child)
+}
+
+/// Output of a command that ends within a minute: one that waits for something is killed.
+fn within_a_minute(command: &mut Command) -> Output {
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let start = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if start.elapsed() > Duration::from_secs(60) {
+            child.kill().unwrap();
+            panic!("{command:?} waits");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait_with_output().unwrap()
+}
+
+/// Rows of the queries of a file that takes a while to write and nothing to compute: there are no keys.
+const ROWS: u64 = 1 << 15;
+
+/// Bytes of out and lse.
+const WRITTEN: u64 = ROWS * 512 * 4 + ROWS * 4;
+
+/// A file of queries that takes no room: its zeros are not stored.
+fn queries(path: &Path) {
+    let end = ROWS * 512 * 4;
+    let empty = format!(r#"{{"dtype":"F32","shape":[1,1,0,512],"data_offsets":[{end},{end}]}}"#);
+    let q = format!(r#"{{"dtype":"F32","shape":[1,1,{ROWS},512],"data_offsets":[0,{end}]}}"#);
+    let header = format!(r#"{{"q":{q},"k":{empty},"v":{empty}}}"#);
+    let file = std::fs::File::create(path).unwrap();
+    file.write_at(&(header.len() as u64).to_le_bytes(), 0).unwrap();
+    file.write_at(header.as_bytes(), 8).unwrap();
+    file.set_len(8 + header.len() as u64 + end).unwrap();
+}
+
+/// A run that has been stopped while its temporary file was there.
+fn stopped_in_a_write(folder: &Folder) -> Child {
+    for _ in 0..50 {
+        let _ = std::fs::remove_file(&folder.output);
+        let mut command = program();
+        command.arg("run").arg(&folder.input).arg("-o").arg(&folder.output);
+        command.args(["--backend", "cpu", "--threads", "1", "--isa", "portable"]);
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let is_writing = || folder.names().iter().any(|name| name.starts_with(".flashtile-"));
+        while !is_writing() && child.try_wait().unwrap().is_none() {
+            std::thread::yield_now();
+        }
+        if kill_process(pid(&child), Signal::STOP).is_ok()
+            && let Ok(Some((_, status))) = waitpid(Some(pid(&child)), WaitOptions::UNTRACED)
+            && status.stopped()
+            && is_writing()
+        {
+            return child;
+        }
+        // It had written everything before it was stopped.
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    panic!("no run was stopped in its write");
+}
+
+#[test]
+fn a_signal_in_a_write_leaves_nothing() {
+    let folder = Folder::empty();
+    queries(&folder.input);
+    for signal in SIGNALS {
+        let mut child = stopped_in_a_write(&folder);
+        kill_process(pid(&child), signal).unwrap();
+        kill_process(pid(&child), Signal::CONT).unwrap();
+        let status = child.wait().unwrap();
+        // The write may have ended before the signal is seen to.
+        assert!(status.signal() == Some(signal.as_raw()) || status.success(), "{signal:?}: {status}");
+        let names = folder.names();
+        assert!(names.iter().all(|name| !name.starts_with('.')), "{signal:?}: {names:?}");
+        if let Ok(written) = std::fs::metadata(&folder.output) {
+            assert!(written.len() > WRITTEN, "{signal:?}: {} of {WRITTEN} bytes", written.len());
+        }
+    }
+}
+
+/// A benchmark that would never end has made sure that it can write its file, and prints a line.
+#[test]
+fn a_signal_ends_the_process() {
+    let folder = Folder::empty();
+    for signal in SIGNALS {
+        let mut child = program()
+            .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
+            .args(["--isa", "portable", "--min-time", "3600", "--json-lines"])
+            .arg(&folder.output)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert!(line.starts_with("portable"), "{line}");
+        kill_process(pid(&child), signal).unwrap();
+        assert_eq!(child.wait().unwrap().signal(), Some(signal.as_raw()), "{signal:?}");
+        assert!(folder.names().is_empty(), "{:?}", folder.names());
+    }
+}
+
+/// Starts the program from a shell that has set something first.
+fn after(set: &str, folder: &Folder, options: &[&str]) -> Output {
+    let mut command = Command::new("sh");
+    command.arg("-c").arg(format!("{set}; exec \"$0\" \"$@\"")).arg(env!("CARGO_BIN_EXE_flashtile"));
+    within_a_minute(command.arg("run").arg(&folder.input).arg("-o").arg(&folder.output).args(options))
+}
+
+#[test]
+fn signals_that_were_ignored_stay_ignored() {
+    let folder = Folder::empty();
+    queries(&folder.input);
+    let mut child = Command::new("sh")
+        .args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_flashtile")])
+        .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
+        .args(["--isa", "portable", "--min-time", "3600", "--json-lines"])
+        .arg(&folder.output)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    kill_process(pid(&child), Signal::HUP).unwrap();
+    kill_process(pid(&child), Signal::TERM).unwrap();
+    assert_eq!(child.wait().unwrap().signal(), Some(Signal::TERM.as_raw()));
+}
+
+#[test]
+fn files_beyond_a_limit_of_size_are_an_error() {
+    let folder = Folder::empty();
+    queries(&folder.input);
+    let output = after("ulimit -f 100", &folder, &[]);
+    assert_refused(&output, "out.safetensors: cannot be written: File too large", "ulimit -f");
+    assert_eq!(folder.names(), ["in.safetensors"]);
+}
+
+fn mode(path: &Path) -> u32 {
+    std::fs::metadata(path).unwrap().permissions().mode() & 0o7777
+}
+
+fn small() -> Folder {
+    Folder::with(&qkv(Dtype::F32, &[1, 1, 2, 8], &[1, 1, 2, 8], &[1, 1, 2, 8]))
+}
+
+#[test]
+fn files_keep_the_permission_bits_of_what_they_replace() {
+    let folder = small();
+    for bits in [0o600, 0o640, 0o444, 0o666, 0o755] {
+        std::fs::write(&folder.output, b"old").unwrap();
+        std::fs::set_permissions(&folder.output, Permissions::from_mode(bits)).unwrap();
+        let output = after("umask 027", &folder, &[]);
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_eq!(format!("{:o}", mode(&folder.output)), format!("{bits:o}"));
+        assert!(std::fs::read(&folder.output).unwrap().len() > 3);
+        std::fs::remove_file(&folder.output).unwrap();
+    }
+    // Other files that are written, and links to what is replaced.
+    let target = folder.path().join("target");
+    for args in [&["plan", "--svg"][..], &["kernels", "print", "classify", "--target", "rust", "-o"]] {
+        std::fs::write(&target, b"old").unwrap();
+        std::fs::set_permissions(&target, Permissions::from_mode(0o620)).unwrap();
+        std::os::unix::fs::symlink(&target, &folder.output).unwrap();
+        let output = within_a_minute(program().args(args).arg(&folder.output));
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert!(std::fs::read(&target).unwrap().len() > 3, "{args:?}");
+        assert_eq!(format!("{:o}", mode(&target)), "620", "{args:?}");
+        std::fs::remove_file(&folder.output).unwrap();
+    }
+}
+
+#[test]
+fn new_files_have_the_bits_that_the_umask_leaves() {
+    let folder = small();
+    for (umask, bits) in [("022", "644"), ("027", "640"), ("077", "600"), ("000", "666")] {
+        let output = after(&format!("umask {umask}"), &folder, &[]);
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert_eq!(format!("{:o}", mode(&folder.output)), bits, "umask {umask}");
+        std::fs::remove_file(&folder.output).unwrap();
+    }
+}
+
+#[test]
+fn inputs_that_are_no_regular_files() {
+    let folder = Folder::empty();
+    let path = |name: &str| folder.path().join(name);
+    assert!(Command::new("mkfifo").arg(path("pipe")).status().unwrap().success());
+    std::fs::create_dir(path("directory")).unwrap();
+    let _socket = UnixListener::bind(path("socket")).unwrap();
+    std::os::unix::fs::symlink(path("pipe"), path("link")).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", path("device")).unwrap();
+    for name in ["pipe", "directory", "socket", "link", "device"] {
+        let (input, out) = (path(name), path("out"));
+        let input = input.to_str().unwrap();
+        let why = format!("{input}: not a regular file, expected a ");
+        for args in [
+            &["run", input, "-o", out.to_str().unwrap()][..],
+            &["plan", input],
+            &["kv", input],
+            &["bench", "--vs", input],
+        ] {
+            assert_refused(&within_a_minute(program().args(args)), &why, &args.join(" "));
+        }
+    }
+}
+
+/// Standard error of a refused run, by writes: each is a datagram. Of more than a few there is no need to know them all.
+fn written(args: &[&str]) -> Vec<String> {
+    let (ours, theirs) = UnixDatagram::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let mut child = program().args(args).stdout(Stdio::null()).stderr(OwnedFd::from(theirs)).spawn().unwrap();
+    let mut writes = Vec::new();
+    let mut buffer = vec![0; 1 << 16];
+    while writes.len() < 20 {
+        let ended = child.try_wait().unwrap();
+        match ours.recv(&mut buffer) {
+            Ok(n) => writes.push(String::from_utf8_lossy(&buffer[..n]).into_owned()),
+            // Whatever was written before the end has come.
+            Err(_) if ended.is_some() => break,
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    let _ = child.kill();
+    child.wait().unwrap();
+    writes
+}
+
+#[test]
+fn lines_of_any_length_are_bounded_and_written_at_once() {
+    let folder = Folder::empty();
+    let input = folder.input.to_str().unwrap();
+    let q = format!(r#"{{"dtype":"F32","shape":[0{}],"data_offsets":[0,0]}}"#, ",1".repeat(400_000));
+    let other = r#"{"dtype":"F32","shape":[0,1,1,8],"data_offsets":[0,0]}"#;
+    crate::files::write_raw(&folder.input, &format!(r#"{{"q":{q},"k":{other},"v":{other}}}"#), &[]);
+    let line = format!(
+        "flashtile: {input}: tensor q has shape [0, 1, 1, 1, 1, 1, 1, 1 and 399993 more], \
+         expected [batch, heads, rows, dim]\n"
+    );
+    let out = folder.output.to_str().unwrap();
+    assert_eq!(written(&["run", input, "-o", out]), [line]);
+
+    // A name has no bound of its own.
+    let name = format!("start{}end", "\\u0007".repeat(100_000));
+    crate::files::write_raw(
+        &folder.input,
+        &format!(r#"{{"attn_mask{name}":{other},"q":{other},"k":{other},"v":{other}}}"#),
+        &[],
+    );
+    let lines = written(&["run", input, "-o", out]);
+    let [line] = &lines[..] else { panic!("{} writes", lines.len()) };
+    assert!(line.chars().count() < 2000, "{} characters", line.chars().count());
+    assert!(line.starts_with(&format!("flashtile: {input}: tensor attn_maskstart\\u{{7}}")), "{line}");
+    assert!(line.ends_with("end is not known, did you mean mask?\n"), "{line}");
+    assert!(line.contains(" characters left out) ... "), "{line}");
+
+    // So has what a shell gives.
+    let lines = written(&["plan", "--device", &"x".repeat(100_000)]);
+    assert!(lines.len() == 1 && lines[0].len() < 2000 && lines[0].contains("left out"), "{lines:?}");
+}
+
+#[test]
+fn lists_of_names_are_bounded() {
+    let folder = Folder::empty();
+    let input = folder.input.to_str().unwrap();
+    let other = r#"{"dtype":"F32","shape":[0,1,1,8],"data_offsets":[0,0]}"#;
+    let names: String = (0..1000).map(|n| format!(r#","x{n:03}":{other}"#)).collect();
+    crate::files::write_raw(
+        &folder.input,
+        &format!(r#"{{"q":{other},"k":{other},"v":{other}{names}}}"#),
+        &[],
+    );
+    for args in [&["run", input, "-o", folder.output.to_str().unwrap()][..], &["plan", input], &["kv", input]]
+    {
+        let output = within_a_minute(program().args(args).arg("--strict"));
+        assert_refused(
+            &output,
+            "tensors not understood: x000, x001, x002, x003 and 996 more",
+            &args.join(" "),
+        );
+    }
+}
