@@ -8,15 +8,31 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 const SIGNALS: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
 
+/// A command that no signal is ignored by, as it would be where the tests were started in the background of a shell.
+#[allow(unsafe_code)]
+fn attentive(program: &str) -> Command {
+    let mut command = Command::new(program);
+    let listen = || {
+        for signal in SIGNALS {
+            // SAFETY: the default action is one that every signal has.
+            unsafe { libc::signal(signal.as_raw(), libc::SIG_DFL) };
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec the function makes calls of signal(2) alone, which are allowed there.
+    unsafe { command.pre_exec(listen) };
+    command
+}
+
 fn program() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_flashtile"))
+    attentive(env!("CARGO_BIN_EXE_flashtile"))
 }
 
 fn pid(child: &Child) -> Pid {
@@ -131,8 +147,7 @@ fn after(set: &str, folder: &Folder, options: &[&str]) -> Output {
 #[test]
 fn signals_that_were_ignored_stay_ignored() {
     let folder = Folder::empty();
-    queries(&folder.input);
-    let mut child = Command::new("sh")
+    let mut child = attentive("sh")
         .args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_flashtile")])
         .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
         .args(["--isa", "portable", "--min-time", "3600", "--json-lines"])
