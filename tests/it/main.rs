@@ -13,6 +13,7 @@ mod cached;
 mod conformance;
 mod cuda;
 mod defects;
+mod edges;
 mod external;
 mod hostile;
 mod invariance;

@@ -11,7 +11,6 @@ use super::super::simd::{
 };
 use super::pack;
 use crate::BlockTables;
-use crate::cache::NO_PAGE;
 use crate::codec::{self, Coder, CodesView};
 use crate::plan::STREAM_ROWS;
 use crate::problem::MAX_HEAD_DIM;
@@ -61,15 +60,13 @@ impl<'a> CodeRows<'a> {
         bytes && self.dim().is_multiple_of(TILE)
     }
 
-    /// A page of the sequence. Of a page that is nowhere, page 0.
+    /// A page of the sequence. Page 0 for an entry that names no page of the pool: groups and prefetches take in rows that are
+    /// not kept, whose entries were not checked.
     #[inline(always)]
     fn page(&self, block: usize) -> &'a [u8] {
         let block = if block < self.table.len() { block } else { block % self.table.len() };
-        let page = match self.table[block] {
-            NO_PAGE => 0,
-            page => page as usize,
-        };
-        self.view.page(page, self.head)
+        let page = self.table[block] as usize;
+        self.view.page(if page < self.view.shape()[0] { page } else { 0 }, self.head)
     }
 
     /// Decodes rows `rows` to `x` `[rows, stride]`, in the rotated domain.
