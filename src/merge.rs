@@ -29,6 +29,11 @@ pub enum MergeError {
         /// Shape of the part.
         got: [usize; 4],
     },
+    /// The output, which has no elements, has more rows than `usize` counts.
+    TooLong {
+        /// Shape of the output.
+        shape: [usize; 4],
+    },
     /// A logsumexp has not one element for each row.
     Length {
         /// Index of the part; `None` is the output.
@@ -45,6 +50,9 @@ impl std::fmt::Display for MergeError {
         match self {
             Self::Shape { part, expected, got } => {
                 write!(f, "out of part {part} has shape {got:?}, expected {expected:?}")
+            }
+            Self::TooLong { shape } => {
+                write!(f, "out of shape {shape:?} has more rows than can be counted")
             }
             Self::Length { part: Some(part), expected, got } => {
                 write!(f, "lse of part {part} has {got} elements, expected {expected}")
@@ -71,7 +79,7 @@ impl std::error::Error for MergeError {}
 /// each part once, on the threads of the current rayon pool.
 ///
 /// # Errors
-/// [`MergeError::Shape`] or [`MergeError::Length`]; nothing is written then.
+/// [`MergeError`]; nothing is written then.
 ///
 /// ```
 /// use flashtile::{Outputs, Part, TensorView, TensorViewMut, merge};
@@ -89,7 +97,9 @@ impl std::error::Error for MergeError {}
 pub fn merge(parts: &[Part<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeError> {
     let shape = outputs.out.shape();
     let [batch, heads, q_len, dim] = shape;
-    let expected = batch * heads * q_len;
+    // A shape without elements may have any other axes.
+    let rows = if shape[..3].contains(&0) { Some(0) } else { batch.checked_mul(heads) };
+    let expected = rows.and_then(|rows| rows.checked_mul(q_len)).ok_or(MergeError::TooLong { shape })?;
     for (index, part) in parts.iter().enumerate() {
         if part.out.shape() != shape {
             return Err(MergeError::Shape { part: index, expected: shape, got: part.out.shape() });
@@ -104,7 +114,8 @@ pub fn merge(parts: &[Part<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeE
         return Err(MergeError::Length { part: None, expected, got: lse.len() });
     }
     let out = &outputs.out;
-    (0..expected).into_par_iter().with_min_len(64).for_each(|row| {
+    let rows = if dim == 0 { 0 } else { expected };
+    (0..rows).into_par_iter().with_min_len(64).for_each(|row| {
         let index = [row / (heads * q_len), row / q_len % heads, row % q_len];
         let lse = total(parts, row);
         let dst = out.row(index[0], index[1], index[2]);

@@ -3,7 +3,10 @@
 use crate::support::{answer, build, quantizing};
 use flashtile::cache::NO_PAGE;
 use flashtile::testkit::{Built, Case, Keep, Runner};
-use flashtile::{Codec, Dtype, QOffset, Visibility};
+use flashtile::{
+    Codec, Dtype, MergeError, Outputs, Part, QOffset, TensorView, TensorViewMut, Visibility, merge,
+};
+use std::time::{Duration, Instant};
 
 /// The same tensors with tables that name pages beyond the pool wherever no kept token needs one.
 fn with_junk_pages(built: &Built) -> Built {
@@ -47,4 +50,43 @@ fn table_entries_that_no_kept_token_uses_may_hold_anything() {
             }
         }
     }
+}
+
+#[test]
+fn merging_rows_without_elements_returns_at_once() {
+    let begun = Instant::now();
+    let long = 1usize << 31;
+    let empty = |shape| TensorView::bhsd::<f32>(&[], shape).unwrap();
+    for shape in [[long, long, 1, 0], [long, 1, long, 0], [1 << 40, 1 << 40, 0, 64], [1, 0, usize::MAX, 4]] {
+        let mut memory = [0.0f32; 0];
+        let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut memory, shape).unwrap());
+        assert_eq!(merge(&[], &mut outputs), Ok(()), "{shape:?}");
+        let parts = [Part { out: empty(shape), lse: &[] }];
+        let merged = merge(&parts, &mut outputs);
+        if shape.contains(&0) && shape[3] != 0 {
+            assert_eq!(merged, Ok(()), "{shape:?}");
+        } else {
+            let expected = shape[0] * shape[1] * shape[2];
+            assert_eq!(merged, Err(MergeError::Length { part: Some(0), expected, got: 0 }), "{shape:?}");
+        }
+    }
+    // More rows than can be counted.
+    let shape = [1 << 40, 1 << 40, 1, 0];
+    let mut memory = [0.0f32; 0];
+    let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut memory, shape).unwrap());
+    let refusal = merge(&[], &mut outputs).unwrap_err();
+    assert_eq!(refusal, MergeError::TooLong { shape });
+    assert_eq!(
+        refusal.to_string(),
+        "out of shape [1099511627776, 1099511627776, 1, 0] has more rows than can be counted"
+    );
+    assert!(begun.elapsed() < Duration::from_secs(1));
+    // Rows without elements have logsumexps.
+    let (mut memory, mut lse) = ([0.0f32; 0], [0.0f32; 2]);
+    let shape = [1, 2, 1, 0];
+    let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut memory, shape).unwrap());
+    outputs.lse = Some(&mut lse);
+    let parts = [1.0, 2.0].map(|_| Part { out: empty(shape), lse: &[1.0, -2.0] });
+    merge(&parts, &mut outputs).unwrap();
+    assert_eq!(lse, [1.0 + 2f32.ln(), -2.0 + 2f32.ln()]);
 }
