@@ -21,7 +21,7 @@ pub mod testkit;
 
 pub use bind::{Inputs, KvView, Outputs, RunError};
 pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache, SeqId};
-pub use cpu::{Cpu, Workspace};
+pub use cpu::{Cpu, Workspace, WorkspaceError};
 pub use dtype::{Dtype, Element};
 pub use merge::{MergeError, Part, merge};
 pub use plan::{CpuPlan, CudaPlan, KernelChoice, PlanOptions, Unsupported};

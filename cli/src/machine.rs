@@ -53,14 +53,9 @@ pub(crate) fn unplanned(problem: &Problem, facts: &CpuFacts, error: &Unsupported
     }
 }
 
-/// The workspace of a plan, whose allocation alone would end the process where there is no memory.
+/// The workspace of a plan.
 pub(crate) fn workspace(plan: &CpuPlan) -> Result<Workspace> {
-    let bytes = plan.workspace_bytes();
-    let mut memory = Vec::<u8>::new();
-    let asked = std::hint::black_box(&mut memory).try_reserve_exact(bytes);
-    asked.map_err(|_| Failure::new(format_args!("no memory for {bytes} bytes of workspace")))?;
-    drop(memory);
-    Ok(plan.workspace())
+    plan.try_workspace().map_err(Failure::new)
 }
 
 /// What a problem costs at least.

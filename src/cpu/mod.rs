@@ -7,7 +7,7 @@ pub mod limits;
 mod simd;
 mod workspace;
 
-pub use workspace::Workspace;
+pub use workspace::{Workspace, WorkspaceError};
 
 use crate::bind;
 use crate::plan::{CpuFacts, CpuPlan, Isa, PlanOptions, Unsupported};

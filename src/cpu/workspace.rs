@@ -7,6 +7,22 @@
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
+/// There is no memory for a workspace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct WorkspaceError {
+    /// Bytes asked for.
+    pub bytes: usize,
+}
+
+impl std::fmt::Display for WorkspaceError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "no memory for {} bytes of workspace", self.bytes)
+    }
+}
+
+impl std::error::Error for WorkspaceError {}
+
 /// Scratch memory of a run, aligned to cache lines. Reusable by any plan that needs no more than its bytes; what it holds
 /// between runs is never read.
 #[derive(Debug, Clone)]
@@ -15,10 +31,22 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// At least `bytes` bytes of scratch memory.
+    /// At least `bytes` bytes of scratch memory; none where there is no memory for them: [`Cpu::run`](crate::Cpu::run) refuses
+    /// that with the bytes that its plan needs.
     #[must_use]
     pub fn new(bytes: usize) -> Self {
-        Self { lines: vec![Line([0; 64]); bytes.div_ceil(64)] }
+        Self::try_new(bytes).unwrap_or(Self { lines: Vec::new() })
+    }
+
+    /// At least `bytes` bytes of scratch memory.
+    ///
+    /// # Errors
+    /// [`WorkspaceError`] where there is no memory for them.
+    pub fn try_new(bytes: usize) -> Result<Self, WorkspaceError> {
+        let (mut lines, count) = (Vec::new(), bytes.div_ceil(size_of::<Line>()));
+        lines.try_reserve_exact(count).map_err(|_| WorkspaceError { bytes })?;
+        lines.resize(count, Line([0; 64]));
+        Ok(Self { lines })
     }
 
     /// Its size in bytes.
@@ -41,9 +69,17 @@ impl Workspace {
 }
 
 impl crate::CpuPlan {
-    /// Allocates the workspace that a run of this plan needs.
+    /// Allocates the workspace that a run of this plan needs, as [`Workspace::new`].
     #[must_use]
     pub fn workspace(&self) -> Workspace {
         Workspace::new(self.workspace_bytes())
+    }
+
+    /// Allocates the workspace that a run of this plan needs.
+    ///
+    /// # Errors
+    /// [`WorkspaceError`] where there is no memory for it.
+    pub fn try_workspace(&self) -> Result<Workspace, WorkspaceError> {
+        Workspace::try_new(self.workspace_bytes())
     }
 }

@@ -89,7 +89,8 @@ impl Runner for CpuRunner {
     fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
         let unsupported = |e: crate::Unsupported| NotRun::Unsupported(e.to_string());
         let plan = self.cpu.plan(problem, self.options).map_err(unsupported)?;
-        let mut workspace = plan.workspace();
+        let no_memory = |e: crate::WorkspaceError| NotRun::Error(e.to_string());
+        let mut workspace = plan.try_workspace().map_err(no_memory)?;
         workspace.bytes_mut().fill(0xFF);
         let error = |e: crate::RunError| NotRun::Error(e.to_string());
         self.cpu.run(&plan, inputs, outputs, &mut workspace).map_err(error)?;

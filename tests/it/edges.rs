@@ -4,7 +4,8 @@ use crate::support::{answer, build, quantizing};
 use flashtile::cache::NO_PAGE;
 use flashtile::testkit::{Built, Case, Keep, Runner};
 use flashtile::{
-    Codec, Dtype, MergeError, Outputs, Part, QOffset, TensorView, TensorViewMut, Visibility, merge,
+    Codec, Cpu, Dtype, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView, TensorViewMut, Visibility,
+    Workspace, merge,
 };
 use std::time::{Duration, Instant};
 
@@ -89,4 +90,27 @@ fn merging_rows_without_elements_returns_at_once() {
     let parts = [1.0, 2.0].map(|_| Part { out: empty(shape), lse: &[1.0, -2.0] });
     merge(&parts, &mut outputs).unwrap();
     assert_eq!(lse, [1.0 + 2f32.ln(), -2.0 + 2f32.ln()]);
+}
+
+#[test]
+fn a_workspace_that_there_is_no_memory_for_is_refused() {
+    for bytes in [usize::MAX, usize::MAX / 2, isize::MAX as usize - 63] {
+        let refusal = Workspace::try_new(bytes).unwrap_err();
+        assert_eq!(refusal.bytes, bytes);
+        assert_eq!(refusal.to_string(), format!("no memory for {bytes} bytes of workspace"));
+        assert_eq!(Workspace::new(bytes).len(), 0);
+    }
+    assert_eq!(Workspace::try_new(65).unwrap().len(), 128);
+    assert!(Workspace::try_new(0).unwrap().is_empty());
+
+    // A run without memory says how much it needs.
+    let built = build(&Case::new("memory", [1, 1, 1, 2, 3, 4, 4], Dtype::F32));
+    let cpu = Cpu::new();
+    let plan = cpu.plan(&built.problem, PlanOptions::default()).unwrap();
+    assert_eq!(plan.try_workspace().unwrap().len(), plan.workspace().len());
+    let mut out = [0.0f32; 8];
+    let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, [1, 1, 2, 4]).unwrap());
+    let refusal = cpu.run(&plan, &built.inputs(), &mut outputs, &mut Workspace::new(usize::MAX)).unwrap_err();
+    let needed = plan.workspace_bytes();
+    assert_eq!(refusal.to_string(), format!("workspace has 0 bytes, the plan needs {needed}"));
 }
