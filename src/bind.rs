@@ -2,6 +2,7 @@
 
 use crate::cache::TableError;
 use crate::codec::CodesView;
+use crate::problem::MAX_ALIBI_SLOPE;
 use crate::{
     BlockTables, CacheError, Codec, Dtype, KvCache, MaskKind, MaskView, Problem, Sequences, TensorView,
     TensorViewMut,
@@ -70,7 +71,7 @@ pub struct Inputs<'a> {
     pub tree: Option<MaskView<'a>>,
     /// Broadcastable to [`Problem::mask_shape`]; present exactly when the problem has a mask.
     pub mask: Option<MaskView<'a>>,
-    /// `[q_heads]`; present exactly when the problem has ALiBi.
+    /// `[q_heads]`, of magnitudes up to [`MAX_ALIBI_SLOPE`]; present exactly when the problem has ALiBi.
     pub alibi_slopes: Option<&'a [f32]>,
     /// `[q_heads]` logits; present exactly when the problem has sinks.
     pub sinks: Option<&'a [f32]>,
@@ -137,7 +138,7 @@ impl<'a> Outputs<'a> {
 }
 
 /// Why a run did not start. Nothing was written.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RunError {
     /// A tensor's shape is not the problem's.
@@ -185,6 +186,15 @@ pub enum RunError {
     Unexpected {
         /// Name of the input.
         tensor: &'static str,
+    },
+    /// The magnitude of an ALiBi slope is above the maximum, or it is NaN: biases would overflow f32.
+    AlibiSlope {
+        /// Query head.
+        head: usize,
+        /// The slope given.
+        slope: f32,
+        /// The largest magnitude supported.
+        max: f32,
     },
     /// The mask is of another kind than the problem's.
     MaskKind {
@@ -263,6 +273,12 @@ impl std::fmt::Display for RunError {
             }
             Self::Missing { tensor } => write!(f, "{tensor} is missing: the problem has it"),
             Self::Unexpected { tensor } => write!(f, "{tensor} was given but the problem does not have it"),
+            Self::AlibiSlope { head, slope, max } => {
+                write!(
+                    f,
+                    "alibi_slopes[{head}] is {slope:e}, expected -{max:e}..={max:e}: biases would overflow f32"
+                )
+            }
             Self::MaskKind { expected, got } => write!(f, "mask is {got}, expected {expected}"),
             Self::MaskShape { expected, got } => {
                 write!(f, "mask has shape {got:?}, expected {expected:?} with any axis 1")
@@ -438,11 +454,23 @@ pub(crate) fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize
     Ok(())
 }
 
+/// Checks the magnitudes of ALiBi slopes.
+pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
+    let max = MAX_ALIBI_SLOPE;
+    // A NaN is within no range.
+    let refused = |(_, slope): &(usize, &f32)| !(-max..=max).contains(*slope);
+    match slopes.unwrap_or_default().iter().enumerate().find(refused) {
+        Some((head, &slope)) => Err(RunError::AlibiSlope { head, slope, max }),
+        None => Ok(()),
+    }
+}
+
 /// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached, those of a shared
 /// prefix once more for each prefix.
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
     let given = Given::of(inputs);
     given.check(problem)?;
+    check_slopes(inputs.alibi_slopes)?;
     inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))
 }
 

@@ -227,7 +227,8 @@ pub struct DeviceInputs<'a> {
     pub tree: Option<DeviceMask<'a>>,
     /// Broadcastable to [`Problem::mask_shape`](crate::Problem::mask_shape); present exactly when the problem has a mask.
     pub mask: Option<DeviceMask<'a>>,
-    /// `[q_heads]`; present exactly when the problem has ALiBi.
+    /// `[q_heads]`; present exactly when the problem has ALiBi. The host does not see them: a head whose slope is not within
+    /// [`MAX_ALIBI_SLOPE`](crate::problem::MAX_ALIBI_SLOPE) has rows of NaN.
     pub alibi_slopes: Option<DeviceList<'a>>,
     /// `[q_heads]` logits; present exactly when the problem has sinks.
     pub sinks: Option<DeviceList<'a>>,

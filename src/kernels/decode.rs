@@ -23,6 +23,10 @@ use flashtile_kernel::prelude::*;
 #[constant]
 const LOG2E: f32 = std::f32::consts::LOG2_E;
 
+/// The largest magnitude of an ALiBi slope, `2^86`, as the host has it.
+#[constant]
+const MAX_ALIBI_SLOPE: f32 = 7.737_125_2e25;
+
 /// A row's reference may be behind its greatest score by so many powers of 2.
 #[constant]
 const SLACK: f32 = 8.0;
@@ -372,7 +376,9 @@ pub fn decode<
                 begin[t][n] = at.saturating_sub(params.left).clamp(0, sequence.kv_len);
                 end[t][n] = at.saturating_add(params.right).saturating_add(1).clamp(0, sequence.kv_len);
                 if sloped {
-                    slope[t][n] = slopes[head] * LOG2E;
+                    let own = slopes[head];
+                    // The host cannot refuse a slope in the memory of a device: its rows are NaN.
+                    slope[t][n] = select(own.abs() <= MAX_ALIBI_SLOPE, own * LOG2E, f32::NAN);
                 }
                 if masked {
                     mask_row[t][n] = index as u64 * params.mask[0]

@@ -101,12 +101,21 @@ pub enum ProblemError {
         /// The scale given.
         scale: f32,
     },
-    /// The scale, its quotient by the softcap, or the softcap overflows f32 in the units of a kernel.
+    /// The magnitude of the scale, or of its quotient by the softcap, is above the maximum: scores would overflow f32.
     ScaleRange {
         /// The scale, resolved.
         scale: f32,
         /// The softcap, if any.
         softcap: Option<f32>,
+        /// The largest magnitude supported.
+        max: f32,
+    },
+    /// The softcap is above the maximum: the quotient of the scale by it would underflow f32.
+    SoftcapRange {
+        /// The softcap given.
+        softcap: f32,
+        /// The largest supported.
+        max: f32,
     },
     /// The softcap is not a positive finite number.
     Softcap {
@@ -261,11 +270,18 @@ impl fmt::Display for ProblemError {
             Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
             Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),
             Self::Scale { scale } => write!(f, "scale {scale} is not finite"),
-            Self::ScaleRange { scale, softcap: None } => {
-                write!(f, "scale {scale} is too large for f32 arithmetic")
+            Self::ScaleRange { scale, softcap: None, max } => {
+                write!(f, "scale {scale:e} is outside -{max:e}..={max:e}: scores would overflow f32")
             }
-            Self::ScaleRange { scale, softcap: Some(softcap) } => {
-                write!(f, "scale {scale} with softcap {softcap} is too large for f32 arithmetic")
+            Self::ScaleRange { scale, softcap: Some(softcap), max } => write!(
+                f,
+                "scale {scale:e} over softcap {softcap:e} is outside -{max:e}..={max:e}: scores would overflow f32"
+            ),
+            Self::SoftcapRange { softcap, max } => {
+                write!(
+                    f,
+                    "softcap {softcap:e} is above {max:e}: the quotient of the scale by it would underflow f32"
+                )
             }
             Self::Softcap { softcap } => write!(f, "softcap {softcap} is not a positive finite number"),
             Self::OffsetUnsaid { feature, q_len, kv_len } => write!(

@@ -23,7 +23,6 @@ pub use sequence::{Sequence, Sequences};
 pub use visibility::{QOffset, Visibility};
 
 use crate::{Codec, Dtype};
-use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Largest head dimension of q and k, and of v.
@@ -34,6 +33,16 @@ pub const MAX_LEN: usize = (1 << 31) - 1;
 
 /// Largest number of batch entries or packed sequences: a validated problem lists each of them.
 pub const MAX_SEQUENCES: usize = 1 << 22;
+
+/// Largest magnitude of the scale, and of its quotient by the softcap: `2^84`. Products `q . k` of f16 elements are below `2^41`,
+/// and scores in units of log2 then below `2^126`.
+pub const MAX_SCALE: f32 = f32::from_bits((84 + 127) << 23);
+
+/// Largest softcap: `2^64`. Scores are kept in units of it before its tanh, where those of ordinary size are to be normal numbers.
+pub const MAX_SOFTCAP: f32 = f32::from_bits((64 + 127) << 23);
+
+/// Largest magnitude of an ALiBi slope: `2^86`. Distances are below `2^33`, and biases in units of log2 below `2^120`.
+pub const MAX_ALIBI_SLOPE: f32 = f32::from_bits((86 + 127) << 23);
 
 /// Logical dimensions. Tensors are q `[batch, q_heads, q_len, head_dim]`, k `[batch, kv_heads, kv_len, head_dim]`,
 /// v `[batch, kv_heads, kv_len, value_dim]`, out `[batch, q_heads, q_len, value_dim]`, lse `[batch, q_heads, q_len]`.
@@ -268,13 +277,13 @@ impl Problem {
         {
             return Err(ProblemError::Softcap { softcap });
         }
-        // Kernels work in units of log2, or of the softcap.
-        let units = match desc.softcap {
-            None => [scale * LOG2_E; 2],
-            Some(softcap) => [scale / softcap, softcap * LOG2_E],
-        };
-        if !units.iter().all(|x| x.is_finite()) {
-            return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap });
+        if let Some(softcap) = desc.softcap
+            && softcap > MAX_SOFTCAP
+        {
+            return Err(ProblemError::SoftcapRange { softcap, max: MAX_SOFTCAP });
+        }
+        if (scale / desc.softcap.unwrap_or(1.0)).abs() > MAX_SCALE {
+            return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap, max: MAX_SCALE });
         }
         if !matches!(desc.sequences, Sequences::Cached { .. }) {
             let plain = Codec::of(desc.dtype);

@@ -1,11 +1,14 @@
 //! The edges of the numbers: what validation accepts is computed, whatever its magnitude; what cannot be is refused.
 
-use crate::support::{answer, build, quantizing};
+use crate::support::{answer, build, fill, quantizing, runners};
 use flashtile::cache::NO_PAGE;
-use flashtile::testkit::{Built, Case, Keep, Runner};
+use flashtile::problem::{MAX_ALIBI_SLOPE, MAX_SCALE, MAX_SOFTCAP};
+use flashtile::testkit::{
+    Built, Case, Failure, Keep, Runner, SimulatorRunner, Tolerance, compare_lse, compare_out,
+};
 use flashtile::{
-    Codec, Cpu, Dtype, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView, TensorViewMut, Visibility,
-    Workspace, merge,
+    Codec, Cpu, Dtype, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView, TensorViewMut,
+    Visibility, Workspace, merge, reference,
 };
 use std::time::{Duration, Instant};
 
@@ -113,4 +116,77 @@ fn a_workspace_that_there_is_no_memory_for_is_refused() {
     let refusal = cpu.run(&plan, &built.inputs(), &mut outputs, &mut Workspace::new(usize::MAX)).unwrap_err();
     let needed = plan.workspace_bytes();
     assert_eq!(refusal.to_string(), format!("workspace has 0 bytes, the plan needs {needed}"));
+}
+
+/// Every instruction set of this machine that elements make a difference to, and the portable kernels on their simulator.
+fn elements() -> Vec<Box<dyn Runner>> {
+    let cpu = runners().into_iter().map(|runner| Box::new(runner) as Box<dyn Runner>);
+    cpu.chain([Box::new(SimulatorRunner::new()) as Box<dyn Runner>]).collect()
+}
+
+#[test]
+fn slopes_whose_biases_overflow_are_refused() {
+    let case = Case::new("slopes", [1, 2, 2, 3, 5, 64, 64], Dtype::F32).alibi().at(QOffset::BottomRight);
+    let mut built = build(&case);
+    let refusals = [
+        (1e38, "alibi_slopes[1] is 1e38, expected -7.7371252e25..=7.7371252e25: biases would overflow f32"),
+        (
+            -7.7371262e25,
+            "alibi_slopes[1] is -7.737126e25, expected -7.7371252e25..=7.7371252e25: biases would overflow f32",
+        ),
+        (
+            f32::INFINITY,
+            "alibi_slopes[1] is inf, expected -7.7371252e25..=7.7371252e25: biases would overflow f32",
+        ),
+        (
+            f32::NAN,
+            "alibi_slopes[1] is NaN, expected -7.7371252e25..=7.7371252e25: biases would overflow f32",
+        ),
+    ];
+    for (slope, message) in refusals {
+        built.alibi_slopes.as_mut().unwrap().slice_mut()[1] = slope;
+        let refusal = reference::attention(&built.problem, &built.inputs()).unwrap_err();
+        assert_eq!(refusal.to_string(), message);
+        for runner in elements() {
+            assert_eq!(
+                built.run(&*runner).unwrap_err(),
+                Failure::Error(message.to_owned()),
+                "{}",
+                runner.name()
+            );
+        }
+    }
+}
+
+/// Compares out and logsumexp with the oracle, with limits that large scores do not widen.
+fn strictly(built: &Built, runner: &dyn Runner) {
+    let mut expected = reference::attention(&built.problem, &built.inputs()).unwrap();
+    let answer = answer(built, runner);
+    let keys = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap();
+    let tolerance = Tolerance::of(built.problem.dtype(), keys, answer.ran.accumulation);
+    let lse = compare_lse(answer.lse.slice(), &expected, &tolerance);
+    assert!(lse.within(), "{}: lse: {lse}", runner.name());
+    expected.lse.fill(0.0);
+    let out = compare_out(&answer.out.values(), &expected, built.problem.dtype(), &tolerance);
+    assert!(out.within(), "{}: out: {out}", runner.name());
+}
+
+#[test]
+fn the_largest_scales_softcaps_and_slopes_are_computed() {
+    for sign in [1.0, -1.0] {
+        let case = Case::new("largest scale", [1, 2, 1, 5, 40, 128, 128], Dtype::F16).scale(sign * MAX_SCALE);
+        let mut built = build(&case);
+        // The largest products that f16 has.
+        fill(&mut built.q, |_| 65504.0);
+        fill(&mut built.k, |[_, _, j, d]| if d < 3 * j { 65504.0 } else { -65504.0 });
+        let mut alibi =
+            Case::new("largest slope", [1, 2, 1, 5, 40, 64, 64], Dtype::F32).alibi().at(QOffset::At(7));
+        alibi.desc.softcap = Some(MAX_SOFTCAP);
+        let mut sloped = build(&alibi);
+        sloped.alibi_slopes.as_mut().unwrap().slice_mut().fill(sign * MAX_ALIBI_SLOPE);
+        for runner in elements() {
+            strictly(&built, &*runner);
+            strictly(&sloped, &*runner);
+        }
+    }
 }

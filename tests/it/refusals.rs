@@ -3,11 +3,12 @@
 use crate::support::{build, options};
 use flashtile::cache::NO_PAGE;
 use flashtile::plan::{Isa, devices};
-use flashtile::problem::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
+use flashtile::problem::{MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP};
 use flashtile::testkit::{Case, CpuRunner, Guarded, Keep, Layout, MaskFill, Tree};
 use flashtile::{
-    BlockTables, Cpu, CpuPlan, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, ProblemDesc, QOffset,
-    RunError, Sequences, TensorView, TensorViewMut, Unsupported, ViewError, Visibility, Workspace,
+    BlockTables, Cpu, CpuPlan, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, ProblemDesc,
+    ProblemError, QOffset, RunError, Sequences, TensorView, TensorViewMut, Unsupported, ViewError,
+    Visibility, Workspace,
 };
 
 fn case() -> Case {
@@ -72,12 +73,26 @@ fn numbers() {
     refused(|d| d.scale = Some(f32::NEG_INFINITY), "scale -inf is not finite");
     refused(
         |d| d.scale = Some(3e38),
-        "scale 300000000000000000000000000000000000000 is too large for f32 arithmetic",
+        "scale 3e38 is outside -1.9342813e25..=1.9342813e25: scores would overflow f32",
     );
     refused(
         |d| (d.scale, d.softcap) = (Some(10.0), Some(1e-38)),
-        &format!("scale 10 with softcap {} is too large for f32 arithmetic", 1e-38f32),
+        "scale 1e1 over softcap 1e-38 is outside -1.9342813e25..=1.9342813e25: scores would overflow f32",
     );
+    refused(
+        |d| (d.scale, d.softcap) = (Some(1.0), Some(2e19)),
+        "softcap 2e19 is above 1.8446744e19: the quotient of the scale by it would underflow f32",
+    );
+    for scale in [-MAX_SCALE, MAX_SCALE] {
+        let mut desc = case().desc;
+        desc.scale = Some(scale);
+        assert_eq!(desc.clone().validate().unwrap().scale(), scale);
+        desc.scale = Some(scale * (1.0 + f32::EPSILON));
+        assert!(matches!(desc.validate(), Err(ProblemError::ScaleRange { .. })));
+    }
+    let mut desc = case().desc;
+    desc.softcap = Some(MAX_SOFTCAP);
+    desc.validate().unwrap();
     for (softcap, message) in [
         (0.0, "softcap 0 is not a positive finite number"),
         (-1.5, "softcap -1.5 is not a positive finite number"),

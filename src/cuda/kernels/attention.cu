@@ -60,6 +60,8 @@ constexpr u32 NONE = 0xffffffffu;
 constexpr u32 GROUPED = 0x80000000u;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
+// 2^86, as the host has it.
+constexpr float MAX_ALIBI_SLOPE = 77371252455336267181195264.f;
 
 constexpr int E = DTYPE == F32 ? 4 : 2;
 constexpr int WARPS = WQ * WKV, THREADS = 32 * WARPS;
@@ -395,6 +397,14 @@ struct Source {
     }
 };
 
+#if BIAS
+// The slope of a head. The host cannot refuse one whose biases would overflow: its rows are NaN.
+DEVICE float alibi_slope(const Params& p, u32 head) {
+    float slope = ((const float*)p.alibi)[head];
+    return fabsf(slope) <= MAX_ALIBI_SLOPE ? slope : NAN;
+}
+#endif
+
 // What row n of an item's tile sees and adds; nothing past its rows.
 DEVICE Row row_of_tile(const Params& p, const Item& item, u32 n) {
     Row row;
@@ -411,7 +421,7 @@ DEVICE Row row_of_tile(const Params& p, const Item& item, u32 n) {
     row.end = row.end > item.end ? item.end : row.end;
 #if BIAS
     row.p = position;
-    if (p.alibi) row.slope = ((const float*)p.alibi)[at.head] * LOG2E;
+    if (p.alibi) row.slope = alibi_slope(p, at.head) * LOG2E;
     row.tree_key = item.kv_len - item.q_len;
     if (p.tree) row.tree = p.tree + (u64)((item.q_start + at.position) * p.tree_row);
     if (p.mask.at) row.mask = p.mask.at + (u64)(item.sequence * p.mask.batch + at.head * p.mask.head + at.position * p.mask.row);

@@ -13,6 +13,7 @@ typedef long long i64;
 #define DEVICE __device__ __forceinline__
 
 #define INF __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
 
 // ---- asynchronous copies to shared memory
 
