@@ -2,10 +2,10 @@
 
 #![allow(unsafe_code)]
 
+use super::softmax;
 use super::task::TaskState;
 use crate::KvView;
 use crate::cpu::simd::{Simd, store_row};
-use std::f64::consts::{LN_2, LOG2_E};
 
 /// Writes out and lse of rows `first..first + rows` of the task from the running state of the first `rows` rows.
 ///
@@ -13,15 +13,18 @@ use std::f64::consts::{LN_2, LOG2_E};
 /// As [`Simd`]; no other thread writes these rows.
 #[inline(always)]
 pub(in crate::cpu) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: usize) {
-    let dims = work.cx.plan.problem().dims();
+    let problem = work.cx.plan.problem();
+    let dims = problem.dims();
     let out = work.cx.out;
     for r in 0..rows {
         let (i, h) = work.place(first + r);
         // SAFETY: the state of `rows` rows is there; the row exists in out and lse.
         unsafe {
             let (max, sum) = (f64::from(*work.row_max.add(r)), f64::from(*work.row_sum.add(r)));
-            let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]) * LOG2_E);
-            let (scale, lse) = normalizer(max, sum, sink);
+            let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
+            let shift = |slopes: &[f32]| work.query(first + r).alibi_shift(problem, slopes[h]);
+            let shift = work.cx.inputs.alibi_slopes.map_or(0.0, shift);
+            let (scale, lse) = normalizer(max, sum, sink, shift);
             let row = work.sequence.q_start + i;
             let dst = out.row(work.sequence.batch, h, row);
             let acc = work.acc.add(r * work.stride);
@@ -38,14 +41,17 @@ pub(in crate::cpu) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize,
     }
 }
 
-/// Factor of the accumulated values, and the logsumexp, from a row's maximum and sum in units of log2 and the sink's logit in
-/// the same unit (`-inf` without one).
-fn normalizer(max: f64, sum: f64, sink: f64) -> (f32, f32) {
+/// Factor of the accumulated values, and the logsumexp: from a row's maximum and sum in units of log2, the sink's logit (`-inf`
+/// without one), and the shift that all scores lack.
+fn normalizer(max: f64, sum: f64, sink: f64, shift: f64) -> (f32, f32) {
     if sum == 0.0 {
-        return (0.0, (sink * LN_2) as f32);
+        return (0.0, sink as f32);
     }
-    let top = max.max(sink);
+    let sink_log2 = softmax::to_log2(sink - shift);
+    let top = max.max(sink_log2);
     let weight = (max - top).exp2();
-    let total = sum * weight + (sink - top).exp2();
-    ((weight / total) as f32, (top * LN_2 + total.ln()) as f32)
+    let total = sum * weight + (sink_log2 - top).exp2();
+    // A sink that is the greatest has digits that it would lose to the shift.
+    let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(top) + shift };
+    ((weight / total) as f32, (lse + total.ln()) as f32)
 }

@@ -68,6 +68,7 @@ fn modifies<S: Simd>(work: &TaskState<'_>, tile: &Tile) -> bool {
 /// What changes the scores of a query.
 #[inline(always)]
 pub(super) fn modifiers<S: Simd>(work: &TaskState<'_>, tile: &Tile, query: &Query<'_>) -> Modifiers {
+    let problem = work.cx.plan.problem();
     let first = tile.block * work.block_k;
     let mask = match &work.cx.mask {
         Some(table) if tile.mask != Class::Neutral => {
@@ -76,12 +77,12 @@ pub(super) fn modifiers<S: Simd>(work: &TaskState<'_>, tile: &Tile, query: &Quer
         }
         _ => None,
     };
-    let position = (query.position as i64 + query.sequence.q_offset - first as i64) as f32;
+    let alibi = |slopes: &[f32]| (slopes[query.head], (query.nearest(problem) - first as i64) as f32);
     Modifiers {
         scale: if S::PAIRS { work.score_scale() } else { 1.0 },
         offset: 0.0,
-        softcap: work.cx.plan.problem().desc().softcap,
-        alibi: work.cx.inputs.alibi_slopes.map(|slopes| (slopes[query.head], position)),
+        softcap: problem.desc().softcap,
+        alibi: work.cx.inputs.alibi_slopes.map(alibi),
         mask,
     }
 }

@@ -16,14 +16,34 @@ pub(super) struct Modifiers {
     /// What is added then: what the mean of the keys has to do with the query.
     pub(super) offset: f32,
     pub(super) softcap: Option<f32>,
-    /// ALiBi slope, and the query position counted from the first column.
+    /// ALiBi slope, and the position that distances are from, counted from the first column.
     pub(super) alibi: Option<(f32, f32)>,
     /// The mask row, the key of the first column, and keys of the mask's axis.
     pub(super) mask: Option<(MaskRow, usize, usize)>,
 }
 
-/// Finite biases below it count as it: only `-inf` hides, and in units of log2 the least of f32 would be that.
-const LOWEST_BIAS: f32 = -2.0e38;
+/// Of a bias of a greater magnitude, `2^126`, what is above it counts [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest
+/// of f32 would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
+const HUGE_BIAS: f32 = f32::from_bits((126 + 127) << 23);
+const HUGE_RATE: f32 = 0.5;
+
+/// A score in units of log2.
+pub(super) fn to_log2(score: f64) -> f64 {
+    let core = score.clamp(-f64::from(HUGE_BIAS), f64::from(HUGE_BIAS));
+    // An infinite score leaves an infinite rest.
+    core * std::f64::consts::LOG2_E + (score - core) * f64::from(HUGE_RATE)
+}
+
+/// What [`to_log2`] and [`modify`] made a score in units of log2 from.
+pub(super) fn from_log2(x: f64) -> f64 {
+    let huge = f64::from(HUGE_BIAS) * f64::from(LOG2_E);
+    if x.abs() <= huge || !x.is_finite() {
+        return x * std::f64::consts::LN_2;
+    }
+    // The sum that it is of was rounded.
+    let magnitude = f64::from(HUGE_BIAS) + (x.abs() - huge) / f64::from(HUGE_RATE);
+    magnitude.min(f64::from(f32::MAX)).copysign(x)
+}
 
 static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
 
@@ -75,7 +95,11 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
             }
             if let Some((row, first, keys)) = with.mask {
                 let bias = mask_bias::<S>(row, first + c, keys);
-                let sum = S::fma(S::max(S::splat(LOWEST_BIAS), bias), S::splat(LOG2_E), x);
+                // A NaN passes both comparisons.
+                let core = S::max(S::splat(-HUGE_BIAS), bias);
+                let core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
+                let sum = S::fma(core, S::splat(LOG2_E), x);
+                let sum = S::fma(S::sub(bias, core), S::splat(HUGE_RATE), sum);
                 x = S::select_eq(bias, hidden, hidden, sum);
             }
             S::store(scores.add(c), x);

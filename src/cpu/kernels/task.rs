@@ -15,7 +15,7 @@ use super::softmax::Fold;
 use super::stream::MAX_ROWS;
 use crate::cpu::isa::Kernels;
 use crate::plan::{Reduction, Rows, Target, Task, sequence_of, spans, visible_union};
-use crate::problem::Sequence;
+use crate::problem::{Problem, Sequence};
 use crate::tensor::MaskRow;
 use crate::{BlockTables, KvView};
 use std::f32::consts::LOG2_E;
@@ -91,6 +91,22 @@ pub(super) struct Query<'a> {
     /// Position in its sequence.
     pub(super) position: usize,
     pub(super) head: usize,
+}
+
+impl Query<'_> {
+    /// The position from which ALiBi counts distances: that of the nearest key that the row sees. The distance to it is the
+    /// same for all keys and changes no probability, but would leave f32 no digits for what does.
+    pub(super) fn nearest(&self, problem: &Problem) -> i64 {
+        let own = self.position as i64 + self.sequence.q_offset;
+        let seen = problem.visible(self.sequence, self.position);
+        if seen.is_empty() { own } else { own.clamp(seen.start as i64, seen.end as i64 - 1) }
+    }
+
+    /// What its scores lack because distances are counted from [`Query::nearest`].
+    pub(super) fn alibi_shift(&self, problem: &Problem, slope: f32) -> f64 {
+        let own = self.position as i64 + self.sequence.q_offset;
+        -f64::from(slope) * own.abs_diff(self.nearest(problem)) as f64
+    }
 }
 
 /// Rows of the task, and the columns of a block that some of them see.
