@@ -396,6 +396,22 @@ pub(crate) unsafe fn store_row<S: Simd>(dtype: Dtype, dst: *mut u8, src: *const 
     }
 }
 
+/// Whether whole vectors of `n` elements hold neither infinities nor NaN.
+///
+/// # Safety
+/// As [`Simd`], with `values` valid for `n` elements.
+#[inline(always)]
+pub(crate) unsafe fn all_finite<S: Simd>(values: *const f32, n: usize) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut probe = S::splat(0.0);
+        for c in (0..n).step_by(S::LANES) {
+            probe = S::fma(S::load(values.add(c)), S::splat(0.0), probe);
+        }
+        S::reduce_add(probe) == 0.0
+    }
+}
+
 /// `2^x` for `x <= 0`, relative error below 2e-7; 0 where `x < -126`, `2^0 = 1` exactly, NaN gives NaN.
 ///
 /// # Safety

@@ -2,10 +2,11 @@
 
 #![allow(unsafe_code)]
 
+use super::overflow;
 use super::softmax;
-use super::task::TaskState;
+use super::task::{Query, TaskState};
 use crate::KvView;
-use crate::cpu::simd::{Simd, store_row};
+use crate::cpu::simd::{Simd, all_finite, store_row};
 
 /// Writes out and lse of rows `first..first + rows` of the task from the running state of the first `rows` rows.
 ///
@@ -34,6 +35,12 @@ pub(in crate::cpu) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize,
                 crate::codec::unrotate(rotation, std::slice::from_raw_parts_mut(acc, dims.value_dim));
             }
             store_row::<S>(out.dtype(), dst, acc, scale, dims.value_dim);
+            if sum.is_finite() && !all_finite::<S>(acc, work.stride) {
+                let sums = std::slice::from_raw_parts(acc, dims.value_dim);
+                let Query { index, sequence, position, head } = work.query(first + r);
+                let row = overflow::Row { cx: work.cx, sequence, index, position, head };
+                row.means(sums, |c, mean| overflow::store(out.dtype(), dst, c, mean));
+            }
             if !work.cx.lse.is_null() {
                 *work.cx.lse.add((work.sequence.batch * dims.q_heads + h) * dims.q_len + row) = lse;
             }

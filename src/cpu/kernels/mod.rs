@@ -4,6 +4,7 @@ mod codes;
 mod epilogue;
 mod gemm;
 mod mask;
+mod overflow;
 mod pack;
 mod probs;
 mod scores;

@@ -9,7 +9,7 @@ use super::pack::{self, Run};
 use super::probs::modifiers;
 use super::task::{Path, Stored, TaskState, Tile};
 use super::tiles;
-use crate::cpu::simd::{Elem, Simd, TILE};
+use crate::cpu::simd::{Elem, Simd, TILE, all_finite};
 use crate::tensor::MaskRow;
 use std::ops::Range;
 
@@ -229,12 +229,7 @@ pub(in crate::cpu) unsafe fn repair_nonfinite<S: Simd>(work: &TaskState<'_>, til
     for r in 0..tile.rows.len() {
         // SAFETY: the row of values holds `stride` elements.
         unsafe {
-            let values = work.block_out.add(r * work.stride);
-            let mut probe = S::splat(0.0);
-            for c in (0..work.stride).step_by(S::LANES) {
-                probe = S::fma(S::load(values.add(c)), S::splat(0.0), probe);
-            }
-            if S::reduce_add(probe) != 0.0 {
+            if !all_finite::<S>(work.block_out.add(r * work.stride), work.stride) {
                 repair_row::<S>(work, tile, r);
             }
         }
