@@ -349,6 +349,7 @@ impl Job {
                     lse: M::view_mut(lse),
                     with_sinks: false,
                     with_lse: true,
+                    shifted: false,
                     groups: *groups,
                 };
                 call.launch_instance(device, &self.instance)

@@ -22,6 +22,8 @@ use flashtile_kernel::prelude::*;
 
 #[constant]
 const LOG2E: f32 = std::f32::consts::LOG2_E;
+#[constant]
+pub(super) const LN2: f32 = std::f32::consts::LN_2;
 
 /// The largest magnitude of an ALiBi slope, `2^86`, as the host has it.
 #[constant]
@@ -31,13 +33,23 @@ const MAX_ALIBI_SLOPE: f32 = 7.737_125_2e25;
 #[constant]
 const SLACK: f32 = 8.0;
 
+/// A power of two by which sums of more keys than there can be, of weights up to `2^SLACK`, are as small as a value.
+#[constant]
+pub(super) const SHRINK: f32 = 9.094_947e-13;
+
 /// The least scale of a value that counts for a row's reference, in units of log2.
 #[constant]
 const LEAST_SCALE: f32 = -60.0;
 
-/// The least finite bias of a mask, that is none in units of log2.
+/// Of a bias of a greater magnitude, `2^126`, what is above it counts [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest
+/// of f32 would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
 #[constant]
-const LEAST_BIAS: f32 = -2.0e38;
+const HUGE_BIAS: f32 = 8.507_059e37;
+#[constant]
+const HUGE_RATE: f32 = 0.5;
+/// [`HUGE_BIAS`] in units of log2.
+#[constant]
+pub(super) const HUGE_SCORE: f32 = 1.227_309_2e38;
 
 /// What is between a row of the problem and memory. Strides of q, mask and tree are in elements, of keys and values in bytes; bounds
 /// that are not there are the greatest `i32`.
@@ -84,10 +96,14 @@ pub struct Attend {
 }
 
 impl Attend {
+    /// Rows of all heads.
+    pub(super) fn rows(&self) -> u64 {
+        [self.batches, self.queries, self.q_heads].into_iter().map(u64::from).fold(1, u64::saturating_mul)
+    }
+
     /// Partial results of all rows, of `simds` SIMD groups.
     pub(super) fn results(&self, simds: usize) -> u64 {
-        let numbers = [self.batches, self.queries, self.q_heads, self.parts, simds as u32];
-        numbers.into_iter().map(u64::from).fold(1, u64::saturating_mul)
+        [self.parts, simds as u32].into_iter().map(u64::from).fold(self.rows(), u64::saturating_mul)
     }
 }
 
@@ -250,6 +266,25 @@ pub(super) fn added(a: [[f32; 2]; 2], b: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
     sum
 }
 
+/// A score in units of log2.
+#[device]
+pub(super) fn to_log2(score: f32) -> f32 {
+    let core = score.max(-HUGE_BIAS).min(HUGE_BIAS);
+    // Of infinities and NaN the rest is what they are.
+    core * LOG2E + (score - core) * HUGE_RATE
+}
+
+/// The score of a number in units of log2 that [`to_log2`] made.
+#[device]
+pub(super) fn from_log2(x: f32) -> f32 {
+    if x.abs() <= HUGE_SCORE || x.abs() == f32::INFINITY {
+        return x * LN2;
+    }
+    // The sum that it is of was rounded.
+    let magnitude = (HUGE_BIAS + (x.abs() - HUGE_SCORE) / HUGE_RATE).min(3.402_823_5e38);
+    select(x < 0.0, -magnitude, magnitude)
+}
+
 /// What a mask adds at an element, in its own units.
 #[device]
 pub(super) fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
@@ -268,7 +303,8 @@ pub(super) fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
     number[0]
 }
 
-/// Partial results of attention of the rows of a key/value head: see the module.
+/// Partial results of attention of the rows of a key/value head: see the module. With ALiBi, distances are from the nearest key that a
+/// row sees, and what its scores lack then, in units of the score, follows the tops.
 ///
 /// Groups are (key/value heads times tiles of `8 * T` rows, parts, sequences). `Q` is the type of q; `K` and `V` are those of products with
 /// keys and with values: that of their elements, f16 for codes, f32 where q is f32 or of another type than they.
@@ -281,6 +317,7 @@ pub(super) fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
     requires(sequences.len() >= 8 * groups[2] as usize, "eight numbers of every sequence"),
     requires(tops.len() as u64 >= params.results(S).saturating_mul(2), "tops of every partial result"),
+    requires(!sloped || tops.len() as u64 >= params.results(S).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
     requires(sums.len() as u64 >= params.results(S).saturating_mul(DV as u64), "sums of every partial result"),
     requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
     bench(
@@ -375,10 +412,23 @@ pub fn decode<
                 position[t][n] = at;
                 begin[t][n] = at.saturating_sub(params.left).clamp(0, sequence.kv_len);
                 end[t][n] = at.saturating_add(params.right).saturating_add(1).clamp(0, sequence.kv_len);
+                if begin[t][n] < end[t][n] {
+                    // What lies between a row and the nearest key that it sees changes no weight, and leaves f32 no digits for what does:
+                    // it is added to the logsumexp.
+                    position[t][n] = at.clamp(begin[t][n], end[t][n] - 1);
+                }
                 if sloped {
                     let own = slopes[head];
                     // The host cannot refuse a slope in the memory of a device: its rows are NaN.
                     slope[t][n] = select(own.abs() <= MAX_ALIBI_SLOPE, own * LOG2E, f32::NAN);
+                    if group_y() == 0 && simd_index() == 0 && lane_row == 0 {
+                        let result = (sequence.batch * params.queries + sequence.q_start + query)
+                            * params.q_heads
+                            + head;
+                        let results =
+                            params.batches * params.queries * params.q_heads * params.parts * S as u32;
+                        tops[2 * results + result] = -own * at.abs_diff(position[t][n]) as f32;
+                    }
                 }
                 if masked {
                     mask_row[t][n] = index as u64 * params.mask[0]
@@ -538,234 +588,287 @@ pub fn decode<
     let mut acc = [[[[0.0; 2]; 2]; VN]; T];
     let mut top = [[f32::NEG_INFINITY; 2]; T];
     let mut weights = [[0.0; 2]; T];
-    while tile < tiles {
-        tile += S as i32;
-        let next = base + step;
-        let mut scores = [[[[0.0; 2]; 2]; T]; U];
-        let mut v_scale = [[no_scale(); 2]; U];
-        for u in 0..U {
-            let mut whole = [[[0.0; 2]; 2]; T];
-            let low_keys = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_levels, codebooks);
-            let high_keys = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_levels, codebooks);
-            // Numbers of codebooks are no f16, as those of other codes are.
-            let mut low_rests = low_keys;
-            let mut high_rests = high_keys;
-            if KF >= MLX4 {
-                low_rests = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_rests, codebooks);
-                high_rests = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_rests, codebooks);
-            }
-            for i in 0..KN {
-                let first = left::<K>(low_keys[KE * i], low_keys[KE * i + KE - 1]);
-                let second = left::<K>(high_keys[KE * i], high_keys[KE * i + KE - 1]);
+    // A row whose sums overflow, though its weights do not, is computed again with sums that are smaller by SHRINK.
+    let first_tile = tile;
+    let first_base = base;
+    let mut shrink = [[1.0; 2]; T];
+    let mut passes = 0u32;
+    while passes < 2 {
+        while tile < tiles {
+            tile += S as i32;
+            // What comes after the last tile is the first one, if there is a second pass.
+            let next = select(tile < tiles, base + step, first_base);
+            let mut scores = [[[[0.0; 2]; 2]; T]; U];
+            let mut v_scale = [[no_scale(); 2]; U];
+            for u in 0..U {
+                let mut whole = [[[0.0; 2]; 2]; T];
+                let low_keys = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_levels, codebooks);
+                let high_keys = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_levels, codebooks);
+                // Numbers of codebooks are no f16, as those of other codes are.
+                let mut low_rests = low_keys;
+                let mut high_rests = high_keys;
+                if KF >= MLX4 {
+                    low_rests = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][0], pair, k_rests, codebooks);
+                    high_rests = pairs::<KF, D, 4, KW, KP, KE>(k_words[u][1], pair, k_rests, codebooks);
+                }
+                for i in 0..KN {
+                    let first = left::<K>(low_keys[KE * i], low_keys[KE * i + KE - 1]);
+                    let second = left::<K>(high_keys[KE * i], high_keys[KE * i + KE - 1]);
+                    for t in 0..T {
+                        let mut part = scores[u][t];
+                        // In f32 sums of 64 products are summed: their error is that of fewer additions.
+                        if KE == 2 && i % 8 == 0 {
+                            part = [[0.0; 2]; 2];
+                            whole[t] = added(whole[t], scores[u][t]);
+                        }
+                        if KF >= MLX4 && D == 512 && i == KN / 2 {
+                            part = [[0.0; 2]; 2];
+                            whole[t] = of_half(scores[u][t], k_scales[u], 0);
+                        }
+                        scores[u][t] = multiply_add::<K>([first, second], right_q[t][i], part);
+                        if KF >= INT8 {
+                            scores[u][t] = multiply_add::<K>([first, second], right_rest[t][i], scores[u][t]);
+                        }
+                        if KF >= MLX4 {
+                            let first_rest = left::<K>(low_rests[KE * i], low_rests[KE * i + KE - 1]);
+                            let second_rest = left::<K>(high_rests[KE * i], high_rests[KE * i + KE - 1]);
+                            scores[u][t] =
+                                multiply_add::<K>([first_rest, second_rest], right_q[t][i], scores[u][t]);
+                        }
+                    }
+                }
                 for t in 0..T {
-                    let mut part = scores[u][t];
-                    // In f32 sums of 64 products are summed: their error is that of fewer additions.
-                    if KE == 2 && i % 8 == 0 {
-                        part = [[0.0; 2]; 2];
-                        whole[t] = added(whole[t], scores[u][t]);
+                    if KE == 2 {
+                        scores[u][t] = added(whole[t], scores[u][t]);
                     }
-                    if KF >= MLX4 && D == 512 && i == KN / 2 {
-                        part = [[0.0; 2]; 2];
-                        whole[t] = of_half(scores[u][t], k_scales[u], 0);
+                    if KF >= MLX4 && D == 512 {
+                        scores[u][t] = added(whole[t], of_half(scores[u][t], k_scales[u], 1));
                     }
-                    scores[u][t] = multiply_add::<K>([first, second], right_q[t][i], part);
-                    if KF >= INT8 {
-                        scores[u][t] = multiply_add::<K>([first, second], right_rest[t][i], scores[u][t]);
+                }
+                for h in 0..2usize {
+                    for t in 0..T {
+                        for n in 0..2usize {
+                            scores[u][t][h][n] =
+                                scores[u][t][h][n] * (unit[t][n] * k_scales[u][h].whole) + bias[t][n];
+                        }
                     }
-                    if KF >= MLX4 {
-                        let first_rest = left::<K>(low_rests[KE * i], low_rests[KE * i + KE - 1]);
-                        let second_rest = left::<K>(high_rests[KE * i], high_rests[KE * i + KE - 1]);
-                        scores[u][t] =
-                            multiply_add::<K>([first_rest, second_rest], right_q[t][i], scores[u][t]);
+                    v_scale[u][h] = v_scales[u][h];
+                    let key = (next + 16 * u as u32 + 8 * h as u32 + lane_row).min(last);
+                    let row = find::<KF, D, PAGED>(table, params, sequence, index, k_source, key);
+                    k_words[u][h] = fetch::<KF, D, 4, KW, KPIECE, KALIGN>(k, row, pair, k_levels, codebooks);
+                    k_scales[u][h] = scale_of::<KF, D>(k, row);
+                    if VF >= INT8 {
+                        let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                        v_scales[u][h] = scale_of::<VF, DV>(v, row);
                     }
                 }
             }
-            for t in 0..T {
-                if KE == 2 {
-                    scores[u][t] = added(whole[t], scores[u][t]);
-                }
-                if KF >= MLX4 && D == 512 {
-                    scores[u][t] = added(whole[t], of_half(scores[u][t], k_scales[u], 1));
-                }
-            }
-            for h in 0..2usize {
-                for t in 0..T {
-                    for n in 0..2usize {
-                        scores[u][t][h][n] =
-                            scores[u][t][h][n] * (unit[t][n] * k_scales[u][h].whole) + bias[t][n];
-                    }
-                }
-                v_scale[u][h] = v_scales[u][h];
-                let key = (next + 16 * u as u32 + 8 * h as u32 + lane_row).min(last);
-                let row = find::<KF, D, PAGED>(table, params, sequence, index, k_source, key);
-                k_words[u][h] = fetch::<KF, D, 4, KW, KPIECE, KALIGN>(k, row, pair, k_levels, codebooks);
-                k_scales[u][h] = scale_of::<KF, D>(k, row);
-                if VF >= INT8 {
-                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
-                    v_scales[u][h] = scale_of::<VF, DV>(v, row);
-                }
-            }
-        }
 
-        // What hides and changes scores; the greatest of them with the scale of the value.
-        let partial = masked || (base as i32) < full_low || base as i32 + keys > full_high;
-        let mut grown = false;
-        let mut greatest = [[f32::NEG_INFINITY; 2]; T];
-        for u in 0..U {
-            for h in 0..2usize {
-                let key = base as i32 + 16 * u as i32 + 8 * h as i32 + lane_row as i32;
-                let mut scale = 0.0;
-                if VF >= INT8 {
-                    scale = v_scale[u][h].whole.log2().max(LEAST_SCALE);
+            // What hides and changes scores; the greatest of them with the scale of the value.
+            let partial = masked || (base as i32) < full_low || base as i32 + keys > full_high;
+            let mut grown = false;
+            let mut greatest = [[f32::NEG_INFINITY; 2]; T];
+            for u in 0..U {
+                for h in 0..2usize {
+                    let key = base as i32 + 16 * u as i32 + 8 * h as i32 + lane_row as i32;
+                    let mut scale = 0.0;
+                    if VF >= INT8 {
+                        scale = v_scale[u][h].whole.log2().max(LEAST_SCALE);
+                    }
+                    for t in 0..T {
+                        for n in 0..2usize {
+                            let mut score = scores[u][t][h][n];
+                            if capped {
+                                score = params.cap * score.tanh();
+                            }
+                            if sloped {
+                                score -= slope[t][n] * position[t][n].abs_diff(key) as f32;
+                            }
+                            if partial {
+                                let mut seen = key >= begin[t][n] && key < end[t][n];
+                                if treed && seen && key >= tree_key {
+                                    let column = (key - tree_key) as u64 * params.tree_step as u64;
+                                    seen = tree[tree_row[t][n] + column] as u32 != 0;
+                                }
+                                if masked && seen {
+                                    let column = key as u64 * params.mask_step as u64;
+                                    let bias = bias_at(mask, params.mask_kind, mask_row[t][n] + column);
+                                    seen = bias != f32::NEG_INFINITY;
+                                    let core = bias.max(-HUGE_BIAS).min(HUGE_BIAS);
+                                    score += core * LOG2E;
+                                    score += (bias - core) * HUGE_RATE;
+                                    if bias.is_nan() {
+                                        score = f32::NAN;
+                                    }
+                                }
+                                score = select(seen, score, f32::NEG_INFINITY);
+                            }
+                            scores[u][t][h][n] = score;
+                            greatest[t][n] = greatest[t][n].max(score + scale);
+                            grown = grown || score + scale > top[t][n] + SLACK;
+                        }
+                    }
                 }
+            }
+            if simd_any(grown) {
                 for t in 0..T {
                     for n in 0..2usize {
-                        let mut score = scores[u][t][h][n];
-                        if capped {
-                            score = params.cap * score.tanh();
-                        }
-                        if sloped {
-                            score -= slope[t][n] * position[t][n].abs_diff(key) as f32;
-                        }
-                        if partial {
-                            let mut seen = key >= begin[t][n] && key < end[t][n];
-                            if treed && seen && key >= tree_key {
-                                let column = (key - tree_key) as u64 * params.tree_step as u64;
-                                seen = tree[tree_row[t][n] + column] as u32 != 0;
+                        let new = top[t][n].max(matrix_column_max(greatest[t][n]));
+                        let by = select(new == f32::NEG_INFINITY, 1.0, (top[t][n] - new).exp2());
+                        top[t][n] = new;
+                        weights[t][n] *= by;
+                        for i in 0..VN {
+                            for h in 0..2usize {
+                                acc[t][i][h][n] *= by;
                             }
-                            if masked && seen {
-                                let column = key as u64 * params.mask_step as u64;
-                                let bias = bias_at(mask, params.mask_kind, mask_row[t][n] + column);
-                                seen = bias != f32::NEG_INFINITY;
-                                // In units of log2 the least finite bias would be minus infinity, which hides.
-                                score += bias.max(LEAST_BIAS) * LOG2E;
-                                if bias.is_nan() {
-                                    score = f32::NAN;
+                        }
+                    }
+                }
+            }
+
+            for u in 0..U {
+                // Weights, as right operands of eight keys.
+                let mut weight = [[[0.0; 2]; 2]; T];
+                for t in 0..T {
+                    for h in 0..2usize {
+                        for n in 0..2usize {
+                            let score = scores[u][t][h][n];
+                            let w = select(score == f32::NEG_INFINITY, 0.0, (score - top[t][n]).exp2());
+                            weights[t][n] += w;
+                            weight[t][h][n] = w;
+                            if VF >= INT8 {
+                                weight[t][h][n] = select(w == 0.0, 0.0, w * v_scale[u][h].whole);
+                            }
+                        }
+                    }
+                }
+                if passes == 1 {
+                    for t in 0..T {
+                        for h in 0..2usize {
+                            for n in 0..2usize {
+                                weight[t][h][n] *= shrink[t][n];
+                            }
+                        }
+                    }
+                }
+                // Codes are finite numbers but for those of e4m3.
+                let mut careful = false;
+                if partial && (VF < INT8 || VF == FP8) {
+                    for n in 0..4usize {
+                        careful = careful || not_finite::<VF, VW>(v_words[u][n]);
+                    }
+                    careful = simd_any(careful);
+                }
+                if careful {
+                    // Products with hidden keys would not be 0: key by key, of those that a row sees. How many there are is not
+                    // known to compilers: written out, this path would be most of the kernel.
+                    let first = base + 16 * u as u32;
+                    for n in 0..(last + 1).saturating_sub(first).min(16) {
+                        let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, first + n);
+                        let from = matrix_lane(n % 8, pair);
+                        let mut seen = [[false; 2]; T];
+                        let mut w = [[0.0; 2]; T];
+                        for t in 0..T {
+                            for m in 0..2usize {
+                                let score = select(n < 8, scores[u][t][0][m], scores[u][t][1][m]);
+                                seen[t][m] = simd_shuffle(score, from) != f32::NEG_INFINITY;
+                                w[t][m] = simd_shuffle(select(n < 8, weight[t][0][m], weight[t][1][m]), from);
+                            }
+                        }
+                        for i in 0..VN {
+                            for half in 0..2usize {
+                                let c = coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + half) as u32);
+                                let x = gather::<VF, DV>(v, row, c, v_levels, codebooks);
+                                for t in 0..T {
+                                    for m in 0..2usize {
+                                        acc[t][i][half][m] += select(seen[t][m], w[t][m] * x, 0.0);
+                                    }
                                 }
                             }
-                            score = select(seen, score, f32::NEG_INFINITY);
                         }
-                        scores[u][t][h][n] = score;
-                        greatest[t][n] = greatest[t][n].max(score + scale);
-                        grown = grown || score + scale > top[t][n] + SLACK;
+                    }
+                } else {
+                    for h in 0..2usize {
+                        let a = with_norms::<VF, DV, 8, VPIECE, VP>(
+                            pairs::<VF, DV, 8, VW, VP, VE>(v_words[u][2 * h], lane_row, v_levels, codebooks),
+                            lane_row,
+                            v_parts[u][2 * h],
+                        );
+                        let b = with_norms::<VF, DV, 8, VPIECE, VP>(
+                            pairs::<VF, DV, 8, VW, VP, VE>(
+                                v_words[u][2 * h + 1],
+                                lane_row,
+                                v_levels,
+                                codebooks,
+                            ),
+                            lane_row,
+                            v_parts[u][2 * h + 1],
+                        );
+                        for t in 0..T {
+                            let right_w = right::<V>(weight[t][h][0], weight[t][h][1]);
+                            for i in 0..VN {
+                                let mut first = left::<V>(a[VE * i], b[VE * i]);
+                                let mut second = left::<V>(a[VE * i + VE - 1], b[VE * i + VE - 1]);
+                                if VE == 1 {
+                                    // Words of two coordinates of one key become words of two keys of one coordinate.
+                                    let even = byte_permute(a[i], b[i], 0x5410);
+                                    let odd = byte_permute(a[i], b[i], 0x7632);
+                                    first = left::<V>(even, even);
+                                    second = left::<V>(odd, odd);
+                                }
+                                acc[t][i] = multiply_add::<V>([first, second], right_w, acc[t][i]);
+                            }
+                        }
+                    }
+                }
+                for n in 0..4usize {
+                    let key =
+                        (next + 16 * u as u32 + 8 * (n / 2) as u32 + 2 * pair + (n % 2) as u32).min(last);
+                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
+                    v_words[u][n] =
+                        fetch::<VF, DV, 8, VW, VPIECE, VALIGN>(v, row, lane_row, v_levels, codebooks);
+                    if VF >= MLX4 {
+                        let scale = scale_of::<VF, DV>(v, row);
+                        v_parts[u][n] = scale.parts;
                     }
                 }
             }
+            base = next;
         }
-        if simd_any(grown) {
+        passes += 1;
+        let mut overflowed = false;
+        // Of f16 and of codes the largest sums are numbers.
+        if passes == 1 && (VF == F32 || VF == BF16) {
             for t in 0..T {
                 for n in 0..2usize {
-                    let new = top[t][n].max(matrix_column_max(greatest[t][n]));
-                    let by = select(new == f32::NEG_INFINITY, 1.0, (top[t][n] - new).exp2());
-                    top[t][n] = new;
-                    weights[t][n] *= by;
+                    let mut found = 0.0;
                     for i in 0..VN {
                         for h in 0..2usize {
-                            acc[t][i][h][n] *= by;
+                            found = select(acc[t][i][h][n].abs() < f32::INFINITY, found, 1.0);
                         }
                     }
+                    let any = matrix_column_max(found);
+                    let sum = matrix_column_sum(weights[t][n]);
+                    let overflows = any > 0.0 && sum < f32::INFINITY;
+                    shrink[t][n] = select(overflows, SHRINK, 1.0);
+                    overflowed = overflowed || overflows;
                 }
             }
         }
-
-        for u in 0..U {
-            // Weights, as right operands of eight keys.
-            let mut weight = [[[0.0; 2]; 2]; T];
-            for t in 0..T {
-                for h in 0..2usize {
-                    for n in 0..2usize {
-                        let score = scores[u][t][h][n];
-                        let w = select(score == f32::NEG_INFINITY, 0.0, (score - top[t][n]).exp2());
-                        weights[t][n] += w;
-                        weight[t][h][n] = w;
-                        if VF >= INT8 {
-                            weight[t][h][n] = select(w == 0.0, 0.0, w * v_scale[u][h].whole);
-                        }
-                    }
-                }
-            }
-            // Codes are finite numbers but for those of e4m3.
-            let mut careful = false;
-            if partial && (VF < INT8 || VF == FP8) {
-                for n in 0..4usize {
-                    careful = careful || not_finite::<VF, VW>(v_words[u][n]);
-                }
-                careful = simd_any(careful);
-            }
-            if careful {
-                // Products with hidden keys would not be 0: key by key, of those that a row sees. How many there are is not
-                // known to compilers: written out, this path would be most of the kernel.
-                let first = base + 16 * u as u32;
-                for n in 0..(last + 1).saturating_sub(first).min(16) {
-                    let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, first + n);
-                    let from = matrix_lane(n % 8, pair);
-                    let mut seen = [[false; 2]; T];
-                    let mut w = [[0.0; 2]; T];
-                    for t in 0..T {
-                        for m in 0..2usize {
-                            let score = select(n < 8, scores[u][t][0][m], scores[u][t][1][m]);
-                            seen[t][m] = simd_shuffle(score, from) != f32::NEG_INFINITY;
-                            w[t][m] = simd_shuffle(select(n < 8, weight[t][0][m], weight[t][1][m]), from);
-                        }
-                    }
-                    for i in 0..VN {
-                        for half in 0..2usize {
-                            let c = coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + half) as u32);
-                            let x = gather::<VF, DV>(v, row, c, v_levels, codebooks);
-                            for t in 0..T {
-                                for m in 0..2usize {
-                                    acc[t][i][half][m] += select(seen[t][m], w[t][m] * x, 0.0);
-                                }
-                            }
-                        }
-                    }
-                }
-            } else {
-                for h in 0..2usize {
-                    let a = with_norms::<VF, DV, 8, VPIECE, VP>(
-                        pairs::<VF, DV, 8, VW, VP, VE>(v_words[u][2 * h], lane_row, v_levels, codebooks),
-                        lane_row,
-                        v_parts[u][2 * h],
-                    );
-                    let b = with_norms::<VF, DV, 8, VPIECE, VP>(
-                        pairs::<VF, DV, 8, VW, VP, VE>(v_words[u][2 * h + 1], lane_row, v_levels, codebooks),
-                        lane_row,
-                        v_parts[u][2 * h + 1],
-                    );
-                    for t in 0..T {
-                        let right_w = right::<V>(weight[t][h][0], weight[t][h][1]);
-                        for i in 0..VN {
-                            let mut first = left::<V>(a[VE * i], b[VE * i]);
-                            let mut second = left::<V>(a[VE * i + VE - 1], b[VE * i + VE - 1]);
-                            if VE == 1 {
-                                // Words of two coordinates of one key become words of two keys of one coordinate.
-                                let even = byte_permute(a[i], b[i], 0x5410);
-                                let odd = byte_permute(a[i], b[i], 0x7632);
-                                first = left::<V>(even, even);
-                                second = left::<V>(odd, odd);
-                            }
-                            acc[t][i] = multiply_add::<V>([first, second], right_w, acc[t][i]);
-                        }
-                    }
-                }
-            }
-            for n in 0..4usize {
-                let key = (next + 16 * u as u32 + 8 * (n / 2) as u32 + 2 * pair + (n % 2) as u32).min(last);
-                let row = find::<VF, DV, PAGED>(table, params, sequence, index, v_source, key);
-                v_words[u][n] = fetch::<VF, DV, 8, VW, VPIECE, VALIGN>(v, row, lane_row, v_levels, codebooks);
-                if VF >= MLX4 {
-                    let scale = scale_of::<VF, DV>(v, row);
-                    v_parts[u][n] = scale.parts;
-                }
-            }
+        if simd_any(overflowed) {
+            tile = first_tile;
+            acc = [[[[0.0; 2]; 2]; VN]; T];
+            top = [[f32::NEG_INFINITY; 2]; T];
+            weights = [[0.0; 2]; T];
+        } else {
+            passes = 2;
         }
-        base = next;
     }
 
     for t in 0..T {
         for n in 0..2usize {
             let row = first_row + 8 * t as u32 + 2 * pair + n as u32;
-            let sum = matrix_column_sum(weights[t][n]);
+            let sum = matrix_column_sum(weights[t][n]) * shrink[t][n];
             if row < rows {
                 let head = kv_head * params.group + row % params.group;
                 let query = sequence.q_start + row / params.group;
@@ -779,7 +882,7 @@ pub fn decode<
                 }
                 if lane_row == 0 {
                     // A part without a reference counts as one of no key; where weights are NaN any number will do.
-                    tops[2 * slot] = select(sum.is_nan(), 0.0, top[t][n]);
+                    tops[2 * slot] = select(sum.is_nan(), 0.0, top[t][n] - shrink[t][n].log2());
                     tops[2 * slot + 1] = sum;
                 }
             }

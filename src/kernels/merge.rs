@@ -1,13 +1,9 @@
 //! Partial results of disjoint keys become one: any number of them, with sinks, un-rotated.
 
+use super::decode::{HUGE_SCORE, LN2, SHRINK, from_log2, to_log2};
 use super::rotation::unrotate;
 use crate::tensor::reach;
 use flashtile_kernel::prelude::*;
-
-#[constant]
-const LOG2E: f32 = std::f32::consts::LOG2_E;
-#[constant]
-const LN2: f32 = std::f32::consts::LN_2;
 
 /// Where results go: elements from batch entry to batch entry, head to head and query to query of `out`.
 #[params]
@@ -31,13 +27,14 @@ impl Merge {
 }
 
 /// Adds up the partial results of every row: `out = sum 2^(top_i - top) sums_i / weights` with
-/// `weights = sum 2^(top_i - top) weights_i`, and `lse = ln 2 (top + log2 weights)`. Groups are (queries, heads, batch entries). With an
-/// order, values are rotated back.
+/// `weights = sum 2^(top_i - top) weights_i`, and `lse = ln 2 (top + log2 weights) + shift`; of each row, `shift` is what its scores lack
+/// and follows the tops. Groups are (queries, heads, batch entries). With an order, values are rotated back.
 #[kernel(
     threads = 128,
     requires(sums.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * DV, "sums of every part"),
     requires(tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * 2, "tops of every part"),
     requires(groups[0] == params.queries && groups[1] == params.q_heads, "a group for each row"),
+    requires(!shifted || tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.parts as usize * 2 + 1), "a shift of every row"),
     requires(params.parts > 0, "there are parts"),
     requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
     requires(!with_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
@@ -60,6 +57,7 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     lse: &mut Buffer<f32>,
     #[constant] with_sinks: bool,
     #[constant] with_lse: bool,
+    #[constant] shifted: bool,
 ) {
     let mut row: Shared<f32> = shared(DV);
     let mut quarters: Shared<f32> = shared(4 * DV);
@@ -72,9 +70,14 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
         top = top.max(tops[2 * (first + part)]);
     }
     top = simd_max(top);
+    let keys_top = top;
+    let mut shift = 0.0;
+    if shifted {
+        shift = tops[2 * groups_z() * params.queries * params.q_heads * params.parts + result];
+    }
     let mut sink = f32::NEG_INFINITY;
     if with_sinks {
-        sink = sinks[group_y()] * LOG2E;
+        sink = to_log2(sinks[group_y()] - shift);
         top = top.max(sink);
     }
     let mut weights = 0.0;
@@ -122,7 +125,23 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
         for n in 0..4u32 {
             whole += quarters[n * DV as u32 + c];
         }
-        row[c] = select(top == f32::NEG_INFINITY, 0.0, whole / weights);
+        let mut mean = whole / weights;
+        if mean.abs() >= f32::INFINITY || mean.is_nan() {
+            // Sums may overflow where their mean does not. What is infinite or NaN stays so.
+            let mut small = 0.0;
+            for part in 0..params.parts {
+                let one = tops[2 * (first + part)];
+                if one != f32::NEG_INFINITY {
+                    small += (one - top).exp2() * SHRINK * sums[(first + part) as u64 * DV as u64 + c as u64];
+                }
+            }
+            small /= weights;
+            mean = small / SHRINK;
+            if small.abs() < f32::INFINITY {
+                mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);
+            }
+        }
+        row[c] = select(top == f32::NEG_INFINITY, 0.0, mean);
     }
     barrier();
     if ORDER > 0 {
@@ -139,6 +158,18 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     }
     if with_lse && thread_index() == 0 {
         let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();
-        lse[at] = select(top == f32::NEG_INFINITY, f32::NEG_INFINITY, (top + weights.log2()) * LN2);
+        let mut sum = (top + weights.log2()) * LN2;
+        if top.abs() > HUGE_SCORE {
+            sum = from_log2(top);
+        }
+        if shift != 0.0 {
+            // A sink that is the greatest has digits that it would lose to the shift.
+            if with_sinks && sink >= keys_top {
+                sum = sinks[group_y()] + weights.log2() * LN2;
+            } else {
+                sum += shift;
+            }
+        }
+        lse[at] = select(top == f32::NEG_INFINITY, f32::NEG_INFINITY, sum);
     }
 }

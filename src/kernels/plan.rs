@@ -457,7 +457,7 @@ impl Plan {
     pub(crate) fn constants(&self, with_lse: bool) -> [Vec<Constant>; 2] {
         let [capped, sloped, masked, treed, centred, with_sinks] = self.flags;
         let of = |flags: &[bool]| flags.iter().map(|&flag| Constant::of(flag)).collect();
-        [of(&[capped, sloped, masked, treed, centred]), of(&[with_sinks, with_lse])]
+        [of(&[capped, sloped, masked, treed, centred]), of(&[with_sinks, with_lse, sloped])]
     }
 
     /// The same with native code, where `find` knows some.
@@ -517,6 +517,7 @@ impl Plan {
             lse: tensors.lse,
             with_sinks,
             with_lse: tensors.with_lse,
+            shifted: sloped,
             groups: self.shape.rows,
         }
         .launch_instance(device, &self.merge)

@@ -43,7 +43,7 @@ pub(crate) struct Shape {
     pub(crate) tiles: u32,
     /// Partial results of a row.
     pub(crate) results: u32,
-    /// Numbers of f32 of the sums and of the tops of partial results.
+    /// Numbers of f32 of the sums of partial results, and of their tops, which with ALiBi a shift of each row follows.
     pub(crate) scratch: [usize; 2],
 }
 
@@ -82,7 +82,7 @@ impl Shape {
             ],
             tiles: count("tiles of rows", tiles)?,
             results: count("partial results of a row", results)?,
-            scratch: [all * dims.value_dim, all * 2],
+            scratch: [all * dims.value_dim, all * 2 + if problem.desc().alibi { rows } else { 0 }],
         })
     }
 }

@@ -1,14 +1,15 @@
 //! The edges of the numbers: what validation accepts is computed, whatever its magnitude; what cannot be is refused.
 
-use crate::support::{answer, build, fill, quantizing, runners};
+use crate::support::{answer, build, cuda_runners, fill, quantizing, runners};
 use flashtile::cache::NO_PAGE;
 use flashtile::problem::{MAX_ALIBI_SLOPE, MAX_SCALE, MAX_SOFTCAP};
 use flashtile::testkit::{
-    Built, Case, Failure, Keep, Runner, SimulatorRunner, Tolerance, compare_lse, compare_out,
+    Built, Case, Failure, GuardedMask, Keep, MaskFill, Runner, SimulatorRunner, Tolerance, Tree, compare_lse,
+    compare_out,
 };
 use flashtile::{
-    Codec, Cpu, Dtype, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView, TensorViewMut,
-    Visibility, Workspace, merge, reference,
+    Codec, Cpu, Dtype, KernelChoice, MaskKind, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView,
+    TensorViewMut, Visibility, Workspace, merge, reference,
 };
 use std::time::{Duration, Instant};
 
@@ -118,10 +119,16 @@ fn a_workspace_that_there_is_no_memory_for_is_refused() {
     assert_eq!(refusal.to_string(), format!("workspace has 0 bytes, the plan needs {needed}"));
 }
 
-/// Every instruction set of this machine that elements make a difference to, and the portable kernels on their simulator.
+/// Every instruction set of this machine that elements make a difference to, the portable kernels on their simulator, and the CUDA
+/// device, if there is one, with its own kernels and with the portable ones.
 fn elements() -> Vec<Box<dyn Runner>> {
+    let mut portable = PlanOptions::default();
+    portable.kernels = KernelChoice::Portable;
+    let cuda = cuda_runners();
+    let on_cuda = cuda.iter().cloned().map(|runner| runner.with(portable));
+    let cuda = cuda.iter().cloned().chain(on_cuda).map(|runner| Box::new(runner) as Box<dyn Runner>);
     let cpu = runners().into_iter().map(|runner| Box::new(runner) as Box<dyn Runner>);
-    cpu.chain([Box::new(SimulatorRunner::new()) as Box<dyn Runner>]).collect()
+    cpu.chain([Box::new(SimulatorRunner::new()) as Box<dyn Runner>]).chain(cuda).collect()
 }
 
 #[test]
@@ -158,17 +165,31 @@ fn slopes_whose_biases_overflow_are_refused() {
     }
 }
 
-/// Compares out and logsumexp with the oracle, with limits that large scores do not widen.
-fn strictly(built: &Built, runner: &dyn Runner) {
+/// Compares out and logsumexp with the oracle, with limits that large scores do not widen. Problems that a backend does not take are
+/// left out.
+fn strictly(built: &Built, runner: &dyn Runner, what: &str) {
     let mut expected = reference::attention(&built.problem, &built.inputs()).unwrap();
-    let answer = answer(built, runner);
+    let answer = match built.run(runner) {
+        Ok(answer) => answer,
+        Err(Failure::Skipped(_)) => return,
+        Err(failure) => panic!("{what} on {}: {failure}", runner.name()),
+    };
     let keys = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap();
     let tolerance = Tolerance::of(built.problem.dtype(), keys, answer.ran.accumulation);
     let lse = compare_lse(answer.lse.slice(), &expected, &tolerance);
-    assert!(lse.within(), "{}: lse: {lse}", runner.name());
-    expected.lse.fill(0.0);
+    assert!(lse.within(), "{what} on {}: lse: {lse}", runner.name());
+    // A huge bias leaves nothing to round: what it decides, it decides wholly.
+    expected = built.relative(&expected);
+    expected.lse.iter_mut().filter(|lse| lse.abs() > 1e36).for_each(|lse| *lse = 0.0);
     let out = compare_out(&answer.out.values(), &expected, built.problem.dtype(), &tolerance);
-    assert!(out.within(), "{}: out: {out}", runner.name());
+    assert!(out.within(), "{what} on {}: out: {out}", runner.name());
+}
+
+/// The same on everything that computes elements on this machine; the CPU and the simulator take all of them.
+fn everywhere(built: &Built, what: &str) {
+    for runner in elements() {
+        strictly(built, &*runner, what);
+    }
 }
 
 #[test]
@@ -184,9 +205,172 @@ fn the_largest_scales_softcaps_and_slopes_are_computed() {
         alibi.desc.softcap = Some(MAX_SOFTCAP);
         let mut sloped = build(&alibi);
         sloped.alibi_slopes.as_mut().unwrap().slice_mut().fill(sign * MAX_ALIBI_SLOPE);
-        for runner in elements() {
-            strictly(&built, &*runner);
-            strictly(&sloped, &*runner);
+        everywhere(&built, &case.name);
+        everywhere(&sloped, &alibi.name);
+    }
+}
+
+/// The bias of a query and key: finite, and in units of log2 beyond f32.
+type Bias = fn(usize, usize) -> f32;
+
+#[test]
+fn biases_beyond_f32_in_units_of_log2_are_ordered() {
+    // As large as bf16 holds.
+    const LARGEST: f32 = 3.389_531_4e38;
+    let biases: [(&str, Bias); 8] = [
+        ("one larger", |i, j| if j == 3 * i { 3e38 } else { 2.5e38 }),
+        ("the same", |_, _| 2.75e38),
+        ("the largest", |i, j| if (i + j) % 5 == 0 { LARGEST } else { 3.3e38 }),
+        ("the smallest", |_, _| -LARGEST),
+        ("above the smallest", |i, j| if (i + j) % 7 == 0 { -2.5e38 } else { -LARGEST }),
+        ("of both signs", |i, j| [2.4e38, 1e38, 0.0, -3e38, f32::NEG_INFINITY][(i + j) % 5]),
+        ("across the threshold", |i, j| [8.4e37, 8.6e37, 8.2e37][(i + j) % 3]),
+        (
+            "a few apart",
+            |i, j| if (i + j) % 9 == 0 { 3.1e38 } else { 3.1e38 * (1.0 - 1.0 / (1 << 20) as f32) },
+        ),
+    ];
+    for (what, bias) in biases {
+        for (dtype, mask) in [(Dtype::F32, Dtype::F32), (Dtype::F16, Dtype::F32), (Dtype::BF16, Dtype::BF16)]
+        {
+            for sinks in [false, true] {
+                let mut case = Case::new("huge", [1, 2, 1, 3, 270, 64, 64], dtype);
+                case.desc.sinks = sinks;
+                let mut built = build(&case.mask(MaskKind::Additive(mask), "bh", MaskFill::Open));
+                let Some(GuardedMask::Additive(tensor)) = &mut built.mask else {
+                    unreachable!("asked for an additive mask")
+                };
+                fill(tensor, |[_, _, i, j]| bias(i, j));
+                everywhere(&built, what);
+                if dtype == Dtype::F32 && sinks {
+                    // The sink alone, with keys, and without a part.
+                    built.sinks.as_mut().unwrap().slice_mut().copy_from_slice(&[3.2e38, -f32::MAX]);
+                    everywhere(&built, what);
+                }
+            }
         }
+    }
+    // The ends of f32.
+    for sign in [1.0, -1.0] {
+        let case = Case::new("ends", [1, 2, 1, 3, 70, 64, 64], Dtype::F32);
+        let mut built = build(&case.mask(MaskKind::Additive(Dtype::F32), "bh", MaskFill::Open));
+        let Some(GuardedMask::Additive(tensor)) = &mut built.mask else { unreachable!("asked for one") };
+        fill(tensor, |_| sign * f32::MAX);
+        everywhere(&built, "ends");
+    }
+}
+
+#[test]
+fn alibi_far_from_every_key_keeps_its_digits() {
+    let offsets = [100_000i64, 1_000_000, (1 << 30) - 2];
+    let slopes: [f32; 3] = [1.0, 0.0625, 0.003_906_25];
+    for offset in offsets.into_iter().flat_map(|offset| [offset, -offset]) {
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            for (name, sinks, visibility, kv_lens) in [
+                ("plain", false, Visibility::full(), None),
+                ("sinks", true, Visibility::full(), Some(vec![90, 17])),
+                // Of positions past every key, those within reach; before every key, none without a right bound.
+                ("window", false, Visibility::window(Some(offset.unsigned_abs() as usize), None), None),
+            ] {
+                let mut case =
+                    Case::new(format!("far {name} {offset} {dtype}"), [2, 3, 3, 2, 90, 64, 64], dtype)
+                        .alibi()
+                        .at(QOffset::At(offset))
+                        .seeing(visibility);
+                if let Some(lens) = &kv_lens {
+                    case = case.kv_lens(lens);
+                }
+                case.desc.sinks = sinks;
+                let mut built = build(&case);
+                for negative in [false, true] {
+                    let own = built.alibi_slopes.as_mut().unwrap().slice_mut();
+                    own.copy_from_slice(&slopes);
+                    if negative {
+                        own.iter_mut().for_each(|slope| *slope = -*slope);
+                    }
+                    if let Some(sinks) = built.sinks.as_mut().filter(|_| offset.unsigned_abs() == 100_000) {
+                        // Sinks as large as the biases, so that both count.
+                        let distance = if offset < 0 { 100_000.0 } else { 99_950.0 };
+                        for (h, sink) in sinks.slice_mut().iter_mut().enumerate() {
+                            *sink = slopes[h] * if negative { distance } else { -distance };
+                        }
+                    }
+                    everywhere(&built, &format!("{} {negative}", case.name));
+                }
+            }
+        }
+    }
+}
+
+/// Values near the largest of f32, whose means are of any size.
+fn near_the_largest(built: &mut Built, largest: f32) {
+    let held = built.v.clone();
+    fill(&mut built.v, |index @ [_, _, j, d]| match d % 8 {
+        // Padding stays NaN.
+        _ if held.get(index).is_nan() => f32::NAN,
+        // All alike: their sum is as many times larger.
+        0 => largest,
+        1 => -largest,
+        // Sums of both signs, infinite before they are small, or at once.
+        2 => [largest, -largest][j % 2],
+        3 => [largest, largest, -largest][j % 3],
+        4 => largest * (1.0 - (j * 7919 % 1000) as f32 / 1000.0),
+        5 => held.get(index) * 5e37,
+        _ => held.get(index),
+    });
+}
+
+#[test]
+fn means_of_values_near_the_largest_are_finite() {
+    let shape = [1, 4, 2, 5, 300, 64, 64];
+    let window = Visibility::window(Some(40), Some(3));
+    for dtype in [Dtype::F32, Dtype::BF16] {
+        let largest = if dtype == Dtype::F32 { f32::MAX } else { 3.389_531_4e38 };
+        let of = |name: &str| Case::new(format!("largest values {name} {dtype}"), shape, dtype);
+        let cases = [
+            of("plain"),
+            // Two keys, which different parts of the work may have.
+            Case::new(format!("largest values few {dtype}"), [1, 2, 1, 20, 40, 64, 64], dtype)
+                .seeing(Visibility::window(Some(1), Some(0)))
+                .at(QOffset::At(10)),
+            of("scores").softcap(4.0).alibi().sinks().causal(QOffset::BottomRight),
+            of("masked").mask(MaskKind::Additive(Dtype::F32), "", MaskFill::Random),
+            of("window").seeing(window).at(QOffset::At(200)),
+            of("packed").packed(&[(3, 70), (9, 300), (1, 1)]),
+            of("cached")
+                .cached(&[(1, 300), (2, 90), (40, 280)], 16, Keep::All)
+                .causal(QOffset::BottomRight)
+                .tree(Tree::Branches),
+        ];
+        for case in cases {
+            let mut built = build(&case);
+            let ordinary = built.clone();
+            near_the_largest(&mut built, largest);
+            everywhere(&built, &case.name);
+            // What does not overflow keeps its bits.
+            for runner in runners() {
+                let (got, want) = (answer(&built, &runner), answer(&ordinary, &runner));
+                for index in got.out.indices().filter(|index| index[3] % 8 > 5) {
+                    let same = got.out.get(index).to_bits() == want.out.get(index).to_bits();
+                    assert!(same, "{} {index:?} on {}", case.name, runner.name());
+                }
+                assert_eq!(got.lse.slice(), want.lse.slice(), "{}", case.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn infinities_among_values_near_the_largest_reach_the_rows_that_see_them() {
+    for dtype in [Dtype::F32, Dtype::BF16] {
+        let case = Case::new("an infinity", [1, 2, 1, 6, 40, 64, 64], dtype).causal(QOffset::At(34));
+        let mut built = build(&case);
+        fill(&mut built.v, |[_, _, j, d]| match (j, d) {
+            (38, 3) => f32::INFINITY,
+            (39, 5) => f32::NAN,
+            (37, 7) => f32::NEG_INFINITY,
+            _ => 3e38,
+        });
+        everywhere(&built, &case.name);
     }
 }

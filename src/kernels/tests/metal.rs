@@ -359,6 +359,7 @@ fn merged<D: Device<Memory = Memory>>(device: &D, instance: &Instance, parts: us
         lse: lse.view_mut(),
         with_sinks: flag,
         with_lse: true,
+        shifted: false,
         groups: [queries as u32, heads as u32, 1],
     }
     .launch_instance(device, instance)

@@ -252,6 +252,7 @@ fn memory_that_is_too_short_for_a_kernel_is_refused() {
             lse: lse.view_mut(),
             with_sinks: true,
             with_lse: true,
+            shifted: false,
             groups: [2, 3, 1],
         }
         .launch::<f32, 64, 0>(&Simulator::new())
