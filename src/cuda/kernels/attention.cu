@@ -62,6 +62,9 @@ constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
 // 2^86, as the host has it.
 constexpr float MAX_ALIBI_SLOPE = 77371252455336267181195264.f;
+// Of a bias of a greater magnitude, 2^126, what is above it counts HUGE_RATE instead of log2 e: in units of log2 the largest of f32
+// would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
+constexpr float HUGE_BIAS = 8.507059173023462e+37f, HUGE_RATE = 0.5f, HUGE_SCORE = HUGE_BIAS * LOG2E;
 
 constexpr int E = DTYPE == F32 ? 4 : 2;
 constexpr int WARPS = WQ * WKV, THREADS = 32 * WARPS;
@@ -268,8 +271,6 @@ DEVICE float hyperbolic_tangent(float x) {
 #endif
 
 #if MASK
-#define LOWEST_BIAS -2.0e38f
-
 // What the mask adds at a key, in its own units.
 DEVICE float mask_bias(const Params& p, u64 row, u32 j) {
     u64 at = (u64)j * p.mask_step;
@@ -306,8 +307,9 @@ DEVICE float changed(const Params& p, const Row& row, u32 j, float score, bool p
 #if MASK
     float bias = mask_bias(p, row.mask, j);
     if (bias == -INF) return -INF;
-    // Only -INF hides: in units of log2 the least finite bias would be that. A NaN stays one.
-    x = fmaf(bias < LOWEST_BIAS ? LOWEST_BIAS : bias, LOG2E, x);
+    // A NaN is no less than anything, and stays one.
+    float core = bias < -HUGE_BIAS ? -HUGE_BIAS : bias > HUGE_BIAS ? HUGE_BIAS : bias;
+    x = fmaf(bias - core, HUGE_RATE, fmaf(core, LOG2E, x));
 #endif
     return x;
 }
@@ -405,6 +407,33 @@ DEVICE float alibi_slope(const Params& p, u32 head) {
 }
 #endif
 
+// Keys of an item's sequence that a position sees by causality, window and length.
+struct Visible {
+    u32 begin, end;
+};
+
+DEVICE Visible visible(const Params& p, const Item& item, i64 position) {
+    u32 begin = p.left < 0 ? 0 : clamp(position - p.left, item.kv_len);
+    u32 end = p.right < 0 ? item.kv_len : clamp(position + p.right + 1, item.kv_len);
+    return {begin, end};
+}
+
+#if BIAS
+// The position from which ALiBi counts distances: a row's own, or that of the nearest key that it sees. What is between the two is the
+// same for all keys, changes no weight, and would leave f32 no digits for what does.
+DEVICE i64 nearest(const Visible& seen, i64 position) {
+    if (seen.begin >= seen.end) return position;
+    return position < (i64)seen.begin ? seen.begin : position >= (i64)seen.end ? seen.end - 1 : position;
+}
+
+// What a row's scores lack because distances are from `nearest`.
+DEVICE float alibi_shift(const Params& p, const Item& item, Place at) {
+    if (!p.alibi) return 0.f;
+    i64 position = item.q_offset + at.position, distance = position - nearest(visible(p, item, position), position);
+    return -alibi_slope(p, at.head) * (float)(distance < 0 ? -distance : distance);
+}
+#endif
+
 // What row n of an item's tile sees and adds; nothing past its rows.
 DEVICE Row row_of_tile(const Params& p, const Item& item, u32 n) {
     Row row;
@@ -415,12 +444,11 @@ DEVICE Row row_of_tile(const Params& p, const Item& item, u32 n) {
     if (item.row + n >= item.q_len * p.group.value) return row;
     Place at = place(p, item.kv_head, item.row + n);
     i64 position = item.q_offset + at.position;
-    row.begin = p.left < 0 ? 0 : clamp(position - p.left, item.kv_len);
-    row.end = p.right < 0 ? item.kv_len : clamp(position + p.right + 1, item.kv_len);
-    row.begin = row.begin < item.begin ? item.begin : row.begin;
-    row.end = row.end > item.end ? item.end : row.end;
+    Visible seen = visible(p, item, position);
+    row.begin = seen.begin < item.begin ? item.begin : seen.begin;
+    row.end = seen.end > item.end ? item.end : seen.end;
 #if BIAS
-    row.p = position;
+    row.p = nearest(seen, position);
     if (p.alibi) row.slope = alibi_slope(p, at.head) * LOG2E;
     row.tree_key = item.kv_len - item.q_len;
     if (p.tree) row.tree = p.tree + (u64)((item.q_start + at.position) * p.tree_row);
@@ -833,27 +861,51 @@ DEVICE void write4(const Params& p, u64 row, u32 column, float4 x) {
     }
 }
 
-// What the sink of a head makes of a row's maximum and sum; returns the factor of its values.
-DEVICE float finish(const Params& p, u32 head, float& m, float& l) {
-    float factor = 1.f;
-    if (p.sinks) {
-        float sink = ((const float*)p.sinks)[head] * LOG2E;
-        float most = fmaxf(m, sink);
-        if (most != -INF) {
-            factor = exp2f(m - most);
-            l = l * factor + exp2f(sink - most);
-            m = most;
-        }
-    }
-    return l == 0.f ? 0.f : factor / l;
+// A score in units of log2.
+DEVICE float to_log2(float score) {
+    float core = fminf(fmaxf(score, -HUGE_BIAS), HUGE_BIAS);
+    // Of infinities and NaN the rest is what they are.
+    return core * LOG2E + (score - core) * HUGE_RATE;
 }
 
-DEVICE float logsumexp(float m, float l) { return l == 0.f ? -INF : (m + log2f(l)) * LN2; }
+DEVICE float logsumexp(float m, float l) {
+    if (l == 0.f) return -INF;
+    float magnitude = fabsf(m);
+    if (magnitude <= HUGE_SCORE || magnitude == INF) return (m + log2f(l)) * LN2;
+    // What to_log2 made m from, or a bias and a score: their sum was rounded.
+    return copysignf(fminf(HUGE_BIAS + (magnitude - HUGE_SCORE) / HUGE_RATE, 3.40282346638528859812e+38f), m);
+}
 
-DEVICE void write_lse(const Params& p, const Item& item, Place at, float m, float l) {
+// What a row's values are multiplied with, and its logsumexp.
+struct Ended {
+    float factor, lse;
+};
+
+// Ends a row with a maximum, in units of log2, and a sum; its head's sink joins them.
+DEVICE Ended finish(const Params& p, const Item& item, Place at, float m, float l) {
+    float shift = 0.f, factor = 1.f, sink = -INF, own = -INF, most = m;
+#if BIAS
+    shift = alibi_shift(p, item, at);
+#endif
+    if (p.sinks) {
+        sink = ((const float*)p.sinks)[at.head];
+        own = to_log2(sink - shift);
+        most = fmaxf(m, own);
+        if (most != -INF) {
+            factor = exp2f(m - most);
+            l = l * factor + exp2f(own - most);
+        }
+    }
+    Ended ended = {l == 0.f ? 0.f : factor / l, logsumexp(most, l)};
+    // A sink that is the greatest has digits that it would lose to the shift.
+    if (shift != 0.f) ended.lse = p.sinks && own >= m ? (l == 0.f ? -INF : sink + log2f(l) * LN2) : ended.lse + shift;
+    return ended;
+}
+
+DEVICE void write_lse(const Params& p, const Item& item, Place at, float lse) {
     if (!p.lse || item.panel) return;
     u64 index = ((u64)item.batch * p.heads + at.head) * p.q_len + item.q_start + at.position;
-    ((float*)p.lse)[index] = logsumexp(m, l);
+    ((float*)p.lse)[index] = lse;
 }
 
 constexpr int SLOT = BM * (DV + 2);
@@ -868,12 +920,13 @@ struct Sums {
 // Four columns of a row of the result.
 DEVICE void write_sums(const Params& p, const Item& item, u32 row, u32 column, Sums sums) {
     Place at = place(p, item.kv_head, item.row + row);
-    float factor = finish(p, at.head, sums.m, sums.l);
+    Ended ended = finish(p, item, at, sums.m, sums.l);
+    float factor = ended.factor;
     u32 to_column = item.panel * DV + column;
     float4 o = sums.o;
     if (to_column < p.value_dim)
         write4(p, row_of(p.out, item, at), to_column, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
-    if (column == 0) write_lse(p, item, at, sums.m, sums.l);
+    if (column == 0) write_lse(p, item, at, ended.lse);
 }
 
 // Leaves four columns of a row in a slot.

@@ -78,10 +78,10 @@ DEVICE void write_row(const Params& p, const Item& item, const State& state, u32
     u32 row = item.row + warp_row + mf * 16 + half * 8 + lane / 4;
     bool exists = row < item.q_len * p.group.value;
     Place at = exists ? place(p, item.kv_head, row) : Place{0, 0};
-    float m = state.m[mf][half], l = state.l[mf][half];
-    float factor = finish(p, at.head, m, l);
+    Ended ended = finish(p, item, at, state.m[mf][half], state.l[mf][half]);
+    float factor = ended.factor;
     u64 to = row_of(p.out, item, at) + first_column * E;
-    if (t == 0 && exists) write_lse(p, item, at, m, l);
+    if (t == 0 && exists) write_lse(p, item, at, ended.lse);
     if (WHOLE && DTYPE == F32) {
         to += 2 * t * E;
 #pragma unroll
