@@ -60,8 +60,6 @@ constexpr u32 NONE = 0xffffffffu;
 constexpr u32 GROUPED = 0x80000000u;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LN2 = 0.6931471805599453f;
-// 2^86, as the host has it.
-constexpr float MAX_ALIBI_SLOPE = 77371252455336267181195264.f;
 // Of a bias of a greater magnitude, 2^126, what is above it counts HUGE_RATE instead of log2 e: in units of log2 the largest of f32
 // would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
 constexpr float HUGE_BIAS = 8.507059173023462e+37f, HUGE_RATE = 0.5f, HUGE_SCORE = HUGE_BIAS * LOG2E;
@@ -400,6 +398,9 @@ struct Source {
 };
 
 #if BIAS
+// 2^86, as the host has it.
+constexpr float MAX_ALIBI_SLOPE = 77371252455336267181195264.f;
+
 // The slope of a head. The host cannot refuse one whose biases would overflow: its rows are NaN.
 DEVICE float alibi_slope(const Params& p, u32 head) {
     float slope = ((const float*)p.alibi)[head];
@@ -470,6 +471,18 @@ DEVICE float element(u32 word, int half) {
     return DTYPE == F16 ? f16_to_f32(x) : bf16_to_f32(x);
 }
 
+// Sums of weights times values may overflow where their means do not, of dtypes whose largest value is near that of f32. Where sums are
+// not finite they are made again of values times SHRINK, a power of two: more keys than there can be, of weights up to 2^SLACK, add up to
+// no more than a value.
+constexpr bool SHRINKS = DTYPE != F16;
+constexpr float SHRINK = 9.094947017729282e-13f, SHRINK_LOG2 = -40.f, LARGEST = 3.40282346638528859812e+38f;
+
+// A sum times a factor and a power of two: finite where the sum is, since the mean is no larger than a value but for rounding.
+DEVICE float mean(float sum, float factor, float grows) {
+    float x = sum * factor * grows;
+    return SHRINKS && isinf(x) && !isinf(sum) && !isinf(factor) ? copysignf(LARGEST, x) : x;
+}
+
 // The running state of a warp's rows: sums of weights are of a lane's own columns until they are folded.
 struct State {
     float o[MF][OF][4];
@@ -501,15 +514,39 @@ struct State {
         }
     }
 
-    DEVICE bool has_nan() const {
+    // Whether to compute the rows again, with care: where NaN of a key may have reached rows that do not see it, or sums overflowed.
+    DEVICE bool is_spoiled(bool any_partial) const {
         bool found = false;
 #pragma unroll
         for (int mf = 0; mf < MF; mf++)
 #pragma unroll
             for (int nf = 0; nf < OF; nf++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) found |= isnan(o[mf][nf][i]);
+                for (int i = 0; i < 4; i++) found |= SHRINKS ? !(fabsf(o[mf][nf][i]) < INF) : any_partial && isnan(o[mf][nf][i]);
         return found;
+    }
+
+    // After `fold`, of sums of values times SHRINK: rows that do not overflow without it are as they are without it; others have
+    // smaller weights too.
+    DEVICE void restore() {
+#pragma unroll
+        for (int mf = 0; mf < MF; mf++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 overflows = 0;
+#pragma unroll
+                for (int n = 0; n < 2 * OF; n++) {
+                    float x = o[mf][n / 2][2 * half + n % 2];
+                    overflows |= fabsf(x) < INF && isinf(x * (1.f / SHRINK));
+                }
+                overflows |= __shfl_xor_sync(0xffffffffu, overflows, 1);
+                overflows |= __shfl_xor_sync(0xffffffffu, overflows, 2);
+                if (overflows) m[mf][half] -= SHRINK_LOG2, l[mf][half] *= SHRINK;
+                float by = overflows ? 1.f : 1.f / SHRINK;
+#pragma unroll
+                for (int n = 0; n < 2 * OF; n++) o[mf][n / 2][2 * half + n % 2] *= by;
+            }
+        }
     }
 };
 
@@ -536,6 +573,12 @@ DEVICE u32 finite(u32 x) {
     if ((x & ones) == ones) x &= 0xffff0000u;
     if ((x >> 16 & ones) == ones) x &= 0xffffu;
     return x;
+}
+
+// A word of values times SHRINK.
+DEVICE u32 shrunk(u32 x) {
+    if (DTYPE == F32) return __float_as_uint(__uint_as_float(x) * SHRINK);
+    return pack<DTYPE>(element(x, 0) * SHRINK, element(x, 1) * SHRINK);
 }
 
 // A step of the product of weights and values: 16 keys, of f32 8, with pairs of fragments of values, of f32 single ones.
@@ -608,8 +651,9 @@ DEVICE void add_values(State& state, const Weights& weights, u32 v) {
 }
 
 // The same where infinities and NaN of keys are for the rows that see them alone: a product would hand them to every row. Rare, so
-// that it uses memory of the thread and loops that are not unrolled, rather than registers that the rest needs.
-DEVICE void add_values_with_care(const Params& p, State& state, const Weights& weights, const Row* rows, u32 v, u32 j0) {
+// that it uses memory of the thread and loops that are not unrolled, rather than registers that the rest needs. Finite values are
+// multiplied with SHRINK where asked for.
+DEVICE void add_values_with_care(const Params& p, State& state, const Weights& weights, const Row* rows, u32 v, u32 j0, bool shrinks) {
     Weights weight_at;
     float sum_at[MF * OF * 4];
     constexpr int HELD = sizeof(Weights) / (MF * 16);
@@ -652,7 +696,7 @@ DEVICE void add_values_with_care(const Params& p, State& state, const Weights& w
         for (int pair = 0; pair < PAIRS; pair++) {
             Values b;
             load_values(b, v, n, pair);
-            for (u32& x : b) x = finite(x);
+            for (u32& x : b) x = SHRINKS && shrinks ? shrunk(finite(x)) : finite(x);
 #pragma unroll
             for (int mf = 0; mf < MF; mf++) multiply_values(state, a[mf], b, mf, pair);
         }
@@ -915,17 +959,20 @@ constexpr int QUADS = DV / 4;
 struct Sums {
     float m, l;
     float4 o;
+
+    DEVICE bool finite() const { return fabsf(o.x) < INF && fabsf(o.y) < INF && fabsf(o.z) < INF && fabsf(o.w) < INF; }
 };
 
-// Four columns of a row of the result.
-DEVICE void write_sums(const Params& p, const Item& item, u32 row, u32 column, Sums sums) {
+// Four columns of a row of the result, from sums that are to be `grows` times as large.
+DEVICE void write_sums(const Params& p, const Item& item, u32 row, u32 column, Sums sums, float grows) {
     Place at = place(p, item.kv_head, item.row + row);
     Ended ended = finish(p, item, at, sums.m, sums.l);
     float factor = ended.factor;
     u32 to_column = item.panel * DV + column;
     float4 o = sums.o;
     if (to_column < p.value_dim)
-        write4(p, row_of(p.out, item, at), to_column, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
+        write4(p, row_of(p.out, item, at), to_column,
+               make_float4(mean(o.x, factor, grows), mean(o.y, factor, grows), mean(o.z, factor, grows), mean(o.w, factor, grows)));
     if (column == 0) write_lse(p, item, at, ended.lse);
 }
 
@@ -961,52 +1008,65 @@ struct Share {
     u32 first, count, warp, warps;
 };
 
-// Adds up parts of rows of an item's tile in the order of their keys: `count` from slot `slot` on, into slot `to`, or NONE for
-// the output.
+// Adds up a row of `count` parts from slot `slot` on in the order of their keys, four columns a lane; values times `by`, a power of two.
+template <int BATCH>
+DEVICE Sums sum_parts(const Params& p, u32 slot, u32 count, u32 row, u32 quad, float by) {
+    const float* parts = (const float*)p.partials + (u64)slot * SLOT;
+    const float *values_at = parts + row * DV + quad * 4, *stats = parts + BM * DV + row;
+    u32 lane = threadIdx.x % 32;
+    Sums sums = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
+#pragma unroll 1
+    for (u32 n = 0; n < count; n += BATCH) {
+        // All of a batch is asked for before any of it is used. A lane has the maximum and the sum of one part.
+        u32 rest = count - n;
+        float4 o[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (i < rest && quad < QUADS) o[i] = __ldcg((const float4*)(values_at + (u64)(n + i) * SLOT));
+        }
+        bool exists = lane < BATCH && lane < rest;
+        float m = exists ? __ldcg(stats + (u64)(n + lane) * SLOT) : -INF;
+        float l = exists ? __ldcg(stats + (u64)(n + lane) * SLOT + BM) : 0.f;
+        float most = m;
+#pragma unroll
+        for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
+        most = fmaxf(most, sums.m);
+        float shift = most == -INF ? 0.f : most, old = exp2_approx(sums.m - shift), weight = exp2_approx(m - shift);
+        l *= weight;
+#pragma unroll
+        for (int i = 16; i; i /= 2) l += __shfl_xor_sync(0xffffffffu, l, i);
+        sums.m = most;
+        sums.l = fmaf(sums.l, old, l);
+        sums.o.x *= old, sums.o.y *= old, sums.o.z *= old, sums.o.w *= old;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            float of_part = __shfl_sync(0xffffffffu, weight * by, i);
+            sums.o.x = fmaf(o[i].x, of_part, sums.o.x);
+            sums.o.y = fmaf(o[i].y, of_part, sums.o.y);
+            sums.o.z = fmaf(o[i].z, of_part, sums.o.z);
+            sums.o.w = fmaf(o[i].w, of_part, sums.o.w);
+        }
+    }
+    return sums;
+}
+
+// Adds up parts of rows of an item's tile: `count` from slot `slot` on, into slot `to`, or NONE for the output.
 template <int BATCH>
 DEVICE void add_parts(const Params& p, const Item& item, const Share& share, u32 slot, u32 count, u32 to) {
     constexpr u32 RUNS = (QUADS + 31) / 32;
-    const float* parts = (const float*)p.partials + (u64)slot * SLOT;
     u32 lane = threadIdx.x % 32;
     for (u32 unit = share.warp; unit < share.count * RUNS; unit += share.warps) {
         u32 row = share.first + unit / RUNS, quad = unit % RUNS * 32 + lane;
-        const float *values_at = parts + row * DV + quad * 4, *stats = parts + BM * DV + row;
-        Sums sums = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
-#pragma unroll 1
-        for (u32 n = 0; n < count; n += BATCH) {
-            // All of a batch is asked for before any of it is used. A lane has the maximum and the sum of one part.
-            u32 rest = count - n;
-            float4 o[BATCH];
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                o[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (i < rest && quad < QUADS) o[i] = __ldcg((const float4*)(values_at + (u64)(n + i) * SLOT));
-            }
-            bool exists = lane < BATCH && lane < rest;
-            float m = exists ? __ldcg(stats + (u64)(n + lane) * SLOT) : -INF;
-            float l = exists ? __ldcg(stats + (u64)(n + lane) * SLOT + BM) : 0.f;
-            float most = m;
-#pragma unroll
-            for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
-            most = fmaxf(most, sums.m);
-            float shift = most == -INF ? 0.f : most, old = exp2_approx(sums.m - shift), weight = exp2_approx(m - shift);
-            l *= weight;
-#pragma unroll
-            for (int i = 16; i; i /= 2) l += __shfl_xor_sync(0xffffffffu, l, i);
-            sums.m = most;
-            sums.l = fmaf(sums.l, old, l);
-            sums.o.x *= old, sums.o.y *= old, sums.o.z *= old, sums.o.w *= old;
-#pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                float of_part = __shfl_sync(0xffffffffu, weight, i);
-                sums.o.x = fmaf(o[i].x, of_part, sums.o.x);
-                sums.o.y = fmaf(o[i].y, of_part, sums.o.y);
-                sums.o.z = fmaf(o[i].z, of_part, sums.o.z);
-                sums.o.w = fmaf(o[i].w, of_part, sums.o.w);
-            }
+        Sums sums = sum_parts<BATCH>(p, slot, count, row, quad, 1.f);
+        float grows = 1.f;
+        // Sums of groups may have overflowed as well: of the parts themselves.
+        if (SHRINKS && to == NONE && __any_sync(0xffffffffu, quad < QUADS && !sums.finite())) {
+            Sums smaller = sum_parts<1>(p, item.first, item.splits & ~GROUPED, row, quad, SHRINK);
+            if (!sums.finite()) sums = smaller, grows = 1.f / SHRINK;
         }
         if (quad >= QUADS) continue;
-        if (to == NONE) write_sums(p, item, row, quad * 4, sums);
+        if (to == NONE) write_sums(p, item, row, quad * 4, sums, grows);
         else leave_sums(p, to, row, quad * 4, sums);
     }
 }

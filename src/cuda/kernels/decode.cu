@@ -9,8 +9,8 @@ constexpr int ROWS_AT = QLayout::SIZE + (RING > MERGE ? RING : MERGE);
 constexpr int FLAG_AT = ROWS_AT + BM * (int)sizeof(Row);
 static_assert(FLAG_AT + 16 == SHARED);
 
-// Four columns of a row, from the warps' parts in shared memory.
-DEVICE Sums merged(const float* values_at, const float* stats) {
+// Four columns of a row, from the warps' parts in shared memory; values times `by`, a power of two.
+DEVICE Sums merged(const float* values_at, const float* stats, float by) {
     Sums sums = {-INF, 0.f, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
     for (int n = 0; n < WKV; n++) sums.m = fmaxf(sums.m, stats[n * BM * 2]);
@@ -20,6 +20,7 @@ DEVICE Sums merged(const float* values_at, const float* stats) {
         float weight = exp2_approx(stats[n * BM * 2] - shift);
         float4 o = *(const float4*)(values_at + n * BM * MERGE_ROW);
         sums.l = fmaf(stats[n * BM * 2 + 1], weight, sums.l);
+        weight *= by;
         sums.o.x = fmaf(o.x, weight, sums.o.x);
         sums.o.y = fmaf(o.y, weight, sums.o.y);
         sums.o.z = fmaf(o.z, weight, sums.o.z);
@@ -49,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     u32 q_rows = q_at + q_fragment(0), k_rows = k_at + k_fragment();
     const Strided k_mine = strided<KLayout>(p.k), v_mine = strided<VLayout>(p.v);
 
-    // An item again, where NaN of a key may have reached rows that do not see it.
+    // An item again, where NaN of a key may have reached rows that do not see it, or sums overflowed.
     bool careful = false;
     for (u32 entry = blockIdx.x;;) {
         const Item item = load_item(p, entry);
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             __syncwarp();
             if (pending) {
                 u32 v = v_at + last_slot * VLayout::SIZE;
-                if (with_care) add_values_with_care(p, state, weights, rows, v, before * TILE + warp_keys);
+                if (with_care) add_values_with_care(p, state, weights, rows, v, before * TILE + warp_keys, true);
                 else add_values(state, weights, v);
             }
             if (block >= end) break;
@@ -111,16 +112,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             if (partial) to_weights<true>(p, state, scores, weights, rows, j0);
             else to_weights<false>(p, state, scores, weights, rows, j0);
             any_partial |= partial;
-            with_care = partial && careful, before = block, pending = true;
+            with_care = (SHRINKS || partial) && careful, before = block, pending = true;
             last_slot = slot;
             slot = slot + 1 == ST ? 0 : slot + 1;
             block = skip(p, item, block + 1, end);
         }
         await<0>();
 
-        careful = __syncthreads_or(any_partial && !careful && state.has_nan());
+        bool was_careful = careful;
+        careful = __syncthreads_or(!careful && state.is_spoiled(any_partial));
         if (careful) continue;
         state.fold(p);
+        if (SHRINKS && was_careful) state.restore();
 
         // The warps' results, then for every row their sum.
         bool split = item.splits > 1;
@@ -143,11 +146,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             }
         }
         __syncthreads();
+        bool overflows = false;
         for (u32 index = threadIdx.x; index < count * QUADS; index += THREADS) {
             u32 row = index / QUADS, column = index % QUADS * 4;
-            Sums sums = merged(merge + row * MERGE_ROW + column, stats + row * 2);
+            const float *values_at = merge + row * MERGE_ROW + column, *stats_at = stats + row * 2;
+            Sums sums = merged(values_at, stats_at, 1.f);
+            float grows = 1.f;
+            if (SHRINKS && !sums.finite()) {
+                Sums smaller = merged(values_at, stats_at, SHRINK);
+                overflows |= smaller.finite();
+                if (!split) sums = smaller, grows = 1.f / SHRINK;
+            }
             if (split) leave_sums(p, item.slot, row, column, sums);
-            else write_sums(p, item, row, column, sums);
+            else write_sums(p, item, row, column, sums, grows);
+        }
+        // Sums of the warps that overflow are left smaller, with weights that are.
+        if (SHRINKS && split && __syncthreads_or(overflows)) {
+            for (u32 index = threadIdx.x; index < count * QUADS; index += THREADS) {
+                u32 row = index / QUADS, column = index % QUADS * 4;
+                Sums sums = merged(merge + row * MERGE_ROW + column, stats + row * 2, SHRINK);
+                sums.m -= SHRINK_LOG2, sums.l *= SHRINK;
+                leave_sums(p, item.slot, row, column, sums);
+            }
         }
         if (split) end_part<THREADS, 32>(p, item, Share{0, count, warp, WARPS}, 0, 1, flag, 0);
         if (!item.next) return;

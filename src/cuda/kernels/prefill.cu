@@ -87,7 +87,7 @@ DEVICE void write_row(const Params& p, const Item& item, const State& state, u32
 #pragma unroll
         for (int nf = 0; nf < OF; nf++) {
             const float(&o)[4] = state.o[mf][nf];
-            if (exists) *(float2*)(to + nf * 8 * E) = make_float2(o[2 * half] * factor, o[2 * half + 1] * factor);
+            if (exists) *(float2*)(to + nf * 8 * E) = make_float2(mean(o[2 * half], factor, 1.f), mean(o[2 * half + 1], factor, 1.f));
         }
     } else if (WHOLE) {
         // Lanes of even t take four columns of the first of two fragments, the others four of the second.
@@ -95,8 +95,8 @@ DEVICE void write_row(const Params& p, const Item& item, const State& state, u32
 #pragma unroll
         for (int nf = 0; nf < OF; nf += 2) {
             const float(&o0)[4] = state.o[mf][nf], (&o1)[4] = state.o[mf][nf + 1];
-            u32 x = pack<DTYPE>(o0[2 * half] * factor, o0[2 * half + 1] * factor);
-            u32 y = pack<DTYPE>(o1[2 * half] * factor, o1[2 * half + 1] * factor);
+            u32 x = pack<DTYPE>(mean(o0[2 * half], factor, 1.f), mean(o0[2 * half + 1], factor, 1.f));
+            u32 y = pack<DTYPE>(mean(o1[2 * half], factor, 1.f), mean(o1[2 * half + 1], factor, 1.f));
             u32 got = __shfl_xor_sync(0xffffffffu, t % 2 ? x : y, 1);
             if (exists) *(uint2*)(to + nf * 8 * E) = t % 2 ? make_uint2(got, y) : make_uint2(x, got);
         }
@@ -104,7 +104,7 @@ DEVICE void write_row(const Params& p, const Item& item, const State& state, u32
         // Through memory of the thread, for a loop that is not unrolled: this is not to stand in the way of what is frequent.
         float copy[2 * OF];
 #pragma unroll
-        for (int n = 0; n < 2 * OF; n++) copy[n] = state.o[mf][n / 2][2 * half + n % 2] * factor;
+        for (int n = 0; n < 2 * OF; n++) copy[n] = mean(state.o[mf][n / 2][2 * half + n % 2], factor, 1.f);
         u32 columns = exists ? p.value_dim - first_column : 0;
 #pragma unroll 1
         for (u32 n = 0; n < 2 * OF; n++) {
@@ -166,8 +166,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     };
     auto after = [](u32 place) { return place + 1 == LISTED ? 0 : place + 1; };
 
-    // Items where NaN of a key may have reached rows that do not see it are computed again, one by one and with care; `again` has
-    // a bit for each.
+    // Items where NaN of a key may have reached rows that do not see it, or sums overflowed, are computed again, one by one and with
+    // care; `again` has a bit for each.
     u32 again = 0, entry = blockIdx.x;
     if (lane == 0) my.ordinal = my.own = my.alone = my.careful = 0;
     for (;;) {
@@ -244,11 +244,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         auto end_item = [&] {
             const Item& item = items[my.at];
             bool split = item.splits > 1;
-            bool leaked = any_partial && !my.careful && state.has_nan();
+            bool leaked = !my.careful && state.is_spoiled(any_partial);
             leaked = split ? named_any<TEAM_THREADS>(TEAM + team, leaked) : __any_sync(0xffffffffu, leaked);
             u32 bit = 1u << my.ordinal % 32;
             if (my.alone ? my.own & bit : !leaked) {
                 state.fold(p);
+                if (SHRINKS && my.alone) state.restore();
                 if (!split) {
                     write_rows(p, item, state, warp_row);
                 } else {
@@ -288,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             if (!TEAMS) fetch(v_slot, last_slot);
             if (pending) {
                 u32 v = v_at + last_slot * VLayout::SIZE;
-                if (with_care) add_values_with_care(p, state, weights, all_rows + my.before_at % 2 * BM + warp_row, v, my.before * TILE);
+                if (with_care) add_values_with_care(p, state, weights, all_rows + my.before_at % 2 * BM + warp_row, v, my.before * TILE, my.alone);
                 else add_values(state, weights, v);
             }
             if (!more) break;
@@ -309,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             u32 tile = block;
             const Row* rows = all_rows + at % 2 * BM + warp_row;
             any_partial |= partial;
-            with_care = partial && my.careful;
+            with_care = my.careful && (partial || SHRINKS && my.alone);
             if (with_care) {
                 __syncwarp();
                 if (lane == 0) my.before = tile, my.before_at = at;

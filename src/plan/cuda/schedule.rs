@@ -207,8 +207,11 @@ impl Shares {
         for (_, tile) in sections {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.item(0..tile.blocks(1), 1));
-            // A tile's beginning and end take about as long as a block of keys.
-            done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
+            // A tile's beginning and end take about as long as a block of keys. A block of threads with as many as it can compute again
+            // gets no more: there is room for all of them.
+            if blocks[block].len() < AGAIN {
+                done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
+            }
         }
         Self { blocks, ..Self::none() }
     }
