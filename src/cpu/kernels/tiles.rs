@@ -130,7 +130,8 @@ impl Stream {
                         src.request::<S>(next..next + TILE);
                     }
                 }
-                let copied = [self.keys.cast_const().cast(), self.keys.add(TILE * self.depth).cast_const().cast()];
+                let copied =
+                    [self.keys.cast_const().cast(), self.keys.add(TILE * self.depth).cast_const().cast()];
                 let tiles = Tiles {
                     a: if in_place { [runs[0].start, runs[1].start] } else { copied },
                     lda: if in_place { src.step() } else { 4 * self.depth },
