@@ -109,7 +109,7 @@ fn permit(_: &Path, _: Permissions) -> std::io::Result<()> {
 pub(crate) fn folder(path: &Path) -> Result<()> {
     match std::fs::create_dir(path) {
         Err(e) if e.kind() != ErrorKind::AlreadyExists || !path.is_dir() => {
-            let what = format_args!("cannot be a folder for files: {}", cause(&e));
+            let what = format!("cannot be a folder for files: {}", cause(&e));
             Err(Failure::at(path.display(), what))
         }
         _ => Ok(()),

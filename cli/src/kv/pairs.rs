@@ -81,7 +81,7 @@ impl<'a> Listing<'a> {
         }
         if listing.pairs.is_empty() && listing.refused.is_empty() {
             let has: Vec<&str> = archive.names().collect();
-            let what = format_args!(
+            let what = format!(
                 "no keys and values, expected tensors such as layer.0.k and layer.0.v, or k and v (it has {})",
                 if has.is_empty() { "no tensor".to_owned() } else { report::some(&has) }
             );
