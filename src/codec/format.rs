@@ -69,6 +69,7 @@ impl Format {
     }
 
     /// Elements of a row.
+    #[cfg(any(test, target_arch = "x86_64"))]
     pub(crate) const fn dim(&self) -> usize {
         self.dim
     }

@@ -106,6 +106,7 @@ impl Rotation {
     }
 
     /// The signs, and the factor behind the Walsh-Hadamard transform: of a power of two of coordinates.
+    #[cfg(target_arch = "x86_64")]
     pub(super) fn power_of_two(&self) -> (&[f32], f32) {
         debug_assert!(self.signs.len().is_power_of_two());
         (&self.signs, f32::from_f64(self.blocks[0].root))

@@ -101,27 +101,35 @@ version!(avx512, super::Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
 #[cfg(target_arch = "x86_64")]
 version!(vbmi, super::Vbmi, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni");
 
+/// Versions for instructions that this machine has beyond those of its target, the best first.
+#[cfg(target_arch = "x86_64")]
+fn detected() -> Vec<Version> {
+    let avx512 = is_x86_feature_detected!("avx512f")
+        && is_x86_feature_detected!("avx512bw")
+        && is_x86_feature_detected!("avx512dq")
+        && is_x86_feature_detected!("avx512vl");
+    let mut all = Vec::new();
+    if avx512 && is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("avx512vnni") {
+        all.push(vbmi::VERSION);
+    }
+    if avx512 {
+        all.push(avx512::VERSION);
+    }
+    if is_x86_feature_detected!("avx2") {
+        all.push(avx2::VERSION);
+    }
+    all
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn detected() -> Vec<Version> {
+    Vec::new()
+}
+
 /// Every version that this machine runs, the best first.
 fn versions() -> Vec<Version> {
-    let mut all = vec![portable::VERSION];
-    #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx2") {
-            all.insert(0, avx2::VERSION);
-        }
-        let has = [
-            is_x86_feature_detected!("avx512f"),
-            is_x86_feature_detected!("avx512bw"),
-            is_x86_feature_detected!("avx512dq"),
-            is_x86_feature_detected!("avx512vl"),
-        ];
-        if has.into_iter().all(|has| has) {
-            all.insert(0, avx512::VERSION);
-            if is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("avx512vnni") {
-                all.insert(0, vbmi::VERSION);
-            }
-        }
-    }
+    let mut all = detected();
+    all.push(portable::VERSION);
     all
 }
 

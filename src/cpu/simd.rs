@@ -43,6 +43,7 @@ pub(crate) const CODE_KEYS: usize = 256;
 /// Groups are whole: codes in both planes and scales of all [`TILE`] rows are memory that can be read, also where the block ends
 /// before. `Block::new` of `kernels/codes.rs` sees to it: a group lies in one page, or is a copy in the task's memory.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct CodeBlock<'a> {
     pub(crate) format: &'a Format,
     /// What each code stands for; none where codes are bytes and stand for themselves.
@@ -62,6 +63,7 @@ pub(crate) struct CodeBlock<'a> {
 /// [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, 16, of which those from `count` on hold anything before and after.
 /// `Operands::new` of `kernels/codes.rs` lays the queries out so, and a plan's tile of scores has at least as many rows.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct CodeScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
     /// Queries `[rows][2][MAX_HEAD_DIM]`: the upper and the lower half of each integer, signed.
@@ -81,6 +83,7 @@ pub(crate) struct CodeScores<'a> {
 /// As of [`CodeScores`], queries and scores are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those from `count` on
 /// hold anything.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct NumberScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
     /// Queries, `ldq` elements from one to the next.
@@ -94,6 +97,7 @@ pub(crate) struct NumberScores<'a> {
 
 /// Codes of a byte of values times weights, in f32.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct NumberValues<'a> {
     pub(crate) values: CodeBlock<'a>,
     /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen. They become those of
@@ -111,6 +115,7 @@ pub(crate) struct NumberValues<'a> {
 /// As of [`CodeScores`], integers, factors and sums are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those
 /// from `count` on hold anything. Of the weights no row from `count` on is read.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct CodeValues<'a> {
     pub(crate) values: CodeBlock<'a>,
     /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen.
