@@ -13,14 +13,25 @@ pub(crate) struct Array<const N: usize, const PAIRS: bool, const TILES: bool>;
 
 pub(crate) type Portable = Array<4, false, false>;
 
+/// An array of `f(0)`, `f(1)` and so on. A plain loop: `std::array::from_fn` is a call for each element where units of code are
+/// not optimised together.
+#[inline(always)]
+fn from_fn<T: Copy + Default, const N: usize>(f: impl Fn(usize) -> T) -> [T; N] {
+    let mut all = [T::default(); N];
+    for i in 0..N {
+        all[i] = f(i);
+    }
+    all
+}
+
 #[inline(always)]
 fn map<const N: usize>(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
-    std::array::from_fn(|i| f(a[i]))
+    from_fn(|i| f(a[i]))
 }
 
 #[inline(always)]
 fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
-    std::array::from_fn(|i| f(a[i], b[i]))
+    from_fn(|i| f(a[i], b[i]))
 }
 
 // The compiler's own measure of inlining in unit tests, which compute with arrays of 16 lanes: written out, their kernels
@@ -66,7 +77,7 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
             let [low, high] = [|x: f32| x.to_bits() << 16, |x: f32| x.to_bits() & 0xffff_0000];
             let product =
                 |half: fn(f32) -> u32, i: usize| f32::from_bits(half(a[i])) * f32::from_bits(half(b[i]));
-            return std::array::from_fn(|i| c[i] + product(high, i) + product(low, i));
+            return from_fn(|i| c[i] + product(high, i) + product(low, i));
         }
         // SAFETY: the caller's promise.
         unsafe { Self::fma(a, b, c) }
@@ -74,7 +85,7 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     #[cfg_attr(not(test), inline(always))]
     unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
         let at = |i: usize| bf16::from_f32(if i < N { low[i] } else { high[i - N] }).to_bits();
-        std::array::from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
+        from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn splat(x: f32) -> Self::V {
@@ -110,9 +121,9 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         // Without the instruction, a fused multiply-add is a library call.
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
-            std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+            from_fn(|i| a[i].mul_add(b[i], c[i]))
         } else {
-            std::array::from_fn(|i| a[i] * b[i] + c[i])
+            from_fn(|i| a[i] * b[i] + c[i])
         }
     }
     #[cfg_attr(not(test), inline(always))]
@@ -125,11 +136,11 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
-        std::array::from_fn(|i| if a[i] < b[i] { x[i] } else { y[i] })
+        from_fn(|i| if a[i] < b[i] { x[i] } else { y[i] })
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
-        std::array::from_fn(|i| if a[i] == b[i] { x[i] } else { y[i] })
+        from_fn(|i| if a[i] == b[i] { x[i] } else { y[i] })
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn and(a: Self::V, bits: u32) -> Self::V {
@@ -173,7 +184,7 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     unsafe fn load_f16(p: *const u16) -> Self::V {
         // SAFETY: the caller's promise.
         let bits = unsafe { p.cast::<[u16; N]>().read() };
-        std::array::from_fn(|i| {
+        from_fn(|i| {
             // Exponent and mantissa moved into place and rescaled by 2^112; infinities and NaN get the largest exponent.
             let magnitude = u32::from(bits[i] & 0x7fff) << 13;
             let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
@@ -185,23 +196,23 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     unsafe fn load_bf16(p: *const u16) -> Self::V {
         // SAFETY: the caller's promise.
         let bits = unsafe { p.cast::<[u16; N]>().read() };
-        std::array::from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
+        from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bool(p: *const u8) -> Self::V {
         // SAFETY: the caller's promise.
         let bytes = unsafe { p.cast::<[u8; N]>().read() };
-        std::array::from_fn(|i| if bytes[i] != 0 { 0.0 } else { f32::NEG_INFINITY })
+        from_fn(|i| if bytes[i] != 0 { 0.0 } else { f32::NEG_INFINITY })
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn store_f16(p: *mut u16, v: Self::V) {
         // SAFETY: the caller's promise.
-        unsafe { p.cast::<[u16; N]>().write(v.map(|x| f16::from_f32(x).to_bits())) }
+        unsafe { p.cast::<[u16; N]>().write(from_fn(|i| f16::from_f32(v[i]).to_bits())) }
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn store_bf16(p: *mut u16, v: Self::V) {
         // SAFETY: the caller's promise.
-        unsafe { p.cast::<[u16; N]>().write(v.map(|x| bf16::from_f32(x).to_bits())) }
+        unsafe { p.cast::<[u16; N]>().write(from_fn(|i| bf16::from_f32(v[i]).to_bits())) }
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {

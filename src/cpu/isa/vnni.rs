@@ -56,6 +56,17 @@ unsafe fn table(levels: Option<&[i8; 64]>) -> __m512i {
     )
 }
 
+/// The bytes `f(0)`, `f(1)` and so on: constants, once the loop is unrolled. `std::array::from_fn` is a call for each byte where
+/// units of code are not optimised together.
+#[inline(always)]
+fn byte_table(f: impl Fn(usize) -> usize) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    for (i, byte) in bytes.iter_mut().enumerate() {
+        *byte = f(i) as u8;
+    }
+    bytes
+}
+
 /// The scales of a group, divided by [`UNIT`].
 #[inline(always)]
 unsafe fn factors(scales: *const u8) -> __m512 {
@@ -106,7 +117,10 @@ unsafe fn transpose_dense<const WIDTH: usize>(rows: *const u8, at: usize) -> [__
         // Columns of four bytes, from `first` on, of all rows of two lines: as many as fill a register.
         let columns = |n: usize, first: usize| {
             let (width, rows) = (WIDTH / 4, 128 / WIDTH);
-            let index: [i32; 16] = std::array::from_fn(|i| (first + i / rows + i % rows * width) as i32);
+            let mut index = [0i32; 16];
+            for i in 0..16 {
+                index[i] = (first + i / rows + i % rows * width) as i32;
+            }
             let index = _mm512_loadu_si512(index.as_ptr().cast());
             _mm512_permutex2var_epi32(line(n), index, line(n + 1))
         };
@@ -459,7 +473,7 @@ unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors:
             *job.w_factors.add(row + r) = if most < f32::INFINITY { most / W_ONE } else { f32::NAN };
         }
         // Lower bytes of two registers, then their upper ones.
-        let bytes: [u8; 64] = std::array::from_fn(|i| (i % 32 * 4 + i / 32) as u8);
+        let bytes = byte_table(|i| i % 32 * 4 + i / 32);
         let bytes = _mm512_loadu_si512(bytes.as_ptr().cast());
         for group in (0..factors.len()).step_by(2) {
             // What stands after a last one is not read.
@@ -619,7 +633,7 @@ unsafe fn block_values<
 /// 16 bytes each.
 #[inline(always)]
 unsafe fn order(width: usize) -> __m512i {
-    let order: [u8; 64] = std::array::from_fn(|i| (16 * (i % 4) + i / 4 % width.max(1)) as u8);
+    let order = byte_table(|i| 16 * (i % 4) + i / 4 % width.max(1));
     // SAFETY: 64 bytes.
     unsafe { _mm512_loadu_si512(order.as_ptr().cast()) }
 }
@@ -639,7 +653,7 @@ unsafe fn quad<const BYTES: usize>(
         match width {
             16 => _mm512_permutexvar_epi8(order, _mm512_loadu_si512(rows.cast())),
             32 => {
-                let order: [u8; 64] = std::array::from_fn(|i| (32 * (i % 4) + i / 4 + at) as u8);
+                let order = byte_table(|i| 32 * (i % 4) + i / 4 + at);
                 let order = _mm512_loadu_si512(order.as_ptr().cast());
                 let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
                 _mm512_permutex2var_epi8(line(0), order, line(1))
