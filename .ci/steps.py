@@ -1,0 +1,335 @@
+"""The steps of .ci/run and .ci/full, in order."""
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import sys
+import tomllib
+
+from harness import ROOT, TARGET, Failed, Scratch, Skipped, logged, measured, output, run, step
+
+MSRV = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
+TARGETS = ["aarch64-unknown-linux-gnu", "aarch64-apple-darwin", "x86_64-pc-windows-gnu"]
+
+# Python packages with the compilers that tests of printed kernels call.
+NVRTC = "nvidia-cuda-nvrtc==13.0.88"
+ZIG = "ziglang==0.15.2"
+
+# Seconds that a build may take on 2 cores. Machines differ: a step fails at twice as many.
+FIRST_COMMAND = {"wall": 90, "CPU": 170}
+DEPENDENT = {"CPU": 100}
+
+
+# Tools, installed where they are not.
+
+
+def toolchain(name, *components):
+    """A toolchain of rustup with these components."""
+    code, installed = output("rustup", "component", "list", "--installed", "--toolchain", name)
+    has = [line.startswith(components) for line in installed.split()]
+    if code != 0 or sum(has) < len(components):
+        run("rustup", "toolchain", "install", name, "--profile", "minimal", *(f"--component={c}" for c in components))
+    return name
+
+
+def pip(package):
+    """The folder of a Python package, which is installed into a folder of its own, once."""
+    folder = TARGET / "ci" / "tools" / package
+    if not folder.exists():
+        part = folder.with_name(folder.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        quiet = ["--quiet", "--disable-pip-version-check", "--root-user-action=ignore"]
+        run(sys.executable, "-m", "pip", "install", *quiet, "--no-deps", "--target", part, package)
+        part.rename(folder)
+    return folder
+
+
+@functools.cache
+def nvrtc():
+    """Variables with which tests find the compiler of CUDA kernels. It needs no GPU."""
+    if "FLASHTILE_NVRTC" in os.environ:
+        return {}
+    found = sorted(pip(NVRTC).rglob("libnvrtc.so*"))
+    if not found:
+        raise Failed(f"{NVRTC} has no libnvrtc.so")
+    return {"FLASHTILE_NVRTC": found[0]}
+
+
+@functools.cache
+def clang():
+    """Variables with which tests find the compilers of printed Metal and of printed CUDA for the host: the clang in the package of zig,
+    which needs neither zig nor an Apple machine."""
+    if "FLASHTILE_CLANG" in os.environ and "FLASHTILE_CXX" in os.environ:
+        return {}
+    zig = pip(ZIG) / "ziglang" / "zig"
+    compiler = TARGET / "ci" / "tools" / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec "{zig}" c++ "$@"\n')
+    compiler.chmod(0o755)
+    found = {"FLASHTILE_CLANG": zig, "FLASHTILE_CXX": compiler}
+    return {name: path for name, path in found.items() if name not in os.environ}
+
+
+def apt(package, program):
+    """A program of a Debian package; skips where it cannot be installed."""
+    if shutil.which(program):
+        return
+    if not shutil.which("apt-get") or os.geteuid() != 0:
+        raise Skipped(f"{program} is not installed, and there is no apt-get or no right to use it")
+    if output("apt-get", "install", "-y", package)[0] != 0:
+        output("apt-get", "update")
+        code, said = output("apt-get", "install", "-y", package)
+        if code != 0:
+            raise Skipped(f"{package} cannot be installed: {said.strip().splitlines()[-1]}")
+
+
+@functools.cache
+def cuda_devices():
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    usable = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if usable else 0
+
+
+# Text and types.
+
+
+@step("format", "formatting")
+def formatting():
+    run("cargo", "fmt", "--all", "--check")
+    run("cargo", "fmt", "--manifest-path", "examples/own-kernel/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "fuzz/Cargo.toml", "--check")
+
+
+@step("lints", "clippy, on everything")
+def lints():
+    run("cargo", "clippy", "--workspace", "--all-targets", "--all-features", "--locked", "--", "-D", "warnings")
+
+
+@step("licences", "licences of dependencies")
+def licences():
+    run(sys.executable, ".ci/licences.py")
+
+
+@step("doc", "documentation")
+def documentation():
+    flags = {"RUSTDOCFLAGS": "-D warnings"}
+    run("cargo", "doc", "--workspace", "--no-deps", "--all-features", "--locked", env=flags)
+
+
+@step("msrv", f"Rust {MSRV}: libraries and command line")
+def msrv():
+    with_msrv = {"RUSTUP_TOOLCHAIN": toolchain(MSRV)}
+    run("cargo", "check", "--workspace", "--locked", env=with_msrv)
+    run("cargo", "check", "-p", "flashtile", "--locked", env=with_msrv)
+
+
+@step("targets", f"other targets: {', '.join(TARGETS)}")
+def targets():
+    # Checked, not linked: that needs no linker of the target. Clippy is a check that also denies warnings.
+    installed = output("rustup", "target", "list", "--installed")[1].split()
+    missing = [target for target in TARGETS if target not in installed]
+    if missing:
+        run("rustup", "target", "add", *missing)
+    every = [word for target in TARGETS for word in ("--target", target)]
+    deny = ["--", "-D", "warnings"]
+    run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-kernel", *deny)
+    run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-cli", "--features", "flashtile/cuda,flashtile/testkit", *deny)
+
+
+# What a build costs.
+
+
+def plain():
+    """Takes out of the environment what would change the cost of a build."""
+    changing = ("CARGO_PROFILE_", "CARGO_BUILD_", "CARGO_INCREMENTAL", "CARGO_ENCODED_RUSTFLAGS", "RUSTFLAGS", "RUSTC_WRAPPER")
+    return {name: None for name in os.environ if name.startswith(changing)}
+
+
+def against(figures, wall, cpu):
+    """Compares seconds with what they may be."""
+    took = {"wall": wall, "CPU": cpu}
+    note = ", ".join(f"{took[what]:.0f} {what} s of {most}" for what, most in figures.items())
+    if any(took[what] > 2 * most for what, most in figures.items()):
+        raise Failed(f"{note}: more than twice as much")
+    return note + (": TOO MUCH" if any(took[what] > most for what, most in figures.items()) else "")
+
+
+@step("readme", "README: first command from a fresh clone with dependencies fetched")
+def readme():
+    run("cargo", "fetch", "--locked", "--quiet")
+    with Scratch() as folder:
+        env = plain() | {"CARGO_TARGET_DIR": folder / "target", "CARGO_NET_OFFLINE": "true"}
+        command = ["cargo", "run", "--release", "--locked", "-q", "-p", "flashtile-cli", "--"]
+        problem = ["run", "examples/data/minilm_attention.safetensors", "-o", folder / "out.safetensors"]
+        _, wall, cpu = measured(lambda: run(*command, *problem, env=env))
+    return against(FIRST_COMMAND, wall, cpu)
+
+
+@step("dependent", "an empty crate that depends on flashtile, in release")
+def dependent():
+    run("cargo", "fetch", "--locked", "--quiet")
+    with Scratch() as folder:
+        (folder / "src").mkdir()
+        (folder / "src" / "lib.rs").write_text("")
+        (folder / "Cargo.toml").write_text(
+            '[package]\nname = "dependent"\nversion = "0.0.0"\nedition = "2024"\n\n[workspace]\n\n'
+            f'[dependencies]\nflashtile = {{ path = "{ROOT.as_posix()}" }}\n'
+        )
+        # The same versions of dependencies, which are fetched.
+        shutil.copy(ROOT / "Cargo.lock", folder)
+        env = plain() | {"CARGO_TARGET_DIR": folder / "target", "CARGO_NET_OFFLINE": "true"}
+        _, wall, cpu = measured(lambda: run("cargo", "build", "--release", "-q", cwd=folder, env=env))
+    return against(DEPENDENT, wall, cpu)
+
+
+# Tests.
+
+
+@step("nvrtc", "compiler of CUDA kernels")
+def fetch_nvrtc():
+    nvrtc()
+
+
+@step("clang", "compiler of Metal kernels, and of CUDA kernels for the host")
+def fetch_clang():
+    clang()
+
+
+# Tests of what needs a device say so and pass.
+NEEDS_A_DEVICE = ("nothing ran on a GPU", "nothing was launched", "no GPU ran")
+
+
+def test(name, *args, env=None):
+    """Runs tests with every compiler, and fails where one was skipped for another reason than that there is no device."""
+
+    def shown(line):
+        return line.lstrip().startswith(("Compiling flashtile", "Running ", "Doc-tests ", "test result")) or "FAILED" in line
+
+    lines = logged(name, "cargo", "test", "--locked", *args, "--show-output", env=nvrtc() | clang() | (env or {}), shown=shown)
+    skipped = [line for line in lines if re.match(r"SKIPPED|skipped:", line)]
+    for_a_device = [line for line in skipped if any(why in line for why in NEEDS_A_DEVICE)]
+    wrong = skipped if cuda_devices() else [line for line in skipped if line not in for_a_device]
+    if wrong:
+        raise Failed(f"{len(wrong)} tests did not run, such as: {wrong[0]}")
+    passed = sum(int(match[1]) for line in lines if (match := re.match(r"test result: ok\. (\d+) passed", line)))
+    if passed == 0:
+        raise Failed("no test ran")
+    return f"{passed} passed" + (f", {len(for_a_device)} skipped parts that need a CUDA device" if for_a_device else "")
+
+
+@step("tests", "README: tests")
+def tests():
+    return test("tests", "--workspace", "--")
+
+
+@step("serve", "example: serve")
+def serve():
+    # The tests have built it.
+    run("cargo", "run", "--locked", "-q", "-p", "flashtile", "--example", "serve", quiet=True)
+
+
+@step("own-kernel", "example: a kernel of one's own")
+def own_kernel():
+    # A workspace of its own, as a user's is, with the crates that the tests have built.
+    env = {"CARGO_TARGET_DIR": TARGET}
+    run("cargo", "run", "--locked", "-q", "--features", "cuda", "--manifest-path", "examples/own-kernel/Cargo.toml", env=env)
+
+
+@step("gpu", "tests on a CUDA device")
+def gpu():
+    if not cuda_devices():
+        raise Skipped("no CUDA device: kernels for it were compiled, and ran on nothing")
+    return test("gpu", "-p", "flashtile", "--test", "it", "--", "cuda::", "portable::")
+
+
+# Miri.
+
+# Miri stops system calls, such as those that ask for the size of caches; there are defaults for what they say. Threads of rayon never end.
+MIRI_FLAGS = ["-Zmiri-isolation-error=hide", "-Zmiri-ignore-leaks"]
+MODELS = {"Stacked Borrows": [], "Tree Borrows": ["-Zmiri-tree-borrows"]}
+
+# What Miri runs in .ci/full, under both models: arguments of `cargo miri test` for each crate.
+LIBRARY = ["-p", "flashtile", "--test", "miri"]
+MIRI_TESTS = [LIBRARY]
+# The part of LIBRARY in .ci/run.
+MIRI_PART = ["views", "merging", "codecs::rows_of_codes", "caches::contiguous", "kernels::decode", "kernels::prefill_window"]
+# On threads of rayon runs crossbeam-epoch, which does not obey Stacked Borrows.
+NOT_STACKED = ["--skip", "two_threads"]
+
+
+def miri(flags, tests, *args):
+    """Command and variables of tests under Miri. Numbers need no optimisation: Miri interprets them."""
+    name = toolchain("nightly", "miri", "rust-src")
+    env = {"MIRIFLAGS": " ".join(MIRI_FLAGS + flags), "RUSTUP_TOOLCHAIN": name, "CARGO_PROFILE_DEV_OPT_LEVEL": "0"}
+    return ["cargo", "miri", "test", "--locked", *tests, "--", "--test-threads=1", *args], env
+
+
+@step("miri", "Miri: a part of its tests, and faults that it must find")
+def miri_part():
+    command, env = miri([], LIBRARY, *MIRI_PART)
+    run(*command, env=env)
+    planted()
+
+
+def planted():
+    """Runs tests each of which reads outside memory: Miri must say so."""
+    for fault in ("an_element_past_a_view", "a_key_past_a_view_in_a_kernel"):
+        command, env = miri([], LIBRARY, "--exact", "--ignored", f"planted::{fault}")
+        code, said = output(*command, env=env)
+        if code == 0 or not re.search(r"Undefined Behavior: .*(beyond the end|from the end) of the allocation", said):
+            print(said)
+            raise Failed(f"Miri did not find the read outside memory in planted::{fault}")
+        print(f"found, as it must be: planted::{fault}")
+
+
+for model, model_flags in MODELS.items():
+
+    @step(f"miri-{model.split()[0].lower()}", f"Miri: all of its tests, under {model}", full=True)
+    def miri_all(flags=model_flags):
+        for tests in MIRI_TESTS:
+            command, env = miri(flags, tests, *([] if flags else NOT_STACKED))
+            run(*command, env=env)
+
+
+# What takes longer.
+
+
+@step("memcheck", "valgrind, on a part of the catalogue", full=True)
+def memcheck():
+    apt("valgrind", "valgrind")
+    return memory("memcheck")
+
+
+@step("asan", "address sanitizer, on the whole catalogue", full=True)
+def asan():
+    return memory("asan")
+
+
+def memory(checker):
+    skipped = [line for line in logged(checker, "tests/memory.sh", checker) if line.startswith("SKIPPED")]
+    if any(line.startswith("SKIPPED: address sanitizer") for line in skipped):
+        raise Skipped(skipped[0].removeprefix("SKIPPED: "))
+    return "; ".join(skipped)
+
+
+@step("seeds", "random problems, many", full=True)
+def seeds():
+    return test("seeds", "-p", "flashtile", "--test", "it", "properties", "--", env={"FLASHTILE_SEEDS": "1000..9000"})
+
+
+@step("nvrtc-all", "NVRTC: every instance of the portable CUDA kernels", full=True)
+def nvrtc_all():
+    return test("nvrtc-all", "-p", "flashtile", "--lib", "kernels::", "--", "--ignored")
+
+
+@step("fuzz", "fuzz targets: types", full=True)
+def fuzz():
+    # libfuzzer is C++.
+    if not shutil.which("c++"):
+        apt("g++", "c++")
+    run("cargo", "check", "--locked", "--manifest-path", "fuzz/Cargo.toml", env={"CARGO_TARGET_DIR": TARGET})
