@@ -375,29 +375,42 @@ pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V 
     }
 }
 
-/// Stores the first `n` elements of a row of vectors that starts at `src`.
+/// Stores the first `n` elements of a row of vectors that starts at `src`, times `scale`. Whether the vectors hold neither
+/// infinities nor NaN.
 ///
 /// # Safety
 /// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
 #[inline(always)]
-pub(crate) unsafe fn store_row<S: Simd>(dtype: Dtype, dst: *mut u8, src: *const f32, scale: f32, n: usize) {
+pub(crate) unsafe fn store_row<S: Simd>(
+    dtype: Dtype,
+    dst: *mut u8,
+    src: *const f32,
+    scale: f32,
+    n: usize,
+) -> bool {
     // SAFETY: whole vectors are inside both rows; the tail goes through a buffer.
     unsafe {
-        let scale = S::splat(scale);
+        let (scale, zero) = (S::splat(scale), S::splat(0.0));
+        let mut probe = zero;
         with_elem!(dtype, E => {
             let dst = dst.cast::<E>();
             let whole = n / S::LANES * S::LANES;
             let mut i = 0;
             while i < whole {
-                E::store::<S>(dst.add(i), S::mul(S::load(src.add(i)), scale));
+                let x = S::load(src.add(i));
+                probe = S::fma(x, zero, probe);
+                E::store::<S>(dst.add(i), S::mul(x, scale));
                 i += S::LANES;
             }
             if whole < n {
+                let x = S::load(src.add(whole));
+                probe = S::fma(x, zero, probe);
                 let mut lanes = [E::ZERO; 16];
-                E::store::<S>(lanes.as_mut_ptr(), S::mul(S::load(src.add(whole)), scale));
+                E::store::<S>(lanes.as_mut_ptr(), S::mul(x, scale));
                 std::ptr::copy_nonoverlapping(lanes.as_ptr(), dst.add(whole), n - whole);
             }
         });
+        S::reduce_add(probe) == 0.0
     }
 }
 

@@ -6,7 +6,7 @@ use super::overflow;
 use super::softmax;
 use super::task::{Query, TaskState};
 use crate::KvView;
-use crate::cpu::simd::{Simd, all_finite, store_row};
+use crate::cpu::simd::{Simd, store_row};
 
 /// Writes out and lse of rows `first..first + rows` of the task from the running state of the first `rows` rows.
 ///
@@ -34,8 +34,8 @@ pub(in crate::cpu) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize,
             {
                 crate::codec::unrotate(rotation, std::slice::from_raw_parts_mut(acc, dims.value_dim));
             }
-            store_row::<S>(out.dtype(), dst, acc, scale, dims.value_dim);
-            if sum.is_finite() && !all_finite::<S>(acc, work.stride) {
+            let finite = store_row::<S>(out.dtype(), dst, acc, scale, dims.value_dim);
+            if !finite && sum.is_finite() {
                 let sums = std::slice::from_raw_parts(acc, dims.value_dim);
                 let Query { index, sequence, position, head } = work.query(first + r);
                 let row = overflow::Row { cx: work.cx, sequence, index, position, head };
@@ -50,9 +50,13 @@ pub(in crate::cpu) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize,
 
 /// Factor of the accumulated values, and the logsumexp: from a row's maximum and sum in units of log2, the sink's logit (`-inf`
 /// without one), and the shift that all scores lack.
+#[inline]
 fn normalizer(max: f64, sum: f64, sink: f64, shift: f64) -> (f32, f32) {
     if sum == 0.0 {
         return (0.0, sink as f32);
+    }
+    if sink == f64::NEG_INFINITY {
+        return ((1.0 / sum) as f32, (softmax::from_log2(max) + shift + sum.ln()) as f32);
     }
     let sink_log2 = softmax::to_log2(sink - shift);
     let top = max.max(sink_log2);

@@ -3,8 +3,8 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
-use crate::MaskKind;
 use crate::tensor::MaskRow;
+use crate::{Dtype, MaskKind};
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
@@ -95,12 +95,19 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
             }
             if let Some((row, first, keys)) = with.mask {
                 let bias = mask_bias::<S>(row, first + c, keys);
-                // A NaN passes both comparisons.
-                let core = S::max(S::splat(-HUGE_BIAS), bias);
-                let core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
-                let sum = S::fma(core, S::splat(LOG2_E), x);
-                let sum = S::fma(S::sub(bias, core), S::splat(HUGE_RATE), sum);
-                x = S::select_eq(bias, hidden, hidden, sum);
+                if row.kind != MaskKind::Bool {
+                    // A NaN passes both comparisons.
+                    let mut core = S::max(S::splat(-HUGE_BIAS), bias);
+                    // f16 holds no huge bias.
+                    if row.kind == MaskKind::Additive(Dtype::F16) {
+                        x = S::fma(core, S::splat(LOG2_E), x);
+                    } else {
+                        core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
+                        x = S::fma(core, S::splat(LOG2_E), x);
+                        x = S::fma(S::sub(bias, core), S::splat(HUGE_RATE), x);
+                    }
+                }
+                x = S::select_eq(bias, hidden, hidden, x);
             }
             S::store(scores.add(c), x);
             c += S::LANES;
