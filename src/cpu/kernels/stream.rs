@@ -34,16 +34,45 @@ pub(super) unsafe fn scores<S: Simd, R: Rows>(
     columns: &Range<usize>,
     s: Scores,
 ) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if S::REGISTERS == 32 {
+            return row_group::<S, R, MAX_ROWS>(src, first, columns, s);
+        }
+        // With half as many registers, groups of rows share them with the keys in turn. Each has its own loop over the keys: in one
+        // loop, compilers mix up the vectors of plain Rust.
+        for r in (0..s.rows).step_by(4) {
+            let rows = (s.rows - r).min(4);
+            let s = Scores { q: s.q.add(r * s.ldq), c: s.c.add(r * s.ldc), rows, ..s };
+            match rows {
+                1 => row_group::<S, R, 1>(src, first, columns, s),
+                2 => row_group::<S, R, 2>(src, first, columns, s),
+                _ => row_group::<S, R, 4>(src, first, columns, s),
+            }
+        }
+    }
+}
+
+/// [`scores`] of rows whose sums fit the registers: of `N` rows, or as many as there are where `N` is [`MAX_ROWS`].
+#[inline(always)]
+unsafe fn row_group<S: Simd, R: Rows, const N: usize>(
+    src: HeadRows<'_>,
+    first: usize,
+    columns: &Range<usize>,
+    s: Scores,
+) {
     let whole = if S::PAIRS { 2 * S::LANES } else { S::LANES };
     let row_bytes = src.row_bytes();
     let blocks = row_bytes / (LINES * size_of::<R::Lane>());
     let tail = blocks * LINES * size_of::<R::Lane>();
     for column in (columns.start / whole * whole..columns.end.next_multiple_of(whole)).step_by(S::LANES) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the promise of `scores`.
         unsafe {
             let keys = KeyVector::new::<S>(src, first, column, columns);
             let s = Scores { c: s.c.add(column), ..s };
-            if S::REGISTERS == 32 {
+            if N < MAX_ROWS {
+                multiply_blocks::<S, R, N>(&keys, blocks, s);
+            } else {
                 match s.rows {
                     1 => multiply_blocks::<S, R, 1>(&keys, blocks, s),
                     2 => multiply_blocks::<S, R, 2>(&keys, blocks, s),
@@ -52,16 +81,6 @@ pub(super) unsafe fn scores<S: Simd, R: Rows>(
                     7 | 8 => multiply_blocks::<S, R, 8>(&keys, blocks, s),
                     9..=12 => multiply_blocks::<S, R, 12>(&keys, blocks, s),
                     _ => multiply_blocks::<S, R, 16>(&keys, blocks, s),
-                }
-            } else {
-                // With half as many registers, groups of rows share them with the keys in turn.
-                for r in (0..s.rows).step_by(4) {
-                    let s = Scores { q: s.q.add(r * s.ldq), c: s.c.add(r * s.ldc), ..s };
-                    match s.rows - r {
-                        1 => multiply_blocks::<S, R, 1>(&keys, blocks, s),
-                        2 => multiply_blocks::<S, R, 2>(&keys, blocks, s),
-                        _ => multiply_blocks::<S, R, 4>(&keys, blocks, s),
-                    }
                 }
             }
             if tail < row_bytes {
