@@ -127,6 +127,7 @@ pub fn catalogue() -> Vec<Case> {
         mixed,
     ];
     parts.iter().for_each(|part| part(&mut cases));
+    cases.0.extend(super::edges::edges());
     cases.0
 }
 

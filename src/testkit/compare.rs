@@ -1,8 +1,8 @@
 //! How far an answer may be from the oracle's.
 
-use crate::Dtype;
 use crate::plan::CpuPlan;
 use crate::reference::Attention;
+use crate::{Dtype, Inputs, KvView, Problem};
 
 /// What the products and sums of a kernel are kept in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,8 +86,6 @@ impl Tolerance {
             absolute: if math <= 2e-6 { 10.0 } else { 2.0 } * math * growth,
             lse: growth
                 * match accumulation {
-                    // A score of 30 has the error of 2^-16 of a query's largest element.
-                    Accumulation::Integers => 5e-4,
                     // Errors of 2^-12 of a level that is no whole number.
                     Accumulation::Operands => 5e-4,
                     _ => 1e-5,
@@ -100,6 +98,50 @@ impl Tolerance {
 /// as the row's logsumexp.
 fn score_rounding(lse: f64) -> f64 {
     if lse.is_finite() { 0.5 * f64::from(f32::EPSILON) * lse.abs() } else { 0.0 }
+}
+
+/// Of a rounding to integers, independent errors of up to half a unit each: how many units times the norm of a key a score may err by,
+/// 5.2 standard deviations.
+const INTEGER_ERRORS: f64 = 1.5;
+
+/// The greatest of a query's integers, as kernels of [`Accumulation::Integers`] have it.
+const INTEGER_ONE: f64 = 127.0 * 256.0;
+
+/// Of each row `[batch, q_heads, q_len]`, how far its scores may be off where queries are multiplied as integers
+/// ([`Accumulation::Integers`]): `1.5 |scale| max|q| / 32512` times the norm of the longest key that it sees, q and key rotated and
+/// without the keys' mean. 0 where keys are not multiplied so.
+#[must_use]
+pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
+    let dims = problem.dims();
+    let mut errors = vec![0.0f64; dims.lse_shape().iter().product()];
+    let (KvView::Codes(codes), Some(tables)) = (&inputs.k, inputs.tables) else { return errors };
+    let Some(rotation) = codes.coder().rotation().filter(|_| codes.coder().is_integer()) else {
+        return errors;
+    };
+    let mut row = vec![0.0f32; dims.head_dim];
+    for (index, s) in problem.sequences().iter().enumerate() {
+        for kv_head in 0..dims.kv_heads {
+            let mut norm = |j: usize| {
+                let Some((page, at)) = tables.locate(index, j) else { return 0.0 };
+                codes.read(page, kv_head, at, &mut row);
+                let mean = codes.mean(kv_head).unwrap_or_default().iter().chain(std::iter::repeat(&0.0));
+                row.iter().zip(mean).map(|(x, mean)| f64::from(x - mean).powi(2)).sum::<f64>().sqrt()
+            };
+            let norms: Vec<f64> = (0..s.kv_len).map(&mut norm).collect();
+            for (h, i) in (0..dims.group()).flat_map(|g| (0..s.q_len).map(move |i| (g, i))) {
+                let h = kv_head * dims.group() + h;
+                let element = |d| inputs.q.get([s.batch, h, s.q_start + i, d]);
+                let mut q: Vec<f32> = (0..dims.head_dim).map(element).collect();
+                crate::codec::rotate(rotation, &mut q);
+                let most = q.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                let longest = norms[problem.visible(s, i)].iter().fold(0.0f64, |most, &norm| most.max(norm));
+                let unit = f64::from(problem.scale().abs()) * f64::from(most) / INTEGER_ONE;
+                errors[(s.batch * dims.q_heads + h) * dims.q_len + s.q_start + i] =
+                    INTEGER_ERRORS * unit * longest;
+            }
+        }
+    }
+    errors
 }
 
 /// Difference between an answer and the oracle's.
@@ -198,6 +240,23 @@ impl std::fmt::Display for Report {
 /// If the answers differ in size.
 #[must_use]
 pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &Tolerance) -> Report {
+    compare_out_off(got, expected, dtype, tolerance, &[])
+}
+
+/// As [`compare_out`], of rows whose scores may be `off` by so much: their weights err by that relatively, and by twice as much beside
+/// the sum of the weights. An empty list is one of zeros.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_out_off(
+    got: &[f32],
+    expected: &Attention,
+    dtype: Dtype,
+    tolerance: &Tolerance,
+    off: &[f64],
+) -> Report {
+    let off = |row: usize| off.get(row).copied().unwrap_or(0.0);
     let want = &expected.out;
     let largest = want.iter().filter(|x| x.is_finite()).fold(0.0f64, |m, x| m.max(x.abs()));
     // The spacing of subnormal numbers does not shrink with the number.
@@ -207,7 +266,8 @@ pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &
     };
     let dim = (want.len() / expected.lse.len().max(1)).max(1);
     let limit = |index: usize, want: f64| {
-        let math = tolerance.absolute + 10.0 * score_rounding(expected.lse[index / dim]);
+        let row = index / dim;
+        let math = tolerance.absolute + 10.0 * score_rounding(expected.lse[row]) + 2.0 * off(row);
         tolerance.relative * want.abs() + math * largest + smallest
     };
     let round = |want: f64| match dtype {
@@ -216,7 +276,8 @@ pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &
         Dtype::BF16 => f64::from(half::bf16::from_f64(want).to_f32()),
     };
     let mut report = Report::new(got, want, limit, round);
-    let rows = expected.lse.iter().map(|&lse| tolerance.nrmse.max(score_rounding(lse)).powi(2));
+    let rows = expected.lse.iter().enumerate();
+    let rows = rows.map(|(row, &lse)| tolerance.nrmse.max(score_rounding(lse)).max(off(row)).powi(2));
     report.limit = (rows.sum::<f64>() / expected.lse.len().max(1) as f64).sqrt();
     report
 }
@@ -228,7 +289,17 @@ pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &
 /// If the answers differ in size.
 #[must_use]
 pub fn compare_lse(got: &[f32], expected: &Attention, tolerance: &Tolerance) -> Report {
-    let limit = |_, want: f64| tolerance.lse * want.abs().max(1.0);
+    compare_lse_off(got, expected, tolerance, &[])
+}
+
+/// As [`compare_lse`], of rows whose scores may be `off` by so much: a logsumexp errs by no more than the scores do.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_lse_off(got: &[f32], expected: &Attention, tolerance: &Tolerance, off: &[f64]) -> Report {
+    let off = |row: usize| off.get(row).copied().unwrap_or(0.0);
+    let limit = |row, want: f64| tolerance.lse * want.abs().max(1.0) + off(row);
     Report::new(got, &expected.lse, limit, |want| f64::from(want as f32))
 }
 

@@ -14,6 +14,7 @@ mod catalogue;
 mod compare;
 #[cfg(feature = "cuda")]
 mod cuda;
+mod edges;
 #[cfg(any(feature = "cuda", feature = "simulator"))]
 pub(crate) mod laid;
 #[cfg(any(feature = "cuda", feature = "simulator"))]
@@ -29,7 +30,10 @@ pub(crate) mod simulator;
 
 pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
-pub use compare::{Accumulation, Report, Tolerance, compare_lse, compare_out};
+pub use compare::{
+    Accumulation, Report, Tolerance, compare_lse, compare_lse_off, compare_out, compare_out_off,
+    integer_errors,
+};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
 pub use mlx::{MlxRow, MlxRows, MlxStep, mlx_decode, mlx_encode};
