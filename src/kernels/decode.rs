@@ -37,6 +37,10 @@ const SLACK: f32 = 8.0;
 #[constant]
 pub(super) const SHRINK: f32 = 9.094_947e-13;
 
+/// Of rows that are computed again: that this is done.
+#[constant]
+const SECOND_PASS: u32 = 0x8000_0000;
+
 /// The least scale of a value that counts for a row's reference, in units of log2.
 #[constant]
 const LEAST_SCALE: f32 = -60.0;
@@ -266,6 +270,12 @@ pub(super) fn added(a: [[f32; 2]; 2], b: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
     sum
 }
 
+/// What the sums of a row are smaller by.
+#[device]
+pub(super) fn shrink_of(lifted: u32, row: usize) -> f32 {
+    select(lifted >> row as u32 & 1 != 0, SHRINK, 1.0)
+}
+
 /// A score in units of log2.
 #[device]
 pub(super) fn to_log2(score: f32) -> f32 {
@@ -483,6 +493,7 @@ pub fn decode<
     let last = (high - 1).max(0) as u32;
     let step = keys as u32 * S as u32;
     let mut base = low.max(0) as u32 + tile as u32 * keys as u32;
+    let end_base = low.max(0) as u32 + tiles as u32 * keys as u32;
 
     // Words of the tile that is next.
     let mut k_words = [[[0u32; KW]; 2]; U];
@@ -490,7 +501,7 @@ pub fn decode<
     let mut k_scales = [[no_scale(); 2]; U];
     let mut v_scales = [[no_scale(); 2]; U];
     let mut v_parts = [[[1.0; 2]; 4]; U];
-    if tile < tiles {
+    if base < end_base {
         for u in 0..U {
             for h in 0..2usize {
                 let key = (base + 16 * u as u32 + 8 * h as u32 + lane_row).min(last);
@@ -589,15 +600,16 @@ pub fn decode<
     let mut top = [[f32::NEG_INFINITY; 2]; T];
     let mut weights = [[0.0; 2]; T];
     // A row whose sums overflow, though its weights do not, is computed again with sums that are smaller by SHRINK.
-    let first_tile = tile;
+    // Bits of `lifted` say which, and SECOND_PASS that it is that: one register for all of it.
     let first_base = base;
-    let mut shrink = [[1.0; 2]; T];
-    let mut passes = 0u32;
-    while passes < 2 {
-        while tile < tiles {
-            tile += S as i32;
+    let mut lifted = 0u32;
+    let mut passes = true;
+    while passes {
+        let mut more = base < end_base;
+        while more {
             // What comes after the last tile is the first one, if there is a second pass.
-            let next = select(tile < tiles, base + step, first_base);
+            more = base + step < end_base;
+            let next = select(more, base + step, first_base);
             let mut scores = [[[[0.0; 2]; 2]; T]; U];
             let mut v_scale = [[no_scale(); 2]; U];
             for u in 0..U {
@@ -742,11 +754,11 @@ pub fn decode<
                         }
                     }
                 }
-                if passes == 1 {
+                if lifted != 0 {
                     for t in 0..T {
                         for h in 0..2usize {
                             for n in 0..2usize {
-                                weight[t][h][n] *= shrink[t][n];
+                                weight[t][h][n] *= shrink_of(lifted, 2 * t + n);
                             }
                         }
                     }
@@ -835,10 +847,9 @@ pub fn decode<
             }
             base = next;
         }
-        passes += 1;
-        let mut overflowed = false;
+        passes = false;
         // Of f16 and of codes the largest sums are numbers.
-        if passes == 1 && (VF == F32 || VF == BF16) {
+        if lifted == 0 && (VF == F32 || VF == BF16) {
             for t in 0..T {
                 for n in 0..2usize {
                     let mut found = 0.0;
@@ -849,26 +860,24 @@ pub fn decode<
                     }
                     let any = matrix_column_max(found);
                     let sum = matrix_column_sum(weights[t][n]);
-                    let overflows = any > 0.0 && sum < f32::INFINITY;
-                    shrink[t][n] = select(overflows, SHRINK, 1.0);
-                    overflowed = overflowed || overflows;
+                    lifted |= select(any > 0.0 && sum < f32::INFINITY, 1u32 << (2 * t + n) as u32, 0u32);
                 }
             }
-        }
-        if simd_any(overflowed) {
-            tile = first_tile;
-            acc = [[[[0.0; 2]; 2]; VN]; T];
-            top = [[f32::NEG_INFINITY; 2]; T];
-            weights = [[0.0; 2]; T];
-        } else {
-            passes = 2;
+            passes = simd_any(lifted != 0);
+            if passes {
+                lifted |= SECOND_PASS;
+                acc = [[[[0.0; 2]; 2]; VN]; T];
+                top = [[f32::NEG_INFINITY; 2]; T];
+                weights = [[0.0; 2]; T];
+            }
         }
     }
 
     for t in 0..T {
         for n in 0..2usize {
             let row = first_row + 8 * t as u32 + 2 * pair + n as u32;
-            let sum = matrix_column_sum(weights[t][n]) * shrink[t][n];
+            let shrink = shrink_of(lifted, 2 * t + n);
+            let sum = matrix_column_sum(weights[t][n]) * shrink;
             if row < rows {
                 let head = kv_head * params.group + row % params.group;
                 let query = sequence.q_start + row / params.group;
@@ -882,7 +891,7 @@ pub fn decode<
                 }
                 if lane_row == 0 {
                     // A part without a reference counts as one of no key; where weights are NaN any number will do.
-                    tops[2 * slot] = select(sum.is_nan(), 0.0, top[t][n] - shrink[t][n].log2());
+                    tops[2 * slot] = select(sum.is_nan(), 0.0, top[t][n] - shrink.log2());
                     tops[2 * slot + 1] = sum;
                 }
             }
