@@ -1,0 +1,88 @@
+#!/usr/bin/env python3
+"""Compares two builds of the command line on the kernels of the CPU, and prints a markdown table.
+
+    benches/compare.py OLD NEW [--pairs N] [--threads N] [--isa ISA]...
+
+OLD and NEW are binaries. Each row runs them in turn, N pairs (default 7), which of them first changing from pair to pair, and prints
+the median of the pairs' ratios new / old, and the quartiles of the ratios: what else the machine does reaches both. Every run checks
+its answer against the oracle first. Instruction sets that the machine lacks are named as skipped. Ends with 1 where a median is above
+1.03.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+
+LIMIT = 1.03
+
+# Options of `flashtile bench` of each row.
+ROWS = {
+    "prefill": "prefill --dtype {dtype} --head-dim {d} --seq 1024",
+    "decode": "decode --dtype {dtype} --head-dim {d} --seq 16384 --cache contiguous",
+}
+CODES = "decode --dtype bf16 --head-dim 128 --seq 16384 --cache contiguous --codec int8,tq6,tq5,tq4,tq3,tq2,fp8"
+DTYPES = {
+    "portable": ["f32", "f16", "bf16"],
+    "avx2": ["f32", "f16", "bf16"],
+    "avx512": ["f32", "f16", "bf16"],
+    "avx512vnni": [],
+    "avx512bf16": ["bf16"],
+    "amx": ["bf16"],
+}
+
+
+def commands(isa):
+    for dtype in DTYPES[isa]:
+        for form in ROWS.values():
+            for d in (64, 128):
+                yield form.format(dtype=dtype, d=d)
+    if isa in ("avx2", "avx512", "avx512vnni"):
+        yield CODES
+
+
+def seconds(binary, command, isa, threads):
+    words = [binary, "bench", *command.split(), "--isa", isa, "--threads", str(threads), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(done.stderr.strip())
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    name = lambda row: row["kernel"] + ("" if row["kind"] == "decode" else " causal" if row["causal"] else " full")
+    return {name(row): row["seconds"] for row in rows if row["peer"] == "flashtile"}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", action="append", choices=DTYPES)
+    args = parser.parse_args()
+    print("| kernel | new / old, median | quartiles | old, ms |\n|---|---|---|---|", flush=True)
+    slower = []
+    for isa in args.isa or DTYPES:
+        for command in commands(isa):
+            ratios, old_ms = {}, {}
+            for pair in range(args.pairs):
+                try:
+                    order = [args.old, args.new] if pair % 2 == 0 else [args.new, args.old]
+                    found = {binary: seconds(binary, command, isa, args.threads) for binary in order}
+                except OSError as error:
+                    print(f"| {isa}: skipped, {error} | | | |", flush=True)
+                    break
+                for name, old in found[args.old].items():
+                    ratios.setdefault(name, []).append(found[args.new][name] / old)
+                    old_ms.setdefault(name, []).append(old * 1e3)
+            for name, of_row in ratios.items():
+                low, middle, high = statistics.quantiles(of_row, n=4, method="inclusive")
+                print(f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {statistics.median(old_ms[name]):.3f} |", flush=True)
+                if middle > LIMIT:
+                    slower.append(name)
+    if slower:
+        print(f"\nslower by more than {LIMIT - 1:.0%}: " + ", ".join(slower))
+    return bool(slower)
+
+
+sys.exit(main())
