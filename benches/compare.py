@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Compares two builds of the command line on the kernels of the CPU, and prints a markdown table.
 
-    benches/compare.py OLD NEW [--pairs N] [--threads N] [--isa ISA]...
+    benches/compare.py OLD NEW [--rounds N] [--threads N] [--isa ISA]...
 
-OLD and NEW are binaries. Each row runs them in turn, N pairs (default 7), which of them first changing from pair to pair, and prints
-the median of the pairs' ratios new / old, and the quartiles of the ratios: what else the machine does reaches both. Every run checks
-its answer against the oracle first. Instruction sets that the machine lacks are named as skipped. Ends with 1 where a median is above
+OLD and NEW are binaries. Each row runs old, new, new, old, N times (default 7), and prints the median of the ratios new / old and their
+quartiles: what else the machine does reaches both, and so does what one run leaves to the next. Every run checks its answer against
+the oracle first. Instruction sets that the machine lacks are named as skipped. Ends with 1 where a median is above
 1.03.
 """
 
@@ -56,7 +56,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old")
     parser.add_argument("new")
-    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", action="append", choices=DTYPES)
     args = parser.parse_args()
@@ -65,16 +65,17 @@ def main():
     for isa in args.isa or DTYPES:
         for command in commands(isa):
             ratios, old_ms = {}, {}
-            for pair in range(args.pairs):
+            for _ in range(args.rounds):
                 try:
-                    order = [args.old, args.new] if pair % 2 == 0 else [args.new, args.old]
-                    found = {binary: seconds(binary, command, isa, args.threads) for binary in order}
+                    order = [args.old, args.new, args.new, args.old]
+                    old, new, new_again, old_again = (seconds(binary, command, isa, args.threads) for binary in order)
                 except OSError as error:
                     print(f"| {isa}: skipped, {error} | | | |", flush=True)
                     break
-                for name, old in found[args.old].items():
-                    ratios.setdefault(name, []).append(found[args.new][name] / old)
-                    old_ms.setdefault(name, []).append(old * 1e3)
+                for name in old:
+                    both = old[name] + old_again[name]
+                    ratios.setdefault(name, []).append((new[name] + new_again[name]) / both)
+                    old_ms.setdefault(name, []).append(both / 2 * 1e3)
             for name, of_row in ratios.items():
                 low, middle, high = statistics.quantiles(of_row, n=4, method="inclusive")
                 print(f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} | {statistics.median(old_ms[name]):.3f} |", flush=True)

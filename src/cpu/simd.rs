@@ -5,7 +5,6 @@
 
 #![allow(unsafe_code)]
 
-use super::isa::{ByteProducts, IntegerProducts};
 use crate::Dtype;
 use crate::codec::Format;
 
@@ -149,10 +148,6 @@ pub(crate) trait Simd: Copy + 'static {
     const PAIRS: bool = false;
     /// Whether products of pairs are made in tiles by a matrix unit. With [`Simd::PAIRS`] and 16 lanes alone.
     const TILES: bool = false;
-    /// Products with codes in integers, for dimensions that are multiples of [`CODE_DIM`] and plans that multiply integers.
-    const INTEGER_PRODUCTS: Option<IntegerProducts> = None;
-    /// Products with codes of a byte in f32 from where they lie, for dimensions that are multiples of [`TILE`].
-    const BYTE_PRODUCTS: Option<ByteProducts> = None;
     /// A vector of `LANES` f32.
     type V: Copy;
 

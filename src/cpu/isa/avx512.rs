@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd, Tiles};
-use super::{ByteProducts, IntegerProducts, amx, numbers, vnni};
+use super::{amx, numbers, vnni};
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -187,12 +187,7 @@ impl<$($parameters)*> Simd for $S {
     };
 }
 
-implement!([] Avx512 {
-    const INTEGER_PRODUCTS: Option<IntegerProducts> =
-        Some(IntegerProducts { scores: vnni::scores, values: vnni::values });
-    const BYTE_PRODUCTS: Option<ByteProducts> =
-        Some(ByteProducts { scores: numbers::scores, values: numbers::values });
-});
+implement!([] Avx512 {});
 
 implement!([const TILES: bool] Pairs<TILES> {
     const PAIRS: bool = true;
@@ -245,8 +240,24 @@ fn bf16_pairs(v: __m512) -> __m512bh {
 
 /// AVX-512 F, BW, DQ and VL.
 pub(super) mod f32_products {
-    use super::Avx512;
+    use super::super::CodeProducts;
+    use super::{Avx512, numbers, vnni};
     super::super::entry_points!(any, Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+    super::super::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
+        fn integer_scores(work: &TaskState<'_>, tile: &Tile) { phases::integer_scores(work, tile, vnni::scores) }
+        fn integer_values(work: &TaskState<'_>, tile: &Tile) { phases::integer_values(work, tile, vnni::values) }
+        fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, numbers::scores) }
+        fn byte_values(work: &TaskState<'_>, tile: &Tile) { phases::byte_values(work, tile, numbers::values) }
+    }
+
+    /// Those of [`kernels`], with products of codes where they lie.
+    pub(in crate::cpu::isa) fn kernels_with_codes(k: Storage, v: Storage) -> Kernels {
+        Kernels {
+            integer_products: Some(CodeProducts { scores: integer_scores, values: integer_values }),
+            byte_products: Some(CodeProducts { scores: byte_scores, values: byte_values }),
+            ..kernels(k, v)
+        }
+    }
 }
 
 /// AVX-512 with BF16.

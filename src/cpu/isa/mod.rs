@@ -15,7 +15,6 @@ mod portable;
 mod vnni;
 
 use super::kernels::{Fold, Products, TaskState, Tile};
-use super::simd::{CodeScores, CodeValues, NumberScores, NumberValues};
 use crate::Dtype;
 use crate::plan::{CpuFacts, Isa};
 use std::ops::Range;
@@ -45,9 +44,9 @@ pub(super) struct Kernels {
     /// How products take keys.
     pub(super) products: Products,
     /// Products with codes in integers, where the instruction set has them.
-    pub(super) integer_products: Option<IntegerProducts>,
+    pub(super) integer_products: Option<CodeProducts>,
     /// Products with codes of a byte in f32, where the instruction set has them.
-    pub(super) byte_products: Option<ByteProducts>,
+    pub(super) byte_products: Option<CodeProducts>,
     /// Configures the thread's matrix unit, where the instruction set has one.
     pub(super) begin_tiles: unsafe fn(),
     /// Releases it.
@@ -65,18 +64,11 @@ pub(super) struct Kernels {
     pub(super) finish: unsafe fn(&TaskState<'_>, usize, usize),
 }
 
-/// Products with codes in integers.
+/// The phases of a tile that multiply codes where they lie.
 #[derive(Clone, Copy)]
-pub(super) struct IntegerProducts {
-    pub(super) scores: unsafe fn(&CodeScores<'_>),
-    pub(super) values: unsafe fn(&CodeValues<'_>),
-}
-
-/// Products with codes of a byte in f32.
-#[derive(Clone, Copy)]
-pub(super) struct ByteProducts {
-    pub(super) scores: unsafe fn(&NumberScores<'_>),
-    pub(super) values: unsafe fn(&NumberValues<'_>),
+pub(super) struct CodeProducts {
+    pub(super) scores: unsafe fn(&TaskState<'_>, &Tile),
+    pub(super) values: unsafe fn(&TaskState<'_>, &Tile),
 }
 
 /// The loops that measure the limits of an instruction set.
@@ -218,8 +210,8 @@ macro_rules! entry_points {
         fn with_elements(scores: ScoresOf, values: ValuesOf) -> Kernels {
             Kernels {
                 products: Products::of::<$S>(),
-                integer_products: <$S>::INTEGER_PRODUCTS,
-                byte_products: <$S>::BYTE_PRODUCTS,
+                integer_products: None,
+                byte_products: None,
                 begin_tiles,
                 end_tiles,
                 pack_queries,
@@ -271,7 +263,11 @@ macro_rules! of_isa {
 
 /// The kernels of an instruction set that the machine is known to have, for keys and values that are stored so.
 pub(super) fn kernels(isa: Isa, k: Storage, v: Storage) -> Kernels {
-    of_isa!(isa, kernels(k, v))
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 | Isa::Avx512Vnni => avx512::f32_products::kernels_with_codes(k, v),
+        isa => of_isa!(isa, kernels(k, v)),
+    }
 }
 
 /// The measuring loops of an instruction set that the machine is known to have.

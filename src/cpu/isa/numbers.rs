@@ -239,7 +239,8 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); N]; V];
         let mut most = _mm512_setzero_si512();
-        for (n, (group, next)) in values.groups.iter().zip(next).enumerate() {
+        for n in 0..values.groups.len() {
+            let (group, next) = (values.groups[n], next[n]);
             let weights = job.weights.add(row * job.ldw + TILE * n).cast_const();
             for value in 0..TILE {
                 let codes = group[0].add(value * dim + at);

@@ -56,15 +56,12 @@ unsafe fn table(levels: Option<&[i8; 64]>) -> __m512i {
     )
 }
 
-/// The bytes `f(0)`, `f(1)` and so on: constants, once the loop is unrolled. `std::array::from_fn` is a call for each byte where
-/// units of code are not optimised together.
+/// An index table in a register.
 #[inline(always)]
-fn byte_table(f: impl Fn(usize) -> usize) -> [u8; 64] {
-    let mut bytes = [0; 64];
-    for (i, byte) in bytes.iter_mut().enumerate() {
-        *byte = f(i) as u8;
-    }
-    bytes
+unsafe fn index_table<T, const N: usize>(table: &'static [T; N]) -> __m512i {
+    const { assert!(size_of::<[T; N]>() == 64) };
+    // SAFETY: 64 bytes.
+    unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
 }
 
 /// The scales of a group, divided by [`UNIT`].
@@ -108,29 +105,37 @@ pub(super) unsafe fn transpose<const BYTES: usize>(
     }
 }
 
-/// [`transpose`] of rows of `WIDTH` bytes, 8, 16 or 32, without a gap between them: memory is read in whole registers.
+/// Columns of four bytes, from `first` on, of all rows of `width` bytes in two registers: as many as fill a register.
+const fn column_table(width: usize, first: usize) -> [i32; 16] {
+    let (columns, rows) = (width / 4, 128 / width);
+    let mut table = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        table[i] = (first + i / rows + i % rows * columns) as i32;
+        i += 1;
+    }
+    table
+}
+
+/// [`transpose`] of rows of `WIDTH` bytes, 8, 16 or 32, without a gap between them, from byte `AT` on: memory is read in whole
+/// registers.
 #[inline(always)]
-unsafe fn transpose_dense<const WIDTH: usize>(rows: *const u8, at: usize) -> [__m512i; 4] {
+unsafe fn transpose_dense<const WIDTH: usize, const AT: usize>(rows: *const u8) -> [__m512i; 4] {
     // SAFETY: the caller's: sixteen rows.
     unsafe {
         let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
-        // Columns of four bytes, from `first` on, of all rows of two lines: as many as fill a register.
-        let columns = |n: usize, first: usize| {
-            let (width, rows) = (WIDTH / 4, 128 / WIDTH);
-            let mut index = [0i32; 16];
-            for i in 0..16 {
-                index[i] = (first + i / rows + i % rows * width) as i32;
-            }
-            let index = _mm512_loadu_si512(index.as_ptr().cast());
-            _mm512_permutex2var_epi32(line(n), index, line(n + 1))
-        };
+        let columns = |n: usize, index: __m512i| _mm512_permutex2var_epi32(line(n), index, line(n + 1));
+        let first = index_table(const { &column_table(WIDTH, AT / 4) });
         match WIDTH {
             8 => {
-                let [even, odd] = [columns(0, 0), columns(0, 1)];
+                let second = index_table(const { &column_table(WIDTH, 1) });
+                let [even, odd] = [columns(0, first), columns(0, second)];
                 [even, odd, even, odd]
             }
             16 => {
-                let [a, b, c, d] = [columns(0, 0), columns(2, 0), columns(0, 2), columns(2, 2)];
+                let third = index_table(const { &column_table(WIDTH, 2) });
+                let [a, b, c, d] =
+                    [columns(0, first), columns(2, first), columns(0, third), columns(2, third)];
                 [
                     _mm512_shuffle_i64x2::<0x44>(a, b),
                     _mm512_shuffle_i64x2::<0xee>(a, b),
@@ -139,8 +144,8 @@ unsafe fn transpose_dense<const WIDTH: usize>(rows: *const u8, at: usize) -> [__
                 ]
             }
             _ => {
-                let at = at / 4;
-                let [a, b, c, d] = [columns(0, at), columns(2, at), columns(4, at), columns(6, at)];
+                let [a, b, c, d] =
+                    [columns(0, first), columns(2, first), columns(4, first), columns(6, first)];
                 let (even, odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
                 let (even2, odd2) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
                 [
@@ -301,8 +306,9 @@ fn places<const LOW: usize, const HIGH: usize, const G: usize>(
     rows: usize,
 ) -> [[*const u8; 2]; G] {
     let mut places = [[std::ptr::null(); 2]; G];
-    for (place, [lower, upper, _]) in places.iter_mut().zip(groups) {
-        *place = [lower.wrapping_add(rows * at * LOW / 8), upper.wrapping_add(rows * at * HIGH / 8)];
+    for g in 0..G {
+        let [lower, upper, _] = groups[g];
+        places[g] = [lower.wrapping_add(rows * at * LOW / 8), upper.wrapping_add(rows * at * HIGH / 8)];
     }
     places
 }
@@ -346,17 +352,19 @@ unsafe fn add_scores<
             }
             let (first, second) = match (above, DENSE) {
                 (0, _) => continue,
-                (8, true) => (transpose_dense::<8>(rows, 0), None),
+                (8, true) => (transpose_dense::<8, 0>(rows), None),
                 (8, false) => (transpose::<8>(rows, upper_stride, 0), None),
-                (16, true) => (transpose_dense::<16>(rows, 0), None),
+                (16, true) => (transpose_dense::<16, 0>(rows), None),
                 (16, false) => (transpose::<16>(rows, upper_stride, 0), None),
-                (_, true) => (transpose_dense::<32>(rows, 0), Some(transpose_dense::<32>(rows, 16))),
+                (_, true) => (transpose_dense::<32, 0>(rows), Some(transpose_dense::<32, 16>(rows))),
                 (_, false) => {
                     (transpose::<16>(rows, upper_stride, 0), Some(transpose::<16>(rows, upper_stride, 16)))
                 }
             };
-            upper[g][..4].copy_from_slice(&first);
-            upper[g][4..].copy_from_slice(&second.unwrap_or(first));
+            let second = second.unwrap_or(first);
+            for c in 0..4 {
+                (upper[g][c], upper[g][4 + c]) = (first[c], second[c]);
+            }
             if above == 8 {
                 // The second half of the chunk has the next bits of the same bytes.
                 for c in 0..2 {
@@ -428,8 +436,8 @@ pub(super) unsafe fn values(job: &CodeValues<'_>) {
         let groups = job.values.groups;
         let mut memory = [_mm512_setzero_ps(); CODE_KEYS / TILE];
         let of_groups = &mut memory[..groups.len()];
-        for (factor, group) in of_groups.iter_mut().zip(groups) {
-            *factor = factors(group[2]);
+        for n in 0..groups.len() {
+            of_groups[n] = factors(groups[n][2]);
         }
         for row in (0..job.count).step_by(4) {
             match job.count - row {
@@ -459,7 +467,8 @@ unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors:
         };
         // Bits of numbers without a sign are in the order of the numbers, infinity and what is none after them.
         let mut most = [_mm512_setzero_si512(); N];
-        for (group, &factor) in factors.iter().enumerate() {
+        for group in 0..factors.len() {
+            let factor = factors[group];
             for r in 0..N {
                 most[r] = _mm512_max_epu32(most[r], _mm512_castps_si512(product(r, group, factor)));
             }
@@ -473,8 +482,7 @@ unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors:
             *job.w_factors.add(row + r) = if most < f32::INFINITY { most / W_ONE } else { f32::NAN };
         }
         // Lower bytes of two registers, then their upper ones.
-        let bytes = byte_table(|i| i % 32 * 4 + i / 32);
-        let bytes = _mm512_loadu_si512(bytes.as_ptr().cast());
+        let bytes = index_table(const { &half_table() });
         for group in (0..factors.len()).step_by(2) {
             // What stands after a last one is not read.
             let second = (group + 1).min(factors.len() - 1);
@@ -549,7 +557,9 @@ unsafe fn block_values<
     // SAFETY: as [`values`].
     unsafe {
         let table = table(values.levels);
-        let (order, above_order) = (order(16), order(above.min(16)));
+        let order = index_table(const { &order_table(16, 16) });
+        let above_order =
+            index_table(const { &order_table(16, if B * HIGH < 128 { B * HIGH / 8 } else { 16 }) });
         // Shifts of the second plane's bits are constants where chunks are written out.
         let steps = if HIGH > 0 { below / 16 } else { 1 };
         let mut begin = 0;
@@ -562,7 +572,8 @@ unsafe fn block_values<
                         let above_at = first * HIGH / 8 + chunk % above.max(1);
                         let mut high_sums = [[_mm512_setzero_si512(); N]; 2];
                         let mut low_sums = [[_mm512_setzero_si512(); N]; 2];
-                        for (group, ([lower, upper, _], next)) in values.groups.iter().zip(next).enumerate() {
+                        for group in 0..values.groups.len() {
+                            let ([lower, upper, _], next) = (values.groups[group], next[group]);
                             let weights = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
                             for quarter in 0..4 {
                                 // Four rows of a chunk are a line, and so much of what comes next is asked for.
@@ -629,13 +640,28 @@ unsafe fn block_values<
     }
 }
 
-/// The permutation that makes byte `4 x + t` of a register byte `x` of row `t`, of four rows of `width` bytes one after another in
-/// 16 bytes each.
-#[inline(always)]
-unsafe fn order(width: usize) -> __m512i {
-    let order = byte_table(|i| 16 * (i % 4) + i / 4 % width.max(1));
-    // SAFETY: 64 bytes.
-    unsafe { _mm512_loadu_si512(order.as_ptr().cast()) }
+/// Bytes 0 and then 1 of every f32 of two registers: of integers of 16 bits, their lower and their upper halves.
+const fn half_table() -> [u8; 64] {
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        table[i] = (i % 32 * 4 + i / 32) as u8;
+        i += 1;
+    }
+    table
+}
+
+/// The permutation that makes byte `4 x + t` of a register byte `x` of row `t`, of four rows that begin `stride` bytes apart and have
+/// `width` bytes.
+const fn order_table(stride: usize, width: usize) -> [u8; 64] {
+    let width = if width == 0 { 1 } else { width };
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        table[i] = (stride * (i % 4) + i / 4 % width) as u8;
+        i += 1;
+    }
+    table
 }
 
 /// Bytes `at..at + BYTES` of four rows, `stride` bytes from one to the next, or known to be of `width` bytes without a gap: byte
@@ -653,8 +679,8 @@ unsafe fn quad<const BYTES: usize>(
         match width {
             16 => _mm512_permutexvar_epi8(order, _mm512_loadu_si512(rows.cast())),
             32 => {
-                let order = byte_table(|i| 32 * (i % 4) + i / 4 + at);
-                let order = _mm512_loadu_si512(order.as_ptr().cast());
+                let order = index_table(const { &order_table(32, 16) });
+                let order = _mm512_add_epi8(order, _mm512_set1_epi8(at as i8));
                 let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
                 _mm512_permutex2var_epi8(line(0), order, line(1))
             }

@@ -253,6 +253,7 @@ impl IntegerOperands {
     ///
     /// # Safety
     /// As [`Simd`]; the keys exist, the queries were set, and `c` holds the vectors of each row.
+    #[inline(always)]
     pub(super) unsafe fn scores(
         &self,
         products: unsafe fn(&CodeScores<'_>),
@@ -282,6 +283,7 @@ impl IntegerOperands {
     ///
     /// # Safety
     /// As [`IntegerOperands::scores`]; the values `first + columns` exist.
+    #[inline(always)]
     pub(super) unsafe fn values(
         &self,
         products: unsafe fn(&CodeValues<'_>),
@@ -312,6 +314,7 @@ impl IntegerOperands {
 ///
 /// # Safety
 /// As there.
+#[inline(always)]
 pub(super) unsafe fn number_scores(
     products: unsafe fn(&NumberScores<'_>),
     src: CodeRows<'_>,
@@ -332,6 +335,7 @@ pub(super) unsafe fn number_scores(
 ///
 /// # Safety
 /// As there.
+#[inline(always)]
 pub(super) unsafe fn number_values(
     products: unsafe fn(&NumberValues<'_>),
     src: CodeRows<'_>,

@@ -24,11 +24,12 @@ pub(super) mod phases {
     pub(in crate::cpu) use super::epilogue::finish;
     pub(in crate::cpu) use super::probs::probs;
     pub(in crate::cpu) use super::scores::{
-        pack_key_codes, pack_keys, pack_queries, packed_scores, stream_scores,
+        byte_scores, integer_scores, pack_key_codes, pack_keys, pack_queries, packed_scores, stream_scores,
     };
     pub(in crate::cpu) use super::softmax::fold;
     pub(in crate::cpu) use super::values::{
-        pack_value_codes, pack_values, packed_values, repair_nonfinite, stream_values,
+        byte_values, integer_values, pack_value_codes, pack_values, packed_values, repair_nonfinite,
+        stream_values,
     };
 }
 

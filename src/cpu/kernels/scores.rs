@@ -9,6 +9,9 @@ use super::stream;
 use super::task::{Path, Stored, TaskState, Tile};
 use super::tiles;
 use crate::KvView;
+use crate::cpu::isa::CodeProducts;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::{CodeScores, NumberScores};
 use crate::cpu::simd::{Rows, Simd, TILE};
 use std::ops::Range;
 
@@ -65,25 +68,57 @@ impl TaskState<'_> {
     /// # Safety
     /// Queries are packed, and the block's keys too unless the task reads them where they lie.
     pub(super) unsafe fn scores(&self, tile: &Tile) {
-        let keys = (tile.block * self.block_k, &tile.columns);
-        let (rows, c) = (tile.rows.len(), (self.scores, self.block_k));
-        // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
-        unsafe {
-            match (self.k_path, self.keys()) {
-                (Path::Integers, Stored::Codes(k)) => {
-                    let Some(products) = self.kernels.integer_products else { return };
-                    self.integer_operands().scores(products.scores, k, keys, self.packed_k, rows, c);
-                }
-                (Path::Numbers, Stored::Codes(k)) => {
-                    let Some(products) = self.kernels.byte_products else { return };
-                    let dim = self.head_dim();
-                    let q = self.packed_q.add(tile.rows.start * dim).cast_const();
-                    codes::number_scores(products.scores, k, keys, self.packed_k, (q, dim, rows), c);
-                }
-                (Path::Stream, _) => (self.kernels.stream_scores)(self, tile),
-                _ => (self.kernels.packed_scores)(self, tile),
-            }
+        let products = |of: &Option<CodeProducts>| of.as_ref().map(|products| products.scores);
+        let phase = match self.k_path {
+            Path::Packed => Some(self.kernels.packed_scores),
+            Path::Stream => Some(self.kernels.stream_scores),
+            // Paths are chosen by the products that there are.
+            Path::Integers => products(&self.kernels.integer_products),
+            Path::Numbers => products(&self.kernels.byte_products),
+        };
+        debug_assert!(phase.is_some());
+        if let Some(phase) = phase {
+            // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+            unsafe { phase(self, tile) }
         }
+    }
+}
+
+/// Scores of a tile of few rows, with codes of keys multiplied in integers by `product`.
+///
+/// # Safety
+/// The machine has the instructions of `product`; queries are packed.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(in crate::cpu) unsafe fn integer_scores(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    product: unsafe fn(&CodeScores<'_>),
+) {
+    let Stored::Codes(k) = work.keys() else { return };
+    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.scores, work.block_k));
+    // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, tile.rows.len(), c) }
+}
+
+/// As [`integer_scores`], with codes of a byte multiplied in f32.
+///
+/// # Safety
+/// As there.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(in crate::cpu) unsafe fn byte_scores(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    product: unsafe fn(&NumberScores<'_>),
+) {
+    let Stored::Codes(k) = work.keys() else { return };
+    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.scores, work.block_k));
+    let dim = work.head_dim();
+    // SAFETY: as in `integer_scores`.
+    unsafe {
+        let q = work.packed_q.add(tile.rows.start * dim).cast_const();
+        codes::number_scores(product, k, keys, work.packed_k, (q, dim, tile.rows.len()), c);
     }
 }
 

@@ -9,6 +9,8 @@ use super::pack::{self, Run};
 use super::probs::modifiers;
 use super::task::{Path, Stored, TaskState, Tile};
 use super::tiles;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::simd::{CodeValues, NumberValues};
 use crate::cpu::simd::{Elem, Simd, TILE, all_finite};
 use crate::tensor::MaskRow;
 use std::ops::Range;
@@ -57,26 +59,24 @@ impl TaskState<'_> {
     /// The probabilities are there, and the block's values are packed unless the task reads them where they lie.
     pub(super) unsafe fn weighted_values(&self, tile: &Tile) {
         let columns = &self.kernels.products.whole(&tile.columns);
-        let keys = (tile.block * self.block_k, &tile.columns);
-        let (rows, c) = (tile.rows.len(), (self.block_out, self.stride));
         // SAFETY: the caller's promise; rows `columns` of the values exist.
         unsafe {
-            match (self.v_path, self.values()) {
-                // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
-                (Path::Integers, Stored::Codes(v)) => {
-                    let Some(products) = self.kernels.integer_products else { return };
-                    let p = (self.scores.cast_const(), self.block_k, rows);
-                    return self.integer_operands().values(products.values, v, keys, self.packed_v, p, c);
-                }
-                (Path::Numbers, Stored::Codes(v)) => {
-                    let Some(products) = self.kernels.byte_products else { return };
-                    let p = (self.scores, self.block_k, rows);
-                    return codes::number_values(products.values, v, keys, self.packed_v, p, c);
-                }
-                (Path::Stream, _) => (self.kernels.stream_values)(self, tile, columns),
-                _ => {
+            match self.v_path {
+                Path::Packed => {
                     let at = columns.start / self.kernels.products.keys_per_f32 * self.stride;
                     (self.kernels.packed_values)(self, tile, columns, self.packed_v.add(at));
+                }
+                Path::Stream => (self.kernels.stream_values)(self, tile, columns),
+                // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
+                Path::Integers | Path::Numbers => {
+                    let integers = self.v_path == Path::Integers;
+                    let kernels = self.kernels;
+                    let products = if integers { kernels.integer_products } else { kernels.byte_products };
+                    debug_assert!(products.is_some());
+                    if let Some(products) = products {
+                        (products.values)(self, tile);
+                    }
+                    return;
                 }
             }
         }
@@ -88,6 +88,42 @@ impl TaskState<'_> {
             unsafe { (self.kernels.repair_nonfinite)(self, tile) }
         }
     }
+}
+
+/// `p . v` of a tile of few rows, with codes of values multiplied in integers by `product`.
+///
+/// # Safety
+/// The machine has the instructions of `product`; the probabilities are there.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(in crate::cpu) unsafe fn integer_values(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    product: unsafe fn(&CodeValues<'_>),
+) {
+    let Stored::Codes(v) = work.values() else { return };
+    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.block_out, work.stride));
+    let p = (work.scores.cast_const(), work.block_k, tile.rows.len());
+    // SAFETY: the caller's promise.
+    unsafe { work.integer_operands().values(product, v, keys, work.packed_v, p, c) }
+}
+
+/// As [`integer_values`], with codes of a byte multiplied in f32. Changes the probabilities.
+///
+/// # Safety
+/// As there.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(in crate::cpu) unsafe fn byte_values(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    product: unsafe fn(&NumberValues<'_>),
+) {
+    let Stored::Codes(v) = work.values() else { return };
+    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.block_out, work.stride));
+    let p = (work.scores, work.block_k, tile.rows.len());
+    // SAFETY: the caller's promise.
+    unsafe { codes::number_values(product, v, keys, work.packed_v, p, c) }
 }
 
 /// `p . v` of a tile with values in memory of the task: rows of the keys `columns`, from `rows` on.
