@@ -224,7 +224,7 @@ def test(name, *args, env=None):
 
 @step("tests", "README: tests")
 def tests():
-    return test("tests", "--workspace", "--")
+    return test("tests", "--workspace", "--all-features", "--")
 
 
 @step("serve", "example: serve")
@@ -255,7 +255,8 @@ MODELS = {"Stacked Borrows": [], "Tree Borrows": ["-Zmiri-tree-borrows"]}
 
 # What Miri runs in .ci/full, under both models: arguments of `cargo miri test` for each crate.
 LIBRARY = ["-p", "flashtile", "--test", "miri"]
-MIRI_TESTS = [LIBRARY]
+KERNEL = ["-p", "flashtile-kernel", "--lib", "--features", "cuda"]
+MIRI_TESTS = [LIBRARY, KERNEL]
 # The part of LIBRARY in .ci/run.
 MIRI_PART = ["views", "merging", "codecs::rows_of_codes", "caches::contiguous", "kernels::decode", "kernels::prefill_window"]
 # On threads of rayon runs crossbeam-epoch, which does not obey Stacked Borrows.

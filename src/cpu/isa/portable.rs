@@ -226,6 +226,19 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     #[cfg_attr(not(test), inline(always))]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
         let mut lines = [[0.0; N]; LINES];
+        if !E::IS_F32 && N <= LINES {
+            // Whole vectors: their conversion is one of registers.
+            for r in 0..N {
+                for c in (0..LINES).step_by(N) {
+                    // SAFETY: the caller's promise: N rows of LINES elements.
+                    let row = unsafe { E::load::<Self>(rows[r].add(c)) };
+                    for i in 0..N {
+                        lines[c + i][r] = row[i];
+                    }
+                }
+            }
+            return lines;
+        }
         for r in 0..N {
             // Room for whole vectors: the row itself may end after the lines.
             let mut row = [E::ZERO; 16];
