@@ -1,7 +1,7 @@
 //! The vector operations that kernels are written in.
 //!
-//! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the one function of an
-//! ISA file that is compiled with the ISA's target features instantiates them.
+//! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the phases of an ISA file,
+//! which are compiled with its target features, instantiate them.
 
 #![allow(unsafe_code)]
 
@@ -60,7 +60,7 @@ pub(crate) struct CodeBlock<'a> {
 ///
 /// Kernels take queries a few at a time and do not stop at `count`: what is of `[rows]` here, scores too, is memory for
 /// [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, 16, of which those from `count` on hold anything before and after.
-/// `Operands::new` of `kernels/codes.rs` lays the queries out so, and a plan's tile of scores has at least as many rows.
+/// `IntegerOperands::new` of `kernels/codes.rs` lays the queries out so, and a plan's tile of scores has at least as many rows.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct CodeScores<'a> {
