@@ -66,6 +66,7 @@ pub(super) struct Kernels {
 
 /// The phases of a tile that multiply codes where they lie.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other targets have none"))]
 pub(super) struct CodeProducts {
     pub(super) scores: unsafe fn(&TaskState<'_>, &Tile),
     pub(super) values: unsafe fn(&TaskState<'_>, &Tile),
@@ -236,7 +237,9 @@ mod entry_imports {
     pub(super) use super::{Kernels, Loops, ScoresOf, Storage, ValuesOf};
     pub(super) use crate::Dtype;
     pub(super) use crate::cpu::kernels::{Fold, Products, TaskState, Tile, phases};
-    pub(super) use crate::cpu::simd::{Bf16, Double, F16, Simd, Single};
+    #[allow(unused_imports, reason = "a file that implements the trait has it in scope")]
+    pub(super) use crate::cpu::simd::Simd;
+    pub(super) use crate::cpu::simd::{Bf16, Double, F16, Single};
     pub(super) use std::ops::Range;
 }
 

@@ -197,6 +197,22 @@ pub(super) unsafe fn values(
     }
 }
 
+/// Rows of scores or of `p . v`, `ldc` elements from one to the next.
+#[derive(Clone, Copy)]
+pub(super) struct ResultRows {
+    pub(super) count: usize,
+    pub(super) c: *mut f32,
+    pub(super) ldc: usize,
+}
+
+/// Rows of probabilities, `ldp` elements from one to the next, and of `p . v`.
+#[derive(Clone, Copy)]
+pub(super) struct ValueRows {
+    pub(super) probs: *mut f32,
+    pub(super) ldp: usize,
+    pub(super) out: ResultRows,
+}
+
 /// Memory of a task with few rows, for products in integers: what [`CodeScores`] and [`CodeValues`] read.
 #[derive(Clone, Copy)]
 pub(super) struct IntegerOperands {
@@ -248,108 +264,108 @@ impl IntegerOperands {
         }
     }
 
-    /// Scores of `count` queries and keys `first + columns`, in whole vectors that cover the columns. `memory` has room for a block
-    /// of codes.
+    /// Scores of the queries and keys `first + columns`, in whole vectors that cover the columns. `memory` has room for a block of
+    /// codes.
     ///
     /// # Safety
-    /// As [`Simd`]; the keys exist, the queries were set, and `c` holds the vectors of each row.
+    /// - The machine has the instructions of `product`.
+    /// - The keys exist, and the queries were set.
+    /// - `rows` holds the vectors of each row.
     #[inline(always)]
     pub(super) unsafe fn scores(
         &self,
-        products: unsafe fn(&CodeScores<'_>),
+        product: unsafe fn(&CodeScores<'_>),
         src: CodeRows<'_>,
         (first, columns): (usize, &Range<usize>),
         memory: *mut f32,
-        count: usize,
-        (c, ldc): (*mut f32, usize),
+        rows: ResultRows,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
             let block = Block::new(src, first, columns, memory.cast());
-            products(&CodeScores {
+            product(&CodeScores {
                 keys: block.codes(src.view.coder()),
                 q: self.q,
                 start: self.start,
                 q_factors: self.q_factors,
-                count,
-                c: c.add(block.start),
-                ldc,
+                count: rows.count,
+                c: rows.c.add(block.start),
+                ldc: rows.ldc,
             });
         }
     }
 
-    /// Weighted values of the weights `[count, ldw]` of `columns`, in `c` `[count, ldc]`. Weights are those of whole vectors that
-    /// cover the columns.
+    /// `p . v` of `columns`. Probabilities are those of whole vectors that cover the columns.
     ///
     /// # Safety
     /// As [`IntegerOperands::scores`]; the values `first + columns` exist.
     #[inline(always)]
     pub(super) unsafe fn values(
         &self,
-        products: unsafe fn(&CodeValues<'_>),
+        product: unsafe fn(&CodeValues<'_>),
         src: CodeRows<'_>,
         (first, columns): (usize, &Range<usize>),
         memory: *mut f32,
-        (weights, ldw, count): (*const f32, usize, usize),
-        (c, ldc): (*mut f32, usize),
+        rows: ValueRows,
     ) {
         // SAFETY: the caller's promise.
         unsafe {
             let block = Block::new(src, first, columns, memory.cast());
-            products(&CodeValues {
+            product(&CodeValues {
                 values: block.codes(src.view.coder()),
-                weights: weights.add(block.start),
-                ldw,
+                weights: rows.probs.add(block.start).cast_const(),
+                ldw: rows.ldp,
                 integers: self.w,
                 w_factors: self.w_factors,
-                count,
-                c,
-                ldc,
+                count: rows.out.count,
+                c: rows.out.c,
+                ldc: rows.out.ldc,
             });
         }
     }
 }
 
-/// As [`IntegerOperands::scores`], of codes of a byte in f32 and packed queries `[count, ldq]`.
+/// As [`IntegerOperands::scores`], of codes of a byte in f32 and packed queries, `ldq` elements from one to the next.
 ///
 /// # Safety
 /// As there.
 #[inline(always)]
-pub(super) unsafe fn number_scores(
-    products: unsafe fn(&NumberScores<'_>),
+pub(super) unsafe fn byte_scores(
+    product: unsafe fn(&NumberScores<'_>),
     src: CodeRows<'_>,
     (first, columns): (usize, &Range<usize>),
     memory: *mut f32,
-    (q, ldq, count): (*const f32, usize, usize),
-    (c, ldc): (*mut f32, usize),
+    (q, ldq): (*const f32, usize),
+    rows: ResultRows,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         let block = Block::new(src, first, columns, memory.cast());
         let keys = block.codes(src.view.coder());
-        products(&NumberScores { keys, q, ldq, count, c: c.add(block.start), ldc });
+        let c = rows.c.add(block.start);
+        product(&NumberScores { keys, q, ldq, count: rows.count, c, ldc: rows.ldc });
     }
 }
 
-/// As [`IntegerOperands::values`], of codes of a byte in f32. Changes the weights.
+/// As [`IntegerOperands::values`], of codes of a byte in f32. Changes the probabilities.
 ///
 /// # Safety
 /// As there.
 #[inline(always)]
-pub(super) unsafe fn number_values(
-    products: unsafe fn(&NumberValues<'_>),
+pub(super) unsafe fn byte_values(
+    product: unsafe fn(&NumberValues<'_>),
     src: CodeRows<'_>,
     (first, columns): (usize, &Range<usize>),
     memory: *mut f32,
-    (weights, ldw, count): (*mut f32, usize, usize),
-    (c, ldc): (*mut f32, usize),
+    rows: ValueRows,
 ) {
     // SAFETY: the caller's promise.
     unsafe {
         let block = Block::new(src, first, columns, memory.cast());
         let values = block.codes(src.view.coder());
-        let weights = weights.add(block.start);
-        products(&NumberValues { values, weights, ldw, count, c, ldc });
+        let weights = rows.probs.add(block.start);
+        let ResultRows { count, c, ldc } = rows.out;
+        product(&NumberValues { values, weights, ldw: rows.ldp, count, c, ldc });
     }
 }
 

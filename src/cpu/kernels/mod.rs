@@ -1,5 +1,9 @@
 //! The kernels, written once over [`Simd`](super::simd::Simd).
 
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "other targets decode codes before products")
+)]
 mod codes;
 mod epilogue;
 mod gemm;
@@ -23,13 +27,16 @@ pub(super) use values::Products;
 pub(super) mod phases {
     pub(in crate::cpu) use super::epilogue::finish;
     pub(in crate::cpu) use super::probs::probs;
+    #[cfg(target_arch = "x86_64")]
+    pub(in crate::cpu) use super::scores::{byte_scores, integer_scores};
     pub(in crate::cpu) use super::scores::{
-        byte_scores, integer_scores, pack_key_codes, pack_keys, pack_queries, packed_scores, stream_scores,
+        pack_key_codes, pack_keys, pack_queries, packed_scores, stream_scores,
     };
     pub(in crate::cpu) use super::softmax::fold;
+    #[cfg(target_arch = "x86_64")]
+    pub(in crate::cpu) use super::values::{byte_values, integer_values};
     pub(in crate::cpu) use super::values::{
-        byte_values, integer_values, pack_value_codes, pack_values, packed_values, repair_nonfinite,
-        stream_values,
+        pack_value_codes, pack_values, packed_values, repair_nonfinite, stream_values,
     };
 }
 

@@ -3,6 +3,8 @@
 #![allow(unsafe_code)]
 
 use super::codes;
+#[cfg(target_arch = "x86_64")]
+use super::codes::ResultRows;
 use super::gemm::{Operands, Source, gemm};
 use super::pack;
 use super::stream;
@@ -96,9 +98,10 @@ pub(in crate::cpu) unsafe fn integer_scores(
     product: unsafe fn(&CodeScores<'_>),
 ) {
     let Stored::Codes(k) = work.keys() else { return };
-    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.scores, work.block_k));
+    let keys = (tile.block * work.block_k, &tile.columns);
+    let rows = ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k };
     // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
-    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, tile.rows.len(), c) }
+    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, rows) }
 }
 
 /// As [`integer_scores`], with codes of a byte multiplied in f32.
@@ -113,12 +116,13 @@ pub(in crate::cpu) unsafe fn byte_scores(
     product: unsafe fn(&NumberScores<'_>),
 ) {
     let Stored::Codes(k) = work.keys() else { return };
-    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.scores, work.block_k));
+    let keys = (tile.block * work.block_k, &tile.columns);
+    let rows = ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k };
     let dim = work.head_dim();
     // SAFETY: as in `integer_scores`.
     unsafe {
         let q = work.packed_q.add(tile.rows.start * dim).cast_const();
-        codes::number_scores(product, k, keys, work.packed_k, (q, dim, tile.rows.len()), c);
+        codes::byte_scores(product, k, keys, work.packed_k, (q, dim), rows);
     }
 }
 

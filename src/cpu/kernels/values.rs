@@ -3,6 +3,8 @@
 #![allow(unsafe_code)]
 
 use super::codes;
+#[cfg(target_arch = "x86_64")]
+use super::codes::{ResultRows, ValueRows};
 use super::gemm::{Operands, Source, gemm};
 use super::mask::Class;
 use super::pack::{self, Run};
@@ -102,10 +104,9 @@ pub(in crate::cpu) unsafe fn integer_values(
     product: unsafe fn(&CodeValues<'_>),
 ) {
     let Stored::Codes(v) = work.values() else { return };
-    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.block_out, work.stride));
-    let p = (work.scores.cast_const(), work.block_k, tile.rows.len());
+    let keys = (tile.block * work.block_k, &tile.columns);
     // SAFETY: the caller's promise.
-    unsafe { work.integer_operands().values(product, v, keys, work.packed_v, p, c) }
+    unsafe { work.integer_operands().values(product, v, keys, work.packed_v, value_rows(work, tile)) }
 }
 
 /// As [`integer_values`], with codes of a byte multiplied in f32. Changes the probabilities.
@@ -120,10 +121,17 @@ pub(in crate::cpu) unsafe fn byte_values(
     product: unsafe fn(&NumberValues<'_>),
 ) {
     let Stored::Codes(v) = work.values() else { return };
-    let (keys, c) = ((tile.block * work.block_k, &tile.columns), (work.block_out, work.stride));
-    let p = (work.scores, work.block_k, tile.rows.len());
+    let keys = (tile.block * work.block_k, &tile.columns);
     // SAFETY: the caller's promise.
-    unsafe { codes::number_values(product, v, keys, work.packed_v, p, c) }
+    unsafe { codes::byte_values(product, v, keys, work.packed_v, value_rows(work, tile)) }
+}
+
+/// Probabilities of a tile, and its unnormalised output.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn value_rows(work: &TaskState<'_>, tile: &Tile) -> ValueRows {
+    let out = ResultRows { count: tile.rows.len(), c: work.block_out, ldc: work.stride };
+    ValueRows { probs: work.scores, ldp: work.block_k, out }
 }
 
 /// `p . v` of a tile with values in memory of the task: rows of the keys `columns`, from `rows` on.
