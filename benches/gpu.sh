@@ -37,7 +37,7 @@ fi
 
 if wants tests && [ -n "${TESTS:-}" ]; then
     step "tests"
-    CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: portable:: external:: nan_in infinity least_finite > "$out/tests.txt" 2>&1 ||
+    CARGO_MANIFEST_DIR=$root "$TESTS" --nocapture cuda:: portable:: edges:: external:: nan_in infinity least_finite > "$out/tests.txt" 2>&1 ||
         { tail -40 "$out/tests.txt"; exit 1; }
     grep -E "SKIPPED|test result" "$out/tests.txt"
 fi
