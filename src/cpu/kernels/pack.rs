@@ -282,13 +282,14 @@ impl KeyVector {
     /// As [`Simd`]; the rows exist.
     #[inline(always)]
     pub(super) unsafe fn last_lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
-        let mut tail = [[0u8; LINES * 4]; 16];
+        // Aligned as any element.
+        let mut tail = [[0u32; LINES]; 16];
         let mut from = [std::ptr::null(); 16];
         // SAFETY: a row has `row_bytes` bytes, the zero row at least as many.
         unsafe {
             for r in 0..S::LANES {
                 let rest = self.rows[r].add(at);
-                std::ptr::copy_nonoverlapping(rest, tail[r].as_mut_ptr(), self.row_bytes - at);
+                std::ptr::copy_nonoverlapping(rest, tail[r].as_mut_ptr().cast(), self.row_bytes - at);
                 from[r] = tail[r].as_ptr().cast();
             }
             S::transpose::<R::Lane>(from)

@@ -5,6 +5,10 @@ use super::{CudaFacts, is_paged};
 use crate::plan::{Unsupported, visible_union};
 use crate::{Dtype, Problem, Sequence};
 
+/// Largest scale that kernels fold into the exponential, `2^(x * scale - max * scale)`. The second product is rounded and the first is
+/// not: scores above 2^31 leave a difference that overflows. Larger scales are multiplied before.
+const MAX_FUSED_SCALE: f32 = 1024.0;
+
 /// How a block of threads divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -113,7 +117,7 @@ pub struct CudaKernel {
     pub tile: CudaTile,
     /// Whether keys lie in pages.
     pub paged: bool,
-    /// Whether scores are changed: softcap, ALiBi, a tree mask, a scale that is not positive.
+    /// Whether scores are changed: softcap, ALiBi, a tree mask, a scale that is not positive or above 2^10.
     pub biased: bool,
     /// Whether there is a materialised mask.
     pub masked: bool,
@@ -141,7 +145,12 @@ impl CudaKernel {
         let panels = dims.value_dim.div_ceil(MAX_VALUE_COLUMNS);
         let value_dim = dims.value_dim.div_ceil(panels).next_multiple_of(32);
         let masked = desc.mask.is_some();
-        let biased = masked || desc.softcap.is_some() || desc.alibi || desc.tree || problem.scale() <= 0.0;
+        let biased = masked
+            || desc.softcap.is_some()
+            || desc.alibi
+            || desc.tree
+            || !(0.0..=MAX_FUSED_SCALE).contains(&problem.scale())
+            || problem.scale() == 0.0;
         let dtype = problem.dtype();
         let with = |tile| Self { dtype, head_dim, value_dim, tile, paged: is_paged(problem), biased, masked };
         let mut least = usize::MAX;
