@@ -59,14 +59,16 @@ def nvrtc():
 
 @functools.cache
 def clang():
-    """Variables with which tests find the compilers of printed Metal and of printed CUDA for the host: the clang in the package of zig,
-    which needs neither zig nor an Apple machine."""
+    """Variables with which tests find the compilers of printed Metal, the clang in the package of zig, which needs neither zig nor an
+    Apple machine, and of printed CUDA for the host: g++, or else the same clang."""
     if "FLASHTILE_CLANG" in os.environ and "FLASHTILE_CXX" in os.environ:
         return {}
     zig = pip(ZIG) / "ziglang" / "zig"
-    compiler = TARGET / "ci" / "tools" / "c++"
-    compiler.write_text(f'#!/bin/sh\nexec "{zig}" c++ "$@"\n')
-    compiler.chmod(0o755)
+    compiler = shutil.which("g++")
+    if not compiler:
+        compiler = TARGET / "ci" / "tools" / "c++"
+        compiler.write_text(f'#!/bin/sh\nexec "{zig}" c++ "$@"\n')
+        compiler.chmod(0o755)
     found = {"FLASHTILE_CLANG": zig, "FLASHTILE_CXX": compiler}
     return {name: path for name, path in found.items() if name not in os.environ}
 
