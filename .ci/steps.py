@@ -325,9 +325,9 @@ def seeds():
     return test("seeds", "-p", "flashtile", "--test", "it", "properties", "--", env={"FLASHTILE_SEEDS": "1000..9000"})
 
 
-@step("nvrtc-all", "NVRTC: every instance of the portable CUDA kernels", full=True)
-def nvrtc_all():
-    return test("nvrtc-all", "-p", "flashtile", "--lib", "kernels::", "--", "--ignored")
+@step("instances", "every instance of the portable kernels, through NVRTC and as Metal", full=True)
+def instances():
+    return test("instances", "-p", "flashtile", "--lib", "kernels::", "--", "--ignored")
 
 
 @step("fuzz", "fuzz targets: types", full=True)
