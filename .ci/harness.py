@@ -77,28 +77,28 @@ def say(*command):
     print("$", shlex.join(map(str, command)), flush=True)
 
 
+def start(command, env, cwd=ROOT, **streams):
+    """Starts a command. What it prints is read as text."""
+    return subprocess.Popen(list(map(str, command)), cwd=cwd, env=environment(env), text=True, errors="replace", **streams)
+
+
+# Standard output and standard error of a command as one stream that is read here.
+CAPTURED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+
 def run(*command, env=None, quiet=False, cwd=ROOT):
     """Runs a command; fails where it fails."""
     say(*command)
-    code = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=environment(env), stdout=subprocess.DEVNULL if quiet else None
-    ).returncode
+    code = start(command, env, cwd, stdout=subprocess.DEVNULL if quiet else None).wait()
     if code != 0:
         raise Failed(f"exit status {code}: {shlex.join(map(str, command))}")
 
 
-def output(*command, env=None, cwd=ROOT):
+def output(*command, env=None):
     """Exit status of a command, and what it printed on either stream."""
-    done = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=environment(env),
-        text=True,
-        errors="replace",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    return done.returncode, done.stdout
+    process = start(command, env, **CAPTURED)
+    printed, _ = process.communicate()
+    return process.returncode, printed
 
 
 def logged(name, *command, env=None, shown=lambda line: True):
@@ -109,15 +109,7 @@ def logged(name, *command, env=None, shown=lambda line: True):
     log.parent.mkdir(parents=True, exist_ok=True)
     lines = []
     with open(log, "w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=ROOT,
-            env=environment(env),
-            text=True,
-            errors="replace",
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        process = start(command, env, **CAPTURED)
         for line in process.stdout:
             file.write(line)
             lines.append(line.rstrip("\n"))
@@ -191,10 +183,11 @@ def names(text, known):
     return wanted
 
 
-def main(full, limit=None):
+def main(program, full, limit):
     steps = [step for step in STEPS if full or not step.full]
     known = [step.name for step in steps]
     parser = argparse.ArgumentParser(
+        prog=program,
         description="Runs every step, or some, in the order of --list. A step that fails does not stop the others; the exit status is 0 "
         "where none failed."
     )

@@ -1,4 +1,4 @@
-"""The steps of .ci/run and .ci/full, in order."""
+"""The steps of .ci/run and .ci/full, in order. Each of these two scripts calls this file by its own name."""
 
 import ctypes
 import functools
@@ -8,7 +8,7 @@ import shutil
 import sys
 import tomllib
 
-from harness import ROOT, TARGET, Failed, Scratch, Skipped, logged, measured, output, run, step
+from harness import ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, step
 
 MSRV = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
 TARGETS = ["aarch64-unknown-linux-gnu", "aarch64-apple-darwin", "x86_64-pc-windows-gnu"]
@@ -336,3 +336,8 @@ def fuzz():
     if not shutil.which("c++"):
         apt("g++", "c++")
     run("cargo", "check", "--locked", "--manifest-path", "fuzz/Cargo.toml", env={"CARGO_TARGET_DIR": TARGET})
+
+
+if __name__ == "__main__":
+    which = sys.argv.pop(1)
+    sys.exit(main(f".ci/{which}", full=which == "full", limit=1800 if which == "run" else None))
