@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd, Tiles};
-use super::{amx, numbers, vnni};
+use super::amx;
 use std::arch::x86_64::*;
 
 /// f32 products by fused multiply-add.
@@ -240,22 +240,28 @@ fn bf16_pairs(v: __m512) -> __m512bh {
 
 /// AVX-512 F, BW, DQ and VL.
 pub(super) mod f32_products {
-    use super::super::CodeProducts;
-    use super::{Avx512, numbers, vnni};
-    super::super::entry_points!(any, Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
-    super::super::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
+    use super::super::entry_imports::*;
+    use super::super::{CodeProducts, numbers, vnni};
+
+    mod elements {
+        type Vectors = super::super::Avx512;
+        crate::cpu::isa::entry_points!(any, Vectors, "avx512f,avx512bw,avx512dq,avx512vl");
+    }
+    pub(in crate::cpu::isa) use elements::LOOPS;
+
+    crate::cpu::isa::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
         fn integer_scores(work: &TaskState<'_>, tile: &Tile) { phases::integer_scores(work, tile, vnni::scores) }
         fn integer_values(work: &TaskState<'_>, tile: &Tile) { phases::integer_values(work, tile, vnni::values) }
         fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, numbers::scores) }
         fn byte_values(work: &TaskState<'_>, tile: &Tile) { phases::byte_values(work, tile, numbers::values) }
     }
 
-    /// Those of [`kernels`], with products of codes where they lie.
-    pub(in crate::cpu::isa) fn kernels_with_codes(k: Storage, v: Storage) -> Kernels {
+    /// The kernels of elements, and products with codes where they lie.
+    pub(in crate::cpu::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
         Kernels {
             integer_products: Some(CodeProducts { scores: integer_scores, values: integer_values }),
             byte_products: Some(CodeProducts { scores: byte_scores, values: byte_values }),
-            ..kernels(k, v)
+            ..elements::kernels(k, v)
         }
     }
 }

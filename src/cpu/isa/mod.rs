@@ -190,8 +190,8 @@ macro_rules! entry_points {
         use crate::cpu::isa::entry_imports::*;
 
         crate::cpu::isa::entry! { $features
-            fn begin_tiles() { <$S>::begin_tiles() }
-            fn end_tiles() { <$S>::end_tiles() }
+            fn begin_tiles() { <$S as crate::cpu::simd::Simd>::begin_tiles() }
+            fn end_tiles() { <$S as crate::cpu::simd::Simd>::end_tiles() }
             fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S>(work) }
             fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S>(work, tile) }
             fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S>(work, tile) }
@@ -237,8 +237,6 @@ mod entry_imports {
     pub(super) use super::{Kernels, Loops, ScoresOf, Storage, ValuesOf};
     pub(super) use crate::Dtype;
     pub(super) use crate::cpu::kernels::{Fold, Products, TaskState, Tile, phases};
-    #[allow(unused_imports, reason = "a file that implements the trait has it in scope")]
-    pub(super) use crate::cpu::simd::Simd;
     pub(super) use crate::cpu::simd::{Bf16, Double, F16, Single};
     pub(super) use std::ops::Range;
 }
@@ -266,11 +264,7 @@ macro_rules! of_isa {
 
 /// The kernels of an instruction set that the machine is known to have, for keys and values that are stored so.
 pub(super) fn kernels(isa: Isa, k: Storage, v: Storage) -> Kernels {
-    match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 | Isa::Avx512Vnni => avx512::f32_products::kernels_with_codes(k, v),
-        isa => of_isa!(isa, kernels(k, v)),
-    }
+    of_isa!(isa, kernels(k, v))
 }
 
 /// The measuring loops of an instruction set that the machine is known to have.

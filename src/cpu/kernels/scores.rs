@@ -8,10 +8,9 @@ use super::codes::ResultRows;
 use super::gemm::{Operands, Source, gemm};
 use super::pack;
 use super::stream;
-use super::task::{Path, Stored, TaskState, Tile};
+use super::task::{Path, TaskState, Tile};
 use super::tiles;
 use crate::KvView;
-use crate::cpu::isa::CodeProducts;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{CodeScores, NumberScores};
 use crate::cpu::simd::{Rows, Simd, TILE};
@@ -59,7 +58,7 @@ impl TaskState<'_> {
                 }
             }
         }
-        if self.k_path == Path::Integers {
+        if matches!(self.k_path, Path::Integers(_)) {
             // SAFETY: the queries are packed.
             unsafe { self.integer_operands().set_queries(self.packed_q, head_dim, self.rows.count) }
         }
@@ -70,19 +69,13 @@ impl TaskState<'_> {
     /// # Safety
     /// Queries are packed, and the block's keys too unless the task reads them where they lie.
     pub(super) unsafe fn scores(&self, tile: &Tile) {
-        let products = |of: &Option<CodeProducts>| of.as_ref().map(|products| products.scores);
         let phase = match self.k_path {
-            Path::Packed => Some(self.kernels.packed_scores),
-            Path::Stream => Some(self.kernels.stream_scores),
-            // Paths are chosen by the products that there are.
-            Path::Integers => products(&self.kernels.integer_products),
-            Path::Numbers => products(&self.kernels.byte_products),
+            Path::Packed => self.kernels.packed_scores,
+            Path::Stream => self.kernels.stream_scores,
+            Path::Integers(products) | Path::Numbers(products) => products.scores,
         };
-        debug_assert!(phase.is_some());
-        if let Some(phase) = phase {
-            // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
-            unsafe { phase(self, tile) }
-        }
+        // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+        unsafe { phase(self, tile) }
     }
 }
 
@@ -97,11 +90,10 @@ pub(in crate::cpu) unsafe fn integer_scores(
     tile: &Tile,
     product: unsafe fn(&CodeScores<'_>),
 ) {
-    let Stored::Codes(k) = work.keys() else { return };
+    let k = work.key_codes();
     let keys = (tile.block * work.block_k, &tile.columns);
-    let rows = ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k };
     // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
-    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, rows) }
+    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, score_rows(work, tile)) }
 }
 
 /// As [`integer_scores`], with codes of a byte multiplied in f32.
@@ -115,15 +107,21 @@ pub(in crate::cpu) unsafe fn byte_scores(
     tile: &Tile,
     product: unsafe fn(&NumberScores<'_>),
 ) {
-    let Stored::Codes(k) = work.keys() else { return };
+    let k = work.key_codes();
     let keys = (tile.block * work.block_k, &tile.columns);
-    let rows = ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k };
     let dim = work.head_dim();
     // SAFETY: as in `integer_scores`.
     unsafe {
         let q = work.packed_q.add(tile.rows.start * dim).cast_const();
-        codes::byte_scores(product, k, keys, work.packed_k, (q, dim), rows);
+        codes::byte_scores(product, k, keys, work.packed_k, (q, dim), score_rows(work, tile));
     }
+}
+
+/// Where the scores of a tile go.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn score_rows(work: &TaskState<'_>, tile: &Tile) -> ResultRows {
+    ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k }
 }
 
 /// Packs the queries of the task, scaled to units of the scores (pairs of bf16 as they are).
@@ -141,7 +139,7 @@ pub(in crate::cpu) unsafe fn pack_queries<S: Simd>(work: &TaskState<'_>) {
         // SAFETY: the row exists, and the region holds task_rows rows.
         unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, work.packed_q.add(row * depth)) }
     }
-    if S::TILES && work.k_path == Path::Stream {
+    if S::TILES && matches!(work.k_path, Path::Stream) {
         // SAFETY: the queries are packed, and the memory of packed keys is free in a task that packs none.
         unsafe { tiles::Stream::new(work.packed_k, depth).set_queries::<S>(work.packed_q) }
     }
@@ -157,7 +155,7 @@ pub(in crate::cpu) unsafe fn pack_keys<S: Simd, R: Rows>(
     block: usize,
     columns: &Range<usize>,
 ) {
-    let Stored::Elements(k) = work.keys() else { return };
+    let k = work.key_elements();
     let panel_len = S::VECTORS * S::LANES * depth::<S>(work.head_dim());
     for panel in panels::<S>(columns) {
         // SAFETY: the caller's promise; the region holds every panel of a block.
@@ -178,7 +176,7 @@ pub(in crate::cpu) unsafe fn pack_key_codes<S: Simd>(
     block: usize,
     columns: &Range<usize>,
 ) {
-    let Stored::Codes(k) = work.keys() else { return };
+    let k = work.key_codes();
     let panel_len = S::VECTORS * S::LANES * depth::<S>(work.head_dim());
     for panel in panels::<S>(columns) {
         // SAFETY: the caller's promise; the region holds every panel of a block.
@@ -220,7 +218,7 @@ pub(in crate::cpu) unsafe fn packed_scores<S: Simd>(work: &TaskState<'_>, tile: 
 /// As [`Simd`]; queries are packed, keys are elements of `R`.
 #[inline(always)]
 pub(in crate::cpu) unsafe fn stream_scores<S: Simd, R: Rows>(work: &TaskState<'_>, tile: &Tile) {
-    let Stored::Elements(k) = work.keys() else { return };
+    let k = work.key_elements();
     let (depth, first) = (depth::<S>(work.head_dim()), tile.block * work.block_k);
     // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
     unsafe {

@@ -13,7 +13,7 @@ use super::mask::Class;
 use super::pack::HeadRows;
 use super::softmax::Fold;
 use super::stream::MAX_ROWS;
-use crate::cpu::isa::Kernels;
+use crate::cpu::isa::{CodeProducts, Kernels};
 use crate::plan::{Reduction, Rows, Target, Task, sequence_of, spans, visible_union};
 use crate::problem::{Problem, Sequence};
 use crate::tensor::MaskRow;
@@ -64,23 +64,45 @@ pub(in crate::cpu) struct TaskState<'a> {
 }
 
 /// How the keys or values of a task are read.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub(super) enum Path {
     /// A block at a time is packed.
     Packed,
     /// Elements, from where they lie.
     Stream,
     /// Codes in integers, from where they lie.
-    Integers,
+    Integers(CodeProducts),
     /// Codes of a byte in f32, from where they lie.
-    Numbers,
+    Numbers(CodeProducts),
+}
+
+impl Path {
+    pub(super) fn is_packed(&self) -> bool {
+        matches!(self, Self::Packed)
+    }
 }
 
 /// Keys or values of the head of a task.
 #[derive(Clone, Copy)]
-pub(super) enum Stored<'a> {
+enum Stored<'a> {
     Elements(HeadRows<'a>),
     Codes(CodeRows<'a>),
+}
+
+impl<'a> Stored<'a> {
+    fn elements(self) -> HeadRows<'a> {
+        match self {
+            Self::Elements(rows) => rows,
+            Self::Codes(_) => unreachable!("kernels are chosen by how keys and values are stored"),
+        }
+    }
+
+    fn codes(self) -> CodeRows<'a> {
+        match self {
+            Self::Codes(rows) => rows,
+            Self::Elements(_) => unreachable!("kernels are chosen by how keys and values are stored"),
+        }
+    }
 }
 
 /// A row of q.
@@ -161,13 +183,17 @@ impl<'a> TaskState<'a> {
     fn with_paths(mut self) -> Self {
         let plan = self.cx.plan;
         let few = self.sequence.q_len * self.group <= MAX_ROWS && plan.prefixes().is_empty();
-        let integers = self.kernels.integer_products.is_some() && plan.multiplies_integers() && few;
-        let bytes = self.kernels.byte_products.is_some() && few;
+        let integers = self.kernels.integer_products.filter(|_| few && plan.multiplies_integers());
+        let bytes = self.kernels.byte_products.filter(|_| few);
+        let path_of_codes = |rows: CodeRows<'_>| {
+            let integers = integers.filter(|_| rows.can_be_integers()).map(Path::Integers);
+            let numbers = bytes.filter(|_| rows.can_be_numbers()).map(Path::Numbers);
+            integers.or(numbers).unwrap_or(Path::Packed)
+        };
         let path = |stored| match stored {
             Stored::Elements(_) if self.rows.count <= MAX_ROWS => Path::Stream,
-            Stored::Codes(rows) if integers && rows.can_be_integers() => Path::Integers,
-            Stored::Codes(rows) if bytes && rows.can_be_numbers() => Path::Numbers,
-            _ => Path::Packed,
+            Stored::Elements(_) => Path::Packed,
+            Stored::Codes(rows) => path_of_codes(rows),
         };
         (self.k_path, self.v_path) = (path(self.keys()), path(self.values()));
         self
@@ -266,13 +292,33 @@ impl<'a> TaskState<'a> {
     }
 
     /// Keys of the task's head.
-    pub(super) fn keys(&self) -> Stored<'a> {
+    fn keys(&self) -> Stored<'a> {
         self.stored(&self.cx.inputs.k)
     }
 
     /// Values of the task's head.
-    pub(super) fn values(&self) -> Stored<'a> {
+    fn values(&self) -> Stored<'a> {
         self.stored(&self.cx.inputs.v)
+    }
+
+    /// Keys of the task's head, in a phase of keys that are elements.
+    pub(super) fn key_elements(&self) -> HeadRows<'a> {
+        self.keys().elements()
+    }
+
+    /// Keys of the task's head, in a phase of keys that are codes.
+    pub(super) fn key_codes(&self) -> CodeRows<'a> {
+        self.keys().codes()
+    }
+
+    /// Values of the task's head, in a phase of values that are elements.
+    pub(super) fn value_elements(&self) -> HeadRows<'a> {
+        self.values().elements()
+    }
+
+    /// Values of the task's head, in a phase of values that are codes.
+    pub(super) fn value_codes(&self) -> CodeRows<'a> {
+        self.values().codes()
     }
 
     pub(super) fn integer_operands(&self) -> IntegerOperands {
@@ -461,7 +507,7 @@ pub(in crate::cpu) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f
         work.pack_queries();
         work.start(count, task.from);
         let tile_rows = cx.plan.tile_rows();
-        let packs = [work.k_path, work.v_path].contains(&Path::Packed);
+        let packs = work.k_path.is_packed() || work.v_path.is_packed();
         for block in task.blocks.0..task.blocks.1 {
             let partials = match task.target {
                 Target::Blocks(base) => {
@@ -477,10 +523,10 @@ pub(in crate::cpu) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f
                 // Only here is it known that some tile needs the block.
                 if !packed {
                     let columns = work.columns(&(0..count), block);
-                    if work.k_path == Path::Packed {
+                    if work.k_path.is_packed() {
                         (work.kernels.pack_keys)(&work, block, &columns);
                     }
-                    if work.v_path == Path::Packed {
+                    if work.v_path.is_packed() {
                         work.pack_values(block, &columns);
                     }
                     packed = true;

@@ -9,7 +9,7 @@ use super::gemm::{Operands, Source, gemm};
 use super::mask::Class;
 use super::pack::{self, Run};
 use super::probs::modifiers;
-use super::task::{Path, Stored, TaskState, Tile};
+use super::task::{Path, TaskState, Tile};
 use super::tiles;
 #[cfg(target_arch = "x86_64")]
 use crate::cpu::simd::{CodeValues, NumberValues};
@@ -70,16 +70,7 @@ impl TaskState<'_> {
                 }
                 Path::Stream => (self.kernels.stream_values)(self, tile, columns),
                 // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
-                Path::Integers | Path::Numbers => {
-                    let integers = self.v_path == Path::Integers;
-                    let kernels = self.kernels;
-                    let products = if integers { kernels.integer_products } else { kernels.byte_products };
-                    debug_assert!(products.is_some());
-                    if let Some(products) = products {
-                        (products.values)(self, tile);
-                    }
-                    return;
-                }
+                Path::Integers(products) | Path::Numbers(products) => return (products.values)(self, tile),
             }
         }
         // The rest of a step that the columns cut has probability 0, as a hidden key has.
@@ -103,7 +94,7 @@ pub(in crate::cpu) unsafe fn integer_values(
     tile: &Tile,
     product: unsafe fn(&CodeValues<'_>),
 ) {
-    let Stored::Codes(v) = work.values() else { return };
+    let v = work.value_codes();
     let keys = (tile.block * work.block_k, &tile.columns);
     // SAFETY: the caller's promise.
     unsafe { work.integer_operands().values(product, v, keys, work.packed_v, value_rows(work, tile)) }
@@ -120,7 +111,7 @@ pub(in crate::cpu) unsafe fn byte_values(
     tile: &Tile,
     product: unsafe fn(&NumberValues<'_>),
 ) {
-    let Stored::Codes(v) = work.values() else { return };
+    let v = work.value_codes();
     let keys = (tile.block * work.block_k, &tile.columns);
     // SAFETY: the caller's promise.
     unsafe { codes::byte_values(product, v, keys, work.packed_v, value_rows(work, tile)) }
@@ -159,7 +150,7 @@ pub(in crate::cpu) unsafe fn stream_values<S: Simd, E: Elem>(
     tile: &Tile,
     columns: &Range<usize>,
 ) {
-    let Stored::Elements(v) = work.values() else { return };
+    let v = work.value_elements();
     let keys_at_once = (STREAM_BYTES / v.row_bytes()).clamp(16, 64);
     let keys_at_once = keys_at_once.next_multiple_of(Products::of::<S>().step);
     let first = tile.block * work.block_k;
@@ -198,7 +189,7 @@ pub(in crate::cpu) unsafe fn pack_values<S: Simd, E: Elem>(
     rows: &Range<usize>,
     dst: *mut f32,
 ) {
-    let Stored::Elements(v) = work.values() else { return };
+    let v = work.value_elements();
     // SAFETY: the caller's promise.
     unsafe { pack::values::<S, E>(v, first, rows.clone(), dst) }
 }
@@ -213,7 +204,7 @@ pub(in crate::cpu) unsafe fn pack_value_codes(
     rows: &Range<usize>,
     dst: *mut f32,
 ) {
-    let Stored::Codes(v) = work.values() else { return };
+    let v = work.value_codes();
     // SAFETY: the caller's promise.
     unsafe { codes::values(v, first, rows.clone(), (dst, work.stride)) }
 }
@@ -292,7 +283,7 @@ unsafe fn repair_row<S: Simd>(work: &TaskState<'_>, tile: &Tile, r: usize) {
     unsafe {
         let values = work.block_out.add(r * work.stride);
         let query = work.query(tile.rows.start + r);
-        if work.v_path != Path::Packed {
+        if !work.v_path.is_packed() {
             work.pack_values(tile.block, &tile.columns);
         }
         let mask = modifiers::<S>(work, tile, &query).mask;
