@@ -14,7 +14,8 @@ pub struct Attention {
     pub lse: Vec<f64>,
 }
 
-/// Attention of [`crate::problem`] in f64. Cost: `O(visible pairs * (head_dim + value_dim))` on one thread.
+/// Attention of [`crate::problem`] in f64. Cost: `O(visible pairs * (head_dim + value_dim))` on one thread, and memory for the keys and
+/// values of a head in f64.
 ///
 /// # Errors
 /// [`RunError`] where the inputs are not the problem's.
@@ -24,22 +25,24 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
     let rows = dims.batch * dims.q_heads * dims.q_len;
     let mut result = Attention { out: vec![0.0; rows * dims.value_dim], lse: vec![f64::NEG_INFINITY; rows] };
     for (index, sequence) in problem.sequences().iter().enumerate() {
+        let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
         for kv_head in 0..dims.kv_heads {
-            let key = |j: usize| place(inputs, sequence, index, j);
-            let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
-            let rows = |of| Rows::new(of, kv_head, seen.clone(), &key);
-            let (k, v) = (rows(&inputs.k), rows(&inputs.v));
+            let place = |j| place(inputs, sequence, index, j);
+            let k = Rows::new(&inputs.k, dims.head_dim, kv_head, seen.clone(), place);
+            let v = Rows::new(&inputs.v, dims.value_dim, kv_head, seen.clone(), place);
             for (h, i) in (0..dims.group()).flat_map(|g| (0..sequence.q_len).map(move |i| (g, i))) {
                 let h = kv_head * dims.group() + h;
-                let row = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
-                let out = &mut result.out[row * dims.value_dim..][..dims.value_dim];
-                result.lse[row] = attend(&Row { problem, inputs, sequence, index, h, i, k: &k, v: &v }, out);
+                let q: Vec<f64> = elements(&inputs.q, [sequence.batch, h, sequence.q_start + i]).collect();
+                let row = Row { problem, inputs, sequence, index, h, i, q: &q, k: &k, v: &v };
+                let at = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
+                result.lse[at] = attend(&row, &mut result.out[at * dims.value_dim..][..dims.value_dim]);
             }
         }
     }
     Ok(result)
 }
 
+/// A query row, and the keys and values of its head.
 struct Row<'a> {
     problem: &'a Problem,
     inputs: &'a Inputs<'a>,
@@ -47,53 +50,52 @@ struct Row<'a> {
     index: usize,
     h: usize,
     i: usize,
-    k: &'a Rows<'a>,
-    v: &'a Rows<'a>,
+    q: &'a [f64],
+    k: &'a Rows,
+    v: &'a Rows,
 }
 
 /// Where key `j`, which is visible, lies: batch entry or page, and row in it.
-fn place(inputs: &Inputs<'_>, sequence: &Sequence, index: usize, j: usize) -> (usize, usize) {
+fn place(inputs: &Inputs<'_>, sequence: &Sequence, index: usize, j: usize) -> [usize; 2] {
     match inputs.tables {
-        None => (sequence.batch, sequence.kv_start + j),
-        Some(t) => (t.table[index * t.width + (j / t.page) % t.width] as usize, j % t.page),
+        None => [sequence.batch, sequence.kv_start + j],
+        Some(t) => [t.table[index * t.width + (j / t.page) % t.width] as usize, j % t.page],
     }
 }
 
-/// Keys or values of one head of a sequence.
-enum Rows<'a> {
-    Elements(&'a TensorView<'a>, usize, &'a dyn Fn(usize) -> (usize, usize)),
-    /// Decoded, from a first one on.
-    Decoded(usize, Vec<Vec<f64>>),
+/// A row of a tensor: batch entry or page, head, and row in it.
+fn elements<'a>(of: &'a TensorView<'a>, [entry, head, row]: [usize; 3]) -> impl Iterator<Item = f64> + 'a {
+    (0..of.shape()[3]).map(move |d| f64::from(of.get([entry, head, row, d])))
 }
 
-impl<'a> Rows<'a> {
+/// Keys or values `[first.., dim]` of one head of a sequence.
+struct Rows {
+    first: usize,
+    dim: usize,
+    elements: Vec<f64>,
+}
+
+impl Rows {
     fn new(
-        of: &'a KvView<'a>,
+        of: &KvView<'_>,
+        dim: usize,
         head: usize,
-        seen: Range<usize>,
-        place: &'a dyn Fn(usize) -> (usize, usize),
+        keys: Range<usize>,
+        place: impl Fn(usize) -> [usize; 2],
     ) -> Self {
-        match of {
-            KvView::Elements(view) => Self::Elements(view, head, place),
-            KvView::Codes(codes) => {
-                let row = |j: usize| {
-                    let (page, row) = place(j);
-                    codes.read_f64(page, head, row)
-                };
-                Self::Decoded(seen.start, seen.map(row).collect())
+        let mut rows = Self { first: keys.start, dim, elements: Vec::with_capacity(keys.len() * dim) };
+        for [entry, row] in keys.map(place) {
+            match of {
+                KvView::Elements(view) => rows.elements.extend(elements(view, [entry, head, row])),
+                KvView::Codes(codes) => rows.elements.extend(codes.read_f64(entry, head, row)),
             }
         }
+        rows
     }
 
-    /// Element `d` of row `j`, which is visible.
-    fn get(&self, j: usize, d: usize) -> f64 {
-        match self {
-            Self::Elements(view, head, place) => {
-                let (entry, row) = place(j);
-                f64::from(view.get([entry, *head, row, d]))
-            }
-            Self::Decoded(first, rows) => rows[j - first][d],
-        }
+    /// Row `j`, which is visible.
+    fn row(&self, j: usize) -> &[f64] {
+        &self.elements[(j - self.first) * self.dim..][..self.dim]
     }
 }
 
@@ -109,14 +111,13 @@ impl Row<'_> {
 
     /// `None` where key `j` is hidden.
     fn score(&self, j: usize) -> Option<f64> {
-        let (dims, desc, s) = (self.problem.dims(), self.problem.desc(), self.sequence);
+        let (desc, s) = (self.problem.desc(), self.sequence);
         if !self.tree_shows(j) {
             return None;
         }
         let mut score = 0.0;
-        for d in 0..dims.head_dim {
-            let q = self.inputs.q.get([s.batch, self.h, s.q_start + self.i, d]);
-            score += f64::from(q) * self.k.get(j, d);
+        for (q, k) in self.q.iter().zip(self.k.row(j)) {
+            score += q * k;
         }
         score *= f64::from(self.problem.scale());
         if let Some(c) = desc.softcap {
@@ -151,8 +152,8 @@ fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     let sum: f64 = (sink - max).exp() + scores.iter().map(|&(_, s)| (s - max).exp()).sum::<f64>();
     for (j, score) in scores {
         let p = (score - max).exp() / sum;
-        for (d, o) in out.iter_mut().enumerate() {
-            *o += p * row.v.get(j, d);
+        for (o, v) in out.iter_mut().zip(row.v.row(j)) {
+            *o += p * v;
         }
     }
     max + sum.ln()
