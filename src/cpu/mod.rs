@@ -122,13 +122,9 @@ mod tests {
         let cases: Vec<_> =
             testkit::catalogue().into_iter().filter(|case| case.desc.dtype == Dtype::BF16).collect();
         assert!(cases.len() > 100);
-        for isa in PAIRS {
-            for case in &cases {
-                let runner = CpuRunner { cpu: cpu(isa), options: PlanOptions::default() };
-                let outcome = testkit::run_case(case, &runner);
-                assert!(outcome.is_ok(), "{isa}: {}: {outcome:?}", case.name);
-            }
-        }
+        let runners = PAIRS.map(|isa| CpuRunner { cpu: cpu(isa), options: PlanOptions::default() });
+        let runners = runners.each_ref().map(|runner| runner as &dyn testkit::Runner);
+        testkit::conformance(&cases, &runners, |result| assert!(result.result.is_ok(), "{result}"));
     }
 
     /// Output bits, with a row of v NaN, a mask and without skipping where asked.

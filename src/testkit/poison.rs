@@ -158,7 +158,20 @@ impl Guarded {
     fn at(&self, index: [usize; 4]) -> usize {
         debug_assert!(index.iter().zip(self.shape).all(|(&i, n)| i < n), "{index:?} in {:?}", self.shape);
         let [lead, _] = self.placement.bands();
-        lead + index.iter().zip(self.strides).map(|(i, stride)| i * stride).sum::<usize>()
+        let ([b, h, r, d], [batch, head, row, element]) = (index, self.strides);
+        lead + b * batch + h * head + r * row + d * element
+    }
+
+    /// Where the elements of each row lie, row by row. They follow each other in every layout.
+    fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let ([lead, _], [nb, nh, nr, dim]) = (self.placement.bands(), self.shape);
+        let [batch, head, row, _] = self.strides;
+        let count = if dim == 0 { 0 } else { nb * nh * nr };
+        // As in `indices`.
+        (0..count).map(move |n| {
+            let start = lead + n / nr / nh * batch + n / nr % nh * head + n % nr * row;
+            start..start + dim
+        })
     }
 
     fn len(&self) -> usize {
@@ -213,13 +226,29 @@ impl Guarded {
     /// The elements in order, as f32.
     #[must_use]
     pub fn values(&self) -> Vec<f32> {
-        self.indices().map(|index| self.get(index)).collect()
+        let mut values = Vec::with_capacity(self.shape.iter().product());
+        for row in self.rows() {
+            match &self.elements {
+                Elements::F32(v) => values.extend_from_slice(&v[row]),
+                Elements::F16(v) => values.extend(v[row].iter().map(|x| x.to_f32())),
+                Elements::BF16(v) => values.extend(v[row].iter().map(|x| x.to_f32())),
+            }
+        }
+        values
     }
 
     /// The bits of the elements in order.
     #[must_use]
     pub fn bits(&self) -> Vec<u32> {
-        self.indices().map(|index| self.bits_at(self.at(index))).collect()
+        let mut bits = Vec::with_capacity(self.shape.iter().product());
+        for row in self.rows() {
+            match &self.elements {
+                Elements::F32(v) => bits.extend(v[row].iter().map(|x| x.to_bits())),
+                Elements::F16(v) => bits.extend(v[row].iter().map(|x| u32::from(x.to_bits()))),
+                Elements::BF16(v) => bits.extend(v[row].iter().map(|x| u32::from(x.to_bits()))),
+            }
+        }
+        bits
     }
 
     /// The tensor as an input.
@@ -265,8 +294,8 @@ impl Guarded {
     pub fn touched(&self) -> Option<isize> {
         let len = self.len();
         let mut inside = vec![false; len];
-        for index in self.indices() {
-            inside[self.at(index)] = true;
+        for row in self.rows() {
+            inside[row].fill(true);
         }
         let pattern = poison(self.dtype());
         let at = (0..len).find(|&at| !inside[at] && self.bits_at(at) != pattern)?;

@@ -83,6 +83,17 @@ const fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
+/// `1/29, 1/27, .. 1/3, 1`.
+const ODD_RECIPROCALS: [f64; 15] = {
+    let mut reciprocals = [0.0; 15];
+    let mut n = 0;
+    while n < 15 {
+        reciprocals[n] = 1.0 / (29 - 2 * n) as f64;
+        n += 1;
+    }
+    reciprocals
+};
+
 /// Natural logarithm of a positive normal number, to about 1e-13. The platform's own is not the same everywhere.
 fn ln(x: f64) -> f64 {
     let bits = x.to_bits();
@@ -90,7 +101,10 @@ fn ln(x: f64) -> f64 {
     let mantissa = f64::from_bits((bits & ((1 << 52) - 1)) | (1023 << 52));
     // ln(m) = 2 atanh((m - 1) / (m + 1)), m in [1, 2).
     let z = (mantissa - 1.0) / (mantissa + 1.0);
-    let series = (0..15).rev().fold(0.0, |sum, n| sum * z * z + 1.0 / f64::from(2 * n + 1));
+    let mut series = 0.0;
+    for reciprocal in ODD_RECIPROCALS {
+        series = series * z * z + reciprocal;
+    }
     2.0 * z * series + exponent as f64 * std::f64::consts::LN_2
 }
 

@@ -1,107 +1,86 @@
 //! What the bits of an answer may not depend on, and how far a NaN may reach.
 
-use crate::support::{
-    Row, all_runners, answer, build, copy, fill, options, row_bits, rows, runners, seers, threaded,
-};
-use flashtile::testkit::{Built, Case, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
+use crate::support::{Row, all_runners, answer, build, copy, fill, options, row_bits, rows, runners, seers};
+use flashtile::testkit::{Answer, Built, Case, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
 use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility};
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap()
-}
-
-/// Compares the bits of the whole catalogue under `change` with those of one thread and default options.
-fn unchanged(pool_threads: usize, change: impl Fn(CpuRunner, &Built) -> Vec<CpuRunner> + Sync) {
-    let pool = pool(pool_threads);
-    let mut compared = 0;
-    for case in catalogue() {
-        let built = build(&case);
-        for runner in runners() {
-            let want = answer(&built, &runner).bits();
-            for changed in change(runner, &built) {
-                let got = pool.install(|| answer(&built, &changed));
-                assert!(got.bits() == want, "{} on {:?}: other bits", case.name, changed);
-                compared += 1;
-            }
-        }
-    }
-    assert!(compared > 0);
 }
 
 fn with_threads(runner: CpuRunner, threads: usize) -> CpuRunner {
     CpuRunner::new(runner.cpu.with_threads(threads)).with(runner.options)
 }
 
-#[test]
-fn bits_do_not_depend_on_threads() {
-    unchanged(2, |runner, _| vec![with_threads(runner, 2)]);
-    unchanged(5, |runner, _| vec![with_threads(runner, 5)]);
-    // Plans for more threads than the pool has.
-    unchanged(1, |runner, _| vec![with_threads(runner, 5)]);
-}
-
-#[test]
-fn bits_do_not_depend_on_splits() {
-    unchanged(3, |runner, built| {
-        let longest = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
-        let block = runner.cpu.plan(&built.problem, runner.options).unwrap().block_k();
-        let most = longest.div_ceil(block).max(1);
-        (1..=most)
-            .flat_map(|splits| [1, 3].map(|n| with_threads(runner.with(options(Some(splits), true)), n)))
-            .collect()
+/// Other plans for the same problem, and how many threads the pool that runs them has.
+fn other_plans(runner: CpuRunner, built: &Built) -> Vec<(usize, CpuRunner)> {
+    // The last of these has fewer threads than it was planned for.
+    let threads = [(2, 2), (5, 5), (1, 5)].map(|(pool, planned)| (pool, with_threads(runner, planned)));
+    let longest = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
+    let block = runner.cpu.plan(&built.problem, runner.options).unwrap().block_k();
+    let splits = (1..=longest.div_ceil(block).max(1)).map(|splits| {
+        let threads = if splits % 2 == 1 { 3 } else { 1 };
+        (3, with_threads(runner.with(options(Some(splits), true)), threads))
     });
+    let all_tiles = runner.with(options(None, false));
+    threads.into_iter().chain(splits).chain([(2, all_tiles), (2, with_threads(all_tiles, 2))]).collect()
 }
 
 #[test]
-fn bits_do_not_depend_on_skipping_tiles() {
-    unchanged(2, |runner, _| {
-        let all = runner.with(options(None, false));
-        vec![all, with_threads(all, 2)]
-    });
-}
-
-#[test]
-fn bits_do_not_depend_on_what_memory_held() {
-    for case in catalogue() {
-        let built = build(&case);
-        let dims = built.problem.dims();
+fn bits_do_not_depend_on_threads_splits_skipped_tiles_or_memory() {
+    let pools = [1, 2, 3, 5].map(|threads| (threads, pool(threads)));
+    let same_bits = |case: &Case| {
+        let built = build(case);
         for runner in runners() {
             let want = answer(&built, &runner);
-            let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
-            let mut workspace = plan.workspace();
-            for garbage in [0x00, 0x3F, 0x7F] {
-                // One workspace, reused: it holds what the run before left, then garbage.
-                let mut out = want.out.clone();
-                let mut lse =
-                    vec![f32::from_bits(u32::from_ne_bytes([garbage; 4])); dims.lse_shape().iter().product()];
-                fill(&mut out, |_| f32::from(garbage));
-                let mut outputs = Outputs::new(out.view_mut());
-                outputs.lse = Some(&mut lse);
-                runner.cpu.run(&plan, &built.inputs(), &mut outputs, &mut workspace).unwrap();
-                assert_eq!(out.bits(), want.out.bits(), "{} {garbage}", case.name);
-                let same = lse.iter().zip(want.lse.slice()).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "{} {garbage}: lse", case.name);
-                workspace.bytes_mut().fill(garbage);
+            for (threads, other) in other_plans(runner, &built) {
+                let (_, pool) = pools.iter().find(|(size, _)| *size == threads).unwrap();
+                let got = pool.install(|| answer(&built, &other));
+                assert!(got.bits() == want.bits(), "{} on {other:?}: other bits", case.name);
             }
+            whatever_memory_held(case, &built, &runner, &want);
+            without_the_logsumexp(case, &built, &runner, &want);
         }
+    };
+    // Not on threads of a pool, which would take another case while they wait for one of these pools.
+    let (cases, next) = (catalogue(), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    same_bits(case);
+                }
+            });
+        }
+    });
+}
+
+fn whatever_memory_held(case: &Case, built: &Built, runner: &CpuRunner, want: &Answer) {
+    let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
+    let mut workspace = plan.workspace();
+    for garbage in [0x00, 0x3F, 0x7F] {
+        // One workspace, reused: it holds what the run before left, then garbage.
+        let mut got = want.clone();
+        fill(&mut got.out, |_| f32::from(garbage));
+        got.lse.slice_mut().fill(f32::from_bits(u32::from_ne_bytes([garbage; 4])));
+        let mut outputs = Outputs::new(got.out.view_mut());
+        outputs.lse = Some(got.lse.slice_mut());
+        runner.cpu.run(&plan, &built.inputs(), &mut outputs, &mut workspace).unwrap();
+        assert_eq!(got.bits(), want.bits(), "{} {garbage}", case.name);
+        workspace.bytes_mut().fill(garbage);
     }
 }
 
-#[test]
-fn bits_do_not_depend_on_whether_the_logsumexp_is_wanted() {
-    for case in catalogue() {
-        let built = build(&case);
-        for runner in threaded(2) {
-            let want = answer(&built, &runner);
-            let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
-            let mut out = want.out.clone();
-            fill(&mut out, |_| f32::NAN);
-            let mut outputs = Outputs::new(out.view_mut());
-            runner.cpu.run(&plan, &built.inputs(), &mut outputs, &mut plan.workspace()).unwrap();
-            assert_eq!(out.bits(), want.out.bits(), "{}", case.name);
-        }
-    }
+fn without_the_logsumexp(case: &Case, built: &Built, runner: &CpuRunner, want: &Answer) {
+    let cpu = runner.cpu.with_threads(2);
+    let plan = cpu.plan(&built.problem, runner.options).unwrap();
+    let mut out = want.out.clone();
+    fill(&mut out, |_| f32::NAN);
+    let mut outputs = Outputs::new(out.view_mut());
+    cpu.run(&plan, &built.inputs(), &mut outputs, &mut plan.workspace()).unwrap();
+    assert_eq!(out.bits(), want.out.bits(), "{}", case.name);
 }
 
 /// One sequence of a batch as a problem of its own. Both have the features that need no per-batch input but a mask.
