@@ -20,6 +20,12 @@ ZIG = "ziglang==0.15.2"
 # Seconds that a build may take on 2 cores. Machines differ: a step fails at twice as many.
 FIRST_COMMAND = {"wall": 90, "CPU": 170}
 DEPENDENT = {"CPU": 100}
+# From a touched file to the end of a command.
+EDITS = [
+    ("cli/src/main.rs", {"wall": 8}, ["run", "--release", "-p", "flashtile-cli", "--", "info"]),
+    ("src/problem/mod.rs", {"wall": 5}, ["check", "-p", "flashtile"]),
+    ("src/cpu/kernels/scores.rs", {"wall": 45}, ["build", "--release", "-p", "flashtile"]),
+]
 
 
 # Tools, installed where they are not.
@@ -143,7 +149,7 @@ def targets():
     run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-cli", "--features", "flashtile/cuda,flashtile/testkit", *deny)
 
 
-# What a build costs.
+# Cost of a build.
 
 
 def plain():
@@ -202,7 +208,7 @@ def fetch_clang():
     clang()
 
 
-# Tests of what needs a device, or instructions that this processor lacks, say so and pass.
+# A test that needs a device, or instructions that this processor lacks, prints one of these and passes.
 NEEDS_A_DEVICE = ("nothing ran on a GPU", "nothing was launched", "no GPU ran", "this machine has no")
 
 
@@ -231,8 +237,9 @@ def tests():
 
 @step("serve", "example: serve")
 def serve():
-    # The tests have built it.
-    run("cargo", "run", "--locked", "-q", "-p", "flashtile", "--example", "serve", quiet=True)
+    # The tests have built it with these packages and features; others would build the library anew.
+    run("cargo", "build", "--locked", "-q", "--workspace", "--all-features", "--example", "serve")
+    run(TARGET / "debug" / "examples" / "serve", quiet=True)
 
 
 @step("own-kernel", "example: a kernel of one's own")
@@ -255,11 +262,11 @@ def gpu():
 MIRI_FLAGS = ["-Zmiri-isolation-error=hide", "-Zmiri-ignore-leaks"]
 MODELS = {"Stacked Borrows": [], "Tree Borrows": ["-Zmiri-tree-borrows"]}
 
-# What Miri runs in .ci/full, under both models: arguments of `cargo miri test` for each crate.
+# `.ci/full` runs these under both models: arguments of `cargo miri test` for each crate.
 LIBRARY = ["-p", "flashtile", "--test", "miri"]
 KERNEL = ["-p", "flashtile-kernel", "--lib", "--features", "cuda"]
 MIRI_TESTS = [LIBRARY, KERNEL]
-# The part of LIBRARY in .ci/run.
+# `.ci/run` runs this part of LIBRARY.
 MIRI_PART = ["views", "merging", "codecs::rows_of_codes", "caches::contiguous", "kernels::decode", "kernels::prefill_window"]
 # On threads of rayon runs crossbeam-epoch, which does not obey Stacked Borrows.
 NOT_STACKED = ["--skip", "two_threads"]
@@ -299,7 +306,19 @@ for model, model_flags in MODELS.items():
             run(*command, env=env)
 
 
-# What takes longer.
+# Steps of .ci/full alone.
+
+
+@step("edits", "from a touched file to the next result", full=True)
+def edits():
+    notes = []
+    for file, figures, arguments in EDITS:
+        command = ["cargo", arguments[0], "--locked", "-q", *arguments[1:]]
+        run(*command, env=plain(), quiet=True)
+        (ROOT / file).touch()
+        _, wall, cpu = measured(lambda: run(*command, env=plain(), quiet=True))
+        notes.append(f"{file} {against(figures, wall, cpu)}")
+    return "; ".join(notes)
 
 
 @step("memcheck", "valgrind, on a part of the catalogue", full=True)
@@ -325,9 +344,14 @@ def seeds():
     return test("seeds", "-p", "flashtile", "--test", "it", "properties", "--", env={"FLASHTILE_SEEDS": "1000..9000"})
 
 
-@step("instances", "every instance of the portable kernels, through NVRTC and as Metal", full=True)
+@step("instances", "kernels for every device, and every instance of the portable ones, through NVRTC and as Metal", full=True)
 def instances():
-    return test("instances", "-p", "flashtile", "--lib", "kernels::", "--", "--ignored")
+    return test("instances", "-p", "flashtile", "--lib", "--", "--ignored")
+
+
+@step("lengths", "codes of every number of keys, simulated", full=True)
+def lengths():
+    return test("lengths", "-p", "flashtile-kernel-cases", "--", "--ignored")
 
 
 @step("fuzz", "fuzz targets: types", full=True)

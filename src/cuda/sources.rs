@@ -151,14 +151,41 @@ mod tests {
         all
     }
 
+    /// Which problems are compiled for which of several devices.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Devices {
+        /// Each for one, in turn.
+        InTurn,
+        All,
+    }
+
+    impl Devices {
+        fn take(self, problem: usize, device: usize, devices: usize) -> bool {
+            self == Self::All || problem % devices == device
+        }
+    }
+
     #[test]
+    fn kernels_compile() {
+        compile_kernels(Devices::InTurn);
+    }
+
+    #[test]
+    #[ignore = "takes minutes: NVRTC compiles one program at a time"]
     fn kernels_compile_for_every_capability() {
+        compile_kernels(Devices::All);
+    }
+
+    fn compile_kernels(which: Devices) {
         let Some(compiler) = compiler() else { return };
         let mut wanted: HashSet<(Architecture, Source)> = HashSet::new();
-        for facts in [devices::A100, devices::RTX_4090, devices::H100] {
+        for (device, facts) in [devices::A100, devices::RTX_4090, devices::H100].into_iter().enumerate() {
             let target = compiler.target(facts.capability);
             let mut add = |source| wanted.insert((target.clone(), source));
             for (n, desc) in problems().into_iter().enumerate() {
+                if !which.take(n, device, 3) {
+                    continue;
+                }
                 let plan = CudaPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
                 for kernel in plan.kernels() {
                     let access = if n % 3 == 2 { Access::Element } else { Access::Vector };
@@ -188,7 +215,17 @@ mod tests {
     }
 
     #[test]
-    fn portable_kernels_compile_and_take_the_registers_that_plans_count_with() {
+    fn portable_kernels_take_the_registers_that_plans_count_with() {
+        compile_portable_kernels(Devices::InTurn);
+    }
+
+    #[test]
+    #[ignore = "takes minutes: NVRTC compiles one program at a time"]
+    fn portable_kernels_take_the_registers_that_plans_count_with_on_every_device() {
+        compile_portable_kernels(Devices::All);
+    }
+
+    fn compile_portable_kernels(which: Devices) {
         use crate::cuda::portable::loads;
         use flashtile_kernel::cuda::Program;
         let Some(compiler) = compiler() else { return };
@@ -206,9 +243,13 @@ mod tests {
         all.extend(problems().into_iter().filter(masked).map(|desc| (desc, Access::Element)));
         let options = PlanOptions { kernels: crate::KernelChoice::Portable, ..PlanOptions::default() };
         let mut wanted: Vec<(Architecture, Program, usize)> = Vec::new();
-        for facts in [devices::T4, devices::H100] {
+        for (device, facts) in [devices::T4, devices::H100].into_iter().enumerate() {
             let target = compiler.target(facts.capability);
-            for (desc, access) in &all {
+            for (n, (desc, access)) in all.iter().enumerate() {
+                // A step and a dense problem follow each other: each device gets both.
+                if !which.take(n + n / 2, device, 2) {
+                    continue;
+                }
                 let plan = CudaPlan::new(&desc.clone().validate().unwrap(), &facts, options).unwrap();
                 let portable = plan.portable().unwrap();
                 for (n, (instance, constants)) in loads(&plan, portable, *access).unwrap().iter().enumerate()

@@ -18,15 +18,20 @@ fn queries(keys: usize) -> [usize; 2] {
     [1, [2, 3, 5, 9, 31][keys % 5]]
 }
 
-/// A case for every number of keys and two numbers of queries; the latter are the last ones.
-fn each(case: impl Fn(&str, usize, usize) -> Case) -> Vec<Case> {
+/// Those around the edges of tiles, which have 16 keys, of the tiles of a part, 32, and of both parts, 64.
+fn edges() -> impl Iterator<Item = usize> {
+    KEYS.filter(|keys| *keys <= 20 || (keys + 2) % 16 <= 3 && (*keys <= 68 || *keys > 120))
+}
+
+/// A case for each number of keys and two numbers of queries; the latter are the last ones.
+fn each(keys: impl Iterator<Item = usize>, case: impl Fn(&str, usize, usize) -> Case) -> Vec<Case> {
     let of = |keys: usize| queries(keys).map(|queries| case(&format!("{queries}_of_{keys}"), queries, keys));
-    KEYS.flat_map(of).map(|case| case.causal(BottomRight)).collect()
+    keys.flat_map(of).map(|case| case.causal(BottomRight)).collect()
 }
 
 #[test]
 fn of_elements() {
-    let cases = each(|name, queries, keys| {
+    let cases = each(KEYS, |name, queries, keys| {
         let dims = [1, 2, 1, queries, keys + 1 + keys % 40, 64, 64];
         Case::new(format!("elements_{name}"), dims, DTYPES[keys % 3]).kv_lens(&[keys])
     });
@@ -35,7 +40,7 @@ fn of_elements() {
 
 #[test]
 fn of_elements_in_pages() {
-    let cases = each(|name, queries, keys| {
+    let cases = each(KEYS, |name, queries, keys| {
         let case = Case::new(format!("paged_{name}"), [1, 2, 1, 0, 0, 64, 64], DTYPES[keys % 3]);
         case.cached(&[(queries, keys), (1, 2 * PAGES[keys % 7])], PAGES[keys % 7], Keep::All)
     });
@@ -47,18 +52,38 @@ fn codes(name: &str, lengths: &[(usize, usize)], page: usize) -> Case {
     case.stored(Codec::Tq5, Codec::Tq5).cached(lengths, page, Keep::All)
 }
 
-#[test]
-fn of_codes() {
-    let cases = each(|name, queries, keys| codes(name, &[(queries, keys)], keys + 1 + keys % 40));
+fn codes_pass(lengths: impl Iterator<Item = usize>) {
+    let cases = each(lengths, |name, queries, keys| codes(name, &[(queries, keys)], keys + 1 + keys % 40));
     all_pass(&cases, &runner(TILE).padded());
 }
 
-#[test]
-fn of_codes_in_pages() {
-    let cases = each(|name, queries, keys| {
+fn codes_in_pages_pass(lengths: impl Iterator<Item = usize>) {
+    let cases = each(lengths, |name, queries, keys| {
         // A second sequence has two pages, so that a table is needed.
         let page = PAGES[keys % 7];
         codes(&format!("paged_{name}"), &[(queries, keys), (1, 2 * page)], page)
     });
     all_pass(&cases, &runner(TILE));
+}
+
+#[test]
+fn of_codes() {
+    codes_pass(edges());
+}
+
+#[test]
+#[ignore = "takes half a minute"]
+fn of_codes_of_every_length() {
+    codes_pass(KEYS);
+}
+
+#[test]
+fn of_codes_in_pages() {
+    codes_in_pages_pass(edges());
+}
+
+#[test]
+#[ignore = "takes half a minute"]
+fn of_codes_in_pages_of_every_length() {
+    codes_in_pages_pass(KEYS);
 }
