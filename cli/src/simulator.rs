@@ -1,5 +1,4 @@
-//! The simulator of the kernel language: builds with feature `simulator` have it. Native code of its kernels takes as long to compile as
-//! everything else together.
+//! The simulator of the kernel language: builds with feature `simulator` have it, and with it native code of the kernels.
 
 use crate::failure::{Failure, Result};
 use flashtile::testkit::Runner;
@@ -15,7 +14,7 @@ fn absent() -> Failure {
     Failure::at("--backend", what)
 }
 
-/// Runs problems of at most so many scores.
+/// A runner that refuses problems of more than `max_scores` scores: the simulator is slow.
 #[cfg(feature = "simulator")]
 pub(crate) fn runner(max_scores: u64) -> Result<Box<dyn Runner>> {
     Ok(Box::new(flashtile::testkit::SimulatorRunner::new().at_most(max_scores)))

@@ -95,7 +95,7 @@ fn kernels_are_measured() {
     let written = std::fs::read_to_string(&file).unwrap();
     assert_eq!(written, format!("{row}\n"));
 
-    // What it names can be printed, listed or not.
+    // `kernels print` takes every instance that `bench kernels` names, also those that `kernels list` leaves out.
     for row in json_lines(&["bench", "kernels", "--kernel", "decode", "--json"]) {
         let name = row["instance"].as_str().unwrap();
         let text = ok(&["kernels", "print", name, "--target", "cuda"]);

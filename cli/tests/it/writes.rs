@@ -116,21 +116,27 @@ fn a_signal_in_a_write_leaves_nothing() {
     }
 }
 
-/// A benchmark that would never end has made sure that it can write its file, and prints a line.
+/// Adds the arguments of a benchmark that takes an hour to the command, and starts it. Once it has printed a line, it has made sure that
+/// it can write its file.
+fn endless_benchmark(command: &mut Command, folder: &Folder) -> Child {
+    let mut child = command
+        .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
+        .args(["--isa", "portable", "--min-time", "3600", "--json-lines"])
+        .arg(&folder.output)
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert!(line.starts_with("portable"), "{line}");
+    child
+}
+
 #[test]
 fn a_signal_ends_the_process() {
     let folder = Folder::empty();
     for signal in SIGNALS {
-        let mut child = program()
-            .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
-            .args(["--isa", "portable", "--min-time", "3600", "--json-lines"])
-            .arg(&folder.output)
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.starts_with("portable"), "{line}");
+        let mut child = endless_benchmark(&mut program(), &folder);
         kill_process(pid(&child), signal).unwrap();
         assert_eq!(child.wait().unwrap().signal(), Some(signal.as_raw()), "{signal:?}");
         assert!(folder.names().is_empty(), "{:?}", folder.names());
@@ -147,16 +153,9 @@ fn after(set: &str, folder: &Folder, options: &[&str]) -> Output {
 #[test]
 fn signals_that_were_ignored_stay_ignored() {
     let folder = Folder::empty();
-    let mut child = attentive("sh")
-        .args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_flashtile")])
-        .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
-        .args(["--isa", "portable", "--min-time", "3600", "--json-lines"])
-        .arg(&folder.output)
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let mut shell = attentive("sh");
+    shell.args(["-c", "trap '' HUP; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_flashtile")]);
+    let mut child = endless_benchmark(&mut shell, &folder);
     kill_process(pid(&child), Signal::HUP).unwrap();
     kill_process(pid(&child), Signal::TERM).unwrap();
     assert_eq!(child.wait().unwrap().signal(), Some(Signal::TERM.as_raw()));

@@ -1,4 +1,4 @@
-//! What kernels read and write, as the simulator counts it.
+//! Bytes, barriers and instructions of kernels, counted by the simulator.
 
 use super::{check, common_json, named, needed, sizes};
 use crate::failure::{Failure, Result};
