@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares two builds of the command line on the kernels of the CPU, and prints a markdown table.
 
-    benches/compare.py OLD NEW [--rounds N] [--threads N] [--isa ISA]...
+    benches/compare.py OLD NEW [--rounds N] [--threads N] [--isa ISA]... [--only TEXT] [--min-time S]
 
 OLD and NEW are binaries. Each row runs old, new, new, old, N times (default 7), and prints the median of the ratios new / old and their
 quartiles: what else the machine does reaches both, and so does what one run leaves to the next. Every run checks its answer against
@@ -42,8 +42,9 @@ def commands(isa):
         yield CODES
 
 
-def seconds(binary, command, isa, threads):
-    words = [binary, "bench", *command.split(), "--isa", isa, "--threads", str(threads), "--json"]
+def seconds(binary, command, isa, args):
+    words = [binary, "bench", *command.split(), "--isa", isa, "--threads", str(args.threads), "--json"]
+    words += ["--min-time", str(args.min_time)]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
         raise OSError(done.stderr.strip())
@@ -59,16 +60,18 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa", action="append", choices=DTYPES)
+    parser.add_argument("--only", metavar="TEXT", default="", help="rows whose command has this text, such as 'prefill --dtype bf16'")
+    parser.add_argument("--min-time", type=float, default=0.3, metavar="S", help="seconds that a row is measured in each run")
     args = parser.parse_args()
     print("| kernel | new / old, median | quartiles | old, ms |\n|---|---|---|---|", flush=True)
     slower = []
     for isa in args.isa or DTYPES:
-        for command in commands(isa):
+        for command in filter(lambda command: args.only in command, commands(isa)):
             ratios, old_ms = {}, {}
             for _ in range(args.rounds):
                 try:
                     order = [args.old, args.new, args.new, args.old]
-                    old, new, new_again, old_again = (seconds(binary, command, isa, args.threads) for binary in order)
+                    old, new, new_again, old_again = (seconds(binary, command, isa, args) for binary in order)
                 except OSError as error:
                     print(f"| {isa}: skipped, {error} | | | |", flush=True)
                     break
