@@ -806,7 +806,7 @@ mod tests {
     #[test]
     fn no_case_changes_unnoticed() {
         let (plain, coded) = (catalogue(), quantized());
-        // Those at the edges of the numbers are the last.
+        // The numeric edge cases come last.
         let of_tables = &plain[..plain.len() - super::super::edges::edges().len()];
         assert_eq!((of_tables.len(), digest(of_tables)), (837, 0xcd44_b0e0_5f54_4bec), "of plain elements");
         assert_eq!(

@@ -447,7 +447,7 @@ impl Expr {
         }
     }
 
-    /// Whether the value is known to be an integer. A literal without a type is an integer: floats have one from the start.
+    /// Whether the value is known to be an integer. An untyped literal is one: float literals always have a type.
     pub(crate) fn is_integer(&self) -> bool {
         self.is_untyped() || self.scalar().is_some_and(Scalar::is_integer)
     }

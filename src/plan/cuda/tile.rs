@@ -117,7 +117,7 @@ pub struct CudaKernel {
     pub tile: CudaTile,
     /// Whether keys lie in pages.
     pub paged: bool,
-    /// Whether scores are changed: softcap, ALiBi, a tree mask, a scale that is not positive or above 2^10.
+    /// Whether the kernel modifies scores before the softmax: for softcap, ALiBi, a tree mask, or a scale that is not positive or exceeds 2^10.
     pub biased: bool,
     /// Whether there is a materialised mask.
     pub masked: bool,

@@ -18,7 +18,7 @@ fn queries(keys: usize) -> [usize; 2] {
     [1, [2, 3, 5, 9, 31][keys % 5]]
 }
 
-/// Those around the edges of tiles, which have 16 keys, of the tiles of a part, 32, and of both parts, 64.
+/// Key counts near tile edges: a tile has 16 keys, the two SIMD groups of a split take 32, both splits 64.
 fn edges() -> impl Iterator<Item = usize> {
     KEYS.filter(|keys| *keys <= 20 || (keys + 2) % 16 <= 3 && (*keys <= 68 || *keys > 120))
 }
