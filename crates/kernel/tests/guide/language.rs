@@ -255,7 +255,7 @@ fn every_fault_is_in_the_document() {
             panic!("{which}")
         };
         assert_eq!(fault.kind, kind, "{fault}");
-        let documented = crate::document::read("../docs/kernel-language.md");
+        let documented = crate::document::read("../../docs/kernel-language.md");
         let name = format!("`{kind:?}`");
         assert!(documented.contains(&name), "docs/kernel-language.md does not say {name}: {fault}");
         println!("{kind:?}: {}", fault.message);

@@ -15,7 +15,7 @@ fn words(text: &str) -> String {
 
 /// Panics where the document does not have this message.
 pub(crate) fn says(message: &str) {
-    let document = words(&read("../docs/kernel-language.md"));
+    let document = words(&read("../../docs/kernel-language.md"));
     assert!(document.contains(&words(message)), "docs/kernel-language.md does not say\n{message}");
 }
 
@@ -41,12 +41,12 @@ fn has(code: &str, block: &str) -> bool {
 
 #[test]
 fn its_code_is_tested() {
-    let document = read("../docs/kernel-language.md");
+    let document = read("../../docs/kernel-language.md");
     let mut sources: Vec<String> = ["first", "sums", "decode", "language", "matrices"]
         .iter()
         .map(|name| read(&format!("tests/guide/{name}.rs")))
         .collect();
-    sources.push(read("../examples/own-kernel/src/main.rs"));
+    sources.push(read("../../examples/own-kernel/src/main.rs"));
     let printed: Vec<String> = [Target::Metal, Target::Cuda]
         .iter()
         .map(|target| crate::first::add::instance().text(*target))
