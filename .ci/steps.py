@@ -23,8 +23,8 @@ DEPENDENT = {"CPU": 100}
 # From a touched file to the end of a command.
 EDITS = [
     ("cli/src/main.rs", {"wall": 8}, ["run", "-p", "flashtile-cli", "--", "--version"]),
-    ("src/problem/mod.rs", {"wall": 5}, ["check", "-p", "flashtile"]),
-    ("src/cpu/kernels/scores.rs", {"wall": 45}, ["build", "--release", "-p", "flashtile"]),
+    ("crates/core/src/problem/mod.rs", {"wall": 5}, ["check", "-p", "flashtile"]),
+    ("crates/cpu/src/kernels/scores.rs", {"wall": 45}, ["build", "--release", "-p", "flashtile"]),
 ]
 
 
@@ -146,7 +146,7 @@ def targets():
     every = [word for target in TARGETS for word in ("--target", target)]
     deny = ["--", "-D", "warnings"]
     run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-kernel", *deny)
-    run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-cli", "--features", "flashtile/cuda,flashtile/testkit", *deny)
+    run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-cli", "-p", "flashtile-testkit", *deny)
 
 
 # Cost of a build.
@@ -346,7 +346,7 @@ def seeds():
 
 @step("instances", "kernels for every device, and every instance of the portable ones, through NVRTC and as Metal", full=True)
 def instances():
-    return test("instances", "-p", "flashtile", "--lib", "--", "--ignored")
+    return test("instances", "-p", "flashtile-cuda", "-p", "flashtile-gpu", "--", "--ignored")
 
 
 @step("lengths", "codes of every number of keys, simulated", full=True)

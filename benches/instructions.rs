@@ -9,12 +9,12 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "a program for one script")]
 
-use flashtile::plan::{CpuFacts, Isa, devices};
-use flashtile::testkit::Rng;
+use flashtile::plan::{CpuFacts, Isa, machines};
 use flashtile::{
     Cpu, CpuPlan, Dims, Dtype, Element, Inputs, MaskKind, MaskView, Outputs, PlanOptions, Problem,
     ProblemDesc, QOffset, TensorView, TensorViewMut, Visibility, Workspace,
 };
+use flashtile_testkit::Rng;
 use half::{bf16, f16};
 
 /// The call that is counted, from its first instruction to its last: collection is switched on and off by its name.
@@ -66,7 +66,7 @@ fn cases() -> Vec<(String, ProblemDesc)> {
 
 /// What the instruction set is planned for.
 fn facts(isa: Isa) -> CpuFacts {
-    let device = if isa == Isa::Portable { devices::PORTABLE_4 } else { devices::AVX2_8 };
+    let device = if isa == Isa::Portable { machines::PORTABLE_4 } else { machines::AVX2_8 };
     CpuFacts { isa, threads: 1, ..device }
 }
 

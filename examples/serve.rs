@@ -136,7 +136,7 @@ impl Model {
                 new.iter().zip(&tables.lens).map(|(&(_, new), &len)| (new, len)).collect();
             let desc = ProblemDesc::cached([Q_HEADS, KV_HEADS], [DIM, DIM], Dtype::F32, &lengths);
             let q = TensorView::packed(q, [total, Q_HEADS, DIM])?;
-            self.run(desc, &Inputs::cached(q, cache, layer, &tables)?)
+            self.run(desc, &cache.inputs(layer, q, &tables)?)
         })?;
         let mut end = 0;
         let last = |(_, tokens): &(SeqId, &[usize])| {

@@ -1,32 +1,106 @@
 #![doc = include_str!("../README.md")]
 
-mod bind;
-pub mod cache;
-pub mod codec;
-pub mod cpu;
-#[cfg(feature = "cuda")]
-pub mod cuda;
-mod dtype;
-#[cfg(feature = "kernels")]
-#[cfg_attr(not(test), allow(dead_code))]
-pub mod kernels;
-mod memory;
-mod merge;
-pub mod plan;
-pub mod problem;
-pub mod reference;
-pub mod tensor;
-#[cfg(feature = "testkit")]
-pub mod testkit;
-
-pub use bind::{Inputs, KvView, Outputs, RunError};
-pub use cache::{BlockTables, CacheDesc, CacheError, CacheLayout, Codec, KvCache, SeqId};
-pub use cpu::{Cpu, Workspace, WorkspaceError};
-pub use dtype::{Dtype, Element};
-pub use merge::{MergeError, Part, merge};
-pub use plan::{CpuPlan, CudaPlan, KernelChoice, PlanOptions, Unsupported};
-pub use problem::{
-    Dims, MaskKind, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix,
-    Visibility,
+pub use flashtile_core::block_tables::BlockTables;
+pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, KvCache, SeqId};
+pub use flashtile_core::codec::{Codec, KvView};
+pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
+pub use flashtile_core::inputs::{Inputs, Outputs, RunError};
+pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
+pub use flashtile_core::problem::{
+    Dims, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix, Visibility,
 };
-pub use tensor::{MaskView, TensorView, TensorViewMut, ViewError};
+pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
+pub use flashtile_cpu::cpu::Cpu;
+pub use flashtile_cpu::merge::{MergeError, Part, merge};
+pub use flashtile_cpu::plan::CpuPlan;
+pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
+#[cfg(feature = "cuda")]
+pub use flashtile_cuda::plan::CudaPlan;
+
+pub mod problem {
+    //! What is computed: dimensions, dtype, visibility, bias, sequences, and the largest of each.
+
+    pub use flashtile_core::limits::{
+        MAX_ALIBI_SLOPE, MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP,
+    };
+    pub use flashtile_core::problem::{
+        Dims, Positional, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix,
+        Side, Visibility,
+    };
+}
+
+pub mod tensor {
+    //! Strided views of borrowed memory, checked when made.
+
+    pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
+    pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
+}
+
+pub mod cache {
+    //! KV caches: keys and values of sequences that grow token by token.
+
+    pub use flashtile_core::block_tables::{BlockTables, NO_PAGE, TableError};
+    pub use flashtile_core::cache::{
+        CacheDesc, CacheError, CacheLayout, CacheMemory, KeyMean, KvCache, MEAN_ROWS, SeqId, Snapshot,
+    };
+    pub use flashtile_core::codec::Codec;
+}
+
+#[doc(inline)]
+pub use flashtile_core::quality;
+#[doc(inline)]
+pub use flashtile_core::reference;
+
+pub mod codec {
+    //! How a cache stores rows of keys and values.
+
+    pub use flashtile_core::codec::{
+        CodePages, Codec, CodesView, KvView, MOST_NORM, NotStored, PagesError, Side, mean_row,
+    };
+}
+
+pub mod plan {
+    //! How a problem is computed: pure functions of the problem and of facts about a machine.
+    //!
+    //! Nothing here touches memory or a device, so plans can be made, printed and tested for machines that are not at hand. What is
+    //! supported, how much workspace it needs, what is printed and what runs all derive from the same plan.
+
+    pub use flashtile_core::isa::Isa;
+    pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
+    pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};
+    #[cfg(feature = "cuda")]
+    pub use flashtile_cuda::plan::{
+        CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
+        PortableTile,
+    };
+
+    pub mod machines {
+        //! Facts of machines, as data: for planning without them.
+
+        pub use flashtile_cpu::plan::machines::{
+            ALL, AMX_64, AVX2_8, AVX512_2, AVX512_64, AVX512BF16_8, PORTABLE_4,
+        };
+        #[cfg(feature = "cuda")]
+        pub use flashtile_cuda::plan::machines::{A100, ALL_CUDA, H100, H200, RTX_4090, T4};
+    }
+}
+
+pub mod cpu {
+    //! The CPU backend, and what the machine computes and reads at most.
+
+    pub use flashtile_cpu::cpu::Cpu;
+    pub use flashtile_cpu::limits;
+    pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
+}
+
+#[cfg(feature = "cuda")]
+#[doc(inline)]
+pub use flashtile_cuda as cuda;
+
+#[cfg(feature = "gpu")]
+pub mod kernels {
+    //! The portable GPU kernels as data: listed, specialised, printed as Metal and CUDA.
+
+    pub use flashtile_gpu::registry::{HEAD_DIMS, KERNELS, instances};
+    pub use flashtile_gpu::variant::{NoInstance, Variant, VariantOption};
+}

@@ -6,8 +6,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use flashtile::plan::Isa;
-use flashtile::testkit::{Case, CpuRunner, Rng, run_case};
 use flashtile::{Cpu, PlanOptions};
+use flashtile_testkit::{Case, CpuRunner, Rng, run_case};
 
 /// Makes the test's thread the only one of its pool: threads of rayon run `crossbeam-epoch`, which breaks the rules of Stacked Borrows.
 fn alone() {
@@ -113,8 +113,8 @@ mod kernels {
     //! The portable kernels of the CPU, on one thread and on two.
 
     use super::{passes, portable, splits};
-    use flashtile::testkit::{Case, Keep, Layout, MaskFill, Tree};
     use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
+    use flashtile_testkit::{Case, Keep, Layout, MaskFill, Tree};
 
     /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`: more rows of a group than are streamed, so that keys and values
     /// are packed.
@@ -275,8 +275,8 @@ mod caches {
     use super::{normal, portable};
     use flashtile::cache::Snapshot;
     use flashtile::{
-        CacheDesc, CacheLayout, Codec, Dtype, Inputs, KvCache, Outputs, PlanOptions, ProblemDesc, SeqId,
-        TensorView, TensorViewMut, Visibility,
+        CacheDesc, CacheLayout, Codec, Dtype, KvCache, Outputs, PlanOptions, ProblemDesc, SeqId, TensorView,
+        TensorViewMut, Visibility,
     };
 
     const HEADS: usize = 1;
@@ -323,7 +323,7 @@ mod caches {
         let q = normal(7, shape.iter().product());
         let mut out = vec![f32::NAN; q.len()];
         let tables = cache.tables(sequences).unwrap();
-        let inputs = Inputs::cached(TensorView::packed(&q, shape).unwrap(), cache, 0, &tables).unwrap();
+        let inputs = cache.inputs(0, TensorView::packed(&q, shape).unwrap(), &tables).unwrap();
         let mut outputs = Outputs::new(TensorViewMut::packed(&mut out, shape).unwrap());
         cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
         assert!(out.iter().all(|x| x.is_finite()));
@@ -406,8 +406,9 @@ mod codecs {
 
     use super::normal;
     use flashtile::Codec;
-    use flashtile::codec::{CodePages, Side, compare};
-    use flashtile::codec::{Head, HeadAttention, KeyCodec};
+    use flashtile::codec::{CodePages, Side};
+    use flashtile::quality::compare;
+    use flashtile::quality::{Head, HeadAttention, KeyCodec};
 
     fn stores(codec: Codec, dim: usize, bound: f32) {
         let mut pages = CodePages::new(codec, Side::Keys, [2, 1, 3, dim]).unwrap();

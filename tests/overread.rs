@@ -6,8 +6,8 @@
 
 #![allow(unsafe_code, clippy::unwrap_used, clippy::panic)]
 
-use flashtile::testkit::{Case, Guarded, GuardedList, GuardedMask, MaskFill, Placement};
 use flashtile::{Dtype, MaskKind};
+use flashtile_testkit::{Case, Guarded, GuardedList, GuardedMask, MaskFill, Placement};
 use std::hint::black_box;
 use std::ops::Range;
 

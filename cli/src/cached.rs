@@ -137,7 +137,7 @@ impl Cached {
         let shape = self.problem.dims().q_shape();
         let q = TensorView::from_bytes(self.problem.dtype(), bytes, shape, Order::Packed.strides(shape));
         let q = q.map_err(Failure::new)?;
-        let mut inputs = Inputs::cached(q, &self.cache, 0, &self.tables).map_err(Failure::new)?;
+        let mut inputs = self.cache.inputs(0, q, &self.tables).map_err(Failure::new)?;
         operands.add_biases(&mut inputs, self.problem.mask_shape())?;
         Ok(inputs)
     }

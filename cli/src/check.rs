@@ -6,11 +6,12 @@ use crate::gpu;
 use crate::machine;
 use crate::report::{self, Table};
 use crate::simulator;
-use flashtile::testkit::{
-    Case, CaseResult, CpuRunner, Failure as CaseFailure, Report, Runner, catalogue, conformance, quantized,
+use flashtile::quality::Report;
+use flashtile::{Cpu, Dtype};
+use flashtile_testkit::{
+    Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, catalogue, conformance, quantized,
     seeded_case,
 };
-use flashtile::{Cpu, Dtype};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::cmp::Reverse;

@@ -5,8 +5,8 @@ use crate::failure::{Failure, Result};
 use crate::machine;
 use flashtile::cuda::Cuda;
 use flashtile::plan::{CudaTile, PortableTile};
-use flashtile::testkit::{CudaRunner, Runner};
 use flashtile::{CudaPlan, Problem, Unsupported};
+use flashtile_testkit::{CudaRunner, Runner};
 
 /// The first device of this machine.
 pub(crate) fn device() -> Result<Cuda> {

@@ -12,7 +12,7 @@ use crate::output::Destination;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
-use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, devices};
+use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, machines};
 use flashtile::{
     CpuPlan, CudaPlan, Dims, Dtype, KernelChoice, Problem, ProblemDesc, Sequences, SharedPrefix,
 };
@@ -238,11 +238,11 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
             }
         };
     };
-    let cpu = devices::ALL.iter().map(|(name, facts)| (*name, Facts::Cpu(*facts)));
-    let mut all = cpu.chain(devices::ALL_CUDA.iter().map(|(name, facts)| (*name, Facts::Cuda(*facts))));
+    let cpu = machines::ALL.iter().map(|(name, facts)| (*name, Facts::Cpu(*facts)));
+    let mut all = cpu.chain(machines::ALL_CUDA.iter().map(|(name, facts)| (*name, Facts::Cuda(*facts))));
     all.find(|(known, _)| known == name).map(|(name, facts)| (name.to_owned(), facts)).ok_or_else(|| {
-        let names = devices::ALL.iter().map(|(name, _)| *name);
-        let names: Vec<&str> = names.chain(devices::ALL_CUDA.iter().map(|(name, _)| *name)).collect();
+        let names = machines::ALL.iter().map(|(name, _)| *name);
+        let names: Vec<&str> = names.chain(machines::ALL_CUDA.iter().map(|(name, _)| *name)).collect();
         Failure::at("--device", format_args!("{name} is not known, expected one of {}", names.join(", ")))
     })
 }

@@ -1,7 +1,7 @@
 //! The simulator of the kernel language: builds with feature `simulator` have it, and with it native code of the kernels.
 
 use crate::failure::{Failure, Result};
-use flashtile::testkit::Runner;
+use flashtile_testkit::Runner;
 
 /// Refuses to go on where this build has no simulator.
 pub(crate) fn require() -> Result<()> {
@@ -17,7 +17,7 @@ fn absent() -> Failure {
 /// A runner that refuses problems of more than `max_scores` scores: the simulator is slow.
 #[cfg(feature = "simulator")]
 pub(crate) fn runner(max_scores: u64) -> Result<Box<dyn Runner>> {
-    Ok(Box::new(flashtile::testkit::SimulatorRunner::new().at_most(max_scores)))
+    Ok(Box::new(flashtile_testkit::SimulatorRunner::new().at_most(max_scores)))
 }
 
 /// Refuses, since this build has no simulator.

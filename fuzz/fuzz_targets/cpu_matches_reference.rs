@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use flashtile::testkit::{CpuRunner, Failure, Prepared, random_case};
+use flashtile_testkit::{CpuRunner, Failure, Prepared, random_case};
 use flashtile::{Cpu, PlanOptions};
 use libfuzzer_sys::arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;

@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use flashtile::plan::devices;
+use flashtile::plan::machines;
 use flashtile::{
     CpuPlan, Dims, Dtype, MaskKind, PlanOptions, Problem, ProblemDesc, QOffset, Sequences, Unsupported,
     Visibility,
@@ -137,7 +137,7 @@ fn check(problem: &Problem, options: PlanOptions) {
         return;
     }
     assert!(problem.flops() >= 0.0);
-    for (_, facts) in devices::ALL {
+    for (_, facts) in machines::ALL {
         match CpuPlan::new(problem, &facts, options) {
             Ok(plan) => {
                 assert_eq!(plan.problem(), problem);

@@ -44,7 +44,7 @@ fn attend(cache: &KvCache, seq: SeqId) {
     let tables = cache.tables(&[seq]).unwrap_or_else(|e| panic!("{e}"));
     let q = vec![0.5f32; dim];
     let q = TensorView::packed::<f32>(&q, [1, 1, dim]).unwrap_or_else(|e| panic!("{e}"));
-    let inputs = Inputs::cached(q, cache, 0, &tables).unwrap_or_else(|e| panic!("{e}"));
+    let inputs = cache.inputs(0, q, &tables).unwrap_or_else(|e| panic!("{e}"));
     let mut out = vec![0f32; dim];
     let cpu = Cpu::new();
     let plan = cpu.plan(&problem, PlanOptions::default()).unwrap_or_else(|e| panic!("{e}"));

@@ -2,10 +2,10 @@
 
 use flashtile::cache::{CacheMemory, NO_PAGE, Snapshot, TableError};
 use flashtile::problem::{MAX_LEN, MAX_SEQUENCES};
-use flashtile::testkit::{Guarded, Layout, Rng};
 use flashtile::{
     BlockTables, CacheDesc, CacheError, CacheLayout, Codec, Dtype, KvCache, SeqId, TensorView, TensorViewMut,
 };
+use flashtile_testkit::{Guarded, Layout, Rng};
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,15 +1,15 @@
 //! Attention over caches: every way to serve the tokens of a sequence gives each of its rows the same bits.
 
 use crate::support::{answer, build, options, row_bits, rows, runners, seers_of, threaded};
-use flashtile::plan::{CpuFacts, devices};
+use flashtile::plan::{CpuFacts, machines};
 use flashtile::problem::MAX_LEN;
-use flashtile::testkit::{
-    Answer, Built, Case, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
-    seeded_case,
-};
 use flashtile::{
     BlockTables, CacheDesc, CacheLayout, Cpu, CpuPlan, Dims, Dtype, Inputs, KvCache, MaskKind, Outputs,
     PlanOptions, ProblemDesc, QOffset, SeqId, SharedPrefix, Visibility,
+};
+use flashtile_testkit::{
+    Answer, Built, Case, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
+    seeded_case,
 };
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -212,7 +212,7 @@ fn step(
             at += 1;
         }
     }
-    let inputs = model.inputs(Inputs::cached(q.view(), cache, 0, &tables).unwrap());
+    let inputs = model.inputs(cache.inputs(0, q.view(), &tables).unwrap());
     let mut rows = run(runner, desc, &inputs).into_iter();
     batch.iter().map(|(_, _, part)| rows.by_ref().take(part.len()).collect()).collect()
 }
@@ -596,7 +596,7 @@ fn a_nan_in_a_token_reaches_the_rows_that_see_it_and_no_others() {
 
 #[test]
 fn what_rows_without_a_token_hold_changes_no_bit() {
-    let cases = flashtile::testkit::catalogue()
+    let cases = flashtile_testkit::catalogue()
         .into_iter()
         .filter(|case| case.name.starts_with("cached_") || case.name.starts_with("tree_"));
     let mut compared = 0;
@@ -647,7 +647,7 @@ fn any_number_of_splits_gives_the_same_bits() {
 fn a_shared_prefix_changes_no_bit() {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
     let mut shared = 0;
-    for case in flashtile::testkit::catalogue().into_iter().chain((0..3000).map(seeded_case)) {
+    for case in flashtile_testkit::catalogue().into_iter().chain((0..3000).map(seeded_case)) {
         if case.desc.prefixes.is_empty() {
             continue;
         }
@@ -736,7 +736,7 @@ fn forks_of_forks_share_what_they_have_in_common() {
     let lens: Vec<(usize, usize)> = tables.lens.iter().map(|&len| (3, len)).collect();
     let desc = model.finish(ProblemDesc::cached(model.heads, model.dims, model.dtype, &lens));
     let q = Text::new(&model, 5, 3 * batch.len()).q;
-    let inputs = Inputs::cached(q.view(), &cache, 0, &tables).unwrap();
+    let inputs = cache.inputs(0, q.view(), &tables).unwrap();
     for runner in runners_of_tests() {
         let want = run(&runner, desc.clone(), &inputs);
         let mut shared = desc.clone();
@@ -753,7 +753,7 @@ fn forks_of_forks_share_what_they_have_in_common() {
 fn one_long_sequence_among_short_ones_is_split_alone() {
     let lens: Vec<(usize, usize)> = [(1, 1 << 17)].into_iter().chain((0..15).map(|_| (1, 1024))).collect();
     let problem = ProblemDesc::cached([8, 2], [128, 128], Dtype::BF16, &lens).validate().unwrap();
-    let facts = CpuFacts { threads: 16, ..devices::AVX2_8 };
+    let facts = CpuFacts { threads: 16, ..machines::AVX2_8 };
     let plan = CpuPlan::new(&problem, &facts, PlanOptions::default()).unwrap();
     let splits = plan.sequence_splits();
     assert!(splits[0] >= 16 && splits[1..].iter().all(|&n| n <= 1), "{splits:?}");
@@ -800,7 +800,7 @@ fn a_plan_serves_any_tables_of_its_lengths() {
         text.append(&mut cache, seq, 0..50);
         let tables = cache.tables(&[seq]).unwrap();
         let mut out = Guarded::new(Dtype::F32, [1, 4, 1, 32], Layout::Bshd);
-        let inputs = Inputs::cached(q.view(), &cache, 0, &tables).unwrap();
+        let inputs = cache.inputs(0, q.view(), &tables).unwrap();
         cpu.run(&plan, &inputs, &mut Outputs::new(out.view_mut()), &mut plan.workspace()).unwrap();
         answers.insert(out.bits());
     }

@@ -1,7 +1,7 @@
 //! The whole catalogue on every instruction set of this machine.
 
 use crate::support::{all_pass, threaded};
-use flashtile::testkit::{CpuRunner, catalogue};
+use flashtile_testkit::{CpuRunner, catalogue};
 
 #[test]
 fn the_catalogue_passes_with_one_thread_and_with_two() {

@@ -5,13 +5,14 @@
 use crate::support::{answer, build, cuda, cuda_runners, options};
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile::cuda::{Cuda, CudaError, DeviceError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
-use flashtile::testkit::{
-    Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
-    conformance, random_case,
-};
+use flashtile::plan::{CudaTile, machines};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions, QOffset,
-    SeqId, TensorView, TensorViewMut, plan::CudaTile, plan::devices,
+    SeqId, TensorView, TensorViewMut,
+};
+use flashtile_testkit::{
+    Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
+    conformance, random_case,
 };
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -152,7 +153,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
             .cached(&steps, 4096, Keep::All)
             .causal(QOffset::BottomRight)
     };
-    let plan = |built: &flashtile::testkit::Built| {
+    let plan = |built: &flashtile_testkit::Built| {
         CudaPlan::new(&built.problem, cuda.facts(), PlanOptions::default()).unwrap()
     };
     // All sequences in one page each, so that pools and tables have the same sizes.
@@ -209,8 +210,8 @@ fn refusals_say_what_is_wrong() {
     assert!(matches!(refusal.unwrap_err(), CudaError::Inputs(_)));
     // A plan for a device with more shared memory than this one has: none here, unless it is small.
     let wide = build(&Case::new("wide", [1, 2, 2, 200, 900, 512, 512], Dtype::F32));
-    let large = CudaPlan::new(&wide.problem, &devices::H200, PlanOptions::default()).unwrap();
-    if cuda.facts().shared_per_block < devices::H200.shared_per_block {
+    let large = CudaPlan::new(&wide.problem, &machines::H200, PlanOptions::default()).unwrap();
+    if cuda.facts().shared_per_block < machines::H200.shared_per_block {
         let stream = cuda.context().new_stream().unwrap();
         let refusal = cuda.prepare(&large, &stream).unwrap_err();
         assert!(matches!(refusal, CudaError::OtherDevice { .. }), "{refusal}");

@@ -1,8 +1,8 @@
 //! Defects that attention kernels in use have had, each as a test that finds it.
 
 use crate::support::{MASK_KINDS, answer, build, fill, options, row_bits, rows, runners, seers};
-use flashtile::testkit::{Built, Case, CpuRunner, Guarded, Layout, MaskFill, Prepared, run_case};
 use flashtile::{Dtype, MaskKind, MaskView, Outputs, ProblemError, QOffset, Visibility};
+use flashtile_testkit::{Built, Case, CpuRunner, Guarded, Layout, MaskFill, Prepared, run_case};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -96,7 +96,7 @@ fn a_bias_beyond_f16_does_not_saturate() {
     for mask_dtype in [Dtype::F32, Dtype::BF16] {
         let case = Case::new("huge bias", [1, 1, 1, 4, 300, 512, 512], Dtype::F16);
         let mut built = build(&case.mask(MaskKind::Additive(mask_dtype), "bh", MaskFill::Open));
-        let Some(flashtile::testkit::GuardedMask::Additive(mask)) = &mut built.mask else {
+        let Some(flashtile_testkit::GuardedMask::Additive(mask)) = &mut built.mask else {
             unreachable!("asked for an additive mask")
         };
         fill(mask, |[_, _, i, j]| if j == i { 140_000.0 } else { 70_000.0 });
@@ -358,7 +358,7 @@ fn a_single_hidden_key_anywhere_in_a_tile_is_hidden() {
     for (i, j) in [(0, 0), (0, 255), (0, 529), (15, 31), (15, 256), (16, 511), (31, 512), (32, 63), (32, 529)]
     {
         let mut built: Built = clean.clone();
-        let Some(flashtile::testkit::GuardedMask::Additive(mask)) = &mut built.mask else {
+        let Some(flashtile_testkit::GuardedMask::Additive(mask)) = &mut built.mask else {
             unreachable!("asked for an additive mask")
         };
         mask.set([0, 0, i, j], f32::NEG_INFINITY);

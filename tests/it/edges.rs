@@ -5,13 +5,13 @@ use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
 use flashtile::plan::Isa;
 use flashtile::problem::{MAX_ALIBI_SLOPE, MAX_SCALE, MAX_SOFTCAP};
-use flashtile::testkit::{
-    Built, Case, Failure, GuardedMask, Keep, MaskFill, Prepared, Runner, SimulatorRunner, Tolerance, Tree,
-    catalogue, compare_lse, compare_out, integer_errors,
-};
+use flashtile::quality::{Tolerance, compare_lse, compare_out, integer_errors};
 use flashtile::{
     Codec, Cpu, Dtype, KernelChoice, MaskKind, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView,
     TensorViewMut, Visibility, Workspace, merge, reference,
+};
+use flashtile_testkit::{
+    Built, Case, Failure, GuardedMask, Keep, MaskFill, Prepared, Runner, SimulatorRunner, Tree, catalogue,
 };
 use std::time::{Duration, Instant};
 

@@ -1,11 +1,11 @@
 //! Data whose expected answers come from elsewhere: it judges the oracle as well as the kernels.
 
 use crate::support::all_runners;
-use flashtile::testkit::{Guarded, GuardedList, Layout, Runner};
 use flashtile::{
     Dims, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, Problem, ProblemDesc, QOffset, Sequences,
     Visibility, reference,
 };
+use flashtile_testkit::{Guarded, GuardedList, Layout, Runner};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use std::path::PathBuf;

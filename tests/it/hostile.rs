@@ -3,11 +3,11 @@
 use flashtile::cache::{KeyMean, Snapshot};
 use flashtile::codec::{CodePages, MOST_NORM, NotStored, Side};
 use flashtile::problem::MAX_LEN;
-use flashtile::testkit::{Guarded, Layout, Rng};
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, Inputs, KvCache, Outputs, PlanOptions,
-    ProblemDesc, SeqId, TensorView, reference,
+    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, KvCache, Outputs, PlanOptions, ProblemDesc, SeqId,
+    TensorView, reference,
 };
+use flashtile_testkit::{Guarded, Layout, Rng};
 
 const HEADS: usize = 2;
 /// Such that products are in integers where the machine has them.
@@ -71,7 +71,7 @@ fn attend(cache: &KvCache, seq: SeqId, layer: usize) -> (Vec<f32>, Vec<f64>) {
     let tables = cache.tables(&[seq]).unwrap();
     let q = rows(9, 2, DIMS[0]);
     let q = TensorView::packed::<f32>(&q, [1, 2 * HEADS, DIMS[0]]).unwrap();
-    let inputs = Inputs::cached(q, cache, layer, &tables).unwrap();
+    let inputs = cache.inputs(layer, q, &tables).unwrap();
     let mut out = Guarded::new(Dtype::F32, [1, 2 * HEADS, 1, DIMS[1]], Layout::Bhsd);
     let cpu = Cpu::new();
     let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();

@@ -1,8 +1,8 @@
 //! What the bits of an answer may not depend on, and how far a NaN may reach.
 
 use crate::support::{Row, all_runners, answer, build, copy, fill, options, row_bits, rows, runners, seers};
-use flashtile::testkit::{Answer, Built, Case, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
 use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility};
+use flashtile_testkit::{Answer, Built, Case, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -218,7 +218,7 @@ fn reach_cases() -> Vec<Case> {
 }
 
 /// Overwrites each key in turn and compares which rows change with which rows see it.
-fn reach(value: f32, tensor: fn(&mut Built) -> &mut flashtile::testkit::Guarded) {
+fn reach(value: f32, tensor: fn(&mut Built) -> &mut flashtile_testkit::Guarded) {
     for case in reach_cases() {
         let clean = build(&case);
         let dims = *clean.problem.dims();

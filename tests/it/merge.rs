@@ -1,13 +1,11 @@
 //! Merging partial results against the oracle of the whole.
 
 use crate::support::{build, runners};
-use flashtile::testkit::{
-    Accumulation, Built, Case, CpuRunner, Guarded, GuardedList, Layout, Rng, Tolerance, compare_lse,
-    compare_out,
-};
+use flashtile::quality::{Tolerance, compare_lse, compare_out};
 use flashtile::{
     Dtype, MaskKind, MaskView, MergeError, Outputs, Part, TensorView, TensorViewMut, merge, reference,
 };
+use flashtile_testkit::{Built, Case, CpuRunner, Guarded, GuardedList, Layout, Rng, accumulation_of};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -93,7 +91,7 @@ fn parts_of_the_keys_cut_anywhere_merge_to_the_whole() {
                 merge(&views, &mut outputs).unwrap();
                 assert_eq!([out.touched(), lse.touched()], [None, None]);
                 let plan = runner.cpu.plan(&whole.problem, runner.options).unwrap();
-                let mut tolerance = Tolerance::of(dtype, dims.kv_len, Accumulation::of(&plan));
+                let mut tolerance = Tolerance::of(dtype, dims.kv_len, accumulation_of(&plan));
                 // Each part was rounded to its dtype before; a mean of them is off by as much as they are.
                 tolerance.absolute += 2.0 * tolerance.relative;
                 let out = compare_out(&out.values(), &expected, dtype, &tolerance);

@@ -1,12 +1,13 @@
 //! The format of mlx-native: bytes against its tables and an encoder and decoder in scalar f64, attention over its caches.
 
 use crate::support::quantizing;
-use flashtile::codec::{CodePages, PagesError, Quality, Side, quality};
-use flashtile::testkit::{Guarded, Layout, MlxRows, MlxStep, Rng, mlx_decode, mlx_encode};
+use flashtile::codec::{CodePages, PagesError, Side};
+use flashtile::quality::{Quality, quality};
 use flashtile::{
     BlockTables, CacheDesc, CacheLayout, Codec, Cpu, Dtype, Inputs, KvCache, KvView, Outputs, PlanOptions,
     ProblemDesc, SeqId, TensorView, Visibility,
 };
+use flashtile_testkit::{Guarded, Layout, MlxRows, MlxStep, Rng, mlx_decode, mlx_encode};
 use half::f16;
 
 const CODECS: [Codec; 7] = [
@@ -407,7 +408,7 @@ fn other_dimensions_are_refused_at_every_door() {
             assert_eq!(message, format!("k is {codec} with {dim} elements a row, expected 256 or 512"));
             let x = vec![1.0; dim];
             let head =
-                flashtile::codec::Head { k: &x, v: &x, q: &x, head_dim: dim, value_dim: dim, scale: 1.0 };
+                flashtile::quality::Head { k: &x, v: &x, q: &x, head_dim: dim, value_dim: dim, scale: 1.0 };
             let (tensor, row, why) = quality(&head, [Codec::F32, codec], false).unwrap_err();
             let message = format!("has {dim} elements, expected 256 or 512 for {codec}");
             assert_eq!((tensor, row, why.to_string()), ("v", 0, message));
@@ -419,8 +420,8 @@ fn other_dimensions_are_refused_at_every_door() {
 /// Attention over rows is as near as the shipped tables allow.
 #[test]
 fn attention_over_normal_keys() {
-    let set = flashtile::testkit::AttentionSet::normal([1024, 96, 256], 0.0, 5);
-    let head = flashtile::codec::Head {
+    let set = flashtile_testkit::AttentionSet::normal([1024, 96, 256], 0.0, 5);
+    let head = flashtile::quality::Head {
         k: &set.k,
         v: &set.v,
         q: &set.q,
@@ -554,8 +555,7 @@ fn means_stay_out_of_its_buffers() {
     (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq6), Some(Codec::MlxTq6));
     let problem = desc.validate().unwrap();
     let q = normal(9, 512);
-    let inputs =
-        Inputs::cached(TensorView::packed::<f32>(&q, [1, 2, 256]).unwrap(), &cache, 0, &tables).unwrap();
+    let inputs = cache.inputs(0, TensorView::packed::<f32>(&q, [1, 2, 256]).unwrap(), &tables).unwrap();
     let want = flashtile::reference::attention(&problem, &inputs).unwrap();
     let cpu = Cpu::new();
     let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();

@@ -2,11 +2,11 @@
 //!
 //! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
 
-use flashtile::plan::{CudaFacts, CudaTile, PortableTile, devices};
-use flashtile::testkit::{Case, Keep, MaskFill};
+use flashtile::plan::{CudaFacts, CudaTile, PortableTile, isa_for, machines};
 use flashtile::{
     CpuPlan, CudaPlan, Dtype, KernelChoice, MaskKind, PlanOptions, QOffset, Unsupported, Visibility,
 };
+use flashtile_testkit::{Case, Keep, MaskFill};
 use std::fmt::Write;
 use std::path::Path;
 
@@ -58,19 +58,19 @@ fn table() -> String {
     for case in problems() {
         let problem = case.desc.validate().unwrap();
         writeln!(text, "{}", case.name).unwrap();
-        for (machine, facts) in devices::ALL {
+        for (machine, facts) in machines::ALL {
             match CpuPlan::new(&problem, &facts, PlanOptions::default()) {
                 Ok(plan) => writeln!(text, "  {machine}: {plan}").unwrap(),
                 Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
             }
         }
-        for (machine, facts) in devices::ALL_CUDA {
+        for (machine, facts) in machines::ALL_CUDA {
             match CudaPlan::new(&problem, &facts, PlanOptions::default()) {
                 Ok(plan) => writeln!(text, "  {machine}: {plan}").unwrap(),
                 Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
             }
         }
-        match CudaPlan::new(&problem, &devices::H200, kernels(KernelChoice::Portable)) {
+        match CudaPlan::new(&problem, &machines::H200, kernels(KernelChoice::Portable)) {
             Ok(plan) => writeln!(text, "  h200 portable: {plan}").unwrap(),
             Err(refusal) => writeln!(text, "  h200 portable: refused, {refusal}").unwrap(),
         }
@@ -94,10 +94,10 @@ fn plans_are_the_golden_ones() {
 
 #[test]
 fn cuda_plans_fit_their_devices() {
-    let cases = problems().into_iter().chain(flashtile::testkit::catalogue());
+    let cases = problems().into_iter().chain(flashtile_testkit::catalogue());
     for case in cases {
         let problem = case.desc.validate().unwrap();
-        for (machine, facts) in devices::ALL_CUDA {
+        for (machine, facts) in machines::ALL_CUDA {
             for skip_tiles in [true, false] {
                 let plan = CudaPlan::new(&problem, &facts, crate::support::options(None, skip_tiles));
                 let plan = match plan {
@@ -144,12 +144,12 @@ fn cuda_plans_refuse() {
         value_dim: 64,
     };
     let problem = flashtile::ProblemDesc::new(dims, Dtype::BF16).validate().unwrap();
-    let volta = CudaFacts { capability: (7, 0), ..devices::A100 };
+    let volta = CudaFacts { capability: (7, 0), ..machines::A100 };
     assert_eq!(
         CudaPlan::new(&problem, &volta, PlanOptions::default()).unwrap_err(),
         Unsupported::Capability { got: (7, 0), least: (7, 5) }
     );
-    let small = CudaFacts { shared_per_block: 8 << 10, ..devices::A100 };
+    let small = CudaFacts { shared_per_block: 8 << 10, ..machines::A100 };
     let refusal = CudaPlan::new(&problem, &small, PlanOptions::default()).unwrap_err();
     assert!(
         matches!(refusal, Unsupported::SharedMemory { needed, available: 8192 } if needed > 8192),
@@ -159,21 +159,21 @@ fn cuda_plans_refuse() {
         [([0, 1], 1, 16, 2), ([4, 4], 1, 16, 2), ([4, 1], 3, 16, 2), ([4, 1], 1, 24, 2), ([1, 4], 1, 16, 1)]
     {
         let tile = CudaTile::new(warps, fragments, keys, stages);
-        let refusal = CudaPlan::with_tile(&problem, &devices::H100, PlanOptions::default(), Some(tile));
+        let refusal = CudaPlan::with_tile(&problem, &machines::H100, PlanOptions::default(), Some(tile));
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
     // As many splits as the longest tile of all launches has blocks; the others have fewer.
     let steps = flashtile::ProblemDesc::cached([8, 8], [64, 64], Dtype::BF16, &[(1, 10), (100, 5000)]);
     let steps = steps.validate().unwrap();
     let options = crate::support::options(Some(2), true);
-    assert_eq!(CudaPlan::new(&steps, &devices::H100, options).unwrap().splits(), 2);
+    assert_eq!(CudaPlan::new(&steps, &machines::H100, options).unwrap().splits(), 2);
     let mut masked = problem.desc().clone();
     (masked.dims.batch, masked.mask) = (8192, Some(MaskKind::Bool));
-    let refusal = CudaPlan::new(&masked.validate().unwrap(), &devices::H100, PlanOptions::default());
+    let refusal = CudaPlan::new(&masked.validate().unwrap(), &machines::H100, PlanOptions::default());
     assert_eq!(refusal.unwrap_err(), Unsupported::Tasks { got: 65_536, max: 65_535 });
     for splits in [0, 11] {
         let options = crate::support::options(Some(splits), true);
-        let refusal = CudaPlan::new(&problem, &devices::H100, options).unwrap_err();
+        let refusal = CudaPlan::new(&problem, &machines::H100, options).unwrap_err();
         assert_eq!(refusal, Unsupported::Splits { got: splits, max: 10 });
     }
 }
@@ -192,7 +192,7 @@ fn portable_plans_refuse() {
         flashtile::ProblemDesc::new(dims, Dtype::BF16)
     };
     let with = |desc: &flashtile::ProblemDesc, options| {
-        CudaPlan::new(&desc.clone().validate().unwrap(), &devices::T4, options).map(|plan| plan.kernel())
+        CudaPlan::new(&desc.clone().validate().unwrap(), &machines::T4, options).map(|plan| plan.kernel())
     };
     let plan = |desc: &flashtile::ProblemDesc| with(desc, PlanOptions::default());
     assert_eq!(plan(&desc([1, 8, 8, 1, 640, 64, 64])).unwrap(), "cuda-decode-bf16-d64-portable");
@@ -218,16 +218,16 @@ fn portable_plans_refuse() {
     }
     // The other kind of a device that has both; a device that has one kind; a tile of the other kind.
     let problem = one.validate().unwrap();
-    let plan = CudaPlan::new(&problem, &devices::H200, kernels(KernelChoice::Portable)).unwrap();
+    let plan = CudaPlan::new(&problem, &machines::H200, kernels(KernelChoice::Portable)).unwrap();
     assert_eq!(plan.kernel(), "cuda-decode-bf16-d64-portable");
-    let cpu = CpuPlan::new(&problem, &devices::PORTABLE_4, kernels(KernelChoice::Portable)).unwrap_err();
+    let cpu = CpuPlan::new(&problem, &machines::PORTABLE_4, kernels(KernelChoice::Portable)).unwrap_err();
     assert_eq!(cpu, Unsupported::Kernels { asked: KernelChoice::Portable });
     let tile = Some(CudaTile::new([4, 1], 1, 16, 2));
-    let refusal = CudaPlan::with_tile(&problem, &devices::T4, PlanOptions::default(), tile);
+    let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile);
     assert!(matches!(refusal, Err(Unsupported::Tile { .. })));
     for [rows, keys, simds, resident] in [[4, 16, 4, 1], [8, 8, 4, 1], [8, 16, 3, 1], [8, 16, 4, 17]] {
         let tile = Some(PortableTile::new(rows, keys, simds, resident));
-        let refusal = CudaPlan::with_portable_tile(&problem, &devices::T4, PlanOptions::default(), tile);
+        let refusal = CudaPlan::with_portable_tile(&problem, &machines::T4, PlanOptions::default(), tile);
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
 }
@@ -240,7 +240,7 @@ fn cuda_plans_of_other_lengths_take_the_same_room() {
             let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
             let mut desc = flashtile::ProblemDesc::cached([32, 8], [128, 128], Dtype::BF16, &steps);
             desc.visibility = Visibility::causal();
-            CudaPlan::new(&desc.validate().unwrap(), &devices::H200, kernels(choice)).unwrap()
+            CudaPlan::new(&desc.validate().unwrap(), &machines::H200, kernels(choice)).unwrap()
         };
         let first = plan(&[1; 16]);
         for lens in [[100; 16], [9000; 16], std::array::from_fn(|n| 1 + n * n * 70)] {
@@ -257,13 +257,13 @@ fn cuda_plans_of_other_lengths_take_the_same_room() {
 
 #[test]
 fn every_catalogue_case_has_a_plan_on_every_machine() {
-    for case in flashtile::testkit::catalogue() {
+    for case in flashtile_testkit::catalogue() {
         let problem = case.desc.validate().unwrap();
-        for (machine, facts) in devices::ALL {
+        for (machine, facts) in machines::ALL {
             for skip_tiles in [true, false] {
                 let plan = CpuPlan::new(&problem, &facts, crate::support::options(None, skip_tiles))
                     .unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name));
-                assert_eq!(plan.isa(), facts.isa.for_problem(&problem));
+                assert_eq!(plan.isa(), isa_for(facts.isa, &problem));
                 assert!(plan.threads() <= facts.threads && plan.splits() >= 1, "{plan}");
                 assert!(plan.workspace_bytes() < 64 << 20, "{} on {machine}: {plan}", case.name);
             }

@@ -2,12 +2,12 @@
 
 use crate::support::{answer, build, cuda};
 use flashtile::cuda::{Cuda, CudaError};
-use flashtile::plan::devices;
-use flashtile::testkit::{
+use flashtile::plan::machines;
+use flashtile::{CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
+use flashtile_testkit::{
     Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
     conformance, random_case,
 };
-use flashtile::{CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
 
 fn options(splits: Option<usize>) -> PlanOptions {
     let mut options = crate::support::options(splits, true);
@@ -22,7 +22,7 @@ fn runner(cuda: Cuda) -> CudaRunner {
 /// Whether there are kernels for the head dimensions and positions of a case.
 fn is_supported(case: &Case) -> bool {
     let problem = case.desc.clone().validate().unwrap();
-    let plan = CudaPlan::new(&problem, &devices::T4, options(None));
+    let plan = CudaPlan::new(&problem, &machines::T4, options(None));
     !matches!(plan, Err(Unsupported::HeadDim { .. } | Unsupported::Position { .. }))
 }
 
@@ -93,7 +93,7 @@ fn steps(lens: &[usize]) -> Case {
 #[test]
 fn a_captured_graph_computes_the_plan_of_an_update() {
     let Some(cuda) = cuda() else { return };
-    let plan = |built: &flashtile::testkit::Built| {
+    let plan = |built: &flashtile_testkit::Built| {
         CudaPlan::new(&built.problem, cuda.facts(), options(None)).unwrap()
     };
     let (first, second) = (build(&steps(&[900, 20, 4000, 1])), build(&steps(&[3000, 1500, 7, 4096])));

@@ -3,8 +3,8 @@
 //! `FLASHTILE_SEEDS=first..last` chooses the seeds: one to replay a failure, many for a long run.
 
 use crate::support::options;
-use flashtile::testkit::{CpuRunner, Prepared, Rng, Runner, random_case};
 use flashtile::{Cpu, PlanOptions};
+use flashtile_testkit::{CpuRunner, Prepared, Rng, Runner, random_case};
 use rayon::prelude::*;
 use std::ops::Range;
 

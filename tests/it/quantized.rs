@@ -2,12 +2,14 @@
 
 use crate::support::{all_pass, answer, build, options, quantizing};
 use flashtile::cache::KeyMean;
-use flashtile::codec::{CodePages, Head, MOST_NORM, Quality, Side, quality};
-use flashtile::testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
+use flashtile::codec::{CodePages, MOST_NORM, Side};
+use flashtile::plan::machines;
+use flashtile::quality::{Head, Quality, quality};
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, Inputs, KvCache, Outputs, PlanOptions,
-    ProblemDesc, QOffset, SeqId, TensorView, Visibility, plan::devices,
+    CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, KvCache, Outputs, PlanOptions,
+    ProblemDesc, QOffset, SeqId, TensorView, Visibility,
 };
+use flashtile_testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
 
 /// The quantizing codecs.
 fn codecs() -> Vec<Codec> {
@@ -45,7 +47,7 @@ fn plans_name_the_codecs_and_cuda_refuses_them() {
     let problem = desc.clone().validate().unwrap();
     let plan = Cpu::new().plan(&problem, PlanOptions::default()).unwrap();
     assert!(plan.kernel().starts_with("cpu-decode-bf16-d128-int8+tq5-"), "{}", plan.kernel());
-    let refusal = CudaPlan::new(&problem, &devices::H100, PlanOptions::default()).unwrap_err();
+    let refusal = CudaPlan::new(&problem, &machines::H100, PlanOptions::default()).unwrap_err();
     assert_eq!(refusal.to_string(), "k is int8, expected bf16");
     desc.k_codec = Some(Codec::Tq5);
     let plan = Cpu::new().plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();
@@ -343,7 +345,7 @@ fn attention_over_a_cache_is_that_over_its_decoded_tokens() {
                 let problem = desc.validate().unwrap();
                 let tables = cache.tables(&[seq]).unwrap();
                 let q = TensorView::packed::<f32>(&q, [1, 4, dim]).unwrap();
-                let inputs = Inputs::cached(q, cache, 0, &tables).unwrap();
+                let inputs = cache.inputs(0, q, &tables).unwrap();
                 let mut out = Guarded::new(Dtype::F32, [1, 4, 1, value_dim], Layout::Bhsd);
                 let cpu = Cpu::new();
                 let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();

@@ -2,14 +2,14 @@
 
 use crate::support::{build, options};
 use flashtile::cache::NO_PAGE;
-use flashtile::plan::{Isa, devices};
+use flashtile::plan::{Isa, machines};
 use flashtile::problem::{MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP};
-use flashtile::testkit::{Case, CpuRunner, Guarded, Keep, Layout, MaskFill, Tree};
 use flashtile::{
     BlockTables, Cpu, CpuPlan, Dtype, Inputs, MaskKind, MaskView, Outputs, PlanOptions, ProblemDesc,
     ProblemError, QOffset, RunError, Sequences, TensorView, TensorViewMut, Unsupported, ViewError,
     Visibility, Workspace,
 };
+use flashtile_testkit::{Case, CpuRunner, Guarded, Keep, Layout, MaskFill, Tree};
 
 fn case() -> Case {
     Case::new("refusal", [2, 4, 2, 5, 9, 8, 6], Dtype::F32)
@@ -229,7 +229,7 @@ fn views() {
 #[test]
 fn plans() {
     let problem = Case::new("plan", [1, 1, 1, 1, 513, 8, 8], Dtype::F32).desc.validate().unwrap();
-    let plan = |options| CpuPlan::new(&problem, &devices::AVX2_8, options);
+    let plan = |options| CpuPlan::new(&problem, &machines::AVX2_8, options);
     let most = 513usize.div_ceil(plan(PlanOptions::default()).unwrap().block_k());
     assert!(plan(options(Some(most), true)).is_ok());
     for got in [0, most + 1, usize::MAX] {
@@ -240,7 +240,7 @@ fn plans() {
     }
     let many = Case::new("plan", [1, 1 << 23, 1 << 23, 1, 1, 8, 8], Dtype::F32).desc.validate().unwrap();
     assert_eq!(
-        CpuPlan::new(&many, &devices::AVX2_8, PlanOptions::default()).unwrap_err().to_string(),
+        CpuPlan::new(&many, &machines::AVX2_8, PlanOptions::default()).unwrap_err().to_string(),
         "8388608 units of work, expected at most 4194304"
     );
     // Memory runs out before a problem is this large: the message alone.
@@ -260,7 +260,7 @@ fn instruction_sets() {
     }
     // A plan for more than a restricted Cpu has.
     let built = build(&case());
-    let facts = devices::AVX512_2;
+    let facts = machines::AVX512_2;
     let plan = CpuPlan::new(&built.problem, &facts, PlanOptions::default()).unwrap();
     let error = run(&Cpu::with_isa(Isa::Portable).unwrap(), &plan, &built.inputs());
     assert_eq!(error.to_string(), format!("{} needs instructions beyond those of this Cpu", plan.kernel()));

@@ -2,8 +2,8 @@
 
 use flashtile::cuda::Cuda;
 use flashtile::plan::Isa;
-use flashtile::testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Failure, Guarded, Runner, conformance};
 use flashtile::{Cpu, MaskKind, PlanOptions, Problem};
+use flashtile_testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Failure, Guarded, Runner, conformance};
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 

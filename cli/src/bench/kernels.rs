@@ -10,10 +10,10 @@ use crate::kernels::kernel;
 use crate::output::Destination;
 use crate::report::{self, Table};
 use crate::simulator;
-use flashtile::kernels::bench::{Timed, WORKLOADS, Workload, copy_rate};
 use flashtile_kernel::Bench;
 use flashtile_kernel::cuda::Gpu;
 use flashtile_kernel::text::Shape;
+use flashtile_testkit::gpu_bench::{Timed, WORKLOADS, Workload, copy_rate};
 use serde_json::{Map, Value, json};
 use std::process::ExitCode;
 

@@ -11,12 +11,13 @@ use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
 use flashtile::cuda::Cuda;
+use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::reference::{self, Attention};
-use flashtile::testkit::{Accumulation, DevicePlacement, DeviceRun, Rng, Tolerance, compare_out};
 use flashtile::{
     BlockTables, Codec, Cpu, CpuPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
     ProblemDesc, QOffset, TensorView, TensorViewMut, Workspace,
 };
+use flashtile_testkit::{DevicePlacement, DeviceRun, Rng, accumulation_of};
 use rayon::prelude::*;
 use std::time::Instant;
 
@@ -417,7 +418,7 @@ impl<'a> Runner<'a> {
     /// Runs every copy once, and checks the answer of the first.
     fn warm_up(&mut self, copies: &[Operands], out: &mut Buffer) -> Result<f64> {
         self.run(&copies[0], out)?;
-        let accumulation = Accumulation::of(&self.plan);
+        let accumulation = accumulation_of(&self.plan);
         let nrmse = check(self.plan.problem(), accumulation, &copies[0], out)?;
         copies.iter().try_for_each(|copy| self.run(copy, out).map(|_| ()))?;
         Ok(nrmse)

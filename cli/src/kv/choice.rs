@@ -136,7 +136,7 @@ pub(super) fn choose(candidates: &[Candidate], codecs: &Codecs, gate: Gate) -> O
 #[cfg(test)]
 mod tests {
     use super::*;
-    use flashtile::codec::KeyCodec;
+    use flashtile::quality::KeyCodec;
 
     fn codecs() -> Codecs {
         let key = |codec, centred| KeyCodec { codec, centred };

@@ -5,8 +5,9 @@ use super::pairs::Pair;
 use crate::check::progress;
 use crate::failure::{self, Failure};
 use flashtile::cache::MEAN_ROWS;
-use flashtile::codec::{
-    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, NotStored, RefusedRow, compare, mean_row,
+use flashtile::codec::{NotStored, mean_row};
+use flashtile::quality::{
+    Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare,
 };
 use flashtile::{Codec, Sequence};
 use rayon::prelude::*;

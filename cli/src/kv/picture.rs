@@ -5,7 +5,7 @@ use super::measure::Sums;
 use crate::chart::{self, Area, Drawn, Line};
 use crate::failure::{Failure, Result};
 use crate::output::Destination;
-use flashtile::codec::KeyCodec;
+use flashtile::quality::KeyCodec;
 use plotters::prelude::{
     BLACK, ChartBuilder, Circle, Color, IntoFont, IntoLogRange, PathElement, RGBColor, SeriesLabelPosition,
     Text, WHITE,

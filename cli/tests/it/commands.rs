@@ -206,7 +206,7 @@ fn check_runs_the_catalogue() {
     }
     assert!(text.contains("f32 nrmse/limit") && text.contains('%'), "{text}");
     let text = ok(&["check", "--filter", "gqa", "--isa", "portable", "--json"]);
-    let cases = flashtile::testkit::catalogue();
+    let cases = flashtile_testkit::catalogue();
     assert_eq!(text.lines().count(), cases.iter().filter(|case| case.name.contains("gqa")).count());
     for line in text.lines() {
         let row: Value = serde_json::from_str(line).unwrap();

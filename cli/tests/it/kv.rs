@@ -3,7 +3,7 @@
 use crate::files::{
     Folder, Tensor, Tensors, assert_refused, flashtile, nrmse, qkv, read, stderr, stdout, write,
 };
-use flashtile::testkit::AttentionSet;
+use flashtile_testkit::AttentionSet;
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 use std::path::{Path, PathBuf};

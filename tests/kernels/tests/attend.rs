@@ -1,7 +1,7 @@
 //! The catalogue of cases on the simulator.
 
 use crate::support::{TILE, runner};
-use flashtile::testkit::{Case, Failure, catalogue, quantized, run_case};
+use flashtile_testkit::{Case, Failure, catalogue, quantized, run_case};
 use std::collections::BTreeMap;
 
 /// Cases with more scores than this are skipped.

@@ -2,8 +2,8 @@
 //! nor a number.
 
 use crate::support::{TILE, all_pass, runner};
-use flashtile::testkit::{Case, Keep};
 use flashtile::{Codec, Dtype, QOffset::BottomRight};
+use flashtile_testkit::{Case, Keep};
 use std::ops::RangeInclusive;
 
 const KEYS: RangeInclusive<usize> = 1..=200;

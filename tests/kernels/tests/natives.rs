@@ -1,8 +1,8 @@
 //! Native code of the instances that the cases need.
 
-use flashtile::kernels::decode::decode;
-use flashtile::kernels::merge::merge;
-use flashtile::kernels::plan::Side;
+use flashtile_gpu::kernels::decode::decode;
+use flashtile_gpu::kernels::merge::merge;
+use flashtile_gpu::plan::Side;
 use flashtile_kernel::prelude::Element;
 use flashtile_kernel::{Instance, bf16, f16};
 use std::sync::LazyLock;

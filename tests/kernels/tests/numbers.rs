@@ -1,8 +1,8 @@
 //! What is no number in a key or a value reaches the rows that see it, and no others.
 
 use crate::support::{TILE, runner};
-use flashtile::testkit::{Case, Keep, Prepared};
 use flashtile::{Codec, Dtype, QOffset, Visibility, reference};
+use flashtile_testkit::{Case, Keep, Prepared};
 use std::sync::Arc;
 
 /// Keys around the first row's, the edges of tiles of them, and the last one.

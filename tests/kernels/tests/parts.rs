@@ -2,9 +2,9 @@
 
 use crate::support::{all_pass, runner};
 use QOffset::BottomRight;
-use flashtile::kernels::plan::Tile;
-use flashtile::testkit::{Case, Keep, MaskFill};
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
+use flashtile_gpu::plan::Tile;
+use flashtile_testkit::{Case, Keep, MaskFill};
 
 /// Around the lanes of a SIMD group, which read partial results together, and twice as many.
 const PARTS: [usize; 7] = [1, 2, 3, 31, 32, 33, 65];

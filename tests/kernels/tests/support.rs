@@ -1,8 +1,8 @@
 //! What tests of cases share.
 
 use crate::natives;
-use flashtile::kernels::plan::Tile;
-use flashtile::testkit::{Case, SimulatorRunner, conformance};
+use flashtile_gpu::plan::Tile;
+use flashtile_testkit::{Case, SimulatorRunner, conformance};
 
 /// Two SIMD groups of each of two parts of the keys.
 pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };

@@ -1,0 +1,221 @@
+//! Where the tokens of a batch lie in a pool of pages: what attention over a cache reads beside the pool.
+
+use crate::problem::SharedPrefix;
+use std::cmp::Reverse;
+use std::fmt;
+
+/// The entry of a table where there is no page.
+pub const NO_PAGE: u32 = u32::MAX;
+
+/// Lengths and pages of a batch of sequences, as plain data. Positions are counted from the start of a sequence, also
+/// where its first tokens are no longer kept.
+///
+/// ```text
+/// token j of sequence s, first[s] <= j < lens[s], is row  j % page  of page  table[s * width + (j / page) % width]
+/// ```
+///
+/// [`KvCache::tables`](super::KvCache::tables) makes one; an engine with pages of its own fills in the fields.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct BlockTables {
+    /// `[sequences, width]`, row-major: indices of pages in the pool, [`NO_PAGE`] where an entry is not used.
+    pub table: Vec<u32>,
+    /// Entries of a sequence.
+    pub width: usize,
+    /// Tokens of a page.
+    pub page: usize,
+    /// Whether a kept token lies at or past `width * page`, so that `% width` matters.
+    pub wraps: bool,
+    /// `[sequences]`: length of each sequence, tokens that are no longer kept included.
+    pub lens: Vec<usize>,
+    /// `[sequences]`: first token of each sequence that is kept.
+    pub first: Vec<usize>,
+}
+
+impl BlockTables {
+    /// Number of sequences.
+    #[must_use]
+    pub fn sequences(&self) -> usize {
+        self.lens.len()
+    }
+
+    /// Page and row of a token, or `None` where the table has no such sequence, token or page. Does not check that the
+    /// page is one of the pool's.
+    #[must_use]
+    pub fn locate(&self, sequence: usize, position: usize) -> Option<(usize, usize)> {
+        let kept = *self.first.get(sequence)?..*self.lens.get(sequence)?;
+        if !kept.contains(&position) {
+            return None;
+        }
+        let block = position.checked_div(self.page)?.checked_rem(self.width)?;
+        let page = *self.table.get(sequence.checked_mul(self.width)?.checked_add(block)?)?;
+        (page != NO_PAGE).then_some((page as usize, position % self.page))
+    }
+
+    /// Prefixes of at least `least` tokens that neighbours in the batch share, for
+    /// [`ProblemDesc::prefixes`](crate::problem::ProblemDesc::prefixes). A `least` of 1 is fine: plans drop prefixes without a whole block
+    /// of keys. A batch shares most where sequences with common ancestors are neighbours: where it is sorted by the rows of
+    /// the table, say. Sequences
+    /// share a prefix whose pages are the same; of tokens that are no longer kept all must have forgotten the same blocks.
+    /// Cost: `O(table + sequences log sequences)`.
+    #[must_use]
+    pub fn shared_prefixes(&self, least: usize) -> Vec<SharedPrefix> {
+        let mut prefixes = Vec::new();
+        // Groups that the next sequence may still be in: their first sequence and tokens, which increase.
+        let mut open: Vec<(usize, usize)> = Vec::new();
+        for sequence in 0..self.sequences() {
+            let next = sequence + 1;
+            let common = if next < self.sequences() {
+                self.shared(sequence, next, self.lens[sequence].min(self.lens[next]))
+            } else {
+                0
+            };
+            let mut start = sequence;
+            while let Some((first, len)) = open.pop_if(|group| group.1 > common) {
+                prefixes.push(SharedPrefix { sequences: first..next, len });
+                start = first;
+            }
+            if common >= least.max(1) && open.last().is_none_or(|group| group.1 < common) {
+                open.push((start, common));
+            }
+        }
+        prefixes.sort_by_key(|p| (p.sequences.start, Reverse(p.sequences.end)));
+        prefixes
+    }
+
+    /// How many of the first `len` tokens of sequence `b` lie where those of sequence `a` do: all, or the tokens before a
+    /// block that lies elsewhere. Blocks that `b` no longer keeps are nowhere, and both must have forgotten the same.
+    pub(crate) fn shared(&self, a: usize, b: usize, len: usize) -> usize {
+        if a == b || len == 0 {
+            return len;
+        }
+        let from = |s: usize| self.first.get(s)?.checked_div(self.page);
+        let (Some(from), true) = (from(b), from(a) == from(b)) else { return 0 };
+        let page = |s: usize, block: usize| {
+            let entry = s.checked_mul(self.width)?.checked_add(block.checked_rem(self.width)?)?;
+            self.table.get(entry).filter(|&&page| page != NO_PAGE)
+        };
+        let same = |block: usize| page(a, block).is_some_and(|at| page(b, block) == Some(at));
+        let differs = (from..len.div_ceil(self.page)).find(|&block| !same(block));
+        differs.map_or(len, |block| if block == from { 0 } else { block * self.page })
+    }
+
+    /// Checks that the fields agree and that the page of every kept token is one of the pool's. Cost: `O(table)`.
+    ///
+    /// # Errors
+    /// The first rule broken; see [`TableError`].
+    pub fn validate(&self, pages: usize) -> Result<(), TableError> {
+        let sequences = self.sequences();
+        for (name, got, expected) in [
+            ("first", self.first.len(), sequences),
+            ("table", self.table.len(), sequences.saturating_mul(self.width)),
+        ] {
+            if got != expected {
+                return Err(TableError::Length { name, expected, got });
+            }
+        }
+        let room = self.width.saturating_mul(self.page);
+        for (sequence, (&first, &len)) in self.first.iter().zip(&self.lens).enumerate() {
+            if first > len {
+                return Err(TableError::First { sequence, first, len });
+            }
+            if len - first > room {
+                return Err(TableError::Room { sequence, tokens: len - first, room });
+            }
+            if first == len {
+                continue;
+            }
+            if len > room && !self.wraps {
+                return Err(TableError::Wraps { sequence, len, room });
+            }
+            // A room for the tokens means that neither a page nor the width is 0.
+            for block in first / self.page..=(len - 1) / self.page {
+                let page = self.table[sequence * self.width + block % self.width];
+                if page as usize >= pages {
+                    return Err(TableError::Page { sequence, block, page, pages });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Why [`BlockTables`] do not describe sequences in a pool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum TableError {
+    /// A list has not the length that the number of sequences, `lens.len()`, demands.
+    Length {
+        /// Name of the field.
+        name: &'static str,
+        /// Entries expected.
+        expected: usize,
+        /// Entries given.
+        got: usize,
+    },
+    /// The first kept token is past the end.
+    First {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Its `first`.
+        first: usize,
+        /// Its length.
+        len: usize,
+    },
+    /// More tokens are kept than the table has room for.
+    Room {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Tokens kept.
+        tokens: usize,
+        /// `width * page`.
+        room: usize,
+    },
+    /// A token lies past `width * page` of a table that does not wrap.
+    Wraps {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Its length.
+        len: usize,
+        /// `width * page`.
+        room: usize,
+    },
+    /// The page of a kept token is not one of the pool's.
+    Page {
+        /// Index of the sequence.
+        sequence: usize,
+        /// The token's position divided by `page`.
+        block: usize,
+        /// The entry of the table.
+        page: u32,
+        /// Pages of the pool.
+        pages: usize,
+    },
+}
+
+impl fmt::Display for TableError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Length { name, expected, got } => {
+                write!(f, "{name} has {got} entries, expected {expected}")
+            }
+            Self::First { sequence, first, len } => {
+                write!(f, "sequence {sequence} keeps tokens from {first}, its length is {len}")
+            }
+            Self::Room { sequence, tokens, room } => {
+                write!(f, "sequence {sequence} keeps {tokens} tokens, its pages hold {room}")
+            }
+            Self::Wraps { sequence, len, room } => {
+                write!(f, "sequence {sequence} has length {len}, a table that does not wrap reaches {room}")
+            }
+            Self::Page { sequence, block, page: NO_PAGE, .. } => {
+                write!(f, "block {block} of sequence {sequence} has no page")
+            }
+            Self::Page { sequence, block, page, pages } => {
+                write!(f, "block {block} of sequence {sequence} is page {page}, the pool has {pages}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for TableError {}

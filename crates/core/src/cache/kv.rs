@@ -1,0 +1,519 @@
+//! A KV cache in main memory.
+
+use super::store::{Layer, Store};
+use super::table::{PageCopy, SeqId, SequenceTable, reserve, total_tokens};
+use super::{CacheDesc, CacheError, KeyMean, Snapshot};
+use crate::block_tables::BlockTables;
+use crate::codec::{CodePages, KvView, Side};
+use crate::inputs::Inputs;
+use crate::tensor::{TensorView, TensorViewMut};
+
+/// Keys and values of many sequences, in main memory.
+///
+/// A refused operation changes nothing. Sequences never see each other's tokens: pages that they share after a
+/// [`KvCache::fork`] are copied before one of them writes there. In a batch, a sequence is listed at most once.
+#[derive(Debug)]
+pub struct KvCache {
+    desc: CacheDesc,
+    table: SequenceTable,
+    store: Store,
+    /// Scratch of an operation: empty between two of them.
+    copies: Vec<PageCopy>,
+}
+
+/// What a cache holds. Bookkeeping, a few bytes a page, is not counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CacheMemory {
+    /// Bytes of all pools. The system provides them as they are first written.
+    pub bytes_reserved: usize,
+    /// Bytes of the pages that are not free.
+    pub bytes_used: usize,
+    /// Pages of the cache. A slot is a page.
+    pub pages: usize,
+    /// Pages that no sequence has.
+    pub pages_free: usize,
+    /// Pages that several sequences have.
+    pub pages_shared: usize,
+    /// Sequences.
+    pub sequences: usize,
+    /// Tokens kept, of each sequence for itself: what is shared counts several times.
+    pub tokens: usize,
+}
+
+impl CacheMemory {
+    /// What a cache of this description holds whose sequences are those of `table`.
+    #[must_use]
+    pub fn of(desc: &CacheDesc, table: &SequenceTable) -> Self {
+        let usage = table.usage();
+        let (pages, page) = desc.layout.pages();
+        let page_bytes = page * desc.token_bytes();
+        Self {
+            bytes_reserved: pages * page_bytes,
+            bytes_used: (pages - usage.free) * page_bytes,
+            pages,
+            pages_free: usage.free,
+            pages_shared: usage.shared,
+            sequences: usage.sequences,
+            tokens: usage.tokens,
+        }
+    }
+}
+
+impl KvCache {
+    /// An empty cache. Its pools start on cache lines and are zero; untouched ones cost address space alone.
+    ///
+    /// # Errors
+    /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::MeanOfElements`], [`CacheError::SizeOverflow`] or
+    /// [`CacheError::Memory`].
+    pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
+        desc.validate()?;
+        let table = SequenceTable::new(desc.layout)?;
+        Ok(Self { desc, table, store: Store::new(&desc)?, copies: Vec::new() })
+    }
+
+    /// The description this cache was made from.
+    #[must_use]
+    pub const fn desc(&self) -> &CacheDesc {
+        &self.desc
+    }
+
+    /// A new, empty sequence. Takes a slot, or no page.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfSlots`] or [`CacheError::Memory`].
+    pub fn create(&mut self) -> Result<SeqId, CacheError> {
+        self.table.create()
+    }
+
+    /// Ends a sequence and frees what it alone has. Cost: `O(its pages)`, without touching their memory.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or, a second time, [`CacheError::RemovedSequence`].
+    pub fn remove(&mut self, seq: SeqId) -> Result<(), CacheError> {
+        self.table.remove(seq)
+    }
+
+    /// Length of a sequence, tokens that are no longer kept included: the position of its next token.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
+    pub fn len(&self, seq: SeqId) -> Result<usize, CacheError> {
+        Ok(self.table.kept(seq)?.end)
+    }
+
+    /// First token of a sequence that is kept: 0 unless a ring has overwritten it or it was forgotten.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
+    pub fn first(&self, seq: SeqId) -> Result<usize, CacheError> {
+        Ok(self.table.kept(seq)?.start)
+    }
+
+    /// Gives each listed sequence that many more tokens, in all layers. What they hold until [`KvCache::write`] stores
+    /// them is not specified. Takes the pages of the new tokens, and one more for a sequence whose last page is shared and
+    /// not full. Rings give up their oldest tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfPages`], [`CacheError::Capacity`], [`CacheError::ForeignSequence`],
+    /// [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
+    pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), CacheError> {
+        self.table.extend(batch, &mut self.copies)?;
+        self.copy_pages();
+        Ok(())
+    }
+
+    /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total, head_dim]`
+    /// and `v` `[1, kv_heads, total, value_dim]`, of any dtype: rows of the sequences one after the other, as many as
+    /// listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept are skipped.
+    ///
+    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized rows are encoded
+    /// each by itself: the bytes do not depend on how many are written at a time. Pages shared with
+    /// another sequence are copied before they are written, in all layers.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Row`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn write(
+        &mut self,
+        layer: usize,
+        batch: &[(SeqId, usize)],
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        self.desc.check_layer(layer)?;
+        self.desc.check_rows(total_tokens(batch), (k.shape(), v.shape()))?;
+        self.store.layers[layer].check(self.learns(), k, v)?;
+        self.table.prepare_write(batch, &mut self.copies)?;
+        self.copy_pages();
+        self.write_rows(layer, batch, k, v)
+    }
+
+    /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer; refused as a whole.
+    ///
+    /// # Errors
+    /// [`CacheError::LayerCount`] and those of [`KvCache::extend`] and [`KvCache::write`].
+    pub fn append(
+        &mut self,
+        batch: &[(SeqId, usize)],
+        layers: &[(TensorView<'_>, TensorView<'_>)],
+    ) -> Result<(), CacheError> {
+        if layers.len() != self.desc.layers {
+            return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers });
+        }
+        for (k, v) in layers {
+            self.desc.check_rows(total_tokens(batch), (k.shape(), v.shape()))?;
+        }
+        for (layer, (k, v)) in self.store.layers.iter().zip(layers) {
+            layer.check(self.learns(), k, v)?;
+        }
+        self.extend(batch)?;
+        layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
+    }
+
+    /// Replaces what a layer holds of a sequence by rows that were stored elsewhere, byte for byte. `k` and `v` are slots `[1, kv_heads,
+    /// capacity, dim]` in the codecs of the cache, [`CodePages::from_mlx`] of a cache of mlx-native, say: each kept token `j` is given
+    /// their row `j % capacity`. A sequence that has none yet is given them by [`KvCache::extend`]. Pages shared with another sequence
+    /// are copied first, in all layers. A layer that has no mean of its keys yet does not learn one from them.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`] also where a slot has fewer rows than there are tokens, [`CacheError::Codec`],
+    /// [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn load(
+        &mut self,
+        layer: usize,
+        seq: SeqId,
+        k: &KvView<'_>,
+        v: &KvView<'_>,
+    ) -> Result<(), CacheError> {
+        self.desc.check_layer(layer)?;
+        let kept = self.table.kept(seq)?;
+        let slots = [("k", k, self.desc.k, self.desc.head_dim), ("v", v, self.desc.v, self.desc.value_dim)];
+        for (tensor, slot, expected, dim) in slots {
+            if slot.codec() != expected {
+                return Err(CacheError::Codec { tensor, expected, got: slot.codec() });
+            }
+            let got = slot.shape();
+            let expected = [1, self.desc.kv_heads, got[2].max(kept.len()).max(1), dim];
+            if got != expected {
+                return Err(CacheError::Shape { tensor, expected, got });
+            }
+        }
+        let of = &self.store.layers[layer];
+        let mean_of = |slot: &KvView<'_>| match slot {
+            KvView::Elements(_) => None,
+            KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
+        };
+        if mean_of(k).as_deref() != of.k.codes().and_then(CodePages::mean) || mean_of(v).is_some() {
+            return Err(CacheError::Mean { layer });
+        }
+        self.table.prepare_write(&[(seq, kept.len())], &mut self.copies)?;
+        self.copy_pages();
+        let of = &mut self.store.layers[layer];
+        of.written |= !kept.is_empty();
+        for run in self.table.runs(seq, kept.clone())? {
+            of.k.load(run, kept.start + run.at, k);
+            of.v.load(run, kept.start + run.at, v);
+        }
+        Ok(())
+    }
+
+    /// What a layer holds of a sequence as a slot, byte for byte: pages `[1, kv_heads, capacity, dim]` of keys or of values in which each
+    /// kept token `j` has row `j % capacity`, and other rows are zeros. The opposite of [`KvCache::load`].
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::NotCodes`], [`CacheError::Capacity`] where more tokens are kept,
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn slot(
+        &self,
+        layer: usize,
+        seq: SeqId,
+        side: Side,
+        capacity: usize,
+    ) -> Result<CodePages, CacheError> {
+        self.desc.check_layer(layer)?;
+        let kept = self.table.kept(seq)?;
+        let of = &self.store.layers[layer];
+        let (tensor, pool, codec, dim) = match side {
+            Side::Keys => ("k", &of.k, self.desc.k, self.desc.head_dim),
+            Side::Values => ("v", &of.v, self.desc.v, self.desc.value_dim),
+        };
+        let codes = pool.codes().ok_or(CacheError::NotCodes { tensor, codec })?;
+        if capacity < kept.len().max(1) {
+            return Err(CacheError::Capacity { len: kept.len().max(1), capacity });
+        }
+        let heads = self.desc.kv_heads;
+        let mut bytes = vec![0u8; codec.row_bytes(dim)];
+        let size = capacity.saturating_mul(heads).saturating_mul(bytes.len());
+        let mut slot = CodePages::new(codec, side, [1, heads, capacity, dim])
+            .map_err(|_| CacheError::Memory { bytes: size })?;
+        slot.set_mean(codes.mean().map(<[f32]>::to_vec));
+        for run in self.table.runs(seq, kept.clone())? {
+            for (head, token) in (0..heads).flat_map(|head| (0..run.tokens).map(move |token| (head, token))) {
+                codes.export(run.page, head, run.row + token, &mut bytes);
+                slot.import(0, head, (kept.start + run.at + token) % capacity, &bytes);
+            }
+        }
+        Ok(slot)
+    }
+
+    /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized, and that attention
+    /// accounts for: exact but for rounding. Keys with a constant part, as projections with a bias make them, need it: codes
+    /// resolve what is left. It cannot change once rows are stored.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`] or, where keys
+    /// are plain elements, [`CacheError::MeanOfElements`].
+    pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), CacheError> {
+        self.desc.check_layer(layer)?;
+        let expected = self.desc.kv_heads * self.desc.head_dim;
+        if mean.len() != expected {
+            return Err(CacheError::MeanLength { got: mean.len(), expected });
+        }
+        if !mean.iter().all(|x| x.is_finite()) {
+            return Err(CacheError::MeanNotFinite);
+        }
+        let of = &mut self.store.layers[layer];
+        if of.written {
+            return Err(CacheError::MeanFixed { layer });
+        }
+        let codes = of.k.codes_mut().ok_or(CacheError::MeanOfElements { codec: self.desc.k })?;
+        codes.set_mean(Some(mean.to_vec()));
+        of.given = true;
+        Ok(())
+    }
+
+    /// The mean `[kv_heads, head_dim]` of the keys of a layer that is not part of its stored rows, given or learned.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, CacheError> {
+        self.desc.check_layer(layer)?;
+        Ok(self.store.layers[layer].k.codes().and_then(CodePages::mean))
+    }
+
+    /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has overwritten
+    /// do not come back: [`KvCache::first`] stays.
+    ///
+    /// # Errors
+    /// [`CacheError::Position`] unless `first <= len <=` the present length, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`].
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
+        self.table.truncate(seq, len)
+    }
+
+    /// Drops the tokens before a position, and frees the pages of a paged cache that held no others. Positions of the
+    /// other tokens stay; so does the room that is left in a contiguous slot. No effect where they are dropped already.
+    ///
+    /// # Errors
+    /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`].
+    pub fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), CacheError> {
+        self.table.forget(seq, before)
+    }
+
+    /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied; otherwise
+    /// the tokens are copied to a free slot. [`KvCache::truncate`] of the fork leaves it the start of the other sequence, such
+    /// as a system prompt; a page in which both go on is copied first.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfSlots`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, CacheError> {
+        let fork = self.table.fork(seq, &mut self.copies)?;
+        self.copy_pages();
+        Ok(fork)
+    }
+
+    /// Copies the kept tokens of a sequence out of the cache.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn snapshot(&self, seq: SeqId) -> Result<Snapshot, CacheError> {
+        let kept = self.table.kept(seq)?;
+        let size = kept.len() * self.desc.token_bytes();
+        let mut bytes = Vec::new();
+        reserve(&mut bytes, size)?;
+        bytes.resize(size, 0);
+        let mut rest = bytes.as_mut_slice();
+        for pool in self.store.layers.iter().flat_map(Layer::pools) {
+            let (section, after) = rest.split_at_mut(pool.bytes_of(kept.len()));
+            for run in self.table.runs(seq, kept.clone())? {
+                pool.export(run, run.at, section);
+            }
+            rest = after;
+        }
+        let means =
+            self.store.layers.iter().map(|layer| layer.k.codes()?.mean().map(<[f32]>::to_vec)).collect();
+        Ok(Snapshot { desc: self.desc, kept, bytes, means })
+    }
+
+    /// A new sequence with the tokens of a snapshot, which may be of another cache with another layout. Positions are
+    /// those of the snapshot. A ring keeps the last of the tokens, as many as it has room for.
+    ///
+    /// # Errors
+    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
+    /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, CacheError> {
+        snapshot.check(&self.desc)?;
+        for (layer, (of, mean)) in self.store.layers.iter().zip(&snapshot.means).enumerate() {
+            let own = of.k.codes().and_then(CodePages::mean);
+            if (of.written || of.given) && own != mean.as_deref() {
+                return Err(CacheError::SnapshotMean { layer });
+            }
+        }
+        let seq = self.table.restore(snapshot.kept.clone())?;
+        let kept = self.table.kept(seq)?;
+        for (of, mean) in self.store.layers.iter_mut().zip(&snapshot.means) {
+            if let Some(codes) = of.k.codes_mut() {
+                codes.set_mean(mean.clone());
+            }
+            of.written |= !kept.is_empty();
+        }
+        let skipped = kept.start - snapshot.kept.start;
+        let mut rest = snapshot.bytes.as_slice();
+        for pool in self.store.layers.iter_mut().flat_map(Layer::pools_mut) {
+            let (section, after) = rest.split_at(pool.bytes_of(snapshot.kept.len()));
+            for run in self.table.runs(seq, kept.clone())? {
+                pool.import(run, skipped + run.at, section);
+            }
+            rest = after;
+        }
+        Ok(seq)
+    }
+
+    /// Writes the kept tokens of a sequence in one layer to `k` `[1, kv_heads, len - first, head_dim]` and `v`
+    /// `[1, kv_heads, len - first, value_dim]`, of any dtype; rounded to nearest even.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`]; nothing is written then.
+    pub fn linearise(
+        &self,
+        seq: SeqId,
+        layer: usize,
+        k: &mut TensorViewMut<'_>,
+        v: &mut TensorViewMut<'_>,
+    ) -> Result<(), CacheError> {
+        let kept = self.table.kept(seq)?;
+        self.desc.check_layer(layer)?;
+        self.desc.check_rows(kept.len(), (k.shape(), v.shape()))?;
+        let layer = &self.store.layers[layer];
+        for run in self.table.runs(seq, kept)? {
+            layer.k.read(run, k, run.at);
+            layer.v.read(run, v, run.at);
+        }
+        Ok(())
+    }
+
+    /// What the cache holds. Cost: `O(pages + sequences)`.
+    #[must_use]
+    pub fn memory(&self) -> CacheMemory {
+        CacheMemory::of(&self.desc, &self.table)
+    }
+
+    /// The pools of a layer: K `[pages, kv_heads, page, head_dim]` and V `[pages, kv_heads, page, value_dim]`, dense.
+    /// Rows that hold no token of a sequence are not to be read.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`] or [`CacheError::NotElements`].
+    pub fn pages(&self, layer: usize) -> Result<(TensorView<'_>, TensorView<'_>), CacheError> {
+        self.desc.check_layer(layer)?;
+        let Layer { k, v, .. } = &self.store.layers[layer];
+        let (k_codec, v_codec) = (self.desc.k, self.desc.v);
+        let k = k.view().ok_or(CacheError::NotElements { tensor: "k", codec: k_codec })?;
+        let v = v.view().ok_or(CacheError::NotElements { tensor: "v", codec: v_codec })?;
+        Ok((k, v))
+    }
+
+    /// The pools of a layer in any codec, as attention reads them.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn kv_pages(&self, layer: usize) -> Result<(KvView<'_>, KvView<'_>), CacheError> {
+        self.desc.check_layer(layer)?;
+        let Layer { k, v, .. } = &self.store.layers[layer];
+        Ok((k.kv_view(), v.kv_view()))
+    }
+
+    /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once. Holds
+    /// until an operation changes one of them; [`KvCache::write`] does so where it copies a shared page.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn tables(&self, batch: &[SeqId]) -> Result<BlockTables, CacheError> {
+        let mut tables = BlockTables::default();
+        self.refill_tables(batch, &mut tables)?;
+        Ok(tables)
+    }
+
+    /// [`KvCache::tables`] into tables that exist, whatever they hold; allocates only where they have too little room.
+    ///
+    /// # Errors
+    /// As [`KvCache::tables`]; `tables` is as it was then.
+    pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), CacheError> {
+        self.table.tables(batch, tables)
+    }
+
+    /// Inputs of attention over one layer; `tables` are those of [`KvCache::tables`] for the sequences of the batch.
+    ///
+    /// # Errors
+    /// As [`KvCache::kv_pages`].
+    pub fn inputs<'a>(
+        &'a self,
+        layer: usize,
+        q: TensorView<'a>,
+        tables: &'a BlockTables,
+    ) -> Result<Inputs<'a>, CacheError> {
+        let (k, v) = self.kv_pages(layer)?;
+        Ok(Inputs::paged_kv(q, k, v, tables))
+    }
+
+    /// Fills every row that holds no token of a sequence with bytes 0xFF, a NaN in every codec, so that a read of it shows.
+    #[cfg(feature = "testkit")]
+    pub fn poison_unused(&mut self) {
+        self.store.poison(&self.table.rows_held());
+    }
+
+    /// Whether the first rows of a layer make the mean of its keys.
+    fn learns(&self) -> bool {
+        self.desc.key_mean == KeyMean::Learned
+    }
+
+    /// Does the copies that the bookkeeping has listed.
+    fn copy_pages(&mut self) {
+        self.store.copy(&self.copies);
+        self.copies.clear();
+    }
+
+    /// Stores rows of a batch that was checked, in pages that are not shared: nothing is left that could fail.
+    fn write_rows(
+        &mut self,
+        layer: usize,
+        batch: &[(SeqId, usize)],
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        let learns = self.learns();
+        let of = &mut self.store.layers[layer];
+        let mean = of.learned(learns, k);
+        if let (Some(mean), Some(codes)) = (mean, of.k.codes_mut()) {
+            codes.set_mean(Some(mean));
+        }
+        of.written |= total_tokens(batch) > 0;
+        let Layer { k: k_pool, v: v_pool, .. } = of;
+        let mut row = 0;
+        for &(seq, tokens) in batch {
+            let tail = self.table.tail(seq, tokens)?;
+            for run in self.table.runs(seq, tail.kept)? {
+                let from = row + tail.skipped + run.at;
+                k_pool.write(run, k, from);
+                v_pool.write(run, v, from);
+            }
+            row += tokens;
+        }
+        Ok(())
+    }
+}

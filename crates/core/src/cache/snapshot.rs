@@ -1,0 +1,202 @@
+//! The content of a sequence, independent of the cache it came from.
+
+use super::table::reserve;
+use super::{CacheDesc, CacheError, CacheLayout, Codec};
+use crate::limits::MAX_LEN;
+use std::ops::Range;
+
+/// The first bytes of a snapshot: what it is, its version, and the order of bytes in numbers of the machine that wrote it.
+const MAGIC: [u8; 8] = *b"ftkvsnap";
+const VERSION: u32 = 1;
+const ORDER: u32 = 0x0102_0304;
+
+/// Bytes of the name of a codec, zeros behind it.
+const NAME: usize = 16;
+
+/// Bytes before the flags of means: the first ones, six numbers of 8 bytes, two names.
+const HEADER: usize = 16 + 6 * 8 + 2 * NAME;
+
+/// The first bytes of a slice, which goes on behind them; `None` where there are not so many.
+fn take<'b>(rest: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
+    let (first, after) = rest.split_at_checked(count)?;
+    *rest = after;
+    Some(first)
+}
+
+/// The kept tokens of a sequence in every layer, as owned bytes: stored rows as they are, without a conversion. It can be
+/// restored into any cache with the same layers, heads, dimensions and codecs, whatever its layout; with quantized keys, the means of
+/// its layers must be those of the snapshot, or not fixed yet.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    /// Numbers of the rows; the layout is of no consequence.
+    pub(super) desc: CacheDesc,
+    pub(super) kept: Range<usize>,
+    /// `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`.
+    pub(super) bytes: Vec<u8>,
+    /// `[layers]`: means of the keys that are not part of their rows.
+    pub(super) means: Vec<Option<Vec<f32>>>,
+}
+
+impl Snapshot {
+    /// Length of the sequence, tokens that were no longer kept included.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.kept.end
+    }
+
+    /// Whether the sequence had no tokens.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.kept.end == 0
+    }
+
+    /// First token that was kept.
+    #[must_use]
+    pub const fn first(&self) -> usize {
+        self.kept.start
+    }
+
+    /// Bytes of the kept tokens: their number times [`CacheDesc::token_bytes`].
+    #[must_use]
+    pub const fn bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The kept rows: `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`, each row as its codec has it.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+
+    /// The snapshot as bytes, to be stored or sent: a header of 96 bytes, a byte for each layer that says whether its keys have a mean,
+    /// the means as f32, and the rows as [`Snapshot::as_bytes`] has them. Numbers are in the order of this machine.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let desc = &self.desc;
+        let means = self.means.iter().flatten().flatten();
+        let mut bytes = Vec::with_capacity(self.header_bytes() + self.bytes.len());
+        bytes.extend(MAGIC);
+        bytes.extend([VERSION, ORDER].iter().flat_map(|x| x.to_ne_bytes()));
+        let numbers =
+            [desc.layers, desc.kv_heads, desc.head_dim, desc.value_dim, self.kept.start, self.kept.end];
+        bytes.extend(numbers.iter().flat_map(|x| (*x as u64).to_ne_bytes()));
+        for codec in [desc.k, desc.v] {
+            let name = codec.name().bytes();
+            bytes.extend(name.chain(std::iter::repeat(0)).take(NAME));
+        }
+        bytes.extend(self.means.iter().map(|mean| u8::from(mean.is_some())));
+        bytes.extend(means.flat_map(|x| x.to_ne_bytes()));
+        bytes.extend(&self.bytes);
+        bytes
+    }
+
+    /// Bytes before the rows.
+    fn header_bytes(&self) -> usize {
+        let means: usize = self.means.iter().flatten().map(|mean| size_of_val(&mean[..])).sum();
+        HEADER + self.means.len() + means
+    }
+
+    /// The snapshot of [`Snapshot::to_bytes`]. Everything that a cache relies on is checked; rows may be any bytes, and what does not
+    /// come from an encoder decodes to numbers that mean nothing, in their own tokens alone. There is no checksum. The memory
+    /// taken is that of the bytes, and a few words a layer.
+    ///
+    /// # Errors
+    /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
+    /// [`CacheError::CodecDim`], [`CacheError::SizeOverflow`], [`CacheError::MeanOfElements`], [`CacheError::MeanNotFinite`] or
+    /// [`CacheError::Memory`].
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, CacheError> {
+        let got = bytes.len();
+        let length = |expected| CacheError::SnapshotLength { expected, got };
+        let mut rest = bytes;
+        let magic = take(&mut rest, MAGIC.len()).ok_or(length(HEADER))?;
+        if magic != MAGIC {
+            return Err(CacheError::SnapshotHeader { field: "magic" });
+        }
+        for (field, expected) in [("version", VERSION), ("order of bytes", ORDER)] {
+            if take(&mut rest, size_of::<u32>()).ok_or(length(HEADER))? != expected.to_ne_bytes() {
+                return Err(CacheError::SnapshotHeader { field });
+            }
+        }
+        let mut number = || {
+            let bytes = take(&mut rest, size_of::<u64>())?;
+            Some(usize::try_from(u64::from_ne_bytes(bytes.try_into().ok()?)).unwrap_or(usize::MAX))
+        };
+        let mut numbers = [0; 6];
+        for slot in &mut numbers {
+            *slot = number().ok_or(length(HEADER))?;
+        }
+        let [layers, kv_heads, head_dim, value_dim, first, end] = numbers;
+        if first > end || end > MAX_LEN {
+            return Err(CacheError::SnapshotRange { first, end, max: MAX_LEN });
+        }
+        let mut codec = |field| {
+            let name = take(&mut rest, NAME).ok_or(length(HEADER))?;
+            let name = name.iter().rposition(|x| *x != 0).map_or(&[][..], |last| &name[..=last]);
+            let known = Codec::ALL.into_iter().find(|codec| codec.name().as_bytes() == name);
+            known.ok_or(CacheError::SnapshotHeader { field })
+        };
+        let (k, v) = (codec("codec of k")?, codec("codec of v")?);
+        let kept = end - first;
+        let layout = CacheLayout::Contiguous { slots: 1, capacity: kept.max(1) };
+        let mut desc = CacheDesc::new(layout, [layers, kv_heads, head_dim], k);
+        (desc.value_dim, desc.v) = (value_dim, v);
+        desc.validate()?;
+
+        let flags = take(&mut rest, layers).ok_or(length(HEADER.saturating_add(layers)))?;
+        if flags.iter().any(|flag| *flag > 1) {
+            return Err(CacheError::SnapshotHeader { field: "flag of a mean" });
+        }
+        let with_mean = flags.iter().filter(|flag| **flag == 1).count();
+        if with_mean > 0 && k.dtype().is_some() {
+            return Err(CacheError::MeanOfElements { codec: k });
+        }
+        let elements = kv_heads.saturating_mul(head_dim);
+        let mean_bytes = elements.saturating_mul(size_of::<f32>());
+        let row_bytes = kept.saturating_mul(desc.token_bytes());
+        let after = with_mean.saturating_mul(mean_bytes).saturating_add(row_bytes);
+        if rest.len() != after {
+            return Err(length((got - rest.len()).saturating_add(after)));
+        }
+        let mut mean = |flag: &u8| -> Result<Option<Vec<f32>>, CacheError> {
+            if *flag == 0 {
+                return Ok(None);
+            }
+            let bytes = take(&mut rest, mean_bytes).unwrap_or_default();
+            let mean: Vec<f32> = bytes.as_chunks().0.iter().map(|x| f32::from_ne_bytes(*x)).collect();
+            if mean.iter().all(|x| x.is_finite()) { Ok(Some(mean)) } else { Err(CacheError::MeanNotFinite) }
+        };
+        let mut means: Vec<Option<Vec<f32>>> = Vec::new();
+        reserve(&mut means, layers)?;
+        for flag in flags {
+            means.push(mean(flag)?);
+        }
+        let mut bytes = Vec::new();
+        reserve(&mut bytes, rest.len())?;
+        bytes.extend_from_slice(rest);
+        Ok(Self { desc, kept: first..end, bytes, means })
+    }
+
+    /// Checks that the rows are those of a cache of this description.
+    pub(super) fn check(&self, desc: &CacheDesc) -> Result<(), CacheError> {
+        let numbers = |d: &CacheDesc| {
+            [
+                ("layers", d.layers),
+                ("kv_heads", d.kv_heads),
+                ("head_dim", d.head_dim),
+                ("value_dim", d.value_dim),
+            ]
+        };
+        for ((name, expected), (_, got)) in numbers(desc).into_iter().zip(numbers(&self.desc)) {
+            if got != expected {
+                return Err(CacheError::SnapshotDimension { name, expected, got });
+            }
+        }
+        let codecs = |d: &CacheDesc| -> [(&'static str, Codec); 2] { [("k", d.k), ("v", d.v)] };
+        for ((tensor, expected), (_, got)) in codecs(desc).into_iter().zip(codecs(&self.desc)) {
+            if got != expected {
+                return Err(CacheError::SnapshotCodec { tensor, expected, got });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,336 @@
+//! The bytes of a cache in main memory.
+
+use super::table::{PageCopy, Run};
+use super::{CacheDesc, CacheError, Codec, MEAN_ROWS};
+use crate::codec;
+use crate::codec::KvView;
+use crate::codec::{CodePages, Side};
+use crate::dtype::Dtype;
+use crate::limits::MAX_HEAD_DIM;
+use crate::memory::Zeroed;
+use crate::tensor::dense;
+use crate::tensor::{TensorView, TensorViewMut};
+
+/// K or V of one layer: `[pages, heads, page, dim]`.
+#[derive(Debug)]
+pub(super) struct Pool {
+    shape: [usize; 4],
+    row_bytes: usize,
+    rows: Rows,
+}
+
+#[derive(Debug)]
+enum Rows {
+    /// Plain elements, row-major.
+    Elements(Zeroed, Dtype),
+    Codes(Box<CodePages>),
+}
+
+impl Pool {
+    fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, CacheError> {
+        let [pages, heads, page, dim] = shape;
+        let row_bytes = codec.row_bytes(dim);
+        // The description is validated, so this does not overflow.
+        let bytes = pages * heads * page * row_bytes;
+        let memory = CacheError::Memory { bytes };
+        let rows = match codec.dtype() {
+            Some(dtype) => Rows::Elements(Zeroed::new(bytes).ok_or(memory)?, dtype),
+            None => Rows::Codes(Box::new(CodePages::new(codec, side, shape).map_err(|_| memory)?)),
+        };
+        Ok(Self { shape, row_bytes, rows })
+    }
+
+    /// First byte of a row of elements.
+    const fn at(&self, page: usize, head: usize, row: usize) -> usize {
+        first_byte(self.shape, self.row_bytes, [page, head, row])
+    }
+
+    const fn heads(&self) -> usize {
+        self.shape[1]
+    }
+
+    /// The rows as a tensor; `None` where they are not plain elements.
+    pub(super) fn view(&self) -> Option<TensorView<'_>> {
+        match self.kv_view() {
+            KvView::Elements(view) => Some(view),
+            KvView::Codes(_) => None,
+        }
+    }
+
+    /// The rows as an input of attention.
+    pub(super) fn kv_view(&self) -> KvView<'_> {
+        match &self.rows {
+            Rows::Elements(memory, dtype) => {
+                // Size and alignment are right: the description is validated, and memory starts on a line.
+                let view = TensorView::from_bytes(*dtype, memory, self.shape, dense(self.shape));
+                KvView::Elements(view.unwrap_or_else(|_| unreachable!("a pool is a tensor")))
+            }
+            Rows::Codes(codes) => KvView::Codes(codes.view()),
+        }
+    }
+
+    /// The quantized rows; `None` of plain elements.
+    pub(super) const fn codes(&self) -> Option<&CodePages> {
+        match &self.rows {
+            Rows::Elements(..) => None,
+            Rows::Codes(codes) => Some(codes),
+        }
+    }
+
+    /// As [`Pool::codes`].
+    pub(super) const fn codes_mut(&mut self) -> Option<&mut CodePages> {
+        match &mut self.rows {
+            Rows::Elements(..) => None,
+            Rows::Codes(codes) => Some(codes),
+        }
+    }
+
+    /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`; for codes, they were checked.
+    pub(super) fn write(&mut self, run: Run, tensor: &TensorView<'_>, from: usize) {
+        let (shape, row_bytes) = (self.shape, self.row_bytes);
+        match &mut self.rows {
+            Rows::Elements(memory, dtype) => {
+                for head in 0..shape[1] {
+                    let at = first_byte(shape, row_bytes, [run.page, head, run.row]);
+                    let rows = &mut memory[at..at + run.tokens * row_bytes];
+                    for (row, into) in rows.chunks_exact_mut(row_bytes).enumerate() {
+                        codec::convert(tensor.dtype(), tensor.row_bytes([0, head, from + row]), *dtype, into);
+                    }
+                }
+            }
+            Rows::Codes(codes) => codes.write(run.page, run.row..run.row + run.tokens, tensor, from),
+        }
+    }
+
+    /// Reads rows into rows `into..` of a tensor `[1, heads, tokens, dim]`.
+    pub(super) fn read(&self, run: Run, tensor: &mut TensorViewMut<'_>, into: usize) {
+        let dtype = tensor.dtype();
+        let mut x = [0.0f32; MAX_HEAD_DIM];
+        let x = &mut x[..self.shape[3]];
+        for head in 0..self.heads() {
+            let at = self.at(run.page, head, run.row);
+            for row in 0..run.tokens {
+                let into = tensor.row_bytes_mut([0, head, into + row]);
+                match &self.rows {
+                    Rows::Elements(memory, from) => {
+                        codec::convert(
+                            *from,
+                            &memory[at + row * self.row_bytes..][..self.row_bytes],
+                            dtype,
+                            into,
+                        );
+                    }
+                    Rows::Codes(codes) => {
+                        codes.read(run.page, head, run.row + row, x);
+                        codec::from_f32(x, dtype, into);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Bytes of `tokens` tokens.
+    pub(super) const fn bytes_of(&self, tokens: usize) -> usize {
+        self.heads() * tokens * self.row_bytes
+    }
+
+    /// Copies rows to rows `at..` of dense bytes `[heads, tokens, row]`.
+    pub(super) fn export(&self, run: Run, at: usize, bytes: &mut [u8]) {
+        let head_bytes = bytes.len() / self.heads();
+        for (head, bytes) in bytes.chunks_exact_mut(head_bytes).enumerate() {
+            let bytes = &mut bytes[at * self.row_bytes..][..run.tokens * self.row_bytes];
+            match &self.rows {
+                Rows::Elements(memory, _) => {
+                    let from = self.at(run.page, head, run.row);
+                    bytes.copy_from_slice(&memory[from..from + bytes.len()]);
+                }
+                Rows::Codes(codes) => {
+                    for (row, into) in bytes.chunks_exact_mut(self.row_bytes).enumerate() {
+                        codes.export(run.page, head, run.row + row, into);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies rows `at..` of dense bytes `[heads, tokens, row]` into rows.
+    pub(super) fn import(&mut self, run: Run, at: usize, bytes: &[u8]) {
+        let head_bytes = bytes.len() / self.heads();
+        for (head, bytes) in bytes.chunks_exact(head_bytes).enumerate() {
+            let bytes = &bytes[at * self.row_bytes..][..run.tokens * self.row_bytes];
+            let to = self.at(run.page, head, run.row);
+            match &mut self.rows {
+                Rows::Elements(memory, _) => memory[to..to + bytes.len()].copy_from_slice(bytes),
+                Rows::Codes(codes) => {
+                    for (row, from) in bytes.chunks_exact(self.row_bytes).enumerate() {
+                        codes.import(run.page, head, run.row + row, from);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Copies rows from those of a slot `[1, heads, capacity, dim]` in the same codec, where token `j` has row `j % capacity`; the first
+    /// token of the run is `first`.
+    pub(super) fn load(&mut self, run: Run, first: usize, slot: &KvView<'_>) {
+        let (shape, row_bytes, capacity) = (self.shape, self.row_bytes, slot.shape()[2]);
+        let mut bytes = vec![0u8; row_bytes];
+        for (head, token) in (0..shape[1]).flat_map(|head| (0..run.tokens).map(move |token| (head, token))) {
+            let (row, from) = (run.row + token, (first + token) % capacity);
+            match (&mut self.rows, slot) {
+                (Rows::Elements(memory, _), KvView::Elements(view)) => {
+                    let at = first_byte(shape, row_bytes, [run.page, head, row]);
+                    memory[at..at + row_bytes].copy_from_slice(view.row_bytes([0, head, from]));
+                }
+                (Rows::Codes(codes), KvView::Codes(view)) => {
+                    view.export(0, head, from, &mut bytes);
+                    codes.import(run.page, head, row, &bytes);
+                }
+                _ => debug_assert!(false, "the codecs are the same"),
+            }
+        }
+    }
+
+    fn copy(&mut self, copy: &PageCopy) {
+        let (shape, row_bytes) = (self.shape, self.row_bytes);
+        match &mut self.rows {
+            Rows::Elements(memory, _) => {
+                for head in 0..shape[1] {
+                    let at = |page| first_byte(shape, row_bytes, [page, head, copy.rows.start]);
+                    let (from, to) = (at(copy.from), at(copy.to));
+                    memory.copy_within(from..from + copy.rows.len() * row_bytes, to);
+                }
+            }
+            Rows::Codes(codes) => codes.copy([copy.from, copy.to], copy.rows.clone()),
+        }
+    }
+
+    #[cfg(feature = "testkit")]
+    fn poison(&mut self, held: &[bool]) {
+        let (shape, row_bytes) = (self.shape, self.row_bytes);
+        for (row, _) in held.iter().enumerate().filter(|(_, held)| !**held) {
+            let (page, row) = (row / shape[2], row % shape[2]);
+            match &mut self.rows {
+                Rows::Elements(memory, _) => {
+                    for head in 0..shape[1] {
+                        let at = first_byte(shape, row_bytes, [page, head, row]);
+                        memory[at..at + row_bytes].fill(0xFF);
+                    }
+                }
+                Rows::Codes(codes) => codes.poison(page, row),
+            }
+        }
+    }
+}
+
+/// First byte of a row of elements in pages of a shape.
+const fn first_byte(shape: [usize; 4], row_bytes: usize, [page, head, row]: [usize; 3]) -> usize {
+    ((page * shape[1] + head) * shape[2] + row) * row_bytes
+}
+
+/// K and V of one layer.
+#[derive(Debug)]
+pub(super) struct Layer {
+    pub(super) k: Pool,
+    pub(super) v: Pool,
+    /// Whether rows were ever stored, which fixes the mean of the keys.
+    pub(super) written: bool,
+    /// Whether the mean of the keys is the caller's.
+    pub(super) given: bool,
+}
+
+impl Layer {
+    /// The mean of quantized keys that are the first of the layer, where that is to be learned.
+    pub(super) fn learned(&self, learn: bool, k: &TensorView<'_>) -> Option<Vec<f32>> {
+        let fresh = learn && !self.written && !self.given;
+        if fresh && self.k.codes().is_some() { mean(k) } else { None }
+    }
+
+    /// Checks that rows can be stored.
+    pub(super) fn check(
+        &self,
+        learn: bool,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        let refused =
+            |tensor| move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { tensor, head, row, why };
+        if let Some(codes) = self.k.codes() {
+            let learned = self.learned(learn, k);
+            CodePages::check(k, learned.as_deref().or(codes.mean())).map_err(refused("k"))?;
+        }
+        if self.v.codes().is_some() {
+            CodePages::check(v, None).map_err(refused("v"))?;
+        }
+        Ok(())
+    }
+
+    /// Both pools.
+    pub(super) fn pools(&self) -> [&Pool; 2] {
+        [&self.k, &self.v]
+    }
+
+    /// Both pools.
+    pub(super) fn pools_mut(&mut self) -> [&mut Pool; 2] {
+        [&mut self.k, &mut self.v]
+    }
+}
+
+/// K and V of every layer.
+#[derive(Debug)]
+pub(super) struct Store {
+    pub(super) layers: Vec<Layer>,
+}
+
+impl Store {
+    /// Zeroed pools for a validated description.
+    pub(super) fn new(desc: &CacheDesc) -> Result<Self, CacheError> {
+        let mut layers = Vec::new();
+        super::table::reserve(&mut layers, desc.layers)?;
+        let [k, v] = desc.pools();
+        for _ in 0..desc.layers {
+            layers.push(Layer {
+                k: Pool::new(desc.k, Side::Keys, k)?,
+                v: Pool::new(desc.v, Side::Values, v)?,
+                written: false,
+                given: false,
+            });
+        }
+        Ok(Self { layers })
+    }
+
+    /// Copies rows in every pool.
+    pub(super) fn copy(&mut self, copies: &[PageCopy]) {
+        for layer in &mut self.layers {
+            for pool in layer.pools_mut() {
+                copies.iter().for_each(|copy| pool.copy(copy));
+            }
+        }
+    }
+
+    /// Fills the rows `[pages, page]` that are not held with NaN.
+    #[cfg(feature = "testkit")]
+    pub(super) fn poison(&mut self, held: &[bool]) {
+        for layer in &mut self.layers {
+            layer.pools_mut().into_iter().for_each(|pool| pool.poison(held));
+        }
+    }
+}
+
+/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` where there are none or it is not finite.
+fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
+    let [_, heads, rows, dim] = tensor.shape();
+    let rows = rows.min(MEAN_ROWS);
+    if rows == 0 {
+        return None;
+    }
+    let mut x = vec![0.0f32; rows * dim];
+    let mut mean = Vec::with_capacity(heads * dim);
+    for head in 0..heads {
+        for (row, x) in x.chunks_exact_mut(dim).enumerate() {
+            codec::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
+        }
+        mean.extend(codec::mean_row(&x, dim));
+    }
+    mean.iter().all(|x| x.is_finite()).then_some(mean)
+}

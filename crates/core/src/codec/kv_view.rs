@@ -1,0 +1,48 @@
+//! Keys or values of a run: elements or quantized rows.
+
+use super::{Codec, CodesView};
+use crate::tensor::TensorView;
+
+/// Keys or values: elements of a tensor, or quantized rows in pages.
+#[derive(Debug, Clone, Copy)]
+pub enum KvView<'a> {
+    /// Plain elements.
+    Elements(TensorView<'a>),
+    /// Quantized rows.
+    Codes(CodesView<'a>),
+}
+
+impl<'a> KvView<'a> {
+    /// How rows are stored.
+    #[must_use]
+    pub const fn codec(&self) -> Codec {
+        match self {
+            Self::Elements(view) => Codec::of(view.dtype()),
+            Self::Codes(codes) => codes.codec(),
+        }
+    }
+
+    /// `[batch or pages, heads, rows, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        match self {
+            Self::Elements(view) => view.shape(),
+            Self::Codes(codes) => codes.shape(),
+        }
+    }
+
+    /// The tensor, of plain elements.
+    #[must_use]
+    pub const fn elements(&self) -> Option<&TensorView<'a>> {
+        match self {
+            Self::Elements(view) => Some(view),
+            Self::Codes(_) => None,
+        }
+    }
+}
+
+impl<'a> From<TensorView<'a>> for KvView<'a> {
+    fn from(view: TensorView<'a>) -> Self {
+        Self::Elements(view)
+    }
+}

@@ -1,0 +1,124 @@
+//! What instruction sets do in their own ways: the same bits by other instructions.
+
+use super::convert::widen;
+use super::levels::Levels;
+use super::quantizer::TRIALS;
+use super::rotation::{Real, butterflies};
+use super::round;
+use super::rows::{Job, Rows};
+use crate::dtype::Dtype;
+use crate::limits::MAX_HEAD_DIM;
+
+/// Vectors of numbers. Registers of one width throughout: a load of a wide one waits for stores of narrow ones.
+pub(super) trait Vectors<T: Real> {
+    /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
+    #[inline(always)]
+    fn walsh(x: &mut [T]) {
+        butterflies(x, 1);
+    }
+
+    /// Multiplies by a number.
+    #[inline(always)]
+    fn scale(x: &mut [T], by: T) {
+        for x in x {
+            *x = *x * by;
+        }
+    }
+
+    /// Multiplies by as many signs, 1 or -1.
+    #[inline(always)]
+    fn flip(x: &mut [T], signs: &[f32]) {
+        for (x, sign) in x.iter_mut().zip(signs) {
+            *x = *x * T::from(*sign);
+        }
+    }
+}
+
+/// An instruction set. Only called by functions that are compiled for it; what is not its own is what a compiler makes of loops.
+pub(super) trait Machine: Vectors<f32> {
+    /// Stores rows in a way of its own, the same bytes; false where it has none for them, and nothing was done.
+    #[inline(always)]
+    fn store(_: &mut Job<'_>) -> bool {
+        false
+    }
+
+    /// Whether the energy of a row of a tensor, without the mean, is below what a row may have by more than sums can differ by their order. Where
+    /// it is hard to say, false.
+    #[inline(always)]
+    fn is_short(_: &Rows<'_>, _head: usize, _row: usize) -> bool {
+        false
+    }
+
+    /// A row of elements as f32.
+    #[inline(always)]
+    fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
+        widen(from, row, into);
+    }
+
+    /// Integers nearest to `x * factor`, ties to even and below 2^15 in magnitude, and their magnitudes.
+    #[inline(always)]
+    fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
+        for ((x, integer), magnitude) in x.iter().zip(integers).zip(magnitudes) {
+            *integer = round(x * factor) as i16;
+            *magnitude = integer.unsigned_abs();
+        }
+    }
+
+    /// The sum of squares of magnitudes below 2^15.
+    #[inline(always)]
+    fn energy(magnitudes: &[u16]) -> u64 {
+        let mut sum = 0;
+        for x in magnitudes {
+            sum += u64::from(u32::from(*x) * u32::from(*x));
+        }
+        sum
+    }
+
+    /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
+    /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
+    #[inline(always)]
+    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+        let (mut halves, mut nearest) = ([0u8; MAX_HEAD_DIM], [0u8; MAX_HEAD_DIM]);
+        let (halves, nearest) = (&mut halves[..magnitudes.len()], &mut nearest[..magnitudes.len()]);
+        let (mut products, mut squares) = ([0; TRIALS], [0; TRIALS]);
+        for (factor, (xc, cc)) in factors.iter().zip(products.iter_mut().zip(&mut squares)) {
+            in_halves(magnitudes, *factor, halves);
+            levels.nearest(halves, nearest);
+            for (x, level) in magnitudes.iter().zip(&*nearest) {
+                *xc += u32::from(*x) * u32::from(*level);
+                *cc += u32::from(u16::from(*level) * u16::from(*level));
+            }
+        }
+        (products, squares)
+    }
+
+    /// The indices of the levels with one factor.
+    #[inline(always)]
+    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+        let mut halves = [0u8; MAX_HEAD_DIM];
+        let halves = &mut halves[..magnitudes.len()];
+        in_halves(magnitudes, factor, halves);
+        levels.indices(halves, indices);
+    }
+
+    /// Replaces codes below 64 by the bits of their levels.
+    #[inline(always)]
+    fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
+        for code in codes {
+            *code = levels[usize::from(*code % 64)].cast_unsigned();
+        }
+    }
+}
+
+/// Any machine.
+pub(super) struct Loops;
+
+impl<T: Real> Vectors<T> for Loops {}
+impl Machine for Loops {}
+
+#[inline(always)]
+fn in_halves(magnitudes: &[u16], factor: u16, halves: &mut [u8]) {
+    for (half, x) in halves.iter_mut().zip(magnitudes) {
+        *half = ((u32::from(*x) * u32::from(factor)) >> 16).min(255) as u8;
+    }
+}

@@ -1,0 +1,398 @@
+//! Pages of quantized rows.
+
+use super::machine::Loops;
+use super::rows::{Job, Pages, Rows};
+use super::{Codec, Coder, MOST_NORM, ScaleRule, versions};
+use crate::limits::MAX_HEAD_DIM;
+use crate::memory::Zeroed;
+use crate::tensor::TensorView;
+use std::ops::Range;
+
+/// What rows are, which says how their scales are chosen and whether they may have a mean.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_enums)]
+pub enum Side {
+    /// Keys: scales without bias.
+    Keys,
+    /// Values: scales of least squares.
+    Values,
+}
+
+impl Side {
+    const fn rule(self) -> ScaleRule {
+        match self {
+            Self::Keys => ScaleRule::Unbiased,
+            Self::Values => ScaleRule::LeastSquares,
+        }
+    }
+}
+
+/// Why pages are not made, or not read from or written to buffers.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum PagesError {
+    /// The codec stores plain elements.
+    Elements {
+        /// The codec given.
+        codec: Codec,
+    },
+    /// A dimension other than the number of pages is 0.
+    Shape {
+        /// The shape given.
+        shape: [usize; 4],
+    },
+    /// The codec has no rows of this length.
+    Dim {
+        /// The codec given.
+        codec: Codec,
+        /// Elements of a row.
+        dim: usize,
+    },
+    /// An allocation failed.
+    Memory {
+        /// Bytes asked for, or the largest number.
+        bytes: usize,
+    },
+    /// The codec's rows are not those of the format of the buffers.
+    Format {
+        /// The codec given.
+        codec: Codec,
+    },
+    /// A buffer has not the length that the shape demands.
+    Length {
+        /// `codes` or `norms`.
+        buffer: &'static str,
+        /// Elements given.
+        got: usize,
+        /// Elements expected.
+        expected: usize,
+    },
+    /// A norm is negative or not finite.
+    Norm {
+        /// The slot.
+        slot: usize,
+        /// The key/value head.
+        head: usize,
+        /// The row of the slot.
+        row: usize,
+        /// The norm given.
+        norm: f32,
+    },
+    /// A mean is not part of the rows, and the format has no place for it.
+    Mean,
+}
+
+impl std::fmt::Display for PagesError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Elements { codec } => {
+                write!(f, "{codec} stores plain elements, expected a quantizing codec")
+            }
+            Self::Shape { shape } => write!(f, "pages {shape:?} have no rows or no elements"),
+            Self::Dim { codec, dim } => {
+                write!(f, "rows have {dim} elements, expected {} for {codec}", codec.dims())
+            }
+            Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
+            Self::Format { codec } => write!(f, "{codec} is not a format of mlx-native"),
+            Self::Length { buffer, got, expected } => {
+                write!(f, "{buffer} has {got} elements, expected {expected}")
+            }
+            Self::Norm { slot, head, row, norm } => {
+                write!(f, "norm {norm} of row {row} of head {head} of slot {slot} is negative or not finite")
+            }
+            Self::Mean => f.write_str("rows are without a mean, which mlx-native has no place for"),
+        }
+    }
+}
+
+impl std::error::Error for PagesError {}
+
+/// Why a row is not stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NotStored {
+    /// The codec has no rows of this length.
+    Dim {
+        /// The codec.
+        codec: Codec,
+        /// Elements of the row.
+        dim: usize,
+    },
+    /// It holds a NaN or an infinity.
+    NotFinite,
+    /// Its norm, without the mean, is above [`MOST_NORM`].
+    Norm,
+}
+
+impl std::fmt::Display for NotStored {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Dim { codec, dim } => {
+                write!(f, "has {dim} elements, expected {} for {codec}", codec.dims())
+            }
+            Self::NotFinite => f.write_str("holds a NaN or an infinity"),
+            Self::Norm => write!(f, "has a norm above {MOST_NORM}"),
+        }
+    }
+}
+
+/// Pages `[pages, heads, page, dim]` of rows in a quantizing codec. A page of a head is `page` times [`Codec::row_bytes`] bytes: one
+/// plane of codes after another, in each the rows one after another, then the scales.
+#[derive(Debug)]
+pub struct CodePages {
+    memory: Zeroed,
+    codec: Codec,
+    coder: Coder,
+    side: Side,
+    shape: [usize; 4],
+    /// `[heads, dim]`, subtracted from every row before it is stored.
+    mean: Option<Vec<f32>>,
+}
+
+impl CodePages {
+    /// Pages of zeros.
+    ///
+    /// # Errors
+    /// [`PagesError::Elements`], [`PagesError::Shape`], [`PagesError::Dim`] unless [`Codec::supports`] the rows, or
+    /// [`PagesError::Memory`].
+    pub fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, PagesError> {
+        let [pages, heads, page, dim] = shape;
+        if [heads, page, dim].contains(&0) {
+            return Err(PagesError::Shape { shape });
+        }
+        if !codec.supports(dim) {
+            return Err(PagesError::Dim { codec, dim });
+        }
+        let coder = Coder::new(codec, dim).ok_or(PagesError::Elements { codec })?;
+        let bytes = [page, codec.row_bytes(dim), pages].into_iter().try_fold(heads, usize::checked_mul);
+        let bytes = bytes.unwrap_or(usize::MAX);
+        let memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
+        Ok(Self { memory, codec, coder, side, shape, mean: None })
+    }
+
+    /// The same rows in memory of their own.
+    ///
+    /// # Errors
+    /// [`PagesError::Memory`].
+    pub fn try_clone(&self) -> Result<Self, PagesError> {
+        let bytes = self.memory.len();
+        let mut memory = Zeroed::new(bytes).ok_or(PagesError::Memory { bytes })?;
+        memory.copy_from_slice(&self.memory);
+        let (coder, mean) = (self.coder.clone(), self.mean.clone());
+        Ok(Self { memory, coder, mean, ..*self })
+    }
+
+    /// Sets the mean `[heads, dim]` of keys, which scores do not depend on but for rounding: a large one that is left in takes most of
+    /// the codes' resolution. Rows that are stored were stored with the mean before.
+    pub fn set_mean(&mut self, mean: Option<Vec<f32>>) {
+        debug_assert!(mean.as_ref().is_none_or(|mean| mean.len() == self.shape[1] * self.shape[3]));
+        self.mean = mean;
+    }
+
+    /// The mean `[heads, dim]` that is not part of stored rows.
+    #[must_use]
+    pub fn mean(&self) -> Option<&[f32]> {
+        self.mean.as_deref()
+    }
+
+    /// The codec.
+    #[must_use]
+    pub const fn codec(&self) -> Codec {
+        self.codec
+    }
+
+    /// `[pages, heads, page, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// The pages as an input of attention.
+    #[must_use]
+    pub fn view(&self) -> CodesView<'_> {
+        CodesView {
+            bytes: &self.memory,
+            codec: self.codec,
+            coder: &self.coder,
+            shape: self.shape,
+            mean: self.mean(),
+        }
+    }
+
+    /// Bytes of a page of one head.
+    fn page_bytes(&self) -> usize {
+        self.shape[2] * self.coder.format().row_bytes()
+    }
+
+    fn page_at(&self, page: usize, head: usize) -> Range<usize> {
+        let bytes = self.page_bytes();
+        let at = (page * self.shape[1] + head) * bytes;
+        at..at + bytes
+    }
+
+    /// The bytes of a page of one head.
+    pub fn bytes_mut(&mut self, page: usize, head: usize) -> &mut [u8] {
+        let at = self.page_at(page, head);
+        &mut self.memory[at]
+    }
+
+    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored without this mean `[heads, dim]`.
+    ///
+    /// # Errors
+    /// Head and row of the first token that cannot, of several heads the first.
+    pub fn check(tensor: &TensorView<'_>, mean: Option<&[f32]>) -> Result<(), (NotStored, [usize; 2])> {
+        let rows = Rows { tensor, mean };
+        let refused = versions::first_refused(&rows);
+        refused.map_or(Ok(()), |[head, row]| Err((rows.reason(head, row), [head, row])))
+    }
+
+    /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. They were checked.
+    pub fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
+        let heads = 0..self.shape[1];
+        let bytes = self.page_at(page, heads.start).start..self.page_at(page, heads.end - 1).end;
+        let pages = Pages { bytes: &mut self.memory[bytes], tokens: self.shape[2], rows };
+        let rows = Rows { tensor, mean: self.mean.as_deref() };
+        versions::store(&mut Job { coder: &self.coder, rule: self.side.rule(), rows, from, pages });
+    }
+
+    /// A stored row, the mean included.
+    pub(crate) fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
+        self.view().read(page, head, row, x);
+    }
+
+    /// Copies a row out, its planes one after another.
+    pub fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
+        self.view().export(page, head, row, into);
+    }
+
+    /// Copies a row that was exported in.
+    pub fn import(&mut self, page: usize, head: usize, row: usize, from: &[u8]) {
+        let at = self.page_at(page, head);
+        self.coder.format().scatter(from, self.shape[2], row, &mut self.memory[at]);
+    }
+
+    /// Copies rows of a page to the same rows of another.
+    pub(crate) fn copy(&mut self, [from, to]: [usize; 2], rows: Range<usize>) {
+        for head in 0..self.shape[1] {
+            let (from, to) = (self.page_at(from, head).start, self.page_at(to, head).start);
+            for place in self.coder.format().places(self.shape[2], rows.clone()) {
+                self.memory.copy_within(from + place.start..from + place.end, to + place.start);
+            }
+        }
+    }
+
+    /// Stores a row of a tensor `[pages, heads, page, dim]`.
+    ///
+    /// # Errors
+    /// [`NotStored`]; the row is as it was then.
+    ///
+    /// # Panics
+    /// Where there is no such row, or `x` has another length.
+    pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
+        let [pages, heads, page, dim] = self.shape;
+        let there = place[0] < pages && place[1] < heads && place[2] < page;
+        assert!(there, "row {place:?} of pages {:?}", self.shape);
+        assert!(x.len() == dim, "{} elements of rows of {dim}", x.len());
+        let tensor = TensorView::bhsd(x, [1, 1, 1, dim]);
+        let tensor = &tensor.unwrap_or_else(|_| unreachable!("a row is a tensor"));
+        let mean = self.mean.as_deref().map(|mean| &mean[place[1] * dim..][..dim]);
+        let rows = Rows { tensor, mean };
+        if versions::first_refused(&rows).is_some() {
+            return Err(rows.reason(0, 0));
+        }
+        let bytes = self.page_at(place[0], place[1]);
+        let pages = Pages { bytes: &mut self.memory[bytes], tokens: page, rows: place[2]..place[2] + 1 };
+        versions::store(&mut Job { coder: &self.coder, rule: self.side.rule(), rows, from: 0, pages });
+        Ok(())
+    }
+
+    /// Fills a row of every head with bytes 0xFF: its scale is a NaN.
+    #[cfg(feature = "testkit")]
+    pub fn poison(&mut self, page: usize, row: usize) {
+        for head in 0..self.shape[1] {
+            let at = self.page_at(page, head);
+            for place in self.coder.format().places(self.shape[2], row..row + 1) {
+                self.memory[at.start + place.start..at.start + place.end].fill(0xFF);
+            }
+        }
+    }
+}
+
+/// Borrowed pages of quantized rows.
+#[derive(Debug, Clone, Copy)]
+pub struct CodesView<'a> {
+    bytes: &'a [u8],
+    codec: Codec,
+    coder: &'a Coder,
+    shape: [usize; 4],
+    mean: Option<&'a [f32]>,
+}
+
+impl<'a> CodesView<'a> {
+    /// The codec.
+    #[must_use]
+    pub const fn codec(&self) -> Codec {
+        self.codec
+    }
+
+    /// `[pages, heads, page, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// The mean `[heads, dim]` that is not part of stored rows.
+    #[must_use]
+    pub const fn means(&self) -> Option<&'a [f32]> {
+        self.mean
+    }
+
+    /// The mean of a head that is not part of its stored rows.
+    #[must_use]
+    pub fn mean(&self, head: usize) -> Option<&'a [f32]> {
+        let dim = self.shape[3];
+        self.mean.map(|mean| &mean[head * dim..][..dim])
+    }
+
+    /// Decodes the rows.
+    #[must_use]
+    pub const fn coder(&self) -> &'a Coder {
+        self.coder
+    }
+
+    /// The bytes of a page of one head.
+    pub fn page(&self, page: usize, head: usize) -> &'a [u8] {
+        let bytes = self.shape[2] * self.coder.format().row_bytes();
+        &self.bytes[(page * self.shape[1] + head) * bytes..][..bytes]
+    }
+
+    /// Copies a row out, its planes one after another.
+    pub fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
+        self.coder.format().gather(self.page(page, head), self.shape[2], row, into);
+    }
+
+    /// A stored row `[dim]`, rotated back, the mean included.
+    pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
+        self.coder.decode(self.page(page, head), self.shape[2], row, x);
+        if let Some(mean) = self.mean(head) {
+            x.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
+        }
+    }
+
+    /// As [`CodesView::read`], in f64.
+    pub(crate) fn read_f64(&self, page: usize, head: usize, row: usize) -> Vec<f64> {
+        let dim = self.shape[3];
+        let mut x = [0.0f32; MAX_HEAD_DIM];
+        // What the bytes stand for: products in f32, exact where a code's value has 8 bits and a scale 11.
+        let source = (self.page(page, head), self.shape[2], row..row + 1);
+        super::decode_rotated(self.coder, source, &mut x[..dim], dim);
+        let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
+        if let Some(rotation) = self.coder.rotation() {
+            rotation.undo::<f64, Loops>(&mut wide);
+        }
+        if let Some(mean) = self.mean(head) {
+            wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));
+        }
+        wide
+    }
+}

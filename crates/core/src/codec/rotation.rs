@@ -1,0 +1,262 @@
+//! The rotation that makes coordinates of any vector look normal: random signs, then a Hadamard transform.
+//!
+//! ```text
+//! y = H S x,   S = diag(+1 or -1),   H orthonormal, of entries +-1 / sqrt(n) in each block
+//! ```
+//!
+//! A dimension is one block where it is `2^k`, `12 * 2^k` or `20 * 2^k`: the Walsh-Hadamard transform, alone or with Paley's Hadamard
+//! matrix of order 12 or 20 across its runs. Any other is split into blocks of the powers of two in its binary representation,
+//! the largest first (112 = 64 + 32 + 16). Nothing is padded.
+
+use super::machine::Vectors;
+
+/// Signs are bits of SplitMix64 (Steele, Lea and Flood 2014) from this state: bit `i % 64` of output `i / 64`, set for -1.
+const SEED: u64 = 0x666c_6173_6874_696c;
+
+/// Paley's matrices: their orders, and the prime of each.
+const PALEY: [(usize, usize); 2] = [(12, 11), (20, 19)];
+
+/// Numbers that rotate: f32, or f64 for the oracle.
+pub(crate) trait Real:
+    Copy + From<f32> + std::ops::Add<Output = Self> + std::ops::Sub<Output = Self> + std::ops::Mul<Output = Self>
+{
+    fn from_f64(x: f64) -> Self;
+}
+
+impl Real for f32 {
+    #[inline(always)]
+    fn from_f64(x: f64) -> Self {
+        x as Self
+    }
+}
+
+impl Real for f64 {
+    #[inline(always)]
+    fn from_f64(x: f64) -> Self {
+        x
+    }
+}
+
+/// A rotation of vectors of one dimension.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rotation {
+    signs: Vec<f32>,
+    blocks: Vec<Block>,
+}
+
+/// A block of `order * run` coordinates, `order` 1 or that of a Paley matrix, `run` a power of two.
+#[derive(Debug, Clone, PartialEq)]
+struct Block {
+    order: usize,
+    run: usize,
+    /// `[order, order]`; none for order 1.
+    matrix: Vec<f32>,
+    /// 1 over the root of the number of coordinates.
+    root: f64,
+}
+
+impl Block {
+    fn new(order: usize, run: usize) -> Self {
+        let prime = PALEY.iter().find(|(known, _)| *known == order).map_or(0, |(_, prime)| *prime);
+        let entries = if order == 1 { 0 } else { order * order };
+        let matrix = (0..entries).map(|at| paley(prime, at / order, at % order)).collect();
+        Self { order, run, matrix, root: 1.0 / ((order * run) as f64).sqrt() }
+    }
+
+    const fn len(&self) -> usize {
+        self.order * self.run
+    }
+
+    #[inline(always)]
+    fn walsh<T: Real, V: Vectors<T>>(&self, x: &mut [T]) {
+        if self.order == 1 {
+            return V::walsh(x);
+        }
+        // A plain loop: a closure would be a function without the caller's instruction set.
+        for run in x.chunks_exact_mut(self.run) {
+            V::walsh(run);
+        }
+    }
+}
+
+impl Rotation {
+    /// Of a dimension, with the documented signs.
+    pub fn new(dim: usize) -> Self {
+        let mut state = SEED;
+        let mut bits = 0;
+        let sign = |i: usize| {
+            if i.is_multiple_of(64) {
+                bits = split_mix(&mut state);
+            }
+            if bits >> (i % 64) & 1 == 1 { -1.0 } else { 1.0 }
+        };
+        Self::with_signs((0..dim).map(sign).collect())
+    }
+
+    /// Of as many coordinates as signs.
+    pub(super) fn with_signs(signs: Vec<f32>) -> Self {
+        Self { blocks: blocks(signs.len()), signs }
+    }
+
+    /// The signs, then 1 over the root of the coordinates of a block: of all of them, where there is one block.
+    pub fn factors(&self) -> Vec<f32> {
+        let roots = self.blocks.iter().take(1).map(|block| f32::from_f64(block.root));
+        self.signs.iter().copied().chain(roots).collect()
+    }
+
+    /// The signs, and the factor behind the Walsh-Hadamard transform: of a power of two of coordinates.
+    #[cfg(target_arch = "x86_64")]
+    pub(super) fn power_of_two(&self) -> (&[f32], f32) {
+        debug_assert!(self.signs.len().is_power_of_two());
+        (&self.signs, f32::from_f64(self.blocks[0].root))
+    }
+
+    /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
+    #[inline(always)]
+    pub(super) fn apply<V: Vectors<f32>>(&self, x: &mut [f32]) {
+        V::flip(x, &self.signs);
+        let mut rest = x;
+        for block in &self.blocks {
+            let (x, tail) = rest.split_at_mut(block.len());
+            block.walsh::<_, V>(x);
+            across(block, x, false);
+            V::scale(x, f32::from_f64(block.root));
+            rest = tail;
+        }
+    }
+
+    /// Undoes [`Rotation::apply`], up to rounding.
+    #[inline(always)]
+    pub(super) fn undo<T: Real, V: Vectors<T>>(&self, y: &mut [T]) {
+        let mut rest = &mut *y;
+        for block in &self.blocks {
+            let (y, tail) = rest.split_at_mut(block.len());
+            across(block, y, true);
+            block.walsh::<_, V>(y);
+            V::scale(y, T::from_f64(block.root));
+            rest = tail;
+        }
+        V::flip(y, &self.signs);
+    }
+}
+
+fn split_mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mut z = *state;
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn blocks(dim: usize) -> Vec<Block> {
+    for order in [1, 12, 20] {
+        if dim.is_multiple_of(order) && (dim / order).is_power_of_two() {
+            return vec![Block::new(order, dim / order)];
+        }
+    }
+    let powers = (0..usize::BITS).rev().map(|k| 1usize << k);
+    powers.filter(|power| dim & power != 0).map(|power| Block::new(1, power)).collect()
+}
+
+/// Butterflies of a distance, twice that, and so on: from 1 on, the Walsh-Hadamard transform, unscaled.
+#[inline(always)]
+pub(super) fn butterflies<T: Real>(x: &mut [T], mut distance: usize) {
+    while distance < x.len() {
+        for pair in x.chunks_exact_mut(2 * distance) {
+            let (low, high) = pair.split_at_mut(distance);
+            for (a, b) in low.iter_mut().zip(high) {
+                (*a, *b) = (*a + *b, *a - *b);
+            }
+        }
+        distance *= 2;
+    }
+}
+
+/// Multiplies with the block's Paley matrix, or its transpose, across runs: sums from the first run to the last.
+#[inline(always)]
+fn across<T: Real>(block: &Block, x: &mut [T], transposed: bool) {
+    let n = block.order;
+    if n == 1 {
+        return;
+    }
+    for at in 0..block.run {
+        let mut column = [T::from(0.0f32); 20];
+        (0..n).for_each(|i| column[i] = x[i * block.run + at]);
+        for i in 0..n {
+            let entry = |j: usize| block.matrix[if transposed { j * n + i } else { i * n + j }];
+            let term = |j: usize| T::from(entry(j)) * column[j];
+            x[i * block.run + at] = (1..n).fold(term(0), |sum, j| sum + term(j));
+        }
+    }
+}
+
+/// Entry of Paley's first construction for a prime that is 3 modulo 4: `I + [[0, 1], [-1, chi(j - i)]]`.
+fn paley(prime: usize, row: usize, col: usize) -> f32 {
+    match (row, col) {
+        _ if row == col => 1.0,
+        (0, _) => 1.0,
+        (_, 0) => -1.0,
+        _ if is_square(prime, (col + prime - row) % prime) => 1.0,
+        _ => -1.0,
+    }
+}
+
+/// Whether a number other than 0 is a square modulo a prime.
+fn is_square(prime: usize, x: usize) -> bool {
+    (1..prime).any(|y| y * y % prime == x)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::versions::{rotate, unrotate};
+
+    #[test]
+    fn rotations_are_orthonormal_and_undone() {
+        for dim in [1, 2, 12, 24, 33, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256, 320, 384, 512, 576] {
+            let rotation = Rotation::new(dim);
+            assert_eq!(rotation.blocks.iter().map(Block::len).sum::<usize>(), dim);
+            let columns: Vec<Vec<f32>> = (0..dim)
+                .map(|i| {
+                    let mut x = vec![0.0; dim];
+                    x[i] = 1.0;
+                    rotate(&rotation, &mut x);
+                    x
+                })
+                .collect();
+            for i in 0..dim {
+                for j in 0..=i {
+                    let dot: f64 =
+                        columns[i].iter().zip(&columns[j]).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+                    assert!((dot - f64::from(u8::from(i == j))).abs() < 1e-5, "{dim}: {i} {j} {dot}");
+                }
+                let mut back = columns[i].clone();
+                unrotate(&rotation, &mut back);
+                for (j, x) in back.iter().enumerate() {
+                    assert!((x - f32::from(u8::from(i == j))).abs() < 1e-5, "{dim}: {i} {j} {x}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn one_block_where_a_hadamard_matrix_is_known() {
+        let sizes = |dim| blocks(dim).iter().map(|b| (b.order, b.run)).collect::<Vec<_>>();
+        assert_eq!(sizes(128), [(1, 128)]);
+        assert_eq!(sizes(96), [(12, 8)]);
+        assert_eq!(sizes(192), [(12, 16)]);
+        assert_eq!(sizes(80), [(20, 4)]);
+        assert_eq!(sizes(112), [(1, 64), (1, 32), (1, 16)]);
+        assert_eq!(sizes(576), [(1, 512), (1, 64)]);
+    }
+
+    #[test]
+    fn signs_are_those_of_the_documented_generator() {
+        let signs: String =
+            Rotation::new(64).signs.iter().map(|s| if *s < 0.0 { '-' } else { '+' }).collect();
+        let minus = signs.matches('-').count();
+        assert!((20..=44).contains(&minus), "{signs}");
+        // The first output of SplitMix64 from state 0, as published.
+        assert_eq!(split_mix(&mut 0), 0xe220_a839_7b1d_cdaf);
+    }
+}

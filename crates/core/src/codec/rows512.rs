@@ -1,0 +1,479 @@
+//! The encoder with a row in registers from its elements to its planes, for rows of 64, 128, 256 and 512 elements.
+//!
+//! Sixteen coordinates are a register of f32, 32 one of integers of 16 bits and 64 one of bytes. Bytes lie as packing leaves them, in runs
+//! of four from each of four registers; planes are put in order when they are whole.
+
+#![allow(unsafe_code)]
+
+use super::avx512::{add_up, load_table, look_up, short_butterflies};
+use super::levels::Levels;
+use super::planes::planes as planes_of;
+use super::quantizer::{LEAST, ONE, PARTS, Quantizer, ROUNDER, ScaleRule, TRIALS, scale_of, unit};
+use super::rows::{Job, Pages, Rows};
+use super::{FP8_UNIT, Scheme, fp8};
+use crate::dtype::Dtype;
+use std::arch::x86_64::*;
+
+/// Numbers of a register.
+const LANES: usize = 16;
+
+/// Stores the rows, or does nothing where there is no way for them here.
+///
+/// # Safety
+/// The machine has the instruction set.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+pub(super) unsafe fn store(job: &mut Job<'_>) -> bool {
+    let scheme = &job.coder.scheme;
+    // SAFETY: the caller's promise; the dimension is that of so many registers.
+    unsafe {
+        match (job.coder.dim, scheme) {
+            (64, Scheme::Fp8) => store_rows::<4, _>(job, &Numbers),
+            (128, Scheme::Fp8) => store_rows::<8, _>(job, &Numbers),
+            (256, Scheme::Fp8) => store_rows::<16, _>(job, &Numbers),
+            (512, Scheme::Fp8) => store_rows::<32, _>(job, &Numbers),
+            (dim, Scheme::Integers(quantizer)) => {
+                let of = (quantizer, job.rule);
+                match (dim, quantizer.levels) {
+                    (64, None) => store_rows::<4, _>(job, &Integers(of)),
+                    (128, None) => store_rows::<8, _>(job, &Integers(of)),
+                    (256, None) => store_rows::<16, _>(job, &Integers(of)),
+                    (512, None) => store_rows::<32, _>(job, &Integers(of)),
+                    (64, Some(levels)) => store_rows::<4, _>(job, &Table(of, levels)),
+                    (128, Some(levels)) => store_rows::<8, _>(job, &Table(of, levels)),
+                    (256, Some(levels)) => store_rows::<16, _>(job, &Table(of, levels)),
+                    (512, Some(levels)) => store_rows::<32, _>(job, &Table(of, levels)),
+                    _ => return false,
+                }
+            }
+            _ => return false,
+        }
+    }
+    true
+}
+
+/// Stores rows of `V` registers.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
+unsafe fn store_rows<const V: usize, E: Encoder>(job: &mut Job<'_>, encoder: &E) {
+    let Job { coder, rows, from, pages, .. } = job;
+    let Pages { bytes, tokens, rows: to } = pages;
+    let [_, heads, _, dim] = rows.tensor.shape();
+    let format = coder.format();
+    let page_bytes = *tokens * format.row_bytes();
+    assert!(dim == V * LANES && bytes.len() == heads * page_bytes && to.end <= *tokens);
+    let widths = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
+    // As tokens lie in most tensors: those of a head are far apart.
+    for row in to.clone() {
+        for head in 0..heads {
+            // SAFETY: the assertion above puts every plane of the row inside the bytes; the caller's: the instruction set.
+            unsafe {
+                let page = bytes.as_mut_ptr().add(head * page_bytes);
+                let upper = *tokens * widths[0];
+                let scale = upper + *tokens * widths[1];
+                let planes = [page.add(row * widths[0]), page.add(upper + row * widths[1])];
+                let x = load::<V>(rows, head, *from + row - to.start);
+                page.add(scale + 2 * row).cast::<u16>().write_unaligned(encoder.encode(x, planes).to_le());
+            }
+        }
+    }
+}
+
+/// What stores a row of so many registers in planes and returns the bits of its scale.
+trait Encoder {
+    unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16;
+}
+
+/// A row of elements as f32, without the mean of its head.
+#[inline(always)]
+unsafe fn load<const V: usize>(rows: &Rows<'_>, head: usize, row: usize) -> [__m512; V] {
+    let (bytes, mean) = (rows.row(head, row), rows.mean(head));
+    assert!(bytes.len() == V * LANES * rows.tensor.dtype().bytes());
+    let p = bytes.as_ptr();
+    // SAFETY: the assertions: as many elements of the row, and of the mean.
+    unsafe {
+        let mut x = [_mm512_setzero_ps(); V];
+        match rows.tensor.dtype() {
+            Dtype::F32 => {
+                for n in 0..V {
+                    x[n] = _mm512_loadu_ps(p.add(64 * n).cast());
+                }
+            }
+            Dtype::F16 => {
+                for n in 0..V {
+                    x[n] = _mm512_cvtph_ps(_mm256_loadu_si256(p.add(32 * n).cast()));
+                }
+            }
+            Dtype::BF16 => {
+                for n in 0..V {
+                    let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.add(32 * n).cast()));
+                    x[n] = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide));
+                }
+            }
+        }
+        if let Some(mean) = mean {
+            assert!(mean.len() == V * LANES);
+            for n in 0..V {
+                x[n] = _mm512_sub_ps(x[n], _mm512_loadu_ps(mean.as_ptr().add(LANES * n)));
+            }
+        }
+        x
+    }
+}
+
+/// e4m3 numbers.
+struct Numbers;
+
+impl Encoder for Numbers {
+    #[inline(always)]
+    unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
+        // SAFETY: the caller's: the instruction set, and a plane of as many bytes.
+        unsafe {
+            let most = greatest(&x);
+            let scale = to_f16(most * (FP8_UNIT / fp8::MOST));
+            if scale == 0 {
+                codes.write_bytes(0, V * LANES);
+                return scale;
+            }
+            let inverse =
+                _mm512_set1_ps(FP8_UNIT / _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(scale.into()))));
+            for n in (0..V).step_by(4) {
+                let mut four = [_mm512_setzero_si512(); 4];
+                for i in 0..4 {
+                    four[i] = e4m3(_mm512_mul_ps(x[n + i], inverse));
+                }
+                let [a, b, c, d] = four;
+                let bytes = _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
+                _mm512_storeu_si512(codes.add(LANES * n).cast(), in_order(bytes));
+            }
+            scale
+        }
+    }
+}
+
+/// [`fp8::from_f32`] of sixteen numbers.
+#[inline(always)]
+unsafe fn e4m3(x: __m512) -> __m512i {
+    /// The exponent of subnormal numbers, and what is above it in the last step's number, as bits of an f32.
+    const LEAST: i32 = (127 - 6) << 23;
+    const ABOVE: i32 = (20 << 23) | 1 << 22;
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let bits = _mm512_castps_si512(x);
+        let magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(i32::MAX));
+        let magnitude = _mm512_min_epu32(magnitude, _mm512_set1_epi32(fp8::MOST.to_bits().cast_signed()));
+        let exponent = _mm512_and_si512(magnitude, _mm512_set1_epi32(0xff << 23));
+        let exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(LEAST));
+        let rounder = _mm512_add_epi32(exponent, _mm512_set1_epi32(ABOVE));
+        let sum = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(rounder));
+        let steps = _mm512_sub_epi32(_mm512_castps_si512(sum), rounder);
+        let above = _mm512_srli_epi32::<20>(_mm512_sub_epi32(exponent, _mm512_set1_epi32(LEAST)));
+        let sign = _mm512_and_si512(_mm512_srli_epi32::<24>(bits), _mm512_set1_epi32(0x80));
+        _mm512_or_si512(_mm512_add_epi32(steps, above), sign)
+    }
+}
+
+/// Integers of 8 bits.
+struct Integers<'a>((&'a Quantizer, ScaleRule));
+
+impl Encoder for Integers<'_> {
+    #[inline(always)]
+    unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
+        let Self((quantizer, rule)) = *self;
+        // SAFETY: the caller's: the instruction set, and a plane of as many bytes.
+        unsafe {
+            let x = rotate(quantizer, x);
+            let most = greatest(&x);
+            if most < LEAST {
+                codes.write_bytes(0, V * LANES);
+                return 0;
+            }
+            let fixed = fixed(&x, most);
+            let words = words(&fixed);
+            let (mut products, mut squares) = (_mm512_setzero_si512(), _mm512_setzero_si512());
+            let step = _mm512_set1_ps(127.0 / ONE);
+            for n in (0..V).step_by(4) {
+                let mut four = [_mm512_setzero_si512(); 4];
+                for i in 0..4 {
+                    four[i] = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_cvtepi32_ps(fixed[n + i]), step));
+                }
+                let [a, b, c, d] = four;
+                let pair = [_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d)];
+                for i in 0..2 {
+                    // Sums past 31 bits are those of 32.
+                    products = _mm512_dpwssd_epi32(products, pair[i], words[n / 2 + i]);
+                    squares = _mm512_dpwssd_epi32(squares, pair[i], pair[i]);
+                }
+                let bytes = _mm512_packs_epi16(pair[0], pair[1]);
+                _mm512_storeu_si512(codes.add(LANES * n).cast(), in_order(bytes));
+            }
+            let energy = energy::<V>(&words);
+            let sum = |x| f64::from(_mm512_reduce_add_epi32(x).cast_unsigned());
+            let scale = match rule {
+                ScaleRule::Unbiased => energy as f64 / sum(products),
+                ScaleRule::LeastSquares => sum(products) / sum(squares),
+            };
+            to_f16(scale_of(scale, most))
+        }
+    }
+}
+
+/// Indices of a table of levels.
+struct Table<'a>((&'a Quantizer, ScaleRule), &'a Levels);
+
+impl Encoder for Table<'_> {
+    #[inline(always)]
+    unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16 {
+        let Self((quantizer, rule), levels) = *self;
+        // SAFETY: the caller's: the instruction set, and planes of as many coordinates.
+        unsafe {
+            let x = rotate(quantizer, x);
+            let most = greatest(&x);
+            if most < LEAST {
+                put::<V>(&[_mm512_setzero_si512(); V], levels.bits, planes);
+                return 0;
+            }
+            let words = words(&fixed(&x, most));
+            let energy = energy::<V>(&words);
+            let rms = (energy as f64 / (V * LANES) as f64).sqrt();
+            let factors = factors(levels, rms);
+            // Magnitudes, and their bytes.
+            let zero = _mm512_setzero_si512();
+            let (mut magnitudes, mut low, mut high) = ([zero; V], [zero; V], [zero; V]);
+            for n in 0..V / 2 {
+                magnitudes[n] = _mm512_abs_epi16(words[n]);
+            }
+            for q in 0..V / 4 {
+                let (a, b) = (magnitudes[2 * q], magnitudes[2 * q + 1]);
+                let byte = _mm512_set1_epi16(0xff);
+                low[q] = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+                high[q] = _mm512_packus_epi16(_mm512_srli_epi16::<8>(a), _mm512_srli_epi16::<8>(b));
+            }
+            let table = load_table(&levels.nearest_of);
+            // Products, then squares.
+            let mut sums = [zero; 2 * TRIALS];
+            for t in 0..TRIALS {
+                let factor = _mm512_set1_epi32(factors[t] as i32);
+                let (mut below, mut above, mut squares) = (zero, zero, zero);
+                for q in 0..V / 4 {
+                    let nearest = look_up(&table, halves([magnitudes[2 * q], magnitudes[2 * q + 1]], factor));
+                    below = _mm512_dpbusd_epi32(below, low[q], nearest);
+                    above = _mm512_dpbusd_epi32(above, high[q], nearest);
+                    squares = _mm512_dpbusd_epi32(squares, nearest, nearest);
+                }
+                // Sums past 31 bits are those of 32.
+                sums[t] = _mm512_add_epi32(below, _mm512_slli_epi32::<8>(above));
+                sums[TRIALS + t] = squares;
+            }
+            let sums = add_up(&sums);
+            let products = _mm512_cvtepu32_pd(_mm512_castsi512_si256(sums));
+            let squares = _mm512_cvtepu32_pd(_mm512_extracti64x4_epi64::<1>(sums));
+            let explained = _mm512_div_pd(_mm512_mul_pd(products, products), squares);
+            // The first of the greatest.
+            let best = _mm512_set1_pd(_mm512_reduce_max_pd(explained));
+            let chosen = _mm512_cmp_pd_mask::<_CMP_EQ_OQ>(explained, best).trailing_zeros();
+            let of = |x| _mm512_cvtsd_f64(_mm512_permutexvar_pd(_mm512_set1_epi64(chosen.into()), x));
+            let (xc, cc) = (of(products), of(squares));
+            let scale = match rule {
+                ScaleRule::Unbiased => energy as f64 / xc,
+                ScaleRule::LeastSquares => xc / cc,
+            };
+            let factor = _mm512_set1_epi32(factors[chosen as usize % TRIALS] as i32);
+            let table = load_table(&levels.index_of);
+            let sign = _mm512_set1_epi8(1 << (levels.bits - 1));
+            let mut codes = [zero; V];
+            for q in 0..V / 4 {
+                let index = look_up(&table, halves([magnitudes[2 * q], magnitudes[2 * q + 1]], factor));
+                let negative = _mm512_movepi8_mask(_mm512_packs_epi16(words[2 * q], words[2 * q + 1]));
+                codes[q] = _mm512_mask_add_epi8(index, negative, index, sign);
+            }
+            put::<V>(&codes, levels.bits, planes);
+            to_f16(scale_of(scale, most))
+        }
+    }
+}
+
+/// Random signs, butterflies, and the root.
+#[inline(always)]
+unsafe fn rotate<const V: usize>(quantizer: &Quantizer, mut x: [__m512; V]) -> [__m512; V] {
+    let (signs, root) = quantizer.rotation.power_of_two();
+    assert!(signs.len() == V * LANES);
+    // SAFETY: as many signs as numbers; the caller's: the instruction set.
+    unsafe {
+        for n in 0..V {
+            x[n] = short_butterflies(_mm512_mul_ps(x[n], _mm512_loadu_ps(signs.as_ptr().add(LANES * n))));
+        }
+        let mut distance = 1;
+        while distance < V {
+            for n in 0..V {
+                if n & distance == 0 {
+                    let (a, b) = (x[n], x[n + distance]);
+                    (x[n], x[n + distance]) = (_mm512_add_ps(a, b), _mm512_sub_ps(a, b));
+                }
+            }
+            distance *= 2;
+        }
+        for x in &mut x {
+            *x = _mm512_mul_ps(*x, _mm512_set1_ps(root));
+        }
+    }
+    x
+}
+
+/// The greatest magnitude.
+#[inline(always)]
+unsafe fn greatest<const V: usize>(x: &[__m512; V]) -> f32 {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let mut most = [_mm512_setzero_ps(); 2];
+        for n in 0..V {
+            most[n % 2] = _mm512_max_ps(most[n % 2], _mm512_abs_ps(x[n]));
+        }
+        _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1]))
+    }
+}
+
+/// The numbers in fixed point.
+#[inline(always)]
+unsafe fn fixed<const V: usize>(x: &[__m512; V], most: f32) -> [__m512i; V] {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let factor = _mm512_set1_ps(ONE / most);
+        let mut fixed = [_mm512_setzero_si512(); V];
+        for n in 0..V {
+            fixed[n] = _mm512_cvtps_epi32(_mm512_mul_ps(x[n], factor));
+        }
+        fixed
+    }
+}
+
+/// They in 16 bits, in runs of four from each of two registers: the first half of the registers.
+#[inline(always)]
+unsafe fn words<const V: usize>(fixed: &[__m512i; V]) -> [__m512i; V] {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let mut words = [_mm512_setzero_si512(); V];
+        for n in 0..V / 2 {
+            words[n] = _mm512_packs_epi32(fixed[2 * n], fixed[2 * n + 1]);
+        }
+        words
+    }
+}
+
+/// The sum of squares.
+#[inline(always)]
+unsafe fn energy<const V: usize>(words: &[__m512i; V]) -> u64 {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let mut sum = _mm512_setzero_si512();
+        for n in (0..V / 2).step_by(2) {
+            // Four squares of magnitudes below 2^15 are below 2^32.
+            let (a, b) = (words[n], words[n + 1]);
+            let fours = _mm512_add_epi32(_mm512_madd_epi16(a, a), _mm512_madd_epi16(b, b));
+            sum = _mm512_add_epi64(sum, _mm512_and_si512(fours, _mm512_set1_epi64(u32::MAX.into())));
+            sum = _mm512_add_epi64(sum, _mm512_srli_epi64::<32>(fours));
+        }
+        _mm512_reduce_add_epi64(sum).cast_unsigned()
+    }
+}
+
+/// Factors of the scales that are tried, each twice in the lower 32 bits.
+#[inline(always)]
+unsafe fn factors(levels: &Levels, rms: f64) -> [u64; TRIALS] {
+    let mut factors = [0u64; TRIALS];
+    // SAFETY: eight numbers; the caller's: the instruction set.
+    unsafe {
+        let roots = _mm512_mul_pd(_mm512_set1_pd(rms), _mm512_loadu_pd(PARTS.as_ptr()));
+        let x = _mm512_div_pd(_mm512_set1_pd(unit(levels)), roots);
+        let bits = _mm512_castpd_si512(_mm512_add_pd(x, _mm512_set1_pd(ROUNDER)));
+        let low = _mm512_and_si512(bits, _mm512_set1_epi64(0xffff));
+        let twice = _mm512_or_si512(low, _mm512_slli_epi64::<16>(low));
+        _mm512_storeu_si512(factors.as_mut_ptr().cast(), twice);
+    }
+    factors
+}
+
+/// Halves of levels of 64 magnitudes.
+#[inline(always)]
+unsafe fn halves([a, b]: [__m512i; 2], factor: __m512i) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe { _mm512_packus_epi16(_mm512_mulhi_epu16(a, factor), _mm512_mulhi_epu16(b, factor)) }
+}
+
+/// Bytes in the order of their coordinates, which packing left in runs of four.
+#[inline(always)]
+unsafe fn in_order(bytes: __m512i) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+        _mm512_permutexvar_epi32(order, bytes)
+    }
+}
+
+/// Stores the planes of codes, of 64 a register.
+#[inline(always)]
+unsafe fn put<const V: usize>(codes: &[__m512i; V], bits: usize, planes: [*mut u8; 2]) {
+    let mut from = 0;
+    for (plane, &width) in planes.into_iter().zip(planes_of(bits)) {
+        // SAFETY: the caller's: the instruction set, and planes of as many coordinates.
+        unsafe {
+            match width {
+                4 => put_plane::<V, 4>(codes, from, plane),
+                2 => put_plane::<V, 2>(codes, from, plane),
+                _ => put_plane::<V, 1>(codes, from, plane),
+            }
+        }
+        from += width;
+    }
+}
+
+/// Stores a plane of `WIDTH` bits of codes from bit `from` on: halves of a block, then halves of what that makes, until a byte is full.
+#[inline(always)]
+unsafe fn put_plane<const V: usize, const WIDTH: usize>(codes: &[__m512i; V], from: usize, plane: *mut u8) {
+    // SAFETY: the caller's: the instruction set, and a plane of as many coordinates.
+    unsafe {
+        let bits = |n: usize| {
+            let code = _mm512_srl_epi16(codes[n], _mm_cvtsi32_si128(from as i32));
+            _mm512_and_si512(code, _mm512_set1_epi8((1 << WIDTH) - 1))
+        };
+        if V == 4 {
+            // A block of 64.
+            let x = in_order(bits(0));
+            let high = _mm512_extracti64x4_epi64::<1>(x);
+            let x = _mm256_or_si256(_mm512_castsi512_si256(x), _mm256_slli_epi16::<4>(high));
+            if WIDTH == 4 {
+                return _mm256_storeu_si256(plane.cast(), x);
+            }
+            let high = _mm256_extracti128_si256::<1>(x);
+            let x = _mm_or_si128(_mm256_castsi256_si128(x), _mm_slli_epi16::<2>(high));
+            if WIDTH == 2 {
+                return _mm_storeu_si128(plane.cast(), x);
+            }
+            let x = _mm_or_si128(x, _mm_slli_epi16::<1>(_mm_srli_si128::<8>(x)));
+            return _mm_storel_epi64(plane.cast(), x);
+        }
+        for block in 0..V / 8 {
+            let plane = plane.add(16 * WIDTH * block);
+            let x = _mm512_or_si512(bits(2 * block), _mm512_slli_epi16::<4>(bits(2 * block + 1)));
+            let x = in_order(x);
+            if WIDTH == 4 {
+                _mm512_storeu_si512(plane.cast(), x);
+                continue;
+            }
+            let high = _mm512_extracti64x4_epi64::<1>(x);
+            let x = _mm256_or_si256(_mm512_castsi512_si256(x), _mm256_slli_epi16::<2>(high));
+            if WIDTH == 2 {
+                _mm256_storeu_si256(plane.cast(), x);
+                continue;
+            }
+            let high = _mm256_extracti128_si256::<1>(x);
+            let x = _mm_or_si128(_mm256_castsi256_si128(x), _mm_slli_epi16::<1>(high));
+            _mm_storeu_si128(plane.cast(), x);
+        }
+    }
+}
+
+/// The bits of the nearest f16.
+#[inline(always)]
+unsafe fn to_f16(x: f32) -> u16 {
+    // SAFETY: the caller's: the instruction set.
+    unsafe { _mm_cvtsi128_si32(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(x))) as u16 }
+}

@@ -1,0 +1,170 @@
+use super::rows::{Job, Pages, Rows};
+use super::*;
+use crate::tensor::TensorView;
+use flashtile_testkit::Rng;
+
+fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
+    (0..dim).map(|_| rng.normal()).collect()
+}
+
+/// Stores a vector as the row of a page of one.
+fn store(coder: &Coder, x: &[f32], rule: ScaleRule, page: &mut [u8]) {
+    let tensor = TensorView::bhsd(x, [1, 1, 1, x.len()]).unwrap();
+    let rows = Rows { tensor: &tensor, mean: None };
+    let pages = Pages { bytes: page, tokens: 1, rows: 0..1 };
+    versions::store(&mut Job { coder, rule, rows, from: 0, pages });
+}
+
+/// What comes back of a vector.
+fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
+    let mut page = vec![0u8; coder.format().row_bytes()];
+    store(coder, x, rule, &mut page);
+    let mut back = vec![f32::NAN; x.len()];
+    coder.decode(&page, 1, 0, &mut back);
+    back
+}
+
+fn relative_error(codec: Codec, dim: usize, rule: ScaleRule, vectors: usize) -> f64 {
+    let coder = Coder::new(codec, dim).unwrap();
+    let mut rng = Rng::new(7);
+    let (mut error, mut energy) = (0.0f64, 0.0f64);
+    for _ in 0..vectors {
+        let x = normal(&mut rng, dim);
+        for (x, y) in x.iter().zip(there_and_back(&coder, &x, rule)) {
+            error += f64::from(x - y).powi(2);
+            energy += f64::from(*x).powi(2);
+        }
+    }
+    error / energy
+}
+
+#[test]
+fn errors_of_normal_vectors_are_those_of_the_format() {
+    use Codec::{Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
+    // Of values, then of keys.
+    for (codec, wanted) in [
+        (Tq2, [0.114, 0.129]),
+        (Tq3, [3.18e-2, 3.3e-2]),
+        (Tq4, [7.9e-3, 8.0e-3]),
+        (Tq5, [1.96e-3, 1.96e-3]),
+        (Tq6, [5.0e-4, 5.0e-4]),
+        (Int8, [4.15e-5, 4.15e-5]),
+        (Fp8, [6.6e-4, 6.6e-4]),
+    ] {
+        for (rule, want) in [ScaleRule::LeastSquares, ScaleRule::Unbiased].into_iter().zip(wanted) {
+            let got = relative_error(codec, 128, rule, 4000);
+            assert!((got / want - 1.0).abs() < 0.05, "{codec}, {rule:?}: {got:.3e}, not {want:.3e}");
+            // Other dimensions have about the same.
+            for dim in [64, 80, 96, 112, 192, 256, 512] {
+                let got = relative_error(codec, dim, rule, 400);
+                assert!((0.7..1.35).contains(&(got / want)), "{codec} of {dim}, {rule:?}: {got:.3e}");
+            }
+        }
+    }
+}
+
+/// Rows that were stored stay what they are: caches are kept in files.
+#[test]
+fn bytes_of_the_formats() {
+    let digests = [
+        (Codec::Fp8, 0x736b_dd33_46a1_e7bb),
+        (Codec::Int8, 0x9371_ed04_3dc1_20e4),
+        (Codec::Tq6, 0x2f15_111f_5290_cba3),
+        (Codec::Tq5, 0x8ff2_2bed_aa6e_1700),
+        (Codec::Tq4, 0xc5a0_b3e1_2b99_6cea),
+        (Codec::Tq3, 0x5947_2984_8dae_df47),
+        (Codec::Tq2, 0x1946_4c80_19ea_fb0b),
+    ];
+    for (codec, want) in digests {
+        let mut rng = Rng::new(5);
+        // FNV-1a.
+        let mut digest = 0xcbf2_9ce4_8422_2325u64;
+        for dim in [1, 33, 64, 80, 96, 112, 128, 192, 256, 300, 512] {
+            let coder = Coder::new(codec, dim).unwrap();
+            for n in 0..60 {
+                // Sums of integers and a power of two: the same on every machine.
+                let gain = 1.0 / (1u64 << (10 + 3 * (n % 9))) as f32;
+                let mut x = vec![0.0f32; dim];
+                for x in &mut x {
+                    *x = gain * (0..6).map(|_| rng.below(1 << 16) as f32 - 32767.5).sum::<f32>();
+                }
+                if n % 7 == 0 {
+                    x[dim / 2] = 3.0;
+                }
+                for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
+                    let mut page = vec![0u8; coder.format().row_bytes()];
+                    store(&coder, &x, rule, &mut page);
+                    for byte in page {
+                        digest = (digest ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+                    }
+                }
+            }
+        }
+        assert_eq!(digest, want, "{codec}: {digest:#018x}");
+    }
+}
+
+#[test]
+fn inner_products_with_the_vector_itself_are_exact_where_scales_are_unbiased() {
+    let mut rng = Rng::new(3);
+    for codec in [Codec::Tq2, Codec::Tq3, Codec::Tq4, Codec::Tq5, Codec::Tq6, Codec::Int8] {
+        let coder = Coder::new(codec, 96).unwrap();
+        for _ in 0..50 {
+            let x = normal(&mut rng, 96);
+            let back = there_and_back(&coder, &x, ScaleRule::Unbiased);
+            let product =
+                |a: &[f32], b: &[f32]| -> f64 { a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum() };
+            let ratio = product(&x, &back) / product(&x, &x);
+            // The scale is rounded to f16.
+            assert!((ratio - 1.0).abs() < 1e-3, "{codec}: {ratio}");
+        }
+    }
+}
+
+#[test]
+fn zeros_spikes_and_extremes() {
+    for codec in Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()) {
+        for dim in [1, 7, 64, 80, 256, 512].into_iter().filter(|&dim| codec.supports(dim)) {
+            let coder = Coder::new(codec, dim).unwrap();
+            for zeros in [0.0, 1e-30, f32::MIN_POSITIVE / 4.0] {
+                let back = there_and_back(&coder, &vec![zeros; dim], ScaleRule::Unbiased);
+                assert!(back.iter().all(|x| *x == 0.0), "{codec} of {dim}");
+            }
+            // One coordinate of the largest norm; rotated, it is equal magnitudes where the dimension is one block.
+            for size in [3.0, MOST_NORM] {
+                for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
+                    let mut spike = vec![0.0f32; dim];
+                    spike[dim / 2] = size;
+                    let back = there_and_back(&coder, &spike, rule);
+                    assert!(back.iter().all(|x| x.is_finite()), "{codec} of {dim}");
+                    // Of the format of mlx-native, equal magnitudes are not the middle of a cell.
+                    if dim != 7 && codec.mlx().is_none() {
+                        assert!(
+                            (back[dim / 2] / size - 1.0).abs() < 1e-3,
+                            "{codec} of {dim}: {}",
+                            back[dim / 2]
+                        );
+                    }
+                    // What the rotation makes one coordinate of is the worst of a codebook.
+                    let Some(rotation) = coder.rotation() else { continue };
+                    crate::codec::unrotate(rotation, &mut spike);
+                    let back = there_and_back(&coder, &spike, rule);
+                    assert!(back.iter().all(|x| x.is_finite()));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn names_are_read_back() {
+    for codec in Codec::ALL {
+        assert_eq!(codec.name().parse(), Ok(codec));
+    }
+    let refusal = "q4_0".parse::<Codec>().unwrap_err();
+    assert_eq!(
+        refusal,
+        "q4_0 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2, mlx-tq8, mlx-tq6, mlx-tq5, \
+         mlx-tq4, mlx-tq8-plain, mlx-tq6-plain, mlx-tq5-plain"
+    );
+}

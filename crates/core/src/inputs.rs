@@ -1,0 +1,446 @@
+//! Inputs and outputs of a run, checked against the problem once, for every backend.
+
+use crate::block_tables::BlockTables;
+use crate::block_tables::TableError;
+use crate::codec::{Codec, KvView};
+use crate::dtype::{Dtype, MaskKind};
+use crate::limits::MAX_ALIBI_SLOPE;
+use crate::problem::{Problem, Sequences};
+use crate::tensor::{MaskView, TensorView, TensorViewMut};
+
+/// Tensors that a forward run reads.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct Inputs<'a> {
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub q: TensorView<'a>,
+    /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page, head_dim]`.
+    pub k: KvView<'a>,
+    /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page, value_dim]`.
+    pub v: KvView<'a>,
+    /// Which page holds which token; present exactly when the problem's sequences are cached. `lens` are its `kv_lens`.
+    /// Rows of the pages that hold no visible token are not read into a result, whatever they hold.
+    pub tables: Option<&'a BlockTables>,
+    /// Boolean, of the shape [`Problem::tree_shape`]; present exactly when the problem has a tree mask. Columns past a
+    /// sequence's own number of queries are not read.
+    pub tree: Option<MaskView<'a>>,
+    /// Broadcastable to [`Problem::mask_shape`]; present exactly when the problem has a mask.
+    pub mask: Option<MaskView<'a>>,
+    /// `[q_heads]`, of magnitudes up to [`MAX_ALIBI_SLOPE`]; present exactly when the problem has ALiBi.
+    pub alibi_slopes: Option<&'a [f32]>,
+    /// `[q_heads]` logits; present exactly when the problem has sinks.
+    pub sinks: Option<&'a [f32]>,
+}
+
+impl<'a> Inputs<'a> {
+    /// Inputs without masks, ALiBi slopes or sinks; add them through the fields.
+    #[must_use]
+    pub const fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
+        let (k, v) = (KvView::Elements(k), KvView::Elements(v));
+        Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
+    }
+
+    /// Inputs over pages that an engine owns: q `[1, q_heads, total queries, head_dim]`, k `[pages, kv_heads, page,
+    /// head_dim]`, v `[pages, kv_heads, page, value_dim]`, of any strides. Slots of a capacity are pages of that many
+    /// tokens, one to a sequence.
+    #[must_use]
+    pub const fn paged(
+        q: TensorView<'a>,
+        k: TensorView<'a>,
+        v: TensorView<'a>,
+        tables: &'a BlockTables,
+    ) -> Self {
+        Self { tables: Some(tables), ..Self::new(q, k, v) }
+    }
+
+    /// As [`Inputs::paged`], of pages in any codec.
+    #[must_use]
+    pub const fn paged_kv(q: TensorView<'a>, k: KvView<'a>, v: KvView<'a>, tables: &'a BlockTables) -> Self {
+        Self { q, k, v, tables: Some(tables), tree: None, mask: None, alibi_slopes: None, sinks: None }
+    }
+}
+
+/// Tensors that a forward run writes. Contents before the run are never read.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Outputs<'a> {
+    /// `[batch, q_heads, q_len, value_dim]`.
+    pub out: TensorViewMut<'a>,
+    /// Logsumexp, dense `[batch, q_heads, q_len]`, where wanted.
+    pub lse: Option<&'a mut [f32]>,
+}
+
+impl<'a> Outputs<'a> {
+    /// Outputs without logsumexp; add it through the field.
+    #[must_use]
+    pub const fn new(out: TensorViewMut<'a>) -> Self {
+        Self { out, lse: None }
+    }
+}
+
+/// Why a run did not start. Nothing was written.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum RunError {
+    /// A tensor's shape is not the problem's.
+    Shape {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The problem's shape.
+        expected: [usize; 4],
+        /// The tensor's shape.
+        got: [usize; 4],
+    },
+    /// A tensor's dtype is not the problem's.
+    Dtype {
+        /// Name of the tensor.
+        tensor: &'static str,
+        /// The problem's dtype.
+        expected: Dtype,
+        /// The tensor's dtype.
+        got: Dtype,
+    },
+    /// Keys or values are stored otherwise than the problem says.
+    Codec {
+        /// `k` or `v`.
+        tensor: &'static str,
+        /// The problem's codec.
+        expected: Codec,
+        /// The codec given.
+        got: Codec,
+    },
+    /// A list has not the length that the problem demands.
+    Length {
+        /// Name of the list.
+        tensor: &'static str,
+        /// Elements expected.
+        expected: usize,
+        /// Elements given.
+        got: usize,
+    },
+    /// The problem has an input that was not given.
+    Missing {
+        /// Name of the input.
+        tensor: &'static str,
+    },
+    /// An input was given that the problem does not have.
+    Unexpected {
+        /// Name of the input.
+        tensor: &'static str,
+    },
+    /// The magnitude of an ALiBi slope is above the maximum, or it is NaN: biases would overflow f32.
+    AlibiSlope {
+        /// Query head.
+        head: usize,
+        /// The slope given.
+        slope: f32,
+        /// The largest magnitude supported.
+        max: f32,
+    },
+    /// The mask is of another kind than the problem's.
+    MaskKind {
+        /// The problem's kind.
+        expected: MaskKind,
+        /// The mask's kind.
+        got: MaskKind,
+    },
+    /// A mask that does not broadcast to the problem.
+    MaskShape {
+        /// `[sequences, q_heads, queries, keys]`; each axis may also be 1.
+        expected: [usize; 4],
+        /// The mask's shape.
+        got: [usize; 4],
+    },
+    /// A tree mask that is not boolean.
+    TreeKind {
+        /// The mask's kind.
+        got: MaskKind,
+    },
+    /// The tables do not describe sequences in the pages given.
+    Tables(TableError),
+    /// A sequence's length in the tables is not the problem's.
+    CachedLen {
+        /// Index of the sequence.
+        sequence: usize,
+        /// The problem's length.
+        expected: usize,
+        /// The tables' length.
+        got: usize,
+    },
+    /// Sequences of a shared prefix do not have the same pages.
+    Prefix {
+        /// Index of the prefix.
+        index: usize,
+        /// The sequence whose pages are not those of the first.
+        sequence: usize,
+        /// The first token that lies elsewhere.
+        token: usize,
+    },
+    /// A query row sees a token that the cache no longer keeps.
+    NotKept {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Query row of the sequence.
+        row: usize,
+        /// The first key that it sees by causality, window and length.
+        key: usize,
+        /// The first token that is kept.
+        first: usize,
+    },
+    /// The workspace is smaller than the plan's.
+    Workspace {
+        /// Bytes that the plan needs.
+        needed: usize,
+        /// Bytes given.
+        got: usize,
+    },
+    /// The plan was made for instructions beyond those of the `Cpu`.
+    Machine {
+        /// Kernel of the plan.
+        kernel: String,
+    },
+}
+
+impl std::fmt::Display for RunError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Shape { tensor, expected, got } => {
+                write!(f, "{tensor} has shape {got:?}, expected {expected:?}")
+            }
+            Self::Dtype { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
+            Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
+            Self::Length { tensor, expected, got } => {
+                write!(f, "{tensor} has {got} elements, expected {expected}")
+            }
+            Self::Missing { tensor } => write!(f, "{tensor} is missing: the problem has it"),
+            Self::Unexpected { tensor } => write!(f, "{tensor} was given but the problem does not have it"),
+            Self::AlibiSlope { head, slope, max } => {
+                write!(
+                    f,
+                    "alibi_slopes[{head}] is {slope:e}, expected -{max:e}..={max:e}: biases would overflow f32"
+                )
+            }
+            Self::MaskKind { expected, got } => write!(f, "mask is {got}, expected {expected}"),
+            Self::MaskShape { expected, got } => {
+                write!(f, "mask has shape {got:?}, expected {expected:?} with any axis 1")
+            }
+            Self::TreeKind { got } => write!(f, "tree is {got}, expected bool"),
+            Self::Tables(error) => write!(f, "tables: {error}"),
+            Self::CachedLen { sequence, expected, got } => {
+                write!(
+                    f,
+                    "tables: sequence {sequence} has length {got}, the problem's kv_lens say {expected}"
+                )
+            }
+            Self::Prefix { index, sequence, token } => write!(
+                f,
+                "tables: token {token} of sequence {sequence} is not where prefixes[{index}] has it"
+            ),
+            Self::NotKept { sequence, row, key, first } => write!(
+                f,
+                "query row {row} of sequence {sequence} sees key {key}, the first that is kept is {first}"
+            ),
+            Self::Workspace { needed, got } => {
+                write!(f, "workspace has {got} bytes, the plan needs {needed}")
+            }
+            Self::Machine { kernel } => {
+                write!(f, "{kernel} needs instructions beyond those of this Cpu")
+            }
+        }
+    }
+}
+
+impl std::error::Error for RunError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Tables(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+fn shape(tensor: &'static str, expected: [usize; 4], got: [usize; 4]) -> Result<(), RunError> {
+    if got == expected { Ok(()) } else { Err(RunError::Shape { tensor, expected, got }) }
+}
+
+fn tensor(
+    tensor: &'static str,
+    (expected, of): (Dtype, [usize; 4]),
+    (got, given): (Dtype, [usize; 4]),
+) -> Result<(), RunError> {
+    shape(tensor, of, given)?;
+    if got == expected { Ok(()) } else { Err(RunError::Dtype { tensor, expected, got }) }
+}
+
+fn kv(
+    tensor: &'static str,
+    (expected, of): (Codec, [usize; 4]),
+    (got, given): (Codec, [usize; 4]),
+) -> Result<(), RunError> {
+    shape(tensor, of, given)?;
+    if got == expected { Ok(()) } else { Err(RunError::Codec { tensor, expected, got }) }
+}
+
+fn per_head(tensor: &'static str, wanted: bool, given: Option<usize>, heads: usize) -> Result<(), RunError> {
+    match (wanted, given) {
+        (true, None) => Err(RunError::Missing { tensor }),
+        (false, Some(_)) => Err(RunError::Unexpected { tensor }),
+        (true, Some(got)) if got != heads => Err(RunError::Length { tensor, expected: heads, got }),
+        _ => Ok(()),
+    }
+}
+
+/// Dtypes and shapes of inputs, wherever their memory is.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct InputShapes {
+    /// Query.
+    pub q: (Dtype, [usize; 4]),
+    /// Keys, or pages of keys.
+    pub k: (Codec, [usize; 4]),
+    /// Values, or pages of values.
+    pub v: (Codec, [usize; 4]),
+    /// Tokens of a page, where there are block tables.
+    pub page: Option<usize>,
+    /// Tree mask.
+    pub tree: Option<(MaskKind, [usize; 4])>,
+    /// Mask.
+    pub mask: Option<(MaskKind, [usize; 4])>,
+    /// Number of ALiBi slopes.
+    pub alibi_slopes: Option<usize>,
+    /// Number of sinks.
+    pub sinks: Option<usize>,
+}
+
+impl InputShapes {
+    fn of(inputs: &Inputs<'_>) -> Self {
+        let of = |v: &TensorView<'_>| (v.dtype(), v.shape());
+        let mask = |mask: &MaskView<'_>| (mask.kind(), mask.shape());
+        Self {
+            q: of(&inputs.q),
+            k: (inputs.k.codec(), inputs.k.shape()),
+            v: (inputs.v.codec(), inputs.v.shape()),
+            page: inputs.tables.map(|tables| tables.page),
+            tree: inputs.tree.as_ref().map(mask),
+            mask: inputs.mask.as_ref().map(mask),
+            alibi_slopes: inputs.alibi_slopes.map(<[f32]>::len),
+            sinks: inputs.sinks.map(<[f32]>::len),
+        }
+    }
+
+    /// Checks that the inputs are the problem's; what tables hold is not looked at.
+    pub fn check(&self, problem: &Problem) -> Result<(), RunError> {
+        let (dims, desc, dtype) = (problem.dims(), problem.desc(), problem.dtype());
+        tensor("q", (dtype, dims.q_shape()), self.q)?;
+        let (k, v) = match (&desc.sequences, self.page) {
+            (Sequences::Cached { .. }, None) => return Err(RunError::Missing { tensor: "tables" }),
+            (Sequences::Cached { .. }, Some(page)) => {
+                let pool = |dim: usize| [self.k.1[0], dims.kv_heads, page, dim];
+                (pool(dims.head_dim), pool(dims.value_dim))
+            }
+            (_, None) => (dims.k_shape(), dims.v_shape()),
+            (_, Some(_)) => return Err(RunError::Unexpected { tensor: "tables" }),
+        };
+        kv("k", (problem.k_codec(), k), self.k)?;
+        kv("v", (problem.v_codec(), v), self.v)?;
+        match (desc.tree, self.tree) {
+            (true, None) => return Err(RunError::Missing { tensor: "tree" }),
+            (false, Some(_)) => return Err(RunError::Unexpected { tensor: "tree" }),
+            (true, Some((got, _))) if got != MaskKind::Bool => return Err(RunError::TreeKind { got }),
+            (true, Some((_, got))) if got != problem.tree_shape() => {
+                return Err(RunError::Shape { tensor: "tree", expected: problem.tree_shape(), got });
+            }
+            _ => {}
+        }
+        per_head("alibi_slopes", desc.alibi, self.alibi_slopes, dims.q_heads)?;
+        per_head("sinks", desc.sinks, self.sinks, dims.q_heads)?;
+        match (desc.mask, self.mask) {
+            (None, None) => Ok(()),
+            (Some(_), None) => Err(RunError::Missing { tensor: "mask" }),
+            (None, Some(_)) => Err(RunError::Unexpected { tensor: "mask" }),
+            (Some(expected), Some((got, _))) if got != expected => Err(RunError::MaskKind { expected, got }),
+            (Some(_), Some((_, got))) => {
+                let expected = problem.mask_shape();
+                if got.iter().zip(expected).any(|(&g, e)| g != e && g != 1) {
+                    return Err(RunError::MaskShape { expected, got });
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Checks that tables describe the problem's sequences in a pool of so many pages, and that what they see is kept.
+pub(crate) fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
+    let sequences = problem.sequences();
+    if tables.lens.len() != sequences.len() {
+        let (expected, got) = (sequences.len(), tables.lens.len());
+        return Err(RunError::Length { tensor: "tables.lens", expected, got });
+    }
+    for (sequence, (s, &got)) in sequences.iter().zip(&tables.lens).enumerate() {
+        if got != s.kv_len {
+            return Err(RunError::CachedLen { sequence, expected: s.kv_len, got });
+        }
+    }
+    tables.validate(pages).map_err(RunError::Tables)?;
+    for (sequence, (s, &first)) in sequences.iter().zip(&tables.first).enumerate() {
+        match problem.first_visible(s) {
+            Some((row, key)) if key < first => {
+                return Err(RunError::NotKept { sequence, row, key, first });
+            }
+            _ => {}
+        }
+    }
+    for (index, prefix) in problem.desc().prefixes.iter().enumerate() {
+        let leader = prefix.sequences.start;
+        for sequence in prefix.sequences.clone() {
+            let shared = tables.shared(leader, sequence, prefix.len);
+            if shared < prefix.len {
+                return Err(RunError::Prefix { index, sequence, token: shared });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Checks the magnitudes of ALiBi slopes.
+pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
+    let max = MAX_ALIBI_SLOPE;
+    // A NaN is within no range.
+    let refused = |(_, slope): &(usize, &f32)| !(-max..=max).contains(*slope);
+    match slopes.unwrap_or_default().iter().enumerate().find(refused) {
+        Some((head, &slope)) => Err(RunError::AlibiSlope { head, slope, max }),
+        None => Ok(()),
+    }
+}
+
+/// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached, those of a shared
+/// prefix once more for each prefix.
+pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
+    let given = InputShapes::of(inputs);
+    given.check(problem)?;
+    check_slopes(inputs.alibi_slopes)?;
+    inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))
+}
+
+/// Checks that an output of this dtype and shape, and a list of so many logsumexp, are the problem's.
+pub fn check_outputs(
+    problem: &Problem,
+    out: (Dtype, [usize; 4]),
+    lse: Option<usize>,
+) -> Result<(), RunError> {
+    let dims = problem.dims();
+    tensor("out", (problem.dtype(), dims.out_shape()), out)?;
+    let expected = dims.batch * dims.q_heads * dims.q_len;
+    match lse {
+        Some(got) if got != expected => Err(RunError::Length { tensor: "lse", expected, got }),
+        _ => Ok(()),
+    }
+}
+
+/// Checks that inputs and outputs are the problem's.
+pub fn check(problem: &Problem, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Result<(), RunError> {
+    check_inputs(problem, inputs)?;
+    let out = (outputs.out.dtype(), outputs.out.shape());
+    check_outputs(problem, out, outputs.lse.as_ref().map(|lse| lse.len()))
+}

@@ -1,0 +1,67 @@
+//! Instruction sets of the CPU kernels.
+
+use crate::dtype::Dtype;
+
+/// Instruction set of a CPU kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Isa {
+    /// Plain Rust that the compiler vectorises.
+    Portable,
+    /// AVX2, FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    Avx512,
+    /// AVX-512 with VNNI and VBMI: quantized keys and values are multiplied as integers.
+    Avx512Vnni,
+    /// AVX-512 with VNNI, VBMI and BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
+    Avx512Bf16,
+    /// AVX-512 with VNNI, VBMI, BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
+    Amx,
+}
+
+impl Isa {
+    /// Every instruction set, each a superset of those before it on its architecture.
+    pub const ALL: [Self; 6] =
+        [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Vnni, Self::Avx512Bf16, Self::Amx];
+
+    /// The one whose kernels compute elements of a dtype on a machine with this one.
+    #[must_use]
+    pub fn for_dtype(self, dtype: Dtype) -> Self {
+        if self.multiplies_pairs() && dtype == Dtype::BF16 { self } else { self.min(Self::Avx512) }
+    }
+
+    /// Name as used in kernel names and on the command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Avx512Vnni => "avx512vnni",
+            Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
+        }
+    }
+
+    /// f32 lanes of a vector register.
+    #[must_use]
+    pub const fn lanes(self) -> usize {
+        match self {
+            Self::Portable => 4,
+            Self::Avx2 => 8,
+            Self::Avx512 | Self::Avx512Vnni | Self::Avx512Bf16 | Self::Amx => 16,
+        }
+    }
+
+    /// Whether products are of pairs of bf16, with weights rounded to bf16.
+    #[must_use]
+    pub const fn multiplies_pairs(self) -> bool {
+        matches!(self, Self::Avx512Bf16 | Self::Amx)
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}

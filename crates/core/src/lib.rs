@@ -1,0 +1,31 @@
+//! What flashtile computes, without saying how: problems, tensor views, KV caches, codecs, and the reference in f64.
+//!
+//! Backends ([`flashtile-cpu`](https://docs.rs/flashtile-cpu) and others) depend on this crate; it knows none of them, starts no threads
+//! and touches no device. Applications use the crate `flashtile`, which re-exports what they need: items that are public here and
+//! not there serve backends and may change in any release.
+//!
+//! | module | |
+//! |---|---|
+//! | [`problem`] | the description of attention and its validation |
+//! | [`limits`] | the largest problem |
+//! | [`tensor`] | strided views |
+//! | [`inputs`] | tensors of a run, checked against the problem |
+//! | [`block_tables`], [`cache`] | which page holds which token; caches |
+//! | [`codec`] | how rows of keys and values are stored |
+//! | [`isa`], [`plan`] | instruction sets, and the options and refusals that all planners share |
+//! | [`mod@reference`] | attention by definition, in f64 |
+//! | [`quality`] | how far an answer is from the reference, and what a codec costs |
+
+pub mod block_tables;
+pub mod cache;
+pub mod codec;
+pub mod dtype;
+pub mod inputs;
+pub mod isa;
+pub mod limits;
+pub mod memory;
+pub mod plan;
+pub mod problem;
+pub mod quality;
+pub mod reference;
+pub mod tensor;

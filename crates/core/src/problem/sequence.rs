@@ -1,0 +1,176 @@
+//! How tensors divide into sequences.
+
+use super::{Positional, ProblemDesc, ProblemError, QOffset, Side};
+use crate::limits::{MAX_LEN, MAX_SEQUENCES};
+
+/// How batch entries divide into sequences.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Sequences {
+    /// Each batch entry is one sequence of `q_len` queries and `kv_len` keys.
+    #[default]
+    Dense,
+    /// Each batch entry is one sequence of `q_len` queries and its own number of keys; rows past it are padding and are
+    /// never read.
+    Padded {
+        /// Keys of each batch entry, `[batch]`, each at most `kv_len`.
+        kv_lens: Vec<usize>,
+    },
+    /// Sequences lie one after another in a single batch entry: q `[q_len, q_heads, head_dim]` with `q_len` the total.
+    Packed {
+        /// First query row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
+        cu_seqlens_q: Vec<usize>,
+        /// First key row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
+        cu_seqlens_k: Vec<usize>,
+    },
+    /// Keys and values lie in the pages of a cache, found through
+    /// [`BlockTables`](crate::block_tables::BlockTables); queries are packed as in [`Sequences::Packed`]. Each sequence has its own
+    /// numbers of queries and keys, so that chunks of prompts and single steps of decoding share a batch.
+    Cached {
+        /// First query row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
+        cu_seqlens_q: Vec<usize>,
+        /// Length of each sequence in tokens, `[sequences]`, each at most `kv_len`: those that the cache no longer keeps
+        /// and those of this step are counted.
+        kv_lens: Vec<usize>,
+    },
+}
+
+impl Sequences {
+    /// [`Sequences::Cached`] from pairs (queries, length) of each sequence; saturating. The total of the queries is its
+    /// `q_len`.
+    #[must_use]
+    pub fn cached(lengths: &[(usize, usize)]) -> Self {
+        let mut total = 0usize;
+        let mut next = |&(q_len, _): &(usize, usize)| {
+            total = total.saturating_add(q_len);
+            total
+        };
+        let cu_seqlens_q = std::iter::once(0).chain(lengths.iter().map(&mut next)).collect();
+        Self::Cached { cu_seqlens_q, kv_lens: lengths.iter().map(|&(_, kv_len)| kv_len).collect() }
+    }
+}
+
+/// One sequence of a validated problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Sequence {
+    /// Batch entry of the tensors that holds the sequence.
+    pub batch: usize,
+    /// Row of the first query in that entry.
+    pub q_start: usize,
+    /// Query rows.
+    pub q_len: usize,
+    /// Row of the first key in that entry; 0 where keys lie in pages.
+    pub kv_start: usize,
+    /// Keys, padding not counted.
+    pub kv_len: usize,
+    /// Key position of the first query, counted from the sequence's first key.
+    pub q_offset: i64,
+}
+
+pub(super) fn resolve(desc: &ProblemDesc) -> Result<Vec<Sequence>, ProblemError> {
+    let d = &desc.dims;
+    if desc.tree && !matches!(desc.sequences, Sequences::Cached { .. }) {
+        return Err(ProblemError::TreeNotCached);
+    }
+    let sequence = |batch, q: (usize, usize), kv: (usize, usize)| {
+        let ((q_start, q_len), (kv_start, kv_len)) = (q, kv);
+        Ok(Sequence { batch, q_start, q_len, kv_start, kv_len, q_offset: offset(desc, q_len, kv_len)? })
+    };
+    match &desc.sequences {
+        Sequences::Dense => (0..d.batch).map(|b| sequence(b, (0, d.q_len), (0, d.kv_len))).collect(),
+        Sequences::Padded { kv_lens } => {
+            if kv_lens.len() != d.batch {
+                return Err(ProblemError::KvLensCount { got: kv_lens.len(), batch: d.batch });
+            }
+            let one = |(b, &n): (usize, &usize)| {
+                if n > d.kv_len {
+                    return Err(ProblemError::KvLen { index: b, got: n, kv_len: d.kv_len });
+                }
+                sequence(b, (0, d.q_len), (0, n))
+            };
+            kv_lens.iter().enumerate().map(one).collect()
+        }
+        Sequences::Packed { cu_seqlens_q, cu_seqlens_k } => {
+            if d.batch != 1 {
+                return Err(ProblemError::PackedBatch { batch: d.batch });
+            }
+            if cu_seqlens_q.len() != cu_seqlens_k.len() {
+                return Err(ProblemError::CuSeqlensCount { q: cu_seqlens_q.len(), k: cu_seqlens_k.len() });
+            }
+            if cu_seqlens_q.len() > MAX_SEQUENCES + 1 {
+                let got = cu_seqlens_q.len() - 1;
+                return Err(ProblemError::TooLong { name: "sequences", got, max: MAX_SEQUENCES });
+            }
+            check_cumulative(Side::Q, cu_seqlens_q, d.q_len)?;
+            check_cumulative(Side::K, cu_seqlens_k, d.kv_len)?;
+            let span = |w: &[usize]| (w[0], w[1] - w[0]);
+            let pairs = cu_seqlens_q.windows(2).zip(cu_seqlens_k.windows(2));
+            pairs.map(|(q, k)| sequence(0, span(q), span(k))).collect()
+        }
+        Sequences::Cached { cu_seqlens_q, kv_lens } => {
+            if d.batch != 1 {
+                return Err(ProblemError::PackedBatch { batch: d.batch });
+            }
+            if cu_seqlens_q.len().checked_sub(1) != Some(kv_lens.len()) {
+                return Err(ProblemError::CachedCount { q: cu_seqlens_q.len(), kv: kv_lens.len() });
+            }
+            if kv_lens.len() > MAX_SEQUENCES {
+                let got = kv_lens.len();
+                return Err(ProblemError::TooLong { name: "sequences", got, max: MAX_SEQUENCES });
+            }
+            check_cumulative(Side::Q, cu_seqlens_q, d.q_len)?;
+            let one = |(index, (w, &n)): (usize, (&[usize], &usize))| {
+                let q_len = w[1] - w[0];
+                if n > d.kv_len {
+                    return Err(ProblemError::CachedLen { index, got: n, kv_len: d.kv_len });
+                }
+                if desc.tree && q_len > n {
+                    return Err(ProblemError::TreeLen { index, q_len, kv_len: n });
+                }
+                sequence(0, (w[0], q_len), (0, n))
+            };
+            cu_seqlens_q.windows(2).zip(kv_lens).enumerate().map(one).collect()
+        }
+    }
+}
+
+fn check_cumulative(side: Side, cu: &[usize], total: usize) -> Result<(), ProblemError> {
+    match cu.first() {
+        Some(0) => {}
+        first => return Err(ProblemError::CuSeqlensStart { side, got: first.copied() }),
+    }
+    if let Some(i) = cu.windows(2).position(|w| w[1] < w[0]) {
+        return Err(ProblemError::CuSeqlensDecrease { side, index: i + 1, from: cu[i], to: cu[i + 1] });
+    }
+    match cu.last() {
+        Some(&last) if last == total => Ok(()),
+        last => Err(ProblemError::CuSeqlensEnd { side, got: last.copied().unwrap_or(0), total }),
+    }
+}
+
+fn offset(desc: &ProblemDesc, q_len: usize, kv_len: usize) -> Result<i64, ProblemError> {
+    match desc.q_offset {
+        Some(QOffset::TopLeft) => Ok(0),
+        Some(QOffset::BottomRight) => Ok(kv_len as i64 - q_len as i64),
+        Some(QOffset::At(n)) if n.unsigned_abs() <= MAX_LEN as u64 => Ok(n),
+        Some(QOffset::At(n)) => Err(ProblemError::OffsetRange { got: n, max: MAX_LEN }),
+        None => {
+            let feature = if desc.alibi {
+                Positional::Alibi
+            } else if desc.visibility.is_full() {
+                return Ok(0);
+            } else if desc.visibility.left().is_none() && desc.visibility.right() == Some(0) {
+                Positional::Causal
+            } else {
+                Positional::Window
+            };
+            match desc.sequences {
+                Sequences::Padded { .. } | Sequences::Cached { .. } => {
+                    Err(ProblemError::OffsetUnsaidPadded { feature })
+                }
+                _ if q_len == kv_len => Ok(0),
+                _ => Err(ProblemError::OffsetUnsaid { feature, q_len, kv_len }),
+            }
+        }
+    }
+}

@@ -1,0 +1,501 @@
+//! Attention of one head over its keys and values in several codecs, against attention over them as they are.
+
+use super::Head;
+use crate::codec::{CodePages, Codec, NotStored, Side, convert, mean_row, to_f32};
+use crate::dtype::Dtype;
+use crate::limits::MAX_HEAD_DIM;
+use std::ops::Range;
+
+/// One head whose attention is compared: its rows, which of them see each other, and what becomes of a score.
+#[derive(Debug, Clone, Copy)]
+#[non_exhaustive]
+pub struct HeadAttention<'a> {
+    /// Keys, values and queries.
+    pub head: Head<'a>,
+    /// The keys that each query sees; `None`: all of them.
+    pub seen: Option<&'a [Range<usize>]>,
+    /// `c` of `softcap(x) = c * tanh(x / c)`, applied to scaled scores.
+    pub softcap: Option<f32>,
+    /// The row `[head_dim]` that centred keys are stored without; `None`: the mean of all keys.
+    pub key_mean: Option<&'a [f32]>,
+}
+
+impl<'a> HeadAttention<'a> {
+    /// Every query sees every key, scores are not capped, and keys are centred by their mean.
+    #[must_use]
+    pub const fn new(head: Head<'a>) -> Self {
+        Self { head, seen: None, softcap: None, key_mean: None }
+    }
+
+    fn seen(&self, row: usize, tokens: usize) -> Range<usize> {
+        self.seen.map_or(0..tokens, |seen| seen[row].clone())
+    }
+}
+
+/// How keys are stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct KeyCodec {
+    /// The codec.
+    pub codec: Codec,
+    /// Whether a mean is taken out before: without effect on plain elements.
+    pub centred: bool,
+}
+
+/// A sum of squared errors, and of the squares that they are errors of. Those of several heads are added.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Deviation {
+    /// Sum of squared errors.
+    pub error: f64,
+    /// Sum of squares of what is right.
+    pub energy: f64,
+}
+
+impl Deviation {
+    /// Error over energy: the relative mean square error. 0 where there is no error.
+    #[must_use]
+    pub fn relative(self) -> f64 {
+        if self.error == 0.0 { 0.0 } else { self.error / self.energy }
+    }
+
+    /// Adds another sum.
+    pub fn add(&mut self, other: Self) {
+        self.error += other.error;
+        self.energy += other.energy;
+    }
+}
+
+/// What a codec does to keys, summed over queries. Those of several heads are added.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct KeyErrors {
+    /// Errors of the rows.
+    pub rows: Deviation,
+    /// Sum over queries of the mean square error of their logits, without what is the same for all keys of a query.
+    pub logits: f64,
+    /// Sum over queries of the Kullback-Leibler divergence of the weights, in nats.
+    pub kl: f64,
+}
+
+impl KeyErrors {
+    /// Adds another sum.
+    pub fn add(&mut self, other: &Self) {
+        self.rows.add(other.rows);
+        self.logits += other.logits;
+        self.kl += other.kl;
+    }
+}
+
+/// A row that a codec cannot store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RefusedRow {
+    /// Its number.
+    pub row: usize,
+    /// Why.
+    pub why: NotStored,
+}
+
+/// What [`compare`] finds.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Comparison {
+    /// Queries that see a key.
+    pub queries: usize,
+    /// Of each codec of the keys.
+    pub keys: Vec<Result<KeyErrors, RefusedRow>>,
+    /// Of each codec of the values.
+    pub values: Vec<Result<Deviation, RefusedRow>>,
+    /// Errors of the output, `[codecs of the keys][codecs of the values]`; none where a codec stores not all rows.
+    pub out: Vec<Vec<Option<Deviation>>>,
+}
+
+/// Query rows whose outputs are summed at a time, so that values are read once for all of them.
+const BLOCK: usize = 8;
+
+/// Compares attention over keys in each codec and values in each codec, every pair of them, with attention over the keys and values
+/// as they are. Logits and weights are f64, weighted sums f32.
+///
+/// Cost: `O(queries * tokens * keys.len() * (head_dim + values.len() * value_dim))` on one thread, and memory for
+/// `tokens * (4 * (2 * values.len() + 1) * value_dim + 4 * head_dim + 16 * queries)` bytes.
+///
+/// # Panics
+/// Where the slices are no whole rows of dimensions from 1 to [`MAX_HEAD_DIM`], there is no key, `key_mean` is no row, or `seen` has not a
+/// range of keys for each query.
+#[must_use]
+pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec]) -> Comparison {
+    let head = attention.head;
+    let tokens = head.k.len() / head.head_dim;
+    assert!(tokens > 0 && head.head_dim.max(head.value_dim) <= MAX_HEAD_DIM, "rows of keys");
+    assert_eq!((head.k.len(), head.v.len()), (tokens * head.head_dim, tokens * head.value_dim), "whole rows");
+    let count = head.q.len() / head.head_dim;
+    assert_eq!(head.q.len(), count * head.head_dim, "whole rows of queries");
+    assert!(attention.key_mean.is_none_or(|mean| mean.len() == head.head_dim), "a mean of a key");
+    let within = |seen: &[Range<usize>]| seen.iter().all(|seen| seen.end <= tokens);
+    assert!(attention.seen.is_none_or(within), "ranges of keys that there are");
+    let mean = match attention.key_mean {
+        Some(mean) => mean.to_vec(),
+        None => mean_row(head.k, head.head_dim),
+    };
+
+    let stored_values: Vec<Result<Vec<f32>, RefusedRow>> =
+        values.iter().map(|&codec| stored(head.v, head.value_dim, (codec, Side::Values), None)).collect();
+    let stack = Stack::new(head.v, head.value_dim, &stored_values);
+    let exact = Exact::new(attention, count, &stack);
+
+    let of_keys = |key: &KeyCodec| {
+        let mean = key.centred.then(|| mean.clone());
+        let k = stored(head.k, head.head_dim, (key.codec, Side::Keys), mean)?;
+        let (mut errors, out) = exact.against(&k, &stack);
+        errors.rows = deviation(head.k, &k);
+        Ok((errors, out))
+    };
+    let found: Vec<Result<(KeyErrors, Vec<Deviation>), RefusedRow>> = keys.iter().map(of_keys).collect();
+    // Columns of the stack are the values that were stored, in their order.
+    let by_codec = |out: &[Deviation]| {
+        let mut columns = out.iter();
+        stored_values.iter().map(|v| v.as_ref().ok().and_then(|_| columns.next().copied())).collect()
+    };
+    Comparison {
+        queries: exact.rows.len(),
+        out: found
+            .iter()
+            .map(|of| of.as_ref().map_or_else(|_| vec![None; values.len()], |(_, out)| by_codec(out)))
+            .collect(),
+        keys: found.into_iter().map(|of| of.map(|(errors, _)| errors)).collect(),
+        values: stored_values
+            .iter()
+            .map(|of| of.as_ref().map(|v| deviation(head.v, v)).map_err(|e| *e))
+            .collect(),
+    }
+}
+
+/// Values as they are and in each codec, side by side for each token.
+struct Stack {
+    rows: Vec<f32>,
+    dim: usize,
+    /// Elements of a token.
+    width: usize,
+}
+
+impl Stack {
+    fn new(v: &[f32], dim: usize, stored: &[Result<Vec<f32>, RefusedRow>]) -> Self {
+        let all: Vec<&[f32]> = std::iter::once(v).chain(stored.iter().flatten().map(Vec::as_slice)).collect();
+        let width = all.len() * dim;
+        let mut rows = Vec::with_capacity(v.len() * all.len());
+        for token in 0..v.len() / dim {
+            all.iter().for_each(|v| rows.extend_from_slice(&v[token * dim..][..dim]));
+        }
+        Self { rows, dim, width }
+    }
+
+    /// Adds the sums of tokens `from..` weighted by `weights` of several rows, `[rows][tokens]`, to `out`, `[rows][width]`.
+    fn add(&self, weights: &[&[f32]], from: usize, out: &mut [f32]) {
+        /// Tokens at a time, which spares loads and stores of sums.
+        const TOKENS: usize = 4;
+        let tokens = weights.first().map_or(0, |row| row.len());
+        for at in (0..tokens).step_by(TOKENS) {
+            let here = TOKENS.min(tokens - at);
+            let rows = &self.rows[(from + at) * self.width..][..here * self.width];
+            for (weights, out) in weights.iter().zip(out.chunks_exact_mut(self.width)) {
+                let weights = &weights[at..at + here];
+                match (weights, rows.len() == TOKENS * self.width) {
+                    (&[a, b, c, d], true) => {
+                        let (first, second) = rows.split_at(2 * self.width);
+                        let ((va, vb), (vc, vd)) = (first.split_at(self.width), second.split_at(self.width));
+                        for ((((out, va), vb), vc), vd) in out.iter_mut().zip(va).zip(vb).zip(vc).zip(vd) {
+                            *out += (a * va + b * vb) + (c * vc + d * vd);
+                        }
+                    }
+                    _ => {
+                        for (weight, row) in weights.iter().zip(rows.chunks_exact(self.width)) {
+                            out.iter_mut().zip(row).for_each(|(out, v)| *out += weight * v);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A query that sees a key, and its exact attention.
+struct ExactRow<'a> {
+    q: &'a [f32],
+    seen: Range<usize>,
+    /// Of the keys seen.
+    logits: Vec<f64>,
+    weights: Vec<f64>,
+    lse: f64,
+    out: Vec<f32>,
+}
+
+/// Exact attention of the queries that see a key.
+struct Exact<'a> {
+    attention: &'a HeadAttention<'a>,
+    rows: Vec<ExactRow<'a>>,
+}
+
+impl<'a> Exact<'a> {
+    fn new(attention: &'a HeadAttention<'a>, count: usize, stack: &Stack) -> Self {
+        let head = attention.head;
+        let tokens = head.k.len() / head.head_dim;
+        assert!(attention.seen.is_none_or(|seen| seen.len() == count), "a range of keys for each query");
+        let queries = head.q.chunks_exact(head.head_dim).enumerate();
+        let seeing =
+            queries.map(|(row, q)| (q, attention.seen(row, tokens))).filter(|(_, seen)| !seen.is_empty());
+        let row = |(q, seen): (&'a [f32], Range<usize>)| {
+            let logits = logits(attention, q, head.k, &seen);
+            let (weights, lse) = softmax(&logits);
+            ExactRow { q, seen, logits, weights, lse, out: Vec::new() }
+        };
+        let mut rows: Vec<ExactRow<'a>> = seeing.map(row).collect();
+        for block in rows.chunks_mut(BLOCK) {
+            let weights: Vec<&[f64]> = block.iter().map(|row| row.weights.as_slice()).collect();
+            let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
+            let out = weighted(stack, &weights, &seen);
+            for (row, out) in block.iter_mut().zip(out.chunks_exact(stack.width)) {
+                // The first column is of values as they are.
+                row.out = out[..stack.dim].to_vec();
+            }
+        }
+        Self { attention, rows }
+    }
+
+    /// Errors of attention over other keys: of the keys themselves all but those of rows, and of the output for each column of
+    /// stored values.
+    fn against(&self, k: &[f32], stack: &Stack) -> (KeyErrors, Vec<Deviation>) {
+        let mut errors = KeyErrors::default();
+        let mut out = vec![Deviation::default(); stack.width / stack.dim - 1];
+        for block in self.rows.chunks(BLOCK) {
+            let mut weights = Vec::with_capacity(block.len());
+            for row in block {
+                let got = logits(self.attention, row.q, k, &row.seen);
+                let keys = got.len() as f64;
+                let shift = row.logits.iter().zip(&got).map(|(a, b)| a - b).sum::<f64>() / keys;
+                let square = row.logits.iter().zip(&got).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>();
+                errors.logits += square / keys;
+                let (of_got, lse) = softmax(&got);
+                // sum p ((a - lse) - (b - lse')), the shift taken out of both sides.
+                let moved = row.weights.iter().zip(row.logits.iter().zip(&got));
+                let moved = moved.map(|(p, (a, b))| p * (a - b - shift)).sum::<f64>();
+                // Rounding makes it negative where it is nearly 0; a NaN stays.
+                let kl = moved + shift - row.lse + lse;
+                errors.kl += if kl < 0.0 { 0.0 } else { kl };
+                weights.push(of_got);
+            }
+            let weights: Vec<&[f64]> = weights.iter().map(Vec::as_slice).collect();
+            let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
+            let got = weighted(stack, &weights, &seen);
+            for (row, got) in block.iter().zip(got.chunks_exact(stack.width)) {
+                for (out, got) in out.iter_mut().zip(got.chunks_exact(stack.dim).skip(1)) {
+                    out.add(deviation(&row.out, got));
+                }
+            }
+        }
+        (errors, out)
+    }
+}
+
+/// Sums of every column of a stack weighted for each row, whose weights are of the keys that it sees: `[rows][width]`.
+fn weighted(stack: &Stack, weights: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32> {
+    let start = seen.iter().map(|seen| seen.start).min().unwrap_or(0);
+    let end = seen.iter().map(|seen| seen.end).max().unwrap_or(0);
+    let mut wide = vec![vec![0.0f32; end - start]; weights.len()];
+    for ((wide, weights), seen) in wide.iter_mut().zip(weights).zip(seen) {
+        let into = &mut wide[seen.start - start..seen.end - start];
+        into.iter_mut().zip(*weights).for_each(|(into, p)| *into = *p as f32);
+    }
+    let wide: Vec<&[f32]> = wide.iter().map(Vec::as_slice).collect();
+    let mut out = vec![0.0f32; weights.len() * stack.width];
+    stack.add(&wide, start, &mut out);
+    out
+}
+
+/// Logits of a query with the keys that it sees.
+fn logits(attention: &HeadAttention<'_>, q: &[f32], k: &[f32], seen: &Range<usize>) -> Vec<f64> {
+    let (scale, dim) = (f64::from(attention.head.scale), q.len());
+    let rows = k[seen.start * dim..seen.end * dim].chunks_exact(dim);
+    let scaled = rows.map(|k| scale * product(q, k));
+    match attention.softcap.map(f64::from) {
+        None => scaled.collect(),
+        Some(cap) => scaled.map(|x| cap * (x / cap).tanh()).collect(),
+    }
+}
+
+/// Inner product in f64, as sums that do not wait for each other.
+fn product(a: &[f32], b: &[f32]) -> f64 {
+    const LANES: usize = 8;
+    let mut sums = [0.0f64; LANES];
+    let (a_blocks, a_rest) = a.as_chunks::<LANES>();
+    let (b_blocks, b_rest) = b.as_chunks::<LANES>();
+    for (a, b) in a_blocks.iter().zip(b_blocks) {
+        for lane in 0..LANES {
+            sums[lane] += f64::from(a[lane]) * f64::from(b[lane]);
+        }
+    }
+    let rest: f64 = a_rest.iter().zip(b_rest).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+    sums.into_iter().sum::<f64>() + rest
+}
+
+/// Weights of logits, and the logarithm of their sum before they were divided by it.
+fn softmax(logits: &[f64]) -> (Vec<f64>, f64) {
+    let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut weights: Vec<f64> = logits.iter().map(|x| (x - most).exp()).collect();
+    let sum: f64 = weights.iter().sum();
+    weights.iter_mut().for_each(|x| *x /= sum);
+    (weights, most + sum.ln())
+}
+
+/// Rows as they come back from a codec.
+fn stored(
+    rows: &[f32],
+    dim: usize,
+    (codec, side): (Codec, Side),
+    mean: Option<Vec<f32>>,
+) -> Result<Vec<f32>, RefusedRow> {
+    let mut back = vec![0.0; rows.len()];
+    if let Some(dtype) = codec.dtype() {
+        let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        let mut narrow = vec![0u8; rows.len() * dtype.bytes()];
+        convert(Dtype::F32, &bytes, dtype, &mut narrow);
+        to_f32(dtype, &narrow, &mut back);
+        return Ok(back);
+    }
+    // A page of one row, written again for each.
+    let page = CodePages::new(codec, side, [1, 1, 1, dim]);
+    let mut page = page.map_err(|_| RefusedRow { row: 0, why: NotStored::Dim { codec, dim } })?;
+    page.set_mean(mean);
+    for (row, (x, back)) in rows.chunks_exact(dim).zip(back.chunks_exact_mut(dim)).enumerate() {
+        page.store([0, 0, 0], x).map_err(|why| RefusedRow { row, why })?;
+        page.read(0, 0, 0, back);
+    }
+    Ok(back)
+}
+
+fn deviation(rows: &[f32], back: &[f32]) -> Deviation {
+    let error = rows.iter().zip(back).map(|(a, b)| (f64::from(*a) - f64::from(*b)).powi(2)).sum();
+    Deviation { error, energy: rows.iter().map(|x| f64::from(*x).powi(2)).sum() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtile_testkit::Rng;
+
+    const KEYS: [KeyCodec; 5] = [
+        KeyCodec { codec: Codec::F32, centred: false },
+        KeyCodec { codec: Codec::Int8, centred: false },
+        KeyCodec { codec: Codec::Tq4, centred: false },
+        KeyCodec { codec: Codec::Tq4, centred: true },
+        KeyCodec { codec: Codec::F16, centred: false },
+    ];
+    const VALUES: [Codec; 3] = [Codec::F32, Codec::Tq5, Codec::Tq2];
+
+    fn rows(seed: u64, count: usize, dim: usize) -> Vec<f32> {
+        let mut rng = Rng::new(seed);
+        (0..count * dim).map(|_| rng.normal()).collect()
+    }
+
+    /// By the definition, one pair of codecs and one query at a time.
+    fn naive(attention: &HeadAttention<'_>, k: &[f32], v: &[f32]) -> (f64, f64, Deviation) {
+        let Head { head_dim, value_dim, scale, .. } = attention.head;
+        let (mut logit, mut kl, mut out) = (0.0, 0.0, Deviation::default());
+        for (row, q) in attention.head.q.chunks_exact(head_dim).enumerate() {
+            let seen = attention.seen(row, k.len() / head_dim);
+            if seen.is_empty() {
+                continue;
+            }
+            let of = |k: &[f32], v: &[f32]| {
+                let score = |j: usize| {
+                    let dot: f64 =
+                        (0..head_dim).map(|d| f64::from(q[d]) * f64::from(k[j * head_dim + d])).sum();
+                    let x = dot * f64::from(scale);
+                    attention.softcap.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh())
+                };
+                let scores: Vec<f64> = seen.clone().map(score).collect();
+                let sum: f64 = scores.iter().map(|s| s.exp()).sum();
+                let p: Vec<f64> = scores.iter().map(|s| s.exp() / sum).collect();
+                let out: Vec<f64> = (0..value_dim)
+                    .map(|d| seen.clone().zip(&p).map(|(j, p)| p * f64::from(v[j * value_dim + d])).sum())
+                    .collect();
+                (scores, p, out)
+            };
+            let ((a, p, want), (b, r, got)) = (of(attention.head.k, attention.head.v), of(k, v));
+            let shift = a.iter().zip(&b).map(|(a, b)| a - b).sum::<f64>() / a.len() as f64;
+            logit += a.iter().zip(&b).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>() / a.len() as f64;
+            kl += p.iter().zip(&r).map(|(p, r)| p * (p / r).ln()).sum::<f64>();
+            out.error += want.iter().zip(&got).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
+            out.energy += want.iter().map(|x| x * x).sum::<f64>();
+        }
+        (logit, kl, out)
+    }
+
+    fn near(got: f64, want: f64) -> bool {
+        (got - want).abs() <= 1e-4 * want.abs() + 1e-11
+    }
+
+    #[test]
+    fn every_pair_is_that_of_the_definition() {
+        let (tokens, queries, head_dim, value_dim) = (37, 19, 24, 20);
+        let (k, v, q) = (rows(1, tokens, head_dim), rows(2, tokens, value_dim), rows(3, queries, head_dim));
+        let head = Head { k: &k, v: &v, q: &q, head_dim, value_dim, scale: 0.3 };
+        let causal: Vec<Range<usize>> = (0..queries).map(|i| i.saturating_sub(9)..i * 2).collect();
+        let plain = HeadAttention::new(head);
+        let capped = HeadAttention { seen: Some(&causal), softcap: Some(1.5), ..plain };
+        for attention in [plain, capped] {
+            let found = compare(&attention, &KEYS, &VALUES);
+            assert_eq!(found.queries, if attention.seen.is_some() { queries - 1 } else { queries });
+            for (key, codec) in KEYS.iter().enumerate() {
+                let mean = codec.centred.then(|| mean_row(&k, head_dim));
+                let stored_k = stored(&k, head_dim, (codec.codec, Side::Keys), mean).unwrap();
+                for (value, codec) in VALUES.iter().enumerate() {
+                    let stored_v = stored(&v, value_dim, (*codec, Side::Values), None).unwrap();
+                    let (logit, kl, out) = naive(&attention, &stored_k, &stored_v);
+                    let of_key = found.keys[key].unwrap();
+                    let got = found.out[key][value].unwrap();
+                    assert!(near(of_key.logits, logit) && near(of_key.kl, kl), "{of_key:?} {logit} {kl}");
+                    assert!(near(got.relative(), out.relative()), "{got:?} {out:?}");
+                }
+            }
+            // Where nothing is changed nothing is wrong, in any digit.
+            assert_eq!((found.keys[0].unwrap().kl, found.out[0][0].unwrap().error), (0.0, 0.0));
+            assert!(found.keys[2].unwrap().kl > 1e-3 && found.out[2][2].unwrap().relative() > 1e-3);
+        }
+    }
+
+    #[test]
+    fn a_divergence_that_is_none_is_not_0() {
+        let (mut k, v, q) = (rows(1, 5, 16), rows(2, 5, 16), rows(3, 2, 16));
+        // Infinite in f16.
+        k[20] = 70_000.0;
+        let head = Head { k: &k, v: &v, q: &q, head_dim: 16, value_dim: 16, scale: 1.0 };
+        let found = compare(&HeadAttention::new(head), &KEYS[4..], &VALUES);
+        assert!(found.keys[0].unwrap().kl.is_nan());
+    }
+
+    #[test]
+    fn rows_that_a_codec_refuses_leave_the_others() {
+        let (tokens, dim) = (6, 16);
+        let (mut k, mut v, q) = (rows(1, tokens, dim), rows(2, tokens, dim), rows(3, 2, dim));
+        // A constant part that is too large to store, and nothing that is without it.
+        k.iter_mut().for_each(|x| *x += 4000.0);
+        let found = |k: &[f32], v: &[f32]| {
+            let head = Head { k, v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
+            compare(&HeadAttention::new(head), &KEYS, &VALUES)
+        };
+        let first = found(&k, &v);
+        let refused = RefusedRow { row: 0, why: NotStored::Norm };
+        assert_eq!((first.keys[1], first.keys[2]), (Err(refused), Err(refused)));
+        assert!(first.keys[0].is_ok() && first.keys[3].is_ok());
+        assert_eq!(first.out[2], [None; 3]);
+        assert!(first.out[3].iter().all(Option::is_some));
+        let refused = RefusedRow { row: 0, why: NotStored::Dim { codec: Codec::MlxTq8, dim } };
+        let head = Head { k: &k, v: &v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
+        assert_eq!(compare(&HeadAttention::new(head), &[], &[Codec::MlxTq8]).values, [Err(refused)]);
+        v[3 * dim] = 9000.0;
+        let second = found(&k, &v);
+        assert_eq!(second.values[1], Err(RefusedRow { row: 3, why: NotStored::Norm }));
+        assert_eq!(second.out[3].iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, false]);
+    }
+}

@@ -1,0 +1,371 @@
+//! How far an answer may be from the oracle's.
+
+use crate::codec::KvView;
+use crate::dtype::Dtype;
+use crate::inputs::Inputs;
+use crate::problem::Problem;
+use crate::reference::Attention;
+
+/// What the products and sums of a kernel are kept in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accumulation {
+    /// Scores, weights and sums in f32.
+    F32,
+    /// Weights (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
+    Half,
+    /// Queries and weights as integers of 16 bits, whose products with codes are exact.
+    Integers,
+    /// Weights rounded to the dtype of the problem before their product with the values, sums in f32: what matrix units do.
+    Weights,
+    /// Weights and levels of codes rounded to f16 before products with codes, sums in f32: matrix units over codes.
+    Operands,
+}
+
+impl Accumulation {
+    /// What the CUDA backend's kernels keep those of a dtype in.
+    #[must_use]
+    pub const fn of_cuda(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::F16 | Dtype::BF16 => Self::Weights,
+        }
+    }
+}
+
+/// Limits of the difference between an answer and the oracle's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Tolerance {
+    /// Root mean square error over root mean square of the oracle's answer, whole tensor, for scores of ordinary size.
+    pub nrmse: f64,
+    /// Limit of the error of an element relative to its own magnitude: half a unit in the last place of the dtype.
+    pub relative: f64,
+    /// Limit of the error of an element relative to the largest magnitude of the tensor, beside `relative`.
+    pub absolute: f64,
+    /// Limit of the error of a logsumexp `l`, relative to `max(1, |l|)`.
+    pub lse: f64,
+}
+
+impl Tolerance {
+    /// The limits for an output dtype, the most keys that a row sees, and a way of accumulating.
+    #[must_use]
+    pub fn of(dtype: Dtype, keys: usize, accumulation: Accumulation) -> Self {
+        // Rounding errors of independent terms add like a random walk; up to 4096 keys the base covers it.
+        let growth = (keys as f64 / 4096.0).sqrt().max(1.0);
+        let (base, rounding): (f64, f64) = match dtype {
+            Dtype::F32 => (2e-6, 0.5 * f64::from(f32::EPSILON)),
+            Dtype::F16 => (1e-3, 0.5 * f64::from(half::f16::EPSILON.to_f32())),
+            Dtype::BF16 => (8e-3, 0.5 * f64::from(half::bf16::EPSILON.to_f32())),
+        };
+        let math: f64 = match accumulation {
+            Accumulation::F32 => 2e-6,
+            Accumulation::Half | Accumulation::Operands => 5e-3,
+            // Roundings of 2^-16 of the largest element of a query and of the largest weight.
+            Accumulation::Integers => 2e-4,
+            Accumulation::Weights => match dtype {
+                Dtype::F32 => 2e-6,
+                // The same units in the last place of the weights as of bf16.
+                Dtype::F16 => 5e-3 / 8.0,
+                Dtype::BF16 => 5e-3,
+            },
+        };
+        Self {
+            nrmse: base.max(math) * growth,
+            relative: rounding,
+            absolute: if math <= 2e-6 { 10.0 } else { 2.0 } * math * growth,
+            lse: growth
+                * match accumulation {
+                    // Errors of 2^-12 of a level that is no whole number.
+                    Accumulation::Operands => 5e-4,
+                    _ => 1e-5,
+                },
+        }
+    }
+}
+
+/// Relative error that a weight of a row has because its score is an f32: half a unit in the last place of a score as large
+/// as the row's logsumexp.
+fn score_rounding(lse: f64) -> f64 {
+    if lse.is_finite() { 0.5 * f64::from(f32::EPSILON) * lse.abs() } else { 0.0 }
+}
+
+/// Of a rounding to integers, independent errors of up to half a unit each: how many units times the norm of a key a score may err by,
+/// 5.2 standard deviations.
+const INTEGER_ERRORS: f64 = 1.5;
+
+/// The greatest of a query's integers, as kernels of [`Accumulation::Integers`] have it.
+const INTEGER_ONE: f64 = 127.0 * 256.0;
+
+/// Of each row `[batch, q_heads, q_len]`, how far its scores may be off where queries are multiplied as integers
+/// ([`Accumulation::Integers`]): `1.5 |scale| max|q| / 32512` times the norm of the longest key that it sees, q and key rotated and
+/// without the keys' mean. 0 where keys are not multiplied so.
+#[must_use]
+pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
+    let dims = problem.dims();
+    let mut errors = vec![0.0f64; dims.lse_shape().iter().product()];
+    let (KvView::Codes(codes), Some(tables)) = (&inputs.k, inputs.tables) else { return errors };
+    let Some(rotation) = codes.coder().rotation().filter(|_| codes.coder().is_integer()) else {
+        return errors;
+    };
+    let mut row = vec![0.0f32; dims.head_dim];
+    for (index, s) in problem.sequences().iter().enumerate() {
+        for kv_head in 0..dims.kv_heads {
+            let mut norm = |j: usize| {
+                let Some((page, at)) = tables.locate(index, j) else { return 0.0 };
+                codes.read(page, kv_head, at, &mut row);
+                let mean = codes.mean(kv_head).unwrap_or_default().iter().chain(std::iter::repeat(&0.0));
+                row.iter().zip(mean).map(|(x, mean)| f64::from(x - mean).powi(2)).sum::<f64>().sqrt()
+            };
+            let norms: Vec<f64> = (0..s.kv_len).map(&mut norm).collect();
+            for (h, i) in (0..dims.group()).flat_map(|g| (0..s.q_len).map(move |i| (g, i))) {
+                let h = kv_head * dims.group() + h;
+                let element = |d| inputs.q.get([s.batch, h, s.q_start + i, d]);
+                let mut q: Vec<f32> = (0..dims.head_dim).map(element).collect();
+                crate::codec::rotate(rotation, &mut q);
+                let most = q.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+                let longest = norms[problem.visible(s, i)].iter().fold(0.0f64, |most, &norm| most.max(norm));
+                let unit = f64::from(problem.scale().abs()) * f64::from(most) / INTEGER_ONE;
+                errors[(s.batch * dims.q_heads + h) * dims.q_len + s.q_start + i] =
+                    INTEGER_ERRORS * unit * longest;
+            }
+        }
+    }
+    errors
+}
+
+/// Difference between an answer and the oracle's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct Report {
+    /// Largest absolute difference.
+    pub max_abs: f64,
+    /// Root mean square difference over the root mean square of the oracle's answer. 0 where both are 0.
+    pub nrmse: f64,
+    /// The limit of `nrmse`.
+    pub limit: f64,
+    /// Largest ratio of an element's difference to its limit; at most 1 is within. Infinite where one is NaN or infinite
+    /// and the other is not the same.
+    pub worst: f64,
+    /// Element of the largest ratio.
+    pub worst_index: usize,
+    /// What the answer holds there.
+    pub got: f64,
+    /// What the oracle holds there.
+    pub want: f64,
+    /// Elements compared.
+    pub count: usize,
+}
+
+impl Report {
+    /// Whether the answer is within its limits.
+    #[must_use]
+    pub fn within(&self) -> bool {
+        self.worst <= 1.0 && self.nrmse <= self.limit
+    }
+
+    fn new(got: &[f32], want: &[f64], limit: impl Fn(usize, f64) -> f64, round: impl Fn(f64) -> f64) -> Self {
+        assert_eq!(got.len(), want.len(), "answers of different sizes");
+        let mut report = Self {
+            max_abs: 0.0,
+            nrmse: 0.0,
+            limit: f64::INFINITY,
+            worst: 0.0,
+            worst_index: 0,
+            got: got.first().map_or(0.0, |&x| f64::from(x)),
+            want: want.first().copied().unwrap_or(0.0),
+            count: got.len(),
+        };
+        let (mut error, mut power) = (0.0, 0.0);
+        for (index, (&got, &want)) in got.iter().zip(want).enumerate() {
+            let got = f64::from(got);
+            // What the dtype cannot hold is infinite in the answer too.
+            let held = round(want);
+            let same_class = if held.is_nan() {
+                got.is_nan()
+            } else if held.is_infinite() {
+                got == held
+            } else {
+                got.is_finite()
+            };
+            let (difference, ratio) = if !same_class {
+                (f64::INFINITY, f64::INFINITY)
+            } else if !got.is_finite() || got == want {
+                (0.0, 0.0)
+            } else {
+                let difference = (got - want).abs();
+                (difference, difference / limit(index, want))
+            };
+            if held.is_finite() {
+                error += difference * difference;
+                power += want * want;
+            }
+            report.max_abs = report.max_abs.max(difference);
+            if ratio > report.worst {
+                (report.worst, report.worst_index, report.got, report.want) = (ratio, index, got, want);
+            }
+        }
+        report.nrmse = if error == 0.0 { 0.0 } else { (error / power).sqrt() };
+        report
+    }
+}
+
+impl std::fmt::Display for Report {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "nrmse {:.2e}", self.nrmse)?;
+        if self.limit.is_finite() {
+            write!(f, " (limit {:.1e})", self.limit)?;
+        }
+        write!(
+            f,
+            ", max-abs {:.2e}, worst at element {} of {}: {:e}, oracle {:e}, {:.3} of its limit",
+            self.max_abs, self.worst_index, self.count, self.got, self.want, self.worst
+        )
+    }
+}
+
+/// Compares elements of out. NaN and infinities must be the oracle's, element by element.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &Tolerance) -> Report {
+    compare_out_off(got, expected, dtype, tolerance, &[])
+}
+
+/// As [`compare_out`], of rows whose scores may be `off` by so much: their weights err by that relatively, and by twice as much beside
+/// the sum of the weights. An empty list is one of zeros.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_out_off(
+    got: &[f32],
+    expected: &Attention,
+    dtype: Dtype,
+    tolerance: &Tolerance,
+    off: &[f64],
+) -> Report {
+    let off = |row: usize| off.get(row).copied().unwrap_or(0.0);
+    let want = &expected.out;
+    let largest = want.iter().filter(|x| x.is_finite()).fold(0.0f64, |m, x| m.max(x.abs()));
+    // The spacing of subnormal numbers does not shrink with the number.
+    let smallest = match dtype {
+        Dtype::F32 | Dtype::BF16 => 0.0,
+        Dtype::F16 => 0.5 * f64::from(half::f16::MIN_POSITIVE_SUBNORMAL.to_f32()),
+    };
+    let dim = (want.len() / expected.lse.len().max(1)).max(1);
+    let limit = |index: usize, want: f64| {
+        let row = index / dim;
+        let math = tolerance.absolute + 10.0 * score_rounding(expected.lse[row]) + 2.0 * off(row);
+        tolerance.relative * want.abs() + math * largest + smallest
+    };
+    let round = |want: f64| match dtype {
+        Dtype::F32 => f64::from(want as f32),
+        Dtype::F16 => f64::from(half::f16::from_f64(want).to_f32()),
+        Dtype::BF16 => f64::from(half::bf16::from_f64(want).to_f32()),
+    };
+    let mut report = Report::new(got, want, limit, round);
+    let rows = expected.lse.iter().enumerate();
+    let rows = rows.map(|(row, &lse)| tolerance.nrmse.max(score_rounding(lse)).max(off(row)).powi(2));
+    report.limit = (rows.sum::<f64>() / expected.lse.len().max(1) as f64).sqrt();
+    report
+}
+
+/// Compares logsumexps, element by element alone: their mean square says nothing of a single row. NaN and infinities must be
+/// the oracle's.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_lse(got: &[f32], expected: &Attention, tolerance: &Tolerance) -> Report {
+    compare_lse_off(got, expected, tolerance, &[])
+}
+
+/// As [`compare_lse`], of rows whose scores may be `off` by so much: a logsumexp errs by no more than the scores do.
+///
+/// # Panics
+/// If the answers differ in size.
+#[must_use]
+pub fn compare_lse_off(got: &[f32], expected: &Attention, tolerance: &Tolerance, off: &[f64]) -> Report {
+    let off = |row: usize| off.get(row).copied().unwrap_or(0.0);
+    let limit = |row, want: f64| tolerance.lse * want.abs().max(1.0) + off(row);
+    Report::new(got, &expected.lse, limit, |want| f64::from(want as f32))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(got: &[f32], want: &[f64], dtype: Dtype, lse: f64) -> Report {
+        let expected = Attention { out: want.to_vec(), lse: vec![lse] };
+        compare_out(got, &expected, dtype, &Tolerance::of(dtype, 1, Accumulation::F32))
+    }
+
+    fn f32_report(got: &[f32], want: &[f64]) -> Report {
+        report(got, want, Dtype::F32, 1.0)
+    }
+
+    #[test]
+    fn finds_the_worst_element() {
+        let report = f32_report(&[1.0, 2.0, 3.5], &[1.0, 2.0, 3.0]);
+        assert_eq!((report.worst_index, report.max_abs), (2, 0.5));
+        assert!((report.nrmse - 0.5 / 14f64.sqrt()).abs() < 1e-12);
+        assert!(!report.within());
+        assert_eq!(
+            report.to_string(),
+            "nrmse 1.34e-1 (limit 2.0e-6), max-abs 5.00e-1, worst at element 2 of 3: 3.5e0, oracle 3e0, 8068.817 of its limit"
+        );
+    }
+
+    #[test]
+    fn a_small_error_anywhere_is_within_a_large_one_is_not() {
+        assert!(f32_report(&[1.0, 2.000_000_2], &[1.0, 2.0]).within());
+        assert!(!f32_report(&[1.0, 2.000_02], &[1.0, 2.0]).within());
+        // One wrong element of a thousand is found even where it leaves the whole tensor's error small.
+        let want = vec![1.0f64; 100_000];
+        let mut got = vec![1.0f32; 100_000];
+        got[77] = 1.000_5;
+        let report = f32_report(&got, &want);
+        assert!(report.nrmse < 2e-6 && !report.within(), "{report}");
+    }
+
+    #[test]
+    fn nan_and_infinities_must_match() {
+        let (nan, inf) = (f64::NAN, f64::INFINITY);
+        assert!(f32_report(&[f32::NAN, 1.0], &[nan, 1.0]).within());
+        assert!(f32_report(&[f32::INFINITY], &[inf]).within());
+        for (got, want) in
+            [(f32::NAN, 1.0), (1.0, nan), (f32::INFINITY, 1.0), (f32::NEG_INFINITY, inf), (f32::NAN, inf)]
+        {
+            assert_eq!(f32_report(&[got], &[want]).worst, inf, "{got} {want}");
+        }
+        assert!(report(&[f32::INFINITY], &[1e6], Dtype::F16, 1.0).within());
+    }
+
+    #[test]
+    fn zero_means_zero() {
+        assert!(f32_report(&[0.0], &[0.0]).within());
+        assert!(!f32_report(&[1e-30], &[0.0]).within());
+    }
+
+    #[test]
+    fn large_scores_widen_the_limits_of_their_own_rows() {
+        let (want, got) = ([1.0, 1.0], [1.0f32, 1.000_03]);
+        assert!(!report(&got, &want, Dtype::F32, 30.0).within());
+        assert!(report(&got, &want, Dtype::F32, -2000.0).within());
+        let mixed = Attention { out: want.to_vec(), lse: vec![2000.0, 1.0] };
+        assert!(
+            !compare_out(&got, &mixed, Dtype::F32, &Tolerance::of(Dtype::F32, 1, Accumulation::F32)).within()
+        );
+    }
+
+    #[test]
+    fn limits_are_those_of_the_documentation() {
+        let nrmse = |dtype, accumulation| Tolerance::of(dtype, 1000, accumulation).nrmse;
+        assert_eq!(nrmse(Dtype::F32, Accumulation::F32), 2e-6);
+        assert_eq!(nrmse(Dtype::F16, Accumulation::F32), 1e-3);
+        assert_eq!(nrmse(Dtype::BF16, Accumulation::F32), 8e-3);
+        assert_eq!(nrmse(Dtype::F32, Accumulation::Half), 5e-3);
+        assert_eq!(Tolerance::of(Dtype::F32, 16384, Accumulation::F32).nrmse, 4e-6);
+    }
+}

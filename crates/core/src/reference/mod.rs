@@ -1,0 +1,164 @@
+//! The oracle: attention in scalar f64, straight from the definition. It knows neither plans nor tiles nor backends, and
+//! every kernel is tested against it.
+
+use crate::codec::KvView;
+use crate::inputs;
+use crate::inputs::{Inputs, RunError};
+use crate::problem::{Problem, Sequence};
+use crate::tensor::TensorView;
+use std::ops::Range;
+
+/// Output of [`attention`], dense.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Attention {
+    /// `[batch, q_heads, q_len, value_dim]`.
+    pub out: Vec<f64>,
+    /// `[batch, q_heads, q_len]`.
+    pub lse: Vec<f64>,
+}
+
+/// Attention of [`crate::problem`] in f64. Cost: `O(visible pairs * (head_dim + value_dim))` on one thread, and memory for the keys and
+/// values of a head in f64.
+///
+/// # Errors
+/// [`RunError`] where the inputs are not the problem's.
+pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, RunError> {
+    inputs::check_inputs(problem, inputs)?;
+    let dims = problem.dims();
+    let rows = dims.batch * dims.q_heads * dims.q_len;
+    let mut result = Attention { out: vec![0.0; rows * dims.value_dim], lse: vec![f64::NEG_INFINITY; rows] };
+    for (index, sequence) in problem.sequences().iter().enumerate() {
+        let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
+        for kv_head in 0..dims.kv_heads {
+            let place = |j| place(inputs, sequence, index, j);
+            let k = Rows::new(&inputs.k, dims.head_dim, kv_head, seen.clone(), place);
+            let v = Rows::new(&inputs.v, dims.value_dim, kv_head, seen.clone(), place);
+            for (h, i) in (0..dims.group()).flat_map(|g| (0..sequence.q_len).map(move |i| (g, i))) {
+                let h = kv_head * dims.group() + h;
+                let q: Vec<f64> = elements(&inputs.q, [sequence.batch, h, sequence.q_start + i]).collect();
+                let row = Row { problem, inputs, sequence, index, h, i, q: &q, k: &k, v: &v };
+                let at = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
+                result.lse[at] = attend(&row, &mut result.out[at * dims.value_dim..][..dims.value_dim]);
+            }
+        }
+    }
+    Ok(result)
+}
+
+/// A query row, and the keys and values of its head.
+struct Row<'a> {
+    problem: &'a Problem,
+    inputs: &'a Inputs<'a>,
+    sequence: &'a Sequence,
+    index: usize,
+    h: usize,
+    i: usize,
+    q: &'a [f64],
+    k: &'a Rows,
+    v: &'a Rows,
+}
+
+/// Where key `j`, which is visible, lies: batch entry or page, and row in it.
+fn place(inputs: &Inputs<'_>, sequence: &Sequence, index: usize, j: usize) -> [usize; 2] {
+    match inputs.tables {
+        None => [sequence.batch, sequence.kv_start + j],
+        Some(t) => [t.table[index * t.width + (j / t.page) % t.width] as usize, j % t.page],
+    }
+}
+
+/// A row of a tensor: batch entry or page, head, and row in it.
+fn elements<'a>(of: &'a TensorView<'a>, [entry, head, row]: [usize; 3]) -> impl Iterator<Item = f64> + 'a {
+    (0..of.shape()[3]).map(move |d| f64::from(of.get([entry, head, row, d])))
+}
+
+/// Keys or values `[first.., dim]` of one head of a sequence.
+struct Rows {
+    first: usize,
+    dim: usize,
+    elements: Vec<f64>,
+}
+
+impl Rows {
+    fn new(
+        of: &KvView<'_>,
+        dim: usize,
+        head: usize,
+        keys: Range<usize>,
+        place: impl Fn(usize) -> [usize; 2],
+    ) -> Self {
+        let mut rows = Self { first: keys.start, dim, elements: Vec::with_capacity(keys.len() * dim) };
+        for [entry, row] in keys.map(place) {
+            match of {
+                KvView::Elements(view) => rows.elements.extend(elements(view, [entry, head, row])),
+                KvView::Codes(codes) => rows.elements.extend(codes.read_f64(entry, head, row)),
+            }
+        }
+        rows
+    }
+
+    /// Row `j`, which is visible.
+    fn row(&self, j: usize) -> &[f64] {
+        &self.elements[(j - self.first) * self.dim..][..self.dim]
+    }
+}
+
+impl Row<'_> {
+    /// Whether a tree mask, if there is one, shows key `j`.
+    fn tree_shows(&self, j: usize) -> bool {
+        let s = self.sequence;
+        match (&self.inputs.tree, (j + s.q_len).checked_sub(s.kv_len)) {
+            (Some(tree), Some(column)) => tree.bias([0, 0, s.q_start + self.i, column]) == 0.0,
+            _ => true,
+        }
+    }
+
+    /// `None` where key `j` is hidden.
+    fn score(&self, j: usize) -> Option<f64> {
+        let (desc, s) = (self.problem.desc(), self.sequence);
+        if !self.tree_shows(j) {
+            return None;
+        }
+        let mut score = 0.0;
+        for (q, k) in self.q.iter().zip(self.k.row(j)) {
+            score += q * k;
+        }
+        score *= f64::from(self.problem.scale());
+        if let Some(c) = desc.softcap {
+            score = f64::from(c) * (score / f64::from(c)).tanh();
+        }
+        if let Some(slopes) = self.inputs.alibi_slopes {
+            let distance = (self.i as i64 + s.q_offset - j as i64).unsigned_abs();
+            score -= f64::from(slopes[self.h]) * distance as f64;
+        }
+        if let Some(mask) = &self.inputs.mask {
+            let bias = mask.bias([self.index, self.h, self.i, j]);
+            if bias == f32::NEG_INFINITY {
+                return None;
+            }
+            score += f64::from(bias);
+        }
+        Some(score)
+    }
+}
+
+/// Writes one row of out and returns its logsumexp.
+fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
+    let keys = row.problem.visible(row.sequence, row.i);
+    let scores: Vec<(usize, f64)> = keys.filter_map(|j| Some((j, row.score(j)?))).collect();
+    let sink = row.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[row.h]));
+
+    // f64::max ignores NaN; a NaN score still reaches the sum.
+    let max = scores.iter().fold(sink, |m, &(_, s)| m.max(s));
+    if max == f64::NEG_INFINITY && scores.iter().all(|&(_, s)| s == max) && sink == max {
+        return max;
+    }
+    let sum: f64 = (sink - max).exp() + scores.iter().map(|&(_, s)| (s - max).exp()).sum::<f64>();
+    for (j, score) in scores {
+        let p = (score - max).exp() / sum;
+        for (o, v) in out.iter_mut().zip(row.v.row(j)) {
+            *o += p * v;
+        }
+    }
+    max + sum.ln()
+}

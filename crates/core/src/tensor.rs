@@ -1,0 +1,636 @@
+//! Strided views of borrowed memory, checked when made.
+//!
+//! Axes are always in logical order `[batch, heads, rows, dim]`; memory order is a matter of strides, in elements, and
+//! the innermost stride is 1. Head-major (`bhsd`), sequence-major (`bshd`) and packed layouts are views, never copies.
+
+#![allow(unsafe_code)]
+
+use crate::dtype::{Dtype, Element, MaskKind};
+use std::marker::PhantomData;
+
+/// Why memory is not a view of the shape asked for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ViewError {
+    /// The memory holds fewer elements than shape and strides reach.
+    TooSmall {
+        /// Elements the view reaches.
+        needed: usize,
+        /// Elements given.
+        got: usize,
+    },
+    /// Shape times strides is not addressable.
+    Overflow,
+    /// The innermost stride is not 1.
+    InnerStride {
+        /// The stride given, in elements.
+        got: usize,
+    },
+    /// Two elements of a mutable view would share memory.
+    Overlap {
+        /// Strides given, in elements.
+        strides: [usize; 4],
+    },
+    /// Bytes whose address is not a multiple of the element size.
+    Misaligned {
+        /// Element type.
+        dtype: Dtype,
+    },
+}
+
+impl std::fmt::Display for ViewError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::TooSmall { needed, got } => {
+                write!(f, "view reaches {needed} elements, memory holds {got}")
+            }
+            Self::Overflow => f.write_str("shape times strides is not addressable"),
+            Self::InnerStride { got } => write!(f, "innermost stride is {got}, expected 1"),
+            Self::Overlap { strides } => write!(f, "elements overlap under strides {strides:?}"),
+            Self::Misaligned { dtype } => {
+                write!(f, "memory is not aligned to the {} bytes of {dtype}", dtype.bytes())
+            }
+        }
+    }
+}
+
+impl std::error::Error for ViewError {}
+
+/// Elements from the first to one past the last that `shape` reaches under `strides`; 0 for an empty shape.
+pub fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError> {
+    if shape.contains(&0) {
+        return Ok(0);
+    }
+    let mut last = 0usize;
+    for (n, stride) in shape.into_iter().zip(strides) {
+        let step = (n - 1).checked_mul(stride).ok_or(ViewError::Overflow)?;
+        last = last.checked_add(step).ok_or(ViewError::Overflow)?;
+    }
+    let count = last.checked_add(1).ok_or(ViewError::Overflow)?;
+    // Byte offsets of the widest dtype must fit in isize, as pointer arithmetic demands.
+    match count.checked_mul(4) {
+        Some(bytes) if isize::try_from(bytes).is_ok() => Ok(count),
+        _ => Err(ViewError::Overflow),
+    }
+}
+
+fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewError> {
+    let needed = reach(shape, strides)?;
+    if needed > len {
+        return Err(ViewError::TooSmall { needed, got: len });
+    }
+    if shape[3] > 1 && strides[3] != 1 {
+        return Err(ViewError::InnerStride { got: strides[3] });
+    }
+    Ok(())
+}
+
+/// As [`check`], where no slice says how much memory there is.
+pub fn check_strides(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
+    check(shape, strides, usize::MAX)
+}
+
+/// Checks that no two elements of a view share memory.
+///
+/// # Errors
+/// [`ViewError::Overlap`]. The check is conservative: axes that interleave without sharing an element are refused too.
+pub fn check_disjoint(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
+    if shape.contains(&0) {
+        return Ok(());
+    }
+    let mut axes: Vec<(usize, usize)> = strides.into_iter().zip(shape).filter(|&(_, n)| n > 1).collect();
+    axes.sort_unstable();
+    let mut span = 1usize;
+    for (stride, n) in axes {
+        if stride < span {
+            return Err(ViewError::Overlap { strides });
+        }
+        span = stride.saturating_mul(n);
+    }
+    Ok(())
+}
+
+/// Strides of `[d0, d1, d2, d3]` stored densely in that order.
+pub fn dense([_, d1, d2, d3]: [usize; 4]) -> [usize; 4] {
+    let s2 = d3;
+    let s1 = d2.saturating_mul(s2);
+    [d1.saturating_mul(s1), s1, s2, 1]
+}
+
+/// Shape and strides in logical order of a dense `[batch, rows, heads, dim]` tensor.
+fn from_bshd(shape: [usize; 4]) -> ([usize; 4], [usize; 4]) {
+    let strides = dense(shape);
+    ([shape[0], shape[2], shape[1], shape[3]], [strides[0], strides[2], strides[1], strides[3]])
+}
+
+/// A read-only view `[batch, heads, rows, dim]` of f32, f16 or bf16 elements.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorView<'a> {
+    ptr: *const u8,
+    dtype: Dtype,
+    shape: [usize; 4],
+    strides: [usize; 4],
+    memory: PhantomData<&'a [u8]>,
+}
+
+// SAFETY: the view only reads the memory it borrows, as `&[T]` of a Sync element type would.
+unsafe impl Send for TensorView<'_> {}
+// SAFETY: as for Send.
+unsafe impl Sync for TensorView<'_> {}
+
+impl<'a> TensorView<'a> {
+    /// A view of any shape and strides (in elements, logical order `[batch, heads, rows, dim]`, last one 1).
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
+    pub fn strided<T: Element>(
+        data: &'a [T],
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check(shape, strides, data.len())?;
+        Ok(Self { ptr: data.as_ptr().cast(), dtype: T::DTYPE, shape, strides, memory: PhantomData })
+    }
+
+    /// A view of raw bytes in native byte order: file contents, say.
+    ///
+    /// # Errors
+    /// As [`TensorView::strided`], and [`ViewError::Misaligned`].
+    pub fn from_bytes(
+        dtype: Dtype,
+        data: &'a [u8],
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check(shape, strides, data.len() / dtype.bytes())?;
+        if !(data.as_ptr() as usize).is_multiple_of(dtype.bytes()) {
+            return Err(ViewError::Misaligned { dtype });
+        }
+        Ok(Self { ptr: data.as_ptr(), dtype, shape, strides, memory: PhantomData })
+    }
+
+    /// A dense head-major tensor stored as `[batch, heads, rows, dim]`.
+    ///
+    /// # Errors
+    /// As [`TensorView::strided`].
+    pub fn bhsd<T: Element>(data: &'a [T], shape: [usize; 4]) -> Result<Self, ViewError> {
+        Self::strided(data, shape, dense(shape))
+    }
+
+    /// A dense sequence-major tensor stored as `[batch, rows, heads, dim]`, the shape given in that order.
+    ///
+    /// # Errors
+    /// As [`TensorView::strided`].
+    pub fn bshd<T: Element>(data: &'a [T], shape: [usize; 4]) -> Result<Self, ViewError> {
+        let (shape, strides) = from_bshd(shape);
+        Self::strided(data, shape, strides)
+    }
+
+    /// Packed sequences stored as `[total rows, heads, dim]`; a single batch entry.
+    ///
+    /// # Errors
+    /// As [`TensorView::strided`].
+    pub fn packed<T: Element>(data: &'a [T], [total, heads, dim]: [usize; 3]) -> Result<Self, ViewError> {
+        Self::bshd(data, [1, total, heads, dim])
+    }
+
+    /// A view of memory that no Rust slice describes.
+    ///
+    /// # Errors
+    /// [`ViewError::Overflow`], [`ViewError::InnerStride`] or [`ViewError::Misaligned`].
+    ///
+    /// # Safety
+    /// For `'a`, every element that `shape` reaches from `ptr` under `strides` lies in one allocation, may be read and is
+    /// not written.
+    pub unsafe fn from_raw_parts(
+        dtype: Dtype,
+        ptr: *const u8,
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check(shape, strides, usize::MAX)?;
+        if !(ptr as usize).is_multiple_of(dtype.bytes()) {
+            return Err(ViewError::Misaligned { dtype });
+        }
+        Ok(Self { ptr, dtype, shape, strides, memory: PhantomData })
+    }
+
+    /// Element type.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// `[batch, heads, rows, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// Strides in elements, in the order of the shape.
+    #[must_use]
+    pub const fn strides(&self) -> [usize; 4] {
+        self.strides
+    }
+
+    /// Address of element `[b, h, row, 0]`. Dereferencing it is the caller's claim that the element exists.
+    pub fn row(&self, b: usize, h: usize, row: usize) -> *const u8 {
+        let [sb, sh, sr, _] = self.strides;
+        self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
+    }
+
+    /// The memory from the first element to the last, what lies between rows included.
+    ///
+    /// # Safety
+    /// All of it is initialised.
+    pub unsafe fn span(&self) -> &'a [u8] {
+        let bytes = reach(self.shape, self.strides).map_or(0, |n| n * self.dtype.bytes());
+        // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
+        unsafe { std::slice::from_raw_parts(self.ptr, bytes) }
+    }
+
+    /// The bytes of row `[b, h, row]`.
+    ///
+    /// # Panics
+    /// If an index is outside the shape, or rows have no elements.
+    pub fn row_bytes(&self, [b, h, row]: [usize; 3]) -> &'a [u8] {
+        let [nb, nh, nr, nd] = self.shape;
+        assert!(b < nb && h < nh && row < nr && nd > 0, "[{b}, {h}, {row}] in {:?}", self.shape);
+        // SAFETY: the assertion puts the row inside the shape, its elements are neighbours, and the constructor proved
+        // that each of them lies in memory that is readable for 'a; elements have no padding.
+        unsafe { std::slice::from_raw_parts(self.row(b, h, row), nd * self.dtype.bytes()) }
+    }
+
+    /// Element `[b, h, row, i]` as f32; exact.
+    ///
+    /// # Panics
+    /// If an index is outside the shape.
+    #[must_use]
+    pub fn get(&self, [b, h, row, i]: [usize; 4]) -> f32 {
+        let [nb, nh, nr, nd] = self.shape;
+        assert!(b < nb && h < nh && row < nr && i < nd, "[{b}, {h}, {row}, {i}] in {:?}", self.shape);
+        let p = self.row(b, h, row);
+        // SAFETY: the assertion puts the element inside the shape, and the constructor proved that every such element
+        // lies in readable, aligned memory of this dtype.
+        unsafe {
+            match self.dtype {
+                Dtype::F32 => *p.cast::<f32>().add(i),
+                Dtype::F16 => (*p.cast::<half::f16>().add(i)).to_f32(),
+                Dtype::BF16 => (*p.cast::<half::bf16>().add(i)).to_f32(),
+            }
+        }
+    }
+}
+
+/// A mutable view `[batch, heads, rows, dim]`; no two elements share memory.
+#[derive(Debug)]
+pub struct TensorViewMut<'a> {
+    ptr: *mut u8,
+    dtype: Dtype,
+    shape: [usize; 4],
+    strides: [usize; 4],
+    memory: PhantomData<&'a mut [u8]>,
+}
+
+// SAFETY: the view owns the exclusive borrow of plain-data memory, as `&mut [T]` of a Send element type would.
+unsafe impl Send for TensorViewMut<'_> {}
+// SAFETY: a shared reference to the view gives no access to the elements outside the crate; inside it, threads write
+// disjoint rows.
+unsafe impl Sync for TensorViewMut<'_> {}
+
+impl<'a> TensorViewMut<'a> {
+    /// A view of any shape and strides (in elements, logical order `[batch, heads, rows, dim]`, last one 1).
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`], [`ViewError::Overflow`], [`ViewError::InnerStride`] or [`ViewError::Overlap`].
+    pub fn strided<T: Element>(
+        data: &'a mut [T],
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check(shape, strides, data.len())?;
+        check_disjoint(shape, strides)?;
+        Ok(Self { ptr: data.as_mut_ptr().cast(), dtype: T::DTYPE, shape, strides, memory: PhantomData })
+    }
+
+    /// A view of raw bytes, written in native byte order.
+    ///
+    /// # Errors
+    /// As [`TensorViewMut::strided`], and [`ViewError::Misaligned`].
+    pub fn from_bytes(
+        dtype: Dtype,
+        data: &'a mut [u8],
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check(shape, strides, data.len() / dtype.bytes())?;
+        check_disjoint(shape, strides)?;
+        if !(data.as_ptr() as usize).is_multiple_of(dtype.bytes()) {
+            return Err(ViewError::Misaligned { dtype });
+        }
+        Ok(Self { ptr: data.as_mut_ptr(), dtype, shape, strides, memory: PhantomData })
+    }
+
+    /// A dense head-major tensor stored as `[batch, heads, rows, dim]`.
+    ///
+    /// # Errors
+    /// As [`TensorViewMut::strided`].
+    pub fn bhsd<T: Element>(data: &'a mut [T], shape: [usize; 4]) -> Result<Self, ViewError> {
+        Self::strided(data, shape, dense(shape))
+    }
+
+    /// A dense sequence-major tensor stored as `[batch, rows, heads, dim]`, the shape given in that order.
+    ///
+    /// # Errors
+    /// As [`TensorViewMut::strided`].
+    pub fn bshd<T: Element>(data: &'a mut [T], shape: [usize; 4]) -> Result<Self, ViewError> {
+        let (shape, strides) = from_bshd(shape);
+        Self::strided(data, shape, strides)
+    }
+
+    /// Packed sequences stored as `[total rows, heads, dim]`; a single batch entry.
+    ///
+    /// # Errors
+    /// As [`TensorViewMut::strided`].
+    pub fn packed<T: Element>(data: &'a mut [T], [total, heads, dim]: [usize; 3]) -> Result<Self, ViewError> {
+        Self::bshd(data, [1, total, heads, dim])
+    }
+
+    /// A view of memory that no Rust slice describes.
+    ///
+    /// # Errors
+    /// [`ViewError::Overflow`], [`ViewError::InnerStride`], [`ViewError::Overlap`] or [`ViewError::Misaligned`].
+    ///
+    /// # Safety
+    /// For `'a`, every element that `shape` reaches from `ptr` under `strides` lies in one allocation, may be written and
+    /// is not accessed otherwise.
+    pub unsafe fn from_raw_parts(
+        dtype: Dtype,
+        ptr: *mut u8,
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check(shape, strides, usize::MAX)?;
+        check_disjoint(shape, strides)?;
+        if !(ptr as usize).is_multiple_of(dtype.bytes()) {
+            return Err(ViewError::Misaligned { dtype });
+        }
+        Ok(Self { ptr, dtype, shape, strides, memory: PhantomData })
+    }
+
+    /// Element type.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// `[batch, heads, rows, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// Strides in elements, in the order of the shape.
+    #[must_use]
+    pub const fn strides(&self) -> [usize; 4] {
+        self.strides
+    }
+
+    /// The memory from the first element to the last, what lies between rows included.
+    ///
+    /// # Safety
+    /// All of it is initialised, and what lies between rows is not accessed otherwise.
+    pub unsafe fn span_mut(&mut self) -> &mut [u8] {
+        let bytes = reach(self.shape, self.strides).map_or(0, |n| n * self.dtype.bytes());
+        // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, bytes) }
+    }
+
+    /// The bytes of row `[b, h, row]`.
+    ///
+    /// # Panics
+    /// If an index is outside the shape, or rows have no elements.
+    pub fn row_bytes_mut(&mut self, [b, h, row]: [usize; 3]) -> &mut [u8] {
+        let [nb, nh, nr, nd] = self.shape;
+        assert!(b < nb && h < nh && row < nr && nd > 0, "[{b}, {h}, {row}] in {:?}", self.shape);
+        // SAFETY: as for the read-only view; the view is borrowed exclusively, and its memory with it. Any bytes are
+        // elements.
+        unsafe { std::slice::from_raw_parts_mut(self.row(b, h, row), nd * self.dtype.bytes()) }
+    }
+
+    /// Address of element `[b, h, row, 0]`. Writing to it is the caller's claim that the element exists and that no other
+    /// thread touches it.
+    pub fn row(&self, b: usize, h: usize, row: usize) -> *mut u8 {
+        let [sb, sh, sr, _] = self.strides;
+        self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum MaskData<'a> {
+    Bool(*const u8, PhantomData<&'a [u8]>),
+    Additive(*const u8, Dtype),
+}
+
+/// A view of a materialised mask `[batch, heads, queries, keys]`. Every axis is 1 or the problem's size; an axis of 1 is
+/// broadcast.
+#[derive(Debug, Clone, Copy)]
+pub struct MaskView<'a> {
+    data: MaskData<'a>,
+    shape: [usize; 4],
+    strides: [usize; 4],
+}
+
+// SAFETY: the view only reads the memory it borrows.
+unsafe impl Send for MaskView<'_> {}
+// SAFETY: as for Send.
+unsafe impl Sync for MaskView<'_> {}
+
+impl<'a> MaskView<'a> {
+    /// A boolean mask: `true` where the key is visible. Strides in elements, last one 1.
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
+    pub fn bool(data: &'a [bool], shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
+        check(shape, strides, data.len())?;
+        Ok(Self { data: MaskData::Bool(data.as_ptr().cast(), PhantomData), shape, strides })
+    }
+
+    /// A boolean mask stored as bytes: visible where the byte is not 0. Strides in elements, last one 1.
+    ///
+    /// # Errors
+    /// As [`MaskView::bool`].
+    pub fn bool_bytes(data: &'a [u8], shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
+        check(shape, strides, data.len())?;
+        Ok(Self { data: MaskData::Bool(data.as_ptr(), PhantomData), shape, strides })
+    }
+
+    /// An additive mask: any rank-4 view, its axes read as `[batch, heads, queries, keys]`.
+    #[must_use]
+    pub const fn additive(view: TensorView<'a>) -> Self {
+        Self { data: MaskData::Additive(view.ptr, view.dtype), shape: view.shape, strides: view.strides }
+    }
+
+    /// A dense boolean mask.
+    ///
+    /// # Errors
+    /// As [`MaskView::bool`].
+    pub fn dense_bool(data: &'a [bool], shape: [usize; 4]) -> Result<Self, ViewError> {
+        Self::bool(data, shape, dense(shape))
+    }
+
+    /// What the mask holds.
+    #[must_use]
+    pub const fn kind(&self) -> MaskKind {
+        match self.data {
+            MaskData::Bool(..) => MaskKind::Bool,
+            MaskData::Additive(_, dtype) => MaskKind::Additive(dtype),
+        }
+    }
+
+    /// `[batch, heads, queries, keys]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// Strides in elements, in the order of the shape.
+    #[must_use]
+    pub const fn strides(&self) -> [usize; 4] {
+        self.strides
+    }
+
+    /// The memory from the first element to the last, what lies between rows included.
+    ///
+    /// # Safety
+    /// All of it is initialised.
+    pub unsafe fn span(&self) -> &'a [u8] {
+        let (ptr, bytes) = match self.data {
+            MaskData::Bool(ptr, _) => (ptr, 1),
+            MaskData::Additive(ptr, dtype) => (ptr, dtype.bytes()),
+        };
+        let bytes = reach(self.shape, self.strides).map_or(0, |n| n * bytes);
+        // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
+        unsafe { std::slice::from_raw_parts(ptr, bytes) }
+    }
+
+    /// The row of `(b, h, i)`: its first element's address and the step in elements between keys, 1 or, for a broadcast
+    /// key axis, 0.
+    pub fn row(&self, b: usize, h: usize, i: usize) -> MaskRow {
+        let index = [b, h, i];
+        let at = |axis: usize| if self.shape[axis] == 1 { 0 } else { index[axis] * self.strides[axis] };
+        let offset = at(0) + at(1) + at(2);
+        let (ptr, kind) = match self.data {
+            MaskData::Bool(p, _) => (p.wrapping_add(offset), MaskKind::Bool),
+            MaskData::Additive(p, dtype) => {
+                (p.wrapping_add(offset * dtype.bytes()), MaskKind::Additive(dtype))
+            }
+        };
+        MaskRow { ptr, kind, step: usize::from(self.shape[3] > 1) }
+    }
+
+    /// What the mask adds to the score of `(b, h, i, j)`: `-inf` where the key is hidden, 0 where a boolean mask shows it.
+    ///
+    /// # Panics
+    /// If an index is outside an axis that is not broadcast.
+    #[must_use]
+    pub fn bias(&self, [b, h, i, j]: [usize; 4]) -> f32 {
+        let inside = |axis: usize, x: usize| self.shape[axis] == 1 || x < self.shape[axis];
+        assert!(
+            inside(0, b) && inside(1, h) && inside(2, i) && inside(3, j),
+            "[{b}, {h}, {i}, {j}] in {:?}",
+            self.shape
+        );
+        let row = self.row(b, h, i);
+        // SAFETY: every index is inside its axis or the axis is broadcast, so the constructor proved the element readable.
+        unsafe { row.bias(j) }
+    }
+}
+
+/// One row of a mask, addressed by key.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct MaskRow {
+    /// The element of key 0.
+    pub ptr: *const u8,
+    /// What the elements are.
+    pub kind: MaskKind,
+    /// Elements from one key to the next: 1, or 0 where the key axis is broadcast.
+    pub step: usize,
+}
+
+impl MaskRow {
+    /// What the mask adds at key `j`.
+    ///
+    /// # Safety
+    /// `j` is inside the mask's key axis or that axis is broadcast.
+    pub unsafe fn bias(&self, j: usize) -> f32 {
+        let j = j * self.step;
+        // SAFETY: the caller's promise, and the view's constructor proved such elements readable.
+        unsafe {
+            match self.kind {
+                MaskKind::Bool => {
+                    if *self.ptr.add(j) != 0 {
+                        0.0
+                    } else {
+                        f32::NEG_INFINITY
+                    }
+                }
+                MaskKind::Additive(Dtype::F32) => *self.ptr.cast::<f32>().add(j),
+                MaskKind::Additive(Dtype::F16) => (*self.ptr.cast::<half::f16>().add(j)).to_f32(),
+                MaskKind::Additive(Dtype::BF16) => (*self.ptr.cast::<half::bf16>().add(j)).to_f32(),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts_are_views_of_the_same_elements() {
+        let data: Vec<f32> = (0..24).map(|x| x as f32).collect();
+        let head_major = TensorView::bhsd(&data, [1, 2, 3, 4]).unwrap();
+        assert_eq!(head_major.get([0, 1, 2, 3]), 23.0);
+        assert_eq!(head_major.get([0, 1, 0, 0]), 12.0);
+        let seq_major = TensorView::bshd(&data, [1, 3, 2, 4]).unwrap();
+        assert_eq!(seq_major.shape(), [1, 2, 3, 4]);
+        assert_eq!(seq_major.get([0, 1, 0, 0]), 4.0);
+        assert_eq!(seq_major.get([0, 0, 2, 1]), 17.0);
+    }
+
+    #[test]
+    fn refuses_what_memory_does_not_hold() {
+        let mut data = [0.0f32; 23];
+        assert_eq!(
+            TensorView::bhsd(&data, [1, 2, 3, 4]).unwrap_err(),
+            ViewError::TooSmall { needed: 24, got: 23 }
+        );
+        assert_eq!(
+            TensorView::strided(&data, [usize::MAX, 1, 1, 1], [2, 1, 1, 1]).unwrap_err(),
+            ViewError::Overflow
+        );
+        assert_eq!(
+            TensorView::strided(&data, [1, 1, 1, 2], [1, 1, 1, 2]).unwrap_err(),
+            ViewError::InnerStride { got: 2 }
+        );
+        let overlap = TensorViewMut::strided(&mut data, [1, 2, 3, 4], [24, 4, 4, 1]).unwrap_err();
+        assert_eq!(overlap, ViewError::Overlap { strides: [24, 4, 4, 1] });
+        assert!(TensorViewMut::strided(&mut data, [1, 2, 3, 3], [0, 9, 3, 1]).is_ok());
+        let bytes = [0u8; 16];
+        let odd = if (bytes.as_ptr() as usize).is_multiple_of(2) { &bytes[1..] } else { &bytes[..15] };
+        assert_eq!(
+            TensorView::from_bytes(Dtype::F16, odd, [1, 1, 1, 4], [4, 4, 4, 1]).unwrap_err(),
+            ViewError::Misaligned { dtype: Dtype::F16 }
+        );
+    }
+
+    #[test]
+    fn mask_axes_of_one_broadcast() {
+        let data = [true, false, true];
+        let mask = MaskView::dense_bool(&data, [1, 1, 1, 3]).unwrap();
+        assert_eq!(mask.bias([5, 7, 9, 0]), 0.0);
+        assert_eq!(mask.bias([0, 0, 0, 1]), f32::NEG_INFINITY);
+    }
+}

@@ -1,0 +1,98 @@
+//! The machine as a backend.
+
+use crate::plan::{CpuFacts, CpuPlan};
+use crate::workspace::Workspace;
+use crate::{exec, isa};
+use flashtile_core::inputs::{self, Inputs, Outputs, RunError};
+use flashtile_core::isa::Isa;
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+
+/// The CPU of this machine: proof that an instruction set is present, and how many threads to use.
+///
+/// Work runs on the rayon pool in which [`Cpu::run`] is called (the global one, or that of an enclosing
+/// `ThreadPool::install`).
+#[derive(Debug, Clone, Copy)]
+pub struct Cpu {
+    pub(crate) facts: CpuFacts,
+}
+
+impl Cpu {
+    /// This machine with its fastest instruction set and as many threads as the current rayon pool has.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { facts: isa::facts() }
+    }
+
+    /// This machine restricted to an instruction set.
+    ///
+    /// # Errors
+    /// [`Unsupported::Isa`] where the machine lacks it.
+    pub fn with_isa(isa: Isa) -> Result<Self, Unsupported> {
+        if isa > isa::best() {
+            return Err(Unsupported::Isa { asked: isa, best: isa::best() });
+        }
+        Ok(Self { facts: CpuFacts { isa, ..isa::facts() } })
+    }
+
+    /// The same machine with plans for at most this many threads (at least 1).
+    #[must_use]
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.facts.threads = threads.max(1);
+        self
+    }
+
+    /// Instruction sets that this machine runs, most capable first. [`Cpu::new`] uses the fastest, which need not be the
+    /// first.
+    #[must_use]
+    pub fn isas() -> Vec<Isa> {
+        let best = isa::best();
+        Isa::ALL.into_iter().rev().filter(|&isa| isa <= best).collect()
+    }
+
+    /// Facts of this machine, for the planner.
+    #[must_use]
+    pub const fn facts(&self) -> &CpuFacts {
+        &self.facts
+    }
+
+    /// Plans a problem for this machine.
+    ///
+    /// # Errors
+    /// As [`CpuPlan::new`].
+    pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<CpuPlan, Unsupported> {
+        CpuPlan::new(problem, &self.facts, options)
+    }
+
+    /// Computes `out` and, where given, `lse`. Uses no memory beyond the workspace, but for what the thread pool may queue;
+    /// contents of outputs and workspace are not read.
+    ///
+    /// The same inputs give the same bits, whatever the thread count and the options of the plan.
+    ///
+    /// # Errors
+    /// [`RunError`] where the tensors are not those of the plan's problem, the workspace is too small, or the plan was made
+    /// for instructions beyond those of this `Cpu`. Nothing is written then.
+    pub fn run(
+        &self,
+        plan: &CpuPlan,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        workspace: &mut Workspace,
+    ) -> Result<(), RunError> {
+        if plan.isa() > self.facts.isa {
+            return Err(RunError::Machine { kernel: plan.kernel() });
+        }
+        inputs::check(plan.problem(), inputs, outputs)?;
+        if workspace.len() < plan.workspace_bytes() {
+            return Err(RunError::Workspace { needed: plan.workspace_bytes(), got: workspace.len() });
+        }
+        exec::run(plan, inputs, outputs, workspace);
+        Ok(())
+    }
+}
+
+impl Default for Cpu {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,79 @@
+//! Runs a plan: lays out the workspace and hands tasks to threads.
+
+#![allow(unsafe_code)]
+
+use super::isa::{self, Storage};
+use super::kernels::{Context, Slots, classify, reduce, task};
+use super::workspace::Workspace;
+use crate::plan::CpuPlan;
+use flashtile_core::codec::KvView;
+use flashtile_core::inputs::{Inputs, Outputs};
+use rayon::prelude::*;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Start of each thread's scratch memory.
+#[derive(Clone, Copy)]
+struct Scratch {
+    base: *mut f32,
+    len: usize,
+}
+
+// SAFETY: threads use disjoint parts, one each.
+unsafe impl Sync for Scratch {}
+
+impl Scratch {
+    fn of(&self, worker: usize) -> *mut f32 {
+        self.base.wrapping_add(worker * self.len)
+    }
+}
+
+/// Runs `plan` on inputs and outputs that were checked against its problem, in a workspace of at least its size, on a
+/// machine that has its instruction set.
+pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>, workspace: &mut Workspace) {
+    let workers = plan.workers();
+    let stride = plan.value_stride();
+    let memory = workspace.bytes_mut();
+    let (floats, classes) = memory.split_at_mut(plan.float_bytes());
+    let base: *mut f32 = floats.as_mut_ptr().cast();
+    let scratch = Scratch { base, len: plan.scratch().len };
+    let values = base.wrapping_add(workers * scratch.len);
+    let max = values.wrapping_add(plan.slots() * stride);
+    let slots = Slots { values, max, sum: max.wrapping_add(plan.slots()), stride };
+    let mask = match (&inputs.mask, plan.mask_classes()) {
+        (Some(view), Some(sizes)) => Some(classify(*view, sizes, plan.block_k(), classes, workers == 1)),
+        _ => None,
+    };
+    let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);
+    let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
+    let cx = Context { plan, kernels, inputs, out: &outputs.out, lse, slots, mask };
+
+    for phase in plan.phases() {
+        // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs
+        // once, tasks of a phase write disjoint rows and slots, and read slots of phases before.
+        for_each(&phase.tasks, workers, |item, worker| unsafe { task(&cx, item, scratch.of(worker)) });
+        // SAFETY: as above, and every partial result of the phase was stored by now.
+        for_each(&phase.reductions, workers, |item, worker| unsafe { reduce(&cx, item, scratch.of(worker)) });
+    }
+}
+
+fn storage(of: &KvView<'_>) -> Storage {
+    match of {
+        KvView::Elements(view) => Storage::Elements(view.dtype()),
+        KvView::Codes(_) => Storage::Codes,
+    }
+}
+
+/// Calls `f(item, worker)` for every item, each worker on one thread, items handed out in order.
+fn for_each<T: Sync>(items: &[T], workers: usize, f: impl Fn(&T, usize) + Sync) {
+    let workers = workers.min(items.len());
+    if workers <= 1 {
+        items.iter().for_each(|item| f(item, 0));
+        return;
+    }
+    let next = AtomicUsize::new(0);
+    (0..workers).into_par_iter().with_max_len(1).for_each(|worker| {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            f(item, worker);
+        }
+    });
+}

@@ -1,0 +1,279 @@
+//! AVX-512 F, BW, DQ and VL, with or without BF16 and AMX: 16 lanes, 32 registers, a 6 x 4 register tile.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, LINES, Simd, Tiles};
+use super::amx;
+use std::arch::x86_64::*;
+
+/// f32 products by fused multiply-add.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+/// bf16 products by `vdpbf16ps`, or by AMX with `TILES`; everything else as [`Avx512`].
+#[derive(Clone, Copy)]
+pub(crate) struct Pairs<const TILES: bool>;
+
+/// Implements [`Simd`] for one of the types, which differ in the items given.
+macro_rules! implement {
+    ([$($parameters:tt)*] $S:ty { $($products:item)* }) => {
+// SAFETY of every block below: the trait's contract gives the instruction set and the memory.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl<$($parameters)*> Simd for $S {
+    $($products)*
+
+    const LANES: usize = 16;
+    const REGISTERS: usize = 32;
+    const ROWS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).0;
+    const VECTORS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).1;
+    type V = __m512;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        unsafe { _mm512_set1_ps(x) }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        unsafe { _mm512_loadu_ps(p) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        unsafe { _mm512_storeu_ps(p, v) }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_add_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_sub_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_mul_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_div_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_fmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { _mm512_max_ps(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn abs(a: Self::V) -> Self::V {
+        unsafe { _mm512_abs_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b), y, x) }
+    }
+    #[inline(always)]
+    unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        unsafe { _mm512_mask_blend_ps(_mm512_cmp_ps_mask::<_CMP_EQ_OQ>(a, b), y, x) }
+    }
+    #[inline(always)]
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V {
+        unsafe { _mm512_and_ps(a, _mm512_castsi512_ps(_mm512_set1_epi32(bits.cast_signed()))) }
+    }
+    #[inline(always)]
+    unsafe fn shift_up_16(a: Self::V) -> Self::V {
+        unsafe { _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_castps_si512(a))) }
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        unsafe { _mm512_roundscale_ps::<0>(a) }
+    }
+    #[inline(always)]
+    unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V {
+        unsafe {
+            let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            _mm512_maskz_scalef_ps(normal, a, n)
+        }
+    }
+    #[inline(always)]
+    unsafe fn reduce_add(a: Self::V) -> f32 {
+        unsafe { _mm512_reduce_add_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn reduce_max(a: Self::V) -> f32 {
+        unsafe { _mm512_reduce_max_ps(a) }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        unsafe {
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bool(p: *const u8) -> Self::V {
+        unsafe {
+            let bytes = _mm_loadu_si128(p.cast());
+            let hidden = _mm_cmpeq_epi8_mask(bytes, _mm_setzero_si128());
+            _mm512_maskz_mov_ps(hidden, _mm512_set1_ps(f32::NEG_INFINITY))
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_f16(p: *mut u16, v: Self::V) {
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(v)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        unsafe {
+            let bits = _mm512_castps_si512(v);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+            // A NaN keeps its upper half, made quiet: rounding could carry it into an infinity.
+            let quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x0040_0000));
+            let nan = _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(v, v);
+            let high = _mm512_srli_epi32::<16>(_mm512_mask_blend_epi32(nan, rounded, quiet));
+            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(high));
+        }
+    }
+    #[inline(always)]
+    unsafe fn prefetch(p: *const u8) {
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
+        unsafe {
+            // Two rows to a register, four rows apart: loads put them there, not shuffles. Then pairs and quads of rows
+            // inside 128-bit lanes, then the lanes themselves. Plain loops: a closure would be a function without the
+            // instruction set.
+            let zero = _mm512_setzero_ps();
+            let mut halves = [zero; 8];
+            for g in 0..2 {
+                for i in 0..4 {
+                    let (a, b) = (rows[8 * g + i], rows[8 * g + 4 + i]);
+                    halves[4 * g + i] = if E::IS_F32 {
+                        let low = _mm512_castps256_ps512(_mm256_loadu_ps(a.cast()));
+                        _mm512_insertf32x8::<1>(low, _mm256_loadu_ps(b.cast()))
+                    } else {
+                        let mut both = [E::ZERO; 16];
+                        std::ptr::copy_nonoverlapping(a, both.as_mut_ptr(), 8);
+                        std::ptr::copy_nonoverlapping(b, both.as_mut_ptr().add(8), 8);
+                        E::load::<Self>(both.as_ptr())
+                    };
+                }
+            }
+            let mut quads = [zero; 8];
+            for g in 0..2 {
+                let h = &halves[4 * g..][..4];
+                let (low, high) = (_mm512_unpacklo_ps(h[0], h[1]), _mm512_unpackhi_ps(h[0], h[1]));
+                let (low2, high2) = (_mm512_unpacklo_ps(h[2], h[3]), _mm512_unpackhi_ps(h[2], h[3]));
+                quads[4 * g] = _mm512_shuffle_ps::<0x44>(low, low2);
+                quads[4 * g + 1] = _mm512_shuffle_ps::<0xee>(low, low2);
+                quads[4 * g + 2] = _mm512_shuffle_ps::<0x44>(high, high2);
+                quads[4 * g + 3] = _mm512_shuffle_ps::<0xee>(high, high2);
+            }
+            let mut lines = [zero; 8];
+            for c in 0..4 {
+                lines[c] = _mm512_shuffle_f32x4::<0x88>(quads[c], quads[4 + c]);
+                lines[4 + c] = _mm512_shuffle_f32x4::<0xdd>(quads[c], quads[4 + c]);
+            }
+            lines
+        }
+    }
+}
+    };
+}
+
+implement!([] Avx512 {});
+
+implement!([const TILES: bool] Pairs<TILES> {
+    const PAIRS: bool = true;
+    const TILES: bool = TILES;
+    #[inline(always)]
+    unsafe fn tile_product<const M: usize, const N: usize>(steps: usize, tiles: Tiles) {
+        unsafe { amx::product::<M, N>(steps, tiles) }
+    }
+    #[inline(always)]
+    unsafe fn begin_tiles() {
+        if TILES {
+            unsafe { amx::begin() }
+        }
+    }
+    #[inline(always)]
+    unsafe fn end_tiles() {
+        if TILES {
+            unsafe { amx::end() }
+        }
+    }
+    #[inline(always)]
+    unsafe fn tile_loop(rounds: u64) {
+        unsafe { amx::product_loop(rounds) }
+    }
+    #[inline(always)]
+    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
+        unsafe {
+            let low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(even.cast()));
+            let high = _mm512_cvtepu16_epi32(_mm256_loadu_si256(odd.cast()));
+            let pairs = _mm512_or_si512(low, _mm512_slli_epi32::<16>(high));
+            Self::store(dst, _mm512_castsi512_ps(pairs));
+        }
+    }
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_dpbf16_ps(c, bf16_pairs(a), bf16_pairs(b)) }
+    }
+    #[inline(always)]
+    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
+        // SAFETY: both are 64 plain bytes.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
+    }
+});
+
+#[inline(always)]
+fn bf16_pairs(v: __m512) -> __m512bh {
+    // SAFETY: both are 64 plain bytes.
+    unsafe { std::mem::transmute(v) }
+}
+
+/// AVX-512 F, BW, DQ and VL.
+pub(super) mod f32_products {
+    use super::super::entry_imports::*;
+    use super::super::{CodeProducts, numbers, vnni};
+
+    mod elements {
+        type Vectors = super::super::Avx512;
+        crate::isa::entry_points!(any, Vectors, "avx512f,avx512bw,avx512dq,avx512vl");
+    }
+    pub(in crate::isa) use elements::LOOPS;
+
+    crate::isa::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
+        fn integer_scores(work: &TaskState<'_>, tile: &Tile) { phases::integer_scores(work, tile, vnni::scores) }
+        fn integer_values(work: &TaskState<'_>, tile: &Tile) { phases::integer_values(work, tile, vnni::values) }
+        fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, numbers::scores) }
+        fn byte_values(work: &TaskState<'_>, tile: &Tile) { phases::byte_values(work, tile, numbers::values) }
+    }
+
+    /// The kernels of elements, and products with codes where they lie.
+    pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
+        Kernels {
+            integer_products: Some(CodeProducts { scores: integer_scores, values: integer_values }),
+            byte_products: Some(CodeProducts { scores: byte_scores, values: byte_values }),
+            ..elements::kernels(k, v)
+        }
+    }
+}
+
+/// AVX-512 with BF16.
+pub(super) mod bf16_products {
+    type Vectors = super::Pairs<false>;
+    super::super::entry_points!(pairs, Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+}
+
+/// AVX-512 with BF16 and AMX.
+pub(super) mod amx_products {
+    type Tiled = super::Pairs<true>;
+    super::super::entry_points!(pairs, Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+}

@@ -1,0 +1,402 @@
+//! Products with codes of a byte in f32, from where they lie: e4m3 numbers, and integers of dimensions that have no products in integers.
+//!
+//! As bits of an f32 an e4m3 code is its number times 2^-120, once its sign is at the top and the rest at bit 20: a multiplication makes it whole,
+//! also where the number is a subnormal one. Codes that are no numbers would be finite there, so that the greatest one is looked at: what
+//! they belong to becomes NaN afterwards.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{NumberScores, NumberValues, TILE};
+use super::vnni::{ask, transpose};
+use flashtile_core::codec::{FP8_UNIT, UNIT};
+use std::arch::x86_64::*;
+
+/// What is missing of the exponent, as a factor.
+const BIAS: f32 = f32::from_bits((127 + 127 - 7) << 23);
+
+/// Where sign, exponent and mantissa are in an f32.
+const PLACES: i32 = 0x87f0_0000_u32.cast_signed();
+
+/// The magnitude of what is no number.
+const NONE: i8 = 0x7f;
+
+/// What codes that are the top bytes of lanes stand for; below them is anything. `E4M3` or signed integers.
+#[inline(always)]
+unsafe fn number<const E4M3: bool>(top: __m512i) -> __m512 {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        if !E4M3 {
+            return _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top));
+        }
+        let bits = _mm512_and_si512(_mm512_srai_epi32::<4>(top), _mm512_set1_epi32(PLACES));
+        _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(BIAS))
+    }
+}
+
+/// As [`number`], of sixteen codes in memory.
+#[inline(always)]
+unsafe fn number_at<const E4M3: bool>(codes: *const u8) -> __m512 {
+    // SAFETY: the caller's: sixteen bytes, and the instruction set.
+    unsafe {
+        let wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes.cast()));
+        if !E4M3 {
+            return _mm512_cvtepi32_ps(wide);
+        }
+        // The sign is in every bit above.
+        let bits = _mm512_and_si512(_mm512_slli_epi32::<20>(wide), _mm512_set1_epi32(PLACES));
+        _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(BIAS))
+    }
+}
+
+/// The greater magnitudes, of 64 codes.
+#[inline(always)]
+unsafe fn greater(most: __m512i, codes: __m512i) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe { _mm512_max_epu8(most, _mm512_and_si512(codes, _mm512_set1_epi8(NONE))) }
+}
+
+/// The scales of a group, over their unit.
+#[inline(always)]
+unsafe fn factors<const E4M3: bool>(scales: *const u8) -> __m512 {
+    let unit = if E4M3 { FP8_UNIT } else { UNIT };
+    // SAFETY: the caller's: a group has sixteen scales of two bytes.
+    unsafe {
+        // A scale has no sign.
+        let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
+        _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / unit))
+    }
+}
+
+/// # Safety
+/// As [`NumberScores`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn scores(job: &NumberScores<'_>) {
+    // SAFETY: the caller's promise.
+    unsafe { if job.keys.e4m3 { scores_of::<true>(job) } else { scores_of::<false>(job) } }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn scores_of<const E4M3: bool>(job: &NumberScores<'_>) {
+    // SAFETY: as [`scores`]; queries and scores have memory for sixteen rows.
+    unsafe {
+        for first in (0..job.count).step_by(8) {
+            match job.count - first {
+                1 => scores_of_rows::<E4M3, 1>(job, first),
+                2 => scores_of_rows::<E4M3, 2>(job, first),
+                3 | 4 => scores_of_rows::<E4M3, 4>(job, first),
+                _ => scores_of_rows::<E4M3, 8>(job, first),
+            }
+        }
+    }
+}
+
+/// Scores of `N` rows, of two groups of keys at a time where registers hold the sums.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn scores_of_rows<const E4M3: bool, const N: usize>(job: &NumberScores<'_>, row: usize) {
+    let groups = job.keys.groups.len();
+    let mut group = 0;
+    // SAFETY: as [`scores`].
+    unsafe {
+        while N <= 4 && group + 2 <= groups {
+            scores_of_groups::<E4M3, N, 2>(job, row, group);
+            group += 2;
+        }
+        while group < groups {
+            scores_of_groups::<E4M3, N, 1>(job, row, group);
+            group += 1;
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
+    job: &NumberScores<'_>,
+    row: usize,
+    group: usize,
+) {
+    let dim = job.keys.format.dim();
+    let keys = &job.keys.groups[group..group + G];
+    // Once is enough.
+    let next = &(if row == 0 { job.keys.next } else { job.keys.groups })[group..group + G];
+    // SAFETY: as [`scores`].
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); G]; N];
+        let mut most = [_mm512_setzero_si512(); G];
+        for at in (0..dim).step_by(16) {
+            let mut lines = [[_mm512_setzero_si512(); 4]; G];
+            for g in 0..G {
+                for line in 0..4 {
+                    ask(next[g][0], at / 4 + line);
+                }
+                lines[g] = transpose::<16>(keys[g][0], dim, at);
+            }
+            for c in 0..4 {
+                for g in 0..G {
+                    if E4M3 {
+                        most[g] = greater(most[g], lines[g][c]);
+                    }
+                }
+                for byte in 0..4 {
+                    let mut x = [_mm512_setzero_ps(); G];
+                    for g in 0..G {
+                        let line = lines[g][c];
+                        let top = match byte {
+                            0 => _mm512_slli_epi32::<24>(line),
+                            1 => _mm512_slli_epi32::<16>(line),
+                            2 => _mm512_slli_epi32::<8>(line),
+                            _ => line,
+                        };
+                        x[g] = number::<E4M3>(top);
+                    }
+                    for r in 0..N {
+                        let q = _mm512_set1_ps(*job.q.add((row + r) * job.ldq + at + 4 * c + byte));
+                        for g in 0..G {
+                            sums[r][g] = _mm512_fmadd_ps(q, x[g], sums[r][g]);
+                        }
+                    }
+                }
+            }
+        }
+        for g in 0..G {
+            ask(next[g][2], 0);
+            let none = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(most[g], _mm512_set1_epi8(NONE)));
+            let none = _mm512_test_epi32_mask(none, none);
+            let factors = _mm512_mask_mov_ps(factors::<E4M3>(keys[g][2]), none, _mm512_set1_ps(f32::NAN));
+            for r in 0..N {
+                let c = job.c.add((row + r) * job.ldc + TILE * (group + g));
+                _mm512_storeu_ps(c, _mm512_mul_ps(sums[r][g], factors));
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`NumberValues`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(super) unsafe fn values(job: &NumberValues<'_>) {
+    // SAFETY: the caller's promise.
+    unsafe { if job.values.e4m3 { values_of::<true>(job) } else { values_of::<false>(job) } }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn values_of<const E4M3: bool>(job: &NumberValues<'_>) {
+    // SAFETY: as [`values`].
+    unsafe {
+        for row in 0..job.count {
+            let weights = job.weights.add(row * job.ldw);
+            for (n, group) in job.values.groups.iter().enumerate() {
+                let weights = weights.add(TILE * n);
+                let weight = _mm512_loadu_ps(weights);
+                // A weight of 0 is that of a value that is not seen, whatever its scale.
+                let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
+                _mm512_storeu_ps(weights, _mm512_maskz_mul_ps(seen, weight, factors::<E4M3>(group[2])));
+            }
+        }
+        for group in job.values.next {
+            ask(group[2], 0);
+        }
+        let mut row = 0;
+        while row < job.count {
+            match job.count - row {
+                1 => row += values_of_rows::<E4M3, 1>(job, row),
+                2 | 3 => row += values_of_rows::<E4M3, 2>(job, row),
+                _ => row += values_of_rows::<E4M3, 4>(job, row),
+            }
+        }
+    }
+}
+
+/// Sums of `N` rows, of 64 coordinates at a time and then of 16.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn values_of_rows<const E4M3: bool, const N: usize>(job: &NumberValues<'_>, row: usize) -> usize {
+    let dim = job.values.format.dim();
+    let mut at = 0;
+    // SAFETY: as [`values`].
+    unsafe {
+        while at + 64 <= dim {
+            values_of_columns::<E4M3, N, 4>(job, row, at);
+            at += 64;
+        }
+        while at < dim {
+            values_of_columns::<E4M3, N, 1>(job, row, at);
+            at += 16;
+        }
+    }
+    N
+}
+
+#[inline(always)]
+unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
+    job: &NumberValues<'_>,
+    row: usize,
+    at: usize,
+) {
+    let values = &job.values;
+    let dim = values.format.dim();
+    // Once is enough.
+    let next = if row == 0 { values.next } else { values.groups };
+    // SAFETY: as [`values`].
+    unsafe {
+        let mut sums = [[_mm512_setzero_ps(); N]; V];
+        let mut most = _mm512_setzero_si512();
+        for n in 0..values.groups.len() {
+            let (group, next) = (values.groups[n], next[n]);
+            let weights = job.weights.add(row * job.ldw + TILE * n).cast_const();
+            for value in 0..TILE {
+                let codes = group[0].add(value * dim + at);
+                ask(next[0].wrapping_add(TILE * at), value * V / 4);
+                if E4M3 {
+                    let here = if V == 4 {
+                        _mm512_loadu_si512(codes.cast())
+                    } else {
+                        _mm512_castsi128_si512(_mm_loadu_si128(codes.cast()))
+                    };
+                    most = greater(most, here);
+                }
+                let mut x = [_mm512_setzero_ps(); V];
+                for v in 0..V {
+                    x[v] = number_at::<E4M3>(codes.add(16 * v));
+                }
+                for r in 0..N {
+                    let weight = _mm512_set1_ps(*weights.add(r * job.ldw + value));
+                    for v in 0..V {
+                        sums[v][r] = _mm512_fmadd_ps(weight, x[v], sums[v][r]);
+                    }
+                }
+            }
+        }
+        for v in 0..V {
+            for r in 0..N {
+                _mm512_storeu_ps(job.c.add((row + r) * job.ldc + at + 16 * v), sums[v][r]);
+            }
+        }
+        if _mm512_mask_cmpeq_epi8_mask(u64::MAX >> (64 - 16 * V), most, _mm512_set1_epi8(NONE)) != 0 {
+            mark_none(job, row..row + N, at..at + 16 * V);
+        }
+    }
+}
+
+/// Makes the sums NaN that some code which is no number belongs to.
+#[cold]
+unsafe fn mark_none(job: &NumberValues<'_>, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) {
+    let dim = job.values.format.dim();
+    // SAFETY: as [`values`].
+    unsafe {
+        for (n, group) in job.values.groups.iter().enumerate() {
+            for value in 0..TILE {
+                for column in columns.clone() {
+                    if (*group[0].add(value * dim + column)).cast_signed() & NONE != NONE {
+                        continue;
+                    }
+                    for row in rows.clone() {
+                        // A weight of 0 is that of a value that is not seen.
+                        if *job.weights.add(row * job.ldw + TILE * n + value) != 0.0 {
+                            *job.c.add(row * job.ldc + column) = f32::NAN;
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::STREAM_ROWS;
+    use crate::simd::CodeBlock;
+    use flashtile_core::codec::Format;
+    use flashtile_testkit::Rng;
+    use half::f16;
+
+    /// The number of a code.
+    fn number_of(code: u8) -> f64 {
+        let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
+        let sign = if code < 0x80 { 1.0 } else { -1.0 };
+        match code & 0x7f {
+            0x7f => f64::NAN,
+            0..8 => sign * mantissa * 2f64.powi(-9),
+            _ => sign * (8.0 + mantissa) * 2f64.powi(exponent - 10),
+        }
+    }
+
+    fn assert_near(got: f32, want: f64, size: f64, what: &str) {
+        let near = (f64::from(got) - want).abs() <= 1e-6 * size || got.is_nan() && want.is_nan();
+        assert!(near, "{what}: {got}, not {want}");
+    }
+
+    #[test]
+    fn products_are_those_of_the_numbers() {
+        let found = [
+            is_x86_feature_detected!("avx512f"),
+            is_x86_feature_detected!("avx512bw"),
+            is_x86_feature_detected!("avx512dq"),
+            is_x86_feature_detected!("avx512vl"),
+        ];
+        if found.contains(&false) {
+            return;
+        }
+        let mut rng = Rng::new(9);
+        for (turn, dim) in [16, 32, 48, 64, 80, 96, 128, 256, 512].into_iter().enumerate() {
+            for count in [1, 2, 3, 4, 5, 7, 8, 11, 16] {
+                for e4m3 in [true, false] {
+                    products(&mut rng, (dim, count, 1 + (turn + count) % 5), e4m3);
+                }
+            }
+        }
+    }
+
+    /// Of so many coordinates, rows and groups; where rows are odd, some codes are no numbers.
+    fn products(rng: &mut Rng, (dim, count, groups): (usize, usize, usize), e4m3: bool) {
+        let rows = TILE * groups;
+        let mut page: Vec<u8> =
+            (0..rows * dim).map(|_| rng.below(127) as u8 | (rng.below(2) << 7) as u8).collect();
+        if count % 2 == 1 {
+            page[3 * dim + 5] = 0x7f;
+            page[(rows - 1) * dim + dim - 1] = 0xff;
+        }
+        let scales: Vec<f16> = (0..rows).map(|_| f16::from_f32(rng.uniform(0.01, 3.0))).collect();
+        let scales: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+        let scale =
+            |row: usize| f64::from(f16::from_le_bytes([scales[2 * row], scales[2 * row + 1]]).to_f32());
+        let value = |row: usize, d: usize| {
+            let code = page[row * dim + d];
+            let of = if e4m3 { number_of(code) / 256.0 } else { f64::from(code.cast_signed()) / 128.0 };
+            of * scale(row)
+        };
+        let at =
+            |n: usize| [page[n * TILE * dim..].as_ptr(), std::ptr::null(), scales[n * TILE * 2..].as_ptr()];
+        let starts: Vec<[*const u8; 3]> = (0..groups).map(at).collect();
+        let format = Format::new(dim, 8);
+        let block = CodeBlock { format: &format, levels: None, e4m3, groups: &starts, next: &starts };
+
+        let q: Vec<f32> = (0..STREAM_ROWS * dim).map(|_| rng.normal()).collect();
+        let mut c = vec![f32::NAN; STREAM_ROWS * rows];
+        let job = NumberScores { keys: block, q: q.as_ptr(), ldq: dim, count, c: c.as_mut_ptr(), ldc: rows };
+        // SAFETY: the machine has the instruction set; groups, queries and scores are there.
+        unsafe { scores(&job) }
+        for (r, row) in (0..count).flat_map(|r| (0..rows).map(move |row| (r, row))) {
+            let product = |d: usize| f64::from(q[r * dim + d]) * value(row, d);
+            let (want, size) =
+                (0..dim).map(product).fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+            assert_near(c[r * rows + row], want, size, &format!("score {r} {row} of {dim}, {count}"));
+        }
+
+        let mut weights: Vec<f32> = (0..count * rows).map(|_| rng.uniform(0.0, 1.0)).collect();
+        for weight in weights.iter_mut().skip(3).step_by(7) {
+            *weight = 0.0;
+        }
+        let given = weights.clone();
+        let mut c = vec![f32::NAN; STREAM_ROWS * dim];
+        let (weights, c_ptr) = (weights.as_mut_ptr(), c.as_mut_ptr());
+        let job = NumberValues { values: block, weights, ldw: rows, count, c: c_ptr, ldc: dim };
+        // SAFETY: as above.
+        unsafe { values(&job) }
+        for (r, d) in (0..count).flat_map(|r| (0..dim).map(move |d| (r, d))) {
+            let seen = (0..rows).filter(|row| given[r * rows + row] != 0.0);
+            let terms = seen.map(|row| f64::from(given[r * rows + row]) * value(row, d));
+            let (want, size) = terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+            assert_near(c[r * dim + d], want, size, &format!("sum {r} {d} of {dim}, {count}"));
+        }
+    }
+}

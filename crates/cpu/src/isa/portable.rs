@@ -1,0 +1,278 @@
+//! Plain Rust over small arrays, which the compiler turns into the vectors of the target (SSE2, NEON).
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, LINES, Simd, TILE, Tiles};
+use flashtile_core::isa::Isa;
+use half::{bf16, f16};
+
+/// Arrays of `N` lanes. With `PAIRS`, products are of pairs of bf16, and with `TILES` of tiles of them: no target needs it, but
+/// it tests those kernels on machines without the instructions.
+#[derive(Clone, Copy)]
+pub(crate) struct Array<const N: usize, const PAIRS: bool, const TILES: bool>;
+
+pub(crate) type Portable = Array<4, false, false>;
+
+/// An array of `f(0)`, `f(1)` and so on. A plain loop: `std::array::from_fn` is a call for each element where units of code are
+/// not optimised together.
+#[inline(always)]
+fn from_fn<T: Copy + Default, const N: usize>(f: impl Fn(usize) -> T) -> [T; N] {
+    let mut all = [T::default(); N];
+    for i in 0..N {
+        all[i] = f(i);
+    }
+    all
+}
+
+#[inline(always)]
+fn map<const N: usize>(a: [f32; N], f: impl Fn(f32) -> f32) -> [f32; N] {
+    from_fn(|i| f(a[i]))
+}
+
+#[inline(always)]
+fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) -> [f32; N] {
+    from_fn(|i| f(a[i], b[i]))
+}
+
+// The compiler's own measure of inlining in unit tests, which compute with arrays of 16 lanes: written out, their kernels
+// take minutes to compile.
+impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAIRS, TILES> {
+    const LANES: usize = N;
+    const REGISTERS: usize = 16;
+    const ROWS: usize = crate::plan::register_tile(isa_of(PAIRS)).0;
+    const VECTORS: usize = crate::plan::register_tile(isa_of(PAIRS)).1;
+    type V = [f32; N];
+
+    const PAIRS: bool = PAIRS;
+    const TILES: bool = TILES;
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn tile_product<const M: usize, const N_TILES: usize>(steps: usize, t: Tiles) {
+        let halves = |x: u32| [f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000)];
+        for r in 0..M * TILE {
+            for n in 0..N_TILES * TILE {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let c = t.c.byte_add(r * t.ldc).add(n);
+                    let mut total = if t.resume { *c } else { 0.0 };
+                    for step in 0..steps {
+                        let mut sums = [0.0f32; 2];
+                        for k in step * TILE..(step + 1) * TILE {
+                            let a = halves(
+                                t.a[r / TILE].add(r % TILE * t.lda).cast::<u32>().add(k).read_unaligned(),
+                            );
+                            let b = halves(t.b.add(k * t.ldb).cast::<u32>().add(n).read_unaligned());
+                            // Exact products: one rounding, as fused.
+                            sums = [sums[0] + a[0] * b[0], sums[1] + a[1] * b[1]];
+                        }
+                        total += sums[0] + sums[1];
+                    }
+                    *c = total;
+                }
+            }
+        }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        if PAIRS {
+            let [low, high] = [|x: f32| x.to_bits() << 16, |x: f32| x.to_bits() & 0xffff_0000];
+            let product =
+                |half: fn(f32) -> u32, i: usize| f32::from_bits(half(a[i])) * f32::from_bits(half(b[i]));
+            return from_fn(|i| c[i] + product(high, i) + product(low, i));
+        }
+        // SAFETY: the caller's promise.
+        unsafe { Self::fma(a, b, c) }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
+        let at = |i: usize| bf16::from_f32(if i < N { low[i] } else { high[i - N] }).to_bits();
+        from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; N]
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<Self::V>().read_unaligned() }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: the caller's promise; an array of f32 has the alignment of f32.
+        unsafe { p.cast::<Self::V>().write(v) }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a + b)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a - b)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a * b)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| a / b)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // Without the instruction, a fused multiply-add is a library call.
+        if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
+            from_fn(|i| a[i].mul_add(b[i], c[i]))
+        } else {
+            from_fn(|i| a[i] * b[i] + c[i])
+        }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        zip(a, b, |a, b| if a > b { a } else { b })
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn abs(a: Self::V) -> Self::V {
+        map(a, f32::abs)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        from_fn(|i| if a[i] < b[i] { x[i] } else { y[i] })
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V {
+        from_fn(|i| if a[i] == b[i] { x[i] } else { y[i] })
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V {
+        map(a, |a| f32::from_bits(a.to_bits() & bits))
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn shift_up_16(a: Self::V) -> Self::V {
+        map(a, |a| f32::from_bits(a.to_bits() << 16))
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn round(a: Self::V) -> Self::V {
+        // Adding and subtracting 1.5 * 2^23 leaves the nearest integer for |x| < 2^22, which is
+        // where `scale2` uses it;
+        // `f32::round_ties_even` is a library call without SSE4.1.
+        const MAGIC: f32 = 12_582_912.0;
+        map(a, |a| (a + MAGIC) - MAGIC)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V {
+        // The sum holds n + 127 in its low bits, which the shift makes the exponent.
+        const MAGIC: f32 = 12_582_912.0 + 127.0;
+        let scaled = zip(a, n, |a, n| a * f32::from_bits((n + MAGIC).to_bits() << 23));
+        zip(scaled, x, |y, x| if x < -126.0 { 0.0 } else { y })
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn reduce_add(a: Self::V) -> f32 {
+        let (mut a, mut n) = (a, N);
+        while n > 1 {
+            n /= 2;
+            for i in 0..n {
+                a[i] += a[i + n];
+            }
+        }
+        a[0]
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn reduce_max(a: Self::V) -> f32 {
+        a.into_iter().fold(f32::NEG_INFINITY, f32::max)
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { p.cast::<[u16; N]>().read() };
+        from_fn(|i| {
+            // Exponent and mantissa moved into place and rescaled by 2^112; infinities and NaN get the largest exponent.
+            let magnitude = u32::from(bits[i] & 0x7fff) << 13;
+            let scaled = f32::from_bits(magnitude) * f32::from_bits(0x7780_0000);
+            let special = if scaled >= 65536.0 { 0x7f80_0000 } else { 0 };
+            f32::from_bits(scaled.to_bits() | special | (u32::from(bits[i] & 0x8000) << 16))
+        })
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: the caller's promise.
+        let bits = unsafe { p.cast::<[u16; N]>().read() };
+        from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn load_bool(p: *const u8) -> Self::V {
+        // SAFETY: the caller's promise.
+        let bytes = unsafe { p.cast::<[u8; N]>().read() };
+        from_fn(|i| if bytes[i] != 0 { 0.0 } else { f32::NEG_INFINITY })
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn store_f16(p: *mut u16, v: Self::V) {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<[u16; N]>().write(from_fn(|i| f16::from_f32(v[i]).to_bits())) }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        // SAFETY: the caller's promise.
+        unsafe { p.cast::<[u16; N]>().write(from_fn(|i| bf16::from_f32(v[i]).to_bits())) }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
+        for i in 0..N {
+            // SAFETY: the caller's promise.
+            unsafe { *dst.add(i) = f32::from_bits(u32::from(*even.add(i)) | u32::from(*odd.add(i)) << 16) }
+        }
+    }
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn prefetch(_: *const u8) {}
+    #[cfg_attr(not(test), inline(always))]
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
+        let mut lines = [[0.0; N]; LINES];
+        if !E::IS_F32 && N <= LINES {
+            // Whole vectors: their conversion is one of registers.
+            for r in 0..N {
+                for c in (0..LINES).step_by(N) {
+                    // SAFETY: the caller's promise: N rows of LINES elements.
+                    let row = unsafe { E::load::<Self>(rows[r].add(c)) };
+                    for i in 0..N {
+                        lines[c + i][r] = row[i];
+                    }
+                }
+            }
+            return lines;
+        }
+        for r in 0..N {
+            // Room for whole vectors: the row itself may end after the lines.
+            let mut row = [E::ZERO; 16];
+            // SAFETY: the caller's promise: N rows of LINES elements.
+            unsafe {
+                // As bytes: pairs of bf16 that stand in for f32 are aligned as bf16.
+                let (from, to) = (rows[r].cast::<u8>(), row.as_mut_ptr().cast::<u8>());
+                std::ptr::copy_nonoverlapping(from, to, LINES * size_of::<E>());
+                for c in 0..LINES {
+                    lines[c][r] = E::load::<Self>(row.as_ptr().add(c / N * N))[c % N];
+                }
+            }
+        }
+        lines
+    }
+}
+
+/// The instruction set whose register tile the arrays take.
+const fn isa_of(pairs: bool) -> Isa {
+    if pairs { Isa::Avx512Bf16 } else { Isa::Portable }
+}
+
+super::entry_points!(any, Portable);
+
+/// Kernels of pairs that run anywhere.
+#[cfg(test)]
+pub(crate) mod emulated_pairs {
+    type Emulated = super::Array<16, true, false>;
+    super::super::entry_points!(pairs, Emulated);
+}
+
+/// Kernels of tiles that run anywhere.
+#[cfg(test)]
+pub(crate) mod emulated_tiles {
+    type Emulated = super::Array<16, true, true>;
+    super::super::entry_points!(pairs, Emulated);
+}

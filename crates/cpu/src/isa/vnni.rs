@@ -1,0 +1,706 @@
+//! Products with codes by VNNI, codes to levels by VBMI.
+//!
+//! A level is a signed byte. Of keys a lane of a register is one key and holds four of its coordinates; of values a lane is one
+//! coordinate and holds it of four values: in both, a product adds up what lies in a lane.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{CODE_KEYS, CodeScores, CodeValues, TILE};
+use flashtile_core::codec::UNIT;
+use flashtile_core::limits::MAX_HEAD_DIM;
+use std::arch::x86_64::*;
+
+/// Coordinates of a block of planes.
+const BLOCK: usize = 128;
+
+/// Where what is asked for goes: blocks of keys and of values take turns, and together they are more than the first-level cache.
+const HINT: i32 = _MM_HINT_T1;
+
+/// The greatest of a row's weights.
+const W_ONE: f32 = 65535.0;
+
+/// Which bits come from the first of three operands, chosen by the third: `c ? a : b`.
+const CHOOSE: i32 = 0xe4;
+
+/// A function of the planes of codes: bits of the first, and of the second or 0.
+macro_rules! with_planes {
+    ($format:expr, $f:ident($($arguments:expr),*)) => {{
+        let planes = $format.planes();
+        match (planes[0].bits, planes.get(1).map_or(0, |plane| plane.bits)) {
+            (8, _) => $f::<8, 0>($($arguments),*),
+            (4, 0) => $f::<4, 0>($($arguments),*),
+            (4, 1) => $f::<4, 1>($($arguments),*),
+            (4, _) => $f::<4, 2>($($arguments),*),
+            (_, 0) => $f::<2, 0>($($arguments),*),
+            _ => $f::<2, 1>($($arguments),*),
+        }
+    }};
+}
+
+/// Bytes from one half of a query's integers to the other, and of the query's weights.
+const Q_HALF: usize = MAX_HEAD_DIM;
+const W_HALF: usize = CODE_KEYS;
+
+/// The body for each constant, in order: registers that it names by the constant stay registers.
+macro_rules! each {
+    ($n:ident in [$($value:literal)*] $body:block) => {{ $({ const $n: usize = $value; $body })* }};
+}
+
+/// What codes stand for, for each of 64 indices: bits of an index past those of a code do not matter.
+#[inline(always)]
+unsafe fn table(levels: Option<&[i8; 64]>) -> __m512i {
+    // SAFETY: 64 bytes.
+    levels.map_or_else(
+        || unsafe { _mm512_setzero_si512() },
+        |levels| unsafe { _mm512_loadu_si512(levels.as_ptr().cast()) },
+    )
+}
+
+/// An index table in a register.
+#[inline(always)]
+unsafe fn index_table<T, const N: usize>(table: &'static [T; N]) -> __m512i {
+    const { assert!(size_of::<[T; N]>() == 64) };
+    // SAFETY: 64 bytes.
+    unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
+}
+
+/// The scales of a group, divided by [`UNIT`].
+#[inline(always)]
+unsafe fn factors(scales: *const u8) -> __m512 {
+    // SAFETY: the caller's: a group has sixteen scales of two bytes.
+    unsafe {
+        // A scale has no sign.
+        let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
+        _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / UNIT))
+    }
+}
+
+/// Bytes `at..at + 16` of sixteen rows (or 8, then zeros), `stride` bytes from one to the next, as registers of four bytes a row.
+#[inline(always)]
+pub(super) unsafe fn transpose<const BYTES: usize>(
+    rows: *const u8,
+    stride: usize,
+    at: usize,
+) -> [__m512i; 4] {
+    // SAFETY: the caller's: the rows have these bytes.
+    unsafe {
+        let mut quarters = [_mm512_setzero_si512(); 4];
+        for i in 0..4 {
+            let row = rows.add(i * stride);
+            let load = |n: usize| {
+                let p = row.add(n * 4 * stride + at);
+                if BYTES == 8 { _mm_loadl_epi64(p.cast()) } else { _mm_loadu_si128(p.cast()) }
+            };
+            quarters[i] = four_rows([load(0), load(1), load(2), load(3)]);
+        }
+        let [a, b, c, d] = quarters;
+        let (low, high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+        let (low2, high2) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+        [
+            _mm512_unpacklo_epi64(low, low2),
+            _mm512_unpackhi_epi64(low, low2),
+            _mm512_unpacklo_epi64(high, high2),
+            _mm512_unpackhi_epi64(high, high2),
+        ]
+    }
+}
+
+/// Columns of four bytes, from `first` on, of all rows of `width` bytes in two registers: as many as fill a register.
+const fn column_table(width: usize, first: usize) -> [i32; 16] {
+    let (columns, rows) = (width / 4, 128 / width);
+    let mut table = [0; 16];
+    let mut i = 0;
+    while i < 16 {
+        table[i] = (first + i / rows + i % rows * columns) as i32;
+        i += 1;
+    }
+    table
+}
+
+/// [`transpose`] of rows of `WIDTH` bytes, 8, 16 or 32, without a gap between them, from byte `AT` on: memory is read in whole
+/// registers.
+#[inline(always)]
+unsafe fn transpose_dense<const WIDTH: usize, const AT: usize>(rows: *const u8) -> [__m512i; 4] {
+    // SAFETY: the caller's: sixteen rows.
+    unsafe {
+        let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
+        let columns = |n: usize, index: __m512i| _mm512_permutex2var_epi32(line(n), index, line(n + 1));
+        let first = index_table(const { &column_table(WIDTH, AT / 4) });
+        match WIDTH {
+            8 => {
+                let second = index_table(const { &column_table(WIDTH, 1) });
+                let [even, odd] = [columns(0, first), columns(0, second)];
+                [even, odd, even, odd]
+            }
+            16 => {
+                let third = index_table(const { &column_table(WIDTH, 2) });
+                let [a, b, c, d] =
+                    [columns(0, first), columns(2, first), columns(0, third), columns(2, third)];
+                [
+                    _mm512_shuffle_i64x2::<0x44>(a, b),
+                    _mm512_shuffle_i64x2::<0xee>(a, b),
+                    _mm512_shuffle_i64x2::<0x44>(c, d),
+                    _mm512_shuffle_i64x2::<0xee>(c, d),
+                ]
+            }
+            _ => {
+                let [a, b, c, d] =
+                    [columns(0, first), columns(2, first), columns(4, first), columns(6, first)];
+                let (even, odd) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
+                let (even2, odd2) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+                [
+                    _mm512_shuffle_i32x4::<0x88>(even, even2),
+                    _mm512_shuffle_i32x4::<0x88>(odd, odd2),
+                    _mm512_shuffle_i32x4::<0xdd>(even, even2),
+                    _mm512_shuffle_i32x4::<0xdd>(odd, odd2),
+                ]
+            }
+        }
+    }
+}
+
+/// Bits of the second plane where indices have them: of part `part`, from bytes that were shifted to part 0.
+///
+/// A shift takes a port that products leave free on processors whose turns do not.
+#[inline(always)]
+unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let by = (shift + LOW * part) as i32 - LOW as i32;
+        match by {
+            0 => bytes,
+            1.. => _mm512_srl_epi16(bytes, _mm_cvtsi32_si128(by)),
+            _ => _mm512_sll_epi16(bytes, _mm_cvtsi32_si128(-by)),
+        }
+    }
+}
+
+/// Indices of part `part` of bytes of the first plane, with bits of the second, already in place.
+#[inline(always)]
+unsafe fn indices<const LOW: usize, const HIGH: usize>(
+    bytes: __m512i,
+    part: usize,
+    above: __m512i,
+) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let bytes =
+            if part == 0 { bytes } else { _mm512_srl_epi16(bytes, _mm_cvtsi32_si128((LOW * part) as i32)) };
+        if HIGH == 0 {
+            return bytes;
+        }
+        let own = _mm512_set1_epi8((1 << LOW) - 1);
+        _mm512_ternarylogic_epi32::<CHOOSE>(bytes, above, own)
+    }
+}
+
+/// # Safety
+/// As [`CodeScores`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+pub(super) unsafe fn scores(job: &CodeScores<'_>) {
+    // SAFETY: the caller's promise.
+    unsafe { with_planes!(job.keys.format, scores_of(job)) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &CodeScores<'_>) {
+    // SAFETY: as [`scores`]; queries and scores have memory for sixteen rows.
+    unsafe {
+        for first in (0..job.count).step_by(8) {
+            match job.count - first {
+                1 => scores_of_rows::<LOW, HIGH, 1>(job, first),
+                2 => scores_of_rows::<LOW, HIGH, 2>(job, first),
+                3 | 4 => scores_of_rows::<LOW, HIGH, 4>(job, first),
+                _ => scores_of_rows::<LOW, HIGH, 8>(job, first),
+            }
+        }
+    }
+}
+
+/// Scores of `N` rows, of two groups of keys at a time where registers hold the sums.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
+    job: &CodeScores<'_>,
+    row: usize,
+) {
+    let groups = job.keys.groups.len();
+    let mut group = 0;
+    // SAFETY: as [`scores`].
+    unsafe {
+        while N <= 4 && group + 2 <= groups {
+            scores_of_groups::<LOW, HIGH, N, 2>(job, row, group);
+            group += 2;
+        }
+        while group < groups {
+            scores_of_groups::<LOW, HIGH, N, 1>(job, row, group);
+            group += 1;
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, const G: usize>(
+    job: &CodeScores<'_>,
+    row: usize,
+    group: usize,
+) {
+    let keys = &job.keys;
+    let dim = keys.format.dim();
+    // Once is enough.
+    let next = if row == 0 { keys.next } else { keys.groups };
+    // SAFETY: as [`scores`].
+    unsafe {
+        // Unsigned, 128 more than the level, as the product has it; the sums start without what that adds.
+        let table = _mm512_xor_si512(table(keys.levels), _mm512_set1_epi8(-128));
+        let mut high_sums = [[_mm512_setzero_si512(); G]; N];
+        let mut low_sums = [[_mm512_setzero_si512(); G]; N];
+        for r in 0..N {
+            low_sums[r] = [_mm512_set1_epi32(*job.start.add(row + r)); G];
+        }
+        let mut at = 0;
+        while at < dim {
+            let keys = Keys::<G> {
+                rows: places::<LOW, HIGH, G>(&keys.groups[group..], at, 1),
+                // Groups of rows lie one after another, so a part of each row is as much as that part of a group.
+                next: places::<LOW, HIGH, G>(&next[group..], at, TILE),
+                strides: [dim * LOW / 8, dim * HIGH / 8],
+            };
+            let q = job.q.add(row * (2 * Q_HALF) + at);
+            let sums = (&mut high_sums, &mut low_sums);
+            // Only the second plane is read otherwise where rows are dense.
+            match (dim - at >= BLOCK, if HIGH > 0 { dim } else { 0 }) {
+                (true, BLOCK) => add_scores::<LOW, HIGH, N, G, BLOCK, true>(&keys, q, table, sums),
+                (true, _) => add_scores::<LOW, HIGH, N, G, BLOCK, false>(&keys, q, table, sums),
+                (false, 64) => add_scores::<LOW, HIGH, N, G, 64, true>(&keys, q, table, sums),
+                (false, _) => add_scores::<LOW, HIGH, N, G, 64, false>(&keys, q, table, sums),
+            }
+            at += BLOCK;
+        }
+        for g in 0..G {
+            let column = TILE * (group + g);
+            let factors = factors(keys.groups[group + g][2]);
+            ask(next[group + g][2], 0);
+            for r in 0..N {
+                // Sums past 32 bits come back: the whole fits.
+                let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high_sums[r][g]), low_sums[r][g]);
+                let factors = _mm512_mul_ps(factors, _mm512_set1_ps(*job.q_factors.add(row + r)));
+                let c = job.c.add((row + r) * job.ldc + column);
+                _mm512_storeu_ps(c, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factors));
+            }
+        }
+    }
+}
+
+/// Some coordinates of groups of keys: the first row of each in each plane, what is read next, and bytes from one row to the next.
+struct Keys<const G: usize> {
+    rows: [[*const u8; 2]; G],
+    next: [[*const u8; 2]; G],
+    strides: [usize; 2],
+}
+
+/// Where the bytes of coordinate `at` of `rows` rows begin.
+#[inline(always)]
+fn places<const LOW: usize, const HIGH: usize, const G: usize>(
+    groups: &[[*const u8; 3]],
+    at: usize,
+    rows: usize,
+) -> [[*const u8; 2]; G] {
+    let mut places = [[std::ptr::null(); 2]; G];
+    for g in 0..G {
+        let [lower, upper, _] = groups[g];
+        places[g] = [lower.wrapping_add(rows * at * LOW / 8), upper.wrapping_add(rows * at * HIGH / 8)];
+    }
+    places
+}
+
+/// Asks for a cache line.
+#[inline(always)]
+pub(super) unsafe fn ask(p: *const u8, line: usize) {
+    // SAFETY: asking for memory that is not there does nothing.
+    unsafe { _mm_prefetch::<HINT>(p.wrapping_add(64 * line).cast()) }
+}
+
+/// Sums of the upper and of the lower halves of `N` queries with `G` groups of keys.
+type Sums<'a, const N: usize, const G: usize> = (&'a mut [[__m512i; G]; N], &'a mut [[__m512i; G]; N]);
+
+/// Adds the products of `B` coordinates, which may be all that a key has: rows are `DENSE`.
+#[inline(always)]
+unsafe fn add_scores<
+    const LOW: usize,
+    const HIGH: usize,
+    const N: usize,
+    const G: usize,
+    const B: usize,
+    const DENSE: bool,
+>(
+    keys: &Keys<G>,
+    q: *const i8,
+    table: __m512i,
+    (high_sums, low_sums): Sums<'_, N, G>,
+) {
+    // Bytes of a row in each plane.
+    let (below, above) = (B * LOW / 8, B * HIGH / 8);
+    let [stride, upper_stride] = keys.strides;
+    let rows = &keys.rows;
+    // SAFETY: as [`scores`].
+    unsafe {
+        let mut upper = [[_mm512_setzero_si512(); 8]; G];
+        for g in 0..G {
+            let rows = rows[g][1];
+            for line in 0..TILE * above / 64 {
+                ask(keys.next[g][1], line);
+            }
+            let (first, second) = match (above, DENSE) {
+                (0, _) => continue,
+                (8, true) => (transpose_dense::<8, 0>(rows), None),
+                (8, false) => (transpose::<8>(rows, upper_stride, 0), None),
+                (16, true) => (transpose_dense::<16, 0>(rows), None),
+                (16, false) => (transpose::<16>(rows, upper_stride, 0), None),
+                (_, true) => (transpose_dense::<32, 0>(rows), Some(transpose_dense::<32, 16>(rows))),
+                (_, false) => {
+                    (transpose::<16>(rows, upper_stride, 0), Some(transpose::<16>(rows, upper_stride, 16)))
+                }
+            };
+            let second = second.unwrap_or(first);
+            for c in 0..4 {
+                (upper[g][c], upper[g][4 + c]) = (first[c], second[c]);
+            }
+            if above == 8 {
+                // The second half of the chunk has the next bits of the same bytes.
+                for c in 0..2 {
+                    upper[g][c + 2] = _mm512_srli_epi16::<1>(upper[g][c]);
+                }
+            }
+        }
+        // Chunks that bits of the second plane are of, so that their registers have fixed names.
+        let steps = if above == 32 { 2 } else { 1 };
+        let mut begin = 0;
+        while begin < below {
+            each!(STEP in [0 1] {
+                if STEP < steps {
+                    let chunk = begin + 16 * STEP;
+                    let mut lines = [[_mm512_setzero_si512(); 4]; G];
+                    for g in 0..G {
+                        for line in 0..4 {
+                            ask(keys.next[g][0], chunk / 4 + line);
+                        }
+                        lines[g] = transpose::<16>(rows[g][0], stride, chunk);
+                    }
+                    for c in 0..4 {
+                        for part in 0..8 / LOW {
+                            let d = chunk + 4 * c + below * part;
+                            let mut levels = [_mm512_setzero_si512(); G];
+                            for g in 0..G {
+                                levels[g] = if LOW == 8 {
+                                    _mm512_xor_si512(lines[g][c], _mm512_set1_epi8(-128))
+                                } else {
+                                    let above = above_bits::<LOW>(upper[g][4 * STEP + c], 0, part);
+                                    _mm512_permutexvar_epi8(indices::<LOW, HIGH>(lines[g][c], part, above), table)
+                                };
+                            }
+                            for r in 0..N {
+                                let four = |p: *const i8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+                                let q = q.add(r * (2 * Q_HALF) + d);
+                                let (high, low) = (four(q), four(q.add(Q_HALF)));
+                                for g in 0..G {
+                                    high_sums[r][g] = _mm512_dpbusd_epi32(high_sums[r][g], levels[g], high);
+                                    low_sums[r][g] = _mm512_dpbusd_epi32(low_sums[r][g], levels[g], low);
+                                }
+                            }
+                        }
+                    }
+                }
+            });
+            begin += 16 * steps;
+            if HIGH > 0 {
+                // The bits of the next chunks take the place of these.
+                let by = _mm_cvtsi32_si128(if above == 8 { 2 } else { HIGH as i32 });
+                for g in 0..G {
+                    each!(LINE in [0 1 2 3 4 5 6 7] {
+                        if LINE < 4 * steps {
+                            upper[g][LINE] = _mm512_srl_epi16(upper[g][LINE], by);
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// As [`CodeValues`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+pub(super) unsafe fn values(job: &CodeValues<'_>) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let groups = job.values.groups;
+        let mut memory = [_mm512_setzero_ps(); CODE_KEYS / TILE];
+        let of_groups = &mut memory[..groups.len()];
+        for n in 0..groups.len() {
+            of_groups[n] = factors(groups[n][2]);
+        }
+        for row in (0..job.count).step_by(4) {
+            match job.count - row {
+                1 => set_weights::<1>(job, row, of_groups),
+                2 => set_weights::<2>(job, row, of_groups),
+                3 => set_weights::<3>(job, row, of_groups),
+                _ => set_weights::<4>(job, row, of_groups),
+            }
+        }
+        for group in job.values.next {
+            ask(group[2], 0);
+        }
+        with_planes!(job.values.format, values_of(job));
+    }
+}
+
+/// Makes integers of the weights of `N` rows, each times the factor of its value.
+#[inline(always)]
+unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors: &[__m512]) {
+    // SAFETY: as [`values`]; weights are as many as values.
+    unsafe {
+        // A weight of 0 is that of a value that is not seen, whatever its factor.
+        let product = |r: usize, group: usize, factor: __m512| {
+            let weight = _mm512_loadu_ps(job.weights.add((row + r) * job.ldw + TILE * group));
+            let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
+            _mm512_maskz_mul_ps(seen, weight, factor)
+        };
+        // Bits of numbers without a sign are in the order of the numbers, infinity and what is none after them.
+        let mut most = [_mm512_setzero_si512(); N];
+        for group in 0..factors.len() {
+            let factor = factors[group];
+            for r in 0..N {
+                most[r] = _mm512_max_epu32(most[r], _mm512_castps_si512(product(r, group, factor)));
+            }
+        }
+        let mut inverses = [_mm512_setzero_ps(); N];
+        for r in 0..N {
+            let most = f32::from_bits(_mm512_reduce_max_epu32(most[r]));
+            if most > 0.0 && most < f32::INFINITY {
+                inverses[r] = _mm512_set1_ps(W_ONE / most);
+            }
+            *job.w_factors.add(row + r) = if most < f32::INFINITY { most / W_ONE } else { f32::NAN };
+        }
+        // Lower bytes of two registers, then their upper ones.
+        let bytes = index_table(const { &half_table() });
+        for group in (0..factors.len()).step_by(2) {
+            // What stands after a last one is not read.
+            let second = (group + 1).min(factors.len() - 1);
+            for r in 0..N {
+                let integers = |group: usize| {
+                    _mm512_cvtps_epi32(_mm512_mul_ps(product(r, group, factors[group]), inverses[r]))
+                };
+                let both = _mm512_permutex2var_epi8(integers(group), bytes, integers(second));
+                let high = job.integers.add((row + r) * (2 * W_HALF) + TILE * group);
+                _mm256_storeu_si256(high.add(W_HALF).cast(), _mm512_castsi512_si256(both));
+                _mm256_storeu_si256(high.cast(), _mm512_extracti64x4_epi64::<1>(both));
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &CodeValues<'_>) {
+    // SAFETY: as [`values`]; weights and sums have memory for sixteen rows.
+    unsafe {
+        for first in (0..job.count).step_by(4) {
+            match job.count - first {
+                1 => values_of_rows::<LOW, HIGH, 1>(job, first),
+                2 => values_of_rows::<LOW, HIGH, 2>(job, first),
+                _ => values_of_rows::<LOW, HIGH, 4>(job, first),
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
+unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
+    job: &CodeValues<'_>,
+    row: usize,
+) {
+    let dim = job.values.format.dim();
+    // SAFETY: as [`values`].
+    unsafe {
+        for at in (0..dim).step_by(BLOCK) {
+            match (dim - at >= BLOCK, dim) {
+                (true, BLOCK) => block_values::<LOW, HIGH, N, BLOCK, true>(job, row, at),
+                (true, _) => block_values::<LOW, HIGH, N, BLOCK, false>(job, row, at),
+                (false, 64) => block_values::<LOW, HIGH, N, 64, true>(job, row, at),
+                (false, _) => block_values::<LOW, HIGH, N, 64, false>(job, row, at),
+            }
+        }
+    }
+}
+
+/// Sums of `B` coordinates, which may be all that a value has: rows are `DENSE`.
+#[inline(always)]
+unsafe fn block_values<
+    const LOW: usize,
+    const HIGH: usize,
+    const N: usize,
+    const B: usize,
+    const DENSE: bool,
+>(
+    job: &CodeValues<'_>,
+    row: usize,
+    first: usize,
+) {
+    let (below, above) = (B * LOW / 8, B * HIGH / 8);
+    let values = &job.values;
+    let dim = if DENSE { B } else { values.format.dim() };
+    let [stride, upper_stride] = [dim * LOW / 8, dim * HIGH / 8];
+    // Once is enough.
+    let next = if row == 0 { values.next } else { values.groups };
+    // As many sums as registers hold: of two parts of a byte of the first plane, or of two chunks of whole bytes.
+    let chunks = if LOW == 8 { 2 } else { 1 };
+    let passes = if LOW == 2 { 2 } else { 1 };
+    // SAFETY: as [`values`].
+    unsafe {
+        let table = table(values.levels);
+        let order = index_table(const { &order_table(16, 16) });
+        let above_order =
+            index_table(const { &order_table(16, if B * HIGH < 128 { B * HIGH / 8 } else { 16 }) });
+        // Shifts of the second plane's bits are constants where chunks are written out.
+        let steps = if HIGH > 0 { below / 16 } else { 1 };
+        let mut begin = 0;
+        while begin < below {
+            each!(STEP in [0 1 2 3] {
+                each!(PASS in [0 1] {
+                    if STEP < steps && PASS < passes {
+                        let chunk = if HIGH > 0 { 16 * STEP } else { begin };
+                        let at = first * LOW / 8 + chunk;
+                        let above_at = first * HIGH / 8 + chunk % above.max(1);
+                        let mut high_sums = [[_mm512_setzero_si512(); N]; 2];
+                        let mut low_sums = [[_mm512_setzero_si512(); N]; 2];
+                        for group in 0..values.groups.len() {
+                            let ([lower, upper, _], next) = (values.groups[group], next[group]);
+                            let weights = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
+                            for quarter in 0..4 {
+                                // Four rows of a chunk are a line, and so much of what comes next is asked for.
+                                let asked = if PASS == 0 { chunks } else { 0 };
+                                for n in 0..asked {
+                                    let line = chunk / 4 + 4 * n + quarter;
+                                    ask(next[0].wrapping_add(TILE * first * LOW / 8), line);
+                                    if line < TILE * above / 64 {
+                                        ask(next[1].wrapping_add(TILE * first * HIGH / 8), line);
+                                    }
+                                }
+                                let rows = lower.add(4 * quarter * stride);
+                                let mut levels = [_mm512_setzero_si512(); 2];
+                                for n in 0..chunks {
+                                    let width = if DENSE { below } else { 0 };
+                                    levels[n] = quad::<16>(rows, stride, at + 16 * n, width, order);
+                                }
+                                if LOW < 8 {
+                                    let bytes = levels[0];
+                                    let mut bits = bytes;
+                                    if HIGH > 0 {
+                                        let rows = upper.add(4 * quarter * upper_stride);
+                                        let width = if DENSE { above } else { 0 };
+                                        if above == 8 {
+                                            bits = quad::<8>(rows, upper_stride, above_at, width, above_order);
+                                            // The second half of the chunk has the next bits of the same bytes.
+                                            bits = _mm512_mask_srli_epi16::<1>(bits, 0xffff_0000, bits);
+                                        } else {
+                                            bits = quad::<16>(rows, upper_stride, above_at, width, above_order);
+                                        }
+                                    }
+                                    for n in 0..2 {
+                                        let part = 2 * PASS + n;
+                                        let bits = above_bits::<LOW>(bits, HIGH * (chunk / above.max(1)), part);
+                                        levels[n] =
+                                            _mm512_permutexvar_epi8(indices::<LOW, HIGH>(bytes, part, bits), table);
+                                    }
+                                }
+                                for r in 0..N {
+                                    let w = weights.add(r * (2 * W_HALF) + 4 * quarter);
+                                    let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+                                    let (high, low) = (four(w), four(w.add(W_HALF)));
+                                    for n in 0..2 {
+                                        high_sums[n][r] = _mm512_dpbusd_epi32(high_sums[n][r], high, levels[n]);
+                                        low_sums[n][r] = _mm512_dpbusd_epi32(low_sums[n][r], low, levels[n]);
+                                    }
+                                }
+                            }
+                        }
+                        for n in 0..2 {
+                            let d = first + chunk + if LOW == 8 { 16 * n } else { below * (2 * PASS + n) };
+                            for r in 0..N {
+                                let high = _mm512_slli_epi32::<8>(high_sums[n][r]);
+                                let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low_sums[n][r]));
+                                let factor = _mm512_set1_ps(*job.w_factors.add(row + r));
+                                _mm512_storeu_ps(job.c.add((row + r) * job.ldc + d), _mm512_mul_ps(sum, factor));
+                            }
+                        }
+                    }
+                })
+            });
+            begin += 16 * steps * chunks;
+        }
+    }
+}
+
+/// Bytes 0 and then 1 of every f32 of two registers: of integers of 16 bits, their lower and their upper halves.
+const fn half_table() -> [u8; 64] {
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        table[i] = (i % 32 * 4 + i / 32) as u8;
+        i += 1;
+    }
+    table
+}
+
+/// The permutation that makes byte `4 x + t` of a register byte `x` of row `t`, of four rows that begin `stride` bytes apart and have
+/// `width` bytes.
+const fn order_table(stride: usize, width: usize) -> [u8; 64] {
+    let width = if width == 0 { 1 } else { width };
+    let mut table = [0; 64];
+    let mut i = 0;
+    while i < 64 {
+        table[i] = (stride * (i % 4) + i / 4 % width) as u8;
+        i += 1;
+    }
+    table
+}
+
+/// Bytes `at..at + BYTES` of four rows, `stride` bytes from one to the next, or known to be of `width` bytes without a gap: byte
+/// `4 x + t` is byte `x` of row `t`.
+#[inline(always)]
+unsafe fn quad<const BYTES: usize>(
+    rows: *const u8,
+    stride: usize,
+    at: usize,
+    width: usize,
+    order: __m512i,
+) -> __m512i {
+    // SAFETY: the caller's: the rows have these bytes.
+    unsafe {
+        match width {
+            16 => _mm512_permutexvar_epi8(order, _mm512_loadu_si512(rows.cast())),
+            32 => {
+                let order = index_table(const { &order_table(32, 16) });
+                let order = _mm512_add_epi8(order, _mm512_set1_epi8(at as i8));
+                let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
+                _mm512_permutex2var_epi8(line(0), order, line(1))
+            }
+            _ => {
+                let load = |t: usize| {
+                    let p = rows.add(at + t * stride);
+                    if BYTES == 8 { _mm_loadl_epi64(p.cast()) } else { _mm_loadu_si128(p.cast()) }
+                };
+                _mm512_permutexvar_epi8(order, four_rows([load(0), load(1), load(2), load(3)]))
+            }
+        }
+    }
+}
+
+/// Four rows of 16 bytes, one after another.
+#[inline(always)]
+unsafe fn four_rows([a, b, c, d]: [__m128i; 4]) -> __m512i {
+    // SAFETY: the caller's: the instruction set.
+    unsafe {
+        let low = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(a), b);
+        _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(low, c), d)
+    }
+}

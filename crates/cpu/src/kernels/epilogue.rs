@@ -1,0 +1,71 @@
+//! The end of a row: the division by its sum, the rotation back, and its logsumexp.
+
+#![allow(unsafe_code)]
+
+use super::overflow;
+use super::softmax;
+use super::task::{Query, TaskState};
+use crate::simd::{Simd, store_row};
+use flashtile_core::codec::KvView;
+
+/// Writes out and lse of rows `first..first + rows` of the task from the running state of the first `rows` rows.
+///
+/// # Safety
+/// As [`Simd`]; no other thread writes these rows.
+#[inline(always)]
+pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: usize) {
+    let problem = work.cx.plan.problem();
+    let dims = problem.dims();
+    let out = work.cx.out;
+    for r in 0..rows {
+        let (i, h) = work.place(first + r);
+        // SAFETY: the state of `rows` rows is there; the row exists in out and lse.
+        unsafe {
+            let (max, sum) = (f64::from(*work.row_max.add(r)), f64::from(*work.row_sum.add(r)));
+            let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
+            let shift = |slopes: &[f32]| work.query(first + r).alibi_shift(problem, slopes[h]);
+            let shift = work.cx.inputs.alibi_slopes.map_or(0.0, shift);
+            let (scale, lse) = normalizer(max, sum, sink, shift);
+            let row = work.sequence.q_start + i;
+            let dst = out.row(work.sequence.batch, h, row);
+            let acc = work.acc.add(r * work.stride);
+            if let KvView::Codes(codes) = &work.cx.inputs.v
+                && let Some(rotation) = codes.coder().rotation()
+            {
+                flashtile_core::codec::unrotate(
+                    rotation,
+                    std::slice::from_raw_parts_mut(acc, dims.value_dim),
+                );
+            }
+            let finite = store_row::<S>(out.dtype(), dst, acc, scale, dims.value_dim);
+            if !finite && sum.is_finite() {
+                let sums = std::slice::from_raw_parts(acc, dims.value_dim);
+                let Query { index, sequence, position, head } = work.query(first + r);
+                let row = overflow::Row { cx: work.cx, sequence, index, position, head };
+                row.means(sums, |c, mean| overflow::store(out.dtype(), dst, c, mean));
+            }
+            if !work.cx.lse.is_null() {
+                *work.cx.lse.add((work.sequence.batch * dims.q_heads + h) * dims.q_len + row) = lse;
+            }
+        }
+    }
+}
+
+/// Factor of the accumulated values, and the logsumexp: from a row's maximum and sum in units of log2, the sink's logit (`-inf`
+/// without one), and the shift that all scores lack.
+#[inline]
+fn normalizer(max: f64, sum: f64, sink: f64, shift: f64) -> (f32, f32) {
+    if sum == 0.0 {
+        return (0.0, sink as f32);
+    }
+    if sink == f64::NEG_INFINITY {
+        return ((1.0 / sum) as f32, (softmax::from_log2(max) + shift + sum.ln()) as f32);
+    }
+    let sink_log2 = softmax::to_log2(sink - shift);
+    let top = max.max(sink_log2);
+    let weight = (max - top).exp2();
+    let total = sum * weight + (sink_log2 - top).exp2();
+    // A sink that is the greatest has digits that it would lose to the shift.
+    let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(top) + shift };
+    ((weight / total) as f32, (lse + total.ln()) as f32)
+}

@@ -1,0 +1,175 @@
+//! Rows whose sums overflow where their means do not.
+//!
+//! Kernels add up weighted values and divide by the sum of the weights at the end, so that values near the largest of f32 overflow in
+//! sums of a few. The columns of a row that came out infinite or NaN, though its weights are finite, are computed again: where the row sees
+//! no such value, one key after another in f64.
+
+#![allow(unsafe_code)]
+
+use super::Context;
+use flashtile_core::codec::KvView;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::limits::MAX_HEAD_DIM;
+use flashtile_core::problem::Sequence;
+use flashtile_core::tensor::TensorView;
+use half::{bf16, f16};
+use std::ops::Range;
+
+/// A row of q of one head.
+pub(super) struct Row<'a> {
+    pub(super) cx: &'a Context<'a>,
+    pub(super) sequence: &'a Sequence,
+    /// Of the sequence.
+    pub(super) index: usize,
+    pub(super) position: usize,
+    pub(super) head: usize,
+}
+
+/// A key or value: head, batch entry or page, and row in it.
+type Place = [usize; 3];
+
+impl Row<'_> {
+    /// Calls `found` with each column whose sum is not finite, and with what its mean is.
+    #[cold]
+    #[inline(never)]
+    pub(super) fn means(&self, sums: &[f32], mut found: impl FnMut(usize, f64)) {
+        // Values of codes and of f16 are too small to overflow.
+        let v = match &self.cx.inputs.v {
+            KvView::Elements(v) if v.dtype() != Dtype::F16 => v,
+            KvView::Elements(_) | KvView::Codes(_) => return,
+        };
+        let q = self.query();
+        let mut statistics = None;
+        let mut weight = |j: usize| {
+            let (max, total) = *statistics.get_or_insert_with(|| self.statistics(&q));
+            (self.score(&q, j) - max).exp() / total
+        };
+        let columns = || (0..sums.len()).filter(|&c| !sums[c].is_finite());
+        // What is infinite or NaN decides a column alone.
+        let mut means = [0.0f64; MAX_HEAD_DIM];
+        for j in self.keys().filter(|&j| has_nonfinite(v, self.place(j)) && !self.hides(j)) {
+            let mut p = None;
+            for c in columns() {
+                let x = value(v, self.place(j), c);
+                if x.is_infinite() && !means[c].is_nan() {
+                    means[c] += *p.get_or_insert_with(|| weight(j)) * x;
+                } else if x.is_nan() {
+                    means[c] = x;
+                }
+            }
+        }
+        let mut finite = [false; MAX_HEAD_DIM];
+        columns().for_each(|c| finite[c] = means[c] == 0.0);
+        if finite.contains(&true) {
+            for j in self.keys().filter(|&j| !self.hides(j)) {
+                let p = weight(j);
+                columns().filter(|&c| finite[c]).for_each(|c| means[c] += p * value(v, self.place(j), c));
+            }
+        }
+        columns().for_each(|c| found(c, means[c]));
+    }
+
+    /// The greatest score, sink included, and the sum of the weights relative to it.
+    fn statistics(&self, q: &[f64]) -> (f64, f64) {
+        let scores = || self.keys().filter(|&j| !self.hides(j)).map(|j| self.score(q, j));
+        let sink = self.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[self.head]));
+        let max = scores().fold(sink, f64::max);
+        (max, (sink - max).exp() + scores().map(|score| (score - max).exp()).sum::<f64>())
+    }
+
+    /// Keys that the row sees by causality, window and length.
+    fn keys(&self) -> Range<usize> {
+        self.cx.plan.problem().visible(self.sequence, self.position)
+    }
+
+    fn place(&self, j: usize) -> Place {
+        let kv_head = self.head / self.cx.plan.problem().dims().group();
+        match self.cx.inputs.tables {
+            None => [kv_head, self.sequence.batch, self.sequence.kv_start + j],
+            Some(t) => {
+                let page = t.table[self.index * t.width + (j / t.page) % t.width];
+                [kv_head, page as usize, j % t.page]
+            }
+        }
+    }
+
+    /// Whether a mask or a tree hides a key.
+    fn hides(&self, j: usize) -> bool {
+        let (inputs, s) = (self.cx.inputs, self.sequence);
+        let masked =
+            |mask: &flashtile_core::tensor::MaskView<'_>, at: [usize; 4]| mask.bias(at) == f32::NEG_INFINITY;
+        let at = [self.index, self.head, self.position, j];
+        let column = (j + s.q_len).checked_sub(s.kv_len);
+        inputs.mask.is_some_and(|mask| masked(&mask, at))
+            || inputs
+                .tree
+                .zip(column)
+                .is_some_and(|(tree, column)| masked(&tree, [0, 0, s.q_start + self.position, column]))
+    }
+
+    fn query(&self) -> [f64; MAX_HEAD_DIM] {
+        let mut q = [0.0; MAX_HEAD_DIM];
+        let (view, s) = (&self.cx.inputs.q, self.sequence);
+        for (d, q) in q.iter_mut().enumerate().take(view.shape()[3]) {
+            *q = f64::from(view.get([s.batch, self.head, s.q_start + self.position, d]));
+        }
+        q
+    }
+
+    /// The score of a key that is not hidden, in natural units.
+    fn score(&self, q: &[f64], j: usize) -> f64 {
+        let (inputs, problem) = (self.cx.inputs, self.cx.plan.problem());
+        let [head, entry, row] = self.place(j);
+        let dim = problem.dims().head_dim;
+        let product: f64 = match &inputs.k {
+            KvView::Elements(k) => (0..dim).map(|d| q[d] * value(k, [head, entry, row], d)).sum(),
+            KvView::Codes(codes) => {
+                let mut key = [0.0f32; MAX_HEAD_DIM];
+                codes.read(entry, head, row, &mut key[..dim]);
+                (0..dim).map(|d| q[d] * f64::from(key[d])).sum()
+            }
+        };
+        let mut score = product * f64::from(problem.scale());
+        if let Some(cap) = problem.desc().softcap.map(f64::from) {
+            score = cap * (score / cap).tanh();
+        }
+        if let Some(slopes) = inputs.alibi_slopes {
+            let distance = (self.position as i64 + self.sequence.q_offset).abs_diff(j as i64);
+            score -= f64::from(slopes[self.head]) * distance as f64;
+        }
+        inputs
+            .mask
+            .map_or(score, |mask| score + f64::from(mask.bias([self.index, self.head, self.position, j])))
+    }
+}
+
+/// Stores element `c` of a row.
+///
+/// # Safety
+/// The row that starts at `dst` has the element, which no other thread accesses.
+pub(super) unsafe fn store(dtype: Dtype, dst: *mut u8, c: usize, x: f64) {
+    // SAFETY: the caller's promise; rows are aligned to their dtype.
+    unsafe {
+        match dtype {
+            Dtype::F32 => *dst.cast::<f32>().add(c) = x as f32,
+            Dtype::F16 => *dst.cast::<f16>().add(c) = f16::from_f64(x),
+            Dtype::BF16 => *dst.cast::<bf16>().add(c) = bf16::from_f64(x),
+        }
+    }
+}
+
+fn value(view: &TensorView<'_>, [head, entry, row]: Place, d: usize) -> f64 {
+    f64::from(view.get([entry, head, row, d]))
+}
+
+/// Whether a row of f32 or bf16 has an infinite element or a NaN.
+fn has_nonfinite(view: &TensorView<'_>, [head, entry, row]: Place) -> bool {
+    let bytes = view.row_bytes([entry, head, row]);
+    // Exponents of all ones; those of bf16 are those of the f32 whose upper half it is.
+    match view.dtype() {
+        Dtype::F32 => bytes.as_chunks().0.iter().any(|x| u32::from_ne_bytes(*x) & 0x7f80_0000 == 0x7f80_0000),
+        Dtype::F16 | Dtype::BF16 => {
+            bytes.as_chunks().0.iter().any(|x| u16::from_ne_bytes(*x) & 0x7f80 == 0x7f80)
+        }
+    }
+}

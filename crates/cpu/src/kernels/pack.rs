@@ -1,0 +1,507 @@
+//! Copies into the order in which the micro-kernel reads, converted to f32.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, LINES, Rows, Simd, TILE, load_head, with_elem};
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::block_tables::NO_PAGE;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::limits::MAX_HEAD_DIM;
+use flashtile_core::tensor::TensorView;
+use std::ops::Range;
+
+/// Where the pages of a sequence are listed.
+#[derive(Clone, Copy)]
+struct Pages<'a> {
+    /// Page of each block of rows; block `b` is at `b % width`.
+    table: &'a [u32],
+    width: u32,
+    /// Rows of a page. Divisions are of u32, the cheaper kind: a longer page has every row in its first block.
+    page: u32,
+    /// Its logarithm, where it is a power of two: a division would take longer than the products of a short row.
+    shift: Option<u32>,
+    /// Bytes from a page to the next.
+    stride: usize,
+}
+
+/// Rows of one head of a sequence: of a tensor, one after another, or of pages of a pool.
+#[derive(Clone, Copy)]
+pub(super) struct HeadRows<'a> {
+    pub(super) tensor: &'a TensorView<'a>,
+    /// The first row of the sequence, or of page 0.
+    origin: *const u8,
+    pages: Option<Pages<'a>>,
+}
+
+/// Neighbouring rows at a constant distance, and what is asked for while they are read.
+#[derive(Clone, Copy)]
+pub(super) struct Run {
+    pub(super) start: *const u8,
+    pub(super) rows: usize,
+    /// Bytes from a row to the one that is asked for while it is read. The same for each row of the run.
+    pub(super) ahead: usize,
+}
+
+impl Run {
+    /// No rows.
+    pub(super) const NONE: Self = Self { start: std::ptr::null(), rows: 0, ahead: 0 };
+}
+
+/// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
+const PREFETCH_BYTES: usize = 16384;
+/// Pages of fewer rows are packed rather than streamed: a product of its own for each page costs more than the copy.
+const MIN_RUN: usize = 8;
+
+impl<'a> HeadRows<'a> {
+    /// Rows of a head from row `start` of a batch entry on.
+    pub(super) fn of_tensor(tensor: &'a TensorView<'a>, [batch, head, start]: [usize; 3]) -> Self {
+        Self { tensor, origin: tensor.row(batch, head, start), pages: None }
+    }
+
+    /// Rows of a head in the pages that the sequence has in valid tables.
+    pub(super) fn of_pages(
+        tensor: &'a TensorView<'a>,
+        head: usize,
+        tables: &'a BlockTables,
+        sequence: usize,
+    ) -> Self {
+        let table = &tables.table[sequence * tables.width..][..tables.width];
+        let stride = tensor.strides()[0].wrapping_mul(tensor.dtype().bytes());
+        let page = u32::try_from(tables.page).unwrap_or(u32::MAX);
+        let width = u32::try_from(table.len()).unwrap_or(u32::MAX);
+        let shift = page.is_power_of_two().then(|| page.trailing_zeros());
+        let pages = Some(Pages { table, width, page, shift, stride });
+        Self { tensor, origin: tensor.row(0, head, 0), pages }
+    }
+
+    /// Address of row `j`, of which only that of an existing row may be read, and the number of rows from it on that are
+    /// a step apart.
+    #[inline(always)]
+    fn find(&self, j: usize) -> (*const u8, usize) {
+        let Some(p) = self.pages else {
+            return (self.origin.wrapping_add(j.wrapping_mul(self.step())), usize::MAX);
+        };
+        let j = j as u32;
+        let (block, row) = match p.shift {
+            Some(shift) => (j >> shift, (j & (p.page - 1)) as usize),
+            None => (j / p.page, (j % p.page) as usize),
+        };
+        let block = if block < p.width { block } else { block % p.width };
+        // What is asked for past the end need not have a page; an address that is mapped costs no failed look-up.
+        let page = match p.table[block as usize] {
+            NO_PAGE => 0,
+            page => page as usize,
+        };
+        let offset = page.wrapping_mul(p.stride).wrapping_add(row.wrapping_mul(self.step()));
+        (self.origin.wrapping_add(offset), p.page as usize - row)
+    }
+
+    /// The rows from `j` on that are a step apart, as far as those asked for meanwhile are, at least `distance` rows
+    /// further on.
+    #[inline(always)]
+    pub(super) fn span(&self, j: usize, distance: usize) -> Run {
+        let (start, rows) = self.find(j);
+        let distance = self.distance().max(distance);
+        if self.pages.is_none() {
+            return Run { start, rows, ahead: self.step().wrapping_mul(distance) };
+        }
+        // Where pages hold whole vectors of rows, both runs end together.
+        let (next, next_rows) = self.find(j + distance.next_multiple_of(16));
+        let ahead = (next as usize).wrapping_sub(start as usize);
+        Run { start, rows: rows.min(next_rows), ahead }
+    }
+
+    /// The runs of the `len` rows from `j` on, or the first of them that there is memory for.
+    #[inline(always)]
+    pub(super) fn runs<'m>(&self, j: usize, len: usize, memory: &'m mut [Run]) -> &'m [Run] {
+        let (mut found, mut at) = (0, 0);
+        while at < len && found < memory.len() {
+            let run = self.span(j + at, 1);
+            let rows = run.rows.min(len - at);
+            memory[found] = Run { rows, ..run };
+            found += 1;
+            at += rows;
+        }
+        &memory[..found]
+    }
+
+    /// Asks for rows, some of which need not exist.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn request<S: Simd>(&self, rows: Range<usize>) {
+        let mut walk = self.walk(rows.start);
+        for _ in rows {
+            let row = walk.next();
+            for offset in (0..self.row_bytes()).step_by(64) {
+                // SAFETY: a prefetch may name any address.
+                unsafe { S::prefetch(row.wrapping_add(offset)) }
+            }
+        }
+    }
+
+    /// Rows from one that is read to the one that is asked for.
+    #[inline(always)]
+    pub(super) fn distance(&self) -> usize {
+        PREFETCH_BYTES.div_ceil(self.row_bytes())
+    }
+
+    /// Rows from `j` on, one at a time.
+    #[inline(always)]
+    fn walk(&self, j: usize) -> Walk<'a> {
+        let (next, left) = self.find(j);
+        Walk { rows: *self, j, next, left }
+    }
+
+    /// Whether rows come in runs so short that they are packed before a product.
+    #[inline(always)]
+    pub(super) fn scattered(&self) -> bool {
+        self.pages.is_some_and(|p| (p.page as usize) < MIN_RUN)
+    }
+
+    /// Bytes from a row to the next. Where there is a single row, this may be any number.
+    #[inline(always)]
+    pub(super) fn step(&self) -> usize {
+        self.tensor.strides()[2].wrapping_mul(self.tensor.dtype().bytes())
+    }
+
+    /// Bytes of a row.
+    #[inline(always)]
+    pub(super) fn row_bytes(&self) -> usize {
+        self.tensor.shape()[3] * self.tensor.dtype().bytes()
+    }
+}
+
+/// Addresses of one row after another.
+struct Walk<'a> {
+    rows: HeadRows<'a>,
+    /// The next row, its address, and how many are a step apart from it on.
+    j: usize,
+    next: *const u8,
+    left: usize,
+}
+
+impl Walk<'_> {
+    #[inline(always)]
+    fn next(&mut self) -> *const u8 {
+        let row = self.next;
+        self.j += 1;
+        self.left -= 1;
+        if self.left == 0 {
+            (self.next, self.left) = self.rows.find(self.j);
+        } else {
+            self.next = row.wrapping_add(self.rows.step());
+        }
+        row
+    }
+}
+
+/// Stands for keys past the end: zero in every dtype.
+#[repr(align(64))]
+struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
+static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
+
+/// Keys of one vector of lanes, and the lines of memory to ask for meanwhile.
+#[derive(Clone, Copy)]
+pub(super) struct KeyVector {
+    /// The rows: zeros for a key that is not wanted.
+    rows: [*const u8; 16],
+    /// Bytes from a row to what is asked for while it is read.
+    ahead: usize,
+    row_bytes: usize,
+}
+
+impl KeyVector {
+    /// The rows, zeros for a key that is not wanted.
+    #[inline(always)]
+    pub(super) const fn rows(&self) -> &[*const u8; 16] {
+        &self.rows
+    }
+
+    /// Keys `first + column..` of those in `columns`, which exist.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn new<S: Simd>(
+        src: HeadRows<'_>,
+        first: usize,
+        column: usize,
+        columns: &Range<usize>,
+    ) -> Self {
+        let (run, row_bytes) = (src.span(first + column, S::LANES), src.row_bytes());
+        let mut rows = [ZERO_ROW.0.as_ptr(); 16];
+        if columns.start <= column && column + S::LANES <= columns.end && run.rows >= S::LANES {
+            let step = src.step();
+            for r in 0..S::LANES {
+                rows[r] = run.start.wrapping_add(r.wrapping_mul(step));
+            }
+            return Self { rows, ahead: run.ahead, row_bytes };
+        }
+        let mut walk = src.walk(first + column);
+        for r in 0..S::LANES {
+            let row = walk.next();
+            if columns.contains(&(column + r)) {
+                rows[r] = row;
+            }
+        }
+        if run.rows >= S::LANES {
+            return Self { rows, ahead: run.ahead, row_bytes };
+        }
+        // No one distance leads to what is needed later: all of it is asked for here.
+        let next = first + column + src.distance().max(S::LANES);
+        // SAFETY: the caller's promise.
+        unsafe { src.request::<S>(next..next + S::LANES) }
+        Self { rows, ahead: 0, row_bytes }
+    }
+
+    /// The next [`LINES`] lines, from byte `at` of the rows on, all inside the rows.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the rows exist.
+    #[inline(always)]
+    pub(super) unsafe fn lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
+        let mut from = [std::ptr::null(); 16];
+        // SAFETY: the caller's promise; a prefetch may name any address.
+        unsafe {
+            if at.is_multiple_of(64) {
+                for r in 0..S::LANES {
+                    S::prefetch(self.rows[r].wrapping_add(at + self.ahead));
+                }
+            }
+            // A loop: array methods that take closures are functions without the instruction set.
+            for r in 0..S::LANES {
+                from[r] = self.rows[r].add(at).cast();
+            }
+            S::transpose::<R::Lane>(from)
+        }
+    }
+
+    /// The lines from byte `at` to the end of the rows, fewer than [`LINES`]; the others are zero.
+    ///
+    /// # Safety
+    /// As [`Simd`]; the rows exist.
+    #[inline(always)]
+    pub(super) unsafe fn last_lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
+        // Aligned as any element.
+        let mut tail = [[0u32; LINES]; 16];
+        let mut from = [std::ptr::null(); 16];
+        // SAFETY: a row has `row_bytes` bytes, the zero row at least as many.
+        unsafe {
+            for r in 0..S::LANES {
+                let rest = self.rows[r].add(at);
+                std::ptr::copy_nonoverlapping(rest, tail[r].as_mut_ptr().cast(), self.row_bytes - at);
+                from[r] = tail[r].as_ptr().cast();
+            }
+            S::transpose::<R::Lane>(from)
+        }
+    }
+}
+
+/// Rows that stand for keys that are not wanted.
+#[inline(always)]
+pub(super) const fn zero_rows() -> [*const u8; 16] {
+    [ZERO_ROW.0.as_ptr(); 16]
+}
+
+/// One vector of lanes of a panel from rows of f32.
+///
+/// # Safety
+/// As [`key_panel`]; the rows have `row_bytes` bytes.
+#[inline(always)]
+pub(super) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: usize, dst: *mut f32) {
+    let keys = KeyVector { rows, ahead: 0, row_bytes };
+    // SAFETY: the caller's promise.
+    unsafe { panel_vector::<S, crate::simd::Single<f32>>(&keys, dst) }
+}
+
+/// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns
+/// counted from `first`. Columns of the panel outside `columns` become zero; only keys `first + columns` are read.
+///
+/// # Safety
+/// As [`Simd`]; the keys exist, `dst` is valid for a panel.
+#[inline(always)]
+pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
+    src: HeadRows<'_>,
+    first: usize,
+    panel: usize,
+    columns: &Range<usize>,
+    dst: *mut f32,
+) {
+    let width = S::VECTORS * S::LANES;
+    for vector in 0..S::VECTORS {
+        let column = panel * width + vector * S::LANES;
+        // SAFETY: the caller's promise.
+        unsafe {
+            let keys = KeyVector::new::<S>(src, first, column, columns);
+            panel_vector::<S, R>(&keys, dst.add(vector * S::LANES));
+        }
+    }
+}
+
+/// One vector of lanes of a panel.
+///
+/// # Safety
+/// As [`key_panel`].
+#[inline(always)]
+unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, dst: *mut f32) {
+    let width = S::VECTORS * S::LANES;
+    let (block, steps) = (LINES * size_of::<R::Lane>(), LINES * R::STEPS);
+    let whole = keys.row_bytes / block;
+    // SAFETY: the caller's promise; the panel has a line of `width` elements for every step.
+    unsafe {
+        for n in 0..whole {
+            let lines = keys.lines::<S, R>(n * block);
+            let dst = dst.add(n * steps * width);
+            for c in 0..LINES {
+                for i in 0..R::STEPS {
+                    S::store(dst.add((c * R::STEPS + i) * width), R::step::<S>(lines[c], i));
+                }
+            }
+        }
+        if whole * block < keys.row_bytes {
+            let lines = keys.last_lines::<S, R>(whole * block);
+            for n in whole * steps..steps_in::<R>(keys.row_bytes) {
+                let c = n - whole * steps;
+                S::store(dst.add(n * width), R::step::<S>(lines[c / R::STEPS], c % R::STEPS));
+            }
+        }
+        if S::TILES {
+            let depth = steps_in::<R>(keys.row_bytes);
+            for n in depth..depth.next_multiple_of(TILE) {
+                S::store(dst.add(n * width), S::splat(0.0));
+            }
+        }
+    }
+}
+
+/// Steps of a product's depth in a row of so many bytes.
+#[inline(always)]
+pub(super) fn steps_in<R: Rows>(row_bytes: usize) -> usize {
+    let step = size_of::<R::Lane>() / R::STEPS;
+    row_bytes.div_ceil(step)
+}
+
+/// Copies one row of `len` elements, times `scale`, and fills with zeros to a whole number of vectors if `pad`.
+#[inline(always)]
+unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut f32, pad: bool) {
+    // SAFETY: `src` holds `len` elements; `dst` holds as many, rounded up to vectors if `pad`.
+    unsafe {
+        let scale = S::splat(scale);
+        let whole = len / S::LANES * S::LANES;
+        let mut c = 0;
+        while c + 4 * S::LANES <= whole {
+            for at in [c, c + S::LANES, c + 2 * S::LANES, c + 3 * S::LANES] {
+                S::store(dst.add(at), S::mul(E::load::<S>(src.add(at)), scale));
+            }
+            c += 4 * S::LANES;
+        }
+        while c < whole {
+            S::store(dst.add(c), S::mul(E::load::<S>(src.add(c)), scale));
+            c += S::LANES;
+        }
+        if whole < len {
+            let tail = S::mul(load_head::<S, E>(src.add(whole), len - whole), scale);
+            if pad {
+                S::store(dst.add(whole), tail);
+            } else {
+                let mut lanes = [0.0f32; 16];
+                S::store(lanes.as_mut_ptr(), tail);
+                std::ptr::copy_nonoverlapping(lanes.as_ptr(), dst.add(whole), len - whole);
+            }
+        }
+    }
+}
+
+/// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero. With pairs, a row of `dst`
+/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero; with tiles,
+/// so are the missing pairs of a step.
+///
+/// # Safety
+/// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
+#[inline(always)]
+pub(super) unsafe fn values<S: Simd, E: Elem>(
+    src: HeadRows<'_>,
+    first: usize,
+    rows: Range<usize>,
+    dst: *mut f32,
+) {
+    let value_dim = src.tensor.shape()[3];
+    let stride = value_dim.next_multiple_of(S::LANES);
+    let row_bytes = src.row_bytes();
+    // Rows that are used together.
+    let whole = match (S::TILES, S::PAIRS) {
+        (true, _) => 2 * TILE,
+        (_, true) => 2,
+        _ => 1,
+    };
+    let from = first + rows.start / whole * whole;
+    let (mut walk, mut ahead) = (src.walk(from), src.walk(from + src.distance()));
+    // The next row, once the one further on is asked for.
+    let mut next = || {
+        let further = ahead.next();
+        for offset in (0..row_bytes).step_by(64) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { S::prefetch(further.wrapping_add(offset)) }
+        }
+        walk.next()
+    };
+    if S::PAIRS {
+        for (n, pair) in (rows.start / whole * whole / 2..rows.end.next_multiple_of(whole) / 2).enumerate() {
+            let (even, odd) = (next(), next());
+            let half = |j: usize, row| if rows.contains(&j) { row } else { ZERO_ROW.0.as_ptr() };
+            let (even, odd) = (half(2 * pair, even), half(2 * pair + 1, odd));
+            // SAFETY: the caller's promise.
+            unsafe { pair_row::<S>(even.cast(), odd.cast(), value_dim, dst.add(n * stride)) }
+        }
+        return;
+    }
+    for n in 0..rows.len() {
+        // SAFETY: the caller's promise.
+        unsafe { row::<S, E>(next().cast(), value_dim, 1.0, dst.add(n * stride), true) }
+    }
+}
+
+/// Interleaves two rows of bf16 into a row of pairs, zero up to whole vectors.
+///
+/// # Safety
+/// As [`Simd`]; the sources hold `len` elements, `dst` as many pairs, rounded up to vectors.
+#[inline(always)]
+unsafe fn pair_row<S: Simd>(even: *const u16, odd: *const u16, len: usize, dst: *mut f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut c = 0;
+        while c + S::LANES <= len {
+            S::interleave(even.add(c), odd.add(c), dst.add(c));
+            c += S::LANES;
+        }
+        if c < len {
+            let mut tail = [[0u16; 16]; 2];
+            std::ptr::copy_nonoverlapping(even.add(c), tail[0].as_mut_ptr(), len - c);
+            std::ptr::copy_nonoverlapping(odd.add(c), tail[1].as_mut_ptr(), len - c);
+            S::interleave(tail[0].as_ptr(), tail[1].as_ptr(), dst.add(c));
+        }
+    }
+}
+
+/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, the last pair, or step of tiles, made whole
+/// with zeros.
+///
+/// # Safety
+/// As [`Simd`]; `src` and `dst` hold `len` elements.
+#[inline(always)]
+pub(super) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
+    if S::PAIRS {
+        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs or steps.
+        unsafe {
+            let dst = dst.cast::<u16>();
+            let whole = len.next_multiple_of(if S::TILES { 2 * TILE } else { 2 });
+            std::ptr::copy_nonoverlapping(src.cast(), dst, len);
+            std::ptr::write_bytes(dst.add(len), 0, whole - len);
+        }
+        return;
+    }
+    // SAFETY: the caller's promise.
+    with_elem!(dtype, E => unsafe { row::<S, E>(src.cast(), len, scale, dst, false) });
+}

@@ -1,0 +1,88 @@
+//! Probabilities of a tile: bias, mask and the softmax numerator of one block.
+
+#![allow(unsafe_code)]
+
+use super::mask::Class;
+use super::softmax::{self, Modifiers};
+use super::task::{Query, TaskState, Tile};
+use crate::simd::Simd;
+
+/// Replaces the scores of a tile by probabilities `2^(score - block_max)`, and stores maximum and sum of each row.
+///
+/// # Safety
+/// As [`Simd`]; the scores are there.
+#[inline(always)]
+pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
+    let step = if S::PAIRS { 2 * S::LANES } else { S::LANES };
+    let vectors = tile.columns.start / step * step..tile.columns.end.next_multiple_of(step);
+    let rows = tile.rows.len();
+    let whole = tile.full && vectors == tile.columns;
+    let modifies = modifies::<S>(work, tile);
+    let (tree, tree_from) = work.tree_columns(tile);
+    let mean_scores = work.mean_scores();
+    // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded; a row of
+    // the tree has a column for each query of the sequence.
+    unsafe {
+        for r in 0..rows {
+            if whole && !modifies && tree.is_empty() {
+                break;
+            }
+            let scores = work.scores.add(r * work.block_k);
+            let query = work.query(tile.rows.start + r);
+            if modifies {
+                let mut modifiers = modifiers::<S>(work, tile, &query);
+                if let (Some(mean_scores), Some(_)) = (mean_scores, modifiers.softcap) {
+                    modifiers.offset = *mean_scores.add(tile.rows.start + r);
+                }
+                softmax::modify::<S>(scores, vectors.clone(), &modifiers);
+            }
+            let seen = work.visible_columns(query.sequence, query.position, tile.block);
+            let seen = seen.start.max(tile.columns.start)..seen.end.min(tile.columns.end);
+            softmax::hide(scores, vectors.clone(), seen);
+            if let Some(row) = work.tree_row(&query).filter(|_| !tree.is_empty()) {
+                softmax::prune(scores, tree.clone(), row, tree_from);
+            }
+        }
+        let scale = if S::PAIRS && !modifies { work.score_scale() } else { 1.0 };
+        let statistics = (work.block_max, work.block_sum);
+        softmax::softmax::<S>((work.scores, work.block_k), rows, vectors, statistics, scale);
+        // A constant of the row's scores changes no probability; under a softcap it is part of the score already.
+        if let (Some(mean_scores), None) = (mean_scores, work.cx.plan.problem().desc().softcap) {
+            for r in 0..rows {
+                *work.block_max.add(r) += *mean_scores.add(tile.rows.start + r);
+            }
+        }
+        work.pad_block_statistics(rows);
+    }
+}
+
+/// Whether scores of the tile are changed before the softmax, other than by hiding keys.
+#[inline(always)]
+fn modifies<S: Simd>(work: &TaskState<'_>, tile: &Tile) -> bool {
+    let desc = work.cx.plan.problem().desc();
+    // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
+    let scale = S::PAIRS && work.score_scale() <= 0.0;
+    desc.softcap.is_some() || desc.alibi || tile.mask != Class::Neutral || scale
+}
+
+/// What changes the scores of a query.
+#[inline(always)]
+pub(super) fn modifiers<S: Simd>(work: &TaskState<'_>, tile: &Tile, query: &Query<'_>) -> Modifiers {
+    let problem = work.cx.plan.problem();
+    let first = tile.block * work.block_k;
+    let mask = match &work.cx.mask {
+        Some(table) if tile.mask != Class::Neutral => {
+            let row = table.view.row(query.index, query.head, query.position);
+            Some((row, first, table.view.shape()[3]))
+        }
+        _ => None,
+    };
+    let alibi = |slopes: &[f32]| (slopes[query.head], (query.nearest(problem) - first as i64) as f32);
+    Modifiers {
+        scale: if S::PAIRS { work.score_scale() } else { 1.0 },
+        offset: 0.0,
+        softcap: problem.desc().softcap,
+        alibi: work.cx.inputs.alibi_slopes.map(alibi),
+        mask,
+    }
+}

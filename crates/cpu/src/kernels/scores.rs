@@ -1,0 +1,222 @@
+//! Scores of a tile: packing of queries and keys, and `q . k`.
+
+#![allow(unsafe_code)]
+
+use super::codes;
+#[cfg(target_arch = "x86_64")]
+use super::codes::ResultRows;
+use super::gemm::{Operands, Source, gemm};
+use super::pack;
+use super::stream;
+use super::task::{Path, TaskState, Tile};
+use super::tiles;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{CodeScores, NumberScores};
+use crate::simd::{Rows, Simd, TILE};
+use flashtile_core::codec::KvView;
+use std::ops::Range;
+
+/// Elements of a row of packed queries or keys: f32, or pairs of bf16, in whole steps of the matrix unit where there is one.
+#[inline(always)]
+fn depth<S: Simd>(head_dim: usize) -> usize {
+    let pairs = if S::PAIRS { 2 } else { 1 };
+    head_dim.div_ceil(pairs).next_multiple_of(if S::TILES { TILE } else { 1 })
+}
+
+/// Panels of keys that hold some columns of a block.
+#[inline(always)]
+fn panels<S: Simd>(columns: &Range<usize>) -> Range<usize> {
+    let width = S::VECTORS * S::LANES;
+    columns.start / width..columns.end.div_ceil(width)
+}
+
+impl TaskState<'_> {
+    fn head_dim(&self) -> usize {
+        self.cx.plan.problem().dims().head_dim
+    }
+
+    /// Packs the queries, with all that depends on them alone.
+    ///
+    /// # Safety
+    /// The machine has the instruction set of the kernels.
+    pub(super) unsafe fn pack_queries(&self) {
+        // SAFETY: the caller's promise.
+        unsafe { (self.kernels.pack_queries)(self) }
+        let KvView::Codes(codes) = &self.cx.inputs.k else { return };
+        // Quantized keys are not multiplied as pairs: a packed query has head_dim elements.
+        let (head_dim, mean) = (self.head_dim(), codes.mean(self.rows.kv_head));
+        for row in 0..self.rows.count {
+            // SAFETY: the packed query, and the product of each row.
+            unsafe {
+                let query = std::slice::from_raw_parts_mut(self.packed_q.add(row * head_dim), head_dim);
+                if let Some(mean) = mean {
+                    let products = query.iter().zip(mean).map(|(q, mean)| f64::from(*q) * f64::from(*mean));
+                    *self.mean_scores.add(row) = products.sum::<f64>() as f32;
+                }
+                if let Some(rotation) = codes.coder().rotation() {
+                    flashtile_core::codec::rotate(rotation, query);
+                }
+            }
+        }
+        if matches!(self.k_path, Path::Integers(_)) {
+            // SAFETY: the queries are packed.
+            unsafe { self.integer_operands().set_queries(self.packed_q, head_dim, self.rows.count) }
+        }
+    }
+
+    /// Scores of a tile, in units of log2 (or of the softcap).
+    ///
+    /// # Safety
+    /// Queries are packed, and the block's keys too unless the task reads them where they lie.
+    pub(super) unsafe fn scores(&self, tile: &Tile) {
+        let phase = match self.k_path {
+            Path::Packed => self.kernels.packed_scores,
+            Path::Stream => self.kernels.stream_scores,
+            Path::Integers(products) | Path::Numbers(products) => products.scores,
+        };
+        // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+        unsafe { phase(self, tile) }
+    }
+}
+
+/// Scores of a tile of few rows, with codes of keys multiplied in integers by `product`.
+///
+/// # Safety
+/// The machine has the instructions of `product`; queries are packed.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) unsafe fn integer_scores(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&CodeScores<'_>)) {
+    let k = work.key_codes();
+    let keys = (tile.block * work.block_k, &tile.columns);
+    // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, score_rows(work, tile)) }
+}
+
+/// As [`integer_scores`], with codes of a byte multiplied in f32.
+///
+/// # Safety
+/// As there.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) unsafe fn byte_scores(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&NumberScores<'_>)) {
+    let k = work.key_codes();
+    let keys = (tile.block * work.block_k, &tile.columns);
+    let dim = work.head_dim();
+    // SAFETY: as in `integer_scores`.
+    unsafe {
+        let q = work.packed_q.add(tile.rows.start * dim).cast_const();
+        codes::byte_scores(product, k, keys, work.packed_k, (q, dim), score_rows(work, tile));
+    }
+}
+
+/// Where the scores of a tile go.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn score_rows(work: &TaskState<'_>, tile: &Tile) -> ResultRows {
+    ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k }
+}
+
+/// Packs the queries of the task, scaled to units of the scores (pairs of bf16 as they are).
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn pack_queries<S: Simd>(work: &TaskState<'_>) {
+    let head_dim = work.head_dim();
+    let (scale, depth) = (work.score_scale(), depth::<S>(head_dim));
+    let q = &work.cx.inputs.q;
+    for row in 0..work.rows.count {
+        let (i, h) = work.place(row);
+        let src = q.row(work.sequence.batch, h, work.sequence.q_start + i);
+        // SAFETY: the row exists, and the region holds task_rows rows.
+        unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, work.packed_q.add(row * depth)) }
+    }
+    if S::TILES && matches!(work.k_path, Path::Stream) {
+        // SAFETY: the queries are packed, and the memory of packed keys is free in a task that packs none.
+        unsafe { tiles::Stream::new(work.packed_k, depth).set_queries::<S>(work.packed_q) }
+    }
+}
+
+/// Packs the panels of a block's keys that hold `columns`.
+///
+/// # Safety
+/// As [`Simd`]; the keys `columns` of the block exist and are elements of `R`.
+#[inline(always)]
+pub(crate) unsafe fn pack_keys<S: Simd, R: Rows>(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
+    let k = work.key_elements();
+    let panel_len = S::VECTORS * S::LANES * depth::<S>(work.head_dim());
+    for panel in panels::<S>(columns) {
+        // SAFETY: the caller's promise; the region holds every panel of a block.
+        unsafe {
+            let dst = work.packed_k.add(panel * panel_len);
+            pack::key_panel::<S, R>(k, block * work.block_k, panel, columns, dst);
+        }
+    }
+}
+
+/// As [`pack_keys`], of quantized keys.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+pub(crate) unsafe fn pack_key_codes<S: Simd>(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
+    let k = work.key_codes();
+    let panel_len = S::VECTORS * S::LANES * depth::<S>(work.head_dim());
+    for panel in panels::<S>(columns) {
+        // SAFETY: the caller's promise; the region holds every panel of a block.
+        unsafe {
+            let dst = work.packed_k.add(panel * panel_len);
+            codes::key_panel::<S>(k, (block * work.block_k, panel), columns, work.codes, dst);
+        }
+    }
+}
+
+/// Scores of a tile with packed keys.
+///
+/// # Safety
+/// As [`Simd`]; queries and keys are packed.
+#[inline(always)]
+pub(crate) unsafe fn packed_scores<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
+    let depth = depth::<S>(work.head_dim());
+    let width = S::VECTORS * S::LANES;
+    for panel in panels::<S>(&tile.columns) {
+        // SAFETY: rows of the task; the score tile holds block_k columns of each row.
+        unsafe {
+            let operands = Operands {
+                a: work.packed_q.add(tile.rows.start * depth).cast_const(),
+                lda: depth,
+                b: Source::Packed(work.packed_k.add(panel * width * depth).cast_const()),
+                ldb: width,
+                c: work.scores.add(panel * width),
+                ldc: work.block_k,
+                resume: false,
+            };
+            gemm::<S, f32>((tile.rows.len(), S::VECTORS), depth, operands);
+        }
+    }
+}
+
+/// Scores of a tile of few rows, with keys read from where they lie.
+///
+/// # Safety
+/// As [`Simd`]; queries are packed, keys are elements of `R`.
+#[inline(always)]
+pub(crate) unsafe fn stream_scores<S: Simd, R: Rows>(work: &TaskState<'_>, tile: &Tile) {
+    let k = work.key_elements();
+    let (depth, first) = (depth::<S>(work.head_dim()), tile.block * work.block_k);
+    // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+    unsafe {
+        let scores = stream::Scores {
+            q: work.packed_q.add(tile.rows.start * depth).cast_const(),
+            ldq: depth,
+            rows: tile.rows.len(),
+            c: work.scores,
+            ldc: work.block_k,
+        };
+        if S::TILES {
+            tiles::Stream::new(work.packed_k, depth).scores::<S>(k, first, &tile.columns, scores);
+        } else {
+            stream::scores::<S, R>(k, first, &tile.columns, scores);
+        }
+    }
+}

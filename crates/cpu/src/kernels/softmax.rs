@@ -1,0 +1,290 @@
+//! Scores to weights: bias and masking, the softmax of one block, and the fold of a block's result into a row.
+
+#![allow(unsafe_code)]
+
+use super::super::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::tensor::MaskRow;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// What is done to the scores of a row before its softmax. Scores are in units of log2, or of the softcap.
+#[derive(Clone, Copy)]
+pub(super) struct Modifiers {
+    /// What the scores are multiplied by first.
+    pub(super) scale: f32,
+    /// What is added then: what the mean of the keys has to do with the query.
+    pub(super) offset: f32,
+    pub(super) softcap: Option<f32>,
+    /// ALiBi slope, and the position that distances are from, counted from the first column.
+    pub(super) alibi: Option<(f32, f32)>,
+    /// The mask row, the key of the first column, and keys of the mask's axis.
+    pub(super) mask: Option<(MaskRow, usize, usize)>,
+}
+
+/// Of a bias of a greater magnitude, `2^126`, what is above it counts [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest
+/// of f32 would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
+const HUGE_BIAS: f32 = f32::from_bits((126 + 127) << 23);
+const HUGE_RATE: f32 = 0.5;
+
+/// A score in units of log2.
+pub(super) fn to_log2(score: f64) -> f64 {
+    let core = score.clamp(-f64::from(HUGE_BIAS), f64::from(HUGE_BIAS));
+    // An infinite score leaves an infinite rest.
+    core * std::f64::consts::LOG2_E + (score - core) * f64::from(HUGE_RATE)
+}
+
+/// What [`to_log2`] and [`modify`] made a score in units of log2 from.
+pub(super) fn from_log2(x: f64) -> f64 {
+    let huge = f64::from(HUGE_BIAS) * f64::from(LOG2_E);
+    if x.abs() <= huge || !x.is_finite() {
+        return x * std::f64::consts::LN_2;
+    }
+    // The sum that it is of was rounded.
+    let magnitude = f64::from(HUGE_BIAS) + (x.abs() - huge) / f64::from(HUGE_RATE);
+    magnitude.min(f64::from(f32::MAX)).copysign(x)
+}
+
+static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+
+/// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
+#[inline(always)]
+unsafe fn mask_bias<S: Simd>(row: MaskRow, j: usize, keys: usize) -> S::V {
+    // SAFETY: the mask row has `keys` elements, or one that stands for all; only those are read.
+    unsafe {
+        if row.step == 0 {
+            return S::splat(row.bias(0));
+        }
+        let n = keys.saturating_sub(j).min(S::LANES);
+        match row.kind {
+            MaskKind::Bool => {
+                if n == S::LANES {
+                    return S::load_bool(row.ptr.add(j));
+                }
+                let mut bytes = [0u8; 16];
+                std::ptr::copy_nonoverlapping(row.ptr.wrapping_add(j), bytes.as_mut_ptr(), n);
+                S::load_bool(bytes.as_ptr())
+            }
+            MaskKind::Additive(dtype) => with_elem!(dtype, E => {
+                let p = row.ptr.cast::<E>().wrapping_add(j);
+                if n == S::LANES { E::load::<S>(p) } else { load_head::<S, E>(p, n) }
+            }),
+        }
+    }
+}
+
+/// Applies softcap, ALiBi and mask to whole vectors that cover `columns`. Hidden keys get `-inf`.
+///
+/// # Safety
+/// As [`Simd`]; `scores` is valid for the vectors, the mask row for its keys.
+#[inline(always)]
+pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let hidden = S::splat(f32::NEG_INFINITY);
+        let mut c = columns.start;
+        while c < columns.end {
+            let mut x = S::add(S::mul(S::load(scores.add(c)), S::splat(with.scale)), S::splat(with.offset));
+            if let Some(cap) = with.softcap {
+                x = S::mul(tanh::<S>(x), S::splat(cap * LOG2_E));
+            }
+            if let Some((slope, position)) = with.alibi {
+                let lanes = S::load(LANE_INDEX.as_ptr());
+                let distance = S::abs(S::sub(S::splat(position - c as f32), lanes));
+                x = S::fma(distance, S::splat(-slope * LOG2_E), x);
+            }
+            if let Some((row, first, keys)) = with.mask {
+                let bias = mask_bias::<S>(row, first + c, keys);
+                if row.kind != MaskKind::Bool {
+                    // A NaN passes both comparisons.
+                    let mut core = S::max(S::splat(-HUGE_BIAS), bias);
+                    // f16 holds no huge bias.
+                    if row.kind == MaskKind::Additive(Dtype::F16) {
+                        x = S::fma(core, S::splat(LOG2_E), x);
+                    } else {
+                        core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
+                        x = S::fma(core, S::splat(LOG2_E), x);
+                        x = S::fma(S::sub(bias, core), S::splat(HUGE_RATE), x);
+                    }
+                }
+                x = S::select_eq(bias, hidden, hidden, x);
+            }
+            S::store(scores.add(c), x);
+            c += S::LANES;
+        }
+    }
+}
+
+/// Hides the columns of whole vectors `columns` outside `visible`.
+///
+/// # Safety
+/// `scores` is valid for `columns`.
+#[inline(always)]
+pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Range<usize>) {
+    for c in
+        (columns.start..visible.start.min(columns.end)).chain(visible.end.max(columns.start)..columns.end)
+    {
+        // SAFETY: the caller's promise.
+        unsafe { *scores.add(c) = f32::NEG_INFINITY }
+    }
+}
+
+/// Hides those of `columns` that a boolean mask row hides, the first of them its element `from`.
+///
+/// # Safety
+/// `scores` is valid for `columns`, the row for as many elements from `from` on.
+#[inline(always)]
+pub(super) unsafe fn prune(scores: *mut f32, columns: Range<usize>, row: MaskRow, from: usize) {
+    for (n, c) in columns.enumerate() {
+        // SAFETY: the caller's promise; a row of step 0 has one element, which stands for all.
+        unsafe {
+            if *row.ptr.add((from + n) * row.step) == 0 {
+                *scores.add(c) = f32::NEG_INFINITY;
+            }
+        }
+    }
+}
+
+/// Largest score of `R` rows, `stride` apart, over whole vectors `columns`; NaN scores are ignored.
+#[inline(always)]
+unsafe fn maxima<S: Simd, const R: usize>(
+    scores: *const f32,
+    stride: usize,
+    columns: &Range<usize>,
+    out: *mut f32,
+) {
+    // SAFETY: the promise of `softmax`, for R rows.
+    unsafe {
+        let mut max = [S::splat(f32::NEG_INFINITY); R];
+        let mut c = columns.start;
+        while c < columns.end {
+            for r in 0..R {
+                max[r] = S::max(S::load(scores.add(r * stride + c)), max[r]);
+            }
+            c += S::LANES;
+        }
+        for r in 0..R {
+            *out.add(r) = S::reduce_max(max[r]);
+        }
+    }
+}
+
+/// Replaces the scores of `rows` rows in whole vectors (or pairs of them) `columns` by `exp2(scale * score - max)`, pairs of
+/// bf16 where products take them, with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum
+/// (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is NaN or
+/// `+inf`).
+///
+/// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
+///
+/// # Safety
+/// As [`Simd`]; `scores` (pointer and stride) is valid for `columns` of every row, the statistics (maxima, sums) for `rows`.
+#[inline(always)]
+pub(super) unsafe fn softmax<S: Simd>(
+    (scores, stride): (*mut f32, usize),
+    rows: usize,
+    columns: Range<usize>,
+    (maxima_out, sums): (*mut f32, *mut f32),
+    scale: f32,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        // Several rows at once: one row's maximum is a single chain of dependent operations.
+        let mut r = 0;
+        while r + 4 <= rows {
+            maxima::<S, 4>(scores.add(r * stride), stride, &columns, maxima_out.add(r));
+            r += 4;
+        }
+        while r < rows {
+            maxima::<S, 1>(scores.add(r * stride), stride, &columns, maxima_out.add(r));
+            r += 1;
+        }
+        for r in 0..rows {
+            let row = scores.add(r * stride);
+            let max = *maxima_out.add(r) * scale;
+            *maxima_out.add(r) = max;
+            let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { -max });
+            let mut sum = S::splat(0.0);
+            let mut c = columns.start;
+            if S::PAIRS {
+                // Rounded after the product, as `modify` leaves it.
+                let factor = S::splat(scale);
+                while c < columns.end {
+                    let low = exp2::<S>(S::add(S::mul(S::load(row.add(c)), factor), shift));
+                    let high = exp2::<S>(S::add(S::mul(S::load(row.add(c + S::LANES)), factor), shift));
+                    S::store(row.add(c / 2), S::to_pairs(low, high));
+                    sum = S::add(S::add(sum, low), high);
+                    c += 2 * S::LANES;
+                }
+            } else {
+                while c < columns.end {
+                    let p = exp2::<S>(S::add(S::load(row.add(c)), shift));
+                    S::store(row.add(c), p);
+                    sum = S::add(sum, p);
+                    c += S::LANES;
+                }
+            }
+            *sums.add(r) = S::reduce_add(sum);
+        }
+    }
+}
+
+/// Running state of some rows, and one block's result for them.
+#[derive(Clone, Copy)]
+pub(crate) struct Fold {
+    /// Running `[rows, stride]`, maximum and sum; the statistics valid for whole vectors of rows.
+    pub(super) acc: *mut f32,
+    pub(super) max: *mut f32,
+    pub(super) sum: *mut f32,
+    /// The block's `[rows, stride]`.
+    pub(super) values: *const f32,
+    /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows; their memory is used up.
+    pub(super) block_max: *mut f32,
+    pub(super) block_sum: *mut f32,
+    /// Elements of a row, in whole vectors.
+    pub(super) stride: usize,
+}
+
+/// Folds the result of one block into the running state of `rows` rows:
+/// `m' = max(m, mb)`, `l' = l * 2^(m - m') + lb * 2^(mb - m')`, and likewise the values. A row to which the block gave
+/// nothing keeps its state, bit for bit.
+///
+/// # Safety
+/// As [`Simd`]; the pointers are valid as [`Fold`] says.
+#[inline(always)]
+pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut first = 0;
+        while first < rows {
+            let (m, l) = (S::load(f.max.add(first)), S::load(f.sum.add(first)));
+            let (mb, lb) = (S::load(f.block_max.add(first)), S::load(f.block_sum.add(first)));
+            let new = S::max(m, mb);
+            let none = S::splat(f32::NEG_INFINITY);
+            let shift = S::select_eq(new, none, S::splat(0.0), new);
+            let (old, add) = (exp2::<S>(S::sub(m, shift)), exp2::<S>(S::sub(mb, shift)));
+            let sum = S::fma(l, old, S::mul(lb, add));
+            let mut gave = [0.0f32; 16];
+            let mut factors = [[0.0f32; 16]; 2];
+            S::store(gave.as_mut_ptr(), lb);
+            S::store(factors[0].as_mut_ptr(), old);
+            S::store(factors[1].as_mut_ptr(), add);
+            let nothing = S::splat(0.0);
+            S::store(f.max.add(first), S::select_eq(lb, nothing, m, new));
+            S::store(f.sum.add(first), S::select_eq(lb, nothing, l, sum));
+            for r in 0..S::LANES.min(rows - first) {
+                if gave[r] == 0.0 {
+                    continue;
+                }
+                let (old, add) = (S::splat(factors[0][r]), S::splat(factors[1][r]));
+                let (acc, values) = (f.acc.add((first + r) * f.stride), f.values.add((first + r) * f.stride));
+                let mut c = 0;
+                while c < f.stride {
+                    let scaled = S::mul(S::load(values.add(c)), add);
+                    S::store(acc.add(c), S::fma(S::load(acc.add(c)), old, scaled));
+                    c += S::LANES;
+                }
+            }
+            first += S::LANES;
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! The CPU backend: [`cpu::Cpu`] plans a problem and runs the plan on the threads of a rayon pool.
+//!
+//! | module | |
+//! |---|---|
+//! | [`cpu`] | the machine: instruction set, threads, runs |
+//! | [`plan`] | tiles, tasks, splits and workspace of a problem, as a pure function of facts about a machine |
+//! | [`merge`] | partial results over disjoint keys to the whole |
+//! | [`limits`] | what the machine computes and reads at most, measured |
+//! | [`workspace`] | scratch memory of a run |
+
+pub mod cpu;
+mod exec;
+mod isa;
+mod kernels;
+pub mod limits;
+pub mod merge;
+pub mod plan;
+mod simd;
+#[cfg(test)]
+mod tests;
+pub mod workspace;

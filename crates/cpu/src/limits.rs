@@ -1,0 +1,138 @@
+//! What this machine can do at most: the rates against which kernels are judged.
+
+#![allow(unsafe_code)]
+
+use super::simd::{Simd, TILE, TILE_CHAINS};
+use crate::isa;
+use flashtile_core::isa::Isa;
+use flashtile_core::memory::Zeroed;
+use rayon::prelude::*;
+use std::time::{Duration, Instant};
+
+/// Time that a measurement takes, about.
+const BUDGET: Duration = Duration::from_millis(200);
+
+/// Floating-point operations per second (a multiply-add counts as two) of `threads` threads that do nothing but independent
+/// multiply-adds on the registers of `isa`: of f32, or of pairs of bf16 for [`Isa::Avx512Bf16`] and
+/// [`Isa::Amx`]. The largest of several rounds; takes about 0.2 s.
+///
+/// Returns 0 where the machine lacks the instruction set.
+#[must_use]
+pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
+    const ROUNDS: u64 = 200_000;
+    if isa > isa::best() {
+        return 0.0;
+    }
+    let loops = isa::loops(isa).fma;
+    let products = match isa {
+        Isa::Amx => TILE_CHAINS * TILE * TILE * 2 * TILE,
+        _ => CHAINS * isa.lanes() * if isa.multiplies_pairs() { 2 } else { 1 },
+    };
+    let flops = 2.0 * products as f64 * ROUNDS as f64;
+    // SAFETY: the machine has the instruction set.
+    best(
+        threads,
+        |_| flops,
+        |_| unsafe {
+            std::hint::black_box(loops(std::hint::black_box(ROUNDS)));
+        },
+    )
+}
+
+/// Bytes per second that `threads` threads read from memory, each streaming its own part of a buffer much larger than the
+/// caches. The largest of several rounds; takes about 0.2 s.
+#[must_use]
+pub fn read_bandwidth(threads: usize) -> f64 {
+    let facts = isa::facts();
+    let threads = threads.max(1);
+    let per_thread = ((2 * facts.l3).max(64 << 20) / 4 / threads).next_multiple_of(64);
+    let bytes = per_thread * threads * size_of::<f32>();
+    // Without memory for the buffer, no rate.
+    let Some(mut data) = Zeroed::new(bytes) else { return 0.0 };
+    // Memory that was not written would be one page of zeros, read from the caches.
+    data.fill(1);
+    let loops = isa::loops(facts.isa).read;
+    best(
+        threads,
+        |_| (per_thread * 4) as f64,
+        |worker| {
+            let part = &data[worker * per_thread * size_of::<f32>()..][..per_thread * size_of::<f32>()];
+            // SAFETY: the machine has the instruction set, and the part, on a cache line as its start and length are, is valid
+            // for its elements, a multiple of 64.
+            std::hint::black_box(unsafe { loops(part.as_ptr().cast(), per_thread) });
+        },
+    )
+}
+
+/// Largest rate over rounds in which every thread calls `f(worker)`, which does `amount(worker)`.
+fn best(threads: usize, amount: impl Fn(usize) -> f64, f: impl Fn(usize) + Sync) -> f64 {
+    let threads = threads.max(1);
+    let total: f64 = (0..threads).map(amount).sum();
+    let started = Instant::now();
+    let mut best: f64 = 0.0;
+    let mut rounds = 0;
+    while rounds < 3 || started.elapsed() < BUDGET {
+        let round = Instant::now();
+        if threads == 1 {
+            f(0);
+        } else {
+            (0..threads).into_par_iter().with_max_len(1).for_each(&f);
+        }
+        best = best.max(total / round.elapsed().as_secs_f64());
+        rounds += 1;
+    }
+    best
+}
+
+/// Independent chains of multiply-adds: enough to hide a latency of 5 cycles at 2 a cycle, few enough for 16 registers.
+const CHAINS: usize = 12;
+
+/// `rounds` multiply-adds on each of [`CHAINS`] registers.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(super) unsafe fn fma_loop<S: Simd>(rounds: u64) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if S::TILES {
+            S::begin_tiles();
+            S::tile_loop(rounds);
+            S::end_tiles();
+            return 0.0;
+        }
+        let (a, b) = (S::splat(std::hint::black_box(0.999)), S::splat(std::hint::black_box(0.001)));
+        let mut acc = [S::splat(1.0); CHAINS];
+        for _ in 0..rounds {
+            for x in &mut acc {
+                // Where the product is an operation of its own, it must depend on the chain, or it would be hoisted.
+                *x = if S::PAIRS { S::mac(a, b, *x) } else { S::mac(*x, a, b) };
+            }
+        }
+        let mut sum = acc[0];
+        for x in &acc[1..] {
+            sum = S::add(sum, *x);
+        }
+        S::reduce_add(sum)
+    }
+}
+
+/// Reads `len` elements, a multiple of 64.
+///
+/// # Safety
+/// As [`Simd`]; `p` is valid for `len` elements.
+#[inline(always)]
+pub(super) unsafe fn read_loop<S: Simd>(p: *const f32, len: usize) -> f32 {
+    // SAFETY: the caller's promise; 64 elements are a whole number of groups of 4 vectors.
+    unsafe {
+        let mut acc = [S::splat(0.0); 4];
+        let mut i = 0;
+        while i < len {
+            for (n, x) in acc.iter_mut().enumerate() {
+                *x = S::add(*x, S::load(p.add(i + n * S::LANES)));
+            }
+            i += 4 * S::LANES;
+        }
+        S::reduce_add(S::add(S::add(acc[0], acc[1]), S::add(acc[2], acc[3])))
+    }
+}

@@ -1,0 +1,199 @@
+//! Partial results over disjoint sets of keys, combined to the result over all of them.
+
+#![allow(unsafe_code)]
+
+use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::Outputs;
+use flashtile_core::tensor::TensorView;
+use half::{bf16, f16};
+use rayon::prelude::*;
+
+/// The result of attention over some of the keys.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Part<'a> {
+    /// `[batch, q_heads, q_len, value_dim]`. Rows whose logsumexp is `-inf` are not read.
+    pub out: TensorView<'a>,
+    /// Logsumexp, dense `[batch, q_heads, q_len]`.
+    pub lse: &'a [f32],
+}
+
+/// Why parts were not merged. Nothing was written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MergeError {
+    /// A part's out has not the shape of the output.
+    Shape {
+        /// Index of the part.
+        part: usize,
+        /// Shape of the output.
+        expected: [usize; 4],
+        /// Shape of the part.
+        got: [usize; 4],
+    },
+    /// The output, which has no elements, has more rows than `usize` counts.
+    TooLong {
+        /// Shape of the output.
+        shape: [usize; 4],
+    },
+    /// A logsumexp has not one element for each row.
+    Length {
+        /// Index of the part; `None` is the output.
+        part: Option<usize>,
+        /// Rows: `batch * q_heads * q_len`.
+        expected: usize,
+        /// Elements given.
+        got: usize,
+    },
+}
+
+impl std::fmt::Display for MergeError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Shape { part, expected, got } => {
+                write!(f, "out of part {part} has shape {got:?}, expected {expected:?}")
+            }
+            Self::TooLong { shape } => {
+                write!(f, "out of shape {shape:?} has more rows than can be counted")
+            }
+            Self::Length { part: Some(part), expected, got } => {
+                write!(f, "lse of part {part} has {got} elements, expected {expected}")
+            }
+            Self::Length { part: None, expected, got } => {
+                write!(f, "lse has {got} elements, expected {expected}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for MergeError {}
+
+/// Combines the results of the same queries over disjoint sets of keys: chunks of a long context, a shared prefix and what
+/// follows it, the keys of several devices.
+///
+/// ```text
+/// lse = ln(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) * out_i
+/// ```
+///
+/// A part adds nothing to the rows in which its logsumexp is `-inf`, whatever its out holds there; where that is so of every
+/// part, out is 0 and lse `-inf`. An attention sink belongs to one part alone. Parts and output may have different dtypes;
+/// sums are f64 in the order of the parts, out is rounded once, and a single part of the output's dtype keeps its values. Reads
+/// each part once, on the threads of the current rayon pool.
+///
+/// # Errors
+/// [`MergeError`]; nothing is written then.
+///
+/// ```
+/// use flashtile::{Outputs, Part, TensorView, TensorViewMut, merge};
+/// let shape = [1, 1, 1, 2]; // one row
+/// let (near, far) = ([1.0f32, 0.0], [0.0f32, 1.0]);
+/// let (near, far) = (TensorView::bhsd(&near, shape)?, TensorView::bhsd(&far, shape)?);
+/// let parts = [Part { out: near, lse: &[3f32.ln()] }, Part { out: far, lse: &[1f32.ln()] }];
+/// let (mut out, mut lse) = ([0.0f32; 2], [0.0f32]);
+/// let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, shape)?);
+/// outputs.lse = Some(&mut lse);
+/// merge(&parts, &mut outputs)?;
+/// assert!((out[0] - 0.75).abs() < 1e-6 && (lse[0] - 4f32.ln()).abs() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn merge(parts: &[Part<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeError> {
+    let shape = outputs.out.shape();
+    let [batch, heads, q_len, dim] = shape;
+    // A shape without elements may have any other axes.
+    let rows = if shape[..3].contains(&0) { Some(0) } else { batch.checked_mul(heads) };
+    let expected = rows.and_then(|rows| rows.checked_mul(q_len)).ok_or(MergeError::TooLong { shape })?;
+    for (index, part) in parts.iter().enumerate() {
+        if part.out.shape() != shape {
+            return Err(MergeError::Shape { part: index, expected: shape, got: part.out.shape() });
+        }
+        if part.lse.len() != expected {
+            return Err(MergeError::Length { part: Some(index), expected, got: part.lse.len() });
+        }
+    }
+    if let Some(lse) = &outputs.lse
+        && lse.len() != expected
+    {
+        return Err(MergeError::Length { part: None, expected, got: lse.len() });
+    }
+    let out = &outputs.out;
+    let rows = if dim == 0 { 0 } else { expected };
+    (0..rows).into_par_iter().with_min_len(64).for_each(|row| {
+        let index = [row / (heads * q_len), row / q_len % heads, row % q_len];
+        let lse = total(parts, row);
+        let dst = out.row(index[0], index[1], index[2]);
+        for first in (0..dim).step_by(CHUNK) {
+            let mut sum = [0.0; CHUNK];
+            let sum = &mut sum[..CHUNK.min(dim - first)];
+            for part in parts {
+                let lse_i = f64::from(part.lse[row]);
+                if lse_i != f64::NEG_INFINITY {
+                    add(
+                        sum,
+                        (lse_i - lse).exp(),
+                        part.out.dtype(),
+                        &part.out.row_bytes(index)[first * part.out.dtype().bytes()..],
+                    );
+                }
+            }
+            // SAFETY: the row exists, its elements are neighbours, and rows of an output share no memory.
+            unsafe { store(sum, out.dtype(), dst.add(first * out.dtype().bytes())) }
+        }
+    });
+    if let Some(lse) = &mut outputs.lse {
+        lse.par_iter_mut()
+            .with_min_len(256)
+            .enumerate()
+            .for_each(|(row, lse)| *lse = total(parts, row) as f32);
+    }
+    Ok(())
+}
+
+/// Elements of a row that are summed at a time.
+const CHUNK: usize = 64;
+
+/// Logsumexp of a row over all parts.
+fn total(parts: &[Part<'_>], row: usize) -> f64 {
+    let lse = || parts.iter().map(|part| f64::from(part.lse[row]));
+    // f64::max ignores NaN, which still reaches the sum.
+    let max = lse().fold(f64::NEG_INFINITY, f64::max);
+    let sum: f64 = lse().filter(|&x| x != f64::NEG_INFINITY).map(|x| (x - max).exp()).sum();
+    if sum == 0.0 { f64::NEG_INFINITY } else { max + sum.ln() }
+}
+
+/// Adds a row's elements times `weight`.
+fn add(sum: &mut [f64], weight: f64, dtype: Dtype, row: &[u8]) {
+    match dtype {
+        Dtype::F32 => {
+            for (sum, &x) in sum.iter_mut().zip(row.as_chunks().0) {
+                *sum += weight * f64::from(f32::from_ne_bytes(x));
+            }
+        }
+        Dtype::F16 => {
+            for (sum, &x) in sum.iter_mut().zip(row.as_chunks().0) {
+                *sum += weight * f16::from_ne_bytes(x).to_f64();
+            }
+        }
+        Dtype::BF16 => {
+            for (sum, &x) in sum.iter_mut().zip(row.as_chunks().0) {
+                *sum += weight * bf16::from_ne_bytes(x).to_f64();
+            }
+        }
+    }
+}
+
+/// Rounds to the dtype of the output.
+///
+/// # Safety
+/// `dst` is aligned to the dtype and valid for as many elements, which no other thread accesses.
+unsafe fn store(sum: &[f64], dtype: Dtype, dst: *mut u8) {
+    for (n, &x) in sum.iter().enumerate() {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match dtype {
+                Dtype::F32 => *dst.cast::<f32>().add(n) = x as f32,
+                Dtype::F16 => *dst.cast::<f16>().add(n) = f16::from_f64(x),
+                Dtype::BF16 => *dst.cast::<bf16>().add(n) = bf16::from_f64(x),
+            }
+        }
+    }
+}

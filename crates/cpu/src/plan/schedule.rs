@@ -1,0 +1,400 @@
+//! The units of work of a plan, and the order in which they run.
+//!
+//! A segment is the key blocks that one task may hold for some rows: those of a prefix that several sequences share, with
+//! the rows of all of them, or what is left to a sequence alone. A row passes through its segments in key order. What the
+//! blocks before have given is its state; it is kept in slots of the workspace from one segment to the next. Segments at
+//! the same depth of prefixes form a phase; a phase starts when the one before has ended.
+//!
+//! Where the tasks of a phase would leave threads idle, the long ones are cut along the keys. The first piece goes on with
+//! the state, the others keep a partial result for each block, and a reduction folds these into the state in key order.
+
+use super::{BLOCK_K, PlanOptions};
+use flashtile_core::problem::{Problem, Sequence};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::ops::Range;
+
+/// Query rows of one key/value head, in (position, group head) order. Those of several cached sequences follow one another
+/// as the packed queries do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Rows {
+    /// The sequence from whose first row rows are counted, and in whose pages the keys are found.
+    pub(crate) sequence: usize,
+    pub(crate) kv_head: usize,
+    pub(crate) first: usize,
+    pub(crate) count: usize,
+}
+
+/// What becomes of a result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Target {
+    /// It is that of the problem.
+    Out,
+    /// The state of the rows, in slots from this one on.
+    State(usize),
+    /// A partial result for each block: that of a row is in slot `base + block * rows + row`, counted from the task's first.
+    Blocks(usize),
+}
+
+/// One unit of work: some rows and some of the key blocks that they see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Task {
+    pub(crate) rows: Rows,
+    /// Key blocks, whole; the visible ones among them are computed.
+    pub(crate) blocks: (usize, usize),
+    /// Slot of the first row's state before these blocks; `None` where there are none before them.
+    pub(crate) from: Option<usize>,
+    pub(crate) target: Target,
+    /// Estimate of the time it takes, in multiply-adds of a key with a row.
+    pub(crate) cost: u64,
+}
+
+/// The fold of partial results into the state of their rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Reduction {
+    pub(crate) rows: Rows,
+    /// Slot of the first row's state.
+    pub(crate) from: usize,
+    /// Slot of the first row's partial result of the first block.
+    pub(crate) partials: usize,
+    pub(crate) blocks: usize,
+    pub(crate) target: Target,
+}
+
+/// Tasks that need nothing of each other, longest first, and the reductions after them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Phase {
+    pub(crate) tasks: Vec<Task>,
+    pub(crate) reductions: Vec<Reduction>,
+}
+
+impl Phase {
+    fn costs(&self) -> impl Iterator<Item = u64> {
+        self.tasks.iter().map(|task| task.cost)
+    }
+}
+
+/// A prefix that several sequences share, as planned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PlannedPrefix {
+    /// Indices of the sequences.
+    pub sequences: Range<usize>,
+    /// Tokens that are read once for all of them, in whole blocks; those of the prefixes around it are not among them.
+    pub tokens: Range<usize>,
+    /// Query rows of each key/value head that share them.
+    pub rows: usize,
+    /// Pieces into which the tokens are cut for parallel work, at most.
+    pub splits: usize,
+}
+
+/// Key blocks that are computed together for some sequences.
+struct Segment {
+    sequences: Range<usize>,
+    /// Query rows of each key/value head.
+    rows: usize,
+    /// Its blocks; to the last where they are a sequence's own.
+    blocks: Range<usize>,
+    /// The segment with the blocks before, if there are any.
+    parent: Option<usize>,
+    depth: usize,
+    /// Slot of the state of its first row and key/value head 0, where other segments go on with it.
+    slots: usize,
+    splits: usize,
+}
+
+/// A problem in segments: those of shared prefixes, outer ones first, then one of each sequence.
+pub(super) struct Segments<'a> {
+    problem: &'a Problem,
+    prefixes: usize,
+    list: Vec<Segment>,
+}
+
+/// What the planner has chosen so far.
+pub(super) struct Choices {
+    pub(super) options: PlanOptions,
+    pub(super) threads: usize,
+    pub(super) task_rows: usize,
+    /// Bytes of a state or partial result.
+    pub(super) slot_bytes: usize,
+}
+
+/// The schedule of a plan.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Schedule {
+    pub(super) phases: Vec<Phase>,
+    pub(super) prefixes: Vec<PlannedPrefix>,
+    /// States and partial results.
+    pub(super) slots: usize,
+    /// Pieces into which the keys that a sequence has to itself are cut, at most.
+    pub(super) splits: Vec<usize>,
+}
+
+/// What reading a key costs beside its products, in rows: a task of few rows waits for memory.
+const STREAM_COST: u64 = 8;
+/// Tasks per thread that even out differences in work.
+pub(super) const TASKS_PER_THREAD: usize = 4;
+/// Upper bound of the memory that partial results may take where the planner chooses to split, in bytes.
+const MAX_PARTIAL_BYTES: usize = 64 << 20;
+
+/// Sequences that have some of the rows, and their positions.
+pub(crate) fn spans(
+    problem: &Problem,
+    sequence: usize,
+    rows: Range<usize>,
+) -> impl Iterator<Item = (usize, Range<usize>)> + use<'_> {
+    let (all, group) = (problem.sequences(), problem.dims().group());
+    let start = all[sequence].q_start;
+    let (mut at, end) = (start + rows.start / group, start + rows.end.div_ceil(group));
+    let mut index = sequence;
+    std::iter::from_fn(move || {
+        if at >= end {
+            return None;
+        }
+        index = sequence_of(problem, index, at);
+        let s = &all[index];
+        let positions = at - s.q_start..end.min(s.q_start + s.q_len) - s.q_start;
+        at = s.q_start + positions.end;
+        Some((index, positions))
+    })
+}
+
+/// The sequence that has a row of q, which is one of `sequence` or, where queries are packed, of those after it.
+#[inline(always)]
+pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usize {
+    let all = problem.sequences();
+    let s = &all[sequence];
+    if row < s.q_start + s.q_len {
+        return sequence;
+    }
+    // The last that starts at or before the row: those without rows come before it.
+    sequence + all[sequence..].partition_point(|s| s.q_start <= row) - 1
+}
+
+impl<'a> Segments<'a> {
+    pub(super) fn of(problem: &'a Problem) -> Self {
+        let mut list: Vec<Segment> = Vec::new();
+        let group = problem.dims().group();
+        // What a tree mask decides on is a sequence's own.
+        let shareable = |s: &Sequence| if problem.desc().tree { s.kv_len - s.q_len } else { s.kv_len };
+        // The innermost prefix of each sequence. Outer ones come first, and what holds the first sequence of a prefix holds it.
+        let mut innermost: Vec<Option<usize>> = vec![None; problem.sequences().len()];
+        for prefix in &problem.desc().prefixes {
+            let parent = innermost[prefix.sequences.start];
+            let members = || problem.sequences()[prefix.sequences.clone()].iter().filter(|s| s.q_len > 0);
+            let len = members().map(shareable).min().unwrap_or(0).min(prefix.len);
+            let blocks = parent.map_or(0, |n| list[n].blocks.end)..len / BLOCK_K;
+            // Of one sequence there is nothing to share.
+            if members().nth(1).is_some() && !blocks.is_empty() {
+                let rows = members().map(|s| s.q_len).sum::<usize>() * group;
+                let depth = parent.map_or(0, |n| list[n].depth + 1);
+                let sequences = prefix.sequences.clone();
+                innermost[sequences.clone()].fill(Some(list.len()));
+                list.push(Segment { sequences, rows, blocks, parent, depth, slots: 0, splits: 1 });
+            }
+        }
+        let prefixes = list.len();
+        for (index, s) in problem.sequences().iter().enumerate() {
+            let parent = innermost[index];
+            let (blocks, depth) = parent.map_or((0, 0), |n| (list[n].blocks.end, list[n].depth + 1));
+            list.push(Segment {
+                sequences: index..index + 1,
+                rows: s.q_len * group,
+                blocks: blocks..usize::MAX,
+                parent,
+                depth,
+                slots: 0,
+                splits: 1,
+            });
+        }
+        Self { problem, prefixes, list }
+    }
+
+    /// Most rows of a segment.
+    pub(super) fn longest(&self) -> usize {
+        self.list.iter().map(|segment| segment.rows).max().unwrap_or(0)
+    }
+
+    /// Rows of all key/value heads, each counted once.
+    pub(super) fn rows(&self) -> usize {
+        self.list[self.prefixes..].iter().map(|segment| segment.rows).sum::<usize>()
+            * self.problem.dims().kv_heads
+    }
+
+    /// Number of tasks of at most so many rows.
+    pub(super) fn tasks(&self, task_rows: usize) -> usize {
+        let tasks = self.list.iter().map(|segment| segment.rows.div_ceil(task_rows));
+        tasks.sum::<usize>().saturating_mul(self.problem.dims().kv_heads)
+    }
+
+    /// Cuts the segments into tasks. `None` where the slots overflow.
+    pub(super) fn schedule(mut self, choices: &Choices) -> Option<Schedule> {
+        let (heads, group) = (self.problem.dims().kv_heads, self.problem.dims().group());
+        let mut slots = 0usize;
+        let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
+        // Tasks of each phase, and the segments that they are of.
+        let mut phases: Vec<Vec<(Task, usize)>> = vec![Vec::new(); depth];
+        for index in 0..self.list.len() {
+            if index < self.prefixes {
+                self.list[index].slots = slots;
+                slots = slots.checked_add(self.list[index].rows.checked_mul(heads)?)?;
+            }
+            let segment = &self.list[index];
+            let sequence = segment.sequences.start;
+            let from = segment.parent.map(|parent| {
+                let parent = &self.list[parent];
+                let start = |sequence: usize| self.problem.sequences()[sequence].q_start;
+                let offset = (start(sequence) - start(parent.sequences.start)) * group;
+                (parent.slots + offset, parent.rows)
+            });
+            for first in (0..segment.rows).step_by(choices.task_rows) {
+                let count = choices.task_rows.min(segment.rows - first);
+                let (blocks, cost) = self.visible(segment, first..first + count, choices.options.skip_tiles);
+                for kv_head in 0..heads {
+                    let slot = |(base, rows): (usize, usize)| base + kv_head * rows + first;
+                    let target = if index < self.prefixes {
+                        Target::State(slot((segment.slots, segment.rows)))
+                    } else {
+                        Target::Out
+                    };
+                    let rows = Rows { sequence, kv_head, first, count };
+                    phases[segment.depth]
+                        .push((Task { rows, blocks, from: from.map(slot), target, cost }, index));
+                }
+            }
+        }
+        let phases = phases.into_iter().map(|tasks| self.split(tasks, choices, &mut slots));
+        let phases = phases.collect::<Option<Vec<Phase>>>()?;
+        let (shared, own) = self.list.split_at(self.prefixes);
+        let planned = |segment: &Segment| PlannedPrefix {
+            sequences: segment.sequences.clone(),
+            tokens: segment.blocks.start * BLOCK_K..segment.blocks.end * BLOCK_K,
+            rows: segment.rows,
+            splits: segment.splits,
+        };
+        Some(Schedule {
+            phases,
+            prefixes: shared.iter().map(planned).collect(),
+            slots,
+            splits: own.iter().map(|segment| segment.splits).collect(),
+        })
+    }
+
+    /// Blocks of a segment that some of its rows see, all of them where tiles are not skipped, and what they cost.
+    fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> ((usize, usize), u64) {
+        let (mut keys, mut pairs, mut queries, count) = (0..0, 0, 0, rows.len());
+        let inside = |keys: Range<usize>| {
+            let end = segment.blocks.end.saturating_mul(BLOCK_K);
+            keys.end.min(end).saturating_sub(keys.start.max(segment.blocks.start * BLOCK_K)) as u64
+        };
+        for (index, positions) in spans(self.problem, segment.sequences.start, rows) {
+            let s = &self.problem.sequences()[index];
+            let seen =
+                if skip_tiles { self.problem.visible_union(s, positions.clone()) } else { 0..s.kv_len };
+            let ends = [positions.start, positions.end - 1].map(|i| inside(self.problem.visible(s, i)));
+            pairs += (ends[0] + ends[1]) * positions.len() as u64 / 2;
+            queries += positions.len();
+            if keys.is_empty() {
+                keys = seen;
+            } else if !seen.is_empty() {
+                keys = keys.start.min(seen.start)..keys.end.max(seen.end);
+            }
+        }
+        // Of the first and last position the task may have some heads alone.
+        let pairs = pairs as f64 / queries.max(1) as f64 * count as f64;
+        let cost = pairs as u64 + inside(keys.clone()) * STREAM_COST;
+        let (first, last) = (keys.start / BLOCK_K, keys.end.div_ceil(BLOCK_K));
+        let (first, last) = (first.max(segment.blocks.start), last.min(segment.blocks.end));
+        (if keys.is_empty() || last <= first { (0, 0) } else { (first, last) }, cost)
+    }
+
+    /// Cuts the tasks of a phase along the keys where that was asked for, or shortens the phase.
+    fn split(&mut self, tasks: Vec<(Task, usize)>, choices: &Choices, slots: &mut usize) -> Option<Phase> {
+        let blocks = |task: &Task| task.blocks.1 - task.blocks.0;
+        let pieces: Box<dyn Fn(&Task) -> usize> = match choices.options.splits {
+            Some(splits) => Box::new(move |task| splits.min(blocks(task))),
+            None => match piece_cost(tasks.iter().map(|(task, _)| task.cost), choices.threads) {
+                Some(cost) => Box::new(move |task| (task.cost.div_ceil(cost) as usize).min(blocks(task))),
+                None => Box::new(|_| 1),
+            },
+        };
+        let extra = |task: &Task| match pieces(task) {
+            0 | 1 => 0,
+            n => task.rows.count.saturating_mul(1 + blocks(task) - blocks(task) / n),
+        };
+        let needed = tasks.iter().fold(0usize, |sum, (task, _)| sum.saturating_add(extra(task)));
+        let splits = choices.options.splits.is_some()
+            || needed.saturating_mul(choices.slot_bytes) <= MAX_PARTIAL_BYTES;
+        let mut phase = Phase::default();
+        for (task, segment) in tasks {
+            let n = pieces(&task);
+            if !splits || n <= 1 {
+                phase.tasks.push(task);
+                continue;
+            }
+            self.list[segment].splits = self.list[segment].splits.max(n);
+            let (rows, (first, last)) = (task.rows, task.blocks);
+            let at = |piece: usize| first + (last - first) * piece / n;
+            let from = *slots;
+            let partials = from.checked_add(rows.count)?;
+            *slots = rows.count.checked_mul(last - at(1)).and_then(|n| partials.checked_add(n))?;
+            for piece in 0..n {
+                let blocks = (at(piece), at(piece + 1));
+                let target = match piece {
+                    0 => Target::State(from),
+                    _ => Target::Blocks(partials + (blocks.0 - at(1)) * rows.count),
+                };
+                let from = if piece == 0 { task.from } else { None };
+                let part = (blocks.1 - blocks.0) as f64 / (last - first) as f64;
+                let cost = (task.cost as f64 * part) as u64;
+                phase.tasks.push(Task { rows, blocks, from, target, cost });
+            }
+            let blocks = last - at(1);
+            phase.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
+        }
+        // Stable: tasks of equal cost keep their order.
+        phase.tasks.sort_by_key(|task| Reverse(task.cost));
+        Some(phase)
+    }
+}
+
+/// Time until the last of some threads is done, where each takes the next task when it is done with one. Tasks are in the
+/// order in which they are handed out.
+fn makespan(costs: impl Iterator<Item = u64>, threads: usize) -> u64 {
+    let mut loads: BinaryHeap<Reverse<u64>> = vec![Reverse(0); threads].into();
+    for cost in costs {
+        if let Some(mut load) = loads.peek_mut() {
+            load.0 += cost;
+        }
+    }
+    loads.into_iter().map(|load| load.0).max().unwrap_or(0)
+}
+
+/// What a piece of a task should cost, where the tasks as they are would keep threads waiting for others for more than a
+/// tenth of the time, or where there are so few that nothing evens out what else the machine does.
+fn piece_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
+    let (mut total, mut most, mut count) = (0u64, 0, 0);
+    for cost in costs.clone() {
+        (total, most, count) = (total + cost, most.max(cost), count + 1);
+    }
+    let share = total as f64 / threads as f64;
+    let waits = || {
+        let mut costs: Vec<u64> = costs.collect();
+        costs.sort_unstable_by_key(|&cost| Reverse(cost));
+        makespan(costs.into_iter(), threads) as f64 * 0.9 > share
+    };
+    // No schedule is longer than an even one and the longest task.
+    let even = most as f64 <= 0.1 * share;
+    let splits = threads > 1 && !even && (count < 2 * threads || waits());
+    splits.then(|| total.div_ceil((threads * TASKS_PER_THREAD) as u64).max(1))
+}
+
+impl Schedule {
+    /// Fraction of the time that threads wait for others.
+    pub(super) fn idle(&self, threads: usize) -> f64 {
+        let time = |phase: &Phase| makespan(phase.costs(), threads) as f64 * threads as f64;
+        let all: f64 = self.phases.iter().map(time).sum();
+        let busy = self.phases.iter().flat_map(Phase::costs).sum::<u64>() as f64;
+        if all == 0.0 { 0.0 } else { 1.0 - busy / all }
+    }
+}

@@ -1,0 +1,476 @@
+//! The vector operations that kernels are written in.
+//!
+//! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the phases of an ISA file,
+//! which are compiled with its target features, instantiate them.
+
+#![allow(unsafe_code)]
+
+use flashtile_core::codec::Format;
+use flashtile_core::dtype::Dtype;
+
+/// Lines of a transpose: few enough to stay in registers beside the sums that they go into.
+pub(crate) const LINES: usize = 8;
+
+/// Rows and columns of a tile of `C`, and pairs of bf16 of one step of its product.
+pub(crate) const TILE: usize = 16;
+/// Dimensions of codes that are multiplied in integers are multiples of this.
+pub(crate) const CODE_DIM: usize = 64;
+
+/// Independent products in a round of [`Simd::tile_loop`].
+pub(crate) const TILE_CHAINS: usize = 4;
+
+/// Row-major matrices of a product of tiles: `A` and `B` of pairs of bf16 along the depth, `C` of f32; leading strides in
+/// bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct Tiles {
+    /// The first row of each row of tiles, of which there may be one.
+    pub(crate) a: [*const u8; 2],
+    pub(crate) lda: usize,
+    pub(crate) b: *const u8,
+    pub(crate) ldb: usize,
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+    /// Whether the sums go on from what `c` holds.
+    pub(crate) resume: bool,
+}
+
+/// Most keys of [`CodeBlock`].
+pub(crate) const CODE_KEYS: usize = 256;
+
+/// Codes of some keys or values, in groups of [`TILE`].
+///
+/// Groups are whole: codes in both planes and scales of all [`TILE`] rows are memory that can be read, also where the block ends
+/// before. `Block::new` of `kernels/codes.rs` sees to it: a group lies in one page, or is a copy in the task's memory.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
+pub(crate) struct CodeBlock<'a> {
+    pub(crate) format: &'a Format,
+    /// What each code stands for; none where codes are bytes and stand for themselves.
+    pub(crate) levels: Option<&'a [i8; 64]>,
+    /// Whether codes are e4m3 numbers.
+    pub(crate) e4m3: bool,
+    /// Of each group: its first row in the first plane, in the second one, and its scales. Rows follow one after another. Those that
+    /// are not seen, at either end, hold anything.
+    pub(crate) groups: &'a [[*const u8; 3]],
+    /// As many groups that are likely to be read next. They need not exist.
+    pub(crate) next: &'a [[*const u8; 3]],
+}
+
+/// Queries, integers of 16 bits, times codes of keys.
+///
+/// Kernels take queries a few at a time and do not stop at `count`: what is of `[rows]` here, scores too, is memory for
+/// [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, 16, of which those from `count` on hold anything before and after.
+/// `IntegerOperands::new` of `kernels/codes.rs` lays the queries out so, and a plan's tile of scores has at least as many rows.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
+pub(crate) struct CodeScores<'a> {
+    pub(crate) keys: CodeBlock<'a>,
+    /// Queries `[rows][2][MAX_HEAD_DIM]`: the upper and the lower half of each integer, signed.
+    pub(crate) q: *const i8,
+    /// `[rows]`: -128 times the sum of each query.
+    pub(crate) start: *const i32,
+    /// `[rows]`: what the sums of each query are multiplied by.
+    pub(crate) q_factors: *const f32,
+    pub(crate) count: usize,
+    /// Scores: of each query those of the keys, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Queries times codes of a byte of keys, in f32.
+///
+/// As of [`CodeScores`], queries and scores are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those from `count` on
+/// hold anything.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
+pub(crate) struct NumberScores<'a> {
+    pub(crate) keys: CodeBlock<'a>,
+    /// Queries, `ldq` elements from one to the next.
+    pub(crate) q: *const f32,
+    pub(crate) ldq: usize,
+    pub(crate) count: usize,
+    /// Scores: of each query those of the keys, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Codes of a byte of values times weights, in f32.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
+pub(crate) struct NumberValues<'a> {
+    pub(crate) values: CodeBlock<'a>,
+    /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen. They become those of
+    /// codes without their scales.
+    pub(crate) weights: *mut f32,
+    pub(crate) ldw: usize,
+    pub(crate) count: usize,
+    /// Sums: `dim` of each row, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Codes of values times weights, which become integers of 16 bits.
+///
+/// As of [`CodeScores`], integers, factors and sums are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those
+/// from `count` on hold anything. Of the weights no row from `count` on is read.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
+pub(crate) struct CodeValues<'a> {
+    pub(crate) values: CodeBlock<'a>,
+    /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen.
+    pub(crate) weights: *const f32,
+    pub(crate) ldw: usize,
+    /// Memory for integers: `[rows][2][CODE_KEYS]` bytes, and a factor of each row.
+    pub(crate) integers: *mut u8,
+    pub(crate) w_factors: *mut f32,
+    pub(crate) count: usize,
+    /// Sums: `dim` of each row, `ldc` elements from one to the next.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// A vector of f32 of one instruction set.
+///
+/// # Safety
+/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Loads of f32
+/// need no alignment, other pointers that of their element type.
+pub(crate) trait Simd: Copy + 'static {
+    /// f32 lanes.
+    const LANES: usize;
+    /// Vector registers.
+    const REGISTERS: usize;
+    /// Rows of the register tile.
+    const ROWS: usize;
+    /// Vectors of the register tile.
+    const VECTORS: usize;
+    /// Whether both products multiply pairs of bf16, each pair in the place of one f32. Kernels of such a type take bf16
+    /// tensors alone.
+    const PAIRS: bool = false;
+    /// Whether products of pairs are made in tiles by a matrix unit. With [`Simd::PAIRS`] and 16 lanes alone.
+    const TILES: bool = false;
+    /// A vector of `LANES` f32.
+    type V: Copy;
+
+    /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for
+    /// each step: the chain over the first elements of the step's pairs, plus that over the second. Called with
+    /// [`Simd::TILES`] alone, between [`Simd::begin_tiles`] and [`Simd::end_tiles`].
+    #[inline(always)]
+    unsafe fn tile_product<const M: usize, const N: usize>(_steps: usize, _tiles: Tiles) {
+        unreachable!("tiles are multiplied where a matrix unit is")
+    }
+    /// Lets the thread use its matrix unit.
+    #[inline(always)]
+    unsafe fn begin_tiles() {}
+    /// Gives up the state of the matrix unit.
+    #[inline(always)]
+    unsafe fn end_tiles() {}
+    /// `rounds` times [`TILE_CHAINS`] independent products of tiles in registers. Called with [`Simd::TILES`] alone.
+    #[inline(always)]
+    unsafe fn tile_loop(_rounds: u64) {
+        unreachable!("tiles are multiplied where a matrix unit is")
+    }
+
+    /// One step of a product's chain: `a * b + c`, or with pairs `a.0 * b.0 + a.1 * b.1 + c`.
+    #[inline(always)]
+    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        // SAFETY: the caller's promise.
+        unsafe { Self::fma(a, b, c) }
+    }
+    /// `2 * LANES` f32 as pairs of bf16, in order. Called with [`Simd::PAIRS`] alone.
+    #[inline(always)]
+    unsafe fn to_pairs(_low: Self::V, _high: Self::V) -> Self::V {
+        unreachable!("pairs are made where products take them")
+    }
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, fused where the machine fuses.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a > b ? a : b`: `b` where either is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn abs(a: Self::V) -> Self::V;
+    /// `a < b ? x : y`; `y` where `a` or `b` is NaN.
+    unsafe fn select_lt(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// `a == b ? x : y`; `y` where `a` or `b` is NaN.
+    unsafe fn select_eq(a: Self::V, b: Self::V, x: Self::V, y: Self::V) -> Self::V;
+    /// The bits of every lane that are set in `bits`.
+    unsafe fn and(a: Self::V, bits: u32) -> Self::V;
+    /// The bits of every lane moved up by 16.
+    unsafe fn shift_up_16(a: Self::V) -> Self::V;
+    /// Nearest integer, ties to even.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// `a * 2^n` with `n` the integer nearest to `x`; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
+    unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V;
+    /// Sum of the lanes, in a fixed order.
+    unsafe fn reduce_add(a: Self::V) -> f32;
+    /// Largest lane; NaN lanes are ignored.
+    unsafe fn reduce_max(a: Self::V) -> f32;
+
+    unsafe fn load_f16(p: *const u16) -> Self::V;
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
+    /// 0 where the byte is not 0, `-inf` where it is.
+    unsafe fn load_bool(p: *const u8) -> Self::V;
+    /// Rounds to nearest, ties to even; NaN stays NaN.
+    unsafe fn store_f16(p: *mut u16, v: Self::V);
+    /// Rounds to nearest, ties to even; NaN stays NaN.
+    unsafe fn store_bf16(p: *mut u16, v: Self::V);
+
+    /// Stores pairs of the `LANES` bf16 at `even` and `odd`. Called with [`Simd::PAIRS`] alone.
+    #[inline(always)]
+    unsafe fn interleave(_even: *const u16, _odd: *const u16, _dst: *mut f32) {
+        unreachable!("pairs are made where products take them")
+    }
+
+    /// Asks for the cache line at `p`, which may be any address, in the second-level cache: from memory it would hold up the
+    /// first for too long.
+    unsafe fn prefetch(p: *const u8);
+
+    /// Loads [`LINES`] elements of the first `LANES` rows and transposes them: lane `r` of line `c` is element `c` of row `r`.
+    unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES];
+}
+
+/// Storage of one element, as kernels load and store it.
+pub(crate) trait Elem: Copy + 'static {
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V;
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V);
+    /// A value for the lanes past the end of a row.
+    const ZERO: Self;
+    /// Whether this is f32.
+    const IS_F32: bool = false;
+}
+
+/// f16 as bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct F16(u16);
+
+/// bf16 as bits.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(crate) struct Bf16(u16);
+
+impl Elem for f32 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's promise is that of the method called.
+        unsafe { S::load(p) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
+        // SAFETY: the caller's promise is that of the method called.
+        unsafe { S::store(p, v) }
+    }
+    const ZERO: Self = 0.0;
+    const IS_F32: bool = true;
+}
+
+impl Elem for F16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's promise is that of the method called; F16 is a transparent u16.
+        unsafe { S::load_f16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
+        // SAFETY: the caller's promise is that of the method called; F16 is a transparent u16.
+        unsafe { S::store_f16(p.cast(), v) }
+    }
+    const ZERO: Self = Self(0);
+}
+
+impl Elem for Bf16 {
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V {
+        // SAFETY: the caller's promise is that of the method called; Bf16 is a transparent u16.
+        unsafe { S::load_bf16(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
+        // SAFETY: the caller's promise is that of the method called; Bf16 is a transparent u16.
+        unsafe { S::store_bf16(p.cast(), v) }
+    }
+    const ZERO: Self = Self(0);
+}
+
+/// How rows of one storage type are moved through a transpose.
+pub(crate) trait Rows: Copy + 'static {
+    /// What a lane of the transpose holds.
+    type Lane: Elem;
+    /// Steps of a product's depth in a lane.
+    const STEPS: usize;
+    /// Step `n` of a line.
+    unsafe fn step<S: Simd>(line: S::V, n: usize) -> S::V;
+}
+
+/// Elements converted as they are loaded, one to a lane.
+#[derive(Clone, Copy)]
+pub(crate) struct Single<E>(std::marker::PhantomData<E>);
+
+impl<E: Elem> Rows for Single<E> {
+    type Lane = E;
+    const STEPS: usize = 1;
+    #[inline(always)]
+    unsafe fn step<S: Simd>(line: S::V, _: usize) -> S::V {
+        line
+    }
+}
+
+/// Two bf16 to a lane, taken apart after the transpose: half the shuffles.
+#[derive(Clone, Copy)]
+pub(crate) struct Double;
+
+impl Rows for Double {
+    type Lane = f32;
+    const STEPS: usize = 2;
+    #[inline(always)]
+    unsafe fn step<S: Simd>(line: S::V, n: usize) -> S::V {
+        // SAFETY: the caller's promise is that of the methods called.
+        unsafe { if n == 0 { S::shift_up_16(line) } else { S::and(line, 0xffff_0000) } }
+    }
+}
+
+/// Runs a generic call for the storage type of a dtype.
+macro_rules! with_elem {
+    ($dtype:expr, $E:ident => $body:expr) => {
+        match $dtype {
+            flashtile_core::dtype::Dtype::F32 => {
+                type $E = f32;
+                $body
+            }
+            flashtile_core::dtype::Dtype::F16 => {
+                type $E = $crate::simd::F16;
+                $body
+            }
+            flashtile_core::dtype::Dtype::BF16 => {
+                type $E = $crate::simd::Bf16;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_elem;
+
+/// Loads `n < LANES` elements and fills the other lanes with zero.
+///
+/// # Safety
+/// As [`Simd`], with `p` valid for `n` elements.
+#[inline(always)]
+pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V {
+    debug_assert!(n <= S::LANES && S::LANES <= 16);
+    let mut lanes = [E::ZERO; 16];
+    // SAFETY: `p` is valid for `n` elements, and 16 lanes hold any vector.
+    unsafe {
+        std::ptr::copy_nonoverlapping(p, lanes.as_mut_ptr(), n);
+        E::load::<S>(lanes.as_ptr())
+    }
+}
+
+/// Stores the first `n` elements of a row of vectors that starts at `src`, times `scale`. Whether the vectors hold neither
+/// infinities nor NaN.
+///
+/// # Safety
+/// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
+#[inline(always)]
+pub(crate) unsafe fn store_row<S: Simd>(
+    dtype: Dtype,
+    dst: *mut u8,
+    src: *const f32,
+    scale: f32,
+    n: usize,
+) -> bool {
+    // SAFETY: whole vectors are inside both rows; the tail goes through a buffer.
+    unsafe {
+        let (scale, zero) = (S::splat(scale), S::splat(0.0));
+        let mut probe = zero;
+        with_elem!(dtype, E => {
+            let dst = dst.cast::<E>();
+            let whole = n / S::LANES * S::LANES;
+            let mut i = 0;
+            while i < whole {
+                let x = S::load(src.add(i));
+                probe = S::fma(x, zero, probe);
+                E::store::<S>(dst.add(i), S::mul(x, scale));
+                i += S::LANES;
+            }
+            if whole < n {
+                let x = S::load(src.add(whole));
+                probe = S::fma(x, zero, probe);
+                let mut lanes = [E::ZERO; 16];
+                E::store::<S>(lanes.as_mut_ptr(), S::mul(x, scale));
+                std::ptr::copy_nonoverlapping(lanes.as_ptr(), dst.add(whole), n - whole);
+            }
+        });
+        S::reduce_add(probe) == 0.0
+    }
+}
+
+/// Whether whole vectors of `n` elements hold neither infinities nor NaN.
+///
+/// # Safety
+/// As [`Simd`], with `values` valid for `n` elements.
+#[inline(always)]
+pub(crate) unsafe fn all_finite<S: Simd>(values: *const f32, n: usize) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut probe = S::splat(0.0);
+        for c in (0..n).step_by(S::LANES) {
+            probe = S::fma(S::load(values.add(c)), S::splat(0.0), probe);
+        }
+        S::reduce_add(probe) == 0.0
+    }
+}
+
+/// `2^x` for `x <= 0`, relative error below 2e-7; 0 where `x < -126`, `2^0 = 1` exactly, NaN gives NaN.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
+    // Minimax of (2^r - 1) / r on [-1/2, 1/2] for the relative error of 2^r; the first is near ln 2, but not it.
+    #[allow(clippy::approx_constant)]
+    const C: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let n = S::round(x);
+        let r = S::sub(x, n);
+        let mut p = S::splat(C[4]);
+        p = S::fma(p, r, S::splat(C[3]));
+        p = S::fma(p, r, S::splat(C[2]));
+        p = S::fma(p, r, S::splat(C[1]));
+        p = S::fma(p, r, S::splat(C[0]));
+        p = S::fma(p, r, S::splat(1.0));
+        S::scale2(p, n, x)
+    }
+}
+
+/// `tanh(x)`, relative error below 1e-6; NaN gives NaN.
+///
+/// # Safety
+/// As [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
+    // Minimax of (tanh(x) - x) / x^3 in x^2 on |x| <= 0.625.
+    const C: [f32; 5] = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_01, -0.005_704_987];
+    // SAFETY: the caller's promise.
+    unsafe {
+        let t = S::abs(x);
+        let x2 = S::mul(x, x);
+        let mut p = S::splat(C[4]);
+        p = S::fma(p, x2, S::splat(C[3]));
+        p = S::fma(p, x2, S::splat(C[2]));
+        p = S::fma(p, x2, S::splat(C[1]));
+        p = S::fma(p, x2, S::splat(C[0]));
+        let small = S::fma(S::mul(p, x2), x, x);
+        // (1 - e) / (1 + e) with e = exp(-2 |x|); no cancellation where it is used.
+        let one = S::splat(1.0);
+        let e = exp2::<S>(S::mul(t, S::splat(-2.0 * std::f32::consts::LOG2_E)));
+        let large = S::div(S::sub(one, e), S::add(one, e));
+        let signed = S::select_lt(x, S::splat(0.0), S::sub(S::splat(0.0), large), large);
+        S::select_lt(t, S::splat(0.625), small, signed)
+    }
+}

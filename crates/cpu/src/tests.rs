@@ -1,0 +1,121 @@
+//! Kernels of bf16 pairs and of tiles of them, emulated where the machine lacks the instructions.
+
+use crate::cpu::Cpu;
+use crate::isa;
+use crate::plan::CpuFacts;
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::isa::Isa;
+use flashtile_core::plan::PlanOptions;
+use flashtile_core::problem::{Dims, Problem, ProblemDesc, QOffset, Visibility};
+use flashtile_core::quality::Accumulation;
+use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut};
+use flashtile_testkit::{NotRun, Ran, Rng, Runner, catalogue, conformance};
+use half::bf16;
+
+/// Kernels of pairs or of tiles of them, in software where the machine lacks them.
+const PAIRS: [Isa; 2] = [Isa::Avx512Bf16, Isa::Amx];
+
+fn cpu(isa: Isa) -> Cpu {
+    Cpu { facts: CpuFacts { isa, threads: 2, ..isa::facts() } }
+}
+
+/// A runner of an instruction set. The test kit's own takes the `Cpu` of the crate as others see it, without emulation.
+struct Emulated(Isa);
+
+impl Runner for Emulated {
+    fn name(&self) -> String {
+        format!("emulated {}", self.0)
+    }
+
+    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+        let plan = cpu(self.0)
+            .plan(problem, PlanOptions::default())
+            .map_err(|refused| NotRun::Unsupported(refused.to_string()))?;
+        let mut workspace = plan.workspace();
+        workspace.bytes_mut().fill(0xFF);
+        cpu(self.0)
+            .run(&plan, inputs, outputs, &mut workspace)
+            .map_err(|error| NotRun::Error(error.to_string()))?;
+        let mut ran = Ran::new(plan.to_string());
+        ran.accumulation = Accumulation::Half;
+        Ok(ran)
+    }
+}
+
+#[test]
+fn pairs_of_bf16_pass_every_case() {
+    let cases: Vec<_> = catalogue().into_iter().filter(|case| case.desc.dtype == Dtype::BF16).collect();
+    assert!(cases.len() > 100);
+    let runners = PAIRS.map(Emulated);
+    let runners = runners.each_ref().map(|runner| runner as &dyn Runner);
+    conformance(&cases, &runners, |result| assert!(result.result.is_ok(), "{result}"));
+}
+
+/// Output bits, with a row of v NaN, a mask and without skipping where asked.
+fn bits(
+    isa: Isa,
+    desc: &ProblemDesc,
+    v_nan: Option<usize>,
+    mask: Option<&[bool]>,
+    skip_tiles: bool,
+) -> Vec<u16> {
+    let dims = desc.dims;
+    let data = |shape: [usize; 4], seed: u64| {
+        let mut rng = Rng::new(seed);
+        let n = shape.iter().product();
+        (0..n).map(|_| bf16::from_f32(rng.normal())).collect::<Vec<_>>()
+    };
+    let (q, k, mut v) = (data(dims.q_shape(), 1), data(dims.k_shape(), 2), data(dims.v_shape(), 3));
+    if let Some(row) = v_nan {
+        v[row * dims.value_dim..][..dims.value_dim].fill(bf16::NAN);
+    }
+    let mut options = PlanOptions::default();
+    options.skip_tiles = skip_tiles;
+    let plan = cpu(isa).plan(&desc.clone().validate().unwrap(), options).unwrap();
+    let mut out = vec![bf16::NAN; dims.out_shape().iter().product()];
+    let view = |data, shape| TensorView::bhsd::<bf16>(data, shape).unwrap();
+    let mut inputs =
+        Inputs::new(view(&q, dims.q_shape()), view(&k, dims.k_shape()), view(&v, dims.v_shape()));
+    inputs.mask = mask.map(|mask| MaskView::dense_bool(mask, [1, 1, dims.q_len, dims.kv_len]).unwrap());
+    let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, dims.out_shape()).unwrap());
+    cpu(isa).run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
+    out.iter().map(|x| x.to_bits()).collect()
+}
+
+fn desc(q_heads: usize, q_len: usize, kv_len: usize, offset: i64) -> ProblemDesc {
+    let dims = Dims { batch: 1, q_heads, kv_heads: 1, q_len, kv_len, head_dim: 16, value_dim: 16 };
+    let mut desc = ProblemDesc::new(dims, Dtype::BF16);
+    desc.q_offset = Some(QOffset::At(offset));
+    desc
+}
+
+#[test]
+fn a_pair_cut_by_visibility_leaks_no_nan() {
+    let mut causal = desc(48, 4, 24, 20);
+    causal.visibility = Visibility::causal();
+    let mut window = desc(1, 25, 47, 22);
+    window.visibility = Visibility::window(Some(5), Some(0));
+    for (isa, (desc, row)) in PAIRS.into_iter().flat_map(|isa| [(isa, (&causal, 21)), (isa, (&window, 40))]) {
+        let problem = desc.clone().validate().unwrap();
+        let (clean, poisoned) = (bits(isa, desc, None, None, true), bits(isa, desc, Some(row), None, true));
+        assert_eq!(poisoned, bits(isa, desc, Some(row), None, false));
+        let value_dim = desc.dims.value_dim;
+        for (at, (clean, poisoned)) in clean.chunks(value_dim).zip(poisoned.chunks(value_dim)).enumerate() {
+            let sees = problem.visible(&problem.sequences()[0], at % desc.dims.q_len).contains(&row);
+            assert_eq!(clean == poisoned, !sees, "{isa}, row {at}, key {row}");
+        }
+    }
+}
+
+#[test]
+fn pairs_have_the_same_bits_whatever_the_class_of_a_tile() {
+    let mut masked = desc(2, 40, 600, 0);
+    masked.mask = Some(MaskKind::Bool);
+    // Tiles of every class: all visible, all hidden, and both.
+    let mask: Vec<bool> = (0..40 * 600).map(|at| at / 600 < 16 || (at % 600 >= 256 && at % 7 != 0)).collect();
+    for isa in PAIRS {
+        let skipped = bits(isa, &masked, None, Some(&mask), true);
+        assert_eq!(skipped, bits(isa, &masked, None, Some(&mask), false), "{isa}");
+    }
+}

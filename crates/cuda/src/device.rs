@@ -1,0 +1,224 @@
+//! A device and the kernels compiled for it.
+
+use super::cudarc::driver::{CudaContext, CudaStream, sys};
+use super::error::CudaError;
+use super::portable::{self, Loads};
+use super::prepared::{DeviceMemory, Prepared};
+use super::sources::{Access, Source};
+use crate::plan::{CudaFacts, CudaPlan};
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+use flashtile_kernel::cuda::{Function, Gpu};
+use flashtile_kernel::{Constant, Instance};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A CUDA device: what it can do, and the kernels that are loaded on it. Cloning shares them.
+#[derive(Debug, Clone)]
+pub struct Cuda {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    gpu: Gpu,
+    facts: CudaFacts,
+    loaded: Mutex<HashMap<(Source, &'static str), Arc<Function>>>,
+}
+
+impl Cuda {
+    /// Number of devices of this machine.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`] where there is no driver, or where it does not answer.
+    pub fn count() -> Result<usize, CudaError> {
+        Ok(Gpu::count()?)
+    }
+
+    /// The device of a number, in its primary context: the one that other libraries use too.
+    ///
+    /// # Errors
+    /// As [`Cuda::count`], [`DeviceError::NoDevice`](super::DeviceError::NoDevice), and [`CudaError::Unsupported`] where it is older than the kernels.
+    pub fn new(ordinal: usize) -> Result<Self, CudaError> {
+        Self::with_context(Gpu::primary_context(ordinal)?)
+    }
+
+    /// The device of a context.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`], and [`CudaError::Unsupported`] where the device is older than the kernels.
+    pub fn with_context(context: Arc<CudaContext>) -> Result<Self, CudaError> {
+        use sys::CUdevice_attribute as Attribute;
+        let get = |attribute: Attribute| {
+            let value = context.attribute(attribute).map_err(CudaError::driver("facts of the device"))?;
+            Ok::<usize, CudaError>(usize::try_from(value).unwrap_or(0))
+        };
+        let facts = CudaFacts {
+            capability: (
+                get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32,
+                get(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32,
+            ),
+            multiprocessors: get(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+            shared_per_block: get(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?,
+            shared_per_multiprocessor: get(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR,
+            )?,
+            registers_per_multiprocessor: get(
+                Attribute::CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR,
+            )?,
+            l2: get(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
+        };
+        let least = crate::plan::LEAST_CAPABILITY;
+        if facts.capability < least {
+            return Err(Unsupported::Capability { got: facts.capability, least }.into());
+        }
+        // Launches name their streams.
+        let gpu = Gpu::with_stream(context.default_stream())?;
+        let loaded = Mutex::new(HashMap::new());
+        Ok(Self { inner: Arc::new(Inner { gpu, facts, loaded }) })
+    }
+
+    /// The device's own name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.inner.gpu.name()
+    }
+
+    /// Facts of the device, for the planner.
+    #[must_use]
+    pub fn facts(&self) -> &CudaFacts {
+        &self.inner.facts
+    }
+
+    /// The context in which everything happens.
+    #[must_use]
+    pub fn context(&self) -> &Arc<CudaContext> {
+        self.inner.gpu.context()
+    }
+
+    /// The device of the kernel language, to launch its kernels by; [`Gpu::on`] gives them a stream.
+    #[must_use]
+    pub fn gpu(&self) -> &Gpu {
+        &self.inner.gpu
+    }
+
+    /// Folder of compiled kernels; none where they are not kept.
+    #[must_use]
+    pub fn cache_folder(&self) -> Option<&Path> {
+        self.inner.gpu.cache_folder()
+    }
+
+    /// Version of the compiler, and where it was found.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`].
+    pub fn compiler(&self) -> Result<((i32, i32), String), CudaError> {
+        let compiler = self.inner.gpu.compiler()?;
+        Ok((compiler.version(), compiler.place().to_owned()))
+    }
+
+    /// Plans a problem for this device.
+    ///
+    /// # Errors
+    /// As [`CudaPlan::new`].
+    pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<CudaPlan, Unsupported> {
+        CudaPlan::new(problem, &self.inner.facts, options)
+    }
+
+    /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for
+    /// rows that start on 16 bytes, and those for any others. Several are compiled at a time.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
+    /// loaded then.
+    pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
+        use rayon::prelude::*;
+        let mut wanted: Vec<(Source, &'static str, usize)> = Vec::new();
+        for plan in plans {
+            for kernel in plan.kernels() {
+                for access in [Access::Vector, Access::Element] {
+                    wanted.push((Source::forward(kernel, access), "forward", kernel.shared_bytes()));
+                }
+            }
+            if !plan.class_tables().is_empty() {
+                wanted.push((Source::classify(), "classify", 0));
+            }
+        }
+        wanted.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        wanted.dedup();
+        let mut portable: Loads = Vec::new();
+        for plan in plans {
+            for access in [Access::Vector, Access::Element] {
+                let loads = plan.portable().map(|portable| portable::loads(plan, portable, access));
+                for load in loads.transpose()?.into_iter().flatten() {
+                    let same = |(instance, constants): &(Instance, Vec<Constant>)| {
+                        instance.entry() == load.0.entry() && *constants == load.1
+                    };
+                    if !portable.iter().any(same) {
+                        portable.push(load);
+                    }
+                }
+            }
+        }
+        let native = wanted
+            .into_par_iter()
+            .map(|(source, entry, shared)| self.load(source, entry, shared).map(|(_, kept)| kept));
+        let portable = portable.into_par_iter().map(|(instance, constants)| {
+            let (_, kept) = self.inner.gpu.prewarm(&instance, &constants)?;
+            Ok(kept.map_err(CudaError::from))
+        });
+        let kept: Vec<Result<(), CudaError>> = native.chain(portable).collect::<Result<_, _>>()?;
+        kept.into_iter().collect()
+    }
+
+    /// A function of a kernel, compiled and loaded if it is not yet; and what became of keeping it on disk.
+    fn load(
+        &self,
+        source: Source,
+        entry: &'static str,
+        shared: usize,
+    ) -> Result<(Arc<Function>, Result<(), CudaError>), CudaError> {
+        let loaded = || self.inner.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (source, entry);
+        if let Some(function) = loaded().get(&key) {
+            return Ok((function.clone(), Ok(())));
+        }
+        // Not under the lock: other kernels may be compiled meanwhile. Of two threads that compile the same one, the later
+        // drops its own.
+        let (function, kept) = self.inner.gpu.load(&key.0.program(), entry, shared)?;
+        let function = loaded().entry(key).or_insert_with(|| Arc::new(function)).clone();
+        Ok((function, kept.map_err(CudaError::from)))
+    }
+
+    pub(super) fn function(
+        &self,
+        source: Source,
+        entry: &'static str,
+        shared: usize,
+    ) -> Result<Arc<Function>, CudaError> {
+        self.load(source, entry, shared).map(|(function, _)| function)
+    }
+
+    /// What runs of a plan need: its kernels loaded, its schedule in device memory, room for partial results. Allocates
+    /// [`CudaPlan::workspace_bytes`] on the device and copies the schedule there on the stream.
+    ///
+    /// # Errors
+    /// [`CudaError::OtherDevice`] or [`CudaError::Device`].
+    pub fn prepare(&self, plan: &CudaPlan, stream: &Arc<CudaStream>) -> Result<Prepared, CudaError> {
+        Prepared::new(self, plan, stream, None)
+    }
+
+    /// [`Cuda::prepare`] in memory that the caller owns, of [`CudaPlan::workspace_bytes`] at least.
+    ///
+    /// # Errors
+    /// As [`Cuda::prepare`], [`CudaError::Scratch`] or [`CudaError::ScratchAlignment`].
+    pub fn prepare_in(
+        &self,
+        plan: &CudaPlan,
+        stream: &Arc<CudaStream>,
+        memory: DeviceMemory,
+    ) -> Result<Prepared, CudaError> {
+        Prepared::new(self, plan, stream, Some(memory))
+    }
+}

@@ -1,0 +1,123 @@
+//! What can go wrong on a device.
+
+use super::cudarc::driver::DriverError;
+use flashtile_core::cache::CacheError;
+use flashtile_core::inputs::RunError;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::tensor::ViewError;
+pub use flashtile_kernel::cuda::Error as DeviceError;
+
+/// Why the CUDA backend did not do what was asked.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// The driver, the compiler or the folder of compiled kernels: what the machine lacks or what failed there.
+    Device(DeviceError),
+    /// A valid problem has no plan on the device.
+    Unsupported(Unsupported),
+    /// The tensors are not those of the plan's problem. Nothing was launched.
+    Inputs(RunError),
+    /// A view of device memory was refused.
+    View(ViewError),
+    /// An operation on a cache was refused; the cache is as it was before.
+    KvCache(CacheError),
+    /// Scratch memory is too small for a plan.
+    Scratch {
+        /// Bytes needed.
+        needed: usize,
+        /// Bytes there are.
+        got: usize,
+    },
+    /// Scratch memory that is not aligned to 256 bytes.
+    ScratchAlignment {
+        /// Its address.
+        at: u64,
+    },
+    /// A plan of another shape than the one that scratch memory was prepared for.
+    Update {
+        /// What differs.
+        what: String,
+    },
+    /// A plan was made for a device of another kind.
+    OtherDevice {
+        /// Kernel of the plan.
+        kernel: String,
+    },
+    /// A launch that does not keep the contract of its kernel: a mistake of the planner's. Nothing was launched.
+    Contract {
+        /// The condition.
+        what: String,
+    },
+}
+
+impl CudaError {
+    /// Makes errors of calls of the driver; `what` says what was being done.
+    pub fn driver(what: impl Into<String>) -> impl FnOnce(DriverError) -> Self {
+        let failed = DeviceError::driver(what);
+        move |error| Self::Device(failed(error))
+    }
+}
+
+impl std::fmt::Display for CudaError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Device(why) => why.fmt(f),
+            Self::Unsupported(why) => why.fmt(f),
+            Self::Inputs(why) => why.fmt(f),
+            Self::View(why) => why.fmt(f),
+            Self::KvCache(why) => why.fmt(f),
+            Self::Scratch { needed, got } => {
+                write!(f, "scratch memory has {got} bytes, the plan needs {needed}")
+            }
+            Self::ScratchAlignment { at } => {
+                write!(f, "scratch memory at {at:#x}, expected a multiple of 256")
+            }
+            Self::Update { what } => write!(f, "the plan does not fit what was prepared: {what}"),
+            Self::OtherDevice { kernel } => write!(f, "{kernel} was planned for another kind of device"),
+            Self::Contract { what } => f.write_str(what),
+        }
+    }
+}
+
+impl std::error::Error for CudaError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Device(why) => Some(why),
+            Self::Unsupported(why) => Some(why),
+            Self::Inputs(why) => Some(why),
+            Self::View(why) => Some(why),
+            Self::KvCache(why) => Some(why),
+            _ => None,
+        }
+    }
+}
+
+impl From<DeviceError> for CudaError {
+    fn from(error: DeviceError) -> Self {
+        Self::Device(error)
+    }
+}
+
+impl From<RunError> for CudaError {
+    fn from(error: RunError) -> Self {
+        Self::Inputs(error)
+    }
+}
+
+impl From<Unsupported> for CudaError {
+    fn from(error: Unsupported) -> Self {
+        Self::Unsupported(error)
+    }
+}
+
+impl From<ViewError> for CudaError {
+    fn from(error: ViewError) -> Self {
+        Self::View(error)
+    }
+}
+
+impl From<CacheError> for CudaError {
+    fn from(error: CacheError) -> Self {
+        Self::KvCache(error)
+    }
+}

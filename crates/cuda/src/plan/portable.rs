@@ -1,0 +1,298 @@
+//! Plans of the kernels of the kernel language on CUDA devices.
+//!
+//! One launch leaves partial results, one adds them up. Groups of threads are as many as the device holds at a time, where the rows of
+//! the problem are fewer: keys are cut into parts for that. The number of parts depends on no sequence's length, where lengths are
+//! what [`update`](crate::Prepared::update) changes.
+
+use super::{ALIGN, CudaFacts, MAX_GRID, NATIVE_CAPABILITY, is_paged};
+use flashtile_core::dtype::Dtype;
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::{Dims, Problem, Sequences};
+use flashtile_gpu::shape::{Shape, Tile};
+
+/// How a group of threads of the portable kernel divides its work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct PortableTile {
+    /// Query rows: 8, 16 or 32.
+    pub rows: usize,
+    /// Keys that a SIMD group takes at a time: 16 or 32.
+    pub simd_keys: usize,
+    /// SIMD groups, each with keys of its own: 1, 2, 4 or 8.
+    pub simds: usize,
+    /// Groups that a multiprocessor holds at a time.
+    pub resident: usize,
+}
+
+impl PortableTile {
+    /// A tile, with as many groups a multiprocessor as asked.
+    #[must_use]
+    pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
+        Self { rows, simd_keys, simds, resident }
+    }
+
+    fn check(&self) -> Result<(), Unsupported> {
+        let refused = |why| Err(Unsupported::Tile { why });
+        if ![8, 16, 32].contains(&self.rows) || ![16, 32].contains(&self.simd_keys) {
+            return refused("portable tiles have 8, 16 or 32 rows, and 16 or 32 keys a SIMD group");
+        }
+        if ![1, 2, 4, 8].contains(&self.simds) || !(1..=16).contains(&self.resident) {
+            return refused(
+                "portable tiles have 1, 2, 4 or 8 SIMD groups, and 1 to 16 groups a multiprocessor",
+            );
+        }
+        Ok(())
+    }
+
+    /// Keys that the SIMD groups take at a time.
+    #[must_use]
+    pub const fn keys(&self) -> usize {
+        self.simd_keys * self.simds
+    }
+
+    /// Threads of a group.
+    #[must_use]
+    pub const fn threads(&self) -> usize {
+        32 * self.simds
+    }
+
+    pub(crate) const fn with_parts(&self, parts: usize) -> Tile {
+        Tile { rows: self.rows / 8, keys: self.simd_keys / 16, simds: self.simds, parts }
+    }
+}
+
+/// The kernel of the kernel language on a CUDA device, specialised by these constants.
+///
+/// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, with `x{value_dim}` where that differs, `-paged` where keys lie in pages, and
+/// `-bias` or `-mask` where scores are changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct PortableKernel {
+    /// Element type of q, k, v and out.
+    pub dtype: Dtype,
+    /// Head dimension.
+    pub head_dim: usize,
+    /// Columns of v.
+    pub value_dim: usize,
+    /// How a group of threads divides its work.
+    pub tile: PortableTile,
+    /// Whether keys lie in pages.
+    pub paged: bool,
+    /// Whether scores are changed: softcap, ALiBi, a tree mask.
+    pub biased: bool,
+    /// Whether there is a materialised mask.
+    pub masked: bool,
+}
+
+impl PortableKernel {
+    /// Bytes of shared memory of a group: its queries in f32, and what their scores are multiplied with and have added.
+    #[must_use]
+    pub const fn shared_bytes(&self) -> usize {
+        self.tile.rows * (self.head_dim + 2) * 4
+    }
+}
+
+impl std::fmt::Display for PortableKernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "cuda-decode-{}-d{}", self.dtype, self.head_dim)?;
+        if self.value_dim != self.head_dim {
+            write!(f, "x{}", self.value_dim)?;
+        }
+        f.write_str("-portable")?;
+        if self.paged {
+            f.write_str("-paged")?;
+        }
+        f.write_str(match (self.masked, self.biased) {
+            (true, _) => "-mask",
+            (false, true) => "-bias",
+            (false, false) => "",
+        })
+    }
+}
+
+/// Where the parts of scratch memory start, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PortableRegions {
+    /// Numbers of the sequences.
+    pub(crate) sequences: usize,
+    /// Zeros, in the place of tensors that a problem has not.
+    pub(crate) zeros: usize,
+    /// Bytes up to here are written before the first run.
+    pub(crate) written: usize,
+    pub(crate) sums: usize,
+    pub(crate) tops: usize,
+    /// What a run writes where nobody wants it.
+    pub(crate) unwanted: usize,
+    pub(crate) len: usize,
+}
+
+/// Numbers of i32 of a sequence.
+const SEQUENCE: usize = 8;
+
+/// Registers that a thread can have, as they are allotted.
+const MAX_REGISTERS: usize = 256;
+
+/// Most parts of the keys of a row: adding up more takes longer than the groups that they are for gain.
+const MOST_PARTS: usize = 128;
+
+/// A plan of the portable kernel.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Portable {
+    pub(crate) kernel: PortableKernel,
+    pub(crate) tile: Tile,
+    shape: Shape,
+    pub(crate) regions: PortableRegions,
+}
+
+impl Portable {
+    pub(super) fn new(
+        problem: &Problem,
+        facts: &CudaFacts,
+        options: PlanOptions,
+        asked: Option<PortableTile>,
+    ) -> Result<Self, Unsupported> {
+        if !options.skip_tiles {
+            return Err(Unsupported::SkipTiles);
+        }
+        // Before anything is made of them.
+        Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_parts(1))?;
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let masked = desc.mask.is_some();
+        let biased = masked || desc.softcap.is_some() || desc.alibi || desc.tree;
+        let mut kernel = PortableKernel {
+            dtype: problem.dtype(),
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
+            tile: asked.unwrap_or_else(|| tile(problem)),
+            paged: is_paged(problem),
+            biased,
+            masked,
+        };
+        kernel.tile.check()?;
+        if asked.is_none() {
+            kernel.tile.resident = resident(&kernel, dims, facts);
+        }
+        let needed = kernel.shared_bytes();
+        if needed > facts.shared_per_block {
+            return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_block });
+        }
+        let single = Shape::of(problem, kernel.tile.with_parts(1))?;
+        let parts = match options.splits {
+            Some(got) => {
+                let blocks = |s| problem.visible_union(s, 0..s.q_len).len().div_ceil(kernel.tile.keys());
+                let max = problem.sequences().iter().map(blocks).max().unwrap_or(0).max(1);
+                if got == 0 || got > max {
+                    return Err(Unsupported::Splits { got, max });
+                }
+                got
+            }
+            None => {
+                let groups = single.groups.iter().map(|&n| n as usize).product::<usize>().max(1);
+                let room = facts.multiprocessors * kernel.tile.resident;
+                (room / groups).clamp(1, most_parts(problem, &kernel.tile))
+            }
+        };
+        let tile = kernel.tile.with_parts(parts);
+        let shape = Shape::of(problem, tile)?;
+        // The first dimension of a grid has no bound that problems reach.
+        let [_, groups @ ..] = shape.groups;
+        let [_, rows @ ..] = shape.rows;
+        if let Some(got) = groups.into_iter().chain(rows).map(|n| n as usize).find(|&n| n > MAX_GRID) {
+            return Err(Unsupported::Tasks { got, max: MAX_GRID });
+        }
+        let regions = regions(problem, &shape);
+        let regions = regions.filter(|r| isize::try_from(r.len).is_ok());
+        let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: kernel.to_string() })?;
+        Ok(Self { kernel, tile, shape, regions })
+    }
+
+    /// Registers of a thread that the plan counts with.
+    #[cfg(test)]
+    pub(crate) fn registers(&self, problem: &Problem, facts: &CudaFacts) -> usize {
+        registers(&self.kernel, problem.dims(), facts)
+    }
+
+    /// Groups of threads of partial results.
+    pub(crate) fn groups(&self) -> usize {
+        self.shape.groups.iter().map(|&n| n as usize).product()
+    }
+
+    pub(crate) const fn parts(&self) -> usize {
+        self.tile.parts
+    }
+}
+
+impl std::fmt::Display for Portable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (tile, groups) = (&self.kernel.tile, self.groups());
+        write!(f, "{} tile {}x{} groups {groups} parts {}", self.kernel, tile.rows, tile.keys(), self.parts())
+    }
+}
+
+fn regions(problem: &Problem, shape: &Shape) -> Option<PortableRegions> {
+    let mut len = 0usize;
+    let mut region = |numbers: usize| {
+        let start = len;
+        len = len.checked_add(numbers.checked_mul(4)?)?.checked_next_multiple_of(ALIGN)?;
+        Some(start)
+    };
+    Some(PortableRegions {
+        sequences: region(problem.sequences().len() * SEQUENCE)?,
+        zeros: region(1)?,
+        written: region(0)?,
+        sums: region(shape.scratch[0])?,
+        tops: region(shape.scratch[1])?,
+        unwanted: region(1)?,
+        len: region(0)?,
+    })
+}
+
+/// The tile of a problem, with one group a multiprocessor: 16 rows share what is read where there are so many and registers hold them.
+fn tile(problem: &Problem) -> PortableTile {
+    let group = problem.dims().group();
+    let most = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
+    let rows = if most > 8 && words(problem.dtype(), problem.dims()) <= 128 { 16 } else { 8 };
+    PortableTile::new(rows, 16, 4, 1)
+}
+
+/// Pairs of bytes of a row, of keys or of values.
+fn words(dtype: Dtype, dims: &Dims) -> usize {
+    dims.head_dim.max(dims.value_dim) * dtype.bytes() / 2
+}
+
+/// Groups that a multiprocessor holds at a time.
+fn resident(kernel: &PortableKernel, dims: &Dims, facts: &CudaFacts) -> usize {
+    let threads = kernel.tile.threads();
+    facts.resident(kernel.shared_bytes(), registers(kernel, dims, facts) * threads).clamp(1, 16)
+}
+
+/// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes.
+fn registers(kernel: &PortableKernel, dims: &Dims, facts: &CudaFacts) -> usize {
+    // Products of bf16 are made of shuffles there.
+    let shuffled = kernel.dtype == Dtype::BF16 && facts.capability < NATIVE_CAPABILITY;
+    match (kernel.tile.rows, words(kernel.dtype, dims)) {
+        (8, 0..=32) => 96,
+        (8, 33..=64) if !shuffled => 128,
+        (8, 33..=128) | (16, 0..=64) => 168,
+        _ => MAX_REGISTERS,
+    }
+}
+
+/// Most parts that the keys of a tile are worth, whatever lengths an update may bring.
+fn most_parts(problem: &Problem, tile: &PortableTile) -> usize {
+    let (dims, visibility) = (problem.dims(), problem.desc().visibility);
+    let longest = || problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
+    let held = match problem.desc().sequences {
+        Sequences::Cached { .. } => usize::MAX,
+        Sequences::Padded { .. } => dims.kv_len,
+        Sequences::Dense | Sequences::Packed { .. } => longest(),
+    };
+    let band = match (visibility.left(), visibility.right()) {
+        // Of the positions of a tile's rows.
+        (Some(left), Some(right)) => {
+            left.saturating_add(right).saturating_add(tile.rows.div_ceil(dims.group()) + 1)
+        }
+        _ => usize::MAX,
+    };
+    held.min(band).div_ceil(tile.keys()).clamp(1, MOST_PARTS)
+}

@@ -1,0 +1,406 @@
+//! Which block of threads computes which rows and keys.
+
+use super::{Capacity, CudaKernel, Launch};
+use flashtile_core::problem::Problem;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::ops::Range;
+
+/// The sequence of an entry that is no work.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// Parts of a tile that are added up first where there are many: `GROUP` of the kernels.
+pub(crate) const GROUP: usize = 8;
+
+/// Items of a block of threads that it can compute again, `AGAIN` of the kernels; with more tiles than that for each there are
+/// several times as many blocks as the device holds.
+pub(crate) const AGAIN: usize = 31;
+
+/// Of `splits`: the parts of a tile are added up in groups.
+const GROUPED: u32 = 1 << 31;
+
+/// Fewest bytes of parts of a tile for groups of them: one block of threads reads less faster than it waits for the others.
+const GROUPED_BYTES: usize = 128 << 10;
+
+/// One unit of work as the kernels read it: `Item` of `attention.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Item {
+    pub(crate) sequence: u32,
+    pub(crate) kv_head: u32,
+    /// First of the packed rows.
+    pub(crate) row: u32,
+    pub(crate) panel: u32,
+    /// Keys to compute, and among them those that every row sees.
+    pub(crate) begin: u32,
+    pub(crate) end: u32,
+    pub(crate) full_begin: u32,
+    pub(crate) full_end: u32,
+    /// Slot of its partial result, the first of its tile's, and their number, with [`GROUPED`] where they are added up in groups:
+    /// sums of groups are in the slots behind them, and counters of groups behind the tile's.
+    pub(crate) slot: u32,
+    pub(crate) first: u32,
+    pub(crate) splits: u32,
+    pub(crate) counter: u32,
+    /// Entry of the next item of the block of threads; 0 where there is none.
+    pub(crate) next: u32,
+    /// The sequence itself, so that a block of threads has all that it needs at once.
+    pub(crate) batch: u32,
+    pub(crate) q_start: u32,
+    pub(crate) q_len: u32,
+    pub(crate) kv_start: u32,
+    pub(crate) kv_len: u32,
+    pub(crate) q_offset: i64,
+}
+
+const _: () = assert!(size_of::<Item>() == 80);
+
+/// Rows of a sequence and key/value head, and the keys that they see.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Tile {
+    sequence: usize,
+    kv_head: usize,
+    row: usize,
+    panel: usize,
+    keys: Range<usize>,
+    full: Range<usize>,
+    /// Rows that it has.
+    count: usize,
+    rows: SequenceRows,
+}
+
+/// Where the rows and keys of a sequence lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct SequenceRows {
+    batch: usize,
+    q_start: usize,
+    q_len: usize,
+    kv_start: usize,
+    kv_len: usize,
+    q_offset: i64,
+}
+
+impl Tile {
+    /// Blocks of keys to compute; 1 where there are none, since the output is to be written.
+    pub(super) fn blocks(&self, block_k: usize) -> usize {
+        (self.keys.end.div_ceil(block_k)).saturating_sub(self.keys.start / block_k).max(1)
+    }
+
+    /// The item of the blocks `part` of its own.
+    fn item(&self, part: Range<usize>, block_k: usize) -> Item {
+        let first = self.keys.start / block_k;
+        let begin = ((first + part.start) * block_k).max(self.keys.start);
+        let end = ((first + part.end) * block_k).min(self.keys.end).max(begin);
+        Item {
+            sequence: self.sequence as u32,
+            kv_head: self.kv_head as u32,
+            row: self.row as u32,
+            panel: self.panel as u32,
+            begin: begin as u32,
+            end: end as u32,
+            full_begin: self.full.start as u32,
+            full_end: self.full.end as u32,
+            slot: 0,
+            first: 0,
+            splits: 1,
+            counter: 0,
+            next: 0,
+            batch: self.rows.batch as u32,
+            q_start: self.rows.q_start as u32,
+            q_len: self.rows.q_len as u32,
+            kv_start: self.rows.kv_start as u32,
+            kv_len: self.rows.kv_len as u32,
+            q_offset: self.rows.q_offset,
+        }
+    }
+}
+
+/// The tiles of some sequences, those of a head one after another.
+pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize], skip: bool) -> Vec<Tile> {
+    let group = problem.dims().group();
+    let (rows, panels) = (kernel.tile.rows(), kernel.panels(problem));
+    let mut tiles = Vec::new();
+    for &sequence in sequences {
+        let s = &problem.sequences()[sequence];
+        let all = s.q_len * group;
+        // What the rows see is the same for every head.
+        let of_row = |row: usize| {
+            let (first, last) = (row / group, (row + rows).min(all).div_ceil(group) - 1);
+            let keys = if skip {
+                problem.visible_union(s, first..last + 1)
+            } else {
+                problem.first_visible(s).map_or(0..0, |(_, key)| key..s.kv_len)
+            };
+            // Both ends of what a row sees grow with its position.
+            let mut full = problem.visible(s, last).start..problem.visible(s, first).end;
+            if problem.desc().tree {
+                full.end = full.end.min(s.kv_len - s.q_len);
+            }
+            (row, keys, full)
+        };
+        let place = SequenceRows {
+            batch: s.batch,
+            q_start: s.q_start,
+            q_len: s.q_len,
+            kv_start: s.kv_start,
+            kv_len: s.kv_len,
+            q_offset: s.q_offset,
+        };
+        let of_head: Vec<_> = (0..all).step_by(rows).map(of_row).collect();
+        for kv_head in 0..problem.dims().kv_heads {
+            for (row, keys, full) in &of_head {
+                tiles.extend((0..panels).map(|panel| Tile {
+                    sequence,
+                    kv_head,
+                    row: *row,
+                    panel,
+                    keys: keys.clone(),
+                    full: full.clone(),
+                    count: rows.min(all - row),
+                    rows: place,
+                }));
+            }
+        }
+    }
+    tiles
+}
+
+/// Items of each block of threads.
+pub(super) struct Shares {
+    blocks: Vec<Vec<Item>>,
+    splits: usize,
+    used: Capacity,
+    /// What another step of as many tiles may use.
+    most: Capacity,
+}
+
+impl Shares {
+    const fn none() -> Self {
+        let used = Capacity { grid: 0, items: 0, slots: 0, counters: 0 };
+        Self { blocks: Vec::new(), splits: 1, used, most: used }
+    }
+
+    /// Tiles as a whole, for so many blocks of threads that the device holds at a time. Tiles of heads whose keys are at most
+    /// `section` together lie side by side, so that they are read from the second-level cache; among them the longest come first.
+    /// Each goes to the block that is done first.
+    pub(super) fn whole(mut tiles: Vec<Tile>, block_k: usize, section: usize, room: usize) -> Self {
+        let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
+        let (mut number, mut filled, mut last) = (0, 0usize, None);
+        for tile in tiles.drain(..) {
+            let head = (tile.sequence, tile.kv_head);
+            if last != Some(head) {
+                if filled >= section {
+                    (number, filled) = (number + 1, 0);
+                }
+                filled += tile.keys.len().max(1);
+                last = Some(head);
+            }
+            sections.push((number, tile));
+        }
+        sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
+        let rounds = sections.len().div_ceil(room * AGAIN);
+        let count = (room * rounds).min(sections.len());
+        let mut blocks: Vec<Vec<Item>> = vec![Vec::new(); count];
+        // What blocks of threads have to do so far; of those with as much, the first.
+        let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
+        for (_, tile) in sections {
+            let Some(Reverse((work, block))) = done.pop() else { break };
+            blocks[block].push(tile.item(0..tile.blocks(1), 1));
+            // A tile's beginning and end take about as long as a block of keys. A block of threads with as many as it can compute again
+            // gets no more: there is room for all of them.
+            if blocks[block].len() < AGAIN {
+                done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
+            }
+        }
+        Self { blocks, ..Self::none() }
+    }
+
+    /// Tiles cut into so many parts of nearly equal length, a block of threads for each part.
+    pub(super) fn even(tiles: Vec<Tile>, kernel: &CudaKernel, splits: usize) -> Self {
+        let block_k = kernel.tile.keys();
+        let mut shares = Self::none();
+        for tile in tiles {
+            let blocks = tile.blocks(block_k);
+            let parts = splits.min(blocks);
+            let cut = |n: usize| blocks * n / parts;
+            let parts = (0..parts).map(|n| tile.item(cut(n)..cut(n + 1), block_k)).collect();
+            for item in shares.parts(parts, tile.count * kernel.value_dim * 4) {
+                shares.blocks.push(vec![item]);
+            }
+        }
+        shares
+    }
+
+    /// The blocks of keys of all tiles end to end, cut into shares that take about as long, for at most `room` blocks of threads.
+    /// The beginning and end of an item take about as long as a block of keys.
+    pub(super) fn equal(tiles: Vec<Tile>, kernel: &CudaKernel, room: usize) -> Self {
+        let (block_k, least, room) = (kernel.tile.keys(), kernel.tile.least_blocks(), room.max(1));
+        let total: usize = tiles.iter().map(|tile| tile.blocks(block_k) + 1).sum();
+        let of_tiles = || tiles.iter().map(|tile| tile.blocks(block_k));
+        // What cuts add is known when they are made: a few shares are tried, the smallest first.
+        let mut share = total.div_ceil(room).max(least + 1);
+        while cut(of_tiles(), share, least, |_, _, _| ()) > room {
+            share += 1;
+        }
+        let mut ranges: Vec<Vec<(usize, Range<usize>)>> = vec![Vec::new(); tiles.len()];
+        let count = cut(of_tiles(), share, least, |tile, block, range| ranges[tile].push((block, range)));
+        let mut shares = Self::none();
+        // Each boundary between blocks of threads adds an item, and cuts one tile.
+        let items = tiles.len() + room;
+        // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
+        shares.most = Capacity { grid: room, items, slots: 2 * room + room / 2, counters: room + room / 2 };
+        shares.blocks.resize_with(count, Vec::new);
+        for (tile, ranges) in tiles.iter().zip(ranges) {
+            let parts = ranges.iter().map(|(_, range)| tile.item(range.clone(), block_k)).collect();
+            let parts = shares.parts(parts, tile.count * kernel.value_dim * 4);
+            for ((block, _), item) in ranges.iter().zip(parts) {
+                shares.blocks[*block].push(item);
+            }
+        }
+        shares
+    }
+
+    /// Gives the parts of one tile, of so many bytes each, their slots.
+    fn parts(&mut self, mut parts: Vec<Item>, bytes: usize) -> Vec<Item> {
+        let count = parts.len();
+        if count > 1 {
+            let grouped = count > 2 * GROUP && count * bytes > GROUPED_BYTES;
+            let groups = if grouped { count.div_ceil(GROUP) } else { 0 };
+            for (n, item) in parts.iter_mut().enumerate() {
+                item.slot = (self.used.slots + n) as u32;
+                item.first = self.used.slots as u32;
+                item.splits = count as u32 | if grouped { GROUPED } else { 0 };
+                item.counter = self.used.counters as u32;
+            }
+            self.used.slots += count + groups;
+            self.used.counters += 1 + groups;
+            self.splits = self.splits.max(count);
+        }
+        parts
+    }
+
+    pub(super) fn launch(self, kernel: CudaKernel) -> Launch {
+        let grid = self.blocks.len();
+        let count = self.blocks.iter().map(Vec::len).sum();
+        let teams = kernel.tile.teams();
+        let used = Capacity { grid, items: count, ..self.used };
+        let most = used.max(self.most);
+        let capacity = Capacity { counters: teams * most.counters, ..most };
+        let none = Item { sequence: NONE, ..Tile::EMPTY.item(0..0, 1) };
+        let mut items = vec![none; capacity.grid];
+        for (block, list) in self.blocks.into_iter().enumerate() {
+            let mut entry = block;
+            for (n, item) in list.into_iter().enumerate() {
+                if n > 0 {
+                    items[entry].next = items.len() as u32;
+                    entry = items.len();
+                    items.push(item);
+                } else {
+                    items[entry] = item;
+                }
+            }
+        }
+        Launch { kernel, items, count, splits: self.splits, most_blocks: 0, capacity }
+    }
+}
+
+/// Cuts tiles of so many blocks of keys into parts for blocks of threads that each have room for `share`, a part taking one more
+/// than it has. Reports tile, block of threads and blocks of keys of each part; parts that a cut leaves have `least` at least,
+/// but the last of a tile. Returns the number of blocks of threads.
+fn cut(
+    tiles: impl Iterator<Item = usize>,
+    share: usize,
+    least: usize,
+    mut part: impl FnMut(usize, usize, Range<usize>),
+) -> usize {
+    let (mut count, mut left) = (0, 0);
+    for (tile, blocks) in tiles.enumerate() {
+        let mut done = 0;
+        while done < blocks {
+            if left <= least.min(blocks - done) {
+                count += 1;
+                left = share;
+            }
+            let next = blocks.min(done + left - 1);
+            part(tile, count - 1, done..next);
+            left -= next - done + 1;
+            done = next;
+        }
+    }
+    count
+}
+
+impl Tile {
+    const EMPTY: Self = Self {
+        sequence: 0,
+        kv_head: 0,
+        row: 0,
+        panel: 0,
+        keys: 0..0,
+        full: 0..0,
+        count: 0,
+        rows: SequenceRows { batch: 0, q_start: 0, q_len: 0, kv_start: 0, kv_len: 0, q_offset: 0 },
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::CudaTile;
+    use flashtile_core::dtype::Dtype;
+
+    fn tile(sequence: usize, keys: Range<usize>) -> Tile {
+        Tile { sequence, full: keys.clone(), keys, count: 16, ..Tile::EMPTY }
+    }
+
+    fn kernel() -> CudaKernel {
+        let tile = CudaTile::new([1, 4], 1, 16, 2);
+        let (dtype, head_dim, value_dim) = (Dtype::BF16, 128, 128);
+        CudaKernel { dtype, head_dim, value_dim, tile, paged: false, biased: false, masked: false }
+    }
+
+    /// Every key of every tile is in exactly one item, and parts of a tile have neighbouring slots in key order.
+    fn check(shares: &Shares, tiles: &[Tile]) {
+        for tile in tiles {
+            let items = || shares.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
+            let mut at = tile.keys.start;
+            for (n, item) in items().enumerate() {
+                assert_eq!(item.begin as usize, at);
+                at = item.end as usize;
+                assert_eq!((item.splits & !GROUPED) as usize, items().count());
+                if item.splits > 1 {
+                    assert_eq!(item.slot, item.first + n as u32);
+                }
+            }
+            assert_eq!(at, tile.keys.end.max(tile.keys.start));
+        }
+    }
+
+    #[test]
+    fn shares_hold_every_key_once_and_are_equal() {
+        let lens = [1usize, 5000, 64, 65, 0, 777, 12_000];
+        let tiles: Vec<Tile> = lens.iter().enumerate().map(|(n, &len)| tile(n, 3.min(len)..len)).collect();
+        let kernel = kernel();
+        for room in [1, 2, 7, 100, 264] {
+            let shares = Shares::equal(tiles.clone(), &kernel, room);
+            assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
+            assert_eq!(shares.most.max(shares.used), shares.most);
+            check(&shares, &tiles);
+            let cost = |items: &Vec<Item>| {
+                let of = |i: &Item| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize + 1;
+                items.iter().map(of).sum::<usize>()
+            };
+            // Cuts add an item for each block of threads, and leave room for less than a part.
+            let total: usize = tiles.iter().map(|t| t.blocks(64) + 1).sum();
+            assert!(shares.blocks.iter().map(cost).all(|n| n <= total.div_ceil(room) + 2), "{room}");
+        }
+        for splits in [1, 2, 5, 1000] {
+            check(&Shares::even(tiles.clone(), &kernel, splits), &tiles);
+        }
+        for room in [1, 4, 100] {
+            let shares = Shares::whole(tiles.clone(), 64, 1000, room);
+            assert!(shares.blocks.iter().all(|b| !b.is_empty()));
+            check(&shares, &tiles);
+        }
+    }
+}

@@ -1,0 +1,498 @@
+//! Plans in device memory, and their runs.
+
+#![allow(unsafe_code)]
+
+use super::cudarc::driver::sys::CUstreamCaptureStatus;
+use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
+use super::device::Cuda;
+use super::error::{CudaError, DeviceError};
+use super::portable::{self, Runs};
+use super::sources::{Access, CLASSIFY_PARAMS, FORWARD_PARAMS, Source, dtype_number};
+use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
+use crate::plan::{
+    CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch, NATIVE_CAPABILITY, PortableKernel,
+};
+use flashtile_core::dtype::MaskKind;
+use flashtile_core::inputs::{self, InputShapes};
+use flashtile_core::problem::{Problem, ProblemDesc, Sequences};
+use flashtile_kernel::cuda::{Function, Grid};
+use std::f32::consts::LOG2_E;
+use std::sync::Arc;
+
+/// Device memory of the caller.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    at: u64,
+    bytes: usize,
+}
+
+impl DeviceMemory {
+    /// Memory at a device address that is a multiple of 256.
+    ///
+    /// # Safety
+    /// So many bytes lie there in one allocation of the device, and nothing else accesses them until the [`Prepared`] that is
+    /// given them is dropped and the work that it launched has ended.
+    #[must_use]
+    pub const unsafe fn from_raw_parts(at: u64, bytes: usize) -> Self {
+        Self { at, bytes }
+    }
+}
+
+/// A plan in device memory, and the stream on which it runs: runs and updates follow each other there without waiting, and
+/// share its memory. It is to outlive graphs that have captured its runs.
+#[derive(Debug)]
+pub struct Prepared {
+    cuda: Cuda,
+    stream: Arc<CudaStream>,
+    plan: CudaPlan,
+    /// Of each launch, for rows that start on 16 bytes; and for any others, once there were some.
+    functions: Vec<(Arc<Function>, Option<Arc<Function>>)>,
+    classify: Option<Arc<Function>>,
+    /// Of a plan of the portable kernel, which has no launches of its own.
+    runs: Option<Runs>,
+    at: u64,
+    /// Where it is not the caller's.
+    _memory: Option<CudaSlice<u8>>,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct Tensor {
+    at: u64,
+    batch: i64,
+    head: i64,
+    row: i64,
+}
+
+impl Tensor {
+    fn of(raw: &RawTensor) -> Self {
+        let [batch, head, row, _] = raw.byte_strides();
+        Self { at: raw.at, batch, head, row }
+    }
+}
+
+/// `x / value` by a product and a shift, for every `x` below 2^31.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct Divisor {
+    value: u32,
+    multiplier: u32,
+    shift: u32,
+    unused: u32,
+}
+
+impl Divisor {
+    /// Of a value from 1 to 2^31 - 1. With `s` bits for `value - 1`, the multiplier `ceil(2^(31 + s) / value)` has at most 32
+    /// bits and is too large by a fraction of less than `2^-31`, which no `x` below 2^31 carries to the next quotient.
+    fn new(value: usize) -> Self {
+        let value = value.clamp(1, (1 << 31) - 1) as u64;
+        let bits = u64::BITS - (value - 1).leading_zeros();
+        let shift = 31 + bits;
+        let multiplier = (1u64 << shift).div_ceil(value);
+        Self { value: value as u32, multiplier: multiplier as u32, shift, unused: 0 }
+    }
+}
+
+/// `Params` of `attention.cu`.
+#[derive(Debug, Clone, Copy, Default)]
+#[repr(C)]
+struct ForwardParams {
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    mask: Tensor,
+    lse: u64,
+    tree: u64,
+    alibi: u64,
+    sinks: u64,
+    table: u64,
+    items: u64,
+    counters: u64,
+    classes: u64,
+    partials: u64,
+    tree_row: i64,
+    left: i64,
+    right: i64,
+    page: Divisor,
+    width: Divisor,
+    group: Divisor,
+    heads: u32,
+    q_len: u32,
+    head_dim: u32,
+    value_dim: u32,
+    scale: f32,
+    cap: f32,
+    mask_kind: u32,
+    mask_step: u32,
+    tree_step: u32,
+    every_tile_partial: u32,
+    class_q_tiles: u32,
+    class_k_blocks: u32,
+    table_width: u32,
+    padding: u32,
+}
+
+const _: () = assert!(size_of::<ForwardParams>() == FORWARD_PARAMS);
+
+/// `Params` of `classify.cu`.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+struct ClassifyParams {
+    mask: u64,
+    classes: u64,
+    sequence: i64,
+    head: i64,
+    row: i64,
+    kind: u32,
+    step: u32,
+    heads: u32,
+    rows: u32,
+    keys: u32,
+    block: u32,
+    q_tiles: u32,
+    k_blocks: u32,
+}
+
+const _: () = assert!(size_of::<ClassifyParams>() == CLASSIFY_PARAMS);
+
+/// The bytes of items.
+fn bytes_of(values: &[Item]) -> &[u8] {
+    // SAFETY: the fields of an item are integers without gaps.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
+}
+
+fn forward(cuda: &Cuda, kernel: &CudaKernel, access: Access) -> Result<Arc<Function>, CudaError> {
+    cuda.function(Source::forward(kernel, access), "forward", kernel.shared_bytes())
+}
+
+impl Prepared {
+    pub(super) fn new(
+        cuda: &Cuda,
+        plan: &CudaPlan,
+        stream: &Arc<CudaStream>,
+        memory: Option<DeviceMemory>,
+    ) -> Result<Self, CudaError> {
+        let native = plan.kernels().map(|k| k.shared_bytes());
+        let most = native.chain(plan.portable_kernel().map(PortableKernel::shared_bytes)).max().unwrap_or(0);
+        let old = plan.kernels().next().is_some() && cuda.facts().capability < NATIVE_CAPABILITY;
+        if most > cuda.facts().shared_per_block || old {
+            return Err(CudaError::OtherDevice { kernel: plan.kernel() });
+        }
+        let needed = plan.workspace_bytes();
+        let (at, memory) = match memory {
+            Some(DeviceMemory { bytes, .. }) if bytes < needed => {
+                return Err(CudaError::Scratch { needed, got: bytes });
+            }
+            Some(DeviceMemory { at, .. }) if !at.is_multiple_of(256) => {
+                return Err(CudaError::ScratchAlignment { at });
+            }
+            Some(DeviceMemory { at, .. }) => (at, None),
+            None => {
+                // SAFETY: what is read of it is written before: the schedule by `write`, partial results by the runs.
+                let memory = unsafe { stream.alloc::<u8>(needed.max(1)) };
+                let memory =
+                    memory.map_err(CudaError::driver(format!("{needed} bytes of scratch memory")))?;
+                let at = memory.device_ptr(stream).0;
+                (at, Some(memory))
+            }
+        };
+        let vector = |kernel| Ok((forward(cuda, kernel, Access::Vector)?, None));
+        let functions = plan.kernels().map(vector).collect::<Result<_, CudaError>>()?;
+        let classify = (!plan.class_tables().is_empty())
+            .then(|| cuda.function(Source::classify(), "classify", 0))
+            .transpose()?;
+        let runs = plan.portable().map(|portable| Runs::new(cuda, stream, plan, portable)).transpose()?;
+        let plan = plan.clone();
+        let (cuda, stream) = (cuda.clone(), stream.clone());
+        let prepared = Self { cuda, stream, plan, functions, classify, runs, at, _memory: memory };
+        prepared.write()?;
+        Ok(prepared)
+    }
+
+    /// The plan that runs compute.
+    #[must_use]
+    pub const fn plan(&self) -> &CudaPlan {
+        &self.plan
+    }
+
+    /// Writes another plan over this one, on the stream: that of the same problem with other numbers of keys (`kv_lens`), at the
+    /// next step of decoding, say. Kernels, launches and addresses stay, so that a graph that has captured runs computes the new
+    /// plan when it is launched after this; the tensors, and the width of the tables, are those that it has captured.
+    ///
+    /// # Errors
+    /// [`CudaError::Update`] where the problem differs in anything else, or where kernels or what is reserved differ; steps of
+    /// decoding of the same sequences agree. [`CudaError::Device`], also while the stream captures.
+    pub fn update(&mut self, plan: &CudaPlan) -> Result<(), CudaError> {
+        let refused = |what: String| Err(CudaError::Update { what });
+        if without_lens(self.plan.problem()) != without_lens(plan.problem())
+            || self.plan.problem().scale() != plan.problem().scale()
+            || self.plan.options() != plan.options()
+        {
+            return refused("the problems differ in more than their numbers of keys".to_owned());
+        }
+        if !self.plan.kernels().eq(plan.kernels()) || self.plan.portable() != plan.portable() {
+            return refused(format!("launches are of {}, not {}", self.plan, plan));
+        }
+        if self.plan.regions() != plan.regions() {
+            let (old, new) = (self.plan.workspace_bytes(), plan.workspace_bytes());
+            return refused(format!("scratch memory is laid out for other sizes ({old} and {new} bytes)"));
+        }
+        let same = |(a, b): (&Launch, &Launch)| a.capacity == b.capacity;
+        if !self.plan.launches().iter().zip(plan.launches()).all(same) {
+            return refused("launches are of other sizes".to_owned());
+        }
+        self.plan = plan.clone();
+        self.write()
+    }
+
+    /// Items, and counters of zero.
+    fn schedule(&self) -> Vec<u8> {
+        let regions = self.plan.regions();
+        let mut bytes = vec![0u8; regions.written];
+        let mut at = regions.items;
+        for launch in self.plan.launches() {
+            let items = bytes_of(&launch.items);
+            bytes[at..][..items.len()].copy_from_slice(items);
+            at += launch.capacity.items * size_of::<Item>();
+        }
+        bytes
+    }
+
+    /// Copies to the device what runs read of the plan.
+    fn write(&self) -> Result<(), CudaError> {
+        let bytes = match self.plan.portable() {
+            Some(portable) => portable::written(self.plan.problem(), portable),
+            None => self.schedule(),
+        };
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let failed = || CudaError::driver("copy of the schedule");
+        self.cuda.context().bind_to_thread().map_err(failed())?;
+        // A graph would copy again from memory that is gone by then.
+        let status = self.stream.capture_status().map_err(failed())?;
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            let error = "the stream captures a graph, which cannot hold it".to_owned();
+            return Err(DeviceError::Driver { what: "copy of the schedule".to_owned(), error }.into());
+        }
+        // SAFETY: the region lies in the scratch memory, whose size was checked; the driver has read pageable memory when it
+        // returns.
+        unsafe { result::memcpy_htod_async(self.at, &bytes, self.stream.cu_stream()) }.map_err(failed())
+    }
+
+    /// Launches the computation of `out` and, where given, `lse` on the stream. Returns before it has ended; allocates and waits
+    /// for nothing, but for the first run with rows that do not start on 16 bytes, whose kernels [`Cuda::prewarm`] may have
+    /// compiled.
+    ///
+    /// # Errors
+    /// [`CudaError::Inputs`] where the tensors are not those of the plan's problem, and [`CudaError::Device`].
+    pub fn run(
+        &mut self,
+        inputs: &DeviceInputs<'_>,
+        outputs: &mut DeviceOutputs<'_>,
+    ) -> Result<(), CudaError> {
+        let problem = self.plan.problem();
+        check(problem, inputs, outputs)?;
+        if let (Some(runs), Some(portable)) = (&mut self.runs, self.plan.portable()) {
+            return runs.run(problem, portable, self.at, inputs, outputs);
+        }
+        let raws = [&inputs.q.raw, &inputs.k.raw, &inputs.v.raw, &outputs.out.raw];
+        let vectors = raws.into_iter().all(RawTensor::in_vectors);
+        for (kernel, (_, elements)) in self.plan.kernels().zip(&mut self.functions) {
+            if !vectors && elements.is_none() {
+                *elements = Some(forward(&self.cuda, kernel, Access::Element)?);
+            }
+        }
+        let regions = self.plan.regions();
+        let mut params = params(problem, inputs, outputs);
+        params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
+        params.items = self.at + regions.items as u64;
+        params.counters = self.at + regions.counters as u64;
+        params.classes = self.at + regions.classes as u64;
+        params.partials = self.at + regions.partials as u64;
+        for (n, launch) in self.plan.launches().iter().enumerate() {
+            if let (Some(classify), Some(table)) = (&self.classify, self.plan.class_tables().get(n)) {
+                self.classify(classify, table, inputs, &mut params)?;
+            }
+            let (vector, elements) = &self.functions[n];
+            let function = elements.as_ref().filter(|_| !vectors).unwrap_or(vector);
+            let kernel = &launch.kernel;
+            let grid = Grid {
+                blocks: [launch.capacity.grid, 1, 1],
+                threads: kernel.tile.threads(),
+                shared: kernel.shared_bytes(),
+            };
+            // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
+            // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
+            // problem alone, and its regions lie in the scratch memory.
+            unsafe { function.launch(&self.stream, grid, &params)? };
+            params.items += (launch.capacity.items * size_of::<Item>()) as u64;
+            params.counters += launch.capacity.counters as u64 * 4;
+            params.partials += (launch.capacity.slots * kernel.slot_floats() * 4) as u64;
+            if let Some(table) = self.plan.class_tables().get(n) {
+                params.classes += (table.planes * table.q_tiles * table.k_blocks) as u64;
+            }
+        }
+        Ok(())
+    }
+
+    /// Launches the classification of the mask for one launch, and tells the parameters of it.
+    fn classify(
+        &self,
+        function: &Function,
+        table: &ClassTable,
+        inputs: &DeviceInputs<'_>,
+        params: &mut ForwardParams,
+    ) -> Result<(), CudaError> {
+        let Some(mask) = &inputs.mask else { return Ok(()) };
+        // An axis that all its indices share is one index, also where its size says otherwise.
+        let steps = mask.steps();
+        let mut shape = mask.shape;
+        for (n, step) in shape.iter_mut().zip(steps) {
+            *n = if step == 0 { (*n).min(1) } else { *n };
+        }
+        let [planes, heads, rows, keys] = shape;
+        let (q_tiles, k_blocks) = (rows.div_ceil(CLASS_ROWS), keys.div_ceil(table.block_k));
+        params.class_q_tiles = q_tiles as u32;
+        params.class_k_blocks = k_blocks as u32;
+        if [planes, heads, rows, keys].contains(&0) {
+            return Ok(());
+        }
+        let [sequence, head, row, _] = steps;
+        let classify = ClassifyParams {
+            mask: mask.at,
+            classes: params.classes,
+            sequence,
+            head,
+            row,
+            kind: params.mask_kind,
+            step: params.mask_step,
+            heads: heads as u32,
+            rows: rows as u32,
+            keys: keys as u32,
+            block: table.block_k as u32,
+            q_tiles: params.class_q_tiles,
+            k_blocks: params.class_k_blocks,
+        };
+        let grid = Grid { blocks: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
+        // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
+        // for a mask with every axis of the problem's size.
+        unsafe { Ok(function.launch(&self.stream, grid, &classify)?) }
+    }
+}
+
+/// A description without what an update may change.
+fn without_lens(problem: &Problem) -> ProblemDesc {
+    let mut desc = problem.desc().clone();
+    match &mut desc.sequences {
+        Sequences::Cached { kv_lens, .. } => {
+            kv_lens.iter_mut().for_each(|len| *len = 0);
+            // A bound of the lengths, which shapes no tensor.
+            desc.dims.kv_len = 0;
+        }
+        Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),
+        Sequences::Dense | Sequences::Packed { .. } => {}
+    }
+    desc.prefixes.clear();
+    desc
+}
+
+fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Result<(), CudaError> {
+    let of = |raw: &RawTensor| (raw.dtype, raw.shape);
+    let stored = |raw: &RawTensor| (raw.dtype.into(), raw.shape);
+    let given = InputShapes {
+        q: of(&inputs.q.raw),
+        k: stored(&inputs.k.raw),
+        v: stored(&inputs.v.raw),
+        page: inputs.tables.map(|tables| tables.page),
+        tree: inputs.tree.map(|tree| (tree.kind, tree.shape)),
+        mask: inputs.mask.map(|mask| (mask.kind, mask.shape)),
+        alibi_slopes: inputs.alibi_slopes.map(|list| list.len),
+        sinks: inputs.sinks.map(|list| list.len),
+    };
+    given.check(problem)?;
+    inputs::check_outputs(problem, of(&outputs.out.raw), outputs.lse.as_ref().map(|lse| lse.len))?;
+    if let Some(tables) = &inputs.tables {
+        let expected = problem.sequences().len() * tables.width;
+        if tables.entries != expected {
+            let got = tables.entries;
+            return Err(
+                flashtile_core::inputs::RunError::Length { tensor: "tables.table", expected, got }.into()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// The parameters but for what lies in scratch memory.
+fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> ForwardParams {
+    let (dims, desc) = (problem.dims(), problem.desc());
+    let bound =
+        |side: Option<usize>| side.map_or(-1, |n| i64::try_from(n).unwrap_or(i64::MAX / 2).min(i64::MAX / 2));
+    let (scale, cap) = match desc.softcap {
+        None => (problem.scale() * LOG2_E, 0.0),
+        Some(cap) => (problem.scale() / cap, cap * LOG2_E),
+    };
+    let mut params = ForwardParams {
+        q: Tensor::of(&inputs.q.raw),
+        k: Tensor::of(&inputs.k.raw),
+        v: Tensor::of(&inputs.v.raw),
+        out: Tensor::of(&outputs.out.raw),
+        lse: outputs.lse.as_ref().map_or(0, |lse| lse.at),
+        alibi: inputs.alibi_slopes.map_or(0, |list| list.at),
+        sinks: inputs.sinks.map_or(0, |list| list.at),
+        left: bound(desc.visibility.left()),
+        right: bound(desc.visibility.right()),
+        group: Divisor::new(dims.group()),
+        heads: dims.q_heads as u32,
+        q_len: dims.q_len as u32,
+        head_dim: dims.head_dim as u32,
+        value_dim: dims.value_dim as u32,
+        scale,
+        cap,
+        ..ForwardParams::default()
+    };
+    if let Some(tables) = &inputs.tables {
+        params.table = tables.at;
+        params.page = Divisor::new(tables.page);
+        params.table_width = tables.width as u32;
+        if tables.wraps {
+            params.width = Divisor::new(tables.width);
+        }
+    }
+    if let Some(tree) = &inputs.tree {
+        let [_, _, row, step] = tree.steps();
+        (params.tree, params.tree_row, params.tree_step) = (tree.at, row, step as u32);
+    }
+    if let Some(mask) = &inputs.mask {
+        let [batch, head, row, step] = mask.steps();
+        params.mask = Tensor { at: mask.at, batch, head, row };
+        params.mask_step = u32::from(step != 0);
+        params.mask_kind = match mask.kind {
+            MaskKind::Bool => 3,
+            MaskKind::Additive(dtype) => dtype_number(dtype),
+        };
+    }
+    params
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn divisors_divide() {
+        let most = (1u32 << 31) - 1;
+        for value in [1usize, 2, 3, 5, 7, 12, 16, 100, 255, 4096, 65_537, 1 << 30, (1 << 31) - 1] {
+            let d = Divisor::new(value);
+            let quotient = |x: u32| ((u64::from(x) * u64::from(d.multiplier)) >> d.shift) as u32;
+            let near = |x: u32| [x.saturating_sub(1), x, x.saturating_add(1).min(most)];
+            let multiples = (1..200u64).map(|n| (n * value as u64 * 7919 % u64::from(most)) as u32);
+            let edges = multiples.chain([0, value as u32, most, most / value as u32 * value as u32]);
+            for x in edges.flat_map(near) {
+                assert_eq!(quotient(x), x / value as u32, "{x} / {value}");
+            }
+        }
+    }
+}

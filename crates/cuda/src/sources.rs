@@ -1,0 +1,302 @@
+//! Kernels as text, and the constants that they are compiled with.
+
+use crate::plan::{AGAIN, CLASS_ROWS, CudaKernel, GROUP, Item, STREAM_BYTES};
+use flashtile_core::dtype::Dtype;
+use flashtile_kernel::cuda::Program;
+
+const PRELUDE: &str = include_str!("kernels/prelude.cu");
+const ATTENTION: &str = include_str!("kernels/attention.cu");
+const PREFILL: &str = include_str!("kernels/prefill.cu");
+const DECODE: &str = include_str!("kernels/decode.cu");
+const CLASSIFY: &str = include_str!("kernels/classify.cu");
+const ROWS: &str = include_str!("kernels/rows.cu");
+const LIMITS: &str = include_str!("kernels/limits.cu");
+
+/// A kernel: what it is called in errors, its text and its constants.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Source {
+    pub(super) name: String,
+    parts: &'static [&'static str],
+    constants: Vec<(&'static str, String)>,
+}
+
+/// Bytes of the parameters of the kernels, which assert them.
+pub(super) const FORWARD_PARAMS: usize = 360;
+pub(super) const CLASSIFY_PARAMS: usize = 72;
+pub(super) const ROWS_PARAMS: usize = 184 + 20 * ROWS_RUNS;
+
+/// Runs of rows that one launch moves: parameters of a kernel are at most 4 KiB.
+pub(super) const ROWS_RUNS: usize = 194;
+
+/// Whether rows of tensors start on 16 bytes, so that they are copied as vectors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Access {
+    Vector,
+    Element,
+}
+
+impl Source {
+    pub(super) fn forward(kernel: &CudaKernel, access: Access) -> Self {
+        let CudaKernel { dtype, head_dim, value_dim, tile, paged, biased, masked, .. } = *kernel;
+        let number = |n: usize| n.to_string();
+        let flag = |on: bool| u8::from(on).to_string();
+        let constants = vec![
+            ("DTYPE", dtype_number(dtype).to_string()),
+            ("D", number(head_dim)),
+            ("DV", number(value_dim)),
+            ("WQ", number(tile.warps_q)),
+            ("WKV", number(tile.warps_k)),
+            ("MF", number(tile.fragments)),
+            ("BN", number(tile.warp_keys)),
+            ("ST", number(tile.stages)),
+            ("CTAS", number(tile.resident)),
+            ("QREG", flag(tile.q_in_registers)),
+            ("PAGED", flag(paged)),
+            ("VECTOR", flag(access == Access::Vector)),
+            ("BIAS", flag(biased)),
+            ("MASK", flag(masked)),
+            ("SHARED", number(kernel.shared_bytes())),
+            ("PARAMS", number(FORWARD_PARAMS)),
+            ("ITEM", number(size_of::<Item>())),
+            ("CLASS_ROWS", number(CLASS_ROWS)),
+            ("STREAM", number(STREAM_BYTES)),
+            ("GROUP", number(GROUP)),
+            ("AGAIN", number(AGAIN)),
+        ];
+        let suffix = if access == Access::Element { "-elements" } else { "" };
+        let parts: &[&str] =
+            if tile.divides_keys() { &[PRELUDE, ATTENTION, DECODE] } else { &[PRELUDE, ATTENTION, PREFILL] };
+        Self { name: format!("{kernel}{suffix}"), parts, constants }
+    }
+
+    pub(super) fn classify() -> Self {
+        let constants = vec![("PARAMS", CLASSIFY_PARAMS.to_string()), ("CLASS_ROWS", CLASS_ROWS.to_string())];
+        Self { name: "cuda-classify-mask".to_owned(), parts: &[PRELUDE, CLASSIFY], constants }
+    }
+
+    pub(super) fn rows() -> Self {
+        let constants = vec![("PARAMS", ROWS_PARAMS.to_string()), ("RUNS", ROWS_RUNS.to_string())];
+        Self { name: "cuda-move-rows".to_owned(), parts: &[PRELUDE, ROWS], constants }
+    }
+
+    pub(super) fn limits() -> Self {
+        Self { name: "cuda-limits".to_owned(), parts: &[PRELUDE, LIMITS], constants: Vec::new() }
+    }
+
+    /// What the compiler is given.
+    pub(super) fn program(&self) -> Program {
+        let options = self.constants.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
+        Program { name: self.name.clone(), text: self.parts.join("\n"), options }
+    }
+}
+
+/// The number of a dtype in the kernels.
+pub(super) const fn dtype_number(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::F16 => 1,
+        Dtype::BF16 => 2,
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::print_stdout, reason = "a test that does not run says so")]
+mod tests {
+    use super::*;
+    use crate::plan::{CudaPlan, machines};
+    use flashtile_core::dtype::MaskKind;
+    use flashtile_core::plan::{KernelChoice, PlanOptions};
+    use flashtile_core::problem::{Dims, ProblemDesc, QOffset, Visibility};
+    use flashtile_kernel::cuda::{Architecture, Compiler, Error};
+    use rayon::prelude::*;
+    use std::collections::HashSet;
+
+    /// The compiler, if there is one; says so where there is none.
+    fn compiler() -> Option<Compiler> {
+        Compiler::load().map_err(|why| println!("SKIPPED, no kernel was compiled: {why}")).ok()
+    }
+
+    /// Kernels of every kind: dtypes, widths, tiles, pages, masks.
+    fn problems() -> Vec<ProblemDesc> {
+        let dims = |q_len: usize, dim: usize, value_dim: usize| Dims {
+            batch: 1,
+            q_heads: 8,
+            kv_heads: 8,
+            q_len,
+            kv_len: 4096,
+            head_dim: dim,
+            value_dim,
+        };
+        let mut all = Vec::new();
+        for (dtype, q_len, dim, value_dim) in [
+            (Dtype::BF16, 4096, 64, 64),
+            (Dtype::BF16, 1, 128, 128),
+            (Dtype::F16, 100, 96, 96),
+            (Dtype::BF16, 8192, 128, 128),
+            (Dtype::F16, 300, 256, 256),
+            (Dtype::BF16, 200, 512, 512),
+            (Dtype::F32, 50, 192, 128),
+        ] {
+            all.push(ProblemDesc::new(dims(q_len, dim, value_dim), dtype));
+        }
+        let mut masked = ProblemDesc::new(dims(70, 64, 64), Dtype::F16);
+        masked.mask = Some(MaskKind::Bool);
+        let mut cached = ProblemDesc::cached([8, 2], [80, 80], Dtype::F32, &[(3, 500), (90, 900)]);
+        cached.tree = true;
+        cached.visibility = Visibility::causal();
+        let mut capped = ProblemDesc::new(dims(1, 64, 64), Dtype::BF16);
+        capped.softcap = Some(30.0);
+        for desc in [&mut masked, &mut capped] {
+            desc.q_offset = Some(QOffset::BottomRight);
+        }
+        all.extend([masked, cached, capped]);
+        all
+    }
+
+    /// Which problems are compiled for which of several devices.
+    #[derive(Clone, Copy, PartialEq)]
+    enum Devices {
+        /// Each for one, in turn.
+        InTurn,
+        All,
+    }
+
+    impl Devices {
+        fn take(self, problem: usize, device: usize, devices: usize) -> bool {
+            self == Self::All || problem % devices == device
+        }
+    }
+
+    #[test]
+    fn kernels_compile() {
+        compile_kernels(Devices::InTurn);
+    }
+
+    #[test]
+    #[ignore = "takes minutes: NVRTC compiles one program at a time"]
+    fn kernels_compile_for_every_capability() {
+        compile_kernels(Devices::All);
+    }
+
+    fn compile_kernels(which: Devices) {
+        let Some(compiler) = compiler() else { return };
+        let mut wanted: HashSet<(Architecture, Source)> = HashSet::new();
+        for (device, facts) in [machines::A100, machines::RTX_4090, machines::H100].into_iter().enumerate() {
+            let target = compiler.target(facts.capability);
+            let mut add = |source| wanted.insert((target.clone(), source));
+            for (n, desc) in problems().into_iter().enumerate() {
+                if !which.take(n, device, 3) {
+                    continue;
+                }
+                let plan = CudaPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
+                for kernel in plan.kernels() {
+                    let access = if n % 3 == 2 { Access::Element } else { Access::Vector };
+                    add(Source::forward(kernel, access));
+                }
+            }
+            for source in [Source::classify(), Source::rows(), Source::limits()] {
+                add(source);
+            }
+        }
+        println!("{} programs", wanted.len());
+        let failed: Vec<String> = wanted
+            .into_par_iter()
+            .filter_map(|(target, source)| {
+                let code = compiler.compile(&source.program(), &target);
+                code.err().map(|why| format!("{}: {why}", target.name))
+            })
+            .collect();
+        assert!(failed.is_empty(), "{}", failed.join("\n"));
+    }
+
+    /// Registers of a thread, as machine code says (`EIATTR_REGCOUNT`).
+    fn registers(code: &[u8]) -> Option<usize> {
+        let at = code.windows(4).position(|bytes| bytes == [0x04, 0x2f, 0x08, 0x00])?;
+        let count = code.get(at + 8..at + 12)?.first_chunk()?;
+        Some(u32::from_le_bytes(*count) as usize)
+    }
+
+    #[test]
+    fn portable_kernels_take_the_registers_that_plans_count_with() {
+        compile_portable_kernels(Devices::InTurn);
+    }
+
+    #[test]
+    #[ignore = "takes minutes: NVRTC compiles one program at a time"]
+    fn portable_kernels_take_the_registers_that_plans_count_with_on_every_device() {
+        compile_portable_kernels(Devices::All);
+    }
+
+    fn compile_portable_kernels(which: Devices) {
+        use crate::portable::loads;
+        use flashtile_kernel::cuda::Program;
+        let Some(compiler) = compiler() else { return };
+        let mut all = Vec::new();
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            for (q_len, dim) in [(1, 16), (9, 32), (1, 64), (9, 64), (1, 128), (9, 128)] {
+                let step = ProblemDesc::cached([2, 2], [dim, dim], dtype, &[(q_len, 500)]);
+                let mut dense = ProblemDesc::new(step.dims, dtype);
+                (dense.alibi, dense.sinks) = (dim == 64, true);
+                dense.q_offset = Some(QOffset::BottomRight);
+                all.extend([(step, Access::Vector), (dense, Access::Vector)]);
+            }
+        }
+        let masked = |desc: &ProblemDesc| desc.mask.is_some() || desc.tree || desc.softcap.is_some();
+        all.extend(problems().into_iter().filter(masked).map(|desc| (desc, Access::Element)));
+        let mut options = PlanOptions::default();
+        options.kernels = KernelChoice::Portable;
+        let mut wanted: Vec<(Architecture, Program, usize)> = Vec::new();
+        for (device, facts) in [machines::T4, machines::H100].into_iter().enumerate() {
+            let target = compiler.target(facts.capability);
+            for (n, (desc, access)) in all.iter().enumerate() {
+                // A step and a dense problem follow each other: each device gets both.
+                if !which.take(n + n / 2, device, 2) {
+                    continue;
+                }
+                let plan = CudaPlan::new(&desc.clone().validate().unwrap(), &facts, options).unwrap();
+                let portable = plan.portable().unwrap();
+                for (n, (instance, constants)) in loads(&plan, portable, *access).unwrap().iter().enumerate()
+                {
+                    let program = Program::of(instance, constants);
+                    // Waves are counted in groups of the first kernel, of rows in vectors.
+                    let counted = n == 0 && *access == Access::Vector;
+                    let most = if counted { portable.registers(plan.problem(), &facts) } else { 255 };
+                    if !wanted.iter().any(|(at, other, _)| *at == target && *other == program) {
+                        wanted.push((target.clone(), program, most));
+                    }
+                }
+            }
+            // What caches and measurements on such a device need.
+            wanted.extend([Source::rows(), Source::limits()].map(|s| (target.clone(), s.program(), 255)));
+        }
+        println!("{} programs", wanted.len());
+        let failed: Vec<String> = wanted
+            .into_par_iter()
+            .filter_map(|(target, program, most)| match compiler.compile(&program, &target) {
+                Ok(code) => match registers(&code) {
+                    Some(count) if (1..=most).contains(&count) => None,
+                    count => Some(format!(
+                        "{}: {} takes {count:?} registers, not {most}",
+                        target.name, program.name
+                    )),
+                },
+                Err(why) => Some(format!("{}: {why}", target.name)),
+            })
+            .collect();
+        assert!(failed.is_empty(), "{}", failed.join("\n"));
+    }
+
+    #[test]
+    fn a_kernel_that_does_not_compile_is_named_with_the_log() {
+        let Some(compiler) = compiler() else { return };
+        let mut source = Source::classify();
+        source.constants[0] = ("PARAMS", "1".to_owned());
+        match compiler.compile(&source.program(), &compiler.target((8, 0))) {
+            Err(Error::Compile { kernel, log }) => {
+                assert_eq!(kernel, "cuda-classify-mask");
+                assert!(log.contains("static assertion failed"), "{log}");
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+}

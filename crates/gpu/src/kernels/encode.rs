@@ -1,0 +1,690 @@
+//! Rows are appended to pages: [`encode`] stores them as codes and scales, [`append`] as elements.
+//!
+//! The bytes are those of the encoder in `codec`, whose rotations and sums of f32 have a fixed order and whose codes come of integers.
+//! What that encoder does in f64 is done in integers here, as GPUs of some kinds have no f64:
+//!
+//! | of a vector | in f64 | here |
+//! |---|---|---|
+//! | eight factors | nearest integers to `2^17 F / (k / 100 sqrt(E / D))` | [`factor_of`]: compares squares, which are whole numbers |
+//! | the best of eight trials | greatest `p^2 / s` | [`rounded`], [`quotient`]: the bits of that f64 |
+//! | the scale | `E / p` or `p / s`, times two f32, to f32, to f16 | the same with [`product`] and [`narrowed`] |
+//!
+//! Comparing squares gives the factors without rounding, f64 gives them with some. Both are steps that fall as the energy `E` grows, so
+//! they agree everywhere if they agree next to every step; a test goes through all steps of all formats and head dimensions.
+//!
+//! What is no result of arithmetic alike on all devices: numbers below 2^-126 in a row may count as zeros where a GPU does so.
+
+use super::formats::{F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5};
+use super::formats::{first_bytes, in_planes, scale_bytes, second_bytes};
+use super::rotation::rotate;
+use super::rows::{Row, plane_bits, row_at, source_at};
+use crate::plan::{number, order, scalar};
+use flashtile_core::codec::Codec;
+use flashtile_core::codec::{NotStored, mlx};
+use flashtile_core::dtype::Dtype;
+use flashtile_kernel::Generic;
+use flashtile_kernel::prelude::*;
+
+/// The square of the largest norm that is stored.
+#[constant]
+const MOST_ENERGY: f32 = flashtile_core::codec::MOST_NORM * flashtile_core::codec::MOST_NORM;
+
+/// A greatest coordinate below this is that of a vector of zeros.
+#[constant]
+const LEAST: f32 = 1e-12;
+
+/// A norm of mlx-native up to this is that of zeros.
+#[constant]
+const LEAST_NORM: f32 = 1e-10;
+
+/// Coordinates in fixed point: the greatest magnitude is this.
+#[constant]
+const ONE: f32 = 32767.0;
+
+/// What makes integers of 8 bits of them.
+#[constant]
+const TO_INTEGER: f32 = 127.0 / 32767.0;
+
+/// The scale of e4m3 numbers whose greatest is 448, in units of 2^-8.
+#[constant]
+const TO_E4M3: f32 = 256.0 / 448.0;
+
+/// The energies for which f64 and [`factor_of`] round to different integers: of `tq3`, 512 coordinates and trial 1, and of `tq2`, 384
+/// and trial 4. Quotients are above 313.5 and below 6107.5 by less than f64 tells apart from a half at the end of its five roundings.
+#[constant]
+const ODD_TQ3: u64 = 309_763_096_421;
+#[constant]
+const ODD_TQ2: u64 = 1_477_884_392;
+
+/// Where rows come from and go to.
+#[params]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Rows {
+    /// From batch entry to batch entry, row to row and head to head, in elements.
+    pub x: [u64; 3],
+    /// From page to page and head to head, and from row to row of elements, in bytes.
+    pub pages: [u64; 3],
+    /// Key/value heads.
+    pub heads: u32,
+    /// Elements of a row.
+    pub dim: u32,
+    /// Rows of a page.
+    pub page: u32,
+    /// Entries of a sequence in the table.
+    pub width: u32,
+}
+
+/// Rows that go to one sequence, as `runs` has them in 8 numbers: the batch entry and the first row that they come from, how many, the
+/// sequence's line of the table, the position of the first, and the rows of all runs before; two are not used.
+#[device]
+struct Run {
+    batch: u32,
+    first: u32,
+    rows: u32,
+    sequence: u32,
+    position: u32,
+    before: u32,
+}
+
+#[device]
+fn run_of(runs: &Buffer<u32>, index: u32) -> Run {
+    let at = 8 * index;
+    let run = Run {
+        batch: runs[at],
+        first: runs[at + 1],
+        rows: runs[at + 2],
+        sequence: runs[at + 3],
+        position: runs[at + 4],
+        before: runs[at + 5],
+    };
+    run
+}
+
+/// The first element of a row.
+#[device]
+fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
+    run.batch as u64 * params.x[0] + (run.first + row) as u64 * params.x[1] + head as u64 * params.x[2]
+}
+
+/// The first byte of the page of a position and head. Blocks that the table has no entry for start it again: a ring.
+#[device]
+fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
+    let block = position / params.page;
+    let page = table[sequence as u64 * params.width as u64 + (block % params.width) as u64];
+    page as u64 * params.pages[0] + head as u64 * params.pages[1]
+}
+
+/// The bits of the f64 nearest to `x * 2^exponent`, ties to even. Not 0; `more` says that something is below the last bit of x, which has
+/// 55 bits then.
+#[device]
+pub fn rounded(x: u64, more: bool, exponent: i32) -> u64 {
+    let zeros = x.leading_zeros();
+    let whole = x << zeros;
+    let kept = whole >> 11u32;
+    let rest = whole & 0x7ff;
+    let up = rest > 0x400 || (rest == 0x400 && (more || kept & 1 == 1));
+    // The exponent is one short: the first bit of `kept` adds it. So does a carry.
+    (((1085 - zeros as i32 + exponent) as u64) << 52u32) + kept + select(up, 1u64, 0u64)
+}
+
+/// The 53 bits of an f64.
+#[device]
+fn mantissa(bits: u64) -> u64 {
+    bits & 0x000f_ffff_ffff_ffff | 0x0010_0000_0000_0000
+}
+
+/// The bits of the f64 nearest to `a / b`, of those of a positive normal number and an integer.
+#[device]
+pub fn quotient(a: u64, b: u32) -> u64 {
+    let zeros = b.leading_zeros();
+    let under = (b << zeros) as u64;
+    // 53 + 35 bits by 32: in two steps, of 10 and 25 bits more.
+    let first = mantissa(a) << 10u32;
+    let second = first % under << 25u32;
+    let result = (first / under << 25u32) + second / under;
+    rounded(result, second % under != 0, (a >> 52u32) as i32 - 1110 + zeros as i32)
+}
+
+/// The bits of the f64 nearest to a product, of those of a positive normal f64 and f32.
+#[device]
+pub fn product(a: u64, b: u32) -> u64 {
+    let factor = (b & 0x007f_ffff | 0x0080_0000) as u64;
+    let low = (mantissa(a) & 0x03ff_ffff) * factor;
+    let high = (mantissa(a) >> 26u32) * factor + (low >> 26u32);
+    // 77 bits at most: 61 of them, and whether the others are 0.
+    let result = high << 10u32 | (low & 0x03ff_ffff) >> 16u32;
+    rounded(result, low & 0xffff != 0, (a >> 52u32) as i32 + (b >> 23u32) as i32 - 1209)
+}
+
+/// The f32 nearest to a positive f64 in its normal range.
+#[device]
+pub fn narrowed(bits: u64) -> f32 {
+    let kept = (mantissa(bits) >> 29u32) as u32;
+    let rest = bits as u32 & 0x1fff_ffff;
+    let up = rest > 0x1000_0000 || (rest == 0x1000_0000 && kept & 1 == 1);
+    let exponent = ((bits >> 52u32) as u32) - 897;
+    f32::from_bits((exponent << 23u32) + kept + select(up, 1u32, 0u32))
+}
+
+/// What the table of a format is multiplied by, 100 times.
+#[device]
+pub fn hundredfold(format: u32) -> u32 {
+    if format == TQ2 {
+        return 8410;
+    }
+    if format == TQ3 {
+        return 4530;
+    }
+    if format == TQ4 {
+        return 4520;
+    }
+    select(format == TQ5, 2900, 2880)
+}
+
+/// Halves of levels in units of the fixed point, 2^16 times, for a scale of `(72 + 5 trial) / 100` of the root mean square: the integer
+/// nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / D))`.
+///
+/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. No two sides are equal: 2^18 would
+/// divide a numerator whose square times D divides by an odd square, and none but 1 divides the dimensions.
+#[device]
+pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> u32 {
+    let percent = 72 + 5 * trial;
+    let factor = hundredfold(FORMAT);
+    let near = 131072.0 * factor as f32 / ((energy as f32 / D as f32).sqrt() * percent as f32);
+    // f32 is off by less than 1.
+    let mut nearest = ((near + 0.5) as u32).saturating_sub(1);
+    let mut at = energy;
+    if FORMAT == TQ3 && D == 512 && trial == 1 && energy == ODD_TQ3 {
+        at += 1;
+    }
+    if FORMAT == TQ2 && D == 384 && trial == 4 && energy == ODD_TQ2 {
+        at -= 1;
+    }
+    let limit = factor as u64 * factor as u64 * D as u64;
+    for _step in 0..2u32 {
+        let root = ((2 * nearest + 1) * percent) as u64;
+        let square = root * root;
+        // The product's bits from 36 on; the limit has none below.
+        let left = (square * (at >> 20u32) + (square * (at & 0xf_ffff) >> 20u32)) >> 16u32;
+        if left < limit {
+            nearest += 1;
+        }
+    }
+    nearest
+}
+
+/// The f16 of a scale, as bits: of the energy and the sums of products and of squares of codes, all in fixed point, of which ONE is `most`.
+#[device]
+pub fn scale_of(energy: u64, products: u32, squares: u32, most: f32, unbiased: bool) -> u32 {
+    let over = select(unbiased, energy, products as u64);
+    let under = select(unbiased, products, squares);
+    let ratio = quotient(rounded(over, false, 0), under);
+    let unit = most / ONE;
+    // 7 more in the exponent: times 128.
+    let scale = narrowed(product(ratio, unit.to_bits()) + (7u64 << 52u32));
+    f16x2_from(scale, 0.0)
+}
+
+/// The sum of squares in the codecs' order: 16 sums of every sixteenth number, added from the first to the last.
+#[device]
+fn energy_of(row: &Shared<f32>, start: u32, count: u32) -> f32 {
+    let mut part = 0.0;
+    for c in (simd_lane() % 16..count).step_by(16) {
+        let x = row[start + c];
+        part += x * x;
+    }
+    let mut sum = simd_shuffle(part, 0);
+    for lane in 1..16u32 {
+        sum += simd_shuffle(part, lane);
+    }
+    sum
+}
+
+/// The greatest magnitude of numbers that are finite.
+#[device]
+fn greatest<const D: usize>(row: &Shared<f32>, start: u32) -> f32 {
+    let mut most = 0u32;
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let bits = row[start + c].to_bits() & 0x7fff_ffff;
+        most = most.max(bits);
+    }
+    f32::from_bits(simd_max(most))
+}
+
+/// Makes whole numbers of a row, of which the greatest magnitude is ONE, and returns the sum of their squares.
+#[device]
+fn fix<const D: usize>(row: &mut Shared<f32>, start: u32, most: f32) -> u64 {
+    let factor = ONE / most;
+    // Sums of 32 bits of what is above and below 2^16.
+    let mut high = 0u32;
+    let mut low = 0u32;
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let x = (row[start + c] * factor).round_ties_even();
+        row[start + c] = x;
+        let square = x.abs() as u32 * x.abs() as u32;
+        high += square >> 16u32;
+        low += square & 0xffff;
+    }
+    let above = simd_sum(high);
+    let below = simd_sum(low);
+    ((above as u64) << 16u32) + below as u64
+}
+
+/// Sums of products of a vector with its codes and of the codes' squares.
+#[device]
+struct Sums {
+    products: u32,
+    squares: u32,
+}
+
+/// Codes of 8 bits of a row of whole numbers.
+#[device]
+fn integers<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>) -> Sums {
+    let mut products = 0u32;
+    let mut squares = 0u32;
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let x = row[start + c];
+        let code = (x * TO_INTEGER).round_ties_even();
+        let size = code.abs() as u32;
+        // Their signs are equal.
+        products += x.abs() as u32 * size;
+        squares += size * size;
+        codes[start + c] = (code as i32 as u32 & 255) as u8;
+    }
+    let sums = Sums { products: simd_sum(products), squares: simd_sum(squares) };
+    sums
+}
+
+/// What is known of a magnitude with a factor: the nearest level, and 256 times its index.
+#[device]
+fn nearest(known: &Shared<u32>, magnitude: u32, factor: u32) -> u32 {
+    known[(magnitude * factor >> 16u32).min(255)]
+}
+
+/// Codes of levels of a row of whole numbers, of the best of eight scales: that with which least squares explains most of the energy.
+#[device]
+fn search<const FORMAT: u32, const D: usize>(
+    row: &Shared<f32>,
+    start: u32,
+    energy: u64,
+    known: &Shared<u32>,
+    codes: &mut Shared<u8>,
+) -> Sums {
+    // Every eighth lane has the same trial.
+    let trial = simd_lane() % 8;
+    let factor = factor_of::<FORMAT, D>(energy, trial);
+    let mut factors = [0u32; 8];
+    for t in 0..8usize {
+        factors[t] = simd_shuffle(factor, t as u32);
+    }
+    let mut products = [0u32; 8];
+    let mut squares = [0u32; 8];
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let x = row[start + c].abs() as u32;
+        for t in 0..8usize {
+            let level = nearest(known, x, factors[t]) & 255;
+            products[t] += x * level;
+            squares[t] += level * level;
+        }
+    }
+    let mut mine = Sums { products: 1, squares: 1 };
+    for t in 0..8usize {
+        let all_products = simd_sum(products[t]);
+        let all_squares = simd_sum(squares[t]);
+        mine.products = select(trial == t as u32, all_products, mine.products);
+        mine.squares = select(trial == t as u32, all_squares, mine.squares);
+    }
+    let square = mine.products as u64 * mine.products as u64;
+    let explained = quotient(rounded(square, false, 0), mine.squares);
+    // The first of the greatest: positive f64 are ordered as their bits.
+    let high = (explained >> 32u32) as u32;
+    let most_high = simd_max(high);
+    let low = select(high == most_high, explained as u32, 0);
+    let most_low = simd_max(low);
+    let best = simd_min(select(high == most_high && low == most_low, trial, 8));
+
+    let chosen = simd_shuffle(factor, best);
+    let sign = 1u32 << (FORMAT.max(TQ2) - TQ2 + 1);
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let x = row[start + c];
+        let index = nearest(known, x.abs() as u32, chosen) >> 8u32;
+        codes[start + c] = (index | select(x < 0.0, sign, 0)) as u8;
+    }
+    let sums =
+        Sums { products: simd_shuffle(mine.products, best), squares: simd_shuffle(mine.squares, best) };
+    sums
+}
+
+/// The e4m3 number nearest to a finite one, ties to even; beyond the largest, the largest.
+#[device]
+pub fn e4m3_of(x: f32) -> u32 {
+    let bits = x.to_bits();
+    let magnitude = (bits & 0x7fff_ffff).min(0x43e0_0000);
+    // The exponent, from that of subnormal numbers on.
+    let exponent = (magnitude >> 23u32).max(121);
+    // A number whose last bit is a step of that exponent: a sum with it is rounded to steps, ties to even.
+    let rounder = ((exponent + 20) << 23u32) | 0x0040_0000;
+    let steps = (f32::from_bits(magnitude) + f32::from_bits(rounder)).to_bits() - rounder;
+    (bits >> 24u32 & 0x80) | ((exponent - 121 << 3u32) + steps)
+}
+
+/// e4m3 codes of a row; returns the bits of its scale.
+#[device]
+fn floats<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>) -> u32 {
+    let scale = f16x2_from(greatest::<D>(row, start) * TO_E4M3, 0.0);
+    let number = pair_f16(scale);
+    let inverse = 256.0 / number[0];
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let mut code = 0u32;
+        if scale != 0 {
+            code = e4m3_of(row[start + c] * inverse);
+        }
+        codes[start + c] = code as u8;
+    }
+    scale
+}
+
+/// Codes of the format of mlx-native; returns the bits of the norms of its halves, or of the whole row. `edges` are bits of f32, ascending.
+#[device]
+fn normalised<const FORMAT: u32, const D: usize>(
+    row: &Shared<f32>,
+    start: u32,
+    edges: &Shared<u32>,
+    codes: &mut Shared<u8>,
+) -> [u32; 2] {
+    let mut norms = [0u32; 2];
+    for block in 0..D.div_ceil(256) {
+        let first = start + 256 * block as u32;
+        let energy = energy_of(row, first, 256);
+        let mean = select(D == 512, energy / 256.0, energy);
+        let norm = mean.sqrt();
+        let factor = select(norm > LEAST_NORM, 1.0 / norm * select(D == 512, 1.0, 16.0), 0.0);
+        for c in (simd_lane()..256).step_by(32) {
+            let z = row[first + c] * factor;
+            // How many edges are below.
+            let mut code = 0u32;
+            let mut step = select(FORMAT == MLX4, 8u32, 128u32);
+            while step > 0 {
+                if f32::from_bits(edges[code + step - 1]) < z {
+                    code += step;
+                }
+                step /= 2;
+            }
+            codes[first + c] = code as u8;
+        }
+        norms[block] = norm.to_bits();
+    }
+    norms
+}
+
+/// Byte `index` of a plane of `bits` of each code from bit `from` on.
+#[device]
+fn packed<const D: usize>(codes: &Shared<u8>, start: u32, index: u32, bits: u32, from: u32) -> u32 {
+    let block = index / (16 * bits);
+    let within = index % (16 * bits);
+    let bytes = (D as u32 - 128 * block).min(128) * bits / 8;
+    let mut byte = 0u32;
+    for part in 0..8 / bits {
+        let code = codes[start + 128 * block + part * bytes + within] as u32;
+        byte |= (code >> from & ((1u32 << bits) - 1)) << (part * bits);
+    }
+    byte
+}
+
+/// Writes codes and scale of a row.
+#[device]
+fn store<const FORMAT: u32, const D: usize>(
+    pages: &mut Buffer<u8>,
+    row: Row,
+    codes: &Shared<u8>,
+    start: u32,
+    scale: [u32; 2],
+) {
+    let bits = plane_bits(FORMAT, 0);
+    for at in (simd_lane()..first_bytes(FORMAT, D as u32)).step_by(32) {
+        let byte: u32 = if in_planes(FORMAT) {
+            packed::<D>(codes, start, at, bits, 0)
+        } else if FORMAT == MLX4 {
+            codes[start + 2 * at] as u32 | (codes[start + 2 * at + 1] as u32) << 4u32
+        } else {
+            codes[start + at] as u32
+        };
+        pages[row.first + at as u64] = byte as u8;
+    }
+    for at in (simd_lane()..second_bytes(FORMAT, D as u32)).step_by(32) {
+        pages[row.second + at as u64] = packed::<D>(codes, start, at, plane_bits(FORMAT, 1), bits) as u8;
+    }
+    let lane = simd_lane();
+    if lane < scale_bytes(FORMAT, D as u32) {
+        let word = select(lane < 4, scale[0], scale[1]);
+        pages[row.scale + lane as u64] = (word >> (8 * (lane % 4)) & 255) as u8;
+    }
+}
+
+/// Fills a row with bytes 0xFF: its scale is a NaN.
+#[device]
+fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
+    for at in (simd_lane()..first_bytes(FORMAT, D as u32)).step_by(32) {
+        pages[row.first + at as u64] = 255u32 as u8;
+    }
+    for at in (simd_lane()..second_bytes(FORMAT, D as u32)).step_by(32) {
+        pages[row.second + at as u64] = 255u32 as u8;
+    }
+    if simd_lane() < scale_bytes(FORMAT, D as u32) {
+        pages[row.scale + simd_lane() as u64] = 255u32 as u8;
+    }
+}
+
+/// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
+///
+/// Groups are (any number, runs): the SIMD groups of a run share its rows. Pages lie as `table` says, line by line a sequence's pages by
+/// blocks of positions: contiguous keys are one page, a ring is a line that starts again. `numbers` are those of [`numbers`], `factors`
+/// those of the rotation of order `ORDER`, which is 0 where the codec has none; keys may be without the mean `[heads, D]` of their head.
+///
+/// A row whose energy is above that of the largest norm, or that has a NaN or an infinity, is not stored: its bytes become 0xFF, so
+/// that its scale is a NaN, and `status` becomes at most twice its number, rows in order of runs, rows and heads, and 1 more where all
+/// of it is finite. A launch that stores all rows leaves `status` alone, which starts as the greatest number.
+#[kernel(
+    threads = 128,
+    exact,
+    requires(FORMAT >= 3 && D.is_multiple_of(16) && D <= 512, "rows of codes, of a multiple of 16 elements"),
+    requires(FORMAT < 10 || D == 256 || D == 512, "rows of mlx-native are of 256 or 512 elements"),
+    requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
+    requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
+    requires(numbers.len() >= 256 && !status.is_empty(), "256 numbers and a status"),
+    requires(!centred || means.len() >= params.heads as usize * D, "a mean for each head"),
+    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    bench(
+        shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
+        bytes = rows * dim * 5 / 2 + 2 * rows,
+        flops = rows * dim * (u64::from(dim.ilog2()) + 32),
+        tolerance = 0.0,
+    ),
+)]
+#[allow(clippy::too_many_arguments)]
+pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
+    x: &Buffer<T>,
+    means: &Buffer<f32>,
+    factors: &Buffer<f32>,
+    numbers: &Buffer<u32>,
+    table: &Buffer<u32>,
+    runs: &Buffer<u32>,
+    params: &Rows,
+    pages: &mut Buffer<u8>,
+    status: &mut Buffer<u32>,
+    #[constant] centred: bool,
+    #[constant] unbiased: bool,
+) {
+    let mut held: Shared<f32> = shared(4 * D);
+    let mut codes: Shared<u8> = shared(4 * D);
+    let mut known: Shared<u32> = shared(256);
+    for at in (thread_index()..256).step_by(128) {
+        known[at] = numbers[at];
+    }
+    barrier();
+    let start = simd_index() * D as u32;
+    let run = run_of(runs, group_y());
+    let step = 4 * groups_x();
+    for item in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
+        let row = item / params.heads;
+        let head = item % params.heads;
+        let from = first_of(params, run, row, head);
+        let mut finite = true;
+        for c in (simd_lane()..D as u32).step_by(32) {
+            let mut number = x[from + c as u64].to_f32();
+            if centred {
+                number -= means[head * D as u32 + c];
+            }
+            held[start + c] = number;
+            finite = finite && number.is_finite();
+        }
+        simd_barrier();
+        let position = run.position + row;
+        let page = page_of(table, params, run.sequence, position, head);
+        let place =
+            row_at::<FORMAT, D>(source_at::<FORMAT, D>(page, 0, 0, params.page), 0, position % params.page);
+        let fits = energy_of(&held, start, D as u32) <= MOST_ENERGY;
+        let all_finite = simd_all(finite);
+        if fits {
+            if ORDER > 0 {
+                // Lanes have read what others have to rotate.
+                simd_barrier();
+                rotate::<D, ORDER>(&mut held, start, factors);
+            }
+            let mut scale = [0u32; 2];
+            if FORMAT >= MLX4 {
+                scale = normalised::<FORMAT, D>(&held, start, &known, &mut codes);
+            } else if FORMAT == FP8 {
+                let bits = floats::<D>(&held, start, &mut codes);
+                scale[0] = bits;
+            } else {
+                let most = greatest::<D>(&held, start);
+                if most < LEAST {
+                    for c in (simd_lane()..D as u32).step_by(32) {
+                        codes[start + c] = 0u32 as u8;
+                    }
+                } else {
+                    let energy = fix::<D>(&mut held, start, most);
+                    if FORMAT == INT8 {
+                        let sums = integers::<D>(&held, start, &mut codes);
+                        scale[0] = scale_of(energy, sums.products, sums.squares, most, unbiased);
+                    } else {
+                        let sums = search::<FORMAT, D>(&held, start, energy, &known, &mut codes);
+                        scale[0] = scale_of(energy, sums.products, sums.squares, most, unbiased);
+                    }
+                }
+            }
+            simd_barrier();
+            store::<FORMAT, D>(pages, place, &codes, start, scale);
+        } else {
+            poison::<FORMAT, D>(pages, place);
+            if simd_lane() == 0 {
+                let number = (run.before + row) * params.heads + head;
+                atomic_min(status, 0, 2 * number + select(all_finite, 1u32, 0u32));
+            }
+        }
+        // The next row takes the place of this one.
+        simd_barrier();
+    }
+}
+
+/// Stores rows of elements as elements of another type or, where they have the `same`, as they are, bit by bit; f16 and bf16 are rounded to
+/// nearest even, and a NaN stays one. Groups, table and runs are those of [`encode`].
+#[kernel(
+    threads = 128,
+    requires(FORMAT < 3, "rows of elements"),
+    requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
+    requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
+    bench(shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]), bytes = 4 * rows * dim, flops = 0, tolerance = 0.0),
+)]
+pub fn append<T: Element, const FORMAT: u32>(
+    x: &Buffer<T>,
+    table: &Buffer<u32>,
+    runs: &Buffer<u32>,
+    params: &Rows,
+    pages: &mut Buffer<u8>,
+    #[constant] same: bool,
+) {
+    let run = run_of(runs, group_y());
+    let step = 4 * groups_x();
+    for item in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
+        let row = item / params.heads;
+        let head = item % params.heads;
+        let from = first_of(params, run, row, head);
+        let position = run.position + row;
+        let page = page_of(table, params, run.sequence, position, head);
+        let to = page + (position % params.page) as u64 * params.pages[2];
+        for c in (simd_lane()..params.dim).step_by(32) {
+            let at = from + c as u64;
+            if FORMAT == F32 {
+                let number = x[at].to_f32();
+                pages.store_as::<f32, 1>(to + 4 * c as u64, [number]);
+            } else if same {
+                let bits = x.load_as::<u16, 1>(at);
+                pages.store_as::<u16, 1>(to + 2 * c as u64, bits);
+            } else if FORMAT == F16 {
+                let number = f16::from_f32(x[at].to_f32());
+                pages.store_as::<f16, 1>(to + 2 * c as u64, [number]);
+            } else {
+                let number = bf16::from_f32(x[at].to_f32());
+                pages.store_as::<bf16, 1>(to + 2 * c as u64, [number]);
+            }
+        }
+    }
+}
+
+/// Rows `first..first + rows` of a batch entry that go to positions `position..` of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Appended {
+    /// Batch entry of the rows.
+    pub batch: u32,
+    /// First row.
+    pub first: u32,
+    /// Number of rows.
+    pub rows: u32,
+    /// Row of the block table.
+    pub sequence: u32,
+    /// Position of the first row in its sequence.
+    pub position: u32,
+}
+
+/// Runs as kernels take them; `None` where the rows of `heads` heads have no numbers of 31 bits, or positions none of 32.
+pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
+    let mut words = Vec::with_capacity(8 * appended.len());
+    let mut before = 0u32;
+    for run in appended {
+        words.extend([run.batch, run.first, run.rows, run.sequence, run.position, before, 0, 0]);
+        run.position.checked_add(run.rows)?;
+        run.first.checked_add(run.rows)?;
+        before = before.checked_add(run.rows)?;
+    }
+    before.checked_mul(heads).filter(|rows| *rows < 1 << 31)?;
+    Some(words)
+}
+
+/// What [`encode()`] looks up: of `tq`, the level nearest to each number of halves of levels and 256 times its index; of mlx-native, the
+/// bits of the edges between values, ascending, then those of infinity.
+pub fn numbers(codec: Codec) -> Vec<u32> {
+    if let Some((bits, _)) = codec.mlx() {
+        let half = mlx::tables(bits).1;
+        let edges = half.iter().rev().map(|edge| -edge).chain([0.0]).chain(half.iter().copied());
+        return edges.chain(std::iter::repeat(f32::INFINITY)).take(256).map(f32::to_bits).collect();
+    }
+    flashtile_core::codec::nearest_levels(codec).map_or_else(|| vec![0; 256], |known| known.to_vec())
+}
+
+/// The instance of [`encode()`] that stores rows of a dtype, or that of [`append`].
+pub fn generics(codec: Codec, dtype: Dtype, dim: usize) -> Vec<Generic> {
+    let mut generics = vec![Generic::Type(scalar(dtype)), Generic::U32(number(codec))];
+    if codec.dtype().is_none() {
+        generics.extend([Generic::Usize(dim), Generic::U32(order(codec, dim))]);
+    }
+    generics
+}
+
+/// What the status of [`encode()`] says: the row of all runs and the head that was not stored first.
+pub fn refused(status: u32, heads: u32) -> Option<(NotStored, [u32; 2])> {
+    let why = if status & 1 == 1 { NotStored::Norm } else { NotStored::NotFinite };
+    let number = status / 2;
+    (status != u32::MAX).then(|| (why, [number / heads, number % heads]))
+}

@@ -1,0 +1,179 @@
+//! Partial results of disjoint keys become one: any number of them, with sinks, un-rotated.
+
+use super::decode::{HUGE_SCORE, LN2, SHRINK, from_log2, to_log2};
+use super::rotation::unrotate;
+use flashtile_core::tensor::reach;
+use flashtile_kernel::prelude::*;
+
+/// Where results go: elements from batch entry to batch entry, head to head and query to query of `out`.
+#[params]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Merge {
+    /// Strides of out over batch entry, head and query, in elements.
+    pub out: [u64; 3],
+    /// Query heads.
+    pub q_heads: u32,
+    /// Query rows.
+    pub queries: u32,
+    /// Partial results of a row.
+    pub parts: u32,
+    /// Padding: 0.
+    pub unused: u32,
+}
+
+impl Merge {
+    /// Elements of `out` up to the end of the last row; none where they are too many to count.
+    fn reach(&self, groups: [u32; 3], dim: usize) -> Option<usize> {
+        let [queries, heads, batches] = groups.map(|n| n as usize);
+        let [batch, head, query] = self.out.map(|stride| usize::try_from(stride).unwrap_or(usize::MAX));
+        reach([batches, heads, queries, dim], [batch, head, query, 1]).ok()
+    }
+}
+
+/// Adds up the partial results of every row: `out = sum 2^(top_i - top) sums_i / weights` with
+/// `weights = sum 2^(top_i - top) weights_i`, and `lse = ln 2 (top + log2 weights) + shift`; of each row, `shift` is what its scores lack
+/// and follows the tops. Groups are (queries, heads, batch entries). With an order, values are rotated back.
+#[kernel(
+    threads = 128,
+    requires(sums.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * DV, "sums of every part"),
+    requires(tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * 2, "tops of every part"),
+    requires(groups[0] == params.queries && groups[1] == params.q_heads, "a group for each row"),
+    requires(!shifted || tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.parts as usize * 2 + 1), "a shift of every row"),
+    requires(params.parts > 0, "there are parts"),
+    requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
+    requires(!with_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
+    requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
+    requires(params.reach(groups, DV).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),
+    bench(
+        shape(rows = [512, 16384], parts = [16, 16], dim = [128, 128]),
+        bytes = rows * (4 * parts * (dim + 2) + 2 * dim + 4),
+        flops = 2 * rows * parts * (dim + 1),
+        tolerance = 0.005,
+    ),
+)]
+pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
+    sums: &Buffer<f32>,
+    tops: &Buffer<f32>,
+    factors: &Buffer<f32>,
+    sinks: &Buffer<f32>,
+    params: &Merge,
+    out: &mut Buffer<Q>,
+    lse: &mut Buffer<f32>,
+    #[constant] with_sinks: bool,
+    #[constant] with_lse: bool,
+    #[constant] shifted: bool,
+) {
+    let mut row: Shared<f32> = shared(DV);
+    let mut quarters: Shared<f32> = shared(4 * DV);
+    let result = (group_z() * params.queries + group_x()) * params.q_heads + group_y();
+    let first = result * params.parts;
+
+    // Every lane reads a part, every SIMD group all of them.
+    let mut top = f32::NEG_INFINITY;
+    for part in (simd_lane()..params.parts).step_by(32) {
+        top = top.max(tops[2 * (first + part)]);
+    }
+    top = simd_max(top);
+    let keys_top = top;
+    let mut shift = 0.0;
+    if shifted {
+        shift = tops[2 * groups_z() * params.queries * params.q_heads * params.parts + result];
+    }
+    let mut sink = f32::NEG_INFINITY;
+    if with_sinks {
+        sink = to_log2(sinks[group_y()] - shift);
+        top = top.max(sink);
+    }
+    let mut weights = 0.0;
+    for part in (simd_lane()..params.parts).step_by(32) {
+        let one = tops[2 * (first + part)];
+        if one != f32::NEG_INFINITY {
+            weights += (one - top).exp2() * tops[2 * (first + part) + 1];
+        }
+    }
+    weights = simd_sum(weights);
+    if with_sinks && sink != f32::NEG_INFINITY {
+        weights += (sink - top).exp2();
+    }
+
+    // Every SIMD group adds up a fourth of the parts, of which a lane has 32 at a time ready; less than 0 where a part is of no key.
+    let mut sum = [0.0; 16];
+    for base in (simd_index()..params.parts).step_by(128) {
+        let own = base + 4 * simd_lane();
+        let mut factor = -1.0;
+        if own < params.parts {
+            let one = tops[2 * (first + own)];
+            factor = select(one == f32::NEG_INFINITY, -1.0, (one - top).exp2());
+        }
+        for n in 0..(params.parts - base).div_ceil(4).min(32) {
+            let by = simd_shuffle(factor, n);
+            let at = (first + base + 4 * n) as u64 * DV as u64;
+            for i in 0..(DV + 31) / 32 {
+                let c = 32 * i as u32 + simd_lane();
+                if c < DV as u32 {
+                    let x = by * sums[at + c as u64];
+                    sum[i] += select(by < 0.0, 0.0, x);
+                }
+            }
+        }
+    }
+    for i in 0..(DV + 31) / 32 {
+        let c = 32 * i as u32 + simd_lane();
+        if c < DV as u32 {
+            quarters[simd_index() * DV as u32 + c] = sum[i];
+        }
+    }
+    barrier();
+    for c in (thread_index()..DV as u32).step_by(128) {
+        let mut whole = 0.0;
+        for n in 0..4u32 {
+            whole += quarters[n * DV as u32 + c];
+        }
+        let mut mean = whole / weights;
+        if mean.abs() >= f32::INFINITY || mean.is_nan() {
+            // Sums may overflow where their mean does not. What is infinite or NaN stays so.
+            let mut small = 0.0;
+            for part in 0..params.parts {
+                let one = tops[2 * (first + part)];
+                if one != f32::NEG_INFINITY {
+                    small += (one - top).exp2() * SHRINK * sums[(first + part) as u64 * DV as u64 + c as u64];
+                }
+            }
+            small /= weights;
+            mean = small / SHRINK;
+            if small.abs() < f32::INFINITY {
+                mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);
+            }
+        }
+        row[c] = select(top == f32::NEG_INFINITY, 0.0, mean);
+    }
+    barrier();
+    if ORDER > 0 {
+        if simd_index() == 0 {
+            unrotate::<DV, ORDER>(&mut row, 0, factors);
+        }
+        barrier();
+    }
+    let start = group_z() as u64 * params.out[0]
+        + group_y() as u64 * params.out[1]
+        + group_x() as u64 * params.out[2];
+    for c in (thread_index()..DV as u32).step_by(128) {
+        out[start + c as u64] = Q::from_f32(row[c]);
+    }
+    if with_lse && thread_index() == 0 {
+        let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();
+        let mut sum = (top + weights.log2()) * LN2;
+        if top.abs() > HUGE_SCORE {
+            sum = from_log2(top);
+        }
+        if shift != 0.0 {
+            // A sink that is the greatest has digits that it would lose to the shift.
+            if with_sinks && sink >= keys_top {
+                sum = sinks[group_y()] + weights.log2() * LN2;
+            } else {
+                sum += shift;
+            }
+        }
+        lse[at] = select(top == f32::NEG_INFINITY, f32::NEG_INFINITY, sum);
+    }
+}

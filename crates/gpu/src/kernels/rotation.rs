@@ -1,0 +1,131 @@
+//! The rotation of the codecs: random signs, then a Hadamard transform, in place in threadgroup memory, by one SIMD group.
+//!
+//! `D` is `ORDER * run` with a power of two for the run: butterflies inside runs, then Paley's matrix of order 12 or 20 across them. What is
+//! added to what is the codecs' own order, so that encoded bytes are theirs.
+
+use flashtile_kernel::prelude::*;
+
+/// Bit `x` is set where `x` is a square modulo 11 (order 12) or 19 (order 20), and not 0.
+#[device]
+pub fn squares(order: u32) -> u32 {
+    select(order == 12, 0x23a, 0x30af2)
+}
+
+/// Entry of Paley's matrix of an order.
+#[device]
+pub fn paley(order: u32, row: u32, column: u32) -> f32 {
+    if row == column || row == 0 {
+        return 1.0;
+    }
+    if column == 0 {
+        return -1.0;
+    }
+    let prime = order - 1;
+    let difference = (column + prime - row) % prime;
+    select(squares(order) >> difference & 1 == 1, 1.0, -1.0)
+}
+
+/// Butterflies of runs of `D / ORDER`. The order may be 0 in calls that are compiled but never made.
+#[device]
+pub fn butterflies<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32) {
+    let run = D as u32 / ORDER.max(1);
+    let mut distance = 1u32;
+    while distance < run {
+        for at in (simd_lane()..(D / 2) as u32).step_by(32) {
+            // Bits of the place in a run of `distance` stay, those above it make way for one of the pair.
+            let low = start + 2 * at - (at & (distance - 1));
+            let a = row[low];
+            let b = row[low + distance];
+            row[low] = a + b;
+            row[low + distance] = a - b;
+        }
+        simd_barrier();
+        distance *= 2;
+    }
+}
+
+/// Paley's matrix, or its transpose, across runs: sums from the first run to the last.
+#[device]
+pub fn across<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, transposed: bool) {
+    if ORDER == 1 {
+        return;
+    }
+    let run = D as u32 / ORDER.max(1);
+    for at in (simd_lane()..run).step_by(32) {
+        let mut column = [0.0; 20];
+        for i in 0..ORDER {
+            column[i as usize] = row[start + i * run + at];
+        }
+        for i in 0..ORDER {
+            let mut sum = 0.0;
+            for j in 0..ORDER {
+                let entry = select(transposed, paley(ORDER, j, i), paley(ORDER, i, j));
+                let term = entry * column[j as usize];
+                sum = select(j == 0, term, sum + term);
+            }
+            row[start + i * run + at] = sum;
+        }
+    }
+    simd_barrier();
+}
+
+/// Rotates `D` numbers from `start` on. `factors` has the signs, then 1 over the root of `D`.
+#[device]
+pub fn rotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
+    for at in (simd_lane()..D as u32).step_by(32) {
+        row[start + at] *= factors[at];
+    }
+    simd_barrier();
+    butterflies::<D, ORDER>(row, start);
+    across::<D, ORDER>(row, start, false);
+    for at in (simd_lane()..D as u32).step_by(32) {
+        row[start + at] *= factors[D as u32];
+    }
+    simd_barrier();
+}
+
+/// Undoes [`rotate`].
+#[device]
+pub fn unrotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
+    across::<D, ORDER>(row, start, true);
+    butterflies::<D, ORDER>(row, start);
+    for at in (simd_lane()..D as u32).step_by(32) {
+        row[start + at] = row[start + at] * factors[D as u32] * factors[at];
+    }
+    simd_barrier();
+}
+
+/// Rotates rows `[rows, D]` into `out`, or back: the transform of the codecs by itself.
+#[kernel(
+    threads = 128,
+    exact,
+    requires(x.len() >= rows as usize * D && out.len() >= rows as usize * D, "x and out hold the rows"),
+    requires(factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(groups[0] as usize >= (rows as usize).div_ceil(4), "a SIMD group for each row"),
+    bench(shape(rows = [1024, 65536], dim = [128, 128]), bytes = 8 * rows * dim, flops = rows * dim * u64::from(dim.ilog2()), tolerance = 1e-6),
+)]
+pub fn hadamard<const D: usize, const ORDER: u32>(
+    x: &Buffer<f32>,
+    factors: &Buffer<f32>,
+    out: &mut Buffer<f32>,
+    rows: u32,
+    #[constant] back: bool,
+) {
+    let mut held: Shared<f32> = shared(4 * D);
+    let row = 4 * group_x() + simd_index();
+    let start = simd_index() * D as u32;
+    if row < rows {
+        for at in (simd_lane()..D as u32).step_by(32) {
+            held[start + at] = x[row as u64 * D as u64 + at as u64];
+        }
+        simd_barrier();
+        if back {
+            unrotate::<D, ORDER>(&mut held, start, factors);
+        } else {
+            rotate::<D, ORDER>(&mut held, start, factors);
+        }
+        for at in (simd_lane()..D as u32).step_by(32) {
+            out[row as u64 * D as u64 + at as u64] = held[start + at];
+        }
+    }
+}

@@ -1,0 +1,17 @@
+//! Attention in the kernel language: kernels for Apple's GPUs and for NVIDIA GPUs that `flashtile-cuda` has no kernels for, and which
+//! instances of them a problem launches.
+//!
+//! | module | |
+//! |---|---|
+//! | [`kernels`] | device code |
+//! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
+//! | [`plan`] | the instances, parameters and constants of a problem |
+//! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
+//!
+//! Nothing here launches anything: a backend gives `flashtile_kernel::Device`.
+
+pub mod kernels;
+pub mod plan;
+pub mod registry;
+pub mod shape;
+pub mod variant;

@@ -1,0 +1,89 @@
+//! What problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
+//!
+//! Query rows of one key/value head are (position, head of the group) pairs ordered by position, cut into tiles of a few rows. The
+//! keys of a tile are cut into parts; each SIMD group of a part leaves a partial result, and a second kernel adds those of a
+//! row up, in the order of their numbers: the same plan gives the same bits.
+
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::Problem;
+
+/// Head dimensions of these kernels are multiples of this, up to [`MOST_DIM`].
+pub(crate) const DIM_STEP: usize = 16;
+pub(crate) const MOST_DIM: usize = 512;
+
+/// Positions and counts are kept in 32 bits; further ones than this are refused.
+pub(crate) const MOST: i64 = 1 << 30;
+
+/// How much a group of threads does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Tile {
+    /// Eights of rows of a group.
+    pub rows: usize,
+    /// Sixteens of keys at a time.
+    pub keys: usize,
+    /// SIMD groups.
+    pub simds: usize,
+    /// Parts of the keys of a row.
+    pub parts: usize,
+}
+
+/// Sizes of the launches of a problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Of partial results: key/value heads times tiles of rows, parts, sequences.
+    pub groups: [u32; 3],
+    /// Of their sums: queries, query heads, batch entries.
+    pub rows: [u32; 3],
+    /// Tiles of rows of a key/value head.
+    pub(crate) tiles: u32,
+    /// Partial results of a row.
+    pub(crate) results: u32,
+    /// Numbers of f32 of the sums of partial results, and of their tops, which with ALiBi a shift of each row follows.
+    pub scratch: [usize; 2],
+}
+
+impl Shape {
+    /// # Errors
+    /// [`Unsupported::HeadDim`], [`Unsupported::Position`] or [`Unsupported::Size`].
+    pub fn of(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
+        let dims = problem.dims();
+        for (name, got) in [("head_dim", dims.head_dim), ("value_dim", dims.value_dim)] {
+            if !got.is_multiple_of(DIM_STEP) || got > MOST_DIM || got == 0 {
+                return Err(Unsupported::HeadDim { name, got, step: DIM_STEP, max: MOST_DIM });
+            }
+        }
+        for s in problem.sequences() {
+            for got in [s.q_offset, s.q_offset.saturating_add(s.q_len as i64), s.kv_len as i64] {
+                if got.abs() > MOST {
+                    return Err(Unsupported::Position { got, max: MOST });
+                }
+            }
+        }
+        let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
+        let tiles = longest.saturating_mul(dims.group()).div_ceil(8 * tile.rows).max(1);
+        let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
+        let results = tile.parts.saturating_mul(tile.simds);
+        let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
+        Ok(Self {
+            groups: [
+                count("heads times tiles of rows", dims.kv_heads.saturating_mul(tiles))?,
+                count("parts", tile.parts)?,
+                count("sequences", problem.sequences().len())?,
+            ],
+            rows: [
+                count("queries", dims.q_len)?,
+                count("query heads", dims.q_heads)?,
+                count("batch entries", dims.batch)?,
+            ],
+            tiles: count("tiles of rows", tiles)?,
+            results: count("partial results of a row", results)?,
+            scratch: [all * dims.value_dim, all * 2 + if problem.desc().alibi { rows } else { 0 }],
+        })
+    }
+}
+
+/// A number as these kernels count.
+pub(crate) fn count(what: &'static str, got: usize) -> Result<u32, Unsupported> {
+    let max = MOST as usize;
+    if got <= max { Ok(got as u32) } else { Err(Unsupported::Size { what, got, max }) }
+}

@@ -1,0 +1,98 @@
+//! The kernels printed as CUDA, compiled by NVRTC.
+//!
+//! `FLASHTILE_NVRTC` names the compiler; without it the tests say that they did not run.
+
+use flashtile_gpu::registry::instances;
+use flashtile_kernel::cuda::{Architecture, Compiler, NVRTC_VARIABLE, Program};
+use flashtile_kernel::text::ParameterKind;
+use flashtile_kernel::{Argument, Generic, Instance, ScalarType};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+fn compiler() -> Option<Compiler> {
+    if std::env::var_os(NVRTC_VARIABLE).is_none() {
+        eprintln!("SKIPPED, printed CUDA is not compiled: {NVRTC_VARIABLE} is not set");
+        return None;
+    }
+    Some(Compiler::load().unwrap())
+}
+
+/// The program with every `#[constant]` flag set: the one with the most code.
+fn program(instance: &Instance) -> Program {
+    let constants = instance.kernel().parameters.iter().filter_map(|parameter| match parameter.kind {
+        ParameterKind::Constant(ScalarType::Bool) => match Argument::<()>::constant(true) {
+            Argument::Constant(constant) => Some(constant),
+            _ => None,
+        },
+        ParameterKind::Constant(other) => panic!("{}: a constant of {other}", parameter.name),
+        _ => None,
+    });
+    Program::of(instance, &constants.collect::<Vec<_>>())
+}
+
+fn compile(all: &[(Instance, &str)]) {
+    let Some(compiler) = compiler() else { return };
+    let (next, failed) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(2, usize::from) {
+            scope.spawn(|| {
+                while let Some((instance, name)) = all.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let target =
+                        Architecture { name: (*name).to_owned(), machine_code: name.starts_with("sm_") };
+                    if let Err(why) = compiler.compile(&program(instance), &target) {
+                        failed.lock().unwrap().push(format!("{} for {name}: {why}", instance.entry()));
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().unwrap();
+    assert!(failed.is_empty(), "{} of {}:\n{}", failed.len(), all.len(), failed.join("\n"));
+}
+
+const ARCHITECTURES: [&str; 3] = ["compute_75", "compute_80", "sm_90"];
+
+/// The first of generics that are sizes: a head dimension.
+fn dim(instance: &Instance) -> usize {
+    let size = |generic: &Generic| match generic {
+        Generic::Usize(size) => Some(*size),
+        _ => None,
+    };
+    instance.generics().iter().find_map(size).unwrap_or(0)
+}
+
+/// The kernel, and the generics of an instance that say how rows are stored.
+fn kind(instance: &Instance) -> (&'static str, Vec<Generic>) {
+    let format = |generic: &&Generic| matches!(generic, Generic::U32(_));
+    (instance.kernel().name, instance.generics().iter().filter(format).copied().collect())
+}
+
+#[test]
+fn an_instance_of_each_kind_compiles() {
+    // Compilations take longer the larger a row is: the smallest ones, the architectures in turn.
+    let mut all = instances();
+    all.sort_by_key(dim);
+    let mut kinds = Vec::new();
+    all.retain(|instance| {
+        !kinds.contains(&kind(instance)) && {
+            kinds.push(kind(instance));
+            true
+        }
+    });
+    all.retain(|instance| dim(instance) < 512);
+    let all: Vec<_> = all.into_iter().zip(ARCHITECTURES.into_iter().cycle()).collect();
+    eprintln!("{} instances", all.len());
+    compile(&all);
+    // What times are compared with is in no list.
+    compile(&ARCHITECTURES.map(|name| (flashtile_gpu::kernels::copy::copy::instance(), name)));
+}
+
+#[test]
+#[ignore = "takes a quarter of an hour: NVRTC compiles one program at a time"]
+fn every_instance_compiles_for_every_architecture() {
+    let all: Vec<_> = instances()
+        .into_iter()
+        .flat_map(|instance| ARCHITECTURES.map(|name| (instance.clone(), name)))
+        .collect();
+    compile(&all);
+}

@@ -1,0 +1,17 @@
+//! Kernels in the simulator, against what the CPU computes; those of attention are run in `tests/kernels`. All of them as printed.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "a test fails by panicking and reports by printing"
+)]
+
+mod classify;
+mod copy;
+mod cuda;
+mod encode;
+mod metal;
+mod planted;
+mod rotation;

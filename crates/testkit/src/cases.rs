@@ -1,0 +1,565 @@
+//! A case: a problem and the recipe of its data.
+
+use super::poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
+use super::rng::Rng;
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::block_tables::NO_PAGE;
+use flashtile_core::codec::{CodePages, Side};
+use flashtile_core::codec::{Codec, KvView};
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs::Inputs;
+use flashtile_core::problem::{Dims, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility};
+use flashtile_core::problem::{Sequence, SharedPrefix};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What the elements of a materialised mask are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum MaskFill {
+    /// One key in four hidden; the bias of the others is normal.
+    Random,
+    /// Every third query row sees no key; otherwise as [`MaskFill::Random`].
+    HiddenRows,
+    /// Nothing hidden, no bias.
+    Open,
+    /// Everything hidden.
+    Closed,
+    /// Rectangles of 40 queries and 300 keys that are open, hidden or random: tiles of every class, at odd places.
+    Blocks,
+    /// The first 1024 keys hidden, the others open: parts of the keys that a row sees nothing of, at round places.
+    Late,
+    /// Finite biases as large as f16 holds: most keys at -60000, some at 0, in every fifth row one at +60000.
+    Extreme,
+}
+
+/// Recipe of a materialised mask. Its kind is the problem's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Mask {
+    /// Which of the axes `[batch, heads, queries, keys]` are 1.
+    pub broadcast: [bool; 4],
+    /// Its elements.
+    pub fill: MaskFill,
+}
+
+/// Which tokens of a cached sequence are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Keep {
+    /// All of them.
+    All,
+    /// Those from the first that a row sees on.
+    Seen,
+    /// The same, and tables are only as wide as those tokens: the blocks of a sequence wrap around them, as in a ring.
+    Wrapped,
+}
+
+/// Where cached tokens lie. Pages are in random order, a few of the pool are never used, and every row without a kept token
+/// is poison. A page as long as the longest sequence makes contiguous slots, with [`Keep::Wrapped`] rings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Paging {
+    /// Tokens of a page.
+    pub page: usize,
+    /// Which tokens are kept.
+    pub keep: Keep,
+}
+
+/// What a tree mask shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Tree {
+    /// Each token of the step, itself and those before it.
+    Causal,
+    /// Each token, itself and its ancestors in a random tree.
+    Branches,
+    /// Two of three tokens, whichever.
+    Random,
+}
+
+/// A named problem with the recipe of its data.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Case {
+    /// Name, unique in the catalogue.
+    pub name: String,
+    /// The problem.
+    pub desc: ProblemDesc,
+    /// Layout of q, k, v and out in memory.
+    pub layout: Layout,
+    /// Where every tensor lies in its allocation.
+    pub placement: Placement,
+    /// Factor of q: the standard deviation of the logits at the default scale.
+    pub gain: f32,
+    /// Recipe of the mask, where the problem has one.
+    pub mask: Option<Mask>,
+    /// Where cached tokens lie, where sequences are cached.
+    pub paging: Paging,
+    /// Recipe of the tree mask, where the problem has one.
+    pub tree: Tree,
+    /// Whether keys have a constant part, a few times as large as the rest, that quantized ones are stored without.
+    pub centred: bool,
+}
+
+impl Case {
+    /// A case with every option of the problem at its default. Dimensions in the order of [`Dims`]: batch, query heads,
+    /// key/value heads, query rows, key rows, head dimension, value dimension.
+    #[must_use]
+    pub fn new(name: impl Into<String>, dims: [usize; 7], dtype: Dtype) -> Self {
+        let [batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim] = dims;
+        let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        let desc = ProblemDesc::new(dims, dtype);
+        Self {
+            name: name.into(),
+            desc,
+            layout: Layout::Bhsd,
+            placement: Placement::Guarded,
+            gain: 1.0,
+            mask: None,
+            paging: Paging { page: 16, keep: Keep::All },
+            tree: Tree::Causal,
+            centred: false,
+        }
+    }
+
+    /// With keys and values stored so.
+    #[must_use]
+    pub fn stored(mut self, k: Codec, v: Codec) -> Self {
+        (self.desc.k_codec, self.desc.v_codec) = (Some(k), Some(v));
+        self
+    }
+
+    /// With a constant part of the keys.
+    #[must_use]
+    pub fn centred(mut self) -> Self {
+        self.centred = true;
+        self
+    }
+
+    /// In this memory layout.
+    #[must_use]
+    pub fn layout(mut self, layout: Layout) -> Self {
+        self.layout = layout;
+        self
+    }
+
+    /// With tensors at the end of their allocations, for memory checkers. The data are the same.
+    #[must_use]
+    pub fn exact(mut self) -> Self {
+        self.placement = Placement::exact(&self.name);
+        self
+    }
+
+    /// With logits of this standard deviation at the default scale.
+    #[must_use]
+    pub fn gain(mut self, gain: f32) -> Self {
+        self.gain = gain;
+        self
+    }
+
+    /// With query row 0 at this key position.
+    #[must_use]
+    pub fn at(mut self, offset: QOffset) -> Self {
+        self.desc.q_offset = Some(offset);
+        self
+    }
+
+    /// With the keys visible that also this band shows.
+    #[must_use]
+    pub fn seeing(mut self, visibility: Visibility) -> Self {
+        self.desc.visibility = self.desc.visibility.and(visibility);
+        self
+    }
+
+    /// Causal, with query row 0 at this key position.
+    #[must_use]
+    pub fn causal(self, offset: QOffset) -> Self {
+        self.seeing(Visibility::causal()).at(offset)
+    }
+
+    /// With a softcap.
+    #[must_use]
+    pub fn softcap(mut self, softcap: f32) -> Self {
+        self.desc.softcap = Some(softcap);
+        self
+    }
+
+    /// With a scale.
+    #[must_use]
+    pub fn scale(mut self, scale: f32) -> Self {
+        self.desc.scale = Some(scale);
+        self
+    }
+
+    /// With ALiBi slopes.
+    #[must_use]
+    pub fn alibi(mut self) -> Self {
+        self.desc.alibi = true;
+        self
+    }
+
+    /// With sinks.
+    #[must_use]
+    pub fn sinks(mut self) -> Self {
+        self.desc.sinks = true;
+        self
+    }
+
+    /// With a mask; an axis named in `broadcast` (of `"bhqk"`) is 1.
+    #[must_use]
+    pub fn mask(mut self, kind: MaskKind, broadcast: &str, fill: MaskFill) -> Self {
+        self.desc.mask = Some(kind);
+        let axes = ['b', 'h', 'q', 'k'];
+        self.mask = Some(Mask { broadcast: axes.map(|axis| broadcast.contains(axis)), fill });
+        self
+    }
+
+    /// With these numbers of keys in the batch entries.
+    #[must_use]
+    pub fn kv_lens(mut self, kv_lens: &[usize]) -> Self {
+        self.desc.sequences = Sequences::Padded { kv_lens: kv_lens.to_vec() };
+        self
+    }
+
+    /// With sequences of these (query, key) lengths packed one after another; sets `q_len` and `kv_len`.
+    #[must_use]
+    pub fn packed(mut self, lengths: &[(usize, usize)]) -> Self {
+        let (mut cu_seqlens_q, mut cu_seqlens_k) = (vec![0], vec![0]);
+        let (mut q_len, mut kv_len) = (0, 0);
+        for (q, k) in lengths {
+            q_len += q;
+            kv_len += k;
+            cu_seqlens_q.push(q_len);
+            cu_seqlens_k.push(kv_len);
+        }
+        self.desc.dims.q_len = q_len;
+        self.desc.dims.kv_len = kv_len;
+        self.desc.sequences = Sequences::Packed { cu_seqlens_q, cu_seqlens_k };
+        if self.layout == Layout::Bhsd {
+            self.layout = Layout::Bshd;
+        }
+        self
+    }
+
+    /// With cached sequences of these (query, key) lengths; sets `q_len` and `kv_len`.
+    #[must_use]
+    pub fn cached(mut self, lengths: &[(usize, usize)], page: usize, keep: Keep) -> Self {
+        self.desc.dims.q_len = lengths.iter().map(|&(q, _)| q).sum();
+        self.desc.dims.kv_len = lengths.iter().map(|&(_, kv)| kv).max().unwrap_or(0);
+        self.desc.sequences = Sequences::cached(lengths);
+        self.paging = Paging { page, keep };
+        if self.layout == Layout::Bhsd {
+            self.layout = Layout::Bshd;
+        }
+        self
+    }
+
+    /// With prefixes that these sequences of a cache that keeps everything share: sequences and tokens, outer ones first.
+    #[must_use]
+    pub fn shared(mut self, prefixes: &[(Range<usize>, usize)]) -> Self {
+        let prefix = |(sequences, len): &(Range<usize>, usize)| SharedPrefix {
+            sequences: sequences.clone(),
+            len: *len,
+        };
+        self.desc.prefixes = prefixes.iter().map(prefix).collect();
+        self
+    }
+
+    /// With a tree mask.
+    #[must_use]
+    pub fn tree(mut self, tree: Tree) -> Self {
+        self.desc.tree = true;
+        self.tree = tree;
+        self
+    }
+
+    /// Makes the tensors. The data depends on the case's name alone.
+    ///
+    /// # Errors
+    /// [`ProblemError`] where the description is not a problem.
+    pub fn build(&self) -> Result<Built, ProblemError> {
+        let problem = self.desc.clone().validate()?;
+        let dims = *problem.dims();
+        let mut rng = Rng::named(&self.name);
+        let cached = matches!(self.desc.sequences, Sequences::Cached { .. });
+        // Of pages that are never read, one would come last and hide a read past one that is.
+        let spare = if self.placement == Placement::Guarded { 3 } else { 0 };
+        let tables = cached.then(|| build_tables(&problem, self.paging, spare));
+        // Batch entries, or pages, and rows of them that exist.
+        type Rows<'a> = &'a dyn Fn(usize, &Sequence) -> Vec<(usize, usize)>;
+        let mut tensor = |dtype, shape, (gain, mean): (f32, &[f32]), rows: Rows<'_>| {
+            let mut tensor = Guarded::placed(dtype, shape, self.layout, self.placement);
+            let [_, heads, _, dim] = shape;
+            for (index, sequence) in problem.sequences().iter().enumerate() {
+                let rows = rows(index, sequence);
+                for h in 0..heads {
+                    for &(entry, row) in &rows {
+                        for d in 0..dim {
+                            let mean = mean.get(h * dim + d).copied().unwrap_or(0.0);
+                            tensor.set([entry, h, row, d], gain * rng.normal() + mean);
+                        }
+                    }
+                }
+            }
+            tensor
+        };
+        let span = |entry, start, len| (start..start + len).map(|row| (entry, row)).collect();
+        let dtype = problem.dtype();
+        let q = tensor(dtype, dims.q_shape(), (self.gain, &[]), &|_, s| span(s.batch, s.q_start, s.q_len));
+        let (k_shape, v_shape) = match &tables {
+            None => (dims.k_shape(), dims.v_shape()),
+            Some((_, pages)) => {
+                let pool = |dim| [*pages, dims.kv_heads, self.paging.page, dim];
+                (pool(dims.head_dim), pool(dims.value_dim))
+            }
+        };
+        let kv: Rows<'_> = &|index, s| match &tables {
+            None => span(s.batch, s.kv_start, s.kv_len),
+            Some((tables, _)) => (0..s.kv_len).filter_map(|j| tables.locate(index, j)).collect(),
+        };
+        let mean: Vec<f32> = if self.centred {
+            let mut rng = Rng::new(99);
+            (0..dims.kv_heads * dims.head_dim).map(|_| 4.0 * rng.normal()).collect()
+        } else {
+            Vec::new()
+        };
+        let elements = |codec: Codec| codec.dtype().unwrap_or(dtype);
+        let k = tensor(elements(problem.k_codec()), k_shape, (1.0, &mean), kv);
+        let v = tensor(elements(problem.v_codec()), v_shape, (1.0, &[]), kv);
+        // Rows of the pools that hold a token.
+        let held: Vec<(usize, usize)> =
+            problem.sequences().iter().enumerate().flat_map(|(index, s)| kv(index, s)).collect();
+        let mean = self.centred.then_some(mean);
+        let k_codes = encoded(problem.k_codec(), (Side::Keys, mean), &k, &held);
+        let v_codes = encoded(problem.v_codec(), (Side::Values, None), &v, &held);
+        let mask = problem.desc().mask.zip(self.mask);
+        let memory = (self.layout, self.placement);
+        let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, memory, &mut rng));
+        // Slopes of both signs: nothing restricts them to the usual powers of two.
+        let slope = |h: usize| if h % 3 == 2 { -0.01 } else { 0.9 / (1u32 << (h % 8 + 1)) as f32 };
+        let slopes: Vec<f32> = (0..dims.q_heads).map(slope).collect();
+        let sinks: Vec<f32> = (0..dims.q_heads).map(|_| 2.0 * rng.normal()).collect();
+        let list = |wanted: bool, values: &[f32]| {
+            wanted.then(|| {
+                let mut list = GuardedList::placed(values.len(), self.placement);
+                list.slice_mut().copy_from_slice(values);
+                list
+            })
+        };
+        let (alibi_slopes, sinks) = (list(self.desc.alibi, &slopes), list(self.desc.sinks, &sinks));
+        let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, memory, &mut rng));
+        let tables = tables.map(|(tables, _)| tables);
+        let (layout, placement) = memory;
+        let (k_codes, v_codes) = (k_codes.map(Arc::new), v_codes.map(Arc::new));
+        Ok(Built {
+            problem,
+            layout,
+            placement,
+            q,
+            k,
+            v,
+            k_codes,
+            v_codes,
+            tables,
+            tree,
+            mask,
+            alibi_slopes,
+            sinks,
+        })
+    }
+}
+
+/// Pages of a quantizing codec with the rows of a tensor that hold a token; others are NaN.
+fn encoded(
+    codec: Codec,
+    (side, mean): (Side, Option<Vec<f32>>),
+    tensor: &Guarded,
+    held: &[(usize, usize)],
+) -> Option<CodePages> {
+    let shape @ [count, heads, rows, dim] = tensor.view().shape();
+    let mut pages = CodePages::new(codec, side, shape).ok()?;
+    pages.set_mean(mean);
+    for (page, row) in (0..count).flat_map(|page| (0..rows).map(move |row| (page, row))) {
+        pages.poison(page, row);
+    }
+    for &(page, row) in held {
+        for head in 0..heads {
+            let x: Vec<f32> = (0..dim).map(|d| tensor.get([page, head, row, d])).collect();
+            let stored = pages.store([page, head, row], &x);
+            debug_assert!(stored.is_ok(), "rows of cases are finite and of ordinary size");
+        }
+    }
+    Some(pages)
+}
+
+/// Tables of a problem's sequences, and the number of pages of the pool, some of them not in use.
+fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) -> (BlockTables, usize) {
+    let sequences = problem.sequences();
+    let first = |s: &Sequence| match keep {
+        Keep::All => 0,
+        Keep::Seen | Keep::Wrapped => problem.first_visible(s).map_or(s.kv_len, |(_, key)| key),
+    };
+    let wraps = keep == Keep::Wrapped;
+    let reach = |s: &Sequence| s.kv_len - if wraps { first(s) } else { 0 };
+    let width = sequences.iter().map(|s| reach(s).div_ceil(page)).max().unwrap_or(0);
+    let mut tables = BlockTables {
+        table: vec![NO_PAGE; sequences.len() * width],
+        width,
+        page,
+        wraps,
+        lens: sequences.iter().map(|s| s.kv_len).collect(),
+        first: sequences.iter().map(first).collect(),
+    };
+    // The sequence whose page a block lies in: the first of those that share it.
+    let prefixes = &problem.desc().prefixes;
+    let owner = |index: usize, block: usize| {
+        let shares = |p: &&SharedPrefix| p.sequences.contains(&index) && block * page < p.len;
+        prefixes.iter().find(shares).map_or(index, |p| p.sequences.start)
+    };
+    // Entries, and the entry whose page they have.
+    let mut entries = Vec::new();
+    for (index, s) in sequences.iter().enumerate() {
+        let kept = tables.first[index]..s.kv_len;
+        let blocks = if kept.is_empty() { 0..0 } else { kept.start / page..kept.end.div_ceil(page) };
+        for block in blocks {
+            let entry = |sequence: usize| sequence * width + block % width;
+            entries.push((entry(index), entry(owner(index, block))));
+        }
+    }
+    let mut used: Vec<usize> = entries.iter().map(|&(_, owned)| owned).collect();
+    used.sort_unstable();
+    used.dedup();
+    // Where pages lie says nothing of what they hold: a generator of its own keeps the data those of the name.
+    let pages = used.len() + spare;
+    let mut order: Vec<u32> = (0..pages as u32).collect();
+    Rng::new(page as u64).shuffle(&mut order);
+    for (entry, page) in used.into_iter().zip(order) {
+        tables.table[entry] = page;
+    }
+    for (entry, owned) in entries {
+        tables.table[entry] = tables.table[owned];
+    }
+    (tables, pages)
+}
+
+fn build_tree(problem: &Problem, tree: Tree, memory: (Layout, Placement), rng: &mut Rng) -> GuardedMask {
+    let [_, _, rows, columns] = problem.tree_shape();
+    let mut shows = vec![true; rows * columns];
+    for s in problem.sequences() {
+        for i in 0..s.q_len {
+            let row = (s.q_start + i) * columns;
+            let parent = rng.below(i.max(1));
+            for c in 0..s.q_len {
+                shows[row + c] = match tree {
+                    Tree::Causal => c <= i,
+                    Tree::Branches if c >= i => c == i,
+                    Tree::Branches => c == parent || shows[(s.q_start + parent) * columns + c],
+                    Tree::Random => rng.below(3) > 0,
+                };
+            }
+        }
+    }
+    GuardedMask::placed(MaskKind::Bool, problem.tree_shape(), memory, |[_, _, row, c]| {
+        if shows[row * columns + c] { 0.0 } else { f32::NEG_INFINITY }
+    })
+}
+
+fn build_mask(
+    problem: &Problem,
+    kind: MaskKind,
+    recipe: Mask,
+    memory: (Layout, Placement),
+    rng: &mut Rng,
+) -> GuardedMask {
+    let mut shape = problem.mask_shape();
+    for (n, broadcast) in shape.iter_mut().zip(recipe.broadcast) {
+        if broadcast {
+            *n = 1;
+        }
+    }
+    let sequences = problem.sequences();
+    // Elements that belong to no (query, key) pair of any sequence stay poison.
+    let used = |[n, _, i, j]: [usize; 4]| {
+        let inside =
+            |s: &Sequence| (recipe.broadcast[2] || i < s.q_len) && (recipe.broadcast[3] || j < s.kv_len);
+        if recipe.broadcast[0] { sequences.iter().any(inside) } else { inside(&sequences[n]) }
+    };
+    GuardedMask::placed(kind, shape, memory, |index| {
+        if used(index) { bias(recipe.fill, index, rng) } else { f32::NAN }
+    })
+}
+
+fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
+    let (draw, normal) = (rng.below(4), rng.normal());
+    let random = if draw == 0 { f32::NEG_INFINITY } else { normal };
+    match fill {
+        MaskFill::Random => random,
+        MaskFill::HiddenRows if i % 3 == 1 => f32::NEG_INFINITY,
+        MaskFill::HiddenRows => random,
+        MaskFill::Open => 0.0,
+        MaskFill::Closed => f32::NEG_INFINITY,
+        MaskFill::Blocks => match (i / 40 + j / 300 + h) % 3 {
+            0 => 0.0,
+            1 => f32::NEG_INFINITY,
+            _ => random,
+        },
+        MaskFill::Late if j < 1024 => f32::NEG_INFINITY,
+        MaskFill::Late => 0.0,
+        MaskFill::Extreme if i % 5 == 4 && j == i % 7 => 60000.0,
+        MaskFill::Extreme if (j + i) % 4 == 0 => 0.0,
+        MaskFill::Extreme => -60000.0,
+    }
+}
+
+/// The tensors of a case, in guarded memory: padding, and what lies outside every view, is NaN.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Built {
+    /// The problem.
+    pub problem: Problem,
+    /// Layout of q, k, v and out.
+    pub layout: Layout,
+    /// Where every tensor lies in its allocation.
+    pub placement: Placement,
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub q: Guarded,
+    /// `[batch, kv_heads, kv_len, head_dim]`, or pages `[pages, kv_heads, page, head_dim]`.
+    pub k: Guarded,
+    /// `[batch, kv_heads, kv_len, value_dim]`, or pages `[pages, kv_heads, page, value_dim]`.
+    pub v: Guarded,
+    /// The keys as they are stored, where that is not as elements; `k` has them as they were then.
+    pub k_codes: Option<Arc<CodePages>>,
+    /// The values as they are stored.
+    pub v_codes: Option<Arc<CodePages>>,
+    /// Which page holds which token, where sequences are cached.
+    pub tables: Option<BlockTables>,
+    /// The tree mask, where the problem has one.
+    pub tree: Option<GuardedMask>,
+    /// The mask, where the problem has one.
+    pub mask: Option<GuardedMask>,
+    /// ALiBi slopes, where the problem has them.
+    pub alibi_slopes: Option<GuardedList>,
+    /// Sinks, where the problem has them.
+    pub sinks: Option<GuardedList>,
+}
+
+impl Built {
+    /// The tensors as inputs of a run.
+    #[must_use]
+    pub fn inputs(&self) -> Inputs<'_> {
+        let mut inputs = Inputs::new(self.q.view(), self.k.view(), self.v.view());
+        if let Some(codes) = &self.k_codes {
+            inputs.k = KvView::Codes(codes.view());
+        }
+        if let Some(codes) = &self.v_codes {
+            inputs.v = KvView::Codes(codes.view());
+        }
+        inputs.tables = self.tables.as_ref();
+        inputs.tree = self.tree.as_ref().map(GuardedMask::view);
+        inputs.mask = self.mask.as_ref().map(GuardedMask::view);
+        inputs.alibi_slopes = self.alibi_slopes.as_ref().map(GuardedList::slice);
+        inputs.sinks = self.sinks.as_ref().map(GuardedList::slice);
+        inputs
+    }
+}

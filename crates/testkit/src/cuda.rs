@@ -1,0 +1,481 @@
+//! Cases on a CUDA device: their tensors copied there, with memory around them that nothing should touch.
+
+#![allow(unsafe_code)]
+
+use super::laid::{Laid, Layout, accumulation, write};
+use super::machine::{Machine, Values};
+use super::run::{NotRun, Ran, Runner};
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::codec::KvView;
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs;
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::plan::{KernelChoice, PlanOptions};
+use flashtile_core::problem::Problem;
+use flashtile_core::quality::Accumulation;
+use flashtile_core::tensor::{MaskView, TensorView, ViewError};
+use flashtile_cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
+use flashtile_cuda::plan::{CudaFacts, CudaPlan, CudaTile};
+use flashtile_cuda::{
+    Cuda, CudaError, DeviceError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory,
+    DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
+};
+use flashtile_gpu::plan::Tile;
+use flashtile_kernel::cuda::Gpu;
+use std::sync::Arc;
+
+/// How tensors lie in device memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct DevicePlacement {
+    /// Whether they start on an odd element, so that they are copied element by element; otherwise on 256 bytes.
+    pub odd: bool,
+    /// Whether their allocations end where they do, for memory checkers; otherwise NaN follow.
+    pub exact: bool,
+}
+
+/// The CUDA backend with plan options. Scratch memory and outputs start as NaN.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct CudaRunner {
+    /// The device.
+    pub cuda: Cuda,
+    /// Options of every plan.
+    pub options: PlanOptions,
+    /// How tensors lie in its memory.
+    pub placement: DevicePlacement,
+    /// What plans are made for: those of the device, or of one that it can stand for.
+    pub facts: CudaFacts,
+    /// The tile of every plan, where it is not the planner's.
+    pub tile: Option<CudaTile>,
+}
+
+impl CudaRunner {
+    /// A runner with default options.
+    #[must_use]
+    pub fn new(cuda: Cuda) -> Self {
+        let facts = *cuda.facts();
+        Self {
+            cuda,
+            options: PlanOptions::default(),
+            placement: DevicePlacement::default(),
+            facts,
+            tile: None,
+        }
+    }
+
+    /// The same with other plan options.
+    #[must_use]
+    pub fn with(mut self, options: PlanOptions) -> Self {
+        self.options = options;
+        self
+    }
+
+    /// The same with plans for a device of one multiprocessor: its blocks of threads compute many items each.
+    #[must_use]
+    pub fn narrow(mut self) -> Self {
+        self.facts.multiprocessors = 1;
+        self
+    }
+
+    /// The same with a tile of the caller's.
+    #[must_use]
+    pub fn tiled(mut self, tile: CudaTile) -> Self {
+        self.tile = Some(tile);
+        self
+    }
+
+    /// The same with tensors at odd elements.
+    #[must_use]
+    pub fn odd(mut self) -> Self {
+        self.placement.odd = true;
+        self
+    }
+
+    /// The same with allocations that end where their tensors do.
+    #[must_use]
+    pub fn exact(mut self, exact: bool) -> Self {
+        self.placement.exact = exact;
+        self
+    }
+}
+
+/// Bytes before and after a tensor.
+const BAND: usize = 256;
+
+/// Bytes that are written to empty the second-level cache.
+const FLUSH: usize = 256 << 20;
+
+/// A plan on a device with copies of its tensors: runs of it, and what they take.
+pub struct DeviceRun {
+    stream: Arc<CudaStream>,
+    prepared: Prepared,
+    q: Copied,
+    k: Copied,
+    v: Copied,
+    out: Copied,
+    lse: Option<Copied>,
+    table: Option<Copied>,
+    tables: Option<BlockTables>,
+    tree: Option<Copied>,
+    mask: Option<Copied>,
+    slopes: Option<Copied>,
+    sinks: Option<Copied>,
+    _scratch: CudaSlice<u8>,
+    graph: Option<CudaGraph>,
+    flush: Option<CudaSlice<u8>>,
+}
+
+impl std::fmt::Debug for DeviceRun {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DeviceRun").field("plan", self.prepared.plan()).finish_non_exhaustive()
+    }
+}
+
+impl DeviceRun {
+    /// Copies the tensors to the device; those of the output as they are, so that what is not written stays.
+    ///
+    /// # Errors
+    /// [`CudaError`].
+    pub fn new(
+        cuda: &Cuda,
+        plan: &CudaPlan,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+        placement: DevicePlacement,
+    ) -> Result<Self, CudaError> {
+        // What the device cannot check: that tables describe pages of the pool.
+        inputs::check(plan.problem(), inputs, outputs)?;
+        let stream = cuda.context().new_stream().map_err(CudaError::driver("stream"))?;
+        let scratch = vec![0xFFu8; plan.workspace_bytes().max(1)];
+        let scratch = stream.clone_htod(&scratch).map_err(CudaError::driver("scratch memory"))?;
+        // SAFETY: the memory is of this size, and lives as long as what is prepared in it.
+        let memory =
+            unsafe { DeviceMemory::from_raw_parts(scratch.device_ptr(&stream).0, plan.workspace_bytes()) };
+        let prepared = cuda.prepare_in(plan, &stream, memory)?;
+        let to = Destination { stream: &stream, placement };
+        let table = |tables: &BlockTables| {
+            let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
+            to.copy(&bytes, Kind::Bytes(4))
+        };
+        let (shape, strides) = (outputs.out.shape(), outputs.out.strides());
+        // SAFETY: what lies between the rows of an output is its owner's, who gave a mutable view of it.
+        let span = unsafe { outputs.out.span_mut() };
+        Ok(Self {
+            q: to.tensor(&inputs.q)?,
+            k: to.kv(&inputs.k)?,
+            v: to.kv(&inputs.v)?,
+            out: to.copy(span, Kind::Tensor(plan.problem().dtype(), shape, strides))?,
+            lse: outputs.lse.as_ref().map(|lse| to.list(lse)).transpose()?,
+            table: inputs.tables.map(table).transpose()?,
+            tables: inputs.tables.cloned(),
+            tree: inputs.tree.map(|mask| to.mask(&mask)).transpose()?,
+            mask: inputs.mask.map(|mask| to.mask(&mask)).transpose()?,
+            slopes: inputs.alibi_slopes.map(|list| to.list(list)).transpose()?,
+            sinks: inputs.sinks.map(|list| to.list(list)).transpose()?,
+            prepared,
+            _scratch: scratch,
+            stream,
+            graph: None,
+            flush: None,
+        })
+    }
+
+    /// Runs once, and copies the results to the outputs that the run was made with.
+    ///
+    /// # Errors
+    /// As [`DeviceRun::launch`], [`DeviceRun::wait`] and [`DeviceRun::read`].
+    pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
+        self.launch()?;
+        self.wait()?;
+        self.read(outputs)
+    }
+
+    /// Launches a run.
+    ///
+    /// # Errors
+    /// As [`Prepared::run`].
+    pub fn launch(&mut self) -> Result<(), CudaError> {
+        let mut inputs = DeviceInputs::new(self.q.view()?, self.k.view()?, self.v.view()?);
+        inputs.tree = self.tree.as_ref().map(Copied::mask).transpose()?;
+        inputs.mask = self.mask.as_ref().map(Copied::mask).transpose()?;
+        inputs.alibi_slopes = self.slopes.as_ref().map(Copied::list).transpose()?;
+        inputs.sinks = self.sinks.as_ref().map(Copied::list).transpose()?;
+        if let (Some(copy), Some(tables)) = (&self.table, &self.tables) {
+            // SAFETY: the copy lives until the stream was waited for, and the tables were checked against the pool.
+            inputs.tables = Some(unsafe { DeviceTables::from_raw_parts(copy.at, tables) }?);
+        }
+        let mut outputs = DeviceOutputs::new(self.out.view_mut()?);
+        outputs.lse = self.lse.as_ref().map(Copied::list_mut).transpose()?;
+        self.prepared.run(&inputs, &mut outputs)
+    }
+
+    /// Goes on with another plan and other tables, in the same places of device memory.
+    ///
+    /// # Errors
+    /// As [`Prepared::update`], and where the tables are of another size.
+    pub fn update(&mut self, plan: &CudaPlan, tables: &BlockTables) -> Result<(), CudaError> {
+        self.prepared.update(plan)?;
+        let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
+        match &mut self.table {
+            Some(copy) if copy.len == bytes.len() => {
+                let (lead, end) = (copy.lead, copy.lead + copy.len);
+                let mut part = copy.memory.slice_mut(lead..end);
+                self.stream
+                    .memcpy_htod(&bytes, &mut part)
+                    .map_err(CudaError::driver("copy of the tables"))?;
+            }
+            _ => return Err(CudaError::Update { what: "tables are of another size".to_owned() }),
+        }
+        self.tables = Some(tables.clone());
+        Ok(())
+    }
+
+    /// Waits until what was launched has ended.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`], also of a run that failed.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.stream.synchronize().map_err(CudaError::driver("run"))
+    }
+
+    /// Seconds of a run, launched as a graph, whose inputs the second-level cache does not hold.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`].
+    pub fn seconds(&mut self) -> Result<f64, CudaError> {
+        let failed = || CudaError::driver("measurement");
+        if self.graph.is_none() {
+            let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
+            self.stream.begin_capture(mode).map_err(failed())?;
+            let launched = self.launch();
+            let flags = sys::CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+            self.graph = self.stream.end_capture(flags).map_err(failed())?;
+            launched?;
+        }
+        if self.flush.is_none() {
+            self.flush = Some(self.stream.alloc_zeros::<u8>(FLUSH).map_err(failed())?);
+        }
+        if let Some(flush) = &mut self.flush {
+            self.stream.memset_zeros(flush).map_err(failed())?;
+        }
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        let event = || self.stream.context().new_event(flags).map_err(failed());
+        let (start, end) = (event()?, event()?);
+        start.record(&self.stream).map_err(failed())?;
+        if let Some(graph) = &self.graph {
+            graph.launch().map_err(failed())?;
+        }
+        end.record(&self.stream).map_err(failed())?;
+        Ok(f64::from(start.elapsed_ms(&end).map_err(failed())?) / 1e3)
+    }
+
+    /// Copies the results to the outputs that the run was made with.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`], also where memory outside an output was written.
+    pub fn read(&self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
+        let bytes = self.out.back(&self.stream)?;
+        // SAFETY: as in `new`.
+        unsafe { outputs.out.span_mut() }.copy_from_slice(&bytes);
+        if let (Some(copy), Some(lse)) = (&self.lse, &mut outputs.lse) {
+            for (x, bytes) in lse.iter_mut().zip(copy.back(&self.stream)?.as_chunks().0) {
+                *x = f32::from_ne_bytes(*bytes);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What copied bytes are.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    Tensor(Dtype, [usize; 4], [usize; 4]),
+    Bool([usize; 4], [usize; 4]),
+    /// Elements of so many bytes.
+    Bytes(usize),
+}
+
+/// Where copies go.
+struct Destination<'a> {
+    stream: &'a Arc<CudaStream>,
+    placement: DevicePlacement,
+}
+
+impl Destination<'_> {
+    fn copy(&self, bytes: &[u8], kind: Kind) -> Result<Copied, CudaError> {
+        let element = match kind {
+            Kind::Tensor(dtype, ..) => dtype.bytes(),
+            Kind::Bool(..) => 1,
+            Kind::Bytes(n) => n,
+        };
+        let lead = BAND + if self.placement.odd { element } else { 0 };
+        let trail = if self.placement.exact { 0 } else { BAND };
+        let failed = || CudaError::driver("copy to the device");
+        // SAFETY: all of it is written below.
+        let memory = unsafe { self.stream.alloc::<u8>(lead + bytes.len() + trail) };
+        let mut memory = memory.map_err(failed())?;
+        let band = vec![0xFFu8; lead.max(trail)];
+        let end = lead + bytes.len();
+        self.stream.memcpy_htod(&band[..lead], &mut memory.slice_mut(..lead)).map_err(failed())?;
+        if !bytes.is_empty() {
+            self.stream.memcpy_htod(bytes, &mut memory.slice_mut(lead..end)).map_err(failed())?;
+        }
+        if trail > 0 {
+            self.stream.memcpy_htod(&band[..trail], &mut memory.slice_mut(end..)).map_err(failed())?;
+        }
+        let at = memory.device_ptr(self.stream).0 + lead as u64;
+        Ok(Copied { memory, at, lead, len: bytes.len(), kind })
+    }
+
+    fn tensor(&self, view: &TensorView<'_>) -> Result<Copied, CudaError> {
+        // SAFETY: tensors of cases, files and measurements lie in memory that is written before it is viewed.
+        self.copy(unsafe { view.span() }, Kind::Tensor(view.dtype(), view.shape(), view.strides()))
+    }
+
+    /// A plan takes plain elements alone.
+    fn kv(&self, view: &KvView<'_>) -> Result<Copied, CudaError> {
+        match view {
+            KvView::Elements(view) => self.tensor(view),
+            KvView::Codes(_) => unreachable!("the plan refused codes"),
+        }
+    }
+
+    fn list(&self, list: &[f32]) -> Result<Copied, CudaError> {
+        let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
+        self.copy(&bytes, Kind::Bytes(4))
+    }
+
+    fn mask(&self, mask: &MaskView<'_>) -> Result<Copied, CudaError> {
+        let (shape, strides) = (mask.shape(), mask.strides());
+        let kind = match mask.kind() {
+            MaskKind::Bool => Kind::Bool(shape, strides),
+            MaskKind::Additive(dtype) => Kind::Tensor(dtype, shape, strides),
+        };
+        // SAFETY: as for tensors.
+        self.copy(unsafe { mask.span() }, kind)
+    }
+}
+
+/// Bytes on the device between bands of 0xFF.
+#[derive(Debug)]
+struct Copied {
+    memory: CudaSlice<u8>,
+    at: u64,
+    lead: usize,
+    len: usize,
+    kind: Kind,
+}
+
+impl Copied {
+    fn parts(&self) -> (Dtype, [usize; 4], [usize; 4]) {
+        match self.kind {
+            Kind::Tensor(dtype, shape, strides) => (dtype, shape, strides),
+            Kind::Bool(..) | Kind::Bytes(_) => (Dtype::F32, [0; 4], [0, 0, 0, 1]),
+        }
+    }
+
+    fn view(&self) -> Result<DeviceTensor<'_>, ViewError> {
+        let (dtype, shape, strides) = self.parts();
+        // SAFETY: the copy is of all that the view reaches, and lives until the stream was waited for.
+        unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }
+    }
+
+    fn view_mut(&self) -> Result<DeviceTensorMut<'_>, ViewError> {
+        let (dtype, shape, strides) = self.parts();
+        // SAFETY: as above; nothing else accesses the copy while a run writes it.
+        unsafe { DeviceTensorMut::from_raw_parts(dtype, self.at, shape, strides) }
+    }
+
+    fn list(&self) -> Result<DeviceList<'_>, ViewError> {
+        // SAFETY: as above.
+        unsafe { DeviceList::from_raw_parts(self.at, self.len / 4) }
+    }
+
+    fn list_mut(&self) -> Result<DeviceListMut<'_>, ViewError> {
+        // SAFETY: as above; nothing else accesses the copy while a run writes it.
+        unsafe { DeviceListMut::from_raw_parts(self.at, self.len / 4) }
+    }
+
+    fn mask(&self) -> Result<DeviceMask<'_>, ViewError> {
+        match self.kind {
+            Kind::Bool(shape, strides) => {
+                // SAFETY: as above.
+                unsafe { DeviceMask::bool(self.at, shape, strides) }
+            }
+            Kind::Tensor(..) | Kind::Bytes(_) => Ok(DeviceMask::additive(self.view()?)),
+        }
+    }
+
+    /// The bytes as they are now; an error where something around them was written.
+    fn back(&self, stream: &Arc<CudaStream>) -> Result<Vec<u8>, CudaError> {
+        let all = stream.clone_dtoh(&self.memory).map_err(CudaError::driver("copy from the device"))?;
+        let (lead, rest) = all.split_at(self.lead);
+        let (bytes, trail) = rest.split_at(self.len);
+        if lead.iter().chain(trail).any(|&byte| byte != 0xFF) {
+            let error = "memory outside an output was written".to_owned();
+            return Err(DeviceError::Driver { what: "run".to_owned(), error }.into());
+        }
+        Ok(bytes.to_vec())
+    }
+}
+
+impl CudaRunner {
+    /// Runs the kernels of codes, which no [`CudaPlan`] plans: with what a decode of them is tuned for, and two parts of the keys.
+    fn run_codes(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<Ran, NotRun> {
+        inputs::check(problem, inputs, outputs).map_err(|e| NotRun::Error(e.to_string()))?;
+        let tile = Tile { parts: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
+        // Rows that are not said to be aligned are read a number at a time.
+        let aligned = if self.placement.odd { 2 } else { 16 };
+        let layout = Layout { tile, aligned, padded: !self.placement.odd };
+        let laid = Laid::new(problem, inputs, layout).map_err(|why| NotRun::Unsupported(why.to_string()))?;
+        let gpu = self.cuda.gpu();
+        let compute = || {
+            let read = laid.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
+            let written = laid.outputs.iter().map(|&(element, len)| gpu.hold(&Values::nans(element, len)));
+            let written = written.collect::<Result<Vec<_>, _>>()?;
+            let counted = |_| "memories are as many as parameters".to_owned();
+            let (read, mut written) =
+                (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
+            Laid::launch::<Gpu, _>(&laid.plan, gpu, &read, &mut written).map_err(|e| e.to_string())?;
+            Ok(written)
+        };
+        write::<Gpu>(outputs, problem, &compute().map_err(NotRun::Error)?)?;
+        Ok(Ran::new(laid.plan.instances()[0].entry()).accumulated(accumulation(problem)))
+    }
+}
+
+impl Runner for CudaRunner {
+    fn name(&self) -> String {
+        let odd = if self.placement.odd { ", odd addresses" } else { "" };
+        let narrow = if self.facts == *self.cuda.facts() { "" } else { ", as one multiprocessor" };
+        let tile = self.tile.map_or_else(String::new, |tile| format!(", {}x{}", tile.rows(), tile.keys()));
+        let kernels = match self.options.kernels {
+            KernelChoice::Auto => String::new(),
+            kernels => format!(", {kernels} kernels"),
+        };
+        format!("cuda {}{odd}{narrow}{tile}{kernels}", self.cuda.name())
+    }
+
+    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+        if problem.is_quantized() && self.options.kernels == KernelChoice::Portable {
+            return self.run_codes(problem, inputs, outputs);
+        }
+        let mut compute = || {
+            let plan = CudaPlan::with_tile(problem, &self.facts, self.options, self.tile)?;
+            let mut run = DeviceRun::new(&self.cuda, &plan, inputs, outputs, self.placement)?;
+            run.compute(outputs)?;
+            Ok(plan.to_string())
+        };
+        match compute() {
+            Ok(plan) => Ok(Ran::new(plan).accumulated(Accumulation::of_cuda(problem.dtype()))),
+            Err(CudaError::Unsupported(why)) => Err(NotRun::Unsupported(why.to_string())),
+            Err(error) => Err(NotRun::Error(error.to_string())),
+        }
+    }
+}

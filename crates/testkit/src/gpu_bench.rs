@@ -1,0 +1,809 @@
+//! What kernels are measured on: inputs of a shape, and what the answer must be.
+//!
+//! A kernel's `bench(..)` has the shapes, what must be read, written and computed, and the tolerance; a [`Workload`] makes inputs of
+//! such a shape, launches the kernel, and knows the answer from a computation of another kind: the f64 oracle of attention, sums and
+//! transforms in f64, classes from how a mask was made.
+
+use crate::Rng;
+use crate::laid::{Laid, Layout};
+use crate::machine::{Machine, Values};
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::codec::{CodePages, Side};
+use flashtile_core::codec::{Codec, KvView};
+use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::Inputs;
+use flashtile_core::problem::{Problem, ProblemDesc};
+use flashtile_core::reference;
+use flashtile_core::tensor::TensorView;
+use flashtile_gpu::kernels::classify::{Mask, classify};
+use flashtile_gpu::kernels::encode::{Appended, Rows};
+use flashtile_gpu::kernels::formats::{BF16, TQ4};
+use flashtile_gpu::kernels::merge::{self as merging, Merge};
+use flashtile_gpu::kernels::rotation::hadamard;
+use flashtile_gpu::kernels::{classify as classing, copy, decode, encode, rotation};
+use flashtile_gpu::plan::{Plan, Tile, factors, merge_instance, number, order};
+#[cfg(feature = "simulator")]
+use flashtile_kernel::simulator::{Report, Simulator};
+use flashtile_kernel::text::Shape;
+use flashtile_kernel::{Bench, Device, Generic, Instance, Kernel, Launch, LaunchError, ScalarType};
+use half::bf16;
+use rayon::prelude::*;
+#[cfg(feature = "simulator")]
+use std::cell::RefCell;
+
+/// How a kernel is measured.
+#[derive(Debug, Clone, Copy)]
+pub struct Workload {
+    /// What is measured.
+    pub kernel: &'static Kernel,
+    /// Shapes small enough for the simulator, of the same sizes as those of the kernel's own bench.
+    pub small: &'static [Shape],
+    /// Inputs and answer of a shape; of instances with native code, where it is given what finds them.
+    job: fn(&Shape, Option<Find>) -> Result<Job, String>,
+}
+
+/// The instance with native code, for the simulator.
+type Find = fn(&Instance) -> Option<Instance>;
+
+/// How every kernel is measured.
+pub static WORKLOADS: [Workload; 6] = [
+    Workload {
+        kernel: &decode::decode::KERNEL,
+        small: &[
+            Shape {
+                sizes: &[
+                    ("batch", 2),
+                    ("keys", 96),
+                    ("q_heads", 8),
+                    ("kv_heads", 2),
+                    ("dim", 128),
+                    ("format", BF16 as u64),
+                    ("row", 256),
+                    ("parts", 2),
+                ],
+            },
+            Shape {
+                sizes: &[
+                    ("batch", 2),
+                    ("keys", 96),
+                    ("q_heads", 8),
+                    ("kv_heads", 2),
+                    ("dim", 128),
+                    ("format", TQ4 as u64),
+                    ("row", 66),
+                    ("parts", 2),
+                ],
+            },
+        ],
+        job: attention,
+    },
+    Workload {
+        kernel: &merging::merge::KERNEL,
+        small: &[Shape { sizes: &[("rows", 8), ("parts", 5), ("dim", 128)] }],
+        job: merged,
+    },
+    Workload {
+        kernel: &encode::encode::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
+        job: |shape, find| appended(shape, Codec::Tq4, find),
+    },
+    Workload {
+        kernel: &encode::append::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
+        job: |shape, find| appended(shape, Codec::BF16, find),
+    },
+    Workload {
+        kernel: &rotation::hadamard::KERNEL,
+        small: &[Shape { sizes: &[("rows", 10), ("dim", 128)] }],
+        job: rotated,
+    },
+    Workload {
+        kernel: &classing::classify::KERNEL,
+        small: &[Shape { sizes: &[("queries", 100), ("keys", 300)] }],
+        job: classified,
+    },
+];
+
+/// Inputs of a kernel, and what it must make of them.
+struct Job {
+    inputs: Vec<Values>,
+    outputs: Vec<Written>,
+    /// The output that is compared.
+    answer: usize,
+    /// Where pieces of it start, and what they must be.
+    want: Vec<(usize, Vec<f64>)>,
+    instance: Instance,
+    work: Work,
+}
+
+/// Memory that is written.
+enum Written {
+    /// So many elements that are not set.
+    Blank(ScalarType, usize),
+    /// Memory that is read too.
+    Set(Values),
+}
+
+/// What is launched.
+enum Work {
+    Attention(Box<Plan>),
+    Merge(Merge, [u32; 3]),
+    Encode(Rows, u32),
+    Append(Rows, u32),
+    Hadamard(u32),
+    Classify(Mask, [u32; 3]),
+}
+
+/// What a launch on the simulator cost.
+#[cfg(feature = "simulator")]
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Simulated {
+    /// The instance.
+    pub entry: String,
+    /// What it was launched for.
+    pub shape: Shape,
+    /// Threads of all groups.
+    pub threads: u64,
+    /// What was counted.
+    pub report: Report,
+    /// Greatest error relative to the greatest magnitude.
+    pub error: f64,
+}
+
+/// How long a kernel took on a device.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Timed {
+    /// The instance.
+    pub entry: String,
+    /// What it was launched for.
+    pub shape: Shape,
+    /// Median of the runs.
+    pub seconds: f64,
+    /// The distance of the quarters around the median, as a fraction of it.
+    pub spread: f64,
+    /// Greatest error relative to the greatest magnitude.
+    pub error: f64,
+}
+
+impl Workload {
+    /// The kernel's shapes, bytes, operations and tolerance.
+    #[must_use]
+    pub fn bench(&self) -> Option<&'static Bench> {
+        self.kernel.bench.as_ref()
+    }
+
+    /// Launches a small shape on the simulator, which checks every access, and compares the answer.
+    ///
+    /// # Errors
+    /// Why there is no answer.
+    #[cfg(feature = "simulator")]
+    pub fn simulate(&self, shape: &Shape) -> Result<Simulated, String> {
+        let job = (self.job)(shape, Some(crate::simulator::find))?;
+        let simulator = Simulator::new();
+        let counted = Counted { simulator: &simulator, kernel: self.kernel, found: RefCell::default() };
+        let (inputs, mut outputs) = job.place(&simulator)?;
+        job.launch::<Simulator, _>(&counted, &inputs, &mut outputs).map_err(|e| e.to_string())?;
+        let error = job.error(&Simulator::read(&outputs[job.answer])?);
+        let (threads, report) = counted.found.into_inner().ok_or("the kernel was not launched")?;
+        Ok(Simulated { entry: job.instance.entry(), shape: *shape, threads, report, error })
+    }
+
+    /// Launches a shape on a CUDA device, compares the answer, and measures how long the kernel takes.
+    ///
+    /// Inputs take turns, as many sets of them as are larger than caches.
+    ///
+    /// # Errors
+    /// Why there is no answer.
+    #[cfg(feature = "cuda")]
+    pub fn time(
+        &self,
+        gpu: &flashtile_kernel::cuda::Gpu,
+        shape: &Shape,
+        runs: usize,
+    ) -> Result<Timed, String> {
+        use flashtile_kernel::cuda::Gpu;
+        let job = (self.job)(shape, None)?;
+        let bytes = self.bench().map_or(0, |bench| (bench.bytes)(shape)).max(1);
+        let sets = BEYOND_CACHES.div_ceil(bytes).clamp(1, MOST_SETS) as usize;
+        let mut memory = (0..sets).map(|_| job.place(gpu)).collect::<Result<Vec<_>, _>>()?;
+        for (inputs, outputs) in &mut memory {
+            job.launch::<Gpu, _>(gpu, inputs, outputs).map_err(|e| e.to_string())?;
+        }
+        let error = memory.iter().try_fold(0.0f64, |worst, (_, outputs)| {
+            Ok::<_, String>(worst.max(job.error(&Gpu::read(&outputs[job.answer])?)))
+        })?;
+        let only = Only { gpu, kernel: self.kernel };
+        let mut turn = 0;
+        let timing = gpu.time::<flashtile_kernel::cuda::Error>(runs, || {
+            let (inputs, outputs) = &mut memory[turn % sets];
+            turn += 1;
+            job.launch::<Gpu, _>(&only, inputs, outputs).map_err(|e| match e {
+                LaunchError::Device(error) => error,
+                // The same launch kept its contract before.
+                _ => unreachable!("a contract that held"),
+            })
+        });
+        let timing = timing.map_err(|e| e.to_string())?;
+        let (seconds, spread) = (timing.median(), timing.spread());
+        Ok(Timed { entry: job.instance.entry(), shape: *shape, seconds, spread, error })
+    }
+}
+
+/// Bytes of which caches hold none after the next as many.
+#[cfg(feature = "cuda")]
+const BEYOND_CACHES: u64 = 256 << 20;
+
+/// Most sets of inputs.
+#[cfg(feature = "cuda")]
+const MOST_SETS: u64 = 64;
+
+/// Bytes a second that a device copies, reads and writes counted: of memory beyond its caches, the best of several runs.
+///
+/// # Errors
+/// What the device reports.
+#[cfg(feature = "cuda")]
+pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
+    use flashtile_kernel::cuda::{Error, Gpu};
+    const ELEMENTS: usize = 128 << 20;
+    let message = |e: &dyn std::fmt::Display| e.to_string();
+    let mut from = gpu.uninit::<f32>(ELEMENTS).map_err(|e| message(&e))?;
+    let mut to = gpu.uninit::<f32>(ELEMENTS).map_err(|e| message(&e))?;
+    let mut once = |forth: bool| {
+        let (x, out) = if forth { (&from, &mut to) } else { (&to, &mut from) };
+        let (x, out) = (Gpu::view(x), Gpu::view_mut(out));
+        let n = (ELEMENTS / 4) as u32;
+        let call = copy::copy::Call { x, out, n, groups: [n.div_ceil(256), 1, 1] };
+        call.launch_instance(gpu, &copy::copy::instance())
+    };
+    once(true).map_err(|e| message(&e))?;
+    let mut forth = false;
+    let timing = gpu.time::<Error>(20, || {
+        forth = !forth;
+        once(forth).map_err(|e| match e {
+            LaunchError::Device(error) => error,
+            _ => unreachable!("a contract that held"),
+        })
+    });
+    Ok(8.0 * ELEMENTS as f64 / timing.map_err(|e| message(&e))?.least())
+}
+
+/// The simulator, keeping what launches of one kernel cost.
+#[cfg(feature = "simulator")]
+struct Counted<'a> {
+    simulator: &'a Simulator,
+    kernel: &'static Kernel,
+    found: RefCell<Option<(u64, Report)>>,
+}
+
+#[cfg(feature = "simulator")]
+impl Device for Counted<'_> {
+    type Memory = <Simulator as Device>::Memory;
+    type Error = <Simulator as Device>::Error;
+
+    fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error> {
+        let counted = launch.instance().kernel().name == self.kernel.name;
+        let groups = launch.groups().iter().map(|&n| u64::from(n)).product::<u64>();
+        let threads = groups * u64::from(launch.threads());
+        self.simulator.launch(launch)?;
+        if counted {
+            *self.found.borrow_mut() = Some((threads, self.simulator.report()));
+        }
+        Ok(())
+    }
+}
+
+/// A device that launches one kernel alone.
+#[cfg(feature = "cuda")]
+struct Only<'a> {
+    gpu: &'a flashtile_kernel::cuda::Gpu,
+    kernel: &'static Kernel,
+}
+
+#[cfg(feature = "cuda")]
+impl Device for Only<'_> {
+    type Memory = flashtile_kernel::cuda::Memory;
+    type Error = flashtile_kernel::cuda::Error;
+
+    fn limits(&self) -> flashtile_kernel::Limits {
+        self.gpu.limits()
+    }
+
+    fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error> {
+        if launch.instance().kernel().name == self.kernel.name { self.gpu.launch(launch) } else { Ok(()) }
+    }
+}
+
+type Placed<M> = (Vec<<M as Device>::Memory>, Vec<<M as Device>::Memory>);
+
+impl Job {
+    /// Memories of a device, inputs and outputs.
+    fn place<M: Machine>(&self, machine: &M) -> Result<Placed<M>, String> {
+        let inputs = self.inputs.iter().map(|values| machine.hold(values)).collect::<Result<_, _>>()?;
+        let written = |written: &Written| match written {
+            Written::Blank(element, len) => machine.blank(*element, *len),
+            Written::Set(values) => machine.hold(values),
+        };
+        let outputs = self.outputs.iter().map(written).collect::<Result<_, _>>()?;
+        Ok((inputs, outputs))
+    }
+
+    fn launch<M: Machine, D: Device<Memory = M::Memory>>(
+        &self,
+        device: &D,
+        inputs: &[M::Memory],
+        outputs: &mut [M::Memory],
+    ) -> Result<(), LaunchError<D::Error>> {
+        let view = |n: usize| M::view(&inputs[n]);
+        match &self.work {
+            Work::Attention(plan) => {
+                let (Some(inputs), Some(outputs)) = (inputs.first_chunk(), outputs.first_chunk_mut()) else {
+                    unreachable!("memories of {} inputs", self.inputs.len())
+                };
+                Laid::launch::<M, D>(plan, device, inputs, outputs)
+            }
+            Work::Merge(params, groups) => {
+                let [out, lse] = outputs else { unreachable!("out and lse") };
+                let call = merging::merge::Call {
+                    sums: view(0),
+                    tops: view(1),
+                    factors: view(2),
+                    sinks: view(3),
+                    params: *params,
+                    out: M::view_mut(out),
+                    lse: M::view_mut(lse),
+                    with_sinks: false,
+                    with_lse: true,
+                    shifted: false,
+                    groups: *groups,
+                };
+                call.launch_instance(device, &self.instance)
+            }
+            Work::Encode(params, groups) => {
+                let [pages, status] = outputs else { unreachable!("pages and status") };
+                let call = encode::encode::Call {
+                    x: view(0),
+                    means: view(1),
+                    factors: view(2),
+                    numbers: view(3),
+                    table: view(4),
+                    runs: view(5),
+                    params: *params,
+                    pages: M::view_mut(pages),
+                    status: M::view_mut(status),
+                    centred: false,
+                    unbiased: true,
+                    groups: [*groups, 1, 1],
+                };
+                call.launch_instance(device, &self.instance)
+            }
+            Work::Append(params, groups) => {
+                let call = encode::append::Call {
+                    x: view(0),
+                    table: view(1),
+                    runs: view(2),
+                    params: *params,
+                    pages: M::view_mut(&mut outputs[0]),
+                    same: true,
+                    groups: [*groups, 1, 1],
+                };
+                call.launch_instance(device, &self.instance)
+            }
+            Work::Hadamard(rows) => {
+                let out = M::view_mut(&mut outputs[0]);
+                let groups = [rows.div_ceil(4), 1, 1];
+                let call =
+                    hadamard::Call { x: view(0), factors: view(1), out, rows: *rows, back: false, groups };
+                call.launch_instance(device, &self.instance)
+            }
+            Work::Classify(params, groups) => {
+                let classes = M::view_mut(&mut outputs[0]);
+                let call = classify::Call { mask: view(0), params: *params, classes, groups: *groups };
+                call.launch_instance(device, &self.instance)
+            }
+        }
+    }
+
+    /// Greatest difference of an answer from what it must be, relative to the greatest magnitude; infinite where one is not a number.
+    fn error(&self, got: &[f64]) -> f64 {
+        let (mut error, mut most) = (0.0f64, 0.0f64);
+        for (start, want) in &self.want {
+            for (got, want) in got[*start..].iter().zip(want) {
+                let difference = if got == want { 0.0 } else { (got - want).abs() };
+                error = error.max(if difference.is_nan() { f64::INFINITY } else { difference });
+                most = most.max(want.abs());
+            }
+        }
+        if error == 0.0 { 0.0 } else { error / most }
+    }
+}
+
+fn size(shape: &Shape, name: &str) -> Result<usize, String> {
+    match usize::try_from(shape.get(name)) {
+        Ok(n) if n > 0 => Ok(n),
+        _ => Err(format!("a shape without {name}")),
+    }
+}
+
+/// The instance with native code, where the simulator is to run it.
+fn native(instance: Instance, find: Option<Find>) -> Result<Instance, String> {
+    match find {
+        Some(find) => find(&instance).ok_or_else(|| format!("{} has no native code", instance.entry())),
+        None => Ok(instance),
+    }
+}
+
+/// Bytes of a piece that has a generator of its own.
+const PIECE: usize = 1 << 20;
+
+/// Fills memory, pieces of it at a time, each from a generator of its own.
+fn fill<T: Send>(list: &mut [T], seed: u64, next: impl Fn(&mut Rng) -> T + Sync) {
+    list.par_chunks_mut(PIECE).enumerate().for_each(|(n, piece)| {
+        let mut rng = Rng::new(seed ^ (n as u64) << 32);
+        piece.iter_mut().for_each(|x| *x = next(&mut rng));
+    });
+}
+
+/// A number of variance about 1, for less than a normal one costs.
+fn number_of(rng: &mut Rng) -> f32 {
+    rng.uniform(-1.75, 1.75)
+}
+
+/// Attention of one query a sequence, of all of its keys: [`decode()`](decode::decode), then [`merge()`](merging::merge).
+fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
+    let [batch, keys, q_heads, kv_heads, dim, parts] =
+        ["batch", "keys", "q_heads", "kv_heads", "dim", "parts"].map(|name| size(shape, name));
+    let (batch, keys, q_heads, kv_heads, dim, parts) = (batch?, keys?, q_heads?, kv_heads?, dim?, parts?);
+    let codec = Codec::ALL.into_iter().find(|&codec| u64::from(number(codec)) == shape.get("format"));
+    let codec = codec.ok_or("a shape of no format")?;
+    if codec.row_bytes(dim) as u64 != shape.get("row") {
+        return Err(format!("a row of {codec} has {} bytes", codec.row_bytes(dim)));
+    }
+    let dtype = codec.dtype().unwrap_or(Dtype::BF16);
+    let message = |e: &dyn std::fmt::Display| e.to_string();
+    let problem = |lengths: &[(usize, usize)]| -> Result<Problem, String> {
+        let mut desc = ProblemDesc::cached([q_heads, kv_heads], [dim; 2], dtype, lengths);
+        (desc.k_codec, desc.v_codec) = (Some(codec), Some(codec));
+        desc.validate().map_err(|e| message(&e))
+    };
+    let mut q = vec![0u8; batch * q_heads * dim * dtype.bytes()];
+    elements(&mut q, dtype, 1);
+    let stored = [2, 3].map(|seed| Stored::new(codec, dtype, [batch, kv_heads, keys, dim], seed));
+    let [k, v] = stored;
+    let (k, v) = (k?, v?);
+    let tables = |pages: std::ops::Range<usize>| BlockTables {
+        table: pages.clone().map(|page| page as u32).collect(),
+        width: 1,
+        page: keys,
+        wraps: false,
+        lens: vec![keys; pages.len()],
+        first: vec![0; pages.len()],
+    };
+    // Queries lie as [heads, sequences, dim]; a part of the sequences is a view with the strides of all.
+    let strides = [batch * q_heads * dim, batch * dim, dim, 1];
+    let queries = |from: usize, count: usize| {
+        let bytes = &q[from * dim * dtype.bytes()..];
+        TensorView::from_bytes(dtype, bytes, [1, q_heads, count, dim], strides).map_err(|e| message(&e))
+    };
+
+    // The oracle computes the first and the last sequence.
+    let mut want = Vec::new();
+    for sequence in [0, batch - 1] {
+        let tables = tables(sequence..sequence + 1);
+        let inputs = paged(queries(sequence, 1)?, [&k, &v], &tables)?;
+        let answer = reference::attention(&problem(&[(1, keys)])?, &inputs).map_err(|e| message(&e))?;
+        let rows = answer.out.chunks_exact(dim).enumerate();
+        want.extend(rows.map(|(head, row)| ((head * batch + sequence) * dim, row.to_vec())));
+    }
+
+    let whole = problem(&vec![(1, keys); batch])?;
+    let all = tables(0..batch);
+    let inputs = paged(queries(0, batch)?, [&k, &v], &all)?;
+    let tile = if find.is_some() {
+        Tile { rows: 1, keys: 1, simds: 2, parts }
+    } else {
+        Tile { parts, ..Tile::of(codec, dim) }
+    };
+    let laid = Laid::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
+    let laid = laid.map_err(|e| message(&e))?;
+    let plan = match find {
+        Some(find) => laid.plan.with_native(find).ok_or("the simulator has no native code of the shape")?,
+        None => laid.plan,
+    };
+    let instance = plan.instances()[0].clone();
+    let work = Work::Attention(Box::new(plan));
+    Ok(Job {
+        inputs: laid.inputs.into(),
+        outputs: laid.outputs.map(|(element, len)| Written::Blank(element, len)).into(),
+        answer: 2,
+        want,
+        instance,
+        work,
+    })
+}
+
+/// Fills elements of a dtype.
+fn elements(bytes: &mut [u8], dtype: Dtype, seed: u64) {
+    match dtype {
+        Dtype::F32 => fill(bytes.as_chunks_mut::<4>().0, seed, |rng| number_of(rng).to_le_bytes()),
+        Dtype::F16 => {
+            fill(bytes.as_chunks_mut::<2>().0, seed, |rng| half::f16::from_f32(number_of(rng)).to_le_bytes())
+        }
+        Dtype::BF16 => {
+            fill(bytes.as_chunks_mut::<2>().0, seed, |rng| bf16::from_f32(number_of(rng)).to_le_bytes())
+        }
+    }
+}
+
+/// Keys or values: a page to a sequence.
+enum Stored {
+    Elements(Vec<u8>, Dtype, [usize; 4]),
+    Codes(Box<CodePages>),
+}
+
+impl Stored {
+    /// Random elements, or random codes, all of which stand for numbers, with scales near 1.
+    fn new(codec: Codec, dtype: Dtype, shape: [usize; 4], seed: u64) -> Result<Self, String> {
+        if codec.dtype().is_some() {
+            let mut bytes = vec![0; shape.iter().product::<usize>() * dtype.bytes()];
+            elements(&mut bytes, dtype, seed);
+            return Ok(Self::Elements(bytes, dtype, shape));
+        }
+        let mut pages = CodePages::new(codec, Side::Keys, shape).map_err(|e| e.to_string())?;
+        let [entries, heads, rows, _] = shape;
+        for place in 0..entries * heads {
+            let bytes = pages.bytes_mut(place / heads, place % heads);
+            let scales = bytes.len() - 2 * rows;
+            let seed = seed ^ (place as u64 + 1) << 16;
+            fill(&mut bytes[..scales], seed, |rng| rng.bits() as u8);
+            let scale = |rng: &mut Rng| half::f16::from_f32(rng.uniform(0.5, 1.5)).to_le_bytes();
+            fill(bytes[scales..].as_chunks_mut::<2>().0, !seed, scale);
+        }
+        Ok(Self::Codes(Box::new(pages)))
+    }
+
+    fn view(&self) -> Result<KvView<'_>, String> {
+        match self {
+            Self::Elements(bytes, dtype, [a, b, c, d]) => {
+                let strides = [b * c * d, c * d, *d, 1];
+                let view = TensorView::from_bytes(*dtype, bytes, [*a, *b, *c, *d], strides);
+                Ok(view.map_err(|e| e.to_string())?.into())
+            }
+            Self::Codes(pages) => Ok(KvView::Codes(pages.view())),
+        }
+    }
+}
+
+/// Queries over pages of keys and values.
+fn paged<'a>(
+    q: TensorView<'a>,
+    [k, v]: [&'a Stored; 2],
+    tables: &'a BlockTables,
+) -> Result<Inputs<'a>, String> {
+    Ok(Inputs::paged_kv(q, k.view()?, v.view()?, tables))
+}
+
+/// Heads of the rows that are merged.
+const MERGED_HEADS: usize = 32;
+
+fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
+    let (rows, parts, dim) = (size(shape, "rows")?, size(shape, "parts")?, size(shape, "dim")?);
+    // One query, and a batch where there are more rows than heads.
+    let heads = rows.min(MERGED_HEADS);
+    if !rows.is_multiple_of(heads) {
+        return Err(format!("{rows} rows are not of {heads} heads"));
+    }
+    let mut sums = vec![0.0f32; rows * parts * dim];
+    let mut tops = vec![0.0f32; rows * parts * 2];
+    fill(&mut sums, 1, number_of);
+    fill(tops.as_chunks_mut::<2>().0, 2, |rng| [rng.uniform(-6.0, 6.0), rng.uniform(0.5, 4.0)]);
+    let mut want = vec![0.0f64; rows * dim];
+    want.par_chunks_mut(dim).enumerate().for_each(|(row, out)| {
+        let tops = &tops[2 * row * parts..][..2 * parts];
+        let top = tops.iter().step_by(2).fold(f32::NEG_INFINITY, |top, &x| top.max(x));
+        let mut weights = 0.0;
+        for part in 0..parts {
+            let factor = (f64::from(tops[2 * part]) - f64::from(top)).exp2();
+            weights += factor * f64::from(tops[2 * part + 1]);
+            for (out, x) in out.iter_mut().zip(&sums[(row * parts + part) * dim..][..dim]) {
+                *out += factor * f64::from(*x);
+            }
+        }
+        out.iter_mut().for_each(|x| *x /= weights);
+    });
+    let instance = merge_instance(Dtype::BF16, Codec::BF16, dim).map_err(|e| e.to_string())?;
+    let params = Merge {
+        out: [heads * dim, dim, dim].map(|n| n as u64),
+        q_heads: heads as u32,
+        queries: 1,
+        parts: parts as u32,
+        unused: 0,
+    };
+    let groups = [1, heads as u32, (rows / heads) as u32];
+    Ok(Job {
+        inputs: vec![Values::F32(sums), Values::F32(tops), Values::F32(vec![0.0]), Values::F32(vec![0.0])],
+        outputs: vec![Written::Blank(ScalarType::Bf16, rows * dim), Written::Blank(ScalarType::F32, rows)],
+        answer: 0,
+        want: vec![(0, want)],
+        instance: native(instance, find)?,
+        work: Work::Merge(params, groups),
+    })
+}
+
+/// Heads of the rows that are appended, and groups that share the rows.
+const APPENDED_HEADS: usize = 8;
+const APPENDING_GROUPS: usize = 2048;
+
+/// Rows of bf16 `[tokens, heads, dim]` go to one page.
+fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, String> {
+    let (rows, dim) = (size(shape, "rows")?, size(shape, "dim")?);
+    let (heads, tokens) = (APPENDED_HEADS, rows / APPENDED_HEADS);
+    if tokens * heads != rows {
+        return Err(format!("{rows} rows are not of {heads} heads"));
+    }
+    let message = |e: &dyn std::fmt::Display| e.to_string();
+    let dtype = Dtype::BF16;
+    let mut x = vec![0u8; rows * dim * dtype.bytes()];
+    elements(&mut x, dtype, 1);
+    let view = TensorView::from_bytes(dtype, &x, [1, heads, tokens, dim], [rows * dim, dim, heads * dim, 1]);
+    let view = view.map_err(|e| message(&e))?;
+    let want: Vec<u8> = if codec.dtype().is_some() {
+        (0..rows).flat_map(|row| view.row_bytes([0, row / tokens, row % tokens]).to_vec()).collect()
+    } else {
+        let pages = CodePages::new(codec, Side::Keys, [1, heads, tokens, dim]);
+        let mut pages = pages.map_err(|e| message(&e))?;
+        CodePages::check(&view, None).map_err(|(e, _)| message(&e))?;
+        pages.write(0, 0..tokens, &view, 0);
+        (0..heads).flat_map(|head| pages.view().page(0, head).to_vec()).collect()
+    };
+    let page_bytes = (want.len() / heads) as u64;
+    let row_bytes = if codec.dtype().is_some() { (dim * dtype.bytes()) as u64 } else { 0 };
+    let count = |n: usize| u32::try_from(n).map_err(|e| message(&e));
+    let params = Rows {
+        x: [rows * dim, heads * dim, dim].map(|n| n as u64),
+        pages: [heads as u64 * page_bytes, page_bytes, row_bytes],
+        heads: count(heads)?,
+        dim: count(dim)?,
+        page: count(tokens)?,
+        width: 1,
+    };
+    let run = Appended { batch: 0, first: 0, rows: count(tokens)?, sequence: 0, position: 0 };
+    let runs = encode::runs(&[run], params.heads).ok_or("more rows than a kernel counts")?;
+    let groups = count(rows.div_ceil(4).min(APPENDING_GROUPS))?;
+    let (x, table, runs) = (Values::elements(dtype, &x), Values::U32(vec![0]), Values::U32(runs));
+    let pages = Written::Blank(ScalarType::U8, want.len());
+    let generics = encode::generics(codec, dtype, dim);
+    let (inputs, outputs, instance, work) = if codec.dtype().is_some() {
+        let instance = encode::append::specialise(&generics);
+        (vec![x, table, runs], vec![pages], instance, Work::Append(params, groups))
+    } else {
+        let instance = encode::encode::specialise(&generics);
+        let (means, numbers) = (Values::F32(vec![0.0]), Values::U32(encode::numbers(codec)));
+        let inputs = vec![x, means, Values::F32(factors(codec, dim)), numbers, table, runs];
+        let outputs = vec![pages, Written::Set(Values::U32(vec![u32::MAX]))];
+        (inputs, outputs, instance, Work::Encode(params, groups))
+    };
+    Ok(Job {
+        inputs,
+        outputs,
+        answer: 0,
+        want: vec![(0, want.into_iter().map(f64::from).collect())],
+        instance: native(instance.map_err(|e| message(&e))?, find)?,
+        work,
+    })
+}
+
+fn rotated(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
+    let (rows, dim) = (size(shape, "rows")?, size(shape, "dim")?);
+    if !dim.is_power_of_two() {
+        return Err(format!("a rotation of {dim} is not measured"));
+    }
+    let mut x = vec![0.0f32; rows * dim];
+    fill(&mut x, 1, number_of);
+    let factors = factors(Codec::Int8, dim);
+    let mut want: Vec<f64> =
+        x.iter().zip((0..rows).flat_map(|_| &factors[..dim])).map(|(x, sign)| f64::from(x * sign)).collect();
+    want.par_chunks_mut(dim).for_each(|row| {
+        let mut distance = 1;
+        while distance < dim {
+            for low in (0..dim).filter(|low| low & distance == 0) {
+                let (a, b) = (row[low], row[low + distance]);
+                (row[low], row[low + distance]) = (a + b, a - b);
+            }
+            distance *= 2;
+        }
+        row.iter_mut().for_each(|x| *x /= (dim as f64).sqrt());
+    });
+    let order = order(Codec::Int8, dim);
+    let instance = hadamard::specialise(&[Generic::Usize(dim), Generic::U32(order)]);
+    Ok(Job {
+        inputs: vec![Values::F32(x), Values::F32(factors)],
+        outputs: vec![Written::Blank(ScalarType::F32, rows * dim)],
+        answer: 0,
+        want: vec![(0, want)],
+        instance: native(instance.map_err(|e| e.to_string())?, find)?,
+        work: Work::Hadamard(u32::try_from(rows).map_err(|e| e.to_string())?),
+    })
+}
+
+/// Queries and keys of a block of a mask.
+const BLOCK: [usize; 2] = [64, 128];
+
+fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
+    let (queries, keys) = (size(shape, "queries")?, size(shape, "keys")?);
+    let blocks = [queries.div_ceil(BLOCK[0]), keys.div_ceil(BLOCK[1])];
+    let mut rng = Rng::new(1);
+    let classes: Vec<u8> = (0..blocks[0] * blocks[1]).map(|_| rng.below(3) as u8).collect();
+    let mut mask = vec![0u8; queries * keys];
+    for (row, bytes) in mask.chunks_exact_mut(keys).enumerate() {
+        for (column, piece) in bytes.chunks_mut(BLOCK[1]).enumerate() {
+            let class = classes[row / BLOCK[0] * blocks[1] + column];
+            piece.fill(u8::from(class == 2));
+            // Of a block that is neither, the first key of the first query alone is open.
+            if class == 1 && row.is_multiple_of(BLOCK[0]) {
+                piece[0] = 1;
+            }
+        }
+    }
+    // Beside which nothing is hidden, where the block has no other key.
+    let alone = |n: usize, all: usize, block: usize| all - n * block == 1;
+    let want = classes.iter().enumerate().map(|(n, &class)| {
+        let (row, column) = (n / blocks[1], n % blocks[1]);
+        let open = class == 1 && alone(row, queries, BLOCK[0]) && alone(column, keys, BLOCK[1]);
+        if open { 2.0 } else { f64::from(class) }
+    });
+    let count = |n: usize| u32::try_from(n).map_err(|e| e.to_string());
+    let params = Mask {
+        strides: [0, 0, keys as u64],
+        step: 1,
+        kind: 3,
+        heads: 1,
+        queries: count(queries)?,
+        keys: count(keys)?,
+        rows: BLOCK[0] as u32,
+        columns: BLOCK[1] as u32,
+        unused: 0,
+    };
+    Ok(Job {
+        want: vec![(0, want.collect())],
+        inputs: vec![Values::U8(mask)],
+        outputs: vec![Written::Blank(ScalarType::U8, classes.len())],
+        answer: 0,
+        instance: native(classify::specialise(&[]).map_err(|e| e.to_string())?, find)?,
+        work: Work::Classify(params, [count(blocks[1])?, count(blocks[0])?, 1]),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtile_gpu::registry::KERNELS;
+
+    #[test]
+    fn every_kernel_has_a_workload() {
+        for kernel in KERNELS {
+            let workload = WORKLOADS.iter().find(|workload| workload.kernel.name == kernel.name);
+            let workload = workload.unwrap_or_else(|| panic!("{} has no workload", kernel.name));
+            let bench = workload.bench().unwrap_or_else(|| panic!("{} has no bench(..)", kernel.name));
+            let names = |shape: &Shape| shape.sizes.iter().map(|(name, _)| *name).collect::<Vec<_>>();
+            for shape in bench.shapes.iter().chain(workload.small) {
+                assert_eq!(names(shape), names(&bench.shapes[0]), "{}", kernel.name);
+                assert!((bench.bytes)(shape) > 0);
+            }
+        }
+    }
+
+    #[test]
+    fn answers_on_the_simulator_are_right() {
+        for workload in &WORKLOADS {
+            for shape in workload.small {
+                let simulated = workload.simulate(shape).unwrap();
+                let bench = workload.bench().unwrap();
+                assert!(simulated.error <= bench.tolerance, "{}: {}", simulated.entry, simulated.error);
+                let moved = simulated.report.device_read + simulated.report.device_written;
+                assert!(moved >= (bench.bytes)(shape), "{}: {moved} bytes", simulated.entry);
+            }
+        }
+    }
+}

@@ -1,0 +1,260 @@
+//! Problems laid out for the kernels of the kernel language, on whatever device runs them.
+
+use super::NotRun;
+use super::machine::{Machine, Values};
+use flashtile_core::codec::KvView;
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::problem::Problem;
+use flashtile_core::quality::Accumulation;
+use flashtile_core::tensor::{MaskView, TensorView};
+use flashtile_gpu::plan::{Places, Plan, Refused, Tensors, Tile, codebooks, factors, sequences};
+use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
+
+/// What rows of pages are padded to, in bytes.
+pub(super) const ALIGNED: usize = 16;
+
+/// Rows of a tensor, one after another in the order batch entry, head, row.
+fn bytes_of(view: &TensorView<'_>) -> Vec<u8> {
+    let [batch, heads, rows, dim] = view.shape();
+    let mut bytes = Vec::with_capacity(batch * heads * rows * dim * view.dtype().bytes());
+    for place in 0..batch * heads * rows {
+        bytes.extend_from_slice(view.row_bytes([place / rows / heads, place / rows % heads, place % rows]));
+    }
+    bytes
+}
+
+/// Keys or values as bytes, and the strides of their entries, heads and rows.
+fn side(view: &KvView<'_>, padded: bool) -> (Values, [usize; 3]) {
+    let [entries, heads, rows, dim] = view.shape();
+    match view {
+        KvView::Elements(view) => {
+            let row = dim * view.dtype().bytes();
+            (Values::U8(bytes_of(view)), [heads * rows * row, rows * row, row])
+        }
+        KvView::Codes(codes) => {
+            let bytes = if entries * heads > 0 { codes.page(0, 0).len() } else { 0 };
+            let page = if padded { bytes.next_multiple_of(ALIGNED) } else { bytes };
+            let mut pages = Vec::with_capacity(entries * heads * page);
+            for place in 0..entries * heads {
+                pages.extend_from_slice(codes.page(place / heads, place % heads));
+                pages.resize((place + 1) * page, 0xFF);
+            }
+            (Values::U8(pages), [heads * page, page, 0])
+        }
+    }
+}
+
+/// A mask as bytes, its strides in elements and its kind.
+fn mask_of(mask: &MaskView<'_>) -> (Vec<u8>, [usize; 4], u32) {
+    let shape = mask.shape();
+    let [batch, heads, rows, keys] = shape;
+    let mut bytes = Vec::new();
+    for at in 0..batch * heads * rows * keys {
+        let place = [at / keys / rows / heads, at / keys / rows % heads, at / keys % rows, at % keys];
+        let bias = mask.bias(place);
+        match mask.kind() {
+            MaskKind::Bool => bytes.push(u8::from(bias == 0.0)),
+            MaskKind::Additive(Dtype::F32) => bytes.extend(bias.to_le_bytes()),
+            MaskKind::Additive(Dtype::F16) => bytes.extend(f16::from_f32(bias).to_le_bytes()),
+            MaskKind::Additive(Dtype::BF16) => bytes.extend(bf16::from_f32(bias).to_le_bytes()),
+        }
+    }
+    let kind = match mask.kind() {
+        MaskKind::Additive(Dtype::F32) => 0,
+        MaskKind::Additive(Dtype::F16) => 1,
+        MaskKind::Additive(Dtype::BF16) => 2,
+        MaskKind::Bool => 3,
+    };
+    let dense = [heads * rows * keys, rows * keys, keys, 1];
+    let strides = std::array::from_fn(|n| if shape[n] == 1 { 0 } else { dense[n] });
+    (bytes, strides, kind)
+}
+
+/// The largest power of two up to `most` that divides all of them.
+fn alignment(most: usize, strides: &[usize]) -> usize {
+    let mut align = most;
+    while strides.iter().any(|stride| !stride.is_multiple_of(align)) {
+        align /= 2;
+    }
+    align
+}
+
+/// A problem laid out in memories of a device that are still to be made.
+#[derive(Debug)]
+pub(crate) struct Laid {
+    pub(crate) plan: Plan,
+    /// Whether keys are found through a table of pages.
+    #[cfg(feature = "simulator")]
+    pub(super) paged: bool,
+    /// From entry to entry, head to head and row to row of keys and of values, in bytes.
+    #[cfg(feature = "simulator")]
+    pub(super) strides: [[usize; 3]; 2],
+    /// q, k, v, table, sequences, factors of keys and of values, codebooks, means, slopes, mask, tree, sinks.
+    pub(crate) inputs: [Values; 13],
+    /// Type and elements of sums, tops, out, lse.
+    pub(crate) outputs: [(ScalarType, usize); 4],
+}
+
+/// How a problem is laid out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Layout {
+    pub(crate) tile: Tile,
+    pub(crate) aligned: usize,
+    pub(crate) padded: bool,
+}
+
+impl Laid {
+    /// Lays out inputs that are the problem's.
+    ///
+    /// # Errors
+    /// [`Refused`].
+    pub(crate) fn new(problem: &Problem, inputs: &Inputs<'_>, layout: Layout) -> Result<Self, Refused> {
+        let dims = problem.dims();
+        let ((k, k_strides), (v, v_strides)) =
+            (side(&inputs.k, layout.padded), side(&inputs.v, layout.padded));
+        let [_, heads, rows, _] = inputs.q.shape();
+        let mut places = Places {
+            q: [heads * rows * dims.head_dim, rows * dims.head_dim, dims.head_dim],
+            out: [heads * rows * dims.value_dim, rows * dims.value_dim, dims.value_dim],
+            k: k_strides,
+            v: v_strides,
+            aligned: [k_strides, v_strides].map(|strides| alignment(layout.aligned, &strides)),
+            rows: inputs.k.shape()[2],
+            ..Places::default()
+        };
+        let mut table = vec![0u32];
+        let mut only = Vec::new();
+        if let Some(tables) = inputs.tables {
+            if tables.width == 1 && !tables.wraps {
+                only.clone_from(&tables.table);
+            } else {
+                places.pages = Some([tables.page, tables.width]);
+                table.clone_from(&tables.table);
+            }
+        }
+        let mut mask = vec![0];
+        if let Some(view) = &inputs.mask {
+            (mask, places.mask, places.mask_kind) = mask_of(view);
+        }
+        let mut tree = vec![0];
+        if let Some(view) = &inputs.tree {
+            let (bytes, strides, _) = mask_of(view);
+            (tree, places.tree) = (bytes, [strides[2], strides[3]]);
+        }
+        let means = match &inputs.k {
+            KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
+            KvView::Elements(_) => None,
+        };
+        let plan = Plan::new(problem, &places, means.is_some(), layout.tile)?;
+        let page =
+            |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);
+        let [sums, tops] = plan.scratch();
+        let count = dims.batch * dims.q_heads * dims.q_len;
+        let or_zero = |list: Option<&[f32]>| Values::F32(list.unwrap_or(&[0.0]).to_vec());
+        let inputs = [
+            Values::elements(problem.dtype(), &bytes_of(&inputs.q)),
+            k,
+            v,
+            Values::U32(table),
+            Values::I32(sequences(problem, page)),
+            Values::F32(factors(problem.k_codec(), dims.head_dim)),
+            Values::F32(factors(problem.v_codec(), dims.value_dim)),
+            Values::F32(codebooks(problem.k_codec(), problem.v_codec()).0),
+            or_zero(means.as_deref()),
+            or_zero(inputs.alibi_slopes),
+            Values::U8(mask),
+            Values::U8(tree),
+            or_zero(inputs.sinks),
+        ];
+        let element = match problem.dtype() {
+            Dtype::F32 => ScalarType::F32,
+            Dtype::F16 => ScalarType::F16,
+            Dtype::BF16 => ScalarType::Bf16,
+        };
+        let f32 = ScalarType::F32;
+        let outputs =
+            [(f32, sums.max(1)), (f32, tops.max(1)), (element, count * dims.value_dim), (f32, count)];
+        Ok(Self {
+            plan,
+            #[cfg(feature = "simulator")]
+            paged: places.pages.is_some(),
+            #[cfg(feature = "simulator")]
+            strides: [k_strides, v_strides],
+            inputs,
+            outputs,
+        })
+    }
+
+    /// Launches the kernels on a device with memories of `M` that were made of `inputs` and for `outputs`.
+    ///
+    /// # Errors
+    /// [`LaunchError`].
+    pub(crate) fn launch<M: Machine, D: Device<Memory = M::Memory>>(
+        plan: &Plan,
+        device: &D,
+        inputs: &[M::Memory; 13],
+        outputs: &mut [M::Memory; 4],
+    ) -> Result<(), LaunchError<D::Error>> {
+        let [q, k, v, table, sequences, k_factors, v_factors, codebooks, means, slopes, mask, tree, sinks] =
+            inputs.each_ref().map(M::view);
+        let [sums, tops, out, lse] = outputs;
+        let tensors = Tensors {
+            q,
+            k,
+            v,
+            table,
+            sequences,
+            factors: [k_factors, v_factors],
+            codebooks,
+            means,
+            slopes,
+            mask,
+            tree,
+            sinks,
+            sums,
+            tops,
+            out: M::view_mut(out),
+            lse: M::view_mut(lse),
+            with_lse: true,
+        };
+        plan.launch(device, tensors, M::view_mut, M::view)
+    }
+}
+
+/// How the kernels round sums of a problem.
+pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
+    if problem.is_quantized() {
+        Accumulation::Operands
+    } else if problem.dtype() == Dtype::F32 {
+        Accumulation::F32
+    } else {
+        Accumulation::Weights
+    }
+}
+
+/// Copies results out of sums, tops, out and lse.
+pub(crate) fn write<M: Machine>(
+    outputs: &mut Outputs<'_>,
+    problem: &Problem,
+    [_, _, out, lse]: &[M::Memory; 4],
+) -> Result<(), NotRun> {
+    let dims = problem.dims();
+    let read = |memory| M::read(memory).map_err(NotRun::Error);
+    let out = read(out)?;
+    for (n, row) in out.chunks_exact(dims.value_dim).enumerate() {
+        let place = [n / dims.q_len / dims.q_heads, n / dims.q_len % dims.q_heads, n % dims.q_len];
+        let bytes: Vec<u8> = match problem.dtype() {
+            Dtype::F32 => row.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+            Dtype::F16 => row.iter().flat_map(|&x| f16::from_f64(x).to_le_bytes()).collect(),
+            Dtype::BF16 => row.iter().flat_map(|&x| bf16::from_f64(x).to_le_bytes()).collect(),
+        };
+        outputs.out.row_bytes_mut(place).copy_from_slice(&bytes);
+    }
+    if let Some(to) = &mut outputs.lse {
+        for (to, from) in to.iter_mut().zip(read(lse)?) {
+            *to = from as f32;
+        }
+    }
+    Ok(())
+}

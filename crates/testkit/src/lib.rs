@@ -1,0 +1,46 @@
+//! What the test suite, `flashtile check` and `flashtile bench` share: seeded data, the named case catalogue, tolerances and
+//! poisoned memory. Unstable: no semver promise.
+//!
+//! ```
+//! use flashtile_testkit::{CpuRunner, find, run_case};
+//! let case = find("gqa_4_causal").ok_or("no such case")?;
+//! let outcome = run_case(&case, &CpuRunner::new(flashtile_cpu::cpu::Cpu::new()))?;
+//! println!("{}: {} nrmse {:e}", case.name, outcome.plan, outcome.out.nrmse);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod cases;
+mod catalogue;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod edges;
+#[cfg(feature = "gpu")]
+pub mod gpu_bench;
+#[cfg(feature = "gpu")]
+pub(crate) mod laid;
+#[cfg(feature = "gpu")]
+pub(crate) mod machine;
+mod mlx;
+mod poison;
+mod random;
+mod rng;
+mod run;
+mod sets;
+#[cfg(feature = "simulator")]
+pub(crate) mod simulator;
+
+pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
+pub use catalogue::{catalogue, find, quantized};
+#[cfg(feature = "cuda")]
+pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
+pub use mlx::{MlxRow, MlxRows, MlxStep, mlx_decode, mlx_encode};
+pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
+pub use random::{random_case, seeded_case};
+pub use rng::Rng;
+pub use run::{
+    Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, accumulation_of,
+    conformance, run_case,
+};
+pub use sets::AttentionSet;
+#[cfg(feature = "simulator")]
+pub use simulator::SimulatorRunner;

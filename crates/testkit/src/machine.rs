@@ -1,0 +1,164 @@
+//! Devices of the kernel language as they are given inputs and asked for answers.
+
+use flashtile_core::dtype::Dtype;
+#[cfg(feature = "simulator")]
+use flashtile_kernel::simulator::{Memory, Simulator};
+use flashtile_kernel::{Device, ScalarType, View, ViewMut, bf16, f16};
+
+/// What a memory is filled with.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Values {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+    U8(Vec<u8>),
+    U32(Vec<u32>),
+    I32(Vec<i32>),
+}
+
+/// One expression for values of any type.
+macro_rules! each {
+    ($values:expr, $list:ident => $expression:expr) => {
+        match $values {
+            Values::F32($list) => $expression,
+            Values::F16($list) => $expression,
+            Values::Bf16($list) => $expression,
+            Values::U8($list) => $expression,
+            Values::U32($list) => $expression,
+            Values::I32($list) => $expression,
+        }
+    };
+}
+
+impl Values {
+    /// Elements of a dtype, of their bytes.
+    pub(crate) fn elements(dtype: Dtype, bytes: &[u8]) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32(bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()),
+            Dtype::F16 => Self::F16(bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect()),
+            Dtype::BF16 => Self::Bf16(bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b)).collect()),
+        }
+    }
+
+    /// Numbers that are none. Types that have none are bytes of 0xFF.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn nans(element: ScalarType, len: usize) -> Self {
+        match element {
+            ScalarType::F32 => Self::F32(vec![f32::NAN; len]),
+            ScalarType::F16 => Self::F16(vec![f16::NAN; len]),
+            ScalarType::Bf16 => Self::Bf16(vec![bf16::NAN; len]),
+            _ => Self::U8(vec![0xFF; len]),
+        }
+    }
+
+    /// Memory of the simulator with these values.
+    #[cfg(feature = "simulator")]
+    pub(crate) fn simulated(&self) -> Memory {
+        each!(self, list => Memory::from_slice(list))
+    }
+}
+
+/// Memory of the simulator that nothing was written to. Types that no output has are bytes.
+#[cfg(feature = "simulator")]
+pub(crate) fn blank(element: ScalarType, len: usize) -> Memory {
+    match element {
+        ScalarType::F32 => Memory::uninit::<f32>(len),
+        ScalarType::F16 => Memory::uninit::<f16>(len),
+        ScalarType::Bf16 => Memory::uninit::<bf16>(len),
+        ScalarType::U32 => Memory::uninit::<u32>(len),
+        ScalarType::I32 => Memory::uninit::<i32>(len),
+        _ => Memory::uninit::<u8>(len),
+    }
+}
+
+/// A device that memories are made on and read from.
+pub(crate) trait Machine: Device {
+    /// Memory with these values.
+    fn hold(&self, values: &Values) -> Result<Self::Memory, String>;
+    /// Memory that nothing was written to.
+    fn blank(&self, element: ScalarType, len: usize) -> Result<Self::Memory, String>;
+    /// All of a memory, once work has ended.
+    fn read(memory: &Self::Memory) -> Result<Vec<f64>, String>;
+    /// All of a memory, to be read.
+    fn view(memory: &Self::Memory) -> View<'_, Self::Memory>;
+    /// All of a memory, to be written.
+    fn view_mut(memory: &mut Self::Memory) -> ViewMut<'_, Self::Memory>;
+}
+
+/// What was read, as f64.
+fn numbers<T: Into<f64>, E: std::fmt::Display>(read: Result<Vec<T>, E>) -> Result<Vec<f64>, String> {
+    read.map(|list| list.into_iter().map(Into::into).collect()).map_err(|e| e.to_string())
+}
+
+/// All of a memory as f64, by the type of its elements.
+macro_rules! read {
+    ($memory:ident) => {
+        match $memory.element() {
+            ScalarType::F32 => numbers($memory.to_vec::<f32>()),
+            ScalarType::F16 => numbers($memory.to_vec::<f16>()),
+            ScalarType::Bf16 => numbers($memory.to_vec::<bf16>()),
+            ScalarType::U32 => numbers($memory.to_vec::<u32>()),
+            ScalarType::I32 => numbers($memory.to_vec::<i32>()),
+            _ => numbers($memory.to_vec::<u8>()),
+        }
+    };
+}
+
+#[cfg(feature = "simulator")]
+impl Machine for Simulator {
+    fn hold(&self, values: &Values) -> Result<Memory, String> {
+        Ok(values.simulated())
+    }
+
+    fn blank(&self, element: ScalarType, len: usize) -> Result<Memory, String> {
+        Ok(blank(element, len))
+    }
+
+    fn read(memory: &Memory) -> Result<Vec<f64>, String> {
+        read!(memory)
+    }
+
+    fn view(memory: &Memory) -> View<'_, Memory> {
+        memory.view()
+    }
+
+    fn view_mut(memory: &mut Memory) -> ViewMut<'_, Memory> {
+        memory.view_mut()
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod cuda {
+    use super::{Machine, ScalarType, Values, View, ViewMut, bf16, f16, numbers};
+    use flashtile_kernel::cuda::{Gpu, Memory};
+
+    impl Machine for Gpu {
+        fn hold(&self, values: &Values) -> Result<Memory, String> {
+            each!(values, list => self.buffer_from(list)).map_err(|e| e.to_string())
+        }
+
+        fn blank(&self, element: ScalarType, len: usize) -> Result<Memory, String> {
+            let made = match element {
+                ScalarType::F32 => self.uninit::<f32>(len),
+                ScalarType::F16 => self.uninit::<f16>(len),
+                ScalarType::Bf16 => self.uninit::<bf16>(len),
+                ScalarType::U32 => self.uninit::<u32>(len),
+                ScalarType::I32 => self.uninit::<i32>(len),
+                _ => self.uninit::<u8>(len),
+            };
+            made.map_err(|e| e.to_string())
+        }
+
+        fn read(memory: &Memory) -> Result<Vec<f64>, String> {
+            read!(memory)
+        }
+
+        fn view(memory: &Memory) -> View<'_, Memory> {
+            memory.view()
+        }
+
+        fn view_mut(memory: &mut Memory) -> ViewMut<'_, Memory> {
+            memory.view_mut()
+        }
+    }
+}

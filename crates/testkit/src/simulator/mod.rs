@@ -1,0 +1,176 @@
+//! Attention by the kernels of the kernel language on their simulator.
+
+mod natives;
+
+use super::laid::{ALIGNED, Laid, Layout, accumulation, write};
+use super::machine::{Values, blank};
+use super::{NotRun, Ran, Runner};
+use flashtile_core::codec::KvView;
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::problem::Problem;
+use flashtile_core::problem::Sequence;
+use flashtile_gpu::plan::Tile;
+use flashtile_kernel::simulator::{Memory, Simulator};
+use flashtile_kernel::{Device, Instance};
+pub(crate) use natives::find;
+use natives::{CODECS, DIMS};
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// Runs problems on the simulator, with scratch memory that nothing was written to and padding of keys and values that cannot be read
+/// without a fault.
+///
+/// The simulator runs native code, of which there is some for dimensions 64 and 128, elements of the dtype of q and a few codecs;
+/// other problems are unsupported.
+#[derive(Debug, Clone, Copy)]
+pub struct SimulatorRunner {
+    pub(crate) tile: Tile,
+    /// What rows are said to be aligned to, at most.
+    pub(crate) aligned: usize,
+    /// Whether pages of codes start at multiples of [`ALIGNED`] bytes, whatever their size.
+    pub(crate) padded: bool,
+    /// The instance with native code.
+    pub(crate) find: fn(&Instance) -> Option<Instance>,
+    most_scores: u64,
+}
+
+impl Default for SimulatorRunner {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl SimulatorRunner {
+    /// Two SIMD groups of a group of threads and two parts of the keys, so that both merges take place.
+    #[must_use]
+    pub fn new() -> Self {
+        let tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };
+        Self { tile, aligned: ALIGNED, padded: true, find, most_scores: u64::MAX }
+    }
+
+    /// With a tile and native code of the caller's, for rows and pages as they lie.
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn of(tile: Tile, find: fn(&Instance) -> Option<Instance>) -> Self {
+        Self { tile, aligned: ALIGNED, padded: false, find, most_scores: u64::MAX }
+    }
+
+    /// The same, with pages of codes that start at multiples of 16 bytes, whatever their size.
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn padded(mut self) -> Self {
+        self.padded = true;
+        self
+    }
+
+    /// The same, taking no problem of more scores: the simulator computes ten to a hundred thousand a second.
+    #[must_use]
+    pub const fn at_most(mut self, scores: u64) -> Self {
+        self.most_scores = scores;
+        self
+    }
+}
+
+/// Why there is no native code for a problem.
+fn no_native(problem: &Problem, paged: bool) -> String {
+    let dims = problem.dims();
+    let codecs = CODECS.map(|[k, v]| if k == v { k.to_string() } else { format!("{k}+{v}") });
+    format!(
+        "the simulator has no native code: q {}, keys {} of {} and values {} of {}{}, expected elements of the dtype of q or {}, of {}{}",
+        problem.dtype(),
+        problem.k_codec(),
+        dims.head_dim,
+        problem.v_codec(),
+        dims.value_dim,
+        if paged { " in pages" } else { "" },
+        codecs.join(", "),
+        DIMS.map(|dim| dim.to_string()).join(" or "),
+        if paged { ", a sequence to a page" } else { "" },
+    )
+}
+
+/// Batch entries or pages, and rows of them, that hold a token.
+fn held(problem: &Problem, inputs: &Inputs<'_>) -> HashSet<(usize, usize)> {
+    let place = |index: usize, s: &Sequence, position: usize| match inputs.tables {
+        Some(tables) => tables.locate(index, position),
+        None => Some((s.batch, s.kv_start + position)),
+    };
+    let sequences = problem.sequences().iter().enumerate();
+    sequences.flat_map(|(index, s)| (0..s.kv_len).filter_map(move |at| place(index, s, at))).collect()
+}
+
+/// The bytes of keys or values at these strides that are no token's.
+fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)>) -> Vec<Range<usize>> {
+    let [entries, heads, rows, _] = view.shape();
+    let mut bytes = Vec::new();
+    for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
+        let start = entry * strides[0] + head * strides[1];
+        let unused = (0..rows).filter(|row| !held.contains(&(entry, *row)));
+        match view {
+            KvView::Elements(_) => bytes.extend(unused.map(|row| {
+                let at = start + row * strides[2];
+                at..at + strides[2]
+            })),
+            KvView::Codes(codes) => {
+                for place in unused.flat_map(|row| codes.coder().format().places(rows, row..row + 1)) {
+                    bytes.push(start + place.start..start + place.end);
+                }
+                bytes.push(start + codes.page(entry, head).len()..start + strides[1]);
+            }
+        }
+    }
+    bytes
+}
+
+impl Runner for SimulatorRunner {
+    fn name(&self) -> String {
+        let Tile { rows, keys, simds, parts } = self.tile;
+        format!("simulator {}x{} simds {simds} parts {parts}", 8 * rows, 16 * keys)
+    }
+
+    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+        self.run_on(&Simulator::new(), problem, inputs, outputs)
+    }
+}
+
+impl SimulatorRunner {
+    /// Runs a problem on a device whose memory is the simulator's.
+    pub fn run_on(
+        &self,
+        device: &impl Device<Memory = Memory>,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<Ran, NotRun> {
+        let invalid = |e: flashtile_core::inputs::RunError| NotRun::Error(e.to_string());
+        flashtile_core::inputs::check(problem, inputs, outputs).map_err(invalid)?;
+        let dims = problem.dims();
+        let scores = problem.sequences().iter().map(|s| s.q_len as u64 * s.kv_len as u64).sum::<u64>();
+        let scores = scores.saturating_mul(dims.q_heads as u64);
+        if scores > self.most_scores {
+            let most = self.most_scores;
+            return Err(NotRun::Unsupported(format!(
+                "more scores than the {most} that the simulator is given: {scores}"
+            )));
+        }
+        let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };
+        let refused = |why| NotRun::Unsupported(format!("no kernel takes the problem: {why}"));
+        let laid = Laid::new(problem, inputs, layout).map_err(refused)?;
+        let entry = laid.plan.instances()[0].entry();
+        let paged = laid.paged;
+        let native = laid.plan.with_native(self.find);
+        let plan = native.ok_or_else(|| NotRun::Unsupported(no_native(problem, paged)))?;
+        let mut read = laid.inputs.each_ref().map(Values::simulated);
+        let held = held(problem, inputs);
+        for (n, view) in [&inputs.k, &inputs.v].into_iter().enumerate() {
+            for bytes in padding(view, laid.strides[n], &held) {
+                read[1 + n].poison(bytes);
+            }
+        }
+        let mut written = laid.outputs.map(|(element, len)| blank(element, len));
+        Laid::launch::<Simulator, _>(&plan, device, &read, &mut written)
+            .map_err(|e| NotRun::Error(e.to_string()))?;
+        write::<Simulator>(outputs, problem, &written)?;
+        Ok(Ran::new(entry).accumulated(accumulation(problem)))
+    }
+}

@@ -1,0 +1,132 @@
+//! Native code of the instances that problems of the simulator run.
+
+use flashtile_core::codec::Codec;
+use flashtile_gpu::kernels::classify::classify;
+use flashtile_gpu::kernels::decode::decode;
+use flashtile_gpu::kernels::encode;
+use flashtile_gpu::kernels::merge::merge;
+use flashtile_gpu::kernels::rotation::hadamard;
+use flashtile_gpu::plan::{Side, number, order};
+use flashtile_kernel::{Instance, bf16, f16};
+
+/// Dimensions of keys and values.
+pub(crate) const DIMS: [usize; 2] = [64, 128];
+
+/// How keys and values are stored, beside as elements of the dtype of q.
+pub(crate) const CODECS: [[Codec; 2]; 3] = [[Codec::Int8; 2], [Codec::Tq4; 2], [Codec::Int8, Codec::Tq5]];
+
+/// The instance with native code, where there is some.
+pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
+    let all = match wanted.kernel().name {
+        "decode" => decodes(),
+        "merge" => merges(),
+        "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
+        "encode" => vec![encode::encode::instance::<bf16, { number(Codec::Tq4) }, 128, 1>()],
+        "append" => vec![encode::append::instance::<bf16, { number(Codec::BF16) }>()],
+        _ => vec![classify::instance()],
+    };
+    all.into_iter().find(|instance| {
+        instance.kernel().name == wanted.kernel().name && instance.generics() == wanted.generics()
+    })
+}
+
+/// Type of q and of both products, codecs, dimension.
+macro_rules! decode {
+    ($q:ident $product:ident $k:ident $v:ident $d:literal) => {{
+        const K: Side = Side::new(number(Codec::$k), $d, 4, size_of::<$product>() / 2);
+        const V: Side = Side::new(number(Codec::$v), $d, 8, size_of::<$product>() / 2);
+        decode::instance::<
+            $q,
+            $product,
+            $product,
+            { K.format },
+            { V.format },
+            { K.dim },
+            { V.dim },
+            { K.pairs() },
+            { V.pairs() },
+            { K.words() },
+            { V.words() },
+            { K.words_of_pair },
+            { V.words_of_pair },
+            { K.pair_words() },
+            { V.pair_words() },
+            { K.piece() },
+            { V.piece() },
+            { K.align(16) },
+            { V.align(16) },
+            1,
+            1,
+            2,
+            { order(Codec::$k, $d) },
+            false,
+        >()
+    }};
+}
+
+macro_rules! decodes {
+    ($($q:ident $product:ident $k:ident $v:ident;)*) => {
+        vec![$(decode!($q $product $k $v 64), decode!($q $product $k $v 128)),*]
+    };
+}
+
+fn decodes() -> Vec<Instance> {
+    decodes! {
+        f32 f32 F32 F32;
+        f16 f16 F16 F16;
+        bf16 bf16 BF16 BF16;
+        f32 f16 Int8 Int8;
+        f16 f16 Int8 Int8;
+        bf16 f16 Int8 Int8;
+        f32 f16 Tq4 Tq4;
+        f16 f16 Tq4 Tq4;
+        bf16 f16 Tq4 Tq4;
+        f32 f16 Int8 Tq5;
+        f16 f16 Int8 Tq5;
+        bf16 f16 Int8 Tq5;
+    }
+}
+
+fn merges() -> Vec<Instance> {
+    macro_rules! merges {
+        ($($q:ident)*) => {
+            vec![$(
+                merge::instance::<$q, 64, 0>(),
+                merge::instance::<$q, 128, 0>(),
+                merge::instance::<$q, 64, 1>(),
+                merge::instance::<$q, 128, 1>(),
+            )*]
+        };
+    }
+    merges!(f32 f16 bf16)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use flashtile_core::dtype::Dtype;
+    use flashtile_gpu::plan::{Tile, decode_instance, merge_instance};
+
+    #[test]
+    fn there_is_native_code_for_what_is_offered() {
+        let tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };
+        for q in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            for codecs in CODECS.into_iter().chain([[Codec::of(q); 2]]) {
+                for dim in DIMS {
+                    let wanted = decode_instance(q, codecs, [dim; 2], [16; 2], tile, false).unwrap();
+                    assert!(
+                        find(&wanted).is_some_and(|found| found.native().is_some()),
+                        "{}",
+                        wanted.entry()
+                    );
+                    let wanted = merge_instance(q, codecs[1], dim).unwrap();
+                    assert!(
+                        find(&wanted).is_some_and(|found| found.native().is_some()),
+                        "{}",
+                        wanted.entry()
+                    );
+                }
+            }
+        }
+    }
+}
