@@ -1,7 +1,8 @@
 //! Attention of one head over its keys and values in several codecs, against attention over them as they are.
 
 use super::Head;
-use crate::codec::{CodePages, Codec, NotStored, Side, convert, mean_row, to_f32};
+use crate::codec::convert::{convert, to_f32};
+use crate::codec::{CodePages, Codec, EncodeError, Side, mean_row};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use std::ops::Range;
@@ -94,7 +95,7 @@ pub struct RefusedRow {
     /// Its number.
     pub row: usize,
     /// Why.
-    pub why: NotStored,
+    pub why: EncodeError,
 }
 
 /// What [`compare`] finds.
@@ -364,7 +365,7 @@ fn stored(
     }
     // A page of one row, written again for each.
     let page = CodePages::new(codec, side, [1, 1, 1, dim]);
-    let mut page = page.map_err(|_| RefusedRow { row: 0, why: NotStored::Dim { codec, dim } })?;
+    let mut page = page.map_err(|_| RefusedRow { row: 0, why: EncodeError::Dim { codec, dim } })?;
     page.set_mean(mean);
     for (row, (x, back)) in rows.chunks_exact(dim).zip(back.chunks_exact_mut(dim)).enumerate() {
         page.store([0, 0, 0], x).map_err(|why| RefusedRow { row, why })?;
@@ -485,17 +486,17 @@ mod tests {
             compare(&HeadAttention::new(head), &KEYS, &VALUES)
         };
         let first = found(&k, &v);
-        let refused = RefusedRow { row: 0, why: NotStored::Norm };
+        let refused = RefusedRow { row: 0, why: EncodeError::Norm };
         assert_eq!((first.keys[1], first.keys[2]), (Err(refused), Err(refused)));
         assert!(first.keys[0].is_ok() && first.keys[3].is_ok());
         assert_eq!(first.out[2], [None; 3]);
         assert!(first.out[3].iter().all(Option::is_some));
-        let refused = RefusedRow { row: 0, why: NotStored::Dim { codec: Codec::MlxTq8, dim } };
+        let refused = RefusedRow { row: 0, why: EncodeError::Dim { codec: Codec::MlxTq8, dim } };
         let head = Head { k: &k, v: &v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
         assert_eq!(compare(&HeadAttention::new(head), &[], &[Codec::MlxTq8]).values, [Err(refused)]);
         v[3 * dim] = 9000.0;
         let second = found(&k, &v);
-        assert_eq!(second.values[1], Err(RefusedRow { row: 3, why: NotStored::Norm }));
+        assert_eq!(second.values[1], Err(RefusedRow { row: 3, why: EncodeError::Norm }));
         assert_eq!(second.out[3].iter().map(Option::is_some).collect::<Vec<_>>(), [true, false, false]);
     }
 }

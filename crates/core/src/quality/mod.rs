@@ -6,10 +6,10 @@ mod tolerance;
 pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
 pub use tolerance::{
     Accumulation, Report, Tolerance, compare_lse, compare_lse_off, compare_out, compare_out_off,
-    integer_errors,
+    integer_errors, score_errors,
 };
 
-use crate::codec::{Codec, NotStored};
+use crate::codec::{Codec, EncodeError};
 
 /// Keys `[tokens, head_dim]`, values `[tokens, value_dim]` and queries `[rows, head_dim]` of one head, row-major.
 #[derive(Debug, Clone, Copy)]
@@ -60,7 +60,7 @@ pub fn quality(
     head: &Head<'_>,
     [k_codec, v_codec]: [Codec; 2],
     centred: bool,
-) -> Result<Quality, (&'static str, usize, NotStored)> {
+) -> Result<Quality, (&'static str, usize, EncodeError)> {
     let found = compare(&HeadAttention::new(*head), &[KeyCodec { codec: k_codec, centred }], &[v_codec]);
     let k = found.keys[0].map_err(|refused| ("k", refused.row, refused.why))?;
     let v = found.values[0].map_err(|refused| ("v", refused.row, refused.why))?;

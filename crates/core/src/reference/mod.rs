@@ -28,6 +28,15 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
     let dims = problem.dims();
     let rows = dims.batch * dims.q_heads * dims.q_len;
     let mut result = Attention { out: vec![0.0; rows * dims.value_dim], lse: vec![f64::NEG_INFINITY; rows] };
+    for_each_row(problem, inputs, |at, row| {
+        result.lse[at] = attend(row, &mut result.out[at * dims.value_dim..][..dims.value_dim]);
+    });
+    Ok(result)
+}
+
+/// Visits every query row with its index in `[batch, q_heads, q_len]`. The inputs are the problem's.
+pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: impl FnMut(usize, &Row<'_>)) {
+    let dims = problem.dims();
     for (index, sequence) in problem.sequences().iter().enumerate() {
         let seen = problem.first_visible(sequence).map_or(0..0, |(_, first)| first..sequence.kv_len);
         for kv_head in 0..dims.kv_heads {
@@ -39,15 +48,14 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
                 let q: Vec<f64> = elements(&inputs.q, [sequence.batch, h, sequence.q_start + i]).collect();
                 let row = Row { problem, inputs, sequence, index, h, i, q: &q, k: &k, v: &v };
                 let at = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;
-                result.lse[at] = attend(&row, &mut result.out[at * dims.value_dim..][..dims.value_dim]);
+                visit(at, &row);
             }
         }
     }
-    Ok(result)
 }
 
 /// A query row, and the keys and values of its head.
-struct Row<'a> {
+pub(crate) struct Row<'a> {
     problem: &'a Problem,
     inputs: &'a Inputs<'a>,
     sequence: &'a Sequence,
@@ -104,6 +112,13 @@ impl Rows {
 }
 
 impl Row<'_> {
+    /// The largest Euclidean norm, over the visible keys, of the products `q[d] * k[d]` whose sum is a score; 0 without a key.
+    pub(crate) fn max_products_norm(&self) -> f64 {
+        let visible = self.problem.visible(self.sequence, self.i).filter(|&j| self.score(j).is_some());
+        let squares = |j| self.q.iter().zip(self.k.row(j)).map(|(q, k)| (q * k).powi(2)).sum::<f64>();
+        visible.map(squares).fold(0.0, f64::max).sqrt()
+    }
+
     /// Whether a tree mask, if there is one, shows key `j`.
     fn tree_shows(&self, j: usize) -> bool {
         let s = self.sequence;
