@@ -1,7 +1,7 @@
 //! What no model and no encoder makes: snapshots that are cut or changed, rows of zeros, NaN and infinities at every door of a cache.
 
 use flashtile::cache::{KeyMean, Snapshot};
-use flashtile::codec::{CodePages, MOST_NORM, NotStored, Side};
+use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
 use flashtile::problem::MAX_LEN;
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, KvCache, Outputs, PlanOptions, ProblemDesc, SeqId,
@@ -349,12 +349,12 @@ fn zeros_are_zeros_in_every_codec() {
 }
 
 /// Rows that a quantizing codec refuses, and why.
-const BAD: [(f32, NotStored); 5] = [
-    (f32::NAN, NotStored::NotFinite),
-    (f32::INFINITY, NotStored::NotFinite),
-    (f32::NEG_INFINITY, NotStored::NotFinite),
-    (2.0 * MOST_NORM, NotStored::Norm),
-    (f32::MAX, NotStored::Norm),
+const BAD: [(f32, EncodeError); 5] = [
+    (f32::NAN, EncodeError::NotFinite),
+    (f32::INFINITY, EncodeError::NotFinite),
+    (f32::NEG_INFINITY, EncodeError::NotFinite),
+    (2.0 * MAX_NORM, EncodeError::Norm),
+    (f32::MAX, EncodeError::Norm),
 ];
 
 #[test]

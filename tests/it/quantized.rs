@@ -2,7 +2,7 @@
 
 use crate::support::{all_pass, answer, build, options, quantizing};
 use flashtile::cache::KeyMean;
-use flashtile::codec::{CodePages, MOST_NORM, Side};
+use flashtile::codec::{CodePages, MAX_NORM, Side};
 use flashtile::plan::machines;
 use flashtile::quality::{Head, Quality, quality};
 use flashtile::{
@@ -209,7 +209,7 @@ fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
         (Codec::Int8, f32::NAN, "holds a NaN or an infinity"),
         (Codec::Tq4, f32::INFINITY, "holds a NaN or an infinity"),
         (Codec::Tq5, f32::NEG_INFINITY, "holds a NaN or an infinity"),
-        (Codec::Fp8, 2.0 * MOST_NORM, "has a norm above 8192"),
+        (Codec::Fp8, 2.0 * MAX_NORM, "has a norm above 8192"),
         (Codec::Tq2, 1e38, "has a norm above 8192"),
         (Codec::MlxTq4, f32::NAN, "holds a NaN or an infinity"),
         (Codec::MlxTq8Plain, 1e5, "has a norm above 8192"),

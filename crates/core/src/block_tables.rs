@@ -14,7 +14,7 @@ pub const NO_PAGE: u32 = u32::MAX;
 /// token j of sequence s, first[s] <= j < lens[s], is row  j % page  of page  table[s * width + (j / page) % width]
 /// ```
 ///
-/// [`KvCache::tables`](super::KvCache::tables) makes one; an engine with pages of its own fills in the fields.
+/// [`KvCache::tables`](crate::cache::KvCache::tables) makes one; an engine with pages of its own fills in the fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct BlockTables {

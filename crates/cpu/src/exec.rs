@@ -2,12 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::isa::{self, Storage};
-use super::kernels::{Context, Slots, classify, reduce, task};
-use super::workspace::Workspace;
+use crate::isa;
+use crate::kernels::mask::classify;
+use crate::kernels::state::Storage;
+use crate::kernels::state::{Context, Slots};
+use crate::kernels::task::{reduce, task};
 use crate::plan::CpuPlan;
+use crate::workspace::Workspace;
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::isa::IsaToken;
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -44,8 +48,11 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
         _ => None,
     };
     let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);
+    // The machine has the plan's instruction set, except where tests emulate it.
+    let token = IsaToken::at_most(plan.isa());
+    let _ = token.counted();
     let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
-    let cx = Context { plan, kernels, inputs, out: &outputs.out, lse, slots, mask };
+    let cx = Context { plan, kernels, token, inputs, out: &outputs.out, lse, slots, mask };
 
     for phase in plan.phases() {
         // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs

@@ -2,8 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use super::simd::{Simd, TILE, TILE_CHAINS};
 use crate::isa;
+use crate::kernels::loops::CHAINS;
+use crate::simd::{TILE, TILE_CHAINS};
 use flashtile_core::isa::Isa;
 use flashtile_core::memory::Zeroed;
 use rayon::prelude::*;
@@ -82,57 +83,4 @@ fn best(threads: usize, amount: impl Fn(usize) -> f64, f: impl Fn(usize) + Sync)
         rounds += 1;
     }
     best
-}
-
-/// Independent chains of multiply-adds: enough to hide a latency of 5 cycles at 2 a cycle, few enough for 16 registers.
-const CHAINS: usize = 12;
-
-/// `rounds` multiply-adds on each of [`CHAINS`] registers.
-///
-/// # Safety
-/// As [`Simd`].
-#[inline(always)]
-pub(super) unsafe fn fma_loop<S: Simd>(rounds: u64) -> f32 {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if S::TILES {
-            S::begin_tiles();
-            S::tile_loop(rounds);
-            S::end_tiles();
-            return 0.0;
-        }
-        let (a, b) = (S::splat(std::hint::black_box(0.999)), S::splat(std::hint::black_box(0.001)));
-        let mut acc = [S::splat(1.0); CHAINS];
-        for _ in 0..rounds {
-            for x in &mut acc {
-                // Where the product is an operation of its own, it must depend on the chain, or it would be hoisted.
-                *x = if S::PAIRS { S::mac(a, b, *x) } else { S::mac(*x, a, b) };
-            }
-        }
-        let mut sum = acc[0];
-        for x in &acc[1..] {
-            sum = S::add(sum, *x);
-        }
-        S::reduce_add(sum)
-    }
-}
-
-/// Reads `len` elements, a multiple of 64.
-///
-/// # Safety
-/// As [`Simd`]; `p` is valid for `len` elements.
-#[inline(always)]
-pub(super) unsafe fn read_loop<S: Simd>(p: *const f32, len: usize) -> f32 {
-    // SAFETY: the caller's promise; 64 elements are a whole number of groups of 4 vectors.
-    unsafe {
-        let mut acc = [S::splat(0.0); 4];
-        let mut i = 0;
-        while i < len {
-            for (n, x) in acc.iter_mut().enumerate() {
-                *x = S::add(*x, S::load(p.add(i + n * S::LANES)));
-            }
-            i += 4 * S::LANES;
-        }
-        S::reduce_add(S::add(S::add(acc[0], acc[1]), S::add(acc[2], acc[3])))
-    }
 }

@@ -5,7 +5,7 @@
 
 #![allow(unsafe_code)]
 
-use flashtile_core::codec::Format;
+use flashtile_core::codec::RowLayout;
 use flashtile_core::dtype::Dtype;
 
 /// Lines of a transpose: few enough to stay in registers beside the sums that they go into.
@@ -44,7 +44,7 @@ pub(crate) const CODE_KEYS: usize = 256;
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct CodeBlock<'a> {
-    pub(crate) format: &'a Format,
+    pub(crate) format: &'a RowLayout,
     /// What each code stands for; none where codes are bytes and stand for themselves.
     pub(crate) levels: Option<&'a [i8; 64]>,
     /// Whether codes are e4m3 numbers.

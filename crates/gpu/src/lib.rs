@@ -4,12 +4,15 @@
 //! | module | |
 //! |---|---|
 //! | [`kernels`] | device code |
+//! | [`codecs`], [`encoding`] | codecs as kernels know them; the host side of the encoder |
 //! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
 //! | [`plan`] | the instances, parameters and constants of a problem |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
 //! Nothing here launches anything: a backend gives `flashtile_kernel::Device`.
 
+pub mod codecs;
+pub mod encoding;
 pub mod kernels;
 pub mod plan;
 pub mod registry;

@@ -1,13 +1,13 @@
 //! How a problem runs on the kernels of the kernel language: instances, parameters, scratch.
 
+use crate::codecs::{codebooks, format_id, hadamard_order, magnitudes, scalar_type};
 use crate::kernels::decode::{Attend, decode};
-use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6};
+use crate::kernels::formats::{BF16, F16, F32, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
 use crate::kernels::merge::{Merge, merge};
 pub use crate::shape::Tile;
 pub(crate) use crate::shape::{DIM_STEP, MOST_DIM};
 use crate::shape::{Shape, count};
 use flashtile_core::codec::Codec;
-use flashtile_core::codec::{Coder, mlx};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
@@ -76,24 +76,6 @@ pub struct Places {
     pub mask_kind: u32,
     /// Query and key.
     pub tree: [usize; 2],
-}
-
-/// The number of a codec.
-pub const fn number(codec: Codec) -> u32 {
-    match codec {
-        Codec::F32 => F32,
-        Codec::F16 => F16,
-        Codec::BF16 => BF16,
-        Codec::Int8 => INT8,
-        Codec::Fp8 => FP8,
-        Codec::Tq2 => TQ2,
-        Codec::Tq3 => TQ3,
-        Codec::Tq4 => TQ4,
-        Codec::Tq5 => TQ5,
-        Codec::Tq6 => TQ6,
-        Codec::MlxTq4 => MLX4,
-        _ => MLX8,
-    }
 }
 
 impl Tile {
@@ -222,81 +204,6 @@ const fn product(q: Dtype, codec: Codec) -> ScalarType {
     }
 }
 
-pub(crate) const fn scalar(dtype: Dtype) -> ScalarType {
-    match dtype {
-        Dtype::F32 => ScalarType::F32,
-        Dtype::F16 => ScalarType::F16,
-        Dtype::BF16 => ScalarType::Bf16,
-    }
-}
-
-/// The Hadamard order of a codec's rotation; 0 where rows are not rotated.
-pub const fn order(codec: Codec, dim: usize) -> u32 {
-    let rotated = match codec.mlx() {
-        Some((_, rotated)) => rotated,
-        None => codec.is_integer(),
-    };
-    if !rotated {
-        0
-    } else if dim.is_power_of_two() {
-        1
-    } else if dim.is_multiple_of(12) && (dim / 12).is_power_of_two() {
-        12
-    } else {
-        20
-    }
-}
-
-/// Signs and root of the rotation of a codec, as kernels take them; one zero where there is none.
-pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
-    Coder::new(codec, dim)
-        .and_then(|coder| coder.rotation().map(flashtile_core::codec::Rotation::factors))
-        .unwrap_or_else(|| vec![0.0])
-}
-
-/// Bytes of the magnitudes of a codec's levels as f16: 32 low ones, then 32 high ones, four to a word.
-fn magnitudes(codec: Codec, dim: usize) -> [u32; 16] {
-    let mut words = [0; 16];
-    let bits = match codec {
-        Codec::Tq2 => 2,
-        Codec::Tq3 => 3,
-        Codec::Tq4 => 4,
-        Codec::Tq5 => 5,
-        Codec::Tq6 => 6,
-        _ => return words,
-    };
-    let coder = Coder::new(codec, dim);
-    if let Some(levels) = coder.as_ref().and_then(Coder::levels) {
-        for index in 0..1usize << (bits - 1) {
-            let half = flashtile_kernel::f16::from_f32(f32::from(levels[index])).to_bits();
-            words[index / 4] |= u32::from(half & 0xff) << (8 * (index % 4));
-            words[8 + index / 4] |= u32::from(half >> 8) << (8 * (index % 4));
-        }
-    }
-    words
-}
-
-/// The codebooks of keys and values one after another, of formats of mlx-native, each followed by what f16 leaves of its numbers; where
-/// those of values start.
-pub fn codebooks(k: Codec, v: Codec) -> (Vec<f32>, [u32; 2]) {
-    let mut all = Vec::new();
-    let mut push = |codec: Codec| {
-        let start = all.len() as u32;
-        if let Some((bits, _)) = codec.mlx() {
-            let numbers = (0..=u8::MAX).map(|code| mlx::value(bits, code));
-            all.extend(
-                numbers.clone().chain(numbers.map(|x| x - flashtile_kernel::f16::from_f32(x).to_f32())),
-            );
-        }
-        start
-    };
-    let starts = [push(k), push(v)];
-    if all.is_empty() {
-        all.push(0.0);
-    }
-    (all, starts)
-}
-
 /// Numbers of the sequences, as [`decode()`] takes them. `page` is the batch entry of a
 /// sequence's keys, or its only page.
 pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
@@ -319,10 +226,10 @@ pub fn decode_instance(
 ) -> Result<Instance, GenericsError> {
     let products = codecs.map(|codec| product(q, codec));
     let words = |product: ScalarType| if product == ScalarType::F32 { 2 } else { 1 };
-    let k = Side::new(number(codecs[0]), head_dim, 4, words(products[0]));
-    let v = Side::new(number(codecs[1]), value_dim, 8, words(products[1]));
+    let k = Side::new(format_id(codecs[0]), head_dim, 4, words(products[0]));
+    let v = Side::new(format_id(codecs[1]), value_dim, 8, words(products[1]));
     decode::specialise(&[
-        Generic::Type(scalar(q)),
+        Generic::Type(scalar_type(q)),
         Generic::Type(products[0]),
         Generic::Type(products[1]),
         Generic::U32(k.format),
@@ -344,7 +251,7 @@ pub fn decode_instance(
         Generic::Usize(tile.rows),
         Generic::Usize(tile.keys),
         Generic::Usize(tile.simds),
-        Generic::U32(order(codecs[0], head_dim)),
+        Generic::U32(hadamard_order(codecs[0], head_dim)),
         Generic::Bool(paged),
     ])
 }
@@ -352,9 +259,9 @@ pub fn decode_instance(
 /// The instance of [`merge()`] for a type of the output, and the codec and dimension of values.
 pub fn merge_instance(q: Dtype, codec: Codec, value_dim: usize) -> Result<Instance, GenericsError> {
     merge::specialise(&[
-        Generic::Type(scalar(q)),
+        Generic::Type(scalar_type(q)),
         Generic::Usize(value_dim),
-        Generic::U32(order(codec, value_dim)),
+        Generic::U32(hadamard_order(codec, value_dim)),
     ])
 }
 
@@ -418,7 +325,7 @@ impl Plan {
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tile)?;
         for (codec, got) in [(problem.k_codec(), dims.head_dim), (problem.v_codec(), dims.value_dim)] {
-            let order = order(codec, got) as usize;
+            let order = hadamard_order(codec, got) as usize;
             if order > 0 && !(got.is_multiple_of(order) && (got / order).is_power_of_two()) {
                 return Err(Refused::Rotation { codec, got });
             }
@@ -561,6 +468,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::formats::{FP8, MLX8};
     use crate::kernels::{formats, rows};
 
     #[test]

@@ -1,9 +1,11 @@
 //! The kernels, and the instances of them that plans use most.
 
+use crate::codecs::hadamard_order;
+use crate::encoding;
 use crate::kernels::classify::classify;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{decode, encode, merge};
-use crate::plan::{Tile, decode_instance, merge_instance, order};
+use crate::plan::{Tile, decode_instance, merge_instance};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{Generic, Instance, Kernel};
@@ -33,13 +35,13 @@ pub fn instances() -> Vec<Instance> {
             }
             all.extend(merge_instance(q, codec, dim));
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
-                let generics = encode::generics(codec, dtype, dim);
+                let generics = encoding::encode_generics(codec, dtype, dim);
                 all.extend(match codec.dtype() {
                     None => encode::encode::specialise(&generics),
                     Some(_) => encode::append::specialise(&generics),
                 });
             }
-            let order = order(codec, dim);
+            let order = hadamard_order(codec, dim);
             if order > 0 {
                 all.extend(hadamard::specialise(&[Generic::Usize(dim), Generic::U32(order)]));
             }

@@ -1,9 +1,11 @@
 //! Instances by what they are for, instead of by their generics.
 
+use crate::codecs::hadamard_order;
+use crate::encoding;
 use crate::kernels::classify::classify;
 use crate::kernels::encode;
 use crate::kernels::rotation::hadamard;
-use crate::plan::{DIM_STEP, MOST_DIM, Tile, decode_instance, merge_instance, order};
+use crate::plan::{DIM_STEP, MOST_DIM, Tile, decode_instance, merge_instance};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::text::GenericsError;
@@ -138,7 +140,7 @@ impl std::error::Error for NoInstance {}
 
 /// Whether rows of a codec are stored, and rotated by kernels where the codec rotates.
 fn supports(codec: Codec, dim: usize) -> bool {
-    let order = order(codec, dim) as usize;
+    let order = hadamard_order(codec, dim) as usize;
     codec.supports(dim) && (order == 0 || rotates(dim, order))
 }
 
@@ -179,7 +181,7 @@ impl Variant {
                 if codes != (kernel.name == "encode") {
                     return Err(NoInstance::Stored { codec: self.k_codec, codes: !codes });
                 }
-                let generics = encode::generics(self.k_codec, self.dtype, self.head_dim);
+                let generics = encoding::encode_generics(self.k_codec, self.dtype, self.head_dim);
                 if codes {
                     encode::encode::specialise(&generics)
                 } else {
@@ -191,7 +193,7 @@ impl Variant {
                 if !supports(Codec::Int8, self.head_dim) {
                     return Err(NoInstance::Codec { codec: Codec::Int8, got: self.head_dim });
                 }
-                let order = order(Codec::Int8, self.head_dim);
+                let order = hadamard_order(Codec::Int8, self.head_dim);
                 hadamard::specialise(&[Generic::Usize(self.head_dim), Generic::U32(order)])
             }
             "classify" => classify::specialise(&[]),

@@ -4,9 +4,9 @@
 //! such a shape, launches the kernel, and knows the answer from a computation of another kind: the f64 oracle of attention, sums and
 //! transforms in f64, classes from how a mask was made.
 
-use crate::Rng;
 use crate::laid::{Laid, Layout};
 use crate::machine::{Machine, Values};
+use crate::rng::Rng;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::{CodePages, Side};
 use flashtile_core::codec::{Codec, KvView};
@@ -15,13 +15,15 @@ use flashtile_core::inputs::Inputs;
 use flashtile_core::problem::{Problem, ProblemDesc};
 use flashtile_core::reference;
 use flashtile_core::tensor::TensorView;
+use flashtile_gpu::codecs::{factors, format_id, hadamard_order};
+use flashtile_gpu::encoding::{self, Appended};
 use flashtile_gpu::kernels::classify::{Mask, classify};
-use flashtile_gpu::kernels::encode::{Appended, Rows};
+use flashtile_gpu::kernels::encode::Rows;
 use flashtile_gpu::kernels::formats::{BF16, TQ4};
 use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{classify as classing, copy, decode, encode, rotation};
-use flashtile_gpu::plan::{Plan, Tile, factors, merge_instance, number, order};
+use flashtile_gpu::plan::{Plan, Tile, merge_instance};
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
 use flashtile_kernel::text::Shape;
@@ -455,7 +457,7 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let [batch, keys, q_heads, kv_heads, dim, parts] =
         ["batch", "keys", "q_heads", "kv_heads", "dim", "parts"].map(|name| size(shape, name));
     let (batch, keys, q_heads, kv_heads, dim, parts) = (batch?, keys?, q_heads?, kv_heads?, dim?, parts?);
-    let codec = Codec::ALL.into_iter().find(|&codec| u64::from(number(codec)) == shape.get("format"));
+    let codec = Codec::ALL.into_iter().find(|&codec| u64::from(format_id(codec)) == shape.get("format"));
     let codec = codec.ok_or("a shape of no format")?;
     if codec.row_bytes(dim) as u64 != shape.get("row") {
         return Err(format!("a row of {codec} has {} bytes", codec.row_bytes(dim)));
@@ -669,17 +671,17 @@ fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, Stri
         width: 1,
     };
     let run = Appended { batch: 0, first: 0, rows: count(tokens)?, sequence: 0, position: 0 };
-    let runs = encode::runs(&[run], params.heads).ok_or("more rows than a kernel counts")?;
+    let runs = encoding::runs(&[run], params.heads).ok_or("more rows than a kernel counts")?;
     let groups = count(rows.div_ceil(4).min(APPENDING_GROUPS))?;
     let (x, table, runs) = (Values::elements(dtype, &x), Values::U32(vec![0]), Values::U32(runs));
     let pages = Written::Blank(ScalarType::U8, want.len());
-    let generics = encode::generics(codec, dtype, dim);
+    let generics = encoding::encode_generics(codec, dtype, dim);
     let (inputs, outputs, instance, work) = if codec.dtype().is_some() {
         let instance = encode::append::specialise(&generics);
         (vec![x, table, runs], vec![pages], instance, Work::Append(params, groups))
     } else {
         let instance = encode::encode::specialise(&generics);
-        let (means, numbers) = (Values::F32(vec![0.0]), Values::U32(encode::numbers(codec)));
+        let (means, numbers) = (Values::F32(vec![0.0]), Values::U32(encoding::encode_table(codec)));
         let inputs = vec![x, means, Values::F32(factors(codec, dim)), numbers, table, runs];
         let outputs = vec![pages, Written::Set(Values::U32(vec![u32::MAX]))];
         (inputs, outputs, instance, Work::Encode(params, groups))
@@ -715,7 +717,7 @@ fn rotated(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         }
         row.iter_mut().for_each(|x| *x /= (dim as f64).sqrt());
     });
-    let order = order(Codec::Int8, dim);
+    let order = hadamard_order(Codec::Int8, dim);
     let instance = hadamard::specialise(&[Generic::Usize(dim), Generic::U32(order)]);
     Ok(Job {
         inputs: vec![Values::F32(x), Values::F32(factors)],

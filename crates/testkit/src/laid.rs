@@ -1,14 +1,15 @@
 //! Problems laid out for the kernels of the kernel language, on whatever device runs them.
 
-use super::NotRun;
 use super::machine::{Machine, Values};
+use super::run::NotRun;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
-use flashtile_gpu::plan::{Places, Plan, Refused, Tensors, Tile, codebooks, factors, sequences};
+use flashtile_gpu::codecs::{codebooks, factors};
+use flashtile_gpu::plan::{Places, Plan, Refused, Tensors, Tile, sequences};
 use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
 
 /// What rows of pages are padded to, in bytes.

@@ -1,7 +1,7 @@
 //! Refusals of cache operations, with the numbers that caused them.
 
-use super::{Codec, SeqId};
-use crate::codec::NotStored;
+use super::seq_id::SeqId;
+use crate::codec::{Codec, EncodeError};
 use std::fmt;
 
 /// Why an operation on a cache was refused. The cache is as it was before.
@@ -116,7 +116,7 @@ pub enum CacheError {
         /// Its row of the tensor.
         row: usize,
         /// Why.
-        why: NotStored,
+        why: EncodeError,
     },
     /// A mean that has not an element for each of a head's.
     MeanLength {

@@ -1,8 +1,11 @@
 //! A KV cache in main memory.
 
+use super::desc::{CacheDesc, KeyMean};
+use super::error::CacheError;
+use super::seq_id::SeqId;
+use super::snapshot::Snapshot;
 use super::store::{Layer, Store};
-use super::table::{PageCopy, SeqId, SequenceTable, reserve, total_tokens};
-use super::{CacheDesc, CacheError, KeyMean, Snapshot};
+use super::table::{PageCopy, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
 use crate::codec::{CodePages, KvView, Side};
 use crate::inputs::Inputs;

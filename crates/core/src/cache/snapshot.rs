@@ -1,7 +1,9 @@
 //! The content of a sequence, independent of the cache it came from.
 
+use super::desc::{CacheDesc, CacheLayout};
+use super::error::CacheError;
 use super::table::reserve;
-use super::{CacheDesc, CacheError, CacheLayout, Codec};
+use crate::codec::Codec;
 use crate::limits::MAX_LEN;
 use std::ops::Range;
 

@@ -1,10 +1,9 @@
 //! The bytes of a cache in main memory.
 
+use super::desc::{CacheDesc, MEAN_ROWS};
+use super::error::CacheError;
 use super::table::{PageCopy, Run};
-use super::{CacheDesc, CacheError, Codec, MEAN_ROWS};
-use crate::codec;
-use crate::codec::KvView;
-use crate::codec::{CodePages, Side};
+use crate::codec::{CodePages, Codec, KvView, Side, convert, mean_row};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
@@ -94,7 +93,12 @@ impl Pool {
                     let at = first_byte(shape, row_bytes, [run.page, head, run.row]);
                     let rows = &mut memory[at..at + run.tokens * row_bytes];
                     for (row, into) in rows.chunks_exact_mut(row_bytes).enumerate() {
-                        codec::convert(tensor.dtype(), tensor.row_bytes([0, head, from + row]), *dtype, into);
+                        convert::convert(
+                            tensor.dtype(),
+                            tensor.row_bytes([0, head, from + row]),
+                            *dtype,
+                            into,
+                        );
                     }
                 }
             }
@@ -113,7 +117,7 @@ impl Pool {
                 let into = tensor.row_bytes_mut([0, head, into + row]);
                 match &self.rows {
                     Rows::Elements(memory, from) => {
-                        codec::convert(
+                        convert::convert(
                             *from,
                             &memory[at + row * self.row_bytes..][..self.row_bytes],
                             dtype,
@@ -122,7 +126,7 @@ impl Pool {
                     }
                     Rows::Codes(codes) => {
                         codes.read(run.page, head, run.row + row, x);
-                        codec::from_f32(x, dtype, into);
+                        convert::from_f32(x, dtype, into);
                     }
                 }
             }
@@ -328,9 +332,9 @@ fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
     let mut mean = Vec::with_capacity(heads * dim);
     for head in 0..heads {
         for (row, x) in x.chunks_exact_mut(dim).enumerate() {
-            codec::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
+            convert::to_f32(tensor.dtype(), tensor.row_bytes([0, head, row]), x);
         }
-        mean.extend(codec::mean_row(&x, dim));
+        mean.extend(mean_row(&x, dim));
     }
     mean.iter().all(|x| x.is_finite()).then_some(mean)
 }

@@ -7,31 +7,13 @@
 //! Every operation first finds whether it can be done, without a change that a caller could see, and then does it
 //! without a step that could fail. Bytes that have to move because of it are listed as [`PageCopy`]s.
 
-use super::{CacheError, CacheLayout};
+use super::desc::CacheLayout;
+use super::error::CacheError;
+use super::seq_id::SeqId;
 use crate::block_tables::{BlockTables, NO_PAGE};
 use crate::limits::{MAX_LEN, MAX_SEQUENCES};
-use std::fmt;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-
-/// A sequence of a cache. It names that sequence for ever: no other cache accepts it, and none once the sequence is
-/// removed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct SeqId {
-    /// Identity of the cache.
-    cache: u64,
-    /// Number of sequences that the cache made before this one.
-    serial: u64,
-    /// Place in the table.
-    index: u32,
-}
-
-/// `sequence N`, counted from 0 in the order of creation.
-impl fmt::Display for SeqId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "sequence {}", self.serial)
-    }
-}
 
 /// Consecutive tokens in consecutive rows of a page.
 #[derive(Debug, Clone, Copy)]

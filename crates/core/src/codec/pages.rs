@@ -1,8 +1,13 @@
 //! Pages of quantized rows.
 
-use super::machine::Loops;
-use super::rows::{Job, Pages, Rows};
-use super::{Codec, Coder, MOST_NORM, ScaleRule, versions};
+use super::coder::Coder;
+use super::dispatch;
+use super::encode::{EncodeJob, PageRows, SourceRows};
+use super::error::{EncodeError, PagesError};
+use super::kind::Codec;
+use super::ops::Portable;
+use super::quantizer::ScaleRule;
+use crate::isa::IsaToken;
 use crate::limits::MAX_HEAD_DIM;
 use crate::memory::Zeroed;
 use crate::tensor::TensorView;
@@ -23,115 +28,6 @@ impl Side {
         match self {
             Self::Keys => ScaleRule::Unbiased,
             Self::Values => ScaleRule::LeastSquares,
-        }
-    }
-}
-
-/// Why pages are not made, or not read from or written to buffers.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub enum PagesError {
-    /// The codec stores plain elements.
-    Elements {
-        /// The codec given.
-        codec: Codec,
-    },
-    /// A dimension other than the number of pages is 0.
-    Shape {
-        /// The shape given.
-        shape: [usize; 4],
-    },
-    /// The codec has no rows of this length.
-    Dim {
-        /// The codec given.
-        codec: Codec,
-        /// Elements of a row.
-        dim: usize,
-    },
-    /// An allocation failed.
-    Memory {
-        /// Bytes asked for, or the largest number.
-        bytes: usize,
-    },
-    /// The codec's rows are not those of the format of the buffers.
-    Format {
-        /// The codec given.
-        codec: Codec,
-    },
-    /// A buffer has not the length that the shape demands.
-    Length {
-        /// `codes` or `norms`.
-        buffer: &'static str,
-        /// Elements given.
-        got: usize,
-        /// Elements expected.
-        expected: usize,
-    },
-    /// A norm is negative or not finite.
-    Norm {
-        /// The slot.
-        slot: usize,
-        /// The key/value head.
-        head: usize,
-        /// The row of the slot.
-        row: usize,
-        /// The norm given.
-        norm: f32,
-    },
-    /// A mean is not part of the rows, and the format has no place for it.
-    Mean,
-}
-
-impl std::fmt::Display for PagesError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Elements { codec } => {
-                write!(f, "{codec} stores plain elements, expected a quantizing codec")
-            }
-            Self::Shape { shape } => write!(f, "pages {shape:?} have no rows or no elements"),
-            Self::Dim { codec, dim } => {
-                write!(f, "rows have {dim} elements, expected {} for {codec}", codec.dims())
-            }
-            Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
-            Self::Format { codec } => write!(f, "{codec} is not a format of mlx-native"),
-            Self::Length { buffer, got, expected } => {
-                write!(f, "{buffer} has {got} elements, expected {expected}")
-            }
-            Self::Norm { slot, head, row, norm } => {
-                write!(f, "norm {norm} of row {row} of head {head} of slot {slot} is negative or not finite")
-            }
-            Self::Mean => f.write_str("rows are without a mean, which mlx-native has no place for"),
-        }
-    }
-}
-
-impl std::error::Error for PagesError {}
-
-/// Why a row is not stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum NotStored {
-    /// The codec has no rows of this length.
-    Dim {
-        /// The codec.
-        codec: Codec,
-        /// Elements of the row.
-        dim: usize,
-    },
-    /// It holds a NaN or an infinity.
-    NotFinite,
-    /// Its norm, without the mean, is above [`MOST_NORM`].
-    Norm,
-}
-
-impl std::fmt::Display for NotStored {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Dim { codec, dim } => {
-                write!(f, "has {dim} elements, expected {} for {codec}", codec.dims())
-            }
-            Self::NotFinite => f.write_str("holds a NaN or an infinity"),
-            Self::Norm => write!(f, "has a norm above {MOST_NORM}"),
         }
     }
 }
@@ -240,9 +136,9 @@ impl CodePages {
     ///
     /// # Errors
     /// Head and row of the first token that cannot, of several heads the first.
-    pub fn check(tensor: &TensorView<'_>, mean: Option<&[f32]>) -> Result<(), (NotStored, [usize; 2])> {
-        let rows = Rows { tensor, mean };
-        let refused = versions::first_refused(&rows);
+    pub fn check(tensor: &TensorView<'_>, mean: Option<&[f32]>) -> Result<(), (EncodeError, [usize; 2])> {
+        let rows = SourceRows { tensor, mean };
+        let refused = dispatch::first_refused(IsaToken::best(), &rows);
         refused.map_or(Ok(()), |[head, row]| Err((rows.reason(head, row), [head, row])))
     }
 
@@ -250,9 +146,12 @@ impl CodePages {
     pub fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
         let heads = 0..self.shape[1];
         let bytes = self.page_at(page, heads.start).start..self.page_at(page, heads.end - 1).end;
-        let pages = Pages { bytes: &mut self.memory[bytes], tokens: self.shape[2], rows };
-        let rows = Rows { tensor, mean: self.mean.as_deref() };
-        versions::store(&mut Job { coder: &self.coder, rule: self.side.rule(), rows, from, pages });
+        let pages = PageRows { bytes: &mut self.memory[bytes], tokens: self.shape[2], rows };
+        let rows = SourceRows { tensor, mean: self.mean.as_deref() };
+        dispatch::store(
+            IsaToken::best(),
+            &mut EncodeJob { coder: &self.coder, rule: self.side.rule(), rows, from, pages },
+        );
     }
 
     /// A stored row, the mean included.
@@ -284,11 +183,11 @@ impl CodePages {
     /// Stores a row of a tensor `[pages, heads, page, dim]`.
     ///
     /// # Errors
-    /// [`NotStored`]; the row is as it was then.
+    /// [`EncodeError`]; the row is as it was then.
     ///
     /// # Panics
     /// Where there is no such row, or `x` has another length.
-    pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), NotStored> {
+    pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), EncodeError> {
         let [pages, heads, page, dim] = self.shape;
         let there = place[0] < pages && place[1] < heads && place[2] < page;
         assert!(there, "row {place:?} of pages {:?}", self.shape);
@@ -296,13 +195,16 @@ impl CodePages {
         let tensor = TensorView::bhsd(x, [1, 1, 1, dim]);
         let tensor = &tensor.unwrap_or_else(|_| unreachable!("a row is a tensor"));
         let mean = self.mean.as_deref().map(|mean| &mean[place[1] * dim..][..dim]);
-        let rows = Rows { tensor, mean };
-        if versions::first_refused(&rows).is_some() {
+        let rows = SourceRows { tensor, mean };
+        if dispatch::first_refused(IsaToken::best(), &rows).is_some() {
             return Err(rows.reason(0, 0));
         }
         let bytes = self.page_at(place[0], place[1]);
-        let pages = Pages { bytes: &mut self.memory[bytes], tokens: page, rows: place[2]..place[2] + 1 };
-        versions::store(&mut Job { coder: &self.coder, rule: self.side.rule(), rows, from: 0, pages });
+        let pages = PageRows { bytes: &mut self.memory[bytes], tokens: page, rows: place[2]..place[2] + 1 };
+        dispatch::store(
+            IsaToken::best(),
+            &mut EncodeJob { coder: &self.coder, rule: self.side.rule(), rows, from: 0, pages },
+        );
         Ok(())
     }
 
@@ -373,7 +275,8 @@ impl<'a> CodesView<'a> {
 
     /// A stored row `[dim]`, rotated back, the mean included.
     pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
-        self.coder.decode(self.page(page, head), self.shape[2], row, x);
+        let source = (self.page(page, head), self.shape[2], row..row + 1);
+        dispatch::decode(IsaToken::best(), self.coder, source, x);
         if let Some(mean) = self.mean(head) {
             x.iter_mut().zip(mean).for_each(|(x, mean)| *x += mean);
         }
@@ -385,10 +288,10 @@ impl<'a> CodesView<'a> {
         let mut x = [0.0f32; MAX_HEAD_DIM];
         // What the bytes stand for: products in f32, exact where a code's value has 8 bits and a scale 11.
         let source = (self.page(page, head), self.shape[2], row..row + 1);
-        super::decode_rotated(self.coder, source, &mut x[..dim], dim);
+        dispatch::decode_rotated(IsaToken::best(), self.coder, source, &mut x[..dim], dim);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();
         if let Some(rotation) = self.coder.rotation() {
-            rotation.undo::<f64, Loops>(&mut wide);
+            rotation.undo::<f64, Portable>(&mut wide);
         }
         if let Some(mean) = self.mean(head) {
             wide.iter_mut().zip(mean).for_each(|(x, mean)| *x += f64::from(*mean));

@@ -3,27 +3,25 @@
 //! Rotations are additions of f32 in a fixed order; everything behind them is integers, but for a few numbers of each vector in f64.
 //! Every instruction set gives the same bytes.
 
-use super::levels::{FACTORS, Levels};
-use super::machine::Machine;
+use super::numeric::{greatest, round};
+use super::ops::Ops;
 use super::rotation::Rotation;
-use super::{greatest, round};
+use super::row_layout::SCALE_UNIT;
+use super::tq::codebook::{Codebook, FACTORS, TRIALS};
 use crate::limits::MAX_HEAD_DIM;
 use half::f16;
 
 /// What a scale is to make right: of keys inner products, which it makes unbiased, of values the mean square error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ScaleRule {
+pub(super) enum ScaleRule {
     /// `<x, x> / <x, c>`: the inner product with the vector itself is exact.
     Unbiased,
     /// `<x, c> / <c, c>`: least squares.
     LeastSquares,
 }
 
-/// Scales that are tried for a table: `(72 + 5 t) / 100` of the root mean square. A vector whose greatest coordinate is small is
-/// better off with a smaller one than its norm suggests: that gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
-pub(super) const TRIALS: usize = 8;
-
-/// These parts of the root mean square.
+/// The scales to try are these parts of the root mean square, `(72 + 5 t) / 100`. A vector whose greatest coordinate is small is better off
+/// with a smaller scale than its norm suggests: that gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
 pub(super) const PARTS: [f64; TRIALS] = {
     let (mut parts, mut t) = ([0.0; TRIALS], 0);
     while t < TRIALS {
@@ -50,24 +48,24 @@ struct Fixed {
 
 /// A rotated codec of one dimension.
 #[derive(Debug, Clone)]
-pub(crate) struct Quantizer {
+pub(super) struct Quantizer {
     dim: usize,
-    pub(crate) rotation: Rotation,
+    pub(super) rotation: Rotation,
     /// None for 8-bit integers.
-    pub(super) levels: Option<&'static Levels>,
+    pub(super) levels: Option<&'static Codebook>,
 }
 
 impl Quantizer {
     /// Of `bits` 2 to 6, or 8 for integers.
-    pub(crate) fn new(dim: usize, bits: usize) -> Self {
-        Self { dim, rotation: Rotation::new(dim), levels: (bits < 8).then(|| Levels::of(bits)) }
+    pub(super) fn new(dim: usize, bits: usize) -> Self {
+        Self { dim, rotation: Rotation::new(dim), levels: (bits < 8).then(|| Codebook::of(bits)) }
     }
 
-    /// Codes and scale of a vector of finite numbers, whose norm is at most [`MOST_NORM`](super::MOST_NORM). It is left rotated. All
+    /// Codes and scale of a vector of finite numbers, whose norm is at most [`MAX_NORM`](super::error::MAX_NORM). It is left rotated. All
     /// zeros are codes of 0 with scale 0.
     #[inline(always)]
-    pub(super) fn encode<M: Machine>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
-        self.rotation.apply::<M>(x);
+    pub(super) fn encode<O: Ops>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
+        self.rotation.apply::<O>(x);
         let dim = self.dim;
         let (x, codes) = (&x[..dim], &mut codes[..dim]);
         let most = greatest(x);
@@ -76,13 +74,13 @@ impl Quantizer {
             return f16::ZERO;
         }
         let mut fixed = Fixed { signed: [0; MAX_HEAD_DIM], magnitudes: [0; MAX_HEAD_DIM] };
-        M::fixed(x, ONE / most, &mut fixed.signed, &mut fixed.magnitudes);
-        let energy = M::energy(&fixed.magnitudes[..dim]);
+        O::fixed(x, ONE / most, &mut fixed.signed, &mut fixed.magnitudes);
+        let energy = O::energy(&fixed.magnitudes[..dim]);
         let (xc, cc) = match self.levels {
             None => integers(&fixed, codes),
             Some(levels) => {
                 let rms = (energy as f64 / dim as f64).sqrt();
-                search::<M>(&fixed, levels, rms, codes)
+                search::<O>(&fixed, levels, rms, codes)
             }
         };
         let scale = match rule {
@@ -93,7 +91,7 @@ impl Quantizer {
     }
 
     /// Values of codes, `[64]` for tables; none for integers, which are their values.
-    pub(crate) fn table(&self) -> Option<&'static [i8; 64]> {
+    pub(super) fn table(&self) -> Option<&'static [i8; 64]> {
         self.levels.map(|levels| &levels.signed)
     }
 }
@@ -101,12 +99,12 @@ impl Quantizer {
 /// The scale that is stored, of one in units of the fixed point of a vector with this greatest magnitude.
 #[inline(always)]
 pub(super) fn scale_of(scale: f64, most: f32) -> f32 {
-    (scale * f64::from(most / ONE) * f64::from(super::UNIT)) as f32
+    (scale * f64::from(most / ONE) * f64::from(SCALE_UNIT)) as f32
 }
 
 /// Halves of levels in units of the fixed point, 2^16 times: the edges between levels are such halves.
 #[inline(always)]
-pub(super) fn unit(levels: &Levels) -> f64 {
+pub(super) fn unit(levels: &Codebook) -> f64 {
     f64::from(2 << 16) * FACTORS[levels.bits - 2]
 }
 
@@ -125,7 +123,7 @@ fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
 
 /// Codes of the best of the scales tried: that with which least squares explains most of the energy.
 #[inline(always)]
-fn search<M: Machine>(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]) -> (u64, u64) {
+fn search<O: Ops>(fixed: &Fixed, levels: &Codebook, rms: f64, codes: &mut [u8]) -> (u64, u64) {
     let magnitudes = &fixed.magnitudes[..codes.len()];
     let unit = unit(levels);
     let mut factors = [0u16; TRIALS];
@@ -135,7 +133,7 @@ fn search<M: Machine>(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]
         let x = unit / (rms * part);
         *factor = (x + ROUNDER).to_bits() as u16;
     }
-    let (products, squares) = M::sums(levels, magnitudes, &factors);
+    let (products, squares) = O::sums(levels, magnitudes, &factors);
     let (mut best, mut chosen) = (-1.0f64, 0);
     for t in 0..TRIALS {
         let explained = f64::from(products[t]) * f64::from(products[t]) / f64::from(squares[t]);
@@ -143,7 +141,7 @@ fn search<M: Machine>(fixed: &Fixed, levels: &Levels, rms: f64, codes: &mut [u8]
             (best, chosen) = (explained, t);
         }
     }
-    M::indices(levels, magnitudes, factors[chosen], codes);
+    O::indices(levels, magnitudes, factors[chosen], codes);
     for (code, x) in codes.iter_mut().zip(&fixed.signed) {
         *code |= u8::from(*x < 0) << (levels.bits - 1);
     }

@@ -8,34 +8,14 @@
 //! matrix of order 12 or 20 across its runs. Any other is split into blocks of the powers of two in its binary representation,
 //! the largest first (112 = 64 + 32 + 16). Nothing is padded.
 
-use super::machine::Vectors;
+use super::ops::RotationOps;
+use super::walsh::Real;
 
 /// Signs are bits of SplitMix64 (Steele, Lea and Flood 2014) from this state: bit `i % 64` of output `i / 64`, set for -1.
 const SEED: u64 = 0x666c_6173_6874_696c;
 
 /// Paley's matrices: their orders, and the prime of each.
 const PALEY: [(usize, usize); 2] = [(12, 11), (20, 19)];
-
-/// Numbers that rotate: f32, or f64 for the oracle.
-pub(crate) trait Real:
-    Copy + From<f32> + std::ops::Add<Output = Self> + std::ops::Sub<Output = Self> + std::ops::Mul<Output = Self>
-{
-    fn from_f64(x: f64) -> Self;
-}
-
-impl Real for f32 {
-    #[inline(always)]
-    fn from_f64(x: f64) -> Self {
-        x as Self
-    }
-}
-
-impl Real for f64 {
-    #[inline(always)]
-    fn from_f64(x: f64) -> Self {
-        x
-    }
-}
 
 /// A rotation of vectors of one dimension.
 #[derive(Debug, Clone, PartialEq)]
@@ -68,13 +48,13 @@ impl Block {
     }
 
     #[inline(always)]
-    fn walsh<T: Real, V: Vectors<T>>(&self, x: &mut [T]) {
+    fn walsh<T: Real, O: RotationOps<T>>(&self, x: &mut [T]) {
         if self.order == 1 {
-            return V::walsh(x);
+            return O::walsh(x);
         }
         // A plain loop: a closure would be a function without the caller's instruction set.
         for run in x.chunks_exact_mut(self.run) {
-            V::walsh(run);
+            O::walsh(run);
         }
     }
 }
@@ -113,30 +93,30 @@ impl Rotation {
 
     /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
     #[inline(always)]
-    pub(super) fn apply<V: Vectors<f32>>(&self, x: &mut [f32]) {
-        V::flip(x, &self.signs);
+    pub(super) fn apply<O: RotationOps<f32>>(&self, x: &mut [f32]) {
+        O::flip(x, &self.signs);
         let mut rest = x;
         for block in &self.blocks {
             let (x, tail) = rest.split_at_mut(block.len());
-            block.walsh::<_, V>(x);
+            block.walsh::<_, O>(x);
             across(block, x, false);
-            V::scale(x, f32::from_f64(block.root));
+            O::scale(x, f32::from_f64(block.root));
             rest = tail;
         }
     }
 
     /// Undoes [`Rotation::apply`], up to rounding.
     #[inline(always)]
-    pub(super) fn undo<T: Real, V: Vectors<T>>(&self, y: &mut [T]) {
+    pub(super) fn undo<T: Real, O: RotationOps<T>>(&self, y: &mut [T]) {
         let mut rest = &mut *y;
         for block in &self.blocks {
             let (y, tail) = rest.split_at_mut(block.len());
             across(block, y, true);
-            block.walsh::<_, V>(y);
-            V::scale(y, T::from_f64(block.root));
+            block.walsh::<_, O>(y);
+            O::scale(y, T::from_f64(block.root));
             rest = tail;
         }
-        V::flip(y, &self.signs);
+        O::flip(y, &self.signs);
     }
 }
 
@@ -156,20 +136,6 @@ fn blocks(dim: usize) -> Vec<Block> {
     }
     let powers = (0..usize::BITS).rev().map(|k| 1usize << k);
     powers.filter(|power| dim & power != 0).map(|power| Block::new(1, power)).collect()
-}
-
-/// Butterflies of a distance, twice that, and so on: from 1 on, the Walsh-Hadamard transform, unscaled.
-#[inline(always)]
-pub(super) fn butterflies<T: Real>(x: &mut [T], mut distance: usize) {
-    while distance < x.len() {
-        for pair in x.chunks_exact_mut(2 * distance) {
-            let (low, high) = pair.split_at_mut(distance);
-            for (a, b) in low.iter_mut().zip(high) {
-                (*a, *b) = (*a + *b, *a - *b);
-            }
-        }
-        distance *= 2;
-    }
 }
 
 /// Multiplies with the block's Paley matrix, or its transpose, across runs: sums from the first run to the last.
@@ -208,8 +174,17 @@ fn is_square(prime: usize, x: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use crate::codec::dispatch;
+    use crate::isa::IsaToken;
+
+    fn rotate(rotation: &Rotation, x: &mut [f32]) {
+        dispatch::rotate(IsaToken::best(), rotation, x);
+    }
+
+    fn unrotate(rotation: &Rotation, x: &mut [f32]) {
+        dispatch::unrotate(IsaToken::best(), rotation, x);
+    }
     use super::*;
-    use crate::codec::versions::{rotate, unrotate};
 
     #[test]
     fn rotations_are_orthonormal_and_undone() {

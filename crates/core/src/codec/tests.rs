@@ -1,5 +1,10 @@
-use super::rows::{Job, Pages, Rows};
-use super::*;
+use super::coder::Coder;
+use super::dispatch;
+use super::encode::{EncodeJob, PageRows, SourceRows};
+use super::error::MAX_NORM;
+use super::kind::Codec;
+use super::quantizer::ScaleRule;
+use crate::isa::IsaToken;
 use crate::tensor::TensorView;
 use flashtile_testkit::Rng;
 
@@ -10,9 +15,9 @@ fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
 /// Stores a vector as the row of a page of one.
 fn store(coder: &Coder, x: &[f32], rule: ScaleRule, page: &mut [u8]) {
     let tensor = TensorView::bhsd(x, [1, 1, 1, x.len()]).unwrap();
-    let rows = Rows { tensor: &tensor, mean: None };
-    let pages = Pages { bytes: page, tokens: 1, rows: 0..1 };
-    versions::store(&mut Job { coder, rule, rows, from: 0, pages });
+    let rows = SourceRows { tensor: &tensor, mean: None };
+    let pages = PageRows { bytes: page, tokens: 1, rows: 0..1 };
+    dispatch::store(IsaToken::best(), &mut EncodeJob { coder, rule, rows, from: 0, pages });
 }
 
 /// What comes back of a vector.
@@ -20,7 +25,7 @@ fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
     let mut page = vec![0u8; coder.format().row_bytes()];
     store(coder, x, rule, &mut page);
     let mut back = vec![f32::NAN; x.len()];
-    coder.decode(&page, 1, 0, &mut back);
+    dispatch::decode(IsaToken::best(), coder, (&page, 1, 0..1), &mut back);
     back
 }
 
@@ -131,7 +136,7 @@ fn zeros_spikes_and_extremes() {
                 assert!(back.iter().all(|x| *x == 0.0), "{codec} of {dim}");
             }
             // One coordinate of the largest norm; rotated, it is equal magnitudes where the dimension is one block.
-            for size in [3.0, MOST_NORM] {
+            for size in [3.0, MAX_NORM] {
                 for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
                     let mut spike = vec![0.0f32; dim];
                     spike[dim / 2] = size;
@@ -147,7 +152,7 @@ fn zeros_spikes_and_extremes() {
                     }
                     // What the rotation makes one coordinate of is the worst of a codebook.
                     let Some(rotation) = coder.rotation() else { continue };
-                    crate::codec::unrotate(rotation, &mut spike);
+                    dispatch::unrotate(IsaToken::best(), rotation, &mut spike);
                     let back = there_and_back(&coder, &spike, rule);
                     assert!(back.iter().all(|x| x.is_finite()));
                 }

@@ -7,43 +7,6 @@
 
 use super::super::simd::{TILE, TILE_CHAINS, Tiles};
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
-
-/// Whether the processor has tiles of bf16 and the operating system lets this process use them.
-pub(super) fn available() -> bool {
-    #[target_feature(enable = "xsave")]
-    fn enabled_state() -> u64 {
-        // SAFETY: called where the operating system has enabled the instruction.
-        unsafe { _xgetbv(0) }
-    }
-    const OSXSAVE: u32 = 1 << 27;
-    const TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
-    const TILE_STATE: u64 = 3 << 17;
-    // SAFETY: every x86-64 processor has the instruction; a leaf is asked for where it exists, the state where the
-    // processor says that the operating system has enabled its instruction.
-    #[allow(unused_unsafe, reason = "safe functions in newer toolchains")]
-    let enabled = unsafe {
-        __cpuid(0).eax >= 7
-            && __cpuid(1).ecx & OSXSAVE != 0
-            && __cpuid_count(7, 0).edx & TILE_AND_BF16 == TILE_AND_BF16
-            && enabled_state() & TILE_STATE == TILE_STATE
-    };
-    enabled && permitted()
-}
-
-/// Asks Linux for the state of the tiles, which it gives to processes that ask.
-#[cfg(target_os = "linux")]
-fn permitted() -> bool {
-    const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
-    const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call changes nothing but the permission.
-    unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
-}
-
-#[cfg(not(target_os = "linux"))]
-fn permitted() -> bool {
-    false
-}
 
 /// Shape of the tile registers: palette 1, eight tiles of 16 rows of 64 bytes.
 #[repr(C, align(64))]

@@ -169,4 +169,4 @@ impl Simd for Avx2 {
     }
 }
 
-super::entry_points!(any, Avx2, "avx2,fma,f16c");
+crate::isa::entry::entry_points!(any, Avx2, "avx2,fma,f16c");

@@ -240,16 +240,17 @@ fn bf16_pairs(v: __m512) -> __m512bh {
 
 /// AVX-512 F, BW, DQ and VL.
 pub(super) mod f32_products {
-    use super::super::entry_imports::*;
-    use super::super::{CodeProducts, numbers, vnni};
+    use crate::isa::entry::entry_imports::*;
+    use crate::isa::{numbers, vnni};
+    use crate::kernels::state::CodeProducts;
 
     mod elements {
         type Vectors = super::super::Avx512;
-        crate::isa::entry_points!(any, Vectors, "avx512f,avx512bw,avx512dq,avx512vl");
+        crate::isa::entry::entry_points!(any, Vectors, "avx512f,avx512bw,avx512dq,avx512vl");
     }
     pub(in crate::isa) use elements::LOOPS;
 
-    crate::isa::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
+    crate::isa::entry::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
         fn integer_scores(work: &TaskState<'_>, tile: &Tile) { phases::integer_scores(work, tile, vnni::scores) }
         fn integer_values(work: &TaskState<'_>, tile: &Tile) { phases::integer_values(work, tile, vnni::values) }
         fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, numbers::scores) }
@@ -269,11 +270,11 @@ pub(super) mod f32_products {
 /// AVX-512 with BF16.
 pub(super) mod bf16_products {
     type Vectors = super::Pairs<false>;
-    super::super::entry_points!(pairs, Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    crate::isa::entry::entry_points!(pairs, Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }
 
 /// AVX-512 with BF16 and AMX.
 pub(super) mod amx_products {
     type Tiled = super::Pairs<true>;
-    super::super::entry_points!(pairs, Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    crate::isa::entry::entry_points!(pairs, Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }

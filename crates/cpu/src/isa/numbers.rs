@@ -8,7 +8,7 @@
 
 use super::super::simd::{NumberScores, NumberValues, TILE};
 use super::vnni::{ask, transpose};
-use flashtile_core::codec::{FP8_UNIT, UNIT};
+use flashtile_core::codec::{FP8_SCALE_UNIT, SCALE_UNIT};
 use std::arch::x86_64::*;
 
 /// What is missing of the exponent, as a factor.
@@ -58,7 +58,7 @@ unsafe fn greater(most: __m512i, codes: __m512i) -> __m512i {
 /// The scales of a group, over their unit.
 #[inline(always)]
 unsafe fn factors<const E4M3: bool>(scales: *const u8) -> __m512 {
-    let unit = if E4M3 { FP8_UNIT } else { UNIT };
+    let unit = if E4M3 { FP8_SCALE_UNIT } else { SCALE_UNIT };
     // SAFETY: the caller's: a group has sixteen scales of two bytes.
     unsafe {
         // A scale has no sign.
@@ -305,7 +305,7 @@ mod tests {
     use super::*;
     use crate::plan::STREAM_ROWS;
     use crate::simd::CodeBlock;
-    use flashtile_core::codec::Format;
+    use flashtile_core::codec::RowLayout;
     use flashtile_testkit::Rng;
     use half::f16;
 
@@ -367,7 +367,7 @@ mod tests {
         let at =
             |n: usize| [page[n * TILE * dim..].as_ptr(), std::ptr::null(), scales[n * TILE * 2..].as_ptr()];
         let starts: Vec<[*const u8; 3]> = (0..groups).map(at).collect();
-        let format = Format::new(dim, 8);
+        let format = RowLayout::new(dim, 8);
         let block = CodeBlock { format: &format, levels: None, e4m3, groups: &starts, next: &starts };
 
         let q: Vec<f32> = (0..STREAM_ROWS * dim).map(|_| rng.normal()).collect();

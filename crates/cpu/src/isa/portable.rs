@@ -261,18 +261,18 @@ const fn isa_of(pairs: bool) -> Isa {
     if pairs { Isa::Avx512Bf16 } else { Isa::Portable }
 }
 
-super::entry_points!(any, Portable);
+crate::isa::entry::entry_points!(any, Portable);
 
 /// Kernels of pairs that run anywhere.
 #[cfg(test)]
 pub(crate) mod emulated_pairs {
     type Emulated = super::Array<16, true, false>;
-    super::super::entry_points!(pairs, Emulated);
+    crate::isa::entry::entry_points!(pairs, Emulated);
 }
 
 /// Kernels of tiles that run anywhere.
 #[cfg(test)]
 pub(crate) mod emulated_tiles {
     type Emulated = super::Array<16, true, true>;
-    super::super::entry_points!(pairs, Emulated);
+    crate::isa::entry::entry_points!(pairs, Emulated);
 }

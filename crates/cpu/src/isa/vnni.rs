@@ -6,7 +6,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{CODE_KEYS, CodeScores, CodeValues, TILE};
-use flashtile_core::codec::UNIT;
+use flashtile_core::codec::SCALE_UNIT;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use std::arch::x86_64::*;
 
@@ -64,14 +64,14 @@ unsafe fn index_table<T, const N: usize>(table: &'static [T; N]) -> __m512i {
     unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
 }
 
-/// The scales of a group, divided by [`UNIT`].
+/// The scales of a group, divided by [`SCALE_UNIT`].
 #[inline(always)]
 unsafe fn factors(scales: *const u8) -> __m512 {
     // SAFETY: the caller's: a group has sixteen scales of two bytes.
     unsafe {
         // A scale has no sign.
         let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
-        _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / UNIT))
+        _mm512_mul_ps(_mm512_cvtph_ps(scales), _mm512_set1_ps(1.0 / SCALE_UNIT))
     }
 }
 

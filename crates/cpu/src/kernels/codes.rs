@@ -6,14 +6,15 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{
-    CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, NumberScores, NumberValues, Simd, TILE,
-};
 use super::pack;
 use crate::plan::STREAM_ROWS;
+use crate::simd::{
+    CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, NumberScores, NumberValues, Simd, TILE,
+};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec;
 use flashtile_core::codec::{Coder, CodesView};
+use flashtile_core::isa::IsaToken;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use std::ops::Range;
 
@@ -25,6 +26,8 @@ const LEAST: f32 = 1e-30;
 /// Quantized rows of one head of a sequence.
 #[derive(Clone, Copy)]
 pub(super) struct CodeRows<'a> {
+    /// Of the instruction set that decodes them.
+    token: IsaToken,
     pub(super) view: &'a CodesView<'a>,
     head: usize,
     table: &'a [u32],
@@ -35,6 +38,7 @@ pub(super) struct CodeRows<'a> {
 
 impl<'a> CodeRows<'a> {
     pub(super) fn new(
+        token: IsaToken,
         view: &'a CodesView<'a>,
         head: usize,
         tables: &'a BlockTables,
@@ -42,7 +46,7 @@ impl<'a> CodeRows<'a> {
     ) -> Self {
         let table = &tables.table[sequence * tables.width..][..tables.width];
         let end = if tables.wraps { usize::MAX } else { tables.lens[sequence] };
-        Self { view, head, table, page: tables.page, end }
+        Self { token, view, head, table, page: tables.page, end }
     }
 
     fn dim(&self) -> usize {
@@ -57,7 +61,7 @@ impl<'a> CodeRows<'a> {
     /// Whether products in f32 can be made with codes where they lie.
     pub(super) fn can_be_numbers(&self) -> bool {
         let coder = self.view.coder();
-        let bytes = coder.is_number() || coder.is_integer() && coder.levels().is_none();
+        let bytes = coder.is_fp8() || coder.is_integer() && coder.levels().is_none();
         bytes && self.dim().is_multiple_of(TILE)
     }
 
@@ -78,7 +82,7 @@ impl<'a> CodeRows<'a> {
             let count = (self.page - first).min(rows.end - j);
             let source = (self.page(j / self.page), self.page, first..first + count);
             let (of_page, rest) = x.split_at_mut((count * stride).min(x.len()));
-            codec::decode_rotated(self.view.coder(), source, of_page, stride);
+            codec::decode_rotated(self.token, self.view.coder(), source, of_page, stride);
             (j, x) = (j + count, rest);
         }
     }
@@ -412,7 +416,7 @@ impl Block {
         CodeBlock {
             format: coder.format(),
             levels: coder.levels(),
-            e4m3: coder.is_number(),
+            e4m3: coder.is_fp8(),
             groups: &self.groups[..self.count],
             next: &self.next[..self.count],
         }

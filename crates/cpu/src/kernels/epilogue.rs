@@ -4,7 +4,7 @@
 
 use super::overflow;
 use super::softmax;
-use super::task::{Query, TaskState};
+use super::state::{Query, TaskState};
 use crate::simd::{Simd, store_row};
 use flashtile_core::codec::KvView;
 
@@ -33,6 +33,7 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
                 && let Some(rotation) = codes.coder().rotation()
             {
                 flashtile_core::codec::unrotate(
+                    work.cx.token,
                     rotation,
                     std::slice::from_raw_parts_mut(acc, dims.value_dim),
                 );

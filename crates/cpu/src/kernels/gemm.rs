@@ -6,31 +6,9 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Simd};
-use super::pack::Run;
+use super::operands::{Operands, Source};
 use super::tiles;
-
-/// Row-major matrices, leading strides in elements.
-#[derive(Clone, Copy)]
-pub(super) struct Operands<'a, E> {
-    pub(super) a: *const f32,
-    pub(super) lda: usize,
-    pub(super) b: Source<'a, E>,
-    pub(super) ldb: usize,
-    pub(super) c: *mut f32,
-    pub(super) ldc: usize,
-    /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
-    pub(super) resume: bool,
-}
-
-/// Rows of `B`.
-#[derive(Clone, Copy)]
-pub(super) enum Source<'a, E> {
-    /// In f32, one after another.
-    Packed(*const E),
-    /// Of any type, converted as they are loaded: runs of them and the first column. Memory is asked for meanwhile.
-    Stream(&'a [Run], usize),
-}
+use crate::simd::{Elem, Simd};
 
 #[inline(always)]
 unsafe fn micro<S: Simd, E: Elem, const STREAM: bool, const R: usize, const N: usize>(
@@ -147,7 +125,7 @@ unsafe fn columns<S: Simd, E: Elem, const STREAM: bool>(
 ///
 /// # Safety
 /// As [`Simd`]; `a` is valid for `rows x depth`, `b` for `depth x vectors * LANES`, `c` for `rows x vectors * LANES`. With
-/// tiles, `depth` is a multiple of [`TILE`](super::super::simd::TILE), and so are the rows for which `a` and `c` are valid.
+/// tiles, `depth` is a multiple of [`TILE`](crate::simd::TILE), and so are the rows for which `a` and `c` are valid.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, E: Elem>(shape: (usize, usize), depth: usize, m: Operands<'_, E>) {
     debug_assert!(shape.1 <= S::VECTORS);

@@ -6,7 +6,7 @@
 
 #![allow(unsafe_code)]
 
-use super::Context;
+use super::state::Context;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::limits::MAX_HEAD_DIM;

@@ -2,7 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Rows, Simd, TILE, load_head, with_elem};
+use super::operands::Run;
+use crate::simd::{Elem, LINES, Rows, Simd, TILE, load_head, with_elem};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::block_tables::NO_PAGE;
 use flashtile_core::dtype::Dtype;
@@ -31,20 +32,6 @@ pub(super) struct HeadRows<'a> {
     /// The first row of the sequence, or of page 0.
     origin: *const u8,
     pages: Option<Pages<'a>>,
-}
-
-/// Neighbouring rows at a constant distance, and what is asked for while they are read.
-#[derive(Clone, Copy)]
-pub(super) struct Run {
-    pub(super) start: *const u8,
-    pub(super) rows: usize,
-    /// Bytes from a row to the one that is asked for while it is read. The same for each row of the run.
-    pub(super) ahead: usize,
-}
-
-impl Run {
-    /// No rows.
-    pub(super) const NONE: Self = Self { start: std::ptr::null(), rows: 0, ahead: 0 };
 }
 
 /// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.

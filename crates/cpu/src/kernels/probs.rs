@@ -4,7 +4,7 @@
 
 use super::mask::Class;
 use super::softmax::{self, Modifiers};
-use super::task::{Query, TaskState, Tile};
+use super::state::{Query, TaskState, Tile};
 use crate::simd::Simd;
 
 /// Replaces the scores of a tile by probabilities `2^(score - block_max)`, and stores maximum and sum of each row.

@@ -5,10 +5,11 @@
 use super::codes;
 #[cfg(target_arch = "x86_64")]
 use super::codes::ResultRows;
-use super::gemm::{Operands, Source, gemm};
+use super::gemm::gemm;
+use super::operands::{Operands, Source};
 use super::pack;
+use super::state::{Path, TaskState, Tile};
 use super::stream;
-use super::task::{Path, TaskState, Tile};
 use super::tiles;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{CodeScores, NumberScores};
@@ -54,7 +55,7 @@ impl TaskState<'_> {
                     *self.mean_scores.add(row) = products.sum::<f64>() as f32;
                 }
                 if let Some(rotation) = codes.coder().rotation() {
-                    flashtile_core::codec::rotate(rotation, query);
+                    flashtile_core::codec::rotate(self.cx.token, rotation, query);
                 }
             }
         }

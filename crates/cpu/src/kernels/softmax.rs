@@ -2,7 +2,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
+use super::state::Fold;
+use crate::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::tensor::MaskRow;
 use std::f32::consts::LOG2_E;
@@ -226,22 +227,6 @@ pub(super) unsafe fn softmax<S: Simd>(
             *sums.add(r) = S::reduce_add(sum);
         }
     }
-}
-
-/// Running state of some rows, and one block's result for them.
-#[derive(Clone, Copy)]
-pub(crate) struct Fold {
-    /// Running `[rows, stride]`, maximum and sum; the statistics valid for whole vectors of rows.
-    pub(super) acc: *mut f32,
-    pub(super) max: *mut f32,
-    pub(super) sum: *mut f32,
-    /// The block's `[rows, stride]`.
-    pub(super) values: *const f32,
-    /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows; their memory is used up.
-    pub(super) block_max: *mut f32,
-    pub(super) block_sum: *mut f32,
-    /// Elements of a row, in whole vectors.
-    pub(super) stride: usize,
 }
 
 /// Folds the result of one block into the running state of `rows` rows:

@@ -5,8 +5,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{LINES, Rows, Simd};
 use super::pack::{HeadRows, KeyVector, steps_in};
+use crate::simd::{LINES, Rows, Simd};
 use std::ops::Range;
 
 pub(super) use crate::plan::STREAM_ROWS as MAX_ROWS;

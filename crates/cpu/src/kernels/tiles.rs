@@ -2,10 +2,10 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Simd, TILE, Tiles};
-use super::gemm::{Operands, Source};
+use super::operands::{Operands, Source};
 use super::pack::{HeadRows, KeyVector};
 use super::stream::Scores;
+use crate::simd::{Elem, LINES, Simd, TILE, Tiles};
 use std::ops::Range;
 
 /// Keys of a step of weighted values.

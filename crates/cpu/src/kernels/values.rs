@@ -5,11 +5,13 @@
 use super::codes;
 #[cfg(target_arch = "x86_64")]
 use super::codes::{ResultRows, ValueRows};
-use super::gemm::{Operands, Source, gemm};
+use super::gemm::gemm;
 use super::mask::Class;
-use super::pack::{self, Run};
+use super::operands::Run;
+use super::operands::{Operands, Source};
+use super::pack;
 use super::probs::modifiers;
-use super::task::{Path, TaskState, Tile};
+use super::state::{Path, Products, TaskState, Tile};
 use super::tiles;
 #[cfg(target_arch = "x86_64")]
 use crate::simd::{CodeValues, NumberValues};
@@ -23,28 +25,6 @@ const STREAM_BYTES: usize = 16 << 10;
 
 /// Most runs of values that are multiplied at once. More of them take several products, which go on with the same sums.
 const MAX_RUNS: usize = 16;
-
-/// How a product takes keys.
-#[derive(Clone, Copy)]
-pub(crate) struct Products {
-    /// Keys in an f32 of packed values: 2 where products are of pairs of bf16.
-    pub(crate) keys_per_f32: usize,
-    /// Keys that a product takes at once: it runs over whole multiples, in which other keys have probability and value 0.
-    pub(crate) step: usize,
-}
-
-impl Products {
-    pub(crate) const fn of<S: Simd>() -> Self {
-        let keys_per_f32 = if S::PAIRS { 2 } else { 1 };
-        Self { keys_per_f32, step: if S::TILES { tiles::KEYS } else { keys_per_f32 } }
-    }
-
-    /// Columns in whole steps.
-    #[inline]
-    pub(super) fn whole(self, columns: &Range<usize>) -> Range<usize> {
-        columns.start / self.step * self.step..columns.end.next_multiple_of(self.step)
-    }
-}
 
 /// Cuts a range at the multiples of `step`.
 #[inline]

@@ -1,6 +1,6 @@
 //! Facts of machines, as data: for planning without them.
 
-use super::CpuFacts;
+use super::facts::CpuFacts;
 use flashtile_core::isa::Isa;
 
 const KIB: usize = 1024;

@@ -8,7 +8,8 @@
 //! Where the tasks of a phase would leave threads idle, the long ones are cut along the keys. The first piece goes on with
 //! the state, the others keep a partial result for each block, and a reduction folds these into the state in key order.
 
-use super::{BLOCK_K, PlanOptions};
+use super::sizes::BLOCK_K;
+use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::{Problem, Sequence};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -18,16 +18,11 @@ use super::formats::{F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5};
 use super::formats::{first_bytes, in_planes, scale_bytes, second_bytes};
 use super::rotation::rotate;
 use super::rows::{Row, plane_bits, row_at, source_at};
-use crate::plan::{number, order, scalar};
-use flashtile_core::codec::Codec;
-use flashtile_core::codec::{NotStored, mlx};
-use flashtile_core::dtype::Dtype;
-use flashtile_kernel::Generic;
 use flashtile_kernel::prelude::*;
 
 /// The square of the largest norm that is stored.
 #[constant]
-const MOST_ENERGY: f32 = flashtile_core::codec::MOST_NORM * flashtile_core::codec::MOST_NORM;
+const MAX_ENERGY: f32 = flashtile_core::codec::MAX_NORM * flashtile_core::codec::MAX_NORM;
 
 /// A greatest coordinate below this is that of a vector of zeros.
 #[constant]
@@ -543,7 +538,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
         let page = page_of(table, params, run.sequence, position, head);
         let place =
             row_at::<FORMAT, D>(source_at::<FORMAT, D>(page, 0, 0, params.page), 0, position % params.page);
-        let fits = energy_of(&held, start, D as u32) <= MOST_ENERGY;
+        let fits = energy_of(&held, start, D as u32) <= MAX_ENERGY;
         let all_finite = simd_all(finite);
         if fits {
             if ORDER > 0 {
@@ -631,60 +626,4 @@ pub fn append<T: Element, const FORMAT: u32>(
             }
         }
     }
-}
-
-/// Rows `first..first + rows` of a batch entry that go to positions `position..` of a sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Appended {
-    /// Batch entry of the rows.
-    pub batch: u32,
-    /// First row.
-    pub first: u32,
-    /// Number of rows.
-    pub rows: u32,
-    /// Row of the block table.
-    pub sequence: u32,
-    /// Position of the first row in its sequence.
-    pub position: u32,
-}
-
-/// Runs as kernels take them; `None` where the rows of `heads` heads have no numbers of 31 bits, or positions none of 32.
-pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
-    let mut words = Vec::with_capacity(8 * appended.len());
-    let mut before = 0u32;
-    for run in appended {
-        words.extend([run.batch, run.first, run.rows, run.sequence, run.position, before, 0, 0]);
-        run.position.checked_add(run.rows)?;
-        run.first.checked_add(run.rows)?;
-        before = before.checked_add(run.rows)?;
-    }
-    before.checked_mul(heads).filter(|rows| *rows < 1 << 31)?;
-    Some(words)
-}
-
-/// What [`encode()`] looks up: of `tq`, the level nearest to each number of halves of levels and 256 times its index; of mlx-native, the
-/// bits of the edges between values, ascending, then those of infinity.
-pub fn numbers(codec: Codec) -> Vec<u32> {
-    if let Some((bits, _)) = codec.mlx() {
-        let half = mlx::tables(bits).1;
-        let edges = half.iter().rev().map(|edge| -edge).chain([0.0]).chain(half.iter().copied());
-        return edges.chain(std::iter::repeat(f32::INFINITY)).take(256).map(f32::to_bits).collect();
-    }
-    flashtile_core::codec::nearest_levels(codec).map_or_else(|| vec![0; 256], |known| known.to_vec())
-}
-
-/// The instance of [`encode()`] that stores rows of a dtype, or that of [`append`].
-pub fn generics(codec: Codec, dtype: Dtype, dim: usize) -> Vec<Generic> {
-    let mut generics = vec![Generic::Type(scalar(dtype)), Generic::U32(number(codec))];
-    if codec.dtype().is_none() {
-        generics.extend([Generic::Usize(dim), Generic::U32(order(codec, dim))]);
-    }
-    generics
-}
-
-/// What the status of [`encode()`] says: the row of all runs and the head that was not stored first.
-pub fn refused(status: u32, heads: u32) -> Option<(NotStored, [u32; 2])> {
-    let why = if status & 1 == 1 { NotStored::Norm } else { NotStored::NotFinite };
-    let number = status / 2;
-    (status != u32::MAX).then(|| (why, [number / heads, number % heads]))
 }

@@ -1,10 +1,12 @@
 //! Rows are encoded as the CPU encodes them, byte for byte.
 
 use flashtile_core::codec::Codec;
-use flashtile_core::codec::{CodePages, Coder, MOST_NORM, NotStored, Side};
+use flashtile_core::codec::{CodePages, Coder, EncodeError, MAX_NORM, Side};
 use flashtile_core::dtype::Dtype;
+use flashtile_core::isa::IsaToken;
+use flashtile_gpu::encoding::{self, Appended};
 use flashtile_gpu::kernels::encode;
-use flashtile_gpu::kernels::encode::{Appended, Rows};
+use flashtile_gpu::kernels::encode::Rows;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Generic, Instance, Scalar, bf16, f16};
 use flashtile_testkit::Rng;
@@ -124,7 +126,7 @@ fn elements(dtype: Dtype, numbers: &mut [f32]) -> Memory {
 
 /// Runs a case in the simulator.
 fn run(case: &Case, seed: u64, number: &mut dyn FnMut(usize) -> Vec<f32>) -> u32 {
-    let instance = find(&encode::generics(case.codec, case.dtype, case.dim));
+    let instance = find(&encoding::encode_generics(case.codec, case.dtype, case.dim));
     run_on(&Simulator::new().seed(seed), &instance, case, number)
 }
 
@@ -157,7 +159,7 @@ pub(super) fn run_on(
                 if let Err(why) = wanted.store([to_page, head, to_row], &x[at..at + dim]) {
                     wanted.import(to_page, head, to_row, &vec![0xFF; codec.row_bytes(dim)]);
                     let number = (before + row) * heads as u32 + head as u32;
-                    refused = refused.min(2 * number + u32::from(why == NotStored::Norm));
+                    refused = refused.min(2 * number + u32::from(why == EncodeError::Norm));
                 }
             }
         }
@@ -174,9 +176,10 @@ pub(super) fn run_on(
         page: page as u32,
         width: case.width as u32,
     };
-    let runs = encode::runs(&case.runs, heads as u32).unwrap();
-    let (means, factors) = (Memory::from_slice(&mean), flashtile_gpu::plan::factors(codec, dim));
-    let (factors, numbers) = (Memory::from_slice(&factors), Memory::from_slice(&encode::numbers(codec)));
+    let runs = encoding::runs(&case.runs, heads as u32).unwrap();
+    let (means, factors) = (Memory::from_slice(&mean), flashtile_gpu::codecs::factors(codec, dim));
+    let (factors, numbers) =
+        (Memory::from_slice(&factors), Memory::from_slice(&encoding::encode_table(codec)));
     let (table, runs) = (Memory::from_slice(&case.table), Memory::from_slice(&runs));
     encode::encode::Call {
         x: held.view(),
@@ -212,7 +215,7 @@ pub(super) fn vector(rng: &mut Rng, coder: &Coder, dim: usize, n: usize) -> Vec<
     let gain = 10f32.powi(n as i32 / 18 % 7 - 3);
     let unrotated = |mut x: Vec<f32>| {
         if let Some(rotation) = coder.rotation() {
-            flashtile_core::codec::unrotate(rotation, &mut x);
+            flashtile_core::codec::unrotate(IsaToken::best(), rotation, &mut x);
         }
         x
     };
@@ -222,7 +225,7 @@ pub(super) fn vector(rng: &mut Rng, coder: &Coder, dim: usize, n: usize) -> Vec<
         0 => vec![0.0; dim],
         1 => vec![1.5 * gain; dim],
         2 => spike(n % dim, -3.0 * gain),
-        3 => spike(dim - 1, MOST_NORM),
+        3 => spike(dim - 1, MAX_NORM),
         4 => unrotated(spike(n % dim, gain)),
         5 => unrotated(spike(0, -8191.9)),
         6 => unrotated(
@@ -241,7 +244,7 @@ pub(super) fn vector(rng: &mut Rng, coder: &Coder, dim: usize, n: usize) -> Vec<
         13 => x.iter().map(|x| x * x * x * gain).collect(),
         14 => {
             let norm = x.iter().map(|x| x * x).sum::<f32>().sqrt();
-            x.iter().map(|x| x * (0.9999 * MOST_NORM / norm)).collect()
+            x.iter().map(|x| x * (0.9999 * MAX_NORM / norm)).collect()
         }
         15 => {
             x[dim / 3] = 20.0;
@@ -336,10 +339,10 @@ fn rows_that_are_not_stored_are_reported_and_not_numbers() {
     ] {
         let case = Case::new(codec, Side::Keys, dim);
         for (bad, why) in [
-            (f32::NAN, NotStored::NotFinite),
-            (f32::INFINITY, NotStored::NotFinite),
-            (8300.0, NotStored::Norm),
-            (f32::MAX, NotStored::Norm),
+            (f32::NAN, EncodeError::NotFinite),
+            (f32::INFINITY, EncodeError::NotFinite),
+            (8300.0, EncodeError::Norm),
+            (f32::MAX, EncodeError::Norm),
         ] {
             let mut rng = Rng::new(5);
             let status = run(&case, 5, &mut |n| {
@@ -351,10 +354,10 @@ fn rows_that_are_not_stored_are_reported_and_not_numbers() {
                 x
             });
             // Vector 6 is that of row 3 and head 0, the third of a run that starts at row 1.
-            assert_eq!(encode::refused(status, 2), Some((why, [2, 0])));
+            assert_eq!(encoding::refusal(status, 2), Some((why, [2, 0])));
         }
     }
-    assert_eq!(encode::refused(u32::MAX, 2), None);
+    assert_eq!(encoding::refusal(u32::MAX, 2), None);
 }
 
 /// Integers of all sizes, and such that are nearly powers of two or halves.
@@ -408,7 +411,7 @@ fn scales_are_those_of_f64() {
             let ratio =
                 if unbiased { energy as f64 / products as f64 } else { products as f64 / squares as f64 };
             let scale = f16::from_f32(
-                (ratio * f64::from(most / 32767.0) * f64::from(flashtile_core::codec::UNIT)) as f32,
+                (ratio * f64::from(most / 32767.0) * f64::from(flashtile_core::codec::SCALE_UNIT)) as f32,
             );
             let got = encode::scale_of(energy, products as u32, squares as u32, most, unbiased);
             assert_eq!(got, u32::from(scale.to_bits()), "{energy} {products} {squares} {most} {unbiased}");
@@ -484,16 +487,16 @@ fn numbers_of_e4m3_are_those_of_the_cpu() {
 fn runs_that_have_no_numbers_are_none() {
     let run = Appended { batch: 0, first: 0, rows: 1 << 30, sequence: 0, position: 0 };
     assert!(
-        encode::runs(&[run], 1).is_some()
-            && encode::runs(&[run], 2).is_none()
-            && encode::runs(&[run; 5], 1).is_none()
+        encoding::runs(&[run], 1).is_some()
+            && encoding::runs(&[run], 2).is_none()
+            && encoding::runs(&[run; 5], 1).is_none()
     );
-    assert!(encode::runs(&[Appended { position: u32::MAX, ..run }], 1).is_none());
+    assert!(encoding::runs(&[Appended { position: u32::MAX, ..run }], 1).is_none());
 }
 
 /// Appends rows of elements, in pages of every size.
 fn appended<T: Scalar>(from: Dtype, instance: &Instance, to: Dtype, held: &[T], numbers: &[f32]) {
-    assert_eq!(instance.generics(), encode::generics(Codec::of(to), from, 80));
+    assert_eq!(instance.generics(), encoding::encode_generics(Codec::of(to), from, 80));
     for page in [1, 4, 31, 33, 40] {
         appended_to(page, [from, to], instance, held, numbers);
     }
@@ -527,15 +530,15 @@ fn appended_to<T: Scalar>(
         for (row, head) in (0..run.rows as usize).flat_map(|row| (0..heads).map(move |head| (row, head))) {
             let at = ((run.batch as usize * heads + head) * rows + run.first as usize + row) * stride;
             let mut bytes = vec![0u8; dim * from.bytes()];
-            flashtile_core::codec::from_f32(&numbers[at..at + dim], from, &mut bytes);
+            flashtile_core::codec::convert::from_f32(&numbers[at..at + dim], from, &mut bytes);
             let position = run.position as usize + row;
             let to_page = table[run.sequence as usize * width + position / page % width] as usize;
             let start = ((to_page * heads + head) * page + position % page) * row_bytes;
-            flashtile_core::codec::convert(from, &bytes, to, &mut wanted[start..start + row_bytes]);
+            flashtile_core::codec::convert::convert(from, &bytes, to, &mut wanted[start..start + row_bytes]);
         }
     }
     let groups = [2, runs.len() as u32, 1];
-    let runs = Memory::from_slice(&encode::runs(&runs, heads as u32).unwrap());
+    let runs = Memory::from_slice(&encoding::runs(&runs, heads as u32).unwrap());
     let (x, table) = (Memory::from_slice(&x), Memory::from_slice(&table));
     encode::append::Call {
         x: x.view(),

@@ -8,11 +8,13 @@ use flashtile_core::codec::{Coder, Side};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
+use flashtile_gpu::codecs::factors;
+use flashtile_gpu::encoding;
 use flashtile_gpu::kernels::classify::{Mask, classify};
 use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::plan::{Tile, factors};
+use flashtile_gpu::plan::Tile;
 use flashtile_gpu::registry::instances;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::text::Instance;
@@ -396,7 +398,7 @@ fn codes_of_rows_are_those_of_the_cpu() {
     let codecs: Vec<Codec> = Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()).collect();
     let failed = each(&codecs, |&codec| {
         let case = Rows::new(codec, Side::Keys, dim(codec));
-        let generics = encode::generics(codec, Dtype::F32, dim(codec));
+        let generics = encoding::encode_generics(codec, Dtype::F32, dim(codec));
         let instance = encode::encode::specialise(&generics).map_err(|why| why.to_string())?;
         let (mut rng, coder) = (Rng::new(11), Coder::new(codec, dim(codec)).unwrap());
         run_on(&device, &instance, &case, &mut |n| {

@@ -1,6 +1,7 @@
 //! The rotation is that of the codecs, bit for bit.
 
 use flashtile_core::codec::{Rotation, rotate, unrotate};
+use flashtile_core::isa::IsaToken;
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_kernel::Instance;
 use flashtile_kernel::simulator::{Memory, Simulator};
@@ -11,14 +12,14 @@ fn bits(numbers: &[f32]) -> Vec<u32> {
 }
 
 fn same_bits(instance: &Instance, dim: usize) {
-    let rotation = Rotation::new(dim);
+    let (rotation, token) = (Rotation::new(dim), IsaToken::best());
     let mut rng = Rng::new(dim as u64);
     for (rows, back) in [(1, false), (3, true), (31, false), (33, true)] {
         let numbers: Vec<f32> =
             (0..rows * dim).map(|n| rng.normal() * 10f32.powi((n / dim) as i32 % 9 - 4)).collect();
         let mut wanted = numbers.clone();
         for row in wanted.chunks_exact_mut(dim) {
-            if back { unrotate(&rotation, row) } else { rotate(&rotation, row) }
+            if back { unrotate(token, &rotation, row) } else { rotate(token, &rotation, row) }
         }
         let (x, factors) = (Memory::from_slice(&numbers), Memory::from_slice(&rotation.factors()));
         let mut out = Memory::uninit::<f32>(rows * dim);

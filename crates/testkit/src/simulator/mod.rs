@@ -4,7 +4,7 @@ mod natives;
 
 use super::laid::{ALIGNED, Laid, Layout, accumulation, write};
 use super::machine::{Values, blank};
-use super::{NotRun, Ran, Runner};
+use super::run::{NotRun, Ran, Runner};
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;

@@ -1,12 +1,13 @@
 //! Native code of the instances that problems of the simulator run.
 
 use flashtile_core::codec::Codec;
+use flashtile_gpu::codecs::{format_id, hadamard_order};
 use flashtile_gpu::kernels::classify::classify;
 use flashtile_gpu::kernels::decode::decode;
 use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::merge::merge;
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::plan::{Side, number, order};
+use flashtile_gpu::plan::Side;
 use flashtile_kernel::{Instance, bf16, f16};
 
 /// Dimensions of keys and values.
@@ -21,8 +22,8 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
         "decode" => decodes(),
         "merge" => merges(),
         "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
-        "encode" => vec![encode::encode::instance::<bf16, { number(Codec::Tq4) }, 128, 1>()],
-        "append" => vec![encode::append::instance::<bf16, { number(Codec::BF16) }>()],
+        "encode" => vec![encode::encode::instance::<bf16, { format_id(Codec::Tq4) }, 128, 1>()],
+        "append" => vec![encode::append::instance::<bf16, { format_id(Codec::BF16) }>()],
         _ => vec![classify::instance()],
     };
     all.into_iter().find(|instance| {
@@ -33,8 +34,8 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
 /// Type of q and of both products, codecs, dimension.
 macro_rules! decode {
     ($q:ident $product:ident $k:ident $v:ident $d:literal) => {{
-        const K: Side = Side::new(number(Codec::$k), $d, 4, size_of::<$product>() / 2);
-        const V: Side = Side::new(number(Codec::$v), $d, 8, size_of::<$product>() / 2);
+        const K: Side = Side::new(format_id(Codec::$k), $d, 4, size_of::<$product>() / 2);
+        const V: Side = Side::new(format_id(Codec::$v), $d, 8, size_of::<$product>() / 2);
         decode::instance::<
             $q,
             $product,
@@ -58,7 +59,7 @@ macro_rules! decode {
             1,
             1,
             2,
-            { order(Codec::$k, $d) },
+            { hadamard_order(Codec::$k, $d) },
             false,
         >()
     }};

@@ -1,22 +1,50 @@
 //! Rows of tensors that are to be stored.
 
-use super::machine::{Loops, Machine};
-use super::{Coder, MOST_NORM, NotStored, ScaleRule, energy};
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+
+use super::coder::Coder;
+use super::error::{EncodeError, MAX_NORM};
+use super::numeric::energy;
+#[cfg(target_arch = "x86_64")]
+use super::ops::avx2::Avx2;
+use super::ops::{Ops, Portable};
+use super::quantizer::ScaleRule;
 use crate::limits::MAX_HEAD_DIM;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
+/// Whole rows, where an instruction set has a way of its own for them.
+pub(super) trait EncodeRows: Ops {
+    /// Stores rows, the same bytes; returns false, having done nothing, where there is no such way.
+    #[inline(always)]
+    fn store(_: &mut EncodeJob<'_>) -> bool {
+        false
+    }
+
+    /// Whether the energy of a row, without the mean, is certainly below the limit: by more than the order of a sum can change.
+    #[inline(always)]
+    fn is_short(_: &SourceRows<'_>, _head: usize, _row: usize) -> bool {
+        false
+    }
+}
+
+impl EncodeRows for Portable {}
+
+#[cfg(target_arch = "x86_64")]
+impl EncodeRows for Avx2 {}
+
 /// The greatest energy of a row that is stored.
-pub(super) const MOST_ENERGY: f32 = MOST_NORM * MOST_NORM;
+pub(super) const MAX_ENERGY: f32 = MAX_NORM * MAX_NORM;
 
 /// Rows of a tensor `[1, heads, rows, dim]`, without a mean `[heads, dim]`.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'a> {
+pub(super) struct SourceRows<'a> {
     pub(super) tensor: &'a TensorView<'a>,
     pub(super) mean: Option<&'a [f32]>,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> SourceRows<'a> {
     /// The elements of a row, the mean not taken out.
     #[inline(always)]
     pub(super) fn row(&self, head: usize, row: usize) -> &'a [u8] {
@@ -32,8 +60,8 @@ impl<'a> Rows<'a> {
 
     /// A row as f32.
     #[inline(always)]
-    pub(super) fn load<M: Machine>(&self, head: usize, row: usize, x: &mut [f32]) {
-        M::widen(self.tensor.dtype(), self.row(head, row), x);
+    pub(super) fn load<O: Ops>(&self, head: usize, row: usize, x: &mut [f32]) {
+        O::widen(self.tensor.dtype(), self.row(head, row), x);
         if let Some(mean) = self.mean(head) {
             for (x, mean) in x.iter_mut().zip(mean) {
                 *x -= mean;
@@ -42,24 +70,24 @@ impl<'a> Rows<'a> {
     }
 
     /// Why a row that is refused is.
-    pub(super) fn reason(&self, head: usize, row: usize) -> NotStored {
+    pub(super) fn reason(&self, head: usize, row: usize) -> EncodeError {
         let mut x = [0.0f32; MAX_HEAD_DIM];
         let x = &mut x[..self.tensor.shape()[3]];
-        self.load::<Loops>(head, row, x);
-        if x.iter().all(|x| x.is_finite()) { NotStored::Norm } else { NotStored::NotFinite }
+        self.load::<Portable>(head, row, x);
+        if x.iter().all(|x| x.is_finite()) { EncodeError::Norm } else { EncodeError::NotFinite }
     }
 
     /// Head and row of the first token that is too long or not finite, of several heads the first.
     #[inline(always)]
-    pub(super) fn first_refused<M: Machine>(&self) -> Option<[usize; 2]> {
+    pub(super) fn first_refused<O: EncodeRows>(&self) -> Option<[usize; 2]> {
         let [_, heads, rows, dim] = self.tensor.shape();
         let mut x = [0.0f32; MAX_HEAD_DIM];
         for row in 0..rows {
             for head in 0..heads {
-                if M::is_short(self, head, row) {
+                if O::is_short(self, head, row) {
                     continue;
                 }
-                self.load::<M>(head, row, &mut x[..dim]);
+                self.load::<O>(head, row, &mut x[..dim]);
                 if !is_storable(energy(&x[..dim])) {
                     return Some([head, row]);
                 }
@@ -71,11 +99,11 @@ impl<'a> Rows<'a> {
 
 /// Whether a row of this energy can be stored; it is no number or infinite where a coordinate is.
 pub(super) fn is_storable(energy: f32) -> bool {
-    energy <= MOST_ENERGY
+    energy <= MAX_ENERGY
 }
 
 /// Rows of a page of every head.
-pub(super) struct Pages<'a> {
+pub(super) struct PageRows<'a> {
     /// `[heads]` pages.
     pub(super) bytes: &'a mut [u8],
     /// Tokens of a page.
@@ -84,23 +112,23 @@ pub(super) struct Pages<'a> {
 }
 
 /// Rows of a tensor and where they go.
-pub(super) struct Job<'a> {
+pub(super) struct EncodeJob<'a> {
     pub(super) coder: &'a Coder,
     pub(super) rule: ScaleRule,
-    pub(super) rows: Rows<'a>,
+    pub(super) rows: SourceRows<'a>,
     /// The tensor's row that is the first.
     pub(super) from: usize,
-    pub(super) pages: Pages<'a>,
+    pub(super) pages: PageRows<'a>,
 }
 
-impl Job<'_> {
-    /// Stores the rows. They are finite, and their norms at most [`MOST_NORM`].
+impl EncodeJob<'_> {
+    /// Stores the rows. They are finite, and their norms at most [`MAX_NORM`].
     #[inline(always)]
-    pub(super) fn run<M: Machine>(&mut self) {
-        if M::store(self) {
+    pub(super) fn run<O: EncodeRows>(&mut self) {
+        if O::store(self) {
             return;
         }
-        let Pages { bytes, tokens, rows } = &mut self.pages;
+        let PageRows { bytes, tokens, rows } = &mut self.pages;
         let [_, heads, _, dim] = self.rows.tensor.shape();
         let page_bytes = *tokens * self.coder.format().row_bytes();
         let mut x = [0.0f32; MAX_HEAD_DIM];
@@ -108,8 +136,8 @@ impl Job<'_> {
         for row in rows.clone() {
             for head in 0..heads {
                 let page = &mut bytes[head * page_bytes..][..page_bytes];
-                self.rows.load::<M>(head, self.from + row - rows.start, &mut x[..dim]);
-                self.coder.encode::<M>(&mut x[..dim], self.rule, (page, *tokens, row));
+                self.rows.load::<O>(head, self.from + row - rows.start, &mut x[..dim]);
+                self.coder.encode::<O>(&mut x[..dim], self.rule, (page, *tokens, row));
             }
         }
     }

@@ -11,6 +11,12 @@ use std::ops::Range;
 /// Bytes of the scale of a row.
 const SCALE: usize = 2;
 
+/// A code stands for its level times the stored scale, divided by this.
+pub const SCALE_UNIT: f32 = 128.0;
+
+/// As [`SCALE_UNIT`], for e4m3 codes.
+pub const FP8_SCALE_UNIT: f32 = 256.0;
+
 /// The scale of a row, which has no sign: that bit is not read.
 #[inline(always)]
 pub(super) fn scale(bytes: &[u8]) -> f16 {
@@ -29,7 +35,7 @@ pub struct Plane {
 
 /// The planes of a quantized row.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Format {
+pub struct RowLayout {
     dim: usize,
     planes: [Plane; 2],
     count: usize,
@@ -37,7 +43,7 @@ pub struct Format {
     scale: usize,
 }
 
-impl Format {
+impl RowLayout {
     /// Of codes of `bits`, 2 to 6, or 8 for whole bytes.
     pub fn new(dim: usize, bits: usize) -> Self {
         let mut planes_of = [Plane { bytes: dim, bits: 8, from: 0 }; 2];
@@ -157,8 +163,8 @@ mod tests {
     fn rows_do_not_share_bytes_and_fill_the_page() {
         for bits in [2, 3, 4, 5, 6, 8] {
             for (dim, page) in [(128, 64), (96, 16), (33, 3), (80, 1)] {
-                let format = Format::new(dim, bits);
-                assert_eq!(format.row_bytes(), Format::bytes(dim, bits));
+                let format = RowLayout::new(dim, bits);
+                assert_eq!(format.row_bytes(), RowLayout::bytes(dim, bits));
                 let mut owner = vec![usize::MAX; page * format.row_bytes()];
                 for row in 0..page {
                     for place in format.places(page, row..row + 1) {
@@ -191,7 +197,7 @@ mod tests {
 
     #[test]
     fn sizes_of_rows() {
-        let bytes = |bits| Format::bytes(128, bits);
+        let bytes = |bits| RowLayout::bytes(128, bits);
         assert_eq!([2, 3, 4, 5, 6, 8].map(bytes), [34, 50, 66, 82, 98, 130]);
     }
 }

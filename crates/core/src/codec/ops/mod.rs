@@ -1,16 +1,19 @@
-//! What instruction sets do in their own ways: the same bits by other instructions.
+//! Steps of the codecs that instruction sets have instructions for: the same bits, by other instructions.
+
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx2;
+#[cfg(target_arch = "x86_64")]
+pub(super) mod avx512;
 
 use super::convert::widen;
-use super::levels::Levels;
-use super::quantizer::TRIALS;
-use super::rotation::{Real, butterflies};
-use super::round;
-use super::rows::{Job, Rows};
+use super::numeric::round;
+use super::tq::codebook::{Codebook, TRIALS};
+use super::walsh::{Real, butterflies};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 
-/// Vectors of numbers. Registers of one width throughout: a load of a wide one waits for stores of narrow ones.
-pub(super) trait Vectors<T: Real> {
+/// Steps of a rotation. An implementation uses registers of one width: a load of a wide one waits for stores of narrow ones.
+pub(super) trait RotationOps<T: Real> {
     /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
     #[inline(always)]
     fn walsh(x: &mut [T]) {
@@ -34,21 +37,9 @@ pub(super) trait Vectors<T: Real> {
     }
 }
 
-/// An instruction set. Only called by functions that are compiled for it; what is not its own is what a compiler makes of loops.
-pub(super) trait Machine: Vectors<f32> {
-    /// Stores rows in a way of its own, the same bytes; false where it has none for them, and nothing was done.
-    #[inline(always)]
-    fn store(_: &mut Job<'_>) -> bool {
-        false
-    }
-
-    /// Whether the energy of a row of a tensor, without the mean, is below what a row may have by more than sums can differ by their order. Where
-    /// it is hard to say, false.
-    #[inline(always)]
-    fn is_short(_: &Rows<'_>, _head: usize, _row: usize) -> bool {
-        false
-    }
-
+/// Steps of encoder and decoder. Called by functions that are compiled for the instruction set alone; a method that is not overridden is
+/// what the compiler makes of a loop.
+pub(super) trait Ops: RotationOps<f32> {
     /// A row of elements as f32.
     #[inline(always)]
     fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
@@ -77,13 +68,17 @@ pub(super) trait Machine: Vectors<f32> {
     /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
     /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
     #[inline(always)]
-    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+    fn sums(
+        codebook: &Codebook,
+        magnitudes: &[u16],
+        factors: &[u16; TRIALS],
+    ) -> ([u32; TRIALS], [u32; TRIALS]) {
         let (mut halves, mut nearest) = ([0u8; MAX_HEAD_DIM], [0u8; MAX_HEAD_DIM]);
         let (halves, nearest) = (&mut halves[..magnitudes.len()], &mut nearest[..magnitudes.len()]);
         let (mut products, mut squares) = ([0; TRIALS], [0; TRIALS]);
         for (factor, (xc, cc)) in factors.iter().zip(products.iter_mut().zip(&mut squares)) {
             in_halves(magnitudes, *factor, halves);
-            levels.nearest(halves, nearest);
+            codebook.nearest(halves, nearest);
             for (x, level) in magnitudes.iter().zip(&*nearest) {
                 *xc += u32::from(*x) * u32::from(*level);
                 *cc += u32::from(u16::from(*level) * u16::from(*level));
@@ -94,11 +89,11 @@ pub(super) trait Machine: Vectors<f32> {
 
     /// The indices of the levels with one factor.
     #[inline(always)]
-    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+    fn indices(codebook: &Codebook, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
         let mut halves = [0u8; MAX_HEAD_DIM];
         let halves = &mut halves[..magnitudes.len()];
         in_halves(magnitudes, factor, halves);
-        levels.indices(halves, indices);
+        codebook.indices(halves, indices);
     }
 
     /// Replaces codes below 64 by the bits of their levels.
@@ -110,11 +105,11 @@ pub(super) trait Machine: Vectors<f32> {
     }
 }
 
-/// Any machine.
-pub(super) struct Loops;
+/// Loops that run anywhere.
+pub(super) struct Portable;
 
-impl<T: Real> Vectors<T> for Loops {}
-impl Machine for Loops {}
+impl<T: Real> RotationOps<T> for Portable {}
+impl Ops for Portable {}
 
 #[inline(always)]
 fn in_halves(magnitudes: &[u16], factor: u16, halves: &mut [u8]) {

@@ -6,26 +6,30 @@
 
 use super::lloyd;
 
+/// How many scales the encoder tries for a vector.
+pub(in crate::codec) const TRIALS: usize = 8;
+
 /// What the tables of 2 to 6 bits are multiplied by.
-pub(super) const FACTORS: [f64; 5] = [84.1, 45.3, 45.2, 29.0, 28.8];
+pub(in crate::codec) const FACTORS: [f64; 5] = [84.1, 45.3, 45.2, 29.0, 28.8];
 
 /// The codebook of codes of `bits`: bit `bits - 1` is the sign, the others the index of the magnitude.
 #[derive(Debug, PartialEq)]
-pub(super) struct Levels {
-    pub(super) bits: usize,
+pub(in crate::codec) struct Codebook {
+    pub(in crate::codec) bits: usize,
     /// Magnitudes, ascending: the first `count`.
     half: [u8; 32],
     count: usize,
     /// Magnitude and index of the level nearest to each number of halves of levels: a number on an edge belongs to the greater level.
-    pub(super) nearest_of: [u8; 256],
-    pub(super) index_of: [u8; 256],
+    pub(in crate::codec) nearest_of: [u8; 256],
+    pub(in crate::codec) index_of: [u8; 256],
     /// Of each code; what is no code has the level of its lower bits.
-    pub(super) signed: [i8; 64],
+    pub(in crate::codec) signed: [i8; 64],
 }
 
-static LEVELS: [Levels; 5] = [Levels::new(2), Levels::new(3), Levels::new(4), Levels::new(5), Levels::new(6)];
+static CODEBOOKS: [Codebook; 5] =
+    [Codebook::new(2), Codebook::new(3), Codebook::new(4), Codebook::new(5), Codebook::new(6)];
 
-impl Levels {
+impl Codebook {
     const fn new(bits: usize) -> Self {
         let (count, mut half, mut signed) = (1 << (bits - 1), [0u8; 32], [0i8; 64]);
         let mut n = 0;
@@ -56,13 +60,13 @@ impl Levels {
     }
 
     /// Of `bits`, 2 to 6.
-    pub(super) fn of(bits: usize) -> &'static Self {
-        &LEVELS[bits - 2]
+    pub(in crate::codec) fn of(bits: usize) -> &'static Self {
+        &CODEBOOKS[bits - 2]
     }
 
     /// The level nearest to each number of halves of levels: a number on an edge belongs to the greater level.
     #[inline(always)]
-    pub(super) fn nearest(&self, halves: &[u8], levels: &mut [u8]) {
+    pub(in crate::codec) fn nearest(&self, halves: &[u8], levels: &mut [u8]) {
         levels.fill(self.half[0]);
         for pair in self.half().windows(2) {
             let (edge, step) = (pair[0] + pair[1], pair[1] - pair[0]);
@@ -74,7 +78,7 @@ impl Levels {
 
     /// The index of the level nearest to each number of halves of levels.
     #[inline(always)]
-    pub(super) fn indices(&self, halves: &[u8], indices: &mut [u8]) {
+    pub(in crate::codec) fn indices(&self, halves: &[u8], indices: &mut [u8]) {
         indices.fill(0);
         for pair in self.half().windows(2) {
             let edge = pair[0] + pair[1];
@@ -91,7 +95,7 @@ mod tests {
 
     #[test]
     fn levels_of_the_formats() {
-        let half = |bits| Levels::of(bits).half();
+        let half = |bits| Codebook::of(bits).half();
         assert_eq!(half(2), [38, 127]);
         assert_eq!(half(3), [11, 34, 61, 97]);
         assert_eq!(half(4), [6, 18, 30, 43, 57, 73, 94, 124]);
@@ -105,7 +109,7 @@ mod tests {
     #[test]
     fn numbers_go_to_the_nearest_level() {
         for bits in 2..=6 {
-            let levels = Levels::of(bits);
+            let levels = Codebook::of(bits);
             let halves: Vec<u8> = (0..=255).collect();
             let (mut nearest, mut indices) = (vec![0u8; 256], vec![0u8; 256]);
             levels.nearest(&halves, &mut nearest);

@@ -1,4 +1,10 @@
-//! Instruction sets of the CPU kernels.
+//! Instruction sets of this crate's codecs and of the CPU kernels, and the proof that the machine has one.
+
+mod token;
+
+pub use token::IsaToken;
+#[cfg(feature = "testkit")]
+pub use token::counts;
 
 use crate::dtype::Dtype;
 

@@ -1,153 +1,143 @@
-//! Rotation, encoder and decoder compiled for several instruction sets. What they do in ways of their own is a
-//! [`Machine`](super::machine::Machine)'s; the bytes are the same: products are integers, and sums of f32 have a fixed order.
+//! Encoder, decoder and rotation compiled for each instruction set. The bytes are the same: products are integers, and sums of f32 have a
+//! fixed order.
 
-#![allow(unsafe_code, reason = "functions of an instruction set that the machine was asked for")]
+#![allow(unsafe_code, reason = "a token proves that the machine has the instructions")]
 
+use super::coder::{Coder, Source};
+use super::encode::{EncodeJob, SourceRows};
+use super::ops::Portable;
 #[cfg(target_arch = "x86_64")]
-use super::avx2::Avx2;
+use super::ops::avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
-use super::avx512::{Avx512, Vbmi};
-use super::machine::Loops;
-use super::rows::{Job, Rows};
-use super::{Coder, Rotation};
-use std::ops::Range;
-use std::sync::OnceLock;
-
-/// Bytes of a page, its tokens, and a row or several.
-pub(super) type Place<'a> = (&'a mut [u8], usize, usize);
-pub(super) type Source<'a> = (&'a [u8], usize, Range<usize>);
+use super::ops::avx512::{Avx512, Vbmi};
+use super::rotation::Rotation;
+use crate::isa::{Isa, IsaToken};
 
 /// The functions of one instruction set.
 #[derive(Clone, Copy)]
-struct Version {
-    store: unsafe fn(&mut Job<'_>),
-    first_refused: unsafe fn(&Rows<'_>) -> Option<[usize; 2]>,
+struct Functions {
+    store: unsafe fn(&mut EncodeJob<'_>),
+    first_refused: unsafe fn(&SourceRows<'_>) -> Option<[usize; 2]>,
     decode: unsafe fn(&Coder, Source<'_>, &mut [f32], usize),
     rotate: unsafe fn(&Rotation, &mut [f32]),
     unrotate: unsafe fn(&Rotation, &mut [f32]),
 }
 
 /// Stores rows that can be stored.
-pub(super) fn store(job: &mut Job<'_>) {
-    // SAFETY: the machine has the instruction set.
-    unsafe { (best().store)(job) }
+pub(super) fn store(token: IsaToken, job: &mut EncodeJob<'_>) {
+    // SAFETY: the token proves that the machine has the instruction set.
+    unsafe { (functions(token).store)(job) }
 }
 
-/// Head and row of the first token that cannot be stored, of several heads the first.
-pub(super) fn first_refused(rows: &Rows<'_>) -> Option<[usize; 2]> {
-    // SAFETY: the machine has the instruction set.
-    unsafe { (best().first_refused)(rows) }
+/// Head and row of the first token that cannot be stored, the first head of several.
+pub(super) fn first_refused(token: IsaToken, rows: &SourceRows<'_>) -> Option<[usize; 2]> {
+    // SAFETY: as above.
+    unsafe { (functions(token).first_refused)(rows) }
 }
 
-/// Stored rows of a page, in the rotated domain where the codec rotates: codes times the scale. `x` is `[rows, stride]`.
-pub fn decode_rotated(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
-    // SAFETY: the machine has the instruction set.
-    unsafe { (best().decode)(coder, source, x, stride) }
+/// Decodes stored rows of a page: values of codes times the scale, in the rotated domain where the codec rotates. `x` is
+/// `[rows, stride]`.
+pub fn decode_rotated(token: IsaToken, coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
+    // SAFETY: as above.
+    unsafe { (functions(token).decode)(coder, source, x, stride) }
+}
+
+/// Decodes one stored row of a page, rotated back.
+pub(super) fn decode(token: IsaToken, coder: &Coder, source: Source<'_>, x: &mut [f32]) {
+    decode_rotated(token, coder, source, x, x.len());
+    if let Some(rotation) = coder.rotation() {
+        unrotate(token, rotation, x);
+    }
 }
 
 /// Rotates a vector.
-pub fn rotate(rotation: &Rotation, x: &mut [f32]) {
-    // SAFETY: the machine has the instruction set.
-    unsafe { (best().rotate)(rotation, x) }
+pub fn rotate(token: IsaToken, rotation: &Rotation, x: &mut [f32]) {
+    // SAFETY: as above.
+    unsafe { (functions(token).rotate)(rotation, x) }
 }
 
 /// Undoes [`rotate`], up to rounding.
-pub fn unrotate(rotation: &Rotation, y: &mut [f32]) {
-    // SAFETY: the machine has the instruction set.
-    unsafe { (best().unrotate)(rotation, y) }
+pub fn unrotate(token: IsaToken, rotation: &Rotation, y: &mut [f32]) {
+    // SAFETY: as above.
+    unsafe { (functions(token).unrotate)(rotation, y) }
 }
 
-macro_rules! version {
-    ($name:ident, $machine:ty $(, $features:literal)?) => {
-        mod $name {
-            use super::{Coder, Job, Rotation, Rows, Source};
+/// The functions for a token: those of the largest instruction set that codecs are compiled for and that it contains.
+#[inline]
+fn functions(token: IsaToken) -> &'static Functions {
+    match token.counted() {
+        Isa::Portable => &portable::FUNCTIONS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => &avx2::FUNCTIONS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => &avx512::FUNCTIONS,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => &vbmi::FUNCTIONS,
+        #[cfg(not(target_arch = "x86_64"))]
+        Isa::Avx2 | Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 | Isa::Amx => &portable::FUNCTIONS,
+    }
+}
 
-            pub(super) const VERSION: super::Version =
-                super::Version { store, first_refused, decode, rotate, unrotate };
+/// Compiles the functions for an instruction set.
+macro_rules! functions {
+    ($name:ident, $ops:ty $(, $features:literal)?) => {
+        mod $name {
+            use super::{Coder, EncodeJob, Rotation, Source, SourceRows};
+
+            pub(super) static FUNCTIONS: super::Functions =
+                super::Functions { store, first_refused, decode, rotate, unrotate };
 
             $(#[target_feature(enable = $features)])?
-            fn store(job: &mut Job<'_>) {
-                job.run::<$machine>();
+            fn store(job: &mut EncodeJob<'_>) {
+                job.run::<$ops>();
             }
 
             $(#[target_feature(enable = $features)])?
-            fn first_refused(rows: &Rows<'_>) -> Option<[usize; 2]> {
-                rows.first_refused::<$machine>()
+            fn first_refused(rows: &SourceRows<'_>) -> Option<[usize; 2]> {
+                rows.first_refused::<$ops>()
             }
 
             $(#[target_feature(enable = $features)])?
             fn decode(coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
-                coder.decode_rotated::<$machine>(source, x, stride);
+                coder.decode_rotated::<$ops>(source, x, stride);
             }
 
             $(#[target_feature(enable = $features)])?
             fn rotate(rotation: &Rotation, x: &mut [f32]) {
-                rotation.apply::<$machine>(x);
+                rotation.apply::<$ops>(x);
             }
 
             $(#[target_feature(enable = $features)])?
             fn unrotate(rotation: &Rotation, x: &mut [f32]) {
-                rotation.undo::<f32, $machine>(x);
+                rotation.undo::<f32, $ops>(x);
             }
         }
     };
 }
 
-version!(portable, super::Loops);
+functions!(portable, super::Portable);
 #[cfg(target_arch = "x86_64")]
-version!(avx2, super::Avx2, "avx2");
+functions!(avx2, super::Avx2, "avx2");
 #[cfg(target_arch = "x86_64")]
-version!(avx512, super::Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
+functions!(avx512, super::Avx512, "avx512f,avx512bw,avx512dq,avx512vl");
 #[cfg(target_arch = "x86_64")]
-version!(vbmi, super::Vbmi, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni");
-
-/// Versions for instructions that this machine has beyond those of its target, the best first.
-#[cfg(target_arch = "x86_64")]
-fn detected() -> Vec<Version> {
-    let avx512 = is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512dq")
-        && is_x86_feature_detected!("avx512vl");
-    let mut all = Vec::new();
-    if avx512 && is_x86_feature_detected!("avx512vbmi") && is_x86_feature_detected!("avx512vnni") {
-        all.push(vbmi::VERSION);
-    }
-    if avx512 {
-        all.push(avx512::VERSION);
-    }
-    if is_x86_feature_detected!("avx2") {
-        all.push(avx2::VERSION);
-    }
-    all
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn detected() -> Vec<Version> {
-    Vec::new()
-}
-
-/// Every version that this machine runs, the best first.
-fn versions() -> Vec<Version> {
-    let mut all = detected();
-    all.push(portable::VERSION);
-    all
-}
-
-#[inline]
-fn best() -> &'static Version {
-    static BEST: OnceLock<Version> = OnceLock::new();
-    BEST.get_or_init(|| versions()[0])
-}
+functions!(vbmi, super::Vbmi, "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni");
 
 #[cfg(test)]
 mod tests {
-    use super::super::rows::{MOST_ENERGY, Pages};
-    use super::super::{ScaleRule, convert};
     use super::*;
     use crate::codec::Codec;
+    use crate::codec::convert;
+    use crate::codec::encode::{MAX_ENERGY, PageRows};
+    use crate::codec::quantizer::ScaleRule;
     use crate::dtype::Dtype;
     use crate::tensor::TensorView;
     use flashtile_testkit::Rng;
+
+    /// A token for every instruction set of this machine.
+    fn tokens() -> impl Iterator<Item = IsaToken> {
+        Isa::ALL.into_iter().filter_map(IsaToken::new)
+    }
 
     const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -198,18 +188,15 @@ mod tests {
                     let tensor = tensor(dtype, &elements, dim);
                     let mean = [None, Some(&mean[..])][(n + dim) % 2];
                     for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
-                        let store = |version: Version| {
+                        let stored_by = |token: IsaToken| {
                             let row_bytes = coder.format().row_bytes();
                             let mut bytes = vec![0xa5u8; HEADS * (ROWS + 2) * row_bytes];
-                            let pages = Pages { bytes: &mut bytes, tokens: ROWS + 2, rows: 2..ROWS + 1 };
-                            let rows = Rows { tensor: &tensor, mean };
-                            // SAFETY: one of this machine's versions.
-                            unsafe {
-                                (version.store)(&mut Job { coder: &coder, rule, rows, from: 1, pages });
-                            }
+                            let pages = PageRows { bytes: &mut bytes, tokens: ROWS + 2, rows: 2..ROWS + 1 };
+                            let rows = SourceRows { tensor: &tensor, mean };
+                            store(token, &mut EncodeJob { coder: &coder, rule, rows, from: 1, pages });
                             bytes
                         };
-                        let stored: Vec<Vec<u8>> = versions().into_iter().map(store).collect();
+                        let stored: Vec<Vec<u8>> = tokens().map(stored_by).collect();
                         assert!(stored.iter().all(|of| *of == stored[0]), "{codec} of {dim}, {dtype}");
                         rows_around_are_as_they_were(&coder, &stored[0]);
                         same_numbers_come_back(&coder, &stored[0]);
@@ -230,24 +217,22 @@ mod tests {
     }
 
     fn same_numbers_come_back(coder: &Coder, bytes: &[u8]) {
-        let tokens = ROWS + 2;
+        let tokens_of_page = ROWS + 2;
         let dim = coder.format().dim();
-        for page in bytes.chunks_exact(tokens * coder.format().row_bytes()) {
-            let (rows, stride) = (2..tokens - 1, dim + 3);
-            let decode = |version: Version| {
+        for page in bytes.chunks_exact(tokens_of_page * coder.format().row_bytes()) {
+            let (rows, stride) = (2..tokens_of_page - 1, dim + 3);
+            let decode = |token: IsaToken| {
                 let mut back = vec![7.0f32; rows.len() * stride];
-                // SAFETY: one of this machine's versions.
-                unsafe { (version.decode)(coder, (page, tokens, rows.clone()), &mut back, stride) };
+                decode_rotated(token, coder, (page, tokens_of_page, rows.clone()), &mut back, stride);
                 for back in back.chunks_exact_mut(stride) {
                     assert_eq!(back[dim..], [7.0; 3]);
                     if let Some(rotation) = coder.rotation() {
-                        // SAFETY: as above.
-                        unsafe { (version.unrotate)(rotation, &mut back[..dim]) };
+                        unrotate(token, rotation, &mut back[..dim]);
                     }
                 }
                 back.into_iter().map(f32::to_bits).collect()
             };
-            let back: Vec<Vec<u32>> = versions().into_iter().map(decode).collect();
+            let back: Vec<Vec<u32>> = tokens().map(decode).collect();
             assert!(back.iter().all(|of| *of == back[0]), "rows of {dim} come back");
         }
     }
@@ -269,7 +254,7 @@ mod tests {
                             // About the energy that is just stored, in few steps of its last bits, and well around it.
                             let energy: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
                             let step = if kind == 2 { 0.1 } else { 6e-8 };
-                            let wanted = f64::from(MOST_ENERGY) * (1.0 + step * (n as f64 / 10.0 - 3.0));
+                            let wanted = f64::from(MAX_ENERGY) * (1.0 + step * (n as f64 / 10.0 - 3.0));
                             row.iter_mut().for_each(|x| *x *= (wanted / energy).sqrt() as f32);
                         }
                     }
@@ -277,10 +262,8 @@ mod tests {
                     let tensor = tensor(dtype, &elements, dim);
                     let mean: Vec<f32> = (0..HEADS * dim).map(|_| 1e-3 * rng.normal()).collect();
                     for mean in [None, Some(&mean[..])] {
-                        let rows = Rows { tensor: &tensor, mean };
-                        // SAFETY: versions of this machine.
-                        let refused =
-                            versions().into_iter().map(|version| unsafe { (version.first_refused)(&rows) });
+                        let rows = SourceRows { tensor: &tensor, mean };
+                        let refused = tokens().map(|token| first_refused(token, &rows));
                         let refused: Vec<Option<[usize; 2]>> = refused.collect();
                         assert!(refused.iter().all(|of| *of == refused[0]), "{dtype} {dim} {n}: {refused:?}");
                         assert!(refused[0].is_none_or(|place| place == [at % HEADS, at / HEADS]));

@@ -13,7 +13,7 @@
 const HALVES: [&[f64]; 5] = [&HALF2, &HALF3, &HALF4, &HALF5, &HALF6];
 
 /// The positive half of the codebook of `bits`, 2 to 6.
-pub(super) const fn half(bits: usize) -> &'static [f64] {
+pub(in crate::codec) const fn half(bits: usize) -> &'static [f64] {
     HALVES[bits - 2]
 }
 

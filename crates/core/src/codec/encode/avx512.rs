@@ -5,24 +5,75 @@
 
 #![allow(unsafe_code)]
 
-use super::avx512::{add_up, load_table, look_up, short_butterflies};
-use super::levels::Levels;
-use super::planes::planes as planes_of;
-use super::quantizer::{LEAST, ONE, PARTS, Quantizer, ROUNDER, ScaleRule, TRIALS, scale_of, unit};
-use super::rows::{Job, Pages, Rows};
-use super::{FP8_UNIT, Scheme, fp8};
+use super::{EncodeJob, EncodeRows, MAX_ENERGY, PageRows, SourceRows};
+use crate::codec::coder::Scheme;
+use crate::codec::fp8;
+use crate::codec::ops::avx512::{Avx512, Vbmi, add_up, load_table, look_up, short_butterflies};
+use crate::codec::planes::planes as planes_of;
+use crate::codec::quantizer::{LEAST, ONE, PARTS, Quantizer, ROUNDER, ScaleRule, scale_of, unit};
+use crate::codec::row_layout::FP8_SCALE_UNIT;
+use crate::codec::tq::codebook::{Codebook, TRIALS};
 use crate::dtype::Dtype;
 use std::arch::x86_64::*;
 
 /// Numbers of a register.
 const LANES: usize = 16;
 
+/// An energy up to this is one that is stored in whatever order it is summed: sums of 512 squares differ by 4e-5 at most.
+const SHORT: f32 = 0.99 * MAX_ENERGY;
+
+impl EncodeRows for Avx512 {
+    #[inline(always)]
+    fn is_short(rows: &SourceRows<'_>, head: usize, row: usize) -> bool {
+        let (bytes, mean) = (rows.row(head, row), rows.mean(head));
+        let dtype = rows.tensor.dtype();
+        let dim = bytes.len() / dtype.bytes();
+        if !dim.is_multiple_of(LANES) {
+            return false;
+        }
+        // SAFETY: the caller is compiled for these instructions; so many elements.
+        unsafe {
+            let mut sums = _mm512_setzero_ps();
+            let p = bytes.as_ptr();
+            for at in (0..dim).step_by(LANES) {
+                let p = p.add(at * dtype.bytes());
+                let mut x = match dtype {
+                    Dtype::F32 => _mm512_loadu_ps(p.cast()),
+                    Dtype::F16 => _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())),
+                    Dtype::BF16 => {
+                        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+                        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+                    }
+                };
+                if let Some(mean) = mean {
+                    x = _mm512_sub_ps(x, _mm512_loadu_ps(mean[at..at + LANES].as_ptr()));
+                }
+                sums = _mm512_fmadd_ps(x, x, sums);
+            }
+            _mm512_reduce_add_ps(sums) <= SHORT
+        }
+    }
+}
+
+impl EncodeRows for Vbmi {
+    #[inline(always)]
+    fn store(job: &mut EncodeJob<'_>) -> bool {
+        // SAFETY: the caller is compiled for these instructions.
+        unsafe { store(job) }
+    }
+
+    #[inline(always)]
+    fn is_short(rows: &SourceRows<'_>, head: usize, row: usize) -> bool {
+        Avx512::is_short(rows, head, row)
+    }
+}
+
 /// Stores the rows, or does nothing where there is no way for them here.
 ///
 /// # Safety
 /// The machine has the instruction set.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-pub(super) unsafe fn store(job: &mut Job<'_>) -> bool {
+unsafe fn store(job: &mut EncodeJob<'_>) -> bool {
     let scheme = &job.coder.scheme;
     // SAFETY: the caller's promise; the dimension is that of so many registers.
     unsafe {
@@ -53,9 +104,9 @@ pub(super) unsafe fn store(job: &mut Job<'_>) -> bool {
 
 /// Stores rows of `V` registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
-unsafe fn store_rows<const V: usize, E: Encoder>(job: &mut Job<'_>, encoder: &E) {
-    let Job { coder, rows, from, pages, .. } = job;
-    let Pages { bytes, tokens, rows: to } = pages;
+unsafe fn store_rows<const V: usize, E: Encoder>(job: &mut EncodeJob<'_>, encoder: &E) {
+    let EncodeJob { coder, rows, from, pages, .. } = job;
+    let PageRows { bytes, tokens, rows: to } = pages;
     let [_, heads, _, dim] = rows.tensor.shape();
     let format = coder.format();
     let page_bytes = *tokens * format.row_bytes();
@@ -84,7 +135,7 @@ trait Encoder {
 
 /// A row of elements as f32, without the mean of its head.
 #[inline(always)]
-unsafe fn load<const V: usize>(rows: &Rows<'_>, head: usize, row: usize) -> [__m512; V] {
+unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -> [__m512; V] {
     let (bytes, mean) = (rows.row(head, row), rows.mean(head));
     assert!(bytes.len() == V * LANES * rows.tensor.dtype().bytes());
     let p = bytes.as_ptr();
@@ -128,13 +179,13 @@ impl Encoder for Numbers {
         // SAFETY: the caller's: the instruction set, and a plane of as many bytes.
         unsafe {
             let most = greatest(&x);
-            let scale = to_f16(most * (FP8_UNIT / fp8::MOST));
+            let scale = to_f16(most * (FP8_SCALE_UNIT / fp8::MOST));
             if scale == 0 {
                 codes.write_bytes(0, V * LANES);
                 return scale;
             }
             let inverse =
-                _mm512_set1_ps(FP8_UNIT / _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(scale.into()))));
+                _mm512_set1_ps(FP8_SCALE_UNIT / _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(scale.into()))));
             for n in (0..V).step_by(4) {
                 let mut four = [_mm512_setzero_si512(); 4];
                 for i in 0..4 {
@@ -217,7 +268,7 @@ impl Encoder for Integers<'_> {
 }
 
 /// Indices of a table of levels.
-struct Table<'a>((&'a Quantizer, ScaleRule), &'a Levels);
+struct Table<'a>((&'a Quantizer, ScaleRule), &'a Codebook);
 
 impl Encoder for Table<'_> {
     #[inline(always)]
@@ -377,7 +428,7 @@ unsafe fn energy<const V: usize>(words: &[__m512i; V]) -> u64 {
 
 /// Factors of the scales that are tried, each twice in the lower 32 bits.
 #[inline(always)]
-unsafe fn factors(levels: &Levels, rms: f64) -> [u64; TRIALS] {
+unsafe fn factors(levels: &Codebook, rms: f64) -> [u64; TRIALS] {
     let mut factors = [0u64; TRIALS];
     // SAFETY: eight numbers; the caller's: the instruction set.
     unsafe {

@@ -2,19 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::levels::Levels;
-use super::machine::{Loops, Machine, Vectors};
-use super::quantizer::TRIALS;
-use super::rotation::butterflies;
-use super::rows::{Job, MOST_ENERGY, Rows};
-use super::rows512;
+use super::{Ops, Portable, RotationOps};
+use crate::codec::tq::codebook::{Codebook, TRIALS};
+use crate::codec::walsh::butterflies;
 use crate::dtype::Dtype;
 use std::arch::x86_64::*;
 
 /// AVX-512 with BW, DQ and VL.
-pub(super) struct Avx512;
+pub(in crate::codec) struct Avx512;
 
-impl Vectors<f32> for Avx512 {
+impl RotationOps<f32> for Avx512 {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         if x.len() < LANES {
@@ -45,7 +42,7 @@ impl Vectors<f32> for Avx512 {
                 );
             }
         }
-        Loops::scale(rest, by);
+        Portable::scale(rest, by);
     }
 
     #[inline(always)]
@@ -58,15 +55,15 @@ impl Vectors<f32> for Avx512 {
                 _mm512_storeu_ps(x.as_mut_ptr(), flipped);
             }
         }
-        Loops::flip(rest, rest_signs);
+        Portable::flip(rest, rest_signs);
     }
 }
 
-impl Machine for Avx512 {
+impl Ops for Avx512 {
     #[inline(always)]
     fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
         if from != Dtype::F16 {
-            return Loops::widen(from, row, into);
+            return Portable::widen(from, row, into);
         }
         let (row, rest) = row.as_chunks::<{ 2 * LANES }>();
         let (into, rest_into) = into.split_at_mut(LANES * row.len());
@@ -77,38 +74,7 @@ impl Machine for Avx512 {
                 _mm512_storeu_ps(into.as_mut_ptr(), x);
             }
         }
-        Loops::widen(from, rest, rest_into);
-    }
-
-    #[inline(always)]
-    fn is_short(rows: &Rows<'_>, head: usize, row: usize) -> bool {
-        let (bytes, mean) = (rows.row(head, row), rows.mean(head));
-        let dtype = rows.tensor.dtype();
-        let dim = bytes.len() / dtype.bytes();
-        if !dim.is_multiple_of(LANES) {
-            return false;
-        }
-        // SAFETY: the caller is compiled for these instructions; so many elements.
-        unsafe {
-            let mut sums = _mm512_setzero_ps();
-            let p = bytes.as_ptr();
-            for at in (0..dim).step_by(LANES) {
-                let p = p.add(at * dtype.bytes());
-                let mut x = match dtype {
-                    Dtype::F32 => _mm512_loadu_ps(p.cast()),
-                    Dtype::F16 => _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())),
-                    Dtype::BF16 => {
-                        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
-                        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
-                    }
-                };
-                if let Some(mean) = mean {
-                    x = _mm512_sub_ps(x, _mm512_loadu_ps(mean[at..at + LANES].as_ptr()));
-                }
-                sums = _mm512_fmadd_ps(x, x, sums);
-            }
-            _mm512_reduce_add_ps(sums) <= SHORT
-        }
+        Portable::widen(from, rest, rest_into);
     }
 
     #[inline(always)]
@@ -130,7 +96,7 @@ impl Machine for Avx512 {
                 _mm512_storeu_si512(magnitudes.as_mut_ptr().cast(), _mm512_abs_epi16(both));
             }
         }
-        Loops::fixed(rest, factor, rest_integers, rest_magnitudes);
+        Portable::fixed(rest, factor, rest_integers, rest_magnitudes);
     }
 
     #[inline(always)]
@@ -173,19 +139,16 @@ impl Machine for Avx512 {
 }
 
 /// AVX-512 with VBMI and VNNI besides.
-pub(super) struct Vbmi;
+pub(in crate::codec) struct Vbmi;
 
 /// Numbers of a register, and of eight.
 const LANES: usize = 16;
 const BLOCK: usize = 8 * LANES;
 
-/// An energy up to this is one that is stored in whatever order it is summed: sums of 512 squares differ by 4e-5 at most.
-const SHORT: f32 = 0.99 * MOST_ENERGY;
-
 /// Magnitudes of a step.
 const STEP: usize = 64;
 
-impl Vectors<f32> for Vbmi {
+impl RotationOps<f32> for Vbmi {
     #[inline(always)]
     fn walsh(x: &mut [f32]) {
         Avx512::walsh(x);
@@ -202,21 +165,10 @@ impl Vectors<f32> for Vbmi {
     }
 }
 
-impl Machine for Vbmi {
-    #[inline(always)]
-    fn store(job: &mut Job<'_>) -> bool {
-        // SAFETY: the caller is compiled for these instructions.
-        unsafe { rows512::store(job) }
-    }
-
+impl Ops for Vbmi {
     #[inline(always)]
     fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
         Avx512::widen(from, row, into);
-    }
-
-    #[inline(always)]
-    fn is_short(rows: &Rows<'_>, head: usize, row: usize) -> bool {
-        Avx512::is_short(rows, head, row)
     }
 
     #[inline(always)]
@@ -230,10 +182,14 @@ impl Machine for Vbmi {
     }
 
     #[inline(always)]
-    fn sums(levels: &Levels, magnitudes: &[u16], factors: &[u16; TRIALS]) -> ([u32; TRIALS], [u32; TRIALS]) {
+    fn sums(
+        codebook: &Codebook,
+        magnitudes: &[u16],
+        factors: &[u16; TRIALS],
+    ) -> ([u32; TRIALS], [u32; TRIALS]) {
         // SAFETY: the caller is compiled for these instructions; loads are masked.
         unsafe {
-            let table = load_table(&levels.nearest_of);
+            let table = load_table(&codebook.nearest_of);
             let zero = _mm512_setzero_si512();
             // Products, then squares.
             let mut sums = [zero; 2 * TRIALS];
@@ -267,10 +223,10 @@ impl Machine for Vbmi {
     }
 
     #[inline(always)]
-    fn indices(levels: &Levels, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
+    fn indices(codebook: &Codebook, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
         // SAFETY: as above; stores are masked, and there are as many indices.
         unsafe {
-            let table = load_table(&levels.index_of);
+            let table = load_table(&codebook.index_of);
             let factor = _mm512_set1_epi16(factor.cast_signed());
             for (part, indices) in magnitudes.chunks(STEP).zip(indices.chunks_mut(STEP)) {
                 let halves = |n: usize| {
@@ -302,7 +258,7 @@ impl Machine for Vbmi {
 
 /// The sums of the lanes of each register.
 #[inline(always)]
-pub(super) unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
+pub(in crate::codec) unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
     // SAFETY: the caller's: the instruction set.
     unsafe {
         // In each lane of 128 bits, sums of the lane for four registers.
@@ -349,7 +305,7 @@ unsafe fn walsh_block(x: &mut [f32; BLOCK]) {
 
 /// Butterflies of distances 1 to 8. Products with 1 and -1 are exact: a multiply-add rounds as an addition or a subtraction does.
 #[inline(always)]
-pub(super) unsafe fn short_butterflies(mut x: __m512) -> __m512 {
+pub(in crate::codec) unsafe fn short_butterflies(mut x: __m512) -> __m512 {
     // SAFETY: the caller's: the instruction set.
     unsafe {
         let signs = |minus| _mm512_mask_mov_ps(_mm512_set1_ps(1.0), minus, _mm512_set1_ps(-1.0));
@@ -368,7 +324,7 @@ const fn masks(len: usize) -> [__mmask32; 2] {
 }
 
 #[inline(always)]
-pub(super) unsafe fn load_table(table: &[u8; 256]) -> [__m512i; 4] {
+pub(in crate::codec) unsafe fn load_table(table: &[u8; 256]) -> [__m512i; 4] {
     // SAFETY: 64 bytes each; the caller's: the instruction set.
     unsafe {
         let part = |n: usize| _mm512_loadu_si512(table.as_ptr().add(64 * n).cast());
@@ -377,7 +333,7 @@ pub(super) unsafe fn load_table(table: &[u8; 256]) -> [__m512i; 4] {
 }
 
 #[inline(always)]
-pub(super) unsafe fn look_up(table: &[__m512i; 4], at: __m512i) -> __m512i {
+pub(in crate::codec) unsafe fn look_up(table: &[__m512i; 4], at: __m512i) -> __m512i {
     // SAFETY: the caller's: the instruction set.
     unsafe {
         let low = _mm512_permutex2var_epi8(table[0], at, table[1]);

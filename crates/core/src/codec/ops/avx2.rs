@@ -2,18 +2,18 @@
 
 #![allow(unsafe_code)]
 
-use super::machine::{Loops, Machine, Vectors};
+use super::{Ops, Portable, RotationOps};
 use std::arch::x86_64::*;
 
 /// AVX2.
-pub(super) struct Avx2;
+pub(in crate::codec) struct Avx2;
 
 /// Codes of a step.
 const STEP: usize = 32;
 
-impl Vectors<f32> for Avx2 {}
+impl RotationOps<f32> for Avx2 {}
 
-impl Machine for Avx2 {
+impl Ops for Avx2 {
     #[inline(always)]
     fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
         let (steps, rest) = codes.as_chunks_mut::<STEP>();
@@ -34,6 +34,6 @@ impl Machine for Avx2 {
                 _mm256_storeu_si256(codes.as_mut_ptr().cast(), _mm256_blendv_epi8(low, high, fifth));
             }
         }
-        Loops::look_up(levels, rest);
+        Portable::look_up(levels, rest);
     }
 }

@@ -1,0 +1,169 @@
+//! Descriptions of caches.
+
+use super::error::CacheError;
+use crate::codec::Codec;
+use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
+
+/// How tokens are laid out. Units are tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum CacheLayout {
+    /// Each sequence has a slot for its first `capacity` tokens and grows no longer.
+    Contiguous {
+        /// Sequences at a time, at most [`MAX_SEQUENCES`].
+        slots: usize,
+        /// Tokens of a slot.
+        capacity: usize,
+    },
+    /// Each sequence has a slot for its last `capacity` tokens. Attention with a window of `w` keys to the left over
+    /// `n` query rows at a time needs a capacity of `w + n`.
+    Ring {
+        /// Sequences at a time, at most [`MAX_SEQUENCES`].
+        slots: usize,
+        /// Tokens of a slot.
+        capacity: usize,
+    },
+    /// Sequences take pages as they grow, and share them where they were forked.
+    Paged {
+        /// Pages of the cache.
+        pages: usize,
+        /// Tokens of a page.
+        page: usize,
+    },
+}
+
+impl CacheLayout {
+    /// Number of pages and tokens of a page. A slot is a page.
+    #[must_use]
+    pub const fn pages(self) -> (usize, usize) {
+        match self {
+            Self::Contiguous { slots, capacity } | Self::Ring { slots, capacity } => (slots, capacity),
+            Self::Paged { pages, page } => (pages, page),
+        }
+    }
+}
+
+/// Description of a cache: plain data, checked by [`KvCache::new`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub struct CacheDesc {
+    /// Where tokens lie.
+    pub layout: CacheLayout,
+    /// Layers of the model. All of them hold the same tokens.
+    pub layers: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of a key, 1 to [`MAX_HEAD_DIM`], of those that its codec [supports](Codec::supports).
+    pub head_dim: usize,
+    /// Elements of a value, as `head_dim`.
+    pub value_dim: usize,
+    /// How keys are stored.
+    pub k: Codec,
+    /// How values are stored.
+    pub v: Codec,
+    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`] gives one of the caller's instead.
+    pub key_mean: KeyMean,
+}
+
+/// Most rows of which [`KeyMean::Learned`] is the mean.
+pub const MEAN_ROWS: usize = 256;
+
+/// The mean of quantized keys that is not part of their stored rows, for each layer and head.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum KeyMean {
+    /// None, unless [`KvCache::set_key_mean`] gives one.
+    #[default]
+    None,
+    /// The mean of the first rows that are written to a layer: of its first write, at most [`MEAN_ROWS`]. It stays for the life of the cache, so
+    /// the bytes of rows depend on what was written first.
+    Learned,
+}
+
+impl CacheDesc {
+    /// A cache whose keys and values have the same dimension and codec.
+    #[must_use]
+    pub const fn new(layout: CacheLayout, [layers, kv_heads, head_dim]: [usize; 3], codec: Codec) -> Self {
+        Self {
+            layout,
+            layers,
+            kv_heads,
+            head_dim,
+            value_dim: head_dim,
+            k: codec,
+            v: codec,
+            key_mean: KeyMean::None,
+        }
+    }
+
+    /// Bytes of one token, in all layers; saturating.
+    #[must_use]
+    pub const fn token_bytes(&self) -> usize {
+        let row = self.k.row_bytes(self.head_dim).saturating_add(self.v.row_bytes(self.value_dim));
+        self.layers.saturating_mul(self.kv_heads).saturating_mul(row)
+    }
+
+    /// Checks that a layer exists.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn check_layer(&self, layer: usize) -> Result<(), CacheError> {
+        let layers = self.layers;
+        if layer >= layers { Err(CacheError::Layer { got: layer, layers }) } else { Ok(()) }
+    }
+
+    /// Checks the shapes of K and V of this many tokens.
+    pub fn check_rows(&self, tokens: usize, (k, v): ([usize; 4], [usize; 4])) -> Result<(), CacheError> {
+        for (tensor, got, dim) in [("k", k, self.head_dim), ("v", v, self.value_dim)] {
+            let expected = [1, self.kv_heads, tokens, dim];
+            if got != expected {
+                return Err(CacheError::Shape { tensor, expected, got });
+            }
+        }
+        Ok(())
+    }
+
+    /// Shapes of the pools of a layer: K `[pages, kv_heads, page, head_dim]`, V `[pages, kv_heads, page, value_dim]`.
+    pub const fn pools(&self) -> [[usize; 4]; 2] {
+        let (pages, page) = self.layout.pages();
+        [[pages, self.kv_heads, page, self.head_dim], [pages, self.kv_heads, page, self.value_dim]]
+    }
+
+    /// Checks the description itself: dimensions, codecs, and that a pool of all pages is addressable.
+    ///
+    /// # Errors
+    /// As [`KvCache::new`].
+    pub fn validate(&self) -> Result<(), CacheError> {
+        let pages = match self.layout {
+            CacheLayout::Contiguous { slots, capacity } | CacheLayout::Ring { slots, capacity } => {
+                [("slots", slots, MAX_SEQUENCES), ("capacity", capacity, MAX_LEN)]
+            }
+            CacheLayout::Paged { pages, page } => [("pages", pages, MAX_LEN), ("page", page, MAX_LEN)],
+        };
+        let rows = [
+            ("layers", self.layers, MAX_LEN),
+            ("kv_heads", self.kv_heads, MAX_LEN),
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            ("value_dim", self.value_dim, MAX_HEAD_DIM),
+        ];
+        if let Some((name, got, max)) =
+            pages.into_iter().chain(rows).find(|&(_, got, max)| got == 0 || got > max)
+        {
+            return Err(CacheError::Dimension { name, got, max });
+        }
+        for (tensor, codec, dim) in [("k", self.k, self.head_dim), ("v", self.v, self.value_dim)] {
+            if !codec.supports(dim) {
+                return Err(CacheError::CodecDim { tensor, codec, dim });
+            }
+        }
+        if self.key_mean != KeyMean::None && self.k.dtype().is_some() {
+            return Err(CacheError::MeanOfElements { codec: self.k });
+        }
+        // Pools are viewed as tensors, whose bytes as f32, the widest dtype, must be addressable.
+        let [k, v] = self.pools();
+        let pool = [k[0], k[1], k[2], k[3].max(v[3])];
+        let bytes = pool.into_iter().chain([self.layers, 2]).try_fold(4usize, |n, x| n.checked_mul(x));
+        if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
+            return Err(CacheError::SizeOverflow { layers: self.layers, pool });
+        }
+        Ok(())
+    }
+}

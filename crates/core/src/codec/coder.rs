@@ -1,0 +1,189 @@
+//! One quantizing codec at one dimension: vectors to rows of a page, and back.
+
+use super::fp8;
+use super::kind::Codec;
+use super::mlx::{self, Mlx};
+use super::numeric::greatest;
+use super::ops::Ops;
+use super::quantizer::{Quantizer, ScaleRule};
+use super::rotation::Rotation;
+use super::row_layout::{self, FP8_SCALE_UNIT, RowLayout, SCALE_UNIT};
+use super::tq::codebook::Codebook;
+use crate::limits::MAX_HEAD_DIM;
+use half::f16;
+use std::ops::Range;
+
+/// A page of one head, tokens of a page, and the row to write.
+pub(super) type Destination<'a> = (&'a mut [u8], usize, usize);
+/// A page of one head, tokens of a page, and the rows to read.
+pub(super) type Source<'a> = (&'a [u8], usize, Range<usize>);
+
+/// A quantizing codec for rows of one dimension.
+#[derive(Debug, Clone)]
+pub struct Coder {
+    pub(super) dim: usize,
+    format: RowLayout,
+    pub(super) scheme: Scheme,
+}
+
+/// What a codec makes of a vector.
+#[derive(Debug, Clone)]
+pub(super) enum Scheme {
+    /// e4m3 numbers and a scale.
+    Fp8,
+    /// Rotated, integers times a scale.
+    Integers(Quantizer),
+    Mlx(Mlx),
+}
+
+impl Coder {
+    /// `None` for codecs of plain elements. The codec supports the dimension.
+    pub fn new(codec: Codec, dim: usize) -> Option<Self> {
+        debug_assert!(codec.supports(dim), "{codec} of {dim}");
+        let bits = codec.code_bits();
+        let scheme = match (codec, codec.mlx()) {
+            _ if codec.dtype().is_some() => return None,
+            (_, Some((bits, rotated))) => Scheme::Mlx(Mlx::new(dim, bits, rotated)),
+            (Codec::Fp8, _) => Scheme::Fp8,
+            _ => Scheme::Integers(Quantizer::new(dim, bits)),
+        };
+        let format = match &scheme {
+            Scheme::Mlx(_) => RowLayout::opaque(dim, mlx::code_bytes(dim, bits), mlx::norm_bytes(dim)),
+            _ => RowLayout::new(dim, bits),
+        };
+        Some(Self { dim, format, scheme })
+    }
+
+    /// Where the bytes of a row lie in a page.
+    #[must_use]
+    pub const fn format(&self) -> &RowLayout {
+        &self.format
+    }
+
+    /// The rotation, of codecs that rotate.
+    pub fn rotation(&self) -> Option<&Rotation> {
+        match &self.scheme {
+            Scheme::Fp8 => None,
+            Scheme::Integers(quantizer) => Some(&quantizer.rotation),
+            Scheme::Mlx(mlx) => mlx.rotation.as_ref(),
+        }
+    }
+
+    /// Signed levels of codes, `[64]`; `None` where codes are bytes.
+    pub fn levels(&self) -> Option<&'static [i8; 64]> {
+        match &self.scheme {
+            Scheme::Integers(quantizer) => quantizer.table(),
+            _ => None,
+        }
+    }
+
+    /// Whether products with codes are integers.
+    pub const fn is_integer(&self) -> bool {
+        matches!(self.scheme, Scheme::Integers(_))
+    }
+
+    /// Whether codes are e4m3 numbers.
+    pub const fn is_fp8(&self) -> bool {
+        matches!(self.scheme, Scheme::Fp8)
+    }
+
+    /// Stores a vector of finite numbers, whose norm is at most [`MAX_NORM`](super::error::MAX_NORM), as a row of a page. What `x` holds then is not
+    /// specified.
+    #[inline(always)]
+    pub(super) fn encode<O: Ops>(
+        &self,
+        x: &mut [f32],
+        rule: ScaleRule,
+        (page, tokens, row): Destination<'_>,
+    ) {
+        let mut codes = [0u8; MAX_HEAD_DIM];
+        let codes = &mut codes[..self.dim];
+        let scale = match &self.scheme {
+            Scheme::Fp8 => encode_fp8(x, codes),
+            Scheme::Integers(quantizer) => quantizer.encode::<O>(x, rule, codes),
+            Scheme::Mlx(mlx) => {
+                let [codes, norms] = self.format.row(tokens, row);
+                let (low, high) = page.split_at_mut(norms.start);
+                return mlx.encode::<O>(x, &mut low[codes], &mut high[..norms.len()]);
+            }
+        };
+        self.format.write(codes, scale, page, tokens, row);
+    }
+
+    /// Stored rows of a page, in the rotated domain where the codec rotates: values of codes times the scale. `x` is `[rows, stride]`.
+    #[inline(always)]
+    pub(super) fn decode_rotated<O: Ops>(
+        &self,
+        (page, tokens, rows): Source<'_>,
+        x: &mut [f32],
+        stride: usize,
+    ) {
+        let mut memory = [0u8; MAX_HEAD_DIM];
+        for (row, x) in rows.zip(x.chunks_mut(stride)) {
+            let x = &mut x[..self.dim];
+            match &self.scheme {
+                Scheme::Mlx(mlx) => {
+                    let [codes, norms] = self.format.row(tokens, row);
+                    mlx.decode(&page[codes], &page[norms], x);
+                }
+                Scheme::Fp8 => {
+                    let [codes, scale] = self.format.row(tokens, row);
+                    fp8::to_f32s(
+                        &page[codes],
+                        [1.0 / FP8_SCALE_UNIT, row_layout::scale(&page[scale]).to_f32()],
+                        x,
+                    );
+                }
+                Scheme::Integers(quantizer) => {
+                    // Products of 8 and 11 bits: exact.
+                    let Some(levels) = quantizer.table() else {
+                        let [codes, scale] = self.format.row(tokens, row);
+                        widen(&page[codes], row_layout::scale(&page[scale]).to_f32() / SCALE_UNIT, x);
+                        continue;
+                    };
+                    let codes = &mut memory[..self.dim];
+                    let scale = self.format.read(page, tokens, row, codes);
+                    O::look_up(levels, codes);
+                    widen(codes, scale.to_f32() / SCALE_UNIT, x);
+                }
+            }
+        }
+    }
+}
+
+/// Of a codec with levels: that nearest to each number of halves of levels, and 256 times its index.
+pub fn nearest_levels(codec: Codec) -> Option<[u32; 256]> {
+    let bits = codec.is_integer().then(|| codec.code_bits()).filter(|bits| *bits < 8)?;
+    let levels = Codebook::of(bits);
+    Some(std::array::from_fn(|n| u32::from(levels.nearest_of[n]) | u32::from(levels.index_of[n]) << 8))
+}
+
+/// The e4m3 code of a finite number.
+pub fn e4m3(x: f32) -> u8 {
+    fp8::from_f32(x)
+}
+
+/// e4m3 codes and scale of a vector.
+#[inline(always)]
+fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
+    let most = greatest(x);
+    // The stored scale, so that its own rounding is not an error of the numbers.
+    let scale = f16::from_f32(most * (FP8_SCALE_UNIT / fp8::MOST));
+    if scale == f16::ZERO {
+        codes.fill(0);
+        return scale;
+    }
+    let inverse = FP8_SCALE_UNIT / scale.to_f32();
+    for (code, x) in codes.iter_mut().zip(x) {
+        *code = fp8::from_f32(*x * inverse);
+    }
+    scale
+}
+
+/// Signed bytes times a factor.
+#[inline(always)]
+fn widen(codes: &[u8], factor: f32, x: &mut [f32]) {
+    for (x, code) in x.iter_mut().zip(codes) {
+        *x = f32::from(code.cast_signed()) * factor;
+    }
+}

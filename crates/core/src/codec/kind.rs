@@ -1,0 +1,192 @@
+//! The codecs by name.
+
+use super::mlx;
+use super::row_layout::RowLayout;
+use crate::dtype::Dtype;
+use crate::limits::MAX_HEAD_DIM;
+
+/// How the row of one token and one head is stored. K and V of a cache have each their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Codec {
+    /// Elements as f32.
+    F32,
+    /// Elements as f16, rounded to nearest even; what is beyond its range becomes infinite.
+    F16,
+    /// Elements as bf16, rounded to nearest even.
+    BF16,
+    /// e4m3 numbers and a scale: `dim + 2` bytes.
+    Fp8,
+    /// Rotated, integers of 8 bits and a scale: `dim + 2` bytes.
+    Int8,
+    /// Rotated, codebook of 2 bits and a scale: 34 bytes for 128 elements.
+    Tq2,
+    /// Rotated, codebook of 3 bits and a scale: 50 bytes for 128 elements.
+    Tq3,
+    /// Rotated, codebook of 4 bits and a scale: 66 bytes for 128 elements.
+    Tq4,
+    /// Rotated, codebook of 5 bits and a scale: 82 bytes for 128 elements.
+    Tq5,
+    /// Rotated, codebook of 6 bits and a scale: 98 bytes for 128 elements.
+    Tq6,
+    /// The format of mlx-native with 4 bits, its nibbles: rotated, 132 bytes for 256 elements. It and the following are for rows of
+    /// 256 or 512 elements.
+    MlxTq4,
+    /// The format of mlx-native with 5 bits in a byte: rotated, 260 bytes for 256 elements.
+    MlxTq5,
+    /// The format of mlx-native with 6 bits in a byte: rotated, 260 bytes for 256 elements.
+    MlxTq6,
+    /// The format of mlx-native with 8 bits: rotated, 260 bytes for 256 elements.
+    MlxTq8,
+    /// As [`Codec::MlxTq5`], not rotated: the values of mlx-native's hybrid caches, whose keys are [`Codec::F16`].
+    MlxTq5Plain,
+    /// As [`Codec::MlxTq6`], not rotated.
+    MlxTq6Plain,
+    /// As [`Codec::MlxTq8`], not rotated.
+    MlxTq8Plain,
+}
+
+impl Codec {
+    /// Every codec.
+    pub const ALL: [Self; 17] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Fp8,
+        Self::Int8,
+        Self::Tq6,
+        Self::Tq5,
+        Self::Tq4,
+        Self::Tq3,
+        Self::Tq2,
+        Self::MlxTq8,
+        Self::MlxTq6,
+        Self::MlxTq5,
+        Self::MlxTq4,
+        Self::MlxTq8Plain,
+        Self::MlxTq6Plain,
+        Self::MlxTq5Plain,
+    ];
+
+    /// Whether rows of `dim` elements can be stored: 256 and 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`] in others.
+    #[must_use]
+    pub const fn supports(self, dim: usize) -> bool {
+        match self.mlx() {
+            Some(_) => dim == 256 || dim == 512,
+            None => dim >= 1 && dim <= MAX_HEAD_DIM,
+        }
+    }
+
+    /// The dimensions of [`Codec::supports`], in words.
+    pub(crate) const fn dims(self) -> &'static str {
+        if self.mlx().is_some() { "256 or 512" } else { "1 to 512" }
+    }
+
+    /// Bytes of a row of `dim` elements, which the codec [supports](Codec::supports); saturating.
+    #[must_use]
+    pub const fn row_bytes(self, dim: usize) -> usize {
+        match (self.dtype(), self.mlx()) {
+            (Some(dtype), _) => dim.saturating_mul(dtype.bytes()),
+            (_, Some((bits, _))) => mlx::code_bytes(dim, bits).saturating_add(mlx::norm_bytes(dim)),
+            _ => RowLayout::bytes(dim, self.code_bits()),
+        }
+    }
+
+    /// The element type of a codec whose rows are plain elements.
+    #[must_use]
+    pub const fn dtype(self) -> Option<Dtype> {
+        match self {
+            Self::F32 => Some(Dtype::F32),
+            Self::F16 => Some(Dtype::F16),
+            Self::BF16 => Some(Dtype::BF16),
+            _ => None,
+        }
+    }
+
+    /// The codec that stores elements of a dtype as they are.
+    #[must_use]
+    pub const fn of(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32,
+            Dtype::F16 => Self::F16,
+            Dtype::BF16 => Self::BF16,
+        }
+    }
+
+    /// Name as used in messages and on the command line: `f32`, `f16`, `bf16`, `fp8`, `int8`, `tq6` to `tq2`, `mlx-tq8`, `mlx-tq6`,
+    /// `mlx-tq5`, `mlx-tq4`, and `mlx-tq8-plain`, `mlx-tq6-plain`, `mlx-tq5-plain`.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => Dtype::F32.name(),
+            Self::F16 => Dtype::F16.name(),
+            Self::BF16 => Dtype::BF16.name(),
+            Self::Fp8 => "fp8",
+            Self::Int8 => "int8",
+            Self::Tq2 => "tq2",
+            Self::Tq3 => "tq3",
+            Self::Tq4 => "tq4",
+            Self::Tq5 => "tq5",
+            Self::Tq6 => "tq6",
+            Self::MlxTq4 => "mlx-tq4",
+            Self::MlxTq5 => "mlx-tq5",
+            Self::MlxTq6 => "mlx-tq6",
+            Self::MlxTq8 => "mlx-tq8",
+            Self::MlxTq5Plain => "mlx-tq5-plain",
+            Self::MlxTq6Plain => "mlx-tq6-plain",
+            Self::MlxTq8Plain => "mlx-tq8-plain",
+        }
+    }
+
+    /// Bits of the code of an element.
+    pub(super) const fn code_bits(self) -> usize {
+        match self {
+            Self::F32 => 32,
+            Self::F16 | Self::BF16 => 16,
+            Self::Fp8 | Self::Int8 | Self::MlxTq8 | Self::MlxTq8Plain => 8,
+            Self::Tq2 => 2,
+            Self::Tq3 => 3,
+            Self::Tq4 | Self::MlxTq4 => 4,
+            Self::Tq5 | Self::MlxTq5 | Self::MlxTq5Plain => 5,
+            Self::Tq6 | Self::MlxTq6 | Self::MlxTq6Plain => 6,
+        }
+    }
+
+    /// Bits of a code in the format of mlx-native, and whether rows are rotated; `None` of other codecs.
+    pub const fn mlx(self) -> Option<(usize, bool)> {
+        match self {
+            Self::MlxTq4 | Self::MlxTq5 | Self::MlxTq6 | Self::MlxTq8 => Some((self.code_bits(), true)),
+            Self::MlxTq5Plain | Self::MlxTq6Plain | Self::MlxTq8Plain => Some((self.code_bits(), false)),
+            _ => None,
+        }
+    }
+
+    /// Whether codes stand for integers times a scale.
+    pub const fn is_integer(self) -> bool {
+        matches!(self, Self::Int8 | Self::Tq2 | Self::Tq3 | Self::Tq4 | Self::Tq5 | Self::Tq6)
+    }
+}
+
+impl std::fmt::Display for Codec {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// Reads a name as [`Codec::name`] gives it.
+impl std::str::FromStr for Codec {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|codec| codec.name() == name).ok_or_else(|| {
+            let known = Self::ALL.map(Self::name).join(", ");
+            format!("{name} is no codec, expected one of {known}")
+        })
+    }
+}
+
+/// The codec that stores elements of a dtype as they are.
+impl From<Dtype> for Codec {
+    fn from(dtype: Dtype) -> Self {
+        Self::of(dtype)
+    }
+}

@@ -1,0 +1,101 @@
+//! Pages from and to the buffers of mlx-native.
+
+use super::error::PagesError;
+use super::kind::Codec;
+use super::mlx::{BLOCK, code_bytes};
+use super::pages::{CodePages, Side};
+
+/// Buffers of mlx-native.
+impl CodePages {
+    /// Pages `[slots, kv_heads, capacity, dim]` from buffers of mlx-native, a page for each slot: `codes` `[slots, kv_heads, capacity,
+    /// dim / 2]` for 4 bits, `[slots, kv_heads, capacity, dim]` for others, and `norms` `[slots, kv_heads, capacity, dim / 256]`. A cache of
+    /// one sequence is one slot. With a table of one entry, a page of `capacity` and, for rings, [`wraps`](crate::block_tables::BlockTables::wraps),
+    /// attention reads token `j` of a slot at its row `j % capacity`, where mlx-native has it.
+    ///
+    /// ```
+    /// use flashtile::codec::CodePages;
+    /// use flashtile::{BlockTables, Codec, Cpu, Dtype, Inputs, KvView, Outputs, PlanOptions, ProblemDesc};
+    /// use flashtile::{TensorView, TensorViewMut, Visibility};
+    /// // A ring of 64 tokens for 2 heads of 256, which has seen 100.
+    /// let (codes, norms) = (vec![130u8; 2 * 64 * 256], vec![16.0f32; 2 * 64]);
+    /// let pages = CodePages::from_mlx(Codec::MlxTq8, [1, 2, 64, 256], &codes, &norms)?;
+    /// let tables =
+    ///     BlockTables { table: vec![0], width: 1, page: 64, wraps: true, lens: vec![100], first: vec![36] };
+    /// let mut desc = ProblemDesc::cached([4, 2], [256, 256], Dtype::F32, &[(1, 100)]);
+    /// (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq8), Some(Codec::MlxTq8));
+    /// desc.visibility = Visibility::window(Some(63), Some(0));
+    /// let (q, mut out) = (vec![0.5f32; 4 * 256], vec![0.0f32; 4 * 256]);
+    /// let kv = KvView::Codes(pages.view());
+    /// let inputs = Inputs::paged_kv(TensorView::packed(&q, [1, 4, 256])?, kv, kv, &tables);
+    /// let cpu = Cpu::new();
+    /// let plan = cpu.plan(&desc.validate()?, PlanOptions::default())?;
+    /// let mut outputs = Outputs::new(TensorViewMut::packed(&mut out, [1, 4, 256])?);
+    /// cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace())?;
+    /// assert!(out.iter().any(|x| *x != 0.0));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`PagesError::Format`] where the codec is another, [`PagesError::Length`], [`PagesError::Norm`] for the first norm that is
+    /// negative or not finite, and those of [`CodePages::new`].
+    pub fn from_mlx(
+        codec: Codec,
+        shape: [usize; 4],
+        codes: &[u8],
+        norms: &[f32],
+    ) -> Result<Self, PagesError> {
+        let mut pages = Self::new(codec, Side::Keys, shape)?;
+        let [page_codes, page_norms] = pages.mlx_sizes([codes.len(), norms.len()])?;
+        let [_, heads, capacity, _] = shape;
+        let is_norm = |norm: &f32| *norm >= 0.0 && norm.is_finite();
+        if let Some(at) = norms.iter().position(|norm| !is_norm(norm)) {
+            let row = at / (page_norms / capacity);
+            let [slot, head, row] = [row / capacity / heads, row / capacity % heads, row % capacity];
+            return Err(PagesError::Norm { slot, head, row, norm: norms[at] });
+        }
+        for at in 0..shape[0] * heads {
+            let (into, scales) = pages.bytes_mut(at / heads, at % heads).split_at_mut(page_codes);
+            into.copy_from_slice(&codes[at * page_codes..][..page_codes]);
+            for (bytes, norm) in scales.as_chunks_mut().0.iter_mut().zip(&norms[at * page_norms..]) {
+                *bytes = norm.to_le_bytes();
+            }
+        }
+        Ok(pages)
+    }
+
+    /// Writes the pages to buffers of mlx-native, as [`CodePages::from_mlx`] reads them.
+    ///
+    /// # Errors
+    /// [`PagesError::Format`] where the codec is another, [`PagesError::Mean`] where a mean is not part of the rows, or
+    /// [`PagesError::Length`]; nothing is written then.
+    pub fn to_mlx(&self, codes: &mut [u8], norms: &mut [f32]) -> Result<(), PagesError> {
+        let [page_codes, page_norms] = self.mlx_sizes([codes.len(), norms.len()])?;
+        if self.mean().is_some() {
+            return Err(PagesError::Mean);
+        }
+        let [slots, heads, ..] = self.shape();
+        let view = self.view();
+        for at in 0..slots * heads {
+            let (from, scales) = view.page(at / heads, at % heads).split_at(page_codes);
+            codes[at * page_codes..][..page_codes].copy_from_slice(from);
+            for (norm, bytes) in norms[at * page_norms..].iter_mut().zip(scales.as_chunks().0) {
+                *norm = f32::from_le_bytes(*bytes);
+            }
+        }
+        Ok(())
+    }
+
+    /// Codes and norms of a page of one head, where buffers of these lengths hold all of them.
+    fn mlx_sizes(&self, lengths: [usize; 2]) -> Result<[usize; 2], PagesError> {
+        let ([slots, heads, capacity, dim], codec) = (self.shape(), self.codec());
+        let (bits, _) = codec.mlx().ok_or(PagesError::Format { codec })?;
+        let sizes = [capacity * code_bytes(dim, bits), capacity * (dim / BLOCK)];
+        for ((buffer, got), size) in ["codes", "norms"].into_iter().zip(lengths).zip(sizes) {
+            let expected = slots * heads * size;
+            if got != expected {
+                return Err(PagesError::Length { buffer, got, expected });
+            }
+        }
+        Ok(sizes)
+    }
+}

@@ -1,0 +1,4 @@
+//! The codebooks of `tq2` to `tq6`.
+
+pub(super) mod codebook;
+pub(super) mod lloyd;

@@ -1,0 +1,106 @@
+//! Descriptions: plain data, nothing checked.
+
+use super::dims::Dims;
+use super::prefix::SharedPrefix;
+use super::sequence::Sequences;
+use super::visibility::{QOffset, Visibility};
+use crate::codec::Codec;
+use crate::dtype::{Dtype, MaskKind};
+
+/// Description of an attention problem: plain data, nothing checked yet.
+///
+/// Required facts are arguments of [`ProblemDesc::new`], optional ones are public fields.
+///
+/// ```
+/// use flashtile::{Dims, Dtype, ProblemDesc, QOffset, Visibility};
+/// let dims = Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len: 40, kv_len: 48, head_dim: 128, value_dim: 128 };
+/// let mut desc = ProblemDesc::new(dims, Dtype::BF16);
+/// desc.visibility = Visibility::causal();
+/// assert!(desc.clone().validate().is_err()); // q_len != kv_len: where do the queries sit?
+/// desc.q_offset = Some(QOffset::BottomRight);
+/// assert_eq!(desc.validate()?.sequences()[0].q_offset, 8);
+/// # Ok::<(), flashtile::ProblemError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct ProblemDesc {
+    /// Logical dimensions.
+    pub dims: Dims,
+    /// Element type of q, k, v and out.
+    pub dtype: Dtype,
+    /// Which keys a query position sees. Default: all.
+    pub visibility: Visibility,
+    /// Key position of query row 0. May stay `None` where nothing depends on positions, or where `q_len == kv_len`
+    /// and there are no `kv_lens` (padded or cached); it is then 0.
+    pub q_offset: Option<QOffset>,
+    /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
+    pub softcap: Option<f32>,
+    /// Whether ALiBi slopes, one f32 per query head, come with the inputs.
+    pub alibi: bool,
+    /// Whether attention sinks, one f32 logit per query head, come with the inputs.
+    pub sinks: bool,
+    /// Kind of the mask that comes with the inputs.
+    pub mask: Option<MaskKind>,
+    /// Whether a tree mask comes with the inputs of cached sequences: `[1, 1, q_len, longest q_len of a sequence]`, bool.
+    /// Row `r` is packed query row `r`; column `c` is key `kv_len - q_len + c` of its sequence, one of the keys of this
+    /// step; `true` is visible. Keys before them are not affected. A key is visible where the tree, causality, window
+    /// and mask all allow it.
+    pub tree: bool,
+    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec that
+    /// [supports](Codec::supports) the dimension.
+    pub k_codec: Option<Codec>,
+    /// How values are stored, as `k_codec`.
+    pub v_codec: Option<Codec>,
+    /// How batch entries divide into sequences.
+    pub sequences: Sequences,
+    /// Prefixes that cached sequences share, as [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds them:
+    /// outer ones before those inside them: each inside the one before it, or after
+    /// it, and no shorter than those that it is inside.
+    pub prefixes: Vec<SharedPrefix>,
+}
+
+impl ProblemDesc {
+    /// A problem with every option at its default: all keys visible, scale `1 / sqrt(head_dim)`, no bias.
+    #[must_use]
+    pub const fn new(dims: Dims, dtype: Dtype) -> Self {
+        Self {
+            dims,
+            dtype,
+            visibility: Visibility::full(),
+            q_offset: None,
+            scale: None,
+            softcap: None,
+            alibi: false,
+            sinks: false,
+            mask: None,
+            tree: false,
+            k_codec: None,
+            v_codec: None,
+            sequences: Sequences::Dense,
+            prefixes: Vec::new(),
+        }
+    }
+
+    /// A step over cached sequences, of pairs (queries of this step, length including them): each query sits at the
+    /// position of its token ([`QOffset::BottomRight`]). Everything else is as in [`ProblemDesc::new`]; language models
+    /// set `visibility` to causal. `heads` are query and key/value heads, `dims` head and value dimension.
+    #[must_use]
+    pub fn cached(heads: [usize; 2], dims: [usize; 2], dtype: Dtype, lengths: &[(usize, usize)]) -> Self {
+        let total = |n: usize, &(q_len, _): &(usize, usize)| n.saturating_add(q_len);
+        let dims = Dims {
+            batch: 1,
+            q_heads: heads[0],
+            kv_heads: heads[1],
+            q_len: lengths.iter().fold(0, total),
+            kv_len: lengths.iter().map(|&(_, kv_len)| kv_len).max().unwrap_or(0),
+            head_dim: dims[0],
+            value_dim: dims[1],
+        };
+        let mut desc = Self::new(dims, dtype);
+        desc.q_offset = Some(QOffset::BottomRight);
+        desc.sequences = Sequences::cached(lengths);
+        desc
+    }
+}

@@ -1,0 +1,63 @@
+//! Logical dimensions.
+
+/// Logical dimensions. Tensors are q `[batch, q_heads, q_len, head_dim]`, k `[batch, kv_heads, kv_len, head_dim]`,
+/// v `[batch, kv_heads, kv_len, value_dim]`, out `[batch, q_heads, q_len, value_dim]`, lse `[batch, q_heads, q_len]`.
+///
+/// Query head `h` reads key/value head `h / (q_heads / kv_heads)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Dims {
+    /// Batch entries; 1 for packed and cached sequences.
+    pub batch: usize,
+    /// Query heads `H`; a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Key/value heads `Hkv`: equal to `q_heads` for MHA, 1 for MQA.
+    pub kv_heads: usize,
+    /// Query rows per batch entry; total query rows for packed and cached sequences.
+    pub q_len: usize,
+    /// Key rows per batch entry (including padding); total key rows for packed sequences; for cached ones, whose keys lie
+    /// in pages, an upper bound of their lengths.
+    pub kv_len: usize,
+    /// Elements of a q or k vector, 1 to [`MAX_HEAD_DIM`].
+    pub head_dim: usize,
+    /// Elements of a v or out vector, 1 to [`MAX_HEAD_DIM`].
+    pub value_dim: usize,
+}
+
+impl Dims {
+    /// Query heads that share one key/value head.
+    #[must_use]
+    pub const fn group(&self) -> usize {
+        self.q_heads / self.kv_heads
+    }
+
+    /// Shape of q: `[batch, q_heads, q_len, head_dim]`.
+    #[must_use]
+    pub const fn q_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.head_dim]
+    }
+
+    /// Shape of k: `[batch, kv_heads, kv_len, head_dim]`.
+    #[must_use]
+    pub const fn k_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.kv_len, self.head_dim]
+    }
+
+    /// Shape of v: `[batch, kv_heads, kv_len, value_dim]`.
+    #[must_use]
+    pub const fn v_shape(&self) -> [usize; 4] {
+        [self.batch, self.kv_heads, self.kv_len, self.value_dim]
+    }
+
+    /// Shape of out: `[batch, q_heads, q_len, value_dim]`.
+    #[must_use]
+    pub const fn out_shape(&self) -> [usize; 4] {
+        [self.batch, self.q_heads, self.q_len, self.value_dim]
+    }
+
+    /// Shape of lse: `[batch, q_heads, q_len]`.
+    #[must_use]
+    pub const fn lse_shape(&self) -> [usize; 3] {
+        [self.batch, self.q_heads, self.q_len]
+    }
+}

@@ -1,0 +1,226 @@
+//! Validated problems.
+
+use super::desc::ProblemDesc;
+use super::dims::Dims;
+use super::error::ProblemError;
+use super::rules;
+use super::sequence::{Sequence, Sequences};
+use crate::codec::Codec;
+use crate::dtype::Dtype;
+use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP};
+use std::ops::Range;
+
+impl ProblemDesc {
+    /// Checks every rule and resolves defaults.
+    ///
+    /// # Errors
+    /// The first rule broken, with the numbers that break it; see [`ProblemError`].
+    pub fn validate(self) -> Result<Problem, ProblemError> {
+        Problem::new(self)
+    }
+}
+
+/// A validated problem. Cost of validation: `O(sequences)`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Problem {
+    desc: ProblemDesc,
+    scale: f32,
+    sequences: Vec<Sequence>,
+}
+
+impl Problem {
+    fn new(desc: ProblemDesc) -> Result<Self, ProblemError> {
+        let d = desc.dims;
+        if d.q_heads == 0 || d.kv_heads == 0 || !d.q_heads.is_multiple_of(d.kv_heads) {
+            return Err(ProblemError::HeadsNotDivisible { q_heads: d.q_heads, kv_heads: d.kv_heads });
+        }
+        for (name, got) in [("head_dim", d.head_dim), ("value_dim", d.value_dim)] {
+            if got == 0 || got > MAX_HEAD_DIM {
+                return Err(ProblemError::HeadDim { name, got, max: MAX_HEAD_DIM });
+            }
+        }
+        let limits = [
+            ("batch", d.batch, MAX_SEQUENCES),
+            ("q_heads", d.q_heads, MAX_LEN),
+            ("q_len", d.q_len, MAX_LEN),
+            ("kv_len", d.kv_len, MAX_LEN),
+        ];
+        if let Some((name, got, max)) = limits.into_iter().find(|&(_, got, max)| got > max) {
+            return Err(ProblemError::TooLong { name, got, max });
+        }
+        for (tensor, shape) in
+            [("q", d.q_shape()), ("k", d.k_shape()), ("v", d.v_shape()), ("out", d.out_shape())]
+        {
+            // Bytes as f32, the widest dtype, must be addressable.
+            let bytes = shape.iter().try_fold(4usize, |n, &x| n.checked_mul(x));
+            if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
+                return Err(ProblemError::SizeOverflow { tensor, shape });
+            }
+        }
+        let scale = match desc.scale {
+            None => (1.0 / (d.head_dim as f64).sqrt()) as f32,
+            Some(s) if s.is_finite() => s,
+            Some(s) => return Err(ProblemError::Scale { scale: s }),
+        };
+        if let Some(softcap) = desc.softcap
+            && !(softcap.is_finite() && softcap > 0.0)
+        {
+            return Err(ProblemError::Softcap { softcap });
+        }
+        if let Some(softcap) = desc.softcap
+            && softcap > MAX_SOFTCAP
+        {
+            return Err(ProblemError::SoftcapRange { softcap, max: MAX_SOFTCAP });
+        }
+        if (scale / desc.softcap.unwrap_or(1.0)).abs() > MAX_SCALE {
+            return Err(ProblemError::ScaleRange { scale, softcap: desc.softcap, max: MAX_SCALE });
+        }
+        if !matches!(desc.sequences, Sequences::Cached { .. }) {
+            let plain = Codec::of(desc.dtype);
+            let stored = [("k", desc.k_codec), ("v", desc.v_codec)];
+            if let Some((tensor, Some(codec))) =
+                stored.into_iter().find(|(_, codec)| codec.is_some_and(|c| c != plain))
+            {
+                return Err(ProblemError::Codec { tensor, codec, dtype: desc.dtype });
+            }
+        }
+        let stored = [("k", desc.k_codec, d.head_dim), ("v", desc.v_codec, d.value_dim)];
+        for (tensor, codec, dim) in stored {
+            if let Some(codec) = codec
+                && !codec.supports(dim)
+            {
+                return Err(ProblemError::CodecDim { tensor, codec, dim });
+            }
+        }
+        let sequences = rules::resolve(&desc)?;
+        rules::check_prefixes(&desc)?;
+        Ok(Self { desc, scale, sequences })
+    }
+
+    /// The description this problem was made from.
+    #[must_use]
+    pub const fn desc(&self) -> &ProblemDesc {
+        &self.desc
+    }
+
+    /// Logical dimensions.
+    #[must_use]
+    pub const fn dims(&self) -> &Dims {
+        &self.desc.dims
+    }
+
+    /// Element type of q, k, v and out.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.desc.dtype
+    }
+
+    /// Whether keys or values are stored as codes.
+    pub fn is_quantized(&self) -> bool {
+        [self.k_codec(), self.v_codec()].iter().any(|codec| codec.dtype().is_none())
+    }
+
+    /// How keys are stored.
+    #[must_use]
+    pub fn k_codec(&self) -> Codec {
+        self.desc.k_codec.unwrap_or(Codec::of(self.dtype()))
+    }
+
+    /// How values are stored.
+    #[must_use]
+    pub fn v_codec(&self) -> Codec {
+        self.desc.v_codec.unwrap_or(Codec::of(self.dtype()))
+    }
+
+    /// Multiplier of `q . k`, resolved and finite.
+    #[must_use]
+    pub const fn scale(&self) -> f32 {
+        self.scale
+    }
+
+    /// Every sequence: where its rows lie, how long it is and where its queries sit. One per batch entry, or one per
+    /// pair of neighbours in `cu_seqlens`.
+    #[must_use]
+    pub fn sequences(&self) -> &[Sequence] {
+        &self.sequences
+    }
+
+    /// Keys of `sequence` that query row `i` sees by causality, window and length (not by a materialised mask or a tree).
+    /// They are always one interval.
+    #[must_use]
+    pub fn visible(&self, sequence: &Sequence, i: usize) -> Range<usize> {
+        self.desc.visibility.keys(sequence.q_offset + i as i64, sequence.kv_len)
+    }
+
+    /// Whether keys and values lie in the pages of a cache.
+    #[must_use]
+    pub const fn is_cached(&self) -> bool {
+        matches!(self.desc.sequences, Sequences::Cached { .. })
+    }
+
+    /// The smallest interval that holds every key that a query row of the range sees. Cost: `O(rows that see nothing)`.
+    #[must_use]
+    pub fn visible_union(&self, sequence: &Sequence, rows: Range<usize>) -> Range<usize> {
+        // Both ends of the interval grow with the row, but an empty interval may lie anywhere.
+        let first = rows.clone().map(|i| self.visible(sequence, i)).find(|keys| !keys.is_empty());
+        let last = rows.rev().map(|i| self.visible(sequence, i)).find(|keys| !keys.is_empty());
+        match (first, last) {
+            (Some(first), Some(last)) => first.start..last.end,
+            _ => 0..0,
+        }
+    }
+
+    /// The first query row of `sequence` that sees a key by causality, window and length, and its first key: the first
+    /// that any row sees. Cost: constant.
+    #[must_use]
+    pub fn first_visible(&self, sequence: &Sequence) -> Option<(usize, usize)> {
+        // Rows before this one end their interval before key 0. Both ends grow with the row, so that of the others the
+        // first is the one to see a key, if any does.
+        let before = self.desc.visibility.right().map_or(0, |right| {
+            let right = i64::try_from(right).unwrap_or(i64::MAX);
+            sequence.q_offset.saturating_add(right).saturating_neg().max(0)
+        });
+        let row = usize::try_from(before).ok().filter(|&row| row < sequence.q_len)?;
+        let keys = self.visible(sequence, row);
+        (!keys.is_empty()).then_some((row, keys.start))
+    }
+
+    /// Number of visible (query row, key) pairs of one head, summed over sequences, masks and trees not counted.
+    /// `2 * (head_dim + value_dim)` operations each. Cost: `O(query rows)`.
+    #[must_use]
+    pub fn visible_pairs(&self) -> u64 {
+        let rows = |s: &Sequence| (0..s.q_len).map(|i| self.visible(s, i).len() as u64).sum::<u64>();
+        self.sequences.iter().map(rows).sum()
+    }
+
+    /// Floating-point operations: `2 * (head_dim + value_dim)` for each visible pair of each query head.
+    #[must_use]
+    pub fn flops(&self) -> f64 {
+        let d = self.dims();
+        2.0 * (d.head_dim + d.value_dim) as f64 * self.visible_pairs() as f64 * d.q_heads as f64
+    }
+
+    /// Shape to which a mask must broadcast: `[sequences, q_heads, longest q_len, longest kv_len]`. For dense problems
+    /// this is `[batch, q_heads, q_len, kv_len]`.
+    #[must_use]
+    pub fn mask_shape(&self) -> [usize; 4] {
+        let d = self.dims();
+        let (q_len, kv_len) = match self.desc.sequences {
+            Sequences::Dense | Sequences::Padded { .. } => (d.q_len, d.kv_len),
+            Sequences::Packed { .. } | Sequences::Cached { .. } => {
+                (self.longest_q_len(), self.sequences.iter().map(|s| s.kv_len).max().unwrap_or(0))
+            }
+        };
+        [self.sequences.len(), d.q_heads, q_len, kv_len]
+    }
+
+    /// Shape of a tree mask: `[1, 1, q_len, longest q_len of a sequence]`.
+    #[must_use]
+    pub fn tree_shape(&self) -> [usize; 4] {
+        [1, 1, self.desc.dims.q_len, self.longest_q_len()]
+    }
+
+    fn longest_q_len(&self) -> usize {
+        self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0)
+    }
+}

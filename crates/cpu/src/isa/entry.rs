@@ -1,0 +1,172 @@
+//! The functions that an ISA file defines, as macros: each phase of the kernels is instantiated and compiled with the target features of the set.
+
+use crate::kernels::state::{PackKeys, PackValues};
+use crate::kernels::state::{TaskState, Tile};
+use std::ops::Range;
+
+/// Writes functions that are compiled with target features.
+macro_rules! entry {
+    ($features:tt) => {};
+    ($features:tt
+        fn $name:ident($($argument:ident: $T:ty),*) $(-> $R:ty)? { $call:expr }
+        $($others:tt)*
+    ) => {
+        crate::isa::entry::entry! { @one $features fn $name($($argument: $T),*) $(-> $R)? { $call } }
+        crate::isa::entry::entry! { $features $($others)* }
+    };
+    (@one [$($features:literal)?]
+        fn $name:ident($($argument:ident: $T:ty),*) $(-> $R:ty)? { $call:expr }
+    ) => {
+        $(#[target_feature(enable = $features)])?
+        #[inline(never)]
+        unsafe fn $name($($argument: $T),*) $(-> $R)? {
+            // SAFETY: the caller's promise.
+            unsafe { $call }
+        }
+    };
+}
+pub(super) use entry;
+
+/// Writes the module `$module` with the phases that depend on how elements are stored.
+macro_rules! element_entries {
+    ($module:ident, $S:ty, $features:tt, $E:ty, $R:ty) => {
+        mod $module {
+            use super::*;
+            use crate::kernels::phases;
+            crate::isa::entry::entry! { $features
+                fn pack_keys(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
+                    phases::pack_keys::<$S, $R>(work, block, columns)
+                }
+                fn stream_scores(work: &TaskState<'_>, tile: &Tile) {
+                    phases::stream_scores::<$S, $R>(work, tile)
+                }
+                fn pack_values(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: *mut f32) {
+                    phases::pack_values::<$S, $E>(work, first, rows, dst)
+                }
+                fn stream_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
+                    phases::stream_values::<$S, $E>(work, tile, columns)
+                }
+            }
+            pub(super) const SCORES: ScoresOf = ScoresOf { pack: pack_keys, stream: stream_scores };
+            pub(super) const VALUES: ValuesOf = ValuesOf { pack: pack_values, stream: stream_values };
+        }
+    };
+}
+pub(super) use element_entries;
+
+/// The phases of scores that depend on how keys are stored.
+#[derive(Clone, Copy)]
+pub(super) struct ScoresOf {
+    pub(super) pack: PackKeys,
+    pub(super) stream: unsafe fn(&TaskState<'_>, &Tile),
+}
+
+/// The phases of values that depend on how values are stored.
+#[derive(Clone, Copy)]
+pub(super) struct ValuesOf {
+    pub(super) pack: PackValues,
+    pub(super) stream: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>),
+}
+
+/// Defines `kernels` and `LOOPS` of an ISA file: for `any` storage, or for elements that are `pairs` of bf16.
+macro_rules! entry_points {
+    (any, $S:ty $(, $features:literal)?) => {
+        crate::isa::entry::entry_points!(@common $S, [$($features)?]);
+        crate::isa::entry::element_entries!(f32_elements, $S, [$($features)?], f32, Single<f32>);
+        crate::isa::entry::element_entries!(f16_elements, $S, [$($features)?], F16, Single<F16>);
+        crate::isa::entry::element_entries!(bf16_elements, $S, [$($features)?], Bf16, Double);
+        crate::isa::entry::entry! { [$($features)?]
+            fn pack_key_codes(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
+                phases::pack_key_codes::<$S>(work, block, columns)
+            }
+        }
+
+        /// The kernels of this instruction set for keys and values that are stored so.
+        pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
+            let scores = match k {
+                Storage::Elements(Dtype::F32) => f32_elements::SCORES,
+                Storage::Elements(Dtype::F16) => f16_elements::SCORES,
+                Storage::Elements(Dtype::BF16) => bf16_elements::SCORES,
+                // Codes are not streamed.
+                Storage::Codes => ScoresOf { pack: pack_key_codes, ..f32_elements::SCORES },
+            };
+            let values = match v {
+                Storage::Elements(Dtype::F32) => f32_elements::VALUES,
+                Storage::Elements(Dtype::F16) => f16_elements::VALUES,
+                Storage::Elements(Dtype::BF16) => bf16_elements::VALUES,
+                Storage::Codes => ValuesOf { pack: phases::pack_value_codes, ..f32_elements::VALUES },
+            };
+            with_elements(scores, values)
+        }
+    };
+    (pairs, $S:ty $(, $features:literal)?) => {
+        crate::isa::entry::entry_points!(@common $S, [$($features)?]);
+        // A pair of keys takes the place of an f32.
+        crate::isa::entry::element_entries!(bf16_elements, $S, [$($features)?], Bf16, Single<f32>);
+
+        /// The kernels of this instruction set, of bf16 keys and values.
+        pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
+            debug_assert!([k, v] == [Storage::Elements(Dtype::BF16); 2], "plans choose pairs for bf16 alone");
+            with_elements(bf16_elements::SCORES, bf16_elements::VALUES)
+        }
+    };
+    (@common $S:ty, $features:tt) => {
+        #[allow(clippy::wildcard_imports, reason = "what every instruction set's phases name")]
+        use crate::isa::entry::entry_imports::*;
+
+        crate::isa::entry::entry! { $features
+            fn begin_tiles() { <$S as crate::simd::Simd>::begin_tiles() }
+            fn end_tiles() { <$S as crate::simd::Simd>::end_tiles() }
+            fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S>(work) }
+            fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S>(work, tile) }
+            fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S>(work, tile) }
+            fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, rows: *const f32) {
+                phases::packed_values::<$S>(work, tile, columns, rows)
+            }
+            fn repair_nonfinite(work: &TaskState<'_>, tile: &Tile) { phases::repair_nonfinite::<$S>(work, tile) }
+            fn fold(rows: usize, fold: &Fold) { phases::fold::<$S>(rows, fold) }
+            fn finish(work: &TaskState<'_>, first: usize, rows: usize) { phases::finish::<$S>(work, first, rows) }
+            fn fma_loop(rounds: u64) -> f32 { crate::kernels::loops::fma_loop::<$S>(rounds) }
+            fn read_loop(p: *const f32, len: usize) -> f32 { crate::kernels::loops::read_loop::<$S>(p, len) }
+        }
+
+        /// The loops that measure the limits of this instruction set.
+        pub(in crate::isa) const LOOPS: Loops = Loops { fma: fma_loop, read: read_loop };
+
+        fn with_elements(scores: ScoresOf, values: ValuesOf) -> Kernels {
+            Kernels {
+                products: Products::of::<$S>(),
+                integer_products: None,
+                byte_products: None,
+                begin_tiles,
+                end_tiles,
+                pack_queries,
+                pack_keys: scores.pack,
+                packed_scores,
+                stream_scores: scores.stream,
+                probs,
+                pack_values: values.pack,
+                packed_values,
+                stream_values: values.stream,
+                repair_nonfinite,
+                fold,
+                finish,
+            }
+        }
+    };
+}
+pub(super) use entry_points;
+
+/// The names that [`entry_points`] uses.
+pub(super) mod entry_imports {
+    pub(in crate::isa) use super::{ScoresOf, ValuesOf};
+    pub(in crate::isa) use crate::kernels::loops::Loops;
+    pub(in crate::isa) use crate::kernels::phases;
+    pub(in crate::isa) use crate::kernels::state::Fold;
+    pub(in crate::isa) use crate::kernels::state::Products;
+    pub(in crate::isa) use crate::kernels::state::{Kernels, Storage};
+    pub(in crate::isa) use crate::kernels::state::{TaskState, Tile};
+    pub(in crate::isa) use crate::simd::{Bf16, Double, F16, Single};
+    pub(in crate::isa) use flashtile_core::dtype::Dtype;
+    pub(in crate::isa) use std::ops::Range;
+}

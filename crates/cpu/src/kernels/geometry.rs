@@ -1,0 +1,286 @@
+//! The geometry of a task: which queries its rows are, and which keys they see.
+
+#![allow(unsafe_code)]
+
+use super::codes::{CodeRows, IntegerOperands};
+use super::mask::Class;
+use super::pack::HeadRows;
+use super::state::{Context, Path, Query, TaskState, Tile};
+use super::stream::MAX_ROWS;
+use crate::plan::{Rows, sequence_of, spans};
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::codec::KvView;
+use flashtile_core::problem::{Problem, Sequence};
+use flashtile_core::tensor::MaskRow;
+use std::f32::consts::LOG2_E;
+use std::ops::Range;
+
+/// Keys or values of the head of a task.
+#[derive(Clone, Copy)]
+enum Stored<'a> {
+    Elements(HeadRows<'a>),
+    Codes(CodeRows<'a>),
+}
+
+impl<'a> Stored<'a> {
+    fn elements(self) -> HeadRows<'a> {
+        match self {
+            Self::Elements(rows) => rows,
+            Self::Codes(_) => unreachable!("kernels are chosen by how keys and values are stored"),
+        }
+    }
+
+    fn codes(self) -> CodeRows<'a> {
+        match self {
+            Self::Codes(rows) => rows,
+            Self::Elements(_) => unreachable!("kernels are chosen by how keys and values are stored"),
+        }
+    }
+}
+
+impl Query<'_> {
+    /// The position from which ALiBi counts distances: that of the nearest key that the row sees. The distance to it is the
+    /// same for all keys and changes no probability, but would leave f32 no digits for what does.
+    pub(super) fn nearest(&self, problem: &Problem) -> i64 {
+        let own = self.position as i64 + self.sequence.q_offset;
+        let seen = problem.visible(self.sequence, self.position);
+        if seen.is_empty() { own } else { own.clamp(seen.start as i64, seen.end as i64 - 1) }
+    }
+
+    /// What its scores lack because distances are counted from [`Query::nearest`].
+    pub(super) fn alibi_shift(&self, problem: &Problem, slope: f32) -> f64 {
+        let own = self.position as i64 + self.sequence.q_offset;
+        -f64::from(slope) * own.abs_diff(self.nearest(problem)) as f64
+    }
+}
+
+impl<'a> TaskState<'a> {
+    /// # Safety
+    /// `scratch` is valid for the plan's scratch layout.
+    pub(super) unsafe fn new(cx: &'a Context<'a>, rows: Rows, scratch: *mut f32) -> Self {
+        let layout = cx.plan.scratch();
+        let sequence = &cx.plan.problem().sequences()[rows.sequence];
+        let (tile_stats, row_stats) = (layout.tile_stats, layout.row_stats);
+        // SAFETY: every offset is that of a region of the layout, or its end where the region is empty.
+        unsafe {
+            let stats = scratch.add(layout.stats);
+            Self {
+                cx,
+                kernels: &cx.kernels,
+                rows,
+                sequence,
+                packed_q: scratch.add(layout.q),
+                packed_k: scratch.add(layout.k),
+                packed_v: scratch.add(layout.v),
+                scores: scratch.add(layout.scores),
+                block_out: scratch.add(layout.partial),
+                acc: scratch.add(layout.acc),
+                row_max: stats,
+                row_sum: stats.add(row_stats),
+                block_max: stats.add(2 * row_stats),
+                block_sum: stats.add(2 * row_stats + tile_stats),
+                stride: cx.plan.value_stride(),
+                block_k: cx.plan.block_k(),
+                group: cx.plan.problem().dims().group(),
+                mean_scores: scratch.add(layout.mean_scores),
+                codes: scratch.add(layout.codes),
+                k_path: Path::Packed,
+                v_path: Path::Packed,
+            }
+            .with_paths()
+        }
+    }
+
+    /// Few rows are computed without packing. Whether codes are depends on the sequence alone, not on how its rows are cut into
+    /// tasks: the bits differ.
+    fn with_paths(mut self) -> Self {
+        let plan = self.cx.plan;
+        let few = self.sequence.q_len * self.group <= MAX_ROWS && plan.prefixes().is_empty();
+        let integers = self.kernels.integer_products.filter(|_| few && plan.multiplies_integers());
+        let bytes = self.kernels.byte_products.filter(|_| few);
+        let path_of_codes = |rows: CodeRows<'_>| {
+            let integers = integers.filter(|_| rows.can_be_integers()).map(Path::Integers);
+            let numbers = bytes.filter(|_| rows.can_be_numbers()).map(Path::Numbers);
+            integers.or(numbers).unwrap_or(Path::Packed)
+        };
+        let path = |stored| match stored {
+            Stored::Elements(_) if self.rows.count <= MAX_ROWS => Path::Stream,
+            Stored::Elements(_) => Path::Packed,
+            Stored::Codes(rows) => path_of_codes(rows),
+        };
+        (self.k_path, self.v_path) = (path(self.keys()), path(self.values()));
+        self
+    }
+
+    /// Row of q, counted from the first row's sequence, and query head of a row of the task.
+    #[inline]
+    pub(super) fn place(&self, row: usize) -> (usize, usize) {
+        let at = self.rows.first + row;
+        (at / self.group, self.rows.kv_head * self.group + at % self.group)
+    }
+
+    /// The query of a row of the task.
+    #[inline]
+    pub(super) fn query(&self, row: usize) -> Query<'a> {
+        let (i, head) = self.place(row);
+        let problem = self.cx.plan.problem();
+        let index = sequence_of(problem, self.rows.sequence, self.sequence.q_start + i);
+        let sequence = &problem.sequences()[index];
+        Query { index, sequence, position: self.sequence.q_start + i - sequence.q_start, head }
+    }
+
+    /// Sequences that have some rows of the task, and their positions.
+    fn spans(&self, rows: &Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> + use<'a> {
+        let first = self.rows.first;
+        spans(self.cx.plan.problem(), self.rows.sequence, first + rows.start..first + rows.end)
+    }
+
+    /// Columns of a block that some of the rows see, or all that are kept where tiles are not skipped.
+    pub(super) fn columns(&self, rows: &Range<usize>, block: usize) -> Range<usize> {
+        let plan = self.cx.plan;
+        let clip = |keys: Range<usize>| clip(&keys, block * self.block_k, self.block_k);
+        if !plan.options().skip_tiles {
+            // Of a page that several sequences share, one may keep more than another.
+            let kept = |tables: &BlockTables| self.spans(rows).map(|(s, _)| tables.first[s]).min();
+            let first = self.cx.inputs.tables.and_then(kept).unwrap_or(0);
+            return clip(first..self.sequence.kv_len);
+        }
+        let sequences = plan.problem().sequences();
+        let seen =
+            self.spans(rows).map(|(s, positions)| plan.problem().visible_union(&sequences[s], positions));
+        let seen = seen.map(clip).filter(|columns| !columns.is_empty());
+        seen.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0)
+    }
+
+    /// The tile of some rows in a block, `None` where no row sees a key.
+    pub(super) fn tile(&self, rows: Range<usize>, block: usize) -> Option<Tile> {
+        let columns = self.columns(&rows, block);
+        if columns.is_empty() {
+            return None;
+        }
+        let skip = self.cx.plan.options().skip_tiles;
+        let mask = match &self.cx.mask {
+            None => Class::Neutral,
+            Some(_) if !skip => Class::Mixed,
+            Some(table) => {
+                let first = self.rows.kv_head * self.group;
+                let classes = self.spans(&rows);
+                let classes = classes.map(|(s, i)| table.class(s, first..first + self.group, i, block));
+                classes.reduce(Class::and).unwrap_or(Class::Mixed)
+            }
+        };
+        if skip && mask == Class::Hidden {
+            return None;
+        }
+        let full = self.spans(&rows).all(|(s, positions)| {
+            // Both ends of what a row sees grow with its position.
+            let sees = |i: usize| self.visible_columns(&self.cx.plan.problem().sequences()[s], i, block);
+            sees(positions.start).end >= columns.end && sees(positions.end - 1).start <= columns.start
+        });
+        Some(Tile { rows, block, columns, full, mask })
+    }
+
+    /// Columns of a block that a position of a sequence sees.
+    #[inline]
+    pub(super) fn visible_columns(&self, sequence: &Sequence, i: usize, block: usize) -> Range<usize> {
+        clip(&self.cx.plan.problem().visible(sequence, i), block * self.block_k, self.block_k)
+    }
+
+    fn stored(&self, of: &'a KvView<'a>) -> Stored<'a> {
+        let (s, head) = (self.sequence, self.rows.kv_head);
+        match (of, self.cx.inputs.tables) {
+            (KvView::Elements(tensor), None) => {
+                Stored::Elements(HeadRows::of_tensor(tensor, [s.batch, head, s.kv_start]))
+            }
+            (KvView::Elements(tensor), Some(tables)) => {
+                Stored::Elements(HeadRows::of_pages(tensor, head, tables, self.rows.sequence))
+            }
+            (KvView::Codes(codes), Some(tables)) => {
+                Stored::Codes(CodeRows::new(self.cx.token, codes, head, tables, self.rows.sequence))
+            }
+            (KvView::Codes(_), None) => {
+                unreachable!("codes are of cached sequences: the inputs were checked")
+            }
+        }
+    }
+
+    /// Keys of the task's head.
+    fn keys(&self) -> Stored<'a> {
+        self.stored(&self.cx.inputs.k)
+    }
+
+    /// Values of the task's head.
+    fn values(&self) -> Stored<'a> {
+        self.stored(&self.cx.inputs.v)
+    }
+
+    /// Keys of the task's head, in a phase of keys that are elements.
+    pub(super) fn key_elements(&self) -> HeadRows<'a> {
+        self.keys().elements()
+    }
+
+    /// Keys of the task's head, in a phase of keys that are codes.
+    pub(super) fn key_codes(&self) -> CodeRows<'a> {
+        self.keys().codes()
+    }
+
+    /// Values of the task's head, in a phase of values that are elements.
+    pub(super) fn value_elements(&self) -> HeadRows<'a> {
+        self.values().elements()
+    }
+
+    /// Values of the task's head, in a phase of values that are codes.
+    pub(super) fn value_codes(&self) -> CodeRows<'a> {
+        self.values().codes()
+    }
+
+    pub(super) fn integer_operands(&self) -> IntegerOperands {
+        IntegerOperands::new(self.codes, self.cx.plan.problem().dims().head_dim)
+    }
+
+    /// Columns of the tile that a tree mask decides on, and the tree's column for the first of them. Tiles of several
+    /// sequences have none.
+    #[inline]
+    pub(super) fn tree_columns(&self, tile: &Tile) -> (Range<usize>, usize) {
+        if self.cx.inputs.tree.is_none() {
+            return (0..0, 0);
+        }
+        let first = tile.block * self.block_k;
+        let tree = self.sequence.kv_len - self.sequence.q_len;
+        let columns = clip(&(tree..self.sequence.kv_len), first, self.block_k);
+        let columns = columns.start.max(tile.columns.start)..columns.end.min(tile.columns.end);
+        if columns.is_empty() { (0..0, 0) } else { (columns.clone(), first + columns.start - tree) }
+    }
+
+    /// The row of the tree mask of a query.
+    #[inline]
+    pub(super) fn tree_row(&self, query: &Query<'_>) -> Option<MaskRow> {
+        Some(self.cx.inputs.tree.as_ref()?.row(0, 0, query.sequence.q_start + query.position))
+    }
+
+    /// Factor from `q . k` to units of log2, or of the softcap. Folded into the queries, except where they are pairs of bf16,
+    /// which would be rounded again.
+    pub(super) fn score_scale(&self) -> f32 {
+        let problem = self.cx.plan.problem();
+        match problem.desc().softcap {
+            Some(cap) => problem.scale() / cap,
+            None => problem.scale() * LOG2_E,
+        }
+    }
+
+    /// `q . k_mean` of each row of the task, where keys are stored without their mean.
+    pub(super) fn mean_scores(&self) -> Option<*const f32> {
+        match &self.cx.inputs.k {
+            KvView::Codes(codes) if codes.mean(self.rows.kv_head).is_some() => Some(self.mean_scores),
+            _ => None,
+        }
+    }
+}
+
+/// The part of `keys` inside the block of `len` keys from `first`, counted from `first`.
+#[inline]
+fn clip(keys: &Range<usize>, first: usize, len: usize) -> Range<usize> {
+    let start = keys.start.max(first).min(first + len) - first;
+    let end = keys.end.max(first).min(first + len) - first;
+    start..end
+}

@@ -1,0 +1,280 @@
+//! The data of a run and of a task, and the table of phases that work on it.
+//!
+//! Phases take a [`TaskState`], which has the table of phases: these types name each other, and are one module.
+
+#![allow(unsafe_code)]
+
+use super::mask::{Class, MaskTable};
+use super::tiles;
+use crate::plan::{CpuPlan, Rows};
+use crate::simd::Simd;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::Inputs;
+use flashtile_core::isa::IsaToken;
+use flashtile_core::problem::Sequence;
+use flashtile_core::tensor::TensorViewMut;
+use std::ops::Range;
+
+/// What every task of a run shares. Checked against the plan's problem before it is made.
+pub(crate) struct Context<'a> {
+    pub(crate) plan: &'a CpuPlan,
+    /// Those of the plan's instruction set.
+    pub(crate) kernels: Kernels,
+    /// Of the instruction set of codecs.
+    pub(crate) token: IsaToken,
+    pub(crate) inputs: &'a Inputs<'a>,
+    pub(crate) out: &'a TensorViewMut<'a>,
+    /// `[batch, q_heads, q_len]`, or null.
+    pub(crate) lse: *mut f32,
+    pub(crate) slots: Slots,
+    pub(crate) mask: Option<MaskTable<'a>>,
+}
+
+// SAFETY: tasks read the inputs and write disjoint rows of the outputs and disjoint slots.
+unsafe impl Sync for Context<'_> {}
+
+/// Results of rows over some of their keys, kept in the workspace: values `[slots, stride]`, `max [slots]`, `sum [slots]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Slots {
+    pub(crate) values: *mut f32,
+    pub(crate) max: *mut f32,
+    pub(crate) sum: *mut f32,
+    pub(crate) stride: usize,
+}
+
+impl Slots {
+    /// Stores values and statistics of `rows` rows.
+    ///
+    /// # Safety
+    /// The slots and rows exist, and no other thread uses the slots.
+    pub(super) unsafe fn store(
+        &self,
+        slot: usize,
+        rows: usize,
+        values: *const f32,
+        (max, sum): (*mut f32, *mut f32),
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let stride = self.stride;
+            std::ptr::copy_nonoverlapping(values, self.values.add(slot * stride), rows * stride);
+            std::ptr::copy_nonoverlapping(max, self.max.add(slot), rows);
+            std::ptr::copy_nonoverlapping(sum, self.sum.add(slot), rows);
+        }
+    }
+
+    /// Stores that the rows have seen nothing. Their values are not read.
+    ///
+    /// # Safety
+    /// As [`Slots::store`].
+    pub(super) unsafe fn clear(&self, slot: usize, rows: usize) {
+        for row in slot..slot + rows {
+            // SAFETY: the caller's promise.
+            unsafe { (*self.max.add(row), *self.sum.add(row)) = (f32::NEG_INFINITY, 0.0) }
+        }
+    }
+
+    /// Reads the statistics of `rows` rows, and says where their values are.
+    ///
+    /// # Safety
+    /// The slots were stored, the rows exist.
+    pub(super) unsafe fn statistics(
+        &self,
+        slot: usize,
+        rows: usize,
+        (max, sum): (*mut f32, *mut f32),
+    ) -> *const f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.max.add(slot), max, rows);
+            std::ptr::copy_nonoverlapping(self.sum.add(slot), sum, rows);
+            self.values.add(slot * self.stride)
+        }
+    }
+
+    /// Reads values and statistics of `rows` rows.
+    ///
+    /// # Safety
+    /// As [`Slots::statistics`].
+    pub(super) unsafe fn load(
+        &self,
+        slot: usize,
+        rows: usize,
+        values: *mut f32,
+        statistics: (*mut f32, *mut f32),
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let stored = self.statistics(slot, rows, statistics);
+            std::ptr::copy_nonoverlapping(stored, values, rows * self.stride);
+        }
+    }
+}
+
+/// Packs some columns of a block of keys.
+pub(crate) type PackKeys = unsafe fn(&TaskState<'_>, usize, &Range<usize>);
+/// Packs the values of some keys, counted from a first one, to memory.
+pub(crate) type PackValues = unsafe fn(&TaskState<'_>, usize, &Range<usize>, *mut f32);
+
+/// How the keys or values of a problem are stored: elements of a dtype, or codes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Storage {
+    Elements(Dtype),
+    Codes,
+}
+
+/// The phases of a task for one instruction set and the storage of one problem: the only functions that are compiled with the
+/// target features of the set.
+///
+/// Each is called once a task, block or tile, which costs nothing beside its work, and is a function of its own: the time that
+/// optimisation takes grows faster than the size of a function.
+///
+/// Safety of each: the machine has the instruction set, and the rest is the contract of the kernel of the same name.
+#[derive(Clone, Copy)]
+pub(crate) struct Kernels {
+    /// How products take keys.
+    pub(crate) products: Products,
+    /// Products with codes in integers, where the instruction set has them.
+    pub(crate) integer_products: Option<CodeProducts>,
+    /// Products with codes of a byte in f32, where the instruction set has them.
+    pub(crate) byte_products: Option<CodeProducts>,
+    /// Configures the thread's matrix unit, where the instruction set has one.
+    pub(crate) begin_tiles: unsafe fn(),
+    /// Releases it.
+    pub(crate) end_tiles: unsafe fn(),
+    pub(crate) pack_queries: unsafe fn(&TaskState<'_>),
+    pub(crate) pack_keys: PackKeys,
+    pub(crate) packed_scores: unsafe fn(&TaskState<'_>, &Tile),
+    pub(crate) stream_scores: unsafe fn(&TaskState<'_>, &Tile),
+    pub(crate) probs: unsafe fn(&TaskState<'_>, &Tile),
+    pub(crate) pack_values: PackValues,
+    pub(crate) packed_values: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>, *const f32),
+    pub(crate) stream_values: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>),
+    pub(crate) repair_nonfinite: unsafe fn(&TaskState<'_>, &Tile),
+    pub(crate) fold: unsafe fn(usize, &Fold),
+    pub(crate) finish: unsafe fn(&TaskState<'_>, usize, usize),
+}
+
+/// The phases of a tile that multiply codes where they lie.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other targets have none"))]
+pub(crate) struct CodeProducts {
+    pub(crate) scores: unsafe fn(&TaskState<'_>, &Tile),
+    pub(crate) values: unsafe fn(&TaskState<'_>, &Tile),
+}
+
+/// How a product takes keys.
+#[derive(Clone, Copy)]
+pub(crate) struct Products {
+    /// Keys in an f32 of packed values: 2 where products are of pairs of bf16.
+    pub(crate) keys_per_f32: usize,
+    /// Keys that a product takes at once: it runs over whole multiples, in which other keys have probability and value 0.
+    pub(crate) step: usize,
+}
+
+impl Products {
+    pub(crate) const fn of<S: Simd>() -> Self {
+        let keys_per_f32 = if S::PAIRS { 2 } else { 1 };
+        Self { keys_per_f32, step: if S::TILES { tiles::KEYS } else { keys_per_f32 } }
+    }
+
+    /// Columns in whole steps.
+    #[inline]
+    pub(super) fn whole(self, columns: &Range<usize>) -> Range<usize> {
+        columns.start / self.step * self.step..columns.end.next_multiple_of(self.step)
+    }
+}
+
+/// Running state of some rows, and one block's result for them.
+#[derive(Clone, Copy)]
+pub(crate) struct Fold {
+    /// Running `[rows, stride]`, maximum and sum; the statistics valid for whole vectors of rows.
+    pub(super) acc: *mut f32,
+    pub(super) max: *mut f32,
+    pub(super) sum: *mut f32,
+    /// The block's `[rows, stride]`.
+    pub(super) values: *const f32,
+    /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows; their memory is used up.
+    pub(super) block_max: *mut f32,
+    pub(super) block_sum: *mut f32,
+    /// Elements of a row, in whole vectors.
+    pub(super) stride: usize,
+}
+
+/// The rows of a task, and the scratch memory of the thread that computes them.
+pub(crate) struct TaskState<'a> {
+    pub(super) cx: &'a Context<'a>,
+    pub(super) kernels: &'a Kernels,
+    pub(super) rows: Rows,
+    /// Sequence of the first row.
+    pub(super) sequence: &'a Sequence,
+    /// Packed queries `[task rows, depth]`.
+    pub(super) packed_q: *mut f32,
+    /// Packed keys of a block, `[panels][depth][panel width]`; or the memory of a streaming task.
+    pub(super) packed_k: *mut f32,
+    /// Packed values of a block, `[keys, stride]`.
+    pub(super) packed_v: *mut f32,
+    /// Scores of a tile, later probabilities: `[tile rows, block_k]`.
+    pub(super) scores: *mut f32,
+    /// Unnormalised output of a tile in one block: `[tile rows, stride]`.
+    pub(super) block_out: *mut f32,
+    /// Running unnormalised output: `[task rows, stride]`.
+    pub(super) acc: *mut f32,
+    /// Running maximum and sum of every row, padded by a vector.
+    pub(super) row_max: *mut f32,
+    pub(super) row_sum: *mut f32,
+    /// Maximum and sum of the block for the rows of a tile.
+    pub(super) block_max: *mut f32,
+    pub(super) block_sum: *mut f32,
+    /// Elements of a row of values: value_dim in whole vectors.
+    pub(super) stride: usize,
+    pub(super) block_k: usize,
+    /// Query heads of a key/value head.
+    pub(super) group: usize,
+    /// `q . k_mean` of each row, in units of the scores: the part that keys are stored without. Empty unless quantized.
+    pub(super) mean_scores: *mut f32,
+    /// Memory for decoded rows and integer operands. Empty unless keys or values are quantized.
+    pub(super) codes: *mut f32,
+    /// How keys and values are read.
+    pub(super) k_path: Path,
+    pub(super) v_path: Path,
+}
+
+/// How the keys or values of a task are read.
+#[derive(Clone, Copy)]
+pub(super) enum Path {
+    /// A block at a time is packed.
+    Packed,
+    /// Elements, from where they lie.
+    Stream,
+    /// Codes in integers, from where they lie.
+    Integers(CodeProducts),
+    /// Codes of a byte in f32, from where they lie.
+    Numbers(CodeProducts),
+}
+
+impl Path {
+    pub(super) fn is_packed(&self) -> bool {
+        matches!(self, Self::Packed)
+    }
+}
+
+/// A row of q.
+pub(super) struct Query<'a> {
+    /// Index of its sequence.
+    pub(super) index: usize,
+    pub(super) sequence: &'a Sequence,
+    /// Position in its sequence.
+    pub(super) position: usize,
+    pub(super) head: usize,
+}
+
+/// Rows of the task, and the columns of a block that some of them see.
+pub(crate) struct Tile {
+    pub(super) rows: Range<usize>,
+    pub(super) block: usize,
+    pub(super) columns: Range<usize>,
+    /// Whether every row sees every column as far as causality, window and length go.
+    pub(super) full: bool,
+    pub(super) mask: Class,
+}

@@ -1,0 +1,389 @@
+//! The plan of one problem.
+
+use super::facts::CpuFacts;
+use super::schedule::{Choices, Phase, PlannedPrefix, Schedule, Segments, TASKS_PER_THREAD};
+use super::sizes::{BLOCK_K, MASK_TILE_Q, MAX_TASKS, MAX_THREADS, STREAM_ROWS};
+use flashtile_core::codec::Codec;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::isa::Isa;
+use flashtile_core::limits::MAX_HEAD_DIM;
+use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+
+/// Offsets in f32 elements of one thread's scratch memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ScratchLayout {
+    pub(crate) q: usize,
+    pub(crate) k: usize,
+    pub(crate) v: usize,
+    pub(crate) scores: usize,
+    pub(crate) partial: usize,
+    pub(crate) acc: usize,
+    /// Running maximum and sum of `row_stats` rows each, then those of one block for `tile_stats` rows.
+    pub(crate) stats: usize,
+    /// `q . k_mean` of each row, where keys or values are quantized; else empty, as `codes` is.
+    pub(crate) mean_scores: usize,
+    /// Decoded rows, and operands in integers.
+    pub(crate) codes: usize,
+    pub(crate) row_stats: usize,
+    pub(crate) tile_stats: usize,
+    pub(crate) len: usize,
+}
+
+/// Shape of the table that classifies a materialised mask: one byte for each mask plane, tile of query positions and block
+/// of keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct MaskClasses {
+    /// Query positions of a tile.
+    pub(crate) tile_q: usize,
+    /// Most planes, query tiles and key blocks that a mask of this problem may have.
+    pub(crate) planes: usize,
+    pub(crate) q_tiles: usize,
+    pub(crate) k_blocks: usize,
+}
+
+impl MaskClasses {
+    fn bytes(&self) -> Option<usize> {
+        self.planes.checked_mul(self.q_tiles)?.checked_mul(self.k_blocks)
+    }
+}
+
+/// A plan of the CPU backend. Made by [`Cpu::plan`](crate::Cpu::plan) for the machine at hand, or by [`CpuPlan::new`] for any.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CpuPlan {
+    problem: Problem,
+    options: PlanOptions,
+    isa: Isa,
+    threads: usize,
+    block_k: usize,
+    tile_rows: usize,
+    task_rows: usize,
+    schedule: Schedule,
+    scratch: ScratchLayout,
+    mask_classes: Option<MaskClasses>,
+    workspace_bytes: usize,
+}
+
+impl CpuPlan {
+    /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`, a row counted again for each
+    /// prefix that it shares.
+    ///
+    /// # Errors
+    /// [`Unsupported::Splits`] where the option asks for more splits than there are blocks of keys;
+    /// [`Unsupported::Tasks`] where the problem would be cut into more units of work than a plan lists;
+    /// [`Unsupported::Workspace`] where the workspace is not addressable; [`Unsupported::Kernels`] where the option asks for a kind of
+    /// kernels.
+    pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
+        if options.kernels != KernelChoice::Auto {
+            return Err(Unsupported::Kernels { asked: options.kernels });
+        }
+        let dims = problem.dims();
+        let isa = isa_for(facts.isa, problem);
+        let threads = facts.threads.clamp(1, MAX_THREADS);
+        let sequences = problem.sequences();
+        let (mr, nv) = register_tile(isa);
+        let value_stride = dims.value_dim.next_multiple_of(isa.lanes());
+
+        let max_blocks = sequences.iter().map(|s| s.kv_len.div_ceil(BLOCK_K)).max().unwrap_or(0).max(1);
+        if let Some(got) = options.splits
+            && (got == 0 || got > max_blocks)
+        {
+            return Err(Unsupported::Splits { got, max: max_blocks });
+        }
+
+        // Rows whose scores of one block fill about half of the first-level cache.
+        let tile_rows = (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(mr);
+        // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
+        let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
+        let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
+        let most_rows = (facts.l2.saturating_sub(block_bytes) / 4 * 3 / row_bytes).clamp(tile_rows, 768);
+        let segments = Segments::of(problem);
+        let even = segments.rows().div_ceil(threads * TASKS_PER_THREAD);
+        let task_rows =
+            if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
+        let longest = segments.longest().max(1).next_multiple_of(mr);
+        let task_rows = task_rows.min(longest).next_multiple_of(mr);
+
+        let most_tasks = segments.tasks(task_rows).saturating_mul(options.splits.unwrap_or(1));
+        if most_tasks > MAX_TASKS {
+            return Err(Unsupported::Tasks { got: most_tasks, max: MAX_TASKS });
+        }
+        let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa) };
+        let slot_bytes = (value_stride + 2) * 4;
+        let choices = Choices { options, threads, task_rows, slot_bytes };
+        let schedule = segments.schedule(&choices).ok_or_else(overflow)?;
+
+        let quantized = problem.is_quantized();
+        let mut plan = Self {
+            problem: problem.clone(),
+            options,
+            isa,
+            threads,
+            block_k: BLOCK_K,
+            tile_rows,
+            task_rows,
+            schedule,
+            scratch: scratch(
+                (task_rows, tile_rows),
+                packed_depth(isa, dims.head_dim),
+                value_stride,
+                nv * isa.lanes(),
+                quantized,
+            ),
+            mask_classes: None,
+            workspace_bytes: 0,
+        };
+        if problem.desc().mask.is_some() {
+            let [planes, heads, q_len, kv_len] = problem.mask_shape();
+            // An axis of 0 may be broadcast from 1.
+            plan.mask_classes = Some(MaskClasses {
+                tile_q: MASK_TILE_Q,
+                planes: planes.max(1).checked_mul(heads).ok_or_else(overflow)?,
+                q_tiles: q_len.div_ceil(MASK_TILE_Q).max(1),
+                k_blocks: kv_len.div_ceil(BLOCK_K).max(1),
+            });
+        }
+        plan.workspace_bytes = plan.size().filter(|&n| isize::try_from(n).is_ok()).ok_or_else(overflow)?;
+        Ok(plan)
+    }
+
+    fn size(&self) -> Option<usize> {
+        let classes = self.mask_classes.as_ref().map_or(Some(0), MaskClasses::bytes)?;
+        let scratch = self.scratch.len.checked_mul(self.workers())?;
+        // Values, maximum and sum of each.
+        let partials = self.schedule.slots.checked_mul(self.value_stride() + 2)?;
+        scratch.checked_add(partials)?.checked_mul(4)?.checked_add(classes)
+    }
+
+    /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then the slots.
+    pub(crate) fn float_bytes(&self) -> usize {
+        4 * (self.scratch.len * self.workers() + self.schedule.slots * (self.value_stride() + 2))
+    }
+
+    /// Elements between rows of packed values and accumulators.
+    pub(crate) fn value_stride(&self) -> usize {
+        self.problem.dims().value_dim.next_multiple_of(self.isa.lanes())
+    }
+
+    /// Threads that have work.
+    pub(crate) fn workers(&self) -> usize {
+        let most = self.schedule.phases.iter().map(|phase| phase.tasks.len()).max();
+        self.threads.min(most.unwrap_or(0)).max(1)
+    }
+
+    pub(crate) fn phases(&self) -> &[Phase] {
+        &self.schedule.phases
+    }
+
+    pub(crate) const fn scratch(&self) -> &ScratchLayout {
+        &self.scratch
+    }
+
+    pub(crate) const fn mask_classes(&self) -> Option<&MaskClasses> {
+        self.mask_classes.as_ref()
+    }
+
+    /// States and partial results that the workspace holds.
+    pub(crate) const fn slots(&self) -> usize {
+        self.schedule.slots
+    }
+
+    /// The problem that this plan computes.
+    #[must_use]
+    pub const fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The options that it was made with.
+    #[must_use]
+    pub const fn options(&self) -> PlanOptions {
+        self.options
+    }
+
+    /// Instruction set.
+    #[must_use]
+    pub const fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// Most threads that share the tasks.
+    #[must_use]
+    pub const fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Whether few rows are multiplied with codes in integers of 16 bits; others, and all where this is not so, are in f32.
+    #[must_use]
+    pub fn multiplies_integers(&self) -> bool {
+        self.isa == Isa::Avx512Vnni
+    }
+
+    /// Keys of a block.
+    #[must_use]
+    pub const fn block_k(&self) -> usize {
+        self.block_k
+    }
+
+    /// Query rows of a tile: the unit that is skipped, computed whole or masked.
+    #[must_use]
+    pub const fn tile_rows(&self) -> usize {
+        self.tile_rows
+    }
+
+    /// Query rows (of all heads of a group) that share each packed block of keys.
+    #[must_use]
+    pub const fn task_rows(&self) -> usize {
+        self.task_rows
+    }
+
+    /// Pieces into which the keys of a sequence are divided for parallel work, at most.
+    #[must_use]
+    pub fn splits(&self) -> usize {
+        let prefixes = self.schedule.prefixes.iter().map(|prefix| prefix.splits);
+        prefixes.chain(self.schedule.splits.iter().copied()).max().unwrap_or(1)
+    }
+
+    /// Pieces into which the keys that each sequence has to itself are divided, `[sequences]`: all of its keys, but for those
+    /// of [`CpuPlan::prefixes`].
+    #[must_use]
+    pub fn sequence_splits(&self) -> &[usize] {
+        &self.schedule.splits
+    }
+
+    /// Shared prefixes that are computed once for all their sequences: those of the problem that hold a whole block of keys.
+    #[must_use]
+    pub fn prefixes(&self) -> &[PlannedPrefix] {
+        &self.schedule.prefixes
+    }
+
+    /// Fraction of the time that threads wait for others, where tasks take the time that the planner estimates.
+    #[must_use]
+    pub fn idle(&self) -> f64 {
+        self.schedule.idle(self.threads)
+    }
+
+    /// Number of units of work.
+    #[must_use]
+    pub fn task_count(&self) -> usize {
+        self.schedule.phases.iter().map(|phase| phase.tasks.len()).sum()
+    }
+
+    /// Bytes of workspace that a run needs.
+    #[must_use]
+    pub const fn workspace_bytes(&self) -> usize {
+        self.workspace_bytes
+    }
+
+    /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs, and
+    /// `-{k codec}+{v codec}` where they are not elements of the dtype (one where they are the same); decode
+    /// where the query rows of a key/value head are so few that keys and values are streamed once, from where they lie.
+    #[must_use]
+    pub fn kernel(&self) -> String {
+        plan_name(&self.problem, self.isa)
+    }
+}
+
+fn plan_name(problem: &Problem, isa: Isa) -> String {
+    let d = problem.dims();
+    let op = if problem.sequences().iter().all(|s| s.q_len * d.group() <= STREAM_ROWS) {
+        "decode"
+    } else {
+        "prefill"
+    };
+    let value = if d.value_dim == d.head_dim { String::new() } else { format!("x{}", d.value_dim) };
+    let plain = Codec::of(problem.dtype());
+    let codecs = match (problem.k_codec(), problem.v_codec()) {
+        (k, v) if k == plain && v == plain => String::new(),
+        (k, v) if k == v => format!("-{k}"),
+        (k, v) => format!("-{k}+{v}"),
+    };
+    format!("cpu-{op}-{}-d{}{value}{codecs}-{isa}", problem.dtype(), d.head_dim)
+}
+
+/// The instruction set whose kernels compute a problem on a machine that has `isa`.
+#[must_use]
+pub fn isa_for(isa: Isa, problem: &Problem) -> Isa {
+    let codecs = [problem.k_codec(), problem.v_codec()];
+    if codecs.iter().any(|codec| codec.is_integer()) {
+        return isa.min(Isa::Avx512Vnni);
+    }
+    // Pairs are of bf16 on both sides.
+    let plain = codecs == [Codec::of(problem.dtype()); 2];
+    isa.for_dtype(if plain { problem.dtype() } else { Dtype::F32 })
+}
+
+/// Rows and vectors of the register tile.
+pub(crate) const fn register_tile(isa: Isa) -> (usize, usize) {
+    match isa {
+        Isa::Portable => (4, 2),
+        Isa::Avx2 => (6, 2),
+        Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 => (6, 4),
+        Isa::Amx => (32, 4),
+    }
+}
+
+/// f32 that a row of packed queries or keys takes: whole steps of the matrix unit where tiles are multiplied.
+const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
+    match isa {
+        Isa::Amx => head_dim.div_ceil(2).next_multiple_of(16),
+        _ => head_dim,
+    }
+}
+
+fn scratch(
+    (task_rows, tile_rows): (usize, usize),
+    depth: usize,
+    value_stride: usize,
+    panel: usize,
+    quantized: bool,
+) -> ScratchLayout {
+    let mut len = 0;
+    // Regions start on cache lines.
+    let mut region = |floats: usize| {
+        let start = len;
+        len += floats.next_multiple_of(16);
+        start
+    };
+    // A tile may end inside a vector of rows.
+    let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
+    ScratchLayout {
+        // Rows past the last are read where rows are few.
+        q: region(task_rows.max(STREAM_ROWS) * depth),
+        k: region(BLOCK_K.next_multiple_of(panel) * depth),
+        v: region(BLOCK_K * value_stride),
+        scores: region(tile_rows * BLOCK_K),
+        partial: region(tile_rows * value_stride),
+        acc: region(task_rows * value_stride),
+        stats: region(2 * row_stats + 2 * tile_stats),
+        mean_scores: region(if quantized { row_stats } else { 0 }),
+        codes: region(if quantized { code_scratch(depth) } else { 0 }),
+        row_stats,
+        tile_stats,
+        len,
+    }
+}
+
+/// f32 of memory that rows of codes are decoded to, or that operands in integers take.
+const fn code_scratch(depth: usize) -> usize {
+    // Sixteen keys in f32; or of each query two bytes an element, a factor and a start, of each weight two bytes and a factor.
+    let decoded = 16 * depth;
+    let integers = STREAM_ROWS * (MAX_HEAD_DIM / 2 + 2 + BLOCK_K / 2 + 1);
+    if decoded > integers { decoded } else { integers }
+}
+
+impl std::fmt::Display for CpuPlan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} tile {}x{} task_rows {} splits {} tasks {} threads {} workspace {}",
+            self.kernel(),
+            self.tile_rows,
+            self.block_k,
+            self.task_rows,
+            self.splits(),
+            self.task_count(),
+            self.threads,
+            self.workspace_bytes
+        )
+    }
+}

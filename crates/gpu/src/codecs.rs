@@ -1,0 +1,103 @@
+//! Codecs as kernels are specialised by them, and the tables that kernels read.
+
+use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6};
+use flashtile_core::codec::{Codec, Coder, Rotation, mlx};
+use flashtile_core::dtype::Dtype;
+use flashtile_kernel::{ScalarType, f16};
+
+/// The constant of [`formats`](crate::kernels::formats) by which kernels are specialised for a codec.
+pub const fn format_id(codec: Codec) -> u32 {
+    match codec {
+        Codec::F32 => F32,
+        Codec::F16 => F16,
+        Codec::BF16 => BF16,
+        Codec::Int8 => INT8,
+        Codec::Fp8 => FP8,
+        Codec::Tq2 => TQ2,
+        Codec::Tq3 => TQ3,
+        Codec::Tq4 => TQ4,
+        Codec::Tq5 => TQ5,
+        Codec::Tq6 => TQ6,
+        Codec::MlxTq4 => MLX4,
+        Codec::MlxTq5
+        | Codec::MlxTq6
+        | Codec::MlxTq8
+        | Codec::MlxTq5Plain
+        | Codec::MlxTq6Plain
+        | Codec::MlxTq8Plain => MLX8,
+    }
+}
+
+/// The kernel language's type of an element.
+pub const fn scalar_type(dtype: Dtype) -> ScalarType {
+    match dtype {
+        Dtype::F32 => ScalarType::F32,
+        Dtype::F16 => ScalarType::F16,
+        Dtype::BF16 => ScalarType::Bf16,
+    }
+}
+
+/// The Hadamard order of a codec's rotation; 0 where rows are not rotated.
+pub const fn hadamard_order(codec: Codec, dim: usize) -> u32 {
+    let rotated = match codec.mlx() {
+        Some((_, rotated)) => rotated,
+        None => codec.is_integer(),
+    };
+    if !rotated {
+        0
+    } else if dim.is_power_of_two() {
+        1
+    } else if dim.is_multiple_of(12) && (dim / 12).is_power_of_two() {
+        12
+    } else {
+        20
+    }
+}
+
+/// Signs and root of the rotation of a codec, as kernels take them; one zero where there is none.
+pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
+    Coder::new(codec, dim)
+        .and_then(|coder| coder.rotation().map(Rotation::factors))
+        .unwrap_or_else(|| vec![0.0])
+}
+
+/// Bytes of the magnitudes of a codec's levels as f16: 32 low ones, then 32 high ones, four to a word.
+pub(crate) fn magnitudes(codec: Codec, dim: usize) -> [u32; 16] {
+    let mut words = [0; 16];
+    let bits = match codec {
+        Codec::Tq2 => 2,
+        Codec::Tq3 => 3,
+        Codec::Tq4 => 4,
+        Codec::Tq5 => 5,
+        Codec::Tq6 => 6,
+        _ => return words,
+    };
+    let coder = Coder::new(codec, dim);
+    if let Some(levels) = coder.as_ref().and_then(Coder::levels) {
+        for index in 0..1usize << (bits - 1) {
+            let half = f16::from_f32(f32::from(levels[index])).to_bits();
+            words[index / 4] |= u32::from(half & 0xff) << (8 * (index % 4));
+            words[8 + index / 4] |= u32::from(half >> 8) << (8 * (index % 4));
+        }
+    }
+    words
+}
+
+/// The codebooks of keys and values one after another, of formats of mlx-native, each followed by what f16 leaves of its numbers; where
+/// those of values start.
+pub fn codebooks(k: Codec, v: Codec) -> (Vec<f32>, [u32; 2]) {
+    let mut all = Vec::new();
+    let mut push = |codec: Codec| {
+        let start = all.len() as u32;
+        if let Some((bits, _)) = codec.mlx() {
+            let numbers = (0..=u8::MAX).map(|code| mlx::value(bits, code));
+            all.extend(numbers.clone().chain(numbers.map(|x| x - f16::from_f32(x).to_f32())));
+        }
+        start
+    };
+    let starts = [push(k), push(v)];
+    if all.is_empty() {
+        all.push(0.0);
+    }
+    (all, starts)
+}
