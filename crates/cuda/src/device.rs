@@ -1,15 +1,12 @@
 //! A device and the kernels compiled for it.
 
-use super::cudarc::driver::{CudaContext, CudaStream, sys};
+use super::cudarc::driver::{CudaContext, sys};
 use super::error::CudaError;
-use super::portable::{self, Loads};
-use super::prepared::{DeviceMemory, Prepared};
-use super::sources::{Access, Source};
+use super::sources::Source;
 use crate::plan::{CudaFacts, CudaPlan};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_kernel::cuda::{Function, Gpu};
-use flashtile_kernel::{Constant, Instance};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -126,54 +123,8 @@ impl Cuda {
         CudaPlan::new(problem, &self.inner.facts, options)
     }
 
-    /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for
-    /// rows that start on 16 bytes, and those for any others. Several are compiled at a time.
-    ///
-    /// # Errors
-    /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
-    /// loaded then.
-    pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
-        use rayon::prelude::*;
-        let mut wanted: Vec<(Source, &'static str, usize)> = Vec::new();
-        for plan in plans {
-            for kernel in plan.kernels() {
-                for access in [Access::Vector, Access::Element] {
-                    wanted.push((Source::forward(kernel, access), "forward", kernel.shared_bytes()));
-                }
-            }
-            if !plan.class_tables().is_empty() {
-                wanted.push((Source::classify(), "classify", 0));
-            }
-        }
-        wanted.sort_by(|a, b| a.0.name.cmp(&b.0.name));
-        wanted.dedup();
-        let mut portable: Loads = Vec::new();
-        for plan in plans {
-            for access in [Access::Vector, Access::Element] {
-                let loads = plan.portable().map(|portable| portable::loads(plan, portable, access));
-                for load in loads.transpose()?.into_iter().flatten() {
-                    let same = |(instance, constants): &(Instance, Vec<Constant>)| {
-                        instance.entry() == load.0.entry() && *constants == load.1
-                    };
-                    if !portable.iter().any(same) {
-                        portable.push(load);
-                    }
-                }
-            }
-        }
-        let native = wanted
-            .into_par_iter()
-            .map(|(source, entry, shared)| self.load(source, entry, shared).map(|(_, kept)| kept));
-        let portable = portable.into_par_iter().map(|(instance, constants)| {
-            let (_, kept) = self.inner.gpu.prewarm(&instance, &constants)?;
-            Ok(kept.map_err(CudaError::from))
-        });
-        let kept: Vec<Result<(), CudaError>> = native.chain(portable).collect::<Result<_, _>>()?;
-        kept.into_iter().collect()
-    }
-
     /// A function of a kernel, compiled and loaded if it is not yet; and what became of keeping it on disk.
-    fn load(
+    pub(super) fn load(
         &self,
         source: Source,
         entry: &'static str,
@@ -198,27 +149,5 @@ impl Cuda {
         shared: usize,
     ) -> Result<Arc<Function>, CudaError> {
         self.load(source, entry, shared).map(|(function, _)| function)
-    }
-
-    /// What runs of a plan need: its kernels loaded, its schedule in device memory, room for partial results. Allocates
-    /// [`CudaPlan::workspace_bytes`] on the device and copies the schedule there on the stream.
-    ///
-    /// # Errors
-    /// [`CudaError::OtherDevice`] or [`CudaError::Device`].
-    pub fn prepare(&self, plan: &CudaPlan, stream: &Arc<CudaStream>) -> Result<Prepared, CudaError> {
-        Prepared::new(self, plan, stream, None)
-    }
-
-    /// [`Cuda::prepare`] in memory that the caller owns, of [`CudaPlan::workspace_bytes`] at least.
-    ///
-    /// # Errors
-    /// As [`Cuda::prepare`], [`CudaError::Scratch`] or [`CudaError::ScratchAlignment`].
-    pub fn prepare_in(
-        &self,
-        plan: &CudaPlan,
-        stream: &Arc<CudaStream>,
-        memory: DeviceMemory,
-    ) -> Result<Prepared, CudaError> {
-        Prepared::new(self, plan, stream, Some(memory))
     }
 }

@@ -36,6 +36,7 @@ pub mod limits;
 pub mod plan;
 mod portable;
 mod prepared;
+mod prewarm;
 mod sources;
 mod tensor;
 

@@ -166,6 +166,30 @@ fn forward(cuda: &Cuda, kernel: &CudaKernel, access: Access) -> Result<Arc<Funct
     cuda.function(Source::forward(kernel, access), "forward", kernel.shared_bytes())
 }
 
+impl Cuda {
+    /// What runs of a plan need: its kernels loaded, its schedule in device memory, room for partial results. Allocates
+    /// [`CudaPlan::workspace_bytes`] on the device and copies the schedule there on the stream.
+    ///
+    /// # Errors
+    /// [`CudaError::OtherDevice`] or [`CudaError::Device`].
+    pub fn prepare(&self, plan: &CudaPlan, stream: &Arc<CudaStream>) -> Result<Prepared, CudaError> {
+        Prepared::new(self, plan, stream, None)
+    }
+
+    /// [`Cuda::prepare`] in memory that the caller owns, of [`CudaPlan::workspace_bytes`] at least.
+    ///
+    /// # Errors
+    /// As [`Cuda::prepare`], [`CudaError::Scratch`] or [`CudaError::ScratchAlignment`].
+    pub fn prepare_in(
+        &self,
+        plan: &CudaPlan,
+        stream: &Arc<CudaStream>,
+        memory: DeviceMemory,
+    ) -> Result<Prepared, CudaError> {
+        Prepared::new(self, plan, stream, Some(memory))
+    }
+}
+
 impl Prepared {
     pub(super) fn new(
         cuda: &Cuda,

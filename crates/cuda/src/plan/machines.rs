@@ -1,6 +1,6 @@
 //! Facts of machines, as data: for planning without them.
 
-use super::CudaFacts;
+use super::facts::CudaFacts;
 
 const KIB: usize = 1024;
 const MIB: usize = 1024 * KIB;

@@ -4,7 +4,8 @@
 //! the problem are fewer: keys are cut into parts for that. The number of parts depends on no sequence's length, where lengths are
 //! what [`update`](crate::Prepared::update) changes.
 
-use super::{ALIGN, CudaFacts, MAX_GRID, NATIVE_CAPABILITY, is_paged};
+use super::facts::{CudaFacts, NATIVE_CAPABILITY};
+use super::launch::{ALIGN, MAX_GRID};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Dims, Problem, Sequences};
@@ -164,7 +165,7 @@ impl Portable {
             head_dim: dims.head_dim,
             value_dim: dims.value_dim,
             tile: asked.unwrap_or_else(|| tile(problem)),
-            paged: is_paged(problem),
+            paged: problem.is_cached(),
             biased,
             masked,
         };

@@ -1,7 +1,7 @@
 //! Kernels of the CUDA backend and the shapes of their tiles.
 
-use super::schedule::Item;
-use super::{CudaFacts, is_paged};
+use super::facts::CudaFacts;
+use super::work_tile::Item;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequence};
@@ -153,7 +153,8 @@ impl CudaKernel {
             || !(0.0..=MAX_FUSED_SCALE).contains(&problem.scale())
             || problem.scale() == 0.0;
         let dtype = problem.dtype();
-        let with = |tile| Self { dtype, head_dim, value_dim, tile, paged: is_paged(problem), biased, masked };
+        let with =
+            |tile| Self { dtype, head_dim, value_dim, tile, paged: problem.is_cached(), biased, masked };
         let mut least = usize::MAX;
         let candidates = match asked {
             Some(tile) => {

@@ -1,0 +1,38 @@
+//! What the planner knows of a CUDA device.
+
+/// What the planner knows of a CUDA device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct CudaFacts {
+    /// Compute capability: 8.0 is `(8, 0)`.
+    pub capability: (u32, u32),
+    /// Streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// Bytes of shared memory that one block of threads may use.
+    pub shared_per_block: usize,
+    /// Bytes of shared memory of a multiprocessor.
+    pub shared_per_multiprocessor: usize,
+    /// 32-bit registers of a multiprocessor.
+    pub registers_per_multiprocessor: usize,
+    /// Second-level cache, in bytes.
+    pub l2: usize,
+}
+
+/// The least compute capability for which there are kernels: the portable ones multiply f16 on its matrix unit, and NVRTC 13 compiles
+/// for nothing older.
+pub const LEAST_CAPABILITY: (u32, u32) = (7, 5);
+
+/// The least compute capability of the CUDA C++ kernels: asynchronous copies, products of bf16.
+pub const NATIVE_CAPABILITY: (u32, u32) = (8, 0);
+
+/// Bytes of shared memory that the driver keeps of every block of threads.
+const RESERVED_SHARED: usize = 1024;
+
+impl CudaFacts {
+    /// Blocks of threads with so much shared memory and so many registers that a multiprocessor holds at a time.
+    pub(super) const fn resident(&self, shared: usize, registers: usize) -> usize {
+        let by_shared = self.shared_per_multiprocessor / (shared + RESERVED_SHARED);
+        let by_registers = self.registers_per_multiprocessor / registers;
+        if by_shared < by_registers { by_shared } else { by_registers }
+    }
+}

@@ -1,0 +1,48 @@
+//! One launch of a native kernel, and limits of all launches.
+
+use super::tile::CudaKernel;
+use super::work_tile::Item;
+/// Most blocks of threads in the second and third dimension of a grid.
+pub(crate) const MAX_GRID: usize = 65_535;
+
+/// Alignment of the parts of scratch memory.
+pub(super) const ALIGN: usize = 256;
+
+/// Room of a launch in scratch memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Capacity {
+    /// Blocks of threads.
+    pub(crate) grid: usize,
+    pub(crate) items: usize,
+    /// Partial results of [`CudaKernel::slot_floats`] each, and counters of the tiles that they are of.
+    pub(crate) slots: usize,
+    pub(crate) counters: usize,
+}
+
+impl Capacity {
+    pub(super) fn max(self, other: Self) -> Self {
+        Self {
+            grid: self.grid.max(other.grid),
+            items: self.items.max(other.items),
+            slots: self.slots.max(other.slots),
+            counters: self.counters.max(other.counters),
+        }
+    }
+}
+
+/// One launch of a kernel.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Launch {
+    pub(crate) kernel: CudaKernel,
+    /// The first item of each block of threads, then the others.
+    pub(crate) items: Vec<Item>,
+    /// Those that are work.
+    pub(crate) count: usize,
+    /// The most parts of a tile.
+    pub(crate) splits: usize,
+    /// The most blocks of keys of a tile.
+    pub(crate) most_blocks: usize,
+    /// What is launched and reserved: enough for other lengths of the same sequences too, where blocks of threads share
+    /// tiles.
+    pub(crate) capacity: Capacity,
+}

@@ -1,0 +1,56 @@
+//! Kernels compiled ahead of time.
+
+use super::device::Cuda;
+use super::error::CudaError;
+use super::portable::{self, Loads};
+use super::sources::{Access, Source};
+use crate::plan::CudaPlan;
+use flashtile_kernel::{Constant, Instance};
+use rayon::prelude::*;
+
+impl Cuda {
+    /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for
+    /// rows that start on 16 bytes, and those for any others. Several are compiled at a time.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
+    /// loaded then.
+    pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
+        let mut wanted: Vec<(Source, &'static str, usize)> = Vec::new();
+        for plan in plans {
+            for kernel in plan.kernels() {
+                for access in [Access::Vector, Access::Element] {
+                    wanted.push((Source::forward(kernel, access), "forward", kernel.shared_bytes()));
+                }
+            }
+            if !plan.class_tables().is_empty() {
+                wanted.push((Source::classify(), "classify", 0));
+            }
+        }
+        wanted.sort_by(|a, b| a.0.name.cmp(&b.0.name));
+        wanted.dedup();
+        let mut portable: Loads = Vec::new();
+        for plan in plans {
+            for access in [Access::Vector, Access::Element] {
+                let loads = plan.portable().map(|portable| portable::loads(plan, portable, access));
+                for load in loads.transpose()?.into_iter().flatten() {
+                    let same = |(instance, constants): &(Instance, Vec<Constant>)| {
+                        instance.entry() == load.0.entry() && *constants == load.1
+                    };
+                    if !portable.iter().any(same) {
+                        portable.push(load);
+                    }
+                }
+            }
+        }
+        let native = wanted
+            .into_par_iter()
+            .map(|(source, entry, shared)| self.load(source, entry, shared).map(|(_, kept)| kept));
+        let portable = portable.into_par_iter().map(|(instance, constants)| {
+            let (_, kept) = self.gpu().prewarm(&instance, &constants)?;
+            Ok(kept.map_err(CudaError::from))
+        });
+        let kept: Vec<Result<(), CudaError>> = native.chain(portable).collect::<Result<_, _>>()?;
+        kept.into_iter().collect()
+    }
+}
