@@ -55,7 +55,7 @@ pub mod codec {
     //! How a cache stores rows of keys and values.
 
     pub use flashtile_core::codec::{
-        CodePages, Codec, CodesView, KvView, MOST_NORM, NotStored, PagesError, Side, mean_row,
+        CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, Side, mean_row,
     };
 }
 
@@ -96,6 +96,10 @@ pub mod cpu {
 #[cfg(feature = "cuda")]
 #[doc(inline)]
 pub use flashtile_cuda as cuda;
+
+#[cfg(feature = "gpu")]
+#[doc(inline)]
+pub use flashtile_kernel as kernel;
 
 #[cfg(feature = "gpu")]
 pub mod kernels {

@@ -1,9 +1,9 @@
 //! Keys and values of a file, or of a described problem, in a cache.
 
-use crate::args::Storage;
 use crate::buffer::Buffer;
 use crate::failure::{Failure, Result};
 use crate::operands::{Operands, Order};
+use crate::options::Storage;
 use flashtile::cache::KeyMean;
 use flashtile::{
     BlockTables, CacheDesc, CacheLayout, Codec, Inputs, KvCache, Problem, QOffset, Sequence, Sequences,

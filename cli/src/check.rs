@@ -1,11 +1,14 @@
 //! `flashtile check`: the conformance catalogue on this machine.
 
-use crate::args::{Backend, CheckArgs, CpuArgs, Kernels};
 use crate::failure::{Failure, Result, WRONG};
 use crate::gpu;
 use crate::machine;
+use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, backend};
+use crate::parse::{isa, threads};
 use crate::report::{self, Table};
 use crate::simulator;
+use clap::Args;
+use flashtile::plan::Isa;
 use flashtile::quality::Report;
 use flashtile::{Cpu, Dtype};
 use flashtile_testkit::{
@@ -16,7 +19,70 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::process::ExitCode;
+
+/// Run the conformance catalogue on every backend and instruction set of this machine
+///
+/// Every case is compared with the f64 oracle. The table shows the worst errors, each as the part of its own case's limit
+/// that it takes: limits widen with large scores and many keys. Exit status 1 where a case fails.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --backend cuda --filter decode\n  \
+    flashtile check --backend cuda --kernels portable"
+)]
+pub(crate) struct CheckArgs {
+    /// Run this backend alone; auto is every one of this machine but the simulator
+    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Simulator]), default_value = "auto")]
+    pub(crate) backend: Backend,
+    #[command(flatten)]
+    pub(crate) kernels: KernelsArg,
+    /// Run this instruction set alone: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default every one of this machine
+    #[arg(long, value_name = "ISA", value_parser = isa)]
+    pub(crate) isa: Option<Isa>,
+    /// Threads of the cpu backend, at most those of this machine; default all
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
+    /// Only cases whose name contains one of these
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) filter: Vec<String>,
+    /// The random cases of these seeds as well
+    #[arg(long, value_name = "FIRST..END", value_parser = seeds)]
+    pub(crate) seeds: Option<Range<u64>>,
+    /// Only this of N equal shares of the cases, for as many processes at once: 0/N to N-1/N
+    #[arg(long, value_name = "I/N", value_parser = shard)]
+    pub(crate) shard: Option<Shard>,
+    /// End each tensor's allocation with the tensor, so that a memory checker sees a read past it; default between guard
+    /// bands
+    #[arg(long)]
+    pub(crate) exact_memory: bool,
+    /// Print JSON lines, one for each case and instruction set
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Most random cases of a run: they are described before the first of them runs.
+const MAX_SEEDS: u64 = 100_000;
+
+fn seeds(text: &str) -> std::result::Result<Range<u64>, String> {
+    let range = text.split_once("..").and_then(|(first, end)| Some(first.parse().ok()?..end.parse().ok()?));
+    range
+        .filter(|r: &Range<u64>| r.start < r.end && r.end - r.start <= MAX_SEEDS)
+        .ok_or_else(|| format!("expected FIRST..END, two whole numbers, at most {MAX_SEEDS} seeds"))
+}
+
+/// Every `of`-th case, from number `index` on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Shard {
+    pub(crate) index: usize,
+    pub(crate) of: usize,
+}
+
+fn shard(text: &str) -> std::result::Result<Shard, String> {
+    let numbers = text.split_once('/').and_then(|(index, of)| Some((index.parse().ok()?, of.parse().ok()?)));
+    let shard = numbers.map(|(index, of)| Shard { index, of }).filter(|shard| shard.index < shard.of);
+    shard.ok_or_else(|| "expected I/N, two whole numbers, I less than N".to_owned())
+}
 
 /// Scores of the largest cases that the simulator is given.
 const MOST_SCORES: u64 = 12_000;
@@ -63,7 +129,7 @@ fn check(args: &CheckArgs) -> Result<bool> {
 
 /// The backends that the options choose.
 fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
-    if args.kernels != Kernels::Auto && args.backend != Backend::Cuda {
+    if args.kernels.choice != Kernels::Auto && args.backend != Backend::Cuda {
         return Err(Failure::at("--kernels", "needs --backend cuda"));
     }
     let mut runners: Vec<Box<dyn Runner>> = Vec::new();
@@ -83,11 +149,11 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
         Backend::Auto if args.isa.is_none() => {
             // `flashtile info` says why there is no device.
             if let Ok(cuda) = gpu::device() {
-                runners.extend(gpu::runners(cuda, args.exact_memory, args.kernels));
+                runners.extend(gpu::runners(cuda, args.exact_memory, args.kernels.choice));
             }
         }
         Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory, args.kernels)),
+        Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory, args.kernels.choice)),
         Backend::Reference => {
             return Err(Failure::at("--backend", "the reference is what others are compared with"));
         }
@@ -237,4 +303,24 @@ fn as_json(result: &CaseResult<'_>) -> serde_json::Value {
         "lse_max_abs": outcome.map(|o| o.lse.max_abs),
         "reason": failure.map(ToString::to_string),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranges_of_seeds() {
+        assert_eq!(seeds("3..8").unwrap(), 3..8);
+        assert!(
+            ["", "3", "3..", "..3", "8..3", "3..3", "-1..3", "0..100001"].iter().all(|t| seeds(t).is_err())
+        );
+    }
+
+    #[test]
+    fn shards() {
+        assert_eq!(shard("0/1").unwrap(), Shard { index: 0, of: 1 });
+        assert_eq!(shard("2/3").unwrap(), Shard { index: 2, of: 3 });
+        assert!(["", "1", "1/", "/2", "1/1", "3/2", "0/0", "-1/2"].iter().all(|t| shard(t).is_err()));
+    }
 }

@@ -1,8 +1,8 @@
 //! The CUDA device as commands use it.
 
-use crate::args::Kernels;
 use crate::failure::{Failure, Result};
 use crate::machine;
+use crate::options::Kernels;
 use flashtile::cuda::Cuda;
 use flashtile::plan::{CudaTile, PortableTile};
 use flashtile::{CudaPlan, Problem, Unsupported};

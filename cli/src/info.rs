@@ -1,15 +1,28 @@
 //! `flashtile info`: what this machine is and can do.
 
-use crate::args::InfoArgs;
 use crate::failure::Result;
 use crate::gpu;
 use crate::machine::{self, Limit, LimitKind, Unit};
+use crate::parse::threads;
 use crate::report;
 use crate::simulator;
+use clap::Args;
 use flashtile::Cpu;
 use flashtile::plan::{CpuFacts, Isa};
 use serde_json::json;
 use std::process::ExitCode;
+
+/// Show version, instruction sets, caches, measured limits and backends
+#[derive(Debug, Args)]
+#[command(after_help = "Example:\n  flashtile info --json")]
+pub(crate) struct InfoArgs {
+    /// Threads whose limits to measure, at most those of this machine; default all
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
 
 /// A backend: its name, whether it is available, and what it is or why it is not.
 type BackendState = (&'static str, bool, String);

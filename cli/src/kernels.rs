@@ -1,16 +1,137 @@
 //! `flashtile kernels`: the kernels of the kernel language, as a list and as text.
 
-use crate::args::{KernelsCommand, ListArgs, PrintArgs, TextTarget};
 use crate::failure::{Failure, Result};
 use crate::nearest;
 use crate::output::{self, Destination};
+use crate::parse::{count, dtype};
 use crate::report::{self, Table};
-use flashtile::kernels::{KERNELS, VariantOption, instances};
-use flashtile_kernel::text::{ElementType, GenericKind, ParameterKind};
-use flashtile_kernel::{Generic, Instance, Kernel, ScalarType, Target};
+use clap::{Args, Subcommand, ValueEnum};
+use flashtile::kernel::text::{ElementType, GenericKind, ParameterKind};
+use flashtile::kernel::{Generic, Instance, Kernel, ScalarType, Target};
+use flashtile::kernels::{KERNELS, Variant, VariantOption, instances};
+use flashtile::{Codec, Dtype};
 use serde_json::{Value, json};
 use std::ops::RangeInclusive;
+use std::path::PathBuf;
 use std::process::ExitCode;
+
+/// What is done with the kernels of the kernel language.
+#[derive(Debug, Subcommand)]
+#[command(after_help = "Examples:\n  flashtile kernels list\n  \
+    flashtile kernels print decode --target msl --head-dim 64 --dtype bf16")]
+pub(crate) enum KernelsCommand {
+    List(ListArgs),
+    Print(PrintArgs),
+}
+
+/// List the kernels: where they are, what they do, what they take
+///
+/// Threads and bytes of shared memory are those of a group, over the instances of --instances.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  flashtile kernels list\n  flashtile kernels list merge\n  \
+    flashtile kernels list hadamard --instances")]
+pub(crate) struct ListArgs {
+    /// Everything that is known of this kernel alone
+    #[arg(value_name = "NAME")]
+    pub(crate) name: Option<String>,
+    /// List instances, kernels whose generics are fixed, instead of kernels
+    #[arg(long)]
+    pub(crate) instances: bool,
+    /// Print JSON lines
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Print the whole text of an instance: all that a compiler has to be given
+///
+/// An instance is chosen by its name, of `flashtile kernels list --instances` or as `bench kernels` and `check --json` say it, or by
+/// its kernel and options. Options that are not given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \
+    flashtile kernels print classify --target msl\n  \
+    flashtile kernels print --all --target msl -o texts"
+)]
+pub(crate) struct PrintArgs {
+    /// Kernel or instance
+    #[arg(value_name = "NAME")]
+    pub(crate) name: Option<String>,
+    /// Language
+    #[arg(long, value_enum)]
+    pub(crate) target: TextTarget,
+    #[command(flatten)]
+    pub(crate) variant: VariantArgs,
+    /// Every listed instance, of the kernel NAME where one is given
+    #[arg(long)]
+    pub(crate) all: bool,
+    /// File to write instead of standard output, with --all a folder for a file an instance; files appear whole or not at all
+    #[arg(short, long, value_name = "PATH")]
+    pub(crate) output: Option<PathBuf>,
+}
+
+/// What chooses an instance of a kernel.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct VariantArgs {
+    /// Elements of a q or k vector
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) head_dim: Option<usize>,
+    /// Elements of a v vector; default as many as of k
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) value_dim: Option<usize>,
+    /// Element type of q and out: f32, f16 or bf16
+    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    pub(crate) dtype: Option<Dtype>,
+    /// How keys are stored: one of the codecs of `flashtile run`; default the dtype
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) k_codec: Option<Codec>,
+    /// How values are stored; default the dtype
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) v_codec: Option<Codec>,
+    /// Keys and values are found through a table of pages
+    #[arg(long)]
+    pub(crate) paged: bool,
+}
+
+impl VariantArgs {
+    /// The options that were given.
+    pub(crate) fn given(&self) -> Vec<VariantOption> {
+        let given = [
+            (VariantOption::HeadDim, self.head_dim.is_some()),
+            (VariantOption::ValueDim, self.value_dim.is_some()),
+            (VariantOption::Dtype, self.dtype.is_some()),
+            (VariantOption::KCodec, self.k_codec.is_some()),
+            (VariantOption::VCodec, self.v_codec.is_some()),
+            (VariantOption::Paged, self.paged),
+        ];
+        given.into_iter().filter(|(_, given)| *given).map(|(option, _)| option).collect()
+    }
+
+    /// What they choose, with what they leave out.
+    pub(crate) fn variant(&self) -> Variant {
+        let dtype = self.dtype.unwrap_or(Dtype::BF16);
+        let head_dim = self.head_dim.unwrap_or(128);
+        Variant {
+            dtype,
+            head_dim,
+            value_dim: self.value_dim.unwrap_or(head_dim),
+            k_codec: self.k_codec.unwrap_or(Codec::of(dtype)),
+            v_codec: self.v_codec.unwrap_or(Codec::of(dtype)),
+            paged: self.paged,
+        }
+    }
+}
+
+/// A language that kernels are printed in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TextTarget {
+    /// Metal Shading Language
+    #[value(alias = "metal")]
+    Msl,
+    /// CUDA C++
+    Cuda,
+    /// Rust, as it was written
+    Rust,
+}
 
 pub(crate) fn run(command: &KernelsCommand) -> Result<ExitCode> {
     match command {
@@ -125,10 +246,10 @@ fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
         }
     };
     section("generics", kernel.generics.iter().map(|g| format!("{}: {}", g.name, bound(g.kind))).collect());
-    let parameter = |p: &flashtile_kernel::text::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
+    let parameter = |p: &flashtile::kernel::text::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
     section("parameters", kernel.parameters.iter().map(parameter).collect());
     let requirement =
-        |r: &flashtile_kernel::text::Requirement| format!("{}  ({})", r.message, r.condition.trim());
+        |r: &flashtile::kernel::text::Requirement| format!("{}  ({})", r.message, r.condition.trim());
     section("requires", kernel.requirements.iter().map(requirement).collect());
     text
 }

@@ -1,7 +1,7 @@
 //! The CPU as commands use it: pool, instruction set, measured limits.
 
-use crate::args::{CpuArgs, Kernels};
 use crate::failure::{Failure, Result};
+use crate::options::{CpuArgs, Kernels};
 use crate::report;
 use flashtile::cpu::limits;
 use flashtile::cuda::{self, Cuda};

@@ -1,11 +1,11 @@
 //! Command line of flashtile: attention on safetensors files, conformance, plans, measurements.
 
-mod args;
 mod bench;
 mod buffer;
 mod cached;
 mod chart;
 mod check;
+mod command_line;
 mod failure;
 mod gpu;
 mod info;
@@ -16,7 +16,9 @@ mod machine;
 mod names;
 mod nearest;
 mod operands;
+mod options;
 mod output;
+mod parse;
 mod picture;
 mod plan;
 mod report;
@@ -24,8 +26,8 @@ mod run;
 mod simulator;
 mod temporary;
 
-use args::{Cli, Command};
 use clap::Parser;
+use command_line::{Cli, Command};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -33,7 +35,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             let shown = if error.use_stderr() {
-                Err(args::one_line(&error, &std::env::args_os().collect::<Vec<_>>()))
+                Err(command_line::one_line(&error, &std::env::args_os().collect::<Vec<_>>()))
             } else {
                 report::text(&error)
             };

@@ -1,10 +1,10 @@
 //! The tensors of a file as operands of attention.
 
-use crate::args::{Layout, Reading, Semantics};
 use crate::buffer::{Bytes, convert};
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Stored};
 use crate::names;
+use crate::options::{Layout, Reading, Semantics};
 use crate::report;
 use flashtile::{
     Dims, Dtype, Inputs, MaskKind, MaskView, Problem, ProblemDesc, ProblemError, RunError, Sequence,

@@ -1,6 +1,5 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
-use crate::args::{Backend, PlanArgs, Shape};
 use crate::cached::{self, Stored};
 use crate::failure::{Failure, Result};
 use crate::gpu;
@@ -8,17 +7,68 @@ use crate::input::Mapped;
 use crate::machine::{self, Work};
 use crate::names;
 use crate::operands::{Operands, Order};
+use crate::options::{Backend, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
 use crate::output::Destination;
+use crate::parse::count;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
+use clap::Args;
 use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, machines};
 use flashtile::{
     CpuPlan, CudaPlan, Dims, Dtype, KernelChoice, Problem, ProblemDesc, Sequences, SharedPrefix,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::ExitCode;
+
+/// Show what would run for a problem, why, and which tiles it visits
+///
+/// The problem is that of a file, or one described by options. Nothing is computed, so problems and machines may be larger
+/// than this one.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  flashtile plan --q-len 4096 --head-dim 128 --causal --window 1023\n  \
+    flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg\n  \
+    flashtile plan --cached 1:8192x64 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal --device h200")]
+pub(crate) struct PlanArgs {
+    /// Safetensors file whose problem to plan, instead of a shape
+    #[arg(value_name = "FILE", conflicts_with = "Shape")]
+    pub(crate) input: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) shape: Shape,
+    #[command(flatten)]
+    pub(crate) reading: Reading,
+    #[command(flatten)]
+    pub(crate) semantics: Semantics,
+    #[command(flatten)]
+    pub(crate) storage: Storage,
+    /// Refuse a file with tensors that are not understood, instead of noting them
+    #[arg(long)]
+    pub(crate) strict: bool,
+    /// Machine to plan for, instead of this one: a CPU or a CUDA device
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
+    pub(crate) device: Option<String>,
+    /// What would compute; auto is the cpu
+    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda]), default_value = "auto")]
+    pub(crate) backend: Backend,
+    #[command(flatten)]
+    pub(crate) kernels: KernelsArg,
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Pieces of at least one block of keys into which the keys are divided for parallel work
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) splits: Option<usize>,
+    /// Sequence whose tiles to draw, counted from 0
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) sequence: usize,
+    /// Write the picture of the tiles to this file as well
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Print one JSON object
+    #[arg(long)]
+    pub(crate) json: bool,
+}
 
 /// Most batch entries of a problem described by options.
 const MAX_BATCH: usize = 1 << 20;
@@ -37,7 +87,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             Some(stored) => stored.problem(&problem)?,
             None => problem,
         };
-        let options = machine::options(args.splits, args.kernels);
+        let options = machine::options(args.splits, args.kernels.choice);
         let (device, facts) = device(args)?;
         let plan = match facts {
             Facts::Cpu(facts) => {

@@ -1,6 +1,5 @@
 //! `flashtile run`: attention of the tensors in a file.
 
-use crate::args::{Backend, Kernels, RunArgs};
 use crate::buffer::{Buffer, store};
 use crate::cached::{self, Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
@@ -9,15 +8,88 @@ use crate::input::Mapped;
 use crate::machine::{self, Limit, Unit, Work};
 use crate::names;
 use crate::operands::{Operands, Order};
+use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
 use crate::output::{self, Destination};
+use crate::parse;
 use crate::report;
 use crate::simulator;
+use clap::Args;
 use flashtile::cuda::Cuda;
 use flashtile::{Codec, CudaPlan, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use flashtile_testkit::{DevicePlacement, DeviceRun, NotRun};
 use serde_json::json;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
+
+/// What `run --help` says of files. Not a doc comment: brackets and line breaks are meant as they are.
+const RUN_HELP: &str = "\
+Compute attention of the tensors in a safetensors file
+
+Reads
+  q, k, v        F32, F16 or BF16, [batch, heads, rows, dim] or as --layout says; with
+                 cu_seqlens packed as [total, heads, dim]
+and, where present,
+  mask           rank 4, broadcastable to [batch, heads, queries, keys]; BOOL, where true
+                 means visible, or a float type, added to the scores
+  alibi_slopes   F32 [heads]; adds - slope[h] * |p - j| to the score of key j, p being the
+                 key position of the query (--q-offset)
+  sinks          F32 [heads]; logits that join the denominator of the softmax only
+  kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
+  cu_seqlens_q, cu_seqlens_k
+                 I64 or I32 [sequences + 1]; first row of each packed sequence, then the end
+
+With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
+
+With --backend simulator, which builds with the cargo feature simulator have, the kernels of the
+kernel language run on this machine, every access checked: ten to a hundred thousand scores a second (query heads * queries * keys), 600000 at
+most, of head dimension 64 or 128, the same for v, keys and values as they are or in codecs:
+int8, tq4, or int8 keys with tq5 values.
+
+Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
+Names that are not understood are noted and not read; names that look like misspelt ones are refused.";
+
+/// Compute attention of the tensors in a safetensors file
+#[derive(Debug, Args)]
+#[command(
+    long_about = RUN_HELP,
+    after_help = "Examples:\n  flashtile run qkv.safetensors -o out.safetensors --causal --q-offset bottom-right\n  \
+        flashtile run examples/data/small_f16.safetensors -o out.safetensors --backend simulator"
+)]
+pub(crate) struct RunArgs {
+    /// Safetensors file to read
+    #[arg(value_name = "IN")]
+    pub(crate) input: PathBuf,
+    /// Safetensors file to write; it appears whole or not at all
+    #[arg(short, long, value_name = "OUT")]
+    pub(crate) output: PathBuf,
+    /// What computes
+    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Reference, Backend::Simulator]), default_value = "auto")]
+    pub(crate) backend: Backend,
+    #[command(flatten)]
+    pub(crate) kernels: KernelsArg,
+    #[command(flatten)]
+    pub(crate) reading: Reading,
+    #[command(flatten)]
+    pub(crate) semantics: Semantics,
+    /// Refuse a file with tensors that are not understood, instead of noting them
+    #[arg(long)]
+    pub(crate) strict: bool,
+    #[command(flatten)]
+    pub(crate) storage: Storage,
+    /// Pieces of at least one block of keys into which the keys are divided for parallel work; the result does not
+    /// depend on it
+    #[arg(long, value_name = "N", value_parser = parse::count)]
+    pub(crate) splits: Option<usize>,
+    /// Gradients, which this build does not compute
+    #[arg(long, hide = true)]
+    pub(crate) grad: bool,
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Print one JSON object instead of a line
+    #[arg(long)]
+    pub(crate) json: bool,
+}
 
 /// No repetition begins that would not end within so many seconds of the first.
 const MEASURE_SECONDS: f64 = 0.3;
@@ -67,7 +139,7 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
                 ("--isa", "auto or cpu", args.cpu.isa.is_some()),
                 ("--threads", "auto or cpu", args.cpu.threads.is_some()),
                 ("--splits", "auto, cpu or cuda", args.splits.is_some() && !cuda),
-                ("--kernels", "auto or cuda", args.kernels != Kernels::Auto && !cuda),
+                ("--kernels", "auto or cuda", args.kernels.choice != Kernels::Auto && !cuda),
             ];
             if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
                 let name = match args.backend {
@@ -235,7 +307,7 @@ impl<'a> Results<'a> {
 /// Runs on a CUDA device; the time is that of the kernels, without copies between host and device.
 fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let problem = job.problem;
-    let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits, args.kernels))
+    let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits, args.kernels.choice))
         .map_err(Failure::new)?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
@@ -268,7 +340,7 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> R
 fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option<&Failure>) -> Result<Done> {
     let problem = job.problem;
     let cpu = machine::cpu(args.cpu)?;
-    let options = machine::options(args.splits, args.kernels);
+    let options = machine::options(args.splits, args.kernels.choice);
     let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
@@ -465,4 +537,14 @@ pub(crate) fn dims_json(d: &Dims) -> serde_json::Value {
         "head_dim": d.head_dim,
         "value_dim": d.value_dim,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_of_the_simulator_is_said() {
+        assert!(RUN_HELP.contains(&format!(" {} ", MOST_SIMULATED)));
+    }
 }

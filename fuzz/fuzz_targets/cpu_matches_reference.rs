@@ -2,8 +2,8 @@
 
 #![no_main]
 
-use flashtile_testkit::{CpuRunner, Failure, Prepared, random_case};
 use flashtile::{Cpu, PlanOptions};
+use flashtile_testkit::{CpuRunner, Failure, Prepared, random_case};
 use libfuzzer_sys::arbitrary::Unstructured;
 use libfuzzer_sys::fuzz_target;
 

@@ -3,29 +3,31 @@
 #![no_main]
 #![allow(dead_code)]
 
-#[path = "../../cli/src/args.rs"]
-mod args;
 #[path = "../../cli/src/buffer.rs"]
 mod buffer;
 #[path = "../../cli/src/failure.rs"]
 mod failure;
-#[path = "../../cli/src/gpu.rs"]
-mod gpu;
 #[path = "../../cli/src/input.rs"]
 mod input;
 #[path = "../../cli/src/names.rs"]
 mod names;
+#[path = "../../cli/src/nearest.rs"]
+mod nearest;
 #[path = "../../cli/src/operands.rs"]
 mod operands;
+#[path = "../../cli/src/options.rs"]
+mod options;
+#[path = "../../cli/src/parse.rs"]
+mod parse;
 #[path = "../../cli/src/report.rs"]
 mod report;
 
-use args::{Layout, Reading, Semantics};
 use buffer::Buffer;
 use flashtile::{Cpu, Dtype, Outputs, PlanOptions, QOffset, TensorViewMut, Visibility};
 use input::Mapped;
 use libfuzzer_sys::fuzz_target;
 use operands::Operands;
+use options::{Layout, Reading, Semantics};
 use std::io::Write;
 
 /// Larger problems are parsed and planned, not computed.

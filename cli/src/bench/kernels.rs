@@ -1,20 +1,21 @@
 //! `flashtile bench kernels`: kernels of the kernel language, each by itself.
 
+mod common;
 #[cfg(feature = "simulator")]
 mod simulated;
 
-use crate::args::{Backend, BenchArgs};
+use super::options::BenchArgs;
 use crate::check::progress;
 use crate::failure::{Failure, Result};
 use crate::kernels::kernel;
+use crate::options::Backend;
 use crate::output::Destination;
 use crate::report::{self, Table};
 use crate::simulator;
-use flashtile_kernel::Bench;
-use flashtile_kernel::cuda::Gpu;
-use flashtile_kernel::text::Shape;
+use common::{check, common_json, named, needed, sizes};
+use flashtile::kernel::cuda::Gpu;
 use flashtile_testkit::gpu_bench::{Timed, WORKLOADS, Workload, copy_rate};
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 use std::process::ExitCode;
 
 /// Timed launches of a kernel.
@@ -99,33 +100,6 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn named(workload: &Workload, shape: &Shape, what: &str) -> String {
-    format!("{} of {}: {what}", workload.kernel.name, sizes(shape))
-}
-
-/// A wrong answer ends the run: its time would mean nothing.
-fn check(workload: &Workload, entry: &str, shape: &Shape, error: f64) -> Result<()> {
-    let tolerance = workload.bench().map_or(0.0, |bench| bench.tolerance);
-    if error <= tolerance {
-        return Ok(());
-    }
-    let shape = sizes(shape);
-    Err(Failure::wrong(format_args!(
-        "{entry} of {shape}: wrong answer, off by {error:.1e}, allowed {tolerance:.1e}"
-    )))
-}
-
-/// `rows 1024, dim 128`.
-fn sizes(shape: &Shape) -> String {
-    shape.sizes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(", ")
-}
-
-/// Bytes and operations that the metadata of a kernel says a shape needs.
-fn needed(workload: &Workload, shape: &Shape) -> [u64; 2] {
-    let of = |bench: &Bench| [(bench.bytes)(shape), (bench.flops)(shape)];
-    workload.bench().map_or([0, 0], of)
-}
-
 fn timed_table(rows: &[(&Workload, Timed)], cuda: &Cuda) -> String {
     let mut table =
         Table::new(["kernel", "time", "spread", "needed", "bandwidth", "of copy", "rate", "error", "shape"]);
@@ -144,29 +118,6 @@ fn timed_table(rows: &[(&Workload, Timed)], cuda: &Cuda) -> String {
         ]);
     }
     table.to_string()
-}
-
-fn common_json(
-    workload: &Workload,
-    backend: &str,
-    entry: &str,
-    shape: &Shape,
-    error: f64,
-) -> Map<String, Value> {
-    let [bytes, flops] = needed(workload, shape);
-    let sizes: Map<String, Value> =
-        shape.sizes.iter().map(|(name, n)| ((*name).to_owned(), json!(n))).collect();
-    let values = [
-        ("kernel", json!(workload.kernel.name)),
-        ("backend", json!(backend)),
-        ("instance", json!(entry)),
-        ("shape", Value::Object(sizes)),
-        ("bytes", json!(bytes)),
-        ("flops", json!(flops)),
-        ("error", json!(error)),
-        ("tolerance", json!(workload.bench().map(|bench| bench.tolerance))),
-    ];
-    values.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
 fn timed_json(workload: &Workload, row: &Timed, cuda: &Cuda) -> Value {

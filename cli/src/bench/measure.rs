@@ -1,8 +1,8 @@
 //! Data, answers and times of one row.
 
-use super::Device;
+use super::device::Device;
+use super::options::CacheKind;
 use super::rows::{Kind, Row};
-use crate::args::CacheKind;
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
 use crate::gpu::Tuning;

@@ -1,36 +1,30 @@
 //! `flashtile bench`: times against the limits of this machine, measured in the same run.
 
+mod device;
+mod group;
 mod kernels;
 mod measure;
+mod options;
 mod peers;
 mod plot;
 mod rows;
 
-use crate::args::{Backend, Kernels};
-use crate::args::{BenchArgs, Group as Asked};
 use crate::check::progress;
 use crate::failure::{Failure, Result};
-use crate::gpu::{self, Tuning};
 use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
 use crate::report::{self, Table};
-use flashtile::cuda::Cuda;
-use flashtile::{Cpu, Dtype};
+use device::{Device, device};
+use group::Group;
 use indicatif::ProgressBar;
 use measure::{Measured, measure};
+pub(crate) use options::BenchArgs;
+use options::Group as Asked;
 use peers::Peers;
 use rows::{Kind, Pair, Row};
 use serde_json::{Value, json};
 use std::process::ExitCode;
-
-/// Rows of one kind and one unit, and the limit that was measured around them.
-struct Group {
-    kind: Kind,
-    unit: Unit,
-    limit: Limit,
-    rows: Vec<Measured>,
-}
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     rows::check_options(args)?;
@@ -38,56 +32,6 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
         return kernels::run(args);
     }
     machine::on_threads(args.cpu.threads, || bench(args))
-}
-
-/// What is measured.
-enum Device {
-    Cpu(Cpu),
-    Cuda(Cuda, Tuning),
-}
-
-impl Device {
-    /// The unit that computes a dtype.
-    fn unit(&self, dtype: Dtype) -> Unit {
-        match self {
-            Self::Cpu(cpu) => {
-                Unit::Cpu { isa: cpu.facts().isa.for_dtype(dtype), threads: cpu.facts().threads }
-            }
-            Self::Cuda(cuda, _) => Unit::Cuda(cuda.clone(), dtype),
-        }
-    }
-
-    fn describe(&self) -> String {
-        match self {
-            Self::Cpu(cpu) => {
-                let facts = cpu.facts();
-                format!("{}, {}", facts.isa, report::counted(facts.threads, "thread"))
-            }
-            Self::Cuda(cuda, _) => cuda.name().to_owned(),
-        }
-    }
-}
-
-fn device(args: &BenchArgs) -> Result<Device> {
-    match args.backend {
-        Backend::Auto | Backend::Cpu if args.tile.is_some() => {
-            Err(Failure::at("--tile", "has a meaning for the cuda backend alone"))
-        }
-        Backend::Auto | Backend::Cpu if args.kernels != Kernels::Auto => {
-            Err(Failure::at("--kernels", "has a meaning for the cuda backend alone"))
-        }
-        Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
-        Backend::Cuda if args.cpu.isa.is_some() => {
-            Err(Failure::at("--isa", "has a meaning for the cpu backend alone"))
-        }
-        Backend::Cuda => {
-            let tuning = Tuning { kernels: args.kernels, tile: args.tile };
-            Ok(Device::Cuda(gpu::device()?, tuning))
-        }
-        Backend::Reference | Backend::Metal | Backend::Simulator => {
-            Err(Failure::at("--backend", "expected auto, cpu or cuda: others are not measured"))
-        }
-    }
 }
 
 fn bench(args: &BenchArgs) -> Result<ExitCode> {

@@ -1,6 +1,6 @@
 //! Fraction of the limit against the sequence length, as SVG.
 
-use super::Group;
+use super::group::Group;
 use crate::chart::{self, Area, Drawn, Line};
 use crate::failure::Result;
 use crate::output::Destination;

@@ -1,8 +1,9 @@
 //! What is measured.
 
-use crate::args::{Backend, BenchArgs, CacheKind, Group, Kernels, Lengths};
+use super::options::{BenchArgs, CacheKind, Group, Lengths};
 use crate::cached::not_of_cuda;
 use crate::failure::{Failure, Result};
+use crate::options::{Backend, Kernels};
 use flashtile::{Codec, Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
 
 /// Tokens of a page where none are asked for.
@@ -361,7 +362,7 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
 fn check_kernels(args: &BenchArgs) -> Result<()> {
     let given = [
         ("--tile", args.tile.is_some()),
-        ("--kernels", args.kernels != Kernels::Auto),
+        ("--kernels", args.kernels.choice != Kernels::Auto),
         ("--isa", args.cpu.isa.is_some()),
         ("--threads", args.cpu.threads.is_some()),
         ("--dtype", !args.dtype.is_empty()),

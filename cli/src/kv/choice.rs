@@ -2,8 +2,10 @@
 
 use super::measure::{Codecs, Measured};
 use super::pairs::Pair;
-use super::text::HALF_BITS;
 use flashtile::Codec;
+
+/// Bits of an element that a cache of half precision has.
+pub(super) const HALF_BITS: f64 = 16.0;
 
 /// How much less divergence centring must leave than no centring to be worth a mean beside the cache.
 const CENTRING: f64 = 0.9;

@@ -1,10 +1,10 @@
 //! The report as one JSON document, described in `docs/kv.md`.
 
-use super::Report;
 use super::choice::Candidate;
 use super::diagnosis::finite;
 use super::measure::{Measured, Sums, sampled};
 use super::pairs::Pair;
+use super::report::Report;
 use crate::run::dims_json;
 use serde_json::{Value, json};
 

@@ -5,7 +5,7 @@ use super::pairs::Pair;
 use crate::check::progress;
 use crate::failure::{self, Failure};
 use flashtile::cache::MEAN_ROWS;
-use flashtile::codec::{NotStored, mean_row};
+use flashtile::codec::{EncodeError, mean_row};
 use flashtile::quality::{
     Comparison, Deviation, Head, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare,
 };
@@ -34,7 +34,7 @@ impl Codecs {
                 let dims = pair.problem.dims();
                 let rows = [("key", dims.head_dim), ("value", dims.value_dim)];
                 let (row, dim) = rows.into_iter().find(|(_, dim)| !codec.supports(*dim))?;
-                Some(format!("a {row} of {} {}", pair.name, NotStored::Dim { codec, dim }))
+                Some(format!("a {row} of {} {}", pair.name, EncodeError::Dim { codec, dim }))
             });
             if let Some(why) = without {
                 codecs.left_out.push((codec, why));

@@ -4,19 +4,22 @@ mod choice;
 mod diagnosis;
 mod json;
 mod measure;
+mod options;
 mod pairs;
 mod picture;
+mod report;
 mod text;
 
-use crate::args::KvArgs;
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine;
 use crate::output::Destination;
-use crate::report;
-use choice::{Candidate, Choice, Gate};
-use measure::{Codecs, Measured, Sums, measure};
-use pairs::{Listing, Pair, Refused};
+use crate::report as printed;
+use choice::Gate;
+use measure::{Codecs, Sums, measure};
+pub(crate) use options::KvArgs;
+use pairs::{Listing, Refused};
+use report::Report;
 use std::process::ExitCode;
 
 /// Tensors that change the weights of a model and are not part of the report.
@@ -29,20 +32,6 @@ pub(crate) fn run(args: &KvArgs) -> Result<ExitCode> {
     machine::on_threads(args.threads, || compare(args))
 }
 
-/// Everything that is reported.
-struct Report<'a> {
-    args: &'a KvArgs,
-    codecs: &'a Codecs,
-    gate: Gate,
-    pairs: Vec<(&'a Pair<'a>, &'a Measured)>,
-    refused: &'a [Refused],
-    unread: &'a [String],
-    /// Of all pairs that have an answer; `None` where none has.
-    all: Option<Sums>,
-    candidates: &'a [Candidate],
-    choice: Option<Choice>,
-}
-
 fn compare(args: &KvArgs) -> Result<ExitCode> {
     let mapped = Mapped::open(&args.input)?;
     let archive = mapped.archive()?;
@@ -51,18 +40,18 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
     picture.as_ref().map_or(Ok(()), |picture| picture.differs_from(&args.input))?;
     if !unread.is_empty() {
         let names: Vec<&str> = unread.iter().map(String::as_str).collect();
-        let names = report::some(&names);
+        let names = printed::some(&names);
         if args.strict {
             let what =
                 format_args!("tensors not understood: {names}, expected keys, values, queries, kv_lens");
             return Err(archive.refuse(what));
         }
-        report::note(archive.refuse(format_args!("note: tensors not read: {names}")));
+        printed::note(archive.refuse(format_args!("note: tensors not read: {names}")));
         let of_weights: Vec<&str> =
             unread.iter().map(String::as_str).filter(|name| OF_WEIGHTS.contains(name)).collect();
         if !of_weights.is_empty() {
             let names = of_weights.join(", ");
-            report::note(
+            printed::note(
                 archive.refuse(format_args!("note: weights with {names} are others than the report's")),
             );
         }
@@ -90,7 +79,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         }
     }
     for Refused { why, .. } in &refused {
-        report::note(format_args!("flashtile: {why}"));
+        printed::note(format_args!("flashtile: {why}"));
     }
     let status = if refused.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(REFUSED) };
     let all = Sums::total(answered.iter().map(|(_, measured)| &measured.all));
@@ -104,31 +93,9 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         picture::draw(&report, all, &picture)?;
     }
     if args.json {
-        report::line(report.json())?;
+        printed::line(report.json())?;
     } else if let Some(all) = &report.all {
-        report::text(report.text(all))?;
+        printed::text(report.text(all))?;
     }
     Ok(status)
-}
-
-impl Report<'_> {
-    /// Bits of an element with both in a codec.
-    fn bits(&self, key: usize, value: usize) -> f64 {
-        choice::bits(&self.pairs, [self.codecs.keys[key].codec, self.codecs.values[value]])
-    }
-
-    /// The codec of values that is also that of keys.
-    fn same(&self, key: usize) -> usize {
-        let codec = self.codecs.keys[key].codec;
-        self.codecs.values.iter().position(|value| *value == codec).unwrap_or(0)
-    }
-
-    /// The head of all pairs with the greatest mean divergence: pair, head, divergence.
-    fn worst_head(&self, key: usize) -> Option<(&str, usize, f64)> {
-        let heads = self.pairs.iter().filter_map(|(pair, measured)| {
-            let (head, kl) = measured.worst_head(key)?;
-            Some((pair.name.as_str(), head, kl))
-        });
-        heads.max_by(|a, b| a.2.total_cmp(&b.2))
-    }
 }

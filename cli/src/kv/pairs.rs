@@ -1,11 +1,12 @@
 //! Keys, values and queries of a file, found by name.
 
-use crate::args::{KvArgs, Layout};
+use super::options::KvArgs;
 use crate::buffer::load;
 use crate::failure::{Failure, Result};
 use crate::input::Archive;
 use crate::names;
 use crate::operands::{Order, Tensor, lengths, meant, tensor};
+use crate::options::Layout;
 use crate::report;
 use flashtile::{Dims, Dtype, Problem, ProblemDesc, Sequence, Sequences};
 use std::collections::BTreeSet;

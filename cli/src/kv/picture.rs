@@ -1,7 +1,7 @@
 //! Errors against bits, as SVG.
 
-use super::Report;
 use super::measure::Sums;
+use super::report::Report;
 use crate::chart::{self, Area, Drawn, Line};
 use crate::failure::{Failure, Result};
 use crate::output::Destination;

@@ -1,17 +1,14 @@
 //! The report as text.
 
-use super::Report;
-use super::choice::Candidate;
+use super::choice::{Candidate, HALF_BITS};
 use super::diagnosis::Worst;
 use super::measure::{Measured, Sums, sampled};
 use super::pairs::Pair;
+use super::report::Report;
 use crate::report::{Table, counted};
 
 /// Most pairs of tensors that are listed where not all are asked for.
 const MOST_PAIRS: usize = 64;
-
-/// Bits of an element that a cache of half precision has.
-pub(super) const HALF_BITS: f64 = 16.0;
 
 /// The columns of errors.
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];

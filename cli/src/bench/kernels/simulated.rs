@@ -1,6 +1,6 @@
 //! Bytes, barriers and instructions of kernels, counted by the simulator.
 
-use super::{check, common_json, named, needed, sizes};
+use super::common::{check, common_json, named, needed, sizes};
 use crate::failure::{Failure, Result};
 use crate::report::{self, Table};
 use flashtile_testkit::gpu_bench::{Simulated, Workload};

@@ -1,0 +1,60 @@
+//! What a benchmark runs on.
+
+use super::options::BenchArgs;
+use crate::failure::{Failure, Result};
+use crate::gpu::{self, Tuning};
+use crate::machine::{self, Unit};
+use crate::options::{Backend, Kernels};
+use crate::report;
+use flashtile::cuda::Cuda;
+use flashtile::{Cpu, Dtype};
+
+/// What is measured.
+pub(super) enum Device {
+    Cpu(Cpu),
+    Cuda(Cuda, Tuning),
+}
+
+impl Device {
+    /// The unit that computes a dtype.
+    pub(super) fn unit(&self, dtype: Dtype) -> Unit {
+        match self {
+            Self::Cpu(cpu) => {
+                Unit::Cpu { isa: cpu.facts().isa.for_dtype(dtype), threads: cpu.facts().threads }
+            }
+            Self::Cuda(cuda, _) => Unit::Cuda(cuda.clone(), dtype),
+        }
+    }
+
+    pub(super) fn describe(&self) -> String {
+        match self {
+            Self::Cpu(cpu) => {
+                let facts = cpu.facts();
+                format!("{}, {}", facts.isa, report::counted(facts.threads, "thread"))
+            }
+            Self::Cuda(cuda, _) => cuda.name().to_owned(),
+        }
+    }
+}
+
+pub(super) fn device(args: &BenchArgs) -> Result<Device> {
+    match args.backend {
+        Backend::Auto | Backend::Cpu if args.tile.is_some() => {
+            Err(Failure::at("--tile", "has a meaning for the cuda backend alone"))
+        }
+        Backend::Auto | Backend::Cpu if args.kernels.choice != Kernels::Auto => {
+            Err(Failure::at("--kernels", "has a meaning for the cuda backend alone"))
+        }
+        Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
+        Backend::Cuda if args.cpu.isa.is_some() => {
+            Err(Failure::at("--isa", "has a meaning for the cpu backend alone"))
+        }
+        Backend::Cuda => {
+            let tuning = Tuning { kernels: args.kernels.choice, tile: args.tile };
+            Ok(Device::Cuda(gpu::device()?, tuning))
+        }
+        Backend::Reference | Backend::Metal | Backend::Simulator => {
+            Err(Failure::at("--backend", "expected auto, cpu or cuda: others are not measured"))
+        }
+    }
+}

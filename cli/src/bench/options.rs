@@ -1,0 +1,164 @@
+//! The options of `flashtile bench`.
+
+use crate::options::{Backend, CpuArgs, KernelsArg, backend};
+use crate::parse::{count, dtype, window};
+use clap::{Args, ValueEnum};
+use flashtile::{Codec, Dtype, Visibility};
+use std::path::PathBuf;
+
+/// Measure attention against the limits of this machine
+///
+/// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row first
+/// checks its answer on a few query rows against the f64 oracle. Times are medians.
+///
+/// Kernels (the group kernels) are run on the simulator first, where the build has it, which counts what they read and write, in small;
+/// on CUDA they are then measured against a copy. Their answers are those of computations in f64. simd/thread, per_thread.simd_operations in JSON, is the
+/// number of SIMD operations that each thread takes part in.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
+    flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg\n  \
+    flashtile bench kernels --kernel decode --backend cuda"
+)]
+pub(crate) struct BenchArgs {
+    /// Rows to measure
+    #[arg(value_enum, default_value_t = Group::All)]
+    pub(crate) group: Group,
+    /// What computes; auto is the cpu, for kernels the simulator, which is of kernels alone
+    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Simulator]), default_value = "auto")]
+    pub(crate) backend: Backend,
+    /// Of the group kernels, this kernel alone: a name of `flashtile kernels list`
+    #[arg(long, value_name = "NAME")]
+    pub(crate) kernel: Option<String>,
+    #[command(flatten)]
+    pub(crate) kernels: KernelsArg,
+    /// Tile of every CUDA kernel, to try another than the planner's: WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS; of
+    /// portable ones ROWS,KEYS,SIMDS,RESIDENT
+    #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
+    pub(crate) tile: Option<crate::gpu::Tile>,
+    #[command(flatten)]
+    pub(crate) cpu: CpuArgs,
+    /// Dtypes; default f32,f16,bf16
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = dtype)]
+    pub(crate) dtype: Vec<Dtype>,
+    /// Head dimensions; default 64,128 (decode also 256)
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
+    pub(crate) head_dim: Vec<usize>,
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); visibility has its own.
+    /// LOW..HIGH spreads those of a batch with a --cache over the range
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
+    pub(crate) seq: Vec<Lengths>,
+    /// Elements of a v vector; default as many as of k
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) value_dim: Option<usize>,
+    /// Query heads; default 8 (decode 32, 16 at head dimension 256)
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) heads: Option<usize>,
+    /// Key/value heads; default as many as query heads (decode 8, 2 at head dimension 256)
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
+    pub(crate) kv_heads: Vec<usize>,
+    /// Batch entries
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count, default_value = "1")]
+    pub(crate) batch: Vec<usize>,
+    /// Where decode rows have their keys and values; a ring keeps as many as it has keys, of sequences half as long again
+    #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "dense")]
+    pub(crate) cache: Vec<CacheKind>,
+    /// Tokens of a page of a paged cache, whose pages lie in random order; default 16
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) page: Option<usize>,
+    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2; of 256 or 512
+    /// elements mlx-tq8, -tq6, -tq5 and -tq4, all but the last also with -plain behind); rows take turns, so that their ratio is of one
+    /// time; default the dtype
+    #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
+    pub(crate) codec: Vec<[Codec; 2]>,
+    /// Tokens that the sequences of a paged batch have in common, in whole pages; whole blocks of 256 are read once, and for
+    /// comparison by each
+    #[arg(long, value_name = "TOKENS", value_parser = count)]
+    pub(crate) shared: Option<usize>,
+    /// Causal rows only; default with and without for prefill
+    #[arg(long)]
+    pub(crate) causal: bool,
+    /// Keys visible to the left and right of each query
+    #[arg(long, value_name = "LEFT[,RIGHT]", value_parser = window, allow_hyphen_values = true)]
+    pub(crate) window: Option<Visibility>,
+    /// Seconds to measure each row for; default 0.3, with --quick 0.05
+    #[arg(long, value_name = "SECONDS", value_parser = duration)]
+    pub(crate) min_time: Option<f64>,
+    /// Few rows, short measurements
+    #[arg(long, conflicts_with = "full")]
+    pub(crate) quick: bool,
+    /// Head dimensions 32 and 256 as well
+    #[arg(long)]
+    pub(crate) full: bool,
+    /// Print JSON lines instead of tables
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Write JSON lines to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json_lines: Option<PathBuf>,
+    /// Write a plot of the fraction of the limit against the length to this file
+    #[arg(long, value_name = "FILE")]
+    pub(crate) svg: Option<PathBuf>,
+    /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
+    #[arg(long, value_name = "FILE")]
+    pub(crate) vs: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Group {
+    /// As many queries as keys
+    Prefill,
+    /// One query, many cached keys
+    Decode,
+    /// Time against visible area: causal, window
+    Visibility,
+    /// Kernels of the kernel language, each by itself: what they move, and on CUDA their times
+    Kernels,
+    /// All of them but kernels
+    All,
+}
+
+/// Where the keys and values of a decode row lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CacheKind {
+    /// Dense tensors
+    Dense,
+    /// A slot for each sequence
+    Contiguous,
+    /// Pages found through a block table
+    Paged,
+    /// A slot for the last tokens of each sequence
+    Ring,
+}
+
+/// Lengths of the sequences of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Lengths {
+    pub(crate) low: usize,
+    pub(crate) high: usize,
+}
+
+fn lengths(text: &str) -> Result<Lengths, String> {
+    let (low, high) = text.split_once("..").unwrap_or((text, text));
+    match (count(low), count(high)) {
+        (Ok(low), Ok(high)) if low <= high => Ok(Lengths { low, high }),
+        _ => Err("expected a whole number, 1 or more, or LOW..HIGH".to_owned()),
+    }
+}
+
+/// Longest time for which a row is measured, in seconds.
+const MAX_TIME: f64 = 3600.0;
+
+fn duration(text: &str) -> Result<f64, String> {
+    let inside = |x: &f64| *x > 0.0 && *x <= MAX_TIME;
+    text.parse()
+        .ok()
+        .filter(inside)
+        .ok_or_else(|| format!("expected seconds, more than 0 and at most {MAX_TIME}"))
+}
+
+/// How keys and values are stored: one codec for both, or two.
+fn codecs(text: &str) -> Result<[Codec; 2], String> {
+    let (k, v) = text.split_once('+').unwrap_or((text, text));
+    Ok([k.parse()?, v.parse()?])
+}

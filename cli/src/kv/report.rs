@@ -1,0 +1,42 @@
+//! The answers of one file.
+
+use super::choice::{self, Candidate, Choice, Gate};
+use super::measure::{Codecs, Measured, Sums};
+use super::options::KvArgs;
+use super::pairs::{Pair, Refused};
+
+/// Everything that is reported.
+pub(super) struct Report<'a> {
+    pub(super) args: &'a KvArgs,
+    pub(super) codecs: &'a Codecs,
+    pub(super) gate: Gate,
+    pub(super) pairs: Vec<(&'a Pair<'a>, &'a Measured)>,
+    pub(super) refused: &'a [Refused],
+    pub(super) unread: &'a [String],
+    /// Of all pairs that have an answer; `None` where none has.
+    pub(super) all: Option<Sums>,
+    pub(super) candidates: &'a [Candidate],
+    pub(super) choice: Option<Choice>,
+}
+
+impl Report<'_> {
+    /// Bits of an element with both in a codec.
+    pub(super) fn bits(&self, key: usize, value: usize) -> f64 {
+        choice::bits(&self.pairs, [self.codecs.keys[key].codec, self.codecs.values[value]])
+    }
+
+    /// The codec of values that is also that of keys.
+    pub(super) fn same(&self, key: usize) -> usize {
+        let codec = self.codecs.keys[key].codec;
+        self.codecs.values.iter().position(|value| *value == codec).unwrap_or(0)
+    }
+
+    /// The head of all pairs with the greatest mean divergence: pair, head, divergence.
+    pub(super) fn worst_head(&self, key: usize) -> Option<(&str, usize, f64)> {
+        let heads = self.pairs.iter().filter_map(|(pair, measured)| {
+            let (head, kl) = measured.worst_head(key)?;
+            Some((pair.name.as_str(), head, kl))
+        });
+        heads.max_by(|a, b| a.2.total_cmp(&b.2))
+    }
+}

@@ -1,0 +1,200 @@
+//! Options that several commands have.
+
+use crate::parse::{dtype, isa, prefix, q_offset, threads, window};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Args, ValueEnum};
+use flashtile::plan::Isa;
+use flashtile::{Codec, Dtype, KernelChoice, QOffset, Visibility};
+
+/// How tensors are read from a file.
+#[derive(Debug, Args)]
+pub(crate) struct Reading {
+    /// Axes of q, k and v in the file; default bhsd
+    #[arg(long, value_enum)]
+    pub(crate) layout: Option<Layout>,
+    /// Layer of the file whose tensors to read, by what their names have before q, k and v (or query, key and value): layer.3 for
+    /// layer.3.q; default the tensors without a prefix. Others of its tensors have the prefix too (layer.3.mask), or are of all layers
+    /// without one
+    #[arg(long, value_name = "NAME", value_parser = prefix)]
+    pub(crate) prefix: Option<String>,
+    /// Element type of the problem; tensors of a file are converted to it first
+    #[arg(long, value_name = "DTYPE", value_parser = dtype)]
+    pub(crate) dtype: Option<Dtype>,
+}
+
+/// What is computed, beside what the tensors say.
+#[derive(Debug, Args)]
+pub(crate) struct Semantics {
+    /// Each query sees keys at or before its own position
+    #[arg(long)]
+    pub(crate) causal: bool,
+    /// Key position of the first query: top-left is 0, bottom-right puts the last query at the last key
+    #[arg(long, value_name = "top-left|bottom-right|N", value_parser = q_offset, allow_hyphen_values = true)]
+    pub(crate) q_offset: Option<QOffset>,
+    /// Keys visible to the left and right of each query, itself not counted; -1 or absent is unbounded
+    #[arg(long, value_name = "LEFT[,RIGHT]", value_parser = window, allow_hyphen_values = true)]
+    pub(crate) window: Option<Visibility>,
+    /// Multiplier of q . k; default 1 / sqrt(head_dim)
+    #[arg(long, value_name = "X", allow_hyphen_values = true)]
+    pub(crate) scale: Option<f32>,
+    /// Cap of the scaled scores: c * tanh(x / c)
+    #[arg(long, value_name = "C", allow_hyphen_values = true)]
+    pub(crate) softcap: Option<f32>,
+}
+
+impl Semantics {
+    pub(crate) fn visibility(&self) -> Visibility {
+        let band = self.window.unwrap_or_default();
+        if self.causal { band.and(Visibility::causal()) } else { band }
+    }
+}
+
+/// How a cache stores keys and values.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct Storage {
+    /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8, tq6 to tq2, or one of
+    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends, some also of the simulator
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) k_codec: Option<Codec>,
+    /// Codec of the values, as --k-codec
+    #[arg(long, value_name = "CODEC")]
+    pub(crate) v_codec: Option<Codec>,
+    /// Take the mean of the first 256 keys out of keys that are quantized: exact but for rounding, and needed where keys have a large
+    /// constant part. The plan is the same with and without
+    #[arg(long)]
+    pub(crate) centre: bool,
+}
+
+/// A problem given by options.
+#[derive(Debug, Args)]
+pub(crate) struct Shape {
+    /// Batch entries
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) batch: usize,
+    /// Query heads
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    pub(crate) heads: usize,
+    /// Key/value heads; default as many as query heads
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_heads: Option<usize>,
+    /// Query rows
+    #[arg(long, value_name = "N", default_value_t = 2048)]
+    pub(crate) q_len: usize,
+    /// Keys; default as many as query rows
+    #[arg(long, value_name = "N")]
+    pub(crate) kv_len: Option<usize>,
+    /// Elements of a q or k vector
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    pub(crate) head_dim: usize,
+    /// Elements of a v vector; default as many as of k
+    #[arg(long, value_name = "N")]
+    pub(crate) value_dim: Option<usize>,
+    /// With ALiBi slopes
+    #[arg(long)]
+    pub(crate) alibi: bool,
+    /// With attention sinks
+    #[arg(long)]
+    pub(crate) sinks: bool,
+    /// Keys of each batch entry
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) kv_lens: Vec<usize>,
+    /// Sequences of a cache instead of a batch, each QUERIES:LENGTH or so many of them, QUERIES:LENGTHxTIMES; the length
+    /// counts the queries of this step
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = cached,
+          conflicts_with_all = ["batch", "q_len", "kv_len", "kv_lens"])]
+    pub(crate) cached: Vec<Cached>,
+    /// Tokens that all sequences of the cache have in common, in the same pages; whole blocks of 256 are read once
+    #[arg(long, value_name = "TOKENS", requires = "cached")]
+    pub(crate) shared: Option<usize>,
+}
+
+/// Restrictions of the cpu backend.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct CpuArgs {
+    /// Instruction set of the cpu backend: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default the best of this machine
+    #[arg(long, value_name = "ISA", value_parser = isa)]
+    pub(crate) isa: Option<Isa>,
+    /// Threads of the cpu backend, at most those of this machine; default all
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub(crate) threads: Option<usize>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Backend {
+    /// The fastest of this machine for the problem
+    Auto,
+    /// Kernels of this processor
+    Cpu,
+    /// Kernels of the first CUDA device
+    Cuda,
+    /// Kernels of Apple's GPUs, which this build has not
+    Metal,
+    /// The definition in f64, one thread
+    Reference,
+    /// Kernels of the kernel language on the host, every access checked: small problems; of builds with the cargo feature simulator
+    Simulator,
+}
+
+/// Backends by their names. Help shows those that a command takes; the command refuses the others with its reason.
+pub(crate) fn backend(shown: &'static [Backend]) -> impl TypedValueParser<Value = Backend> {
+    let value =
+        |backend: &Backend| backend.to_possible_value().map(|value| value.hide(!shown.contains(backend)));
+    PossibleValuesParser::new(Backend::value_variants().iter().filter_map(value))
+        .try_map(|name| Backend::from_str(&name, false))
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Kernels {
+    /// The fastest of the device
+    Auto,
+    /// Those written for it
+    Native,
+    /// Those of the kernel language
+    Portable,
+}
+
+impl From<Kernels> for KernelChoice {
+    fn from(kernels: Kernels) -> Self {
+        match kernels {
+            Kernels::Auto => Self::Auto,
+            Kernels::Native => Self::Native,
+            Kernels::Portable => Self::Portable,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Layout {
+    /// Batch, heads, rows, dim
+    Bhsd,
+    /// Batch, rows, heads, dim
+    Bshd,
+}
+
+/// One sequence of a cache, or several alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Cached {
+    /// Queries of this step.
+    pub(crate) queries: usize,
+    /// Tokens, those of this step included.
+    pub(crate) len: usize,
+    pub(crate) times: usize,
+}
+
+fn cached(text: &str) -> Result<Cached, String> {
+    let parse = || {
+        let (sequence, times) = text.split_once('x').unwrap_or((text, "1"));
+        let (queries, len) = sequence.split_once(':')?;
+        let [queries, len, times] = [queries, len, times].map(|n| n.parse().ok());
+        Some(Cached { queries: queries?, len: len?, times: times? })
+    };
+    parse().ok_or_else(|| "expected QUERIES:LENGTH or QUERIES:LENGTHxTIMES, whole numbers".to_owned())
+}
+
+/// Which kernels of a CUDA device.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct KernelsArg {
+    /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
+    #[arg(long = "kernels", id = "kernels", value_enum, default_value_t = Kernels::Auto)]
+    pub(crate) choice: Kernels,
+}

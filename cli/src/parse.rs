@@ -1,0 +1,80 @@
+//! Values of options.
+
+use flashtile::plan::Isa;
+use flashtile::{Dtype, QOffset, Visibility};
+use std::num::NonZero;
+
+pub(crate) fn prefix(text: &str) -> Result<String, String> {
+    match text {
+        "" => Err("expected what names have before q, k and v, such as layer.3".to_owned()),
+        prefix => Ok(prefix.to_owned()),
+    }
+}
+
+pub(crate) fn dtype(text: &str) -> Result<Dtype, String> {
+    let all = [Dtype::F32, Dtype::F16, Dtype::BF16];
+    all.into_iter().find(|d| d.name() == text).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
+pub(crate) fn isa(text: &str) -> Result<Isa, String> {
+    let known = Isa::ALL.into_iter().find(|isa| isa.name() == text);
+    known.ok_or_else(|| format!("expected one of {}", Isa::ALL.map(Isa::name).join(", ")))
+}
+
+pub(crate) fn q_offset(text: &str) -> Result<QOffset, String> {
+    match text {
+        "top-left" => Ok(QOffset::TopLeft),
+        "bottom-right" => Ok(QOffset::BottomRight),
+        number => number
+            .parse()
+            .map(QOffset::At)
+            .map_err(|_| "expected top-left, bottom-right or a whole number".to_owned()),
+    }
+}
+
+pub(crate) fn window(text: &str) -> Result<Visibility, String> {
+    let side = |text: &str| match text.trim() {
+        "-1" => Ok(None),
+        number => number
+            .parse::<usize>()
+            .map(Some)
+            .map_err(|_| "expected LEFT or LEFT,RIGHT, each a number of keys or -1 for unbounded".to_owned()),
+    };
+    match text.split_once(',') {
+        None => Ok(Visibility::window(side(text)?, None)),
+        Some((left, right)) => Ok(Visibility::window(side(left)?, side(right)?)),
+    }
+}
+
+pub(crate) fn count(text: &str) -> Result<usize, String> {
+    text.parse().ok().filter(|&n| n > 0).ok_or_else(|| "expected a whole number, 1 or more".to_owned())
+}
+
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    let inside = |x: &f64| x.is_finite() && *x > 0.0;
+    text.parse().ok().filter(inside).ok_or_else(|| "expected a finite number above 0".to_owned())
+}
+
+/// More threads than the machine runs at once only wait for each other, and no measurement means anything.
+pub(crate) fn threads(text: &str) -> Result<usize, String> {
+    let available = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let inside = |n: &usize| (1..=available).contains(n);
+    let expected = || format!("expected a whole number, 1 to {available}, the threads of this machine");
+    text.parse().ok().filter(inside).ok_or_else(expected)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn windows_and_offsets() {
+        assert_eq!(window("4").unwrap(), Visibility::window(Some(4), None));
+        assert_eq!(window("-1,0").unwrap(), Visibility::causal());
+        assert_eq!(window("4,5").unwrap(), Visibility::window(Some(4), Some(5)));
+        assert!(["", "a", "1,2,3", "-2", "1,", "1.5"].iter().all(|text| window(text).is_err()));
+        assert_eq!(q_offset("-7").unwrap(), QOffset::At(-7));
+        assert_eq!(q_offset("bottom-right").unwrap(), QOffset::BottomRight);
+        assert!(q_offset("bottom").is_err());
+    }
+}
