@@ -1,7 +1,11 @@
 //! Launches, and the contract every one of them is checked against before a device sees it.
 
+use crate::facts::Fact;
+pub use crate::facts::{Constant, Facts, Span, View, ViewMut};
+use crate::generic::Generic;
+use crate::literal::number;
 use crate::scalar::{Plain, Scalar, ScalarType};
-use crate::text::{Generic, Instance, ParameterKind, Threads};
+use crate::text::{Instance, Kernel, ParameterKind, Threads};
 use std::fmt;
 
 /// What runs kernels: the simulator, a GPU.
@@ -41,95 +45,6 @@ impl Default for Limits {
     }
 }
 
-/// Elements of a device's memory that a kernel reads.
-#[derive(Debug)]
-pub struct View<'a, M> {
-    memory: &'a M,
-    span: Span,
-}
-
-/// Elements of a device's memory that a kernel reads and writes; nothing else refers to the memory meanwhile.
-#[derive(Debug)]
-pub struct ViewMut<'a, M> {
-    memory: &'a mut M,
-    span: Span,
-}
-
-/// A run of elements of a memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// The type of the elements.
-    pub element: ScalarType,
-    /// Elements before the first.
-    pub offset: usize,
-    /// Elements.
-    pub len: usize,
-}
-
-impl<M> Clone for View<'_, M> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<M> Copy for View<'_, M> {}
-
-impl<'a, M> View<'a, M> {
-    /// Elements `span` of `memory`. That they are inside is for the maker of the memory, or its device, to check.
-    pub fn new(memory: &'a M, span: Span) -> Self {
-        Self { memory, span }
-    }
-
-    /// The memory.
-    pub fn memory(&self) -> &'a M {
-        self.memory
-    }
-}
-
-impl<'a, M> ViewMut<'a, M> {
-    /// Elements `span` of `memory`. That they are inside is for the maker of the memory, or its device, to check.
-    pub fn new(memory: &'a mut M, span: Span) -> Self {
-        Self { memory, span }
-    }
-
-    /// The memory.
-    pub fn memory(&self) -> &M {
-        self.memory
-    }
-
-    /// The memory, to be written.
-    pub fn memory_mut(&mut self) -> &mut M {
-        self.memory
-    }
-}
-
-macro_rules! spans {
-    ($($View:ident)*) => {$(
-        impl<M> $View<'_, M> {
-            /// Which elements.
-            pub fn span(&self) -> Span {
-                self.span
-            }
-
-            /// The type of the elements.
-            pub fn element(&self) -> ScalarType {
-                self.span.element
-            }
-
-            /// Elements.
-            pub fn len(&self) -> usize {
-                self.span.len
-            }
-
-            /// Whether there is no element.
-            pub fn is_empty(&self) -> bool {
-                self.span.len == 0
-            }
-        }
-    )*};
-}
-spans!(View ViewMut);
-
 /// What a launch passes for a parameter.
 #[derive(Debug)]
 pub enum Argument<'a, M> {
@@ -166,124 +81,35 @@ impl<M> Argument<'_, M> {
     }
 }
 
-/// The value of a `#[constant]` parameter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Constant {
-    scalar: ScalarType,
-    raw: u64,
-}
-
-impl Constant {
-    /// A value.
-    pub fn of<T: Scalar>(value: T) -> Self {
-        Self { scalar: T::TYPE, raw: value.to_raw() }
-    }
-
-    /// Its type.
-    pub fn scalar(self) -> ScalarType {
-        self.scalar
-    }
-
-    /// Its bits, zero-extended.
-    pub fn raw(self) -> u64 {
-        self.raw
-    }
-
-    /// The value in C++.
-    pub fn cpp(self) -> String {
-        crate::text::literal(self.scalar, self.raw)
-    }
-}
-
-/// What a kernel's conditions see of a launch, whose arguments are of the kinds of the parameters.
-#[derive(Clone, Copy, Debug)]
-pub struct Facts<'a> {
-    generics: &'a [Generic],
-    /// One a parameter, in order.
-    arguments: &'a [Fact<'a>],
-    groups: [u32; 3],
-    threads: u32,
-}
-
-/// What conditions see of an argument.
-#[derive(Clone, Copy, Debug)]
-enum Fact<'a> {
-    Buffer(Span),
-    Bytes(&'a [u8]),
-    Constant(Constant),
-}
-
-impl Facts<'_> {
-    /// The generics of the instance.
-    pub fn generics(&self) -> &[Generic] {
-        self.generics
-    }
-
-    /// Groups along each coordinate.
-    pub fn groups(&self) -> [u32; 3] {
-        self.groups
-    }
-
-    /// Threads of a group.
-    pub fn threads(&self) -> u32 {
-        self.threads
-    }
-
-    /// What a condition mentions, less the fields of `#[params]`.
-    fn numbers(&self, kernel: &crate::text::Kernel, condition: &str) -> String {
-        let words = condition.split(|c: char| !c.is_alphanumeric() && c != '_');
-        let mentioned = |name: &str| words.clone().any(|word| word == name);
-        let generics = kernel.generics.iter().zip(self.generics).map(|(of, value)| match value {
-            Generic::Type(_) => None,
-            value => Some((of.name, format!("{} = {value}", of.name))),
-        });
-        let parameters = kernel.parameters.iter().zip(self.arguments).map(|(of, argument)| {
-            let name = of.name;
-            let value = match (argument, of.kind) {
-                (Fact::Buffer(span), _) => return Some((name, format!("{name}.len() = {}", span.len))),
-                (Fact::Bytes(bytes), ParameterKind::Scalar(scalar)) => {
-                    let mut raw = [0; 8];
-                    raw[..bytes.len()].copy_from_slice(bytes);
-                    crate::text::number(scalar, u64::from_le_bytes(raw))
-                }
-                (Fact::Constant(constant), _) => crate::text::number(constant.scalar, constant.raw),
-                (Fact::Bytes(_), _) => return None,
-            };
-            Some((name, format!("{name} = {value}")))
-        });
-        let launch = [
-            ("groups", format!("groups = {:?}", self.groups)),
-            ("threads", format!("threads = {}", self.threads)),
-        ];
-        let all = generics.chain(parameters).flatten().chain(launch);
-        let found: Vec<String> = all.filter(|(name, _)| mentioned(name)).map(|(_, number)| number).collect();
-        found.join(", ")
-    }
-
-    /// The elements given for parameter `n`; none where it is no buffer.
-    pub fn buffer(&self, n: usize) -> View<'static, ()> {
-        let span = match self.arguments.get(n) {
-            Some(Fact::Buffer(span)) => *span,
-            _ => Span { element: ScalarType::U8, offset: 0, len: 0 },
+/// What a condition mentions, less the fields of `#[params]`.
+fn numbers(facts: &Facts<'_>, kernel: &Kernel, condition: &str) -> String {
+    let words = condition.split(|c: char| !c.is_alphanumeric() && c != '_');
+    let mentioned = |name: &str| words.clone().any(|word| word == name);
+    let generics = kernel.generics.iter().zip(facts.generics).map(|(of, value)| match value {
+        Generic::Type(_) => None,
+        value => Some((of.name, format!("{} = {value}", of.name))),
+    });
+    let parameters = kernel.parameters.iter().zip(facts.arguments).map(|(of, argument)| {
+        let name = of.name;
+        let value = match (argument, of.kind) {
+            (Fact::Buffer(span), _) => return Some((name, format!("{name}.len() = {}", span.len))),
+            (Fact::Bytes(bytes), ParameterKind::Scalar(scalar)) => {
+                let mut raw = [0; 8];
+                raw[..bytes.len()].copy_from_slice(bytes);
+                number(scalar, u64::from_le_bytes(raw))
+            }
+            (Fact::Constant(constant), _) => number(constant.scalar, constant.raw),
+            (Fact::Bytes(_), _) => return None,
         };
-        View::new(&(), span)
-    }
-
-    /// The value of scalar or `#[params]` parameter `n`; of zeros where it is neither.
-    pub fn plain<P: Plain>(&self, n: usize) -> P {
-        match self.arguments.get(n) {
-            Some(Fact::Bytes(bytes)) if bytes.len() == P::BYTES => P::read(&mut &**bytes),
-            _ => P::read(&mut &*vec![0; P::BYTES]),
-        }
-    }
-
-    /// The value of `#[constant]` parameter `n`; zero where it is none.
-    pub fn constant<T: Scalar>(&self, n: usize) -> T {
-        match self.arguments.get(n) {
-            Some(Fact::Constant(constant)) => T::from_raw(constant.raw()),
-            _ => T::from_raw(0),
-        }
-    }
+        Some((name, format!("{name} = {value}")))
+    });
+    let launch = [
+        ("groups", format!("groups = {:?}", facts.groups)),
+        ("threads", format!("threads = {}", facts.threads)),
+    ];
+    let all = generics.chain(parameters).flatten().chain(launch);
+    let found: Vec<String> = all.filter(|(name, _)| mentioned(name)).map(|(_, number)| number).collect();
+    found.join(", ")
 }
 
 /// A launch that keeps the kernel's contract and the device's limits: holding one is the proof.
@@ -351,7 +177,7 @@ impl<'a, M> Launch<'a, M> {
         if let Some(n) = (kernel.unmet)(&facts) {
             let (condition, message) =
                 kernel.requirements.get(n).map_or(("", ""), |r| (r.condition, r.message));
-            let numbers = facts.numbers(kernel, condition);
+            let numbers = numbers(&facts, kernel, condition);
             return Err(broken(BrokenKind::Requirement { condition, message, numbers }));
         }
         Ok(Self { instance, groups, threads, arguments })
@@ -408,7 +234,7 @@ pub struct Broken {
 impl Broken {
     /// An instance of another kernel.
     #[doc(hidden)]
-    pub fn instance(kernel: &'static crate::text::Kernel, instance: &Instance) -> Self {
+    pub fn instance(kernel: &'static Kernel, instance: &Instance) -> Self {
         Self { kernel: kernel.name, what: BrokenKind::Instance { found: instance.kernel().name } }
     }
 }

@@ -1,5 +1,6 @@
 //! 8x8 matrices held by the 32 lanes of a SIMD group.
 
+use crate::lanes::position_of;
 use crate::memory::Memory;
 use crate::scalar::{Element, Value};
 
@@ -96,12 +97,6 @@ impl<T: Element> Fragment<T> {
 /// The row and the first column of the elements of the current lane.
 fn lane_position() -> (u32, u32) {
     position_of(crate::intrinsics::simd_lane())
-}
-
-/// The row and the first column of the elements of `lane`.
-pub(crate) const fn position_of(lane: u32) -> (u32, u32) {
-    let quad = lane / 4;
-    ((quad & 4) + (lane / 2) % 4, (quad & 2) * 2 + (lane % 2) * 2)
 }
 
 fn at(offset: u32, stride: u32, major: u32, minor: u32) -> u64 {

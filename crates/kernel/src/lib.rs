@@ -45,8 +45,12 @@
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;
+mod facts;
 mod fragment;
+mod generic;
 pub mod intrinsics;
+mod lanes;
+mod literal;
 pub mod marks;
 pub mod matrix;
 pub mod memory;

@@ -26,6 +26,7 @@ use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed
 use crate::simulator::fault_arithmetic;
 
 pub use crate::memory::{Elements, Place};
+pub use crate::scalar::Comparable;
 
 macro_rules! identities {
     ($($(#[$doc:meta])* $name:ident: $Bound:path;)*) => {$(
@@ -72,21 +73,6 @@ pub const fn equatable<T: Comparable>(x: T) -> T {
 pub const fn float(x: f32) -> f32 {
     x
 }
-
-/// What `==` and `!=` compare: numbers and `bool`.
-#[diagnostic::on_unimplemented(
-    message = "the kernel language does not compare `{Self}`",
-    label = "not bool, u32, i32, u64, i64, usize or f32",
-    note = "convert with `as`, or with `.to_f32()` for f16 and bf16"
-)]
-pub trait Comparable: Scalar {}
-impl Comparable for bool {}
-impl Comparable for u32 {}
-impl Comparable for i32 {}
-impl Comparable for u64 {}
-impl Comparable for i64 {}
-impl Comparable for usize {}
-impl Comparable for f32 {}
 
 macro_rules! operators {
     ($($(#[$doc:meta])* $name:ident, $checked:ident, $symbol:literal;)*) => {$(

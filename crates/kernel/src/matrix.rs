@@ -10,7 +10,7 @@
 //!
 //! These are device functions with C++ of their own, not words of the language: a crate may add others in the same way.
 
-use crate::fragment::position_of;
+use crate::lanes::position_of;
 use crate::scalar::{Element, ScalarType, Value};
 use crate::simulator;
 use crate::text::{Cpp, Described, Text, TextKind};

@@ -13,7 +13,26 @@ macro_rules! put {
     }};
 }
 
-pub(crate) fn program(instance: &Instance, target: Target) -> String {
+impl Instance {
+    /// The whole program: prelude, the items the kernel uses, each once and after what it uses itself, and the kernel as
+    /// [`entry`](Self::entry).
+    ///
+    /// What a device must compile it with is in [`cuda_options`](Self::cuda_options) for CUDA;
+    /// on Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
+    /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN have their
+    /// meaning, and what a kernel that is not [`exact`](Kernel::exact) may take faster is spelled in the text.
+    pub fn text(&self, target: Target) -> String {
+        program(self, target)
+    }
+
+    /// The same program in Rust, as it was written: the items that the kernel uses, each once and after what it uses itself, and
+    /// the kernel; what the instance fixes is a comment.
+    pub fn source(&self) -> String {
+        source(self)
+    }
+}
+
+fn program(instance: &Instance, target: Target) -> String {
     let kernel = instance.kernel();
     let mut out = String::new();
     for line in kernel.docs.lines() {
@@ -37,7 +56,7 @@ pub(crate) fn program(instance: &Instance, target: Target) -> String {
     out
 }
 
-pub(crate) fn source(instance: &Instance) -> String {
+fn source(instance: &Instance) -> String {
     let kernel = instance.kernel();
     let mut out = String::new();
     put!(out, "// {} of {}:{}", instance.entry(), kernel.text.file, kernel.text.line);

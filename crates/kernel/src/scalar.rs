@@ -124,13 +124,28 @@ pub trait Scalar: Sealed + Value + Copy + Default + fmt::Debug + PartialEq + Sen
     fn from_raw(raw: u64) -> Self;
 }
 
+/// What `==` and `!=` compare: numbers and `bool`.
+#[diagnostic::on_unimplemented(
+    message = "the kernel language does not compare `{Self}`",
+    label = "not bool, u32, i32, u64, i64, usize or f32",
+    note = "convert with `as`, or with `.to_f32()` for f16 and bf16"
+)]
+pub trait Comparable: Scalar {}
+impl Comparable for bool {}
+impl Comparable for u32 {}
+impl Comparable for i32 {}
+impl Comparable for u64 {}
+impl Comparable for i64 {}
+impl Comparable for usize {}
+impl Comparable for f32 {}
+
 /// A scalar with arithmetic: `u32`, `i32`, `u64`, `i64`, `usize`, `f32`.
 #[diagnostic::on_unimplemented(
     message = "the kernel language has no arithmetic on `{Self}`",
     label = "not u32, i32, u64, i64, usize or f32",
     note = "8- and 16-bit types are storage: convert with `as`, or with `.to_f32()` for f16 and bf16"
 )]
-pub trait Number: Scalar + PartialOrd + crate::marks::Comparable {
+pub trait Number: Scalar + PartialOrd + Comparable {
     /// `self + other`, or `None` where an integer would wrap.
     #[doc(hidden)]
     fn checked_add(self, other: Self) -> Option<Self>;

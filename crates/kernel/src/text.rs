@@ -4,9 +4,10 @@
 //! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
 //! is what runs: no template of a kernel is left to be instantiated.
 
-use crate::device::Facts;
+use crate::facts::{Constant, Facts};
+pub use crate::generic::{Generic, GenericKind};
+pub use crate::literal::literal;
 use crate::scalar::ScalarType;
-use half::{bf16, f16};
 use std::fmt::{self, Write as _};
 
 /// The language a kernel is printed in.
@@ -94,47 +95,6 @@ impl<T: crate::scalar::Scalar, const N: usize> Constants for [T; N] {
     }
 }
 
-/// A scalar in C++, of exactly the bits `raw`.
-pub fn literal(scalar: ScalarType, raw: u64) -> String {
-    let float = |x: f32| match x {
-        x if x.is_nan() => "ft_nan".to_owned(),
-        x if x.is_infinite() => if x > 0.0 { "ft_infinity" } else { "-ft_infinity" }.to_owned(),
-        x => format!("{x:e}f"),
-    };
-    match scalar {
-        ScalarType::Bool => (raw != 0).to_string(),
-        ScalarType::U8 | ScalarType::U16 => raw.to_string(),
-        ScalarType::I8 => (raw as i8).to_string(),
-        ScalarType::I16 => (raw as i16).to_string(),
-        ScalarType::U32 => format!("{raw}u"),
-        // The least values have no literal of their own type.
-        ScalarType::I32 if raw as i32 == i32::MIN => "(-2147483647 - 1)".to_owned(),
-        ScalarType::I32 => (raw as i32).to_string(),
-        ScalarType::U64 | ScalarType::Usize => format!("ulong({raw}ul)"),
-        ScalarType::I64 => format!("ft_i64({raw}ul)"),
-        ScalarType::F32 => float(f32::from_bits(raw as u32)),
-        ScalarType::F16 => format!("FT_F16({raw:#06x}, {})", float(f16::from_bits(raw as u16).to_f32())),
-        ScalarType::Bf16 => format!("FT_BF16({raw:#06x}, {})", float(bf16::from_bits(raw as u16).to_f32())),
-    }
-}
-
-/// A scalar of the bits `raw` for readers.
-pub(crate) fn number(scalar: ScalarType, raw: u64) -> String {
-    match scalar {
-        ScalarType::Bool => (raw != 0).to_string(),
-        ScalarType::I8 => (raw as i8).to_string(),
-        ScalarType::I16 => (raw as i16).to_string(),
-        ScalarType::I32 => (raw as i32).to_string(),
-        ScalarType::I64 => (raw as i64).to_string(),
-        ScalarType::F32 => f32::from_bits(raw as u32).to_string(),
-        ScalarType::F16 => f16::from_bits(raw as u16).to_string(),
-        ScalarType::Bf16 => bf16::from_bits(raw as u16).to_string(),
-        ScalarType::U8 | ScalarType::U16 | ScalarType::U32 | ScalarType::U64 | ScalarType::Usize => {
-            raw.to_string()
-        }
-    }
-}
-
 /// The type of a buffer's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ElementType {
@@ -197,69 +157,6 @@ pub struct GenericParameter {
     pub cpp: &'static str,
     /// What it stands for.
     pub kind: GenericKind,
-}
-
-/// What a generic parameter stands for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum GenericKind {
-    /// A type bounded by `Element`.
-    Element,
-    /// A type bounded by `Number`.
-    Number,
-    /// A type bounded by `Scalar`.
-    Scalar,
-    /// `const N: usize`, `u32`, `i32` or `bool`.
-    Const(ScalarType),
-}
-
-/// What a generic parameter is in an [`Instance`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Generic {
-    /// A type.
-    Type(ScalarType),
-    /// A `usize`.
-    Usize(usize),
-    /// A `u32`.
-    U32(u32),
-    /// An `i32`.
-    I32(i32),
-    /// A `bool`.
-    Bool(bool),
-}
-
-impl Generic {
-    /// The type, if it is one.
-    pub const fn as_type(self) -> Option<ScalarType> {
-        match self {
-            Self::Type(scalar) => Some(scalar),
-            _ => None,
-        }
-    }
-
-    fn fits(self, kind: GenericKind) -> bool {
-        match (self, kind) {
-            (Self::Type(scalar), GenericKind::Element) => scalar.is_element(),
-            (Self::Type(scalar), GenericKind::Number) => scalar.is_number(),
-            (Self::Type(_), GenericKind::Scalar)
-            | (Self::Usize(_), GenericKind::Const(ScalarType::Usize))
-            | (Self::U32(_), GenericKind::Const(ScalarType::U32))
-            | (Self::I32(_), GenericKind::Const(ScalarType::I32))
-            | (Self::Bool(_), GenericKind::Const(ScalarType::Bool)) => true,
-            _ => false,
-        }
-    }
-}
-
-impl fmt::Display for Generic {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Type(scalar) => scalar.fmt(f),
-            Self::Usize(x) => x.fmt(f),
-            Self::U32(x) => x.fmt(f),
-            Self::I32(x) => x.fmt(f),
-            Self::Bool(x) => x.fmt(f),
-        }
-    }
 }
 
 /// The type of a const generic, for reading its value out of a [`Generic`].
@@ -538,30 +435,13 @@ impl Instance {
 
     /// What NVRTC must be given beside the text and the architecture, for these values of the `#[constant]` parameters, in
     /// order: the language, the values, and for an exact kernel `--fmad=false`.
-    pub fn cuda_options(&self, constants: impl IntoIterator<Item = crate::device::Constant>) -> Vec<String> {
+    pub fn cuda_options(&self, constants: impl IntoIterator<Item = Constant>) -> Vec<String> {
         let named = self.kernel.parameters.iter().filter(|p| matches!(p.kind, ParameterKind::Constant(_)));
         let constants = named.zip(constants).map(|(parameter, constant)| {
             format!("-DFT_CONSTANT_{}={}", parameter.cpp, constant.cpp().replace(' ', ""))
         });
         let exact = self.kernel.exact.then(|| "--fmad=false".to_owned());
         ["--std=c++17".to_owned()].into_iter().chain(exact).chain(constants).collect()
-    }
-
-    /// The whole program: prelude, the items the kernel uses, each once and after what it uses itself, and the kernel as
-    /// [`entry`](Self::entry).
-    ///
-    /// What a device must compile it with is in [`cuda_options`](Self::cuda_options) for CUDA;
-    /// on Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
-    /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN have their
-    /// meaning, and what a kernel that is not [`exact`](Kernel::exact) may take faster is spelled in the text.
-    pub fn text(&self, target: Target) -> String {
-        crate::print::program(self, target)
-    }
-
-    /// The same program in Rust, as it was written: the items that the kernel uses, each once and after what it uses itself, and
-    /// the kernel; what the instance fixes is a comment.
-    pub fn source(&self) -> String {
-        crate::print::source(self)
     }
 }
 

@@ -6,7 +6,7 @@ use quote::{ToTokens, quote_spanned};
 use syn::spanned::Spanned;
 
 use crate::ir::{Parameter, Scalar};
-use crate::lower::module_of;
+use crate::syntax::module_of;
 
 /// What an item needs from others, each once.
 #[derive(Debug)]

@@ -7,6 +7,7 @@ use crate::depends::{Depends, from_inside};
 use crate::errors::Errors;
 use crate::ir::{Field, Function, Parameter, Passed, Scalar, Struct, Type};
 use crate::lower::{self, Context};
+use crate::syntax;
 use crate::types::{self, Reader};
 use crate::{names, native, print, signature, source};
 
@@ -61,7 +62,7 @@ pub(crate) fn docs(attributes: &[syn::Attribute]) -> Vec<String> {
 /// Refuses attributes that would change the Rust item and not the printed one.
 pub(crate) fn attributes(attributes: &[syn::Attribute], known: &[&str], errors: &mut Errors) {
     for attribute in attributes {
-        if !lower::is_lint(attribute) && !known.iter().any(|name| attribute.path().is_ident(name)) {
+        if !syntax::is_lint(attribute) && !known.iter().any(|name| attribute.path().is_ident(name)) {
             errors.refuse(attribute, "this attribute would be lost in the printed texts: leave it out");
         }
     }

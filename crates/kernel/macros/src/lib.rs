@@ -18,6 +18,7 @@ mod native;
 mod print;
 mod signature;
 mod source;
+mod syntax;
 #[cfg(test)]
 mod tests;
 mod types;

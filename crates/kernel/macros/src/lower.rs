@@ -14,6 +14,7 @@ use crate::ir::{
     Argument, Binary, Call, Expr, For, Generic, Kind, NameOf, Parameter, Passed, Scalar, Stmt, Type, Walk,
 };
 use crate::names::{self, Scopes};
+use crate::syntax::{is_lint, module_of, shared_call, strip};
 use crate::types::Reader;
 
 /// A function after the check.
@@ -1970,38 +1971,6 @@ struct Range<'e> {
     step: Option<&'e syn::Expr>,
 }
 
-/// The expression without parentheses and invisible groups.
-pub(crate) fn strip(expr: &syn::Expr) -> &syn::Expr {
-    match expr {
-        syn::Expr::Paren(inner) => strip(&inner.expr),
-        syn::Expr::Group(inner) => strip(&inner.expr),
-        other => other,
-    }
-}
-
-/// The path without generic arguments: of the module beside the function that it names.
-pub(crate) fn module_of(path: &syn::Path) -> syn::Path {
-    let mut path = path.clone();
-    for segment in &mut path.segments {
-        segment.arguments = syn::PathArguments::None;
-    }
-    path
-}
-
-/// The call of `shared(..)`.
-pub(crate) fn shared_call(expr: &syn::Expr) -> Option<&syn::ExprCall> {
-    match strip(expr) {
-        syn::Expr::Call(call) => match &*call.func {
-            syn::Expr::Path(path) if path.qself.is_none() => {
-                let segment = path.path.segments.first()?;
-                (path.path.segments.len() == 1 && segment.ident == "shared").then_some(call)
-            }
-            _ => None,
-        },
-        _ => None,
-    }
-}
-
 /// Whether the value of an expression takes statements in C++.
 fn needs_statements(expr: &syn::Expr) -> bool {
     match strip(expr) {
@@ -2146,13 +2115,6 @@ fn of_std(path: &syn::Path) -> bool {
 /// Rust's names of types start with a capital and have small letters.
 fn looks_like_type(name: &str) -> bool {
     name.starts_with(|c: char| c.is_ascii_uppercase()) && name.contains(|c: char| c.is_ascii_lowercase())
-}
-
-/// Attributes that only speak to rustc's lints and to rustfmt.
-pub(crate) fn is_lint(attribute: &syn::Attribute) -> bool {
-    let path = attribute.path();
-    ["allow", "expect", "warn", "deny", "doc"].iter().any(|name| path.is_ident(name))
-        || path.segments.first().is_some_and(|segment| segment.ident == "rustfmt")
 }
 
 fn is_unroll(attribute: &syn::Attribute) -> bool {

@@ -11,7 +11,8 @@ use syn::spanned::Spanned;
 
 use crate::intrinsics;
 use crate::ir::Binary;
-use crate::lower::{Lowered, Meetings, compound, is_lint, module_of, shared_call, strip};
+use crate::lower::{Lowered, Meetings, compound};
+use crate::syntax::{is_lint, module_of, shared_call, strip};
 
 /// The body of a function, with braces.
 pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {

@@ -97,7 +97,7 @@ fn take_constant(attributes: &mut Vec<syn::Attribute>, errors: &mut Errors) -> b
             constant = true;
             return false;
         }
-        if !crate::lower::is_lint(attribute) {
+        if !crate::syntax::is_lint(attribute) {
             errors.refuse(attribute, "this attribute would be lost: parameters have `#[constant]`");
         }
         true

@@ -1,6 +1,6 @@
 //! What can go wrong between here and a device.
 
-use super::function::Grid;
+use super::grid::Grid;
 use crate::device::Span;
 use crate::scalar::ScalarType;
 use cudarc::driver::DriverError;

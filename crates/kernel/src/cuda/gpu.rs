@@ -5,7 +5,8 @@
 use super::compiler::{Compiler, Program};
 use super::disk::Kernels;
 use super::error::Error;
-use super::function::{Function, Grid};
+use super::function::Function;
+use super::grid::Grid;
 use super::library;
 use super::memory::Memory;
 use super::time::Timing;

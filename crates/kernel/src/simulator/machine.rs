@@ -594,14 +594,14 @@ pub(crate) fn multiply_accumulate([a0, a1, b0, b1]: [f32; 4], c: [f32; 2]) -> [f
         machine.gather("Fragment::multiply_accumulate", [pack(a0, a1), pack(b0, b1)], Location::caller());
     let (mut a, mut b) = ([[0f32; 8]; 8], [[0f32; 8]; 8]);
     for (lane, [pair_a, pair_b]) in shown.into_iter().enumerate() {
-        let (row, col) = crate::fragment::position_of(lane as u32);
+        let (row, col) = crate::lanes::position_of(lane as u32);
         for (matrix, pair) in [(&mut a, pair_a), (&mut b, pair_b)] {
             let row = &mut matrix[row as usize];
             row[col as usize] = f32::from_bits(pair as u32);
             row[col as usize + 1] = f32::from_bits((pair >> 32) as u32);
         }
     }
-    let (row, col) = crate::fragment::position_of(machine.place.get().thread % LANES as u32);
+    let (row, col) = crate::lanes::position_of(machine.place.get().thread % LANES as u32);
     let (row, col) = (row as usize, col as usize);
     // In the order of the printed CUDA.
     let dot = |c: f32, col: usize| (0..8).fold(c, |sum, k| a[row][k].mul_add(b[k][col], sum));

@@ -6,7 +6,7 @@ use super::memory::{Memory, MemoryError, Region, Storage};
 use super::schedule::{Arguments, Value};
 use super::{Fault, FaultKind};
 use crate::device::Constant;
-use crate::fragment::position_of;
+use crate::lanes::position_of;
 use crate::memory::{Buffer, Place, Shared};
 use crate::scalar::{Plain, Scalar, ScalarType};
 use crate::text::{Cpp, Kernel, Text, TextKind, Threads};
