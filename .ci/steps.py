@@ -118,6 +118,12 @@ def lints():
     run("cargo", "clippy", "--workspace", "--all-targets", "--all-features", "--locked", "--", "-D", "warnings")
 
 
+@step("imports", "who imports whom, and planted faults that must be found")
+def imports():
+    run(sys.executable, "-B", ".ci/imports.py")
+    run(sys.executable, "-B", ".ci/imports.py", "--planted")
+
+
 @step("licences", "licences of dependencies")
 def licences():
     run(sys.executable, ".ci/licences.py")
