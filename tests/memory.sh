@@ -127,7 +127,7 @@ asan() {
     prove 'AddressSanitizer: heap-buffer-overflow' env
     "$flashtile" check --threads "$threads" --exact-memory --seeds 0..400
     # Kernels that no machine at hand may have run in software in the unit tests, between guard bands.
-    cargo test --locked --target "$host" --target-dir "$target" --lib cpu::
+    cargo test --locked --target "$host" --target-dir "$target" -p flashtile-cpu --lib
 }
 
 for checker in "${checkers[@]}"; do "$checker"; done
