@@ -85,7 +85,10 @@ fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewE
     Ok(())
 }
 
-/// As [`check`], where no slice says how much memory there is.
+/// Checks shape and strides of memory whose size no slice says.
+///
+/// # Errors
+/// [`ViewError::Overflow`] or [`ViewError::InnerStride`].
 pub fn check_strides(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
     check(shape, strides, usize::MAX)
 }

@@ -31,7 +31,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// At least `bytes` bytes of scratch memory; none where there is no memory for them: [`Cpu::run`](crate::Cpu::run) refuses
+    /// At least `bytes` bytes of scratch memory; none where there is no memory for them: [`Cpu::run`](crate::cpu::Cpu::run) refuses
     /// that with the bytes that its plan needs.
     #[must_use]
     pub fn new(bytes: usize) -> Self {

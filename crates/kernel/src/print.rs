@@ -20,7 +20,7 @@ impl Instance {
     /// What a device must compile it with is in [`cuda_options`](Self::cuda_options) for CUDA;
     /// on Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
     /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN have their
-    /// meaning, and what a kernel that is not [`exact`](Kernel::exact) may take faster is spelled in the text.
+    /// meaning, and what a kernel that is not [`exact`](crate::text::Kernel::exact) may take faster is spelled in the text.
     pub fn text(&self, target: Target) -> String {
         program(self, target)
     }

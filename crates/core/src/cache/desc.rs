@@ -42,7 +42,7 @@ impl CacheLayout {
     }
 }
 
-/// Description of a cache: plain data, checked by [`KvCache::new`].
+/// Description of a cache: plain data, checked by [`KvCache::new`](super::KvCache::new).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct CacheDesc {
@@ -60,7 +60,7 @@ pub struct CacheDesc {
     pub k: Codec,
     /// How values are stored.
     pub v: Codec,
-    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`] gives one of the caller's instead.
+    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`](super::KvCache::set_key_mean) gives one of the caller's instead.
     pub key_mean: KeyMean,
 }
 
@@ -70,7 +70,7 @@ pub const MEAN_ROWS: usize = 256;
 /// The mean of quantized keys that is not part of their stored rows, for each layer and head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum KeyMean {
-    /// None, unless [`KvCache::set_key_mean`] gives one.
+    /// None, unless [`KvCache::set_key_mean`](super::KvCache::set_key_mean) gives one.
     #[default]
     None,
     /// The mean of the first rows that are written to a layer: of its first write, at most [`MEAN_ROWS`]. It stays for the life of the cache, so
@@ -130,7 +130,7 @@ impl CacheDesc {
     /// Checks the description itself: dimensions, codecs, and that a pool of all pages is addressable.
     ///
     /// # Errors
-    /// As [`KvCache::new`].
+    /// As [`KvCache::new`](super::KvCache::new).
     pub fn validate(&self) -> Result<(), CacheError> {
         let pages = match self.layout {
             CacheLayout::Contiguous { slots, capacity } | CacheLayout::Ring { slots, capacity } => {

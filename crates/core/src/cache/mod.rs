@@ -1,7 +1,7 @@
 //! KV caches: keys and values of sequences that grow token by token.
 //!
 //! A cache is a layout times a codec. Whatever the layout, a token's row lies in a page, and one formula finds it
-//! ([`BlockTables`]): a slot of a contiguous cache is one page, a ring is one page that is written over again, and a
+//! ([`BlockTables`](crate::block_tables::BlockTables)): a slot of a contiguous cache is one page, a ring is one page that is written over again, and a
 //! paged cache gives a sequence as many pages as its tokens fill, which sequences with a common start can share.
 //! Positions of tokens are counted from the start of the sequence and stay what they are when older tokens are dropped.
 //!

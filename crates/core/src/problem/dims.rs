@@ -18,9 +18,9 @@ pub struct Dims {
     /// Key rows per batch entry (including padding); total key rows for packed sequences; for cached ones, whose keys lie
     /// in pages, an upper bound of their lengths.
     pub kv_len: usize,
-    /// Elements of a q or k vector, 1 to [`MAX_HEAD_DIM`].
+    /// Elements of a q or k vector, 1 to [`MAX_HEAD_DIM`](crate::limits::MAX_HEAD_DIM).
     pub head_dim: usize,
-    /// Elements of a v or out vector, 1 to [`MAX_HEAD_DIM`].
+    /// Elements of a v or out vector, 1 to [`MAX_HEAD_DIM`](crate::limits::MAX_HEAD_DIM).
     pub value_dim: usize,
 }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 /// (cascade attention). The results are the same without it, bit for bit.
 ///
 /// [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds those of a batch. Plans use the whole blocks of
-/// [`CpuPlan::block_k`](flashtile_cpu::plan::CpuPlan::block_k) keys of them ([`CpuPlan::prefixes`](flashtile_cpu::plan::CpuPlan::prefixes)).
+/// `CpuPlan::block_k` keys of them (`CpuPlan::prefixes`).
 ///
 /// ```
 /// use flashtile::{CacheDesc, CacheLayout, Codec, Dtype, KvCache, ProblemDesc, SharedPrefix, TensorView, Visibility};

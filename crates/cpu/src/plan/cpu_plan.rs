@@ -48,7 +48,7 @@ impl MaskClasses {
     }
 }
 
-/// A plan of the CPU backend. Made by [`Cpu::plan`](crate::Cpu::plan) for the machine at hand, or by [`CpuPlan::new`] for any.
+/// A plan of the CPU backend. Made by [`Cpu::plan`](crate::cpu::Cpu::plan) for the machine at hand, or by [`CpuPlan::new`] for any.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CpuPlan {
     problem: Problem,

@@ -52,7 +52,7 @@ const LEAST_SCALE: f32 = -60.0;
 const HUGE_BIAS: f32 = 8.507_059e37;
 #[constant]
 const HUGE_RATE: f32 = 0.5;
-/// [`HUGE_BIAS`] in units of log2.
+/// `HUGE_BIAS` in units of log2.
 #[constant]
 pub const HUGE_SCORE: f32 = 1.227_309_2e38;
 
@@ -105,7 +105,7 @@ pub struct Attend {
     pub cap: f32,
     /// First entries of the codebooks of mlx-native for keys and values: 256 f16, then what f16 leaves of each.
     pub codebooks: [u32; 2],
-    /// Magnitudes of the levels of keys, as [`Levels`](super::rows::Levels) has them.
+    /// Magnitudes of the levels of keys, as [`Levels`] has them.
     pub k_levels: [u32; 16],
     /// Magnitudes of the levels of values.
     pub v_levels: [u32; 16],

@@ -1,4 +1,4 @@
-//! Rows are appended to pages: [`encode`] stores them as codes and scales, [`append`] as elements.
+//! Rows are appended to pages: [`encode()`] stores them as codes and scales, [`append()`] as elements.
 //!
 //! The bytes are those of the encoder in `codec`, whose rotations and sums of f32 have a fixed order and whose codes come of integers.
 //! What that encoder does in f64 is done in integers here, as GPUs of some kinds have no f64:
@@ -473,7 +473,7 @@ fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
 /// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
 ///
 /// Groups are (any number, runs): the SIMD groups of a run share its rows. Pages lie as `table` says, line by line a sequence's pages by
-/// blocks of positions: contiguous keys are one page, a ring is a line that starts again. `numbers` are those of [`numbers`], `factors`
+/// blocks of positions: contiguous keys are one page, a ring is a line that starts again. `numbers` are those of [`encode_table`](crate::encoding::encode_table), `factors`
 /// those of the rotation of order `ORDER`, which is 0 where the codec has none; keys may be without the mean `[heads, D]` of their head.
 ///
 /// A row whose energy is above that of the largest norm, or that has a NaN or an infinity, is not stored: its bytes become 0xFF, so
@@ -584,7 +584,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
 }
 
 /// Stores rows of elements as elements of another type or, where they have the `same`, as they are, bit by bit; f16 and bf16 are rounded to
-/// nearest even, and a NaN stays one. Groups, table and runs are those of [`encode`].
+/// nearest even, and a NaN stays one. Groups, table and runs are those of [`encode()`].
 #[kernel(
     threads = 128,
     requires(FORMAT < 3, "rows of elements"),
