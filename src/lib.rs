@@ -70,7 +70,7 @@ pub mod plan {
     pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};
     #[cfg(feature = "cuda")]
     pub use flashtile_cuda::plan::{
-        CudaFacts, CudaKernel, CudaPlan, CudaTile, LEAST_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
+        CudaFacts, CudaKernel, CudaPlan, CudaTile, MIN_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
         PortableTile,
     };
 
@@ -106,5 +106,5 @@ pub mod kernels {
     //! The portable GPU kernels as data: listed, specialised, printed as Metal and CUDA.
 
     pub use flashtile_gpu::registry::{HEAD_DIMS, KERNELS, instances};
-    pub use flashtile_gpu::variant::{NoInstance, Variant, VariantOption};
+    pub use flashtile_gpu::variant::{Variant, VariantError, VariantOption};
 }

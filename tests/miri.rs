@@ -219,7 +219,7 @@ mod kernels {
             let dims = [1, 2, 1, 0, 0, head_dim, value_dim];
             let case = Case::new(format!("quantized {k} {v}"), dims, Dtype::BF16).stored(k, v);
             let case = case.cached(&[(1, 4), (1, 1)], 3, Keep::All).causal(QOffset::BottomRight);
-            passes(case.centred(), &portable());
+            passes(case.centered(), &portable());
         }
     }
 
@@ -461,7 +461,7 @@ mod codecs {
     fn compared() {
         let (k, v, q) = (normal(1, 6 * 8), normal(2, 6 * 8), normal(3, 3 * 8));
         let head = Head { k: &k, v: &v, q: &q, head_dim: 8, value_dim: 8, scale: 0.35 };
-        let keys = [Codec::Tq4, Codec::F16].map(|codec| KeyCodec { codec, centred: true });
+        let keys = [Codec::Tq4, Codec::F16].map(|codec| KeyCodec { codec, centered: true });
         let found = compare(&HeadAttention::new(head), &keys, &[Codec::Int8]);
         assert!(found.out.iter().flatten().all(|out| out.is_some_and(|out| out.relative() < 0.1)));
     }

@@ -16,20 +16,20 @@ pub(crate) struct Stored {
     pub(crate) k: Codec,
     pub(crate) v: Codec,
     /// Whether the mean of the first keys is taken out of all.
-    pub(crate) centred: bool,
+    pub(crate) centered: bool,
 }
 
 impl Stored {
     /// What options ask for; `None` where tensors are attended to as they are.
     pub(crate) fn asked(storage: &Storage, problem: &Problem) -> Result<Option<Self>> {
-        let (plain, centre) = (Codec::of(problem.dtype()), storage.centre);
+        let (plain, center) = (Codec::of(problem.dtype()), storage.center);
         let (k, v) = (storage.k_codec.unwrap_or(plain), storage.v_codec.unwrap_or(plain));
-        if centre && k.dtype().is_some() {
+        if center && k.dtype().is_some() {
             let what =
                 format_args!("keys are stored as {k}, expected a --k-codec that quantizes, such as int8");
-            return Err(Failure::at("--centre", what));
+            return Err(Failure::at("--center", what));
         }
-        Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centred: centre }))
+        Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center }))
     }
 
     /// The option that a device without quantized caches cannot do, for a problem of this dtype.
@@ -58,7 +58,7 @@ impl Stored {
 
 impl std::fmt::Display for Stored {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "k {}{}, v {}", self.k, if self.centred { " centred" } else { "" }, self.v)
+        write!(f, "k {}{}, v {}", self.k, if self.centered { " centered" } else { "" }, self.v)
     }
 }
 
@@ -106,7 +106,7 @@ impl Cached {
         let layout = CacheLayout::Contiguous { slots, capacity };
         let mut desc = CacheDesc::new(layout, [1, dims.kv_heads, dims.head_dim], stored.k);
         (desc.v, desc.value_dim) = (stored.v, dims.value_dim);
-        if stored.centred {
+        if stored.centered {
             desc.key_mean = KeyMean::Learned;
         }
         let mut cache = KvCache::new(desc).map_err(Failure::new)?;

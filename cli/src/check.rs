@@ -85,7 +85,7 @@ fn shard(text: &str) -> std::result::Result<Shard, String> {
 }
 
 /// Scores of the largest cases that the simulator is given.
-const MOST_SCORES: u64 = 12_000;
+const MAX_SCORES: u64 = 12_000;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -157,7 +157,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
         Backend::Reference => {
             return Err(Failure::at("--backend", "the reference is what others are compared with"));
         }
-        Backend::Simulator => runners.push(simulator::runner(MOST_SCORES)?),
+        Backend::Simulator => runners.push(simulator::runner(MAX_SCORES)?),
         Backend::Metal => {
             let what = "metal is not part of this build, expected auto, cpu, cuda or simulator";
             return Err(Failure::at("--backend", what));

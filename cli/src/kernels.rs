@@ -374,7 +374,7 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
 }
 
 /// Generics are dimensions, codecs and small counts: with numbers up to this one, sizes that are computed of them do not overflow.
-const MOST_GENERIC: u32 = u16::MAX as u32;
+const MAX_GENERIC: u32 = u16::MAX as u32;
 
 /// The instance of a kernel that a name says: listed, or made for another shape or tile.
 fn named(kernel: &'static Kernel, name: &str) -> Option<Instance> {
@@ -392,7 +392,7 @@ fn named(kernel: &'static Kernel, name: &str) -> Option<Instance> {
 
 /// A generic as names of instances say it.
 fn generic(text: &str, kind: GenericKind) -> Option<Generic> {
-    let number = || text.parse::<u32>().ok().filter(|&n| n <= MOST_GENERIC);
+    let number = || text.parse::<u32>().ok().filter(|&n| n <= MAX_GENERIC);
     match kind {
         GenericKind::Element => {
             let types = [ScalarType::F32, ScalarType::F16, ScalarType::Bf16];

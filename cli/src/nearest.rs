@@ -3,7 +3,7 @@
 use crate::report;
 
 /// Letters by which a misspelt name differs at most.
-const MOST_SLIPS: usize = 2;
+const MAX_SLIPS: usize = 2;
 
 /// Letters to insert, remove or exchange until one text is the other.
 fn distance(a: &str, b: &str) -> usize {
@@ -47,7 +47,7 @@ pub(crate) fn expected_some<'a>(given: &str, names: impl IntoIterator<Item = &'a
 pub(crate) fn meant<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     let names = sorted(given, names);
     match names.first() {
-        Some(name) if distance(given, name) <= MOST_SLIPS => format!("did you mean {name}"),
+        Some(name) if distance(given, name) <= MAX_SLIPS => format!("did you mean {name}"),
         _ => format!("expected {}", names.join(", ")),
     }
 }

@@ -61,8 +61,8 @@ pub(crate) struct Storage {
     pub(crate) v_codec: Option<Codec>,
     /// Take the mean of the first 256 keys out of keys that are quantized: exact but for rounding, and needed where keys have a large
     /// constant part. The plan is the same with and without
-    #[arg(long)]
-    pub(crate) centre: bool,
+    #[arg(long, alias = "centre")]
+    pub(crate) center: bool,
 }
 
 /// A problem given by options.

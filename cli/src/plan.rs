@@ -374,7 +374,7 @@ impl Shown<'_> {
             "dtype": problem.dtype().name(),
             "k_codec": problem.k_codec().name(),
             "v_codec": problem.v_codec().name(),
-            "centred": self.stored.is_some_and(|stored| stored.centred),
+            "centered": self.stored.is_some_and(|stored| stored.centered),
             "visibility": problem.desc().visibility.to_string(),
             "sequences": problem.sequences().len(),
             "workspace_bytes": self.plan.workspace_bytes(),

@@ -71,12 +71,12 @@ pub(crate) fn counted(n: usize, what: &str) -> String {
 }
 
 /// Most names of a list that messages repeat.
-const MOST_NAMES: usize = 4;
+const MAX_NAMES: usize = 4;
 
 /// `a, b, c, d and 3 more`.
 pub(crate) fn some(names: &[&str]) -> String {
-    let shown = names[..names.len().min(MOST_NAMES)].join(", ");
-    match names.len().saturating_sub(MOST_NAMES) {
+    let shown = names[..names.len().min(MAX_NAMES)].join(", ");
+    match names.len().saturating_sub(MAX_NAMES) {
         0 => shown,
         more => format!("{shown} and {more} more"),
     }

@@ -16,7 +16,7 @@ use crate::simulator;
 use clap::Args;
 use flashtile::cuda::Cuda;
 use flashtile::{Codec, CudaPlan, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
-use flashtile_testkit::{DevicePlacement, DeviceRun, NotRun};
+use flashtile_testkit::{DevicePlacement, DeviceRun, RunnerError};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -95,14 +95,14 @@ pub(crate) struct RunArgs {
 const MEASURE_SECONDS: f64 = 0.3;
 
 /// Most repetitions: a median of more is no steadier.
-const MOST_REPETITIONS: usize = 31;
+const MAX_REPETITIONS: usize = 31;
 
 /// Scores of the largest problem that the simulator is given: at most about a minute's worth, which single queries are.
-pub(crate) const MOST_SIMULATED: u64 = 600_000;
+pub(crate) const MAX_SIMULATED: u64 = 600_000;
 
 /// Operations and seconds below which a fraction of the limit says nothing: calls, not kernels, take the time.
-const LEAST_FLOPS: f64 = 1e8;
-const LEAST_SECONDS: f64 = 200e-6;
+const MIN_FLOPS: f64 = 1e8;
+const MIN_SECONDS: f64 = 200e-6;
 
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
     refuse_what_is_not_built(args)?;
@@ -317,7 +317,7 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> R
     let work = Work::of(problem);
     let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
     let unit = Unit::Cuda(cuda.clone(), problem.dtype());
-    let limit = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
+    let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     let asked = args.backend == Backend::Cuda;
     Ok(Done {
         backend: "cuda",
@@ -347,7 +347,7 @@ fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option
     let mut workspace = machine::workspace(&plan)?;
     let work = Work::of(problem);
     let unit = Unit::of_plan(&plan);
-    let before = (work.flops >= LEAST_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
+    let before = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     let (seconds, repetitions) = median(|| {
         let started = Instant::now();
         cpu.run(&plan, &inputs, &mut outputs, &mut workspace).map_err(Failure::new)?;
@@ -355,7 +355,7 @@ fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option
     })?;
     // The machine may have been busy at either time.
     let again = |limit: Limit| Ok::<Limit, Failure>(limit.max(Limit::measure(limit.kind, &unit)?));
-    let limit = before.filter(|_| seconds >= LEAST_SECONDS).map(again).transpose()?;
+    let limit = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
     let reason = match no_device {
         None if args.backend == Backend::Cpu => "asked for".to_owned(),
         None => "--isa and --threads ask for it".to_owned(),
@@ -383,7 +383,7 @@ fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
     let first = run()?;
     let (mut spent, mut last) = (first, first);
     let mut times = Vec::new();
-    while times.len() < MOST_REPETITIONS && spent + last <= MEASURE_SECONDS {
+    while times.len() < MAX_REPETITIONS && spent + last <= MEASURE_SECONDS {
         last = run()?;
         spent += last;
         times.push(last);
@@ -420,13 +420,13 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let started = Instant::now();
-    let runner = simulator::runner(MOST_SIMULATED)?;
+    let runner = simulator::runner(MAX_SIMULATED)?;
     runner.run(problem, &inputs, &mut outputs).map_err(|why| match why {
-        NotRun::Unsupported(why) => {
+        RunnerError::Unsupported(why) => {
             Failure::new(format_args!("{why}; --backend auto, cpu or reference takes this problem"))
         }
         // The kernels' own fault.
-        NotRun::Error(fault) => Failure::wrong(fault),
+        RunnerError::Error(fault) => Failure::wrong(fault),
         _ => Failure::new("the simulator gave no answer"),
     })?;
     let seconds = started.elapsed().as_secs_f64();
@@ -495,7 +495,7 @@ impl Done {
             "dtype": self.problem.dtype().name(),
             "k_codec": k.name(),
             "v_codec": v.name(),
-            "centred": self.stored.is_some_and(|(stored, _)| stored.centred),
+            "centered": self.stored.is_some_and(|(stored, _)| stored.centered),
             "cache_bytes": self.stored.map(|(_, bytes)| bytes),
             "visibility": self.problem.desc().visibility.to_string(),
             "seconds": self.seconds,
@@ -545,6 +545,6 @@ mod tests {
 
     #[test]
     fn the_limit_of_the_simulator_is_said() {
-        assert!(RUN_HELP.contains(&format!(" {} ", MOST_SIMULATED)));
+        assert!(RUN_HELP.contains(&format!(" {} ", MAX_SIMULATED)));
     }
 }

@@ -11,9 +11,9 @@ use libfuzzer_sys::arbitrary::{Result, Unstructured};
 use libfuzzer_sys::fuzz_target;
 
 /// Batch entries and sequences cost memory, so their number stays small.
-const MOST_SEQUENCES: usize = 300;
+const MAX_SEQUENCES: usize = 300;
 /// Planning lists every task, so only problems with few rows are planned.
-const MOST_ROWS: usize = 1 << 20;
+const MAX_ROWS: usize = 1 << 20;
 
 /// A size: mostly small, sometimes around a limit, sometimes anything.
 fn size(u: &mut Unstructured<'_>) -> Result<usize> {
@@ -133,7 +133,7 @@ fn check(problem: &Problem, options: PlanOptions) {
     }
     let rows = problem.sequences().iter().try_fold(0usize, |n, s| n.checked_add(s.q_len));
     let rows = rows.and_then(|n| n.checked_mul(dims.q_heads));
-    if rows.is_none_or(|n| n > MOST_ROWS) {
+    if rows.is_none_or(|n| n > MAX_ROWS) {
         return;
     }
     assert!(problem.flops() >= 0.0);
@@ -159,7 +159,7 @@ fn check(problem: &Problem, options: PlanOptions) {
 fuzz_target!(|data: &[u8]| {
     let mut u = Unstructured::new(data);
     let Ok(desc) = description(&mut u) else { return };
-    if matches!(desc.sequences, Sequences::Dense) && desc.dims.batch > MOST_SEQUENCES {
+    if matches!(desc.sequences, Sequences::Dense) && desc.dims.batch > MAX_SEQUENCES {
         return;
     }
     let mut options = PlanOptions::default();

@@ -31,9 +31,9 @@ use options::{Layout, Reading, Semantics};
 use std::io::Write;
 
 /// Larger problems are parsed and planned, not computed.
-const MOST_FLOPS: f64 = 1e7;
+const MAX_FLOPS: f64 = 1e7;
 /// Planning lists every task.
-const MOST_ROWS: usize = 1 << 20;
+const MAX_ROWS: usize = 1 << 20;
 
 fn semantics() -> [(Reading, Semantics); 4] {
     let semantics =
@@ -57,12 +57,12 @@ fn compute(operands: &Operands<'_>) -> failure::Result<()> {
     let dims = problem.dims();
     let inputs = operands.inputs()?;
     let rows = dims.batch.saturating_mul(dims.q_heads).saturating_mul(dims.q_len);
-    if rows > MOST_ROWS {
+    if rows > MAX_ROWS {
         return Ok(());
     }
     let cpu = Cpu::new();
     let plan = cpu.plan(problem, PlanOptions::default()).map_err(failure::Failure::new)?;
-    if problem.flops() > MOST_FLOPS || plan.workspace_bytes() > 64 << 20 || rows * dims.value_dim > MOST_ROWS
+    if problem.flops() > MAX_FLOPS || plan.workspace_bytes() > 64 << 20 || rows * dims.value_dim > MAX_ROWS
     {
         return Ok(());
     }

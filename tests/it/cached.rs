@@ -8,7 +8,7 @@ use flashtile::{
     PlanOptions, ProblemDesc, QOffset, SeqId, SharedPrefix, Visibility,
 };
 use flashtile_testkit::{
-    Answer, Built, Case, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
+    Answer, Case, CaseData, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
     seeded_case,
 };
 use std::collections::BTreeSet;
@@ -422,7 +422,7 @@ fn forks_rollbacks_and_evictions_leave_no_trace() {
 const MIXED: [(usize, usize); 7] = [(40, 70), (1, 300), (0, 9), (13, 13), (3, 600), (1, 1), (33, 289)];
 
 /// Bits of every row.
-fn all_bits(built: &Built, answer: &Answer) -> Vec<Bits> {
+fn all_bits(built: &CaseData, answer: &Answer) -> Vec<Bits> {
     rows(&built.problem).map(|row| row_bits(&built.problem, answer, row)).collect()
 }
 

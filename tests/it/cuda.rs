@@ -153,7 +153,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
             .cached(&steps, 4096, Keep::All)
             .causal(QOffset::BottomRight)
     };
-    let plan = |built: &flashtile_testkit::Built| {
+    let plan = |built: &flashtile_testkit::CaseData| {
         CudaPlan::new(&built.problem, cuda.facts(), PlanOptions::default()).unwrap()
     };
     // All sequences in one page each, so that pools and tables have the same sizes.

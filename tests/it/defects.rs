@@ -2,7 +2,7 @@
 
 use crate::support::{MASK_KINDS, answer, build, fill, options, row_bits, rows, runners, seers};
 use flashtile::{Dtype, MaskKind, MaskView, Outputs, ProblemError, QOffset, Visibility};
-use flashtile_testkit::{Built, Case, CpuRunner, Guarded, Layout, MaskFill, Prepared, run_case};
+use flashtile_testkit::{Case, CaseData, CpuRunner, Guarded, Layout, MaskFill, Prepared, run_case};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -357,7 +357,7 @@ fn a_single_hidden_key_anywhere_in_a_tile_is_hidden() {
     let clean = build(&case);
     for (i, j) in [(0, 0), (0, 255), (0, 529), (15, 31), (15, 256), (16, 511), (31, 512), (32, 63), (32, 529)]
     {
-        let mut built: Built = clean.clone();
+        let mut built: CaseData = clean.clone();
         let Some(flashtile_testkit::GuardedMask::Additive(mask)) = &mut built.mask else {
             unreachable!("asked for an additive mask")
         };

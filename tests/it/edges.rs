@@ -11,12 +11,12 @@ use flashtile::{
     TensorViewMut, Visibility, Workspace, merge, reference,
 };
 use flashtile_testkit::{
-    Built, Case, Failure, GuardedMask, Keep, MaskFill, Prepared, Runner, SimulatorRunner, Tree, catalogue,
+    Case, CaseData, Failure, GuardedMask, Keep, MaskFill, Prepared, Runner, SimulatorRunner, Tree, catalogue,
 };
 use std::time::{Duration, Instant};
 
 /// The same tensors with tables that name pages beyond the pool wherever no kept token needs one.
-fn with_junk_pages(built: &Built) -> Built {
+fn with_junk_pages(built: &CaseData) -> CaseData {
     let mut junk = built.clone();
     let mut count = 0;
     if let Some(tables) = &mut junk.tables {
@@ -169,7 +169,7 @@ fn slopes_whose_biases_overflow_are_refused() {
 
 /// Compares out and logsumexp with the oracle, with limits that large scores do not widen. Problems that a backend does not take are
 /// left out.
-fn strictly(built: &Built, runner: &dyn Runner, what: &str) {
+fn strictly(built: &CaseData, runner: &dyn Runner, what: &str) {
     let mut expected = reference::attention(&built.problem, &built.inputs()).unwrap();
     let answer = match built.run(runner) {
         Ok(answer) => answer,
@@ -188,7 +188,7 @@ fn strictly(built: &Built, runner: &dyn Runner, what: &str) {
 }
 
 /// The same on everything that computes elements on this machine; the CPU and the simulator take all of them.
-fn everywhere(built: &Built, what: &str) {
+fn everywhere(built: &CaseData, what: &str) {
     for runner in elements() {
         strictly(built, &*runner, what);
     }
@@ -305,7 +305,7 @@ fn alibi_far_from_every_key_keeps_its_digits() {
 }
 
 /// Values near the largest of f32, whose means are of any size.
-fn near_the_largest(built: &mut Built, largest: f32) {
+fn near_the_largest(built: &mut CaseData, largest: f32) {
     let held = built.v.clone();
     fill(&mut built.v, |index @ [_, _, j, d]| match d % 8 {
         // Padding stays NaN.
@@ -378,7 +378,7 @@ fn infinities_among_values_near_the_largest_reach_the_rows_that_see_them() {
 }
 
 /// Encodes keys anew from these.
-fn with_keys(built: &mut Built, key: impl Fn(f32) -> f32) {
+fn with_keys(built: &mut CaseData, key: impl Fn(f32) -> f32) {
     let held = built.k.clone();
     fill(&mut built.k, |index| key(held.get(index)));
     let mut pages = CodePages::new(built.problem.k_codec(), Side::Keys, built.k.view().shape()).unwrap();

@@ -314,12 +314,12 @@ fn bytes_of_anything_are_refused() {
 #[test]
 fn zeros_are_zeros_in_every_codec() {
     for codec in codecs() {
-        for centred in [false, true] {
+        for centered in [false, true] {
             let mut desc = desc(LAYOUTS[2], codec, codec);
-            if centred && codec.dtype().is_some() {
+            if centered && codec.dtype().is_some() {
                 continue;
             }
-            if centred {
+            if centered {
                 desc.key_mean = KeyMean::Learned;
             }
             let mut cache = KvCache::new(desc).unwrap();
@@ -335,7 +335,7 @@ fn zeros_are_zeros_in_every_codec() {
                 assert!(out.iter().all(|x| *x == 0.0) && exact.iter().all(|x| *x == 0.0), "{codec}: {out:?}");
             }
         }
-        // Keys that are all alike, of which centring leaves nothing.
+        // Keys that are all alike, of which centering leaves nothing.
         if codec.dtype().is_none() {
             let mut desc = desc(LAYOUTS[2], codec, codec);
             desc.key_mean = KeyMean::Learned;

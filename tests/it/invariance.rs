@@ -2,7 +2,7 @@
 
 use crate::support::{Row, all_runners, answer, build, copy, fill, options, row_bits, rows, runners, seers};
 use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility};
-use flashtile_testkit::{Answer, Built, Case, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
+use flashtile_testkit::{Answer, Case, CaseData, CpuRunner, GuardedMask, MaskFill, Prepared, catalogue};
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -15,7 +15,7 @@ fn with_threads(runner: CpuRunner, threads: usize) -> CpuRunner {
 }
 
 /// Other plans for the same problem, and how many threads the pool that runs them has.
-fn other_plans(runner: CpuRunner, built: &Built) -> Vec<(usize, CpuRunner)> {
+fn other_plans(runner: CpuRunner, built: &CaseData) -> Vec<(usize, CpuRunner)> {
     // The last of these has fewer threads than it was planned for.
     let threads = [(2, 2), (5, 5), (1, 5)].map(|(pool, planned)| (pool, with_threads(runner, planned)));
     let longest = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
@@ -57,7 +57,7 @@ fn bits_do_not_depend_on_threads_splits_skipped_tiles_or_memory() {
     });
 }
 
-fn whatever_memory_held(case: &Case, built: &Built, runner: &CpuRunner, want: &Answer) {
+fn whatever_memory_held(case: &Case, built: &CaseData, runner: &CpuRunner, want: &Answer) {
     let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
     let mut workspace = plan.workspace();
     for garbage in [0x00, 0x3F, 0x7F] {
@@ -73,7 +73,7 @@ fn whatever_memory_held(case: &Case, built: &Built, runner: &CpuRunner, want: &A
     }
 }
 
-fn without_the_logsumexp(case: &Case, built: &Built, runner: &CpuRunner, want: &Answer) {
+fn without_the_logsumexp(case: &Case, built: &CaseData, runner: &CpuRunner, want: &Answer) {
     let cpu = runner.cpu.with_threads(2);
     let plan = cpu.plan(&built.problem, runner.options).unwrap();
     let mut out = want.out.clone();
@@ -84,7 +84,7 @@ fn without_the_logsumexp(case: &Case, built: &Built, runner: &CpuRunner, want: &
 }
 
 /// One sequence of a batch as a problem of its own. Both have the features that need no per-batch input but a mask.
-fn alone(whole: &Built, case: &Case, n: usize) -> Built {
+fn alone(whole: &CaseData, case: &Case, n: usize) -> CaseData {
     let s = whole.problem.sequences()[n];
     let mut desc = case.desc.clone();
     desc.dims.batch = 1;
@@ -218,7 +218,7 @@ fn reach_cases() -> Vec<Case> {
 }
 
 /// Overwrites each key in turn and compares which rows change with which rows see it.
-fn reach(value: f32, tensor: fn(&mut Built) -> &mut flashtile_testkit::Guarded) {
+fn reach(value: f32, tensor: fn(&mut CaseData) -> &mut flashtile_testkit::Guarded) {
     for case in reach_cases() {
         let clean = build(&case);
         let dims = *clean.problem.dims();
@@ -300,7 +300,7 @@ fn infinity_anywhere_gives_what_the_oracle_gives() {
 fn the_least_finite_bias_hides_nothing() {
     // The least finite bf16, which f32 masks have too: every third row has it at all keys and is their mean, other rows have
     // 0 at one key in seven.
-    const LEAST: f32 = f32::from_bits(0xff7f_0000);
+    const LOWEST: f32 = f32::from_bits(0xff7f_0000);
     for (dtype, [q_len, kv_len]) in
         [(Dtype::F32, [40, 700]), (Dtype::BF16, [40, 700]), (Dtype::F32, [1, 5000]), (Dtype::BF16, [3, 5000])]
     {
@@ -313,7 +313,7 @@ fn the_least_finite_bias_hides_nothing() {
         let Some(GuardedMask::Additive(mask)) = &mut built.mask else {
             unreachable!("asked for an additive mask")
         };
-        fill(mask, |[_, _, i, j]| if i % 3 != 0 && j % 7 == 0 { 0.0 } else { LEAST });
+        fill(mask, |[_, _, i, j]| if i % 3 != 0 && j % 7 == 0 { 0.0 } else { LOWEST });
         let want = flashtile::reference::attention(&built.problem, &built.inputs()).unwrap().out;
         for runner in all_runners(options(None, true)) {
             let got = answer(&built, &*runner).out.values();

@@ -5,13 +5,13 @@ use flashtile::quality::{Tolerance, compare_lse, compare_out};
 use flashtile::{
     Dtype, MaskKind, MaskView, MergeError, Outputs, Part, TensorView, TensorViewMut, merge, reference,
 };
-use flashtile_testkit::{Built, Case, CpuRunner, Guarded, GuardedList, Layout, Rng, accumulation_of};
+use flashtile_testkit::{Case, CaseData, CpuRunner, Guarded, GuardedList, Layout, Rng, accumulation_of};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
 /// The result over the keys that `shows` says, in the dtype of the problem.
 fn part(
-    whole: &Built,
+    whole: &CaseData,
     case: &Case,
     runner: &CpuRunner,
     shows: impl Fn(usize) -> bool,

@@ -93,7 +93,7 @@ fn steps(lens: &[usize]) -> Case {
 #[test]
 fn a_captured_graph_computes_the_plan_of_an_update() {
     let Some(cuda) = cuda() else { return };
-    let plan = |built: &flashtile_testkit::Built| {
+    let plan = |built: &flashtile_testkit::CaseData| {
         CudaPlan::new(&built.problem, cuda.facts(), options(None)).unwrap()
     };
     let (first, second) = (build(&steps(&[900, 20, 4000, 1])), build(&steps(&[3000, 1500, 7, 4096])));

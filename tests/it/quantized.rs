@@ -382,10 +382,10 @@ fn a_codec_that_is_not_the_problems_is_refused() {
 }
 
 /// Errors and divergences of attention over 4096 keys, by codec.
-fn qualities(set: &AttentionSet, codecs: &[Codec], centred: bool) -> Vec<Quality> {
+fn qualities(set: &AttentionSet, codecs: &[Codec], centered: bool) -> Vec<Quality> {
     let scale = 1.0 / (set.dim as f32).sqrt();
     let head = Head { k: &set.k, v: &set.v, q: &set.q, head_dim: set.dim, value_dim: set.dim, scale };
-    codecs.iter().map(|&codec| quality(&head, [codec; 2], centred).unwrap()).collect()
+    codecs.iter().map(|&codec| quality(&head, [codec; 2], centered).unwrap()).collect()
 }
 
 #[test]

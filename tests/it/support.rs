@@ -3,7 +3,9 @@
 use flashtile::cuda::Cuda;
 use flashtile::plan::Isa;
 use flashtile::{Cpu, MaskKind, PlanOptions, Problem};
-use flashtile_testkit::{Answer, Built, Case, CpuRunner, CudaRunner, Failure, Guarded, Runner, conformance};
+use flashtile_testkit::{
+    Answer, Case, CaseData, CpuRunner, CudaRunner, Failure, Guarded, Runner, conformance,
+};
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
@@ -82,11 +84,11 @@ pub(crate) fn options(splits: Option<usize>, skip_tiles: bool) -> PlanOptions {
 }
 
 /// The answer of a runner, memory checked, numbers not.
-pub(crate) fn answer(built: &Built, runner: &dyn Runner) -> Answer {
+pub(crate) fn answer(built: &CaseData, runner: &dyn Runner) -> Answer {
     built.run(runner).unwrap_or_else(|failure| panic!("{}: {failure}", runner.name()))
 }
 
-pub(crate) fn build(case: &Case) -> Built {
+pub(crate) fn build(case: &Case) -> CaseData {
     case.build().unwrap_or_else(|e| panic!("{}: {e}", case.name))
 }
 
@@ -94,7 +96,7 @@ pub(crate) fn build(case: &Case) -> Built {
 pub(crate) type Row = [usize; 3];
 
 /// Query rows that see row `key` of batch entry `batch` and key/value head `kv_head`.
-pub(crate) fn seers(built: &Built, [batch, kv_head, key]: [usize; 3]) -> BTreeSet<Row> {
+pub(crate) fn seers(built: &CaseData, [batch, kv_head, key]: [usize; 3]) -> BTreeSet<Row> {
     let sequences = built.problem.sequences().iter().enumerate();
     let holders =
         sequences.filter(|(_, s)| s.batch == batch && (s.kv_start..s.kv_start + s.kv_len).contains(&key));
@@ -102,7 +104,7 @@ pub(crate) fn seers(built: &Built, [batch, kv_head, key]: [usize; 3]) -> BTreeSe
 }
 
 /// Query rows that see key `j` of a sequence and key/value head `kv_head`, by the rule written out for one pair at a time.
-pub(crate) fn seers_of(built: &Built, index: usize, kv_head: usize, j: usize) -> BTreeSet<Row> {
+pub(crate) fn seers_of(built: &CaseData, index: usize, kv_head: usize, j: usize) -> BTreeSet<Row> {
     let (problem, inputs) = (&built.problem, built.inputs());
     let s = problem.sequences()[index];
     let mut rows = BTreeSet::new();

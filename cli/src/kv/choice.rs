@@ -7,7 +7,7 @@ use flashtile::Codec;
 /// Bits of an element that a cache of half precision has.
 pub(super) const HALF_BITS: f64 = 16.0;
 
-/// How much less divergence centring must leave than no centring to be worth a mean beside the cache.
+/// How much less divergence centering must leave than no centering to be worth a mean beside the cache.
 const CENTRING: f64 = 0.9;
 
 /// What a pair of codecs may do to attention, in each pair of tensors; positive.
@@ -104,13 +104,13 @@ pub(super) fn choose(candidates: &[Candidate], codecs: &Codecs, gate: Gate) -> O
         let of = codecs.keys[c.key];
         let other = |o: &&Candidate| {
             let other = codecs.keys[o.key];
-            o.value == c.value && other.codec == of.codec && other.centred != of.centred
+            o.value == c.value && other.codec == of.codec && other.centered != of.centered
         };
-        // One of the two is left: the centred one where it gains enough, or where the other misses the gate and it does not.
+        // One of the two is left: the centered one where it gains enough, or where the other misses the gate and it does not.
         candidates.iter().find(other).is_none_or(|other| {
-            let (plain, centred) = if of.centred { (other, *c) } else { (*c, other) };
-            let gains = centred.kl < CENTRING * plain.kl || (centred.meets(gate) && !plain.meets(gate));
-            gains == of.centred
+            let (plain, centered) = if of.centered { (other, *c) } else { (*c, other) };
+            let gains = centered.kl < CENTRING * plain.kl || (centered.meets(gate) && !plain.meets(gate));
+            gains == of.centered
         })
     };
     let left: Vec<&Candidate> = candidates.iter().filter(worth_it).collect();
@@ -141,7 +141,7 @@ mod tests {
     use flashtile::quality::KeyCodec;
 
     fn codecs() -> Codecs {
-        let key = |codec, centred| KeyCodec { codec, centred };
+        let key = |codec, centered| KeyCodec { codec, centered };
         Codecs {
             keys: vec![
                 key(Codec::F16, false),
@@ -174,7 +174,7 @@ mod tests {
         let choice = choose(&all, &codecs(), GATE).unwrap();
         assert!(choice.meets && choice.best == all[2], "{choice:?}");
         assert_eq!(choice.cheaper, Some(all[4]));
-        // A gain that is too small to centre for.
+        // A gain that is too small to center for.
         let mut close = all;
         close[2].kl = 8.9e-5;
         assert_eq!(choose(&close, &codecs(), GATE).unwrap().best, all[1]);

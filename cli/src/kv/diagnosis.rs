@@ -86,10 +86,10 @@ impl Diagnosis {
     pub(super) fn bias_words(&self) -> String {
         let ratio = self.bias.ratio;
         if !ratio.is_finite() {
-            return "the same for every token: centre them".to_owned();
+            return "the same for every token: center them".to_owned();
         }
         let (lost, advice) =
-            (self.bits_lost(), if ratio >= BIAS { "centre them" } else { "centring is optional" });
+            (self.bits_lost(), if ratio >= BIAS { "center them" } else { "centering is optional" });
         format!(
             "a mean {ratio:.2} times their spread (left in, it takes {lost:.1} bits of the codes): {advice}"
         )
@@ -119,7 +119,7 @@ impl Diagnosis {
             "bias": finite(self.bias.ratio),
             "bias_head": self.bias.head,
             "bias_bits": finite(self.bits_lost()),
-            "centre": self.bias.ratio >= BIAS,
+            "center": self.bias.ratio >= BIAS,
             "channel_ratio": finite(self.channel.ratio),
             "channel_head": self.channel.head,
             "channel": self.index,
@@ -166,7 +166,7 @@ mod tests {
         let keys: Vec<f32> = [1.0f32, -1.0].iter().flat_map(|s| [23.0 + s, 23.0 - s]).collect();
         let biased = Diagnosis::of(&keys, 2, 3);
         assert!((biased.bias.ratio - 23.0).abs() < 1e-6 && (biased.bits_lost() - 4.525).abs() < 1e-2);
-        assert!(biased.bias_words().contains("centre them"), "{}", biased.bias_words());
+        assert!(biased.bias_words().contains("center them"), "{}", biased.bias_words());
         let worst = zeros.worse(biased).worse(found);
         assert_eq!((worst.bias.head, worst.channel.head, worst.index), (3, 7, 2));
     }

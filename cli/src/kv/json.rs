@@ -18,7 +18,7 @@ impl Report<'_> {
             "gate": {"kl": self.gate.kl, "nrmse": self.gate.nrmse},
             "keys": self.codecs.keys.iter().enumerate().map(|(key, of)| json!({
                 "codec": of.codec.name(),
-                "centred": of.centred,
+                "centered": of.centered,
                 "bits": finite(self.bits(key, self.same(key))),
             })).collect::<Vec<_>>(),
             "values": self.codecs.values.iter().map(|codec| codec.name()).collect::<Vec<_>>(),
@@ -90,7 +90,7 @@ impl Report<'_> {
         let key = self.codecs.keys[candidate.key];
         json!({
             "k": key.codec.name(),
-            "centred": key.centred,
+            "centered": key.centered,
             "v": self.codecs.values[candidate.value].name(),
             "bits": candidate.bits,
             "kl": finite(candidate.kl),

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 /// Codecs that are compared: those that have rows of the dimensions of every pair.
 pub(super) struct Codecs {
-    /// Plain elements as they are, quantized ones with and without centring.
+    /// Plain elements as they are, quantized ones with and without centering.
     pub(super) keys: Vec<KeyCodec>,
     pub(super) values: Vec<Codec>,
     /// Those that are left out, and why: a pair has dimensions that they have not.
@@ -41,9 +41,9 @@ impl Codecs {
                 continue;
             }
             codecs.values.push(codec);
-            codecs.keys.push(KeyCodec { codec, centred: false });
+            codecs.keys.push(KeyCodec { codec, centered: false });
             if codec.dtype().is_none() {
-                codecs.keys.push(KeyCodec { codec, centred: true });
+                codecs.keys.push(KeyCodec { codec, centered: true });
             }
         }
         match codecs.left_out.first() {

@@ -16,7 +16,7 @@ value): layer.0.k and layer.0.v, k and v. Of F32, F16 or BF16, [batch, heads, ro
   q              queries, [batch, query heads, rows, dim]; a multiple of the heads of k
   kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
 
-For each codec, with and without the mean of the keys taken out (centred; the mean is that of the
+For each codec, with and without the mean of the keys taken out (centered; the mean is that of the
 first 256 keys, as a cache learns it):
   bits           of an element, scales included
   k error, v error

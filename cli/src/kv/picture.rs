@@ -37,10 +37,10 @@ impl Panel {
     }
 }
 
-/// Ratio of the errors of a codec with keys as they are and centred, either way, from which both points are named.
+/// Ratio of the errors of a codec with keys as they are and centered, either way, from which both points are named.
 const APART: f64 = 1.5;
 
-/// Draws a panel of divergences and one of errors of the output; a line with keys as they are, one with keys centred.
+/// Draws a panel of divergences and one of errors of the output; a line with keys as they are, one with keys centered.
 pub(super) fn draw(report: &Report<'_>, all: &Sums, destination: &Destination) -> Result<()> {
     let kl = |of: &Sums, [key, _]: [usize; 2]| of.kl(key);
     let nrmse = |of: &Sums, [key, value]: [usize; 2]| of.nrmse(key, value);
@@ -67,14 +67,14 @@ fn panel(
     let point = |codecs: [usize; 2]| place(all, codecs);
     let mut lines = Vec::new();
     let mut names: Vec<((f64, f64), String)> = Vec::new();
-    for centred in [false, true] {
+    for centered in [false, true] {
         let keys = report.codecs.keys.iter().enumerate();
-        let keys = keys.filter(|(_, key)| key.centred == centred && key.codec.dtype().is_none());
+        let keys = keys.filter(|(_, key)| key.centered == centered && key.codec.dtype().is_none());
         let points: Vec<((f64, f64), String)> = keys
             .filter_map(|(key, of)| Some((point([key, report.same(key)])?, of.codec.to_string())))
             .collect();
-        let mut line = Line::named(if centred { "keys centred (rings)" } else { "keys as they are" });
-        line.rings = centred;
+        let mut line = Line::named(if centered { "keys centered (rings)" } else { "keys as they are" });
+        line.rings = centered;
         for ((place, name), at) in points.iter().zip(0..) {
             // A codec that another beats is no step on the way from few bits to small errors.
             let beats = |(other, _): &((f64, f64), String)| other.0 <= place.0 && other.1 < place.1;
@@ -89,7 +89,7 @@ fn panel(
                 known == name && other.1 < APART * place.1 && place.1 < APART * other.1
             };
             if !names.iter().any(near) {
-                names.push((*place, if centred { format!("{name} centred") } else { name.clone() }));
+                names.push((*place, if centered { format!("{name} centered") } else { name.clone() }));
             }
         }
         line.points.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -97,10 +97,10 @@ fn panel(
     }
     let chosen = report.choice.and_then(|choice| {
         let (key, value) = (choice.best.key, choice.best.value);
-        let KeyCodec { codec, centred } = report.codecs.keys[key];
+        let KeyCodec { codec, centered } = report.codecs.keys[key];
         let what = if choice.meets { "recommended" } else { "nearest" };
-        let centred = if centred { " centred" } else { "" };
-        Some((point([key, value])?, format!("{what}: {codec}{centred} + {}", report.codecs.values[value])))
+        let centered = if centered { " centered" } else { "" };
+        Some((point([key, value])?, format!("{what}: {codec}{centered} + {}", report.codecs.values[value])))
     });
     let worst = report.choice.filter(|_| report.pairs.len() > 1).and_then(|choice| {
         let codecs = [choice.best.key, choice.best.value];

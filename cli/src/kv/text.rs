@@ -8,7 +8,7 @@ use super::report::Report;
 use crate::report::{Table, counted};
 
 /// Most pairs of tensors that are listed where not all are asked for.
-const MOST_PAIRS: usize = 64;
+const MAX_PAIRS: usize = 64;
 
 /// The columns of errors.
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
@@ -116,12 +116,16 @@ impl Report<'_> {
     /// A row for each codec with both keys and values in it.
     fn codecs_table(&self, sums: &Sums, worst: impl Fn(usize) -> String) -> Table {
         let mut table = Table::new(["codec", "bits"].into_iter().chain(ERRORS));
-        for centred in [false, true] {
-            for (key, codec) in self.codecs.keys.iter().enumerate().filter(|(_, key)| key.centred == centred)
+        for centered in [false, true] {
+            for (key, codec) in
+                self.codecs.keys.iter().enumerate().filter(|(_, key)| key.centered == centered)
             {
                 let value = self.same(key);
-                let name =
-                    if centred { format!("{}, keys centred", codec.codec) } else { codec.codec.to_string() };
+                let name = if centered {
+                    format!("{}, keys centered", codec.codec)
+                } else {
+                    codec.codec.to_string()
+                };
                 let mut row = vec![name, format!("{:.2}", self.bits(key, value))];
                 row.extend(errors(sums, [key, value], worst(key)));
                 table.push(row);
@@ -155,8 +159,8 @@ impl Report<'_> {
         for (pair, measured) in &self.pairs {
             let keys = self.codecs.keys.iter().zip(&measured.all.keys);
             let keys = keys.filter_map(|(key, of)| {
-                let centred = if key.centred { " with keys centred" } else { "" };
-                of.as_ref().err().map(|why| (format!("{}{centred}", key.codec), why))
+                let centered = if key.centered { " with keys centered" } else { "" };
+                of.as_ref().err().map(|why| (format!("{}{centered}", key.codec), why))
             });
             let values = self.codecs.values.iter().zip(&measured.all.values);
             let values =
@@ -189,19 +193,19 @@ impl Report<'_> {
         text
     }
 
-    /// `keys int8 centred, values tq5: 6.63 bits an element`.
+    /// `keys int8 centered, values tq5: 6.63 bits an element`.
     fn words(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
-        let centred = if key.centred { " centred" } else { "" };
+        let centered = if key.centered { " centered" } else { "" };
         let value = self.codecs.values[candidate.value];
-        format!("keys {}{centred}, values {value}: {:.2} bits an element", key.codec, candidate.bits)
+        format!("keys {}{centered}, values {value}: {:.2} bits an element", key.codec, candidate.bits)
     }
 
     /// What stores keys and values so.
     fn options(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
-        let centre = if key.centred { " --centre" } else { "" };
-        format!("--k-codec {} --v-codec {}{centre}", key.codec, self.codecs.values[candidate.value])
+        let center = if key.centered { " --center" } else { "" };
+        format!("--k-codec {} --v-codec {}{center}", key.codec, self.codecs.values[candidate.value])
     }
 
     fn recommendation(&self) -> Option<String> {
@@ -236,7 +240,7 @@ impl Report<'_> {
             .map(|at| (at, self.pairs[at].1.all.kl(candidate.key).unwrap_or(0.0)))
             .collect();
         listed.sort_by(|a, b| b.1.total_cmp(&a.1));
-        listed.truncate(MOST_PAIRS);
+        listed.truncate(MAX_PAIRS);
         listed.sort_by_key(|(at, _)| *at);
         for &(at, _) in &listed {
             let (pair, measured) = self.pairs[at];
@@ -248,14 +252,14 @@ impl Report<'_> {
             table.push(row);
         }
         let key = self.codecs.keys[candidate.key];
-        let (centred, value) =
-            (if key.centred { " centred" } else { "" }, self.codecs.values[candidate.value]);
+        let (centered, value) =
+            (if key.centered { " centered" } else { "" }, self.codecs.values[candidate.value]);
         let of = if listed.len() < self.pairs.len() {
-            format!(", the {MOST_PAIRS} with the largest kl of {}", self.pairs.len())
+            format!(", the {MAX_PAIRS} with the largest kl of {}", self.pairs.len())
         } else {
             String::new()
         };
-        format!("keys {}{centred}, values {value}{of}:\n{table}", key.codec)
+        format!("keys {}{centered}, values {value}{of}:\n{table}", key.codec)
     }
 }
 

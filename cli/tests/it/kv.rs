@@ -43,9 +43,9 @@ fn the_readme_shows_what_is_printed() {
 }
 
 /// Place of a codec of keys in a report.
-fn key(report: &Value, codec: &str, centred: bool) -> usize {
+fn key(report: &Value, codec: &str, centered: bool) -> usize {
     let keys = report["keys"].as_array().unwrap();
-    keys.iter().position(|key| key["codec"] == codec && key["centred"] == centred).unwrap()
+    keys.iter().position(|key| key["codec"] == codec && key["centered"] == centered).unwrap()
 }
 
 fn value(report: &Value, codec: &str) -> usize {
@@ -53,8 +53,8 @@ fn value(report: &Value, codec: &str) -> usize {
 }
 
 /// Mean divergence with keys in a codec, of an object of errors.
-fn kl(report: &Value, errors: &Value, codec: &str, centred: bool) -> f64 {
-    errors["keys"][key(report, codec, centred)]["kl"].as_f64().unwrap()
+fn kl(report: &Value, errors: &Value, codec: &str, centered: bool) -> f64 {
+    errors["keys"][key(report, codec, centered)]["kl"].as_f64().unwrap()
 }
 
 /// q, k and v of one head of normal numbers, keys with a bias.
@@ -79,12 +79,13 @@ fn layers_of_a_model() {
     let all = &report["all"];
     // Fewer bits are larger errors, and int8 is far nearer than fp8 of as many.
     let order = ["int8", "tq6", "tq5", "tq4", "tq3", "tq2"];
-    for centred in [false, true] {
-        let kls = order.map(|codec| kl(&report, all, codec, centred));
+    for centered in [false, true] {
+        let kls = order.map(|codec| kl(&report, all, codec, centered));
         assert!(kls.windows(2).all(|pair| pair[0] < pair[1] / 2.0), "{kls:?}");
-        assert!(kl(&report, all, "fp8", centred) > 5.0 * kls[0]);
-        let errors = order
-            .map(|codec| all["nrmse"][key(&report, codec, centred)][value(&report, codec)].as_f64().unwrap());
+        assert!(kl(&report, all, "fp8", centered) > 5.0 * kls[0]);
+        let errors = order.map(|codec| {
+            all["nrmse"][key(&report, codec, centered)][value(&report, codec)].as_f64().unwrap()
+        });
         assert!(errors.windows(2).all(|pair| pair[0] < pair[1]), "{errors:?}");
     }
     // The file is f16.
@@ -105,7 +106,7 @@ fn layers_of_a_model() {
     let bits = |c: &Value| c["bits"].as_f64().unwrap();
     assert!(candidates.iter().any(|c| c == best));
     assert!(candidates.iter().all(|c| c["meets_gate"] == false || bits(c) >= bits(best)));
-    let chosen = key(&report, "int8", best["centred"].as_bool().unwrap());
+    let chosen = key(&report, "int8", best["centered"].as_bool().unwrap());
     let worst = |of: &dyn Fn(&Value) -> f64| {
         report["pairs"].as_array().unwrap().iter().map(|pair| of(&pair["errors"])).fold(0.0, f64::max)
     };
@@ -133,8 +134,8 @@ fn layers_of_a_model() {
         "64 evenly spaced of 256 rows",
         "recommended: keys int8",
         "layer.5",
-        "centring is optional",
-        "  options of run and plan: --k-codec int8 --v-codec tq5 --centre\n",
+        "centering is optional",
+        "  options of run and plan: --k-codec int8 --v-codec tq5 --center\n",
     ] {
         assert!(table.contains(words), "{words} in {table}");
     }
@@ -154,15 +155,15 @@ fn reports_are_what_runs_do() {
     let semantics = ["--causal", "--q-offset", "bottom-right", "--scale", "0.4", "--softcap", "9"];
     let report = json(&folder.input, &[&semantics[..], &["--rows", "1000"]].concat());
     let want = folder.run(&semantics);
-    for (k, v, centred) in
+    for (k, v, centered) in
         [("int8", "tq5", false), ("tq4", "tq2", true), ("tq5", "f16", true), ("bf16", "tq3", false)]
     {
-        let stored = ["--k-codec", k, "--v-codec", v, "--centre"];
-        let stored = &stored[..if centred { 5 } else { 4 }];
+        let stored = ["--k-codec", k, "--v-codec", v, "--center"];
+        let stored = &stored[..if centered { 5 } else { 4 }];
         let got = folder.run(&[&semantics[..], stored].concat());
         let error = nrmse(&got["out"].values(), &want["out"].values());
-        let said = report["all"]["nrmse"][key(&report, k, centred)][value(&report, v)].as_f64().unwrap();
-        assert!((error - said).abs() < 2e-3 * said, "{k} {v} {centred}: run {error}, report {said}");
+        let said = report["all"]["nrmse"][key(&report, k, centered)][value(&report, v)].as_f64().unwrap();
+        assert!((error - said).abs() < 2e-3 * said, "{k} {v} {centered}: run {error}, report {said}");
     }
     // The other layout is the same report, but for names of shapes.
     let mut transposed = tensors.clone();
@@ -180,20 +181,20 @@ fn a_bias_of_keys_is_seen_and_taken_out() {
     let report = json(&folder.input, &[]);
     let pair = &report["pairs"][0];
     let bias = pair["diagnosis"]["bias"].as_f64().unwrap();
-    assert!(bias > 15.0 && bias < 32.0 && pair["diagnosis"]["centre"] == true, "{pair}");
+    assert!(bias > 15.0 && bias < 32.0 && pair["diagnosis"]["center"] == true, "{pair}");
     let all = &report["all"];
     assert!(kl(&report, all, "tq4", false) > 50.0 * kl(&report, all, "tq4", true));
-    assert_eq!(report["recommended"]["centred"], true);
+    assert_eq!(report["recommended"]["centered"], true);
     let text = text(&folder.input, &[]);
-    assert!(text.contains("of the codes): centre them") && text.contains("centred, values"), "{text}");
+    assert!(text.contains("of the codes): center them") && text.contains("centered, values"), "{text}");
     // And by a run.
     let want = folder.run(&[]);
     let error = |options: &[&str]| nrmse(&folder.run(options)["out"].values(), &want["out"].values());
     let (without, with) = (
         error(&["--k-codec", "tq4", "--v-codec", "int8"]),
-        error(&["--k-codec", "tq4", "--v-codec", "int8", "--centre"]),
+        error(&["--k-codec", "tq4", "--v-codec", "int8", "--center"]),
     );
-    assert!(with < 0.15 && without > 5.0 * with, "{with} centred, {without} not");
+    assert!(with < 0.15 && without > 5.0 * with, "{with} centered, {without} not");
 }
 
 #[test]
@@ -312,7 +313,7 @@ fn pairs_that_have_no_answer_leave_the_others() {
 }
 
 #[test]
-fn keys_too_large_to_store_unless_centred() {
+fn keys_too_large_to_store_unless_centered() {
     let mut tensors = normal(64, 16, 0.0);
     let k = tensors.get_mut("k").unwrap();
     for (at, x) in k.values().iter().enumerate() {
@@ -321,13 +322,13 @@ fn keys_too_large_to_store_unless_centred() {
     tensors.insert("q".into(), Tensor::f32(&[1, 1, 1, 16], &[0.01; 16]));
     let folder = Folder::with(&tensors);
     let report = json(&folder.input, &[]);
-    let of = |centred| &report["all"]["keys"][key(&report, "int8", centred)];
+    let of = |centered| &report["all"]["keys"][key(&report, "int8", centered)];
     assert_eq!(of(false)["refused"], "row 0 of head 0 of k has a norm above 8192");
     assert!(of(true)["refused"].is_null() && of(true)["kl"].is_f64());
-    assert_eq!(report["recommended"]["centred"], true);
+    assert_eq!(report["recommended"]["centered"], true);
     assert!(text(&folder.input, &[]).contains("store it not: row 0 of head 0 of k has a norm above 8192"));
     folder.refuse(&["--k-codec", "int8"], "row 0 of head 0 of k has a norm above 8192");
-    folder.run(&["--k-codec", "int8", "--centre"]);
+    folder.run(&["--k-codec", "int8", "--center"]);
 }
 
 #[test]
@@ -407,7 +408,7 @@ fn pictures_of_errors() {
     let picture = std::fs::read_to_string(&svg).unwrap();
     assert!(picture.starts_with("<svg"));
     for words in [
-        "keys centred (rings)",
+        "keys centered (rings)",
         "keys as they are",
         "KL, nats",
         "NRMSE",
@@ -424,7 +425,7 @@ fn pictures_of_errors() {
         "is the same file as",
         "svg",
     );
-    // Of several pairs the one that the gate is for, and whose keys are centred.
+    // Of several pairs the one that the gate is for, and whose keys are centered.
     let mut several = Tensors::new();
     for (layer, bias) in [(3, 0.5), (7, 23.0)] {
         let of_layer = normal(128, 32, bias).into_iter();
@@ -437,7 +438,7 @@ fn pictures_of_errors() {
     let chosen = key(&report, report["recommended"]["k"].as_str().unwrap(), true);
     let kls = [0, 1].map(|pair| report["pairs"][pair]["errors"]["keys"][chosen]["kl"].as_f64().unwrap());
     let worst = if kls[0] > kls[1] { "worst pair: layer.3" } else { "worst pair: layer.7" };
-    for words in [worst, "recommended: int8 centred + ", "tq4 centred", "2 pairs of tensors"] {
+    for words in [worst, "recommended: int8 centered + ", "tq4 centered", "2 pairs of tensors"] {
         assert!(picture.contains(words), "{words} in {picture}");
     }
     // Nothing to draw: no file, and a refusal.
@@ -535,7 +536,7 @@ fn runs_over_caches_are_those_of_the_reference() {
         let folder = Folder::with(&tensors);
         for stored in [
             &["--k-codec", "int8", "--v-codec", "tq5"][..],
-            &["--k-codec", "tq4", "--centre"],
+            &["--k-codec", "tq4", "--center"],
             &["--v-codec", "fp8"],
             &["--k-codec", "bf16", "--v-codec", "f16"],
         ] {
@@ -567,7 +568,7 @@ fn layouts_over_caches_are_the_same_problem() {
     for name in ["q", "k", "v"] {
         transposed.insert(name.into(), tensors[name].transposed());
     }
-    let stored = ["--k-codec", "int8", "--v-codec", "tq4", "--centre"];
+    let stored = ["--k-codec", "int8", "--v-codec", "tq4", "--center"];
     let want = Folder::with(&tensors).run(&stored);
     let got = Folder::with(&transposed).run(&[&stored[..], &["--layout", "bshd"]].concat());
     assert_eq!((got["out"].transposed(), &got["lse"]), (want["out"].clone(), &want["lse"]));
@@ -595,14 +596,15 @@ fn layouts_over_caches_are_the_same_problem() {
 #[test]
 fn lines_and_objects_say_how_caches_store() {
     let folder = Folder::with(&normal(64, 32, 0.0));
-    let output = folder.try_run(&["--k-codec", "int8", "--v-codec", "tq5", "--centre"]);
+    let output = folder.try_run(&["--k-codec", "int8", "--v-codec", "tq5", "--center"]);
     assert!(
-        stdout(&output).contains("-int8+tq5-") && stdout(&output).contains("cached as k int8 centred, v tq5")
+        stdout(&output).contains("-int8+tq5-")
+            && stdout(&output).contains("cached as k int8 centered, v tq5")
     );
     let of = |options: &[&str]| -> Value { serde_json::from_str(&stdout(&folder.try_run(options))).unwrap() };
     let json = of(&["--k-codec", "int8", "--v-codec", "tq5", "--json"]);
     assert_eq!((&json["k_codec"], &json["v_codec"]), (&"int8".into(), &"tq5".into()));
-    assert_eq!((&json["backend"], &json["centred"]), (&"cpu".into(), &false.into()));
+    assert_eq!((&json["backend"], &json["centered"]), (&"cpu".into(), &false.into()));
     // 64 tokens of 34 bytes of key and 22 of value.
     assert_eq!((&json["cache_bytes"], json["kv_bytes"].as_f64()), (&3584.into(), Some(3584.0)));
     assert!(
@@ -623,11 +625,11 @@ fn lines_and_objects_say_how_caches_store() {
     // A mean that is taken out changes no plan, which says that it is.
     let codecs = ["--k-codec", "int8", "--v-codec", "tq5"];
     let plan = |more: &[&str]| stdout(&flashtile([&["plan", input][..], &codecs, more].concat()));
-    let (without, with) = (plan(&[]), plan(&["--centre"]));
-    assert_eq!(without, with.replace("cached as k int8 centred, v tq5", "cached as k int8, v tq5"));
+    let (without, with) = (plan(&[]), plan(&["--center"]));
+    assert_eq!(without, with.replace("cached as k int8 centered, v tq5", "cached as k int8, v tq5"));
     assert_ne!(without, with);
-    let [without, with] = [&["--json"][..], &["--json", "--centre"]].map(plan);
-    assert_eq!(without, with.replace("\"centred\":true", "\"centred\":false"));
+    let [without, with] = [&["--json"][..], &["--json", "--center"]].map(plan);
+    assert_eq!(without, with.replace("\"centered\":true", "\"centered\":false"));
     assert_ne!(without, with);
     let steps = flashtile(["plan", "--cached", "1:4096", "--head-dim", "64", "--v-codec", "tq5", "--causal"]);
     assert!(stdout(&steps).contains("cached as k f32, v tq5"), "{}", stdout(&steps));
@@ -640,10 +642,10 @@ fn runs_that_caches_cannot_do_are_refused() {
     for (options, why) in [
         (&["--k-codec", "tq9"][..], "tq9 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6"),
         (
-            &["--centre"],
-            "--centre: keys are stored as f32, expected a --k-codec that quantizes, such as int8",
+            &["--center"],
+            "--center: keys are stored as f32, expected a --k-codec that quantizes, such as int8",
         ),
-        (&["--centre", "--k-codec", "bf16"], "--centre: keys are stored as bf16"),
+        (&["--center", "--k-codec", "bf16"], "--center: keys are stored as bf16"),
         (
             &["--k-codec", "tq4", "--backend", "cuda"],
             "--k-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto, cpu, \
@@ -674,7 +676,7 @@ fn runs_that_caches_cannot_do_are_refused() {
             &["plan", "--v-codec", "tq4", "--backend", "cuda"][..],
             "--v-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto or cpu",
         ),
-        (&["plan", "--centre"], "--centre: keys are stored as f32, expected a --k-codec that quantizes"),
+        (&["plan", "--center"], "--center: keys are stored as f32, expected a --k-codec that quantizes"),
         (
             &[
                 "bench",

@@ -132,7 +132,7 @@ fn options() {
         ),
         (&["--backend", "reference", "--splits", "2"], "--splits"),
         (&["--k-codec", "tq44"], "tq44 is no codec"),
-        (&["--centre"], "--centre: keys are stored as f32"),
+        (&["--center"], "--center: keys are stored as f32"),
         (&["--grad"], "forward pass only"),
         (&["--splits", "0"], "expected a whole number, 1 or more"),
         (&["--splits", "9"], "1 to 1: a split holds at least one block of 256 keys"),

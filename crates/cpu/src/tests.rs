@@ -10,7 +10,7 @@ use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::{Dims, Problem, ProblemDesc, QOffset, Visibility};
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut};
-use flashtile_testkit::{NotRun, Ran, Rng, Runner, catalogue, conformance};
+use flashtile_testkit::{Rng, RunReport, Runner, RunnerError, catalogue, conformance};
 use half::bf16;
 
 /// Kernels of pairs or of tiles of them, in software where the machine lacks them.
@@ -28,16 +28,21 @@ impl Runner for Emulated {
         format!("emulated {}", self.0)
     }
 
-    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
         let plan = cpu(self.0)
             .plan(problem, PlanOptions::default())
-            .map_err(|refused| NotRun::Unsupported(refused.to_string()))?;
+            .map_err(|refused| RunnerError::Unsupported(refused.to_string()))?;
         let mut workspace = plan.workspace();
         workspace.bytes_mut().fill(0xFF);
         cpu(self.0)
             .run(&plan, inputs, outputs, &mut workspace)
-            .map_err(|error| NotRun::Error(error.to_string()))?;
-        let mut ran = Ran::new(plan.to_string());
+            .map_err(|error| RunnerError::Error(error.to_string()))?;
+        let mut ran = RunReport::new(plan.to_string());
         ran.accumulation = Accumulation::Half;
         Ok(ran)
     }

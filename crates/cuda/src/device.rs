@@ -66,7 +66,7 @@ impl Cuda {
             )?,
             l2: get(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
         };
-        let least = crate::plan::LEAST_CAPABILITY;
+        let least = crate::plan::MIN_CAPABILITY;
         if facts.capability < least {
             return Err(Unsupported::Capability { got: facts.capability, least }.into());
         }

@@ -11,7 +11,7 @@ use crate::plan::{CudaPlan, Portable};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::problem::{Problem, Sequences};
 use flashtile_core::tensor;
-use flashtile_gpu::plan::{Places, Plan, Tensors, sequences};
+use flashtile_gpu::plan::{Plan, Strides, Tensors, sequences};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use flashtile_kernel::{Constant, Instance, LaunchError, ScalarType};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use std::sync::Arc;
 pub(super) struct Runs {
     gpu: Gpu,
     /// The launches of the last run, and where its tensors lay: those of the next layer lie alike.
-    last: Option<(Places, Plan)>,
+    last: Option<(Strides, Plan)>,
 }
 
 /// What is loaded for a plan: kernels, the values of their constants.
@@ -34,11 +34,11 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
         Access::Vector => 16,
         Access::Element => problem.dtype().bytes(),
     };
-    let places = Places {
+    let places = Strides {
         aligned: [aligned; 2],
         // Of which size is no matter for the kernel.
         pages: portable.kernel.paged.then_some([1, 1]),
-        ..Places::default()
+        ..Strides::default()
     };
     let made = made(problem, &places, portable)?;
     let ([decode, merge], [constants, with_lse]) = (made.instances(), made.constants(true));
@@ -46,8 +46,8 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
     Ok(vec![(decode.clone(), constants), (merge.clone(), with_lse), (merge.clone(), without_lse)])
 }
 
-fn made(problem: &Problem, places: &Places, portable: &Portable) -> Result<Plan, CudaError> {
-    let refused = |why: flashtile_gpu::plan::Refused| CudaError::Contract { what: why.to_string() };
+fn made(problem: &Problem, places: &Strides, portable: &Portable) -> Result<Plan, CudaError> {
+    let refused = |why: flashtile_gpu::plan::PlanError| CudaError::Contract { what: why.to_string() };
     Plan::new(problem, places, false, portable.tile).map_err(refused)
 }
 
@@ -176,19 +176,19 @@ const fn scalar(dtype: Dtype) -> ScalarType {
     }
 }
 
-fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Places {
+fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Strides {
     let rows = |raw: &RawTensor| [raw.strides[0], raw.strides[1], raw.strides[2]];
     let bytes = |raw: &RawTensor| rows(raw).map(|stride| stride * raw.dtype.bytes());
     let vectors = inputs.k.raw.in_vectors() && inputs.v.raw.in_vectors();
     let aligned = if vectors { 16 } else { problem.dtype().bytes() };
-    let mut places = Places {
+    let mut places = Strides {
         q: rows(&inputs.q.raw),
         out: rows(&outputs.out.raw),
         k: bytes(&inputs.k.raw),
         v: bytes(&inputs.v.raw),
         aligned: [aligned; 2],
         rows: inputs.k.raw.shape[2],
-        ..Places::default()
+        ..Strides::default()
     };
     if let Some(tables) = &inputs.tables
         && matches!(problem.desc().sequences, Sequences::Cached { .. })

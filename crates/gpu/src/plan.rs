@@ -5,7 +5,7 @@ use crate::kernels::decode::{Attend, decode};
 use crate::kernels::formats::{BF16, F16, F32, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
 use crate::kernels::merge::{Merge, merge};
 pub use crate::shape::Tile;
-pub(crate) use crate::shape::{DIM_STEP, MOST_DIM};
+pub(crate) use crate::shape::{DIM_STEP, MAX_DIM};
 use crate::shape::{Shape, count};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
@@ -16,7 +16,7 @@ use flashtile_kernel::{Constant, Device, Generic, Instance, LaunchError, ScalarT
 
 /// Why a problem does not run on these kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Refused {
+pub enum PlanError {
     /// The problem itself is unsupported.
     Unsupported(Unsupported),
     /// The rotation of a codec has no kernel at this dimension.
@@ -33,7 +33,7 @@ pub enum Refused {
     },
 }
 
-impl std::fmt::Display for Refused {
+impl std::fmt::Display for PlanError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unsupported(why) => why.fmt(f),
@@ -45,9 +45,9 @@ impl std::fmt::Display for Refused {
     }
 }
 
-impl std::error::Error for Refused {}
+impl std::error::Error for PlanError {}
 
-impl From<Unsupported> for Refused {
+impl From<Unsupported> for PlanError {
     fn from(why: Unsupported) -> Self {
         Self::Unsupported(why)
     }
@@ -55,7 +55,7 @@ impl From<Unsupported> for Refused {
 
 /// Where tensors lie: strides in elements (q, out, masks), or in bytes (keys and values).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Places {
+pub struct Strides {
     /// Strides of q over batch entry, head and row, in elements.
     pub q: [usize; 3],
     /// Strides of out over batch entry, head and row, in elements.
@@ -273,7 +273,7 @@ pub struct Plan {
     attend: Attend,
     merged: Merge,
     shape: Shape,
-    /// Softcap, ALiBi, mask, tree, centring; sinks.
+    /// Softcap, ALiBi, mask, tree, centering; sinks.
     flags: [bool; 6],
 }
 
@@ -320,14 +320,14 @@ impl Plan {
     /// Plans a problem whose tensors lie so.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub fn new(problem: &Problem, places: &Places, centred: bool, tile: Tile) -> Result<Self, Refused> {
+    /// [`PlanError`].
+    pub fn new(problem: &Problem, places: &Strides, centered: bool, tile: Tile) -> Result<Self, PlanError> {
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tile)?;
         for (codec, got) in [(problem.k_codec(), dims.head_dim), (problem.v_codec(), dims.value_dim)] {
             let order = hadamard_order(codec, got) as usize;
             if order > 0 && !(got.is_multiple_of(order) && (got / order).is_power_of_two()) {
-                return Err(Refused::Rotation { codec, got });
+                return Err(PlanError::Rotation { codec, got });
             }
         }
         let (k_codec, v_codec, q) = (problem.k_codec(), problem.v_codec(), problem.dtype());
@@ -335,7 +335,7 @@ impl Plan {
         let decode =
             decode_instance(q, [k_codec, v_codec], dims_of, places.aligned, tile, places.pages.is_some());
         let merge = merge_instance(q, v_codec, dims.value_dim);
-        let internal = |e: GenericsError| Refused::Instance { why: e.to_string() };
+        let internal = |e: GenericsError| PlanError::Instance { why: e.to_string() };
         let (decode, merge) = (decode.map_err(internal)?, merge.map_err(internal)?);
 
         let wide = |strides: [usize; 3]| strides.map(|n| n as u64);
@@ -380,7 +380,8 @@ impl Plan {
             parts: shape.results,
             unused: 0,
         };
-        let flags = [desc.softcap.is_some(), desc.alibi, desc.mask.is_some(), desc.tree, centred, desc.sinks];
+        let flags =
+            [desc.softcap.is_some(), desc.alibi, desc.mask.is_some(), desc.tree, centered, desc.sinks];
         Ok(Self { decode, merge, attend, merged, shape, flags })
     }
 
@@ -396,9 +397,9 @@ impl Plan {
 
     /// What launches give the `#[constant]` parameters of the kernels, in order.
     pub fn constants(&self, with_lse: bool) -> [Vec<Constant>; 2] {
-        let [capped, sloped, masked, treed, centred, with_sinks] = self.flags;
+        let [capped, sloped, masked, treed, centered, with_sinks] = self.flags;
         let of = |flags: &[bool]| flags.iter().map(|&flag| Constant::of(flag)).collect();
-        [of(&[capped, sloped, masked, treed, centred]), of(&[with_sinks, with_lse, sloped])]
+        [of(&[capped, sloped, masked, treed, centered]), of(&[with_sinks, with_lse, sloped])]
     }
 
     /// The same with native code, where `find` knows some.
@@ -419,7 +420,7 @@ impl Plan {
         numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
         read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
     ) -> Result<(), LaunchError<D::Error>> {
-        let [capped, sloped, masked, treed, centred, with_sinks] = self.flags;
+        let [capped, sloped, masked, treed, centered, with_sinks] = self.flags;
         let Tensors { sums, tops, .. } = tensors;
         if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
             return Ok(());
@@ -443,7 +444,7 @@ impl Plan {
             sloped,
             masked,
             treed,
-            centred,
+            centered,
             groups: self.shape.groups,
         }
         .launch_instance(device, &self.decode)?;
@@ -474,7 +475,7 @@ mod tests {
     #[test]
     fn rows_lie_for_kernels_as_they_do_for_plans() {
         for format in [F32, F16, BF16, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6] {
-            for dim in (DIM_STEP..=MOST_DIM).step_by(DIM_STEP) {
+            for dim in (DIM_STEP..=MAX_DIM).step_by(DIM_STEP) {
                 let n = dim as u32;
                 assert_eq!(formats::first_bytes(format, n) as usize, first_bytes(format, dim));
                 assert_eq!(formats::second_bytes(format, n) as usize, second_bytes(format, dim));

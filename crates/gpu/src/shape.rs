@@ -7,12 +7,12 @@
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
-/// Head dimensions of these kernels are multiples of this, up to [`MOST_DIM`].
+/// Head dimensions of these kernels are multiples of this, up to [`MAX_DIM`].
 pub(crate) const DIM_STEP: usize = 16;
-pub(crate) const MOST_DIM: usize = 512;
+pub(crate) const MAX_DIM: usize = 512;
 
 /// Positions and counts are kept in 32 bits; further ones than this are refused.
-pub(crate) const MOST: i64 = 1 << 30;
+pub(crate) const MAX_COUNT: i64 = 1 << 30;
 
 /// How much a group of threads does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -48,14 +48,14 @@ impl Shape {
     pub fn of(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
         let dims = problem.dims();
         for (name, got) in [("head_dim", dims.head_dim), ("value_dim", dims.value_dim)] {
-            if !got.is_multiple_of(DIM_STEP) || got > MOST_DIM || got == 0 {
-                return Err(Unsupported::HeadDim { name, got, step: DIM_STEP, max: MOST_DIM });
+            if !got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0 {
+                return Err(Unsupported::HeadDim { name, got, step: DIM_STEP, max: MAX_DIM });
             }
         }
         for s in problem.sequences() {
             for got in [s.q_offset, s.q_offset.saturating_add(s.q_len as i64), s.kv_len as i64] {
-                if got.abs() > MOST {
-                    return Err(Unsupported::Position { got, max: MOST });
+                if got.abs() > MAX_COUNT {
+                    return Err(Unsupported::Position { got, max: MAX_COUNT });
                 }
             }
         }
@@ -84,6 +84,6 @@ impl Shape {
 
 /// A number as these kernels count.
 pub(crate) fn count(what: &'static str, got: usize) -> Result<u32, Unsupported> {
-    let max = MOST as usize;
+    let max = MAX_COUNT as usize;
     if got <= max { Ok(got as u32) } else { Err(Unsupported::Size { what, got, max }) }
 }

@@ -5,7 +5,7 @@ use crate::encoding;
 use crate::kernels::classify::classify;
 use crate::kernels::encode;
 use crate::kernels::rotation::hadamard;
-use crate::plan::{DIM_STEP, MOST_DIM, Tile, decode_instance, merge_instance};
+use crate::plan::{DIM_STEP, MAX_DIM, Tile, decode_instance, merge_instance};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::text::GenericsError;
@@ -78,7 +78,7 @@ impl VariantOption {
 /// Why a kernel has no instance for a [`Variant`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum NoInstance {
+pub enum VariantError {
     /// The dimension is not one that kernels are made for.
     Dim {
         /// `head_dim` or `value_dim`.
@@ -109,11 +109,11 @@ pub enum NoInstance {
     Generics(GenericsError),
 }
 
-impl std::fmt::Display for NoInstance {
+impl std::fmt::Display for VariantError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Dim { name, got } => {
-                write!(f, "{name} is {got}, expected a multiple of {DIM_STEP} up to {MOST_DIM}")
+                write!(f, "{name} is {got}, expected a multiple of {DIM_STEP} up to {MAX_DIM}")
             }
             Self::Codec { codec, got } => {
                 let dims = crate::registry::HEAD_DIMS.into_iter().filter(|&dim| supports(*codec, dim));
@@ -136,7 +136,7 @@ impl std::fmt::Display for NoInstance {
     }
 }
 
-impl std::error::Error for NoInstance {}
+impl std::error::Error for VariantError {}
 
 /// Whether rows of a codec are stored, and rotated by kernels where the codec rotates.
 fn supports(codec: Codec, dim: usize) -> bool {
@@ -153,8 +153,8 @@ impl Variant {
     /// tile that plans take.
     ///
     /// # Errors
-    /// [`NoInstance`].
-    pub fn instance(&self, kernel: &Kernel) -> Result<Instance, NoInstance> {
+    /// [`VariantError`].
+    pub fn instance(&self, kernel: &Kernel) -> Result<Instance, VariantError> {
         let concerns = VariantOption::of(kernel);
         let dims = [("head_dim", self.head_dim), ("value_dim", self.value_dim)];
         let codecs = [self.k_codec, self.v_codec];
@@ -164,11 +164,11 @@ impl Variant {
             .enumerate()
         {
             let (name, got) = dims[n];
-            if concerns.contains(&dim) && (!got.is_multiple_of(DIM_STEP) || got > MOST_DIM || got == 0) {
-                return Err(NoInstance::Dim { name, got });
+            if concerns.contains(&dim) && (!got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0) {
+                return Err(VariantError::Dim { name, got });
             }
             if concerns.contains(&codec) && !supports(codecs[n], got) {
-                return Err(NoInstance::Codec { codec: codecs[n], got });
+                return Err(VariantError::Codec { codec: codecs[n], got });
             }
         }
         let made = match kernel.name {
@@ -179,7 +179,7 @@ impl Variant {
             "encode" | "append" => {
                 let codes = self.k_codec.dtype().is_none();
                 if codes != (kernel.name == "encode") {
-                    return Err(NoInstance::Stored { codec: self.k_codec, codes: !codes });
+                    return Err(VariantError::Stored { codec: self.k_codec, codes: !codes });
                 }
                 let generics = encoding::encode_generics(self.k_codec, self.dtype, self.head_dim);
                 if codes {
@@ -191,15 +191,15 @@ impl Variant {
             "merge" => merge_instance(self.dtype, self.v_codec, self.value_dim),
             "hadamard" => {
                 if !supports(Codec::Int8, self.head_dim) {
-                    return Err(NoInstance::Codec { codec: Codec::Int8, got: self.head_dim });
+                    return Err(VariantError::Codec { codec: Codec::Int8, got: self.head_dim });
                 }
                 let order = hadamard_order(Codec::Int8, self.head_dim);
                 hadamard::specialise(&[Generic::Usize(self.head_dim), Generic::U32(order)])
             }
             "classify" => classify::specialise(&[]),
-            _ => return Err(NoInstance::Kernel { name: kernel.name }),
+            _ => return Err(VariantError::Kernel { name: kernel.name }),
         };
-        made.map_err(NoInstance::Generics)
+        made.map_err(VariantError::Generics)
     }
 }
 

@@ -126,38 +126,38 @@ impl<'a, M> Launch<'a, M> {
     /// this order.
     ///
     /// # Errors
-    /// The first [`Broken`] part of the contract.
+    /// The first [`ContractError`] part of the contract.
     pub fn new(
         instance: &'a Instance,
         groups: [u32; 3],
         threads: u32,
         arguments: Vec<Argument<'a, M>>,
         limits: &Limits,
-    ) -> Result<Self, Broken> {
+    ) -> Result<Self, ContractError> {
         let kernel = instance.kernel();
-        let broken = |what| Broken { kernel: kernel.name, what };
+        let broken = |what| ContractError { kernel: kernel.name, what };
         if !instance.threads().admits(threads) {
-            return Err(broken(BrokenKind::Threads { expected: instance.threads(), found: threads }));
+            return Err(broken(ContractErrorKind::Threads { expected: instance.threads(), found: threads }));
         }
         if threads > limits.threads {
-            return Err(broken(BrokenKind::DeviceThreads { limit: limits.threads, found: threads }));
+            return Err(broken(ContractErrorKind::DeviceThreads { limit: limits.threads, found: threads }));
         }
         if groups.iter().zip(limits.groups).any(|(&n, limit)| n == 0 || n > limit) {
-            return Err(broken(BrokenKind::Groups { limit: limits.groups, found: groups }));
+            return Err(broken(ContractErrorKind::Groups { limit: limits.groups, found: groups }));
         }
         let bytes = instance.shared_bytes();
         if bytes > limits.shared_bytes {
-            return Err(broken(BrokenKind::SharedBytes { limit: limits.shared_bytes, found: bytes }));
+            return Err(broken(ContractErrorKind::SharedBytes { limit: limits.shared_bytes, found: bytes }));
         }
         if arguments.len() != kernel.parameters.len() {
             let (expected, found) = (kernel.parameters.len(), arguments.len());
-            return Err(broken(BrokenKind::Arguments { expected, found }));
+            return Err(broken(ContractErrorKind::Arguments { expected, found }));
         }
         for (argument, parameter) in arguments.iter().zip(kernel.parameters) {
             let name = parameter.name;
             let element = |expected: Option<ScalarType>, found| match expected == Some(found) {
                 true => Ok(()),
-                false => Err(broken(BrokenKind::Element { parameter: name, expected, found })),
+                false => Err(broken(ContractErrorKind::Element { parameter: name, expected, found })),
             };
             match (argument, parameter.kind) {
                 (Argument::Read(view), ParameterKind::Buffer { element: expected, writable: false }) => {
@@ -169,7 +169,7 @@ impl<'a, M> Launch<'a, M> {
                 (Argument::Bytes(found), ParameterKind::Params { bytes, .. }) if found.len() == bytes => {}
                 (Argument::Bytes(found), ParameterKind::Scalar(scalar)) if found.len() == scalar.bytes() => {}
                 (Argument::Constant(found), ParameterKind::Constant(scalar)) if found.scalar == scalar => {}
-                _ => return Err(broken(BrokenKind::Argument { parameter: name })),
+                _ => return Err(broken(ContractErrorKind::Argument { parameter: name })),
             }
         }
         let facts: Vec<Fact<'_>> = arguments.iter().map(Argument::fact).collect();
@@ -178,7 +178,7 @@ impl<'a, M> Launch<'a, M> {
             let (condition, message) =
                 kernel.requirements.get(n).map_or(("", ""), |r| (r.condition, r.message));
             let numbers = numbers(&facts, kernel, condition);
-            return Err(broken(BrokenKind::Requirement { condition, message, numbers }));
+            return Err(broken(ContractErrorKind::Requirement { condition, message, numbers }));
         }
         Ok(Self { instance, groups, threads, arguments })
     }
@@ -224,25 +224,25 @@ impl<'a, M> Launch<'a, M> {
 
 /// A launch that does not keep a contract.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Broken {
+pub struct ContractError {
     /// The kernel.
     pub kernel: &'static str,
     /// What does not hold.
-    pub what: BrokenKind,
+    pub what: ContractErrorKind,
 }
 
-impl Broken {
+impl ContractError {
     /// An instance of another kernel.
     #[doc(hidden)]
     pub fn instance(kernel: &'static Kernel, instance: &Instance) -> Self {
-        Self { kernel: kernel.name, what: BrokenKind::Instance { found: instance.kernel().name } }
+        Self { kernel: kernel.name, what: ContractErrorKind::Instance { found: instance.kernel().name } }
     }
 }
 
 /// The part of a contract a launch does not keep.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum BrokenKind {
+pub enum ContractErrorKind {
     /// The instance is of another kernel.
     Instance {
         /// That kernel.
@@ -308,62 +308,62 @@ pub enum BrokenKind {
     },
 }
 
-impl fmt::Display for Broken {
+impl fmt::Display for ContractError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: ", self.kernel)?;
         match &self.what {
-            BrokenKind::Instance { found } => write!(f, "the instance is of {found}"),
-            BrokenKind::Requirement { condition, message, numbers } => {
+            ContractErrorKind::Instance { found } => write!(f, "the instance is of {found}"),
+            ContractErrorKind::Requirement { condition, message, numbers } => {
                 write!(f, "{message}: `{condition}` does not hold")?;
                 if numbers.is_empty() { Ok(()) } else { write!(f, " where {numbers}") }
             }
-            BrokenKind::Threads { expected, .. }
+            ContractErrorKind::Threads { expected, .. }
                 if !expected.most().is_multiple_of(32) || expected.most() == 0 =>
             {
                 write!(f, "a group of {} threads: threads come in SIMD groups of 32", expected.most())
             }
-            BrokenKind::Threads { expected, found } => {
+            ContractErrorKind::Threads { expected, found } => {
                 write!(f, "a group has {expected} threads, {found} asked for")
             }
-            BrokenKind::DeviceThreads { limit, found } => {
+            ContractErrorKind::DeviceThreads { limit, found } => {
                 write!(f, "a group of the device has at most {limit} threads, {found} asked for")
             }
-            BrokenKind::Groups { limit, found } => {
+            ContractErrorKind::Groups { limit, found } => {
                 write!(f, "{found:?} groups: the device takes 1 to {limit:?}")
             }
-            BrokenKind::SharedBytes { limit, found } => {
+            ContractErrorKind::SharedBytes { limit, found } => {
                 write!(f, "a group needs {found} bytes of shared memory, the device has {limit}")
             }
-            BrokenKind::Arguments { expected, found } => {
+            ContractErrorKind::Arguments { expected, found } => {
                 write!(f, "{expected} parameters, {found} arguments")
             }
-            BrokenKind::Element { parameter, expected: Some(expected), found } => {
+            ContractErrorKind::Element { parameter, expected: Some(expected), found } => {
                 write!(f, "{parameter} has elements of {expected}, given {found}")
             }
-            BrokenKind::Element { parameter, expected: None, found } => {
+            ContractErrorKind::Element { parameter, expected: None, found } => {
                 write!(f, "{parameter} has elements of no type, given {found}")
             }
-            BrokenKind::Argument { parameter } => {
+            ContractErrorKind::Argument { parameter } => {
                 write!(f, "what was given for {parameter} is of another kind")
             }
         }
     }
 }
 
-impl std::error::Error for Broken {}
+impl std::error::Error for ContractError {}
 
 /// Why a `Call` failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LaunchError<E> {
     /// The launch does not keep the kernel's contract or the device's limits; nothing ran.
-    Contract(Broken),
+    Contract(ContractError),
     /// The device failed.
     Device(E),
 }
 
-impl<E> From<Broken> for LaunchError<E> {
-    fn from(broken: Broken) -> Self {
+impl<E> From<ContractError> for LaunchError<E> {
+    fn from(broken: ContractError) -> Self {
         Self::Contract(broken)
     }
 }

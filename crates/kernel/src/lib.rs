@@ -65,7 +65,8 @@ pub mod simulator;
 pub mod text;
 
 pub use device::{
-    Argument, Broken, BrokenKind, Constant, Device, Facts, Launch, LaunchError, Limits, Span, View, ViewMut,
+    Argument, Constant, ContractError, ContractErrorKind, Device, Facts, Launch, LaunchError, Limits, Span,
+    View, ViewMut,
 };
 pub use fragment::Fragment;
 pub use half::{bf16, f16};

@@ -99,7 +99,7 @@ pub struct Case {
     /// Recipe of the tree mask, where the problem has one.
     pub tree: Tree,
     /// Whether keys have a constant part, a few times as large as the rest, that quantized ones are stored without.
-    pub centred: bool,
+    pub centered: bool,
 }
 
 impl Case {
@@ -119,7 +119,7 @@ impl Case {
             mask: None,
             paging: Paging { page: 16, keep: Keep::All },
             tree: Tree::Causal,
-            centred: false,
+            centered: false,
         }
     }
 
@@ -132,8 +132,8 @@ impl Case {
 
     /// With a constant part of the keys.
     #[must_use]
-    pub fn centred(mut self) -> Self {
-        self.centred = true;
+    pub fn centered(mut self) -> Self {
+        self.centered = true;
         self
     }
 
@@ -278,7 +278,7 @@ impl Case {
     ///
     /// # Errors
     /// [`ProblemError`] where the description is not a problem.
-    pub fn build(&self) -> Result<Built, ProblemError> {
+    pub fn build(&self) -> Result<CaseData, ProblemError> {
         let problem = self.desc.clone().validate()?;
         let dims = *problem.dims();
         let mut rng = Rng::named(&self.name);
@@ -318,7 +318,7 @@ impl Case {
             None => span(s.batch, s.kv_start, s.kv_len),
             Some((tables, _)) => (0..s.kv_len).filter_map(|j| tables.locate(index, j)).collect(),
         };
-        let mean: Vec<f32> = if self.centred {
+        let mean: Vec<f32> = if self.centered {
             let mut rng = Rng::new(99);
             (0..dims.kv_heads * dims.head_dim).map(|_| 4.0 * rng.normal()).collect()
         } else {
@@ -330,7 +330,7 @@ impl Case {
         // Rows of the pools that hold a token.
         let held: Vec<(usize, usize)> =
             problem.sequences().iter().enumerate().flat_map(|(index, s)| kv(index, s)).collect();
-        let mean = self.centred.then_some(mean);
+        let mean = self.centered.then_some(mean);
         let k_codes = encoded(problem.k_codec(), (Side::Keys, mean), &k, &held);
         let v_codes = encoded(problem.v_codec(), (Side::Values, None), &v, &held);
         let mask = problem.desc().mask.zip(self.mask);
@@ -352,7 +352,7 @@ impl Case {
         let tables = tables.map(|(tables, _)| tables);
         let (layout, placement) = memory;
         let (k_codes, v_codes) = (k_codes.map(Arc::new), v_codes.map(Arc::new));
-        Ok(Built {
+        Ok(CaseData {
             problem,
             layout,
             placement,
@@ -515,7 +515,7 @@ fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
 /// The tensors of a case, in guarded memory: padding, and what lies outside every view, is NaN.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct Built {
+pub struct CaseData {
     /// The problem.
     pub problem: Problem,
     /// Layout of q, k, v and out.
@@ -544,7 +544,7 @@ pub struct Built {
     pub sinks: Option<GuardedList>,
 }
 
-impl Built {
+impl CaseData {
     /// The tensors as inputs of a run.
     #[must_use]
     pub fn inputs(&self) -> Inputs<'_> {

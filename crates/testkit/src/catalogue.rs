@@ -12,7 +12,7 @@ use Codec::{
 };
 use QOffset::{At, BottomRight, TopLeft};
 use With::{
-    Alibi, Bias, Cached, Causal, Centred, Gain, KvLens, Mask, Offset, Packed, Scale, Shared, Sinks, Softcap,
+    Alibi, Bias, Cached, Causal, Centered, Gain, KvLens, Mask, Offset, Packed, Scale, Shared, Sinks, Softcap,
     Stored, TreeMask, Window,
 };
 use flashtile_core::codec::Codec;
@@ -51,7 +51,7 @@ enum With<'a> {
     Shared(&'a [(Range<usize>, usize)]),
     TreeMask(Tree),
     Stored(Codec, Codec),
-    Centred,
+    Centered,
 }
 
 impl With<'_> {
@@ -77,7 +77,7 @@ impl With<'_> {
             Shared(prefixes) => case.shared(prefixes),
             TreeMask(tree) => case.tree(tree),
             Stored(k, v) => case.stored(k, v),
-            Centred => case.centred(),
+            Centered => case.centered(),
         }
     }
 }
@@ -688,12 +688,12 @@ const CODED: [(&str, [usize; 2], usize, &[With<'_>]); 4] = [
         64,
         &[Cached(CODED_MIXED, 73, Keep::Wrapped), Causal(BottomRight), Window(Some(50), None)],
     ),
-    ("centred", [4, 2], 64, &[CODED_MIXED_16, Causal(BottomRight), Centred, Sinks]),
+    ("centered", [4, 2], 64, &[CODED_MIXED_16, Causal(BottomRight), Centered, Sinks]),
     (
-        "centred_softcap",
+        "centered_softcap",
         [4, 2],
         128,
-        &[CODED_STEPS_16, Causal(BottomRight), Centred, Softcap(20.0), Alibi, Sinks],
+        &[CODED_STEPS_16, Causal(BottomRight), Centered, Softcap(20.0), Alibi, Sinks],
     ),
 ];
 

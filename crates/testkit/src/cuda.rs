@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use super::laid::{Laid, Layout, accumulation, write};
+use super::laid::{Layout, StagedInputs, accumulation, write};
 use super::machine::{Machine, Values};
-use super::run::{NotRun, Ran, Runner};
+use super::run::{RunReport, Runner, RunnerError};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -427,13 +427,14 @@ impl CudaRunner {
         problem: &Problem,
         inputs: &Inputs<'_>,
         outputs: &mut Outputs<'_>,
-    ) -> Result<Ran, NotRun> {
-        inputs::check(problem, inputs, outputs).map_err(|e| NotRun::Error(e.to_string()))?;
+    ) -> Result<RunReport, RunnerError> {
+        inputs::check(problem, inputs, outputs).map_err(|e| RunnerError::Error(e.to_string()))?;
         let tile = Tile { parts: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
         // Rows that are not said to be aligned are read a number at a time.
         let aligned = if self.placement.odd { 2 } else { 16 };
         let layout = Layout { tile, aligned, padded: !self.placement.odd };
-        let laid = Laid::new(problem, inputs, layout).map_err(|why| NotRun::Unsupported(why.to_string()))?;
+        let laid = StagedInputs::new(problem, inputs, layout)
+            .map_err(|why| RunnerError::Unsupported(why.to_string()))?;
         let gpu = self.cuda.gpu();
         let compute = || {
             let read = laid.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
@@ -442,11 +443,12 @@ impl CudaRunner {
             let counted = |_| "memories are as many as parameters".to_owned();
             let (read, mut written) =
                 (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
-            Laid::launch::<Gpu, _>(&laid.plan, gpu, &read, &mut written).map_err(|e| e.to_string())?;
+            StagedInputs::launch::<Gpu, _>(&laid.plan, gpu, &read, &mut written)
+                .map_err(|e| e.to_string())?;
             Ok(written)
         };
-        write::<Gpu>(outputs, problem, &compute().map_err(NotRun::Error)?)?;
-        Ok(Ran::new(laid.plan.instances()[0].entry()).accumulated(accumulation(problem)))
+        write::<Gpu>(outputs, problem, &compute().map_err(RunnerError::Error)?)?;
+        Ok(RunReport::new(laid.plan.instances()[0].entry()).accumulated(accumulation(problem)))
     }
 }
 
@@ -462,7 +464,12 @@ impl Runner for CudaRunner {
         format!("cuda {}{odd}{narrow}{tile}{kernels}", self.cuda.name())
     }
 
-    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
         if problem.is_quantized() && self.options.kernels == KernelChoice::Portable {
             return self.run_codes(problem, inputs, outputs);
         }
@@ -473,9 +480,9 @@ impl Runner for CudaRunner {
             Ok(plan.to_string())
         };
         match compute() {
-            Ok(plan) => Ok(Ran::new(plan).accumulated(Accumulation::of_cuda(problem.dtype()))),
-            Err(CudaError::Unsupported(why)) => Err(NotRun::Unsupported(why.to_string())),
-            Err(error) => Err(NotRun::Error(error.to_string())),
+            Ok(plan) => Ok(RunReport::new(plan).accumulated(Accumulation::of_cuda(problem.dtype()))),
+            Err(CudaError::Unsupported(why)) => Err(RunnerError::Unsupported(why.to_string())),
+            Err(error) => Err(RunnerError::Error(error.to_string())),
         }
     }
 }

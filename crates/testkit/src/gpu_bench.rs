@@ -4,7 +4,7 @@
 //! such a shape, launches the kernel, and knows the answer from a computation of another kind: the f64 oracle of attention, sums and
 //! transforms in f64, classes from how a mask was made.
 
-use crate::laid::{Laid, Layout};
+use crate::laid::{Layout, StagedInputs};
 use crate::machine::{Machine, Values};
 use crate::rng::Rng;
 use flashtile_core::block_tables::BlockTables;
@@ -208,7 +208,7 @@ impl Workload {
         use flashtile_kernel::cuda::Gpu;
         let job = (self.job)(shape, None)?;
         let bytes = self.bench().map_or(0, |bench| (bench.bytes)(shape)).max(1);
-        let sets = BEYOND_CACHES.div_ceil(bytes).clamp(1, MOST_SETS) as usize;
+        let sets = BEYOND_CACHES.div_ceil(bytes).clamp(1, MAX_SETS) as usize;
         let mut memory = (0..sets).map(|_| job.place(gpu)).collect::<Result<Vec<_>, _>>()?;
         for (inputs, outputs) in &mut memory {
             job.launch::<Gpu, _>(gpu, inputs, outputs).map_err(|e| e.to_string())?;
@@ -239,7 +239,7 @@ const BEYOND_CACHES: u64 = 256 << 20;
 
 /// Most sets of inputs.
 #[cfg(feature = "cuda")]
-const MOST_SETS: u64 = 64;
+const MAX_SETS: u64 = 64;
 
 /// Bytes a second that a device copies, reads and writes counted: of memory beyond its caches, the best of several runs.
 ///
@@ -343,7 +343,7 @@ impl Job {
                 let (Some(inputs), Some(outputs)) = (inputs.first_chunk(), outputs.first_chunk_mut()) else {
                     unreachable!("memories of {} inputs", self.inputs.len())
                 };
-                Laid::launch::<M, D>(plan, device, inputs, outputs)
+                StagedInputs::launch::<M, D>(plan, device, inputs, outputs)
             }
             Work::Merge(params, groups) => {
                 let [out, lse] = outputs else { unreachable!("out and lse") };
@@ -374,7 +374,7 @@ impl Job {
                     params: *params,
                     pages: M::view_mut(pages),
                     status: M::view_mut(status),
-                    centred: false,
+                    centered: false,
                     unbiased: true,
                     groups: [*groups, 1, 1],
                 };
@@ -507,7 +507,7 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     } else {
         Tile { parts, ..Tile::of(codec, dim) }
     };
-    let laid = Laid::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
+    let laid = StagedInputs::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
     let laid = laid.map_err(|e| message(&e))?;
     let plan = match find {
         Some(find) => laid.plan.with_native(find).ok_or("the simulator has no native code of the shape")?,

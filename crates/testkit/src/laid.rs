@@ -1,7 +1,7 @@
 //! Problems laid out for the kernels of the kernel language, on whatever device runs them.
 
 use super::machine::{Machine, Values};
-use super::run::NotRun;
+use super::run::RunnerError;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::{Inputs, Outputs};
@@ -9,7 +9,7 @@ use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
 use flashtile_gpu::codecs::{codebooks, factors};
-use flashtile_gpu::plan::{Places, Plan, Refused, Tensors, Tile, sequences};
+use flashtile_gpu::plan::{Plan, PlanError, Strides, Tensors, Tile, sequences};
 use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
 
 /// What rows of pages are padded to, in bytes.
@@ -83,7 +83,7 @@ fn alignment(most: usize, strides: &[usize]) -> usize {
 
 /// A problem laid out in memories of a device that are still to be made.
 #[derive(Debug)]
-pub(crate) struct Laid {
+pub(crate) struct StagedInputs {
     pub(crate) plan: Plan,
     /// Whether keys are found through a table of pages.
     #[cfg(feature = "simulator")]
@@ -105,24 +105,24 @@ pub(crate) struct Layout {
     pub(crate) padded: bool,
 }
 
-impl Laid {
+impl StagedInputs {
     /// Lays out inputs that are the problem's.
     ///
     /// # Errors
-    /// [`Refused`].
-    pub(crate) fn new(problem: &Problem, inputs: &Inputs<'_>, layout: Layout) -> Result<Self, Refused> {
+    /// [`PlanError`].
+    pub(crate) fn new(problem: &Problem, inputs: &Inputs<'_>, layout: Layout) -> Result<Self, PlanError> {
         let dims = problem.dims();
         let ((k, k_strides), (v, v_strides)) =
             (side(&inputs.k, layout.padded), side(&inputs.v, layout.padded));
         let [_, heads, rows, _] = inputs.q.shape();
-        let mut places = Places {
+        let mut places = Strides {
             q: [heads * rows * dims.head_dim, rows * dims.head_dim, dims.head_dim],
             out: [heads * rows * dims.value_dim, rows * dims.value_dim, dims.value_dim],
             k: k_strides,
             v: v_strides,
             aligned: [k_strides, v_strides].map(|strides| alignment(layout.aligned, &strides)),
             rows: inputs.k.shape()[2],
-            ..Places::default()
+            ..Strides::default()
         };
         let mut table = vec![0u32];
         let mut only = Vec::new();
@@ -239,9 +239,9 @@ pub(crate) fn write<M: Machine>(
     outputs: &mut Outputs<'_>,
     problem: &Problem,
     [_, _, out, lse]: &[M::Memory; 4],
-) -> Result<(), NotRun> {
+) -> Result<(), RunnerError> {
     let dims = problem.dims();
-    let read = |memory| M::read(memory).map_err(NotRun::Error);
+    let read = |memory| M::read(memory).map_err(RunnerError::Error);
     let out = read(out)?;
     for (n, row) in out.chunks_exact(dims.value_dim).enumerate() {
         let place = [n / dims.q_len / dims.q_heads, n / dims.q_len % dims.q_heads, n % dims.q_len];

@@ -29,7 +29,7 @@ mod sets;
 #[cfg(feature = "simulator")]
 pub(crate) mod simulator;
 
-pub use cases::{Built, Case, Keep, Mask, MaskFill, Paging, Tree};
+pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
@@ -38,8 +38,8 @@ pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 pub use random::{random_case, seeded_case};
 pub use rng::Rng;
 pub use run::{
-    Answer, CaseResult, CpuRunner, Failure, NotRun, Outcome, Prepared, Ran, Runner, accumulation_of,
-    conformance, run_case,
+    Answer, CaseResult, CpuRunner, Failure, Outcome, Prepared, RunReport, Runner, RunnerError,
+    accumulation_of, conformance, run_case,
 };
 pub use sets::AttentionSet;
 #[cfg(feature = "simulator")]

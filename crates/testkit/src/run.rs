@@ -1,6 +1,6 @@
 //! Running cases on backends and comparing with the oracle.
 
-use super::cases::{Built, Case};
+use super::cases::{Case, CaseData};
 use super::poison::{Guarded, GuardedList};
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
@@ -30,7 +30,7 @@ pub fn accumulation_of(plan: &CpuPlan) -> Accumulation {
 /// Why a runner gave no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum NotRun {
+pub enum RunnerError {
     /// The backend refused the problem: not a failure. What concerns this problem alone is behind the first colon: reports count
     /// what is before it.
     Unsupported(String),
@@ -41,14 +41,14 @@ pub enum NotRun {
 /// A run that ended.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
-pub struct Ran {
+pub struct RunReport {
     /// What ran: the plan, printed.
     pub plan: String,
     /// What its products and sums were kept in.
     pub accumulation: Accumulation,
 }
 
-impl Ran {
+impl RunReport {
     /// A run of a plan that accumulates in f32.
     #[must_use]
     pub const fn new(plan: String) -> Self {
@@ -71,8 +71,13 @@ pub trait Runner: Sync {
     /// Plans the problem and computes the outputs.
     ///
     /// # Errors
-    /// [`NotRun`] where nothing was computed.
-    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun>;
+    /// [`RunnerError`] where nothing was computed.
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError>;
 }
 
 /// The CPU backend with plan options; its workspace starts as NaN.
@@ -105,15 +110,20 @@ impl Runner for CpuRunner {
         format!("cpu {} x{}", self.cpu.facts().isa, self.cpu.facts().threads)
     }
 
-    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
-        let unsupported = |e: flashtile_core::plan::Unsupported| NotRun::Unsupported(e.to_string());
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
+        let unsupported = |e: flashtile_core::plan::Unsupported| RunnerError::Unsupported(e.to_string());
         let plan = self.cpu.plan(problem, self.options).map_err(unsupported)?;
-        let no_memory = |e: flashtile_cpu::workspace::WorkspaceError| NotRun::Error(e.to_string());
+        let no_memory = |e: flashtile_cpu::workspace::WorkspaceError| RunnerError::Error(e.to_string());
         let mut workspace = plan.try_workspace().map_err(no_memory)?;
         workspace.bytes_mut().fill(0xFF);
-        let error = |e: flashtile_core::inputs::RunError| NotRun::Error(e.to_string());
+        let error = |e: flashtile_core::inputs::RunError| RunnerError::Error(e.to_string());
         self.cpu.run(&plan, inputs, outputs, &mut workspace).map_err(error)?;
-        Ok(Ran { plan: plan.to_string(), accumulation: accumulation_of(&plan) })
+        Ok(RunReport { plan: plan.to_string(), accumulation: accumulation_of(&plan) })
     }
 }
 
@@ -177,7 +187,7 @@ pub struct Outcome {
 #[non_exhaustive]
 pub struct Answer {
     /// What ran.
-    pub ran: Ran,
+    pub ran: RunReport,
     /// `[batch, q_heads, q_len, value_dim]`.
     pub out: Guarded,
     /// `[batch, q_heads, q_len]`.
@@ -194,7 +204,7 @@ impl Answer {
     }
 }
 
-impl Built {
+impl CaseData {
     /// Runs on a backend, into poisoned outputs, and checks that nothing outside them was written.
     ///
     /// # Errors
@@ -209,8 +219,8 @@ impl Built {
         let run = || runner.run(&self.problem, &self.inputs(), &mut outputs);
         let ran = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(ran)) => ran,
-            Ok(Err(NotRun::Unsupported(why))) => return Err(Failure::Skipped(why)),
-            Ok(Err(NotRun::Error(why))) => return Err(Failure::Error(why)),
+            Ok(Err(RunnerError::Unsupported(why))) => return Err(Failure::Skipped(why)),
+            Ok(Err(RunnerError::Error(why))) => return Err(Failure::Error(why)),
             Err(panic) => {
                 let text = panic.downcast_ref::<String>().map(String::as_str);
                 let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message");
@@ -226,7 +236,7 @@ impl Built {
     }
 }
 
-impl Built {
+impl CaseData {
     /// The oracle's answer with logsumexps as kernels keep them, relative to the ALiBi bias of the nearest key that a row sees: a score
     /// as large as them has their rounding.
     #[must_use]
@@ -258,7 +268,7 @@ impl Built {
 #[non_exhaustive]
 pub struct Prepared {
     /// The tensors.
-    pub built: Built,
+    pub built: CaseData,
     /// The oracle's answer.
     pub expected: Attention,
 }
@@ -277,7 +287,7 @@ impl Prepared {
 
     /// Tensors whose answer is known.
     #[must_use]
-    pub const fn of(built: Built, expected: Attention) -> Self {
+    pub const fn of(built: CaseData, expected: Attention) -> Self {
         Self { built, expected }
     }
 

@@ -110,7 +110,7 @@ fn of_codes_of_80_and_96() {
         for (dims, codecs) in [([96, 80], [Int8, Tq5]), ([80, 96], [Tq6, Fp8])] {
             let tile = Tile { parts: 2, ..Tile::of(codecs[0], dims[0]) };
             let [paged, _] = both("planned", dims, dtype, codecs);
-            all_pass(&[paged.centred().sinks()], &runner(tile).padded());
+            all_pass(&[paged.centered().sinks()], &runner(tile).padded());
         }
     }
 }

@@ -281,7 +281,7 @@ impl SequenceTable {
         }
         if self.vacant.is_empty() {
             reserve(&mut self.entries, 1)?;
-            // Places become vacant without an allocation.
+            // Strides become vacant without an allocation.
             reserve(&mut self.vacant, self.entries.len() + 1)?;
             self.vacant.push(self.entries.len() as u32);
             self.entries.push(Entry { serial: VACANT, stamp: 0, first: 0, len: 0, blocks: Vec::new() });

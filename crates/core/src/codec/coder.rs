@@ -168,7 +168,7 @@ pub fn e4m3(x: f32) -> u8 {
 fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     let most = greatest(x);
     // The stored scale, so that its own rounding is not an error of the numbers.
-    let scale = f16::from_f32(most * (FP8_SCALE_UNIT / fp8::MOST));
+    let scale = f16::from_f32(most * (FP8_SCALE_UNIT / fp8::MAX));
     if scale == f16::ZERO {
         codes.fill(0);
         return scale;

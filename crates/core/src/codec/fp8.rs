@@ -2,24 +2,24 @@
 //! 0xFF), the largest number 448 (OCP 8-bit floating point specification, "E4M3FN").
 
 /// The largest number.
-pub(crate) const MOST: f32 = 448.0;
+pub(crate) const MAX: f32 = 448.0;
 
 /// Least exponent of a normal number; below are multiples of `2^-9`.
-const LEAST: i32 = -6;
+const MIN_EXPONENT: i32 = -6;
 
 /// The nearest e4m3 number of a finite `x`, ties to even; beyond the largest, the largest. Without branches, for vectors.
 #[inline(always)]
 pub(crate) fn from_f32(x: f32) -> u8 {
     let bits = x.to_bits();
     // Numbers of one sign are ordered as their bits.
-    let magnitude = (bits & i32::MAX as u32).min(MOST.to_bits());
+    let magnitude = (bits & i32::MAX as u32).min(MAX.to_bits());
     // The exponent of x, or that of subnormal numbers; zero and f32's own subnormal numbers are far below.
-    let exponent = ((magnitude >> 23) as i32 - 127).max(LEAST);
+    let exponent = ((magnitude >> 23) as i32 - 127).max(MIN_EXPONENT);
     // A number whose last bit is a step of that exponent, 2^(exponent - 3): a sum with it is rounded to steps, ties to even.
     let rounder = (((exponent - 3 + 23 + 127) as u32) << 23) | 1 << 22;
     let steps = (f32::from_bits(magnitude) + f32::from_bits(rounder)).to_bits() - rounder;
     // Steps of 8 to 16 of a normal number: 16 carries into the exponent by itself.
-    (bits >> 24 & 0x80) as u8 | ((((exponent - LEAST) as u32) << 3) + steps) as u8
+    (bits >> 24 & 0x80) as u8 | ((((exponent - MIN_EXPONENT) as u32) << 3) + steps) as u8
 }
 
 /// The numbers of codes, NaN for the two that are none, times one factor and then another. Whether there is a NaN is asked of all codes

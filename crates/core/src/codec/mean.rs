@@ -1,4 +1,4 @@
-//! The mean of keys, which centred ones are stored without.
+//! The mean of keys, which centered ones are stored without.
 
 /// The mean of rows `[rows, dim]`: sums in f64 in the order of the rows, rounded once. NaN where there is no row.
 ///

@@ -26,7 +26,7 @@ use super::rotation::Rotation;
 pub(super) const BLOCK: usize = 256;
 
 /// A norm up to this is that of zeros.
-const LEAST: f32 = 1e-10;
+const MIN_NORM: f32 = 1e-10;
 
 /// Signs of 512 coordinates, of which 256 have the first half: bit `i % 8` of byte `i / 8`, set for -1.
 pub const SIGNS: [u8; 64] = [
@@ -102,7 +102,7 @@ impl Mlx {
         }
         for (x, bytes) in x.chunks_exact_mut(BLOCK).zip(norms.as_chunks_mut().0) {
             let norm = (energy(x) / self.squares).sqrt();
-            let factor = if norm > LEAST { 1.0 / norm * self.root } else { 0.0 };
+            let factor = if norm > MIN_NORM { 1.0 / norm * self.root } else { 0.0 };
             for x in x {
                 *x *= factor;
             }

@@ -32,7 +32,7 @@ pub(super) const PARTS: [f64; TRIALS] = {
 };
 
 /// A greatest coordinate below this is that of a vector of zeros: its scale would be 0 in f16.
-pub(super) const LEAST: f32 = 1e-12;
+pub(super) const MIN_MAGNITUDE: f32 = 1e-12;
 
 /// The sum with 2^52 has no place for fractions.
 pub(super) const ROUNDER: f64 = (1u64 << 52) as f64;
@@ -69,7 +69,7 @@ impl Quantizer {
         let dim = self.dim;
         let (x, codes) = (&x[..dim], &mut codes[..dim]);
         let most = greatest(x);
-        if most < LEAST {
+        if most < MIN_MAGNITUDE {
             codes.fill(0);
             return f16::ZERO;
         }

@@ -17,12 +17,12 @@ pub struct HeadAttention<'a> {
     pub seen: Option<&'a [Range<usize>]>,
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to scaled scores.
     pub softcap: Option<f32>,
-    /// The row `[head_dim]` that centred keys are stored without; `None`: the mean of all keys.
+    /// The row `[head_dim]` that centered keys are stored without; `None`: the mean of all keys.
     pub key_mean: Option<&'a [f32]>,
 }
 
 impl<'a> HeadAttention<'a> {
-    /// Every query sees every key, scores are not capped, and keys are centred by their mean.
+    /// Every query sees every key, scores are not capped, and keys are centered by their mean.
     #[must_use]
     pub const fn new(head: Head<'a>) -> Self {
         Self { head, seen: None, softcap: None, key_mean: None }
@@ -40,7 +40,7 @@ pub struct KeyCodec {
     /// The codec.
     pub codec: Codec,
     /// Whether a mean is taken out before: without effect on plain elements.
-    pub centred: bool,
+    pub centered: bool,
 }
 
 /// A sum of squared errors, and of the squares that they are errors of. Those of several heads are added.
@@ -146,7 +146,7 @@ pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec
     let exact = Exact::new(attention, count, &stack);
 
     let of_keys = |key: &KeyCodec| {
-        let mean = key.centred.then(|| mean.clone());
+        let mean = key.centered.then(|| mean.clone());
         let k = stored(head.k, head.head_dim, (key.codec, Side::Keys), mean)?;
         let (mut errors, out) = exact.against(&k, &stack);
         errors.rows = deviation(head.k, &k);
@@ -385,11 +385,11 @@ mod tests {
     use flashtile_testkit::Rng;
 
     const KEYS: [KeyCodec; 5] = [
-        KeyCodec { codec: Codec::F32, centred: false },
-        KeyCodec { codec: Codec::Int8, centred: false },
-        KeyCodec { codec: Codec::Tq4, centred: false },
-        KeyCodec { codec: Codec::Tq4, centred: true },
-        KeyCodec { codec: Codec::F16, centred: false },
+        KeyCodec { codec: Codec::F32, centered: false },
+        KeyCodec { codec: Codec::Int8, centered: false },
+        KeyCodec { codec: Codec::Tq4, centered: false },
+        KeyCodec { codec: Codec::Tq4, centered: true },
+        KeyCodec { codec: Codec::F16, centered: false },
     ];
     const VALUES: [Codec; 3] = [Codec::F32, Codec::Tq5, Codec::Tq2];
 
@@ -448,7 +448,7 @@ mod tests {
             let found = compare(&attention, &KEYS, &VALUES);
             assert_eq!(found.queries, if attention.seen.is_some() { queries - 1 } else { queries });
             for (key, codec) in KEYS.iter().enumerate() {
-                let mean = codec.centred.then(|| mean_row(&k, head_dim));
+                let mean = codec.centered.then(|| mean_row(&k, head_dim));
                 let stored_k = stored(&k, head_dim, (codec.codec, Side::Keys), mean).unwrap();
                 for (value, codec) in VALUES.iter().enumerate() {
                     let stored_v = stored(&v, value_dim, (*codec, Side::Values), None).unwrap();

@@ -47,7 +47,7 @@ pub struct Quality {
     pub nrmse: f64,
 }
 
-/// Attention of queries that see every key over keys and values in codecs, against attention over them as they are. With `centred`,
+/// Attention of queries that see every key over keys and values in codecs, against attention over them as they are. With `centered`,
 /// the mean of the keys is not part of stored ones; it has no effect on plain elements. [`compare`] is of many codecs at once.
 /// Cost: `O(rows * tokens * (head_dim + value_dim))` on one thread.
 ///
@@ -59,9 +59,9 @@ pub struct Quality {
 pub fn quality(
     head: &Head<'_>,
     [k_codec, v_codec]: [Codec; 2],
-    centred: bool,
+    centered: bool,
 ) -> Result<Quality, (&'static str, usize, EncodeError)> {
-    let found = compare(&HeadAttention::new(*head), &[KeyCodec { codec: k_codec, centred }], &[v_codec]);
+    let found = compare(&HeadAttention::new(*head), &[KeyCodec { codec: k_codec, centered }], &[v_codec]);
     let k = found.keys[0].map_err(|refused| ("k", refused.row, refused.why))?;
     let v = found.values[0].map_err(|refused| ("v", refused.row, refused.why))?;
     let of_rows = |sum: f64| sum / found.queries.max(1) as f64;

@@ -21,7 +21,7 @@ use std::ops::Range;
 /// The greatest magnitude of a query's integers: its upper half is a signed byte.
 const Q_ONE: f32 = 127.0 * 256.0;
 /// A query whose greatest magnitude is below it has scores of 0: no key is long enough to make them more.
-const LEAST: f32 = 1e-30;
+const MIN_MAGNITUDE: f32 = 1e-30;
 
 /// Quantized rows of one head of a sequence.
 #[derive(Clone, Copy)]
@@ -252,7 +252,7 @@ impl IntegerOperands {
                 let most = codec::greatest(row);
                 // Numbers that are not finite reach the scores by the factor.
                 let finite = most.is_finite();
-                let inverse = if finite && most > LEAST { Q_ONE / most } else { 0.0 };
+                let inverse = if finite && most > MIN_MAGNITUDE { Q_ONE / most } else { 0.0 };
                 let half = |n: usize| self.q.add((2 * r + n) * MAX_HEAD_DIM);
                 let high = std::slice::from_raw_parts_mut(half(0), self.dim);
                 let low = std::slice::from_raw_parts_mut(half(1), self.dim);

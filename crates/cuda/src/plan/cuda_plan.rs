@@ -1,6 +1,6 @@
 //! The plan of one problem.
 
-use super::facts::{CudaFacts, LEAST_CAPABILITY, NATIVE_CAPABILITY};
+use super::facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
 use super::launch::{ALIGN, Launch, MAX_GRID};
 use super::portable::{Portable, PortableKernel, PortableTile};
 use super::schedule::{Shares, tiles};
@@ -105,8 +105,8 @@ impl CudaPlan {
     }
 
     fn check_device(problem: &Problem, facts: &CudaFacts) -> Result<(), Unsupported> {
-        if facts.capability < LEAST_CAPABILITY {
-            return Err(Unsupported::Capability { got: facts.capability, least: LEAST_CAPABILITY });
+        if facts.capability < MIN_CAPABILITY {
+            return Err(Unsupported::Capability { got: facts.capability, least: MIN_CAPABILITY });
         }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];

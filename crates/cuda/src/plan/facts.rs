@@ -20,7 +20,7 @@ pub struct CudaFacts {
 
 /// The least compute capability for which there are kernels: the portable ones multiply f16 on its matrix unit, and NVRTC 13 compiles
 /// for nothing older.
-pub const LEAST_CAPABILITY: (u32, u32) = (7, 5);
+pub const MIN_CAPABILITY: (u32, u32) = (7, 5);
 
 /// The least compute capability of the CUDA C++ kernels: asynchronous copies, products of bf16.
 pub const NATIVE_CAPABILITY: (u32, u32) = (8, 0);

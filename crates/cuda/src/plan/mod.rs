@@ -22,7 +22,7 @@ mod work_tile;
 
 pub use cuda_plan::CudaPlan;
 pub(crate) use cuda_plan::{CLASS_ROWS, ClassTable};
-pub use facts::{CudaFacts, LEAST_CAPABILITY, NATIVE_CAPABILITY};
+pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
 pub(crate) use launch::{Launch, MAX_GRID};
 pub(crate) use portable::Portable;
 pub use portable::{PortableKernel, PortableTile};

@@ -134,7 +134,7 @@ const SEQUENCE: usize = 8;
 const MAX_REGISTERS: usize = 256;
 
 /// Most parts of the keys of a row: adding up more takes longer than the groups that they are for gain.
-const MOST_PARTS: usize = 128;
+const MAX_SPLITS: usize = 128;
 
 /// A plan of the portable kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -295,5 +295,5 @@ fn most_parts(problem: &Problem, tile: &PortableTile) -> usize {
         }
         _ => usize::MAX,
     };
-    held.min(band).div_ceil(tile.keys()).clamp(1, MOST_PARTS)
+    held.min(band).div_ceil(tile.keys()).clamp(1, MAX_SPLITS)
 }

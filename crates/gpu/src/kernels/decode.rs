@@ -44,7 +44,7 @@ const SECOND_PASS: u32 = 0x8000_0000;
 
 /// The least scale of a value that counts for a row's reference, in units of log2.
 #[constant]
-const LEAST_SCALE: f32 = -60.0;
+const MIN_SCALE: f32 = -60.0;
 
 /// Of a bias of a greater magnitude, `2^126`, what is above it counts [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest
 /// of f32 would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
@@ -408,7 +408,7 @@ pub fn decode<
     #[constant] sloped: bool,
     #[constant] masked: bool,
     #[constant] treed: bool,
-    #[constant] centred: bool,
+    #[constant] centered: bool,
 ) {
     let mut queries: Shared<f32> = shared(8 * T * D);
     // Of each row: what its products are multiplied with, and what its scores have added.
@@ -567,7 +567,7 @@ pub fn decode<
     for row in (simd_index()..(8 * T) as u32).step_by(S) {
         let start = row * D as u32;
         let mut bias = 0.0;
-        if centred {
+        if centered {
             for c in (simd_lane()..D as u32).step_by(32) {
                 bias += queries[start + c] * means[kv_head * D as u32 + c];
             }
@@ -710,7 +710,7 @@ pub fn decode<
                     let key = base as i32 + 16 * u as i32 + 8 * h as i32 + lane_row as i32;
                     let mut scale = 0.0;
                     if VF >= INT8 {
-                        scale = v_scale[u][h].whole.log2().max(LEAST_SCALE);
+                        scale = v_scale[u][h].whole.log2().max(MIN_SCALE);
                     }
                     for t in 0..T {
                         for n in 0..2usize {

@@ -26,11 +26,11 @@ const MAX_ENERGY: f32 = flashtile_core::codec::MAX_NORM * flashtile_core::codec:
 
 /// A greatest coordinate below this is that of a vector of zeros.
 #[constant]
-const LEAST: f32 = 1e-12;
+const MIN_MAGNITUDE: f32 = 1e-12;
 
 /// A norm of mlx-native up to this is that of zeros.
 #[constant]
-const LEAST_NORM: f32 = 1e-10;
+const MIN_NORM: f32 = 1e-10;
 
 /// Coordinates in fixed point: the greatest magnitude is this.
 #[constant]
@@ -393,7 +393,7 @@ fn normalised<const FORMAT: u32, const D: usize>(
         let energy = energy_of(row, first, 256);
         let mean = select(D == 512, energy / 256.0, energy);
         let norm = mean.sqrt();
-        let factor = select(norm > LEAST_NORM, 1.0 / norm * select(D == 512, 1.0, 16.0), 0.0);
+        let factor = select(norm > MIN_NORM, 1.0 / norm * select(D == 512, 1.0, 16.0), 0.0);
         for c in (simd_lane()..256).step_by(32) {
             let z = row[first + c] * factor;
             // How many edges are below.
@@ -487,7 +487,7 @@ fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(numbers.len() >= 256 && !status.is_empty(), "256 numbers and a status"),
-    requires(!centred || means.len() >= params.heads as usize * D, "a mean for each head"),
+    requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
     requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
@@ -507,7 +507,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
     params: &Rows,
     pages: &mut Buffer<u8>,
     status: &mut Buffer<u32>,
-    #[constant] centred: bool,
+    #[constant] centered: bool,
     #[constant] unbiased: bool,
 ) {
     let mut held: Shared<f32> = shared(4 * D);
@@ -527,7 +527,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
         let mut finite = true;
         for c in (simd_lane()..D as u32).step_by(32) {
             let mut number = x[from + c as u64].to_f32();
-            if centred {
+            if centered {
                 number -= means[head * D as u32 + c];
             }
             held[start + c] = number;
@@ -554,7 +554,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
                 scale[0] = bits;
             } else {
                 let most = greatest::<D>(&held, start);
-                if most < LEAST {
+                if most < MIN_MAGNITUDE {
                     for c in (simd_lane()..D as u32).step_by(32) {
                         codes[start + c] = 0u32 as u8;
                     }

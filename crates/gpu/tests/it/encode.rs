@@ -58,7 +58,7 @@ pub(super) struct Case {
     width: usize,
     table: Vec<u32>,
     runs: Vec<Appended>,
-    centred: bool,
+    centered: bool,
     head_major: bool,
 }
 
@@ -79,7 +79,7 @@ impl Case {
             table: vec![9, 2, 14, 7, 1, 4, 0, 11],
             // Positions 13.. of a table that starts again at 20, and 2.. of another.
             runs: vec![run(0, 1, 10, 0, 13), run(1, 0, 3, 1, 2)],
-            centred: side == Side::Keys,
+            centered: side == Side::Keys,
             head_major: false,
         }
     }
@@ -146,7 +146,7 @@ pub(super) fn run_on(
     let mean: Vec<f32> = (0..heads * dim).map(|_| rng.normal()).collect();
 
     let mut wanted = CodePages::new(codec, case.side, [case.pages, heads, page, dim]).unwrap();
-    wanted.set_mean(case.centred.then(|| mean.clone()));
+    wanted.set_mean(case.centered.then(|| mean.clone()));
     let strides = case.strides();
     let (mut refused, mut before) = (u32::MAX, 0);
     for run in &case.runs {
@@ -191,7 +191,7 @@ pub(super) fn run_on(
         params,
         pages: pool.view_mut(),
         status: status.view_mut(),
-        centred: case.centred,
+        centered: case.centered,
         unbiased: case.side == Side::Keys,
         groups: [2, case.runs.len() as u32, 1],
     }
@@ -257,7 +257,7 @@ pub(super) fn vector(rng: &mut Rng, coder: &Coder, dim: usize, n: usize) -> Vec<
 
 fn all_kinds(case: &Case, seed: u64) -> u32 {
     let (mut rng, coder) = (Rng::new(seed), Coder::new(case.codec, case.dim).unwrap());
-    let mean_is_large = case.centred;
+    let mean_is_large = case.centered;
     run(case, seed, &mut |n| {
         let x = vector(&mut rng, &coder, case.dim, n + seed as usize);
         // With a mean the largest norm may be above what is stored; other tests are about that.

@@ -21,7 +21,7 @@ use flashtile_kernel::text::Instance;
 use flashtile_kernel::{Argument, Device, Generic, Launch, Plain, Scalar, ScalarType, Target, bf16, f16};
 use flashtile_msl_standin::{Buffer, CLANG_VARIABLE, Compiler, FunctionConstant, Library, Value};
 use flashtile_testkit::{
-    Case, Failure, NotRun, Ran, Rng, Runner, SimulatorRunner, catalogue, quantized, run_case,
+    Case, Failure, Rng, RunReport, Runner, RunnerError, SimulatorRunner, catalogue, quantized, run_case,
 };
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -222,7 +222,12 @@ impl Runner for MetalRunner {
         "metal".to_owned()
     }
 
-    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
         self.on.run_on(&self.device, problem, inputs, outputs)
     }
 }
@@ -276,7 +281,7 @@ fn elements_agree_with_the_oracle() {
 
 #[test]
 fn codes_agree_with_the_oracle() {
-    let names = ["single_d64", "single_d320", "centred_softcap", "pair_steps", "tree", "mask_additive"];
+    let names = ["single_d64", "single_d320", "centered_softcap", "pair_steps", "tree", "mask_additive"];
     let of = |case: &Case| {
         names.iter().any(|name| case.name.starts_with(&format!("quantized_{name}"))) && scores(case) <= 12_000
     };

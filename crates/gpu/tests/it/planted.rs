@@ -5,7 +5,7 @@ use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{classify, encode};
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Fault, FaultKind, Memory, Simulator};
-use flashtile_kernel::{BrokenKind, LaunchError};
+use flashtile_kernel::{ContractErrorKind, LaunchError};
 
 /// The line that a comment marks.
 fn marked(mark: &str) -> u32 {
@@ -25,7 +25,7 @@ fn fault<E: std::fmt::Debug>(result: Result<(), LaunchError<E>>) -> E {
 fn broken<E: std::fmt::Debug>(result: Result<(), LaunchError<E>>) -> &'static str {
     match result {
         Err(LaunchError::Contract(broken)) => match broken.what {
-            BrokenKind::Requirement { message, .. } => message,
+            ContractErrorKind::Requirement { message, .. } => message,
             other => panic!("{other:?}"),
         },
         other => panic!("{other:?}"),
@@ -211,7 +211,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
 
     let (words, mut pages, mut status) =
         (Memory::from_slice(&[0u32; 256]), Memory::from_slice(&[0u8; 64]), Memory::from_slice(&[0u32]));
-    let mut appended = |runs: u32, page: u32, centred: bool| {
+    let mut appended = |runs: u32, page: u32, centered: bool| {
         let call = encode::encode::Call {
             x: x.view(),
             means: factors.view(),
@@ -222,7 +222,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
             params: encode::Rows { heads: 2, page, width: 1, dim: 64, ..Default::default() },
             pages: pages.view_mut(),
             status: status.view_mut(),
-            centred,
+            centered,
             unbiased: true,
             groups: [1, runs, 1],
         };

@@ -434,7 +434,7 @@ impl Expansion<'_> {
                 ) -> ::core::result::Result<(), ::flashtile_kernel::LaunchError<FtDevice::Error>> {
                     if !::core::ptr::eq(instance.kernel(), &KERNEL) {
                         return ::core::result::Result::Err(
-                            ::flashtile_kernel::Broken::instance(&KERNEL, instance).into(),
+                            ::flashtile_kernel::ContractError::instance(&KERNEL, instance).into(),
                         );
                     }
                     let launch = ::flashtile_kernel::Launch::new(

@@ -29,24 +29,24 @@ pub(crate) struct Lowered {
     /// Receivers of methods that are `&mut` parameters, by the address of their tree.
     pub(crate) references: HashSet<*const syn::Expr>,
     /// Where threads meet in the body.
-    pub(crate) meetings: Meetings,
+    pub(crate) meetings: Convergence,
     /// Where they meet in each loop, by the address of its tree.
-    pub(crate) loops: HashMap<*const syn::Expr, Meetings>,
+    pub(crate) loops: HashMap<*const syn::Expr, Convergence>,
     /// The calls of device functions, numbered from 1, by the address of their tree.
     pub(crate) calls: HashMap<*const syn::ExprCall, u64>,
 }
 
 /// Where threads meet in a part of a body: at operations of a SIMD group and barriers, its own or those of device functions.
 #[derive(Clone, Default)]
-pub(crate) struct Meetings {
+pub(crate) struct Convergence {
     operation: bool,
     barrier: bool,
     /// The device functions: the modules beside them by the paths that the user wrote, by their tokens.
     functions: BTreeMap<String, syn::Path>,
 }
 
-impl Meetings {
-    fn add(&mut self, other: &Meetings) {
+impl Convergence {
+    fn add(&mut self, other: &Convergence) {
         self.operation |= other.operation;
         self.barrier |= other.barrier;
         self.functions.extend(other.functions.clone());
@@ -118,7 +118,7 @@ pub(crate) fn body(
         booleans: HashSet::new(),
         beside_literals: HashSet::new(),
         references: HashSet::new(),
-        meetings: Meetings::default(),
+        meetings: Convergence::default(),
         loops: HashMap::new(),
         calls: HashMap::new(),
     };
@@ -250,8 +250,8 @@ struct Lower<'a> {
     beside_literals: HashSet<*const syn::Expr>,
     references: HashSet<*const syn::Expr>,
     /// Of the innermost loop, so far.
-    meetings: Meetings,
-    loops: HashMap<*const syn::Expr, Meetings>,
+    meetings: Convergence,
+    loops: HashMap<*const syn::Expr, Convergence>,
     calls: HashMap<*const syn::ExprCall, u64>,
 }
 
@@ -277,7 +277,7 @@ pub(crate) fn constant(reader: &mut Reader<'_>, expr: &syn::Expr, scalar: Option
         booleans: HashSet::new(),
         beside_literals: HashSet::new(),
         references: HashSet::new(),
-        meetings: Meetings::default(),
+        meetings: Convergence::default(),
         loops: HashMap::new(),
         calls: HashMap::new(),
     };

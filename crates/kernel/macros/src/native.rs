@@ -11,7 +11,7 @@ use syn::spanned::Spanned;
 
 use crate::intrinsics;
 use crate::ir::Binary;
-use crate::lower::{Lowered, Meetings, compound};
+use crate::lower::{Convergence, Lowered, compound};
 use crate::syntax::{is_lint, module_of, shared_call, strip};
 
 /// The body of a function, with braces.
@@ -37,7 +37,7 @@ struct Native<'a> {
     booleans: &'a HashSet<*const syn::Expr>,
     beside_literals: &'a HashSet<*const syn::Expr>,
     references: &'a HashSet<*const syn::Expr>,
-    loops: &'a HashMap<*const syn::Expr, Meetings>,
+    loops: &'a HashMap<*const syn::Expr, Convergence>,
     calls: &'a HashMap<*const syn::ExprCall, u64>,
 }
 

@@ -8,8 +8,8 @@ use flashtile_kernel::text::{
     Cpp, ElementType, GenericKind, GenericParameter, Parameter, ParameterKind, TextKind, Threads,
 };
 use flashtile_kernel::{
-    Argument, Broken, BrokenKind, Device, Element, Generic, Instance, Kernel, Launch, LaunchError, Scalar,
-    ScalarType, Span, Target, Text, View, f16,
+    Argument, ContractError, ContractErrorKind, Device, Element, Generic, Instance, Kernel, Launch,
+    LaunchError, Scalar, ScalarType, Span, Target, Text, View, f16,
 };
 
 const fn parameter(name: &'static str, kind: ParameterKind) -> Parameter {
@@ -254,7 +254,9 @@ fn launches_are_refused_before_the_device() {
     // Elements of another type than the instance's, by the launch itself.
     let halves = gpu.buffer_from(&[f16::ONE; 64]).unwrap();
     let refusal = launch(&gpu, &instance, (halves.view(), &add), &mut out, (true, 2.0)).unwrap_err();
-    let LaunchError::Contract(Broken { what: BrokenKind::Element { parameter: "x", .. }, .. }) = refusal
+    let LaunchError::Contract(ContractError {
+        what: ContractErrorKind::Element { parameter: "x", .. }, ..
+    }) = refusal
     else {
         panic!("{refusal}")
     };

@@ -2,7 +2,7 @@
 
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{Argument, BrokenKind, Device as _, Launch, LaunchError, Target};
+use flashtile_kernel::{Argument, ContractErrorKind, Device as _, Launch, LaunchError, Target};
 use flashtile_kernel_macros::{constant, device, kernel, params};
 
 #[params]
@@ -99,11 +99,11 @@ fn a_launch_keeps_the_requirements_whoever_makes_it() {
             .map_err(|broken| broken.what)
     };
     assert_eq!(new(10, 1), Ok([1, 1, 1]));
-    let Err(BrokenKind::Requirement { message, numbers, .. }) = new(11, 1) else {
+    let Err(ContractErrorKind::Requirement { message, numbers, .. }) = new(11, 1) else {
         panic!("{:?}", new(11, 1))
     };
     assert_eq!((message, numbers.as_str()), ("x holds n numbers", "x.len() = 10"));
-    assert!(matches!(new(10, 0), Err(BrokenKind::Groups { .. })));
+    assert!(matches!(new(10, 0), Err(ContractErrorKind::Groups { .. })));
 }
 
 #[test]

@@ -2,9 +2,9 @@
 
 mod natives;
 
-use super::laid::{ALIGNED, Laid, Layout, accumulation, write};
+use super::laid::{ALIGNED, Layout, StagedInputs, accumulation, write};
 use super::machine::{Values, blank};
-use super::run::{NotRun, Ran, Runner};
+use super::run::{RunReport, Runner, RunnerError};
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
@@ -128,7 +128,12 @@ impl Runner for SimulatorRunner {
         format!("simulator {}x{} simds {simds} parts {parts}", 8 * rows, 16 * keys)
     }
 
-    fn run(&self, problem: &Problem, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<Ran, NotRun> {
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
         self.run_on(&Simulator::new(), problem, inputs, outputs)
     }
 }
@@ -141,25 +146,25 @@ impl SimulatorRunner {
         problem: &Problem,
         inputs: &Inputs<'_>,
         outputs: &mut Outputs<'_>,
-    ) -> Result<Ran, NotRun> {
-        let invalid = |e: flashtile_core::inputs::RunError| NotRun::Error(e.to_string());
+    ) -> Result<RunReport, RunnerError> {
+        let invalid = |e: flashtile_core::inputs::RunError| RunnerError::Error(e.to_string());
         flashtile_core::inputs::check(problem, inputs, outputs).map_err(invalid)?;
         let dims = problem.dims();
         let scores = problem.sequences().iter().map(|s| s.q_len as u64 * s.kv_len as u64).sum::<u64>();
         let scores = scores.saturating_mul(dims.q_heads as u64);
         if scores > self.most_scores {
             let most = self.most_scores;
-            return Err(NotRun::Unsupported(format!(
+            return Err(RunnerError::Unsupported(format!(
                 "more scores than the {most} that the simulator is given: {scores}"
             )));
         }
         let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };
-        let refused = |why| NotRun::Unsupported(format!("no kernel takes the problem: {why}"));
-        let laid = Laid::new(problem, inputs, layout).map_err(refused)?;
+        let refused = |why| RunnerError::Unsupported(format!("no kernel takes the problem: {why}"));
+        let laid = StagedInputs::new(problem, inputs, layout).map_err(refused)?;
         let entry = laid.plan.instances()[0].entry();
         let paged = laid.paged;
         let native = laid.plan.with_native(self.find);
-        let plan = native.ok_or_else(|| NotRun::Unsupported(no_native(problem, paged)))?;
+        let plan = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem, paged)))?;
         let mut read = laid.inputs.each_ref().map(Values::simulated);
         let held = held(problem, inputs);
         for (n, view) in [&inputs.k, &inputs.v].into_iter().enumerate() {
@@ -168,9 +173,9 @@ impl SimulatorRunner {
             }
         }
         let mut written = laid.outputs.map(|(element, len)| blank(element, len));
-        Laid::launch::<Simulator, _>(&plan, device, &read, &mut written)
-            .map_err(|e| NotRun::Error(e.to_string()))?;
+        StagedInputs::launch::<Simulator, _>(&plan, device, &read, &mut written)
+            .map_err(|e| RunnerError::Error(e.to_string()))?;
         write::<Simulator>(outputs, problem, &written)?;
-        Ok(Ran::new(entry).accumulated(accumulation(problem)))
+        Ok(RunReport::new(entry).accumulated(accumulation(problem)))
     }
 }

@@ -10,7 +10,7 @@ use crate::codec::coder::Scheme;
 use crate::codec::fp8;
 use crate::codec::ops::avx512::{Avx512, Vbmi, add_up, load_table, look_up, short_butterflies};
 use crate::codec::planes::planes as planes_of;
-use crate::codec::quantizer::{LEAST, ONE, PARTS, Quantizer, ROUNDER, ScaleRule, scale_of, unit};
+use crate::codec::quantizer::{MIN_MAGNITUDE, ONE, PARTS, Quantizer, ROUNDER, ScaleRule, scale_of, unit};
 use crate::codec::row_layout::FP8_SCALE_UNIT;
 use crate::codec::tq::codebook::{Codebook, TRIALS};
 use crate::dtype::Dtype;
@@ -179,7 +179,7 @@ impl Encoder for Numbers {
         // SAFETY: the caller's: the instruction set, and a plane of as many bytes.
         unsafe {
             let most = greatest(&x);
-            let scale = to_f16(most * (FP8_SCALE_UNIT / fp8::MOST));
+            let scale = to_f16(most * (FP8_SCALE_UNIT / fp8::MAX));
             if scale == 0 {
                 codes.write_bytes(0, V * LANES);
                 return scale;
@@ -204,19 +204,19 @@ impl Encoder for Numbers {
 #[inline(always)]
 unsafe fn e4m3(x: __m512) -> __m512i {
     /// The exponent of subnormal numbers, and what is above it in the last step's number, as bits of an f32.
-    const LEAST: i32 = (127 - 6) << 23;
+    const MIN_EXPONENT: i32 = (127 - 6) << 23;
     const ABOVE: i32 = (20 << 23) | 1 << 22;
     // SAFETY: the caller's: the instruction set.
     unsafe {
         let bits = _mm512_castps_si512(x);
         let magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(i32::MAX));
-        let magnitude = _mm512_min_epu32(magnitude, _mm512_set1_epi32(fp8::MOST.to_bits().cast_signed()));
+        let magnitude = _mm512_min_epu32(magnitude, _mm512_set1_epi32(fp8::MAX.to_bits().cast_signed()));
         let exponent = _mm512_and_si512(magnitude, _mm512_set1_epi32(0xff << 23));
-        let exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(LEAST));
+        let exponent = _mm512_max_epu32(exponent, _mm512_set1_epi32(MIN_EXPONENT));
         let rounder = _mm512_add_epi32(exponent, _mm512_set1_epi32(ABOVE));
         let sum = _mm512_add_ps(_mm512_castsi512_ps(magnitude), _mm512_castsi512_ps(rounder));
         let steps = _mm512_sub_epi32(_mm512_castps_si512(sum), rounder);
-        let above = _mm512_srli_epi32::<20>(_mm512_sub_epi32(exponent, _mm512_set1_epi32(LEAST)));
+        let above = _mm512_srli_epi32::<20>(_mm512_sub_epi32(exponent, _mm512_set1_epi32(MIN_EXPONENT)));
         let sign = _mm512_and_si512(_mm512_srli_epi32::<24>(bits), _mm512_set1_epi32(0x80));
         _mm512_or_si512(_mm512_add_epi32(steps, above), sign)
     }
@@ -233,7 +233,7 @@ impl Encoder for Integers<'_> {
         unsafe {
             let x = rotate(quantizer, x);
             let most = greatest(&x);
-            if most < LEAST {
+            if most < MIN_MAGNITUDE {
                 codes.write_bytes(0, V * LANES);
                 return 0;
             }
@@ -278,7 +278,7 @@ impl Encoder for Table<'_> {
         unsafe {
             let x = rotate(quantizer, x);
             let most = greatest(&x);
-            if most < LEAST {
+            if most < MIN_MAGNITUDE {
                 put::<V>(&[_mm512_setzero_si512(); V], levels.bits, planes);
                 return 0;
             }
