@@ -49,7 +49,7 @@ pub(crate) struct ListArgs {
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \
-    flashtile kernels print classify --target msl\n  \
+    flashtile kernels print mask_tiles --target msl\n  \
     flashtile kernels print --all --target msl -o texts"
 )]
 pub(crate) struct PrintArgs {

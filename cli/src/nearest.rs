@@ -59,7 +59,10 @@ mod tests {
     #[test]
     fn the_nearest_comes_first() {
         assert_eq!((distance("", "ab"), distance("decode", "decoed"), distance("a", "a")), (2, 2, 0));
-        assert_eq!(expected("decod", ["classify", "merge", "decode"]), "expected decode, merge, classify");
+        assert_eq!(
+            expected("decod", ["mask_tiles", "merge", "decode"]),
+            "expected decode, merge, mask_tiles"
+        );
         let many = ["a", "b", "c", "d", "e", "f"];
         assert_eq!(expected("f", many), "expected f, a, b, c, d, e");
         assert_eq!(expected_some("f", many), "expected f, a, b, c and 2 more");

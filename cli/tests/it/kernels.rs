@@ -4,7 +4,7 @@ use crate::commands::ok;
 use crate::files::{Folder, assert_refused, flashtile};
 use serde_json::Value;
 
-const KERNELS: [&str; 6] = ["decode", "merge", "encode", "append", "hadamard", "classify"];
+const KERNELS: [&str; 6] = ["decode", "merge", "encode", "append", "hadamard", "mask_tiles"];
 
 pub(crate) fn json_lines(args: &[&str]) -> Vec<Value> {
     ok(args).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -91,10 +91,10 @@ fn texts_as_files() {
     // Again, over what is there.
     assert_eq!(ok(&print), shown);
     let one = one.to_str().unwrap();
-    assert_eq!(ok(&["kernels", "print", "classify", "--target", "rust", "-o", one]), "");
+    assert_eq!(ok(&["kernels", "print", "mask_tiles", "--target", "rust", "-o", one]), "");
     assert_eq!(
         std::fs::read_to_string(one).unwrap(),
-        ok(&["kernels", "print", "classify", "--target", "rust"])
+        ok(&["kernels", "print", "mask_tiles", "--target", "rust"])
     );
     assert_refused(
         &flashtile(["kernels", "print", "--all", "--target", "msl", "-o", one]),
@@ -109,15 +109,15 @@ fn refusals() {
     let cases = [
         (
             vec!["kernels", "list", "decod"],
-            "decod is no kernel, expected decode, encode, merge, append, hadamard, classify",
+            "decod is no kernel, expected decode, encode, merge, append, hadamard, mask_tiles",
         ),
         (
             print(&[]),
-            "expected a kernel (decode, merge, encode, append, hadamard, classify), an instance or --all",
+            "expected a kernel (decode, merge, encode, append, hadamard, mask_tiles), an instance or --all",
         ),
-        (print(&["clasify"]), "clasify is no kernel and no instance of one, expected classify"),
+        (print(&["clasify"]), "clasify is no kernel and no instance of one, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
-        (print(&["classify", "--paged"]), "--paged: has no meaning for classify, it has one instance"),
+        (print(&["mask_tiles", "--paged"]), "--paged: has no meaning for mask_tiles, it has one instance"),
         (print(&["merge", "--head-dim", "64"]), "expected --dtype, --value-dim, --v-codec"),
         (
             print(&["decode", "--head-dim", "72"]),

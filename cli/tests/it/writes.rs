@@ -192,7 +192,7 @@ fn files_keep_the_permission_bits_of_what_they_replace() {
     }
     // Other files that are written, and links to what is replaced.
     let target = folder.path().join("target");
-    for args in [&["plan", "--svg"][..], &["kernels", "print", "classify", "--target", "rust", "-o"]] {
+    for args in [&["plan", "--svg"][..], &["kernels", "print", "mask_tiles", "--target", "rust", "-o"]] {
         std::fs::write(&target, b"old").unwrap();
         std::fs::set_permissions(&target, Permissions::from_mode(0o620)).unwrap();
         std::os::unix::fs::symlink(&target, &folder.output).unwrap();

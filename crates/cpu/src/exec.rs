@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use crate::isa;
-use crate::kernels::mask::classify;
+use crate::kernels::mask;
 use crate::kernels::state::Storage;
 use crate::kernels::state::{Context, Slots};
 use crate::kernels::task::{reduce, task};
@@ -37,14 +37,16 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let workers = plan.workers();
     let stride = plan.value_stride();
     let memory = workspace.bytes_mut();
-    let (floats, classes) = memory.split_at_mut(plan.float_bytes());
+    let (floats, mask_tiles) = memory.split_at_mut(plan.float_bytes());
     let base: *mut f32 = floats.as_mut_ptr().cast();
     let scratch = Scratch { base, len: plan.scratch().len };
     let values = base.wrapping_add(workers * scratch.len);
     let max = values.wrapping_add(plan.slots() * stride);
     let slots = Slots { values, max, sum: max.wrapping_add(plan.slots()), stride };
-    let mask = match (&inputs.mask, plan.mask_classes()) {
-        (Some(view), Some(sizes)) => Some(classify(*view, sizes, plan.block_k(), classes, workers == 1)),
+    let mask = match (&inputs.mask, plan.mask_tile_shape()) {
+        (Some(view), Some(sizes)) => {
+            Some(mask::mask_tiles(*view, sizes, plan.block_k(), mask_tiles, workers == 1))
+        }
         _ => None,
     };
     let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);

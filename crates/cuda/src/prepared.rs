@@ -7,10 +7,10 @@ use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use super::device::Cuda;
 use super::error::{CudaError, DeviceError};
 use super::portable::{self, Runs};
-use super::sources::{Access, CLASSIFY_PARAMS, FORWARD_PARAMS, Source, dtype_number};
+use super::sources::{Access, FORWARD_PARAMS, MASK_TILE_PARAMS, Source, dtype_number};
 use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
 use crate::plan::{
-    CLASS_ROWS, ClassTable, CudaKernel, CudaPlan, Item, Launch, NATIVE_CAPABILITY, PortableKernel,
+    CudaKernel, CudaPlan, Item, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, PortableKernel,
 };
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::inputs::{self, InputShapes};
@@ -47,7 +47,7 @@ pub struct Prepared {
     plan: CudaPlan,
     /// Of each launch, for rows that start on 16 bytes; and for any others, once there were some.
     functions: Vec<(Arc<Function>, Option<Arc<Function>>)>,
-    classify: Option<Arc<Function>>,
+    mask_tiles: Option<Arc<Function>>,
     /// Of a plan of the portable kernel, which has no launches of its own.
     runs: Option<Runs>,
     at: u64,
@@ -109,7 +109,7 @@ struct ForwardParams {
     table: u64,
     items: u64,
     counters: u64,
-    classes: u64,
+    mask_tiles: u64,
     partials: u64,
     tree_row: i64,
     left: i64,
@@ -127,20 +127,20 @@ struct ForwardParams {
     mask_step: u32,
     tree_step: u32,
     every_tile_partial: u32,
-    class_q_tiles: u32,
-    class_k_blocks: u32,
+    mask_q_tiles: u32,
+    mask_k_blocks: u32,
     table_width: u32,
     padding: u32,
 }
 
 const _: () = assert!(size_of::<ForwardParams>() == FORWARD_PARAMS);
 
-/// `Params` of `classify.cu`.
+/// `Params` of `mask_tiles.cu`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)]
-struct ClassifyParams {
+struct MaskTileParams {
     mask: u64,
-    classes: u64,
+    mask_tiles: u64,
     sequence: i64,
     head: i64,
     row: i64,
@@ -154,7 +154,7 @@ struct ClassifyParams {
     k_blocks: u32,
 }
 
-const _: () = assert!(size_of::<ClassifyParams>() == CLASSIFY_PARAMS);
+const _: () = assert!(size_of::<MaskTileParams>() == MASK_TILE_PARAMS);
 
 /// The bytes of items.
 fn bytes_of(values: &[Item]) -> &[u8] {
@@ -223,13 +223,13 @@ impl Prepared {
         };
         let vector = |kernel| Ok((forward(cuda, kernel, Access::Vector)?, None));
         let functions = plan.kernels().map(vector).collect::<Result<_, CudaError>>()?;
-        let classify = (!plan.class_tables().is_empty())
-            .then(|| cuda.function(Source::classify(), "classify", 0))
+        let mask_tiles = (!plan.mask_tile_tables().is_empty())
+            .then(|| cuda.function(Source::mask_tiles(), "mask_tiles", 0))
             .transpose()?;
         let runs = plan.portable().map(|portable| Runs::new(cuda, stream, plan, portable)).transpose()?;
         let plan = plan.clone();
         let (cuda, stream) = (cuda.clone(), stream.clone());
-        let prepared = Self { cuda, stream, plan, functions, classify, runs, at, _memory: memory };
+        let prepared = Self { cuda, stream, plan, functions, mask_tiles, runs, at, _memory: memory };
         prepared.write()?;
         Ok(prepared)
     }
@@ -333,11 +333,11 @@ impl Prepared {
         params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
         params.items = self.at + regions.items as u64;
         params.counters = self.at + regions.counters as u64;
-        params.classes = self.at + regions.classes as u64;
+        params.mask_tiles = self.at + regions.mask_tiles as u64;
         params.partials = self.at + regions.partials as u64;
         for (n, launch) in self.plan.launches().iter().enumerate() {
-            if let (Some(classify), Some(table)) = (&self.classify, self.plan.class_tables().get(n)) {
-                self.classify(classify, table, inputs, &mut params)?;
+            if let (Some(mask_tiles), Some(table)) = (&self.mask_tiles, self.plan.mask_tile_tables().get(n)) {
+                self.mask_tiles(mask_tiles, table, inputs, &mut params)?;
             }
             let (vector, elements) = &self.functions[n];
             let function = elements.as_ref().filter(|_| !vectors).unwrap_or(vector);
@@ -354,18 +354,18 @@ impl Prepared {
             params.items += (launch.capacity.items * size_of::<Item>()) as u64;
             params.counters += launch.capacity.counters as u64 * 4;
             params.partials += (launch.capacity.slots * kernel.slot_floats() * 4) as u64;
-            if let Some(table) = self.plan.class_tables().get(n) {
-                params.classes += (table.planes * table.q_tiles * table.k_blocks) as u64;
+            if let Some(table) = self.plan.mask_tile_tables().get(n) {
+                params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
             }
         }
         Ok(())
     }
 
     /// Launches the classification of the mask for one launch, and tells the parameters of it.
-    fn classify(
+    fn mask_tiles(
         &self,
         function: &Function,
-        table: &ClassTable,
+        table: &MaskTileTable,
         inputs: &DeviceInputs<'_>,
         params: &mut ForwardParams,
     ) -> Result<(), CudaError> {
@@ -377,16 +377,16 @@ impl Prepared {
             *n = if step == 0 { (*n).min(1) } else { *n };
         }
         let [planes, heads, rows, keys] = shape;
-        let (q_tiles, k_blocks) = (rows.div_ceil(CLASS_ROWS), keys.div_ceil(table.block_k));
-        params.class_q_tiles = q_tiles as u32;
-        params.class_k_blocks = k_blocks as u32;
+        let (q_tiles, k_blocks) = (rows.div_ceil(MASK_TILE_ROWS), keys.div_ceil(table.block_k));
+        params.mask_q_tiles = q_tiles as u32;
+        params.mask_k_blocks = k_blocks as u32;
         if [planes, heads, rows, keys].contains(&0) {
             return Ok(());
         }
         let [sequence, head, row, _] = steps;
-        let classify = ClassifyParams {
+        let mask_tiles = MaskTileParams {
             mask: mask.at,
-            classes: params.classes,
+            mask_tiles: params.mask_tiles,
             sequence,
             head,
             row,
@@ -396,13 +396,13 @@ impl Prepared {
             rows: rows as u32,
             keys: keys as u32,
             block: table.block_k as u32,
-            q_tiles: params.class_q_tiles,
-            k_blocks: params.class_k_blocks,
+            q_tiles: params.mask_q_tiles,
+            k_blocks: params.mask_k_blocks,
         };
         let grid = Grid { blocks: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
         // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
         // for a mask with every axis of the problem's size.
-        unsafe { Ok(function.launch(&self.stream, grid, &classify)?) }
+        unsafe { Ok(function.launch(&self.stream, grid, &mask_tiles)?) }
     }
 }
 

@@ -23,8 +23,8 @@ impl Cuda {
                     wanted.push((Source::forward(kernel, access), "forward", kernel.shared_bytes()));
                 }
             }
-            if !plan.class_tables().is_empty() {
-                wanted.push((Source::classify(), "classify", 0));
+            if !plan.mask_tile_tables().is_empty() {
+                wanted.push((Source::mask_tiles(), "mask_tiles", 0));
             }
         }
         wanted.sort_by(|a, b| a.0.name.cmp(&b.0.name));

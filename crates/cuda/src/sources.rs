@@ -1,6 +1,6 @@
 //! Kernels as text, and the constants that they are compiled with.
 
-use crate::plan::{AGAIN, CLASS_ROWS, CudaKernel, GROUP, Item, STREAM_BYTES};
+use crate::plan::{AGAIN, CudaKernel, GROUP, Item, MASK_TILE_ROWS, STREAM_BYTES};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Program;
 
@@ -8,7 +8,7 @@ const PRELUDE: &str = include_str!("kernels/prelude.cu");
 const ATTENTION: &str = include_str!("kernels/attention.cu");
 const PREFILL: &str = include_str!("kernels/prefill.cu");
 const DECODE: &str = include_str!("kernels/decode.cu");
-const CLASSIFY: &str = include_str!("kernels/classify.cu");
+const CLASSIFY: &str = include_str!("kernels/mask_tiles.cu");
 const ROWS: &str = include_str!("kernels/rows.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
@@ -22,7 +22,7 @@ pub(super) struct Source {
 
 /// Bytes of the parameters of the kernels, which assert them.
 pub(super) const FORWARD_PARAMS: usize = 360;
-pub(super) const CLASSIFY_PARAMS: usize = 72;
+pub(super) const MASK_TILE_PARAMS: usize = 72;
 pub(super) const ROWS_PARAMS: usize = 184 + 20 * ROWS_RUNS;
 
 /// Runs of rows that one launch moves: parameters of a kernel are at most 4 KiB.
@@ -58,7 +58,7 @@ impl Source {
             ("SHARED", number(kernel.shared_bytes())),
             ("PARAMS", number(FORWARD_PARAMS)),
             ("ITEM", number(size_of::<Item>())),
-            ("CLASS_ROWS", number(CLASS_ROWS)),
+            ("MASK_TILE_ROWS", number(MASK_TILE_ROWS)),
             ("STREAM", number(STREAM_BYTES)),
             ("GROUP", number(GROUP)),
             ("AGAIN", number(AGAIN)),
@@ -69,9 +69,10 @@ impl Source {
         Self { name: format!("{kernel}{suffix}"), parts, constants }
     }
 
-    pub(super) fn classify() -> Self {
-        let constants = vec![("PARAMS", CLASSIFY_PARAMS.to_string()), ("CLASS_ROWS", CLASS_ROWS.to_string())];
-        Self { name: "cuda-classify-mask".to_owned(), parts: &[PRELUDE, CLASSIFY], constants }
+    pub(super) fn mask_tiles() -> Self {
+        let constants =
+            vec![("PARAMS", MASK_TILE_PARAMS.to_string()), ("MASK_TILE_ROWS", MASK_TILE_ROWS.to_string())];
+        Self { name: "cuda-mask_tiles-mask".to_owned(), parts: &[PRELUDE, CLASSIFY], constants }
     }
 
     pub(super) fn rows() -> Self {
@@ -194,7 +195,7 @@ mod tests {
                     add(Source::forward(kernel, access));
                 }
             }
-            for source in [Source::classify(), Source::rows(), Source::limits()] {
+            for source in [Source::mask_tiles(), Source::rows(), Source::limits()] {
                 add(source);
             }
         }
@@ -289,11 +290,11 @@ mod tests {
     #[test]
     fn a_kernel_that_does_not_compile_is_named_with_the_log() {
         let Some(compiler) = compiler() else { return };
-        let mut source = Source::classify();
+        let mut source = Source::mask_tiles();
         source.constants[0] = ("PARAMS", "1".to_owned());
         match compiler.compile(&source.program(), &compiler.target((8, 0))) {
             Err(Error::Compile { kernel, log }) => {
-                assert_eq!(kernel, "cuda-classify-mask");
+                assert_eq!(kernel, "cuda-mask_tiles-mask");
                 assert!(log.contains("static assertion failed"), "{log}");
             }
             other => panic!("{other:?}"),

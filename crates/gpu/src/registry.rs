@@ -2,7 +2,7 @@
 
 use crate::codecs::hadamard_order;
 use crate::encoding;
-use crate::kernels::classify::classify;
+use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{decode, encode, merge};
 use crate::plan::{Tile, decode_instance, merge_instance};
@@ -17,7 +17,7 @@ pub static KERNELS: &[&Kernel] = &[
     &encode::encode::KERNEL,
     &encode::append::KERNEL,
     &hadamard::KERNEL,
-    &classify::KERNEL,
+    &mask_tiles::KERNEL,
 ];
 
 /// Head dimensions that instances are listed for.
@@ -47,7 +47,7 @@ pub fn instances() -> Vec<Instance> {
             }
         }
     }
-    all.extend(classify::specialise(&[]));
+    all.extend(mask_tiles::specialise(&[]));
     all.sort_by_key(Instance::entry);
     all.dedup_by_key(|instance| instance.entry());
     all

@@ -2,8 +2,8 @@
 
 use crate::codecs::hadamard_order;
 use crate::encoding;
-use crate::kernels::classify::classify;
 use crate::kernels::encode;
+use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::plan::{DIM_STEP, MAX_DIM, Tile, decode_instance, merge_instance};
 use flashtile_core::codec::Codec;
@@ -196,7 +196,7 @@ impl Variant {
                 let order = hadamard_order(Codec::Int8, self.head_dim);
                 hadamard::specialise(&[Generic::Usize(self.head_dim), Generic::U32(order)])
             }
-            "classify" => classify::specialise(&[]),
+            "mask_tiles" => mask_tiles::specialise(&[]),
             _ => return Err(VariantError::Kernel { name: kernel.name }),
         };
         made.map_err(VariantError::Generics)

@@ -2,7 +2,7 @@
 //!
 //! A kernel's `bench(..)` has the shapes, what must be read, written and computed, and the tolerance; a [`Workload`] makes inputs of
 //! such a shape, launches the kernel, and knows the answer from a computation of another kind: the f64 oracle of attention, sums and
-//! transforms in f64, classes from how a mask was made.
+//! transforms in f64, mask tiles from how a mask was made.
 
 use crate::laid::{Layout, StagedInputs};
 use crate::machine::{Machine, Values};
@@ -17,12 +17,12 @@ use flashtile_core::reference;
 use flashtile_core::tensor::TensorView;
 use flashtile_gpu::codecs::{factors, format_id, hadamard_order};
 use flashtile_gpu::encoding::{self, Appended};
-use flashtile_gpu::kernels::classify::{Mask, classify};
 use flashtile_gpu::kernels::encode::Rows;
 use flashtile_gpu::kernels::formats::{BF16, TQ4};
+use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::kernels::{classify as classing, copy, decode, encode, rotation};
+use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, rotation};
 use flashtile_gpu::plan::{Plan, Tile, merge_instance};
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
@@ -100,7 +100,7 @@ pub static WORKLOADS: [Workload; 6] = [
         job: rotated,
     },
     Workload {
-        kernel: &classing::classify::KERNEL,
+        kernel: &tiling::mask_tiles::KERNEL,
         small: &[Shape { sizes: &[("queries", 100), ("keys", 300)] }],
         job: classified,
     },
@@ -400,8 +400,8 @@ impl Job {
                 call.launch_instance(device, &self.instance)
             }
             Work::Classify(params, groups) => {
-                let classes = M::view_mut(&mut outputs[0]);
-                let call = classify::Call { mask: view(0), params: *params, classes, groups: *groups };
+                let mask_tiles = M::view_mut(&mut outputs[0]);
+                let call = mask_tiles::Call { mask: view(0), params: *params, mask_tiles, groups: *groups };
                 call.launch_instance(device, &self.instance)
             }
         }
@@ -736,24 +736,24 @@ fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let (queries, keys) = (size(shape, "queries")?, size(shape, "keys")?);
     let blocks = [queries.div_ceil(BLOCK[0]), keys.div_ceil(BLOCK[1])];
     let mut rng = Rng::new(1);
-    let classes: Vec<u8> = (0..blocks[0] * blocks[1]).map(|_| rng.below(3) as u8).collect();
+    let tiles: Vec<u8> = (0..blocks[0] * blocks[1]).map(|_| rng.below(3) as u8).collect();
     let mut mask = vec![0u8; queries * keys];
     for (row, bytes) in mask.chunks_exact_mut(keys).enumerate() {
         for (column, piece) in bytes.chunks_mut(BLOCK[1]).enumerate() {
-            let class = classes[row / BLOCK[0] * blocks[1] + column];
-            piece.fill(u8::from(class == 2));
+            let tile = tiles[row / BLOCK[0] * blocks[1] + column];
+            piece.fill(u8::from(tile == 2));
             // Of a block that is neither, the first key of the first query alone is open.
-            if class == 1 && row.is_multiple_of(BLOCK[0]) {
+            if tile == 1 && row.is_multiple_of(BLOCK[0]) {
                 piece[0] = 1;
             }
         }
     }
     // Beside which nothing is hidden, where the block has no other key.
     let alone = |n: usize, all: usize, block: usize| all - n * block == 1;
-    let want = classes.iter().enumerate().map(|(n, &class)| {
+    let want = tiles.iter().enumerate().map(|(n, &tile)| {
         let (row, column) = (n / blocks[1], n % blocks[1]);
-        let open = class == 1 && alone(row, queries, BLOCK[0]) && alone(column, keys, BLOCK[1]);
-        if open { 2.0 } else { f64::from(class) }
+        let open = tile == 1 && alone(row, queries, BLOCK[0]) && alone(column, keys, BLOCK[1]);
+        if open { 2.0 } else { f64::from(tile) }
     });
     let count = |n: usize| u32::try_from(n).map_err(|e| e.to_string());
     let params = Mask {
@@ -770,9 +770,9 @@ fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     Ok(Job {
         want: vec![(0, want.collect())],
         inputs: vec![Values::U8(mask)],
-        outputs: vec![Written::Blank(ScalarType::U8, classes.len())],
+        outputs: vec![Written::Blank(ScalarType::U8, tiles.len())],
         answer: 0,
-        instance: native(classify::specialise(&[]).map_err(|e| e.to_string())?, find)?,
+        instance: native(mask_tiles::specialise(&[]).map_err(|e| e.to_string())?, find)?,
         work: Work::Classify(params, [count(blocks[1])?, count(blocks[0])?, 1]),
     })
 }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::codes::{CodeRows, IntegerOperands};
-use super::mask::Class;
+use super::mask::MaskTile;
 use super::pack::HeadRows;
 use super::state::{Context, Path, Query, TaskState, Tile};
 use super::stream::MAX_ROWS;
@@ -160,16 +160,16 @@ impl<'a> TaskState<'a> {
         }
         let skip = self.cx.plan.options().skip_tiles;
         let mask = match &self.cx.mask {
-            None => Class::Neutral,
-            Some(_) if !skip => Class::Mixed,
+            None => MaskTile::Full,
+            Some(_) if !skip => MaskTile::Partial,
             Some(table) => {
                 let first = self.rows.kv_head * self.group;
-                let classes = self.spans(&rows);
-                let classes = classes.map(|(s, i)| table.class(s, first..first + self.group, i, block));
-                classes.reduce(Class::and).unwrap_or(Class::Mixed)
+                let mask_tiles = self.spans(&rows);
+                let mask_tiles = mask_tiles.map(|(s, i)| table.tile(s, first..first + self.group, i, block));
+                mask_tiles.reduce(MaskTile::and).unwrap_or(MaskTile::Partial)
             }
         };
-        if skip && mask == Class::Hidden {
+        if skip && mask == MaskTile::Skip {
             return None;
         }
         let full = self.spans(&rows).all(|(s, positions)| {

@@ -1,52 +1,51 @@
-//! Classification of a materialised mask by tile, so that tiles it hides are skipped and tiles it leaves alone are not read
-//! again.
+//! A pre-pass over a materialised mask: tiles that it hides are skipped, and tiles that it leaves alone are not read again.
 
 #![allow(unsafe_code)]
 
-use crate::plan::MaskClasses;
+use crate::plan::MaskTileShape;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::tensor::MaskRow;
 use flashtile_core::tensor::MaskView;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// What a mask does to a tile.
+/// What a mask does to the scores of a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(crate) enum Class {
-    /// Hides every key.
-    Hidden,
-    /// Leaves every score as it is.
-    Neutral,
-    /// Anything else.
-    Mixed,
+pub(crate) enum MaskTile {
+    /// Hides every key: the tile is skipped.
+    Skip,
+    /// Leaves every score as it is: the tile is computed without the mask.
+    Full,
+    /// Anything else: the tile is computed with the mask.
+    Partial,
 }
 
-impl Class {
+impl MaskTile {
     pub(crate) fn and(self, other: Self) -> Self {
-        if self == other { self } else { Self::Mixed }
+        if self == other { self } else { Self::Partial }
     }
 }
 
-/// A mask and the class of each of its tiles: `[planes][query tiles][key blocks]`, of the mask's own axes.
+/// A mask and its tiles `[planes][query tiles][key blocks]`, over the axes of the mask itself: a broadcast axis has one.
 #[derive(Clone, Copy)]
 pub(crate) struct MaskTable<'a> {
     pub(crate) view: MaskView<'a>,
-    classes: &'a [Class],
+    mask_tiles: &'a [MaskTile],
     tile_q: usize,
     q_tiles: usize,
     k_blocks: usize,
 }
 
 impl MaskTable<'_> {
-    /// Class of a tile: query positions and heads of one sequence, one key block.
-    pub(crate) fn class(
+    /// The mask over some query positions and heads of one sequence and one block of keys.
+    pub(crate) fn tile(
         &self,
         sequence: usize,
         heads: Range<usize>,
         positions: Range<usize>,
         block: usize,
-    ) -> Class {
+    ) -> MaskTile {
         let [batches, mask_heads, queries, keys] = self.view.shape();
         let plane = if batches == 1 { 0 } else { sequence } * mask_heads;
         let heads = if mask_heads == 1 { 0..1 } else { heads };
@@ -59,49 +58,49 @@ impl MaskTable<'_> {
         let all = heads.flat_map(|h| {
             tiles.clone().map(move |t| ((plane + h) * self.q_tiles + t) * self.k_blocks + block)
         });
-        all.map(|at| self.classes[at]).reduce(Class::and).unwrap_or(Class::Mixed)
+        all.map(|at| self.mask_tiles[at]).reduce(MaskTile::and).unwrap_or(MaskTile::Partial)
     }
 }
 
-/// Which of the mask's elements hide their key, and which are neutral, told by their bits.
-fn row_class<T: Copy>(row: &[T], hides: impl Fn(T) -> bool, neutral: impl Fn(T) -> bool) -> Class {
-    // Counted rather than searched: the loop vectorises.
+/// The mask over one row of a tile; `hides` and `neutral` look at the bits of an element.
+fn row_tile<T: Copy>(row: &[T], hides: impl Fn(T) -> bool, neutral: impl Fn(T) -> bool) -> MaskTile {
+    // Counting vectorises, a search that stops early does not.
     let hidden = row.iter().filter(|&&x| hides(x)).count();
     let plain = row.iter().filter(|&&x| neutral(x)).count();
     match row.len() {
-        n if hidden == n => Class::Hidden,
-        n if plain == n => Class::Neutral,
-        _ => Class::Mixed,
+        n if hidden == n => MaskTile::Skip,
+        n if plain == n => MaskTile::Full,
+        _ => MaskTile::Partial,
     }
 }
 
 /// # Safety
 /// Elements `keys` of the row exist.
-unsafe fn span_class(row: MaskRow, keys: Range<usize>) -> Class {
+unsafe fn span_tile(row: MaskRow, keys: Range<usize>) -> MaskTile {
     // SAFETY: the caller's promise; MaskRow holds pointers aligned to their element type.
     unsafe {
         match row.kind {
             MaskKind::Bool => {
                 let span = std::slice::from_raw_parts(row.ptr.add(keys.start), keys.len());
-                row_class(span, |x| x == 0, |x| x != 0)
+                row_tile(span, |x| x == 0, |x| x != 0)
             }
             MaskKind::Additive(Dtype::F32) => {
                 let span = std::slice::from_raw_parts(row.ptr.cast::<u32>().add(keys.start), keys.len());
-                row_class(span, |x| x == 0xff80_0000, |x| x & 0x7fff_ffff == 0)
+                row_tile(span, |x| x == 0xff80_0000, |x| x & 0x7fff_ffff == 0)
             }
             MaskKind::Additive(dtype) => {
                 let minus_infinity = if dtype == Dtype::F16 { 0xfc00 } else { 0xff80 };
                 let span = std::slice::from_raw_parts(row.ptr.cast::<u16>().add(keys.start), keys.len());
-                row_class(span, |x| x == minus_infinity, |x| x & 0x7fff == 0)
+                row_tile(span, |x| x == minus_infinity, |x| x & 0x7fff == 0)
             }
         }
     }
 }
 
-/// Reads the whole mask once, on the threads of the pool or, if `alone`, on this one.
-pub(crate) fn classify<'a>(
+/// Reads the whole mask once and fills `memory` with its tiles, on the threads of the pool or, if `alone`, on this one.
+pub(crate) fn mask_tiles<'a>(
     view: MaskView<'a>,
-    sizes: &MaskClasses,
+    sizes: &MaskTileShape,
     block_k: usize,
     memory: &'a mut [u8],
     alone: bool,
@@ -110,25 +109,25 @@ pub(crate) fn classify<'a>(
     let (q_tiles, k_blocks) = (queries.div_ceil(sizes.tile_q), keys.div_ceil(block_k));
     let memory = &mut memory[..batches * heads * q_tiles * k_blocks];
     if k_blocks > 0 && q_tiles > 0 {
-        let classify_tile = |(index, classes): (usize, &mut [u8])| {
+        let fill_row = |(index, mask_tiles): (usize, &mut [u8])| {
             let (plane, tile) = (index / q_tiles, index % q_tiles);
             let rows = tile * sizes.tile_q..((tile + 1) * sizes.tile_q).min(queries);
-            for (block, class) in classes.iter_mut().enumerate() {
+            for (block, tile) in mask_tiles.iter_mut().enumerate() {
                 let span = block * block_k..((block + 1) * block_k).min(keys);
                 let of_row = |i: usize| {
                     // SAFETY: plane, row and keys are inside the mask's own axes, which the view's constructor checked.
-                    unsafe { span_class(view.row(plane / heads, plane % heads, i), span.clone()) }
+                    unsafe { span_tile(view.row(plane / heads, plane % heads, i), span.clone()) }
                 };
-                *class = rows.clone().map(of_row).reduce(Class::and).unwrap_or(Class::Mixed) as u8;
+                *tile = rows.clone().map(of_row).reduce(MaskTile::and).unwrap_or(MaskTile::Partial) as u8;
             }
         };
         if alone {
-            memory.chunks_mut(k_blocks).enumerate().for_each(classify_tile);
+            memory.chunks_mut(k_blocks).enumerate().for_each(fill_row);
         } else {
-            memory.par_chunks_mut(k_blocks).enumerate().for_each(classify_tile);
+            memory.par_chunks_mut(k_blocks).enumerate().for_each(fill_row);
         }
     }
-    // SAFETY: every byte was just written from a Class, which is one byte.
-    let classes = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast(), memory.len()) };
-    MaskTable { view, classes, tile_q: sizes.tile_q, q_tiles, k_blocks }
+    // SAFETY: every byte was just written from a MaskTile, which is one byte.
+    let mask_tiles = unsafe { std::slice::from_raw_parts(memory.as_ptr().cast(), memory.len()) };
+    MaskTable { view, mask_tiles, tile_q: sizes.tile_q, q_tiles, k_blocks }
 }

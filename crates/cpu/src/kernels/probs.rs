@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::mask::Class;
+use super::mask::MaskTile;
 use super::softmax::{self, Modifiers};
 use super::state::{Query, TaskState, Tile};
 use crate::simd::Simd;
@@ -62,7 +62,7 @@ fn modifies<S: Simd>(work: &TaskState<'_>, tile: &Tile) -> bool {
     let desc = work.cx.plan.problem().desc();
     // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
     let scale = S::PAIRS && work.score_scale() <= 0.0;
-    desc.softcap.is_some() || desc.alibi || tile.mask != Class::Neutral || scale
+    desc.softcap.is_some() || desc.alibi || tile.mask != MaskTile::Full || scale
 }
 
 /// What changes the scores of a query.
@@ -71,7 +71,7 @@ pub(super) fn modifiers<S: Simd>(work: &TaskState<'_>, tile: &Tile, query: &Quer
     let problem = work.cx.plan.problem();
     let first = tile.block * work.block_k;
     let mask = match &work.cx.mask {
-        Some(table) if tile.mask != Class::Neutral => {
+        Some(table) if tile.mask != MaskTile::Full => {
             let row = table.view.row(query.index, query.head, query.position);
             Some((row, first, table.view.shape()[3]))
         }

@@ -4,7 +4,7 @@
 
 #![allow(unsafe_code)]
 
-use super::mask::{Class, MaskTable};
+use super::mask::{MaskTable, MaskTile};
 use super::tiles;
 use crate::plan::{CpuPlan, Rows};
 use crate::simd::Simd;
@@ -276,5 +276,5 @@ pub(crate) struct Tile {
     pub(super) columns: Range<usize>,
     /// Whether every row sees every column as far as causality, window and length go.
     pub(super) full: bool,
-    pub(super) mask: Class,
+    pub(super) mask: MaskTile,
 }

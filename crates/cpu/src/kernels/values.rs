@@ -6,7 +6,7 @@ use super::codes;
 #[cfg(target_arch = "x86_64")]
 use super::codes::{ResultRows, ValueRows};
 use super::gemm::gemm;
-use super::mask::Class;
+use super::mask::MaskTile;
 use super::operands::Run;
 use super::operands::{Operands, Source};
 use super::pack;
@@ -56,7 +56,7 @@ impl TaskState<'_> {
         // The rest of a step that the columns cut has probability 0, as a hidden key has.
         let cut = *columns != tile.columns;
         let prunes = !self.tree_columns(tile).0.is_empty();
-        if cut || !tile.full || prunes || tile.mask != Class::Neutral {
+        if cut || !tile.full || prunes || tile.mask != MaskTile::Full {
             // SAFETY: the values of the tile are there.
             unsafe { (self.kernels.repair_nonfinite)(self, tile) }
         }

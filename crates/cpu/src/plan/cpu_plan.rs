@@ -33,7 +33,7 @@ pub(crate) struct ScratchLayout {
 /// Shape of the table that classifies a materialised mask: one byte for each mask plane, tile of query positions and block
 /// of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct MaskClasses {
+pub(crate) struct MaskTileShape {
     /// Query positions of a tile.
     pub(crate) tile_q: usize,
     /// Most planes, query tiles and key blocks that a mask of this problem may have.
@@ -42,7 +42,7 @@ pub(crate) struct MaskClasses {
     pub(crate) k_blocks: usize,
 }
 
-impl MaskClasses {
+impl MaskTileShape {
     fn bytes(&self) -> Option<usize> {
         self.planes.checked_mul(self.q_tiles)?.checked_mul(self.k_blocks)
     }
@@ -60,7 +60,7 @@ pub struct CpuPlan {
     task_rows: usize,
     schedule: Schedule,
     scratch: ScratchLayout,
-    mask_classes: Option<MaskClasses>,
+    mask_tile_shape: Option<MaskTileShape>,
     workspace_bytes: usize,
 }
 
@@ -130,13 +130,13 @@ impl CpuPlan {
                 nv * isa.lanes(),
                 quantized,
             ),
-            mask_classes: None,
+            mask_tile_shape: None,
             workspace_bytes: 0,
         };
         if problem.desc().mask.is_some() {
             let [planes, heads, q_len, kv_len] = problem.mask_shape();
             // An axis of 0 may be broadcast from 1.
-            plan.mask_classes = Some(MaskClasses {
+            plan.mask_tile_shape = Some(MaskTileShape {
                 tile_q: MASK_TILE_Q,
                 planes: planes.max(1).checked_mul(heads).ok_or_else(overflow)?,
                 q_tiles: q_len.div_ceil(MASK_TILE_Q).max(1),
@@ -148,11 +148,11 @@ impl CpuPlan {
     }
 
     fn size(&self) -> Option<usize> {
-        let classes = self.mask_classes.as_ref().map_or(Some(0), MaskClasses::bytes)?;
+        let mask_tiles = self.mask_tile_shape.as_ref().map_or(Some(0), MaskTileShape::bytes)?;
         let scratch = self.scratch.len.checked_mul(self.workers())?;
         // Values, maximum and sum of each.
         let partials = self.schedule.slots.checked_mul(self.value_stride() + 2)?;
-        scratch.checked_add(partials)?.checked_mul(4)?.checked_add(classes)
+        scratch.checked_add(partials)?.checked_mul(4)?.checked_add(mask_tiles)
     }
 
     /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then the slots.
@@ -179,8 +179,8 @@ impl CpuPlan {
         &self.scratch
     }
 
-    pub(crate) const fn mask_classes(&self) -> Option<&MaskClasses> {
-        self.mask_classes.as_ref()
+    pub(crate) const fn mask_tile_shape(&self) -> Option<&MaskTileShape> {
+        self.mask_tile_shape.as_ref()
     }
 
     /// States and partial results that the workspace holds.

@@ -16,7 +16,7 @@ mod schedule;
 mod sizes;
 
 pub use cpu_plan::{CpuPlan, isa_for};
-pub(crate) use cpu_plan::{MaskClasses, register_tile};
+pub(crate) use cpu_plan::{MaskTileShape, register_tile};
 pub use facts::CpuFacts;
 pub use schedule::PlannedPrefix;
 pub(crate) use schedule::{Reduction, Rows, Target, Task, sequence_of, spans};

@@ -21,7 +21,7 @@
 //   VECTOR              whether every row of every tensor starts on 16 bytes
 //   BIAS                whether scores are changed: softcap, ALiBi, tree mask, a scale that is not positive
 //   MASK                whether there is a materialised mask (with BIAS)
-//   CLASS_ROWS          query positions of a class of a mask
+//   MASK_TILE_ROWS          query positions of a class of a mask
 //   GROUP               parts that are added up first where there are many
 //   AGAIN               items of a block of threads that can be computed again
 
@@ -46,14 +46,14 @@ struct Tensor {
 struct Params {
     Tensor q, k, v, out, mask;
     u64 lse, tree, alibi, sinks;
-    u64 table, items, counters, classes, partials;
+    u64 table, items, counters, mask_tiles, partials;
     i64 tree_row, left, right;
     Divisor page, width, group;
     u32 heads, q_len, head_dim, value_dim;
     // In units of log2: scores are multiplied by `scale`, or are `cap * tanh(scale * score)`.
     float scale, cap;
     u32 mask_kind, mask_step, tree_step, every_tile_partial;
-    u32 class_q_tiles, class_k_blocks, table_width;
+    u32 mask_q_tiles, mask_k_blocks, table_width;
 };
 
 constexpr u32 NONE = 0xffffffffu;
@@ -317,25 +317,25 @@ DEVICE bool sees(const Params& p, const Row& row, u32 j) { return j >= row.begin
 
 #if MASK
 // The rows of a tile as the mask's classes see them.
-struct Classes {
+struct MaskTiles {
     const u8* table;
     u64 plane_bytes;
     u32 first_q, q_tiles, planes, blocks;
     bool partial, by_key;
 
-    DEVICE Classes(const Params& p, const Item& item) {
+    DEVICE MaskTiles(const Params& p, const Item& item) {
         u32 all_rows = item.q_len * p.group.value, rest = all_rows - item.row, count = rest < BM ? rest : BM;
         u32 first_position = quotient(item.row, p.group), last_position = quotient(item.row + count - 1, p.group);
         bool by_head = p.mask.head != 0, by_row = p.mask.row != 0;
-        plane_bytes = (u64)p.class_q_tiles * p.class_k_blocks;
-        first_q = by_row ? first_position / CLASS_ROWS : 0;
-        q_tiles = by_row ? last_position / CLASS_ROWS - first_q + 1 : 1;
+        plane_bytes = (u64)p.mask_q_tiles * p.mask_k_blocks;
+        first_q = by_row ? first_position / MASK_TILE_ROWS : 0;
+        q_tiles = by_row ? last_position / MASK_TILE_ROWS - first_q + 1 : 1;
         planes = by_head ? p.group.value : 1;
-        blocks = p.class_k_blocks;
+        blocks = p.mask_k_blocks;
         partial = p.every_tile_partial;
         by_key = p.mask_step != 0;
         u32 plane = (p.mask.batch ? item.sequence : 0) * (by_head ? p.heads : 1) + (by_head ? item.kv_head * p.group.value : 0);
-        table = (const u8*)p.classes + plane * plane_bytes;
+        table = (const u8*)p.mask_tiles + plane * plane_bytes;
     }
 
     // 0: no row sees a key of the block, 2: every row sees all of them and nothing is added, 1: otherwise.
@@ -358,8 +358,8 @@ struct Classes {
 // The first tile from `block` on of which some row sees a key, at most `end`.
 DEVICE u32 skip(const Params& p, const Item& item, u32 block, u32 end) {
 #if MASK
-    Classes classes(p, item);
-    while (block < end && classes.of(block) == 0) block++;
+    MaskTiles mask_tiles(p, item);
+    while (block < end && mask_tiles.of(block) == 0) block++;
 #endif
     return block;
 }
@@ -370,7 +370,7 @@ DEVICE bool is_partial(const Params& p, const Item& item, u32 block) {
     if (begin >= item.end) return true;
     bool partial = p.every_tile_partial || begin < item.full_begin || begin + TILE > item.full_end;
 #if MASK
-    partial |= Classes(p, item).of(block) != 2;
+    partial |= MaskTiles(p, item).of(block) != 2;
 #endif
     return partial;
 }

@@ -18,7 +18,7 @@ pub(crate) struct Regions {
     pub(crate) counters: usize,
     /// Bytes up to here are written before the first run.
     pub(crate) written: usize,
-    pub(crate) classes: usize,
+    pub(crate) mask_tiles: usize,
     pub(crate) partials: usize,
     pub(crate) len: usize,
 }
@@ -26,15 +26,15 @@ pub(crate) struct Regions {
 /// Shape of the table of classes of a materialised mask, one byte for each of its planes, 16 query positions and block of
 /// keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ClassTable {
+pub(crate) struct MaskTileTable {
     pub(crate) block_k: usize,
     pub(crate) planes: usize,
     pub(crate) q_tiles: usize,
     pub(crate) k_blocks: usize,
 }
 
-/// Query positions of a class of a mask: `CLASS_ROWS` of the kernels.
-pub(crate) const CLASS_ROWS: usize = 16;
+/// Query positions of a class of a mask: `MASK_TILE_ROWS` of the kernels.
+pub(crate) const MASK_TILE_ROWS: usize = 16;
 
 /// A plan of the CUDA backend. Pure: made for any device from its [`CudaFacts`].
 #[derive(Debug, Clone, PartialEq)]
@@ -42,7 +42,7 @@ pub struct CudaPlan {
     problem: Problem,
     options: PlanOptions,
     launches: Vec<Launch>,
-    classes: Vec<ClassTable>,
+    mask_tiles: Vec<MaskTileTable>,
     regions: Regions,
     /// In place of launches.
     portable: Option<Portable>,
@@ -100,8 +100,8 @@ impl CudaPlan {
     ) -> Result<Self, Unsupported> {
         Self::check_device(problem, facts)?;
         let portable = Some(Portable::new(problem, facts, options, tile)?);
-        let (launches, classes, regions) = (Vec::new(), Vec::new(), Regions::default());
-        Ok(Self { problem: problem.clone(), options, launches, classes, regions, portable })
+        let (launches, mask_tiles, regions) = (Vec::new(), Vec::new(), Regions::default());
+        Ok(Self { problem: problem.clone(), options, launches, mask_tiles, regions, portable })
     }
 
     fn check_device(problem: &Problem, facts: &CudaFacts) -> Result<(), Unsupported> {
@@ -145,14 +145,14 @@ impl CudaPlan {
                 return Err(Unsupported::Splits { got, max });
             }
         }
-        let classes: Vec<ClassTable> =
-            launches.iter().filter_map(|launch| class_table(problem, launch)).collect();
-        // Blocks of threads that classify a mask: the last two dimensions of their grid.
-        if let Some(got) = classes.iter().map(|t| t.planes.max(t.q_tiles)).find(|&n| n > MAX_GRID) {
+        let mask_tiles: Vec<MaskTileTable> =
+            launches.iter().filter_map(|launch| mask_tile_table(problem, launch)).collect();
+        // Blocks of threads that mask_tiles a mask: the last two dimensions of their grid.
+        if let Some(got) = mask_tiles.iter().map(|t| t.planes.max(t.q_tiles)).find(|&n| n > MAX_GRID) {
             return Err(Unsupported::Tasks { got, max: MAX_GRID });
         }
         let (regions, portable) = (Regions::default(), None);
-        let mut plan = Self { problem: problem.clone(), options, launches, classes, regions, portable };
+        let mut plan = Self { problem: problem.clone(), options, launches, mask_tiles, regions, portable };
         let kernel = || Unsupported::Workspace { kernel: plan.kernel() };
         plan.regions = plan.layout().filter(|r| isize::try_from(r.len).is_ok()).ok_or_else(kernel)?;
         Ok(plan)
@@ -171,13 +171,13 @@ impl CudaPlan {
         let items = region(sum(&|launch| Some(launch.capacity.items * size_of::<Item>())))?;
         let counters = region(sum(&|launch| Some(launch.capacity.counters * 4)))?;
         let written = region(Some(0))?;
-        let planes = |t: &ClassTable| t.planes.checked_mul(t.q_tiles)?.checked_mul(t.k_blocks);
-        let classes = self.classes.iter().try_fold(0usize, |n, table| n.checked_add(planes(table)?));
-        let classes = region(Some(classes?))?;
+        let planes = |t: &MaskTileTable| t.planes.checked_mul(t.q_tiles)?.checked_mul(t.k_blocks);
+        let mask_tiles = self.mask_tiles.iter().try_fold(0usize, |n, table| n.checked_add(planes(table)?));
+        let mask_tiles = region(Some(mask_tiles?))?;
         let slot = |launch: &Launch| launch.kernel.slot_floats() * 4;
         let partials = region(sum(&|launch| launch.capacity.slots.checked_mul(slot(launch))))?;
         let len = region(Some(0))?;
-        Some(Regions { items, counters, written, classes, partials, len })
+        Some(Regions { items, counters, written, mask_tiles, partials, len })
     }
 
     pub(crate) fn launches(&self) -> &[Launch] {
@@ -185,8 +185,8 @@ impl CudaPlan {
     }
 
     /// Tables of the launches, in their order; none where there is no mask.
-    pub(crate) fn class_tables(&self) -> &[ClassTable] {
-        &self.classes
+    pub(crate) fn mask_tile_tables(&self) -> &[MaskTileTable] {
+        &self.mask_tiles
     }
 
     pub(crate) const fn regions(&self) -> &Regions {
@@ -291,15 +291,15 @@ fn launch(
     if launch.items.len() > MAX_ITEMS { Err(tasks(launch.items.len())) } else { Ok(launch) }
 }
 
-fn class_table(problem: &Problem, launch: &Launch) -> Option<ClassTable> {
+fn mask_tile_table(problem: &Problem, launch: &Launch) -> Option<MaskTileTable> {
     problem.desc().mask?;
     let [planes, heads, q_len, kv_len] = problem.mask_shape();
     let block_k = launch.kernel.tile.keys();
-    Some(ClassTable {
+    Some(MaskTileTable {
         block_k,
         // An axis of 0 may be broadcast from 1.
         planes: planes.max(1).saturating_mul(heads),
-        q_tiles: q_len.div_ceil(CLASS_ROWS).max(1),
+        q_tiles: q_len.div_ceil(MASK_TILE_ROWS).max(1),
         k_blocks: kv_len.div_ceil(block_k).max(1),
     })
 }

@@ -21,7 +21,7 @@ mod tile;
 mod work_tile;
 
 pub use cuda_plan::CudaPlan;
-pub(crate) use cuda_plan::{CLASS_ROWS, ClassTable};
+pub(crate) use cuda_plan::{MASK_TILE_ROWS, MaskTileTable};
 pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
 pub(crate) use launch::{Launch, MAX_GRID};
 pub(crate) use portable::Portable;

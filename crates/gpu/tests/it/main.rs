@@ -8,10 +8,10 @@
     reason = "a test fails by panicking and reports by printing"
 )]
 
-mod classify;
 mod copy;
 mod cuda;
 mod encode;
+mod mask_tiles;
 mod metal;
 mod planted;
 mod rotation;

@@ -10,8 +10,8 @@ use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
 use flashtile_gpu::codecs::factors;
 use flashtile_gpu::encoding;
-use flashtile_gpu::kernels::classify::{Mask, classify};
 use flashtile_gpu::kernels::encode;
+use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::plan::Tile;
@@ -443,11 +443,11 @@ fn classified<D: Device<Memory = Memory>>(device: &D, kind: u32) -> Vec<u8> {
         unused: 0,
     };
     let groups = [keys.div_ceil(32), queries.div_ceil(16), 2 * heads].map(|n| n as u32);
-    let mut classes = Memory::uninit::<u8>(groups.iter().map(|n| *n as usize).product());
-    classify::Call { mask: mask.view(), params, classes: classes.view_mut(), groups }
-        .launch_instance(device, &classify::instance())
+    let mut tiles = Memory::uninit::<u8>(groups.iter().map(|n| *n as usize).product());
+    mask_tiles::Call { mask: mask.view(), params, mask_tiles: tiles.view_mut(), groups }
+        .launch_instance(device, &mask_tiles::instance())
         .unwrap();
-    classes.to_vec::<u8>().unwrap()
+    tiles.to_vec::<u8>().unwrap()
 }
 
 #[test]
@@ -455,7 +455,7 @@ fn classes_of_masks_are_the_simulators() {
     let Some(device) = Metal::find() else { return };
     for kind in 0..4 {
         let wanted = classified(&Simulator::new(), kind);
-        assert!([0, 1, 2].iter().all(|class| wanted.contains(class)), "{wanted:?}");
+        assert!([0, 1, 2].iter().all(|tile| wanted.contains(tile)), "{wanted:?}");
         assert_eq!(classified(&device, kind), wanted, "{kind}");
     }
 }

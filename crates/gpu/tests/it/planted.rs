@@ -2,7 +2,7 @@
 
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::kernels::{classify, encode};
+use flashtile_gpu::kernels::{encode, mask_tiles};
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Fault, FaultKind, Memory, Simulator};
 use flashtile_kernel::{ContractErrorKind, LaunchError};
@@ -32,7 +32,7 @@ fn broken<E: std::fmt::Debug>(result: Result<(), LaunchError<E>>) -> &'static st
     }
 }
 
-/// The end of `classify`, where SIMD groups tell each other what they found.
+/// The end of `mask_tiles`, where SIMD groups tell each other what they found.
 #[kernel(threads = 128)]
 fn no_barrier(kinds: &Buffer<u32>, classes: &mut Buffer<u32>) {
     let mut found: Shared<u32> = shared(4);
@@ -195,12 +195,19 @@ fn launches_that_are_not_the_kernels_are_refused() {
         "a factor for each coordinate, and the root"
     );
 
-    let (mask, mut classes) = (Memory::from_slice(&[0u8; 64]), Memory::uninit::<u8>(4));
+    let (mask, mut tiles) = (Memory::from_slice(&[0u8; 64]), Memory::uninit::<u8>(4));
     let mut classified = |heads: u32, groups: [u32; 3]| {
-        let params =
-            classify::Mask { heads, queries: 8, keys: 8, rows: 4, columns: 4, kind: 3, ..Default::default() };
+        let params = mask_tiles::Mask {
+            heads,
+            queries: 8,
+            keys: 8,
+            rows: 4,
+            columns: 4,
+            kind: 3,
+            ..Default::default()
+        };
         broken(
-            classify::classify::Call { mask: mask.view(), params, classes: classes.view_mut(), groups }
+            mask_tiles::mask_tiles::Call { mask: mask.view(), params, mask_tiles: tiles.view_mut(), groups }
                 .launch(&simulator),
         )
     };
@@ -271,7 +278,7 @@ fn memory_that_is_too_short_for_a_kernel_is_refused() {
         assert_eq!(broken(merged(short)), said);
     }
 
-    let params = classify::Mask {
+    let params = mask_tiles::Mask {
         strides: [0, 0, 40],
         step: 1,
         kind: 1,
@@ -283,9 +290,14 @@ fn memory_that_is_too_short_for_a_kernel_is_refused() {
         unused: 0,
     };
     let classified = |bytes: usize| {
-        let (mask, mut classes) = (Memory::from_slice(&vec![0u8; bytes]), Memory::uninit::<u8>(4));
-        classify::classify::Call { mask: mask.view(), params, classes: classes.view_mut(), groups: [2, 2, 1] }
-            .launch(&Simulator::new())
+        let (mask, mut tiles) = (Memory::from_slice(&vec![0u8; bytes]), Memory::uninit::<u8>(4));
+        mask_tiles::mask_tiles::Call {
+            mask: mask.view(),
+            params,
+            mask_tiles: tiles.view_mut(),
+            groups: [2, 2, 1],
+        }
+        .launch(&Simulator::new())
     };
     classified(2 * 113).unwrap();
     assert_eq!(broken(classified(2 * 113 - 1)), "mask reaches to its last element");

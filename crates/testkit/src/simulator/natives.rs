@@ -2,9 +2,9 @@
 
 use flashtile_core::codec::Codec;
 use flashtile_gpu::codecs::{format_id, hadamard_order};
-use flashtile_gpu::kernels::classify::classify;
 use flashtile_gpu::kernels::decode::decode;
 use flashtile_gpu::kernels::encode;
+use flashtile_gpu::kernels::mask_tiles::mask_tiles;
 use flashtile_gpu::kernels::merge::merge;
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::plan::Side;
@@ -24,7 +24,7 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
         "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
         "encode" => vec![encode::encode::instance::<bf16, { format_id(Codec::Tq4) }, 128, 1>()],
         "append" => vec![encode::append::instance::<bf16, { format_id(Codec::BF16) }>()],
-        _ => vec![classify::instance()],
+        _ => vec![mask_tiles::instance()],
     };
     all.into_iter().find(|instance| {
         instance.kernel().name == wanted.kernel().name && instance.generics() == wanted.generics()

@@ -49,7 +49,7 @@ impl Mask {
     requires(groups[0] == params.keys.div_ceil(params.columns), "a group for each block of keys"),
     requires(groups[1] == params.queries.div_ceil(params.rows), "a group for each block of queries"),
     requires(groups[2].is_multiple_of(params.heads), "all heads of every sequence"),
-    requires(classes.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a class for each group"),
+    requires(mask_tiles.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a class for each group"),
     bench(
         shape(queries = [2048, 8192], keys = [2048, 8192]),
         bytes = queries * keys,
@@ -57,7 +57,7 @@ impl Mask {
         tolerance = 0.0,
     ),
 )]
-pub fn classify(mask: &Buffer<u8>, params: &Mask, classes: &mut Buffer<u8>) {
+pub fn mask_tiles(mask: &Buffer<u8>, params: &Mask, mask_tiles: &mut Buffer<u8>) {
     let mut found: Shared<u32> = shared(4);
     let plane = group_z();
     let first = plane as u64 / params.heads as u64 * params.strides[0]
@@ -93,6 +93,6 @@ pub fn classify(mask: &Buffer<u8>, params: &Mask, classes: &mut Buffer<u8>) {
         if kinds == 2 {
             class = 0;
         }
-        classes[(plane * groups_y() + group_y()) * groups_x() + group_x()] = class as u8;
+        mask_tiles[(plane * groups_y() + group_y()) * groups_x() + group_x()] = class as u8;
     }
 }

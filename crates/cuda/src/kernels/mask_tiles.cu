@@ -1,11 +1,11 @@
-// Classes of a materialised mask: of each plane, CLASS_ROWS query positions and block of keys, one byte.
+// Classes of a materialised mask: of each plane, MASK_TILE_ROWS query positions and block of keys, one byte.
 //
 //   0  no position sees a key of the block
 //   2  every position sees all of them, and nothing is added to their scores
 //   1  otherwise
 
 struct Params {
-    u64 mask, classes;
+    u64 mask, mask_tiles;
     // Bytes between planes of a sequence, of a head, and between query positions.
     i64 sequence, head, row;
     u32 kind, step;
@@ -14,14 +14,14 @@ struct Params {
 
 static_assert(sizeof(Params) == PARAMS);
 
-extern "C" __global__ void __launch_bounds__(128) classify(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128) mask_tiles(const __grid_constant__ Params p) {
     u32 block = blockIdx.x, tile = blockIdx.y, plane = blockIdx.z;
     u64 base = p.mask + (u64)(i64)(plane / p.heads) * p.sequence + (u64)(i64)(plane % p.heads) * p.head;
-    u32 rows = p.rows - tile * CLASS_ROWS < CLASS_ROWS ? p.rows - tile * CLASS_ROWS : CLASS_ROWS;
+    u32 rows = p.rows - tile * MASK_TILE_ROWS < MASK_TILE_ROWS ? p.rows - tile * MASK_TILE_ROWS : MASK_TILE_ROWS;
     u32 keys = p.keys - block * p.block < p.block ? p.keys - block * p.block : p.block;
     bool open = false, hidden = false, other = false;
     for (u32 n = threadIdx.x; n < rows * keys; n += 128) {
-        u64 row = base + (u64)(tile * CLASS_ROWS + n / keys) * p.row, at = (u64)(block * p.block + n % keys) * p.step;
+        u64 row = base + (u64)(tile * MASK_TILE_ROWS + n / keys) * p.row, at = (u64)(block * p.block + n % keys) * p.step;
         float bias;
         switch (p.kind) {
             case F32: bias = *(const float*)(row + 4 * at); break;
@@ -35,6 +35,6 @@ extern "C" __global__ void __launch_bounds__(128) classify(const __grid_constant
     bool any_open = __syncthreads_or(open), any_hidden = __syncthreads_or(hidden), any_other = __syncthreads_or(other);
     if (threadIdx.x == 0) {
         u8 c = any_other || (any_open && any_hidden) ? 1 : any_open ? 2 : 0;
-        ((u8*)p.classes)[((u64)plane * p.q_tiles + tile) * p.k_blocks + block] = c;
+        ((u8*)p.mask_tiles)[((u64)plane * p.q_tiles + tile) * p.k_blocks + block] = c;
     }
 }

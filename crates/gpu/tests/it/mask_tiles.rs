@@ -1,11 +1,11 @@
 //! Classes of blocks of masks are those of a plain loop.
 
-use flashtile_gpu::kernels::classify::{Mask, classify};
+use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{bf16, f16};
 use flashtile_testkit::Rng;
 
-/// A mask `[batch, heads, queries, keys]` whose blocks are of all classes: what it adds at each place.
+/// A mask `[batch, heads, queries, keys]` whose blocks are of all kinds: what it adds at each place.
 fn biases(rng: &mut Rng, [batch, heads, queries, keys]: [usize; 4], [rows, columns]: [usize; 2]) -> Vec<f32> {
     let [tall, wide] = [queries.div_ceil(rows), keys.div_ceil(columns)];
     let kinds: Vec<usize> = (0..batch * heads * tall * wide).map(|_| rng.below(5)).collect();
@@ -50,8 +50,8 @@ fn are_those_of_a_plain_loop(rng: &mut Rng, shape: [usize; 4], shared: [bool; 4]
         let [rows, columns] = block;
         let [tall, wide] = [queries.div_ceil(rows), keys.div_ceil(columns)];
         let mask = Memory::from_slice(&bytes);
-        let mut classes = Memory::uninit::<u8>(batch * heads * tall * wide);
-        classify::Call {
+        let mut tiles = Memory::uninit::<u8>(batch * heads * tall * wide);
+        mask_tiles::Call {
             mask: mask.view(),
             params: Mask {
                 strides: [strides[0], strides[1], strides[2]].map(|n| n as u64),
@@ -64,13 +64,13 @@ fn are_those_of_a_plain_loop(rng: &mut Rng, shape: [usize; 4], shared: [bool; 4]
                 columns: columns as u32,
                 unused: 0,
             },
-            classes: classes.view_mut(),
+            mask_tiles: tiles.view_mut(),
             groups: [wide as u32, tall as u32, (batch * heads) as u32],
         }
-        .launch_instance(&Simulator::new(), &classify::instance())
+        .launch_instance(&Simulator::new(), &mask_tiles::instance())
         .unwrap();
-        let classes = classes.to_vec::<u8>().unwrap();
-        for (n, class) in classes.iter().enumerate() {
+        let tiles = tiles.to_vec::<u8>().unwrap();
+        for (n, tile) in tiles.iter().enumerate() {
             let (plane, y, x) = (n / wide / tall, n / wide % tall, n % wide);
             let first = plane / heads * strides[0] + plane % heads * strides[1];
             let inside = (y * rows..((y + 1) * rows).min(queries)).flat_map(|row| {
@@ -86,7 +86,7 @@ fn are_those_of_a_plain_loop(rng: &mut Rng, shape: [usize; 4], shared: [bool; 4]
                 1
             };
             assert_eq!(
-                *class, want,
+                *tile, want,
                 "block {n} of {shape:?}, shared {shared:?}, blocks {block:?}, kind {kind}"
             );
         }
