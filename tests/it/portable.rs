@@ -75,7 +75,7 @@ fn any_number_of_splits_is_within_the_limits() {
         for splits in [1, 2, 3, 7, 16] {
             match prepared.run(&CudaRunner::new(cuda.clone()).with(options(Some(splits)))) {
                 Ok(_) | Err(Failure::Skipped(_)) => {}
-                Err(failure) => panic!("{} in {splits} parts: {failure}", case.name),
+                Err(failure) => panic!("{} in {splits} splits: {failure}", case.name),
             }
         }
     }

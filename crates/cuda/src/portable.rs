@@ -111,9 +111,10 @@ impl Runs {
                 |mask| borrow(ScalarType::U8, mask.at, mask_reach(&mask) * mask_bytes(&mask)),
             )
         };
-        let [sums, tops] = plan.scratch();
-        let mut sums = borrow(ScalarType::F32, at + regions.sums as u64, sums);
-        let mut tops = borrow(ScalarType::F32, at + regions.tops as u64, tops);
+        let [partial_out, partial_max_sum] = plan.scratch();
+        let mut partial_out = borrow(ScalarType::F32, at + regions.partial_out as u64, partial_out);
+        let mut partial_max_sum =
+            borrow(ScalarType::F32, at + regions.partial_max_sum as u64, partial_max_sum);
         let mut out = elements(&outputs.out.raw);
         let mut lse = match &outputs.lse {
             Some(lse) => borrow(ScalarType::F32, lse.at, lse.len),
@@ -142,8 +143,8 @@ impl Runs {
             mask: mask.view(),
             tree: tree.view(),
             sinks: sinks.view(),
-            sums: &mut sums,
-            tops: &mut tops,
+            partial_out: &mut partial_out,
+            partial_max_sum: &mut partial_max_sum,
             out: out.view_mut(),
             lse: lse.view_mut(),
             with_lse: outputs.lse.is_some(),

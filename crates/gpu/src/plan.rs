@@ -85,7 +85,7 @@ impl Tile {
             Codec::Tq4 | Codec::Int8 if head_dim <= 128 => 2,
             _ => 1,
         };
-        Self { rows: 1, keys, simds: 4, parts: 1 }
+        Self { rows: 1, keys, simds: 4, splits: 1 }
     }
 }
 
@@ -273,8 +273,18 @@ pub struct Plan {
     attend: Attend,
     merged: Merge,
     shape: Shape,
-    /// Softcap, ALiBi, mask, tree, centering; sinks.
-    flags: [bool; 6],
+    features: Features,
+}
+
+/// The features of a problem for which kernels are specialised.
+#[derive(Debug, Clone, Copy)]
+struct Features {
+    softcap: bool,
+    alibi: bool,
+    mask: bool,
+    tree_mask: bool,
+    k_mean: bool,
+    sinks: bool,
 }
 
 /// What a launch reads and writes. Inputs that the problem has not may be any memory of the type.
@@ -305,9 +315,9 @@ pub struct Tensors<'a, M> {
     /// Sinks.
     pub sinks: View<'a, M>,
     /// Scratch of partial outputs.
-    pub sums: &'a mut M,
+    pub partial_out: &'a mut M,
     /// Scratch of row maxima and row sums.
-    pub tops: &'a mut M,
+    pub partial_max_sum: &'a mut M,
     /// Output.
     pub out: ViewMut<'a, M>,
     /// Logsumexp.
@@ -361,7 +371,7 @@ impl Plan {
             page: count("tokens of a page", page)?,
             width: count("pages of a sequence", width)?,
             tiles: shape.tiles,
-            parts: shape.groups[1],
+            splits: shape.groups[1],
             queries: shape.rows[0],
             batches: shape.rows[2],
             unused: 0,
@@ -377,15 +387,21 @@ impl Plan {
             out: wide(places.out),
             q_heads: attend.q_heads,
             queries: attend.queries,
-            parts: shape.results,
+            splits: shape.results,
             unused: 0,
         };
-        let flags =
-            [desc.softcap.is_some(), desc.alibi, desc.mask.is_some(), desc.tree, centered, desc.sinks];
-        Ok(Self { decode, merge, attend, merged, shape, flags })
+        let features = Features {
+            softcap: desc.softcap.is_some(),
+            alibi: desc.alibi,
+            mask: desc.mask.is_some(),
+            tree_mask: desc.tree,
+            k_mean: centered,
+            sinks: desc.sinks,
+        };
+        Ok(Self { decode, merge, attend, merged, shape, features })
     }
 
-    /// Numbers of f32 that `sums` and `tops` hold.
+    /// f32 that `partial_out` and `partial_max_sum` hold.
     pub const fn scratch(&self) -> [usize; 2] {
         self.shape.scratch
     }
@@ -397,9 +413,9 @@ impl Plan {
 
     /// What launches give the `#[constant]` parameters of the kernels, in order.
     pub fn constants(&self, with_lse: bool) -> [Vec<Constant>; 2] {
-        let [capped, sloped, masked, treed, centered, with_sinks] = self.flags;
-        let of = |flags: &[bool]| flags.iter().map(|&flag| Constant::of(flag)).collect();
-        [of(&[capped, sloped, masked, treed, centered]), of(&[with_sinks, with_lse, sloped])]
+        let Features { softcap, alibi, mask, tree_mask, k_mean, sinks } = self.features;
+        let of = |constants: &[bool]| constants.iter().map(|&constant| Constant::of(constant)).collect();
+        [of(&[softcap, alibi, mask, tree_mask, k_mean]), of(&[sinks, with_lse, alibi])]
     }
 
     /// The same with native code, where `find` knows some.
@@ -409,7 +425,7 @@ impl Plan {
         Some(self)
     }
 
-    /// Launches the kernels; memory of `sums` and `tops` is seen through `view`.
+    /// Launches the kernels; memory of `partial_out` and `partial_max_sum` is seen through `view`.
     ///
     /// # Errors
     /// [`LaunchError`].
@@ -420,8 +436,8 @@ impl Plan {
         numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
         read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
     ) -> Result<(), LaunchError<D::Error>> {
-        let [capped, sloped, masked, treed, centered, with_sinks] = self.flags;
-        let Tensors { sums, tops, .. } = tensors;
+        let has = self.features;
+        let Tensors { partial_out, partial_max_sum, .. } = tensors;
         if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
             return Ok(());
         }
@@ -438,28 +454,28 @@ impl Plan {
             mask: tensors.mask,
             tree: tensors.tree,
             params: self.attend,
-            sums: numbers(sums),
-            tops: numbers(tops),
-            capped,
-            sloped,
-            masked,
-            treed,
-            centered,
+            partial_out: numbers(partial_out),
+            partial_max_sum: numbers(partial_max_sum),
+            has_softcap: has.softcap,
+            has_alibi: has.alibi,
+            has_mask: has.mask,
+            has_tree_mask: has.tree_mask,
+            has_k_mean: has.k_mean,
             groups: self.shape.groups,
         }
         .launch_instance(device, &self.decode)?;
-        let (sums, tops) = (&*sums, &*tops);
+        let (partial_out, partial_max_sum) = (&*partial_out, &*partial_max_sum);
         merge::Call {
-            sums: read(sums),
-            tops: read(tops),
+            partial_out: read(partial_out),
+            partial_max_sum: read(partial_max_sum),
             factors: tensors.factors[1],
             sinks: tensors.sinks,
             params: self.merged,
             out: tensors.out,
             lse: tensors.lse,
-            with_sinks,
+            has_sinks: has.sinks,
             with_lse: tensors.with_lse,
-            shifted: sloped,
+            has_shift: has.alibi,
             groups: self.shape.rows,
         }
         .launch_instance(device, &self.merge)

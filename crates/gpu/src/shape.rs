@@ -24,7 +24,7 @@ pub struct Tile {
     /// SIMD groups.
     pub simds: usize,
     /// Parts of the keys of a row.
-    pub parts: usize,
+    pub splits: usize,
 }
 
 /// Sizes of the launches of a problem.
@@ -62,12 +62,12 @@ impl Shape {
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
         let tiles = longest.saturating_mul(dims.group()).div_ceil(8 * tile.rows).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
-        let results = tile.parts.saturating_mul(tile.simds);
+        let results = tile.splits.saturating_mul(tile.simds);
         let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
         Ok(Self {
             groups: [
                 count("heads times tiles of rows", dims.kv_heads.saturating_mul(tiles))?,
-                count("parts", tile.parts)?,
+                count("splits", tile.splits)?,
                 count("sequences", problem.sequences().len())?,
             ],
             rows: [

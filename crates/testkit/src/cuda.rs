@@ -368,7 +368,7 @@ struct Copied {
 }
 
 impl Copied {
-    fn parts(&self) -> (Dtype, [usize; 4], [usize; 4]) {
+    fn splits(&self) -> (Dtype, [usize; 4], [usize; 4]) {
         match self.kind {
             Kind::Tensor(dtype, shape, strides) => (dtype, shape, strides),
             Kind::Bool(..) | Kind::Bytes(_) => (Dtype::F32, [0; 4], [0, 0, 0, 1]),
@@ -376,13 +376,13 @@ impl Copied {
     }
 
     fn view(&self) -> Result<DeviceTensor<'_>, ViewError> {
-        let (dtype, shape, strides) = self.parts();
+        let (dtype, shape, strides) = self.splits();
         // SAFETY: the copy is of all that the view reaches, and lives until the stream was waited for.
         unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }
     }
 
     fn view_mut(&self) -> Result<DeviceTensorMut<'_>, ViewError> {
-        let (dtype, shape, strides) = self.parts();
+        let (dtype, shape, strides) = self.splits();
         // SAFETY: as above; nothing else accesses the copy while a run writes it.
         unsafe { DeviceTensorMut::from_raw_parts(dtype, self.at, shape, strides) }
     }
@@ -429,7 +429,7 @@ impl CudaRunner {
         outputs: &mut Outputs<'_>,
     ) -> Result<RunReport, RunnerError> {
         inputs::check(problem, inputs, outputs).map_err(|e| RunnerError::Error(e.to_string()))?;
-        let tile = Tile { parts: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
+        let tile = Tile { splits: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
         // Rows that are not said to be aligned are read a number at a time.
         let aligned = if self.placement.odd { 2 } else { 16 };
         let layout = Layout { tile, aligned, padded: !self.placement.odd };

@@ -61,7 +61,7 @@ pub static WORKLOADS: [Workload; 6] = [
                     ("dim", 128),
                     ("format", BF16 as u64),
                     ("row", 256),
-                    ("parts", 2),
+                    ("splits", 2),
                 ],
             },
             Shape {
@@ -73,7 +73,7 @@ pub static WORKLOADS: [Workload; 6] = [
                     ("dim", 128),
                     ("format", TQ4 as u64),
                     ("row", 66),
-                    ("parts", 2),
+                    ("splits", 2),
                 ],
             },
         ],
@@ -81,7 +81,7 @@ pub static WORKLOADS: [Workload; 6] = [
     },
     Workload {
         kernel: &merging::merge::KERNEL,
-        small: &[Shape { sizes: &[("rows", 8), ("parts", 5), ("dim", 128)] }],
+        small: &[Shape { sizes: &[("rows", 8), ("splits", 5), ("dim", 128)] }],
         job: merged,
     },
     Workload {
@@ -348,16 +348,16 @@ impl Job {
             Work::Merge(params, groups) => {
                 let [out, lse] = outputs else { unreachable!("out and lse") };
                 let call = merging::merge::Call {
-                    sums: view(0),
-                    tops: view(1),
+                    partial_out: view(0),
+                    partial_max_sum: view(1),
                     factors: view(2),
                     sinks: view(3),
                     params: *params,
                     out: M::view_mut(out),
                     lse: M::view_mut(lse),
-                    with_sinks: false,
+                    has_sinks: false,
                     with_lse: true,
-                    shifted: false,
+                    has_shift: false,
                     groups: *groups,
                 };
                 call.launch_instance(device, &self.instance)
@@ -454,9 +454,9 @@ fn number_of(rng: &mut Rng) -> f32 {
 
 /// Attention of one query a sequence, of all of its keys: [`decode()`](decode::decode), then [`merge()`](merging::merge).
 fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
-    let [batch, keys, q_heads, kv_heads, dim, parts] =
-        ["batch", "keys", "q_heads", "kv_heads", "dim", "parts"].map(|name| size(shape, name));
-    let (batch, keys, q_heads, kv_heads, dim, parts) = (batch?, keys?, q_heads?, kv_heads?, dim?, parts?);
+    let [batch, keys, q_heads, kv_heads, dim, splits] =
+        ["batch", "keys", "q_heads", "kv_heads", "dim", "splits"].map(|name| size(shape, name));
+    let (batch, keys, q_heads, kv_heads, dim, splits) = (batch?, keys?, q_heads?, kv_heads?, dim?, splits?);
     let codec = Codec::ALL.into_iter().find(|&codec| u64::from(format_id(codec)) == shape.get("format"));
     let codec = codec.ok_or("a shape of no format")?;
     if codec.row_bytes(dim) as u64 != shape.get("row") {
@@ -503,9 +503,9 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let all = tables(0..batch);
     let inputs = paged(queries(0, batch)?, [&k, &v], &all)?;
     let tile = if find.is_some() {
-        Tile { rows: 1, keys: 1, simds: 2, parts }
+        Tile { rows: 1, keys: 1, simds: 2, splits }
     } else {
-        Tile { parts, ..Tile::of(codec, dim) }
+        Tile { splits, ..Tile::of(codec, dim) }
     };
     let laid = StagedInputs::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
     let laid = laid.map_err(|e| message(&e))?;
@@ -590,25 +590,25 @@ fn paged<'a>(
 const MERGED_HEADS: usize = 32;
 
 fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
-    let (rows, parts, dim) = (size(shape, "rows")?, size(shape, "parts")?, size(shape, "dim")?);
+    let (rows, splits, dim) = (size(shape, "rows")?, size(shape, "splits")?, size(shape, "dim")?);
     // One query, and a batch where there are more rows than heads.
     let heads = rows.min(MERGED_HEADS);
     if !rows.is_multiple_of(heads) {
         return Err(format!("{rows} rows are not of {heads} heads"));
     }
-    let mut sums = vec![0.0f32; rows * parts * dim];
-    let mut tops = vec![0.0f32; rows * parts * 2];
-    fill(&mut sums, 1, number_of);
-    fill(tops.as_chunks_mut::<2>().0, 2, |rng| [rng.uniform(-6.0, 6.0), rng.uniform(0.5, 4.0)]);
+    let mut partial_out = vec![0.0f32; rows * splits * dim];
+    let mut partial_max_sum = vec![0.0f32; rows * splits * 2];
+    fill(&mut partial_out, 1, number_of);
+    fill(partial_max_sum.as_chunks_mut::<2>().0, 2, |rng| [rng.uniform(-6.0, 6.0), rng.uniform(0.5, 4.0)]);
     let mut want = vec![0.0f64; rows * dim];
     want.par_chunks_mut(dim).enumerate().for_each(|(row, out)| {
-        let tops = &tops[2 * row * parts..][..2 * parts];
-        let top = tops.iter().step_by(2).fold(f32::NEG_INFINITY, |top, &x| top.max(x));
+        let partial_max_sum = &partial_max_sum[2 * row * splits..][..2 * splits];
+        let top = partial_max_sum.iter().step_by(2).fold(f32::NEG_INFINITY, |top, &x| top.max(x));
         let mut weights = 0.0;
-        for part in 0..parts {
-            let factor = (f64::from(tops[2 * part]) - f64::from(top)).exp2();
-            weights += factor * f64::from(tops[2 * part + 1]);
-            for (out, x) in out.iter_mut().zip(&sums[(row * parts + part) * dim..][..dim]) {
+        for part in 0..splits {
+            let factor = (f64::from(partial_max_sum[2 * part]) - f64::from(top)).exp2();
+            weights += factor * f64::from(partial_max_sum[2 * part + 1]);
+            for (out, x) in out.iter_mut().zip(&partial_out[(row * splits + part) * dim..][..dim]) {
                 *out += factor * f64::from(*x);
             }
         }
@@ -619,12 +619,17 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         out: [heads * dim, dim, dim].map(|n| n as u64),
         q_heads: heads as u32,
         queries: 1,
-        parts: parts as u32,
+        splits: splits as u32,
         unused: 0,
     };
     let groups = [1, heads as u32, (rows / heads) as u32];
     Ok(Job {
-        inputs: vec![Values::F32(sums), Values::F32(tops), Values::F32(vec![0.0]), Values::F32(vec![0.0])],
+        inputs: vec![
+            Values::F32(partial_out),
+            Values::F32(partial_max_sum),
+            Values::F32(vec![0.0]),
+            Values::F32(vec![0.0]),
+        ],
         outputs: vec![Written::Blank(ScalarType::Bf16, rows * dim), Written::Blank(ScalarType::F32, rows)],
         answer: 0,
         want: vec![(0, want)],

@@ -150,7 +150,7 @@ impl StagedInputs {
         let plan = Plan::new(problem, &places, means.is_some(), layout.tile)?;
         let page =
             |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);
-        let [sums, tops] = plan.scratch();
+        let [partial_out, partial_max_sum] = plan.scratch();
         let count = dims.batch * dims.q_heads * dims.q_len;
         let or_zero = |list: Option<&[f32]>| Values::F32(list.unwrap_or(&[0.0]).to_vec());
         let inputs = [
@@ -174,8 +174,12 @@ impl StagedInputs {
             Dtype::BF16 => ScalarType::Bf16,
         };
         let f32 = ScalarType::F32;
-        let outputs =
-            [(f32, sums.max(1)), (f32, tops.max(1)), (element, count * dims.value_dim), (f32, count)];
+        let outputs = [
+            (f32, partial_out.max(1)),
+            (f32, partial_max_sum.max(1)),
+            (element, count * dims.value_dim),
+            (f32, count),
+        ];
         Ok(Self {
             plan,
             #[cfg(feature = "simulator")]
@@ -199,7 +203,7 @@ impl StagedInputs {
     ) -> Result<(), LaunchError<D::Error>> {
         let [q, k, v, table, sequences, k_factors, v_factors, codebooks, means, slopes, mask, tree, sinks] =
             inputs.each_ref().map(M::view);
-        let [sums, tops, out, lse] = outputs;
+        let [partial_out, partial_max_sum, out, lse] = outputs;
         let tensors = Tensors {
             q,
             k,
@@ -213,8 +217,8 @@ impl StagedInputs {
             mask,
             tree,
             sinks,
-            sums,
-            tops,
+            partial_out,
+            partial_max_sum,
             out: M::view_mut(out),
             lse: M::view_mut(lse),
             with_lse: true,

@@ -20,23 +20,23 @@ const STORED: [(Dtype, Codec); 6] = [
 ];
 
 fn all_parts_pass(cases: impl Fn(usize) -> Vec<Case>) {
-    for parts in PARTS {
-        all_pass(&cases(parts), &runner(Tile { rows: 1, keys: 1, simds: 1, parts }).padded());
+    for splits in PARTS {
+        all_pass(&cases(splits), &runner(Tile { rows: 1, keys: 1, simds: 1, splits }).padded());
     }
 }
 
 /// Cached sequences of these lengths, with these parts, in one page each.
-fn slots(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec), parts: usize) -> Case {
+fn slots(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec), splits: usize) -> Case {
     let longest = lengths.iter().map(|&(_, keys)| keys).max().unwrap_or(0);
-    let case = Case::new(format!("{name}_{dtype}_{codec}_{parts}_parts"), [1, 2, 1, 0, 0, 64, 64], dtype);
+    let case = Case::new(format!("{name}_{dtype}_{codec}_{splits}_parts"), [1, 2, 1, 0, 0, 64, 64], dtype);
     case.cached(lengths, longest + 3, Keep::All).stored(codec, codec)
 }
 
 #[test]
 fn every_part_counts() {
     // The last part has five keys.
-    all_parts_pass(|parts| {
-        let of = |stored| slots("whole", &[(1, 16 * parts - 11)], stored, parts);
+    all_parts_pass(|splits| {
+        let of = |stored| slots("whole", &[(1, 16 * splits - 11)], stored, splits);
         let mut cases: Vec<Case> = STORED.into_iter().map(of).collect();
         cases.extend(STORED.map(|stored| of(stored).sinks()));
         cases
@@ -45,21 +45,21 @@ fn every_part_counts() {
 
 #[test]
 fn parts_may_see_no_key() {
-    all_parts_pass(|parts| {
+    all_parts_pass(|splits| {
         let mut cases = Vec::new();
         for stored in STORED {
             // A sequence of no key and such of fewer keys than parts; queries before every key.
-            let few = slots("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, parts).causal(BottomRight);
+            let few = slots("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, splits).causal(BottomRight);
             cases.extend([few.clone(), few.sinks()]);
             // Of the keys of a tile of rows each row sees a few, in one part or two.
-            let band = slots("band", &[(11, 90)], stored, parts).causal(BottomRight);
+            let band = slots("band", &[(11, 90)], stored, splits).causal(BottomRight);
             let band = band.seeing(Visibility::window(Some(4), None));
             cases.extend([band.clone(), band.sinks()]);
         }
         // Parts that a mask hides: all of some rows, and all before the last.
         for (n, fill) in [MaskFill::HiddenRows, MaskFill::Closed, MaskFill::Late].into_iter().enumerate() {
             let keys = if fill == MaskFill::Late { 1029 } else { 40 };
-            let masked = slots("masked", &[(4, keys)], STORED[n], parts).mask(MaskKind::Bool, "h", fill);
+            let masked = slots("masked", &[(4, keys)], STORED[n], splits).mask(MaskKind::Bool, "h", fill);
             cases.extend([masked.clone(), masked.sinks()]);
         }
         cases
@@ -68,10 +68,10 @@ fn parts_may_see_no_key() {
 
 #[test]
 fn parts_of_rings_may_see_no_key() {
-    all_parts_pass(|parts| {
+    all_parts_pass(|splits| {
         let mut cases = Vec::new();
         for (dtype, codec) in [(Dtype::F32, Codec::F32), (Dtype::F16, Codec::Tq4)] {
-            let name = format!("ring_{dtype}_{codec}_{parts}_parts");
+            let name = format!("ring_{dtype}_{codec}_{splits}_parts");
             let ring = Case::new(name, [1, 2, 1, 0, 0, 64, 64], dtype).stored(codec, codec);
             let ring = ring.cached(&[(1, 90), (3, 61), (2, 5), (1, 0)], 7, Keep::Wrapped);
             let ring = ring.causal(BottomRight).seeing(Visibility::window(Some(19), None));

@@ -5,7 +5,7 @@ use flashtile_gpu::plan::Tile;
 use flashtile_testkit::{Case, SimulatorRunner, conformance};
 
 /// Two SIMD groups of each of two parts of the keys.
-pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };
+pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
 
 /// Runs problems with native code of this crate, for rows and pages as they lie.
 pub(crate) fn runner(tile: Tile) -> SimulatorRunner {

@@ -25,8 +25,8 @@ fn features(stored: &str, of: impl Fn(String, &[(usize, usize)]) -> Case) -> Vec
     ]
 }
 
-fn tile(rows: usize, keys: usize, simds: usize, parts: usize) {
-    let runner = runner(Tile { rows, keys, simds, parts }).padded();
+fn tile(rows: usize, keys: usize, simds: usize, splits: usize) {
+    let runner = runner(Tile { rows, keys, simds, splits }).padded();
     let elements = DTYPES.map(|dtype| (dtype, [Codec::of(dtype); 2]));
     let codes = [(Dtype::F32, [Int8; 2]), (Dtype::BF16, [Tq4; 2])];
     for (dtype, [k, v]) in elements.into_iter().chain(codes) {
@@ -85,7 +85,7 @@ fn of_elements_of_80_and_96() {
     for dtype in DTYPES {
         for dim in [80, 96] {
             let codec = Codec::of(dtype);
-            let tile = Tile { parts: 2, ..Tile::of(codec, dim) };
+            let tile = Tile { splits: 2, ..Tile::of(codec, dim) };
             let cases = both("planned", [dim; 2], dtype, [codec; 2]);
             all_pass(&cases, &runner(tile));
             all_pass(&cases[usize::from(dim == 80)..][..1], &runner(Tile { rows: 2, ..tile }));
@@ -98,7 +98,7 @@ fn of_codes_of_80_and_96() {
     for dtype in DTYPES {
         for codec in [Int8, Fp8, Tq2, Tq3, Tq4, Tq5, Tq6] {
             for dim in [80, 96] {
-                let planned = runner(Tile { parts: 2, ..Tile::of(codec, dim) });
+                let planned = runner(Tile { splits: 2, ..Tile::of(codec, dim) });
                 let cases = both("planned", [dim; 2], dtype, [codec; 2]);
                 all_pass(&cases, &planned.padded());
                 // Those of levels are gathered from anywhere.
@@ -108,7 +108,7 @@ fn of_codes_of_80_and_96() {
             }
         }
         for (dims, codecs) in [([96, 80], [Int8, Tq5]), ([80, 96], [Tq6, Fp8])] {
-            let tile = Tile { parts: 2, ..Tile::of(codecs[0], dims[0]) };
+            let tile = Tile { splits: 2, ..Tile::of(codecs[0], dims[0]) };
             let [paged, _] = both("planned", dims, dtype, codecs);
             all_pass(&[paged.centered().sinks()], &runner(tile).padded());
         }
@@ -119,7 +119,7 @@ fn of_codes_of_80_and_96() {
 fn of_codes_of_128_as_planned() {
     for dtype in DTYPES {
         for codec in [Int8, Tq4] {
-            let tile = Tile { parts: 2, ..Tile::of(codec, 128) };
+            let tile = Tile { splits: 2, ..Tile::of(codec, 128) };
             all_pass(&both("planned", [128; 2], dtype, [codec; 2]), &runner(tile).padded());
         }
     }

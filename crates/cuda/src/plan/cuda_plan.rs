@@ -243,7 +243,7 @@ impl CudaPlan {
     #[must_use]
     pub fn splits(&self) -> usize {
         if let Some(portable) = &self.portable {
-            return portable.parts();
+            return portable.splits();
         }
         self.launches.iter().map(|launch| launch.splits).max().unwrap_or(1)
     }

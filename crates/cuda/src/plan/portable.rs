@@ -57,8 +57,8 @@ impl PortableTile {
         32 * self.simds
     }
 
-    pub(crate) const fn with_parts(&self, parts: usize) -> Tile {
-        Tile { rows: self.rows / 8, keys: self.simd_keys / 16, simds: self.simds, parts }
+    pub(crate) const fn with_splits(&self, splits: usize) -> Tile {
+        Tile { rows: self.rows / 8, keys: self.simd_keys / 16, simds: self.simds, splits }
     }
 }
 
@@ -120,8 +120,8 @@ pub(crate) struct PortableRegions {
     pub(crate) zeros: usize,
     /// Bytes up to here are written before the first run.
     pub(crate) written: usize,
-    pub(crate) sums: usize,
-    pub(crate) tops: usize,
+    pub(crate) partial_out: usize,
+    pub(crate) partial_max_sum: usize,
     /// What a run writes where nobody wants it.
     pub(crate) unwanted: usize,
     pub(crate) len: usize,
@@ -156,7 +156,7 @@ impl Portable {
             return Err(Unsupported::SkipTiles);
         }
         // Before anything is made of them.
-        Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_parts(1))?;
+        Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
         let (dims, desc) = (problem.dims(), problem.desc());
         let masked = desc.mask.is_some();
         let biased = masked || desc.softcap.is_some() || desc.alibi || desc.tree;
@@ -177,8 +177,8 @@ impl Portable {
         if needed > facts.shared_per_block {
             return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_block });
         }
-        let single = Shape::of(problem, kernel.tile.with_parts(1))?;
-        let parts = match options.splits {
+        let single = Shape::of(problem, kernel.tile.with_splits(1))?;
+        let splits = match options.splits {
             Some(got) => {
                 let blocks = |s| problem.visible_union(s, 0..s.q_len).len().div_ceil(kernel.tile.keys());
                 let max = problem.sequences().iter().map(blocks).max().unwrap_or(0).max(1);
@@ -190,10 +190,10 @@ impl Portable {
             None => {
                 let groups = single.groups.iter().map(|&n| n as usize).product::<usize>().max(1);
                 let room = facts.multiprocessors * kernel.tile.resident;
-                (room / groups).clamp(1, most_parts(problem, &kernel.tile))
+                (room / groups).clamp(1, max_splits(problem, &kernel.tile))
             }
         };
-        let tile = kernel.tile.with_parts(parts);
+        let tile = kernel.tile.with_splits(splits);
         let shape = Shape::of(problem, tile)?;
         // The first dimension of a grid has no bound that problems reach.
         let [_, groups @ ..] = shape.groups;
@@ -218,15 +218,22 @@ impl Portable {
         self.shape.groups.iter().map(|&n| n as usize).product()
     }
 
-    pub(crate) const fn parts(&self) -> usize {
-        self.tile.parts
+    pub(crate) const fn splits(&self) -> usize {
+        self.tile.splits
     }
 }
 
 impl std::fmt::Display for Portable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (tile, groups) = (&self.kernel.tile, self.groups());
-        write!(f, "{} tile {}x{} groups {groups} parts {}", self.kernel, tile.rows, tile.keys(), self.parts())
+        write!(
+            f,
+            "{} tile {}x{} groups {groups} splits {}",
+            self.kernel,
+            tile.rows,
+            tile.keys(),
+            self.splits()
+        )
     }
 }
 
@@ -241,8 +248,8 @@ fn regions(problem: &Problem, shape: &Shape) -> Option<PortableRegions> {
         sequences: region(problem.sequences().len() * SEQUENCE)?,
         zeros: region(1)?,
         written: region(0)?,
-        sums: region(shape.scratch[0])?,
-        tops: region(shape.scratch[1])?,
+        partial_out: region(shape.scratch[0])?,
+        partial_max_sum: region(shape.scratch[1])?,
         unwanted: region(1)?,
         len: region(0)?,
     })
@@ -280,7 +287,7 @@ fn registers(kernel: &PortableKernel, dims: &Dims, facts: &CudaFacts) -> usize {
 }
 
 /// Most parts that the keys of a tile are worth, whatever lengths an update may bring.
-fn most_parts(problem: &Problem, tile: &PortableTile) -> usize {
+fn max_splits(problem: &Problem, tile: &PortableTile) -> usize {
     let (dims, visibility) = (problem.dims(), problem.desc().visibility);
     let longest = || problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
     let held = match problem.desc().sequences {

@@ -1,19 +1,20 @@
-//! Attention over keys and values of any format, from partial results: `decode` leaves, for every row and part of its keys, the sum of
-//! weighted values, the sum of weights and the number that both are relative to; `merge` adds parts up.
+//! Attention over keys and values of any format, split along the keys. [`decode()`] leaves a partial result for every query row and
+//! split, and [`merge`](super::merge::merge()) adds them up.
 //!
 //! ```text
-//! score_j = cap(scale q . k_j + bias) - slope |p - j| + mask_j             in units of log2
-//! top     = a number near the greatest score_j + log2(scale of v_j)
-//! sums    = sum over keys of 2^(score_j - top) v_j,     weights = sum over keys of 2^(score_j - top)
+//! score_j     = cap(scale q . k_j) - slope |p - j| + mask_j                   in units of log2
+//! row_max     = a number within 2^SLACK of the largest score_j + log2(scale of v_j)
+//! row_sum     = sum over keys of 2^(score_j - row_max)
+//! partial_out = sum over keys of 2^(score_j - row_max) v_j
 //! ```
 //!
-//! A SIMD group takes 16 keys at a time as two stacked left operands of 8 rows; queries, eight rows of one key/value head, are the right
-//! operand, so that a lane ends with the scores of two keys and two queries. The same layout, transposed, is the right operand of the
-//! values, whose rows are coordinates: sums stay in registers, and rows of a group share every byte that is read. Words of the next keys and
-//! values are asked for before these are used.
+//! A SIMD group computes 16 keys at a time as two stacked left operands of 8 rows. Queries, eight rows of one key/value head, are the right
+//! operand, so that a lane ends up with the scores of two keys and two queries. The same layout, transposed, is the right operand of the
+//! product with the values, whose rows are coordinates: partial outputs stay in registers, and the query rows share every byte that is read.
+//! The words of the next keys and values are loaded before the current ones are used.
 //!
-//! With codes, queries are rotated and scaled to at most 2 first, and multiplied in two parts of f16; sums are in f32. Scales of values
-//! are part of the weight, whose greatest is near 1 whatever the scales are.
+//! Over codes, queries are first rotated and scaled to at most 2, and multiplied as two f16 each; accumulation is in f32. The scale of a
+//! value row is folded into its probability, so that the largest product is near 1 whatever the scales are.
 
 use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ4};
 use super::rotation::rotate;
@@ -30,19 +31,19 @@ pub const LN2: f32 = std::f32::consts::LN_2;
 #[constant]
 const MAX_ALIBI_SLOPE: f32 = 7.737_125_2e25;
 
-/// A row's reference may be behind its greatest score by so many powers of 2.
+/// `row_max` follows the largest score of a row only when it falls behind by more than this many powers of 2: rescaling is rare.
 #[constant]
 const SLACK: f32 = 8.0;
 
-/// A power of two by which sums of more keys than there can be, of weights up to `2^SLACK`, are as small as a value.
+/// A power of two that makes the partial output of more keys than there can be, of probabilities up to `2^SLACK`, as small as one value.
 #[constant]
 pub const SHRINK: f32 = 9.094_947e-13;
 
-/// Of rows that are computed again: that this is done.
+/// Set in the bits of a row that was recomputed with smaller sums.
 #[constant]
 const SECOND_PASS: u32 = 0x8000_0000;
 
-/// The least scale of a value that counts for a row's reference, in units of log2.
+/// The smallest scale of a value row that `row_max` takes into account, in units of log2.
 #[constant]
 const MIN_SCALE: f32 = -60.0;
 
@@ -87,8 +88,8 @@ pub struct Attend {
     pub width: u32,
     /// Tiles of query rows of a key/value head.
     pub tiles: u32,
-    /// Splits of the keys of a tile.
-    pub parts: u32,
+    /// Splits of the keys of a row.
+    pub splits: u32,
     /// Query rows of a batch entry.
     pub queries: u32,
     /// Batch entries.
@@ -119,7 +120,7 @@ impl Attend {
 
     /// Partial results of all rows, of `simds` SIMD groups.
     pub fn results(&self, simds: usize) -> u64 {
-        [self.parts, simds as u32].into_iter().map(u64::from).fold(self.rows(), u64::saturating_mul)
+        [self.splits, simds as u32].into_iter().map(u64::from).fold(self.rows(), u64::saturating_mul)
     }
 }
 
@@ -188,26 +189,26 @@ pub fn unit_of(format: u32, dim: u32) -> f32 {
     select(format == FP8, 0.003_906_25, 0.007_812_5)
 }
 
-/// The scale of a row, and the parts of it that its halves have where each has a norm.
+/// The scale of a row, and of its two halves relative to it where each has a norm of its own.
 #[device]
 pub struct Scale {
     /// The scale of the row.
     pub whole: f32,
     /// The norms of its halves over `whole`, in the format that has two.
-    pub parts: [f32; 2],
+    pub halves: [f32; 2],
 }
 
 /// The scale of elements: 1.
 #[device]
 pub fn no_scale() -> Scale {
-    let scale = Scale { whole: 1.0, parts: [1.0, 1.0] };
+    let scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
     scale
 }
 
 /// The scale of a stored row.
 #[device]
 pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> Scale {
-    let mut scale = Scale { whole: 1.0, parts: [1.0, 1.0] };
+    let mut scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
     if FORMAT >= MLX4 {
         let first = memory.load_as::<f32, 1>(row.scale);
         scale.whole = first[0];
@@ -215,8 +216,8 @@ pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row
             let second = memory.load_as::<f32, 1>(row.scale + 4);
             scale.whole = first[0].max(second[0]);
             let inverse = select(scale.whole > 0.0, 1.0 / scale.whole, 0.0);
-            scale.parts[0] = first[0] * inverse;
-            scale.parts[1] = second[0] * inverse;
+            scale.halves[0] = first[0] * inverse;
+            scale.halves[1] = second[0] * inverse;
         }
         scale.whole *= unit_of(FORMAT, D as u32);
     } else if FORMAT >= INT8 {
@@ -277,7 +278,7 @@ pub fn of_half(sums: [[f32; 2]; 2], scales: [Scale; 2], half: usize) -> [[f32; 2
     let mut result = sums;
     for h in 0..2usize {
         for n in 0..2usize {
-            result[h][n] *= scales[h].parts[half];
+            result[h][n] *= scales[h].halves[half];
         }
     }
     result
@@ -295,7 +296,7 @@ pub fn added(a: [[f32; 2]; 2], b: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
     sum
 }
 
-/// What the sums of a row are smaller by.
+/// The factor by which the partial outputs of a recomputed row are smaller.
 #[device]
 pub fn shrink_of(lifted: u32, row: usize) -> f32 {
     select(lifted >> row as u32 & 1 != 0, SHRINK, 1.0)
@@ -339,7 +340,7 @@ pub fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
 }
 
 /// Partial results of attention of the rows of a key/value head: see the module. With ALiBi, distances are from the nearest key that a
-/// row sees, and what its scores lack then, in units of the score, follows the tops.
+/// row sees; the shift of each row, in units of the score, follows the pairs.
 ///
 /// Groups are (key/value heads times tiles of `8 * T` rows, parts, sequences). `Q` is the type of q; `K` and `V` are those of products with
 /// keys and with values: that of their elements, f16 for codes, f32 where q is f32 or of another type than they.
@@ -348,16 +349,16 @@ pub fn bias_at(mask: &Buffer<u8>, kind: u32, element: u64) -> f32 {
     requires(KN * 8 == D && VN * 16 == DV, "KN is an eighth of D, VN a sixteenth of DV"),
     requires(KP == KN * KE && VP == VN * VE, "a pair takes KE or VE words"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
-    requires(groups[1] == params.parts, "a group for each part"),
+    requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
     requires(sequences.len() >= 8 * groups[2] as usize, "eight numbers of every sequence"),
-    requires(tops.len() as u64 >= params.results(S).saturating_mul(2), "tops of every partial result"),
-    requires(!sloped || tops.len() as u64 >= params.results(S).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
-    requires(sums.len() as u64 >= params.results(S).saturating_mul(DV as u64), "sums of every partial result"),
+    requires(partial_max_sum.len() as u64 >= params.results(S).saturating_mul(2), "partial_max_sum of every partial result"),
+    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(S).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
+    requires(partial_out.len() as u64 >= params.results(S).saturating_mul(DV as u64), "partial outputs of every partial result"),
     requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
-              format = [BF16, TQ4], row = [256, 66], parts = [4, 4]),
+              format = [BF16, TQ4], row = [256, 66], splits = [4, 4]),
         bytes = batch * (2 * kv_heads * keys * row + 4 * q_heads * dim),
         flops = 4 * batch * q_heads * keys * dim,
         tolerance = 0.02,
@@ -402,13 +403,13 @@ pub fn decode<
     mask: &Buffer<u8>,
     tree: &Buffer<u8>,
     params: &Attend,
-    sums: &mut Buffer<f32>,
-    tops: &mut Buffer<f32>,
-    #[constant] capped: bool,
-    #[constant] sloped: bool,
-    #[constant] masked: bool,
-    #[constant] treed: bool,
-    #[constant] centered: bool,
+    partial_out: &mut Buffer<f32>,
+    partial_max_sum: &mut Buffer<f32>,
+    #[constant] has_softcap: bool,
+    #[constant] has_alibi: bool,
+    #[constant] has_mask: bool,
+    #[constant] has_tree_mask: bool,
+    #[constant] has_k_mean: bool,
 ) {
     let mut queries: Shared<f32> = shared(8 * T * D);
     // Of each row: what its products are multiplied with, and what its scores have added.
@@ -452,7 +453,7 @@ pub fn decode<
                     // it is added to the logsumexp.
                     position[t][n] = at.clamp(begin[t][n], end[t][n] - 1);
                 }
-                if sloped {
+                if has_alibi {
                     let own = slopes[head];
                     // The host cannot refuse a slope in the memory of a device: its rows are NaN.
                     slope[t][n] = select(own.abs() <= MAX_ALIBI_SLOPE, own * LOG2E, f32::NAN);
@@ -461,16 +462,16 @@ pub fn decode<
                             * params.q_heads
                             + head;
                         let results =
-                            params.batches * params.queries * params.q_heads * params.parts * S as u32;
-                        tops[2 * results + result] = -own * at.abs_diff(position[t][n]) as f32;
+                            params.batches * params.queries * params.q_heads * params.splits * S as u32;
+                        partial_max_sum[2 * results + result] = -own * at.abs_diff(position[t][n]) as f32;
                     }
                 }
-                if masked {
+                if has_mask {
                     mask_row[t][n] = index as u64 * params.mask[0]
                         + head as u64 * params.mask[1]
                         + query as u64 * params.mask[2];
                 }
-                if treed {
+                if has_tree_mask {
                     tree_row[t][n] = (sequence.q_start + query) as u64 * params.tree;
                 }
                 if begin[t][n] < end[t][n] {
@@ -487,7 +488,7 @@ pub fn decode<
     full_low = simd_max(full_low);
     full_high = simd_min(full_high);
     let tree_key = sequence.kv_len - sequence.q_len as i32;
-    if treed {
+    if has_tree_mask {
         full_high = full_high.min(tree_key);
     }
 
@@ -511,7 +512,7 @@ pub fn decode<
     if low < high {
         let all = (high - low + keys - 1) / keys;
         let share =
-            (all + (params.parts as i32 * S as i32) - 1) / (params.parts as i32 * S as i32) * S as i32;
+            (all + (params.splits as i32 * S as i32) - 1) / (params.splits as i32 * S as i32) * S as i32;
         tile = share * group_y() as i32 + simd_index() as i32;
         tiles = (share * (group_y() as i32 + 1)).min(all);
     }
@@ -525,7 +526,7 @@ pub fn decode<
     let mut v_words = [[[0u32; VW]; 4]; U];
     let mut k_scales = [[no_scale(); 2]; U];
     let mut v_scales = [[no_scale(); 2]; U];
-    let mut v_parts = [[[1.0; 2]; 4]; U];
+    let mut v_halves = [[[1.0; 2]; 4]; U];
     if base < end_base {
         for u in 0..U {
             for h in 0..2usize {
@@ -544,7 +545,7 @@ pub fn decode<
                 v_words[u][n] = fetch::<VF, DV, 8, VW, VPIECE, VALIGN>(v, row, lane_row, v_levels, codebooks);
                 if VF >= MLX4 {
                     let scale = scale_of::<VF, DV>(v, row);
-                    v_parts[u][n] = scale.parts;
+                    v_halves[u][n] = scale.halves;
                 }
             }
         }
@@ -567,7 +568,7 @@ pub fn decode<
     for row in (simd_index()..(8 * T) as u32).step_by(S) {
         let start = row * D as u32;
         let mut bias = 0.0;
-        if centered {
+        if has_k_mean {
             for c in (simd_lane()..D as u32).step_by(32) {
                 bias += queries[start + c] * means[kv_head * D as u32 + c];
             }
@@ -622,8 +623,8 @@ pub fn decode<
         }
     }
     let mut acc = [[[[0.0; 2]; 2]; VN]; T];
-    let mut top = [[f32::NEG_INFINITY; 2]; T];
-    let mut weights = [[0.0; 2]; T];
+    let mut row_max = [[f32::NEG_INFINITY; 2]; T];
+    let mut row_sum = [[0.0; 2]; T];
     // A row whose sums overflow, though its weights do not, is computed again with sums that are smaller by SHRINK.
     // Bits of `lifted` say which, and SECOND_PASS that it is that: one register for all of it.
     let first_base = base;
@@ -702,7 +703,7 @@ pub fn decode<
             }
 
             // What hides and changes scores; the greatest of them with the scale of the value.
-            let partial = masked || (base as i32) < full_low || base as i32 + keys > full_high;
+            let partial = has_mask || (base as i32) < full_low || base as i32 + keys > full_high;
             let mut grown = false;
             let mut greatest = [[f32::NEG_INFINITY; 2]; T];
             for u in 0..U {
@@ -715,19 +716,19 @@ pub fn decode<
                     for t in 0..T {
                         for n in 0..2usize {
                             let mut score = scores[u][t][h][n];
-                            if capped {
+                            if has_softcap {
                                 score = params.cap * score.tanh();
                             }
-                            if sloped {
+                            if has_alibi {
                                 score -= slope[t][n] * position[t][n].abs_diff(key) as f32;
                             }
                             if partial {
                                 let mut seen = key >= begin[t][n] && key < end[t][n];
-                                if treed && seen && key >= tree_key {
+                                if has_tree_mask && seen && key >= tree_key {
                                     let column = (key - tree_key) as u64 * params.tree_step as u64;
                                     seen = tree[tree_row[t][n] + column] as u32 != 0;
                                 }
-                                if masked && seen {
+                                if has_mask && seen {
                                     let column = key as u64 * params.mask_step as u64;
                                     let bias = bias_at(mask, params.mask_kind, mask_row[t][n] + column);
                                     seen = bias != f32::NEG_INFINITY;
@@ -742,7 +743,7 @@ pub fn decode<
                             }
                             scores[u][t][h][n] = score;
                             greatest[t][n] = greatest[t][n].max(score + scale);
-                            grown = grown || score + scale > top[t][n] + SLACK;
+                            grown = grown || score + scale > row_max[t][n] + SLACK;
                         }
                     }
                 }
@@ -750,10 +751,10 @@ pub fn decode<
             if simd_any(grown) {
                 for t in 0..T {
                     for n in 0..2usize {
-                        let new = top[t][n].max(matrix_column_max(greatest[t][n]));
-                        let by = select(new == f32::NEG_INFINITY, 1.0, (top[t][n] - new).exp2());
-                        top[t][n] = new;
-                        weights[t][n] *= by;
+                        let new = row_max[t][n].max(matrix_column_max(greatest[t][n]));
+                        let by = select(new == f32::NEG_INFINITY, 1.0, (row_max[t][n] - new).exp2());
+                        row_max[t][n] = new;
+                        row_sum[t][n] *= by;
                         for i in 0..VN {
                             for h in 0..2usize {
                                 acc[t][i][h][n] *= by;
@@ -765,16 +766,16 @@ pub fn decode<
 
             for u in 0..U {
                 // Weights, as right operands of eight keys.
-                let mut weight = [[[0.0; 2]; 2]; T];
+                let mut p = [[[0.0; 2]; 2]; T];
                 for t in 0..T {
                     for h in 0..2usize {
                         for n in 0..2usize {
                             let score = scores[u][t][h][n];
-                            let w = select(score == f32::NEG_INFINITY, 0.0, (score - top[t][n]).exp2());
-                            weights[t][n] += w;
-                            weight[t][h][n] = w;
+                            let w = select(score == f32::NEG_INFINITY, 0.0, (score - row_max[t][n]).exp2());
+                            row_sum[t][n] += w;
+                            p[t][h][n] = w;
                             if VF >= INT8 {
-                                weight[t][h][n] = select(w == 0.0, 0.0, w * v_scale[u][h].whole);
+                                p[t][h][n] = select(w == 0.0, 0.0, w * v_scale[u][h].whole);
                             }
                         }
                     }
@@ -783,7 +784,7 @@ pub fn decode<
                     for t in 0..T {
                         for h in 0..2usize {
                             for n in 0..2usize {
-                                weight[t][h][n] *= shrink_of(lifted, 2 * t + n);
+                                p[t][h][n] *= shrink_of(lifted, 2 * t + n);
                             }
                         }
                     }
@@ -809,7 +810,7 @@ pub fn decode<
                             for m in 0..2usize {
                                 let score = select(n < 8, scores[u][t][0][m], scores[u][t][1][m]);
                                 seen[t][m] = simd_shuffle(score, from) != f32::NEG_INFINITY;
-                                w[t][m] = simd_shuffle(select(n < 8, weight[t][0][m], weight[t][1][m]), from);
+                                w[t][m] = simd_shuffle(select(n < 8, p[t][0][m], p[t][1][m]), from);
                             }
                         }
                         for i in 0..VN {
@@ -829,7 +830,7 @@ pub fn decode<
                         let a = with_norms::<VF, DV, 8, VPIECE, VP>(
                             pairs::<VF, DV, 8, VW, VP, VE>(v_words[u][2 * h], lane_row, v_levels, codebooks),
                             lane_row,
-                            v_parts[u][2 * h],
+                            v_halves[u][2 * h],
                         );
                         let b = with_norms::<VF, DV, 8, VPIECE, VP>(
                             pairs::<VF, DV, 8, VW, VP, VE>(
@@ -839,10 +840,10 @@ pub fn decode<
                                 codebooks,
                             ),
                             lane_row,
-                            v_parts[u][2 * h + 1],
+                            v_halves[u][2 * h + 1],
                         );
                         for t in 0..T {
-                            let right_w = right::<V>(weight[t][h][0], weight[t][h][1]);
+                            let right_w = right::<V>(p[t][h][0], p[t][h][1]);
                             for i in 0..VN {
                                 let mut first = left::<V>(a[VE * i], b[VE * i]);
                                 let mut second = left::<V>(a[VE * i + VE - 1], b[VE * i + VE - 1]);
@@ -866,7 +867,7 @@ pub fn decode<
                         fetch::<VF, DV, 8, VW, VPIECE, VALIGN>(v, row, lane_row, v_levels, codebooks);
                     if VF >= MLX4 {
                         let scale = scale_of::<VF, DV>(v, row);
-                        v_parts[u][n] = scale.parts;
+                        v_halves[u][n] = scale.halves;
                     }
                 }
             }
@@ -884,7 +885,7 @@ pub fn decode<
                         }
                     }
                     let any = matrix_column_max(found);
-                    let sum = matrix_column_sum(weights[t][n]);
+                    let sum = matrix_column_sum(row_sum[t][n]);
                     lifted |= select(any > 0.0 && sum < f32::INFINITY, 1u32 << (2 * t + n) as u32, 0u32);
                 }
             }
@@ -892,8 +893,8 @@ pub fn decode<
             if passes {
                 lifted |= SECOND_PASS;
                 acc = [[[[0.0; 2]; 2]; VN]; T];
-                top = [[f32::NEG_INFINITY; 2]; T];
-                weights = [[0.0; 2]; T];
+                row_max = [[f32::NEG_INFINITY; 2]; T];
+                row_sum = [[0.0; 2]; T];
             }
         }
     }
@@ -902,22 +903,22 @@ pub fn decode<
         for n in 0..2usize {
             let row = first_row + 8 * t as u32 + 2 * pair + n as u32;
             let shrink = shrink_of(lifted, 2 * t + n);
-            let sum = matrix_column_sum(weights[t][n]) * shrink;
+            let sum = matrix_column_sum(row_sum[t][n]) * shrink;
             if row < rows {
                 let head = kv_head * params.group + row % params.group;
                 let query = sequence.q_start + row / params.group;
                 let result = (sequence.batch * params.queries + query) * params.q_heads + head;
-                let slot = (result * params.parts + group_y()) * S as u32 + simd_index();
+                let slot = (result * params.splits + group_y()) * S as u32 + simd_index();
                 for i in 0..VN {
                     for h in 0..2usize {
                         let c = coordinate::<VF, DV, 8, VPIECE>(lane_row, (2 * i + h) as u32);
-                        sums[slot as u64 * DV as u64 + c as u64] = acc[t][i][h][n];
+                        partial_out[slot as u64 * DV as u64 + c as u64] = acc[t][i][h][n];
                     }
                 }
                 if lane_row == 0 {
                     // A part without a reference counts as one of no key; where weights are NaN any number will do.
-                    tops[2 * slot] = select(sum.is_nan(), 0.0, top[t][n] - shrink.log2());
-                    tops[2 * slot + 1] = sum;
+                    partial_max_sum[2 * slot] = select(sum.is_nan(), 0.0, row_max[t][n] - shrink.log2());
+                    partial_max_sum[2 * slot + 1] = sum;
                 }
             }
         }

@@ -1,4 +1,4 @@
-//! Partial results of disjoint keys become one: any number of them, with sinks, un-rotated.
+//! Merging of partial results over disjoint keys: any number of them, with sinks, rotated back.
 
 use super::decode::{HUGE_SCORE, LN2, SHRINK, from_log2, to_log2};
 use super::rotation::unrotate;
@@ -16,7 +16,7 @@ pub struct Merge {
     /// Query rows.
     pub queries: u32,
     /// Partial results of a row.
-    pub parts: u32,
+    pub splits: u32,
     /// Padding: 0.
     pub unused: u32,
 }
@@ -30,88 +30,95 @@ impl Merge {
     }
 }
 
-/// Adds up the partial results of every row: `out = sum 2^(top_i - top) sums_i / weights` with
-/// `weights = sum 2^(top_i - top) weights_i`, and `lse = ln 2 (top + log2 weights) + shift`; of each row, `shift` is what its scores lack
-/// and follows the tops. Groups are (queries, heads, batch entries). With an order, values are rotated back.
+/// Adds up the partial results of every row:
+///
+/// ```text
+/// row_max = max_i row_max_i                       row_sum = sum_i 2^(row_max_i - row_max) row_sum_i
+/// out     = sum_i 2^(row_max_i - row_max) partial_out_i / row_sum
+/// lse     = ln 2 (row_max + log2 row_sum) + shift
+/// ```
+///
+/// `partial_max_sum` holds the pairs `(row_max_i, row_sum_i)`, and with ALiBi the shift of every row behind them: what was subtracted from its
+/// scores so that f32 keeps their digits. The grid is (queries, heads, batch entries). With a Hadamard order, `out` is rotated back.
 #[kernel(
     threads = 128,
-    requires(sums.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * DV, "sums of every part"),
-    requires(tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.parts as usize * 2, "tops of every part"),
-    requires(groups[0] == params.queries && groups[1] == params.q_heads, "a group for each row"),
-    requires(!shifted || tops.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.parts as usize * 2 + 1), "a shift of every row"),
-    requires(params.parts > 0, "there are parts"),
+    requires(partial_out.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.splits as usize * DV, "a partial output of every split"),
+    requires(partial_max_sum.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.splits as usize * 2, "a maximum and a sum of every split"),
+    requires(groups[0] == params.queries && groups[1] == params.q_heads, "a threadgroup for each row"),
+    requires(!has_shift || partial_max_sum.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.splits as usize * 2 + 1), "a shift of every row"),
+    requires(params.splits > 0, "there are splits"),
     requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
-    requires(!with_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
+    requires(!has_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
     requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
     requires(params.reach(groups, DV).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),
     bench(
-        shape(rows = [512, 16384], parts = [16, 16], dim = [128, 128]),
-        bytes = rows * (4 * parts * (dim + 2) + 2 * dim + 4),
-        flops = 2 * rows * parts * (dim + 1),
+        shape(rows = [512, 16384], splits = [16, 16], dim = [128, 128]),
+        bytes = rows * (4 * splits * (dim + 2) + 2 * dim + 4),
+        flops = 2 * rows * splits * (dim + 1),
         tolerance = 0.005,
     ),
 )]
 pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
-    sums: &Buffer<f32>,
-    tops: &Buffer<f32>,
+    partial_out: &Buffer<f32>,
+    partial_max_sum: &Buffer<f32>,
     factors: &Buffer<f32>,
     sinks: &Buffer<f32>,
     params: &Merge,
     out: &mut Buffer<Q>,
     lse: &mut Buffer<f32>,
-    #[constant] with_sinks: bool,
+    #[constant] has_sinks: bool,
     #[constant] with_lse: bool,
-    #[constant] shifted: bool,
+    #[constant] has_shift: bool,
 ) {
     let mut row: Shared<f32> = shared(DV);
     let mut quarters: Shared<f32> = shared(4 * DV);
     let result = (group_z() * params.queries + group_x()) * params.q_heads + group_y();
-    let first = result * params.parts;
+    let first = result * params.splits;
 
     // Every lane reads a part, every SIMD group all of them.
-    let mut top = f32::NEG_INFINITY;
-    for part in (simd_lane()..params.parts).step_by(32) {
-        top = top.max(tops[2 * (first + part)]);
+    let mut row_max = f32::NEG_INFINITY;
+    for split in (simd_lane()..params.splits).step_by(32) {
+        row_max = row_max.max(partial_max_sum[2 * (first + split)]);
     }
-    top = simd_max(top);
-    let keys_top = top;
+    row_max = simd_max(row_max);
+    let keys_row_max = row_max;
     let mut shift = 0.0;
-    if shifted {
-        shift = tops[2 * groups_z() * params.queries * params.q_heads * params.parts + result];
+    if has_shift {
+        shift = partial_max_sum[2 * groups_z() * params.queries * params.q_heads * params.splits + result];
     }
     let mut sink = f32::NEG_INFINITY;
-    if with_sinks {
+    if has_sinks {
         sink = to_log2(sinks[group_y()] - shift);
-        top = top.max(sink);
+        row_max = row_max.max(sink);
     }
-    let mut weights = 0.0;
-    for part in (simd_lane()..params.parts).step_by(32) {
-        let one = tops[2 * (first + part)];
+    let mut row_sum = 0.0;
+    for split in (simd_lane()..params.splits).step_by(32) {
+        let one = partial_max_sum[2 * (first + split)];
         if one != f32::NEG_INFINITY {
-            weights += (one - top).exp2() * tops[2 * (first + part) + 1];
+            row_sum += (one - row_max).exp2() * partial_max_sum[2 * (first + split) + 1];
         }
     }
-    weights = simd_sum(weights);
-    if with_sinks && sink != f32::NEG_INFINITY {
-        weights += (sink - top).exp2();
+    row_sum = simd_sum(row_sum);
+    if has_sinks && sink != f32::NEG_INFINITY {
+        row_sum += (sink - row_max).exp2();
     }
 
     // Every SIMD group adds up a fourth of the parts, of which a lane has 32 at a time ready; less than 0 where a part is of no key.
     let mut sum = [0.0; 16];
-    for base in (simd_index()..params.parts).step_by(128) {
+    for base in (simd_index()..params.splits).step_by(128) {
         let own = base + 4 * simd_lane();
         let mut factor = -1.0;
-        if own < params.parts {
-            let one = tops[2 * (first + own)];
-            factor = select(one == f32::NEG_INFINITY, -1.0, (one - top).exp2());
+        if own < params.splits {
+            let one = partial_max_sum[2 * (first + own)];
+            factor = select(one == f32::NEG_INFINITY, -1.0, (one - row_max).exp2());
         }
-        for n in 0..(params.parts - base).div_ceil(4).min(32) {
+        for n in 0..(params.splits - base).div_ceil(4).min(32) {
             let by = simd_shuffle(factor, n);
             let at = (first + base + 4 * n) as u64 * DV as u64;
             for i in 0..(DV + 31) / 32 {
                 let c = 32 * i as u32 + simd_lane();
                 if c < DV as u32 {
-                    let x = by * sums[at + c as u64];
+                    let x = by * partial_out[at + c as u64];
                     sum[i] += select(by < 0.0, 0.0, x);
                 }
             }
@@ -129,23 +136,25 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
         for n in 0..4u32 {
             whole += quarters[n * DV as u32 + c];
         }
-        let mut mean = whole / weights;
+        let mut mean = whole / row_sum;
         if mean.abs() >= f32::INFINITY || mean.is_nan() {
             // Sums may overflow where their mean does not. What is infinite or NaN stays so.
             let mut small = 0.0;
-            for part in 0..params.parts {
-                let one = tops[2 * (first + part)];
+            for split in 0..params.splits {
+                let one = partial_max_sum[2 * (first + split)];
                 if one != f32::NEG_INFINITY {
-                    small += (one - top).exp2() * SHRINK * sums[(first + part) as u64 * DV as u64 + c as u64];
+                    small += (one - row_max).exp2()
+                        * SHRINK
+                        * partial_out[(first + split) as u64 * DV as u64 + c as u64];
                 }
             }
-            small /= weights;
+            small /= row_sum;
             mean = small / SHRINK;
             if small.abs() < f32::INFINITY {
                 mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);
             }
         }
-        row[c] = select(top == f32::NEG_INFINITY, 0.0, mean);
+        row[c] = select(row_max == f32::NEG_INFINITY, 0.0, mean);
     }
     barrier();
     if ORDER > 0 {
@@ -162,18 +171,18 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     }
     if with_lse && thread_index() == 0 {
         let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();
-        let mut sum = (top + weights.log2()) * LN2;
-        if top.abs() > HUGE_SCORE {
-            sum = from_log2(top);
+        let mut sum = (row_max + row_sum.log2()) * LN2;
+        if row_max.abs() > HUGE_SCORE {
+            sum = from_log2(row_max);
         }
         if shift != 0.0 {
             // A sink that is the greatest has digits that it would lose to the shift.
-            if with_sinks && sink >= keys_top {
-                sum = sinks[group_y()] + weights.log2() * LN2;
+            if has_sinks && sink >= keys_row_max {
+                sum = sinks[group_y()] + row_sum.log2() * LN2;
             } else {
                 sum += shift;
             }
         }
-        lse[at] = select(top == f32::NEG_INFINITY, f32::NEG_INFINITY, sum);
+        lse[at] = select(row_max == f32::NEG_INFINITY, f32::NEG_INFINITY, sum);
     }
 }

@@ -237,7 +237,7 @@ fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, at_least: usize) {
     let Some(device) = Metal::find() else { return };
     let cases: Vec<Case> = cases.collect();
     let (passed, refused) = (AtomicUsize::new(0), Mutex::new(BTreeMap::<String, usize>::new()));
-    let tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };
+    let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
     let runner = MetalRunner { device, on: SimulatorRunner::of(tile, |instance| Some(instance.clone())) };
     let failed = each(&cases, |case| {
         match run_case(case, &runner) {
@@ -345,39 +345,48 @@ fn rotations_are_the_simulators_bit_for_bit() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-fn merged<D: Device<Memory = Memory>>(device: &D, instance: &Instance, parts: usize, flag: bool) -> Vec<u32> {
+fn merged<D: Device<Memory = Memory>>(
+    device: &D,
+    instance: &Instance,
+    splits: usize,
+    flag: bool,
+) -> Vec<u32> {
     let (heads, queries, dim) = (3, 2, 64);
-    let mut tops = numbers(2 * heads * queries * parts, 7);
-    for (n, pair) in tops.chunks_exact_mut(2).enumerate() {
+    let mut partial_max_sum = numbers(2 * heads * queries * splits, 7);
+    for (n, pair) in partial_max_sum.chunks_exact_mut(2).enumerate() {
         pair[1] = pair[1].abs();
         // Parts that hold no key, and a row without any.
-        if n % 3 == 1 || n < parts {
+        if n % 3 == 1 || n < splits {
             pair.copy_from_slice(&[f32::NEG_INFINITY, 0.0]);
         }
     }
-    let memory =
-        [numbers(heads * queries * parts * dim, 3), tops, factors(Codec::Tq4, dim), numbers(heads, 5)]
-            .map(|numbers| Memory::from_slice(&numbers));
+    let memory = [
+        numbers(heads * queries * splits * dim, 3),
+        partial_max_sum,
+        factors(Codec::Tq4, dim),
+        numbers(heads, 5),
+    ]
+    .map(|numbers| Memory::from_slice(&numbers));
     let (mut out, mut lse) =
         (Memory::uninit::<f32>(heads * queries * dim), Memory::uninit::<f32>(heads * queries));
     let params = Merge {
         out: [0, (queries * dim) as u64, dim as u64],
         q_heads: heads as u32,
         queries: queries as u32,
-        parts: parts as u32,
+        splits: splits as u32,
         unused: 0,
     };
     merge::Call {
-        sums: memory[0].view(),
-        tops: memory[1].view(),
+        partial_out: memory[0].view(),
+        partial_max_sum: memory[1].view(),
         factors: memory[2].view(),
         sinks: memory[3].view(),
         params,
         out: out.view_mut(),
         lse: lse.view_mut(),
-        with_sinks: flag,
+        has_sinks: flag,
         with_lse: true,
-        shifted: false,
+        has_shift: false,
         groups: [queries as u32, heads as u32, 1],
     }
     .launch_instance(device, instance)
@@ -389,9 +398,9 @@ fn merged<D: Device<Memory = Memory>>(device: &D, instance: &Instance, parts: us
 fn merged_parts_are_the_simulators_bit_for_bit() {
     let Some(device) = Metal::find() else { return };
     for instance in [merge::instance::<f32, 64, 0>(), merge::instance::<f32, 64, 1>()] {
-        for (parts, flag) in [(1, true), (5, false), (70, true)] {
-            let wanted = merged(&Simulator::new(), &instance, parts, flag);
-            assert_eq!(merged(&device, &instance, parts, flag), wanted, "{} {parts}", instance.entry());
+        for (splits, flag) in [(1, true), (5, false), (70, true)] {
+            let wanted = merged(&Simulator::new(), &instance, splits, flag);
+            assert_eq!(merged(&device, &instance, splits, flag), wanted, "{} {splits}", instance.entry());
         }
     }
 }

@@ -244,30 +244,30 @@ fn launches_that_are_not_the_kernels_are_refused() {
 fn memory_that_is_too_short_for_a_kernel_is_refused() {
     let numbers = |len: usize| Memory::from_slice(&vec![0.0f32; len]);
     // Two queries of three heads, of two partial results of 64 numbers each; rows of out are 80 apart.
-    let params = Merge { out: [480, 160, 80], q_heads: 3, queries: 2, parts: 2, unused: 0 };
+    let params = Merge { out: [480, 160, 80], q_heads: 3, queries: 2, splits: 2, unused: 0 };
     let lens = [6 * 2 * 64, 6 * 2 * 2, 3, 400 + 64, 6];
     let merged = |lens: [usize; 5]| {
-        let [sums, tops, sinks, mut out, mut lse] = lens.map(numbers);
+        let [partial_out, partial_max_sum, sinks, mut out, mut lse] = lens.map(numbers);
         let factors = numbers(1);
         merge::Call {
-            sums: sums.view(),
-            tops: tops.view(),
+            partial_out: partial_out.view(),
+            partial_max_sum: partial_max_sum.view(),
             factors: factors.view(),
             sinks: sinks.view(),
             params,
             out: out.view_mut(),
             lse: lse.view_mut(),
-            with_sinks: true,
+            has_sinks: true,
             with_lse: true,
-            shifted: false,
+            has_shift: false,
             groups: [2, 3, 1],
         }
         .launch::<f32, 64, 0>(&Simulator::new())
     };
     merged(lens).unwrap();
     let said = [
-        "sums of every part",
-        "tops of every part",
+        "partial_out of every part",
+        "partial_max_sum of every part",
         "a sink for each head",
         "out reaches to its last row",
         "a logsumexp for each row",

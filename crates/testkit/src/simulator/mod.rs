@@ -44,7 +44,7 @@ impl SimulatorRunner {
     /// Two SIMD groups of a group of threads and two parts of the keys, so that both merges take place.
     #[must_use]
     pub fn new() -> Self {
-        let tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };
+        let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
         Self { tile, aligned: ALIGNED, padded: true, find, most_scores: u64::MAX }
     }
 
@@ -124,8 +124,8 @@ fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)
 
 impl Runner for SimulatorRunner {
     fn name(&self) -> String {
-        let Tile { rows, keys, simds, parts } = self.tile;
-        format!("simulator {}x{} simds {simds} parts {parts}", 8 * rows, 16 * keys)
+        let Tile { rows, keys, simds, splits } = self.tile;
+        format!("simulator {}x{} simds {simds} splits {splits}", 8 * rows, 16 * keys)
     }
 
     fn run(

@@ -110,7 +110,7 @@ mod tests {
 
     #[test]
     fn there_is_native_code_for_what_is_offered() {
-        let tile = Tile { rows: 1, keys: 1, simds: 2, parts: 2 };
+        let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
         for q in [Dtype::F32, Dtype::F16, Dtype::BF16] {
             for codecs in CODECS.into_iter().chain([[Codec::of(q); 2]]) {
                 for dim in DIMS {
