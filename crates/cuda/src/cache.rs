@@ -5,8 +5,9 @@
 use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use super::device::Cuda;
 use super::error::CudaError;
-use super::sources::{ROWS_PARAMS, ROWS_RUNS, Source, dtype_number};
-use super::tensor::{DeviceTensor, DeviceTensorMut, RawTensor};
+use super::params::{MAX_RUNS, MoveParams, Run, Side, dtype_id};
+use super::sources::Source;
+use super::tensor::{DeviceTensor, DeviceTensorMut};
 use crate::plan::MAX_GRID;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{CacheDesc, CacheError, SeqId};
@@ -36,17 +37,6 @@ pub struct DeviceKvCache {
     _memory: CudaSlice<u8>,
 }
 
-/// `Run` of `rows.cu`.
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(C)]
-struct Run {
-    first: u32,
-    page: u32,
-    row: u32,
-    other_page: u32,
-    other_row: u32,
-}
-
 /// Tokens that move to `page` and `row` from another page and row.
 #[derive(Debug, Clone, Copy)]
 struct Move {
@@ -54,42 +44,6 @@ struct Move {
     from: (usize, usize),
     tokens: usize,
 }
-
-/// `Side` of `rows.cu`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-struct Side {
-    at: u64,
-    page: i64,
-    head: i64,
-    row: i64,
-    dtype: u32,
-    unused: u32,
-}
-
-impl Side {
-    /// A tensor `[1, heads, tokens, dim]`.
-    fn of(raw: &RawTensor) -> Self {
-        let [_, head, row, _] = raw.byte_strides();
-        Self { at: raw.at, page: 0, head, row, dtype: dtype_number(raw.dtype), unused: 0 }
-    }
-}
-
-/// `Params` of `rows.cu`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-struct Params {
-    from: [Side; 2],
-    to: [Side; 2],
-    dim: [u32; 2],
-    heads: u32,
-    rows: u32,
-    runs: u32,
-    unused: u32,
-    run: [Run; ROWS_RUNS],
-}
-
-const _: () = assert!(size_of::<Params>() == ROWS_PARAMS && ROWS_PARAMS <= 4096);
 
 impl DeviceKvCache {
     /// An empty cache, whose pools are zero.
@@ -297,7 +251,7 @@ impl DeviceKvCache {
                 page: (heads * rows * row) as i64,
                 head: (rows * row) as i64,
                 row: row as i64,
-                dtype: dtype_number(dtype),
+                dtype: dtype_id(dtype),
                 unused: 0,
             }
         })
@@ -340,11 +294,11 @@ impl DeviceKvCache {
 
     fn launch(&self, from: [Side; 2], to: [Side; 2], moves: &[Move]) -> Result<(), CudaError> {
         let CacheDesc { kv_heads, head_dim, value_dim, .. } = self.desc;
-        for moves in moves.chunks(ROWS_RUNS) {
+        for moves in moves.chunks(MAX_RUNS) {
             let dim = [head_dim as u32, value_dim as u32];
             let (heads, runs) = (kv_heads as u32, moves.len() as u32);
-            let run = [Run::default(); ROWS_RUNS];
-            let mut params = Params { from, to, dim, heads, rows: 0, runs, unused: 0, run };
+            let run = [Run::default(); MAX_RUNS];
+            let mut params = MoveParams { from, to, dim, heads, rows: 0, runs, unused: 0, run };
             for (run, moved) in params.run.iter_mut().zip(moves) {
                 *run = Run {
                     first: params.rows,

@@ -31,8 +31,10 @@
 
 mod cache;
 mod device;
+mod device_struct;
 mod error;
 pub mod limits;
+mod params;
 pub mod plan;
 mod portable;
 mod prepared;

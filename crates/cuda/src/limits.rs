@@ -5,6 +5,7 @@
 use super::cudarc::driver::DevicePtr;
 use super::device::Cuda;
 use super::error::CudaError;
+use super::params::{ProductParams, ReadParams};
 use super::sources::Source;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Grid;
@@ -25,18 +26,12 @@ pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
     let function = cuda.function(Source::limits(), "read", 0)?;
     let memory = stream.alloc_zeros::<u8>(READ_BYTES).map_err(failed())?;
     let sink = stream.alloc_zeros::<u32>(1).map_err(failed())?;
-    #[repr(C)]
-    struct Params {
-        from: u64,
-        count: u64,
-        sink: u64,
-    }
     let (from, sink) = (memory.device_ptr(&stream).0, sink.device_ptr(&stream).0);
     let grid = Grid { blocks: [cuda.facts().multiprocessors * 4, 1, 1], threads: 512, shared: 0 };
     // Each thread reads 8 chunks of 16 bytes at a time, all of them as often.
     let round = grid.blocks[0] * grid.threads * 8 * 16;
     let bytes = READ_BYTES / round * round;
-    let params = Params { from, count: bytes as u64 / 16, sink };
+    let params = ReadParams { from, count: bytes as u64 / 16, sink };
     // SAFETY: the kernel reads `count` chunks of 16 bytes from `from` and writes at most one u32.
     let launch = || unsafe { function.launch(&stream, grid, &params) };
     let seconds = cuda.gpu().on(&stream).time(RUNS, launch)?.least();
@@ -60,12 +55,7 @@ pub fn matrix_peak(cuda: &Cuda, dtype: Dtype) -> Result<f64, CudaError> {
     };
     let function = cuda.function(Source::limits(), entry, 0)?;
     let sink = stream.alloc_zeros::<u32>(1).map_err(failed())?;
-    #[repr(C)]
-    struct Params {
-        sink: u64,
-        rounds: u32,
-    }
-    let params = Params { sink: sink.device_ptr(&stream).0, rounds: ROUNDS };
+    let params = ProductParams { sink: sink.device_ptr(&stream).0, rounds: ROUNDS, unused: 0 };
     let blocks = cuda.facts().multiprocessors * 2;
     let grid = Grid { blocks: [blocks, 1, 1], threads: 256, shared: 0 };
     // SAFETY: the kernel writes at most one f32.

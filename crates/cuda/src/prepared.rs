@@ -6,11 +6,12 @@ use super::cudarc::driver::sys::CUstreamCaptureStatus;
 use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use super::device::Cuda;
 use super::error::{CudaError, DeviceError};
+use super::params::{Divisor, ForwardParams, MaskTileParams, Tensor, dtype_id};
 use super::portable::{self, Runs};
-use super::sources::{Access, FORWARD_PARAMS, MASK_TILE_PARAMS, Source, dtype_number};
+use super::sources::{Access, Source};
 use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
 use crate::plan::{
-    CudaKernel, CudaPlan, Item, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, PortableKernel,
+    CudaKernel, CudaPlan, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, PortableKernel, WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::inputs::{self, InputShapes};
@@ -55,109 +56,8 @@ pub struct Prepared {
     _memory: Option<CudaSlice<u8>>,
 }
 
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(C)]
-struct Tensor {
-    at: u64,
-    batch: i64,
-    head: i64,
-    row: i64,
-}
-
-impl Tensor {
-    fn of(raw: &RawTensor) -> Self {
-        let [batch, head, row, _] = raw.byte_strides();
-        Self { at: raw.at, batch, head, row }
-    }
-}
-
-/// `x / value` by a product and a shift, for every `x` below 2^31.
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(C)]
-struct Divisor {
-    value: u32,
-    multiplier: u32,
-    shift: u32,
-    unused: u32,
-}
-
-impl Divisor {
-    /// Of a value from 1 to 2^31 - 1. With `s` bits for `value - 1`, the multiplier `ceil(2^(31 + s) / value)` has at most 32
-    /// bits and is too large by a fraction of less than `2^-31`, which no `x` below 2^31 carries to the next quotient.
-    fn new(value: usize) -> Self {
-        let value = value.clamp(1, (1 << 31) - 1) as u64;
-        let bits = u64::BITS - (value - 1).leading_zeros();
-        let shift = 31 + bits;
-        let multiplier = (1u64 << shift).div_ceil(value);
-        Self { value: value as u32, multiplier: multiplier as u32, shift, unused: 0 }
-    }
-}
-
-/// `Params` of `attention.cu`.
-#[derive(Debug, Clone, Copy, Default)]
-#[repr(C)]
-struct ForwardParams {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    mask: Tensor,
-    lse: u64,
-    tree: u64,
-    alibi: u64,
-    sinks: u64,
-    table: u64,
-    items: u64,
-    counters: u64,
-    mask_tiles: u64,
-    partials: u64,
-    tree_row: i64,
-    left: i64,
-    right: i64,
-    page: Divisor,
-    width: Divisor,
-    group: Divisor,
-    heads: u32,
-    q_len: u32,
-    head_dim: u32,
-    value_dim: u32,
-    scale: f32,
-    cap: f32,
-    mask_kind: u32,
-    mask_step: u32,
-    tree_step: u32,
-    every_tile_partial: u32,
-    mask_q_tiles: u32,
-    mask_k_blocks: u32,
-    table_width: u32,
-    padding: u32,
-}
-
-const _: () = assert!(size_of::<ForwardParams>() == FORWARD_PARAMS);
-
-/// `Params` of `mask_tiles.cu`.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-struct MaskTileParams {
-    mask: u64,
-    mask_tiles: u64,
-    sequence: i64,
-    head: i64,
-    row: i64,
-    kind: u32,
-    step: u32,
-    heads: u32,
-    rows: u32,
-    keys: u32,
-    block: u32,
-    q_tiles: u32,
-    k_blocks: u32,
-}
-
-const _: () = assert!(size_of::<MaskTileParams>() == MASK_TILE_PARAMS);
-
 /// The bytes of items.
-fn bytes_of(values: &[Item]) -> &[u8] {
+fn bytes_of(values: &[WorkTile]) -> &[u8] {
     // SAFETY: the fields of an item are integers without gaps.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
@@ -278,7 +178,7 @@ impl Prepared {
         for launch in self.plan.launches() {
             let items = bytes_of(&launch.items);
             bytes[at..][..items.len()].copy_from_slice(items);
-            at += launch.capacity.items * size_of::<Item>();
+            at += launch.capacity.items * size_of::<WorkTile>();
         }
         bytes
     }
@@ -331,7 +231,7 @@ impl Prepared {
         let regions = self.plan.regions();
         let mut params = params(problem, inputs, outputs);
         params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
-        params.items = self.at + regions.items as u64;
+        params.work_tiles = self.at + regions.items as u64;
         params.counters = self.at + regions.counters as u64;
         params.mask_tiles = self.at + regions.mask_tiles as u64;
         params.partials = self.at + regions.partials as u64;
@@ -351,7 +251,7 @@ impl Prepared {
             // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
             // problem alone, and its regions lie in the scratch memory.
             unsafe { function.launch(&self.stream, grid, &params)? };
-            params.items += (launch.capacity.items * size_of::<Item>()) as u64;
+            params.work_tiles += (launch.capacity.items * size_of::<WorkTile>()) as u64;
             params.counters += launch.capacity.counters as u64 * 4;
             params.partials += (launch.capacity.slots * kernel.slot_floats() * 4) as u64;
             if let Some(table) = self.plan.mask_tile_tables().get(n) {
@@ -495,7 +395,7 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
         params.mask_step = u32::from(step != 0);
         params.mask_kind = match mask.kind {
             MaskKind::Bool => 3,
-            MaskKind::Additive(dtype) => dtype_number(dtype),
+            MaskKind::Additive(dtype) => dtype_id(dtype),
         };
     }
     params

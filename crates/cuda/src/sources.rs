@@ -1,32 +1,66 @@
 //! Kernels as text, and the constants that they are compiled with.
 
-use crate::plan::{AGAIN, CudaKernel, GROUP, Item, MASK_TILE_ROWS, STREAM_BYTES};
-use flashtile_core::dtype::Dtype;
+use crate::params::{
+    Divisor, ForwardParams, MaskTileParams, MoveParams, ProductParams, ReadParams, Run, Side, Tensor,
+    dtype_id,
+};
+use crate::plan::{AGAIN, CudaKernel, GROUP, MASK_TILE_ROWS, STREAM_BYTES, WorkTile};
 use flashtile_kernel::cuda::Program;
 
 const PRELUDE: &str = include_str!("kernels/prelude.cu");
 const ATTENTION: &str = include_str!("kernels/attention.cu");
 const PREFILL: &str = include_str!("kernels/prefill.cu");
 const DECODE: &str = include_str!("kernels/decode.cu");
-const CLASSIFY: &str = include_str!("kernels/mask_tiles.cu");
+const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
 const ROWS: &str = include_str!("kernels/rows.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
-/// A kernel: what it is called in errors, its text and its constants.
+/// Programs by what they do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Family {
+    Prefill,
+    Decode,
+    MaskTiles,
+    Rows,
+    Limits,
+}
+
+impl Family {
+    /// The source of a program, without the structs that it shares with the host.
+    const fn sources(self) -> &'static [&'static str] {
+        match self {
+            Self::Prefill => &[ATTENTION, PREFILL],
+            Self::Decode => &[ATTENTION, DECODE],
+            Self::MaskTiles => &[MASK_TILES],
+            Self::Rows => &[ROWS],
+            Self::Limits => &[LIMITS],
+        }
+    }
+
+    /// The structs that a program shares with the host, each after those that it contains.
+    fn structs(self) -> String {
+        let sources = match self {
+            Self::Prefill | Self::Decode => vec![
+                WorkTile::device_source(),
+                Tensor::device_source(),
+                Divisor::device_source(),
+                ForwardParams::device_source(),
+            ],
+            Self::MaskTiles => vec![MaskTileParams::device_source()],
+            Self::Rows => vec![Run::device_source(), Side::device_source(), MoveParams::device_source()],
+            Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
+        };
+        sources.join("\n")
+    }
+}
+
+/// A kernel: its name in errors, its program and its constants.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Source {
     pub(super) name: String,
-    parts: &'static [&'static str],
+    family: Family,
     constants: Vec<(&'static str, String)>,
 }
-
-/// Bytes of the parameters of the kernels, which assert them.
-pub(super) const FORWARD_PARAMS: usize = 360;
-pub(super) const MASK_TILE_PARAMS: usize = 72;
-pub(super) const ROWS_PARAMS: usize = 184 + 20 * ROWS_RUNS;
-
-/// Runs of rows that one launch moves: parameters of a kernel are at most 4 KiB.
-pub(super) const ROWS_RUNS: usize = 194;
 
 /// Whether rows of tensors start on 16 bytes, so that they are copied as vectors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,7 +75,7 @@ impl Source {
         let number = |n: usize| n.to_string();
         let flag = |on: bool| u8::from(on).to_string();
         let constants = vec![
-            ("DTYPE", dtype_number(dtype).to_string()),
+            ("DTYPE", dtype_id(dtype).to_string()),
             ("D", number(head_dim)),
             ("DV", number(value_dim)),
             ("WQ", number(tile.warps_q)),
@@ -56,47 +90,36 @@ impl Source {
             ("BIAS", flag(biased)),
             ("MASK", flag(masked)),
             ("SHARED", number(kernel.shared_bytes())),
-            ("PARAMS", number(FORWARD_PARAMS)),
-            ("ITEM", number(size_of::<Item>())),
             ("MASK_TILE_ROWS", number(MASK_TILE_ROWS)),
             ("STREAM", number(STREAM_BYTES)),
             ("GROUP", number(GROUP)),
             ("AGAIN", number(AGAIN)),
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
-        let parts: &[&str] =
-            if tile.divides_keys() { &[PRELUDE, ATTENTION, DECODE] } else { &[PRELUDE, ATTENTION, PREFILL] };
-        Self { name: format!("{kernel}{suffix}"), parts, constants }
+        let family = if tile.divides_keys() { Family::Decode } else { Family::Prefill };
+        Self { name: format!("{kernel}{suffix}"), family, constants }
     }
 
     pub(super) fn mask_tiles() -> Self {
-        let constants =
-            vec![("PARAMS", MASK_TILE_PARAMS.to_string()), ("MASK_TILE_ROWS", MASK_TILE_ROWS.to_string())];
-        Self { name: "cuda-mask_tiles-mask".to_owned(), parts: &[PRELUDE, CLASSIFY], constants }
+        let constants = vec![("MASK_TILE_ROWS", MASK_TILE_ROWS.to_string())];
+        Self { name: "cuda-mask_tiles-mask".to_owned(), family: Family::MaskTiles, constants }
     }
 
     pub(super) fn rows() -> Self {
-        let constants = vec![("PARAMS", ROWS_PARAMS.to_string()), ("RUNS", ROWS_RUNS.to_string())];
-        Self { name: "cuda-move-rows".to_owned(), parts: &[PRELUDE, ROWS], constants }
+        Self { name: "cuda-move-rows".to_owned(), family: Family::Rows, constants: Vec::new() }
     }
 
     pub(super) fn limits() -> Self {
-        Self { name: "cuda-limits".to_owned(), parts: &[PRELUDE, LIMITS], constants: Vec::new() }
+        Self { name: "cuda-limits".to_owned(), family: Family::Limits, constants: Vec::new() }
     }
 
     /// What the compiler is given.
     pub(super) fn program(&self) -> Program {
         let options = self.constants.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
-        Program { name: self.name.clone(), text: self.parts.join("\n"), options }
-    }
-}
-
-/// The number of a dtype in the kernels.
-pub(super) const fn dtype_number(dtype: Dtype) -> u32 {
-    match dtype {
-        Dtype::F32 => 0,
-        Dtype::F16 => 1,
-        Dtype::BF16 => 2,
+        let structs = self.family.structs();
+        let sources: Vec<&str> =
+            [PRELUDE, &structs].into_iter().chain(self.family.sources().iter().copied()).collect();
+        Program { name: self.name.clone(), text: sources.join("\n"), options }
     }
 }
 
@@ -105,6 +128,7 @@ pub(super) const fn dtype_number(dtype: Dtype) -> u32 {
 mod tests {
     use super::*;
     use crate::plan::{CudaPlan, machines};
+    use flashtile_core::dtype::Dtype;
     use flashtile_core::dtype::MaskKind;
     use flashtile_core::plan::{KernelChoice, PlanOptions};
     use flashtile_core::problem::{Dims, ProblemDesc, QOffset, Visibility};

@@ -21,40 +21,17 @@
 //   VECTOR              whether every row of every tensor starts on 16 bytes
 //   BIAS                whether scores are changed: softcap, ALiBi, tree mask, a scale that is not positive
 //   MASK                whether there is a materialised mask (with BIAS)
-//   MASK_TILE_ROWS          query positions of a class of a mask
+//   MASK_TILE_ROWS      query rows of a mask tile
 //   GROUP               parts that are added up first where there are many
 //   AGAIN               items of a block of threads that can be computed again
 
-// Keys `begin..end` of a sequence and head for the rows from `row`; every row sees those of `full_begin..full_end`. The result
-// goes to slot `slot` of `splits` from `first`, or with one split to the output. Where `splits` has the bit GROUPED, groups of
-// GROUP parts are added up first, into the slots behind them. Entry `next` is the next item, if it is not 0.
-struct Item {
-    u32 sequence, kv_head, row, panel;
-    u32 begin, end, full_begin, full_end;
-    u32 slot, first, splits, counter;
-    u32 next, batch, q_start, q_len;
-    u32 kv_start, kv_len;
-    i64 q_offset;
-};
+// WorkTile, Tensor, Divisor and ForwardParams are declared in Rust (work_tile.rs, params.rs) and precede this text. Of a work tile,
+// keys `begin..end` of a sequence and head are for the rows from `row`; every row sees those of `full_begin..full_end`. The result goes to
+// partial `slot` of `splits` from `first`, or with one split to the output. Where `splits` has the bit GROUPED, groups of GROUP splits are
+// added up first, into the partials behind them. Entry `next` is the next work tile, if it is not 0.
 
-struct Tensor {
-    u64 at;
-    // Bytes between batch entries (or pages), heads and rows.
-    i64 batch, head, row;
-};
-
-struct Params {
-    Tensor q, k, v, out, mask;
-    u64 lse, tree, alibi, sinks;
-    u64 table, items, counters, mask_tiles, partials;
-    i64 tree_row, left, right;
-    Divisor page, width, group;
-    u32 heads, q_len, head_dim, value_dim;
-    // In units of log2: scores are multiplied by `scale`, or are `cap * tanh(scale * score)`.
-    float scale, cap;
-    u32 mask_kind, mask_step, tree_step, every_tile_partial;
-    u32 mask_q_tiles, mask_k_blocks, table_width;
-};
+// x / d for x < 2^31, where `multiplier` and `shift` were made for d.
+DEVICE u32 quotient(u32 x, const Divisor& d) { return (u32)(((u64)x * d.multiplier) >> d.shift); }
 
 constexpr u32 NONE = 0xffffffffu;
 constexpr u32 GROUPED = 0x80000000u;
@@ -115,7 +92,6 @@ struct Row {
 };
 
 // What the host takes them for.
-static_assert(sizeof(Params) == PARAMS && sizeof(Item) == ITEM);
 
 DEVICE u32 clamp(i64 x, u32 most) { return x < 0 ? 0u : x > (i64)most ? most : (u32)x; }
 
@@ -124,12 +100,12 @@ struct Place {
     u32 position, head;
 };
 
-DEVICE Place place(const Params& p, u32 kv_head, u32 row) {
+DEVICE Place place(const ForwardParams& p, u32 kv_head, u32 row) {
     u32 position = quotient(row, p.group);
     return {position, kv_head * p.group.value + (row - position * p.group.value)};
 }
 
-DEVICE u64 row_of(const Tensor& tensor, const Item& item, Place at) {
+DEVICE u64 row_of(const Tensor& tensor, const WorkTile& item, Place at) {
     return tensor.at + (u64)(item.batch * tensor.batch + at.head * tensor.head + (i64)(item.q_start + at.position) * tensor.row);
 }
 
@@ -161,7 +137,7 @@ struct Keys {
 };
 
 // Bytes from the head's first row to that of a key; the key exists.
-DEVICE i64 key_offset(const Params& p, const Tensor& tensor, const Keys& keys, u32 j) {
+DEVICE i64 key_offset(const ForwardParams& p, const Tensor& tensor, const Keys& keys, u32 j) {
 #if PAGED
     u32 block = quotient(j, p.page), row = j - block * p.page.value;
     if (p.width.value) block -= quotient(block, p.width) * p.width.value;
@@ -187,7 +163,7 @@ DEVICE Strided strided(const Tensor& tensor) {
 
 // Copies BN keys from `j0` on, by `LOADERS` threads; keys outside the item's are 0.
 template <typename L, int C>
-DEVICE void copy_keys(const Params& p, const Tensor& tensor, const Keys& keys, u64 head, const Strided& mine, u32 to, u32 j0, u32 dim) {
+DEVICE void copy_keys(const ForwardParams& p, const Tensor& tensor, const Keys& keys, u64 head, const Strided& mine, u32 to, u32 j0, u32 dim) {
     constexpr int CHUNKS = L::ROW_CHUNKS, COPIES = (BN * CHUNKS + LOADERS - 1) / LOADERS;
 #if VECTOR && !PAGED
     // All of the tile: PASS rows at a time.
@@ -270,7 +246,7 @@ DEVICE float hyperbolic_tangent(float x) {
 
 #if MASK
 // What the mask adds at a key, in its own units.
-DEVICE float mask_bias(const Params& p, u64 row, u32 j) {
+DEVICE float mask_bias(const ForwardParams& p, u64 row, u32 j) {
     u64 at = (u64)j * p.mask_step;
     switch (p.mask_kind) {
         case F32: return *(const float*)(row + 4 * at);
@@ -283,7 +259,7 @@ DEVICE float mask_bias(const Params& p, u64 row, u32 j) {
 
 #if BIAS
 // Whether a row sees a key, and the score in units of log2 with everything added.
-DEVICE bool sees(const Params& p, const Row& row, u32 j) {
+DEVICE bool sees(const ForwardParams& p, const Row& row, u32 j) {
     if (j < row.begin || j >= row.end) return false;
     if (row.tree && j >= row.tree_key && !*(const u8*)(row.tree + (u64)(j - row.tree_key) * p.tree_step)) return false;
 #if MASK
@@ -292,7 +268,7 @@ DEVICE bool sees(const Params& p, const Row& row, u32 j) {
     return true;
 }
 
-DEVICE float changed(const Params& p, const Row& row, u32 j, float score, bool partial) {
+DEVICE float changed(const ForwardParams& p, const Row& row, u32 j, float score, bool partial) {
     float x = score * p.scale;
     if (p.cap != 0.f) x = p.cap * hyperbolic_tangent(x);
     if (row.slope != 0.f) {
@@ -312,7 +288,7 @@ DEVICE float changed(const Params& p, const Row& row, u32 j, float score, bool p
     return x;
 }
 #else
-DEVICE bool sees(const Params& p, const Row& row, u32 j) { return j >= row.begin && j < row.end; }
+DEVICE bool sees(const ForwardParams& p, const Row& row, u32 j) { return j >= row.begin && j < row.end; }
 #endif
 
 #if MASK
@@ -323,7 +299,7 @@ struct MaskTiles {
     u32 first_q, q_tiles, planes, blocks;
     bool partial, by_key;
 
-    DEVICE MaskTiles(const Params& p, const Item& item) {
+    DEVICE MaskTiles(const ForwardParams& p, const WorkTile& item) {
         u32 all_rows = item.q_len * p.group.value, rest = all_rows - item.row, count = rest < BM ? rest : BM;
         u32 first_position = quotient(item.row, p.group), last_position = quotient(item.row + count - 1, p.group);
         bool by_head = p.mask.head != 0, by_row = p.mask.row != 0;
@@ -356,7 +332,7 @@ struct MaskTiles {
 #endif
 
 // The first tile from `block` on of which some row sees a key, at most `end`.
-DEVICE u32 skip(const Params& p, const Item& item, u32 block, u32 end) {
+DEVICE u32 skip(const ForwardParams& p, const WorkTile& item, u32 block, u32 end) {
 #if MASK
     MaskTiles mask_tiles(p, item);
     while (block < end && mask_tiles.of(block) == 0) block++;
@@ -365,7 +341,7 @@ DEVICE u32 skip(const Params& p, const Item& item, u32 block, u32 end) {
 }
 
 // Whether some row does not see some key of a tile, or adds something to its score. A tile past the item's keys stands for none.
-DEVICE bool is_partial(const Params& p, const Item& item, u32 block) {
+DEVICE bool is_partial(const ForwardParams& p, const WorkTile& item, u32 block) {
     u32 begin = block * TILE;
     if (begin >= item.end) return true;
     bool partial = p.every_tile_partial || begin < item.full_begin || begin + TILE > item.full_end;
@@ -383,7 +359,7 @@ struct Source {
     u32 value_dim;
 
     DEVICE Source() {}
-    DEVICE Source(const Params& p, const Item& item) {
+    DEVICE Source(const ForwardParams& p, const WorkTile& item) {
         u32 value_column = item.panel * DV;
         value_dim = p.value_dim - value_column;
         keys.begin = item.begin, keys.end = item.end, keys.table = 0;
@@ -402,7 +378,7 @@ struct Source {
 constexpr float MAX_ALIBI_SLOPE = 77371252455336267181195264.f;
 
 // The slope of a head. The host cannot refuse one whose biases would overflow: its rows are NaN.
-DEVICE float alibi_slope(const Params& p, u32 head) {
+DEVICE float alibi_slope(const ForwardParams& p, u32 head) {
     float slope = ((const float*)p.alibi)[head];
     return fabsf(slope) <= MAX_ALIBI_SLOPE ? slope : NAN;
 }
@@ -413,7 +389,7 @@ struct Visible {
     u32 begin, end;
 };
 
-DEVICE Visible visible(const Params& p, const Item& item, i64 position) {
+DEVICE Visible visible(const ForwardParams& p, const WorkTile& item, i64 position) {
     u32 begin = p.left < 0 ? 0 : clamp(position - p.left, item.kv_len);
     u32 end = p.right < 0 ? item.kv_len : clamp(position + p.right + 1, item.kv_len);
     return {begin, end};
@@ -428,7 +404,7 @@ DEVICE i64 nearest(const Visible& seen, i64 position) {
 }
 
 // What a row's scores lack because distances are from `nearest`.
-DEVICE float alibi_shift(const Params& p, const Item& item, Place at) {
+DEVICE float alibi_shift(const ForwardParams& p, const WorkTile& item, Place at) {
     if (!p.alibi) return 0.f;
     i64 position = item.q_offset + at.position, distance = position - nearest(visible(p, item, position), position);
     return -alibi_slope(p, at.head) * (float)(distance < 0 ? -distance : distance);
@@ -436,7 +412,7 @@ DEVICE float alibi_shift(const Params& p, const Item& item, Place at) {
 #endif
 
 // What row n of an item's tile sees and adds; nothing past its rows.
-DEVICE Row row_of_tile(const Params& p, const Item& item, u32 n) {
+DEVICE Row row_of_tile(const ForwardParams& p, const WorkTile& item, u32 n) {
     Row row;
     row.begin = row.end = 0;
 #if BIAS
@@ -501,7 +477,7 @@ struct State {
     }
 
     // Sums of all columns, and maxima in units of log2.
-    DEVICE void fold(const Params& p) {
+    DEVICE void fold(const ForwardParams& p) {
 #pragma unroll
         for (int mf = 0; mf < MF; mf++) {
 #pragma unroll
@@ -653,7 +629,7 @@ DEVICE void add_values(State& state, const Weights& weights, u32 v) {
 // The same where infinities and NaN of keys are for the rows that see them alone: a product would hand them to every row. Rare, so
 // that it uses memory of the thread and loops that are not unrolled, rather than registers that the rest needs. Finite values are
 // multiplied with SHRINK where asked for.
-DEVICE void add_values_with_care(const Params& p, State& state, const Weights& weights, const Row* rows, u32 v, u32 j0, bool shrinks) {
+DEVICE void add_values_with_care(const ForwardParams& p, State& state, const Weights& weights, const Row* rows, u32 v, u32 j0, bool shrinks) {
     Weights weight_at;
     float sum_at[MF * OF * 4];
     constexpr int HELD = sizeof(Weights) / (MF * 16);
@@ -774,7 +750,7 @@ DEVICE u32 k_fragment() {
 
 // Scores of a tile to weights, of which the sums are kept; values summed before are scaled where maxima grow.
 template <bool MASKED>
-DEVICE void to_weights(const Params& p, State& state, Scores& s, Weights& weights, const Row* rows, u32 j0) {
+DEVICE void to_weights(const ForwardParams& p, State& state, Scores& s, Weights& weights, const Row* rows, u32 j0) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #if BIAS
     constexpr float c = 1.f;
@@ -890,7 +866,7 @@ DEVICE void to_weights(const Params& p, State& state, Scores& s, Weights& weight
 }
 
 // Writes columns `column..column + 4` of a row of the output.
-DEVICE void write4(const Params& p, u64 row, u32 column, float4 x) {
+DEVICE void write4(const ForwardParams& p, u64 row, u32 column, float4 x) {
     float values[4] = {x.x, x.y, x.z, x.w};
     if (VECTOR && column + 4 <= p.value_dim) {
         if (DTYPE == F32) *(float4*)(row + column * E) = x;
@@ -926,7 +902,7 @@ struct Ended {
 };
 
 // Ends a row with a maximum, in units of log2, and a sum; its head's sink joins them.
-DEVICE Ended finish(const Params& p, const Item& item, Place at, float m, float l) {
+DEVICE Ended finish(const ForwardParams& p, const WorkTile& item, Place at, float m, float l) {
     float shift = 0.f, factor = 1.f, sink = -INF, own = -INF, most = m;
 #if BIAS
     shift = alibi_shift(p, item, at);
@@ -946,7 +922,7 @@ DEVICE Ended finish(const Params& p, const Item& item, Place at, float m, float 
     return ended;
 }
 
-DEVICE void write_lse(const Params& p, const Item& item, Place at, float lse) {
+DEVICE void write_lse(const ForwardParams& p, const WorkTile& item, Place at, float lse) {
     if (!p.lse || item.panel) return;
     u64 index = ((u64)item.batch * p.heads + at.head) * p.q_len + item.q_start + at.position;
     ((float*)p.lse)[index] = lse;
@@ -964,7 +940,7 @@ struct Sums {
 };
 
 // Four columns of a row of the result, from sums that are to be `grows` times as large.
-DEVICE void write_sums(const Params& p, const Item& item, u32 row, u32 column, Sums sums, float grows) {
+DEVICE void write_sums(const ForwardParams& p, const WorkTile& item, u32 row, u32 column, Sums sums, float grows) {
     Place at = place(p, item.kv_head, item.row + row);
     Ended ended = finish(p, item, at, sums.m, sums.l);
     float factor = ended.factor;
@@ -977,7 +953,7 @@ DEVICE void write_sums(const Params& p, const Item& item, u32 row, u32 column, S
 }
 
 // Leaves four columns of a row in a slot.
-DEVICE void leave_sums(const Params& p, u32 slot, u32 row, u32 column, Sums sums) {
+DEVICE void leave_sums(const ForwardParams& p, u32 slot, u32 row, u32 column, Sums sums) {
     float* part = (float*)p.partials + (u64)slot * SLOT;
     __stcg((float4*)(part + row * DV + column), sums.o);
     if (column == 0) {
@@ -988,7 +964,7 @@ DEVICE void leave_sums(const Params& p, u32 slot, u32 row, u32 column, Sums sums
 
 // Whether the N threads of a barrier are the last to have left a part of a tile; they see all the others then.
 template <int N>
-DEVICE bool is_last(const Params& p, u32 counter, u32 splits, u32* flag, int barrier) {
+DEVICE bool is_last(const ForwardParams& p, u32 counter, u32 splits, u32* flag, int barrier) {
     named_sync<N>(barrier);
     if (threadIdx.x % N == 0) {
         // What the others have written before the barrier is published with this.
@@ -1010,7 +986,7 @@ struct Share {
 
 // Adds up a row of `count` parts from slot `slot` on in the order of their keys, four columns a lane; values times `by`, a power of two.
 template <int BATCH>
-DEVICE Sums sum_parts(const Params& p, u32 slot, u32 count, u32 row, u32 quad, float by) {
+DEVICE Sums sum_parts(const ForwardParams& p, u32 slot, u32 count, u32 row, u32 quad, float by) {
     const float* parts = (const float*)p.partials + (u64)slot * SLOT;
     const float *values_at = parts + row * DV + quad * 4, *stats = parts + BM * DV + row;
     u32 lane = threadIdx.x % 32;
@@ -1053,7 +1029,7 @@ DEVICE Sums sum_parts(const Params& p, u32 slot, u32 count, u32 row, u32 quad, f
 
 // Adds up parts of rows of an item's tile: `count` from slot `slot` on, into slot `to`, or NONE for the output.
 template <int BATCH>
-DEVICE void add_parts(const Params& p, const Item& item, const Share& share, u32 slot, u32 count, u32 to) {
+DEVICE void add_parts(const ForwardParams& p, const WorkTile& item, const Share& share, u32 slot, u32 count, u32 to) {
     constexpr u32 RUNS = (QUADS + 31) / 32;
     u32 lane = threadIdx.x % 32;
     for (u32 unit = share.warp; unit < share.count * RUNS; unit += share.warps) {
@@ -1073,7 +1049,7 @@ DEVICE void add_parts(const Params& p, const Item& item, const Share& share, u32
 
 // What follows when N threads have left a part of a tile: those that come last add up all of them.
 template <int N, int BATCH>
-DEVICE void end_part(const Params& p, const Item& item, const Share& share, u32 team, u32 teams, u32* flag, int barrier) {
+DEVICE void end_part(const ForwardParams& p, const WorkTile& item, const Share& share, u32 team, u32 teams, u32* flag, int barrier) {
     u32 slot = item.first, count = item.splits & ~GROUPED;
     if (item.splits & GROUPED) {
         u32 group = (item.slot - slot) / GROUP, rest = count - group * GROUP, size = rest < GROUP ? rest : GROUP;

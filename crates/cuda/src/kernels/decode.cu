@@ -30,18 +30,18 @@ DEVICE Sums merged(const float* values_at, const float* stats, float by) {
 }
 
 // All of an item at once: what is read of it later would wait once more.
-DEVICE Item load_item(const Params& p, u32 entry) {
+DEVICE WorkTile load_item(const ForwardParams& p, u32 entry) {
     union {
-        uint4 x[sizeof(Item) / 16];
-        Item item;
+        uint4 x[sizeof(WorkTile) / 16];
+        WorkTile item;
     } all;
-    const uint4* from = (const uint4*)(p.items + (u64)entry * sizeof(Item));
+    const uint4* from = (const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile));
 #pragma unroll
-    for (int i = 0; i < sizeof(Item) / 16; i++) all.x[i] = __ldg(from + i);
+    for (int i = 0; i < sizeof(WorkTile) / 16; i++) all.x[i] = __ldg(from + i);
     return all.item;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid_constant__ ForwardParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     Row* rows = (Row*)(memory + ROWS_AT);
     u32* flag = (u32*)(memory + FLAG_AT);
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     // An item again, where NaN of a key may have reached rows that do not see it, or sums overflowed.
     bool careful = false;
     for (u32 entry = blockIdx.x;;) {
-        const Item item = load_item(p, entry);
+        const WorkTile item = load_item(p, entry);
         if (item.sequence == NONE) return;
         u32 rest = item.q_len * p.group.value - item.row, count = rest < BM ? rest : BM;
         const Source source(p, item);

@@ -1,21 +1,10 @@
 // What a device can do at best, measured: reads of memory, and products of the matrix unit in registers.
 
-struct ReadParams {
-    const uint4* from;
-    u64 count;
-    u32* sink;
-};
-
-struct ProductParams {
-    float* sink;
-    u32 rounds;
-};
-
 // Sums of what is read, so that the reads stay; `count` chunks of 16 bytes.
 extern "C" __global__ void __launch_bounds__(512) read(const __grid_constant__ ReadParams p) {
-    const uint4* from = p.from;
+    const uint4* from = (const uint4*)p.from;
     u64 count = p.count;
-    u32* sink = p.sink;
+    u32* sink = (u32*)p.sink;
     u64 step = (u64)gridDim.x * blockDim.x;
     u32 sum = 0;
     u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
@@ -73,9 +62,9 @@ DEVICE void products(float* sink, u32 rounds) {
     if (sum == 1234.5f) *sink = sum;
 }
 
-extern "C" __global__ void __launch_bounds__(256) products_f16(const __grid_constant__ ProductParams p) { products<F16>(p.sink, p.rounds); }
+extern "C" __global__ void __launch_bounds__(256) products_f16(const __grid_constant__ ProductParams p) { products<F16>((float*)p.sink, p.rounds); }
 
-extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_constant__ ProductParams p) { products<BF16>(p.sink, p.rounds); }
+extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_constant__ ProductParams p) { products<BF16>((float*)p.sink, p.rounds); }
 
 // The same of f32: three products of tf32 for each, as the kernels make them.
 extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_constant__ ProductParams p) {
@@ -108,5 +97,5 @@ extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_cons
     float sum = 0.f;
 #pragma unroll
     for (int n = 0; n < 8; n++) sum += c[n][0] + c[n][1] + c[n][2] + c[n][3];
-    if (sum == 1234.5f) *p.sink = sum;
+    if (sum == 1234.5f) *(float*)p.sink = sum;
 }

@@ -1,20 +1,11 @@
-// Classes of a materialised mask: of each plane, MASK_TILE_ROWS query positions and block of keys, one byte.
+// Mask tiles of a materialised mask: one byte for each plane, MASK_TILE_ROWS query rows and block of keys. MaskTileParams has the bytes
+// between planes of a sequence, of a head, and between query rows.
 //
 //   0  no position sees a key of the block
 //   2  every position sees all of them, and nothing is added to their scores
 //   1  otherwise
 
-struct Params {
-    u64 mask, mask_tiles;
-    // Bytes between planes of a sequence, of a head, and between query positions.
-    i64 sequence, head, row;
-    u32 kind, step;
-    u32 heads, rows, keys, block, q_tiles, k_blocks;
-};
-
-static_assert(sizeof(Params) == PARAMS);
-
-extern "C" __global__ void __launch_bounds__(128) mask_tiles(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128) mask_tiles(const __grid_constant__ MaskTileParams p) {
     u32 block = blockIdx.x, tile = blockIdx.y, plane = blockIdx.z;
     u64 base = p.mask + (u64)(i64)(plane / p.heads) * p.sequence + (u64)(i64)(plane % p.heads) * p.head;
     u32 rows = p.rows - tile * MASK_TILE_ROWS < MASK_TILE_ROWS ? p.rows - tile * MASK_TILE_ROWS : MASK_TILE_ROWS;

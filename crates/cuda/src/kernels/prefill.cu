@@ -27,7 +27,7 @@ struct Stream {
 
 constexpr int ROWS_AT = QLayout::SIZE + K_BYTES + V_BYTES;
 constexpr int ITEMS_AT = ROWS_AT + 2 * BM * (int)sizeof(Row);
-constexpr int STREAMS_AT = ITEMS_AT + LISTED * (int)sizeof(Item);
+constexpr int STREAMS_AT = ITEMS_AT + LISTED * (int)sizeof(WorkTile);
 constexpr int FLAGS_AT = STREAMS_AT + WARPS * STREAM;
 static_assert(FLAGS_AT + 16 == SHARED && sizeof(Stream) <= STREAM);
 
@@ -45,7 +45,7 @@ DEVICE void end_turn(u32 team) {
 }
 
 // Copies a warp's rows of q, of which those past the last are 0.
-DEVICE void copy_q(const Params& p, const Item& item, u32 q_at, u32 warp_row) {
+DEVICE void copy_q(const ForwardParams& p, const WorkTile& item, u32 q_at, u32 warp_row) {
     constexpr int CHUNKS = QLayout::ROW_CHUNKS;
     u32 lane = afresh(threadIdx.x % 32);
     // Every lane finds a row, and hands it to those that copy it.
@@ -63,7 +63,7 @@ DEVICE void copy_q(const Params& p, const Item& item, u32 q_at, u32 warp_row) {
 }
 
 // Asks for a warp's rows of q, so that they are in the second-level cache when they are copied.
-DEVICE void prefetch_q(const Params& p, const Item& item, u32 warp_row) {
+DEVICE void prefetch_q(const ForwardParams& p, const WorkTile& item, u32 warp_row) {
     u32 lane = afresh(threadIdx.x % 32), row = item.row + warp_row + lane;
     if (lane >= ROWS || row >= item.q_len * p.group.value) return;
     u64 from = row_of(p.q, item, place(p, item.kv_head, row));
@@ -73,7 +73,7 @@ DEVICE void prefetch_q(const Params& p, const Item& item, u32 warp_row) {
 // Writes a row of a warp's fragments: a lane has columns 8 n + 2 t and the next of fragment n. `whole` where the output has all of
 // the columns, at places for vectors.
 template <bool WHOLE>
-DEVICE void write_row(const Params& p, const Item& item, const State& state, u32 warp_row, int mf, int half) {
+DEVICE void write_row(const ForwardParams& p, const WorkTile& item, const State& state, u32 warp_row, int mf, int half) {
     u32 lane = afresh(threadIdx.x % 32), t = lane % 4, first_column = item.panel * DV;
     u32 row = item.row + warp_row + mf * 16 + half * 8 + lane / 4;
     bool exists = row < item.q_len * p.group.value;
@@ -116,7 +116,7 @@ DEVICE void write_row(const Params& p, const Item& item, const State& state, u32
     }
 }
 
-DEVICE void write_rows(const Params& p, const Item& item, const State& state, u32 warp_row) {
+DEVICE void write_rows(const ForwardParams& p, const WorkTile& item, const State& state, u32 warp_row) {
     if (VECTOR && (item.panel + 1) * DV <= p.value_dim) {
 #pragma unroll
         for (int n = 0; n < 2 * MF; n++) write_row<true>(p, item, state, warp_row, n / 2, n % 2);
@@ -127,7 +127,7 @@ DEVICE void write_rows(const Params& p, const Item& item, const State& state, u3
 }
 
 // Leaves a warp's part of a tile that several items share.
-DEVICE void leave_part(const Params& p, const Item& item, const State& state, u32 warp_row) {
+DEVICE void leave_part(const ForwardParams& p, const WorkTile& item, const State& state, u32 warp_row) {
     u32 lane = afresh(threadIdx.x % 32), g = lane / 4, t = lane % 4;
     float* part = (float*)p.partials + (u64)item.slot * SLOT;
 #pragma unroll
@@ -147,10 +147,10 @@ DEVICE void leave_part(const Params& p, const Item& item, const State& state, u3
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid_constant__ ForwardParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     Row* all_rows = (Row*)(memory + ROWS_AT);
-    const Item* items = (const Item*)(memory + ITEMS_AT);
+    const WorkTile* items = (const WorkTile*)(memory + ITEMS_AT);
     // Items that are to be computed again, whether each team is the last at a tile, and the entry of the second item.
     u32* flags = (u32*)(memory + FLAGS_AT);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = TEAMS ? warp / 4 : 0, warp_row = warp * ROWS;
@@ -159,9 +159,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     u32 q_rows = q_at + q_fragment(warp_row), k_rows = k_at + k_fragment();
 
     auto describe = [&](u32 entry, u32 place) {
-        if (threadIdx.x < sizeof(Item) / 16) {
-            u64 from = p.items + (u64)entry * sizeof(Item) + threadIdx.x * 16;
-            copy16(q_at + ITEMS_AT + place * sizeof(Item) + threadIdx.x * 16, (const u8*)from, 16);
+        if (threadIdx.x < sizeof(WorkTile) / 16) {
+            u64 from = p.work_tiles + (u64)entry * sizeof(WorkTile) + threadIdx.x * 16;
+            copy16(q_at + ITEMS_AT + place * sizeof(WorkTile) + threadIdx.x * 16, (const u8*)from, 16);
         }
     };
     auto after = [](u32 place) { return place + 1 == LISTED ? 0 : place + 1; };
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
 
         // Begins to copy the item at a place; returns its first tile.
         auto enter = [&](u32 place) {
-            const Item& item = items[place];
+            const WorkTile& item = items[place];
             u32 end = (item.end + TILE - 1) / TILE, first = skip(p, item, item.begin / TILE, end);
             __syncwarp();
             if (lane == 0) my.source = Source(p, item), my.ahead = place, my.fetched_end = first < end ? end : first + 1;
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
 
         // ---- the sums
         u32 at = 0, block, end;
-        auto begin_item = [&](const Item& item) {
+        auto begin_item = [&](const WorkTile& item) {
             end = (item.end + TILE - 1) / TILE;
             block = skip(p, item, item.begin / TILE, end);
             if (block >= end) end = block + 1;
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
 
         // Ends the item that is computed.
         auto end_item = [&] {
-            const Item& item = items[my.at];
+            const WorkTile& item = items[my.at];
             bool split = item.splits > 1;
             bool leaked = !my.careful && state.is_spoiled(any_partial);
             leaked = split ? named_any<TEAM_THREADS>(TEAM + team, leaked) : __any_sync(0xffffffffu, leaked);

@@ -190,10 +190,3 @@ DEVICE u32 afresh(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-
-// x / d for x < 2^31, where `multiplier` and `shift` were made for d.
-struct Divisor {
-    u32 value, multiplier, shift, unused;
-};
-
-DEVICE u32 quotient(u32 x, const Divisor& d) { return (u32)(((u64)x * d.multiplier) >> d.shift); }

@@ -2,28 +2,6 @@
 //
 // A run is some tokens in a row of one page. Each warp moves one row of one head, and converts it where element types differ.
 
-struct Run {
-    // Rows of the runs before it; page and row where the pool has it, and where the other side has it.
-    u32 first, page, row, other_page, other_row;
-};
-
-struct Side {
-    u64 at;
-    // Bytes between pages, heads and rows.
-    i64 page, head, row;
-    u32 dtype, unused;
-};
-
-struct Params {
-    // Of keys, then of values.
-    Side from[2], to[2];
-    u32 dim[2];
-    u32 heads, rows, runs, unused;
-    Run run[RUNS];
-};
-
-static_assert(sizeof(Params) == PARAMS);
-
 DEVICE float load(u64 row, u32 dtype, u32 i) {
     if (dtype == F32) return ((const float*)row)[i];
     u16 x = ((const u16*)row)[i];
@@ -35,7 +13,7 @@ DEVICE void store(u64 row, u32 dtype, u32 i, float x) {
     else ((u16*)row)[i] = (u16)(dtype == F16 ? pack<F16>(x, 0.f) : pack<BF16>(x, 0.f));
 }
 
-extern "C" __global__ void __launch_bounds__(128) move_rows(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(128) move_rows(const __grid_constant__ MoveParams p) {
     u32 index = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, head = blockIdx.y, which = blockIdx.z;
     if (index >= p.rows) return;
     // The last run that starts at or before the row.

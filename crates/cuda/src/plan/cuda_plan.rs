@@ -5,7 +5,7 @@ use super::launch::{ALIGN, Launch, MAX_GRID};
 use super::portable::{Portable, PortableKernel, PortableTile};
 use super::schedule::{Shares, tiles};
 use super::tile::{CudaKernel, CudaTile};
-use super::work_tile::Item;
+use super::work_tile::WorkTile;
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
@@ -168,7 +168,7 @@ impl CudaPlan {
         let sum = |of: &dyn Fn(&Launch) -> Option<usize>| {
             self.launches.iter().try_fold(0usize, |n, launch| n.checked_add(of(launch)?))
         };
-        let items = region(sum(&|launch| Some(launch.capacity.items * size_of::<Item>())))?;
+        let items = region(sum(&|launch| Some(launch.capacity.items * size_of::<WorkTile>())))?;
         let counters = region(sum(&|launch| Some(launch.capacity.counters * 4)))?;
         let written = region(Some(0))?;
         let planes = |t: &MaskTileTable| t.planes.checked_mul(t.q_tiles)?.checked_mul(t.k_blocks);

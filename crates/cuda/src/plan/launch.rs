@@ -1,7 +1,7 @@
 //! One launch of a native kernel, and limits of all launches.
 
 use super::tile::CudaKernel;
-use super::work_tile::Item;
+use super::work_tile::WorkTile;
 /// Most blocks of threads in the second and third dimension of a grid.
 pub(crate) const MAX_GRID: usize = 65_535;
 
@@ -35,7 +35,7 @@ impl Capacity {
 pub(crate) struct Launch {
     pub(crate) kernel: CudaKernel,
     /// The first item of each block of threads, then the others.
-    pub(crate) items: Vec<Item>,
+    pub(crate) items: Vec<WorkTile>,
     /// Those that are work.
     pub(crate) count: usize,
     /// The most parts of a tile.

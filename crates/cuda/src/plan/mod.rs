@@ -28,4 +28,4 @@ pub(crate) use portable::Portable;
 pub use portable::{PortableKernel, PortableTile};
 pub(crate) use tile::STREAM_BYTES;
 pub use tile::{CudaKernel, CudaTile};
-pub(crate) use work_tile::{AGAIN, GROUP, Item};
+pub(crate) use work_tile::{AGAIN, GROUP, WorkTile};

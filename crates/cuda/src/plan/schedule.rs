@@ -2,7 +2,7 @@
 
 use super::launch::{Capacity, Launch};
 use super::tile::CudaKernel;
-use super::work_tile::{AGAIN, GROUP, GROUPED, Item, NONE};
+use super::work_tile::{AGAIN, GROUP, GROUPED, NONE, WorkTile};
 use flashtile_core::problem::Problem;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -43,11 +43,11 @@ impl Tile {
     }
 
     /// The item of the blocks `part` of its own.
-    fn item(&self, part: Range<usize>, block_k: usize) -> Item {
+    fn item(&self, part: Range<usize>, block_k: usize) -> WorkTile {
         let first = self.keys.start / block_k;
         let begin = ((first + part.start) * block_k).max(self.keys.start);
         let end = ((first + part.end) * block_k).min(self.keys.end).max(begin);
-        Item {
+        WorkTile {
             sequence: self.sequence as u32,
             kv_head: self.kv_head as u32,
             row: self.row as u32,
@@ -123,7 +123,7 @@ pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize],
 
 /// Items of each block of threads.
 pub(super) struct Shares {
-    blocks: Vec<Vec<Item>>,
+    blocks: Vec<Vec<WorkTile>>,
     splits: usize,
     used: Capacity,
     /// What another step of as many tiles may use.
@@ -156,7 +156,7 @@ impl Shares {
         sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
         let rounds = sections.len().div_ceil(room * AGAIN);
         let count = (room * rounds).min(sections.len());
-        let mut blocks: Vec<Vec<Item>> = vec![Vec::new(); count];
+        let mut blocks: Vec<Vec<WorkTile>> = vec![Vec::new(); count];
         // What blocks of threads have to do so far; of those with as much, the first.
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
         for (_, tile) in sections {
@@ -217,7 +217,7 @@ impl Shares {
     }
 
     /// Gives the parts of one tile, of so many bytes each, their slots.
-    fn parts(&mut self, mut parts: Vec<Item>, bytes: usize) -> Vec<Item> {
+    fn parts(&mut self, mut parts: Vec<WorkTile>, bytes: usize) -> Vec<WorkTile> {
         let count = parts.len();
         if count > 1 {
             let grouped = count > 2 * GROUP && count * bytes > GROUPED_BYTES;
@@ -242,7 +242,7 @@ impl Shares {
         let used = Capacity { grid, items: count, ..self.used };
         let most = used.max(self.most);
         let capacity = Capacity { counters: teams * most.counters, ..most };
-        let none = Item { sequence: NONE, ..Tile::EMPTY.item(0..0, 1) };
+        let none = WorkTile { sequence: NONE, ..Tile::EMPTY.item(0..0, 1) };
         let mut items = vec![none; capacity.grid];
         for (block, list) in self.blocks.into_iter().enumerate() {
             let mut entry = block;
@@ -342,8 +342,8 @@ mod tests {
             assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
             assert_eq!(shares.most.max(shares.used), shares.most);
             check(&shares, &tiles);
-            let cost = |items: &Vec<Item>| {
-                let of = |i: &Item| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize + 1;
+            let cost = |items: &Vec<WorkTile>| {
+                let of = |i: &WorkTile| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize + 1;
                 items.iter().map(of).sum::<usize>()
             };
             // Cuts add an item for each block of threads, and leave room for less than a part.

@@ -1,7 +1,7 @@
 //! Kernels of the CUDA backend and the shapes of their tiles.
 
 use super::facts::CudaFacts;
-use super::work_tile::Item;
+use super::work_tile::WorkTile;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequence};
@@ -204,7 +204,7 @@ impl CudaKernel {
             q + if ring > merge { ring } else { merge } + seen + 16
         } else {
             let (items, streams) =
-                ((stages + 4) / 2 * 2 * size_of::<Item>(), self.tile.warps_q * STREAM_BYTES);
+                ((stages + 4) / 2 * 2 * size_of::<WorkTile>(), self.tile.warps_q * STREAM_BYTES);
             q + ring + 2 * seen + items + streams + 16
         }
     }

@@ -1,0 +1,191 @@
+//! Parameters of the native kernels.
+
+use crate::device_struct::device_struct;
+use crate::tensor::RawTensor;
+use flashtile_core::dtype::Dtype;
+
+/// The constant of a dtype in the native kernels: `F32`, `F16` or `BF16` of `prelude.cu`.
+pub(super) const fn dtype_id(dtype: Dtype) -> u32 {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::F16 => 1,
+        Dtype::BF16 => 2,
+    }
+}
+
+device_struct! {
+    /// A tensor: its address, and the bytes between batch entries (or pages), heads and rows.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct Tensor {
+        pub(super) at: u64,
+        pub(super) batch: i64,
+        pub(super) head: i64,
+        pub(super) row: i64,
+    }
+}
+
+impl Tensor {
+    pub(super) fn of(raw: &RawTensor) -> Self {
+        let [batch, head, row, _] = raw.byte_strides();
+        Self { at: raw.at, batch, head, row }
+    }
+}
+
+device_struct! {
+    /// `x / value` by a product and a shift, for every `x` below 2^31.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct Divisor {
+        pub(super) value: u32,
+        pub(super) multiplier: u32,
+        pub(super) shift: u32,
+        pub(super) unused: u32,
+    }
+}
+
+impl Divisor {
+    /// Of a value from 1 to 2^31 - 1. With `s` bits for `value - 1`, the multiplier `ceil(2^(31 + s) / value)` has at most 32
+    /// bits and is too large by a fraction of less than `2^-31`, which no `x` below 2^31 carries to the next quotient.
+    pub(super) fn new(value: usize) -> Self {
+        let value = value.clamp(1, (1 << 31) - 1) as u64;
+        let bits = u64::BITS - (value - 1).leading_zeros();
+        let shift = 31 + bits;
+        let multiplier = (1u64 << shift).div_ceil(value);
+        Self { value: value as u32, multiplier: multiplier as u32, shift, unused: 0 }
+    }
+}
+
+device_struct! {
+    /// Parameters of attention.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct ForwardParams {
+        pub(super) q: Tensor,
+        pub(super) k: Tensor,
+        pub(super) v: Tensor,
+        pub(super) out: Tensor,
+        pub(super) mask: Tensor,
+        pub(super) lse: u64,
+        pub(super) tree: u64,
+        pub(super) alibi: u64,
+        pub(super) sinks: u64,
+        pub(super) table: u64,
+        pub(super) work_tiles: u64,
+        pub(super) counters: u64,
+        pub(super) mask_tiles: u64,
+        pub(super) partials: u64,
+        pub(super) tree_row: i64,
+        pub(super) left: i64,
+        pub(super) right: i64,
+        pub(super) page: Divisor,
+        pub(super) width: Divisor,
+        pub(super) group: Divisor,
+        pub(super) heads: u32,
+        pub(super) q_len: u32,
+        pub(super) head_dim: u32,
+        pub(super) value_dim: u32,
+        pub(super) scale: f32,
+        pub(super) cap: f32,
+        pub(super) mask_kind: u32,
+        pub(super) mask_step: u32,
+        pub(super) tree_step: u32,
+        pub(super) every_tile_partial: u32,
+        pub(super) mask_q_tiles: u32,
+        pub(super) mask_k_blocks: u32,
+        pub(super) table_width: u32,
+        pub(super) unused: u32,
+    }
+}
+
+device_struct! {
+    /// Parameters of the pre-pass over a materialised mask.
+    #[derive(Debug, Clone, Copy)]
+    pub(super) struct MaskTileParams {
+        pub(super) mask: u64,
+        pub(super) mask_tiles: u64,
+        pub(super) sequence: i64,
+        pub(super) head: i64,
+        pub(super) row: i64,
+        pub(super) kind: u32,
+        pub(super) step: u32,
+        pub(super) heads: u32,
+        pub(super) rows: u32,
+        pub(super) keys: u32,
+        pub(super) block: u32,
+        pub(super) q_tiles: u32,
+        pub(super) k_blocks: u32,
+    }
+}
+
+device_struct! {
+    /// Tokens in consecutive rows of one page.
+    #[derive(Debug, Clone, Copy, Default)]
+    pub(super) struct Run {
+        /// Rows of the runs before it.
+        pub(super) first: u32,
+        pub(super) page: u32,
+        pub(super) row: u32,
+        pub(super) other_page: u32,
+        pub(super) other_row: u32,
+    }
+}
+
+device_struct! {
+    /// One side of a move: bytes between pages, heads and rows.
+    #[derive(Debug, Clone, Copy)]
+    pub(super) struct Side {
+        pub(super) at: u64,
+        pub(super) page: i64,
+        pub(super) head: i64,
+        pub(super) row: i64,
+        pub(super) dtype: u32,
+        pub(super) unused: u32,
+    }
+}
+
+impl Side {
+    /// A tensor `[1, heads, tokens, dim]`.
+    pub(super) fn of(raw: &RawTensor) -> Self {
+        let [_, head, row, _] = raw.byte_strides();
+        Self { at: raw.at, page: 0, head, row, dtype: dtype_id(raw.dtype), unused: 0 }
+    }
+}
+
+/// Runs of rows that one launch moves: parameters of a kernel are at most 4 KiB.
+pub(super) const MAX_RUNS: usize = 194;
+
+device_struct! {
+    /// Parameters of a move of rows: keys, then values.
+    #[derive(Debug, Clone, Copy)]
+    pub(super) struct MoveParams {
+        pub(super) from: [Side; 2],
+        pub(super) to: [Side; 2],
+        pub(super) dim: [u32; 2],
+        pub(super) heads: u32,
+        pub(super) rows: u32,
+        pub(super) runs: u32,
+        pub(super) unused: u32,
+        pub(super) run: [Run; MAX_RUNS],
+    }
+}
+
+const _: () = assert!(size_of::<MoveParams>() <= 4096);
+
+device_struct! {
+    /// Parameters of the measurement of bandwidth.
+    #[derive(Debug, Clone, Copy)]
+    pub(super) struct ReadParams {
+        /// Chunks of 16 bytes.
+        pub(super) from: u64,
+        pub(super) count: u64,
+        pub(super) sink: u64,
+    }
+}
+
+device_struct! {
+    /// Parameters of the measurement of the matrix unit.
+    #[derive(Debug, Clone, Copy)]
+    pub(super) struct ProductParams {
+        pub(super) sink: u64,
+        pub(super) rounds: u32,
+        pub(super) unused: u32,
+    }
+}
