@@ -224,7 +224,7 @@ def test(name, *args, env=None):
     def shown(line):
         return line.lstrip().startswith(("Compiling flashtile", "Running ", "Doc-tests ", "test result")) or "FAILED" in line
 
-    lines = logged(name, "cargo", "test", "--locked", *args, "--show-output", env=nvrtc() | clang() | (env or {}), shown=shown)
+    lines = logged(name, "cargo", "test", "--locked", "--no-fail-fast", *args, "--show-output", env=nvrtc() | clang() | (env or {}), shown=shown)
     skipped = [line for line in lines if re.match(r"SKIPPED|skipped:", line)]
     for_a_device = [line for line in skipped if any(why in line for why in NEEDS_A_DEVICE)]
     wrong = skipped if cuda_devices() else [line for line in skipped if line not in for_a_device]

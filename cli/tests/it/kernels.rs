@@ -52,7 +52,7 @@ fn texts() {
             "cuda",
             &["extern \"C\" __global__", "merge_bf16_128_0(", "FT_CONSTANT_with_sinks", "struct Merge {"],
         ),
-        ("rust", &["use flashtile::kernel::prelude::*;", "fn merge<", "// DV = 128", "#[kernel("]),
+        ("rust", &["use flashtile_kernel::prelude::*;", "fn merge<", "// DV = 128", "#[kernel("]),
     ];
     for (target, words) in words {
         let text = ok(&[&by_options[..], &[target]].concat());
