@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Checks that no function is longer than MAX lines, from its first line to its closing brace.
+
+    .ci/functions.py [--all]
+
+Counted are functions of crates, command line, tools and examples, in Rust, in macros and in CUDA C++; tests, benches and fuzz targets are
+not. --all prints the longest hundred.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX = 80
+
+# Functions that are still longer, with their lines: none may grow, and one that is short enough must go from the list.
+KNOWN = {
+    "crates/gpu/src/kernels/decode.rs decode": 559,
+    "crates/cuda/src/kernels/prefill.cu __launch_bounds__": 204,
+    "crates/cuda/src/kernels/decode.cu __launch_bounds__": 134,
+    "tools/msl-standin/src/text.rs item_with": 131,
+    "crates/gpu/src/kernels/merge.rs merge": 128,
+    "tools/msl-standin/src/text.rs edit_constants": 120,
+    "crates/cuda/src/kernels/attention.cu to_weights": 115,
+    "crates/cpu/src/isa/vnni.rs block_values": 105,
+    "tools/msl-standin/src/text.rs check_pointers": 104,
+    "crates/cpu/src/isa/amx.rs product": 102,
+    "crates/cpu/src/isa/vnni.rs add_scores": 101,
+    "crates/kernel/macros/src/lower.rs expr": 97,
+    "crates/kernel/macros/src/lower.rs call": 92,
+    "tools/msl-standin/src/text.rs tokens": 91,
+    "crates/testkit/src/cases.rs build": 90,
+    "crates/kernel/macros/src/native.rs expr": 88,
+    "crates/kernel/macros/src/expand.rs params": 87,
+    "crates/core/src/problem/error.rs fmt": 85,
+    "crates/gpu/src/kernels/encode.rs encode": 85,
+    "crates/kernel/macros/src/kernel.rs data": 84,
+    "crates/kernel/macros/src/kernel.rs call": 83,
+    "crates/kernel/macros/src/lower.rs local": 83,
+    "tools/msl-standin/src/text.rs parse": 82,
+}
+
+FOLDERS = ["src", "crates", "cli/src", "tools", "examples"]
+SKIPPED = re.compile(r"/(tests|benches|goldens)/|/tests\.rs$")
+RUST = re.compile(r"\bfn\s+(\w+)[^;{]*\{")
+CUDA = re.compile(r"(?m)^[^\s#/}][^;{}]*?\b(\w+)\((?!\d)[^;{}]*\)\s*(?:const\s*)?\{")
+
+
+def lines_kept(text):
+    """The source without comments, strings and characters, line by line."""
+    dropped = r"""//[^\n]*|r#".*?"#|b?"(?:\\.|[^"\\])*"|b?'(?:\\[^']+|[^\\'\n])'"""
+    return re.sub(dropped, lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S)
+
+
+def tests_of(text):
+    """Where test modules lie."""
+    for found in re.finditer(r"#\[cfg\((?:test|all\(test[^]]*)\)\]\s*(?:#\[[^]]*\]\s*)*(?:pub(?:\([^)]*\))?\s+)?(?:mod|fn|impl)\b[^{;]*\{", text):
+        yield found.start(), closing(text, found.end())
+
+
+def closing(text, at):
+    """The position after the brace that closes the one before `at`."""
+    depth = 1
+    while depth and at < len(text):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        at += 1
+    return at
+
+
+def functions():
+    """File, name and lines of every function."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            name = path.relative_to(ROOT).as_posix()
+            if path.suffix not in (".rs", ".cu") or SKIPPED.search("/" + name):
+                continue
+            text = lines_kept(path.read_text())
+            tests = list(tests_of(text))
+            for found in (RUST if path.suffix == ".rs" else CUDA).finditer(text):
+                if any(start <= found.start() < end for start, end in tests) or found[1] in ("if", "for", "while", "switch"):
+                    continue
+                yield name, found[1], text.count("\n", found.start(), closing(text, found.end())) + 1
+
+
+def main():
+    counted = sorted(functions(), key=lambda of: -of[2])
+    if "--all" in sys.argv:
+        for name, function, lines in counted[:100]:
+            print(f"{lines:5} {name} {function}")
+        return 0
+    wrong, long = [], {}
+    for name, function, lines in counted:
+        if lines > MAX:
+            long[f"{name} {function}"] = lines
+    for what, lines in long.items():
+        if lines > KNOWN.get(what, MAX):
+            wrong.append(f"{what}: {lines} lines, expected at most {KNOWN.get(what, MAX)}")
+    wrong += [f"{what}: is short enough or gone, take it out of KNOWN" for what in KNOWN if what not in long]
+    print("\n".join(wrong) if wrong else f"{len(counted)} functions, {len(long)} known to be longer than {MAX} lines")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
