@@ -295,7 +295,7 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
     attention.seen = Some(&seen);
     attention.softcap = problem.desc().softcap;
     attention.key_mean = Some(&mean);
-    let found = compare(&attention, &codecs.keys, &codecs.values);
+    let found = compare(&attention, &codecs.keys, &codecs.values).map_err(|e| e.to_string())?;
     let place = |tensor: &str, refused: RefusedRow| {
         format!("row {} of head {}{of_batch} of {tensor} {}", refused.row, unit.head, refused.why)
     };

@@ -113,3 +113,5 @@ impl std::fmt::Display for EncodeError {
         }
     }
 }
+
+impl std::error::Error for EncodeError {}

@@ -1,6 +1,7 @@
 //! Attention of one head over its keys and values in several codecs, against attention over them as they are.
 
-use super::Head;
+use super::error::QualityError;
+use super::head::Head;
 use crate::codec::convert::{convert, to_f32};
 use crate::codec::{CodePages, Codec, EncodeError, Side, mean_row};
 use crate::dtype::Dtype;
@@ -26,6 +27,39 @@ impl<'a> HeadAttention<'a> {
     #[must_use]
     pub const fn new(head: Head<'a>) -> Self {
         Self { head, seen: None, softcap: None, key_mean: None }
+    }
+
+    /// Checks that slices, dimensions and ranges agree with each other.
+    fn check(&self) -> Result<(), QualityError> {
+        let Head { k, v, q, head_dim, value_dim, .. } = self.head;
+        for (name, got) in [("head_dim", head_dim), ("value_dim", value_dim)] {
+            if got == 0 || got > MAX_HEAD_DIM {
+                return Err(QualityError::Dimension { name, got });
+            }
+        }
+        let key_mean = self.key_mean.map_or(head_dim, <[f32]>::len);
+        for (tensor, len, dim) in
+            [("k", k.len(), head_dim), ("v", v.len(), value_dim), ("q", q.len(), head_dim)]
+        {
+            if !len.is_multiple_of(dim) {
+                return Err(QualityError::Rows { tensor, len, dim });
+            }
+        }
+        if key_mean != head_dim {
+            return Err(QualityError::Rows { tensor: "key_mean", len: key_mean, dim: head_dim });
+        }
+        let (tokens, queries) = (k.len() / head_dim, q.len() / head_dim);
+        if tokens == 0 || v.len() / value_dim != tokens {
+            return Err(QualityError::Tokens { k: tokens, v: v.len() / value_dim });
+        }
+        let Some(seen) = self.seen else { return Ok(()) };
+        if seen.len() != queries {
+            return Err(QualityError::Queries { got: seen.len(), expected: queries });
+        }
+        match seen.iter().position(|range| range.end > tokens) {
+            Some(query) => Err(QualityError::Visible { query, range: seen[query].clone(), tokens }),
+            None => Ok(()),
+        }
     }
 
     fn seen(&self, row: usize, tokens: usize) -> Range<usize> {
@@ -121,20 +155,15 @@ const BLOCK: usize = 8;
 /// Cost: `O(queries * tokens * keys.len() * (head_dim + values.len() * value_dim))` on one thread, and memory for
 /// `tokens * (4 * (2 * values.len() + 1) * value_dim + 4 * head_dim + 16 * queries)` bytes.
 ///
-/// # Panics
-/// Where the slices are no whole rows of dimensions from 1 to [`MAX_HEAD_DIM`], there is no key, `key_mean` is no row, or `seen` has not a
-/// range of keys for each query.
-#[must_use]
-pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec]) -> Comparison {
+/// # Errors
+/// [`QualityError`], other than [`QualityError::Encode`]: a row that a codec cannot store is an entry of the result.
+pub fn compare(
+    attention: &HeadAttention<'_>,
+    keys: &[KeyCodec],
+    values: &[Codec],
+) -> Result<Comparison, QualityError> {
+    attention.check()?;
     let head = attention.head;
-    let tokens = head.k.len() / head.head_dim;
-    assert!(tokens > 0 && head.head_dim.max(head.value_dim) <= MAX_HEAD_DIM, "rows of keys");
-    assert_eq!((head.k.len(), head.v.len()), (tokens * head.head_dim, tokens * head.value_dim), "whole rows");
-    let count = head.q.len() / head.head_dim;
-    assert_eq!(head.q.len(), count * head.head_dim, "whole rows of queries");
-    assert!(attention.key_mean.is_none_or(|mean| mean.len() == head.head_dim), "a mean of a key");
-    let within = |seen: &[Range<usize>]| seen.iter().all(|seen| seen.end <= tokens);
-    assert!(attention.seen.is_none_or(within), "ranges of keys that there are");
     let mean = match attention.key_mean {
         Some(mean) => mean.to_vec(),
         None => mean_row(head.k, head.head_dim),
@@ -143,7 +172,7 @@ pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec
     let stored_values: Vec<Result<Vec<f32>, RefusedRow>> =
         values.iter().map(|&codec| stored(head.v, head.value_dim, (codec, Side::Values), None)).collect();
     let stack = Stack::new(head.v, head.value_dim, &stored_values);
-    let exact = Exact::new(attention, count, &stack);
+    let exact = Exact::new(attention, &stack);
 
     let of_keys = |key: &KeyCodec| {
         let mean = key.centered.then(|| mean.clone());
@@ -158,7 +187,7 @@ pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec
         let mut columns = out.iter();
         stored_values.iter().map(|v| v.as_ref().ok().and_then(|_| columns.next().copied())).collect()
     };
-    Comparison {
+    Ok(Comparison {
         queries: exact.rows.len(),
         out: found
             .iter()
@@ -169,7 +198,7 @@ pub fn compare(attention: &HeadAttention<'_>, keys: &[KeyCodec], values: &[Codec
             .iter()
             .map(|of| of.as_ref().map(|v| deviation(head.v, v)).map_err(|e| *e))
             .collect(),
-    }
+    })
 }
 
 /// Values as they are and in each codec, side by side for each token.
@@ -238,10 +267,9 @@ struct Exact<'a> {
 }
 
 impl<'a> Exact<'a> {
-    fn new(attention: &'a HeadAttention<'a>, count: usize, stack: &Stack) -> Self {
+    fn new(attention: &'a HeadAttention<'a>, stack: &Stack) -> Self {
         let head = attention.head;
         let tokens = head.k.len() / head.head_dim;
-        assert!(attention.seen.is_none_or(|seen| seen.len() == count), "a range of keys for each query");
         let queries = head.q.chunks_exact(head.head_dim).enumerate();
         let seeing =
             queries.map(|(row, q)| (q, attention.seen(row, tokens))).filter(|(_, seen)| !seen.is_empty());
@@ -437,6 +465,40 @@ mod tests {
     }
 
     #[test]
+    fn what_does_not_fit_is_refused() {
+        let (k, v, q) = ([0.5f32; 12], [0.5f32; 6], [0.5f32; 8]);
+        let head = Head { k: &k, v: &v, q: &q, head_dim: 4, value_dim: 2, scale: 1.0 };
+        let refusal = |attention: HeadAttention<'_>| {
+            compare(&attention, &[], &[]).map(|found| found.queries).map_err(|e| e.to_string())
+        };
+        let of = |head| refusal(HeadAttention::new(head));
+        assert_eq!(of(head), Ok(2));
+        assert_eq!(of(Head { head_dim: 0, ..head }), Err("head_dim is 0, expected 1 to 512".into()));
+        assert_eq!(of(Head { value_dim: 513, ..head }), Err("value_dim is 513, expected 1 to 512".into()));
+        assert_eq!(of(Head { q: &q[1..], ..head }), Err("q has 7 elements, expected whole rows of 4".into()));
+        assert_eq!(
+            of(Head { v: &v[2..], ..head }),
+            Err("k has 3 rows and v 2, expected as many, at least 1".into())
+        );
+        assert_eq!(
+            of(Head { k: &[], v: &[], ..head }),
+            Err("k has 0 rows and v 0, expected as many, at least 1".into())
+        );
+        let mut attention = HeadAttention::new(head);
+        attention.key_mean = Some(&q[..3]);
+        assert_eq!(refusal(attention), Err("key_mean has 3 elements, expected whole rows of 4".into()));
+        let mut attention = HeadAttention::new(head);
+        let ranges = [0..3, 1..4];
+        attention.seen = Some(&ranges[..1]);
+        assert_eq!(
+            refusal(attention),
+            Err("1 ranges of visible keys, expected 2, one for each query".into())
+        );
+        attention.seen = Some(&ranges);
+        assert_eq!(refusal(attention), Err("query 1 sees keys 1..4, there are 3".into()));
+    }
+
+    #[test]
     fn every_pair_is_that_of_the_definition() {
         let (tokens, queries, head_dim, value_dim) = (37, 19, 24, 20);
         let (k, v, q) = (rows(1, tokens, head_dim), rows(2, tokens, value_dim), rows(3, queries, head_dim));
@@ -445,7 +507,7 @@ mod tests {
         let plain = HeadAttention::new(head);
         let capped = HeadAttention { seen: Some(&causal), softcap: Some(1.5), ..plain };
         for attention in [plain, capped] {
-            let found = compare(&attention, &KEYS, &VALUES);
+            let found = compare(&attention, &KEYS, &VALUES).unwrap();
             assert_eq!(found.queries, if attention.seen.is_some() { queries - 1 } else { queries });
             for (key, codec) in KEYS.iter().enumerate() {
                 let mean = codec.centered.then(|| mean_row(&k, head_dim));
@@ -471,7 +533,7 @@ mod tests {
         // Infinite in f16.
         k[20] = 70_000.0;
         let head = Head { k: &k, v: &v, q: &q, head_dim: 16, value_dim: 16, scale: 1.0 };
-        let found = compare(&HeadAttention::new(head), &KEYS[4..], &VALUES);
+        let found = compare(&HeadAttention::new(head), &KEYS[4..], &VALUES).unwrap();
         assert!(found.keys[0].unwrap().kl.is_nan());
     }
 
@@ -483,7 +545,7 @@ mod tests {
         k.iter_mut().for_each(|x| *x += 4000.0);
         let found = |k: &[f32], v: &[f32]| {
             let head = Head { k, v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
-            compare(&HeadAttention::new(head), &KEYS, &VALUES)
+            compare(&HeadAttention::new(head), &KEYS, &VALUES).unwrap()
         };
         let first = found(&k, &v);
         let refused = RefusedRow { row: 0, why: EncodeError::Norm };
@@ -493,7 +555,7 @@ mod tests {
         assert!(first.out[3].iter().all(Option::is_some));
         let refused = RefusedRow { row: 0, why: EncodeError::Dim { codec: Codec::MlxTq8, dim } };
         let head = Head { k: &k, v: &v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };
-        assert_eq!(compare(&HeadAttention::new(head), &[], &[Codec::MlxTq8]).values, [Err(refused)]);
+        assert_eq!(compare(&HeadAttention::new(head), &[], &[Codec::MlxTq8]).unwrap().values, [Err(refused)]);
         v[3 * dim] = 9000.0;
         let second = found(&k, &v);
         assert_eq!(second.values[1], Err(RefusedRow { row: 3, why: EncodeError::Norm }));

@@ -1,77 +1,16 @@
 //! How far an answer is from the reference, and what codecs do to attention over given keys and values.
 
 mod compare;
+mod error;
+mod head;
+mod pair;
 mod tolerance;
 
 pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
+pub use error::QualityError;
+pub use head::Head;
+pub use pair::{Quality, quality};
 pub use tolerance::{
     Accumulation, Report, Tolerance, compare_lse, compare_lse_off, compare_out, compare_out_off,
     integer_errors, score_errors,
 };
-
-use crate::codec::{Codec, EncodeError};
-
-/// Keys `[tokens, head_dim]`, values `[tokens, value_dim]` and queries `[rows, head_dim]` of one head, row-major.
-#[derive(Debug, Clone, Copy)]
-#[allow(clippy::exhaustive_structs)]
-pub struct Head<'a> {
-    /// Keys.
-    pub k: &'a [f32],
-    /// Values.
-    pub v: &'a [f32],
-    /// Queries.
-    pub q: &'a [f32],
-    /// Elements of a key.
-    pub head_dim: usize,
-    /// Elements of a value.
-    pub value_dim: usize,
-    /// Multiplier of `q . k`.
-    pub scale: f32,
-}
-
-/// How far attention over stored keys and values is from attention over the given ones.
-#[derive(Debug, Clone, Copy, PartialEq)]
-#[non_exhaustive]
-pub struct Quality {
-    /// Bits of an element, keys and values together, scales included.
-    pub bits: f64,
-    /// Mean square error of the keys over their mean square.
-    pub k_error: f64,
-    /// Mean square error of the values over their mean square.
-    pub v_error: f64,
-    /// Root mean square error of the logits, without what is the same for all keys of a query.
-    pub logit_rmse: f64,
-    /// Mean over queries of the Kullback-Leibler divergence of the weights, in nats.
-    pub kl: f64,
-    /// Root mean square error of the output over its root mean square.
-    pub nrmse: f64,
-}
-
-/// Attention of queries that see every key over keys and values in codecs, against attention over them as they are. With `centered`,
-/// the mean of the keys is not part of stored ones; it has no effect on plain elements. [`compare`] is of many codecs at once.
-/// Cost: `O(rows * tokens * (head_dim + value_dim))` on one thread.
-///
-/// # Errors
-/// Where a row cannot be stored: `k` or `v`, its number, and why.
-///
-/// # Panics
-/// As [`compare`].
-pub fn quality(
-    head: &Head<'_>,
-    [k_codec, v_codec]: [Codec; 2],
-    centered: bool,
-) -> Result<Quality, (&'static str, usize, EncodeError)> {
-    let found = compare(&HeadAttention::new(*head), &[KeyCodec { codec: k_codec, centered }], &[v_codec]);
-    let k = found.keys[0].map_err(|refused| ("k", refused.row, refused.why))?;
-    let v = found.values[0].map_err(|refused| ("v", refused.row, refused.why))?;
-    let of_rows = |sum: f64| sum / found.queries.max(1) as f64;
-    let bytes = k_codec.row_bytes(head.head_dim) + v_codec.row_bytes(head.value_dim);
-    Ok(Quality {
-        bits: 8.0 * bytes as f64 / (head.head_dim + head.value_dim) as f64,
-        k_error: k.rows.relative(),
-        v_error: v.relative(),
-        logit_rmse: of_rows(k.logits).sqrt(),
-        kl: of_rows(k.kl),
-        nrmse: found.out[0][0].unwrap_or_default().relative().sqrt(),
-    })
-}
