@@ -5,7 +5,7 @@
 use crate::isa;
 use crate::kernels::mask;
 use crate::kernels::state::Storage;
-use crate::kernels::state::{Context, Slots};
+use crate::kernels::state::{Context, Partials};
 use crate::kernels::task::{reduce, task};
 use crate::plan::CpuPlan;
 use crate::workspace::Workspace;
@@ -41,8 +41,8 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let base: *mut f32 = floats.as_mut_ptr().cast();
     let scratch = Scratch { base, len: plan.scratch().len };
     let values = base.wrapping_add(workers * scratch.len);
-    let max = values.wrapping_add(plan.slots() * stride);
-    let slots = Slots { values, max, sum: max.wrapping_add(plan.slots()), stride };
+    let max = values.wrapping_add(plan.num_partials() * stride);
+    let partials = Partials { values, max, sum: max.wrapping_add(plan.num_partials()), stride };
     let mask = match (&inputs.mask, plan.mask_tile_shape()) {
         (Some(view), Some(sizes)) => {
             Some(mask::mask_tiles(*view, sizes, plan.block_k(), mask_tiles, workers == 1))
@@ -54,11 +54,11 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let token = IsaToken::at_most(plan.isa());
     let _ = token.counted();
     let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
-    let cx = Context { plan, kernels, token, inputs, out: &outputs.out, lse, slots, mask };
+    let cx = Context { plan, kernels, token, inputs, out: &outputs.out, lse, partials, mask };
 
     for phase in plan.phases() {
         // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs
-        // once, tasks of a phase write disjoint rows and slots, and read slots of phases before.
+        // once, tasks of a phase write disjoint rows and partials, and read partials of phases before.
         for_each(&phase.tasks, workers, |item, worker| unsafe { task(&cx, item, scratch.of(worker)) });
         // SAFETY: as above, and every partial result of the phase was stored by now.
         for_each(&phase.reductions, workers, |item, worker| unsafe { reduce(&cx, item, scratch.of(worker)) });

@@ -160,22 +160,22 @@ fn total(parts: &[Part<'_>], row: usize) -> f64 {
     if sum == 0.0 { f64::NEG_INFINITY } else { max + sum.ln() }
 }
 
-/// Adds a row's elements times `weight`.
-fn add(sum: &mut [f64], weight: f64, dtype: Dtype, row: &[u8]) {
+/// Adds a row's elements times `probability`.
+fn add(sum: &mut [f64], prob: f64, dtype: Dtype, row: &[u8]) {
     match dtype {
         Dtype::F32 => {
             for (sum, &x) in sum.iter_mut().zip(row.as_chunks().0) {
-                *sum += weight * f64::from(f32::from_ne_bytes(x));
+                *sum += prob * f64::from(f32::from_ne_bytes(x));
             }
         }
         Dtype::F16 => {
             for (sum, &x) in sum.iter_mut().zip(row.as_chunks().0) {
-                *sum += weight * f16::from_ne_bytes(x).to_f64();
+                *sum += prob * f16::from_ne_bytes(x).to_f64();
             }
         }
         Dtype::BF16 => {
             for (sum, &x) in sum.iter_mut().zip(row.as_chunks().0) {
-                *sum += weight * bf16::from_ne_bytes(x).to_f64();
+                *sum += prob * bf16::from_ne_bytes(x).to_f64();
             }
         }
     }

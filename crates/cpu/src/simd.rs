@@ -94,14 +94,14 @@ pub(crate) struct NumberScores<'a> {
     pub(crate) ldc: usize,
 }
 
-/// Codes of a byte of values times weights, in f32.
+/// Codes of a byte of values times probabilities, in f32.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct NumberValues<'a> {
     pub(crate) values: CodeBlock<'a>,
-    /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen. They become those of
+    /// Probabilities of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen. They become those of
     /// codes without their scales.
-    pub(crate) weights: *mut f32,
+    pub(crate) probs: *mut f32,
     pub(crate) ldw: usize,
     pub(crate) count: usize,
     /// Sums: `dim` of each row, `ldc` elements from one to the next.
@@ -109,16 +109,16 @@ pub(crate) struct NumberValues<'a> {
     pub(crate) ldc: usize,
 }
 
-/// Codes of values times weights, which become integers of 16 bits.
+/// Codes of values times probabilities, which become integers of 16 bits.
 ///
 /// As of [`CodeScores`], integers, factors and sums are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those
-/// from `count` on hold anything. Of the weights no row from `count` on is read.
+/// from `count` on hold anything. Of the probabilities no row from `count` on is read.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
 pub(crate) struct CodeValues<'a> {
     pub(crate) values: CodeBlock<'a>,
-    /// Weights of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen.
-    pub(crate) weights: *const f32,
+    /// Probabilities of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen.
+    pub(crate) probs: *const f32,
     pub(crate) ldw: usize,
     /// Memory for integers: `[rows][2][CODE_KEYS]` bytes, and a factor of each row.
     pub(crate) integers: *mut u8,

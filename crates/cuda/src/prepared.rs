@@ -56,9 +56,9 @@ pub struct Prepared {
     _memory: Option<CudaSlice<u8>>,
 }
 
-/// The bytes of items.
+/// The bytes of work tiles.
 fn bytes_of(values: &[WorkTile]) -> &[u8] {
-    // SAFETY: the fields of an item are integers without gaps.
+    // SAFETY: the fields of a work tile are integers without gaps.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
@@ -170,15 +170,15 @@ impl Prepared {
         self.write()
     }
 
-    /// Items, and counters of zero.
+    /// Work tiles, and counters of zero.
     fn schedule(&self) -> Vec<u8> {
         let regions = self.plan.regions();
         let mut bytes = vec![0u8; regions.written];
-        let mut at = regions.items;
+        let mut at = regions.work_tiles;
         for launch in self.plan.launches() {
-            let items = bytes_of(&launch.items);
-            bytes[at..][..items.len()].copy_from_slice(items);
-            at += launch.capacity.items * size_of::<WorkTile>();
+            let work_tiles = bytes_of(&launch.work_tiles);
+            bytes[at..][..work_tiles.len()].copy_from_slice(work_tiles);
+            at += launch.capacity.work_tiles * size_of::<WorkTile>();
         }
         bytes
     }
@@ -231,7 +231,7 @@ impl Prepared {
         let regions = self.plan.regions();
         let mut params = params(problem, inputs, outputs);
         params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
-        params.work_tiles = self.at + regions.items as u64;
+        params.work_tiles = self.at + regions.work_tiles as u64;
         params.counters = self.at + regions.counters as u64;
         params.mask_tiles = self.at + regions.mask_tiles as u64;
         params.partials = self.at + regions.partials as u64;
@@ -251,9 +251,9 @@ impl Prepared {
             // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
             // problem alone, and its regions lie in the scratch memory.
             unsafe { function.launch(&self.stream, grid, &params)? };
-            params.work_tiles += (launch.capacity.items * size_of::<WorkTile>()) as u64;
+            params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;
             params.counters += launch.capacity.counters as u64 * 4;
-            params.partials += (launch.capacity.slots * kernel.slot_floats() * 4) as u64;
+            params.partials += (launch.capacity.partials * kernel.slot_floats() * 4) as u64;
             if let Some(table) = self.plan.mask_tile_tables().get(n) {
                 params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
             }

@@ -183,13 +183,13 @@ unsafe fn values_of<const E4M3: bool>(job: &NumberValues<'_>) {
     // SAFETY: as [`values`].
     unsafe {
         for row in 0..job.count {
-            let weights = job.weights.add(row * job.ldw);
+            let probs = job.probs.add(row * job.ldw);
             for (n, group) in job.values.groups.iter().enumerate() {
-                let weights = weights.add(TILE * n);
-                let weight = _mm512_loadu_ps(weights);
-                // A weight of 0 is that of a value that is not seen, whatever its scale.
-                let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
-                _mm512_storeu_ps(weights, _mm512_maskz_mul_ps(seen, weight, factors::<E4M3>(group[2])));
+                let probs = probs.add(TILE * n);
+                let prob = _mm512_loadu_ps(probs);
+                // A probability of 0 is that of a value that is not seen, whatever its scale.
+                let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(prob, _mm512_setzero_ps());
+                _mm512_storeu_ps(probs, _mm512_maskz_mul_ps(seen, prob, factors::<E4M3>(group[2])));
             }
         }
         for group in job.values.next {
@@ -241,7 +241,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
         let mut most = _mm512_setzero_si512();
         for n in 0..values.groups.len() {
             let (group, next) = (values.groups[n], next[n]);
-            let weights = job.weights.add(row * job.ldw + TILE * n).cast_const();
+            let probs = job.probs.add(row * job.ldw + TILE * n).cast_const();
             for value in 0..TILE {
                 let codes = group[0].add(value * dim + at);
                 ask(next[0].wrapping_add(TILE * at), value * V / 4);
@@ -258,9 +258,9 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
                     x[v] = number_at::<E4M3>(codes.add(16 * v));
                 }
                 for r in 0..N {
-                    let weight = _mm512_set1_ps(*weights.add(r * job.ldw + value));
+                    let prob = _mm512_set1_ps(*probs.add(r * job.ldw + value));
                     for v in 0..V {
-                        sums[v][r] = _mm512_fmadd_ps(weight, x[v], sums[v][r]);
+                        sums[v][r] = _mm512_fmadd_ps(prob, x[v], sums[v][r]);
                     }
                 }
             }
@@ -289,8 +289,8 @@ unsafe fn mark_none(job: &NumberValues<'_>, rows: std::ops::Range<usize>, column
                         continue;
                     }
                     for row in rows.clone() {
-                        // A weight of 0 is that of a value that is not seen.
-                        if *job.weights.add(row * job.ldw + TILE * n + value) != 0.0 {
+                        // A probability of 0 is that of a value that is not seen.
+                        if *job.probs.add(row * job.ldw + TILE * n + value) != 0.0 {
                             *job.c.add(row * job.ldc + column) = f32::NAN;
                         }
                     }
@@ -382,14 +382,14 @@ mod tests {
             assert_near(c[r * rows + row], want, size, &format!("score {r} {row} of {dim}, {count}"));
         }
 
-        let mut weights: Vec<f32> = (0..count * rows).map(|_| rng.uniform(0.0, 1.0)).collect();
-        for weight in weights.iter_mut().skip(3).step_by(7) {
-            *weight = 0.0;
+        let mut probs: Vec<f32> = (0..count * rows).map(|_| rng.uniform(0.0, 1.0)).collect();
+        for prob in probs.iter_mut().skip(3).step_by(7) {
+            *prob = 0.0;
         }
-        let given = weights.clone();
+        let given = probs.clone();
         let mut c = vec![f32::NAN; STREAM_ROWS * dim];
-        let (weights, c_ptr) = (weights.as_mut_ptr(), c.as_mut_ptr());
-        let job = NumberValues { values: block, weights, ldw: rows, count, c: c_ptr, ldc: dim };
+        let (probs, c_ptr) = (probs.as_mut_ptr(), c.as_mut_ptr());
+        let job = NumberValues { values: block, probs, ldw: rows, count, c: c_ptr, ldc: dim };
         // SAFETY: as above.
         unsafe { values(&job) }
         for (r, d) in (0..count).flat_map(|r| (0..dim).map(move |d| (r, d))) {

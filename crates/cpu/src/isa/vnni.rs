@@ -16,7 +16,7 @@ const BLOCK: usize = 128;
 /// Where what is asked for goes: blocks of keys and of values take turns, and together they are more than the first-level cache.
 const HINT: i32 = _MM_HINT_T1;
 
-/// The greatest of a row's weights.
+/// The greatest of a row's probabilities.
 const W_ONE: f32 = 65535.0;
 
 /// Which bits come from the first of three operands, chosen by the third: `c ? a : b`.
@@ -37,7 +37,7 @@ macro_rules! with_planes {
     }};
 }
 
-/// Bytes from one half of a query's integers to the other, and of the query's weights.
+/// Bytes from one half of a query's integers to the other, and of the query's probabilities.
 const Q_HALF: usize = MAX_HEAD_DIM;
 const W_HALF: usize = CODE_KEYS;
 
@@ -454,16 +454,16 @@ pub(super) unsafe fn values(job: &CodeValues<'_>) {
     }
 }
 
-/// Makes integers of the weights of `N` rows, each times the factor of its value.
+/// Makes integers of the probabilities of `N` rows, each times the factor of its value.
 #[inline(always)]
 unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors: &[__m512]) {
-    // SAFETY: as [`values`]; weights are as many as values.
+    // SAFETY: as [`values`]; probabilities are as many as values.
     unsafe {
-        // A weight of 0 is that of a value that is not seen, whatever its factor.
+        // A probability of 0 is that of a value that is not seen, whatever its factor.
         let product = |r: usize, group: usize, factor: __m512| {
-            let weight = _mm512_loadu_ps(job.weights.add((row + r) * job.ldw + TILE * group));
-            let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(weight, _mm512_setzero_ps());
-            _mm512_maskz_mul_ps(seen, weight, factor)
+            let prob = _mm512_loadu_ps(job.probs.add((row + r) * job.ldw + TILE * group));
+            let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(prob, _mm512_setzero_ps());
+            _mm512_maskz_mul_ps(seen, prob, factor)
         };
         // Bits of numbers without a sign are in the order of the numbers, infinity and what is none after them.
         let mut most = [_mm512_setzero_si512(); N];
@@ -501,7 +501,7 @@ unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors:
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &CodeValues<'_>) {
-    // SAFETY: as [`values`]; weights and sums have memory for sixteen rows.
+    // SAFETY: as [`values`]; probabilities and sums have memory for sixteen rows.
     unsafe {
         for first in (0..job.count).step_by(4) {
             match job.count - first {
@@ -574,7 +574,7 @@ unsafe fn block_values<
                         let mut low_sums = [[_mm512_setzero_si512(); N]; 2];
                         for group in 0..values.groups.len() {
                             let ([lower, upper, _], next) = (values.groups[group], next[group]);
-                            let weights = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
+                            let probs = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
                             for quarter in 0..4 {
                                 // Four rows of a chunk are a line, and so much of what comes next is asked for.
                                 let asked = if PASS == 0 { chunks } else { 0 };
@@ -613,7 +613,7 @@ unsafe fn block_values<
                                     }
                                 }
                                 for r in 0..N {
-                                    let w = weights.add(r * (2 * W_HALF) + 4 * quarter);
+                                    let w = probs.add(r * (2 * W_HALF) + 4 * quarter);
                                     let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
                                     let (high, low) = (four(w), four(w.add(W_HALF)));
                                     for n in 0..2 {

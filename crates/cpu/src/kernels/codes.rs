@@ -1,7 +1,7 @@
 //! Both products with quantized keys and values.
 //!
 //! In f32, a block of keys or values is decoded to where a block of elements is packed, and everything else is the same; codes of a byte
-//! and few rows are multiplied as they are read, where the machine has a way. For few rows, where the machine multiplies bytes, codes are multiplied as they are: queries and weights become integers of 16 bits, in two halves
+//! and few rows are multiplied as they are read, where the machine has a way. For few rows, where the machine multiplies bytes, codes are multiplied as they are: queries and probabilities become integers of 16 bits, in two halves
 //! of 8, so that each product with a level is exact and the sums are those of the integers.
 
 #![allow(unsafe_code)]
@@ -318,7 +318,7 @@ impl IntegerOperands {
             let block = Block::new(src, first, columns, memory.cast());
             product(&CodeValues {
                 values: block.codes(src.view.coder()),
-                weights: rows.probs.add(block.start).cast_const(),
+                probs: rows.probs.add(block.start).cast_const(),
                 ldw: rows.ldp,
                 integers: self.w,
                 w_factors: self.w_factors,
@@ -368,9 +368,9 @@ pub(super) unsafe fn byte_values(
     unsafe {
         let block = Block::new(src, first, columns, memory.cast());
         let values = block.codes(src.view.coder());
-        let weights = rows.probs.add(block.start);
+        let probs = rows.probs.add(block.start);
         let ResultRows { count, c, ldc } = rows.out;
-        product(&NumberValues { values, weights, ldw: rows.ldp, count, c, ldc });
+        product(&NumberValues { values, probs, ldw: rows.ldp, count, c, ldc });
     }
 }
 

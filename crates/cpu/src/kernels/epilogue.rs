@@ -64,9 +64,9 @@ fn normalizer(max: f64, sum: f64, sink: f64, shift: f64) -> (f32, f32) {
     }
     let sink_log2 = softmax::to_log2(sink - shift);
     let top = max.max(sink_log2);
-    let weight = (max - top).exp2();
-    let total = sum * weight + (sink_log2 - top).exp2();
+    let prob = (max - top).exp2();
+    let total = sum * prob + (sink_log2 - top).exp2();
     // A sink that is the greatest has digits that it would lose to the shift.
     let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(top) + shift };
-    ((weight / total) as f32, (lse + total.ln()) as f32)
+    ((prob / total) as f32, (lse + total.ln()) as f32)
 }

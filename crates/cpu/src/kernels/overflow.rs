@@ -1,7 +1,7 @@
 //! Rows whose sums overflow where their means do not.
 //!
-//! Kernels add up weighted values and divide by the sum of the weights at the end, so that values near the largest of f32 overflow in
-//! sums of a few. The columns of a row that came out infinite or NaN, though its weights are finite, are computed again: where the row sees
+//! Kernels add up weighted values and divide by the sum of the probabilities at the end, so that values near the largest of f32 overflow in
+//! sums of a few. The columns of a row that came out infinite or NaN, though its probabilities are finite, are computed again: where the row sees
 //! no such value, one key after another in f64.
 
 #![allow(unsafe_code)]
@@ -39,9 +39,9 @@ impl Row<'_> {
             KvView::Elements(_) | KvView::Codes(_) => return,
         };
         let q = self.query();
-        let mut statistics = None;
-        let mut weight = |j: usize| {
-            let (max, total) = *statistics.get_or_insert_with(|| self.statistics(&q));
+        let mut max_sum = None;
+        let mut prob = |j: usize| {
+            let (max, total) = *max_sum.get_or_insert_with(|| self.max_sum(&q));
             (self.score(&q, j) - max).exp() / total
         };
         let columns = || (0..sums.len()).filter(|&c| !sums[c].is_finite());
@@ -52,7 +52,7 @@ impl Row<'_> {
             for c in columns() {
                 let x = value(v, self.place(j), c);
                 if x.is_infinite() && !means[c].is_nan() {
-                    means[c] += *p.get_or_insert_with(|| weight(j)) * x;
+                    means[c] += *p.get_or_insert_with(|| prob(j)) * x;
                 } else if x.is_nan() {
                     means[c] = x;
                 }
@@ -62,15 +62,15 @@ impl Row<'_> {
         columns().for_each(|c| finite[c] = means[c] == 0.0);
         if finite.contains(&true) {
             for j in self.keys().filter(|&j| !self.hides(j)) {
-                let p = weight(j);
+                let p = prob(j);
                 columns().filter(|&c| finite[c]).for_each(|c| means[c] += p * value(v, self.place(j), c));
             }
         }
         columns().for_each(|c| found(c, means[c]));
     }
 
-    /// The greatest score, sink included, and the sum of the weights relative to it.
-    fn statistics(&self, q: &[f64]) -> (f64, f64) {
+    /// The greatest score, sink included, and the sum of the probabilities relative to it.
+    fn max_sum(&self, q: &[f64]) -> (f64, f64) {
         let scores = || self.keys().filter(|&j| !self.hides(j)).map(|j| self.score(q, j));
         let sink = self.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[self.head]));
         let max = scores().fold(sink, f64::max);

@@ -20,7 +20,7 @@ pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
     let modifies = modifies::<S>(work, tile);
     let (tree, tree_from) = work.tree_columns(tile);
     let mean_scores = work.mean_scores();
-    // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; statistics are padded; a row of
+    // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; maxima and sums are padded; a row of
     // the tree has a column for each query of the sequence.
     unsafe {
         for r in 0..rows {
@@ -44,8 +44,8 @@ pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
             }
         }
         let scale = if S::PAIRS && !modifies { work.score_scale() } else { 1.0 };
-        let statistics = (work.block_max, work.block_sum);
-        softmax::softmax::<S>((work.scores, work.block_k), rows, vectors, statistics, scale);
+        let max_sum = (work.block_max, work.block_sum);
+        softmax::softmax::<S>((work.scores, work.block_k), rows, vectors, max_sum, scale);
         // A constant of the row's scores changes no probability; under a softcap it is part of the score already.
         if let (Some(mean_scores), None) = (mean_scores, work.cx.plan.problem().desc().softcap) {
             for r in 0..rows {

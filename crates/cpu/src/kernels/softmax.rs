@@ -1,4 +1,4 @@
-//! Scores to weights: bias and masking, the softmax of one block, and the fold of a block's result into a row.
+//! Scores to probabilities: bias and masking, the softmax of one block, and the fold of a block's result into a row.
 
 #![allow(unsafe_code)]
 
@@ -172,13 +172,13 @@ unsafe fn maxima<S: Simd, const R: usize>(
 
 /// Replaces the scores of `rows` rows in whole vectors (or pairs of them) `columns` by `exp2(scale * score - max)`, pairs of
 /// bf16 where products take them, with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum
-/// (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the weights (NaN where a score is NaN or
+/// (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the probabilities (NaN where a score is NaN or
 /// `+inf`).
 ///
 /// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
 ///
 /// # Safety
-/// As [`Simd`]; `scores` (pointer and stride) is valid for `columns` of every row, the statistics (maxima, sums) for `rows`.
+/// As [`Simd`]; `scores` (pointer and stride) is valid for `columns` of every row, the maxima and sums for `rows`.
 #[inline(always)]
 pub(super) unsafe fn softmax<S: Simd>(
     (scores, stride): (*mut f32, usize),

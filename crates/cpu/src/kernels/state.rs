@@ -26,30 +26,30 @@ pub(crate) struct Context<'a> {
     pub(crate) out: &'a TensorViewMut<'a>,
     /// `[batch, q_heads, q_len]`, or null.
     pub(crate) lse: *mut f32,
-    pub(crate) slots: Slots,
+    pub(crate) partials: Partials,
     pub(crate) mask: Option<MaskTable<'a>>,
 }
 
-// SAFETY: tasks read the inputs and write disjoint rows of the outputs and disjoint slots.
+// SAFETY: tasks read the inputs and write disjoint rows of the outputs and disjoint partials.
 unsafe impl Sync for Context<'_> {}
 
-/// Results of rows over some of their keys, kept in the workspace: values `[slots, stride]`, `max [slots]`, `sum [slots]`.
+/// Results of rows over some of their keys, kept in the workspace: values `[partials, stride]`, `max [partials]`, `sum [partials]`.
 #[derive(Clone, Copy)]
-pub(crate) struct Slots {
+pub(crate) struct Partials {
     pub(crate) values: *mut f32,
     pub(crate) max: *mut f32,
     pub(crate) sum: *mut f32,
     pub(crate) stride: usize,
 }
 
-impl Slots {
-    /// Stores values and statistics of `rows` rows.
+impl Partials {
+    /// Stores values, maxima and sums of `rows` rows.
     ///
     /// # Safety
-    /// The slots and rows exist, and no other thread uses the slots.
+    /// The partials and rows exist, and no other thread uses the partials.
     pub(super) unsafe fn store(
         &self,
-        slot: usize,
+        index: usize,
         rows: usize,
         values: *const f32,
         (max, sum): (*mut f32, *mut f32),
@@ -57,55 +57,55 @@ impl Slots {
         // SAFETY: the caller's promise.
         unsafe {
             let stride = self.stride;
-            std::ptr::copy_nonoverlapping(values, self.values.add(slot * stride), rows * stride);
-            std::ptr::copy_nonoverlapping(max, self.max.add(slot), rows);
-            std::ptr::copy_nonoverlapping(sum, self.sum.add(slot), rows);
+            std::ptr::copy_nonoverlapping(values, self.values.add(index * stride), rows * stride);
+            std::ptr::copy_nonoverlapping(max, self.max.add(index), rows);
+            std::ptr::copy_nonoverlapping(sum, self.sum.add(index), rows);
         }
     }
 
     /// Stores that the rows have seen nothing. Their values are not read.
     ///
     /// # Safety
-    /// As [`Slots::store`].
-    pub(super) unsafe fn clear(&self, slot: usize, rows: usize) {
-        for row in slot..slot + rows {
+    /// As [`Partials::store`].
+    pub(super) unsafe fn clear(&self, index: usize, rows: usize) {
+        for row in index..index + rows {
             // SAFETY: the caller's promise.
             unsafe { (*self.max.add(row), *self.sum.add(row)) = (f32::NEG_INFINITY, 0.0) }
         }
     }
 
-    /// Reads the statistics of `rows` rows, and says where their values are.
+    /// Reads the maxima and sums of `rows` rows, and says where their values are.
     ///
     /// # Safety
-    /// The slots were stored, the rows exist.
-    pub(super) unsafe fn statistics(
+    /// The partials were stored, the rows exist.
+    pub(super) unsafe fn max_sum(
         &self,
-        slot: usize,
+        index: usize,
         rows: usize,
         (max, sum): (*mut f32, *mut f32),
     ) -> *const f32 {
         // SAFETY: the caller's promise.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.max.add(slot), max, rows);
-            std::ptr::copy_nonoverlapping(self.sum.add(slot), sum, rows);
-            self.values.add(slot * self.stride)
+            std::ptr::copy_nonoverlapping(self.max.add(index), max, rows);
+            std::ptr::copy_nonoverlapping(self.sum.add(index), sum, rows);
+            self.values.add(index * self.stride)
         }
     }
 
-    /// Reads values and statistics of `rows` rows.
+    /// Reads values, maxima and sums of `rows` rows.
     ///
     /// # Safety
-    /// As [`Slots::statistics`].
+    /// As [`Partials::max_sum`].
     pub(super) unsafe fn load(
         &self,
-        slot: usize,
+        index: usize,
         rows: usize,
         values: *mut f32,
-        statistics: (*mut f32, *mut f32),
+        max_sum: (*mut f32, *mut f32),
     ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let stored = self.statistics(slot, rows, statistics);
+            let stored = self.max_sum(index, rows, max_sum);
             std::ptr::copy_nonoverlapping(stored, values, rows * self.stride);
         }
     }
@@ -188,7 +188,7 @@ impl Products {
 /// Running state of some rows, and one block's result for them.
 #[derive(Clone, Copy)]
 pub(crate) struct Fold {
-    /// Running `[rows, stride]`, maximum and sum; the statistics valid for whole vectors of rows.
+    /// Running `[rows, stride]`, maximum and sum; the maxima and sums valid for whole vectors of rows.
     pub(super) acc: *mut f32,
     pub(super) max: *mut f32,
     pub(super) sum: *mut f32,

@@ -11,7 +11,7 @@ use super::state::{Context, Fold, Kernels, TaskState, Tile};
 use crate::plan::{Reduction, Target, Task};
 use std::ops::Range;
 
-/// Rows of statistics are padded to a multiple of this, the lanes of the widest vector.
+/// Rows of maxima and sums are padded to a multiple of this, the lanes of the widest vector.
 const STAT_LANES: usize = 16;
 
 impl<'a> TaskState<'a> {
@@ -28,7 +28,7 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Computes a tile in one block: folds it into the running state, or stores it in slots from `partials` on.
+    /// Computes a tile in one block: folds it into the running state, or stores it in partials from `partials` on.
     ///
     /// # Safety
     /// Queries are packed, and the block too unless the task reads it where it lies.
@@ -40,27 +40,27 @@ impl<'a> TaskState<'a> {
             self.weighted_values(tile);
             match partials {
                 None => (self.kernels.fold)(tile.rows.len(), &self.fold_at(tile.rows.start)),
-                Some(slot) => {
-                    let statistics = (self.block_max, self.block_sum);
-                    self.cx.slots.store(slot + tile.rows.start, tile.rows.len(), self.block_out, statistics);
+                Some(index) => {
+                    let max_sum = (self.block_max, self.block_sum);
+                    self.cx.partials.store(index + tile.rows.start, tile.rows.len(), self.block_out, max_sum);
                 }
             }
         }
     }
 
-    /// Sets the running state of the first `rows` rows to that of no keys, or to what slots from `from` on hold.
+    /// Sets the running state of the first `rows` rows to that of no keys, or to what partials from `from` on hold.
     ///
     /// # Safety
-    /// The slots were stored.
+    /// The partials were stored.
     unsafe fn start(&self, rows: usize, from: Option<usize>) {
-        // SAFETY: the regions hold task_rows rows, statistics rounded up to whole vectors.
+        // SAFETY: the regions hold task_rows rows, maxima and sums rounded up to whole vectors.
         unsafe {
             for r in 0..rows.next_multiple_of(STAT_LANES) {
                 (*self.row_max.add(r), *self.row_sum.add(r)) = (f32::NEG_INFINITY, 0.0);
             }
             match from {
                 None => std::ptr::write_bytes(self.acc, 0, rows * self.stride),
-                Some(slot) => self.cx.slots.load(slot, rows, self.acc, (self.row_max, self.row_sum)),
+                Some(index) => self.cx.partials.load(index, rows, self.acc, (self.row_max, self.row_sum)),
             }
         }
     }
@@ -69,15 +69,15 @@ impl<'a> TaskState<'a> {
     /// Partial results of blocks were stored one by one.
     ///
     /// # Safety
-    /// No other thread writes these rows or slots.
+    /// No other thread writes these rows or partials.
     unsafe fn end(&self, first: usize, rows: usize, target: Target) {
         // SAFETY: the caller's promise.
         unsafe {
             match target {
                 Target::Out => (self.kernels.finish)(self, first, rows),
-                Target::State(slot) => {
-                    let statistics = (self.row_max, self.row_sum);
-                    self.cx.slots.store(slot + first, rows, self.acc, statistics);
+                Target::State(index) => {
+                    let max_sum = (self.row_max, self.row_sum);
+                    self.cx.partials.store(index + first, rows, self.acc, max_sum);
                 }
                 Target::Blocks(_) => {}
             }
@@ -104,7 +104,7 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Fills the block's statistics from the last tile row up to a whole vector: rows without keys.
+    /// Fills the block's maxima and sums from the last tile row up to a whole vector: rows without keys.
     ///
     /// # Safety
     /// The region holds the rows, rounded up.
@@ -155,9 +155,9 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
         for block in task.blocks.0..task.blocks.1 {
             let partials = match task.target {
                 Target::Blocks(base) => {
-                    let slot = base + (block - task.blocks.0) * count;
-                    cx.slots.clear(slot, count);
-                    Some(slot)
+                    let index = base + (block - task.blocks.0) * count;
+                    cx.partials.clear(index, count);
+                    Some(index)
                 }
                 Target::Out | Target::State(_) => None,
             };
@@ -197,7 +197,7 @@ pub(crate) unsafe fn reduce(cx: &Context<'_>, task: &Reduction, scratch: *mut f3
             work.pad_block_statistics(rows);
             for block in 0..task.blocks {
                 let at = task.partials + block * task.rows.count + row;
-                let values = cx.slots.statistics(at, rows, (work.block_max, work.block_sum));
+                let values = cx.partials.max_sum(at, rows, (work.block_max, work.block_sum));
                 (work.kernels.fold)(rows, &Fold { values, ..work.fold_at(0) });
             }
             work.end(row, rows, task.target);

@@ -159,17 +159,17 @@ impl Stream {
     }
 }
 
-/// Adds the products of a pair of weights and pairs of values to the two chains of a step, in the order of
+/// Adds the products of a pair of probabilities and pairs of values to the two chains of a step, in the order of
 /// [`Simd::tile_product`].
 ///
 /// # Safety
 /// As [`Simd`].
 #[inline(always)]
-pub(super) unsafe fn add_pair<S: Simd>(chains: &mut [S::V; 2], weights: S::V, values: S::V) {
+pub(super) unsafe fn add_pair<S: Simd>(chains: &mut [S::V; 2], probs: S::V, values: S::V) {
     // SAFETY: the caller's promise.
     unsafe {
-        chains[0] = S::fma(S::shift_up_16(weights), S::shift_up_16(values), chains[0]);
-        let (weights, values) = (S::and(weights, 0xffff_0000), S::and(values, 0xffff_0000));
-        chains[1] = S::fma(weights, values, chains[1]);
+        chains[0] = S::fma(S::shift_up_16(probs), S::shift_up_16(values), chains[0]);
+        let (probs, values) = (S::and(probs, 0xffff_0000), S::and(values, 0xffff_0000));
+        chains[1] = S::fma(probs, values, chains[1]);
     }
 }

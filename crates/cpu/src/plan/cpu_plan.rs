@@ -151,13 +151,13 @@ impl CpuPlan {
         let mask_tiles = self.mask_tile_shape.as_ref().map_or(Some(0), MaskTileShape::bytes)?;
         let scratch = self.scratch.len.checked_mul(self.workers())?;
         // Values, maximum and sum of each.
-        let partials = self.schedule.slots.checked_mul(self.value_stride() + 2)?;
+        let partials = self.schedule.num_partials.checked_mul(self.value_stride() + 2)?;
         scratch.checked_add(partials)?.checked_mul(4)?.checked_add(mask_tiles)
     }
 
-    /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then the slots.
+    /// Bytes at the start of the workspace that hold f32: scratch memory of the workers, then the partials.
     pub(crate) fn float_bytes(&self) -> usize {
-        4 * (self.scratch.len * self.workers() + self.schedule.slots * (self.value_stride() + 2))
+        4 * (self.scratch.len * self.workers() + self.schedule.num_partials * (self.value_stride() + 2))
     }
 
     /// Elements between rows of packed values and accumulators.
@@ -184,8 +184,8 @@ impl CpuPlan {
     }
 
     /// States and partial results that the workspace holds.
-    pub(crate) const fn slots(&self) -> usize {
-        self.schedule.slots
+    pub(crate) const fn num_partials(&self) -> usize {
+        self.schedule.num_partials
     }
 
     /// The problem that this plan computes.
@@ -365,7 +365,7 @@ fn scratch(
 
 /// f32 of memory that rows of codes are decoded to, or that operands in integers take.
 const fn code_scratch(depth: usize) -> usize {
-    // Sixteen keys in f32; or of each query two bytes an element, a factor and a start, of each weight two bytes and a factor.
+    // Sixteen keys in f32; or of each query two bytes an element, a factor and a start, of each probability two bytes and a factor.
     let decoded = 16 * depth;
     let integers = STREAM_ROWS * (MAX_HEAD_DIM / 2 + 2 + BLOCK_K / 2 + 1);
     if decoded > integers { decoded } else { integers }

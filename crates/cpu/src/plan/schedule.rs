@@ -2,7 +2,7 @@
 //!
 //! A segment is the key blocks that one task may hold for some rows: those of a prefix that several sequences share, with
 //! the rows of all of them, or what is left to a sequence alone. A row passes through its segments in key order. What the
-//! blocks before have given is its state; it is kept in slots of the workspace from one segment to the next. Segments at
+//! blocks before have given is its state; it is kept in partials of the workspace from one segment to the next. Segments at
 //! the same depth of prefixes form a phase; a phase starts when the one before has ended.
 //!
 //! Where the tasks of a phase would leave threads idle, the long ones are cut along the keys. The first piece goes on with
@@ -31,9 +31,9 @@ pub(crate) struct Rows {
 pub(crate) enum Target {
     /// It is that of the problem.
     Out,
-    /// The state of the rows, in slots from this one on.
+    /// The state of the rows, in partials from this one on.
     State(usize),
-    /// A partial result for each block: that of a row is in slot `base + block * rows + row`, counted from the task's first.
+    /// A partial result for each block: that of a row is in partial `base + block * rows + row`, counted from the task's first.
     Blocks(usize),
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Task {
     pub(crate) rows: Rows,
     /// Key blocks, whole; the visible ones among them are computed.
     pub(crate) blocks: (usize, usize),
-    /// Slot of the first row's state before these blocks; `None` where there are none before them.
+    /// Index of the partial of the first row's state before these blocks; `None` where there are none before them.
     pub(crate) from: Option<usize>,
     pub(crate) target: Target,
     /// Estimate of the time it takes, in multiply-adds of a key with a row.
@@ -54,9 +54,9 @@ pub(crate) struct Task {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Reduction {
     pub(crate) rows: Rows,
-    /// Slot of the first row's state.
+    /// Index of the partial of the first row's state.
     pub(crate) from: usize,
-    /// Slot of the first row's partial result of the first block.
+    /// Index of the partial of the first row's partial result of the first block.
     pub(crate) partials: usize,
     pub(crate) blocks: usize,
     pub(crate) target: Target,
@@ -99,8 +99,8 @@ struct Segment {
     /// The segment with the blocks before, if there are any.
     parent: Option<usize>,
     depth: usize,
-    /// Slot of the state of its first row and key/value head 0, where other segments go on with it.
-    slots: usize,
+    /// Index of the partial of the state of its first row and key/value head 0, where other segments go on with it.
+    num_partials: usize,
     splits: usize,
 }
 
@@ -126,7 +126,7 @@ pub(super) struct Schedule {
     pub(super) phases: Vec<Phase>,
     pub(super) prefixes: Vec<PlannedPrefix>,
     /// States and partial results.
-    pub(super) slots: usize,
+    pub(super) num_partials: usize,
     /// Pieces into which the keys that a sequence has to itself are cut, at most.
     pub(super) splits: Vec<usize>,
 }
@@ -191,7 +191,7 @@ impl<'a> Segments<'a> {
                 let depth = parent.map_or(0, |n| list[n].depth + 1);
                 let sequences = prefix.sequences.clone();
                 innermost[sequences.clone()].fill(Some(list.len()));
-                list.push(Segment { sequences, rows, blocks, parent, depth, slots: 0, splits: 1 });
+                list.push(Segment { sequences, rows, blocks, parent, depth, num_partials: 0, splits: 1 });
             }
         }
         let prefixes = list.len();
@@ -204,7 +204,7 @@ impl<'a> Segments<'a> {
                 blocks: blocks..usize::MAX,
                 parent,
                 depth,
-                slots: 0,
+                num_partials: 0,
                 splits: 1,
             });
         }
@@ -228,17 +228,17 @@ impl<'a> Segments<'a> {
         tasks.sum::<usize>().saturating_mul(self.problem.dims().kv_heads)
     }
 
-    /// Cuts the segments into tasks. `None` where the slots overflow.
+    /// Cuts the segments into tasks. `None` where the partials overflow.
     pub(super) fn schedule(mut self, choices: &Choices) -> Option<Schedule> {
         let (heads, group) = (self.problem.dims().kv_heads, self.problem.dims().group());
-        let mut slots = 0usize;
+        let mut num_partials = 0usize;
         let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
         // Tasks of each phase, and the segments that they are of.
         let mut phases: Vec<Vec<(Task, usize)>> = vec![Vec::new(); depth];
         for index in 0..self.list.len() {
             if index < self.prefixes {
-                self.list[index].slots = slots;
-                slots = slots.checked_add(self.list[index].rows.checked_mul(heads)?)?;
+                self.list[index].num_partials = num_partials;
+                num_partials = num_partials.checked_add(self.list[index].rows.checked_mul(heads)?)?;
             }
             let segment = &self.list[index];
             let sequence = segment.sequences.start;
@@ -246,25 +246,25 @@ impl<'a> Segments<'a> {
                 let parent = &self.list[parent];
                 let start = |sequence: usize| self.problem.sequences()[sequence].q_start;
                 let offset = (start(sequence) - start(parent.sequences.start)) * group;
-                (parent.slots + offset, parent.rows)
+                (parent.num_partials + offset, parent.rows)
             });
             for first in (0..segment.rows).step_by(choices.task_rows) {
                 let count = choices.task_rows.min(segment.rows - first);
                 let (blocks, cost) = self.visible(segment, first..first + count, choices.options.skip_tiles);
                 for kv_head in 0..heads {
-                    let slot = |(base, rows): (usize, usize)| base + kv_head * rows + first;
+                    let partial = |(base, rows): (usize, usize)| base + kv_head * rows + first;
                     let target = if index < self.prefixes {
-                        Target::State(slot((segment.slots, segment.rows)))
+                        Target::State(partial((segment.num_partials, segment.rows)))
                     } else {
                         Target::Out
                     };
                     let rows = Rows { sequence, kv_head, first, count };
                     phases[segment.depth]
-                        .push((Task { rows, blocks, from: from.map(slot), target, cost }, index));
+                        .push((Task { rows, blocks, from: from.map(partial), target, cost }, index));
                 }
             }
         }
-        let phases = phases.into_iter().map(|tasks| self.split(tasks, choices, &mut slots));
+        let phases = phases.into_iter().map(|tasks| self.split(tasks, choices, &mut num_partials));
         let phases = phases.collect::<Option<Vec<Phase>>>()?;
         let (shared, own) = self.list.split_at(self.prefixes);
         let planned = |segment: &Segment| PlannedPrefix {
@@ -276,7 +276,7 @@ impl<'a> Segments<'a> {
         Some(Schedule {
             phases,
             prefixes: shared.iter().map(planned).collect(),
-            slots,
+            num_partials,
             splits: own.iter().map(|segment| segment.splits).collect(),
         })
     }
@@ -310,7 +310,12 @@ impl<'a> Segments<'a> {
     }
 
     /// Cuts the tasks of a phase along the keys where that was asked for, or shortens the phase.
-    fn split(&mut self, tasks: Vec<(Task, usize)>, choices: &Choices, slots: &mut usize) -> Option<Phase> {
+    fn split(
+        &mut self,
+        tasks: Vec<(Task, usize)>,
+        choices: &Choices,
+        num_partials: &mut usize,
+    ) -> Option<Phase> {
         let blocks = |task: &Task| task.blocks.1 - task.blocks.0;
         let pieces: Box<dyn Fn(&Task) -> usize> = match choices.options.splits {
             Some(splits) => Box::new(move |task| splits.min(blocks(task))),
@@ -336,9 +341,9 @@ impl<'a> Segments<'a> {
             self.list[segment].splits = self.list[segment].splits.max(n);
             let (rows, (first, last)) = (task.rows, task.blocks);
             let at = |piece: usize| first + (last - first) * piece / n;
-            let from = *slots;
+            let from = *num_partials;
             let partials = from.checked_add(rows.count)?;
-            *slots = rows.count.checked_mul(last - at(1)).and_then(|n| partials.checked_add(n))?;
+            *num_partials = rows.count.checked_mul(last - at(1)).and_then(|n| partials.checked_add(n))?;
             for piece in 0..n {
                 let blocks = (at(piece), at(piece + 1));
                 let target = match piece {

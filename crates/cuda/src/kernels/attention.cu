@@ -1,16 +1,16 @@
-// What attention kernels share: items, copies of keys, scores, weights, sums, results.
+// What attention kernels share: work tiles, copies of keys, scores, probabilities, sums, results.
 //
-// A block of threads computes items: tiles of BM query rows of one key/value head over a range of keys. A row is a pair
+// A block of threads computes work tiles: tiles of BM query rows of one key/value head over a range of keys. A row is a pair
 // (position, head of the group), ordered by position. Scores and values stay in registers; keys and values come through
-// rings of ST tiles in shared memory, by asynchronous copies. A step multiplies the weights of one tile with its values and
-// then q with the keys of the next: the matrix unit has both products without a pause, and the weights that it waits for are
+// rings of ST tiles in shared memory, by asynchronous copies. A step multiplies the probabilities of one tile with its values and
+// then q with the keys of the next: the matrix unit has both products without a pause, and the probabilities that it waits for are
 // made between steps.
 //
-// Where several items share a tile of rows, each leaves its sums in memory, and the threads that come last add them up in the
+// Where several work tiles share a tile of rows, each leaves its sums in memory, and the threads that come last add them up in the
 // order of the keys.
 //
 //   DTYPE               F32, F16 or BF16
-//   D, DV               head dimension and columns of v that an item computes, rounded up to a multiple of 32
+//   D, DV               head dimension and columns of v that a work tile computes, rounded up to a multiple of 32
 //   WQ, WKV             warps over rows (prefill.cu) or over keys (decode.cu), the other 1
 //   MF                  fragments of 16 rows of a warp
 //   BN                  keys of a tile; where warps divide keys, of a warp's part
@@ -23,7 +23,7 @@
 //   MASK                whether there is a materialised mask (with BIAS)
 //   MASK_TILE_ROWS      query rows of a mask tile
 //   GROUP               parts that are added up first where there are many
-//   AGAIN               items of a block of threads that can be computed again
+//   AGAIN               work tiles of a block of threads that can be computed again
 
 // WorkTile, Tensor, Divisor and ForwardParams are declared in Rust (work_tile.rs, params.rs) and precede this text. Of a work tile,
 // keys `begin..end` of a sequence and head are for the rows from `row`; every row sees those of `full_begin..full_end`. The result goes to
@@ -52,7 +52,7 @@ constexpr int LOADERS = PRIVATE ? 32 : WQ == 8 ? 128 : THREADS;
 constexpr int SF = BN / 8, OF = DV / 8, STEPS = D * E / 32;
 // Fragments of keys and values that are asked for ahead of their products.
 constexpr int AHEAD = PRIVATE || D > 128 ? 2 : D > 64 ? 3 : 1;
-// Whether sums are scaled before weights are made, which takes fewer registers, or after, which leaves one run of instructions.
+// Whether sums are scaled before probabilities are made, which takes fewer registers, or after, which leaves one run of instructions.
 constexpr bool SCALE_FIRST = MF * OF >= 32;
 // A row's maximum may grow by so many powers of 2 before what was summed is scaled again.
 constexpr float SLACK = 8.f;
@@ -105,8 +105,8 @@ DEVICE Place place(const ForwardParams& p, u32 kv_head, u32 row) {
     return {position, kv_head * p.group.value + (row - position * p.group.value)};
 }
 
-DEVICE u64 row_of(const Tensor& tensor, const WorkTile& item, Place at) {
-    return tensor.at + (u64)(item.batch * tensor.batch + at.head * tensor.head + (i64)(item.q_start + at.position) * tensor.row);
+DEVICE u64 row_of(const Tensor& tensor, const WorkTile& work_tile, Place at) {
+    return tensor.at + (u64)(work_tile.batch * tensor.batch + at.head * tensor.head + (i64)(work_tile.q_start + at.position) * tensor.row);
 }
 
 // The 16 bytes of a row from `chunk` on, as a vector or element by element; columns past `dim` are 0.
@@ -130,7 +130,7 @@ DEVICE void copy_chunk(u32 to, u64 row, u32 chunk, u32 dim, bool exists) {
 #endif
 }
 
-// Where the keys of an item lie.
+// Where the keys of a work tile lie.
 struct Keys {
     u32 begin, end;
     u64 table;
@@ -161,7 +161,7 @@ DEVICE Strided strided(const Tensor& tensor) {
     return {(u64)((i64)row * tensor.row) + chunk * 16, L::chunk(row, chunk)};
 }
 
-// Copies BN keys from `j0` on, by `LOADERS` threads; keys outside the item's are 0.
+// Copies BN keys from `j0` on, by `LOADERS` threads; keys outside the work tile's are 0.
 template <typename L, int C>
 DEVICE void copy_keys(const ForwardParams& p, const Tensor& tensor, const Keys& keys, u64 head, const Strided& mine, u32 to, u32 j0, u32 dim) {
     constexpr int CHUNKS = L::ROW_CHUNKS, COPIES = (BN * CHUNKS + LOADERS - 1) / LOADERS;
@@ -299,9 +299,9 @@ struct MaskTiles {
     u32 first_q, q_tiles, planes, blocks;
     bool partial, by_key;
 
-    DEVICE MaskTiles(const ForwardParams& p, const WorkTile& item) {
-        u32 all_rows = item.q_len * p.group.value, rest = all_rows - item.row, count = rest < BM ? rest : BM;
-        u32 first_position = quotient(item.row, p.group), last_position = quotient(item.row + count - 1, p.group);
+    DEVICE MaskTiles(const ForwardParams& p, const WorkTile& work_tile) {
+        u32 all_rows = work_tile.q_len * p.group.value, rest = all_rows - work_tile.row, count = rest < BM ? rest : BM;
+        u32 first_position = quotient(work_tile.row, p.group), last_position = quotient(work_tile.row + count - 1, p.group);
         bool by_head = p.mask.head != 0, by_row = p.mask.row != 0;
         plane_bytes = (u64)p.mask_q_tiles * p.mask_k_blocks;
         first_q = by_row ? first_position / MASK_TILE_ROWS : 0;
@@ -310,7 +310,7 @@ struct MaskTiles {
         blocks = p.mask_k_blocks;
         partial = p.every_tile_partial;
         by_key = p.mask_step != 0;
-        u32 plane = (p.mask.batch ? item.sequence : 0) * (by_head ? p.heads : 1) + (by_head ? item.kv_head * p.group.value : 0);
+        u32 plane = (p.mask.batch ? work_tile.sequence : 0) * (by_head ? p.heads : 1) + (by_head ? work_tile.kv_head * p.group.value : 0);
         table = (const u8*)p.mask_tiles + plane * plane_bytes;
     }
 
@@ -332,43 +332,43 @@ struct MaskTiles {
 #endif
 
 // The first tile from `block` on of which some row sees a key, at most `end`.
-DEVICE u32 skip(const ForwardParams& p, const WorkTile& item, u32 block, u32 end) {
+DEVICE u32 skip(const ForwardParams& p, const WorkTile& work_tile, u32 block, u32 end) {
 #if MASK
-    MaskTiles mask_tiles(p, item);
+    MaskTiles mask_tiles(p, work_tile);
     while (block < end && mask_tiles.of(block) == 0) block++;
 #endif
     return block;
 }
 
-// Whether some row does not see some key of a tile, or adds something to its score. A tile past the item's keys stands for none.
-DEVICE bool is_partial(const ForwardParams& p, const WorkTile& item, u32 block) {
+// Whether some row does not see some key of a tile, or adds something to its score. A tile past the work tile's keys stands for none.
+DEVICE bool is_partial(const ForwardParams& p, const WorkTile& work_tile, u32 block) {
     u32 begin = block * TILE;
-    if (begin >= item.end) return true;
-    bool partial = p.every_tile_partial || begin < item.full_begin || begin + TILE > item.full_end;
+    if (begin >= work_tile.end) return true;
+    bool partial = p.every_tile_partial || begin < work_tile.full_begin || begin + TILE > work_tile.full_end;
 #if MASK
-    partial |= MaskTiles(p, item).of(block) != 2;
+    partial |= MaskTiles(p, work_tile).of(block) != 2;
 #endif
     return partial;
 }
 
-// The keys of an item in its sequence and head.
+// The keys of a work tile in its sequence and head.
 struct Source {
     Keys keys;
     u64 k, v;
-    // Columns of values from the item's first on.
+    // Columns of values from the work tile's first on.
     u32 value_dim;
 
     DEVICE Source() {}
-    DEVICE Source(const ForwardParams& p, const WorkTile& item) {
-        u32 value_column = item.panel * DV;
+    DEVICE Source(const ForwardParams& p, const WorkTile& work_tile) {
+        u32 value_column = work_tile.panel * DV;
         value_dim = p.value_dim - value_column;
-        keys.begin = item.begin, keys.end = item.end, keys.table = 0;
-        k = p.k.at + (u64)(item.kv_head * p.k.head), v = p.v.at + (u64)(item.kv_head * p.v.head) + value_column * E;
+        keys.begin = work_tile.begin, keys.end = work_tile.end, keys.table = 0;
+        k = p.k.at + (u64)(work_tile.kv_head * p.k.head), v = p.v.at + (u64)(work_tile.kv_head * p.v.head) + value_column * E;
 #if PAGED
-        keys.table = p.table + (u64)item.sequence * (p.table_width * 4);
+        keys.table = p.table + (u64)work_tile.sequence * (p.table_width * 4);
 #else
-        k += (u64)(item.batch * p.k.batch + (i64)item.kv_start * p.k.row);
-        v += (u64)(item.batch * p.v.batch + (i64)item.kv_start * p.v.row);
+        k += (u64)(work_tile.batch * p.k.batch + (i64)work_tile.kv_start * p.k.row);
+        v += (u64)(work_tile.batch * p.v.batch + (i64)work_tile.kv_start * p.v.row);
 #endif
     }
 };
@@ -384,52 +384,52 @@ DEVICE float alibi_slope(const ForwardParams& p, u32 head) {
 }
 #endif
 
-// Keys of an item's sequence that a position sees by causality, window and length.
+// Keys of a work tile's sequence that a position sees by causality, window and length.
 struct Visible {
     u32 begin, end;
 };
 
-DEVICE Visible visible(const ForwardParams& p, const WorkTile& item, i64 position) {
-    u32 begin = p.left < 0 ? 0 : clamp(position - p.left, item.kv_len);
-    u32 end = p.right < 0 ? item.kv_len : clamp(position + p.right + 1, item.kv_len);
+DEVICE Visible visible(const ForwardParams& p, const WorkTile& work_tile, i64 position) {
+    u32 begin = p.left < 0 ? 0 : clamp(position - p.left, work_tile.kv_len);
+    u32 end = p.right < 0 ? work_tile.kv_len : clamp(position + p.right + 1, work_tile.kv_len);
     return {begin, end};
 }
 
 #if BIAS
 // The position from which ALiBi counts distances: a row's own, or that of the nearest key that it sees. What is between the two is the
-// same for all keys, changes no weight, and would leave f32 no digits for what does.
+// same for all keys, changes no probability, and would leave f32 no digits for what does.
 DEVICE i64 nearest(const Visible& seen, i64 position) {
     if (seen.begin >= seen.end) return position;
     return position < (i64)seen.begin ? seen.begin : position >= (i64)seen.end ? seen.end - 1 : position;
 }
 
 // What a row's scores lack because distances are from `nearest`.
-DEVICE float alibi_shift(const ForwardParams& p, const WorkTile& item, Place at) {
+DEVICE float alibi_shift(const ForwardParams& p, const WorkTile& work_tile, Place at) {
     if (!p.alibi) return 0.f;
-    i64 position = item.q_offset + at.position, distance = position - nearest(visible(p, item, position), position);
+    i64 position = work_tile.q_offset + at.position, distance = position - nearest(visible(p, work_tile, position), position);
     return -alibi_slope(p, at.head) * (float)(distance < 0 ? -distance : distance);
 }
 #endif
 
-// What row n of an item's tile sees and adds; nothing past its rows.
-DEVICE Row row_of_tile(const ForwardParams& p, const WorkTile& item, u32 n) {
+// What row n of a work tile's tile sees and adds; nothing past its rows.
+DEVICE Row row_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 n) {
     Row row;
     row.begin = row.end = 0;
 #if BIAS
     row.p = 0, row.slope = 0.f, row.tree = 0, row.mask = p.mask.at, row.tree_key = 0;
 #endif
-    if (item.row + n >= item.q_len * p.group.value) return row;
-    Place at = place(p, item.kv_head, item.row + n);
-    i64 position = item.q_offset + at.position;
-    Visible seen = visible(p, item, position);
-    row.begin = seen.begin < item.begin ? item.begin : seen.begin;
-    row.end = seen.end > item.end ? item.end : seen.end;
+    if (work_tile.row + n >= work_tile.q_len * p.group.value) return row;
+    Place at = place(p, work_tile.kv_head, work_tile.row + n);
+    i64 position = work_tile.q_offset + at.position;
+    Visible seen = visible(p, work_tile, position);
+    row.begin = seen.begin < work_tile.begin ? work_tile.begin : seen.begin;
+    row.end = seen.end > work_tile.end ? work_tile.end : seen.end;
 #if BIAS
     row.p = nearest(seen, position);
     if (p.alibi) row.slope = alibi_slope(p, at.head) * LOG2E;
-    row.tree_key = item.kv_len - item.q_len;
-    if (p.tree) row.tree = p.tree + (u64)((item.q_start + at.position) * p.tree_row);
-    if (p.mask.at) row.mask = p.mask.at + (u64)(item.sequence * p.mask.batch + at.head * p.mask.head + at.position * p.mask.row);
+    row.tree_key = work_tile.kv_len - work_tile.q_len;
+    if (p.tree) row.tree = p.tree + (u64)((work_tile.q_start + at.position) * p.tree_row);
+    if (p.mask.at) row.mask = p.mask.at + (u64)(work_tile.sequence * p.mask.batch + at.head * p.mask.head + at.position * p.mask.row);
 #endif
     return row;
 }
@@ -447,8 +447,8 @@ DEVICE float element(u32 word, int half) {
     return DTYPE == F16 ? f16_to_f32(x) : bf16_to_f32(x);
 }
 
-// Sums of weights times values may overflow where their means do not, of dtypes whose largest value is near that of f32. Where sums are
-// not finite they are made again of values times SHRINK, a power of two: more keys than there can be, of weights up to 2^SLACK, add up to
+// Sums of probabilities times values may overflow where their means do not, of dtypes whose largest value is near that of f32. Where sums are
+// not finite they are made again of values times SHRINK, a power of two: more keys than there can be, of probabilities up to 2^SLACK, add up to
 // no more than a value.
 constexpr bool SHRINKS = DTYPE != F16;
 constexpr float SHRINK = 9.094947017729282e-13f, SHRINK_LOG2 = -40.f, LARGEST = 3.40282346638528859812e+38f;
@@ -459,7 +459,7 @@ DEVICE float mean(float sum, float factor, float grows) {
     return SHRINKS && isinf(x) && !isinf(sum) && !isinf(factor) ? copysignf(LARGEST, x) : x;
 }
 
-// The running state of a warp's rows: sums of weights are of a lane's own columns until they are folded.
+// The running state of a warp's rows: sums of probabilities are of a lane's own columns until they are folded.
 struct State {
     float o[MF][OF][4];
     float m[MF][2], l[MF][2];
@@ -503,7 +503,7 @@ struct State {
     }
 
     // After `fold`, of sums of values times SHRINK: rows that do not overflow without it are as they are without it; others have
-    // smaller weights too.
+    // smaller probabilities too.
     DEVICE void restore() {
 #pragma unroll
         for (int mf = 0; mf < MF; mf++) {
@@ -526,19 +526,19 @@ struct State {
     }
 };
 
-// The weights of a tile as left operands of their product with the values.
+// The probabilities of a tile as left operands of their product with the values.
 #if DTYPE == F32
-typedef float Weights[MF][SF][4];
+typedef float Probs[MF][SF][4];
 #else
-typedef u32 Weights[MF][SF / 2][4];
+typedef u32 Probs[MF][SF / 2][4];
 #endif
 
-// The weight of row 16 mf + 8 half + lane / 4 and key 8 n + 2 (lane % 4) + i.
-DEVICE float weight_of(const Weights& weights, int mf, int n, int half, int i) {
+// The probability of row 16 mf + 8 half + lane / 4 and key 8 n + 2 (lane % 4) + i.
+DEVICE float prob_of(const Probs& probs, int mf, int n, int half, int i) {
 #if DTYPE == F32
-    return weights[mf][n][2 * half + i];
+    return probs[mf][n][2 * half + i];
 #else
-    return element(weights[mf][n / 2][n % 2 * 2 + half], i);
+    return element(probs[mf][n / 2][n % 2 * 2 + half], i);
 #endif
 }
 
@@ -557,7 +557,7 @@ DEVICE u32 shrunk(u32 x) {
     return pack<DTYPE>(element(x, 0) * SHRINK, element(x, 1) * SHRINK);
 }
 
-// A step of the product of weights and values: 16 keys, of f32 8, with pairs of fragments of values, of f32 single ones.
+// A step of the product of probabilities and values: 16 keys, of f32 8, with pairs of fragments of values, of f32 single ones.
 constexpr int STEP_KEYS = DTYPE == F32 ? 8 : 16, KEY_STEPS = BN / STEP_KEYS, PAIRS = DTYPE == F32 ? OF : OF / 2;
 
 #if DTYPE == F32
@@ -583,16 +583,16 @@ DEVICE void load_values(Values& b, u32 v, int n, int pair) {
 #endif
 }
 
-// The weights of a step as left operands.
-DEVICE Left left_of(const Weights& weights, int mf, int n) {
+// The probabilities of a step as left operands.
+DEVICE Left left_of(const Probs& probs, int mf, int n) {
     Left a;
 #if DTYPE == F32
-    const float(&x)[4] = weights[mf][n];
+    const float(&x)[4] = probs[mf][n];
     a.x[0] = __float_as_uint(x[0]), a.x[1] = __float_as_uint(x[2]), a.x[2] = __float_as_uint(x[1]), a.x[3] = __float_as_uint(x[3]);
     a.split();
 #else
 #pragma unroll
-    for (int i = 0; i < 4; i++) a.x[i] = weights[mf][n][i];
+    for (int i = 0; i < 4; i++) a.x[i] = probs[mf][n][i];
 #endif
     return a;
 }
@@ -606,8 +606,8 @@ DEVICE void multiply_values(State& state, const Left& a, const Values& b, int mf
 #endif
 }
 
-// Adds the product of weights and values.
-DEVICE void add_values(State& state, const Weights& weights, u32 v) {
+// Adds the product of probabilities and values.
+DEVICE void add_values(State& state, const Probs& probs, u32 v) {
     constexpr int ALL = KEY_STEPS * PAIRS, EARLY = DTYPE == F32 ? 0 : AHEAD;
     v += v_fragment();
     Left a[MF];
@@ -620,7 +620,7 @@ DEVICE void add_values(State& state, const Weights& weights, u32 v) {
         const int at = i - EARLY;
 #pragma unroll
         for (int mf = 0; mf < MF; mf++) {
-            if (at % PAIRS == 0) a[mf] = left_of(weights, mf, at / PAIRS);
+            if (at % PAIRS == 0) a[mf] = left_of(probs, mf, at / PAIRS);
             multiply_values(state, a[mf], b[at % (EARLY + 1)], mf, at % PAIRS);
         }
     }
@@ -629,12 +629,12 @@ DEVICE void add_values(State& state, const Weights& weights, u32 v) {
 // The same where infinities and NaN of keys are for the rows that see them alone: a product would hand them to every row. Rare, so
 // that it uses memory of the thread and loops that are not unrolled, rather than registers that the rest needs. Finite values are
 // multiplied with SHRINK where asked for.
-DEVICE void add_values_with_care(const ForwardParams& p, State& state, const Weights& weights, const Row* rows, u32 v, u32 j0, bool shrinks) {
-    Weights weight_at;
+DEVICE void add_values_nonfinite(const ForwardParams& p, State& state, const Probs& probs, const Row* rows, u32 v, u32 j0, bool shrinks) {
+    Probs prob_at;
     float sum_at[MF * OF * 4];
-    constexpr int HELD = sizeof(Weights) / (MF * 16);
+    constexpr int HELD = sizeof(Probs) / (MF * 16);
 #pragma unroll
-    for (int i = 0; i < MF * HELD * 4; i++) weight_at[i / (HELD * 4)][i / 4 % HELD][i % 4] = weights[i / (HELD * 4)][i / 4 % HELD][i % 4];
+    for (int i = 0; i < MF * HELD * 4; i++) prob_at[i / (HELD * 4)][i / 4 % HELD][i % 4] = probs[i / (HELD * 4)][i / 4 % HELD][i % 4];
 #pragma unroll
     for (int i = 0; i < MF * OF * 4; i++) sum_at[i] = state.o[i / (OF * 4)][i / 4 % OF][i % 4];
     u32 lane = afresh(threadIdx.x % 32), g = lane / 4, t = lane % 4;
@@ -649,14 +649,14 @@ DEVICE void add_values_with_care(const ForwardParams& p, State& state, const Wei
 #pragma unroll 1
         for (u32 n = 0; n < 2 * MF; n++) {
             u32 mf = n / 2, half = n % 2;
-            float mine = weight_of(weight_at, mf, key / 8, half, key % 2);
-            float weight = __shfl_sync(0xffffffffu, mine, 4 * g + key % 8 / 2);
+            float mine = prob_of(prob_at, mf, key / 8, half, key % 2);
+            float prob = __shfl_sync(0xffffffffu, mine, 4 * g + key % 8 / 2);
             bool seen = sees(p, rows[mf * 16 + half * 8 + g], j0 + key);
 #pragma unroll 1
             for (u32 m = 0; m < 2 * OF; m++) {
                 u32 column = m / 2 * 8 + 2 * t + m % 2, byte = column * E;
                 float x = element(load4(v + VLayout::chunk(key, byte / 16) + (byte % 16 & ~3u)), column % 2);
-                if (seen && (isinf(x) || isnan(x))) sum_at[(mf * OF + m / 2) * 4 + 2 * half + m % 2] += weight * x;
+                if (seen && (isinf(x) || isnan(x))) sum_at[(mf * OF + m / 2) * 4 + 2 * half + m % 2] += prob * x;
             }
         }
     }
@@ -667,7 +667,7 @@ DEVICE void add_values_with_care(const ForwardParams& p, State& state, const Wei
     for (int n = 0; n < KEY_STEPS; n++) {
         Left a[MF];
 #pragma unroll
-        for (int mf = 0; mf < MF; mf++) a[mf] = left_of(weight_at, mf, n);
+        for (int mf = 0; mf < MF; mf++) a[mf] = left_of(prob_at, mf, n);
 #pragma unroll
         for (int pair = 0; pair < PAIRS; pair++) {
             Values b;
@@ -748,9 +748,9 @@ DEVICE u32 k_fragment() {
     return KLayout::chunk((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
 }
 
-// Scores of a tile to weights, of which the sums are kept; values summed before are scaled where maxima grow.
+// Scores of a tile to probabilities, of which the sums are kept; values summed before are scaled where maxima grow.
 template <bool MASKED>
-DEVICE void to_weights(const ForwardParams& p, State& state, Scores& s, Weights& weights, const Row* rows, u32 j0) {
+DEVICE void to_probs(const ForwardParams& p, State& state, Scores& s, Probs& probs, const Row* rows, u32 j0) {
     u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #if BIAS
     constexpr float c = 1.f;
@@ -850,11 +850,11 @@ DEVICE void to_weights(const ForwardParams& p, State& state, Scores& s, Weights&
             }
 #if DTYPE == F32
 #pragma unroll
-            for (int i = 0; i < 4; i++) weights[mf][n][i] = s[mf][n][i];
+            for (int i = 0; i < 4; i++) probs[mf][n][i] = s[mf][n][i];
 #else
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                weights[mf][n / 2][n % 2 * 2 + half] = pack<DTYPE>(s[mf][n][2 * half], s[mf][n][2 * half + 1]);
+                probs[mf][n / 2][n % 2 * 2 + half] = pack<DTYPE>(s[mf][n][2 * half], s[mf][n][2 * half + 1]);
 #endif
         }
     }
@@ -902,10 +902,10 @@ struct Ended {
 };
 
 // Ends a row with a maximum, in units of log2, and a sum; its head's sink joins them.
-DEVICE Ended finish(const ForwardParams& p, const WorkTile& item, Place at, float m, float l) {
+DEVICE Ended finish(const ForwardParams& p, const WorkTile& work_tile, Place at, float m, float l) {
     float shift = 0.f, factor = 1.f, sink = -INF, own = -INF, most = m;
 #if BIAS
-    shift = alibi_shift(p, item, at);
+    shift = alibi_shift(p, work_tile, at);
 #endif
     if (p.sinks) {
         sink = ((const float*)p.sinks)[at.head];
@@ -922,16 +922,16 @@ DEVICE Ended finish(const ForwardParams& p, const WorkTile& item, Place at, floa
     return ended;
 }
 
-DEVICE void write_lse(const ForwardParams& p, const WorkTile& item, Place at, float lse) {
-    if (!p.lse || item.panel) return;
-    u64 index = ((u64)item.batch * p.heads + at.head) * p.q_len + item.q_start + at.position;
+DEVICE void write_lse(const ForwardParams& p, const WorkTile& work_tile, Place at, float lse) {
+    if (!p.lse || work_tile.panel) return;
+    u64 index = ((u64)work_tile.batch * p.heads + at.head) * p.q_len + work_tile.q_start + at.position;
     ((float*)p.lse)[index] = lse;
 }
 
 constexpr int SLOT = BM * (DV + 2);
 constexpr int QUADS = DV / 4;
 
-// Sums of a row over parts: maximum, sum of weights, four columns of values.
+// Sums of a row over parts: maximum, sum of probabilities, four columns of values.
 struct Sums {
     float m, l;
     float4 o;
@@ -940,16 +940,16 @@ struct Sums {
 };
 
 // Four columns of a row of the result, from sums that are to be `grows` times as large.
-DEVICE void write_sums(const ForwardParams& p, const WorkTile& item, u32 row, u32 column, Sums sums, float grows) {
-    Place at = place(p, item.kv_head, item.row + row);
-    Ended ended = finish(p, item, at, sums.m, sums.l);
+DEVICE void write_sums(const ForwardParams& p, const WorkTile& work_tile, u32 row, u32 column, Sums sums, float grows) {
+    Place at = place(p, work_tile.kv_head, work_tile.row + row);
+    Ended ended = finish(p, work_tile, at, sums.m, sums.l);
     float factor = ended.factor;
-    u32 to_column = item.panel * DV + column;
+    u32 to_column = work_tile.panel * DV + column;
     float4 o = sums.o;
     if (to_column < p.value_dim)
-        write4(p, row_of(p.out, item, at), to_column,
+        write4(p, row_of(p.out, work_tile, at), to_column,
                make_float4(mean(o.x, factor, grows), mean(o.y, factor, grows), mean(o.z, factor, grows), mean(o.w, factor, grows)));
-    if (column == 0) write_lse(p, item, at, ended.lse);
+    if (column == 0) write_lse(p, work_tile, at, ended.lse);
 }
 
 // Leaves four columns of a row in a slot.
@@ -1008,8 +1008,8 @@ DEVICE Sums sum_parts(const ForwardParams& p, u32 slot, u32 count, u32 row, u32 
 #pragma unroll
         for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, i));
         most = fmaxf(most, sums.m);
-        float shift = most == -INF ? 0.f : most, old = exp2_approx(sums.m - shift), weight = exp2_approx(m - shift);
-        l *= weight;
+        float shift = most == -INF ? 0.f : most, old = exp2_approx(sums.m - shift), prob = exp2_approx(m - shift);
+        l *= prob;
 #pragma unroll
         for (int i = 16; i; i /= 2) l += __shfl_xor_sync(0xffffffffu, l, i);
         sums.m = most;
@@ -1017,7 +1017,7 @@ DEVICE Sums sum_parts(const ForwardParams& p, u32 slot, u32 count, u32 row, u32 
         sums.o.x *= old, sums.o.y *= old, sums.o.z *= old, sums.o.w *= old;
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
-            float of_part = __shfl_sync(0xffffffffu, weight * by, i);
+            float of_part = __shfl_sync(0xffffffffu, prob * by, i);
             sums.o.x = fmaf(o[i].x, of_part, sums.o.x);
             sums.o.y = fmaf(o[i].y, of_part, sums.o.y);
             sums.o.z = fmaf(o[i].z, of_part, sums.o.z);
@@ -1027,9 +1027,9 @@ DEVICE Sums sum_parts(const ForwardParams& p, u32 slot, u32 count, u32 row, u32 
     return sums;
 }
 
-// Adds up parts of rows of an item's tile: `count` from slot `slot` on, into slot `to`, or NONE for the output.
+// Adds up parts of rows of a work tile's tile: `count` from slot `slot` on, into slot `to`, or NONE for the output.
 template <int BATCH>
-DEVICE void add_parts(const ForwardParams& p, const WorkTile& item, const Share& share, u32 slot, u32 count, u32 to) {
+DEVICE void add_parts(const ForwardParams& p, const WorkTile& work_tile, const Share& share, u32 slot, u32 count, u32 to) {
     constexpr u32 RUNS = (QUADS + 31) / 32;
     u32 lane = threadIdx.x % 32;
     for (u32 unit = share.warp; unit < share.count * RUNS; unit += share.warps) {
@@ -1038,26 +1038,26 @@ DEVICE void add_parts(const ForwardParams& p, const WorkTile& item, const Share&
         float grows = 1.f;
         // Sums of groups may have overflowed as well: of the parts themselves.
         if (SHRINKS && to == NONE && __any_sync(0xffffffffu, quad < QUADS && !sums.finite())) {
-            Sums smaller = sum_parts<1>(p, item.first, item.splits & ~GROUPED, row, quad, SHRINK);
+            Sums smaller = sum_parts<1>(p, work_tile.first, work_tile.splits & ~GROUPED, row, quad, SHRINK);
             if (!sums.finite()) sums = smaller, grows = 1.f / SHRINK;
         }
         if (quad >= QUADS) continue;
-        if (to == NONE) write_sums(p, item, row, quad * 4, sums, grows);
+        if (to == NONE) write_sums(p, work_tile, row, quad * 4, sums, grows);
         else leave_sums(p, to, row, quad * 4, sums);
     }
 }
 
 // What follows when N threads have left a part of a tile: those that come last add up all of them.
 template <int N, int BATCH>
-DEVICE void end_part(const ForwardParams& p, const WorkTile& item, const Share& share, u32 team, u32 teams, u32* flag, int barrier) {
-    u32 slot = item.first, count = item.splits & ~GROUPED;
-    if (item.splits & GROUPED) {
-        u32 group = (item.slot - slot) / GROUP, rest = count - group * GROUP, size = rest < GROUP ? rest : GROUP;
-        if (!is_last<N>(p, (item.counter + 1 + group) * teams + team, size, flag, barrier)) return;
-        add_parts<BATCH < GROUP ? BATCH : GROUP>(p, item, share, slot + group * GROUP, size, slot + count + group);
+DEVICE void end_part(const ForwardParams& p, const WorkTile& work_tile, const Share& share, u32 team, u32 teams, u32* flag, int barrier) {
+    u32 slot = work_tile.first, count = work_tile.splits & ~GROUPED;
+    if (work_tile.splits & GROUPED) {
+        u32 group = (work_tile.slot - slot) / GROUP, rest = count - group * GROUP, size = rest < GROUP ? rest : GROUP;
+        if (!is_last<N>(p, (work_tile.counter + 1 + group) * teams + team, size, flag, barrier)) return;
+        add_parts<BATCH < GROUP ? BATCH : GROUP>(p, work_tile, share, slot + group * GROUP, size, slot + count + group);
         slot += count;
         count = (count + GROUP - 1) / GROUP;
     }
-    if (is_last<N>(p, item.counter * teams + team, count, flag, barrier)) add_parts<BATCH>(p, item, share, slot, count, NONE);
+    if (is_last<N>(p, work_tile.counter * teams + team, count, flag, barrier)) add_parts<BATCH>(p, work_tile, share, slot, count, NONE);
 }
 

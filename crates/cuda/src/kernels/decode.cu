@@ -1,6 +1,6 @@
 // Decode: warps over the keys of a tile of few rows.
 //
-// Each warp copies and waits for its own keys alone; the warps' results are merged at the end of an item.
+// Each warp copies and waits for its own keys alone; the warps' results are merged at the end of a work tile.
 
 constexpr int RING = WKV * (K_BYTES + V_BYTES);
 constexpr int MERGE_ROW = DV + 8;
@@ -17,28 +17,28 @@ DEVICE Sums merged(const float* values_at, const float* stats, float by) {
     float shift = sums.m == -INF ? 0.f : sums.m;
 #pragma unroll
     for (int n = 0; n < WKV; n++) {
-        float weight = exp2_approx(stats[n * BM * 2] - shift);
+        float prob = exp2_approx(stats[n * BM * 2] - shift);
         float4 o = *(const float4*)(values_at + n * BM * MERGE_ROW);
-        sums.l = fmaf(stats[n * BM * 2 + 1], weight, sums.l);
-        weight *= by;
-        sums.o.x = fmaf(o.x, weight, sums.o.x);
-        sums.o.y = fmaf(o.y, weight, sums.o.y);
-        sums.o.z = fmaf(o.z, weight, sums.o.z);
-        sums.o.w = fmaf(o.w, weight, sums.o.w);
+        sums.l = fmaf(stats[n * BM * 2 + 1], prob, sums.l);
+        prob *= by;
+        sums.o.x = fmaf(o.x, prob, sums.o.x);
+        sums.o.y = fmaf(o.y, prob, sums.o.y);
+        sums.o.z = fmaf(o.z, prob, sums.o.z);
+        sums.o.w = fmaf(o.w, prob, sums.o.w);
     }
     return sums;
 }
 
-// All of an item at once: what is read of it later would wait once more.
+// All of a work tile at once: what is read of it later would wait once more.
 DEVICE WorkTile load_item(const ForwardParams& p, u32 entry) {
     union {
         uint4 x[sizeof(WorkTile) / 16];
-        WorkTile item;
+        WorkTile work_tile;
     } all;
     const uint4* from = (const uint4*)(p.work_tiles + (u64)entry * sizeof(WorkTile));
 #pragma unroll
     for (int i = 0; i < sizeof(WorkTile) / 16; i++) all.x[i] = __ldg(from + i);
-    return all.item;
+    return all.work_tile;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid_constant__ ForwardParams p) {
@@ -50,15 +50,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     u32 q_rows = q_at + q_fragment(0), k_rows = k_at + k_fragment();
     const Strided k_mine = strided<KLayout>(p.k), v_mine = strided<VLayout>(p.v);
 
-    // An item again, where NaN of a key may have reached rows that do not see it, or sums overflowed.
-    bool careful = false;
+    // A work tile again, where NaN of a key may have reached rows that do not see it, or sums overflowed.
+    bool nonfinite = false;
     for (u32 entry = blockIdx.x;;) {
-        const WorkTile item = load_item(p, entry);
-        if (item.sequence == NONE) return;
-        u32 rest = item.q_len * p.group.value - item.row, count = rest < BM ? rest : BM;
-        const Source source(p, item);
-        u32 end = item.end > item.begin ? (item.end + TILE - 1) / TILE : item.begin / TILE;
-        u32 block = skip(p, item, item.begin / TILE, end), fetched = block;
+        const WorkTile work_tile = load_item(p, entry);
+        if (work_tile.sequence == NONE) return;
+        u32 rest = work_tile.q_len * p.group.value - work_tile.row, count = rest < BM ? rest : BM;
+        const Source source(p, work_tile);
+        u32 end = work_tile.end > work_tile.begin ? (work_tile.end + TILE - 1) / TILE : work_tile.begin / TILE;
+        u32 block = skip(p, work_tile, work_tile.begin / TILE, end), fetched = block;
         auto fetch_k = [&](u32 slot) {
             if (fetched < end) copy_keys<KLayout, D>(p, p.k, source.keys, source.k, k_mine, k_at + slot * KLayout::SIZE, fetched * TILE + warp_keys, p.head_dim);
         };
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         auto fetch = [&](u32 v_slot, u32 k_slot) {
             if (fetched < end) {
                 copy_keys<VLayout, DV>(p, p.v, source.keys, source.v, v_mine, v_at + v_slot * VLayout::SIZE, fetched * TILE + warp_keys, source.value_dim);
-                fetched = skip(p, item, fetched + 1, end);
+                fetched = skip(p, work_tile, fetched + 1, end);
                 fetch_k(k_slot);
             }
             commit();
@@ -75,13 +75,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         for (u32 index = threadIdx.x; index < BM * QLayout::ROW_CHUNKS; index += THREADS) {
             u32 row = index / QLayout::ROW_CHUNKS, chunk = index % QLayout::ROW_CHUNKS;
             bool exists = row < count;
-            u64 from = exists ? row_of(p.q, item, place(p, item.kv_head, item.row + row)) : p.q.at;
+            u64 from = exists ? row_of(p.q, work_tile, place(p, work_tile.kv_head, work_tile.row + row)) : p.q.at;
             copy_chunk(q_at + QLayout::chunk(row, chunk), from, chunk, p.head_dim, exists);
         }
         commit();
 #pragma unroll
         for (int n = 1; n < ST; n++) fetch(n - 1, n);
-        for (u32 n = threadIdx.x; n < BM; n += THREADS) rows[n] = row_of_tile(p, item, n);
+        for (u32 n = threadIdx.x; n < BM; n += THREADS) rows[n] = row_of_tile(p, work_tile, n);
 
         State state;
         state.reset();
@@ -89,17 +89,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         __syncthreads();
         Kept kept;
         kept.load(q_rows);
-        Weights weights;
-        // The tile whose weights these are, and whether there is one; the slots of the next tile and of the one before.
+        Probs probs;
+        // The tile whose probabilities these are, and whether there is one; the slots of the next tile and of the one before.
         u32 before = 0, slot = 0, last_slot = ST - 1;
-        bool pending = false, with_care = false, any_partial = false;
+        bool pending = false, nonfinite = false, any_partial = false;
         for (;;) {
             await<ST - 1>();
             __syncwarp();
             if (pending) {
                 u32 v = v_at + last_slot * VLayout::SIZE;
-                if (with_care) add_values_with_care(p, state, weights, rows, v, before * TILE + warp_keys, true);
-                else add_values(state, weights, v);
+                if (nonfinite) add_values_nonfinite(p, state, probs, rows, v, before * TILE + warp_keys, true);
+                else add_values(state, probs, v);
             }
             if (block >= end) break;
             Scores scores;
@@ -107,26 +107,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             // Into the places of what this step has read.
             __syncwarp();
             fetch(last_slot, slot);
-            bool partial = is_partial(p, item, block);
+            bool partial = is_partial(p, work_tile, block);
             u32 j0 = block * TILE + warp_keys;
-            if (partial) to_weights<true>(p, state, scores, weights, rows, j0);
-            else to_weights<false>(p, state, scores, weights, rows, j0);
+            if (partial) to_probs<true>(p, state, scores, probs, rows, j0);
+            else to_probs<false>(p, state, scores, probs, rows, j0);
             any_partial |= partial;
-            with_care = (SHRINKS || partial) && careful, before = block, pending = true;
+            nonfinite = (SHRINKS || partial) && nonfinite, before = block, pending = true;
             last_slot = slot;
             slot = slot + 1 == ST ? 0 : slot + 1;
-            block = skip(p, item, block + 1, end);
+            block = skip(p, work_tile, block + 1, end);
         }
         await<0>();
 
-        bool was_careful = careful;
-        careful = __syncthreads_or(!careful && state.is_spoiled(any_partial));
-        if (careful) continue;
+        bool was_careful = nonfinite;
+        nonfinite = __syncthreads_or(!nonfinite && state.is_spoiled(any_partial));
+        if (nonfinite) continue;
         state.fold(p);
         if (SHRINKS && was_careful) state.restore();
 
         // The warps' results, then for every row their sum.
-        bool split = item.splits > 1;
+        bool split = work_tile.splits > 1;
         float* merge = (float*)(memory + QLayout::SIZE);
         float* stats = merge + WKV * BM * MERGE_ROW;
 #pragma unroll
@@ -157,21 +157,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
                 overflows |= smaller.finite();
                 if (!split) sums = smaller, grows = 1.f / SHRINK;
             }
-            if (split) leave_sums(p, item.slot, row, column, sums);
-            else write_sums(p, item, row, column, sums, grows);
+            if (split) leave_sums(p, work_tile.slot, row, column, sums);
+            else write_sums(p, work_tile, row, column, sums, grows);
         }
-        // Sums of the warps that overflow are left smaller, with weights that are.
+        // Sums of the warps that overflow are left smaller, with probabilities that are.
         if (SHRINKS && split && __syncthreads_or(overflows)) {
             for (u32 index = threadIdx.x; index < count * QUADS; index += THREADS) {
                 u32 row = index / QUADS, column = index % QUADS * 4;
                 Sums sums = merged(merge + row * MERGE_ROW + column, stats + row * 2, SHRINK);
                 sums.m -= SHRINK_LOG2, sums.l *= SHRINK;
-                leave_sums(p, item.slot, row, column, sums);
+                leave_sums(p, work_tile.slot, row, column, sums);
             }
         }
-        if (split) end_part<THREADS, 32>(p, item, Share{0, count, warp, WARPS}, 0, 1, flag, 0);
-        if (!item.next) return;
-        entry = item.next;
+        if (split) end_part<THREADS, 32>(p, work_tile, Share{0, count, warp, WARPS}, 0, 1, flag, 0);
+        if (!work_tile.next) return;
+        entry = work_tile.next;
         __syncthreads();
     }
 }

@@ -1,33 +1,33 @@
 // Prefill: warps over the rows of a tile.
 //
-// A block of threads computes its items as one stream of tiles: keys of the next item are on their way while the last one's are
+// A block of threads computes its work tiles as one stream of tiles: keys of the next work tile are on their way while the last one's are
 // multiplied, and a result is written between two steps. Eight warps are two teams of four that take turns at the matrix unit:
-// while one multiplies, the other makes weights. The first team copies keys for both, the second values.
+// while one multiplies, the other makes probabilities. The first team copies keys for both, the second values.
 
 constexpr bool TEAMS = WQ == 8;
 constexpr int TEAM_THREADS = TEAMS ? THREADS / 2 : THREADS;
 static_assert(!TEAMS || ST == 2);
-// Items that the copies have reached and the sums have not left, and one more of which the description is on its way; an even
+// Work tiles that the copies have reached and the sums have not left, and one more of which the description is on its way; an even
 // number, so that rows of neighbours are in different halves.
 constexpr int LISTED = (ST + 4) / 2 * 2;
-// Items of a block of threads past AGAIN are computed with care at once.
+// Work tiles of a block of threads past AGAIN are computed with care at once.
 static_assert(AGAIN < 32);
 
 // Where a warp is in its stream. It is in shared memory since registers are for sums and scores.
 struct Stream {
-    // The item of which tiles are copied, its place and its end; the place of the item that is computed.
+    // The work tile of which tiles are copied, its place and its end; the place of the work tile that is computed.
     Source source;
     u32 ahead, fetched_end, at;
-    // Of the items of the block: that which is computed, and one bit for each of those to be computed again for this warp's rows;
-    // whether an item is computed again now, and whether with care.
-    u32 ordinal, own, alone, careful;
-    // The tile of which the weights are, and the place of its item.
+    // Of the work tiles of the block: that which is computed, and one bit for each of those to be computed again for this warp's rows;
+    // whether a work tile is computed again now, and whether with care.
+    u32 ordinal, own, alone, nonfinite;
+    // The tile of which the probabilities are, and the place of its work tile.
     u32 before, before_at;
 };
 
 constexpr int ROWS_AT = QLayout::SIZE + K_BYTES + V_BYTES;
-constexpr int ITEMS_AT = ROWS_AT + 2 * BM * (int)sizeof(Row);
-constexpr int STREAMS_AT = ITEMS_AT + LISTED * (int)sizeof(WorkTile);
+constexpr int WORK_TILES_AT = ROWS_AT + 2 * BM * (int)sizeof(Row);
+constexpr int STREAMS_AT = WORK_TILES_AT + LISTED * (int)sizeof(WorkTile);
 constexpr int FLAGS_AT = STREAMS_AT + WARPS * STREAM;
 static_assert(FLAGS_AT + 16 == SHARED && sizeof(Stream) <= STREAM);
 
@@ -45,13 +45,13 @@ DEVICE void end_turn(u32 team) {
 }
 
 // Copies a warp's rows of q, of which those past the last are 0.
-DEVICE void copy_q(const ForwardParams& p, const WorkTile& item, u32 q_at, u32 warp_row) {
+DEVICE void copy_q(const ForwardParams& p, const WorkTile& work_tile, u32 q_at, u32 warp_row) {
     constexpr int CHUNKS = QLayout::ROW_CHUNKS;
     u32 lane = afresh(threadIdx.x % 32);
     // Every lane finds a row, and hands it to those that copy it.
     u32 mine = warp_row + lane % ROWS;
-    bool mine_exists = item.row + mine < item.q_len * p.group.value;
-    u64 mine_at = mine_exists ? row_of(p.q, item, place(p, item.kv_head, item.row + mine)) : p.q.at;
+    bool mine_exists = work_tile.row + mine < work_tile.q_len * p.group.value;
+    u64 mine_at = mine_exists ? row_of(p.q, work_tile, place(p, work_tile.kv_head, work_tile.row + mine)) : p.q.at;
     // Few at a time: the registers are those of the sums.
 #pragma unroll 2
     for (int n = 0; n < ROWS * CHUNKS / 32; n++) {
@@ -63,25 +63,25 @@ DEVICE void copy_q(const ForwardParams& p, const WorkTile& item, u32 q_at, u32 w
 }
 
 // Asks for a warp's rows of q, so that they are in the second-level cache when they are copied.
-DEVICE void prefetch_q(const ForwardParams& p, const WorkTile& item, u32 warp_row) {
-    u32 lane = afresh(threadIdx.x % 32), row = item.row + warp_row + lane;
-    if (lane >= ROWS || row >= item.q_len * p.group.value) return;
-    u64 from = row_of(p.q, item, place(p, item.kv_head, row));
+DEVICE void prefetch_q(const ForwardParams& p, const WorkTile& work_tile, u32 warp_row) {
+    u32 lane = afresh(threadIdx.x % 32), row = work_tile.row + warp_row + lane;
+    if (lane >= ROWS || row >= work_tile.q_len * p.group.value) return;
+    u64 from = row_of(p.q, work_tile, place(p, work_tile.kv_head, row));
     for (u32 byte = 0; byte < p.head_dim * E; byte += 128) prefetch((const void*)(from + byte));
 }
 
 // Writes a row of a warp's fragments: a lane has columns 8 n + 2 t and the next of fragment n. `whole` where the output has all of
 // the columns, at places for vectors.
 template <bool WHOLE>
-DEVICE void write_row(const ForwardParams& p, const WorkTile& item, const State& state, u32 warp_row, int mf, int half) {
-    u32 lane = afresh(threadIdx.x % 32), t = lane % 4, first_column = item.panel * DV;
-    u32 row = item.row + warp_row + mf * 16 + half * 8 + lane / 4;
-    bool exists = row < item.q_len * p.group.value;
-    Place at = exists ? place(p, item.kv_head, row) : Place{0, 0};
-    Ended ended = finish(p, item, at, state.m[mf][half], state.l[mf][half]);
+DEVICE void write_row(const ForwardParams& p, const WorkTile& work_tile, const State& state, u32 warp_row, int mf, int half) {
+    u32 lane = afresh(threadIdx.x % 32), t = lane % 4, first_column = work_tile.panel * DV;
+    u32 row = work_tile.row + warp_row + mf * 16 + half * 8 + lane / 4;
+    bool exists = row < work_tile.q_len * p.group.value;
+    Place at = exists ? place(p, work_tile.kv_head, row) : Place{0, 0};
+    Ended ended = finish(p, work_tile, at, state.m[mf][half], state.l[mf][half]);
     float factor = ended.factor;
-    u64 to = row_of(p.out, item, at) + first_column * E;
-    if (t == 0 && exists) write_lse(p, item, at, ended.lse);
+    u64 to = row_of(p.out, work_tile, at) + first_column * E;
+    if (t == 0 && exists) write_lse(p, work_tile, at, ended.lse);
     if (WHOLE && DTYPE == F32) {
         to += 2 * t * E;
 #pragma unroll
@@ -116,26 +116,26 @@ DEVICE void write_row(const ForwardParams& p, const WorkTile& item, const State&
     }
 }
 
-DEVICE void write_rows(const ForwardParams& p, const WorkTile& item, const State& state, u32 warp_row) {
-    if (VECTOR && (item.panel + 1) * DV <= p.value_dim) {
+DEVICE void write_rows(const ForwardParams& p, const WorkTile& work_tile, const State& state, u32 warp_row) {
+    if (VECTOR && (work_tile.panel + 1) * DV <= p.value_dim) {
 #pragma unroll
-        for (int n = 0; n < 2 * MF; n++) write_row<true>(p, item, state, warp_row, n / 2, n % 2);
+        for (int n = 0; n < 2 * MF; n++) write_row<true>(p, work_tile, state, warp_row, n / 2, n % 2);
     } else {
 #pragma unroll
-        for (int n = 0; n < 2 * MF; n++) write_row<false>(p, item, state, warp_row, n / 2, n % 2);
+        for (int n = 0; n < 2 * MF; n++) write_row<false>(p, work_tile, state, warp_row, n / 2, n % 2);
     }
 }
 
-// Leaves a warp's part of a tile that several items share.
-DEVICE void leave_part(const ForwardParams& p, const WorkTile& item, const State& state, u32 warp_row) {
+// Leaves a warp's part of a tile that several work tiles share.
+DEVICE void leave_part(const ForwardParams& p, const WorkTile& work_tile, const State& state, u32 warp_row) {
     u32 lane = afresh(threadIdx.x % 32), g = lane / 4, t = lane % 4;
-    float* part = (float*)p.partials + (u64)item.slot * SLOT;
+    float* part = (float*)p.partials + (u64)work_tile.slot * SLOT;
 #pragma unroll
     for (int mf = 0; mf < MF; mf++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             u32 row = warp_row + mf * 16 + half * 8 + g;
-            if (item.row + row >= item.q_len * p.group.value) continue;
+            if (work_tile.row + row >= work_tile.q_len * p.group.value) continue;
 #pragma unroll
             for (int nf = 0; nf < OF; nf++)
                 __stcg((float2*)(part + row * DV + nf * 8 + 2 * t), make_float2(state.o[mf][nf][2 * half], state.o[mf][nf][2 * half + 1]));
@@ -150,8 +150,8 @@ DEVICE void leave_part(const ForwardParams& p, const WorkTile& item, const State
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid_constant__ ForwardParams p) {
     extern __shared__ __align__(1024) u8 memory[];
     Row* all_rows = (Row*)(memory + ROWS_AT);
-    const WorkTile* items = (const WorkTile*)(memory + ITEMS_AT);
-    // Items that are to be computed again, whether each team is the last at a tile, and the entry of the second item.
+    const WorkTile* work_tiles = (const WorkTile*)(memory + WORK_TILES_AT);
+    // Work tiles that are to be computed again, whether each team is the last at a tile, and the entry of the second work tile.
     u32* flags = (u32*)(memory + FLAGS_AT);
     u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = TEAMS ? warp / 4 : 0, warp_row = warp * ROWS;
     Stream& my = *(Stream*)(memory + STREAMS_AT + warp * STREAM);
@@ -161,32 +161,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
     auto describe = [&](u32 entry, u32 place) {
         if (threadIdx.x < sizeof(WorkTile) / 16) {
             u64 from = p.work_tiles + (u64)entry * sizeof(WorkTile) + threadIdx.x * 16;
-            copy16(q_at + ITEMS_AT + place * sizeof(WorkTile) + threadIdx.x * 16, (const u8*)from, 16);
+            copy16(q_at + WORK_TILES_AT + place * sizeof(WorkTile) + threadIdx.x * 16, (const u8*)from, 16);
         }
     };
     auto after = [](u32 place) { return place + 1 == LISTED ? 0 : place + 1; };
 
-    // Items where NaN of a key may have reached rows that do not see it, or sums overflowed, are computed again, one by one and with
+    // Work tiles where NaN of a key may have reached rows that do not see it, or sums overflowed, are computed again, one by one and with
     // care; `again` has a bit for each.
     u32 again = 0, entry = blockIdx.x;
-    if (lane == 0) my.ordinal = my.own = my.alone = my.careful = 0;
+    if (lane == 0) my.ordinal = my.own = my.alone = my.nonfinite = 0;
     for (;;) {
         describe(entry, 0);
         commit();
         await<0>();
         __syncthreads();
-        if (items[0].sequence == NONE) return;
-        if (threadIdx.x == 0 && !my.alone) flags[0] = 0, flags[3] = items[0].next;
+        if (work_tiles[0].sequence == NONE) return;
+        if (threadIdx.x == 0 && !my.alone) flags[0] = 0, flags[3] = work_tiles[0].next;
 
         // ---- the copies: of teams, group n is tile n, and otherwise the keys of tile n and the values of tile n - 1
 
-        // Begins to copy the item at a place; returns its first tile.
+        // Begins to copy the work tile at a place; returns its first tile.
         auto enter = [&](u32 place) {
-            const WorkTile& item = items[place];
-            u32 end = (item.end + TILE - 1) / TILE, first = skip(p, item, item.begin / TILE, end);
+            const WorkTile& work_tile = work_tiles[place];
+            u32 end = (work_tile.end + TILE - 1) / TILE, first = skip(p, work_tile, work_tile.begin / TILE, end);
             __syncwarp();
-            if (lane == 0) my.source = Source(p, item), my.ahead = place, my.fetched_end = first < end ? end : first + 1;
-            if (item.next && !my.alone) describe(item.next, after(place));
+            if (lane == 0) my.source = Source(p, work_tile), my.ahead = place, my.fetched_end = first < end ? end : first + 1;
+            if (work_tile.next && !my.alone) describe(work_tile.next, after(place));
             __syncwarp();
             return first;
         };
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         };
         auto fetch = [&](u32 v_slot, u32 k_slot) {
             if (fetched != NONE) {
-                u32 next = skip(p, items[my.ahead], fetched + 1, my.fetched_end);
+                u32 next = skip(p, work_tiles[my.ahead], fetched + 1, my.fetched_end);
                 bool leaves = next == my.fetched_end;
                 if (leaves && ST > 2) {
                     // The next description may have been asked for in one of the groups that are still on their way.
@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
                 }
                 if (!TEAMS) copy_v(v_slot);
                 fetched = next;
-                if (leaves) fetched = items[my.ahead].next && !my.alone ? enter(after(my.ahead)) : NONE;
+                if (leaves) fetched = work_tiles[my.ahead].next && !my.alone ? enter(after(my.ahead)) : NONE;
                 if (fetched != NONE) {
                     if (team == 0) copy_k(k_slot);
                     else copy_v(k_slot);
@@ -219,53 +219,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         };
         if (team == 0) copy_k(0);
         else copy_v(0);
-        copy_q(p, items[0], q_at, warp_row);
+        copy_q(p, work_tiles[0], q_at, warp_row);
         commit();
 #pragma unroll
         for (int n = 1; n < ST - 1; n++) fetch(n - 1, n);
 
         // ---- the sums
         u32 at = 0, block, end;
-        auto begin_item = [&](const WorkTile& item) {
-            end = (item.end + TILE - 1) / TILE;
-            block = skip(p, item, item.begin / TILE, end);
+        auto begin_item = [&](const WorkTile& work_tile) {
+            end = (work_tile.end + TILE - 1) / TILE;
+            block = skip(p, work_tile, work_tile.begin / TILE, end);
             if (block >= end) end = block + 1;
-            if (lane < ROWS) all_rows[at % 2 * BM + warp_row + lane] = row_of_tile(p, item, warp_row + lane);
+            if (lane < ROWS) all_rows[at % 2 * BM + warp_row + lane] = row_of_tile(p, work_tile, warp_row + lane);
         };
-        begin_item(items[0]);
+        begin_item(work_tiles[0]);
         if (lane == 0) my.at = 0;
         State state;
         state.reset();
-        Weights weights;
+        Probs probs;
         Kept kept;
         bool any_partial = false;
 
-        // Ends the item that is computed.
+        // Ends the work tile that is computed.
         auto end_item = [&] {
-            const WorkTile& item = items[my.at];
-            bool split = item.splits > 1;
-            bool leaked = !my.careful && state.is_spoiled(any_partial);
+            const WorkTile& work_tile = work_tiles[my.at];
+            bool split = work_tile.splits > 1;
+            bool leaked = !my.nonfinite && state.is_spoiled(any_partial);
             leaked = split ? named_any<TEAM_THREADS>(TEAM + team, leaked) : __any_sync(0xffffffffu, leaked);
             u32 bit = 1u << my.ordinal % 32;
             if (my.alone ? my.own & bit : !leaked) {
                 state.fold(p);
                 if (SHRINKS && my.alone) state.restore();
                 if (!split) {
-                    write_rows(p, item, state, warp_row);
+                    write_rows(p, work_tile, state, warp_row);
                 } else {
-                    leave_part(p, item, state, warp_row);
+                    leave_part(p, work_tile, state, warp_row);
                     constexpr u32 TEAM_ROWS = BM * TEAM_THREADS / THREADS, TEAM_WARPS = TEAM_THREADS / 32;
-                    u32 rest = item.q_len * p.group.value - item.row, first = team * TEAM_ROWS;
+                    u32 rest = work_tile.q_len * p.group.value - work_tile.row, first = team * TEAM_ROWS;
                     u32 count = rest <= first ? 0 : rest - first < TEAM_ROWS ? rest - first : TEAM_ROWS;
                     Share share = {first, count, warp % TEAM_WARPS, TEAM_WARPS};
-                    end_part<TEAM_THREADS, 16>(p, item, share, team, THREADS / TEAM_THREADS, flags + 1 + team, TEAM + team);
+                    end_part<TEAM_THREADS, 16>(p, work_tile, share, team, THREADS / TEAM_THREADS, flags + 1 + team, TEAM + team);
                 }
             }
             __syncwarp();
             if (lane == 0) {
                 if (leaked) my.own |= bit;
                 my.at = after(my.at);
-                if (!my.alone) my.ordinal++, my.careful = my.ordinal >= AGAIN;
+                if (!my.alone) my.ordinal++, my.nonfinite = my.ordinal >= AGAIN;
             }
             __syncwarp();
             state.reset();
@@ -275,11 +275,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         if (TEAMS && team == 1) end_turn(1);
         // Of the next tile.
         u32 slot = 0;
-        // Whether there are weights, and are to be multiplied with care; whether the next tile is the first of an item, and exists.
-        bool pending = false, with_care = false, first = true, more = true;
+        // Whether there are probabilities, and are to be multiplied with care; whether the next tile is the first of a work tile, and exists.
+        bool pending = false, nonfinite = false, first = true, more = true;
         for (;;) {
-            bool partial = more && is_partial(p, items[at], block);
-            // The rows of q of a new item too.
+            bool partial = more && is_partial(p, work_tiles[at], block);
+            // The rows of q of a new work tile too.
             if (first) await_all();
             else await<ST - 2>();
             begin_turn(team);
@@ -289,8 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             if (!TEAMS) fetch(v_slot, last_slot);
             if (pending) {
                 u32 v = v_at + last_slot * VLayout::SIZE;
-                if (with_care) add_values_with_care(p, state, weights, all_rows + my.before_at % 2 * BM + warp_row, v, my.before * TILE, my.alone);
-                else add_values(state, weights, v);
+                if (nonfinite) add_values_nonfinite(p, state, probs, all_rows + my.before_at % 2 * BM + warp_row, v, my.before * TILE, my.alone);
+                else add_values(state, probs, v);
             }
             if (!more) break;
             if (first) kept.load(q_rows);
@@ -304,31 +304,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             }
             if (first) {
                 if (pending) end_item();
-                // Rows of q that are read when this item ends, by all blocks of threads at about the same time.
-                if (items[at].next && !my.alone) prefetch_q(p, items[after(at)], warp_row);
+                // Rows of q that are read when this work tile ends, by all blocks of threads at about the same time.
+                if (work_tiles[at].next && !my.alone) prefetch_q(p, work_tiles[after(at)], warp_row);
             }
             u32 tile = block;
             const Row* rows = all_rows + at % 2 * BM + warp_row;
             any_partial |= partial;
-            with_care = my.careful && (partial || SHRINKS && my.alone);
-            if (with_care) {
+            nonfinite = my.nonfinite && (partial || SHRINKS && my.alone);
+            if (nonfinite) {
                 __syncwarp();
                 if (lane == 0) my.before = tile, my.before_at = at;
             }
-            block = skip(p, items[at], block + 1, end);
+            block = skip(p, work_tiles[at], block + 1, end);
             first = block == end;
             if (first) {
-                more = items[at].next && !my.alone;
+                more = work_tiles[at].next && !my.alone;
                 if (more) {
-                    // The next item's rows of q take the place of those that this warp has read for the last time.
+                    // The next work tile's rows of q take the place of those that this warp has read for the last time.
                     at = after(at);
                     __syncwarp();
-                    copy_q(p, items[at], q_at, warp_row);
-                    begin_item(items[at]);
+                    copy_q(p, work_tiles[at], q_at, warp_row);
+                    begin_item(work_tiles[at]);
                 }
             }
-            if (partial) to_weights<true>(p, state, scores, weights, rows, tile * TILE);
-            else to_weights<false>(p, state, scores, weights, rows, tile * TILE);
+            if (partial) to_probs<true>(p, state, scores, probs, rows, tile * TILE);
+            else to_probs<false>(p, state, scores, probs, rows, tile * TILE);
             pending = true;
             slot = slot + 1 == ST ? 0 : slot + 1;
         }
@@ -342,12 +342,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             again = flags[0];
         }
         if (!again) return;
-        // The entries of items after the first lie side by side.
+        // The entries of work tiles after the first lie side by side.
         u32 ordinal = __ffs(again) - 1;
         again &= again - 1;
         entry = ordinal ? flags[3] + ordinal - 1 : blockIdx.x;
         __syncthreads();
-        if (lane == 0) my.ordinal = ordinal, my.alone = my.careful = 1;
+        if (lane == 0) my.ordinal = ordinal, my.alone = my.nonfinite = 1;
         __syncwarp();
     }
 }

@@ -14,7 +14,7 @@ use flashtile_core::problem::Problem;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Regions {
     /// Of each launch in turn, one after another.
-    pub(crate) items: usize,
+    pub(crate) work_tiles: usize,
     pub(crate) counters: usize,
     /// Bytes up to here are written before the first run.
     pub(crate) written: usize,
@@ -48,8 +48,8 @@ pub struct CudaPlan {
     portable: Option<Portable>,
 }
 
-/// Most items of a plan.
-const MAX_ITEMS: usize = 1 << 22;
+/// Most work tiles of a plan.
+const MAX_WORK_TILES: usize = 1 << 22;
 
 impl CudaPlan {
     /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`.
@@ -57,7 +57,7 @@ impl CudaPlan {
     /// # Errors
     /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks for native kernels;
     /// [`Unsupported::SharedMemory`] where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
-    /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more items than a
+    /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more work tiles than a
     /// plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable. Of portable kernels also
     /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
@@ -168,16 +168,16 @@ impl CudaPlan {
         let sum = |of: &dyn Fn(&Launch) -> Option<usize>| {
             self.launches.iter().try_fold(0usize, |n, launch| n.checked_add(of(launch)?))
         };
-        let items = region(sum(&|launch| Some(launch.capacity.items * size_of::<WorkTile>())))?;
+        let work_tiles = region(sum(&|launch| Some(launch.capacity.work_tiles * size_of::<WorkTile>())))?;
         let counters = region(sum(&|launch| Some(launch.capacity.counters * 4)))?;
         let written = region(Some(0))?;
         let planes = |t: &MaskTileTable| t.planes.checked_mul(t.q_tiles)?.checked_mul(t.k_blocks);
         let mask_tiles = self.mask_tiles.iter().try_fold(0usize, |n, table| n.checked_add(planes(table)?));
         let mask_tiles = region(Some(mask_tiles?))?;
         let slot = |launch: &Launch| launch.kernel.slot_floats() * 4;
-        let partials = region(sum(&|launch| launch.capacity.slots.checked_mul(slot(launch))))?;
+        let partials = region(sum(&|launch| launch.capacity.partials.checked_mul(slot(launch))))?;
         let len = region(Some(0))?;
-        Some(Regions { items, counters, written, mask_tiles, partials, len })
+        Some(Regions { work_tiles, counters, written, mask_tiles, partials, len })
     }
 
     pub(crate) fn launches(&self) -> &[Launch] {
@@ -230,7 +230,7 @@ impl CudaPlan {
         if names.is_empty() { "cuda-none".to_owned() } else { names.join("+") }
     }
 
-    /// Items of all launches; of the portable kernel its groups of threads.
+    /// Work tiles of all launches; of the portable kernel its groups of threads.
     #[must_use]
     pub fn task_count(&self) -> usize {
         if let Some(portable) = &self.portable {
@@ -272,8 +272,8 @@ fn launch(
     };
     let count = sequences.iter().map(row_tiles).fold(0usize, usize::saturating_add);
     let count = count.saturating_mul(kernel.panels(problem)).saturating_mul(options.splits.unwrap_or(1));
-    let tasks = |got| Unsupported::Tasks { got, max: MAX_ITEMS };
-    if count > MAX_ITEMS {
+    let tasks = |got| Unsupported::Tasks { got, max: MAX_WORK_TILES };
+    if count > MAX_WORK_TILES {
         return Err(tasks(count));
     }
     let work = tiles(problem, &kernel, sequences, options.skip_tiles);
@@ -288,7 +288,7 @@ fn launch(
         None => Shares::equal(work, &kernel, room),
     };
     let launch = Launch { most_blocks: most, ..shares.launch(kernel) };
-    if launch.items.len() > MAX_ITEMS { Err(tasks(launch.items.len())) } else { Ok(launch) }
+    if launch.work_tiles.len() > MAX_WORK_TILES { Err(tasks(launch.work_tiles.len())) } else { Ok(launch) }
 }
 
 fn mask_tile_table(problem: &Problem, launch: &Launch) -> Option<MaskTileTable> {
@@ -314,7 +314,7 @@ impl std::fmt::Display for CudaPlan {
             let (rows, keys) = (tile.rows(), tile.keys());
             write!(
                 f,
-                "{} tile {rows}x{keys} stages {} grid {} items {} splits {} + ",
+                "{} tile {rows}x{keys} stages {} grid {} work_tiles {} splits {} + ",
                 launch.kernel, tile.stages, launch.capacity.grid, launch.count, launch.splits
             )?;
         }

@@ -13,9 +13,9 @@ pub(super) const ALIGN: usize = 256;
 pub(crate) struct Capacity {
     /// Blocks of threads.
     pub(crate) grid: usize,
-    pub(crate) items: usize,
+    pub(crate) work_tiles: usize,
     /// Partial results of [`CudaKernel::slot_floats`] each, and counters of the tiles that they are of.
-    pub(crate) slots: usize,
+    pub(crate) partials: usize,
     pub(crate) counters: usize,
 }
 
@@ -23,8 +23,8 @@ impl Capacity {
     pub(super) fn max(self, other: Self) -> Self {
         Self {
             grid: self.grid.max(other.grid),
-            items: self.items.max(other.items),
-            slots: self.slots.max(other.slots),
+            work_tiles: self.work_tiles.max(other.work_tiles),
+            partials: self.partials.max(other.partials),
             counters: self.counters.max(other.counters),
         }
     }
@@ -34,8 +34,8 @@ impl Capacity {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Launch {
     pub(crate) kernel: CudaKernel,
-    /// The first item of each block of threads, then the others.
-    pub(crate) items: Vec<WorkTile>,
+    /// The first work tile of each block of threads, then the others.
+    pub(crate) work_tiles: Vec<WorkTile>,
     /// Those that are work.
     pub(crate) count: usize,
     /// The most parts of a tile.

@@ -1,8 +1,8 @@
 //! Plans of the CUDA backend.
 //!
-//! Query rows of one key/value head are (position, head of the group) pairs ordered by position, cut into tiles. An item is
-//! a tile and a range of the keys that its rows see; a block of threads computes items one after another. Where there are
-//! enough tiles to fill the device, each is one item, longest first among heads whose keys fit its second-level cache.
+//! Query rows of one key/value head are (position, head of the group) pairs ordered by position, cut into tiles. A work tile is
+//! a tile and a range of the keys that its rows see; a block of threads computes work tiles one after another. Where there are
+//! enough tiles to fill the device, each is one work tile, longest first among heads whose keys fit its second-level cache.
 //! Otherwise the keys of all tiles, laid end to end, are cut into equal shares, one for each block of threads that the device
 //! holds at a time; the block that ends a tile last adds up its parts, in the order of the keys. The same plan gives the same
 //! bits.

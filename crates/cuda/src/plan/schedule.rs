@@ -42,8 +42,8 @@ impl Tile {
         (self.keys.end.div_ceil(block_k)).saturating_sub(self.keys.start / block_k).max(1)
     }
 
-    /// The item of the blocks `part` of its own.
-    fn item(&self, part: Range<usize>, block_k: usize) -> WorkTile {
+    /// The work tile of the blocks `part` of its own.
+    fn work_tile(&self, part: Range<usize>, block_k: usize) -> WorkTile {
         let first = self.keys.start / block_k;
         let begin = ((first + part.start) * block_k).max(self.keys.start);
         let end = ((first + part.end) * block_k).min(self.keys.end).max(begin);
@@ -121,7 +121,7 @@ pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize],
     tiles
 }
 
-/// Items of each block of threads.
+/// Work tiles of each block of threads.
 pub(super) struct Shares {
     blocks: Vec<Vec<WorkTile>>,
     splits: usize,
@@ -132,7 +132,7 @@ pub(super) struct Shares {
 
 impl Shares {
     const fn none() -> Self {
-        let used = Capacity { grid: 0, items: 0, slots: 0, counters: 0 };
+        let used = Capacity { grid: 0, work_tiles: 0, partials: 0, counters: 0 };
         Self { blocks: Vec::new(), splits: 1, used, most: used }
     }
 
@@ -161,7 +161,7 @@ impl Shares {
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
         for (_, tile) in sections {
             let Some(Reverse((work, block))) = done.pop() else { break };
-            blocks[block].push(tile.item(0..tile.blocks(1), 1));
+            blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
             // A tile's beginning and end take about as long as a block of keys. A block of threads with as many as it can compute again
             // gets no more: there is room for all of them.
             if blocks[block].len() < AGAIN {
@@ -179,16 +179,16 @@ impl Shares {
             let blocks = tile.blocks(block_k);
             let parts = splits.min(blocks);
             let cut = |n: usize| blocks * n / parts;
-            let parts = (0..parts).map(|n| tile.item(cut(n)..cut(n + 1), block_k)).collect();
-            for item in shares.parts(parts, tile.count * kernel.value_dim * 4) {
-                shares.blocks.push(vec![item]);
+            let parts = (0..parts).map(|n| tile.work_tile(cut(n)..cut(n + 1), block_k)).collect();
+            for work_tile in shares.parts(parts, tile.count * kernel.value_dim * 4) {
+                shares.blocks.push(vec![work_tile]);
             }
         }
         shares
     }
 
     /// The blocks of keys of all tiles end to end, cut into shares that take about as long, for at most `room` blocks of threads.
-    /// The beginning and end of an item take about as long as a block of keys.
+    /// The beginning and end of a work tile take about as long as a block of keys.
     pub(super) fn equal(tiles: Vec<Tile>, kernel: &CudaKernel, room: usize) -> Self {
         let (block_k, least, room) = (kernel.tile.keys(), kernel.tile.least_blocks(), room.max(1));
         let total: usize = tiles.iter().map(|tile| tile.blocks(block_k) + 1).sum();
@@ -201,34 +201,35 @@ impl Shares {
         let mut ranges: Vec<Vec<(usize, Range<usize>)>> = vec![Vec::new(); tiles.len()];
         let count = cut(of_tiles(), share, least, |tile, block, range| ranges[tile].push((block, range)));
         let mut shares = Self::none();
-        // Each boundary between blocks of threads adds an item, and cuts one tile.
-        let items = tiles.len() + room;
+        // Each boundary between blocks of threads adds a work tile, and cuts one tile.
+        let work_tiles = tiles.len() + room;
         // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
-        shares.most = Capacity { grid: room, items, slots: 2 * room + room / 2, counters: room + room / 2 };
+        shares.most =
+            Capacity { grid: room, work_tiles, partials: 2 * room + room / 2, counters: room + room / 2 };
         shares.blocks.resize_with(count, Vec::new);
         for (tile, ranges) in tiles.iter().zip(ranges) {
-            let parts = ranges.iter().map(|(_, range)| tile.item(range.clone(), block_k)).collect();
+            let parts = ranges.iter().map(|(_, range)| tile.work_tile(range.clone(), block_k)).collect();
             let parts = shares.parts(parts, tile.count * kernel.value_dim * 4);
-            for ((block, _), item) in ranges.iter().zip(parts) {
-                shares.blocks[*block].push(item);
+            for ((block, _), work_tile) in ranges.iter().zip(parts) {
+                shares.blocks[*block].push(work_tile);
             }
         }
         shares
     }
 
-    /// Gives the parts of one tile, of so many bytes each, their slots.
+    /// Gives the parts of one tile, of so many bytes each, their partials.
     fn parts(&mut self, mut parts: Vec<WorkTile>, bytes: usize) -> Vec<WorkTile> {
         let count = parts.len();
         if count > 1 {
             let grouped = count > 2 * GROUP && count * bytes > GROUPED_BYTES;
             let groups = if grouped { count.div_ceil(GROUP) } else { 0 };
-            for (n, item) in parts.iter_mut().enumerate() {
-                item.slot = (self.used.slots + n) as u32;
-                item.first = self.used.slots as u32;
-                item.splits = count as u32 | if grouped { GROUPED } else { 0 };
-                item.counter = self.used.counters as u32;
+            for (n, work_tile) in parts.iter_mut().enumerate() {
+                work_tile.slot = (self.used.partials + n) as u32;
+                work_tile.first = self.used.partials as u32;
+                work_tile.splits = count as u32 | if grouped { GROUPED } else { 0 };
+                work_tile.counter = self.used.counters as u32;
             }
-            self.used.slots += count + groups;
+            self.used.partials += count + groups;
             self.used.counters += 1 + groups;
             self.splits = self.splits.max(count);
         }
@@ -239,24 +240,24 @@ impl Shares {
         let grid = self.blocks.len();
         let count = self.blocks.iter().map(Vec::len).sum();
         let teams = kernel.tile.teams();
-        let used = Capacity { grid, items: count, ..self.used };
+        let used = Capacity { grid, work_tiles: count, ..self.used };
         let most = used.max(self.most);
         let capacity = Capacity { counters: teams * most.counters, ..most };
-        let none = WorkTile { sequence: NONE, ..Tile::EMPTY.item(0..0, 1) };
-        let mut items = vec![none; capacity.grid];
+        let none = WorkTile { sequence: NONE, ..Tile::EMPTY.work_tile(0..0, 1) };
+        let mut work_tiles = vec![none; capacity.grid];
         for (block, list) in self.blocks.into_iter().enumerate() {
             let mut entry = block;
-            for (n, item) in list.into_iter().enumerate() {
+            for (n, work_tile) in list.into_iter().enumerate() {
                 if n > 0 {
-                    items[entry].next = items.len() as u32;
-                    entry = items.len();
-                    items.push(item);
+                    work_tiles[entry].next = work_tiles.len() as u32;
+                    entry = work_tiles.len();
+                    work_tiles.push(work_tile);
                 } else {
-                    items[entry] = item;
+                    work_tiles[entry] = work_tile;
                 }
             }
         }
-        Launch { kernel, items, count, splits: self.splits, most_blocks: 0, capacity }
+        Launch { kernel, work_tiles, count, splits: self.splits, most_blocks: 0, capacity }
     }
 }
 
@@ -315,17 +316,17 @@ mod tests {
         CudaKernel { dtype, head_dim, value_dim, tile, paged: false, biased: false, masked: false }
     }
 
-    /// Every key of every tile is in exactly one item, and parts of a tile have neighbouring slots in key order.
+    /// Every key of every tile is in exactly one work tile, and parts of a tile have neighbouring partials in key order.
     fn check(shares: &Shares, tiles: &[Tile]) {
         for tile in tiles {
-            let items = || shares.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
+            let work_tiles = || shares.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
             let mut at = tile.keys.start;
-            for (n, item) in items().enumerate() {
-                assert_eq!(item.begin as usize, at);
-                at = item.end as usize;
-                assert_eq!((item.splits & !GROUPED) as usize, items().count());
-                if item.splits > 1 {
-                    assert_eq!(item.slot, item.first + n as u32);
+            for (n, work_tile) in work_tiles().enumerate() {
+                assert_eq!(work_tile.begin as usize, at);
+                at = work_tile.end as usize;
+                assert_eq!((work_tile.splits & !GROUPED) as usize, work_tiles().count());
+                if work_tile.splits > 1 {
+                    assert_eq!(work_tile.slot, work_tile.first + n as u32);
                 }
             }
             assert_eq!(at, tile.keys.end.max(tile.keys.start));
@@ -342,11 +343,11 @@ mod tests {
             assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
             assert_eq!(shares.most.max(shares.used), shares.most);
             check(&shares, &tiles);
-            let cost = |items: &Vec<WorkTile>| {
+            let cost = |work_tiles: &Vec<WorkTile>| {
                 let of = |i: &WorkTile| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize + 1;
-                items.iter().map(of).sum::<usize>()
+                work_tiles.iter().map(of).sum::<usize>()
             };
-            // Cuts add an item for each block of threads, and leave room for less than a part.
+            // Cuts add a work tile for each block of threads, and leave room for less than a part.
             let total: usize = tiles.iter().map(|t| t.blocks(64) + 1).sum();
             assert!(shares.blocks.iter().map(cost).all(|n| n <= total.div_ceil(room) + 2), "{room}");
         }

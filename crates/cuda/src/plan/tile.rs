@@ -112,7 +112,7 @@ pub struct CudaKernel {
     pub dtype: Dtype,
     /// Head dimension, rounded up.
     pub head_dim: usize,
-    /// Columns of v that an item computes, rounded up; wider values are cut into panels.
+    /// Columns of v that a work tile computes, rounded up; wider values are cut into panels.
     pub value_dim: usize,
     /// How a block of threads divides its work.
     pub tile: CudaTile,
@@ -124,10 +124,10 @@ pub struct CudaKernel {
     pub masked: bool,
 }
 
-/// Most columns of values of an item: their sums are kept in registers.
+/// Most columns of values of a work tile: their sums are kept in registers.
 const MAX_VALUE_COLUMNS: usize = 256;
 
-/// Bytes that a warp keeps of its stream of items: `STREAM` of the kernels.
+/// Bytes that a warp keeps of its stream of work tiles: `STREAM` of the kernels.
 pub(crate) const STREAM_BYTES: usize = 80;
 
 /// Registers that a thread can have.
@@ -203,9 +203,9 @@ impl CudaKernel {
             let merge = warps_k * rows * (self.value_dim + 10) * 4;
             q + if ring > merge { ring } else { merge } + seen + 16
         } else {
-            let (items, streams) =
+            let (work_tiles, streams) =
                 ((stages + 4) / 2 * 2 * size_of::<WorkTile>(), self.tile.warps_q * STREAM_BYTES);
-            q + ring + 2 * seen + items + streams + 16
+            q + ring + 2 * seen + work_tiles + streams + 16
         }
     }
 

@@ -8,7 +8,7 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// Parts of a tile that are added up first where there are many: `GROUP` of the kernels.
 pub(crate) const GROUP: usize = 8;
 
-/// Items of a block of threads that it can compute again, `AGAIN` of the kernels; with more tiles than that for each there are
+/// Work tiles of a block of threads that it can compute again, `AGAIN` of the kernels; with more tiles than that for each there are
 /// several times as many blocks as the device holds.
 pub(crate) const AGAIN: usize = 31;
 
@@ -30,12 +30,12 @@ device_struct! {
         pub(crate) full_begin: u32,
         pub(crate) full_end: u32,
         /// Slot of its partial result, the first of its tile's, and their number, with [`GROUPED`] where they are added up in groups:
-        /// sums of groups are in the slots behind them, and counters of groups behind the tile's.
+        /// sums of groups are in the partials behind them, and counters of groups behind the tile's.
         pub(crate) slot: u32,
         pub(crate) first: u32,
         pub(crate) splits: u32,
         pub(crate) counter: u32,
-        /// Entry of the next item of the block of threads; 0 where there is none.
+        /// Entry of the next work tile of the block of threads; 0 where there is none.
         pub(crate) next: u32,
         /// The sequence itself, so that a block of threads has all that it needs at once.
         pub(crate) batch: u32,
