@@ -50,7 +50,7 @@ fn texts() {
         ),
         (
             "cuda",
-            &["extern \"C\" __global__", "merge_bf16_128_0(", "FT_CONSTANT_with_sinks", "struct Merge {"],
+            &["extern \"C\" __global__", "merge_bf16_128_0(", "FT_CONSTANT_has_sinks", "struct Merge {"],
         ),
         ("rust", &["use flashtile_kernel::prelude::*;", "fn merge<", "// DV = 128", "#[kernel("]),
     ];
@@ -115,7 +115,7 @@ fn refusals() {
             print(&[]),
             "expected a kernel (decode, merge, encode, append, hadamard, mask_tiles), an instance or --all",
         ),
-        (print(&["clasify"]), "clasify is no kernel and no instance of one, expected mask_tiles"),
+        (print(&["mask_tile"]), "mask_tile is no kernel and no instance of one, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
         (print(&["mask_tiles", "--paged"]), "--paged: has no meaning for mask_tiles, it has one instance"),
         (print(&["merge", "--head-dim", "64"]), "expected --dtype, --value-dim, --v-codec"),

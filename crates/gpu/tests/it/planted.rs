@@ -266,8 +266,8 @@ fn memory_that_is_too_short_for_a_kernel_is_refused() {
     };
     merged(lens).unwrap();
     let said = [
-        "partial_out of every part",
-        "partial_max_sum of every part",
+        "a partial output of every split",
+        "a maximum and a sum of every split",
         "a sink for each head",
         "out reaches to its last row",
         "a logsumexp for each row",
