@@ -5,7 +5,7 @@
 
 use flashtile::cache::Snapshot;
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, Inputs, KvCache, Outputs, PlanOptions,
+    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, KvCache, Outputs, PlanOptions,
     ProblemDesc, SeqId, TensorView, TensorViewMut, Visibility, reference,
 };
 use libfuzzer_sys::fuzz_target;
