@@ -1,7 +1,7 @@
 //! Codecs as kernels are specialised by them, and the tables that kernels read.
 
 use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6};
-use flashtile_core::codec::{Codec, Coder, Rotation, mlx};
+use flashtile_core::codec::{Codec, Coder, Rotation, RowKind, mlx};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{ScalarType, f16};
 
@@ -39,9 +39,10 @@ pub const fn scalar_type(dtype: Dtype) -> ScalarType {
 
 /// The Hadamard order of a codec's rotation; 0 where rows are not rotated.
 pub const fn hadamard_order(codec: Codec, dim: usize) -> u32 {
-    let rotated = match codec.mlx() {
-        Some((_, rotated)) => rotated,
-        None => codec.is_integer(),
+    let rotated = match codec.row_kind() {
+        RowKind::Elements(_) | RowKind::Fp8 => false,
+        RowKind::Integers { .. } => true,
+        RowKind::Mlx { rotated, .. } => rotated,
     };
     if !rotated {
         0
@@ -64,15 +65,9 @@ pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
 /// Bytes of the magnitudes of a codec's levels as f16: 32 low ones, then 32 high ones, four to a word.
 pub(crate) fn magnitudes(codec: Codec, dim: usize) -> [u32; 16] {
     let mut words = [0; 16];
-    let bits = match codec {
-        Codec::Tq2 => 2,
-        Codec::Tq3 => 3,
-        Codec::Tq4 => 4,
-        Codec::Tq5 => 5,
-        Codec::Tq6 => 6,
-        _ => return words,
-    };
+    let RowKind::Integers { bits } = codec.row_kind() else { return words };
     let coder = Coder::new(codec, dim);
+    // Codes of 8 bits are their own levels.
     if let Some(levels) = coder.as_ref().and_then(Coder::levels) {
         for index in 0..1usize << (bits - 1) {
             let half = f16::from_f32(f32::from(levels[index])).to_bits();
@@ -89,7 +84,7 @@ pub fn codebooks(k: Codec, v: Codec) -> (Vec<f32>, [u32; 2]) {
     let mut all = Vec::new();
     let mut push = |codec: Codec| {
         let start = all.len() as u32;
-        if let Some((bits, _)) = codec.mlx() {
+        if let RowKind::Mlx { bits, .. } = codec.row_kind() {
             let numbers = (0..=u8::MAX).map(|code| mlx::value(bits, code));
             all.extend(numbers.clone().chain(numbers.map(|x| x - f16::from_f32(x).to_f32())));
         }

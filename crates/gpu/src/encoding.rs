@@ -1,7 +1,7 @@
 //! The host side of the encoder: where rows go, the tables that it reads, and what its status says.
 
 use crate::codecs::{format_id, hadamard_order, scalar_type};
-use flashtile_core::codec::{Codec, EncodeError, mlx, nearest_levels};
+use flashtile_core::codec::{Codec, EncodeError, RowKind, mlx, nearest_levels};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::Generic;
 
@@ -37,7 +37,7 @@ pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
 /// What [`encode()`](crate::kernels::encode::encode()) looks up: of `tq`, the level nearest to each number of halves of levels and 256 times its index; of mlx-native, the
 /// bits of the edges between values, ascending, then those of infinity.
 pub fn encode_table(codec: Codec) -> Vec<u32> {
-    if let Some((bits, _)) = codec.mlx() {
+    if let RowKind::Mlx { bits, .. } = codec.row_kind() {
         let half = mlx::tables(bits).1;
         let edges = half.iter().rev().map(|edge| -edge).chain([0.0]).chain(half.iter().copied());
         return edges.chain(std::iter::repeat(f32::INFINITY)).take(256).map(f32::to_bits).collect();

@@ -1,8 +1,8 @@
 //! mlx-native's caches by definition, in scalar f64: its encoder and a step of decoding over its buffers. They share tables with the
 //! codec, and nothing else.
 
-use flashtile_core::codec::Codec;
 use flashtile_core::codec::mlx::{SIGNS, tables};
+use flashtile_core::codec::{Codec, RowKind};
 
 /// One row in the format of mlx-native.
 #[derive(Debug, Clone, PartialEq)]
@@ -136,10 +136,12 @@ pub fn mlx_decode(step: &MlxStep<'_>) -> Vec<f64> {
     out
 }
 
+/// Bits of a code, and whether rows are rotated.
 fn format(codec: Codec) -> (usize, bool) {
-    let known = codec.mlx();
-    assert!(known.is_some(), "{codec} is not of mlx-native");
-    known.unwrap_or_default()
+    match codec.row_kind() {
+        RowKind::Mlx { bits, rotated } => (bits, rotated),
+        other => panic!("{codec} has rows of {other:?}, expected the format of mlx-native"),
+    }
 }
 
 fn sign(i: usize) -> f64 {

@@ -1,7 +1,7 @@
 //! One quantizing codec at one dimension: vectors to rows of a page, and back.
 
 use super::fp8;
-use super::kind::Codec;
+use super::kind::{Codec, RowKind};
 use super::mlx::{self, Mlx};
 use super::numeric::greatest;
 use super::ops::Ops;
@@ -40,16 +40,16 @@ impl Coder {
     /// `None` for codecs of plain elements. The codec supports the dimension.
     pub fn new(codec: Codec, dim: usize) -> Option<Self> {
         debug_assert!(codec.supports(dim), "{codec} of {dim}");
-        let bits = codec.code_bits();
-        let scheme = match (codec, codec.mlx()) {
-            _ if codec.dtype().is_some() => return None,
-            (_, Some((bits, rotated))) => Scheme::Mlx(Mlx::new(dim, bits, rotated)),
-            (Codec::Fp8, _) => Scheme::Fp8,
-            _ => Scheme::Integers(Quantizer::new(dim, bits)),
-        };
-        let format = match &scheme {
-            Scheme::Mlx(_) => RowLayout::opaque(dim, mlx::code_bytes(dim, bits), mlx::norm_bytes(dim)),
-            _ => RowLayout::new(dim, bits),
+        let (scheme, format) = match codec.row_kind() {
+            RowKind::Elements(_) => return None,
+            RowKind::Fp8 => (Scheme::Fp8, RowLayout::new(dim, 8)),
+            RowKind::Integers { bits } => {
+                (Scheme::Integers(Quantizer::new(dim, bits)), RowLayout::new(dim, bits))
+            }
+            RowKind::Mlx { bits, rotated } => {
+                let layout = RowLayout::opaque(dim, mlx::code_bytes(dim, bits), mlx::norm_bytes(dim));
+                (Scheme::Mlx(Mlx::new(dim, bits, rotated)), layout)
+            }
         };
         Some(Self { dim, format, scheme })
     }
@@ -73,7 +73,7 @@ impl Coder {
     pub fn levels(&self) -> Option<&'static [i8; 64]> {
         match &self.scheme {
             Scheme::Integers(quantizer) => quantizer.table(),
-            _ => None,
+            Scheme::Fp8 | Scheme::Mlx(_) => None,
         }
     }
 
@@ -153,7 +153,7 @@ impl Coder {
 
 /// Of a codec with levels: that nearest to each number of halves of levels, and 256 times its index.
 pub fn nearest_levels(codec: Codec) -> Option<[u32; 256]> {
-    let bits = codec.is_integer().then(|| codec.code_bits()).filter(|bits| *bits < 8)?;
+    let RowKind::Integers { bits: bits @ 2..=6 } = codec.row_kind() else { return None };
     let levels = Codebook::of(bits);
     Some(std::array::from_fn(|n| u32::from(levels.nearest_of[n]) | u32::from(levels.index_of[n]) << 8))
 }

@@ -45,7 +45,52 @@ pub enum Codec {
     MlxTq8Plain,
 }
 
+/// What the rows of a codec are made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum RowKind {
+    /// Plain elements, without a scale.
+    Elements(Dtype),
+    /// One e4m3 number a byte, and an f16 scale.
+    Fp8,
+    /// Rotated: codes of `bits` bits in bit planes, or whole bytes, and an f16 scale.
+    Integers {
+        /// Bits of a code: 2 to 6, or 8 for whole bytes.
+        bits: usize,
+    },
+    /// The format of mlx-native: codes in nibbles or bytes, and an f32 norm for each 256 elements.
+    Mlx {
+        /// Bits of a code: 4 in a nibble; 5, 6 or 8 in a byte.
+        bits: usize,
+        /// Whether rows are rotated.
+        rotated: bool,
+    },
+}
+
 impl Codec {
+    /// What rows are made of. Every other fact about the format of rows derives from this table.
+    #[must_use]
+    pub const fn row_kind(self) -> RowKind {
+        match self {
+            Self::F32 => RowKind::Elements(Dtype::F32),
+            Self::F16 => RowKind::Elements(Dtype::F16),
+            Self::BF16 => RowKind::Elements(Dtype::BF16),
+            Self::Fp8 => RowKind::Fp8,
+            Self::Int8 => RowKind::Integers { bits: 8 },
+            Self::Tq2 => RowKind::Integers { bits: 2 },
+            Self::Tq3 => RowKind::Integers { bits: 3 },
+            Self::Tq4 => RowKind::Integers { bits: 4 },
+            Self::Tq5 => RowKind::Integers { bits: 5 },
+            Self::Tq6 => RowKind::Integers { bits: 6 },
+            Self::MlxTq4 => RowKind::Mlx { bits: 4, rotated: true },
+            Self::MlxTq5 => RowKind::Mlx { bits: 5, rotated: true },
+            Self::MlxTq6 => RowKind::Mlx { bits: 6, rotated: true },
+            Self::MlxTq8 => RowKind::Mlx { bits: 8, rotated: true },
+            Self::MlxTq5Plain => RowKind::Mlx { bits: 5, rotated: false },
+            Self::MlxTq6Plain => RowKind::Mlx { bits: 6, rotated: false },
+            Self::MlxTq8Plain => RowKind::Mlx { bits: 8, rotated: false },
+        }
+    }
+
     /// Every codec.
     pub const ALL: [Self; 17] = [
         Self::F32,
@@ -70,35 +115,37 @@ impl Codec {
     /// Whether rows of `dim` elements can be stored: 256 and 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`] in others.
     #[must_use]
     pub const fn supports(self, dim: usize) -> bool {
-        match self.mlx() {
-            Some(_) => dim == 256 || dim == 512,
-            None => dim >= 1 && dim <= MAX_HEAD_DIM,
+        match self.row_kind() {
+            RowKind::Mlx { .. } => dim == 256 || dim == 512,
+            RowKind::Elements(_) | RowKind::Fp8 | RowKind::Integers { .. } => dim >= 1 && dim <= MAX_HEAD_DIM,
         }
     }
 
     /// The dimensions of [`Codec::supports`], in words.
     pub(crate) const fn dims(self) -> &'static str {
-        if self.mlx().is_some() { "256 or 512" } else { "1 to 512" }
+        match self.row_kind() {
+            RowKind::Mlx { .. } => "256 or 512",
+            RowKind::Elements(_) | RowKind::Fp8 | RowKind::Integers { .. } => "1 to 512",
+        }
     }
 
     /// Bytes of a row of `dim` elements, which the codec [supports](Codec::supports); saturating.
     #[must_use]
     pub const fn row_bytes(self, dim: usize) -> usize {
-        match (self.dtype(), self.mlx()) {
-            (Some(dtype), _) => dim.saturating_mul(dtype.bytes()),
-            (_, Some((bits, _))) => mlx::code_bytes(dim, bits).saturating_add(mlx::norm_bytes(dim)),
-            _ => RowLayout::bytes(dim, self.code_bits()),
+        match self.row_kind() {
+            RowKind::Elements(dtype) => dim.saturating_mul(dtype.bytes()),
+            RowKind::Fp8 => RowLayout::bytes(dim, 8),
+            RowKind::Integers { bits } => RowLayout::bytes(dim, bits),
+            RowKind::Mlx { bits, .. } => mlx::code_bytes(dim, bits).saturating_add(mlx::norm_bytes(dim)),
         }
     }
 
     /// The element type of a codec whose rows are plain elements.
     #[must_use]
     pub const fn dtype(self) -> Option<Dtype> {
-        match self {
-            Self::F32 => Some(Dtype::F32),
-            Self::F16 => Some(Dtype::F16),
-            Self::BF16 => Some(Dtype::BF16),
-            _ => None,
+        match self.row_kind() {
+            RowKind::Elements(dtype) => Some(dtype),
+            RowKind::Fp8 | RowKind::Integers { .. } | RowKind::Mlx { .. } => None,
         }
     }
 
@@ -137,32 +184,9 @@ impl Codec {
         }
     }
 
-    /// Bits of the code of an element.
-    pub(super) const fn code_bits(self) -> usize {
-        match self {
-            Self::F32 => 32,
-            Self::F16 | Self::BF16 => 16,
-            Self::Fp8 | Self::Int8 | Self::MlxTq8 | Self::MlxTq8Plain => 8,
-            Self::Tq2 => 2,
-            Self::Tq3 => 3,
-            Self::Tq4 | Self::MlxTq4 => 4,
-            Self::Tq5 | Self::MlxTq5 | Self::MlxTq5Plain => 5,
-            Self::Tq6 | Self::MlxTq6 | Self::MlxTq6Plain => 6,
-        }
-    }
-
-    /// Bits of a code in the format of mlx-native, and whether rows are rotated; `None` of other codecs.
-    pub const fn mlx(self) -> Option<(usize, bool)> {
-        match self {
-            Self::MlxTq4 | Self::MlxTq5 | Self::MlxTq6 | Self::MlxTq8 => Some((self.code_bits(), true)),
-            Self::MlxTq5Plain | Self::MlxTq6Plain | Self::MlxTq8Plain => Some((self.code_bits(), false)),
-            _ => None,
-        }
-    }
-
     /// Whether codes stand for integers times a scale.
     pub const fn is_integer(self) -> bool {
-        matches!(self, Self::Int8 | Self::Tq2 | Self::Tq3 | Self::Tq4 | Self::Tq5 | Self::Tq6)
+        matches!(self.row_kind(), RowKind::Integers { .. })
     }
 }
 

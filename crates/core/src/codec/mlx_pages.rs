@@ -1,7 +1,7 @@
 //! Pages from and to the buffers of mlx-native.
 
 use super::error::PagesError;
-use super::kind::Codec;
+use super::kind::{Codec, RowKind};
 use super::mlx::{BLOCK, code_bytes};
 use super::pages::{CodePages, Side};
 
@@ -14,14 +14,15 @@ impl CodePages {
     ///
     /// ```
     /// use flashtile::codec::CodePages;
-    /// use flashtile::{BlockTables, Codec, Cpu, Dtype, Inputs, KvView, Outputs, PlanOptions, ProblemDesc};
-    /// use flashtile::{TensorView, TensorViewMut, Visibility};
+    /// use flashtile::{BlockTables, Codec, Cpu, Dtype, HeadShape, Inputs, KvView, Outputs, PlanOptions, ProblemDesc};
+    /// use flashtile::{SeqLens, TensorView, TensorViewMut, Visibility};
     /// // A ring of 64 tokens for 2 heads of 256, which has seen 100.
     /// let (codes, norms) = (vec![130u8; 2 * 64 * 256], vec![16.0f32; 2 * 64]);
     /// let pages = CodePages::from_mlx(Codec::MlxTq8, [1, 2, 64, 256], &codes, &norms)?;
     /// let tables =
     ///     BlockTables { table: vec![0], width: 1, page: 64, wraps: true, lens: vec![100], first: vec![36] };
-    /// let mut desc = ProblemDesc::cached([4, 2], [256, 256], Dtype::F32, &[(1, 100)]);
+    /// let heads = HeadShape { q_heads: 4, kv_heads: 2, head_dim: 256, value_dim: 256 };
+    /// let mut desc = ProblemDesc::cached(heads, Dtype::F32, &[SeqLens::decode(100)]);
     /// (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq8), Some(Codec::MlxTq8));
     /// desc.visibility = Visibility::window(Some(63), Some(0));
     /// let (q, mut out) = (vec![0.5f32; 4 * 256], vec![0.0f32; 4 * 256]);
@@ -88,7 +89,9 @@ impl CodePages {
     /// Codes and norms of a page of one head, where buffers of these lengths hold all of them.
     fn mlx_sizes(&self, lengths: [usize; 2]) -> Result<[usize; 2], PagesError> {
         let ([slots, heads, capacity, dim], codec) = (self.shape(), self.codec());
-        let (bits, _) = codec.mlx().ok_or(PagesError::Format { codec })?;
+        let RowKind::Mlx { bits, .. } = codec.row_kind() else {
+            return Err(PagesError::Format { codec });
+        };
         let sizes = [capacity * code_bytes(dim, bits), capacity * (dim / BLOCK)];
         for ((buffer, got), size) in ["codes", "norms"].into_iter().zip(lengths).zip(sizes) {
             let expected = slots * heads * size;

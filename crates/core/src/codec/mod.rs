@@ -47,7 +47,7 @@ mod walsh;
 pub use coder::{Coder, e4m3, nearest_levels};
 pub use dispatch::{decode_rotated, rotate, unrotate};
 pub use error::{EncodeError, MAX_NORM, PagesError};
-pub use kind::Codec;
+pub use kind::{Codec, RowKind};
 pub use kv_view::KvView;
 pub use mean::mean_row;
 pub use numeric::{greatest, round};
