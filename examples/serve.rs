@@ -10,8 +10,8 @@
 #![allow(clippy::print_stdout, reason = "an example reports by printing")]
 
 use flashtile::{
-    CacheDesc, CacheLayout, Codec, Cpu, Dims, Dtype, Inputs, KvCache, Outputs, PlanOptions, ProblemDesc,
-    SeqId, TensorView, TensorViewMut, Visibility,
+    CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, HeadShape, Inputs, KvCache, Outputs,
+    PlanOptions, ProblemDesc, SeqId, SeqLens, TensorView, TensorViewMut, Visibility,
 };
 
 type Error = Box<dyn std::error::Error>;
@@ -132,9 +132,10 @@ impl Model {
             let [k, v] = kv;
             cache.write(layer, &new, &k?, &v?)?;
             let tables = cache.tables(&seqs)?;
-            let lengths: Vec<(usize, usize)> =
-                new.iter().zip(&tables.lens).map(|(&(_, new), &len)| (new, len)).collect();
-            let desc = ProblemDesc::cached([Q_HEADS, KV_HEADS], [DIM, DIM], Dtype::F32, &lengths);
+            let lens = new.iter().zip(&tables.lens);
+            let lens: Vec<SeqLens> = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
+            let shape = HeadShape { q_heads: Q_HEADS, kv_heads: KV_HEADS, head_dim: DIM, value_dim: DIM };
+            let desc = ProblemDesc::cached(shape, Dtype::F32, &lens);
             let q = TensorView::packed(q, [total, Q_HEADS, DIM])?;
             self.run(desc, &cache.inputs(layer, q, &tables)?)
         })?;
@@ -221,7 +222,8 @@ fn prompt(seed: usize, len: usize) -> Vec<usize> {
 
 fn main() -> Result<(), Error> {
     let layout = CacheLayout::Paged { pages: 64, page: 16 };
-    let cache = KvCache::new(CacheDesc::new(layout, [LAYERS, KV_HEADS, DIM], Codec::F32))?;
+    let shape = CacheShape { layers: LAYERS, kv_heads: KV_HEADS, head_dim: DIM, value_dim: DIM };
+    let cache = KvCache::new(CacheDesc::new(layout, shape, Codec::F32))?;
     let mut server = Server { model: Model::new(), cache, requests: Vec::new(), checked: 0 };
     for step in 0..24 {
         match step {

@@ -1,13 +1,14 @@
 #![doc = include_str!("../README.md")]
 
 pub use flashtile_core::block_tables::BlockTables;
-pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, KvCache, SeqId};
+pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, SeqId};
 pub use flashtile_core::codec::{Codec, KvView};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 pub use flashtile_core::inputs::{Inputs, Outputs, RunError};
 pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{
-    Dims, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix, Visibility,
+    Dims, HeadShape, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences, SharedPrefix,
+    Visibility,
 };
 pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
 pub use flashtile_cpu::cpu::Cpu;
@@ -24,8 +25,8 @@ pub mod problem {
         MAX_ALIBI_SLOPE, MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP,
     };
     pub use flashtile_core::problem::{
-        Dims, Positional, Problem, ProblemDesc, ProblemError, QOffset, Sequence, Sequences, SharedPrefix,
-        Side, Visibility,
+        Dims, HeadShape, Positional, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence,
+        Sequences, SharedPrefix, Side, Visibility,
     };
 }
 
@@ -41,7 +42,8 @@ pub mod cache {
 
     pub use flashtile_core::block_tables::{BlockTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
-        CacheDesc, CacheError, CacheLayout, CacheMemory, KeyMean, KvCache, MEAN_ROWS, SeqId, Snapshot,
+        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, KeyMean, KvCache, MEAN_ROWS, SeqId,
+        Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }
@@ -55,7 +57,7 @@ pub mod codec {
     //! How a cache stores rows of keys and values.
 
     pub use flashtile_core::codec::{
-        CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, Side, mean_row,
+        CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, RowKind, Side, mean_row,
     };
 }
 

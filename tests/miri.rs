@@ -275,15 +275,20 @@ mod caches {
     use super::{normal, portable};
     use flashtile::cache::Snapshot;
     use flashtile::{
-        CacheDesc, CacheLayout, Codec, Dtype, KvCache, Outputs, PlanOptions, ProblemDesc, SeqId, TensorView,
-        TensorViewMut, Visibility,
+        CacheDesc, CacheLayout, CacheShape, Codec, Dtype, HeadShape, KvCache, Outputs, PlanOptions,
+        ProblemDesc, SeqId, SeqLens, TensorView, TensorViewMut, Visibility,
     };
 
     const HEADS: usize = 1;
 
     fn cache(layout: CacheLayout, codec: Codec) -> KvCache {
         let dim = if codec.supports(8) { 8 } else { 256 };
-        KvCache::new(CacheDesc::new(layout, [1, HEADS, dim], codec)).unwrap()
+        KvCache::new(CacheDesc::new(
+            layout,
+            CacheShape { layers: 1, kv_heads: HEADS, head_dim: dim, value_dim: dim },
+            codec,
+        ))
+        .unwrap()
     }
 
     fn paged(codec: Codec) -> KvCache {
@@ -313,8 +318,12 @@ mod caches {
     fn attend(cache: &mut KvCache, sequences: &[SeqId], visibility: Visibility) -> Vec<f32> {
         cache.poison_unused();
         let (dim, codec) = (cache.desc().head_dim, cache.desc().k);
-        let lengths: Vec<_> = sequences.iter().map(|&seq| (1, cache.len(seq).unwrap())).collect();
-        let mut desc = ProblemDesc::cached([HEADS, HEADS], [dim, dim], Dtype::F32, &lengths);
+        let lengths: Vec<_> = sequences.iter().map(|&seq| SeqLens::decode(cache.len(seq).unwrap())).collect();
+        let mut desc = ProblemDesc::cached(
+            HeadShape { q_heads: HEADS, kv_heads: HEADS, head_dim: dim, value_dim: dim },
+            Dtype::F32,
+            &lengths,
+        );
         (desc.k_codec, desc.v_codec) = (Some(codec), Some(codec));
         desc.visibility = visibility;
         let cpu = portable().cpu;

@@ -6,8 +6,8 @@ use crate::operands::{Operands, Order};
 use crate::options::Storage;
 use flashtile::cache::KeyMean;
 use flashtile::{
-    BlockTables, CacheDesc, CacheLayout, Codec, Inputs, KvCache, Problem, QOffset, Sequence, Sequences,
-    TensorView, Unsupported,
+    BlockTables, CacheDesc, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset, SeqLens,
+    Sequence, Sequences, TensorView, Unsupported,
 };
 
 /// How a cache stores keys and values.
@@ -43,11 +43,11 @@ impl Stored {
         let mut desc = problem.desc().clone();
         (desc.k_codec, desc.v_codec) = (Some(self.k), Some(self.v));
         if !matches!(desc.sequences, Sequences::Cached { .. }) {
-            let lengths: Vec<(usize, usize)> =
-                problem.sequences().iter().map(|sequence| (sequence.q_len, sequence.kv_len)).collect();
-            desc.sequences = Sequences::cached(&lengths);
+            let lens = |sequence: &Sequence| SeqLens { q_len: sequence.q_len, kv_len: sequence.kv_len };
+            let lens: Vec<SeqLens> = problem.sequences().iter().map(lens).collect();
+            desc.sequences = Sequences::cached(&lens);
             desc.dims.batch = 1;
-            desc.dims.q_len = lengths.iter().fold(0, |n, &(q_len, _)| n.saturating_add(q_len));
+            desc.dims.q_len = lens.iter().fold(0, |n, lens| n.saturating_add(lens.q_len));
             desc.dims.kv_len = longest(problem);
             // The problem is valid: where nothing was said, the first query sits at the first key.
             desc.q_offset = desc.q_offset.or(Some(QOffset::TopLeft));
@@ -104,8 +104,17 @@ impl Cached {
         let (dims, sequences) = (operands.problem.dims(), operands.problem.sequences());
         let (slots, capacity) = (sequences.len().max(1), longest(&operands.problem).max(1));
         let layout = CacheLayout::Contiguous { slots, capacity };
-        let mut desc = CacheDesc::new(layout, [1, dims.kv_heads, dims.head_dim], stored.k);
-        (desc.v, desc.value_dim) = (stored.v, dims.value_dim);
+        let mut desc = CacheDesc::new(
+            layout,
+            CacheShape {
+                layers: 1,
+                kv_heads: dims.kv_heads,
+                head_dim: dims.head_dim,
+                value_dim: dims.value_dim,
+            },
+            stored.k,
+        );
+        desc.v = stored.v;
         if stored.centered {
             desc.key_mean = KeyMean::Learned;
         }

@@ -16,7 +16,8 @@ use crate::run::{dims_json, shapes};
 use clap::Args;
 use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, machines};
 use flashtile::{
-    CpuPlan, CudaPlan, Dims, Dtype, KernelChoice, Problem, ProblemDesc, Sequences, SharedPrefix,
+    CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, Problem, ProblemDesc, SeqLens, Sequences,
+    SharedPrefix,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -248,10 +249,19 @@ fn steps(args: &PlanArgs) -> Result<Problem> {
     if count > MAX_BATCH {
         return Err(Failure::at("--cached", format_args!("{count} sequences, expected at most {MAX_BATCH}")));
     }
-    let steps = args.shape.cached.iter().flat_map(|c| std::iter::repeat_n((c.queries, c.len), c.times));
-    let steps: Vec<(usize, usize)> = steps.collect();
-    let (heads, dims) = ([heads, kv_heads.unwrap_or(heads)], [head_dim, value_dim.unwrap_or(head_dim)]);
-    let mut desc = ProblemDesc::cached(heads, dims, args.reading.dtype.unwrap_or(Dtype::F32), &steps);
+    let steps = args
+        .shape
+        .cached
+        .iter()
+        .flat_map(|c| std::iter::repeat_n(SeqLens { q_len: c.queries, kv_len: c.len }, c.times));
+    let steps: Vec<SeqLens> = steps.collect();
+    let shape = HeadShape {
+        q_heads: heads,
+        kv_heads: kv_heads.unwrap_or(heads),
+        head_dim,
+        value_dim: value_dim.unwrap_or(head_dim),
+    };
+    let mut desc = ProblemDesc::cached(shape, args.reading.dtype.unwrap_or(Dtype::F32), &steps);
     desc.q_offset = args.semantics.q_offset.or(desc.q_offset);
     if let Some(len) = shared {
         desc.prefixes = vec![SharedPrefix { sequences: 0..steps.len(), len }];

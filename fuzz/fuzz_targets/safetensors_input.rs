@@ -62,8 +62,7 @@ fn compute(operands: &Operands<'_>) -> failure::Result<()> {
     }
     let cpu = Cpu::new();
     let plan = cpu.plan(problem, PlanOptions::default()).map_err(failure::Failure::new)?;
-    if problem.flops() > MAX_FLOPS || plan.workspace_bytes() > 64 << 20 || rows * dims.value_dim > MAX_ROWS
-    {
+    if problem.flops() > MAX_FLOPS || plan.workspace_bytes() > 64 << 20 || rows * dims.value_dim > MAX_ROWS {
         return Ok(());
     }
     let mut out = Buffer::elements(problem.dtype(), rows * dims.value_dim)?;

@@ -5,8 +5,8 @@
 
 use flashtile::cache::Snapshot;
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, KvCache, Outputs, PlanOptions,
-    ProblemDesc, SeqId, TensorView, TensorViewMut, Visibility, reference,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, Dtype, HeadShape, KvCache, Outputs,
+    PlanOptions, ProblemDesc, SeqId, SeqLens, TensorView, TensorViewMut, Visibility, reference,
 };
 use libfuzzer_sys::fuzz_target;
 
@@ -37,7 +37,11 @@ fn attend(cache: &KvCache, seq: SeqId) {
     if first == len {
         return;
     }
-    let mut desc = ProblemDesc::cached([1, 1], [dim, dim], Dtype::F32, &[(1, len)]);
+    let mut desc = ProblemDesc::cached(
+        HeadShape { q_heads: 1, kv_heads: 1, head_dim: dim, value_dim: dim },
+        Dtype::F32,
+        &[SeqLens::decode(len)],
+    );
     (desc.k_codec, desc.v_codec) = (Some(codec), Some(codec));
     desc.visibility = Visibility::window(Some(len - first - 1), Some(0));
     let problem = desc.validate().unwrap_or_else(|e| panic!("{e}"));
@@ -78,7 +82,14 @@ fuzz_target!(|data: &[u8]| {
         for codec in [Codec::F16, Codec::Int8, Codec::Tq5] {
             for dim in DIMS {
                 // A refusal is an answer.
-                let _ = restore(&snapshot, CacheDesc::new(layout, [1, 1, dim], codec));
+                let _ = restore(
+                    &snapshot,
+                    CacheDesc::new(
+                        layout,
+                        CacheShape { layers: 1, kv_heads: 1, head_dim: dim, value_dim: dim },
+                        codec,
+                    ),
+                );
             }
         }
     }

@@ -3,7 +3,8 @@
 use flashtile::cache::{CacheMemory, NO_PAGE, Snapshot, TableError};
 use flashtile::problem::{MAX_LEN, MAX_SEQUENCES};
 use flashtile::{
-    BlockTables, CacheDesc, CacheError, CacheLayout, Codec, Dtype, KvCache, SeqId, TensorView, TensorViewMut,
+    BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Dtype, KvCache, SeqId, TensorView,
+    TensorViewMut,
 };
 use flashtile_testkit::{Guarded, Layout, Rng};
 use half::{bf16, f16};
@@ -21,8 +22,11 @@ const RING: CacheLayout = CacheLayout::Ring { slots: 3, capacity: 5 };
 const PAGED: CacheLayout = CacheLayout::Paged { pages: 6, page: 4 };
 
 fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
-    let mut desc = CacheDesc::new(layout, [LAYERS, HEADS, DIMS[0]], k);
-    desc.value_dim = DIMS[1];
+    let mut desc = CacheDesc::new(
+        layout,
+        CacheShape { layers: LAYERS, kv_heads: HEADS, head_dim: DIMS[0], value_dim: DIMS[1] },
+        k,
+    );
     desc.v = v;
     desc
 }
@@ -191,7 +195,12 @@ fn awkward() -> Vec<f32> {
 fn stored(codec: Codec, tensor: &TensorView<'_>) -> KvCache {
     let [_, heads, tokens, dim] = tensor.shape();
     let layout = CacheLayout::Paged { pages: 2, page: tokens };
-    let mut cache = KvCache::new(CacheDesc::new(layout, [1, heads, dim], codec)).unwrap();
+    let mut cache = KvCache::new(CacheDesc::new(
+        layout,
+        CacheShape { layers: 1, kv_heads: heads, head_dim: dim, value_dim: dim },
+        codec,
+    ))
+    .unwrap();
     let seq = cache.create().unwrap();
     cache.append(&[(seq, tokens)], &[(*tensor, *tensor)]).unwrap();
     cache
@@ -227,7 +236,12 @@ fn conversion_rounds_to_nearest_even_and_keeps_nan() {
         }
     }
     // The same on the way out.
-    let mut cache = KvCache::new(CacheDesc::new(PAGED, [1, 1, n], Codec::F32)).unwrap();
+    let mut cache = KvCache::new(CacheDesc::new(
+        PAGED,
+        CacheShape { layers: 1, kv_heads: 1, head_dim: n, value_dim: n },
+        Codec::F32,
+    ))
+    .unwrap();
     let seq = cache.create().unwrap();
     cache.append(&[(seq, 1)], &[(tensors[0], tensors[0])]).unwrap();
     for to in DTYPES {
@@ -1301,7 +1315,12 @@ fn append_cost() {
     for (layers, heads, dim) in [(1, 1, 64), (1, 8, 128), (4, 8, 128)] {
         let pages = SEQUENCES * (STEPS / 16 + 2);
         let layout = CacheLayout::Paged { pages, page: 16 };
-        let mut cache = KvCache::new(CacheDesc::new(layout, [layers, heads, dim], Codec::BF16)).unwrap();
+        let mut cache = KvCache::new(CacheDesc::new(
+            layout,
+            CacheShape { layers, kv_heads: heads, head_dim: dim, value_dim: dim },
+            Codec::BF16,
+        ))
+        .unwrap();
         let batch: Vec<(SeqId, usize)> = (0..SEQUENCES).map(|_| (cache.create().unwrap(), 1)).collect();
         let ids: Vec<SeqId> = batch.iter().map(|&(id, _)| id).collect();
         let data = vec![bf16::from_f32(1.5); SEQUENCES * heads * dim];
@@ -1390,7 +1409,12 @@ fn encoding_rate() {
 fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
     let [_, heads, tokens, dim] = rows.shape();
     let layout = CacheLayout::Contiguous { slots: 1, capacity: tokens };
-    let mut cache = KvCache::new(CacheDesc::new(layout, [1, heads, dim], codec)).unwrap();
+    let mut cache = KvCache::new(CacheDesc::new(
+        layout,
+        CacheShape { layers: 1, kv_heads: heads, head_dim: dim, value_dim: dim },
+        codec,
+    ))
+    .unwrap();
     // The first turn touches the pages, and is looked at.
     let seq = cache.create().unwrap();
     cache.append(&[(seq, tokens)], &[(*rows, *rows)]).unwrap();

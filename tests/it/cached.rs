@@ -4,8 +4,8 @@ use crate::support::{answer, build, options, row_bits, rows, runners, seers_of, 
 use flashtile::plan::{CpuFacts, machines};
 use flashtile::problem::MAX_LEN;
 use flashtile::{
-    BlockTables, CacheDesc, CacheLayout, Cpu, CpuPlan, Dims, Dtype, Inputs, KvCache, MaskKind, Outputs,
-    PlanOptions, ProblemDesc, QOffset, SeqId, SharedPrefix, Visibility,
+    BlockTables, CacheDesc, CacheLayout, CacheShape, Cpu, CpuPlan, Dims, Dtype, HeadShape, Inputs, KvCache,
+    MaskKind, Outputs, PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, SharedPrefix, Visibility,
 };
 use flashtile_testkit::{
     Answer, Case, CaseData, CpuRunner, Guarded, GuardedList, GuardedMask, Keep, Layout, MaskFill, Rng, Tree,
@@ -45,6 +45,11 @@ impl Model {
         self
     }
 
+    fn shape(&self) -> HeadShape {
+        let ([q_heads, kv_heads], [head_dim, value_dim]) = (self.heads, self.dims);
+        HeadShape { q_heads, kv_heads, head_dim, value_dim }
+    }
+
     fn finish(&self, mut desc: ProblemDesc) -> ProblemDesc {
         desc.visibility = self.visibility;
         desc.softcap = self.softcap;
@@ -60,8 +65,16 @@ impl Model {
     }
 
     fn cache(&self, layout: CacheLayout) -> KvCache {
-        let mut desc = CacheDesc::new(layout, [1, self.heads[1], self.dims[0]], self.dtype.into());
-        desc.value_dim = self.dims[1];
+        let desc = CacheDesc::new(
+            layout,
+            CacheShape {
+                layers: 1,
+                kv_heads: self.heads[1],
+                head_dim: self.dims[0],
+                value_dim: self.dims[1],
+            },
+            self.dtype.into(),
+        );
         KvCache::new(desc).unwrap()
     }
 }
@@ -197,9 +210,10 @@ fn step(
 ) -> Vec<Vec<Bits>> {
     let seqs: Vec<SeqId> = batch.iter().map(|part| part.0).collect();
     let tables = cache.tables(&seqs).unwrap();
-    let lengths: Vec<(usize, usize)> =
-        batch.iter().zip(&tables.lens).map(|((_, _, rows), &len)| (rows.len(), len)).collect();
-    let desc = model.finish(ProblemDesc::cached(model.heads, model.dims, model.dtype, &lengths));
+    let lens = batch.iter().zip(&tables.lens);
+    let lengths: Vec<SeqLens> =
+        lens.map(|((_, _, rows), &kv_len)| SeqLens { q_len: rows.len(), kv_len }).collect();
+    let desc = model.finish(ProblemDesc::cached(model.shape(), model.dtype, &lengths));
     let mut q = Guarded::new(model.dtype, desc.dims.q_shape(), Layout::Bshd);
     let mut at = 0;
     for (_, text, rows) in batch {
@@ -480,8 +494,11 @@ fn slots_of_any_strides_are_pages() {
             lens: vec![41, 9],
             first: vec![0, 0],
         };
-        let desc =
-            model.finish(ProblemDesc::cached(model.heads, model.dims, model.dtype, &[(1, 41), (1, 9)]));
+        let desc = model.finish(ProblemDesc::cached(
+            model.shape(),
+            model.dtype,
+            &[SeqLens::decode(41), SeqLens::decode(9)],
+        ));
         let mut q = Guarded::new(Dtype::F32, [1, 4, 2, 32], Layout::Bshd);
         for [_, h, row, d] in q.indices() {
             q.set([0, h, row, d], texts[row].q.get([0, h, [40, 8][row], d]));
@@ -733,8 +750,8 @@ fn forks_of_forks_share_what_they_have_in_common() {
     assert_eq!(tables.shared_prefixes(529), want[1..]);
     assert_eq!(tables.shared_prefixes(2000), []);
 
-    let lens: Vec<(usize, usize)> = tables.lens.iter().map(|&len| (3, len)).collect();
-    let desc = model.finish(ProblemDesc::cached(model.heads, model.dims, model.dtype, &lens));
+    let lens: Vec<SeqLens> = tables.lens.iter().map(|&kv_len| SeqLens { q_len: 3, kv_len }).collect();
+    let desc = model.finish(ProblemDesc::cached(model.shape(), model.dtype, &lens));
     let q = Text::new(&model, 5, 3 * batch.len()).q;
     let inputs = cache.inputs(0, q.view(), &tables).unwrap();
     for runner in runners_of_tests() {
@@ -751,8 +768,14 @@ fn forks_of_forks_share_what_they_have_in_common() {
 
 #[test]
 fn one_long_sequence_among_short_ones_is_split_alone() {
-    let lens: Vec<(usize, usize)> = [(1, 1 << 17)].into_iter().chain((0..15).map(|_| (1, 1024))).collect();
-    let problem = ProblemDesc::cached([8, 2], [128, 128], Dtype::BF16, &lens).validate().unwrap();
+    let lens = [&[SeqLens::decode(1 << 17)][..], &[SeqLens::decode(1024); 15]].concat();
+    let problem = ProblemDesc::cached(
+        HeadShape { q_heads: 8, kv_heads: 2, head_dim: 128, value_dim: 128 },
+        Dtype::BF16,
+        &lens,
+    )
+    .validate()
+    .unwrap();
     let facts = CpuFacts { threads: 16, ..machines::AVX2_8 };
     let plan = CpuPlan::new(&problem, &facts, PlanOptions::default()).unwrap();
     let splits = plan.sequence_splits();
@@ -768,7 +791,11 @@ fn the_first_visible_key_is_the_smallest_that_a_row_sees() {
     for (left, right) in sides.iter().flat_map(|&l| sides.iter().map(move |&r| (l, r))) {
         for offset in [-(MAX_LEN as i64), -9, -2, 0, 3, 8, MAX_LEN as i64] {
             for (q_len, kv_len) in [(0, 4), (1, 0), (1, 5), (6, 4), (12, 9)] {
-                let mut desc = ProblemDesc::cached([1, 1], [8, 8], Dtype::F32, &[(q_len, kv_len)]);
+                let mut desc = ProblemDesc::cached(
+                    HeadShape { q_heads: 1, kv_heads: 1, head_dim: 8, value_dim: 8 },
+                    Dtype::F32,
+                    &[SeqLens { q_len, kv_len }],
+                );
                 desc.visibility = Visibility::window(left, right);
                 desc.q_offset = Some(QOffset::At(offset));
                 let problem = desc.validate().unwrap();
@@ -788,7 +815,7 @@ fn a_plan_serves_any_tables_of_its_lengths() {
     // Lengths are the problem's, places are the run's: a plan outlives copies of pages.
     let model = Model::new("plan", [4, 2], [32, 32], Dtype::F32);
     let text = Text::new(&model, 40, 50);
-    let desc = model.finish(ProblemDesc::cached(model.heads, model.dims, model.dtype, &[(1, 50)]));
+    let desc = model.finish(ProblemDesc::cached(model.shape(), model.dtype, &[SeqLens::decode(50)]));
     let cpu = Cpu::new();
     let plan = cpu.plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();
     assert!(plan.kernel().starts_with("cpu-decode-f32-d32"));

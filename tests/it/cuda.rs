@@ -7,8 +7,8 @@ use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile::cuda::{Cuda, CudaError, DeviceError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
 use flashtile::plan::{CudaTile, machines};
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions, QOffset,
-    SeqId, TensorView, TensorViewMut,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions,
+    QOffset, SeqId, TensorView, TensorViewMut,
 };
 use flashtile_testkit::{
     Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
@@ -267,8 +267,11 @@ impl Twins {
     const LAYERS: usize = 2;
 
     fn new(cuda: &Cuda, layout: CacheLayout, codec: Codec) -> Self {
-        let mut desc = CacheDesc::new(layout, [Self::LAYERS, 3, 40], codec);
-        desc.value_dim = 17;
+        let desc = CacheDesc::new(
+            layout,
+            CacheShape { layers: Self::LAYERS, kv_heads: 3, head_dim: 40, value_dim: 17 },
+            codec,
+        );
         let stream = cuda.context().new_stream().unwrap();
         let device = DeviceKvCache::new(cuda, desc, &stream).unwrap();
         Self { stream, host: KvCache::new(desc).unwrap(), device, sequences: Vec::new(), rng: Rng::new(7) }
@@ -356,7 +359,11 @@ fn a_device_cache_holds_what_one_in_main_memory_does() {
         assert_eq!(twins.host.memory(), twins.device.memory());
     }
     let stream = cuda.context().new_stream().unwrap();
-    let none = CacheDesc::new(CacheLayout::Paged { pages: 0, page: 7 }, [1, 1, 8], Codec::F32);
+    let none = CacheDesc::new(
+        CacheLayout::Paged { pages: 0, page: 7 },
+        CacheShape { layers: 1, kv_heads: 1, head_dim: 8, value_dim: 8 },
+        Codec::F32,
+    );
     let refusal = DeviceKvCache::new(&cuda, none, &stream).unwrap_err();
     assert!(matches!(refusal, CudaError::KvCache(CacheError::Dimension { .. })), "{refusal}");
 }

@@ -4,8 +4,8 @@ use flashtile::cache::{KeyMean, Snapshot};
 use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
 use flashtile::problem::MAX_LEN;
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, Cpu, Dtype, KvCache, Outputs, PlanOptions, ProblemDesc, SeqId,
-    TensorView, reference,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, Dtype, HeadShape, KvCache, Outputs,
+    PlanOptions, ProblemDesc, SeqId, SeqLens, TensorView, reference,
 };
 use flashtile_testkit::{Guarded, Layout, Rng};
 
@@ -28,8 +28,12 @@ fn codecs() -> impl Iterator<Item = Codec> {
 }
 
 fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
-    let mut desc = CacheDesc::new(layout, [LAYERS, HEADS, DIMS[0]], k);
-    (desc.value_dim, desc.v) = (DIMS[1], v);
+    let mut desc = CacheDesc::new(
+        layout,
+        CacheShape { layers: LAYERS, kv_heads: HEADS, head_dim: DIMS[0], value_dim: DIMS[1] },
+        k,
+    );
+    desc.v = v;
     desc
 }
 
@@ -64,7 +68,11 @@ fn contents(cache: &KvCache, seq: SeqId, layer: usize) -> [Vec<u32>; 2] {
 /// Attention of one query over a layer, by the kernels and by the definition.
 fn attend(cache: &KvCache, seq: SeqId, layer: usize) -> (Vec<f32>, Vec<f64>) {
     let kept = cache.len(seq).unwrap();
-    let mut desc = ProblemDesc::cached([2 * HEADS, HEADS], DIMS, Dtype::F32, &[(1, kept)]);
+    let mut desc = ProblemDesc::cached(
+        HeadShape { q_heads: 2 * HEADS, kv_heads: HEADS, head_dim: DIMS[0], value_dim: DIMS[1] },
+        Dtype::F32,
+        &[SeqLens::decode(kept)],
+    );
     (desc.k_codec, desc.v_codec) = (Some(cache.desc().k), Some(cache.desc().v));
     desc.visibility = flashtile::Visibility::window(Some(3), Some(0));
     let problem = desc.validate().unwrap();

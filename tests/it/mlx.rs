@@ -4,8 +4,8 @@ use crate::support::quantizing;
 use flashtile::codec::{CodePages, PagesError, Side};
 use flashtile::quality::{Quality, quality};
 use flashtile::{
-    BlockTables, CacheDesc, CacheLayout, Codec, Cpu, Dtype, Inputs, KvCache, KvView, Outputs, PlanOptions,
-    ProblemDesc, SeqId, TensorView, Visibility,
+    BlockTables, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dtype, HeadShape, Inputs, KvCache, KvView,
+    Outputs, PlanOptions, ProblemDesc, SeqId, SeqLens, TensorView, Visibility,
 };
 use flashtile_testkit::{Guarded, Layout, MlxRows, MlxStep, Rng, mlx_decode, mlx_encode};
 use half::f16;
@@ -215,8 +215,8 @@ fn attend(
     window: Option<usize>,
 ) -> Vec<(String, Vec<f32>)> {
     let [_, kv_heads, capacity, dim] = k.shape();
-    let heads = [q.len() / dim, kv_heads];
-    let mut desc = ProblemDesc::cached(heads, [dim, dim], Dtype::F32, &[(1, tokens)]);
+    let shape = HeadShape { q_heads: q.len() / dim, kv_heads, head_dim: dim, value_dim: dim };
+    let mut desc = ProblemDesc::cached(shape, Dtype::F32, &[SeqLens::decode(tokens)]);
     (desc.k_codec, desc.v_codec) = (Some(k.codec()), Some(v.codec()));
     let seen = window.unwrap_or(tokens).min(capacity);
     desc.visibility = Visibility::causal().and(Visibility::window(Some(seen - 1), None));
@@ -229,11 +229,11 @@ fn attend(
         lens: vec![tokens],
         first: vec![tokens.saturating_sub(capacity)],
     };
-    let q = TensorView::packed::<f32>(q, [1, heads[0], dim]).unwrap();
+    let q = TensorView::packed::<f32>(q, [1, shape.q_heads, dim]).unwrap();
     let inputs = Inputs::paged_kv(q, k, v, &tables);
     let run = |cpu: &Cpu| {
         let plan = cpu.plan(&problem, PlanOptions::default()).unwrap();
-        let mut out = Guarded::new(Dtype::F32, [1, heads[0], 1, dim], Layout::Bhsd);
+        let mut out = Guarded::new(Dtype::F32, [1, shape.q_heads, 1, dim], Layout::Bhsd);
         cpu.run(&plan, &inputs, &mut Outputs::new(out.view_mut()), &mut plan.workspace()).unwrap();
         (plan.kernel().to_owned(), out.values())
     };
@@ -397,12 +397,20 @@ fn other_dimensions_are_refused_at_every_door() {
             let message = CodePages::new(codec, Side::Keys, [1, 1, 1, dim]).unwrap_err().to_string();
             assert_eq!(message, format!("rows have {dim} elements, expected 256 or 512 for {codec}"));
             let layout = CacheLayout::Paged { pages: 2, page: 16 };
-            let mut desc = CacheDesc::new(layout, [1, 1, 256], codec);
+            let mut desc = CacheDesc::new(
+                layout,
+                CacheShape { layers: 1, kv_heads: 1, head_dim: 256, value_dim: 256 },
+                codec,
+            );
             assert!(KvCache::new(desc).is_ok());
             desc.value_dim = dim;
             let message = KvCache::new(desc).unwrap_err().to_string();
             assert_eq!(message, format!("v is {codec} with {dim} elements a row, expected 256 or 512"));
-            let mut desc = ProblemDesc::cached([4, 2], [dim, 512], Dtype::F32, &[(1, 30)]);
+            let mut desc = ProblemDesc::cached(
+                HeadShape { q_heads: 4, kv_heads: 2, head_dim: dim, value_dim: 512 },
+                Dtype::F32,
+                &[SeqLens::decode(30)],
+            );
             (desc.k_codec, desc.v_codec) = (Some(codec), Some(codec));
             let message = desc.validate().unwrap_err().to_string();
             assert_eq!(message, format!("k is {codec} with {dim} elements a row, expected 256 or 512"));
@@ -459,8 +467,12 @@ fn caches_give_and_take_slots() {
     ];
     for layout in layouts {
         for (k, v) in [(Codec::MlxTq4, Codec::MlxTq8), (Codec::F16, Codec::MlxTq5Plain)] {
-            let mut desc = CacheDesc::new(layout, [1, 2, 256], k);
-            (desc.v, desc.value_dim) = (v, 512);
+            let mut desc = CacheDesc::new(
+                layout,
+                CacheShape { layers: 1, kv_heads: 2, head_dim: 256, value_dim: 512 },
+                k,
+            );
+            desc.v = v;
             let mut cache = KvCache::new(desc).unwrap();
             let seq = cache.create().unwrap();
             append(&mut cache, seq, 1, 100);
@@ -533,7 +545,11 @@ fn assert_loaded(cache: &KvCache, seq: SeqId, k: KvView<'_>, v: KvView<'_>) {
 #[test]
 fn means_stay_out_of_its_buffers() {
     let layout = CacheLayout::Contiguous { slots: 2, capacity: 8 };
-    let desc = CacheDesc::new(layout, [1, 1, 256], Codec::MlxTq6);
+    let desc = CacheDesc::new(
+        layout,
+        CacheShape { layers: 1, kv_heads: 1, head_dim: 256, value_dim: 256 },
+        Codec::MlxTq6,
+    );
     let mut cache = KvCache::new(desc).unwrap();
     cache.set_key_mean(0, &normal(1, 256)).unwrap();
     let seq = cache.create().unwrap();
@@ -551,7 +567,11 @@ fn means_stay_out_of_its_buffers() {
     assert_eq!(refusal, "rows for layer 0 were stored with another mean than those of this cache");
     // Attention accounts for it as in any other codec.
     let tables = cache.tables(&[seq]).unwrap();
-    let mut desc = ProblemDesc::cached([2, 1], [256, 256], Dtype::F32, &[(1, 8)]);
+    let mut desc = ProblemDesc::cached(
+        HeadShape { q_heads: 2, kv_heads: 1, head_dim: 256, value_dim: 256 },
+        Dtype::F32,
+        &[SeqLens::decode(8)],
+    );
     (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq6), Some(Codec::MlxTq6));
     let problem = desc.validate().unwrap();
     let q = normal(9, 512);

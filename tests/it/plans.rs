@@ -4,7 +4,8 @@
 
 use flashtile::plan::{CudaFacts, CudaTile, PortableTile, isa_for, machines};
 use flashtile::{
-    CpuPlan, CudaPlan, Dtype, KernelChoice, MaskKind, PlanOptions, QOffset, Unsupported, Visibility,
+    CpuPlan, CudaPlan, Dtype, HeadShape, KernelChoice, MaskKind, PlanOptions, ProblemDesc, QOffset, SeqLens,
+    Unsupported, Visibility,
 };
 use flashtile_testkit::{Case, Keep, MaskFill};
 use std::fmt::Write;
@@ -163,7 +164,11 @@ fn cuda_plans_refuse() {
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
     // As many splits as the longest tile of all launches has blocks; the others have fewer.
-    let steps = flashtile::ProblemDesc::cached([8, 8], [64, 64], Dtype::BF16, &[(1, 10), (100, 5000)]);
+    let steps = ProblemDesc::cached(
+        HeadShape { q_heads: 8, kv_heads: 8, head_dim: 64, value_dim: 64 },
+        Dtype::BF16,
+        &[SeqLens::decode(10), SeqLens { q_len: 100, kv_len: 5000 }],
+    );
     let steps = steps.validate().unwrap();
     let options = crate::support::options(Some(2), true);
     assert_eq!(CudaPlan::new(&steps, &machines::H100, options).unwrap().splits(), 2);
@@ -237,8 +242,12 @@ fn portable_plans_refuse() {
 fn cuda_plans_of_other_lengths_take_the_same_room() {
     for choice in [KernelChoice::Native, KernelChoice::Portable] {
         let plan = |lens: &[usize]| {
-            let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-            let mut desc = flashtile::ProblemDesc::cached([32, 8], [128, 128], Dtype::BF16, &steps);
+            let steps: Vec<SeqLens> = lens.iter().map(|&len| SeqLens::decode(len)).collect();
+            let mut desc = ProblemDesc::cached(
+                HeadShape { q_heads: 32, kv_heads: 8, head_dim: 128, value_dim: 128 },
+                Dtype::BF16,
+                &steps,
+            );
             desc.visibility = Visibility::causal();
             CudaPlan::new(&desc.validate().unwrap(), &machines::H200, kernels(choice)).unwrap()
         };

@@ -6,8 +6,8 @@ use flashtile::codec::{CodePages, MAX_NORM, Side};
 use flashtile::plan::machines;
 use flashtile::quality::{Head, Quality, quality};
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, Codec, Cpu, CudaPlan, Dtype, KvCache, Outputs, PlanOptions,
-    ProblemDesc, QOffset, SeqId, TensorView, Visibility,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, CudaPlan, Dtype, HeadShape, KvCache, Outputs,
+    PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, TensorView, Visibility,
 };
 use flashtile_testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
 
@@ -41,7 +41,11 @@ fn bits_do_not_depend_on_threads_splits_or_skipping() {
 
 #[test]
 fn plans_name_the_codecs_and_cuda_refuses_them() {
-    let mut desc = ProblemDesc::cached([8, 2], [128, 128], Dtype::BF16, &[(1, 4096)]);
+    let mut desc = ProblemDesc::cached(
+        HeadShape { q_heads: 8, kv_heads: 2, head_dim: 128, value_dim: 128 },
+        Dtype::BF16,
+        &[SeqLens::decode(4096)],
+    );
     desc.k_codec = Some(Codec::Int8);
     desc.v_codec = Some(Codec::Tq5);
     let problem = desc.clone().validate().unwrap();
@@ -67,8 +71,17 @@ fn rows(seed: u64, shape: [usize; 3]) -> Vec<f32> {
 
 /// Keys of 96 elements and values of 64, or of what their codecs support.
 fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
-    let mut desc = CacheDesc::new(layout, [1, 2, if k.supports(96) { 96 } else { 512 }], k);
-    (desc.v, desc.value_dim) = (v, if v.supports(64) { 64 } else { 256 });
+    let mut desc = CacheDesc::new(
+        layout,
+        CacheShape {
+            layers: 1,
+            kv_heads: 2,
+            head_dim: if k.supports(96) { 96 } else { 512 },
+            value_dim: if v.supports(64) { 64 } else { 256 },
+        },
+        k,
+    );
+    desc.v = v;
     desc
 }
 
@@ -179,9 +192,12 @@ fn sizes_are_those_of_the_codes() {
         (Codec::Tq2, 34),
     ] {
         assert_eq!(codec.row_bytes(128), bytes);
-        let cache =
-            KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 10, page: 64 }, [3, 8, 128], codec))
-                .unwrap();
+        let cache = KvCache::new(CacheDesc::new(
+            CacheLayout::Paged { pages: 10, page: 64 },
+            CacheShape { layers: 3, kv_heads: 8, head_dim: 128, value_dim: 128 },
+            codec,
+        ))
+        .unwrap();
         assert_eq!(cache.memory().bytes_reserved, 10 * 64 * 3 * 8 * 2 * bytes);
     }
 }
@@ -339,7 +355,11 @@ fn attention_over_a_cache_is_that_over_its_decoded_tokens() {
             cache.poison_unused();
             let q = rows(3, [1, 4, dim]);
             let attend = |cache: &KvCache, seq: SeqId| {
-                let mut desc = ProblemDesc::cached([4, 2], [dim, value_dim], Dtype::F32, &[(1, 30)]);
+                let mut desc = ProblemDesc::cached(
+                    HeadShape { q_heads: 4, kv_heads: 2, head_dim: dim, value_dim },
+                    Dtype::F32,
+                    &[SeqLens::decode(30)],
+                );
                 (desc.k_codec, desc.v_codec) = (Some(cache.desc().k), Some(cache.desc().v));
                 desc.visibility = Visibility::causal();
                 let problem = desc.validate().unwrap();

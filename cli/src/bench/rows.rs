@@ -4,7 +4,9 @@ use super::options::{BenchArgs, CacheKind, Group, Lengths};
 use crate::cached::not_of_cuda;
 use crate::failure::{Failure, Result};
 use crate::options::{Backend, Kernels};
-use flashtile::{Codec, Dims, Dtype, Problem, ProblemDesc, QOffset, SharedPrefix, Visibility};
+use flashtile::{
+    Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, SharedPrefix, Visibility,
+};
 
 /// Tokens of a page where none are asked for.
 const PAGE: usize = 16;
@@ -65,9 +67,10 @@ impl Row {
                 high
             }
         };
-        let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-        let (heads, widths) = ([dims.q_heads, dims.kv_heads], [dims.head_dim, dims.value_dim]);
-        let mut desc = ProblemDesc::cached(heads, widths, dtype, &steps);
+        let steps: Vec<SeqLens> = lens.iter().map(|&len| SeqLens::decode(len)).collect();
+        let Dims { q_heads, kv_heads, head_dim, value_dim, .. } = dims;
+        let shape = HeadShape { q_heads, kv_heads, head_dim, value_dim };
+        let mut desc = ProblemDesc::cached(shape, dtype, &steps);
         desc.visibility = visibility;
         (desc.k_codec, desc.v_codec) = (Some(k), Some(v));
         if let Some(shared) = args.shared {

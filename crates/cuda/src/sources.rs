@@ -131,7 +131,7 @@ mod tests {
     use flashtile_core::dtype::Dtype;
     use flashtile_core::dtype::MaskKind;
     use flashtile_core::plan::{KernelChoice, PlanOptions};
-    use flashtile_core::problem::{Dims, ProblemDesc, QOffset, Visibility};
+    use flashtile_core::problem::{Dims, HeadShape, ProblemDesc, QOffset, SeqLens, Visibility};
     use flashtile_kernel::cuda::{Architecture, Compiler, Error};
     use rayon::prelude::*;
     use std::collections::HashSet;
@@ -166,7 +166,11 @@ mod tests {
         }
         let mut masked = ProblemDesc::new(dims(70, 64, 64), Dtype::F16);
         masked.mask = Some(MaskKind::Bool);
-        let mut cached = ProblemDesc::cached([8, 2], [80, 80], Dtype::F32, &[(3, 500), (90, 900)]);
+        let mut cached = ProblemDesc::cached(
+            HeadShape { q_heads: 8, kv_heads: 2, head_dim: 80, value_dim: 80 },
+            Dtype::F32,
+            &[SeqLens { q_len: 3, kv_len: 500 }, SeqLens { q_len: 90, kv_len: 900 }],
+        );
         cached.tree = true;
         cached.visibility = Visibility::causal();
         let mut capped = ProblemDesc::new(dims(1, 64, 64), Dtype::BF16);
@@ -259,7 +263,11 @@ mod tests {
         let mut all = Vec::new();
         for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
             for (q_len, dim) in [(1, 16), (9, 32), (1, 64), (9, 64), (1, 128), (9, 128)] {
-                let step = ProblemDesc::cached([2, 2], [dim, dim], dtype, &[(q_len, 500)]);
+                let step = ProblemDesc::cached(
+                    HeadShape { q_heads: 2, kv_heads: 2, head_dim: dim, value_dim: dim },
+                    dtype,
+                    &[SeqLens { q_len, kv_len: 500 }],
+                );
                 let mut dense = ProblemDesc::new(step.dims, dtype);
                 (dense.alibi, dense.sinks) = (dim == 64, true);
                 dense.q_offset = Some(QOffset::BottomRight);

@@ -9,7 +9,7 @@ use flashtile_core::codec::{Codec, KvView};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::Inputs;
 use flashtile_core::problem::{Dims, Problem, ProblemDesc, ProblemError, QOffset, Sequences, Visibility};
-use flashtile_core::problem::{Sequence, SharedPrefix};
+use flashtile_core::problem::{SeqLens, Sequence, SharedPrefix};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -247,7 +247,8 @@ impl Case {
     pub fn cached(mut self, lengths: &[(usize, usize)], page: usize, keep: Keep) -> Self {
         self.desc.dims.q_len = lengths.iter().map(|&(q, _)| q).sum();
         self.desc.dims.kv_len = lengths.iter().map(|&(_, kv)| kv).max().unwrap_or(0);
-        self.desc.sequences = Sequences::cached(lengths);
+        let lens: Vec<SeqLens> = lengths.iter().map(|&(q_len, kv_len)| SeqLens { q_len, kv_len }).collect();
+        self.desc.sequences = Sequences::cached(&lens);
         self.paging = Paging { page, keep };
         if self.layout == Layout::Bhsd {
             self.layout = Layout::Bshd;

@@ -12,7 +12,7 @@ use flashtile_core::codec::{CodePages, Side};
 use flashtile_core::codec::{Codec, KvView};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Inputs;
-use flashtile_core::problem::{Problem, ProblemDesc};
+use flashtile_core::problem::{HeadShape, Problem, ProblemDesc, SeqLens};
 use flashtile_core::reference;
 use flashtile_core::tensor::TensorView;
 use flashtile_gpu::codecs::{factors, format_id, hadamard_order};
@@ -464,8 +464,12 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     }
     let dtype = codec.dtype().unwrap_or(Dtype::BF16);
     let message = |e: &dyn std::fmt::Display| e.to_string();
-    let problem = |lengths: &[(usize, usize)]| -> Result<Problem, String> {
-        let mut desc = ProblemDesc::cached([q_heads, kv_heads], [dim; 2], dtype, lengths);
+    let problem = |lengths: &[SeqLens]| -> Result<Problem, String> {
+        let mut desc = ProblemDesc::cached(
+            HeadShape { q_heads, kv_heads, head_dim: dim, value_dim: dim },
+            dtype,
+            lengths,
+        );
         (desc.k_codec, desc.v_codec) = (Some(codec), Some(codec));
         desc.validate().map_err(|e| message(&e))
     };
@@ -494,12 +498,13 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     for sequence in [0, batch - 1] {
         let tables = tables(sequence..sequence + 1);
         let inputs = paged(queries(sequence, 1)?, [&k, &v], &tables)?;
-        let answer = reference::attention(&problem(&[(1, keys)])?, &inputs).map_err(|e| message(&e))?;
+        let answer =
+            reference::attention(&problem(&[SeqLens::decode(keys)])?, &inputs).map_err(|e| message(&e))?;
         let rows = answer.out.chunks_exact(dim).enumerate();
         want.extend(rows.map(|(head, row)| ((head * batch + sequence) * dim, row.to_vec())));
     }
 
-    let whole = problem(&vec![(1, keys); batch])?;
+    let whole = problem(&vec![SeqLens::decode(keys); batch])?;
     let all = tables(0..batch);
     let inputs = paged(queries(0, batch)?, [&k, &v], &all)?;
     let tile = if find.is_some() {

@@ -42,6 +42,20 @@ impl CacheLayout {
     }
 }
 
+/// Layers, heads and dimensions of a model, as its cache has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct CacheShape {
+    /// Layers. All of them hold the same tokens.
+    pub layers: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of a key.
+    pub head_dim: usize,
+    /// Elements of a value.
+    pub value_dim: usize,
+}
+
 /// Description of a cache: plain data, checked by [`KvCache::new`](super::KvCache::new).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -79,19 +93,11 @@ pub enum KeyMean {
 }
 
 impl CacheDesc {
-    /// A cache whose keys and values have the same dimension and codec.
+    /// A cache that stores keys and values with the same codec.
     #[must_use]
-    pub const fn new(layout: CacheLayout, [layers, kv_heads, head_dim]: [usize; 3], codec: Codec) -> Self {
-        Self {
-            layout,
-            layers,
-            kv_heads,
-            head_dim,
-            value_dim: head_dim,
-            k: codec,
-            v: codec,
-            key_mean: KeyMean::None,
-        }
+    pub const fn new(layout: CacheLayout, shape: CacheShape, codec: Codec) -> Self {
+        let CacheShape { layers, kv_heads, head_dim, value_dim } = shape;
+        Self { layout, layers, kv_heads, head_dim, value_dim, k: codec, v: codec, key_mean: KeyMean::None }
     }
 
     /// Bytes of one token, in all layers; saturating.

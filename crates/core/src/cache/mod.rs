@@ -9,10 +9,11 @@
 //! [`KvCache::write`] for each layer is the same for a model that computes its layers one after the other.
 //!
 //! ```
-//! use flashtile::cache::{CacheDesc, CacheLayout, Codec, KvCache};
+//! use flashtile::cache::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache};
 //! use flashtile::TensorView;
 //! let layout = CacheLayout::Paged { pages: 64, page: 16 };
-//! let mut cache = KvCache::new(CacheDesc::new(layout, [1, 2, 8], Codec::BF16))?;
+//! let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 8, value_dim: 8 };
+//! let mut cache = KvCache::new(CacheDesc::new(layout, shape, Codec::BF16))?;
 //! let prompt = cache.create()?;
 //! let rows = vec![0.5f32; 40 * 2 * 8];
 //! let kv = TensorView::packed(&rows, [40, 2, 8])?;
@@ -36,7 +37,7 @@ mod snapshot;
 mod store;
 mod table;
 
-pub use desc::{CacheDesc, CacheLayout, KeyMean, MEAN_ROWS};
+pub use desc::{CacheDesc, CacheLayout, CacheShape, KeyMean, MEAN_ROWS};
 pub use error::CacheError;
 pub use kv::{CacheMemory, KvCache};
 pub use seq_id::SeqId;

@@ -1,6 +1,6 @@
 //! The content of a sequence, independent of the cache it came from.
 
-use super::desc::{CacheDesc, CacheLayout};
+use super::desc::{CacheDesc, CacheLayout, CacheShape};
 use super::error::CacheError;
 use super::table::reserve;
 use crate::codec::Codec;
@@ -140,8 +140,8 @@ impl Snapshot {
         let (k, v) = (codec("codec of k")?, codec("codec of v")?);
         let kept = end - first;
         let layout = CacheLayout::Contiguous { slots: 1, capacity: kept.max(1) };
-        let mut desc = CacheDesc::new(layout, [layers, kv_heads, head_dim], k);
-        (desc.value_dim, desc.v) = (value_dim, v);
+        let mut desc = CacheDesc::new(layout, CacheShape { layers, kv_heads, head_dim, value_dim }, k);
+        desc.v = v;
         desc.validate()?;
 
         let flags = take(&mut rest, layers).ok_or(length(HEADER.saturating_add(layers)))?;

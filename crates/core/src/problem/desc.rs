@@ -1,8 +1,8 @@
 //! Descriptions: plain data, nothing checked.
 
-use super::dims::Dims;
+use super::dims::{Dims, HeadShape};
 use super::prefix::SharedPrefix;
-use super::sequence::Sequences;
+use super::sequence::{SeqLens, Sequences};
 use super::visibility::{QOffset, Visibility};
 use crate::codec::Codec;
 use crate::dtype::{Dtype, MaskKind};
@@ -83,24 +83,23 @@ impl ProblemDesc {
         }
     }
 
-    /// A step over cached sequences, of pairs (queries of this step, length including them): each query sits at the
-    /// position of its token ([`QOffset::BottomRight`]). Everything else is as in [`ProblemDesc::new`]; language models
-    /// set `visibility` to causal. `heads` are query and key/value heads, `dims` head and value dimension.
+    /// A step over cached sequences of these lengths. Each query sits at the position of its token
+    /// ([`QOffset::BottomRight`]). Everything else is as in [`ProblemDesc::new`]: a language model sets `visibility` to causal.
     #[must_use]
-    pub fn cached(heads: [usize; 2], dims: [usize; 2], dtype: Dtype, lengths: &[(usize, usize)]) -> Self {
-        let total = |n: usize, &(q_len, _): &(usize, usize)| n.saturating_add(q_len);
+    pub fn cached(shape: HeadShape, dtype: Dtype, lens: &[SeqLens]) -> Self {
+        let HeadShape { q_heads, kv_heads, head_dim, value_dim } = shape;
         let dims = Dims {
             batch: 1,
-            q_heads: heads[0],
-            kv_heads: heads[1],
-            q_len: lengths.iter().fold(0, total),
-            kv_len: lengths.iter().map(|&(_, kv_len)| kv_len).max().unwrap_or(0),
-            head_dim: dims[0],
-            value_dim: dims[1],
+            q_heads,
+            kv_heads,
+            q_len: lens.iter().fold(0, |n, lens| n.saturating_add(lens.q_len)),
+            kv_len: lens.iter().map(|lens| lens.kv_len).max().unwrap_or(0),
+            head_dim,
+            value_dim,
         };
         let mut desc = Self::new(dims, dtype);
         desc.q_offset = Some(QOffset::BottomRight);
-        desc.sequences = Sequences::cached(lengths);
+        desc.sequences = Sequences::cached(lens);
         desc
     }
 }

@@ -24,6 +24,20 @@ pub struct Dims {
     pub value_dim: usize,
 }
 
+/// Heads and dimensions of attention over a cache, as every layer of a model has them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct HeadShape {
+    /// Query heads; a multiple of `kv_heads`.
+    pub q_heads: usize,
+    /// Key/value heads.
+    pub kv_heads: usize,
+    /// Elements of a q or k vector.
+    pub head_dim: usize,
+    /// Elements of a v or out vector.
+    pub value_dim: usize,
+}
+
 impl Dims {
     /// Query heads that share one key/value head.
     #[must_use]

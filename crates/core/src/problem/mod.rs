@@ -22,9 +22,9 @@ mod validated;
 mod visibility;
 
 pub use desc::ProblemDesc;
-pub use dims::Dims;
+pub use dims::{Dims, HeadShape};
 pub use error::{Positional, ProblemError, Side};
 pub use prefix::SharedPrefix;
-pub use sequence::{Sequence, Sequences};
+pub use sequence::{SeqLens, Sequence, Sequences};
 pub use validated::Problem;
 pub use visibility::{QOffset, Visibility};

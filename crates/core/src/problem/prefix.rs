@@ -9,8 +9,10 @@ use std::ops::Range;
 /// `CpuPlan::block_k` keys of them (`CpuPlan::prefixes`).
 ///
 /// ```
-/// use flashtile::{CacheDesc, CacheLayout, Codec, Dtype, KvCache, ProblemDesc, SharedPrefix, TensorView, Visibility};
-/// let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 64, page: 16 }, [1, 2, 8], Codec::F32))?;
+/// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, Dtype, HeadShape, KvCache, ProblemDesc, SeqLens};
+/// use flashtile::{SharedPrefix, TensorView, Visibility};
+/// let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 8, value_dim: 8 };
+/// let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 64, page: 16 }, shape, Codec::F32))?;
 /// let prompt = cache.create()?;
 /// let rows = vec![0.5f32; 600 * 2 * 8];
 /// let kv = TensorView::packed(&rows, [600, 2, 8])?;
@@ -18,7 +20,8 @@ use std::ops::Range;
 /// let answers = [cache.fork(prompt)?, cache.fork(prompt)?];
 /// cache.extend(&[(answers[0], 1), (answers[1], 1)])?; // each with a last page of its own
 /// let tables = cache.tables(&answers)?;
-/// let mut desc = ProblemDesc::cached([4, 2], [8, 8], Dtype::F32, &[(1, 601), (1, 601)]);
+/// let heads = HeadShape { q_heads: 4, kv_heads: 2, head_dim: 8, value_dim: 8 };
+/// let mut desc = ProblemDesc::cached(heads, Dtype::F32, &[SeqLens::decode(601); 2]);
 /// desc.visibility = Visibility::causal();
 /// desc.prefixes = tables.shared_prefixes(1);
 /// assert_eq!(desc.prefixes, [SharedPrefix { sequences: 0..2, len: 592 }]);

@@ -25,24 +25,42 @@ pub enum Sequences {
     Cached {
         /// First query row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
         cu_seqlens_q: Vec<usize>,
-        /// Length of each sequence in tokens, `[sequences]`, each at most `kv_len`: those that the cache no longer keeps
-        /// and those of this step are counted.
+        /// Length of each sequence in tokens, `[sequences]`, each at most `kv_len`. Tokens of this step and tokens that the cache
+        /// no longer keeps count.
         kv_lens: Vec<usize>,
     },
 }
 
 impl Sequences {
-    /// [`Sequences::Cached`] from pairs (queries, length) of each sequence; saturating. The total of the queries is its
-    /// `q_len`.
+    /// [`Sequences::Cached`] with these lengths. Sums saturate; the last entry of `cu_seqlens_q` is the problem's `q_len`.
     #[must_use]
-    pub fn cached(lengths: &[(usize, usize)]) -> Self {
-        let mut total = 0usize;
-        let mut next = |&(q_len, _): &(usize, usize)| {
-            total = total.saturating_add(q_len);
-            total
-        };
-        let cu_seqlens_q = std::iter::once(0).chain(lengths.iter().map(&mut next)).collect();
-        Self::Cached { cu_seqlens_q, kv_lens: lengths.iter().map(|&(_, kv_len)| kv_len).collect() }
+    pub fn cached(lens: &[SeqLens]) -> Self {
+        let ends = lens.iter().scan(0usize, |total, lens| {
+            *total = total.saturating_add(lens.q_len);
+            Some(*total)
+        });
+        Self::Cached {
+            cu_seqlens_q: std::iter::once(0).chain(ends).collect(),
+            kv_lens: lens.iter().map(|lens| lens.kv_len).collect(),
+        }
+    }
+}
+
+/// Lengths of one cached sequence in a step, in tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct SeqLens {
+    /// Queries of this step: the last tokens of the sequence, which the cache already holds.
+    pub q_len: usize,
+    /// All tokens of the sequence, including those of this step and those that the cache no longer keeps.
+    pub kv_len: usize,
+}
+
+impl SeqLens {
+    /// A step of decoding: one query, at the end of `kv_len` tokens.
+    #[must_use]
+    pub const fn decode(kv_len: usize) -> Self {
+        Self { q_len: 1, kv_len }
     }
 }
 
