@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Compares two builds of the command line on the kernels of the CPU, and prints a markdown table.
+"""Compares two builds of the command line on the kernels of the CPU, or of a CUDA device, and prints a markdown table.
 
-    benches/compare.py OLD NEW [--rounds N] [--threads N] [--isa ISA]... [--only TEXT] [--min-time S]
+    benches/compare.py OLD NEW [--isa ISA | cuda]... [--rounds N] [--threads N] [--only TEXT] [--min-time S]
 
 OLD and NEW are binaries. Each row runs old, new, new, old, N times (default 7), and prints the median of the ratios new / old and their
-quartiles: what else the machine does reaches both, and so does what one run leaves to the next. Every run checks its answer against
-the oracle first. Instruction sets that the machine lacks are named as skipped. Ends with 1 where a median is above
-1.03.
+quartiles: whatever else the machine does slows both, and so does what one run leaves to the next. Every run checks its answer against
+the oracle first. Without --isa, every instruction set of the CPU is measured; an instruction set or device that the machine lacks is
+named as skipped. The exit status is 1 where a median is above 1.03.
 """
 
 import argparse
@@ -31,9 +31,22 @@ DTYPES = {
     "avx512bf16": ["bf16"],
     "amx": ["bf16"],
 }
+CUDA = [
+    *(f"prefill --dtype {dtype} --head-dim {d} --seq 4096 --heads {4096 // d}" for dtype, d in
+      (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f16", 128), ("f32", 128))),
+    *(f"decode --dtype {dtype} --head-dim {d} --batch 16 --seq 8192 --heads 32 --kv-heads 8" for dtype, d in
+      (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f16", 128), ("f32", 128))),
+    "decode --dtype bf16 --head-dim 128 --seq 131072 --heads 32 --kv-heads 8",
+    "decode --dtype bf16 --head-dim 128 --batch 64 --seq 4096 --heads 32 --kv-heads 8 --cache paged --page 16",
+    *(f"decode --dtype {dtype} --head-dim 128 --batch 16 --seq 8192 --heads 32 --kv-heads 8 --kernels portable" for dtype in ("bf16", "f32")),
+    "prefill --dtype bf16 --head-dim 128 --seq 4096 --heads 32 --kernels portable",
+]
 
 
 def commands(isa):
+    if isa == "cuda":
+        yield from CUDA
+        return
     for dtype in DTYPES[isa]:
         for form in ROWS.values():
             for d in (64, 128):
@@ -43,7 +56,8 @@ def commands(isa):
 
 
 def seconds(binary, command, isa, args):
-    words = [binary, "bench", *command.split(), "--isa", isa, "--threads", str(args.threads), "--json"]
+    where = ["--backend", "cuda"] if isa == "cuda" else ["--isa", isa, "--threads", str(args.threads)]
+    words = [binary, "bench", *command.split(), *where, "--json"]
     words += ["--min-time", str(args.min_time)]
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode != 0:
@@ -59,7 +73,7 @@ def main():
     parser.add_argument("new")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", action="append", choices=DTYPES)
+    parser.add_argument("--isa", action="append", choices=[*DTYPES, "cuda"])
     parser.add_argument("--only", metavar="TEXT", default="", help="rows whose command has this text, such as 'prefill --dtype bf16'")
     parser.add_argument("--min-time", type=float, default=0.3, metavar="S", help="seconds that a row is measured in each run")
     args = parser.parse_args()

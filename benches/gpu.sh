@@ -44,7 +44,7 @@ fi
 
 if wants tests && [ -n "${KERNEL_TESTS:-}" ]; then
     step "tests of the kernel language"
-    CARGO_MANIFEST_DIR=$root/kernel "$KERNEL_TESTS" --nocapture --skip ui:: > "$out/kernel-tests.txt" 2>&1 ||
+    CARGO_MANIFEST_DIR=$root/crates/kernel "$KERNEL_TESTS" --nocapture --skip ui:: > "$out/kernel-tests.txt" 2>&1 ||
         { tail -40 "$out/kernel-tests.txt"; exit 1; }
     grep -E "SKIPPED|test result" "$out/kernel-tests.txt"
 fi
