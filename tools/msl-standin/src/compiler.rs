@@ -1,29 +1,31 @@
-//! Finds clang, and compiles texts with it.
+//! Finds clang, and compiles programs with it.
 
 use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use crate::error::{CompileError, Missing};
+use crate::error::{CompileError, FindError};
 use crate::fiber;
 use crate::library::Library;
-use crate::text::{self, Complaint, Parsed, Source};
+use crate::source::diagnostic::Diagnostic;
+use crate::source::kernels::Argument;
+use crate::source::{Program, includes, parse};
 
-/// The environment variable that names the compiler: a `clang++`, or a `zig`, which holds one.
+/// The environment variable that names the compiler: a `clang++`, or a `zig`, which contains one.
 pub const CLANG_VARIABLE: &str = "FLASHTILE_CLANG";
 
 const HEADER: &str = include_str!("../include/metal_stdlib");
 const FILE: &str = "kernel.metal";
 
-/// A clang that compiles the stand-in.
+/// A clang that can compile the stand-in.
 #[derive(Clone, Debug)]
 pub struct Compiler {
     program: PathBuf,
     is_zig: bool,
 }
 
-/// What both steps of the compiler are told.
+/// Options of the preprocessor and of the compiler.
 const LANGUAGE: &[&str] = &[
     "--target=x86_64-linux-gnu",
     "-x",
@@ -42,18 +44,18 @@ const LANGUAGE: &[&str] = &[
 const FLAGS: &[&str] = &[
     "-O2",
     "-fPIC",
-    // What a clang for this machine takes, whatever machine this is.
+    // Compiled kernels do not depend on the machine that compiles them.
     "-march=x86-64-v3",
-    // Each operation on half and bfloat rounds, and nothing else does.
+    // Each operation on half and bfloat rounds once.
     "-Xclang",
     "-ffloat16-excess-precision=none",
     "-Xclang",
     "-fbfloat16-excess-precision=none",
     "-ffp-contract=off",
     "-fno-math-errno",
-    // An overflow does what it does on a GPU, and the compiler draws no conclusions from it.
+    // Signed overflow wraps, as on a GPU.
     "-fwrapv",
-    // Accesses are told to the runner, of which those of more than 16 bytes are not.
+    // Accesses of up to 16 bytes are reported to the runner; vectorised loops would make larger ones.
     "-fsanitize=thread",
     "-fno-vectorize",
     "-fno-slp-vectorize",
@@ -84,17 +86,17 @@ const FLAGS: &[&str] = &[
 ];
 
 impl Compiler {
-    /// Looks for a compiler: the one that [`CLANG_VARIABLE`] names and no other where it is set, else `clang++` and
-    /// `zig` on the path, else the Python package `ziglang`.
+    /// Looks for a compiler: the one that [`CLANG_VARIABLE`] names, if it is set; otherwise `clang++` and `zig` on the path,
+    /// then the Python package `ziglang`.
     ///
     /// # Errors
-    /// Where there is none, where it cannot compile the stand-in, and where kernels cannot run.
-    pub fn find() -> Result<Self, Missing> {
-        fiber::SUPPORTED.map_err(Missing::Machine)?;
-        has_instructions().map_err(Missing::Machine)?;
+    /// [`FindError`] if none is found, if it cannot compile the stand-in, or if this machine cannot run kernels.
+    pub fn find() -> Result<Self, FindError> {
+        fiber::SUPPORTED.map_err(FindError::Machine)?;
+        has_instructions().map_err(FindError::Machine)?;
         if let Some(program) = std::env::var_os(CLANG_VARIABLE) {
             let program = PathBuf::from(program);
-            // It is started in another folder; a bare name is looked for on the path.
+            // The compiler is started in another folder; a bare name is searched for on the path.
             let bare = program.components().count() == 1;
             return Self::at(if bare { program } else { std::path::absolute(&program).unwrap_or(program) });
         }
@@ -110,22 +112,23 @@ impl Compiler {
                 }
             }
         }
-        let ask = "import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), 'zig'))";
-        let said = Command::new("python3").args(["-c", ask]).stdin(Stdio::null()).output();
-        if let Ok(Output { status, stdout, .. }) = said
+        let script = "import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), 'zig'))";
+        let answer = Command::new("python3").args(["-c", script]).stdin(Stdio::null()).output();
+        if let Ok(Output { status, stdout, .. }) = answer
             && status.success()
         {
             return Self::at(PathBuf::from(String::from_utf8_lossy(&stdout).trim()));
         }
         let tried = format!("{CLANG_VARIABLE}, clang++ and zig on the path, and ziglang of python3");
-        Err(unfit.unwrap_or(Missing::Compiler(tried)))
+        Err(unfit.unwrap_or(FindError::Compiler(tried)))
     }
 
-    /// The compiler at a path, once it has compiled a kernel.
-    fn at(program: PathBuf) -> Result<Self, Missing> {
+    /// The compiler at a path, if it compiles a kernel.
+    fn at(program: PathBuf) -> Result<Self, FindError> {
         let is_zig = program.file_stem() == Some(OsStr::new("zig"));
         let compiler = Self { program, is_zig };
-        let unfit = |said: String| Missing::Unfit { program: compiler.program.display().to_string(), said };
+        let unfit =
+            |output: String| FindError::Unfit { program: compiler.program.display().to_string(), output };
         let probe =
             "#include <metal_stdlib>\nkernel void probe(device half* x [[buffer(0)]]) { x[0] *= x[1]; }\n";
         compiler.compile(probe).map_err(|e| unfit(e.messages))?;
@@ -141,13 +144,13 @@ impl Compiler {
         command
     }
 
-    /// Compiles a text.
+    /// Compiles a program.
     ///
     /// # Errors
-    /// What is wrong with the text, line by line.
-    pub fn compile(&self, text: &str) -> Result<Library, CompileError> {
+    /// [`CompileError`] with the line of each error.
+    pub fn compile(&self, source: &str) -> Result<Library, CompileError> {
         let folder = folder()?;
-        let parsed = self.read(folder.path(), text)?;
+        let program = self.read(folder.path(), source)?;
         self.clang(folder.path(), &["-c", FILE, "-o", "kernel.o"])?;
         let mut linker = Command::new(&self.program);
         linker.current_dir(folder.path()).stdin(Stdio::null());
@@ -156,44 +159,42 @@ impl Compiler {
         } else {
             linker.args(["-shared", "-nostdlib", "-o", "kernel.so", "kernel.o"]);
         }
-        done(&linker.output(), "the linker")?;
-        Library::load(&folder.path().join("kernel.so"), parsed).map_err(|e| broken(&e))
+        finished(&linker.output(), "the linker")?;
+        Library::load(&folder.path().join("kernel.so"), program).map_err(|e| failed(&e))
     }
 
-    /// Checks a text as [`compile`](Self::compile) does, in less time: nothing that could run is made of it.
+    /// Checks a program as [`compile`](Self::compile) does, in less time: no code is generated.
     ///
     /// # Errors
-    /// What is wrong with the text, line by line.
-    pub fn check(&self, text: &str) -> Result<(), CompileError> {
+    /// [`CompileError`] with the line of each error.
+    pub fn check(&self, source: &str) -> Result<(), CompileError> {
         let folder = folder()?;
-        self.read(folder.path(), text)?;
+        self.read(folder.path(), source)?;
         self.clang(folder.path(), &["-fsyntax-only", FILE])
     }
 
-    /// Reads a text and leaves what clang shall compile in the folder.
-    fn read(&self, folder: &Path, text: &str) -> Result<Parsed, CompileError> {
-        let text = text::take_includes(text).map_err(complain)?;
-        let text = if text::needs_preprocessor(&text) { self.preprocess(folder, &text)? } else { text };
-        let parsed = text::parse(&text).map_err(complain)?;
-        let write = |name: &str, what: &str| {
-            fs::write(folder.join(name), what).map_err(|e| broken(&format!("cannot write {name}: {e}")))
-        };
-        write("metal_stdlib", HEADER)?;
-        write(FILE, &assemble(&parsed))?;
-        Ok(parsed)
+    /// Reads a program, and writes what clang compiles into the folder.
+    fn read(&self, folder: &Path, source: &str) -> Result<Program, CompileError> {
+        let source = includes::strip_includes(source).map_err(located)?;
+        let source =
+            if includes::needs_preprocessor(&source) { self.preprocess(folder, &source)? } else { source };
+        let program = parse(&source).map_err(located)?;
+        write(folder, "metal_stdlib", HEADER)?;
+        write(folder, FILE, &assemble(&program))?;
+        Ok(program)
     }
 
     fn clang(&self, folder: &Path, arguments: &[&str]) -> Result<(), CompileError> {
         let mut clang = self.command();
         clang.current_dir(folder).args(LANGUAGE).args(FLAGS).args(["-isystem", "."]).args(arguments);
-        done(&clang.output(), "clang").map(|_| ())
+        finished(&clang.output(), "clang").map(|_| ())
     }
 
-    fn preprocess(&self, folder: &Path, text: &str) -> Result<String, CompileError> {
-        fs::write(folder.join(FILE), text).map_err(|e| broken(&format!("cannot write {FILE}: {e}")))?;
+    fn preprocess(&self, folder: &Path, source: &str) -> Result<String, CompileError> {
+        write(folder, FILE, source)?;
         let mut clang = self.command();
         clang.current_dir(folder).args(LANGUAGE).args(["-Werror", "-E", FILE]);
-        done(&clang.output(), "clang")
+        finished(&clang.output(), "clang")
     }
 }
 
@@ -212,24 +213,28 @@ fn has_instructions() -> Result<(), &'static str> {
 }
 
 fn folder() -> Result<tempfile::TempDir, CompileError> {
-    tempfile::tempdir().map_err(|e| broken(&format!("no folder to compile in: {e}")))
+    tempfile::tempdir().map_err(|e| failed(&format!("cannot create a temporary folder: {e}")))
 }
 
-fn broken(what: &str) -> CompileError {
-    CompileError { messages: what.to_owned() }
+fn write(folder: &Path, name: &str, content: &str) -> Result<(), CompileError> {
+    fs::write(folder.join(name), content).map_err(|e| failed(&format!("cannot write {name}: {e}")))
 }
 
-fn complain(c: Complaint) -> CompileError {
-    CompileError { messages: format!("{FILE}:{}: error: {}", c.line, c.what) }
+fn failed(message: &str) -> CompileError {
+    CompileError { messages: message.to_owned() }
 }
 
-/// What a program wrote; its complaints, in the words of Metal, if it failed.
-fn done(output: &std::io::Result<Output>, what: &str) -> Result<String, CompileError> {
+fn located(diagnostic: Diagnostic) -> CompileError {
+    CompileError { messages: format!("{FILE}:{}: error: {}", diagnostic.line, diagnostic.message) }
+}
+
+/// The standard output of a command that succeeded, or its error messages with address spaces and types named as in Metal.
+fn finished(output: &std::io::Result<Output>, command: &str) -> Result<String, CompileError> {
     match output {
         Ok(o) if o.status.success() => Ok(String::from_utf8_lossy(&o.stdout).into_owned()),
         Ok(o) => {
-            let mut said = String::from_utf8_lossy(&o.stderr).into_owned();
-            for (theirs, ours) in [
+            let mut messages = String::from_utf8_lossy(&o.stderr).into_owned();
+            for (opencl, metal) in [
                 ("const __global_host", "constant"),
                 ("__global_host", "constant"),
                 ("__global_device", "device"),
@@ -238,40 +243,42 @@ fn done(output: &std::io::Result<Output>, what: &str) -> Result<String, CompileE
                 ("__generic", "(no address space)"),
                 ("__bf16", "bfloat"),
             ] {
-                said = said.replace(theirs, ours);
+                messages = messages.replace(opencl, metal);
             }
-            Err(broken(&format!("{what}: {}\n{said}", o.status)))
+            Err(failed(&format!("{command}: {}\n{messages}", o.status)))
         }
-        Err(e) => Err(broken(&format!("{what} does not start: {e}"))),
+        Err(e) => Err(failed(&format!("cannot start {command}: {e}"))),
     }
 }
 
-/// The header, the text, and one function for each kernel that takes its arguments out of the context.
-fn assemble(parsed: &Parsed) -> String {
-    let mut out = format!("#include \"metal_stdlib\"\n# 1 \"{FILE}\"\n{}\n", parsed.text);
-    // The type of a kernel is asked for by its name, which counts as a pointer to a function.
+/// The header, the program, and an entry point for each kernel, which takes the kernel's arguments from the context.
+fn assemble(program: &Program) -> String {
+    let mut out = format!("#include \"metal_stdlib\"\n# 1 \"{FILE}\"\n{}\n", program.source);
+    // `decltype` of a kernel's name counts as a use of a function pointer.
     out.push_str("#pragma OPENCL EXTENSION __cl_clang_function_pointers : enable\n");
-    for (k, kernel) in parsed.kernels.iter().enumerate() {
-        // Where an argument does not fit, the message names the line of the kernel.
+    for (k, kernel) in program.kernels.iter().enumerate() {
+        // Errors about an argument name the line of the kernel.
         out.push_str(&format!("# {} \"{FILE}\"\n", kernel.line));
         let call = &kernel.call;
         let mut arguments = Vec::new();
         let mut positions = Vec::new();
-        for (i, source) in kernel.parameters.iter().enumerate() {
+        for (i, argument) in kernel.arguments.iter().enumerate() {
             let ty = format!("metal::msl_param<{i}, decltype({call})>");
-            arguments.push(match source {
-                Source::Buffer(n, None) => format!("metal::msl_buffer_argument<{ty}>(msl_c->buffers[{n}])"),
-                Source::Buffer(n, Some(on)) => {
-                    format!("metal::msl_buffer_argument<{ty}>({on} ? msl_c->buffers[{n}] : 0)")
+            arguments.push(match argument {
+                Argument::Buffer { index, condition: None } => {
+                    format!("metal::msl_buffer_argument<{ty}>(msl_c->buffers[{index}])")
                 }
-                Source::Threadgroup(n) => {
+                Argument::Buffer { index, condition: Some(on) } => {
+                    format!("metal::msl_buffer_argument<{ty}>({on} ? msl_c->buffers[{index}] : 0)")
+                }
+                Argument::Threadgroup(n) => {
                     format!("metal::msl_threadgroup_argument<{ty}>(msl_c->threadgroups[{n}])")
                 }
-                Source::Vector(name) => {
+                Argument::VectorBuiltin(name) => {
                     positions.push(ty.clone());
                     format!("metal::msl_vector_argument<{ty}>(msl_c->{name})")
                 }
-                Source::Scalar(name) => format!("metal::msl_scalar_argument<{ty}>(msl_c->{name})"),
+                Argument::ScalarBuiltin(name) => format!("metal::msl_scalar_argument<{ty}>(msl_c->{name})"),
             });
         }
         out.push_str(&format!(
@@ -282,7 +289,7 @@ fn assemble(parsed: &Parsed) -> String {
         ));
     }
     let mut data = String::new();
-    for c in &parsed.constants {
+    for c in &program.constants {
         for name in [format!("msl_fc_{}", c.index), format!("msl_fcd_{}", c.index)] {
             data.push_str(&format!(".globl {name}\\n.protected {name}\\n{name}: .zero 8\\n"));
         }

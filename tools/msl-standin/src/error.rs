@@ -1,42 +1,44 @@
 use std::fmt;
 
-/// Why there is no compiler.
+/// Why no compiler can be used.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
-pub enum Missing {
-    /// The stand-in does not run on this machine.
+pub enum FindError {
+    /// This machine cannot run the stand-in, and why.
     Machine(&'static str),
-    /// No compiler was found; where it was looked for.
+    /// No compiler was found, and where it was searched for.
     Compiler(String),
-    /// What was found does not compile or link the stand-in itself.
+    /// The compiler found cannot compile or link the stand-in itself.
     Unfit {
-        /// The program.
+        /// The compiler.
         program: String,
-        /// What it said.
-        said: String,
+        /// Its messages.
+        output: String,
     },
 }
 
-impl fmt::Display for Missing {
+impl fmt::Display for FindError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Machine(why) => write!(f, "the MSL stand-in does not run here: {why}"),
-            Self::Compiler(tried) => write!(f, "no clang that has C++ for OpenCL: tried {tried}"),
-            Self::Unfit { program, said } => write!(f, "{program} cannot compile the MSL stand-in: {said}"),
+            Self::Compiler(tried) => write!(f, "no clang with C++ for OpenCL found: tried {tried}"),
+            Self::Unfit { program, output } => {
+                write!(f, "{program} cannot compile the MSL stand-in: {output}")
+            }
         }
     }
 }
 
-impl std::error::Error for Missing {}
+impl std::error::Error for FindError {}
 
-/// Why a text is refused: all messages, with lines of the text.
+/// Why a program is refused: all messages, with lines of the program.
 #[derive(Clone, Debug)]
 pub struct CompileError {
     pub(crate) messages: String,
 }
 
 impl CompileError {
-    /// The messages, as the compiler gives them.
+    /// The messages of the compiler.
     pub fn messages(&self) -> &str {
         &self.messages
     }
@@ -50,49 +52,51 @@ impl fmt::Display for CompileError {
 
 impl std::error::Error for CompileError {}
 
-/// Why a kernel cannot be made.
+/// Why a [`Kernel`](crate::Kernel) cannot be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Error {
     /// The library has no kernel of this name.
     NoKernel {
-        /// The name asked for.
+        /// The name given.
         name: String,
-        /// The names there are.
-        has: Vec<String>,
+        /// The names of the library's kernels.
+        available: Vec<String>,
     },
-    /// A function constant that the kernel reaches is not set.
+    /// A function constant that the kernel uses is not set.
     ConstantNotSet {
-        /// Its name in the text.
+        /// Its name in the program.
         name: String,
         /// Its index.
         index: u32,
     },
-    /// A function constant has another type.
+    /// A function constant is declared with another type than that of its value.
     ConstantType {
-        /// Its name in the text.
+        /// Its name in the program.
         name: String,
-        /// Its type in the text.
+        /// The type declared.
         declared: String,
-        /// The type given.
+        /// The type of the value.
         given: &'static str,
     },
-    /// The text has no function constant of this index, or it is set twice.
+    /// The program has no function constant with this index, or it is set twice.
     ConstantIndex(u32),
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoKernel { name, has } => write!(f, "no kernel `{name}`; there are {}", has.join(", ")),
+            Self::NoKernel { name, available } => {
+                write!(f, "no kernel `{name}`: the kernels are {}", available.join(", "))
+            }
             Self::ConstantNotSet { name, index } => {
                 write!(f, "function constant {index} (`{name}`) is not set")
             }
             Self::ConstantType { name, declared, given } => {
-                write!(f, "function constant `{name}` is a {declared}, and a {given} is given")
+                write!(f, "function constant `{name}` is declared {declared}, got a {given}")
             }
             Self::ConstantIndex(index) => {
-                write!(f, "function constant {index} is set twice or not in the text")
+                write!(f, "function constant {index} is set twice or not declared")
             }
         }
     }
@@ -102,81 +106,81 @@ impl std::error::Error for Error {}
 
 /// A thread of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// Its threadgroup.
-    pub group: [u32; 3],
+pub struct ThreadId {
+    /// The position of its threadgroup in the grid.
+    pub threadgroup: [u32; 3],
     /// Its index in the threadgroup.
     pub thread: u32,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for ThreadId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [x, y, z] = self.group;
+        let [x, y, z] = self.threadgroup;
         write!(f, "thread {} of threadgroup ({x}, {y}, {z})", self.thread)
     }
 }
 
-/// What went wrong in a run.
+/// Why a run fails.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunError {
     /// A launch that Metal would refuse.
     Launch(String),
-    /// Threads wait at different places, or some have returned and others wait.
+    /// Threads wait at different places of the program, or some wait and others have returned.
     Diverged {
         /// One of the threads.
-        at: Place,
+        at: ThreadId,
         /// What it does.
         does: String,
-        /// Another thread of the group.
+        /// The index of another thread of its threadgroup.
         other: u32,
-        /// What that one does.
+        /// What the other does.
         other_does: String,
     },
-    /// Lanes of one SIMD-group operation give different arguments where they must be the same.
+    /// An argument that must be the same for all lanes of a SIMD-group operation differs.
     Arguments {
         /// One of the lanes.
-        at: Place,
+        at: ThreadId,
         /// The operation.
         does: String,
     },
-    /// The value of a lane that takes no part, or that does not exist.
+    /// A lane reads the value of a lane that is inactive or does not exist.
     Lane {
-        /// Who reads it.
-        at: Place,
-        /// The line of the operation.
+        /// The thread that reads.
+        at: ThreadId,
+        /// The line of the operation in the program.
         line: u32,
-        /// The lane.
+        /// The lane that is read.
         lane: u64,
     },
-    /// An access to memory that is not there, is not aligned, or is not to be written.
+    /// An access out of bounds, a misaligned one, or a write to a buffer bound for reading.
     Access {
-        /// Who accesses it.
-        at: Place,
+        /// The thread.
+        at: ThreadId,
         /// What is wrong.
         what: String,
     },
-    /// Two threads access the same memory with no barrier between, one of them writes, and not both are atomic.
+    /// Two threads access the same byte with no barrier between, at least one writes, and not both accesses are atomic.
     Race {
-        /// The later of the two.
-        at: Place,
+        /// The thread that accesses it later.
+        at: ThreadId,
         /// What it does.
         does: String,
-        /// The earlier one's group, by its number in the grid's order, and thread.
+        /// The number of the threadgroup of the earlier access, in the order of the grid, and the thread in it.
         other: (u32, u32),
-        /// Whether that one wrote.
+        /// Whether the earlier access is a write.
         wrote: bool,
     },
-    /// A thread does not come to an end.
+    /// A thread does not terminate.
     Endless {
-        /// Which.
-        at: Place,
+        /// The thread.
+        at: ThreadId,
     },
-    /// More threadgroup memory than a group may have.
+    /// More threadgroup memory than a threadgroup may have.
     ThreadgroupMemory {
-        /// What the kernel and the launch ask for, in bytes.
+        /// Bytes that the kernel and the launch ask for.
         bytes: usize,
-        /// What there is.
+        /// Bytes that a threadgroup may have.
         limit: usize,
     },
 }
@@ -189,22 +193,25 @@ impl fmt::Display for RunError {
                 write!(f, "{at} {does}, but thread {other} {other_does}")
             }
             Self::Arguments { at, does } => {
-                write!(f, "{at} {does}, with other arguments than lanes before it")
+                write!(f, "{at} {does}, with arguments that differ from those of the lanes before it")
             }
             Self::Lane { at, line, lane } => {
-                write!(f, "{at} reads lane {lane} in line {line}, which takes no part")
+                write!(f, "{at} reads lane {lane} in line {line}, and that lane is inactive")
             }
             Self::Access { at, what } => write!(f, "{at} {what}"),
             Self::Race { at, does, other: (group, thread), wrote } => {
                 let how = if *wrote { "written" } else { "read" };
                 write!(
                     f,
-                    "{at} {does}, which thread {thread} of group {group} has {how} with no barrier between"
+                    "{at} {does}, which thread {thread} of threadgroup {group} has {how} with no barrier between"
                 )
             }
-            Self::Endless { at } => write!(f, "{at} does not come to an end"),
+            Self::Endless { at } => write!(f, "{at} does not terminate"),
             Self::ThreadgroupMemory { bytes, limit } => {
-                write!(f, "{bytes} bytes of threadgroup memory, and a group may have {limit}")
+                write!(
+                    f,
+                    "{bytes} bytes of threadgroup memory, more than the {limit} that a threadgroup may have"
+                )
             }
         }
     }

@@ -4,14 +4,14 @@
 use std::arch::naked_asm;
 use std::io;
 
-/// Where fibers are. What the compiler is told to use is looked for when a compiler is looked for.
+/// Whether coroutines are supported. The instruction set that kernels are compiled for is checked with the compiler.
 pub(crate) const SUPPORTED: Result<(), &str> = Ok(());
 
-/// Kernels keep arrays on it; pages that are not touched take no memory.
+/// Bytes of a stack, which holds arrays of kernels; untouched pages take no memory.
 const STACK: usize = 256 << 10;
 const GUARD: usize = 4096;
 
-/// Stacks, each with a page below it that cannot be touched.
+/// Stacks, each above a guard page.
 #[derive(Debug)]
 pub(crate) struct Stacks {
     base: *mut u8,
@@ -25,14 +25,14 @@ impl Stacks {
             libc::PROT_READ | libc::PROT_WRITE,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
         );
-        // SAFETY: a new mapping at a place of the system's choice takes nobody's memory.
+        // SAFETY: a new mapping at an address that the system chooses overlaps no other.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
         let stacks = Self { base: base.cast(), bytes };
         for i in 0..count {
-            // SAFETY: the page lies in the mapping made above.
+            // SAFETY: the page is part of the mapping made above.
             if unsafe { libc::mprotect(stacks.base.add(i * (STACK + GUARD)).cast(), GUARD, libc::PROT_NONE) }
                 != 0
             {
@@ -42,7 +42,7 @@ impl Stacks {
         Ok(stacks)
     }
 
-    /// Addresses of a stack.
+    /// The lowest address of a stack, and the address after its end.
     pub(crate) fn range(&self, index: usize) -> (u64, u64) {
         let low = self.base as u64 + (index * (STACK + GUARD) + GUARD) as u64;
         (low, low + STACK as u64)
@@ -51,33 +51,35 @@ impl Stacks {
     /// A stack that runs `enter` when it is first switched to.
     ///
     /// # Safety
-    /// `index` is less than the count, nothing runs on that stack, and `enter` never returns.
+    /// - `index` is less than the count given to [`Stacks::new`].
+    /// - Nothing runs on that stack.
+    /// - `enter` never returns.
     pub(crate) unsafe fn start(&self, index: usize, enter: extern "C" fn() -> !) -> *mut u8 {
-        let top = self.range(index).1 as *mut u64;
-        // SAFETY: the words lie at the top of the stack, which the caller says is free.
+        let end = self.range(index).1 as *mut u64;
+        // SAFETY: the words are the last of the stack, on which nothing runs as the caller guarantees.
         unsafe {
-            // A function finds the stack 8 below a multiple of 16, where a call has put the way back.
-            top.sub(2).write(enter as usize as u64);
-            // Six registers that the first switch takes up.
+            // On entry to a function, the stack pointer is 8 below a multiple of 16: a call has pushed the return address.
+            end.sub(2).write(enter as usize as u64);
+            // Six registers that the first switch pops.
             for i in 3..9 {
-                top.sub(i).write(0);
+                end.sub(i).write(0);
             }
-            top.sub(8).cast()
+            end.sub(8).cast()
         }
     }
 }
 
 impl Drop for Stacks {
     fn drop(&mut self) {
-        // SAFETY: the mapping is this value's alone, and no fiber runs when it goes.
+        // SAFETY: this value owns the mapping, and no coroutine outlives it.
         unsafe { libc::munmap(self.base.cast(), self.bytes) };
     }
 }
 
-/// Saves the registers that a call keeps and the stack pointer, and goes on at another stack.
+/// Saves the callee-saved registers and the stack pointer, and continues on another stack.
 ///
 /// # Safety
-/// `to` comes from `Stacks::start` or from an earlier `save` whose stack has not been switched to since.
+/// `to` is the result of `Stacks::start`, or was saved by an earlier switch and has not been switched to since.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn switch(save: *mut *mut u8, to: *mut u8) {
     naked_asm!(

@@ -1,9 +1,9 @@
-//! Where there are no fibers, nothing is run: `Compiler::find` refuses the machine, so no kernel comes to be.
+//! Machines without coroutines: `Compiler::find` refuses them, so that no kernel is ever run.
 #![allow(unsafe_code)]
 
 use std::io;
 
-/// Where fibers are.
+/// Whether coroutines are supported.
 pub(crate) const SUPPORTED: Result<(), &str> = Err("it needs x86-64 Linux");
 
 #[derive(Debug)]
@@ -19,12 +19,12 @@ impl Stacks {
     }
 
     /// # Safety
-    /// None is needed.
+    /// Nothing is required.
     pub(crate) unsafe fn start(&self, _index: usize, _enter: extern "C" fn() -> !) -> *mut u8 {
         std::ptr::null_mut()
     }
 }
 
 /// # Safety
-/// None is needed.
+/// Nothing is required.
 pub(crate) unsafe extern "C" fn switch(_save: *mut *mut u8, _to: *mut u8) {}

@@ -1,6 +1,5 @@
-//! Checks printed Metal Shading Language where there is no Apple machine: a text is compiled by clang against a strict
-//! stand-in for `<metal_stdlib>`, and its kernels are run on the CPU, with threadgroups, barriers, SIMD-groups of 32
-//! lanes and 8x8 matrices.
+//! Checks Metal Shading Language without an Apple machine: clang compiles a program against a strict stand-in for
+//! `<metal_stdlib>`, and its kernels run on the CPU, with threadgroups, barriers, SIMD-groups of 32 lanes and 8x8 matrices.
 //!
 //! ```no_run
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -19,47 +18,47 @@
 //!
 //! # What is checked
 //!
-//! The text is read as C++ for OpenCL, clang's language with address spaces in its types, after a pass over its tokens:
+//! The tokens of a program are checked first. Clang then compiles it as C++ for OpenCL, whose types have address spaces.
 //!
-//! - Address spaces: `device`, `constant`, `threadgroup` and `thread` do not convert to each other, by casts either, and
-//!   `*` or `&` after the name of a type without one of them is refused. `constant` memory is read-only.
-//! - Attributes: every parameter of a kernel has one attribute that is known, of the right type and not used twice;
-//!   positions and sizes are all scalars or all vectors; unknown attributes are refused everywhere.
+//! - Address spaces: `device`, `constant`, `threadgroup` and `thread` do not convert to each other, not even by casts, and
+//!   `*` or `&` after the name of a type needs one of them. `constant` memory is read-only.
+//! - Attributes: every parameter of a kernel has exactly one attribute that gives its value, of the right type and different from
+//!   the others; positions and sizes are all scalars or all vectors; unknown attributes are refused everywhere.
 //! - Types: no `double` (a literal without a suffix is a float, as in Metal), no `long long`, no implicit conversion
 //!   between vectors, no C-style cast of vectors; `as_type` checks sizes. `half` and `bfloat` round after each operation.
-//! - Matrices: `thread_elements()` refers to a type of Apple's own, of which the elements 0 and 1 may be set, one at a time.
-//! - Functions of the library are templates over the types that the specification gives them, so that `exp(1)`,
+//! - Matrices: `thread_elements()` returns a type of Apple's own, whose elements 0 and 1 can be assigned one at a time.
+//! - Functions of the library take exactly the types that the specification lists, so that `exp(1)`,
 //!   `min(1, 2u)`, `exp(bfloat)` and `simd_sum(bfloat)` fail.
 //! - No `goto`, `new`, exceptions, lambdas, strings, `std::`, recursion of a function with one definition, variables at
 //!   program scope outside of `constant`, and threadgroup variables outside of kernels.
-//! - Function constants: those that a kernel reaches have to be set, with the type they are declared with, unless the
-//!   text asks `is_function_constant_defined`.
-//! - All warnings of `-Wall -Wextra` but those about unused names are errors.
+//! - Function constants that a kernel uses have to be set, with their declared type, unless the program asks
+//!   `is_function_constant_defined`.
+//! - All warnings of `-Wall -Wextra` are errors, except for unused names.
 //!
-//! A run checks each access to memory: inside of a buffer or of threadgroup memory, aligned, and no write to a buffer that
-//! is given for reading. Barriers and SIMD-group operations have to be reached by all threads of the group (lanes that have
-//! returned are inactive, as in Metal: they may not be read, and matrices need all 32). Threadgroup memory starts as
-//! NaN and has 32 KiB. Two accesses to a byte by different threads, one of them a write and not both atomic, are a race
-//! if no `threadgroup_barrier` (or `simdgroup_barrier` within a SIMD-group) whose flags name the memory lies between;
-//! the groups of a grid are never ordered. SIMD-group operations order no memory.
+//! A run checks each access to memory: it must be inside a buffer or threadgroup memory, aligned, and no write to a buffer that
+//! is bound for reading. Barriers must be reached by all threads of the threadgroup, and SIMD-group operations by all lanes
+//! (lanes that have returned are inactive, as in Metal: their values may not be read, and matrices need all 32 lanes). Threadgroup
+//! memory is limited to 32 KiB and starts as NaN. Two accesses to a byte by different threads, at least one of them a write and
+//! not both atomic, are a race unless a `threadgroup_barrier` (or a `simdgroup_barrier` within a SIMD-group) whose flags name
+//! the memory lies between them. The threadgroups of a grid are never ordered, and SIMD-group operations order no memory.
 //!
-//! # What is not
+//! # What is not checked
 //!
-//! - Apple's compiler is older and newer than clang in places: that a text passes here is no proof that it passes there.
-//! - Comparisons of vectors are vectors of integers, and there is no `bool4`; `half4 * 2.0f` is refused, which Metal may
-//!   accept. There are no matrices (`float4x4`), textures, argument buffers, quad-group functions and lambdas.
-//! - A member function for objects in `constant` memory may be called with one in `device` memory too.
-//! - Pointers in names that the text makes itself (`using P = float*` is found, a macro of a template is not).
-//! - Threads that meet at one line and column in different iterations of a loop, or by different calls of the function it is
-//!   in: the text is compiled as it is, without marks of these.
-//! - A SIMD-group operation in code that not all live lanes reach is refused, though Metal lets the active lanes go on.
+//! - Apple's compiler differs from clang: a program that passes here may still be refused there.
+//! - Vector comparisons give vectors of integers, and there is no `bool4`; `half4 * 2.0f` is refused, though Metal may
+//!   accept it. Matrices (`float4x4`), textures, argument buffers, quad-group functions and lambdas are missing.
+//! - A `constant` member function accepts objects in `device` memory too.
+//! - Address spaces of pointers whose type is spelled by a template argument (`using P = float*` is checked).
+//! - Threads that wait at the same line and column in different iterations of a loop, or in different calls of a function: they
+//!   count as being at the same barrier or operation.
+//! - A SIMD-group operation that not all live lanes reach is refused, though Metal runs it with the active lanes.
 //! - Fast-math: every function is as exact as the host's, and nothing is contracted or reordered.
-//! - Threads run one at a time, from one meeting to the next: a thread that waits for another's store in a loop is
-//!   stopped after a great many accesses, and one that accesses no memory in a loop without end is not stopped.
-//! - Accesses of more than 16 bytes that the compiler makes of one value (`long4`), and values of `thread` memory.
-//!   Registers, occupancy and speed are not modelled.
+//! - Threads run one at a time, each up to its next barrier or SIMD-group operation: a thread that spins on another's store is
+//!   stopped after 2^27 accesses, and an endless loop without memory accesses is not stopped.
+//! - Accesses of more than 16 bytes to one value (`long4`), and `thread` memory.
+//! - Registers, occupancy and speed.
 //!
-//! It runs on x86-64 Linux with AVX2, F16C and FMA; elsewhere [`Compiler::find`] says that it cannot.
+//! Needs x86-64 Linux with AVX2, F16C, FMA and BMI2; [`Compiler::find`] refuses other machines.
 
 mod compiler;
 mod error;
@@ -72,8 +71,8 @@ mod fiber;
 mod library;
 mod memory;
 mod run;
-mod text;
+mod source;
 
 pub use compiler::{CLANG_VARIABLE, Compiler};
-pub use error::{CompileError, Error, Missing, Place, RunError};
+pub use error::{CompileError, Error, FindError, RunError, ThreadId};
 pub use library::{Buffer, FunctionConstant, Kernel, Library, Value};

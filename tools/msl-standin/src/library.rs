@@ -1,4 +1,4 @@
-//! Compiled texts, their kernels, and launches.
+//! Compiled programs, their kernels, and launches.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -7,8 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::{Error, RunError};
 use crate::memory::{Block, Memory, THREADGROUP_LIMIT};
-use crate::run::{Entry, Group, HOST, Host, ThreadContext, with_stacks};
-use crate::text::{self, Constant, Parsed, Source};
+use crate::run::{Entry, HOST, Host, ThreadContext, Threadgroup, with_stacks};
+use crate::source::Program;
+use crate::source::constants::DeclaredConstant;
+use crate::source::kernels::{self, Argument};
 
 /// The value of a function constant.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -39,8 +41,8 @@ pub enum Value {
 }
 
 impl Value {
-    /// Its type in the text, and its bits.
-    fn parts(self) -> (&'static str, u64) {
+    /// The name of its type in Metal, and its bits.
+    fn type_and_bits(self) -> (&'static str, u64) {
         match self {
             Self::Bool(v) => ("bool", u64::from(v)),
             Self::I8(v) => ("char", u64::from(v.cast_unsigned())),
@@ -60,14 +62,14 @@ impl Value {
 /// A function constant and its value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FunctionConstant {
-    /// The number of its `[[function_constant(n)]]`.
+    /// `n` of its `[[function_constant(n)]]`.
     pub index: u32,
     /// Its value.
     pub value: Value,
 }
 
 impl FunctionConstant {
-    /// A value for a constant.
+    /// The constant with this index, and its value.
     pub fn new(index: u32, value: Value) -> Self {
         Self { index, value }
     }
@@ -79,7 +81,7 @@ enum Bytes<'a> {
     Write(&'a mut [u8]),
 }
 
-/// The memory of a `[[buffer(n)]]`, in the byte order of the machine.
+/// The memory of a `[[buffer(n)]]`, in native byte order.
 #[derive(Debug)]
 pub struct Buffer<'a> {
     index: usize,
@@ -100,12 +102,12 @@ impl<'a> Buffer<'a> {
 
 struct Loaded {
     library: libloading::Library,
-    parsed: Parsed,
-    /// Runs of a library share its function constants.
+    program: Program,
+    /// Held during a run: all runs of a library share the memory of its function constants.
     running: Mutex<()>,
 }
 
-/// A compiled text.
+/// A compiled program.
 #[derive(Clone)]
 pub struct Library {
     loaded: Arc<Loaded>,
@@ -118,43 +120,46 @@ impl fmt::Debug for Library {
 }
 
 impl Library {
-    pub(crate) fn load(path: &Path, parsed: Parsed) -> Result<Self, String> {
-        // SAFETY: the library has been made from the header, and its one initialiser does nothing.
+    pub(crate) fn load(path: &Path, program: Program) -> Result<Self, String> {
+        // SAFETY: the library is compiled with the header, whose one initializer does nothing.
         let library =
             unsafe { libloading::Library::new(path) }.map_err(|e| format!("cannot load it: {e}"))?;
-        // SAFETY: the header defines a table of 8 pointers of this name, and `Host` has no more.
+        // SAFETY: the header defines a table of 8 pointers with this name, and `Host` is no larger.
         unsafe {
             let table = library.get::<*mut Host>(b"msl_host").map_err(|e| e.to_string())?;
             let table: *mut Host = *table;
             std::ptr::copy_nonoverlapping(&raw const HOST, table, 1);
         }
-        Ok(Self { loaded: Arc::new(Loaded { library, parsed, running: Mutex::new(()) }) })
+        Ok(Self { loaded: Arc::new(Loaded { library, program, running: Mutex::new(()) }) })
     }
 
-    /// The names of its kernels, in the order of the text.
+    /// The names of its kernels, in the order of the program.
     pub fn kernels(&self) -> Vec<&str> {
-        self.loaded.parsed.kernels.iter().map(|k| k.name.as_str()).collect()
+        self.loaded.program.kernels.iter().map(|k| k.name.as_str()).collect()
     }
 
-    /// The kernel of this name, with these function constants. A constant that the kernel does not reach may be given.
+    /// The kernel of this name with these function constants, which may include constants that it does not use.
     ///
     /// # Errors
-    /// Where there is no such kernel, where a constant that it reaches is not set and the text does not ask whether it
-    /// is, and where a constant has another type or is not in the text.
+    /// - [`Error::NoKernel`] if the program has no such kernel.
+    /// - [`Error::ConstantIndex`] if a constant is set twice or not declared.
+    /// - [`Error::ConstantType`] if a constant is declared with another type.
+    /// - [`Error::ConstantNotSet`] if a constant that the kernel uses has no value and the program does not ask
+    ///   `is_function_constant_defined` of it.
     pub fn kernel(&self, name: &str, constants: &[FunctionConstant]) -> Result<Kernel, Error> {
-        let parsed = &self.loaded.parsed;
-        let Some(index) = parsed.kernels.iter().position(|k| k.name == name) else {
-            let has = parsed.kernels.iter().map(|k| k.name.clone()).collect();
-            return Err(Error::NoKernel { name: name.to_owned(), has });
+        let program = &self.loaded.program;
+        let Some(index) = program.kernels.iter().position(|k| k.name == name) else {
+            let available = program.kernels.iter().map(|k| k.name.clone()).collect();
+            return Err(Error::NoKernel { name: name.to_owned(), available });
         };
-        let mut values: Vec<(Constant, Option<u64>)> =
-            parsed.constants.iter().map(|c| (c.clone(), None)).collect();
+        let mut values: Vec<(DeclaredConstant, Option<u64>)> =
+            program.constants.iter().map(|c| (c.clone(), None)).collect();
         for given in constants {
-            let Some((c, slot)) = values.iter_mut().find(|(c, v)| c.index == given.index && v.is_none())
+            let Some((c, bits_of)) = values.iter_mut().find(|(c, v)| c.index == given.index && v.is_none())
             else {
                 return Err(Error::ConstantIndex(given.index));
             };
-            let (type_name, bits) = given.value.parts();
+            let (type_name, bits) = given.value.type_and_bits();
             if type_name != c.type_name {
                 return Err(Error::ConstantType {
                     name: c.name.clone(),
@@ -162,16 +167,16 @@ impl Library {
                     given: type_name,
                 });
             }
-            *slot = Some(bits);
+            *bits_of = Some(bits);
         }
-        let kernel = &parsed.kernels[index];
+        let kernel = &program.kernels[index];
         for (c, value) in &values {
-            if value.is_none() && !c.optional && kernel.constants.contains(&c.name) {
+            if value.is_none() && !c.is_optional && kernel.constants.contains(&c.name) {
                 return Err(Error::ConstantNotSet { name: c.name.clone(), index: c.index });
             }
         }
         let values = values.into_iter().map(|(c, v)| (c.index, v)).collect();
-        Ok(Kernel { loaded: self.loaded.clone(), index, values, races: true })
+        Ok(Kernel { loaded: self.loaded.clone(), index, values, checks_races: true })
     }
 }
 
@@ -181,12 +186,12 @@ pub struct Kernel {
     loaded: Arc<Loaded>,
     index: usize,
     values: Vec<(u32, Option<u64>)>,
-    races: bool,
+    checks_races: bool,
 }
 
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Kernel").field("name", &self.text().name).finish_non_exhaustive()
+        f.debug_struct("Kernel").field("name", &self.declaration().name).finish_non_exhaustive()
     }
 }
 
@@ -195,24 +200,24 @@ fn launch<T>(what: impl Into<String>) -> Result<T, RunError> {
 }
 
 impl Kernel {
-    fn text(&self) -> &text::Kernel {
-        &self.loaded.parsed.kernels[self.index]
+    fn declaration(&self) -> &kernels::Kernel {
+        &self.loaded.program.kernels[self.index]
     }
 
-    /// This kernel, whose runs do not look for races: for those that write the same value from many threads.
+    /// This kernel without race detection, for kernels whose threads write the same value to the same place.
     #[must_use]
     pub fn with_races(mut self) -> Self {
-        self.races = false;
+        self.checks_races = false;
         self
     }
 
-    /// Runs a grid of `groups` threadgroups of `threads` threads each, one group after the other.
+    /// Runs a grid of `groups` threadgroups of `threads` threads each, one threadgroup after the other.
     ///
-    /// `threadgroup_bytes[n]` is the size of the memory of the parameter with `[[threadgroup(n)]]`; sizes are rounded up
-    /// to 16 as Metal asks. Buffers that are given for writing hold what the kernel wrote, also where it fails halfway.
+    /// `threadgroup_bytes[n]` is the size in bytes of the memory of the parameter with `[[threadgroup(n)]]`; sizes are rounded
+    /// up to a multiple of 16, as Metal requires. Writable buffers hold what the kernel has written, even if the run fails.
     ///
     /// # Errors
-    /// A launch that Metal would refuse, and the first thing that goes wrong in a thread.
+    /// [`RunError`] for a launch that Metal would refuse, and for the first fault of a thread.
     pub fn run(
         &self,
         groups: [u32; 3],
@@ -224,10 +229,10 @@ impl Kernel {
         let _one_at_a_time = self.loaded.running.lock().unwrap_or_else(PoisonError::into_inner);
         let symbols = (|| {
             let name = format!("msl_entry_{}", self.index);
-            // SAFETY: `assemble` gives each kernel an entry of this type and name.
+            // SAFETY: `assemble` defines an entry point with this name and type for each kernel.
             let entry: Entry = unsafe { *self.loaded.library.get::<Entry>(name.as_bytes())? };
             for &(index, value) in &self.values {
-                // SAFETY: `assemble` gives each constant 8 bytes of each of the names; no kernel of the library runs.
+                // SAFETY: `assemble` defines 8 bytes for each of the two names; no kernel of the library is running.
                 unsafe {
                     let at: *mut u64 = *self.loaded.library.get(format!("msl_fc_{index}").as_bytes())?;
                     at.write(value.unwrap_or(0));
@@ -235,14 +240,15 @@ impl Kernel {
                     at.write(u64::from(value.is_some()));
                 }
             }
-            // SAFETY: the header defines two words of this name.
+            // SAFETY: the header defines an array of two words with this name.
             let image = unsafe { **self.loaded.library.get::<*const [u64; 2]>(b"msl_image")? };
             Ok((entry, image))
         })();
-        let (entry, image) = symbols
-            .map_err(|e: libloading::Error| RunError::Launch(format!("the library lacks a symbol: {e}")))?;
+        let (entry, image) = symbols.map_err(|e: libloading::Error| {
+            RunError::Launch(format!("the compiled library lacks a symbol: {e}"))
+        })?;
 
-        let mut memory = Memory::new(self.races);
+        let mut memory = Memory::new(self.checks_races);
         memory.image(image);
         let mut context = ThreadContext {
             thread_position_in_grid: [0; 3],
@@ -291,7 +297,7 @@ impl Kernel {
             })
             .collect();
         let result = with_stacks(count, |stacks| {
-            let mut group = Group::new(entry, contexts, &mut memory, stacks);
+            let mut group = Threadgroup::new(entry, contexts, &mut memory, stacks);
             for z in 0..groups[2] {
                 for y in 0..groups[1] {
                     for x in 0..groups[0] {
@@ -306,10 +312,10 @@ impl Kernel {
                 bytes.copy_from_slice(Memory::content(block, bytes.len()));
             }
         }
-        result.unwrap_or_else(|e| launch(format!("no memory for {count} stacks: {e}")))
+        result.unwrap_or_else(|e| launch(format!("cannot allocate {count} stacks: {e}")))
     }
 
-    /// The number of threads in a group of a launch that is allowed.
+    /// Checks a launch; the number of threads in a threadgroup.
     fn check_launch(
         &self,
         groups: [u32; 3],
@@ -317,39 +323,39 @@ impl Kernel {
         buffers: &[Buffer<'_>],
         threadgroup_bytes: &[usize],
     ) -> Result<usize, RunError> {
-        let kernel = self.text();
+        let kernel = self.declaration();
         let count: u64 = threads.iter().map(|&t| u64::from(t)).fold(1, u64::saturating_mul);
         let limit = u64::from(kernel.max_threads.unwrap_or(1024));
         if count == 0 || groups.contains(&0) {
-            return launch(format!("nothing to run: groups {groups:?} of threads {threads:?}"));
+            return launch(format!("nothing to run: {groups:?} threadgroups of {threads:?} threads"));
         }
         if count > limit {
             return launch(format!(
-                "{count} threads in a threadgroup of kernel `{}`, which takes {limit}",
+                "{count} threads in a threadgroup of kernel `{}`, whose maximum is {limit}",
                 kernel.name
             ));
         }
         if (0..3).any(|d| groups[d].checked_mul(threads[d]).is_none()) {
-            return launch(format!("the grid is too large: groups {groups:?} of threads {threads:?}"));
+            return launch(format!("the grid is too large: {groups:?} threadgroups of {threads:?} threads"));
         }
         for (n, b) in buffers.iter().enumerate() {
             if b.index > 30 || buffers[..n].iter().any(|o| o.index == b.index) {
-                return launch(format!("buffer {} is given twice or is above 30", b.index));
+                return launch(format!("buffer {} is bound twice or above 30", b.index));
             }
         }
         if threadgroup_bytes.len() > 31 {
             return launch("more than 31 sizes of threadgroup memory");
         }
-        for source in &kernel.parameters {
-            match source {
-                Source::Buffer(i, on) => {
-                    let given = buffers.iter().any(|b| b.index == *i);
-                    // Without the condition's value the access check says what is missing.
-                    if on.is_none() && !given {
-                        return launch(format!("buffer {i} of kernel `{}` is not given", kernel.name));
+        for argument in &kernel.arguments {
+            match argument {
+                Argument::Buffer { index, condition } => {
+                    let is_bound = buffers.iter().any(|b| b.index == *index);
+                    // A conditional buffer that is missing is found when it is accessed.
+                    if condition.is_none() && !is_bound {
+                        return launch(format!("buffer {index} of kernel `{}` is not bound", kernel.name));
                     }
                 }
-                Source::Threadgroup(i) => {
+                Argument::Threadgroup(i) => {
                     if threadgroup_bytes.get(*i).is_none_or(|&b| b == 0) {
                         return launch(format!(
                             "threadgroup memory {i} of kernel `{}` has no size",
@@ -357,7 +363,7 @@ impl Kernel {
                         ));
                     }
                 }
-                Source::Vector(_) | Source::Scalar(_) => {}
+                Argument::VectorBuiltin(_) | Argument::ScalarBuiltin(_) => {}
             }
         }
         Ok(count as usize)

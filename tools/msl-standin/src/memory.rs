@@ -1,24 +1,24 @@
-//! The memory of a run: copies of its buffers and the threadgroup's own, each with room around it, so that every access
-//! can be told to be inside of one.
+//! The memory of a run: copies of its buffers, and threadgroup memory. Allocations lie apart, so that an access out of the bounds
+//! of one is not inside another.
 
-/// Bytes of threadgroup memory that a group may have.
+/// Bytes of threadgroup memory that a threadgroup may have.
 pub(crate) const THREADGROUP_LIMIT: usize = 32 << 10;
-/// Room between allocations: an access that is a little out of bounds meets no other allocation.
-const ROOM: usize = 256;
+/// Bytes between allocations.
+const GAP: usize = 256;
 
-/// Who accesses, and between which barriers.
+/// The thread that accesses memory, and the barriers that it has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stamp {
-    /// Number of the group plus one: 0 is nobody.
+    /// Number of the threadgroup plus one; 0 is no access.
     pub(crate) group: u32,
     pub(crate) thread: u16,
     pub(crate) atomic: bool,
-    /// Barriers of the group and of the SIMD-group so far, for device and for threadgroup memory.
+    /// Barriers passed by the threadgroup and by the SIMD-group, for device and for threadgroup memory.
     pub(crate) barriers: [u32; 2],
     pub(crate) simd_barriers: [u32; 2],
 }
 
-/// An access to one byte, of the two kinds of barriers the one that counts for the byte.
+/// An access to one byte, with the barriers that order accesses to its kind of memory.
 #[derive(Clone, Copy, Debug, Default)]
 struct Touch {
     group: u32,
@@ -43,7 +43,7 @@ impl Touch {
     }
 }
 
-/// The last write of a byte and its last reads by two threads.
+/// The last write of a byte, and the last reads by two different threads.
 #[derive(Clone, Copy, Debug, Default)]
 struct Shadow {
     write: Touch,
@@ -55,23 +55,23 @@ struct Region {
     start: u64,
     end: u64,
     writable: bool,
-    /// Memory of the group, which each group has anew.
-    of_group: bool,
+    /// Threadgroup memory, rather than a buffer that all threadgroups share.
+    is_threadgroup: bool,
     name: String,
-    /// For each byte; empty where nothing can be written.
+    /// One entry per byte; empty where no write is possible.
     shadow: Vec<Shadow>,
 }
 
-/// What is wrong with an access.
+/// Why an access is refused.
 #[derive(Debug)]
-pub(crate) enum Wrong {
+pub(crate) enum Fault {
     Access(String),
     Race { does: String, group: u32, thread: u32, wrote: bool },
 }
 
 impl Region {
-    fn race(&mut self, at: u64, size: u64, write: bool, stamp: &Stamp) -> Option<Wrong> {
-        let kind = usize::from(self.of_group);
+    fn race(&mut self, at: u64, size: u64, write: bool, stamp: &Stamp) -> Option<Fault> {
+        let kind = usize::from(self.is_threadgroup);
         let now = Touch {
             group: stamp.group,
             thread: stamp.thread,
@@ -79,7 +79,7 @@ impl Region {
             barriers: stamp.barriers[kind],
             simd_barriers: stamp.simd_barriers[kind],
         };
-        let across = !self.of_group;
+        let across = !self.is_threadgroup;
         let offset = (at - self.start) as usize;
         let mut found: Option<(Touch, bool)> = None;
         for s in self.shadow.get_mut(offset..offset + size as usize)? {
@@ -101,11 +101,11 @@ impl Region {
         let (other, wrote) = found?;
         let verb = if write { "writes" } else { "reads" };
         let does = format!("{verb} {size} bytes at byte {offset} of {}", self.name);
-        Some(Wrong::Race { does, group: other.group - 1, thread: u32::from(other.thread), wrote })
+        Some(Fault::Race { does, group: other.group - 1, thread: u32::from(other.thread), wrote })
     }
 }
 
-/// Bytes that start at a multiple of 256.
+/// An allocation whose bytes start at a multiple of 256.
 #[derive(Debug)]
 pub(crate) struct Block {
     words: Vec<[u64; 32]>,
@@ -136,7 +136,7 @@ impl AsBytes for Vec<[u64; 32]> {
     #[allow(unsafe_code)]
     fn as_flattened_mut_bytes(&mut self) -> &mut [u8] {
         let words = self.as_flattened_mut();
-        // SAFETY: integers are bytes without padding, and any bytes are integers.
+        // SAFETY: integers have no padding, and any bytes are valid integers.
         unsafe { std::slice::from_raw_parts_mut(words.as_mut_ptr().cast(), size_of_val(words)) }
     }
 }
@@ -147,12 +147,12 @@ pub(crate) struct Memory {
     arena: Block,
     used: usize,
     counted: usize,
-    /// Variables of the kernel by number: address.
+    /// Addresses of the threadgroup variables, by number.
     variables: Vec<Option<u64>>,
     launch: Mark,
     last: usize,
-    /// Whether races are looked for.
-    races: bool,
+    /// Whether races are detected.
+    checks_races: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -163,81 +163,89 @@ struct Mark {
 }
 
 impl Memory {
-    pub(crate) fn new(races: bool) -> Self {
-        // Room for 32 KiB in small pieces, each with room around it.
-        let arena = Block::new(THREADGROUP_LIMIT + 512 * ROOM, 0xff);
+    pub(crate) fn new(checks_races: bool) -> Self {
+        // 32 KiB in up to 512 variables with gaps between them.
+        let arena = Block::new(THREADGROUP_LIMIT + 512 * GAP, 0xff);
         Self {
             regions: Vec::new(),
             arena,
-            used: ROOM,
+            used: GAP,
             counted: 0,
             variables: Vec::new(),
             launch: Mark::default(),
             last: 0,
-            races,
+            checks_races,
         }
     }
 
-    /// Where the library lies: its constants may be read.
+    /// The address range of the compiled library, whose constants may be read.
     pub(crate) fn image(&mut self, [start, end]: [u64; 2]) {
-        let name = "the constants of the text".into();
-        self.regions.push(Region { start, end, writable: false, of_group: false, name, shadow: Vec::new() });
+        let name = "the constants of the program".into();
+        self.regions.push(Region {
+            start,
+            end,
+            writable: false,
+            is_threadgroup: false,
+            name,
+            shadow: Vec::new(),
+        });
     }
 
-    /// A copy of a buffer.
+    /// Copies a buffer; the copy, and the address of its first byte.
     pub(crate) fn buffer(&mut self, index: usize, data: &[u8], writable: bool) -> (Block, u64) {
-        let mut block = Block::new(data.len() + 2 * ROOM, 0xa5);
-        let inside = &mut block.bytes()[ROOM..ROOM + data.len()];
+        let mut block = Block::new(data.len() + 2 * GAP, 0xa5);
+        let inside = &mut block.bytes()[GAP..GAP + data.len()];
         inside.copy_from_slice(data);
         let start = inside.as_ptr() as u64;
         let name = format!("buffer {index}");
-        let shadow = if writable && self.races { vec![Shadow::default(); data.len()] } else { Vec::new() };
+        let shadow =
+            if writable && self.checks_races { vec![Shadow::default(); data.len()] } else { Vec::new() };
         self.regions.push(Region {
             start,
             end: start + data.len() as u64,
             writable,
-            of_group: false,
+            is_threadgroup: false,
             name,
             shadow,
         });
         (block, start)
     }
 
-    /// The content of a buffer that `buffer` made.
+    /// The bytes of a copy made by [`Memory::buffer`].
     pub(crate) fn content(block: &mut Block, bytes: usize) -> &[u8] {
-        &block.bytes()[ROOM..ROOM + bytes]
+        &block.bytes()[GAP..GAP + bytes]
     }
 
-    /// Memory of the group; what it comes to, if that is more than there is.
+    /// Allocates threadgroup memory; the total that would be needed, if that is more than [`THREADGROUP_LIMIT`].
     pub(crate) fn threadgroup(&mut self, name: String, bytes: usize, align: usize) -> Result<u64, usize> {
         self.counted = self.counted.next_multiple_of(align.max(1)) + bytes;
         if self.counted > THREADGROUP_LIMIT {
             return Err(self.counted);
         }
         let at = self.used.next_multiple_of(align.max(16));
-        if at + bytes + ROOM > self.arena.bytes {
+        if at + bytes + GAP > self.arena.bytes {
             return Err(self.counted);
         }
-        self.used = at + bytes + ROOM;
+        self.used = at + bytes + GAP;
         let start = self.arena.bytes()[at..].as_ptr() as u64;
-        let shadow = if self.races { vec![Shadow::default(); bytes] } else { Vec::new() };
+        let shadow = if self.checks_races { vec![Shadow::default(); bytes] } else { Vec::new() };
         self.regions.push(Region {
             start,
             end: start + bytes as u64,
             writable: true,
-            of_group: true,
+            is_threadgroup: true,
             name,
             shadow,
         });
         Ok(start)
     }
 
-    /// What there is now lasts for the launch, and what comes later for a group.
+    /// Ends the allocations of the launch; later ones last for one threadgroup.
     pub(crate) fn launched(&mut self) {
         self.launch = Mark { regions: self.regions.len(), used: self.used, counted: self.counted };
     }
 
-    /// A new group: its memory holds NaN.
+    /// Starts a threadgroup, whose memory is filled with NaN.
     pub(crate) fn group(&mut self) {
         let used = self.used;
         self.arena.bytes()[..used].fill(0xff);
@@ -248,7 +256,7 @@ impl Memory {
         self.last = 0;
     }
 
-    /// A variable of the kernel, the same for all threads of the group.
+    /// The address of a threadgroup variable, allocated when the first thread asks for it.
     pub(crate) fn variable(&mut self, id: usize, bytes: usize, align: usize) -> Result<u64, usize> {
         if self.variables.len() <= id {
             self.variables.resize(id + 1, None);
@@ -261,8 +269,8 @@ impl Memory {
         Ok(at)
     }
 
-    /// Whether an access is allowed; if it is not, why.
-    pub(crate) fn check(&mut self, at: u64, size: u64, write: bool, stamp: &Stamp) -> Result<(), Wrong> {
+    /// Checks an access.
+    pub(crate) fn check(&mut self, at: u64, size: u64, write: bool, stamp: &Stamp) -> Result<(), Fault> {
         let inside = |r: &Region| at >= r.start && at + size <= r.end;
         let found = match self.regions.get(self.last) {
             Some(r) if inside(r) => Some(self.last),
@@ -273,16 +281,16 @@ impl Memory {
             self.last = i;
             let r = &mut self.regions[i];
             if write && !r.writable {
-                return Err(Wrong::Access(format!("writes {}, which is given for reading", r.name)));
+                return Err(Fault::Access(format!("writes {}, which is bound for reading", r.name)));
             }
             return r.race(at, size, write, stamp).map_or(Ok(()), Err);
         }
         let distance = |r: &Region| if at < r.start { r.start - at } else { at - r.end.min(at) };
         let Some(r) = self.regions.iter().min_by_key(|r| distance(r)) else {
-            return Err(Wrong::Access(format!("{verb} memory, and there is none")));
+            return Err(Fault::Access(format!("{verb} memory, but the launch has none")));
         };
         let offset = at.wrapping_sub(r.start).cast_signed();
-        Err(Wrong::Access(if offset.unsigned_abs() > (1 << 40) {
+        Err(Fault::Access(if offset.unsigned_abs() > (1 << 40) {
             format!("{verb} {size} bytes at address {at:#x}, which is in no buffer")
         } else {
             format!("{verb} {size} bytes at byte {offset} of {}, which has {}", r.name, r.end - r.start)

@@ -1,20 +1,20 @@
-//! Runs the threads of a threadgroup, one at a time, from one meeting point to the next.
+//! Runs the threads of a threadgroup as coroutines, one at a time, each up to its next barrier or SIMD-group operation.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
 use std::io;
 
-use crate::error::{Place, RunError};
+use crate::error::{RunError, ThreadId};
 use crate::fiber::{Stacks, switch};
-use crate::memory::{Memory, Stamp, THREADGROUP_LIMIT, Wrong};
+use crate::memory::{Fault, Memory, Stamp, THREADGROUP_LIMIT};
 
 const LANES: usize = 32;
-/// Bytes that a lane gives to a SIMD-group operation; `MSL_SLOT` of the header.
-const SLOT: usize = 64;
-/// Accesses to memory after which a thread that meets no other is taken to be in a loop without end.
-const ENDLESS: u64 = 1 << 27;
+/// Bytes that a lane passes to a SIMD-group operation; `MSL_SLOT` of the header.
+const LANE_BYTES: usize = 64;
+/// Memory accesses between two barriers or SIMD-group operations after which a thread counts as not terminating.
+const MAX_ACCESSES: u64 = 1 << 27;
 
-/// What a thread knows of its place; `msl_context` of the header.
+/// The builtins and arguments of a thread; `msl_context` of the header.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ThreadContext {
@@ -34,7 +34,7 @@ pub(crate) struct ThreadContext {
     pub(crate) threadgroups: [u64; 31],
 }
 
-/// What compiled kernels call, in the order of the jumps of the header.
+/// The functions that compiled kernels call, in the order of the header's jump table.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Host {
@@ -49,23 +49,26 @@ pub(crate) struct Host {
 
 pub(crate) static HOST: Host = Host { simd, barrier, threadgroup, fail, math1, math2, access };
 
-/// A compiled kernel: it takes the address of its context.
+/// The entry point of a compiled kernel, which takes the address of its context.
 pub(crate) type Entry = unsafe extern "C" fn(*const ThreadContext);
 
+/// A barrier or a SIMD-group operation at which a thread waits for others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stop {
-    what: u32,
+struct SyncPoint {
+    /// `MSL_*` of the header.
+    operation: u32,
     line: u32,
     column: u32,
+    /// What must be the same for all lanes: flags of a barrier, a hash of uniform arguments.
     key: u64,
 }
 
 const BARRIER: u32 = 6;
 const SIMD_BARRIER: u32 = 7;
 
-impl Stop {
-    fn does(&self) -> String {
-        let what = match self.what {
+impl SyncPoint {
+    fn describe(&self) -> String {
+        let operation = match self.operation {
             0 => "a reduction or scan of the SIMD-group",
             1 => "a shuffle or broadcast",
             2 => "a vote",
@@ -75,19 +78,19 @@ impl Stop {
             BARRIER => "threadgroup_barrier",
             _ => "simdgroup_barrier",
         };
-        format!("is at {what} in line {}", self.line)
+        format!("is at {operation} in line {}", self.line)
     }
 
-    /// Whether lanes that have returned may be missing.
+    /// Whether all 32 lanes have to take part.
     fn needs_all(&self) -> bool {
-        (3..=5).contains(&self.what)
+        (3..=5).contains(&self.operation)
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
     Ready,
-    At(Stop),
+    At(SyncPoint),
     Done,
 }
 
@@ -99,39 +102,40 @@ struct Thread {
     context: ThreadContext,
 }
 
-/// One threadgroup at a time; the fibers find it by `CURRENT`.
+/// The threadgroup that is running; its coroutines find it through `CURRENT`.
 #[derive(Debug)]
-pub(crate) struct Group<'a> {
+pub(crate) struct Threadgroup<'a> {
     entry: Entry,
     threads: Vec<Thread>,
     current: usize,
     scheduler: *mut u8,
-    /// Two banks of slots: lanes may still read the one when others write the other.
-    slots: Vec<u8>,
+    /// The values that lanes exchange, in two banks: lanes may still read one while others write the other.
+    lane_values: Vec<u8>,
     bank: Vec<usize>,
     active: Vec<u32>,
     memory: &'a mut Memory,
     stacks: &'a Stacks,
     error: Option<RunError>,
     accesses: u64,
-    /// Groups so far, and barriers of this one and of its SIMD-groups: device memory first, then threadgroup memory.
+    /// Threadgroups run so far, this one included.
     number: u32,
+    /// Barriers passed, for device and for threadgroup memory: by the threadgroup, and by each SIMD-group.
     barriers: [u32; 2],
     simd_barriers: Vec<[u32; 2]>,
 }
 
-/// Counts a barrier for the memory that its flags name.
-fn pass(barriers: &mut [u32; 2], flags: u64) {
+/// Counts a barrier for each kind of memory that its flags name.
+fn count_barrier(barriers: &mut [u32; 2], flags: u64) {
     barriers[0] += u32::from(flags & 1 != 0);
     barriers[1] += u32::from(flags & 2 != 0);
 }
 
 thread_local! {
-    static CURRENT: Cell<*mut Group<'static>> = const { Cell::new(std::ptr::null_mut()) };
+    static CURRENT: Cell<*mut Threadgroup<'static>> = const { Cell::new(std::ptr::null_mut()) };
     static STACKS: Cell<Option<(usize, Stacks)>> = const { Cell::new(None) };
 }
 
-/// The stacks of this thread, for as many fibers as are asked for; they are kept from run to run.
+/// Calls `f` with stacks for at least `count` coroutines; the stacks are kept for the next run of this host thread.
 pub(crate) fn with_stacks<R>(count: usize, f: impl FnOnce(&Stacks) -> R) -> io::Result<R> {
     let (count, stacks) = match STACKS.take() {
         Some((had, stacks)) if had >= count => (had, stacks),
@@ -142,7 +146,7 @@ pub(crate) fn with_stacks<R>(count: usize, f: impl FnOnce(&Stacks) -> R) -> io::
     Ok(result)
 }
 
-impl<'a> Group<'a> {
+impl<'a> Threadgroup<'a> {
     pub(crate) fn new(
         entry: Entry,
         contexts: Vec<ThreadContext>,
@@ -166,7 +170,7 @@ impl<'a> Group<'a> {
             threads,
             current: 0,
             scheduler: std::ptr::null_mut(),
-            slots: vec![0; groups * 2 * LANES * SLOT],
+            lane_values: vec![0; groups * 2 * LANES * LANE_BYTES],
             bank: vec![0; groups],
             active: vec![0; groups],
             memory,
@@ -179,19 +183,22 @@ impl<'a> Group<'a> {
         }
     }
 
-    fn place(&self, thread: usize) -> Place {
-        Place { group: self.threads[thread].context.threadgroup_position_in_grid, thread: thread as u32 }
+    fn id(&self, thread: usize) -> ThreadId {
+        ThreadId {
+            threadgroup: self.threads[thread].context.threadgroup_position_in_grid,
+            thread: thread as u32,
+        }
     }
 
     fn diverged(&self, a: usize, b: usize) -> RunError {
         let does = |t: usize| match &self.threads[t].state {
-            State::At(stop) => stop.does(),
+            State::At(sync) => sync.describe(),
             _ => "has returned".into(),
         };
-        RunError::Diverged { at: self.place(a), does: does(a), other: b as u32, other_does: does(b) }
+        RunError::Diverged { at: self.id(a), does: does(a), other: b as u32, other_does: does(b) }
     }
 
-    /// Runs the group at this position of the grid.
+    /// Runs the threadgroup at this position of the grid.
     pub(crate) fn run(&mut self, position: [u32; 3]) -> Result<(), RunError> {
         self.memory.group();
         self.number = self.number.wrapping_add(1);
@@ -203,7 +210,7 @@ impl<'a> Group<'a> {
                     position[d] * c.threads_per_threadgroup[d] + c.thread_position_in_threadgroup[d];
             }
             self.threads[i].state = State::Ready;
-            // SAFETY: the fibers of the group before have ended or are given up, and `enter` does not return.
+            // SAFETY: the coroutines of the previous threadgroup have ended or been abandoned, and `enter` does not return.
             self.threads[i].stack = unsafe { self.stacks.start(i, enter) };
         }
         let before = CURRENT.replace((self as *mut Self).cast());
@@ -218,14 +225,14 @@ impl<'a> Group<'a> {
             for first in (0..count).step_by(LANES) {
                 self.simd_group(first, (first + LANES).min(count))?;
             }
-            // Every thread is at a barrier or has returned.
+            // Each thread is at a threadgroup barrier or has returned.
             let waiting = self.threads.iter().position(|t| t.state != State::Done);
             let Some(waiting) = waiting else { return Ok(()) };
             if let Some(other) = self.threads.iter().position(|t| t.state != self.threads[waiting].state) {
                 return Err(self.diverged(waiting, other));
             }
-            if let State::At(stop) = self.threads[waiting].state {
-                pass(&mut self.barriers, stop.key);
+            if let State::At(sync) = self.threads[waiting].state {
+                count_barrier(&mut self.barriers, sync.key);
             }
             for t in &mut self.threads {
                 t.state = State::Ready;
@@ -233,7 +240,7 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// Runs the lanes until all are at the threadgroup's barrier or have returned.
+    /// Runs the lanes of a SIMD-group until each is at a threadgroup barrier or has returned.
     fn simd_group(&mut self, first: usize, end: usize) -> Result<(), RunError> {
         loop {
             for i in first..end {
@@ -243,32 +250,32 @@ impl<'a> Group<'a> {
             }
             let live = (first..end).find(|&i| self.threads[i].state != State::Done);
             let Some(live) = live else { return Ok(()) };
-            let State::At(stop) = self.threads[live].state else { return Ok(()) };
+            let State::At(sync) = self.threads[live].state else { return Ok(()) };
             let mut active = 0u32;
             for i in first..end {
                 let State::At(other) = self.threads[i].state else { continue };
-                if (other.what, other.line, other.column) != (stop.what, stop.line, stop.column) {
+                if (other.operation, other.line, other.column) != (sync.operation, sync.line, sync.column) {
                     return Err(self.diverged(live, i));
                 }
-                if other.key != stop.key {
-                    return Err(RunError::Arguments { at: self.place(i), does: other.does() });
+                if other.key != sync.key {
+                    return Err(RunError::Arguments { at: self.id(i), does: other.describe() });
                 }
                 active |= 1 << (i - first);
             }
-            if stop.what == BARRIER {
+            if sync.operation == BARRIER {
                 return Ok(());
             }
-            if stop.needs_all() && active != u32::MAX {
+            if sync.needs_all() && active != u32::MAX {
                 let Some(gone) = (first..end).find(|&i| self.threads[i].state == State::Done) else {
-                    let what = format!("{}, in a SIMD-group of {} threads", stop.does(), end - first);
-                    return Err(RunError::Access { at: self.place(live), what });
+                    let what = format!("{}, in a SIMD-group of {} threads", sync.describe(), end - first);
+                    return Err(RunError::Access { at: self.id(live), what });
                 };
                 return Err(self.diverged(live, gone));
             }
             let simd = first / LANES;
             self.active[simd] = active;
-            if stop.what == SIMD_BARRIER {
-                pass(&mut self.simd_barriers[simd], stop.key);
+            if sync.operation == SIMD_BARRIER {
+                count_barrier(&mut self.simd_barriers[simd], sync.key);
             }
             self.bank[simd] ^= 1;
             for t in &mut self.threads[first..end] {
@@ -282,7 +289,7 @@ impl<'a> Group<'a> {
     fn resume(&mut self, index: usize) -> Result<(), RunError> {
         self.current = index;
         self.accesses = 0;
-        // SAFETY: the fiber has been started or waits in `stop`; it comes back by `stop` or by its end.
+        // SAFETY: the coroutine has been started or waits in `leave`, and switches back in `leave`.
         unsafe { switch(&mut self.scheduler, self.threads[index].stack) };
         match self.error.take() {
             Some(error) => Err(error),
@@ -291,33 +298,34 @@ impl<'a> Group<'a> {
     }
 }
 
-/// What a fiber does with its group while it runs.
+/// Calls `f` with the running threadgroup. Only coroutines call this.
 ///
-/// The scheduler waits in `resume` meanwhile, so the group is the fiber's alone; it is taken anew after each switch.
-fn group<R>(f: impl FnOnce(&mut Group<'static>) -> R) -> R {
-    // SAFETY: kernels run from `Group::run` alone, which sets it to a group that lives until all fibers are given up.
+/// The scheduler waits in `resume` while a coroutine runs, so that the coroutine has exclusive access. No reference is kept
+/// across a switch.
+fn current<R>(f: impl FnOnce(&mut Threadgroup<'static>) -> R) -> R {
+    // SAFETY: coroutines run only inside `Threadgroup::run`, which sets `CURRENT` to a threadgroup that outlives them.
     f(unsafe { &mut *CURRENT.get() })
 }
 
-/// Goes back to the scheduler.
+/// Switches to the scheduler.
 fn leave(state: State) {
-    let (save, to) = group(|g| {
+    let (save, to) = current(|g| {
         let thread = &mut g.threads[g.current];
         thread.state = state;
         (&raw mut thread.stack, g.scheduler)
     });
-    // SAFETY: the scheduler waits in `resume`; the place to save to lies in a vector that does not change its length.
+    // SAFETY: the scheduler waits in `resume`; `save` points into a vector whose length does not change.
     unsafe { switch(save, to) };
 }
 
-fn give_up(error: RunError) {
-    group(|g| g.error = Some(error));
+fn abort(error: RunError) {
+    current(|g| g.error = Some(error));
     leave(State::Done);
 }
 
 extern "C" fn enter() -> ! {
-    let (entry, context) = group(|g| (g.entry, &raw const g.threads[g.current].context));
-    // SAFETY: the entry is that of the library, which the caller of the run keeps, and takes such a context.
+    let (entry, context) = current(|g| (g.entry, &raw const g.threads[g.current].context));
+    // SAFETY: the entry point belongs to a library that outlives the run, and takes this type of context.
     unsafe { entry(context) };
     loop {
         leave(State::Done);
@@ -325,7 +333,7 @@ extern "C" fn enter() -> ! {
 }
 
 extern "C" fn simd(
-    what: u32,
+    operation: u32,
     line: u32,
     column: u32,
     data: *const u8,
@@ -333,65 +341,65 @@ extern "C" fn simd(
     key: u64,
     active: *mut u64,
 ) -> u64 {
-    let base = group(|g| {
+    let base = current(|g| {
         let (simd, lane) = (g.current / LANES, g.current % LANES);
-        let at = ((simd * 2 + g.bank[simd]) * LANES + lane) * SLOT;
-        let size = (size as usize).min(SLOT);
-        // SAFETY: the header gives the address and the size of a value of its own.
+        let at = ((simd * 2 + g.bank[simd]) * LANES + lane) * LANE_BYTES;
+        let size = (size as usize).min(LANE_BYTES);
+        // SAFETY: the header passes the address and the size of a live variable.
         let value = unsafe { std::slice::from_raw_parts(data, size) };
-        g.slots[at..at + size].copy_from_slice(value);
-        g.slots[at - lane * SLOT..].as_ptr() as u64
+        g.lane_values[at..at + size].copy_from_slice(value);
+        g.lane_values[at - lane * LANE_BYTES..].as_ptr() as u64
     });
-    leave(State::At(Stop { what, line, column, key }));
-    let (mask, lane) = group(|g| (g.active[g.current / LANES], g.current % LANES));
-    // SAFETY: the header gives the address of an integer of its own.
+    leave(State::At(SyncPoint { operation, line, column, key }));
+    let (mask, lane) = current(|g| (g.active[g.current / LANES], g.current % LANES));
+    // SAFETY: the header passes the address of a live 64-bit variable.
     unsafe { active.write(u64::from(mask) | (lane as u64) << 32) };
     base
 }
 
-extern "C" fn barrier(what: u32, line: u32, column: u32, flags: u32) {
-    let what = if what == BARRIER { BARRIER } else { SIMD_BARRIER };
-    leave(State::At(Stop { what, line, column, key: u64::from(flags) }));
+extern "C" fn barrier(operation: u32, line: u32, column: u32, flags: u32) {
+    let operation = if operation == BARRIER { BARRIER } else { SIMD_BARRIER };
+    leave(State::At(SyncPoint { operation, line, column, key: u64::from(flags) }));
 }
 
 extern "C" fn threadgroup(id: u32, bytes: u64, align: u64) -> u64 {
-    let (found, _) = group(|g| (g.memory.variable(id as usize, bytes as usize, align as usize), 0));
+    let (found, _) = current(|g| (g.memory.variable(id as usize, bytes as usize, align as usize), 0));
     match found {
         Ok(at) => at,
         Err(bytes) => {
-            give_up(RunError::ThreadgroupMemory { bytes, limit: THREADGROUP_LIMIT });
+            abort(RunError::ThreadgroupMemory { bytes, limit: THREADGROUP_LIMIT });
             0
         }
     }
 }
 
 extern "C" fn fail(_why: u32, line: u32, _column: u32, lane: u64, _b: u64) {
-    let at = group(|g| g.place(g.current));
-    give_up(RunError::Lane { at, line, lane });
+    let at = current(|g| g.id(g.current));
+    abort(RunError::Lane { at, line, lane });
 }
 
-/// Each access of a kernel to memory that others can see. The bits of `how` say whether it writes, whether it is made as
-/// if it were aligned, and whether it is atomic.
+/// Checks an access of a kernel to memory that other threads can see. Bits of `how`: 1 for a write, 2 for an access that must be
+/// aligned to its size, 4 for an atomic.
 extern "C" fn access(at: u64, size: u64, how: u32) {
-    let wrong = group(|g| {
+    let error = current(|g| {
         let (low, high) = g.threads[g.current].range;
         if at >= low && at < high {
             return None;
         }
         g.accesses += 1;
-        if g.accesses > ENDLESS {
-            return Some(RunError::Endless { at: g.place(g.current) });
+        if g.accesses > MAX_ACCESSES {
+            return Some(RunError::Endless { at: g.id(g.current) });
         }
         let (write, aligned) = (how & 1 != 0, how & 2 != 0);
-        let slots = g.slots.as_ptr_range();
-        if !write && at >= slots.start as u64 && at + size <= slots.end as u64 {
+        let lane_values = g.lane_values.as_ptr_range();
+        if !write && at >= lane_values.start as u64 && at + size <= lane_values.end as u64 {
             return None;
         }
         let table = (&raw const g.threads[g.current].context) as u64;
         if !write && at >= table && at + size <= table + size_of::<ThreadContext>() as u64 {
             return None;
         }
-        let place = g.place(g.current);
+        let place = g.id(g.current);
         let stamp = Stamp {
             group: g.number,
             thread: g.current as u16,
@@ -401,19 +409,19 @@ extern "C" fn access(at: u64, size: u64, how: u32) {
         };
         match g.memory.check(at, size, write, &stamp) {
             Ok(()) => {}
-            Err(Wrong::Access(what)) => return Some(RunError::Access { at: place, what }),
-            Err(Wrong::Race { does, group, thread, wrote }) => {
+            Err(Fault::Access(what)) => return Some(RunError::Access { at: place, what }),
+            Err(Fault::Race { does, group, thread, wrote }) => {
                 return Some(RunError::Race { at: place, does, other: (group, thread), wrote });
             }
         }
         if aligned && size.is_power_of_two() && !at.is_multiple_of(size) {
-            let what = format!("accesses {size} bytes at an address that is no multiple of {size}");
+            let what = format!("accesses {size} bytes at an address that is not a multiple of {size}");
             return Some(RunError::Access { at: place, what });
         }
         None
     });
-    if let Some(error) = wrong {
-        give_up(error);
+    if let Some(error) = error {
+        abort(error);
     }
 }
 

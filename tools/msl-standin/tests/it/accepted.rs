@@ -100,7 +100,7 @@ fn function_constants_are_set_when_the_kernel_is_made() {
     assert_eq!(run(&[five, FunctionConstant::new(7, Value::F32(2.0))]), [12, 102, 1002]);
     assert_eq!(f(&[]).unwrap_err().to_string(), "function constant 0 (`factor`) is not set");
     let wrong = f(&[FunctionConstant::new(0, Value::U32(5))]).unwrap_err().to_string();
-    assert_eq!(wrong, "function constant `factor` is a int, and a uint is given");
+    assert_eq!(wrong, "function constant `factor` is declared int, got a uint");
     assert!(f(&[five, five]).is_err());
     assert!(l.kernel("g", &[]).is_ok());
 }
@@ -228,7 +228,7 @@ fn lanes_of_a_simd_group() {
 }
 
 #[test]
-fn lanes_that_have_returned_take_no_part() {
+fn lanes_that_have_returned_are_inactive() {
     let Some(c) = compiler() else { return };
     let l = library(
         c,
@@ -291,7 +291,7 @@ fn half_and_bfloat_round_after_each_operation() {
 #[test]
 fn matrices_are_products() {
     let Some(c) = compiler() else { return };
-    let text = "
+    let source = "
         template <typename T>
         [[kernel]] void product(device float* out [[buffer(0)]], device const T* a [[buffer(1)]],
                                 device const T* b [[buffer(2)]], uint lane [[thread_index_in_simdgroup]]) {
@@ -316,7 +316,7 @@ fn matrices_are_products() {
         template [[host_name(\"f32\")]] [[kernel]] decltype(product<float>) product<float>;
         template [[host_name(\"f16\")]] [[kernel]] decltype(product<half>) product<half>;
         template [[host_name(\"bf16\")]] [[kernel]] decltype(product<bfloat>) product<bfloat>;";
-    let l = library(c, text);
+    let l = library(c, source);
     let a: Vec<f32> = (0..64).map(|i| ((i * 37) % 11) as f32 - 5.0).collect();
     let b: Vec<f32> = (0..64).map(|i| ((i * 23) % 13) as f32 * 0.5 - 3.0).collect();
     let dot = |r: usize, f: &dyn Fn(usize) -> f32| (0..8).map(|k| a[r * 8 + k] * f(k)).sum::<f32>();
@@ -503,9 +503,9 @@ fn many_groups_and_barriers_are_quick() {
 }
 
 #[test]
-fn one_text_holds_many_kernels() {
+fn one_program_holds_many_kernels() {
     let Some(c) = compiler() else { return };
-    let mut text = String::from(
+    let mut source = String::from(
         "template <typename T, int ROWS, int DIM>
          [[kernel]] void f(device float* out [[buffer(0)]], device const T* q [[buffer(1)]],
                            device const T* k [[buffer(2)]], constant uint& n [[buffer(3)]],
@@ -538,14 +538,14 @@ fn one_text_holds_many_kernels() {
     for ty in ["float", "half", "bfloat"] {
         for dim in [32, 64, 96, 128] {
             let name = format!("f_{ty}_{dim}");
-            text += &format!(
+            source += &format!(
                 "template [[host_name(\"{name}\")]] [[kernel]] decltype(f<{ty}, 16, {dim}>) f<{ty}, 16, {dim}>;\n"
             );
             names.push(name);
         }
     }
     let start = std::time::Instant::now();
-    let l = library(c, &text);
+    let l = library(c, &source);
     eprintln!("{} kernels compiled: {:?}", names.len(), start.elapsed());
     assert_eq!(l.kernels(), names);
     let (q, k, n) = (vec![0; 128 * 8 * 4], vec![0; 128 * 64 * 4], 64u32.to_ne_bytes());
@@ -630,7 +630,7 @@ fn the_styles_of_written_kernels() {
 #[test]
 fn names_without_the_namespace_and_arrays_in_params() {
     let Some(c) = compiler() else { return };
-    let text = "#include <metal_stdlib>
+    let source = "#include <metal_stdlib>
          using metal::uint;
          template <typename T, size_t N> struct list {
              T at[N];
@@ -652,7 +652,7 @@ fn names_without_the_namespace_and_arrays_in_params() {
              for (size_t n = 0; n < T; n++) sum += twice(words[n], wide);
              out[i.x] = sum + as_type<uint>(1.0f) + T * T;
          }";
-    let library = c.compile(text).unwrap_or_else(|e| panic!("{e}"));
+    let library = c.compile(source).unwrap_or_else(|e| panic!("{e}"));
     let mut params = bytes(&[1u64, 2, 30], u64::to_ne_bytes);
     params.extend(bytes(&[400u32, 5000], u32::to_ne_bytes));
     let mut out = vec![0xff; 4];

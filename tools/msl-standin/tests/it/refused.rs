@@ -2,17 +2,17 @@ use flashtile_msl_standin::Buffer;
 
 use crate::support::{compiler, refusal};
 
-/// Texts, and what the refusal of each has to say. The text starts in line 3.
+/// Programs, and what the refusal of each must contain. The program starts in line 3.
 fn all_refused(cases: &[(&str, &str)]) {
     let Some(c) = compiler() else { return };
     let mut wrong = Vec::new();
-    for (text, expected) in cases {
-        let said = match c.compile(&format!("#include <metal_stdlib>\nusing namespace metal;\n{text}")) {
-            Ok(_) => "it is accepted".to_owned(),
+    for (source, expected) in cases {
+        let message = match c.compile(&format!("#include <metal_stdlib>\nusing namespace metal;\n{source}")) {
+            Ok(_) => "accepted".to_owned(),
             Err(e) => e.to_string(),
         };
-        if !said.contains(expected) {
-            wrong.push(format!("{text}\n  expected: {expected}\n  said: {said}"));
+        if !message.contains(expected) {
+            wrong.push(format!("{source}\n  expected: {expected}\n  got: {message}"));
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
@@ -60,7 +60,7 @@ fn address_spaces() {
         ("void f(device uint* x) { float y = *(float*)x; }", "a pointer to `float` has no address space"),
         ("float x = 1;", "write `constant`"),
         ("void f() { threadgroup float x[4]; }", "a threadgroup variable outside of a kernel"),
-        ("kernel void f() { threadgroup float x = 1; }", "a threadgroup variable has no initialiser"),
+        ("kernel void f() { threadgroup float x = 1; }", "a threadgroup variable has no initializer"),
         ("kernel void f() { device float x; }", "address space"),
         ("kernel void f() { static float x; }", "`static` in a function"),
     ]);
@@ -74,16 +74,16 @@ fn kernels_and_their_parameters() {
             "kernel void f(device float* x [[buffer(0)]], uint i) {}",
             "parameter 2 (`i`) of kernel `f` has no attribute",
         ),
-        ("kernel void f(device float* x [[bufer(0)]]) {}", "`[[bufer]]`: this attribute is not known"),
+        ("kernel void f(device float* x [[bufer(0)]]) {}", "`[[bufer]]`: unknown attribute"),
         ("kernel void f(device float* x [[buffer(31)]]) {}", "`[[buffer(n)]]` needs a number from 0 to 30"),
         ("kernel void f(device float* x [[buffer]]) {}", "`[[buffer(n)]]` needs a number from 0 to 30"),
         (
             "kernel void f(device float* x [[buffer(0)]], device float* y [[buffer(0)]]) {}",
-            "parameter 2 (`y`) of kernel `f` has the attribute of another",
+            "parameter 2 (`y`) of kernel `f` has the same attribute as another",
         ),
         (
             "kernel void f(uint x [[thread_position_in_grid]], uint y [[thread_position_in_grid]]) {}",
-            "has the attribute of another",
+            "has the same attribute as another",
         ),
         ("kernel void f(uint x [[thread_position_in_grid, buffer(1)]]) {}", "two attributes"),
         (
@@ -106,9 +106,9 @@ fn kernels_and_their_parameters() {
         ("kernel uint f() { return 1; }", "kernel `f` has to return void"),
         ("[[max_total_threads_per_threadgroup(2048)]] kernel void f() {}", "a number from 1 to 1024"),
         ("[[max_total_threads_per_threadgroup(32)]] void f() {}", "function `f` is not a kernel"),
-        ("[[kernel, fast]] void f() {}", "`[[fast]]`: this attribute is not known"),
+        ("[[kernel, fast]] void f() {}", "`[[fast]]`: unknown attribute"),
         ("void f(device float* x [[buffer(0)]]) {}", "`[[buffer]]`: function `f` is not a kernel"),
-        ("struct P { device float* x [[id(0)]]; };", "`[[id]]`: this attribute is not known"),
+        ("struct P { device float* x [[id(0)]]; };", "`[[id]]`: unknown attribute"),
         (
             "template <typename T> [[kernel]] void f(device T* x [[buffer(0)]]) {}\ntemplate [[kernel]] decltype(f<float>) f<float>;",
             "lacks `[[host_name",
@@ -135,8 +135,8 @@ fn kernels_and_their_parameters() {
 #[test]
 fn function_constants() {
     all_refused(&[
-        ("constant int x;", "has no value and no `[[function_constant(n)]]`"),
-        ("constant int x [[function_constant(0)]] = 3;", "has an initialiser"),
+        ("constant int x;", "has neither a value nor `[[function_constant(n)]]`"),
+        ("constant int x [[function_constant(0)]] = 3;", "has an initializer"),
         ("constant int x [[function_constant(a)]];", "needs a number"),
         (
             "constant int x [[function_constant(0)]];\nconstant int y [[function_constant(0)]];",
@@ -146,7 +146,7 @@ fn function_constants() {
             "constant int x [[function_constant(0)]];\nvoid f() { float y[x]; }",
             "array size is not a constant expression",
         ),
-        ("constant float4 x [[function_constant(0)]];", "has to be a scalar"),
+        ("constant float4 x [[function_constant(0)]];", "must be a scalar"),
         (
             "constant int x = 3;\nkernel void f() { bool b = is_function_constant_defined(x); }",
             "not a function constant",
@@ -190,7 +190,7 @@ fn types_and_conversions() {
 fn the_language() {
     all_refused(&[
         ("void f() { a: goto a; }", "`goto`: Metal has no goto"),
-        ("void f() { thread int* x = new int; }", "`new`: Metal has no memory"),
+        ("void f() { thread int* x = new int; }", "`new`: Metal has no dynamic allocation"),
         ("int f(int x) { return x < 2 ? 1 : x * f(x - 1); }", "`f` calls itself"),
         ("int g(int x);\nint f(int x) { return g(x); }\nint g(int x) { return f(x); }", "calls itself"),
         ("float f(float x) { return std::exp(x); }", "`std::`"),
@@ -202,10 +202,10 @@ fn the_language() {
         ("void f() { static_assert(2 > 3, \"no such case\"); }", "no such case"),
         ("void f() { asm(\"nop\"); }", "`asm`"),
         ("void f(__global float* x) {}", "two underscores"),
-        ("void f() { int msl_x = 1; }", "such names belong to the stand-in"),
+        ("void f() { int msl_x = 1; }", "reserved for the stand-in"),
         ("void f() { #error no\n }", "error"),
         ("#pragma OPENCL EXTENSION all : enable", "`#pragma OPENCL` is not Metal"),
-        ("fragment void f() {}", "compute kernels alone"),
+        ("fragment void f() {}", "compute kernels only"),
         ("void f() { undeclared(1); }", "undeclared identifier 'undeclared'"),
         ("void f() {", "is never closed"),
         ("void f(global float* x) {}", "a pointer to `float` has no address space"),
@@ -267,10 +267,10 @@ fn functions_of_the_library() {
     ]);
 }
 
-/// Runs a kernel over one group of threads.
-fn run(threads: u32, text: &str) -> Option<Result<(), String>> {
+/// Runs a kernel with one threadgroup.
+fn run(threads: u32, source: &str) -> Option<Result<(), String>> {
     let c = compiler()?;
-    let l = crate::support::library(c, text);
+    let l = crate::support::library(c, source);
     let mut x = vec![0; 1024];
     let read = [0; 64];
     let mut buffers = [Buffer::write(0, &mut x), Buffer::read(1, &read)];
@@ -278,12 +278,12 @@ fn run(threads: u32, text: &str) -> Option<Result<(), String>> {
     Some(kernel.run([1, 1, 1], [threads, 1, 1], &mut buffers, &[64]).map_err(|e| e.to_string()))
 }
 
-fn runs(threads: u32, text: &str) {
-    assert_eq!(run(threads, text).unwrap_or(Ok(())), Ok(()));
+fn runs(threads: u32, source: &str) {
+    assert_eq!(run(threads, source).unwrap_or(Ok(())), Ok(()));
 }
 
-fn fails_with(threads: u32, text: &str, expected: &str) {
-    if let Some(result) = run(threads, text) {
+fn fails_with(threads: u32, source: &str, expected: &str) {
+    if let Some(result) = run(threads, source) {
         let said = result.unwrap_err();
         assert!(said.contains(expected), "{said}");
     }
@@ -294,7 +294,7 @@ const X: &str = "kernel void f(device float* x [[buffer(0)]], device float* y [[
      uint i [[thread_position_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {";
 
 #[test]
-fn threads_that_do_not_meet() {
+fn divergent_barriers_and_simd_operations() {
     fails_with(
         64,
         &format!("{X} if (i == 40) return;\n threadgroup_barrier(mem_flags::mem_none); }}"),
@@ -319,11 +319,11 @@ fn threads_that_do_not_meet() {
     );
     fails_with(32, &format!("{X} if (i < 31) x[i] = simd_shuffle(x[i], 31); }}"), "reads lane 31 in line 3");
     fails_with(32, &format!("{X} x[i] = simd_shuffle(x[i], i + 1); }}"), "reads lane 32 in line 3");
-    fails_with(32, &format!("{X} x[i] = simd_broadcast(x[i], i / 16); }}"), "with other arguments");
+    fails_with(32, &format!("{X} x[i] = simd_broadcast(x[i], i / 16); }}"), "with arguments that differ");
     fails_with(
         32,
         &format!("{X} simdgroup_float8x8 m; simdgroup_load(m, x + lane, 8); simdgroup_store(m, x, 8); }}"),
-        "thread 1 of threadgroup (0, 0, 0) is at simdgroup_load in line 3, with other arguments",
+        "thread 1 of threadgroup (0, 0, 0) is at simdgroup_load in line 3, with arguments that differ",
     );
     fails_with(
         33,
@@ -340,7 +340,7 @@ fn threads_that_do_not_meet() {
 }
 
 #[test]
-fn memory_that_is_not_there() {
+fn accesses_out_of_bounds() {
     fails_with(
         32,
         &format!("{X} x[i * 9] = 1; }}"),
@@ -352,7 +352,7 @@ fn memory_that_is_not_there() {
         &format!("{X} ((device float4*)(x + 252))[1] = float4(1); }}"),
         "writes 16 bytes at byte 1024 of buffer 0, which has 1024",
     );
-    fails_with(1, &format!("{X} y[0] = 1; }}"), "writes buffer 1, which is given for reading");
+    fails_with(1, &format!("{X} y[0] = 1; }}"), "writes buffer 1, which is bound for reading");
     fails_with(
         32,
         &format!("{X} t[i] = 1; }}"),
@@ -363,14 +363,14 @@ fn memory_that_is_not_there() {
         &format!("{X} threadgroup float v[3]; v[i * 3] = 1; x[i] = v[0]; }}"),
         "writes 4 bytes at byte 12 of threadgroup variable 0, which has 12",
     );
-    fails_with(1, &format!("{X} *(device float4*)(x + 1) = float4(1); }}"), "no multiple of 16");
-    fails_with(1, &format!("{X} *(device float2*)(x + 1) = float2(1, 2); }}"), "no multiple of 8");
+    fails_with(1, &format!("{X} *(device float4*)(x + 1) = float4(1); }}"), "not a multiple of 16");
+    fails_with(1, &format!("{X} *(device float2*)(x + 1) = float2(1, 2); }}"), "not a multiple of 8");
     fails_with(
         1,
         &format!("{X} threadgroup float v[8192]; v[i] = 1; x[0] = v[0]; }}"),
-        "32832 bytes of threadgroup memory, and a group may have 32768",
+        "32832 bytes of threadgroup memory, more than the 32768",
     );
-    fails_with(1, &format!("{X} while (*(volatile device float*)x < 1) {{}} }}"), "does not come to an end");
+    fails_with(1, &format!("{X} while (*(volatile device float*)x < 1) {{}} }}"), "does not terminate");
 }
 
 #[test]
@@ -382,7 +382,7 @@ fn races() {
         64,
         &body(""),
         "thread 1 of threadgroup (0, 0, 0) writes 4 bytes at byte 4 of threadgroup variable 0, \
-         which thread 0 of group 0 has read with no barrier between",
+         which thread 0 of threadgroup 0 has read with no barrier between",
     );
     fails_with(64, &body("threadgroup_barrier(mem_flags::mem_device);"), "with no barrier between");
     fails_with(64, &body("x[i] = simd_sum(x[i]);"), "with no barrier between");
@@ -399,7 +399,7 @@ fn races() {
         "with no barrier between",
     );
     runs(64, &across("threadgroup_barrier(mem_flags::mem_threadgroup);"));
-    fails_with(2, &format!("{X} x[0] = i; }}"), "thread 0 of group 0 has written");
+    fails_with(2, &format!("{X} x[0] = i; }}"), "thread 0 of threadgroup 0 has written");
     fails_with(
         2,
         "kernel void f(device atomic_uint* x [[buffer(0)]], uint i [[thread_position_in_grid]]) {
@@ -414,7 +414,7 @@ fn races() {
     let mut x = vec![0; 4];
     let said = k.run([2, 1, 1], [1, 1, 1], &mut [Buffer::write(0, &mut x)], &[]).unwrap_err().to_string();
     assert!(
-        said.contains("threadgroup (1, 0, 0)") && said.contains("thread 0 of group 0 has written"),
+        said.contains("threadgroup (1, 0, 0)") && said.contains("thread 0 of threadgroup 0 has written"),
         "{said}"
     );
     k.with_races().run([2, 1, 1], [1, 1, 1], &mut [Buffer::write(0, &mut x)], &[]).unwrap();
@@ -436,9 +436,9 @@ fn launches() {
     };
     assert_eq!(run([1, 1, 1], [64, 1, 1], 2, &[4]), Ok(()));
     for (result, expected) in [
-        (run([1, 1, 1], [65, 1, 1], 2, &[4]), "which takes 64"),
+        (run([1, 1, 1], [65, 1, 1], 2, &[4]), "whose maximum is 64"),
         (run([1, 0, 1], [1, 1, 1], 2, &[4]), "nothing to run"),
-        (run([1, 1, 1], [1, 1, 1], 1, &[4]), "buffer 2 of kernel `f` is not given"),
+        (run([1, 1, 1], [1, 1, 1], 1, &[4]), "buffer 2 of kernel `f` is not bound"),
         (run([1, 1, 1], [1, 1, 1], 2, &[]), "threadgroup memory 0 of kernel `f` has no size"),
         (run([1, 1, 1], [1, 1, 1], 2, &[40000]), "40000 bytes of threadgroup memory"),
         (run([u32::MAX, 1, 1], [2, 1, 1], 2, &[4]), "the grid is too large"),
@@ -446,7 +446,7 @@ fn launches() {
         let said = result.unwrap_err();
         assert!(said.contains(expected), "{said}");
     }
-    assert!(l.kernel("g", &[]).unwrap_err().to_string().contains("no kernel `g`; there are f"));
+    assert!(l.kernel("g", &[]).unwrap_err().to_string().contains("no kernel `g`: the kernels are f"));
     let said = refusal(c, "kernel void f() { undeclared(); }");
     assert!(said.contains("kernel.metal:3"), "{said}");
 }

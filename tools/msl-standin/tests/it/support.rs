@@ -2,7 +2,7 @@ use std::sync::OnceLock;
 
 use flashtile_msl_standin::{Buffer, CLANG_VARIABLE, Compiler, Kernel, Library, RunError};
 
-/// The compiler, or a loud word that there is none. Where the variable names one, there has to be one.
+/// The compiler, or a line on stderr that says why there is none. A compiler that the variable names must work.
 pub(crate) fn compiler() -> Option<&'static Compiler> {
     static FOUND: OnceLock<Option<Compiler>> = OnceLock::new();
     FOUND
@@ -21,13 +21,13 @@ pub(crate) fn compiler() -> Option<&'static Compiler> {
 
 const LEAD: &str = "#include <metal_stdlib>\nusing namespace metal;\n";
 
-pub(crate) fn library(compiler: &Compiler, text: &str) -> Library {
-    compiler.compile(&format!("{LEAD}{text}")).unwrap_or_else(|e| panic!("{text}\n{e}"))
+pub(crate) fn library(compiler: &Compiler, source: &str) -> Library {
+    compiler.compile(&format!("{LEAD}{source}")).unwrap_or_else(|e| panic!("{source}\n{e}"))
 }
 
-pub(crate) fn refusal(compiler: &Compiler, text: &str) -> String {
-    match compiler.compile(&format!("{LEAD}{text}")) {
-        Ok(_) => panic!("accepted:\n{text}"),
+pub(crate) fn refusal(compiler: &Compiler, source: &str) -> String {
+    match compiler.compile(&format!("{LEAD}{source}")) {
+        Ok(_) => panic!("accepted:\n{source}"),
         Err(e) => e.to_string(),
     }
 }
@@ -44,7 +44,7 @@ pub(crate) fn u32s(bytes: &[u8]) -> Vec<u32> {
     bytes.chunks_exact(4).map(|b| u32::from_ne_bytes(b.try_into().unwrap())).collect()
 }
 
-/// Runs one group with the inputs in buffers 1 and up, and gives buffer 0, which starts as ones in every bit.
+/// Runs one threadgroup with the inputs in buffers 1 and up; buffer 0, whose bytes start as 0xff.
 pub(crate) fn one_group(
     kernel: &Kernel,
     threads: u32,
