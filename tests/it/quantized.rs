@@ -60,7 +60,7 @@ fn plans_name_the_codecs_and_cuda_refuses_them() {
     dense.v_codec = Some(Codec::Tq4);
     dense.q_offset = Some(QOffset::BottomRight);
     let refusal = dense.validate().unwrap_err().to_string();
-    assert_eq!(refusal, "v is tq4, expected bf16: other codecs are of cached sequences");
+    assert_eq!(refusal, "v is tq4, expected bf16: only cached sequences have other codecs");
 }
 
 /// Rows `[rows, heads, dim]` of normal numbers.

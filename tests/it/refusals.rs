@@ -77,11 +77,11 @@ fn numbers() {
     );
     refused(
         |d| (d.scale, d.softcap) = (Some(10.0), Some(1e-38)),
-        "scale 1e1 over softcap 1e-38 is outside -1.9342813e25..=1.9342813e25: scores would overflow f32",
+        "scale 1e1 / softcap 1e-38 is outside -1.9342813e25..=1.9342813e25: scores would overflow f32",
     );
     refused(
         |d| (d.scale, d.softcap) = (Some(1.0), Some(2e19)),
-        "softcap 2e19 is above 1.8446744e19: the quotient of the scale by it would underflow f32",
+        "softcap 2e19 is above 1.8446744e19: scale / softcap would underflow f32",
     );
     for scale in [-MAX_SCALE, MAX_SCALE] {
         let mut desc = case().desc;
@@ -146,7 +146,7 @@ fn lengths() {
     let padded = |kv_lens: &[usize]| Sequences::Padded { kv_lens: kv_lens.to_vec() };
     refused(
         |d| d.sequences = padded(&[1]),
-        "kv_lens has 1 entries, expected one for each of 2 batch entries",
+        "kv_lens has 1 entries, expected 2, one per batch entry",
     );
     refused(|d| d.sequences = padded(&[9, 10]), "kv_lens[1] is 10, expected at most the 9 rows of k and v");
     let packed = |q: &[usize], k: &[usize]| {
@@ -167,7 +167,7 @@ fn lengths() {
     refused(packed(&[], &[]), "cu_seqlens_q is empty, expected at least [0]");
     refused(packed(&[1, 5], &[0, 9]), "cu_seqlens_q starts at 1, expected 0");
     refused(packed(&[0, 5], &[2, 9]), "cu_seqlens_k starts at 2, expected 0");
-    refused(packed(&[0, 4, 3, 5], &[0, 1, 2, 9]), "cu_seqlens_q[2] is 3 after 4, expected no decrease");
+    refused(packed(&[0, 4, 3, 5], &[0, 1, 2, 9]), "cu_seqlens_q[2] is 3 after 4, expected at least 4");
     refused(packed(&[0, 5], &[0, 8]), "cu_seqlens_k ends at 8, expected the 9 rows of the tensor");
     refused(packed(&[0, 6], &[0, 9]), "cu_seqlens_q ends at 6, expected the 5 rows of the tensor");
     refused(packed(&[0], &[0]), "cu_seqlens_q ends at 0, expected the 5 rows of the tensor");
@@ -412,12 +412,12 @@ fn cached_sequences() {
         }
     };
     refused(&|d| d.dims.batch = 2, "packed sequences need tensors with 1 batch entry, got 2");
-    let one_less = "expected one less";
-    refused(&with(&[0, 4], &[1, 2]), &format!("cu_seqlens_q has 2 entries and kv_lens has 2, {one_less}"));
-    refused(&with(&[0, 1, 4], &[1]), &format!("cu_seqlens_q has 3 entries and kv_lens has 1, {one_less}"));
-    refused(&with(&[], &[]), &format!("cu_seqlens_q has 0 entries and kv_lens has 0, {one_less}"));
+    let one_fewer = "expected one fewer";
+    refused(&with(&[0, 4], &[1, 2]), &format!("cu_seqlens_q has 2 entries and kv_lens has 2, {one_fewer}"));
+    refused(&with(&[0, 1, 4], &[1]), &format!("cu_seqlens_q has 3 entries and kv_lens has 1, {one_fewer}"));
+    refused(&with(&[], &[]), &format!("cu_seqlens_q has 0 entries and kv_lens has 0, {one_fewer}"));
     refused(&with(&[1, 4], &[20]), "cu_seqlens_q starts at 1, expected 0");
-    refused(&with(&[0, 3, 2, 4], &[1, 1, 1]), "cu_seqlens_q[2] is 2 after 3, expected no decrease");
+    refused(&with(&[0, 3, 2, 4], &[1, 1, 1]), "cu_seqlens_q[2] is 2 after 3, expected at least 3");
     refused(&with(&[0, 3], &[1]), "cu_seqlens_q ends at 3, expected the 4 rows of the tensor");
     refused(&with(&[0, 3, 4], &[20, 21]), "kv_lens[1] is 21, expected at most kv_len 20");
     let many = MAX_SEQUENCES + 1;
@@ -431,7 +431,7 @@ fn cached_sequences() {
             tree(d);
             d.tree = true;
         },
-        "tree mask over sequence 0 with q_len 3 and kv_len 2, expected q_len <= kv_len",
+        "tree mask over sequence 0: q_len 3 is above kv_len 2",
     );
     let mut desc = desc();
     desc.tree = true;
@@ -505,13 +505,13 @@ fn prefixes() {
         |case: Case, message: &str| assert_eq!(case.desc.validate().unwrap_err().to_string(), message);
     refused(case().shared(&[(0..2, 3)]), "shared prefixes need cached sequences");
     for (sequences, text) in [(2..2, "2..2"), (0..5, "0..5"), (4..6, "4..6")] {
-        let message = format!("prefixes[1] is of sequences {text}, expected some of 4");
+        let message = format!("prefixes[1] is of sequences {text}, expected a range within 0..4");
         refused(of(&[(0..1, 3), (sequences, 3)]), &message);
     }
     #[allow(clippy::reversed_empty_ranges)]
-    refused(of(&[(3..1, 3)]), "prefixes[0] is of sequences 3..1, expected some of 4");
+    refused(of(&[(3..1, 3)]), "prefixes[0] is of sequences 3..1, expected a range within 0..4");
     refused(of(&[(0..3, 13)]), "prefixes[0] has 13 tokens, sequence 1 has 12");
-    let order = "is neither inside nor after the one before it, or shorter than one around it";
+    let order = "overlaps the one before it in part, or is shorter than a prefix that contains it";
     for list in [
         &[(1..3, 4), (0..1, 4)][..],
         &[(0..2, 4), (1..3, 4)],

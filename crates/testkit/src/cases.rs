@@ -275,173 +275,229 @@ impl Case {
         self
     }
 
-    /// Makes the tensors. The data depends on the case's name alone.
+    /// Makes the tensors. Their data depends only on the case's name.
     ///
     /// # Errors
-    /// [`ProblemError`] where the description is not a problem.
+    /// [`ProblemError`] if the description is not a valid problem.
     pub fn build(&self) -> Result<CaseData, ProblemError> {
         let problem = self.desc.clone().validate()?;
         let dims = *problem.dims();
-        let mut rng = Rng::named(&self.name);
-        let cached = matches!(self.desc.sequences, Sequences::Cached { .. });
-        // Of pages that are never read, one would come last and hide a read past one that is.
+        let is_cached = matches!(self.desc.sequences, Sequences::Cached { .. });
+        // A spare page at the end of an exactly placed pool would hide a read past the last page in use.
         let spare = if self.placement == Placement::Guarded { 3 } else { 0 };
-        let tables = cached.then(|| build_tables(&problem, self.paging, spare));
-        // Batch entries, or pages, and rows of them that exist.
-        type Rows<'a> = &'a dyn Fn(usize, &Sequence) -> Vec<(usize, usize)>;
-        let mut tensor = |dtype, shape, (gain, mean): (f32, &[f32]), rows: Rows<'_>| {
-            let mut tensor = Guarded::placed(dtype, shape, self.layout, self.placement);
-            let [_, heads, _, dim] = shape;
-            for (index, sequence) in problem.sequences().iter().enumerate() {
-                let rows = rows(index, sequence);
-                for h in 0..heads {
-                    for &(entry, row) in &rows {
-                        for d in 0..dim {
-                            let mean = mean.get(h * dim + d).copied().unwrap_or(0.0);
-                            tensor.set([entry, h, row, d], gain * rng.normal() + mean);
-                        }
-                    }
-                }
-            }
-            tensor
-        };
-        let span = |entry, start, len| (start..start + len).map(|row| (entry, row)).collect();
-        let dtype = problem.dtype();
-        let q = tensor(dtype, dims.q_shape(), (self.gain, &[]), &|_, s| span(s.batch, s.q_start, s.q_len));
-        let (k_shape, v_shape) = match &tables {
-            None => (dims.k_shape(), dims.v_shape()),
-            Some((_, pages)) => {
-                let pool = |dim| [*pages, dims.kv_heads, self.paging.page, dim];
-                (pool(dims.head_dim), pool(dims.value_dim))
-            }
-        };
-        let kv: Rows<'_> = &|index, s| match &tables {
-            None => span(s.batch, s.kv_start, s.kv_len),
-            Some((tables, _)) => (0..s.kv_len).filter_map(|j| tables.locate(index, j)).collect(),
-        };
-        let mean: Vec<f32> = if self.centered {
-            let mut rng = Rng::new(99);
-            (0..dims.kv_heads * dims.head_dim).map(|_| 4.0 * rng.normal()).collect()
-        } else {
-            Vec::new()
-        };
-        let elements = |codec: Codec| codec.dtype().unwrap_or(dtype);
-        let k = tensor(elements(problem.k_codec()), k_shape, (1.0, &mean), kv);
-        let v = tensor(elements(problem.v_codec()), v_shape, (1.0, &[]), kv);
-        // Rows of the pools that hold a token.
-        let held: Vec<(usize, usize)> =
-            problem.sequences().iter().enumerate().flat_map(|(index, s)| kv(index, s)).collect();
-        let mean = self.centered.then_some(mean);
-        let k_codes = encoded(problem.k_codec(), (Side::Keys, mean), &k, &held);
-        let v_codes = encoded(problem.v_codec(), (Side::Values, None), &v, &held);
-        let mask = problem.desc().mask.zip(self.mask);
+        let pool = is_cached.then(|| Pool::new(&problem, self.paging, spare));
+        let mut data =
+            Generator { case: self, problem: &problem, pool: pool.as_ref(), rng: Rng::named(&self.name) };
+        let q = data.queries();
+        let (k, k_codes) = data.stored(Side::Keys);
+        let (v, v_codes) = data.stored(Side::Values);
+        let mut rng = data.rng;
         let memory = (self.layout, self.placement);
+        let mask = problem.desc().mask.zip(self.mask);
         let mask = mask.map(|(kind, recipe)| build_mask(&problem, kind, recipe, memory, &mut rng));
         // Slopes of both signs: nothing restricts them to the usual powers of two.
         let slope = |h: usize| if h % 3 == 2 { -0.01 } else { 0.9 / (1u32 << (h % 8 + 1)) as f32 };
         let slopes: Vec<f32> = (0..dims.q_heads).map(slope).collect();
         let sinks: Vec<f32> = (0..dims.q_heads).map(|_| 2.0 * rng.normal()).collect();
-        let list = |wanted: bool, values: &[f32]| {
-            wanted.then(|| {
-                let mut list = GuardedList::placed(values.len(), self.placement);
-                list.slice_mut().copy_from_slice(values);
-                list
-            })
-        };
-        let (alibi_slopes, sinks) = (list(self.desc.alibi, &slopes), list(self.desc.sinks, &sinks));
         let tree = self.desc.tree.then(|| build_tree(&problem, self.tree, memory, &mut rng));
-        let tables = tables.map(|(tables, _)| tables);
-        let (layout, placement) = memory;
-        let (k_codes, v_codes) = (k_codes.map(Arc::new), v_codes.map(Arc::new));
         Ok(CaseData {
-            problem,
-            layout,
-            placement,
+            layout: self.layout,
+            placement: self.placement,
             q,
             k,
             v,
-            k_codes,
-            v_codes,
-            tables,
+            k_codes: k_codes.map(Arc::new),
+            v_codes: v_codes.map(Arc::new),
+            tables: pool.map(|pool| pool.tables),
             tree,
             mask,
-            alibi_slopes,
-            sinks,
+            alibi_slopes: self.desc.alibi.then(|| self.guarded(&slopes)),
+            sinks: self.desc.sinks.then(|| self.guarded(&sinks)),
+            problem,
         })
+    }
+
+    fn guarded(&self, values: &[f32]) -> GuardedList {
+        let mut list = GuardedList::placed(values.len(), self.placement);
+        list.slice_mut().copy_from_slice(values);
+        list
     }
 }
 
-/// Pages of a quantizing codec with the rows of a tensor that hold a token; others are NaN.
-fn encoded(
-    codec: Codec,
-    (side, mean): (Side, Option<Vec<f32>>),
-    tensor: &Guarded,
-    held: &[(usize, usize)],
-) -> Option<CodePages> {
-    let shape @ [count, heads, rows, dim] = tensor.view().shape();
-    let mut pages = CodePages::new(codec, side, shape).ok()?;
-    pages.set_mean(mean);
-    for (page, row) in (0..count).flat_map(|page| (0..rows).map(move |row| (page, row))) {
+/// Fills q, k and v of a case from one generator of random numbers.
+struct Generator<'a> {
+    case: &'a Case,
+    problem: &'a Problem,
+    pool: Option<&'a Pool>,
+    rng: Rng,
+}
+
+/// The distribution of a tensor's elements: normal, around a mean for each head and dimension, or around 0 if that is empty.
+struct Distribution<'a> {
+    std_dev: f32,
+    mean: &'a [f32],
+}
+
+/// A row of a tensor: the batch entry or the page, and the row in it.
+type Row = (usize, usize);
+
+impl Generator<'_> {
+    fn queries(&mut self) -> Guarded {
+        let (shape, dtype) = (self.problem.dims().q_shape(), self.problem.dtype());
+        let distribution = Distribution { std_dev: self.case.gain, mean: &[] };
+        let rows: Vec<Vec<Row>> =
+            self.problem.sequences().iter().map(|s| span(s.batch, s.q_start, s.q_len)).collect();
+        self.tensor(dtype, shape, &distribution, &rows)
+    }
+
+    /// Keys or values, and the pages of their codec if that is quantizing.
+    fn stored(&mut self, side: Side) -> (Guarded, Option<CodePages>) {
+        let dims = *self.problem.dims();
+        let (codec, dense_shape, dim) = match side {
+            Side::Keys => (self.problem.k_codec(), dims.k_shape(), dims.head_dim),
+            Side::Values => (self.problem.v_codec(), dims.v_shape(), dims.value_dim),
+        };
+        let shape = match self.pool {
+            None => dense_shape,
+            Some(pool) => [pool.pages, dims.kv_heads, self.case.paging.page, dim],
+        };
+        let is_centered = self.case.centered && side == Side::Keys;
+        let mean = is_centered.then(|| {
+            let mut rng = Rng::new(99);
+            (0..dims.kv_heads * dim).map(|_| 4.0 * rng.normal()).collect::<Vec<f32>>()
+        });
+        let rows: Vec<Vec<Row>> =
+            self.problem.sequences().iter().enumerate().map(|(index, s)| self.kv_rows(index, s)).collect();
+        let distribution = Distribution { std_dev: 1.0, mean: mean.as_deref().unwrap_or_default() };
+        let dtype = codec.dtype().unwrap_or(self.problem.dtype());
+        let tensor = self.tensor(dtype, shape, &distribution, &rows);
+        let pages = CodePages::new(codec, side, shape).ok().map(|mut pages| {
+            pages.set_mean(mean);
+            store(&mut pages, &tensor, &rows.concat());
+            pages
+        });
+        (tensor, pages)
+    }
+
+    /// The rows of keys and values that hold tokens of a sequence.
+    fn kv_rows(&self, index: usize, sequence: &Sequence) -> Vec<Row> {
+        match self.pool {
+            None => span(sequence.batch, sequence.kv_start, sequence.kv_len),
+            Some(pool) => (0..sequence.kv_len).filter_map(|j| pool.tables.locate(index, j)).collect(),
+        }
+    }
+
+    /// A tensor with random elements in these rows of each sequence, and NaN elsewhere.
+    fn tensor(
+        &mut self,
+        dtype: Dtype,
+        shape: [usize; 4],
+        distribution: &Distribution<'_>,
+        rows: &[Vec<Row>],
+    ) -> Guarded {
+        let mut tensor = Guarded::placed(dtype, shape, self.case.layout, self.case.placement);
+        let [_, heads, _, dim] = shape;
+        for rows in rows {
+            for h in 0..heads {
+                for &(entry, row) in rows {
+                    for d in 0..dim {
+                        let mean = distribution.mean.get(h * dim + d).copied().unwrap_or(0.0);
+                        tensor.set([entry, h, row, d], distribution.std_dev * self.rng.normal() + mean);
+                    }
+                }
+            }
+        }
+        tensor
+    }
+}
+
+fn span(entry: usize, start: usize, len: usize) -> Vec<Row> {
+    (start..start + len).map(|row| (entry, row)).collect()
+}
+
+/// Stores rows of a tensor in the pages of a codec; the other rows of the pages become NaN.
+fn store(pages: &mut CodePages, tensor: &Guarded, rows: &[Row]) {
+    let [count, heads, page_rows, dim] = tensor.view().shape();
+    for (page, row) in (0..count).flat_map(|page| (0..page_rows).map(move |row| (page, row))) {
         pages.poison(page, row);
     }
-    for &(page, row) in held {
+    for &(page, row) in rows {
         for head in 0..heads {
             let x: Vec<f32> = (0..dim).map(|d| tensor.get([page, head, row, d])).collect();
             let stored = pages.store([page, head, row], &x);
             debug_assert!(stored.is_ok(), "rows of cases are finite and of ordinary size");
         }
     }
-    Some(pages)
 }
 
-/// Tables of a problem's sequences, and the number of pages of the pool, some of them not in use.
-fn build_tables(problem: &Problem, Paging { page, keep }: Paging, spare: usize) -> (BlockTables, usize) {
-    let sequences = problem.sequences();
-    let first = |s: &Sequence| match keep {
-        Keep::All => 0,
-        Keep::Seen | Keep::Wrapped => problem.first_visible(s).map_or(s.kv_len, |(_, key)| key),
-    };
-    let wraps = keep == Keep::Wrapped;
-    let reach = |s: &Sequence| s.kv_len - if wraps { first(s) } else { 0 };
-    let width = sequences.iter().map(|s| reach(s).div_ceil(page)).max().unwrap_or(0);
-    let mut tables = BlockTables {
-        table: vec![NO_PAGE; sequences.len() * width],
-        width,
-        page,
-        wraps,
-        lens: sequences.iter().map(|s| s.kv_len).collect(),
-        first: sequences.iter().map(first).collect(),
-    };
-    // The sequence whose page a block lies in: the first of those that share it.
+/// Where cached tokens lie.
+struct Pool {
+    tables: BlockTables,
+    /// Pages of the pool, spare ones included.
+    pages: usize,
+}
+
+impl Pool {
+    /// Tables of a problem's sequences over pages in random order, of which `spare` are not used.
+    fn new(problem: &Problem, Paging { page, keep }: Paging, spare: usize) -> Self {
+        let sequences = problem.sequences();
+        let first = |s: &Sequence| match keep {
+            Keep::All => 0,
+            Keep::Seen | Keep::Wrapped => problem.first_visible(s).map_or(s.kv_len, |(_, key)| key),
+        };
+        let wraps = keep == Keep::Wrapped;
+        let reach = |s: &Sequence| s.kv_len - if wraps { first(s) } else { 0 };
+        let width = sequences.iter().map(|s| reach(s).div_ceil(page)).max().unwrap_or(0);
+        let mut tables = BlockTables {
+            table: vec![NO_PAGE; sequences.len() * width],
+            width,
+            page,
+            wraps,
+            lens: sequences.iter().map(|s| s.kv_len).collect(),
+            first: sequences.iter().map(first).collect(),
+        };
+        let entries = block_entries(problem, &tables);
+        let mut used: Vec<usize> = entries.iter().map(|entry| entry.owner).collect();
+        used.sort_unstable();
+        used.dedup();
+        // The order of pages has a generator of its own, so that the data does not depend on paging.
+        let pages = used.len() + spare;
+        let mut order: Vec<u32> = (0..pages as u32).collect();
+        Rng::new(page as u64).shuffle(&mut order);
+        for (owner, page) in used.into_iter().zip(order) {
+            tables.table[owner] = page;
+        }
+        for BlockEntry { entry, owner } in entries {
+            tables.table[entry] = tables.table[owner];
+        }
+        Self { tables, pages }
+    }
+}
+
+/// A table entry of a kept block, and the entry that has the block's page: another one where a prefix is shared.
+struct BlockEntry {
+    entry: usize,
+    owner: usize,
+}
+
+fn block_entries(problem: &Problem, tables: &BlockTables) -> Vec<BlockEntry> {
+    let &BlockTables { page, width, .. } = tables;
     let prefixes = &problem.desc().prefixes;
+    // The first of the sequences that share a block.
     let owner = |index: usize, block: usize| {
-        let shares = |p: &&SharedPrefix| p.sequences.contains(&index) && block * page < p.len;
-        prefixes.iter().find(shares).map_or(index, |p| p.sequences.start)
+        let covers = |p: &&SharedPrefix| p.sequences.contains(&index) && block * page < p.len;
+        prefixes.iter().find(covers).map_or(index, |p| p.sequences.start)
     };
-    // Entries, and the entry whose page they have.
     let mut entries = Vec::new();
-    for (index, s) in sequences.iter().enumerate() {
+    for (index, s) in problem.sequences().iter().enumerate() {
         let kept = tables.first[index]..s.kv_len;
         let blocks = if kept.is_empty() { 0..0 } else { kept.start / page..kept.end.div_ceil(page) };
         for block in blocks {
             let entry = |sequence: usize| sequence * width + block % width;
-            entries.push((entry(index), entry(owner(index, block))));
+            entries.push(BlockEntry { entry: entry(index), owner: entry(owner(index, block)) });
         }
     }
-    let mut used: Vec<usize> = entries.iter().map(|&(_, owned)| owned).collect();
-    used.sort_unstable();
-    used.dedup();
-    // Where pages lie says nothing of what they hold: a generator of its own keeps the data those of the name.
-    let pages = used.len() + spare;
-    let mut order: Vec<u32> = (0..pages as u32).collect();
-    Rng::new(page as u64).shuffle(&mut order);
-    for (entry, page) in used.into_iter().zip(order) {
-        tables.table[entry] = page;
-    }
-    for (entry, owned) in entries {
-        tables.table[entry] = tables.table[owned];
-    }
-    (tables, pages)
+    entries
 }
 
 fn build_tree(problem: &Problem, tree: Tree, memory: (Layout, Placement), rng: &mut Rng) -> GuardedMask {

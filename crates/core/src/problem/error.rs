@@ -1,10 +1,10 @@
-//! Refusals of problem descriptions, with the numbers that caused them.
+//! Why a description is refused, with the values that caused it.
 
 use crate::codec::Codec;
 use crate::dtype::Dtype;
 use std::fmt;
 
-/// The query or the key side of a packed problem.
+/// One of the two lists of cumulative lengths of a packed problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
     /// `cu_seqlens_q`.
@@ -22,7 +22,7 @@ impl fmt::Display for Side {
     }
 }
 
-/// A feature whose meaning depends on where the queries sit.
+/// A feature that depends on the key positions of the queries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Positional {
     /// Causal visibility.
@@ -43,7 +43,7 @@ impl fmt::Display for Positional {
     }
 }
 
-/// Why a [`ProblemDesc`](super::ProblemDesc) is not a problem.
+/// Why a [`ProblemDesc`](super::ProblemDesc) is refused.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum ProblemError {
@@ -58,12 +58,12 @@ pub enum ProblemError {
     HeadDim {
         /// `head_dim` or `value_dim`.
         name: &'static str,
-        /// The dimension given.
+        /// The dimension.
         got: usize,
         /// The largest supported.
         max: usize,
     },
-    /// Keys or values that are not cached are stored otherwise than as elements of the problem's dtype.
+    /// Keys or values that are not cached have a codec other than the problem's dtype.
     Codec {
         /// `k` or `v`.
         tensor: &'static str,
@@ -72,7 +72,7 @@ pub enum ProblemError {
         /// The problem's dtype.
         dtype: Dtype,
     },
-    /// A codec has no rows of this length.
+    /// A codec does not support the dimension of its rows.
     CodecDim {
         /// `k` or `v`.
         tensor: &'static str,
@@ -90,7 +90,7 @@ pub enum ProblemError {
         /// The largest supported.
         max: usize,
     },
-    /// A tensor of this shape is not addressable.
+    /// A tensor is too large to be addressed.
     SizeOverflow {
         /// Name of the tensor.
         tensor: &'static str,
@@ -102,16 +102,16 @@ pub enum ProblemError {
         /// The scale given.
         scale: f32,
     },
-    /// The magnitude of the scale, or of its quotient by the softcap, is above the maximum: scores would overflow f32.
+    /// The magnitude of `scale`, or of `scale / softcap`, is above the maximum: scores would overflow f32.
     ScaleRange {
-        /// The scale, resolved.
+        /// The scale, or the default if none was given.
         scale: f32,
         /// The softcap, if any.
         softcap: Option<f32>,
         /// The largest magnitude supported.
         max: f32,
     },
-    /// The softcap is above the maximum: the quotient of the scale by it would underflow f32.
+    /// The softcap is above the maximum: `scale / softcap` would underflow f32.
     SoftcapRange {
         /// The softcap given.
         softcap: f32,
@@ -123,7 +123,7 @@ pub enum ProblemError {
         /// The softcap given.
         softcap: f32,
     },
-    /// Positions matter, `q_len != kv_len`, and `q_offset` does not say where the queries sit.
+    /// A feature depends on positions and `q_len != kv_len`, but `q_offset` is `None`.
     OffsetUnsaid {
         /// The feature that depends on positions.
         feature: Positional,
@@ -132,7 +132,7 @@ pub enum ProblemError {
         /// Keys of the sequence.
         kv_len: usize,
     },
-    /// Positions matter, sequences (padded or cached) have their own `kv_lens`, and `q_offset` does not say where the queries sit.
+    /// A feature depends on positions and padded or cached sequences have their own `kv_lens`, but `q_offset` is `None`.
     OffsetUnsaidPadded {
         /// The feature that depends on positions.
         feature: Positional,
@@ -146,7 +146,7 @@ pub enum ProblemError {
     },
     /// Prefixes of sequences that are not cached.
     PrefixNotCached,
-    /// The sequences of a prefix are none, or not all of the problem's.
+    /// The sequences of a prefix are an empty range, or out of the problem's range.
     PrefixSequences {
         /// Index of the prefix.
         index: usize,
@@ -166,12 +166,12 @@ pub enum ProblemError {
         /// Tokens of the sequence.
         kv_len: usize,
     },
-    /// A prefix is neither inside nor after the one before it, or shorter than one that it is inside.
+    /// A prefix is neither inside nor after the one before it, or is shorter than a prefix that contains it.
     PrefixOrder {
         /// Index of the prefix.
         index: usize,
     },
-    /// `kv_lens` has not one entry per batch entry.
+    /// The number of entries of `kv_lens` is not the batch size.
     KvLensCount {
         /// Entries given.
         got: usize,
@@ -187,12 +187,12 @@ pub enum ProblemError {
         /// Rows that k and v hold.
         kv_len: usize,
     },
-    /// A packed problem whose tensors have more or less than one batch entry.
+    /// The batch size of a packed problem is not 1.
     PackedBatch {
         /// Batch entries given.
         batch: usize,
     },
-    /// `cu_seqlens_q` and `kv_lens` of cached sequences describe different numbers of them.
+    /// `cu_seqlens_q` and `kv_lens` of cached sequences describe different numbers of sequences.
     CachedCount {
         /// Entries of `cu_seqlens_q`.
         q: usize,
@@ -208,7 +208,7 @@ pub enum ProblemError {
         /// The bound.
         kv_len: usize,
     },
-    /// A tree mask, whose columns are a sequence's last keys, of a sequence with more queries than keys.
+    /// A sequence with a tree mask, whose columns are its last `q_len` keys, has fewer keys than queries.
     TreeLen {
         /// Sequence.
         index: usize,
@@ -217,7 +217,7 @@ pub enum ProblemError {
         /// Its keys.
         kv_len: usize,
     },
-    /// A tree mask of sequences that are not cached.
+    /// A tree mask for sequences that are not cached.
     TreeNotCached,
     /// `cu_seqlens_q` and `cu_seqlens_k` describe different numbers of sequences.
     CuSeqlensCount {
@@ -263,7 +263,7 @@ impl fmt::Display for ProblemError {
             }
             Self::HeadDim { name, got, max } => write!(f, "{name} {got} is outside 1..={max}"),
             Self::Codec { tensor, codec, dtype } => {
-                write!(f, "{tensor} is {codec}, expected {dtype}: other codecs are of cached sequences")
+                write!(f, "{tensor} is {codec}, expected {dtype}: only cached sequences have other codecs")
             }
             Self::CodecDim { tensor, codec, dim } => {
                 write!(f, "{tensor} is {codec} with {dim} elements a row, expected {}", codec.dims())
@@ -271,18 +271,12 @@ impl fmt::Display for ProblemError {
             Self::TooLong { name, got, max } => write!(f, "{name} {got} is above {max}"),
             Self::SizeOverflow { tensor, shape } => write!(f, "{tensor} {shape:?} is not addressable"),
             Self::Scale { scale } => write!(f, "scale {scale} is not finite"),
-            Self::ScaleRange { scale, softcap: None, max } => {
-                write!(f, "scale {scale:e} is outside -{max:e}..={max:e}: scores would overflow f32")
+            Self::ScaleRange { scale, softcap, max } => {
+                let divisor = softcap.map_or(String::new(), |softcap| format!(" / softcap {softcap:e}"));
+                write!(f, "scale {scale:e}{divisor} is outside -{max:e}..={max:e}: scores would overflow f32")
             }
-            Self::ScaleRange { scale, softcap: Some(softcap), max } => write!(
-                f,
-                "scale {scale:e} over softcap {softcap:e} is outside -{max:e}..={max:e}: scores would overflow f32"
-            ),
             Self::SoftcapRange { softcap, max } => {
-                write!(
-                    f,
-                    "softcap {softcap:e} is above {max:e}: the quotient of the scale by it would underflow f32"
-                )
+                write!(f, "softcap {softcap:e} is above {max:e}: scale / softcap would underflow f32")
             }
             Self::Softcap { softcap } => write!(f, "softcap {softcap} is not a positive finite number"),
             Self::OffsetUnsaid { feature, q_len, kv_len } => write!(
@@ -294,7 +288,7 @@ impl fmt::Display for ProblemError {
             }
             Self::OffsetRange { got, max } => write!(f, "q_offset {got} is outside -{max}..={max}"),
             Self::KvLensCount { got, batch } => {
-                write!(f, "kv_lens has {got} entries, expected one for each of {batch} batch entries")
+                write!(f, "kv_lens has {got} entries, expected {batch}, one per batch entry")
             }
             Self::KvLen { index, got, kv_len } => {
                 write!(f, "kv_lens[{index}] is {got}, expected at most the {kv_len} rows of k and v")
@@ -303,28 +297,25 @@ impl fmt::Display for ProblemError {
                 write!(f, "packed sequences need tensors with 1 batch entry, got {batch}")
             }
             Self::CachedCount { q, kv } => {
-                write!(f, "cu_seqlens_q has {q} entries and kv_lens has {kv}, expected one less")
+                write!(f, "cu_seqlens_q has {q} entries and kv_lens has {kv}, expected one fewer")
             }
             Self::CachedLen { index, got, kv_len } => {
                 write!(f, "kv_lens[{index}] is {got}, expected at most kv_len {kv_len}")
             }
             Self::TreeLen { index, q_len, kv_len } => {
-                write!(
-                    f,
-                    "tree mask over sequence {index} with q_len {q_len} and kv_len {kv_len}, expected q_len <= kv_len"
-                )
+                write!(f, "tree mask over sequence {index}: q_len {q_len} is above kv_len {kv_len}")
             }
             Self::TreeNotCached => f.write_str("a tree mask needs cached sequences"),
             Self::PrefixNotCached => f.write_str("shared prefixes need cached sequences"),
             Self::PrefixSequences { index, got, sequences } => {
-                write!(f, "prefixes[{index}] is of sequences {got:?}, expected some of {sequences}")
+                write!(f, "prefixes[{index}] is of sequences {got:?}, expected a range within 0..{sequences}")
             }
             Self::PrefixLen { index, sequence, len, kv_len } => {
                 write!(f, "prefixes[{index}] has {len} tokens, sequence {sequence} has {kv_len}")
             }
             Self::PrefixOrder { index } => write!(
                 f,
-                "prefixes[{index}] is neither inside nor after the one before it, or shorter than one around it"
+                "prefixes[{index}] overlaps the one before it in part, or is shorter than a prefix that contains it"
             ),
             Self::CuSeqlensCount { q, k } => {
                 write!(f, "cu_seqlens_q has {q} entries and cu_seqlens_k has {k}, expected the same number")
@@ -334,7 +325,7 @@ impl fmt::Display for ProblemError {
             }
             Self::CuSeqlensStart { side, got: None } => write!(f, "{side} is empty, expected at least [0]"),
             Self::CuSeqlensDecrease { side, index, from, to } => {
-                write!(f, "{side}[{index}] is {to} after {from}, expected no decrease")
+                write!(f, "{side}[{index}] is {to} after {from}, expected at least {from}")
             }
             Self::CuSeqlensEnd { side, got, total } => {
                 write!(f, "{side} ends at {got}, expected the {total} rows of the tensor")
