@@ -511,7 +511,7 @@ fn prefixes() {
     #[allow(clippy::reversed_empty_ranges)]
     refused(of(&[(3..1, 3)]), "prefixes[0] is of sequences 3..1, expected a range within 0..4");
     refused(of(&[(0..3, 13)]), "prefixes[0] has 13 tokens, sequence 1 has 12");
-    let order = "overlaps the one before it in part, or is shorter than a prefix that contains it";
+    let order = "is neither inside nor after the one before it, or is shorter than a prefix that contains it";
     for list in [
         &[(1..3, 4), (0..1, 4)][..],
         &[(0..2, 4), (1..3, 4)],

@@ -315,7 +315,7 @@ impl fmt::Display for ProblemError {
             }
             Self::PrefixOrder { index } => write!(
                 f,
-                "prefixes[{index}] overlaps the one before it in part, or is shorter than a prefix that contains it"
+                "prefixes[{index}] is neither inside nor after the one before it, or is shorter than a prefix that contains it"
             ),
             Self::CuSeqlensCount { q, k } => {
                 write!(f, "cu_seqlens_q has {q} entries and cu_seqlens_k has {k}, expected the same number")
