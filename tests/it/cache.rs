@@ -1,4 +1,5 @@
-//! KV caches: each operation and each refusal, what sequences share, and random operations against a naive cache.
+//! KV caches: each operation and each refusal, sharing between sequences, and random operations against a naive
+//! cache.
 
 use flashtile::cache::{CacheMemory, NO_PAGE, Snapshot, TableError};
 use flashtile::problem::{MAX_LEN, MAX_SEQUENCES};
@@ -35,10 +36,10 @@ fn cache(layout: CacheLayout) -> KvCache {
     KvCache::new(desc(layout, Codec::F32, Codec::F16)).unwrap()
 }
 
-/// What a token holds: a number for each layer, from which its elements follow. `None` is not specified.
+/// The contents of a token: a number for each layer, which determines its elements. `None` is unspecified.
 type Token = [Option<u32>; LAYERS];
 
-/// Element of a token: an integer that every codec holds exactly.
+/// An element of a token: an integer that every codec stores exactly.
 fn element(id: u32, [layer, which, head, d]: [usize; 4]) -> f32 {
     let place = ((layer * 2 + which) * HEADS + head) * 8 + d;
     let mixed = (u64::from(id) * 1021 + place as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40;
@@ -88,7 +89,7 @@ fn linearise(cache: &KvCache, seq: SeqId, layer: usize, dtype: Dtype, layout: La
     [k, v]
 }
 
-/// Checks which tokens a sequence keeps and what they hold, by `linearise` and by tables and pools.
+/// Checks which tokens a sequence keeps and their contents, by `linearise` and by tables and pools.
 fn check(cache: &KvCache, seq: SeqId, first: usize, tokens: &[Token], dtype: Dtype, layout: Layout) {
     assert_eq!((cache.first(seq).unwrap(), cache.len(seq).unwrap()), (first, first + tokens.len()));
     let tables = cache.tables(&[seq]).unwrap();
@@ -112,13 +113,13 @@ fn check(cache: &KvCache, seq: SeqId, first: usize, tokens: &[Token], dtype: Dty
     assert_eq!(first.checked_sub(1).and_then(|before| tables.locate(0, before)), None);
 }
 
-/// [`check`] of tokens that hold the same number in every layer.
+/// [`check`] for tokens with the same number in every layer.
 fn holds(cache: &KvCache, seq: SeqId, first: usize, ids: impl IntoIterator<Item = u32>) {
     let tokens: Vec<Token> = ids.into_iter().map(|id| [Some(id); LAYERS]).collect();
     check(cache, seq, first, &tokens, Dtype::F32, Layout::Bhsd);
 }
 
-/// Everything that can be seen of a cache and these sequences.
+/// Everything that can be observed of a cache and these sequences.
 fn state(cache: &KvCache, seqs: &[SeqId]) -> (CacheMemory, BlockTables, Vec<Vec<u32>>) {
     let bits = |(seq, layer)| linearise(cache, seq, layer, Dtype::F32, Layout::Bhsd).map(|t| t.bits());
     let content = seqs.iter().flat_map(|&seq| (0..LAYERS).map(move |layer| (seq, layer)));
@@ -170,7 +171,7 @@ fn extending_and_writing_by_layer_is_appending() {
         }
         holds(&cache, a, 0, 0..4);
         holds(&cache, b, 0, 20..22);
-        // Tokens can be written again, and others in between are left alone.
+        // Tokens can be written again without affecting those in between.
         write(&mut cache, 1, &[(a, 2)], &[30, 31]).unwrap();
         let tokens = [[Some(0); 2], [Some(1); 2], [Some(2), Some(30)], [Some(3), Some(31)]];
         check(&cache, a, 0, &tokens, Dtype::F32, Layout::Bhsd);
@@ -180,12 +181,12 @@ fn extending_and_writing_by_layer_is_appending() {
     }
 }
 
-/// Values that conversion could get wrong: ties, the edges of f16 and bf16, infinities and NaNs.
+/// Values that a conversion could get wrong: ties, the limits of f16 and bf16, infinities and NaNs.
 fn awkward() -> Vec<f32> {
     let mut values = vec![0.0, -0.0, 1.0, -1.5, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN];
     values.extend([0x7F80_0001u32, 0xFFC0_1234, 0x7FBF_FFFF, 0x0000_0001, 0x007F_FFFF].map(f32::from_bits));
     values.extend([65504.0, 65519.99, 65520.0, 1e6, 5.96e-8, 2.98e-8, 2.9e-8, 6.1e-5, f32::MAX, f32::MIN]);
-    // Ties between neighbours of f16 and of bf16, upper neighbour odd and even.
+    // Ties between neighbours in f16 and in bf16, whose upper neighbour is odd or even.
     values.extend([0x3F80_1000u32, 0x3F80_3000, 0x3F80_8000, 0x3F81_8000].map(f32::from_bits));
     let mut rng = Rng::new(1);
     values.extend((0..173).map(|_| rng.normal()));
@@ -235,7 +236,7 @@ fn conversion_rounds_to_nearest_even_and_keeps_nan() {
             }
         }
     }
-    // The same on the way out.
+    // The same when reading.
     let mut cache = KvCache::new(CacheDesc::new(
         PAGED,
         CacheShape { layers: 1, kv_heads: 1, head_dim: n, value_dim: n },
@@ -268,7 +269,7 @@ fn equal_types_are_copied_bit_by_bit() {
     ] {
         let mut cache = stored(codec, &tensor);
         let [_, _, tokens, dim] = tensor.shape();
-        // A second sequence, whose id is at hand.
+        // A second sequence with a known id.
         let seq = cache.create().unwrap();
         cache.append(&[(seq, tokens)], &[(tensor, tensor)]).unwrap();
         let mut k = vec![0u8; tokens * dim * tensor.dtype().bytes() + 4];
@@ -301,10 +302,10 @@ fn a_ring_keeps_the_last_tokens() {
         let first = (id + 1).saturating_sub(5);
         holds(&cache, seq, first as usize, first..id + 1);
     }
-    // More than the ring holds, at once: across its end and back over the rows just written.
+    // More than the ring holds at once: across its end and back over the rows just written.
     append(&mut cache, &[(seq, 13)], &(17..30).collect::<Vec<_>>()).unwrap();
     holds(&cache, seq, 25, 25..30);
-    // What was overwritten does not come back.
+    // Overwritten tokens do not come back.
     cache.truncate(seq, 27).unwrap();
     cache.poison_unused();
     holds(&cache, seq, 25, 25..27);
@@ -314,7 +315,7 @@ fn a_ring_keeps_the_last_tokens() {
     holds(&cache, seq, 26, [26, 40, 41, 42, 43]);
     let message = format!("position 25 of {seq} is outside 26..=31");
     refused(&mut cache, &[seq], |c| c.truncate(seq, 25), &message);
-    // Rewriting more tokens than are kept writes those that are.
+    // Rewriting more tokens than are kept writes the kept ones.
     write(&mut cache, 0, &[(seq, 7)], &[50, 51, 52, 53, 54, 55, 56]).unwrap();
     write(&mut cache, 1, &[(seq, 7)], &[50, 51, 52, 53, 54, 55, 56]).unwrap();
     holds(&cache, seq, 26, 52..57);
@@ -338,7 +339,7 @@ fn a_contiguous_cache_is_full_at_its_capacity() {
     append(&mut cache, &[(b, 1), (a, 1)], &[21, 8]).unwrap();
     let full = format!("the sequence would have {} tokens, expected at most 9", usize::MAX);
     refused(&mut cache, &[a, b], |c| c.extend(&[(b, 1), (a, usize::MAX)]), &full);
-    // Forgetting leaves positions as they are, so it makes no room.
+    // Dropped tokens leave positions as they are, and so make no room.
     cache.forget(a, 4).unwrap();
     cache.poison_unused();
     holds(&cache, a, 4, 4..9);
@@ -363,7 +364,7 @@ fn slots_run_out_and_come_back() {
     for layout in [CONTIGUOUS, RING] {
         let mut cache = cache(layout);
         let seqs = [0; 3].map(|n| sequence(&mut cache, n..n + 4));
-        let message = "all 3 slots have a sequence";
+        let message = "all 3 slots are taken";
         refused(&mut cache, &seqs, |c| c.create(), message);
         refused(&mut cache, &seqs, |c| c.fork(seqs[1]), message);
         let snapshot = cache.snapshot(seqs[1]).unwrap();
@@ -414,7 +415,7 @@ fn forks_share_pages_until_one_writes() {
     let memory = cache.memory();
     assert_eq!((memory.pages_free, memory.pages_shared, memory.tokens), (4, 2, 12));
     assert_eq!(cache.tables(&[a, b]).unwrap().table, [0, 1, 0, 1]);
-    // The page with room is copied for the first that appends, and then the other has it alone.
+    // The page with room is copied for the first sequence that appends; then the other holds it exclusively.
     append(&mut cache, &[(a, 1)], &[10]).unwrap();
     cache.poison_unused();
     holds(&cache, a, 0, [0, 1, 2, 3, 4, 5, 10]);
@@ -425,7 +426,7 @@ fn forks_share_pages_until_one_writes() {
     holds(&cache, a, 0, [0, 1, 2, 3, 4, 5, 10]);
     holds(&cache, b, 0, [0, 1, 2, 3, 4, 5, 20]);
     assert_eq!(cache.memory().pages_free, 3);
-    // Writing tokens that are shared copies every page that is written, for all layers at once.
+    // Writing shared tokens copies every page that is written, for all layers at once.
     write(&mut cache, 1, &[(b, 4)], &[30, 31, 32, 33]).unwrap();
     holds(&cache, a, 0, [0, 1, 2, 3, 4, 5, 10]);
     let mut tokens = [0, 1, 2, 3, 4, 5, 20].map(|id| [Some(id); LAYERS]);
@@ -435,7 +436,7 @@ fn forks_share_pages_until_one_writes() {
     check(&cache, b, 0, &tokens, Dtype::F32, Layout::Bhsd);
     let memory = cache.memory();
     assert_eq!((memory.pages_free, memory.pages_shared), (2, 0));
-    // A removed holder leaves its pages to the others.
+    // When a holder is removed, its pages stay with the others.
     let c = cache.fork(a).unwrap();
     cache.remove(a).unwrap();
     cache.poison_unused();
@@ -478,14 +479,14 @@ fn a_shortened_fork_does_not_write_over_the_other() {
     append(&mut cache, &[(b, 2)], &[20, 21]).unwrap();
     holds(&cache, a, 0, 0..8);
     holds(&cache, b, 0, [0, 1, 2, 3, 4, 20, 21]);
-    // At a page's edge nothing is copied.
+    // At a page boundary nothing is copied.
     cache.truncate(b, 4).unwrap();
     assert_eq!((cache.memory().pages_free, cache.memory().pages_shared), (4, 1));
     append(&mut cache, &[(b, 1)], &[30]).unwrap();
     assert_eq!((cache.memory().pages_free, cache.memory().pages_shared), (3, 1));
     cache.forget(b, 2).unwrap();
     assert_eq!(cache.memory().pages_shared, 1);
-    // The part of a shared page that was forgotten is not copied with the rest.
+    // The dropped part of a shared page is not copied.
     write(&mut cache, 0, &[(b, 5)], &[40, 41, 42, 43, 44]).unwrap();
     write(&mut cache, 1, &[(b, 5)], &[40, 41, 42, 43, 44]).unwrap();
     cache.poison_unused();
@@ -505,7 +506,7 @@ fn forgetting_frees_whole_pages_and_tables_wrap() {
     assert_eq!(cache.memory().pages_free, 3);
     cache.poison_unused();
     holds(&cache, a, 4, 4..10);
-    // A window of six tokens goes on for ever in three pages.
+    // A window of six tokens can continue for ever in three pages.
     for id in 10..40 {
         append(&mut cache, &[(a, 1)], &[id]).unwrap();
         cache.forget(a, id as usize - 5).unwrap();
@@ -517,7 +518,7 @@ fn forgetting_frees_whole_pages_and_tables_wrap() {
         assert!(tables.width <= 3 && tables.wraps, "{tables:?}");
         assert_eq!(tables.table[1..tables.width], [NO_PAGE, NO_PAGE][..tables.width - 1]);
     }
-    // Without tokens there are no pages, in the middle of a page as elsewhere.
+    // A sequence without tokens holds no pages, also if its position is inside a page.
     let message = format!("position 41 of {a} is outside 0..=40");
     refused(&mut cache, &[a, b], |c| c.forget(a, 41), &message);
     cache.forget(a, 38).unwrap();
@@ -599,7 +600,7 @@ fn ids_name_one_sequence_for_ever() {
         let kept = sequence(&mut cache, 0..2);
         let removed = sequence(&mut cache, 2..4);
         cache.remove(removed).unwrap();
-        // In the same place.
+        // At the same index.
         let newer = sequence(&mut cache, 4..6);
         let mut other = KvCache::new(*cache.desc()).unwrap();
         let foreign = sequence(&mut other, 0..2);
@@ -632,7 +633,7 @@ fn ids_name_one_sequence_for_ever() {
         refused(&mut cache, &all, |c| c.extend(&[(kept, 1), (newer, 1), (kept, 1)]), twice);
         refused(&mut cache, &all, |c| write(c, 0, &[(kept, 1), (kept, 0)], &[0]), twice);
         refused(&mut cache, &all, |c| append(c, &[(kept, 0), (kept, 1)], &[0]), twice);
-        // A refused batch does not count as one.
+        // A refused batch does not count as a batch.
         cache.extend(&[(kept, 1), (newer, 1)]).unwrap();
     }
 }
@@ -674,7 +675,7 @@ fn tensors_have_the_shapes_of_the_batch() {
         assert_eq!([k.bits(), v.bits()], before);
     }
     assert_eq!(cache.pages(2).unwrap_err().to_string(), "layer 2 asked for, the cache has 2");
-    // Every codec of this version stores elements: the message alone.
+    // Every codec of this version stores elements, so that only the message can be tested.
     let error = CacheError::NotElements { tensor: "k", codec: Codec::F16 };
     assert_eq!(error.to_string(), "k is stored as f16, which is not a tensor of elements");
 }
@@ -706,7 +707,7 @@ fn descriptions_are_refused_with_their_numbers() {
         |d| (d.layers, d.kv_heads, d.layout) = (MAX_LEN, MAX_LEN, PAGED),
         "a cache of 2147483647 layers with pools [6, 2147483647, 4, 5] is not addressable",
     );
-    // Addressable, and more than any machine has.
+    // Addressable, but more than any machine has.
     refuse(
         |d| {
             d.layout = CacheLayout::Paged { pages: 1, page: MAX_LEN };
@@ -838,7 +839,7 @@ fn tables_made_by_hand_are_checked() {
     refuse(|t| t.wraps = false, "sequence 0 has length 100, a table that does not wrap reaches 32");
     refuse(|t| t.table[1] = 5, "block 5 of sequence 0 is page 5, the pool has 5");
     refuse(|t| t.lens[1] = 17, "block 1 of sequence 1 has no page");
-    // What no kept token needs is not looked at.
+    // Entries that no kept token needs are not checked.
     for (first, pages) in [(16, 5), (0, 5)] {
         let mut tables = good.clone();
         tables.first[1] = first;
@@ -869,21 +870,21 @@ fn shared_prefixes_are_runs_of_the_same_pages() {
     assert_eq!(prefixes(&[], &[], &[]), []);
     assert_eq!(prefixes(&[&[1, 2]], &[8], &[0]), []);
     assert_eq!(prefixes(&[&[1, 2], &[2, 1]], &[8, 8], &[0; 2]), []);
-    // The last page may be shared as far as both are in it.
+    // The last page may be shared up to where both have tokens.
     assert_eq!(prefixes(&[&[1, 2], &[1, 2, 3]], &[7, 9], &[0; 2]), [(0..2, 7)]);
     assert_eq!(prefixes(&[&[1, 2], &[1, 3], &[4], &[4]], &[8, 8, 3, 4], &[0; 4]), [(0..2, 4), (2..4, 3)]);
-    // Inner groups at either end and in the middle, and one inside another.
+    // Inner prefixes at either end and in the middle, and nested ones.
     let rows: [&[u32]; 7] = [&[1, 2, 3], &[1, 2, 3], &[1, 2, 4], &[1, 5], &[1, 6, 7], &[1, 6, 8], &[9]];
     let found = prefixes(&rows, &[12, 12, 12, 8, 12, 12, 4], &[0; 7]);
     assert_eq!(found, [(0..6, 4), (0..3, 8), (0..2, 12), (4..6, 8)]);
-    // What was forgotten is nowhere: it must be so for all, and then does not count.
+    // Dropped tokens have no page: all sequences must have dropped them, and then they do not matter.
     let rows: [&[u32]; 3] = [&[NO_PAGE, 2], &[NO_PAGE, 2], &[1, 2]];
     assert_eq!(prefixes(&rows, &[8, 7, 8], &[4, 6, 0]), [(0..2, 7)]);
     let broken = BlockTables { width: 9, page: 0, lens: vec![5; 3], ..BlockTables::default() };
     assert_eq!(broken.shared_prefixes(1), []);
 }
 
-/// A sequence of the naive cache: all its tokens, and a name for the page of each block with a kept token.
+/// A sequence of the naive cache: all its tokens, and an id for the page of each block with a kept token.
 #[derive(Clone)]
 struct NaiveSequence {
     id: SeqId,
@@ -892,13 +893,13 @@ struct NaiveSequence {
     pages: BTreeMap<usize, u64>,
 }
 
-/// A cache that is a list of tokens a sequence. It does an operation on a copy of itself and then looks whether the result
-/// is one that the layout allows.
+/// A cache that is a list of tokens per sequence. It applies an operation to a copy of itself and then checks whether
+/// the layout allows the result.
 #[derive(Clone)]
 struct Naive {
     layout: CacheLayout,
     sequences: Vec<NaiveSequence>,
-    /// Names of pages given so far.
+    /// Page ids used so far.
     names: u64,
 }
 
@@ -929,7 +930,7 @@ impl Naive {
         self.sequences.iter().flat_map(|s| s.pages.values().copied()).collect()
     }
 
-    /// Drops what the layout does not keep, and names the pages of what it does.
+    /// Drops the tokens that the layout does not keep, and assigns ids to the pages of the others.
     fn settle(&mut self, at: usize) {
         let mut s = self.sequences[at].clone();
         let (_, page) = self.layout.pages();
@@ -949,7 +950,7 @@ impl Naive {
         self.sequences[at] = s;
     }
 
-    /// Gives the blocks of tokens `from..to` that a sequence has pages of its own.
+    /// Gives a sequence exclusive pages for the blocks of tokens `from..to`.
     fn own(&mut self, at: usize, from: usize, to: usize) {
         let (_, page) = self.layout.pages();
         let blocks: BTreeSet<usize> = (from..to).map(|j| j / page).collect();
@@ -964,7 +965,7 @@ impl Naive {
         }
     }
 
-    /// The result of an operation, if the layout has the room.
+    /// The result of an operation, if the layout has room for it.
     fn commit(&mut self, next: Self) -> Answer<()> {
         let (pages, _) = self.layout.pages();
         if next.names_held().len() > pages {
@@ -982,7 +983,7 @@ impl Naive {
         }
     }
 
-    /// A sequence with these tokens, whose id is yet to come.
+    /// A sequence with these tokens, whose id is not known yet.
     fn add(&mut self, id: SeqId, first: usize, tokens: Vec<Token>) -> Answer<()> {
         self.check_len(tokens.len())?;
         let mut next = self.clone();
@@ -1078,7 +1079,7 @@ impl Naive {
         Ok(())
     }
 
-    /// Checks everything that the memory report says.
+    /// Checks everything in the memory report.
     fn check_memory(&self, cache: &KvCache) {
         let memory = cache.memory();
         let names = self.names_held();
@@ -1102,7 +1103,7 @@ struct Pair {
     removed: Option<SeqId>,
 }
 
-/// Checks that cache and model agree on whether an operation is done, and why not.
+/// Checks that cache and model agree on whether an operation succeeds, and on the reason if not.
 fn agree(got: Result<(), CacheError>, expected: Answer<()>) -> Answer<()> {
     assert_eq!(got.map_err(|e| variant(&e)), expected.map_err(str::to_owned));
     expected
@@ -1114,7 +1115,7 @@ impl Pair {
         Self { cache: KvCache::new(desc).unwrap(), naive, removed: None }
     }
 
-    /// Some sequence; rarely one that was removed.
+    /// A random sequence; rarely a removed one.
     fn any(&self, rng: &mut Rng) -> Option<SeqId> {
         let live = self.naive.sequences.get(rng.below(self.naive.sequences.len())).map(|s| s.id);
         if rng.below(25) == 0 { self.removed.or(live) } else { live }
@@ -1124,7 +1125,7 @@ impl Pair {
         self.naive.position(id).map_or(0, |at| self.naive.sequences[at].tokens.len())
     }
 
-    /// Some sequences, rarely one of them twice, and for each a number of tokens.
+    /// Random sequences, rarely one of them twice, each with a number of tokens.
     fn some(&self, rng: &mut Rng, tokens: impl Fn(&mut Rng, usize) -> usize) -> Vec<(SeqId, usize)> {
         let mut batch: Vec<(SeqId, usize)> = Vec::new();
         for _ in 0..1 + rng.below(4) {
@@ -1136,7 +1137,7 @@ impl Pair {
         batch
     }
 
-    /// Adds the new sequence to the model, which learns its id only now, or has it refuse a stand-in.
+    /// Adds the new sequence, whose id is known only now, to the model, or checks that the model refuses it.
     fn made(
         &mut self,
         (got, stand_in): (Result<SeqId, CacheError>, SeqId),
@@ -1275,7 +1276,7 @@ fn random_operations(seed: u64) {
             pairs.iter().for_each(|pair| pair.check_all(&mut rng));
         }
     }
-    // Every refusal that can be had this way was, often, and most operations were not refused.
+    // Every refusal that can occur this way occurred often, and most operations were not refused.
     let kinds = [
         "Capacity",
         "DuplicateSequence",
@@ -1304,8 +1305,8 @@ fn random_operations_match_a_naive_cache() {
     (0..2).into_par_iter().for_each(random_operations);
 }
 
-/// Cost of appending a token to each of 256 sequences, beside copies of the same rows to the same places. Measures, so it
-/// is not part of a normal run: `cargo test --release --test it append_cost -- --ignored --nocapture`.
+/// Time to append a token to each of 256 sequences, compared with copying the same rows to the same places. A
+/// measurement, not part of a normal run: `cargo test --release --test it append_cost -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures time"]
 fn append_cost() {
@@ -1331,7 +1332,7 @@ fn append_cost() {
         for memory in &mut plain {
             memory.fill(bf16::ONE);
         }
-        // The pools too are touched before anything is measured.
+        // The pools are touched before the measurement too.
         cache.poison_unused();
         let mut tables = BlockTables::default();
         let mut places = Vec::new();
@@ -1375,8 +1376,9 @@ fn append_cost() {
     }
 }
 
-/// Rate of encoding: bytes of input a second that one thread stores in each codec, keys and values in turn, rows checked as every append
-/// checks them. Measures, so it is not part of a normal run: `cargo test --release --test it encoding_rate -- --ignored --nocapture`.
+/// Encoding rate: bytes of input per second that one thread stores in each codec, keys and values in turns, with the
+/// checks of every append. A measurement, not part of a normal run: `cargo test --release --test it encoding_rate --
+/// --ignored --nocapture`.
 #[test]
 #[ignore = "measures time"]
 fn encoding_rate() {
@@ -1405,7 +1407,7 @@ fn encoding_rate() {
     }
 }
 
-/// GB/s, ns a vector, and half the distance of the quartiles in percent of the median, once what comes back is what went in.
+/// GB/s, ns per vector, and half the interquartile range in percent of the median, after checking the decoded rows.
 fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
     let [_, heads, tokens, dim] = rows.shape();
     let layout = CacheLayout::Contiguous { slots: 1, capacity: tokens };
@@ -1415,13 +1417,14 @@ fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
         codec,
     ))
     .unwrap();
-    // The first turn touches the pages, and is looked at.
+    // The first pass touches the pages and is checked.
     let seq = cache.create().unwrap();
     cache.append(&[(seq, tokens)], &[(*rows, *rows)]).unwrap();
     let tensor = || Guarded::new(Dtype::F32, [1, heads, tokens, dim], Layout::Bhsd);
     let (mut k, mut v) = (tensor(), tensor());
     cache.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
-    // Relative to the energy, of rows of 128; of elements and of the format of mlx-native, a few times what rounding and its tables do.
+    // Relative to the energy of rows of 128 elements; for elements and the format of mlx-native, a few times their
+    // rounding error.
     let limit = match codec {
         Codec::Tq2 => 0.14,
         Codec::Tq3 => 0.036,
@@ -1433,7 +1436,7 @@ fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
         _ if codec.dtype().is_some() => 1e-5,
         _ => 1.2e-2,
     };
-    // The greatest of more coordinates is greater, and steps are parts of it.
+    // Longer rows have larger maxima, and steps are fractions of the maximum.
     let limit = if dim > 128 { 1.5 * limit } else { limit };
     for back in [k.values(), v.values()] {
         let (mut error, mut energy) = (0.0, 0.0);

@@ -1,4 +1,5 @@
-//! The format of mlx-native: bytes against its tables and an encoder and decoder in scalar f64, attention over its caches.
+//! The format of mlx-native: bytes, against its tables and a scalar f64 encoder and decoder; attention over its
+//! caches.
 
 use crate::support::quantizing;
 use flashtile::codec::{CodePages, PagesError, Side};
@@ -25,12 +26,12 @@ fn normal(seed: u64, count: usize) -> Vec<f32> {
     (0..count).map(|_| rng.normal()).collect()
 }
 
-/// Bytes of the codes of a row.
+/// Bytes of a row's codes.
 fn code_bytes(codec: Codec, dim: usize) -> usize {
     if codec == Codec::MlxTq4 { dim / 2 } else { dim }
 }
 
-/// Codes and norms of rows `[rows, dim]` as this library writes them.
+/// Codes and norms of rows `[rows, dim]` as this library encodes them.
 fn written(codec: Codec, dim: usize, x: &[f32]) -> (Vec<u8>, Vec<f32>) {
     let rows = x.len() / dim;
     let mut pages = CodePages::new(codec, Side::Values, [1, 1, rows, dim]).unwrap();
@@ -49,8 +50,8 @@ fn digest(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Digests computed apart from this library, from the tables and signs in the source of mlx-native 0.15.16. No coordinate of these
-/// vectors is nearer than 7e-5 to an edge.
+/// Digests computed independently of this library, from the tables and signs in the source of mlx-native 0.15.16. No
+/// coordinate of these vectors is closer than 7e-5 to an edge.
 #[test]
 fn bytes_of_known_vectors() {
     let vector = |dim: u64, p: u64| -> Vec<f32> {
@@ -166,7 +167,7 @@ fn zeros_and_norms_that_are_nearly_zero() {
                 pages.view().read(0, 0, 0, &mut back);
                 assert!(back.iter().all(|x| x.abs() <= 1e-10 && (*x == 0.0 || !is_zero)));
             }
-            // Half of a vector may be zeros.
+            // Half of a vector may be zero.
             let mut x = normal(4, dim);
             x[dim / 2..].fill(0.0);
             if codec == Codec::MlxTq8Plain && dim == 512 {
@@ -177,7 +178,8 @@ fn zeros_and_norms_that_are_nearly_zero() {
     }
 }
 
-/// A slot of `tokens` tokens written by the scalar encoder, `[kv_heads, capacity, ..]`; rows without a token hold large numbers.
+/// A slot of `tokens` tokens from the scalar encoder, `[kv_heads, capacity, ..]`; rows without a token hold large
+/// values.
 struct Slot {
     codes: Vec<u8>,
     norms: Vec<f32>,
@@ -191,7 +193,7 @@ fn slot(codec: Codec, [kv_heads, capacity, dim]: [usize; 3], tokens: usize, seed
     };
     let x = normal(seed, kv_heads * tokens * dim);
     for (at, x) in x.chunks(dim).enumerate() {
-        // Only the last tokens are still there.
+        // Only the last tokens are kept.
         let (head, token) = (at / tokens, at % tokens);
         if token + capacity < tokens {
             continue;
@@ -207,7 +209,7 @@ fn slot(codec: Codec, [kv_heads, capacity, dim]: [usize; 3], tokens: usize, seed
     slot
 }
 
-/// One step over a slot by every instruction set.
+/// One step over a slot, on every instruction set.
 fn attend(
     q: &[f32],
     (k, v): (KvView<'_>, KvView<'_>),
@@ -312,7 +314,7 @@ fn attention_over_hybrid_caches() {
     }
 }
 
-/// The definition sees rows by their age, and nothing where none is left.
+/// The definition orders rows by age, and sees nothing where no row is left.
 #[test]
 fn the_scalar_decoder_sees_what_its_kernels_see() {
     let (codec, shape) = (Codec::MlxTq8, [1, 5, 256]);
@@ -329,12 +331,12 @@ fn the_scalar_decoder_sees_what_its_kernels_see() {
         pages.view().read(0, 0, row, &mut x);
         x
     };
-    // The newest token alone: the row before the oldest.
+    // Only the newest token: the row before the oldest one.
     for (ring_start, newest) in [(0, 4), (3, 2), (1, 0)] {
         assert!(nrmse(&value(newest), &step(5, ring_start, Some(1))) < 1e-6);
     }
     assert!(nrmse(&value(1), &step(2, 0, Some(1))) < 1e-6);
-    // Rows 0 and 1 are read, and older than both tokens that count.
+    // Rows 0 and 1 are stale: older than both tokens that count.
     assert!(step(2, 2, None).iter().all(|x| *x == 0.0));
     assert_eq!(step(5, 2, Some(9)), step(5, 2, None));
 }
@@ -352,7 +354,7 @@ fn buffers_come_back_and_others_are_refused() {
             let (mut codes_back, mut norms_back) = (vec![0; codes.len()], vec![0.0; norms.len()]);
             pages.to_mlx(&mut codes_back, &mut norms_back).unwrap();
             assert!(codes_back == codes && norms_back == norms, "{codec} of {dim}");
-            // Slots, heads and rows are where they were.
+            // Slots, heads and rows keep their order.
             let mut x = vec![0.0; dim];
             pages.view().read(2, 1, 4, &mut x);
             let at = (2 * 2 + 1) * 9 + 4;
@@ -425,7 +427,7 @@ fn other_dimensions_are_refused_at_every_door() {
     assert!(!Codec::Tq4.supports(0) && Codec::Tq4.supports(512) && !Codec::Tq4.supports(513));
 }
 
-/// Attention over rows is as near as the shipped tables allow.
+/// Attention over stored rows is as accurate as the tables allow.
 #[test]
 fn attention_over_normal_keys() {
     let set = flashtile_testkit::AttentionSet::normal([1024, 96, 256], 0.0, 5);
@@ -449,7 +451,7 @@ fn attention_over_normal_keys() {
     }
 }
 
-/// Rows of a layer appended to a cache.
+/// Appends rows of a layer to a cache.
 fn append(cache: &mut KvCache, seq: SeqId, seed: u64, tokens: usize) {
     let desc = *cache.desc();
     let rows = |seed, dim| normal(seed, tokens * desc.kv_heads * dim);
@@ -477,7 +479,7 @@ fn caches_give_and_take_slots() {
             let seq = cache.create().unwrap();
             append(&mut cache, seq, 1, 100);
             let kept = 100 - cache.first(seq).unwrap();
-            // The rows of a slot are those of the tokens.
+            // The rows of a slot belong to the tokens.
             let capacity = kept + 3;
             let values = cache.slot(0, seq, Side::Values, capacity).unwrap();
             assert_eq!(values.shape(), [1, 2, capacity, 512]);
@@ -496,7 +498,7 @@ fn caches_give_and_take_slots() {
             let Some(keys) = keys else {
                 let refusal = cache.slot(0, seq, Side::Keys, capacity).unwrap_err().to_string();
                 assert_eq!(refusal, "k is stored as f16, which is not codes");
-                // Keys in f16 `[1, kv_heads, capacity, head_dim]`, a token at its row.
+                // Keys in f16 `[1, kv_heads, capacity, head_dim]`, each token in its row.
                 let mut tensor = Guarded::new(Dtype::F16, [1, 2, kept, 256], Layout::Bhsd);
                 let mut scratch = Guarded::new(Dtype::F32, [1, 2, kept, 512], Layout::Bhsd);
                 cache.linearise(seq, 0, &mut tensor.view_mut(), &mut scratch.view_mut()).unwrap();
@@ -517,7 +519,7 @@ fn caches_give_and_take_slots() {
     }
 }
 
-/// Loaded into a new sequence of the same length, slots give the bytes of the sequence they came from; a fork keeps its own.
+/// Slots loaded into a new sequence of the same length give the bytes of the original sequence; a fork keeps its own.
 fn assert_loaded(cache: &KvCache, seq: SeqId, k: KvView<'_>, v: KvView<'_>) {
     let bytes = |cache: &KvCache, seq| cache.snapshot(seq).unwrap().as_bytes().to_vec();
     let mut other = KvCache::new(*cache.desc()).unwrap();
@@ -564,8 +566,8 @@ fn means_stay_out_of_its_buffers() {
     let (k, v) = (slot(Side::Keys), slot(Side::Values));
     let (k, v) = (KvView::Codes(k.view()), KvView::Codes(v.view()));
     let refusal = plain.load(0, other, &k, &v).unwrap_err().to_string();
-    assert_eq!(refusal, "rows for layer 0 were stored with another mean than those of this cache");
-    // Attention accounts for it as in any other codec.
+    assert_eq!(refusal, "rows for layer 0 were stored with another mean than this cache has");
+    // Attention accounts for the mean as with any other codec.
     let tables = cache.tables(&[seq]).unwrap();
     let mut desc = ProblemDesc::cached(
         HeadShape { q_heads: 2, kv_heads: 1, head_dim: 256, value_dim: 256 },

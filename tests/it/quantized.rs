@@ -1,4 +1,4 @@
-//! Quantized keys and values: attention, and caches of them.
+//! Quantized keys and values: attention, and caches that store them.
 
 use crate::support::{all_pass, answer, build, options, quantizing};
 use flashtile::cache::KeyMean;
@@ -63,13 +63,13 @@ fn plans_name_the_codecs_and_cuda_refuses_them() {
     assert_eq!(refusal, "v is tq4, expected bf16: only cached sequences have other codecs");
 }
 
-/// Rows `[rows, heads, dim]` of normal numbers.
+/// Rows `[rows, heads, dim]` with normal elements.
 fn rows(seed: u64, shape: [usize; 3]) -> Vec<f32> {
     let mut rng = Rng::new(seed);
     (0..shape.iter().product()).map(|_| rng.normal()).collect()
 }
 
-/// Keys of 96 elements and values of 64, or of what their codecs support.
+/// Keys of 96 elements and values of 64, or other sizes that their codecs support.
 fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
     let mut desc = CacheDesc::new(
         layout,
@@ -85,7 +85,7 @@ fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
     desc
 }
 
-/// What a layer holds of a sequence, decoded.
+/// The rows of a sequence in a layer, decoded.
 fn contents(cache: &KvCache, seq: SeqId) -> (Vec<f32>, Vec<f32>) {
     let (desc, len) = (cache.desc(), cache.len(seq).unwrap() - cache.first(seq).unwrap());
     let tensor = |dim| Guarded::new(Dtype::F32, [1, desc.kv_heads, len, dim], Layout::Bhsd);
@@ -122,7 +122,7 @@ fn tokens_one_by_one_are_the_bytes_of_all_at_once() {
             }
             let [a, b] = [0, 1].map(|n| caches[n].snapshot(seqs[n]).unwrap());
             assert_eq!(a.as_bytes(), b.as_bytes(), "{k_codec} {v_codec} {layout:?}");
-            // What comes back is what went in, as near as the codec has it.
+            // Decoded rows are as close to the originals as the codec allows.
             let (got, _) = contents(&caches[0], seqs[0]);
             let first = caches[0].first(seqs[0]).unwrap();
             let (mut error, mut energy) = (0.0, 0.0);
@@ -243,14 +243,14 @@ fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
         let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
         assert_eq!(refusal.to_string(), format!("row 2 of head 0 of k {why}"));
         assert_eq!((contents(&cache, seq), cache.memory()), before);
-        // Zeros come back as zeros.
+        // Zeros are decoded as zeros.
         append(&mut cache, seq, &vec![0.0; 2 * dim], &vec![0.0; 2 * value_dim]).unwrap();
         let (k, _) = contents(&cache, seq);
         assert!(k[5 * dim..6 * dim].iter().all(|x| *x == 0.0), "{codec}");
     }
 }
 
-/// Keys with a constant part of some times their own size.
+/// Keys with a constant component of some times their own magnitude.
 fn biased(seed: u64, tokens: usize, gain: f32) -> Vec<f32> {
     let mut rng = Rng::new(77);
     let bias: Vec<f32> = (0..192).map(|_| gain * rng.normal()).collect();
@@ -301,7 +301,7 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
         "mean has 191 elements, expected 192: kv_heads * head_dim",
         "mean holds a NaN or an infinity",
         "keys are stored as f16, expected a quantizing codec for a mean",
-        "snapshot has keys of layer 0 with another mean than this cache",
+        "snapshot has keys of layer 0 with another mean than this cache has",
     ];
     for (refusal, want) in refusals.into_iter().zip(want) {
         assert_eq!(refusal.unwrap_err().to_string(), want);
@@ -312,11 +312,11 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
         KvCache::new(elements).unwrap_err().to_string(),
         "keys are stored as bf16, expected a quantizing codec for a mean"
     );
-    // A snapshot takes its mean along.
+    // A snapshot includes its mean.
     let mut fresh = KvCache::new(desc(layout, Codec::Tq4, Codec::Tq4)).unwrap();
     let restored = fresh.restore(&learned.snapshot(seqs[1]).unwrap()).unwrap();
     assert_eq!(contents(&fresh, restored), contents(&learned, seqs[1]));
-    // A first write that is refused leaves no mean behind.
+    // A first write that is refused does not set a mean.
     let mut spoiled = desc(layout, Codec::Tq4, Codec::Tq4);
     spoiled.key_mean = KeyMean::Learned;
     let mut spoiled = KvCache::new(spoiled).unwrap();
@@ -326,7 +326,7 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
     let refusal = append(&mut spoiled, seq, &bad, &v).unwrap_err();
     assert_eq!(refusal.to_string(), "row 5 of head 0 of k holds a NaN or an infinity");
     assert_eq!(spoiled.key_mean(0).unwrap(), None);
-    // Nor where a layer behind is the reason.
+    // Nor does one that a later layer refuses.
     let mut deep = *spoiled.desc();
     deep.layers = 2;
     let mut deep = KvCache::new(deep).unwrap();
@@ -401,7 +401,7 @@ fn a_codec_that_is_not_the_problems_is_refused() {
     assert_eq!(refusal.to_string(), "v is tq4, expected tq5");
 }
 
-/// Errors and divergences of attention over 4096 keys, by codec.
+/// Errors and divergences of attention over 4096 keys for each codec.
 fn qualities(set: &AttentionSet, codecs: &[Codec], centered: bool) -> Vec<Quality> {
     let scale = 1.0 / (set.dim as f32).sqrt();
     let head = Head { k: &set.k, v: &set.v, q: &set.q, head_dim: set.dim, value_dim: set.dim, scale };

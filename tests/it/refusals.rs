@@ -1,4 +1,4 @@
-//! Every refusal: what provokes it, and that its message holds the numbers.
+//! Every refusal: what provokes it, and that its message has the values.
 
 use crate::support::{build, options};
 use flashtile::cache::NO_PAGE;
@@ -144,10 +144,7 @@ fn unsaid_offsets() {
 #[test]
 fn lengths() {
     let padded = |kv_lens: &[usize]| Sequences::Padded { kv_lens: kv_lens.to_vec() };
-    refused(
-        |d| d.sequences = padded(&[1]),
-        "kv_lens has 1 entries, expected 2, one per batch entry",
-    );
+    refused(|d| d.sequences = padded(&[1]), "kv_lens has 1 entries, expected 2, one per batch entry");
     refused(|d| d.sequences = padded(&[9, 10]), "kv_lens[1] is 10, expected at most the 9 rows of k and v");
     let packed = |q: &[usize], k: &[usize]| {
         let (cu_seqlens_q, cu_seqlens_k) = (q.to_vec(), k.to_vec());
@@ -241,9 +238,9 @@ fn plans() {
     let many = Case::new("plan", [1, 1 << 23, 1 << 23, 1, 1, 8, 8], Dtype::F32).desc.validate().unwrap();
     assert_eq!(
         CpuPlan::new(&many, &machines::AVX2_8, PlanOptions::default()).unwrap_err().to_string(),
-        "8388608 units of work, expected at most 4194304"
+        "8388608 tasks, expected at most 4194304"
     );
-    // Memory runs out before a problem is this large: the message alone.
+    // Memory runs out before a problem is this large, so that only the message can be tested.
     let workspace = Unsupported::Workspace { kernel: "cpu-prefill-f32-d8-avx2".to_owned() };
     assert_eq!(workspace.to_string(), "cpu-prefill-f32-d8-avx2: the workspace is not addressable");
 }
@@ -255,18 +252,18 @@ fn instruction_sets() {
     for asked in better {
         assert_eq!(
             Cpu::with_isa(asked).unwrap_err().to_string(),
-            format!("{asked} asked for, the best that this machine runs is {best}")
+            format!("{asked} asked for, the best of this machine is {best}")
         );
     }
-    // A plan for more than a restricted Cpu has.
+    // A plan for an instruction set that a restricted Cpu does not use.
     let built = build(&case());
     let facts = machines::AVX512_2;
     let plan = CpuPlan::new(&built.problem, &facts, PlanOptions::default()).unwrap();
     let error = run(&Cpu::with_isa(Isa::Portable).unwrap(), &plan, &built.inputs());
-    assert_eq!(error.to_string(), format!("{} needs instructions beyond those of this Cpu", plan.kernel()));
+    assert_eq!(error.to_string(), format!("{} needs instructions that this Cpu does not use", plan.kernel()));
 }
 
-/// The refusal of a run with an output that must stay as it was.
+/// The refusal of a run, whose output must stay unchanged.
 fn run(cpu: &Cpu, plan: &CpuPlan, inputs: &Inputs<'_>) -> RunError {
     let mut out = Guarded::new(Dtype::F32, plan.problem().dims().out_shape(), Layout::Bhsd);
     let before = out.bits();
@@ -288,7 +285,7 @@ fn inputs_refused(case: &Case, change: impl for<'a> Fn(&mut Inputs<'a>, &'a Spar
     assert_eq!(flashtile::reference::attention(&built.problem, &inputs).unwrap_err().to_string(), message);
 }
 
-/// Tensors that belong to no problem.
+/// Tensors that match no problem.
 struct Spare {
     f32: Guarded,
     f16: Guarded,
@@ -481,16 +478,12 @@ fn tables() {
         |t| (t.width, t.table, t.first) = (4, vec![0; 12], vec![5, 0, 0]),
         "tables: sequence 0 has length 20, a table that does not wrap reaches 16",
     );
-    refused(&causal, |t| t.first[0] = 1, "query row 0 of sequence 0 sees key 0, the first that is kept is 1");
+    refused(&causal, |t| t.first[0] = 1, "query row 0 of sequence 0 sees key 0, the first kept is 1");
     let banded = causal.clone().seeing(Visibility::window(Some(5), None));
-    refused(
-        &banded,
-        |t| t.first[0] = 13,
-        "query row 0 of sequence 0 sees key 12, the first that is kept is 13",
-    );
-    refused(&banded, |t| t.first[1] = 9, "query row 0 of sequence 1 sees key 3, the first that is kept is 9");
+    refused(&banded, |t| t.first[0] = 13, "query row 0 of sequence 0 sees key 12, the first kept is 13");
+    refused(&banded, |t| t.first[1] = 9, "query row 0 of sequence 1 sees key 3, the first kept is 9");
     let late = cached().causal(QOffset::At(-2));
-    refused(&late, |t| t.first[0] = 3, "query row 2 of sequence 0 sees key 0, the first that is kept is 3");
+    refused(&late, |t| t.first[0] = 3, "query row 2 of sequence 0 sees key 0, the first kept is 3");
     refused(&causal, |t| t.page = 5, "k has shape [11, 2, 4, 8], expected [11, 2, 5, 8]");
 }
 
@@ -522,7 +515,7 @@ fn prefixes() {
     }
     of(&[(0..4, 4), (0..2, 8), (0..2, 8), (1..2, 12), (2..4, 4), (3..4, 30)]).desc.validate().unwrap();
 
-    // Tables of which one sequence has a page of its own.
+    // Tables in which one sequence has its own page for the prefix.
     let built = build(&of(&[(0..4, 4), (1..3, 9)]));
     for (sequence, block, index, token) in [(3, 0, 0, 0), (2, 0, 0, 0), (2, 1, 1, 4), (2, 2, 1, 8)] {
         let mut tables = built.tables.clone().unwrap();
@@ -537,7 +530,7 @@ fn prefixes() {
         let error = flashtile::reference::attention(&built.problem, &inputs).unwrap_err();
         assert_eq!(error.to_string(), message);
     }
-    // What the sequences have after the prefix is theirs.
+    // The tokens after the prefix may differ.
     let mut tables = built.tables.clone().unwrap();
     tables.table[4] = 0;
     let mut inputs = built.inputs();

@@ -252,7 +252,7 @@ fn input_paths() {
     folder.refuse(&[], "not a regular file");
 }
 
-/// Headers that do not describe the data that follows them.
+/// Headers that do not match the data after them.
 #[test]
 fn hostile_headers() {
     let tensor = |shape: &str, offsets: &str| {
@@ -283,7 +283,7 @@ fn hostile_headers() {
         tensor("[4294967296,4294967296,0]", "[0,0]"),
         tensor("[99999999999999999999]", "[0,16]"),
     ];
-    // Offsets that cover the whole address space and end where the file does, modulo its size.
+    // Offsets that cover the whole address space and, modulo its size, end with the file.
     let eighth = 1u64 << 61;
     let mut wrapping = Vec::new();
     let mut start = 0u64;
@@ -326,7 +326,7 @@ fn damaged_files() {
     folder.refuse(&[], "bytes of data, the header expects");
 }
 
-/// One byte of a good header changed at a time: success or a refusal, nothing else.
+/// Changes a good header one byte at a time: every result is a success or a refusal.
 #[test]
 fn changed_bytes() {
     let folder = Folder::with(&good());
@@ -420,10 +420,10 @@ fn other_commands() {
             "--shared 5: prefixes[0] has 5 tokens, sequence 1 has 4",
         ),
         (vec!["plan", "--batch", "99999999999999999999"], "--batch"),
-        (vec!["plan", "--q-len", "2147483647", "--heads", "4"], "units of work, expected at most 4194304"),
+        (vec!["plan", "--q-len", "2147483647", "--heads", "4"], "tasks, expected at most 4194304"),
         (
             vec!["plan", "--q-len", "1", "--kv-len", "2147483647", "--splits", "8388608"],
-            "units of work, expected at most 4194304",
+            "tasks, expected at most 4194304",
         ),
         (vec!["plan", "--batch", "2147483647", "--q-len", "0"], "--batch: 2147483647"),
         (vec!["plan", "--layout", "bhsd"], "--layout"),

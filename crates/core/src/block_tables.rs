@@ -1,34 +1,34 @@
-//! Where the tokens of a batch lie in a pool of pages: what attention over a cache reads beside the pool.
+//! Block tables: which page of a pool holds which tokens of a batch.
 
 use crate::problem::SharedPrefix;
 use std::cmp::Reverse;
 use std::fmt;
 
-/// The entry of a table where there is no page.
+/// The entry of a block without a page.
 pub const NO_PAGE: u32 = u32::MAX;
 
-/// Lengths and pages of a batch of sequences, as plain data. Positions are counted from the start of a sequence, also
-/// where its first tokens are no longer kept.
+/// Lengths and pages of a batch of sequences, as plain data. Positions are counted from the start of a sequence,
+/// including tokens that are no longer kept.
 ///
 /// ```text
 /// token j of sequence s, first[s] <= j < lens[s], is row  j % page  of page  table[s * width + (j / page) % width]
 /// ```
 ///
-/// [`KvCache::tables`](crate::cache::KvCache::tables) makes one; an engine with pages of its own fills in the fields.
+/// [`KvCache::tables`](crate::cache::KvCache::tables) makes one; an engine that owns its pages fills in the fields.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct BlockTables {
-    /// `[sequences, width]`, row-major: indices of pages in the pool, [`NO_PAGE`] where an entry is not used.
+    /// `[sequences, width]`, row-major: indices of pages in the pool, [`NO_PAGE`] for unused entries.
     pub table: Vec<u32>,
-    /// Entries of a sequence.
+    /// Entries per sequence.
     pub width: usize,
-    /// Tokens of a page.
+    /// Tokens per page.
     pub page: usize,
-    /// Whether a kept token lies at or past `width * page`, so that `% width` matters.
+    /// Whether a kept token lies at or past `width * page`, so that blocks wrap around.
     pub wraps: bool,
-    /// `[sequences]`: length of each sequence, tokens that are no longer kept included.
+    /// `[sequences]`: length of each sequence, including tokens that are no longer kept.
     pub lens: Vec<usize>,
-    /// `[sequences]`: first token of each sequence that is kept.
+    /// `[sequences]`: the first token of each sequence that is kept.
     pub first: Vec<usize>,
 }
 
@@ -39,8 +39,8 @@ impl BlockTables {
         self.lens.len()
     }
 
-    /// Page and row of a token, or `None` where the table has no such sequence, token or page. Does not check that the
-    /// page is one of the pool's.
+    /// Page and row of a token, or `None` if the table has no such sequence, token or page. The page is not checked
+    /// against the pool.
     #[must_use]
     pub fn locate(&self, sequence: usize, position: usize) -> Option<(usize, usize)> {
         let kept = *self.first.get(sequence)?..*self.lens.get(sequence)?;
@@ -52,16 +52,16 @@ impl BlockTables {
         (page != NO_PAGE).then_some((page as usize, position % self.page))
     }
 
-    /// Prefixes of at least `least` tokens that neighbours in the batch share, for
-    /// [`ProblemDesc::prefixes`](crate::problem::ProblemDesc::prefixes). A `least` of 1 is fine: plans drop prefixes without a whole block
-    /// of keys. A batch shares most where sequences with common ancestors are neighbours: where it is sorted by the rows of
-    /// the table, say. Sequences
-    /// share a prefix whose pages are the same; of tokens that are no longer kept all must have forgotten the same blocks.
+    /// Prefixes of at least `least` tokens that neighbouring sequences of the batch share, for
+    /// [`ProblemDesc::prefixes`](crate::problem::ProblemDesc::prefixes). A `least` of 1 is fine: plans drop prefixes
+    /// shorter than a block of keys. Only neighbours can share, so that a batch should be sorted by the rows of its
+    /// table. Sequences share a prefix if its pages are the same and they have dropped the same blocks of it.
+    ///
     /// Cost: `O(table + sequences log sequences)`.
     #[must_use]
     pub fn shared_prefixes(&self, least: usize) -> Vec<SharedPrefix> {
         let mut prefixes = Vec::new();
-        // Groups that the next sequence may still be in: their first sequence and tokens, which increase.
+        // Open prefixes, which the next sequence may still share: first sequence and length, in increasing length.
         let mut open: Vec<(usize, usize)> = Vec::new();
         for sequence in 0..self.sequences() {
             let next = sequence + 1;
@@ -83,8 +83,8 @@ impl BlockTables {
         prefixes
     }
 
-    /// How many of the first `len` tokens of sequence `b` lie where those of sequence `a` do: all, or the tokens before a
-    /// block that lies elsewhere. Blocks that `b` no longer keeps are nowhere, and both must have forgotten the same.
+    /// How many of the first `len` tokens of sequence `b` have the same pages as those of sequence `a`: all, or those
+    /// before the first block that differs. Blocks that `b` has dropped must be dropped by `a` too.
     pub(crate) fn shared(&self, a: usize, b: usize, len: usize) -> usize {
         if a == b || len == 0 {
             return len;
@@ -100,10 +100,10 @@ impl BlockTables {
         differs.map_or(len, |block| if block == from { 0 } else { block * self.page })
     }
 
-    /// Checks that the fields agree and that the page of every kept token is one of the pool's. Cost: `O(table)`.
+    /// Checks that the fields agree and that every kept token has a page of the pool. Cost: `O(table)`.
     ///
     /// # Errors
-    /// The first rule broken; see [`TableError`].
+    /// The first rule that is broken; see [`TableError`].
     pub fn validate(&self, pages: usize) -> Result<(), TableError> {
         let sequences = self.sequences();
         for (name, got, expected) in [
@@ -128,7 +128,7 @@ impl BlockTables {
             if len > room && !self.wraps {
                 return Err(TableError::Wraps { sequence, len, room });
             }
-            // A room for the tokens means that neither a page nor the width is 0.
+            // There is room for tokens, so that neither `page` nor `width` is 0.
             for block in first / self.page..=(len - 1) / self.page {
                 let page = self.table[sequence * self.width + block % self.width];
                 if page as usize >= pages {
@@ -144,16 +144,16 @@ impl BlockTables {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TableError {
-    /// A list has not the length that the number of sequences, `lens.len()`, demands.
+    /// The length of a list does not match the number of sequences, `lens.len()`.
     Length {
         /// Name of the field.
         name: &'static str,
         /// Entries expected.
         expected: usize,
-        /// Entries given.
+        /// Entries found.
         got: usize,
     },
-    /// The first kept token is past the end.
+    /// The first kept token is past the end of the sequence.
     First {
         /// Index of the sequence.
         sequence: usize,
@@ -162,7 +162,7 @@ pub enum TableError {
         /// Its length.
         len: usize,
     },
-    /// More tokens are kept than the table has room for.
+    /// A sequence keeps more tokens than a row of the table has room for.
     Room {
         /// Index of the sequence.
         sequence: usize,

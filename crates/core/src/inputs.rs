@@ -14,26 +14,26 @@ use crate::tensor::{MaskView, TensorView, TensorViewMut};
 pub struct Inputs<'a> {
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: TensorView<'a>,
-    /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page, head_dim]`.
+    /// `[batch, kv_heads, kv_len, head_dim]`; for cached sequences the pages `[pages, kv_heads, page, head_dim]`.
     pub k: KvView<'a>,
-    /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`; for cached sequences the pages `[pages, kv_heads, page, value_dim]`.
     pub v: KvView<'a>,
-    /// Which page holds which token; present exactly when the problem's sequences are cached. `lens` are its `kv_lens`.
-    /// Rows of the pages that hold no visible token are not read into a result, whatever they hold.
+    /// Which page holds which token. Present if and only if the problem's sequences are cached; `lens` equal its
+    /// `kv_lens`. Rows of the pages without a visible token may hold anything, NaN included.
     pub tables: Option<&'a BlockTables>,
-    /// Boolean, of the shape [`Problem::tree_shape`]; present exactly when the problem has a tree mask. Columns past a
-    /// sequence's own number of queries are not read.
+    /// Boolean, with the shape [`Problem::tree_shape`]. Present if and only if the problem has a tree mask. Columns
+    /// past a sequence's own number of queries are not read.
     pub tree: Option<MaskView<'a>>,
-    /// Broadcastable to [`Problem::mask_shape`]; present exactly when the problem has a mask.
+    /// Broadcastable to [`Problem::mask_shape`]. Present if and only if the problem has a mask.
     pub mask: Option<MaskView<'a>>,
-    /// `[q_heads]`, of magnitudes up to [`MAX_ALIBI_SLOPE`]; present exactly when the problem has ALiBi.
+    /// `[q_heads]`, with magnitudes up to [`MAX_ALIBI_SLOPE`]. Present if and only if the problem has ALiBi.
     pub alibi_slopes: Option<&'a [f32]>,
-    /// `[q_heads]` logits; present exactly when the problem has sinks.
+    /// `[q_heads]` logits. Present if and only if the problem has sinks.
     pub sinks: Option<&'a [f32]>,
 }
 
 impl<'a> Inputs<'a> {
-    /// Inputs without masks, ALiBi slopes or sinks; add them through the fields.
+    /// Inputs without masks, ALiBi slopes or sinks, which are public fields.
     #[must_use]
     pub const fn new(q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Self {
         let (k, v) = (KvView::Elements(k), KvView::Elements(v));
@@ -41,8 +41,8 @@ impl<'a> Inputs<'a> {
     }
 
     /// Inputs over pages that an engine owns: q `[1, q_heads, total queries, head_dim]`, k `[pages, kv_heads, page,
-    /// head_dim]`, v `[pages, kv_heads, page, value_dim]`, of any strides. Slots of a capacity are pages of that many
-    /// tokens, one to a sequence.
+    /// head_dim]`, v `[pages, kv_heads, page, value_dim]`, with any strides. A contiguous cache is the case of one
+    /// page per sequence.
     #[must_use]
     pub const fn paged(
         q: TensorView<'a>,
@@ -53,7 +53,7 @@ impl<'a> Inputs<'a> {
         Self { tables: Some(tables), ..Self::new(q, k, v) }
     }
 
-    /// As [`Inputs::paged`], of pages in any codec.
+    /// Like [`Inputs::paged`], with pages in any codec.
     #[must_use]
     pub const fn paged_kv(q: TensorView<'a>, k: KvView<'a>, v: KvView<'a>, tables: &'a BlockTables) -> Self {
         Self { q, k, v, tables: Some(tables), tree: None, mask: None, alibi_slopes: None, sinks: None }
@@ -66,12 +66,12 @@ impl<'a> Inputs<'a> {
 pub struct Outputs<'a> {
     /// `[batch, q_heads, q_len, value_dim]`.
     pub out: TensorViewMut<'a>,
-    /// Logsumexp, dense `[batch, q_heads, q_len]`, where wanted.
+    /// Logsumexp, dense `[batch, q_heads, q_len]`, if wanted.
     pub lse: Option<&'a mut [f32]>,
 }
 
 impl<'a> Outputs<'a> {
-    /// Outputs without logsumexp; add it through the field.
+    /// Outputs without logsumexp, which is a public field.
     #[must_use]
     pub const fn new(out: TensorViewMut<'a>) -> Self {
         Self { out, lse: None }
@@ -82,43 +82,43 @@ impl<'a> Outputs<'a> {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RunError {
-    /// A tensor's shape is not the problem's.
+    /// A tensor does not have the shape that the problem says.
     Shape {
         /// Name of the tensor.
         tensor: &'static str,
         /// The problem's shape.
         expected: [usize; 4],
-        /// The tensor's shape.
+        /// The shape of the tensor.
         got: [usize; 4],
     },
-    /// A tensor's dtype is not the problem's.
+    /// A tensor does not have the dtype that the problem says.
     Dtype {
         /// Name of the tensor.
         tensor: &'static str,
         /// The problem's dtype.
         expected: Dtype,
-        /// The tensor's dtype.
+        /// The dtype of the tensor.
         got: Dtype,
     },
-    /// Keys or values are stored otherwise than the problem says.
+    /// Keys or values are not stored in the problem's codec.
     Codec {
         /// `k` or `v`.
         tensor: &'static str,
         /// The problem's codec.
         expected: Codec,
-        /// The codec given.
+        /// The codec of the keys or values.
         got: Codec,
     },
-    /// A list has not the length that the problem demands.
+    /// A list does not have the length that the problem says.
     Length {
         /// Name of the list.
         tensor: &'static str,
         /// Elements expected.
         expected: usize,
-        /// Elements given.
+        /// Elements found.
         got: usize,
     },
-    /// The problem has an input that was not given.
+    /// The problem has an input that is missing.
     Missing {
         /// Name of the input.
         tensor: &'static str,
@@ -128,7 +128,7 @@ pub enum RunError {
         /// Name of the input.
         tensor: &'static str,
     },
-    /// The magnitude of an ALiBi slope is above the maximum, or it is NaN: biases would overflow f32.
+    /// The magnitude of an ALiBi slope is above the maximum, so that biases would overflow f32, or the slope is NaN.
     AlibiSlope {
         /// Query head.
         head: usize,
@@ -137,43 +137,43 @@ pub enum RunError {
         /// The largest magnitude supported.
         max: f32,
     },
-    /// The mask is of another kind than the problem's.
+    /// The mask has another kind than the problem's.
     MaskKind {
         /// The problem's kind.
         expected: MaskKind,
-        /// The mask's kind.
+        /// The kind of the mask.
         got: MaskKind,
     },
-    /// A mask that does not broadcast to the problem.
+    /// The mask does not broadcast to the problem.
     MaskShape {
         /// `[sequences, q_heads, queries, keys]`; each axis may also be 1.
         expected: [usize; 4],
-        /// The mask's shape.
+        /// The shape of the mask.
         got: [usize; 4],
     },
-    /// A tree mask that is not boolean.
+    /// The tree mask is not boolean.
     TreeKind {
         /// The mask's kind.
         got: MaskKind,
     },
-    /// The tables do not describe sequences in the pages given.
+    /// The tables do not describe sequences in the pages.
     Tables(TableError),
-    /// A sequence's length in the tables is not the problem's.
+    /// The length of a sequence in the tables is not the problem's.
     CachedLen {
         /// Index of the sequence.
         sequence: usize,
         /// The problem's length.
         expected: usize,
-        /// The tables' length.
+        /// The length in the tables.
         got: usize,
     },
-    /// Sequences of a shared prefix do not have the same pages.
+    /// The sequences of a shared prefix have different pages.
     Prefix {
         /// Index of the prefix.
         index: usize,
-        /// The sequence whose pages are not those of the first.
+        /// The sequence whose pages differ from those of the first one.
         sequence: usize,
-        /// The first token that lies elsewhere.
+        /// The first token that has another page.
         token: usize,
     },
     /// A query row sees a token that the cache no longer keeps.
@@ -182,7 +182,7 @@ pub enum RunError {
         sequence: usize,
         /// Query row of the sequence.
         row: usize,
-        /// The first key that it sees by causality, window and length.
+        /// The first key that it sees by causality, window and length, though it is not kept.
         key: usize,
         /// The first token that is kept.
         first: usize,
@@ -194,7 +194,7 @@ pub enum RunError {
         /// Bytes given.
         got: usize,
     },
-    /// The plan was made for instructions beyond those of the `Cpu`.
+    /// The plan was made for an instruction set that the `Cpu` does not use.
     Machine {
         /// Kernel of the plan.
         kernel: String,
@@ -236,15 +236,14 @@ impl std::fmt::Display for RunError {
                 f,
                 "tables: token {token} of sequence {sequence} is not where prefixes[{index}] has it"
             ),
-            Self::NotKept { sequence, row, key, first } => write!(
-                f,
-                "query row {row} of sequence {sequence} sees key {key}, the first that is kept is {first}"
-            ),
+            Self::NotKept { sequence, row, key, first } => {
+                write!(f, "query row {row} of sequence {sequence} sees key {key}, the first kept is {first}")
+            }
             Self::Workspace { needed, got } => {
                 write!(f, "workspace has {got} bytes, the plan needs {needed}")
             }
             Self::Machine { kernel } => {
-                write!(f, "{kernel} needs instructions beyond those of this Cpu")
+                write!(f, "{kernel} needs instructions that this Cpu does not use")
             }
         }
     }
@@ -290,7 +289,7 @@ fn per_head(tensor: &'static str, wanted: bool, given: Option<usize>, heads: usi
     }
 }
 
-/// Dtypes and shapes of inputs, wherever their memory is.
+/// Dtypes and shapes of inputs in the memory of any device.
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
 pub struct InputShapes {
@@ -300,7 +299,7 @@ pub struct InputShapes {
     pub k: (Codec, [usize; 4]),
     /// Values, or pages of values.
     pub v: (Codec, [usize; 4]),
-    /// Tokens of a page, where there are block tables.
+    /// Tokens per page, if there are block tables.
     pub page: Option<usize>,
     /// Tree mask.
     pub tree: Option<(MaskKind, [usize; 4])>,
@@ -328,7 +327,7 @@ impl InputShapes {
         }
     }
 
-    /// Checks that the inputs are the problem's; what tables hold is not looked at.
+    /// Checks dtypes, shapes and presence of the inputs; the contents of tables are not checked.
     pub fn check(&self, problem: &Problem) -> Result<(), RunError> {
         let (dims, desc, dtype) = (problem.dims(), problem.desc(), problem.dtype());
         tensor("q", (dtype, dims.q_shape()), self.q)?;
@@ -370,7 +369,8 @@ impl InputShapes {
     }
 }
 
-/// Checks that tables describe the problem's sequences in a pool of so many pages, and that what they see is kept.
+/// Checks that tables describe the problem's sequences in a pool of `pages` pages, and that all visible tokens are
+/// kept.
 pub(crate) fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
     let sequences = problem.sequences();
     if tables.lens.len() != sequences.len() {
@@ -406,7 +406,7 @@ pub(crate) fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize
 /// Checks the magnitudes of ALiBi slopes.
 pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
     let max = MAX_ALIBI_SLOPE;
-    // A NaN is within no range.
+    // No range contains a NaN.
     let refused = |(_, slope): &(usize, &f32)| !(-max..=max).contains(*slope);
     match slopes.unwrap_or_default().iter().enumerate().find(refused) {
         Some((head, &slope)) => Err(RunError::AlibiSlope { head, slope, max }),
@@ -414,8 +414,8 @@ pub(crate) fn check_slopes(slopes: Option<&[f32]>) -> Result<(), RunError> {
     }
 }
 
-/// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` where sequences are cached, those of a shared
-/// prefix once more for each prefix.
+/// Checks that the inputs are the problem's. Cost: `O(entries of the tables)` for cached sequences, plus the entries
+/// of each shared prefix.
 pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(), RunError> {
     let given = InputShapes::of(inputs);
     given.check(problem)?;
@@ -423,7 +423,7 @@ pub(crate) fn check_inputs(problem: &Problem, inputs: &Inputs<'_>) -> Result<(),
     inputs.tables.map_or(Ok(()), |tables| check_tables(problem, tables, given.k.1[0]))
 }
 
-/// Checks that an output of this dtype and shape, and a list of so many logsumexp, are the problem's.
+/// Checks the dtype and shape of an output, and the length of a list of logsumexps.
 pub fn check_outputs(
     problem: &Problem,
     out: (Dtype, [usize; 4]),
@@ -438,7 +438,7 @@ pub fn check_outputs(
     }
 }
 
-/// Checks that inputs and outputs are the problem's.
+/// Checks inputs and outputs.
 pub fn check(problem: &Problem, inputs: &Inputs<'_>, outputs: &Outputs<'_>) -> Result<(), RunError> {
     check_inputs(problem, inputs)?;
     let out = (outputs.out.dtype(), outputs.out.shape());

@@ -1,8 +1,8 @@
-//! What flashtile computes, without saying how: problems, tensor views, KV caches, codecs, and the reference in f64.
+//! What flashtile computes, independent of how: problems, tensor views, KV caches, codecs, and the f64 reference.
 //!
-//! Backends ([`flashtile-cpu`](https://docs.rs/flashtile-cpu) and others) depend on this crate; it knows none of them, starts no threads
-//! and touches no device. Applications use the crate `flashtile`, which re-exports what they need: items that are public here and
-//! not there serve backends and may change in any release.
+//! Backends ([`flashtile-cpu`](https://docs.rs/flashtile-cpu) and others) depend on this crate. It knows none of
+//! them, starts no threads and touches no device. Applications use the crate `flashtile`, which re-exports what they
+//! need; items that are public only here serve backends and may change in any release.
 //!
 //! | module | |
 //! |---|---|

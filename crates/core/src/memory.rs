@@ -1,4 +1,4 @@
-//! Zeroed memory whose pages the system provides when they are first touched.
+//! Zeroed memory, whose pages the system provides on first touch.
 
 #![allow(unsafe_code)]
 
@@ -10,15 +10,15 @@ const ALIGN: usize = 64;
 
 /// Zeroed bytes that start on a cache line.
 pub struct Zeroed {
-    // Allocators hand out untouched pages for a zeroed allocation of small alignment and clear one of large alignment by
-    // hand, so the first line is sought inside.
+    // Allocators return untouched pages for a zeroed allocation of small alignment, but clear one of large alignment
+    // by hand. So the allocation is larger and the first aligned byte is found inside it.
     memory: Box<[u8]>,
     start: usize,
     len: usize,
 }
 
 impl Zeroed {
-    /// `len` zeroed bytes, or `None` where there is no memory for them.
+    /// `len` zeroed bytes, or `None` if the allocation fails.
     pub fn new(len: usize) -> Option<Self> {
         let size = len.checked_add(ALIGN)?;
         let layout = Layout::array::<u8>(size).ok()?;
@@ -27,8 +27,8 @@ impl Zeroed {
         if memory.is_null() {
             return None;
         }
-        // SAFETY: the memory is a new allocation of the global allocator, with the layout of this boxed slice, and every
-        // byte of it is initialised.
+        // SAFETY: the memory is a new allocation of the global allocator with the layout of this boxed slice, and
+        // every byte is initialised.
         let memory = unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(memory, size)) };
         let start = (memory.as_ptr() as usize).next_multiple_of(ALIGN) - memory.as_ptr() as usize;
         prefer_huge_pages(&memory);
@@ -36,17 +36,18 @@ impl Zeroed {
     }
 }
 
-/// Asks the system to map the memory in huge pages, where it has them: rows of a cache lie far from one another, and most
-/// loads would have to look up a small page first. Nothing else depends on it.
+/// Asks the system for huge pages, which are only an optimization: rows of a cache lie far apart, and with small
+/// pages most loads would miss the TLB.
 #[cfg(target_os = "linux")]
 fn prefer_huge_pages(memory: &[u8]) {
-    // Of the usual size; a multiple of the size of any other page.
+    // The usual size of a huge page, and a multiple of any smaller page.
     const HUGE: usize = 2 << 20;
     let address = memory.as_ptr() as usize;
     let (start, end) = (address.next_multiple_of(HUGE), (address + memory.len()) / HUGE * HUGE);
     if start < end {
         let offset = start - address;
-        // SAFETY: the range is a part of the allocation, and the advice changes neither what it holds nor who may use it.
+        // SAFETY: the range is part of the allocation, and the advice changes neither its contents nor its
+        // protection.
         unsafe {
             libc::madvise(memory.as_ptr().add(offset).cast_mut().cast(), end - start, libc::MADV_HUGEPAGE);
         }

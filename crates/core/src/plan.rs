@@ -1,20 +1,20 @@
-//! What all planners share: the options of a caller and the reasons to refuse.
+//! What all planners share: options and reasons to refuse.
 //!
-//! A plan is a pure function of a problem and of facts about a device. It touches neither memory nor the device, so plans can be
-//! made, printed and tested for machines that are not at hand.
+//! A plan is a pure function of a problem and of facts about a device. Planning touches neither memory nor the
+//! device, so that plans can be made, printed and tested for absent machines.
 
 use crate::codec::Codec;
 use crate::isa::Isa;
 
-/// Which kernels a device of several kinds of them runs.
+/// Which kernels run on a device that has native and portable ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelChoice {
-    /// Those written for the device, where there are any; otherwise the portable ones.
+    /// Native kernels if the device and the problem have any, otherwise portable ones.
     #[default]
     Auto,
-    /// Those written for the device.
+    /// Kernels written for the device.
     Native,
-    /// Those of the kernel language, which every GPU runs.
+    /// Kernels in the kernel language, which every GPU runs.
     Portable,
 }
 
@@ -36,16 +36,17 @@ impl std::fmt::Display for KernelChoice {
     }
 }
 
-/// Choices that a caller may take from the planner.
+/// Choices of the planner that a caller may override.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// Pieces into which the keys of every sequence are divided for parallel work; `None` lets the planner choose. The
-    /// result does not depend on it, on the CPU bit for bit. With more than one, the workspace holds a partial result
-    /// (`value_dim + 2` f32) for each query row and block of keys that its task sees, those of the first piece counted once.
+    /// Number of splits into which the keys of every sequence are divided for parallel work; `None` lets the planner
+    /// choose. Results do not depend on it, on the CPU bit for bit. With more than one split, the workspace holds a
+    /// partial result (`value_dim + 2` f32) for each query row and block of keys that its task sees; the blocks of
+    /// the first split count as one.
     pub splits: Option<usize>,
-    /// Whether tiles that no row sees are skipped. Off, every tile is computed and masked: the same bits, for tests and
-    /// for measuring what skipping saves.
+    /// Whether tiles that no row sees are skipped. If not, every tile is computed and masked, with the same bits: for
+    /// tests, and for measuring what skipping saves.
     pub skip_tiles: bool,
     /// Which kernels a CUDA device runs.
     pub kernels: KernelChoice,
@@ -57,48 +58,48 @@ impl Default for PlanOptions {
     }
 }
 
-/// Why a valid problem has no plan on a device.
+/// Why a device has no plan for a valid problem.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Unsupported {
-    /// More splits than blocks of keys, or none.
+    /// No splits, or more splits than blocks of keys.
     Splits {
         /// Splits asked for.
         got: usize,
-        /// The most that the longest sequence can be divided into.
+        /// The blocks of keys of the longest sequence.
         max: usize,
     },
-    /// More units of work than a plan lists.
+    /// More tasks than a plan can list.
     Tasks {
-        /// Units that the problem would be cut into.
+        /// Tasks that the problem would be cut into.
         got: usize,
-        /// The most that a plan lists.
+        /// The maximum.
         max: usize,
     },
-    /// The workspace, or the scratch memory of a device, is not addressable.
+    /// The workspace, or the scratch memory of a device, is too large to be addressed.
     Workspace {
-        /// Kernel of the plan.
+        /// Name of the kernel.
         kernel: String,
     },
-    /// The device is older than the kernels.
+    /// The device is older than the kernels support.
     Capability {
         /// Its compute capability.
         got: (u32, u32),
-        /// The least for which there are kernels.
+        /// The lowest supported.
         least: (u32, u32),
     },
-    /// The backend has no kernels for keys or values that are stored so.
+    /// The backend has no kernels for the codec of keys or values.
     Codec {
         /// `k` or `v`.
         tensor: &'static str,
-        /// How they are stored.
+        /// Their codec.
         codec: Codec,
-        /// The codec that there are kernels for: elements of the problem's dtype.
+        /// The supported codec: elements of the problem's dtype.
         expected: Codec,
     },
-    /// A tile that no kernel has.
+    /// No kernel has this tile.
     Tile {
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
     /// Not even the smallest tile fits the shared memory of the device.
@@ -108,41 +109,41 @@ pub enum Unsupported {
         /// Bytes that a block of threads may use.
         available: usize,
     },
-    /// A head dimension that the kernels are not made for.
+    /// The kernels do not support a head dimension.
     HeadDim {
         /// `head_dim` or `value_dim`.
         name: &'static str,
         /// Its size.
         got: usize,
-        /// What it is to be a multiple of.
+        /// Supported are multiples of this.
         step: usize,
-        /// The most.
+        /// The maximum.
         max: usize,
     },
-    /// A query or key further from the first key than the kernels count.
+    /// A query or key is further from the first key than the kernels can count.
     Position {
-        /// Its position, or how many there are.
+        /// Its position, or the number of positions.
         got: i64,
-        /// The furthest.
+        /// The maximum.
         max: i64,
     },
-    /// More of something than the kernels count.
+    /// A count exceeds what the kernels can count.
     Size {
-        /// What there is too much of.
+        /// What is counted.
         what: &'static str,
-        /// How many.
+        /// The count.
         got: usize,
-        /// The most.
+        /// The maximum.
         max: usize,
     },
-    /// Kernels that the backend has not were asked for.
+    /// The backend has no kernels of the kind asked for.
     Kernels {
-        /// What was asked for.
+        /// The kind asked for.
         asked: KernelChoice,
     },
-    /// The kernels skip what no row sees, and were asked not to.
+    /// The kernels always skip tiles that no row sees, but the options ask them not to.
     SkipTiles,
-    /// The machine lacks an instruction set that was asked for.
+    /// The machine lacks the instruction set asked for.
     Isa {
         /// The instruction set asked for.
         asked: Isa,
@@ -155,7 +156,7 @@ impl std::fmt::Display for Unsupported {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Splits { got, max } => write!(f, "{got} splits asked for, expected 1 to {max}"),
-            Self::Tasks { got, max } => write!(f, "{got} units of work, expected at most {max}"),
+            Self::Tasks { got, max } => write!(f, "{got} tasks, expected at most {max}"),
             Self::Workspace { kernel } => write!(f, "{kernel}: the workspace is not addressable"),
             Self::Capability { got, least } => {
                 write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, least.0, least.1)
@@ -173,12 +174,10 @@ impl std::fmt::Display for Unsupported {
                 write!(f, "a query or key is at position {got}, expected at most {max} from the first key")
             }
             Self::Size { what, got, max } => write!(f, "{got} {what}, expected at most {max}"),
-            Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has one kind alone"),
-            Self::SkipTiles => {
-                f.write_str("portable kernels skip what no row sees, which cannot be turned off")
-            }
+            Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has only one kind"),
+            Self::SkipTiles => f.write_str("portable kernels always skip tiles that no row sees"),
             Self::Isa { asked, best } => {
-                write!(f, "{asked} asked for, the best that this machine runs is {best}")
+                write!(f, "{asked} asked for, the best of this machine is {best}")
             }
         }
     }

@@ -1,14 +1,14 @@
-//! Strided views of borrowed memory, checked when made.
+//! Strided views of borrowed memory, checked when they are made.
 //!
-//! Axes are always in logical order `[batch, heads, rows, dim]`; memory order is a matter of strides, in elements, and
-//! the innermost stride is 1. Head-major (`bhsd`), sequence-major (`bshd`) and packed layouts are views, never copies.
+//! Axes are in the logical order `[batch, heads, rows, dim]`; strides, in elements, give the order in memory, and the
+//! innermost stride is 1. Head-major (`bhsd`), sequence-major (`bshd`) and packed tensors are views, never copies.
 
 #![allow(unsafe_code)]
 
 use crate::dtype::{Dtype, Element, MaskKind};
 use std::marker::PhantomData;
 
-/// Why memory is not a view of the shape asked for.
+/// Why memory cannot be viewed with a shape.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ViewError {
@@ -16,10 +16,10 @@ pub enum ViewError {
     TooSmall {
         /// Elements the view reaches.
         needed: usize,
-        /// Elements given.
+        /// Elements found.
         got: usize,
     },
-    /// Shape times strides is not addressable.
+    /// Offsets of elements overflow.
     Overflow,
     /// The innermost stride is not 1.
     InnerStride {
@@ -28,10 +28,10 @@ pub enum ViewError {
     },
     /// Two elements of a mutable view would share memory.
     Overlap {
-        /// Strides given, in elements.
+        /// The strides, in elements.
         strides: [usize; 4],
     },
-    /// Bytes whose address is not a multiple of the element size.
+    /// The address of bytes is not a multiple of the element size.
     Misaligned {
         /// Element type.
         dtype: Dtype,
@@ -56,7 +56,7 @@ impl std::fmt::Display for ViewError {
 
 impl std::error::Error for ViewError {}
 
-/// Elements from the first to one past the last that `shape` reaches under `strides`; 0 for an empty shape.
+/// Elements from the first to one past the last that `shape` reaches with `strides`; 0 for an empty shape.
 pub fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError> {
     if shape.contains(&0) {
         return Ok(0);
@@ -67,7 +67,7 @@ pub fn reach(shape: [usize; 4], strides: [usize; 4]) -> Result<usize, ViewError>
         last = last.checked_add(step).ok_or(ViewError::Overflow)?;
     }
     let count = last.checked_add(1).ok_or(ViewError::Overflow)?;
-    // Byte offsets of the widest dtype must fit in isize, as pointer arithmetic demands.
+    // Byte offsets of the widest dtype must fit in isize, as pointer arithmetic requires.
     match count.checked_mul(4) {
         Some(bytes) if isize::try_from(bytes).is_ok() => Ok(count),
         _ => Err(ViewError::Overflow),
@@ -85,7 +85,7 @@ fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewE
     Ok(())
 }
 
-/// Checks shape and strides of memory whose size no slice says.
+/// Checks shape and strides of memory of unknown size.
 ///
 /// # Errors
 /// [`ViewError::Overflow`] or [`ViewError::InnerStride`].
@@ -113,7 +113,7 @@ pub fn check_disjoint(shape: [usize; 4], strides: [usize; 4]) -> Result<(), View
     Ok(())
 }
 
-/// Strides of `[d0, d1, d2, d3]` stored densely in that order.
+/// Strides of a dense tensor `[d0, d1, d2, d3]`.
 pub fn dense([_, d1, d2, d3]: [usize; 4]) -> [usize; 4] {
     let s2 = d3;
     let s1 = d2.saturating_mul(s2);
@@ -142,7 +142,7 @@ unsafe impl Send for TensorView<'_> {}
 unsafe impl Sync for TensorView<'_> {}
 
 impl<'a> TensorView<'a> {
-    /// A view of any shape and strides (in elements, logical order `[batch, heads, rows, dim]`, last one 1).
+    /// A view with any shape and strides (in elements, logical order `[batch, heads, rows, dim]`, last one 1).
     ///
     /// # Errors
     /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
@@ -155,10 +155,10 @@ impl<'a> TensorView<'a> {
         Ok(Self { ptr: data.as_ptr().cast(), dtype: T::DTYPE, shape, strides, memory: PhantomData })
     }
 
-    /// A view of raw bytes in native byte order: file contents, say.
+    /// A view of raw bytes in native byte order, such as the contents of a file.
     ///
     /// # Errors
-    /// As [`TensorView::strided`], and [`ViewError::Misaligned`].
+    /// Those of [`TensorView::strided`], and [`ViewError::Misaligned`].
     pub fn from_bytes(
         dtype: Dtype,
         data: &'a [u8],
@@ -175,7 +175,7 @@ impl<'a> TensorView<'a> {
     /// A dense head-major tensor stored as `[batch, heads, rows, dim]`.
     ///
     /// # Errors
-    /// As [`TensorView::strided`].
+    /// Those of [`TensorView::strided`].
     pub fn bhsd<T: Element>(data: &'a [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         Self::strided(data, shape, dense(shape))
     }
@@ -183,16 +183,16 @@ impl<'a> TensorView<'a> {
     /// A dense sequence-major tensor stored as `[batch, rows, heads, dim]`, the shape given in that order.
     ///
     /// # Errors
-    /// As [`TensorView::strided`].
+    /// Those of [`TensorView::strided`].
     pub fn bshd<T: Element>(data: &'a [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         let (shape, strides) = from_bshd(shape);
         Self::strided(data, shape, strides)
     }
 
-    /// Packed sequences stored as `[total rows, heads, dim]`; a single batch entry.
+    /// Packed sequences stored as `[total rows, heads, dim]`: a single batch entry.
     ///
     /// # Errors
-    /// As [`TensorView::strided`].
+    /// Those of [`TensorView::strided`].
     pub fn packed<T: Element>(data: &'a [T], [total, heads, dim]: [usize; 3]) -> Result<Self, ViewError> {
         Self::bshd(data, [1, total, heads, dim])
     }
@@ -203,8 +203,8 @@ impl<'a> TensorView<'a> {
     /// [`ViewError::Overflow`], [`ViewError::InnerStride`] or [`ViewError::Misaligned`].
     ///
     /// # Safety
-    /// For `'a`, every element that `shape` reaches from `ptr` under `strides` lies in one allocation, may be read and is
-    /// not written.
+    /// For `'a`, every element that `shape` reaches from `ptr` with `strides` lies in one allocation, is readable and
+    /// is not written.
     pub unsafe fn from_raw_parts(
         dtype: Dtype,
         ptr: *const u8,
@@ -236,13 +236,13 @@ impl<'a> TensorView<'a> {
         self.strides
     }
 
-    /// Address of element `[b, h, row, 0]`. Dereferencing it is the caller's claim that the element exists.
+    /// Address of element `[b, h, row, 0]`. Whoever dereferences it claims that the element exists.
     pub fn row(&self, b: usize, h: usize, row: usize) -> *const u8 {
         let [sb, sh, sr, _] = self.strides;
         self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
     }
 
-    /// The memory from the first element to the last, what lies between rows included.
+    /// The memory from the first element to the last, including gaps between rows.
     ///
     /// # Safety
     /// All of it is initialised.
@@ -259,8 +259,8 @@ impl<'a> TensorView<'a> {
     pub fn row_bytes(&self, [b, h, row]: [usize; 3]) -> &'a [u8] {
         let [nb, nh, nr, nd] = self.shape;
         assert!(b < nb && h < nh && row < nr && nd > 0, "[{b}, {h}, {row}] in {:?}", self.shape);
-        // SAFETY: the assertion puts the row inside the shape, its elements are neighbours, and the constructor proved
-        // that each of them lies in memory that is readable for 'a; elements have no padding.
+        // SAFETY: the assertion puts the row inside the shape, its elements are contiguous, and the constructor
+        // proved that they are readable for `'a`; elements have no padding.
         unsafe { std::slice::from_raw_parts(self.row(b, h, row), nd * self.dtype.bytes()) }
     }
 
@@ -302,7 +302,7 @@ unsafe impl Send for TensorViewMut<'_> {}
 unsafe impl Sync for TensorViewMut<'_> {}
 
 impl<'a> TensorViewMut<'a> {
-    /// A view of any shape and strides (in elements, logical order `[batch, heads, rows, dim]`, last one 1).
+    /// A view with any shape and strides (in elements, logical order `[batch, heads, rows, dim]`, last one 1).
     ///
     /// # Errors
     /// [`ViewError::TooSmall`], [`ViewError::Overflow`], [`ViewError::InnerStride`] or [`ViewError::Overlap`].
@@ -316,10 +316,10 @@ impl<'a> TensorViewMut<'a> {
         Ok(Self { ptr: data.as_mut_ptr().cast(), dtype: T::DTYPE, shape, strides, memory: PhantomData })
     }
 
-    /// A view of raw bytes, written in native byte order.
+    /// A view of raw bytes, to be written in native byte order.
     ///
     /// # Errors
-    /// As [`TensorViewMut::strided`], and [`ViewError::Misaligned`].
+    /// Those of [`TensorViewMut::strided`], and [`ViewError::Misaligned`].
     pub fn from_bytes(
         dtype: Dtype,
         data: &'a mut [u8],
@@ -337,7 +337,7 @@ impl<'a> TensorViewMut<'a> {
     /// A dense head-major tensor stored as `[batch, heads, rows, dim]`.
     ///
     /// # Errors
-    /// As [`TensorViewMut::strided`].
+    /// Those of [`TensorViewMut::strided`].
     pub fn bhsd<T: Element>(data: &'a mut [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         Self::strided(data, shape, dense(shape))
     }
@@ -345,16 +345,16 @@ impl<'a> TensorViewMut<'a> {
     /// A dense sequence-major tensor stored as `[batch, rows, heads, dim]`, the shape given in that order.
     ///
     /// # Errors
-    /// As [`TensorViewMut::strided`].
+    /// Those of [`TensorViewMut::strided`].
     pub fn bshd<T: Element>(data: &'a mut [T], shape: [usize; 4]) -> Result<Self, ViewError> {
         let (shape, strides) = from_bshd(shape);
         Self::strided(data, shape, strides)
     }
 
-    /// Packed sequences stored as `[total rows, heads, dim]`; a single batch entry.
+    /// Packed sequences stored as `[total rows, heads, dim]`: a single batch entry.
     ///
     /// # Errors
-    /// As [`TensorViewMut::strided`].
+    /// Those of [`TensorViewMut::strided`].
     pub fn packed<T: Element>(data: &'a mut [T], [total, heads, dim]: [usize; 3]) -> Result<Self, ViewError> {
         Self::bshd(data, [1, total, heads, dim])
     }
@@ -365,8 +365,8 @@ impl<'a> TensorViewMut<'a> {
     /// [`ViewError::Overflow`], [`ViewError::InnerStride`], [`ViewError::Overlap`] or [`ViewError::Misaligned`].
     ///
     /// # Safety
-    /// For `'a`, every element that `shape` reaches from `ptr` under `strides` lies in one allocation, may be written and
-    /// is not accessed otherwise.
+    /// For `'a`, every element that `shape` reaches from `ptr` with `strides` lies in one allocation, is writable and
+    /// is not accessed through anything else.
     pub unsafe fn from_raw_parts(
         dtype: Dtype,
         ptr: *mut u8,
@@ -399,10 +399,10 @@ impl<'a> TensorViewMut<'a> {
         self.strides
     }
 
-    /// The memory from the first element to the last, what lies between rows included.
+    /// The memory from the first element to the last, including gaps between rows.
     ///
     /// # Safety
-    /// All of it is initialised, and what lies between rows is not accessed otherwise.
+    /// All of it is initialised, and the gaps between rows are not accessed through anything else.
     pub unsafe fn span_mut(&mut self) -> &mut [u8] {
         let bytes = reach(self.shape, self.strides).map_or(0, |n| n * self.dtype.bytes());
         // SAFETY: the constructor proved that the memory from the first element to the last lies in one allocation.
@@ -416,13 +416,13 @@ impl<'a> TensorViewMut<'a> {
     pub fn row_bytes_mut(&mut self, [b, h, row]: [usize; 3]) -> &mut [u8] {
         let [nb, nh, nr, nd] = self.shape;
         assert!(b < nb && h < nh && row < nr && nd > 0, "[{b}, {h}, {row}] in {:?}", self.shape);
-        // SAFETY: as for the read-only view; the view is borrowed exclusively, and its memory with it. Any bytes are
-        // elements.
+        // SAFETY: as for the read-only view; the view, and its memory with it, is borrowed exclusively. Any bytes
+        // are valid elements.
         unsafe { std::slice::from_raw_parts_mut(self.row(b, h, row), nd * self.dtype.bytes()) }
     }
 
-    /// Address of element `[b, h, row, 0]`. Writing to it is the caller's claim that the element exists and that no other
-    /// thread touches it.
+    /// Address of element `[b, h, row, 0]`. Whoever writes to it claims that the element exists and that no other
+    /// thread accesses it.
     pub fn row(&self, b: usize, h: usize, row: usize) -> *mut u8 {
         let [sb, sh, sr, _] = self.strides;
         self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
@@ -462,13 +462,13 @@ impl<'a> MaskView<'a> {
     /// A boolean mask stored as bytes: visible where the byte is not 0. Strides in elements, last one 1.
     ///
     /// # Errors
-    /// As [`MaskView::bool`].
+    /// Those of [`MaskView::bool`].
     pub fn bool_bytes(data: &'a [u8], shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
         check(shape, strides, data.len())?;
         Ok(Self { data: MaskData::Bool(data.as_ptr(), PhantomData), shape, strides })
     }
 
-    /// An additive mask: any rank-4 view, its axes read as `[batch, heads, queries, keys]`.
+    /// An additive mask: any rank-4 view with the axes `[batch, heads, queries, keys]`.
     #[must_use]
     pub const fn additive(view: TensorView<'a>) -> Self {
         Self { data: MaskData::Additive(view.ptr, view.dtype), shape: view.shape, strides: view.strides }
@@ -477,12 +477,12 @@ impl<'a> MaskView<'a> {
     /// A dense boolean mask.
     ///
     /// # Errors
-    /// As [`MaskView::bool`].
+    /// Those of [`MaskView::bool`].
     pub fn dense_bool(data: &'a [bool], shape: [usize; 4]) -> Result<Self, ViewError> {
         Self::bool(data, shape, dense(shape))
     }
 
-    /// What the mask holds.
+    /// Kind of the mask's elements.
     #[must_use]
     pub const fn kind(&self) -> MaskKind {
         match self.data {
@@ -503,7 +503,7 @@ impl<'a> MaskView<'a> {
         self.strides
     }
 
-    /// The memory from the first element to the last, what lies between rows included.
+    /// The memory from the first element to the last, including gaps between rows.
     ///
     /// # Safety
     /// All of it is initialised.
@@ -517,8 +517,8 @@ impl<'a> MaskView<'a> {
         unsafe { std::slice::from_raw_parts(ptr, bytes) }
     }
 
-    /// The row of `(b, h, i)`: its first element's address and the step in elements between keys, 1 or, for a broadcast
-    /// key axis, 0.
+    /// The row of `(b, h, i)`: the address of its first element, and the stride between keys, which is 1, or 0 for a
+    /// broadcast key axis.
     pub fn row(&self, b: usize, h: usize, i: usize) -> MaskRow {
         let index = [b, h, i];
         let at = |axis: usize| if self.shape[axis] == 1 { 0 } else { index[axis] * self.strides[axis] };
@@ -532,7 +532,7 @@ impl<'a> MaskView<'a> {
         MaskRow { ptr, kind, step: usize::from(self.shape[3] > 1) }
     }
 
-    /// What the mask adds to the score of `(b, h, i, j)`: `-inf` where the key is hidden, 0 where a boolean mask shows it.
+    /// What the mask adds to the score of `(b, h, i, j)`: `-inf` if the key is hidden, 0 if a boolean mask shows it.
     ///
     /// # Panics
     /// If an index is outside an axis that is not broadcast.
@@ -556,9 +556,9 @@ impl<'a> MaskView<'a> {
 pub struct MaskRow {
     /// The element of key 0.
     pub ptr: *const u8,
-    /// What the elements are.
+    /// Kind of the elements.
     pub kind: MaskKind,
-    /// Elements from one key to the next: 1, or 0 where the key axis is broadcast.
+    /// Elements from one key to the next: 1, or 0 if the key axis is broadcast.
     pub step: usize,
 }
 
@@ -569,7 +569,8 @@ impl MaskRow {
     /// `j` is inside the mask's key axis or that axis is broadcast.
     pub unsafe fn bias(&self, j: usize) -> f32 {
         let j = j * self.step;
-        // SAFETY: the caller's promise, and the view's constructor proved such elements readable.
+        // SAFETY: the caller guarantees that the element exists, and the view's constructor proved such elements
+        // readable.
         unsafe {
             match self.kind {
                 MaskKind::Bool => {

@@ -7,32 +7,32 @@ use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
 /// How tokens are laid out. Units are tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum CacheLayout {
-    /// Each sequence has a slot for its first `capacity` tokens and grows no longer.
+    /// Each sequence has a slot for its first `capacity` tokens and cannot grow beyond it.
     Contiguous {
         /// Sequences at a time, at most [`MAX_SEQUENCES`].
         slots: usize,
         /// Tokens of a slot.
         capacity: usize,
     },
-    /// Each sequence has a slot for its last `capacity` tokens. Attention with a window of `w` keys to the left over
-    /// `n` query rows at a time needs a capacity of `w + n`.
+    /// Each sequence has a slot for its last `capacity` tokens. Attention with a window of `w` keys to the left and
+    /// `n` query rows per step needs a capacity of `w + n`.
     Ring {
         /// Sequences at a time, at most [`MAX_SEQUENCES`].
         slots: usize,
         /// Tokens of a slot.
         capacity: usize,
     },
-    /// Sequences take pages as they grow, and share them where they were forked.
+    /// Sequences take pages as they grow, and forked ones share them.
     Paged {
         /// Pages of the cache.
         pages: usize,
-        /// Tokens of a page.
+        /// Tokens per page.
         page: usize,
     },
 }
 
 impl CacheLayout {
-    /// Number of pages and tokens of a page. A slot is a page.
+    /// Number of pages, and tokens per page. A slot is a page.
     #[must_use]
     pub const fn pages(self) -> (usize, usize) {
         match self {
@@ -60,35 +60,36 @@ pub struct CacheShape {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct CacheDesc {
-    /// Where tokens lie.
+    /// Layout of the tokens.
     pub layout: CacheLayout,
-    /// Layers of the model. All of them hold the same tokens.
+    /// Layers of the model, which all hold the same tokens.
     pub layers: usize,
     /// Key/value heads.
     pub kv_heads: usize,
-    /// Elements of a key, 1 to [`MAX_HEAD_DIM`], of those that its codec [supports](Codec::supports).
+    /// Elements of a key: 1 to [`MAX_HEAD_DIM`], and [supported](Codec::supports) by its codec.
     pub head_dim: usize,
-    /// Elements of a value, as `head_dim`.
+    /// Elements of a value, like `head_dim`.
     pub value_dim: usize,
-    /// How keys are stored.
+    /// Codec of the keys.
     pub k: Codec,
-    /// How values are stored.
+    /// Codec of the values.
     pub v: Codec,
-    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`](super::KvCache::set_key_mean) gives one of the caller's instead.
+    /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets
+    /// one explicitly.
     pub key_mean: KeyMean,
 }
 
-/// Most rows of which [`KeyMean::Learned`] is the mean.
+/// The largest number of rows that [`KeyMean::Learned`] averages.
 pub const MEAN_ROWS: usize = 256;
 
-/// The mean of quantized keys that is not part of their stored rows, for each layer and head.
+/// The mean that is subtracted from quantized keys before they are stored, for each layer and head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum KeyMean {
-    /// None, unless [`KvCache::set_key_mean`](super::KvCache::set_key_mean) gives one.
+    /// None, unless [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets one.
     #[default]
     None,
-    /// The mean of the first rows that are written to a layer: of its first write, at most [`MEAN_ROWS`]. It stays for the life of the cache, so
-    /// the bytes of rows depend on what was written first.
+    /// The mean of the first rows written to a layer: those of its first write, at most [`MEAN_ROWS`]. It never
+    /// changes afterwards, so that stored bytes depend on what was written first.
     Learned,
 }
 
@@ -100,7 +101,7 @@ impl CacheDesc {
         Self { layout, layers, kv_heads, head_dim, value_dim, k: codec, v: codec, key_mean: KeyMean::None }
     }
 
-    /// Bytes of one token, in all layers; saturating.
+    /// Bytes of one token in all layers; saturating.
     #[must_use]
     pub const fn token_bytes(&self) -> usize {
         let row = self.k.row_bytes(self.head_dim).saturating_add(self.v.row_bytes(self.value_dim));
@@ -116,7 +117,7 @@ impl CacheDesc {
         if layer >= layers { Err(CacheError::Layer { got: layer, layers }) } else { Ok(()) }
     }
 
-    /// Checks the shapes of K and V of this many tokens.
+    /// Checks the shapes of K and V for a number of tokens.
     pub fn check_rows(&self, tokens: usize, (k, v): ([usize; 4], [usize; 4])) -> Result<(), CacheError> {
         for (tensor, got, dim) in [("k", k, self.head_dim), ("v", v, self.value_dim)] {
             let expected = [1, self.kv_heads, tokens, dim];
@@ -127,16 +128,16 @@ impl CacheDesc {
         Ok(())
     }
 
-    /// Shapes of the pools of a layer: K `[pages, kv_heads, page, head_dim]`, V `[pages, kv_heads, page, value_dim]`.
+    /// Shapes of a layer's pools: K `[pages, kv_heads, page, head_dim]`, V `[pages, kv_heads, page, value_dim]`.
     pub const fn pools(&self) -> [[usize; 4]; 2] {
         let (pages, page) = self.layout.pages();
         [[pages, self.kv_heads, page, self.head_dim], [pages, self.kv_heads, page, self.value_dim]]
     }
 
-    /// Checks the description itself: dimensions, codecs, and that a pool of all pages is addressable.
+    /// Checks the description by itself: dimensions, codecs, and that a pool of all pages is addressable.
     ///
     /// # Errors
-    /// As [`KvCache::new`](super::KvCache::new).
+    /// Those of [`KvCache::new`](super::KvCache::new).
     pub fn validate(&self) -> Result<(), CacheError> {
         let pages = match self.layout {
             CacheLayout::Contiguous { slots, capacity } | CacheLayout::Ring { slots, capacity } => {
@@ -163,7 +164,7 @@ impl CacheDesc {
         if self.key_mean != KeyMean::None && self.k.dtype().is_some() {
             return Err(CacheError::MeanOfElements { codec: self.k });
         }
-        // Pools are viewed as tensors, whose bytes as f32, the widest dtype, must be addressable.
+        // Pools are viewed as tensors, whose size in bytes of f32, the widest dtype, must be addressable.
         let [k, v] = self.pools();
         let pool = [k[0], k[1], k[2], k[3].max(v[3])];
         let bytes = pool.into_iter().chain([self.layers, 2]).try_fold(4usize, |n, x| n.checked_mul(x));

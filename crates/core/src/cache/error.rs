@@ -1,32 +1,32 @@
-//! Refusals of cache operations, with the numbers that caused them.
+//! Why a cache operation is refused, with the values that caused it.
 
 use super::seq_id::SeqId;
 use crate::codec::{Codec, EncodeError};
 use std::fmt;
 
-/// Why an operation on a cache was refused. The cache is as it was before.
+/// Why an operation on a cache was refused. The cache is unchanged.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CacheError {
-    /// A number of the description is 0 or above the maximum.
+    /// A field of the description is 0 or above the maximum.
     Dimension {
         /// Field of [`CacheDesc`](super::CacheDesc) or [`CacheLayout`](super::CacheLayout).
         name: &'static str,
-        /// The number given.
+        /// Its value.
         got: usize,
         /// The largest supported.
         max: usize,
     },
-    /// A codec has no rows of this length.
+    /// A codec does not support the dimension of its rows.
     CodecDim {
         /// `k` or `v`.
         tensor: &'static str,
-        /// The codec given.
+        /// The codec.
         codec: Codec,
         /// Elements of a row.
         dim: usize,
     },
-    /// The pools of a cache of this description are not addressable.
+    /// The pools of the cache are too large to be addressed.
     SizeOverflow {
         /// Number of layers.
         layers: usize,
@@ -38,19 +38,19 @@ pub enum CacheError {
         /// Bytes asked for.
         bytes: usize,
     },
-    /// Every slot has a sequence, or the number of sequences is at its maximum.
+    /// Every slot is taken, or the number of sequences is at its maximum.
     OutOfSlots {
         /// Slots of the cache, or the largest number of sequences.
         slots: usize,
     },
     /// The operation needs more pages than are free.
     OutOfPages {
-        /// Pages that the whole operation needs.
+        /// Pages needed by the whole operation.
         needed: usize,
         /// Pages that are free.
         free: usize,
     },
-    /// The sequence would become longer than the cache allows.
+    /// The sequence would become longer than the layout allows.
     Capacity {
         /// The length it would have.
         len: usize,
@@ -59,12 +59,12 @@ pub enum CacheError {
     },
     /// The sequence belongs to another cache.
     ForeignSequence {
-        /// The sequence given.
+        /// The sequence.
         seq: SeqId,
     },
     /// The sequence was removed.
     RemovedSequence {
-        /// The sequence given.
+        /// The sequence.
         seq: SeqId,
     },
     /// A batch lists a sequence twice.
@@ -74,35 +74,35 @@ pub enum CacheError {
     },
     /// The cache has no such layer.
     Layer {
-        /// The layer given.
+        /// The layer asked for.
         got: usize,
         /// Layers of the cache.
         layers: usize,
     },
-    /// Pages were asked for as tensors, and their rows are not plain elements.
+    /// Pages were asked for as tensors, but their rows are not plain elements.
     NotElements {
         /// `k` or `v`.
         tensor: &'static str,
-        /// How the rows are stored.
+        /// The codec.
         codec: Codec,
     },
-    /// Stored rows were asked for, and they are plain elements.
+    /// Quantized rows were asked for, but the rows are plain elements.
     NotCodes {
         /// `k` or `v`.
         tensor: &'static str,
-        /// How the rows are stored.
+        /// The codec.
         codec: Codec,
     },
-    /// Rows to be loaded are stored otherwise than those of the cache.
+    /// Rows to be loaded have another codec than the cache.
     Codec {
         /// `k` or `v`.
         tensor: &'static str,
         /// The codec of this cache.
         expected: Codec,
-        /// The codec given.
+        /// The codec of the rows.
         got: Codec,
     },
-    /// Rows to be loaded were stored with another mean than those of the cache.
+    /// Rows to be loaded were stored with another mean than the layer's.
     Mean {
         /// The layer.
         layer: usize,
@@ -113,73 +113,73 @@ pub enum CacheError {
         tensor: &'static str,
         /// Its key/value head.
         head: usize,
-        /// Its row of the tensor.
+        /// The row of the tensor.
         row: usize,
-        /// Why.
+        /// The reason.
         why: EncodeError,
     },
-    /// A mean that has not an element for each of a head's.
+    /// The length of a mean is not that of a row of all heads.
     MeanLength {
-        /// Elements given.
+        /// Elements of the mean.
         got: usize,
         /// `kv_heads * head_dim`.
         expected: usize,
     },
-    /// A mean that holds a NaN or an infinity.
+    /// A mean has a NaN or an infinity.
     MeanNotFinite,
-    /// A mean for a layer that has rows.
+    /// The layer already has rows, so that its mean cannot change.
     MeanFixed {
         /// The layer.
         layer: usize,
     },
-    /// A mean for keys that are plain elements.
+    /// A mean for keys that are not quantized.
     MeanOfElements {
-        /// How keys are stored.
+        /// The codec of the keys.
         codec: Codec,
     },
-    /// Bytes that are no snapshot that this version reads.
+    /// The bytes are not a snapshot that this version can read.
     SnapshotHeader {
-        /// What is not known.
+        /// What is not recognised.
         field: &'static str,
     },
-    /// Bytes of a snapshot of another number than its header says.
+    /// The length of a snapshot differs from what its header says.
     SnapshotLength {
-        /// Bytes that the header says, or of a header.
+        /// Bytes according to the header, or the size of a header.
         expected: usize,
-        /// Bytes given.
+        /// Bytes found.
         got: usize,
     },
-    /// A snapshot of tokens that no sequence keeps.
+    /// The range of kept tokens of a snapshot is impossible.
     SnapshotRange {
-        /// First token.
+        /// First kept token.
         first: usize,
         /// Length of the sequence.
         end: usize,
         /// The largest length.
         max: usize,
     },
-    /// A snapshot whose keys have another mean than those of the cache.
+    /// The keys of a snapshot have another mean than those of the cache.
     SnapshotMean {
-        /// The first layer of which that is so.
+        /// The first layer whose mean differs.
         layer: usize,
     },
-    /// Tensors were not given for every layer.
+    /// The number of pairs of tensors is not the number of layers.
     LayerCount {
-        /// Pairs given.
+        /// Pairs found.
         got: usize,
         /// Layers of the cache.
         layers: usize,
     },
-    /// A tensor's shape is not the one that the operation needs.
+    /// A tensor does not have the shape that the operation needs.
     Shape {
         /// Name of the tensor.
         tensor: &'static str,
         /// The shape needed.
         expected: [usize; 4],
-        /// The tensor's shape.
+        /// The shape of the tensor.
         got: [usize; 4],
     },
-    /// A write of more tokens than the sequence has.
+    /// A write of more tokens than the sequence keeps.
     Tokens {
         /// The sequence.
         seq: SeqId,
@@ -188,11 +188,11 @@ pub enum CacheError {
         /// Length of the sequence.
         len: usize,
     },
-    /// A position to which the sequence cannot be cut.
+    /// The sequence cannot be cut at this position.
     Position {
         /// The sequence.
         seq: SeqId,
-        /// The position given.
+        /// The position asked for.
         got: usize,
         /// The smallest position.
         min: usize,
@@ -203,9 +203,9 @@ pub enum CacheError {
     SnapshotDimension {
         /// Field of [`CacheDesc`](super::CacheDesc).
         name: &'static str,
-        /// The number of this cache.
+        /// The value of this cache.
         expected: usize,
-        /// The number of the snapshot.
+        /// The value of the snapshot.
         got: usize,
     },
     /// A snapshot of a cache with another codec.
@@ -230,7 +230,7 @@ impl fmt::Display for CacheError {
                 write!(f, "a cache of {layers} layers with pools {pool:?} is not addressable")
             }
             Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
-            Self::OutOfSlots { slots } => write!(f, "all {slots} slots have a sequence"),
+            Self::OutOfSlots { slots } => write!(f, "all {slots} slots are taken"),
             Self::OutOfPages { needed, free } => write!(f, "{needed} pages are needed, {free} are free"),
             Self::Capacity { len, capacity } => {
                 write!(f, "the sequence would have {len} tokens, expected at most {capacity}")
@@ -247,7 +247,7 @@ impl fmt::Display for CacheError {
             }
             Self::Codec { tensor, expected, got } => write!(f, "{tensor} is {got}, expected {expected}"),
             Self::Mean { layer } => {
-                write!(f, "rows for layer {layer} were stored with another mean than those of this cache")
+                write!(f, "rows for layer {layer} were stored with another mean than this cache has")
             }
             Self::Row { tensor, head, row, why } => write!(f, "row {row} of head {head} of {tensor} {why}"),
             Self::MeanLength { got, expected } => {
@@ -271,7 +271,7 @@ impl fmt::Display for CacheError {
                 )
             }
             Self::SnapshotMean { layer } => {
-                write!(f, "snapshot has keys of layer {layer} with another mean than this cache")
+                write!(f, "snapshot has keys of layer {layer} with another mean than this cache has")
             }
             Self::LayerCount { got, layers } => {
                 write!(f, "{got} pairs of k and v, expected one for each of {layers} layers")

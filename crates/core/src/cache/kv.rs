@@ -11,41 +11,41 @@ use crate::codec::{CodePages, KvView, Side};
 use crate::inputs::Inputs;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// Keys and values of many sequences, in main memory.
+/// Keys and values of many sequences in main memory.
 ///
-/// A refused operation changes nothing. Sequences never see each other's tokens: pages that they share after a
-/// [`KvCache::fork`] are copied before one of them writes there. In a batch, a sequence is listed at most once.
+/// An operation that is refused changes nothing. Sequences never see each other's tokens: pages shared by
+/// [`KvCache::fork`] are copied before one of the sequences writes to them. A batch lists a sequence at most once.
 #[derive(Debug)]
 pub struct KvCache {
     desc: CacheDesc,
     table: SequenceTable,
     store: Store,
-    /// Scratch of an operation: empty between two of them.
+    /// Scratch memory, empty between operations.
     copies: Vec<PageCopy>,
 }
 
-/// What a cache holds. Bookkeeping, a few bytes a page, is not counted.
+/// Memory use of a cache. Bookkeeping, a few bytes per page, is not counted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CacheMemory {
-    /// Bytes of all pools. The system provides them as they are first written.
+    /// Bytes of all pools. The system provides them on first write.
     pub bytes_reserved: usize,
-    /// Bytes of the pages that are not free.
+    /// Bytes of the pages in use.
     pub bytes_used: usize,
     /// Pages of the cache. A slot is a page.
     pub pages: usize,
-    /// Pages that no sequence has.
+    /// Free pages.
     pub pages_free: usize,
-    /// Pages that several sequences have.
+    /// Pages with several holders.
     pub pages_shared: usize,
     /// Sequences.
     pub sequences: usize,
-    /// Tokens kept, of each sequence for itself: what is shared counts several times.
+    /// Kept tokens, summed over sequences: shared ones count once for each.
     pub tokens: usize,
 }
 
 impl CacheMemory {
-    /// What a cache of this description holds whose sequences are those of `table`.
+    /// Memory use of a cache with this description and table.
     #[must_use]
     pub fn of(desc: &CacheDesc, table: &SequenceTable) -> Self {
         let usage = table.usage();
@@ -64,7 +64,7 @@ impl CacheMemory {
 }
 
 impl KvCache {
-    /// An empty cache. Its pools start on cache lines and are zero; untouched ones cost address space alone.
+    /// An empty cache. Its pools start on cache lines and are zero; untouched pages take address space only.
     ///
     /// # Errors
     /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::MeanOfElements`], [`CacheError::SizeOverflow`] or
@@ -81,7 +81,7 @@ impl KvCache {
         &self.desc
     }
 
-    /// A new, empty sequence. Takes a slot, or no page.
+    /// A new, empty sequence. It takes a slot in a contiguous or ring cache, and no page in a paged one.
     ///
     /// # Errors
     /// [`CacheError::OutOfSlots`] or [`CacheError::Memory`].
@@ -89,15 +89,15 @@ impl KvCache {
         self.table.create()
     }
 
-    /// Ends a sequence and frees what it alone has. Cost: `O(its pages)`, without touching their memory.
+    /// Ends a sequence and frees the pages that only it holds. Cost: `O(its pages)`, without touching their memory.
     ///
     /// # Errors
-    /// [`CacheError::ForeignSequence`] or, a second time, [`CacheError::RemovedSequence`].
+    /// [`CacheError::ForeignSequence`], or [`CacheError::RemovedSequence`] the second time.
     pub fn remove(&mut self, seq: SeqId) -> Result<(), CacheError> {
         self.table.remove(seq)
     }
 
-    /// Length of a sequence, tokens that are no longer kept included: the position of its next token.
+    /// Length of a sequence, including tokens that are no longer kept: the position of its next token.
     ///
     /// # Errors
     /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
@@ -105,7 +105,7 @@ impl KvCache {
         Ok(self.table.kept(seq)?.end)
     }
 
-    /// First token of a sequence that is kept: 0 unless a ring has overwritten it or it was forgotten.
+    /// First kept token of a sequence: 0 unless a ring has overwritten it or [`KvCache::forget`] has dropped it.
     ///
     /// # Errors
     /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
@@ -113,9 +113,9 @@ impl KvCache {
         Ok(self.table.kept(seq)?.start)
     }
 
-    /// Gives each listed sequence that many more tokens, in all layers. What they hold until [`KvCache::write`] stores
-    /// them is not specified. Takes the pages of the new tokens, and one more for a sequence whose last page is shared and
-    /// not full. Rings give up their oldest tokens.
+    /// Adds tokens to each listed sequence, in all layers. Their contents are unspecified until [`KvCache::write`]
+    /// stores them. Takes the pages of the new tokens, and one more for a sequence whose last page is shared and not
+    /// full. Rings give up their oldest tokens.
     ///
     /// # Errors
     /// [`CacheError::OutOfPages`], [`CacheError::Capacity`], [`CacheError::ForeignSequence`],
@@ -126,13 +126,14 @@ impl KvCache {
         Ok(())
     }
 
-    /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total, head_dim]`
-    /// and `v` `[1, kv_heads, total, value_dim]`, of any dtype: rows of the sequences one after the other, as many as
-    /// listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept are skipped.
+    /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total,
+    /// head_dim]` and `v` `[1, kv_heads, total, value_dim]`, of any dtype: the rows of the sequences one after
+    /// another, as many as listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept
+    /// are skipped.
     ///
-    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized rows are encoded
-    /// each by itself: the bytes do not depend on how many are written at a time. Pages shared with
-    /// another sequence are copied before they are written, in all layers.
+    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized
+    /// rows are encoded independently, so that their bytes do not depend on how many are written at once. Pages
+    /// shared with another sequence are copied before they are written, in all layers.
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Row`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
@@ -153,10 +154,11 @@ impl KvCache {
         self.write_rows(layer, batch, k, v)
     }
 
-    /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer; refused as a whole.
+    /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer. If any of it is refused,
+    /// nothing changes.
     ///
     /// # Errors
-    /// [`CacheError::LayerCount`] and those of [`KvCache::extend`] and [`KvCache::write`].
+    /// [`CacheError::LayerCount`], and the errors of [`KvCache::extend`] and [`KvCache::write`].
     pub fn append(
         &mut self,
         batch: &[(SeqId, usize)],
@@ -175,15 +177,16 @@ impl KvCache {
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
     }
 
-    /// Replaces what a layer holds of a sequence by rows that were stored elsewhere, byte for byte. `k` and `v` are slots `[1, kv_heads,
-    /// capacity, dim]` in the codecs of the cache, [`CodePages::from_mlx`] of a cache of mlx-native, say: each kept token `j` is given
-    /// their row `j % capacity`. A sequence that has none yet is given them by [`KvCache::extend`]. Pages shared with another sequence
-    /// are copied first, in all layers. A layer that has no mean of its keys yet does not learn one from them.
+    /// Replaces a sequence's rows in one layer by rows that were stored elsewhere, byte for byte. `k` and `v` are
+    /// slots `[1, kv_heads, capacity, dim]` in the codecs of the cache, such as [`CodePages::from_mlx`] makes: each
+    /// kept token `j` becomes row `j % capacity`. Add tokens to a new sequence by [`KvCache::extend`] first. Pages
+    /// shared with another sequence are copied first, in all layers. A layer that has not learned a mean of its keys
+    /// yet does not learn one from these rows.
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::Shape`] also where a slot has fewer rows than there are tokens, [`CacheError::Codec`],
-    /// [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
-    /// [`CacheError::Memory`].
+    /// [`CacheError::Layer`], [`CacheError::Shape`] (also if a slot has fewer rows than there are kept tokens),
+    /// [`CacheError::Codec`], [`CacheError::Mean`], [`CacheError::OutOfPages`], [`CacheError::ForeignSequence`],
+    /// [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
     pub fn load(
         &mut self,
         layer: usize,
@@ -223,12 +226,12 @@ impl KvCache {
         Ok(())
     }
 
-    /// What a layer holds of a sequence as a slot, byte for byte: pages `[1, kv_heads, capacity, dim]` of keys or of values in which each
-    /// kept token `j` has row `j % capacity`, and other rows are zeros. The opposite of [`KvCache::load`].
+    /// A sequence's rows in one layer as a slot, byte for byte: pages `[1, kv_heads, capacity, dim]` of keys or
+    /// values whose row `j % capacity` is kept token `j`; the other rows are zero. The inverse of [`KvCache::load`].
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::NotCodes`], [`CacheError::Capacity`] where more tokens are kept,
-    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    /// [`CacheError::Layer`], [`CacheError::NotCodes`], [`CacheError::Capacity`] if more tokens are kept than the
+    /// slot has rows, [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
     pub fn slot(
         &self,
         layer: usize,
@@ -262,13 +265,13 @@ impl KvCache {
         Ok(slot)
     }
 
-    /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized, and that attention
-    /// accounts for: exact but for rounding. Keys with a constant part, as projections with a bias make them, need it: codes
-    /// resolve what is left. It cannot change once rows are stored.
+    /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized.
+    /// Attention accounts for it, exactly up to rounding. Keys with a constant component, such as projections with a
+    /// bias produce, need it: codes then resolve the rest. It cannot change once rows are stored.
     ///
     /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`] or, where keys
-    /// are plain elements, [`CacheError::MeanOfElements`].
+    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`],
+    /// or [`CacheError::MeanOfElements`] if keys are not quantized.
     pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), CacheError> {
         self.desc.check_layer(layer)?;
         let expected = self.desc.kv_heads * self.desc.head_dim;
@@ -288,7 +291,7 @@ impl KvCache {
         Ok(())
     }
 
-    /// The mean `[kv_heads, head_dim]` of the keys of a layer that is not part of its stored rows, given or learned.
+    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer, whether set or learned.
     ///
     /// # Errors
     /// [`CacheError::Layer`].
@@ -297,19 +300,18 @@ impl KvCache {
         Ok(self.store.layers[layer].k.codes().and_then(CodePages::mean))
     }
 
-    /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has overwritten
-    /// do not come back: [`KvCache::first`] stays.
+    /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has
+    /// overwritten do not come back: [`KvCache::first`] stays as it is.
     ///
     /// # Errors
-    /// [`CacheError::Position`] unless `first <= len <=` the present length, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::Position`] unless `first <= len <=` the current length, [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`].
     pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
         self.table.truncate(seq, len)
     }
 
-    /// Drops the tokens before a position, and frees the pages of a paged cache that held no others. Positions of the
-    /// other tokens stay; so does the room that is left in a contiguous slot. No effect where they are dropped already.
-    ///
+    /// Drops the tokens before a position and frees the pages of a paged cache that held only those. The other tokens
+    /// keep their positions, and a contiguous slot gains no room. No effect if the tokens are dropped already.
     /// # Errors
     /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`].
@@ -317,9 +319,9 @@ impl KvCache {
         self.table.forget(seq, before)
     }
 
-    /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied; otherwise
-    /// the tokens are copied to a free slot. [`KvCache::truncate`] of the fork leaves it the start of the other sequence, such
-    /// as a system prompt; a page in which both go on is copied first.
+    /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied;
+    /// otherwise the tokens are copied to a free slot. [`KvCache::truncate`] of the fork keeps a prefix, such as a
+    /// system prompt. A shared page is copied when one of the sequences continues in it.
     ///
     /// # Errors
     /// [`CacheError::OutOfSlots`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
@@ -330,7 +332,7 @@ impl KvCache {
         Ok(fork)
     }
 
-    /// Copies the kept tokens of a sequence out of the cache.
+    /// Copies the kept tokens of a sequence from the cache.
     ///
     /// # Errors
     /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
@@ -353,8 +355,8 @@ impl KvCache {
         Ok(Snapshot { desc: self.desc, kept, bytes, means })
     }
 
-    /// A new sequence with the tokens of a snapshot, which may be of another cache with another layout. Positions are
-    /// those of the snapshot. A ring keeps the last of the tokens, as many as it has room for.
+    /// A new sequence with the tokens of a snapshot, which may come from a cache with another layout. Tokens keep
+    /// their positions. A ring keeps as many of the last tokens as it has room for.
     ///
     /// # Errors
     /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
@@ -411,14 +413,14 @@ impl KvCache {
         Ok(())
     }
 
-    /// What the cache holds. Cost: `O(pages + sequences)`.
+    /// Memory use. Cost: `O(pages + sequences)`.
     #[must_use]
     pub fn memory(&self) -> CacheMemory {
         CacheMemory::of(&self.desc, &self.table)
     }
 
     /// The pools of a layer: K `[pages, kv_heads, page, head_dim]` and V `[pages, kv_heads, page, value_dim]`, dense.
-    /// Rows that hold no token of a sequence are not to be read.
+    /// Rows without a token must not be read.
     ///
     /// # Errors
     /// [`CacheError::Layer`] or [`CacheError::NotElements`].
@@ -431,7 +433,7 @@ impl KvCache {
         Ok((k, v))
     }
 
-    /// The pools of a layer in any codec, as attention reads them.
+    /// The pools of a layer in any codec, as inputs of attention.
     ///
     /// # Errors
     /// [`CacheError::Layer`].
@@ -441,8 +443,8 @@ impl KvCache {
         Ok((k.kv_view(), v.kv_view()))
     }
 
-    /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once. Holds
-    /// until an operation changes one of them; [`KvCache::write`] does so where it copies a shared page.
+    /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once.
+    /// Valid until an operation changes one of them, such as a [`KvCache::write`] that copies a shared page.
     ///
     /// # Errors
     /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
@@ -452,18 +454,18 @@ impl KvCache {
         Ok(tables)
     }
 
-    /// [`KvCache::tables`] into tables that exist, whatever they hold; allocates only where they have too little room.
+    /// [`KvCache::tables`] into existing tables, whose contents are replaced; allocates only if they are too small.
     ///
     /// # Errors
-    /// As [`KvCache::tables`]; `tables` is as it was then.
+    /// Those of [`KvCache::tables`]; `tables` is unchanged then.
     pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), CacheError> {
         self.table.tables(batch, tables)
     }
 
-    /// Inputs of attention over one layer; `tables` are those of [`KvCache::tables`] for the sequences of the batch.
+    /// Inputs of attention over one layer. `tables` come from [`KvCache::tables`] for the sequences of the batch.
     ///
     /// # Errors
-    /// As [`KvCache::kv_pages`].
+    /// Those of [`KvCache::kv_pages`].
     pub fn inputs<'a>(
         &'a self,
         layer: usize,
@@ -474,24 +476,24 @@ impl KvCache {
         Ok(Inputs::paged_kv(q, k, v, tables))
     }
 
-    /// Fills every row that holds no token of a sequence with bytes 0xFF, a NaN in every codec, so that a read of it shows.
+    /// Fills every row without a token with bytes 0xFF, a NaN in every codec, so that reading it shows.
     #[cfg(feature = "testkit")]
     pub fn poison_unused(&mut self) {
         self.store.poison(&self.table.rows_held());
     }
 
-    /// Whether the first rows of a layer make the mean of its keys.
+    /// Whether the next write of a layer determines the mean of its keys.
     fn learns(&self) -> bool {
         self.desc.key_mean == KeyMean::Learned
     }
 
-    /// Does the copies that the bookkeeping has listed.
+    /// Performs the copies listed by the bookkeeping.
     fn copy_pages(&mut self) {
         self.store.copy(&self.copies);
         self.copies.clear();
     }
 
-    /// Stores rows of a batch that was checked, in pages that are not shared: nothing is left that could fail.
+    /// Stores rows of a batch that has been checked, in pages that are not shared, so that nothing can fail.
     fn write_rows(
         &mut self,
         layer: usize,

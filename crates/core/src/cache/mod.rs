@@ -1,12 +1,12 @@
 //! KV caches: keys and values of sequences that grow token by token.
 //!
 //! A cache is a layout times a codec. Whatever the layout, a token's row lies in a page, and one formula finds it
-//! ([`BlockTables`](crate::block_tables::BlockTables)): a slot of a contiguous cache is one page, a ring is one page that is written over again, and a
-//! paged cache gives a sequence as many pages as its tokens fill, which sequences with a common start can share.
-//! Positions of tokens are counted from the start of the sequence and stay what they are when older tokens are dropped.
+//! ([`BlockTables`](crate::block_tables::BlockTables)). A slot of a contiguous cache is one page; a ring is one page
+//! that is overwritten; in a paged cache, sequences take pages as they grow and share those of a common prefix.
+//! Positions are counted from the start of the sequence and do not change when older tokens are dropped.
 //!
-//! One bookkeeping serves all layers. [`KvCache::append`] is the usual step; [`KvCache::extend`] followed by
-//! [`KvCache::write`] for each layer is the same for a model that computes its layers one after the other.
+//! One table serves all layers. [`KvCache::append`] is the usual step; [`KvCache::extend`] followed by
+//! [`KvCache::write`] for each layer does the same for a model that computes one layer after another.
 //!
 //! ```
 //! use flashtile::cache::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache};

@@ -1,16 +1,16 @@
-//! Names of sequences.
+//! Identifiers of sequences.
 
 use std::fmt;
 
-/// A sequence of a cache. It names that sequence for ever: no other cache accepts it, and none once the sequence is
+/// Identifies a sequence of a cache for ever: no other cache accepts it, nor does this one after the sequence is
 /// removed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SeqId {
     /// Identity of the cache.
     pub(super) cache: u64,
-    /// Number of sequences that the cache made before this one.
+    /// Number of sequences that the cache created before this one.
     pub(super) serial: u64,
-    /// Place in the table.
+    /// Index in the table.
     pub(super) index: u32,
 }
 

@@ -1,4 +1,4 @@
-//! The content of a sequence, independent of the cache it came from.
+//! The contents of a sequence, independent of the cache that they came from.
 
 use super::desc::{CacheDesc, CacheLayout, CacheShape};
 use super::error::CacheError;
@@ -7,40 +7,40 @@ use crate::codec::Codec;
 use crate::limits::MAX_LEN;
 use std::ops::Range;
 
-/// The first bytes of a snapshot: what it is, its version, and the order of bytes in numbers of the machine that wrote it.
+/// The first bytes of a snapshot: magic, version, and the byte order of the machine that wrote it.
 const MAGIC: [u8; 8] = *b"ftkvsnap";
 const VERSION: u32 = 1;
 const ORDER: u32 = 0x0102_0304;
 
-/// Bytes of the name of a codec, zeros behind it.
+/// Bytes of a codec's name, padded with zeros.
 const NAME: usize = 16;
 
-/// Bytes before the flags of means: the first ones, six numbers of 8 bytes, two names.
+/// Bytes before the flags of means: the magic, six integers of 8 bytes, two names.
 const HEADER: usize = 16 + 6 * 8 + 2 * NAME;
 
-/// The first bytes of a slice, which goes on behind them; `None` where there are not so many.
+/// Splits off the first `n` bytes; `None` if there are fewer.
 fn take<'b>(rest: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
     let (first, after) = rest.split_at_checked(count)?;
     *rest = after;
     Some(first)
 }
 
-/// The kept tokens of a sequence in every layer, as owned bytes: stored rows as they are, without a conversion. It can be
-/// restored into any cache with the same layers, heads, dimensions and codecs, whatever its layout; with quantized keys, the means of
-/// its layers must be those of the snapshot, or not fixed yet.
+/// The kept tokens of a sequence in every layer, as owned bytes: stored rows without conversion. It can be restored
+/// into any cache with the same layers, heads, dimensions and codecs, whatever its layout. With quantized keys, the
+/// means of the cache's layers must equal the snapshot's or not be fixed yet.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
-    /// Numbers of the rows; the layout is of no consequence.
+    /// Dimensions and codecs of the rows; the layout does not matter.
     pub(super) desc: CacheDesc,
     pub(super) kept: Range<usize>,
     /// `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`.
     pub(super) bytes: Vec<u8>,
-    /// `[layers]`: means of the keys that are not part of their rows.
+    /// `[layers]`: means that were subtracted from the keys.
     pub(super) means: Vec<Option<Vec<f32>>>,
 }
 
 impl Snapshot {
-    /// Length of the sequence, tokens that were no longer kept included.
+    /// Length of the sequence, including tokens that were no longer kept.
     #[must_use]
     pub const fn len(&self) -> usize {
         self.kept.end
@@ -58,20 +58,22 @@ impl Snapshot {
         self.kept.start
     }
 
-    /// Bytes of the kept tokens: their number times [`CacheDesc::token_bytes`].
+    /// Bytes of the kept tokens: [`CacheDesc::token_bytes`] for each.
     #[must_use]
     pub const fn bytes(&self) -> usize {
         self.bytes.len()
     }
 
-    /// The kept rows: `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`, each row as its codec has it.
+    /// The kept rows: `[layers]` of K `[kv_heads, kept, row]` and V `[kv_heads, kept, row]`, each row in its codec's
+    /// format.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The snapshot as bytes, to be stored or sent: a header of 96 bytes, a byte for each layer that says whether its keys have a mean,
-    /// the means as f32, and the rows as [`Snapshot::as_bytes`] has them. Numbers are in the order of this machine.
+    /// The snapshot as bytes to store or send: a header of 96 bytes, a byte per layer that says whether its keys have
+    /// a mean, the means as f32, and the rows of [`Snapshot::as_bytes`]. Integers and floats are in native byte
+    /// order.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let desc = &self.desc;
@@ -98,9 +100,9 @@ impl Snapshot {
         HEADER + self.means.len() + means
     }
 
-    /// The snapshot of [`Snapshot::to_bytes`]. Everything that a cache relies on is checked; rows may be any bytes, and what does not
-    /// come from an encoder decodes to numbers that mean nothing, in their own tokens alone. There is no checksum. The memory
-    /// taken is that of the bytes, and a few words a layer.
+    /// The inverse of [`Snapshot::to_bytes`]. Everything that a cache relies on is checked. Rows may be any bytes:
+    /// those that no encoder wrote decode to meaningless values, in their own tokens only. There is no checksum.
+    /// Takes as much memory as the bytes, and a few words per layer.
     ///
     /// # Errors
     /// [`CacheError::SnapshotHeader`], [`CacheError::SnapshotLength`], [`CacheError::SnapshotRange`], [`CacheError::Dimension`],
@@ -178,7 +180,7 @@ impl Snapshot {
         Ok(Self { desc, kept: first..end, bytes, means })
     }
 
-    /// Checks that the rows are those of a cache of this description.
+    /// Checks that a cache with this description can hold the rows.
     pub(super) fn check(&self, desc: &CacheDesc) -> Result<(), CacheError> {
         let numbers = |d: &CacheDesc| {
             [

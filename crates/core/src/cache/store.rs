@@ -39,7 +39,7 @@ impl Pool {
         Ok(Self { shape, row_bytes, rows })
     }
 
-    /// First byte of a row of elements.
+    /// First byte of a row of plain elements.
     const fn at(&self, page: usize, head: usize, row: usize) -> usize {
         first_byte(self.shape, self.row_bytes, [page, head, row])
     }
@@ -48,7 +48,7 @@ impl Pool {
         self.shape[1]
     }
 
-    /// The rows as a tensor; `None` where they are not plain elements.
+    /// The rows as a tensor; `None` if they are quantized.
     pub(super) fn view(&self) -> Option<TensorView<'_>> {
         match self.kv_view() {
             KvView::Elements(view) => Some(view),
@@ -60,7 +60,7 @@ impl Pool {
     pub(super) fn kv_view(&self) -> KvView<'_> {
         match &self.rows {
             Rows::Elements(memory, dtype) => {
-                // Size and alignment are right: the description is validated, and memory starts on a line.
+                // Size and alignment are right: the description is validated, and the memory starts on a cache line.
                 let view = TensorView::from_bytes(*dtype, memory, self.shape, dense(self.shape));
                 KvView::Elements(view.unwrap_or_else(|_| unreachable!("a pool is a tensor")))
             }
@@ -68,7 +68,7 @@ impl Pool {
         }
     }
 
-    /// The quantized rows; `None` of plain elements.
+    /// The quantized rows; `None` if they are plain elements.
     pub(super) const fn codes(&self) -> Option<&CodePages> {
         match &self.rows {
             Rows::Elements(..) => None,
@@ -76,7 +76,7 @@ impl Pool {
         }
     }
 
-    /// As [`Pool::codes`].
+    /// Like [`Pool::codes`].
     pub(super) const fn codes_mut(&mut self) -> Option<&mut CodePages> {
         match &mut self.rows {
             Rows::Elements(..) => None,
@@ -84,7 +84,7 @@ impl Pool {
         }
     }
 
-    /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`; for codes, they were checked.
+    /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`. Rows to be quantized have been checked.
     pub(super) fn write(&mut self, run: Run, tensor: &TensorView<'_>, from: usize) {
         let (shape, row_bytes) = (self.shape, self.row_bytes);
         match &mut self.rows {
@@ -138,7 +138,7 @@ impl Pool {
         self.heads() * tokens * self.row_bytes
     }
 
-    /// Copies rows to rows `at..` of dense bytes `[heads, tokens, row]`.
+    /// Copies rows of the pool to rows `at..` of dense bytes `[heads, tokens, row]`.
     pub(super) fn export(&self, run: Run, at: usize, bytes: &mut [u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact_mut(head_bytes).enumerate() {
@@ -157,7 +157,7 @@ impl Pool {
         }
     }
 
-    /// Copies rows `at..` of dense bytes `[heads, tokens, row]` into rows.
+    /// Copies rows `at..` of dense bytes `[heads, tokens, row]` to rows of the pool.
     pub(super) fn import(&mut self, run: Run, at: usize, bytes: &[u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact(head_bytes).enumerate() {
@@ -174,8 +174,8 @@ impl Pool {
         }
     }
 
-    /// Copies rows from those of a slot `[1, heads, capacity, dim]` in the same codec, where token `j` has row `j % capacity`; the first
-    /// token of the run is `first`.
+    /// Copies rows from a slot `[1, heads, capacity, dim]` in the same codec, whose row `j % capacity` is token `j`.
+    /// `first` is the first token of the run.
     pub(super) fn load(&mut self, run: Run, first: usize, slot: &KvView<'_>) {
         let (shape, row_bytes, capacity) = (self.shape, self.row_bytes, slot.shape()[2]);
         let mut bytes = vec![0u8; row_bytes];
@@ -227,7 +227,7 @@ impl Pool {
     }
 }
 
-/// First byte of a row of elements in pages of a shape.
+/// First byte of a row of plain elements in pages of a shape.
 const fn first_byte(shape: [usize; 4], row_bytes: usize, [page, head, row]: [usize; 3]) -> usize {
     ((page * shape[1] + head) * shape[2] + row) * row_bytes
 }
@@ -237,14 +237,14 @@ const fn first_byte(shape: [usize; 4], row_bytes: usize, [page, head, row]: [usi
 pub(super) struct Layer {
     pub(super) k: Pool,
     pub(super) v: Pool,
-    /// Whether rows were ever stored, which fixes the mean of the keys.
+    /// Whether rows have been stored, which fixes the mean of the keys.
     pub(super) written: bool,
-    /// Whether the mean of the keys is the caller's.
+    /// Whether the caller has set the mean of the keys.
     pub(super) given: bool,
 }
 
 impl Layer {
-    /// The mean of quantized keys that are the first of the layer, where that is to be learned.
+    /// The mean of the first quantized keys of the layer, if it is to be learned from them.
     pub(super) fn learned(&self, learn: bool, k: &TensorView<'_>) -> Option<Vec<f32>> {
         let fresh = learn && !self.written && !self.given;
         if fresh && self.k.codes().is_some() { mean(k) } else { None }
@@ -312,7 +312,7 @@ impl Store {
         }
     }
 
-    /// Fills the rows `[pages, page]` that are not held with NaN.
+    /// Fills the rows `[pages, page]` without a token with NaN.
     #[cfg(feature = "testkit")]
     pub(super) fn poison(&mut self, held: &[bool]) {
         for layer in &mut self.layers {
@@ -321,7 +321,8 @@ impl Store {
     }
 }
 
-/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` where there are none or it is not finite.
+/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` without rows or if it is not
+/// finite.
 fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
     let [_, heads, rows, dim] = tensor.shape();
     let rows = rows.min(MEAN_ROWS);

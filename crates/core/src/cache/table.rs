@@ -1,11 +1,11 @@
 //! Which page holds which tokens: the bookkeeping of a cache, without its bytes.
 //!
-//! A sequence is a list of pages, one for each block of `page` positions that has a kept token. Slots are the same with
-//! one page a sequence, held from its creation on: token `j` of a ring is row `j % page` of that page, so that a token
-//! overwrites the one a capacity before it.
+//! A sequence is a list of pages, one for each block of `page` positions with a kept token. In contiguous and ring
+//! caches it has one page, its slot, from creation on: token `j` of a ring is row `j % page` of that page, so that a
+//! token overwrites the one a capacity earlier.
 //!
-//! Every operation first finds whether it can be done, without a change that a caller could see, and then does it
-//! without a step that could fail. Bytes that have to move because of it are listed as [`PageCopy`]s.
+//! Every operation first determines whether it can be done, without visible changes, and then does it in steps that
+//! cannot fail. Bytes that have to move are listed as [`PageCopy`]s.
 
 use super::desc::CacheLayout;
 use super::error::CacheError;
@@ -28,7 +28,7 @@ pub struct Run {
     pub at: usize,
 }
 
-/// Rows to be copied to the same rows of another page, in every layer, before anything is written.
+/// Rows to copy to the same rows of another page, in every layer, before anything is written.
 #[derive(Debug, Clone)]
 pub struct PageCopy {
     /// The page to read.
@@ -39,16 +39,16 @@ pub struct PageCopy {
     pub rows: Range<usize>,
 }
 
-/// The tokens of a sequence that a write to its last tokens stores.
+/// The tokens of a sequence that a write stores.
 #[derive(Debug, Clone)]
 pub struct Tail {
     /// Positions that are kept.
     pub kept: Range<usize>,
-    /// Tokens of the write before them, which are not.
+    /// Tokens of the write before those, which are not kept.
     pub skipped: usize,
 }
 
-/// Numbers of a memory report.
+/// Counts of a memory report.
 #[derive(Debug, Clone, Copy)]
 pub struct Usage {
     pub(crate) free: usize,
@@ -57,29 +57,29 @@ pub struct Usage {
     pub(crate) tokens: usize,
 }
 
-/// Serial of a place in the table that has no sequence.
+/// Serial of an entry without a sequence.
 const VACANT: u64 = u64::MAX;
 
-/// A place in the table.
+/// An entry of the table.
 #[derive(Debug)]
 struct Entry {
     /// Serial of the sequence.
     serial: u64,
-    /// The last batch that listed it.
+    /// The last batch that listed the sequence.
     stamp: u64,
-    /// First token that is kept.
+    /// First kept token.
     first: usize,
-    /// Length, tokens that are no longer kept included.
+    /// Length, including tokens that are no longer kept.
     len: usize,
-    /// Pages of the blocks that have a kept token, in order; the page of the slot.
+    /// Pages of the blocks with a kept token, in order, or the page of the slot.
     blocks: Vec<u32>,
 }
 
 #[derive(Debug, Clone)]
 struct Page {
-    /// Sequences that have it.
+    /// Number of sequences that hold the page.
     holders: u32,
-    /// Sequences of the batch `stamp` that will have left it by a copy of their own.
+    /// Holders in the batch `stamp` that will have replaced the page by a copy of their own.
     leaving: u32,
     stamp: u64,
 }
@@ -87,13 +87,13 @@ struct Page {
 #[derive(Debug)]
 struct Pages {
     pages: Vec<Page>,
-    /// Pages without a holder, the next one last: the most recently used first, so that memory that was never touched
-    /// stays so for as long as possible.
+    /// Free pages, the next one last. The most recently used comes first, so that untouched memory stays untouched as
+    /// long as possible.
     free: Vec<u32>,
 }
 
 impl Pages {
-    /// A free page. The caller has counted them.
+    /// Takes a free page. The caller has checked that there is one.
     fn take(&mut self) -> u32 {
         let Some(page) = self.free.pop() else {
             unreachable!("free pages are counted before they are taken")
@@ -116,7 +116,7 @@ impl Pages {
 pub struct SequenceTable {
     cache: u64,
     layout: CacheLayout,
-    /// Tokens of a page.
+    /// Tokens per page.
     page: usize,
     entries: Vec<Entry>,
     /// Entries without a sequence.
@@ -128,12 +128,12 @@ pub struct SequenceTable {
     stamp: u64,
 }
 
-/// Makes room for `n` more elements.
+/// Reserves room for `n` more elements.
 pub(super) fn reserve<T>(list: &mut Vec<T>, n: usize) -> Result<(), CacheError> {
     list.try_reserve(n).map_err(|_| CacheError::Memory { bytes: n.saturating_mul(size_of::<T>()) })
 }
 
-/// Makes room for `n` elements in all.
+/// Reserves room for `n` elements in total.
 fn reserve_to<T>(list: &mut Vec<T>, n: usize) -> Result<(), CacheError> {
     let more = n.saturating_sub(list.len());
     reserve(list, more)
@@ -178,7 +178,7 @@ impl SequenceTable {
         if len > capacity { Err(CacheError::Capacity { len, capacity }) } else { Ok(()) }
     }
 
-    /// First token that is kept of a sequence of `len` tokens that keeps none before `first`.
+    /// First kept token of a sequence of `len` tokens that keeps none before `first`.
     fn kept_from(&self, first: usize, len: usize) -> usize {
         match self.layout {
             CacheLayout::Ring { capacity, .. } => first.max(len.saturating_sub(capacity)),
@@ -186,7 +186,7 @@ impl SequenceTable {
         }
     }
 
-    /// The block of the first page of a sequence.
+    /// The block of a sequence's first page.
     const fn front(&self, first: usize) -> usize {
         if self.paged() { first / self.page } else { 0 }
     }
@@ -200,7 +200,7 @@ impl SequenceTable {
         }
     }
 
-    /// Place of a sequence.
+    /// Index of a sequence's entry.
     fn find(&self, seq: SeqId) -> Result<usize, CacheError> {
         if seq.cache != self.cache {
             return Err(CacheError::ForeignSequence { seq });
@@ -216,14 +216,14 @@ impl SequenceTable {
         Ok(&self.entries[self.find(seq)?])
     }
 
-    /// Place of a sequence that the batch `self.stamp` has not listed yet.
+    /// Index of the entry of a sequence that the batch `self.stamp` does not list yet.
     fn enlist(&mut self, seq: SeqId) -> Result<usize, CacheError> {
         let index = self.find(seq)?;
         let stamp = std::mem::replace(&mut self.entries[index].stamp, self.stamp);
         if stamp == self.stamp { Err(CacheError::DuplicateSequence { seq }) } else { Ok(index) }
     }
 
-    /// Kept tokens: first and one past the last.
+    /// The range of kept tokens.
     pub fn kept(&self, seq: SeqId) -> Result<Range<usize>, CacheError> {
         let entry = self.entry(seq)?;
         Ok(entry.first..entry.len)
@@ -255,7 +255,7 @@ impl SequenceTable {
         })
     }
 
-    /// A place for a sequence that keeps `first..len`, with its pages.
+    /// Adds an entry for a sequence that keeps `first..len`, with its pages.
     fn place(&mut self, first: usize, len: usize) -> Result<SeqId, CacheError> {
         let needed = self.held(first, len);
         let free = self.pages.free.len();
@@ -274,14 +274,14 @@ impl SequenceTable {
         Ok(seq)
     }
 
-    /// A place for an empty sequence, with room for `blocks` in its list of pages.
+    /// Adds an entry for an empty sequence, with room for `blocks` pages in its list.
     fn open(&mut self, blocks: usize) -> Result<SeqId, CacheError> {
         if self.entries.len() - self.vacant.len() >= MAX_SEQUENCES {
             return Err(CacheError::OutOfSlots { slots: MAX_SEQUENCES });
         }
         if self.vacant.is_empty() {
             reserve(&mut self.entries, 1)?;
-            // Strides become vacant without an allocation.
+            // New entries become vacant here, which needs no allocation.
             reserve(&mut self.vacant, self.entries.len() + 1)?;
             self.vacant.push(self.entries.len() as u32);
             self.entries.push(Entry { serial: VACANT, stamp: 0, first: 0, len: 0, blocks: Vec::new() });
@@ -295,8 +295,8 @@ impl SequenceTable {
         Ok(SeqId { cache: self.cache, serial: entry.serial, index })
     }
 
-    /// Changes which tokens are kept and, with them, which pages are held. The pages are free, and there is room for
-    /// them in the list.
+    /// Changes which tokens are kept and which pages are held. There are enough free pages, and the list has room for
+    /// them.
     fn resize(&mut self, index: usize, first: usize, len: usize) {
         let (front, held) = (self.front(first), self.held(first, len));
         let dropped = front - self.front(self.entries[index].first);
@@ -314,12 +314,12 @@ impl SequenceTable {
         (entry.first, entry.len) = (first, len);
     }
 
-    /// An empty sequence.
+    /// Creates an empty sequence.
     pub fn create(&mut self) -> Result<SeqId, CacheError> {
         self.place(0, 0)
     }
 
-    /// A sequence of `kept.end` tokens that keeps `kept`, or as many of them as the layout keeps.
+    /// Creates a sequence of `kept.end` tokens that keeps `kept`, or as many of them as the layout can.
     pub fn restore(&mut self, kept: Range<usize>) -> Result<SeqId, CacheError> {
         self.check_len(kept.end)?;
         self.place(self.kept_from(kept.start, kept.end), kept.end)
@@ -338,7 +338,7 @@ impl SequenceTable {
         Ok(())
     }
 
-    /// A sequence with the same tokens. Pages are shared; slots are copied.
+    /// Creates a sequence with the same tokens. Pages are shared; slots are copied.
     pub fn fork(&mut self, seq: SeqId, copies: &mut Vec<PageCopy>) -> Result<SeqId, CacheError> {
         let index = self.find(seq)?;
         let (first, len) = (self.entries[index].first, self.entries[index].len);
@@ -361,7 +361,7 @@ impl SequenceTable {
         Ok(fork)
     }
 
-    /// Lengthens every sequence of a batch and gives it the pages of its new tokens to itself.
+    /// Lengthens every sequence of a batch and gives it exclusive pages for its new tokens.
     pub fn extend(&mut self, batch: &[(SeqId, usize)], copies: &mut Vec<PageCopy>) -> Result<(), CacheError> {
         self.stamp += 1;
         let (mut new, mut copied) = (0usize, 0usize);
@@ -371,7 +371,7 @@ impl SequenceTable {
             let (old, len) = (entry.len, entry.len.saturating_add(tokens));
             self.check_len(len)?;
             let blocks = self.held(self.kept_from(entry.first, len), len) - entry.blocks.len();
-            // More than are free is refused below.
+            // A number of pages above the free ones is refused below.
             if blocks <= self.pages.free.len() {
                 reserve(&mut self.entries[index].blocks, blocks)?;
             }
@@ -390,7 +390,7 @@ impl SequenceTable {
         Ok(())
     }
 
-    /// Gives every sequence of a batch the pages of its last tokens to itself.
+    /// Gives every sequence of a batch exclusive pages for its last tokens.
     pub fn prepare_write(
         &mut self,
         batch: &[(SeqId, usize)],
@@ -411,7 +411,7 @@ impl SequenceTable {
         Ok(())
     }
 
-    /// What a write to the last `tokens` tokens stores.
+    /// The tokens that a write to the last `tokens` tokens stores.
     pub fn tail(&self, seq: SeqId, tokens: usize) -> Result<Tail, CacheError> {
         let &Entry { first, len, .. } = self.entry(seq)?;
         let Some(start) = len.checked_sub(tokens) else {
@@ -421,7 +421,7 @@ impl SequenceTable {
         Ok(Tail { skipped: kept.start - start, kept })
     }
 
-    /// Checks that the pages and copies of a batch can be had.
+    /// Checks that a batch can have its pages and copies.
     fn check_pages(&self, new: usize, copied: usize, copies: &mut Vec<PageCopy>) -> Result<(), CacheError> {
         let (needed, free) = (new.saturating_add(copied), self.pages.free.len());
         if needed > free {
@@ -430,9 +430,9 @@ impl SequenceTable {
         reserve(copies, copied)
     }
 
-    /// Which pages of a sequence hold tokens of a range, which starts at a kept token and may end past the last.
+    /// The pages of a sequence with tokens of a range, which starts at a kept token and may end past the last token.
     fn blocks(&self, index: usize, tokens: &Range<usize>) -> Range<usize> {
-        // Pages of slots have one holder.
+        // A slot has one holder.
         if !self.paged() || tokens.is_empty() {
             return 0..0;
         }
@@ -442,8 +442,8 @@ impl SequenceTable {
         (tokens.start / self.page - front).min(end)..end
     }
 
-    /// Pages that [`SequenceTable::own`] will take, given that it is called for the same sequences in the same order:
-    /// the last holder of a page keeps it.
+    /// Number of pages that [`SequenceTable::own`] will take if it is called for the same sequences in the same
+    /// order. The last holder of a page keeps it.
     fn count_copies(&mut self, index: usize, tokens: Range<usize>) -> usize {
         let blocks = self.blocks(index, &tokens);
         let mut copies = 0;
@@ -460,7 +460,7 @@ impl SequenceTable {
         copies
     }
 
-    /// Replaces the shared pages of a range of tokens by copies of the tokens kept in them.
+    /// Replaces the shared pages of a range of tokens by copies of the kept tokens in them.
     fn own(&mut self, index: usize, tokens: Range<usize>, copies: &mut Vec<PageCopy>) {
         let blocks = self.blocks(index, &tokens);
         let front = self.front(self.entries[index].first);
@@ -535,7 +535,7 @@ impl SequenceTable {
         self.entries.iter().filter(|entry| entry.serial != VACANT)
     }
 
-    /// Numbers of a memory report. Cost: `O(pages + sequences)`.
+    /// Counts of a memory report. Cost: `O(pages + sequences)`.
     pub fn usage(&self) -> Usage {
         Usage {
             free: self.pages.free.len(),
@@ -545,7 +545,7 @@ impl SequenceTable {
         }
     }
 
-    /// Which rows, `[pages, page]`, hold a token of some sequence.
+    /// Which rows `[pages, page]` hold a token of a sequence.
     #[cfg(feature = "testkit")]
     pub fn rows_held(&self) -> Vec<bool> {
         let mut held = vec![false; self.pages.pages.len() * self.page];
@@ -559,7 +559,7 @@ impl SequenceTable {
     }
 }
 
-/// Tokens of a batch, summed over its sequences; `usize::MAX` where the sum overflows, which is more than any tensor has.
+/// Tokens of a batch, summed over its sequences; `usize::MAX`, more than any tensor has, if the sum overflows.
 #[must_use]
 pub fn total_tokens(batch: &[(SeqId, usize)]) -> usize {
     batch.iter().fold(0, |sum, &(_, tokens)| sum.saturating_add(tokens))

@@ -1,4 +1,4 @@
-//! One quantizing codec at one dimension: vectors to rows of a page, and back.
+//! One quantizing codec for one dimension: vectors to rows of a page, and back.
 
 use super::fp8;
 use super::kind::{Codec, RowKind};
@@ -13,9 +13,9 @@ use crate::limits::MAX_HEAD_DIM;
 use half::f16;
 use std::ops::Range;
 
-/// A page of one head, tokens of a page, and the row to write.
+/// A row to write: the page of one head, its number of tokens, and the row.
 pub(super) type Destination<'a> = (&'a mut [u8], usize, usize);
-/// A page of one head, tokens of a page, and the rows to read.
+/// Rows to read: the page of one head, its number of tokens, and the rows.
 pub(super) type Source<'a> = (&'a [u8], usize, Range<usize>);
 
 /// A quantizing codec for rows of one dimension.
@@ -26,18 +26,18 @@ pub struct Coder {
     pub(super) scheme: Scheme,
 }
 
-/// What a codec makes of a vector.
+/// What a codec stores for a vector.
 #[derive(Debug, Clone)]
 pub(super) enum Scheme {
-    /// e4m3 numbers and a scale.
+    /// e4m3 values and a scale.
     Fp8,
-    /// Rotated, integers times a scale.
+    /// Integers of a rotated vector and a scale.
     Integers(Quantizer),
     Mlx(Mlx),
 }
 
 impl Coder {
-    /// `None` for codecs of plain elements. The codec supports the dimension.
+    /// `None` for codecs of plain elements. The codec must support the dimension.
     pub fn new(codec: Codec, dim: usize) -> Option<Self> {
         debug_assert!(codec.supports(dim), "{codec} of {dim}");
         let (scheme, format) = match codec.row_kind() {
@@ -60,7 +60,7 @@ impl Coder {
         &self.format
     }
 
-    /// The rotation, of codecs that rotate.
+    /// The rotation, for codecs that rotate.
     pub fn rotation(&self) -> Option<&Rotation> {
         match &self.scheme {
             Scheme::Fp8 => None,
@@ -69,7 +69,7 @@ impl Coder {
         }
     }
 
-    /// Signed levels of codes, `[64]`; `None` where codes are bytes.
+    /// Signed levels of codes, `[64]`; `None` for byte codes.
     pub fn levels(&self) -> Option<&'static [i8; 64]> {
         match &self.scheme {
             Scheme::Integers(quantizer) => quantizer.table(),
@@ -82,13 +82,13 @@ impl Coder {
         matches!(self.scheme, Scheme::Integers(_))
     }
 
-    /// Whether codes are e4m3 numbers.
+    /// Whether codes are e4m3 values.
     pub const fn is_fp8(&self) -> bool {
         matches!(self.scheme, Scheme::Fp8)
     }
 
-    /// Stores a vector of finite numbers, whose norm is at most [`MAX_NORM`](super::error::MAX_NORM), as a row of a page. What `x` holds then is not
-    /// specified.
+    /// Stores a vector as a row of a page. Its elements are finite and its norm is at most
+    /// [`MAX_NORM`](super::error::MAX_NORM). The contents of `x` are unspecified afterwards.
     #[inline(always)]
     pub(super) fn encode<O: Ops>(
         &self,
@@ -110,7 +110,8 @@ impl Coder {
         self.format.write(codes, scale, page, tokens, row);
     }
 
-    /// Stored rows of a page, in the rotated domain where the codec rotates: values of codes times the scale. `x` is `[rows, stride]`.
+    /// Decodes rows of a page in the rotated domain, if the codec rotates: values of codes times the scale. `x` is
+    /// `[rows, stride]`.
     #[inline(always)]
     pub(super) fn decode_rotated<O: Ops>(
         &self,
@@ -135,7 +136,7 @@ impl Coder {
                     );
                 }
                 Scheme::Integers(quantizer) => {
-                    // Products of 8 and 11 bits: exact.
+                    // Products of 8-bit and 11-bit significands are exact.
                     let Some(levels) = quantizer.table() else {
                         let [codes, scale] = self.format.row(tokens, row);
                         widen(&page[codes], row_layout::scale(&page[scale]).to_f32() / SCALE_UNIT, x);
@@ -151,14 +152,14 @@ impl Coder {
     }
 }
 
-/// Of a codec with levels: that nearest to each number of halves of levels, and 256 times its index.
+/// For a codec with levels: the level nearest to each number of half-levels, and 256 times its index.
 pub fn nearest_levels(codec: Codec) -> Option<[u32; 256]> {
     let RowKind::Integers { bits: bits @ 2..=6 } = codec.row_kind() else { return None };
     let levels = Codebook::of(bits);
     Some(std::array::from_fn(|n| u32::from(levels.nearest_of[n]) | u32::from(levels.index_of[n]) << 8))
 }
 
-/// The e4m3 code of a finite number.
+/// The e4m3 code of a finite value.
 pub fn e4m3(x: f32) -> u8 {
     fp8::from_f32(x)
 }
@@ -167,7 +168,7 @@ pub fn e4m3(x: f32) -> u8 {
 #[inline(always)]
 fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
     let most = greatest(x);
-    // The stored scale, so that its own rounding is not an error of the numbers.
+    // The scale as stored, so that its rounding does not add to the error of the elements.
     let scale = f16::from_f32(most * (FP8_SCALE_UNIT / fp8::MAX));
     if scale == f16::ZERO {
         codes.fill(0);

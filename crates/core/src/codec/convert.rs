@@ -1,14 +1,14 @@
-//! Rows of elements from one dtype to another.
+//! Conversion of rows between dtypes.
 
 use crate::dtype::Dtype;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
-/// Elements converted at a time.
+/// Elements per step.
 const BLOCK: usize = 64;
 
-/// Converts a row. Equal types are copied bit by bit; others go through f32, which holds each of them exactly, so that
-/// one rounding happens at most. A NaN stays a NaN.
+/// Converts a row. Equal types are copied bit by bit; others go through f32, which is exact for each of them, so that
+/// at most one rounding happens. A NaN stays a NaN.
 pub fn convert(from: Dtype, row: &[u8], to: Dtype, into: &mut [u8]) {
     if from == to {
         into.copy_from_slice(row);
@@ -34,7 +34,7 @@ pub fn from_f32(row: &[f32], to: Dtype, into: &mut [u8]) {
     }
 }
 
-/// A row as f32, as a loop that is compiled for the instruction set of its caller.
+/// A row as f32, as a loop that is compiled for the caller's instruction set.
 #[inline(always)]
 pub(super) fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
     match from {
@@ -56,10 +56,10 @@ pub(super) fn widen(from: Dtype, row: &[u8], into: &mut [f32]) {
     }
 }
 
-/// The number of an f16's bits.
+/// The value of an f16's bits.
 #[inline(always)]
 fn widen_f16(half: u16) -> f32 {
-    // What is added to the exponent, as a factor: subnormal numbers become normal ones by it.
+    // The difference of the exponent biases as a factor, which also makes subnormal values normal.
     const BIAS: f32 = f32::from_bits((127 + 127 - 15) << 23);
     let magnitude = f32::from_bits(u32::from(half & 0x7fff) << 13) * BIAS;
     let infinite = if half & 0x7c00 == 0x7c00 { 0xff << 23 } else { 0 };

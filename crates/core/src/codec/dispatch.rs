@@ -1,5 +1,5 @@
-//! Encoder, decoder and rotation compiled for each instruction set. The bytes are the same: products are integers, and sums of f32 have a
-//! fixed order.
+//! Encoder, decoder and rotation compiled for each instruction set, with the same bytes from all: products are
+//! integers, and sums of f32 have a fixed order.
 
 #![allow(unsafe_code, reason = "a token proves that the machine has the instructions")]
 
@@ -23,26 +23,26 @@ struct Functions {
     unrotate: unsafe fn(&Rotation, &mut [f32]),
 }
 
-/// Stores rows that can be stored.
+/// Stores rows that have been checked.
 pub(super) fn store(token: IsaToken, job: &mut EncodeJob<'_>) {
     // SAFETY: the token proves that the machine has the instruction set.
     unsafe { (functions(token).store)(job) }
 }
 
-/// Head and row of the first token that cannot be stored, the first head of several.
+/// Head and row of the first token that cannot be stored, in the lowest head with one.
 pub(super) fn first_refused(token: IsaToken, rows: &SourceRows<'_>) -> Option<[usize; 2]> {
     // SAFETY: as above.
     unsafe { (functions(token).first_refused)(rows) }
 }
 
-/// Decodes stored rows of a page: values of codes times the scale, in the rotated domain where the codec rotates. `x` is
+/// Decodes rows of a page: values of codes times the scale, in the rotated domain if the codec rotates. `x` is
 /// `[rows, stride]`.
 pub fn decode_rotated(token: IsaToken, coder: &Coder, source: Source<'_>, x: &mut [f32], stride: usize) {
     // SAFETY: as above.
     unsafe { (functions(token).decode)(coder, source, x, stride) }
 }
 
-/// Decodes one stored row of a page, rotated back.
+/// Decodes one row of a page and rotates it back.
 pub(super) fn decode(token: IsaToken, coder: &Coder, source: Source<'_>, x: &mut [f32]) {
     decode_rotated(token, coder, source, x, x.len());
     if let Some(rotation) = coder.rotation() {
@@ -56,13 +56,13 @@ pub fn rotate(token: IsaToken, rotation: &Rotation, x: &mut [f32]) {
     unsafe { (functions(token).rotate)(rotation, x) }
 }
 
-/// Undoes [`rotate`], up to rounding.
+/// The inverse of [`rotate`], up to rounding.
 pub fn unrotate(token: IsaToken, rotation: &Rotation, y: &mut [f32]) {
     // SAFETY: as above.
     unsafe { (functions(token).unrotate)(rotation, y) }
 }
 
-/// The functions for a token: those of the largest instruction set that codecs are compiled for and that it contains.
+/// The functions of the most capable instruction set that codecs are compiled for and that the token's contains.
 #[inline]
 fn functions(token: IsaToken) -> &'static Functions {
     match token.counted() {
@@ -141,11 +141,11 @@ mod tests {
 
     const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-    /// Heads and rows of a tensor.
+    /// Heads and rows of the test tensor.
     const HEADS: usize = 2;
     const ROWS: usize = 24;
 
-    /// Elements `[ROWS, HEADS, dim]`, stored as such, from f32.
+    /// Elements `[ROWS, HEADS, dim]` of a dtype, from f32.
     fn elements(dtype: Dtype, x: &[f32]) -> Vec<u8> {
         let mut bytes = vec![0u8; x.len() * dtype.bytes()];
         convert::from_f32(x, dtype, &mut bytes);
@@ -157,7 +157,7 @@ mod tests {
         TensorView::from_bytes(dtype, bytes, [1, HEADS, ROWS, dim], strides).unwrap()
     }
 
-    /// Rows of many sizes, some with a large coordinate, some zeros, and numbers at the ends of the range of f16.
+    /// Rows of many magnitudes: some with one large coordinate, some zero, some at the limits of f16.
     fn rows(rng: &mut Rng, dim: usize) -> Vec<f32> {
         let mut x = Vec::new();
         for n in 0..HEADS * ROWS {
@@ -251,7 +251,8 @@ mod tests {
                         0 => row[n % dim] = f32::NAN,
                         1 => row[n % dim] = f32::NEG_INFINITY,
                         kind => {
-                            // About the energy that is just stored, in few steps of its last bits, and well around it.
+                            // Just below and just above the largest energy that is stored, in steps of a few ulps,
+                            // and further away.
                             let energy: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
                             let step = if kind == 2 { 0.1 } else { 6e-8 };
                             let wanted = f64::from(MAX_ENERGY) * (1.0 + step * (n as f64 / 10.0 - 3.0));

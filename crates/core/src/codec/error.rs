@@ -1,46 +1,46 @@
-//! Refusals of rows and of pages.
+//! Why rows and pages are refused.
 
 use super::kind::Codec;
 
-/// The largest Euclidean norm of a vector that is quantized: its scale fits an f16.
+/// The largest Euclidean norm of a quantized vector: its scale fits an f16.
 pub const MAX_NORM: f32 = 8192.0;
 
-/// Why pages are not made, or not read from or written to buffers.
+/// Why pages cannot be made, or converted from or to buffers.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum PagesError {
-    /// The codec stores plain elements.
+    /// The codec does not quantize: it stores plain elements.
     Elements {
-        /// The codec given.
+        /// The codec.
         codec: Codec,
     },
     /// A dimension other than the number of pages is 0.
     Shape {
-        /// The shape given.
+        /// The shape.
         shape: [usize; 4],
     },
-    /// The codec has no rows of this length.
+    /// The codec does not support the dimension of the rows.
     Dim {
-        /// The codec given.
+        /// The codec.
         codec: Codec,
         /// Elements of a row.
         dim: usize,
     },
     /// An allocation failed.
     Memory {
-        /// Bytes asked for, or the largest number.
+        /// Bytes asked for; `usize::MAX` if their number overflows.
         bytes: usize,
     },
-    /// The codec's rows are not those of the format of the buffers.
+    /// The codec is not one of the buffers' format.
     Format {
-        /// The codec given.
+        /// The codec.
         codec: Codec,
     },
-    /// A buffer has not the length that the shape demands.
+    /// A buffer does not have the length that the shape says.
     Length {
         /// `codes` or `norms`.
         buffer: &'static str,
-        /// Elements given.
+        /// Elements found.
         got: usize,
         /// Elements expected.
         expected: usize,
@@ -53,10 +53,10 @@ pub enum PagesError {
         head: usize,
         /// The row of the slot.
         row: usize,
-        /// The norm given.
+        /// The norm.
         norm: f32,
     },
-    /// A mean is not part of the rows, and the format has no place for it.
+    /// A mean was subtracted from the rows, which the buffers' format cannot express.
     Mean,
 }
 
@@ -78,27 +78,27 @@ impl std::fmt::Display for PagesError {
             Self::Norm { slot, head, row, norm } => {
                 write!(f, "norm {norm} of row {row} of head {head} of slot {slot} is negative or not finite")
             }
-            Self::Mean => f.write_str("rows are without a mean, which mlx-native has no place for"),
+            Self::Mean => f.write_str("rows have a mean subtracted, which mlx-native cannot store"),
         }
     }
 }
 
 impl std::error::Error for PagesError {}
 
-/// Why a row is not stored.
+/// Why a row cannot be stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum EncodeError {
-    /// The codec has no rows of this length.
+    /// The codec does not support the dimension of the row.
     Dim {
         /// The codec.
         codec: Codec,
         /// Elements of the row.
         dim: usize,
     },
-    /// It holds a NaN or an infinity.
+    /// The row contains a NaN or an infinity.
     NotFinite,
-    /// Its norm, without the mean, is above [`MAX_NORM`].
+    /// The norm of the row, after subtracting the mean, is above [`MAX_NORM`].
     Norm,
 }
 

@@ -1,38 +1,40 @@
-//! Eight-bit floating point, e4m3: a sign, four bits of exponent with bias 7, three of mantissa; no infinities, two NaN (0x7F and
-//! 0xFF), the largest number 448 (OCP 8-bit floating point specification, "E4M3FN").
+//! Eight-bit floating point, e4m3: a sign, four exponent bits with bias 7, three mantissa bits. There are no
+//! infinities, two NaN codes (0x7F and 0xFF), and the largest value is 448 (OCP 8-bit floating point specification,
+//! "E4M3FN").
 
-/// The largest number.
+/// The largest value.
 pub(crate) const MAX: f32 = 448.0;
 
-/// Least exponent of a normal number; below are multiples of `2^-9`.
+/// The smallest exponent of a normal value; subnormal ones are multiples of `2^-9`.
 const MIN_EXPONENT: i32 = -6;
 
-/// The nearest e4m3 number of a finite `x`, ties to even; beyond the largest, the largest. Without branches, for vectors.
+/// The nearest e4m3 code of a finite `x`, ties to even, saturating. Without branches, so that it vectorises.
 #[inline(always)]
 pub(crate) fn from_f32(x: f32) -> u8 {
     let bits = x.to_bits();
-    // Numbers of one sign are ordered as their bits.
+    // Values of one sign compare like their bits.
     let magnitude = (bits & i32::MAX as u32).min(MAX.to_bits());
-    // The exponent of x, or that of subnormal numbers; zero and f32's own subnormal numbers are far below.
+    // The exponent of x, at least that of subnormal values, far below which lie zero and the subnormal values of
+    // f32.
     let exponent = ((magnitude >> 23) as i32 - 127).max(MIN_EXPONENT);
-    // A number whose last bit is a step of that exponent, 2^(exponent - 3): a sum with it is rounded to steps, ties to even.
+    // A value whose last bit is a step of that exponent, 2^(exponent - 3): adding it rounds to steps, ties to even.
     let rounder = (((exponent - 3 + 23 + 127) as u32) << 23) | 1 << 22;
     let steps = (f32::from_bits(magnitude) + f32::from_bits(rounder)).to_bits() - rounder;
-    // Steps of 8 to 16 of a normal number: 16 carries into the exponent by itself.
+    // A normal value is 8 to 16 steps; 16 carries into the exponent.
     (bits >> 24 & 0x80) as u8 | ((((exponent - MIN_EXPONENT) as u32) << 3) + steps) as u8
 }
 
-/// The numbers of codes, NaN for the two that are none, times one factor and then another. Whether there is a NaN is asked of all codes
-/// at once: that leaves four operations for each.
+/// The values of codes, times one factor and then another; NaN for the two NaN codes, which are searched for in all
+/// codes at once, so that four operations per code remain.
 #[inline(always)]
 pub(crate) fn to_f32s(codes: &[u8], factors: [f32; 2], into: &mut [f32]) {
-    // What is missing of the exponent, as a factor: subnormal numbers become normal ones by it.
+    // The difference of the exponent biases as a factor, which also makes subnormal values normal.
     const BIAS: f32 = f32::from_bits((127 + 127 - 7) << 23);
     let first = BIAS * factors[0];
     let mut none = false;
     for (x, code) in into.iter_mut().zip(codes) {
         none |= is_nan(*code);
-        // The sign comes to the first bit, and to others that are cleared.
+        // The sign moves to the top bit; other bits that move along are cleared.
         let bits = (i32::from(code.cast_signed()) << 20).cast_unsigned() & 0x87f0_0000;
         *x = f32::from_bits(bits) * first * factors[1];
     }
@@ -43,7 +45,7 @@ pub(crate) fn to_f32s(codes: &[u8], factors: [f32; 2], into: &mut [f32]) {
     }
 }
 
-/// Whether a code is that of no number.
+/// Whether a code is NaN.
 #[inline(always)]
 const fn is_nan(code: u8) -> bool {
     code & 0x7f == 0x7f

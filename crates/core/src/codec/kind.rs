@@ -1,35 +1,35 @@
-//! The codecs by name.
+//! Codecs and their names.
 
 use super::mlx;
 use super::row_layout::RowLayout;
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 
-/// How the row of one token and one head is stored. K and V of a cache have each their own.
+/// How the row of one token and one head is stored. K and V of a cache choose independently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Codec {
     /// Elements as f32.
     F32,
-    /// Elements as f16, rounded to nearest even; what is beyond its range becomes infinite.
+    /// Elements as f16, rounded to nearest even; values out of range become infinite.
     F16,
     /// Elements as bf16, rounded to nearest even.
     BF16,
-    /// e4m3 numbers and a scale: `dim + 2` bytes.
+    /// e4m3 values and a scale: `dim + 2` bytes.
     Fp8,
-    /// Rotated, integers of 8 bits and a scale: `dim + 2` bytes.
+    /// Rotated, 8-bit integers and a scale: `dim + 2` bytes.
     Int8,
-    /// Rotated, codebook of 2 bits and a scale: 34 bytes for 128 elements.
+    /// Rotated, 2-bit codebook and a scale: 34 bytes for 128 elements.
     Tq2,
-    /// Rotated, codebook of 3 bits and a scale: 50 bytes for 128 elements.
+    /// Rotated, 3-bit codebook and a scale: 50 bytes for 128 elements.
     Tq3,
-    /// Rotated, codebook of 4 bits and a scale: 66 bytes for 128 elements.
+    /// Rotated, 4-bit codebook and a scale: 66 bytes for 128 elements.
     Tq4,
-    /// Rotated, codebook of 5 bits and a scale: 82 bytes for 128 elements.
+    /// Rotated, 5-bit codebook and a scale: 82 bytes for 128 elements.
     Tq5,
-    /// Rotated, codebook of 6 bits and a scale: 98 bytes for 128 elements.
+    /// Rotated, 6-bit codebook and a scale: 98 bytes for 128 elements.
     Tq6,
-    /// The format of mlx-native with 4 bits, its nibbles: rotated, 132 bytes for 256 elements. It and the following are for rows of
-    /// 256 or 512 elements.
+    /// The format of mlx-native with 4 bits as nibbles: rotated, 132 bytes for 256 elements. This and the following
+    /// codecs store rows of 256 or 512 elements.
     MlxTq4,
     /// The format of mlx-native with 5 bits in a byte: rotated, 260 bytes for 256 elements.
     MlxTq5,
@@ -37,11 +37,11 @@ pub enum Codec {
     MlxTq6,
     /// The format of mlx-native with 8 bits: rotated, 260 bytes for 256 elements.
     MlxTq8,
-    /// As [`Codec::MlxTq5`], not rotated: the values of mlx-native's hybrid caches, whose keys are [`Codec::F16`].
+    /// Like [`Codec::MlxTq5`], not rotated: values of mlx-native's hybrid caches, whose keys are [`Codec::F16`].
     MlxTq5Plain,
-    /// As [`Codec::MlxTq6`], not rotated.
+    /// Like [`Codec::MlxTq6`], not rotated.
     MlxTq6Plain,
-    /// As [`Codec::MlxTq8`], not rotated.
+    /// Like [`Codec::MlxTq8`], not rotated.
     MlxTq8Plain,
 }
 
@@ -112,7 +112,8 @@ impl Codec {
         Self::MlxTq5Plain,
     ];
 
-    /// Whether rows of `dim` elements can be stored: 256 and 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`] in others.
+    /// Whether rows of `dim` elements can be stored: 256 and 512 in the format of mlx-native, 1 to [`MAX_HEAD_DIM`]
+    /// in others.
     #[must_use]
     pub const fn supports(self, dim: usize) -> bool {
         match self.row_kind() {
@@ -121,7 +122,7 @@ impl Codec {
         }
     }
 
-    /// The dimensions of [`Codec::supports`], in words.
+    /// The dimensions of [`Codec::supports`] as text.
     pub(crate) const fn dims(self) -> &'static str {
         match self.row_kind() {
             RowKind::Mlx { .. } => "256 or 512",
@@ -129,7 +130,7 @@ impl Codec {
         }
     }
 
-    /// Bytes of a row of `dim` elements, which the codec [supports](Codec::supports); saturating.
+    /// Bytes of a row of `dim` elements, which the codec must [support](Codec::supports); saturating.
     #[must_use]
     pub const fn row_bytes(self, dim: usize) -> usize {
         match self.row_kind() {
@@ -140,7 +141,7 @@ impl Codec {
         }
     }
 
-    /// The element type of a codec whose rows are plain elements.
+    /// The element type, if rows are plain elements.
     #[must_use]
     pub const fn dtype(self) -> Option<Dtype> {
         match self.row_kind() {
@@ -149,7 +150,7 @@ impl Codec {
         }
     }
 
-    /// The codec that stores elements of a dtype as they are.
+    /// The codec that stores plain elements of a dtype.
     #[must_use]
     pub const fn of(dtype: Dtype) -> Self {
         match dtype {
@@ -196,7 +197,7 @@ impl std::fmt::Display for Codec {
     }
 }
 
-/// Reads a name as [`Codec::name`] gives it.
+/// Parses a name of [`Codec::name`].
 impl std::str::FromStr for Codec {
     type Err = String;
 
@@ -208,7 +209,7 @@ impl std::str::FromStr for Codec {
     }
 }
 
-/// The codec that stores elements of a dtype as they are.
+/// The codec that stores plain elements of a dtype.
 impl From<Dtype> for Codec {
     fn from(dtype: Dtype) -> Self {
         Self::of(dtype)

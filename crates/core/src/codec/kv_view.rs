@@ -3,7 +3,7 @@
 use super::{Codec, CodesView};
 use crate::tensor::TensorView;
 
-/// Keys or values: elements of a tensor, or quantized rows in pages.
+/// Keys or values of a run: elements of a tensor, or quantized rows in pages.
 #[derive(Debug, Clone, Copy)]
 pub enum KvView<'a> {
     /// Plain elements.
@@ -13,7 +13,7 @@ pub enum KvView<'a> {
 }
 
 impl<'a> KvView<'a> {
-    /// How rows are stored.
+    /// The codec.
     #[must_use]
     pub const fn codec(&self) -> Codec {
         match self {
@@ -31,7 +31,7 @@ impl<'a> KvView<'a> {
         }
     }
 
-    /// The tensor, of plain elements.
+    /// The tensor, if rows are plain elements.
     #[must_use]
     pub const fn elements(&self) -> Option<&TensorView<'a>> {
         match self {

@@ -1,11 +1,11 @@
-//! The mean of keys, which centered ones are stored without.
+//! The mean that is subtracted from centered keys.
 
-/// The mean of rows `[rows, dim]`: sums in f64 in the order of the rows, rounded once. NaN where there is no row.
+/// The mean of rows `[rows, dim]`: summed in f64 in the order of the rows, rounded once. NaN without rows.
 ///
-/// The mean that a cache learns is that of the first [`MEAN_ROWS`](crate::cache::MEAN_ROWS) keys of a head.
+/// A cache learns the mean of the first [`MEAN_ROWS`](crate::cache::MEAN_ROWS) keys of a head.
 ///
 /// # Panics
-/// Where `dim` is 0.
+/// If `dim` is 0.
 #[must_use]
 pub fn mean_row(rows: &[f32], dim: usize) -> Vec<f32> {
     let mut sums = vec![0.0f64; dim];

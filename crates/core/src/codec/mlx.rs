@@ -1,34 +1,37 @@
 //! The KV cache format of the crate mlx-native (0.15.16), read and written byte for byte.
 //!
-//! A row of 256 or 512 coordinates is a code for each and an f32 norm for each 256 of them:
+//! A row of 256 or 512 coordinates has a code for each, and an f32 norm for each 256:
 //!
 //! ```text
 //! y = R x             signs of a fixed table, Walsh-Hadamard transform of the whole row, 1 / sqrt(D); the plain form has y = x
 //! D = 256:  n = |y|                  z = 16 y / n           y ~ n / 16 * value[code]
 //! D = 512:  n = |y| / 16 of a half   z = y / n              y ~ n * value[code]
-//! code = how many edges are below z; z = 0 where n <= 1e-10
+//! code = number of edges below z; z = 0 if n <= 1e-10
 //! ```
 //!
-//! Codes of 4 bits are nibbles, the lower one that of the even coordinate; codes of 5, 6 and 8 bits are bytes. Keys and values are
-//! stored alike: there is no rule for scales. Buffers are codes `[slots, kv_heads, capacity, D / 2 or D]` and norms
-//! `[slots, kv_heads, capacity, D / 256]`; a page of a head has the codes of its `capacity` rows and then their norms, little-endian.
+//! Codes of 4 bits are nibbles, the lower one for the even coordinate; codes of 5, 6 and 8 bits are bytes. Keys and
+//! values are stored alike: scales are not fitted. Buffers are codes `[slots, kv_heads, capacity, D / 2 or D]` and
+//! norms `[slots, kv_heads, capacity, D / 256]`; a page of a head has the codes of its `capacity` rows and then their
+//! norms, little-endian.
 //!
-//! Facts from the crate: tables of `turboquant.rs`, edges and the rule of codes of `shaders/hadamard_quantize_kv_fast.metal`, reading of
-//! `shaders/flash_attn_vec_tq.metal` and `flash_attn_vec_tq_hb.metal`, with their `scale_factor_d512` of 1, the only one that fits the
-//! tables. The norm is a sum whose order GPUs do not promise: it agrees but for the last bits. Kernels of 5 to 8 bits sum the halves of
-//! 512 coordinates in divergent branches; they are read as summing the half that each branch is for, which is what 4 bits does.
+//! Facts from the crate: tables of `turboquant.rs`, edges and the coding rule of
+//! `shaders/hadamard_quantize_kv_fast.metal`, decoding of `shaders/flash_attn_vec_tq.metal` and
+//! `flash_attn_vec_tq_hb.metal` with `scale_factor_d512` = 1, the only value consistent with the tables. The norm is
+//! a sum whose order GPUs do not guarantee, so that its last bits may differ. Its kernels of 5 to 8 bits sum the
+//! halves of 512 coordinates in divergent branches; this module sums the half that each branch is for, as the 4-bit
+//! kernel does.
 
 use super::numeric::energy;
 use super::ops::Ops;
 use super::rotation::Rotation;
 
-/// Coordinates of a norm.
+/// Coordinates per norm.
 pub(super) const BLOCK: usize = 256;
 
-/// A norm up to this is that of zeros.
+/// Rows with a norm up to this are stored as zeros.
 const MIN_NORM: f32 = 1e-10;
 
-/// Signs of 512 coordinates, of which 256 have the first half: bit `i % 8` of byte `i / 8`, set for -1.
+/// Signs of 512 coordinates; 256 coordinates use the first half. Bit `i % 8` of byte `i / 8` is set for -1.
 pub const SIGNS: [u8; 64] = [
     0xa7, 0x3b, 0x91, 0xf4, 0x6d, 0xc2, 0x58, 0x0e, 0xb3, 0x7f, 0x24, 0xd6, 0x89, 0x45, 0xea, 0x1c, 0x63,
     0xaf, 0xd8, 0x52, 0x97, 0x0b, 0xe1, 0x3d, 0x76, 0xc4, 0x19, 0xfe, 0x4a, 0x85, 0x2c, 0xdb, 0xd3, 0x4e,
@@ -36,8 +39,8 @@ pub const SIGNS: [u8; 64] = [
     0xe1, 0xb6, 0x3d, 0x0a, 0x7c, 0xc5, 0x61, 0xd8, 0x4f, 0xa3, 0x97, 0x1e, 0x85,
 ];
 
-/// The positive half of the codebook of `bits`, 4, 5, 6 or 8, and of the edges between its values, ascending. The whole is symmetric
-/// and has an edge at 0.
+/// The positive half of the codebook of 4, 5, 6 or 8 bits, and the positive edges between its values, both ascending.
+/// The codebook is symmetric and has an edge at 0.
 pub const fn tables(bits: usize) -> (&'static [f32], &'static [f32]) {
     match bits {
         4 => (&VALUES4, &EDGES4),
@@ -47,19 +50,19 @@ pub const fn tables(bits: usize) -> (&'static [f32], &'static [f32]) {
     }
 }
 
-/// The number of a code in a codebook: the lower half is negative, and bits above the code's are ignored.
+/// The index of a code in the codebook: the lower half is negative, and bits above the code's are ignored.
 pub fn value(bits: usize, code: u8) -> f32 {
     let half = tables(bits).0;
     let code = usize::from(code) % (2 * half.len());
     if code < half.len() { -half[half.len() - 1 - code] } else { half[code - half.len()] }
 }
 
-/// Bytes of the codes of a row.
+/// Bytes of a row's codes.
 pub(super) const fn code_bytes(dim: usize, bits: usize) -> usize {
     if bits == 4 { dim / 2 } else { dim }
 }
 
-/// Bytes of the norms of a row.
+/// Bytes of a row's norms.
 pub(super) const fn norm_bytes(dim: usize) -> usize {
     dim / BLOCK * size_of::<f32>()
 }
@@ -68,19 +71,19 @@ pub(super) const fn norm_bytes(dim: usize) -> usize {
 #[derive(Debug, Clone)]
 pub(super) struct Mlx {
     bits: usize,
-    /// None in the plain form.
+    /// `None` in the plain form.
     pub(super) rotation: Option<Rotation>,
-    /// What each byte of codes stands for before the norm; a byte of nibbles is two.
+    /// The values of each byte of codes before the norm is applied; a byte of nibbles has two.
     values: Box<[f32; 256]>,
-    /// All of them, ascending.
+    /// All edges, ascending.
     edges: Vec<f32>,
-    /// What the sum of squares is divided by, and what codes are relative to: a norm over this.
+    /// The divisor of the sum of squares, and the divisor of the norm that gives the unit of codes.
     squares: f32,
     root: f32,
 }
 
 impl Mlx {
-    /// Of 256 or 512 coordinates.
+    /// For rows of 256 or 512 coordinates.
     pub(super) fn new(dim: usize, bits: usize, rotated: bool) -> Self {
         let sign = |i: usize| if SIGNS[i / 8] >> (i % 8) & 1 == 1 { -1.0 } else { 1.0 };
         let rotation = rotated.then(|| Rotation::with_signs((0..dim).map(sign).collect()));
@@ -94,7 +97,8 @@ impl Mlx {
         Self { bits, rotation, values, edges, squares, root }
     }
 
-    /// Stores a vector of finite numbers, whose norm is at most [`MAX_NORM`](super::MAX_NORM). It is left changed.
+    /// Stores a vector whose elements are finite and whose norm is at most [`MAX_NORM`](super::MAX_NORM). Its
+    /// contents are changed.
     #[inline(always)]
     pub(super) fn encode<O: Ops>(&self, x: &mut [f32], codes: &mut [u8], norms: &mut [u8]) {
         if let Some(rotation) = &self.rotation {
@@ -124,7 +128,7 @@ impl Mlx {
         self.edges.partition_point(|edge| *edge < z) as u8
     }
 
-    /// A stored row, in the rotated domain where it is rotated; `values` are those of bytes.
+    /// Decodes a row, in the rotated domain if it is rotated. `values` are the values of bytes.
     #[inline(always)]
     pub(super) fn decode(&self, codes: &[u8], norms: &[u8], x: &mut [f32]) {
         let values = &*self.values;
@@ -146,9 +150,9 @@ impl Mlx {
     }
 }
 
-// The numbers are the crate's, to the seven decimals in which it has them. They cannot be computed: values of 5, 6 and 8 bits are those of
-// an iteration that ended before its fixed point (at 8 bits the mean square error is 1.52 times the least), and edges are means of
-// values with more decimals, so that they are not the means of these.
+// The values are the crate's, to its seven decimals. They cannot be recomputed: the tables of 5, 6 and 8 bits come
+// from an iteration that stopped before its fixed point (at 8 bits the mean square error is 1.52 times the minimum),
+// and edges are means of values with more decimals than these.
 
 const VALUES4: [f32; 8] =
     [0.128395, 0.3880483, 0.6567591, 0.9423405, 1.2562312, 1.6180464, 2.0690172, 2.7325895];
@@ -218,7 +222,7 @@ mod tests {
     use super::*;
     use crate::codec::tq::lloyd;
 
-    /// FNV-1a of the bits of numbers, little-endian.
+    /// FNV-1a of the bits of the values, little-endian.
     fn digest(numbers: impl Iterator<Item = f32>) -> u64 {
         numbers.flat_map(f32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
@@ -227,7 +231,7 @@ mod tests {
 
     #[test]
     fn tables_are_those_of_the_crate() {
-        // Digests of the tables as its source has them, all values and all edges.
+        // Digests of the tables in the crate's source: all values and all edges.
         for (bits, values, edges) in [
             (4, 0x8401_277d_f1b0_2a9d, 0xadef_857d_a647_8529),
             (5, 0xc243_f0b8_a425_f271, 0xf6de_e52f_128c_d5d9),
@@ -242,7 +246,7 @@ mod tests {
                 "{bits} bits"
             );
             assert_eq!(digest(mlx.edges.iter().copied()), edges, "{bits} bits");
-            // A value is the nearest of its cell.
+            // Each value lies in its cell.
             for (at, edge) in mlx.edges.iter().enumerate() {
                 let middle = (value(mlx.bits, at as u8) + value(mlx.bits, at as u8 + 1)) / 2.0;
                 assert!((edge - middle).abs() < 5e-7, "{bits} bits: {edge} {middle}");

@@ -1,16 +1,17 @@
-//! Pages from and to the buffers of mlx-native.
+//! Conversion of pages from and to the buffers of mlx-native.
 
 use super::error::PagesError;
 use super::kind::{Codec, RowKind};
 use super::mlx::{BLOCK, code_bytes};
 use super::pages::{CodePages, Side};
 
-/// Buffers of mlx-native.
+/// Conversion from and to the buffers of mlx-native.
 impl CodePages {
-    /// Pages `[slots, kv_heads, capacity, dim]` from buffers of mlx-native, a page for each slot: `codes` `[slots, kv_heads, capacity,
-    /// dim / 2]` for 4 bits, `[slots, kv_heads, capacity, dim]` for others, and `norms` `[slots, kv_heads, capacity, dim / 256]`. A cache of
-    /// one sequence is one slot. With a table of one entry, a page of `capacity` and, for rings, [`wraps`](crate::block_tables::BlockTables::wraps),
-    /// attention reads token `j` of a slot at its row `j % capacity`, where mlx-native has it.
+    /// Pages `[slots, kv_heads, capacity, dim]` from buffers of mlx-native, one page for each slot: `codes` is
+    /// `[slots, kv_heads, capacity, dim / 2]` for 4 bits and `[slots, kv_heads, capacity, dim]` for others, `norms`
+    /// is `[slots, kv_heads, capacity, dim / 256]`. A cache of one sequence is one slot. With a block table of one
+    /// entry, a page of `capacity` tokens and, for rings, [`wraps`](crate::block_tables::BlockTables::wraps),
+    /// attention reads token `j` of a slot from its row `j % capacity`, as mlx-native does.
     ///
     /// ```
     /// use flashtile::codec::CodePages;
@@ -37,8 +38,8 @@ impl CodePages {
     /// ```
     ///
     /// # Errors
-    /// [`PagesError::Format`] where the codec is another, [`PagesError::Length`], [`PagesError::Norm`] for the first norm that is
-    /// negative or not finite, and those of [`CodePages::new`].
+    /// [`PagesError::Format`] for another codec, [`PagesError::Length`], [`PagesError::Norm`] for the first norm that
+    /// is negative or not finite, and the errors of [`CodePages::new`].
     pub fn from_mlx(
         codec: Codec,
         shape: [usize; 4],
@@ -64,10 +65,10 @@ impl CodePages {
         Ok(pages)
     }
 
-    /// Writes the pages to buffers of mlx-native, as [`CodePages::from_mlx`] reads them.
+    /// Writes the pages to buffers of mlx-native. The inverse of [`CodePages::from_mlx`].
     ///
     /// # Errors
-    /// [`PagesError::Format`] where the codec is another, [`PagesError::Mean`] where a mean is not part of the rows, or
+    /// [`PagesError::Format`] for another codec, [`PagesError::Mean`] if a mean was subtracted from the rows, or
     /// [`PagesError::Length`]; nothing is written then.
     pub fn to_mlx(&self, codes: &mut [u8], norms: &mut [f32]) -> Result<(), PagesError> {
         let [page_codes, page_norms] = self.mlx_sizes([codes.len(), norms.len()])?;
@@ -86,7 +87,7 @@ impl CodePages {
         Ok(())
     }
 
-    /// Codes and norms of a page of one head, where buffers of these lengths hold all of them.
+    /// Codes and norms of a page of one head, if the buffers are large enough for all pages.
     fn mlx_sizes(&self, lengths: [usize; 2]) -> Result<[usize; 2], PagesError> {
         let ([slots, heads, capacity, dim], codec) = (self.shape(), self.codec());
         let RowKind::Mlx { bits, .. } = codec.row_kind() else {

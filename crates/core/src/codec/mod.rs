@@ -1,6 +1,6 @@
-//! Codecs: what the bytes of a token's row in a cache are.
+//! Codecs: how the row of a token is stored in a cache.
 //!
-//! A quantized row of `D` numbers is `D` codes and one scale `s` (f16):
+//! A quantized row of `D` elements is `D` codes and one f16 scale `s`:
 //!
 //! ```text
 //! int8         y = R x,   code = integer -127..127,          R x ~ s / 128 * code
@@ -8,18 +8,19 @@
 //! fp8          no rotation, code = e4m3 number,                x ~ s / 256 * number
 //! ```
 //!
-//! The codecs `mlx-tq` are the format of another library, byte for byte (module `mlx`): rows of 256 or 512 elements, f32 norms,
-//! tables of its own.
+//! The `mlx-tq` codecs are the format of another library, byte for byte (module `mlx`): rows of 256 or 512 elements,
+//! f32 norms, its own tables.
 //!
-//! `R` is orthonormal: random signs, then a Hadamard transform (module `rotation`), which makes the coordinates of any vector nearly
-//! normal; levels are the Lloyd-Max codebooks of N(0, 1) in whole numbers (modules `lloyd`, `levels`). The encoder of `tq` tries eight
-//! scales. Scales of keys make `<x, x^> = <x, x>` (so that scores have no bias), scales of values the mean square error least; fp8's
-//! make the greatest number 448. Attention needs no `x^`: `q . R^T y = (R q) . y`, and sums of rotated values are rotated back once.
+//! `R` is orthonormal: random signs, then a Hadamard transform (module `rotation`), which makes the coordinates of
+//! any vector nearly normal. Levels are the Lloyd-Max codebooks of N(0, 1), rounded to integers (module `tq`). The
+//! `tq` encoder tries eight scales. Scales of keys make `<x, x^> = <x, x>`, so that scores are unbiased; scales of
+//! values minimise the mean square error; scales of fp8 map the largest magnitude to 448. Attention does not need
+//! `x^`: `q . R^T y = (R q) . y`, and sums of rotated values are rotated back once.
 //!
-//! Codes are stored in bit planes (module `planes`), rows of a page plane by plane (module `format`).
+//! Codes are stored as bit planes (module `planes`), and a page stores its rows plane by plane (module `row_layout`).
 //!
-//! Sources: rotation and codebook as TurboQuant (Zandieh et al. 2025), EDEN (Vargaftik et al. 2022), QuaRot (Ashkboos et al. 2024);
-//! the rule of unbiased scales is EDEN's.
+//! Sources: rotation and codebook as in TurboQuant (Zandieh et al. 2025), EDEN (Vargaftik et al. 2022) and QuaRot
+//! (Ashkboos et al. 2024); unbiased scales are EDEN's.
 
 mod coder;
 pub mod convert;

@@ -13,13 +13,13 @@ use crate::memory::Zeroed;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
-/// What rows are, which says how their scales are chosen and whether they may have a mean.
+/// Whether rows are keys or values, which determines how scales are chosen and whether a mean may be subtracted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[allow(clippy::exhaustive_enums)]
 pub enum Side {
-    /// Keys: scales without bias.
+    /// Keys: unbiased scales.
     Keys,
-    /// Values: scales of least squares.
+    /// Values: least-squares scales.
     Values,
 }
 
@@ -32,8 +32,9 @@ impl Side {
     }
 }
 
-/// Pages `[pages, heads, page, dim]` of rows in a quantizing codec. A page of a head is `page` times [`Codec::row_bytes`] bytes: one
-/// plane of codes after another, in each the rows one after another, then the scales.
+/// Pages `[pages, heads, page, dim]` of rows in a quantizing codec. A page of a head has `page` times
+/// [`Codec::row_bytes`] bytes: one plane of codes after another, each with the rows one after another, then the
+/// scales.
 #[derive(Debug)]
 pub struct CodePages {
     memory: Zeroed,
@@ -46,11 +47,11 @@ pub struct CodePages {
 }
 
 impl CodePages {
-    /// Pages of zeros.
+    /// Pages filled with zeros.
     ///
     /// # Errors
-    /// [`PagesError::Elements`], [`PagesError::Shape`], [`PagesError::Dim`] unless [`Codec::supports`] the rows, or
-    /// [`PagesError::Memory`].
+    /// [`PagesError::Elements`], [`PagesError::Shape`], [`PagesError::Dim`] unless the codec
+    /// [supports](Codec::supports) the rows, or [`PagesError::Memory`].
     pub fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, PagesError> {
         let [pages, heads, page, dim] = shape;
         if [heads, page, dim].contains(&0) {
@@ -66,7 +67,7 @@ impl CodePages {
         Ok(Self { memory, codec, coder, side, shape, mean: None })
     }
 
-    /// The same rows in memory of their own.
+    /// A copy in newly allocated memory.
     ///
     /// # Errors
     /// [`PagesError::Memory`].
@@ -78,14 +79,14 @@ impl CodePages {
         Ok(Self { memory, coder, mean, ..*self })
     }
 
-    /// Sets the mean `[heads, dim]` of keys, which scores do not depend on but for rounding: a large one that is left in takes most of
-    /// the codes' resolution. Rows that are stored were stored with the mean before.
+    /// Sets the mean `[heads, dim]` of keys, on which scores depend only by rounding: a large mean left in the keys
+    /// takes most of the codes' resolution. Does not re-encode rows that are stored already.
     pub fn set_mean(&mut self, mean: Option<Vec<f32>>) {
         debug_assert!(mean.as_ref().is_none_or(|mean| mean.len() == self.shape[1] * self.shape[3]));
         self.mean = mean;
     }
 
-    /// The mean `[heads, dim]` that is not part of stored rows.
+    /// The mean `[heads, dim]` that is subtracted from rows.
     #[must_use]
     pub fn mean(&self) -> Option<&[f32]> {
         self.mean.as_deref()
@@ -103,7 +104,7 @@ impl CodePages {
         self.shape
     }
 
-    /// The pages as an input of attention.
+    /// The pages as inputs of attention.
     #[must_use]
     pub fn view(&self) -> CodesView<'_> {
         CodesView {
@@ -115,7 +116,7 @@ impl CodePages {
         }
     }
 
-    /// Bytes of a page of one head.
+    /// Bytes per page of one head.
     fn page_bytes(&self) -> usize {
         self.shape[2] * self.coder.format().row_bytes()
     }
@@ -132,17 +133,17 @@ impl CodePages {
         &mut self.memory[at]
     }
 
-    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored without this mean `[heads, dim]`.
+    /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored with a mean `[heads, dim]`.
     ///
     /// # Errors
-    /// Head and row of the first token that cannot, of several heads the first.
+    /// Head and row of the first token that cannot be stored, in the lowest head with one.
     pub fn check(tensor: &TensorView<'_>, mean: Option<&[f32]>) -> Result<(), (EncodeError, [usize; 2])> {
         let rows = SourceRows { tensor, mean };
         let refused = dispatch::first_refused(IsaToken::best(), &rows);
         refused.map_or(Ok(()), |[head, row]| Err((rows.reason(head, row), [head, row])))
     }
 
-    /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. They were checked.
+    /// Stores rows `from..` of a tensor `[1, heads, rows, dim]` as rows `rows` of a page. The rows have been checked.
     pub fn write(&mut self, page: usize, rows: Range<usize>, tensor: &TensorView<'_>, from: usize) {
         let heads = 0..self.shape[1];
         let bytes = self.page_at(page, heads.start).start..self.page_at(page, heads.end - 1).end;
@@ -154,23 +155,23 @@ impl CodePages {
         );
     }
 
-    /// A stored row, the mean included.
+    /// Decodes a row and adds the mean.
     pub(crate) fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
         self.view().read(page, head, row, x);
     }
 
-    /// Copies a row out, its planes one after another.
+    /// Copies a row out of a page, its planes one after another.
     pub fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
         self.view().export(page, head, row, into);
     }
 
-    /// Copies a row that was exported in.
+    /// Copies an exported row into a page.
     pub fn import(&mut self, page: usize, head: usize, row: usize, from: &[u8]) {
         let at = self.page_at(page, head);
         self.coder.format().scatter(from, self.shape[2], row, &mut self.memory[at]);
     }
 
-    /// Copies rows of a page to the same rows of another.
+    /// Copies rows of a page to the same rows of another page.
     pub(crate) fn copy(&mut self, [from, to]: [usize; 2], rows: Range<usize>) {
         for head in 0..self.shape[1] {
             let (from, to) = (self.page_at(from, head).start, self.page_at(to, head).start);
@@ -186,7 +187,7 @@ impl CodePages {
     /// [`EncodeError`]; the row is as it was then.
     ///
     /// # Panics
-    /// Where there is no such row, or `x` has another length.
+    /// If there is no such row, or the length of `x` is not the row's.
     pub fn store(&mut self, place: [usize; 3], x: &[f32]) -> Result<(), EncodeError> {
         let [pages, heads, page, dim] = self.shape;
         let there = place[0] < pages && place[1] < heads && place[2] < page;
@@ -208,7 +209,7 @@ impl CodePages {
         Ok(())
     }
 
-    /// Fills a row of every head with bytes 0xFF: its scale is a NaN.
+    /// Fills a row of every head with bytes 0xFF, which makes its scale a NaN.
     #[cfg(feature = "testkit")]
     pub fn poison(&mut self, page: usize, row: usize) {
         for head in 0..self.shape[1] {
@@ -243,13 +244,13 @@ impl<'a> CodesView<'a> {
         self.shape
     }
 
-    /// The mean `[heads, dim]` that is not part of stored rows.
+    /// The mean `[heads, dim]` that is subtracted from rows.
     #[must_use]
     pub const fn means(&self) -> Option<&'a [f32]> {
         self.mean
     }
 
-    /// The mean of a head that is not part of its stored rows.
+    /// The mean of a head that is subtracted from its rows.
     #[must_use]
     pub fn mean(&self, head: usize) -> Option<&'a [f32]> {
         let dim = self.shape[3];
@@ -268,12 +269,12 @@ impl<'a> CodesView<'a> {
         &self.bytes[(page * self.shape[1] + head) * bytes..][..bytes]
     }
 
-    /// Copies a row out, its planes one after another.
+    /// Copies a row out of a page, its planes one after another.
     pub fn export(&self, page: usize, head: usize, row: usize, into: &mut [u8]) {
         self.coder.format().gather(self.page(page, head), self.shape[2], row, into);
     }
 
-    /// A stored row `[dim]`, rotated back, the mean included.
+    /// Decodes row `[dim]`, rotated back and with the mean added.
     pub fn read(&self, page: usize, head: usize, row: usize, x: &mut [f32]) {
         let source = (self.page(page, head), self.shape[2], row..row + 1);
         dispatch::decode(IsaToken::best(), self.coder, source, x);
@@ -282,11 +283,11 @@ impl<'a> CodesView<'a> {
         }
     }
 
-    /// As [`CodesView::read`], in f64.
+    /// Like [`CodesView::read`], in f64.
     pub(crate) fn read_f64(&self, page: usize, head: usize, row: usize) -> Vec<f64> {
         let dim = self.shape[3];
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        // What the bytes stand for: products in f32, exact where a code's value has 8 bits and a scale 11.
+        // The meaning of the bytes: products in f32 are exact where the value of a code has 8 bits and a scale 11.
         let source = (self.page(page, head), self.shape[2], row..row + 1);
         dispatch::decode_rotated(IsaToken::best(), self.coder, source, &mut x[..dim], dim);
         let mut wide: Vec<f64> = x[..dim].iter().copied().map(f64::from).collect();

@@ -1,20 +1,20 @@
-//! Codes of a vector as bit planes.
+//! Bit planes of the codes of a vector.
 //!
-//! A code of `b` bits is a sign and the index of a magnitude. Widths are cut into planes of 4, 2 and 1 bits, the sign in the top
-//! bit of the last: 2 = 2, 3 = 2 + 1, 4 = 4, 5 = 4 + 1, 6 = 4 + 2. A vector is cut into blocks of 128 coordinates and a last one
-//! of what is left. In a block of `n`, with `m = ceil(n / 2)` or `ceil(n / 4)`:
+//! A code of `b` bits is a sign and the index of a magnitude. It is split into planes of 4, 2 and 1 bits, with the
+//! sign in the highest bit of the last: 2 = 2, 3 = 2 + 1, 4 = 4, 5 = 4 + 1, 6 = 4 + 2. A vector is split into blocks
+//! of 128 coordinates and a last one with the rest. In a block of `n`, with `m = ceil(n / 2)` or `ceil(n / 4)`:
 //!
 //! ```text
 //! plane of b bits: byte j has coordinates j, j + m, j + 2 m, ... in its bits, lowest first       (m = ceil(n b / 8) bytes)
 //! ```
 //!
-//! so that shifts and masks alone split a register of bytes into registers of neighbouring coordinates, whether its bytes are of one
-//! token or of several. Bits of coordinates that are not there are 0.
+//! so that shifts and masks alone split a register of bytes into registers of neighbouring coordinates, whether its
+//! bytes belong to one token or to several. Bits of missing coordinates are 0.
 
-/// Coordinates of a block.
+/// Coordinates per block.
 const BLOCK: usize = 128;
 
-/// Planes of codes of `bits`, 2 to 6: the bits of each, from the lowest of the code on.
+/// Planes of codes of 2 to 6 bits: the number of bits of each, from the lowest of the code on.
 pub(crate) const fn planes(bits: usize) -> &'static [usize] {
     match bits {
         2 => &[2],
@@ -25,12 +25,12 @@ pub(crate) const fn planes(bits: usize) -> &'static [usize] {
     }
 }
 
-/// Bytes of a plane of `bits` of a vector.
+/// Bytes of a plane of `bits` bits of a vector.
 pub(crate) const fn plane_bytes(dim: usize, bits: usize) -> usize {
     dim / BLOCK * (BLOCK * bits / 8) + (dim % BLOCK * bits).div_ceil(8)
 }
 
-/// Writes a plane of codes: `bits` of each from bit `from` on, or whole bytes.
+/// Writes a plane of codes: `bits` bits of each from bit `from` on, or whole bytes.
 #[inline(always)]
 pub(crate) fn pack(codes: &[u8], from: usize, bits: usize, plane: &mut [u8]) {
     match bits {
@@ -41,7 +41,7 @@ pub(crate) fn pack(codes: &[u8], from: usize, bits: usize, plane: &mut [u8]) {
     }
 }
 
-/// [`pack`] of bits that are no whole bytes: whole blocks by loops of constant length.
+/// [`pack`] for less than whole bytes: loops over whole blocks have constant length.
 #[inline(always)]
 fn pack_bits<const BITS: usize>(codes: &[u8], from: usize, plane: &mut [u8]) {
     let (blocks, rest) = codes.as_chunks::<BLOCK>();
@@ -52,7 +52,7 @@ fn pack_bits<const BITS: usize>(codes: &[u8], from: usize, plane: &mut [u8]) {
     pack_block::<BITS>(rest, from, (rest.len() * BITS).div_ceil(8), rest_bytes);
 }
 
-/// One block, of which a plane has `m` bytes.
+/// Packs one block, whose plane has `m` bytes.
 #[inline(always)]
 fn pack_block<const BITS: usize>(codes: &[u8], from: usize, m: usize, bytes: &mut [u8]) {
     let bytes = &mut bytes[..m];
@@ -65,7 +65,7 @@ fn pack_block<const BITS: usize>(codes: &[u8], from: usize, m: usize, bytes: &mu
     }
 }
 
-/// Reads a plane: into codes for the lowest bits, onto them for others.
+/// Reads a plane. The lowest bits replace the codes, others are added to them.
 #[inline(always)]
 pub(crate) fn unpack(plane: &[u8], from: usize, bits: usize, codes: &mut [u8]) {
     match bits {
@@ -76,7 +76,7 @@ pub(crate) fn unpack(plane: &[u8], from: usize, bits: usize, codes: &mut [u8]) {
     }
 }
 
-/// [`unpack`] of bits that are no whole bytes.
+/// [`unpack`] for less than whole bytes.
 #[inline(always)]
 fn unpack_bits<const BITS: usize>(plane: &[u8], from: usize, codes: &mut [u8]) {
     if from == 0 {
@@ -91,7 +91,7 @@ fn unpack_bits<const BITS: usize>(plane: &[u8], from: usize, codes: &mut [u8]) {
     unpack_block::<BITS>(rest_bytes, from, m, rest);
 }
 
-/// One block, of which a plane has `m` bytes.
+/// Unpacks one block, whose plane has `m` bytes.
 #[inline(always)]
 fn unpack_block<const BITS: usize>(bytes: &[u8], from: usize, m: usize, codes: &mut [u8]) {
     let (bytes, n) = (&bytes[..m], codes.len());
@@ -107,7 +107,7 @@ fn unpack_block<const BITS: usize>(bytes: &[u8], from: usize, m: usize, codes: &
 mod tests {
     use super::*;
 
-    /// Where the bits of a coordinate are: byte, and shift.
+    /// Byte and shift of a coordinate's bits.
     const fn place(dim: usize, bits: usize, i: usize) -> (usize, usize) {
         let (block, i) = (i / BLOCK, i % BLOCK);
         let rest = dim - block * BLOCK;

@@ -1,7 +1,7 @@
-//! One vector: to codes and a scale, and back.
+//! Quantization of one vector to codes and a scale, and back.
 //!
-//! Rotations are additions of f32 in a fixed order; everything behind them is integers, but for a few numbers of each vector in f64.
-//! Every instruction set gives the same bytes.
+//! Rotations are f32 additions in a fixed order. All steps after them use integers, apart from a few f64 values per
+//! vector, so that every instruction set gives the same bytes.
 
 use super::numeric::{greatest, round};
 use super::ops::Ops;
@@ -11,7 +11,7 @@ use super::tq::codebook::{Codebook, FACTORS, TRIALS};
 use crate::limits::MAX_HEAD_DIM;
 use half::f16;
 
-/// What a scale is to make right: of keys inner products, which it makes unbiased, of values the mean square error.
+/// What a scale optimizes: for keys unbiased inner products, for values the mean square error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum ScaleRule {
     /// `<x, x> / <x, c>`: the inner product with the vector itself is exact.
@@ -20,8 +20,8 @@ pub(super) enum ScaleRule {
     LeastSquares,
 }
 
-/// The scales to try are these parts of the root mean square, `(72 + 5 t) / 100`. A vector whose greatest coordinate is small is better off
-/// with a smaller scale than its norm suggests: that gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
+/// The scales tried are multiples `(72 + 5 t) / 100` of the root mean square. A vector whose largest coordinate is
+/// small prefers a smaller scale than its norm suggests; trying several gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
 pub(super) const PARTS: [f64; TRIALS] = {
     let (mut parts, mut t) = ([0.0; TRIALS], 0);
     while t < TRIALS {
@@ -31,16 +31,16 @@ pub(super) const PARTS: [f64; TRIALS] = {
     parts
 };
 
-/// A greatest coordinate below this is that of a vector of zeros: its scale would be 0 in f16.
+/// A vector whose largest magnitude is below this is stored as zeros: its scale would be 0 in f16.
 pub(super) const MIN_MAGNITUDE: f32 = 1e-12;
 
-/// The sum with 2^52 has no place for fractions.
+/// The sum with 2^52 has no fraction bits.
 pub(super) const ROUNDER: f64 = (1u64 << 52) as f64;
 
-/// Coordinates in fixed point: the greatest magnitude is this.
+/// The largest magnitude in fixed point.
 pub(super) const ONE: f32 = 32767.0;
 
-/// Numbers of one vector, in fixed point.
+/// The elements of one vector, in fixed point.
 struct Fixed {
     signed: [i16; MAX_HEAD_DIM],
     magnitudes: [u16; MAX_HEAD_DIM],
@@ -51,18 +51,18 @@ struct Fixed {
 pub(super) struct Quantizer {
     dim: usize,
     pub(super) rotation: Rotation,
-    /// None for 8-bit integers.
+    /// `None` for 8-bit integers.
     pub(super) levels: Option<&'static Codebook>,
 }
 
 impl Quantizer {
-    /// Of `bits` 2 to 6, or 8 for integers.
+    /// For codes of 2 to 6 bits, or 8 for integers.
     pub(super) fn new(dim: usize, bits: usize) -> Self {
         Self { dim, rotation: Rotation::new(dim), levels: (bits < 8).then(|| Codebook::of(bits)) }
     }
 
-    /// Codes and scale of a vector of finite numbers, whose norm is at most [`MAX_NORM`](super::error::MAX_NORM). It is left rotated. All
-    /// zeros are codes of 0 with scale 0.
+    /// Codes and scale of a vector whose elements are finite and whose norm is at most
+    /// [`MAX_NORM`](super::error::MAX_NORM). Leaves it rotated. Zeros have codes of 0 with scale 0.
     #[inline(always)]
     pub(super) fn encode<O: Ops>(&self, x: &mut [f32], rule: ScaleRule, codes: &mut [u8]) -> f16 {
         self.rotation.apply::<O>(x);
@@ -90,25 +90,25 @@ impl Quantizer {
         f16::from_f32(scale_of(scale, most))
     }
 
-    /// Values of codes, `[64]` for tables; none for integers, which are their values.
+    /// Values of codes, `[64]`, for tables; none for integers, which are their own values.
     pub(super) fn table(&self) -> Option<&'static [i8; 64]> {
         self.levels.map(|levels| &levels.signed)
     }
 }
 
-/// The scale that is stored, of one in units of the fixed point of a vector with this greatest magnitude.
+/// The stored scale, from a scale in fixed-point units of a vector with this largest magnitude.
 #[inline(always)]
 pub(super) fn scale_of(scale: f64, most: f32) -> f32 {
     (scale * f64::from(most / ONE) * f64::from(SCALE_UNIT)) as f32
 }
 
-/// Halves of levels in units of the fixed point, 2^16 times: the edges between levels are such halves.
+/// Half-levels per fixed-point unit, times 2^16: the edges between levels are multiples of half-levels.
 #[inline(always)]
 pub(super) fn unit(levels: &Codebook) -> f64 {
     f64::from(2 << 16) * FACTORS[levels.bits - 2]
 }
 
-/// Codes of 8 bits, and the sums of products of the vector with them and of their squares.
+/// Codes of 8 bits, the sum of their products with the vector, and the sum of their squares.
 #[inline(always)]
 fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
     let (mut xc, mut cc) = (0i64, 0u32);
@@ -121,15 +121,15 @@ fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
     (xc as u64, u64::from(cc))
 }
 
-/// Codes of the best of the scales tried: that with which least squares explains most of the energy.
+/// Codes of the best scale tried: the one with which least squares explains most of the energy.
 #[inline(always)]
 fn search<O: Ops>(fixed: &Fixed, levels: &Codebook, rms: f64, codes: &mut [u8]) -> (u64, u64) {
     let magnitudes = &fixed.magnitudes[..codes.len()];
     let unit = unit(levels);
     let mut factors = [0u16; TRIALS];
     for (factor, part) in factors.iter_mut().zip(PARTS) {
-        // Below 2^15: a magnitude is at least ONE, so the root mean square is at least ONE / sqrt(dim). Nearest to even, without
-        // a conversion, of which vectors have none to 16 bits.
+        // Below 2^15: the largest magnitude is ONE, so that the root mean square is at least ONE / sqrt(dim).
+        // Rounded to nearest even without a conversion, since vectors have none to 16 bits.
         let x = unit / (rms * part);
         *factor = (x + ROUNDER).to_bits() as u16;
     }

@@ -1,20 +1,21 @@
-//! The rotation that makes coordinates of any vector look normal: random signs, then a Hadamard transform.
+//! The rotation that makes the coordinates of any vector nearly normal: random signs, then a Hadamard transform.
 //!
 //! ```text
-//! y = H S x,   S = diag(+1 or -1),   H orthonormal, of entries +-1 / sqrt(n) in each block
+//! y = H S x,   S = diag(+1 or -1),   H orthonormal, with entries +-1 / sqrt(n) in each block
 //! ```
 //!
-//! A dimension is one block where it is `2^k`, `12 * 2^k` or `20 * 2^k`: the Walsh-Hadamard transform, alone or with Paley's Hadamard
-//! matrix of order 12 or 20 across its runs. Any other is split into blocks of the powers of two in its binary representation,
-//! the largest first (112 = 64 + 32 + 16). Nothing is padded.
+//! A dimension is one block if it is `2^k`, `12 * 2^k` or `20 * 2^k`: the Walsh-Hadamard transform, alone or combined
+//! with Paley's Hadamard matrix of order 12 or 20. Any other dimension is split into blocks of the powers of two in
+//! its binary representation, the largest first (112 = 64 + 32 + 16). Nothing is padded.
 
 use super::ops::RotationOps;
 use super::walsh::Real;
 
-/// Signs are bits of SplitMix64 (Steele, Lea and Flood 2014) from this state: bit `i % 64` of output `i / 64`, set for -1.
+/// Signs are bits of SplitMix64 (Steele, Lea and Flood 2014) from this state: bit `i % 64` of output `i / 64` is set
+/// for -1.
 const SEED: u64 = 0x666c_6173_6874_696c;
 
-/// Paley's matrices: their orders, and the prime of each.
+/// Orders of Paley's matrices, and the prime of each.
 const PALEY: [(usize, usize); 2] = [(12, 11), (20, 19)];
 
 /// A rotation of vectors of one dimension.
@@ -24,14 +25,14 @@ pub struct Rotation {
     blocks: Vec<Block>,
 }
 
-/// A block of `order * run` coordinates, `order` 1 or that of a Paley matrix, `run` a power of two.
+/// A block of `order * run` coordinates, where `order` is 1 or that of a Paley matrix and `run` a power of two.
 #[derive(Debug, Clone, PartialEq)]
 struct Block {
     order: usize,
     run: usize,
-    /// `[order, order]`; none for order 1.
+    /// `[order, order]`; empty for order 1.
     matrix: Vec<f32>,
-    /// 1 over the root of the number of coordinates.
+    /// One over the square root of the number of coordinates.
     root: f64,
 }
 
@@ -52,7 +53,7 @@ impl Block {
         if self.order == 1 {
             return O::walsh(x);
         }
-        // A plain loop: a closure would be a function without the caller's instruction set.
+        // A plain loop, since a closure would be compiled without the caller's instruction set.
         for run in x.chunks_exact_mut(self.run) {
             O::walsh(run);
         }
@@ -60,7 +61,7 @@ impl Block {
 }
 
 impl Rotation {
-    /// Of a dimension, with the documented signs.
+    /// The rotation of a dimension, with the documented signs.
     pub fn new(dim: usize) -> Self {
         let mut state = SEED;
         let mut bits = 0;
@@ -73,25 +74,25 @@ impl Rotation {
         Self::with_signs((0..dim).map(sign).collect())
     }
 
-    /// Of as many coordinates as signs.
+    /// A rotation with these signs, one per coordinate.
     pub(super) fn with_signs(signs: Vec<f32>) -> Self {
         Self { blocks: blocks(signs.len()), signs }
     }
 
-    /// The signs, then 1 over the root of the coordinates of a block: of all of them, where there is one block.
+    /// The signs, and the normalisation of a block (1 over the square root of its size) if there is a single block.
     pub fn factors(&self) -> Vec<f32> {
         let roots = self.blocks.iter().take(1).map(|block| f32::from_f64(block.root));
         self.signs.iter().copied().chain(roots).collect()
     }
 
-    /// The signs, and the factor behind the Walsh-Hadamard transform: of a power of two of coordinates.
+    /// The signs, and the factor after the Walsh-Hadamard transform, if the dimension is a power of two.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn power_of_two(&self) -> (&[f32], f32) {
         debug_assert!(self.signs.len().is_power_of_two());
         (&self.signs, f32::from_f64(self.blocks[0].root))
     }
 
-    /// Rotates in place. Every output is a fixed tree of additions, one multiplication at its root.
+    /// Rotates in place. Every output is a fixed tree of additions with one multiplication at its root.
     #[inline(always)]
     pub(super) fn apply<O: RotationOps<f32>>(&self, x: &mut [f32]) {
         O::flip(x, &self.signs);
@@ -105,7 +106,7 @@ impl Rotation {
         }
     }
 
-    /// Undoes [`Rotation::apply`], up to rounding.
+    /// The inverse of [`Rotation::apply`], up to rounding.
     #[inline(always)]
     pub(super) fn undo<T: Real, O: RotationOps<T>>(&self, y: &mut [T]) {
         let mut rest = &mut *y;
@@ -138,7 +139,7 @@ fn blocks(dim: usize) -> Vec<Block> {
     powers.filter(|power| dim & power != 0).map(|power| Block::new(1, power)).collect()
 }
 
-/// Multiplies with the block's Paley matrix, or its transpose, across runs: sums from the first run to the last.
+/// Multiplies by the block's Paley matrix, or its transpose, across runs, summing from the first run to the last.
 #[inline(always)]
 fn across<T: Real>(block: &Block, x: &mut [T], transposed: bool) {
     let n = block.order;
@@ -156,7 +157,7 @@ fn across<T: Real>(block: &Block, x: &mut [T], transposed: bool) {
     }
 }
 
-/// Entry of Paley's first construction for a prime that is 3 modulo 4: `I + [[0, 1], [-1, chi(j - i)]]`.
+/// Entry of Paley's first construction for a prime congruent to 3 modulo 4: `I + [[0, 1], [-1, chi(j - i)]]`.
 fn paley(prime: usize, row: usize, col: usize) -> f32 {
     match (row, col) {
         _ if row == col => 1.0,
@@ -167,7 +168,7 @@ fn paley(prime: usize, row: usize, col: usize) -> f32 {
     }
 }
 
-/// Whether a number other than 0 is a square modulo a prime.
+/// Whether a nonzero number is a square modulo a prime.
 fn is_square(prime: usize, x: usize) -> bool {
     (1..prime).any(|y| y * y % prime == x)
 }

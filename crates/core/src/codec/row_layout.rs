@@ -1,23 +1,24 @@
-//! Where the bytes of quantized rows lie in a page.
+//! Layout of quantized rows in a page.
 //!
-//! A page of one head holds one plane after another, and in a plane the rows of its tokens one after another; the last plane
-//! is that of the scales, little-endian: one f16 a row, but for formats of others. No byte holds two tokens: rows are appended, copied and dropped by bytes.
-//! What leaves a page as a row (a snapshot) is its planes one after another.
+//! A page of one head stores one plane after another, and in each plane the rows of its tokens one after another. The
+//! last plane has the scales, little-endian: one f16 per row, except in foreign formats. No byte is shared by two
+//! tokens, so that rows are appended, copied and dropped as bytes. A row outside a page, as in a snapshot, is its
+//! planes one after another.
 
 use super::planes::{self, plane_bytes, planes};
 use half::f16;
 use std::ops::Range;
 
-/// Bytes of the scale of a row.
+/// Bytes of a row's scale.
 const SCALE: usize = 2;
 
-/// A code stands for its level times the stored scale, divided by this.
+/// A code stands for its level times the stored scale divided by this.
 pub const SCALE_UNIT: f32 = 128.0;
 
-/// As [`SCALE_UNIT`], for e4m3 codes.
+/// Like [`SCALE_UNIT`], for e4m3 codes.
 pub const FP8_SCALE_UNIT: f32 = 256.0;
 
-/// The scale of a row, which has no sign: that bit is not read.
+/// The scale of a row. Scales are not negative, and the sign bit is not read.
 #[inline(always)]
 pub(super) fn scale(bytes: &[u8]) -> f16 {
     f16::from_le_bytes([bytes[0], bytes[1] & 0x7f])
@@ -26,10 +27,11 @@ pub(super) fn scale(bytes: &[u8]) -> f16 {
 /// A plane of codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plane {
-    /// Bytes of a row in it.
+    /// Bytes per row.
     pub bytes: usize,
-    /// Bits of each code in it, and those below them.
+    /// Bits of each code in the plane.
     pub bits: usize,
+    /// The lowest of these bits in the code.
     pub(crate) from: usize,
 }
 
@@ -39,12 +41,12 @@ pub struct RowLayout {
     dim: usize,
     planes: [Plane; 2],
     count: usize,
-    /// Bytes of a row in the last plane.
+    /// Bytes per row of the last plane.
     scale: usize,
 }
 
 impl RowLayout {
-    /// Of codes of `bits`, 2 to 6, or 8 for whole bytes.
+    /// The layout for codes of 2 to 6 bits, or whole bytes for 8.
     pub fn new(dim: usize, bits: usize) -> Self {
         let mut planes_of = [Plane { bytes: dim, bits: 8, from: 0 }; 2];
         let widths = if bits == 8 { &[8][..] } else { planes(bits) };
@@ -56,12 +58,12 @@ impl RowLayout {
         Self { dim, planes: planes_of, count: widths.len(), scale: SCALE }
     }
 
-    /// Of one plane with this many bytes a row, whatever is in them, and scales of so many.
+    /// A layout with one plane of codes with this many bytes per row, and scales of `scale` bytes.
     pub(super) const fn opaque(dim: usize, codes: usize, scale: usize) -> Self {
         Self { dim, planes: [Plane { bytes: codes, bits: 8, from: 0 }; 2], count: 1, scale }
     }
 
-    /// Bytes of a row; saturating.
+    /// Bytes per row; saturating.
     pub(crate) const fn bytes(dim: usize, bits: usize) -> usize {
         if bits == 8 {
             return dim.saturating_add(SCALE);
@@ -74,7 +76,7 @@ impl RowLayout {
         bytes
     }
 
-    /// Elements of a row.
+    /// Elements per row.
     #[cfg(any(test, target_arch = "x86_64"))]
     pub const fn dim(&self) -> usize {
         self.dim
@@ -85,17 +87,17 @@ impl RowLayout {
         &self.planes[..self.count]
     }
 
-    /// Bytes of a row in each plane, the scale last.
+    /// Bytes per row of each plane, the scale last.
     fn widths(&self) -> impl Iterator<Item = usize> + '_ {
         self.planes().iter().map(|plane| plane.bytes).chain([self.scale])
     }
 
-    /// Bytes of a row, all planes together.
+    /// Bytes per row, all planes together.
     pub fn row_bytes(&self) -> usize {
         self.widths().sum()
     }
 
-    /// Where each plane of rows `rows` is in a page of `page` tokens.
+    /// The byte range of each plane of rows `rows` in a page of `page` tokens.
     pub fn places(&self, page: usize, rows: Range<usize>) -> impl Iterator<Item = Range<usize>> + '_ {
         self.widths().scan(0, move |start, width| {
             let at = *start + rows.start * width..*start + rows.end * width;
@@ -104,7 +106,7 @@ impl RowLayout {
         })
     }
 
-    /// Codes and scale of a row in a page of a format with one plane.
+    /// Codes and scale of a row in a page, for a layout with one plane.
     #[inline(always)]
     pub(super) fn row(&self, page: usize, row: usize) -> [Range<usize>; 2] {
         let codes = self.planes[0].bytes;
@@ -112,7 +114,7 @@ impl RowLayout {
         [row * codes..(row + 1) * codes, scales + row * self.scale..scales + (row + 1) * self.scale]
     }
 
-    /// Stores codes and scale as a row of a page. Changes `codes`.
+    /// Stores codes and scale as a row of a page. The contents of `codes` are changed.
     #[inline(always)]
     pub(crate) fn write(&self, codes: &[u8], scale: f16, page: &mut [u8], tokens: usize, row: usize) {
         let mut start = 0;
@@ -124,7 +126,7 @@ impl RowLayout {
         page[start + row * SCALE..][..SCALE].copy_from_slice(&scale.to_le_bytes());
     }
 
-    /// Codes of a row of a page, and its scale.
+    /// Codes and scale of a row of a page.
     #[inline(always)]
     pub(crate) fn read(&self, page: &[u8], tokens: usize, row: usize, codes: &mut [u8]) -> f16 {
         let mut start = 0;
@@ -136,7 +138,7 @@ impl RowLayout {
         scale(&page[start + row * SCALE..][..SCALE])
     }
 
-    /// Copies a row of a page out, its planes one after another.
+    /// Copies a row out of a page, its planes one after another.
     pub(crate) fn gather(&self, bytes: &[u8], page: usize, row: usize, into: &mut [u8]) {
         let mut at = 0;
         for place in self.places(page, row..row + 1) {

@@ -12,7 +12,7 @@ fn normal(rng: &mut Rng, dim: usize) -> Vec<f32> {
     (0..dim).map(|_| rng.normal()).collect()
 }
 
-/// Stores a vector as the row of a page of one.
+/// Stores a vector as the only row of a page.
 fn store(coder: &Coder, x: &[f32], rule: ScaleRule, page: &mut [u8]) {
     let tensor = TensorView::bhsd(x, [1, 1, 1, x.len()]).unwrap();
     let rows = SourceRows { tensor: &tensor, mean: None };
@@ -20,7 +20,7 @@ fn store(coder: &Coder, x: &[f32], rule: ScaleRule, page: &mut [u8]) {
     dispatch::store(IsaToken::best(), &mut EncodeJob { coder, rule, rows, from: 0, pages });
 }
 
-/// What comes back of a vector.
+/// A vector after encoding and decoding.
 fn there_and_back(coder: &Coder, x: &[f32], rule: ScaleRule) -> Vec<f32> {
     let mut page = vec![0u8; coder.format().row_bytes()];
     store(coder, x, rule, &mut page);
@@ -46,7 +46,7 @@ fn relative_error(codec: Codec, dim: usize, rule: ScaleRule, vectors: usize) -> 
 #[test]
 fn errors_of_normal_vectors_are_those_of_the_format() {
     use Codec::{Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
-    // Of values, then of keys.
+    // Bounds for values, then for keys.
     for (codec, wanted) in [
         (Tq2, [0.114, 0.129]),
         (Tq3, [3.18e-2, 3.3e-2]),
@@ -59,7 +59,7 @@ fn errors_of_normal_vectors_are_those_of_the_format() {
         for (rule, want) in [ScaleRule::LeastSquares, ScaleRule::Unbiased].into_iter().zip(wanted) {
             let got = relative_error(codec, 128, rule, 4000);
             assert!((got / want - 1.0).abs() < 0.05, "{codec}, {rule:?}: {got:.3e}, not {want:.3e}");
-            // Other dimensions have about the same.
+            // Other dimensions have about the same error.
             for dim in [64, 80, 96, 112, 192, 256, 512] {
                 let got = relative_error(codec, dim, rule, 400);
                 assert!((0.7..1.35).contains(&(got / want)), "{codec} of {dim}, {rule:?}: {got:.3e}");
@@ -68,7 +68,7 @@ fn errors_of_normal_vectors_are_those_of_the_format() {
     }
 }
 
-/// Rows that were stored stay what they are: caches are kept in files.
+/// The bytes of stored rows never change: caches are kept in files.
 #[test]
 fn bytes_of_the_formats() {
     let digests = [
@@ -87,7 +87,7 @@ fn bytes_of_the_formats() {
         for dim in [1, 33, 64, 80, 96, 112, 128, 192, 256, 300, 512] {
             let coder = Coder::new(codec, dim).unwrap();
             for n in 0..60 {
-                // Sums of integers and a power of two: the same on every machine.
+                // Sums of integers and a power of two, which are exact on every machine.
                 let gain = 1.0 / (1u64 << (10 + 3 * (n % 9))) as f32;
                 let mut x = vec![0.0f32; dim];
                 for x in &mut x {
@@ -135,14 +135,15 @@ fn zeros_spikes_and_extremes() {
                 let back = there_and_back(&coder, &vec![zeros; dim], ScaleRule::Unbiased);
                 assert!(back.iter().all(|x| *x == 0.0), "{codec} of {dim}");
             }
-            // One coordinate of the largest norm; rotated, it is equal magnitudes where the dimension is one block.
+            // All of the largest norm in one coordinate; rotated, all magnitudes are equal if the dimension is one
+            // block.
             for size in [3.0, MAX_NORM] {
                 for rule in [ScaleRule::Unbiased, ScaleRule::LeastSquares] {
                     let mut spike = vec![0.0f32; dim];
                     spike[dim / 2] = size;
                     let back = there_and_back(&coder, &spike, rule);
                     assert!(back.iter().all(|x| x.is_finite()), "{codec} of {dim}");
-                    // Of the format of mlx-native, equal magnitudes are not the middle of a cell.
+                    // In the format of mlx-native, equal magnitudes are not at the middle of a cell.
                     if dim != 7 && !matches!(codec.row_kind(), RowKind::Mlx { .. }) {
                         assert!(
                             (back[dim / 2] / size - 1.0).abs() < 1e-3,
@@ -150,7 +151,7 @@ fn zeros_spikes_and_extremes() {
                             back[dim / 2]
                         );
                     }
-                    // What the rotation makes one coordinate of is the worst of a codebook.
+                    // Inputs that the rotation maps to one coordinate are a codebook's worst case.
                     let Some(rotation) = coder.rotation() else { continue };
                     dispatch::unrotate(IsaToken::best(), rotation, &mut spike);
                     let back = there_and_back(&coder, &spike, rule);

@@ -1,6 +1,6 @@
 //! The Walsh-Hadamard transform as plain loops.
 
-/// Numbers that rotate: f32, or f64 for the oracle.
+/// Element types of a rotation: f32, or f64 for the oracle.
 pub(super) trait Real:
     Copy + From<f32> + std::ops::Add<Output = Self> + std::ops::Sub<Output = Self> + std::ops::Mul<Output = Self>
 {
@@ -21,7 +21,8 @@ impl Real for f64 {
     }
 }
 
-/// Butterflies of a distance, twice that, and so on: from 1 on, the Walsh-Hadamard transform, unscaled.
+/// Butterflies of a distance, twice that, and so on. From distance 1 on, this is the unscaled Walsh-Hadamard
+/// transform.
 #[inline(always)]
 pub(super) fn butterflies<T: Real>(x: &mut [T], mut distance: usize) {
     while distance < x.len() {

@@ -1,4 +1,4 @@
-//! Instruction sets of this crate's codecs and of the CPU kernels, and the proof that the machine has one.
+//! Instruction sets of codecs and CPU kernels, and tokens that prove that the machine has one.
 
 mod token;
 
@@ -17,20 +17,20 @@ pub enum Isa {
     Avx2,
     /// AVX-512 F, BW, DQ and VL.
     Avx512,
-    /// AVX-512 with VNNI and VBMI: quantized keys and values are multiplied as integers.
+    /// AVX-512 with VNNI and VBMI: products of quantized keys and values are integers.
     Avx512Vnni,
-    /// AVX-512 with VNNI, VBMI and BF16: bf16 problems multiply in pairs of bf16 and accumulate in f32.
+    /// AVX-512 with VNNI, VBMI and BF16: bf16 problems multiply pairs of bf16 and accumulate in f32.
     Avx512Bf16,
-    /// AVX-512 with VNNI, VBMI, BF16 and AMX: bf16 problems multiply in tiles of pairs of bf16 and accumulate in f32.
+    /// AVX-512 with VNNI, VBMI, BF16 and AMX: bf16 problems multiply bf16 tiles and accumulate in f32.
     Amx,
 }
 
 impl Isa {
-    /// Every instruction set, each a superset of those before it on its architecture.
+    /// Every instruction set. On one architecture, each is a superset of those before it.
     pub const ALL: [Self; 6] =
         [Self::Portable, Self::Avx2, Self::Avx512, Self::Avx512Vnni, Self::Avx512Bf16, Self::Amx];
 
-    /// The one whose kernels compute elements of a dtype on a machine with this one.
+    /// The instruction set whose kernels compute a dtype on a machine that has this one.
     #[must_use]
     pub fn for_dtype(self, dtype: Dtype) -> Self {
         if self.multiplies_pairs() && dtype == Dtype::BF16 { self } else { self.min(Self::Avx512) }
@@ -59,7 +59,7 @@ impl Isa {
         }
     }
 
-    /// Whether products are of pairs of bf16, with weights rounded to bf16.
+    /// Whether bf16 problems multiply pairs of bf16, with `p` rounded to bf16.
     #[must_use]
     pub const fn multiplies_pairs(self) -> bool {
         matches!(self, Self::Avx512Bf16 | Self::Amx)

@@ -1,16 +1,17 @@
-//! Which instruction sets this machine has.
+//! Detection of instruction sets.
 
 #![allow(unsafe_code, reason = "asks the processor and the operating system")]
 
 use super::Isa;
 use std::sync::OnceLock;
 
-/// Proof that this machine has an instruction set. Functions that are compiled for one take a token instead of being unsafe to call.
+/// Proof that this machine has an instruction set. Functions compiled for one take a token, and are therefore safe to
+/// call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct IsaToken(Isa);
 
 impl IsaToken {
-    /// The token of an instruction set, or `None` where the machine lacks it. The machine is asked once.
+    /// The token of an instruction set, or `None` if the machine lacks it. Detection runs once.
     #[must_use]
     pub fn new(isa: Isa) -> Option<Self> {
         (isa <= Self::best().0).then_some(Self(isa))
@@ -23,7 +24,7 @@ impl IsaToken {
         Self(*BEST.get_or_init(detect))
     }
 
-    /// The token of the most capable instruction set of this machine up to `isa`.
+    /// The token of the most capable instruction set of this machine that is at most `isa`.
     #[must_use]
     pub fn at_most(isa: Isa) -> Self {
         Self(isa.min(Self::best().0))
@@ -35,7 +36,7 @@ impl IsaToken {
         self.0
     }
 
-    /// The instruction set, of which code is about to run: tests count these.
+    /// The instruction set whose code is about to run, which tests count.
     #[inline]
     #[must_use]
     pub fn counted(self) -> Isa {
@@ -52,7 +53,7 @@ mod counters {
 
     pub(super) static COUNTS: [AtomicU64; Isa::ALL.len()] = [const { AtomicU64::new(0) }; Isa::ALL.len()];
 
-    /// How often code of each instruction set, in the order of [`Isa::ALL`], was called in this process.
+    /// How often code of each instruction set was called in this process, in the order of [`Isa::ALL`].
     pub fn counts() -> [u64; Isa::ALL.len()] {
         COUNTS.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
@@ -90,23 +91,23 @@ fn detect() -> Isa {
     Isa::Portable
 }
 
-/// The matrix unit.
+/// Detection of AMX.
 #[cfg(target_arch = "x86_64")]
 mod amx {
     use std::arch::x86_64::{__cpuid, __cpuid_count, _xgetbv};
 
-    /// Whether the processor has tiles of bf16 and the operating system lets this process use them.
+    /// Whether the processor has bf16 tiles and the operating system lets this process use them.
     pub(super) fn available() -> bool {
         #[target_feature(enable = "xsave")]
         fn enabled_state() -> u64 {
-            // SAFETY: called where the operating system has enabled the instruction.
+            // SAFETY: called only after checking that the operating system has enabled the instruction.
             unsafe { _xgetbv(0) }
         }
         const OSXSAVE: u32 = 1 << 27;
         const TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
         const TILE_STATE: u64 = 3 << 17;
-        // SAFETY: every x86-64 processor has the instruction; a leaf is asked for where it exists, the state where the
-        // processor says that the operating system has enabled its instruction.
+        // SAFETY: every x86-64 processor has CPUID. A leaf is read only if it exists, XGETBV is executed only if
+        // OSXSAVE is set.
         #[allow(unused_unsafe, reason = "safe functions in newer toolchains")]
         let enabled = unsafe {
             __cpuid(0).eax >= 7
@@ -117,12 +118,12 @@ mod amx {
         enabled && permitted()
     }
 
-    /// Asks Linux for the state of the tiles, which it gives to processes that ask.
+    /// Asks Linux for permission to use the tile state.
     #[cfg(target_os = "linux")]
     fn permitted() -> bool {
         const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
         const XFEATURE_XTILEDATA: libc::c_long = 18;
-        // SAFETY: the call changes nothing but the permission.
+        // SAFETY: the call only changes the permission.
         unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
     }
 

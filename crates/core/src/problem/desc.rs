@@ -30,34 +30,35 @@ pub struct ProblemDesc {
     pub dtype: Dtype,
     /// Which keys a query position sees. Default: all.
     pub visibility: Visibility,
-    /// Key position of query row 0. May stay `None` where nothing depends on positions, or where `q_len == kv_len`
-    /// and there are no `kv_lens` (padded or cached); it is then 0.
+    /// Key position of query row 0. May be `None` if nothing depends on positions, or if `q_len == kv_len` and there
+    /// are no `kv_lens` (padded or cached); it is then 0.
     pub q_offset: Option<QOffset>,
-    /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
+    /// Multiplier of `q . k`; `None` means `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
     pub softcap: Option<f32>,
-    /// Whether ALiBi slopes, one f32 per query head, come with the inputs.
+    /// Whether the inputs include ALiBi slopes, one f32 per query head.
     pub alibi: bool,
-    /// Whether attention sinks, one f32 logit per query head, come with the inputs.
+    /// Whether the inputs include attention sinks, one f32 logit per query head.
     pub sinks: bool,
-    /// Kind of the mask that comes with the inputs.
+    /// Kind of the mask among the inputs.
     pub mask: Option<MaskKind>,
-    /// Whether a tree mask comes with the inputs of cached sequences: `[1, 1, q_len, longest q_len of a sequence]`, bool.
-    /// Row `r` is packed query row `r`; column `c` is key `kv_len - q_len + c` of its sequence, one of the keys of this
-    /// step; `true` is visible. Keys before them are not affected. A key is visible where the tree, causality, window
+    /// Whether the inputs include a tree mask of cached sequences: bool `[1, 1, q_len, longest q_len of a sequence]`.
+    /// Row `r` is packed query row `r`. Column `c` is key `kv_len - q_len + c` of its sequence, one of the keys of
+    /// this step; `true` is visible. Earlier keys are not affected. A key is visible if the tree, causality, window
     /// and mask all allow it.
     pub tree: bool,
-    /// How keys are stored: `None` as elements of `dtype`; where sequences are cached, any codec that
+    /// Codec of the keys. `None` means elements of `dtype`; cached sequences may have any codec that
     /// [supports](Codec::supports) the dimension.
     pub k_codec: Option<Codec>,
-    /// How values are stored, as `k_codec`.
+    /// Codec of the values, like `k_codec`.
     pub v_codec: Option<Codec>,
     /// How batch entries divide into sequences.
     pub sequences: Sequences,
-    /// Prefixes that cached sequences share, as [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds them:
-    /// outer ones before those inside them: each inside the one before it, or after
-    /// it, and no shorter than those that it is inside.
+    /// Prefixes that cached sequences share, as
+    /// [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds them. Outer ones
+    /// come before those inside them: each lies inside the one before it or after it, and is at least as long as any
+    /// that contains it.
     pub prefixes: Vec<SharedPrefix>,
 }
 

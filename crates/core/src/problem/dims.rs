@@ -15,8 +15,8 @@ pub struct Dims {
     pub kv_heads: usize,
     /// Query rows per batch entry; total query rows for packed and cached sequences.
     pub q_len: usize,
-    /// Key rows per batch entry (including padding); total key rows for packed sequences; for cached ones, whose keys lie
-    /// in pages, an upper bound of their lengths.
+    /// Key rows per batch entry, including padding; total key rows for packed sequences; an upper bound of the
+    /// lengths for cached sequences, whose keys lie in pages.
     pub kv_len: usize,
     /// Elements of a q or k vector, 1 to [`MAX_HEAD_DIM`](crate::limits::MAX_HEAD_DIM).
     pub head_dim: usize,

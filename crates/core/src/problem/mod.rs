@@ -1,7 +1,7 @@
-//! What is to be computed: dimensions, dtype, visibility, bias. No memory, no device.
+//! What to compute: dimensions, dtype, visibility, bias. No memory, no device.
 //!
-//! A [`ProblemDesc`] is plain data; [`ProblemDesc::validate`] turns it into a [`Problem`], and holding a
-//! `Problem` is the proof that every rule of this module holds.
+//! A [`ProblemDesc`] is plain data. [`ProblemDesc::validate`] turns it into a [`Problem`], which proves that every
+//! rule of this module holds.
 //!
 //! ```text
 //! score[i, j] = softcap(scale * q[i] . k[j]) - slope[h] * |p(i) - j| + mask[i, j]
@@ -9,8 +9,8 @@
 //! lse[i]      = ln(exp(sink[h]) + sum_j exp(score[i, j]))       over the keys j that row i sees
 //! ```
 //!
-//! with `p(i) = i + q_offset` the key position of query row `i`. A row that sees no key has `out = 0` and
-//! `lse = -inf` (the sink's logit where there is a sink).
+//! with `p(i) = i + q_offset` the key position of query row `i`. A row that sees no key has `out = 0` and `lse =
+//! -inf` (or the sink's logit, if there is a sink).
 
 mod desc;
 mod dims;

@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-/// Tokens at the start of neighbouring sequences that lie in the same pages, so that they are read once for all of them
-/// (cascade attention). The results are the same without it, bit for bit.
+/// Tokens at the start of neighbouring sequences that lie in the same pages. They are read once for all of these
+/// sequences (cascade attention), and the results are the same bits as without.
 ///
-/// [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds those of a batch. Plans use the whole blocks of
-/// `CpuPlan::block_k` keys of them (`CpuPlan::prefixes`).
+/// [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds the prefixes of a batch.
+/// Plans use whole blocks of `CpuPlan::block_k` keys of a prefix (`CpuPlan::prefixes`).
 ///
 /// ```
 /// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, Dtype, HeadShape, KvCache, ProblemDesc, SeqLens};
@@ -34,6 +34,6 @@ use std::ops::Range;
 pub struct SharedPrefix {
     /// Indices of the sequences.
     pub sequences: Range<usize>,
-    /// Tokens, at most the `kv_lens` of each of them.
+    /// Length in tokens, at most the `kv_lens` of each sequence.
     pub len: usize,
 }

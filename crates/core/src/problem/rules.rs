@@ -1,4 +1,4 @@
-//! Rules about sequences and prefixes, which hold between fields of a description.
+//! Rules about sequences and prefixes, which involve several fields of a description.
 
 use super::desc::ProblemDesc;
 use super::error::{Positional, ProblemError, Side};
@@ -116,14 +116,14 @@ fn offset(desc: &ProblemDesc, q_len: usize, kv_len: usize) -> Result<i64, Proble
     }
 }
 
-/// Checks the prefixes of a description: outer ones before those inside them.
+/// Checks that prefixes are nested, outer ones first.
 pub(super) fn check_prefixes(desc: &ProblemDesc) -> Result<(), ProblemError> {
     let kv_lens = match &desc.sequences {
         Sequences::Cached { kv_lens, .. } => kv_lens,
         _ if desc.prefixes.is_empty() => return Ok(()),
         _ => return Err(ProblemError::PrefixNotCached),
     };
-    // Those that the next one may lie in, the outermost first.
+    // The prefixes that may contain the next one, the outermost first.
     let mut outer: Vec<&SharedPrefix> = Vec::new();
     let mut last = 0;
     for (index, prefix) in desc.prefixes.iter().enumerate() {

@@ -6,22 +6,23 @@ pub enum Sequences {
     /// Each batch entry is one sequence of `q_len` queries and `kv_len` keys.
     #[default]
     Dense,
-    /// Each batch entry is one sequence of `q_len` queries and its own number of keys; rows past it are padding and are
+    /// Each batch entry is one sequence of `q_len` queries with its own number of keys. Rows past it are padding and
     /// never read.
     Padded {
         /// Keys of each batch entry, `[batch]`, each at most `kv_len`.
         kv_lens: Vec<usize>,
     },
-    /// Sequences lie one after another in a single batch entry: q `[q_len, q_heads, head_dim]` with `q_len` the total.
+    /// Sequences lie one after another in a single batch entry: q `[q_len, q_heads, head_dim]`, where `q_len` is the
+    /// total.
     Packed {
         /// First query row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
         cu_seqlens_q: Vec<usize>,
         /// First key row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
         cu_seqlens_k: Vec<usize>,
     },
-    /// Keys and values lie in the pages of a cache, found through
-    /// [`BlockTables`](crate::block_tables::BlockTables); queries are packed as in [`Sequences::Packed`]. Each sequence has its own
-    /// numbers of queries and keys, so that chunks of prompts and single steps of decoding share a batch.
+    /// Keys and values lie in the pages of a cache, found through [`BlockTables`](crate::block_tables::BlockTables);
+    /// queries are packed as in [`Sequences::Packed`]. Each sequence has its own numbers of queries and keys, so that
+    /// prefill chunks and decode steps share a batch.
     Cached {
         /// First query row of each sequence, then the total: `[sequences + 1]`, from 0, never decreasing.
         cu_seqlens_q: Vec<usize>,
@@ -68,15 +69,15 @@ impl SeqLens {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Sequence {
-    /// Batch entry of the tensors that holds the sequence.
+    /// Batch entry of its tensors.
     pub batch: usize,
-    /// Row of the first query in that entry.
+    /// Row of its first query in that entry.
     pub q_start: usize,
     /// Query rows.
     pub q_len: usize,
-    /// Row of the first key in that entry; 0 where keys lie in pages.
+    /// Row of its first key in that entry; 0 if keys lie in pages.
     pub kv_start: usize,
-    /// Keys, padding not counted.
+    /// Keys, without padding.
     pub kv_len: usize,
     /// Key position of the first query, counted from the sequence's first key.
     pub q_offset: i64,

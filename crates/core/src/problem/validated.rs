@@ -14,7 +14,7 @@ impl ProblemDesc {
     /// Checks every rule and resolves defaults.
     ///
     /// # Errors
-    /// The first rule broken, with the numbers that break it; see [`ProblemError`].
+    /// The first rule that is broken, with the values that break it; see [`ProblemError`].
     pub fn validate(self) -> Result<Problem, ProblemError> {
         Problem::new(self)
     }
@@ -51,7 +51,7 @@ impl Problem {
         for (tensor, shape) in
             [("q", d.q_shape()), ("k", d.k_shape()), ("v", d.v_shape()), ("out", d.out_shape())]
         {
-            // Bytes as f32, the widest dtype, must be addressable.
+            // Sizes in bytes of f32, the widest dtype, must be addressable.
             let bytes = shape.iter().try_fold(4usize, |n, &x| n.checked_mul(x));
             if bytes.is_none_or(|n| isize::try_from(n).is_err()) {
                 return Err(ProblemError::SizeOverflow { tensor, shape });
@@ -115,38 +115,38 @@ impl Problem {
         self.desc.dtype
     }
 
-    /// Whether keys or values are stored as codes.
+    /// Whether keys or values have a quantizing codec.
     pub fn is_quantized(&self) -> bool {
         [self.k_codec(), self.v_codec()].iter().any(|codec| codec.dtype().is_none())
     }
 
-    /// How keys are stored.
+    /// Codec of the keys.
     #[must_use]
     pub fn k_codec(&self) -> Codec {
         self.desc.k_codec.unwrap_or(Codec::of(self.dtype()))
     }
 
-    /// How values are stored.
+    /// Codec of the values.
     #[must_use]
     pub fn v_codec(&self) -> Codec {
         self.desc.v_codec.unwrap_or(Codec::of(self.dtype()))
     }
 
-    /// Multiplier of `q . k`, resolved and finite.
+    /// Multiplier of `q . k`: finite, and the default if none was given.
     #[must_use]
     pub const fn scale(&self) -> f32 {
         self.scale
     }
 
-    /// Every sequence: where its rows lie, how long it is and where its queries sit. One per batch entry, or one per
-    /// pair of neighbours in `cu_seqlens`.
+    /// Every sequence: its rows, its length and the position of its queries. One per batch entry, or one per pair of
+    /// neighbours in `cu_seqlens`.
     #[must_use]
     pub fn sequences(&self) -> &[Sequence] {
         &self.sequences
     }
 
-    /// Keys of `sequence` that query row `i` sees by causality, window and length (not by a materialised mask or a tree).
-    /// They are always one interval.
+    /// Keys of `sequence` that query row `i` sees by causality, window and length (masks and tree masks aside):
+    /// always one interval.
     #[must_use]
     pub fn visible(&self, sequence: &Sequence, i: usize) -> Range<usize> {
         self.desc.visibility.keys(sequence.q_offset + i as i64, sequence.kv_len)
@@ -158,10 +158,11 @@ impl Problem {
         matches!(self.desc.sequences, Sequences::Cached { .. })
     }
 
-    /// The smallest interval that holds every key that a query row of the range sees. Cost: `O(rows that see nothing)`.
+    /// The smallest interval that contains every key that one of the query rows sees. Cost: `O(rows that see no
+    /// key)`.
     #[must_use]
     pub fn visible_union(&self, sequence: &Sequence, rows: Range<usize>) -> Range<usize> {
-        // Both ends of the interval grow with the row, but an empty interval may lie anywhere.
+        // Both ends of the interval increase with the row, but an empty interval may lie anywhere.
         let first = rows.clone().map(|i| self.visible(sequence, i)).find(|keys| !keys.is_empty());
         let last = rows.rev().map(|i| self.visible(sequence, i)).find(|keys| !keys.is_empty());
         match (first, last) {
@@ -170,12 +171,12 @@ impl Problem {
         }
     }
 
-    /// The first query row of `sequence` that sees a key by causality, window and length, and its first key: the first
-    /// that any row sees. Cost: constant.
+    /// The first query row of `sequence` that sees a key by causality, window and length, and the first key that it
+    /// sees, which is the first that any row sees. Cost: constant.
     #[must_use]
     pub fn first_visible(&self, sequence: &Sequence) -> Option<(usize, usize)> {
-        // Rows before this one end their interval before key 0. Both ends grow with the row, so that of the others the
-        // first is the one to see a key, if any does.
+        // The intervals of rows before this one end before key 0. Since both ends increase with the row, this row is
+        // the first to see a key if any does.
         let before = self.desc.visibility.right().map_or(0, |right| {
             let right = i64::try_from(right).unwrap_or(i64::MAX);
             sequence.q_offset.saturating_add(right).saturating_neg().max(0)
@@ -185,8 +186,8 @@ impl Problem {
         (!keys.is_empty()).then_some((row, keys.start))
     }
 
-    /// Number of visible (query row, key) pairs of one head, summed over sequences, masks and trees not counted.
-    /// `2 * (head_dim + value_dim)` operations each. Cost: `O(query rows)`.
+    /// Number of visible (query row, key) pairs of one head, summed over sequences; masks and tree masks are not
+    /// counted. A pair costs `2 * (head_dim + value_dim)` operations. Cost: `O(query rows)`.
     #[must_use]
     pub fn visible_pairs(&self) -> u64 {
         let rows = |s: &Sequence| (0..s.q_len).map(|i| self.visible(s, i).len() as u64).sum::<u64>();

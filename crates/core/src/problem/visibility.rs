@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// A band around the query position: key `j` is visible to position `p` when `p - left <= j <= p + right`, where a side
-/// that is `None` is unbounded. Counted in keys to either side, the position itself not counted.
+/// A band around the query position: key `j` is visible to position `p` if `p - left <= j <= p + right`. A side that
+/// is `None` is unbounded. Sides are counted in keys, the position itself not included.
 ///
 /// Causal attention is the band with `right = 0`; a causal sliding window of `w` keys including the query's own is
 /// `left = w - 1, right = 0`.
@@ -90,8 +90,8 @@ impl std::fmt::Display for Visibility {
 pub enum QOffset {
     /// Row 0 sits at key 0.
     TopLeft,
-    /// The last row sits at the sequence's last key: `kv_len - q_len`, where `kv_len` is the sequence's own length. May
-    /// be negative; rows at negative positions see no key of a causal problem.
+    /// The last row sits at the sequence's last key: `kv_len - q_len`, with the sequence's own length as `kv_len`.
+    /// May be negative; rows at negative positions see no key of a causal problem.
     BottomRight,
     /// Row 0 sits at this key: the number of keys already cached, in chunked prefill.
     At(i64),

@@ -1,4 +1,4 @@
-//! Attention of one head over its keys and values in several codecs, against attention over them as they are.
+//! Attention of one head over keys and values in several codecs, compared with attention over the originals.
 
 use super::error::QualityError;
 use super::head::Head;
@@ -8,22 +8,22 @@ use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 use std::ops::Range;
 
-/// One head whose attention is compared: its rows, which of them see each other, and what becomes of a score.
+/// One head to compare: its rows, their visibility, and how scores are computed.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct HeadAttention<'a> {
     /// Keys, values and queries.
     pub head: Head<'a>,
-    /// The keys that each query sees; `None`: all of them.
+    /// The keys that each query sees; `None`: all.
     pub seen: Option<&'a [Range<usize>]>,
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to scaled scores.
     pub softcap: Option<f32>,
-    /// The row `[head_dim]` that centered keys are stored without; `None`: the mean of all keys.
+    /// The row `[head_dim]` that is subtracted from centered keys; `None`: the mean of all keys.
     pub key_mean: Option<&'a [f32]>,
 }
 
 impl<'a> HeadAttention<'a> {
-    /// Every query sees every key, scores are not capped, and keys are centered by their mean.
+    /// Every query sees every key, there is no softcap, and centered keys are relative to their mean.
     #[must_use]
     pub const fn new(head: Head<'a>) -> Self {
         Self { head, seen: None, softcap: None, key_mean: None }
@@ -73,17 +73,17 @@ impl<'a> HeadAttention<'a> {
 pub struct KeyCodec {
     /// The codec.
     pub codec: Codec,
-    /// Whether a mean is taken out before: without effect on plain elements.
+    /// Whether a mean is subtracted first, which has no effect on plain elements.
     pub centered: bool,
 }
 
-/// A sum of squared errors, and of the squares that they are errors of. Those of several heads are added.
+/// A sum of squared errors with the energy that they are relative to. Sums of several heads can be added.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct Deviation {
     /// Sum of squared errors.
     pub error: f64,
-    /// Sum of squares of what is right.
+    /// Sum of squares of the exact values.
     pub energy: f64,
 }
 
@@ -101,15 +101,15 @@ impl Deviation {
     }
 }
 
-/// What a codec does to keys, summed over queries. Those of several heads are added.
+/// What a codec does to keys, summed over queries. Sums of several heads can be added.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct KeyErrors {
     /// Errors of the rows.
     pub rows: Deviation,
-    /// Sum over queries of the mean square error of their logits, without what is the same for all keys of a query.
+    /// Sum over queries of the mean square error of their logits, up to a constant per query.
     pub logits: f64,
-    /// Sum over queries of the Kullback-Leibler divergence of the weights, in nats.
+    /// Sum over queries of the Kullback-Leibler divergence of the probabilities, in nats.
     pub kl: f64,
 }
 
@@ -126,37 +126,37 @@ impl KeyErrors {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RefusedRow {
-    /// Its number.
+    /// Its index.
     pub row: usize,
     /// Why.
     pub why: EncodeError,
 }
 
-/// What [`compare`] finds.
+/// The result of [`compare`].
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Comparison {
     /// Queries that see a key.
     pub queries: usize,
-    /// Of each codec of the keys.
+    /// For each codec of the keys.
     pub keys: Vec<Result<KeyErrors, RefusedRow>>,
-    /// Of each codec of the values.
+    /// For each codec of the values.
     pub values: Vec<Result<Deviation, RefusedRow>>,
-    /// Errors of the output, `[codecs of the keys][codecs of the values]`; none where a codec stores not all rows.
+    /// Errors of the output, `[codecs of the keys][codecs of the values]`; `None` if a codec cannot store all rows.
     pub out: Vec<Vec<Option<Deviation>>>,
 }
 
-/// Query rows whose outputs are summed at a time, so that values are read once for all of them.
+/// Query rows whose outputs are accumulated together, so that values are read once for all of them.
 const BLOCK: usize = 8;
 
-/// Compares attention over keys in each codec and values in each codec, every pair of them, with attention over the keys and values
-/// as they are. Logits and weights are f64, weighted sums f32.
+/// Compares attention over keys and values in every pair of codecs with attention over the originals. Logits and
+/// probabilities are f64, weighted sums f32.
 ///
 /// Cost: `O(queries * tokens * keys.len() * (head_dim + values.len() * value_dim))` on one thread, and memory for
 /// `tokens * (4 * (2 * values.len() + 1) * value_dim + 4 * head_dim + 16 * queries)` bytes.
 ///
 /// # Errors
-/// [`QualityError`], other than [`QualityError::Encode`]: a row that a codec cannot store is an entry of the result.
+/// [`QualityError`] except [`QualityError::Encode`]: rows that a codec cannot store are reported in the result.
 pub fn compare(
     attention: &HeadAttention<'_>,
     keys: &[KeyCodec],
@@ -182,7 +182,7 @@ pub fn compare(
         Ok((errors, out))
     };
     let found: Vec<Result<(KeyErrors, Vec<Deviation>), RefusedRow>> = keys.iter().map(of_keys).collect();
-    // Columns of the stack are the values that were stored, in their order.
+    // Columns of the stack are the values that could be stored, in order.
     let by_codec = |out: &[Deviation]| {
         let mut columns = out.iter();
         stored_values.iter().map(|v| v.as_ref().ok().and_then(|_| columns.next().copied())).collect()
@@ -201,11 +201,11 @@ pub fn compare(
     })
 }
 
-/// Values as they are and in each codec, side by side for each token.
+/// Original values and decoded ones of each codec, side by side for each token.
 struct Stack {
     rows: Vec<f32>,
     dim: usize,
-    /// Elements of a token.
+    /// Elements per token.
     width: usize,
 }
 
@@ -220,9 +220,10 @@ impl Stack {
         Self { rows, dim, width }
     }
 
-    /// Adds the sums of tokens `from..` weighted by `weights` of several rows, `[rows][tokens]`, to `out`, `[rows][width]`.
+    /// Adds the values of tokens `from..`, weighted by `probs` of several rows `[rows][tokens]`, to `out`,
+    /// `[rows][width]`.
     fn add(&self, weights: &[&[f32]], from: usize, out: &mut [f32]) {
-        /// Tokens at a time, which spares loads and stores of sums.
+        /// Tokens per step, which saves loads and stores of `out`.
         const TOKENS: usize = 4;
         let tokens = weights.first().map_or(0, |row| row.len());
         for at in (0..tokens).step_by(TOKENS) {
@@ -253,7 +254,7 @@ impl Stack {
 struct ExactRow<'a> {
     q: &'a [f32],
     seen: Range<usize>,
-    /// Of the keys seen.
+    /// Keys that the query sees.
     logits: Vec<f64>,
     weights: Vec<f64>,
     lse: f64,
@@ -284,15 +285,15 @@ impl<'a> Exact<'a> {
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
             let out = weighted(stack, &weights, &seen);
             for (row, out) in block.iter_mut().zip(out.chunks_exact(stack.width)) {
-                // The first column is of values as they are.
+                // The first column has the original values.
                 row.out = out[..stack.dim].to_vec();
             }
         }
         Self { attention, rows }
     }
 
-    /// Errors of attention over other keys: of the keys themselves all but those of rows, and of the output for each column of
-    /// stored values.
+    /// Errors of attention over decoded keys: all but the errors of the rows themselves, and the output errors for
+    /// each column of stored values.
     fn against(&self, k: &[f32], stack: &Stack) -> (KeyErrors, Vec<Deviation>) {
         let mut errors = KeyErrors::default();
         let mut out = vec![Deviation::default(); stack.width / stack.dim - 1];
@@ -305,10 +306,10 @@ impl<'a> Exact<'a> {
                 let square = row.logits.iter().zip(&got).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>();
                 errors.logits += square / keys;
                 let (of_got, lse) = softmax(&got);
-                // sum p ((a - lse) - (b - lse')), the shift taken out of both sides.
+                // sum p ((a - lse) - (b - lse')), with the shift removed from both sides.
                 let moved = row.weights.iter().zip(row.logits.iter().zip(&got));
                 let moved = moved.map(|(p, (a, b))| p * (a - b - shift)).sum::<f64>();
-                // Rounding makes it negative where it is nearly 0; a NaN stays.
+                // Rounding can make it negative near 0; a NaN stays.
                 let kl = moved + shift - row.lse + lse;
                 errors.kl += if kl < 0.0 { 0.0 } else { kl };
                 weights.push(of_got);
@@ -326,7 +327,7 @@ impl<'a> Exact<'a> {
     }
 }
 
-/// Sums of every column of a stack weighted for each row, whose weights are of the keys that it sees: `[rows][width]`.
+/// Sums of every column of a stack for each row, weighted by probabilities of the keys that it sees: `[rows][width]`.
 fn weighted(stack: &Stack, weights: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32> {
     let start = seen.iter().map(|seen| seen.start).min().unwrap_or(0);
     let end = seen.iter().map(|seen| seen.end).max().unwrap_or(0);
@@ -341,7 +342,7 @@ fn weighted(stack: &Stack, weights: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32
     out
 }
 
-/// Logits of a query with the keys that it sees.
+/// Logits of a query for the keys that it sees.
 fn logits(attention: &HeadAttention<'_>, q: &[f32], k: &[f32], seen: &Range<usize>) -> Vec<f64> {
     let (scale, dim) = (f64::from(attention.head.scale), q.len());
     let rows = k[seen.start * dim..seen.end * dim].chunks_exact(dim);
@@ -352,7 +353,7 @@ fn logits(attention: &HeadAttention<'_>, q: &[f32], k: &[f32], seen: &Range<usiz
     }
 }
 
-/// Inner product in f64, as sums that do not wait for each other.
+/// Inner product in f64, with several independent partial sums.
 fn product(a: &[f32], b: &[f32]) -> f64 {
     const LANES: usize = 8;
     let mut sums = [0.0f64; LANES];
@@ -367,7 +368,7 @@ fn product(a: &[f32], b: &[f32]) -> f64 {
     sums.into_iter().sum::<f64>() + rest
 }
 
-/// Weights of logits, and the logarithm of their sum before they were divided by it.
+/// The softmax of logits, and their logsumexp.
 fn softmax(logits: &[f64]) -> (Vec<f64>, f64) {
     let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let mut weights: Vec<f64> = logits.iter().map(|x| (x - most).exp()).collect();
@@ -376,7 +377,7 @@ fn softmax(logits: &[f64]) -> (Vec<f64>, f64) {
     (weights, most + sum.ln())
 }
 
-/// Rows as they come back from a codec.
+/// Rows after encoding and decoding.
 fn stored(
     rows: &[f32],
     dim: usize,
@@ -391,7 +392,7 @@ fn stored(
         to_f32(dtype, &narrow, &mut back);
         return Ok(back);
     }
-    // A page of one row, written again for each.
+    // A page of one row, overwritten for each.
     let page = CodePages::new(codec, side, [1, 1, 1, dim]);
     let mut page = page.map_err(|_| RefusedRow { row: 0, why: EncodeError::Dim { codec, dim } })?;
     page.set_mean(mean);
@@ -426,7 +427,7 @@ mod tests {
         (0..count * dim).map(|_| rng.normal()).collect()
     }
 
-    /// By the definition, one pair of codecs and one query at a time.
+    /// By definition: one pair of codecs and one query at a time.
     fn naive(attention: &HeadAttention<'_>, k: &[f32], v: &[f32]) -> (f64, f64, Deviation) {
         let Head { head_dim, value_dim, scale, .. } = attention.head;
         let (mut logit, mut kl, mut out) = (0.0, 0.0, Deviation::default());
@@ -521,7 +522,7 @@ mod tests {
                     assert!(near(got.relative(), out.relative()), "{got:?} {out:?}");
                 }
             }
-            // Where nothing is changed nothing is wrong, in any digit.
+            // Without quantization, the errors are exactly 0.
             assert_eq!((found.keys[0].unwrap().kl, found.out[0][0].unwrap().error), (0.0, 0.0));
             assert!(found.keys[2].unwrap().kl > 1e-3 && found.out[2][2].unwrap().relative() > 1e-3);
         }
@@ -541,7 +542,7 @@ mod tests {
     fn rows_that_a_codec_refuses_leave_the_others() {
         let (tokens, dim) = (6, 16);
         let (mut k, mut v, q) = (rows(1, tokens, dim), rows(2, tokens, dim), rows(3, 2, dim));
-        // A constant part that is too large to store, and nothing that is without it.
+        // A constant component that is too large to store; without it, the rows are zero.
         k.iter_mut().for_each(|x| *x += 4000.0);
         let found = |k: &[f32], v: &[f32]| {
             let head = Head { k, v, q: &q, head_dim: dim, value_dim: dim, scale: 1e-4 };

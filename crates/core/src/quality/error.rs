@@ -1,11 +1,11 @@
-//! Refusals of measurements.
+//! Why quality cannot be measured.
 
 use crate::codec::EncodeError;
 use crate::limits::MAX_HEAD_DIM;
 use std::fmt;
 use std::ops::Range;
 
-/// Why quality is not measured.
+/// Why quality cannot be measured.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum QualityError {
@@ -16,25 +16,25 @@ pub enum QualityError {
         /// Its size.
         got: usize,
     },
-    /// A list of elements is no whole number of rows.
+    /// The length of a list is not a multiple of the row length.
     Rows {
         /// `k`, `v`, `q` or `key_mean`.
         tensor: &'static str,
-        /// Elements given.
+        /// Elements found.
         len: usize,
         /// Elements of a row.
         dim: usize,
     },
-    /// Keys and values have different numbers of rows, or there are none.
+    /// Keys and values have different numbers of rows, or no rows.
     Tokens {
         /// Rows of k.
         k: usize,
         /// Rows of v.
         v: usize,
     },
-    /// Not one range of visible keys for each query.
+    /// The number of ranges of visible keys is not that of queries.
     Queries {
-        /// Ranges given.
+        /// Ranges found.
         got: usize,
         /// Queries.
         expected: usize,
@@ -54,7 +54,7 @@ pub enum QualityError {
         tensor: &'static str,
         /// The row.
         row: usize,
-        /// Why.
+        /// The reason.
         why: EncodeError,
     },
 }
@@ -66,7 +66,9 @@ impl fmt::Display for QualityError {
             Self::Rows { tensor, len, dim } => {
                 write!(f, "{tensor} has {len} elements, expected whole rows of {dim}")
             }
-            Self::Tokens { k, v } => write!(f, "k has {k} rows and v {v}, expected as many, at least 1"),
+            Self::Tokens { k, v } => {
+                write!(f, "k has {k} rows and v has {v}, expected the same number, at least 1")
+            }
             Self::Queries { got, expected } => {
                 write!(f, "{got} ranges of visible keys, expected {expected}, one for each query")
             }

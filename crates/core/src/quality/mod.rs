@@ -1,4 +1,4 @@
-//! How far an answer is from the reference, and what codecs do to attention over given keys and values.
+//! How far an answer is from the reference, and what codecs cost for given keys and values.
 
 mod compare;
 mod error;

@@ -1,31 +1,31 @@
-//! What a pair of codecs does to attention over given keys and values.
+//! What a pair of codecs costs for given keys and values.
 
 use super::compare::{HeadAttention, KeyCodec, RefusedRow, compare};
 use super::error::QualityError;
 use super::head::Head;
 use crate::codec::Codec;
 
-/// How far attention over stored keys and values is from attention over the given ones.
+/// How far attention over stored keys and values is from attention over the originals.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Quality {
-    /// Bits of an element, keys and values together, scales included.
+    /// Bits per element, keys and values together, including scales.
     pub bits: f64,
-    /// Mean square error of the keys over their mean square.
+    /// Mean square error of the keys relative to their mean square.
     pub k_error: f64,
-    /// Mean square error of the values over their mean square.
+    /// Mean square error of the values relative to their mean square.
     pub v_error: f64,
-    /// Root mean square error of the logits, without what is the same for all keys of a query.
+    /// Root mean square error of the logits, up to a constant per query.
     pub logit_rmse: f64,
-    /// Mean over queries of the Kullback-Leibler divergence of the weights, in nats.
+    /// Mean over queries of the Kullback-Leibler divergence of the probabilities, in nats.
     pub kl: f64,
-    /// Root mean square error of the output over its root mean square.
+    /// Root mean square error of the output relative to its root mean square.
     pub nrmse: f64,
 }
 
-/// Attention of queries that see every key over keys and values in codecs, against attention over them as they are. With `centered`,
-/// the mean of the keys is not part of stored ones; it has no effect on plain elements. [`compare`] is of many codecs at once.
-/// Cost: `O(rows * tokens * (head_dim + value_dim))` on one thread.
+/// Compares attention over keys and values in codecs with attention over the originals; every query sees every key.
+/// With `centered`, the mean of the keys is subtracted before they are stored, without effect on plain elements.
+/// [`compare`] takes several codecs at once. Cost: `O(rows * tokens * (head_dim + value_dim))` on one thread.
 ///
 /// # Errors
 /// [`QualityError`].

@@ -7,23 +7,24 @@ use crate::isa::IsaToken;
 use crate::problem::Problem;
 use crate::reference::{Attention, for_each_row};
 
-/// What the products and sums of a kernel are kept in.
+/// The precision of a kernel's products and sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accumulation {
-    /// Scores, weights and sums in f32.
+    /// Scores, probabilities and sums in f32.
     F32,
-    /// Weights (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
+    /// Probabilities (or quantized operands) rounded to a half-precision or 8-bit type before a product, sums in f32.
     Half,
-    /// Queries and weights as integers of 16 bits, whose products with codes are exact.
+    /// Queries and probabilities as 16-bit integers, whose products with codes are exact.
     Integers,
-    /// Weights rounded to the dtype of the problem before their product with the values, sums in f32: what matrix units do.
+    /// Probabilities rounded to the problem's dtype before their product with the values, sums in f32: matrix units.
     Weights,
-    /// Weights and levels of codes rounded to f16 before products with codes, sums in f32: matrix units over codes.
+    /// Probabilities and levels of codes rounded to f16 before products with codes, sums in f32: matrix units over
+    /// codes.
     Operands,
 }
 
 impl Accumulation {
-    /// What the CUDA backend's kernels keep those of a dtype in.
+    /// The accumulation of the CUDA backend's kernels for a dtype.
     #[must_use]
     pub const fn of_cuda(dtype: Dtype) -> Self {
         match dtype {
@@ -37,18 +38,19 @@ impl Accumulation {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Tolerance {
-    /// Root mean square error over root mean square of the oracle's answer, whole tensor, for scores of ordinary size.
+    /// Root mean square error over the whole tensor relative to the root mean square of the oracle's answer, for
+    /// scores of ordinary size.
     pub nrmse: f64,
-    /// Limit of the error of an element relative to its own magnitude: half a unit in the last place of the dtype.
+    /// Limit of an element's error relative to its own magnitude: half a unit in the last place of the dtype.
     pub relative: f64,
-    /// Limit of the error of an element relative to the largest magnitude of the tensor, beside `relative`.
+    /// Limit of an element's error relative to the largest magnitude of the tensor, added to `relative`.
     pub absolute: f64,
     /// Limit of the error of a logsumexp `l`, relative to `max(1, |l|)`.
     pub lse: f64,
 }
 
 impl Tolerance {
-    /// The limits for an output dtype, the most keys that a row sees, and a way of accumulating.
+    /// The limits for an output dtype, the largest number of keys that a row sees, and an accumulation.
     #[must_use]
     pub fn of(dtype: Dtype, keys: usize, accumulation: Accumulation) -> Self {
         // Rounding errors of independent terms add like a random walk; up to 4096 keys the base covers it.
@@ -61,11 +63,11 @@ impl Tolerance {
         let math: f64 = match accumulation {
             Accumulation::F32 => 2e-6,
             Accumulation::Half | Accumulation::Operands => 5e-3,
-            // Roundings of 2^-16 of the largest element of a query and of the largest weight.
+            // Rounding to 2^-16 of the largest element of a query and of the largest probability.
             Accumulation::Integers => 2e-4,
             Accumulation::Weights => match dtype {
                 Dtype::F32 => 2e-6,
-                // The same units in the last place of the weights as of bf16.
+                // Probabilities have the units in the last place of bf16.
                 Dtype::F16 => 5e-3 / 8.0,
                 Dtype::BF16 => 5e-3,
             },
@@ -76,7 +78,7 @@ impl Tolerance {
             absolute: if math <= 2e-6 { 10.0 } else { 2.0 } * math * growth,
             lse: growth
                 * match accumulation {
-                    // Errors of 2^-12 of a level that is no whole number.
+                    // Levels that are not integers err by 2^-12.
                     Accumulation::Operands => 5e-4,
                     _ => 1e-5,
                 },
@@ -84,22 +86,22 @@ impl Tolerance {
     }
 }
 
-/// Relative error that a weight of a row has because its score is an f32: half a unit in the last place of a score as large
-/// as the row's logsumexp.
+/// Relative error of a row's probabilities because a score is an f32: half a unit in the last place of a score as
+/// large as the row's logsumexp.
 fn score_rounding(lse: f64) -> f64 {
     if lse.is_finite() { 0.5 * f64::from(f32::EPSILON) * lse.abs() } else { 0.0 }
 }
 
-/// Of a rounding to integers, independent errors of up to half a unit each: how many units times the norm of a key a score may err by,
-/// 5.2 standard deviations.
+/// Rounding to integers has independent errors of up to half a unit each. A score may err by this many units times
+/// the norm of a key, 5.2 standard deviations.
 const INTEGER_ERRORS: f64 = 1.5;
 
-/// The greatest of a query's integers, as kernels of [`Accumulation::Integers`] have it.
+/// The largest integer of a query in kernels with [`Accumulation::Integers`].
 const INTEGER_ONE: f64 = 127.0 * 256.0;
 
-/// Of each row `[batch, q_heads, q_len]`, how far its scores may be off where queries are multiplied as integers
-/// ([`Accumulation::Integers`]): `1.5 |scale| max|q| / 32512` times the norm of the longest key that it sees, q and key rotated and
-/// without the keys' mean. 0 where keys are not multiplied so.
+/// For each row `[batch, q_heads, q_len]`, how far its scores may be off if queries are multiplied as integers
+/// ([`Accumulation::Integers`]): `1.5 |scale| max|q| / 32512` times the norm of the longest key that it sees, with q
+/// and key rotated and the keys' mean subtracted. 0 for keys that are not multiplied that way.
 #[must_use]
 pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     let dims = problem.dims();
@@ -134,16 +136,18 @@ pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     errors
 }
 
-/// How many standard deviations of its rounding errors a score may be off.
+/// Allowed standard deviations of a score's rounding errors.
 const SCORE_DEVIATIONS: f64 = 3.0;
 
-/// How far the scores of each row `[batch, q_heads, q_len]` may be off because a dot product is a sum of `n = head_dim` terms in f32:
-/// `3 u |scale| sqrt(n / 6) |q * k|`, where `u` is the unit roundoff and `|q * k|` the Euclidean norm of the terms, the largest of any
+/// How far the scores of each row `[batch, q_heads, q_len]` may be off because a dot product is a sum of `n =
+/// head_dim` terms in f32: `3 u |scale| sqrt(n / 6) |q * k|`, where `u` is the unit roundoff and `|q * k|` the
+/// Euclidean norm of the terms, the largest of any visible key.
 /// visible key.
 ///
-/// Each addition rounds the partial sum `S_m` with an error of variance `(u S_m)^2 / 3` at most, and the partial sums of terms of
-/// random signs have `S_m^2 = m / n |q * k|^2` on average; the variances add up to `u^2 n / 6 |q * k|^2`. For elements of N(0, 1) and the
-/// default scale this is below 2e-6 at every head dimension: it matters where scores are large and cancel. Cost: that of the reference.
+/// Each addition rounds the partial sum `S_m` with an error of variance at most `(u S_m)^2 / 3`, and the partial sums
+/// of terms of random signs have `S_m^2 = m / n |q * k|^2` on average, so that the variances add up to `u^2 n / 6 |q
+/// * k|^2`. For elements of N(0, 1) and the default scale the bound is below 2e-6 at every head dimension: it matters
+/// where scores are large and cancel. Cost: that of the reference.
 #[must_use]
 pub fn score_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     let dims = problem.dims();
@@ -154,7 +158,8 @@ pub fn score_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     errors
 }
 
-/// Difference between an answer and the oracle's. Answers of different sizes are infinitely far apart, where the shorter one ends.
+/// Difference between an answer and the oracle's. If their sizes differ, it is infinite at the end of the shorter
+/// one.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Report {
@@ -164,16 +169,16 @@ pub struct Report {
     pub nrmse: f64,
     /// The limit of `nrmse`.
     pub limit: f64,
-    /// Largest ratio of an element's difference to its limit; at most 1 is within. Infinite where one is NaN or infinite
-    /// and the other is not the same.
+    /// Largest ratio of an element's difference to its limit; at most 1 is within tolerance. Infinite if one is NaN
+    /// or infinite and the other is not the same.
     pub worst: f64,
-    /// Element of the largest ratio.
+    /// Index of the element with the largest ratio.
     pub worst_index: usize,
-    /// What the answer holds there.
+    /// The answer's element.
     pub got: f64,
-    /// What the oracle holds there.
+    /// The oracle's element.
     pub want: f64,
-    /// Elements compared.
+    /// Number of elements compared.
     pub count: usize,
 }
 
@@ -198,7 +203,7 @@ impl Report {
         let (mut error, mut power) = (0.0, 0.0);
         for (index, (&got, &want)) in got.iter().zip(want).enumerate() {
             let got = f64::from(got);
-            // What the dtype cannot hold is infinite in the answer too.
+            // Values out of the dtype's range are infinite in the answer too.
             let held = round(want);
             let same_class = if held.is_nan() {
                 got.is_nan()
@@ -252,8 +257,8 @@ pub fn compare_out(got: &[f32], expected: &Attention, dtype: Dtype, tolerance: &
     compare_out_off(got, expected, dtype, tolerance, &[])
 }
 
-/// As [`compare_out`], of rows whose scores may be `off` by so much: their weights err by that relatively, and by twice as much beside
-/// the sum of the weights. An empty list is one of zeros.
+/// Like [`compare_out`], for rows whose scores may be off by `off`: their probabilities err by that relatively, and
+/// by twice as much relative to their sum. An empty list means zeros.
 #[must_use]
 pub fn compare_out_off(
     got: &[f32],
@@ -291,14 +296,14 @@ pub fn compare_out_off(
     report
 }
 
-/// Compares logsumexps, element by element alone: their mean square says nothing of a single row. NaN and infinities must be
-/// the oracle's.
+/// Compares logsumexps, each element by itself: a mean square error would hide a single row. NaN and infinities must
+/// be the oracle's.
 #[must_use]
 pub fn compare_lse(got: &[f32], expected: &Attention, tolerance: &Tolerance) -> Report {
     compare_lse_off(got, expected, tolerance, &[])
 }
 
-/// As [`compare_lse`], of rows whose scores may be `off` by so much: a logsumexp errs by no more than the scores do.
+/// Like [`compare_lse`], for rows whose scores may be off by `off`: a logsumexp errs by no more than the scores do.
 #[must_use]
 pub fn compare_lse_off(got: &[f32], expected: &Attention, tolerance: &Tolerance, off: &[f64]) -> Report {
     let off = |row: usize| off.get(row).copied().unwrap_or(0.0);
@@ -335,7 +340,7 @@ mod tests {
     fn a_small_error_anywhere_is_within_a_large_one_is_not() {
         assert!(f32_report(&[1.0, 2.000_000_2], &[1.0, 2.0]).within());
         assert!(!f32_report(&[1.0, 2.000_02], &[1.0, 2.0]).within());
-        // One wrong element of a thousand is found even where it leaves the whole tensor's error small.
+        // One wrong element in a thousand is found, though it leaves the whole tensor's error small.
         let want = vec![1.0f64; 100_000];
         let mut got = vec![1.0f32; 100_000];
         got[77] = 1.000_5;

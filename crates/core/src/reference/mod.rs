@@ -1,5 +1,5 @@
-//! The oracle: attention in scalar f64, straight from the definition. It knows neither plans nor tiles nor backends, and
-//! every kernel is tested against it.
+//! The oracle: attention in scalar f64, straight from the definition. It knows no plans, tiles or backends, and every
+//! kernel is tested against it.
 
 use crate::codec::KvView;
 use crate::inputs;
@@ -18,11 +18,11 @@ pub struct Attention {
     pub lse: Vec<f64>,
 }
 
-/// Attention of [`crate::problem`] in f64. Cost: `O(visible pairs * (head_dim + value_dim))` on one thread, and memory for the keys and
-/// values of a head in f64.
+/// Attention as [`crate::problem`] defines it, in f64. Cost: `O(visible pairs * (head_dim + value_dim))` on one
+/// thread, and memory for the keys and values of one head in f64.
 ///
 /// # Errors
-/// [`RunError`] where the inputs are not the problem's.
+/// [`RunError`] if the inputs do not match the problem.
 pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, RunError> {
     inputs::check_inputs(problem, inputs)?;
     let dims = problem.dims();
@@ -34,7 +34,7 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
     Ok(result)
 }
 
-/// Visits every query row with its index in `[batch, q_heads, q_len]`. The inputs are the problem's.
+/// Calls a function for every query row with its index in `[batch, q_heads, q_len]`. The inputs have been checked.
 pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: impl FnMut(usize, &Row<'_>)) {
     let dims = problem.dims();
     for (index, sequence) in problem.sequences().iter().enumerate() {
@@ -54,7 +54,7 @@ pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: im
     }
 }
 
-/// A query row, and the keys and values of its head.
+/// A query row with the keys and values of its head.
 pub(crate) struct Row<'a> {
     problem: &'a Problem,
     inputs: &'a Inputs<'a>,
@@ -67,7 +67,7 @@ pub(crate) struct Row<'a> {
     v: &'a Rows,
 }
 
-/// Where key `j`, which is visible, lies: batch entry or page, and row in it.
+/// Where the visible key `j` lies: batch entry or page, and row in it.
 fn place(inputs: &Inputs<'_>, sequence: &Sequence, index: usize, j: usize) -> [usize; 2] {
     match inputs.tables {
         None => [sequence.batch, sequence.kv_start + j],
@@ -105,21 +105,22 @@ impl Rows {
         rows
     }
 
-    /// Row `j`, which is visible.
+    /// Row `j`, which must be visible.
     fn row(&self, j: usize) -> &[f64] {
         &self.elements[(j - self.first) * self.dim..][..self.dim]
     }
 }
 
 impl Row<'_> {
-    /// The largest Euclidean norm, over the visible keys, of the products `q[d] * k[d]` whose sum is a score; 0 without a key.
+    /// The largest Euclidean norm, over the visible keys, of the products `q[d] * k[d]` whose sum is `q . k`; 0
+    /// without visible keys.
     pub(crate) fn max_products_norm(&self) -> f64 {
         let visible = self.problem.visible(self.sequence, self.i).filter(|&j| self.score(j).is_some());
         let squares = |j| self.q.iter().zip(self.k.row(j)).map(|(q, k)| (q * k).powi(2)).sum::<f64>();
         visible.map(squares).fold(0.0, f64::max).sqrt()
     }
 
-    /// Whether a tree mask, if there is one, shows key `j`.
+    /// Whether the tree mask shows key `j`; true without one.
     fn tree_shows(&self, j: usize) -> bool {
         let s = self.sequence;
         match (&self.inputs.tree, (j + s.q_len).checked_sub(s.kv_len)) {
@@ -128,7 +129,7 @@ impl Row<'_> {
         }
     }
 
-    /// `None` where key `j` is hidden.
+    /// The score, or `None` if key `j` is hidden.
     fn score(&self, j: usize) -> Option<f64> {
         let (desc, s) = (self.problem.desc(), self.sequence);
         if !self.tree_shows(j) {
@@ -163,7 +164,7 @@ fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
     let scores: Vec<(usize, f64)> = keys.filter_map(|j| Some((j, row.score(j)?))).collect();
     let sink = row.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[row.h]));
 
-    // f64::max ignores NaN; a NaN score still reaches the sum.
+    // f64::max ignores NaN, but a NaN score still reaches the sum.
     let max = scores.iter().fold(sink, |m, &(_, s)| m.max(s));
     if max == f64::NEG_INFINITY && scores.iter().all(|&(_, s)| s == max) && sink == max {
         return max;

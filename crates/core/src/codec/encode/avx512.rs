@@ -1,7 +1,8 @@
-//! The encoder with a row in registers from its elements to its planes, for rows of 64, 128, 256 and 512 elements.
+//! An encoder that keeps a row in registers from its elements to its planes, for rows of 64, 128, 256 and 512
+//! elements.
 //!
-//! Sixteen coordinates are a register of f32, 32 one of integers of 16 bits and 64 one of bytes. Bytes lie as packing leaves them, in runs
-//! of four from each of four registers; planes are put in order when they are whole.
+//! A register has 16 f32 coordinates, 32 integers of 16 bits or 64 bytes. Packing leaves bytes in runs of four from
+//! each of four registers; planes are permuted once they are complete.
 
 #![allow(unsafe_code)]
 
@@ -16,10 +17,10 @@ use crate::codec::tq::codebook::{Codebook, TRIALS};
 use crate::dtype::Dtype;
 use std::arch::x86_64::*;
 
-/// Numbers of a register.
+/// f32 lanes of a register.
 const LANES: usize = 16;
 
-/// An energy up to this is one that is stored in whatever order it is summed: sums of 512 squares differ by 4e-5 at most.
+/// An energy up to this is below the limit in any order of summation: sums of 512 squares differ by at most 4e-5.
 const SHORT: f32 = 0.99 * MAX_ENERGY;
 
 impl EncodeRows for Avx512 {
@@ -31,7 +32,7 @@ impl EncodeRows for Avx512 {
         if !dim.is_multiple_of(LANES) {
             return false;
         }
-        // SAFETY: the caller is compiled for these instructions; so many elements.
+        // SAFETY: the caller is compiled for these instructions and passes as many elements as the loads read.
         unsafe {
             let mut sums = _mm512_setzero_ps();
             let p = bytes.as_ptr();
@@ -68,14 +69,14 @@ impl EncodeRows for Vbmi {
     }
 }
 
-/// Stores the rows, or does nothing where there is no way for them here.
+/// Stores the rows; does nothing and returns false if this encoder does not support them.
 ///
 /// # Safety
 /// The machine has the instruction set.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn store(job: &mut EncodeJob<'_>) -> bool {
     let scheme = &job.coder.scheme;
-    // SAFETY: the caller's promise; the dimension is that of so many registers.
+    // SAFETY: the caller guarantees the instruction set; the dimension is that of `V` registers.
     unsafe {
         match (job.coder.dim, scheme) {
             (64, Scheme::Fp8) => store_rows::<4, _>(job, &Numbers),
@@ -112,10 +113,11 @@ unsafe fn store_rows<const V: usize, E: Encoder>(job: &mut EncodeJob<'_>, encode
     let page_bytes = *tokens * format.row_bytes();
     assert!(dim == V * LANES && bytes.len() == heads * page_bytes && to.end <= *tokens);
     let widths = [0, 1].map(|n| format.planes().get(n).map_or(0, |plane| plane.bytes));
-    // As tokens lie in most tensors: those of a head are far apart.
+    // The order of tokens in most tensors, in which rows of a head are far apart.
     for row in to.clone() {
         for head in 0..heads {
-            // SAFETY: the assertion above puts every plane of the row inside the bytes; the caller's: the instruction set.
+            // SAFETY: the assertion above puts every plane of the row inside the bytes; the caller guarantees the
+            // instruction set.
             unsafe {
                 let page = bytes.as_mut_ptr().add(head * page_bytes);
                 let upper = *tokens * widths[0];
@@ -128,18 +130,18 @@ unsafe fn store_rows<const V: usize, E: Encoder>(job: &mut EncodeJob<'_>, encode
     }
 }
 
-/// What stores a row of so many registers in planes and returns the bits of its scale.
+/// Stores a row of `V` registers in planes and returns the bits of its scale.
 trait Encoder {
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16;
 }
 
-/// A row of elements as f32, without the mean of its head.
+/// A row of elements as f32, minus the mean of its head.
 #[inline(always)]
 unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -> [__m512; V] {
     let (bytes, mean) = (rows.row(head, row), rows.mean(head));
     assert!(bytes.len() == V * LANES * rows.tensor.dtype().bytes());
     let p = bytes.as_ptr();
-    // SAFETY: the assertions: as many elements of the row, and of the mean.
+    // SAFETY: the assertions check the lengths of row and mean.
     unsafe {
         let mut x = [_mm512_setzero_ps(); V];
         match rows.tensor.dtype() {
@@ -170,13 +172,13 @@ unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -
     }
 }
 
-/// e4m3 numbers.
+/// e4m3 codes.
 struct Numbers;
 
 impl Encoder for Numbers {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
-        // SAFETY: the caller's: the instruction set, and a plane of as many bytes.
+        // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
         unsafe {
             let most = greatest(&x);
             let scale = to_f16(most * (FP8_SCALE_UNIT / fp8::MAX));
@@ -200,13 +202,13 @@ impl Encoder for Numbers {
     }
 }
 
-/// [`fp8::from_f32`] of sixteen numbers.
+/// [`fp8::from_f32`] of 16 elements.
 #[inline(always)]
 unsafe fn e4m3(x: __m512) -> __m512i {
-    /// The exponent of subnormal numbers, and what is above it in the last step's number, as bits of an f32.
+    /// The exponent of subnormal values, and what is added to an exponent to give the value whose addition rounds, as bits of f32.
     const MIN_EXPONENT: i32 = (127 - 6) << 23;
     const ABOVE: i32 = (20 << 23) | 1 << 22;
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let bits = _mm512_castps_si512(x);
         let magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(i32::MAX));
@@ -229,7 +231,7 @@ impl Encoder for Integers<'_> {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
         let Self((quantizer, rule)) = *self;
-        // SAFETY: the caller's: the instruction set, and a plane of as many bytes.
+        // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
         unsafe {
             let x = rotate(quantizer, x);
             let most = greatest(&x);
@@ -249,7 +251,7 @@ impl Encoder for Integers<'_> {
                 let [a, b, c, d] = four;
                 let pair = [_mm512_packs_epi32(a, b), _mm512_packs_epi32(c, d)];
                 for i in 0..2 {
-                    // Sums past 31 bits are those of 32.
+                    // Sums wrap past 31 bits; read as unsigned, they are exact up to 32.
                     products = _mm512_dpwssd_epi32(products, pair[i], words[n / 2 + i]);
                     squares = _mm512_dpwssd_epi32(squares, pair[i], pair[i]);
                 }
@@ -267,14 +269,14 @@ impl Encoder for Integers<'_> {
     }
 }
 
-/// Indices of a table of levels.
+/// Indices into a codebook.
 struct Table<'a>((&'a Quantizer, ScaleRule), &'a Codebook);
 
 impl Encoder for Table<'_> {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], planes: [*mut u8; 2]) -> u16 {
         let Self((quantizer, rule), levels) = *self;
-        // SAFETY: the caller's: the instruction set, and planes of as many coordinates.
+        // SAFETY: the caller guarantees the instruction set and planes of as many coordinates.
         unsafe {
             let x = rotate(quantizer, x);
             let most = greatest(&x);
@@ -310,7 +312,7 @@ impl Encoder for Table<'_> {
                     above = _mm512_dpbusd_epi32(above, high[q], nearest);
                     squares = _mm512_dpbusd_epi32(squares, nearest, nearest);
                 }
-                // Sums past 31 bits are those of 32.
+                // Sums wrap past 31 bits; read as unsigned, they are exact up to 32.
                 sums[t] = _mm512_add_epi32(below, _mm512_slli_epi32::<8>(above));
                 sums[TRIALS + t] = squares;
             }
@@ -318,7 +320,7 @@ impl Encoder for Table<'_> {
             let products = _mm512_cvtepu32_pd(_mm512_castsi512_si256(sums));
             let squares = _mm512_cvtepu32_pd(_mm512_extracti64x4_epi64::<1>(sums));
             let explained = _mm512_div_pd(_mm512_mul_pd(products, products), squares);
-            // The first of the greatest.
+            // The first of the largest.
             let best = _mm512_set1_pd(_mm512_reduce_max_pd(explained));
             let chosen = _mm512_cmp_pd_mask::<_CMP_EQ_OQ>(explained, best).trailing_zeros();
             let of = |x| _mm512_cvtsd_f64(_mm512_permutexvar_pd(_mm512_set1_epi64(chosen.into()), x));
@@ -342,12 +344,12 @@ impl Encoder for Table<'_> {
     }
 }
 
-/// Random signs, butterflies, and the root.
+/// Random signs, butterflies, and the normalisation.
 #[inline(always)]
 unsafe fn rotate<const V: usize>(quantizer: &Quantizer, mut x: [__m512; V]) -> [__m512; V] {
     let (signs, root) = quantizer.rotation.power_of_two();
     assert!(signs.len() == V * LANES);
-    // SAFETY: as many signs as numbers; the caller's: the instruction set.
+    // SAFETY: there are as many signs as elements; the caller guarantees the instruction set.
     unsafe {
         for n in 0..V {
             x[n] = short_butterflies(_mm512_mul_ps(x[n], _mm512_loadu_ps(signs.as_ptr().add(LANES * n))));
@@ -369,10 +371,10 @@ unsafe fn rotate<const V: usize>(quantizer: &Quantizer, mut x: [__m512; V]) -> [
     x
 }
 
-/// The greatest magnitude.
+/// The largest magnitude.
 #[inline(always)]
 unsafe fn greatest<const V: usize>(x: &[__m512; V]) -> f32 {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let mut most = [_mm512_setzero_ps(); 2];
         for n in 0..V {
@@ -382,10 +384,10 @@ unsafe fn greatest<const V: usize>(x: &[__m512; V]) -> f32 {
     }
 }
 
-/// The numbers in fixed point.
+/// The elements in fixed point.
 #[inline(always)]
 unsafe fn fixed<const V: usize>(x: &[__m512; V], most: f32) -> [__m512i; V] {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let factor = _mm512_set1_ps(ONE / most);
         let mut fixed = [_mm512_setzero_si512(); V];
@@ -396,10 +398,11 @@ unsafe fn fixed<const V: usize>(x: &[__m512; V], most: f32) -> [__m512i; V] {
     }
 }
 
-/// They in 16 bits, in runs of four from each of two registers: the first half of the registers.
+/// Fixed-point elements packed to 16 bits, in runs of four from each of two registers, in the first half of the
+/// registers.
 #[inline(always)]
 unsafe fn words<const V: usize>(fixed: &[__m512i; V]) -> [__m512i; V] {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let mut words = [_mm512_setzero_si512(); V];
         for n in 0..V / 2 {
@@ -412,11 +415,11 @@ unsafe fn words<const V: usize>(fixed: &[__m512i; V]) -> [__m512i; V] {
 /// The sum of squares.
 #[inline(always)]
 unsafe fn energy<const V: usize>(words: &[__m512i; V]) -> u64 {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let mut sum = _mm512_setzero_si512();
         for n in (0..V / 2).step_by(2) {
-            // Four squares of magnitudes below 2^15 are below 2^32.
+            // The sum of four squares of magnitudes below 2^15 is below 2^32.
             let (a, b) = (words[n], words[n + 1]);
             let fours = _mm512_add_epi32(_mm512_madd_epi16(a, a), _mm512_madd_epi16(b, b));
             sum = _mm512_add_epi64(sum, _mm512_and_si512(fours, _mm512_set1_epi64(u32::MAX.into())));
@@ -426,11 +429,11 @@ unsafe fn energy<const V: usize>(words: &[__m512i; V]) -> u64 {
     }
 }
 
-/// Factors of the scales that are tried, each twice in the lower 32 bits.
+/// Factors of the scales that are tried, each twice, in the lower 32 bits.
 #[inline(always)]
 unsafe fn factors(levels: &Codebook, rms: f64) -> [u64; TRIALS] {
     let mut factors = [0u64; TRIALS];
-    // SAFETY: eight numbers; the caller's: the instruction set.
+    // SAFETY: eight values; the caller guarantees the instruction set.
     unsafe {
         let roots = _mm512_mul_pd(_mm512_set1_pd(rms), _mm512_loadu_pd(PARTS.as_ptr()));
         let x = _mm512_div_pd(_mm512_set1_pd(unit(levels)), roots);
@@ -442,29 +445,29 @@ unsafe fn factors(levels: &Codebook, rms: f64) -> [u64; TRIALS] {
     factors
 }
 
-/// Halves of levels of 64 magnitudes.
+/// Half-levels of 64 magnitudes.
 #[inline(always)]
 unsafe fn halves([a, b]: [__m512i; 2], factor: __m512i) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe { _mm512_packus_epi16(_mm512_mulhi_epu16(a, factor), _mm512_mulhi_epu16(b, factor)) }
 }
 
-/// Bytes in the order of their coordinates, which packing left in runs of four.
+/// Bytes in coordinate order, from the runs of four that packing leaves.
 #[inline(always)]
 unsafe fn in_order(bytes: __m512i) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
         _mm512_permutexvar_epi32(order, bytes)
     }
 }
 
-/// Stores the planes of codes, of 64 a register.
+/// Stores the planes of codes, 64 per register.
 #[inline(always)]
 unsafe fn put<const V: usize>(codes: &[__m512i; V], bits: usize, planes: [*mut u8; 2]) {
     let mut from = 0;
     for (plane, &width) in planes.into_iter().zip(planes_of(bits)) {
-        // SAFETY: the caller's: the instruction set, and planes of as many coordinates.
+        // SAFETY: the caller guarantees the instruction set and planes of as many coordinates.
         unsafe {
             match width {
                 4 => put_plane::<V, 4>(codes, from, plane),
@@ -476,10 +479,11 @@ unsafe fn put<const V: usize>(codes: &[__m512i; V], bits: usize, planes: [*mut u
     }
 }
 
-/// Stores a plane of `WIDTH` bits of codes from bit `from` on: halves of a block, then halves of what that makes, until a byte is full.
+/// Stores a plane of `WIDTH` bits of codes from bit `from` on. Combines the halves of a block, then the halves of the
+/// result, until bytes are full.
 #[inline(always)]
 unsafe fn put_plane<const V: usize, const WIDTH: usize>(codes: &[__m512i; V], from: usize, plane: *mut u8) {
-    // SAFETY: the caller's: the instruction set, and a plane of as many coordinates.
+    // SAFETY: the caller guarantees the instruction set and a plane of as many coordinates.
     unsafe {
         let bits = |n: usize| {
             let code = _mm512_srl_epi16(codes[n], _mm_cvtsi32_si128(from as i32));
@@ -525,6 +529,6 @@ unsafe fn put_plane<const V: usize, const WIDTH: usize>(codes: &[__m512i; V], fr
 /// The bits of the nearest f16.
 #[inline(always)]
 unsafe fn to_f16(x: f32) -> u16 {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe { _mm_cvtsi128_si32(_mm_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm_set_ss(x))) as u16 }
 }

@@ -1,4 +1,4 @@
-//! Rows of tensors that are to be stored.
+//! Encoding of rows of tensors.
 
 #[cfg(target_arch = "x86_64")]
 mod avx512;
@@ -14,15 +14,17 @@ use crate::limits::MAX_HEAD_DIM;
 use crate::tensor::TensorView;
 use std::ops::Range;
 
-/// Whole rows, where an instruction set has a way of its own for them.
+/// Encoders of whole rows, for instruction sets that have one.
 pub(super) trait EncodeRows: Ops {
-    /// Stores rows, the same bytes; returns false, having done nothing, where there is no such way.
+    /// Stores rows with the same bytes as the generic encoder; returns false, having done nothing, if it does not
+    /// support them.
     #[inline(always)]
     fn store(_: &mut EncodeJob<'_>) -> bool {
         false
     }
 
-    /// Whether the energy of a row, without the mean, is certainly below the limit: by more than the order of a sum can change.
+    /// Whether the energy of a row, after subtracting the mean, is below the limit by more than the order of
+    /// summation can change.
     #[inline(always)]
     fn is_short(_: &SourceRows<'_>, _head: usize, _row: usize) -> bool {
         false
@@ -34,10 +36,10 @@ impl EncodeRows for Portable {}
 #[cfg(target_arch = "x86_64")]
 impl EncodeRows for Avx2 {}
 
-/// The greatest energy of a row that is stored.
+/// The largest energy of a row that is stored.
 pub(super) const MAX_ENERGY: f32 = MAX_NORM * MAX_NORM;
 
-/// Rows of a tensor `[1, heads, rows, dim]`, without a mean `[heads, dim]`.
+/// Rows of a tensor `[1, heads, rows, dim]`, and a mean `[heads, dim]` to subtract.
 #[derive(Clone, Copy)]
 pub(super) struct SourceRows<'a> {
     pub(super) tensor: &'a TensorView<'a>,
@@ -45,7 +47,7 @@ pub(super) struct SourceRows<'a> {
 }
 
 impl<'a> SourceRows<'a> {
-    /// The elements of a row, the mean not taken out.
+    /// The elements of a row before subtracting the mean.
     #[inline(always)]
     pub(super) fn row(&self, head: usize, row: usize) -> &'a [u8] {
         self.tensor.row_bytes([0, head, row])
@@ -69,7 +71,7 @@ impl<'a> SourceRows<'a> {
         }
     }
 
-    /// Why a row that is refused is.
+    /// Why a row is refused.
     pub(super) fn reason(&self, head: usize, row: usize) -> EncodeError {
         let mut x = [0.0f32; MAX_HEAD_DIM];
         let x = &mut x[..self.tensor.shape()[3]];
@@ -77,7 +79,7 @@ impl<'a> SourceRows<'a> {
         if x.iter().all(|x| x.is_finite()) { EncodeError::Norm } else { EncodeError::NotFinite }
     }
 
-    /// Head and row of the first token that is too long or not finite, of several heads the first.
+    /// Head and row of the first token that is too long or not finite, in the lowest head with one.
     #[inline(always)]
     pub(super) fn first_refused<O: EncodeRows>(&self) -> Option<[usize; 2]> {
         let [_, heads, rows, dim] = self.tensor.shape();
@@ -97,32 +99,32 @@ impl<'a> SourceRows<'a> {
     }
 }
 
-/// Whether a row of this energy can be stored; it is no number or infinite where a coordinate is.
+/// Whether a row of this energy can be stored. The energy is NaN or infinite if a coordinate is.
 pub(super) fn is_storable(energy: f32) -> bool {
     energy <= MAX_ENERGY
 }
 
-/// Rows of a page of every head.
+/// Rows of a page, for every head.
 pub(super) struct PageRows<'a> {
     /// `[heads]` pages.
     pub(super) bytes: &'a mut [u8],
-    /// Tokens of a page.
+    /// Tokens per page.
     pub(super) tokens: usize,
     pub(super) rows: Range<usize>,
 }
 
-/// Rows of a tensor and where they go.
+/// Rows of a tensor and their destination.
 pub(super) struct EncodeJob<'a> {
     pub(super) coder: &'a Coder,
     pub(super) rule: ScaleRule,
     pub(super) rows: SourceRows<'a>,
-    /// The tensor's row that is the first.
+    /// The first row of the tensor.
     pub(super) from: usize,
     pub(super) pages: PageRows<'a>,
 }
 
 impl EncodeJob<'_> {
-    /// Stores the rows. They are finite, and their norms at most [`MAX_NORM`].
+    /// Stores the rows, which are finite with norms of at most [`MAX_NORM`].
     #[inline(always)]
     pub(super) fn run<O: EncodeRows>(&mut self) {
         if O::store(self) {
@@ -132,7 +134,7 @@ impl EncodeJob<'_> {
         let [_, heads, _, dim] = self.rows.tensor.shape();
         let page_bytes = *tokens * self.coder.format().row_bytes();
         let mut x = [0.0f32; MAX_HEAD_DIM];
-        // As tokens lie in most tensors: those of a head are far apart.
+        // The order of tokens in most tensors, in which rows of a head are far apart.
         for row in rows.clone() {
             for head in 0..heads {
                 let page = &mut bytes[head * page_bytes..][..page_bytes];

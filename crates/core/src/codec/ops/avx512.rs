@@ -1,4 +1,5 @@
-//! Butterflies in registers of sixteen numbers; with VBMI the nearest levels by look-up, its tables of 256 bytes in four registers.
+//! Butterflies in registers of 16 lanes. With VBMI, the nearest levels by table look-up, from 256-byte tables in four
+//! registers.
 
 #![allow(unsafe_code)]
 
@@ -23,7 +24,7 @@ impl RotationOps<f32> for Avx512 {
             unsafe { walsh_block(block) }
         }
         for x in rest.as_chunks_mut::<LANES>().0 {
-            // SAFETY: as above; sixteen numbers.
+            // SAFETY: as above; 16 elements.
             unsafe { _mm512_storeu_ps(x.as_mut_ptr(), short_butterflies(_mm512_loadu_ps(x.as_ptr()))) }
         }
         let done = if rest.is_empty() { BLOCK } else { LANES };
@@ -34,7 +35,7 @@ impl RotationOps<f32> for Avx512 {
     fn scale(x: &mut [f32], by: f32) {
         let (whole, rest) = x.as_chunks_mut::<LANES>();
         for x in whole {
-            // SAFETY: the caller is compiled for these instructions; sixteen numbers.
+            // SAFETY: the caller is compiled for these instructions; 16 elements.
             unsafe {
                 _mm512_storeu_ps(
                     x.as_mut_ptr(),
@@ -68,7 +69,7 @@ impl Ops for Avx512 {
         let (row, rest) = row.as_chunks::<{ 2 * LANES }>();
         let (into, rest_into) = into.split_at_mut(LANES * row.len());
         for (row, into) in row.iter().zip(into.as_chunks_mut::<LANES>().0) {
-            // SAFETY: the caller is compiled for these instructions; sixteen numbers.
+            // SAFETY: the caller is compiled for these instructions; 16 elements.
             unsafe {
                 let x = _mm512_cvtph_ps(_mm256_loadu_si256(row.as_ptr().cast()));
                 _mm512_storeu_ps(into.as_mut_ptr(), x);
@@ -85,7 +86,7 @@ impl Ops for Avx512 {
         let (magnitudes, rest_magnitudes) = magnitudes.split_at_mut(x.len() - rest.len());
         let places = integers.as_chunks_mut::<STEP>().0.iter_mut().zip(magnitudes.as_chunks_mut::<STEP>().0);
         for (x, (integers, magnitudes)) in whole.iter().zip(places) {
-            // SAFETY: the caller is compiled for these instructions; 32 numbers each.
+            // SAFETY: the caller is compiled for these instructions; 32 elements each.
             unsafe {
                 let half = |n: usize| {
                     let x = _mm512_loadu_ps(x.as_ptr().add(n * LANES));
@@ -106,7 +107,7 @@ impl Ops for Avx512 {
             let mut sums = _mm512_setzero_si512();
             for part in magnitudes.chunks(32) {
                 let x = _mm512_maskz_loadu_epi16(u32::MAX >> (32 - part.len()), part.as_ptr().cast());
-                // Two squares of magnitudes below 2^15 are below 2^31.
+                // The sum of two squares of magnitudes below 2^15 is below 2^31.
                 let pairs = _mm512_madd_epi16(x, x);
                 sums = _mm512_add_epi64(sums, _mm512_and_si512(pairs, _mm512_set1_epi64(u32::MAX.into())));
                 sums = _mm512_add_epi64(sums, _mm512_srli_epi64::<32>(pairs));
@@ -138,14 +139,14 @@ impl Ops for Avx512 {
     }
 }
 
-/// AVX-512 with VBMI and VNNI besides.
+/// AVX-512 with VBMI and VNNI.
 pub(in crate::codec) struct Vbmi;
 
-/// Numbers of a register, and of eight.
+/// f32 lanes of a register, and of eight registers.
 const LANES: usize = 16;
 const BLOCK: usize = 8 * LANES;
 
-/// Magnitudes of a step.
+/// Magnitudes per step.
 const STEP: usize = 64;
 
 impl RotationOps<f32> for Vbmi {
@@ -197,7 +198,7 @@ impl Ops for Vbmi {
                 let masks = masks(part.len());
                 let low = _mm512_maskz_loadu_epi16(masks[0], part.as_ptr().cast());
                 let high = _mm512_maskz_loadu_epi16(masks[1], part.as_ptr().wrapping_add(32).cast());
-                // Packed in runs of eight from either, and so unpacked.
+                // Packing interleaves runs of eight from either register, and unpacking undoes it.
                 let all = _mm512_set1_epi16(255);
                 let there = _mm512_packus_epi16(
                     _mm512_maskz_mov_epi16(masks[0], all),
@@ -215,7 +216,7 @@ impl Ops for Vbmi {
                     sums[TRIALS + t] = _mm512_dpbusd_epi32(sums[TRIALS + t], nearest, nearest);
                 }
             }
-            // Sums past 31 bits are those of 32.
+            // Sums wrap past 31 bits; read as unsigned, they are exact up to 32.
             let mut both = [[0u32; TRIALS]; 2];
             _mm512_storeu_si512(both.as_mut_ptr().cast(), add_up(&sums));
             (both[0], both[1])
@@ -224,7 +225,7 @@ impl Ops for Vbmi {
 
     #[inline(always)]
     fn indices(codebook: &Codebook, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
-        // SAFETY: as above; stores are masked, and there are as many indices.
+        // SAFETY: as above; stores are masked, and there are as many indices as magnitudes.
         unsafe {
             let table = load_table(&codebook.index_of);
             let factor = _mm512_set1_epi16(factor.cast_signed());
@@ -259,9 +260,9 @@ impl Ops for Vbmi {
 /// The sums of the lanes of each register.
 #[inline(always)]
 pub(in crate::codec) unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
-        // In each lane of 128 bits, sums of the lane for four registers.
+        // In each 128-bit lane, the lane's sums for four registers.
         let mut fours = [_mm512_setzero_si512(); 4];
         for (n, four) in fours.iter_mut().enumerate() {
             let pair = |at: usize| {
@@ -271,7 +272,7 @@ pub(in crate::codec) unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
             let (ab, cd) = (pair(0), pair(2));
             *four = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
         }
-        // Lanes of two, then of four.
+        // Adds pairs of 128-bit lanes, then the two halves.
         let lanes = |a, b| {
             _mm512_add_epi32(
                 _mm512_shuffle_i32x4::<0b10_00_10_00>(a, b),
@@ -282,10 +283,10 @@ pub(in crate::codec) unsafe fn add_up(x: &[__m512i; 16]) -> __m512i {
     }
 }
 
-/// Butterflies of distances 1 to 64, without a store between them.
+/// Butterflies of distances 1 to 64, without stores between them.
 #[inline(always)]
 unsafe fn walsh_block(x: &mut [f32; BLOCK]) {
-    // SAFETY: sixteen numbers each; the caller's: the instruction set.
+    // SAFETY: 16 elements each; the caller guarantees the instruction set.
     unsafe {
         let mut v = [_mm512_setzero_ps(); 8];
         for (n, v) in v.iter_mut().enumerate() {
@@ -303,10 +304,11 @@ unsafe fn walsh_block(x: &mut [f32; BLOCK]) {
     }
 }
 
-/// Butterflies of distances 1 to 8. Products with 1 and -1 are exact: a multiply-add rounds as an addition or a subtraction does.
+/// Butterflies of distances 1 to 8. Products with 1 and -1 are exact, so that a multiply-add rounds like an addition
+/// or a subtraction.
 #[inline(always)]
 pub(in crate::codec) unsafe fn short_butterflies(mut x: __m512) -> __m512 {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let signs = |minus| _mm512_mask_mov_ps(_mm512_set1_ps(1.0), minus, _mm512_set1_ps(-1.0));
         x = _mm512_fmadd_ps(x, signs(0xaaaa), _mm512_permute_ps::<0b10_11_00_01>(x));
@@ -316,7 +318,7 @@ pub(in crate::codec) unsafe fn short_butterflies(mut x: __m512) -> __m512 {
     }
 }
 
-/// Which of a step's magnitudes there are, of 1 to 64.
+/// The mask of a step's magnitudes that exist, of which there are 1 to 64.
 #[inline(always)]
 const fn masks(len: usize) -> [__mmask32; 2] {
     let there = u64::MAX >> (STEP - len);
@@ -325,7 +327,7 @@ const fn masks(len: usize) -> [__mmask32; 2] {
 
 #[inline(always)]
 pub(in crate::codec) unsafe fn load_table(table: &[u8; 256]) -> [__m512i; 4] {
-    // SAFETY: 64 bytes each; the caller's: the instruction set.
+    // SAFETY: 64 bytes each; the caller guarantees the instruction set.
     unsafe {
         let part = |n: usize| _mm512_loadu_si512(table.as_ptr().add(64 * n).cast());
         [part(0), part(1), part(2), part(3)]
@@ -334,7 +336,7 @@ pub(in crate::codec) unsafe fn load_table(table: &[u8; 256]) -> [__m512i; 4] {
 
 #[inline(always)]
 pub(in crate::codec) unsafe fn look_up(table: &[__m512i; 4], at: __m512i) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller guarantees the instruction set.
     unsafe {
         let low = _mm512_permutex2var_epi8(table[0], at, table[1]);
         let high = _mm512_permutex2var_epi8(table[2], at, table[3]);

@@ -1,4 +1,4 @@
-//! Steps of the codecs that instruction sets have instructions for: the same bits, by other instructions.
+//! Steps of the codecs that have an implementation per instruction set, all with the same bits.
 
 #[cfg(target_arch = "x86_64")]
 pub(super) mod avx2;
@@ -12,15 +12,17 @@ use super::walsh::{Real, butterflies};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
 
-/// Steps of a rotation. An implementation uses registers of one width: a load of a wide one waits for stores of narrow ones.
+/// Steps of a rotation. An implementation uses registers of one width, since a wide load stalls on narrow stores that
+/// precede it.
 pub(super) trait RotationOps<T: Real> {
-    /// The Walsh-Hadamard transform of a power of two of numbers, unscaled: butterflies of distance 1, 2, 4, ...
+    /// The Walsh-Hadamard transform of a slice whose length is a power of two, unscaled: butterflies of distance 1,
+    /// 2, 4, ...
     #[inline(always)]
     fn walsh(x: &mut [T]) {
         butterflies(x, 1);
     }
 
-    /// Multiplies by a number.
+    /// Multiplies by a scalar.
     #[inline(always)]
     fn scale(x: &mut [T], by: T) {
         for x in x {
@@ -28,7 +30,7 @@ pub(super) trait RotationOps<T: Real> {
         }
     }
 
-    /// Multiplies by as many signs, 1 or -1.
+    /// Multiplies elementwise by signs, 1 or -1.
     #[inline(always)]
     fn flip(x: &mut [T], signs: &[f32]) {
         for (x, sign) in x.iter_mut().zip(signs) {
@@ -37,8 +39,8 @@ pub(super) trait RotationOps<T: Real> {
     }
 }
 
-/// Steps of encoder and decoder. Called by functions that are compiled for the instruction set alone; a method that is not overridden is
-/// what the compiler makes of a loop.
+/// Steps of encoder and decoder. They are only called by functions compiled for the instruction set; a default method
+/// is a loop that the compiler vectorises.
 pub(super) trait Ops: RotationOps<f32> {
     /// A row of elements as f32.
     #[inline(always)]
@@ -46,7 +48,7 @@ pub(super) trait Ops: RotationOps<f32> {
         widen(from, row, into);
     }
 
-    /// Integers nearest to `x * factor`, ties to even and below 2^15 in magnitude, and their magnitudes.
+    /// Rounds `x * factor` to integers, ties to even and below 2^15 in magnitude; the integers and their magnitudes.
     #[inline(always)]
     fn fixed(x: &[f32], factor: f32, integers: &mut [i16], magnitudes: &mut [u16]) {
         for ((x, integer), magnitude) in x.iter().zip(integers).zip(magnitudes) {
@@ -65,8 +67,8 @@ pub(super) trait Ops: RotationOps<f32> {
         sum
     }
 
-    /// Of each factor, the sum of products of magnitudes and their nearest levels, and that of the levels' squares. A magnitude is
-    /// `factor / 2^16` times as many halves of levels, rounded down, 255 at most.
+    /// For each factor, the sum of products of magnitudes with their nearest levels, and the sum of squares of those
+    /// levels. A magnitude is `factor / 2^16` times as many half-levels, rounded down, at most 255.
     #[inline(always)]
     fn sums(
         codebook: &Codebook,
@@ -87,7 +89,7 @@ pub(super) trait Ops: RotationOps<f32> {
         (products, squares)
     }
 
-    /// The indices of the levels with one factor.
+    /// The indices of the nearest levels for one factor.
     #[inline(always)]
     fn indices(codebook: &Codebook, magnitudes: &[u16], factor: u16, indices: &mut [u8]) {
         let mut halves = [0u8; MAX_HEAD_DIM];
@@ -96,7 +98,7 @@ pub(super) trait Ops: RotationOps<f32> {
         codebook.indices(halves, indices);
     }
 
-    /// Replaces codes below 64 by the bits of their levels.
+    /// Replaces codes below 64 by their levels, as bytes.
     #[inline(always)]
     fn look_up(levels: &[i8; 64], codes: &mut [u8]) {
         for code in codes {
@@ -105,7 +107,7 @@ pub(super) trait Ops: RotationOps<f32> {
     }
 }
 
-/// Loops that run anywhere.
+/// Portable loops.
 pub(super) struct Portable;
 
 impl<T: Real> RotationOps<T> for Portable {}

@@ -1,28 +1,28 @@
-//! Codebooks in whole numbers: the Lloyd-Max tables times a factor, rounded.
+//! Integer codebooks: the Lloyd-Max tables times a factor, rounded.
 //!
-//! Products with codes are then exact in integer units. A factor near which the inner, nearly equal steps of a table are whole
-//! numbers loses least: the mean square error grows by 0.1 % at 4 bits, 0.5 % at 5 and 2.4 % at 6, where a factor that makes the
-//! outermost value 127 loses 0.2, 1.1 and 6.0 %.
+//! Products with codes are then exact integers. The best factors make the inner steps of a table, which are nearly
+//! equal, close to integers: the mean square error grows by 0.1 % at 4 bits, 0.5 % at 5 and 2.4 % at 6. A factor that
+//! makes the outermost value 127 costs 0.2, 1.1 and 6.0 %.
 
 use super::lloyd;
 
-/// How many scales the encoder tries for a vector.
+/// Scales that the encoder tries for a vector.
 pub(in crate::codec) const TRIALS: usize = 8;
 
-/// What the tables of 2 to 6 bits are multiplied by.
+/// Factors of the tables of 2 to 6 bits.
 pub(in crate::codec) const FACTORS: [f64; 5] = [84.1, 45.3, 45.2, 29.0, 28.8];
 
-/// The codebook of codes of `bits`: bit `bits - 1` is the sign, the others the index of the magnitude.
+/// The codebook of codes of `bits` bits: bit `bits - 1` is the sign, the others are the index of the magnitude.
 #[derive(Debug, PartialEq)]
 pub(in crate::codec) struct Codebook {
     pub(in crate::codec) bits: usize,
-    /// Magnitudes, ascending: the first `count`.
+    /// Magnitudes in ascending order; the first `count` are used.
     half: [u8; 32],
     count: usize,
-    /// Magnitude and index of the level nearest to each number of halves of levels: a number on an edge belongs to the greater level.
+    /// Magnitude and index of the level nearest to each number of half-levels. A tie goes to the larger level.
     pub(in crate::codec) nearest_of: [u8; 256],
     pub(in crate::codec) index_of: [u8; 256],
-    /// Of each code; what is no code has the level of its lower bits.
+    /// The level of each byte: bits above a code's are ignored.
     pub(in crate::codec) signed: [i8; 64],
 }
 
@@ -59,12 +59,12 @@ impl Codebook {
         self.half.split_at(self.count).0
     }
 
-    /// Of `bits`, 2 to 6.
+    /// The codebook of 2 to 6 bits.
     pub(in crate::codec) fn of(bits: usize) -> &'static Self {
         &CODEBOOKS[bits - 2]
     }
 
-    /// The level nearest to each number of halves of levels: a number on an edge belongs to the greater level.
+    /// The level nearest to each number of half-levels. A tie goes to the larger level.
     #[inline(always)]
     pub(in crate::codec) fn nearest(&self, halves: &[u8], levels: &mut [u8]) {
         levels.fill(self.half[0]);
@@ -76,7 +76,7 @@ impl Codebook {
         }
     }
 
-    /// The index of the level nearest to each number of halves of levels.
+    /// The index of the level nearest to each number of half-levels.
     #[inline(always)]
     pub(in crate::codec) fn indices(&self, halves: &[u8], indices: &mut [u8]) {
         indices.fill(0);
@@ -102,7 +102,7 @@ mod tests {
         assert_eq!(half(5), [2, 6, 10, 14, 18, 22, 26, 30, 35, 40, 46, 52, 59, 67, 78, 95]);
         assert_eq!(half(6)[..16], [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 30, 32]);
         assert_eq!(half(6)[16..], [34, 37, 39, 42, 45, 48, 51, 54, 58, 62, 66, 71, 77, 84, 93, 108]);
-        // Edges are bytes of halves.
+        // Edges, in half-levels, are bytes.
         assert!((2..=6).all(|bits| half(bits).windows(2).all(|pair| pair[0].checked_add(pair[1]).is_some())));
     }
 

@@ -1,13 +1,14 @@
 //! Lloyd-Max codebooks of the normal distribution.
 //!
-//! The codebook with `2^b` values that has the least mean square error for N(0, 1): every value is the mean of the numbers
-//! that are nearest to it,
+//! The codebook of `2^b` values with the smallest mean square error for N(0, 1). Every value is the mean of its cell,
+//! the inputs to which it is nearest:
 //!
 //! ```text
 //! c[k] = E[x | e[k-1] < x < e[k]] = (phi(e[k-1]) - phi(e[k])) / (Phi(e[k]) - Phi(e[k-1])),   e[k] = (c[k] + c[k+1]) / 2
 //! ```
 //!
-//! (Lloyd 1982, Max 1960). It is symmetric: only the positive half is kept. A test computes it again by Newton's method.
+//! (Lloyd 1982, Max 1960). It is symmetric, and only the positive half is kept. A test recomputes it by Newton's
+//! method.
 
 /// Positive values of the codebooks of 2 to 6 bits, ascending.
 const HALVES: [&[f64]; 5] = [&HALF2, &HALF3, &HALF4, &HALF5, &HALF6];
@@ -95,12 +96,12 @@ mod tests {
         (-x * x / 2.0).exp() / (2.0 * PI).sqrt()
     }
 
-    /// The probability of numbers above `x`, without cancellation.
+    /// The probability of a value above `x`, without cancellation.
     fn above(x: f64) -> f64 {
         if x.is_infinite() { 0.0 } else { libm::erfc(x / SQRT_2) / 2.0 }
     }
 
-    /// Values minus the means of their cells.
+    /// Residual: values minus the means of their cells.
     fn residual(half: &[f64]) -> Vec<f64> {
         let edge = |k: usize| match k {
             0 => 0.0,
@@ -114,9 +115,10 @@ mod tests {
         (0..half.len()).map(|k| half[k] - mean(k)).collect()
     }
 
-    /// Newton's method; a cell depends on its neighbours alone, so the system is tridiagonal.
+    /// Newton's method. A cell depends only on its neighbours, so that the system is tridiagonal.
     fn solve(n: usize) -> Vec<f64> {
-        // Optimal for many values: points of the density's cube root, a normal one three times as wide, found by bisection.
+        // The starting point is optimal for many values: quantiles of the density's cube root, which is a normal
+        // density with sqrt(3) times the deviation, found by bisection.
         let quantile = |p: f64| {
             let (mut low, mut high) = (0.0, 40.0);
             for _ in 0..200 {
@@ -181,7 +183,7 @@ mod tests {
             let solved = solve(kept.len());
             let most = kept.iter().zip(&solved).fold(0.0, |m: f64, (a, b)| m.max((a - b).abs()));
             assert!(most <= 1e-13, "{bits} bits: {most:e} from the solver's");
-            // Of a fixed point the error is 1 minus the mean square of the values.
+            // At a fixed point, the error is 1 minus the mean square of the values.
             let edge = |k: usize| if k == 0 { 0.0 } else { (kept[k - 1] + kept[k]) / 2.0 };
             let weight =
                 |k: usize| above(edge(k)) - if k + 1 < kept.len() { above(edge(k + 1)) } else { 0.0 };
