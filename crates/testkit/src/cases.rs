@@ -1,4 +1,4 @@
-//! A case: a problem and the recipe of its data.
+//! Cases: problems and the recipes of their data.
 
 use super::poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 use super::rng::Rng;
@@ -13,27 +13,28 @@ use flashtile_core::problem::{SeqLens, Sequence, SharedPrefix};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What the elements of a materialised mask are.
+/// Elements of a materialised mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MaskFill {
-    /// One key in four hidden; the bias of the others is normal.
+    /// One key in four is hidden; the bias of the others is normal.
     Random,
-    /// Every third query row sees no key; otherwise as [`MaskFill::Random`].
+    /// Every third query row sees no key; otherwise like [`MaskFill::Random`].
     HiddenRows,
     /// Nothing hidden, no bias.
     Open,
     /// Everything hidden.
     Closed,
-    /// Rectangles of 40 queries and 300 keys that are open, hidden or random: tiles of every class, at odd places.
+    /// Rectangles of 40 queries and 300 keys that are open, hidden or random: every kind of mask tile, unaligned to
+    /// tiles.
     Blocks,
-    /// The first 1024 keys hidden, the others open: parts of the keys that a row sees nothing of, at round places.
+    /// The first 1024 keys are hidden, the others open: whole splits of which a row sees nothing.
     Late,
-    /// Finite biases as large as f16 holds: most keys at -60000, some at 0, in every fifth row one at +60000.
+    /// Finite biases as large as f16 allows: most keys at -60000, some at 0, and in every fifth row one at +60000.
     Extreme,
 }
 
-/// Recipe of a materialised mask. Its kind is the problem's.
+/// Recipe of a materialised mask, whose kind is the problem's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct Mask {
@@ -49,32 +50,33 @@ pub struct Mask {
 pub enum Keep {
     /// All of them.
     All,
-    /// Those from the first that a row sees on.
+    /// The tokens from the first visible one on.
     Seen,
-    /// The same, and tables are only as wide as those tokens: the blocks of a sequence wrap around them, as in a ring.
+    /// Like [`Keep::Seen`], with tables only as wide as the kept tokens, so that blocks wrap around as in a ring.
     Wrapped,
 }
 
-/// Where cached tokens lie. Pages are in random order, a few of the pool are never used, and every row without a kept token
-/// is poison. A page as long as the longest sequence makes contiguous slots, with [`Keep::Wrapped`] rings.
+/// How cached tokens are paged. Pages are in random order, a few pages of the pool are unused, and every row without
+/// a kept token is poison. A page as long as the longest sequence makes a contiguous cache, or a ring with
+/// [`Keep::Wrapped`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct Paging {
-    /// Tokens of a page.
+    /// Tokens per page.
     pub page: usize,
     /// Which tokens are kept.
     pub keep: Keep,
 }
 
-/// What a tree mask shows.
+/// Which keys a tree mask shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Tree {
-    /// Each token of the step, itself and those before it.
+    /// For each token of the step, itself and those before it.
     Causal,
-    /// Each token, itself and its ancestors in a random tree.
+    /// For each token, itself and its ancestors in a random tree.
     Branches,
-    /// Two of three tokens, whichever.
+    /// Each with a probability of two thirds.
     Random,
 }
 
@@ -90,20 +92,21 @@ pub struct Case {
     pub layout: Layout,
     /// Where every tensor lies in its allocation.
     pub placement: Placement,
-    /// Factor of q: the standard deviation of the logits at the default scale.
+    /// Scale of q: the standard deviation of the logits at the default scale.
     pub gain: f32,
-    /// Recipe of the mask, where the problem has one.
+    /// Recipe of the mask, if the problem has one.
     pub mask: Option<Mask>,
-    /// Where cached tokens lie, where sequences are cached.
+    /// How tokens are paged, if sequences are cached.
     pub paging: Paging,
-    /// Recipe of the tree mask, where the problem has one.
+    /// Recipe of the tree mask, if the problem has one.
     pub tree: Tree,
-    /// Whether keys have a constant part, a few times as large as the rest, that quantized ones are stored without.
+    /// Whether keys have a constant component, a few times as large as the rest, that is subtracted before they are
+    /// quantized.
     pub centered: bool,
 }
 
 impl Case {
-    /// A case with every option of the problem at its default. Dimensions in the order of [`Dims`]: batch, query heads,
+    /// A case with every option at its default. Dimensions are in the order of [`Dims`]: batch, query heads,
     /// key/value heads, query rows, key rows, head dimension, value dimension.
     #[must_use]
     pub fn new(name: impl Into<String>, dims: [usize; 7], dtype: Dtype) -> Self {
@@ -123,14 +126,14 @@ impl Case {
         }
     }
 
-    /// With keys and values stored so.
+    /// With these codecs of keys and values.
     #[must_use]
     pub fn stored(mut self, k: Codec, v: Codec) -> Self {
         (self.desc.k_codec, self.desc.v_codec) = (Some(k), Some(v));
         self
     }
 
-    /// With a constant part of the keys.
+    /// With a constant component of the keys.
     #[must_use]
     pub fn centered(mut self) -> Self {
         self.centered = true;
@@ -144,7 +147,7 @@ impl Case {
         self
     }
 
-    /// With tensors at the end of their allocations, for memory checkers. The data are the same.
+    /// With tensors at the end of their allocations, for memory checkers. The data is the same.
     #[must_use]
     pub fn exact(mut self) -> Self {
         self.placement = Placement::exact(&self.name);
@@ -165,7 +168,7 @@ impl Case {
         self
     }
 
-    /// With the keys visible that also this band shows.
+    /// With only the keys visible that this band shows too.
     #[must_use]
     pub fn seeing(mut self, visibility: Visibility) -> Self {
         self.desc.visibility = self.desc.visibility.and(visibility);
@@ -215,7 +218,7 @@ impl Case {
         self
     }
 
-    /// With these numbers of keys in the batch entries.
+    /// With these numbers of keys per batch entry.
     #[must_use]
     pub fn kv_lens(mut self, kv_lens: &[usize]) -> Self {
         self.desc.sequences = Sequences::Padded { kv_lens: kv_lens.to_vec() };
@@ -256,7 +259,8 @@ impl Case {
         self
     }
 
-    /// With prefixes that these sequences of a cache that keeps everything share: sequences and tokens, outer ones first.
+    /// With shared prefixes, as sequences and tokens, outer ones first. The sequences must be cached with all tokens
+    /// kept.
     #[must_use]
     pub fn shared(mut self, prefixes: &[(Range<usize>, usize)]) -> Self {
         let prefix = |(sequences, len): &(Range<usize>, usize)| SharedPrefix {
@@ -569,7 +573,7 @@ fn bias(fill: MaskFill, [_, h, i, j]: [usize; 4], rng: &mut Rng) -> f32 {
     }
 }
 
-/// The tensors of a case, in guarded memory: padding, and what lies outside every view, is NaN.
+/// The tensors of a case in guarded memory: padding, and everything outside the views, is NaN.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct CaseData {
@@ -585,19 +589,19 @@ pub struct CaseData {
     pub k: Guarded,
     /// `[batch, kv_heads, kv_len, value_dim]`, or pages `[pages, kv_heads, page, value_dim]`.
     pub v: Guarded,
-    /// The keys as they are stored, where that is not as elements; `k` has them as they were then.
+    /// The keys as stored, if their codec quantizes; `k` holds the originals.
     pub k_codes: Option<Arc<CodePages>>,
-    /// The values as they are stored.
+    /// The values as stored, if their codec quantizes.
     pub v_codes: Option<Arc<CodePages>>,
-    /// Which page holds which token, where sequences are cached.
+    /// Which page holds which token, if sequences are cached.
     pub tables: Option<BlockTables>,
-    /// The tree mask, where the problem has one.
+    /// The tree mask, if the problem has one.
     pub tree: Option<GuardedMask>,
-    /// The mask, where the problem has one.
+    /// The mask, if the problem has one.
     pub mask: Option<GuardedMask>,
-    /// ALiBi slopes, where the problem has them.
+    /// ALiBi slopes, if the problem has them.
     pub alibi_slopes: Option<GuardedList>,
-    /// Sinks, where the problem has them.
+    /// Sinks, if the problem has them.
     pub sinks: Option<GuardedList>,
 }
 

@@ -1,9 +1,9 @@
 //! The named case catalogue: every forward feature, every edge of a tile, every dtype.
 //!
-//! Cases are small: the oracle takes milliseconds. Sizes straddle the planner's block of 256 keys, its tiles of query rows
-//! and the register tiles of every instruction set.
+//! Cases are small: the oracle takes milliseconds for each. Sizes straddle the planner's blocks of 256 keys, its
+//! tiles of query rows, and the register tiles of every instruction set.
 //!
-//! Cases are rows of constant tables, and loops over what rows have in common: a case costs data, not code.
+//! Cases are rows of constant tables and loops over them: a case costs data, not code.
 
 use super::cases::{Case, Keep, MaskFill, Tree};
 use super::poison::Layout;
@@ -29,7 +29,7 @@ type Dims = [usize; 7];
 /// Query and key rows of each sequence.
 type Lengths<'a> = &'a [(usize, usize)];
 
-/// What a case has beside its dimensions and its dtype.
+/// Features that a case has in addition to dimensions and dtype.
 #[derive(Clone, Copy)]
 enum With<'a> {
     In(Layout),
@@ -82,7 +82,7 @@ impl With<'_> {
     }
 }
 
-/// A case of each dtype.
+/// One case for each dtype.
 struct Row {
     name: &'static str,
     dims: Dims,
@@ -98,13 +98,13 @@ const fn row(name: &'static str, dims: Dims, with: &'static [With<'static>]) -> 
 struct Cases(Vec<Case>);
 
 impl Cases {
-    /// Adds a case. What it is given is applied in this order: packed and cached sequences change the layout that they find.
+    /// Adds a case. Features are applied in order; packed and cached sequences change the layout that they find.
     fn add(&mut self, name: String, dims: Dims, dtype: Dtype, with: &[With<'_>]) {
         let case = Case::new(name, dims, dtype);
         self.0.push(with.iter().fold(case, |case, with| with.apply(case)));
     }
 
-    /// Adds the cases of a dtype: `prefix`, the name of the row, the dtype; with what all of them have first.
+    /// Adds the cases of a dtype, named `prefix`, row, dtype; the features `common` come first.
     fn rows(&mut self, prefix: &str, dtype: Dtype, rows: &[Row], common: &[With<'_>]) {
         for row in rows {
             let with = [common, row.with].concat();
@@ -139,7 +139,7 @@ pub fn find(name: &str) -> Option<Case> {
     catalogue().into_iter().find(|case| case.name == name)
 }
 
-/// The n-th of the dtypes and layouts in turn, so that neighbours differ in both.
+/// Cycles through dtypes and layouts, so that neighbouring cases differ in both.
 fn dtype(n: usize) -> Dtype {
     DTYPES[n % DTYPES.len()]
 }
@@ -167,7 +167,7 @@ const KEYS: [usize; 18] = [1, 2, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 511
 const QUERIES: [usize; 25] =
     [1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 15, 16, 17, 18, 23, 24, 25, 31, 32, 33, 47, 48, 49, 97];
 
-/// Head dimensions, head groups, layouts, lengths around tile edges.
+/// Head dimensions, GQA groups, layouts, and lengths around tile edges.
 fn dims(cases: &mut Cases) {
     for (n, d) in HEAD_DIMS.into_iter().enumerate() {
         for dtype in DTYPES {
@@ -303,7 +303,7 @@ const SCORES: [Row; 15] = [
     row("zero_queries", SCORED, &[Gain(0.0)]),
 ];
 
-/// What changes the score: scale, softcap, ALiBi, sinks, magnitude.
+/// Changes of the score: scale, softcap, ALiBi, sinks, magnitude.
 fn scores(cases: &mut Cases) {
     for (n, scale) in [0.0, 1.0, 0.01, -0.3].into_iter().enumerate() {
         let with = [layout(n), Scale(scale)];
@@ -314,7 +314,7 @@ fn scores(cases: &mut Cases) {
     cases.add("large_scores_sinks".into(), [1, 3, 3, 30, 520, 64, 64], Dtype::F32, &[Gain(40.0), Sinks]);
     let far = &[Alibi, Offset(At(5000))];
     cases.add("alibi_far_away".into(), [1, 4, 4, 20, 60, 32, 32], Dtype::F32, far);
-    // Where the portable kernels' positions end.
+    // The largest positions of the portable kernels.
     for (name, at) in [("before", -(1 << 30)), ("after", (1 << 30) - 20)] {
         cases.add(format!("far_{name}"), [1, 4, 4, 20, 41, 64, 64], Dtype::F32, &[Offset(At(at))]);
     }
@@ -337,7 +337,7 @@ const FILLS: [(MaskFill, &str); 4] = [
     (MaskFill::Blocks, "blocks"),
 ];
 
-/// What a mask is combined with: broadcast, elements, the rest.
+/// A mask with its broadcast axes, its elements, and further features.
 const MASKED: [(&str, &str, MaskFill, &[With<'_>]); 7] = [
     ("causal", "bh", MaskFill::Random, &[Causal(BottomRight)]),
     ("causal_blocks", "", MaskFill::Blocks, &[Causal(At(300))]),
@@ -348,7 +348,7 @@ const MASKED: [(&str, &str, MaskFill, &[With<'_>]); 7] = [
     ("decode", "hq", MaskFill::Random, &[Scale(0.4)]),
 ];
 
-/// Materialised masks: kind, broadcast, classes of tiles, magnitudes.
+/// Materialised masks: kinds, broadcast axes, mask tiles, magnitudes.
 fn masks(cases: &mut Cases) {
     let named = |broadcast: &'static str| if broadcast.is_empty() { "full" } else { broadcast };
     for (n, broadcast) in BROADCASTS.into_iter().enumerate() {
@@ -434,7 +434,7 @@ fn packed(cases: &mut Cases) {
 
 const STEPS: Lengths<'_> = &[(1, 300), (1, 1), (1, 513), (1, 17)];
 const MIXED: Lengths<'_> = &[(40, 70), (1, 300), (0, 9), (13, 13), (0, 0), (3, 600), (1, 1), (33, 289)];
-/// More queries than keys, as in attention to another sequence.
+/// More queries than keys, as in cross-attention.
 const CROSSED: Lengths<'_> = &[(5, 9), (0, 4), (7, 0), (1, 300), (40, 12), (13, 513)];
 
 const POOL: Dims = [1, 4, 2, 0, 0, 32, 32];
@@ -457,7 +457,7 @@ const CACHED: [Row; 18] = [
     row("mask", POOL, &[MIXED_16, HIDDEN_ROWS, Causal(BottomRight)]),
     row("mask_additive", POOL, &[Cached(MIXED, 48, Keep::All), Bias("", MaskFill::Random)]),
     row("slots", POOL, &[Cached(MIXED, 640, Keep::All), PADDED, Causal(BottomRight)]),
-    // One row of many heads, rows of no whole number of vectors, the widest rows.
+    // One row of many heads, rows that do not fill vectors, and the widest rows.
     row("mqa_16", [1, 16, 1, 0, 0, 128, 128], &[STEPS_16, Causal(BottomRight)]),
     row("d80x33", [1, 6, 2, 0, 0, 80, 33], &[MIXED_16, Causal(BottomRight)]),
     row("d3", [1, 2, 2, 0, 0, 3, 3], &[MIXED_16, Causal(BottomRight)]),
@@ -472,7 +472,7 @@ const CACHED: [Row; 18] = [
     row("empty", POOL, &[Cached(&[(0, 0), (0, 5), (2, 0)], 16, Keep::All), Causal(BottomRight)]),
 ];
 
-/// Cached sequences: pages of every kind, chunks of prompts and single steps in one batch.
+/// Cached sequences: pages of every size, prefill chunks and decode steps in one batch.
 fn cached(cases: &mut Cases) {
     for (n, page) in [1, 2, 7, 8, 16, 24, 64, 100, 256, 1024].into_iter().enumerate() {
         for (name, lengths) in [("steps", STEPS), ("mixed", MIXED)] {
@@ -486,7 +486,7 @@ fn cached(cases: &mut Cases) {
         cases.add(name, [1, 4, 1, 0, 0, 32, 48], dtype(n + 1), &with);
     }
     for (n, capacity) in [41, 50, 64, 73, 200].into_iter().enumerate() {
-        // As large as the longest step and the window need.
+        // As large as the longest step and the window require.
         let steps = &[(1, 1000), (1, 300), (7, 513), (1, 5), (1, 0), (0, 70)];
         let ring = Cached(steps, capacity, Keep::Wrapped);
         let with = [layout(n), ring, Causal(BottomRight), Window(Some(capacity - 7), None)];
@@ -529,8 +529,8 @@ const PREFIXED_TREE: [Row; 1] = [row(
     ],
 )];
 
-/// Prefixes that sequences of a cache share: of whole blocks and not, inside one another, with all that may differ from one
-/// sequence to the next.
+/// Shared prefixes of cached sequences: whole blocks and parts of them, nested, with everything that may differ
+/// between the sequences.
 fn prefixes(cases: &mut Cases) {
     for (n, (page, shared)) in [(1, 512), (7, 300), (16, 511), (256, 512), (48, 255)].into_iter().enumerate()
     {
@@ -597,7 +597,7 @@ const DEGENERATE_WITH: [(&str, &[With<'_>]); 4] = [
     ("_mask", &[Mask(MaskKind::Bool, "bh", MaskFill::Random)]),
 ];
 
-/// Nothing to read, nothing to write.
+/// Empty inputs and outputs.
 fn degenerate(cases: &mut Cases) {
     for (n, (name, dims)) in DEGENERATE.into_iter().enumerate() {
         for (suffix, with) in DEGENERATE_WITH {
@@ -679,7 +679,7 @@ const STEP_SIZES: [(usize, usize); 5] = [(64, 16), (128, 64), (192, 7), (256, 1)
 /// Head dimension and value dimension.
 const SINGLE_SIZES: [(usize, usize); 3] = [(64, 192), (128, 128), (320, 64)];
 
-/// Of each codec: heads, the head dimension that it has or 256, the rest.
+/// For each codec: heads, the head dimension if it is not 256, and features.
 const CODED: [(&str, [usize; 2], usize, &[With<'_>]); 4] = [
     ("mixed", [4, 2], 128, &[Cached(CODED_MIXED, 100, Keep::All), Causal(BottomRight)]),
     (
@@ -700,7 +700,7 @@ const CODED: [(&str, [usize; 2], usize, &[With<'_>]); 4] = [
 const PAIRS: [(Codec, Codec); 8] =
     [(F16, Tq4), (Int8, Tq5), (Tq6, BF16), (Fp8, Int8), (Tq5, Fp8), (F32, Tq3), (BF16, F16), (F16, F32)];
 
-/// Rows of mlx-native's format beside others, of both of its dimensions.
+/// Rows in mlx-native's format combined with others, in both of its dimensions.
 const MLX_PAIRS: [(Codec, Codec); 4] = [(F16, MlxTq8Plain), (MlxTq8, Tq5), (Int8, MlxTq4), (MlxTq6, MlxTq5)];
 
 const QUANTIZED: [Row; 7] = [
@@ -721,19 +721,19 @@ const QUANTIZED: [Row; 7] = [
     row("none", NEST, &[NO_SEQUENCES, Causal(BottomRight)]),
 ];
 
-/// The cases of one codec for keys and values.
+/// The cases of a codec for both keys and values.
 fn coded(cases: &mut Cases, codec: Codec, n: usize) {
     let mut add = |name: &str, [heads, kv_heads]: [usize; 2], [d, dv]: [usize; 2], with: &[With<'_>]| {
         let name = format!("quantized_{name}_{codec}");
         let with = [&[layout(n), Stored(codec, codec)], with].concat();
         cases.add(name, [1, heads, kv_heads, 0, 0, d, dv], dtype(n), &with);
     };
-    // Few rows, and many.
+    // Few rows per key/value head, and many.
     for (dim, page) in STEP_SIZES.into_iter().filter(|(dim, _)| codec.supports(*dim)) {
         let with = [Cached(CODED_STEPS, page, Keep::All), Causal(BottomRight)];
         add(&format!("steps_d{dim}"), [8, 2], [dim; 2], &with);
     }
-    // One row for each key/value head: a query, of a group of one.
+    // One row per key/value head: a single query without GQA.
     for (dim, value_dim) in SINGLE_SIZES.into_iter().filter(|(dim, _)| codec.supports(*dim)) {
         let with = [Cached(&[(1, 300), (1, 1), (1, 17)], 40, Keep::All), Causal(BottomRight)];
         add(&format!("single_d{dim}"), [3, 3], [dim, value_dim], &with);
@@ -744,8 +744,8 @@ fn coded(cases: &mut Cases, codec: Codec, n: usize) {
     }
 }
 
-/// Every case of quantized keys and values: codecs and pairs of them, layouts, dimensions and features. The oracle attends to what
-/// the codes stand for.
+/// Every case of quantized keys and values: codecs and pairs of codecs, layouts, dimensions and features. The oracle
+/// attends over the decoded rows.
 #[must_use]
 pub fn quantized() -> Vec<Case> {
     let mut cases = Cases::default();
@@ -768,7 +768,7 @@ pub fn quantized() -> Vec<Case> {
         let with = [Stored(Int8, Tq4), steps, Causal(BottomRight)];
         cases.add(format!("quantized_heads_{h}_{hkv}"), [1, h, hkv, 0, 0, 64, 128], dtype(n), &with);
     }
-    // Dimensions whose rows are no whole number of blocks or vectors.
+    // Dimensions whose rows do not fill blocks or vectors.
     for (n, (d, dv)) in [(80, 33), (96, 96), (112, 80), (3, 1), (320, 40)].into_iter().enumerate() {
         let with = [Stored(Tq5, Tq3), Cached(CODED_MIXED, 24, Keep::All), Causal(BottomRight)];
         cases.add(format!("quantized_d{d}x{dv}"), [1, 4, 2, 0, 0, d, dv], dtype(n), &with);
@@ -798,13 +798,14 @@ mod tests {
         assert_eq!(find("no such case"), None);
     }
 
-    /// FNV-1a of what `Debug` writes of every case, a line each.
+    /// FNV-1a of the `Debug` output of every case, one per line.
     fn digest(cases: &[Case]) -> u64 {
         let lines = cases.iter().flat_map(|case| format!("{case:?}\n").into_bytes());
         lines.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
     }
 
-    /// Names decide data, and tests choose cases by name and by place: a change of the catalogue is made on purpose, and here too.
+    /// Data depends on names, and tests select cases by name and index, so that a change of the catalogue has to be
+    /// made here too.
     #[test]
     fn no_case_changes_unnoticed() {
         let (plain, coded) = (catalogue(), quantized());

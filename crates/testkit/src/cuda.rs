@@ -1,4 +1,4 @@
-//! Cases on a CUDA device: their tensors copied there, with memory around them that nothing should touch.
+//! Cases on a CUDA device: copies of their tensors there, surrounded by memory that must not be touched.
 
 #![allow(unsafe_code)]
 
@@ -24,13 +24,14 @@ use flashtile_gpu::plan::Tile;
 use flashtile_kernel::cuda::Gpu;
 use std::sync::Arc;
 
-/// How tensors lie in device memory.
+/// How tensors are placed in device memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct DevicePlacement {
-    /// Whether they start on an odd element, so that they are copied element by element; otherwise on 256 bytes.
+    /// Whether tensors start at an odd element, which is copied element by element; otherwise at a multiple of 256
+    /// bytes.
     pub odd: bool,
-    /// Whether their allocations end where they do, for memory checkers; otherwise NaN follow.
+    /// Whether allocations end where the tensors do, for memory checkers; otherwise NaN follow.
     pub exact: bool,
 }
 
@@ -44,9 +45,9 @@ pub struct CudaRunner {
     pub options: PlanOptions,
     /// How tensors lie in its memory.
     pub placement: DevicePlacement,
-    /// What plans are made for: those of the device, or of one that it can stand for.
+    /// The device that plans are made for: this one, or one that it can stand in for.
     pub facts: CudaFacts,
-    /// The tile of every plan, where it is not the planner's.
+    /// The tile of every plan, if it is not the planner's choice.
     pub tile: Option<CudaTile>,
 }
 
@@ -64,35 +65,35 @@ impl CudaRunner {
         }
     }
 
-    /// The same with other plan options.
+    /// Like [`CudaRunner::new`], with other plan options.
     #[must_use]
     pub fn with(mut self, options: PlanOptions) -> Self {
         self.options = options;
         self
     }
 
-    /// The same with plans for a device of one multiprocessor: its blocks of threads compute many items each.
+    /// With plans for a device of one multiprocessor, so that each thread block computes many work tiles.
     #[must_use]
     pub fn narrow(mut self) -> Self {
         self.facts.multiprocessors = 1;
         self
     }
 
-    /// The same with a tile of the caller's.
+    /// With a given tile.
     #[must_use]
     pub fn tiled(mut self, tile: CudaTile) -> Self {
         self.tile = Some(tile);
         self
     }
 
-    /// The same with tensors at odd elements.
+    /// With tensors at odd elements.
     #[must_use]
     pub fn odd(mut self) -> Self {
         self.placement.odd = true;
         self
     }
 
-    /// The same with allocations that end where their tensors do.
+    /// With allocations that end where their tensors do.
     #[must_use]
     pub fn exact(mut self, exact: bool) -> Self {
         self.placement.exact = exact;
@@ -100,13 +101,13 @@ impl CudaRunner {
     }
 }
 
-/// Bytes before and after a tensor.
+/// Guard bytes before and after a tensor.
 const BAND: usize = 256;
 
-/// Bytes that are written to empty the second-level cache.
+/// Bytes that are written to flush the second-level cache.
 const FLUSH: usize = 256 << 20;
 
-/// A plan on a device with copies of its tensors: runs of it, and what they take.
+/// A plan on a device with copies of its tensors, which can be run and timed.
 pub struct DeviceRun {
     stream: Arc<CudaStream>,
     prepared: Prepared,
@@ -133,7 +134,7 @@ impl std::fmt::Debug for DeviceRun {
 }
 
 impl DeviceRun {
-    /// Copies the tensors to the device; those of the output as they are, so that what is not written stays.
+    /// Copies the tensors to the device, including outputs, so that elements that no run writes keep their value.
     ///
     /// # Errors
     /// [`CudaError`].
@@ -144,12 +145,12 @@ impl DeviceRun {
         outputs: &mut Outputs<'_>,
         placement: DevicePlacement,
     ) -> Result<Self, CudaError> {
-        // What the device cannot check: that tables describe pages of the pool.
+        // The device cannot check that tables describe pages of the pool.
         inputs::check(plan.problem(), inputs, outputs)?;
         let stream = cuda.context().new_stream().map_err(CudaError::driver("stream"))?;
         let scratch = vec![0xFFu8; plan.workspace_bytes().max(1)];
         let scratch = stream.clone_htod(&scratch).map_err(CudaError::driver("scratch memory"))?;
-        // SAFETY: the memory is of this size, and lives as long as what is prepared in it.
+        // SAFETY: the memory has this size and outlives everything prepared in it.
         let memory =
             unsafe { DeviceMemory::from_raw_parts(scratch.device_ptr(&stream).0, plan.workspace_bytes()) };
         let prepared = cuda.prepare_in(plan, &stream, memory)?;
@@ -159,7 +160,7 @@ impl DeviceRun {
             to.copy(&bytes, Kind::Bytes(4))
         };
         let (shape, strides) = (outputs.out.shape(), outputs.out.strides());
-        // SAFETY: what lies between the rows of an output is its owner's, who gave a mutable view of it.
+        // SAFETY: the gaps between the rows of an output belong to the owner of the mutable view.
         let span = unsafe { outputs.out.span_mut() };
         Ok(Self {
             q: to.tensor(&inputs.q)?,
@@ -181,10 +182,10 @@ impl DeviceRun {
         })
     }
 
-    /// Runs once, and copies the results to the outputs that the run was made with.
+    /// Runs once and copies the results to the outputs given to [`DeviceRun::new`].
     ///
     /// # Errors
-    /// As [`DeviceRun::launch`], [`DeviceRun::wait`] and [`DeviceRun::read`].
+    /// Those of [`DeviceRun::launch`], [`DeviceRun::wait`] and [`DeviceRun::read`].
     pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
         self.launch()?;
         self.wait()?;
@@ -194,7 +195,7 @@ impl DeviceRun {
     /// Launches a run.
     ///
     /// # Errors
-    /// As [`Prepared::run`].
+    /// Those of [`Prepared::run`].
     pub fn launch(&mut self) -> Result<(), CudaError> {
         let mut inputs = DeviceInputs::new(self.q.view()?, self.k.view()?, self.v.view()?);
         inputs.tree = self.tree.as_ref().map(Copied::mask).transpose()?;
@@ -202,7 +203,8 @@ impl DeviceRun {
         inputs.alibi_slopes = self.slopes.as_ref().map(Copied::list).transpose()?;
         inputs.sinks = self.sinks.as_ref().map(Copied::list).transpose()?;
         if let (Some(copy), Some(tables)) = (&self.table, &self.tables) {
-            // SAFETY: the copy lives until the stream was waited for, and the tables were checked against the pool.
+            // SAFETY: the copy lives until the stream has been waited for, and the tables have been checked against
+            // the pool.
             inputs.tables = Some(unsafe { DeviceTables::from_raw_parts(copy.at, tables) }?);
         }
         let mut outputs = DeviceOutputs::new(self.out.view_mut()?);
@@ -210,10 +212,10 @@ impl DeviceRun {
         self.prepared.run(&inputs, &mut outputs)
     }
 
-    /// Goes on with another plan and other tables, in the same places of device memory.
+    /// Updates the run to another plan and other tables at the same device addresses.
     ///
     /// # Errors
-    /// As [`Prepared::update`], and where the tables are of another size.
+    /// Those of [`Prepared::update`], and an error if the tables have another size.
     pub fn update(&mut self, plan: &CudaPlan, tables: &BlockTables) -> Result<(), CudaError> {
         self.prepared.update(plan)?;
         let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
@@ -231,15 +233,15 @@ impl DeviceRun {
         Ok(())
     }
 
-    /// Waits until what was launched has ended.
+    /// Waits for everything that has been launched.
     ///
     /// # Errors
-    /// [`CudaError::Device`], also of a run that failed.
+    /// [`CudaError::Device`], also if a run failed.
     pub fn wait(&self) -> Result<(), CudaError> {
         self.stream.synchronize().map_err(CudaError::driver("run"))
     }
 
-    /// Seconds of a run, launched as a graph, whose inputs the second-level cache does not hold.
+    /// Seconds of a run, launched as a graph, with a flushed second-level cache.
     ///
     /// # Errors
     /// [`CudaError::Device`].
@@ -270,10 +272,10 @@ impl DeviceRun {
         Ok(f64::from(start.elapsed_ms(&end).map_err(failed())?) / 1e3)
     }
 
-    /// Copies the results to the outputs that the run was made with.
+    /// Copies the results to the outputs given to [`DeviceRun::new`].
     ///
     /// # Errors
-    /// [`CudaError::Device`], also where memory outside an output was written.
+    /// [`CudaError::Device`], also if memory outside an output was written.
     pub fn read(&self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
         let bytes = self.out.back(&self.stream)?;
         // SAFETY: as in `new`.
@@ -287,16 +289,16 @@ impl DeviceRun {
     }
 }
 
-/// What copied bytes are.
+/// Types of bytes that are copied.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
     Tensor(Dtype, [usize; 4], [usize; 4]),
     Bool([usize; 4], [usize; 4]),
-    /// Elements of so many bytes.
+    /// Elements of this many bytes.
     Bytes(usize),
 }
 
-/// Where copies go.
+/// Destinations of copies.
 struct Destination<'a> {
     stream: &'a Arc<CudaStream>,
     placement: DevicePlacement,
@@ -333,7 +335,7 @@ impl Destination<'_> {
         self.copy(unsafe { view.span() }, Kind::Tensor(view.dtype(), view.shape(), view.strides()))
     }
 
-    /// A plan takes plain elements alone.
+    /// Plans take only plain elements.
     fn kv(&self, view: &KvView<'_>) -> Result<Copied, CudaError> {
         match view {
             KvView::Elements(view) => self.tensor(view),
@@ -377,7 +379,7 @@ impl Copied {
 
     fn view(&self) -> Result<DeviceTensor<'_>, ViewError> {
         let (dtype, shape, strides) = self.splits();
-        // SAFETY: the copy is of all that the view reaches, and lives until the stream was waited for.
+        // SAFETY: the copy covers all that the view reaches, and lives until the stream has been waited for.
         unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }
     }
 
@@ -407,7 +409,7 @@ impl Copied {
         }
     }
 
-    /// The bytes as they are now; an error where something around them was written.
+    /// The bytes as they are now; an error if a guard byte around them was written.
     fn back(&self, stream: &Arc<CudaStream>) -> Result<Vec<u8>, CudaError> {
         let all = stream.clone_dtoh(&self.memory).map_err(CudaError::driver("copy from the device"))?;
         let (lead, rest) = all.split_at(self.lead);
@@ -421,7 +423,8 @@ impl Copied {
 }
 
 impl CudaRunner {
-    /// Runs the kernels of codes, which no [`CudaPlan`] plans: with what a decode of them is tuned for, and two parts of the keys.
+    /// Runs the kernels over codes, which no [`CudaPlan`] plans, with the parameters that decode is tuned for and two
+    /// splits.
     fn run_codes(
         &self,
         problem: &Problem,
@@ -430,7 +433,7 @@ impl CudaRunner {
     ) -> Result<RunReport, RunnerError> {
         inputs::check(problem, inputs, outputs).map_err(|e| RunnerError::Error(e.to_string()))?;
         let tile = Tile { splits: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
-        // Rows that are not said to be aligned are read a number at a time.
+        // Rows that are not known to be aligned are read element by element.
         let aligned = if self.placement.odd { 2 } else { 16 };
         let layout = Layout { tile, aligned, padded: !self.placement.odd };
         let laid = StagedInputs::new(problem, inputs, layout)

@@ -1,4 +1,4 @@
-//! Cases at the edges of the numbers.
+//! Cases at the limits of the numeric range.
 
 use super::cases::{Case, MaskFill};
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -6,7 +6,7 @@ use flashtile_core::problem::{QOffset, Visibility};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// ALiBi far from every key, and biases of masks near the ends of f16.
+/// ALiBi far from every key, and mask biases near the limits of f16.
 pub(super) fn edges() -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in DTYPES {

@@ -1,8 +1,8 @@
-//! What kernels are measured on: inputs of a shape, and what the answer must be.
+//! Inputs and expected answers of kernel benchmarks.
 //!
-//! A kernel's `bench(..)` has the shapes, what must be read, written and computed, and the tolerance; a [`Workload`] makes inputs of
-//! such a shape, launches the kernel, and knows the answer from a computation of another kind: the f64 oracle of attention, sums and
-//! transforms in f64, mask tiles from how a mask was made.
+//! A kernel's `bench(..)` gives the shapes, the bytes read and written, the operations and the tolerance. A
+//! [`Workload`] makes inputs for a shape, launches the kernel, and computes the expected answer independently: by the
+//! f64 oracle of attention, by sums and transforms in f64, or from how a mask was made.
 
 use crate::laid::{Layout, StagedInputs};
 use crate::machine::{Machine, Values};
@@ -33,21 +33,21 @@ use rayon::prelude::*;
 #[cfg(feature = "simulator")]
 use std::cell::RefCell;
 
-/// How a kernel is measured.
+/// How a kernel is benchmarked.
 #[derive(Debug, Clone, Copy)]
 pub struct Workload {
-    /// What is measured.
+    /// Shapes, bytes, operations and tolerance.
     pub kernel: &'static Kernel,
-    /// Shapes small enough for the simulator, of the same sizes as those of the kernel's own bench.
+    /// Shapes small enough for the simulator, with the same size parameters as the kernel's own.
     pub small: &'static [Shape],
-    /// Inputs and answer of a shape; of instances with native code, where it is given what finds them.
+    /// Makes the workload of a shape; if given a function that finds native code, only for an instance that has it.
     job: fn(&Shape, Option<Find>) -> Result<Job, String>,
 }
 
-/// The instance with native code, for the simulator.
+/// Finds the instance with native code, for the simulator.
 type Find = fn(&Instance) -> Option<Instance>;
 
-/// How every kernel is measured.
+/// The benchmark of every kernel.
 pub static WORKLOADS: [Workload; 6] = [
     Workload {
         kernel: &decode::decode::KERNEL,
@@ -106,13 +106,13 @@ pub static WORKLOADS: [Workload; 6] = [
     },
 ];
 
-/// Inputs of a kernel, and what it must make of them.
+/// Inputs of a kernel and the expected output.
 struct Job {
     inputs: Vec<Values>,
     outputs: Vec<Written>,
     /// The output that is compared.
     answer: usize,
-    /// Where pieces of it start, and what they must be.
+    /// Start and expected elements of each section that is compared.
     want: Vec<(usize, Vec<f64>)>,
     instance: Instance,
     work: Work,
@@ -120,13 +120,13 @@ struct Job {
 
 /// Memory that is written.
 enum Written {
-    /// So many elements that are not set.
+    /// This many uninitialised elements.
     Blank(ScalarType, usize),
-    /// Memory that is read too.
+    /// Memory that is read and written.
     Set(Values),
 }
 
-/// What is launched.
+/// The launch.
 enum Work {
     Attention(Box<Plan>),
     Merge(Merge, [u32; 3]),
@@ -136,36 +136,36 @@ enum Work {
     Classify(Mask, [u32; 3]),
 }
 
-/// What a launch on the simulator cost.
+/// Counts of a launch on the simulator.
 #[cfg(feature = "simulator")]
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Simulated {
     /// The instance.
     pub entry: String,
-    /// What it was launched for.
+    /// The shape.
     pub shape: Shape,
-    /// Threads of all groups.
+    /// Threads of all threadgroups.
     pub threads: u64,
-    /// What was counted.
+    /// The counts.
     pub report: Report,
-    /// Greatest error relative to the greatest magnitude.
+    /// Largest error relative to the largest magnitude.
     pub error: f64,
 }
 
-/// How long a kernel took on a device.
+/// Time of a kernel on a device.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Timed {
     /// The instance.
     pub entry: String,
-    /// What it was launched for.
+    /// The shape.
     pub shape: Shape,
-    /// Median of the runs.
+    /// Median time of the runs.
     pub seconds: f64,
-    /// The distance of the quarters around the median, as a fraction of it.
+    /// Interquartile range relative to the median.
     pub spread: f64,
-    /// Greatest error relative to the greatest magnitude.
+    /// Largest error relative to the largest magnitude.
     pub error: f64,
 }
 
@@ -179,7 +179,7 @@ impl Workload {
     /// Launches a small shape on the simulator, which checks every access, and compares the answer.
     ///
     /// # Errors
-    /// Why there is no answer.
+    /// Why the launch failed or the answer is wrong.
     #[cfg(feature = "simulator")]
     pub fn simulate(&self, shape: &Shape) -> Result<Simulated, String> {
         let job = (self.job)(shape, Some(crate::simulator::find))?;
@@ -192,12 +192,12 @@ impl Workload {
         Ok(Simulated { entry: job.instance.entry(), shape: *shape, threads, report, error })
     }
 
-    /// Launches a shape on a CUDA device, compares the answer, and measures how long the kernel takes.
+    /// Launches a shape on a CUDA device, compares the answer, and times the kernel.
     ///
-    /// Inputs take turns, as many sets of them as are larger than caches.
+    /// Runs cycle through copies of the inputs that together exceed the caches.
     ///
     /// # Errors
-    /// Why there is no answer.
+    /// Why the launch failed or the answer is wrong.
     #[cfg(feature = "cuda")]
     pub fn time(
         &self,
@@ -223,7 +223,7 @@ impl Workload {
             turn += 1;
             job.launch::<Gpu, _>(&only, inputs, outputs).map_err(|e| match e {
                 LaunchError::Device(error) => error,
-                // The same launch kept its contract before.
+                // The same launch satisfied its contract before.
                 _ => unreachable!("a contract that held"),
             })
         });
@@ -233,18 +233,19 @@ impl Workload {
     }
 }
 
-/// Bytes of which caches hold none after the next as many.
+/// After this many bytes of other accesses, caches hold nothing of an input.
 #[cfg(feature = "cuda")]
 const BEYOND_CACHES: u64 = 256 << 20;
 
-/// Most sets of inputs.
+/// The largest number of copies of the inputs.
 #[cfg(feature = "cuda")]
 const MAX_SETS: u64 = 64;
 
-/// Bytes a second that a device copies, reads and writes counted: of memory beyond its caches, the best of several runs.
+/// Bytes per second that a device copies, counting reads and writes: memory beyond its caches, the best of several
+/// runs.
 ///
 /// # Errors
-/// What the device reports.
+/// Errors of the device.
 #[cfg(feature = "cuda")]
 pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
     use flashtile_kernel::cuda::{Error, Gpu};
@@ -271,7 +272,7 @@ pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
     Ok(8.0 * ELEMENTS as f64 / timing.map_err(|e| message(&e))?.least())
 }
 
-/// The simulator, keeping what launches of one kernel cost.
+/// A simulator that keeps the counts of one kernel's launches.
 #[cfg(feature = "simulator")]
 struct Counted<'a> {
     simulator: &'a Simulator,
@@ -296,7 +297,7 @@ impl Device for Counted<'_> {
     }
 }
 
-/// A device that launches one kernel alone.
+/// A device that only launches one kernel.
 #[cfg(feature = "cuda")]
 struct Only<'a> {
     gpu: &'a flashtile_kernel::cuda::Gpu,
@@ -320,7 +321,7 @@ impl Device for Only<'_> {
 type Placed<M> = (Vec<<M as Device>::Memory>, Vec<<M as Device>::Memory>);
 
 impl Job {
-    /// Memories of a device, inputs and outputs.
+    /// Memory of a device for inputs and outputs.
     fn place<M: Machine>(&self, machine: &M) -> Result<Placed<M>, String> {
         let inputs = self.inputs.iter().map(|values| machine.hold(values)).collect::<Result<_, _>>()?;
         let written = |written: &Written| match written {
@@ -407,7 +408,8 @@ impl Job {
         }
     }
 
-    /// Greatest difference of an answer from what it must be, relative to the greatest magnitude; infinite where one is not a number.
+    /// Largest difference of an answer from the expected one relative to the largest magnitude; infinite if an
+    /// element is NaN.
     fn error(&self, got: &[f64]) -> f64 {
         let (mut error, mut most) = (0.0f64, 0.0f64);
         for (start, want) in &self.want {
@@ -428,7 +430,7 @@ fn size(shape: &Shape, name: &str) -> Result<usize, String> {
     }
 }
 
-/// The instance with native code, where the simulator is to run it.
+/// The instance with native code, if the simulator is to run it.
 fn native(instance: Instance, find: Option<Find>) -> Result<Instance, String> {
     match find {
         Some(find) => find(&instance).ok_or_else(|| format!("{} has no native code", instance.entry())),
@@ -436,10 +438,10 @@ fn native(instance: Instance, find: Option<Find>) -> Result<Instance, String> {
     }
 }
 
-/// Bytes of a piece that has a generator of its own.
+/// Elements of a chunk, which has its own generator.
 const PIECE: usize = 1 << 20;
 
-/// Fills memory, pieces of it at a time, each from a generator of its own.
+/// Fills memory in parallel, each chunk from its own generator.
 fn fill<T: Send>(list: &mut [T], seed: u64, next: impl Fn(&mut Rng) -> T + Sync) {
     list.par_chunks_mut(PIECE).enumerate().for_each(|(n, piece)| {
         let mut rng = Rng::new(seed ^ (n as u64) << 32);
@@ -447,12 +449,13 @@ fn fill<T: Send>(list: &mut [T], seed: u64, next: impl Fn(&mut Rng) -> T + Sync)
     });
 }
 
-/// A number of variance about 1, for less than a normal one costs.
+/// A random value of variance about 1, cheaper than a normal one.
 fn number_of(rng: &mut Rng) -> f32 {
     rng.uniform(-1.75, 1.75)
 }
 
-/// Attention of one query a sequence, of all of its keys: [`decode()`](decode::decode), then [`merge()`](merging::merge).
+/// Attention of one query per sequence over all of its keys: [`decode()`](decode::decode), then
+/// [`merge()`](merging::merge).
 fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let [batch, keys, q_heads, kv_heads, dim, splits] =
         ["batch", "keys", "q_heads", "kv_heads", "dim", "splits"].map(|name| size(shape, name));
@@ -486,7 +489,7 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         lens: vec![keys; pages.len()],
         first: vec![0; pages.len()],
     };
-    // Queries lie as [heads, sequences, dim]; a part of the sequences is a view with the strides of all.
+    // Queries are stored as [heads, sequences, dim]; a range of sequences is a view with the strides of all.
     let strides = [batch * q_heads * dim, batch * dim, dim, 1];
     let queries = |from: usize, count: usize| {
         let bytes = &q[from * dim * dtype.bytes()..];
@@ -543,14 +546,14 @@ fn elements(bytes: &mut [u8], dtype: Dtype, seed: u64) {
     }
 }
 
-/// Keys or values: a page to a sequence.
+/// Keys or values, one page per sequence.
 enum Stored {
     Elements(Vec<u8>, Dtype, [usize; 4]),
     Codes(Box<CodePages>),
 }
 
 impl Stored {
-    /// Random elements, or random codes, all of which stand for numbers, with scales near 1.
+    /// Random elements, or random codes of finite values with scales near 1.
     fn new(codec: Codec, dtype: Dtype, shape: [usize; 4], seed: u64) -> Result<Self, String> {
         if codec.dtype().is_some() {
             let mut bytes = vec![0; shape.iter().product::<usize>() * dtype.bytes()];
@@ -591,12 +594,12 @@ fn paged<'a>(
     Ok(Inputs::paged_kv(q, k.view()?, v.view()?, tables))
 }
 
-/// Heads of the rows that are merged.
+/// Heads of the rows to merge.
 const MERGED_HEADS: usize = 32;
 
 fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let (rows, splits, dim) = (size(shape, "rows")?, size(shape, "splits")?, size(shape, "dim")?);
-    // One query, and a batch where there are more rows than heads.
+    // One query, or a batch if there are more rows than heads.
     let heads = rows.min(MERGED_HEADS);
     if !rows.is_multiple_of(heads) {
         return Err(format!("{rows} rows are not of {heads} heads"));
@@ -643,11 +646,11 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     })
 }
 
-/// Heads of the rows that are appended, and groups that share the rows.
+/// Heads of the rows to append, and the threadgroups that divide the rows.
 const APPENDED_HEADS: usize = 8;
 const APPENDING_GROUPS: usize = 2048;
 
-/// Rows of bf16 `[tokens, heads, dim]` go to one page.
+/// Rows of bf16 `[tokens, heads, dim]` are appended to one page.
 fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, String> {
     let (rows, dim) = (size(shape, "rows")?, size(shape, "dim")?);
     let (heads, tokens) = (APPENDED_HEADS, rows / APPENDED_HEADS);
@@ -752,13 +755,13 @@ fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         for (column, piece) in bytes.chunks_mut(BLOCK[1]).enumerate() {
             let tile = tiles[row / BLOCK[0] * blocks[1] + column];
             piece.fill(u8::from(tile == 2));
-            // Of a block that is neither, the first key of the first query alone is open.
+            // In a block of a partial tile, only the first key of the first query is open.
             if tile == 1 && row.is_multiple_of(BLOCK[0]) {
                 piece[0] = 1;
             }
         }
     }
-    // Beside which nothing is hidden, where the block has no other key.
+    // A block of one key has nothing else to hide.
     let alone = |n: usize, all: usize, block: usize| all - n * block == 1;
     let want = tiles.iter().enumerate().map(|(n, &tile)| {
         let (row, column) = (n / blocks[1], n % blocks[1]);

@@ -1,4 +1,4 @@
-//! Problems laid out for the kernels of the kernel language, on whatever device runs them.
+//! Staging of problems for the portable kernels, on any device that runs them.
 
 use super::machine::{Machine, Values};
 use super::run::RunnerError;
@@ -12,10 +12,10 @@ use flashtile_gpu::codecs::{codebooks, factors};
 use flashtile_gpu::plan::{Plan, PlanError, Strides, Tensors, Tile, sequences};
 use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
 
-/// What rows of pages are padded to, in bytes.
+/// Alignment of page rows, in bytes.
 pub(super) const ALIGNED: usize = 16;
 
-/// Rows of a tensor, one after another in the order batch entry, head, row.
+/// Rows of a tensor in the order batch entry, head, row.
 fn bytes_of(view: &TensorView<'_>) -> Vec<u8> {
     let [batch, heads, rows, dim] = view.shape();
     let mut bytes = Vec::with_capacity(batch * heads * rows * dim * view.dtype().bytes());
@@ -25,7 +25,7 @@ fn bytes_of(view: &TensorView<'_>) -> Vec<u8> {
     bytes
 }
 
-/// Keys or values as bytes, and the strides of their entries, heads and rows.
+/// Keys or values as bytes, with the strides of batch entries, heads and rows.
 fn side(view: &KvView<'_>, padded: bool) -> (Values, [usize; 3]) {
     let [entries, heads, rows, dim] = view.shape();
     match view {
@@ -46,7 +46,7 @@ fn side(view: &KvView<'_>, padded: bool) -> (Values, [usize; 3]) {
     }
 }
 
-/// A mask as bytes, its strides in elements and its kind.
+/// A mask as bytes, with its strides in elements and its kind.
 fn mask_of(mask: &MaskView<'_>) -> (Vec<u8>, [usize; 4], u32) {
     let shape = mask.shape();
     let [batch, heads, rows, keys] = shape;
@@ -81,23 +81,23 @@ fn alignment(most: usize, strides: &[usize]) -> usize {
     align
 }
 
-/// A problem laid out in memories of a device that are still to be made.
+/// A staged problem: the contents of device memory, before any is allocated.
 #[derive(Debug)]
 pub(crate) struct StagedInputs {
     pub(crate) plan: Plan,
-    /// Whether keys are found through a table of pages.
+    /// Whether keys are found through a block table.
     #[cfg(feature = "simulator")]
     pub(super) paged: bool,
-    /// From entry to entry, head to head and row to row of keys and of values, in bytes.
+    /// Strides of keys and of values, in bytes: from entry to entry, head to head and row to row.
     #[cfg(feature = "simulator")]
     pub(super) strides: [[usize; 3]; 2],
     /// q, k, v, table, sequences, factors of keys and of values, codebooks, means, slopes, mask, tree, sinks.
     pub(crate) inputs: [Values; 13],
-    /// Type and elements of sums, tops, out, lse.
+    /// Type and number of elements of partial_out, row_max and row_sum, out, lse.
     pub(crate) outputs: [(ScalarType, usize); 4],
 }
 
-/// How a problem is laid out.
+/// How a problem is staged.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
     pub(crate) tile: Tile,
@@ -106,7 +106,7 @@ pub(crate) struct Layout {
 }
 
 impl StagedInputs {
-    /// Lays out inputs that are the problem's.
+    /// Stages inputs that match the problem.
     ///
     /// # Errors
     /// [`PlanError`].
@@ -191,7 +191,7 @@ impl StagedInputs {
         })
     }
 
-    /// Launches the kernels on a device with memories of `M` that were made of `inputs` and for `outputs`.
+    /// Launches the kernels on a device with memory of type `M` that holds `inputs` and `outputs`.
     ///
     /// # Errors
     /// [`LaunchError`].
@@ -227,7 +227,7 @@ impl StagedInputs {
     }
 }
 
-/// How the kernels round sums of a problem.
+/// How the kernels accumulate for a problem.
 pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
     if problem.is_quantized() {
         Accumulation::Operands
@@ -238,7 +238,7 @@ pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
     }
 }
 
-/// Copies results out of sums, tops, out and lse.
+/// Copies results from partial_out, row_max and row_sum, out and lse.
 pub(crate) fn write<M: Machine>(
     outputs: &mut Outputs<'_>,
     problem: &Problem,

@@ -1,5 +1,5 @@
-//! What the test suite, `flashtile check` and `flashtile bench` share: seeded data, the named case catalogue, tolerances and
-//! poisoned memory. Unstable: no semver promise.
+//! Shared by the test suite, `flashtile check` and `flashtile bench`: seeded data, the named case catalogue,
+//! tolerances and poisoned memory. Unstable: no semver promise.
 //!
 //! ```
 //! use flashtile_testkit::{CpuRunner, find, run_case};

@@ -1,11 +1,11 @@
-//! Devices of the kernel language as they are given inputs and asked for answers.
+//! Devices of the kernel language with memory that can be filled and read back.
 
 use flashtile_core::dtype::Dtype;
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, ScalarType, View, ViewMut, bf16, f16};
 
-/// What a memory is filled with.
+/// Initial contents of memory.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Values {
     F32(Vec<f32>),
@@ -16,7 +16,7 @@ pub(crate) enum Values {
     I32(Vec<i32>),
 }
 
-/// One expression for values of any type.
+/// Evaluates one expression for the values of any type.
 macro_rules! each {
     ($values:expr, $list:ident => $expression:expr) => {
         match $values {
@@ -31,7 +31,7 @@ macro_rules! each {
 }
 
 impl Values {
-    /// Elements of a dtype, of their bytes.
+    /// Elements of a dtype, from their bytes.
     pub(crate) fn elements(dtype: Dtype, bytes: &[u8]) -> Self {
         match dtype {
             Dtype::F32 => Self::F32(bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect()),
@@ -40,7 +40,7 @@ impl Values {
         }
     }
 
-    /// Numbers that are none. Types that have none are bytes of 0xFF.
+    /// NaN values; for types without NaN, bytes of 0xFF.
     #[cfg(feature = "cuda")]
     pub(crate) fn nans(element: ScalarType, len: usize) -> Self {
         match element {
@@ -51,14 +51,14 @@ impl Values {
         }
     }
 
-    /// Memory of the simulator with these values.
+    /// Simulator memory with these values.
     #[cfg(feature = "simulator")]
     pub(crate) fn simulated(&self) -> Memory {
         each!(self, list => Memory::from_slice(list))
     }
 }
 
-/// Memory of the simulator that nothing was written to. Types that no output has are bytes.
+/// Uninitialised simulator memory. Types that no output has are bytes.
 #[cfg(feature = "simulator")]
 pub(crate) fn blank(element: ScalarType, len: usize) -> Memory {
     match element {
@@ -71,26 +71,26 @@ pub(crate) fn blank(element: ScalarType, len: usize) -> Memory {
     }
 }
 
-/// A device that memories are made on and read from.
+/// A device on which memory can be allocated and read back.
 pub(crate) trait Machine: Device {
     /// Memory with these values.
     fn hold(&self, values: &Values) -> Result<Self::Memory, String>;
-    /// Memory that nothing was written to.
+    /// Uninitialised memory.
     fn blank(&self, element: ScalarType, len: usize) -> Result<Self::Memory, String>;
-    /// All of a memory, once work has ended.
+    /// The contents of memory after all launched work has ended.
     fn read(memory: &Self::Memory) -> Result<Vec<f64>, String>;
-    /// All of a memory, to be read.
+    /// All of a memory, for a kernel to read.
     fn view(memory: &Self::Memory) -> View<'_, Self::Memory>;
-    /// All of a memory, to be written.
+    /// All of a memory, for a kernel to write.
     fn view_mut(memory: &mut Self::Memory) -> ViewMut<'_, Self::Memory>;
 }
 
-/// What was read, as f64.
+/// Contents as f64.
 fn numbers<T: Into<f64>, E: std::fmt::Display>(read: Result<Vec<T>, E>) -> Result<Vec<f64>, String> {
     read.map(|list| list.into_iter().map(Into::into).collect()).map_err(|e| e.to_string())
 }
 
-/// All of a memory as f64, by the type of its elements.
+/// The contents of memory as f64, by the type of its elements.
 macro_rules! read {
     ($memory:ident) => {
         match $memory.element() {

@@ -1,5 +1,5 @@
-//! mlx-native's caches by definition, in scalar f64: its encoder and a step of decoding over its buffers. They share tables with the
-//! codec, and nothing else.
+//! mlx-native's caches by definition, in scalar f64: its encoder, and a decode step over its buffers. They share only
+//! tables with the codec.
 
 use flashtile_core::codec::mlx::{SIGNS, tables};
 use flashtile_core::codec::{Codec, RowKind};
@@ -8,18 +8,18 @@ use flashtile_core::codec::{Codec, RowKind};
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct MlxRow {
-    /// Codes: a byte for two coordinates at 4 bits, for each at others.
+    /// Codes: one byte for two coordinates at 4 bits, otherwise one byte each.
     pub codes: Vec<u8>,
     /// A norm for each 256 coordinates.
     pub norms: Vec<f64>,
-    /// Distance of each coordinate from the edge next to it, in units of the codebook.
+    /// Distance of each coordinate from the nearest edge, in units of the codebook.
     pub margins: Vec<f64>,
 }
 
 /// Encodes a row of 256 or 512 elements.
 ///
 /// # Panics
-/// Where the codec has another format, or no rows of this length.
+/// If the codec has another format or does not support rows of this length.
 #[must_use]
 pub fn mlx_encode(codec: Codec, x: &[f32]) -> MlxRow {
     let (bits, rotated) = format(codec);
@@ -33,7 +33,7 @@ pub fn mlx_encode(codec: Codec, x: &[f32]) -> MlxRow {
         let length = block.iter().map(|y| y * y).sum::<f64>().sqrt();
         norms.push(if y.len() == 256 { length } else { length / 16.0 });
         for y in block {
-            // Of both dimensions: the root mean square of a block is 1.
+            // In both dimensions, the root mean square of a block is 1.
             let z = if norms[norms.len() - 1] > 1e-10 { y / (length / 16.0) } else { 0.0 };
             indices.push(edges.iter().filter(|edge| **edge < z).count() as u8);
             margins.push(edges.iter().fold(f64::INFINITY, |least, edge| least.min((z - edge).abs())));
@@ -57,7 +57,7 @@ pub enum MlxRows<'a> {
 }
 
 impl MlxRows<'_> {
-    /// Row `at` of `[kv_heads * capacity]`, in the rotated domain where it is rotated.
+    /// Row `at` of `[kv_heads * capacity]`, in the rotated domain if it is rotated.
     fn row(&self, dim: usize, at: usize) -> Vec<f64> {
         match *self {
             Self::Elements(x) => x[at * dim..][..dim].iter().copied().map(f64::from).collect(),
@@ -83,7 +83,7 @@ impl MlxRows<'_> {
     }
 }
 
-/// A step of decoding over one slot: a query row for each head.
+/// A decode step over one slot: one query row per head.
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
 pub struct MlxStep<'a> {
@@ -99,7 +99,7 @@ pub struct MlxStep<'a> {
     pub kv_len: usize,
     /// The row that holds the oldest token.
     pub ring_start: usize,
-    /// How many of the newest tokens are seen.
+    /// Number of the newest tokens that are visible.
     pub window: Option<usize>,
     /// Multiplier of `q . k`.
     pub scale: f32,
@@ -148,7 +148,8 @@ fn sign(i: usize) -> f64 {
     if SIGNS[i / 8] >> (i % 8) & 1 == 1 { -1.0 } else { 1.0 }
 }
 
-/// The Walsh-Hadamard matrix has entry `(i, j)` -1 to the number of ones that `i` and `j` have in common.
+/// The Walsh-Hadamard matrix has the entry (-1)^n at `(i, j)`, where n is the number of one bits that `i` and `j`
+/// share.
 fn hadamard(x: &[f64]) -> Vec<f64> {
     let entry = |i: usize, j: usize| if (i & j).count_ones() % 2 == 1 { -1.0 } else { 1.0 };
     let sum = |i: usize| x.iter().enumerate().map(|(j, x)| entry(i, j) * x).sum::<f64>();

@@ -1,10 +1,10 @@
-//! Guarded memory: tensors at odd offsets between guard bands, everything outside the view a NaN pattern.
+//! Guarded memory: tensors at odd offsets between guard bands, with a NaN pattern everywhere outside the view.
 //!
-//! A kernel that reads outside its view computes NaN; one that writes there breaks the pattern; one that leaves an output
-//! element unwritten leaves NaN in it.
+//! A kernel that reads outside its view computes NaN, one that writes there changes the pattern, and an output
+//! element that was not written is NaN.
 //!
-//! A read whose result is discarded leaves no trace here. It is for memory checkers to find, to which a guard band is memory
-//! like any other: [`Placement::Exact`] ends a tensor where its allocation ends.
+//! A read whose result is discarded leaves no trace. Memory checkers find such reads, but not inside a guard band,
+//! which is valid memory: [`Placement::Exact`] ends a tensor where its allocation ends.
 
 use super::rng::Rng;
 use flashtile_core::dtype::{Dtype, Element, MaskKind};
@@ -12,7 +12,8 @@ use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut};
 use half::{bf16, f16};
 use std::ops::Range;
 
-/// Elements before the first and after the last of a view: odd, and longer than the widest vector of the narrowest type.
+/// Elements before the first and after the last of a view: an odd number, and more than the widest vector of the
+/// narrowest type has.
 const BAND: usize = 67;
 
 /// Where a tensor lies in its allocation.
@@ -21,16 +22,16 @@ const BAND: usize = 67;
 pub enum Placement {
     /// Between guard bands of an odd number of elements.
     Guarded,
-    /// At the end of its allocation, so that what follows the last element is no memory of the process.
+    /// At the end of its allocation, so that memory after the last element does not belong to the process.
     Exact {
-        /// Elements before the first. With none, a read before the tensor is one before its allocation too; with an odd
-        /// number, vectors are as misaligned as they are between guard bands.
+        /// Elements before the first. With none, a read before the tensor is out of its allocation too; with an odd
+        /// number, vectors are as misaligned as between guard bands.
         lead: usize,
     },
 }
 
 impl Placement {
-    /// At the end of the allocation; at its start too for every other name.
+    /// At the end of the allocation; for every other name at its start too.
     #[must_use]
     pub fn exact(name: &str) -> Self {
         let draw = Rng::named(name).below(BAND + 1);
@@ -45,7 +46,7 @@ impl Placement {
         }
     }
 
-    /// Which of the `len` elements of an allocation are the view's.
+    /// Which of the `len` elements of an allocation belong to the view.
     const fn window(self, len: usize) -> Range<usize> {
         let [lead, trail] = self.bands();
         lead..len - trail
@@ -96,7 +97,7 @@ enum Elements {
 const POISON_F32: u32 = 0x7FC5_5AC5;
 const POISON_16: u16 = 0x7FDA;
 
-/// The pattern of memory that nothing should have read or written: a NaN in every dtype.
+/// The pattern of memory that must not be accessed: a NaN in every dtype.
 const fn poison(dtype: Dtype) -> u32 {
     match dtype {
         Dtype::F32 => POISON_F32,
@@ -104,7 +105,7 @@ const fn poison(dtype: Dtype) -> u32 {
     }
 }
 
-/// A tensor in guarded memory. New, every element is the poison pattern.
+/// A tensor in guarded memory. Initially, every element is the poison pattern.
 #[derive(Debug, Clone)]
 pub struct Guarded {
     elements: Elements,
@@ -120,7 +121,7 @@ impl Guarded {
         Self::placed(dtype, shape, layout, Placement::Guarded)
     }
 
-    /// The same, placed otherwise.
+    /// Like [`Guarded::new`], with a placement.
     #[must_use]
     pub fn placed(dtype: Dtype, shape: [usize; 4], layout: Layout, placement: Placement) -> Self {
         let strides = layout.strides(shape);
@@ -131,7 +132,7 @@ impl Guarded {
         };
         let [lead, trail] = placement.bands();
         let len = lead + reach + trail;
-        // Allocated by `vec!`, whose capacity is the length.
+        // Allocated by `vec!`, whose capacity is its length.
         let elements = match dtype {
             Dtype::F32 => Elements::F32(vec![f32::from_bits(POISON_F32); len]),
             Dtype::F16 => Elements::F16(vec![f16::from_bits(POISON_16); len]),
@@ -163,7 +164,7 @@ impl Guarded {
         lead + b * batch + h * head + r * row + d * element
     }
 
-    /// Where the elements of each row lie, row by row. They follow each other in every layout.
+    /// Where the elements of each row lie, row by row. The elements of a row are contiguous in every layout.
     fn rows(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let ([lead, _], [nb, nh, nr, dim]) = (self.placement.bands(), self.shape);
         let [batch, head, row, _] = self.strides;
@@ -215,8 +216,8 @@ impl Guarded {
     /// Every index of the tensor, in order.
     pub fn indices(&self) -> impl Iterator<Item = [usize; 4]> + use<> {
         let [nb, nh, nr, nd] = self.shape;
-        // Counted, not nested: of nested iterators the compiler makes branches on memory that is not initialised, harmless
-        // but reported by memory checkers.
+        // One counter, since the compiler turns nested iterators into branches on uninitialised memory, which are
+        // harmless but reported by memory checkers.
         (0..nb * nh * nr * nd).map(move |n| {
             let (row, d) = (n / nd, n % nd);
             let (head, r) = (row / nr, row % nr);
@@ -279,7 +280,7 @@ impl Guarded {
         .expect("the memory holds the view")
     }
 
-    /// Addresses of the view's memory, gaps between rows included: from its first byte to the one past its last.
+    /// Addresses of the view's memory, including gaps between rows: its first byte, and one past its last.
     #[must_use]
     pub fn addresses(&self) -> Range<*const u8> {
         let window = self.placement.window(self.len());
@@ -290,7 +291,7 @@ impl Guarded {
         }
     }
 
-    /// Position, counted in elements from the first of the view, of memory outside the view that is no longer the pattern.
+    /// Position of the first changed element outside the view, counted in elements from the first of the view.
     #[must_use]
     pub fn touched(&self) -> Option<isize> {
         let len = self.len();
@@ -324,7 +325,7 @@ impl GuardedList {
         Self::placed(len, Placement::Guarded)
     }
 
-    /// The same, placed otherwise.
+    /// Like [`GuardedList::new`], with a placement.
     #[must_use]
     pub fn placed(len: usize, placement: Placement) -> Self {
         let [lead, trail] = placement.bands();
@@ -351,7 +352,7 @@ impl GuardedList {
         &mut self.elements[window]
     }
 
-    /// Position, counted from the first of the list, of memory outside it that is no longer the pattern.
+    /// Position of the first changed element outside the list, counted from the first of the list.
     #[must_use]
     pub fn touched(&self) -> Option<isize> {
         let Range { start, end } = self.placement.window(self.elements.len());
@@ -364,11 +365,11 @@ impl GuardedList {
 /// A materialised mask in guarded memory.
 #[derive(Debug, Clone)]
 pub enum GuardedMask {
-    /// A boolean mask, one byte an element; what is outside the view looks visible.
+    /// A boolean mask, one byte per element; bytes outside the view look visible.
     Bool {
-        /// Bytes, with the guard bands.
+        /// Bytes, including the guard bands.
         bytes: Vec<u8>,
-        /// Where among them the view lies.
+        /// The range of the view among them.
         placement: Placement,
         /// `[batch, heads, queries, keys]`.
         shape: [usize; 4],
@@ -380,8 +381,8 @@ pub enum GuardedMask {
 }
 
 impl GuardedMask {
-    /// A mask of a kind between guard bands, from the bias of each element: `-inf` hides, in a boolean mask everything else
-    /// shows.
+    /// A mask of a kind between guard bands, from the bias of each element: `-inf` hides, and in a boolean mask
+    /// everything else shows.
     pub fn new(
         kind: MaskKind,
         shape: [usize; 4],
@@ -391,14 +392,14 @@ impl GuardedMask {
         Self::placed(kind, shape, (layout, Placement::Guarded), bias)
     }
 
-    /// The same, placed otherwise.
+    /// Like [`GuardedMask::new`], with a placement.
     pub fn placed(
         kind: MaskKind,
         shape: [usize; 4],
         (layout, placement): (Layout, Placement),
         mut bias: impl FnMut([usize; 4]) -> f32,
     ) -> Self {
-        // A mask's rows are key rows of one (batch, head, query): only the layouts without interleaving make sense.
+        // A mask's rows are the keys of one (batch, head, query): only layouts without interleaving make sense.
         let layout = if layout == Layout::Bhsd { layout } else { Layout::Padded };
         let mut additive = Guarded::placed(
             match kind {
@@ -419,7 +420,7 @@ impl GuardedMask {
                 let mut rng = Rng::new(0);
                 let Elements::F32(values) = &additive.elements else { unreachable!("made as f32 above") };
                 let byte = |&x: &f32| if x == f32::NEG_INFINITY { 0 } else { 1 + rng.below(255) as u8 };
-                // Collected from an iterator of known length: the capacity is the length.
+                // Collected from an iterator of known length, so that the capacity is the length.
                 let bytes = values.iter().map(byte).collect();
                 Self::Bool { bytes, placement, shape, strides: additive.strides }
             }
@@ -439,7 +440,7 @@ impl GuardedMask {
         }
     }
 
-    /// Addresses of the view's memory, as [`Guarded::addresses`].
+    /// Addresses of the view's memory, like [`Guarded::addresses`].
     #[must_use]
     pub fn addresses(&self) -> Range<*const u8> {
         match self {
@@ -484,7 +485,7 @@ mod tests {
         assert_eq!(list.touched(), Some(2));
     }
 
-    /// Address past the last element that the vector has memory for.
+    /// The address one past the memory of the vector.
     fn end<T>(v: &Vec<T>) -> *const u8 {
         v.as_ptr().wrapping_add(v.capacity()).cast()
     }

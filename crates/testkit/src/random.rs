@@ -6,13 +6,13 @@ use super::rng::Rng;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::problem::{QOffset, Sequences, Visibility};
 
-/// Sizes beside which tiles, registers or cache lines end.
+/// Sizes next to the ends of tiles, registers or cache lines.
 const EDGES: [usize; 10] = [1, 4, 6, 8, 16, 24, 32, 48, 64, 128];
 
-/// A small random case, made of choices: `choose(n)` gives a number below `n`. From a seeded generator it is a property
-/// test's case, from a fuzzer's bytes a fuzz case. Always a valid problem.
+/// A small random case, made of choices: `choose(n)` gives an integer below `n`. With a seeded generator this is a
+/// property test's case, with a fuzzer's bytes a fuzz case. The problem is always valid.
 ///
-/// Costs the oracle up to about a million products.
+/// The oracle computes at most about a million products for it.
 pub fn random_case(name: impl Into<String>, choose: &mut dyn FnMut(usize) -> usize) -> Case {
     let dtype = [Dtype::F32, Dtype::F16, Dtype::BF16][choose(3)];
     let kv_heads = 1 + choose(3);
@@ -28,7 +28,7 @@ pub fn random_case(name: impl Into<String>, choose: &mut dyn FnMut(usize) -> usi
     };
     let kv_len = if kv_len == 0 && choose(8) > 0 { q_len } else { kv_len };
     let batch = 1 + choose(3);
-    // The oracle's work, bounded by giving up heads first.
+    // The oracle's work is bounded by giving up heads first.
     let pairs = batch * q_len * kv_len * (head_dim + value_dim);
     let (kv_heads, group) =
         if pairs * kv_heads * group > 2_000_000 { (1, 1 + choose(2)) } else { (kv_heads, group) };
@@ -77,7 +77,7 @@ pub fn random_case(name: impl Into<String>, choose: &mut dyn FnMut(usize) -> usi
     case
 }
 
-/// The random case of a seed, under the name by which tests report it.
+/// The random case of a seed, under the name that tests report.
 pub fn seeded_case(seed: u64) -> Case {
     let mut rng = Rng::new(seed);
     random_case(format!("seed {seed}"), &mut |n| rng.below(n))
@@ -120,7 +120,7 @@ fn sequences(case: Case, choose: &mut dyn FnMut(usize) -> usize) -> Case {
             case.desc.dims.batch = 1;
             if form == 1 { case.packed(&lengths) } else { case.cached(&lengths, 16, Keep::All) }
         }
-        // Few queries and heads, or the oracle would take long over prefixes of whole blocks.
+        // Few queries and heads, so that the oracle is fast for prefixes of whole blocks.
         3 if dims.q_heads * (dims.head_dim + dims.value_dim) <= 800 => {
             let prefix = 200 + choose(400);
             let lengths: Vec<(usize, usize)> =

@@ -1,10 +1,10 @@
-//! Seeded data whose values are the same on every machine.
+//! Seeded data with the same values on every machine.
 
 use rand_pcg::Pcg64Mcg;
 use rand_pcg::rand_core::RngCore;
 
-/// A seeded generator. A seed gives the same values on every platform and in every version: the generator is value-stable,
-/// and what is made of its integers uses only operations that IEEE 754 rounds exactly.
+/// A seeded generator. A seed gives the same values on every platform and in every version: the integers are
+/// specified, and floats are made of them by operations that IEEE 754 rounds exactly.
 #[derive(Debug, Clone)]
 pub struct Rng {
     pcg: Pcg64Mcg,
@@ -35,7 +35,7 @@ impl Rng {
         self.pcg.next_u64()
     }
 
-    /// An integer in `0..n`; 0 where `n` is 0.
+    /// An integer in `0..n`; 0 if `n` is 0.
     pub fn below(&mut self, n: usize) -> usize {
         let wide = u128::from(self.bits()) * n as u128;
         (wide >> 64) as usize
@@ -75,7 +75,7 @@ impl Rng {
     }
 }
 
-/// SplitMix64's finaliser: every bit of `x` changes about half of the bits of the result.
+/// SplitMix64's finalizer: every bit of `x` changes about half of the bits of the result.
 const fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -94,7 +94,7 @@ const ODD_RECIPROCALS: [f64; 15] = {
     reciprocals
 };
 
-/// Natural logarithm of a positive normal number, to about 1e-13. The platform's own is not the same everywhere.
+/// Natural logarithm of a positive normal number, to about 1e-13. Platform libraries differ in their last bits.
 fn ln(x: f64) -> f64 {
     let bits = x.to_bits();
     let exponent = (bits >> 52) as i64 - 1023;

@@ -1,4 +1,4 @@
-//! Running cases on backends and comparing with the oracle.
+//! Runs cases on backends and compares them with the oracle.
 
 use super::cases::{Case, CaseData};
 use super::poison::{Guarded, GuardedList};
@@ -15,7 +15,7 @@ use flashtile_cpu::plan::CpuPlan;
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// What the kernels of a plan accumulate in: products of bf16 pairs take probabilities rounded to bf16.
+/// The accumulation of a plan: products of bf16 pairs take probabilities rounded to bf16.
 #[must_use]
 pub fn accumulation_of(plan: &CpuPlan) -> Accumulation {
     if plan.isa().multiplies_pairs() {
@@ -31,20 +31,20 @@ pub fn accumulation_of(plan: &CpuPlan) -> Accumulation {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RunnerError {
-    /// The backend refused the problem: not a failure. What concerns this problem alone is behind the first colon: reports count
-    /// what is before it.
+    /// The backend refused the problem, which is not a failure. Reports count the text before the first colon; what
+    /// follows it is about this problem only.
     Unsupported(String),
-    /// The backend took the problem and failed.
+    /// The backend accepted the problem and failed.
     Error(String),
 }
 
-/// A run that ended.
+/// A finished run.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct RunReport {
     /// What ran: the plan, printed.
     pub plan: String,
-    /// What its products and sums were kept in.
+    /// Its accumulation.
     pub accumulation: Accumulation,
 }
 
@@ -55,7 +55,7 @@ impl RunReport {
         Self { plan, accumulation: Accumulation::F32 }
     }
 
-    /// The same, accumulated otherwise.
+    /// With another accumulation.
     #[must_use]
     pub const fn accumulated(mut self, accumulation: Accumulation) -> Self {
         self.accumulation = accumulation;
@@ -71,7 +71,7 @@ pub trait Runner: Sync {
     /// Plans the problem and computes the outputs.
     ///
     /// # Errors
-    /// [`RunnerError`] where nothing was computed.
+    /// [`RunnerError`] if nothing was computed.
     fn run(
         &self,
         problem: &Problem,
@@ -84,7 +84,7 @@ pub trait Runner: Sync {
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct CpuRunner {
-    /// The machine.
+    /// The CPU.
     pub cpu: Cpu,
     /// Options of every plan.
     pub options: PlanOptions,
@@ -97,7 +97,7 @@ impl CpuRunner {
         Self { cpu, options: PlanOptions::default() }
     }
 
-    /// The same with other plan options.
+    /// With other plan options.
     #[must_use]
     pub fn with(mut self, options: PlanOptions) -> Self {
         self.options = options;
@@ -127,13 +127,13 @@ impl Runner for CpuRunner {
     }
 }
 
-/// Why a case has no outcome.
+/// Why a case did not pass.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Failure {
     /// The backend does not support the problem; the case counts as skipped.
     Skipped(String),
-    /// The case is not a problem, or its inputs are not the problem's, or the backend failed.
+    /// The case is not a valid problem, its inputs do not match, or the backend failed.
     Error(String),
     /// Memory outside an output was written.
     Outside {
@@ -148,7 +148,7 @@ pub enum Failure {
     Wrong {
         /// `out` or `lse`.
         tensor: &'static str,
-        /// How far.
+        /// The difference.
         report: Report,
         /// What ran.
         plan: String,
@@ -178,11 +178,11 @@ pub struct Outcome {
     pub plan: String,
     /// Difference of out from the oracle's.
     pub out: Report,
-    /// Difference of the logsumexp from the oracle's.
+    /// Difference of the logsumexps from the oracle's.
     pub lse: Report,
 }
 
-/// What a run wrote, in guarded memory.
+/// Outputs of a run in guarded memory.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Answer {
@@ -195,7 +195,7 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// The bits of out, then of the logsumexp.
+    /// The bits of out, then of the logsumexps.
     #[must_use]
     pub fn bits(&self) -> Vec<u32> {
         let mut bits = self.out.bits();
@@ -205,17 +205,17 @@ impl Answer {
 }
 
 impl CaseData {
-    /// Runs on a backend, into poisoned outputs, and checks that nothing outside them was written.
+    /// Runs on a backend with poisoned outputs, and checks that nothing outside them was written.
     ///
     /// # Errors
-    /// [`Failure`], except [`Failure::Wrong`]: the numbers are not looked at.
+    /// [`Failure`], except [`Failure::Wrong`]: results are not compared.
     pub fn run(&self, runner: &dyn Runner) -> Result<Answer, Failure> {
         let dims = self.problem.dims();
         let mut out = Guarded::placed(self.problem.dtype(), dims.out_shape(), self.layout, self.placement);
         let mut lse = GuardedList::placed(dims.lse_shape().iter().product(), self.placement);
         let mut outputs = Outputs::new(out.view_mut());
         outputs.lse = Some(lse.slice_mut());
-        // A backend that panics fails the case, not the suite; its outputs are not looked at then.
+        // A backend that panics fails the case, not the suite; its outputs are ignored.
         let run = || runner.run(&self.problem, &self.inputs(), &mut outputs);
         let ran = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(ran)) => ran,
@@ -237,8 +237,8 @@ impl CaseData {
 }
 
 impl CaseData {
-    /// The oracle's answer with logsumexps as kernels keep them, relative to the ALiBi bias of the nearest key that a row sees: a score
-    /// as large as them has their rounding.
+    /// The oracle's answer with logsumexps as kernels hold them, relative to the ALiBi bias of the nearest visible
+    /// key: scores are rounded at that magnitude.
     #[must_use]
     pub fn relative(&self, expected: &Attention) -> Attention {
         let mut relative = expected.clone();
@@ -253,7 +253,7 @@ impl CaseData {
                 let distance = position.abs_diff(position.clamp(keys.start as i64, keys.end as i64 - 1));
                 let lse = &mut relative.lse[(s.batch * dims.q_heads + h) * dims.q_len + s.q_start + i];
                 let shifted = *lse + f64::from(slopes[h]) * distance as f64;
-                // A sink may be nearer than every key.
+                // A sink may be closer to 0 than every key.
                 if shifted.abs() < lse.abs() {
                     *lse = shifted;
                 }
@@ -274,10 +274,10 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// Makes the tensors and asks the oracle.
+    /// Makes the tensors and computes the oracle's answer.
     ///
     /// # Errors
-    /// [`Failure::Error`] where the case is not a problem.
+    /// [`Failure::Error`] if the case is not a valid problem.
     pub fn new(case: &Case) -> Result<Self, Failure> {
         let built = case.build().map_err(|e| Failure::Error(e.to_string()))?;
         let expected = reference::attention(&built.problem, &built.inputs())
@@ -285,7 +285,7 @@ impl Prepared {
         Ok(Self { built, expected })
     }
 
-    /// Tensors whose answer is known.
+    /// Tensors with a known answer.
     #[must_use]
     pub const fn of(built: CaseData, expected: Attention) -> Self {
         Self { built, expected }
@@ -320,7 +320,7 @@ impl Prepared {
         };
         let (mut out, mut lse) = compared(&off);
         if off.is_empty() && !(out.within() && lse.within()) {
-            // As long as the reference takes, so only where it can matter.
+            // This takes as long as the reference, and is done only where it can matter.
             (out, lse) = compared(&score_errors(problem, &self.built.inputs()));
         }
         let plan = answer.ran.plan.clone();
@@ -333,10 +333,10 @@ impl Prepared {
     }
 }
 
-/// Runs one case on one backend, on poisoned memory, and compares with the oracle.
+/// Runs one case on one backend with poisoned memory, and compares with the oracle.
 ///
 /// # Errors
-/// [`Failure`]; [`Failure::Skipped`] where the backend does not support the problem.
+/// [`Failure`]; [`Failure::Skipped`] if the backend does not support the problem.
 pub fn run_case(case: &Case, runner: &dyn Runner) -> Result<Outcome, Failure> {
     Prepared::new(case)?.run(runner)
 }
@@ -349,12 +349,12 @@ pub struct CaseResult<'a> {
     pub case: &'a Case,
     /// Name of the runner.
     pub runner: String,
-    /// What came of it.
+    /// The outcome.
     pub result: Result<Outcome, Failure>,
 }
 
 impl CaseResult<'_> {
-    /// Whether the answer was wrong or none came, though the backend took the problem.
+    /// Whether the backend accepted the problem and gave a wrong answer or none.
     #[must_use]
     pub fn failed(&self) -> bool {
         !matches!(self.result, Ok(_) | Err(Failure::Skipped(_)))
@@ -371,9 +371,10 @@ impl std::fmt::Display for CaseResult<'_> {
     }
 }
 
-/// Runs cases on every runner, several cases at a time, and reports each in order. The oracle is asked once a case.
+/// Runs cases on every runner, several cases at a time, and reports each in order. The oracle computes each case
+/// once.
 pub fn conformance(cases: &[Case], runners: &[&dyn Runner], mut report: impl FnMut(&CaseResult<'_>)) {
-    // Cases in flight: enough for every thread, few enough that their tensors stay small.
+    // Cases in flight: enough for every thread, but few, so that their tensors stay small.
     const BATCH: usize = 32;
     for batch in cases.chunks(BATCH) {
         let results: Vec<Vec<CaseResult<'_>>> = batch

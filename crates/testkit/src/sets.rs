@@ -1,4 +1,4 @@
-//! Seeded keys, values and queries with which codecs are judged.
+//! Seeded keys, values and queries to judge codecs by.
 
 use super::rng::Rng;
 
@@ -10,16 +10,16 @@ pub struct AttentionSet {
     pub k: Vec<f32>,
     /// Values.
     pub v: Vec<f32>,
-    /// Queries, each of which looks for one to three of the keys.
+    /// Queries, each directed at one to three of the keys.
     pub q: Vec<f32>,
-    /// Elements of a row.
+    /// Elements per row.
     pub dim: usize,
 }
 
 impl AttentionSet {
-    /// Normal keys and values. A query is a multiple of the sum of one to three keys such that their weights, at the scale
-    /// `1 / sqrt(dim)`, add up to a number drawn from 0.65 to 0.95. `bias` times a normal vector is then
-    /// added to every key: it changes no weight of exact attention.
+    /// Normal keys and values. A query is a multiple of the sum of one to three keys, such that their probabilities
+    /// at the scale `1 / sqrt(dim)` add up to a value drawn from 0.65 to 0.95. Then `bias` times a normal vector is
+    /// added to every key, which changes no probability of exact attention.
     #[must_use]
     pub fn normal([tokens, queries, dim]: [usize; 3], bias: f32, seed: u64) -> Self {
         let mut rng = Rng::new(seed);
@@ -53,7 +53,7 @@ fn product(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Weights of some of the scores times a factor, each counted once.
+/// Probability of some of the scores, times a factor, each counted once.
 fn weight(scores: &[f64], targets: &[usize], factor: f64) -> f64 {
     let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let of = |score: &f64| (factor * (score - most)).exp();

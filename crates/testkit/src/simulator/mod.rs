@@ -1,4 +1,4 @@
-//! Attention by the kernels of the kernel language on their simulator.
+//! Attention by the portable kernels on their simulator.
 
 mod natives;
 
@@ -17,19 +17,19 @@ use natives::{CODECS, DIMS};
 use std::collections::HashSet;
 use std::ops::Range;
 
-/// Runs problems on the simulator, with scratch memory that nothing was written to and padding of keys and values that cannot be read
-/// without a fault.
+/// Runs problems on the simulator, with uninitialised scratch memory, and padding of keys and values that faults when
+/// read.
 ///
-/// The simulator runs native code, of which there is some for dimensions 64 and 128, elements of the dtype of q and a few codecs;
+/// The simulator runs native code, which exists for dimensions 64 and 128, elements of q's dtype and a few codecs;
 /// other problems are unsupported.
 #[derive(Debug, Clone, Copy)]
 pub struct SimulatorRunner {
     pub(crate) tile: Tile,
-    /// What rows are said to be aligned to, at most.
+    /// The largest alignment of rows that is declared.
     pub(crate) aligned: usize,
     /// Whether pages of codes start at multiples of [`ALIGNED`] bytes, whatever their size.
     pub(crate) padded: bool,
-    /// The instance with native code.
+    /// Finds the instance with native code.
     pub(crate) find: fn(&Instance) -> Option<Instance>,
     most_scores: u64,
 }
@@ -41,21 +41,21 @@ impl Default for SimulatorRunner {
 }
 
 impl SimulatorRunner {
-    /// Two SIMD groups of a group of threads and two parts of the keys, so that both merges take place.
+    /// With two SIMD groups per threadgroup and two splits, so that both merges take place.
     #[must_use]
     pub fn new() -> Self {
         let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
         Self { tile, aligned: ALIGNED, padded: true, find, most_scores: u64::MAX }
     }
 
-    /// With a tile and native code of the caller's, for rows and pages as they lie.
+    /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
     #[doc(hidden)]
     #[must_use]
     pub const fn of(tile: Tile, find: fn(&Instance) -> Option<Instance>) -> Self {
         Self { tile, aligned: ALIGNED, padded: false, find, most_scores: u64::MAX }
     }
 
-    /// The same, with pages of codes that start at multiples of 16 bytes, whatever their size.
+    /// Like [`SimulatorRunner::with`], with pages of codes that start at multiples of 16 bytes, whatever their size.
     #[doc(hidden)]
     #[must_use]
     pub const fn padded(mut self) -> Self {
@@ -63,7 +63,7 @@ impl SimulatorRunner {
         self
     }
 
-    /// The same, taking no problem of more scores: the simulator computes ten to a hundred thousand a second.
+    /// Refuses problems with more scores than this: the simulator computes ten to a hundred thousand per second.
     #[must_use]
     pub const fn at_most(mut self, scores: u64) -> Self {
         self.most_scores = scores;
@@ -71,7 +71,7 @@ impl SimulatorRunner {
     }
 }
 
-/// Why there is no native code for a problem.
+/// Why a problem has no native code.
 fn no_native(problem: &Problem, paged: bool) -> String {
     let dims = problem.dims();
     let codecs = CODECS.map(|[k, v]| if k == v { k.to_string() } else { format!("{k}+{v}") });
@@ -89,7 +89,7 @@ fn no_native(problem: &Problem, paged: bool) -> String {
     )
 }
 
-/// Batch entries or pages, and rows of them, that hold a token.
+/// Batch entries or pages, and their rows, that hold a token.
 fn held(problem: &Problem, inputs: &Inputs<'_>) -> HashSet<(usize, usize)> {
     let place = |index: usize, s: &Sequence, position: usize| match inputs.tables {
         Some(tables) => tables.locate(index, position),
@@ -99,7 +99,7 @@ fn held(problem: &Problem, inputs: &Inputs<'_>) -> HashSet<(usize, usize)> {
     sequences.flat_map(|(index, s)| (0..s.kv_len).filter_map(move |at| place(index, s, at))).collect()
 }
 
-/// The bytes of keys or values at these strides that are no token's.
+/// The byte ranges of keys or values, with these strides, that belong to no token.
 fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)>) -> Vec<Range<usize>> {
     let [entries, heads, rows, _] = view.shape();
     let mut bytes = Vec::new();
@@ -139,7 +139,7 @@ impl Runner for SimulatorRunner {
 }
 
 impl SimulatorRunner {
-    /// Runs a problem on a device whose memory is the simulator's.
+    /// Runs a problem on a device with simulator memory.
     pub fn run_on(
         &self,
         device: &impl Device<Memory = Memory>,

@@ -1,4 +1,4 @@
-//! Native code of the instances that problems of the simulator run.
+//! Native code of the instances that the simulator runs.
 
 use flashtile_core::codec::Codec;
 use flashtile_gpu::codecs::{format_id, hadamard_order};
@@ -13,10 +13,10 @@ use flashtile_kernel::{Instance, bf16, f16};
 /// Dimensions of keys and values.
 pub(crate) const DIMS: [usize; 2] = [64, 128];
 
-/// How keys and values are stored, beside as elements of the dtype of q.
+/// Codecs of keys and values, besides elements of q's dtype.
 pub(crate) const CODECS: [[Codec; 2]; 3] = [[Codec::Int8; 2], [Codec::Tq4; 2], [Codec::Int8, Codec::Tq5]];
 
-/// The instance with native code, where there is some.
+/// The instance with native code, if there is one.
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     let all = match wanted.kernel().name {
         "decode" => decodes(),
@@ -31,7 +31,7 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     })
 }
 
-/// Type of q and of both products, codecs, dimension.
+/// Types of q and of both products, codecs, dimension.
 macro_rules! decode {
     ($q:ident $product:ident $k:ident $v:ident $d:literal) => {{
         const K: Side = Side::new(format_id(Codec::$k), $d, 4, size_of::<$product>() / 2);
