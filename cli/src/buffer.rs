@@ -1,4 +1,4 @@
-//! Bytes of tensors: borrowed from a mapped file, or owned where they had to be copied, converted or computed.
+//! Bytes of tensors: borrowed from a mapped file, or owned if they were copied, converted or computed.
 
 use crate::failure::{Failure, Result};
 use bytemuck::Pod;
@@ -7,10 +7,10 @@ use half::{bf16, f16};
 use memmap2::MmapMut;
 use rayon::prelude::*;
 
-/// Bytes that a thread copies at a time.
+/// Bytes that a thread copies at once.
 const CHUNK: usize = 1 << 16;
 
-/// Owned bytes, zero at first, aligned for every dtype.
+/// Owned bytes, initially zero, aligned for every dtype.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     memory: Memory,
@@ -25,7 +25,7 @@ enum Memory {
 
 impl Buffer {
     /// # Errors
-    /// Where the machine has not that much memory.
+    /// If the allocation fails.
     pub(crate) fn zeroed(len: usize) -> Result<Self> {
         let mut words = Vec::new();
         let count = len.div_ceil(size_of::<u64>());
@@ -36,7 +36,8 @@ impl Buffer {
         Ok(Self { memory: Memory::Words(words), len })
     }
 
-    /// A buffer for `count` elements that lies in memory as a cache's pools do: in huge pages, where the system has them.
+    /// A buffer for `count` elements in the kind of memory that pools of caches have: in huge pages, if the system
+    /// supports them.
     pub(crate) fn pool(dtype: Dtype, count: usize) -> Result<Self> {
         let len = count.checked_mul(dtype.bytes());
         let len = len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?;
@@ -46,7 +47,7 @@ impl Buffer {
     fn mapped(len: usize) -> Result<Self> {
         let map = MmapMut::map_anon(len);
         let map = map.map_err(|_| Failure::new(format_args!("no memory for {len} bytes")))?;
-        // A system without them uses small ones.
+        // Other systems use small pages.
         #[cfg(target_os = "linux")]
         let _ = map.advise(memmap2::Advice::HugePage);
         Ok(Self { memory: Memory::Mapped(map), len })
@@ -58,13 +59,13 @@ impl Buffer {
         Self::zeroed(len.ok_or_else(|| Failure::new(format_args!("{count} elements are not addressable")))?)
     }
 
-    /// The same bytes in memory of the same kind.
+    /// A copy in memory of the same kind.
     pub(crate) fn copy(&self) -> Result<Self> {
         let mut buffer = match &self.memory {
             Memory::Words(_) => Self::zeroed(self.len)?,
             Memory::Mapped(_) => Self::mapped(self.len)?,
         };
-        // By all threads: each touches the pages first that will be near to it.
+        // By all threads: pages are placed near the thread that touches them first.
         let parts = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
         parts.for_each(|(into, from)| into.copy_from_slice(from));
         Ok(buffer)
@@ -97,7 +98,7 @@ impl Buffer {
     }
 }
 
-/// Bytes that are aligned for their dtype.
+/// Bytes with the alignment of their dtype.
 #[derive(Debug)]
 pub(crate) enum Bytes<'a> {
     Borrowed(&'a [u8]),
@@ -105,7 +106,7 @@ pub(crate) enum Bytes<'a> {
 }
 
 impl<'a> Bytes<'a> {
-    /// Borrows bytes of elements of `size` bytes, or copies them where they are misaligned.
+    /// Borrows bytes of elements of `size` bytes, or copies them if they are misaligned.
     pub(crate) fn aligned(bytes: &'a [u8], size: usize) -> Result<Self> {
         if (bytes.as_ptr() as usize).is_multiple_of(size) {
             Ok(Self::Borrowed(bytes))
@@ -122,7 +123,7 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// Elements of `from` as the nearest elements of `to`.
+/// Converts elements of `from` to the nearest elements of `to`.
 pub(crate) fn convert(bytes: &[u8], from: Dtype, to: Dtype) -> Result<Buffer> {
     let mut buffer = Buffer::elements(to, bytes.len() / from.bytes())?;
     let into = buffer.bytes_mut();

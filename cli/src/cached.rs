@@ -1,4 +1,4 @@
-//! Keys and values of a file, or of a described problem, in a cache.
+//! Caches of the keys and values of a file or of a described problem.
 
 use crate::buffer::Buffer;
 use crate::failure::{Failure, Result};
@@ -15,12 +15,12 @@ use flashtile::{
 pub(crate) struct Stored {
     pub(crate) k: Codec,
     pub(crate) v: Codec,
-    /// Whether the mean of the first keys is taken out of all.
+    /// Whether the mean of the first keys is subtracted from quantized keys.
     pub(crate) centered: bool,
 }
 
 impl Stored {
-    /// What options ask for; `None` where tensors are attended to as they are.
+    /// The cache that the options ask for; `None` if the tensors are used directly.
     pub(crate) fn asked(storage: &Storage, problem: &Problem) -> Result<Option<Self>> {
         let (plain, center) = (Codec::of(problem.dtype()), storage.center);
         let (k, v) = (storage.k_codec.unwrap_or(plain), storage.v_codec.unwrap_or(plain));
@@ -32,7 +32,7 @@ impl Stored {
         Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center }))
     }
 
-    /// The option that a device without quantized caches cannot do, for a problem of this dtype.
+    /// The option that a device without quantized caches does not support, for a problem with this dtype.
     pub(crate) fn option(&self, problem: &Problem) -> (&'static str, Codec) {
         let plain = Codec::of(problem.dtype());
         if self.k == plain { ("--v-codec", self.v) } else { ("--k-codec", self.k) }
@@ -49,7 +49,7 @@ impl Stored {
             desc.dims.batch = 1;
             desc.dims.q_len = lens.iter().fold(0, |n, lens| n.saturating_add(lens.q_len));
             desc.dims.kv_len = longest(problem);
-            // The problem is valid: where nothing was said, the first query sits at the first key.
+            // In a valid problem, the first query sits at the first key if nothing else was said.
             desc.q_offset = desc.q_offset.or(Some(QOffset::TopLeft));
         }
         desc.validate().map_err(Failure::new)
@@ -62,7 +62,7 @@ impl std::fmt::Display for Stored {
     }
 }
 
-/// The refusal of an option that asks for codes on a device without them, whether that device is there or not.
+/// Refuses an option that asks for quantized caches on a device without them, whether or not the device exists.
 pub(crate) fn not_of_cuda(option: &str, codec: Codec, expected: &str) -> Failure {
     let what = format_args!(
         "{codec} is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend {expected}"
@@ -70,7 +70,7 @@ pub(crate) fn not_of_cuda(option: &str, codec: Codec, expected: &str) -> Failure
     Failure::at(option, what)
 }
 
-/// Why a problem has no plan, by the option that asks for what is not there.
+/// Why there is no plan, naming the option that asks for what is not supported.
 pub(crate) fn unplanned(error: &Unsupported) -> Option<Failure> {
     match error {
         Unsupported::Codec { tensor, codec, expected } => {
@@ -82,23 +82,23 @@ pub(crate) fn unplanned(error: &Unsupported) -> Option<Failure> {
     }
 }
 
-/// Keys of the longest sequence.
+/// Number of keys of the longest sequence.
 fn longest(problem: &Problem) -> usize {
     problem.sequences().iter().map(|sequence| sequence.kv_len).max().unwrap_or(0)
 }
 
-/// A file's keys and values in a contiguous cache, a slot for each sequence.
+/// A file's keys and values in a contiguous cache with one slot per sequence.
 pub(crate) struct Cached {
     pub(crate) stored: Stored,
     pub(crate) problem: Problem,
     cache: KvCache,
     tables: BlockTables,
-    /// Queries `[total, heads, dim]`, where the file has them in another order.
+    /// Queries `[total, heads, dim]`, if the file has them in another order.
     q: Option<Buffer>,
 }
 
 impl Cached {
-    /// Stores the keys and values of every sequence, in their order; rows of padding are not read.
+    /// Stores the keys and values of every sequence in order; padding is not read.
     pub(crate) fn fill(operands: &Operands<'_>, stored: Stored) -> Result<Self> {
         let problem = stored.problem(&operands.problem)?;
         let (dims, sequences) = (operands.problem.dims(), operands.problem.sequences());
@@ -140,7 +140,7 @@ impl Cached {
         Ok(Self { stored, problem, cache, tables, q })
     }
 
-    /// The operands over the cache. Queries, and out with them, are `[total, heads, dim]`.
+    /// The operands over the cache. Queries and out are `[total, heads, dim]`.
     pub(crate) fn inputs<'a>(&'a self, operands: &'a Operands<'_>) -> Result<Inputs<'a>> {
         let bytes = self.q.as_ref().map_or_else(|| operands.q_bytes(), Buffer::bytes);
         let shape = self.problem.dims().q_shape();
@@ -151,7 +151,7 @@ impl Cached {
         Ok(inputs)
     }
 
-    /// Bytes of the rows that the cache holds.
+    /// Bytes of the stored rows.
     pub(crate) fn bytes(&self) -> usize {
         let tokens: usize = self.problem.sequences().iter().map(|sequence: &Sequence| sequence.kv_len).sum();
         tokens * self.cache.desc().token_bytes()
@@ -178,7 +178,8 @@ fn packed(operands: &Operands<'_>) -> Result<Buffer> {
     Ok(buffer)
 }
 
-/// Puts rows `[total, heads]` of `size` bytes each, as attention over a cache writes them, in an order `[batch, heads, rows]`.
+/// Copies rows `[total, heads]` of `size` bytes each, the order of attention over a cache, to the order `[batch,
+/// heads, rows]`.
 pub(crate) fn unpack(packed: &[u8], into: &mut [u8], [batch, heads, rows]: [usize; 3], size: usize) {
     for b in 0..batch {
         for h in 0..heads {

@@ -1,4 +1,4 @@
-//! Charts as SVG: panels one below the other, lines in them.
+//! Charts as SVG: panels one below another, each with lines.
 
 use crate::failure::{Failure, Result};
 use crate::output::Destination;
@@ -13,23 +13,23 @@ use plotters::prelude::{
 
 pub(crate) type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
 
-/// Where a panel is drawn.
+/// A backend that a panel is drawn on.
 pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// A chart whose axes are numbers.
+/// A chart with numeric axes.
 pub(crate) type Chart<'a, 'b, X, Y> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<X, Y>>;
 
 /// Width of a panel and its height.
 const WIDTH: u32 = 900;
 const HEIGHT: u32 = 420;
 
-/// A line of a panel.
+/// A line in a panel.
 pub(crate) struct Line {
     pub(crate) name: String,
     pub(crate) points: Vec<(f64, f64)>,
-    /// Points of its colour that it does not go through.
+    /// Further points with its colour, which the line does not connect.
     pub(crate) apart: Vec<(f64, f64)>,
-    /// Whether points are rings instead of discs.
+    /// Whether points are circles instead of discs.
     pub(crate) rings: bool,
 }
 
@@ -39,7 +39,7 @@ impl Line {
     }
 }
 
-/// Colours of the lines of a panel, in their order.
+/// Colours of a panel's lines, in order.
 pub(crate) const COLOURS: [RGBColor; 12] = [
     RGBColor(31, 119, 180),
     RGBColor(255, 127, 14),
@@ -55,7 +55,7 @@ pub(crate) const COLOURS: [RGBColor; 12] = [
     RGBColor(128, 128, 0),
 ];
 
-/// Writes a picture of panels, which are drawn one by one.
+/// Writes a picture whose panels are drawn one after another.
 pub(crate) fn write<T>(
     panels: &[T],
     destination: &Destination,
@@ -76,7 +76,7 @@ pub(crate) fn write<T>(
     destination.text(&text)
 }
 
-/// Draws lines with their points, and says which is which in a corner.
+/// Draws lines with their points, and a legend in a corner.
 pub(crate) fn lines<'a, 'b: 'a, X, Y>(
     chart: &mut Chart<'a, 'b, X, Y>,
     lines: &[Line],

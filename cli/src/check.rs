@@ -24,36 +24,37 @@ use std::process::ExitCode;
 
 /// Run the conformance catalogue on every backend and instruction set of this machine
 ///
-/// Every case is compared with the f64 oracle. The table shows the worst errors, each as the part of its own case's limit
-/// that it takes: limits widen with large scores and many keys. Exit status 1 where a case fails.
+/// Every case is compared with the f64 oracle. The table shows the worst errors, relative to the limits of their own
+/// cases: limits are wider for large scores and many keys. Exit status 1 if a case fails.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --backend cuda --filter decode\n  \
     flashtile check --backend cuda --kernels portable"
 )]
 pub(crate) struct CheckArgs {
-    /// Run this backend alone; auto is every one of this machine but the simulator
+    /// Run only this backend; auto runs all of this machine except the simulator
     #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
-    /// Run this instruction set alone: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default every one of this machine
+    /// Run only this instruction set: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default all of this
+    /// machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
-    /// Threads of the cpu backend, at most those of this machine; default all
+    /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
     /// Only cases whose name contains one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) filter: Vec<String>,
-    /// The random cases of these seeds as well
+    /// Also run the random cases of these seeds
     #[arg(long, value_name = "FIRST..END", value_parser = seeds)]
     pub(crate) seeds: Option<Range<u64>>,
-    /// Only this of N equal shares of the cases, for as many processes at once: 0/N to N-1/N
+    /// Run only one of N equal parts of the cases, to divide them among processes: 0/N to N-1/N
     #[arg(long, value_name = "I/N", value_parser = shard)]
     pub(crate) shard: Option<Shard>,
-    /// End each tensor's allocation with the tensor, so that a memory checker sees a read past it; default between guard
-    /// bands
+    /// End each tensor's allocation with the tensor, so that a memory checker sees reads past it; default between
+    /// guard bands
     #[arg(long)]
     pub(crate) exact_memory: bool,
     /// Print JSON lines, one for each case and instruction set
@@ -61,7 +62,7 @@ pub(crate) struct CheckArgs {
     pub(crate) json: bool,
 }
 
-/// Most random cases of a run: they are described before the first of them runs.
+/// Largest number of random cases: they are all described before the first one runs.
 const MAX_SEEDS: u64 = 100_000;
 
 fn seeds(text: &str) -> std::result::Result<Range<u64>, String> {
@@ -71,7 +72,7 @@ fn seeds(text: &str) -> std::result::Result<Range<u64>, String> {
         .ok_or_else(|| format!("expected FIRST..END, two whole numbers, at most {MAX_SEEDS} seeds"))
 }
 
-/// Every `of`-th case, from number `index` on.
+/// Every `of`-th case, starting with case `index`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shard {
     pub(crate) index: usize,
@@ -84,7 +85,7 @@ fn shard(text: &str) -> std::result::Result<Shard, String> {
     shard.ok_or_else(|| "expected I/N, two whole numbers, I less than N".to_owned())
 }
 
-/// Scores of the largest cases that the simulator is given.
+/// Largest number of scores of a case on the simulator.
 const MAX_SCORES: u64 = 12_000;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
@@ -94,7 +95,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
     Ok(if failed { ExitCode::from(WRONG) } else { ExitCode::SUCCESS })
 }
 
-/// Runs every case; whether one failed.
+/// Runs the cases; returns whether one failed.
 fn check(args: &CheckArgs) -> Result<bool> {
     let runners = runners(args)?;
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| &**r as &dyn Runner).collect();
@@ -127,7 +128,7 @@ fn check(args: &CheckArgs) -> Result<bool> {
     Ok(tallies.iter().any(|t| t.failed > 0))
 }
 
-/// The backends that the options choose.
+/// The backends selected by the options.
 fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
     if args.kernels.choice != Kernels::Auto && args.backend != Backend::Cuda {
         return Err(Failure::at("--kernels", "needs --backend cuda"));
@@ -166,7 +167,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
     Ok(runners)
 }
 
-/// The cases that the options choose.
+/// The cases selected by the options.
 fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
     let mut cases: Vec<Case> = catalogue().into_iter().chain(quantized()).collect();
     if let Some(text) = args.filter.iter().find(|&text| !cases.iter().any(|c| c.name.contains(text))) {
@@ -175,7 +176,7 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
     if !args.filter.is_empty() {
         cases.retain(|case| args.filter.iter().any(|text| case.name.contains(text)));
     }
-    // Names and choices as in the property tests, whose failures can be run again here.
+    // The same names and random choices as in the property tests, so that their failures can be replayed here.
     cases.extend(args.seeds.iter().cloned().flatten().map(seeded_case));
     if let Some(shard) = args.shard {
         cases = cases.into_iter().skip(shard.index).step_by(shard.of).collect();
@@ -186,7 +187,7 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
     Ok(cases)
 }
 
-/// A bar on a terminal, nothing in a pipe.
+/// A progress bar on a terminal, nothing in a pipe.
 pub(crate) fn progress(length: u64) -> ProgressBar {
     let bar = ProgressBar::new(length);
     match ProgressStyle::with_template("{bar:40} {pos}/{len} {msg}") {
@@ -195,15 +196,15 @@ pub(crate) fn progress(length: u64) -> ProgressBar {
     }
 }
 
-/// What came of the cases on one runner.
+/// Outcomes of the cases on one runner.
 struct Tally {
     runner: String,
     passed: usize,
     failed: usize,
     skipped: usize,
-    /// How often a reason skipped a case, and what it says of the first.
+    /// How often each reason skipped a case, with the details of the first.
     reasons: BTreeMap<String, (usize, String)>,
-    /// Largest error of a passed case of each dtype, relative to the limit of that case.
+    /// Largest error of a passed case for each dtype, relative to the limit of that case.
     nrmse: [f64; DTYPES.len()],
     /// The passed case that came closest to its limit.
     closest: Option<(f64, String)>,
@@ -249,7 +250,7 @@ impl Tally {
 }
 
 impl Tally {
-    /// Why cases were skipped, a line for each reason, the most frequent first.
+    /// Why cases were skipped: a line for each reason, the most frequent first.
     fn skips(&self) -> Vec<String> {
         let mut reasons: Vec<_> = self.reasons.iter().collect();
         reasons.sort_by_key(|(_, (count, _))| Reverse(*count));
@@ -261,8 +262,8 @@ impl Tally {
     }
 }
 
-/// Error of a whole tensor relative to its limit. Cases with large scores or many keys have wider limits than others, so
-/// errors alone do not compare.
+/// Error of a whole tensor relative to its limit. Limits are wider for large scores and many keys, so that errors
+/// alone are not comparable.
 fn of_limit(out: &Report) -> f64 {
     if out.nrmse == 0.0 { 0.0 } else { out.nrmse / out.limit }
 }

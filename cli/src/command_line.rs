@@ -1,4 +1,4 @@
-//! The command line: its commands, and errors of its parser in one line.
+//! The command line: its commands, and parser errors on one line.
 
 use crate::bench::BenchArgs;
 use crate::check::CheckArgs;
@@ -13,7 +13,7 @@ use clap::error::{ContextKind, ContextValue};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsStr;
 
-/// Fused attention on safetensors files, and what this machine makes of it
+/// Fused attention on safetensors files, and what it reaches on this machine
 #[derive(Debug, Parser)]
 #[command(name = "flashtile", version, arg_required_else_help = false, max_term_width = 110)]
 #[command(after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal\n\n\
@@ -36,7 +36,7 @@ pub(crate) enum Command {
     Kernels(KernelsCommand),
 }
 
-/// The parser's message of a command line without usage: one line.
+/// The parser's error message without usage, on one line.
 pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Failure {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
@@ -50,7 +50,7 @@ pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Fail
     }
 }
 
-/// Which subcommand may have been meant by `given`, after those that a command line begins with.
+/// The subcommand that `given` may be a misspelling of, after the subcommands that precede it.
 fn subcommand<S: AsRef<OsStr>>(given: &str, line: &[S]) -> String {
     let root = Cli::command();
     let mut command = &root;

@@ -1,12 +1,12 @@
-//! Why a command stopped.
+//! Why a command failed.
 
 use std::fmt;
 use std::process::ExitCode;
 
-/// Exit status of a command that was asked for something it cannot do.
+/// Exit status of a command that cannot do what was asked.
 const REFUSED: u8 = 2;
 
-/// Exit status of a command that found an answer to be wrong.
+/// Exit status of a command that found a wrong answer.
 pub(crate) const WRONG: u8 = 1;
 
 /// One line for the user: where, what, and what was expected.
@@ -23,12 +23,12 @@ impl Failure {
         Self { line: what.to_string(), status: REFUSED }
     }
 
-    /// A failure that concerns a file, an option or a tensor.
+    /// A failure caused by a file, an option or a tensor.
     pub(crate) fn at(place: impl fmt::Display, what: impl fmt::Display) -> Self {
         Self::new(format_args!("{place}: {what}"))
     }
 
-    /// A failure that is not the user's: a kernel gave a wrong answer.
+    /// A failure that the user did not cause: a kernel gave a wrong answer.
     pub(crate) fn wrong(what: impl fmt::Display) -> Self {
         Self { status: WRONG, ..Self::new(what) }
     }
@@ -39,7 +39,7 @@ impl Failure {
 }
 
 impl fmt::Display for Failure {
-    /// Control characters, which names from files may hold, are escaped: a failure is always one line.
+    /// Control characters, which names from files may contain, are escaped, so that a failure is always one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for piece in self.line.split_inclusive(char::is_control) {
             let mut chars = piece.chars();

@@ -1,4 +1,4 @@
-//! The CUDA device as commands use it.
+//! The CUDA device for commands.
 
 use crate::failure::{Failure, Result};
 use crate::machine;
@@ -13,13 +13,13 @@ pub(crate) fn device() -> Result<Cuda> {
     Ok(Cuda::new(0)?)
 }
 
-/// The device with tensors on whole vectors, and at odd addresses.
+/// The device with aligned tensors, and with tensors at odd addresses.
 pub(crate) fn runners(cuda: Cuda, exact: bool, kernels: Kernels) -> Vec<Box<dyn Runner>> {
     let runner = CudaRunner::new(cuda).exact(exact).with(machine::options(None, kernels));
     vec![Box::new(runner.clone()), Box::new(runner.odd())]
 }
 
-/// The compiler, and where its kernels are kept.
+/// The compiler, and the folder of compiled kernels.
 pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
     let ((major, minor), place) = cuda.compiler()?;
     let kept = match cuda.cache_folder() {

@@ -1,4 +1,4 @@
-//! `flashtile info`: what this machine is and can do.
+//! `flashtile info`: this machine and what it supports.
 
 use crate::failure::Result;
 use crate::gpu;
@@ -16,7 +16,7 @@ use std::process::ExitCode;
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  flashtile info --json")]
 pub(crate) struct InfoArgs {
-    /// Threads whose limits to measure, at most those of this machine; default all
+    /// Threads whose limits are measured, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
     /// Print one JSON object
@@ -24,7 +24,7 @@ pub(crate) struct InfoArgs {
     pub(crate) json: bool,
 }
 
-/// A backend: its name, whether it is available, and what it is or why it is not.
+/// A backend: its name, whether it is available, and a description or the reason.
 type BackendState = (&'static str, bool, String);
 
 fn backends() -> Vec<BackendState> {

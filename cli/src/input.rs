@@ -10,7 +10,7 @@ use std::path::Path;
 #[cfg(target_endian = "big")]
 compile_error!("tensors are read in place, and files hold them in little-endian order");
 
-/// Longest header that is parsed; the limit of the format.
+/// Longest header that is parsed, as the format limits it.
 const MAX_HEADER: usize = 100_000_000;
 
 /// A file in memory.
@@ -19,7 +19,7 @@ pub(crate) struct Mapped<'p> {
     map: Mmap,
 }
 
-/// Opens a file to read. What is none, such as a pipe, might be waited for without end, or do something where it is opened.
+/// Opens a regular file to read: opening or reading anything else, such as a pipe, might block or have side effects.
 pub(crate) fn open(path: &Path, expected: &str) -> Result<File> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
     let regular = |found: std::io::Result<Metadata>| match found {
@@ -33,7 +33,7 @@ pub(crate) fn open(path: &Path, expected: &str) -> Result<File> {
     #[cfg(unix)]
     {
         use std::os::unix::fs::OpenOptionsExt;
-        // Another process may have put a pipe in its place since.
+        // Another process may have replaced it by a pipe since.
         options.custom_flags(libc::O_NONBLOCK);
     }
     let file = options.open(path).map_err(|e| refuse(&e))?;
@@ -45,14 +45,14 @@ impl<'p> Mapped<'p> {
     pub(crate) fn open(path: &'p Path) -> Result<Self> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
         let file = open(path, "a safetensors file")?;
-        // SAFETY: the map is private and read-only, and every value in it is valid as bytes. Another process that
-        // shortens the file while it is read ends this one with a signal, which is the contract of mapped input.
+        // SAFETY: the map is private and read-only, and any bytes are valid. A process that truncates the file while
+        // it is read ends this one with a signal, which is the contract of mapped input.
         #[allow(unsafe_code)]
         let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&e))?;
         Ok(Self { path, map })
     }
 
-    /// Parses the header and finds every tensor. Offsets that overlap, leave gaps or reach outside the file are refused.
+    /// Parses the header and finds every tensor. Offsets that overlap, leave gaps or exceed the file are refused.
     pub(crate) fn archive(&self) -> Result<Archive<'_>> {
         let bytes: &[u8] = &self.map;
         let refuse = |what: &dyn std::fmt::Display| {
@@ -61,7 +61,7 @@ impl<'p> Mapped<'p> {
         let (first, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| {
             refuse(&format_args!("{} bytes, expected 8 of header length first", bytes.len()))
         })?;
-        // Eight characters are a length of more than any memory holds.
+        // Eight characters stand for a length beyond any memory.
         if let Ok(text) = std::str::from_utf8(first)
             && text.chars().all(|c| !c.is_control() || c.is_whitespace())
         {
@@ -98,12 +98,12 @@ impl<'p> Mapped<'p> {
 /// The tensors of a file.
 pub(crate) struct Archive<'a> {
     path: &'a Path,
-    /// The layer whose tensors these are, where they are those of one.
+    /// The layer of these tensors, if they belong to one.
     layer: Option<String>,
     tensors: BTreeMap<String, Stored<'a>>,
 }
 
-/// A tensor as the file holds it.
+/// A tensor in the file.
 #[derive(Debug, Clone)]
 pub(crate) struct Stored<'a> {
     pub(crate) dtype: Dtype,
@@ -120,13 +120,13 @@ impl<'a> Archive<'a> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The tensors of a layer under other names: of each new name the old one.
+    /// The tensors of a layer under other names: a map from new names to old ones.
     pub(crate) fn part(&self, layer: String, names: &BTreeMap<String, &str>) -> Self {
         let tensor = |(name, of): (&String, &&str)| Some((name.clone(), self.get(of)?.clone()));
         Self { path: self.path, layer: Some(layer), tensors: names.iter().filter_map(tensor).collect() }
     }
 
-    /// A failure that concerns this file, or the layer.
+    /// A failure caused by this file, or by the layer.
     pub(crate) fn refuse(&self, what: impl std::fmt::Display) -> Failure {
         match &self.layer {
             None => Failure::at(self.path.display(), what),

@@ -1,4 +1,4 @@
-//! `flashtile kernels`: the kernels of the kernel language, as a list and as text.
+//! `flashtile kernels`: kernels of the kernel language, listed and printed.
 
 use crate::failure::{Failure, Result};
 use crate::nearest;
@@ -15,7 +15,7 @@ use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What is done with the kernels of the kernel language.
+/// Commands about kernels of the kernel language.
 #[derive(Debug, Subcommand)]
 #[command(after_help = "Examples:\n  flashtile kernels list\n  \
     flashtile kernels print decode --target msl --head-dim 64 --dtype bf16")]
@@ -24,17 +24,17 @@ pub(crate) enum KernelsCommand {
     Print(PrintArgs),
 }
 
-/// List the kernels: where they are, what they do, what they take
+/// List the kernels: where they are defined, what they do, their parameters
 ///
-/// Threads and bytes of shared memory are those of a group, over the instances of --instances.
+/// Threads and bytes of shared memory are per threadgroup; with --instances they are given for each instance.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile kernels list\n  flashtile kernels list merge\n  \
     flashtile kernels list hadamard --instances")]
 pub(crate) struct ListArgs {
-    /// Everything that is known of this kernel alone
+    /// Show everything about this kernel
     #[arg(value_name = "NAME")]
     pub(crate) name: Option<String>,
-    /// List instances, kernels whose generics are fixed, instead of kernels
+    /// List instances, which are kernels with fixed generics, instead of kernels
     #[arg(long)]
     pub(crate) instances: bool,
     /// Print JSON lines
@@ -42,10 +42,11 @@ pub(crate) struct ListArgs {
     pub(crate) json: bool,
 }
 
-/// Print the whole text of an instance: all that a compiler has to be given
+/// Print the whole source of an instance, ready for a compiler
 ///
-/// An instance is chosen by its name, of `flashtile kernels list --instances` or as `bench kernels` and `check --json` say it, or by
-/// its kernel and options. Options that are not given have the values of a bf16 problem of head dimension 128 whose keys and values are stored as they are.
+/// An instance is selected by its name, as `flashtile kernels list --instances`, `bench kernels` and `check --json`
+/// print it, or by its kernel and options. The defaults of the options describe a bf16 problem of head dimension 128
+/// without quantization.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile kernels print decode --target cuda --dtype bf16 --k-codec int8 --v-codec tq5\n  \
@@ -61,15 +62,16 @@ pub(crate) struct PrintArgs {
     pub(crate) target: TextTarget,
     #[command(flatten)]
     pub(crate) variant: VariantArgs,
-    /// Every listed instance, of the kernel NAME where one is given
+    /// Print every listed instance, or those of the kernel NAME
     #[arg(long)]
     pub(crate) all: bool,
-    /// File to write instead of standard output, with --all a folder for a file an instance; files appear whole or not at all
+    /// File to write instead of standard output; with --all a folder with a file for each instance. A file is written
+    /// whole or not at all
     #[arg(short, long, value_name = "PATH")]
     pub(crate) output: Option<PathBuf>,
 }
 
-/// What chooses an instance of a kernel.
+/// Options that select an instance of a kernel.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct VariantArgs {
     /// Elements of a q or k vector
@@ -81,13 +83,13 @@ pub(crate) struct VariantArgs {
     /// Element type of q and out: f32, f16 or bf16
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     pub(crate) dtype: Option<Dtype>,
-    /// How keys are stored: one of the codecs of `flashtile run`; default the dtype
+    /// Codec of the keys, as in `flashtile run`; default the dtype
     #[arg(long, value_name = "CODEC")]
     pub(crate) k_codec: Option<Codec>,
-    /// How values are stored; default the dtype
+    /// Codec of the values; default the dtype
     #[arg(long, value_name = "CODEC")]
     pub(crate) v_codec: Option<Codec>,
-    /// Keys and values are found through a table of pages
+    /// Keys and values are found through a block table
     #[arg(long)]
     pub(crate) paged: bool,
 }
@@ -106,7 +108,7 @@ impl VariantArgs {
         given.into_iter().filter(|(_, given)| *given).map(|(option, _)| option).collect()
     }
 
-    /// What they choose, with what they leave out.
+    /// The selected instance, with defaults for options that were not given.
     pub(crate) fn variant(&self) -> Variant {
         let dtype = self.dtype.unwrap_or(Dtype::BF16);
         let head_dim = self.head_dim.unwrap_or(128);
@@ -129,7 +131,7 @@ pub(crate) enum TextTarget {
     Msl,
     /// CUDA C++
     Cuda,
-    /// Rust, as it was written
+    /// Rust, the original source
     Rust,
 }
 
@@ -146,7 +148,7 @@ fn names() -> impl Iterator<Item = &'static str> {
     KERNELS.iter().map(|kernel| kernel.name)
 }
 
-/// The kernel of a name; `option` is where the name was given.
+/// The kernel with a name; `option` is where the name was given.
 pub(crate) fn kernel(option: &str, name: &str) -> Result<&'static Kernel> {
     KERNELS.iter().copied().find(|kernel| kernel.name == name).ok_or_else(|| {
         let expected = nearest::expected(name, names());
@@ -196,7 +198,7 @@ fn list(args: &ListArgs) -> Result<()> {
     report::text(format_args!("{table}\n{}", what.collect::<String>()))
 }
 
-/// The first sentence of a kernel's documentation, or its first paragraph where that has no end.
+/// The first sentence of a kernel's documentation, or its first paragraph if that has no full stop.
 fn summary(kernel: &Kernel) -> String {
     let lines = kernel.docs.lines().map(str::trim).skip_while(|line| line.is_empty());
     let paragraph = lines.take_while(|line| !line.is_empty()).collect::<Vec<_>>().join(" ");
@@ -205,7 +207,7 @@ fn summary(kernel: &Kernel) -> String {
     sentence.trim_end_matches('.').to_owned()
 }
 
-/// The source file from the folder of the crate, and the line.
+/// The source file relative to the folder of the crate, and the line.
 fn place(kernel: &Kernel) -> String {
     format!("{}:{}", kernel.text.file, kernel.text.line)
 }
@@ -230,7 +232,7 @@ fn range(numbers: Option<RangeInclusive<usize>>) -> String {
     }
 }
 
-/// Everything that a launch has to know of a kernel.
+/// Everything that a launch needs to know about a kernel.
 fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
     let mut text = format!("{}  {}\n", kernel.name, place(kernel));
     for line in kernel.docs.lines() {
@@ -254,7 +256,7 @@ fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
     text
 }
 
-/// What a generic parameter stands for, in Rust.
+/// The kind of a generic parameter, in Rust.
 fn bound(kind: GenericKind) -> &'static str {
     match kind {
         GenericKind::Element => "Element",
@@ -333,7 +335,7 @@ fn print(args: &PrintArgs) -> Result<()> {
     }
 }
 
-/// The instance of a name or of a kernel and options.
+/// The instance with a name, or that a kernel and options select.
 fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
     let given = args.variant.given();
     if let Some(kernel) = KERNELS.iter().find(|kernel| kernel.name == name) {
@@ -360,7 +362,7 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
             }
         };
     }
-    // Whoever writes generics means an instance.
+    // A name with generics means an instance.
     let of_kernel = |kernel: &&&Kernel| name.starts_with(&format!("{}_", kernel.name));
     let expected = match KERNELS.iter().find(of_kernel) {
         Some(_) => {
@@ -373,10 +375,10 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
     Err(Failure::at("kernels print", what))
 }
 
-/// Generics are dimensions, codecs and small counts: with numbers up to this one, sizes that are computed of them do not overflow.
+/// Generics are dimensions, codecs and small counts. Sizes computed from values up to this do not overflow.
 const MAX_GENERIC: u32 = u16::MAX as u32;
 
-/// The instance of a kernel that a name says: listed, or made for another shape or tile.
+/// The instance with a name: one that is listed, or one for another shape or tile.
 fn named(kernel: &'static Kernel, name: &str) -> Option<Instance> {
     let generics = match name.strip_prefix(kernel.cpp)? {
         "" => Vec::new(),
@@ -386,11 +388,11 @@ fn named(kernel: &'static Kernel, name: &str) -> Option<Instance> {
     let generics = (generics.len() == kinds.len()).then(|| {
         generics.iter().zip(kinds).map(|(text, kind)| generic(text, kind)).collect::<Option<Vec<_>>>()
     })??;
-    // A number has other spellings than the one in names.
+    // A number may have other spellings than the one in names.
     Instance::new(kernel, &generics, None).ok().filter(|instance| instance.entry() == name)
 }
 
-/// A generic as names of instances say it.
+/// A generic as in names of instances.
 fn generic(text: &str, kind: GenericKind) -> Option<Generic> {
     let number = || text.parse::<u32>().ok().filter(|&n| n <= MAX_GENERIC);
     match kind {
@@ -401,12 +403,12 @@ fn generic(text: &str, kind: GenericKind) -> Option<Generic> {
         GenericKind::Const(ScalarType::Usize) => number().map(|n| Generic::Usize(n as usize)),
         GenericKind::Const(ScalarType::U32) => number().map(Generic::U32),
         GenericKind::Const(ScalarType::Bool) => text.parse().ok().map(Generic::Bool),
-        // No kernel here has others.
+        // No kernel here has other kinds of generics.
         _ => None,
     }
 }
 
-/// Every listed instance as a file of its own.
+/// Writes every listed instance to a file of its own.
 fn print_all(args: &PrintArgs) -> Result<()> {
     if let Some(option) = args.variant.given().first() {
         let what = "has no meaning with --all, which prints every instance";

@@ -1,4 +1,4 @@
-//! The CPU as commands use it: pool, instruction set, measured limits.
+//! The CPU for commands: pool, instruction set, measured limits.
 
 use crate::failure::{Failure, Result};
 use crate::options::{CpuArgs, Kernels};
@@ -9,7 +9,7 @@ use flashtile::plan::{CpuFacts, Isa, NATIVE_CAPABILITY, PlannedPrefix};
 use flashtile::{Cpu, CpuPlan, Dtype, PlanOptions, Problem, Sequence, Unsupported, Workspace};
 use std::ops::Range;
 
-/// Runs work on a pool of so many threads, or on the default pool.
+/// Runs work on a pool of `threads` threads, or on the default pool.
 pub(crate) fn on_threads<R: Send>(
     threads: Option<usize>,
     work: impl FnOnce() -> Result<R> + Send,
@@ -39,7 +39,7 @@ pub(crate) fn options(splits: Option<usize>, kernels: Kernels) -> PlanOptions {
     options
 }
 
-/// Why a problem has no plan, with what a number of splits must leave room for.
+/// Why there is no plan, with advice about the number of splits.
 pub(crate) fn unplanned(problem: &Problem, facts: &CpuFacts, error: &Unsupported) -> Failure {
     match (error, CpuPlan::new(problem, facts, PlanOptions::default())) {
         (Unsupported::Splits { .. }, Ok(plan)) => {
@@ -58,11 +58,11 @@ pub(crate) fn workspace(plan: &CpuPlan) -> Result<Workspace> {
     plan.try_workspace().map_err(Failure::new)
 }
 
-/// What a problem costs at least.
+/// Minimum work of a problem.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Work {
     pub(crate) flops: f64,
-    /// Each visible key's K and V bytes, once.
+    /// The K and V bytes of each visible key, counted once.
     pub(crate) bytes: f64,
 }
 
@@ -74,7 +74,7 @@ impl Work {
         Self { flops: problem.flops(), bytes: keys as f64 * (dims.kv_heads * row) as f64 }
     }
 
-    /// Of a plan, which reads the prefixes that sequences share once.
+    /// Minimum work of a plan, which reads shared prefixes once.
     pub(crate) fn planned(plan: &CpuPlan) -> Self {
         let (work, dims) = (Self::of(plan.problem()), plan.problem().dims());
         let row = row_bytes(plan.problem());
@@ -83,7 +83,7 @@ impl Work {
     }
 }
 
-/// Keys of planned prefixes that a sequence sees and one before it too.
+/// Keys of planned prefixes that both a sequence and one before it see.
 fn shared_keys(plan: &CpuPlan) -> usize {
     let problem = plan.problem();
     let of_prefix = |prefix: &PlannedPrefix| {
@@ -93,7 +93,7 @@ fn shared_keys(plan: &CpuPlan) -> usize {
         });
         let mut seen: Vec<Range<usize>> = seen.filter(|keys| !keys.is_empty()).collect();
         seen.sort_by_key(|keys| keys.start);
-        // What reaches beyond all before it is new.
+        // Only what extends beyond all previous sequences is new.
         let (mut again, mut end) = (0, 0);
         for keys in seen {
             again += keys.end.min(end).saturating_sub(keys.start);
@@ -104,7 +104,8 @@ fn shared_keys(plan: &CpuPlan) -> usize {
     plan.prefixes().iter().map(of_prefix).sum()
 }
 
-/// Keys that some query row of the sequence sees. Those of successive rows form one interval whose ends never move back.
+/// Keys that any query row of the sequence sees. The keys of successive rows form one interval whose ends never move
+/// back.
 fn seen(problem: &Problem, s: &Sequence) -> Range<usize> {
     if s.q_len == 0 {
         return 0..0;
@@ -112,7 +113,7 @@ fn seen(problem: &Problem, s: &Sequence) -> Range<usize> {
     problem.visible(s, 0).start..problem.visible(s, s.q_len - 1).end
 }
 
-/// What computes: its limits are those that hold.
+/// The processor or device whose limits apply.
 #[derive(Debug, Clone)]
 pub(crate) enum Unit {
     Cpu { isa: Isa, threads: usize },
@@ -141,7 +142,7 @@ impl Unit {
         }
     }
 
-    /// Whether the limits of both are the same.
+    /// Whether both have the same limits.
     pub(crate) fn limits_as(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Cpu { isa: a, threads: m }, Self::Cpu { isa: b, threads: n }) => (a, m) == (b, n),
@@ -150,7 +151,7 @@ impl Unit {
         }
     }
 
-    /// Operations for each byte of K and V from which its memory is no limit.
+    /// Operations per byte of K and V from which memory bandwidth is not the limit.
     const fn most_intensity(&self) -> f64 {
         match self {
             Self::Cpu { .. } => 64.0,
@@ -159,7 +160,7 @@ impl Unit {
     }
 }
 
-/// Which rate of the machine bounds the time.
+/// The rate of the machine that bounds the time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LimitKind {
     Arithmetic,
@@ -181,7 +182,7 @@ pub(crate) struct Limit {
     pub(crate) kind: LimitKind,
     /// Flop/s or bytes/s.
     pub(crate) rate: f64,
-    /// Whether it is of a device with a matrix unit.
+    /// Whether the device has matrix units.
     matrix: bool,
 }
 
@@ -210,12 +211,12 @@ impl Limit {
         Ok(if arithmetic.seconds(work) > bandwidth.seconds(work) { arithmetic } else { bandwidth })
     }
 
-    /// The larger of two measurements of the same rate: noise only ever lowers it.
+    /// The larger of two measurements of the same rate, since noise only lowers it.
     pub(crate) fn max(self, other: Self) -> Self {
         Self { rate: self.rate.max(other.rate), ..self }
     }
 
-    /// Least time for the work.
+    /// Minimum time for the work.
     fn seconds(&self, work: &Work) -> f64 {
         match self.kind {
             LimitKind::Arithmetic => work.flops / self.rate,
@@ -223,7 +224,7 @@ impl Limit {
         }
     }
 
-    /// Fraction of the rate that work done in so many seconds reaches.
+    /// Fraction of the rate that is reached if the work takes this many seconds.
     pub(crate) fn fraction(&self, work: &Work, seconds: f64) -> f64 {
         self.seconds(work) / seconds
     }

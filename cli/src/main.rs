@@ -1,4 +1,4 @@
-//! Command line of flashtile: attention on safetensors files, conformance, plans, measurements.
+//! The command line of flashtile: attention on safetensors files, conformance, plans, measurements.
 
 mod bench;
 mod buffer;

@@ -1,4 +1,4 @@
-//! Names of tensors that belong together: keys, values and queries of a layer.
+//! Names of tensors that belong together: the keys, values and queries of a layer.
 
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Mapped};
@@ -6,11 +6,11 @@ use crate::report;
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Last components of names that belong together: keys, values, queries.
+/// Last components of names that belong together: of keys, values, queries.
 const COMPONENTS: [[&str; 3]; 3] =
     [["k", "v", "q"], ["key", "value", "query"], ["keys", "values", "queries"]];
 
-/// What separates the last component of a name from the others.
+/// Separators of the components of a name.
 const SEPARATORS: [char; 4] = ['.', '/', '_', '-'];
 
 /// Gradients in the files of `flashtile run`, which no cache stores.
@@ -18,7 +18,7 @@ const GRADIENTS: &str = "d_";
 
 /// Names that belong together.
 pub(crate) struct Names {
-    /// Up to the last component.
+    /// The name up to the last component.
     pub(crate) prefix: String,
     pub(crate) k: Option<String>,
     pub(crate) v: Option<String>,
@@ -26,7 +26,7 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// What the names have in common, or both names where that is nothing.
+    /// The part that the names have in common, or both names if there is none.
     pub(crate) fn label(&self) -> String {
         let label = self.prefix.trim_end_matches(SEPARATORS);
         if !label.is_empty() {
@@ -36,7 +36,7 @@ impl Names {
     }
 }
 
-/// Names by what they have before their last component, and the names that are of no pair.
+/// Names grouped by what precedes their last component, and the names that belong to no group.
 pub(crate) fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Vec<String>) {
     let (mut groups, mut others): (BTreeMap<(&str, usize), Names>, Vec<String>) = Default::default();
     for name in names {
@@ -58,7 +58,7 @@ pub(crate) fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Ve
     (groups, others)
 }
 
-/// Order of names in which numbers count as numbers: layer 2 is before layer 10.
+/// Order of names in which numbers compare as numbers: layer 2 comes before layer 10.
 fn natural(a: &str, b: &str) -> Ordering {
     let number = |text: &str| text.chars().take_while(char::is_ascii_digit).count();
     let (mut a, mut b) = (a, b);
@@ -80,7 +80,7 @@ fn natural(a: &str, b: &str) -> Ordering {
     a.len().cmp(&b.len())
 }
 
-/// The tensors of a file, or those of the layer of a prefix.
+/// The tensors of a file, or of the layer with a prefix.
 pub(crate) fn archive<'a>(mapped: &'a Mapped<'_>, prefix: Option<&str>) -> Result<Archive<'a>> {
     let archive = mapped.archive()?;
     match prefix {
@@ -89,7 +89,7 @@ pub(crate) fn archive<'a>(mapped: &'a Mapped<'_>, prefix: Option<&str>) -> Resul
     }
 }
 
-/// The layers of a file of which attention can be computed: what their names have in common.
+/// The layers of a file with q, k and v: the common part of their names.
 pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
     let (groups, _) = group(archive.names());
     let whole = |names: &&Names| {
@@ -98,8 +98,8 @@ pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
     groups.iter().filter(whole).map(Names::label).collect()
 }
 
-/// The tensors of one layer as those of a file of its own: `q`, `k` and `v`, what else has the prefix without it, and what the file has
-/// for all layers, which are names without a layer's prefix.
+/// The tensors of one layer as a file of their own: `q`, `k` and `v`, the other tensors with its prefix under names
+/// without it, and the tensors without a layer's prefix, which apply to all layers.
 fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
     let (groups, others) = group(archive.names());
     let same = |of: &str| of.trim_end_matches(SEPARATORS) == prefix.trim_end_matches(SEPARATORS);
@@ -127,7 +127,7 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
     };
 
     let prefixes: BTreeSet<&str> = groups.iter().map(|of| of.prefix.as_str()).collect();
-    // The innermost layer that a name is of; the prefix of none is empty.
+    // The innermost layer that a name belongs to; without a prefix, the empty one.
     let of_layer = |name: &str| {
         let starts = name.rmatch_indices(SEPARATORS).map(|(at, _)| at + 1);
         starts.into_iter().find(|&at| prefixes.contains(&name[..at])).unwrap_or(0)
@@ -201,7 +201,7 @@ mod tests {
             ["past_key_values.0.key", "past_key_values.0.value", ""].map(str::to_owned)
         );
         assert_eq!(others, ["out", "d_k", "d_v", "mask"]);
-        // Words of different kinds make no pair.
+        // Names in different conventions do not form a pair.
         assert_eq!(found(&["a.k", "a.value"]).0.len(), 2);
     }
 

@@ -1,11 +1,11 @@
-//! Names that may have been meant.
+//! Suggestions for misspelt names.
 
 use crate::report;
 
-/// Letters by which a misspelt name differs at most.
+/// Largest edit distance of a misspelt name.
 const MAX_SLIPS: usize = 2;
 
-/// Letters to insert, remove or exchange until one text is the other.
+/// Number of letters to insert, remove or exchange to turn one text into the other.
 fn distance(a: &str, b: &str) -> usize {
     let b: Vec<char> = b.chars().collect();
     let mut row: Vec<usize> = (0..=b.len()).collect();
@@ -21,10 +21,10 @@ fn distance(a: &str, b: &str) -> usize {
     row[b.len()]
 }
 
-/// Names, those first that are nearest to `given`.
+/// Names, ordered by distance from `given`.
 fn sorted<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     let mut names: Vec<&str> = names.into_iter().collect();
-    // Where one text is the beginning of the other, the rest of it may be left out on purpose.
+    // If one text begins with the other, the rest may have been left out on purpose.
     let key = |name: &str| {
         let begins = name.starts_with(given) || given.starts_with(name);
         (!begins, distance(given, name))
@@ -33,17 +33,17 @@ fn sorted<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> Vec<&'a 
     names
 }
 
-/// `expected a, b, c`, the nearest to `given` first: all of a few names.
+/// `expected a, b, c`: all of a few names, the nearest to `given` first.
 pub(crate) fn expected<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     format!("expected {}", sorted(given, names).join(", "))
 }
 
-/// The same of the nearest of many names.
+/// `expected a, b, c`: the nearest of many names.
 pub(crate) fn expected_some<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     format!("expected {}", report::some(&sorted(given, names)))
 }
 
-/// `did you mean a` where a name is near `given`, or all of the names.
+/// `did you mean a` if a name is near `given`, otherwise all names.
 pub(crate) fn meant<'a>(given: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     let names = sorted(given, names);
     match names.first() {

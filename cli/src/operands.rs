@@ -12,14 +12,14 @@ use flashtile::{
 };
 use safetensors::tensor::Dtype as StoredDtype;
 
-/// Names that are read.
+/// Names of tensors that are read.
 const READ: [&str; 9] =
     ["q", "k", "v", "mask", "alibi_slopes", "sinks", "kv_lens", "cu_seqlens_q", "cu_seqlens_k"];
 
-/// Names that a file of examples holds beside its inputs: answers to compare with.
+/// Names of answers, which example files contain beside their inputs.
 const ANSWERS: [&str; 5] = ["out", "lse", "d_q", "d_k", "d_v"];
 
-/// Batch entries without rows cost nothing in a file, so their number has a limit of its own.
+/// Batch entries without rows take no bytes of a file, so that their number needs its own limit.
 const MAX_EMPTY_BATCH: usize = 1 << 20;
 
 /// Order of the axes of q, k, v and out in a file.
@@ -47,7 +47,7 @@ impl Order {
         }
     }
 
-    /// `[batch, heads, rows, dim]` of a shape in a file.
+    /// The shape `[batch, heads, rows, dim]` from a shape in the file.
     fn logical(self, stored: &[usize]) -> Option<[usize; 4]> {
         match (self, stored) {
             (Self::Bhsd, &[b, h, s, d]) | (Self::Bshd, &[b, s, h, d]) => Some([b, h, s, d]),
@@ -56,7 +56,7 @@ impl Order {
         }
     }
 
-    /// Shape in a file of `[batch, heads, rows, dim]`.
+    /// The shape in the file from `[batch, heads, rows, dim]`.
     pub(crate) fn stored(self, [b, h, s, d]: [usize; 4]) -> Vec<usize> {
         match self {
             Self::Bhsd => vec![b, h, s, d],
@@ -65,7 +65,7 @@ impl Order {
         }
     }
 
-    /// What to add to a refusal of the heads where they would fit in the other order.
+    /// A hint for the case that the numbers of heads would fit in the other layout.
     const fn hint(self, q: [usize; 4], k: [usize; 4]) -> &'static str {
         let fit = k[2] > 0 && q[2] > 0 && q[2].is_multiple_of(k[2]);
         match self {
@@ -100,7 +100,7 @@ impl Tensor<'_> {
         TensorView::from_bytes(self.dtype, self.bytes.get(), self.shape, strides).map_err(Failure::new)
     }
 
-    /// The keys or values of a sequence that has some.
+    /// Keys or values of the sequences, if they have any.
     fn rows(&self, order: Order, sequence: &Sequence) -> Result<TensorView<'_>> {
         let strides = order.strides(self.shape);
         let first = sequence.batch * strides[0] + sequence.kv_start * strides[2];
@@ -116,7 +116,7 @@ impl Tensor<'_> {
 pub(crate) struct Operands<'a> {
     pub(crate) problem: Problem,
     pub(crate) order: Order,
-    /// Tensors of the file that were not understood.
+    /// Tensors of the file that are not recognised.
     pub(crate) ignored: Vec<String>,
     q: Tensor<'a>,
     k: Tensor<'a>,
@@ -198,10 +198,10 @@ impl<'a> Operands<'a> {
         Ok(Self { problem, order, ignored, q, k, v, mask, alibi_slopes, sinks })
     }
 
-    /// What to say of tensors that were not understood, if anything.
+    /// A note about tensors that are not recognised, if there are any.
     ///
     /// # Errors
-    /// Where a strict reading finds some.
+    /// If they must all be recognised.
     pub(crate) fn remark(&self, archive: &Archive<'_>, strict: bool) -> Result<Option<Failure>> {
         if self.ignored.is_empty() {
             return Ok(None);
@@ -223,8 +223,8 @@ impl<'a> Operands<'a> {
         Ok(inputs)
     }
 
-    /// Gives inputs what there is beside q, k and v. Of the mask they see the part for a problem whose masks have this shape, where
-    /// that has fewer rows and keys than this one.
+    /// Adds all inputs except q, k and v. If the problem has fewer rows and keys than this one, masks are cut to its
+    /// mask shape.
     pub(crate) fn add_biases<'s>(&'s self, inputs: &mut Inputs<'s>, mask_shape: [usize; 4]) -> Result<()> {
         if let Some((kind, stored, bytes)) = &self.mask {
             let strides = Order::Bhsd.strides(*stored);
@@ -267,7 +267,7 @@ impl<'a> Operands<'a> {
     }
 }
 
-/// Parts of names, in lower case without separators, and what is meant by them.
+/// Parts of names, in lower case without separators, and the tensor that they suggest.
 const PARTS: [(&str, &str); 10] = [
     ("mask", "mask"),
     ("alibi", "alibi_slopes"),
@@ -281,7 +281,7 @@ const PARTS: [(&str, &str); 10] = [
     ("seqlen", "cu_seqlens_q or cu_seqlens_k"),
 ];
 
-/// Whole names, in lower case without separators, and what is meant by them.
+/// Whole names, in lower case without separators, and the tensor that they suggest.
 const WORDS: [(&str, &str); 10] = [
     ("query", "q"),
     ("queries", "q"),
@@ -295,8 +295,7 @@ const WORDS: [(&str, &str); 10] = [
     ("cuseqlens", "cu_seqlens_q or cu_seqlens_k"),
 ];
 
-/// The name that was meant by one that is not known but looks like one that is. To ignore such a tensor would give an answer
-/// to another question.
+/// The known name that an unknown one resembles. Ignoring such a tensor would answer another question.
 pub(crate) fn meant(name: &str) -> Option<&'static str> {
     if READ.contains(&name) || ANSWERS.contains(&name) {
         return None;
@@ -314,7 +313,7 @@ pub(crate) fn meant(name: &str) -> Option<&'static str> {
     word().or_else(|| READ.into_iter().find(close)).or_else(part)
 }
 
-/// Whether one letter added, left out, changed or exchanged with the next makes one word of the other.
+/// Whether inserting, deleting or changing one letter, or exchanging it with the next, turns one word into the other.
 fn one_edit(a: &str, b: &str) -> bool {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let start = a.iter().zip(&b).take_while(|(x, y)| x == y).count();
@@ -328,7 +327,7 @@ fn one_edit(a: &str, b: &str) -> bool {
     }
 }
 
-/// A tensor of one of q, k and v, converted to a dtype where one is given.
+/// One of the tensors q, k and v, converted to a dtype if one is given.
 pub(crate) fn tensor<'a>(
     archive: &Archive<'a>,
     name: &str,
@@ -356,7 +355,7 @@ pub(crate) fn tensor<'a>(
     }
 }
 
-/// Dimensions, where the shapes of q, k and v agree.
+/// Dimensions, if the shapes of q, k and v agree.
 fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Result<Dims> {
     let [batch, q_heads, q_len, head_dim] = q.shape;
     let [_, kv_heads, kv_len, _] = k.shape;
@@ -417,7 +416,7 @@ fn sequences(archive: &Archive<'_>, packed: bool) -> Result<Sequences> {
     Ok(Sequences::Packed { cu_seqlens_q: list("cu_seqlens_q")?, cu_seqlens_k: list("cu_seqlens_k")? })
 }
 
-/// A tensor of one axis and one of the dtypes expected.
+/// A tensor with one axis and one of the expected dtypes.
 fn list<'s>(
     archive: &'s Archive<'_>,
     name: &str,

@@ -12,9 +12,9 @@ pub(crate) struct Reading {
     /// Axes of q, k and v in the file; default bhsd
     #[arg(long, value_enum)]
     pub(crate) layout: Option<Layout>,
-    /// Layer of the file whose tensors to read, by what their names have before q, k and v (or query, key and value): layer.3 for
-    /// layer.3.q; default the tensors without a prefix. Others of its tensors have the prefix too (layer.3.mask), or are of all layers
-    /// without one
+    /// Layer of the file to read, given by the part of its names before q, k and v (or query, key and value): layer.3
+    /// for layer.3.q; default the tensors without a prefix. Its other tensors have the same prefix (layer.3.mask), or
+    /// none if they apply to all layers
     #[arg(long, value_name = "NAME", value_parser = prefix)]
     pub(crate) prefix: Option<String>,
     /// Element type of the problem; tensors of a file are converted to it first
@@ -22,7 +22,7 @@ pub(crate) struct Reading {
     pub(crate) dtype: Option<Dtype>,
 }
 
-/// What is computed, beside what the tensors say.
+/// The computation, except for what the tensors determine.
 #[derive(Debug, Args)]
 pub(crate) struct Semantics {
     /// Each query sees keys at or before its own position
@@ -52,20 +52,21 @@ impl Semantics {
 /// How a cache stores keys and values.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
-    /// Codec of the keys, which are stored in a cache and attended to there: f32, f16, bf16, fp8, int8, tq6 to tq2, or one of
-    /// mlx-native's, mlx-tq8 to mlx-tq4; default as they are. Of the cpu and reference backends, some also of the simulator
+    /// Codec of the keys, which are stored in a cache that attention reads: f32, f16, bf16, fp8, int8, tq6 to tq2, or
+    /// mlx-native's mlx-tq8 to mlx-tq4; default no cache. For the cpu and reference backends, and partly for the
+    /// simulator
     #[arg(long, value_name = "CODEC")]
     pub(crate) k_codec: Option<Codec>,
-    /// Codec of the values, as --k-codec
+    /// Codec of the values, like --k-codec
     #[arg(long, value_name = "CODEC")]
     pub(crate) v_codec: Option<Codec>,
-    /// Take the mean of the first 256 keys out of keys that are quantized: exact but for rounding, and needed where keys have a large
-    /// constant part. The plan is the same with and without
+    /// Subtract the mean of the first 256 keys from keys that are quantized: exact up to rounding, and needed if keys
+    /// have a large constant component. Plans do not depend on it
     #[arg(long, alias = "centre")]
     pub(crate) center: bool,
 }
 
-/// A problem given by options.
+/// A problem described by options.
 #[derive(Debug, Args)]
 pub(crate) struct Shape {
     /// Batch entries
@@ -98,12 +99,12 @@ pub(crate) struct Shape {
     /// Keys of each batch entry
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) kv_lens: Vec<usize>,
-    /// Sequences of a cache instead of a batch, each QUERIES:LENGTH or so many of them, QUERIES:LENGTHxTIMES; the length
-    /// counts the queries of this step
+    /// Sequences of a cache instead of a batch, each QUERIES:LENGTH, or QUERIES:LENGTHxTIMES for several; the length
+    /// includes the queries of this step
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = cached,
           conflicts_with_all = ["batch", "q_len", "kv_len", "kv_lens"])]
     pub(crate) cached: Vec<Cached>,
-    /// Tokens that all sequences of the cache have in common, in the same pages; whole blocks of 256 are read once
+    /// Tokens that all sequences of the cache share, in the same pages; whole blocks of 256 are read once
     #[arg(long, value_name = "TOKENS", requires = "cached")]
     pub(crate) shared: Option<usize>,
 }
@@ -114,28 +115,29 @@ pub(crate) struct CpuArgs {
     /// Instruction set of the cpu backend: portable, avx2, avx512, avx512vnni, avx512bf16 or amx; default the best of this machine
     #[arg(long, value_name = "ISA", value_parser = isa)]
     pub(crate) isa: Option<Isa>,
-    /// Threads of the cpu backend, at most those of this machine; default all
+    /// Threads of the cpu backend, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Backend {
-    /// The fastest of this machine for the problem
+    /// The fastest backend of this machine for the problem
     Auto,
     /// Kernels of this processor
     Cpu,
     /// Kernels of the first CUDA device
     Cuda,
-    /// Kernels of Apple's GPUs, which this build has not
+    /// Kernels of Apple's GPUs, which this build does not have
     Metal,
-    /// The definition in f64, one thread
+    /// The definition in f64, on one thread
     Reference,
-    /// Kernels of the kernel language on the host, every access checked: small problems; of builds with the cargo feature simulator
+    /// Kernels of the kernel language on the host, every access checked: for small problems, in builds with the cargo
+    /// feature simulator
     Simulator,
 }
 
-/// Backends by their names. Help shows those that a command takes; the command refuses the others with its reason.
+/// Names of backends. Help shows the ones that a command supports; others are refused with the reason.
 pub(crate) fn backend(shown: &'static [Backend]) -> impl TypedValueParser<Value = Backend> {
     let value =
         |backend: &Backend| backend.to_possible_value().map(|value| value.hide(!shown.contains(backend)));
@@ -145,11 +147,11 @@ pub(crate) fn backend(shown: &'static [Backend]) -> impl TypedValueParser<Value 
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Kernels {
-    /// The fastest of the device
+    /// The fastest kernels of the device
     Auto,
-    /// Those written for it
+    /// Kernels written for the device
     Native,
-    /// Those of the kernel language
+    /// Kernels of the kernel language
     Portable,
 }
 
@@ -171,12 +173,12 @@ pub(crate) enum Layout {
     Bshd,
 }
 
-/// One sequence of a cache, or several alike.
+/// One sequence of a cache, or several equal ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cached {
     /// Queries of this step.
     pub(crate) queries: usize,
-    /// Tokens, those of this step included.
+    /// Length in tokens, including those of this step.
     pub(crate) len: usize,
     pub(crate) times: usize,
 }
@@ -194,7 +196,7 @@ fn cached(text: &str) -> Result<Cached, String> {
 /// Which kernels of a CUDA device.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct KernelsArg {
-    /// Kernels of a CUDA device; auto is those written for it, and the portable ones on devices before compute capability 8.0
+    /// Kernels of a CUDA device; auto takes native ones, or portable ones below compute capability 8.0
     #[arg(long = "kernels", id = "kernels", value_enum, default_value_t = Kernels::Auto)]
     pub(crate) choice: Kernels,
 }

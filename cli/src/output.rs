@@ -1,4 +1,4 @@
-//! Output files: whole or not at all.
+//! Output files: written whole or not at all.
 
 use crate::failure::{Failure, Result};
 use crate::temporary::Temporary;
@@ -8,14 +8,14 @@ use std::fs::{Metadata, Permissions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-/// A place where a file can be put.
+/// A path that a file can be written to.
 pub(crate) struct Destination {
     path: PathBuf,
     folder: PathBuf,
 }
 
 impl Destination {
-    /// Finds out whether a file can be put there, before work begins.
+    /// Checks that a file can be written there, before work begins.
     pub(crate) fn new(path: &Path) -> Result<Self> {
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
         if path == Path::new("-") {
@@ -36,11 +36,11 @@ impl Destination {
         Ok(Self { path: target, folder })
     }
 
-    /// Refuses to replace a file that is read, or written for another purpose.
+    /// Refuses to replace a file that is read, or that is also written for another purpose.
     pub(crate) fn differs_from(&self, other: &Path) -> Result<()> {
         let same = match (std::fs::metadata(&self.path), std::fs::metadata(other)) {
             (Ok(mine), Ok(theirs)) => same_file((&self.path, &mine), (other, &theirs)),
-            // Files that do not exist yet have no identity but their path.
+            // A file that does not exist yet is identified by its path.
             _ => resolve(other).is_ok_and(|other| same_place(&self.path, &other)),
         };
         if same {
@@ -53,8 +53,8 @@ impl Destination {
         Ok(())
     }
 
-    /// Writes a file beside the destination and moves it there in one step. It gets the permission bits of the file that it replaces,
-    /// or those of any new file.
+    /// Writes a file beside the destination and renames it in one step. It gets the permission bits of the file that
+    /// it replaces, or the default ones of a new file.
     fn replace(&self, write: impl FnOnce(&Path) -> std::result::Result<(), String>) -> Result<()> {
         let refuse = |what: &str| Failure::at(self.path.display(), format_args!("cannot be written: {what}"));
         let refuse_io = |e: std::io::Error| refuse(&cause(&e));
@@ -63,7 +63,8 @@ impl Destination {
             Err(e) if e.kind() == ErrorKind::NotFound => None,
             Err(e) => return Err(refuse_io(e)),
         };
-        // Until it has the bits of a file that may be nobody else's to read, neither is this one.
+        // While it lacks the final permission bits, nobody else may read it, as the file that it replaces may be
+        // private.
         let mode = if replaced.is_some() { 0o600 } else { 0o666 };
         let temporary = Temporary::create(&self.folder, mode).map_err(refuse_io)?;
         write(temporary.path()).map_err(|e| refuse(&e))?;
@@ -92,20 +93,20 @@ impl Destination {
     }
 }
 
-/// Gives a file the permission bits of another: those to run as its owner or group are not for new contents.
+/// Gives a file the permission bits of another, except setuid and setgid, which are not for new contents.
 #[cfg(unix)]
 fn permit(path: &Path, permissions: Permissions) -> std::io::Result<()> {
     use std::os::unix::fs::PermissionsExt;
     std::fs::set_permissions(path, Permissions::from_mode(permissions.mode() & 0o777))
 }
 
-/// A file that cannot be written to cannot be renamed either on such systems.
+/// On such systems, a read-only file cannot be renamed either.
 #[cfg(not(unix))]
 fn permit(_: &Path, _: Permissions) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Makes a folder for files, where it is not there.
+/// Creates a folder for files, if it does not exist.
 pub(crate) fn folder(path: &Path) -> Result<()> {
     match std::fs::create_dir(path) {
         Err(e) if e.kind() != ErrorKind::AlreadyExists || !path.is_dir() => {
@@ -116,11 +117,11 @@ pub(crate) fn folder(path: &Path) -> Result<()> {
     }
 }
 
-/// Most links that lead to a file, the limit of common kernels.
+/// Largest number of links that are followed, as in common kernels.
 const MAX_LINKS: usize = 40;
 
-/// The file that a path names, links followed: what a link names is replaced, not the link. It need not exist, but what
-/// exists is a regular file.
+/// The file that a path names, with links followed: the target of a link is replaced, not the link. The file need not
+/// exist, but if it does it is a regular file.
 fn resolve(path: &Path) -> Result<PathBuf> {
     let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
     let unwritable = |e: &std::io::Error| refuse(&format_args!("cannot be written: {}", cause(e)));
@@ -129,7 +130,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
             Err(refuse(&"exists and is not a regular file, expected a path to write a file to"))
         }
         Ok(named) => {
-            // A link to an open file may hold a name that the file no longer has.
+            // A link to an open file may contain a name that the file no longer has.
             let target = std::fs::canonicalize(path).ok();
             let found =
                 target.filter(|t| std::fs::metadata(t).is_ok_and(|m| same_file((path, &named), (t, &m))));
@@ -174,7 +175,7 @@ fn same_place(a: &Path, b: &Path) -> bool {
     matches!((place(a), place(b)), (Some(a), Some(b)) if a == b)
 }
 
-/// The reason alone: the paths that some errors carry are those of temporary files.
+/// The reason without the path, which for some errors is that of a temporary file.
 fn cause(error: &std::io::Error) -> String {
     match error.raw_os_error() {
         Some(code) => std::io::Error::from_raw_os_error(code).to_string(),

@@ -1,4 +1,4 @@
-//! Values of options.
+//! Parsers of option values.
 
 use flashtile::plan::Isa;
 use flashtile::{Dtype, QOffset, Visibility};
@@ -55,7 +55,7 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(inside).ok_or_else(|| "expected a finite number above 0".to_owned())
 }
 
-/// More threads than the machine runs at once only wait for each other, and no measurement means anything.
+/// More threads than the machine has would wait for each other, and measurements would mean nothing.
 pub(crate) fn threads(text: &str) -> Result<usize, String> {
     let available = std::thread::available_parallelism().map_or(1, NonZero::get);
     let inside = |n: &usize| (1..=available).contains(n);

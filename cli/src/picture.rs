@@ -1,4 +1,4 @@
-//! Which tiles of a problem are skipped, computed whole, or masked.
+//! A picture of the tiles of a problem: skipped, full or partial.
 
 use crate::failure::{Failure, Result};
 use crate::output::Destination;
@@ -9,7 +9,7 @@ use plotters::prelude::{
 };
 use std::ops::Range;
 
-/// What a kernel does with a tile of query rows and a block of keys.
+/// What a kernel does with a tile of query rows and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
     /// No row sees a key of the block.
@@ -48,7 +48,7 @@ impl Class {
     }
 }
 
-/// Tiles by class.
+/// Counts of tiles by kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     pub(crate) skip: u64,
@@ -73,7 +73,7 @@ impl Counts {
         }
     }
 
-    /// Class of the area that these tiles cover together; `None` where there are none.
+    /// The kind of the area that these tiles cover together; `None` without tiles.
     fn class(self) -> Option<Class> {
         match (self.skip, self.partial, self.full) {
             (0, 0, 0) => None,
@@ -84,13 +84,14 @@ impl Counts {
     }
 }
 
-/// Tiles of one sequence and one key/value head: rows are (position, head of the group) pairs, position by position.
+/// Tiles of one sequence and one key/value head: rows are pairs (position, head of the GQA group), ordered by
+/// position.
 pub(crate) struct Tiles<'a> {
     pub(crate) problem: &'a Problem,
     pub(crate) sequence: &'a Sequence,
-    /// Rows of a tile.
+    /// Rows per tile.
     pub(crate) rows: usize,
-    /// Keys of a block.
+    /// Keys per block.
     pub(crate) keys: usize,
 }
 
@@ -103,10 +104,10 @@ impl Tiles<'_> {
         self.sequence.kv_len.div_ceil(self.keys)
     }
 
-    /// Blocks that the rows of tile `t` see at all, and those among them that every row sees whole.
+    /// Blocks that any row of tile `t` sees, and the blocks among them that every row sees completely.
     ///
-    /// Both ends of a row's visible interval never move back from row to row, and the intervals of neighbouring rows touch,
-    /// so the first and the last row of a tile decide.
+    /// The ends of a row's visible interval never move back from row to row, and the intervals of neighbouring rows
+    /// touch, so that the first and the last row of a tile decide.
     fn blocks(&self, t: usize) -> (Range<usize>, Range<usize>) {
         let group = self.problem.dims().group();
         let total = self.sequence.q_len * group;
@@ -120,12 +121,12 @@ impl Tiles<'_> {
         (seen, whole.start..whole.end.max(whole.start))
     }
 
-    /// Blocks that end at or before a key; the last block of the sequence may be short.
+    /// Number of blocks that end at or before a key; the last block of the sequence may be short.
     fn whole_blocks_before(&self, end: usize) -> usize {
         if end == self.sequence.kv_len { self.key_blocks() } else { end / self.keys }
     }
 
-    /// Tiles by class among row tiles and key blocks.
+    /// Counts by kind among row tiles and key blocks.
     fn count_in(&self, tiles: Range<usize>, blocks: &Range<usize>) -> Counts {
         let inside =
             |r: &Range<usize>| r.end.min(blocks.end).saturating_sub(r.start.max(blocks.start)) as u64;
@@ -140,7 +141,7 @@ impl Tiles<'_> {
         self.count_in(0..self.row_tiles(), &(0..self.key_blocks()))
     }
 
-    /// The classes of at most `height x width` cells, each covering whole tiles.
+    /// Kinds of at most `height x width` cells, each covering whole tiles.
     fn cells(&self, height: usize, width: usize) -> Vec<Vec<Class>> {
         let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
         let part = |n: usize, of: usize, total: usize| total * n / of..total * (n + 1) / of;
@@ -152,14 +153,14 @@ impl Tiles<'_> {
         (0..height).map(row).collect()
     }
 
-    /// The tiles in block characters, queries downwards and keys to the right.
+    /// The tiles as block characters, queries downwards and keys to the right.
     pub(crate) fn text(&self) -> String {
-        // A character is about twice as high as it is wide.
+        // A character is about twice as high as wide.
         const HEIGHT: usize = 32;
         const WIDTH: usize = 64;
         let cells = self.cells(HEIGHT, WIDTH);
         let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
-        // Few blocks are drawn wide, many narrow.
+        // Few blocks are drawn wide, many are drawn narrow.
         let columns = WIDTH / width.max(1);
         let mut text = String::new();
         for row in &cells {
@@ -240,7 +241,7 @@ mod tests {
         desc.validate().unwrap()
     }
 
-    /// Classes by looking at every row and every key.
+    /// Counts by examining every row and every key.
     fn by_definition(tiles: &Tiles<'_>) -> Counts {
         let group = tiles.problem.dims().group();
         let s = tiles.sequence;

@@ -26,14 +26,14 @@ use std::process::ExitCode;
 
 /// Show what would run for a problem, why, and which tiles it visits
 ///
-/// The problem is that of a file, or one described by options. Nothing is computed, so problems and machines may be larger
-/// than this one.
+/// The problem comes from a file or is described by options. Nothing is computed, so that problems and machines may
+/// be larger than this one.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  flashtile plan --q-len 4096 --head-dim 128 --causal --window 1023\n  \
     flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg\n  \
     flashtile plan --cached 1:8192x64 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal --device h200")]
 pub(crate) struct PlanArgs {
-    /// Safetensors file whose problem to plan, instead of a shape
+    /// Safetensors file whose problem is planned, instead of a described one
     #[arg(value_name = "FILE", conflicts_with = "Shape")]
     pub(crate) input: Option<PathBuf>,
     #[command(flatten)]
@@ -44,26 +44,26 @@ pub(crate) struct PlanArgs {
     pub(crate) semantics: Semantics,
     #[command(flatten)]
     pub(crate) storage: Storage,
-    /// Refuse a file with tensors that are not understood, instead of noting them
+    /// Refuse a file with tensors that are not recognised, instead of noting them
     #[arg(long)]
     pub(crate) strict: bool,
     /// Machine to plan for, instead of this one: a CPU or a CUDA device
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
-    /// What would compute; auto is the cpu
+    /// Backend; auto is the cpu
     #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
-    /// Pieces of at least one block of keys into which the keys are divided for parallel work
+    /// Splits of at least one block of keys into which the keys are divided for parallel work
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) splits: Option<usize>,
     /// Sequence whose tiles to draw, counted from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) sequence: usize,
-    /// Write the picture of the tiles to this file as well
+    /// Also write the picture of the tiles to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Print one JSON object
@@ -71,7 +71,7 @@ pub(crate) struct PlanArgs {
     pub(crate) json: bool,
 }
 
-/// Most batch entries of a problem described by options.
+/// Largest number of batch entries of a described problem.
 const MAX_BATCH: usize = 1 << 20;
 
 pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
@@ -106,7 +106,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         });
         let shown = Shown { device, plan: &plan, order, stored };
         match sequence {
-            // A problem without sequences has nothing to draw, and no number that could be right.
+            // A problem without sequences has no tiles to draw, so that any --sequence is out of range.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
                 if args.json { report::line(shown.json(None)) } else { report::text(shown.text()) }
             }
@@ -131,13 +131,13 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What is planned for.
+/// The machine to plan for.
 enum Facts {
     Cpu(CpuFacts),
     Cuda(CudaFacts),
 }
 
-/// A plan, and what it is for.
+/// A plan, and the machine that it is for.
 enum Plan {
     Cpu(CpuFacts, CpuPlan),
     Cuda(CudaFacts, CudaPlan),
@@ -165,7 +165,7 @@ impl Plan {
         }
     }
 
-    /// Rows and keys of a tile of a sequence with so many rows of a group.
+    /// Rows and keys per tile of a sequence with `rows` rows of a GQA group.
     fn tile(&self, rows: usize) -> (usize, usize) {
         match self {
             Self::Cpu(_, plan) => (plan.tile_rows(), plan.block_k()),
@@ -182,7 +182,7 @@ impl Plan {
     }
 }
 
-/// The problem, and the order of axes in which its shapes are shown.
+/// The problem, and the layout in which its shapes are shown.
 fn problem(args: &PlanArgs) -> Result<(Problem, Order)> {
     match &args.input {
         Some(path) => {
@@ -312,7 +312,7 @@ struct Shown<'a> {
     device: String,
     plan: &'a Plan,
     order: Order,
-    /// How a cache stores keys and values, where it does not as they are.
+    /// The codecs of a cache, if keys and values are not stored as they are.
     stored: Option<Stored>,
 }
 
@@ -405,7 +405,7 @@ impl Shown<'_> {
     }
 }
 
-/// What there is to say of a plan for a CUDA device.
+/// Lines about a plan for a CUDA device.
 fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static str, String)> {
     let (major, minor) = facts.capability;
     let mut lines = vec![(
@@ -583,7 +583,7 @@ impl CpuShown<'_> {
         )
     }
 
-    /// Pieces of the sequences' own keys: how many sequences have how many.
+    /// Splits of the sequences' own keys: how many sequences have how many.
     fn splits_text(&self) -> String {
         let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
         for &splits in self.plan.sequence_splits() {
@@ -649,7 +649,7 @@ impl CpuShown<'_> {
     }
 }
 
-/// Visible pairs among all pairs of queries and keys; 0 where there are none.
+/// Visible pairs relative to all pairs of queries and keys; 0 if there are none.
 fn visible_fraction(problem: &Problem) -> f64 {
     let all: f64 = problem.sequences().iter().map(|s| s.q_len as f64 * s.kv_len as f64).sum();
     if all == 0.0 { 0.0 } else { problem.visible_pairs() as f64 / all }

@@ -1,10 +1,11 @@
-//! What commands print: lines, tables, numbers with units.
+//! Output of commands: lines, tables, numbers with units.
 
 use crate::failure::{Failure, Result};
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
-/// Writes text to standard output as it is. A reader that went away (`flashtile bench | head`) is not a failure.
+/// Writes text to standard output unchanged. It is not a failure if the reader has gone away (`flashtile bench |
+/// head`).
 pub(crate) fn text(text: impl Display) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match write!(out, "{text}").and_then(|()| out.flush()) {
@@ -18,17 +19,18 @@ pub(crate) fn line(line: impl Display) -> Result<()> {
     text(format_args!("{line}\n"))
 }
 
-/// Writes one line to standard error, all of it at once; where nobody reads it, nothing is lost.
+/// Writes one line to standard error in a single write, and ignores errors.
 pub(crate) fn note(line: impl Display) {
     let line = bounded(line.to_string()) + "\n";
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
-/// Characters that are kept of the start and of the end of a line on standard error. Names and numbers of a file may be of any length.
+/// Characters kept at the start and at the end of a line on standard error. Names and numbers from a file may have
+/// any length.
 const MAX_START: usize = 1500;
 const MAX_END: usize = 300;
 
-/// The line, without its middle where it is too long to be read.
+/// The line, shortened in the middle if it is too long.
 fn bounded(line: String) -> String {
     let left_out = line.chars().count().saturating_sub(MAX_START + MAX_END);
     if left_out == 0 {
@@ -39,28 +41,28 @@ fn bounded(line: String) -> String {
     format!("{start} ... ({left_out} characters left out) ... {end}")
 }
 
-/// `1.23 ms` and the like: three significant digits.
+/// `1.23 ms` and similar: three significant digits.
 pub(crate) fn seconds(s: f64) -> String {
     scaled(s, &[(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")])
 }
 
-/// `1.23 GFLOP/s` and the like.
+/// `1.23 GFLOP/s` and similar.
 pub(crate) fn flop_rate(rate: f64) -> String {
     scaled(rate, &[(1e12, "TFLOP/s"), (1e9, "GFLOP/s"), (1e6, "MFLOP/s")])
 }
 
-/// `1.23 GB/s` and the like.
+/// `1.23 GB/s` and similar.
 pub(crate) fn byte_rate(rate: f64) -> String {
     scaled(rate, &[(1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s")])
 }
 
-/// `1.23 MiB` and the like.
+/// `1.23 MiB` and similar.
 pub(crate) fn bytes(n: f64) -> String {
     let units = [(1024.0 * 1024.0 * 1024.0, "GiB"), (1024.0 * 1024.0, "MiB"), (1024.0, "KiB")];
     if n < 1024.0 { format!("{n:.0} B") } else { scaled(n, &units) }
 }
 
-/// `1.23 GFLOP` and the like.
+/// `1.23 GFLOP` and similar.
 pub(crate) fn flops(n: f64) -> String {
     scaled(n, &[(1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")])
 }
@@ -70,7 +72,7 @@ pub(crate) fn counted(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
-/// Most names of a list that messages repeat.
+/// Largest number of names that a message lists.
 const MAX_NAMES: usize = 4;
 
 /// `a, b, c, d and 3 more`.
@@ -82,10 +84,10 @@ pub(crate) fn some(names: &[&str]) -> String {
     }
 }
 
-/// Most axes of a shape that messages repeat: no tensor that is read has as many.
+/// Largest number of axes of a shape that a message lists; no tensor that is read has as many.
 const MAX_AXES: usize = 8;
 
-/// `[2, 3]`, or the first axes of a shape that is no tensor's: `[1, 1, 1, 1, 1, 1, 1, 1 and 5 more]`.
+/// `[2, 3]`, or the first axes of a shape that no tensor may have: `[1, 1, 1, 1, 1, 1, 1, 1 and 5 more]`.
 pub(crate) fn shape(shape: &[usize]) -> String {
     let shown: Vec<String> = shape.iter().take(MAX_AXES).map(usize::to_string).collect();
     match shape.len().saturating_sub(MAX_AXES) {
@@ -99,7 +101,7 @@ pub(crate) fn percent(fraction: f64) -> String {
     format!("{:.1}%", fraction * 100.0)
 }
 
-/// Three significant digits in the largest unit that does not exceed the number, or in the smallest of all.
+/// Three significant digits in the largest unit that is at most the value, or in the smallest unit.
 fn scaled(x: f64, units: &[(f64, &str)]) -> String {
     let Some(&(unit, name)) = units.iter().find(|(unit, _)| x >= *unit).or(units.last()) else {
         return x.to_string();
@@ -115,7 +117,7 @@ fn scaled(x: f64, units: &[(f64, &str)]) -> String {
     format!("{y:.decimals$} {name}")
 }
 
-/// Rows of text in columns, all but the first aligned to the right.
+/// Text in columns, all but the first aligned to the right.
 pub(crate) struct Table {
     rows: Vec<Vec<String>>,
 }

@@ -1,4 +1,4 @@
-//! `flashtile run`: attention of the tensors in a file.
+//! `flashtile run`: attention over the tensors of a file.
 
 use crate::buffer::{Buffer, store};
 use crate::cached::{self, Cached, Stored, unpack};
@@ -22,14 +22,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// What `run --help` says of files. Not a doc comment: brackets and line breaks are meant as they are.
+/// What `run --help` says about files. Not a doc comment: brackets and line breaks are literal.
 const RUN_HELP: &str = "\
 Compute attention of the tensors in a safetensors file
 
 Reads
   q, k, v        F32, F16 or BF16, [batch, heads, rows, dim] or as --layout says; with
                  cu_seqlens packed as [total, heads, dim]
-and, where present,
+and, if present,
   mask           rank 4, broadcastable to [batch, heads, queries, keys]; BOOL, where true
                  means visible, or a float type, added to the scores
   alibi_slopes   F32 [heads]; adds - slope[h] * |p - j| to the score of key j, p being the
@@ -41,13 +41,13 @@ and, where present,
 
 With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
 
-With --backend simulator, which builds with the cargo feature simulator have, the kernels of the
-kernel language run on this machine, every access checked: ten to a hundred thousand scores a second (query heads * queries * keys), 600000 at
-most, of head dimension 64 or 128, the same for v, keys and values as they are or in codecs:
-int8, tq4, or int8 keys with tq5 values.
+With --backend simulator, in builds with the cargo feature simulator, the portable GPU kernels run
+on this machine with every access checked: ten to a hundred thousand scores (query heads * queries
+* keys) per second, at most 600000, with head dimension 64 or 128, the same for v. Keys and values
+are plain or in the codecs int8, tq4, or int8 for keys with tq5 for values.
 
 Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
-Names that are not understood are noted and not read; names that look like misspelt ones are refused.";
+Tensors with unknown names are noted and not read; names that look misspelt are refused.";
 
 /// Compute attention of the tensors in a safetensors file
 #[derive(Debug, Args)]
@@ -60,10 +60,10 @@ pub(crate) struct RunArgs {
     /// Safetensors file to read
     #[arg(value_name = "IN")]
     pub(crate) input: PathBuf,
-    /// Safetensors file to write; it appears whole or not at all
+    /// Safetensors file to write, whole or not at all
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
-    /// What computes
+    /// Backend
     #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Reference, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
@@ -72,16 +72,16 @@ pub(crate) struct RunArgs {
     pub(crate) reading: Reading,
     #[command(flatten)]
     pub(crate) semantics: Semantics,
-    /// Refuse a file with tensors that are not understood, instead of noting them
+    /// Refuse a file with tensors that are not recognised, instead of noting them
     #[arg(long)]
     pub(crate) strict: bool,
     #[command(flatten)]
     pub(crate) storage: Storage,
-    /// Pieces of at least one block of keys into which the keys are divided for parallel work; the result does not
+    /// Splits of at least one block of keys into which the keys are divided for parallel work; the result does not
     /// depend on it
     #[arg(long, value_name = "N", value_parser = parse::count)]
     pub(crate) splits: Option<usize>,
-    /// Gradients, which this build does not compute
+    /// Compute gradients, which this build does not support
     #[arg(long, hide = true)]
     pub(crate) grad: bool,
     #[command(flatten)]
@@ -91,16 +91,16 @@ pub(crate) struct RunArgs {
     pub(crate) json: bool,
 }
 
-/// No repetition begins that would not end within so many seconds of the first.
+/// No repetition begins that would not end within this many seconds after the first began.
 const MEASURE_SECONDS: f64 = 0.3;
 
-/// Most repetitions: a median of more is no steadier.
+/// Largest number of repetitions: more do not make the median steadier.
 const MAX_REPETITIONS: usize = 31;
 
-/// Scores of the largest problem that the simulator is given: at most about a minute's worth, which single queries are.
+/// Largest number of scores on the simulator, about a minute's work for single queries.
 pub(crate) const MAX_SIMULATED: u64 = 600_000;
 
-/// Operations and seconds below which a fraction of the limit says nothing: calls, not kernels, take the time.
+/// Operations and seconds below which a fraction of the limit means nothing: calls dominate the time, not kernels.
 const MIN_FLOPS: f64 = 1e8;
 const MIN_SECONDS: f64 = 200e-6;
 
@@ -117,7 +117,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Features that have a place on the command line but no code in this build.
+/// Features that the command line has and this build does not.
 fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     let backend = |name: &str| {
         Failure::at(
@@ -159,24 +159,24 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// What was computed and how long it took.
+/// What ran, and how long it took.
 struct Done {
     backend: &'static str,
     backend_reason: String,
     kernel: String,
-    /// Whose limits apply, where a kernel ran.
+    /// The processor or device whose limits apply, if a kernel ran.
     unit: Option<Unit>,
     splits: usize,
     workspace_bytes: usize,
     problem: Problem,
     order: Order,
-    /// How a cache stored keys and values, and its bytes, where one did.
+    /// The codecs of the cache and its bytes, if there was one.
     stored: Option<(Stored, usize)>,
     work: Work,
     seconds: f64,
-    /// Timed runs, of whose times `seconds` is the median.
+    /// Number of timed runs, whose median is `seconds`.
     repetitions: usize,
-    /// The measured limit, where the problem is large enough for a comparison.
+    /// The measured limit, if the problem is large enough for a comparison.
     limit: Option<Limit>,
 }
 
@@ -216,7 +216,7 @@ fn compute(args: &RunArgs) -> Result<Done> {
             let why = Failure::new("caches in other codecs than the dtype are of the cpu");
             on_cpu(args, &job, results, Some(&why)).map_err(refuse)?
         }
-        // What restricts the cpu asks for it.
+        // Options that restrict the cpu select it.
         Backend::Auto if args.cpu.isa.is_none() && args.cpu.threads.is_none() => match gpu::device() {
             Ok(cuda) => on_cuda(args, cuda, &job, results).map_err(refuse)?,
             Err(why) => on_cpu(args, &job, results, Some(&why)).map_err(refuse)?,
@@ -224,7 +224,7 @@ fn compute(args: &RunArgs) -> Result<Done> {
         _ => on_cpu(args, &job, results, None).map_err(refuse)?,
     };
     if cached.is_some() && operands.order != Order::Packed {
-        // Attention over a cache has rows of all sequences one after the other.
+        // Attention over a cache has the rows of all sequences one after another.
         let rows = [dims.batch, dims.q_heads, dims.q_len];
         if operands.order == Order::Bhsd {
             let mut ordered = Buffer::zeroed(out.bytes().len())?;
@@ -262,11 +262,11 @@ fn by_sequence(lse: &[f32], into: &mut [f32], [batch, heads, rows]: [usize; 3]) 
     }
 }
 
-/// What is computed: the operands as they are, or over a cache of their keys and values.
+/// The computation: over the operands themselves, or over a cache of their keys and values.
 struct Job<'a> {
     operands: &'a Operands<'a>,
     cached: Option<&'a Cached>,
-    /// Whose rows are those of the operands, or of all sequences one after the other.
+    /// The operands, or those of the cache with the rows of all sequences one after another.
     problem: &'a Problem,
 }
 
@@ -281,14 +281,14 @@ impl Job<'_> {
         order.strides(self.problem.dims().out_shape())
     }
 
-    /// How the cache stores keys and values, and its bytes.
+    /// The codecs of the cache, and its bytes.
     fn stored(&self) -> Option<(Stored, usize)> {
         self.cached.map(|cached| (cached.stored, cached.bytes()))
     }
 }
 
-/// Memory of the results: out in the order of q, lse `[batch, heads, queries]`; over a cache out `[total, heads, dim]` and lse
-/// `[heads, total]`.
+/// Memory of the results: out in the layout of q, lse `[batch, heads, queries]`; over a cache, out `[total, heads,
+/// dim]` and lse `[heads, total]`.
 struct Results<'a> {
     out: &'a mut Buffer,
     lse: &'a mut Buffer,
@@ -304,7 +304,7 @@ impl<'a> Results<'a> {
     }
 }
 
-/// Runs on a CUDA device; the time is that of the kernels, without copies between host and device.
+/// Runs on a CUDA device; the time is that of the kernels without host-device copies.
 fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let problem = job.problem;
     let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits, args.kernels.choice))
@@ -336,7 +336,7 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> R
     })
 }
 
-/// Runs on the CPU; `no_device` is why no other device does, where that was asked.
+/// Runs on the CPU; `no_device` is why no other device could be used, if one was asked for.
 fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option<&Failure>) -> Result<Done> {
     let problem = job.problem;
     let cpu = machine::cpu(args.cpu)?;
@@ -353,7 +353,7 @@ fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option
         cpu.run(&plan, &inputs, &mut outputs, &mut workspace).map_err(Failure::new)?;
         Ok(started.elapsed().as_secs_f64())
     })?;
-    // The machine may have been busy at either time.
+    // The machine may have been busy at one of the two times.
     let again = |limit: Limit| Ok::<Limit, Failure>(limit.max(Limit::measure(limit.kind, &unit)?));
     let limit = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
     let reason = match no_device {
@@ -378,7 +378,7 @@ fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option
     })
 }
 
-/// Median time of warm runs and their number, or the time of the first where there is none for another.
+/// Median time of warm runs and their number, or the time of the first run if there is no time for another.
 fn median(mut run: impl FnMut() -> Result<f64>) -> Result<(f64, usize)> {
     let first = run()?;
     let (mut spent, mut last) = (first, first);
@@ -414,7 +414,7 @@ fn by_definition(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     Ok(unplanned(job, "reference", plain_name("reference", problem), seconds))
 }
 
-/// Runs the kernels of the kernel language on their simulator, every access checked.
+/// Runs the portable kernels on their simulator, which checks every access.
 fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let problem = job.problem;
     let inputs = job.inputs()?;
@@ -425,7 +425,7 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
         RunnerError::Unsupported(why) => {
             Failure::new(format_args!("{why}; --backend auto, cpu or reference takes this problem"))
         }
-        // The kernels' own fault.
+        // A fault of the kernels, not of the user.
         RunnerError::Error(fault) => Failure::wrong(fault),
         _ => Failure::new("the simulator gave no answer"),
     })?;
@@ -433,7 +433,7 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     Ok(unplanned(job, "simulator", plain_name("simulator-decode", problem), seconds))
 }
 
-/// One run that no plan of a backend describes.
+/// A single run that has no plan.
 fn unplanned(job: &Job<'_>, backend: &'static str, kernel: String, seconds: f64) -> Done {
     Done {
         backend,
@@ -452,7 +452,7 @@ fn unplanned(job: &Job<'_>, backend: &'static str, kernel: String, seconds: f64)
     }
 }
 
-/// The name of what runs everywhere alike, in the manner of kernels.
+/// The name of an implementation that is the same everywhere, in the style of kernel names.
 fn plain_name(what: &str, problem: &Problem) -> String {
     let Dims { head_dim, value_dim, .. } = *problem.dims();
     let value = if value_dim == head_dim { String::new() } else { format!("x{value_dim}") };
@@ -511,7 +511,7 @@ impl Done {
     }
 }
 
-/// Shapes of the operands as a file holds them.
+/// Shapes of the operands in the layout of the file.
 pub(crate) fn shapes(problem: &Problem, order: Order) -> String {
     let d = problem.dims();
     let [q, k, v] = [d.q_shape(), d.k_shape(), d.v_shape()].map(|shape| order.stored(shape));
@@ -526,7 +526,7 @@ pub(crate) fn shapes(problem: &Problem, order: Order) -> String {
     format!("q {q:?} k {k:?} v {v:?}")
 }
 
-/// Dimensions under the names of [`Dims`].
+/// Dimensions with the field names of [`Dims`].
 pub(crate) fn dims_json(d: &Dims) -> serde_json::Value {
     json!({
         "batch": d.batch,

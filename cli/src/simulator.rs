@@ -1,9 +1,9 @@
-//! The simulator of the kernel language: builds with feature `simulator` have it, and with it native code of the kernels.
+//! The simulator of the kernel language, and native code of the kernels: in builds with the feature `simulator`.
 
 use crate::failure::{Failure, Result};
 use flashtile_testkit::Runner;
 
-/// Refuses to go on where this build has no simulator.
+/// Refuses to continue in builds without the simulator.
 pub(crate) fn require() -> Result<()> {
     if cfg!(feature = "simulator") { Ok(()) } else { Err(absent()) }
 }
@@ -14,7 +14,7 @@ fn absent() -> Failure {
     Failure::at("--backend", what)
 }
 
-/// A runner that refuses problems of more than `max_scores` scores: the simulator is slow.
+/// A runner that refuses problems with more than `max_scores` scores, since the simulator is slow.
 #[cfg(feature = "simulator")]
 pub(crate) fn runner(max_scores: u64) -> Result<Box<dyn Runner>> {
     Ok(Box::new(flashtile_testkit::SimulatorRunner::new().at_most(max_scores)))

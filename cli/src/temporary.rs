@@ -1,12 +1,12 @@
-//! Temporary files, which neither a failure nor a signal leaves behind.
+//! Temporary files that neither a failure nor a signal leaves behind.
 
 use std::io::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tempfile::TempPath;
 
-/// Paths of the temporary files that exist. Whoever creates, renames or removes one holds the lock until the list says so: a signal
-/// ends the process between two such steps, never within one.
+/// Paths of existing temporary files. The lock is held while a file is created, renamed or removed and until the list
+/// is up to date, so that a signal never ends the process in between.
 static EXISTING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
 fn existing() -> MutexGuard<'static, Vec<PathBuf>> {
@@ -15,12 +15,12 @@ fn existing() -> MutexGuard<'static, Vec<PathBuf>> {
 
 /// A file that is removed unless it is renamed.
 pub(crate) struct Temporary {
-    /// None once the file has been renamed or removed.
+    /// `None` once the file has been renamed or removed.
     file: Option<TempPath>,
 }
 
 impl Temporary {
-    /// Creates a file in a folder, with the permission bits that the process's umask leaves of `mode` where the system has such bits.
+    /// Creates a file in a folder with permission bits `mode`, less the process's umask, on systems that have them.
     pub(crate) fn create(folder: &Path, mode: u32) -> Result<Self> {
         signals::clean_up_on()?;
         let mut builder = tempfile::Builder::new();
@@ -38,10 +38,10 @@ impl Temporary {
         Ok(Self { file: Some(file) })
     }
 
-    /// Finds out whether files can be created in a folder.
+    /// Checks that files can be created in a folder.
     pub(crate) fn is_possible(folder: &Path) -> Result<()> {
         signals::clean_up_on()?;
-        // Some file systems have no files without a name: there it has one for a moment.
+        // Some file systems have no unnamed files; there the file has a name for a moment.
         let _held = existing();
         tempfile::tempfile_in(folder).map(drop)
     }
@@ -50,12 +50,12 @@ impl Temporary {
         self.file.as_deref().unwrap_or(Path::new(""))
     }
 
-    /// Gives the file a name, in the place of one that has it.
+    /// Renames the file, replacing any file of that name.
     pub(crate) fn rename(mut self, to: &Path) -> Result<()> {
         let mut existing = existing();
         let Some(file) = self.file.take() else { return Ok(()) };
         let from = file.to_path_buf();
-        // Where that fails, the error holds the file, which goes with it.
+        // On failure, the error owns the file and removes it.
         let renamed = file.persist(to).map_err(|e| e.error);
         existing.retain(|path| *path != from);
         renamed
@@ -80,17 +80,17 @@ mod signals {
     use std::sync::atomic::AtomicBool;
     use std::sync::{Arc, Mutex, PoisonError};
 
-    /// From here on signals that end the process remove temporary files first; the process still ends by the signal, which is what
-    /// shells and build tools look at.
+    /// From here on, signals that end the process remove temporary files first. The process still ends by the signal,
+    /// as shells and build tools expect.
     pub(super) fn clean_up_on() -> Result<()> {
         static DONE: Mutex<bool> = Mutex::new(false);
         let mut done = DONE.lock().unwrap_or_else(PoisonError::into_inner);
         if *done {
             return Ok(());
         }
-        // Without a handler, a file beyond the limit of its size ends the process; with one it is an error of the write.
+        // By default, exceeding the file size limit ends the process; with a handler, the write fails instead.
         signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))?;
-        // A process that was started to ignore a signal, as by nohup, goes on to.
+        // A process that was started to ignore a signal, as by nohup, continues to do so.
         let ending = [SIGHUP, SIGINT, SIGQUIT, SIGTERM].into_iter().filter(|&signal| !is_ignored(signal));
         let mut signals = Signals::new(ending)?;
         std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
@@ -99,7 +99,7 @@ mod signals {
                 for path in existing.iter() {
                     let _ = std::fs::remove_file(path);
                 }
-                // The lock is held until the end: no file follows.
+                // The lock is held to the end: no further file is created.
                 let _ = signal_hook::low_level::emulate_default_handler(signal);
                 std::process::exit(128 + signal);
             }
@@ -110,9 +110,9 @@ mod signals {
 
     #[allow(unsafe_code)]
     fn is_ignored(signal: i32) -> bool {
-        // SAFETY: all zeros are a value of the struct, whose fields are integers and an optional function.
+        // SAFETY: all zeros are a valid value of the struct, whose fields are integers and an optional function.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: without a new action, the call writes the current one to memory that is borrowed for it, and changes nothing.
+        // SAFETY: without a new action, the call writes the current one to borrowed memory and changes nothing.
         let status = unsafe { libc::sigaction(signal, std::ptr::null(), &raw mut action) };
         status == 0 && action.sa_sigaction == libc::SIG_IGN
     }
@@ -120,7 +120,7 @@ mod signals {
 
 #[cfg(not(unix))]
 mod signals {
-    /// Other systems end a process without asking it.
+    /// Other systems end a process without notice.
     pub(super) fn clean_up_on() -> std::io::Result<()> {
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! What a benchmark runs on.
+//! The device that a benchmark runs on.
 
 use super::options::BenchArgs;
 use crate::failure::{Failure, Result};
@@ -9,7 +9,7 @@ use crate::report;
 use flashtile::cuda::Cuda;
 use flashtile::{Cpu, Dtype};
 
-/// What is measured.
+/// The device to measure.
 pub(super) enum Device {
     Cpu(Cpu),
     Cuda(Cuda, Tuning),

@@ -21,7 +21,7 @@ use std::process::ExitCode;
 /// Timed launches of a kernel.
 const RUNS: usize = 21;
 
-/// The device, and what it copies in a second before and after the kernels, whichever is more.
+/// The device, and the bytes per second that it copies: the larger of two measurements, before and after the kernels.
 struct Cuda {
     gpu: Gpu,
     copy: f64,
@@ -58,7 +58,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
                 let row = workload.time(&cuda.gpu, shape, RUNS);
                 let row = row.map_err(|e| Failure::wrong(named(workload, shape, &e)))?;
                 check(workload, &row.entry, shape, row.error)?;
-                // The small shapes are there for their answers.
+                // The small shapes only check answers.
                 if bench.shapes.contains(shape) {
                     timed.push((workload, row));
                 }

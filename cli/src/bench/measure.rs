@@ -1,4 +1,4 @@
-//! Data, answers and times of one row.
+//! Data, checks and times of one row.
 
 use super::device::Device;
 use super::options::CacheKind;
@@ -21,11 +21,11 @@ use flashtile_testkit::{DevicePlacement, DeviceRun, Rng, accumulation_of};
 use rayon::prelude::*;
 use std::time::Instant;
 
-/// Query rows that are computed again by the oracle.
+/// Query rows that are checked against the oracle.
 const CHECKED_ROWS: usize = 4;
 
-/// Rows of codes that differ, after which they are the same again: random numbers take longer than their codes. No power of two, so that
-/// heads and pages begin with different ones.
+/// Distinct rows of codes, after which they repeat, since drawing random values takes longer than encoding them. Not
+/// a power of two, so that heads and pages begin with different rows.
 const DISTINCT_ROWS: usize = 4099;
 
 /// A measured row.
@@ -35,16 +35,16 @@ pub(super) struct Measured {
     pub(super) kernel: String,
     pub(super) unit: Unit,
     pub(super) work: Work,
-    /// Quartiles of the times in seconds; the middle one is the median.
+    /// Quartiles of the times in seconds; the second is the median.
     pub(super) quartiles: [f64; 3],
     pub(super) repetitions: usize,
-    /// Median without shared prefixes, where the row has one.
+    /// Median without shared prefixes, for a row that has them.
     pub(super) apart: Option<f64>,
-    /// Copies of the inputs that runs took turns with.
+    /// Copies of the inputs that the runs cycle through.
     pub(super) copies: usize,
-    /// Error of the checked query rows.
+    /// Error of the query rows that were checked.
     pub(super) nrmse: f64,
-    /// Of a device: seconds that a launch takes of the host's time, and that the first preparation took, compiler included.
+    /// On a device: host seconds per launch, and seconds of the first preparation, including compilation.
     pub(super) host: Option<f64>,
     pub(super) prepare: Option<f64>,
 }
@@ -54,7 +54,7 @@ impl Measured {
         self.quartiles[1]
     }
 
-    /// Distance of the outer quartiles relative to the median.
+    /// Interquartile range relative to the median.
     pub(super) fn spread(&self) -> f64 {
         (self.quartiles[2] - self.quartiles[0]) / self.quartiles[1]
     }
@@ -85,7 +85,7 @@ impl Stored {
         Ok(Self::Codes(Box::new(pages)))
     }
 
-    /// The same in memory of its own.
+    /// A copy in newly allocated memory.
     fn copy(&self) -> Result<Self> {
         Ok(match self {
             Self::Elements(buffer, dtype) => Self::Elements(buffer.copy()?, *dtype),
@@ -116,7 +116,7 @@ impl Stored {
     }
 }
 
-/// Operands in head-major order; of a cache the pages and where tokens lie in them.
+/// Operands in head-major order; for a cache, its pages and block tables.
 struct Operands {
     q: Buffer,
     k: Stored,
@@ -126,7 +126,7 @@ struct Operands {
     tables: Option<BlockTables>,
 }
 
-/// Tables of a row's sequences, and the number of pages of the pool. Pages lie in random order.
+/// Tables of a row's sequences, and the number of pages of the pool, which are in random order.
 fn tables(row: &Row) -> (BlockTables, usize) {
     let (page, shared) = (row.page, row.shared() / row.page);
     let sequences = row.problem.sequences();
@@ -177,7 +177,7 @@ impl Operands {
         Ok(Self { q, k, v, k_shape, v_shape, tables })
     }
 
-    /// The same in memory of their own: to make them anew takes far longer than to read them.
+    /// A copy in newly allocated memory, which is much faster than generating the data again.
     fn copy(&self) -> Result<Self> {
         let Self { k_shape, v_shape, .. } = *self;
         let (q, k, v) = (self.q.copy()?, self.k.copy()?, self.v.copy()?);
@@ -217,7 +217,7 @@ fn quartiles(times: &mut [f64]) -> [f64; 3] {
     [times[last / 4], times[times.len() / 2], times[last - last / 4]]
 }
 
-/// Fills a tensor with normal elements; a seed gives the same ones whatever the number of threads.
+/// Fills a tensor with normal elements, which depend only on the seed, not on the number of threads.
 fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
     const CHUNK: usize = 1 << 16;
     buffer.bytes_mut().par_chunks_mut(CHUNK).enumerate().for_each(|(index, chunk)| {
@@ -228,11 +228,11 @@ fn fill(buffer: &mut Buffer, dtype: Dtype, seed: u64) {
     });
 }
 
-/// A row while it is measured.
+/// A row that is being measured.
 struct Subject<'a> {
     row: &'a Row,
     runner: Runner<'a>,
-    /// Without shared prefixes, where the row has one.
+    /// The plan without shared prefixes, for a row that has them.
     apart: Option<Runner<'a>>,
     copies: Vec<Operands>,
     out: Buffer,
@@ -242,13 +242,13 @@ struct Subject<'a> {
 }
 
 impl<'a> Subject<'a> {
-    /// Makes the data, and checks the answer.
+    /// Generates the data and checks the answer.
     fn new(cpu: &'a Cpu, row: &'a Row) -> Result<Self> {
         let problem = &row.problem;
         let mut runner = Runner::new(cpu, problem)?;
         let mut copies = vec![Operands::random(row, 1)?];
         if row.kind == Kind::Decode {
-            // A cache that is decoded from was not read a moment ago: the copies together exceed the last-level cache.
+            // A cache under decode was not read a moment ago: the copies together exceed the last-level cache.
             let read = Work::planned(&runner.plan).bytes as usize;
             let count = (2 * cpu.facts().l3).div_ceil(read.max(1)).clamp(1, MAX_COPIES);
             for _ in 1..count {
@@ -269,7 +269,7 @@ impl<'a> Subject<'a> {
         let (turn, copies) = (self.times.len(), self.copies.len());
         self.times.push(self.runner.run(&self.copies[turn % copies], &mut self.out)?);
         if let Some(runner) = &mut self.apart {
-            // Another copy than the one that was read just now.
+            // Another copy than the one that was just read.
             let copy = &self.copies[(turn + copies / 2) % copies];
             self.times_apart.push(runner.run(copy, &mut self.out)?);
         }
@@ -295,8 +295,8 @@ impl<'a> Subject<'a> {
     }
 }
 
-/// Checks and measures rows for so many seconds each on average, at least three times, in turns: what else the machine does
-/// changes from one second to the next, and so would the ratio of their times.
+/// Checks and measures rows for `seconds` each on average, at least three times, in turns, so that changes of the
+/// machine's load affect all rows and their ratios stay meaningful.
 pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let cpu = match device {
         Device::Cpu(cpu) => cpu,
@@ -307,7 +307,7 @@ pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Ve
     Ok(subjects.into_iter().map(Subject::measured).collect())
 }
 
-/// Takes turns for so many seconds, at least as many as asked.
+/// Measures the rows in turns for `seconds`, and at least as often as asked.
 fn turns(least: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     let started = Instant::now();
     for n in 0..MAX_TIMES {
@@ -319,7 +319,7 @@ fn turns(least: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Re
     Ok(())
 }
 
-/// A row while it is measured on a device.
+/// A row that is being measured on a device.
 struct DeviceSubject<'a> {
     row: &'a Row,
     kernel: String,
@@ -332,10 +332,10 @@ struct DeviceSubject<'a> {
 }
 
 impl<'a> DeviceSubject<'a> {
-    /// Launches of which the host's time is taken.
+    /// Launches whose host time is measured.
     const LAUNCHES: usize = 100;
 
-    /// Makes the data, and checks the answer.
+    /// Generates the data and checks the answer.
     fn new(cuda: &Cuda, tuning: Tuning, row: &'a Row) -> Result<Self> {
         let problem = &row.problem;
         let dtype = problem.dtype();
@@ -381,7 +381,7 @@ impl<'a> DeviceSubject<'a> {
     }
 }
 
-/// The same on a device, whose second-level cache is emptied before each run.
+/// Measures rows on a device, flushing its second-level cache before each run.
 fn on_device(cuda: &Cuda, tuning: Tuning, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let subjects = rows.iter().map(|row| DeviceSubject::new(cuda, tuning, row));
     let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
@@ -389,7 +389,7 @@ fn on_device(cuda: &Cuda, tuning: Tuning, rows: &[Row], min_time: f64) -> Result
     Ok(subjects.into_iter().map(DeviceSubject::measured).collect())
 }
 
-/// The same problem with every sequence for itself, where some share a prefix.
+/// The same problem without shared prefixes, if it has any.
 fn without_prefixes(problem: &Problem) -> Result<Option<Problem>> {
     let mut desc = problem.desc().clone();
     if desc.prefixes.is_empty() {
@@ -402,7 +402,7 @@ fn without_prefixes(problem: &Problem) -> Result<Option<Problem>> {
 const MAX_COPIES: usize = 256;
 const MAX_TIMES: usize = 100_000;
 
-/// A plan with everything that a run of it needs but the operands.
+/// A plan with everything that a run of it needs except the operands.
 struct Runner<'a> {
     cpu: &'a Cpu,
     plan: CpuPlan,
@@ -435,7 +435,7 @@ impl<'a> Runner<'a> {
     }
 }
 
-/// Computes a few query rows again by definition and returns their error.
+/// Recomputes a few query rows by definition and returns the error.
 fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out: &Buffer) -> Result<f64> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let mut rng = Rng::new(dims.kv_len as u64);
@@ -466,7 +466,7 @@ fn check(problem: &Problem, accumulation: Accumulation, operands: &Operands, out
 fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) -> Result<Attention> {
     let (dims, dtype) = (problem.dims(), problem.dtype());
     let q = ((b * dims.q_heads + h) * dims.q_len + i) * dims.head_dim;
-    // Of cached sequences the queries are packed.
+    // Queries of cached sequences are packed.
     let (sequence, row) = match operands.tables {
         None => (b, i),
         Some(_) => {
@@ -485,7 +485,7 @@ fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) 
         for j in 0..s.kv_len {
             let place = match &operands.tables {
                 None => Some((b, j)),
-                // A token that is no longer kept is not seen either.
+                // Nor are tokens visible that are no longer kept.
                 Some(tables) => tables.locate(sequence, j),
             };
             match place {

@@ -1,4 +1,4 @@
-//! `flashtile bench`: times against the limits of this machine, measured in the same run.
+//! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
 mod device;
 mod group;
@@ -53,7 +53,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let mut planned: Vec<(Kind, Unit, Vec<Row>)> = Vec::new();
     for &kind in kinds {
         for row in rows::rows(args, kind)? {
-            // Kernels of different units have different limits.
+            // Kernels on different units have different limits.
             let unit = device.unit(row.problem.dtype());
             match planned.iter_mut().find(|(k, u, _)| *k == kind && u.limits_as(&unit)) {
                 Some((_, _, rows)) => rows.push(row),
@@ -109,7 +109,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What all measurements share.
+/// What all measurements have in common.
 struct Bench {
     device: Device,
     min_time: f64,
@@ -138,7 +138,7 @@ impl Bench {
         };
         let limit = || Limit::measure(rate, &unit);
         let before = limit()?;
-        // Rows that differ in where the cache has the keys are there to be compared.
+        // Rows that differ only in the cache's layout are compared with each other.
         let rows = rows.chunk_by(Row::differs_in_cache).map(|rows| self.measure(rows));
         let rows = rows.collect::<Result<Vec<_>>>()?.concat();
         let limit = before.max(limit()?);
@@ -156,7 +156,7 @@ impl Bench {
     }
 }
 
-/// A measured pair.
+/// Two rows that have been measured for comparison.
 struct Compared {
     name: &'static str,
     part: Measured,
@@ -264,7 +264,7 @@ fn visibility_table(compared: &[Compared]) -> String {
     table.to_string()
 }
 
-/// A row as JSON, under the names that peer rows have.
+/// A row as JSON, with the names that peer rows use.
 fn row_json(measured: &Measured, group: &Group, peers: &Peers) -> Value {
     let limit = group.limit;
     let (row, dims) = (&measured.row, measured.row.problem.dims());

@@ -8,12 +8,13 @@ use std::path::PathBuf;
 
 /// Measure attention against the limits of this machine
 ///
-/// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row first
-/// checks its answer on a few query rows against the f64 oracle. Times are medians.
+/// Limits (FMA peak, read bandwidth) are measured before and after the kernels, and the larger is used. Every row
+/// first checks a few query rows of its answer against the f64 oracle. Times are medians.
 ///
-/// Kernels (the group kernels) are run on the simulator first, where the build has it, which counts what they read and write, in small;
-/// on CUDA they are then measured against a copy. Their answers are those of computations in f64. simd/thread, per_thread.simd_operations in JSON, is the
-/// number of SIMD operations that each thread takes part in.
+/// The group kernels measures kernels of the kernel language: small shapes run on the simulator, if the build has it,
+/// which counts what they read and write; on CUDA, larger ones are then timed against a copy. Their answers are
+/// compared with computations in f64. simd/thread (per_thread.simd_operations in JSON) is the number of SIMD
+/// operations that each thread takes part in.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
@@ -24,16 +25,16 @@ pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// What computes; auto is the cpu, for kernels the simulator, which is of kernels alone
+    /// Backend; auto is the cpu, or the simulator for the group kernels, which alone can use it
     #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
-    /// Of the group kernels, this kernel alone: a name of `flashtile kernels list`
+    /// For the group kernels: measure only this kernel, a name of `flashtile kernels list`
     #[arg(long, value_name = "NAME")]
     pub(crate) kernel: Option<String>,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
-    /// Tile of every CUDA kernel, to try another than the planner's: WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS; of
-    /// portable ones ROWS,KEYS,SIMDS,RESIDENT
+    /// Tile of every CUDA kernel instead of the planner's choice:
+    /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS; for portable kernels ROWS,KEYS,SIMDS,RESIDENT
     #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
     pub(crate) tile: Option<crate::gpu::Tile>,
     #[command(flatten)]
@@ -44,38 +45,39 @@ pub(crate) struct BenchArgs {
     /// Head dimensions; default 64,128 (decode also 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) head_dim: Vec<usize>,
-    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); visibility has its own.
-    /// LOW..HIGH spreads those of a batch with a --cache over the range
+    /// Sequence lengths (decode: numbers of cached keys); default 512 to 4096 (decode 1024 to 32768); the visibility
+    /// rows have fixed lengths. With a --cache, LOW..HIGH spreads the lengths of a batch over the range
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = lengths)]
     pub(crate) seq: Vec<Lengths>,
     /// Elements of a v vector; default as many as of k
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) value_dim: Option<usize>,
-    /// Query heads; default 8 (decode 32, 16 at head dimension 256)
+    /// Query heads; default 8 (decode 32, or 16 at head dimension 256)
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) heads: Option<usize>,
-    /// Key/value heads; default as many as query heads (decode 8, 2 at head dimension 256)
+    /// Key/value heads; default as many as query heads (decode 8, or 2 at head dimension 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) kv_heads: Vec<usize>,
     /// Batch entries
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count, default_value = "1")]
     pub(crate) batch: Vec<usize>,
-    /// Where decode rows have their keys and values; a ring keeps as many as it has keys, of sequences half as long again
+    /// Layout of the keys and values of decode rows; a ring holds the last keys of sequences that are half as long
+    /// again
     #[arg(long, value_name = "LIST", value_enum, value_delimiter = ',', default_value = "dense")]
     pub(crate) cache: Vec<CacheKind>,
-    /// Tokens of a page of a paged cache, whose pages lie in random order; default 16
+    /// Tokens per page of a paged cache, whose pages are in random order; default 16
     #[arg(long, value_name = "N", value_parser = count)]
     pub(crate) page: Option<usize>,
-    /// How keys and values of a --cache are stored, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to tq2; of 256 or 512
-    /// elements mlx-tq8, -tq6, -tq5 and -tq4, all but the last also with -plain behind); rows take turns, so that their ratio is of one
-    /// time; default the dtype
+    /// Codecs of the keys and values of a --cache, each CODEC or K_CODEC+V_CODEC (f32, f16, bf16, fp8, int8, tq6 to
+    /// tq2; for 256 or 512 elements mlx-tq8, -tq6, -tq5 and -tq4, the first three also with -plain appended); default
+    /// the dtype. Codecs are measured in turns, so that their times can be compared
     #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
     pub(crate) codec: Vec<[Codec; 2]>,
-    /// Tokens that the sequences of a paged batch have in common, in whole pages; whole blocks of 256 are read once, and for
-    /// comparison by each
+    /// Tokens that the sequences of a paged batch share, in whole pages; whole blocks of 256 are read once, and for
+    /// comparison once per sequence
     #[arg(long, value_name = "TOKENS", value_parser = count)]
     pub(crate) shared: Option<usize>,
-    /// Causal rows only; default with and without for prefill
+    /// Only causal rows; default with and without for prefill
     #[arg(long)]
     pub(crate) causal: bool,
     /// Keys visible to the left and right of each query
@@ -87,7 +89,7 @@ pub(crate) struct BenchArgs {
     /// Few rows, short measurements
     #[arg(long, conflicts_with = "full")]
     pub(crate) quick: bool,
-    /// Head dimensions 32 and 256 as well
+    /// Also head dimensions 32 and 256
     #[arg(long)]
     pub(crate) full: bool,
     /// Print JSON lines instead of tables
@@ -110,15 +112,15 @@ pub(crate) enum Group {
     Prefill,
     /// One query, many cached keys
     Decode,
-    /// Time against visible area: causal, window
+    /// Time relative to visible area: causal, window
     Visibility,
-    /// Kernels of the kernel language, each by itself: what they move, and on CUDA their times
+    /// Kernels of the kernel language one by one: their memory traffic and, on CUDA, their times
     Kernels,
-    /// All of them but kernels
+    /// All groups except kernels
     All,
 }
 
-/// Where the keys and values of a decode row lie.
+/// The layout of the keys and values of a decode row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CacheKind {
     /// Dense tensors
@@ -146,7 +148,7 @@ fn lengths(text: &str) -> Result<Lengths, String> {
     }
 }
 
-/// Longest time for which a row is measured, in seconds.
+/// The longest time for which a row is measured, in seconds.
 const MAX_TIME: f64 = 3600.0;
 
 fn duration(text: &str) -> Result<f64, String> {
@@ -157,7 +159,7 @@ fn duration(text: &str) -> Result<f64, String> {
         .ok_or_else(|| format!("expected seconds, more than 0 and at most {MAX_TIME}"))
 }
 
-/// How keys and values are stored: one codec for both, or two.
+/// The codecs of keys and values: one for both, or two.
 fn codecs(text: &str) -> Result<[Codec; 2], String> {
     let (k, v) = text.split_once('+').unwrap_or((text, text));
     Ok([k.parse()?, v.parse()?])

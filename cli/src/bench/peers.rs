@@ -1,4 +1,4 @@
-//! Rows that other implementations reached, read from a file of JSON lines.
+//! Results of other implementations, read from a file of JSON lines.
 
 use super::rows::Row;
 use crate::failure::{Failure, Result};
@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::io::Read;
 use std::path::Path;
 
-/// What makes two rows the same problem.
+/// What identifies the problem of a row.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     kind: String,
@@ -22,11 +22,11 @@ struct Key {
     window: Value,
     layout: String,
     shared: u64,
-    /// Where they are not all the same.
+    /// If the sequences differ in length.
     lens: Option<Vec<u64>>,
 }
 
-/// Lengths of sequences, where they differ.
+/// Lengths of sequences, if they differ.
 fn uneven(lens: Vec<u64>) -> Option<Vec<u64>> {
     let uneven = lens.windows(2).any(|pair| pair[0] != pair[1]);
     uneven.then_some(lens)
@@ -61,7 +61,7 @@ impl Peers {
         Ok(Self { entries })
     }
 
-    /// Names, each once.
+    /// Names without repetition.
     pub(super) fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = Vec::new();
         for entry in &self.entries {
@@ -72,14 +72,14 @@ impl Peers {
         names
     }
 
-    /// Seconds that a peer took for a row; of several measurements the last.
+    /// Seconds of a peer for a row; the last of several measurements.
     pub(super) fn seconds(&self, peer: &str, row: &Row) -> Option<f64> {
         let key = key_of(row);
         let same = |entry: &&Entry| entry.peer == peer && entry.key == key;
         self.entries.iter().rev().find(same).map(|entry| entry.seconds)
     }
 
-    /// Rows that none of ours compares with.
+    /// Peer rows that no row of ours matches.
     pub(super) fn unmatched<'a>(&self, rows: impl Iterator<Item = &'a Row>) -> usize {
         let keys: Vec<Key> = rows.map(key_of).collect();
         self.entries.iter().filter(|entry| !keys.contains(&entry.key)).count()
@@ -105,7 +105,7 @@ fn key_of(row: &Row) -> Key {
     }
 }
 
-/// `[left, right]` with null for unbounded, null without a window.
+/// `[left, right]`, with null for an unbounded side; null without a window.
 pub(super) fn window_json(row: &Row) -> Value {
     row.window().map_or(Value::Null, |(left, right)| serde_json::json!([left, right]))
 }

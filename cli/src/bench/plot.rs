@@ -1,4 +1,4 @@
-//! Fraction of the limit against the sequence length, as SVG.
+//! Fraction of the limit by sequence length, as SVG.
 
 use super::group::Group;
 use crate::chart::{self, Area, Drawn, Line};
@@ -6,13 +6,13 @@ use crate::failure::Result;
 use crate::output::Destination;
 use plotters::prelude::{ChartBuilder, IntoLogRange, SeriesLabelPosition, WHITE};
 
-/// Lines that share axes: points (length, fraction).
+/// Lines that have axes in common: points (length, fraction).
 struct Panel {
     title: String,
     lines: Vec<Line>,
 }
 
-/// Draws a panel for each kind of row and visibility, a line for each dtype and head dimension.
+/// Draws a panel for each kind of row and visibility, with a line for each dtype and head dimension.
 pub(super) fn plot(groups: &[Group], destination: &Destination) -> Result<()> {
     chart::write(&panels(groups), destination, draw_panel)
 }
@@ -59,7 +59,7 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
     let least = points().map(|p| p.0).fold(f64::INFINITY, f64::min);
     let most = points().map(|p| p.0).fold(0.0, f64::max);
     let top = points().map(|p| p.1).fold(1.0, f64::max) * 1.05;
-    // Margins keep the range of a single length from being empty.
+    // Margins, so that the range of a single length is not empty.
     let mut chart = ChartBuilder::on(area)
         .caption(&panel.title, ("sans-serif", 18))
         .margin(12)

@@ -1,4 +1,4 @@
-//! What is measured.
+//! The rows to measure.
 
 use super::options::{BenchArgs, CacheKind, Group, Lengths};
 use crate::cached::not_of_cuda;
@@ -8,10 +8,10 @@ use flashtile::{
     Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, SharedPrefix, Visibility,
 };
 
-/// Tokens of a page where none are asked for.
+/// Tokens per page by default.
 const PAGE: usize = 16;
 
-/// Group of rows that share a table.
+/// A group of rows, which form a table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Prefill,
@@ -33,7 +33,7 @@ pub(super) struct Row {
     pub(super) kind: Kind,
     pub(super) problem: Problem,
     pub(super) cache: CacheKind,
-    /// Tokens of a page, where there are pages: a slot is one.
+    /// Tokens per page of a paged cache; a slot is a page.
     pub(super) page: usize,
 }
 
@@ -46,7 +46,7 @@ impl Row {
         Ok(Self { kind, problem, cache: CacheKind::Dense, page: 0 })
     }
 
-    /// One query for each of some sequences in a cache.
+    /// One query for each of several cached sequences.
     fn cached(
         args: &BenchArgs,
         cache: CacheKind,
@@ -88,7 +88,7 @@ impl Row {
         Ok(Self { kind: Kind::Decode, problem, cache, page })
     }
 
-    /// Keys, which is the sequence length of prefill; of the longest sequence that a row sees.
+    /// Number of keys: the sequence length of prefill, or the longest that a decode row sees.
     pub(super) fn length(&self) -> usize {
         match self.cache {
             CacheKind::Ring => self.page,
@@ -96,7 +96,7 @@ impl Row {
         }
     }
 
-    /// Whether another row is the same but for where keys and values lie.
+    /// Whether another row differs only in the layout of its cache.
     pub(super) fn differs_in_cache(&self, other: &Self) -> bool {
         let (a, b) = (self.problem.dims(), other.problem.dims());
         let same = |of: fn(&Dims) -> usize| of(a) == of(b);
@@ -109,17 +109,17 @@ impl Row {
             && same(|d| d.value_dim)
     }
 
-    /// Sequences.
+    /// Number of sequences.
     pub(super) fn batch(&self) -> usize {
         self.problem.sequences().len()
     }
 
-    /// How keys and values are stored.
+    /// Codecs of keys and values.
     fn codecs(&self) -> [Codec; 2] {
         [self.problem.k_codec(), self.problem.v_codec()]
     }
 
-    /// Name of where keys and values lie, and of how they are stored where that is not as elements of the dtype.
+    /// Name of the cache's layout, with the codecs if they are not the dtype.
     pub(super) fn layout(&self) -> String {
         let place = match self.cache {
             CacheKind::Dense => "dense".to_owned(),
@@ -134,7 +134,7 @@ impl Row {
         }
     }
 
-    /// Tokens of each sequence in a cache.
+    /// Length of each cached sequence in tokens.
     pub(super) fn lens(&self) -> Option<Vec<usize>> {
         let lens = || self.problem.sequences().iter().map(|s| s.kv_len).collect();
         (self.cache != CacheKind::Dense).then(lens)
@@ -149,7 +149,7 @@ impl Row {
         self.problem.desc().visibility.right() == Some(0)
     }
 
-    /// Keys to the left and right, where there is a window beside causality.
+    /// Keys to the left and right, if there is a window in addition to causality.
     pub(super) fn window(&self) -> Option<(Option<usize>, Option<usize>)> {
         let band = self.problem.desc().visibility;
         let right = band.right().filter(|&right| right > 0);
@@ -157,7 +157,7 @@ impl Row {
     }
 }
 
-/// A pair of rows whose times are compared with their visible areas.
+/// Two rows whose times are compared with their visible areas.
 #[derive(Debug, Clone)]
 pub(super) struct Pair {
     pub(super) name: &'static str,
@@ -165,7 +165,7 @@ pub(super) struct Pair {
     pub(super) whole: Row,
 }
 
-/// What lists and numbers of the command line mean where they were given.
+/// Values of options that were given, or the defaults.
 fn or<T: Clone>(given: &[T], default: &[T]) -> Vec<T> {
     if given.is_empty() { default.to_vec() } else { given.to_vec() }
 }
@@ -193,7 +193,7 @@ pub(super) fn rows(args: &BenchArgs, kind: Kind) -> Result<Vec<Row>> {
     }
 }
 
-/// The lengths given, or usual ones.
+/// The lengths given, or the defaults.
 fn lengths(args: &BenchArgs, default: &[usize]) -> Vec<Lengths> {
     let default: Vec<Lengths> = default.iter().map(|&n| Lengths { low: n, high: n }).collect();
     or(&args.seq, &default)
@@ -263,7 +263,7 @@ fn decode(args: &BenchArgs) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// Dimensions for each batch and number of key/value heads.
+/// Dimensions for each batch size and number of key/value heads.
 fn dims(
     args: &BenchArgs,
     heads: (usize, usize),
@@ -271,7 +271,7 @@ fn dims(
     (kv_len, head_dim): (usize, usize),
 ) -> Vec<Dims> {
     let q_heads = args.heads.unwrap_or(heads.0);
-    // Query heads alone mean as many key/value heads; a default group needs both defaults.
+    // Query heads without key/value heads mean as many key/value heads; the default GQA group needs both defaults.
     let kv_heads = or(&args.kv_heads, &[if args.heads.is_some() { q_heads } else { heads.1 }]);
     let of = |&batch: &usize| {
         let with = move |&kv_heads: &usize| Dims {
@@ -288,9 +288,9 @@ fn dims(
     args.batch.iter().flat_map(of).collect()
 }
 
-/// Pairs that differ in their visible area alone.
+/// Pairs of rows that differ only in their visible area.
 pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
-    /// Keys that a windowed query sees, its own counted.
+    /// Keys that a query with a window sees, including its own.
     const WINDOW: usize = 256;
     let lengths: [usize; 2] = if args.quick { [1024, 2048] } else { [4096, 8192] };
     let causal = Visibility::causal();
@@ -313,7 +313,7 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
     Ok(pairs)
 }
 
-/// Options that the rows of a group have no use for.
+/// Options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.group == Group::Kernels {
         return check_kernels(args);
@@ -361,7 +361,7 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     }
 }
 
-/// Options of other groups say nothing of kernels, whose shapes are their own.
+/// Options of other groups have no effect on kernels, whose shapes are fixed.
 fn check_kernels(args: &BenchArgs) -> Result<()> {
     let given = [
         ("--tile", args.tile.is_some()),

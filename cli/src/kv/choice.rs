@@ -1,34 +1,34 @@
-//! Which pair of codecs to take.
+//! Which pair of codecs to recommend.
 
 use super::measure::{Codecs, Measured};
 use super::pairs::Pair;
 use flashtile::Codec;
 
-/// Bits of an element that a cache of half precision has.
+/// Bits per element of a half-precision cache.
 pub(super) const HALF_BITS: f64 = 16.0;
 
-/// How much less divergence centering must leave than no centering to be worth a mean beside the cache.
+/// Factor by which centering must reduce the divergence to be worth storing a mean.
 const CENTRING: f64 = 0.9;
 
-/// What a pair of codecs may do to attention, in each pair of tensors; positive.
+/// Limits of what a pair of codecs may do to attention, for each pair of tensors; positive.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Gate {
-    /// Mean divergence of the weights, in nats.
+    /// Mean divergence of the probabilities, in nats.
     pub(super) kl: f64,
     /// Relative root mean square error of the output.
     pub(super) nrmse: f64,
 }
 
-/// A codec of keys and one of values, by their places in [`Codecs`].
+/// A codec of keys and one of values, as indices in [`Codecs`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Candidate {
     pub(super) key: usize,
     pub(super) value: usize,
-    /// Bits of an element, keys and values together.
+    /// Bits per element, keys and values together.
     pub(super) bits: f64,
-    /// The greatest divergence of a pair of tensors.
+    /// The largest divergence of any pair of tensors.
     pub(super) kl: f64,
-    /// The greatest error of a pair of tensors.
+    /// The largest error of any pair of tensors.
     pub(super) nrmse: f64,
 }
 
@@ -37,23 +37,23 @@ impl Candidate {
         self.kl <= gate.kl && self.nrmse <= gate.nrmse
     }
 
-    /// How many times the gate its errors are, those that are within it not counted: 1 where it meets the gate.
+    /// The product of the ratios by which its errors exceed the gate: 1 if it meets the gate.
     fn excess(&self, gate: Gate) -> f64 {
         (self.kl / gate.kl).max(1.0) * (self.nrmse / gate.nrmse).max(1.0)
     }
 }
 
-/// What was chosen.
+/// The recommendation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choice {
     pub(super) best: Candidate,
-    /// Whether it meets the gate; otherwise it is the nearest to it.
+    /// Whether it meets the gate; otherwise it is the nearest candidate.
     pub(super) meets: bool,
-    /// The one nearest to the gate of those that are cheaper.
+    /// The cheaper candidate that is nearest to the gate.
     pub(super) cheaper: Option<Candidate>,
 }
 
-/// Bits of an element of the keys and values of all pairs.
+/// Bits per element of the keys and values of all pairs.
 pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2]) -> f64 {
     let (mut bytes, mut elements) = (0.0, 0.0);
     for (pair, measured) in pairs {
@@ -65,7 +65,8 @@ pub(super) fn bits(pairs: &[(&Pair<'_>, &Measured)], [k, v]: [Codec; 2]) -> f64 
     8.0 * bytes / elements
 }
 
-/// Every pair of codecs that stores all tensors in less than f16 takes, of which one at least quantizes. Only pairs of tensors with queries count.
+/// Every pair of codecs that can store all tensors in fewer bits than f16, at least one of them quantizing. Only
+/// pairs of tensors with queries count.
 pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> Vec<Candidate> {
     let judged: Vec<&Measured> =
         pairs.iter().map(|(_, measured)| *measured).filter(|m| m.all.queries > 0).collect();
@@ -78,7 +79,7 @@ pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> V
             let plain = k.codec.dtype().is_some() && v.dtype().is_some();
             let stored = pairs.iter().all(|(_, m)| m.all.keys[key].is_ok() && m.all.values[value].is_ok());
             let bits = bits(pairs, [k.codec, *v]);
-            // A scale of a short row takes more than its codes save.
+            // The scale of a short row may take more than its codes save.
             if plain || !stored || bits >= HALF_BITS {
                 continue;
             }
@@ -97,8 +98,8 @@ pub(super) fn candidates(pairs: &[(&Pair<'_>, &Measured)], codecs: &Codecs) -> V
     candidates
 }
 
-/// The cheapest candidate that meets the gate, of equally cheap ones that with the least divergence, then error; where none
-/// does, the quantizing pair that is nearest to it.
+/// The cheapest candidate that meets the gate; among equally cheap ones the one with the smallest divergence, then
+/// error. If none does, the quantizing pair that is nearest to the gate.
 pub(super) fn choose(candidates: &[Candidate], codecs: &Codecs, gate: Gate) -> Option<Choice> {
     let worth_it = |c: &&Candidate| {
         let of = codecs.keys[c.key];
@@ -106,7 +107,7 @@ pub(super) fn choose(candidates: &[Candidate], codecs: &Codecs, gate: Gate) -> O
             let other = codecs.keys[o.key];
             o.value == c.value && other.codec == of.codec && other.centered != of.centered
         };
-        // One of the two is left: the centered one where it gains enough, or where the other misses the gate and it does not.
+        // Keep either the centered or the plain one: centered if it gains enough, or if only it meets the gate.
         candidates.iter().find(other).is_none_or(|other| {
             let (plain, centered) = if of.centered { (other, *c) } else { (*c, other) };
             let gains = centered.kl < CENTRING * plain.kl || (centered.meets(gate) && !plain.meets(gate));
@@ -174,14 +175,14 @@ mod tests {
         let choice = choose(&all, &codecs(), GATE).unwrap();
         assert!(choice.meets && choice.best == all[2], "{choice:?}");
         assert_eq!(choice.cheaper, Some(all[4]));
-        // A gain that is too small to center for.
+        // The gain is too small for centering.
         let mut close = all;
         close[2].kl = 8.9e-5;
         assert_eq!(choose(&close, &codecs(), GATE).unwrap().best, all[1]);
-        // Unless it is what makes the gate.
+        // Unless centering is needed to meet the gate.
         (close[1].kl, close[2].kl) = (1.05e-4, 9.9e-5);
         assert_eq!(choose(&close, &codecs(), GATE).unwrap().best, close[2]);
-        // Plain keys are the last resort that meets it.
+        // Plain keys are the last resort that meets the gate.
         let strict = Gate { kl: 1e-6, ..GATE };
         let choice = choose(&all, &codecs(), strict).unwrap();
         assert!(choice.meets && choice.best == all[0] && choice.cheaper == Some(all[2]), "{choice:?}");
@@ -196,7 +197,7 @@ mod tests {
         ];
         let choice = choose(&all, &codecs(), GATE).unwrap();
         assert!(!choice.meets && choice.best == all[1] && choice.cheaper.is_none(), "{choice:?}");
-        // Errors without a number.
+        // NaN errors.
         let endless = [candidate(2, 1, [6.6, f64::INFINITY, f64::INFINITY])];
         assert!(!choose(&endless, &codecs(), GATE).unwrap().meets);
         assert!(choose(&[], &codecs(), GATE).is_none());

@@ -1,16 +1,17 @@
-//! What keys are like: a constant part, channels that deviate more than others.
+//! Properties of keys: a constant component, channels with outliers.
 
 use serde_json::{Value, json};
 
-/// Ratio of the mean key to the spread around it from which a mean that is left in takes half a bit of the codes or more: codes
-/// resolve a fixed part of the whole, whose energy is `1 + ratio^2` times that of the spread.
+/// Ratio of the mean key's norm to the spread around it from which a mean that is not subtracted costs half a bit or
+/// more: codes resolve a fixed fraction of the whole, whose energy is `1 + ratio^2` times that of the spread.
 pub(super) const BIAS: f64 = 1.0;
 
-/// Energy of the channel that deviates most over that of all channels at the median, from which it is an outlier: a rotation spreads
-/// errors evenly over all channels, and half of their energy is that one channel's then, which is half a bit of all others.
+/// Energy of the channel with the largest deviation, relative to that of all channels at the median, from which it is
+/// an outlier: a rotation spreads errors evenly over all channels, so that then half of every channel's error energy
+/// comes from that one channel, which costs half a bit.
 pub(super) const OUTLIER: f64 = 1.0;
 
-/// A ratio, and the head where it is greatest, in one of the sequences.
+/// A ratio, and the head of the sequence in which it is largest.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Worst {
     pub(super) ratio: f64,
@@ -23,13 +24,13 @@ impl Worst {
     }
 }
 
-/// What the keys of a head are like in one sequence, or the worst of several: each number for itself.
+/// Properties of a head's keys in one sequence, or the worst of several, each value independently.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Diagnosis {
-    /// `||mean key||` over the root mean square of `||key - mean||`; infinite where all keys are the same.
+    /// `||mean key||` over the root mean square of `||key - mean||`; infinite if all keys are equal.
     pub(super) bias: Worst,
-    /// Standard deviation of the channel that deviates most over that of the median channel; infinite where half of them are
-    /// constant.
+    /// Standard deviation of the channel that deviates most over that of the median channel; infinite if half of the
+    /// channels are constant.
     pub(super) channel: Worst,
     /// That channel.
     pub(super) index: usize,
@@ -38,7 +39,7 @@ pub(super) struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Of the keys `[tokens, head_dim]` of a head in a sequence.
+    /// For the keys `[tokens, head_dim]` of a head in a sequence.
     pub(super) fn of(keys: &[f32], head_dim: usize, head: usize) -> Self {
         let tokens = (keys.len() / head_dim) as f64;
         let mut mean = vec![0.0f64; head_dim];
@@ -59,30 +60,30 @@ impl Diagnosis {
         let mut sorted = variance;
         sorted.sort_by(f64::total_cmp);
         let median = sorted[(head_dim - 1) / 2];
-        // Keys that are all alike have no channel that deviates.
+        // Equal keys have no channel that deviates.
         let channel = if most == 0.0 { 1.0 } else { ratio(most, median) };
         Self { bias: Worst { ratio: bias, head }, channel: Worst { ratio: channel, head }, index, head_dim }
     }
 
-    /// The worse of two, each number for itself.
+    /// The worse of two, each value independently.
     pub(super) fn worse(self, other: Self) -> Self {
         let index = if other.channel.ratio > self.channel.ratio { other.index } else { self.index };
         Self { bias: self.bias.max(other.bias), channel: self.channel.max(other.channel), index, ..self }
     }
 
-    /// Bits of the codes that a mean takes where it is left in.
+    /// Bits that a mean costs if it is not subtracted.
     pub(super) fn bits_lost(&self) -> f64 {
         (1.0 + self.bias.ratio * self.bias.ratio).log2() / 2.0
     }
 
-    /// Whether a channel is an outlier: its energy is that of all channels at the median or more, and there are others whose errors are
-    /// its doing.
+    /// Whether a channel is an outlier: its energy is at least that of all channels at the median, and there are
+    /// other channels that it harms.
     fn outlier(&self) -> bool {
         let energy = self.channel.ratio * self.channel.ratio / self.head_dim as f64;
         self.head_dim > 1 && energy >= OUTLIER
     }
 
-    /// What the bias means.
+    /// What the mean implies.
     pub(super) fn bias_words(&self) -> String {
         let ratio = self.bias.ratio;
         if !ratio.is_finite() {
@@ -95,7 +96,7 @@ impl Diagnosis {
         )
     }
 
-    /// What the channels mean.
+    /// What the channels imply.
     pub(super) fn channel_words(&self) -> String {
         let ratio = self.channel.ratio;
         if self.head_dim == 1 {
@@ -128,12 +129,12 @@ impl Diagnosis {
     }
 }
 
-/// Root of a ratio of energies.
+/// Square root of a ratio of energies.
 fn ratio(a: f64, b: f64) -> f64 {
     if a == 0.0 { 0.0 } else { (a / b).sqrt() }
 }
 
-/// A number of a JSON document, which has no infinities.
+/// A number for JSON, which has no infinities.
 pub(super) fn finite(x: f64) -> Option<f64> {
     x.is_finite().then_some(x)
 }
@@ -144,7 +145,7 @@ mod tests {
 
     #[test]
     fn bias_and_channels_are_those_put_in() {
-        // Four channels, of which the third deviates by 6 and the others by 1, around a mean of norm 5.
+        // Four channels around a mean of norm 5: the third deviates by 6, the others by 1.
         let keys: Vec<f32> =
             [1.0f32, -1.0].iter().flat_map(|s| [3.0 + s, s * 1.0, 4.0 + 6.0 * s, s * 1.0]).collect();
         let found = Diagnosis::of(&keys, 4, 7);
@@ -152,17 +153,17 @@ mod tests {
         assert!((found.channel.ratio - 6.0).abs() < 1e-9 && found.index == 2 && found.channel.head == 7);
         assert!(found.outlier() && found.channel_words().contains("an outlier"));
         assert!(found.bias_words().contains("is optional"), "{}", found.bias_words());
-        // Without spread, and without anything.
+        // Without spread, and with nothing at all.
         let same = Diagnosis::of(&[2.0; 12], 4, 1);
         assert!(same.bias.ratio.is_infinite() && same.bias_words().contains("same for every token"));
         assert_eq!((same.channel.ratio, finite(same.bits_lost())), (1.0, None));
         let zeros = Diagnosis::of(&[0.0; 12], 4, 0);
         assert_eq!((zeros.bias.ratio, zeros.channel.ratio), (0.0, 1.0));
-        // One channel has no other beside it.
+        // A single channel has no others.
         let one = Diagnosis::of(&[1.0, -1.0, 3.0], 1, 0);
         assert!(!one.outlier() && one.channel_words().contains("one channel"), "{one:?}");
         assert_eq!(one.json()["outlier"], false);
-        // A mean of 23 spreads.
+        // The mean is 23 times the spread.
         let keys: Vec<f32> = [1.0f32, -1.0].iter().flat_map(|s| [23.0 + s, 23.0 - s]).collect();
         let biased = Diagnosis::of(&keys, 2, 3);
         assert!((biased.bias.ratio - 23.0).abs() < 1e-6 && (biased.bits_lost() - 4.525).abs() < 1e-2);

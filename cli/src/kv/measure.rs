@@ -1,4 +1,4 @@
-//! What codecs do to the heads of every pair.
+//! Measures what codecs do to the heads of every pair.
 
 use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
@@ -13,18 +13,17 @@ use flashtile::{Codec, Sequence};
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// Codecs that are compared: those that have rows of the dimensions of every pair.
+/// Codecs to compare: those that support the dimensions of every pair.
 pub(super) struct Codecs {
-    /// Plain elements as they are, quantized ones with and without centering.
+    /// Plain elements, and quantized ones with and without centering.
     pub(super) keys: Vec<KeyCodec>,
     pub(super) values: Vec<Codec>,
-    /// Those that are left out, and why: a pair has dimensions that they have not.
+    /// Codecs that are left out because they do not support a pair's dimensions.
     pub(super) left_out: Vec<(Codec, String)>,
 }
 
 impl Codecs {
-    /// Those asked for, or where none are, all that store any dimension and have fewer bits than f32, which is what caches are to be
-    /// smaller than.
+    /// The codecs asked for, or by default all that support any dimension and have fewer bits than f32.
     pub(super) fn of(pairs: &[Pair<'_>], asked: &[Codec]) -> failure::Result<Self> {
         let mut codecs = Self { keys: Vec::new(), values: Vec::new(), left_out: Vec::new() };
         let usual = |codec: &Codec| codec.supports(1) && *codec != Codec::F32;
@@ -53,11 +52,11 @@ impl Codecs {
     }
 }
 
-/// Errors summed over queries of one or more heads.
+/// Errors, summed over the queries of one or more heads.
 #[derive(Debug, Clone)]
 pub(super) struct Sums {
     pub(super) queries: usize,
-    /// Of each codec of keys, or the row that it does not store.
+    /// For each codec of keys, its errors, or the row that it cannot store.
     pub(super) keys: Vec<Result<KeyErrors, String>>,
     pub(super) values: Vec<Result<Deviation, String>>,
     /// `[codecs of keys][codecs of values]`.
@@ -98,7 +97,7 @@ impl Sums {
         }
     }
 
-    /// Sum of sums.
+    /// The sum over heads.
     pub(super) fn total<'s>(all: impl IntoIterator<Item = &'s Self>) -> Option<Self> {
         let mut all = all.into_iter();
         let mut total = all.next()?.clone();
@@ -106,17 +105,17 @@ impl Sums {
         Some(total)
     }
 
-    /// Relative mean square error of keys in a codec.
+    /// Relative mean square error of the keys in a codec.
     pub(super) fn k_error(&self, key: usize) -> Option<f64> {
         self.keys[key].as_ref().ok().map(|errors| errors.rows.relative())
     }
 
-    /// Relative mean square error of values in a codec.
+    /// Relative mean square error of the values in a codec.
     pub(super) fn v_error(&self, value: usize) -> Option<f64> {
         self.values[value].as_ref().ok().map(|errors| errors.relative())
     }
 
-    /// Root mean square error of the logits over queries.
+    /// Root mean square error of the logits, over queries.
     pub(super) fn logit_rmse(&self, key: usize) -> Option<f64> {
         self.of_queries(self.keys[key].as_ref().ok()?.logits).map(f64::sqrt)
     }
@@ -137,16 +136,16 @@ impl Sums {
     }
 }
 
-/// An error that is no number, as infinite elements make it, is as large as any.
+/// A NaN error, which infinite elements cause, counts as the largest.
 fn number(x: f64) -> f64 {
     if x.is_nan() { f64::INFINITY } else { x }
 }
 
-/// What was found of a pair.
+/// Results for a pair.
 pub(super) struct Measured {
-    /// Of each key/value head.
+    /// For each key/value head.
     pub(super) heads: Vec<Sums>,
-    /// Of all of them.
+    /// Over all heads.
     pub(super) all: Sums,
     pub(super) diagnosis: Diagnosis,
     /// Tokens of all sequences.
@@ -154,7 +153,7 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// The head with the greatest mean divergence, and that.
+    /// The head with the largest mean divergence, and that divergence.
     pub(super) fn worst_head(&self, key: usize) -> Option<(usize, f64)> {
         let heads = self.heads.iter().enumerate().filter_map(|(head, sums)| Some((head, sums.kl(key)?)));
         heads.max_by(|a, b| a.1.total_cmp(&b.1))
@@ -169,10 +168,10 @@ struct Unit {
     head: usize,
 }
 
-/// What was found of a head, or why there is nothing.
+/// Results for a head, or why there are none.
 type Found = Result<(Sums, Diagnosis), String>;
 
-/// Compares every codec on every head of every pair, or says why a pair has no answer.
+/// Compares every codec on every head of every pair; for each pair its results, or why there are none.
 pub(super) fn measure(pairs: &[Pair<'_>], codecs: &Codecs, rows: usize) -> Vec<Result<Measured, String>> {
     let units: Vec<Unit> = pairs.iter().enumerate().flat_map(|(pair, of)| units(pair, of)).collect();
     let progress = progress(units.len() as u64);
@@ -202,14 +201,14 @@ fn units(pair: usize, of: &Pair<'_>) -> impl Iterator<Item = Unit> {
     units_of(of).map(move |(sequence, head)| Unit { pair, sequence, head })
 }
 
-/// Sequences that have tokens, and heads.
+/// Sequences with tokens, times heads.
 fn units_of(of: &Pair<'_>) -> impl Iterator<Item = (usize, usize)> {
     let heads = of.problem.dims().kv_heads;
     let sequences = of.problem.sequences().iter().enumerate().filter(|(_, sequence)| sequence.kv_len > 0);
     sequences.flat_map(move |(index, _)| (0..heads).map(move |head| (index, head)))
 }
 
-/// Puts the heads of a pair together.
+/// Combines the heads of a pair.
 fn gather(pair: &Pair<'_>, codecs: &Codecs, found: Vec<(Unit, Found)>) -> Result<Measured, String> {
     let mut heads: Vec<Option<Sums>> = vec![None; pair.problem.dims().kv_heads];
     let mut diagnosis: Option<Diagnosis> = None;
@@ -225,7 +224,7 @@ fn gather(pair: &Pair<'_>, codecs: &Codecs, found: Vec<(Unit, Found)>) -> Result
     let (Some(all), Some(diagnosis)) = (Sums::total(&heads), diagnosis) else {
         return Err("it has no rows".to_owned());
     };
-    // A pair that no quantizing codec stores has no answer; one that some store has.
+    // A pair that no quantizing codec can store has no result.
     let quantized = |codec: &Codec| codec.dtype().is_none();
     let of_keys = codecs.keys.iter().zip(&all.keys).filter(|(key, _)| quantized(&key.codec));
     let of_values = codecs.values.iter().zip(&all.values).filter(|(codec, _)| quantized(codec));
@@ -237,7 +236,7 @@ fn gather(pair: &Pair<'_>, codecs: &Codecs, found: Vec<(Unit, Found)>) -> Result
     Ok(Measured { heads, all, diagnosis, tokens })
 }
 
-/// The reason of the last refusal, where there is nothing but refusals.
+/// The reason of the last refusal, if all codecs refuse.
 fn refusal<'s, T: 's>(all: impl Iterator<Item = &'s Result<T, String>>) -> Option<String> {
     let mut last = None;
     for one in all {
@@ -246,13 +245,13 @@ fn refusal<'s, T: 's>(all: impl Iterator<Item = &'s Result<T, String>>) -> Optio
     last
 }
 
-/// Evenly spaced numbers below `count`, at most `most` of them.
+/// At most `most` evenly spaced integers below `count`.
 fn sample(count: usize, most: usize) -> Vec<usize> {
     let most = most.min(count);
     (0..most).map(|n| ((2 * n as u128 + 1) * count as u128 / (2 * most as u128)) as usize).collect()
 }
 
-/// Rows of each query head that are looked at, of a pair.
+/// Query rows of a pair that are measured, for each query head.
 pub(super) fn sampled(pair: &Pair<'_>, rows: usize) -> (usize, usize) {
     let rows_of = |sequence: &Sequence| pair.query_rows(sequence);
     let all = pair.problem.sequences().iter().map(rows_of);
@@ -284,7 +283,8 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
     }
 
-    // What a cache learns: the mean of the first rows that are written, those of the first sequence that has any.
+    // The mean that a cache would learn: that of the first rows written, which are those of the first sequence that
+    // has any.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
     let of_first = |k: &[f32]| mean_row(&k[..k.len().min(MEAN_ROWS * dims.head_dim)], dims.head_dim);
     let mean =

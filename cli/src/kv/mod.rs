@@ -1,4 +1,4 @@
-//! `flashtile kv`: what the codecs of KV caches would do to keys and values, and which to take.
+//! `flashtile kv`: what codecs of KV caches would do to given keys and values, and which to use.
 
 mod choice;
 mod diagnosis;
@@ -22,10 +22,10 @@ use pairs::{Listing, Refused};
 use report::Report;
 use std::process::ExitCode;
 
-/// Tensors that change the weights of a model and are not part of the report.
+/// Tensors that change attention probabilities and that the report does not take into account.
 const OF_WEIGHTS: [&str; 3] = ["mask", "sinks", "alibi_slopes"];
 
-/// Exit status where a pair has no answer.
+/// Exit status if a pair has no result.
 const REFUSED: u8 = 2;
 
 pub(crate) fn run(args: &KvArgs) -> Result<ExitCode> {

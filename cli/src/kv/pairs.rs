@@ -11,12 +11,12 @@ use crate::report;
 use flashtile::{Dims, Dtype, Problem, ProblemDesc, Sequence, Sequences};
 use std::collections::BTreeSet;
 
-/// Answers in the files of `flashtile run`.
+/// Answers in the files of `flashtile run`, which are not inputs.
 const ANSWERS: [&str; 2] = ["out", "lse"];
 
-/// Keys and values of one layer, with queries where there are some.
+/// Keys and values of one layer, with queries if there are any.
 pub(super) struct Pair<'a> {
-    /// What the names have in common, or both names where that is nothing.
+    /// The part that the names have in common, or both names if there is none.
     pub(super) name: String,
     /// Names of keys, values and queries.
     pub(super) tensors: [String; 3],
@@ -24,7 +24,8 @@ pub(super) struct Pair<'a> {
     pub(super) keys_as_queries: bool,
     /// Whether there are queries.
     pub(super) has_queries: bool,
-    /// Of dtype f32, whatever the tensors are. Without queries its query heads are the key/value heads, and it has no rows.
+    /// With dtype f32, whatever the tensors have. Without queries, it has as many query heads as key/value heads and
+    /// no query rows.
     pub(super) problem: Problem,
     order: Order,
     k: Tensor<'a>,
@@ -32,22 +33,22 @@ pub(super) struct Pair<'a> {
     q: Option<Tensor<'a>>,
 }
 
-/// Tensors that make no pair, and why.
+/// Tensors that do not form a pair, and why.
 pub(super) struct Refused {
     pub(super) name: String,
     pub(super) why: Failure,
 }
 
-/// What a file holds.
+/// The pairs of a file.
 pub(super) struct Listing<'a> {
     pub(super) pairs: Vec<Pair<'a>>,
     pub(super) refused: Vec<Refused>,
-    /// Names of tensors that have no place in a pair.
+    /// Names of tensors that belong to no pair.
     pub(super) unread: Vec<String>,
 }
 
 impl<'a> Listing<'a> {
-    /// Finds every pair. Only a file without one is refused as a whole.
+    /// Finds every pair. Only a file without any is refused as a whole.
     pub(super) fn read(archive: &Archive<'a>, args: &KvArgs) -> Result<Self> {
         if let Some(name) = archive.names().find(|name| PACKED.contains(name)) {
             let what = format_args!(
@@ -141,7 +142,7 @@ impl<'a> Pair<'a> {
         let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
         let mut desc = ProblemDesc::new(dims, Dtype::F32);
         let semantics = &args.semantics;
-        // Rows of keys alone have no positions to be doubtful about.
+        // Keys without queries need no positions.
         if q_len > 0 {
             desc.visibility = semantics.visibility();
             desc.q_offset = semantics.q_offset;
@@ -177,7 +178,7 @@ impl<'a> Pair<'a> {
         self.rows(&self.v, sequence, head, 0..sequence.kv_len)
     }
 
-    /// Query rows of a sequence that stand for a token: of padded queries, as many as there are keys.
+    /// Query rows of a sequence that belong to tokens: of padded queries, as many as there are keys.
     pub(super) fn query_rows(&self, sequence: &Sequence) -> usize {
         let dims = self.problem.dims();
         if dims.q_len == dims.kv_len { sequence.kv_len } else { sequence.q_len }

@@ -1,4 +1,4 @@
-//! Errors against bits, as SVG.
+//! Errors by bits, as SVG.
 
 use super::measure::Sums;
 use super::report::Report;
@@ -14,20 +14,20 @@ use plotters::prelude::{
 /// Colour of the gate.
 const GREY: RGBColor = RGBColor(110, 110, 110);
 
-/// Times the largest and the smallest number that is left free above and below what is drawn.
+/// Margin above and below the plotted values, as a factor.
 const MARGIN: f64 = 2.0;
 
-/// One error of every codec.
+/// One kind of error for every codec.
 struct Panel {
     title: String,
     error: &'static str,
     lines: Vec<Line>,
-    /// Names of codecs at their places.
+    /// Names of codecs, placed at their points.
     names: Vec<((f64, f64), String)>,
     gate: f64,
-    /// The codecs that are recommended, over all pairs of tensors.
+    /// The recommended codecs for all pairs of tensors.
     chosen: Option<((f64, f64), String)>,
-    /// What the gate is compared with: their error in the worst pair of tensors, of several.
+    /// Their error in the worst pair of tensors, which the gate applies to, if there are several.
     worst: Option<((f64, f64), String)>,
 }
 
@@ -37,16 +37,16 @@ impl Panel {
     }
 }
 
-/// Ratio of the errors of a codec with keys as they are and centered, either way, from which both points are named.
+/// Ratio of a codec's errors with plain and with centered keys from which both points are named.
 const APART: f64 = 1.5;
 
-/// Draws a panel of divergences and one of errors of the output; a line with keys as they are, one with keys centered.
+/// Draws a panel of divergences and one of output errors, each with a line for plain keys and one for centered keys.
 pub(super) fn draw(report: &Report<'_>, all: &Sums, destination: &Destination) -> Result<()> {
     let kl = |of: &Sums, [key, _]: [usize; 2]| of.kl(key);
     let nrmse = |of: &Sums, [key, value]: [usize; 2]| of.nrmse(key, value);
     let kl = panel(report, all, ("divergence of the weights", "KL, nats", report.gate.kl), &kl);
     let nrmse = panel(report, all, ("error of the output", "NRMSE", report.gate.nrmse), &nrmse);
-    // An error of 0, or one that is not finite, has no place on a logarithmic axis.
+    // An error that is 0 or not finite cannot be drawn on a logarithmic axis.
     let panels: Vec<Panel> = [kl, nrmse].into_iter().filter(|panel| !panel.is_empty()).collect();
     if panels.is_empty() {
         return Err(Failure::at("--svg", "nothing to draw, no codec has an error that is finite and not 0"));
@@ -76,7 +76,7 @@ fn panel(
         let mut line = Line::named(if centered { "keys centered (rings)" } else { "keys as they are" });
         line.rings = centered;
         for ((place, name), at) in points.iter().zip(0..) {
-            // A codec that another beats is no step on the way from few bits to small errors.
+            // A codec that another one beats is not on the line from few bits to small errors.
             let beats = |(other, _): &((f64, f64), String)| other.0 <= place.0 && other.1 < place.1;
             let beaten = points.iter().enumerate().any(|(other, of)| other != at && beats(of));
             if beaten {
@@ -84,7 +84,7 @@ fn panel(
             } else {
                 line.points.push(*place)
             }
-            // Names of points that nearly lie on each other would too.
+            // Names at points close to each other would overlap.
             let near = |(other, known): &((f64, f64), String)| {
                 known == name && other.1 < APART * place.1 && place.1 < APART * other.1
             };
@@ -143,7 +143,7 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .draw()?;
-    // Logarithms have the height of the panel: a part of it is a power.
+    // The axis is logarithmic: a fraction of the panel's height is a power.
     let lift = (most / least).powf(0.05);
     let font = ("sans-serif", 12).into_font();
     let gate = [(1.5, panel.gate), (right, panel.gate)];

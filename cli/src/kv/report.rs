@@ -1,11 +1,11 @@
-//! The answers of one file.
+//! The results of one file.
 
 use super::choice::{self, Candidate, Choice, Gate};
 use super::measure::{Codecs, Measured, Sums};
 use super::options::KvArgs;
 use super::pairs::{Pair, Refused};
 
-/// Everything that is reported.
+/// Everything in the report.
 pub(super) struct Report<'a> {
     pub(super) args: &'a KvArgs,
     pub(super) codecs: &'a Codecs,
@@ -13,25 +13,25 @@ pub(super) struct Report<'a> {
     pub(super) pairs: Vec<(&'a Pair<'a>, &'a Measured)>,
     pub(super) refused: &'a [Refused],
     pub(super) unread: &'a [String],
-    /// Of all pairs that have an answer; `None` where none has.
+    /// Over all pairs with results; `None` if there are none.
     pub(super) all: Option<Sums>,
     pub(super) candidates: &'a [Candidate],
     pub(super) choice: Option<Choice>,
 }
 
 impl Report<'_> {
-    /// Bits of an element with both in a codec.
+    /// Bits per element if keys and values are in one codec.
     pub(super) fn bits(&self, key: usize, value: usize) -> f64 {
         choice::bits(&self.pairs, [self.codecs.keys[key].codec, self.codecs.values[value]])
     }
 
-    /// The codec of values that is also that of keys.
+    /// The codec of the values that is the codec of the keys.
     pub(super) fn same(&self, key: usize) -> usize {
         let codec = self.codecs.keys[key].codec;
         self.codecs.values.iter().position(|value| *value == codec).unwrap_or(0)
     }
 
-    /// The head of all pairs with the greatest mean divergence: pair, head, divergence.
+    /// The head of all pairs with the largest mean divergence: pair, head, divergence.
     pub(super) fn worst_head(&self, key: usize) -> Option<(&str, usize, f64)> {
         let heads = self.pairs.iter().filter_map(|(pair, measured)| {
             let (head, kl) = measured.worst_head(key)?;

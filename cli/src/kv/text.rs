@@ -7,14 +7,14 @@ use super::pairs::Pair;
 use super::report::Report;
 use crate::report::{Table, counted};
 
-/// Most pairs of tensors that are listed where not all are asked for.
+/// Largest number of pairs of tensors that are listed by default.
 const MAX_PAIRS: usize = 64;
 
-/// The columns of errors.
+/// The error columns.
 const ERRORS: [&str; 6] = ["k error", "v error", "logit rmse", "kl", "worst kl", "nrmse"];
 
 impl Report<'_> {
-    /// Of errors over all pairs.
+    /// Errors over all pairs.
     pub(super) fn text(&self, all: &Sums) -> String {
         let mut text = self.heading();
         text += &self.missing();
@@ -87,7 +87,7 @@ impl Report<'_> {
         text
     }
 
-    /// Where columns have no numbers, or such as need a word.
+    /// Notes about columns that are empty or need an explanation.
     fn missing(&self) -> String {
         let names = |is: &dyn Fn(&Pair<'_>) -> bool| -> Vec<&str> {
             self.pairs.iter().filter(|(pair, _)| is(pair)).map(|(pair, _)| pair.name.as_str()).collect()
@@ -113,7 +113,7 @@ impl Report<'_> {
         text
     }
 
-    /// A row for each codec with both keys and values in it.
+    /// A row for each codec of both keys and values.
     fn codecs_table(&self, sums: &Sums, worst: impl Fn(usize) -> String) -> Table {
         let mut table = Table::new(["codec", "bits"].into_iter().chain(ERRORS));
         for centered in [false, true] {
@@ -134,7 +134,7 @@ impl Report<'_> {
         table
     }
 
-    /// The greatest divergence of a head, and which head.
+    /// The largest divergence of a head, and which head.
     fn worst_kl(&self, key: usize) -> String {
         match self.worst_head(key) {
             Some((name, head, kl)) if self.pairs.len() > 1 && kl > 0.0 => {
@@ -147,13 +147,13 @@ impl Report<'_> {
     fn of_head(worst: Option<(usize, f64)>) -> String {
         match worst {
             None => "-".to_owned(),
-            // There is no worst of heads without errors.
+            // Without errors there is no worst head.
             Some((_, 0.0)) => small(0.0),
             Some((head, kl)) => format!("{} head {head}", small(kl)),
         }
     }
 
-    /// Codecs that some pair of tensors cannot be stored in, while others can.
+    /// Codecs that can store only some of the pairs of tensors.
     fn refusals(&self) -> String {
         let mut text = String::new();
         for (pair, measured) in &self.pairs {
@@ -174,7 +174,7 @@ impl Report<'_> {
         text
     }
 
-    /// What the keys are like where that is worst.
+    /// Properties of the keys at their worst.
     fn diagnosis(&self) -> String {
         let worst = |of: fn(&Measured) -> f64| {
             self.pairs.iter().max_by(|a, b| of(a.1).total_cmp(&of(b.1))).map(|(pair, m)| (pair, &m.diagnosis))
@@ -201,7 +201,7 @@ impl Report<'_> {
         format!("keys {}{centered}, values {value}: {:.2} bits an element", key.codec, candidate.bits)
     }
 
-    /// What stores keys and values so.
+    /// The options that store keys and values that way.
     fn options(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
         let center = if key.centered { " --center" } else { "" };
@@ -233,7 +233,7 @@ impl Report<'_> {
         Some(text)
     }
 
-    /// A row for each pair of tensors in one pair of codecs.
+    /// A row for each pair of tensors with the recommended codecs.
     fn pairs_table(&self, candidate: Candidate) -> String {
         let mut table = Table::new(["pair", "bias", "outlier"].into_iter().chain(ERRORS));
         let mut listed: Vec<(usize, f64)> = (0..self.pairs.len())
@@ -263,7 +263,7 @@ impl Report<'_> {
     }
 }
 
-/// Cells of the columns of errors.
+/// Cells of the error columns.
 fn errors(sums: &Sums, [key, value]: [usize; 2], worst: String) -> [String; 6] {
     let cell = |x: Option<f64>| x.map_or_else(|| "-".to_owned(), small);
     [
@@ -276,7 +276,7 @@ fn errors(sums: &Sums, [key, value]: [usize; 2], worst: String) -> [String; 6] {
     ]
 }
 
-/// An error: two digits, with an exponent where it is small.
+/// An error with two digits, with an exponent if it is small.
 fn small(x: f64) -> String {
     if x == 0.0 || !x.is_finite() {
         x.to_string()

@@ -4,7 +4,7 @@ use crate::files::{Folder, Tensor, flashtile, qkv, stderr, stdout};
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
-/// Standard output of a command that succeeds and has nothing to remark.
+/// Standard output of a command that succeeds and prints nothing on standard error.
 pub(crate) fn ok(args: &[&str]) -> String {
     let output = flashtile(args);
     assert!(output.status.success() && output.stderr.is_empty(), "{args:?}: {}", stderr(&output));
@@ -112,7 +112,7 @@ fn plans_of_steps_over_a_cache() {
         (&serde_json::json!([0, 8192]), &serde_json::json!(128))
     );
     assert_eq!(plan["kv_bytes"].as_f64().unwrap(), f64::from(8192 + 32 * 508) * 8.0 * 256.0 * 2.0);
-    // A window of which the first sequence sees no key of the prefix, and a sequence without queries.
+    // A window with which the first sequence sees no key of the prefix, and a sequence without queries.
     for (cached, window, keys) in [
         ("1:8192,1:4096,1:4096", &["--window", "255"][..], 2 * 256),
         ("0:4096,1:4200x3", &[], 4096 + 3 * 104),

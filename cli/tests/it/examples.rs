@@ -1,4 +1,4 @@
-//! The files of `examples/data`: those whose answers other implementations gave, and one that is made here.
+//! The files of `examples/data`: some have answers of other implementations, one is generated here.
 
 use crate::files::{Folder, Tensors, max_abs, nrmse, qkv, read, write};
 use safetensors::tensor::Dtype;
@@ -89,7 +89,7 @@ fn minilm_attention() {
     assert!(std::fs::read(&folder.output).unwrap() == bytes, "padding was read");
 }
 
-/// What `small_f16.safetensors` holds: a step of three queries over a grouped cache, small enough for the simulator.
+/// The contents of `small_f16.safetensors`: three queries over a cache with GQA, small enough for the simulator.
 fn small() -> Tensors {
     qkv(Dtype::F16, &[1, 4, 3, 64], &[1, 2, 12, 64], &[1, 2, 12, 64])
 }

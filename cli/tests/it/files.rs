@@ -33,7 +33,7 @@ impl Tensor {
         Self { dtype: Dtype::BOOL, shape: shape.to_vec(), bytes: values.map(u8::from).collect() }
     }
 
-    /// Values in [-1, 1] that a seed determines.
+    /// Values in [-1, 1], determined by a seed.
     pub(crate) fn random(dtype: Dtype, shape: &[usize], seed: u64) -> Self {
         let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
         let mut bytes = Vec::new();
@@ -84,7 +84,7 @@ impl Tensor {
 
 pub(crate) type Tensors = BTreeMap<String, Tensor>;
 
-/// q, k and v of the shapes given.
+/// q, k and v with these shapes.
 pub(crate) fn qkv(dtype: Dtype, q: &[usize], k: &[usize], v: &[usize]) -> Tensors {
     let tensor = |name: &str, shape, seed| (name.to_owned(), Tensor::random(dtype, shape, seed));
     BTreeMap::from([tensor("q", q, 1), tensor("k", k, 2), tensor("v", v, 3)])
@@ -96,7 +96,7 @@ pub(crate) fn write(path: &Path, tensors: &Tensors) {
     safetensors::serialize_to_file(views, None, path).unwrap();
 }
 
-/// Writes a header as it is, and data after it.
+/// Writes a header unchanged, followed by data.
 pub(crate) fn write_raw(path: &Path, header: &str, data: &[u8]) {
     let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
     bytes.extend(header.as_bytes());
@@ -133,7 +133,7 @@ pub(crate) fn threads() -> usize {
     std::thread::available_parallelism().unwrap().get()
 }
 
-/// A folder with an input file, for runs.
+/// A folder with an input file for `flashtile run`.
 pub(crate) struct Folder {
     folder: tempfile::TempDir,
     pub(crate) input: PathBuf,
@@ -178,7 +178,7 @@ impl Folder {
         read(&self.output)
     }
 
-    /// Runs and expects a refusal: status 2, one line that says `why`, and no file that was not there before.
+    /// Runs and expects a refusal: status 2, one line that contains `why`, and no new file.
     pub(crate) fn refuse(&self, options: &[&str], why: &str) {
         let before = self.names();
         let output = self.try_run(options);
@@ -196,7 +196,7 @@ pub(crate) fn assert_refused(output: &Output, why: &str, case: &str) {
     assert!(output.stdout.is_empty(), "{case}");
 }
 
-/// Root mean square difference over root mean square of what was expected.
+/// Root mean square difference relative to the root mean square of the expected values.
 pub(crate) fn nrmse(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let error: f64 = got.iter().zip(want).map(|(g, w)| (g - w).powi(2)).sum();
@@ -207,6 +207,6 @@ pub(crate) fn nrmse(got: &[f64], want: &[f64]) -> f64 {
 pub(crate) fn max_abs(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let difference = |(g, w): (&f64, &f64)| if g == w { 0.0 } else { (g - w).abs() };
-    // NaN must not hide in a maximum.
+    // A maximum would ignore NaN.
     got.iter().zip(want).map(difference).fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m })
 }

@@ -1,4 +1,4 @@
-//! Kernels of the kernel language: as a list, as text.
+//! Kernels of the kernel language: listed and printed.
 
 use crate::commands::ok;
 use crate::files::{Folder, assert_refused, flashtile};
@@ -37,7 +37,7 @@ fn lists() {
     assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &2560.into()));
 }
 
-/// An instance is the same program however it is chosen.
+/// An instance has the same source however it is selected.
 #[test]
 fn texts() {
     let by_options = ["kernels", "print", "merge", "--dtype", "bf16", "--value-dim", "128", "--target"];
@@ -88,7 +88,7 @@ fn texts_as_files() {
         let file = std::fs::read_to_string(texts.join(format!("{name}.metal"))).unwrap();
         assert_eq!(file, ok(&["kernels", "print", name, "--target", "msl"]));
     }
-    // Again, over what is there.
+    // Again, over existing files.
     assert_eq!(ok(&print), shown);
     let one = one.to_str().unwrap();
     assert_eq!(ok(&["kernels", "print", "mask_tiles", "--target", "rust", "-o", one]), "");

@@ -1,4 +1,4 @@
-//! `flashtile kv`, and runs with keys and values in a cache.
+//! `flashtile kv`, and runs over caches.
 
 use crate::files::{
     Folder, Tensor, Tensors, assert_refused, flashtile, nrmse, qkv, read, stderr, stdout, write,
@@ -29,7 +29,7 @@ fn minilm() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../examples/data/minilm_all_layers_f16.safetensors")
 }
 
-/// Codes are the same bytes on every machine; what sums differ by is below the digits that are printed.
+/// Codes are the same bytes on every machine; sums differ in digits that are not printed.
 #[test]
 fn the_readme_shows_what_is_printed() {
     let printed = text(&minilm(), &[]);
@@ -42,7 +42,7 @@ fn the_readme_shows_what_is_printed() {
     }
 }
 
-/// Place of a codec of keys in a report.
+/// Index of a codec of keys in a report.
 fn key(report: &Value, codec: &str, centered: bool) -> usize {
     let keys = report["keys"].as_array().unwrap();
     keys.iter().position(|key| key["codec"] == codec && key["centered"] == centered).unwrap()
@@ -52,12 +52,12 @@ fn value(report: &Value, codec: &str) -> usize {
     report["values"].as_array().unwrap().iter().position(|value| value == codec).unwrap()
 }
 
-/// Mean divergence with keys in a codec, of an object of errors.
+/// Mean divergence for a codec of keys, from an object of errors.
 fn kl(report: &Value, errors: &Value, codec: &str, centered: bool) -> f64 {
     errors["keys"][key(report, codec, centered)]["kl"].as_f64().unwrap()
 }
 
-/// q, k and v of one head of normal numbers, keys with a bias.
+/// q, k and v of one head with normal elements; keys have a bias.
 fn normal(tokens: usize, dim: usize, bias: f32) -> Tensors {
     let set = AttentionSet::normal([tokens, 48, dim], bias, 6);
     Tensors::from([
@@ -77,7 +77,7 @@ fn layers_of_a_model() {
     let report = json(&minilm(), &[]);
     assert_eq!(report["pairs"].as_array().unwrap().len(), 6);
     let all = &report["all"];
-    // Fewer bits are larger errors, and int8 is far nearer than fp8 of as many.
+    // Fewer bits give larger errors, and int8 much smaller ones than fp8 with as many bits.
     let order = ["int8", "tq6", "tq5", "tq4", "tq3", "tq2"];
     for centered in [false, true] {
         let kls = order.map(|codec| kl(&report, all, codec, centered));
@@ -96,7 +96,7 @@ fn layers_of_a_model() {
     assert_eq!(report["keys"][key(&report, "int8", false)]["bits"], 8.5);
     assert_eq!(report["keys"][key(&report, "tq5", true)]["bits"], 5.5);
 
-    // The recommendation is the cheapest that meets the gate in every layer.
+    // The recommendation is the cheapest pair that meets the gate in every layer.
     let best = &report["recommended"];
     assert_eq!(
         (&report["meets_gate"], &best["k"], &best["v"]),
@@ -120,7 +120,7 @@ fn layers_of_a_model() {
         bits(&report["nearest_cheaper"]) < bits(best) && report["nearest_cheaper"]["meets_gate"] == false
     );
 
-    // Wider gates are cheaper, and a gate that none meets has a nearest pair.
+    // Wider gates give cheaper pairs; with a gate that none meets, the nearest pair is reported.
     let few = |options: &[&'static str]| [&["--rows", "8"], options].concat();
     let wide = json(&minilm(), &few(&["--max-kl", "0.01", "--max-nrmse", "0.12"]));
     assert!(bits(&wide["recommended"]) < 5.0 && wide["meets_gate"] == true);
@@ -146,7 +146,7 @@ fn layers_of_a_model() {
     assert!(long.lines().count() > 6 * 18 && long.contains("\nlayer.3:\ncodec"), "{long}");
 }
 
-/// What the report says of all query rows is what a run with these codecs does.
+/// The errors reported over all query rows are those of a run with the same codecs.
 #[test]
 fn reports_are_what_runs_do() {
     let mut tensors = qkv(Dtype::F32, &[2, 4, 40, 48], &[2, 2, 90, 48], &[2, 2, 90, 32]);
@@ -165,7 +165,7 @@ fn reports_are_what_runs_do() {
         let said = report["all"]["nrmse"][key(&report, k, centered)][value(&report, v)].as_f64().unwrap();
         assert!((error - said).abs() < 2e-3 * said, "{k} {v} {centered}: run {error}, report {said}");
     }
-    // The other layout is the same report, but for names of shapes.
+    // The other layout gives the same report, except for the order of axes.
     let mut transposed = tensors.clone();
     for name in ["q", "k", "v"] {
         transposed.insert(name.into(), tensors[name].transposed());
@@ -239,7 +239,7 @@ fn files_without_queries() {
     assert!(
         text(&folder.input, &["--keys-as-queries"]).contains("queries are the keys themselves, as asked")
     );
-    // Of two pairs one with queries: that one is judged.
+    // Only one of two pairs has queries, and decides.
     let mut mixed = Tensors::new();
     for (name, tensor) in &normal(128, 32, 0.0) {
         mixed.insert(format!("a.{name}"), tensor.clone());
@@ -288,13 +288,13 @@ fn pairs_that_have_no_answer_leave_the_others() {
         assert!(line.starts_with("flashtile: ") && line.ends_with(why), "{line}");
         assert!(refused["name"] == name && refused["reason"].as_str().unwrap().ends_with(why), "{refused}");
     }
-    // None left: a line for each, and nothing else.
+    // Nothing is left: one line for each tensor, and no report.
     for name in ["layers.0.attn", "layers.2.attn", "layers.3.attn", "layers.4.attn"] {
         tensors.retain(|tensor, _| !tensor.starts_with(name));
     }
     write(&folder.input, &tensors);
     assert_refused(&kv(&folder.input, &[]), "row 3 of head 0 of k holds a NaN", "one bad pair");
-    // A document is one all the same, and a picture of nothing is none.
+    // JSON output is still a document, and no picture is drawn.
     let svg = folder.path().join("kv.svg");
     let output = kv(&folder.input, &["--json", "--svg", svg.to_str().unwrap()]);
     assert_eq!((output.status.code(), stderr(&output).lines().count()), (Some(2), 1));
@@ -352,7 +352,7 @@ fn padding_is_not_read() {
     tensors.insert("q".into(), qkv(Dtype::F32, &[2, 2, 30, 16], &[1], &[1])["q"].clone());
     let folder = Folder::with(&tensors);
     assert!(folder.run(&["--k-codec", "tq5", "--v-codec", "tq4"]) == want, "padding was read");
-    // All of it is padding.
+    // All rows are padding.
     tensors.insert("kv_lens".into(), Tensor::i64(&[0, 0]));
     let folder = Folder::with(&tensors);
     assert_refused(&kv(&folder.input, &[]), "kv_lens leave no row of keys", "padding alone");
@@ -379,7 +379,7 @@ fn codecs_can_be_chosen() {
     let folder = Folder::with(&normal(40, 256, 0.0));
     let report = json(&folder.input, &["--codecs", "mlx-tq8,tq4,int8"]);
     assert_eq!(report["values"], serde_json::json!(["int8", "tq4", "mlx-tq8"]));
-    // 256 codes of 8 bits and a norm of 32.
+    // 256 codes of 8 bits and a norm of 32 bits.
     assert_eq!(report["keys"][key(&report, "mlx-tq8", true)]["bits"], 8.125);
     assert!(kl(&report, &report["all"], "int8", false) < kl(&report, &report["all"], "mlx-tq8", false));
     assert!(text(&folder.input, &[]).contains("\nint8 ") && !text(&folder.input, &[]).contains("mlx"));
@@ -425,7 +425,7 @@ fn pictures_of_errors() {
         "is the same file as",
         "svg",
     );
-    // Of several pairs the one that the gate is for, and whose keys are centered.
+    // Of several pairs, the picture marks the one that decides, with centered keys.
     let mut several = Tensors::new();
     for (layer, bias) in [(3, 0.5), (7, 23.0)] {
         let of_layer = normal(128, 32, bias).into_iter();
@@ -441,7 +441,7 @@ fn pictures_of_errors() {
     for words in [worst, "recommended: int8 centered + ", "tq4 centered", "2 pairs of tensors"] {
         assert!(picture.contains(words), "{words} in {picture}");
     }
-    // Nothing to draw: no file, and a refusal.
+    // With nothing to draw, there is a refusal and no file.
     let svg = folder.path().join("none.svg");
     let options = ["--svg", svg.to_str().unwrap()];
     let plain = kv(&folder.input, &[&options[..], &["--codecs", "f16"]].concat());
@@ -522,7 +522,7 @@ fn refusals_of_files_and_options() {
     assert!(stderr(&output).ends_with(note), "{}", stderr(&output));
 }
 
-/// Everything that runs over tensors runs over a cache of them.
+/// Everything that runs over tensors also runs over a cache of them.
 #[test]
 fn runs_over_caches_are_those_of_the_reference() {
     let mut tensors = qkv(Dtype::F32, &[2, 4, 37, 24], &[2, 2, 301, 24], &[2, 2, 301, 40]);
@@ -530,7 +530,7 @@ fn runs_over_caches_are_those_of_the_reference() {
     tensors.insert("alibi_slopes".into(), Tensor::f32(&[4], &[0.5, 0.25, 0.125, -0.01]));
     tensors.insert("sinks".into(), Tensor::f32(&[4], &[0.0, 1.0, -2.0, 3.0]));
     let options = ["--causal", "--q-offset", "bottom-right", "--window", "100", "--softcap=2.5"];
-    // The longest sequence is shorter than the tensors: masks are narrowed with it.
+    // The longest sequence is shorter than the tensors, so that masks are narrowed.
     for kv_lens in [[301, 40], [290, 40]] {
         tensors.insert("kv_lens".into(), Tensor::i64(&kv_lens));
         let folder = Folder::with(&tensors);
@@ -549,12 +549,12 @@ fn runs_over_caches_are_those_of_the_reference() {
                 let error = crate::files::max_abs(&got["lse"].values(), &want["lse"].values());
                 assert!(error <= 5e-4, "{stored:?} {isa}: {error}");
             }
-            // And not those of the tensors.
+            // But not of the tensors.
             let plain = folder.run(&options);
             assert!(nrmse(&plain["out"].values(), &want["out"].values()) > 1e-4, "{stored:?}");
         }
     }
-    // The mask of another problem is refused as without a cache.
+    // A mask with another shape is refused as it is without a cache.
     tensors.insert("mask".into(), Tensor::bool(&[1, 1, 37, 290], (0..37 * 290).map(|_| true)));
     let refusal = "mask has shape [1, 1, 37, 290], expected [2, 4, 37, 301]";
     Folder::with(&tensors).refuse(&options, refusal);
@@ -572,7 +572,7 @@ fn layouts_over_caches_are_the_same_problem() {
     let want = Folder::with(&tensors).run(&stored);
     let got = Folder::with(&transposed).run(&[&stored[..], &["--layout", "bshd"]].concat());
     assert_eq!((got["out"].transposed(), &got["lse"]), (want["out"].clone(), &want["lse"]));
-    // Packed, the same rows one sequence after the other.
+    // Packed: the same rows, one sequence after another.
     let mut packed = Tensors::new();
     for name in ["q", "k", "v"] {
         let Tensor { dtype, shape, bytes } = transposed[name].clone();
@@ -605,7 +605,7 @@ fn lines_and_objects_say_how_caches_store() {
     let json = of(&["--k-codec", "int8", "--v-codec", "tq5", "--json"]);
     assert_eq!((&json["k_codec"], &json["v_codec"]), (&"int8".into(), &"tq5".into()));
     assert_eq!((&json["backend"], &json["centered"]), (&"cpu".into(), &false.into()));
-    // 64 tokens of 34 bytes of key and 22 of value.
+    // 64 tokens with 34 bytes of key and 22 of value.
     assert_eq!((&json["cache_bytes"], json["kv_bytes"].as_f64()), (&3584.into(), Some(3584.0)));
     assert!(
         json["backend_reason"]
@@ -622,7 +622,7 @@ fn lines_and_objects_say_how_caches_store() {
     let plan: Value = serde_json::from_str(&stdout(&plan)).unwrap();
     assert!(plan["kernel"].as_str().unwrap().contains("-tq4-"), "{plan}");
     assert_eq!((&plan["k_codec"], plan["kv_bytes"].as_f64()), (&"tq4".into(), Some(64.0 * 36.0)));
-    // A mean that is taken out changes no plan, which says that it is.
+    // Centering does not change the plan, which mentions it.
     let codecs = ["--k-codec", "int8", "--v-codec", "tq5"];
     let plan = |more: &[&str]| stdout(&flashtile([&["plan", input][..], &codecs, more].concat()));
     let (without, with) = (plan(&[]), plan(&["--center"]));
@@ -670,7 +670,7 @@ fn runs_that_caches_cannot_do_are_refused() {
     let folder = Folder::with(&tensors);
     let lse = read_lse(&folder);
     assert!(lse[10..].iter().all(|x| *x == f64::NEG_INFINITY) && lse[..10].iter().all(|x| x.is_finite()));
-    // Whether there is a device or not.
+    // Whether or not there is a device.
     for (args, why) in [
         (
             &["plan", "--v-codec", "tq4", "--backend", "cuda"][..],

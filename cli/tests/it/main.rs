@@ -1,4 +1,4 @@
-//! The command line as its users see it: files in, files out, lines, exit statuses.
+//! The command line as users see it: files, lines, exit statuses.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -3,7 +3,7 @@
 use crate::files::{Folder, Tensor, Tensors, max_abs, nrmse, qkv, stderr, stdout, threads, write_raw};
 use safetensors::tensor::Dtype;
 
-/// Rows with every optional tensor: GQA, D != Dv, a mask that hides, slopes, sinks, padding.
+/// Rows with every optional tensor: GQA, D != Dv, a mask that hides keys, slopes, sinks, padding.
 fn everything(dtype: Dtype) -> Tensors {
     let mut tensors = qkv(dtype, &[2, 4, 37, 24], &[2, 2, 301, 24], &[2, 2, 301, 40]);
     let hidden = (0..37 * 301).map(|n| n % 7 != 3);
@@ -217,7 +217,7 @@ fn empty_tensors() {
     assert_eq!(Folder::with(&packed).run(&[])["lse"].shape, [2, 0]);
 }
 
-/// Tensors at addresses that their element type does not allow.
+/// Tensors at addresses that are misaligned for their element type.
 #[test]
 fn misaligned_tensors() {
     let mut tensors = everything(Dtype::F32);
@@ -269,7 +269,7 @@ fn outputs_have_the_mode_of_new_files_and_follow_links() {
     assert_eq!(crate::files::read(&target), want);
 }
 
-/// A file of two layers, of which one has a mask of its own, and lengths for all.
+/// A file of two layers; one has its own mask, and lengths apply to both.
 fn layers() -> (Tensors, Tensors) {
     let mut one = everything(Dtype::F32);
     let kv_lens = one.remove("kv_lens").unwrap();
@@ -295,7 +295,7 @@ fn one_layer_of_many_is_chosen_by_its_prefix() {
         assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
         assert_eq!(crate::files::read(&folder.output), want, "{prefix}");
     }
-    // Named otherwise, and without what is the other layer's.
+    // With other names, and without the other layer's tensors.
     let lengths = Tensors::from_iter(["q", "k", "v", "kv_lens"].map(|name| (name.into(), one[name].clone())));
     let want = Folder::with(&lengths).run(&OPTIONS);
     assert_eq!(folder.run(&with(&OPTIONS, &["--prefix", "model.layers.11.attn"])), want);
@@ -313,7 +313,7 @@ fn one_layer_of_many_is_chosen_by_its_prefix() {
     let why = format!("tensor q is missing, expected q, k and v, or --prefix for those of {has}");
     folder.refuse(&[], &why);
     folder.refuse(&["--prefix", ""], "expected what names have before q, k and v, such as layer.3");
-    // What is refused is named with its layer.
+    // Refusals name the layer.
     let mut changed = all.clone();
     changed.remove("model.layers.3.attn.q");
     let missing = "model.layers.3.attn: tensor q is missing, expected q [batch, heads, rows, dim]\n";

@@ -6,7 +6,7 @@ use crate::files::{Folder, Tensor, max_abs, nrmse, qkv};
 use crate::kernels::json_lines;
 use safetensors::tensor::Dtype;
 
-/// Every feature on the simulator, from elements and from codes, against the CPU's kernels.
+/// Every feature on the simulator, over elements and over codes, against the CPU's kernels.
 #[test]
 fn the_simulator_agrees_with_the_cpu() {
     for (dtype, dim, limit) in [(Dtype::F32, 64, 2e-6), (Dtype::F16, 128, 1e-3), (Dtype::BF16, 64, 8e-3)] {
@@ -95,7 +95,7 @@ fn kernels_are_measured() {
     let written = std::fs::read_to_string(&file).unwrap();
     assert_eq!(written, format!("{row}\n"));
 
-    // `kernels print` takes every instance that `bench kernels` names, also those that `kernels list` leaves out.
+    // `kernels print` accepts every instance that `bench kernels` names, including those that `kernels list` omits.
     for row in json_lines(&["bench", "kernels", "--kernel", "decode", "--json"]) {
         let name = row["instance"].as_str().unwrap();
         let text = ok(&["kernels", "print", name, "--target", "cuda"]);

@@ -1,4 +1,4 @@
-//! Files that are written, and what is asked of files that are read, on systems with signals, pipes and permission bits.
+//! Output files and the checks of input files, on systems with signals, pipes and permission bits.
 
 use crate::files::{Folder, assert_refused, qkv, stderr};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
@@ -15,18 +15,18 @@ use std::time::{Duration, Instant};
 
 const SIGNALS: [Signal; 4] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT];
 
-/// A command that no signal is ignored by, as it would be where the tests were started in the background of a shell.
+/// A command that ignores no signals, which it would if the tests were started in the background of a shell.
 #[allow(unsafe_code)]
 fn attentive(program: &str) -> Command {
     let mut command = Command::new(program);
     let listen = || {
         for signal in SIGNALS {
-            // SAFETY: the default action is one that every signal has.
+            // SAFETY: every signal has a default action.
             unsafe { libc::signal(signal.as_raw(), libc::SIG_DFL) };
         }
         Ok(())
     };
-    // SAFETY: between fork and exec the function makes calls of signal(2) alone, which are allowed there.
+    // SAFETY: between fork and exec, the function only calls signal(2), which is async-signal-safe.
     unsafe { command.pre_exec(listen) };
     command
 }
@@ -39,7 +39,7 @@ fn pid(child: &Child) -> Pid {
     Pid::from_child(child)
 }
 
-/// Output of a command that ends within a minute: one that waits for something is killed.
+/// Output of a command, which is killed if it does not end within a minute.
 fn within_a_minute(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let start = Instant::now();
@@ -53,13 +53,13 @@ fn within_a_minute(command: &mut Command) -> Output {
     child.wait_with_output().unwrap()
 }
 
-/// Rows of the queries of a file that takes a while to write and nothing to compute: there are no keys.
+/// Query rows of a file that takes a while to write but nothing to compute: there are no keys.
 const ROWS: u64 = 1 << 15;
 
 /// Bytes of out and lse.
 const WRITTEN: u64 = ROWS * 512 * 4 + ROWS * 4;
 
-/// A file of queries that takes no room: its zeros are not stored.
+/// A sparse file of queries: its zeros take no space.
 fn queries(path: &Path) {
     let end = ROWS * 512 * 4;
     let empty = format!(r#"{{"dtype":"F32","shape":[1,1,0,512],"data_offsets":[{end},{end}]}}"#);
@@ -71,7 +71,7 @@ fn queries(path: &Path) {
     file.set_len(8 + header.len() as u64 + end).unwrap();
 }
 
-/// A run that has been stopped while its temporary file was there.
+/// A run that was stopped while its temporary file existed.
 fn stopped_in_a_write(folder: &Folder) -> Child {
     for _ in 0..50 {
         let _ = std::fs::remove_file(&folder.output);
@@ -106,7 +106,7 @@ fn a_signal_in_a_write_leaves_nothing() {
         kill_process(pid(&child), signal).unwrap();
         kill_process(pid(&child), Signal::CONT).unwrap();
         let status = child.wait().unwrap();
-        // The write may have ended before the signal is seen to.
+        // The write may have ended before the signal was handled.
         assert!(status.signal() == Some(signal.as_raw()) || status.success(), "{signal:?}: {status}");
         let names = folder.names();
         assert!(names.iter().all(|name| !name.starts_with('.')), "{signal:?}: {names:?}");
@@ -116,8 +116,8 @@ fn a_signal_in_a_write_leaves_nothing() {
     }
 }
 
-/// Adds the arguments of a benchmark that takes an hour to the command, and starts it. Once it has printed a line, it has made sure that
-/// it can write its file.
+/// Adds the arguments of a benchmark that takes an hour, and starts it. Once it has printed a line, it has checked
+/// that it can write its file.
 fn endless_benchmark(command: &mut Command, folder: &Folder) -> Child {
     let mut child = command
         .args(["bench", "prefill", "--seq", "64", "--head-dim", "64", "--dtype", "f32", "--threads", "1"])
@@ -143,7 +143,7 @@ fn a_signal_ends_the_process() {
     }
 }
 
-/// Starts the program from a shell that has set something first.
+/// Starts the program from a shell after a setting.
 fn after(set: &str, folder: &Folder, options: &[&str]) -> Output {
     let mut command = Command::new("sh");
     command.arg("-c").arg(format!("{set}; exec \"$0\" \"$@\"")).arg(env!("CARGO_BIN_EXE_flashtile"));
@@ -190,7 +190,7 @@ fn files_keep_the_permission_bits_of_what_they_replace() {
         assert!(std::fs::read(&folder.output).unwrap().len() > 3);
         std::fs::remove_file(&folder.output).unwrap();
     }
-    // Other files that are written, and links to what is replaced.
+    // Other output files, and links to a file that is replaced.
     let target = folder.path().join("target");
     for args in [&["plan", "--svg"][..], &["kernels", "print", "mask_tiles", "--target", "rust", "-o"]] {
         std::fs::write(&target, b"old").unwrap();
@@ -239,7 +239,7 @@ fn inputs_that_are_no_regular_files() {
     }
 }
 
-/// Standard error of a refused run, by writes: each is a datagram. Of more than a few there is no need to know them all.
+/// Standard error of a refused run, one datagram per write. The first few writes suffice.
 fn written(args: &[&str]) -> Vec<String> {
     let (ours, theirs) = UnixDatagram::pair().unwrap();
     ours.set_nonblocking(true).unwrap();
@@ -250,7 +250,7 @@ fn written(args: &[&str]) -> Vec<String> {
         let ended = child.try_wait().unwrap();
         match ours.recv(&mut buffer) {
             Ok(n) => writes.push(String::from_utf8_lossy(&buffer[..n]).into_owned()),
-            // Whatever was written before the end has come.
+            // All writes before the end have arrived.
             Err(_) if ended.is_some() => break,
             Err(_) => std::thread::sleep(Duration::from_millis(1)),
         }
@@ -274,7 +274,7 @@ fn lines_of_any_length_are_bounded_and_written_at_once() {
     let out = folder.output.to_str().unwrap();
     assert_eq!(written(&["run", input, "-o", out]), [line]);
 
-    // A name has no bound of its own.
+    // Names have no bound of their own.
     let name = format!("start{}end", "\\u0007".repeat(100_000));
     crate::files::write_raw(
         &folder.input,
@@ -288,7 +288,7 @@ fn lines_of_any_length_are_bounded_and_written_at_once() {
     assert!(line.ends_with("end is not known, did you mean mask?\n"), "{line}");
     assert!(line.contains(" characters left out) ... "), "{line}");
 
-    // So has what a shell gives.
+    // Nor do arguments from a shell.
     let lines = written(&["plan", "--device", &"x".repeat(100_000)]);
     assert!(lines.len() == 1 && lines[0].len() < 2000 && lines[0].contains("left out"), "{lines:?}");
 }

@@ -1,4 +1,4 @@
-//! What simulated and timed rows have in common.
+//! Shared by simulated and timed rows.
 
 use crate::failure::{Failure, Result};
 use flashtile::kernel::Bench;
@@ -10,7 +10,7 @@ pub(super) fn named(workload: &Workload, shape: &Shape, what: &str) -> String {
     format!("{} of {}: {what}", workload.kernel.name, sizes(shape))
 }
 
-/// A wrong answer ends the run: its time would mean nothing.
+/// A wrong answer ends the run, since its time would mean nothing.
 pub(super) fn check(workload: &Workload, entry: &str, shape: &Shape, error: f64) -> Result<()> {
     let tolerance = workload.bench().map_or(0.0, |bench| bench.tolerance);
     if error <= tolerance {
@@ -27,7 +27,7 @@ pub(super) fn sizes(shape: &Shape) -> String {
     shape.sizes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(", ")
 }
 
-/// Bytes and operations that the metadata of a kernel says a shape needs.
+/// Bytes and operations of a shape, according to the kernel's metadata.
 pub(super) fn needed(workload: &Workload, shape: &Shape) -> [u64; 2] {
     let of = |bench: &Bench| [(bench.bytes)(shape), (bench.flops)(shape)];
     workload.bench().map_or([0, 0], of)

@@ -1,4 +1,4 @@
-//! Bytes, barriers and instructions of kernels, counted by the simulator.
+//! Bytes, barriers and instructions of kernels, as the simulator counts them.
 
 use super::common::{check, common_json, named, needed, sizes};
 use crate::failure::{Failure, Result};
@@ -25,7 +25,7 @@ fn per_thread(row: &Simulated, n: u64) -> f64 {
     n as f64 / row.threads.max(1) as f64
 }
 
-/// The counts of all rows, and under them the shapes.
+/// The counts of all rows, followed by their shapes.
 pub(super) fn table(rows: &[Row<'_>]) -> String {
     let mut table = Table::new([
         "kernel",
