@@ -5,7 +5,8 @@
 //! instructions ISA CASE    runs a case once
 //! ```
 //!
-//! Plans are for fixed caches, not for those of the machine, so that any machine with the instruction set counts the same.
+//! Plans are for fixed cache sizes, not for this machine's, so that any machine with the instruction set counts the
+//! same.
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "a program for one script")]
 
@@ -17,7 +18,7 @@ use flashtile::{
 use flashtile_testkit::Rng;
 use half::{bf16, f16};
 
-/// The call that is counted, from its first instruction to its last: collection is switched on and off by its name.
+/// The call that is counted. Callgrind's collection is switched on and off by its name.
 #[inline(never)]
 fn counted_attention_call(
     cpu: &Cpu,
@@ -34,7 +35,7 @@ fn desc(dims: [usize; 7], dtype: Dtype) -> ProblemDesc {
     ProblemDesc::new(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim }, dtype)
 }
 
-/// The fixed list.
+/// The fixed list of cases.
 fn cases() -> Vec<(String, ProblemDesc)> {
     let dtypes = [Dtype::F32, Dtype::F16, Dtype::BF16];
     let mut cases = Vec::new();
@@ -64,14 +65,14 @@ fn cases() -> Vec<(String, ProblemDesc)> {
     cases
 }
 
-/// What the instruction set is planned for.
+/// The machine that an instruction set is planned for.
 fn facts(isa: Isa) -> CpuFacts {
     let device = if isa == Isa::Portable { machines::PORTABLE_4 } else { machines::AVX2_8 };
     CpuFacts { isa, threads: 1, ..device }
 }
 
-/// A tensor's elements: one short run of numbers, repeated with a period that no dimension divides. Under a simulator drawing
-/// each number would take longer than the attention.
+/// A tensor's elements: one short run of values, repeated with a period that no dimension divides. Under a simulator,
+/// drawing each value would take longer than attention.
 fn data<T: Element>(shape: [usize; 4], seed: u64, of: fn(f32) -> T) -> Vec<T> {
     let mut rng = Rng::new(seed);
     let run: Vec<T> = (0..4099).map(|_| of(rng.normal())).collect();
@@ -108,9 +109,9 @@ fn run<T: Element>(isa: Isa, problem: &Problem, of: fn(f32) -> T) {
 }
 
 fn main() {
-    // No thread but this one.
+    // The pool uses this thread only.
     rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global().unwrap();
-    // Cargo passes options that are not for this program.
+    // Cargo passes options that are not meant for this program.
     let args: Vec<String> = std::env::args().skip(1).filter(|arg| !arg.starts_with('-')).collect();
     let isas = [Isa::Avx2, Isa::Portable];
     let [isa, name] = &args[..] else {

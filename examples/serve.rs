@@ -1,9 +1,9 @@
-//! A small serving loop over a KV cache: requests are admitted, their prompts are read in chunks beside the single steps of
-//! others, one is forked, one is rolled back, one is evicted and brought back.
+//! A small serving loop over a KV cache: requests are admitted, their prompts are prefilled in chunks while others
+//! decode, one is forked, one is rolled back, one is evicted and brought back.
 //!
-//! The model is synthetic (random weights, two layers) and its attention is real. After each step the logits of every
-//! request are computed again from scratch, over plain tensors without a cache: they must be the same, bit for bit, because
-//! a row's result depends on its own query, keys and values alone.
+//! The model is synthetic (random weights, two layers), its attention is real. After each step, the logits of every
+//! request are recomputed from scratch over plain tensors without a cache. They must be the same bit for bit, because
+//! a row's result depends only on its own query, keys and values.
 //!
 //! `cargo run --release --example serve`
 
@@ -22,10 +22,10 @@ const KV_HEADS: usize = 2;
 const DIM: usize = 32;
 const WIDTH: usize = Q_HEADS * DIM;
 const VOCABULARY: usize = 97;
-/// Tokens of a prompt that one step reads.
+/// Prompt tokens per step.
 const CHUNK: usize = 24;
 
-/// The number of a place in a matrix, in -1..1.
+/// The matrix element with a given index, in -1..1.
 fn random(matrix: usize, at: usize) -> f32 {
     let x = (matrix as u64 * 0x9E37_79B9 + at as u64 + 1).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     let x = (x ^ (x >> 31)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -44,7 +44,7 @@ impl Matrix {
         Self { weights: (0..inputs * outputs).map(|at| scale * random(index, at)).collect(), outputs }
     }
 
-    /// Each row times the matrix; a row's result depends on that row alone.
+    /// Multiplies each row by the matrix; a row's result depends only on that row.
     fn apply(&self, rows: &[f32], inputs: usize) -> Vec<f32> {
         let mut result = vec![0.0; rows.len() / inputs * self.outputs];
         for (row, out) in rows.chunks_exact(inputs).zip(result.chunks_exact_mut(self.outputs)) {
@@ -71,7 +71,7 @@ struct Model {
     head: Matrix,
 }
 
-/// Rows of length 1, so that layers neither grow nor vanish.
+/// Normalises rows, so that layers neither grow nor vanish.
 fn normalise(rows: &[f32]) -> Vec<f32> {
     let mut result = rows.to_vec();
     for row in result.chunks_exact_mut(WIDTH) {
@@ -120,7 +120,7 @@ impl Model {
         Ok(out)
     }
 
-    /// One step of a batch: new tokens of each sequence. Logits after the last token of each.
+    /// One step of a batch: new tokens for each sequence. Returns the logits after the last token of each.
     fn step(&self, cache: &mut KvCache, batch: &[(SeqId, &[usize])]) -> Result<Vec<Vec<f32>>, Error> {
         let tokens: Vec<usize> = batch.iter().flat_map(|(_, tokens)| tokens.iter().copied()).collect();
         let seqs: Vec<SeqId> = batch.iter().map(|part| part.0).collect();
@@ -193,7 +193,7 @@ impl Server {
         Ok(())
     }
 
-    /// Reads a chunk of each prompt that is not read yet and decodes one token of each other request.
+    /// Prefills a chunk of each unread prompt and decodes one token for each other request.
     fn step(&mut self) -> Result<(), Error> {
         let batch: Vec<(SeqId, &[usize])> = self
             .requests
@@ -232,7 +232,7 @@ fn main() -> Result<(), Error> {
                 server.admit(prompt(1, 5))?;
             }
             4 => server.admit(prompt(2, 90))?,
-            // Two answers to one prompt: the pages of the prompt are shared.
+            // Two answers to one prompt, whose pages they share.
             10 => {
                 let parent = &server.requests[0];
                 let mut tokens = parent.tokens.clone();
@@ -242,7 +242,7 @@ fn main() -> Result<(), Error> {
                 let fork = Request { seq: server.cache.fork(parent.seq)?, tokens, done: parent.done };
                 server.requests.push(fork);
             }
-            // The last three tokens are taken back, and another goes on.
+            // The last three tokens are rolled back, and another one follows.
             14 => {
                 let request = &mut server.requests[1];
                 request.done -= 3;
@@ -250,7 +250,7 @@ fn main() -> Result<(), Error> {
                 request.tokens.truncate(request.done);
                 request.tokens.push(7);
             }
-            // Evicted, then read again in chunks.
+            // Evicted, then prefilled again in chunks.
             17 => {
                 let mut request = server.requests.remove(2);
                 server.cache.remove(request.seq)?;

@@ -19,7 +19,7 @@ pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
 pub use flashtile_cuda::plan::CudaPlan;
 
 pub mod problem {
-    //! What is computed: dimensions, dtype, visibility, bias, sequences, and the largest of each.
+    //! What to compute: dimensions, dtype, visibility, bias, sequences, and the limits of each.
 
     pub use flashtile_core::limits::{
         MAX_ALIBI_SLOPE, MAX_HEAD_DIM, MAX_LEN, MAX_SCALE, MAX_SEQUENCES, MAX_SOFTCAP,
@@ -31,7 +31,7 @@ pub mod problem {
 }
 
 pub mod tensor {
-    //! Strided views of borrowed memory, checked when made.
+    //! Strided views of borrowed memory, checked when they are made.
 
     pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
     pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
@@ -54,7 +54,7 @@ pub use flashtile_core::quality;
 pub use flashtile_core::reference;
 
 pub mod codec {
-    //! How a cache stores rows of keys and values.
+    //! How caches store rows of keys and values.
 
     pub use flashtile_core::codec::{
         CodePages, Codec, CodesView, EncodeError, KvView, MAX_NORM, PagesError, RowKind, Side, mean_row,
@@ -62,10 +62,10 @@ pub mod codec {
 }
 
 pub mod plan {
-    //! How a problem is computed: pure functions of the problem and of facts about a machine.
+    //! How to compute a problem: pure functions of the problem and of facts about a machine.
     //!
-    //! Nothing here touches memory or a device, so plans can be made, printed and tested for machines that are not at hand. What is
-    //! supported, how much workspace it needs, what is printed and what runs all derive from the same plan.
+    //! Nothing here touches memory or a device, so that plans can be made, printed and tested for absent machines.
+    //! Support, workspace sizes, printed plans and launches all derive from the same plan.
 
     pub use flashtile_core::isa::Isa;
     pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
@@ -77,7 +77,7 @@ pub mod plan {
     };
 
     pub mod machines {
-        //! Facts of machines, as data: for planning without them.
+        //! Facts of machines as data, to plan for machines that are absent.
 
         pub use flashtile_cpu::plan::machines::{
             ALL, AMX_64, AVX2_8, AVX512_2, AVX512_64, AVX512BF16_8, PORTABLE_4,
@@ -88,7 +88,7 @@ pub mod plan {
 }
 
 pub mod cpu {
-    //! The CPU backend, and what the machine computes and reads at most.
+    //! The CPU backend, and the compute and bandwidth limits of the machine.
 
     pub use flashtile_cpu::cpu::Cpu;
     pub use flashtile_cpu::limits;
@@ -105,7 +105,7 @@ pub use flashtile_kernel as kernel;
 
 #[cfg(feature = "gpu")]
 pub mod kernels {
-    //! The portable GPU kernels as data: listed, specialised, printed as Metal and CUDA.
+    //! The portable GPU kernels as data: listed, specialised, and printed as Metal and CUDA.
 
     pub use flashtile_gpu::registry::{HEAD_DIMS, KERNELS, instances};
     pub use flashtile_gpu::variant::{Variant, VariantError, VariantOption};

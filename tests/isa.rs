@@ -1,4 +1,4 @@
-//! A forced instruction set reaches codecs too. A binary of its own: it reads counters of the whole process.
+//! A forced instruction set applies to codecs too. A separate binary, since it reads counters of the whole process.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 

@@ -1,7 +1,7 @@
-//! Cases small enough for Miri, which interprets them and stops at undefined behaviour: a read or write outside an allocation, of memory
-//! that was never written or through a reference that is no longer valid, a misaligned access, a data race.
+//! Cases small enough for Miri, which interprets them and stops at undefined behaviour: an access outside an
+//! allocation, to uninitialised memory or through an invalidated reference, a misaligned access, a data race.
 //!
-//! `docs/testing.md` says how they are run. In a normal test run they are ordinary tests, which check the same answers.
+//! `docs/testing.md` says how to run them. In a normal test run they are ordinary tests with the same checks.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
@@ -9,14 +9,15 @@ use flashtile::plan::Isa;
 use flashtile::{Cpu, PlanOptions};
 use flashtile_testkit::{Case, CpuRunner, Rng, run_case};
 
-/// Makes the test's thread the only one of its pool: threads of rayon run `crossbeam-epoch`, which breaks the rules of Stacked Borrows.
+/// Makes the test's thread the only one of its pool: rayon's threads run `crossbeam-epoch`, which violates Stacked
+/// Borrows.
 fn alone() {
     if rayon::current_thread_index().is_none() {
         rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build().unwrap();
     }
 }
 
-/// The portable kernels on the test's thread; no others run under Miri.
+/// The portable kernels on the test's thread; Miri runs no others.
 fn portable() -> CpuRunner {
     alone();
     CpuRunner::new(Cpu::with_isa(Isa::Portable).unwrap().with_threads(1))
@@ -36,7 +37,7 @@ fn splits(splits: usize) -> PlanOptions {
     options
 }
 
-/// Normal numbers of a seed.
+/// Normal values from a seed.
 fn normal(seed: u64, count: usize) -> Vec<f32> {
     let mut rng = Rng::new(seed);
     (0..count).map(|_| rng.normal()).collect()
@@ -48,7 +49,7 @@ mod views {
     use flashtile::{Dtype, MaskView, TensorView};
     use half::f16;
 
-    /// `[2, 2, 2, 2]` with a stride of every axis that is no product of the sizes, and no element past the last.
+    /// `[2, 2, 2, 2]` with strides that are not products of the sizes, and no element after the last.
     const SHAPE: [usize; 4] = [2, 2, 2, 2];
     const STRIDES: [usize; 4] = [23, 11, 3, 1];
     const REACH: usize = 23 + 11 + 3 + 1 + 1;
@@ -69,7 +70,7 @@ mod views {
         let views = [
             TensorView::strided(&elements, SHAPE, STRIDES).ok(),
             TensorView::strided(&halves, SHAPE, STRIDES).ok(),
-            // Bytes need not be aligned to f32: then they are no view.
+            // Bytes may be misaligned for f32, and are refused then.
             TensorView::from_bytes(Dtype::F32, &bytes, SHAPE, STRIDES).ok(),
         ];
         assert!(views[0].is_some() && views[1].is_some());
@@ -116,8 +117,8 @@ mod kernels {
     use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
     use flashtile_testkit::{Case, Keep, Layout, MaskFill, Tree};
 
-    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`: more rows of a group than are streamed, so that keys and values
-    /// are packed.
+    /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`: more rows of a GQA group than are streamed,
+    /// so that keys and values are packed.
     const PREFILL: [usize; 7] = [1, 2, 1, 9, 7, 5, 6];
     /// Rows that are streamed.
     const DECODE: [usize; 7] = [2, 2, 1, 1, 5, 4, 6];
@@ -171,7 +172,7 @@ mod kernels {
         }
     }
 
-    /// Keys of more than one block, whose partial results are merged.
+    /// Several blocks of keys, whose partial results are merged.
     #[test]
     fn decode_split() {
         let case = Case::new("split", [1, 1, 1, 1, 258, 1, 2], Dtype::F32);
@@ -252,7 +253,7 @@ mod merging {
             Part { out: TensorView::bhsd(&halves, shape).unwrap(), lse: &lse },
             Part { out: TensorView::bhsd(&nothing, shape).unwrap(), lse: &none },
         ];
-        // Rows with an element between them, and none past the last.
+        // Rows with an unused element between them, and none after the last.
         let strides = [0, 3 * 6 + 1, 6, 1];
         let (mut out, mut total) = (vec![bf16::NAN; 19 + 2 * 6 + 5], vec![f32::NAN; rows]);
         let mut outputs = Outputs::new(TensorViewMut::strided(&mut out, shape, strides).unwrap());
@@ -270,7 +271,7 @@ mod merging {
 }
 
 mod caches {
-    //! KV caches of elements and of codes: every operation, and attention over what it leaves.
+    //! KV caches of elements and of codes: every operation, and attention afterwards.
 
     use super::{normal, portable};
     use flashtile::cache::Snapshot;
@@ -314,7 +315,7 @@ mod caches {
         k
     }
 
-    /// One step of attention of each sequence, whatever rows hold that are no token of any.
+    /// One attention step for each sequence, whatever rows without a token hold.
     fn attend(cache: &mut KvCache, sequences: &[SeqId], visibility: Visibility) -> Vec<f32> {
         cache.poison_unused();
         let (dim, codec) = (cache.desc().head_dim, cache.desc().k);
@@ -339,14 +340,14 @@ mod caches {
         out
     }
 
-    /// Appends, forks, cuts, copies out and in.
+    /// Appends, forks, truncations, copies in and out.
     fn lives(codec: Codec) {
         let mut cache = paged(codec);
         let first = cache.create().unwrap();
         append(&mut cache, first, 5, 1);
         let before = keys(&cache, first);
         let fork = cache.fork(first).unwrap();
-        // Pages that both have are copied.
+        // Shared pages are copied.
         append(&mut cache, fork, 2, 2);
         assert_eq!(keys(&cache, first), before);
         assert_eq!(keys(&cache, fork)[..before.len()], before);
@@ -371,7 +372,7 @@ mod caches {
         [Codec::Int8, Codec::Tq5, Codec::Fp8].into_iter().for_each(lives);
     }
 
-    /// Rows of 256 elements take their time: no attention.
+    /// Rows of 256 elements are slow, so that attention is left out.
     #[test]
     fn of_mlx() {
         let mut cache = paged(Codec::MlxTq4);
@@ -476,7 +477,8 @@ mod codecs {
     }
 }
 
-/// What Miri must find, one fault a test; the command that runs them expects each to fail. Elsewhere they do not exist.
+/// Faults that Miri must find, one per test; the command that runs them expects each to fail. Other builds do not
+/// contain them.
 #[cfg(miri)]
 #[allow(unsafe_code)]
 mod planted {
@@ -487,7 +489,7 @@ mod planted {
     fn one_row_more(memory: &[f32]) -> TensorView<'_> {
         let rows = memory.len() / 4 + 1;
         let shape = [1, 1, rows, 4];
-        // SAFETY: none: this is the fault.
+        // SAFETY: none; this is the fault.
         unsafe {
             TensorView::from_raw_parts(Dtype::F32, memory.as_ptr().cast(), shape, [rows * 4, rows * 4, 4, 1])
         }

@@ -1,8 +1,9 @@
-//! Reads past the end of what `FLASHTILE_READ` names: `q`, `k`, `v`, `out`, `mask`, `bytes`, `slopes`, `sinks` or `lse`: one
-//! byte; of `+q` and so on, the aligned word in which the end lies; of `-q` and so on, one byte before the start. Without the
-//! variable it reads the first and last byte of each, which is nobody's fault.
+//! Reads past the end of the tensor that `FLASHTILE_READ` names (`q`, `k`, `v`, `out`, `mask`, `bytes`, `slopes`,
+//! `sinks` or `lse`): one byte; for `+q` and so on, the aligned word that contains the end; for `-q` and so on, one
+//! byte before the start. Without the variable, it reads the first and last byte of each, which is valid.
 //!
-//! A program of its own, for `tests/memory.sh`: a memory checker that lets such reads pass proves nothing about the kernels.
+//! A separate program for `tests/memory.sh`: a memory checker that misses such reads proves nothing about the
+//! kernels.
 
 #![allow(unsafe_code, clippy::unwrap_used, clippy::panic)]
 
@@ -20,7 +21,8 @@ fn main() {
     let asked = std::env::var("FLASHTILE_READ").unwrap_or_default();
     let name = asked.trim_start_matches(['-', '+']);
     let (before, word) = (asked.starts_with('-'), asked.starts_with('+'));
-    // Sizes of which none ends with a word. At the start of its allocation only where a read before it is asked for.
+    // Sizes that do not end with a word. A tensor is at the start of its allocation only if a read before it is
+    // asked for.
     let placement = Placement::Exact { lead: if before { 0 } else { 6 } };
     let mut case = Case::new("overread", [1, 3, 3, 5, 7, 9, 11], Dtype::F16).alibi().sinks();
     case = case.at(flashtile::QOffset::TopLeft).mask(MaskKind::Additive(Dtype::BF16), "", MaskFill::Random);
@@ -48,14 +50,14 @@ fn main() {
             true if word => {
                 let aligned = end.wrapping_sub(end as usize % 8);
                 assert!(aligned < end, "{tensor} ends with a word");
-                // SAFETY: some bytes of the word are the tensor's; the others are read against the rules, as was asked.
+                // SAFETY: some bytes of the word belong to the tensor; reading the others is the fault asked for.
                 black_box(unsafe { aligned.cast::<u64>().read_volatile() });
             }
             true => last = end,
             false => {}
         }
-        // Used: valgrind drops a load whose value goes nowhere before it looks at the address.
-        // SAFETY: both bytes are the tensor's, but for the one that was asked to be read against the rules.
+        // Used, since valgrind drops a load whose value is unused before it checks the address.
+        // SAFETY: both bytes belong to the tensor, unless a fault is asked for.
         black_box(unsafe { [first.read_volatile(), last.read_volatile()] });
     }
 }

@@ -10,7 +10,7 @@ use libfuzzer_sys::fuzz_target;
 fuzz_target!(|data: &[u8]| {
     let mut u = Unstructured::new(data);
     let mut choose = |n: usize| u.int_in_range(0..=n.saturating_sub(1)).unwrap_or(0);
-    // The data follow from the name; a few kinds suffice.
+    // Data depends on the name; a few names suffice.
     let name = format!("fuzz {}", choose(8));
     let case = random_case(name, &mut choose);
     let prepared = Prepared::new(&case).unwrap_or_else(|failure| panic!("{case:?}: {failure}"));

@@ -1,4 +1,4 @@
-//! Any description is refused or becomes a problem whose plans are consistent; nothing panics.
+//! Any description is refused, or becomes a problem with consistent plans; nothing panics.
 
 #![no_main]
 
@@ -15,7 +15,7 @@ const MAX_SEQUENCES: usize = 300;
 /// Planning lists every task, so only problems with few rows are planned.
 const MAX_ROWS: usize = 1 << 20;
 
-/// A size: mostly small, sometimes around a limit, sometimes anything.
+/// A size: mostly small, sometimes near a limit, sometimes arbitrary.
 fn size(u: &mut Unstructured<'_>) -> Result<usize> {
     Ok(match u.int_in_range(0..=9)? {
         0..=5 => u.int_in_range(0..=20)?,

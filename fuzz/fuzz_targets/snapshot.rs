@@ -1,5 +1,5 @@
-//! Any bytes as a snapshot of a cache: refused, or taken by a cache that then reads its rows, forks, appends and attends; nothing
-//! panics, and what happens to the fork does not happen to the sequence.
+//! Any bytes as a snapshot of a cache: refused, or restored into a cache that then reads its rows, forks, appends and
+//! attends. Nothing panics, and changes of the fork do not affect the sequence.
 
 #![no_main]
 
@@ -16,10 +16,10 @@ const LAYOUTS: [CacheLayout; 3] = [
     CacheLayout::Paged { pages: 8, page: 2 },
 ];
 
-/// The shortest snapshots, and rows whose products can be in integers.
+/// The shortest snapshots, and rows whose products can be integers.
 const DIMS: [usize; 2] = [4, 64];
 
-/// Keys and values that a sequence keeps, as bits.
+/// Kept keys and values of a sequence, as bits.
 fn rows(cache: &KvCache, seq: SeqId) -> [Vec<u32>; 2] {
     let dim = cache.desc().head_dim;
     let (Ok(len), Ok(first)) = (cache.len(seq), cache.first(seq)) else { unreachable!("there is one") };
@@ -30,7 +30,7 @@ fn rows(cache: &KvCache, seq: SeqId) -> [Vec<u32>; 2] {
     rows.map(|rows| rows.into_iter().map(f32::to_bits).collect())
 }
 
-/// Attention of one query over what the sequence keeps, by the kernels and by the definition.
+/// Attention of one query over the kept tokens, by the kernels and by the oracle.
 fn attend(cache: &KvCache, seq: SeqId) {
     let (dim, codec) = (cache.desc().head_dim, cache.desc().k);
     let (Ok(len), Ok(first)) = (cache.len(seq), cache.first(seq)) else { unreachable!("there is one") };
@@ -58,7 +58,7 @@ fn attend(cache: &KvCache, seq: SeqId) {
     reference::attention(&problem, &inputs).unwrap_or_else(|e| panic!("{e}"));
 }
 
-/// What a cache makes of a snapshot that it takes.
+/// Exercises a cache with a snapshot.
 fn restore(snapshot: &Snapshot, desc: CacheDesc) -> Result<(), CacheError> {
     let mut cache = KvCache::new(desc)?;
     let seq = cache.restore(snapshot)?;
@@ -68,7 +68,7 @@ fn restore(snapshot: &Snapshot, desc: CacheDesc) -> Result<(), CacheError> {
     assert_eq!(rows(&cache, fork), before);
     let token = vec![1f32; desc.head_dim];
     let view = || TensorView::packed::<f32>(&token, [1, 1, desc.head_dim]).unwrap_or_else(|e| panic!("{e}"));
-    // A slot may be full.
+    // All slots may be taken.
     cache.append(&[(fork, 1)], &[(view(), view())])?;
     attend(&cache, fork);
     assert_eq!(rows(&cache, seq), before);
@@ -81,7 +81,7 @@ fuzz_target!(|data: &[u8]| {
     for layout in LAYOUTS {
         for codec in [Codec::F16, Codec::Int8, Codec::Tq5] {
             for dim in DIMS {
-                // A refusal is an answer.
+                // A refusal is a valid outcome.
                 let _ = restore(
                     &snapshot,
                     CacheDesc::new(

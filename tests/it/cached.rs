@@ -1,4 +1,4 @@
-//! Attention over caches: every way to serve the tokens of a sequence gives each of its rows the same bits.
+//! Attention over caches: every way to store the tokens of a sequence gives the same bits for each of its rows.
 
 use crate::support::{answer, build, options, row_bits, rows, runners, seers_of, threaded};
 use flashtile::plan::{CpuFacts, machines};
@@ -14,7 +14,7 @@ use flashtile_testkit::{
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-/// An attention layer: everything but the tokens.
+/// An attention layer: everything except the tokens.
 struct Model {
     name: &'static str,
     heads: [usize; 2],
@@ -109,7 +109,7 @@ impl Text {
         let mut rng = Rng::new(seed);
         let mut tensor = |heads, dim| {
             let mut tensor = Guarded::new(model.dtype, [1, heads, tokens, dim], Layout::Bshd);
-            // In the order of the tokens: a text is a prefix of a longer one of the same seed.
+            // In token order, so that a text is a prefix of a longer one with the same seed.
             for token in 0..tokens {
                 for head in 0..heads {
                     for d in 0..dim {
@@ -124,7 +124,7 @@ impl Text {
         Self { q: tensor(heads, dim), k: tensor(kv_heads, dim), v: tensor(kv_heads, value_dim) }
     }
 
-    /// The first tokens of one text, then those of another, from the same position on.
+    /// The first tokens of one text, followed by tokens of another from the same position on.
     fn splice(model: &Model, first: &Self, at: usize, rest: &Self) -> Self {
         let tokens = rest.q.shape()[2];
         let mut text = Self::new(model, 0, tokens);
@@ -159,7 +159,7 @@ impl Text {
 
 type Bits = Vec<u32>;
 
-/// Bits of out and of the logsumexp of row `row`, of every head.
+/// Bits of out and of the logsumexp for row `row` of every head.
 fn bits(out: &Guarded, lse: &GuardedList, row: usize) -> Bits {
     let [_, heads, rows, dim] = out.shape();
     let of_head = |h: usize| {
@@ -201,7 +201,7 @@ fn whole(model: &Model, text: &Text, runner: &CpuRunner) -> Vec<Bits> {
     run(runner, desc, &model.inputs(Inputs::new(text.q.view(), text.k.view(), text.v.view())))
 }
 
-/// The rows of a step over a cache: of each sequence, its text and the positions whose queries are asked.
+/// The rows of a step over a cache, for each sequence given its text and the query positions.
 fn step(
     model: &Model,
     runner: &CpuRunner,
@@ -235,7 +235,7 @@ fn runners_of_tests() -> Vec<CpuRunner> {
     runners().into_iter().chain(threaded(2)).collect()
 }
 
-/// A layout for sequences of so many tokens, with room for several.
+/// A layout with room for several sequences of `tokens` tokens.
 fn layouts(tokens: usize) -> Vec<CacheLayout> {
     let mut layouts = vec![CacheLayout::Contiguous { slots: 4, capacity: tokens + 3 }];
     for page in [1, 7, 16, 64, 256] {
@@ -244,7 +244,7 @@ fn layouts(tokens: usize) -> Vec<CacheLayout> {
     layouts
 }
 
-/// Leaves the free pages of a cache in a random order, holding something.
+/// Leaves the free pages of a cache in random order and with arbitrary contents.
 fn shuffle(cache: &mut KvCache, model: &Model, rng: &mut Rng) {
     let CacheLayout::Paged { pages, page } = cache.desc().layout else { return };
     let text = Text::new(model, 99, page);
@@ -414,7 +414,7 @@ fn forks_rollbacks_and_evictions_leave_no_trace() {
                     let got = step(&model, &runner, &cache, &batch);
                     assert!(got[0] == want_a[rows.clone()], "{} {layout:?} {at}", model.name);
                     assert!(got[1] == want_b[rows.clone()], "{} {layout:?} {at}", model.name);
-                    // The same sequence twice: the last of its rows again.
+                    // The same sequence twice: its last row again.
                     let batch = [(first, &a, rows.clone()), (first, &a, at + 4..at + 5)];
                     let got = step(&model, &runner, &cache, &batch);
                     assert!(got[1][0] == got[0][4], "{} {layout:?} {at}", model.name);
@@ -458,7 +458,7 @@ fn pages_give_the_bits_of_packed_sequences() {
             .causal(QOffset::BottomRight),
     ];
     for base in bases {
-        // The data of a case follow from its name: both hold the same tokens.
+        // Data depends only on the name: both cases hold the same tokens.
         let packed = build(&base.clone().packed(&MIXED));
         for runner in runners_of_tests() {
             let want = all_bits(&packed, &answer(&packed, &runner));
@@ -474,7 +474,7 @@ fn pages_give_the_bits_of_packed_sequences() {
 
 #[test]
 fn slots_of_any_strides_are_pages() {
-    // A tensor `[slots, capacity, heads, dim]` of an engine, borrowed as it is, its slots in any order.
+    // An engine's tensor `[slots, capacity, heads, dim]`, borrowed without copying, with its slots in any order.
     let model = Model::new("slots", [4, 2], [32, 32], Dtype::F32);
     let (capacity, order) = (50, [2u32, 0]);
     let texts = [Text::new(&model, 30, 41), Text::new(&model, 31, 9)];
@@ -557,7 +557,7 @@ fn a_tree_gives_the_bits_of_the_mask_that_it_stands_for() {
     }
 }
 
-/// Cases whose tokens are looked at one by one.
+/// Cases whose tokens are examined individually.
 fn small_cases() -> Vec<Case> {
     let lengths = &[(5, 9), (1, 40), (0, 3), (7, 21), (20, 20)];
     let of = |name: &str, dtype, page, keep| {
@@ -678,7 +678,8 @@ fn a_shared_prefix_changes_no_bit() {
             shared += plan.prefixes().len();
             let want = answer(&apart, &runner).bits();
             assert!(answer(&together, &runner).bits() == want, "{} {runner:?}", case.name);
-            // Small problems have tasks enough without splits: here prefixes are cut, and what follows them.
+            // Small problems have enough tasks without splits; with splits, prefixes and the keys after them are
+            // cut.
             let most = case.desc.dims.kv_len.div_ceil(256).clamp(1, 3);
             let split = CpuRunner::new(runner.cpu.with_threads(3)).with(options(Some(most), true));
             let got = pool.install(|| answer(&together, &split).bits());
@@ -723,7 +724,7 @@ fn forks_of_forks_share_what_they_have_in_common() {
         let from = cache.len(seq).unwrap();
         text(seed).append(cache, seq, from..to);
     };
-    // A system prompt, two conversations that begin with it, two answers to each, and a stranger.
+    // A system prompt, two conversations that begin with it, two answers to each, and an unrelated sequence.
     let system = cache.create().unwrap();
     grow(&mut cache, system, 1, 530);
     let talks = [2, 3].map(|seed| {
@@ -743,7 +744,7 @@ fn forks_of_forks_share_what_they_have_in_common() {
     }
     let tables = cache.tables(&batch).unwrap();
     let prefixes = tables.shared_prefixes(1);
-    // Whole pages: the page in which a fork goes on is its own.
+    // Whole pages: a fork continues in a page of its own.
     let want = [(1..5, 528), (1..3, 992), (3..5, 1088)];
     let want = want.map(|(sequences, len)| SharedPrefix { sequences, len });
     assert_eq!(prefixes, want);
@@ -781,7 +782,7 @@ fn one_long_sequence_among_short_ones_is_split_alone() {
     let splits = plan.sequence_splits();
     assert!(splits[0] >= 16 && splits[1..].iter().all(|&n| n <= 1), "{splits:?}");
     assert!(plan.idle() < 0.1, "{}", plan.idle());
-    // The same sequences alone need no more than a split for each thread and a few to even them out.
+    // The same sequences without prefixes need no more than a split per thread, and a few more for balance.
     assert!(plan.task_count() <= 2 * 15 + 2 * 64, "{}", plan.task_count());
 }
 
@@ -812,7 +813,7 @@ fn the_first_visible_key_is_the_smallest_that_a_row_sees() {
 
 #[test]
 fn a_plan_serves_any_tables_of_its_lengths() {
-    // Lengths are the problem's, places are the run's: a plan outlives copies of pages.
+    // Lengths belong to the problem, page tables to the run: a plan outlives copies of pages.
     let model = Model::new("plan", [4, 2], [32, 32], Dtype::F32);
     let text = Text::new(&model, 40, 50);
     let desc = model.finish(ProblemDesc::cached(model.shape(), model.dtype, &[SeqLens::decode(50)]));
@@ -834,8 +835,8 @@ fn a_plan_serves_any_tables_of_its_lengths() {
     assert_eq!(answers.len(), 1);
 }
 
-/// Time of a step of decoding over pages of each size beside plain tensors. Measures, so it is not part of a normal run:
-/// `cargo test --release --test it page_cost -- --ignored --nocapture`.
+/// Time of a decode step over pages of each size, compared with plain tensors. A measurement, not part of a normal
+/// run: `cargo test --release --test it page_cost -- --ignored --nocapture`.
 #[test]
 #[ignore = "measures time"]
 fn page_cost() {

@@ -1,4 +1,4 @@
-//! The CUDA backend on the device of this machine. Without one these tests say so, and pass.
+//! The CUDA backend on this machine's device. Without one, the tests print so and pass.
 
 #![allow(unsafe_code, reason = "device addresses are made views")]
 
@@ -39,7 +39,7 @@ fn the_catalogue_and_random_cases_pass() {
     assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
 }
 
-/// Cases that are cut into parts, and others; every dtype.
+/// Cases with several splits, and others; every dtype.
 fn some_cases() -> Vec<Case> {
     catalogue().into_iter().step_by(3).collect()
 }
@@ -60,7 +60,7 @@ fn bits_do_not_depend_on_skipping_tiles_or_on_where_tensors_lie() {
     let Some(cuda) = cuda() else { return };
     for case in some_cases() {
         let built = build(&case);
-        // One part a tile: where keys are cut depends on how many there are to compute.
+        // One split per tile: where keys are cut depends on how many there are to compute.
         let runner = CudaRunner::new(cuda.clone()).with(options(Some(1), true));
         let want = answer(&built, &runner).bits();
         for other in [runner.clone().odd(), runner.clone().with(options(Some(1), false))] {
@@ -102,7 +102,7 @@ fn every_tile_is_within_the_limits() {
     let mut cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();
     cases.push(Case::new("aligned".to_owned(), [1, 2, 1, 100, 300, 32, 32], Dtype::BF16));
     let passed = AtomicUsize::new(0);
-    // Each tile is a kernel of its own for most cases: as many are compiled at a time as there are cores.
+    // For most cases each tile is another kernel: as many are compiled in parallel as there are cores.
     tiles.into_par_iter().for_each(|tile| {
         for case in &cases {
             let prepared = Prepared::new(case).unwrap();
@@ -136,7 +136,7 @@ fn parts_that_a_mask_hides_add_nothing() {
     }
 }
 
-/// The answer of a run that was made for a case, after another launch of it.
+/// The answer of a run made for a case, after another launch of it.
 fn read(run: &DeviceRun, like: &Guarded) -> Vec<u32> {
     let mut out = like.clone();
     run.read(&mut Outputs::new(out.view_mut())).unwrap();
@@ -148,7 +148,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let Some(cuda) = cuda() else { return };
     let case = |lens: &[usize]| {
         let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-        // Named alike: the same queries.
+        // The same name, and so the same queries.
         Case::new("update", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
             .cached(&steps, 4096, Keep::All)
             .causal(QOffset::BottomRight)
@@ -156,11 +156,11 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let plan = |built: &flashtile_testkit::CaseData| {
         CudaPlan::new(&built.problem, cuda.facts(), PlanOptions::default()).unwrap()
     };
-    // All sequences in one page each, so that pools and tables have the same sizes.
+    // All sequences in one page each, so that pools and tables have equal sizes.
     let (first, second) = (build(&case(&[900, 20, 4000, 1])), build(&case(&[3000, 1500, 7, 4096])));
     let mut out = Guarded::new(Dtype::F16, first.problem.dims().out_shape(), first.layout);
     let mut outputs = Outputs::new(out.view_mut());
-    // The pools of the longer sequences, of which the first plan sees less.
+    // The pools of the longer sequences; the first plan sees fewer of their keys.
     let mut inputs = second.inputs();
     inputs.tables = first.tables.as_ref();
     let placement = DevicePlacement::default();
@@ -171,11 +171,11 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let got = read(&run, &out);
     let want = answer(&second, &CudaRunner::new(cuda.clone()));
     assert!(got == want.out.bits());
-    // Twice: counters are as they were.
+    // Twice, since counters must be reset.
     run.seconds().unwrap();
     assert!(read(&run, &out) == got);
 
-    // What a captured graph holds cannot change.
+    // What a captured graph contains cannot change.
     let mut window = second.problem.desc().clone();
     window.visibility = flashtile::Visibility::window(Some(9), Some(0));
     let window = cuda.plan(&window.validate().unwrap(), PlanOptions::default()).unwrap();
@@ -189,7 +189,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
 #[test]
 fn refusals_say_what_is_wrong() {
     let Some(cuda) = cuda() else {
-        // What a machine without a device says.
+        // The message on a machine without a device.
         let refusal = flashtile::cuda::Cuda::new(0).unwrap_err();
         let said = refusal.to_string();
         assert!(said.contains("NVIDIA") || said.contains("CUDA"), "{said}");
@@ -208,7 +208,7 @@ fn refusals_say_what_is_wrong() {
     let mut outputs = Outputs::new(out.view_mut());
     let refusal = DeviceRun::new(&cuda, &plan, &other.inputs(), &mut outputs, DevicePlacement::default());
     assert!(matches!(refusal.unwrap_err(), CudaError::Inputs(_)));
-    // A plan for a device with more shared memory than this one has: none here, unless it is small.
+    // A plan for a device with more shared memory than this one has.
     let wide = build(&Case::new("wide", [1, 2, 2, 200, 900, 512, 512], Dtype::F32));
     let large = CudaPlan::new(&wide.problem, &machines::H200, PlanOptions::default()).unwrap();
     if cuda.facts().shared_per_block < machines::H200.shared_per_block {
@@ -238,7 +238,7 @@ impl Rows {
     fn view(&self) -> DeviceTensor<'_> {
         let (shape, strides) = self.shape();
         let at = self.memory.device_ptr(&self.stream).0;
-        // SAFETY: the memory holds the rows, and lives until the stream was waited for.
+        // SAFETY: the memory holds the rows, and lives until the stream has been waited for.
         unsafe { DeviceTensor::from_raw_parts(Dtype::F32, at, shape, strides).unwrap() }
     }
 
@@ -254,7 +254,7 @@ impl Rows {
     }
 }
 
-/// The same operations on a cache in main memory and on one of the device.
+/// The same operations on a host cache and on a device cache.
 struct Twins {
     stream: Arc<CudaStream>,
     host: KvCache,
@@ -345,7 +345,7 @@ fn a_device_cache_holds_what_one_in_main_memory_does() {
         let (host, device) = twins.sequences[0];
         let fork = (twins.host.fork(host).unwrap(), twins.device.fork(device).unwrap());
         twins.sequences.push(fork);
-        // Both go on in a page that they share, then one is cut short and goes on elsewhere.
+        // Both continue in a page that they share; then one is truncated and continues elsewhere.
         twins.append(&[(0, 1), (2, 5), (1, 20)]);
         twins.compare();
         let (host, device) = twins.sequences[2];

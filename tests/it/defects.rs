@@ -1,4 +1,4 @@
-//! Defects that attention kernels in use have had, each as a test that finds it.
+//! Defects found in attention kernels that are in use, each with a test that detects it.
 
 use crate::support::{MASK_KINDS, answer, build, fill, options, row_bits, rows, runners, seers};
 use flashtile::{Dtype, MaskKind, MaskView, Outputs, ProblemError, QOffset, Visibility};
@@ -15,7 +15,7 @@ fn pass(case: &Case) {
     }
 }
 
-/// Checks every (row, key) pair: spoils each value in turn and looks which rows are NaN.
+/// Checks every (row, key) pair: makes each value NaN in turn and compares which rows become NaN.
 fn no_pair_leaks(case: &Case, runner: &CpuRunner) {
     let clean = build(case);
     let problem = &clean.problem;
@@ -61,7 +61,7 @@ fn keys_past_the_length_are_never_read() {
     for dtype in DTYPES {
         for kv_len in [1, 31, 33, 63, 255, 257] {
             let case = Case::new("past", [2, 4, 2, 3, 320, 64, 64], dtype).kv_lens(&[kv_len, 320 - kv_len]);
-            // Padding is NaN already; the same with zeros there must give the same bits.
+            // Padding is NaN; with zeros there, the bits must be the same.
             let poisoned = build(&case);
             let mut zeroed = poisoned.clone();
             for tensor in [&mut zeroed.k, &mut zeroed.v] {
@@ -214,14 +214,14 @@ fn a_softcap_is_applied_by_every_kernel() {
 
 #[test]
 fn the_scale_is_applied_once_in_natural_units() {
-    // lse of n equal scores x is x + ln(n): a factor log2(e) too many or too few shows at once.
+    // lse of n equal scores x is x + ln(n): a missing or extra factor log2(e) shows at once.
     for dtype in DTYPES {
         for (q_len, head_dim) in [(1, 64), (40, 64), (1, 512), (40, 512)] {
             for scale in [None, Some(0.25)] {
                 let mut case = Case::new("scale", [1, 1, 1, q_len, 70, head_dim, 8], dtype);
                 case.desc.scale = scale;
                 let mut built = build(&case);
-                // Two terms, exact in any order: the sum's own rounding is not what is looked at.
+                // Two terms, which are exact in any order: the rounding of the sum is not tested here.
                 let ends = |d: usize| if d == 0 || d + 1 == head_dim { 2.0 } else { 0.0 };
                 fill(&mut built.q, |[_, _, _, d]| ends(d));
                 fill(&mut built.k, |_| 1.5);
@@ -304,7 +304,7 @@ fn a_row_that_sees_no_key_has_its_sink_as_logsumexp() {
 
 #[test]
 fn every_plane_of_a_mask_has_its_own_tiles() {
-    // Each head and batch entry hides other tiles: classes taken from one plane would be wrong for the others.
+    // Each head and batch entry hides other tiles: mask tiles of one plane would be wrong for the others.
     for kind in MASK_KINDS {
         for broadcast in ["", "b", "h"] {
             let case = Case::new("planes", [3, 4, 2, 130, 900, 8, 8], Dtype::F32);
@@ -321,7 +321,7 @@ fn every_plane_of_a_mask_has_its_own_tiles() {
 
 #[test]
 fn a_single_open_key_anywhere_in_a_tile_is_seen() {
-    // A pre-pass that looks at part of a tile only takes the tile for hidden.
+    // A pre-pass that reads only part of a tile would take it for hidden.
     let case = Case::new("single", [1, 1, 1, 33, 530, 8, 8], Dtype::F32).mask(
         MaskKind::Bool,
         "bh",
@@ -404,7 +404,7 @@ fn a_head_dim_beyond_the_limit_is_refused() {
 
 #[test]
 fn an_oversized_buffer_is_a_view_not_a_length() {
-    // A decode cache with room for more keys than it holds: the view names the keys, what lies behind is poison.
+    // A decode cache with room for more keys than it holds: keys past the view are poison.
     for runner in runners() {
         for layout in Layout::ALL {
             let case = Case::new("capacity", [1, 8, 2, 1, 1024, 64, 64], Dtype::BF16);

@@ -1,4 +1,5 @@
-//! The edges of the numbers: what validation accepts is computed, whatever its magnitude; what cannot be is refused.
+//! The limits of the numeric range: what validation accepts is computed, whatever its magnitude, and the rest is
+//! refused.
 
 use crate::support::{answer, build, cuda_runners, fill, quantizing, runners};
 use flashtile::cache::NO_PAGE;
@@ -15,7 +16,7 @@ use flashtile_testkit::{
 };
 use std::time::{Duration, Instant};
 
-/// The same tensors with tables that name pages beyond the pool wherever no kept token needs one.
+/// The same tensors, with tables that name pages outside the pool wherever no kept token needs one.
 fn with_junk_pages(built: &CaseData) -> CaseData {
     let mut junk = built.clone();
     let mut count = 0;
@@ -77,7 +78,7 @@ fn merging_rows_without_elements_returns_at_once() {
             assert_eq!(merged, Err(MergeError::Length { part: Some(0), expected, got: 0 }), "{shape:?}");
         }
     }
-    // More rows than can be counted.
+    // More rows than the kernel can count.
     let shape = [1 << 40, 1 << 40, 1, 0];
     let mut memory = [0.0f32; 0];
     let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut memory, shape).unwrap());
@@ -109,7 +110,7 @@ fn a_workspace_that_there_is_no_memory_for_is_refused() {
     assert_eq!(Workspace::try_new(65).unwrap().len(), 128);
     assert!(Workspace::try_new(0).unwrap().is_empty());
 
-    // A run without memory says how much it needs.
+    // A run without workspace says how much it needs.
     let built = build(&Case::new("memory", [1, 1, 1, 2, 3, 4, 4], Dtype::F32));
     let cpu = Cpu::new();
     let plan = cpu.plan(&built.problem, PlanOptions::default()).unwrap();
@@ -121,8 +122,8 @@ fn a_workspace_that_there_is_no_memory_for_is_refused() {
     assert_eq!(refusal.to_string(), format!("workspace has 0 bytes, the plan needs {needed}"));
 }
 
-/// Every instruction set of this machine that elements make a difference to, the portable kernels on their simulator, and the CUDA
-/// device, if there is one, with its own kernels and with the portable ones.
+/// Every instruction set of this machine that computes elements differently, the portable kernels on their simulator,
+/// and the CUDA device, if there is one, with native and with portable kernels.
 fn elements() -> Vec<Box<dyn Runner>> {
     let mut portable = PlanOptions::default();
     portable.kernels = KernelChoice::Portable;
@@ -167,8 +168,8 @@ fn slopes_whose_biases_overflow_are_refused() {
     }
 }
 
-/// Compares out and logsumexp with the oracle, with limits that large scores do not widen. Problems that a backend does not take are
-/// left out.
+/// Compares out and logsumexp with the oracle, with limits that large scores do not widen. Problems that a backend
+/// refuses are skipped.
 fn strictly(built: &CaseData, runner: &dyn Runner, what: &str) {
     let mut expected = reference::attention(&built.problem, &built.inputs()).unwrap();
     let answer = match built.run(runner) {
@@ -180,14 +181,14 @@ fn strictly(built: &CaseData, runner: &dyn Runner, what: &str) {
     let tolerance = Tolerance::of(built.problem.dtype(), keys, answer.ran.accumulation);
     let lse = compare_lse(answer.lse.slice(), &expected, &tolerance);
     assert!(lse.within(), "{what} on {}: lse: {lse}", runner.name());
-    // A huge bias leaves nothing to round: what it decides, it decides wholly.
+    // A huge bias leaves nothing to round: it decides alone.
     expected = built.relative(&expected);
     expected.lse.iter_mut().filter(|lse| lse.abs() > 1e36).for_each(|lse| *lse = 0.0);
     let out = compare_out(&answer.out.values(), &expected, built.problem.dtype(), &tolerance);
     assert!(out.within(), "{what} on {}: out: {out}", runner.name());
 }
 
-/// The same on everything that computes elements on this machine; the CPU and the simulator take all of them.
+/// Runs everything that computes elements on this machine; the CPU and the simulator accept all problems.
 fn everywhere(built: &CaseData, what: &str) {
     for runner in elements() {
         strictly(built, &*runner, what);
@@ -199,7 +200,7 @@ fn the_largest_scales_softcaps_and_slopes_are_computed() {
     for sign in [1.0, -1.0] {
         let case = Case::new("largest scale", [1, 2, 1, 5, 40, 128, 128], Dtype::F16).scale(sign * MAX_SCALE);
         let mut built = build(&case);
-        // The largest products that f16 has.
+        // The largest products of f16.
         fill(&mut built.q, |_| 65504.0);
         fill(&mut built.k, |[_, _, j, d]| if d < 3 * j { 65504.0 } else { -65504.0 });
         let mut alibi =
@@ -212,12 +213,12 @@ fn the_largest_scales_softcaps_and_slopes_are_computed() {
     }
 }
 
-/// The bias of a query and key: finite, and in units of log2 beyond f32.
+/// The bias of a query and a key: finite, but beyond f32 in units of log2.
 type Bias = fn(usize, usize) -> f32;
 
 #[test]
 fn biases_beyond_f32_in_units_of_log2_are_ordered() {
-    // As large as bf16 holds.
+    // As large as bf16 allows.
     const LARGEST: f32 = 3.389_531_4e38;
     let biases: [(&str, Bias); 8] = [
         ("one larger", |i, j| if j == 3 * i { 3e38 } else { 2.5e38 }),
@@ -245,14 +246,14 @@ fn biases_beyond_f32_in_units_of_log2_are_ordered() {
                 fill(tensor, |[_, _, i, j]| bias(i, j));
                 everywhere(&built, what);
                 if dtype == Dtype::F32 && sinks {
-                    // The sink alone, with keys, and without a part.
+                    // The sink alone, with keys, and without effect.
                     built.sinks.as_mut().unwrap().slice_mut().copy_from_slice(&[3.2e38, -f32::MAX]);
                     everywhere(&built, what);
                 }
             }
         }
     }
-    // The ends of f32.
+    // The limits of f32.
     for sign in [1.0, -1.0] {
         let case = Case::new("ends", [1, 2, 1, 3, 70, 64, 64], Dtype::F32);
         let mut built = build(&case.mask(MaskKind::Additive(Dtype::F32), "bh", MaskFill::Open));
@@ -271,7 +272,8 @@ fn alibi_far_from_every_key_keeps_its_digits() {
             for (name, sinks, visibility, kv_lens) in [
                 ("plain", false, Visibility::full(), None),
                 ("sinks", true, Visibility::full(), Some(vec![90, 17])),
-                // Of positions past every key, those within reach; before every key, none without a right bound.
+                // Among positions past every key, the ones within reach; before every key, none unless the right
+                // side is unbounded.
                 ("window", false, Visibility::window(Some(offset.unsigned_abs() as usize), None), None),
             ] {
                 let mut case =
@@ -291,7 +293,7 @@ fn alibi_far_from_every_key_keeps_its_digits() {
                         own.iter_mut().for_each(|slope| *slope = -*slope);
                     }
                     if let Some(sinks) = built.sinks.as_mut().filter(|_| offset.unsigned_abs() == 100_000) {
-                        // Sinks as large as the biases, so that both count.
+                        // Sinks as large as the biases, so that both matter.
                         let distance = if offset < 0 { 100_000.0 } else { 99_950.0 };
                         for (h, sink) in sinks.slice_mut().iter_mut().enumerate() {
                             *sink = slopes[h] * if negative { distance } else { -distance };
@@ -304,16 +306,16 @@ fn alibi_far_from_every_key_keeps_its_digits() {
     }
 }
 
-/// Values near the largest of f32, whose means are of any size.
+/// Values near the largest f32, whose means have any size.
 fn near_the_largest(built: &mut CaseData, largest: f32) {
     let held = built.v.clone();
     fill(&mut built.v, |index @ [_, _, j, d]| match d % 8 {
         // Padding stays NaN.
         _ if held.get(index).is_nan() => f32::NAN,
-        // All alike: their sum is as many times larger.
+        // All equal: their sum is as many times larger.
         0 => largest,
         1 => -largest,
-        // Sums of both signs, infinite before they are small, or at once.
+        // Sums with both signs, which overflow before they become small, or at once.
         2 => [largest, -largest][j % 2],
         3 => [largest, largest, -largest][j % 3],
         4 => largest * (1.0 - (j * 7919 % 1000) as f32 / 1000.0),
@@ -331,7 +333,7 @@ fn means_of_values_near_the_largest_are_finite() {
         let of = |name: &str| Case::new(format!("largest values {name} {dtype}"), shape, dtype);
         let cases = [
             of("plain"),
-            // Two keys, which different parts of the work may have.
+            // Two keys, which may fall to different splits.
             Case::new(format!("largest values few {dtype}"), [1, 2, 1, 20, 40, 64, 64], dtype)
                 .seeing(Visibility::window(Some(1), Some(0)))
                 .at(QOffset::At(10)),
@@ -349,7 +351,7 @@ fn means_of_values_near_the_largest_are_finite() {
             let ordinary = built.clone();
             near_the_largest(&mut built, largest);
             everywhere(&built, &case.name);
-            // What does not overflow keeps its bits.
+            // Bits do not change without an overflow.
             for runner in runners() {
                 let (got, want) = (answer(&built, &runner), answer(&ordinary, &runner));
                 for index in got.out.indices().filter(|index| index[3] % 8 > 5) {
@@ -377,7 +379,7 @@ fn infinities_among_values_near_the_largest_reach_the_rows_that_see_them() {
     }
 }
 
-/// Encodes keys anew from these.
+/// Re-encodes keys from these.
 fn with_keys(built: &mut CaseData, key: impl Fn(f32) -> f32) {
     let held = built.k.clone();
     fill(&mut built.k, |index| key(held.get(index)));

@@ -1,4 +1,4 @@
-//! Data whose expected answers come from elsewhere: it judges the oracle as well as the kernels.
+//! Data with expected answers from elsewhere, which tests the oracle as well as the kernels.
 
 use crate::support::all_runners;
 use flashtile::{
@@ -11,7 +11,7 @@ use serde_json::Value;
 use std::path::PathBuf;
 
 fn data(path: &str) -> PathBuf {
-    // Of the run, not of the build: the test binary may be another machine's.
+    // An environment variable of the run, not of the build: the test binary may come from another machine.
     let root = std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| PathBuf::from("."), PathBuf::from);
     root.join("examples/data").join(path)
 }
@@ -126,7 +126,7 @@ fn kernel_answer(external: &External, runner: &dyn Runner) -> (Guarded, GuardedL
     (out, lse)
 }
 
-/// Largest difference; a NaN on either side is infinitely far.
+/// Largest difference; infinite if either side has a NaN.
 fn max_abs(got: impl Iterator<Item = f64>, want: &[f64]) -> f64 {
     let far = |(got, &want): (f64, &f64)| {
         let difference = (got - want).abs();
@@ -145,7 +145,7 @@ fn wide(values: &[f32]) -> impl Iterator<Item = f64> + '_ {
     values.iter().map(|&x| f64::from(x))
 }
 
-/// Root mean square difference over the root mean square of `want`.
+/// Root mean square difference relative to the root mean square of `want`.
 fn nrmse(got: &[f32], want: &[f64]) -> f64 {
     let error: f64 = wide(got).zip(want).map(|(got, want)| (got - want).powi(2)).sum();
     (error / want.iter().map(|x| x * x).sum::<f64>()).sqrt()
@@ -179,14 +179,14 @@ fn onnx_attention_cases() {
         for runner in all_runners(PlanOptions::default()) {
             let (out, lse) = kernel_answer(&external, &*runner);
             check(runner.name(), max_abs(wide(&out.values()), &want));
-            // The cases hold no logsumexp; the oracle, checked above, has one.
+            // The cases have no logsumexp; it is compared with the oracle, which was checked above.
             check(format!("{} lse", runner.name()), max_abs(wide(lse.slice()), &oracle.lse));
         }
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }
 
-/// The MiniLM activations with the padded keys as they are in the file, and the expected out and logsumexp.
+/// The MiniLM activations, including the padded keys as in the file, with the expected out and logsumexp.
 fn minilm() -> (External, Vec<f64>, Vec<f64>) {
     let bytes = std::fs::read(data("minilm_attention.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();

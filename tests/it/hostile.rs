@@ -1,4 +1,5 @@
-//! What no model and no encoder makes: snapshots that are cut or changed, rows of zeros, NaN and infinities at every door of a cache.
+//! Inputs that no model or encoder produces: snapshots that are cut or changed; rows of zeros, NaN and infinities
+//! wherever a cache takes rows.
 
 use flashtile::cache::{KeyMean, Snapshot};
 use flashtile::codec::{CodePages, EncodeError, MAX_NORM, Side};
@@ -10,7 +11,7 @@ use flashtile::{
 use flashtile_testkit::{Guarded, Layout, Rng};
 
 const HEADS: usize = 2;
-/// Such that products are in integers where the machine has them.
+/// Dimensions whose products are integers if the machine supports them.
 const DIMS: [usize; 2] = [64, 128];
 const LAYERS: usize = 2;
 const TOKENS: usize = 7;
@@ -21,7 +22,7 @@ const LAYOUTS: [CacheLayout; 3] = [
     CacheLayout::Paged { pages: 12, page: 4 },
 ];
 
-/// Codecs with rows of these dimensions.
+/// Codecs that support these dimensions.
 fn codecs() -> impl Iterator<Item = Codec> {
     let fits = |codec: &Codec| DIMS.into_iter().all(|dim| codec.supports(dim));
     Codec::ALL.into_iter().filter(fits)
@@ -57,7 +58,7 @@ fn filled(desc: CacheDesc) -> (KvCache, SeqId) {
     (cache, seq)
 }
 
-/// Keys and values of a layer, as bits: NaN is compared too.
+/// Keys and values of a layer as bits, so that NaN compares equal.
 fn contents(cache: &KvCache, seq: SeqId, layer: usize) -> [Vec<u32>; 2] {
     let kept = cache.len(seq).unwrap() - cache.first(seq).unwrap();
     let [mut k, mut v] = DIMS.map(|dim| Guarded::new(Dtype::F32, [1, HEADS, kept, dim], Layout::Bhsd));
@@ -65,7 +66,7 @@ fn contents(cache: &KvCache, seq: SeqId, layer: usize) -> [Vec<u32>; 2] {
     [k, v].map(|x| x.values().into_iter().map(f32::to_bits).collect())
 }
 
-/// Attention of one query over a layer, by the kernels and by the definition.
+/// Attention of one query over a layer, by the kernels and by the oracle.
 fn attend(cache: &KvCache, seq: SeqId, layer: usize) -> (Vec<f32>, Vec<f64>) {
     let kept = cache.len(seq).unwrap();
     let mut desc = ProblemDesc::cached(
@@ -110,7 +111,7 @@ fn snapshots_as_bytes_are_the_snapshots() {
                 assert_eq!(other.key_mean(layer).unwrap(), cache.key_mean(layer).unwrap());
                 assert_eq!(other.key_mean(layer).unwrap().is_some(), k.dtype().is_none());
             }
-            // Of nothing too.
+            // Also of an empty sequence.
             let empty = cache.create().unwrap();
             let empty = cache.snapshot(empty).unwrap();
             assert!(Snapshot::from_bytes(&empty.to_bytes()).unwrap().is_empty());
@@ -183,7 +184,7 @@ fn headers_that_say_something_else_are_refused() {
     let why = format!("k is mlx-tq8 with {} elements a row, expected 256 or 512", DIMS[0]);
     refuse(NAMES, &name(b"mlx-tq8"), &why);
     refuse(NAMES + 32, &[2], "snapshot has another flag of a mean than this version reads");
-    // Another codec or dimension is another number of bytes.
+    // Another codec or dimension has another number of bytes.
     let (k, v) = (Codec::Int8.row_bytes(DIMS[0]), Codec::Tq5.row_bytes(DIMS[1]));
     let other = Codec::Tq2.row_bytes(DIMS[1]);
     let per_token = LAYERS * HEADS * TOKENS;
@@ -198,7 +199,7 @@ fn headers_that_say_something_else_are_refused() {
         &format!("snapshot has {} bytes, expected {}", bytes.len(), NAMES + 32 + MAX_LEN),
     );
 
-    // Means that no cache has.
+    // Means that no cache can have.
     let mut learning = desc(LAYOUTS[0], Codec::Int8, Codec::Tq5);
     learning.key_mean = KeyMean::Learned;
     let (cache, seq) = filled(learning);
@@ -231,7 +232,7 @@ fn a_snapshot_of_other_rows_is_refused_by_the_cache() {
     refuse(small, "the sequence would have 7 tokens, expected at most 6");
 }
 
-/// Every bit of a header: refused, or a snapshot that a cache refuses or takes; nothing else.
+/// Flips every bit of a header: the snapshot is refused, or a cache refuses or restores it.
 #[test]
 fn changed_bits_of_headers_do_no_harm() {
     for (k, v) in [(Codec::BF16, Codec::F16), (Codec::Tq4, Codec::Int8)] {
@@ -257,12 +258,12 @@ fn changed_bits_of_headers_do_no_harm() {
                 }
             }
         }
-        // What may change unseen is where a sequence of so many tokens starts.
+        // The only field that may change undetected is the first token of a sequence.
         assert!(refused > 8 * (NAMES + 32) - 100 && taken < 100, "{refused} refused, {taken} taken");
     }
 }
 
-/// Bits of rows: other numbers in the tokens that they are of, and the same in all others.
+/// Changes bits of rows: the affected tokens have other values, all others are unchanged.
 #[test]
 fn changed_bits_of_rows_stay_in_their_token() {
     let mut rng = Rng::new(5);
@@ -273,7 +274,7 @@ fn changed_bits_of_rows_stay_in_their_token() {
         let rows = DIMS.map(|dim| codec.row_bytes(dim));
         let mut changes = 0;
         for n in 0..80 {
-            // Of the keys or values of layer 0, [heads, tokens, row].
+            // Keys or values of layer 0, [heads, tokens, row].
             let side = n % 2;
             let at = side * 8 * HEADS * TOKENS * rows[0] + rng.below(8 * HEADS * TOKENS * rows[side]);
             let mut changed = bytes.clone();
@@ -288,12 +289,12 @@ fn changed_bits_of_rows_stay_in_their_token() {
             }
             changes += usize::from(got[side] != want[side]);
             assert_eq!(got[1 - side], want[1 - side]);
-            // Whatever the numbers are, kernels and definition read the same, a NaN included.
+            // Whatever the values are, kernels and oracle read the same ones, including NaN.
             let (out, exact) = attend(&other, seq, 0);
             let most = exact.iter().map(|x| x.abs()).fold(0.0, f64::max);
             for (got, want) in out.iter().zip(exact) {
                 assert_eq!(got.is_nan(), want.is_nan(), "{codec}: bit {at}: {got} {want}");
-                // Keys of any size may decide on weights by their last bit; values may not.
+                // Large keys may change probabilities by their last bit; values may not.
                 let near = (f64::from(*got) - want).abs() <= 1e-3 * most;
                 assert!(side == 0 || near || !most.is_finite(), "{codec}: bit {at}: {got} {want}");
             }
@@ -310,7 +311,7 @@ fn bytes_of_anything_are_refused() {
     for n in 0..20_000 {
         let mut noise: Vec<u8> = (0..rng.below(200)).map(|_| rng.below(256) as u8).collect();
         if n % 2 == 0 {
-            // Behind a start that is right.
+            // After a valid start.
             let right = rng.below(NAMES + 32).min(noise.len());
             noise[..right].copy_from_slice(&bytes[..right]);
         }
@@ -343,7 +344,7 @@ fn zeros_are_zeros_in_every_codec() {
                 assert!(out.iter().all(|x| *x == 0.0) && exact.iter().all(|x| *x == 0.0), "{codec}: {out:?}");
             }
         }
-        // Keys that are all alike, of which centering leaves nothing.
+        // All keys equal: centering leaves zeros.
         if codec.dtype().is_none() {
             let mut desc = desc(LAYOUTS[2], codec, codec);
             desc.key_mean = KeyMean::Learned;
@@ -356,7 +357,7 @@ fn zeros_are_zeros_in_every_codec() {
     }
 }
 
-/// Rows that a quantizing codec refuses, and why.
+/// Rows that a quantizing codec refuses, with the reason.
 const BAD: [(f32, EncodeError); 5] = [
     (f32::NAN, EncodeError::NotFinite),
     (f32::INFINITY, EncodeError::NotFinite),
@@ -400,7 +401,7 @@ fn a_write_of_rows_that_cannot_be_stored_changes_nothing() {
     }
 }
 
-/// Plain elements are stored as they are, and a NaN reaches the heads that see it.
+/// Plain elements are stored unchanged, and a NaN reaches the heads that see it.
 #[test]
 fn elements_hold_what_they_are_given() {
     for codec in codecs().filter(|codec| codec.dtype().is_some()) {
@@ -409,7 +410,7 @@ fn elements_hold_what_they_are_given() {
         k[DIMS[0]] = f32::NAN;
         append(&mut cache, seq, &k, &v).unwrap();
         let (out, exact) = attend(&cache, seq, 0);
-        // Two query heads to a key/value head, of which the second has the NaN.
+        // Two query heads per key/value head; the second key/value head has the NaN.
         for (head, (out, exact)) in out.chunks(DIMS[1]).zip(exact.chunks(DIMS[1])).enumerate() {
             assert!(out.iter().all(|x| x.is_nan() == (head >= 2)), "{codec}: {out:?}");
             assert!(exact.iter().all(|x| x.is_nan() == (head >= 2)), "{codec}");

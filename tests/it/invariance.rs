@@ -1,4 +1,4 @@
-//! What the bits of an answer may not depend on, and how far a NaN may reach.
+//! What the bits of an answer must not depend on, and how far a NaN may reach.
 
 use crate::support::{Row, all_runners, answer, build, copy, fill, options, row_bits, rows, runners, seers};
 use flashtile::{Dtype, MaskKind, Outputs, QOffset, Sequences, Visibility};
@@ -14,9 +14,9 @@ fn with_threads(runner: CpuRunner, threads: usize) -> CpuRunner {
     CpuRunner::new(runner.cpu.with_threads(threads)).with(runner.options)
 }
 
-/// Other plans for the same problem, and how many threads the pool that runs them has.
+/// Other plans for the same problem, and the number of threads that run them.
 fn other_plans(runner: CpuRunner, built: &CaseData) -> Vec<(usize, CpuRunner)> {
-    // The last of these has fewer threads than it was planned for.
+    // The last has fewer threads than it was planned for.
     let threads = [(2, 2), (5, 5), (1, 5)].map(|(pool, planned)| (pool, with_threads(runner, planned)));
     let longest = built.problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);
     let block = runner.cpu.plan(&built.problem, runner.options).unwrap().block_k();
@@ -44,7 +44,7 @@ fn bits_do_not_depend_on_threads_splits_skipped_tiles_or_memory() {
             without_the_logsumexp(case, &built, &runner, &want);
         }
     };
-    // Not on threads of a pool, which would take another case while they wait for one of these pools.
+    // Not on pool threads, which would take on another case while they wait for one of these pools.
     let (cases, next) = (catalogue(), AtomicUsize::new(0));
     std::thread::scope(|scope| {
         for _ in 0..2 {
@@ -61,7 +61,7 @@ fn whatever_memory_held(case: &Case, built: &CaseData, runner: &CpuRunner, want:
     let plan = runner.cpu.plan(&built.problem, runner.options).unwrap();
     let mut workspace = plan.workspace();
     for garbage in [0x00, 0x3F, 0x7F] {
-        // One workspace, reused: it holds what the run before left, then garbage.
+        // One workspace, reused: with the contents that the previous run left, then with garbage.
         let mut got = want.clone();
         fill(&mut got.out, |_| f32::from(garbage));
         got.lse.slice_mut().fill(f32::from_bits(u32::from_ne_bytes([garbage; 4])));
@@ -83,7 +83,7 @@ fn without_the_logsumexp(case: &Case, built: &CaseData, runner: &CpuRunner, want
     assert_eq!(out.bits(), want.out.bits(), "{}", case.name);
 }
 
-/// One sequence of a batch as a problem of its own. Both have the features that need no per-batch input but a mask.
+/// One sequence of a batch as a problem of its own. Both have only features whose sole per-batch input is a mask.
 fn alone(whole: &CaseData, case: &Case, n: usize) -> CaseData {
     let s = whole.problem.sequences()[n];
     let mut desc = case.desc.clone();
@@ -181,7 +181,7 @@ fn chunks_of_queries_give_the_bits_of_the_whole() {
     }
 }
 
-/// Problems with rows that see a key and rows that do not within every kind of tile.
+/// Problems in which some rows see a key and others do not, within every kind of tile.
 fn reach_cases() -> Vec<Case> {
     let of = |name: &str, dims, dtype| Case::new(format!("reach {name}"), dims, dtype);
     let random = MaskFill::Random;
@@ -217,7 +217,7 @@ fn reach_cases() -> Vec<Case> {
     ]
 }
 
-/// Overwrites each key in turn and compares which rows change with which rows see it.
+/// Overwrites each key in turn, and compares the rows that change with the rows that see it.
 fn reach(value: f32, tensor: fn(&mut CaseData) -> &mut flashtile_testkit::Guarded) {
     for case in reach_cases() {
         let clean = build(&case);
@@ -270,7 +270,7 @@ fn infinity_in_a_value_reaches_the_rows_that_see_it_and_no_others() {
 
 #[test]
 fn infinity_anywhere_gives_what_the_oracle_gives() {
-    // One element of one key or value at a time: a score of +inf makes its row NaN, one of -inf hides the key.
+    // One element of a key or value at a time: a score of +inf makes its row NaN, a score of -inf hides the key.
     for case in reach_cases() {
         for (seed, value) in [(0, f32::INFINITY), (1, f32::NEG_INFINITY), (2, f32::NAN)] {
             for which in 0..3 {
@@ -298,8 +298,8 @@ fn infinity_anywhere_gives_what_the_oracle_gives() {
 
 #[test]
 fn the_least_finite_bias_hides_nothing() {
-    // The least finite bf16, which f32 masks have too: every third row has it at all keys and is their mean, other rows have
-    // 0 at one key in seven.
+    // The lowest finite bf16, which f32 masks can hold too: every third row has it at all keys and is their mean,
+    // other rows have 0 at one key in seven.
     const LOWEST: f32 = f32::from_bits(0xff7f_0000);
     for (dtype, [q_len, kv_len]) in
         [(Dtype::F32, [40, 700]), (Dtype::BF16, [40, 700]), (Dtype::F32, [1, 5000]), (Dtype::BF16, [3, 5000])]

@@ -1,4 +1,4 @@
-//! The integration tests, one binary. `docs/testing.md` says how they are organised.
+//! The integration tests in one binary. `docs/testing.md` describes their organisation.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,4 @@
-//! Merging partial results against the oracle of the whole.
+//! Merged partial results, compared with the oracle over all keys.
 
 use crate::support::{build, runners};
 use flashtile::quality::{Tolerance, compare_lse, compare_out};
@@ -9,7 +9,7 @@ use flashtile_testkit::{Case, CaseData, CpuRunner, Guarded, GuardedList, Layout,
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// The result over the keys that `shows` says, in the dtype of the problem.
+/// The result over the keys that `shows` selects, in the problem's dtype.
 fn part(
     whole: &CaseData,
     case: &Case,
@@ -32,7 +32,7 @@ fn part(
     let mut outputs = Outputs::new(out.view_mut());
     outputs.lse = Some(lse.slice_mut());
     runner.cpu.run(&plan, &inputs, &mut outputs, &mut plan.workspace()).unwrap();
-    // What a part holds in rows that it adds nothing to is not looked at.
+    // Rows to which a partial result adds nothing are not read, whatever they hold.
     for index in out.indices() {
         let [b, h, i, _] = index;
         if lse.slice()[(b * dims.q_heads + h) * dims.q_len + i] == f32::NEG_INFINITY {
@@ -70,7 +70,7 @@ fn parts_of_the_keys_cut_anywhere_merge_to_the_whole() {
         let whole = build(&case);
         let expected = reference::attention(&whole.problem, &whole.inputs()).unwrap();
         let parts = 1 + rng.below(6);
-        // Runs of keys, or each key anywhere.
+        // Runs of keys, or individual keys at random.
         let scattered = rng.below(2) == 0;
         let mut cuts: Vec<usize> = (1..parts).map(|_| rng.below(dims[4] + 1)).collect();
         cuts.sort_unstable();
@@ -92,7 +92,7 @@ fn parts_of_the_keys_cut_anywhere_merge_to_the_whole() {
                 assert_eq!([out.touched(), lse.touched()], [None, None]);
                 let plan = runner.cpu.plan(&whole.problem, runner.options).unwrap();
                 let mut tolerance = Tolerance::of(dtype, dims.kv_len, accumulation_of(&plan));
-                // Each part was rounded to its dtype before; a mean of them is off by as much as they are.
+                // Each partial result was rounded to its dtype before, and so is off by as much.
                 tolerance.absolute += 2.0 * tolerance.relative;
                 let out = compare_out(&out.values(), &expected, dtype, &tolerance);
                 let lse = compare_lse(lse.slice(), &expected, &tolerance);

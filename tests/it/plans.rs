@@ -1,6 +1,6 @@
-//! The golden table of plans: what realistic problems would run on machines, most of which are not at hand.
+//! Golden plans: what realistic problems would run on machines, most of which are absent.
 //!
-//! `FLASHTILE_BLESS=1` writes the table anew; read the difference before it is committed.
+//! `FLASHTILE_BLESS=1` rewrites the table; review the difference before committing it.
 
 use flashtile::plan::{CudaFacts, CudaTile, PortableTile, isa_for, machines};
 use flashtile::{
@@ -102,13 +102,15 @@ fn cuda_plans_fit_their_devices() {
             for skip_tiles in [true, false] {
                 let plan = CudaPlan::new(&problem, &facts, crate::support::options(None, skip_tiles));
                 let plan = match plan {
-                    // Devices without native kernels: the portable ones are not of every dimension, and skip tiles.
+                    // Devices without native kernels: the portable ones support only some dimensions, and always
+                    // skip tiles.
                     Err(Unsupported::HeadDim { got, .. }) if machine == "t4" && got % 16 != 0 => continue,
                     Err(Unsupported::SkipTiles) if machine == "t4" && !skip_tiles => continue,
                     Err(Unsupported::Position { got, .. }) if machine == "t4" && got.abs() > 1 << 30 => {
                         continue;
                     }
-                    // Rows of 2 KiB: 16 of q and two tiles of 16 keys are more than a block of threads has there.
+                    // Rows of 2 KiB: 16 rows of q and two tiles of 16 keys exceed a thread block's shared memory
+                    // there.
                     Err(Unsupported::SharedMemory { .. })
                         if problem.dtype() == Dtype::F32
                             && problem.dims().head_dim > 384
@@ -122,7 +124,7 @@ fn cuda_plans_fit_their_devices() {
                 for kernel in plan.kernels() {
                     let (shared, tile) = (kernel.shared_bytes(), &kernel.tile);
                     assert!(shared <= facts.shared_per_block, "{machine}: {plan}");
-                    // What the driver reserves for each block is counted.
+                    // Including the shared memory that the driver reserves for each block.
                     let all = (shared + 1024) * tile.resident;
                     assert!(all <= facts.shared_per_multiprocessor, "{machine}: {plan}");
                     assert!(kernel.head_dim >= problem.dims().head_dim && kernel.value_dim <= 256);
@@ -221,7 +223,7 @@ fn portable_plans_refuse() {
         let refusal = with(&one, crate::support::options(Some(splits), true)).unwrap_err();
         assert_eq!(refusal, Unsupported::Splits { got: splits, max: 10 });
     }
-    // The other kind of a device that has both; a device that has one kind; a tile of the other kind.
+    // The other kind of kernels on a device that has both; a device with one kind; a tile of the other kind.
     let problem = one.validate().unwrap();
     let plan = CudaPlan::new(&problem, &machines::H200, kernels(KernelChoice::Portable)).unwrap();
     assert_eq!(plan.kernel(), "cuda-decode-bf16-d64-portable");

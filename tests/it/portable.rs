@@ -1,4 +1,4 @@
-//! The portable kernels on the CUDA device of this machine. Without one these tests say so, and pass.
+//! The portable kernels on this machine's CUDA device. Without one, the tests print so and pass.
 
 use crate::support::{answer, build, cuda};
 use flashtile::cuda::{Cuda, CudaError};
@@ -19,7 +19,7 @@ fn runner(cuda: Cuda) -> CudaRunner {
     CudaRunner::new(cuda).with(options(None))
 }
 
-/// Whether there are kernels for the head dimensions and positions of a case.
+/// Whether kernels support the head dimensions and positions of a case.
 fn is_supported(case: &Case) -> bool {
     let problem = case.desc.clone().validate().unwrap();
     let plan = CudaPlan::new(&problem, &machines::T4, options(None));
@@ -48,7 +48,7 @@ fn the_catalogue_and_random_cases_pass() {
     assert!(passed > 500, "{passed}");
 }
 
-/// Cases that are cut into parts, and others; every dtype.
+/// Cases with several splits, and others; every dtype.
 fn some_cases() -> Vec<Case> {
     catalogue().into_iter().filter(is_supported).step_by(3).collect()
 }
@@ -81,10 +81,10 @@ fn any_number_of_splits_is_within_the_limits() {
     }
 }
 
-/// Steps of decoding whose sequences have so many keys, each in one page of a pool of the same size.
+/// Decode steps over sequences with these numbers of keys, each in one page of an equally large pool.
 fn steps(lens: &[usize]) -> Case {
     let steps: Vec<(usize, usize)> = lens.iter().map(|&len| (1, len)).collect();
-    // Named alike: the same queries.
+    // The same name, and so the same queries.
     Case::new("update", [1, 8, 2, 0, 0, 64, 64], Dtype::F16)
         .cached(&steps, 4096, Keep::All)
         .causal(QOffset::BottomRight)
@@ -99,7 +99,7 @@ fn a_captured_graph_computes_the_plan_of_an_update() {
     let (first, second) = (build(&steps(&[900, 20, 4000, 1])), build(&steps(&[3000, 1500, 7, 4096])));
     let mut out = Guarded::new(Dtype::F16, first.problem.dims().out_shape(), first.layout);
     let mut outputs = Outputs::new(out.view_mut());
-    // The pools of the longer sequences, of which the first plan sees less.
+    // The pools of the longer sequences; the first plan sees fewer of their keys.
     let mut inputs = second.inputs();
     inputs.tables = first.tables.as_ref();
     let placement = DevicePlacement::default();

@@ -1,6 +1,6 @@
 //! Random problems against the oracle.
 //!
-//! `FLASHTILE_SEEDS=first..last` chooses the seeds: one to replay a failure, many for a long run.
+//! `FLASHTILE_SEEDS=first..last` selects the seeds: one to replay a failure, many for a long run.
 
 use crate::support::options;
 use flashtile::{Cpu, PlanOptions};

@@ -1,4 +1,4 @@
-//! What several modules share.
+//! Shared by several modules.
 
 use flashtile::cuda::Cuda;
 use flashtile::plan::Isa;
@@ -14,19 +14,19 @@ pub(crate) fn runners() -> Vec<CpuRunner> {
     threaded(1)
 }
 
-/// Every instruction set of this machine with plans for this many threads; of plain elements, so that one that differs only in how
-/// it multiplies codes is left out.
+/// Every instruction set of this machine, with plans for `threads` threads. For plain elements: instruction sets that
+/// only multiply codes differently are left out.
 pub(crate) fn threaded(threads: usize) -> Vec<CpuRunner> {
     quantizing(threads).into_iter().filter(|runner| runner.cpu.facts().isa != Isa::Avx512Vnni).collect()
 }
 
-/// Every instruction set of this machine with plans for this many threads.
+/// Every instruction set of this machine, with plans for `threads` threads.
 pub(crate) fn quantizing(threads: usize) -> Vec<CpuRunner> {
     let cpu = |isa| Cpu::with_isa(isa).unwrap().with_threads(threads);
     Cpu::isas().into_iter().map(|isa| CpuRunner::new(cpu(isa))).collect()
 }
 
-/// Runs cases on every runner, on two threads, and fails where one is not within its limits or is skipped.
+/// Runs cases on every runner, on two threads, and fails if one is skipped or not within its limits.
 pub(crate) fn all_pass(cases: &[Case], runners: &[CpuRunner]) {
     let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
     let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
@@ -52,14 +52,15 @@ pub(crate) fn all_pass(cases: &[Case], runners: &[CpuRunner]) {
     assert_eq!(passed, cases.len() * runners.len());
 }
 
-/// The first CUDA device, if there is one; says so where there is none.
+/// The first CUDA device, if there is one; otherwise prints that there is none.
 pub(crate) fn cuda() -> Option<Cuda> {
     static DEVICE: OnceLock<Option<Cuda>> = OnceLock::new();
     let find = || Cuda::new(0).map_err(|why| println!("SKIPPED, nothing ran on a GPU: {why}")).ok();
     DEVICE.get_or_init(find).clone()
 }
 
-/// The CUDA device with tensors on whole vectors and at odd addresses, and as one whose blocks of threads compute many items.
+/// The CUDA device with aligned tensors, with tensors at odd addresses, and as a device whose thread blocks compute
+/// many work tiles.
 pub(crate) fn cuda_runners() -> Vec<CudaRunner> {
     let of = |cuda| {
         let runner = CudaRunner::new(cuda);
@@ -75,7 +76,7 @@ pub(crate) fn all_runners(options: PlanOptions) -> Vec<Box<dyn Runner>> {
         .collect()
 }
 
-/// Plan options; `None` splits leaves the choice to the planner.
+/// Plan options; with `None`, the planner chooses the number of splits.
 pub(crate) fn options(splits: Option<usize>, skip_tiles: bool) -> PlanOptions {
     let mut options = PlanOptions::default();
     options.splits = splits;
@@ -83,7 +84,7 @@ pub(crate) fn options(splits: Option<usize>, skip_tiles: bool) -> PlanOptions {
     options
 }
 
-/// The answer of a runner, memory checked, numbers not.
+/// The answer of a runner, with memory checked and values not compared.
 pub(crate) fn answer(built: &CaseData, runner: &dyn Runner) -> Answer {
     built.run(runner).unwrap_or_else(|failure| panic!("{}: {failure}", runner.name()))
 }
@@ -103,7 +104,7 @@ pub(crate) fn seers(built: &CaseData, [batch, kv_head, key]: [usize; 3]) -> BTre
     holders.flat_map(|(index, s)| seers_of(built, index, kv_head, key - s.kv_start)).collect()
 }
 
-/// Query rows that see key `j` of a sequence and key/value head `kv_head`, by the rule written out for one pair at a time.
+/// Query rows that see key `j` of a sequence and key/value head `kv_head`, by the definition for a single pair.
 pub(crate) fn seers_of(built: &CaseData, index: usize, kv_head: usize, j: usize) -> BTreeSet<Row> {
     let (problem, inputs) = (&built.problem, built.inputs());
     let s = problem.sequences()[index];
@@ -143,7 +144,7 @@ pub(crate) fn rows(problem: &Problem) -> impl Iterator<Item = Row> + use<> {
         .flat_map(move |b| (0..dims.q_heads).flat_map(move |h| (0..dims.q_len).map(move |row| [b, h, row])))
 }
 
-/// Copies each element of `to` from the element of `from` that `place` names.
+/// Copies each element of `to` from the element of `from` at the index that `place` gives.
 pub(crate) fn copy(from: &Guarded, to: &mut Guarded, place: impl Fn([usize; 4]) -> [usize; 4]) {
     for index in to.indices() {
         to.set(index, from.get(place(index)));
@@ -157,5 +158,5 @@ pub(crate) fn fill(tensor: &mut Guarded, value: impl Fn([usize; 4]) -> f32) {
     }
 }
 
-/// Kinds of masks, additive ones in f16.
+/// Kinds of masks; additive ones are f16.
 pub(crate) const MASK_KINDS: [MaskKind; 2] = [MaskKind::Bool, MaskKind::Additive(flashtile::Dtype::F16)];

@@ -1,4 +1,5 @@
-//! RMS norm as a kernel of one's own: checked against plain Rust on the simulator, printed, and launched on a GPU where there is one.
+//! RMS norm as a custom kernel: checked against plain Rust on the simulator, printed, and launched on a GPU if there
+//! is one.
 //!
 //! ```sh
 //! cargo run                       # simulate and check
@@ -12,17 +13,17 @@ use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use std::error::Error;
 
-/// Numbers of a launch.
+/// Parameters of a launch.
 #[params]
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
-    /// Numbers of a row.
+    /// Elements of a row.
     pub dim: u32,
-    /// What is added to the mean square.
+    /// Added to the mean square.
     pub epsilon: f32,
 }
 
-/// `out = x * weight / sqrt(mean(x^2) + epsilon)` for each row, a row a group.
+/// `out = x * weight / sqrt(mean(x^2) + epsilon)` for each row, with one threadgroup per row.
 #[kernel(
     threads <= 1024,
     requires(params.dim > 0, "rows are not empty"),
@@ -46,7 +47,7 @@ pub fn rms_norm<T: Element>(x: &Buffer<T>, weight: &Buffer<T>, out: &mut Buffer<
         squares += number * number;
     }
 
-    // One sum a SIMD group, then every SIMD group adds up all of them.
+    // Each SIMD group has one partial sum; then every SIMD group adds up all of them.
     let squares = simd_sum(squares);
     if simd_lane() == 0 {
         parts[simd_index()] = squares;
@@ -85,7 +86,7 @@ fn numbers<T: Element>(n: u32, seed: u32) -> Vec<T> {
     (0..n).map(|i| T::from_f32(mixed(i) as f32 / 8_388_608.0 - 1.0)).collect()
 }
 
-/// The greatest error, where out is at most a few.
+/// The largest error; the magnitude of out is at most a few.
 fn error<T: Element>(out: &[T], x: &[T], weight: &[T]) -> f32 {
     let wide = |x: &[T]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
     let expected = expected(&wide(x), &wide(weight), PARAMS.epsilon);

@@ -14,7 +14,7 @@ fn small(case: &Case) -> bool {
     })
 }
 
-/// Runs the small ones of some cases, each of which plans refuse or there is native code for; tells how many passed.
+/// Runs small cases, each of which must be refused by planning or have native code; prints how many passed.
 fn run_all(cases: Vec<Case>) -> usize {
     let runner = runner(TILE);
     let (mut passed, mut refused, mut failed) = (0, BTreeMap::<String, usize>::new(), Vec::new());

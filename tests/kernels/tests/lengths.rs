@@ -1,5 +1,5 @@
-//! Every number of keys up to several tiles of them. What lies behind the last key, in its page or in its batch entry, is neither read
-//! nor a number.
+//! Every number of keys up to several tiles. What follows the last key in its page or batch entry must not be read,
+//! and is NaN.
 
 use crate::support::{TILE, all_pass, runner};
 use flashtile::{Codec, Dtype, QOffset::BottomRight};
@@ -13,17 +13,17 @@ const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 /// Rows of a page.
 const PAGES: [usize; 7] = [1, 3, 7, 16, 31, 33, 64];
 
-/// Queries: one, or several, of which some see no key where there are few.
+/// Number of queries: one, or several, of which the first see no key if there are few.
 fn queries(keys: usize) -> [usize; 2] {
     [1, [2, 3, 5, 9, 31][keys % 5]]
 }
 
-/// Key counts near tile edges: a tile has 16 keys, the two SIMD groups of a split take 32, both splits 64.
+/// Key counts near tile boundaries: a tile has 16 keys, the two SIMD groups of a split have 32, both splits 64.
 fn edges() -> impl Iterator<Item = usize> {
     KEYS.filter(|keys| *keys <= 20 || (keys + 2) % 16 <= 3 && (*keys <= 68 || *keys > 120))
 }
 
-/// A case for each number of keys and two numbers of queries; the latter are the last ones.
+/// A case for each number of keys and each of two numbers of queries, which sit at the last keys.
 fn each(keys: impl Iterator<Item = usize>, case: impl Fn(&str, usize, usize) -> Case) -> Vec<Case> {
     let of = |keys: usize| queries(keys).map(|queries| case(&format!("{queries}_of_{keys}"), queries, keys));
     keys.flat_map(of).map(|case| case.causal(BottomRight)).collect()
@@ -59,7 +59,7 @@ fn codes_pass(lengths: impl Iterator<Item = usize>) {
 
 fn codes_in_pages_pass(lengths: impl Iterator<Item = usize>) {
     let cases = each(lengths, |name, queries, keys| {
-        // A second sequence has two pages, so that a table is needed.
+        // The second sequence has two pages, so that a block table is needed.
         let page = PAGES[keys % 7];
         codes(&format!("paged_{name}"), &[(queries, keys), (1, 2 * page)], page)
     });

@@ -7,7 +7,7 @@ use flashtile_kernel::prelude::Element;
 use flashtile_kernel::{Instance, bf16, f16};
 use std::sync::LazyLock;
 
-/// The instance with native code, where there is one.
+/// The instance with native code, if there is one.
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
         let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
@@ -23,8 +23,8 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     ALL.iter().find(is).cloned()
 }
 
-/// Eights of rows, sixteens of keys, SIMD groups; types of q and of both products, formats, dimensions, alignments of rows, order of the
-/// rotation, pages.
+/// Tiles of 8 rows, tiles of 16 keys, SIMD groups; types of q and of both products, formats, dimensions, alignments
+/// of rows, order of the rotation, pages.
 macro_rules! decodes {
     ([$t:literal $u:literal $s:literal] $($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal $ka:literal $va:literal $order:literal $paged:literal;)*) => {
         vec![$({
@@ -155,7 +155,7 @@ fn decodes() -> Vec<Instance> {
     }
 }
 
-/// One SIMD group, so that there are as many partial results as parts.
+/// One SIMD group, so that there is one partial result per split.
 fn parts() -> Vec<Instance> {
     decodes! { [1 1 1]
         f32 f32 f32 0 0 64 64 16 16 0 false;
@@ -214,7 +214,8 @@ fn tiles() -> Vec<Instance> {
     tiles!([2 1 4] [1 2 4] [2 2 1] [4 1 2] [1 1 8])
 }
 
-/// What plans take of elements whose dimensions are no powers of two, of few rows and of many; of codes in pages that start anywhere.
+/// Instances that plans choose for elements whose dimensions are not powers of two, with few rows and with many; and
+/// for codes in unaligned pages.
 fn planned() -> Vec<Instance> {
     macro_rules! planned {
         ($($q:ident $f:literal)*) => {
@@ -230,7 +231,7 @@ fn planned() -> Vec<Instance> {
                     $q $q $q $f $f 96 96 16 16 0 true;
                 },
             )*
-            // Rows of bytes in pages of an odd number of them, and of a number that is no multiple of 4.
+            // Byte rows in pages with an odd number of them, and with a number that is not a multiple of 4.
             decodes! { [1 2 4]
                 f16 f16 f16 3 3 80 80 2 2 20 true;
                 f16 f16 f16 3 3 96 96 2 2 12 true;
@@ -246,7 +247,7 @@ fn planned() -> Vec<Instance> {
     planned!(f32 0 f16 1 bf16 2)
 }
 
-/// What plans take of codes of such dimensions, and of two sixteens of keys at a time.
+/// Instances that plans choose for codes of such dimensions, and for two tiles of 16 keys at a time.
 fn coded<Q: Element>() -> Vec<Instance> {
     [
         decodes! { [1 2 4]

@@ -1,14 +1,14 @@
-//! What is no number in a key or a value reaches the rows that see it, and no others.
+//! A NaN or an infinity in a key or a value reaches the rows that see it, and no others.
 
 use crate::support::{TILE, runner};
 use flashtile::{Codec, Dtype, QOffset, Visibility, reference};
 use flashtile_testkit::{Case, Keep, Prepared};
 use std::sync::Arc;
 
-/// Keys around the first row's, the edges of tiles of them, and the last one.
+/// Keys around the first row's, at the boundaries of their tiles, and the last one.
 const SPOILED: [usize; 7] = [0, 1, 15, 16, 31, 33, 40];
 
-/// Rows that see one key or a few, in one part or two.
+/// Rows that see one key or a few, in one split or two.
 fn cases(name: &str, dtype: Dtype, keep: impl Fn(Case) -> Case) -> [Case; 3] {
     let of = |kind: &str| keep(Case::new(format!("{kind}_{name}"), [1, 2, 1, 41, 41, 64, 64], dtype));
     [
@@ -18,7 +18,7 @@ fn cases(name: &str, dtype: Dtype, keep: impl Fn(Case) -> Case) -> [Case; 3] {
     ]
 }
 
-/// Runs a case as it was spoiled.
+/// Runs a case with changed tensors.
 fn pass(case: &Case, mut prepared: Prepared, what: &str) {
     let built = &prepared.built;
     prepared.expected = reference::attention(&built.problem, &built.inputs()).unwrap();

@@ -1,4 +1,4 @@
-//! Any number of partial results, some or all of them of no key.
+//! Any number of partial results, some or all of which saw no key.
 
 use crate::support::{all_pass, runner};
 use QOffset::BottomRight;
@@ -6,10 +6,10 @@ use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
 use flashtile_gpu::plan::Tile;
 use flashtile_testkit::{Case, Keep, MaskFill};
 
-/// Around the lanes of a SIMD group, which read partial results together, and twice as many.
+/// Near the number of lanes of a SIMD group, which reads that many partial results at once, and near twice that.
 const PARTS: [usize; 7] = [1, 2, 3, 31, 32, 33, 65];
 
-/// Types of q, and how keys and values are stored.
+/// Types of q, and codecs of keys and values.
 const STORED: [(Dtype, Codec); 6] = [
     (Dtype::F32, Codec::F32),
     (Dtype::F16, Codec::F16),
@@ -25,7 +25,7 @@ fn all_parts_pass(cases: impl Fn(usize) -> Vec<Case>) {
     }
 }
 
-/// Cached sequences of these lengths, with these parts, in one page each.
+/// Cached sequences of these lengths with this number of splits, in one page each.
 fn slots(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec), splits: usize) -> Case {
     let longest = lengths.iter().map(|&(_, keys)| keys).max().unwrap_or(0);
     let case = Case::new(format!("{name}_{dtype}_{codec}_{splits}_parts"), [1, 2, 1, 0, 0, 64, 64], dtype);
@@ -34,7 +34,7 @@ fn slots(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec),
 
 #[test]
 fn every_part_counts() {
-    // The last part has five keys.
+    // The last split has five keys.
     all_parts_pass(|splits| {
         let of = |stored| slots("whole", &[(1, 16 * splits - 11)], stored, splits);
         let mut cases: Vec<Case> = STORED.into_iter().map(of).collect();
@@ -48,15 +48,15 @@ fn parts_may_see_no_key() {
     all_parts_pass(|splits| {
         let mut cases = Vec::new();
         for stored in STORED {
-            // A sequence of no key and such of fewer keys than parts; queries before every key.
+            // A sequence without keys, sequences with fewer keys than splits, and queries before every key.
             let few = slots("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, splits).causal(BottomRight);
             cases.extend([few.clone(), few.sinks()]);
-            // Of the keys of a tile of rows each row sees a few, in one part or two.
+            // Each row of a tile sees a few of the tile's keys, in one split or two.
             let band = slots("band", &[(11, 90)], stored, splits).causal(BottomRight);
             let band = band.seeing(Visibility::window(Some(4), None));
             cases.extend([band.clone(), band.sinks()]);
         }
-        // Parts that a mask hides: all of some rows, and all before the last.
+        // Splits that a mask hides: all splits of some rows, and all but the last.
         for (n, fill) in [MaskFill::HiddenRows, MaskFill::Closed, MaskFill::Late].into_iter().enumerate() {
             let keys = if fill == MaskFill::Late { 1029 } else { 40 };
             let masked = slots("masked", &[(4, keys)], STORED[n], splits).mask(MaskKind::Bool, "h", fill);

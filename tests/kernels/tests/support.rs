@@ -1,18 +1,18 @@
-//! What tests of cases share.
+//! Shared by tests of cases.
 
 use crate::natives;
 use flashtile_gpu::plan::Tile;
 use flashtile_testkit::{Case, SimulatorRunner, conformance};
 
-/// Two SIMD groups of each of two parts of the keys.
+/// Two SIMD groups in each of two splits.
 pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
 
-/// Runs problems with native code of this crate, for rows and pages as they lie.
+/// Runs problems with native code of this crate; rows and pages are aligned as they happen to be.
 pub(crate) fn runner(tile: Tile) -> SimulatorRunner {
     SimulatorRunner::of(tile, natives::find)
 }
 
-/// Runs cases; each has to be one that there is native code for, and pass.
+/// Runs cases, each of which must have native code and pass.
 pub(crate) fn all_pass(cases: &[Case], runner: &SimulatorRunner) {
     let mut failed = Vec::new();
     conformance(cases, &[runner], |result| {

@@ -1,4 +1,4 @@
-//! Tiles of other sizes than those of the catalogue's cases, and dimensions that are no powers of two.
+//! Tile sizes that the catalogue does not cover, and dimensions that are not powers of two.
 
 use crate::support::{all_pass, runner};
 use Codec::{F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
@@ -9,7 +9,7 @@ use flashtile_testkit::{Case, Keep, MaskFill, Tree};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
-/// What changes scores and hides keys, and sizes that straddle tiles of rows and of keys.
+/// Features that change scores and hide keys, and sizes that straddle tiles of rows and of keys.
 fn features(stored: &str, of: impl Fn(String, &[(usize, usize)]) -> Case) -> Vec<Case> {
     let of = |name: &str, lengths: &[(usize, usize)]| of(format!("tile_{name}_{stored}"), lengths);
     let straddling = &[(1, 1), (3, 31), (31, 33), (33, 129), (9, 65), (0, 3), (2, 0)][..];
@@ -70,7 +70,7 @@ fn of_eight_simd_groups() {
     tile(1, 1, 8, 1);
 }
 
-/// A case in pages and one that is not.
+/// A paged case and one that is not.
 fn both(name: &str, dims: [usize; 2], dtype: Dtype, codecs: [Codec; 2]) -> [Case; 2] {
     let [k, v] = codecs;
     [7, 90].map(|page| {
@@ -101,7 +101,7 @@ fn of_codes_of_80_and_96() {
                 let planned = runner(Tile { splits: 2, ..Tile::of(codec, dim) });
                 let cases = both("planned", [dim; 2], dtype, [codec; 2]);
                 all_pass(&cases, &planned.padded());
-                // Those of levels are gathered from anywhere.
+                // Levels are gathered from anywhere.
                 if dtype == Dtype::F16 || ![Int8, Fp8].contains(&codec) {
                     all_pass(&cases, &planned);
                 }
