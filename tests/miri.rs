@@ -241,7 +241,7 @@ mod merging {
     use half::{bf16, f16};
 
     #[test]
-    fn parts_of_every_dtype() {
+    fn partials_of_every_dtype() {
         alone();
         let (shape, rows) = ([1, 2, 3, 5], 6);
         let elements = normal(1, rows * 5);

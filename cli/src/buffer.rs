@@ -66,8 +66,8 @@ impl Buffer {
             Memory::Mapped(_) => Self::mapped(self.len)?,
         };
         // By all threads: pages are placed near the thread that touches them first.
-        let parts = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
-        parts.for_each(|(into, from)| into.copy_from_slice(from));
+        let chunks = buffer.bytes_mut().par_chunks_mut(CHUNK).zip(self.bytes().par_chunks(CHUNK));
+        chunks.for_each(|(into, from)| into.copy_from_slice(from));
         Ok(buffer)
     }
 

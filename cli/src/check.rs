@@ -103,13 +103,13 @@ fn check(args: &CheckArgs) -> Result<bool> {
     let cases = cases(args)?;
 
     let progress = progress((cases.len() * runners.len()) as u64);
-    let mut tallies: Vec<Tally> = runners.iter().map(|r| Tally::new(r.name())).collect();
+    let mut summaries: Vec<Summary> = runners.iter().map(|r| Summary::new(r.name())).collect();
     let mut lines = Vec::new();
     let mut failures = Vec::new();
     conformance(&cases, &runners, |result| {
         progress.inc(1);
-        if let Some(tally) = tallies.iter_mut().find(|t| t.runner == result.runner) {
-            tally.add(result);
+        if let Some(summary) = summaries.iter_mut().find(|t| t.runner == result.runner) {
+            summary.add(result);
         }
         if args.json {
             lines.push(as_json(result).to_string());
@@ -121,11 +121,11 @@ fn check(args: &CheckArgs) -> Result<bool> {
     if args.json {
         lines.iter().try_for_each(report::line)?;
     } else {
-        report::text(table(&tallies))?;
-        tallies.iter().flat_map(Tally::skips).try_for_each(report::line)?;
+        report::text(table(&summaries))?;
+        summaries.iter().flat_map(Summary::skips).try_for_each(report::line)?;
         failures.iter().try_for_each(report::line)?;
     }
-    Ok(tallies.iter().any(|t| t.failed > 0))
+    Ok(summaries.iter().any(|t| t.failed > 0))
 }
 
 /// The backends selected by the options.
@@ -197,7 +197,7 @@ pub(crate) fn progress(length: u64) -> ProgressBar {
 }
 
 /// Outcomes of the cases on one runner.
-struct Tally {
+struct Summary {
     runner: String,
     passed: usize,
     failed: usize,
@@ -210,7 +210,7 @@ struct Tally {
     closest: Option<(f64, String)>,
 }
 
-impl Tally {
+impl Summary {
     const fn new(runner: String) -> Self {
         Self {
             runner,
@@ -249,7 +249,7 @@ impl Tally {
     }
 }
 
-impl Tally {
+impl Summary {
     /// Why cases were skipped: a line for each reason, the most frequent first.
     fn skips(&self) -> Vec<String> {
         let mut reasons: Vec<_> = self.reasons.iter().collect();
@@ -268,17 +268,17 @@ fn of_limit(out: &Report) -> f64 {
     if out.nrmse == 0.0 { 0.0 } else { out.nrmse / out.limit }
 }
 
-fn table(tallies: &[Tally]) -> Table {
+fn table(summaries: &[Summary]) -> Table {
     let mut head: Vec<String> = ["runner", "passed", "failed", "skipped"].map(str::to_owned).to_vec();
     head.extend(DTYPES.map(|dtype| format!("{dtype} nrmse/limit")));
     head.push("closest to a limit".to_owned());
     head.push("case".to_owned());
     let mut table = Table::new(head);
-    for tally in tallies {
-        let mut row = vec![tally.runner.clone()];
-        row.extend([tally.passed, tally.failed, tally.skipped].map(|n| n.to_string()));
-        row.extend(tally.nrmse.map(report::percent));
-        let (worst, case) = tally.closest.clone().unwrap_or_default();
+    for summary in summaries {
+        let mut row = vec![summary.runner.clone()];
+        row.extend([summary.passed, summary.failed, summary.skipped].map(|n| n.to_string()));
+        row.extend(summary.nrmse.map(report::percent));
+        let (worst, case) = summary.closest.clone().unwrap_or_default();
         row.extend([report::percent(worst), case]);
         table.push(row);
     }

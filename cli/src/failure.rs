@@ -41,11 +41,11 @@ impl Failure {
 impl fmt::Display for Failure {
     /// Control characters, which names from files may contain, are escaped, so that a failure is always one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for piece in self.line.split_inclusive(char::is_control) {
-            let mut chars = piece.chars();
+        for chunk in self.line.split_inclusive(char::is_control) {
+            let mut chars = chunk.chars();
             match chars.next_back() {
                 Some(c) if c.is_control() => write!(f, "{}{}", chars.as_str(), c.escape_default())?,
-                _ => f.write_str(piece)?,
+                _ => f.write_str(chunk)?,
             }
         }
         Ok(())

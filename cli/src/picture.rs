@@ -11,7 +11,7 @@ use std::ops::Range;
 
 /// What a kernel does with a tile of query rows and keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Class {
+pub(crate) enum TileKind {
     /// No row sees a key of the block.
     Skip,
     /// Some rows see some keys.
@@ -20,7 +20,7 @@ pub(crate) enum Class {
     Full,
 }
 
-impl Class {
+impl TileKind {
     const ALL: [Self; 3] = [Self::Skip, Self::Partial, Self::Full];
 
     const fn name(self) -> &'static str {
@@ -65,21 +65,21 @@ impl Counts {
         }
     }
 
-    const fn of(self, class: Class) -> u64 {
-        match class {
-            Class::Skip => self.skip,
-            Class::Partial => self.partial,
-            Class::Full => self.full,
+    const fn of(self, kind: TileKind) -> u64 {
+        match kind {
+            TileKind::Skip => self.skip,
+            TileKind::Partial => self.partial,
+            TileKind::Full => self.full,
         }
     }
 
     /// The kind of the area that these tiles cover together; `None` without tiles.
-    fn class(self) -> Option<Class> {
+    fn kind(self) -> Option<TileKind> {
         match (self.skip, self.partial, self.full) {
             (0, 0, 0) => None,
-            (_, 0, 0) => Some(Class::Skip),
-            (0, 0, _) => Some(Class::Full),
-            _ => Some(Class::Partial),
+            (_, 0, 0) => Some(TileKind::Skip),
+            (0, 0, _) => Some(TileKind::Full),
+            _ => Some(TileKind::Partial),
         }
     }
 }
@@ -142,12 +142,12 @@ impl Tiles<'_> {
     }
 
     /// Kinds of at most `height x width` cells, each covering whole tiles.
-    fn cells(&self, height: usize, width: usize) -> Vec<Vec<Class>> {
+    fn cells(&self, height: usize, width: usize) -> Vec<Vec<TileKind>> {
         let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
         let part = |n: usize, of: usize, total: usize| total * n / of..total * (n + 1) / of;
         let (height, width) = (height.min(tiles), width.min(blocks));
         let row = |y| {
-            let cell = |x| self.count_in(part(y, height, tiles), &part(x, width, blocks)).class();
+            let cell = |x| self.count_in(part(y, height, tiles), &part(x, width, blocks)).kind();
             (0..width).filter_map(cell).collect()
         };
         (0..height).map(row).collect()
@@ -165,12 +165,12 @@ impl Tiles<'_> {
         let mut text = String::new();
         for row in &cells {
             text.push_str("  ");
-            text.extend(row.iter().flat_map(|class| std::iter::repeat_n(class.glyph(), columns)));
+            text.extend(row.iter().flat_map(|kind| std::iter::repeat_n(kind.glyph(), columns)));
             text.push('\n');
         }
         let counts = self.counts();
         let legend =
-            Class::ALL.map(|class| format!("{} {} {}", class.glyph(), class.name(), counts.of(class)));
+            TileKind::ALL.map(|kind| format!("{} {} {}", kind.glyph(), kind.name(), counts.of(kind)));
         text.push_str(&format!("  {}\n", legend.join("   ")));
         if self.row_tiles() > height || self.key_blocks() > width {
             let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
@@ -202,9 +202,9 @@ impl Tiles<'_> {
         let font = ("sans-serif", 14).into_font().color(&BLACK);
         root.draw(&Text::new(title.to_owned(), (LEFT, 12), font.clone()))?;
         for (y, row) in (0..).zip(&cells) {
-            for (x, class) in (0..).zip(row) {
+            for (x, kind) in (0..).zip(row) {
                 let corner = (LEFT + x * cell_width, TOP + y * cell_height);
-                let style: ShapeStyle = class.colour().filled();
+                let style: ShapeStyle = kind.colour().filled();
                 root.draw(&Rectangle::new([corner, (corner.0 + cell_width, corner.1 + cell_height)], style))?;
             }
         }
@@ -215,10 +215,10 @@ impl Tiles<'_> {
         root.draw(&Text::new(keys, (LEFT, TOP - 18), font.clone()))?;
         let counts = self.counts();
         let mut x = LEFT;
-        for class in Class::ALL {
-            let style: ShapeStyle = class.colour().filled();
+        for kind in TileKind::ALL {
+            let style: ShapeStyle = kind.colour().filled();
             root.draw(&Rectangle::new([(x, bottom + 16), (x + 10, bottom + 26)], style))?;
-            let label = format!("{} {}", class.name(), counts.of(class));
+            let label = format!("{} {}", kind.name(), counts.of(kind));
             root.draw(&Text::new(label, (x + 16, bottom + 14), font.clone()))?;
             x += SIDE / 3;
         }

@@ -121,7 +121,7 @@ fn every_tile_is_within_the_limits() {
 }
 
 #[test]
-fn parts_that_a_mask_hides_add_nothing() {
+fn splits_that_a_mask_hides_add_nothing() {
     let Some(cuda) = cuda() else { return };
     for case in catalogue().into_iter().filter(|case| case.name.ends_with("_late")) {
         let prepared = Prepared::new(&case).unwrap();

@@ -206,10 +206,10 @@ fn the_largest_scales_softcaps_and_slopes_are_computed() {
         let mut alibi =
             Case::new("largest slope", [1, 2, 1, 5, 40, 64, 64], Dtype::F32).alibi().at(QOffset::At(7));
         alibi.desc.softcap = Some(MAX_SOFTCAP);
-        let mut sloped = build(&alibi);
-        sloped.alibi_slopes.as_mut().unwrap().slice_mut().fill(sign * MAX_ALIBI_SLOPE);
+        let mut steep = build(&alibi);
+        steep.alibi_slopes.as_mut().unwrap().slice_mut().fill(sign * MAX_ALIBI_SLOPE);
         everywhere(&built, &case.name);
-        everywhere(&sloped, &alibi.name);
+        everywhere(&steep, &alibi.name);
     }
 }
 

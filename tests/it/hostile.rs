@@ -162,7 +162,7 @@ fn headers_that_say_something_else_are_refused() {
     refuse(
         12,
         &0x0102_0304u32.swap_bytes().to_ne_bytes(),
-        "snapshot has another order of bytes than this version reads",
+        "snapshot has another byte order than this version reads",
     );
     let number = |index: usize, x: u64, why: &str| refuse(NUMBERS + 8 * index, &x.to_ne_bytes(), why);
     number(0, 0, &format!("layers 0 is outside 1..={MAX_LEN}"));

@@ -43,7 +43,7 @@ fn part(
 }
 
 #[test]
-fn parts_of_the_keys_cut_anywhere_merge_to_the_whole() {
+fn splits_cut_anywhere_merge_to_the_whole() {
     for seed in 0..60 {
         let mut rng = Rng::new(seed);
         let dtype = DTYPES[rng.below(3)];

@@ -425,13 +425,13 @@ fn attention_over_normal_keys_is_as_near_as_the_codecs_promise() {
 }
 
 #[test]
-fn a_mean_that_is_taken_out_makes_biased_keys_harmless() {
+fn centering_makes_biased_keys_harmless() {
     // 23 times the signal, as biases of some models have it.
     let set = AttentionSet::normal([4096, 192, 128], 23.0, 6);
     let codecs = [Codec::Int8, Codec::Tq4];
     let (with, without) = (qualities(&set, &codecs, true), qualities(&set, &codecs, false));
     for (codec, (with, without)) in codecs.iter().zip(with.iter().zip(&without)) {
-        println!("{codec}: kl {:.2e} with the mean taken out, {:.2e} without", with.kl, without.kl);
+        println!("{codec}: kl {:.2e} centered, {:.2e} plain", with.kl, without.kl);
     }
     assert!(with[0].kl <= 4e-5 && with[1].kl <= 7e-3);
     assert!(without[0].kl > 100.0 * with[0].kl && without[1].kl > 100.0 * with[1].kl);

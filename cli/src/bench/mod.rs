@@ -202,8 +202,8 @@ fn table(group: &Group, peers: &Peers) -> String {
         ["dtype", "d", "heads", "batch", "keys", "cache", "sees", "time", "spread", rate_head, "of limit"]
             .map(str::to_owned)
             .to_vec();
-    let shares = group.rows.iter().any(|measured| measured.apart.is_some());
-    if shares {
+    let has_shared = group.rows.iter().any(|measured| measured.apart.is_some());
+    if has_shared {
         head.extend(["shared", "read by each", "ratio"].map(str::to_owned));
     }
     let names = peers.names();
@@ -228,7 +228,7 @@ fn table(group: &Group, peers: &Peers) -> String {
             format!("{:.1}", fraction * group.limit.rate / 1e9),
             report::percent(fraction),
         ];
-        if shares {
+        if has_shared {
             cells.push(row.shared().to_string());
             cells.push(measured.apart.map_or_else(|| "-".to_owned(), report::seconds));
             let ratio = measured.apart.map(|apart| format!("{:.2}x", apart / measured.seconds()));

@@ -18,7 +18,7 @@ use crate::report as printed;
 use choice::Gate;
 use measure::{Codecs, Sums, measure};
 pub(crate) use options::KvArgs;
-use pairs::{Listing, Refused};
+use pairs::{Listing, Refusal};
 use report::Report;
 use std::process::ExitCode;
 
@@ -74,11 +74,11 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
             Ok(measured) => answered.push((pair, measured)),
             Err(why) => {
                 let (name, why) = (&pair.name, archive.refuse(format_args!("{}: {why}", pair.name)));
-                refused.push(Refused { name: name.clone(), why });
+                refused.push(Refusal { name: name.clone(), why });
             }
         }
     }
-    for Refused { why, .. } in &refused {
+    for Refusal { why, .. } in &refused {
         printed::note(format_args!("flashtile: {why}"));
     }
     let status = if refused.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(REFUSED) };

@@ -34,7 +34,7 @@ pub(super) struct Pair<'a> {
 }
 
 /// Tensors that do not form a pair, and why.
-pub(super) struct Refused {
+pub(super) struct Refusal {
     pub(super) name: String,
     pub(super) why: Failure,
 }
@@ -42,7 +42,7 @@ pub(super) struct Refused {
 /// The pairs of a file.
 pub(super) struct Listing<'a> {
     pub(super) pairs: Vec<Pair<'a>>,
-    pub(super) refused: Vec<Refused>,
+    pub(super) refused: Vec<Refusal>,
     /// Names of tensors that belong to no pair.
     pub(super) unread: Vec<String>,
 }
@@ -69,14 +69,14 @@ impl<'a> Listing<'a> {
                 (Some(alone), None) | (None, Some(alone)) => {
                     let missing = if names.k.is_none() { "keys" } else { "values" };
                     let what = format_args!("tensor {alone} has no {missing} beside it");
-                    listing.refused.push(Refused { name, why: archive.refuse(what) });
+                    listing.refused.push(Refusal { name, why: archive.refuse(what) });
                     unread.extend(names.q);
                 }
                 (Some(k), Some(v)) => {
                     let tensors = [k.clone(), v.clone(), names.q.clone().unwrap_or_default()];
                     match Pair::read(archive, args, (&name, &names.prefix, tensors), &mut used) {
                         Ok(pair) => listing.pairs.push(pair),
-                        Err(why) => listing.refused.push(Refused { name, why }),
+                        Err(why) => listing.refused.push(Refusal { name, why }),
                     }
                 }
             }

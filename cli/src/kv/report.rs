@@ -3,7 +3,7 @@
 use super::choice::{self, Candidate, Choice, Gate};
 use super::measure::{Codecs, Measured, Sums};
 use super::options::KvArgs;
-use super::pairs::{Pair, Refused};
+use super::pairs::{Pair, Refusal};
 
 /// Everything in the report.
 pub(super) struct Report<'a> {
@@ -11,7 +11,7 @@ pub(super) struct Report<'a> {
     pub(super) codecs: &'a Codecs,
     pub(super) gate: Gate,
     pub(super) pairs: Vec<(&'a Pair<'a>, &'a Measured)>,
-    pub(super) refused: &'a [Refused],
+    pub(super) refused: &'a [Refusal],
     pub(super) unread: &'a [String],
     /// Over all pairs with results; `None` if there are none.
     pub(super) all: Option<Sums>,

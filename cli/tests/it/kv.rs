@@ -176,7 +176,7 @@ fn reports_are_what_runs_do() {
 }
 
 #[test]
-fn a_bias_of_keys_is_seen_and_taken_out() {
+fn a_bias_of_keys_is_seen_and_subtracted() {
     let folder = Folder::with(&normal(512, 64, 23.0));
     let report = json(&folder.input, &[]);
     let pair = &report["pairs"][0];

@@ -124,11 +124,11 @@ impl Cases {
 #[must_use]
 pub fn catalogue() -> Vec<Case> {
     let mut cases = Cases::default();
-    let parts = [
+    let groups = [
         dims, causal, windows, scores, masks, lengths, packed, cached, prefixes, trees, degenerate, decode,
         mixed,
     ];
-    parts.iter().for_each(|part| part(&mut cases));
+    groups.iter().for_each(|add| add(&mut cases));
     cases.0.extend(super::edges::edges());
     cases.0
 }

@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)]
 
-use super::laid::{Layout, StagedInputs, accumulation, write};
 use super::machine::{Machine, Values};
 use super::run::{RunReport, Runner, RunnerError};
+use super::staging::{Layout, StagedInputs, accumulation, write};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -436,22 +436,22 @@ impl CudaRunner {
         // Rows that are not known to be aligned are read element by element.
         let aligned = if self.placement.odd { 2 } else { 16 };
         let layout = Layout { tile, aligned, padded: !self.placement.odd };
-        let laid = StagedInputs::new(problem, inputs, layout)
+        let staged = StagedInputs::new(problem, inputs, layout)
             .map_err(|why| RunnerError::Unsupported(why.to_string()))?;
         let gpu = self.cuda.gpu();
         let compute = || {
-            let read = laid.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
-            let written = laid.outputs.iter().map(|&(element, len)| gpu.hold(&Values::nans(element, len)));
+            let read = staged.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
+            let written = staged.outputs.iter().map(|&(element, len)| gpu.hold(&Values::nans(element, len)));
             let written = written.collect::<Result<Vec<_>, _>>()?;
             let counted = |_| "memories are as many as parameters".to_owned();
             let (read, mut written) =
                 (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
-            StagedInputs::launch::<Gpu, _>(&laid.plan, gpu, &read, &mut written)
+            StagedInputs::launch::<Gpu, _>(&staged.plan, gpu, &read, &mut written)
                 .map_err(|e| e.to_string())?;
             Ok(written)
         };
         write::<Gpu>(outputs, problem, &compute().map_err(RunnerError::Error)?)?;
-        Ok(RunReport::new(laid.plan.instances()[0].entry()).accumulated(accumulation(problem)))
+        Ok(RunReport::new(staged.plan.instances()[0].entry()).accumulated(accumulation(problem)))
     }
 }
 

@@ -4,9 +4,9 @@
 //! [`Workload`] makes inputs for a shape, launches the kernel, and computes the expected answer independently: by the
 //! f64 oracle of attention, by sums and transforms in f64, or from how a mask was made.
 
-use crate::laid::{Layout, StagedInputs};
 use crate::machine::{Machine, Values};
 use crate::rng::Rng;
+use crate::staging::{Layout, StagedInputs};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::{CodePages, Side};
 use flashtile_core::codec::{Codec, KvView};
@@ -439,18 +439,18 @@ fn native(instance: Instance, find: Option<Find>) -> Result<Instance, String> {
 }
 
 /// Elements of a chunk, which has its own generator.
-const PIECE: usize = 1 << 20;
+const CHUNK: usize = 1 << 20;
 
 /// Fills memory in parallel, each chunk from its own generator.
 fn fill<T: Send>(list: &mut [T], seed: u64, next: impl Fn(&mut Rng) -> T + Sync) {
-    list.par_chunks_mut(PIECE).enumerate().for_each(|(n, piece)| {
+    list.par_chunks_mut(CHUNK).enumerate().for_each(|(n, chunk)| {
         let mut rng = Rng::new(seed ^ (n as u64) << 32);
-        piece.iter_mut().for_each(|x| *x = next(&mut rng));
+        chunk.iter_mut().for_each(|x| *x = next(&mut rng));
     });
 }
 
 /// A random value of variance about 1, cheaper than a normal one.
-fn number_of(rng: &mut Rng) -> f32 {
+fn random_value(rng: &mut Rng) -> f32 {
     rng.uniform(-1.75, 1.75)
 }
 
@@ -515,17 +515,17 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     } else {
         Tile { splits, ..Tile::of(codec, dim) }
     };
-    let laid = StagedInputs::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
-    let laid = laid.map_err(|e| message(&e))?;
+    let staged = StagedInputs::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
+    let staged = staged.map_err(|e| message(&e))?;
     let plan = match find {
-        Some(find) => laid.plan.with_native(find).ok_or("the simulator has no native code of the shape")?,
-        None => laid.plan,
+        Some(find) => staged.plan.with_native(find).ok_or("the simulator has no native code of the shape")?,
+        None => staged.plan,
     };
     let instance = plan.instances()[0].clone();
     let work = Work::Attention(Box::new(plan));
     Ok(Job {
-        inputs: laid.inputs.into(),
-        outputs: laid.outputs.map(|(element, len)| Written::Blank(element, len)).into(),
+        inputs: staged.inputs.into(),
+        outputs: staged.outputs.map(|(element, len)| Written::Blank(element, len)).into(),
         answer: 2,
         want,
         instance,
@@ -536,12 +536,12 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
 /// Fills elements of a dtype.
 fn elements(bytes: &mut [u8], dtype: Dtype, seed: u64) {
     match dtype {
-        Dtype::F32 => fill(bytes.as_chunks_mut::<4>().0, seed, |rng| number_of(rng).to_le_bytes()),
-        Dtype::F16 => {
-            fill(bytes.as_chunks_mut::<2>().0, seed, |rng| half::f16::from_f32(number_of(rng)).to_le_bytes())
-        }
+        Dtype::F32 => fill(bytes.as_chunks_mut::<4>().0, seed, |rng| random_value(rng).to_le_bytes()),
+        Dtype::F16 => fill(bytes.as_chunks_mut::<2>().0, seed, |rng| {
+            half::f16::from_f32(random_value(rng)).to_le_bytes()
+        }),
         Dtype::BF16 => {
-            fill(bytes.as_chunks_mut::<2>().0, seed, |rng| bf16::from_f32(number_of(rng)).to_le_bytes())
+            fill(bytes.as_chunks_mut::<2>().0, seed, |rng| bf16::from_f32(random_value(rng)).to_le_bytes())
         }
     }
 }
@@ -606,21 +606,21 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     }
     let mut partial_out = vec![0.0f32; rows * splits * dim];
     let mut partial_max_sum = vec![0.0f32; rows * splits * 2];
-    fill(&mut partial_out, 1, number_of);
+    fill(&mut partial_out, 1, random_value);
     fill(partial_max_sum.as_chunks_mut::<2>().0, 2, |rng| [rng.uniform(-6.0, 6.0), rng.uniform(0.5, 4.0)]);
     let mut want = vec![0.0f64; rows * dim];
     want.par_chunks_mut(dim).enumerate().for_each(|(row, out)| {
         let partial_max_sum = &partial_max_sum[2 * row * splits..][..2 * splits];
-        let top = partial_max_sum.iter().step_by(2).fold(f32::NEG_INFINITY, |top, &x| top.max(x));
-        let mut weights = 0.0;
-        for part in 0..splits {
-            let factor = (f64::from(partial_max_sum[2 * part]) - f64::from(top)).exp2();
-            weights += factor * f64::from(partial_max_sum[2 * part + 1]);
-            for (out, x) in out.iter_mut().zip(&partial_out[(row * splits + part) * dim..][..dim]) {
+        let row_max = partial_max_sum.iter().step_by(2).fold(f32::NEG_INFINITY, |row_max, &x| row_max.max(x));
+        let mut row_sum = 0.0;
+        for split in 0..splits {
+            let factor = (f64::from(partial_max_sum[2 * split]) - f64::from(row_max)).exp2();
+            row_sum += factor * f64::from(partial_max_sum[2 * split + 1]);
+            for (out, x) in out.iter_mut().zip(&partial_out[(row * splits + split) * dim..][..dim]) {
                 *out += factor * f64::from(*x);
             }
         }
-        out.iter_mut().for_each(|x| *x /= weights);
+        out.iter_mut().for_each(|x| *x /= row_sum);
     });
     let instance = merge_instance(Dtype::BF16, Codec::BF16, dim).map_err(|e| e.to_string())?;
     let params = Merge {
@@ -715,7 +715,7 @@ fn rotated(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         return Err(format!("a rotation of {dim} is not measured"));
     }
     let mut x = vec![0.0f32; rows * dim];
-    fill(&mut x, 1, number_of);
+    fill(&mut x, 1, random_value);
     let factors = factors(Codec::Int8, dim);
     let mut want: Vec<f64> =
         x.iter().zip((0..rows).flat_map(|_| &factors[..dim])).map(|(x, sign)| f64::from(x * sign)).collect();
@@ -752,12 +752,12 @@ fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let tiles: Vec<u8> = (0..blocks[0] * blocks[1]).map(|_| rng.below(3) as u8).collect();
     let mut mask = vec![0u8; queries * keys];
     for (row, bytes) in mask.chunks_exact_mut(keys).enumerate() {
-        for (column, piece) in bytes.chunks_mut(BLOCK[1]).enumerate() {
+        for (column, keys) in bytes.chunks_mut(BLOCK[1]).enumerate() {
             let tile = tiles[row / BLOCK[0] * blocks[1] + column];
-            piece.fill(u8::from(tile == 2));
+            keys.fill(u8::from(tile == 2));
             // In a block of a partial tile, only the first key of the first query is open.
             if tile == 1 && row.is_multiple_of(BLOCK[0]) {
-                piece[0] = 1;
+                keys[0] = 1;
             }
         }
     }

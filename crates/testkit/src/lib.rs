@@ -17,8 +17,6 @@ mod edges;
 #[cfg(feature = "gpu")]
 pub mod gpu_bench;
 #[cfg(feature = "gpu")]
-pub(crate) mod laid;
-#[cfg(feature = "gpu")]
 pub(crate) mod machine;
 mod mlx;
 mod poison;
@@ -28,6 +26,8 @@ mod run;
 mod sets;
 #[cfg(feature = "simulator")]
 pub(crate) mod simulator;
+#[cfg(feature = "gpu")]
+pub(crate) mod staging;
 
 pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};

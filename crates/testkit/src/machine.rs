@@ -86,7 +86,7 @@ pub(crate) trait Machine: Device {
 }
 
 /// Contents as f64.
-fn numbers<T: Into<f64>, E: std::fmt::Display>(read: Result<Vec<T>, E>) -> Result<Vec<f64>, String> {
+fn to_f64s<T: Into<f64>, E: std::fmt::Display>(read: Result<Vec<T>, E>) -> Result<Vec<f64>, String> {
     read.map(|list| list.into_iter().map(Into::into).collect()).map_err(|e| e.to_string())
 }
 
@@ -94,12 +94,12 @@ fn numbers<T: Into<f64>, E: std::fmt::Display>(read: Result<Vec<T>, E>) -> Resul
 macro_rules! read {
     ($memory:ident) => {
         match $memory.element() {
-            ScalarType::F32 => numbers($memory.to_vec::<f32>()),
-            ScalarType::F16 => numbers($memory.to_vec::<f16>()),
-            ScalarType::Bf16 => numbers($memory.to_vec::<bf16>()),
-            ScalarType::U32 => numbers($memory.to_vec::<u32>()),
-            ScalarType::I32 => numbers($memory.to_vec::<i32>()),
-            _ => numbers($memory.to_vec::<u8>()),
+            ScalarType::F32 => to_f64s($memory.to_vec::<f32>()),
+            ScalarType::F16 => to_f64s($memory.to_vec::<f16>()),
+            ScalarType::Bf16 => to_f64s($memory.to_vec::<bf16>()),
+            ScalarType::U32 => to_f64s($memory.to_vec::<u32>()),
+            ScalarType::I32 => to_f64s($memory.to_vec::<i32>()),
+            _ => to_f64s($memory.to_vec::<u8>()),
         }
     };
 }
@@ -129,7 +129,7 @@ impl Machine for Simulator {
 
 #[cfg(feature = "cuda")]
 mod cuda {
-    use super::{Machine, ScalarType, Values, View, ViewMut, bf16, f16, numbers};
+    use super::{Machine, ScalarType, Values, View, ViewMut, bf16, f16, to_f64s};
     use flashtile_kernel::cuda::{Gpu, Memory};
 
     impl Machine for Gpu {

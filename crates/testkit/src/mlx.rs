@@ -124,12 +124,12 @@ pub fn mlx_decode(step: &MlxStep<'_>) -> Vec<f64> {
             f64::from(step.scale) * products.sum::<f64>()
         };
         let scores: Vec<f64> = seen.iter().map(score).collect();
-        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
-        let sum: f64 = weights.iter().sum();
+        let row_max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let probs: Vec<f64> = scores.iter().map(|score| (score - row_max).exp()).collect();
+        let row_sum: f64 = probs.iter().sum();
         let mut values = vec![0.0; dim];
-        for (row, weight) in seen.iter().zip(&weights) {
-            values.iter_mut().zip(step.v.row(dim, first + row)).for_each(|(o, v)| *o += weight / sum * v);
+        for (row, p) in seen.iter().zip(&probs) {
+            values.iter_mut().zip(step.v.row(dim, first + row)).for_each(|(o, v)| *o += p / row_sum * v);
         }
         out.extend(if step.v.rotated() { rotate_back(&values) } else { values });
     }

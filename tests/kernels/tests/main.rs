@@ -5,7 +5,7 @@
 mod attend;
 mod lengths;
 mod natives;
-mod numbers;
-mod parts;
+mod nonfinite;
+mod splits;
 mod support;
 mod tiles;

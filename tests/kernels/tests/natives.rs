@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
         let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
-        [decodes(), parts(), pages(), tiles(), planned(), merges()]
+        [decodes(), splits(), pages(), tiles(), planned(), merges()]
             .into_iter()
             .chain(coded)
             .flatten()
@@ -156,7 +156,7 @@ fn decodes() -> Vec<Instance> {
 }
 
 /// One SIMD group, so that there is one partial result per split.
-fn parts() -> Vec<Instance> {
+fn splits() -> Vec<Instance> {
     decodes! { [1 1 1]
         f32 f32 f32 0 0 64 64 16 16 0 false;
         f16 f16 f16 1 1 64 64 16 16 0 false;

@@ -81,9 +81,9 @@ impl Snapshot {
         let mut bytes = Vec::with_capacity(self.header_bytes() + self.bytes.len());
         bytes.extend(MAGIC);
         bytes.extend([VERSION, ORDER].iter().flat_map(|x| x.to_ne_bytes()));
-        let numbers =
+        let fields =
             [desc.layers, desc.kv_heads, desc.head_dim, desc.value_dim, self.kept.start, self.kept.end];
-        bytes.extend(numbers.iter().flat_map(|x| (*x as u64).to_ne_bytes()));
+        bytes.extend(fields.iter().flat_map(|x| (*x as u64).to_ne_bytes()));
         for codec in [desc.k, desc.v] {
             let name = codec.name().bytes();
             bytes.extend(name.chain(std::iter::repeat(0)).take(NAME));
@@ -116,20 +116,20 @@ impl Snapshot {
         if magic != MAGIC {
             return Err(CacheError::SnapshotHeader { field: "magic" });
         }
-        for (field, expected) in [("version", VERSION), ("order of bytes", ORDER)] {
+        for (field, expected) in [("version", VERSION), ("byte order", ORDER)] {
             if take(&mut rest, size_of::<u32>()).ok_or(length(HEADER))? != expected.to_ne_bytes() {
                 return Err(CacheError::SnapshotHeader { field });
             }
         }
-        let mut number = || {
+        let mut field = || {
             let bytes = take(&mut rest, size_of::<u64>())?;
             Some(usize::try_from(u64::from_ne_bytes(bytes.try_into().ok()?)).unwrap_or(usize::MAX))
         };
-        let mut numbers = [0; 6];
-        for slot in &mut numbers {
-            *slot = number().ok_or(length(HEADER))?;
+        let mut fields = [0; 6];
+        for value in &mut fields {
+            *value = field().ok_or(length(HEADER))?;
         }
-        let [layers, kv_heads, head_dim, value_dim, first, end] = numbers;
+        let [layers, kv_heads, head_dim, value_dim, first, end] = fields;
         if first > end || end > MAX_LEN {
             return Err(CacheError::SnapshotRange { first, end, max: MAX_LEN });
         }
@@ -182,7 +182,7 @@ impl Snapshot {
 
     /// Checks that a cache with this description can hold the rows.
     pub(super) fn check(&self, desc: &CacheDesc) -> Result<(), CacheError> {
-        let numbers = |d: &CacheDesc| {
+        let fields = |d: &CacheDesc| {
             [
                 ("layers", d.layers),
                 ("kv_heads", d.kv_heads),
@@ -190,7 +190,7 @@ impl Snapshot {
                 ("value_dim", d.value_dim),
             ]
         };
-        for ((name, expected), (_, got)) in numbers(desc).into_iter().zip(numbers(&self.desc)) {
+        for ((name, expected), (_, got)) in fields(desc).into_iter().zip(fields(&self.desc)) {
             if got != expected {
                 return Err(CacheError::SnapshotDimension { name, expected, got });
             }

@@ -223,8 +223,8 @@ mod tests {
     use crate::codec::tq::lloyd;
 
     /// FNV-1a of the bits of the values, little-endian.
-    fn digest(numbers: impl Iterator<Item = f32>) -> u64 {
-        numbers.flat_map(f32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+    fn digest(values: impl Iterator<Item = f32>) -> u64 {
+        values.flat_map(f32::to_le_bytes).fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }

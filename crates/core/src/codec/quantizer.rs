@@ -22,13 +22,13 @@ pub(super) enum ScaleRule {
 
 /// The scales tried are multiples `(72 + 5 t) / 100` of the root mean square. A vector whose largest coordinate is
 /// small prefers a smaller scale than its norm suggests; trying several gains 0.7 dB at 4 bits and 0.9 dB at 5 and 6.
-pub(super) const PARTS: [f64; TRIALS] = {
-    let (mut parts, mut t) = ([0.0; TRIALS], 0);
+pub(super) const TRIAL_SCALES: [f64; TRIALS] = {
+    let (mut scales, mut t) = ([0.0; TRIALS], 0);
     while t < TRIALS {
-        parts[t] = (72 + 5 * t) as f64 / 100.0;
+        scales[t] = (72 + 5 * t) as f64 / 100.0;
         t += 1;
     }
-    parts
+    scales
 };
 
 /// A vector whose largest magnitude is below this is stored as zeros: its scale would be 0 in f16.
@@ -127,10 +127,10 @@ fn search<O: Ops>(fixed: &Fixed, levels: &Codebook, rms: f64, codes: &mut [u8]) 
     let magnitudes = &fixed.magnitudes[..codes.len()];
     let unit = unit(levels);
     let mut factors = [0u16; TRIALS];
-    for (factor, part) in factors.iter_mut().zip(PARTS) {
+    for (factor, trial) in factors.iter_mut().zip(TRIAL_SCALES) {
         // Below 2^15: the largest magnitude is ONE, so that the root mean square is at least ONE / sqrt(dim).
         // Rounded to nearest even without a conversion, since vectors have none to 16 bits.
-        let x = unit / (rms * part);
+        let x = unit / (rms * trial);
         *factor = (x + ROUNDER).to_bits() as u16;
     }
     let (products, squares) = O::sums(levels, magnitudes, &factors);

@@ -222,16 +222,16 @@ impl Stack {
 
     /// Adds the values of tokens `from..`, weighted by `probs` of several rows `[rows][tokens]`, to `out`,
     /// `[rows][width]`.
-    fn add(&self, weights: &[&[f32]], from: usize, out: &mut [f32]) {
+    fn add(&self, probs: &[&[f32]], from: usize, out: &mut [f32]) {
         /// Tokens per step, which saves loads and stores of `out`.
         const TOKENS: usize = 4;
-        let tokens = weights.first().map_or(0, |row| row.len());
+        let tokens = probs.first().map_or(0, |row| row.len());
         for at in (0..tokens).step_by(TOKENS) {
             let here = TOKENS.min(tokens - at);
             let rows = &self.rows[(from + at) * self.width..][..here * self.width];
-            for (weights, out) in weights.iter().zip(out.chunks_exact_mut(self.width)) {
-                let weights = &weights[at..at + here];
-                match (weights, rows.len() == TOKENS * self.width) {
+            for (probs, out) in probs.iter().zip(out.chunks_exact_mut(self.width)) {
+                let probs = &probs[at..at + here];
+                match (probs, rows.len() == TOKENS * self.width) {
                     (&[a, b, c, d], true) => {
                         let (first, second) = rows.split_at(2 * self.width);
                         let ((va, vb), (vc, vd)) = (first.split_at(self.width), second.split_at(self.width));
@@ -240,8 +240,8 @@ impl Stack {
                         }
                     }
                     _ => {
-                        for (weight, row) in weights.iter().zip(rows.chunks_exact(self.width)) {
-                            out.iter_mut().zip(row).for_each(|(out, v)| *out += weight * v);
+                        for (p, row) in probs.iter().zip(rows.chunks_exact(self.width)) {
+                            out.iter_mut().zip(row).for_each(|(out, v)| *out += p * v);
                         }
                     }
                 }
@@ -256,7 +256,7 @@ struct ExactRow<'a> {
     seen: Range<usize>,
     /// Keys that the query sees.
     logits: Vec<f64>,
-    weights: Vec<f64>,
+    probs: Vec<f64>,
     lse: f64,
     out: Vec<f32>,
 }
@@ -276,14 +276,14 @@ impl<'a> Exact<'a> {
             queries.map(|(row, q)| (q, attention.seen(row, tokens))).filter(|(_, seen)| !seen.is_empty());
         let row = |(q, seen): (&'a [f32], Range<usize>)| {
             let logits = logits(attention, q, head.k, &seen);
-            let (weights, lse) = softmax(&logits);
-            ExactRow { q, seen, logits, weights, lse, out: Vec::new() }
+            let (probs, lse) = softmax(&logits);
+            ExactRow { q, seen, logits, probs, lse, out: Vec::new() }
         };
         let mut rows: Vec<ExactRow<'a>> = seeing.map(row).collect();
         for block in rows.chunks_mut(BLOCK) {
-            let weights: Vec<&[f64]> = block.iter().map(|row| row.weights.as_slice()).collect();
+            let probs: Vec<&[f64]> = block.iter().map(|row| row.probs.as_slice()).collect();
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
-            let out = weighted(stack, &weights, &seen);
+            let out = weighted(stack, &probs, &seen);
             for (row, out) in block.iter_mut().zip(out.chunks_exact(stack.width)) {
                 // The first column has the original values.
                 row.out = out[..stack.dim].to_vec();
@@ -298,25 +298,25 @@ impl<'a> Exact<'a> {
         let mut errors = KeyErrors::default();
         let mut out = vec![Deviation::default(); stack.width / stack.dim - 1];
         for block in self.rows.chunks(BLOCK) {
-            let mut weights = Vec::with_capacity(block.len());
+            let mut probs = Vec::with_capacity(block.len());
             for row in block {
                 let got = logits(self.attention, row.q, k, &row.seen);
                 let keys = got.len() as f64;
                 let shift = row.logits.iter().zip(&got).map(|(a, b)| a - b).sum::<f64>() / keys;
                 let square = row.logits.iter().zip(&got).map(|(a, b)| (a - b - shift).powi(2)).sum::<f64>();
                 errors.logits += square / keys;
-                let (of_got, lse) = softmax(&got);
+                let (got_probs, lse) = softmax(&got);
                 // sum p ((a - lse) - (b - lse')), with the shift removed from both sides.
-                let moved = row.weights.iter().zip(row.logits.iter().zip(&got));
+                let moved = row.probs.iter().zip(row.logits.iter().zip(&got));
                 let moved = moved.map(|(p, (a, b))| p * (a - b - shift)).sum::<f64>();
                 // Rounding can make it negative near 0; a NaN stays.
                 let kl = moved + shift - row.lse + lse;
                 errors.kl += if kl < 0.0 { 0.0 } else { kl };
-                weights.push(of_got);
+                probs.push(got_probs);
             }
-            let weights: Vec<&[f64]> = weights.iter().map(Vec::as_slice).collect();
+            let probs: Vec<&[f64]> = probs.iter().map(Vec::as_slice).collect();
             let seen: Vec<Range<usize>> = block.iter().map(|row| row.seen.clone()).collect();
-            let got = weighted(stack, &weights, &seen);
+            let got = weighted(stack, &probs, &seen);
             for (row, got) in block.iter().zip(got.chunks_exact(stack.width)) {
                 for (out, got) in out.iter_mut().zip(got.chunks_exact(stack.dim).skip(1)) {
                     out.add(deviation(&row.out, got));
@@ -328,16 +328,16 @@ impl<'a> Exact<'a> {
 }
 
 /// Sums of every column of a stack for each row, weighted by probabilities of the keys that it sees: `[rows][width]`.
-fn weighted(stack: &Stack, weights: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32> {
+fn weighted(stack: &Stack, probs: &[&[f64]], seen: &[Range<usize>]) -> Vec<f32> {
     let start = seen.iter().map(|seen| seen.start).min().unwrap_or(0);
     let end = seen.iter().map(|seen| seen.end).max().unwrap_or(0);
-    let mut wide = vec![vec![0.0f32; end - start]; weights.len()];
-    for ((wide, weights), seen) in wide.iter_mut().zip(weights).zip(seen) {
+    let mut wide = vec![vec![0.0f32; end - start]; probs.len()];
+    for ((wide, probs), seen) in wide.iter_mut().zip(probs).zip(seen) {
         let into = &mut wide[seen.start - start..seen.end - start];
-        into.iter_mut().zip(*weights).for_each(|(into, p)| *into = *p as f32);
+        into.iter_mut().zip(*probs).for_each(|(into, p)| *into = *p as f32);
     }
     let wide: Vec<&[f32]> = wide.iter().map(Vec::as_slice).collect();
-    let mut out = vec![0.0f32; weights.len() * stack.width];
+    let mut out = vec![0.0f32; probs.len() * stack.width];
     stack.add(&wide, start, &mut out);
     out
 }
@@ -370,11 +370,11 @@ fn product(a: &[f32], b: &[f32]) -> f64 {
 
 /// The softmax of logits, and their logsumexp.
 fn softmax(logits: &[f64]) -> (Vec<f64>, f64) {
-    let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let mut weights: Vec<f64> = logits.iter().map(|x| (x - most).exp()).collect();
-    let sum: f64 = weights.iter().sum();
-    weights.iter_mut().for_each(|x| *x /= sum);
-    (weights, most + sum.ln())
+    let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let mut probs: Vec<f64> = logits.iter().map(|x| (x - max).exp()).collect();
+    let sum: f64 = probs.iter().sum();
+    probs.iter_mut().for_each(|x| *x /= sum);
+    (probs, max + sum.ln())
 }
 
 /// Rows after encoding and decoding.
@@ -506,8 +506,8 @@ mod tests {
         let head = Head { k: &k, v: &v, q: &q, head_dim, value_dim, scale: 0.3 };
         let causal: Vec<Range<usize>> = (0..queries).map(|i| i.saturating_sub(9)..i * 2).collect();
         let plain = HeadAttention::new(head);
-        let capped = HeadAttention { seen: Some(&causal), softcap: Some(1.5), ..plain };
-        for attention in [plain, capped] {
+        let causal_softcap = HeadAttention { seen: Some(&causal), softcap: Some(1.5), ..plain };
+        for attention in [plain, causal_softcap] {
             let found = compare(&attention, &KEYS, &VALUES).unwrap();
             assert_eq!(found.queries, if attention.seen.is_some() { queries - 1 } else { queries });
             for (key, codec) in KEYS.iter().enumerate() {

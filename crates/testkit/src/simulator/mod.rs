@@ -2,9 +2,9 @@
 
 mod natives;
 
-use super::laid::{ALIGNED, Layout, StagedInputs, accumulation, write};
 use super::machine::{Values, blank};
 use super::run::{RunReport, Runner, RunnerError};
+use super::staging::{ALIGNED, Layout, StagedInputs, accumulation, write};
 use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
@@ -160,19 +160,19 @@ impl SimulatorRunner {
         }
         let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };
         let refused = |why| RunnerError::Unsupported(format!("no kernel takes the problem: {why}"));
-        let laid = StagedInputs::new(problem, inputs, layout).map_err(refused)?;
-        let entry = laid.plan.instances()[0].entry();
-        let paged = laid.paged;
-        let native = laid.plan.with_native(self.find);
+        let staged = StagedInputs::new(problem, inputs, layout).map_err(refused)?;
+        let entry = staged.plan.instances()[0].entry();
+        let paged = staged.paged;
+        let native = staged.plan.with_native(self.find);
         let plan = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem, paged)))?;
-        let mut read = laid.inputs.each_ref().map(Values::simulated);
+        let mut read = staged.inputs.each_ref().map(Values::simulated);
         let held = held(problem, inputs);
         for (n, view) in [&inputs.k, &inputs.v].into_iter().enumerate() {
-            for bytes in padding(view, laid.strides[n], &held) {
+            for bytes in padding(view, staged.strides[n], &held) {
                 read[1 + n].poison(bytes);
             }
         }
-        let mut written = laid.outputs.map(|(element, len)| blank(element, len));
+        let mut written = staged.outputs.map(|(element, len)| blank(element, len));
         StagedInputs::launch::<Simulator, _>(&plan, device, &read, &mut written)
             .map_err(|e| RunnerError::Error(e.to_string()))?;
         write::<Simulator>(outputs, problem, &written)?;

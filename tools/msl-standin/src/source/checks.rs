@@ -2,13 +2,13 @@
 
 use std::collections::HashSet;
 
+use super::declarations::{Declarations, Function};
 use super::diagnostic::Checked;
-use super::items::{Function, Items};
 use super::lex::{Token, TokenKind};
 use super::reader::Reader;
 use super::words;
 
-/// Checks each token by itself, before attributes are taken out.
+/// Checks each token by itself, before attributes are removed.
 pub(super) fn tokens(reader: &Reader<'_>) -> Checked<()> {
     for (i, token) in reader.tokens.iter().enumerate() {
         let wrong = match token.kind {
@@ -72,8 +72,8 @@ fn directive(text: &str) -> Option<String> {
 }
 
 /// Checks that each pointer and reference says where it points: `*` and `&` after a type need an address space before it.
-pub(super) fn pointers(reader: &Reader<'_>, items: &Items) -> Checked<()> {
-    let pointers = Pointers { reader, items };
+pub(super) fn pointers(reader: &Reader<'_>, declarations: &Declarations) -> Checked<()> {
+    let pointers = Pointers { reader, declarations };
     for i in 1..reader.tokens.len() {
         if !reader.is_any(i, &["*", "&", "&&"]) {
             continue;
@@ -97,13 +97,13 @@ pub(super) fn pointers(reader: &Reader<'_>, items: &Items) -> Checked<()> {
 
 struct Pointers<'r, 'a> {
     reader: &'r Reader<'a>,
-    items: &'r Items,
+    declarations: &'r Declarations,
 }
 
 impl Pointers<'_, '_> {
     /// Whether a token names a type, rather than a value or a member.
     fn is_type(&self, i: usize) -> bool {
-        let is_type = |word| words::is_type(word) || self.items.is_type(i, word);
+        let is_type = |word| words::is_type(word) || self.declarations.is_type(i, word);
         !self.reader.is_member(i) && self.reader.word(i).is_some_and(is_type)
     }
 
@@ -146,7 +146,8 @@ impl Pointers<'_, '_> {
             if depth == 0 {
                 let name = i.checked_sub(1)?;
                 let word = self.reader.word(name)?;
-                return (words::is_type_template(word) || self.items.is_type(name, word)).then_some(name);
+                return (words::is_type_template(word) || self.declarations.is_type(name, word))
+                    .then_some(name);
             }
         }
         None
@@ -208,8 +209,8 @@ pub(super) fn casts(reader: &Reader<'_>) -> Checked<()> {
 }
 
 /// Checks that no function keeps a variable between calls.
-pub(super) fn statics(reader: &Reader<'_>, items: &Items) -> Checked<()> {
-    let mut bodies = items.functions.iter().flat_map(|function| function.body.clone());
+pub(super) fn statics(reader: &Reader<'_>, declarations: &Declarations) -> Checked<()> {
+    let mut bodies = declarations.functions.iter().flat_map(|function| function.body.clone());
     match bodies.find(|&i| reader.is(i, "static")) {
         Some(i) => reader.fail(i, "`static` in a function: Metal keeps no variables between calls"),
         None => Ok(()),
@@ -218,12 +219,12 @@ pub(super) fn statics(reader: &Reader<'_>, items: &Items) -> Checked<()> {
 
 /// Checks that no function calls itself, directly or through others. Functions with several definitions are passed over:
 /// one overload may call another.
-pub(super) fn recursion(reader: &Reader<'_>, items: &Items) -> Checked<()> {
+pub(super) fn recursion(reader: &Reader<'_>, declarations: &Declarations) -> Checked<()> {
     let only_definition = |name: &str| {
-        let mut same = items.functions.iter().filter(|f| f.name == name && !f.body.is_empty());
+        let mut same = declarations.functions.iter().filter(|f| f.name == name && !f.body.is_empty());
         same.next().filter(|_| same.next().is_none())
     };
-    for function in &items.functions {
+    for function in &declarations.functions {
         if only_definition(&function.name).is_none() {
             continue;
         }

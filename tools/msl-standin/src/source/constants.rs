@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
+use super::declarations::{Declarations, ProgramConstant};
 use super::diagnostic::Checked;
 use super::edits::Edits;
-use super::items::{Items, ProgramConstant};
 use super::reader::Reader;
 use super::words;
 
@@ -40,12 +40,12 @@ type Kinds<'a> = HashMap<&'a str, (ConstantKind, &'a ProgramConstant)>;
 /// hide a constant whose uses have to be rewritten.
 pub(super) fn rewrite(
     reader: &Reader<'_>,
-    items: &Items,
+    declarations: &Declarations,
     edits: &mut Edits,
 ) -> Checked<Vec<DeclaredConstant>> {
-    let kinds = kinds(reader, items);
+    let kinds = kinds(reader, declarations);
     let mut declared: Vec<DeclaredConstant> = Vec::new();
-    for constant in &items.constants {
+    for constant in &declarations.constants {
         match kinds[constant.name.as_str()].0 {
             ConstantKind::Function { index } => {
                 if declared.iter().any(|other| other.index == index) {
@@ -63,9 +63,9 @@ pub(super) fn rewrite(
 }
 
 /// The kind of each constant. A constant can depend only on constants before it.
-fn kinds<'a>(reader: &Reader<'_>, items: &'a Items) -> Kinds<'a> {
+fn kinds<'a>(reader: &Reader<'_>, declarations: &'a Declarations) -> Kinds<'a> {
     let mut kinds = Kinds::new();
-    for constant in &items.constants {
+    for constant in &declarations.constants {
         let is_late = |word: &str| {
             kinds.get(word).is_some_and(|(kind, _)| {
                 matches!(kind, ConstantKind::Function { .. } | ConstantKind::Derived)

@@ -4,8 +4,8 @@ use std::collections::{BTreeSet, HashSet};
 use std::ops::Range;
 
 use super::constants::DeclaredConstant;
+use super::declarations::{Declarations, Function};
 use super::diagnostic::Checked;
-use super::items::{Function, Items};
 use super::reader::{Attribute, Reader};
 use super::words;
 
@@ -42,11 +42,11 @@ pub(crate) struct Kernel {
 /// For kernels that Metal refuses, and for attributes that belong to none.
 pub(super) fn read(
     reader: &Reader<'_>,
-    items: &Items,
+    declarations: &Declarations,
     constants: &[DeclaredConstant],
 ) -> Checked<Vec<Kernel>> {
     let mut kernels: Vec<Kernel> = Vec::new();
-    for function in &items.functions {
+    for function in &declarations.functions {
         let max_threads = max_threads(reader, function)?;
         if !function.is_kernel {
             check_no_kernel(reader, function)?;
@@ -60,11 +60,11 @@ pub(super) fn read(
             return reader.fail(function.at, format!("kernel `{}` has to return void", function.name));
         }
         let arguments = arguments(reader, function)?;
-        check_conditions(reader, items, function, &arguments)?;
-        let reached = reached_words(reader, items, &function.name);
+        check_conditions(reader, declarations, function, &arguments)?;
+        let reached = reached_words(reader, declarations, &function.name);
         let reached: BTreeSet<String> =
             constants.iter().map(|c| c.name.clone()).filter(|name| reached.contains(name)).collect();
-        for EntryPoint { name, call, at } in entry_points(reader, items, function)? {
+        for EntryPoint { name, call, at } in entry_points(reader, declarations, function)? {
             if kernels.iter().any(|kernel| kernel.name == name) {
                 return reader.fail(at, format!("two kernels are called `{name}`"));
             }
@@ -78,7 +78,7 @@ pub(super) fn read(
             });
         }
     }
-    check_instantiations(reader, items)?;
+    check_instantiations(reader, declarations)?;
     Ok(kernels)
 }
 
@@ -91,7 +91,11 @@ struct EntryPoint {
 }
 
 /// The kernel itself, or the instantiations of its template.
-fn entry_points(reader: &Reader<'_>, items: &Items, function: &Function) -> Checked<Vec<EntryPoint>> {
+fn entry_points(
+    reader: &Reader<'_>,
+    declarations: &Declarations,
+    function: &Function,
+) -> Checked<Vec<EntryPoint>> {
     if !function.is_template {
         let host_name = function.attributes.iter().find(|a| a.name == "host_name");
         let host_name = host_name.and_then(|a| a.argument.as_deref()).map(|name| name.trim_matches('"'));
@@ -99,7 +103,7 @@ fn entry_points(reader: &Reader<'_>, items: &Items, function: &Function) -> Chec
         return Ok(vec![EntryPoint { name, call: function.name.clone(), at: function.at }]);
     }
     let mut found = Vec::new();
-    for instantiation in items.instantiations.iter().filter(|i| i.template == function.name) {
+    for instantiation in declarations.instantiations.iter().filter(|i| i.template == function.name) {
         let (call, at) = (instantiation.call.clone(), instantiation.at);
         if !instantiation.is_kernel {
             return reader.fail(at, format!("the instantiation `{call}` lacks `[[kernel]]`"));
@@ -221,13 +225,13 @@ fn is_same(one: &Argument, other: &Argument) -> bool {
 /// Checks that buffers are conditional on constants of type bool.
 fn check_conditions(
     reader: &Reader<'_>,
-    items: &Items,
+    declarations: &Declarations,
     function: &Function,
     arguments: &[Argument],
 ) -> Checked<()> {
     for argument in arguments {
         if let Argument::Buffer { index, condition: Some(on) } = argument
-            && !items.constants.iter().any(|c| c.name == *on && c.type_name == "bool")
+            && !declarations.constants.iter().any(|c| c.name == *on && c.type_name == "bool")
         {
             let message =
                 format!("buffer {index} of kernel `{}`: `{on}` is not a bool constant", function.name);
@@ -238,10 +242,10 @@ fn check_conditions(
 }
 
 /// Checks that instantiations that say they are kernels have a kernel template.
-fn check_instantiations(reader: &Reader<'_>, items: &Items) -> Checked<()> {
-    for instantiation in items.instantiations.iter().filter(|i| i.is_kernel) {
+fn check_instantiations(reader: &Reader<'_>, declarations: &Declarations) -> Checked<()> {
+    for instantiation in declarations.instantiations.iter().filter(|i| i.is_kernel) {
         let template = &instantiation.template;
-        if !items.functions.iter().any(|f| f.is_kernel && f.is_template && f.name == *template) {
+        if !declarations.functions.iter().any(|f| f.is_kernel && f.is_template && f.name == *template) {
             return reader.fail(instantiation.at, format!("`{template}` is not a kernel template"));
         }
     }
@@ -249,20 +253,20 @@ fn check_instantiations(reader: &Reader<'_>, items: &Items) -> Checked<()> {
 }
 
 /// The words of a function and of everything that it may use, by name: at least what it reaches.
-fn reached_words(reader: &Reader<'_>, items: &Items, name: &str) -> HashSet<String> {
+fn reached_words(reader: &Reader<'_>, declarations: &Declarations, name: &str) -> HashSet<String> {
     let mut seen = HashSet::new();
     let mut open = vec![name.to_owned()];
     while let Some(name) = open.pop() {
         if !seen.insert(name.clone()) {
             continue;
         }
-        for function in items.functions.iter().filter(|f| f.name == name) {
+        for function in declarations.functions.iter().filter(|f| f.name == name) {
             let tokens = function.parameters.start..function.body.end;
             open.extend(tokens.filter_map(|i| reader.word(i)).map(str::to_owned));
             let attributes = reader.attributes_in(function.parameters.start, function.parameters.end);
             open.extend(attributes.into_iter().filter_map(|attribute| attribute.argument));
         }
-        for constant in items.constants.iter().filter(|c| c.name == name) {
+        for constant in declarations.constants.iter().filter(|c| c.name == name) {
             let value = constant.initializer.clone().unwrap_or(0..0);
             open.extend(value.filter_map(|i| reader.word(i)).map(str::to_owned));
         }

@@ -2,7 +2,7 @@
 //! clang accept.
 //!
 //! ```text
-//! source -> includes -> lex -> reader -> checks of tokens -> attributes -> items -> checks -> rewrites -> kernels
+//! source -> includes -> lex -> reader -> checks of tokens -> attributes -> declarations -> checks -> rewrites -> kernels
 //! ```
 //!
 //! The program is cut into tokens, checked, and edited in place, so that every line keeps its number.
@@ -10,10 +10,10 @@
 mod attributes;
 mod checks;
 pub(crate) mod constants;
+mod declarations;
 pub(crate) mod diagnostic;
 mod edits;
 pub(crate) mod includes;
-mod items;
 pub(crate) mod kernels;
 mod lex;
 mod reader;
@@ -46,15 +46,15 @@ pub(crate) fn parse(source: &str) -> Checked<Program> {
     checks::tokens(&reader)?;
     rewrite::tokens(&reader, &mut edits);
     let reader = attributes::take(reader, &mut edits)?;
-    let items = items::read(&reader)?;
-    checks::pointers(&reader, &items)?;
-    checks::statics(&reader, &items)?;
-    checks::recursion(&reader, &items)?;
+    let declarations = declarations::read(&reader)?;
+    checks::pointers(&reader, &declarations)?;
+    checks::statics(&reader, &declarations)?;
+    checks::recursion(&reader, &declarations)?;
     checks::casts(&reader)?;
-    rewrite::constant_members(&reader, &items, &mut edits)?;
+    rewrite::constant_members(&reader, &declarations, &mut edits)?;
     rewrite::constructors(&reader, &mut edits);
-    threadgroup::rewrite(&reader, &items.functions, &mut edits)?;
-    let constants = constants::rewrite(&reader, &items, &mut edits)?;
-    let kernels = kernels::read(&reader, &items, &constants)?;
+    threadgroup::rewrite(&reader, &declarations.functions, &mut edits)?;
+    let constants = constants::rewrite(&reader, &declarations, &mut edits)?;
+    let kernels = kernels::read(&reader, &declarations, &constants)?;
     Ok(Program { source: edits.apply(source), kernels, constants })
 }

@@ -1,8 +1,8 @@
 //! Rewrites that make words of Metal mean the same to clang.
 
+use super::declarations::Declarations;
 use super::diagnostic::Checked;
 use super::edits::Edits;
-use super::items::Items;
 use super::lex::TokenKind;
 use super::reader::Reader;
 use super::words;
@@ -54,8 +54,12 @@ pub(super) fn constructors(reader: &Reader<'_>, edits: &mut Edits) {
 }
 
 /// Constant members of types: `static constant` variables, and functions of objects in constant memory.
-pub(super) fn constant_members(reader: &Reader<'_>, items: &Items, edits: &mut Edits) -> Checked<()> {
-    for body in &items.type_bodies {
+pub(super) fn constant_members(
+    reader: &Reader<'_>,
+    declarations: &Declarations,
+    edits: &mut Edits,
+) -> Checked<()> {
+    for body in &declarations.type_bodies {
         for i in body.clone().filter(|&i| reader.is(i, "constant")) {
             if reader.contains(i.saturating_sub(3)..i + 3, "static") {
                 edits.replace(reader, i..i + 1, "const __global");

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
+use super::declarations::Function;
 use super::diagnostic::Checked;
 use super::edits::Edits;
-use super::items::Function;
 use super::reader::Reader;
 
 /// A statement that declares threadgroup variables.

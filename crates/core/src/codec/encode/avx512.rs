@@ -11,7 +11,9 @@ use crate::codec::coder::Scheme;
 use crate::codec::fp8;
 use crate::codec::ops::avx512::{Avx512, Vbmi, add_up, load_table, look_up, short_butterflies};
 use crate::codec::planes::planes as planes_of;
-use crate::codec::quantizer::{MIN_MAGNITUDE, ONE, PARTS, Quantizer, ROUNDER, ScaleRule, scale_of, unit};
+use crate::codec::quantizer::{
+    MIN_MAGNITUDE, ONE, Quantizer, ROUNDER, ScaleRule, TRIAL_SCALES, scale_of, unit,
+};
 use crate::codec::row_layout::FP8_SCALE_UNIT;
 use crate::codec::tq::codebook::{Codebook, TRIALS};
 use crate::dtype::Dtype;
@@ -435,7 +437,7 @@ unsafe fn factors(levels: &Codebook, rms: f64) -> [u64; TRIALS] {
     let mut factors = [0u64; TRIALS];
     // SAFETY: eight values; the caller guarantees the instruction set.
     unsafe {
-        let roots = _mm512_mul_pd(_mm512_set1_pd(rms), _mm512_loadu_pd(PARTS.as_ptr()));
+        let roots = _mm512_mul_pd(_mm512_set1_pd(rms), _mm512_loadu_pd(TRIAL_SCALES.as_ptr()));
         let x = _mm512_div_pd(_mm512_set1_pd(unit(levels)), roots);
         let bits = _mm512_castpd_si512(_mm512_add_pd(x, _mm512_set1_pd(ROUNDER)));
         let low = _mm512_and_si512(bits, _mm512_set1_epi64(0xffff));

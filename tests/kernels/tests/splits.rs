@@ -7,7 +7,7 @@ use flashtile_gpu::plan::Tile;
 use flashtile_testkit::{Case, Keep, MaskFill};
 
 /// Near the number of lanes of a SIMD group, which reads that many partial results at once, and near twice that.
-const PARTS: [usize; 7] = [1, 2, 3, 31, 32, 33, 65];
+const SPLITS: [usize; 7] = [1, 2, 3, 31, 32, 33, 65];
 
 /// Types of q, and codecs of keys and values.
 const STORED: [(Dtype, Codec); 6] = [
@@ -19,24 +19,24 @@ const STORED: [(Dtype, Codec); 6] = [
     (Dtype::BF16, Codec::Tq5),
 ];
 
-fn all_parts_pass(cases: impl Fn(usize) -> Vec<Case>) {
-    for splits in PARTS {
+fn all_splits_pass(cases: impl Fn(usize) -> Vec<Case>) {
+    for splits in SPLITS {
         all_pass(&cases(splits), &runner(Tile { rows: 1, keys: 1, simds: 1, splits }).padded());
     }
 }
 
 /// Cached sequences of these lengths with this number of splits, in one page each.
-fn slots(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec), splits: usize) -> Case {
+fn cached(name: &str, lengths: &[(usize, usize)], (dtype, codec): (Dtype, Codec), splits: usize) -> Case {
     let longest = lengths.iter().map(|&(_, keys)| keys).max().unwrap_or(0);
     let case = Case::new(format!("{name}_{dtype}_{codec}_{splits}_parts"), [1, 2, 1, 0, 0, 64, 64], dtype);
     case.cached(lengths, longest + 3, Keep::All).stored(codec, codec)
 }
 
 #[test]
-fn every_part_counts() {
+fn every_split_counts() {
     // The last split has five keys.
-    all_parts_pass(|splits| {
-        let of = |stored| slots("whole", &[(1, 16 * splits - 11)], stored, splits);
+    all_splits_pass(|splits| {
+        let of = |stored| cached("whole", &[(1, 16 * splits - 11)], stored, splits);
         let mut cases: Vec<Case> = STORED.into_iter().map(of).collect();
         cases.extend(STORED.map(|stored| of(stored).sinks()));
         cases
@@ -44,22 +44,22 @@ fn every_part_counts() {
 }
 
 #[test]
-fn parts_may_see_no_key() {
-    all_parts_pass(|splits| {
+fn splits_may_see_no_key() {
+    all_splits_pass(|splits| {
         let mut cases = Vec::new();
         for stored in STORED {
             // A sequence without keys, sequences with fewer keys than splits, and queries before every key.
-            let few = slots("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, splits).causal(BottomRight);
+            let few = cached("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, splits).causal(BottomRight);
             cases.extend([few.clone(), few.sinks()]);
             // Each row of a tile sees a few of the tile's keys, in one split or two.
-            let band = slots("band", &[(11, 90)], stored, splits).causal(BottomRight);
+            let band = cached("band", &[(11, 90)], stored, splits).causal(BottomRight);
             let band = band.seeing(Visibility::window(Some(4), None));
             cases.extend([band.clone(), band.sinks()]);
         }
         // Splits that a mask hides: all splits of some rows, and all but the last.
         for (n, fill) in [MaskFill::HiddenRows, MaskFill::Closed, MaskFill::Late].into_iter().enumerate() {
             let keys = if fill == MaskFill::Late { 1029 } else { 40 };
-            let masked = slots("masked", &[(4, keys)], STORED[n], splits).mask(MaskKind::Bool, "h", fill);
+            let masked = cached("masked", &[(4, keys)], STORED[n], splits).mask(MaskKind::Bool, "h", fill);
             cases.extend([masked.clone(), masked.sinks()]);
         }
         cases
@@ -67,8 +67,8 @@ fn parts_may_see_no_key() {
 }
 
 #[test]
-fn parts_of_rings_may_see_no_key() {
-    all_parts_pass(|splits| {
+fn splits_of_rings_may_see_no_key() {
+    all_splits_pass(|splits| {
         let mut cases = Vec::new();
         for (dtype, codec) in [(Dtype::F32, Codec::F32), (Dtype::F16, Codec::Tq4)] {
             let name = format!("ring_{dtype}_{codec}_{splits}_parts");

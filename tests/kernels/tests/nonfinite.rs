@@ -32,13 +32,13 @@ fn of_elements() {
         for case in cases(&dtype.to_string(), dtype, |case| case) {
             let clean = Prepared::new(&case).unwrap();
             for (n, key) in SPOILED.into_iter().enumerate() {
-                for (values, number) in
+                for (values, nonfinite) in
                     [(false, f32::NAN), (true, f32::NAN), (false, f32::INFINITY), (true, f32::INFINITY)]
                 {
                     let mut prepared = clean.clone();
                     let side = if values { &mut prepared.built.v } else { &mut prepared.built.k };
-                    side.set([0, 0, key, 9 * n], number);
-                    pass(&case, prepared, &format!("{number} in key {key}, of its value: {values}"));
+                    side.set([0, 0, key, 9 * n], nonfinite);
+                    pass(&case, prepared, &format!("{nonfinite} in key {key}, of its value: {values}"));
                 }
             }
         }
@@ -57,7 +57,7 @@ fn of_codes() {
                     let (page, row) = built.tables.as_ref().unwrap().locate(0, key).unwrap();
                     let codes = if values { &mut built.v_codes } else { &mut built.k_codes };
                     Arc::get_mut(codes.as_mut().unwrap()).unwrap().poison(page, row);
-                    pass(&case, prepared, &format!("a scale of key {key} is none, of its value: {values}"));
+                    pass(&case, prepared, &format!("the scale of key {key} is NaN, of its value: {values}"));
                 }
             }
         }

@@ -58,7 +58,7 @@ impl ProgramConstant {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Items {
+pub(super) struct Declarations {
     pub(super) functions: Vec<Function>,
     pub(super) instantiations: Vec<Instantiation>,
     pub(super) constants: Vec<ProgramConstant>,
@@ -69,7 +69,7 @@ pub(super) struct Items {
     type_parameters: HashMap<String, Vec<Range<usize>>>,
 }
 
-impl Items {
+impl Declarations {
     /// Whether a word at token `i` is a type that the program declares.
     pub(super) fn is_type(&self, i: usize, word: &str) -> bool {
         self.types.contains(word)
@@ -81,15 +81,15 @@ impl Items {
 ///
 /// # Errors
 /// For what cannot be a declaration, and for declarations that Metal does not have.
-pub(super) fn read(reader: &Reader<'_>) -> Checked<Items> {
-    let mut parser = Parser { reader, items: Items::default() };
-    parser.items(0..reader.tokens.len())?;
-    Ok(parser.items)
+pub(super) fn read(reader: &Reader<'_>) -> Checked<Declarations> {
+    let mut parser = Parser { reader, declarations: Declarations::default() };
+    parser.scope(0..reader.tokens.len())?;
+    Ok(parser.declarations)
 }
 
 struct Parser<'r, 'a> {
     reader: &'r Reader<'a>,
-    items: Items,
+    declarations: Declarations,
 }
 
 /// The lists of template parameters before a declaration.
@@ -115,16 +115,16 @@ struct Head {
 }
 
 impl Parser<'_, '_> {
-    fn items(&mut self, range: Range<usize>) -> Checked<()> {
+    fn scope(&mut self, range: Range<usize>) -> Checked<()> {
         let mut i = range.start;
         while i < range.end {
-            i = self.item(i, range.end)?;
+            i = self.declaration(i, range.end)?;
         }
         Ok(())
     }
 
     /// Reads the declaration at `start`; the index after it.
-    fn item(&mut self, start: usize, end: usize) -> Checked<usize> {
+    fn declaration(&mut self, start: usize, end: usize) -> Checked<usize> {
         if self.reader.tokens[start].kind == TokenKind::Directive || self.reader.is(start, ";") {
             return Ok(start + 1);
         }
@@ -133,9 +133,9 @@ impl Parser<'_, '_> {
         }
         let header = self.template_header(start)?;
         let head = self.head(start, &header, end)?;
-        let after = self.declaration(&head, end)?;
+        let after = self.record(&head, end)?;
         for name in header.type_parameters {
-            self.items.type_parameters.entry(name).or_default().push(start..after);
+            self.declarations.type_parameters.entry(name).or_default().push(start..after);
         }
         Ok(after)
     }
@@ -147,7 +147,7 @@ impl Parser<'_, '_> {
             return Ok(open + 1);
         }
         let close = self.reader.closed(open)?;
-        self.items(open + 1..close - 1)?;
+        self.scope(open + 1..close - 1)?;
         Ok(close)
     }
 
@@ -194,14 +194,14 @@ impl Parser<'_, '_> {
         Ok(head)
     }
 
-    fn declaration(&mut self, head: &Head, end: usize) -> Checked<usize> {
+    fn record(&mut self, head: &Head, end: usize) -> Checked<usize> {
         let reader = self.reader;
         match reader.tokens[head.lead].text {
             "struct" | "class" | "enum" | "union" => return self.type_definition(head, end),
             "using" if reader.is(head.lead + 2, "=") => {
-                self.items.types.extend(reader.word(head.lead + 1).map(str::to_owned));
+                self.declarations.types.extend(reader.word(head.lead + 1).map(str::to_owned));
             }
-            "typedef" => self.items.types.extend(reader.word(head.end - 1).map(str::to_owned)),
+            "typedef" => self.declarations.types.extend(reader.word(head.end - 1).map(str::to_owned)),
             "using" | "static_assert" => {}
             "template" => self.instantiation(head)?,
             _ => {
@@ -219,7 +219,7 @@ impl Parser<'_, '_> {
         let reader = self.reader;
         let is_scoped_enum = reader.is_any(head.lead + 1, &["class", "struct"]);
         let name_at = head.lead + if is_scoped_enum { 2 } else { 1 };
-        self.items.types.extend(reader.word(name_at).map(str::to_owned));
+        self.declarations.types.extend(reader.word(name_at).map(str::to_owned));
         if !reader.is(head.end, "{") {
             return Ok(head.end + 1);
         }
@@ -229,7 +229,7 @@ impl Parser<'_, '_> {
             let message = format!("`[[{name}]]` in a struct: the stand-in has no argument buffers");
             return reader.fail_at(attribute, message);
         }
-        self.items.type_bodies.push(head.end..close);
+        self.declarations.type_bodies.push(head.end..close);
         // Variables of the type may be declared between the brace and the `;`.
         let semicolon = (close..end).find(|&i| reader.is(i, ";")).unwrap_or(end);
         Ok(semicolon + 1)
@@ -249,7 +249,7 @@ impl Parser<'_, '_> {
         let is_kernel =
             reader.contains(head.lead..paren, "kernel") || attributes.iter().any(|a| a.name == "kernel");
         let after = if has_body { body.end } else { head.end } + 1;
-        self.items.functions.push(Function {
+        self.declarations.functions.push(Function {
             name: reader.word(paren.saturating_sub(1)).unwrap_or_default().into(),
             is_kernel,
             is_template: head.is_template,
@@ -289,7 +289,7 @@ impl Parser<'_, '_> {
             .map(|i| reader.tokens[i].text)
             .filter(|word| !["constant", "constexpr", "const", "static"].contains(word))
             .collect();
-        self.items.constants.push(ProgramConstant {
+        self.declarations.constants.push(ProgramConstant {
             name: name.into(),
             index,
             type_name: type_name.join(" "),
@@ -342,7 +342,7 @@ impl Parser<'_, '_> {
             let message = format!("`[[{}]]` cannot apply to an instantiation", other.name);
             return reader.fail_at(other, message);
         }
-        self.items.instantiations.push(Instantiation {
+        self.declarations.instantiations.push(Instantiation {
             call: reader.text(open - 1..close),
             template: reader.word(open - 1).unwrap_or_default().to_owned(),
             host_name: host_name.map(|name| name.trim_matches('"').to_owned()),

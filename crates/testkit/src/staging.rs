@@ -115,7 +115,7 @@ impl StagedInputs {
         let ((k, k_strides), (v, v_strides)) =
             (side(&inputs.k, layout.padded), side(&inputs.v, layout.padded));
         let [_, heads, rows, _] = inputs.q.shape();
-        let mut places = Strides {
+        let mut strides = Strides {
             q: [heads * rows * dims.head_dim, rows * dims.head_dim, dims.head_dim],
             out: [heads * rows * dims.value_dim, rows * dims.value_dim, dims.value_dim],
             k: k_strides,
@@ -130,24 +130,24 @@ impl StagedInputs {
             if tables.width == 1 && !tables.wraps {
                 only.clone_from(&tables.table);
             } else {
-                places.pages = Some([tables.page, tables.width]);
+                strides.pages = Some([tables.page, tables.width]);
                 table.clone_from(&tables.table);
             }
         }
         let mut mask = vec![0];
         if let Some(view) = &inputs.mask {
-            (mask, places.mask, places.mask_kind) = mask_of(view);
+            (mask, strides.mask, strides.mask_kind) = mask_of(view);
         }
         let mut tree = vec![0];
         if let Some(view) = &inputs.tree {
-            let (bytes, strides, _) = mask_of(view);
-            (tree, places.tree) = (bytes, [strides[2], strides[3]]);
+            let (bytes, tree_strides, _) = mask_of(view);
+            (tree, strides.tree) = (bytes, [tree_strides[2], tree_strides[3]]);
         }
         let means = match &inputs.k {
             KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
             KvView::Elements(_) => None,
         };
-        let plan = Plan::new(problem, &places, means.is_some(), layout.tile)?;
+        let plan = Plan::new(problem, &strides, means.is_some(), layout.tile)?;
         let page =
             |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);
         let [partial_out, partial_max_sum] = plan.scratch();
@@ -183,7 +183,7 @@ impl StagedInputs {
         Ok(Self {
             plan,
             #[cfg(feature = "simulator")]
-            paged: places.pages.is_some(),
+            paged: strides.pages.is_some(),
             #[cfg(feature = "simulator")]
             strides: [k_strides, v_strides],
             inputs,
