@@ -4,7 +4,7 @@
 #   benches/cpu.sh FLASHTILE [OUT]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-cpu) as JSON lines and tables. PyTorch rows
-# are measured where python3 has torch.
+# are measured if python3 has torch.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=${2:-bench-cpu}

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
 # Checks and measures the CUDA backend on one machine: answers, limits, ours and peers in one run.
 #
-#   benches/gpu.sh FLASHTILE [OUT [PART...]]
+#   benches/gpu.sh FLASHTILE [OUT [STEP...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured where python3 has torch. Parts, all by default: check, tests (where TESTS names the library's test binary, whose
-# CUDA and external cases run, or KERNEL_TESTS one of kernel/, less its tests of rustc's messages), prefill, decode, portable
-# (the portable kernels beside the native ones), kernels (those of the kernel language, each beside a copy), start, sanitize
-# (where compute-sanitizer is).
+# are measured if python3 has torch. Steps, all by default: check, tests (if TESTS names the library's test binary, whose
+# CUDA and external cases run, or KERNEL_TESTS one of kernel/, except its tests of rustc's messages), prefill, decode, portable
+# (portable and native kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize
+# (if compute-sanitizer is installed).
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
 shift $(($# < 2 ? $# : 2))
-parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(check tests prefill decode portable kernels start sanitize)
+steps=("$@")
+[ ${#steps[@]} -gt 0 ] || steps=(check tests prefill decode portable kernels start sanitize)
 root=$(dirname "$(dirname "$(realpath "$0")")")
 mkdir -p "$out"
 cd "$root"
-wants() { local p; for p in "${parts[@]}"; do [ "$p" = "$1" ] && return; done; return 1; }
+wants() { local p; for p in "${steps[@]}"; do [ "$p" = "$1" ] && return; done; return 1; }
 step() { printf '\n== %s\n' "$*"; }
 
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,power.limit --format=csv > "$out/machine.txt"
@@ -49,7 +49,7 @@ if wants tests && [ -n "${KERNEL_TESTS:-}" ]; then
     grep -E "SKIPPED|test result" "$out/kernel-tests.txt"
 fi
 
-# Peers of one problem, then ours beside them: NAME, the problem for the peer, options for ours.
+# Measures the peers on one problem, then flashtile: NAME, the problem for the peer, options of flashtile.
 compare() {
     local name=$1 problem=$2
     shift 2
@@ -100,7 +100,7 @@ fi
 
 if wants portable; then
     step "answers of the portable kernels"
-    # Nearly every case compiles a kernel of its own, and a process compiles one at a time.
+    # Nearly every case compiles its own kernel, and a process compiles one at a time.
     n=$(nproc)
     for ((i = 0; i < n; i++)); do
         "$flashtile" check --backend cuda --kernels portable --seeds 0..400 --shard "$i/$n" > "$out/check-portable-$i.txt" &
@@ -146,7 +146,7 @@ if wants start; then
     step "first call: without and with compiled kernels on disk"
     folder=$(mktemp -d)
     for state in cold warm; do
-        # The compiler keeps results of its own, which would make a cold start warm.
+        # The compiler has a cache of its own, which would make a cold start warm.
         CUDA_CACHE_DISABLE=1 FLASHTILE_CACHE_DIR=$folder "$flashtile" bench decode --backend cuda --dtype bf16 --head-dim 128 --seq 8192 --min-time 0.05 \
             --json-lines "$out/start-$state.jsonl" > /dev/null
         python3 -c "

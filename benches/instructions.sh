@@ -3,11 +3,11 @@
 #
 #   benches/instructions.sh [ISA] [TEXT]
 #
-# ISA is avx2 or portable, default both; TEXT chooses cases by a part of their name. The last line of the output says which
-# compiler made what was counted. Counts do not depend on what else the machine does, so a difference of a percent between two
-# commits is one; they are not times. Needs valgrind, which runs no AVX-512.
+# ISA is avx2 or portable, default both; TEXT selects cases whose name contains it. The last line of the output says which
+# compiler built the program. Counts do not depend on the machine's load, so that a difference of a percent between two
+# commits is real; but they are not times. Needs valgrind, which runs no AVX-512.
 #
-# EXACT=1 prints the counts of instructions alone, one case a line, to be compared with diff.
+# EXACT=1 prints only the counts of instructions, one case per line, to be compared with diff.
 set -euo pipefail
 cd "$(dirname "$(realpath "$0")")/.."
 isa=${1:-} text=${2:-}
@@ -18,7 +18,7 @@ bench=$(cargo bench --locked --no-run --bench instructions --message-format=json
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 
-# Nothing of the caller's environment, whose size would move the stack.
+# Without the caller's environment, whose size would move the stack.
 counted() { # instruction set, case
     env -i PATH="$PATH" valgrind --quiet --tool=callgrind --callgrind-out-file="$out/profile" \
         --toggle-collect='*counted_attention_call*' "$bench" "$1" "$2" >&2
@@ -35,7 +35,7 @@ if [ -n "${EXACT:-}" ]; then
     awk '{ print $1, $2, $4 }' "$out/counts"
     exit
 fi
-# One row a case, one column an instruction set.
+# One row per case, one column per instruction set.
 awk '
     !($1 in column) { column[$1] = 1; isas[++n] = $1 }
     !($2 in row) { row[$2] = 1; names[++m] = $2 }

@@ -3,8 +3,8 @@
 #
 #   tests/memory.sh [--no-skip] [memcheck] [asan]
 #
-# Without names, both. A checker that cannot run here is skipped, and says why; with --no-skip that is a failure. The exit
-# status is 0 where nothing was found.
+# Without names, both. A checker that cannot run here is skipped with the reason, or fails with --no-skip. The exit status is 0
+# if nothing was found.
 #
 # Tensors lie in allocations of exactly their size (flashtile check --exact-memory). Before it judges the kernels, a checker
 # must find one byte read past each kind of tensor (tests/overread.rs).
@@ -26,10 +26,10 @@ skipped=()
 step() { printf '\n== %s\n' "$*"; }
 skip() { printf 'SKIPPED: %s\n' "$*"; skipped+=("$*"); }
 
-# Two threads where there are two processors: keys are split then, and partial results go through the workspace.
+# Two threads if there are two processors: keys are then split, and partial results go through the workspace.
 threads=$(($(getconf _NPROCESSORS_ONLN) > 1 ? 2 : 1))
 
-# Builds the program that is checked and the one that proves the checker; sets flashtile and overread to their paths.
+# Builds the program to check and the one that tests the checker; sets flashtile and overread to their paths.
 build() { # options of cargo build
     local paths
     paths=$(cargo build --locked -p flashtile -p flashtile-cli --bin flashtile --test overread \
@@ -38,7 +38,7 @@ build() { # options of cargo build
     overread=$(grep '/overread-[0-9a-f]*$' <<< "$paths")
 }
 
-# Whether a checker lets pass what is right and finds what is not, and finds it where it is.
+# Whether a checker accepts valid reads, and reports invalid ones at the right place.
 prove() { # what the checker prints of a read past an allocation; the command that runs a program under it
     local found=$1 said wrong
     shift
@@ -55,25 +55,25 @@ prove() { # what the checker prints of a read past an allocation; the command th
     echo "finds one byte read past or before a tensor, and a word across its end"
 }
 
-# What memcheck runs, of each part of the catalogue: every feature, every dtype, sizes beside the edges of registers, tiles and
-# blocks, every layout. It takes about forty times as long as a run without it.
+# Cases for memcheck, which is about forty times slower than a plain run, from each group of the catalogue: every feature, dtype and
+# layout, and sizes next to the edges of registers, tiles and blocks.
 representative=(
     # Dimensions: below, at and past a vector; odd ones, in the three dtypes; values of another dimension.
     head_dim_1_ head_dim_8_ head_dim_31_ head_dim_33_ head_dim_65_ value_dim_64_1 value_dim_33_257 value_dim_65_63
     # Groups and layouts; batches.
     mha_3_fused gqa_3_of_6 mqa_5_padded gqa_7_of_14_bshd batch_7
-    # Keys and queries beside a block, a tile, a register tile.
+    # Numbers of keys and queries next to those of a block, a tile, a register tile.
     keys_1 keys_15 keys_17 keys_63 keys_255 keys_257 keys_513 queries_1 queries_5 queries_7 queries_13 queries_23 queries_25
     # Causal and window visibility.
     causal_square causal_offset_negative causal_offset_past_all_keys causal_257_f16 causal_chunk_33_after_481_bf16
     causal_one_query gqa_7_causal causal_chunk_13_after window_both window_257_across_blocks window_misses_all_keys
     # Scores.
     scale_-0.3 softcap_0.5 alibi_causal sinks_softcap_alibi sinks_causal_no_keys alibi_far_away
-    # Masks: each kind, broadcast and not, with rows at odd addresses and tiles of every class.
+    # Masks: each kind, broadcast and not, with rows at odd addresses and every kind of mask tile.
     mask_bool_broadcast_full mask_f32_broadcast_full mask_f16_broadcast_full mask_bf16_broadcast_full
     mask_bool_broadcast_b mask_f16_broadcast_hk mask_f32_broadcast_q mask_bool_blocks_h mask_bf16_hidden_rows_bh
     mask_bool_kv_lens mask_f16_causal_blocks mask_f32_decode mask_f16_odd_rows
-    # Padded, packed and cached sequences, tree masks; nothing at all.
+    # Padded, packed and cached sequences, tree masks; empty problems.
     kv_lens_f32 kv_lens_bottom_right_f16 kv_lens_window_bf16 packed_uneven_causal packed_mask_bool_f32 packed_forty packed_none
     cached_steps_pages_of_7 cached_mixed_pages_of_24 cached_ring_of_pages_of_2 cached_ring_41 cached_window cached_d80x33
     cached_d3 cached_empty prefix_steps_300 prefix_nested_mask_bf16 prefix_tree_f16 tree_branches_verify_f16 tree_random_window tree_mask tree_single
@@ -81,7 +81,7 @@ representative=(
     # Few rows and many keys: streams, splits, partial results.
     decode_1_group_1_of_2 decode_2_group_3_of_3 decode_5_group_7_of_7 decode_16_group_1_of_2 decode_1_group_16_of_16
     decode_window decode_batch decode_packed decode_mask_f16
-    # A model's features together.
+    # The features of a model combined.
     like_minilm like_gpt_oss_f32
 )
 
@@ -92,12 +92,12 @@ memcheck() {
         return
     fi
     build --release
-    # A part of an aligned vector past the end is an error like any other: by default it only counts as undefined.
+    # Reading an aligned vector that partly lies past the end is an error too; by default the bytes only count as undefined.
     local run=(valgrind --quiet --error-exitcode=99 --partial-loads-ok=no --num-callers=16
         --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite)
     prove 'Invalid read of size' "${run[@]}"
     local isas=(portable) isa
-    # Valgrind runs no AVX-512, and AVX2 only where the processor has it.
+    # Valgrind does not support AVX-512, and supports AVX2 only on processors that have it.
     if [ "$(grep -m1 '^flags' /proc/cpuinfo 2> /dev/null | grep -owE 'avx2|fma|f16c' | sort -u | wc -l)" = 3 ]; then
         isas+=(avx2)
     else
@@ -118,15 +118,15 @@ asan() {
         skip "address sanitizer: the toolchain has no runtime of it for $host (in $lib)"
         return
     fi
-    # The option is one of nightly toolchains; a release takes it where it is told to behave like one.
+    # The option is unstable; a release toolchain accepts it when told to behave like a nightly one.
     local target=${CARGO_TARGET_DIR:-target}/asan
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address ${RUSTFLAGS:-}" ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
-    # With an explicit target, build scripts and macros are not instrumented. Assertions are on, those of the standard library's
-    # unsafe functions too.
+    # With an explicit target, build scripts and macros are not instrumented. Assertions are enabled, including those of the standard
+    # library's unsafe functions.
     build --target "$host" --target-dir "$target"
     prove 'AddressSanitizer: heap-buffer-overflow' env
     "$flashtile" check --threads "$threads" --exact-memory --seeds 0..400
-    # Kernels that no machine at hand may have run in software in the unit tests, between guard bands.
+    # The unit tests emulate kernels for instruction sets that this machine may lack, between guard bands.
     cargo test --locked --target "$host" --target-dir "$target" -p flashtile-cpu --lib
 }
 

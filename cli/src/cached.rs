@@ -65,7 +65,7 @@ impl std::fmt::Display for Stored {
 /// Refuses an option that asks for quantized caches on a device without them, whether or not the device exists.
 pub(crate) fn not_of_cuda(option: &str, codec: Codec, expected: &str) -> Failure {
     let what = format_args!(
-        "{codec} is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend {expected}"
+        "the cuda backend does not support {codec}: only the cpu supports codecs other than the dtype, expected --backend {expected}"
     );
     Failure::at(option, what)
 }
@@ -75,7 +75,7 @@ pub(crate) fn unplanned(error: &Unsupported) -> Option<Failure> {
     match error {
         Unsupported::Codec { tensor, codec, expected } => {
             let what =
-                format_args!("{codec} is not stored on this device, expected {expected} as the problem");
+                format_args!("this device does not store {codec}, expected {expected} like the problem");
             Some(Failure::at(format_args!("--{tensor}-codec"), what))
         }
         _ => None,

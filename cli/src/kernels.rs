@@ -62,7 +62,7 @@ pub(crate) struct PrintArgs {
     pub(crate) target: TextTarget,
     #[command(flatten)]
     pub(crate) variant: VariantArgs,
-    /// Print every listed instance, or those of the kernel NAME
+    /// Print every listed instance, or every one of the kernel NAME
     #[arg(long)]
     pub(crate) all: bool,
     /// File to write instead of standard output; with --all a folder with a file for each instance. A file is written
@@ -152,7 +152,7 @@ fn names() -> impl Iterator<Item = &'static str> {
 pub(crate) fn kernel(option: &str, name: &str) -> Result<&'static Kernel> {
     KERNELS.iter().copied().find(|kernel| kernel.name == name).ok_or_else(|| {
         let expected = nearest::expected(name, names());
-        Failure::at(option, format_args!("{name} is no kernel, {expected}"))
+        Failure::at(option, format_args!("{name} is not a kernel, {expected}"))
     })
 }
 
@@ -240,7 +240,9 @@ fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
     }
     let counted = report::counted(instances.len(), "instance");
     let (threads, shared) = (range(threads(instances)), range(shared(instances)));
-    text.push_str(&format!("\n{counted}, {threads} threads and {shared} bytes of shared memory a group\n"));
+    text.push_str(&format!(
+        "\n{counted}, {threads} threads and {shared} bytes of shared memory per threadgroup\n"
+    ));
     let mut section = |title: &str, lines: Vec<String>| {
         if !lines.is_empty() {
             text.push_str(&format!("\n{title}\n"));
@@ -346,7 +348,7 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
                 [] => "it has one instance".to_owned(),
                 names => format!("expected {}", names.join(", ")),
             };
-            let what = format_args!("has no meaning for {name}, {expected}");
+            let what = format_args!("does not apply to {name}, {expected}");
             return Err(Failure::at(format_args!("--{}", option.name()), what));
         }
         return args.variant.variant().instance(kernel).map_err(|why| Failure::at(name, why));
@@ -357,7 +359,7 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
             Some(option) => {
                 let kernel = instance.kernel().name;
                 let what =
-                    format_args!("has no meaning for {name}, an instance, expected the kernel {kernel}");
+                    format_args!("does not apply to {name}, an instance, expected the kernel {kernel}");
                 Err(Failure::at(format_args!("--{}", option.name()), what))
             }
         };
@@ -371,7 +373,7 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
         }
         None => nearest::expected(name, names()),
     };
-    let what = format_args!("{name} is no kernel and no instance of one, {expected}");
+    let what = format_args!("{name} is neither a kernel nor an instance, {expected}");
     Err(Failure::at("kernels print", what))
 }
 
@@ -411,7 +413,7 @@ fn generic(text: &str, kind: GenericKind) -> Option<Generic> {
 /// Writes every listed instance to a file of its own.
 fn print_all(args: &PrintArgs) -> Result<()> {
     if let Some(option) = args.variant.given().first() {
-        let what = "has no meaning with --all, which prints every instance";
+        let what = "does not apply with --all, which prints every instance";
         return Err(Failure::at(format_args!("--{}", option.name()), what));
     }
     let Some(folder) = &args.output else {

@@ -116,10 +116,10 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
                 let layers = layers(archive);
                 let has = if layers.is_empty() { archive.names().collect() } else { strs(&layers) };
                 let has = if has.is_empty() { "no tensor".to_owned() } else { report::some(&has) };
-                archive.refuse(format_args!("no q, k and v of that name (it has {has})"))
+                archive.refuse(format_args!("no q, k and v with that prefix (the file has {has})"))
             }
             found => archive.refuse(format_args!(
-                "{} are of different layers, expected a prefix of one",
+                "{} belong to different layers, expected a prefix of one",
                 report::some(&strs(found))
             )),
         };

@@ -140,7 +140,7 @@ impl<'a> Operands<'a> {
             if !layers.is_empty() {
                 let layers = report::some(&layers);
                 let what = format_args!(
-                    "tensor {name} is missing, expected q, k and v, or --prefix for those of {layers}"
+                    "tensor {name} is missing, expected q, k and v, or --prefix for {layers}"
                 );
                 return Err(archive.refuse(what));
             }
@@ -152,7 +152,7 @@ impl<'a> Operands<'a> {
         let order = match (packed, reading.layout) {
             (true, Some(_)) => {
                 return Err(archive.refuse(
-                    "cu_seqlens mean packed tensors [total, heads, dim], for which --layout has no meaning",
+                    "cu_seqlens mean packed tensors [total, heads, dim], which --layout does not apply to",
                 ));
             }
             (true, None) => Order::Packed,
@@ -209,10 +209,10 @@ impl<'a> Operands<'a> {
         let names: Vec<&str> = self.ignored.iter().map(String::as_str).collect();
         let (names, read) = (report::some(&names), READ.join(", "));
         if strict {
-            let what = format_args!("tensors not understood: {names}, expected names among {read}");
+            let what = format_args!("unknown tensors: {names}, expected names among {read}");
             return Err(archive.refuse(what));
         }
-        Ok(Some(archive.refuse(format_args!("note: tensors not read: {names} (read are {read})"))))
+        Ok(Some(archive.refuse(format_args!("note: tensors not read: {names} (known are {read})"))))
     }
 
     /// The operands as the library takes them.

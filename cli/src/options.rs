@@ -178,7 +178,7 @@ pub(crate) enum Layout {
 pub(crate) struct Cached {
     /// Queries of this step.
     pub(crate) queries: usize,
-    /// Length in tokens, including those of this step.
+    /// Length in tokens, including this step's.
     pub(crate) len: usize,
     pub(crate) times: usize,
 }

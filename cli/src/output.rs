@@ -127,7 +127,7 @@ fn resolve(path: &Path) -> Result<PathBuf> {
     let unwritable = |e: &std::io::Error| refuse(&format_args!("cannot be written: {}", cause(e)));
     match std::fs::metadata(path) {
         Ok(named) if !named.is_file() => {
-            Err(refuse(&"exists and is not a regular file, expected a path to write a file to"))
+            Err(refuse(&"exists and is not a regular file, expected a path for a file"))
         }
         Ok(named) => {
             // A link to an open file may contain a name that the file no longer has.

@@ -6,7 +6,7 @@ use std::num::NonZero;
 
 pub(crate) fn prefix(text: &str) -> Result<String, String> {
     match text {
-        "" => Err("expected what names have before q, k and v, such as layer.3".to_owned()),
+        "" => Err("expected the part of names before q, k and v, such as layer.3".to_owned()),
         prefix => Ok(prefix.to_owned()),
     }
 }

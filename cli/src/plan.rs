@@ -206,7 +206,7 @@ fn described(args: &PlanArgs) -> Result<Problem> {
     ];
     for (option, given) in given {
         if given {
-            return Err(Failure::at(option, "has no meaning for a shape, expected a file"));
+            return Err(Failure::at(option, "does not apply to a shape, expected a file"));
         }
     }
     let Shape { batch, heads, q_len, head_dim, ref kv_lens, .. } = args.shape;
@@ -286,11 +286,11 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
                 Ok((cuda.name().to_owned(), Facts::Cuda(*cuda.facts())))
             }
             Backend::Reference => {
-                let what = "the reference has no plans, it is the definition in one loop, expected auto, cpu or cuda";
+                let what = "the reference has no plans: it is a single loop; expected auto, cpu or cuda";
                 Err(Failure::at("--backend", what))
             }
             Backend::Simulator => {
-                let what = "the simulator is planned for by no command, expected auto, cpu or cuda";
+                let what = "no command plans for the simulator, expected auto, cpu or cuda";
                 Err(Failure::at("--backend", what))
             }
             Backend::Metal => {
@@ -411,7 +411,7 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
     let mut lines = vec![(
         "machine",
         format!(
-            "{device}: compute capability {major}.{minor}, {} multiprocessors, {} of shared memory a block, L2 {}",
+            "{device}: compute capability {major}.{minor}, {} multiprocessors, {} of shared memory per block, L2 {}",
             facts.multiprocessors,
             report::bytes(facts.shared_per_block as f64),
             report::bytes(facts.l2 as f64)
@@ -421,15 +421,15 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
     for kernel in plan.kernels() {
         let tile = &kernel.tile;
         let role = if tile.warps_q == 1 {
-            format!("sequences with at most 16 rows ({} of a group)", report::counted(group, "query head"))
+            format!("sequences with at most 16 rows ({} per GQA group)", report::counted(group, "query head"))
         } else {
-            "sequences with more rows than one fragment of the matrix unit holds".to_owned()
+            "sequences with more rows than a fragment of the matrix unit has".to_owned()
         };
         lines.push(("kernel", format!("{kernel}: {role}")));
         lines.push((
             "tiles",
             format!(
-                "{} rows x {} keys, {} in shared memory at a time ({}), {} threads, {} a multiprocessor",
+                "{} rows x {} keys, {} in shared memory at a time ({}), {} threads, {} per multiprocessor",
                 tile.rows(),
                 tile.keys(),
                 tile.stages,
@@ -447,7 +447,7 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
         lines.push((
             "tiles",
             format!(
-                "{} rows x {} keys, {} of shared memory, {} threads, {} a multiprocessor",
+                "{} rows x {} keys, {} of shared memory, {} threads, {} per multiprocessor",
                 tile.rows,
                 tile.keys(),
                 report::bytes(kernel.shared_bytes() as f64),
@@ -456,15 +456,15 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
             ),
         ));
     }
-    lines.push(("items", format!("{} tiles or parts of them", plan.task_count())));
+    lines.push(("work tiles", plan.task_count().to_string()));
     let reason = if plan.options().splits.is_some() {
         "asked for"
     } else if plan.portable_kernel().is_some() && plan.splits() > 1 {
-        "as many groups of threads as the device holds at a time"
+        "as many threadgroups as the device runs at once"
     } else if plan.splits() == 1 {
-        "tiles alone fill the device, or see one block of keys each"
+        "tiles fill the device without splits, or see one block of keys each"
     } else {
-        "keys are shared out equally among the blocks of threads that the device holds at a time"
+        "keys are divided equally among the thread blocks that the device runs at once"
     };
     lines.push(("splits", format!("{} at most: {reason}", plan.splits())));
     lines
@@ -530,7 +530,7 @@ impl CpuShown<'_> {
             (
                 "tiles",
                 format!(
-                    "{} rows x {} keys; {} ({} of a group) share each packed block",
+                    "{} rows x {} keys; {} ({} per GQA group) share each packed block",
                     plan.tile_rows(),
                     plan.block_k(),
                     report::counted(plan.task_rows(), "row"),
@@ -561,7 +561,7 @@ impl CpuShown<'_> {
         if !self.plan.problem().desc().prefixes.is_empty() && self.plan.prefixes().is_empty() {
             let keys = self.plan.block_k();
             return vec![format!(
-                "none is shared: that takes a whole block of {keys} keys, and two sequences with queries"
+                "none: a prefix needs a whole block of {keys} keys, and two sequences with queries"
             )];
         }
         self.plan.prefixes().iter().map(line).collect()
@@ -613,12 +613,12 @@ impl CpuShown<'_> {
             format!("at most {longest} keys, one block of {}", plan.block_k())
         } else if plan.splits() == 1 && plan.idle() > 0.1 {
             format!(
-                "threads wait for {} of the time, by the estimate: rows see one block each, or partial results would take \
+                "threads are estimated to wait for {} of the time: rows see one block each, or partial results would take \
                  too much memory",
                 report::percent(plan.idle())
             )
         } else {
-            format!("threads wait for {} of the time, by the estimate", report::percent(plan.idle()))
+            format!("threads are estimated to wait for {} of the time", report::percent(plan.idle()))
         }
     }
 

@@ -148,7 +148,7 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
                     _ => "reference",
                 };
                 let text =
-                    format_args!("has no meaning for the {name} backend, expected --backend {expected}");
+                    format_args!("does not apply to the {name} backend, expected --backend {expected}");
                 return Err(Failure::at(option, text));
             }
         }
@@ -213,7 +213,7 @@ fn compute(args: &RunArgs) -> Result<Done> {
         Backend::Simulator => on_simulator(&job, results).map_err(refuse)?,
         Backend::Cuda => on_cuda(args, gpu::device()?, &job, results).map_err(refuse)?,
         Backend::Auto if cached.is_some() => {
-            let why = Failure::new("caches in other codecs than the dtype are of the cpu");
+            let why = Failure::new("only the cpu supports caches in codecs other than the dtype");
             on_cpu(args, &job, results, Some(&why)).map_err(refuse)?
         }
         // Options that restrict the cpu select it.
@@ -266,7 +266,7 @@ fn by_sequence(lse: &[f32], into: &mut [f32], [batch, heads, rows]: [usize; 3]) 
 struct Job<'a> {
     operands: &'a Operands<'a>,
     cached: Option<&'a Cached>,
-    /// The operands, or those of the cache with the rows of all sequences one after another.
+    /// The operands, or the cache's, with the rows of all sequences one after another.
     problem: &'a Problem,
 }
 
@@ -359,7 +359,7 @@ fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option
     let reason = match no_device {
         None if args.backend == Backend::Cpu => "asked for".to_owned(),
         None => "--isa and --threads ask for it".to_owned(),
-        Some(why) => format!("{}; {} is the best that is allowed for this dtype", why, plan.isa()),
+        Some(why) => format!("{}; {} is the best allowed for this dtype", why, plan.isa()),
     };
     Ok(Done {
         backend: "cpu",

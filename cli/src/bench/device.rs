@@ -54,7 +54,7 @@ pub(super) fn device(args: &BenchArgs) -> Result<Device> {
             Ok(Device::Cuda(gpu::device()?, tuning))
         }
         Backend::Reference | Backend::Metal | Backend::Simulator => {
-            Err(Failure::at("--backend", "expected auto, cpu or cuda: others are not measured"))
+            Err(Failure::at("--backend", "expected auto, cpu or cuda: other backends are not measured"))
         }
     }
 }

@@ -191,7 +191,7 @@ impl Operands {
         Ok(match (&self.tables, k, v) {
             (Some(tables), ..) => Inputs::paged_kv(q, k, v, tables),
             (None, KvView::Elements(k), KvView::Elements(v)) => Inputs::new(q, k, v),
-            (None, ..) => return Err(Failure::new("codes are of cached sequences")),
+            (None, ..) => return Err(Failure::new("only cached sequences are quantized")),
         })
     }
 }

@@ -104,7 +104,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     let unmatched = peers.unmatched(groups.iter().flat_map(|g| &g.rows).map(|m| &m.row));
     if unmatched > 0 {
-        report::note(format_args!("note: {unmatched} peer rows compare with no row of this run"));
+        report::note(format_args!("note: {unmatched} peer rows match no row of this run"));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -203,7 +203,7 @@ fn lengths(args: &BenchArgs, default: &[usize]) -> Vec<Lengths> {
 fn one_length(lengths: Lengths) -> Result<usize> {
     let Lengths { low, high } = lengths;
     if low != high {
-        let text = format_args!("{low}..{high} is of sequences in a --cache, which dense rows have not");
+        let text = format_args!("{low}..{high} needs a --cache, whose sequences may differ in length");
         return Err(Failure::at("--seq", text));
     }
     Ok(low)
@@ -356,7 +356,7 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     match given.into_iter().find(|(_, given)| *given) {
         None => Ok(()),
         Some((option, _)) => {
-            Err(Failure::at(option, "has no meaning for visibility, whose lengths and masks are fixed"))
+            Err(Failure::at(option, "does not apply to visibility, whose lengths and masks are fixed"))
         }
     }
 }
@@ -389,8 +389,6 @@ fn check_kernels(args: &BenchArgs) -> Result<()> {
     ];
     match given.into_iter().find(|(_, given)| *given) {
         None => Ok(()),
-        Some((option, _)) => {
-            Err(Failure::at(option, "has no meaning for kernels, whose shapes are their own"))
-        }
+        Some((option, _)) => Err(Failure::at(option, "does not apply to kernels, whose shapes are fixed")),
     }
 }

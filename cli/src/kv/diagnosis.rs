@@ -91,16 +91,14 @@ impl Diagnosis {
         }
         let (lost, advice) =
             (self.bits_lost(), if ratio >= BIAS { "center them" } else { "centering is optional" });
-        format!(
-            "a mean {ratio:.2} times their spread (left in, it takes {lost:.1} bits of the codes): {advice}"
-        )
+        format!("a mean {ratio:.2} times their spread (not subtracted, it costs {lost:.1} bits): {advice}")
     }
 
     /// What the channels imply.
     pub(super) fn channel_words(&self) -> String {
         let ratio = self.channel.ratio;
         if self.head_dim == 1 {
-            return "one channel, which no other deviates from".to_owned();
+            return "a single channel".to_owned();
         }
         if !ratio.is_finite() {
             return "half of the channels are constant, others are not".to_owned();

@@ -42,8 +42,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         let names: Vec<&str> = unread.iter().map(String::as_str).collect();
         let names = printed::some(&names);
         if args.strict {
-            let what =
-                format_args!("tensors not understood: {names}, expected keys, values, queries, kv_lens");
+            let what = format_args!("unknown tensors: {names}, expected keys, values, queries, kv_lens");
             return Err(archive.refuse(what));
         }
         printed::note(archive.refuse(format_args!("note: tensors not read: {names}")));
@@ -51,19 +50,17 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
             unread.iter().map(String::as_str).filter(|name| OF_WEIGHTS.contains(name)).collect();
         if !of_weights.is_empty() {
             let names = of_weights.join(", ");
-            printed::note(
-                archive.refuse(format_args!("note: weights with {names} are others than the report's")),
-            );
+            printed::note(archive.refuse(format_args!("note: the report does not account for {names}")));
         }
     }
 
     let codecs = Codecs::of(&pairs, &args.codecs)?;
     if picture.is_some() && !pairs.is_empty() {
         if pairs.iter().all(|pair| !pair.has_queries) {
-            return Err(Failure::at("--svg", "KL and NRMSE need queries, which the file has not"));
+            return Err(Failure::at("--svg", "KL and NRMSE need queries, which the file lacks"));
         }
         if codecs.values.iter().all(|codec| codec.dtype().is_some()) {
-            let what = "codecs that quantize are drawn, expected one in --codecs, such as int8";
+            let what = "only quantizing codecs are drawn, expected one in --codecs, such as int8";
             return Err(Failure::at("--svg", what));
         }
     }

@@ -52,7 +52,7 @@ impl<'a> Listing<'a> {
     pub(super) fn read(archive: &Archive<'a>, args: &KvArgs) -> Result<Self> {
         if let Some(name) = archive.names().find(|name| PACKED.contains(name)) {
             let what = format_args!(
-                "{name} means packed tensors, expected [batch, heads, rows, dim] as --layout says"
+                "{name} makes the tensors packed, expected [batch, heads, rows, dim] as --layout says"
             );
             return Err(archive.refuse(what));
         }
@@ -157,7 +157,7 @@ impl<'a> Pair<'a> {
         }
         let problem = desc.validate().map_err(|e| archive.refuse(format_args!("{name}: {e}")))?;
         if problem.sequences().iter().all(|sequence| sequence.kv_len == 0) {
-            return Err(archive.refuse(format_args!("{name}: kv_lens leave no row of keys")));
+            return Err(archive.refuse(format_args!("{name}: kv_lens leave no rows of keys")));
         }
         let (name, has_queries) = (name.to_owned(), q_len > 0);
         Ok(Self { name, tensors, keys_as_queries, has_queries, problem, order, k, v, q })

@@ -44,12 +44,12 @@ const APART: f64 = 1.5;
 pub(super) fn draw(report: &Report<'_>, all: &Sums, destination: &Destination) -> Result<()> {
     let kl = |of: &Sums, [key, _]: [usize; 2]| of.kl(key);
     let nrmse = |of: &Sums, [key, value]: [usize; 2]| of.nrmse(key, value);
-    let kl = panel(report, all, ("divergence of the weights", "KL, nats", report.gate.kl), &kl);
+    let kl = panel(report, all, ("divergence of the probabilities", "KL, nats", report.gate.kl), &kl);
     let nrmse = panel(report, all, ("error of the output", "NRMSE", report.gate.nrmse), &nrmse);
     // An error that is 0 or not finite cannot be drawn on a logarithmic axis.
     let panels: Vec<Panel> = [kl, nrmse].into_iter().filter(|panel| !panel.is_empty()).collect();
     if panels.is_empty() {
-        return Err(Failure::at("--svg", "nothing to draw, no codec has an error that is finite and not 0"));
+        return Err(Failure::at("--svg", "nothing to draw: no codec has a finite, nonzero error"));
     }
     chart::write(&panels, destination, draw_panel)
 }

@@ -108,7 +108,7 @@ impl Report<'_> {
             );
         }
         if !names(&|pair| pair.keys_as_queries).is_empty() {
-            text += "queries are the keys themselves, as asked: weights are those of tokens that look for what they are\n";
+            text += "queries are the keys themselves, as asked: each token attends to tokens like itself\n";
         }
         text
     }
@@ -168,7 +168,7 @@ impl Report<'_> {
             let refused: Vec<(String, &String)> = keys.chain(values).collect();
             if let Some((_, why)) = refused.first() {
                 let names = refused.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
-                text += &format!("{}: {names} store it not: {why}\n", pair.name);
+                text += &format!("{}: {names} cannot store it: {why}\n", pair.name);
             }
         }
         text
@@ -193,12 +193,12 @@ impl Report<'_> {
         text
     }
 
-    /// `keys int8 centered, values tq5: 6.63 bits an element`.
+    /// `keys int8 centered, values tq5: 6.63 bits per element`.
     fn words(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
         let centered = if key.centered { " centered" } else { "" };
         let value = self.codecs.values[candidate.value];
-        format!("keys {}{centered}, values {value}: {:.2} bits an element", key.codec, candidate.bits)
+        format!("keys {}{centered}, values {value}: {:.2} bits per element", key.codec, candidate.bits)
     }
 
     /// The options that store keys and values that way.
@@ -216,7 +216,7 @@ impl Report<'_> {
             format!("kl at most {} and nrmse at most {}{of_pairs}", small(self.gate.kl), self.gate.nrmse);
         let of_worst = if self.pairs.len() == 1 { "" } else { "in the worst pair " };
         let errors = |c: Candidate| format!("{of_worst}kl {}, nrmse {}", small(c.kl), small(c.nrmse));
-        let smaller = format!("{:.2} times less than f16", HALF_BITS / best.bits);
+        let smaller = format!("{:.2} times smaller than f16", HALF_BITS / best.bits);
         let mut text = if choice.meets {
             format!("recommended: {}, {smaller}\n  {} (gate: {gate})\n", self.words(best), errors(best))
         } else {

@@ -117,7 +117,7 @@ fn refusals() {
         ),
         (print(&["mask_tile"]), "mask_tile is no kernel and no instance of one, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
-        (print(&["mask_tiles", "--paged"]), "--paged: has no meaning for mask_tiles, it has one instance"),
+        (print(&["mask_tiles", "--paged"]), "--paged: does not apply to mask_tiles, it has one instance"),
         (print(&["merge", "--head-dim", "64"]), "expected --dtype, --value-dim, --v-codec"),
         (
             print(&["decode", "--head-dim", "72"]),
@@ -130,7 +130,7 @@ fn refusals() {
         (print(&["decode", "--k-codec", "tq9"]), "tq9 is no codec"),
         (
             print(&["merge_bf16_128_0", "--dtype", "f16"]),
-            "--dtype: has no meaning for merge_bf16_128_0, an instance, expected the kernel merge",
+            "--dtype: does not apply to merge_bf16_128_0, an instance, expected the kernel merge",
         ),
         (print(&["merg", "--dtype", "f16"]), "merg is no kernel and no instance of one, expected merge, "),
         (
@@ -140,7 +140,7 @@ fn refusals() {
         (print(&["merge_bf16_99999999999_0"]), "is no kernel and no instance of one"),
         (print(&["merge_bf17_128_0"]), "is no kernel and no instance of one"),
         (print(&["--all"]), "--all: expected -o DIR"),
-        (print(&["--all", "--paged", "-o", "x"]), "--paged: has no meaning with --all"),
+        (print(&["--all", "--paged", "-o", "x"]), "--paged: does not apply with --all"),
         (vec!["kernels", "print", "merge"], "--target"),
         (vec!["kernels", "print", "merge", "--target", "hlsl"], "msl, cuda, rust"),
     ];
@@ -154,8 +154,8 @@ fn measurements_that_are_refused() {
     let cases = [
         (&["--kernel", "haddamard"][..], "haddamard is no kernel, expected hadamard"),
         (&["--backend", "cpu"], "kernels run on simulator or cuda"),
-        (&["--head-dim", "64"], "--head-dim: has no meaning for kernels"),
-        (&["--page", "64"], "--page: has no meaning for kernels"),
+        (&["--head-dim", "64"], "--head-dim: does not apply to kernels"),
+        (&["--page", "64"], "--page: does not apply to kernels"),
     ];
     for (options, why) in cases {
         assert_refused(&flashtile([&["bench", "kernels"], options].concat()), why, &options.join(" "));

@@ -146,7 +146,7 @@ fn layers_of_a_model() {
     assert!(long.lines().count() > 6 * 18 && long.contains("\nlayer.3:\ncodec"), "{long}");
 }
 
-/// The errors reported over all query rows are those of a run with the same codecs.
+/// The errors reported over all query rows equal those of a run with the same codecs.
 #[test]
 fn reports_are_what_runs_do() {
     let mut tensors = qkv(Dtype::F32, &[2, 4, 40, 48], &[2, 2, 90, 48], &[2, 2, 90, 32]);
@@ -326,7 +326,7 @@ fn keys_too_large_to_store_unless_centered() {
     assert_eq!(of(false)["refused"], "row 0 of head 0 of k has a norm above 8192");
     assert!(of(true)["refused"].is_null() && of(true)["kl"].is_f64());
     assert_eq!(report["recommended"]["centered"], true);
-    assert!(text(&folder.input, &[]).contains("store it not: row 0 of head 0 of k has a norm above 8192"));
+    assert!(text(&folder.input, &[]).contains("cannot store it: row 0 of head 0 of k has a norm above 8192"));
     folder.refuse(&["--k-codec", "int8"], "row 0 of head 0 of k has a norm above 8192");
     folder.run(&["--k-codec", "int8", "--center"]);
 }
@@ -412,7 +412,7 @@ fn pictures_of_errors() {
         "keys as they are",
         "KL, nats",
         "NRMSE",
-        "bits an element",
+        "bits per element",
         "recommended: ",
         "tq4",
         "gate",
@@ -498,7 +498,7 @@ fn refusals_of_files_and_options() {
     refuse(&good, &["--max-kl", "0"], "expected a finite number above 0");
     refuse(&good, &["--max-nrmse", "nan"], "expected a finite number above 0");
     refuse(&good, &["--scale", "inf"], "scale inf is not finite");
-    refuse(&with("mask", random(&[1])), &["--strict"], "tensors not understood: mask");
+    refuse(&with("mask", random(&[1])), &["--strict"], "unknown tensors: mask");
     refuse(&with("kv_len", Tensor::i64(&[1])), &[], "tensor kv_len is not known, did you mean kv_lens?");
     refuse(
         &with("cu_seqlens_k", Tensor::i64(&[0, 1])),
@@ -518,7 +518,7 @@ fn refusals_of_files_and_options() {
     write(&folder.input, &with("mask", random(&[1])));
     let output = kv(&folder.input, &["--q-offset", "bottom-right"]);
     assert!(output.status.success());
-    let note = "note: weights with mask are others than the report's\n";
+    let note = "note: the report does not account for mask\n";
     assert!(stderr(&output).ends_with(note), "{}", stderr(&output));
 }
 
@@ -611,7 +611,7 @@ fn lines_and_objects_say_how_caches_store() {
         json["backend_reason"]
             .as_str()
             .unwrap()
-            .contains("caches in other codecs than the dtype are of the cpu")
+            .contains("only the cpu supports caches in codecs other than the dtype")
     );
     let json = of(&["--json"]);
     assert_eq!((&json["k_codec"], &json["cache_bytes"]), (&"f32".into(), &Value::Null));

@@ -124,12 +124,9 @@ fn options() {
         (&["--dtype", "f64"], "expected f32, f16 or bf16"),
         (&["--layout", "sbhd"], "bhsd, bshd"),
         (&["--backend", "tpu"], "reference"),
-        (&["--backend", "cuda", "--threads", "1"], "--threads: has no meaning for the cuda backend"),
+        (&["--backend", "cuda", "--threads", "1"], "--threads: does not apply to the cuda backend"),
         (&["--backend", "metal"], "metal is not part of this build"),
-        (
-            &["--backend", "reference", "--threads", "2"],
-            "--threads: has no meaning for the reference backend",
-        ),
+        (&["--backend", "reference", "--threads", "2"], "--threads: does not apply to the reference backend"),
         (&["--backend", "reference", "--splits", "2"], "--splits"),
         (&["--k-codec", "tq44"], "tq44 is no codec"),
         (&["--center"], "--center: keys are stored as f32"),
@@ -168,9 +165,9 @@ fn strict_reading() {
     Folder::with(&tensors).run(&["--strict"]);
     tensors.insert("notes".into(), Tensor::f32(&[1], &[0.0]));
     let folder = Folder::with(&tensors);
-    folder.refuse(&["--strict"], "tensors not understood: notes, expected names among q, k, v");
+    folder.refuse(&["--strict"], "unknown tensors: notes, expected names among q, k, v");
     let input = folder.input.to_str().unwrap();
-    assert_refused(&flashtile(["plan", input, "--strict"]), "not understood: notes", "plan");
+    assert_refused(&flashtile(["plan", input, "--strict"]), "unknown tensors: notes", "plan");
     assert_refused(&flashtile(["plan", "--strict"]), "--strict: has no meaning", "plan of a shape");
 }
 
@@ -399,7 +396,7 @@ fn other_commands() {
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
         (vec!["plan", "--backend", "reference"], "--backend: the reference has no plans"),
         (vec!["plan", "--backend", "metal"], "--backend: not part of this build, expected auto, cpu or cuda"),
-        (vec!["plan", "--prefix", "layer.3"], "--prefix: has no meaning for a shape, expected a file"),
+        (vec!["plan", "--prefix", "layer.3"], "--prefix: does not apply to a shape, expected a file"),
         (vec!["plan", input, "--prefix", "layer.3"], "--prefix layer.3: "),
         (vec!["plan", "--device", "h100", "--splits", "65"], "65 splits asked for, expected 1 to 64"),
         (

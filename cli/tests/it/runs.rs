@@ -307,12 +307,12 @@ fn one_layer_of_many_is_chosen_by_its_prefix() {
 
     let has = "model.layers.3.attn, model.layers.3.attn.cross, model.layers.11.attn";
     for prefix in ["model.layers.4.attn", "model.layers.3", "model", "q"] {
-        let why = format!("--prefix {prefix}: {input}: no q, k and v of that name (it has {has})");
+        let why = format!("--prefix {prefix}: {input}: no q, k and v with that prefix (the file has {has})");
         folder.refuse(&["--prefix", prefix], &why);
     }
-    let why = format!("tensor q is missing, expected q, k and v, or --prefix for those of {has}");
+    let why = format!("tensor q is missing, expected q, k and v, or --prefix for {has}");
     folder.refuse(&[], &why);
-    folder.refuse(&["--prefix", ""], "expected what names have before q, k and v, such as layer.3");
+    folder.refuse(&["--prefix", ""], "expected the part of names before q, k and v, such as layer.3");
     // Refusals name the layer.
     let mut changed = all.clone();
     changed.remove("model.layers.3.attn.q");

@@ -52,14 +52,14 @@ impl BlockTables {
         (page != NO_PAGE).then_some((page as usize, position % self.page))
     }
 
-    /// Prefixes of at least `least` tokens that neighbouring sequences of the batch share, for
-    /// [`ProblemDesc::prefixes`](crate::problem::ProblemDesc::prefixes). A `least` of 1 is fine: plans drop prefixes
+    /// Prefixes of at least `min_len` tokens that neighbouring sequences of the batch share, for
+    /// [`ProblemDesc::prefixes`](crate::problem::ProblemDesc::prefixes). A `min_len` of 1 is fine: plans drop prefixes
     /// shorter than a block of keys. Only neighbours can share, so that a batch should be sorted by the rows of its
     /// table. Sequences share a prefix if its pages are the same and they have dropped the same blocks of it.
     ///
     /// Cost: `O(table + sequences log sequences)`.
     #[must_use]
-    pub fn shared_prefixes(&self, least: usize) -> Vec<SharedPrefix> {
+    pub fn shared_prefixes(&self, min_len: usize) -> Vec<SharedPrefix> {
         let mut prefixes = Vec::new();
         // Open prefixes, which the next sequence may still share: first sequence and length, in increasing length.
         let mut open: Vec<(usize, usize)> = Vec::new();
@@ -75,7 +75,7 @@ impl BlockTables {
                 prefixes.push(SharedPrefix { sequences: first..next, len });
                 start = first;
             }
-            if common >= least.max(1) && open.last().is_none_or(|group| group.1 < common) {
+            if common >= min_len.max(1) && open.last().is_none_or(|group| group.1 < common) {
                 open.push((start, common));
             }
         }

@@ -171,7 +171,7 @@ pub enum RunError {
     Prefix {
         /// Index of the prefix.
         index: usize,
-        /// The sequence whose pages differ from those of the first one.
+        /// The sequence whose pages differ from the first one's.
         sequence: usize,
         /// The first token that has another page.
         token: usize,

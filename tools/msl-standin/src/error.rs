@@ -193,7 +193,7 @@ impl fmt::Display for RunError {
                 write!(f, "{at} {does}, but thread {other} {other_does}")
             }
             Self::Arguments { at, does } => {
-                write!(f, "{at} {does}, with arguments that differ from those of the lanes before it")
+                write!(f, "{at} {does}, with arguments that differ from the previous lanes'")
             }
             Self::Lane { at, line, lane } => {
                 write!(f, "{at} reads lane {lane} in line {line}, and that lane is inactive")

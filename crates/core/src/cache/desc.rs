@@ -88,7 +88,7 @@ pub enum KeyMean {
     /// None, unless [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets one.
     #[default]
     None,
-    /// The mean of the first rows written to a layer: those of its first write, at most [`MEAN_ROWS`]. It never
+    /// The mean of the first rows written to a layer: the rows of its first write, at most [`MEAN_ROWS`]. It never
     /// changes afterwards, so that stored bytes depend on what was written first.
     Learned,
 }

@@ -158,7 +158,7 @@ pub enum CacheError {
         /// The largest length.
         max: usize,
     },
-    /// The keys of a snapshot have another mean than those of the cache.
+    /// The keys of a snapshot have another mean than the cache has.
     SnapshotMean {
         /// The first layer whose mean differs.
         layer: usize,

@@ -2,7 +2,7 @@
 //!
 //! A cache is a layout times a codec. Whatever the layout, a token's row lies in a page, and one formula finds it
 //! ([`BlockTables`](crate::block_tables::BlockTables)). A slot of a contiguous cache is one page; a ring is one page
-//! that is overwritten; in a paged cache, sequences take pages as they grow and share those of a common prefix.
+//! that is overwritten; in a paged cache, sequences take pages as they grow and share the pages of a common prefix.
 //! Positions are counted from the start of the sequence and do not change when older tokens are dropped.
 //!
 //! One table serves all layers. [`KvCache::append`] is the usual step; [`KvCache::extend`] followed by
