@@ -150,13 +150,13 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
         kernel: false,
         result: result.as_ref(),
     };
-    let lowered = lower::body(context, &mut arguments, &function.block);
+    let lowered = lower::body(context, &mut arguments, &mut function.block);
     if !errors.is_empty() {
         return with_errors(errors, native_function(&function, false, None));
     }
     let native = native_function(&function, result.is_some(), Some(&lowered));
-    let meets = lowered.meetings.any(from_inside);
-    let has_barrier = lowered.meetings.barriers(from_inside);
+    let meets = lowered.convergence.any(from_inside);
+    let has_barrier = lowered.convergence.barriers(from_inside);
     let arguments: Vec<_> = arguments.into_iter().map(|(_, argument)| argument).collect();
     let deduced = arguments.iter().enumerate().fold(0u64, |deduced, (n, argument)| {
         let bare = matches!(&argument.ty, Type::Parameter(_)) && n < 64;

@@ -48,7 +48,7 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
         kernel: true,
         result: result.as_ref(),
     };
-    let lowered = lower::body(context, &mut parameters, &function.block);
+    let lowered = lower::body(context, &mut parameters, &mut function.block);
     if !errors.is_empty() {
         return with_errors(errors, expand::native_function(&function, false, None));
     }

@@ -15,6 +15,7 @@ mod kernel;
 mod lower;
 mod names;
 mod native;
+mod node;
 mod print;
 mod signature;
 mod source;

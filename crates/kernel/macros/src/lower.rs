@@ -14,6 +14,7 @@ use crate::ir::{
     Argument, Binary, Call, Expr, For, Generic, Kind, NameOf, Parameter, Passed, Scalar, Stmt, Type, Walk,
 };
 use crate::names::{self, Scopes};
+use crate::node::{self, NodeId};
 use crate::syntax::{is_lint, module_of, shared_call, strip};
 use crate::types::Reader;
 
@@ -22,18 +23,24 @@ pub(crate) struct Lowered {
     pub(crate) body: Vec<Stmt>,
     /// The threadgroup arrays: names, elements and lengths as written.
     pub(crate) shared: Vec<SharedArray>,
-    /// Expressions with bit operators that are known to be `bool`, by the address of their tree.
-    pub(crate) booleans: HashSet<*const syn::Expr>,
-    /// Values of `if` between a literal and what nothing here knows the type of, by the address of their tree.
-    pub(crate) beside_literals: HashSet<*const syn::Expr>,
-    /// Receivers of methods that are `&mut` parameters, by the address of their tree.
-    pub(crate) references: HashSet<*const syn::Expr>,
-    /// Where threads meet in the body.
-    pub(crate) meetings: Convergence,
-    /// Where they meet in each loop, by the address of its tree.
-    pub(crate) loops: HashMap<*const syn::Expr, Convergence>,
-    /// The calls of device functions, numbered from 1, by the address of their tree.
-    pub(crate) calls: HashMap<*const syn::ExprCall, u64>,
+    pub(crate) annotations: Annotations,
+    /// Convergent operations of the body.
+    pub(crate) convergence: Convergence,
+}
+
+/// What the native function has to know about expressions.
+#[derive(Default)]
+pub(crate) struct Annotations {
+    /// `&`, `|` and `^` of operands that are known to be `bool`.
+    pub(crate) bool_operators: HashSet<NodeId>,
+    /// `if`s with a literal without a type in one branch and a value of unknown type in the other.
+    pub(crate) beside_literals: HashSet<NodeId>,
+    /// Method calls whose receiver is a `&mut` parameter.
+    pub(crate) reference_receivers: HashSet<NodeId>,
+    /// Convergent operations of each loop.
+    pub(crate) loops: HashMap<NodeId, Convergence>,
+    /// Calls of device functions.
+    pub(crate) device_calls: HashSet<NodeId>,
 }
 
 /// Where threads meet in a part of a body: at operations of a SIMD group and barriers, its own or those of device functions.
@@ -98,9 +105,10 @@ pub(crate) struct Context<'a> {
 pub(crate) fn body(
     context: Context<'_>,
     arguments: &mut [(String, Argument)],
-    block: &syn::Block,
+    block: &mut syn::Block,
 ) -> Lowered {
     Attributes(context.errors).visit_block(block);
+    node::number(block);
     let mut globals = Globals::default();
     globals.visit_block(block);
     globals.0.extend(context.generics.iter().map(|parameter| parameter.name().to_string()));
@@ -115,12 +123,8 @@ pub(crate) fn body(
         kernel: context.kernel,
         depth: 0,
         shared: Vec::new(),
-        booleans: HashSet::new(),
-        beside_literals: HashSet::new(),
-        references: HashSet::new(),
-        meetings: Convergence::default(),
-        loops: HashMap::new(),
-        calls: HashMap::new(),
+        annotations: Annotations::default(),
+        convergence: Convergence::default(),
     };
     for (rust, argument) in arguments.iter_mut() {
         argument.name = lower.scopes.fresh(rust);
@@ -135,16 +139,7 @@ pub(crate) fn body(
     let mut body = Vec::new();
     let sink = if lower.result.is_some() { Sink::Return } else { Sink::Nothing };
     lower.block(block, &sink, &mut body);
-    Lowered {
-        body,
-        shared: lower.shared,
-        booleans: lower.booleans,
-        beside_literals: lower.beside_literals,
-        references: lower.references,
-        meetings: lower.meetings,
-        loops: lower.loops,
-        calls: lower.calls,
-    }
+    Lowered { body, shared: lower.shared, annotations: lower.annotations, convergence: lower.convergence }
 }
 
 /// Attributes of a body: all but those of lints are the language's, or would be lost.
@@ -246,13 +241,9 @@ struct Lower<'a> {
     kernel: bool,
     depth: usize,
     shared: Vec<SharedArray>,
-    booleans: HashSet<*const syn::Expr>,
-    beside_literals: HashSet<*const syn::Expr>,
-    references: HashSet<*const syn::Expr>,
+    annotations: Annotations,
     /// Of the innermost loop, so far.
-    meetings: Convergence,
-    loops: HashMap<*const syn::Expr, Convergence>,
-    calls: HashMap<*const syn::ExprCall, u64>,
+    convergence: Convergence,
 }
 
 const BOOL: Type = Type::Scalar(Scalar::Bool);
@@ -274,12 +265,8 @@ pub(crate) fn constant(reader: &mut Reader<'_>, expr: &syn::Expr, scalar: Option
         kernel: false,
         depth: 0,
         shared: Vec::new(),
-        booleans: HashSet::new(),
-        beside_literals: HashSet::new(),
-        references: HashSet::new(),
-        meetings: Convergence::default(),
-        loops: HashMap::new(),
-        calls: HashMap::new(),
+        annotations: Annotations::default(),
+        convergence: Convergence::default(),
     };
     lower.constant(expr, scalar)
 }
@@ -582,17 +569,17 @@ impl Lower<'_> {
         match expr {
             syn::Expr::While(looped) => {
                 self.no_label(looped.label.as_ref());
-                let (condition, body) = self.looped(expr, |this| {
+                let (condition, body) = self.looped(&looped.attrs, |this| {
                     (this.condition(&looped.cond), this.inner_block(&looped.body, &Sink::Nothing))
                 });
                 out.push(Stmt::While { condition, body });
             }
             syn::Expr::Loop(looped) => {
                 self.no_label(looped.label.as_ref());
-                let body = self.looped(expr, |this| this.inner_block(&looped.body, &Sink::Nothing));
+                let body = self.looped(&looped.attrs, |this| this.inner_block(&looped.body, &Sink::Nothing));
                 out.push(Stmt::Loop { body });
             }
-            syn::Expr::ForLoop(looped) => self.for_loop(looped, expr, out),
+            syn::Expr::ForLoop(looped) => self.for_loop(looped, out),
             syn::Expr::Break(exit) => {
                 self.no_lifetime(exit.label.as_ref());
                 if let Some(value) = &exit.expr {
@@ -611,7 +598,7 @@ impl Lower<'_> {
             },
             syn::Expr::Assign(assign) => self.assign(&assign.left, None, &assign.right, out),
             syn::Expr::Binary(binary) => match compound(&binary.op) {
-                Some(op) => self.assign(&binary.left, Some((op, expr)), &binary.right, out),
+                Some(op) => self.assign(&binary.left, Some((op, binary)), &binary.right, out),
                 None => return false,
             },
             syn::Expr::Const(block) => self.const_block(block, out),
@@ -662,16 +649,18 @@ impl Lower<'_> {
     }
 
     /// Lowers what a loop repeats, and notes where threads meet in it.
-    fn looped<R>(&mut self, whole: &syn::Expr, lower: impl FnOnce(&mut Self) -> R) -> R {
-        let before = std::mem::take(&mut self.meetings);
+    fn looped<R>(&mut self, attributes: &[syn::Attribute], lower: impl FnOnce(&mut Self) -> R) -> R {
+        let before = std::mem::take(&mut self.convergence);
         let lowered = lower(self);
-        let inside = std::mem::replace(&mut self.meetings, before);
-        self.meetings.add(&inside);
-        self.loops.insert(whole, inside);
+        let inside = std::mem::replace(&mut self.convergence, before);
+        self.convergence.add(&inside);
+        if let Some(id) = NodeId::of(attributes) {
+            self.annotations.loops.insert(id, inside);
+        }
         lowered
     }
 
-    fn for_loop(&mut self, looped: &syn::ExprForLoop, whole: &syn::Expr, out: &mut Vec<Stmt>) {
+    fn for_loop(&mut self, looped: &syn::ExprForLoop, out: &mut Vec<Stmt>) {
         self.no_label(looped.label.as_ref());
         let unroll = looped.attrs.iter().any(is_unroll);
         let Some(range) = self.range(&looped.expr) else {
@@ -719,7 +708,7 @@ impl Lower<'_> {
         };
         let bound = self.scopes.fresh(&format!("{name}_{bound}"));
         let extra = self.scopes.fresh(&format!("{name}_{extra}"));
-        let body = self.looped(whole, |this| this.inner_block(&looped.body, &Sink::Nothing));
+        let body = self.looped(&looped.attrs, |this| this.inner_block(&looped.body, &Sink::Nothing));
         self.scopes.leave();
         out.push(Stmt::For(Box::new(For {
             variable,
@@ -841,7 +830,7 @@ impl Lower<'_> {
     fn assign(
         &mut self,
         left: &syn::Expr,
-        op: Option<(Binary, &syn::Expr)>,
+        op: Option<(Binary, &syn::ExprBinary)>,
         right: &syn::Expr,
         out: &mut Vec<Stmt>,
     ) {
@@ -1055,7 +1044,7 @@ impl Lower<'_> {
         }
     }
 
-    fn operands(&mut self, op: Binary, left: &Expr, right: &Expr, whole: &syn::Expr) {
+    fn operands(&mut self, op: Binary, left: &Expr, right: &Expr, whole: &syn::ExprBinary) {
         if left.is_untyped() && (right.is_untyped() || op.is_shift()) {
             self.errors.refuse(
                 whole,
@@ -1063,7 +1052,7 @@ impl Lower<'_> {
             );
         }
         if op.is_bitwise() && (left.scalar() == Some(Scalar::Bool) || right.scalar() == Some(Scalar::Bool)) {
-            self.booleans.insert(whole);
+            self.annotations.bool_operators.extend(NodeId::of_operator(whole));
         }
     }
 
@@ -1074,8 +1063,8 @@ impl Lower<'_> {
             syn::Expr::Group(inner) => return self.expr(&inner.expr, expected, stands),
             syn::Expr::Lit(literal) => return self.literal(&literal.lit, expected),
             syn::Expr::Path(path) => return self.path(path),
-            syn::Expr::Unary(unary) => return self.unary(unary, expr, expected, stands),
-            syn::Expr::Binary(binary) => return self.binary(binary, expr, stands),
+            syn::Expr::Unary(unary) => return self.unary(unary, expected, stands),
+            syn::Expr::Binary(binary) => return self.binary(binary, stands),
             syn::Expr::Cast(cast) => return self.cast(cast, stands),
             syn::Expr::Index(index) => return self.index(index),
             syn::Expr::Field(field) => {
@@ -1115,7 +1104,7 @@ impl Lower<'_> {
                 return Expr::new(Kind::Repeat(Box::new(value), Box::new(length)), ty, span);
             }
             syn::Expr::If(conditional) if !needs_statements(expr) => {
-                return self.choose(conditional, expr, expected, stands);
+                return self.choose(conditional, expected, stands);
             }
             syn::Expr::Block(block) if !needs_statements(expr) => match &block.block.stmts[..] {
                 [syn::Stmt::Expr(inner, None)] => return self.expr(inner, expected, stands),
@@ -1316,13 +1305,7 @@ impl Lower<'_> {
         })
     }
 
-    fn unary(
-        &mut self,
-        unary: &syn::ExprUnary,
-        whole: &syn::Expr,
-        expected: Option<&Type>,
-        stands: Stands,
-    ) -> Expr {
+    fn unary(&mut self, unary: &syn::ExprUnary, expected: Option<&Type>, stands: Stands) -> Expr {
         let span = unary.span();
         match unary.op {
             syn::UnOp::Neg(_) => {
@@ -1337,9 +1320,6 @@ impl Lower<'_> {
                         .refuse(&unary.expr, "nothing gives the literal a type: add a suffix, `!0u32`");
                 }
                 let ty = operand.ty.clone();
-                if operand.scalar() == Some(Scalar::Bool) {
-                    self.booleans.insert(whole);
-                }
                 Expr::new(Kind::Not(Box::new(operand)), ty, span)
             }
             syn::UnOp::Deref(_) => {
@@ -1357,7 +1337,7 @@ impl Lower<'_> {
         }
     }
 
-    fn binary(&mut self, binary: &syn::ExprBinary, whole: &syn::Expr, stands: Stands) -> Expr {
+    fn binary(&mut self, binary: &syn::ExprBinary, stands: Stands) -> Expr {
         let span = binary.op.span();
         let Some(op) = operator(&binary.op) else {
             self.errors.refuse(binary, "an assignment has no value: write it as a statement");
@@ -1381,7 +1361,7 @@ impl Lower<'_> {
         {
             left.ty.clone_from(&right.ty);
         }
-        self.operands(op, &left, &right, whole);
+        self.operands(op, &left, &right, binary);
         let ty = if op.is_comparison() {
             Some(BOOL)
         } else if op.is_shift() {
@@ -1473,13 +1453,7 @@ impl Lower<'_> {
         Expr::new(Kind::Array(elements), ty, array.span())
     }
 
-    fn choose(
-        &mut self,
-        conditional: &syn::ExprIf,
-        whole: &syn::Expr,
-        expected: Option<&Type>,
-        stands: Stands,
-    ) -> Expr {
+    fn choose(&mut self, conditional: &syn::ExprIf, expected: Option<&Type>, stands: Stands) -> Expr {
         let span = conditional.span();
         let condition = self.expr(&conditional.cond, Some(&BOOL), stands);
         let then = tail(&conditional.then_branch);
@@ -1499,7 +1473,7 @@ impl Lower<'_> {
             adopt(&mut otherwise, ty);
         }
         if ty.is_none() && then.is_untyped() != otherwise.is_untyped() {
-            self.beside_literals.insert(whole);
+            self.annotations.beside_literals.extend(NodeId::of(&conditional.attrs));
         }
         settled(Expr::new(Kind::Choose(Box::new(condition), Box::new(then), Box::new(otherwise)), ty, span))
     }
@@ -1591,9 +1565,8 @@ impl Lower<'_> {
             self.depends.without_barrier(path);
         }
         let module = module_of(path);
-        self.meetings.functions.insert(quote!(#module).to_string(), module);
-        let number = self.calls.len() as u64 + 1;
-        self.calls.entry(call).or_insert(number);
+        self.convergence.functions.insert(quote!(#module).to_string(), module);
+        self.annotations.device_calls.extend(NodeId::of(&call.attrs));
         self.depends.item(path);
         let function = names::global(&name);
         Expr::new(Kind::Call(Call { function, context: true, generics, arguments }), None, span)
@@ -1697,8 +1670,8 @@ impl Lower<'_> {
         if effect {
             self.effect(call, stands);
         }
-        self.meetings.operation |= function.meets == Meets::Operation;
-        self.meetings.barrier |= function.meets == Meets::Barrier;
+        self.convergence.operation |= function.meets == Meets::Operation;
+        self.convergence.barrier |= function.meets == Meets::Barrier;
         let ty = given(function.gives, same.as_ref(), element.as_ref());
         let call = Call {
             function: format!("ft_{name}"),
@@ -1806,7 +1779,7 @@ impl Lower<'_> {
             _ => return Expr::refused(span),
         };
         let ty = Type::Fragment(Box::new(element));
-        self.meetings.operation |= !matches!(name, "zero" | "filled");
+        self.convergence.operation |= !matches!(name, "zero" | "filled");
         let call = Call {
             function: format!("ft_fragment_{name}"),
             context: !matches!(name, "zero" | "filled"),
@@ -1824,7 +1797,7 @@ impl Lower<'_> {
             return receiver;
         }
         if self.passed(&call.receiver) == Some(&Passed::Reference) {
-            self.references.insert(strip(&call.receiver));
+            self.annotations.reference_receivers.extend(NodeId::of(&call.attrs));
         }
         if receiver.is_untyped() {
             self.errors.refuse(&call.receiver, "nothing gives the literal a type: add a suffix, `1u32`");
@@ -1845,7 +1818,7 @@ impl Lower<'_> {
                 arguments.push(value);
             }
             self.effect(call, stands);
-            self.meetings.operation = true;
+            self.convergence.operation = true;
             let call = Call {
                 function: "ft_fragment_store".to_string(),
                 context: true,

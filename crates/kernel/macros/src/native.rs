@@ -3,7 +3,7 @@
 //! Every emitted call has the span of what it stands for: rustc's errors point at the user's operand, and faults
 //! of the simulator at the user's line. Only what the check accepted comes here.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 
 use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote, quote_spanned};
@@ -11,18 +11,13 @@ use syn::spanned::Spanned;
 
 use crate::intrinsics;
 use crate::ir::Binary;
-use crate::lower::{Convergence, Lowered, compound};
+use crate::lower::{Annotations, Lowered, compound};
+use crate::node::NodeId;
 use crate::syntax::{is_lint, module_of, shared_call, strip};
 
 /// The body of a function, with braces.
 pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {
-    let native = Native {
-        booleans: &lowered.booleans,
-        beside_literals: &lowered.beside_literals,
-        references: &lowered.references,
-        loops: &lowered.loops,
-        calls: &lowered.calls,
-    };
+    let native = Native { annotations: &lowered.annotations };
     let statements = native.statements(block, has_result);
     // In C++ a literal that wraps has another value.
     quote_spanned! {block.brace_token.span.join()=> {
@@ -34,11 +29,7 @@ pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> T
 }
 
 struct Native<'a> {
-    booleans: &'a HashSet<*const syn::Expr>,
-    beside_literals: &'a HashSet<*const syn::Expr>,
-    references: &'a HashSet<*const syn::Expr>,
-    loops: &'a HashMap<*const syn::Expr, Convergence>,
-    calls: &'a HashMap<*const syn::ExprCall, u64>,
+    annotations: &'a Annotations,
 }
 
 fn mark(name: &str, span: Span) -> TokenStream {
@@ -132,7 +123,7 @@ impl Native<'_> {
             syn::Expr::Group(inner) => self.expr(&inner.expr),
             syn::Expr::Lit(literal) => literal_of(literal),
             syn::Expr::Unary(unary) => self.unary(unary),
-            syn::Expr::Binary(binary) => self.binary(binary, expr),
+            syn::Expr::Binary(binary) => self.binary(binary),
             syn::Expr::Cast(cast) => {
                 let (value, ty) = (self.expr(&cast.expr), &cast.ty);
                 // A literal takes the type it is converted to.
@@ -172,7 +163,7 @@ impl Native<'_> {
                 });
                 let token = conditional.if_token;
                 let value = quote!(#token #condition #then #otherwise);
-                if self.beside_literals.contains(&std::ptr::from_ref(expr)) {
+                if is_in(&self.annotations.beside_literals, NodeId::of(&conditional.attrs)) {
                     marked("beside_literal", &value)
                 } else {
                     value
@@ -185,7 +176,7 @@ impl Native<'_> {
                 let iteration = called("iteration", token.span);
                 let body = self.statements(&looped.body, false);
                 self.looped(
-                    expr,
+                    &looped.attrs,
                     token.span,
                     |turn| quote!(#attrs #token #condition { #turn #iteration #body }),
                 )
@@ -194,13 +185,17 @@ impl Native<'_> {
                 let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
                 let iteration = called("iteration", token.span);
                 let body = self.statements(&looped.body, false);
-                self.looped(expr, token.span, |turn| quote!(#attrs #token { #turn #iteration #body }))
+                self.looped(
+                    &looped.attrs,
+                    token.span,
+                    |turn| quote!(#attrs #token { #turn #iteration #body }),
+                )
             }
             syn::Expr::ForLoop(looped) => {
-                let syn::ExprForLoop { attrs, for_token, pat, in_token, expr: range, body, .. } = looped;
-                let (attrs, range) = (lints(attrs), self.range(range));
+                let syn::ExprForLoop { for_token, pat, in_token, expr: range, body, .. } = looped;
+                let (attrs, range) = (lints(&looped.attrs), self.range(range));
                 let statements = self.statements(body, false);
-                self.looped(expr, for_token.span, |turn| {
+                self.looped(&looped.attrs, for_token.span, |turn| {
                     let body = quote_spanned!(body.brace_token.span.join()=> { #turn #statements });
                     quote!(#attrs #for_token #pat #in_token #range #body)
                 })
@@ -218,11 +213,13 @@ impl Native<'_> {
     /// A loop, made of what stands at the head of its body: its iterations are noted where threads may meet in it.
     fn looped(
         &self,
-        whole: &syn::Expr,
+        attributes: &[syn::Attribute],
         span: Span,
         written: impl FnOnce(Option<TokenStream>) -> TokenStream,
     ) -> TokenStream {
-        let meetings = self.loops.get(&std::ptr::from_ref(whole)).filter(|meetings| meetings.are_possible());
+        let meetings = NodeId::of(attributes)
+            .and_then(|id| self.annotations.loops.get(&id))
+            .filter(|meetings| meetings.are_possible());
         let Some(meetings) = meetings else { return written(None) };
         let meets = meetings.any(Clone::clone);
         let (enter, turn, leave) = (mark("enter", span), mark("turn", span), mark("leave", span));
@@ -303,7 +300,7 @@ impl Native<'_> {
         }
     }
 
-    fn binary(&self, binary: &syn::ExprBinary, whole: &syn::Expr) -> TokenStream {
+    fn binary(&self, binary: &syn::ExprBinary) -> TokenStream {
         let span = binary.op.span();
         if let Some(op) = compound(&binary.op) {
             return self.assign(&binary.left, Some(op), &binary.right, span);
@@ -321,7 +318,11 @@ impl Native<'_> {
             syn::BinOp::Eq(_) | syn::BinOp::Ne(_) => "equatable",
             syn::BinOp::BitAnd(_) | syn::BinOp::BitOr(_) | syn::BinOp::BitXor(_) => {
                 // C++ makes an int of two bools, and the printer does not know of these that they are bools.
-                if self.booleans.contains(&std::ptr::from_ref(whole)) { "bits" } else { "integer" }
+                if is_in(&self.annotations.bool_operators, NodeId::of_operator(binary)) {
+                    "bits"
+                } else {
+                    "integer"
+                }
             }
             _ => "number",
         };
@@ -415,8 +416,9 @@ impl Native<'_> {
             false => self.argument(argument),
         });
         let called = quote_spanned!(span=> #function(#(#arguments),*));
-        match (self.calls.get(&std::ptr::from_ref(call)), strip(&call.func)) {
-            (Some(number), syn::Expr::Path(path)) => {
+        let id = NodeId::of(&call.attrs).filter(|id| self.annotations.device_calls.contains(id));
+        match (id, strip(&call.func)) {
+            (Some(NodeId(number)), syn::Expr::Path(path)) => {
                 let (enter, returned, module) =
                     (mark("enter", span), mark("returned", span), module_of(&path.path));
                 let meets = quote_spanned!(span=> #module::MEETS);
@@ -458,11 +460,11 @@ impl Native<'_> {
         let receiver = match name.as_str() {
             "set_element" => self.base_mut(&call.receiver),
             "load" | "load_as" | "store" | "store_as" | "element" => self.base(&call.receiver),
-            "to_f32" => self.receiver("element", &call.receiver),
-            "to_bits" => self.receiver("scalar", &call.receiver),
-            "min" | "max" | "clamp" | "abs" => self.receiver("number", &call.receiver),
-            _ if intrinsics::is_of_floats(&name) => self.receiver("float", &call.receiver),
-            _ => self.receiver("integer", &call.receiver),
+            "to_f32" => self.receiver("element", call),
+            "to_bits" => self.receiver("scalar", call),
+            "min" | "max" | "clamp" | "abs" => self.receiver("number", call),
+            _ if intrinsics::is_of_floats(&name) => self.receiver("float", call),
+            _ => self.receiver("integer", call),
         };
         quote_spanned!(span=> #receiver.#method #turbofish(#(#arguments),*))
     }
@@ -470,14 +472,19 @@ impl Native<'_> {
 
 impl Native<'_> {
     /// The value that a method takes: Rust looks through `&mut` parameters.
-    fn receiver(&self, mark: &str, receiver: &syn::Expr) -> TokenStream {
-        let value = self.expr(receiver);
-        if self.references.contains(&std::ptr::from_ref(strip(receiver))) {
+    fn receiver(&self, mark: &str, call: &syn::ExprMethodCall) -> TokenStream {
+        let value = self.expr(&call.receiver);
+        if is_in(&self.annotations.reference_receivers, NodeId::of(&call.attrs)) {
             marked(mark, &quote_spanned!(value.span()=> *#value))
         } else {
             marked(mark, &value)
         }
     }
+}
+
+/// Whether an expression has a number, and it is one of `nodes`.
+fn is_in(nodes: &HashSet<NodeId>, id: Option<NodeId>) -> bool {
+    id.is_some_and(|id| nodes.contains(&id))
 }
 
 fn operation(name: &str, span: Span, left: &TokenStream, right: &TokenStream) -> TokenStream {
