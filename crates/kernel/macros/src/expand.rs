@@ -155,8 +155,8 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
         return with_errors(errors, native_function(&function, false, None));
     }
     let native = native_function(&function, result.is_some(), Some(&lowered));
-    let meets = lowered.convergence.any(from_inside);
-    let has_barrier = lowered.convergence.barriers(from_inside);
+    let meets = lowered.convergence.is_convergent(from_inside);
+    let has_barrier = lowered.convergence.has_barrier(from_inside);
     let arguments: Vec<_> = arguments.into_iter().map(|(_, argument)| argument).collect();
     let deduced = arguments.iter().enumerate().fold(0u64, |deduced, (n, argument)| {
         let bare = matches!(&argument.ty, Type::Parameter(_)) && n < 64;

@@ -1,9 +1,9 @@
-//! The intrinsics: names, arguments and results, as far as C++ needs to know them.
+//! The intrinsics, as tables: what their arguments and results are, and their names in C++.
 //!
-//! rustc checks calls against the functions of flashtile-kernel; these tables say which names are intrinsics,
-//! which of them take the thread's context, and which type a literal argument has.
+//! rustc checks calls against the functions of flashtile-kernel. The tables say which names are intrinsics, which of them take the
+//! context of the thread, which are convergent, and which type a literal argument has.
 
-use crate::ir::Scalar;
+use crate::ir::{Scalar, Type};
 
 /// What an argument of an intrinsic is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,144 +26,274 @@ pub(crate) enum Takes {
     Any,
 }
 
+impl Takes {
+    /// The type of the argument, where it is one type.
+    pub(crate) fn ty(self) -> Option<Type> {
+        match self {
+            Takes::U32 => Some(Type::U32),
+            Takes::I32 => Some(Type::I32),
+            Takes::F32 => Some(Type::F32),
+            Takes::Bool => Some(Type::BOOL),
+            Takes::Same | Takes::Index | Takes::MemoryMut | Takes::Memory | Takes::Element | Takes::Any => {
+                None
+            }
+        }
+    }
+}
+
 /// What an intrinsic returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Gives {
     Nothing,
     /// The type that the intrinsic is generic in.
     Same,
-    /// Its unsigned twin.
+    /// The unsigned type of the same width.
     Unsigned,
+    /// The unsigned type of a float's width.
+    Bits,
     U32,
     I32,
     F32,
     Bool,
     /// `[f32; 2]`.
     Pair,
-    /// The type that the memory holds.
+    /// The type that the memory or the fragment holds.
     Element,
-    /// Not known here.
-    Other,
 }
 
-/// Whether threads meet in an intrinsic.
+/// Whether the threads of a SIMD group, or of a threadgroup, must call an intrinsic together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Meets {
-    Never,
-    /// At an operation of a SIMD group, which orders no memory.
-    Operation,
-    /// At a barrier.
+pub(crate) enum Convergent {
+    No,
+    /// An operation of a SIMD group, which orders no memory.
+    Simd,
+    /// A barrier.
     Barrier,
 }
 
 /// An intrinsic function.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Function {
+    name: &'static str,
+    /// The name in C++.
+    pub(crate) cpp: &'static str,
     pub(crate) takes: &'static [Takes],
     pub(crate) gives: Gives,
-    /// It reads where the thread is, or works together with other threads.
+    /// The function reads the position of the thread, or works together with other threads.
     pub(crate) context: bool,
-    pub(crate) meets: Meets,
+    pub(crate) convergent: Convergent,
 }
 
-const fn alone(takes: &'static [Takes], gives: Gives) -> Option<Function> {
-    Some(Function { takes, gives, context: false, meets: Meets::Never })
+macro_rules! takes {
+    ($($takes:ident),*) => {
+        &[$(Takes::$takes),*]
+    };
 }
 
-const fn place() -> Option<Function> {
-    Some(Function { takes: &[], gives: Gives::U32, context: true, meets: Meets::Never })
+/// Whether a kind of intrinsic takes the context of the thread, and whether it is convergent.
+macro_rules! kind {
+    (plain) => {
+        (false, Convergent::No)
+    };
+    (position) => {
+        (true, Convergent::No)
+    };
+    (simd) => {
+        (true, Convergent::Simd)
+    };
+    (barrier) => {
+        (true, Convergent::Barrier)
+    };
 }
 
-const fn barrier() -> Option<Function> {
-    Some(Function { takes: &[], gives: Gives::Nothing, context: true, meets: Meets::Barrier })
+macro_rules! functions {
+    ($($kind:ident [$($name:ident)*] $takes:tt -> $gives:ident;)*) => {
+        const FUNCTIONS: &[Function] = &[$($(Function {
+            name: stringify!($name),
+            cpp: concat!("ft_", stringify!($name)),
+            takes: takes! $takes,
+            gives: Gives::$gives,
+            context: kind!($kind).0,
+            convergent: kind!($kind).1,
+        }),*),*];
+    };
 }
-
-const fn together(takes: &'static [Takes], gives: Gives) -> Option<Function> {
-    Some(Function { takes, gives, context: true, meets: Meets::Operation })
+functions! {
+    position [thread_index threads thread_position simd_lane simd_index simd_groups] () -> U32;
+    position [group_x group_y group_z groups_x groups_y groups_z] () -> U32;
+    barrier [barrier simd_barrier] () -> Nothing;
+    simd [simd_sum simd_max simd_min simd_prefix_sum simd_prefix_sum_inclusive] (Same) -> Same;
+    simd [simd_shuffle simd_shuffle_xor simd_broadcast] (Same, U32) -> Same;
+    simd [simd_ballot] (Bool) -> U32;
+    simd [simd_any simd_all] (Bool) -> Bool;
+    plain [atomic_add atomic_max atomic_min atomic_and atomic_or atomic_xor] (MemoryMut, Index, Element) -> Element;
+    plain [atomic_exchange] (MemoryMut, Index, Element) -> Element;
+    plain [atomic_compare_exchange] (MemoryMut, Index, Element, Element) -> Element;
+    plain [dot4 dot4_unsigned] (U32, U32, I32) -> I32;
+    plain [byte_permute f16x2_mul_add] (U32, U32, U32) -> U32;
+    plain [pair_f16 pair_bf16] (U32) -> Pair;
+    plain [f16x2_from] (F32, F32) -> U32;
+    plain [select] (Bool, Same, Same) -> Same;
 }
 
 /// The intrinsic function of a name.
-pub(crate) fn find(name: &str) -> Option<Function> {
-    use Takes::{Bool, Element, F32, I32, Index, MemoryMut, Same, U32};
-    match name {
-        "thread_index" | "threads" | "thread_position" | "simd_lane" | "simd_index" | "simd_groups"
-        | "group_x" | "group_y" | "group_z" | "groups_x" | "groups_y" | "groups_z" => place(),
-        "barrier" | "simd_barrier" => barrier(),
-        "simd_sum" | "simd_max" | "simd_min" | "simd_prefix_sum" | "simd_prefix_sum_inclusive" => {
-            together(&[Same], Gives::Same)
-        }
-        "simd_shuffle" | "simd_shuffle_xor" | "simd_broadcast" => together(&[Same, U32], Gives::Same),
-        "simd_ballot" => together(&[Bool], Gives::U32),
-        "simd_any" | "simd_all" => together(&[Bool], Gives::Bool),
-        "atomic_add" | "atomic_max" | "atomic_min" | "atomic_and" | "atomic_or" | "atomic_xor"
-        | "atomic_exchange" => alone(&[MemoryMut, Index, Element], Gives::Element),
-        "atomic_compare_exchange" => alone(&[MemoryMut, Index, Element, Element], Gives::Element),
-        "dot4" | "dot4_unsigned" => alone(&[U32, U32, I32], Gives::I32),
-        "byte_permute" => alone(&[U32, U32, U32], Gives::U32),
-        "pair_f16" | "pair_bf16" => alone(&[U32], Gives::Pair),
-        "f16x2_mul_add" => alone(&[U32, U32, U32], Gives::U32),
-        "f16x2_from" => alone(&[F32, F32], Gives::U32),
-        "select" => alone(&[Bool, Same, Same], Gives::Same),
-        _ => None,
-    }
+pub(crate) fn function(name: &str) -> Option<&'static Function> {
+    FUNCTIONS.iter().find(|function| function.name == name)
 }
 
-/// A method of a number, printed as a function of its receiver and its arguments.
+/// What the receiver of a method is: rustc refuses others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Receiver {
+    Number,
+    Integer,
+    Float,
+    /// Any scalar.
+    Scalar,
+    /// A float as it is stored.
+    Element,
+    Fragment,
+    FragmentMut,
+}
+
+/// A method of a value, printed as a function of its receiver and its arguments.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Method {
+    name: &'static str,
+    /// The name in C++.
+    pub(crate) cpp: &'static str,
+    pub(crate) receiver: Receiver,
     pub(crate) takes: &'static [Takes],
     pub(crate) gives: Gives,
 }
 
-/// The method of a name.
-pub(crate) fn method(name: &str) -> Option<Method> {
-    use Takes::{F32, Same, U32};
-    let (takes, gives): (&'static [Takes], Gives) = match name {
-        "exp2" | "exp" | "log2" | "ln" | "sqrt" | "rsqrt" | "abs" | "floor" | "ceil" | "trunc"
-        | "round_ties_even" | "tanh" | "sin" | "cos" | "wrapping_neg" | "reverse_bits" => (&[], Gives::Same),
-        "min" | "max" | "copysign" | "powf" | "div_ceil" | "wrapping_add" | "wrapping_sub"
-        | "wrapping_mul" | "saturating_add" | "saturating_sub" => (&[Same], Gives::Same),
-        "clamp" | "mul_add" => (&[Same, Same], Gives::Same),
-        "wrapping_shl" | "wrapping_shr" | "rotate_left" | "rotate_right" | "pow" => (&[U32], Gives::Same),
-        "abs_diff" => (&[Same], Gives::Unsigned),
-        "unsigned_abs" => (&[], Gives::Unsigned),
-        "count_ones" | "leading_zeros" | "trailing_zeros" => (&[], Gives::U32),
-        "is_multiple_of" => (&[Same], Gives::Bool),
-        "is_nan" | "is_finite" | "is_infinite" => (&[], Gives::Bool),
-        "to_bits" => (&[], Gives::Other),
-        "to_f32" => (&[], Gives::F32),
-        "element" => (&[U32], Gives::Other),
-        "set_element" => (&[U32, F32], Gives::Nothing),
-        _ => return None,
+macro_rules! method_prefix {
+    (Fragment) => {
+        "ft_fragment_"
     };
-    Some(Method { takes, gives })
+    (FragmentMut) => {
+        "ft_fragment_"
+    };
+    ($other:ident) => {
+        "ft_"
+    };
 }
 
-/// Whether a method is one of f32 alone.
-pub(crate) fn is_of_floats(name: &str) -> bool {
-    matches!(
-        name,
-        "exp2"
-            | "exp"
-            | "log2"
-            | "ln"
-            | "sqrt"
-            | "rsqrt"
-            | "floor"
-            | "ceil"
-            | "trunc"
-            | "round_ties_even"
-            | "mul_add"
-            | "tanh"
-            | "sin"
-            | "cos"
-            | "powf"
-            | "copysign"
-            | "is_nan"
-            | "is_finite"
-            | "is_infinite"
-    )
+macro_rules! methods {
+    ($($receiver:ident [$($name:ident)*] $takes:tt -> $gives:ident;)*) => {
+        const METHODS: &[Method] = &[$($(Method {
+            name: stringify!($name),
+            cpp: concat!(method_prefix!($receiver), stringify!($name)),
+            receiver: Receiver::$receiver,
+            takes: takes! $takes,
+            gives: Gives::$gives,
+        }),*),*];
+    };
 }
+methods! {
+    Number [abs] () -> Same;
+    Number [min max] (Same) -> Same;
+    Number [clamp] (Same, Same) -> Same;
+    Float [exp2 exp log2 ln sqrt rsqrt floor ceil trunc round_ties_even tanh sin cos] () -> Same;
+    Float [copysign powf] (Same) -> Same;
+    Float [mul_add] (Same, Same) -> Same;
+    Float [is_nan is_finite is_infinite] () -> Bool;
+    Integer [wrapping_neg reverse_bits] () -> Same;
+    Integer [div_ceil wrapping_add wrapping_sub wrapping_mul saturating_add saturating_sub] (Same) -> Same;
+    Integer [wrapping_shl wrapping_shr rotate_left rotate_right pow] (U32) -> Same;
+    Integer [abs_diff] (Same) -> Unsigned;
+    Integer [unsigned_abs] () -> Unsigned;
+    Integer [count_ones leading_zeros trailing_zeros] () -> U32;
+    Integer [is_multiple_of] (Same) -> Bool;
+    Scalar [to_bits] () -> Bits;
+    Element [to_f32] () -> F32;
+    Fragment [element] (U32) -> Element;
+    FragmentMut [set_element] (U32, F32) -> Nothing;
+}
+
+/// The method of a name.
+pub(crate) fn method(name: &str) -> Option<&'static Method> {
+    METHODS.iter().find(|method| method.name == name)
+}
+
+/// A method of `Buffer` and `Shared`, which reads or writes neighbouring elements.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct MemoryMethod {
+    name: &'static str,
+    /// The name in C++.
+    pub(crate) cpp: &'static str,
+    /// How many generic arguments a call writes.
+    pub(crate) generics: &'static [usize],
+    pub(crate) writes: bool,
+    /// A call with all that C++ cannot deduce.
+    pub(crate) usage: &'static str,
+}
+
+macro_rules! memory_methods {
+    ($($name:ident generics $generics:tt writes $writes:literal usage $usage:literal;)*) => {
+        const MEMORY_METHODS: &[MemoryMethod] = &[$(MemoryMethod {
+            name: stringify!($name),
+            cpp: concat!("ft_", stringify!($name)),
+            generics: &$generics,
+            writes: $writes,
+            usage: $usage,
+        }),*];
+    };
+}
+memory_methods! {
+    load generics [1] writes false usage "x.load::<4>(i)";
+    store generics [0, 1] writes true usage "x.store(i, [a, b])";
+    load_as generics [2] writes false usage "x.load_as::<u32, 4>(i)";
+    store_as generics [2] writes true usage "x.store_as::<u32, 4>(i, words)";
+}
+
+/// The method of memory of a name.
+pub(crate) fn memory_method(name: &str) -> Option<&'static MemoryMethod> {
+    MEMORY_METHODS.iter().find(|method| method.name == name)
+}
+
+/// An associated function of `Fragment`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FragmentFunction {
+    name: &'static str,
+    /// The name in C++.
+    pub(crate) cpp: &'static str,
+    pub(crate) takes: &'static [Takes],
+    /// All lanes of the SIMD group take part.
+    pub(crate) convergent: bool,
+    /// C++ deduces the type of the elements from the arguments.
+    pub(crate) deduced: bool,
+}
+
+macro_rules! fragment_functions {
+    ($($name:ident $takes:tt convergent $convergent:literal deduced $deduced:literal;)*) => {
+        const FRAGMENT_FUNCTIONS: &[FragmentFunction] = &[$(FragmentFunction {
+            name: stringify!($name),
+            cpp: concat!("ft_fragment_", stringify!($name)),
+            takes: takes! $takes,
+            convergent: $convergent,
+            deduced: $deduced,
+        }),*];
+    };
+}
+fragment_functions! {
+    zero () convergent false deduced false;
+    filled (Any) convergent false deduced false;
+    load (Memory, U32, U32) convergent true deduced false;
+    load_transposed (Memory, U32, U32) convergent true deduced false;
+    multiply_accumulate (Any, Any, Any) convergent true deduced true;
+}
+
+/// The associated function of `Fragment` of a name.
+pub(crate) fn fragment_function(name: &str) -> Option<&'static FragmentFunction> {
+    FRAGMENT_FUNCTIONS.iter().find(|function| function.name == name)
+}
+
+/// `Fragment::store` in C++.
+pub(crate) const FRAGMENT_STORE: &str = "ft_fragment_store";
+/// `T::from_f32` in C++.
+pub(crate) const FROM_F32: &str = "ft_from_f32";
+/// `T::from_bits` in C++.
+pub(crate) const FROM_BITS: &str = "ft_from_bits";
 
 /// What to write instead of a method that the language does not have.
 pub(crate) fn instead_of(method: &str) -> &'static str {

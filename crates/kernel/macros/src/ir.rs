@@ -4,8 +4,6 @@
 //! written or follow from literals, intrinsics and locals, and `None` elsewhere: rustc knows them all, C++
 //! infers them again, and the printer only needs them where the two languages would spell things differently.
 
-use proc_macro2::Span;
-
 /// A scalar type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scalar {
@@ -101,6 +99,15 @@ pub(crate) enum Type {
     Buffer(Box<Type>),
     /// `Shared<T>`: threadgroup memory.
     Shared(Box<Type>),
+}
+
+impl Type {
+    pub(crate) const BOOL: Type = Type::Scalar(Scalar::Bool);
+    pub(crate) const U32: Type = Type::Scalar(Scalar::U32);
+    pub(crate) const I32: Type = Type::Scalar(Scalar::I32);
+    pub(crate) const I64: Type = Type::Scalar(Scalar::I64);
+    pub(crate) const USIZE: Type = Type::Scalar(Scalar::Usize);
+    pub(crate) const F32: Type = Type::Scalar(Scalar::F32);
 }
 
 /// A generic argument.
@@ -275,10 +282,9 @@ pub(crate) enum Walk {
 pub(crate) struct Expr {
     pub(crate) kind: Kind,
     pub(crate) ty: Option<Type>,
-    pub(crate) span: Span,
 }
 
-/// Spans are where an expression stands, not what it is.
+/// Two expressions that print alike are equal, whatever is known of their types.
 impl PartialEq for Expr {
     fn eq(&self, other: &Expr) -> bool {
         self.kind == other.kind
@@ -314,8 +320,8 @@ pub(crate) enum Kind {
     Array(Vec<Expr>),
     Repeat(Box<Expr>, Box<Expr>),
     Choose(Box<Expr>, Box<Expr>, Box<Expr>),
-    /// Something refused: printing never sees it.
-    Refused,
+    /// An expression that was refused: printing never sees it.
+    Invalid,
 }
 
 /// What a name stands for.
@@ -331,11 +337,29 @@ pub(crate) enum NameOf {
     Const,
 }
 
+/// What a call calls.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Callee {
+    /// A device function, by its C++ name.
+    Device(String),
+    /// A function of the preludes: an intrinsic, a method or a conversion.
+    Prelude(&'static str),
+}
+
+impl Callee {
+    /// The name in C++.
+    pub(crate) fn name(&self) -> &str {
+        match self {
+            Callee::Device(name) => name,
+            Callee::Prelude(name) => name,
+        }
+    }
+}
+
 /// A call.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Call {
-    /// The C++ name.
-    pub(crate) function: String,
+    pub(crate) callee: Callee,
     /// The function takes the context of the thread first.
     pub(crate) context: bool,
     pub(crate) generics: Vec<Generic>,
@@ -419,12 +443,13 @@ impl Binary {
 }
 
 impl Expr {
-    pub(crate) fn new(kind: Kind, ty: Option<Type>, span: Span) -> Expr {
-        Expr { kind, ty, span }
+    pub(crate) fn new(kind: Kind, ty: Option<Type>) -> Expr {
+        Expr { kind, ty }
     }
 
-    pub(crate) fn refused(span: Span) -> Expr {
-        Expr::new(Kind::Refused, None, span)
+    /// What stands for an expression that was refused.
+    pub(crate) fn invalid() -> Expr {
+        Expr::new(Kind::Invalid, None)
     }
 
     /// The scalar type, where it is known.
@@ -469,8 +494,10 @@ impl Expr {
             Kind::Name { of, .. } => *of != NameOf::Mutable,
             Kind::Cast(operand, _) => operand.is_fixed(),
             Kind::Field(base, _) => base.is_fixed(),
-            // Where a thread is.
-            Kind::Call(call) => call.context && call.arguments.is_empty() && call.function.starts_with("ft_"),
+            // The position of the thread.
+            Kind::Call(call) => {
+                matches!(call.callee, Callee::Prelude(_)) && call.context && call.arguments.is_empty()
+            }
             _ => self.is_const(),
         }
     }

@@ -6,6 +6,7 @@
 //! types that the language does not have.
 
 mod arguments;
+mod convergence;
 mod depends;
 mod errors;
 mod expand;

@@ -9,11 +9,11 @@ use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote, quote_spanned};
 use syn::spanned::Spanned;
 
-use crate::intrinsics;
+use crate::intrinsics::{self, Receiver, Takes};
 use crate::ir::Binary;
-use crate::lower::{Annotations, Lowered, compound};
+use crate::lower::{Annotations, Lowered};
 use crate::node::NodeId;
-use crate::syntax::{is_lint, module_of, shared_call, strip};
+use crate::syntax::{compound, is_lint, module_of, shared_call, strip};
 
 /// The body of a function, with braces.
 pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> TokenStream {
@@ -124,12 +124,7 @@ impl Native<'_> {
             syn::Expr::Lit(literal) => literal_of(literal),
             syn::Expr::Unary(unary) => self.unary(unary),
             syn::Expr::Binary(binary) => self.binary(binary),
-            syn::Expr::Cast(cast) => {
-                let (value, ty) = (self.expr(&cast.expr), &cast.ty);
-                // A literal takes the type it is converted to.
-                let value = if is_literal(&cast.expr) { value } else { marked("scalar", &value) };
-                quote_spanned!(cast.as_token.span=> (#value as #ty))
-            }
+            syn::Expr::Cast(cast) => self.cast(cast),
             syn::Expr::Index(index) => {
                 let base = self.base(&index.expr);
                 let position = self.index(&index.index);
@@ -146,60 +141,12 @@ impl Native<'_> {
                 let (value, length) = (self.expr(&repeat.expr), &repeat.len);
                 quote_spanned!(repeat.bracket_token.span.join()=> [#value; #length])
             }
-            syn::Expr::Struct(literal) => {
-                let path = &literal.path;
-                let fields = literal.fields.iter().map(|field| {
-                    let (member, value) = (&field.member, marked("value", &self.expr(&field.expr)));
-                    quote!(#member: #value)
-                });
-                quote!(#path { #(#fields),* })
-            }
-            syn::Expr::If(conditional) => {
-                let condition = self.condition(&conditional.cond);
-                let then = self.block(&conditional.then_branch);
-                let otherwise = conditional.else_branch.as_ref().map(|(token, branch)| {
-                    let branch = self.expr(branch);
-                    quote!(#token #branch)
-                });
-                let token = conditional.if_token;
-                let value = quote!(#token #condition #then #otherwise);
-                if is_in(&self.annotations.beside_literals, NodeId::of(&conditional.attrs)) {
-                    marked("beside_literal", &value)
-                } else {
-                    value
-                }
-            }
+            syn::Expr::Struct(literal) => self.struct_literal(literal),
+            syn::Expr::If(conditional) => self.conditional(conditional),
             syn::Expr::Block(block) => self.block(&block.block),
-            syn::Expr::While(looped) => {
-                let (attrs, token) = (lints(&looped.attrs), looped.while_token);
-                let condition = self.condition(&looped.cond);
-                let iteration = called("iteration", token.span);
-                let body = self.statements(&looped.body, false);
-                self.looped(
-                    &looped.attrs,
-                    token.span,
-                    |turn| quote!(#attrs #token #condition { #turn #iteration #body }),
-                )
-            }
-            syn::Expr::Loop(looped) => {
-                let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
-                let iteration = called("iteration", token.span);
-                let body = self.statements(&looped.body, false);
-                self.looped(
-                    &looped.attrs,
-                    token.span,
-                    |turn| quote!(#attrs #token { #turn #iteration #body }),
-                )
-            }
-            syn::Expr::ForLoop(looped) => {
-                let syn::ExprForLoop { for_token, pat, in_token, expr: range, body, .. } = looped;
-                let (attrs, range) = (lints(&looped.attrs), self.range(range));
-                let statements = self.statements(body, false);
-                self.looped(&looped.attrs, for_token.span, |turn| {
-                    let body = quote_spanned!(body.brace_token.span.join()=> { #turn #statements });
-                    quote!(#attrs #for_token #pat #in_token #range #body)
-                })
-            }
+            syn::Expr::While(looped) => self.while_loop(looped),
+            syn::Expr::Loop(looped) => self.endless_loop(looped),
+            syn::Expr::ForLoop(looped) => self.for_loop(looped),
             syn::Expr::Return(exit) => {
                 let value = exit.expr.as_ref().map(|value| marked("value", &self.expr(value)));
                 let token = exit.return_token;
@@ -210,28 +157,89 @@ impl Native<'_> {
         }
     }
 
-    /// A loop, made of what stands at the head of its body: its iterations are noted where threads may meet in it.
+    fn cast(&self, cast: &syn::ExprCast) -> TokenStream {
+        let (value, ty) = (self.expr(&cast.expr), &cast.ty);
+        // A literal takes the type it is converted to.
+        let value = if is_literal(&cast.expr) { value } else { marked("scalar", &value) };
+        quote_spanned!(cast.as_token.span=> (#value as #ty))
+    }
+
+    fn struct_literal(&self, literal: &syn::ExprStruct) -> TokenStream {
+        let path = &literal.path;
+        let fields = literal.fields.iter().map(|field| {
+            let (member, value) = (&field.member, marked("value", &self.expr(&field.expr)));
+            quote!(#member: #value)
+        });
+        quote!(#path { #(#fields),* })
+    }
+
+    fn conditional(&self, conditional: &syn::ExprIf) -> TokenStream {
+        let condition = self.condition(&conditional.cond);
+        let then = self.block(&conditional.then_branch);
+        let otherwise = conditional.else_branch.as_ref().map(|(token, branch)| {
+            let branch = self.expr(branch);
+            quote!(#token #branch)
+        });
+        let token = conditional.if_token;
+        let value = quote!(#token #condition #then #otherwise);
+        if is_in(&self.annotations.beside_literals, NodeId::of(&conditional.attrs)) {
+            marked("beside_literal", &value)
+        } else {
+            value
+        }
+    }
+
+    fn while_loop(&self, looped: &syn::ExprWhile) -> TokenStream {
+        let (attrs, token) = (lints(&looped.attrs), looped.while_token);
+        let condition = self.condition(&looped.cond);
+        let count = called("iteration", token.span);
+        let body = self.statements(&looped.body, false);
+        self.looped(
+            &looped.attrs,
+            token.span,
+            |iteration| quote!(#attrs #token #condition { #iteration #count #body }),
+        )
+    }
+
+    fn endless_loop(&self, looped: &syn::ExprLoop) -> TokenStream {
+        let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
+        let count = called("iteration", token.span);
+        let body = self.statements(&looped.body, false);
+        self.looped(&looped.attrs, token.span, |iteration| quote!(#attrs #token { #iteration #count #body }))
+    }
+
+    fn for_loop(&self, looped: &syn::ExprForLoop) -> TokenStream {
+        let syn::ExprForLoop { for_token, pat, in_token, body, .. } = looped;
+        let (attrs, range) = (lints(&looped.attrs), self.range(&looped.expr));
+        let statements = self.statements(body, false);
+        self.looped(&looped.attrs, for_token.span, |iteration| {
+            let body = quote_spanned!(body.brace_token.span.join()=> { #iteration #statements });
+            quote!(#attrs #for_token #pat #in_token #range #body)
+        })
+    }
+
+    /// A loop, written around what stands at the head of its body: iterations are counted where the body has convergent operations.
     fn looped(
         &self,
         attributes: &[syn::Attribute],
         span: Span,
         written: impl FnOnce(Option<TokenStream>) -> TokenStream,
     ) -> TokenStream {
-        let meetings = NodeId::of(attributes)
-            .and_then(|id| self.annotations.loops.get(&id))
-            .filter(|meetings| meetings.are_possible());
-        let Some(meetings) = meetings else { return written(None) };
-        let meets = meetings.any(Clone::clone);
+        let convergence = NodeId::of(attributes).and_then(|id| self.annotations.loops.get(&id));
+        let Some(convergence) = convergence.filter(|convergence| convergence.is_possible()) else {
+            return written(None);
+        };
+        let is_convergent = convergence.is_convergent(Clone::clone);
         let (enter, turn, leave) = (mark("enter", span), mark("turn", span), mark("leave", span));
         let ft_entered = syn::Ident::new("ft_entered", span);
-        let looped = written(Some(quote_spanned!(span=> #turn(#meets);)));
+        let looped = written(Some(quote_spanned!(span=> #turn(#is_convergent);)));
         // A `loop` may have no end but `return`.
         quote_spanned!(span=> {
             #[allow(unused_variables)]
-            let #ft_entered = #enter(0, #meets);
+            let #ft_entered = #enter(0, #is_convergent);
             #looped
             #[allow(unreachable_code)]
-            #leave(#ft_entered, #meets);
+            #leave(#ft_entered, #is_convergent);
         })
     }
 
@@ -403,13 +411,12 @@ impl Native<'_> {
             && let (1, Some(segment)) = (path.path.segments.len(), path.path.segments.last())
         {
             let name = segment.ident.to_string();
-            let intrinsic = intrinsics::find(&name);
+            let intrinsic = intrinsics::function(&name);
             if intrinsic.is_some() || name == "shared" {
                 function = quote_spanned!(span=> ::flashtile_kernel::intrinsics::#segment);
             }
-            index = intrinsic.and_then(|function| {
-                function.takes.iter().position(|takes| *takes == intrinsics::Takes::Index)
-            });
+            index =
+                intrinsic.and_then(|function| function.takes.iter().position(|takes| *takes == Takes::Index));
         }
         let arguments = call.args.iter().enumerate().map(|(n, argument)| match Some(n) == index {
             true => self.index(argument),
@@ -421,8 +428,8 @@ impl Native<'_> {
             (Some(NodeId(number)), syn::Expr::Path(path)) => {
                 let (enter, returned, module) =
                     (mark("enter", span), mark("returned", span), module_of(&path.path));
-                let meets = quote_spanned!(span=> #module::MEETS);
-                quote_spanned!(span=> #returned(#enter(#number, #meets), #called, #meets))
+                let is_convergent = quote_spanned!(span=> #module::MEETS);
+                quote_spanned!(span=> #returned(#enter(#number, #is_convergent), #called, #is_convergent))
             }
             _ => called,
         }
@@ -449,7 +456,7 @@ impl Native<'_> {
         let span = call.method.span();
         let (method, turbofish) = (&call.method, &call.turbofish);
         let name = method.to_string();
-        let is_memory = matches!(name.as_str(), "load" | "load_as" | "store" | "store_as");
+        let is_memory = intrinsics::memory_method(&name).is_some();
         let arguments = call.args.iter().enumerate().map(|(n, argument)| {
             if is_memory && n == 0 && is_literal(argument) {
                 self.index(argument)
@@ -457,14 +464,15 @@ impl Native<'_> {
                 self.argument(argument)
             }
         });
-        let receiver = match name.as_str() {
-            "set_element" => self.base_mut(&call.receiver),
-            "load" | "load_as" | "store" | "store_as" | "element" => self.base(&call.receiver),
-            "to_f32" => self.receiver("element", call),
-            "to_bits" => self.receiver("scalar", call),
-            "min" | "max" | "clamp" | "abs" => self.receiver("number", call),
-            _ if intrinsics::is_of_floats(&name) => self.receiver("float", call),
-            _ => self.receiver("integer", call),
+        let receiver = match intrinsics::method(&name).map(|method| method.receiver) {
+            // Memory, and fragments that are stored.
+            None | Some(Receiver::Fragment) => self.base(&call.receiver),
+            Some(Receiver::FragmentMut) => self.base_mut(&call.receiver),
+            Some(Receiver::Number) => self.receiver("number", call),
+            Some(Receiver::Integer) => self.receiver("integer", call),
+            Some(Receiver::Float) => self.receiver("float", call),
+            Some(Receiver::Scalar) => self.receiver("scalar", call),
+            Some(Receiver::Element) => self.receiver("element", call),
         };
         quote_spanned!(span=> #receiver.#method #turbofish(#(#arguments),*))
     }

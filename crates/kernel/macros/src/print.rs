@@ -415,7 +415,7 @@ pub(crate) fn expr(value: &Expr) -> String {
                 arm(b, false)
             )
         }
-        Kind::Refused => String::new(),
+        Kind::Invalid => String::new(),
     }
 }
 
@@ -518,7 +518,7 @@ fn float(digits: &str) -> String {
 fn call(of: &Call) -> String {
     let context = of.context.then(|| "ft".to_string());
     let arguments: Vec<String> = context.into_iter().chain(of.arguments.iter().map(expr)).collect();
-    format!("{}{}({})", of.function, generics(&of.generics), arguments.join(", "))
+    format!("{}{}({})", of.callee.name(), generics(&of.generics), arguments.join(", "))
 }
 
 fn limit(of: &Type, name: &str) -> String {

@@ -28,7 +28,7 @@ pub(crate) fn read(
     let name = signature.ident.to_string();
     if let Some(reason) = names::refused_item(&name) {
         errors.refuse(&signature.ident, reason);
-    } else if intrinsics::find(&name).is_some() || name == "shared" {
+    } else if intrinsics::function(&name).is_some() || name == "shared" {
         errors.refuse(&signature.ident, "an intrinsic of the kernel language has this name: choose another");
     }
     let keywords = [

@@ -1,9 +1,10 @@
 //! Types and generic parameters, read off the tokens.
+//!
+//! Types hold constant expressions, and expressions hold types: `Reader::constant` is with the expressions, in `lower::constant`.
 
 use crate::depends::Depends;
 use crate::errors::Errors;
 use crate::ir::{Bound, Generic, Parameter, Scalar, Type};
-use crate::lower::constant;
 use crate::names;
 
 /// What a type is read in: where its errors, its constants and its structs go.
@@ -20,7 +21,7 @@ impl Reader<'_> {
             syn::Type::Path(path) if path.qself.is_none() => return self.path(&path.path),
             syn::Type::Array(array) => {
                 let element = self.read(&array.elem)?;
-                let length = constant(self, &array.len, Some(Scalar::Usize));
+                let length = self.constant(&array.len, Some(Scalar::Usize));
                 return Some(Type::Array(Box::new(element), Box::new(length)));
             }
             syn::Type::Paren(inner) => return self.read(&inner.elem),
@@ -133,11 +134,11 @@ impl Reader<'_> {
                         qself: None,
                         path: path.path.clone(),
                     });
-                    all.push(Generic::Const(constant(self, &path, None)));
+                    all.push(Generic::Const(self.constant(&path, None)));
                 }
                 syn::GenericArgument::Type(ty) => all.push(Generic::Type(self.read(ty)?)),
                 syn::GenericArgument::Const(value) => {
-                    all.push(Generic::Const(constant(self, value, None)));
+                    all.push(Generic::Const(self.constant(value, None)));
                 }
                 other => {
                     self.errors

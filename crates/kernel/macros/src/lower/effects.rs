@@ -1,0 +1,54 @@
+//! Effects: C++ fixes no order between the operands of an expression, Rust evaluates them from left to right.
+
+use super::Lower;
+use crate::ir::Passed;
+use crate::syntax::strip;
+
+/// Whether an expression may have effects where it stands.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stands {
+    /// Nothing else is evaluated beside it.
+    Alone,
+    /// C++ may evaluate it before or after its neighbours.
+    Beside,
+}
+
+impl Lower<'_> {
+    /// Refuses a call with effects beside others.
+    pub(super) fn effect(&mut self, call: &impl quote::ToTokens, stands: Stands) {
+        if stands == Stands::Beside {
+            self.errors.refuse(
+                call,
+                "the call writes, and C++ may do that before or after the rest of the expression: bind its result first, `let x = ..`",
+            );
+        }
+    }
+
+    /// How the variable that an expression names was passed.
+    pub(super) fn passed(&self, expr: &syn::Expr) -> Option<&Passed> {
+        match strip(expr) {
+            syn::Expr::Path(path) => {
+                self.scopes.find(&path.path.get_ident()?.to_string()).map(|meaning| &meaning.passed)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether no call can change the value of an operand: it may stand beside one that writes.
+    pub(super) fn is_still(&self, expr: &syn::Expr) -> bool {
+        match strip(expr) {
+            syn::Expr::Lit(_) => true,
+            syn::Expr::Path(path) => {
+                match path.path.get_ident().and_then(|name| self.scopes.find(&name.to_string())) {
+                    Some(meaning) => !meaning.mutable,
+                    None => true,
+                }
+            }
+            syn::Expr::Unary(unary) => !matches!(unary.op, syn::UnOp::Deref(_)) && self.is_still(&unary.expr),
+            syn::Expr::Cast(cast) => self.is_still(&cast.expr),
+            syn::Expr::Field(field) => self.is_still(&field.base),
+            syn::Expr::Binary(binary) => self.is_still(&binary.left) && self.is_still(&binary.right),
+            _ => false,
+        }
+    }
+}
