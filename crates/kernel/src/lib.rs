@@ -42,6 +42,12 @@
 //! | [`simulator`] | launches on the host (feature `simulator`, which is on by default) |
 //! | [`marks`] | what the attributes put around a function's operators |
 
+#[cfg(feature = "simulator")]
+mod arguments;
+#[cfg(not(feature = "simulator"))]
+#[path = "no_arguments.rs"]
+mod arguments;
+mod arrays;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;
@@ -55,6 +61,7 @@ pub mod marks;
 pub mod matrix;
 pub mod memory;
 mod print;
+mod region;
 pub mod scalar;
 #[cfg(feature = "simulator")]
 pub mod simulator;

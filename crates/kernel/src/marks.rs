@@ -25,7 +25,8 @@
 use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed, Unwidened, Value};
 use crate::simulator::fault_arithmetic;
 
-pub use crate::memory::{Elements, Place};
+pub use crate::arrays::Elements;
+pub use crate::memory::Place;
 pub use crate::scalar::Comparable;
 
 macro_rules! identities {

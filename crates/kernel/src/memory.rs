@@ -3,8 +3,8 @@
 //! Both are handles that only the simulator makes; every access goes through it and is checked there. Elements are
 //! copied in and out, so no reference into memory that other threads may write ever exists.
 
+use crate::region::Region;
 use crate::scalar::{Bits, Index, Number, Scalar, Value};
-use crate::simulator::Region;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -32,7 +32,7 @@ pub trait Memory: private::Handle {
 }
 
 pub(crate) mod private {
-    use crate::simulator::Region;
+    use crate::region::Region;
 
     /// Hides the regions of handles from other crates, and seals [`Memory`](super::Memory).
     pub trait Handle {
@@ -62,23 +62,6 @@ pub trait Place {
     /// Where `index` is outside or another thread may be using the element.
     #[track_caller]
     fn ft_set<I: Index>(&mut self, index: I, value: Self::Item);
-}
-
-/// A local array: the only [`Place`] whose elements can be borrowed, for `a[i][j]` and `a[i].field`.
-pub trait Elements: Place {
-    /// The element at `index`, borrowed.
-    ///
-    /// # Faults
-    /// Where `index` is outside.
-    #[track_caller]
-    fn ft_at<I: Index>(&self, index: I) -> &Self::Item;
-
-    /// The element at `index`, borrowed for writing.
-    ///
-    /// # Faults
-    /// Where `index` is outside.
-    #[track_caller]
-    fn ft_at_mut<I: Index>(&mut self, index: I) -> &mut Self::Item;
 }
 
 macro_rules! handle {
@@ -173,38 +156,6 @@ handle!(Buffer);
 handle!(Shared);
 
 impl<T> Value for Shared<T> {}
-
-impl<T: Copy, const N: usize> Place for [T; N] {
-    type Item = T;
-
-    #[track_caller]
-    fn ft_get<I: Index>(&self, index: I) -> T {
-        *self.ft_at(index)
-    }
-
-    #[track_caller]
-    fn ft_set<I: Index>(&mut self, index: I, value: T) {
-        *self.ft_at_mut(index) = value;
-    }
-}
-
-impl<T: Copy, const N: usize> Elements for [T; N] {
-    #[track_caller]
-    fn ft_at<I: Index>(&self, index: I) -> &T {
-        match self.get(index.position() as usize) {
-            Some(element) => element,
-            None => crate::simulator::outside_array(index.position(), N),
-        }
-    }
-
-    #[track_caller]
-    fn ft_at_mut<I: Index>(&mut self, index: I) -> &mut T {
-        match self.get_mut(index.position() as usize) {
-            Some(element) => element,
-            None => crate::simulator::outside_array(index.position(), N),
-        }
-    }
-}
 
 /// A type with atomic addition and exchange in memory: `u32`, `i32`, `f32`.
 #[diagnostic::on_unimplemented(message = "no atomics on `{Self}`", label = "not u32, i32 or f32")]

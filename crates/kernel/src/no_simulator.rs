@@ -1,72 +1,14 @@
 //! What the intrinsics are without feature `simulator`: there are no launches on the host, so that no handle of memory exists, and
 //! what works in a launch only panics, as it does outside of launches with the feature. What needs no launch works.
 
-use crate::memory::Buffer;
-use crate::scalar::{Plain, Scalar, ScalarType};
+pub use crate::arguments::Arguments;
+use crate::region::Region;
+use crate::scalar::ScalarType;
 use std::fmt;
-
-/// The arguments of a native function, of which there are none.
-#[derive(Debug)]
-#[allow(clippy::exhaustive_enums)]
-pub enum Arguments {}
-
-impl Arguments {
-    /// The buffer of parameter `n`.
-    pub fn buffer<T: Scalar>(&self, _n: usize) -> Buffer<T> {
-        match *self {}
-    }
-
-    /// The value of parameter `n`.
-    pub fn plain<T: Plain>(&self, _n: usize) -> T {
-        match *self {}
-    }
-
-    /// The value of constant parameter `n`.
-    pub fn constant<T: Scalar>(&self, _n: usize) -> T {
-        match *self {}
-    }
-}
 
 /// The native code of every instance: code of its own would be compiled and never run.
 pub fn no_native(arguments: &Arguments) {
     match *arguments {}
-}
-
-/// A run of elements during a launch, of which there are none.
-#[derive(Clone, Debug)]
-#[allow(clippy::exhaustive_enums)]
-pub enum Region {}
-
-impl Region {
-    pub(crate) fn name(&self) -> &'static str {
-        match *self {}
-    }
-
-    pub(crate) fn get(&self, _index: u64) -> u64 {
-        match *self {}
-    }
-
-    pub(crate) fn set(&self, _index: u64, _raw: u64) {
-        match *self {}
-    }
-
-    pub(crate) fn load(&self, _index: u64, _scalar: ScalarType, _count: usize, _put: &mut dyn FnMut(u64)) {
-        match *self {}
-    }
-
-    pub(crate) fn store(
-        &self,
-        _index: u64,
-        _scalar: ScalarType,
-        _count: usize,
-        _next: &mut dyn FnMut() -> u64,
-    ) {
-        match *self {}
-    }
-
-    pub(crate) fn update(&self, _index: u64, _new: &dyn Fn(u64) -> u64) -> u64 {
-        match *self {}
-    }
 }
 
 /// Where a thread is.

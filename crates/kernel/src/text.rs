@@ -4,6 +4,7 @@
 //! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
 //! is what runs: no template of a kernel is left to be instantiated.
 
+use crate::arguments::Arguments;
 use crate::facts::{Constant, Facts};
 pub use crate::generic::{Generic, GenericKind};
 pub use crate::literal::literal;
@@ -300,7 +301,7 @@ pub struct Kernel {
 }
 
 /// The native code of an [`Instance`]: calls the kernel's function once, as one simulated thread.
-pub type Native = fn(&crate::simulator::Arguments);
+pub type Native = fn(&Arguments);
 
 /// A kernel with its generics fixed.
 #[derive(Clone, Debug)]

@@ -1,12 +1,11 @@
 //! The state of a launch, and what the intrinsics do to it.
 #![allow(unsafe_code)]
 
-use super::memory::{Content, Region, Storage};
 use super::panics;
 use super::report::Report;
 use super::shadow::Access;
 use super::{Fault, FaultKind};
-use crate::scalar::ScalarType;
+use crate::region::Region;
 use crate::text::{Kernel, SharedArray};
 use corosensei::Yielder;
 use std::cell::{Cell, RefCell};
@@ -163,7 +162,7 @@ pub(super) fn with_current<R>(machine: &Rc<Machine>, f: impl FnOnce() -> R) -> R
 
 /// The launch that runs on this thread of the host.
 #[track_caller]
-fn current() -> Rc<Machine> {
+pub(super) fn current() -> Rc<Machine> {
     match CURRENT.with(|current| current.borrow().clone()) {
         Some(machine) => machine,
         None => outside(format_args!("this intrinsic of the kernel language works in a launch only")),
@@ -382,6 +381,19 @@ impl Machine {
         if self.stopping.get() {
             std::panic::resume_unwind(Box::new(Stopped));
         }
+    }
+
+    /// The next shared array of the current thread: `new` makes it, from its name, where no thread of the group has come so far.
+    pub(super) fn next_shared(&self, new: impl FnOnce(&'static str) -> Region) -> Region {
+        let thread = self.place.get().thread as usize;
+        let mut group = self.group.borrow_mut();
+        let n = group.threads[thread].arrays;
+        group.threads[thread].arrays += 1;
+        if n == group.shared.len() {
+            let declared: Option<&SharedArray> = self.kernel.shared.get(n);
+            group.shared.push(new(declared.map_or("shared", |array| array.name)));
+        }
+        group.shared[n].clone()
     }
 
     /// Waits for all threads of the group.
@@ -606,30 +618,4 @@ pub(crate) fn multiply_accumulate([a0, a1, b0, b1]: [f32; 4], c: [f32; 2]) -> [f
     // In the order of the printed CUDA.
     let dot = |c: f32, col: usize| (0..8).fold(c, |sum, k| a[row][k].mul_add(b[k][col], sum));
     [dot(c[0], col), dot(c[1], col + 1)]
-}
-
-/// The next shared array of the current thread's group.
-#[track_caller]
-pub(crate) fn shared(element: ScalarType, len: usize) -> Region {
-    let machine = current();
-    let thread = machine.place.get().thread as usize;
-    let mut group = machine.group.borrow_mut();
-    let n = group.threads[thread].arrays;
-    group.threads[thread].arrays += 1;
-    let bytes = len.saturating_mul(element.bytes());
-    if n == group.shared.len() {
-        let declared: Option<&SharedArray> = machine.kernel.shared.get(n);
-        let name = declared.map_or("shared", |array| array.name);
-        let storage = Storage::new(Content::uninit(bytes), element);
-        let region = Region::new(&machine, storage, 0..bytes, element.bytes(), (name, true));
-        group.shared.push(region);
-    }
-    let region = group.shared[n].clone();
-    drop(group);
-    if region.len() != len {
-        let message =
-            format_args!("{} has {len} elements in this thread, {} in others", region.name(), region.len());
-        machine.fault(FaultKind::DivergentBarrier, Location::caller(), message);
-    }
-    region
 }

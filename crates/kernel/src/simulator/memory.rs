@@ -1,9 +1,10 @@
 //! Simulated memory, and the checks of every access to it.
 
 use super::FaultKind;
-use super::machine::Machine;
-use super::shadow::{Shadow, Use};
+use super::machine::{self, Machine};
+use super::shadow::{Access, Shadow, Use};
 use crate::device::{Span, View, ViewMut};
+use crate::region::{At, Region, RegionAccess};
 use crate::scalar::{Plain, Scalar, ScalarType};
 use std::cell::RefCell;
 use std::fmt;
@@ -180,7 +181,7 @@ impl Content {
 pub(super) struct Storage {
     content: Content,
     shadow: Shadow,
-    /// Bytes of what one entry of the shadow stands for.
+    /// Bytes that one entry of the shadow stands for.
     unit: usize,
 }
 
@@ -194,102 +195,80 @@ impl Storage {
     }
 }
 
-/// A run of elements in a memory during a launch: what a handle refers to.
-#[derive(Clone, Debug)]
-pub struct Region(Rc<Parts>);
-
+/// A run of elements in a memory during a launch, and the checks of every access to it.
 #[derive(Debug)]
-struct Parts {
-    machine: Rc<Machine>,
-    storage: Rc<RefCell<Storage>>,
+pub(super) struct CheckedRegion {
+    pub(super) machine: Rc<Machine>,
+    pub(super) storage: Rc<RefCell<Storage>>,
     /// The bytes of the memory.
-    bytes: Range<usize>,
+    pub(super) bytes: Range<usize>,
     /// Bytes of an element.
-    size: usize,
-    name: &'static str,
-    shared: bool,
+    pub(super) size: usize,
+    /// The parameter or variable.
+    pub(super) name: &'static str,
+    /// Whether the memory is a threadgroup's.
+    pub(super) shared: bool,
 }
 
-impl Region {
-    pub(super) fn new(
-        machine: &Rc<Machine>,
-        storage: Rc<RefCell<Storage>>,
-        bytes: Range<usize>,
-        size: usize,
-        (name, shared): (&'static str, bool),
-    ) -> Self {
-        Self(Rc::new(Parts { machine: Rc::clone(machine), storage, bytes, size, name, shared }))
+impl RegionAccess for CheckedRegion {
+    fn name(&self) -> &'static str {
+        self.name
     }
 
-    /// The parameter or variable it was made for.
-    pub(crate) fn name(&self) -> &'static str {
-        self.0.name
+    fn len(&self) -> usize {
+        self.bytes.len() / self.size
     }
 
-    /// Elements.
-    pub(super) fn len(&self) -> usize {
-        self.0.bytes.len() / self.0.size
+    fn get(&self, index: u64, at: At) -> u64 {
+        let byte = self.locate(index, self.size, "read", at);
+        self.note(index, byte..byte + self.size, Use::Read, at);
+        self.machine.count(self.shared, false, self.size);
+        self.storage.borrow().content.read(byte, self.size)
     }
 
-    /// The bits of element `index`.
-    #[track_caller]
-    pub(crate) fn get(&self, index: u64) -> u64 {
-        let (at, size) = (self.locate(index, self.0.size, "read"), self.0.size);
-        self.note(index, at..at + size, Use::Read);
-        self.0.machine.count(self.0.shared, false, size);
-        self.0.storage.borrow().content.read(at, size)
+    fn set(&self, index: u64, raw: u64, at: At) {
+        let byte = self.locate(index, self.size, "written", at);
+        self.note(index, byte..byte + self.size, Use::Write, at);
+        self.machine.count(self.shared, true, self.size);
+        self.storage.borrow_mut().content.write(byte, self.size, raw);
     }
 
-    /// Replaces the bits of element `index`.
-    #[track_caller]
-    pub(crate) fn set(&self, index: u64, raw: u64) {
-        let (at, size) = (self.locate(index, self.0.size, "written"), self.0.size);
-        self.note(index, at..at + size, Use::Write);
-        self.0.machine.count(self.0.shared, true, size);
-        self.0.storage.borrow_mut().content.write(at, size, raw);
-    }
-
-    /// Gives the bits of `count` values of type `scalar` from element `index` on to `put`.
-    #[track_caller]
-    pub(crate) fn load(&self, index: u64, scalar: ScalarType, count: usize, put: &mut dyn FnMut(u64)) {
+    fn load(&self, index: u64, scalar: ScalarType, count: usize, put: &mut dyn FnMut(u64), at: At) {
         let size = scalar.bytes();
-        let at = self.locate(index, count * size, "read");
-        self.align(index, at, count * size);
-        self.note(index, at..at + count * size, Use::Read);
-        self.0.machine.count(self.0.shared, false, count * size);
-        let storage = self.0.storage.borrow();
-        (0..count).for_each(|n| put(storage.content.read(at + n * size, size)));
+        let byte = self.locate(index, count * size, "read", at);
+        self.align(index, byte, count * size, at);
+        self.note(index, byte..byte + count * size, Use::Read, at);
+        self.machine.count(self.shared, false, count * size);
+        let storage = self.storage.borrow();
+        (0..count).for_each(|n| put(storage.content.read(byte + n * size, size)));
     }
 
-    /// Writes the bits of `count` values of type `scalar`, taken from `next`, from element `index` on.
-    #[track_caller]
-    pub(crate) fn store(&self, index: u64, scalar: ScalarType, count: usize, next: &mut dyn FnMut() -> u64) {
+    fn store(&self, index: u64, scalar: ScalarType, count: usize, next: &mut dyn FnMut() -> u64, at: At) {
         let size = scalar.bytes();
-        let at = self.locate(index, count * size, "written");
-        self.align(index, at, count * size);
-        self.note(index, at..at + count * size, Use::Write);
-        self.0.machine.count(self.0.shared, true, count * size);
-        let mut storage = self.0.storage.borrow_mut();
-        (0..count).for_each(|n| storage.content.write(at + n * size, size, next()));
+        let byte = self.locate(index, count * size, "written", at);
+        self.align(index, byte, count * size, at);
+        self.note(index, byte..byte + count * size, Use::Write, at);
+        self.machine.count(self.shared, true, count * size);
+        let mut storage = self.storage.borrow_mut();
+        (0..count).for_each(|n| storage.content.write(byte + n * size, size, next()));
     }
 
-    /// Replaces the bits of element `index` by `new` of them in one step; returns what they were.
-    #[track_caller]
-    pub(crate) fn update(&self, index: u64, new: &dyn Fn(u64) -> u64) -> u64 {
-        self.0.machine.before_atomic();
-        let (at, size) = (self.locate(index, self.0.size, "updated"), self.0.size);
-        self.note(index, at..at + size, Use::Atomic);
-        self.0.machine.count_atomic();
-        let mut storage = self.0.storage.borrow_mut();
-        let old = storage.content.read(at, size);
-        storage.content.write(at, size, new(old));
+    fn update(&self, index: u64, new: &dyn Fn(u64) -> u64, at: At) -> u64 {
+        self.machine.before_atomic();
+        let byte = self.locate(index, self.size, "updated", at);
+        self.note(index, byte..byte + self.size, Use::Atomic, at);
+        self.machine.count_atomic();
+        let mut storage = self.storage.borrow_mut();
+        let old = storage.content.read(byte, self.size);
+        storage.content.write(byte, self.size, new(old));
         old
     }
+}
 
-    /// The byte of the memory where `bytes` bytes from element `index` on are, all of them inside.
-    #[track_caller]
-    fn locate(&self, index: u64, bytes: usize, verb: &str) -> usize {
-        let Parts { machine, bytes: range, size, name, .. } = &*self.0;
+impl CheckedRegion {
+    /// The byte of the memory at which `bytes` bytes from element `index` on start, all of them inside.
+    fn locate(&self, index: u64, bytes: usize, verb: &str, at: At) -> usize {
+        let Self { machine, bytes: range, size, name, .. } = self;
         let offset = usize::try_from(index).ok().and_then(|index| index.checked_mul(*size));
         match offset.and_then(|offset| Some((offset, offset.checked_add(bytes)?))) {
             Some((offset, end)) if end <= range.len() => range.start + offset,
@@ -298,71 +277,47 @@ impl Region {
                     true => format!("{name}[{index}] is {verb}"),
                     false => format!("{bytes} bytes from {name}[{index}] on are {verb}"),
                 };
-                machine.fault(
-                    FaultKind::OutOfBounds,
-                    Location::caller(),
-                    format_args!("{what}, {name} has {} elements", self.len()),
-                )
+                let len = self.len();
+                machine.fault(FaultKind::OutOfBounds, at, format_args!("{what}, {name} has {len} elements"))
             }
         }
     }
 
-    /// Checks a vector access of `bytes` bytes at byte `at` of the memory.
-    #[track_caller]
-    fn align(&self, index: u64, at: usize, bytes: usize) {
-        let Parts { machine, name, .. } = &*self.0;
+    /// Checks a vector access of `bytes` bytes at byte `byte` of the memory, which starts at element `index`.
+    fn align(&self, index: u64, byte: usize, bytes: usize, at: At) {
+        let Self { machine, name, .. } = self;
         let unit = match bytes {
             1 | 2 | 4 | 8 | 16 => bytes,
             _ if bytes > 0 && bytes.is_multiple_of(16) => 16,
             _ => machine.fault(
                 FaultKind::Misaligned,
-                Location::caller(),
+                at,
                 format_args!(
                     "{bytes} bytes from {name}[{index}] on: neither 1, 2, 4, 8 nor a multiple of 16"
                 ),
             ),
         };
-        if !at.is_multiple_of(unit) {
+        if !byte.is_multiple_of(unit) {
             machine.fault(
                 FaultKind::Misaligned,
-                Location::caller(),
+                at,
                 format_args!(
-                    "{bytes} bytes from {name}[{index}] on start at byte {at}, which is no multiple of {unit}"
+                    "{bytes} bytes from {name}[{index}] on start at byte {byte}, which is no multiple of {unit}"
                 ),
             );
         }
     }
 
     /// Checks a use of bytes of the memory against what was written and what other threads do.
-    #[track_caller]
-    fn note(&self, index: u64, bytes: Range<usize>, how: Use) {
-        let Parts { machine, storage, name, size, .. } = &*self.0;
-        let now = machine.access(Location::caller());
+    fn note(&self, index: u64, bytes: Range<usize>, how: Use, at: At) {
+        let Self { machine, storage, name, size, .. } = self;
+        let now = machine.access(at);
         let mut storage = storage.borrow_mut();
         let Storage { content, shadow, unit } = &mut *storage;
         for element in bytes.start / *unit..bytes.end.div_ceil(*unit) {
             if let Err((earlier, other)) = shadow.note(element, how, now) {
                 let element = index + ((element * *unit).saturating_sub(bytes.start) / size) as u64;
-                let verb = |how| match how {
-                    Use::Read => "reads",
-                    Use::Write => "writes",
-                    Use::Atomic => "updates",
-                };
-                let where_ = match other.group == now.group {
-                    true => format!("thread {} of the group", other.thread),
-                    false => format!("thread {} of another group", other.thread),
-                };
-                machine.fault(
-                    FaultKind::Race,
-                    now.location,
-                    format_args!(
-                        "race on {name}[{element}]: the thread {} it, {where_} {} it at {}:{}, nothing orders them",
-                        verb(how),
-                        verb(earlier),
-                        other.location.file(),
-                        other.location.line(),
-                    ),
-                );
+                self.race(element, [(how, now), (earlier, other)]);
             }
         }
         // After the races: where another thread's write is missing or still to come, that says more.
@@ -376,4 +331,52 @@ impl Region {
             );
         }
     }
+    /// The fault of two uses of an element that nothing orders, the current thread's and another's.
+    fn race(&self, element: u64, [(how, now), (earlier, other)]: [(Use, Access); 2]) -> ! {
+        let Self { machine, name, .. } = self;
+        let verb = |how| match how {
+            Use::Read => "reads",
+            Use::Write => "writes",
+            Use::Atomic => "updates",
+        };
+        let other_thread = match other.group == now.group {
+            true => format!("thread {} of the group", other.thread),
+            false => format!("thread {} of another group", other.thread),
+        };
+        machine.fault(
+            FaultKind::Race,
+            now.location,
+            format_args!(
+                "race on {name}[{element}]: the thread {} it, {other_thread} {} it at {}:{}, nothing orders them",
+                verb(how),
+                verb(earlier),
+                other.location.file(),
+                other.location.line(),
+            ),
+        )
+    }
+}
+
+/// The next shared array of the current thread's group.
+#[track_caller]
+pub(crate) fn shared(element: ScalarType, len: usize) -> Region {
+    let machine = machine::current();
+    let size = element.bytes();
+    let bytes = len.saturating_mul(size);
+    let region = machine.next_shared(|name| {
+        Region::new(CheckedRegion {
+            machine: Rc::clone(&machine),
+            storage: Storage::new(Content::uninit(bytes), element),
+            bytes: 0..bytes,
+            size,
+            name,
+            shared: true,
+        })
+    });
+    if region.len() != len {
+        let message =
+            format_args!("{} has {len} elements in this thread, {} in others", region.name(), region.len());
+        machine.fault(FaultKind::DivergentBarrier, Location::caller(), message);
+    }
+    region
 }

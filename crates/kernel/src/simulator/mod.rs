@@ -34,11 +34,14 @@ mod tests;
 pub use fault::{Fault, FaultKind};
 pub(crate) use machine::{
     barrier, broadcast, count_iteration, enter, exchange, fault_arithmetic, gather, leave,
-    multiply_accumulate, outside_array, place, shared, simd_barrier, simd_converge, turn,
+    multiply_accumulate, outside_array, place, simd_barrier, simd_converge, turn,
 };
-pub use memory::{Memory, MemoryError, Region};
+pub(crate) use memory::shared;
+pub use memory::{Memory, MemoryError};
 pub use report::Report;
-pub use schedule::{Arguments, Simulator};
+pub use schedule::Simulator;
+
+pub use crate::arguments::Arguments;
 
 #[cfg(doc)]
 use crate::device::Device;

@@ -1,11 +1,12 @@
 //! Groups of coroutines.
 
 use super::machine::{Machine, with_current};
-use super::memory::{Memory, Region, Storage};
+use super::memory::{CheckedRegion, Memory, Storage};
 use super::{Fault, FaultKind, Report, panics};
-use crate::device::{Argument, Constant, Device, Launch, Limits, Span};
-use crate::memory::Buffer;
-use crate::scalar::{Plain, Scalar};
+use crate::arguments::{Arguments, Value};
+use crate::device::{Argument, Device, Launch, Limits};
+use crate::facts::Span;
+use crate::region::Region;
 use crate::text::{Kernel, Native};
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
@@ -169,13 +170,14 @@ impl Device for Simulator {
             let storage = Storage::new(memory.content().clone(), memory.element());
             storages.push(Rc::clone(&storage));
             let size = span.element.bytes();
-            arguments.push(Value::Buffer(Region::new(
-                &machine,
+            arguments.push(Value::Buffer(Region::new(CheckedRegion {
+                machine: Rc::clone(&machine),
                 storage,
                 bytes,
                 size,
-                (parameter.name, false),
-            )));
+                name: parameter.name,
+                shared: false,
+            })));
         }
         let arguments = Rc::new(Arguments::of(arguments));
 
@@ -218,60 +220,4 @@ fn unlaunched(kernel: &'static Kernel, message: String) -> Fault {
     let (file, line) = (kernel.text.file.to_owned(), kernel.text.line);
     let (kind, kernel) = (FaultKind::Launch, kernel.name);
     Fault { kernel, kind, file, line, thread: 0, lane: 0, group: [0; 3], message }
-}
-
-/// What a simulated thread passes to its kernel's function, by the number of the parameter.
-#[derive(Debug)]
-pub struct Arguments(Vec<Value>);
-
-#[derive(Debug)]
-pub(super) enum Value {
-    Buffer(Region),
-    Bytes(Vec<u8>),
-    Constant(Constant),
-}
-
-impl Arguments {
-    pub(super) fn of(values: Vec<Value>) -> Self {
-        Self(values)
-    }
-
-    /// A handle for buffer parameter `n`, whose elements are of type `T`.
-    ///
-    /// # Panics
-    /// Where parameter `n` is of another kind: [`Launch::new`] has compared the arguments with the parameters, and
-    /// `#[kernel]` makes the parameters and the calls of this alike.
-    pub fn buffer<T: Scalar>(&self, n: usize) -> Buffer<T> {
-        match &self.0[n] {
-            Value::Buffer(region) => Buffer::new(region.clone()),
-            other => mismatch(n, other),
-        }
-    }
-
-    /// The value of scalar or `#[params]` parameter `n`.
-    ///
-    /// # Panics
-    /// As [`buffer`](Self::buffer).
-    pub fn plain<P: Plain>(&self, n: usize) -> P {
-        match &self.0[n] {
-            Value::Bytes(bytes) => P::read(&mut &bytes[..]),
-            other => mismatch(n, other),
-        }
-    }
-
-    /// The value of `#[constant]` parameter `n`.
-    ///
-    /// # Panics
-    /// As [`buffer`](Self::buffer).
-    pub fn constant<T: Scalar>(&self, n: usize) -> T {
-        match &self.0[n] {
-            Value::Constant(constant) => T::from_raw(constant.raw()),
-            other => mismatch(n, other),
-        }
-    }
-}
-
-#[expect(clippy::panic, reason = "a Native that is not its kernel's; it becomes a fault")]
-fn mismatch(n: usize, value: &Value) -> ! {
-    panic!("parameter {n} of the native code is not {value:?}")
 }

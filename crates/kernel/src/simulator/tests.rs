@@ -1,13 +1,14 @@
 //! What a launch is made of, without coroutines, whose switching of stacks an interpreter of Rust cannot follow: memory and its
 //! cells, arguments, faults, operations of lanes. The threads take turns by hand.
 
-use super::machine::{LANES, Machine, Stopped, multiply_accumulate, shared, with_current};
-use super::memory::{Memory, MemoryError, Region, Storage};
-use super::schedule::{Arguments, Value};
+use super::machine::{LANES, Machine, Stopped, multiply_accumulate, with_current};
+use super::memory::{CheckedRegion, Memory, MemoryError, Storage, shared};
 use super::{Fault, FaultKind};
-use crate::device::Constant;
+use crate::arguments::{Arguments, Value};
+use crate::facts::Constant;
 use crate::lanes::position_of;
 use crate::memory::{Buffer, Place, Shared};
+use crate::region::Region;
 use crate::scalar::{Plain, Scalar, ScalarType};
 use crate::text::{Cpp, Kernel, Text, TextKind, Threads};
 use half::{bf16, f16};
@@ -52,7 +53,14 @@ fn machine() -> Rc<Machine> {
 fn region(machine: &Rc<Machine>, memory: &Memory) -> Region {
     let storage = Storage::new(memory.content().clone(), memory.element());
     let size = memory.element().bytes();
-    Region::new(machine, storage, 0..memory.len() * size, size, ("x", false))
+    Region::new(CheckedRegion {
+        machine: Rc::clone(machine),
+        storage,
+        bytes: 0..memory.len() * size,
+        size,
+        name: "x",
+        shared: false,
+    })
 }
 
 /// The fault that `f` stops with.
