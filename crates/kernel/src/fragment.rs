@@ -81,7 +81,7 @@ impl<T: Element> Fragment<T> {
     /// Where `n` is greater.
     #[track_caller]
     pub fn element(&self, n: u32) -> T {
-        crate::marks::Place::ft_get(&self.elements, n)
+        crate::ops::Place::ft_get(&self.elements, n)
     }
 
     /// Replaces this lane's element `n`, 0 or 1.
@@ -90,7 +90,7 @@ impl<T: Element> Fragment<T> {
     /// Where `n` is greater.
     #[track_caller]
     pub fn set_element(&mut self, n: u32, x: T) {
-        crate::marks::Place::ft_set(&mut self.elements, n, x);
+        crate::ops::Place::ft_set(&mut self.elements, n, x);
     }
 }
 

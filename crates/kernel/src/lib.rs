@@ -40,7 +40,7 @@
 //! | [`text`] | kernels as data, and whole programs for each target |
 //! | [`device`] | launches, and the contract they are checked against |
 //! | [`simulator`] | launches on the host (feature `simulator`, which is on by default) |
-//! | [`marks`] | what the attributes put around a function's operators |
+//! | [`ops`] | the operators of native functions, which the attributes write |
 
 #[cfg(feature = "simulator")]
 mod arguments;
@@ -57,9 +57,9 @@ mod generic;
 pub mod intrinsics;
 mod lanes;
 mod literal;
-pub mod marks;
 pub mod matrix;
 pub mod memory;
+pub mod ops;
 mod print;
 mod region;
 pub mod scalar;

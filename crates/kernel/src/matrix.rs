@@ -167,16 +167,16 @@ pub fn byte_signs(a: u32, b: u32, selector: u32) -> u32 {
     tops * 0xff
 }
 
-/// What a device function's module has: whether C++ deduces its generic arguments, and whether lanes meet in it.
+/// The modules beside device functions: whether C++ deduces the generic arguments, and whether the function is convergent.
 macro_rules! texts {
-    ($($name:ident $deducible:literal $meets:literal)*) => {$(
+    ($($name:ident $deducible:literal $convergent:literal)*) => {$(
         #[doc(hidden)]
         #[allow(non_upper_case_globals)]
         pub mod $name {
             pub const TEXT: &crate::text::Text = &super::TEXT;
             pub const DEDUCED: u64 = 0;
             pub const DEDUCIBLE: bool = $deducible;
-            pub const MEETS: bool = $meets;
+            pub const IS_CONVERGENT: bool = $convergent;
             pub const HAS_BARRIER: bool = false;
             pub const $name: () = ();
         }

@@ -49,13 +49,13 @@ pub(crate) fn outside_array(index: u64, len: usize) -> ! {
 
 pub(crate) fn count_iteration() {}
 
-pub(crate) fn enter(_number: u64) -> u64 {
+pub(crate) fn scope_enter(_number: u64) -> u64 {
     0
 }
 
-pub(crate) fn turn() {}
+pub(crate) fn loop_iter() {}
 
-pub(crate) fn leave(_path: u64) {}
+pub(crate) fn scope_leave(_path: u64) {}
 
 #[track_caller]
 pub(crate) fn barrier() {

@@ -47,7 +47,7 @@ impl Convergence {
             return quote!(true);
         }
         let functions = self.functions.values().map(module);
-        quote!((false #(|| #functions::MEETS)*))
+        quote!((false #(|| #functions::IS_CONVERGENT)*))
     }
 
     /// Whether there is a barrier; otherwise as [`is_convergent`](Self::is_convergent).

@@ -155,7 +155,7 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
         return with_errors(errors, native_function(&function, false, None));
     }
     let native = native_function(&function, result.is_some(), Some(&lowered));
-    let meets = lowered.convergence.is_convergent(from_inside);
+    let is_convergent = lowered.convergence.is_convergent(from_inside);
     let has_barrier = lowered.convergence.has_barrier(from_inside);
     let arguments: Vec<_> = arguments.into_iter().map(|(_, argument)| argument).collect();
     let deduced = arguments.iter().enumerate().fold(0u64, |deduced, (n, argument)| {
@@ -186,7 +186,7 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
             pub const TEXT: &::flashtile_kernel::Text = &#text;
             pub const DEDUCED: u64 = #deduced;
             pub const DEDUCIBLE: bool = #deducible;
-            pub const MEETS: bool = #meets;
+            pub const IS_CONVERGENT: bool = #is_convergent;
             pub const HAS_BARRIER: bool = #has_barrier;
             pub const #name: () = ();
             #(#demands)*

@@ -1,7 +1,8 @@
-//! The function that rustc compiles and the simulator runs: the user's, with marks around its operators.
+//! The native function, which rustc compiles and the simulator runs: the user's function, with calls of `flashtile_kernel::ops` in place
+//! of its operators.
 //!
-//! Every emitted call has the span of what it stands for: rustc's errors point at the user's operand, and faults
-//! of the simulator at the user's line. Only what the check accepted comes here.
+//! Every call has the span of the operator that it stands for: rustc's errors point at the user's operand, and faults of the simulator
+//! at the user's line. A function that the check refused has no native function.
 
 use std::collections::HashSet;
 
@@ -23,7 +24,7 @@ pub(crate) fn body(block: &syn::Block, has_result: bool, lowered: &Lowered) -> T
     quote_spanned! {block.brace_token.span.join()=> {
         #![forbid(overflowing_literals)]
         #[allow(unused_imports)]
-        use ::flashtile_kernel::marks::{Elements as _, Place as _};
+        use ::flashtile_kernel::ops::{Elements as _, Place as _};
         #statements
     }}
 }
@@ -32,25 +33,26 @@ struct Native<'a> {
     annotations: &'a Annotations,
 }
 
-fn mark(name: &str, span: Span) -> TokenStream {
+/// The function of `flashtile_kernel::ops` of a name.
+fn operator(name: &str, span: Span) -> TokenStream {
     let name = syn::Ident::new(name, span);
-    quote_spanned!(span=> ::flashtile_kernel::marks::#name)
+    quote_spanned!(span=> ::flashtile_kernel::ops::#name)
 }
 
-/// `mark();`, at the line of `span` also for what it reports.
-fn called(name: &str, span: Span) -> TokenStream {
-    let mark = mark(name, span);
-    quote_spanned!(span=> #mark();)
+/// `name();`, which reports the line of `span`.
+fn operator_call(name: &str, span: Span) -> TokenStream {
+    let operator = operator(name, span);
+    quote_spanned!(span=> #operator();)
 }
 
-/// `mark(value)`.
-fn marked(name: &str, value: &TokenStream) -> TokenStream {
+/// `name(value)`, at the place of the value.
+fn checked(name: &str, value: &TokenStream) -> TokenStream {
     let span = value.span();
-    let mark = mark(name, span);
-    quote_spanned!(span=> #mark(#value))
+    let operator = operator(name, span);
+    quote_spanned!(span=> #operator(#value))
 }
 
-/// The mark that is an arithmetic operator.
+/// The function that stands for an arithmetic operator.
 fn arithmetic(op: Binary) -> Option<&'static str> {
     Some(match op {
         Binary::Add => "add",
@@ -64,7 +66,7 @@ fn arithmetic(op: Binary) -> Option<&'static str> {
     })
 }
 
-/// Whether an expression at the end of a function may be its value: loops and `return` never come so far.
+/// Whether an expression at the end of a function may be its value. The end of a loop or a `return` is never reached.
 fn has_value(expr: &syn::Expr) -> bool {
     !matches!(expr, syn::Expr::Loop(_) | syn::Expr::While(_) | syn::Expr::ForLoop(_) | syn::Expr::Return(_))
 }
@@ -90,7 +92,7 @@ impl Native<'_> {
             match stmt {
                 syn::Stmt::Local(local) => out.extend(self.local(local)),
                 syn::Stmt::Expr(expr, None) if has_result && n == last && has_value(expr) => {
-                    out.extend(marked("value", &self.expr(expr)))
+                    out.extend(checked("value", &self.expr(expr)))
                 }
                 syn::Stmt::Expr(expr, semi) => {
                     out.extend(self.expr(expr));
@@ -110,13 +112,13 @@ impl Native<'_> {
             Some(call) => self.call(call),
             None => match pat {
                 syn::Pat::Wild(_) => self.expr(&init.expr),
-                _ => marked("value", &self.expr(&init.expr)),
+                _ => checked("value", &self.expr(&init.expr)),
             },
         };
         quote!(#(#attrs)* #let_token #pat #eq #value #semi_token)
     }
 
-    /// What an expression's value is read by.
+    /// An expression that is read.
     fn expr(&self, expr: &syn::Expr) -> TokenStream {
         match expr {
             syn::Expr::Paren(inner) => self.expr(&inner.expr),
@@ -148,7 +150,7 @@ impl Native<'_> {
             syn::Expr::Loop(looped) => self.endless_loop(looped),
             syn::Expr::ForLoop(looped) => self.for_loop(looped),
             syn::Expr::Return(exit) => {
-                let value = exit.expr.as_ref().map(|value| marked("value", &self.expr(value)));
+                let value = exit.expr.as_ref().map(|value| checked("value", &self.expr(value)));
                 let token = exit.return_token;
                 quote!(#token #value)
             }
@@ -160,14 +162,14 @@ impl Native<'_> {
     fn cast(&self, cast: &syn::ExprCast) -> TokenStream {
         let (value, ty) = (self.expr(&cast.expr), &cast.ty);
         // A literal takes the type it is converted to.
-        let value = if is_literal(&cast.expr) { value } else { marked("scalar", &value) };
+        let value = if is_literal(&cast.expr) { value } else { checked("scalar", &value) };
         quote_spanned!(cast.as_token.span=> (#value as #ty))
     }
 
     fn struct_literal(&self, literal: &syn::ExprStruct) -> TokenStream {
         let path = &literal.path;
         let fields = literal.fields.iter().map(|field| {
-            let (member, value) = (&field.member, marked("value", &self.expr(&field.expr)));
+            let (member, value) = (&field.member, checked("value", &self.expr(&field.expr)));
             quote!(#member: #value)
         });
         quote!(#path { #(#fields),* })
@@ -183,7 +185,7 @@ impl Native<'_> {
         let token = conditional.if_token;
         let value = quote!(#token #condition #then #otherwise);
         if is_in(&self.annotations.beside_literals, NodeId::of(&conditional.attrs)) {
-            marked("beside_literal", &value)
+            checked("beside_literal", &value)
         } else {
             value
         }
@@ -192,7 +194,7 @@ impl Native<'_> {
     fn while_loop(&self, looped: &syn::ExprWhile) -> TokenStream {
         let (attrs, token) = (lints(&looped.attrs), looped.while_token);
         let condition = self.condition(&looped.cond);
-        let count = called("iteration", token.span);
+        let count = operator_call("count_iteration", token.span);
         let body = self.statements(&looped.body, false);
         self.looped(
             &looped.attrs,
@@ -203,7 +205,7 @@ impl Native<'_> {
 
     fn endless_loop(&self, looped: &syn::ExprLoop) -> TokenStream {
         let (attrs, token) = (lints(&looped.attrs), looped.loop_token);
-        let count = called("iteration", token.span);
+        let count = operator_call("count_iteration", token.span);
         let body = self.statements(&looped.body, false);
         self.looped(&looped.attrs, token.span, |iteration| quote!(#attrs #token { #iteration #count #body }))
     }
@@ -218,7 +220,8 @@ impl Native<'_> {
         })
     }
 
-    /// A loop, written around what stands at the head of its body: iterations are counted where the body has convergent operations.
+    /// A loop. `written` puts the tokens that it is given at the head of the body: they record iterations, where the loop may have
+    /// convergent operations.
     fn looped(
         &self,
         attributes: &[syn::Attribute],
@@ -230,9 +233,10 @@ impl Native<'_> {
             return written(None);
         };
         let is_convergent = convergence.is_convergent(Clone::clone);
-        let (enter, turn, leave) = (mark("enter", span), mark("turn", span), mark("leave", span));
+        let (enter, iter, leave) =
+            (operator("scope_enter", span), operator("loop_iter", span), operator("scope_leave", span));
         let ft_entered = syn::Ident::new("ft_entered", span);
-        let looped = written(Some(quote_spanned!(span=> #turn(#is_convergent);)));
+        let looped = written(Some(quote_spanned!(span=> #iter(#is_convergent);)));
         // A `loop` may have no end but `return`.
         quote_spanned!(span=> {
             #[allow(unused_variables)]
@@ -244,10 +248,10 @@ impl Native<'_> {
     }
 
     fn condition(&self, expr: &syn::Expr) -> TokenStream {
-        marked("condition", &self.expr(expr))
+        checked("condition", &self.expr(expr))
     }
 
-    /// An index of memory: a literal without suffix gets one, for every type of index would do.
+    /// An index of memory. A literal without suffix gets one: several types index memory, and rustc would not choose.
     fn index(&self, expr: &syn::Expr) -> TokenStream {
         match strip(expr) {
             syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Int(int), .. }) if int.suffix().is_empty() => {
@@ -257,7 +261,7 @@ impl Native<'_> {
         }
     }
 
-    /// What an element or a field is read from.
+    /// The place that an element or a field is read from.
     fn base(&self, expr: &syn::Expr) -> TokenStream {
         match strip(expr) {
             syn::Expr::Index(index) => {
@@ -273,7 +277,7 @@ impl Native<'_> {
         }
     }
 
-    /// What an element or a field is written in.
+    /// The place that an element or a field is written to.
     fn base_mut(&self, expr: &syn::Expr) -> TokenStream {
         match strip(expr) {
             syn::Expr::Index(index) => {
@@ -296,11 +300,11 @@ impl Native<'_> {
         let op = &unary.op;
         match op {
             syn::UnOp::Neg(token) if !is_literal(&unary.expr) => {
-                let mark = mark("neg", token.span());
-                quote_spanned!(token.span()=> #mark(#value))
+                let operator = operator("neg", token.span());
+                quote_spanned!(token.span()=> #operator(#value))
             }
             syn::UnOp::Not(_) => {
-                let value = marked("bits", &value);
+                let value = checked("bits", &value);
                 quote!(#op #value)
             }
             syn::UnOp::Deref(_) => quote!((#op #value)),
@@ -325,7 +329,7 @@ impl Native<'_> {
             syn::BinOp::And(_) | syn::BinOp::Or(_) => "condition",
             syn::BinOp::Eq(_) | syn::BinOp::Ne(_) => "equatable",
             syn::BinOp::BitAnd(_) | syn::BinOp::BitOr(_) | syn::BinOp::BitXor(_) => {
-                // C++ makes an int of two bools, and the printer does not know of these that they are bools.
+                // Of two bools C++ makes an int, which the printer casts only where it knows that they are bools.
                 if is_in(&self.annotations.bool_operators, NodeId::of_operator(binary)) {
                     "bits"
                 } else {
@@ -334,15 +338,16 @@ impl Native<'_> {
             }
             _ => "number",
         };
-        let (left, right) = (marked(around, &left), marked(around, &right));
+        let (left, right) = (checked(around, &left), checked(around, &right));
         quote_spanned!(span=> (#left #op #right))
     }
 
     fn range(&self, expr: &syn::Expr) -> TokenStream {
         match strip(expr) {
             syn::Expr::Range(range) => {
-                let bound =
-                    |end: &Option<Box<syn::Expr>>| end.as_ref().map(|end| marked("integer", &self.expr(end)));
+                let bound = |end: &Option<Box<syn::Expr>>| {
+                    end.as_ref().map(|end| checked("integer", &self.expr(end)))
+                };
                 let (start, limits, end) = (bound(&range.start), &range.limits, bound(&range.end));
                 quote!((#start #limits #end))
             }
@@ -356,9 +361,9 @@ impl Native<'_> {
     }
 
     fn assign(&self, left: &syn::Expr, op: Option<Binary>, right: &syn::Expr, span: Span) -> TokenStream {
-        // One span for all uses: a name is found only where it was made.
+        // All uses have one span: hygiene finds a name only in the span that declared it.
         let (ft_value, ft_index) = (syn::Ident::new("ft_value", span), syn::Ident::new("ft_index", span));
-        let value = marked("value", &self.expr(right));
+        let value = checked("value", &self.expr(right));
         let value = if op.is_some_and(Binary::is_shift) { self.expr(right) } else { value };
         let combined = |old: TokenStream| match op {
             None => quote!(#ft_value),
@@ -366,7 +371,7 @@ impl Native<'_> {
                 Some(name) => operation(name, span, &old, &quote!(#ft_value)),
                 None => {
                     let (old, new) =
-                        (marked("bits", &old), quote!(::flashtile_kernel::marks::bits(#ft_value)));
+                        (checked("bits", &old), quote!(::flashtile_kernel::ops::bits(#ft_value)));
                     let sign: TokenStream = op.sign().parse().unwrap_or_default();
                     quote_spanned!(span=> #old #sign #new)
                 }
@@ -427,8 +432,8 @@ impl Native<'_> {
         match (id, strip(&call.func)) {
             (Some(NodeId(number)), syn::Expr::Path(path)) => {
                 let (enter, returned, module) =
-                    (mark("enter", span), mark("returned", span), module_of(&path.path));
-                let is_convergent = quote_spanned!(span=> #module::MEETS);
+                    (operator("scope_enter", span), operator("scope_return", span), module_of(&path.path));
+                let is_convergent = quote_spanned!(span=> #module::IS_CONVERGENT);
                 quote_spanned!(span=> #returned(#enter(#number, #is_convergent), #called, #is_convergent))
             }
             _ => called,
@@ -437,7 +442,7 @@ impl Native<'_> {
 
     fn argument(&self, argument: &syn::Expr) -> TokenStream {
         match strip(argument) {
-            // A variable holds a value already, or is memory.
+            // A variable holds a value that was checked, or is memory.
             plain @ syn::Expr::Path(_) => plain.to_token_stream(),
             syn::Expr::Reference(reference) => match strip(&reference.expr) {
                 element @ syn::Expr::Index(_) => self.base(element),
@@ -448,7 +453,7 @@ impl Native<'_> {
                 }
                 _ => reference.to_token_stream(),
             },
-            other => marked("value", &self.expr(other)),
+            other => checked("value", &self.expr(other)),
         }
     }
 
@@ -479,13 +484,13 @@ impl Native<'_> {
 }
 
 impl Native<'_> {
-    /// The value that a method takes: Rust looks through `&mut` parameters.
-    fn receiver(&self, mark: &str, call: &syn::ExprMethodCall) -> TokenStream {
+    /// The receiver of a method of numbers. A `&mut` parameter is dereferenced, as Rust does for the user's own call.
+    fn receiver(&self, name: &str, call: &syn::ExprMethodCall) -> TokenStream {
         let value = self.expr(&call.receiver);
         if is_in(&self.annotations.reference_receivers, NodeId::of(&call.attrs)) {
-            marked(mark, &quote_spanned!(value.span()=> *#value))
+            checked(name, &quote_spanned!(value.span()=> *#value))
         } else {
-            marked(mark, &value)
+            checked(name, &value)
         }
     }
 }
@@ -496,8 +501,8 @@ fn is_in(nodes: &HashSet<NodeId>, id: Option<NodeId>) -> bool {
 }
 
 fn operation(name: &str, span: Span, left: &TokenStream, right: &TokenStream) -> TokenStream {
-    let mark = mark(name, span);
-    quote_spanned!(span=> #mark(#left, #right))
+    let operator = operator(name, span);
+    quote_spanned!(span=> #operator(#left, #right))
 }
 
 /// Float literals are f32, where rustc would take f64 if nothing said otherwise.
@@ -512,7 +517,7 @@ fn literal_of(literal: &syn::ExprLit) -> TokenStream {
     }
 }
 
-/// The attributes that are not the language's.
+/// The attributes that rustc reads.
 fn lints(attributes: &[syn::Attribute]) -> TokenStream {
     attributes.iter().filter(|attribute| is_lint(attribute)).map(ToTokens::to_token_stream).collect()
 }

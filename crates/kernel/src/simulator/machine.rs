@@ -84,8 +84,8 @@ struct Thread {
     /// `shared` calls so far.
     arrays: usize,
     iterations: u64,
-    /// The iterations of loops and the calls of device functions that the thread is in, those where threads meet, as one
-    /// number: for two ways to one place of the source it differs.
+    /// A hash of the convergent loops, with their iterations, and of the convergent calls that the thread is in: two ways to one
+    /// place of the source differ in it.
     path: u64,
 }
 
@@ -525,19 +525,19 @@ fn replace_path(change: impl FnOnce(u64) -> u64) -> u64 {
     })
 }
 
-/// The current thread enters the loop or the call that its function numbers `number`; its path before.
-pub(crate) fn enter(number: u64) -> u64 {
+/// The current thread enters a loop or the call that its function numbers `number`. Returns its path before.
+pub(crate) fn scope_enter(number: u64) -> u64 {
     replace_path(|path| mix(path ^ number))
 }
 
 /// The current thread begins another iteration of the innermost loop it has entered.
-pub(crate) fn turn() {
+pub(crate) fn loop_iter() {
     // A generator of period 2^64: no two iterations are alike.
     replace_path(|path| path.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f));
 }
 
-/// The current thread leaves what it entered on `path`.
-pub(crate) fn leave(path: u64) {
+/// The current thread leaves the scope that it entered on `path`.
+pub(crate) fn scope_leave(path: u64) {
     replace_path(|_| path);
 }
 

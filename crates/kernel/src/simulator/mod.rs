@@ -33,8 +33,8 @@ mod tests;
 
 pub use fault::{Fault, FaultKind};
 pub(crate) use machine::{
-    barrier, broadcast, count_iteration, enter, exchange, fault_arithmetic, gather, leave,
-    multiply_accumulate, outside_array, place, simd_barrier, simd_converge, turn,
+    barrier, broadcast, count_iteration, exchange, fault_arithmetic, gather, loop_iter, multiply_accumulate,
+    outside_array, place, scope_enter, scope_leave, simd_barrier, simd_converge,
 };
 pub(crate) use memory::shared;
 pub use memory::{Memory, MemoryError};

@@ -11,6 +11,7 @@
 
 #[cfg(feature = "cuda")]
 pub mod agree;
+pub mod convergence;
 #[cfg(feature = "cuda")]
 mod cuda;
 pub mod example;
@@ -19,7 +20,6 @@ mod gcc;
 mod hosts;
 pub mod intrinsics;
 pub mod language;
-pub mod meetings;
 mod natives;
 mod nvrtc;
 mod simulator;

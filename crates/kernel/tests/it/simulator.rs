@@ -1,7 +1,7 @@
 //! What the simulator computes, and each kind of fault it reports.
 
 use crate::natives::{fault, run, run_on};
-use flashtile_kernel::marks::{self, Elements as _, Place as _};
+use flashtile_kernel::ops::{self, Elements as _, Place as _};
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Arguments, Fault, FaultKind, Memory, MemoryError, Simulator};
 
@@ -155,7 +155,7 @@ fn a_thread_may_wait_for_another_of_its_group() {
             atomic_exchange(&mut x, 0u32, 1);
         }
         while atomic_add(&mut x, 0u32, 0) == 0 {
-            marks::iteration();
+            ops::count_iteration();
         }
     })
     .unwrap();
@@ -481,19 +481,19 @@ fn discard<T>(_: T) {}
 fn arithmetic_without_a_result() {
     type Case = (fn(&Arguments), &'static str);
     let faults: [Case; 8] = [
-        (|_| discard(marks::add(1, u32::MAX)), "1 + 4294967295 has no value in u32"),
-        (|_| discard(marks::sub(0u32, 1)), "0 - 1 has no value in u32"),
-        (|_| discard(marks::mul(i32::MAX, 2)), "2147483647 * 2 has no value in i32"),
-        (|_| discard(marks::div(1u32, marks::value(0))), "1 / 0 has no value in u32"),
-        (|_| discard(marks::shl(1u32, 32u32)), "1 << 32: u32 has 32 bits"),
-        (|_| discard(marks::shr(1u64, -1)), "1 >> -1: u64 has 64 bits"),
-        (|_| discard(marks::neg(i32::MIN)), "-(-2147483648) has no value in i32"),
-        (|_| discard(marks::clamp(1.0, 2.0, f32::NAN)), "there is nothing between"),
+        (|_| discard(ops::add(1, u32::MAX)), "1 + 4294967295 has no value in u32"),
+        (|_| discard(ops::sub(0u32, 1)), "0 - 1 has no value in u32"),
+        (|_| discard(ops::mul(i32::MAX, 2)), "2147483647 * 2 has no value in i32"),
+        (|_| discard(ops::div(1u32, ops::value(0))), "1 / 0 has no value in u32"),
+        (|_| discard(ops::shl(1u32, 32u32)), "1 << 32: u32 has 32 bits"),
+        (|_| discard(ops::shr(1u64, -1)), "1 >> -1: u64 has 64 bits"),
+        (|_| discard(ops::neg(i32::MIN)), "-(-2147483648) has no value in i32"),
+        (|_| discard(ops::clamp(1.0, 2.0, f32::NAN)), "there is nothing between"),
     ];
     for (native, message) in faults {
         let fault = run(&[0; 64], (1, 32), native).unwrap_err();
         assert_eq!(fault.kind, FaultKind::Arithmetic);
-        assert!(source(&fault).contains("marks::"), "{fault}");
+        assert!(source(&fault).contains("ops::"), "{fault}");
         assert!(fault.message.contains(message), "{fault}");
     }
 }
@@ -544,12 +544,12 @@ fn endless_loops() {
         // Groups wait for each other: on no device is that sure to end.
         atomic_add(&mut x, 0u32, 1);
         while atomic_add(&mut x, 0u32, 0) < 64 {
-            marks::iteration();
+            ops::count_iteration();
         }
     })
     .unwrap_err();
     assert_eq!(fault.kind, FaultKind::Endless);
-    assert!(source(&fault).contains("marks::iteration()"));
+    assert!(source(&fault).contains("ops::count_iteration()"));
 }
 
 #[test]
@@ -585,7 +585,7 @@ fn a_thousand_threads_take_a_hundred_steps_in_milliseconds() {
     run_on(&simulator, &mut memory, (1, 1024), |arguments| {
         let mut x = words(arguments);
         for _ in 0..100 {
-            x.ft_set(thread_index(), marks::add(x.ft_get(thread_index()), 1));
+            x.ft_set(thread_index(), ops::add(x.ft_get(thread_index()), 1));
             barrier();
         }
     })

@@ -1,4 +1,4 @@
-//! What the macros leave to rustc: marks refuse types, names must be items of the language. `tests/ui/*.rs` are compiled
+//! What the macros leave to rustc: operators refuse types, names must be items of the language. `tests/ui/*.rs` are compiled
 //! once each; their errors, with lines, are in the `.txt` beside them. With `FLASHTILE_BLESS=1` the tests write what
 //! they find.
 

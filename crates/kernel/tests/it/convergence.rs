@@ -1,4 +1,4 @@
-//! Threads that meet must have come to one place of the source by one way: in the same iterations of loops, by the same calls.
+//! Threads must reach a convergent operation by one way: in the same iterations of loops, by the same calls.
 
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Fault, FaultKind, Memory, Simulator};
@@ -27,7 +27,7 @@ pub fn first_from(n: u32) -> u32 {
     }
 }
 
-/// Goes `n` iterations without meeting anyone.
+/// Loops without a convergent operation.
 #[device]
 pub fn alone(n: u32) -> u32 {
     let mut x = 0u32;
@@ -68,7 +68,7 @@ pub fn half_barriers(x: &mut Buffer<u32>) {
     x[thread_index()] = i;
 }
 
-/// Lanes that are as many iterations on, in other loops.
+/// Lanes after equally many iterations, of different loops.
 #[kernel(threads = 32)]
 pub fn transposed(x: &mut Buffer<u32>) {
     let mut s = 0u32;
@@ -113,7 +113,7 @@ pub fn calls_of_other_iterations(x: &mut Buffer<u32>) {
     x[thread_index()] = s;
 }
 
-/// What lanes do alone between meetings is their own affair, and every way out of a loop leaves it.
+/// Lanes may diverge between convergent operations, and every way out of a loop leaves its scope.
 #[kernel(threads = 64)]
 pub fn together(x: &mut Buffer<u32>) {
     let mut s = 0u32;
@@ -175,7 +175,7 @@ fn one_way_is_one_place() {
     assert_eq!(run(&together::instance(), 64).unwrap(), [3 * 32 + 4 + 64 + 96; 64]);
 }
 
-/// Waits for what no thread writes.
+/// Waits for a value that no thread writes.
 #[kernel(threads = 32)]
 pub fn endless(x: &mut Buffer<u32>) {
     let mut turns = 0u32;
@@ -189,7 +189,7 @@ pub fn endless(x: &mut Buffer<u32>) {
 fn a_loop_without_end_is_told_at_the_loop() {
     let fault = run(&endless::instance(), 32).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Endless, "{fault}");
-    let line = include_str!("meetings.rs")
+    let line = include_str!("convergence.rs")
         .lines()
         .position(|line| line.trim().starts_with("while x[thread"))
         .unwrap();

@@ -1,8 +1,8 @@
-//! What `#[kernel]` and `#[device]` put around the operators of a function.
+//! The operators of native functions: `#[kernel]` and `#[device]` write them in place of Rust's.
 //!
-//! The identities refuse operands the kernel language does not have, with rustc's error at the operand. The operators
-//! behave the same in every build profile: what has no result is a fault with its line, never a silent wrap. No reference
-//! into memory that threads share ever exists: elements are copied in and out.
+//! The identities refuse operands that the kernel language does not have, with rustc's error at the operand. The operators
+//! behave the same in every build profile: an operation without a result is a fault with its line, and nothing wraps silently. No
+//! reference into memory that threads share ever exists: elements are copied in and out.
 //!
 //! | written | in the native function |
 //! |---|---|
@@ -18,9 +18,9 @@
 //! | `if c`, `a && b` | `if condition(c)`, `condition(a) && condition(b)` |
 //! | `x as T` | `scalar(x) as T` |
 //! | `let x = e` | `let x = value(e)` |
-//! | `while` and `loop` | [`iteration`] at the head of the body |
-//! | a loop where threads may meet | [`enter`] before it, [`turn`] at the head of the body, [`leave`] after it |
-//! | `f(x)` of a device function | `returned(enter(1, f::MEETS), f(x), f::MEETS)` |
+//! | `while` and `loop` | [`count_iteration`] at the head of the body |
+//! | a loop that may be convergent | [`scope_enter`] before it, [`loop_iter`] at the head of the body, [`scope_leave`] after it |
+//! | `f(x)` of a device function | `scope_return(scope_enter(1, f::IS_CONVERGENT), f(x), f::IS_CONVERGENT)` |
 
 use crate::scalar::{Bits, Element, Index, Integer, Number, Plain, Scalar, Signed, Unwidened, Value};
 use crate::simulator::fault_arithmetic;
@@ -45,13 +45,13 @@ identities! {
     integer: Integer;
     /// An operand of `&`, `|` or `^`, or of `!`.
     bits: Bits;
-    /// What `as` converts.
+    /// The operand of `as`.
     scalar: Scalar;
     /// The receiver of a conversion of floats.
     element: Element;
-    /// What `let`, an assignment, an argument or a returned value holds.
+    /// The value of `let`, an assignment, an argument or `return`.
     value: Value;
-    /// A value of `if` whose other value is a literal without a suffix, where the printer does not know the type.
+    /// A value of `if`, of a type that the printer does not know, whose other value is a literal without a suffix.
     beside_literal: Unwidened;
     /// A parameter copied from the host.
     plain: Plain;
@@ -63,7 +63,7 @@ pub const fn condition(x: bool) -> bool {
     x
 }
 
-/// What `==` and `!=` compare: numbers and `bool`.
+/// An operand of `==` and `!=`: a number or `bool`.
 #[inline(always)]
 pub const fn equatable<T: Comparable>(x: T) -> T {
     x
@@ -80,7 +80,7 @@ macro_rules! operators {
         $(#[$doc])*
         ///
         /// # Faults
-        /// Where an integer has no such result.
+        /// Where the result does not fit the integer type, or there is none.
         #[inline]
         #[track_caller]
         pub fn $name<T: Number>(a: T, b: T) -> T {
@@ -133,7 +133,7 @@ pub fn abs<T: Signed>(a: T) -> T {
 /// `a.pow(exponent)`.
 ///
 /// # Faults
-/// Where there is no such value.
+/// Where the value does not fit `T`.
 #[inline]
 #[track_caller]
 pub fn pow<T: Integer>(a: T, exponent: u32) -> T {
@@ -205,38 +205,39 @@ pub fn shr<T: Integer, S: Integer>(a: T, by: S) -> T {
 /// Where a thread has gone through more iterations than the simulator's limit.
 #[inline]
 #[track_caller]
-pub fn iteration() {
+pub fn count_iteration() {
     crate::simulator::count_iteration();
 }
 
-/// Begins the loop or the call of a device function that a function numbers `number`; gives what [`leave`] and [`returned`]
-/// take. Threads that meet in it must have come there by the same calls and in the same iterations of loops.
+/// Begins a scope: a loop, or the call of a device function that the calling function numbers `number`. Returns what
+/// [`scope_leave`] and [`scope_return`] take.
 ///
-/// Where threads do not meet (`meets`), nothing is noted.
+/// Threads that reach a convergent operation in the scope must have reached it by the same calls and in the same iterations of loops.
+/// A scope without convergent operations is not recorded.
 #[inline(always)]
-pub fn enter(number: u64, meets: bool) -> u64 {
-    if meets { crate::simulator::enter(number) } else { 0 }
+pub fn scope_enter(number: u64, is_convergent: bool) -> u64 {
+    if is_convergent { crate::simulator::scope_enter(number) } else { 0 }
 }
 
-/// Begins an iteration of the loop entered last.
+/// Begins an iteration of the innermost loop.
 #[inline(always)]
-pub fn turn(meets: bool) {
-    if meets {
-        crate::simulator::turn();
+pub fn loop_iter(is_convergent: bool) {
+    if is_convergent {
+        crate::simulator::loop_iter();
     }
 }
 
-/// Ends the loop that [`enter`] began.
+/// Ends the scope that [`scope_enter`] began.
 #[inline(always)]
-pub fn leave(entered: u64, meets: bool) {
-    if meets {
-        crate::simulator::leave(entered);
+pub fn scope_leave(entered: u64, is_convergent: bool) {
+    if is_convergent {
+        crate::simulator::scope_leave(entered);
     }
 }
 
-/// Ends the call that [`enter`] began, which gave `value`, from wherever in the function it returned.
+/// Ends the call that [`scope_enter`] began, which returned `value`.
 #[inline(always)]
-pub fn returned<T>(entered: u64, value: T, meets: bool) -> T {
-    leave(entered, meets);
+pub fn scope_return<T>(entered: u64, value: T, is_convergent: bool) -> T {
+    scope_leave(entered, is_convergent);
     value
 }
