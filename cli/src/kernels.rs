@@ -6,7 +6,7 @@ use crate::output::{self, Destination};
 use crate::parse::{count, dtype};
 use crate::report::{self, Table};
 use clap::{Args, Subcommand, ValueEnum};
-use flashtile::kernel::text::{ElementType, GenericKind, ParameterKind};
+use flashtile::kernel::source::{ElementType, GenericKind, ParameterKind};
 use flashtile::kernel::{Generic, Instance, Kernel, ScalarType, Target};
 use flashtile::kernels::{KERNELS, Variant, VariantOption, instances};
 use flashtile::{Codec, Dtype};
@@ -209,7 +209,7 @@ fn summary(kernel: &Kernel) -> String {
 
 /// The source file relative to the folder of the crate, and the line.
 fn place(kernel: &Kernel) -> String {
-    format!("{}:{}", kernel.text.file, kernel.text.line)
+    format!("{}:{}", kernel.source.file, kernel.source.line)
 }
 
 fn threads(instances: &[&Instance]) -> Option<RangeInclusive<usize>> {
@@ -250,10 +250,11 @@ fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
         }
     };
     section("generics", kernel.generics.iter().map(|g| format!("{}: {}", g.name, bound(g.kind))).collect());
-    let parameter = |p: &flashtile::kernel::text::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
+    let parameter =
+        |p: &flashtile::kernel::source::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
     section("parameters", kernel.parameters.iter().map(parameter).collect());
     let requirement =
-        |r: &flashtile::kernel::text::Requirement| format!("{}  ({})", r.message, r.condition.trim());
+        |r: &flashtile::kernel::source::Requirement| format!("{}  ({})", r.message, r.condition.trim());
     section("requires", kernel.requirements.iter().map(requirement).collect());
     text
 }
@@ -292,8 +293,8 @@ fn kernel_json(kernel: &Kernel, instances: &[&Instance]) -> Value {
     json!({
         "kernel": kernel.name,
         "module": kernel.module,
-        "file": kernel.text.file,
-        "line": kernel.text.line,
+        "file": kernel.source.file,
+        "line": kernel.source.line,
         "does": summary(kernel),
         "docs": kernel.docs.trim(),
         "parameters": kernel.parameters.iter().map(|p| named(p.name, &kind(kernel, p.kind))).collect::<Vec<_>>(),
@@ -435,9 +436,9 @@ fn print_all(args: &PrintArgs) -> Result<()> {
 
 fn text(instance: &Instance, target: TextTarget) -> String {
     match target {
-        TextTarget::Msl => instance.text(Target::Metal),
-        TextTarget::Cuda => instance.text(Target::Cuda),
-        TextTarget::Rust => instance.source(),
+        TextTarget::Msl => instance.source(Target::Metal),
+        TextTarget::Cuda => instance.source(Target::Cuda),
+        TextTarget::Rust => instance.rust_source(),
     }
 }
 

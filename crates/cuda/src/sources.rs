@@ -119,7 +119,7 @@ impl Source {
         let structs = self.family.structs();
         let sources: Vec<&str> =
             [PRELUDE, &structs].into_iter().chain(self.family.sources().iter().copied()).collect();
-        Program { name: self.name.clone(), text: sources.join("\n"), options }
+        Program { name: self.name.clone(), source: sources.join("\n"), options }
     }
 }
 

@@ -11,7 +11,7 @@ use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
-use flashtile_kernel::text::GenericsError;
+use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Constant, Device, Generic, Instance, LaunchError, ScalarType, View, ViewMut};
 
 /// Why a problem does not run on these kernels.

@@ -8,7 +8,7 @@ use crate::kernels::rotation::hadamard;
 use crate::plan::{DIM_STEP, MAX_DIM, Tile, decode_instance, merge_instance};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
-use flashtile_kernel::text::GenericsError;
+use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
 /// What an instance of a kernel is for. Kernels look at what concerns them: [`VariantOption::of`].

@@ -5,7 +5,7 @@ pub use crate::facts::{Constant, Facts, Span, View, ViewMut};
 use crate::generic::Generic;
 use crate::literal::number;
 use crate::scalar::{Plain, Scalar, ScalarType};
-use crate::text::{Instance, Kernel, ParameterKind, Threads};
+use crate::source::{Instance, Kernel, ParameterKind, Threads};
 use std::fmt;
 
 /// What runs kernels: the simulator, a GPU.
@@ -216,7 +216,7 @@ impl<'a, M> Launch<'a, M> {
         })
     }
 
-    /// What NVRTC must be given beside the text and the architecture: [`Instance::cuda_options`] of its constants.
+    /// What NVRTC must be given beside the source and the architecture: [`Instance::cuda_options`] of its constants.
     pub fn cuda_options(&self) -> Vec<String> {
         self.instance.cuda_options(self.constants())
     }

@@ -16,7 +16,7 @@ pub enum GenericKind {
     Const(ScalarType),
 }
 
-/// What a generic parameter is in an [`Instance`](crate::text::Instance).
+/// What a generic parameter is in an [`Instance`](crate::source::Instance).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Generic {
     /// A type.

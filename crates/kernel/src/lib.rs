@@ -27,7 +27,7 @@
 //! double::Call { x: x.view(), out: out.view_mut(), n: 3, groups: [1, 1, 1] }.launch::<f32>(&Simulator::new())?;
 //! assert_eq!(out.to_vec::<f32>()?, [2.0, 4.0, 6.0]);
 //!
-//! assert!(double::instance::<f16>().text(Target::Metal).contains("out[i] = ft_from_f32<T>(2.0f * ft_to_f32(x[i]));"));
+//! assert!(double::instance::<f16>().source(Target::Metal).contains("out[i] = ft_from_f32<T>(2.0f * ft_to_f32(x[i]));"));
 //! # Ok(())
 //! # }
 //! ```
@@ -37,7 +37,7 @@
 //! | [`prelude`] | what a module of kernels imports: attributes, types, intrinsics |
 //! | [`intrinsics`] | the functions Rust does not have, and how exact they are on each target |
 //! | [`scalar`], [`memory`] | types, and what may be done with them |
-//! | [`text`] | kernels as data, and whole programs for each target |
+//! | [`source`] | kernels as data, and whole programs for each target |
 //! | [`device`] | launches, and the contract they are checked against |
 //! | [`simulator`] | launches on the host (feature `simulator`, which is on by default) |
 //! | [`ops`] | the operators of native functions, which the attributes write |
@@ -69,7 +69,7 @@ pub mod simulator;
 #[doc(hidden)]
 #[path = "no_simulator.rs"]
 pub mod simulator;
-pub mod text;
+pub mod source;
 
 pub use device::{
     Argument, Constant, ContractError, ContractErrorKind, Device, Facts, Launch, LaunchError, Limits, Span,
@@ -81,7 +81,7 @@ pub use memory::{Buffer, Shared};
 pub use scalar::{Element, Number, Plain, Scalar, ScalarType, Value};
 #[cfg(feature = "simulator")]
 pub use simulator::Simulator;
-pub use text::{Bench, Generic, Instance, Kernel, Target, Text};
+pub use source::{Bench, Generic, Instance, ItemSource, Kernel, Target};
 
 /// What a module of kernels imports.
 pub mod prelude {

@@ -1,4 +1,4 @@
-//! Scalars as text: in C++, and for readers.
+//! Scalars as strings: in C++, and for readers.
 
 use crate::scalar::ScalarType;
 use half::{bf16, f16};

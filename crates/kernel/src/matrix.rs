@@ -13,7 +13,7 @@
 use crate::lanes::position_of;
 use crate::scalar::{Element, ScalarType, Value};
 use crate::simulator;
-use crate::text::{Cpp, Described, Text, TextKind};
+use crate::source::{Cpp, Described, ItemKind, ItemSource};
 
 /// A left operand.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,19 +31,19 @@ impl<T> Value for Left<T> {}
 impl<T> Value for Right<T> {}
 
 impl<T: Element> Described for Left<T> {
-    const TEXT: &'static Text = &TEXT;
+    const SOURCE: &'static ItemSource = &SOURCE;
 }
 
 impl<T: Element> Described for Right<T> {
-    const TEXT: &'static Text =
-        &Text { name: "Right", symbol: "Right", cpp: Cpp::Printed(""), depends: &[&TEXT], ..TEXT };
+    const SOURCE: &'static ItemSource =
+        &ItemSource { name: "Right", symbol: "Right", cpp: Cpp::Printed(""), depends: &[&SOURCE], ..SOURCE };
 }
 
 /// All of it: the functions are printed with the operands they are of.
-const TEXT: Text = Text {
+const SOURCE: ItemSource = ItemSource {
     name: "Left",
     symbol: "Left",
-    kind: TextKind::Struct,
+    kind: ItemKind::Struct,
     cpp: Cpp::Printed(include_str!("prelude/matrix.h")),
     rust: "",
     depends: &[],
@@ -168,12 +168,12 @@ pub fn byte_signs(a: u32, b: u32, selector: u32) -> u32 {
 }
 
 /// The modules beside device functions: whether C++ deduces the generic arguments, and whether the function is convergent.
-macro_rules! texts {
+macro_rules! function_modules {
     ($($name:ident $deducible:literal $convergent:literal)*) => {$(
         #[doc(hidden)]
         #[allow(non_upper_case_globals)]
         pub mod $name {
-            pub const TEXT: &crate::text::Text = &super::TEXT;
+            pub const SOURCE: &crate::source::ItemSource = &super::SOURCE;
             pub const DEDUCED: u64 = 0;
             pub const DEDUCIBLE: bool = $deducible;
             pub const IS_CONVERGENT: bool = $convergent;
@@ -182,7 +182,7 @@ macro_rules! texts {
         }
     )*};
 }
-texts! {
+function_modules! {
     matrix_row true false
     matrix_pair true false
     matrix_lane true false

@@ -1,8 +1,9 @@
 //! Whole programs of instances, for each target.
 
 use crate::scalar::ScalarType;
-use crate::text::{
-    Cpp, Generic, Instance, Parameter, ParameterKind, Target, Text, TextKind, dependencies, indent, literal,
+use crate::source::{
+    Cpp, Generic, Instance, ItemKind, ItemSource, Parameter, ParameterKind, Target, dependencies, indent,
+    literal,
 };
 use std::fmt::Write as _;
 
@@ -20,15 +21,15 @@ impl Instance {
     /// What a device must compile it with is in [`cuda_options`](Self::cuda_options) for CUDA;
     /// on Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
     /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN have their
-    /// meaning, and what a kernel that is not [`exact`](crate::text::Kernel::exact) may take faster is spelled in the text.
-    pub fn text(&self, target: Target) -> String {
+    /// meaning, and what a kernel that is not [`exact`](crate::source::Kernel::exact) may take faster is spelled in the source.
+    pub fn source(&self, target: Target) -> String {
         program(self, target)
     }
 
     /// The same program in Rust, as it was written: the items that the kernel uses, each once and after what it uses itself, and
     /// the kernel; what the instance fixes is a comment.
-    pub fn source(&self) -> String {
-        source(self)
+    pub fn rust_source(&self) -> String {
+        rust_program(self)
     }
 }
 
@@ -38,7 +39,7 @@ fn program(instance: &Instance, target: Target) -> String {
     for line in kernel.docs.lines() {
         put!(out, "//{line}");
     }
-    put!(out, "// {} of {}:{}", instance.entry(), kernel.text.file, kernel.text.line);
+    put!(out, "// {} of {}:{}", instance.entry(), kernel.source.file, kernel.source.line);
     if kernel.exact {
         put!(out, "#define FT_EXACT 1");
     }
@@ -46,9 +47,9 @@ fn program(instance: &Instance, target: Target) -> String {
         put!(out, "#define FT_DYNAMIC 1");
     }
     out.push_str(prelude(target));
-    for text in dependencies(&kernel.text) {
+    for source in dependencies(&kernel.source) {
         put!(out);
-        item(&mut out, text);
+        item(&mut out, source);
     }
     put!(out);
     generics(&mut out, instance);
@@ -56,29 +57,29 @@ fn program(instance: &Instance, target: Target) -> String {
     out
 }
 
-fn source(instance: &Instance) -> String {
+fn rust_program(instance: &Instance) -> String {
     let kernel = instance.kernel();
     let mut out = String::new();
-    put!(out, "// {} of {}:{}", instance.entry(), kernel.text.file, kernel.text.line);
+    put!(out, "// {} of {}:{}", instance.entry(), kernel.source.file, kernel.source.line);
     for (parameter, generic) in kernel.generics.iter().zip(instance.generics()) {
         put!(out, "// {} = {generic}", parameter.name);
     }
     put!(out, "use flashtile_kernel::prelude::*;");
-    let params = |text: &Text| {
-        let of = |p: &Parameter| matches!(p.kind, ParameterKind::Params { cpp, .. } if cpp == text.symbol);
+    let params = |source: &ItemSource| {
+        let of = |p: &Parameter| matches!(p.kind, ParameterKind::Params { cpp, .. } if cpp == source.symbol);
         kernel.parameters.iter().any(of)
     };
-    for text in dependencies(&kernel.text).into_iter().chain([&kernel.text]) {
+    for source in dependencies(&kernel.source).into_iter().chain([&kernel.source]) {
         put!(out);
-        match text.kind {
-            TextKind::Kernel => {}
-            TextKind::Constant => put!(out, "#[constant]"),
-            TextKind::Struct if params(text) => put!(out, "#[params]"),
-            TextKind::Struct | TextKind::Function => put!(out, "#[device]"),
+        match source.kind {
+            ItemKind::Kernel => {}
+            ItemKind::Constant => put!(out, "#[constant]"),
+            ItemKind::Struct if params(source) => put!(out, "#[params]"),
+            ItemKind::Struct | ItemKind::Function => put!(out, "#[device]"),
         }
         // Where an attribute was taken off, between documentation and item, an empty line is left.
         let mut head = true;
-        for line in text.rust.trim_end().lines() {
+        for line in source.rust.trim_end().lines() {
             head &= line.is_empty() || line.starts_with("///") || line.starts_with("#[");
             if !(head && line.is_empty()) {
                 put!(out, "{line}");
@@ -95,9 +96,9 @@ fn prelude(target: Target) -> &'static str {
     }
 }
 
-fn item(out: &mut String, text: &Text) {
-    let name = text.symbol;
-    match &text.cpp {
+fn item(out: &mut String, source: &ItemSource) {
+    let name = source.symbol;
+    match &source.cpp {
         Cpp::Printed(cpp) => put!(out, "{}", cpp.trim_end()),
         Cpp::Table { element, len: Some(len), literals } => {
             put!(out, "FT_CONSTANT {} {name}[{len}] = {{", element.cpp());
@@ -190,7 +191,7 @@ fn entry(out: &mut String, instance: &Instance, target: Target) {
         put!(out, ") {{");
     }
     put!(out, "    const ft_context ft = FT_CONTEXT;");
-    if let Cpp::Printed(body) = kernel.text.cpp {
+    if let Cpp::Printed(body) = kernel.source.cpp {
         indent(out, body);
     }
     put!(out, "}}");

@@ -26,7 +26,7 @@ use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, rotatio
 use flashtile_gpu::plan::{Plan, Tile, merge_instance};
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
-use flashtile_kernel::text::Shape;
+use flashtile_kernel::source::Shape;
 use flashtile_kernel::{Bench, Device, Generic, Instance, Kernel, Launch, LaunchError, ScalarType};
 use half::bf16;
 use rayon::prelude::*;

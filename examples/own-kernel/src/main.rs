@@ -141,8 +141,8 @@ fn launch<T: Element>(tolerance: f32) -> Result<(), Box<dyn Error>> {
 
 fn main() -> Result<(), Box<dyn Error>> {
     match std::env::args().nth(1).as_deref() {
-        Some("metal") => print!("{}", rms_norm::instance::<f16>().text(Target::Metal)),
-        Some("cuda") => print!("{}", rms_norm::instance::<f16>().text(Target::Cuda)),
+        Some("metal") => print!("{}", rms_norm::instance::<f16>().source(Target::Metal)),
+        Some("cuda") => print!("{}", rms_norm::instance::<f16>().source(Target::Cuda)),
         Some(other) => return Err(format!("`{other}`: say nothing, metal or cuda").into()),
         None => {
             simulate::<f32>(1e-5)?;

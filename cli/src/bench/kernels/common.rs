@@ -2,7 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use flashtile::kernel::Bench;
-use flashtile::kernel::text::Shape;
+use flashtile::kernel::source::Shape;
 use flashtile_testkit::gpu_bench::Workload;
 use serde_json::{Map, Value, json};
 

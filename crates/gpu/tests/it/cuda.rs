@@ -4,7 +4,7 @@
 
 use flashtile_gpu::registry::instances;
 use flashtile_kernel::cuda::{Architecture, Compiler, NVRTC_VARIABLE, Program};
-use flashtile_kernel::text::ParameterKind;
+use flashtile_kernel::source::ParameterKind;
 use flashtile_kernel::{Argument, Generic, Instance, ScalarType};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};

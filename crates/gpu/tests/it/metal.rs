@@ -17,7 +17,7 @@ use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::plan::Tile;
 use flashtile_gpu::registry::instances;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::text::Instance;
+use flashtile_kernel::source::Instance;
 use flashtile_kernel::{Argument, Device, Generic, Launch, Plain, Scalar, ScalarType, Target, bf16, f16};
 use flashtile_msl_standin::{Buffer, CLANG_VARIABLE, Compiler, FunctionConstant, Library, Value};
 use flashtile_testkit::{
@@ -75,7 +75,7 @@ fn compile_every(step: usize) {
     let Some(compiler) = compiler() else { return };
     let all: Vec<_> = instances().into_iter().step_by(step).collect();
     let failed = each(&all, |instance| {
-        let text = instance.text(Target::Metal);
+        let text = instance.source(Target::Metal);
         compiler.check(&text).map_err(|why| format!("{}:\n{why}", instance.entry()))
     });
     assert!(failed.is_empty(), "{} of {}:\n{}", failed.len(), all.len(), failed.join("\n"));
@@ -101,7 +101,7 @@ impl Metal {
         if let Some(library) = self.libraries.lock().unwrap().get(&entry) {
             return Ok(library.clone());
         }
-        let library = self.compiler.compile(&instance.text(Target::Metal)).map_err(Failed::new)?;
+        let library = self.compiler.compile(&instance.source(Target::Metal)).map_err(Failed::new)?;
         self.libraries.lock().unwrap().insert(entry, library.clone());
         Ok(library)
     }

@@ -1,5 +1,4 @@
-//! The items of other texts that an item uses: functions, tables and structs, reached by the paths that the
-//! user wrote.
+//! The items that an item uses: functions, tables and structs, reached by the paths that the user wrote.
 
 use proc_macro2::{Span, TokenStream};
 use quote::{ToTokens, quote_spanned};
@@ -14,33 +13,33 @@ pub(crate) struct Depends {
     /// What is emitted stands in a module beside the item, not beside the item itself.
     inside: bool,
     items: Vec<Item>,
-    /// What must hold of the items for the printed text to mean what rustc reads.
+    /// Constant assertions about the items: without them the printed source would not mean what rustc reads.
     demands: Vec<TokenStream>,
 }
 
 #[derive(Debug)]
 struct Item {
     key: String,
-    text: TokenStream,
+    source: TokenStream,
 }
 
 impl Depends {
-    /// For an item whose text is in a module beside it.
+    /// For an item whose source is in a module beside it.
     pub(crate) fn of_module() -> Depends {
         Depends { inside: true, items: Vec::new(), demands: Vec::new() }
     }
 
-    /// For an item whose text is in an `impl` beside it.
+    /// For an item whose source is in an `impl` beside it.
     pub(crate) fn of_impl() -> Depends {
         Depends { inside: false, items: Vec::new(), demands: Vec::new() }
     }
 
-    /// A device function or a constant: the path's module of the same name holds its text.
+    /// A device function or a constant: the path's module of the same name holds its source.
     pub(crate) fn item(&mut self, path: &syn::Path) {
         let module = self.module_path(path);
         let span = path.span();
-        let text = quote_spanned!(span=> #module::TEXT);
-        if self.add(text) {
+        let source = quote_spanned!(span=> #module::SOURCE);
+        if self.add(source) {
             // The module knows its item's name: a path renamed by `use .. as ..` does not end in it.
             let name = module.segments.last().map(|segment| &segment.ident);
             self.demands.push(quote_spanned!(span=> const _: () = #module::#name;));
@@ -48,7 +47,7 @@ impl Depends {
     }
 
     /// A struct, by its type; generic parameters of the item are replaced by types and numbers that will do,
-    /// because a text is the same for all of them.
+    /// because a source is the same for all of them.
     pub(crate) fn structure(&mut self, path: &syn::Path, generics: &[Parameter]) {
         let mut path = path.clone();
         for segment in &mut path.segments {
@@ -61,36 +60,36 @@ impl Depends {
         }
         let span = path.span();
         let path = self.path(&path);
-        let text = quote_spanned!(span=> <#path as ::flashtile_kernel::text::Described>::TEXT);
-        if self.add(text.clone()) {
+        let source = quote_spanned!(span=> <#path as ::flashtile_kernel::source::Described>::SOURCE);
+        if self.add(source.clone()) {
             let name = path.segments.last().map(|segment| segment.ident.to_string());
             // A type alias has another name than its struct.
             self.demands.push(quote_spanned! {span=>
                 const _: () = {
-                    let (found, written) = (#text.name.as_bytes(), #name.as_bytes());
+                    let (found, written) = (#source.name.as_bytes(), #name.as_bytes());
                     let mut same = found.len() == written.len();
                     let mut n = 0;
                     while same && n < found.len() {
                         same = found[n] == written[n];
                         n += 1;
                     }
-                    ::core::assert!(same, "the printed text has the struct's own name: write that, not an alias");
+                    ::core::assert!(same, "the printed source has the struct's own name: write that, not an alias");
                 };
             });
         }
     }
 
     /// Adds an item, unless it is there.
-    fn add(&mut self, text: TokenStream) -> bool {
-        let key = text.to_string();
+    fn add(&mut self, source: TokenStream) -> bool {
+        let key = source.to_string();
         let new = self.items.iter().all(|item| item.key != key);
         if new {
-            self.items.push(Item { key, text });
+            self.items.push(Item { key, source });
         }
         new
     }
 
-    /// A path of the item's, as it is written where its text stands.
+    /// A path of the item's, as it is written where its source stands.
     fn path(&self, path: &syn::Path) -> syn::Path {
         if self.inside { from_inside(path) } else { path.clone() }
     }
@@ -134,9 +133,9 @@ impl Depends {
         self.demands.push(quote_spanned!(span=> const _: () = ::core::assert!(#condition, #message);));
     }
 
-    /// The texts.
-    pub(crate) fn texts(&self) -> Vec<&TokenStream> {
-        self.items.iter().map(|item| &item.text).collect()
+    /// The sources.
+    pub(crate) fn sources(&self) -> Vec<&TokenStream> {
+        self.items.iter().map(|item| &item.source).collect()
     }
 
     pub(crate) fn demands(&self) -> &[TokenStream] {

@@ -1,4 +1,4 @@
-//! What the attributes emit: the item, its `Text`, and for functions and constants a module of the same name that holds it.
+//! What the attributes emit: the item, its `ItemSource`, and for functions and constants a module of the same name that holds it.
 
 use proc_macro2::{Ident, TokenStream};
 use quote::{ToTokens, format_ident, quote, quote_spanned};
@@ -19,21 +19,21 @@ pub(crate) struct Printed<'a> {
     pub(crate) rust: String,
 }
 
-/// The `Text` of an item.
-pub(crate) fn text(printed: &Printed<'_>, texts: &[&TokenStream]) -> TokenStream {
+/// The `ItemSource` of an item.
+pub(crate) fn item_source(printed: &Printed<'_>, sources: &[&TokenStream]) -> TokenStream {
     let Printed { name, kind, cpp, rust } = printed;
     let kind = format_ident!("{kind}");
     let spelled = name.to_string();
     let symbol = names::global(&spelled);
     let line = u32::try_from(name.span().start().line).unwrap_or_default();
     quote! {
-        ::flashtile_kernel::Text {
+        ::flashtile_kernel::ItemSource {
             name: #spelled,
             symbol: #symbol,
-            kind: ::flashtile_kernel::text::TextKind::#kind,
+            kind: ::flashtile_kernel::source::ItemKind::#kind,
             cpp: #cpp,
             rust: #rust,
-            depends: &[#(#texts),*],
+            depends: &[#(#sources),*],
             module: ::core::module_path!(),
             file: ::core::file!(),
             line: #line,
@@ -42,7 +42,7 @@ pub(crate) fn text(printed: &Printed<'_>, texts: &[&TokenStream]) -> TokenStream
 }
 
 fn printed(cpp: &str) -> TokenStream {
-    quote!(::flashtile_kernel::text::Cpp::Printed(#cpp))
+    quote!(::flashtile_kernel::source::Cpp::Printed(#cpp))
 }
 
 /// Documentation, a line each.
@@ -175,7 +175,8 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
     });
     let name = &function.sig.ident;
     let rust = source::of(item);
-    let text = text(&Printed { name, kind: "Function", cpp: printed(&cpp), rust }, &depends.texts());
+    let item_source =
+        item_source(&Printed { name, kind: "Function", cpp: printed(&cpp), rust }, &depends.sources());
     let (vis, lints, demands) = (&function.vis, module_lints(), depends.demands());
     quote! {
         #native
@@ -183,7 +184,7 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
         #lints
         #vis mod #name {
             use super::*;
-            pub const TEXT: &::flashtile_kernel::Text = &#text;
+            pub const SOURCE: &::flashtile_kernel::ItemSource = &#item_source;
             pub const DEDUCED: u64 = #deduced;
             pub const DEDUCIBLE: bool = #deducible;
             pub const IS_CONVERGENT: bool = #is_convergent;
@@ -285,15 +286,16 @@ fn device_struct(structure: syn::ItemStruct, item: TokenStream, mut errors: Erro
         false,
     );
     let rust = source::of(item);
-    let text = text(&Printed { name, kind: "Struct", cpp: printed(&cpp), rust }, &depends.texts());
+    let item_source =
+        item_source(&Printed { name, kind: "Struct", cpp: printed(&cpp), rust }, &depends.sources());
     let (implementation, ty, _) = structure.generics.split_for_impl();
     let demands = depends.demands();
     quote! {
         #structure_with_derives
         #(#demands)*
         impl #implementation ::flashtile_kernel::Value for #name #ty {}
-        impl #implementation ::flashtile_kernel::text::Described for #name #ty {
-            const TEXT: &'static ::flashtile_kernel::Text = &#text;
+        impl #implementation ::flashtile_kernel::source::Described for #name #ty {
+            const SOURCE: &'static ::flashtile_kernel::ItemSource = &#item_source;
         }
     }
 }
@@ -348,7 +350,8 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
         true,
     );
     let rust = source::of(item);
-    let text = text(&Printed { name, kind: "Struct", cpp: printed(&cpp), rust }, &depends.texts());
+    let item_source =
+        item_source(&Printed { name, kind: "Struct", cpp: printed(&cpp), rust }, &depends.sources());
     let members: Vec<_> = structure.fields.iter().filter_map(|field| field.ident.as_ref()).collect();
     let member_types: Vec<_> = structure.fields.iter().map(|field| &field.ty).collect();
     let plain = quote!(::flashtile_kernel::Plain);
@@ -381,8 +384,8 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
                 Self { #(#members: #plain::read(ft_bytes)),* }
             }
         }
-        impl ::flashtile_kernel::text::Described for #name {
-            const TEXT: &'static ::flashtile_kernel::Text = &#text;
+        impl ::flashtile_kernel::source::Described for #name {
+            const SOURCE: &'static ::flashtile_kernel::ItemSource = &#item_source;
         }
     }
 }
@@ -427,13 +430,13 @@ pub(crate) fn constant(arguments: &TokenStream, item: TokenStream) -> TokenStrea
         None => quote!(::core::option::Option::None),
     };
     let cpp = quote! {
-        ::flashtile_kernel::text::Cpp::Table {
+        ::flashtile_kernel::source::Cpp::Table {
             element: <#element as ::flashtile_kernel::Scalar>::TYPE,
             len: #length,
-            literals: || ::flashtile_kernel::text::Constants::literals(&super::#name),
+            literals: || ::flashtile_kernel::source::Constants::literals(&super::#name),
         }
     };
-    let text = text(&Printed { name, kind: "Constant", cpp, rust: source::of(item) }, &[]);
+    let item_source = item_source(&Printed { name, kind: "Constant", cpp, rust: source::of(item) }, &[]);
     let (vis, lints) = (&constant.vis, module_lints());
     quote! {
         #constant
@@ -441,7 +444,7 @@ pub(crate) fn constant(arguments: &TokenStream, item: TokenStream) -> TokenStrea
         #lints
         #vis mod #name {
             use super::*;
-            pub const TEXT: &::flashtile_kernel::Text = &#text;
+            pub const SOURCE: &::flashtile_kernel::ItemSource = &#item_source;
             pub const #name: () = ();
         }
     }
@@ -458,18 +461,18 @@ pub(crate) fn parameter_kind(
         (Type::Buffer(element), passed) => {
             let element = element_type(element, generics);
             let writable = *passed == Passed::MemoryMut;
-            quote!(ft_text::ParameterKind::Buffer { element: #element, writable: #writable })
+            quote!(ft_source::ParameterKind::Buffer { element: #element, writable: #writable })
         }
         (Type::Struct(name, _), _) => {
             let path = referent(written);
-            quote!(ft_text::ParameterKind::Params {
+            quote!(ft_source::ParameterKind::Params {
                 cpp: #name,
                 bytes: <#path as ::flashtile_kernel::Plain>::BYTES,
             })
         }
         (_, passed) => {
             let kind = format_ident!("{}", if *passed == Passed::Constant { "Constant" } else { "Scalar" });
-            quote!(ft_text::ParameterKind::#kind(<#written as ::flashtile_kernel::Scalar>::TYPE))
+            quote!(ft_source::ParameterKind::#kind(<#written as ::flashtile_kernel::Scalar>::TYPE))
         }
     }
 }
@@ -489,11 +492,11 @@ pub(crate) fn element_type(element: &Type, generics: &[Parameter]) -> TokenStrea
         Type::Parameter(name) => {
             let n = generics.iter().position(|parameter| parameter.name() == name);
             let n = n.unwrap_or_default();
-            quote!(ft_text::ElementType::Generic(#n))
+            quote!(ft_source::ElementType::Generic(#n))
         }
         Type::Scalar(scalar) => {
             let variant = format_ident!("{}", scalar.variant());
-            quote!(ft_text::ElementType::Scalar(::flashtile_kernel::ScalarType::#variant))
+            quote!(ft_source::ElementType::Scalar(::flashtile_kernel::ScalarType::#variant))
         }
         _ => TokenStream::new(),
     }

@@ -152,7 +152,7 @@ impl Expansion<'_> {
             #lints
             #vis mod #name {
                 use super::*;
-                use ::flashtile_kernel::text as ft_text;
+                use ::flashtile_kernel::source as ft_source;
                 #data
                 #instances
                 #call
@@ -168,7 +168,7 @@ impl Expansion<'_> {
                 let (name, ty) = (format_ident!("{name}"), format_ident!("{}", ty.rust()));
                 Some(quote! {
                     #[allow(non_snake_case, unused_variables)]
-                    let #name: #ty = ft_text::ConstGeneric::of(#generics, #n);
+                    let #name: #ty = ft_source::ConstGeneric::of(#generics, #n);
                 })
             }
             Parameter::Type { .. } => None,
@@ -184,7 +184,7 @@ impl Expansion<'_> {
         let parameters = self.parameters.iter().map(|Launched { field, argument, ty }| {
             let (rust, cpp) = (field.to_string(), &argument.name);
             let kind = parameter_kind(&argument.ty, &argument.passed, ty, &self.generics);
-            quote!(ft_text::Parameter { name: #rust, cpp: #cpp, kind: #kind })
+            quote!(ft_source::Parameter { name: #rust, cpp: #cpp, kind: #kind })
         });
         let generics = self.generics.iter().map(|parameter| {
             let name = parameter.name();
@@ -198,29 +198,29 @@ impl Expansion<'_> {
                             Bound::Element => "Element",
                         }
                     );
-                    quote!(ft_text::GenericKind::#kind)
+                    quote!(ft_source::GenericKind::#kind)
                 }
                 Parameter::Const { ty, .. } => {
                     let variant = format_ident!("{}", ty.variant());
-                    quote!(ft_text::GenericKind::Const(::flashtile_kernel::ScalarType::#variant))
+                    quote!(ft_source::GenericKind::Const(::flashtile_kernel::ScalarType::#variant))
                 }
             };
-            quote!(ft_text::GenericParameter { name: #name, cpp: #name, kind: #kind })
+            quote!(ft_source::GenericParameter { name: #name, cpp: #name, kind: #kind })
         });
         let requirements = self.contract.requires.iter().map(|requirement| {
             let (condition, message) =
                 (source::of(requirement.condition.to_token_stream()), &requirement.message);
-            quote!(ft_text::Requirement { condition: #condition, message: #message })
+            quote!(ft_source::Requirement { condition: #condition, message: #message })
         });
         let constants = self.constants(&quote!(ft_generics));
         let threads = self.contract.threads.as_ref().map(|threads| {
             let (kind, most) =
                 (format_ident!("{}", if threads.exactly { "Exactly" } else { "UpTo" }), &threads.most);
-            quote!(ft_text::Threads::#kind((#most) as u32))
+            quote!(ft_source::Threads::#kind((#most) as u32))
         });
         let shared = self.shared.iter().map(|SharedArray { name, element, length }| {
             let element = element_type(element, &self.generics);
-            quote!(ft_text::SharedArray { name: #name, element: #element, len: |ft_generics| { #constants #length } })
+            quote!(ft_source::SharedArray { name: #name, element: #element, len: |ft_generics| { #constants #length } })
         });
         let exact = self.contract.exact;
         let bench = match &self.contract.bench {
@@ -232,10 +232,10 @@ impl Expansion<'_> {
         };
         let (unmet, clashes) = (self.unmet(), self.clashes());
         let body = &self.body;
-        let cpp_text = quote!(::flashtile_kernel::text::Cpp::Printed(#body));
-        let text = expand::text(
-            &Printed { name, kind: "Kernel", cpp: cpp_text, rust: self.rust.clone() },
-            &self.depends.texts(),
+        let printed = quote!(::flashtile_kernel::source::Cpp::Printed(#body));
+        let item_source = expand::item_source(
+            &Printed { name, kind: "Kernel", cpp: printed, rust: self.rust.clone() },
+            &self.depends.sources(),
         );
         quote! {
             /// The kernel as data.
@@ -251,12 +251,12 @@ impl Expansion<'_> {
                 threads: |ft_generics| { #constants #threads },
                 shared: &[#(#shared),*],
                 exact: #exact,
-                text: TEXT,
+                source: SOURCE,
                 bench: #bench,
             };
-            const TEXT: ::flashtile_kernel::Text = #text;
+            const SOURCE: ::flashtile_kernel::ItemSource = #item_source;
             // Other items of one name that this kernel uses are refused here.
-            const _: () = ft_text::assert_distinct(&TEXT);
+            const _: () = ft_source::assert_distinct(&SOURCE);
             #clashes
         }
     }
@@ -317,7 +317,7 @@ impl Expansion<'_> {
             let message = format!(
                 "`{name}` is {what} and an item that it uses, directly or not: rename one, C++ has one namespace for them"
             );
-            quote!(const _: () = ::core::assert!(ft_text::is_free(&TEXT, #symbol), #message);)
+            quote!(const _: () = ::core::assert!(ft_source::is_free(&SOURCE, #symbol), #message);)
         });
         asserts.collect()
     }
@@ -340,7 +340,7 @@ impl Expansion<'_> {
                 Parameter::Type { .. } => {
                     quote!(::flashtile_kernel::Generic::Type(<#name as ::flashtile_kernel::Scalar>::TYPE))
                 }
-                Parameter::Const { .. } => quote!(ft_text::ConstGeneric::generic(#name)),
+                Parameter::Const { .. } => quote!(ft_source::ConstGeneric::generic(#name)),
             }
         });
         quote! {
@@ -354,13 +354,13 @@ impl Expansion<'_> {
                 ::flashtile_kernel::Instance::checked(&KERNEL, &[#(#values),*], native)
             }
 
-            /// The kernel for generics chosen at run time: to print, and for devices that compile text.
+            /// The kernel for generics chosen at run time: to print, and for devices that compile source.
             ///
             /// # Errors
             /// Where the generics are not this kernel's.
             pub fn specialise(
                 generics: &[::flashtile_kernel::Generic],
-            ) -> ::core::result::Result<::flashtile_kernel::Instance, ft_text::GenericsError> {
+            ) -> ::core::result::Result<::flashtile_kernel::Instance, ft_source::GenericsError> {
                 ::flashtile_kernel::Instance::new(&KERNEL, generics, ::core::option::Option::None)
             }
         }
@@ -457,7 +457,7 @@ fn measured(bench: &Bench) -> TokenStream {
             let name = name.to_string();
             quote!((#name, (#size) as u64))
         });
-        quote!(ft_text::Shape { sizes: &[#(#sizes),*] })
+        quote!(ft_source::Shape { sizes: &[#(#sizes),*] })
     });
     let names = bench.shapes.first().into_iter().flatten().map(|(name, _)| {
         let spelled = name.to_string();
@@ -469,7 +469,7 @@ fn measured(bench: &Bench) -> TokenStream {
     let names: TokenStream = names.collect();
     let Bench { bytes, flops, tolerance, .. } = bench;
     quote! {
-        ft_text::Bench {
+        ft_source::Bench {
             shapes: &[#(#shapes),*],
             bytes: |ft_shape| { #names (#bytes) as u64 },
             flops: |ft_shape| { #names (#flops) as u64 },

@@ -5,7 +5,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-/// Words that no name of a printed text may be: keywords of C++, MSL and CUDA, names the preludes'
+/// Words that no name of a printed source may be: keywords of C++, MSL and CUDA, names the preludes'
 /// languages predeclare, and macros of their headers.
 const RESERVED: &str = "\
     FLT_MAX FLT_MIN HUGE_VALF INFINITY INT_MAX INT_MIN MAXFLOAT M_PI_F NAN NULL UINT_MAX alignas alignof and \

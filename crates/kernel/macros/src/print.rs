@@ -1,4 +1,4 @@
-//! C++ from the checked tree: one text for Metal and CUDA, which the preludes of flashtile-kernel tell apart.
+//! C++ from the checked tree: one source for Metal and CUDA, which the preludes of flashtile-kernel tell apart.
 
 use crate::ir::{
     Argument, Binary, Call, Expr, For, Function, Generic, Kind, NameOf, Parameter, Passed, Scalar, Stmt,

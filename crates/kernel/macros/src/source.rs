@@ -2,7 +2,7 @@
 
 use proc_macro2::{Delimiter, LineColumn, Spacing, TokenStream, TokenTree};
 
-/// The text of the tokens, with the lines and the indentation they were written with.
+/// The source of the tokens, with the lines and the indentation they were written with.
 pub(crate) fn of(tokens: TokenStream) -> String {
     let mut writer = Writer::default();
     writer.tokens(tokens);
@@ -12,7 +12,7 @@ pub(crate) fn of(tokens: TokenStream) -> String {
 #[derive(Default)]
 struct Writer {
     out: String,
-    /// Where the text before ends in the file.
+    /// Where the token before ends in the file.
     end: Option<LineColumn>,
     /// The column of the first token.
     margin: usize,

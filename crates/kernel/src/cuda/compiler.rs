@@ -1,11 +1,11 @@
-//! Text to machine code, by NVRTC.
+//! From CUDA C++ to machine code, by NVRTC.
 
 #![allow(unsafe_code)]
 
 use super::error::Error;
 use super::library;
 use crate::device::Constant;
-use crate::text::{Instance, Target};
+use crate::source::{Instance, Target};
 use libloading::Symbol;
 use std::ffi::{CString, c_char, c_int, c_void};
 
@@ -15,17 +15,17 @@ pub struct Program {
     /// What errors call it.
     pub name: String,
     /// What is compiled; line numbers of the compiler's log count its lines.
-    pub text: String,
+    pub source: String,
     /// Options of its own, as `-DN=4`; a device, the language (C++17) and execution on the device are given anyway.
     pub options: Vec<String>,
 }
 
 impl Program {
-    /// The printed text of an instance with the values of its `#[constant]` parameters, in order.
+    /// The printed source of an instance with the values of its `#[constant]` parameters, in order.
     #[must_use]
     pub fn of(instance: &Instance, constants: &[Constant]) -> Self {
         let options = instance.cuda_options(constants.iter().copied());
-        Self { name: instance.entry(), text: instance.text(Target::Cuda), options }
+        Self { name: instance.entry(), source: instance.source(Target::Cuda), options }
     }
 }
 
@@ -34,7 +34,7 @@ impl Program {
 pub struct Architecture {
     /// The compiler's name of it: `sm_90a`.
     pub name: String,
-    /// Machine code, or else text (PTX) that the driver translates.
+    /// Machine code, or else PTX that the driver translates.
     pub machine_code: bool,
 }
 
@@ -100,7 +100,7 @@ impl Compiler {
         &self.place
     }
 
-    /// What to compile to for a device of a compute capability: its machine code; for devices newer than the compiler text for
+    /// What to compile to for a device of a compute capability: its machine code; for devices newer than the compiler PTX for
     /// the newest that the driver can translate.
     #[must_use]
     pub fn target(&self, (major, minor): (u32, u32)) -> Architecture {
@@ -120,7 +120,7 @@ impl Compiler {
     /// [`Error::Compile`] with the log.
     pub fn compile(&self, program: &Program, target: &Architecture) -> Result<Vec<u8>, Error> {
         let invalid = |_| self.failed(&program.name, 3);
-        let text = CString::new(program.text.as_str()).map_err(invalid)?;
+        let source = CString::new(program.source.as_str()).map_err(invalid)?;
         let name = CString::new(format!("{}.cu", program.name)).map_err(invalid)?;
         let options = options(program, target).into_iter().map(CString::new);
         let options: Vec<CString> = options.collect::<Result<_, _>>().map_err(invalid)?;
@@ -135,7 +135,7 @@ impl Compiler {
         ) -> c_int;
         type Run = unsafe extern "C" fn(Handle, c_int, *const *const c_char) -> c_int;
         type Destroy = unsafe extern "C" fn(*mut Handle) -> c_int;
-        // SAFETY: NVRTC's functions of these names have these signatures. The texts end in 0 and outlive the program, which
+        // SAFETY: NVRTC's functions of these names have these signatures. The strings end in 0 and outlive the program, which
         // is destroyed once.
         unsafe {
             let create: Symbol<'_, Create> = self.symbol(b"nvrtcCreateProgram\0")?;
@@ -143,7 +143,7 @@ impl Compiler {
             let destroy: Symbol<'_, Destroy> = self.symbol(b"nvrtcDestroyProgram\0")?;
             let mut handle: Handle = std::ptr::null_mut();
             let code =
-                create(&mut handle, text.as_ptr(), name.as_ptr(), 0, std::ptr::null(), std::ptr::null());
+                create(&mut handle, source.as_ptr(), name.as_ptr(), 0, std::ptr::null(), std::ptr::null());
             if code != 0 {
                 return Err(self.failed(&program.name, code));
             }
@@ -240,9 +240,9 @@ mod tests {
         Compiler::load().map_err(|why| println!("SKIPPED, nothing was compiled: {why}")).ok()
     }
 
-    fn program(text: &str, options: &[&str]) -> Program {
+    fn program(source: &str, options: &[&str]) -> Program {
         let options = options.iter().map(|&option| option.to_owned()).collect();
-        Program { name: "a-kernel".to_owned(), text: text.to_owned(), options }
+        Program { name: "a-kernel".to_owned(), source: source.to_owned(), options }
     }
 
     #[test]
@@ -252,19 +252,19 @@ mod tests {
         let empty = program("extern \"C\" __global__ void entry() {}", &[]);
         let code = compiler.compile(&empty, &compiler.target((8, 0))).unwrap();
         assert_eq!(&code[..4], b"\x7fELF");
-        let text = Architecture { name: "compute_80".to_owned(), machine_code: false };
-        let text = compiler.compile(&empty, &text).unwrap();
-        assert!(String::from_utf8_lossy(&text).contains(".entry entry"));
+        let ptx = Architecture { name: "compute_80".to_owned(), machine_code: false };
+        let ptx = compiler.compile(&empty, &ptx).unwrap();
+        assert!(String::from_utf8_lossy(&ptx).contains(".entry entry"));
     }
 
     #[test]
     #[cfg_attr(miri, ignore = "Miri cannot load NVIDIA's compiler")]
     fn options_are_the_programs_own() {
         let Some(compiler) = compiler() else { return };
-        let text = "extern \"C\" __global__ void entry(float* x) { x[0] = x[1] * x[2] + x[3]; }";
+        let source = "extern \"C\" __global__ void entry(float* x) { x[0] = x[1] * x[2] + x[3]; }";
         let target = Architecture { name: "compute_80".to_owned(), machine_code: false };
         let ptx = |options: &[&str]| {
-            let code = compiler.compile(&program(text, options), &target).unwrap();
+            let code = compiler.compile(&program(source, options), &target).unwrap();
             String::from_utf8_lossy(&code).into_owned()
         };
         assert!(ptx(&[]).contains("fma.rn"));
@@ -283,7 +283,7 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
-        // A text that C++ cannot be given.
+        // A source that no C string can hold.
         assert!(matches!(
             compiler.compile(&program("\0", &[]), &compiler.target((8, 0))),
             Err(Error::Compile { .. })
@@ -297,7 +297,7 @@ mod tests {
         let target = |capability| compiler.target(capability);
         assert_eq!(target((9, 0)), Architecture { name: "sm_90a".to_owned(), machine_code: true });
         assert_eq!(target((8, 9)), Architecture { name: "sm_89".to_owned(), machine_code: true });
-        // A device that the compiler does not know is given text for its driver.
+        // A device that the compiler does not know is given PTX for its driver.
         let Architecture { name, machine_code } = target((99, 0));
         assert!(name.starts_with("compute_") && !machine_code, "{name}");
         // Compilers before 12.0 know Hopper without its own instructions.

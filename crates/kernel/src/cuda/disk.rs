@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Names the folder of compiled kernels; empty for none.
 pub const CACHE_VARIABLE: &str = "FLASHTILE_CACHE_DIR";
 
-/// Compiled kernels on disk. Each is a file named by a digest of its text, options, architecture and compiler; it starts with
+/// Compiled kernels on disk. Each is a file named by a digest of its source, options, architecture and compiler; it starts with
 /// a digest of the rest, and one that is not whole is compiled again.
 #[derive(Debug)]
 struct DiskCache {
@@ -91,7 +91,7 @@ impl Kernels {
         let compiler = self.compiler()?;
         let target = compiler.target(capability);
         let mut digest = Sha256::new();
-        digest.update(&program.text);
+        digest.update(&program.source);
         for option in options(program, &target) {
             digest.update([0]);
             digest.update(option);
@@ -137,9 +137,9 @@ mod tests {
         assert!(DiskCache { folder: None }.write("key", b"code").is_ok());
     }
 
-    fn program(text: &str, options: &[&str]) -> Program {
+    fn program(source: &str, options: &[&str]) -> Program {
         let options = options.iter().map(|&option| option.to_owned()).collect();
-        Program { name: "a-kernel".to_owned(), text: text.to_owned(), options }
+        Program { name: "a-kernel".to_owned(), source: source.to_owned(), options }
     }
 
     /// Compiled kernels in a folder; none where there is no compiler, which is said.
@@ -160,8 +160,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let Some(kernels) = kernels(folder.path().to_owned()) else { return };
         let files = || std::fs::read_dir(folder.path()).unwrap().count();
-        let text = "extern \"C\" __global__ void entry(int* x) { x[0] = N; }";
-        let one = program(text, &["-DN=1"]);
+        let source = "extern \"C\" __global__ void entry(int* x) { x[0] = N; }";
+        let one = program(source, &["-DN=1"]);
         let (code, kept) = kernels.code(&one, (8, 0)).unwrap();
         kept.unwrap();
         assert_eq!(files(), 1);
@@ -171,9 +171,9 @@ mod tests {
         assert!(kernels.code(&renamed, (8, 0)).unwrap().0 == code);
         assert_eq!(files(), 1);
         for (program, capability) in [
-            (program(text, &["-DN=2"]), (8, 0)),
-            (program(text, &["-DN=1"]), (9, 0)),
-            (program(&format!("{text}\n"), &["-DN=1"]), (8, 0)),
+            (program(source, &["-DN=2"]), (8, 0)),
+            (program(source, &["-DN=1"]), (9, 0)),
+            (program(&format!("{source}\n"), &["-DN=1"]), (8, 0)),
         ] {
             let before = files();
             kernels.code(&program, capability).unwrap().1.unwrap();

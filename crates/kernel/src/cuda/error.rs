@@ -35,7 +35,7 @@ pub enum Error {
     Compile {
         /// Name of the kernel.
         kernel: String,
-        /// The compiler's log; its line numbers are those of the program's text.
+        /// The compiler's log; its line numbers count in the program's source.
         log: String,
     },
     /// The folder of compiled kernels cannot be used.

@@ -54,7 +54,7 @@ impl Function {
     ) -> Result<Self, Error> {
         let failed = |what: &str| Error::driver(format!("{name}: {what}"));
         context.bind_to_thread().map_err(failed("context"))?;
-        // Text for the driver ends in 0; machine code does not mind.
+        // PTX for the driver ends in 0; machine code may too.
         let mut image = code.to_vec();
         image.push(0);
         let entry = CString::new(entry).unwrap_or_default();

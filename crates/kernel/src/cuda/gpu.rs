@@ -12,7 +12,7 @@ use super::memory::Memory;
 use super::time::Timing;
 use crate::device::{Argument, Constant, Device, Launch, Limits, Span};
 use crate::scalar::{Scalar, ScalarType};
-use crate::text::{Generic, Instance};
+use crate::source::{Generic, Instance};
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUevent_flags as Flags};
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 use std::collections::HashMap;
@@ -175,7 +175,7 @@ impl Gpu {
     /// so that no later launch waits for the compiler, and with what it takes of the device ([`Function::resources`]).
     ///
     /// # Errors
-    /// [`Error::Missing`], [`Error::Compile`] with line numbers of the printed text ([`Instance::text`]), or [`Error::Driver`].
+    /// [`Error::Missing`], [`Error::Compile`] with line numbers of the printed source ([`Instance::source`]), or [`Error::Driver`].
     pub fn function(&self, instance: &Instance, constants: &[Constant]) -> Result<Arc<Function>, Error> {
         self.prewarm(instance, constants).map(|(function, _)| function)
     }
@@ -321,7 +321,7 @@ impl Device for Gpu {
         let blocks = launch.groups().map(|n| n as usize);
         let (threads, shared) = (launch.threads() as usize, instance.cuda_dynamic_bytes());
         let grid = Grid { blocks, threads, shared };
-        // SAFETY: a launch holds an argument of the right kind and size for each parameter, in order, and the printed text declares
+        // SAFETY: a launch holds an argument of the right kind and size for each parameter, in order, and the printed source declares
         // those that are no constants in the same order. Buffers are inside memory of this device, which lives until work that was
         // launched before its end has ended, or which its owner vouches for. That the kernel stays inside them is its contract's.
         unsafe { function.launch_with(&self.stream, grid, &mut parameters) }

@@ -6,7 +6,7 @@ use super::report::Report;
 use super::shadow::Access;
 use super::{Fault, FaultKind};
 use crate::region::Region;
-use crate::text::{Kernel, SharedArray};
+use crate::source::{Kernel, SharedArray};
 use corosensei::Yielder;
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -254,9 +254,8 @@ impl Machine {
         if let Err(payload) = result
             && !payload.is::<Stopped>()
         {
-            let text = self.kernel.text.file;
-            let (file, line) =
-                panics::take_place().unwrap_or_else(|| (text.to_owned(), self.kernel.text.line));
+            let source = &self.kernel.source;
+            let (file, line) = panics::take_place().unwrap_or_else(|| (source.file.to_owned(), source.line));
             self.set_fault(FaultKind::Panic, file, line, panics::message(&*payload));
         }
     }

@@ -7,7 +7,7 @@ use crate::arguments::{Arguments, Value};
 use crate::device::{Argument, Device, Launch, Limits};
 use crate::facts::Span;
 use crate::region::Region;
-use crate::text::{Kernel, Native};
+use crate::source::{Kernel, Native};
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
 use std::rc::Rc;
@@ -217,7 +217,7 @@ impl Device for Simulator {
 
 /// A launch that did not begin.
 fn unlaunched(kernel: &'static Kernel, message: String) -> Fault {
-    let (file, line) = (kernel.text.file.to_owned(), kernel.text.line);
+    let (file, line) = (kernel.source.file.to_owned(), kernel.source.line);
     let (kind, kernel) = (FaultKind::Launch, kernel.name);
     Fault { kernel, kind, file, line, thread: 0, lane: 0, group: [0; 3], message }
 }

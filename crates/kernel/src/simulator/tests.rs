@@ -10,7 +10,7 @@ use crate::lanes::position_of;
 use crate::memory::{Buffer, Place, Shared};
 use crate::region::Region;
 use crate::scalar::{Plain, Scalar, ScalarType};
-use crate::text::{Cpp, Kernel, Text, TextKind, Threads};
+use crate::source::{Cpp, ItemKind, ItemSource, Kernel, Threads};
 use half::{bf16, f16};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::rc::Rc;
@@ -27,10 +27,10 @@ static KERNEL: Kernel = Kernel {
     threads: |_| Threads::UpTo(64),
     shared: &[],
     exact: false,
-    text: Text {
+    source: ItemSource {
         name: "none",
         symbol: "none",
-        kind: TextKind::Kernel,
+        kind: ItemKind::Kernel,
         cpp: Cpp::Printed(""),
         rust: "",
         depends: &[],

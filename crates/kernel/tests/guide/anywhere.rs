@@ -175,14 +175,14 @@ fn memory<T: Scalar>(bytes: &[u8]) -> Memory {
 fn on_metal(compiler: &Compiler, mut launch: Launch<'_, Memory>) -> Result<(), Failure> {
     static LIBRARIES: Mutex<Option<HashMap<String, Library>>> = Mutex::new(None);
     let instance = launch.instance();
-    let text = instance.text(Target::Metal);
+    let source = instance.source(Target::Metal);
     let libraries = || LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
-    let known = libraries().get_or_insert_default().get(&text).cloned();
+    let known = libraries().get_or_insert_default().get(&source).cloned();
     let library = match known {
         Some(library) => library,
-        None => compiler.compile(&text).map_err(|why| Failure(quoted(&why.to_string(), &text)))?,
+        None => compiler.compile(&source).map_err(|why| Failure(quoted(&why.to_string(), &source)))?,
     };
-    libraries().get_or_insert_default().insert(text, library.clone());
+    libraries().get_or_insert_default().insert(source, library.clone());
     let constants: Vec<_> = launch
         .constants()
         .enumerate()
@@ -238,9 +238,9 @@ fn on_metal(compiler: &Compiler, mut launch: Launch<'_, Memory>) -> Result<(), F
     result.map_err(|why| Failure(why.to_string()))
 }
 
-/// What a compiler says of a text, with the lines it names.
-fn quoted(why: &str, text: &str) -> String {
-    let lines: Vec<&str> = text.lines().collect();
+/// What a compiler says of a source, with the lines it names.
+fn quoted(why: &str, source: &str) -> String {
+    let lines: Vec<&str> = source.lines().collect();
     let mut out = String::new();
     for complaint in why.lines() {
         out.push_str(&format!("{complaint}\n"));

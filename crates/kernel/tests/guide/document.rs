@@ -1,4 +1,4 @@
-//! The document says what is tested: its code is that of these files, its texts are what was printed.
+//! The document says what is tested: its code is that of these files, its printed code is what was printed.
 
 use flashtile_kernel::Target;
 use std::path::PathBuf;
@@ -49,7 +49,7 @@ fn its_code_is_tested() {
     sources.push(read("../../examples/own-kernel/src/main.rs"));
     let printed: Vec<String> = [Target::Metal, Target::Cuda]
         .iter()
-        .map(|target| crate::first::add::instance().text(*target))
+        .map(|target| crate::first::add::instance().source(*target))
         .collect();
     let mut blocks = 0;
     let mut rest = &document[..];

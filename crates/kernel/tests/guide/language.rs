@@ -188,7 +188,7 @@ fn a_kernel_says_what_to_measure() {
 fn texts_are_printed() {
     let half = ranges::instance::<16>();
     let same = ranges::specialise(&[Generic::Usize(16)]).unwrap();
-    assert_eq!(half.text(Target::Metal), same.text(Target::Metal));
+    assert_eq!(half.source(Target::Metal), same.source(Target::Metal));
     assert_eq!(half.entry(), "ranges_16");
     assert!(crate::sums::row_sums::specialise(&[Generic::Type(ScalarType::U32)]).is_err());
 }

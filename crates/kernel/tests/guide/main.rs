@@ -1,5 +1,5 @@
 //! The guide of the kernel language: every snippet of it compiled and simulated; and Rust as odd as it may be, equal in plain
-//! Rust, in the simulator and in printed texts.
+//! Rust, in the simulator and in printed source.
 
 #![allow(missing_docs)]
 #![allow(

@@ -362,7 +362,7 @@ fn every_text_compiles() {
         let program = Program::of(instance, &constants);
         for capability in [(8, 0), (9, 0)] {
             let code = compiler.compile(&program, &compiler.target(capability));
-            assert!(code.is_ok(), "{}\n{}", code.unwrap_err(), instance.text(Target::Cuda));
+            assert!(code.is_ok(), "{}\n{}", code.unwrap_err(), instance.source(Target::Cuda));
         }
     }
 }

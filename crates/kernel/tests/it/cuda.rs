@@ -4,21 +4,21 @@
 
 use crate::hosts::{compiler, gpu};
 use flashtile_kernel::cuda::{Error, Function, Gpu, Grid, Memory, Program};
-use flashtile_kernel::text::{
-    Cpp, ElementType, GenericKind, GenericParameter, Parameter, ParameterKind, TextKind, Threads,
+use flashtile_kernel::source::{
+    Cpp, ElementType, GenericKind, GenericParameter, ItemKind, Parameter, ParameterKind, Threads,
 };
 use flashtile_kernel::{
-    Argument, ContractError, ContractErrorKind, Device, Element, Generic, Instance, Kernel, Launch,
-    LaunchError, Scalar, ScalarType, Span, Target, Text, View, f16,
+    Argument, ContractError, ContractErrorKind, Device, Element, Generic, Instance, ItemSource, Kernel,
+    Launch, LaunchError, Scalar, ScalarType, Span, Target, View, f16,
 };
 
 const fn parameter(name: &'static str, kind: ParameterKind) -> Parameter {
     Parameter { name, cpp: name, kind }
 }
 
-const fn body(name: &'static str, cpp: &'static str) -> Text {
-    let (kind, cpp) = (TextKind::Kernel, Cpp::Printed(cpp));
-    Text {
+const fn body(name: &'static str, cpp: &'static str) -> ItemSource {
+    let (kind, cpp) = (ItemKind::Kernel, Cpp::Printed(cpp));
+    ItemSource {
         name,
         symbol: name,
         kind,
@@ -61,7 +61,7 @@ macro_rules! multiply_add {
             threads: |_| Threads::UpTo(256),
             shared: &[],
             exact: $exact,
-            text: body(
+            source: body(
                 "multiply_add",
                 "const uint i = ft_thread_position(ft);\n\
                  if (i < n) {\n    \
@@ -77,7 +77,7 @@ macro_rules! multiply_add {
 static MULTIPLY_ADD: Kernel = multiply_add!(false);
 static EXACTLY: Kernel = multiply_add!(true);
 
-/// Its text is no C++.
+/// Its source is no C++.
 static WRONG: Kernel = Kernel {
     name: "wrong",
     cpp: "wrong",
@@ -90,7 +90,7 @@ static WRONG: Kernel = Kernel {
     threads: |_| Threads::Exactly(32),
     shared: &[],
     exact: false,
-    text: body("wrong", "const uint i = 0u;\nconst uint j = missing;\n"),
+    source: body("wrong", "const uint i = 0u;\nconst uint j = missing;\n"),
     bench: None,
 };
 
@@ -160,8 +160,8 @@ fn a_log_counts_the_lines_of_the_printed_text() {
     let why = compiler.compile(&Program::of(&instance, &[]), &compiler.target((8, 0))).unwrap_err();
     let Error::Compile { kernel, log } = &why else { panic!("{why}") };
     assert_eq!(kernel, "wrong");
-    let text = instance.text(Target::Cuda);
-    let line = 1 + text.lines().position(|line| line.contains("missing")).unwrap();
+    let source = instance.source(Target::Cuda);
+    let line = 1 + source.lines().position(|line| line.contains("missing")).unwrap();
     assert!(log.contains(&format!("wrong.cu({line}): error: identifier \"missing\"")), "{log}");
 }
 
@@ -327,7 +327,7 @@ extern "C" __global__ void neighbours(unsigned int* out) {
 /// The program and how many words of shared memory it takes.
 fn dynamic(gpu: &Gpu, count: usize) -> Result<Function, Error> {
     let options = vec![format!("-DCOUNT={count}")];
-    let program = Program { name: "dynamic".to_owned(), text: DYNAMIC.to_owned(), options };
+    let program = Program { name: "dynamic".to_owned(), source: DYNAMIC.to_owned(), options };
     gpu.load(&program, "neighbours", count * 4).map(|(function, _)| function)
 }
 

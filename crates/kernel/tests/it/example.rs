@@ -108,7 +108,7 @@ fn a_launch_keeps_the_requirements_whoever_makes_it() {
 
 #[test]
 fn the_body_prints_as_it_reads() {
-    let text = scale::instance::<bf16, 4>().text(Target::Metal);
+    let source = scale::instance::<bf16, 4>().source(Target::Metal);
     let body = "
     FT_SHARED_ARRAY(float, tile, 32 * N);
     const auto i = ft_thread_position(ft);
@@ -127,8 +127,8 @@ fn the_body_prints_as_it_reads() {
     }
 }
 ";
-    assert!(text.ends_with(body), "{text}");
-    assert!(scale::KERNEL.text.rust.contains("\n    let i = thread_position();\n"));
+    assert!(source.ends_with(body), "{source}");
+    assert!(scale::KERNEL.source.rust.contains("\n    let i = thread_position();\n"));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Printed CUDA, run: a C++ compiler for the host, given the words of CUDA that the printed text uses, makes a program of
+//! Printed CUDA, run: a C++ compiler for the host, given the words of CUDA that the printed source uses, makes a program of
 //! it. `FLASHTILE_CXX` is the compiler; without it the tests say that they did not run.
 
 use flashtile_kernel::{Instance, Target};
@@ -49,8 +49,8 @@ pub(crate) fn run(instance: &Instance, setup: &str, call: &str, groups: u32, out
         eprintln!("SKIPPED: printed CUDA is not run on the host, FLASHTILE_CXX is not set");
         return None;
     };
-    let text = instance.text(Target::Cuda);
-    let text: Vec<&str> = text
+    let source = instance.source(Target::Cuda);
+    let source: Vec<&str> = source
         .lines()
         .map(|line| match line.trim_start() {
             line if line.starts_with("asm(\"cvt.rn.f16.f32") => "FT_ROUND_F16(y.bits, x)",
@@ -59,10 +59,10 @@ pub(crate) fn run(instance: &Instance, setup: &str, call: &str, groups: u32, out
             _ => line,
         })
         .collect();
-    let text = text.join("\n");
+    let source = source.join("\n");
     let (entry, threads) = (instance.entry(), instance.threads().most());
     let program = format!(
-        "{CUDA}{text}\n{setup}\nstatic uint ft_out[{out}];\nint main() {{\n\
+        "{CUDA}{source}\n{setup}\nstatic uint ft_out[{out}];\nint main() {{\n\
          blockDim = {{{threads}, 1, 1}};\ngridDim = {{{groups}, 1, 1}};\n\
          for (blockIdx.x = 0; blockIdx.x < {groups}; ++blockIdx.x) {{\n\
          for (threadIdx.x = 0; threadIdx.x < {threads}; ++threadIdx.x) {{\n{entry}({call});\n}}\n}}\n\

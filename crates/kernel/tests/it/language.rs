@@ -9,14 +9,14 @@ use flashtile_kernel_macros::{constant, device, kernel, params};
 use crate::gcc;
 use crate::nvrtc::Nvrtc;
 
-/// Compiles an instance's text for CUDA, without warnings; says so where there is no compiler.
+/// Compiles an instance's source for CUDA, without warnings; says so where there is no compiler.
 pub(crate) fn compiles(instance: &Instance, options: &[&str]) {
     let Some(nvrtc) = Nvrtc::find() else { return };
-    let text = instance.text(Target::Cuda);
+    let source = instance.source(Target::Cuda);
     let options = [&["--std=c++17", "--gpu-architecture=compute_80"], options].concat();
-    if let Err(log) = nvrtc.compile(&text, &options) {
+    if let Err(log) = nvrtc.compile(&source, &options) {
         let lines: Vec<String> =
-            text.lines().enumerate().map(|(n, line)| format!("{:4} {line}", n + 1)).collect();
+            source.lines().enumerate().map(|(n, line)| format!("{:4} {line}", n + 1)).collect();
         panic!("{}:\n{}\n{log}", instance.entry(), lines.join("\n"));
     }
 }

@@ -1,16 +1,16 @@
 //! Kernels written as their expansion, in the parts a test cares about.
 
 use flashtile_kernel::simulator::{Arguments, Fault, FaultKind, Memory, Report, Simulator};
-use flashtile_kernel::text::{
-    Cpp, ElementType, GenericKind, GenericParameter, Parameter, ParameterKind, TextKind, Threads,
+use flashtile_kernel::source::{
+    Cpp, ElementType, GenericKind, GenericParameter, ItemKind, Parameter, ParameterKind, Threads,
 };
-use flashtile_kernel::{Argument, Device, Instance, Kernel, Launch, ScalarType, Text};
+use flashtile_kernel::{Argument, Device, Instance, ItemSource, Kernel, Launch, ScalarType};
 
-pub(crate) const fn text(name: &'static str, body: &'static str) -> Text {
-    Text {
+pub(crate) const fn source(name: &'static str, body: &'static str) -> ItemSource {
+    ItemSource {
         name,
         symbol: name,
-        kind: TextKind::Kernel,
+        kind: ItemKind::Kernel,
         cpp: Cpp::Printed(body),
         rust: "",
         depends: &[],
@@ -46,7 +46,7 @@ pub(crate) const fn kernel(
         threads: |_| Threads::UpTo(1024),
         shared: &[],
         exact: false,
-        text: text(name, body),
+        source: source(name, body),
         bench: None,
     }
 }

@@ -4,7 +4,7 @@
 #![allow(unsafe_code)]
 
 use crate::natives::{buffer, generic, kernel};
-use flashtile_kernel::text::{ElementType, GenericKind, Parameter, ParameterKind};
+use flashtile_kernel::source::{ElementType, GenericKind, Parameter, ParameterKind};
 use flashtile_kernel::{Generic, Instance, Kernel, ScalarType, Target};
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::PathBuf;
@@ -12,18 +12,18 @@ use std::ptr::{null, null_mut};
 
 type Program = *mut c_void;
 
-/// Compiles an instance's text for CUDA; a warning is an error. Says so where there is no compiler.
+/// Compiles an instance's source for CUDA; a warning is an error. Says so where there is no compiler.
 pub(crate) fn compiles(instance: &Instance, options: &[&str]) {
     let Some(nvrtc) = Nvrtc::find() else { return };
-    let text = instance.text(Target::Cuda);
+    let source = instance.source(Target::Cuda);
     let options = [&["--std=c++17", "--gpu-architecture=compute_80"], options].concat();
-    if let Err(log) = nvrtc.compile(&text, &options) {
-        panic!("{}:\n{}\n{log}", instance.entry(), numbered(&text));
+    if let Err(log) = nvrtc.compile(&source, &options) {
+        panic!("{}:\n{}\n{log}", instance.entry(), numbered(&source));
     }
 }
 
-fn numbered(text: &str) -> String {
-    text.lines().enumerate().map(|(n, line)| format!("{:4} {line}\n", n + 1)).collect()
+fn numbered(source: &str) -> String {
+    source.lines().enumerate().map(|(n, line)| format!("{:4} {line}\n", n + 1)).collect()
 }
 
 /// The functions of NVRTC that compile a program.
@@ -51,9 +51,9 @@ impl Nvrtc {
         Some(Self { _builtins: builtins.map(open).collect(), library: open(path) })
     }
 
-    /// The PTX of `text`, or the compiler's log.
-    pub(crate) fn compile(&self, text: &str, options: &[&str]) -> Result<String, String> {
-        let text = CString::new(text).unwrap();
+    /// The PTX of `source`, or the compiler's log.
+    pub(crate) fn compile(&self, source: &str, options: &[&str]) -> Result<String, String> {
+        let source = CString::new(source).unwrap();
         let options: Vec<CString> = options.iter().map(|o| CString::new(*o).unwrap()).collect();
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut program: Program = null_mut();
@@ -72,7 +72,7 @@ impl Nvrtc {
             type Get = unsafe extern "C" fn(Program, *mut c_char) -> c_int;
             let create = self.library.get::<Create>(b"nvrtcCreateProgram").unwrap();
             let compile = self.library.get::<Compile>(b"nvrtcCompileProgram").unwrap();
-            assert_eq!(create(&mut program, text.as_ptr(), c"kernel.cu".as_ptr(), 0, null(), null()), 0);
+            assert_eq!(create(&mut program, source.as_ptr(), c"kernel.cu".as_ptr(), 0, null(), null()), 0);
             let code = compile(program, pointers.len() as c_int, pointers.as_ptr());
             let read = |size: &[u8], get: &[u8]| {
                 let mut bytes = 0;
@@ -88,13 +88,13 @@ impl Nvrtc {
 
     /// The PTX of a kernel for an architecture; a warning is an error.
     fn ptx(&self, kernel: &'static Kernel, generics: &[Generic], arch: &str) -> String {
-        let text = Instance::new(kernel, generics, None).unwrap().text(Target::Cuda);
+        let source = Instance::new(kernel, generics, None).unwrap().source(Target::Cuda);
         let mut options = vec!["--std=c++17", "-DFT_CONSTANT_wide=true", arch];
         if kernel.exact {
             options.push("--fmad=false");
         }
-        self.compile(&text, &options)
-            .unwrap_or_else(|log| panic!("{} for {generics:?}:\n{log}\n{}", kernel.name, numbered(&text)))
+        self.compile(&source, &options)
+            .unwrap_or_else(|log| panic!("{} for {generics:?}:\n{log}\n{}", kernel.name, numbered(&source)))
     }
 }
 

@@ -1,4 +1,4 @@
-//! What rustc's lints would let pass, and printed texts would not mean.
+//! Literals that rustc's lints would let pass, and that mean something else in printed source.
 
 #![allow(overflowing_literals)]
 

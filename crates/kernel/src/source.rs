@@ -1,6 +1,6 @@
 //! Kernels as data: what they are called, what they take, what they are in C++.
 //!
-//! Printed C++ is one text for both targets; their differences are in preludes, whose names all start with `ft_` or `FT_`.
+//! Printed C++ is one source for both targets; their differences are in preludes, whose names all start with `ft_` or `FT_`.
 //! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
 //! is what runs: no template of a kernel is left to be instantiated.
 
@@ -20,9 +20,9 @@ pub enum Target {
     Cuda,
 }
 
-/// What a [`Text`] is the text of.
+/// The kind of item of an [`ItemSource`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TextKind {
+pub enum ItemKind {
     /// A `#[device]` function.
     Function,
     /// A `#[device]` or `#[params]` struct.
@@ -35,19 +35,19 @@ pub enum TextKind {
 
 /// One item of the kernel language, as Rust and as C++.
 #[derive(Debug)]
-pub struct Text {
+pub struct ItemSource {
     /// The item's name, in Rust.
     pub name: &'static str,
     /// The item's name, in C++, which differs where the name is a word of C++.
     pub symbol: &'static str,
     /// What it is.
-    pub kind: TextKind,
+    pub kind: ItemKind,
     /// The item in C++, for both targets.
     pub cpp: Cpp,
     /// The item as written, in formatted tokens.
     pub rust: &'static str,
     /// Items it uses directly.
-    pub depends: &'static [&'static Text],
+    pub depends: &'static [&'static ItemSource],
     /// The module it is defined in: two items that one macro makes in two modules have one place in the source.
     pub module: &'static str,
     /// The source file.
@@ -56,7 +56,7 @@ pub struct Text {
     pub line: u32,
 }
 
-/// The printed C++ of a [`Text`].
+/// The printed C++ of an [`ItemSource`].
 #[derive(Debug)]
 pub enum Cpp {
     /// A function or struct with all its template heads; for a kernel the statements of its body, without braces.
@@ -72,10 +72,10 @@ pub enum Cpp {
     },
 }
 
-/// A type with a [`Text`]: `#[device]` and `#[params]` structs.
+/// A type with an [`ItemSource`]: `#[device]` and `#[params]` structs.
 pub trait Described {
-    /// The struct's text.
-    const TEXT: &'static Text;
+    /// The struct's source.
+    const SOURCE: &'static ItemSource;
 }
 
 /// A constant that can be printed: a scalar or an array of scalars.
@@ -294,8 +294,8 @@ pub struct Kernel {
     pub shared: &'static [SharedArray],
     /// Whether it is compiled without contraction, approximation and reassociation.
     pub exact: bool,
-    /// Its body, and the items that uses.
-    pub text: Text,
+    /// Its body, and the items that the body uses.
+    pub source: ItemSource,
     /// What to measure.
     pub bench: Option<Bench>,
 }
@@ -416,7 +416,7 @@ impl Instance {
         })
     }
 
-    /// The name of the function in every target's text: the kernel's and its generics', joined by `_`.
+    /// The name of the function in every target's source: the kernel's and its generics', joined by `_`.
     pub fn entry(&self) -> String {
         self.generics.iter().fold(self.kernel.cpp.to_owned(), |mut name, generic| {
             name.push('_');
@@ -434,7 +434,7 @@ impl Instance {
         if bytes > 48 << 10 { bytes } else { 0 }
     }
 
-    /// What NVRTC must be given beside the text and the architecture, for these values of the `#[constant]` parameters, in
+    /// What NVRTC must be given beside the source and the architecture, for these values of the `#[constant]` parameters, in
     /// order: the language, the values, and for an exact kernel `--fmad=false`.
     pub fn cuda_options(&self, constants: impl IntoIterator<Item = Constant>) -> Vec<String> {
         let named = self.kernel.parameters.iter().filter(|p| matches!(p.kind, ParameterKind::Constant(_)));
@@ -446,10 +446,10 @@ impl Instance {
     }
 }
 
-/// All items `text` uses, each once and after what it uses itself, without `text`.
-pub fn dependencies(text: &'static Text) -> Vec<&'static Text> {
-    fn visit(text: &'static Text, done: &mut Vec<&'static Text>) {
-        for &used in text.depends {
+/// All items `source` uses, each once and after what it uses itself, without `source`.
+pub fn dependencies(source: &'static ItemSource) -> Vec<&'static ItemSource> {
+    fn visit(source: &'static ItemSource, done: &mut Vec<&'static ItemSource>) {
+        for &used in source.depends {
             if !done.iter().any(|other| same(other, used)) {
                 visit(used, done);
                 done.push(used);
@@ -457,22 +457,22 @@ pub fn dependencies(text: &'static Text) -> Vec<&'static Text> {
         }
     }
     let mut done = Vec::new();
-    visit(text, &mut done);
+    visit(source, &mut done);
     done
 }
 
-/// Whether two texts are one item: a constant's address is not its identity, its module and its place in the source are.
-const fn same(a: &Text, b: &Text) -> bool {
+/// Whether two sources are one item. A constant has no address of its own: its module and its place in the file identify it.
+const fn same(a: &ItemSource, b: &ItemSource) -> bool {
     equal(a.name, b.name) && a.line == b.line && equal(a.module, b.module) && equal(a.file, b.file)
 }
 
-/// Whether no item that `text` uses, directly or not, is called `symbol` in C++.
+/// Whether no item that `source` uses, directly or not, is called `symbol` in C++.
 ///
 /// `#[kernel]` calls it in constants, for what its program defines beside these items.
-pub const fn is_free(text: &Text, symbol: &str) -> bool {
+pub const fn is_free(source: &ItemSource, symbol: &str) -> bool {
     let mut n = 0;
-    while n < text.depends.len() {
-        if equal(text.depends[n].symbol, symbol) || !is_free(text.depends[n], symbol) {
+    while n < source.depends.len() {
+        if equal(source.depends[n].symbol, symbol) || !is_free(source.depends[n], symbol) {
             return false;
         }
         n += 1;
@@ -483,11 +483,11 @@ pub const fn is_free(text: &Text, symbol: &str) -> bool {
 /// Fails to compile where two different items of one name are used, directly or not: C++ has one namespace for them.
 ///
 /// `#[kernel]` calls it in a constant.
-pub const fn assert_distinct(text: &Text) {
-    assert_distinct_in(text, text);
+pub const fn assert_distinct(source: &ItemSource) {
+    assert_distinct_in(source, source);
 }
 
-const fn assert_distinct_in(root: &Text, part: &Text) {
+const fn assert_distinct_in(root: &ItemSource, part: &ItemSource) {
     let mut n = 0;
     while n < part.depends.len() {
         assert!(
@@ -499,7 +499,7 @@ const fn assert_distinct_in(root: &Text, part: &Text) {
     }
 }
 
-const fn agrees(root: &Text, item: &Text) -> bool {
+const fn agrees(root: &ItemSource, item: &ItemSource) -> bool {
     let mut n = 0;
     while n < root.depends.len() {
         let other = root.depends[n];
