@@ -52,7 +52,7 @@ impl Parse for Arguments {
                     }
                     let threads = Threads { most: input.parse()?, exactly };
                     if all.threads.replace(threads).is_some() {
-                        return Err(syn::Error::new(name.span(), "`threads` is said once"));
+                        return Err(syn::Error::new(name.span(), "`threads` is given once"));
                     }
                 }
                 "requires" => {
@@ -63,7 +63,7 @@ impl Parse for Arguments {
                         if content.is_empty() {
                             return Err(syn::Error::new_spanned(
                                 condition,
-                                "say what the condition means: `requires(condition, \"message\")`",
+                                "a condition needs a message: write `requires(condition, \"message\")`",
                             ));
                         }
                         content.parse::<Token![,]>()?;

@@ -302,8 +302,8 @@ pub(crate) fn instead_of(method: &str) -> &'static str {
             "iterators do not exist on GPUs: loop with `for i in 0..n` and index"
         }
         "len" => "memory does not know its length on GPUs: pass it as a parameter",
-        "clone" | "to_owned" | "cloned" | "copied" => "values are copied by using them: leave it out",
-        "unwrap" | "expect" | "ok" | "ok_or" => "there is no `Option` and no `Result` on GPUs",
+        "clone" | "to_owned" | "cloned" | "copied" => "every use of a value copies it: leave the call out",
+        "unwrap" | "expect" | "ok" | "ok_or" => "GPUs have no `Option` and no `Result`",
         "round" => "Rust and GPUs round halves differently here: write `round_ties_even`",
         "powi" => "write the products, or `powf`",
         "signum" => "write `1f32.copysign(x)`",
@@ -314,7 +314,7 @@ pub(crate) fn instead_of(method: &str) -> &'static str {
         "cast" | "into" | "try_into" | "from" => "write `x as T`, `x.to_f32()` or `T::from_f32(x)`",
         "swap" | "fill" | "copy_from_slice" => "write the loop",
         "log10" => "write `x.log2() * LOG10_OF_2`, or `ln`",
-        _ => "it is not a method of the kernel language",
+        _ => "the kernel language has no such method",
     }
 }
 

@@ -69,15 +69,17 @@ fn is_reserved(name: &str) -> bool {
 /// Names that cannot be spelled in C++: its implementations own them, or the preludes do.
 pub(crate) fn refused(name: &str) -> Option<&'static str> {
     if name.starts_with("ft_") || name.starts_with("FT_") {
-        return Some("names starting with `ft_` belong to the preludes of the printed texts: choose another");
+        return Some("names that start with `ft_` belong to the preludes of printed source: choose another");
     }
     if name.contains("__")
         || (name.starts_with('_') && name[1..].starts_with(|c: char| c.is_ascii_uppercase()))
     {
-        return Some("C++ keeps names with `__`, and with `_` before a capital, for itself: choose another");
+        return Some(
+            "C++ reserves names with `__`, and names that start with `_` and a capital: choose another",
+        );
     }
     if !name.is_ascii() {
-        return Some("names are ASCII in the printed texts: choose another");
+        return Some("names are ASCII in printed source: choose another");
     }
     None
 }
@@ -86,7 +88,7 @@ pub(crate) fn refused(name: &str) -> Option<&'static str> {
 pub(crate) fn refused_item(name: &str) -> Option<&'static str> {
     let ends = name
         .ends_with('_')
-        .then_some("words of C++ get a `_` at their end in the printed texts: choose a name without");
+        .then_some("words of C++ get a `_` at their end in printed source: choose a name without it");
     refused(name).or(ends)
 }
 

@@ -42,7 +42,7 @@ impl Reader<'_> {
             syn::Type::ImplTrait(_) | syn::Type::TraitObject(_) => {
                 "trait objects do not exist on GPUs: use a type parameter bounded by `Element`"
             }
-            syn::Type::Infer(_) => "write the type: C++ has no `_`",
+            syn::Type::Infer(_) => "C++ has no `_`: write the type",
             _ => {
                 "the kernel language has scalars, arrays, #[device] structs, `Fragment`, `Buffer` and `Shared`"
             }
@@ -73,7 +73,7 @@ impl Reader<'_> {
                 "i128" | "u128" => Some("GPUs have no 128-bit integers: use two u64"),
                 "char" => Some("char does not exist on GPUs: use u32"),
                 "str" | "String" => Some("strings do not exist on GPUs"),
-                "Self" => Some("there is no `Self` in a function of the kernel language: write the type"),
+                "Self" => Some("functions of the kernel language have no `Self`: write the type"),
                 _ => None,
             };
             if let Some(reason) = reason {
@@ -98,7 +98,10 @@ impl Reader<'_> {
                     Some(handle(Box::new(element)))
                 }
                 _ => {
-                    self.errors.refuse(path, format_args!("write the scalar it holds: `{name}<f32>`"));
+                    self.errors.refuse(
+                        path,
+                        format_args!("`{name}` holds scalars: write their type, `{name}<f32>`"),
+                    );
                     None
                 }
             };
@@ -171,7 +174,7 @@ impl Reader<'_> {
 pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Parameter> {
     let mut all = Vec::new();
     if let Some(clause) = &generics.where_clause {
-        errors.refuse(clause, "write the bound in the list of parameters: `<T: Element>`");
+        errors.refuse(clause, "bounds stand in the list of parameters: write `<T: Element>`");
     }
     for parameter in &generics.params {
         let name = match parameter {
@@ -186,7 +189,7 @@ pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Par
         if let Some(reason) = names::refused(&spelled) {
             errors.refuse(name, reason);
         } else if names::global(&spelled) != spelled || Scalar::of(&spelled).is_some() {
-            errors.refuse(name, "this is a word of C++ or of the kernel language: choose another");
+            errors.refuse(name, "the name is a word of C++ or of the kernel language: choose another");
         }
         match parameter {
             syn::GenericParam::Type(ty) => {
@@ -199,7 +202,7 @@ pub(crate) fn generics(generics: &syn::Generics, errors: &mut Errors) -> Vec<Par
                     _ => errors.refuse(
                         ty,
                         format_args!(
-                            "bound the type by one of `Element`, `Number` and `Scalar`: `{spelled}: Element`"
+                            "a type parameter has one bound, `Element`, `Number` or `Scalar`: write `{spelled}: Element`"
                         ),
                     ),
                 }

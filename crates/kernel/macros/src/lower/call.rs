@@ -15,7 +15,9 @@ impl Lower<'_> {
     pub(super) fn call(&mut self, call: &syn::ExprCall, expected: Option<&Type>, stands: Stands) -> Expr {
         let path = match strip(&call.func) {
             syn::Expr::Path(path) if path.qself.is_none() => &path.path,
-            other => return self.refuse(other, "call a function by its name"),
+            other => {
+                return self.refuse(other, "functions are called by their names: this expression is not one");
+            }
         };
         let mut segments = path.segments.iter().rev();
         let Some(last) = segments.next() else { return Expr::invalid() };
@@ -36,7 +38,8 @@ impl Lower<'_> {
                 }
                 if let Some(function) = intrinsics::function(&name) {
                     if !last.arguments.is_none() {
-                        self.errors.refuse(&last.arguments, "leave out the types: the arguments have them");
+                        self.errors
+                            .refuse(&last.arguments, "the arguments have the types: leave them out here");
                     }
                     return self.intrinsic(call, function, expected, stands);
                 }
@@ -125,10 +128,8 @@ impl Lower<'_> {
         }
         let element = matches!(base, syn::Expr::Index(_)) && !mutable && !values_by_reference;
         if !matches!(base, syn::Expr::Path(_)) && !element {
-            self.errors.refuse(
-                argument,
-                "there are no references to elements: pass the memory or the array, and the index",
-            );
+            self.errors
+                .refuse(argument, "elements cannot be borrowed: pass the memory or the array, and the index");
             return (Expr::invalid(), mutable);
         }
         let value = self.expr(inner, None, Stands::Beside);
@@ -178,8 +179,10 @@ impl Lower<'_> {
             // C++ deduces them from the arguments.
             generics.clear();
         } else if generics.is_empty() {
-            self.errors
-                .refuse(owner, format_args!("write the type of the elements: `Fragment::<f32>::{name}(..)`"));
+            self.errors.refuse(
+                owner,
+                format_args!("the elements have no type: write `Fragment::<f32>::{name}(..)`"),
+            );
         }
         let mut arguments = Vec::new();
         for (n, argument) in call.args.iter().enumerate() {

@@ -36,7 +36,7 @@ impl Lower<'_> {
         if !value.is_const() && value.kind != Kind::Invalid {
             self.errors.refuse(
                 expr,
-                "this is fixed when the kernel is compiled: write literals, const parameters, #[constant]s and arithmetic",
+                "the value must be known when the kernel is compiled: write literals, const parameters, #[constant]s and arithmetic",
             );
         }
         // A length prints as its digits: C++ converts them to the type of the parameter.

@@ -19,7 +19,7 @@ impl Lower<'_> {
         if stands == Stands::Beside {
             self.errors.refuse(
                 call,
-                "the call writes, and C++ may do that before or after the rest of the expression: bind its result first, `let x = ..`",
+                "the call writes to an argument, and C++ may evaluate it before or after the rest of the expression: bind its result first, `let x = ..`",
             );
         }
     }

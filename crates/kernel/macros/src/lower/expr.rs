@@ -67,10 +67,8 @@ impl Lower<'_> {
 
     pub(super) fn operands(&mut self, op: Binary, left: &Expr, right: &Expr, whole: &syn::ExprBinary) {
         if left.is_untyped() && (right.is_untyped() || op.is_shift()) {
-            self.errors.refuse(
-                whole,
-                "nothing gives the literals a type, and C++ would take `int`: add a suffix, `1u32`",
-            );
+            self.errors
+                .refuse(whole, "the literals have no type, and C++ would take `int`: add a suffix, `1u32`");
         }
         if op.is_bitwise() && (left.scalar() == Some(Scalar::Bool) || right.scalar() == Some(Scalar::Bool)) {
             self.annotations.bool_operators.extend(NodeId::of_operator(whole));
@@ -87,8 +85,7 @@ impl Lower<'_> {
             syn::UnOp::Not(_) => {
                 let operand = self.expr(&unary.expr, expected, stands);
                 if operand.is_untyped() {
-                    self.errors
-                        .refuse(&unary.expr, "nothing gives the literal a type: add a suffix, `!0u32`");
+                    self.errors.refuse(&unary.expr, "the literal has no type: add a suffix, `!0u32`");
                 }
                 let ty = operand.ty.clone();
                 Expr::new(Kind::Not(Box::new(operand)), ty)
@@ -100,7 +97,7 @@ impl Lower<'_> {
                 }
                 self.refuse(unary, "only a `&mut` parameter can be dereferenced: leave out the `*`")
             }
-            _ => self.refuse(unary, "this operator is not part of the kernel language"),
+            _ => self.refuse(unary, "the operator is not part of the kernel language"),
         }
     }
 
@@ -148,7 +145,7 @@ impl Lower<'_> {
         match scalar {
             Some(Scalar::F16 | Scalar::Bf16) => self.refuse(
                 &cast.ty,
-                "`as` does not convert to it: write `f16::from_f32(x)` or `bf16::from_f32(x)`",
+                "`as` does not convert to 16-bit floats: write `f16::from_f32(x)` or `bf16::from_f32(x)`",
             ),
             Some(scalar) => Expr::new(Kind::Cast(Box::new(value), scalar), Some(Type::Scalar(scalar))),
             None => {
@@ -202,7 +199,7 @@ impl Lower<'_> {
         if element.is_none() && first_untyped {
             return self.refuse(
                 array,
-                "nothing gives the first literal a type, and C++ would take `int`: add a suffix, `[0u32, ..]`",
+                "the first literal has no type, and C++ would take `int`: add a suffix, `[0u32, ..]`",
             );
         }
         let length = Expr::new(Kind::Int { value: elements.len() as u64, hex: false }, None);
@@ -219,7 +216,7 @@ impl Lower<'_> {
         if element.is_none() && value.is_untyped() {
             return self.refuse(
                 &repeat.expr,
-                "nothing gives the literal a type, and C++ would take `int`: add a suffix, `0u32`",
+                "the literal has no type, and C++ would take `int`: add a suffix, `0u32`",
             );
         }
         let length = self.constant(&repeat.len, Some(Scalar::Usize));
@@ -236,7 +233,7 @@ impl Lower<'_> {
             nested => Some(nested),
         });
         let (Some(then), Some(otherwise)) = (then, otherwise) else {
-            return self.refuse(conditional, "an `if` with a value has a value in both branches");
+            return self.refuse(conditional, "an `if` with a value needs a value in both branches");
         };
         let mut then = self.expr(then, expected, stands);
         let mut otherwise = self.expr(otherwise, expected, stands);
@@ -266,10 +263,12 @@ fn why_refused(expr: &syn::Expr) -> &'static str {
         syn::Expr::If(_) | syn::Expr::Block(_) => {
             "blocks with statements stand alone in C++: bind the value first, `let x: T = ..`, and use `x`"
         }
-        syn::Expr::Struct(_) => "bind the struct first, `let s = ..`, and use `s`",
+        syn::Expr::Struct(_) => {
+            "struct literals stand alone in C++: bind the struct first, `let s = ..`, and use `s`"
+        }
         syn::Expr::Reference(reference) => {
             if matches!(strip(&reference.expr), syn::Expr::Index(_)) {
-                "there are no references to elements: pass the memory or the array, and the index"
+                "elements cannot be borrowed: pass the memory or the array, and the index"
             } else {
                 "references are arguments of functions only: use the value"
             }
@@ -282,17 +281,17 @@ fn why_refused(expr: &syn::Expr) -> &'static str {
             "tuples are not part of the kernel language: use a #[device] struct or an array"
         }
         syn::Expr::Range(_) => "ranges are for `for` loops: write the bounds",
-        syn::Expr::Try(_) => "there is no `?` on GPUs: return a flag",
+        syn::Expr::Try(_) => "GPUs have no `?`: return a flag",
         syn::Expr::Unsafe(_) => "nothing in the kernel language is unsafe: leave out the block",
-        syn::Expr::Async(_) | syn::Expr::Await(_) => "there is no `async` on GPUs: use `barrier()` to wait",
+        syn::Expr::Async(_) | syn::Expr::Await(_) => "GPUs have no `async`: use `barrier()` to wait",
         syn::Expr::Assign(_) => "an assignment has no value: write it as a statement",
         syn::Expr::While(_) | syn::Expr::ForLoop(_) | syn::Expr::Loop(_) => {
             "loops have no value in C++: assign to a variable in the loop"
         }
         syn::Expr::Break(_) | syn::Expr::Continue(_) | syn::Expr::Return(_) => {
-            "write it as a statement of its own"
+            "`break`, `continue` and `return` have no value: write a statement"
         }
         syn::Expr::Const(_) => "a `const` block is a statement: `const { assert!(..) }`",
-        _ => "this is not part of the kernel language",
+        _ => "the expression is not part of the kernel language",
     }
 }

@@ -26,7 +26,8 @@ impl Lower<'_> {
                 if let Some(Type::Buffer(of) | Type::Shared(of)) = &value.ty {
                     element = Some((**of).clone());
                 } else if value.kind != Kind::Invalid {
-                    self.errors.refuse(argument, "this works on memory: pass a `Buffer` or a `Shared`");
+                    self.errors
+                        .refuse(argument, "the intrinsic works on memory: pass a `Buffer` or a `Shared`");
                 }
                 effect |= takes == Takes::MemoryMut;
                 arguments.push(value);
@@ -83,7 +84,7 @@ impl Lower<'_> {
                     Some(ty) => adopt(value, ty),
                     None if Some(n) == first => self.errors.refuse(
                         call,
-                        "nothing here gives the literal a type, and C++ would take `int`: add a suffix, `0u32`",
+                        "the literal has no type here, and C++ would take `int`: add a suffix, `0u32`",
                     ),
                     None => {}
                 }

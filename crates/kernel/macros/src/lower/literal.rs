@@ -21,7 +21,7 @@ impl Lower<'_> {
                 let kind = Kind::Int { value: u64::from(byte.value()), hex: false };
                 return Expr::new(kind, Some(Type::Scalar(Scalar::U8)));
             }
-            _ => "this literal is not part of the kernel language",
+            _ => "the literal is not part of the kernel language",
         };
         self.refuse(literal, reason)
     }
@@ -51,7 +51,7 @@ impl Lower<'_> {
                 return self.refuse(int, "isize differs between machines: use i32 or i64");
             }
             _ => {
-                return self.refuse(int, "GPUs have no such integer: use u64 or i64");
+                return self.refuse(int, "GPUs have no integer of this type: use u64 or i64");
             }
         };
         let Ok(value) = int.base10_digits().parse::<u64>() else {

@@ -22,8 +22,10 @@ impl Lower<'_> {
             other => (other, None),
         };
         let Some(init) = &local.init else {
-            self.errors
-                .refuse(local, "give the variable its value here: C++ does not check that it gets one");
+            self.errors.refuse(
+                local,
+                "a variable gets its value where it is declared: C++ does not check that it gets one later",
+            );
             return;
         };
         if let Some((_, diverge)) = &init.diverge {
@@ -60,7 +62,8 @@ impl Lower<'_> {
         if matches!(value.kind, Kind::Call(_)) {
             out.push(Stmt::Discard(value));
         } else if value.kind != Kind::Invalid {
-            self.errors.refuse(local, "this has no effect: only the result of a call can be left unused");
+            self.errors
+                .refuse(local, "`let _` has no effect here: only the result of a call can be left unused");
         }
     }
 
@@ -97,11 +100,14 @@ impl Lower<'_> {
         if ty.is_none() && value.is_untyped() {
             self.errors.refuse(
                 init,
-                "nothing here gives the literal a type, and C++ would take `int`: add a suffix, `0u32`, or write the type",
+                "the literal has no type here, and C++ would take `int`: add a suffix, `0u32`, or write the type",
             );
         }
         if matches!(value.ty, Some(Type::Buffer(_) | Type::Shared(_))) {
-            self.errors.refuse(init, "memory has one name: use it, or pass it to a #[device] function");
+            self.errors.refuse(
+                init,
+                "memory cannot get a second name: use the first, or pass it to a #[device] function",
+            );
         }
         let known = ty.clone().or_else(|| value.ty.clone());
         let name = self.declare(&name.to_string(), known, mutable);
@@ -156,7 +162,7 @@ impl Lower<'_> {
             Some(Some(Type::Shared(element))) => Some(*element),
             Some(None) => return,
             Some(Some(_)) => {
-                self.errors.refuse(&written, "`shared(..)` is a `Shared<T>`");
+                self.errors.refuse(&written, "`shared(..)` returns a `Shared<T>`");
                 return;
             }
             None => match turbofish.and_then(|arguments| self.reader().arguments(&arguments)).as_deref() {
@@ -167,7 +173,7 @@ impl Lower<'_> {
         let Some(element) = element else {
             self.errors.refuse(
                 name,
-                format_args!("write the type of the elements: `let mut {rust}: Shared<f32> = ..`"),
+                format_args!("the elements have no type: write `let mut {rust}: Shared<f32> = ..`"),
             );
             self.declare(&rust, None, true);
             return;
@@ -180,7 +186,7 @@ impl Lower<'_> {
         }
         let mut arguments = call.args.iter();
         let (Some(length), None) = (arguments.next(), arguments.next()) else {
-            self.errors.refuse(call, "write the number of elements: `shared(N)`");
+            self.errors.refuse(call, "`shared` takes the number of elements: write `shared(N)`");
             return;
         };
         let value = self.constant(length, Some(Scalar::Usize));

@@ -73,10 +73,8 @@ impl Lower<'_> {
         let mut end = self.expr(range.end, None, Stands::Beside);
         let ty = start.ty.clone().or_else(|| end.ty.clone());
         if ty.is_none() && start.is_untyped() && end.is_untyped() {
-            self.errors.refuse(
-                whole,
-                "nothing gives the range a type, and C++ would take `int`: add a suffix, `0u32..4`",
-            );
+            self.errors
+                .refuse(whole, "the range has no type, and C++ would take `int`: add a suffix, `0u32..4`");
         }
         if let Some(ty) = &ty {
             adopt(&mut start, ty);
@@ -156,7 +154,7 @@ impl Lower<'_> {
                 let (Some(start), Some(end)) = (&range.start, &range.end) else {
                     self.errors.refuse(
                         range,
-                        "the range has both ends: `a..b`; for a loop without an end write `loop`",
+                        "a range has both ends, `a..b`: for a loop without an end write `loop`",
                     );
                     return None;
                 };
@@ -171,7 +169,7 @@ impl Lower<'_> {
                         // What `rev` does to steps, and to a second `rev`, is refused by the loop.
                         let twice = range.reverse || range.step.is_some();
                         if twice {
-                            self.errors.refuse(call, "write one range, walked one way");
+                            self.errors.refuse(call, "`rev` is for a plain range: write `(a..b).rev()`");
                             return None;
                         }
                         Some(Range { whole: expr, reverse: true, ..range })
@@ -179,7 +177,7 @@ impl Lower<'_> {
                     ("step_by", 1) => {
                         let range = self.range(&call.receiver)?;
                         if range.step.is_some() {
-                            self.errors.refuse(call, "write one step");
+                            self.errors.refuse(call, "a range has one step: write one `step_by`");
                             return None;
                         }
                         Some(Range { whole: expr, step: call.args.first(), ..range })
@@ -187,17 +185,15 @@ impl Lower<'_> {
                     _ => {
                         self.errors.refuse(
                             expr,
-                            "a loop of the kernel language walks a range: `for i in a..b`, and index with `i`",
+                            "`for` loops walk a range: write `for i in a..b`, and index with `i`",
                         );
                         None
                     }
                 }
             }
             _ => {
-                self.errors.refuse(
-                    expr,
-                    "a loop of the kernel language walks a range: `for i in a..b`, and index with `i`",
-                );
+                self.errors
+                    .refuse(expr, "`for` loops walk a range: write `for i in a..b`, and index with `i`");
                 None
             }
         }

@@ -23,7 +23,7 @@ impl Lower<'_> {
             self.annotations.reference_receivers.extend(NodeId::of(&call.attrs));
         }
         if receiver.is_untyped() {
-            return self.refuse(&call.receiver, "nothing gives the literal a type: add a suffix, `1u32`");
+            return self.refuse(&call.receiver, "the literal has no type: add a suffix, `1u32`");
         }
         if let Some(Type::Buffer(_) | Type::Shared(_)) = &receiver.ty {
             let Some(method) = intrinsics::memory_method(&name) else {
@@ -50,7 +50,7 @@ impl Lower<'_> {
             return Expr::invalid();
         };
         if let Some(turbofish) = &call.turbofish {
-            self.errors.refuse(turbofish, "leave out the types");
+            self.errors.refuse(turbofish, "methods deduce their types: leave them out");
         }
         if method.receiver == Receiver::FragmentMut {
             self.effect(call, stands);
@@ -127,7 +127,10 @@ impl Lower<'_> {
             None => Vec::new(),
         };
         if !method.generics.contains(&generics.len()) {
-            return self.refuse(call, format_args!("write what C++ cannot infer: `{}`", method.usage));
+            return self.refuse(
+                call,
+                format_args!("C++ cannot infer the generic arguments: write `{}`", method.usage),
+            );
         }
         let array = |element: &Type, length: Expr| Type::Array(Box::new(element.clone()), Box::new(length));
         let ty = match &generics[..] {

@@ -34,7 +34,7 @@ impl Lower<'_> {
                         self.deliver(right, &Sink::Assign(place), out);
                     } else {
                         self.errors
-                            .refuse(right, "bind the value first: `let value: T = ..`, and assign `value`");
+                            .refuse(right, "C++ needs statements for this value: bind it first, `let value: T = ..`, and assign `value`");
                     }
                     return;
                 }
@@ -82,7 +82,10 @@ impl Lower<'_> {
                         _ => break,
                     }
                 }
-                self.errors.refuse(expr, "this is no place: assign to a variable, an element or a field");
+                self.errors.refuse(
+                    expr,
+                    "nothing can be assigned to this expression: assign to a variable, an element or a field",
+                );
                 None
             }
             syn::Expr::Tuple(_) => {
@@ -91,7 +94,10 @@ impl Lower<'_> {
                 None
             }
             other => {
-                self.errors.refuse(other, "this is no place: assign to a variable, an element or a field");
+                self.errors.refuse(
+                    other,
+                    "nothing can be assigned to this expression: assign to a variable, an element or a field",
+                );
                 None
             }
         }
@@ -110,7 +116,8 @@ impl Lower<'_> {
 
     pub(super) fn struct_literal(&mut self, literal: &syn::ExprStruct, sink: &Sink, out: &mut Vec<Stmt>) {
         if let Some(rest) = &literal.rest {
-            self.errors.refuse(rest, "name every field: C++ would leave the others as they are");
+            self.errors
+                .refuse(rest, "a struct literal names every field: C++ would leave the others as they are");
         }
         let expected = match sink {
             Sink::Assign(place) => place.ty.clone(),

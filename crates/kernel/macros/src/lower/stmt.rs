@@ -46,9 +46,9 @@ impl Lower<'_> {
                 "GPUs cannot panic: put the condition under `requires`"
             }
             "println" | "print" | "eprintln" | "dbg" => "GPUs do not print: write to a buffer",
-            "vec" => "there is no heap on GPUs: use an array `[x; N]`, or `shared(N)`",
+            "vec" => "GPUs have no heap: use an array `[x; N]`, or `shared(N)`",
             _ => {
-                "macros are not expanded in the kernel language: write what it expands to, or call a #[device] function"
+                "macros are not expanded in the kernel language: write the code that this one stands for, or call a #[device] function"
             }
         };
         self.errors.refuse(mac, reason);
@@ -80,7 +80,9 @@ impl Lower<'_> {
                 match value.kind {
                     Kind::Call(_) => out.push(Stmt::Call(value)),
                     Kind::Invalid => {}
-                    _ => self.errors.refuse(expr, "this has no effect: assign it, or leave it out"),
+                    _ => self
+                        .errors
+                        .refuse(expr, "the expression has no effect: assign its value, or leave it out"),
                 }
             }
             Sink::Return => {
@@ -170,7 +172,7 @@ impl Lower<'_> {
                 other => self.errors.refuse(other, "write a block"),
             },
             None if !matches!(sink, Sink::Nothing) => {
-                self.errors.refuse(conditional, "an `if` with a value has an `else`");
+                self.errors.refuse(conditional, "an `if` with a value needs an `else`");
             }
             None => {}
         }
@@ -185,7 +187,7 @@ impl Lower<'_> {
                 _ => None,
             };
             let Some(mac) = mac.filter(|mac| mac.path.is_ident("assert")) else {
-                self.errors.refuse(stmt, "a `const` block holds `assert!(condition, \"message\")`");
+                self.errors.refuse(stmt, "a `const` block holds only `assert!(condition, \"message\")`");
                 continue;
             };
             let parser = syn::punctuated::Punctuated::<syn::Expr, syn::Token![,]>::parse_terminated;
@@ -199,7 +201,7 @@ impl Lower<'_> {
                 None => "a condition of the kernel".to_string(),
             };
             if arguments.len() > 2 || message.contains(['{', '}']) {
-                self.errors.refuse(mac, "the message is one string, without values");
+                self.errors.refuse(mac, "the message is one string without values");
                 continue;
             }
             if let Some(condition) = arguments.first() {

@@ -29,7 +29,7 @@ impl<'ast> Visit<'ast> for Attributes<'_> {
         } else if !is_lint(attribute) {
             self.0.refuse(
                 attribute,
-                "this attribute would be lost: the kernel language has `#[unroll]` on `for`",
+                "the attribute would be lost: the kernel language has only `#[unroll]`, on `for`",
             );
         }
     }
