@@ -1,57 +1,57 @@
-//! Attention of one query a head, in two passes.
+//! Attention of one query per head, in two passes.
 
 use flashtile_kernel::prelude::*;
 
-/// Keys of a block: what one group of the first pass attends to.
+/// Keys of a block, which a threadgroup of the first pass attends to.
 #[constant]
 pub const BLOCK: u32 = 64;
 
-/// Numbers of a launch.
+/// Parameters of a launch.
 #[params]
 #[derive(Clone, Copy, Debug)]
 pub struct Decode {
     /// Keys of each head.
     pub keys: u32,
-    /// What scores are multiplied by, times log2(e): weights are powers of two.
+    /// The factor of scores, times log2(e): `p` is a power of two.
     pub scale: f32,
 }
 
-/// What a sum of weighted values is relative to.
+/// The running state of the online softmax.
 #[device]
 pub struct Running<const N: usize> {
-    /// The greatest score.
-    pub top: f32,
-    /// The sum of the weights `2^(score - top)`.
-    pub weight: f32,
-    /// The sum of the weighted values: this lane's numbers of it.
+    /// The greatest score so far.
+    pub row_max: f32,
+    /// The sum of `p = 2^(score - row_max)`.
+    pub row_sum: f32,
+    /// This lane's elements of the sum of `p * value`.
     pub values: [f32; N],
 }
 
-/// Takes in one more key.
+/// Adds a key.
 #[device]
 pub fn fold<const N: usize>(state: &mut Running<N>, score: f32, value: [f32; N]) {
-    let top = state.top.max(score);
-    let before = (state.top - top).exp2();
-    let now = (score - top).exp2();
-    state.top = top;
-    state.weight = state.weight * before + now;
+    let row_max = state.row_max.max(score);
+    let before = (state.row_max - row_max).exp2();
+    let p = (score - row_max).exp2();
+    state.row_max = row_max;
+    state.row_sum = state.row_sum * before + p;
     for i in 0..N {
-        state.values[i] = state.values[i] * before + now * value[i];
+        state.values[i] = state.values[i] * before + p * value[i];
     }
 }
 
-/// A row's numbers of this lane.
+/// This lane's elements of a row.
 #[device]
 pub fn lane_of<T: Element, const N: usize>(rows: &Buffer<T>, row: u32) -> [f32; N] {
     let stored = rows.load::<N>((row * 32 + simd_lane()) as u64 * N as u64);
-    let mut numbers = [0.0; N];
+    let mut elements = [0.0; N];
     for i in 0..N {
-        numbers[i] = stored[i].to_f32();
+        elements[i] = stored[i].to_f32();
     }
-    numbers
+    elements
 }
 
-/// Attends to one block of keys a group; heads have `32 * N` dimensions. Groups are (heads, blocks).
+/// A threadgroup attends to one block of keys; heads have `32 * N` dimensions. Threadgroups are (heads, blocks).
 #[kernel(
     threads = 128,
     requires(params.keys > 0, "there are keys"),
@@ -59,15 +59,15 @@ pub fn lane_of<T: Element, const N: usize>(rows: &Buffer<T>, row: u32) -> [f32; 
     requires(k.len() >= groups[0] as usize * params.keys as usize * 32 * N, "k holds the keys of each head"),
     requires(v.len() >= groups[0] as usize * params.keys as usize * 32 * N, "v holds the values of each head"),
     requires(groups[1] == params.keys.div_ceil(BLOCK), "a group for each block"),
-    requires(sums.len() >= (groups[0] * groups[1]) as usize * 32 * N, "sums of each block"),
-    requires(tops.len() >= (groups[0] * groups[1]) as usize * 2, "two numbers for each block"),
+    requires(partial_out.len() >= (groups[0] * groups[1]) as usize * 32 * N, "the partial output of each block"),
+    requires(row_max_sum.len() >= (groups[0] * groups[1]) as usize * 2, "row_max and row_sum of each block"),
 )]
 pub fn partials<T: Element, const N: usize>(
     q: &Buffer<T>,
     k: &Buffer<T>,
     v: &Buffer<T>,
-    sums: &mut Buffer<f32>,
-    tops: &mut Buffer<f32>,
+    partial_out: &mut Buffer<f32>,
+    row_max_sum: &mut Buffer<f32>,
     params: &Decode,
 ) {
     let mut values: Shared<f32> = shared(128 * N);
@@ -78,7 +78,7 @@ pub fn partials<T: Element, const N: usize>(
 
     // Every SIMD group takes each fourth key of the block; its lanes share a row.
     let query = lane_of::<T, N>(q, head);
-    let mut state = Running::<N> { top: f32::NEG_INFINITY, weight: 0.0, values: [0.0; N] };
+    let mut state = Running::<N> { row_max: f32::NEG_INFINITY, row_sum: 0.0, values: [0.0; N] };
     for key in (first + simd_index()..end).step_by(4) {
         let row = lane_of::<T, N>(k, head * params.keys + key);
         let mut dot = 0.0;
@@ -95,53 +95,59 @@ pub fn partials<T: Element, const N: usize>(
         values[simd_index() * 32 * N as u32 + lane + i as u32] = state.values[i];
     }
     if simd_lane() == 0 {
-        heads[2 * simd_index()] = state.top;
-        heads[2 * simd_index() + 1] = state.weight;
+        heads[2 * simd_index()] = state.row_max;
+        heads[2 * simd_index() + 1] = state.row_sum;
     }
     barrier();
-    let top = heads[0].max(heads[2]).max(heads[4]).max(heads[6]);
-    let part = head * groups_y() + group_y();
+    let row_max = heads[0].max(heads[2]).max(heads[4]).max(heads[6]);
+    let split = head * groups_y() + group_y();
     for d in (thread_index()..32 * N as u32).step_by(128) {
         let mut sum = 0.0;
         for i in 0..4u32 {
-            sum += (heads[2 * i] - top).exp2() * values[i * 32 * N as u32 + d];
+            sum += (heads[2 * i] - row_max).exp2() * values[i * 32 * N as u32 + d];
         }
-        sums[part * 32 * N as u32 + d] = sum;
+        partial_out[split * 32 * N as u32 + d] = sum;
     }
     if thread_index() == 0 {
-        let mut weight = 0.0;
+        let mut row_sum = 0.0;
         for i in 0..4u32 {
-            weight += (heads[2 * i] - top).exp2() * heads[2 * i + 1];
+            row_sum += (heads[2 * i] - row_max).exp2() * heads[2 * i + 1];
         }
-        tops[2 * part] = top;
-        tops[2 * part + 1] = weight;
+        row_max_sum[2 * split] = row_max;
+        row_max_sum[2 * split + 1] = row_sum;
     }
 }
 
-/// The blocks of a head become its answer, however many they are. A group a head.
+/// Merges the blocks of a head into its output. A threadgroup merges one head.
 #[kernel(
     threads <= 256,
-    requires(parts > 0, "there are blocks"),
-    requires(sums.len() >= (groups[0] * parts * dim) as usize, "sums of each block"),
-    requires(tops.len() >= (groups[0] * parts) as usize * 2, "two numbers for each block"),
-    requires(out.len() >= (groups[0] * dim) as usize, "an answer a head"),
+    requires(splits > 0, "there are blocks"),
+    requires(partial_out.len() >= (groups[0] * splits * dim) as usize, "the partial output of each block"),
+    requires(row_max_sum.len() >= (groups[0] * splits) as usize * 2, "row_max and row_sum of each block"),
+    requires(out.len() >= (groups[0] * dim) as usize, "an output a head"),
 )]
-pub fn merge<T: Element>(sums: &Buffer<f32>, tops: &Buffer<f32>, out: &mut Buffer<T>, parts: u32, dim: u32) {
-    let first = group_x() * parts;
-    let mut top = f32::NEG_INFINITY;
-    for part in first..first + parts {
-        top = top.max(tops[2 * part]);
+pub fn merge<T: Element>(
+    partial_out: &Buffer<f32>,
+    row_max_sum: &Buffer<f32>,
+    out: &mut Buffer<T>,
+    splits: u32,
+    dim: u32,
+) {
+    let first = group_x() * splits;
+    let mut row_max = f32::NEG_INFINITY;
+    for split in first..first + splits {
+        row_max = row_max.max(row_max_sum[2 * split]);
     }
-    let mut weight = 0.0;
-    for part in first..first + parts {
-        weight += (tops[2 * part] - top).exp2() * tops[2 * part + 1];
+    let mut row_sum = 0.0;
+    for split in first..first + splits {
+        row_sum += (row_max_sum[2 * split] - row_max).exp2() * row_max_sum[2 * split + 1];
     }
     for d in (thread_index()..dim).step_by(threads() as usize) {
         let mut sum = 0.0;
-        for part in first..first + parts {
-            sum += (tops[2 * part] - top).exp2() * sums[part * dim + d];
+        for split in first..first + splits {
+            sum += (row_max_sum[2 * split] - row_max).exp2() * partial_out[split * dim + d];
         }
-        out[group_x() * dim + d] = T::from_f32(sum / weight);
+        out[group_x() * dim + d] = T::from_f32(sum / row_sum);
     }
 }
 
@@ -156,25 +162,25 @@ fn decode<T: Element, D: Device<Memory = Memory>>(
     keys: u32,
 ) -> Result<Vec<T>, LaunchError<D::Error>> {
     let blocks = keys.div_ceil(BLOCK);
-    let parts = (heads * blocks) as usize;
-    let mut sums = Memory::uninit::<f32>(parts * 64);
-    let mut tops = Memory::uninit::<f32>(parts * 2);
+    let splits = (heads * blocks) as usize;
+    let mut partial_out = Memory::uninit::<f32>(splits * 64);
+    let mut row_max_sum = Memory::uninit::<f32>(splits * 2);
     let mut out = Memory::uninit::<T>(heads as usize * 64);
     partials::Call {
         q: q.view(),
         k: k.view(),
         v: v.view(),
-        sums: sums.view_mut(),
-        tops: tops.view_mut(),
+        partial_out: partial_out.view_mut(),
+        row_max_sum: row_max_sum.view_mut(),
         params: Decode { keys, scale: 64f32.sqrt().recip() * std::f32::consts::LOG2_E },
         groups: [heads, blocks, 1],
     }
     .launch::<T, 2>(device)?;
     merge::Call {
-        sums: sums.view(),
-        tops: tops.view(),
+        partial_out: partial_out.view(),
+        row_max_sum: row_max_sum.view(),
         out: out.view_mut(),
-        parts: blocks,
+        splits: blocks,
         dim: 64,
         groups: [heads, 1, 1],
         threads: 64,
@@ -183,12 +189,12 @@ fn decode<T: Element, D: Device<Memory = Memory>>(
     Ok(out.to_vec_or(T::from_f32(f32::NAN)).unwrap_or_default())
 }
 
-/// The same in f64, from the definition.
+/// The definition, in f64.
 fn attention(q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
     let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum::<f64>();
-    let weights: Vec<f64> = k.chunks(64).map(|row| (dot(q, row) / 8.0).exp()).collect();
-    let total: f64 = weights.iter().sum();
-    let sum = |d: usize| v.chunks(64).zip(&weights).map(|(row, w)| w * f64::from(row[d])).sum::<f64>();
+    let probs: Vec<f64> = k.chunks(64).map(|row| (dot(q, row) / 8.0).exp()).collect();
+    let total: f64 = probs.iter().sum();
+    let sum = |d: usize| v.chunks(64).zip(&probs).map(|(row, p)| p * f64::from(row[d])).sum::<f64>();
     (0..64).map(|d| (sum(d) / total) as f32).collect()
 }
 
