@@ -47,8 +47,8 @@ pub(crate) struct CodeBlock<'a> {
     pub(crate) format: &'a RowLayout,
     /// What each code stands for; none where codes are bytes and stand for themselves.
     pub(crate) levels: Option<&'a [i8; 64]>,
-    /// Whether codes are e4m3 numbers.
-    pub(crate) e4m3: bool,
+    /// Whether codes are e4m3 (fp8).
+    pub(crate) is_fp8: bool,
     /// Of each group: its first row in the first plane, in the second one, and its scales. Rows follow one after another. Those that
     /// are not seen, at either end, hold anything.
     pub(crate) groups: &'a [[*const u8; 3]],
@@ -83,7 +83,7 @@ pub(crate) struct CodeScores<'a> {
 /// hold anything.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
-pub(crate) struct NumberScores<'a> {
+pub(crate) struct ByteScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
     /// Queries, `ldq` elements from one to the next.
     pub(crate) q: *const f32,
@@ -97,7 +97,7 @@ pub(crate) struct NumberScores<'a> {
 /// Codes of a byte of values times probabilities, in f32.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "read by instruction sets of x86-64"))]
-pub(crate) struct NumberValues<'a> {
+pub(crate) struct ByteValues<'a> {
     pub(crate) values: CodeBlock<'a>,
     /// Probabilities of each row, `ldw` elements from one to the next, of whole groups; 0 of values that are not seen. They become those of
     /// codes without their scales.

@@ -241,7 +241,7 @@ fn bf16_pairs(v: __m512) -> __m512bh {
 /// AVX-512 F, BW, DQ and VL.
 pub(super) mod f32_products {
     use crate::isa::entry::entry_imports::*;
-    use crate::isa::{numbers, vnni};
+    use crate::isa::{byte_codes, vnni};
     use crate::kernels::state::CodeProducts;
 
     mod elements {
@@ -253,8 +253,8 @@ pub(super) mod f32_products {
     crate::isa::entry::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
         fn integer_scores(work: &TaskState<'_>, tile: &Tile) { phases::integer_scores(work, tile, vnni::scores) }
         fn integer_values(work: &TaskState<'_>, tile: &Tile) { phases::integer_values(work, tile, vnni::values) }
-        fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, numbers::scores) }
-        fn byte_values(work: &TaskState<'_>, tile: &Tile) { phases::byte_values(work, tile, numbers::values) }
+        fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, byte_codes::scores) }
+        fn byte_values(work: &TaskState<'_>, tile: &Tile) { phases::byte_values(work, tile, byte_codes::values) }
     }
 
     /// The kernels of elements, and products with codes where they lie.

@@ -8,9 +8,9 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
-mod entry;
 #[cfg(target_arch = "x86_64")]
-mod numbers;
+mod byte_codes;
+mod entry;
 mod portable;
 #[cfg(target_arch = "x86_64")]
 mod vnni;

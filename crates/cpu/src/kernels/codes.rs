@@ -1,15 +1,18 @@
 //! Both products with quantized keys and values.
 //!
-//! In f32, a block of keys or values is decoded to where a block of elements is packed, and everything else is the same; codes of a byte
-//! and few rows are multiplied as they are read, where the machine has a way. For few rows, where the machine multiplies bytes, codes are multiplied as they are: queries and probabilities become integers of 16 bits, in two halves
-//! of 8, so that each product with a level is exact and the sums are those of the integers.
+//! In general a block of keys or values is decoded to where a block of elements is packed, and everything else is the same. Tasks of few
+//! rows multiply codes where they lie, if the instruction set can:
+//!
+//! - integers (VNNI): queries and probabilities become integers of 16 bits in two halves of 8, so that products with levels and their sums
+//!   are exact;
+//! - codes of one byte in f32: they are dequantized as they are loaded.
 
 #![allow(unsafe_code)]
 
 use super::pack;
 use crate::plan::STREAM_ROWS;
 use crate::simd::{
-    CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, NumberScores, NumberValues, Simd, TILE,
+    CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, ByteScores, ByteValues, Simd, TILE,
 };
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec;
@@ -58,8 +61,8 @@ impl<'a> CodeRows<'a> {
         self.view.coder().is_integer() && self.dim().is_multiple_of(CODE_DIM)
     }
 
-    /// Whether products in f32 can be made with codes where they lie.
-    pub(super) fn can_be_numbers(&self) -> bool {
+    /// Whether codes are bytes that are multiplied in f32 where they lie.
+    pub(super) fn can_be_bytes(&self) -> bool {
         let coder = self.view.coder();
         let bytes = coder.is_fp8() || coder.is_integer() && coder.levels().is_none();
         bytes && self.dim().is_multiple_of(TILE)
@@ -250,7 +253,7 @@ impl IntegerOperands {
             unsafe {
                 let row = std::slice::from_raw_parts(q.add(r * ldq), self.dim);
                 let most = codec::greatest(row);
-                // Numbers that are not finite reach the scores by the factor.
+                // A query that is not finite reaches its scores by the factor.
                 let finite = most.is_finite();
                 let inverse = if finite && most > MIN_MAGNITUDE { Q_ONE / most } else { 0.0 };
                 let half = |n: usize| self.q.add((2 * r + n) * MAX_HEAD_DIM);
@@ -336,7 +339,7 @@ impl IntegerOperands {
 /// As there.
 #[inline(always)]
 pub(super) unsafe fn byte_scores(
-    product: unsafe fn(&NumberScores<'_>),
+    product: unsafe fn(&ByteScores<'_>),
     src: CodeRows<'_>,
     (first, columns): (usize, &Range<usize>),
     memory: *mut f32,
@@ -348,7 +351,7 @@ pub(super) unsafe fn byte_scores(
         let block = Block::new(src, first, columns, memory.cast());
         let keys = block.codes(src.view.coder());
         let c = rows.c.add(block.start);
-        product(&NumberScores { keys, q, ldq, count: rows.count, c, ldc: rows.ldc });
+        product(&ByteScores { keys, q, ldq, count: rows.count, c, ldc: rows.ldc });
     }
 }
 
@@ -358,7 +361,7 @@ pub(super) unsafe fn byte_scores(
 /// As there.
 #[inline(always)]
 pub(super) unsafe fn byte_values(
-    product: unsafe fn(&NumberValues<'_>),
+    product: unsafe fn(&ByteValues<'_>),
     src: CodeRows<'_>,
     (first, columns): (usize, &Range<usize>),
     memory: *mut f32,
@@ -370,7 +373,7 @@ pub(super) unsafe fn byte_values(
         let values = block.codes(src.view.coder());
         let probs = rows.probs.add(block.start);
         let ResultRows { count, c, ldc } = rows.out;
-        product(&NumberValues { values, probs, ldw: rows.ldp, count, c, ldc });
+        product(&ByteValues { values, probs, ldw: rows.ldp, count, c, ldc });
     }
 }
 
@@ -416,7 +419,7 @@ impl Block {
         CodeBlock {
             format: coder.format(),
             levels: coder.levels(),
-            e4m3: coder.is_fp8(),
+            is_fp8: coder.is_fp8(),
             groups: &self.groups[..self.count],
             next: &self.next[..self.count],
         }

@@ -100,8 +100,8 @@ impl<'a> TaskState<'a> {
         let bytes = self.kernels.byte_products.filter(|_| few);
         let path_of_codes = |rows: CodeRows<'_>| {
             let integers = integers.filter(|_| rows.can_be_integers()).map(Path::Integers);
-            let numbers = bytes.filter(|_| rows.can_be_numbers()).map(Path::Numbers);
-            integers.or(numbers).unwrap_or(Path::Packed)
+            let bytes = bytes.filter(|_| rows.can_be_bytes()).map(Path::Bytes);
+            integers.or(bytes).unwrap_or(Path::Packed)
         };
         let path = |stored| match stored {
             Stored::Elements(_) if self.rows.count <= MAX_ROWS => Path::Stream,

@@ -12,7 +12,7 @@ use super::state::{Path, TaskState, Tile};
 use super::stream;
 use super::tiles;
 #[cfg(target_arch = "x86_64")]
-use crate::simd::{CodeScores, NumberScores};
+use crate::simd::{CodeScores, ByteScores};
 use crate::simd::{Rows, Simd, TILE};
 use flashtile_core::codec::KvView;
 use std::ops::Range;
@@ -73,7 +73,7 @@ impl TaskState<'_> {
         let phase = match self.k_path {
             Path::Packed => self.kernels.packed_scores,
             Path::Stream => self.kernels.stream_scores,
-            Path::Integers(products) | Path::Numbers(products) => products.scores,
+            Path::Integers(products) | Path::Bytes(products) => products.scores,
         };
         // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
         unsafe { phase(self, tile) }
@@ -99,7 +99,7 @@ pub(crate) unsafe fn integer_scores(work: &TaskState<'_>, tile: &Tile, product: 
 /// As there.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(crate) unsafe fn byte_scores(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&NumberScores<'_>)) {
+pub(crate) unsafe fn byte_scores(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&ByteScores<'_>)) {
     let k = work.key_codes();
     let keys = (tile.block * work.block_k, &tile.columns);
     let dim = work.head_dim();

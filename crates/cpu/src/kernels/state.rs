@@ -250,7 +250,7 @@ pub(super) enum Path {
     /// Codes in integers, from where they lie.
     Integers(CodeProducts),
     /// Codes of a byte in f32, from where they lie.
-    Numbers(CodeProducts),
+    Bytes(CodeProducts),
 }
 
 impl Path {

@@ -14,7 +14,7 @@ use super::probs::modifiers;
 use super::state::{Path, Products, TaskState, Tile};
 use super::tiles;
 #[cfg(target_arch = "x86_64")]
-use crate::simd::{CodeValues, NumberValues};
+use crate::simd::{CodeValues, ByteValues};
 use crate::simd::{Elem, Simd, TILE, all_finite};
 use flashtile_core::tensor::MaskRow;
 use std::ops::Range;
@@ -50,7 +50,7 @@ impl TaskState<'_> {
                 }
                 Path::Stream => (self.kernels.stream_values)(self, tile, columns),
                 // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
-                Path::Integers(products) | Path::Numbers(products) => return (products.values)(self, tile),
+                Path::Integers(products) | Path::Bytes(products) => return (products.values)(self, tile),
             }
         }
         // The rest of a step that the columns cut has probability 0, as a hidden key has.
@@ -82,7 +82,7 @@ pub(crate) unsafe fn integer_values(work: &TaskState<'_>, tile: &Tile, product: 
 /// As there.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
-pub(crate) unsafe fn byte_values(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&NumberValues<'_>)) {
+pub(crate) unsafe fn byte_values(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&ByteValues<'_>)) {
     let v = work.value_codes();
     let keys = (tile.block * work.block_k, &tile.columns);
     // SAFETY: the caller's promise.

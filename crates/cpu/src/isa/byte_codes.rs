@@ -1,65 +1,67 @@
-//! Products with codes of a byte in f32, from where they lie: e4m3 numbers, and integers of dimensions that have no products in integers.
+//! Products of f32 rows with codes of one byte, read where they lie: e4m3 (fp8), and 8-bit integers whose head dimension is not a multiple
+//! of what VNNI takes.
 //!
-//! As bits of an f32 an e4m3 code is its number times 2^-120, once its sign is at the top and the rest at bit 20: a multiplication makes it whole,
-//! also where the number is a subnormal one. Codes that are no numbers would be finite there, so that the greatest one is looked at: what
-//! they belong to becomes NaN afterwards.
+//! The bits of an e4m3 code, with its sign at bit 31 and its exponent and mantissa from bit 20 on, are an f32 that is 2^-120 times the value of
+//! the code, so that one multiplication dequantizes it, subnormals included. The two NaN codes would come out finite: kernels keep the largest
+//! magnitude of the codes that they read, and write NaN to the results that a NaN code belongs to.
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{NumberScores, NumberValues, TILE};
+use super::super::simd::{ByteScores, ByteValues, TILE};
 use super::vnni::{ask, transpose};
 use flashtile_core::codec::{FP8_SCALE_UNIT, SCALE_UNIT};
 use std::arch::x86_64::*;
 
-/// What is missing of the exponent, as a factor.
-const BIAS: f32 = f32::from_bits((127 + 127 - 7) << 23);
+/// What the exponent of an f32 lacks where the bits of an e4m3 code are in place, as a factor: 2^120.
+const E4M3_FACTOR: f32 = f32::from_bits((127 + 127 - 7) << 23);
 
-/// Where sign, exponent and mantissa are in an f32.
-const PLACES: i32 = 0x87f0_0000_u32.cast_signed();
+/// Bits of an f32 that sign, exponent and mantissa of an e4m3 code take.
+const E4M3_BITS: i32 = 0x87f0_0000_u32.cast_signed();
 
-/// The magnitude of what is no number.
-const NONE: i8 = 0x7f;
+/// The magnitude of an e4m3 NaN.
+const E4M3_NAN: i8 = 0x7f;
 
-/// What codes that are the top bytes of lanes stand for; below them is anything. `E4M3` or signed integers.
+/// The values of 16 codes, without their scales: e4m3 with `E4M3`, else signed integers. A code is the high byte of its lane; the bytes
+/// below it may hold anything.
 #[inline(always)]
-unsafe fn number<const E4M3: bool>(top: __m512i) -> __m512 {
-    // SAFETY: the caller's: the instruction set.
+unsafe fn dequant_f32<const E4M3: bool>(high_bytes: __m512i) -> __m512 {
+    // SAFETY: the caller has the instruction set.
     unsafe {
         if !E4M3 {
-            return _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(top));
+            return _mm512_cvtepi32_ps(_mm512_srai_epi32::<24>(high_bytes));
         }
-        let bits = _mm512_and_si512(_mm512_srai_epi32::<4>(top), _mm512_set1_epi32(PLACES));
-        _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(BIAS))
+        let bits = _mm512_and_si512(_mm512_srai_epi32::<4>(high_bytes), _mm512_set1_epi32(E4M3_BITS));
+        _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(E4M3_FACTOR))
     }
 }
 
-/// As [`number`], of sixteen codes in memory.
+/// [`dequant_f32`] of 16 codes in memory.
 #[inline(always)]
-unsafe fn number_at<const E4M3: bool>(codes: *const u8) -> __m512 {
-    // SAFETY: the caller's: sixteen bytes, and the instruction set.
+unsafe fn load_dequant_f32<const E4M3: bool>(codes: *const u8) -> __m512 {
+    // SAFETY: the caller has 16 bytes and the instruction set.
     unsafe {
         let wide = _mm512_cvtepi8_epi32(_mm_loadu_si128(codes.cast()));
         if !E4M3 {
             return _mm512_cvtepi32_ps(wide);
         }
-        // The sign is in every bit above.
-        let bits = _mm512_and_si512(_mm512_slli_epi32::<20>(wide), _mm512_set1_epi32(PLACES));
-        _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(BIAS))
+        // The conversion has copied the sign to every bit above the code.
+        let bits = _mm512_and_si512(_mm512_slli_epi32::<20>(wide), _mm512_set1_epi32(E4M3_BITS));
+        _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(E4M3_FACTOR))
     }
 }
 
-/// The greater magnitudes, of 64 codes.
+/// The larger of each byte of `max` and the magnitude of the e4m3 code in its place.
 #[inline(always)]
-unsafe fn greater(most: __m512i, codes: __m512i) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
-    unsafe { _mm512_max_epu8(most, _mm512_and_si512(codes, _mm512_set1_epi8(NONE))) }
+unsafe fn max_magnitude(max: __m512i, codes: __m512i) -> __m512i {
+    // SAFETY: the caller has the instruction set.
+    unsafe { _mm512_max_epu8(max, _mm512_and_si512(codes, _mm512_set1_epi8(E4M3_NAN))) }
 }
 
-/// The scales of a group, over their unit.
+/// The 16 scales of a group, in units of the codes.
 #[inline(always)]
 unsafe fn factors<const E4M3: bool>(scales: *const u8) -> __m512 {
     let unit = if E4M3 { FP8_SCALE_UNIT } else { SCALE_UNIT };
-    // SAFETY: the caller's: a group has sixteen scales of two bytes.
+    // SAFETY: the caller has 16 scales of two bytes and the instruction set.
     unsafe {
         // A scale has no sign.
         let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
@@ -68,15 +70,15 @@ unsafe fn factors<const E4M3: bool>(scales: *const u8) -> __m512 {
 }
 
 /// # Safety
-/// As [`NumberScores`].
+/// As [`ByteScores`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn scores(job: &NumberScores<'_>) {
-    // SAFETY: the caller's promise.
-    unsafe { if job.keys.e4m3 { scores_of::<true>(job) } else { scores_of::<false>(job) } }
+pub(super) unsafe fn scores(job: &ByteScores<'_>) {
+    // SAFETY: the contract of the job.
+    unsafe { if job.keys.is_fp8 { scores_of::<true>(job) } else { scores_of::<false>(job) } }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn scores_of<const E4M3: bool>(job: &NumberScores<'_>) {
+unsafe fn scores_of<const E4M3: bool>(job: &ByteScores<'_>) {
     // SAFETY: as [`scores`]; queries and scores have memory for sixteen rows.
     unsafe {
         for first in (0..job.count).step_by(8) {
@@ -90,9 +92,9 @@ unsafe fn scores_of<const E4M3: bool>(job: &NumberScores<'_>) {
     }
 }
 
-/// Scores of `N` rows, of two groups of keys at a time where registers hold the sums.
+/// Scores of `N` rows: two groups of keys at a time where the sums of both fit the registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn scores_of_rows<const E4M3: bool, const N: usize>(job: &NumberScores<'_>, row: usize) {
+unsafe fn scores_of_rows<const E4M3: bool, const N: usize>(job: &ByteScores<'_>, row: usize) {
     let groups = job.keys.groups.len();
     let mut group = 0;
     // SAFETY: as [`scores`].
@@ -110,18 +112,18 @@ unsafe fn scores_of_rows<const E4M3: bool, const N: usize>(job: &NumberScores<'_
 
 #[inline(always)]
 unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
-    job: &NumberScores<'_>,
+    job: &ByteScores<'_>,
     row: usize,
     group: usize,
 ) {
     let dim = job.keys.format.dim();
     let keys = &job.keys.groups[group..group + G];
-    // Once is enough.
+    // The first rows prefetch for all.
     let next = &(if row == 0 { job.keys.next } else { job.keys.groups })[group..group + G];
     // SAFETY: as [`scores`].
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); G]; N];
-        let mut most = [_mm512_setzero_si512(); G];
+        let mut max_codes = [_mm512_setzero_si512(); G];
         for at in (0..dim).step_by(16) {
             let mut lines = [[_mm512_setzero_si512(); 4]; G];
             for g in 0..G {
@@ -133,20 +135,20 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
             for c in 0..4 {
                 for g in 0..G {
                     if E4M3 {
-                        most[g] = greater(most[g], lines[g][c]);
+                        max_codes[g] = max_magnitude(max_codes[g], lines[g][c]);
                     }
                 }
                 for byte in 0..4 {
                     let mut x = [_mm512_setzero_ps(); G];
                     for g in 0..G {
                         let line = lines[g][c];
-                        let top = match byte {
+                        let high_bytes = match byte {
                             0 => _mm512_slli_epi32::<24>(line),
                             1 => _mm512_slli_epi32::<16>(line),
                             2 => _mm512_slli_epi32::<8>(line),
                             _ => line,
                         };
-                        x[g] = number::<E4M3>(top);
+                        x[g] = dequant_f32::<E4M3>(high_bytes);
                     }
                     for r in 0..N {
                         let q = _mm512_set1_ps(*job.q.add((row + r) * job.ldq + at + 4 * c + byte));
@@ -159,9 +161,9 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
         }
         for g in 0..G {
             ask(next[g][2], 0);
-            let none = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(most[g], _mm512_set1_epi8(NONE)));
-            let none = _mm512_test_epi32_mask(none, none);
-            let factors = _mm512_mask_mov_ps(factors::<E4M3>(keys[g][2]), none, _mm512_set1_ps(f32::NAN));
+            let nan = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(max_codes[g], _mm512_set1_epi8(E4M3_NAN)));
+            let nan = _mm512_test_epi32_mask(nan, nan);
+            let factors = _mm512_mask_mov_ps(factors::<E4M3>(keys[g][2]), nan, _mm512_set1_ps(f32::NAN));
             for r in 0..N {
                 let c = job.c.add((row + r) * job.ldc + TILE * (group + g));
                 _mm512_storeu_ps(c, _mm512_mul_ps(sums[r][g], factors));
@@ -171,15 +173,15 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
 }
 
 /// # Safety
-/// As [`NumberValues`].
+/// As [`ByteValues`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn values(job: &NumberValues<'_>) {
-    // SAFETY: the caller's promise.
-    unsafe { if job.values.e4m3 { values_of::<true>(job) } else { values_of::<false>(job) } }
+pub(super) unsafe fn values(job: &ByteValues<'_>) {
+    // SAFETY: the contract of the job.
+    unsafe { if job.values.is_fp8 { values_of::<true>(job) } else { values_of::<false>(job) } }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn values_of<const E4M3: bool>(job: &NumberValues<'_>) {
+unsafe fn values_of<const E4M3: bool>(job: &ByteValues<'_>) {
     // SAFETY: as [`values`].
     unsafe {
         for row in 0..job.count {
@@ -187,7 +189,7 @@ unsafe fn values_of<const E4M3: bool>(job: &NumberValues<'_>) {
             for (n, group) in job.values.groups.iter().enumerate() {
                 let probs = probs.add(TILE * n);
                 let prob = _mm512_loadu_ps(probs);
-                // A probability of 0 is that of a value that is not seen, whatever its scale.
+                // A value that the row does not see has probability 0, and any scale, even NaN.
                 let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(prob, _mm512_setzero_ps());
                 _mm512_storeu_ps(probs, _mm512_maskz_mul_ps(seen, prob, factors::<E4M3>(group[2])));
             }
@@ -206,9 +208,9 @@ unsafe fn values_of<const E4M3: bool>(job: &NumberValues<'_>) {
     }
 }
 
-/// Sums of `N` rows, of 64 coordinates at a time and then of 16.
+/// Sums of `N` rows: 64 coordinates at a time, then 16. Returns `N`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn values_of_rows<const E4M3: bool, const N: usize>(job: &NumberValues<'_>, row: usize) -> usize {
+unsafe fn values_of_rows<const E4M3: bool, const N: usize>(job: &ByteValues<'_>, row: usize) -> usize {
     let dim = job.values.format.dim();
     let mut at = 0;
     // SAFETY: as [`values`].
@@ -227,18 +229,18 @@ unsafe fn values_of_rows<const E4M3: bool, const N: usize>(job: &NumberValues<'_
 
 #[inline(always)]
 unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
-    job: &NumberValues<'_>,
+    job: &ByteValues<'_>,
     row: usize,
     at: usize,
 ) {
     let values = &job.values;
     let dim = values.format.dim();
-    // Once is enough.
+    // The first rows prefetch for all.
     let next = if row == 0 { values.next } else { values.groups };
     // SAFETY: as [`values`].
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); N]; V];
-        let mut most = _mm512_setzero_si512();
+        let mut max_codes = _mm512_setzero_si512();
         for n in 0..values.groups.len() {
             let (group, next) = (values.groups[n], next[n]);
             let probs = job.probs.add(row * job.ldw + TILE * n).cast_const();
@@ -251,11 +253,11 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
                     } else {
                         _mm512_castsi128_si512(_mm_loadu_si128(codes.cast()))
                     };
-                    most = greater(most, here);
+                    max_codes = max_magnitude(max_codes, here);
                 }
                 let mut x = [_mm512_setzero_ps(); V];
                 for v in 0..V {
-                    x[v] = number_at::<E4M3>(codes.add(16 * v));
+                    x[v] = load_dequant_f32::<E4M3>(codes.add(16 * v));
                 }
                 for r in 0..N {
                     let prob = _mm512_set1_ps(*probs.add(r * job.ldw + value));
@@ -270,26 +272,26 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
                 _mm512_storeu_ps(job.c.add((row + r) * job.ldc + at + 16 * v), sums[v][r]);
             }
         }
-        if _mm512_mask_cmpeq_epi8_mask(u64::MAX >> (64 - 16 * V), most, _mm512_set1_epi8(NONE)) != 0 {
-            mark_none(job, row..row + N, at..at + 16 * V);
+        if _mm512_mask_cmpeq_epi8_mask(u64::MAX >> (64 - 16 * V), max_codes, _mm512_set1_epi8(E4M3_NAN)) != 0 {
+            propagate_nan(job, row..row + N, at..at + 16 * V);
         }
     }
 }
 
-/// Makes the sums NaN that some code which is no number belongs to.
+/// Writes NaN to the sums of `rows` and `columns` that add up a NaN code.
 #[cold]
-unsafe fn mark_none(job: &NumberValues<'_>, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) {
+unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) {
     let dim = job.values.format.dim();
     // SAFETY: as [`values`].
     unsafe {
         for (n, group) in job.values.groups.iter().enumerate() {
             for value in 0..TILE {
                 for column in columns.clone() {
-                    if (*group[0].add(value * dim + column)).cast_signed() & NONE != NONE {
+                    if (*group[0].add(value * dim + column)).cast_signed() & E4M3_NAN != E4M3_NAN {
                         continue;
                     }
                     for row in rows.clone() {
-                        // A probability of 0 is that of a value that is not seen.
+                        // A value that the row does not see has probability 0.
                         if *job.probs.add(row * job.ldw + TILE * n + value) != 0.0 {
                             *job.c.add(row * job.ldc + column) = f32::NAN;
                         }
@@ -309,8 +311,8 @@ mod tests {
     use flashtile_testkit::Rng;
     use half::f16;
 
-    /// The number of a code.
-    fn number_of(code: u8) -> f64 {
+    /// The value of an e4m3 code.
+    fn e4m3_value(code: u8) -> f64 {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
         let sign = if code < 0x80 { 1.0 } else { -1.0 };
         match code & 0x7f {
@@ -326,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_those_of_the_numbers() {
+    fn products_equal_f64_sums_of_dequantized_codes() {
         let found = [
             is_x86_feature_detected!("avx512f"),
             is_x86_feature_detected!("avx512bw"),
@@ -337,16 +339,16 @@ mod tests {
             return;
         }
         let mut rng = Rng::new(9);
-        for (turn, dim) in [16, 32, 48, 64, 80, 96, 128, 256, 512].into_iter().enumerate() {
+        for (index, dim) in [16, 32, 48, 64, 80, 96, 128, 256, 512].into_iter().enumerate() {
             for count in [1, 2, 3, 4, 5, 7, 8, 11, 16] {
                 for e4m3 in [true, false] {
-                    products(&mut rng, (dim, count, 1 + (turn + count) % 5), e4m3);
+                    products(&mut rng, (dim, count, 1 + (index + count) % 5), e4m3);
                 }
             }
         }
     }
 
-    /// Of so many coordinates, rows and groups; where rows are odd, some codes are no numbers.
+    /// Both products of `count` rows of `dim` coordinates with `groups` groups of codes; an odd `count` plants two NaN codes.
     fn products(rng: &mut Rng, (dim, count, groups): (usize, usize, usize), e4m3: bool) {
         let rows = TILE * groups;
         let mut page: Vec<u8> =
@@ -361,18 +363,18 @@ mod tests {
             |row: usize| f64::from(f16::from_le_bytes([scales[2 * row], scales[2 * row + 1]]).to_f32());
         let value = |row: usize, d: usize| {
             let code = page[row * dim + d];
-            let of = if e4m3 { number_of(code) / 256.0 } else { f64::from(code.cast_signed()) / 128.0 };
+            let of = if e4m3 { e4m3_value(code) / 256.0 } else { f64::from(code.cast_signed()) / 128.0 };
             of * scale(row)
         };
         let at =
             |n: usize| [page[n * TILE * dim..].as_ptr(), std::ptr::null(), scales[n * TILE * 2..].as_ptr()];
         let starts: Vec<[*const u8; 3]> = (0..groups).map(at).collect();
         let format = RowLayout::new(dim, 8);
-        let block = CodeBlock { format: &format, levels: None, e4m3, groups: &starts, next: &starts };
+        let block = CodeBlock { format: &format, levels: None, is_fp8: e4m3, groups: &starts, next: &starts };
 
         let q: Vec<f32> = (0..STREAM_ROWS * dim).map(|_| rng.normal()).collect();
         let mut c = vec![f32::NAN; STREAM_ROWS * rows];
-        let job = NumberScores { keys: block, q: q.as_ptr(), ldq: dim, count, c: c.as_mut_ptr(), ldc: rows };
+        let job = ByteScores { keys: block, q: q.as_ptr(), ldq: dim, count, c: c.as_mut_ptr(), ldc: rows };
         // SAFETY: the machine has the instruction set; groups, queries and scores are there.
         unsafe { scores(&job) }
         for (r, row) in (0..count).flat_map(|r| (0..rows).map(move |row| (r, row))) {
@@ -389,7 +391,7 @@ mod tests {
         let given = probs.clone();
         let mut c = vec![f32::NAN; STREAM_ROWS * dim];
         let (probs, c_ptr) = (probs.as_mut_ptr(), c.as_mut_ptr());
-        let job = NumberValues { values: block, probs, ldw: rows, count, c: c_ptr, ldc: dim };
+        let job = ByteValues { values: block, probs, ldw: rows, count, c: c_ptr, ldc: dim };
         // SAFETY: as above.
         unsafe { values(&job) }
         for (r, d) in (0..count).flat_map(|r| (0..dim).map(move |d| (r, d))) {
