@@ -4,7 +4,7 @@
 
 use crate::isa;
 use crate::kernels::loops::CHAINS;
-use crate::simd::{TILE, TILE_CHAINS};
+use crate::kernels::products::amx::{TILE, TILE_CHAINS};
 use flashtile_core::isa::Isa;
 use flashtile_core::memory::Zeroed;
 use rayon::prelude::*;
@@ -24,7 +24,7 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
     if isa > isa::best() {
         return 0.0;
     }
-    let loops = isa::loops(isa).fma;
+    let loops = isa::loops(isa).peak;
     let products = match isa {
         Isa::Amx => TILE_CHAINS * TILE * TILE * 2 * TILE,
         _ => CHAINS * isa.lanes() * if isa.multiplies_pairs() { 2 } else { 1 },

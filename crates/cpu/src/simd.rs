@@ -1,4 +1,4 @@
-//! The vector operations that kernels are written in.
+//! The vectors of f32 that kernels are written in: lanes, and nothing of how products are made of them (`kernels/products`).
 //!
 //! Every method is `#[inline(always)]` in its implementation: kernels are generic over [`Simd`], and the phases of an ISA file,
 //! which are compiled with its target features, instantiate them.
@@ -11,28 +11,10 @@ use flashtile_core::dtype::Dtype;
 /// Lines of a transpose: few enough to stay in registers beside the sums that they go into.
 pub(crate) const LINES: usize = 8;
 
-/// Rows and columns of a tile of `C`, and pairs of bf16 of one step of its product.
+/// Rows of a group of codes, whose scales fill a register.
 pub(crate) const TILE: usize = 16;
 /// Dimensions of codes that are multiplied in integers are multiples of this.
 pub(crate) const CODE_DIM: usize = 64;
-
-/// Independent products in a round of [`Simd::tile_loop`].
-pub(crate) const TILE_CHAINS: usize = 4;
-
-/// Row-major matrices of a product of tiles: `A` and `B` of pairs of bf16 along the depth, `C` of f32; leading strides in
-/// bytes.
-#[derive(Clone, Copy)]
-pub(crate) struct Tiles {
-    /// The first row of each row of tiles, of which there may be one.
-    pub(crate) a: [*const u8; 2],
-    pub(crate) lda: usize,
-    pub(crate) b: *const u8,
-    pub(crate) ldb: usize,
-    pub(crate) c: *mut f32,
-    pub(crate) ldc: usize,
-    /// Whether the sums go on from what `c` holds.
-    pub(crate) resume: bool,
-}
 
 /// Most keys of [`CodeBlock`].
 pub(crate) const CODE_KEYS: usize = 256;
@@ -139,48 +121,12 @@ pub(crate) trait Simd: Copy + 'static {
     const LANES: usize;
     /// Vector registers.
     const REGISTERS: usize;
-    /// Rows of the register tile.
+    /// Rows of the tile of `C` that fits the registers.
     const ROWS: usize;
-    /// Vectors of the register tile.
+    /// Vectors of a row of that tile.
     const VECTORS: usize;
-    /// Whether both products multiply pairs of bf16, each pair in the place of one f32. Kernels of such a type take bf16
-    /// tensors alone.
-    const PAIRS: bool = false;
-    /// Whether products of pairs are made in tiles by a matrix unit. With [`Simd::PAIRS`] and 16 lanes alone.
-    const TILES: bool = false;
     /// A vector of `LANES` f32.
     type V: Copy;
-
-    /// `C[16 * M, 16 * N] = A * B` over `steps` times [`TILE`] pairs, `M` and `N` 1 or 2. Each element of `C` adds one sum for
-    /// each step: the chain over the first elements of the step's pairs, plus that over the second. Called with
-    /// [`Simd::TILES`] alone, between [`Simd::begin_tiles`] and [`Simd::end_tiles`].
-    #[inline(always)]
-    unsafe fn tile_product<const M: usize, const N: usize>(_steps: usize, _tiles: Tiles) {
-        unreachable!("tiles are multiplied where a matrix unit is")
-    }
-    /// Lets the thread use its matrix unit.
-    #[inline(always)]
-    unsafe fn begin_tiles() {}
-    /// Gives up the state of the matrix unit.
-    #[inline(always)]
-    unsafe fn end_tiles() {}
-    /// `rounds` times [`TILE_CHAINS`] independent products of tiles in registers. Called with [`Simd::TILES`] alone.
-    #[inline(always)]
-    unsafe fn tile_loop(_rounds: u64) {
-        unreachable!("tiles are multiplied where a matrix unit is")
-    }
-
-    /// One step of a product's chain: `a * b + c`, or with pairs `a.0 * b.0 + a.1 * b.1 + c`.
-    #[inline(always)]
-    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        // SAFETY: the caller's promise.
-        unsafe { Self::fma(a, b, c) }
-    }
-    /// `2 * LANES` f32 as pairs of bf16, in order. Called with [`Simd::PAIRS`] alone.
-    #[inline(always)]
-    unsafe fn to_pairs(_low: Self::V, _high: Self::V) -> Self::V {
-        unreachable!("pairs are made where products take them")
-    }
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -219,12 +165,6 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn store_f16(p: *mut u16, v: Self::V);
     /// Rounds to nearest, ties to even; NaN stays NaN.
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
-
-    /// Stores pairs of the `LANES` bf16 at `even` and `odd`. Called with [`Simd::PAIRS`] alone.
-    #[inline(always)]
-    unsafe fn interleave(_even: *const u16, _odd: *const u16, _dst: *mut f32) {
-        unreachable!("pairs are made where products take them")
-    }
 
     /// Asks for the cache line at `p`, which may be any address, in the second-level cache: from memory it would hold up the
     /// first for too long.

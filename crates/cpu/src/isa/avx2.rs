@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd};
+use crate::kernels::products::f32_fma::F32;
 use std::arch::x86_64::*;
 
 #[derive(Clone, Copy)]
@@ -169,4 +170,4 @@ impl Simd for Avx2 {
     }
 }
 
-crate::isa::entry::entry_points!(any, Avx2, "avx2,fma,f16c");
+crate::isa::entry::entry_points!(any, Avx2, F32, "avx2,fma,f16c");

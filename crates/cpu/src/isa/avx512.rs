@@ -2,26 +2,17 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Simd, Tiles};
-use super::amx;
+use super::super::simd::{Elem, LINES, Simd};
+use crate::kernels::products::bf16_pairs::PairLanes;
 use std::arch::x86_64::*;
 
-/// f32 products by fused multiply-add.
+/// Vectors of 512 bits. Pairs of bf16 in them need AVX-512 BF16 besides.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
-/// bf16 products by `vdpbf16ps`, or by AMX with `TILES`; everything else as [`Avx512`].
-#[derive(Clone, Copy)]
-pub(crate) struct Pairs<const TILES: bool>;
-
-/// Implements [`Simd`] for one of the types, which differ in the items given.
-macro_rules! implement {
-    ([$($parameters:tt)*] $S:ty { $($products:item)* }) => {
 // SAFETY of every block below: the trait's contract gives the instruction set and the memory.
 #[allow(clippy::undocumented_unsafe_blocks)]
-impl<$($parameters)*> Simd for $S {
-    $($products)*
-
+impl Simd for Avx512 {
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
     const ROWS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).0;
@@ -184,33 +175,18 @@ impl<$($parameters)*> Simd for $S {
         }
     }
 }
-    };
-}
 
-implement!([] Avx512 {});
-
-implement!([const TILES: bool] Pairs<TILES> {
-    const PAIRS: bool = true;
-    const TILES: bool = TILES;
+// SAFETY of every block below: the trait's contract gives the instruction set and the memory.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl PairLanes for Avx512 {
     #[inline(always)]
-    unsafe fn tile_product<const M: usize, const N: usize>(steps: usize, tiles: Tiles) {
-        unsafe { amx::product::<M, N>(steps, tiles) }
+    unsafe fn dot(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { _mm512_dpbf16_ps(c, bf16_pairs(a), bf16_pairs(b)) }
     }
     #[inline(always)]
-    unsafe fn begin_tiles() {
-        if TILES {
-            unsafe { amx::begin() }
-        }
-    }
-    #[inline(always)]
-    unsafe fn end_tiles() {
-        if TILES {
-            unsafe { amx::end() }
-        }
-    }
-    #[inline(always)]
-    unsafe fn tile_loop(rounds: u64) {
-        unsafe { amx::product_loop(rounds) }
+    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
+        // Both are 64 plain bytes.
+        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
     }
     #[inline(always)]
     unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
@@ -221,16 +197,7 @@ implement!([const TILES: bool] Pairs<TILES> {
             Self::store(dst, _mm512_castsi512_ps(pairs));
         }
     }
-    #[inline(always)]
-    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        unsafe { _mm512_dpbf16_ps(c, bf16_pairs(a), bf16_pairs(b)) }
-    }
-    #[inline(always)]
-    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
-        // SAFETY: both are 64 plain bytes.
-        unsafe { std::mem::transmute::<__m512bh, __m512>(_mm512_cvtne2ps_pbh(high, low)) }
-    }
-});
+}
 
 #[inline(always)]
 fn bf16_pairs(v: __m512) -> __m512bh {
@@ -245,8 +212,9 @@ pub(super) mod f32_products {
     use crate::kernels::state::CodeProducts;
 
     mod elements {
-        type Vectors = super::super::Avx512;
-        crate::isa::entry::entry_points!(any, Vectors, "avx512f,avx512bw,avx512dq,avx512vl");
+        use super::super::Avx512;
+        use crate::kernels::products::f32_fma::F32;
+        crate::isa::entry::entry_points!(any, Avx512, F32, "avx512f,avx512bw,avx512dq,avx512vl");
     }
     pub(in crate::isa) use elements::LOOPS;
 
@@ -269,12 +237,19 @@ pub(super) mod f32_products {
 
 /// AVX-512 with BF16.
 pub(super) mod bf16_products {
-    type Vectors = super::Pairs<false>;
-    crate::isa::entry::entry_points!(pairs, Vectors, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    use super::Avx512;
+    use crate::kernels::products::bf16_pairs::Bf16Pairs;
+    crate::isa::entry::entry_points!(
+        pairs,
+        Avx512,
+        Bf16Pairs,
+        "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"
+    );
 }
 
 /// AVX-512 with BF16 and AMX.
 pub(super) mod amx_products {
-    type Tiled = super::Pairs<true>;
-    crate::isa::entry::entry_points!(pairs, Tiled, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
+    use super::Avx512;
+    use crate::kernels::products::amx::Amx;
+    crate::isa::entry::entry_points!(pairs, Avx512, Amx, "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16");
 }

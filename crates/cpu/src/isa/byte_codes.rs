@@ -272,7 +272,8 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
                 _mm512_storeu_ps(job.c.add((row + r) * job.ldc + at + 16 * v), sums[v][r]);
             }
         }
-        if _mm512_mask_cmpeq_epi8_mask(u64::MAX >> (64 - 16 * V), max_codes, _mm512_set1_epi8(E4M3_NAN)) != 0 {
+        if _mm512_mask_cmpeq_epi8_mask(u64::MAX >> (64 - 16 * V), max_codes, _mm512_set1_epi8(E4M3_NAN)) != 0
+        {
             propagate_nan(job, row..row + N, at..at + 16 * V);
         }
     }

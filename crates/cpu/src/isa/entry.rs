@@ -20,7 +20,7 @@ macro_rules! entry {
         $(#[target_feature(enable = $features)])?
         #[inline(never)]
         unsafe fn $name($($argument: $T),*) $(-> $R)? {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller's contract.
             unsafe { $call }
         }
     };
@@ -29,22 +29,22 @@ pub(super) use entry;
 
 /// Writes the module `$module` with the phases that depend on how elements are stored.
 macro_rules! element_entries {
-    ($module:ident, $S:ty, $features:tt, $E:ty, $R:ty) => {
+    ($module:ident, $S:ty, $P:ty, $features:tt, $E:ty, $R:ty) => {
         mod $module {
             use super::*;
             use crate::kernels::phases;
             crate::isa::entry::entry! { $features
                 fn pack_keys(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
-                    phases::pack_keys::<$S, $R>(work, block, columns)
+                    phases::pack_keys::<$S, $P, $R>(work, block, columns)
                 }
                 fn stream_scores(work: &TaskState<'_>, tile: &Tile) {
-                    phases::stream_scores::<$S, $R>(work, tile)
+                    phases::stream_scores::<$S, $P, $R>(work, tile)
                 }
                 fn pack_values(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: *mut f32) {
-                    phases::pack_values::<$S, $E>(work, first, rows, dst)
+                    phases::pack_values::<$S, $P, $E>(work, first, rows, dst)
                 }
                 fn stream_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
-                    phases::stream_values::<$S, $E>(work, tile, columns)
+                    <$P as Products<$S>>::stream_values::<$E>(work, tile, columns)
                 }
             }
             pub(super) const SCORES: ScoresOf = ScoresOf { pack: pack_keys, stream: stream_scores };
@@ -68,13 +68,14 @@ pub(super) struct ValuesOf {
     pub(super) stream: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>),
 }
 
-/// Defines `kernels` and `LOOPS` of an ISA file: for `any` storage, or for elements that are `pairs` of bf16.
+/// Defines `kernels` and `LOOPS` of an ISA file, from lanes `$S` and products `$P`: for `any` storage, or for elements that are `pairs` of
+/// bf16.
 macro_rules! entry_points {
-    (any, $S:ty $(, $features:literal)?) => {
-        crate::isa::entry::entry_points!(@common $S, [$($features)?]);
-        crate::isa::entry::element_entries!(f32_elements, $S, [$($features)?], f32, Single<f32>);
-        crate::isa::entry::element_entries!(f16_elements, $S, [$($features)?], F16, Single<F16>);
-        crate::isa::entry::element_entries!(bf16_elements, $S, [$($features)?], Bf16, Double);
+    (any, $S:ty, $P:ty $(, $features:literal)?) => {
+        crate::isa::entry::entry_points!(@common $S, $P, [$($features)?]);
+        crate::isa::entry::element_entries!(f32_elements, $S, $P, [$($features)?], f32, Single<f32>);
+        crate::isa::entry::element_entries!(f16_elements, $S, $P, [$($features)?], F16, Single<F16>);
+        crate::isa::entry::element_entries!(bf16_elements, $S, $P, [$($features)?], Bf16, Double);
         crate::isa::entry::entry! { [$($features)?]
             fn pack_key_codes(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
                 phases::pack_key_codes::<$S>(work, block, columns)
@@ -99,10 +100,10 @@ macro_rules! entry_points {
             with_elements(scores, values)
         }
     };
-    (pairs, $S:ty $(, $features:literal)?) => {
-        crate::isa::entry::entry_points!(@common $S, [$($features)?]);
+    (pairs, $S:ty, $P:ty $(, $features:literal)?) => {
+        crate::isa::entry::entry_points!(@common $S, $P, [$($features)?]);
         // A pair of keys takes the place of an f32.
-        crate::isa::entry::element_entries!(bf16_elements, $S, [$($features)?], Bf16, Single<f32>);
+        crate::isa::entry::element_entries!(bf16_elements, $S, $P, [$($features)?], Bf16, Single<f32>);
 
         /// The kernels of this instruction set, of bf16 keys and values.
         pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
@@ -110,36 +111,34 @@ macro_rules! entry_points {
             with_elements(bf16_elements::SCORES, bf16_elements::VALUES)
         }
     };
-    (@common $S:ty, $features:tt) => {
+    (@common $S:ty, $P:ty, $features:tt) => {
         #[allow(clippy::wildcard_imports, reason = "what every instruction set's phases name")]
         use crate::isa::entry::entry_imports::*;
 
         crate::isa::entry::entry! { $features
-            fn begin_tiles() { <$S as crate::simd::Simd>::begin_tiles() }
-            fn end_tiles() { <$S as crate::simd::Simd>::end_tiles() }
-            fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S>(work) }
-            fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S>(work, tile) }
-            fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S>(work, tile) }
+            fn configure() -> MatrixUnitGuard { <$P as Products<$S>>::configure() }
+            fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S, $P>(work) }
+            fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S, $P>(work, tile) }
+            fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S, $P>(work, tile) }
             fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, rows: *const f32) {
-                phases::packed_values::<$S>(work, tile, columns, rows)
+                phases::packed_values::<$S, $P>(work, tile, columns, rows)
             }
-            fn repair_nonfinite(work: &TaskState<'_>, tile: &Tile) { phases::repair_nonfinite::<$S>(work, tile) }
+            fn repair_nonfinite(work: &TaskState<'_>, tile: &Tile) { phases::repair_nonfinite::<$S, $P>(work, tile) }
             fn fold(rows: usize, fold: &Fold) { phases::fold::<$S>(rows, fold) }
             fn finish(work: &TaskState<'_>, first: usize, rows: usize) { phases::finish::<$S>(work, first, rows) }
-            fn fma_loop(rounds: u64) -> f32 { crate::kernels::loops::fma_loop::<$S>(rounds) }
+            fn peak_loop(rounds: u64) -> f32 { <$P as Products<$S>>::peak_loop(rounds) }
             fn read_loop(p: *const f32, len: usize) -> f32 { crate::kernels::loops::read_loop::<$S>(p, len) }
         }
 
         /// The loops that measure the limits of this instruction set.
-        pub(in crate::isa) const LOOPS: Loops = Loops { fma: fma_loop, read: read_loop };
+        pub(in crate::isa) const LOOPS: Loops = Loops { peak: peak_loop, read: read_loop };
 
         fn with_elements(scores: ScoresOf, values: ValuesOf) -> Kernels {
             Kernels {
-                products: Products::of::<$S>(),
+                key_steps: products::key_steps::<$S, $P>(),
                 integer_products: None,
                 byte_products: None,
-                begin_tiles,
-                end_tiles,
+                configure,
                 pack_queries,
                 pack_keys: scores.pack,
                 packed_scores,
@@ -161,9 +160,10 @@ pub(super) use entry_points;
 pub(super) mod entry_imports {
     pub(in crate::isa) use super::{ScoresOf, ValuesOf};
     pub(in crate::isa) use crate::kernels::loops::Loops;
+    pub(in crate::isa) use crate::kernels::matrix_unit::MatrixUnitGuard;
     pub(in crate::isa) use crate::kernels::phases;
+    pub(in crate::isa) use crate::kernels::products::{self, Products};
     pub(in crate::isa) use crate::kernels::state::Fold;
-    pub(in crate::isa) use crate::kernels::state::Products;
     pub(in crate::isa) use crate::kernels::state::{Kernels, Storage};
     pub(in crate::isa) use crate::kernels::state::{TaskState, Tile};
     pub(in crate::isa) use crate::simd::{Bf16, Double, F16, Single};

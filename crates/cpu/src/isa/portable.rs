@@ -2,16 +2,16 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{Elem, LINES, Simd, TILE, Tiles};
+use super::super::simd::{Elem, LINES, Simd};
+use crate::kernels::products::f32_fma::F32;
 use flashtile_core::isa::Isa;
 use half::{bf16, f16};
 
-/// Arrays of `N` lanes. With `PAIRS`, products are of pairs of bf16, and with `TILES` of tiles of them: no target needs it, but
-/// it tests those kernels on machines without the instructions.
+/// Arrays of `N` lanes: 4, or 16 in tests, where they emulate vectors and matrix units that the machine lacks.
 #[derive(Clone, Copy)]
-pub(crate) struct Array<const N: usize, const PAIRS: bool, const TILES: bool>;
+pub(crate) struct Array<const N: usize>;
 
-pub(crate) type Portable = Array<4, false, false>;
+pub(crate) type Portable = Array<4>;
 
 /// An array of `f(0)`, `f(1)` and so on. A plain loop: `std::array::from_fn` is a call for each element where units of code are
 /// not optimised together.
@@ -36,57 +36,13 @@ fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) ->
 
 // The compiler's own measure of inlining in unit tests, which compute with arrays of 16 lanes: written out, their kernels
 // take minutes to compile.
-impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAIRS, TILES> {
+impl<const N: usize> Simd for Array<N> {
     const LANES: usize = N;
     const REGISTERS: usize = 16;
-    const ROWS: usize = crate::plan::register_tile(isa_of(PAIRS)).0;
-    const VECTORS: usize = crate::plan::register_tile(isa_of(PAIRS)).1;
+    const ROWS: usize = crate::plan::register_tile(isa_of_lanes(N)).0;
+    const VECTORS: usize = crate::plan::register_tile(isa_of_lanes(N)).1;
     type V = [f32; N];
 
-    const PAIRS: bool = PAIRS;
-    const TILES: bool = TILES;
-    #[cfg_attr(not(test), inline(always))]
-    unsafe fn tile_product<const M: usize, const N_TILES: usize>(steps: usize, t: Tiles) {
-        let halves = |x: u32| [f32::from_bits(x << 16), f32::from_bits(x & 0xffff_0000)];
-        for r in 0..M * TILE {
-            for n in 0..N_TILES * TILE {
-                // SAFETY: the caller's promise.
-                unsafe {
-                    let c = t.c.byte_add(r * t.ldc).add(n);
-                    let mut total = if t.resume { *c } else { 0.0 };
-                    for step in 0..steps {
-                        let mut sums = [0.0f32; 2];
-                        for k in step * TILE..(step + 1) * TILE {
-                            let a = halves(
-                                t.a[r / TILE].add(r % TILE * t.lda).cast::<u32>().add(k).read_unaligned(),
-                            );
-                            let b = halves(t.b.add(k * t.ldb).cast::<u32>().add(n).read_unaligned());
-                            // Exact products: one rounding, as fused.
-                            sums = [sums[0] + a[0] * b[0], sums[1] + a[1] * b[1]];
-                        }
-                        total += sums[0] + sums[1];
-                    }
-                    *c = total;
-                }
-            }
-        }
-    }
-    #[cfg_attr(not(test), inline(always))]
-    unsafe fn mac(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
-        if PAIRS {
-            let [low, high] = [|x: f32| x.to_bits() << 16, |x: f32| x.to_bits() & 0xffff_0000];
-            let product =
-                |half: fn(f32) -> u32, i: usize| f32::from_bits(half(a[i])) * f32::from_bits(half(b[i]));
-            return from_fn(|i| c[i] + product(high, i) + product(low, i));
-        }
-        // SAFETY: the caller's promise.
-        unsafe { Self::fma(a, b, c) }
-    }
-    #[cfg_attr(not(test), inline(always))]
-    unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
-        let at = |i: usize| bf16::from_f32(if i < N { low[i] } else { high[i - N] }).to_bits();
-        from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
-    }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn splat(x: f32) -> Self::V {
         [x; N]
@@ -215,13 +171,6 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
         unsafe { p.cast::<[u16; N]>().write(from_fn(|i| bf16::from_f32(v[i]).to_bits())) }
     }
     #[cfg_attr(not(test), inline(always))]
-    unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
-        for i in 0..N {
-            // SAFETY: the caller's promise.
-            unsafe { *dst.add(i) = f32::from_bits(u32::from(*even.add(i)) | u32::from(*odd.add(i)) << 16) }
-        }
-    }
-    #[cfg_attr(not(test), inline(always))]
     unsafe fn prefetch(_: *const u8) {}
     #[cfg_attr(not(test), inline(always))]
     unsafe fn transpose<E: Elem>(rows: [*const E; 16]) -> [Self::V; LINES] {
@@ -256,23 +205,89 @@ impl<const N: usize, const PAIRS: bool, const TILES: bool> Simd for Array<N, PAI
     }
 }
 
-/// The instruction set whose register tile the arrays take.
-const fn isa_of(pairs: bool) -> Isa {
-    if pairs { Isa::Avx512Bf16 } else { Isa::Portable }
+/// The instruction set whose register tile arrays of `n` lanes take.
+const fn isa_of_lanes(n: usize) -> Isa {
+    if n == 16 { Isa::Avx512Bf16 } else { Isa::Portable }
 }
 
-crate::isa::entry::entry_points!(any, Portable);
+crate::isa::entry::entry_points!(any, Portable, F32);
+
+/// Pairs of bf16 and a matrix unit in arrays of 16 lanes.
+#[cfg(test)]
+mod emulated {
+    use super::{Array, from_fn};
+    use crate::kernels::products::amx::{MatrixUnit, TILE, TileOperands};
+    use crate::kernels::products::bf16_pairs::PairLanes;
+    use half::bf16;
+
+    /// Both bf16 of a pair.
+    fn halves(pair: u32) -> [f32; 2] {
+        [f32::from_bits(pair << 16), f32::from_bits(pair & 0xffff_0000)]
+    }
+
+    impl PairLanes for Array<16> {
+        unsafe fn dot(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+            from_fn(|i| {
+                let (a, b) = (halves(a[i].to_bits()), halves(b[i].to_bits()));
+                c[i] + a[1] * b[1] + a[0] * b[0]
+            })
+        }
+        unsafe fn to_pairs(low: Self::V, high: Self::V) -> Self::V {
+            let at = |i: usize| bf16::from_f32(if i < 16 { low[i] } else { high[i - 16] }).to_bits();
+            from_fn(|i| f32::from_bits(u32::from(at(2 * i)) | u32::from(at(2 * i + 1)) << 16))
+        }
+        unsafe fn interleave(even: *const u16, odd: *const u16, dst: *mut f32) {
+            for i in 0..16 {
+                // SAFETY: the caller's contract.
+                unsafe {
+                    *dst.add(i) = f32::from_bits(u32::from(*even.add(i)) | u32::from(*odd.add(i)) << 16);
+                }
+            }
+        }
+    }
+
+    impl MatrixUnit for Array<16> {
+        unsafe fn configure() {}
+        unsafe fn release() {}
+        unsafe fn product<const M: usize, const N: usize>(steps: usize, t: TileOperands) {
+            for r in 0..M * TILE {
+                for n in 0..N * TILE {
+                    // SAFETY: the caller's contract.
+                    unsafe {
+                        let c = t.c.byte_add(r * t.ldc).add(n);
+                        let mut total = if t.resume { *c } else { 0.0 };
+                        for step in 0..steps {
+                            let mut sums = [0.0f32; 2];
+                            for k in step * TILE..(step + 1) * TILE {
+                                let a = t.a[r / TILE].add(r % TILE * t.lda).cast::<u32>().add(k);
+                                let b = t.b.add(k * t.ldb).cast::<u32>().add(n);
+                                let (a, b) = (halves(a.read_unaligned()), halves(b.read_unaligned()));
+                                // Exact products: one rounding, as fused.
+                                sums = [sums[0] + a[0] * b[0], sums[1] + a[1] * b[1]];
+                            }
+                            total += sums[0] + sums[1];
+                        }
+                        *c = total;
+                    }
+                }
+            }
+        }
+        unsafe fn product_loop(_: u64) {}
+    }
+}
 
 /// Kernels of pairs that run anywhere.
 #[cfg(test)]
 pub(crate) mod emulated_pairs {
-    type Emulated = super::Array<16, true, false>;
-    crate::isa::entry::entry_points!(pairs, Emulated);
+    use crate::kernels::products::bf16_pairs::Bf16Pairs;
+    type Emulated = super::Array<16>;
+    crate::isa::entry::entry_points!(pairs, Emulated, Bf16Pairs);
 }
 
 /// Kernels of tiles that run anywhere.
 #[cfg(test)]
 pub(crate) mod emulated_tiles {
-    type Emulated = super::Array<16, true, true>;
-    crate::isa::entry::entry_points!(pairs, Emulated);
+    use crate::kernels::products::amx::Amx;
+    type Emulated = super::Array<16>;
+    crate::isa::entry::entry_points!(pairs, Emulated, Amx);
 }

@@ -12,7 +12,7 @@
 use super::pack;
 use crate::plan::STREAM_ROWS;
 use crate::simd::{
-    CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, ByteScores, ByteValues, Simd, TILE,
+    ByteScores, ByteValues, CODE_DIM, CODE_KEYS, CodeBlock, CodeScores, CodeValues, Simd, TILE,
 };
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec;

@@ -2,38 +2,32 @@
 
 #![allow(unsafe_code)]
 
+use super::gemm::MulAdd;
 use crate::simd::Simd;
 
 /// The loops that measure the limits of an instruction set.
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
-    pub(crate) fma: unsafe fn(u64) -> f32,
+    pub(crate) peak: unsafe fn(u64) -> f32,
     pub(crate) read: unsafe fn(*const f32, usize) -> f32,
 }
 
 /// Independent chains of multiply-adds: enough to hide a latency of 5 cycles at 2 a cycle, few enough for 16 registers.
 pub(crate) const CHAINS: usize = 12;
 
-/// `rounds` multiply-adds on each of [`CHAINS`] registers.
+/// `rounds` steps of a product on each of [`CHAINS`] registers.
 ///
 /// # Safety
 /// As [`Simd`].
 #[inline(always)]
-pub(crate) unsafe fn fma_loop<S: Simd>(rounds: u64) -> f32 {
-    // SAFETY: the caller's promise.
+pub(crate) unsafe fn mul_add_loop<S: Simd, M: MulAdd<S>>(rounds: u64) -> f32 {
+    // SAFETY: the caller's contract.
     unsafe {
-        if S::TILES {
-            S::begin_tiles();
-            S::tile_loop(rounds);
-            S::end_tiles();
-            return 0.0;
-        }
         let (a, b) = (S::splat(std::hint::black_box(0.999)), S::splat(std::hint::black_box(0.001)));
         let mut acc = [S::splat(1.0); CHAINS];
         for _ in 0..rounds {
             for x in &mut acc {
-                // Where the product is an operation of its own, it must depend on the chain, or it would be hoisted.
-                *x = if S::PAIRS { S::mac(a, b, *x) } else { S::mac(*x, a, b) };
+                *x = M::measured_step(*x, a, b);
             }
         }
         let mut sum = acc[0];
@@ -50,7 +44,7 @@ pub(crate) unsafe fn fma_loop<S: Simd>(rounds: u64) -> f32 {
 /// As [`Simd`]; `p` is valid for `len` elements.
 #[inline(always)]
 pub(crate) unsafe fn read_loop<S: Simd>(p: *const f32, len: usize) -> f32 {
-    // SAFETY: the caller's promise; 64 elements are a whole number of groups of 4 vectors.
+    // SAFETY: the caller's contract; 64 elements are a whole number of groups of 4 vectors.
     unsafe {
         let mut acc = [S::splat(0.0); 4];
         let mut i = 0;

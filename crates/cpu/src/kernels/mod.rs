@@ -10,16 +10,17 @@ mod gemm;
 mod geometry;
 pub(crate) mod loops;
 pub(crate) mod mask;
+pub(crate) mod matrix_unit;
 mod operands;
 mod overflow;
 mod pack;
 mod probs;
+pub(crate) mod products;
 mod scores;
 mod softmax;
 pub(crate) mod state;
 mod stream;
 pub(crate) mod task;
-mod tiles;
 mod values;
 
 /// The phases of a task, which the ISA files instantiate.
@@ -32,7 +33,5 @@ pub(crate) mod phases {
     pub(crate) use super::softmax::fold;
     #[cfg(target_arch = "x86_64")]
     pub(crate) use super::values::{byte_values, integer_values};
-    pub(crate) use super::values::{
-        pack_value_codes, pack_values, packed_values, repair_nonfinite, stream_values,
-    };
+    pub(crate) use super::values::{pack_value_codes, pack_values, packed_values, repair_nonfinite};
 }

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::operands::Run;
-use crate::simd::{Elem, LINES, Rows, Simd, TILE, load_head, with_elem};
+use crate::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::block_tables::NO_PAGE;
 use flashtile_core::dtype::Dtype;
@@ -27,7 +27,7 @@ struct Pages<'a> {
 
 /// Rows of one head of a sequence: of a tensor, one after another, or of pages of a pool.
 #[derive(Clone, Copy)]
-pub(super) struct HeadRows<'a> {
+pub(crate) struct HeadRows<'a> {
     pub(super) tensor: &'a TensorView<'a>,
     /// The first row of the sequence, or of page 0.
     origin: *const u8,
@@ -141,6 +141,16 @@ impl<'a> HeadRows<'a> {
         Walk { rows: *self, j, next, left }
     }
 
+    /// Rows from `j` on, one at a time, each prefetched by [`HeadRows::distance`] rows before.
+    #[inline(always)]
+    pub(super) fn prefetching_walk(&self, j: usize) -> PrefetchingWalk<'a> {
+        PrefetchingWalk {
+            walk: self.walk(j),
+            ahead: self.walk(j + self.distance()),
+            row_bytes: self.row_bytes(),
+        }
+    }
+
     /// Whether rows come in runs so short that they are packed before a product.
     #[inline(always)]
     pub(super) fn scattered(&self) -> bool {
@@ -181,6 +191,29 @@ impl Walk<'_> {
             self.next = row.wrapping_add(self.rows.step());
         }
         row
+    }
+}
+
+/// Addresses of one row after another, and prefetches of rows further on.
+pub(super) struct PrefetchingWalk<'a> {
+    walk: Walk<'a>,
+    ahead: Walk<'a>,
+    row_bytes: usize,
+}
+
+impl PrefetchingWalk<'_> {
+    /// The next row, once the one further on is prefetched.
+    ///
+    /// # Safety
+    /// As [`Simd`].
+    #[inline(always)]
+    pub(super) unsafe fn next<S: Simd>(&mut self) -> *const u8 {
+        let further = self.ahead.next();
+        for offset in (0..self.row_bytes).step_by(64) {
+            // SAFETY: a prefetch may name any address.
+            unsafe { S::prefetch(further.wrapping_add(offset)) }
+        }
+        self.walk.next()
     }
 }
 
@@ -300,11 +333,12 @@ pub(super) const fn zero_rows() -> [*const u8; 16] {
 pub(super) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: usize, dst: *mut f32) {
     let keys = KeyVector { rows, ahead: 0, row_bytes };
     // SAFETY: the caller's promise.
-    unsafe { panel_vector::<S, crate::simd::Single<f32>>(&keys, dst) }
+    unsafe { panel_vector::<S, crate::simd::Single<f32>>(&keys, 1, dst) }
 }
 
-/// Packs one panel of keys, `[head_dim][panel width]` (with pairs, `[head_dim / 2 rounded up][panel width]`) with columns
-/// counted from `first`. Columns of the panel outside `columns` become zero; only keys `first + columns` are read.
+/// Packs one panel of keys, `[depth][panel width]`, whose columns are keys counted from `first`. The depth is `R`'s steps in a row,
+/// filled with zeros to a multiple of `depth_step`. Columns of the panel outside `columns` become zero; only keys `first + columns` are
+/// read.
 ///
 /// # Safety
 /// As [`Simd`]; the keys exist, `dst` is valid for a panel.
@@ -314,6 +348,7 @@ pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
     first: usize,
     panel: usize,
     columns: &Range<usize>,
+    depth_step: usize,
     dst: *mut f32,
 ) {
     let width = S::VECTORS * S::LANES;
@@ -322,7 +357,7 @@ pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
         // SAFETY: the caller's promise.
         unsafe {
             let keys = KeyVector::new::<S>(src, first, column, columns);
-            panel_vector::<S, R>(&keys, dst.add(vector * S::LANES));
+            panel_vector::<S, R>(&keys, depth_step, dst.add(vector * S::LANES));
         }
     }
 }
@@ -332,7 +367,7 @@ pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
 /// # Safety
 /// As [`key_panel`].
 #[inline(always)]
-unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, dst: *mut f32) {
+unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, depth_step: usize, dst: *mut f32) {
     let width = S::VECTORS * S::LANES;
     let (block, steps) = (LINES * size_of::<R::Lane>(), LINES * R::STEPS);
     let whole = keys.row_bytes / block;
@@ -354,16 +389,14 @@ unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, dst: *mut f32) {
                 S::store(dst.add(n * width), R::step::<S>(lines[c / R::STEPS], c % R::STEPS));
             }
         }
-        if S::TILES {
-            let depth = steps_in::<R>(keys.row_bytes);
-            for n in depth..depth.next_multiple_of(TILE) {
-                S::store(dst.add(n * width), S::splat(0.0));
-            }
+        let depth = steps_in::<R>(keys.row_bytes);
+        for n in depth..depth.next_multiple_of(depth_step) {
+            S::store(dst.add(n * width), S::splat(0.0));
         }
     }
 }
 
-/// Steps of a product's depth in a row of so many bytes.
+/// Steps of a product's depth in a row of `row_bytes` bytes.
 #[inline(always)]
 pub(super) fn steps_in<R: Rows>(row_bytes: usize) -> usize {
     let step = size_of::<R::Lane>() / R::STEPS;
@@ -401,9 +434,7 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
     }
 }
 
-/// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero. With pairs, a row of `dst`
-/// holds pairs of two values (of an even row and the next), and the missing half of a pair at either end is zero; with tiles,
-/// so are the missing pairs of a step.
+/// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero.
 ///
 /// # Safety
 /// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
@@ -416,79 +447,19 @@ pub(super) unsafe fn values<S: Simd, E: Elem>(
 ) {
     let value_dim = src.tensor.shape()[3];
     let stride = value_dim.next_multiple_of(S::LANES);
-    let row_bytes = src.row_bytes();
-    // Rows that are used together.
-    let whole = match (S::TILES, S::PAIRS) {
-        (true, _) => 2 * TILE,
-        (_, true) => 2,
-        _ => 1,
-    };
-    let from = first + rows.start / whole * whole;
-    let (mut walk, mut ahead) = (src.walk(from), src.walk(from + src.distance()));
-    // The next row, once the one further on is asked for.
-    let mut next = || {
-        let further = ahead.next();
-        for offset in (0..row_bytes).step_by(64) {
-            // SAFETY: a prefetch may name any address.
-            unsafe { S::prefetch(further.wrapping_add(offset)) }
-        }
-        walk.next()
-    };
-    if S::PAIRS {
-        for (n, pair) in (rows.start / whole * whole / 2..rows.end.next_multiple_of(whole) / 2).enumerate() {
-            let (even, odd) = (next(), next());
-            let half = |j: usize, row| if rows.contains(&j) { row } else { ZERO_ROW.0.as_ptr() };
-            let (even, odd) = (half(2 * pair, even), half(2 * pair + 1, odd));
-            // SAFETY: the caller's promise.
-            unsafe { pair_row::<S>(even.cast(), odd.cast(), value_dim, dst.add(n * stride)) }
-        }
-        return;
-    }
+    let mut next = src.prefetching_walk(first + rows.start);
     for n in 0..rows.len() {
-        // SAFETY: the caller's promise.
-        unsafe { row::<S, E>(next().cast(), value_dim, 1.0, dst.add(n * stride), true) }
+        // SAFETY: the caller's contract.
+        unsafe { row::<S, E>(next.next::<S>().cast(), value_dim, 1.0, dst.add(n * stride), true) }
     }
 }
 
-/// Interleaves two rows of bf16 into a row of pairs, zero up to whole vectors.
-///
-/// # Safety
-/// As [`Simd`]; the sources hold `len` elements, `dst` as many pairs, rounded up to vectors.
-#[inline(always)]
-unsafe fn pair_row<S: Simd>(even: *const u16, odd: *const u16, len: usize, dst: *mut f32) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut c = 0;
-        while c + S::LANES <= len {
-            S::interleave(even.add(c), odd.add(c), dst.add(c));
-            c += S::LANES;
-        }
-        if c < len {
-            let mut tail = [[0u16; 16]; 2];
-            std::ptr::copy_nonoverlapping(even.add(c), tail[0].as_mut_ptr(), len - c);
-            std::ptr::copy_nonoverlapping(odd.add(c), tail[1].as_mut_ptr(), len - c);
-            S::interleave(tail[0].as_ptr(), tail[1].as_ptr(), dst.add(c));
-        }
-    }
-}
-
-/// Converts one query row to f32 times `scale`. With pairs, copies it as it is, the last pair, or step of tiles, made whole
-/// with zeros.
+/// Converts one query row to f32 times `scale`.
 ///
 /// # Safety
 /// As [`Simd`]; `src` and `dst` hold `len` elements.
 #[inline(always)]
 pub(super) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
-    if S::PAIRS {
-        // SAFETY: the caller's promise; `dst` holds `len` rounded up to pairs or steps.
-        unsafe {
-            let dst = dst.cast::<u16>();
-            let whole = len.next_multiple_of(if S::TILES { 2 * TILE } else { 2 });
-            std::ptr::copy_nonoverlapping(src.cast(), dst, len);
-            std::ptr::write_bytes(dst.add(len), 0, whole - len);
-        }
-        return;
-    }
     // SAFETY: the caller's promise.
     with_elem!(dtype, E => unsafe { row::<S, E>(src.cast(), len, scale, dst, false) });
 }

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::mask::MaskTile;
+use super::products::Products;
 use super::softmax::{self, Modifiers};
 use super::state::{Query, TaskState, Tile};
 use crate::simd::Simd;
@@ -12,12 +13,12 @@ use crate::simd::Simd;
 /// # Safety
 /// As [`Simd`]; the scores are there.
 #[inline(always)]
-pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
-    let step = if S::PAIRS { 2 * S::LANES } else { S::LANES };
+pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
+    let step = P::PER_F32 * S::LANES;
     let vectors = tile.columns.start / step * step..tile.columns.end.next_multiple_of(step);
     let rows = tile.rows.len();
     let whole = tile.full && vectors == tile.columns;
-    let modifies = modifies::<S>(work, tile);
+    let modifies = modifies::<S, P>(work, tile);
     let (tree, tree_from) = work.tree_columns(tile);
     let mean_scores = work.mean_scores();
     // SAFETY: the score tile holds block_k columns, a multiple of the lanes, of each row; maxima and sums are padded; a row of
@@ -30,7 +31,7 @@ pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
             let scores = work.scores.add(r * work.block_k);
             let query = work.query(tile.rows.start + r);
             if modifies {
-                let mut modifiers = modifiers::<S>(work, tile, &query);
+                let mut modifiers = modifiers::<S, P>(work, tile, &query);
                 if let (Some(mean_scores), Some(_)) = (mean_scores, modifiers.softcap) {
                     modifiers.offset = *mean_scores.add(tile.rows.start + r);
                 }
@@ -43,9 +44,9 @@ pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
                 softmax::prune(scores, tree.clone(), row, tree_from);
             }
         }
-        let scale = if S::PAIRS && !modifies { work.score_scale() } else { 1.0 };
+        let scale = if modifies { 1.0 } else { P::scale_of_scores(work.score_scale()) };
         let max_sum = (work.block_max, work.block_sum);
-        softmax::softmax::<S>((work.scores, work.block_k), rows, vectors, max_sum, scale);
+        softmax::softmax::<S, P>((work.scores, work.block_k), rows, vectors, max_sum, scale);
         // A constant of the row's scores changes no probability; under a softcap it is part of the score already.
         if let (Some(mean_scores), None) = (mean_scores, work.cx.plan.problem().desc().softcap) {
             for r in 0..rows {
@@ -58,16 +59,20 @@ pub(crate) unsafe fn probs<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
 
 /// Whether scores of the tile are changed before the softmax, other than by hiding keys.
 #[inline(always)]
-fn modifies<S: Simd>(work: &TaskState<'_>, tile: &Tile) -> bool {
+fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool {
     let desc = work.cx.plan.problem().desc();
     // The largest score is taken before it is scaled, which a scale that is not positive does not allow.
-    let scale = S::PAIRS && work.score_scale() <= 0.0;
+    let scale = P::scale_of_scores(work.score_scale()) <= 0.0;
     desc.softcap.is_some() || desc.alibi || tile.mask != MaskTile::Full || scale
 }
 
 /// What changes the scores of a query.
 #[inline(always)]
-pub(super) fn modifiers<S: Simd>(work: &TaskState<'_>, tile: &Tile, query: &Query<'_>) -> Modifiers {
+pub(super) fn modifiers<S: Simd, P: Products<S>>(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    query: &Query<'_>,
+) -> Modifiers {
     let problem = work.cx.plan.problem();
     let first = tile.block * work.block_k;
     let mask = match &work.cx.mask {
@@ -79,7 +84,7 @@ pub(super) fn modifiers<S: Simd>(work: &TaskState<'_>, tile: &Tile, query: &Quer
     };
     let alibi = |slopes: &[f32]| (slopes[query.head], (query.nearest(problem) - first as i64) as f32);
     Modifiers {
-        scale: if S::PAIRS { work.score_scale() } else { 1.0 },
+        scale: P::scale_of_scores(work.score_scale()),
         offset: 0.0,
         softcap: problem.desc().softcap,
         alibi: work.cx.inputs.alibi_slopes.map(alibi),

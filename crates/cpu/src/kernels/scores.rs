@@ -5,23 +5,22 @@
 use super::codes;
 #[cfg(target_arch = "x86_64")]
 use super::codes::ResultRows;
-use super::gemm::gemm;
-use super::operands::{Operands, Source};
+use super::operands::{Operands, Packed, Shape};
 use super::pack;
+use super::products::Products;
+use super::products::f32_fma::F32;
 use super::state::{Path, TaskState, Tile};
-use super::stream;
-use super::tiles;
+use super::stream::Scores;
 #[cfg(target_arch = "x86_64")]
-use crate::simd::{CodeScores, ByteScores};
-use crate::simd::{Rows, Simd, TILE};
+use crate::simd::{ByteScores, CodeScores};
+use crate::simd::{Rows, Simd};
 use flashtile_core::codec::KvView;
 use std::ops::Range;
 
-/// Elements of a row of packed queries or keys: f32, or pairs of bf16, in whole steps of the matrix unit where there is one.
+/// f32 in a row of packed queries or keys.
 #[inline(always)]
-fn depth<S: Simd>(head_dim: usize) -> usize {
-    let pairs = if S::PAIRS { 2 } else { 1 };
-    head_dim.div_ceil(pairs).next_multiple_of(if S::TILES { TILE } else { 1 })
+fn depth<S: Simd, P: Products<S>>(head_dim: usize) -> usize {
+    head_dim.div_ceil(P::PER_F32).next_multiple_of(P::DEPTH_STEP)
 }
 
 /// Panels of keys that hold some columns of a block.
@@ -117,24 +116,24 @@ fn score_rows(work: &TaskState<'_>, tile: &Tile) -> ResultRows {
     ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k }
 }
 
-/// Packs the queries of the task, scaled to units of the scores (pairs of bf16 as they are).
+/// Packs the queries of the task, scaled to units of the scores where their products take f32.
 ///
 /// # Safety
 /// As [`Simd`].
 #[inline(always)]
-pub(crate) unsafe fn pack_queries<S: Simd>(work: &TaskState<'_>) {
+pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(work: &TaskState<'_>) {
     let head_dim = work.head_dim();
-    let (scale, depth) = (work.score_scale(), depth::<S>(head_dim));
+    let (scale, depth) = (work.score_scale(), depth::<S, P>(head_dim));
     let q = &work.cx.inputs.q;
     for row in 0..work.rows.count {
         let (i, h) = work.place(row);
         let src = q.row(work.sequence.batch, h, work.sequence.q_start + i);
         // SAFETY: the row exists, and the region holds task_rows rows.
-        unsafe { pack::query::<S>(q.dtype(), src, head_dim, scale, work.packed_q.add(row * depth)) }
+        unsafe { P::pack_query(q.dtype(), src, head_dim, scale, work.packed_q.add(row * depth)) }
     }
-    if S::TILES && matches!(work.k_path, Path::Stream) {
+    if matches!(work.k_path, Path::Stream) {
         // SAFETY: the queries are packed, and the memory of packed keys is free in a task that packs none.
-        unsafe { tiles::Stream::new(work.packed_k, depth).set_queries::<S>(work.packed_q) }
+        unsafe { P::set_stream_queries(work.packed_q, depth, work.packed_k) }
     }
 }
 
@@ -143,26 +142,30 @@ pub(crate) unsafe fn pack_queries<S: Simd>(work: &TaskState<'_>) {
 /// # Safety
 /// As [`Simd`]; the keys `columns` of the block exist and are elements of `R`.
 #[inline(always)]
-pub(crate) unsafe fn pack_keys<S: Simd, R: Rows>(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
+pub(crate) unsafe fn pack_keys<S: Simd, P: Products<S>, R: Rows>(
+    work: &TaskState<'_>,
+    block: usize,
+    columns: &Range<usize>,
+) {
     let k = work.key_elements();
-    let panel_len = S::VECTORS * S::LANES * depth::<S>(work.head_dim());
+    let panel_len = S::VECTORS * S::LANES * depth::<S, P>(work.head_dim());
     for panel in panels::<S>(columns) {
         // SAFETY: the caller's promise; the region holds every panel of a block.
         unsafe {
             let dst = work.packed_k.add(panel * panel_len);
-            pack::key_panel::<S, R>(k, block * work.block_k, panel, columns, dst);
+            pack::key_panel::<S, R>(k, block * work.block_k, panel, columns, P::DEPTH_STEP, dst);
         }
     }
 }
 
-/// As [`pack_keys`], of quantized keys.
+/// As [`pack_keys`], of quantized keys, which are multiplied in f32.
 ///
 /// # Safety
 /// As there.
 #[inline(always)]
 pub(crate) unsafe fn pack_key_codes<S: Simd>(work: &TaskState<'_>, block: usize, columns: &Range<usize>) {
     let k = work.key_codes();
-    let panel_len = S::VECTORS * S::LANES * depth::<S>(work.head_dim());
+    let panel_len = S::VECTORS * S::LANES * depth::<S, F32>(work.head_dim());
     for panel in panels::<S>(columns) {
         // SAFETY: the caller's promise; the region holds every panel of a block.
         unsafe {
@@ -177,8 +180,8 @@ pub(crate) unsafe fn pack_key_codes<S: Simd>(work: &TaskState<'_>, block: usize,
 /// # Safety
 /// As [`Simd`]; queries and keys are packed.
 #[inline(always)]
-pub(crate) unsafe fn packed_scores<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
-    let depth = depth::<S>(work.head_dim());
+pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) {
+    let depth = depth::<S, P>(work.head_dim());
     let width = S::VECTORS * S::LANES;
     for panel in panels::<S>(&tile.columns) {
         // SAFETY: rows of the task; the score tile holds block_k columns of each row.
@@ -186,13 +189,12 @@ pub(crate) unsafe fn packed_scores<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
             let operands = Operands {
                 a: work.packed_q.add(tile.rows.start * depth).cast_const(),
                 lda: depth,
-                b: Source::Packed(work.packed_k.add(panel * width * depth).cast_const()),
-                ldb: width,
+                b: Packed { rows: work.packed_k.add(panel * width * depth).cast_const(), ld: width },
                 c: work.scores.add(panel * width),
                 ldc: work.block_k,
                 resume: false,
             };
-            gemm::<S, f32>((tile.rows.len(), S::VECTORS), depth, operands);
+            P::multiply(Shape { rows: tile.rows.len(), vectors: S::VECTORS, depth }, operands);
         }
     }
 }
@@ -202,22 +204,19 @@ pub(crate) unsafe fn packed_scores<S: Simd>(work: &TaskState<'_>, tile: &Tile) {
 /// # Safety
 /// As [`Simd`]; queries are packed, keys are elements of `R`.
 #[inline(always)]
-pub(crate) unsafe fn stream_scores<S: Simd, R: Rows>(work: &TaskState<'_>, tile: &Tile) {
+pub(crate) unsafe fn stream_scores<S: Simd, P: Products<S>, R: Rows>(work: &TaskState<'_>, tile: &Tile) {
     let k = work.key_elements();
-    let (depth, first) = (depth::<S>(work.head_dim()), tile.block * work.block_k);
-    // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+    let (depth, first) = (depth::<S, P>(work.head_dim()), tile.block * work.block_k);
+    // SAFETY: the caller's contract; the score tile holds block_k columns of each row, and the memory of packed keys is that of
+    // `set_stream_queries`.
     unsafe {
-        let scores = stream::Scores {
+        let scores = Scores {
             q: work.packed_q.add(tile.rows.start * depth).cast_const(),
             ldq: depth,
             rows: tile.rows.len(),
             c: work.scores,
             ldc: work.block_k,
         };
-        if S::TILES {
-            tiles::Stream::new(work.packed_k, depth).scores::<S>(k, first, &tile.columns, scores);
-        } else {
-            stream::scores::<S, R>(k, first, &tile.columns, scores);
-        }
+        P::stream_scores::<R>(k, first, &tile.columns, scores, work.packed_k);
     }
 }

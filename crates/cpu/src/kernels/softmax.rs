@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::products::Products;
 use super::state::Fold;
 use crate::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -170,8 +171,8 @@ unsafe fn maxima<S: Simd, const R: usize>(
     }
 }
 
-/// Replaces the scores of `rows` rows in whole vectors (or pairs of them) `columns` by `exp2(scale * score - max)`, pairs of
-/// bf16 where products take them, with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum
+/// Replaces the scores of `rows` rows in whole vectors `columns` by `exp2(scale * score - max)`, as `p . v` takes it
+/// ([`Products::exp_row`]), with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum
 /// (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the probabilities (NaN where a score is NaN or
 /// `+inf`).
 ///
@@ -180,7 +181,7 @@ unsafe fn maxima<S: Simd, const R: usize>(
 /// # Safety
 /// As [`Simd`]; `scores` (pointer and stride) is valid for `columns` of every row, the maxima and sums for `rows`.
 #[inline(always)]
-pub(super) unsafe fn softmax<S: Simd>(
+pub(super) unsafe fn softmax<S: Simd, P: Products<S>>(
     (scores, stride): (*mut f32, usize),
     rows: usize,
     columns: Range<usize>,
@@ -204,26 +205,7 @@ pub(super) unsafe fn softmax<S: Simd>(
             let max = *maxima_out.add(r) * scale;
             *maxima_out.add(r) = max;
             let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { -max });
-            let mut sum = S::splat(0.0);
-            let mut c = columns.start;
-            if S::PAIRS {
-                // Rounded after the product, as `modify` leaves it.
-                let factor = S::splat(scale);
-                while c < columns.end {
-                    let low = exp2::<S>(S::add(S::mul(S::load(row.add(c)), factor), shift));
-                    let high = exp2::<S>(S::add(S::mul(S::load(row.add(c + S::LANES)), factor), shift));
-                    S::store(row.add(c / 2), S::to_pairs(low, high));
-                    sum = S::add(S::add(sum, low), high);
-                    c += 2 * S::LANES;
-                }
-            } else {
-                while c < columns.end {
-                    let p = exp2::<S>(S::add(S::load(row.add(c)), shift));
-                    S::store(row.add(c), p);
-                    sum = S::add(sum, p);
-                    c += S::LANES;
-                }
-            }
+            let sum = P::exp_row(row, columns.clone(), scale, shift);
             *sums.add(r) = S::reduce_add(sum);
         }
     }

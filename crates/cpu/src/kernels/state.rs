@@ -5,9 +5,8 @@
 #![allow(unsafe_code)]
 
 use super::mask::{MaskTable, MaskTile};
-use super::tiles;
+use super::matrix_unit::MatrixUnitGuard;
 use crate::plan::{CpuPlan, Rows};
-use crate::simd::Simd;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Inputs;
 use flashtile_core::isa::IsaToken;
@@ -132,16 +131,14 @@ pub(crate) enum Storage {
 /// Safety of each: the machine has the instruction set, and the rest is the contract of the kernel of the same name.
 #[derive(Clone, Copy)]
 pub(crate) struct Kernels {
-    /// How products take keys.
-    pub(crate) products: Products,
+    /// How `p . v` takes keys.
+    pub(crate) key_steps: KeySteps,
     /// Products with codes in integers, where the instruction set has them.
     pub(crate) integer_products: Option<CodeProducts>,
     /// Products with codes of a byte in f32, where the instruction set has them.
     pub(crate) byte_products: Option<CodeProducts>,
-    /// Configures the thread's matrix unit, where the instruction set has one.
-    pub(crate) begin_tiles: unsafe fn(),
-    /// Releases it.
-    pub(crate) end_tiles: unsafe fn(),
+    /// Configures the thread's matrix unit, where products use one.
+    pub(crate) configure: unsafe fn() -> MatrixUnitGuard,
     pub(crate) pack_queries: unsafe fn(&TaskState<'_>),
     pub(crate) pack_keys: PackKeys,
     pub(crate) packed_scores: unsafe fn(&TaskState<'_>, &Tile),
@@ -163,21 +160,16 @@ pub(crate) struct CodeProducts {
     pub(crate) values: unsafe fn(&TaskState<'_>, &Tile),
 }
 
-/// How a product takes keys.
+/// How `p . v` takes keys.
 #[derive(Clone, Copy)]
-pub(crate) struct Products {
+pub(crate) struct KeySteps {
     /// Keys in an f32 of packed values: 2 where products are of pairs of bf16.
     pub(crate) keys_per_f32: usize,
     /// Keys that a product takes at once: it runs over whole multiples, in which other keys have probability and value 0.
     pub(crate) step: usize,
 }
 
-impl Products {
-    pub(crate) const fn of<S: Simd>() -> Self {
-        let keys_per_f32 = if S::PAIRS { 2 } else { 1 };
-        Self { keys_per_f32, step: if S::TILES { tiles::KEYS } else { keys_per_f32 } }
-    }
-
+impl KeySteps {
     /// Columns in whole steps.
     #[inline]
     pub(super) fn whole(self, columns: &Range<usize>) -> Range<usize> {

@@ -1,19 +1,19 @@
-//! Both products for few rows: each key and value is read once, from where it lies, and used at once.
+//! `q . k` of few rows: each key is read once, from where it lies, and multiplied at once.
 //!
-//! Every score and every weighted value is the same chain of multiply-adds as in [`gemm`](super::gemm), so its bits are those
-//! of a task with many rows.
+//! A score is the same chain of multiply-adds as in [`gemm`](super::gemm), so that it has the bits that a task of many rows computes.
 
 #![allow(unsafe_code)]
 
+use super::gemm::MulAdd;
 use super::pack::{HeadRows, KeyVector, steps_in};
 use crate::simd::{LINES, Rows, Simd};
 use std::ops::Range;
 
 pub(super) use crate::plan::STREAM_ROWS as MAX_ROWS;
 
-/// Packed queries `[rows, lda]` and scores `[rows, ldc]`, the first column's first.
+/// Packed queries `[rows, ldq]` and scores `[rows, ldc]`, from the first column on.
 #[derive(Clone, Copy)]
-pub(super) struct Scores {
+pub(crate) struct Scores {
     pub(super) q: *const f32,
     pub(super) ldq: usize,
     pub(super) rows: usize,
@@ -21,23 +21,23 @@ pub(super) struct Scores {
     pub(super) ldc: usize,
 }
 
-/// Scores of `s.rows <= MAX_ROWS` rows and keys `first + columns`, in whole vectors (with pairs, two of them) that cover the
-/// columns.
+/// Scores of `s.rows <= MAX_ROWS` rows and keys `first + columns`, in as many whole vectors at a time as
+/// there are elements in an f32 of packed operands ([`MulAdd::PER_F32`]).
 ///
 /// # Safety
 /// As [`Simd`]; the keys exist, the queries are packed, and `c` holds the vectors of each row. Queries and `c` have
 /// [`MAX_ROWS`] rows, whatever those past `s.rows` hold.
 #[inline(always)]
-pub(super) unsafe fn scores<S: Simd, R: Rows>(
+pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
     src: HeadRows<'_>,
     first: usize,
     columns: &Range<usize>,
     s: Scores,
 ) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         if S::REGISTERS == 32 {
-            return row_group::<S, R, MAX_ROWS>(src, first, columns, s);
+            return row_group::<S, M, R, MAX_ROWS>(src, first, columns, s);
         }
         // With half as many registers, groups of rows share them with the keys in turn. Each has its own loop over the keys: in one
         // loop, compilers mix up the vectors of plain Rust.
@@ -45,9 +45,9 @@ pub(super) unsafe fn scores<S: Simd, R: Rows>(
             let rows = (s.rows - r).min(4);
             let s = Scores { q: s.q.add(r * s.ldq), c: s.c.add(r * s.ldc), rows, ..s };
             match rows {
-                1 => row_group::<S, R, 1>(src, first, columns, s),
-                2 => row_group::<S, R, 2>(src, first, columns, s),
-                _ => row_group::<S, R, 4>(src, first, columns, s),
+                1 => row_group::<S, M, R, 1>(src, first, columns, s),
+                2 => row_group::<S, M, R, 2>(src, first, columns, s),
+                _ => row_group::<S, M, R, 4>(src, first, columns, s),
             }
         }
     }
@@ -55,37 +55,37 @@ pub(super) unsafe fn scores<S: Simd, R: Rows>(
 
 /// [`scores`] of rows whose sums fit the registers: of `N` rows, or as many as there are where `N` is [`MAX_ROWS`].
 #[inline(always)]
-unsafe fn row_group<S: Simd, R: Rows, const N: usize>(
+unsafe fn row_group<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
     src: HeadRows<'_>,
     first: usize,
     columns: &Range<usize>,
     s: Scores,
 ) {
-    let whole = if S::PAIRS { 2 * S::LANES } else { S::LANES };
+    let whole = M::PER_F32 * S::LANES;
     let row_bytes = src.row_bytes();
     let blocks = row_bytes / (LINES * size_of::<R::Lane>());
     let tail = blocks * LINES * size_of::<R::Lane>();
     for column in (columns.start / whole * whole..columns.end.next_multiple_of(whole)).step_by(S::LANES) {
-        // SAFETY: the promise of `scores`.
+        // SAFETY: the contract of `scores`.
         unsafe {
             let keys = KeyVector::new::<S>(src, first, column, columns);
             let s = Scores { c: s.c.add(column), ..s };
             if N < MAX_ROWS {
-                multiply_blocks::<S, R, N>(&keys, blocks, s);
+                multiply_blocks::<S, M, R, N>(&keys, blocks, s);
             } else {
                 match s.rows {
-                    1 => multiply_blocks::<S, R, 1>(&keys, blocks, s),
-                    2 => multiply_blocks::<S, R, 2>(&keys, blocks, s),
-                    3 | 4 => multiply_blocks::<S, R, 4>(&keys, blocks, s),
-                    5 | 6 => multiply_blocks::<S, R, 6>(&keys, blocks, s),
-                    7 | 8 => multiply_blocks::<S, R, 8>(&keys, blocks, s),
-                    9..=12 => multiply_blocks::<S, R, 12>(&keys, blocks, s),
-                    _ => multiply_blocks::<S, R, 16>(&keys, blocks, s),
+                    1 => multiply_blocks::<S, M, R, 1>(&keys, blocks, s),
+                    2 => multiply_blocks::<S, M, R, 2>(&keys, blocks, s),
+                    3 | 4 => multiply_blocks::<S, M, R, 4>(&keys, blocks, s),
+                    5 | 6 => multiply_blocks::<S, M, R, 6>(&keys, blocks, s),
+                    7 | 8 => multiply_blocks::<S, M, R, 8>(&keys, blocks, s),
+                    9..=12 => multiply_blocks::<S, M, R, 12>(&keys, blocks, s),
+                    _ => multiply_blocks::<S, M, R, 16>(&keys, blocks, s),
                 }
             }
             if tail < row_bytes {
                 let lines = keys.last_lines::<S, R>(tail);
-                multiply_tail::<S, R>(&lines, blocks * LINES * R::STEPS..steps_in::<R>(row_bytes), s);
+                multiply_tail::<S, M, R>(&lines, blocks * LINES * R::STEPS..steps_in::<R>(row_bytes), s);
             }
         }
     }
@@ -96,13 +96,17 @@ unsafe fn row_group<S: Simd, R: Rows, const N: usize>(
 /// # Safety
 /// As [`scores`].
 #[inline(always)]
-unsafe fn multiply_blocks<S: Simd, R: Rows, const N: usize>(keys: &KeyVector, blocks: usize, s: Scores) {
-    // SAFETY: the caller's promise.
+unsafe fn multiply_blocks<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
+    keys: &KeyVector,
+    blocks: usize,
+    s: Scores,
+) {
+    // SAFETY: the caller's contract.
     unsafe {
         let mut acc = [S::splat(0.0); N];
         for n in 0..blocks {
             let lines = keys.lines::<S, R>(n * LINES * size_of::<R::Lane>());
-            multiply::<S, R, N>(&lines, s.q.add(n * LINES * R::STEPS), s.ldq, &mut acc);
+            multiply::<S, M, R, N>(&lines, s.q.add(n * LINES * R::STEPS), s.ldq, &mut acc);
         }
         for r in 0..N {
             S::store(s.c.add(r * s.ldc), acc[r]);
@@ -115,14 +119,18 @@ unsafe fn multiply_blocks<S: Simd, R: Rows, const N: usize>(keys: &KeyVector, bl
 /// # Safety
 /// As [`scores`].
 #[inline(always)]
-unsafe fn multiply_tail<S: Simd, R: Rows>(lines: &[S::V; LINES], steps: Range<usize>, s: Scores) {
+unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: Rows>(
+    lines: &[S::V; LINES],
+    steps: Range<usize>,
+    s: Scores,
+) {
     for r in 0..s.rows {
-        // SAFETY: the caller's promise: the queries have these steps.
+        // SAFETY: the caller's contract: the queries have these steps.
         unsafe {
             let mut acc = S::load(s.c.add(r * s.ldc));
             for (n, step) in steps.clone().enumerate() {
                 let key = R::step::<S>(lines[n / R::STEPS], n % R::STEPS);
-                acc = S::mac(S::splat(*s.q.add(r * s.ldq + step)), key, acc);
+                acc = M::mul_add(S::splat(*s.q.add(r * s.ldq + step)), key, acc);
             }
             S::store(s.c.add(r * s.ldc), acc);
         }
@@ -131,7 +139,7 @@ unsafe fn multiply_tail<S: Simd, R: Rows>(lines: &[S::V; LINES], steps: Range<us
 
 /// Goes on with the chains of `N` rows over all steps of some lines.
 #[inline(always)]
-unsafe fn multiply<S: Simd, R: Rows, const N: usize>(
+unsafe fn multiply<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
     lines: &[S::V; LINES],
     q: *const f32,
     ldq: usize,
@@ -143,12 +151,12 @@ unsafe fn multiply<S: Simd, R: Rows, const N: usize>(
             for i in 0..R::STEPS {
                 let key = R::step::<S>(lines[$c], i);
                 for r in 0..N {
-                    acc[r] = S::mac(S::splat(*q.add(r * ldq + $c * R::STEPS + i)), key, acc[r]);
+                    acc[r] = M::mul_add(S::splat(*q.add(r * ldq + $c * R::STEPS + i)), key, acc[r]);
                 }
             }
         )* }};
     }
     const { assert!(LINES == 8) };
-    // SAFETY: the promise of `scores`: the queries have these steps.
+    // SAFETY: the contract of `scores`: the queries have these steps.
     unsafe { each!(0 1 2 3 4 5 6 7) }
 }

@@ -3,11 +3,11 @@
 //! A task computes some query rows of one key/value head over some blocks of keys. For each block and each tile of rows that
 //! sees it, four phases follow each other: scores (`q . k`), probabilities (bias, mask and softmax numerator of the block),
 //! values (`p . v`), and the fold into the running state of the rows (online softmax). The phases are functions of an
-//! instruction set ([`Kernels`]), called once a tile or block; everything here is compiled once, for any machine.
+//! instruction set ([`Kernels`](super::state::Kernels)), called once a tile or block; everything here is compiled once, for any machine.
 
 #![allow(unsafe_code)]
 
-use super::state::{Context, Fold, Kernels, TaskState, Tile};
+use super::state::{Context, Fold, TaskState, Tile};
 use crate::plan::{Reduction, Target, Task};
 use std::ops::Range;
 
@@ -20,8 +20,8 @@ impl<'a> TaskState<'a> {
     /// # Safety
     /// The keys `columns` of the block exist.
     pub(super) unsafe fn pack_values(&self, block: usize, columns: &Range<usize>) {
-        let products = self.kernels.products;
-        let at = products.whole(columns).start / products.keys_per_f32 * self.stride;
+        let steps = self.kernels.key_steps;
+        let at = steps.whole(columns).start / steps.keys_per_f32 * self.stride;
         // SAFETY: the caller's promise; the region holds every row of a block.
         unsafe {
             (self.kernels.pack_values)(self, block * self.block_k, columns, self.packed_v.add(at));
@@ -116,26 +116,6 @@ impl<'a> TaskState<'a> {
     }
 }
 
-/// The matrix unit, configured for this thread until it is dropped.
-struct TileUnit<'a>(&'a Kernels);
-
-impl<'a> TileUnit<'a> {
-    /// # Safety
-    /// The machine has the instruction set of the kernels.
-    unsafe fn configure(kernels: &'a Kernels) -> Self {
-        // SAFETY: the caller's promise.
-        unsafe { (kernels.begin_tiles)() }
-        Self(kernels)
-    }
-}
-
-impl Drop for TileUnit<'_> {
-    fn drop(&mut self) {
-        // SAFETY: the promise of `configure`, which ran on this thread: the value is neither sent nor shared.
-        unsafe { (self.0.end_tiles)() }
-    }
-}
-
 /// Computes one task.
 ///
 /// # Safety
@@ -147,7 +127,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     unsafe {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
-        let _unit = TileUnit::configure(work.kernels);
+        let _unit = (work.kernels.configure)();
         work.pack_queries();
         work.start(count, task.from);
         let tile_rows = cx.plan.tile_rows();

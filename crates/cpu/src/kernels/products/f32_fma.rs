@@ -1,0 +1,176 @@
+//! Products in f32: elements are converted as they are packed or loaded, and multiplied by fused multiply-adds where the machine has them.
+
+#![allow(unsafe_code)]
+
+use super::{Products, keys_at_once, pack_few_values, steps};
+use crate::kernels::gemm::{MulAdd, gemm};
+use crate::kernels::loops;
+use crate::kernels::matrix_unit::MatrixUnitGuard;
+use crate::kernels::operands::{Operands, Packed, Run, Shape, Stream};
+use crate::kernels::pack::{self, HeadRows};
+use crate::kernels::state::{TaskState, Tile};
+use crate::kernels::stream::{self, Scores};
+use crate::simd::{Elem, Rows, Simd, exp2};
+use flashtile_core::dtype::Dtype;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// f32 on any vectors.
+#[derive(Clone, Copy)]
+pub(crate) struct F32;
+
+/// Runs of values that are multiplied at once. More of them take several products, which go on with the same sums.
+const MAX_RUNS: usize = 16;
+
+impl<S: Simd> MulAdd<S> for F32 {
+    const PER_F32: usize = 1;
+    #[inline(always)]
+    unsafe fn mul_add(a: S::V, b: S::V, c: S::V) -> S::V {
+        // SAFETY: the caller's contract.
+        unsafe { S::fma(a, b, c) }
+    }
+    #[inline(always)]
+    unsafe fn measured_step(chain: S::V, a: S::V, b: S::V) -> S::V {
+        // The chain is a factor: an addend would leave `a * b` to be hoisted where the multiplication is an operation of its own.
+        // SAFETY: the caller's contract.
+        unsafe { S::fma(chain, a, b) }
+    }
+}
+
+impl<S: Simd> Products<S> for F32 {
+    const PER_F32: usize = <Self as MulAdd<S>>::PER_F32;
+    const DEPTH_STEP: usize = 1;
+    const KEY_STEP: usize = 1;
+    type Chain = S::V;
+
+    #[inline(always)]
+    unsafe fn configure() -> MatrixUnitGuard {
+        MatrixUnitGuard::none()
+    }
+    #[inline(always)]
+    fn scale_of_scores(_: f32) -> f32 {
+        1.0
+    }
+    #[inline(always)]
+    unsafe fn pack_query(dtype: Dtype, src: *const u8, head_dim: usize, scale: f32, dst: *mut f32) {
+        // SAFETY: the caller's contract.
+        unsafe { pack::query::<S>(dtype, src, head_dim, scale, dst) }
+    }
+    #[inline(always)]
+    unsafe fn set_stream_queries(_: *const f32, _: usize, _: *mut f32) {}
+    #[inline(always)]
+    unsafe fn multiply(shape: Shape, operands: Operands<Packed>) {
+        // SAFETY: the caller's contract.
+        unsafe { gemm::<S, Self, Packed>(shape, operands) }
+    }
+    #[inline(always)]
+    unsafe fn stream_scores<R: Rows>(
+        keys: HeadRows<'_>,
+        first: usize,
+        columns: &Range<usize>,
+        scores: Scores,
+        _: *mut f32,
+    ) {
+        // SAFETY: the caller's contract.
+        unsafe { stream::scores::<S, Self, R>(keys, first, columns, scores) }
+    }
+    #[inline(always)]
+    unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
+        let v = work.value_elements();
+        let whole_vectors = v.tensor.shape()[3] == work.stride;
+        // SAFETY: the caller's contract.
+        unsafe {
+            if !whole_vectors || v.scattered() {
+                return pack_few_values::<S, Self>(work, tile, columns);
+            }
+            let first = tile.block * work.block_k;
+            for keys in steps(columns, keys_at_once::<S, Self>(&v)) {
+                let mut from = keys.start;
+                while from < keys.end {
+                    let mut memory = [Run::NONE; MAX_RUNS];
+                    let runs = v.runs(first + from, keys.end - from, &mut memory);
+                    let to = from + runs.iter().map(|run| run.rows).sum::<usize>();
+                    let ld = v.tensor.strides()[2];
+                    let rows = Stream::<E> { runs, column: 0, ld, elements: PhantomData };
+                    accumulate::<S, E>(work, tile, from..to, rows);
+                    from = to;
+                }
+            }
+        }
+    }
+    #[inline(always)]
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
+        // SAFETY: the caller's contract.
+        unsafe { pack::values::<S, E>(src, first, rows, dst) }
+    }
+    #[inline(always)]
+    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, _: f32, shift: S::V) -> S::V {
+        // SAFETY: the caller's contract. Scores have their scale already.
+        unsafe {
+            let mut sum = S::splat(0.0);
+            let mut c = columns.start;
+            while c < columns.end {
+                let p = exp2::<S>(S::add(S::load(row.add(c)), shift));
+                S::store(row.add(c), p);
+                sum = S::add(sum, p);
+                c += S::LANES;
+            }
+            sum
+        }
+    }
+    #[inline(always)]
+    unsafe fn chain() -> S::V {
+        // SAFETY: the caller's contract.
+        unsafe { S::splat(0.0) }
+    }
+    #[inline(always)]
+    unsafe fn add_to_chain(chain: &mut S::V, _: usize, probs: S::V, values: S::V) {
+        // SAFETY: the caller's contract.
+        *chain = unsafe { S::fma(probs, values, *chain) };
+    }
+    #[inline(always)]
+    unsafe fn chain_sum(chain: S::V) -> S::V {
+        chain
+    }
+    #[inline(always)]
+    unsafe fn peak_loop(rounds: u64) -> f32 {
+        // SAFETY: the caller's contract.
+        unsafe { loops::mul_add_loop::<S, Self>(rounds) }
+    }
+}
+
+/// Adds `p . v` over some columns of the tile, of which the first start the sums.
+///
+/// # Safety
+/// As [`Simd`]; the probabilities are there, and `rows` are the values of the columns, in whole vectors.
+#[inline(always)]
+unsafe fn accumulate<S: Simd, E: Elem>(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    columns: Range<usize>,
+    rows: Stream<'_, E>,
+) {
+    // More rows than a register tile has share the conversion of their values two vectors at a time; the tile has room for the last
+    // group of eight.
+    let (rows_of_tile, vectors) = match tile.rows.len() {
+        n if n > S::ROWS && S::REGISTERS == 32 => (n.next_multiple_of(8), 2),
+        n => (n, S::VECTORS),
+    };
+    let width = vectors * S::LANES;
+    for column in (0..work.stride).step_by(width) {
+        let vectors = (work.stride - column).min(width) / S::LANES;
+        // SAFETY: the caller's contract; the tile of values holds `stride` columns of each row.
+        unsafe {
+            let operands = Operands {
+                a: work.scores.add(columns.start).cast_const(),
+                lda: work.block_k,
+                b: Stream { column, ..rows },
+                c: work.block_out.add(column),
+                ldc: work.stride,
+                resume: columns.start > tile.columns.start,
+            };
+            let shape = Shape { rows: rows_of_tile, vectors, depth: columns.len() };
+            gemm::<S, F32, Stream<'_, E>>(shape, operands);
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! How `q . k` and `p . v` are multiplied.
+//!
+//! | type | operands | vectors |
+//! |---|---|---|
+//! | [`F32`](f32_fma::F32) | f32 | any |
+//! | [`Bf16Pairs`](bf16_pairs::Bf16Pairs) | pairs of bf16 along the depth | [`PairLanes`](bf16_pairs::PairLanes) |
+//! | [`Amx`](amx::Amx) | 16 x 16 tiles of pairs of bf16 | [`MatrixUnit`](amx::MatrixUnit) |
+//!
+//! Phases are generic over [`Simd`], the lanes, and [`Products`]. A type of products that lacks an operation, or that is instantiated for
+//! lanes without its instructions, does not compile.
+
+#![allow(unsafe_code)]
+
+pub(crate) mod amx;
+pub(crate) mod bf16_pairs;
+pub(crate) mod f32_fma;
+
+use super::matrix_unit::MatrixUnitGuard;
+use super::operands::{Operands, Packed, Shape};
+use super::pack::HeadRows;
+use super::state::{KeySteps, TaskState, Tile};
+use super::stream::Scores;
+use crate::simd::{Elem, Rows, Simd};
+use flashtile_core::dtype::Dtype;
+use std::ops::Range;
+
+/// The operations of one way to multiply, on vectors of `S`.
+///
+/// # Safety
+/// Contract of every unsafe method:
+///
+/// - The machine has the instructions of `S` and of the products, and the function is inlined where they are enabled.
+/// - The [`MatrixUnitGuard`] of [`Products::configure`] is held by this thread.
+/// - Pointers are valid for the elements that the method names, reads or writes; f32 are aligned, elements of tensors to their type.
+/// - Memory that a method writes overlaps nothing else that it is given.
+pub(crate) trait Products<S: Simd>: 'static {
+    /// Elements of the depth in each f32 of packed operands.
+    const PER_F32: usize;
+    /// f32 of a packed row of queries or keys: a multiple of this, filled up with zeros.
+    const DEPTH_STEP: usize;
+    /// Keys that `p . v` takes at once: it runs over whole multiples, in which other keys have probability and value 0.
+    const KEY_STEP: usize;
+    /// The sum of one vector of `p . v`, key after key.
+    type Chain: Copy;
+
+    /// Configures what products need of this thread.
+    unsafe fn configure() -> MatrixUnitGuard;
+
+    /// What scores are multiplied by after the product, of the `scale` of [`Products::pack_query`]: 1 where packed queries have it.
+    fn scale_of_scores(scale: f32) -> f32;
+
+    /// Packs a row `src` of `head_dim` elements to `dst`, times `scale` unless [`Products::scale_of_scores`] leaves it to the scores.
+    unsafe fn pack_query(dtype: Dtype, src: *const u8, head_dim: usize, scale: f32, dst: *mut f32);
+
+    /// Prepares packed queries `q` `[rows, depth]` of a task of few rows for [`Products::stream_scores`], in `memory` that a task of many rows
+    /// packs keys to.
+    unsafe fn set_stream_queries(q: *const f32, depth: usize, memory: *mut f32);
+
+    /// `C = A B`, or `C + A B` to resume, of packed operands: queries and a panel of keys, or probabilities and values. An element of `C`
+    /// has the same bits in products of any shape.
+    unsafe fn multiply(shape: Shape, operands: Operands<Packed>);
+
+    /// Scores of few rows with the keys `first + columns`, read from where they lie; `memory` was prepared for the queries of `scores`.
+    unsafe fn stream_scores<R: Rows>(
+        keys: HeadRows<'_>,
+        first: usize,
+        columns: &Range<usize>,
+        scores: Scores,
+        memory: *mut f32,
+    );
+
+    /// `p . v` of a tile of few rows with the values `columns`, elements of `E`, read from where they lie. `columns` are whole key steps.
+    unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>);
+
+    /// Packs the values `first + rows`, elements of `E`, to rows of `dst` as [`Products::multiply`] takes them, in whole key steps.
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32);
+
+    /// Replaces the scores of a row in whole vectors `columns`, of [`Products::PER_F32`] at a time, by `2^(scale * score + shift)` as
+    /// [`Products::multiply`] takes them. `scale` is [`Products::scale_of_scores`], or 1 where the scores have it already. Returns the sum
+    /// lane by lane.
+    unsafe fn exp_row(row: *mut f32, columns: Range<usize>, scale: f32, shift: S::V) -> S::V;
+
+    /// A sum of no keys.
+    unsafe fn chain() -> Self::Chain;
+
+    /// Adds the products of packed probabilities, of f32 `at` of their row, and packed values, in the order of [`Products::multiply`].
+    unsafe fn add_to_chain(chain: &mut Self::Chain, at: usize, probs: S::V, values: S::V);
+
+    /// The sum over whole key steps.
+    unsafe fn chain_sum(chain: Self::Chain) -> S::V;
+
+    /// `rounds` of independent steps of a product, whose rate is the limit of the instruction set.
+    unsafe fn peak_loop(rounds: u64) -> f32;
+}
+
+/// How `p . v` takes keys, as data.
+pub(crate) const fn key_steps<S: Simd, P: Products<S>>() -> KeySteps {
+    KeySteps { keys_per_f32: P::PER_F32, step: P::KEY_STEP }
+}
+
+/// Bytes of values that a task of few rows uses at a time: while some of their columns are read, the others stay in the first-level cache.
+const STREAM_BYTES: usize = 16 << 10;
+
+/// Values that a task of few rows uses at a time.
+#[inline(always)]
+fn keys_at_once<S: Simd, P: Products<S>>(values: &HeadRows<'_>) -> usize {
+    (STREAM_BYTES / values.row_bytes()).clamp(16, 64).next_multiple_of(P::KEY_STEP)
+}
+
+/// Cuts a range at the multiples of `step`.
+#[inline]
+fn steps(range: &Range<usize>, step: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    let Range { start, end } = *range;
+    (start / step..end.div_ceil(step)).map(move |n| start.max(n * step)..end.min((n + 1) * step))
+}
+
+/// [`Products::stream_values`] of values that products cannot take where they lie: a few keys at a time are packed, and multiplied while they are
+/// in the first-level cache.
+///
+/// # Safety
+/// As there.
+#[inline(always)]
+unsafe fn pack_few_values<S: Simd, P: Products<S>>(
+    work: &TaskState<'_>,
+    tile: &Tile,
+    columns: &Range<usize>,
+) {
+    let first = tile.block * work.block_k;
+    for keys in steps(columns, keys_at_once::<S, P>(&work.value_elements())) {
+        let seen = keys.start.max(tile.columns.start)..keys.end.min(tile.columns.end);
+        // SAFETY: the caller's contract; a task that packs no whole block has its memory free.
+        unsafe {
+            (work.kernels.pack_values)(work, first, &seen, work.packed_v);
+            (work.kernels.packed_values)(work, tile, &keys, work.packed_v);
+        }
+    }
+}
