@@ -3,8 +3,6 @@
 #![allow(unsafe_code)]
 
 use crate::isa;
-use crate::kernels::loops::CHAINS;
-use crate::kernels::products::amx::{TILE, TILE_CHAINS};
 use flashtile_core::isa::Isa;
 use flashtile_core::memory::Zeroed;
 use rayon::prelude::*;
@@ -24,18 +22,14 @@ pub fn fma_peak(isa: Isa, threads: usize) -> f64 {
     if isa > isa::best() {
         return 0.0;
     }
-    let loops = isa::loops(isa).peak;
-    let products = match isa {
-        Isa::Amx => TILE_CHAINS * TILE * TILE * 2 * TILE,
-        _ => CHAINS * isa.lanes() * if isa.multiplies_pairs() { 2 } else { 1 },
-    };
-    let flops = 2.0 * products as f64 * ROUNDS as f64;
+    let loops = isa::loops(isa);
+    let flops = 2.0 * loops.peak_round as f64 * ROUNDS as f64;
     // SAFETY: the machine has the instruction set.
     best(
         threads,
         |_| flops,
         |_| unsafe {
-            std::hint::black_box(loops(std::hint::black_box(ROUNDS)));
+            std::hint::black_box((loops.peak)(std::hint::black_box(ROUNDS)));
         },
     )
 }

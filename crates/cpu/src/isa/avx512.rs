@@ -3,7 +3,10 @@
 #![allow(unsafe_code)]
 
 use super::super::simd::{Elem, LINES, Simd};
+use super::{byte_codes, vnni};
 use crate::kernels::products::bf16_pairs::PairLanes;
+use crate::kernels::products::byte_codes::{ByteLanes, ByteScores, ByteValues};
+use crate::kernels::products::vnni::{IntegerLanes, IntegerScores, IntegerValues};
 use std::arch::x86_64::*;
 
 /// Vectors of 512 bits. Pairs of bf16 in them need AVX-512 BF16 besides.
@@ -205,11 +208,41 @@ fn bf16_pairs(v: __m512) -> __m512bh {
     unsafe { std::mem::transmute(v) }
 }
 
+// SAFETY of every block below: the trait's contract gives the instruction set, except VNNI and VBMI, which `Isa::Avx512Vnni` has, and the
+// memory.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl IntegerLanes for Avx512 {
+    #[inline(always)]
+    unsafe fn integer_scores(job: &IntegerScores<'_>) {
+        unsafe { vnni::scores(job) }
+    }
+    #[inline(always)]
+    unsafe fn integer_values(job: &IntegerValues<'_>) {
+        unsafe { vnni::values(job) }
+    }
+}
+
+// SAFETY of every block below: the trait's contract gives the instruction set and the memory.
+#[allow(clippy::undocumented_unsafe_blocks)]
+impl ByteLanes for Avx512 {
+    #[inline(always)]
+    unsafe fn byte_scores(job: &ByteScores<'_>) {
+        unsafe { byte_codes::scores(job) }
+    }
+    #[inline(always)]
+    unsafe fn byte_values(job: &ByteValues<'_>) {
+        unsafe { byte_codes::values(job) }
+    }
+}
+
 /// AVX-512 F, BW, DQ and VL.
 pub(super) mod f32_products {
+    use super::Avx512;
     use crate::isa::entry::entry_imports::*;
-    use crate::isa::{byte_codes, vnni};
-    use crate::kernels::state::CodeProducts;
+    use crate::kernels::products::byte_codes::ByteCodes;
+    use crate::kernels::products::code_block::CodeProducts;
+    use crate::kernels::products::vnni::Vnni;
+    use crate::kernels::state::CodePhases;
 
     mod elements {
         use super::super::Avx512;
@@ -218,21 +251,23 @@ pub(super) mod f32_products {
     }
     pub(in crate::isa) use elements::LOOPS;
 
-    crate::isa::entry::entry! { ["avx512f,avx512bw,avx512dq,avx512vl"]
-        fn integer_scores(work: &TaskState<'_>, tile: &Tile) { phases::integer_scores(work, tile, vnni::scores) }
-        fn integer_values(work: &TaskState<'_>, tile: &Tile) { phases::integer_values(work, tile, vnni::values) }
-        fn byte_scores(work: &TaskState<'_>, tile: &Tile) { phases::byte_scores(work, tile, byte_codes::scores) }
-        fn byte_values(work: &TaskState<'_>, tile: &Tile) { phases::byte_values(work, tile, byte_codes::values) }
+    crate::isa::entry::code_entries!(byte_phases, Avx512, ByteCodes, "avx512f,avx512bw,avx512dq,avx512vl");
+    crate::isa::entry::code_entries!(integer_phases, Avx512, Vnni, "avx512f,avx512bw,avx512dq,avx512vl");
+
+    /// The kernels of elements, and products with codes of one byte where they lie.
+    pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
+        Kernels { code_phases: &[byte_phases::PHASES], ..elements::kernels(k, v) }
     }
 
-    /// The kernels of elements, and products with codes where they lie.
-    pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
-        Kernels {
-            integer_products: Some(CodeProducts { scores: integer_scores, values: integer_values }),
-            byte_products: Some(CodeProducts { scores: byte_scores, values: byte_values }),
-            ..elements::kernels(k, v)
-        }
+    /// [`kernels`], and products with codes in integers.
+    pub(in crate::isa) fn vnni_kernels(k: Storage, v: Storage) -> Kernels {
+        Kernels { code_phases: &[integer_phases::PHASES, byte_phases::PHASES], ..elements::kernels(k, v) }
     }
+}
+
+/// AVX-512 with VNNI and VBMI.
+pub(super) mod vnni_products {
+    pub(in crate::isa) use super::f32_products::{LOOPS, vnni_kernels as kernels};
 }
 
 /// AVX-512 with BF16.

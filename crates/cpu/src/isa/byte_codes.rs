@@ -7,8 +7,9 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{ByteScores, ByteValues, TILE};
-use super::vnni::{ask, transpose};
+use super::vnni::{prefetch, transpose};
+use crate::kernels::products::byte_codes::{ByteScores, ByteValues};
+use crate::kernels::products::code_block::GROUP;
 use flashtile_core::codec::{FP8_SCALE_UNIT, SCALE_UNIT};
 use std::arch::x86_64::*;
 
@@ -128,9 +129,9 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
             let mut lines = [[_mm512_setzero_si512(); 4]; G];
             for g in 0..G {
                 for line in 0..4 {
-                    ask(next[g][0], at / 4 + line);
+                    prefetch(next[g].lower, at / 4 + line);
                 }
-                lines[g] = transpose::<16>(keys[g][0], dim, at);
+                lines[g] = transpose::<16>(keys[g].lower, dim, at);
             }
             for c in 0..4 {
                 for g in 0..G {
@@ -160,12 +161,12 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
             }
         }
         for g in 0..G {
-            ask(next[g][2], 0);
+            prefetch(next[g].scales, 0);
             let nan = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(max_codes[g], _mm512_set1_epi8(E4M3_NAN)));
             let nan = _mm512_test_epi32_mask(nan, nan);
-            let factors = _mm512_mask_mov_ps(factors::<E4M3>(keys[g][2]), nan, _mm512_set1_ps(f32::NAN));
+            let factors = _mm512_mask_mov_ps(factors::<E4M3>(keys[g].scales), nan, _mm512_set1_ps(f32::NAN));
             for r in 0..N {
-                let c = job.c.add((row + r) * job.ldc + TILE * (group + g));
+                let c = job.c.add((row + r) * job.ldc + GROUP * (group + g));
                 _mm512_storeu_ps(c, _mm512_mul_ps(sums[r][g], factors));
             }
         }
@@ -185,17 +186,17 @@ unsafe fn values_of<const E4M3: bool>(job: &ByteValues<'_>) {
     // SAFETY: as [`values`].
     unsafe {
         for row in 0..job.count {
-            let probs = job.probs.add(row * job.ldw);
+            let probs = job.probs.add(row * job.ldp);
             for (n, group) in job.values.groups.iter().enumerate() {
-                let probs = probs.add(TILE * n);
+                let probs = probs.add(GROUP * n);
                 let prob = _mm512_loadu_ps(probs);
                 // A value that the row does not see has probability 0, and any scale, even NaN.
                 let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(prob, _mm512_setzero_ps());
-                _mm512_storeu_ps(probs, _mm512_maskz_mul_ps(seen, prob, factors::<E4M3>(group[2])));
+                _mm512_storeu_ps(probs, _mm512_maskz_mul_ps(seen, prob, factors::<E4M3>(group.scales)));
             }
         }
         for group in job.values.next {
-            ask(group[2], 0);
+            prefetch(group.scales, 0);
         }
         let mut row = 0;
         while row < job.count {
@@ -243,10 +244,10 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
         let mut max_codes = _mm512_setzero_si512();
         for n in 0..values.groups.len() {
             let (group, next) = (values.groups[n], next[n]);
-            let probs = job.probs.add(row * job.ldw + TILE * n).cast_const();
-            for value in 0..TILE {
-                let codes = group[0].add(value * dim + at);
-                ask(next[0].wrapping_add(TILE * at), value * V / 4);
+            let probs = job.probs.add(row * job.ldp + GROUP * n).cast_const();
+            for value in 0..GROUP {
+                let codes = group.lower.add(value * dim + at);
+                prefetch(next.lower.wrapping_add(GROUP * at), value * V / 4);
                 if E4M3 {
                     let here = if V == 4 {
                         _mm512_loadu_si512(codes.cast())
@@ -260,7 +261,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
                     x[v] = load_dequant_f32::<E4M3>(codes.add(16 * v));
                 }
                 for r in 0..N {
-                    let prob = _mm512_set1_ps(*probs.add(r * job.ldw + value));
+                    let prob = _mm512_set1_ps(*probs.add(r * job.ldp + value));
                     for v in 0..V {
                         sums[v][r] = _mm512_fmadd_ps(prob, x[v], sums[v][r]);
                     }
@@ -286,14 +287,14 @@ unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, colu
     // SAFETY: as [`values`].
     unsafe {
         for (n, group) in job.values.groups.iter().enumerate() {
-            for value in 0..TILE {
+            for value in 0..GROUP {
                 for column in columns.clone() {
-                    if (*group[0].add(value * dim + column)).cast_signed() & E4M3_NAN != E4M3_NAN {
+                    if (*group.lower.add(value * dim + column)).cast_signed() & E4M3_NAN != E4M3_NAN {
                         continue;
                     }
                     for row in rows.clone() {
                         // A value that the row does not see has probability 0.
-                        if *job.probs.add(row * job.ldw + TILE * n + value) != 0.0 {
+                        if *job.probs.add(row * job.ldp + GROUP * n + value) != 0.0 {
                             *job.c.add(row * job.ldc + column) = f32::NAN;
                         }
                     }
@@ -306,8 +307,8 @@ unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, colu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::products::code_block::{CodeBlock, CodeGroup};
     use crate::plan::STREAM_ROWS;
-    use crate::simd::CodeBlock;
     use flashtile_core::codec::RowLayout;
     use flashtile_testkit::Rng;
     use half::f16;
@@ -351,7 +352,7 @@ mod tests {
 
     /// Both products of `count` rows of `dim` coordinates with `groups` groups of codes; an odd `count` plants two NaN codes.
     fn products(rng: &mut Rng, (dim, count, groups): (usize, usize, usize), e4m3: bool) {
-        let rows = TILE * groups;
+        let rows = GROUP * groups;
         let mut page: Vec<u8> =
             (0..rows * dim).map(|_| rng.below(127) as u8 | (rng.below(2) << 7) as u8).collect();
         if count % 2 == 1 {
@@ -367,9 +368,12 @@ mod tests {
             let of = if e4m3 { e4m3_value(code) / 256.0 } else { f64::from(code.cast_signed()) / 128.0 };
             of * scale(row)
         };
-        let at =
-            |n: usize| [page[n * TILE * dim..].as_ptr(), std::ptr::null(), scales[n * TILE * 2..].as_ptr()];
-        let starts: Vec<[*const u8; 3]> = (0..groups).map(at).collect();
+        let at = |n: usize| CodeGroup {
+            lower: page[n * GROUP * dim..].as_ptr(),
+            upper: std::ptr::null(),
+            scales: scales[n * GROUP * 2..].as_ptr(),
+        };
+        let starts: Vec<CodeGroup> = (0..groups).map(at).collect();
         let format = RowLayout::new(dim, 8);
         let block = CodeBlock { format: &format, levels: None, is_fp8: e4m3, groups: &starts, next: &starts };
 
@@ -392,7 +396,7 @@ mod tests {
         let given = probs.clone();
         let mut c = vec![f32::NAN; STREAM_ROWS * dim];
         let (probs, c_ptr) = (probs.as_mut_ptr(), c.as_mut_ptr());
-        let job = ByteValues { values: block, probs, ldw: rows, count, c: c_ptr, ldc: dim };
+        let job = ByteValues { values: block, probs, ldp: rows, count, c: c_ptr, ldc: dim };
         // SAFETY: as above.
         unsafe { values(&job) }
         for (r, d) in (0..count).flat_map(|r| (0..dim).map(move |d| (r, d))) {

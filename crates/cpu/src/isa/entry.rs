@@ -54,6 +54,28 @@ macro_rules! element_entries {
 }
 pub(super) use element_entries;
 
+/// Writes the module `$module` with the phases of products `$C` with codes, on lanes `$S`.
+#[cfg(target_arch = "x86_64")]
+macro_rules! code_entries {
+    ($module:ident, $S:ty, $C:ty, $features:literal) => {
+        mod $module {
+            use super::*;
+            crate::isa::entry::entry! { [$features]
+                fn scores(work: &TaskState<'_>, tile: &Tile) { <$C as CodeProducts<$S>>::scores(work, tile) }
+                fn values(work: &TaskState<'_>, tile: &Tile) { <$C as CodeProducts<$S>>::values(work, tile) }
+            }
+            pub(super) const PHASES: CodePhases = CodePhases {
+                takes: <$C as CodeProducts<$S>>::takes,
+                set_queries: <$C as CodeProducts<$S>>::set_queries,
+                scores,
+                values,
+            };
+        }
+    };
+}
+#[cfg(target_arch = "x86_64")]
+pub(super) use code_entries;
+
 /// The phases of scores that depend on how keys are stored.
 #[derive(Clone, Copy)]
 pub(super) struct ScoresOf {
@@ -131,13 +153,16 @@ macro_rules! entry_points {
         }
 
         /// The loops that measure the limits of this instruction set.
-        pub(in crate::isa) const LOOPS: Loops = Loops { peak: peak_loop, read: read_loop };
+        pub(in crate::isa) const LOOPS: Loops = Loops {
+            peak: peak_loop,
+            peak_round: <$P as Products<$S>>::PEAK_ROUND,
+            read: read_loop,
+        };
 
         fn with_elements(scores: ScoresOf, values: ValuesOf) -> Kernels {
             Kernels {
                 key_steps: products::key_steps::<$S, $P>(),
-                integer_products: None,
-                byte_products: None,
+                code_phases: &[],
                 configure,
                 pack_queries,
                 pack_keys: scores.pack,

@@ -34,7 +34,9 @@ macro_rules! of_isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => avx512::bf16_products::$item $($arguments)?,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Vnni => avx512::f32_products::$item $($arguments)?,
+            Isa::Avx512Vnni => avx512::vnni_products::$item $($arguments)?,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => avx512::f32_products::$item $($arguments)?,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2::$item $($arguments)?,
             _ => portable::$item $($arguments)?,

@@ -5,7 +5,8 @@
 
 #![allow(unsafe_code)]
 
-use super::super::simd::{CODE_KEYS, CodeScores, CodeValues, TILE};
+use crate::kernels::products::code_block::{CODE_KEYS, CodeGroup, GROUP};
+use crate::kernels::products::vnni::{IntegerScores, IntegerValues};
 use flashtile_core::codec::SCALE_UNIT;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use std::arch::x86_64::*;
@@ -13,11 +14,11 @@ use std::arch::x86_64::*;
 /// Coordinates of a block of planes.
 const BLOCK: usize = 128;
 
-/// Where what is asked for goes: blocks of keys and of values take turns, and together they are more than the first-level cache.
+/// The second-level cache: a block of keys and one of values, which alternate, are larger than the first.
 const HINT: i32 = _MM_HINT_T1;
 
-/// The greatest of a row's probabilities.
-const W_ONE: f32 = 65535.0;
+/// The integer of a row's largest probability times scale.
+const P_ONE: f32 = 65535.0;
 
 /// Which bits come from the first of three operands, chosen by the third: `c ? a : b`.
 const CHOOSE: i32 = 0xe4;
@@ -37,16 +38,16 @@ macro_rules! with_planes {
     }};
 }
 
-/// Bytes from one half of a query's integers to the other, and of the query's probabilities.
+/// Bytes from one half of a row's integers to the other: of a query, and of its probabilities.
 const Q_HALF: usize = MAX_HEAD_DIM;
-const W_HALF: usize = CODE_KEYS;
+const P_HALF: usize = CODE_KEYS;
 
 /// The body for each constant, in order: registers that it names by the constant stay registers.
 macro_rules! each {
     ($n:ident in [$($value:literal)*] $body:block) => {{ $({ const $n: usize = $value; $body })* }};
 }
 
-/// What codes stand for, for each of 64 indices: bits of an index past those of a code do not matter.
+/// The level of each of 64 indices. Codes of fewer bits repeat theirs, so that the bits above them do not matter.
 #[inline(always)]
 unsafe fn table(levels: Option<&[i8; 64]>) -> __m512i {
     // SAFETY: 64 bytes.
@@ -159,9 +160,9 @@ unsafe fn transpose_dense<const WIDTH: usize, const AT: usize>(rows: *const u8) 
     }
 }
 
-/// Bits of the second plane where indices have them: of part `part`, from bytes that were shifted to part 0.
+/// The bits of the second plane of part `part` where indices have them, from bytes that are `shift` bits from those of part 0.
 ///
-/// A shift takes a port that products leave free on processors whose turns do not.
+/// Shifts, not rotations: they take an execution port that products leave free.
 #[inline(always)]
 unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize) -> __m512i {
     // SAFETY: the caller's: the instruction set.
@@ -195,15 +196,15 @@ unsafe fn indices<const LOW: usize, const HIGH: usize>(
 }
 
 /// # Safety
-/// As [`CodeScores`].
+/// As [`IntegerScores`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-pub(super) unsafe fn scores(job: &CodeScores<'_>) {
-    // SAFETY: the caller's promise.
+pub(super) unsafe fn scores(job: &IntegerScores<'_>) {
+    // SAFETY: the contract of the job.
     unsafe { with_planes!(job.keys.format, scores_of(job)) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &CodeScores<'_>) {
+unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &IntegerScores<'_>) {
     // SAFETY: as [`scores`]; queries and scores have memory for sixteen rows.
     unsafe {
         for first in (0..job.count).step_by(8) {
@@ -220,7 +221,7 @@ unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &CodeScores<'_>) {
 /// Scores of `N` rows, of two groups of keys at a time where registers hold the sums.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
-    job: &CodeScores<'_>,
+    job: &IntegerScores<'_>,
     row: usize,
 ) {
     let groups = job.keys.groups.len();
@@ -240,34 +241,34 @@ unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, const G: usize>(
-    job: &CodeScores<'_>,
+    job: &IntegerScores<'_>,
     row: usize,
     group: usize,
 ) {
     let keys = &job.keys;
     let dim = keys.format.dim();
-    // Once is enough.
+    // The first rows prefetch for all.
     let next = if row == 0 { keys.next } else { keys.groups };
     // SAFETY: as [`scores`].
     unsafe {
         // Unsigned, 128 more than the level, as the product has it; the sums start without what that adds.
         let table = _mm512_xor_si512(table(keys.levels), _mm512_set1_epi8(-128));
-        let mut high_sums = [[_mm512_setzero_si512(); G]; N];
-        let mut low_sums = [[_mm512_setzero_si512(); G]; N];
+        let mut sums =
+            HalfSums { high: [[_mm512_setzero_si512(); G]; N], low: [[_mm512_setzero_si512(); G]; N] };
         for r in 0..N {
-            low_sums[r] = [_mm512_set1_epi32(*job.start.add(row + r)); G];
+            sums.low[r] = [_mm512_set1_epi32(*job.start.add(row + r)); G];
         }
         let mut at = 0;
         while at < dim {
             let keys = Keys::<G> {
-                rows: places::<LOW, HIGH, G>(&keys.groups[group..], at, 1),
-                // Groups of rows lie one after another, so a part of each row is as much as that part of a group.
-                next: places::<LOW, HIGH, G>(&next[group..], at, TILE),
-                strides: [dim * LOW / 8, dim * HIGH / 8],
+                groups: plane_rows::<LOW, HIGH, G>(&keys.groups[group..], at, 1),
+                // Rows of a group follow one another, so that a part of every row is as many bytes as that part of the group.
+                next: plane_rows::<LOW, HIGH, G>(&next[group..], at, GROUP),
+                strides: PlaneStrides::new::<LOW, HIGH>(dim),
             };
             let q = job.q.add(row * (2 * Q_HALF) + at);
-            let sums = (&mut high_sums, &mut low_sums);
-            // Only the second plane is read otherwise where rows are dense.
+            let sums = &mut sums;
+            // Dense rows change how the second plane is read.
             match (dim - at >= BLOCK, if HIGH > 0 { dim } else { 0 }) {
                 (true, BLOCK) => add_scores::<LOW, HIGH, N, G, BLOCK, true>(&keys, q, table, sums),
                 (true, _) => add_scores::<LOW, HIGH, N, G, BLOCK, false>(&keys, q, table, sums),
@@ -277,12 +278,12 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
             at += BLOCK;
         }
         for g in 0..G {
-            let column = TILE * (group + g);
-            let factors = factors(keys.groups[group + g][2]);
-            ask(next[group + g][2], 0);
+            let column = GROUP * (group + g);
+            let factors = factors(keys.groups[group + g].scales);
+            prefetch(next[group + g].scales, 0);
             for r in 0..N {
-                // Sums past 32 bits come back: the whole fits.
-                let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(high_sums[r][g]), low_sums[r][g]);
+                // Partial sums may wrap at 32 bits: the whole fits.
+                let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(sums.high[r][g]), sums.low[r][g]);
                 let factors = _mm512_mul_ps(factors, _mm512_set1_ps(*job.q_factors.add(row + r)));
                 let c = job.c.add((row + r) * job.ldc + column);
                 _mm512_storeu_ps(c, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factors));
@@ -291,39 +292,107 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
     }
 }
 
-/// Some coordinates of groups of keys: the first row of each in each plane, what is read next, and bytes from one row to the next.
+/// Some coordinates of groups of keys.
 struct Keys<const G: usize> {
-    rows: [[*const u8; 2]; G],
-    next: [[*const u8; 2]; G],
-    strides: [usize; 2],
+    groups: [PlaneRows; G],
+    /// What is read next, for prefetches.
+    next: [PlaneRows; G],
+    strides: PlaneStrides,
 }
 
-/// Where the bytes of coordinate `at` of `rows` rows begin.
+/// Some bytes of the first row of a group, in each plane.
+#[derive(Clone, Copy)]
+struct PlaneRows {
+    lower: *const u8,
+    upper: *const u8,
+}
+
+/// Bytes from a row to the next in each plane.
+#[derive(Clone, Copy)]
+struct PlaneStrides {
+    lower: usize,
+    upper: usize,
+}
+
+impl PlaneStrides {
+    /// Of rows of `dim` codes.
+    #[inline(always)]
+    fn new<const LOW: usize, const HIGH: usize>(dim: usize) -> Self {
+        Self { lower: dim * LOW / 8, upper: dim * HIGH / 8 }
+    }
+}
+
+/// Where coordinate `at` of `rows` rows begins, in each plane of each group.
 #[inline(always)]
-fn places<const LOW: usize, const HIGH: usize, const G: usize>(
-    groups: &[[*const u8; 3]],
+fn plane_rows<const LOW: usize, const HIGH: usize, const G: usize>(
+    groups: &[CodeGroup],
     at: usize,
     rows: usize,
-) -> [[*const u8; 2]; G] {
-    let mut places = [[std::ptr::null(); 2]; G];
+) -> [PlaneRows; G] {
+    let mut starts = [PlaneRows { lower: std::ptr::null(), upper: std::ptr::null() }; G];
     for g in 0..G {
-        let [lower, upper, _] = groups[g];
-        places[g] = [lower.wrapping_add(rows * at * LOW / 8), upper.wrapping_add(rows * at * HIGH / 8)];
+        let CodeGroup { lower, upper, .. } = groups[g];
+        starts[g] = PlaneRows {
+            lower: lower.wrapping_add(rows * at * LOW / 8),
+            upper: upper.wrapping_add(rows * at * HIGH / 8),
+        };
     }
-    places
+    starts
 }
 
-/// Asks for a cache line.
+/// Prefetches cache line `line` from `p` on.
 #[inline(always)]
-pub(super) unsafe fn ask(p: *const u8, line: usize) {
-    // SAFETY: asking for memory that is not there does nothing.
+pub(super) unsafe fn prefetch(p: *const u8, line: usize) {
+    // SAFETY: a prefetch may name any address.
     unsafe { _mm_prefetch::<HINT>(p.wrapping_add(64 * line).cast()) }
 }
 
-/// Sums of the upper and of the lower halves of `N` queries with `G` groups of keys.
-type Sums<'a, const N: usize, const G: usize> = (&'a mut [[__m512i; G]; N], &'a mut [[__m512i; G]; N]);
+/// Sums of the upper and of the lower halves of integers of `N` rows, of `G` registers each.
+struct HalfSums<const N: usize, const G: usize> {
+    high: [[__m512i; G]; N],
+    low: [[__m512i; G]; N],
+}
+
+/// The second plane of `B` coordinates of a group, in the order of the first: four registers for each chunk of 16 bytes of the first plane that
+/// these bits belong to.
+///
+/// # Safety
+/// As [`IntegerScores`]; with `DENSE`, rows have `B` coordinates.
+#[inline(always)]
+unsafe fn upper_lines<const HIGH: usize, const B: usize, const DENSE: bool>(
+    rows: *const u8,
+    stride: usize,
+) -> [__m512i; 8] {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let bytes = B * HIGH / 8;
+        let (first, second) = match (bytes, DENSE) {
+            (8, true) => (transpose_dense::<8, 0>(rows), None),
+            (8, false) => (transpose::<8>(rows, stride, 0), None),
+            (16, true) => (transpose_dense::<16, 0>(rows), None),
+            (16, false) => (transpose::<16>(rows, stride, 0), None),
+            (_, true) => (transpose_dense::<32, 0>(rows), Some(transpose_dense::<32, 16>(rows))),
+            (_, false) => (transpose::<16>(rows, stride, 0), Some(transpose::<16>(rows, stride, 16))),
+        };
+        let second = second.unwrap_or(first);
+        let mut lines = [_mm512_setzero_si512(); 8];
+        for c in 0..4 {
+            (lines[c], lines[4 + c]) = (first[c], second[c]);
+        }
+        if bytes == 8 {
+            // The second half of the chunk has the next bits of the same bytes.
+            for c in 0..2 {
+                lines[c + 2] = _mm512_srli_epi16::<1>(lines[c]);
+            }
+        }
+        lines
+    }
+}
 
 /// Adds the products of `B` coordinates, which may be all that a key has: rows are `DENSE`.
+///
+/// # Safety
+/// As [`IntegerScores`].
 #[inline(always)]
 unsafe fn add_scores<
     const LOW: usize,
@@ -336,43 +405,22 @@ unsafe fn add_scores<
     keys: &Keys<G>,
     q: *const i8,
     table: __m512i,
-    (high_sums, low_sums): Sums<'_, N, G>,
+    sums: &mut HalfSums<N, G>,
 ) {
     // Bytes of a row in each plane.
     let (below, above) = (B * LOW / 8, B * HIGH / 8);
-    let [stride, upper_stride] = keys.strides;
-    let rows = &keys.rows;
-    // SAFETY: as [`scores`].
+    // SAFETY: the caller's contract.
     unsafe {
         let mut upper = [[_mm512_setzero_si512(); 8]; G];
         for g in 0..G {
-            let rows = rows[g][1];
-            for line in 0..TILE * above / 64 {
-                ask(keys.next[g][1], line);
+            for line in 0..GROUP * above / 64 {
+                prefetch(keys.next[g].upper, line);
             }
-            let (first, second) = match (above, DENSE) {
-                (0, _) => continue,
-                (8, true) => (transpose_dense::<8, 0>(rows), None),
-                (8, false) => (transpose::<8>(rows, upper_stride, 0), None),
-                (16, true) => (transpose_dense::<16, 0>(rows), None),
-                (16, false) => (transpose::<16>(rows, upper_stride, 0), None),
-                (_, true) => (transpose_dense::<32, 0>(rows), Some(transpose_dense::<32, 16>(rows))),
-                (_, false) => {
-                    (transpose::<16>(rows, upper_stride, 0), Some(transpose::<16>(rows, upper_stride, 16)))
-                }
-            };
-            let second = second.unwrap_or(first);
-            for c in 0..4 {
-                (upper[g][c], upper[g][4 + c]) = (first[c], second[c]);
-            }
-            if above == 8 {
-                // The second half of the chunk has the next bits of the same bytes.
-                for c in 0..2 {
-                    upper[g][c + 2] = _mm512_srli_epi16::<1>(upper[g][c]);
-                }
+            if above > 0 {
+                upper[g] = upper_lines::<HIGH, B, DENSE>(keys.groups[g].upper, keys.strides.upper);
             }
         }
-        // Chunks that bits of the second plane are of, so that their registers have fixed names.
+        // Chunks whose bits of the second plane are in registers: written out, so that these have fixed names.
         let steps = if above == 32 { 2 } else { 1 };
         let mut begin = 0;
         while begin < below {
@@ -382,9 +430,9 @@ unsafe fn add_scores<
                     let mut lines = [[_mm512_setzero_si512(); 4]; G];
                     for g in 0..G {
                         for line in 0..4 {
-                            ask(keys.next[g][0], chunk / 4 + line);
+                            prefetch(keys.next[g].lower, chunk / 4 + line);
                         }
-                        lines[g] = transpose::<16>(rows[g][0], stride, chunk);
+                        lines[g] = transpose::<16>(keys.groups[g].lower, keys.strides.lower, chunk);
                     }
                     for c in 0..4 {
                         for part in 0..8 / LOW {
@@ -403,8 +451,8 @@ unsafe fn add_scores<
                                 let q = q.add(r * (2 * Q_HALF) + d);
                                 let (high, low) = (four(q), four(q.add(Q_HALF)));
                                 for g in 0..G {
-                                    high_sums[r][g] = _mm512_dpbusd_epi32(high_sums[r][g], levels[g], high);
-                                    low_sums[r][g] = _mm512_dpbusd_epi32(low_sums[r][g], levels[g], low);
+                                    sums.high[r][g] = _mm512_dpbusd_epi32(sums.high[r][g], levels[g], high);
+                                    sums.low[r][g] = _mm512_dpbusd_epi32(sums.low[r][g], levels[g], low);
                                 }
                             }
                         }
@@ -428,27 +476,27 @@ unsafe fn add_scores<
 }
 
 /// # Safety
-/// As [`CodeValues`].
+/// As [`IntegerValues`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-pub(super) unsafe fn values(job: &CodeValues<'_>) {
-    // SAFETY: the caller's promise.
+pub(super) unsafe fn values(job: &IntegerValues<'_>) {
+    // SAFETY: the contract of the job.
     unsafe {
         let groups = job.values.groups;
-        let mut memory = [_mm512_setzero_ps(); CODE_KEYS / TILE];
+        let mut memory = [_mm512_setzero_ps(); CODE_KEYS / GROUP];
         let of_groups = &mut memory[..groups.len()];
         for n in 0..groups.len() {
-            of_groups[n] = factors(groups[n][2]);
+            of_groups[n] = factors(groups[n].scales);
         }
         for row in (0..job.count).step_by(4) {
             match job.count - row {
-                1 => set_weights::<1>(job, row, of_groups),
-                2 => set_weights::<2>(job, row, of_groups),
-                3 => set_weights::<3>(job, row, of_groups),
-                _ => set_weights::<4>(job, row, of_groups),
+                1 => set_probs::<1>(job, row, of_groups),
+                2 => set_probs::<2>(job, row, of_groups),
+                3 => set_probs::<3>(job, row, of_groups),
+                _ => set_probs::<4>(job, row, of_groups),
             }
         }
         for group in job.values.next {
-            ask(group[2], 0);
+            prefetch(group.scales, 0);
         }
         with_planes!(job.values.format, values_of(job));
     }
@@ -456,43 +504,43 @@ pub(super) unsafe fn values(job: &CodeValues<'_>) {
 
 /// Makes integers of the probabilities of `N` rows, each times the factor of its value.
 #[inline(always)]
-unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors: &[__m512]) {
+unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors: &[__m512]) {
     // SAFETY: as [`values`]; probabilities are as many as values.
     unsafe {
-        // A probability of 0 is that of a value that is not seen, whatever its factor.
+        // A value that the row does not see has probability 0, and any factor, even NaN.
         let product = |r: usize, group: usize, factor: __m512| {
-            let prob = _mm512_loadu_ps(job.probs.add((row + r) * job.ldw + TILE * group));
+            let prob = _mm512_loadu_ps(job.probs.add((row + r) * job.ldp + GROUP * group));
             let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(prob, _mm512_setzero_ps());
             _mm512_maskz_mul_ps(seen, prob, factor)
         };
-        // Bits of numbers without a sign are in the order of the numbers, infinity and what is none after them.
-        let mut most = [_mm512_setzero_si512(); N];
+        // Bits of non-negative f32 are ordered as their values, with infinity and NaN above all.
+        let mut max = [_mm512_setzero_si512(); N];
         for group in 0..factors.len() {
             let factor = factors[group];
             for r in 0..N {
-                most[r] = _mm512_max_epu32(most[r], _mm512_castps_si512(product(r, group, factor)));
+                max[r] = _mm512_max_epu32(max[r], _mm512_castps_si512(product(r, group, factor)));
             }
         }
         let mut inverses = [_mm512_setzero_ps(); N];
         for r in 0..N {
-            let most = f32::from_bits(_mm512_reduce_max_epu32(most[r]));
-            if most > 0.0 && most < f32::INFINITY {
-                inverses[r] = _mm512_set1_ps(W_ONE / most);
+            let max = f32::from_bits(_mm512_reduce_max_epu32(max[r]));
+            if max > 0.0 && max < f32::INFINITY {
+                inverses[r] = _mm512_set1_ps(P_ONE / max);
             }
-            *job.w_factors.add(row + r) = if most < f32::INFINITY { most / W_ONE } else { f32::NAN };
+            *job.p_factors.add(row + r) = if max < f32::INFINITY { max / P_ONE } else { f32::NAN };
         }
         // Lower bytes of two registers, then their upper ones.
         let bytes = index_table(const { &half_table() });
         for group in (0..factors.len()).step_by(2) {
-            // What stands after a last one is not read.
+            // Without a second group, what is stored for it is not read.
             let second = (group + 1).min(factors.len() - 1);
             for r in 0..N {
                 let integers = |group: usize| {
                     _mm512_cvtps_epi32(_mm512_mul_ps(product(r, group, factors[group]), inverses[r]))
                 };
                 let both = _mm512_permutex2var_epi8(integers(group), bytes, integers(second));
-                let high = job.integers.add((row + r) * (2 * W_HALF) + TILE * group);
-                _mm256_storeu_si256(high.add(W_HALF).cast(), _mm512_castsi512_si256(both));
+                let high = job.integers.add((row + r) * (2 * P_HALF) + GROUP * group);
+                _mm256_storeu_si256(high.add(P_HALF).cast(), _mm512_castsi512_si256(both));
                 _mm256_storeu_si256(high.cast(), _mm512_extracti64x4_epi64::<1>(both));
             }
         }
@@ -500,7 +548,7 @@ unsafe fn set_weights<const N: usize>(job: &CodeValues<'_>, row: usize, factors:
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
-unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &CodeValues<'_>) {
+unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &IntegerValues<'_>) {
     // SAFETY: as [`values`]; probabilities and sums have memory for sixteen rows.
     unsafe {
         for first in (0..job.count).step_by(4) {
@@ -515,7 +563,7 @@ unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &CodeValues<'_>) {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
-    job: &CodeValues<'_>,
+    job: &IntegerValues<'_>,
     row: usize,
 ) {
     let dim = job.values.format.dim();
@@ -532,7 +580,124 @@ unsafe fn values_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     }
 }
 
-/// Sums of `B` coordinates, which may be all that a value has: rows are `DENSE`.
+/// How the bytes of values become levels, in registers.
+#[derive(Clone, Copy)]
+struct LevelTables {
+    /// Levels of indices.
+    levels: __m512i,
+    /// Order of the bytes of four rows of the first plane, and of the second.
+    order: __m512i,
+    upper_order: __m512i,
+}
+
+/// Coordinates of values that are summed together: 32, of two parts of 16 bytes of the first plane or of two chunks of whole bytes.
+#[derive(Clone, Copy)]
+struct Chunk {
+    /// Byte of the `B` coordinates in the first plane.
+    byte: usize,
+    /// The first of its two parts.
+    part: usize,
+    /// Where its bytes begin in a row of each plane.
+    at: usize,
+    upper_at: usize,
+}
+
+/// Levels of a chunk of four values.
+///
+/// # Safety
+/// As [`IntegerValues`]; with `DENSE`, rows have `B` coordinates.
+#[inline(always)]
+unsafe fn chunk_levels<const LOW: usize, const HIGH: usize, const B: usize, const DENSE: bool>(
+    rows: PlaneRows,
+    strides: PlaneStrides,
+    chunk: Chunk,
+    tables: LevelTables,
+) -> [__m512i; 2] {
+    let (below, above) = (B * LOW / 8, B * HIGH / 8);
+    let width = if DENSE { below } else { 0 };
+    // SAFETY: the caller's contract.
+    unsafe {
+        let mut levels = [_mm512_setzero_si512(); 2];
+        let chunks = if LOW == 8 { 2 } else { 1 };
+        for n in 0..chunks {
+            levels[n] = quad::<16>(rows.lower, strides.lower, chunk.at + 16 * n, width, tables.order);
+        }
+        if LOW == 8 {
+            return levels;
+        }
+        let bytes = levels[0];
+        let mut bits = bytes;
+        if HIGH > 0 {
+            let width = if DENSE { above } else { 0 };
+            if above == 8 {
+                bits = quad::<8>(rows.upper, strides.upper, chunk.upper_at, width, tables.upper_order);
+                // The second half of the chunk has the next bits of the same bytes.
+                bits = _mm512_mask_srli_epi16::<1>(bits, 0xffff_0000, bits);
+            } else {
+                bits = quad::<16>(rows.upper, strides.upper, chunk.upper_at, width, tables.upper_order);
+            }
+        }
+        for n in 0..2 {
+            let part = chunk.part + n;
+            let bits = above_bits::<LOW>(bits, HIGH * (chunk.byte / above.max(1)), part);
+            levels[n] = _mm512_permutexvar_epi8(indices::<LOW, HIGH>(bytes, part, bits), tables.levels);
+        }
+        levels
+    }
+}
+
+/// Adds the products of `N` rows of probabilities, of four values each from `p` on, with their levels.
+///
+/// # Safety
+/// As [`IntegerValues`].
+#[inline(always)]
+unsafe fn add_values<const N: usize>(p: *const u8, levels: [__m512i; 2], sums: &mut HalfSums<2, N>) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        for r in 0..N {
+            let p = p.add(r * (2 * P_HALF));
+            let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
+            let (high, low) = (four(p), four(p.add(P_HALF)));
+            for n in 0..2 {
+                sums.high[n][r] = _mm512_dpbusd_epi32(sums.high[n][r], high, levels[n]);
+                sums.low[n][r] = _mm512_dpbusd_epi32(sums.low[n][r], low, levels[n]);
+            }
+        }
+    }
+}
+
+/// Stores the sums of `N` rows from `row` on: of 16 coordinates from `column` on, and of 16 from `distance` further on.
+///
+/// # Safety
+/// As [`IntegerValues`].
+#[inline(always)]
+unsafe fn store_values<const N: usize>(
+    job: &IntegerValues<'_>,
+    row: usize,
+    column: usize,
+    distance: usize,
+    sums: &HalfSums<2, N>,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        for n in 0..2 {
+            for r in 0..N {
+                let high = _mm512_slli_epi32::<8>(sums.high[n][r]);
+                let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, sums.low[n][r]));
+                let factor = _mm512_set1_ps(*job.p_factors.add(row + r));
+                _mm512_storeu_ps(
+                    job.c.add((row + r) * job.ldc + column + n * distance),
+                    _mm512_mul_ps(sum, factor),
+                );
+            }
+        }
+    }
+}
+
+/// Sums of `B` coordinates from `first` on, which may be all that a value has: rows are `DENSE`.
+///
+/// # Safety
+/// As [`IntegerValues`].
 #[inline(always)]
 unsafe fn block_values<
     const LOW: usize,
@@ -541,25 +706,27 @@ unsafe fn block_values<
     const B: usize,
     const DENSE: bool,
 >(
-    job: &CodeValues<'_>,
+    job: &IntegerValues<'_>,
     row: usize,
     first: usize,
 ) {
     let (below, above) = (B * LOW / 8, B * HIGH / 8);
     let values = &job.values;
-    let dim = if DENSE { B } else { values.format.dim() };
-    let [stride, upper_stride] = [dim * LOW / 8, dim * HIGH / 8];
-    // Once is enough.
+    let strides = PlaneStrides::new::<LOW, HIGH>(if DENSE { B } else { values.format.dim() });
+    // The first rows prefetch for all.
     let next = if row == 0 { values.next } else { values.groups };
     // As many sums as registers hold: of two parts of a byte of the first plane, or of two chunks of whole bytes.
     let chunks = if LOW == 8 { 2 } else { 1 };
     let passes = if LOW == 2 { 2 } else { 1 };
-    // SAFETY: as [`values`].
+    // SAFETY: the caller's contract.
     unsafe {
-        let table = table(values.levels);
-        let order = index_table(const { &order_table(16, 16) });
-        let above_order =
-            index_table(const { &order_table(16, if B * HIGH < 128 { B * HIGH / 8 } else { 16 }) });
+        let tables = LevelTables {
+            levels: table(values.levels),
+            order: index_table(const { &order_table(16, 16) }),
+            upper_order: index_table(
+                const { &order_table(16, if B * HIGH < 128 { B * HIGH / 8 } else { 16 }) },
+            ),
+        };
         // Shifts of the second plane's bits are constants where chunks are written out.
         let steps = if HIGH > 0 { below / 16 } else { 1 };
         let mut begin = 0;
@@ -567,71 +734,37 @@ unsafe fn block_values<
             each!(STEP in [0 1 2 3] {
                 each!(PASS in [0 1] {
                     if STEP < steps && PASS < passes {
-                        let chunk = if HIGH > 0 { 16 * STEP } else { begin };
-                        let at = first * LOW / 8 + chunk;
-                        let above_at = first * HIGH / 8 + chunk % above.max(1);
-                        let mut high_sums = [[_mm512_setzero_si512(); N]; 2];
-                        let mut low_sums = [[_mm512_setzero_si512(); N]; 2];
+                        let byte = if HIGH > 0 { 16 * STEP } else { begin };
+                        let chunk = Chunk {
+                            byte,
+                            part: 2 * PASS,
+                            at: first * LOW / 8 + byte,
+                            upper_at: first * HIGH / 8 + byte % above.max(1),
+                        };
+                        let mut sums = HalfSums { high: [[_mm512_setzero_si512(); N]; 2], low: [[_mm512_setzero_si512(); N]; 2] };
                         for group in 0..values.groups.len() {
-                            let ([lower, upper, _], next) = (values.groups[group], next[group]);
-                            let probs = job.integers.add(row * (2 * W_HALF) + TILE * group).cast_const();
+                            let (CodeGroup { lower, upper, .. }, next) = (values.groups[group], next[group]);
+                            let p = job.integers.add(row * (2 * P_HALF) + GROUP * group).cast_const();
                             for quarter in 0..4 {
-                                // Four rows of a chunk are a line, and so much of what comes next is asked for.
+                                // Four rows of a chunk are a line, and as much of what comes next is prefetched.
                                 let asked = if PASS == 0 { chunks } else { 0 };
                                 for n in 0..asked {
-                                    let line = chunk / 4 + 4 * n + quarter;
-                                    ask(next[0].wrapping_add(TILE * first * LOW / 8), line);
-                                    if line < TILE * above / 64 {
-                                        ask(next[1].wrapping_add(TILE * first * HIGH / 8), line);
+                                    let line = byte / 4 + 4 * n + quarter;
+                                    prefetch(next.lower.wrapping_add(GROUP * first * LOW / 8), line);
+                                    if line < GROUP * above / 64 {
+                                        prefetch(next.upper.wrapping_add(GROUP * first * HIGH / 8), line);
                                     }
                                 }
-                                let rows = lower.add(4 * quarter * stride);
-                                let mut levels = [_mm512_setzero_si512(); 2];
-                                for n in 0..chunks {
-                                    let width = if DENSE { below } else { 0 };
-                                    levels[n] = quad::<16>(rows, stride, at + 16 * n, width, order);
-                                }
-                                if LOW < 8 {
-                                    let bytes = levels[0];
-                                    let mut bits = bytes;
-                                    if HIGH > 0 {
-                                        let rows = upper.add(4 * quarter * upper_stride);
-                                        let width = if DENSE { above } else { 0 };
-                                        if above == 8 {
-                                            bits = quad::<8>(rows, upper_stride, above_at, width, above_order);
-                                            // The second half of the chunk has the next bits of the same bytes.
-                                            bits = _mm512_mask_srli_epi16::<1>(bits, 0xffff_0000, bits);
-                                        } else {
-                                            bits = quad::<16>(rows, upper_stride, above_at, width, above_order);
-                                        }
-                                    }
-                                    for n in 0..2 {
-                                        let part = 2 * PASS + n;
-                                        let bits = above_bits::<LOW>(bits, HIGH * (chunk / above.max(1)), part);
-                                        levels[n] =
-                                            _mm512_permutexvar_epi8(indices::<LOW, HIGH>(bytes, part, bits), table);
-                                    }
-                                }
-                                for r in 0..N {
-                                    let w = probs.add(r * (2 * W_HALF) + 4 * quarter);
-                                    let four = |p: *const u8| _mm512_set1_epi32(p.cast::<i32>().read_unaligned());
-                                    let (high, low) = (four(w), four(w.add(W_HALF)));
-                                    for n in 0..2 {
-                                        high_sums[n][r] = _mm512_dpbusd_epi32(high_sums[n][r], high, levels[n]);
-                                        low_sums[n][r] = _mm512_dpbusd_epi32(low_sums[n][r], low, levels[n]);
-                                    }
-                                }
+                                let rows = PlaneRows {
+                                    lower: lower.add(4 * quarter * strides.lower),
+                                    upper: upper.wrapping_add(4 * quarter * strides.upper),
+                                };
+                                let levels = chunk_levels::<LOW, HIGH, B, DENSE>(rows, strides, chunk, tables);
+                                add_values::<N>(p.add(4 * quarter), levels, &mut sums);
                             }
                         }
-                        for n in 0..2 {
-                            let d = first + chunk + if LOW == 8 { 16 * n } else { below * (2 * PASS + n) };
-                            for r in 0..N {
-                                let high = _mm512_slli_epi32::<8>(high_sums[n][r]);
-                                let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low_sums[n][r]));
-                                let factor = _mm512_set1_ps(*job.w_factors.add(row + r));
-                                _mm512_storeu_ps(job.c.add((row + r) * job.ldc + d), _mm512_mul_ps(sum, factor));
-                            }
-                        }
+                        let distance = if LOW == 8 { 16 } else { below };
+                        store_values::<N>(job, row, first + byte + 2 * PASS * distance, distance, &sums);
                     }
                 })
             });

@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::codes::{CodeRows, IntegerOperands};
+use super::codes::CodeRows;
 use super::mask::MaskTile;
 use super::pack::HeadRows;
 use super::state::{Context, Path, Query, TaskState, Tile};
@@ -96,12 +96,12 @@ impl<'a> TaskState<'a> {
     fn with_paths(mut self) -> Self {
         let plan = self.cx.plan;
         let few = self.sequence.q_len * self.group <= MAX_ROWS && plan.prefixes().is_empty();
-        let integers = self.kernels.integer_products.filter(|_| few && plan.multiplies_integers());
-        let bytes = self.kernels.byte_products.filter(|_| few);
         let path_of_codes = |rows: CodeRows<'_>| {
-            let integers = integers.filter(|_| rows.can_be_integers()).map(Path::Integers);
-            let bytes = bytes.filter(|_| rows.can_be_bytes()).map(Path::Bytes);
-            integers.or(bytes).unwrap_or(Path::Packed)
+            let phases = self.kernels.code_phases.iter().filter(|_| few);
+            phases
+                .copied()
+                .find(|phases| (phases.takes)(rows.coder(), rows.dim()))
+                .map_or(Path::Packed, Path::Codes)
         };
         let path = |stored| match stored {
             Stored::Elements(_) if self.rows.count <= MAX_ROWS => Path::Stream,
@@ -232,10 +232,6 @@ impl<'a> TaskState<'a> {
     /// Values of the task's head, in a phase of values that are codes.
     pub(super) fn value_codes(&self) -> CodeRows<'a> {
         self.values().codes()
-    }
-
-    pub(super) fn integer_operands(&self) -> IntegerOperands {
-        IntegerOperands::new(self.codes, self.cx.plan.problem().dims().head_dim)
     }
 
     /// Columns of the tile that a tree mask decides on, and the tree's column for the first of them. Tiles of several

@@ -9,11 +9,13 @@ use crate::simd::Simd;
 #[derive(Clone, Copy)]
 pub(crate) struct Loops {
     pub(crate) peak: unsafe fn(u64) -> f32,
+    /// Multiply-adds of a round of `peak`.
+    pub(crate) peak_round: usize,
     pub(crate) read: unsafe fn(*const f32, usize) -> f32,
 }
 
 /// Independent chains of multiply-adds: enough to hide a latency of 5 cycles at 2 a cycle, few enough for 16 registers.
-pub(crate) const CHAINS: usize = 12;
+pub(super) const CHAINS: usize = 12;
 
 /// `rounds` steps of a product on each of [`CHAINS`] registers.
 ///

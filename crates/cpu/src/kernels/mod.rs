@@ -1,9 +1,5 @@
 //! The kernels, written once over [`Simd`](super::simd::Simd).
 
-#[cfg_attr(
-    not(target_arch = "x86_64"),
-    allow(dead_code, reason = "other targets decode codes before products")
-)]
 mod codes;
 mod epilogue;
 mod gemm;
@@ -15,6 +11,10 @@ mod operands;
 mod overflow;
 mod pack;
 mod probs;
+#[cfg_attr(
+    not(target_arch = "x86_64"),
+    allow(dead_code, reason = "other targets have no instructions for most products")
+)]
 pub(crate) mod products;
 mod scores;
 mod softmax;
@@ -27,11 +27,7 @@ mod values;
 pub(crate) mod phases {
     pub(crate) use super::epilogue::finish;
     pub(crate) use super::probs::probs;
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) use super::scores::{byte_scores, integer_scores};
     pub(crate) use super::scores::{pack_key_codes, pack_keys, pack_queries, packed_scores, stream_scores};
     pub(crate) use super::softmax::fold;
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) use super::values::{byte_values, integer_values};
     pub(crate) use super::values::{pack_value_codes, pack_values, packed_values, repair_nonfinite};
 }

@@ -3,16 +3,12 @@
 #![allow(unsafe_code)]
 
 use super::codes;
-#[cfg(target_arch = "x86_64")]
-use super::codes::ResultRows;
 use super::operands::{Operands, Packed, Shape};
 use super::pack;
 use super::products::Products;
 use super::products::f32_fma::F32;
 use super::state::{Path, TaskState, Tile};
 use super::stream::Scores;
-#[cfg(target_arch = "x86_64")]
-use crate::simd::{ByteScores, CodeScores};
 use crate::simd::{Rows, Simd};
 use flashtile_core::codec::KvView;
 use std::ops::Range;
@@ -40,7 +36,7 @@ impl TaskState<'_> {
     /// # Safety
     /// The machine has the instruction set of the kernels.
     pub(super) unsafe fn pack_queries(&self) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { (self.kernels.pack_queries)(self) }
         let KvView::Codes(codes) = &self.cx.inputs.k else { return };
         // Quantized keys are not multiplied as pairs: a packed query has head_dim elements.
@@ -58,9 +54,9 @@ impl TaskState<'_> {
                 }
             }
         }
-        if matches!(self.k_path, Path::Integers(_)) {
-            // SAFETY: the queries are packed.
-            unsafe { self.integer_operands().set_queries(self.packed_q, head_dim, self.rows.count) }
+        if let Path::Codes(phases) = &self.k_path {
+            // SAFETY: the queries are packed, in the domain of the keys.
+            unsafe { (phases.set_queries)(self) }
         }
     }
 
@@ -72,48 +68,11 @@ impl TaskState<'_> {
         let phase = match self.k_path {
             Path::Packed => self.kernels.packed_scores,
             Path::Stream => self.kernels.stream_scores,
-            Path::Integers(products) | Path::Bytes(products) => products.scores,
+            Path::Codes(phases) => phases.scores,
         };
-        // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
+        // SAFETY: the caller's contract; the score tile holds block_k columns of each row.
         unsafe { phase(self, tile) }
     }
-}
-
-/// Scores of a tile of few rows, with codes of keys multiplied in integers by `product`.
-///
-/// # Safety
-/// The machine has the instructions of `product`; queries are packed.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-pub(crate) unsafe fn integer_scores(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&CodeScores<'_>)) {
-    let k = work.key_codes();
-    let keys = (tile.block * work.block_k, &tile.columns);
-    // SAFETY: the caller's promise; the score tile holds block_k columns of each row.
-    unsafe { work.integer_operands().scores(product, k, keys, work.packed_k, score_rows(work, tile)) }
-}
-
-/// As [`integer_scores`], with codes of a byte multiplied in f32.
-///
-/// # Safety
-/// As there.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-pub(crate) unsafe fn byte_scores(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&ByteScores<'_>)) {
-    let k = work.key_codes();
-    let keys = (tile.block * work.block_k, &tile.columns);
-    let dim = work.head_dim();
-    // SAFETY: as in `integer_scores`.
-    unsafe {
-        let q = work.packed_q.add(tile.rows.start * dim).cast_const();
-        codes::byte_scores(product, k, keys, work.packed_k, (q, dim), score_rows(work, tile));
-    }
-}
-
-/// Where the scores of a tile go.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn score_rows(work: &TaskState<'_>, tile: &Tile) -> ResultRows {
-    ResultRows { count: tile.rows.len(), c: work.scores, ldc: work.block_k }
 }
 
 /// Packs the queries of the task, scaled to units of the scores where their products take f32.
@@ -150,7 +109,7 @@ pub(crate) unsafe fn pack_keys<S: Simd, P: Products<S>, R: Rows>(
     let k = work.key_elements();
     let panel_len = S::VECTORS * S::LANES * depth::<S, P>(work.head_dim());
     for panel in panels::<S>(columns) {
-        // SAFETY: the caller's promise; the region holds every panel of a block.
+        // SAFETY: the caller's contract; the region holds every panel of a block.
         unsafe {
             let dst = work.packed_k.add(panel * panel_len);
             pack::key_panel::<S, R>(k, block * work.block_k, panel, columns, P::DEPTH_STEP, dst);
@@ -167,7 +126,7 @@ pub(crate) unsafe fn pack_key_codes<S: Simd>(work: &TaskState<'_>, block: usize,
     let k = work.key_codes();
     let panel_len = S::VECTORS * S::LANES * depth::<S, F32>(work.head_dim());
     for panel in panels::<S>(columns) {
-        // SAFETY: the caller's promise; the region holds every panel of a block.
+        // SAFETY: the caller's contract; the region holds every panel of a block.
         unsafe {
             let dst = work.packed_k.add(panel * panel_len);
             codes::key_panel::<S>(k, (block * work.block_k, panel), columns, work.codes, dst);

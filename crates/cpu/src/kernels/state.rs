@@ -7,6 +7,7 @@
 use super::mask::{MaskTable, MaskTile};
 use super::matrix_unit::MatrixUnitGuard;
 use crate::plan::{CpuPlan, Rows};
+use flashtile_core::codec::Coder;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Inputs;
 use flashtile_core::isa::IsaToken;
@@ -133,10 +134,8 @@ pub(crate) enum Storage {
 pub(crate) struct Kernels {
     /// How `p . v` takes keys.
     pub(crate) key_steps: KeySteps,
-    /// Products with codes in integers, where the instruction set has them.
-    pub(crate) integer_products: Option<CodeProducts>,
-    /// Products with codes of a byte in f32, where the instruction set has them.
-    pub(crate) byte_products: Option<CodeProducts>,
+    /// Products of tasks of few rows with codes where they lie, the preferred ones first.
+    pub(crate) code_phases: &'static [CodePhases],
     /// Configures the thread's matrix unit, where products use one.
     pub(crate) configure: unsafe fn() -> MatrixUnitGuard,
     pub(crate) pack_queries: unsafe fn(&TaskState<'_>),
@@ -152,10 +151,13 @@ pub(crate) struct Kernels {
     pub(crate) finish: unsafe fn(&TaskState<'_>, usize, usize),
 }
 
-/// The phases of a tile that multiply codes where they lie.
+/// The phases of one `CodeProducts` of `kernels/products`.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other targets have none"))]
-pub(crate) struct CodeProducts {
+pub(crate) struct CodePhases {
+    /// Whether rows of a coder and a dimension can be multiplied.
+    pub(crate) takes: fn(&Coder, usize) -> bool,
+    pub(crate) set_queries: unsafe fn(&TaskState<'_>),
     pub(crate) scores: unsafe fn(&TaskState<'_>, &Tile),
     pub(crate) values: unsafe fn(&TaskState<'_>, &Tile),
 }
@@ -239,10 +241,8 @@ pub(super) enum Path {
     Packed,
     /// Elements, from where they lie.
     Stream,
-    /// Codes in integers, from where they lie.
-    Integers(CodeProducts),
-    /// Codes of a byte in f32, from where they lie.
-    Bytes(CodeProducts),
+    /// Codes, from where they lie.
+    Codes(CodePhases),
 }
 
 impl Path {

@@ -3,15 +3,11 @@
 #![allow(unsafe_code)]
 
 use super::codes;
-#[cfg(target_arch = "x86_64")]
-use super::codes::{ResultRows, ValueRows};
 use super::mask::MaskTile;
 use super::operands::{Operands, Packed, Shape};
 use super::probs::modifiers;
 use super::products::{Products, key_steps};
 use super::state::{Path, TaskState, Tile};
-#[cfg(target_arch = "x86_64")]
-use crate::simd::{ByteValues, CodeValues};
 use crate::simd::{Elem, Simd, all_finite};
 use flashtile_core::tensor::MaskRow;
 use std::ops::Range;
@@ -24,7 +20,7 @@ impl TaskState<'_> {
     /// The probabilities are there, and the block's values are packed unless the task reads them where they lie.
     pub(super) unsafe fn weighted_values(&self, tile: &Tile) {
         let columns = &self.kernels.key_steps.whole(&tile.columns);
-        // SAFETY: the caller's promise; rows `columns` of the values exist.
+        // SAFETY: the caller's contract; rows `columns` of the values exist.
         unsafe {
             match self.v_path {
                 Path::Packed => {
@@ -33,7 +29,7 @@ impl TaskState<'_> {
                 }
                 Path::Stream => (self.kernels.stream_values)(self, tile, columns),
                 // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
-                Path::Integers(products) | Path::Bytes(products) => return (products.values)(self, tile),
+                Path::Codes(phases) => return (phases.values)(self, tile),
             }
         }
         // The rest of a step that the columns cut has probability 0, as a hidden key has.
@@ -44,40 +40,6 @@ impl TaskState<'_> {
             unsafe { (self.kernels.repair_nonfinite)(self, tile) }
         }
     }
-}
-
-/// `p . v` of a tile of few rows, with codes of values multiplied in integers by `product`.
-///
-/// # Safety
-/// The machine has the instructions of `product`; the probabilities are there.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-pub(crate) unsafe fn integer_values(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&CodeValues<'_>)) {
-    let v = work.value_codes();
-    let keys = (tile.block * work.block_k, &tile.columns);
-    // SAFETY: the caller's promise.
-    unsafe { work.integer_operands().values(product, v, keys, work.packed_v, value_rows(work, tile)) }
-}
-
-/// As [`integer_values`], with codes of a byte multiplied in f32. Changes the probabilities.
-///
-/// # Safety
-/// As there.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-pub(crate) unsafe fn byte_values(work: &TaskState<'_>, tile: &Tile, product: unsafe fn(&ByteValues<'_>)) {
-    let v = work.value_codes();
-    let keys = (tile.block * work.block_k, &tile.columns);
-    // SAFETY: the caller's promise.
-    unsafe { codes::byte_values(product, v, keys, work.packed_v, value_rows(work, tile)) }
-}
-
-/// Probabilities of a tile, and its unnormalised output.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn value_rows(work: &TaskState<'_>, tile: &Tile) -> ValueRows {
-    let out = ResultRows { count: tile.rows.len(), c: work.block_out, ldc: work.stride };
-    ValueRows { probs: work.scores, ldp: work.block_k, out }
 }
 
 /// `p . v` of a tile with values in memory of the task: rows of the keys `columns`, from `rows` on. The first columns of the tile start the
@@ -137,7 +99,7 @@ pub(crate) unsafe fn pack_value_codes(
     dst: *mut f32,
 ) {
     let v = work.value_codes();
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe { codes::values(v, first, rows.clone(), (dst, work.stride)) }
 }
 

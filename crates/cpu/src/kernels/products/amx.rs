@@ -78,6 +78,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
     const PER_F32: usize = 2;
     const DEPTH_STEP: usize = TILE;
     const KEY_STEP: usize = KEYS;
+    const PEAK_ROUND: usize = TILE_CHAINS * TILE * TILE * 2 * TILE;
     type Chain = TileChain<S::V>;
 
     #[inline(always)]

@@ -6,6 +6,13 @@
 //! | [`Bf16Pairs`](bf16_pairs::Bf16Pairs) | pairs of bf16 along the depth | [`PairLanes`](bf16_pairs::PairLanes) |
 //! | [`Amx`](amx::Amx) | 16 x 16 tiles of pairs of bf16 | [`MatrixUnit`](amx::MatrixUnit) |
 //!
+//! Tasks of few rows multiply codes where they lie, if the instruction set can; other codes are decoded to f32 first:
+//!
+//! | type | operands | vectors |
+//! |---|---|---|
+//! | `Vnni` | integers and levels of codes | `IntegerLanes` |
+//! | `ByteCodes` | f32 and codes of one byte | `ByteLanes` |
+//!
 //! Phases are generic over [`Simd`], the lanes, and [`Products`]. A type of products that lacks an operation, or that is instantiated for
 //! lanes without its instructions, does not compile.
 
@@ -13,7 +20,10 @@
 
 pub(crate) mod amx;
 pub(crate) mod bf16_pairs;
+pub(crate) mod byte_codes;
+pub(crate) mod code_block;
 pub(crate) mod f32_fma;
+pub(crate) mod vnni;
 
 use super::matrix_unit::MatrixUnitGuard;
 use super::operands::{Operands, Packed, Shape};
@@ -40,6 +50,8 @@ pub(crate) trait Products<S: Simd>: 'static {
     const DEPTH_STEP: usize;
     /// Keys that `p . v` takes at once: it runs over whole multiples, in which other keys have probability and value 0.
     const KEY_STEP: usize;
+    /// Multiply-adds of a round of [`Products::peak_loop`].
+    const PEAK_ROUND: usize;
     /// The sum of one vector of `p . v`, key after key.
     type Chain: Copy;
 
@@ -89,7 +101,7 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// The sum over whole key steps.
     unsafe fn chain_sum(chain: Self::Chain) -> S::V;
 
-    /// `rounds` of independent steps of a product, whose rate is the limit of the instruction set.
+    /// `rounds` of independent steps of a product, at the limit of the instruction set.
     unsafe fn peak_loop(rounds: u64) -> f32;
 }
 

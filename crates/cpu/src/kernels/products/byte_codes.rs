@@ -1,0 +1,91 @@
+//! Products of f32 rows with codes of one byte: fp8, and 8-bit integers whose dimension the integer products do not take.
+
+#![allow(unsafe_code)]
+
+use super::code_block::{BlockGroups, CodeBlock, CodeProducts, GROUP};
+use crate::kernels::state::{TaskState, Tile};
+use crate::simd::Simd;
+use flashtile_core::codec::Coder;
+
+/// Queries in f32 times codes of keys.
+///
+/// Queries `[rows, ldq]` and scores `[rows, ldc]` are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those from `count` on
+/// hold anything before and after.
+#[derive(Clone, Copy)]
+pub(crate) struct ByteScores<'a> {
+    pub(crate) keys: CodeBlock<'a>,
+    pub(crate) q: *const f32,
+    pub(crate) ldq: usize,
+    pub(crate) count: usize,
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Probabilities in f32 times codes of values.
+#[derive(Clone, Copy)]
+pub(crate) struct ByteValues<'a> {
+    pub(crate) values: CodeBlock<'a>,
+    /// Probabilities `[count, ldp]` of whole groups; 0 for a value that the row does not see. They are replaced by their products with the scales.
+    pub(crate) probs: *mut f32,
+    pub(crate) ldp: usize,
+    pub(crate) count: usize,
+    /// Sums `[count, ldc]`, of which `dim` columns are written.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Vectors with products of f32 and codes of one byte.
+///
+/// # Safety
+/// Of every method: as [`Simd`], and the memory is as the job says.
+pub(crate) trait ByteLanes: Simd {
+    /// Computes scores.
+    unsafe fn byte_scores(job: &ByteScores<'_>);
+    /// Computes `p . v`.
+    unsafe fn byte_values(job: &ByteValues<'_>);
+}
+
+/// Codes of one byte in f32.
+#[derive(Clone, Copy)]
+pub(crate) struct ByteCodes;
+
+impl<S: ByteLanes> CodeProducts<S> for ByteCodes {
+    fn takes(coder: &Coder, dim: usize) -> bool {
+        let bytes = coder.is_fp8() || coder.is_integer() && coder.levels().is_none();
+        bytes && dim.is_multiple_of(GROUP)
+    }
+    unsafe fn set_queries(_: &TaskState<'_>) {}
+    #[inline(always)]
+    unsafe fn scores(work: &TaskState<'_>, tile: &Tile) {
+        let k = work.key_codes();
+        let dim = k.dim();
+        // SAFETY: the caller's contract; the memory of packed keys is free, and the score tile holds block_k columns of each row.
+        unsafe {
+            let block = BlockGroups::new(k, tile.block * work.block_k, tile, work.packed_k.cast());
+            S::byte_scores(&ByteScores {
+                keys: block.codes(k.coder()),
+                q: work.packed_q.add(tile.rows.start * dim).cast_const(),
+                ldq: dim,
+                count: tile.rows.len(),
+                c: work.scores.add(block.start),
+                ldc: work.block_k,
+            });
+        }
+    }
+    #[inline(always)]
+    unsafe fn values(work: &TaskState<'_>, tile: &Tile) {
+        let v = work.value_codes();
+        // SAFETY: the caller's contract; the memory of packed values is free, and the tile of values holds `stride` columns of each row.
+        unsafe {
+            let block = BlockGroups::new(v, tile.block * work.block_k, tile, work.packed_v.cast());
+            S::byte_values(&ByteValues {
+                values: block.codes(v.coder()),
+                probs: work.scores.add(block.start),
+                ldp: work.block_k,
+                count: tile.rows.len(),
+                c: work.block_out,
+                ldc: work.stride,
+            });
+        }
+    }
+}

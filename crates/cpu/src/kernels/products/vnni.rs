@@ -1,0 +1,168 @@
+//! Products with codes in integers: queries and probabilities become integers of 16 bits in two halves of 8, so that products with levels and
+//! their sums are exact.
+
+#![allow(unsafe_code)]
+
+use super::code_block::{BlockGroups, CodeBlock, CodeProducts};
+use crate::kernels::state::{TaskState, Tile};
+use crate::plan::STREAM_ROWS;
+use crate::simd::Simd;
+use flashtile_core::codec::{self, Coder};
+use flashtile_core::limits::MAX_HEAD_DIM;
+
+/// Dimensions that are multiplied are multiples of this.
+const DIM_STEP: usize = 64;
+
+/// The largest magnitude of a query's integers: its upper half is a signed byte.
+const Q_ONE: f32 = 127.0 * 256.0;
+/// Scores of a query whose largest magnitude is below this are 0: no key is long enough for more.
+const MIN_MAGNITUDE: f32 = 1e-30;
+
+/// Queries, integers of 16 bits, times codes of keys.
+///
+/// Kernels take queries a few at a time and do not stop at `count`: every `[rows]` here, scores too, is memory for [`STREAM_ROWS`] rows, of
+/// which those from `count` on hold anything before and after.
+#[derive(Clone, Copy)]
+pub(crate) struct IntegerScores<'a> {
+    pub(crate) keys: CodeBlock<'a>,
+    /// Queries `[rows][2][MAX_HEAD_DIM]`: the upper and the lower half of each integer, signed.
+    pub(crate) q: *const i8,
+    /// `[rows]`: -128 times the sum of each query.
+    pub(crate) start: *const i32,
+    /// `[rows]`: factors from integer sums to scores.
+    pub(crate) q_factors: *const f32,
+    pub(crate) count: usize,
+    /// Scores `[rows, ldc]`.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Probabilities, which become integers of 16 bits, times codes of values.
+///
+/// As of [`IntegerScores`], integers, factors and sums are memory for [`STREAM_ROWS`] rows. No probabilities from row `count` on are read.
+#[derive(Clone, Copy)]
+pub(crate) struct IntegerValues<'a> {
+    pub(crate) values: CodeBlock<'a>,
+    /// Probabilities `[count, ldp]` of whole groups; 0 for a value that the row does not see.
+    pub(crate) probs: *const f32,
+    pub(crate) ldp: usize,
+    /// Memory for integers `[rows][2][CODE_KEYS]`.
+    pub(crate) integers: *mut u8,
+    /// Memory `[rows]` for factors from integer sums to `p . v`.
+    pub(crate) p_factors: *mut f32,
+    pub(crate) count: usize,
+    /// Sums `[rows, ldc]`, of which `dim` columns are written.
+    pub(crate) c: *mut f32,
+    pub(crate) ldc: usize,
+}
+
+/// Vectors with products of integers and codes.
+///
+/// # Safety
+/// Of every method: as [`Simd`], and the memory is as the job says.
+pub(crate) trait IntegerLanes: Simd {
+    /// Computes scores.
+    unsafe fn integer_scores(job: &IntegerScores<'_>);
+    /// Computes `p . v`.
+    unsafe fn integer_values(job: &IntegerValues<'_>);
+}
+
+/// Codes in integers.
+#[derive(Clone, Copy)]
+pub(crate) struct Vnni;
+
+impl<S: IntegerLanes> CodeProducts<S> for Vnni {
+    fn takes(coder: &Coder, dim: usize) -> bool {
+        coder.is_integer() && dim.is_multiple_of(DIM_STEP)
+    }
+    unsafe fn set_queries(work: &TaskState<'_>) {
+        // SAFETY: the caller's contract.
+        unsafe { IntegerOperands::of(work).set_queries(work) }
+    }
+    #[inline(always)]
+    unsafe fn scores(work: &TaskState<'_>, tile: &Tile) {
+        let (k, operands) = (work.key_codes(), IntegerOperands::of(work));
+        // SAFETY: the caller's contract; the memory of packed keys is free, and the score tile holds block_k columns of each row.
+        unsafe {
+            let block = BlockGroups::new(k, tile.block * work.block_k, tile, work.packed_k.cast());
+            S::integer_scores(&IntegerScores {
+                keys: block.codes(k.coder()),
+                q: operands.q,
+                start: operands.start,
+                q_factors: operands.q_factors,
+                count: tile.rows.len(),
+                c: work.scores.add(block.start),
+                ldc: work.block_k,
+            });
+        }
+    }
+    #[inline(always)]
+    unsafe fn values(work: &TaskState<'_>, tile: &Tile) {
+        let (v, operands) = (work.value_codes(), IntegerOperands::of(work));
+        // SAFETY: the caller's contract; the memory of packed values is free, and the tile of values holds `stride` columns of each row.
+        unsafe {
+            let block = BlockGroups::new(v, tile.block * work.block_k, tile, work.packed_v.cast());
+            S::integer_values(&IntegerValues {
+                values: block.codes(v.coder()),
+                probs: work.scores.add(block.start).cast_const(),
+                ldp: work.block_k,
+                integers: operands.p,
+                p_factors: operands.p_factors,
+                count: tile.rows.len(),
+                c: work.block_out,
+                ldc: work.stride,
+            });
+        }
+    }
+}
+
+/// What [`IntegerScores`] and [`IntegerValues`] read, in the task's memory for codes.
+#[derive(Clone, Copy)]
+struct IntegerOperands {
+    q: *mut i8,
+    q_factors: *mut f32,
+    start: *mut i32,
+    p_factors: *mut f32,
+    p: *mut u8,
+}
+
+impl IntegerOperands {
+    fn of(work: &TaskState<'_>) -> Self {
+        let q = work.codes.cast::<i8>();
+        let q_factors: *mut f32 = q.wrapping_add(STREAM_ROWS * 2 * MAX_HEAD_DIM).cast();
+        let start = q_factors.wrapping_add(STREAM_ROWS).cast::<i32>();
+        let p_factors = start.wrapping_add(STREAM_ROWS).cast::<f32>();
+        let p = p_factors.wrapping_add(STREAM_ROWS).cast();
+        Self { q, q_factors, start, p_factors, p }
+    }
+
+    /// Makes integers of the packed queries.
+    ///
+    /// # Safety
+    /// The queries of the task are packed in f32.
+    unsafe fn set_queries(&self, work: &TaskState<'_>) {
+        let dim = work.key_codes().dim();
+        for r in 0..work.rows.count {
+            // SAFETY: the caller's contract.
+            unsafe {
+                let row = std::slice::from_raw_parts(work.packed_q.add(r * dim), dim);
+                let max = codec::greatest(row);
+                // A query that is not finite reaches its scores by the factor.
+                let finite = max.is_finite();
+                let inverse = if finite && max > MIN_MAGNITUDE { Q_ONE / max } else { 0.0 };
+                let half = |n: usize| self.q.add((2 * r + n) * MAX_HEAD_DIM);
+                let high = std::slice::from_raw_parts_mut(half(0), dim);
+                let low = std::slice::from_raw_parts_mut(half(1), dim);
+                let mut sum = 0i32;
+                for ((x, high), low) in row.iter().zip(high).zip(low) {
+                    let x = if finite { codec::round(x * inverse) } else { 0 };
+                    *low = x as i8;
+                    *high = ((x - i32::from(*low)) >> 8) as i8;
+                    sum += x;
+                }
+                *self.start.add(r) = sum.wrapping_mul(-128);
+                *self.q_factors.add(r) = if finite { max / Q_ONE } else { f32::NAN };
+            }
+        }
+    }
+}
