@@ -4,6 +4,7 @@
 
 use crate::isa;
 use crate::kernels::mask;
+use crate::kernels::mat::{MatMut, RowMaxSum};
 use crate::kernels::state::Storage;
 use crate::kernels::state::{Context, Partials};
 use crate::kernels::task::{reduce, task};
@@ -41,8 +42,10 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let base: *mut f32 = floats.as_mut_ptr().cast();
     let scratch = Scratch { base, len: plan.scratch().len };
     let values = base.wrapping_add(workers * scratch.len);
-    let max = values.wrapping_add(plan.num_partials() * stride);
-    let partials = Partials { values, max, sum: max.wrapping_add(plan.num_partials()), stride };
+    let (count, max) = (plan.num_partials(), values.wrapping_add(plan.num_partials() * stride));
+    // SAFETY: the plan's layout: the partials follow the scratch memory, and are values, maxima and sums.
+    let values = unsafe { MatMut::new(values, stride, count, stride) };
+    let partials = Partials { values, max_sum: RowMaxSum { max, sum: max.wrapping_add(count) } };
     let mask = match (&inputs.mask, plan.mask_tile_shape()) {
         (Some(view), Some(sizes)) => {
             Some(mask::mask_tiles(*view, sizes, plan.block_k(), mask_tiles, workers == 1))

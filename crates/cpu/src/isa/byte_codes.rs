@@ -152,7 +152,7 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
                         x[g] = dequant_f32::<E4M3>(high_bytes);
                     }
                     for r in 0..N {
-                        let q = _mm512_set1_ps(*job.q.add((row + r) * job.ldq + at + 4 * c + byte));
+                        let q = _mm512_set1_ps(*job.q.at(row + r, at + 4 * c + byte));
                         for g in 0..G {
                             sums[r][g] = _mm512_fmadd_ps(q, x[g], sums[r][g]);
                         }
@@ -166,7 +166,7 @@ unsafe fn scores_of_groups<const E4M3: bool, const N: usize, const G: usize>(
             let nan = _mm512_test_epi32_mask(nan, nan);
             let factors = _mm512_mask_mov_ps(factors::<E4M3>(keys[g].scales), nan, _mm512_set1_ps(f32::NAN));
             for r in 0..N {
-                let c = job.c.add((row + r) * job.ldc + GROUP * (group + g));
+                let c = job.c.at(row + r, GROUP * (group + g));
                 _mm512_storeu_ps(c, _mm512_mul_ps(sums[r][g], factors));
             }
         }
@@ -185,8 +185,8 @@ pub(super) unsafe fn values(job: &ByteValues<'_>) {
 unsafe fn values_of<const E4M3: bool>(job: &ByteValues<'_>) {
     // SAFETY: as [`values`].
     unsafe {
-        for row in 0..job.count {
-            let probs = job.probs.add(row * job.ldp);
+        for row in 0..job.probs.rows() {
+            let probs = job.probs.at(row, 0);
             for (n, group) in job.values.groups.iter().enumerate() {
                 let probs = probs.add(GROUP * n);
                 let prob = _mm512_loadu_ps(probs);
@@ -199,8 +199,8 @@ unsafe fn values_of<const E4M3: bool>(job: &ByteValues<'_>) {
             prefetch(group.scales, 0);
         }
         let mut row = 0;
-        while row < job.count {
-            match job.count - row {
+        while row < job.probs.rows() {
+            match job.probs.rows() - row {
                 1 => row += values_of_rows::<E4M3, 1>(job, row),
                 2 | 3 => row += values_of_rows::<E4M3, 2>(job, row),
                 _ => row += values_of_rows::<E4M3, 4>(job, row),
@@ -244,7 +244,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
         let mut max_codes = _mm512_setzero_si512();
         for n in 0..values.groups.len() {
             let (group, next) = (values.groups[n], next[n]);
-            let probs = job.probs.add(row * job.ldp + GROUP * n).cast_const();
+            let probs = job.probs.from(row, GROUP * n).as_mat();
             for value in 0..GROUP {
                 let codes = group.lower.add(value * dim + at);
                 prefetch(next.lower.wrapping_add(GROUP * at), value * V / 4);
@@ -261,7 +261,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
                     x[v] = load_dequant_f32::<E4M3>(codes.add(16 * v));
                 }
                 for r in 0..N {
-                    let prob = _mm512_set1_ps(*probs.add(r * job.ldp + value));
+                    let prob = _mm512_set1_ps(*probs.at(r, value));
                     for v in 0..V {
                         sums[v][r] = _mm512_fmadd_ps(prob, x[v], sums[v][r]);
                     }
@@ -270,7 +270,7 @@ unsafe fn values_of_columns<const E4M3: bool, const N: usize, const V: usize>(
         }
         for v in 0..V {
             for r in 0..N {
-                _mm512_storeu_ps(job.c.add((row + r) * job.ldc + at + 16 * v), sums[v][r]);
+                _mm512_storeu_ps(job.c.at(row + r, at + 16 * v), sums[v][r]);
             }
         }
         if _mm512_mask_cmpeq_epi8_mask(u64::MAX >> (64 - 16 * V), max_codes, _mm512_set1_epi8(E4M3_NAN)) != 0
@@ -294,8 +294,8 @@ unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, colu
                     }
                     for row in rows.clone() {
                         // A value that the row does not see has probability 0.
-                        if *job.probs.add(row * job.ldp + GROUP * n + value) != 0.0 {
-                            *job.c.add(row * job.ldc + column) = f32::NAN;
+                        if *job.probs.at(row, GROUP * n + value) != 0.0 {
+                            *job.c.at(row, column) = f32::NAN;
                         }
                     }
                 }
@@ -307,6 +307,7 @@ unsafe fn propagate_nan(job: &ByteValues<'_>, rows: std::ops::Range<usize>, colu
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::mat::{Mat, MatMut};
     use crate::kernels::products::code_block::{CodeBlock, CodeGroup};
     use crate::plan::STREAM_ROWS;
     use flashtile_core::codec::RowLayout;
@@ -379,9 +380,12 @@ mod tests {
 
         let q: Vec<f32> = (0..STREAM_ROWS * dim).map(|_| rng.normal()).collect();
         let mut c = vec![f32::NAN; STREAM_ROWS * rows];
-        let job = ByteScores { keys: block, q: q.as_ptr(), ldq: dim, count, c: c.as_mut_ptr(), ldc: rows };
         // SAFETY: the machine has the instruction set; groups, queries and scores are there.
-        unsafe { scores(&job) }
+        unsafe {
+            let q = Mat::new(q.as_ptr(), dim, STREAM_ROWS, dim);
+            let c = MatMut::new(c.as_mut_ptr(), rows, STREAM_ROWS, rows);
+            scores(&ByteScores { keys: block, q, count, c });
+        }
         for (r, row) in (0..count).flat_map(|r| (0..rows).map(move |row| (r, row))) {
             let product = |d: usize| f64::from(q[r * dim + d]) * value(row, d);
             let (want, size) =
@@ -395,10 +399,12 @@ mod tests {
         }
         let given = probs.clone();
         let mut c = vec![f32::NAN; STREAM_ROWS * dim];
-        let (probs, c_ptr) = (probs.as_mut_ptr(), c.as_mut_ptr());
-        let job = ByteValues { values: block, probs, ldp: rows, count, c: c_ptr, ldc: dim };
         // SAFETY: as above.
-        unsafe { values(&job) }
+        unsafe {
+            let probs = MatMut::new(probs.as_mut_ptr(), rows, count, rows);
+            let c = MatMut::new(c.as_mut_ptr(), dim, STREAM_ROWS, dim);
+            values(&ByteValues { values: block, probs, c });
+        }
         for (r, d) in (0..count).flat_map(|r| (0..dim).map(move |d| (r, d))) {
             let seen = (0..rows).filter(|row| given[r * rows + row] != 0.0);
             let terms = seen.map(|row| f64::from(given[r * rows + row]) * value(row, d));

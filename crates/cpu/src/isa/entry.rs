@@ -40,7 +40,7 @@ macro_rules! element_entries {
                 fn stream_scores(work: &TaskState<'_>, tile: &Tile) {
                     phases::stream_scores::<$S, $P, $R>(work, tile)
                 }
-                fn pack_values(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: *mut f32) {
+                fn pack_values(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: MatMut) {
                     phases::pack_values::<$S, $P, $E>(work, first, rows, dst)
                 }
                 fn stream_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
@@ -142,7 +142,7 @@ macro_rules! entry_points {
             fn pack_queries(work: &TaskState<'_>) { phases::pack_queries::<$S, $P>(work) }
             fn packed_scores(work: &TaskState<'_>, tile: &Tile) { phases::packed_scores::<$S, $P>(work, tile) }
             fn probs(work: &TaskState<'_>, tile: &Tile) { phases::probs::<$S, $P>(work, tile) }
-            fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, rows: *const f32) {
+            fn packed_values(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>, rows: Mat) {
                 phases::packed_values::<$S, $P>(work, tile, columns, rows)
             }
             fn repair_nonfinite(work: &TaskState<'_>, tile: &Tile) { phases::repair_nonfinite::<$S, $P>(work, tile) }
@@ -185,6 +185,7 @@ pub(super) use entry_points;
 pub(super) mod entry_imports {
     pub(in crate::isa) use super::{ScoresOf, ValuesOf};
     pub(in crate::isa) use crate::kernels::loops::Loops;
+    pub(in crate::isa) use crate::kernels::mat::{Mat, MatMut};
     pub(in crate::isa) use crate::kernels::matrix_unit::MatrixUnitGuard;
     pub(in crate::isa) use crate::kernels::phases;
     pub(in crate::isa) use crate::kernels::products::{self, Products};

@@ -285,7 +285,7 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
                 // Partial sums may wrap at 32 bits: the whole fits.
                 let sum = _mm512_add_epi32(_mm512_slli_epi32::<8>(sums.high[r][g]), sums.low[r][g]);
                 let factors = _mm512_mul_ps(factors, _mm512_set1_ps(*job.q_factors.add(row + r)));
-                let c = job.c.add((row + r) * job.ldc + column);
+                let c = job.c.at(row + r, column);
                 _mm512_storeu_ps(c, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factors));
             }
         }
@@ -487,8 +487,8 @@ pub(super) unsafe fn values(job: &IntegerValues<'_>) {
         for n in 0..groups.len() {
             of_groups[n] = factors(groups[n].scales);
         }
-        for row in (0..job.count).step_by(4) {
-            match job.count - row {
+        for row in (0..job.probs.rows()).step_by(4) {
+            match job.probs.rows() - row {
                 1 => set_probs::<1>(job, row, of_groups),
                 2 => set_probs::<2>(job, row, of_groups),
                 3 => set_probs::<3>(job, row, of_groups),
@@ -509,7 +509,7 @@ unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors
     unsafe {
         // A value that the row does not see has probability 0, and any factor, even NaN.
         let product = |r: usize, group: usize, factor: __m512| {
-            let prob = _mm512_loadu_ps(job.probs.add((row + r) * job.ldp + GROUP * group));
+            let prob = _mm512_loadu_ps(job.probs.at(row + r, GROUP * group));
             let seen = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(prob, _mm512_setzero_ps());
             _mm512_maskz_mul_ps(seen, prob, factor)
         };
@@ -551,8 +551,8 @@ unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors
 unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &IntegerValues<'_>) {
     // SAFETY: as [`values`]; probabilities and sums have memory for sixteen rows.
     unsafe {
-        for first in (0..job.count).step_by(4) {
-            match job.count - first {
+        for first in (0..job.probs.rows()).step_by(4) {
+            match job.probs.rows() - first {
                 1 => values_of_rows::<LOW, HIGH, 1>(job, first),
                 2 => values_of_rows::<LOW, HIGH, 2>(job, first),
                 _ => values_of_rows::<LOW, HIGH, 4>(job, first),
@@ -685,10 +685,7 @@ unsafe fn store_values<const N: usize>(
                 let high = _mm512_slli_epi32::<8>(sums.high[n][r]);
                 let sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, sums.low[n][r]));
                 let factor = _mm512_set1_ps(*job.p_factors.add(row + r));
-                _mm512_storeu_ps(
-                    job.c.add((row + r) * job.ldc + column + n * distance),
-                    _mm512_mul_ps(sum, factor),
-                );
+                _mm512_storeu_ps(job.c.at(row + r, column + n * distance), _mm512_mul_ps(sum, factor));
             }
         }
     }

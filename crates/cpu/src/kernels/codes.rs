@@ -5,6 +5,7 @@
 
 #![allow(unsafe_code)]
 
+use super::mat::MatMut;
 use super::pack;
 use crate::simd::Simd;
 use flashtile_core::block_tables::BlockTables;
@@ -79,7 +80,8 @@ impl<'a> CodeRows<'a> {
 #[inline(always)]
 pub(super) unsafe fn key_panel<S: Simd>(
     src: CodeRows<'_>,
-    (first, panel): (usize, usize),
+    first: usize,
+    panel: usize,
     columns: &Range<usize>,
     memory: *mut f32,
     dst: *mut f32,
@@ -108,15 +110,10 @@ pub(super) unsafe fn key_panel<S: Simd>(
 /// # Safety
 /// As there.
 #[inline(always)]
-pub(super) unsafe fn values(
-    src: CodeRows<'_>,
-    first: usize,
-    rows: Range<usize>,
-    (dst, stride): (*mut f32, usize),
-) {
-    let dim = src.dim();
+pub(super) unsafe fn values(src: CodeRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
+    let (dim, stride) = (src.dim(), dst.ld());
     // SAFETY: the caller's contract.
-    let decoded = unsafe { std::slice::from_raw_parts_mut(dst, rows.len() * stride) };
+    let decoded = unsafe { std::slice::from_raw_parts_mut(dst.at(0, 0), rows.len() * stride) };
     src.decode(first + rows.start..first + rows.end, decoded, stride);
     if stride > dim {
         decoded.chunks_exact_mut(stride).for_each(|row| row[dim..].fill(0.0));

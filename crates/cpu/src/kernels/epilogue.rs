@@ -21,14 +21,14 @@ pub(crate) unsafe fn finish<S: Simd>(work: &TaskState<'_>, first: usize, rows: u
         let (i, h) = work.place(first + r);
         // SAFETY: the state of `rows` rows is there; the row exists in out and lse.
         unsafe {
-            let (max, sum) = (f64::from(*work.row_max.add(r)), f64::from(*work.row_sum.add(r)));
+            let (max, sum) = (f64::from(*work.max_sum.max.add(r)), f64::from(*work.max_sum.sum.add(r)));
             let sink = work.cx.inputs.sinks.map_or(f64::NEG_INFINITY, |s| f64::from(s[h]));
             let shift = |slopes: &[f32]| work.query(first + r).alibi_shift(problem, slopes[h]);
             let shift = work.cx.inputs.alibi_slopes.map_or(0.0, shift);
             let (scale, lse) = normalizer(max, sum, sink, shift);
             let row = work.sequence.q_start + i;
             let dst = out.row(work.sequence.batch, h, row);
-            let acc = work.acc.add(r * work.stride);
+            let acc = work.acc.at(r, 0);
             if let KvView::Codes(codes) = &work.cx.inputs.v
                 && let Some(rotation) = codes.coder().rotation()
             {
@@ -63,10 +63,10 @@ fn normalizer(max: f64, sum: f64, sink: f64, shift: f64) -> (f32, f32) {
         return ((1.0 / sum) as f32, (softmax::from_log2(max) + shift + sum.ln()) as f32);
     }
     let sink_log2 = softmax::to_log2(sink - shift);
-    let top = max.max(sink_log2);
-    let prob = (max - top).exp2();
-    let total = sum * prob + (sink_log2 - top).exp2();
+    let row_max = max.max(sink_log2);
+    let rescale = (max - row_max).exp2();
+    let total = sum * rescale + (sink_log2 - row_max).exp2();
     // A sink that is the greatest has digits that it would lose to the shift.
-    let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(top) + shift };
-    ((prob / total) as f32, (lse + total.ln()) as f32)
+    let lse = if shift != 0.0 && sink_log2 >= max { sink } else { softmax::from_log2(row_max) + shift };
+    ((rescale / total) as f32, (lse + total.ln()) as f32)
 }

@@ -5,7 +5,7 @@
 
 #![allow(unsafe_code)]
 
-use super::operands::{Operands, Shape, Source};
+use super::operands::{Operands, RunOf, Source};
 use crate::simd::Simd;
 
 /// One step of the chain of multiply-adds that makes an element of `C`.
@@ -31,30 +31,27 @@ pub(crate) trait MulAdd<S: Simd> {
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
-unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize>(
-    depth: usize,
-    m: Operands<B>,
-) {
+unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize>(m: Operands<B>) {
     // SAFETY: the contract of `gemm`, for R rows and N vectors.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; R];
         if m.resume {
             for r in 0..R {
                 for n in 0..N {
-                    acc[r][n] = S::load(m.c.add(r * m.ldc + n * S::LANES));
+                    acc[r][n] = S::load(m.c.at(r, n * S::LANES));
                 }
             }
         }
-        let mut a = m.a;
+        let mut a = m.a.at(0, 0);
         for n in 0..m.b.runs() {
-            let (mut b, rows, ahead) = m.b.run(n, depth);
+            let RunOf { start: mut b, rows, ahead } = m.b.run(n);
             for _ in 0..rows {
                 let mut row = [S::splat(0.0); N];
                 for n in 0..N {
                     row[n] = B::load::<S>(b.add(n * S::LANES));
                 }
                 for r in 0..R {
-                    let x = S::splat(*a.add(r * m.lda));
+                    let x = S::splat(*a.add(r * m.a.ld()));
                     for n in 0..N {
                         acc[r][n] = M::mul_add(x, row[n], acc[r][n]);
                     }
@@ -70,7 +67,7 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
         }
         for r in 0..R {
             for n in 0..N {
-                S::store(m.c.add(r * m.ldc + n * S::LANES), acc[r][n]);
+                S::store(m.c.at(r, n * S::LANES), acc[r][n]);
             }
         }
     }
@@ -81,56 +78,49 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
 /// # Safety
 /// As [`gemm`].
 #[inline(always)]
-unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(
-    mut rows: usize,
-    depth: usize,
-    mut m: Operands<B>,
-) {
+unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands<B>) {
     const { assert!(S::ROWS == 6 || S::ROWS == 4) };
     // SAFETY: the contract of `gemm`, for N vectors.
     unsafe {
         // Two vectors leave registers for two rows more, which share the conversion of `B`.
-        while B::STREAMS && S::REGISTERS == 32 && N <= 2 && rows >= 8 {
-            micro::<S, M, B, 8, N>(depth, m);
-            m.a = m.a.add(8 * m.lda);
-            m.c = m.c.add(8 * m.ldc);
-            rows -= 8;
+        while B::STREAMS && S::REGISTERS == 32 && N <= 2 && m.c.rows() >= 8 {
+            micro::<S, M, B, 8, N>(m);
+            (m.a, m.c) = (m.a.from(8, 0), m.c.from(8, 0));
         }
-        while rows >= S::ROWS {
+        while m.c.rows() >= S::ROWS {
             match S::ROWS {
-                6 => micro::<S, M, B, 6, N>(depth, m),
-                _ => micro::<S, M, B, 4, N>(depth, m),
+                6 => micro::<S, M, B, 6, N>(m),
+                _ => micro::<S, M, B, 4, N>(m),
             }
-            m.a = m.a.add(S::ROWS * m.lda);
-            m.c = m.c.add(S::ROWS * m.ldc);
-            rows -= S::ROWS;
+            (m.a, m.c) = (m.a.from(S::ROWS, 0), m.c.from(S::ROWS, 0));
         }
-        match rows {
-            5 if S::ROWS > 5 => micro::<S, M, B, 5, N>(depth, m),
-            4 if S::ROWS > 4 => micro::<S, M, B, 4, N>(depth, m),
-            3 => micro::<S, M, B, 3, N>(depth, m),
-            2 => micro::<S, M, B, 2, N>(depth, m),
-            1 => micro::<S, M, B, 1, N>(depth, m),
+        match m.c.rows() {
+            5 if S::ROWS > 5 => micro::<S, M, B, 5, N>(m),
+            4 if S::ROWS > 4 => micro::<S, M, B, 4, N>(m),
+            3 => micro::<S, M, B, 3, N>(m),
+            2 => micro::<S, M, B, 2, N>(m),
+            1 => micro::<S, M, B, 1, N>(m),
             _ => {}
         }
     }
 }
 
-/// Computes `C` of a shape, whose vectors are at most `S::VECTORS`. The runs of a stream have `depth` rows together.
+/// Computes `C`, of at most `S::VECTORS` vectors.
 ///
 /// # Safety
-/// As [`Simd`]; `a` is valid for `rows x depth`, `b` for `depth x vectors * LANES`, `c` for `rows x vectors * LANES`.
+/// As [`Simd`], with the contracts of the matrices. The rows of `A` are at least those of `C`; `B` has as many rows as `A` columns, all runs of
+/// a stream together, and the columns of `C`.
 #[inline(always)]
-pub(super) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(shape: Shape, m: Operands<B>) {
-    debug_assert!(shape.vectors <= S::VECTORS);
-    let Shape { rows: count, vectors, depth } = shape;
+pub(super) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(m: Operands<B>) {
+    debug_assert!(m.c.rows() <= m.a.rows() && m.c.cols().is_multiple_of(S::LANES));
+    debug_assert!(m.c.cols() <= S::VECTORS * S::LANES);
     // SAFETY: the caller's contract.
     unsafe {
-        match vectors {
-            4 if S::VECTORS == 4 => rows::<S, M, B, 4>(count, depth, m),
-            3 if S::VECTORS == 4 => rows::<S, M, B, 3>(count, depth, m),
-            2 => rows::<S, M, B, 2>(count, depth, m),
-            1 => rows::<S, M, B, 1>(count, depth, m),
+        match m.c.cols() / S::LANES {
+            4 if S::VECTORS == 4 => rows::<S, M, B, 4>(m),
+            3 if S::VECTORS == 4 => rows::<S, M, B, 3>(m),
+            2 => rows::<S, M, B, 2>(m),
+            1 => rows::<S, M, B, 1>(m),
             _ => {}
         }
     }

@@ -4,6 +4,7 @@
 
 use super::codes::CodeRows;
 use super::mask::MaskTile;
+use super::mat::{MatMut, RowMaxSum};
 use super::pack::HeadRows;
 use super::state::{Context, Path, Query, TaskState, Tile};
 use super::stream::MAX_ROWS;
@@ -61,9 +62,11 @@ impl<'a> TaskState<'a> {
         let layout = cx.plan.scratch();
         let sequence = &cx.plan.problem().sequences()[rows.sequence];
         let (tile_stats, row_stats) = (layout.tile_stats, layout.row_stats);
+        let (stride, block_k, tile_rows) = (cx.plan.value_stride(), cx.plan.block_k(), cx.plan.tile_rows());
         // SAFETY: every offset is that of a region of the layout, or its end where the region is empty.
         unsafe {
             let stats = scratch.add(layout.stats);
+            let block_stats = stats.add(2 * row_stats);
             Self {
                 cx,
                 kernels: &cx.kernels,
@@ -71,16 +74,14 @@ impl<'a> TaskState<'a> {
                 sequence,
                 packed_q: scratch.add(layout.q),
                 packed_k: scratch.add(layout.k),
-                packed_v: scratch.add(layout.v),
-                scores: scratch.add(layout.scores),
-                block_out: scratch.add(layout.partial),
-                acc: scratch.add(layout.acc),
-                row_max: stats,
-                row_sum: stats.add(row_stats),
-                block_max: stats.add(2 * row_stats),
-                block_sum: stats.add(2 * row_stats + tile_stats),
-                stride: cx.plan.value_stride(),
-                block_k: cx.plan.block_k(),
+                packed_v: MatMut::new(scratch.add(layout.v), stride, block_k, stride),
+                scores: MatMut::new(scratch.add(layout.scores), block_k, tile_rows, block_k),
+                block_out: MatMut::new(scratch.add(layout.partial), stride, tile_rows, stride),
+                acc: MatMut::new(scratch.add(layout.acc), stride, cx.plan.task_rows(), stride),
+                max_sum: RowMaxSum { max: stats, sum: stats.add(row_stats) },
+                block_max_sum: RowMaxSum { max: block_stats, sum: block_stats.add(tile_stats) },
+                stride,
+                block_k,
                 group: cx.plan.problem().dims().group(),
                 mean_scores: scratch.add(layout.mean_scores),
                 codes: scratch.add(layout.codes),

@@ -6,6 +6,7 @@ mod gemm;
 mod geometry;
 pub(crate) mod loops;
 pub(crate) mod mask;
+pub(crate) mod mat;
 pub(crate) mod matrix_unit;
 mod operands;
 mod overflow;

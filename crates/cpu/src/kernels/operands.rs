@@ -1,26 +1,19 @@
-//! Matrices in memory.
+//! Operands of a product `C = A B`.
 
 #![allow(unsafe_code)]
 
+use super::mat::{Mat, MatMut};
 use crate::simd::{Elem, Simd};
 use std::marker::PhantomData;
 
-/// Rows and vectors of `C`, and the depth of a product in f32 of `A`.
-#[derive(Clone, Copy)]
-pub(crate) struct Shape {
-    pub(super) rows: usize,
-    pub(super) vectors: usize,
-    pub(super) depth: usize,
-}
-
-/// Row-major matrices, leading strides in elements.
+/// The matrices of a product: `C` says how many rows and columns are computed, the columns of `A` are the depth.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<B> {
-    pub(super) a: *const f32,
-    pub(super) lda: usize,
+    /// At least the rows of `C`.
+    pub(super) a: Mat,
     pub(super) b: B,
-    pub(super) c: *mut f32,
-    pub(super) ldc: usize,
+    /// Whole vectors of columns.
+    pub(super) c: MatMut,
     /// Whether the chains go on from what `c` holds: a product cut along its depth has the bits of the whole.
     pub(super) resume: bool,
 }
@@ -34,12 +27,11 @@ pub(super) trait Source: Copy {
     const STREAMS: bool;
     /// Number of runs.
     fn runs(&self) -> usize;
-    /// The first element of a run, its rows, and the distance in bytes from a row to the one that is prefetched while it is read. `depth` is
-    /// the depth of the product.
+    /// Run `n`.
     ///
     /// # Safety
     /// `n` is less than [`Source::runs`].
-    unsafe fn run(&self, n: usize, depth: usize) -> (*const Self::Elem, usize, usize);
+    unsafe fn run(&self, n: usize) -> RunOf<Self::Elem>;
     /// Elements from a row to the next.
     fn ld(&self) -> usize;
 
@@ -54,14 +46,16 @@ pub(super) trait Source: Copy {
     }
 }
 
-/// Rows in f32, one after another.
-#[derive(Clone, Copy)]
-pub(crate) struct Packed {
-    pub(super) rows: *const f32,
-    pub(super) ld: usize,
+/// A run of elements.
+pub(super) struct RunOf<E> {
+    pub(super) start: *const E,
+    pub(super) rows: usize,
+    /// Bytes from a row to the one that is prefetched while it is read.
+    pub(super) ahead: usize,
 }
 
-impl Source for Packed {
+/// Packed rows are one run.
+impl Source for Mat {
     type Elem = f32;
     const STREAMS: bool = false;
     #[inline(always)]
@@ -69,12 +63,13 @@ impl Source for Packed {
         1
     }
     #[inline(always)]
-    unsafe fn run(&self, _: usize, depth: usize) -> (*const f32, usize, usize) {
-        (self.rows, depth, 0)
+    unsafe fn run(&self, _: usize) -> RunOf<f32> {
+        // SAFETY: a matrix has its first element, or no rows to read.
+        RunOf { start: unsafe { self.at(0, 0) }, rows: self.rows(), ahead: 0 }
     }
     #[inline(always)]
     fn ld(&self) -> usize {
-        self.ld
+        (*self).ld()
     }
 }
 
@@ -95,11 +90,11 @@ impl<E: Elem> Source for Stream<'_, E> {
         self.runs.len()
     }
     #[inline(always)]
-    unsafe fn run(&self, n: usize, _: usize) -> (*const E, usize, usize) {
+    unsafe fn run(&self, n: usize) -> RunOf<E> {
         // SAFETY: the caller's contract; a run has the first column.
         unsafe {
-            let run = self.runs.get_unchecked(n);
-            (run.start.cast::<E>().add(self.column), run.rows, run.ahead)
+            let Run { start, rows, ahead } = *self.runs.get_unchecked(n);
+            RunOf { start: start.cast::<E>().add(self.column), rows, ahead }
         }
     }
     #[inline(always)]

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::mat::MatMut;
 use super::operands::Run;
 use crate::simd::{Elem, LINES, Rows, Simd, load_head, with_elem};
 use flashtile_core::block_tables::BlockTables;
@@ -434,23 +435,22 @@ unsafe fn row<S: Simd, E: Elem>(src: *const E, len: usize, scale: f32, dst: *mut
     }
 }
 
-/// Converts values `first + rows` to f32 rows of `stride` elements, the lanes past value_dim zero.
+/// Converts values `first + rows` to rows of f32, the lanes past value_dim zero.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist, `dst` is valid for the rows, `stride` is value_dim in whole vectors.
+/// As [`Simd`]; the values exist, `dst` has the rows, of value_dim in whole vectors.
 #[inline(always)]
 pub(super) unsafe fn values<S: Simd, E: Elem>(
     src: HeadRows<'_>,
     first: usize,
     rows: Range<usize>,
-    dst: *mut f32,
+    dst: MatMut,
 ) {
     let value_dim = src.tensor.shape()[3];
-    let stride = value_dim.next_multiple_of(S::LANES);
     let mut next = src.prefetching_walk(first + rows.start);
     for n in 0..rows.len() {
         // SAFETY: the caller's contract.
-        unsafe { row::<S, E>(next.next::<S>().cast(), value_dim, 1.0, dst.add(n * stride), true) }
+        unsafe { row::<S, E>(next.next::<S>().cast(), value_dim, 1.0, dst.at(n, 0), true) }
     }
 }
 

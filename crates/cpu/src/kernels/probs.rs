@@ -28,7 +28,7 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
             if whole && !modifies && tree.is_empty() {
                 break;
             }
-            let scores = work.scores.add(r * work.block_k);
+            let scores = work.scores.at(r, 0);
             let query = work.query(tile.rows.start + r);
             if modifies {
                 let mut modifiers = modifiers::<S, P>(work, tile, &query);
@@ -45,15 +45,15 @@ pub(crate) unsafe fn probs<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: 
             }
         }
         let scale = if modifies { 1.0 } else { P::scale_of_scores(work.score_scale()) };
-        let max_sum = (work.block_max, work.block_sum);
-        softmax::softmax::<S, P>((work.scores, work.block_k), rows, vectors, max_sum, scale);
+        let scores = work.scores.first(rows, work.block_k);
+        softmax::softmax::<S, P>(scores, vectors, work.block_max_sum, scale);
         // A constant of the row's scores changes no probability; under a softcap it is part of the score already.
         if let (Some(mean_scores), None) = (mean_scores, work.cx.plan.problem().desc().softcap) {
             for r in 0..rows {
-                *work.block_max.add(r) += *mean_scores.add(tile.rows.start + r);
+                *work.block_max_sum.max.add(r) += *mean_scores.add(tile.rows.start + r);
             }
         }
-        work.pad_block_statistics(rows);
+        work.pad_block_max_sum(rows);
     }
 }
 

@@ -3,12 +3,13 @@
 #![allow(unsafe_code)]
 
 use super::codes;
-use super::operands::{Operands, Packed, Shape};
+use super::mat::{Mat, MatMut};
+use super::operands::Operands;
 use super::pack;
 use super::products::Products;
 use super::products::f32_fma::F32;
 use super::state::{Path, TaskState, Tile};
-use super::stream::Scores;
+use super::stream::{MAX_ROWS, Scores};
 use crate::simd::{Rows, Simd};
 use flashtile_core::codec::KvView;
 use std::ops::Range;
@@ -29,6 +30,17 @@ fn panels<S: Simd>(columns: &Range<usize>) -> Range<usize> {
 impl TaskState<'_> {
     fn head_dim(&self) -> usize {
         self.cx.plan.problem().dims().head_dim
+    }
+
+    /// Memory of the packed queries, of rows of `depth` f32.
+    ///
+    /// # Safety
+    /// `depth` is that of the plan's products.
+    #[inline(always)]
+    unsafe fn queries(&self, depth: usize) -> MatMut {
+        let rows = self.cx.plan.task_rows().max(MAX_ROWS);
+        // SAFETY: the caller's contract: the region of the scratch layout.
+        unsafe { MatMut::new(self.packed_q, depth, rows, depth) }
     }
 
     /// Packs the queries, with all that depends on them alone.
@@ -92,7 +104,7 @@ pub(crate) unsafe fn pack_queries<S: Simd, P: Products<S>>(work: &TaskState<'_>)
     }
     if matches!(work.k_path, Path::Stream) {
         // SAFETY: the queries are packed, and the memory of packed keys is free in a task that packs none.
-        unsafe { P::set_stream_queries(work.packed_q, depth, work.packed_k) }
+        unsafe { P::set_stream_queries(work.queries(depth).as_mat(), work.packed_k) }
     }
 }
 
@@ -129,7 +141,7 @@ pub(crate) unsafe fn pack_key_codes<S: Simd>(work: &TaskState<'_>, block: usize,
         // SAFETY: the caller's contract; the region holds every panel of a block.
         unsafe {
             let dst = work.packed_k.add(panel * panel_len);
-            codes::key_panel::<S>(k, (block * work.block_k, panel), columns, work.codes, dst);
+            codes::key_panel::<S>(k, block * work.block_k, panel, columns, work.codes, dst);
         }
     }
 }
@@ -146,14 +158,12 @@ pub(crate) unsafe fn packed_scores<S: Simd, P: Products<S>>(work: &TaskState<'_>
         // SAFETY: rows of the task; the score tile holds block_k columns of each row.
         unsafe {
             let operands = Operands {
-                a: work.packed_q.add(tile.rows.start * depth).cast_const(),
-                lda: depth,
-                b: Packed { rows: work.packed_k.add(panel * width * depth).cast_const(), ld: width },
-                c: work.scores.add(panel * width),
-                ldc: work.block_k,
+                a: work.queries(depth).from(tile.rows.start, 0).as_mat(),
+                b: Mat::new(work.packed_k.add(panel * width * depth), width, depth, width),
+                c: work.scores.from(0, panel * width).first(tile.rows.len(), width),
                 resume: false,
             };
-            P::multiply(Shape { rows: tile.rows.len(), vectors: S::VECTORS, depth }, operands);
+            P::multiply(operands);
         }
     }
 }
@@ -169,13 +179,8 @@ pub(crate) unsafe fn stream_scores<S: Simd, P: Products<S>, R: Rows>(work: &Task
     // SAFETY: the caller's contract; the score tile holds block_k columns of each row, and the memory of packed keys is that of
     // `set_stream_queries`.
     unsafe {
-        let scores = Scores {
-            q: work.packed_q.add(tile.rows.start * depth).cast_const(),
-            ldq: depth,
-            rows: tile.rows.len(),
-            c: work.scores,
-            ldc: work.block_k,
-        };
+        let q = work.queries(depth).from(tile.rows.start, 0).as_mat();
+        let scores = Scores { q, c: work.scores, rows: tile.rows.len() };
         P::stream_scores::<R>(k, first, &tile.columns, scores, work.packed_k);
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)]
 
+use super::mat::{Mat, MatMut, RowMaxSum};
 use super::products::Products;
 use super::state::Fold;
 use crate::simd::{Elem, Simd, exp2, load_head, tanh, with_elem};
@@ -147,21 +148,19 @@ pub(super) unsafe fn prune(scores: *mut f32, columns: Range<usize>, row: MaskRow
     }
 }
 
-/// Largest score of `R` rows, `stride` apart, over whole vectors `columns`; NaN scores are ignored.
+/// Largest score of `R` rows over whole vectors `columns`; NaN scores are ignored.
+///
+/// # Safety
+/// As [`softmax`], for R rows.
 #[inline(always)]
-unsafe fn maxima<S: Simd, const R: usize>(
-    scores: *const f32,
-    stride: usize,
-    columns: &Range<usize>,
-    out: *mut f32,
-) {
-    // SAFETY: the promise of `softmax`, for R rows.
+unsafe fn maxima<S: Simd, const R: usize>(scores: Mat, columns: &Range<usize>, out: *mut f32) {
+    // SAFETY: the contract of `softmax`, for R rows.
     unsafe {
         let mut max = [S::splat(f32::NEG_INFINITY); R];
         let mut c = columns.start;
         while c < columns.end {
             for r in 0..R {
-                max[r] = S::max(S::load(scores.add(r * stride + c)), max[r]);
+                max[r] = S::max(S::load(scores.at(r, c)), max[r]);
             }
             c += S::LANES;
         }
@@ -171,7 +170,7 @@ unsafe fn maxima<S: Simd, const R: usize>(
     }
 }
 
-/// Replaces the scores of `rows` rows in whole vectors `columns` by `exp2(scale * score - max)`, as `p . v` takes it
+/// Replaces the scores of rows in whole vectors `columns` by `exp2(scale * score - max)`, as `p . v` takes it
 /// ([`Products::exp_row`]), with `max` the row's largest `scale * score`; `scale` is positive. Stores the maximum
 /// (`-inf` where every key is hidden; NaN scores are ignored) and the sum of the probabilities (NaN where a score is NaN or
 /// `+inf`).
@@ -179,34 +178,34 @@ unsafe fn maxima<S: Simd, const R: usize>(
 /// The sum is taken lane by lane counted from column 0, so it does not depend on hidden columns at either end.
 ///
 /// # Safety
-/// As [`Simd`]; `scores` (pointer and stride) is valid for `columns` of every row, the maxima and sums for `rows`.
+/// As [`Simd`], with the contracts of `scores` and `max_sum`, which has as many rows.
 #[inline(always)]
 pub(super) unsafe fn softmax<S: Simd, P: Products<S>>(
-    (scores, stride): (*mut f32, usize),
-    rows: usize,
+    scores: MatMut,
     columns: Range<usize>,
-    (maxima_out, sums): (*mut f32, *mut f32),
+    max_sum: RowMaxSum,
     scale: f32,
 ) {
-    // SAFETY: the caller's promise.
+    let rows = scores.rows();
+    // SAFETY: the caller's contract.
     unsafe {
         // Several rows at once: one row's maximum is a single chain of dependent operations.
         let mut r = 0;
         while r + 4 <= rows {
-            maxima::<S, 4>(scores.add(r * stride), stride, &columns, maxima_out.add(r));
+            maxima::<S, 4>(scores.from(r, 0).as_mat(), &columns, max_sum.max.add(r));
             r += 4;
         }
         while r < rows {
-            maxima::<S, 1>(scores.add(r * stride), stride, &columns, maxima_out.add(r));
+            maxima::<S, 1>(scores.from(r, 0).as_mat(), &columns, max_sum.max.add(r));
             r += 1;
         }
         for r in 0..rows {
-            let row = scores.add(r * stride);
-            let max = *maxima_out.add(r) * scale;
-            *maxima_out.add(r) = max;
+            let row = scores.at(r, 0);
+            let max = *max_sum.max.add(r) * scale;
+            *max_sum.max.add(r) = max;
             let shift = S::splat(if max == f32::NEG_INFINITY { 0.0 } else { -max });
             let sum = P::exp_row(row, columns.clone(), scale, shift);
-            *sums.add(r) = S::reduce_add(sum);
+            *max_sum.sum.add(r) = S::reduce_add(sum);
         }
     }
 }
@@ -216,15 +215,15 @@ pub(super) unsafe fn softmax<S: Simd, P: Products<S>>(
 /// nothing keeps its state, bit for bit.
 ///
 /// # Safety
-/// As [`Simd`]; the pointers are valid as [`Fold`] says.
+/// As [`Simd`]; the matrices of [`Fold`] have `rows` rows.
 #[inline(always)]
 pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
     // SAFETY: the caller's promise.
     unsafe {
         let mut first = 0;
         while first < rows {
-            let (m, l) = (S::load(f.max.add(first)), S::load(f.sum.add(first)));
-            let (mb, lb) = (S::load(f.block_max.add(first)), S::load(f.block_sum.add(first)));
+            let (m, l) = (S::load(f.max_sum.max.add(first)), S::load(f.max_sum.sum.add(first)));
+            let (mb, lb) = (S::load(f.block.max.add(first)), S::load(f.block.sum.add(first)));
             let new = S::max(m, mb);
             let none = S::splat(f32::NEG_INFINITY);
             let shift = S::select_eq(new, none, S::splat(0.0), new);
@@ -236,16 +235,16 @@ pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
             S::store(factors[0].as_mut_ptr(), old);
             S::store(factors[1].as_mut_ptr(), add);
             let nothing = S::splat(0.0);
-            S::store(f.max.add(first), S::select_eq(lb, nothing, m, new));
-            S::store(f.sum.add(first), S::select_eq(lb, nothing, l, sum));
+            S::store(f.max_sum.max.add(first), S::select_eq(lb, nothing, m, new));
+            S::store(f.max_sum.sum.add(first), S::select_eq(lb, nothing, l, sum));
             for r in 0..S::LANES.min(rows - first) {
                 if gave[r] == 0.0 {
                     continue;
                 }
                 let (old, add) = (S::splat(factors[0][r]), S::splat(factors[1][r]));
-                let (acc, values) = (f.acc.add((first + r) * f.stride), f.values.add((first + r) * f.stride));
+                let (acc, values) = (f.acc.at(first + r, 0), f.values.at(first + r, 0));
                 let mut c = 0;
-                while c < f.stride {
+                while c < f.acc.cols() {
                     let scaled = S::mul(S::load(values.add(c)), add);
                     S::store(acc.add(c), S::fma(S::load(acc.add(c)), old, scaled));
                     c += S::LANES;

@@ -5,6 +5,7 @@
 #![allow(unsafe_code)]
 
 use super::mask::{MaskTable, MaskTile};
+use super::mat::{Mat, MatMut, RowMaxSum};
 use super::matrix_unit::MatrixUnitGuard;
 use crate::plan::{CpuPlan, Rows};
 use flashtile_core::codec::Coder;
@@ -33,33 +34,29 @@ pub(crate) struct Context<'a> {
 // SAFETY: tasks read the inputs and write disjoint rows of the outputs and disjoint partials.
 unsafe impl Sync for Context<'_> {}
 
-/// Results of rows over some of their keys, kept in the workspace: values `[partials, stride]`, `max [partials]`, `sum [partials]`.
+/// Results of rows over some of their keys, kept in the workspace.
 #[derive(Clone, Copy)]
 pub(crate) struct Partials {
-    pub(crate) values: *mut f32,
-    pub(crate) max: *mut f32,
-    pub(crate) sum: *mut f32,
-    pub(crate) stride: usize,
+    /// Unnormalised output `[partials, stride]`.
+    pub(crate) values: MatMut,
+    /// `[partials]`.
+    pub(crate) max_sum: RowMaxSum,
 }
 
 impl Partials {
-    /// Stores values, maxima and sums of `rows` rows.
+    /// Stores the rows of `values` and their maxima and sums.
     ///
     /// # Safety
-    /// The partials and rows exist, and no other thread uses the partials.
-    pub(super) unsafe fn store(
-        &self,
-        index: usize,
-        rows: usize,
-        values: *const f32,
-        (max, sum): (*mut f32, *mut f32),
-    ) {
-        // SAFETY: the caller's promise.
+    /// The partials and rows exist, no other thread uses the partials, and rows of `values` follow one another without a gap, as those of
+    /// partials do.
+    pub(super) unsafe fn store(&self, index: usize, values: Mat, max_sum: RowMaxSum) {
+        let rows = values.rows();
+        // SAFETY: the caller's contract.
         unsafe {
-            let stride = self.stride;
-            std::ptr::copy_nonoverlapping(values, self.values.add(index * stride), rows * stride);
-            std::ptr::copy_nonoverlapping(max, self.max.add(index), rows);
-            std::ptr::copy_nonoverlapping(sum, self.sum.add(index), rows);
+            let to = self.max_sum.from(index);
+            std::ptr::copy_nonoverlapping(values.at(0, 0), self.values.at(index, 0), rows * self.values.ld());
+            std::ptr::copy_nonoverlapping(max_sum.max, to.max, rows);
+            std::ptr::copy_nonoverlapping(max_sum.sum, to.sum, rows);
         }
     }
 
@@ -68,45 +65,34 @@ impl Partials {
     /// # Safety
     /// As [`Partials::store`].
     pub(super) unsafe fn clear(&self, index: usize, rows: usize) {
-        for row in index..index + rows {
-            // SAFETY: the caller's promise.
-            unsafe { (*self.max.add(row), *self.sum.add(row)) = (f32::NEG_INFINITY, 0.0) }
-        }
+        // SAFETY: the caller's contract.
+        unsafe { self.max_sum.clear(index..index + rows) }
     }
 
     /// Reads the maxima and sums of `rows` rows, and says where their values are.
     ///
     /// # Safety
     /// The partials were stored, the rows exist.
-    pub(super) unsafe fn max_sum(
-        &self,
-        index: usize,
-        rows: usize,
-        (max, sum): (*mut f32, *mut f32),
-    ) -> *const f32 {
-        // SAFETY: the caller's promise.
+    pub(super) unsafe fn load_max_sum(&self, index: usize, rows: usize, max_sum: RowMaxSum) -> Mat {
+        // SAFETY: the caller's contract.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.max.add(index), max, rows);
-            std::ptr::copy_nonoverlapping(self.sum.add(index), sum, rows);
-            self.values.add(index * self.stride)
+            let from = self.max_sum.from(index);
+            std::ptr::copy_nonoverlapping(from.max, max_sum.max, rows);
+            std::ptr::copy_nonoverlapping(from.sum, max_sum.sum, rows);
+            self.values.from(index, 0).first(rows, self.values.cols()).as_mat()
         }
     }
 
-    /// Reads values, maxima and sums of `rows` rows.
+    /// Reads the rows of `values` and their maxima and sums.
     ///
     /// # Safety
-    /// As [`Partials::max_sum`].
-    pub(super) unsafe fn load(
-        &self,
-        index: usize,
-        rows: usize,
-        values: *mut f32,
-        max_sum: (*mut f32, *mut f32),
-    ) {
-        // SAFETY: the caller's promise.
+    /// As [`Partials::load_max_sum`], and rows of `values` follow one another without a gap.
+    pub(super) unsafe fn load(&self, index: usize, values: MatMut, max_sum: RowMaxSum) {
+        let rows = values.rows();
+        // SAFETY: the caller's contract.
         unsafe {
-            let stored = self.max_sum(index, rows, max_sum);
-            std::ptr::copy_nonoverlapping(stored, values, rows * self.stride);
+            let stored = self.load_max_sum(index, rows, max_sum);
+            std::ptr::copy_nonoverlapping(stored.at(0, 0), values.at(0, 0), rows * stored.ld());
         }
     }
 }
@@ -114,7 +100,7 @@ impl Partials {
 /// Packs some columns of a block of keys.
 pub(crate) type PackKeys = unsafe fn(&TaskState<'_>, usize, &Range<usize>);
 /// Packs the values of some keys, counted from a first one, to memory.
-pub(crate) type PackValues = unsafe fn(&TaskState<'_>, usize, &Range<usize>, *mut f32);
+pub(crate) type PackValues = unsafe fn(&TaskState<'_>, usize, &Range<usize>, MatMut);
 
 /// How the keys or values of a problem are stored: elements of a dtype, or codes.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -144,7 +130,7 @@ pub(crate) struct Kernels {
     pub(crate) stream_scores: unsafe fn(&TaskState<'_>, &Tile),
     pub(crate) probs: unsafe fn(&TaskState<'_>, &Tile),
     pub(crate) pack_values: PackValues,
-    pub(crate) packed_values: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>, *const f32),
+    pub(crate) packed_values: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>, Mat),
     pub(crate) stream_values: unsafe fn(&TaskState<'_>, &Tile, &Range<usize>),
     pub(crate) repair_nonfinite: unsafe fn(&TaskState<'_>, &Tile),
     pub(crate) fold: unsafe fn(usize, &Fold),
@@ -182,17 +168,14 @@ impl KeySteps {
 /// Running state of some rows, and one block's result for them.
 #[derive(Clone, Copy)]
 pub(crate) struct Fold {
-    /// Running `[rows, stride]`, maximum and sum; the maxima and sums valid for whole vectors of rows.
-    pub(super) acc: *mut f32,
-    pub(super) max: *mut f32,
-    pub(super) sum: *mut f32,
-    /// The block's `[rows, stride]`.
-    pub(super) values: *const f32,
-    /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows; their memory is used up.
-    pub(super) block_max: *mut f32,
-    pub(super) block_sum: *mut f32,
-    /// Elements of a row, in whole vectors.
-    pub(super) stride: usize,
+    /// Running unnormalised output, in whole vectors of columns.
+    pub(super) acc: MatMut,
+    /// Running maxima and sums, in whole vectors of rows.
+    pub(super) max_sum: RowMaxSum,
+    /// The block's unnormalised output, as many columns.
+    pub(super) values: Mat,
+    /// The block's maxima and sums, `-inf` and 0 up to a whole vector of rows.
+    pub(super) block: RowMaxSum,
 }
 
 /// The rows of a task, and the scratch memory of the thread that computes them.
@@ -206,20 +189,18 @@ pub(crate) struct TaskState<'a> {
     pub(super) packed_q: *mut f32,
     /// Packed keys of a block, `[panels][depth][panel width]`; or the memory of a streaming task.
     pub(super) packed_k: *mut f32,
-    /// Packed values of a block, `[keys, stride]`.
-    pub(super) packed_v: *mut f32,
+    /// Packed values of a block, `[block_k, stride]`.
+    pub(super) packed_v: MatMut,
     /// Scores of a tile, later probabilities: `[tile rows, block_k]`.
-    pub(super) scores: *mut f32,
+    pub(super) scores: MatMut,
     /// Unnormalised output of a tile in one block: `[tile rows, stride]`.
-    pub(super) block_out: *mut f32,
+    pub(super) block_out: MatMut,
     /// Running unnormalised output: `[task rows, stride]`.
-    pub(super) acc: *mut f32,
+    pub(super) acc: MatMut,
     /// Running maximum and sum of every row, padded by a vector.
-    pub(super) row_max: *mut f32,
-    pub(super) row_sum: *mut f32,
+    pub(super) max_sum: RowMaxSum,
     /// Maximum and sum of the block for the rows of a tile.
-    pub(super) block_max: *mut f32,
-    pub(super) block_sum: *mut f32,
+    pub(super) block_max_sum: RowMaxSum,
     /// Elements of a row of values: value_dim in whole vectors.
     pub(super) stride: usize,
     pub(super) block_k: usize,

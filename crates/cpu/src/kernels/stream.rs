@@ -5,20 +5,22 @@
 #![allow(unsafe_code)]
 
 use super::gemm::MulAdd;
+use super::mat::{Mat, MatMut};
 use super::pack::{HeadRows, KeyVector, steps_in};
 use crate::simd::{LINES, Rows, Simd};
 use std::ops::Range;
 
 pub(super) use crate::plan::STREAM_ROWS as MAX_ROWS;
 
-/// Packed queries `[rows, ldq]` and scores `[rows, ldc]`, from the first column on.
+/// Packed queries and their scores.
 #[derive(Clone, Copy)]
 pub(crate) struct Scores {
-    pub(super) q: *const f32,
-    pub(super) ldq: usize,
+    /// At least [`MAX_ROWS`] rows, whatever those past `rows` hold.
+    pub(super) q: Mat,
+    /// Scores from the first column on; as many rows as queries.
+    pub(super) c: MatMut,
+    /// Rows that are asked for.
     pub(super) rows: usize,
-    pub(super) c: *mut f32,
-    pub(super) ldc: usize,
 }
 
 /// Scores of `s.rows <= MAX_ROWS` rows and keys `first + columns`, in as many whole vectors at a time as
@@ -43,7 +45,7 @@ pub(super) unsafe fn scores<S: Simd, M: MulAdd<S>, R: Rows>(
         // loop, compilers mix up the vectors of plain Rust.
         for r in (0..s.rows).step_by(4) {
             let rows = (s.rows - r).min(4);
-            let s = Scores { q: s.q.add(r * s.ldq), c: s.c.add(r * s.ldc), rows, ..s };
+            let s = Scores { q: s.q.from(r, 0), c: s.c.from(r, 0), rows };
             match rows {
                 1 => row_group::<S, M, R, 1>(src, first, columns, s),
                 2 => row_group::<S, M, R, 2>(src, first, columns, s),
@@ -69,7 +71,7 @@ unsafe fn row_group<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
         // SAFETY: the contract of `scores`.
         unsafe {
             let keys = KeyVector::new::<S>(src, first, column, columns);
-            let s = Scores { c: s.c.add(column), ..s };
+            let s = Scores { c: s.c.from(0, column), ..s };
             if N < MAX_ROWS {
                 multiply_blocks::<S, M, R, N>(&keys, blocks, s);
             } else {
@@ -106,10 +108,10 @@ unsafe fn multiply_blocks<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
         let mut acc = [S::splat(0.0); N];
         for n in 0..blocks {
             let lines = keys.lines::<S, R>(n * LINES * size_of::<R::Lane>());
-            multiply::<S, M, R, N>(&lines, s.q.add(n * LINES * R::STEPS), s.ldq, &mut acc);
+            multiply::<S, M, R, N>(&lines, s.q.from(0, n * LINES * R::STEPS), &mut acc);
         }
         for r in 0..N {
-            S::store(s.c.add(r * s.ldc), acc[r]);
+            S::store(s.c.at(r, 0), acc[r]);
         }
     }
 }
@@ -127,12 +129,12 @@ unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: Rows>(
     for r in 0..s.rows {
         // SAFETY: the caller's contract: the queries have these steps.
         unsafe {
-            let mut acc = S::load(s.c.add(r * s.ldc));
+            let mut acc = S::load(s.c.at(r, 0));
             for (n, step) in steps.clone().enumerate() {
                 let key = R::step::<S>(lines[n / R::STEPS], n % R::STEPS);
-                acc = M::mul_add(S::splat(*s.q.add(r * s.ldq + step)), key, acc);
+                acc = M::mul_add(S::splat(*s.q.at(r, step)), key, acc);
             }
-            S::store(s.c.add(r * s.ldc), acc);
+            S::store(s.c.at(r, 0), acc);
         }
     }
 }
@@ -141,8 +143,7 @@ unsafe fn multiply_tail<S: Simd, M: MulAdd<S>, R: Rows>(
 #[inline(always)]
 unsafe fn multiply<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
     lines: &[S::V; LINES],
-    q: *const f32,
-    ldq: usize,
+    q: Mat,
     acc: &mut [S::V; N],
 ) {
     // Written out: as a loop, the lines would go through memory.
@@ -151,7 +152,7 @@ unsafe fn multiply<S: Simd, M: MulAdd<S>, R: Rows, const N: usize>(
             for i in 0..R::STEPS {
                 let key = R::step::<S>(lines[$c], i);
                 for r in 0..N {
-                    acc[r] = M::mul_add(S::splat(*q.add(r * ldq + $c * R::STEPS + i)), key, acc[r]);
+                    acc[r] = M::mul_add(S::splat(*q.at(r, $c * R::STEPS + i)), key, acc[r]);
                 }
             }
         )* }};

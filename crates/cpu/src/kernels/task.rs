@@ -11,8 +11,8 @@ use super::state::{Context, Fold, TaskState, Tile};
 use crate::plan::{Reduction, Target, Task};
 use std::ops::Range;
 
-/// Rows of maxima and sums are padded to a multiple of this, the lanes of the widest vector.
-const STAT_LANES: usize = 16;
+/// Maxima and sums are padded to a multiple of as many rows: the lanes of the widest vector.
+const MAX_LANES: usize = 16;
 
 impl<'a> TaskState<'a> {
     /// Packs the values `columns` of a block to where a whole packed block has them.
@@ -21,10 +21,10 @@ impl<'a> TaskState<'a> {
     /// The keys `columns` of the block exist.
     pub(super) unsafe fn pack_values(&self, block: usize, columns: &Range<usize>) {
         let steps = self.kernels.key_steps;
-        let at = steps.whole(columns).start / steps.keys_per_f32 * self.stride;
-        // SAFETY: the caller's promise; the region holds every row of a block.
+        let row = steps.whole(columns).start / steps.keys_per_f32;
+        // SAFETY: the caller's contract; the region holds every row of a block.
         unsafe {
-            (self.kernels.pack_values)(self, block * self.block_k, columns, self.packed_v.add(at));
+            (self.kernels.pack_values)(self, block * self.block_k, columns, self.packed_v.from(row, 0));
         }
     }
 
@@ -33,7 +33,7 @@ impl<'a> TaskState<'a> {
     /// # Safety
     /// Queries are packed, and the block too unless the task reads it where it lies.
     unsafe fn attend(&self, tile: &Tile, partials: Option<usize>) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             self.scores(tile);
             (self.kernels.probs)(self, tile);
@@ -41,8 +41,8 @@ impl<'a> TaskState<'a> {
             match partials {
                 None => (self.kernels.fold)(tile.rows.len(), &self.fold_at(tile.rows.start)),
                 Some(index) => {
-                    let max_sum = (self.block_max, self.block_sum);
-                    self.cx.partials.store(index + tile.rows.start, tile.rows.len(), self.block_out, max_sum);
+                    let values = self.block_out.first(tile.rows.len(), self.stride).as_mat();
+                    self.cx.partials.store(index + tile.rows.start, values, self.block_max_sum);
                 }
             }
         }
@@ -55,12 +55,11 @@ impl<'a> TaskState<'a> {
     unsafe fn start(&self, rows: usize, from: Option<usize>) {
         // SAFETY: the regions hold task_rows rows, maxima and sums rounded up to whole vectors.
         unsafe {
-            for r in 0..rows.next_multiple_of(STAT_LANES) {
-                (*self.row_max.add(r), *self.row_sum.add(r)) = (f32::NEG_INFINITY, 0.0);
-            }
+            self.max_sum.clear(0..rows.next_multiple_of(MAX_LANES));
+            let acc = self.acc.first(rows, self.stride);
             match from {
-                None => std::ptr::write_bytes(self.acc, 0, rows * self.stride),
-                Some(index) => self.cx.partials.load(index, rows, self.acc, (self.row_max, self.row_sum)),
+                None => std::ptr::write_bytes(acc.at(0, 0), 0, rows * self.stride),
+                Some(index) => self.cx.partials.load(index, acc, self.max_sum),
             }
         }
     }
@@ -71,13 +70,13 @@ impl<'a> TaskState<'a> {
     /// # Safety
     /// No other thread writes these rows or partials.
     unsafe fn end(&self, first: usize, rows: usize, target: Target) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             match target {
                 Target::Out => (self.kernels.finish)(self, first, rows),
                 Target::State(index) => {
-                    let max_sum = (self.row_max, self.row_sum);
-                    self.cx.partials.store(index + first, rows, self.acc, max_sum);
+                    let values = self.acc.first(rows, self.stride).as_mat();
+                    self.cx.partials.store(index + first, values, self.max_sum);
                 }
                 Target::Blocks(_) => {}
             }
@@ -87,19 +86,16 @@ impl<'a> TaskState<'a> {
     /// The running state from a row on, and the tile's result.
     ///
     /// # Safety
-    /// The row is the first of a tile. Statistics are read and written back in whole vectors of rows: rows past the tile have
-    /// a block sum of 0, which leaves them as they are, and the regions are padded by a vector.
+    /// The row is the first of a tile. Maxima and sums are read and written back in whole vectors of rows: rows past the
+    /// tile have a block sum of 0, which leaves them as they are, and the regions are padded by a vector.
     unsafe fn fold_at(&self, row: usize) -> Fold {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             Fold {
-                acc: self.acc.add(row * self.stride),
-                max: self.row_max.add(row),
-                sum: self.row_sum.add(row),
-                values: self.block_out,
-                block_max: self.block_max,
-                block_sum: self.block_sum,
-                stride: self.stride,
+                acc: self.acc.from(row, 0),
+                max_sum: self.max_sum.from(row),
+                values: self.block_out.as_mat(),
+                block: self.block_max_sum,
             }
         }
     }
@@ -108,11 +104,9 @@ impl<'a> TaskState<'a> {
     ///
     /// # Safety
     /// The region holds the rows, rounded up.
-    pub(super) unsafe fn pad_block_statistics(&self, rows: usize) {
-        for r in rows..rows.next_multiple_of(STAT_LANES) {
-            // SAFETY: the caller's promise.
-            unsafe { (*self.block_max.add(r), *self.block_sum.add(r)) = (f32::NEG_INFINITY, 0.0) }
-        }
+    pub(super) unsafe fn pad_block_max_sum(&self, rows: usize) {
+        // SAFETY: the caller's contract.
+        unsafe { self.block_max_sum.clear(rows..rows.next_multiple_of(MAX_LANES)) }
     }
 }
 
@@ -123,7 +117,7 @@ impl<'a> TaskState<'a> {
 /// - The context was checked against its plan, and `scratch` is valid for the plan's layout.
 /// - No other thread uses `scratch` or runs the same task, and the phases before that of the task have ended.
 pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
-    // SAFETY: the caller's promise; every region is used within its size in the layout.
+    // SAFETY: the caller's contract; every region is used within its size in the layout.
     unsafe {
         let work = TaskState::new(cx, task.rows, scratch);
         let count = task.rows.count;
@@ -167,17 +161,17 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
 /// # Safety
 /// As [`task`], once every task of the phase has run.
 pub(crate) unsafe fn reduce(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
-    // SAFETY: the caller's promise; the state and the partials of all blocks are there.
+    // SAFETY: the caller's contract; the state and the partials of all blocks are there.
     unsafe {
         let work = TaskState::new(cx, task.rows, scratch);
         let tile_rows = cx.plan.tile_rows();
         for row in (0..task.rows.count).step_by(tile_rows) {
             let rows = tile_rows.min(task.rows.count - row);
             work.start(rows, Some(task.from + row));
-            work.pad_block_statistics(rows);
+            work.pad_block_max_sum(rows);
             for block in 0..task.blocks {
                 let at = task.partials + block * task.rows.count + row;
-                let values = cx.partials.max_sum(at, rows, (work.block_max, work.block_sum));
+                let values = cx.partials.load_max_sum(at, rows, work.block_max_sum);
                 (work.kernels.fold)(rows, &Fold { values, ..work.fold_at(0) });
             }
             work.end(row, rows, task.target);

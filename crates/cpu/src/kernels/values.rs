@@ -4,7 +4,8 @@
 
 use super::codes;
 use super::mask::MaskTile;
-use super::operands::{Operands, Packed, Shape};
+use super::mat::{Mat, MatMut};
+use super::operands::Operands;
 use super::probs::modifiers;
 use super::products::{Products, key_steps};
 use super::state::{Path, TaskState, Tile};
@@ -24,8 +25,8 @@ impl TaskState<'_> {
         unsafe {
             match self.v_path {
                 Path::Packed => {
-                    let at = columns.start / self.kernels.key_steps.keys_per_f32 * self.stride;
-                    (self.kernels.packed_values)(self, tile, columns, self.packed_v.add(at));
+                    let row = columns.start / self.kernels.key_steps.keys_per_f32;
+                    (self.kernels.packed_values)(self, tile, columns, self.packed_v.from(row, 0).as_mat());
                 }
                 Path::Stream => (self.kernels.stream_values)(self, tile, columns),
                 // Products of codes leave out keys of probability 0, whatever their values: there is nothing to repair.
@@ -52,23 +53,21 @@ pub(crate) unsafe fn packed_values<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
     tile: &Tile,
     columns: &Range<usize>,
-    rows: *const f32,
+    rows: Mat,
 ) {
     let width = S::VECTORS * S::LANES;
     let depth = columns.end.div_ceil(P::PER_F32) - columns.start / P::PER_F32;
     for column in (0..work.stride).step_by(width) {
-        let vectors = (work.stride - column).min(width) / S::LANES;
-        // SAFETY: the caller's contract; the tile of values holds `stride` columns of each row.
+        let cols = (work.stride - column).min(width);
+        // SAFETY: the caller's contract.
         unsafe {
-            let operands = Operands {
-                a: work.scores.add(columns.start / P::PER_F32).cast_const(),
-                lda: work.block_k,
-                b: Packed { rows: rows.add(column), ld: work.stride },
-                c: work.block_out.add(column),
-                ldc: work.stride,
+            let probs = work.scores.from(0, columns.start / P::PER_F32).as_mat();
+            P::multiply(Operands {
+                a: probs.first(probs.rows(), depth),
+                b: rows.from(0, column).first(depth, cols),
+                c: work.block_out.from(0, column).first(tile.rows.len(), cols),
                 resume: columns.start > tile.columns.start,
-            };
-            P::multiply(Shape { rows: tile.rows.len(), vectors, depth }, operands);
+            });
         }
     }
 }
@@ -82,7 +81,7 @@ pub(crate) unsafe fn pack_values<S: Simd, P: Products<S>, E: Elem>(
     work: &TaskState<'_>,
     first: usize,
     rows: &Range<usize>,
-    dst: *mut f32,
+    dst: MatMut,
 ) {
     // SAFETY: the caller's contract.
     unsafe { P::pack_values::<E>(work.value_elements(), first, rows.clone(), dst) }
@@ -92,15 +91,10 @@ pub(crate) unsafe fn pack_values<S: Simd, P: Products<S>, E: Elem>(
 ///
 /// # Safety
 /// As there.
-pub(crate) unsafe fn pack_value_codes(
-    work: &TaskState<'_>,
-    first: usize,
-    rows: &Range<usize>,
-    dst: *mut f32,
-) {
+pub(crate) unsafe fn pack_value_codes(work: &TaskState<'_>, first: usize, rows: &Range<usize>, dst: MatMut) {
     let v = work.value_codes();
     // SAFETY: the caller's contract.
-    unsafe { codes::values(v, first, rows.clone(), (dst, work.stride)) }
+    unsafe { codes::values(v, first, rows.clone(), dst) }
 }
 
 /// A hidden key has probability 0, and 0 times a NaN or infinite value is NaN. Sums rows that hide keys and came out not
@@ -113,7 +107,7 @@ pub(crate) unsafe fn repair_nonfinite<S: Simd, P: Products<S>>(work: &TaskState<
     for r in 0..tile.rows.len() {
         // SAFETY: the row of values holds `stride` elements.
         unsafe {
-            if !all_finite::<S>(work.block_out.add(r * work.stride), work.stride) {
+            if !all_finite::<S>(work.block_out.at(r, 0), work.stride) {
                 repair_row::<S, P>(work, tile, r);
             }
         }
@@ -129,7 +123,7 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
     let unit = P::PER_F32;
     // SAFETY: the row of values holds `stride` elements; value rows and mask elements of visible keys exist.
     unsafe {
-        let values = work.block_out.add(r * work.stride);
+        let values = work.block_out.at(r, 0);
         let query = work.query(tile.rows.start + r);
         if !work.v_path.is_packed() {
             work.pack_values(tile.block, &tile.columns);
@@ -143,7 +137,7 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
                 |row: MaskRow| tree.contains(&j) && row.bias(tree_from + j - tree.start) == f32::NEG_INFINITY;
             seen.contains(&j) && !mask.is_some_and(hides) && !tree_row.is_some_and(pruned)
         };
-        let probs = work.scores.add(r * work.block_k);
+        let probs = work.scores.at(r, 0);
         let columns = key_steps::<S, P>().whole(&tile.columns);
         for c in (0..work.stride).step_by(S::LANES) {
             let mut chain = P::chain();
@@ -155,7 +149,7 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
                     }
                 }
                 let p = S::splat(*probs.add(at));
-                let value = S::and(S::load(work.packed_v.add(at * work.stride + c)), keep);
+                let value = S::and(S::load(work.packed_v.at(at, c)), keep);
                 P::add_to_chain(&mut chain, at, p, value);
             }
             S::store(values.add(c), P::chain_sum(chain));

@@ -7,8 +7,9 @@
 
 use super::bf16_pairs::{PairLanes, copy_query, exp_row_to_pairs, interleave_values};
 use super::{Products, pack_few_values};
+use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::matrix_unit::MatrixUnitGuard;
-use crate::kernels::operands::{Operands, Packed, Shape};
+use crate::kernels::operands::Operands;
 use crate::kernels::pack::{HeadRows, KeyVector};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::Scores;
@@ -103,15 +104,15 @@ impl<S: MatrixUnit> Products<S> for Amx {
         unsafe { copy_query(src, head_dim, 2 * TILE, dst) }
     }
     #[inline(always)]
-    unsafe fn set_stream_queries(q: *const f32, depth: usize, memory: *mut f32) {
+    unsafe fn set_stream_queries(q: Mat, memory: *mut f32) {
         // SAFETY: the caller's contract.
-        unsafe { StreamMemory::new(memory, depth).set_queries::<S>(q) }
+        unsafe { StreamMemory::new(memory, q.cols()).set_queries::<S>(q) }
     }
     /// The memory of `A` and `C` has whole tiles of rows, and the depth is a multiple of [`TILE`].
     #[inline(always)]
-    unsafe fn multiply(shape: Shape, operands: Operands<Packed>) {
+    unsafe fn multiply(operands: Operands<Mat>) {
         // SAFETY: the caller's contract.
-        unsafe { multiply::<S>(shape, operands) }
+        unsafe { multiply::<S>(operands) }
     }
     #[inline(always)]
     unsafe fn stream_scores<R: Rows>(
@@ -122,7 +123,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
         memory: *mut f32,
     ) {
         // SAFETY: the caller's contract.
-        unsafe { StreamMemory::new(memory, scores.ldq).scores::<S>(keys, first, columns, scores) }
+        unsafe { StreamMemory::new(memory, scores.q.cols()).scores::<S>(keys, first, columns, scores) }
     }
     #[inline(always)]
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>) {
@@ -130,7 +131,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
         unsafe { pack_few_values::<S, Self>(work, tile, columns) }
     }
     #[inline(always)]
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
         // SAFETY: the caller's contract.
         unsafe { interleave_values::<S>(src, first, rows, KEYS, dst) }
     }
@@ -179,20 +180,26 @@ impl<S: MatrixUnit> Products<S> for Amx {
 /// # Safety
 /// As there; the memory of `A` and `C` has whole tiles of rows.
 #[inline(always)]
-unsafe fn multiply<S: MatrixUnit>(shape: Shape, m: Operands<Packed>) {
+unsafe fn multiply<S: MatrixUnit>(m: Operands<Mat>) {
     const { assert!(S::LANES == TILE) };
-    debug_assert!(shape.depth.is_multiple_of(TILE));
-    let (steps, vectors) = (shape.depth / TILE, shape.vectors);
-    let at = |r: usize, n: usize| TileOperands {
-        a: [m.a.wrapping_add(r * TILE * m.lda).cast(), m.a.wrapping_add((r + 1) * TILE * m.lda).cast()],
-        lda: 4 * m.lda,
-        b: m.b.rows.wrapping_add(n * TILE).cast(),
-        ldb: 4 * m.b.ld,
-        c: m.c.wrapping_add(r * TILE * m.ldc + n * TILE),
-        ldc: 4 * m.ldc,
-        resume: m.resume,
+    debug_assert!(m.a.cols().is_multiple_of(TILE) && m.c.cols().is_multiple_of(TILE));
+    debug_assert!(m.c.rows().next_multiple_of(TILE) <= m.a.rows());
+    let (steps, vectors) = (m.a.cols() / TILE, m.c.cols() / TILE);
+    let at = |r: usize, n: usize| {
+        // SAFETY: the caller's contract.
+        let (a, b, c) = unsafe { (m.a.at(r * TILE, 0), m.b.at(0, n * TILE), m.c.at(0, n * TILE)) };
+        TileOperands {
+            a: [a.cast(), a.wrapping_add(TILE * m.a.ld()).cast()],
+            lda: 4 * m.a.ld(),
+            b: b.cast(),
+            ldb: 4 * m.b.ld(),
+            // The last tile of rows may begin past the rows that are asked for.
+            c: c.wrapping_add(r * TILE * m.c.ld()),
+            ldc: 4 * m.c.ld(),
+            resume: m.resume,
+        }
     };
-    let rows = shape.rows.div_ceil(TILE);
+    let rows = m.c.rows().div_ceil(TILE);
     // SAFETY: the caller's contract.
     unsafe {
         for r in (0..rows).step_by(2) {
@@ -226,19 +233,19 @@ impl StreamMemory {
         Self { queries, scores, keys: scores.wrapping_add(KEYS * TILE), depth }
     }
 
-    /// Transposes the packed queries `[TILE, depth]`.
+    /// Transposes the first [`TILE`] packed queries.
     ///
     /// # Safety
     /// As [`Simd`]; the memory and the queries are there.
     #[inline(always)]
-    unsafe fn set_queries<S: Simd>(&self, q: *const f32) {
+    unsafe fn set_queries<S: Simd>(&self, q: Mat) {
         for d in (0..self.depth).step_by(LINES) {
-            let mut rows = [q; TILE];
-            for r in 0..TILE {
-                rows[r] = q.wrapping_add(r * self.depth + d);
-            }
             // SAFETY: the caller's contract; the depth is a multiple of the lines.
             unsafe {
+                let mut rows = [q.at(0, 0); TILE];
+                for r in 0..TILE {
+                    rows[r] = q.at(r, d);
+                }
                 let lines = S::transpose::<f32>(rows);
                 for c in 0..LINES {
                     S::store(self.queries.add((d + c) * TILE), lines[c]);
@@ -308,7 +315,7 @@ impl StreamMemory {
                         }
                         let lines = S::transpose::<f32>(from);
                         for c in 0..LINES {
-                            S::store(s.c.add((row + c) * s.ldc + column + half * TILE), lines[c]);
+                            S::store(s.c.at(row + c, column + half * TILE), lines[c]);
                         }
                     }
                 }

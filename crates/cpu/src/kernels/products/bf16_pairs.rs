@@ -8,8 +8,9 @@
 use super::{Products, pack_few_values};
 use crate::kernels::gemm::{MulAdd, gemm};
 use crate::kernels::loops;
+use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::matrix_unit::MatrixUnitGuard;
-use crate::kernels::operands::{Operands, Packed, Shape};
+use crate::kernels::operands::Operands;
 use crate::kernels::pack::{HeadRows, zero_rows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::{self, Scores};
@@ -69,11 +70,11 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
         unsafe { copy_query(src, head_dim, 2, dst) }
     }
     #[inline(always)]
-    unsafe fn set_stream_queries(_: *const f32, _: usize, _: *mut f32) {}
+    unsafe fn set_stream_queries(_: Mat, _: *mut f32) {}
     #[inline(always)]
-    unsafe fn multiply(shape: Shape, operands: Operands<Packed>) {
+    unsafe fn multiply(operands: Operands<Mat>) {
         // SAFETY: the caller's contract.
-        unsafe { gemm::<S, Self, Packed>(shape, operands) }
+        unsafe { gemm::<S, Self, Mat>(operands) }
     }
     #[inline(always)]
     unsafe fn stream_scores<R: Rows>(
@@ -92,7 +93,7 @@ impl<S: PairLanes> Products<S> for Bf16Pairs {
         unsafe { pack_few_values::<S, Self>(work, tile, columns) }
     }
     #[inline(always)]
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
         // SAFETY: the caller's contract.
         unsafe { interleave_values::<S>(src, first, rows, 2, dst) }
     }
@@ -141,17 +142,16 @@ pub(super) unsafe fn copy_query(src: *const u8, len: usize, step: usize, dst: *m
 /// zero, and so are the missing pairs of a step of `step` values.
 ///
 /// # Safety
-/// As [`Simd`]; the values exist, `dst` is valid for the rows in whole steps, of value_dim in whole vectors.
+/// As [`Simd`]; the values exist, `dst` has the rows in whole steps, of value_dim in whole vectors.
 #[inline(always)]
 pub(super) unsafe fn interleave_values<S: PairLanes>(
     src: HeadRows<'_>,
     first: usize,
     rows: Range<usize>,
     step: usize,
-    dst: *mut f32,
+    dst: MatMut,
 ) {
     let value_dim = src.tensor.shape()[3];
-    let stride = value_dim.next_multiple_of(S::LANES);
     let mut next = src.prefetching_walk(first + rows.start / step * step);
     for (n, pair) in (rows.start / step * step / 2..rows.end.next_multiple_of(step) / 2).enumerate() {
         // SAFETY: the caller's contract.
@@ -159,7 +159,7 @@ pub(super) unsafe fn interleave_values<S: PairLanes>(
             let (even, odd) = (next.next::<S>(), next.next::<S>());
             let half = |j: usize, row| if rows.contains(&j) { row } else { zero_rows()[0] };
             let (even, odd) = (half(2 * pair, even), half(2 * pair + 1, odd));
-            interleave_row::<S>(even.cast(), odd.cast(), value_dim, dst.add(n * stride));
+            interleave_row::<S>(even.cast(), odd.cast(), value_dim, dst.at(n, 0));
         }
     }
 }

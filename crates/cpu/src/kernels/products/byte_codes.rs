@@ -3,35 +3,31 @@
 #![allow(unsafe_code)]
 
 use super::code_block::{BlockGroups, CodeBlock, CodeProducts, GROUP};
+use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::state::{TaskState, Tile};
+use crate::plan::STREAM_ROWS;
 use crate::simd::Simd;
 use flashtile_core::codec::Coder;
 
 /// Queries in f32 times codes of keys.
-///
-/// Queries `[rows, ldq]` and scores `[rows, ldc]` are memory for [`STREAM_ROWS`](crate::plan::STREAM_ROWS) rows, of which those from `count` on
-/// hold anything before and after.
 #[derive(Clone, Copy)]
 pub(crate) struct ByteScores<'a> {
     pub(crate) keys: CodeBlock<'a>,
-    pub(crate) q: *const f32,
-    pub(crate) ldq: usize,
+    /// At least [`STREAM_ROWS`] rows, whatever those from `count` on hold.
+    pub(crate) q: Mat,
     pub(crate) count: usize,
-    pub(crate) c: *mut f32,
-    pub(crate) ldc: usize,
+    /// Scores, as many rows as queries.
+    pub(crate) c: MatMut,
 }
 
 /// Probabilities in f32 times codes of values.
 #[derive(Clone, Copy)]
 pub(crate) struct ByteValues<'a> {
     pub(crate) values: CodeBlock<'a>,
-    /// Probabilities `[count, ldp]` of whole groups; 0 for a value that the row does not see. They are replaced by their products with the scales.
-    pub(crate) probs: *mut f32,
-    pub(crate) ldp: usize,
-    pub(crate) count: usize,
-    /// Sums `[count, ldc]`, of which `dim` columns are written.
-    pub(crate) c: *mut f32,
-    pub(crate) ldc: usize,
+    /// Probabilities of whole groups; 0 for a value that the row does not see. They are replaced by their products with the scales.
+    pub(crate) probs: MatMut,
+    /// Sums, as many rows, of which `dim` columns are written.
+    pub(crate) c: MatMut,
 }
 
 /// Vectors with products of f32 and codes of one byte.
@@ -64,11 +60,9 @@ impl<S: ByteLanes> CodeProducts<S> for ByteCodes {
             let block = BlockGroups::new(k, tile.block * work.block_k, tile, work.packed_k.cast());
             S::byte_scores(&ByteScores {
                 keys: block.codes(k.coder()),
-                q: work.packed_q.add(tile.rows.start * dim).cast_const(),
-                ldq: dim,
+                q: Mat::new(work.packed_q.add(tile.rows.start * dim), dim, STREAM_ROWS, dim),
                 count: tile.rows.len(),
-                c: work.scores.add(block.start),
-                ldc: work.block_k,
+                c: work.scores.from(0, block.start),
             });
         }
     }
@@ -77,14 +71,11 @@ impl<S: ByteLanes> CodeProducts<S> for ByteCodes {
         let v = work.value_codes();
         // SAFETY: the caller's contract; the memory of packed values is free, and the tile of values holds `stride` columns of each row.
         unsafe {
-            let block = BlockGroups::new(v, tile.block * work.block_k, tile, work.packed_v.cast());
+            let block = BlockGroups::new(v, tile.block * work.block_k, tile, work.packed_v.at(0, 0).cast());
             S::byte_values(&ByteValues {
                 values: block.codes(v.coder()),
-                probs: work.scores.add(block.start),
-                ldp: work.block_k,
-                count: tile.rows.len(),
+                probs: work.scores.first(tile.rows.len(), work.block_k).from(0, block.start),
                 c: work.block_out,
-                ldc: work.stride,
             });
         }
     }

@@ -5,8 +5,9 @@
 use super::{Products, keys_at_once, pack_few_values, steps};
 use crate::kernels::gemm::{MulAdd, gemm};
 use crate::kernels::loops;
+use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::matrix_unit::MatrixUnitGuard;
-use crate::kernels::operands::{Operands, Packed, Run, Shape, Stream};
+use crate::kernels::operands::{Operands, Run, Stream};
 use crate::kernels::pack::{self, HeadRows};
 use crate::kernels::state::{TaskState, Tile};
 use crate::kernels::stream::{self, Scores};
@@ -58,11 +59,11 @@ impl<S: Simd> Products<S> for F32 {
         unsafe { pack::query::<S>(dtype, src, head_dim, scale, dst) }
     }
     #[inline(always)]
-    unsafe fn set_stream_queries(_: *const f32, _: usize, _: *mut f32) {}
+    unsafe fn set_stream_queries(_: Mat, _: *mut f32) {}
     #[inline(always)]
-    unsafe fn multiply(shape: Shape, operands: Operands<Packed>) {
+    unsafe fn multiply(operands: Operands<Mat>) {
         // SAFETY: the caller's contract.
-        unsafe { gemm::<S, Self, Packed>(shape, operands) }
+        unsafe { gemm::<S, Self, Mat>(operands) }
     }
     #[inline(always)]
     unsafe fn stream_scores<R: Rows>(
@@ -100,7 +101,7 @@ impl<S: Simd> Products<S> for F32 {
         }
     }
     #[inline(always)]
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32) {
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
         // SAFETY: the caller's contract.
         unsafe { pack::values::<S, E>(src, first, rows, dst) }
     }
@@ -159,19 +160,16 @@ unsafe fn accumulate<S: Simd, E: Elem>(
     };
     let width = vectors * S::LANES;
     for column in (0..work.stride).step_by(width) {
-        let vectors = (work.stride - column).min(width) / S::LANES;
-        // SAFETY: the caller's contract; the tile of values holds `stride` columns of each row.
+        let cols = (work.stride - column).min(width);
+        // SAFETY: the caller's contract.
         unsafe {
-            let operands = Operands {
-                a: work.scores.add(columns.start).cast_const(),
-                lda: work.block_k,
+            let probs = work.scores.from(0, columns.start).as_mat();
+            gemm::<S, F32, Stream<'_, E>>(Operands {
+                a: probs.first(probs.rows(), columns.len()),
                 b: Stream { column, ..rows },
-                c: work.block_out.add(column),
-                ldc: work.stride,
+                c: work.block_out.from(0, column).first(rows_of_tile, cols),
                 resume: columns.start > tile.columns.start,
-            };
-            let shape = Shape { rows: rows_of_tile, vectors, depth: columns.len() };
-            gemm::<S, F32, Stream<'_, E>>(shape, operands);
+            });
         }
     }
 }

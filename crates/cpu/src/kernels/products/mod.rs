@@ -25,8 +25,9 @@ pub(crate) mod code_block;
 pub(crate) mod f32_fma;
 pub(crate) mod vnni;
 
+use super::mat::{Mat, MatMut};
 use super::matrix_unit::MatrixUnitGuard;
-use super::operands::{Operands, Packed, Shape};
+use super::operands::Operands;
 use super::pack::HeadRows;
 use super::state::{KeySteps, TaskState, Tile};
 use super::stream::Scores;
@@ -41,7 +42,8 @@ use std::ops::Range;
 ///
 /// - The machine has the instructions of `S` and of the products, and the function is inlined where they are enabled.
 /// - The [`MatrixUnitGuard`] of [`Products::configure`] is held by this thread.
-/// - Pointers are valid for the elements that the method names, reads or writes; f32 are aligned, elements of tensors to their type.
+/// - Matrices keep their contract ([`Mat`], [`MatMut`]).
+/// - Other pointers are valid for the elements that the method names; f32 are aligned, elements of tensors to their type.
 /// - Memory that a method writes overlaps nothing else that it is given.
 pub(crate) trait Products<S: Simd>: 'static {
     /// Elements of the depth in each f32 of packed operands.
@@ -64,13 +66,13 @@ pub(crate) trait Products<S: Simd>: 'static {
     /// Packs a row `src` of `head_dim` elements to `dst`, times `scale` unless [`Products::scale_of_scores`] leaves it to the scores.
     unsafe fn pack_query(dtype: Dtype, src: *const u8, head_dim: usize, scale: f32, dst: *mut f32);
 
-    /// Prepares packed queries `q` `[rows, depth]` of a task of few rows for [`Products::stream_scores`], in `memory` that a task of many rows
+    /// Prepares packed queries `q` of a task of few rows for [`Products::stream_scores`], in `memory` that a task of many rows
     /// packs keys to.
-    unsafe fn set_stream_queries(q: *const f32, depth: usize, memory: *mut f32);
+    unsafe fn set_stream_queries(q: Mat, memory: *mut f32);
 
     /// `C = A B`, or `C + A B` to resume, of packed operands: queries and a panel of keys, or probabilities and values. An element of `C`
     /// has the same bits in products of any shape.
-    unsafe fn multiply(shape: Shape, operands: Operands<Packed>);
+    unsafe fn multiply(operands: Operands<Mat>);
 
     /// Scores of few rows with the keys `first + columns`, read from where they lie; `memory` was prepared for the queries of `scores`.
     unsafe fn stream_scores<R: Rows>(
@@ -85,7 +87,7 @@ pub(crate) trait Products<S: Simd>: 'static {
     unsafe fn stream_values<E: Elem>(work: &TaskState<'_>, tile: &Tile, columns: &Range<usize>);
 
     /// Packs the values `first + rows`, elements of `E`, to rows of `dst` as [`Products::multiply`] takes them, in whole key steps.
-    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: *mut f32);
+    unsafe fn pack_values<E: Elem>(src: HeadRows<'_>, first: usize, rows: Range<usize>, dst: MatMut);
 
     /// Replaces the scores of a row in whole vectors `columns`, of [`Products::PER_F32`] at a time, by `2^(scale * score + shift)` as
     /// [`Products::multiply`] takes them. `scale` is [`Products::scale_of_scores`], or 1 where the scores have it already. Returns the sum
@@ -143,7 +145,7 @@ unsafe fn pack_few_values<S: Simd, P: Products<S>>(
         // SAFETY: the caller's contract; a task that packs no whole block has its memory free.
         unsafe {
             (work.kernels.pack_values)(work, first, &seen, work.packed_v);
-            (work.kernels.packed_values)(work, tile, &keys, work.packed_v);
+            (work.kernels.packed_values)(work, tile, &keys, work.packed_v.as_mat());
         }
     }
 }

@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 use super::code_block::{BlockGroups, CodeBlock, CodeProducts};
+use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::state::{TaskState, Tile};
 use crate::plan::STREAM_ROWS;
 use crate::simd::Simd;
@@ -32,28 +33,24 @@ pub(crate) struct IntegerScores<'a> {
     /// `[rows]`: factors from integer sums to scores.
     pub(crate) q_factors: *const f32,
     pub(crate) count: usize,
-    /// Scores `[rows, ldc]`.
-    pub(crate) c: *mut f32,
-    pub(crate) ldc: usize,
+    /// Scores `[rows]`.
+    pub(crate) c: MatMut,
 }
 
 /// Probabilities, which become integers of 16 bits, times codes of values.
 ///
-/// As of [`IntegerScores`], integers, factors and sums are memory for [`STREAM_ROWS`] rows. No probabilities from row `count` on are read.
+/// As of [`IntegerScores`], integers, factors and sums are memory for [`STREAM_ROWS`] rows. `probs` has the rows that are asked for.
 #[derive(Clone, Copy)]
 pub(crate) struct IntegerValues<'a> {
     pub(crate) values: CodeBlock<'a>,
-    /// Probabilities `[count, ldp]` of whole groups; 0 for a value that the row does not see.
-    pub(crate) probs: *const f32,
-    pub(crate) ldp: usize,
+    /// Probabilities of whole groups; 0 for a value that the row does not see.
+    pub(crate) probs: Mat,
     /// Memory for integers `[rows][2][CODE_KEYS]`.
     pub(crate) integers: *mut u8,
     /// Memory `[rows]` for factors from integer sums to `p . v`.
     pub(crate) p_factors: *mut f32,
-    pub(crate) count: usize,
-    /// Sums `[rows, ldc]`, of which `dim` columns are written.
-    pub(crate) c: *mut f32,
-    pub(crate) ldc: usize,
+    /// Sums `[rows]`, of which `dim` columns are written.
+    pub(crate) c: MatMut,
 }
 
 /// Vectors with products of integers and codes.
@@ -91,8 +88,7 @@ impl<S: IntegerLanes> CodeProducts<S> for Vnni {
                 start: operands.start,
                 q_factors: operands.q_factors,
                 count: tile.rows.len(),
-                c: work.scores.add(block.start),
-                ldc: work.block_k,
+                c: work.scores.from(0, block.start),
             });
         }
     }
@@ -101,16 +97,13 @@ impl<S: IntegerLanes> CodeProducts<S> for Vnni {
         let (v, operands) = (work.value_codes(), IntegerOperands::of(work));
         // SAFETY: the caller's contract; the memory of packed values is free, and the tile of values holds `stride` columns of each row.
         unsafe {
-            let block = BlockGroups::new(v, tile.block * work.block_k, tile, work.packed_v.cast());
+            let block = BlockGroups::new(v, tile.block * work.block_k, tile, work.packed_v.at(0, 0).cast());
             S::integer_values(&IntegerValues {
                 values: block.codes(v.coder()),
-                probs: work.scores.add(block.start).cast_const(),
-                ldp: work.block_k,
+                probs: work.scores.first(tile.rows.len(), work.block_k).from(0, block.start).as_mat(),
                 integers: operands.p,
                 p_factors: operands.p_factors,
-                count: tile.rows.len(),
                 c: work.block_out,
-                ldc: work.stride,
             });
         }
     }
