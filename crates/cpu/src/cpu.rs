@@ -70,8 +70,8 @@ impl Cpu {
     /// The same inputs give the same bits, whatever the thread count and the options of the plan.
     ///
     /// # Errors
-    /// [`RunError`] where the tensors are not those of the plan's problem, the workspace is too small, or the plan was made
-    /// for instructions beyond those of this `Cpu`. Nothing is written then.
+    /// [`RunError`] where the tensors do not fit the plan's problem, the workspace is too small, or the plan needs instructions that
+    /// this `Cpu` lacks. Nothing is written then.
     pub fn run(
         &self,
         plan: &CpuPlan,

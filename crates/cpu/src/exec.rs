@@ -62,9 +62,9 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     for phase in plan.phases() {
         // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs
         // once, tasks of a phase write disjoint rows and partials, and read partials of phases before.
-        for_each(&phase.tasks, workers, |item, worker| unsafe { task(&cx, item, scratch.of(worker)) });
+        for_each(&phase.tasks, workers, |unit, worker| unsafe { task(&cx, unit, scratch.of(worker)) });
         // SAFETY: as above, and every partial result of the phase was stored by now.
-        for_each(&phase.reductions, workers, |item, worker| unsafe { reduce(&cx, item, scratch.of(worker)) });
+        for_each(&phase.reductions, workers, |unit, worker| unsafe { reduce(&cx, unit, scratch.of(worker)) });
     }
 }
 
@@ -75,17 +75,17 @@ fn storage(of: &KvView<'_>) -> Storage {
     }
 }
 
-/// Calls `f(item, worker)` for every item, each worker on one thread, items handed out in order.
-fn for_each<T: Sync>(items: &[T], workers: usize, f: impl Fn(&T, usize) + Sync) {
-    let workers = workers.min(items.len());
+/// Calls `f(unit, worker)` for every unit of work, each worker on one thread, units handed out in order.
+fn for_each<T: Sync>(units: &[T], workers: usize, f: impl Fn(&T, usize) + Sync) {
+    let workers = workers.min(units.len());
     if workers <= 1 {
-        items.iter().for_each(|item| f(item, 0));
+        units.iter().for_each(|unit| f(unit, 0));
         return;
     }
     let next = AtomicUsize::new(0);
     (0..workers).into_par_iter().with_max_len(1).for_each(|worker| {
-        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
-            f(item, worker);
+        while let Some(unit) = units.get(next.fetch_add(1, Ordering::Relaxed)) {
+            f(unit, worker);
         }
     });
 }

@@ -1,4 +1,4 @@
-//! What this machine can do at most: the rates against which kernels are judged.
+//! The limits of this machine, measured: the rates against which kernels are judged.
 
 #![allow(unsafe_code)]
 

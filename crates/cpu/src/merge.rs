@@ -22,7 +22,7 @@ pub struct Part<'a> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MergeError {
-    /// A part's out has not the shape of the output.
+    /// The shape of a part's out is not the shape of the output.
     Shape {
         /// Index of the part.
         part: usize,
@@ -36,7 +36,7 @@ pub enum MergeError {
         /// Shape of the output.
         shape: [usize; 4],
     },
-    /// A logsumexp has not one element for each row.
+    /// The number of elements of a logsumexp is not the number of rows.
     Length {
         /// Index of the part; `None` is the output.
         part: Option<usize>,
@@ -187,7 +187,7 @@ fn add(sum: &mut [f64], prob: f64, dtype: Dtype, row: &[u8]) {
 /// `dst` is aligned to the dtype and valid for as many elements, which no other thread accesses.
 unsafe fn store(sum: &[f64], dtype: Dtype, dst: *mut u8) {
     for (n, &x) in sum.iter().enumerate() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             match dtype {
                 Dtype::F32 => *dst.cast::<f32>().add(n) = x as f32,

@@ -13,8 +13,8 @@ pub(crate) const LINES: usize = 8;
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
-/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Loads of f32
-/// need no alignment, other pointers that of their element type.
+/// Of every method: the machine has the instruction set, and pointers are valid for the lanes read or written. Pointers are aligned to their
+/// element type, except in loads of f32.
 pub(crate) trait Simd: Copy + 'static {
     /// f32 lanes.
     const LANES: usize;
@@ -65,8 +65,8 @@ pub(crate) trait Simd: Copy + 'static {
     /// Rounds to nearest, ties to even; NaN stays NaN.
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
 
-    /// Asks for the cache line at `p`, which may be any address, in the second-level cache: from memory it would hold up the
-    /// first for too long.
+    /// Prefetches the cache line at `p`, which may be any address, into the second-level cache: a fill from memory would occupy the first
+    /// level for too long.
     unsafe fn prefetch(p: *const u8);
 
     /// Loads [`LINES`] elements of the first `LANES` rows and transposes them: lane `r` of line `c` is element `c` of row `r`.
@@ -96,12 +96,12 @@ pub(crate) struct Bf16(u16);
 impl Elem for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self) -> S::V {
-        // SAFETY: the caller's promise is that of the method called.
+        // SAFETY: the caller's contract.
         unsafe { S::load(p) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
-        // SAFETY: the caller's promise is that of the method called.
+        // SAFETY: the caller's contract.
         unsafe { S::store(p, v) }
     }
     const ZERO: Self = 0.0;
@@ -111,12 +111,12 @@ impl Elem for f32 {
 impl Elem for F16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self) -> S::V {
-        // SAFETY: the caller's promise is that of the method called; F16 is a transparent u16.
+        // SAFETY: the caller's contract; F16 is a transparent u16.
         unsafe { S::load_f16(p.cast()) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
-        // SAFETY: the caller's promise is that of the method called; F16 is a transparent u16.
+        // SAFETY: the caller's contract; F16 is a transparent u16.
         unsafe { S::store_f16(p.cast(), v) }
     }
     const ZERO: Self = Self(0);
@@ -125,12 +125,12 @@ impl Elem for F16 {
 impl Elem for Bf16 {
     #[inline(always)]
     unsafe fn load<S: Simd>(p: *const Self) -> S::V {
-        // SAFETY: the caller's promise is that of the method called; Bf16 is a transparent u16.
+        // SAFETY: the caller's contract; Bf16 is a transparent u16.
         unsafe { S::load_bf16(p.cast()) }
     }
     #[inline(always)]
     unsafe fn store<S: Simd>(p: *mut Self, v: S::V) {
-        // SAFETY: the caller's promise is that of the method called; Bf16 is a transparent u16.
+        // SAFETY: the caller's contract; Bf16 is a transparent u16.
         unsafe { S::store_bf16(p.cast(), v) }
     }
     const ZERO: Self = Self(0);
@@ -159,7 +159,7 @@ impl<E: Elem> Rows for Single<E> {
     }
 }
 
-/// Two bf16 to a lane, taken apart after the transpose: half the shuffles.
+/// Two bf16 to a lane, split after the transpose: half the shuffles.
 #[derive(Clone, Copy)]
 pub(crate) struct Double;
 
@@ -168,7 +168,7 @@ impl Rows for Double {
     const STEPS: usize = 2;
     #[inline(always)]
     unsafe fn step<S: Simd>(line: S::V, n: usize) -> S::V {
-        // SAFETY: the caller's promise is that of the methods called.
+        // SAFETY: the caller's contract.
         unsafe { if n == 0 { S::shift_up_16(line) } else { S::and(line, 0xffff_0000) } }
     }
 }
@@ -209,8 +209,8 @@ pub(crate) unsafe fn load_head<S: Simd, E: Elem>(p: *const E, n: usize) -> S::V 
     }
 }
 
-/// Stores the first `n` elements of a row of vectors that starts at `src`, times `scale`. Whether the vectors hold neither
-/// infinities nor NaN.
+/// Stores the first `n` elements of a row of vectors that starts at `src`, times `scale`. Returns whether all lanes of the vectors are
+/// finite.
 ///
 /// # Safety
 /// As [`Simd`], with `dst` valid for `n` elements and `src` for `n` rounded up to whole vectors.
@@ -248,13 +248,13 @@ pub(crate) unsafe fn store_row<S: Simd>(
     }
 }
 
-/// Whether whole vectors of `n` elements hold neither infinities nor NaN.
+/// Whether every lane of the vectors that cover `n` elements is finite.
 ///
 /// # Safety
 /// As [`Simd`], with `values` valid for `n` elements.
 #[inline(always)]
 pub(crate) unsafe fn all_finite<S: Simd>(values: *const f32, n: usize) -> bool {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         let mut probe = S::splat(0.0);
         for c in (0..n).step_by(S::LANES) {
@@ -273,7 +273,7 @@ pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
     // Minimax of (2^r - 1) / r on [-1/2, 1/2] for the relative error of 2^r; the first is near ln 2, but not it.
     #[allow(clippy::approx_constant)]
     const C: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         let n = S::round(x);
         let r = S::sub(x, n);
@@ -295,7 +295,7 @@ pub(crate) unsafe fn exp2<S: Simd>(x: S::V) -> S::V {
 pub(crate) unsafe fn tanh<S: Simd>(x: S::V) -> S::V {
     // Minimax of (tanh(x) - x) / x^3 in x^2 on |x| <= 0.625.
     const C: [f32; 5] = [-0.333_332_8, 0.133_314_42, -0.053_739_715, 0.020_639_01, -0.005_704_987];
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         let t = S::abs(x);
         let x2 = S::mul(x, x);

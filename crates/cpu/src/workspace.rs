@@ -11,7 +11,7 @@ struct Line([u8; 64]);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct WorkspaceError {
-    /// Bytes asked for.
+    /// Bytes that were requested.
     pub bytes: usize,
 }
 
@@ -31,7 +31,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// At least `bytes` bytes of scratch memory; none where there is no memory for them: [`Cpu::run`](crate::cpu::Cpu::run) refuses
+    /// At least `bytes` bytes of scratch memory, or an empty workspace where there is no memory for them: [`Cpu::run`](crate::cpu::Cpu::run) refuses
     /// that with the bytes that its plan needs.
     #[must_use]
     pub fn new(bytes: usize) -> Self {

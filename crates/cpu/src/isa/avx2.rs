@@ -14,8 +14,8 @@ pub(crate) struct Avx2;
 impl Simd for Avx2 {
     const LANES: usize = 8;
     const REGISTERS: usize = 16;
-    const ROWS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx2).0;
-    const VECTORS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx2).1;
+    const ROWS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx2).rows;
+    const VECTORS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx2).vectors;
     type V = __m256;
 
     #[inline(always)]

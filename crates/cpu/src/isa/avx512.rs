@@ -18,8 +18,8 @@ pub(crate) struct Avx512;
 impl Simd for Avx512 {
     const LANES: usize = 16;
     const REGISTERS: usize = 32;
-    const ROWS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).0;
-    const VECTORS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).1;
+    const ROWS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).rows;
+    const VECTORS: usize = crate::plan::register_tile(flashtile_core::isa::Isa::Avx512).vectors;
     type V = __m512;
 
     #[inline(always)]

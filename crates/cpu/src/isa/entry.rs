@@ -104,13 +104,13 @@ macro_rules! entry_points {
             }
         }
 
-        /// The kernels of this instruction set for keys and values that are stored so.
+        /// The kernels of this instruction set for the storage of keys and of values.
         pub(in crate::isa) fn kernels(k: Storage, v: Storage) -> Kernels {
             let scores = match k {
                 Storage::Elements(Dtype::F32) => f32_elements::SCORES,
                 Storage::Elements(Dtype::F16) => f16_elements::SCORES,
                 Storage::Elements(Dtype::BF16) => bf16_elements::SCORES,
-                // Codes are not streamed.
+                // A task that streams takes codes by `code_phases`.
                 Storage::Codes => ScoresOf { pack: pack_key_codes, ..f32_elements::SCORES },
             };
             let values = match v {

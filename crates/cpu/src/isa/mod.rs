@@ -23,28 +23,28 @@ use std::sync::OnceLock;
 
 /// Calls `$f` of the file of an instruction set that the machine is known to have.
 macro_rules! of_isa {
-    ($isa:expr, $item:ident $($arguments:tt)?) => {
+    ($isa:expr, $name:ident $($arguments:tt)?) => {
         match $isa {
             #[cfg(test)]
-            Isa::Avx512Bf16 if best() < Isa::Avx512Bf16 => portable::emulated_pairs::$item $($arguments)?,
+            Isa::Avx512Bf16 if best() < Isa::Avx512Bf16 => portable::emulated_pairs::$name $($arguments)?,
             #[cfg(test)]
-            Isa::Amx if best() < Isa::Amx => portable::emulated_tiles::$item $($arguments)?,
+            Isa::Amx if best() < Isa::Amx => portable::emulated_tiles::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
-            Isa::Amx => avx512::amx_products::$item $($arguments)?,
+            Isa::Amx => avx512::amx_products::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Bf16 => avx512::bf16_products::$item $($arguments)?,
+            Isa::Avx512Bf16 => avx512::bf16_products::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512Vnni => avx512::vnni_products::$item $($arguments)?,
+            Isa::Avx512Vnni => avx512::vnni_products::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 => avx512::f32_products::$item $($arguments)?,
+            Isa::Avx512 => avx512::f32_products::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => avx2::$item $($arguments)?,
-            _ => portable::$item $($arguments)?,
+            Isa::Avx2 => avx2::$name $($arguments)?,
+            _ => portable::$name $($arguments)?,
         }
     };
 }
 
-/// The kernels of an instruction set that the machine is known to have, for keys and values that are stored so.
+/// The kernels of an instruction set that the machine is known to have, for the storage of keys and of values.
 pub(super) fn kernels(isa: Isa, k: Storage, v: Storage) -> Kernels {
     of_isa!(isa, kernels(k, v))
 }
@@ -54,8 +54,8 @@ pub(super) fn loops(isa: Isa) -> Loops {
     of_isa!(isa, LOOPS)
 }
 
-/// Whether `vdpbf16ps` multiplies faster than an f32 multiply-add on converted operands. AMD's cores issue as many of either
-/// per cycle; Intel's issue a quarter as many, having a matrix unit for bf16.
+/// Whether `vdpbf16ps` multiplies faster than an f32 multiply-add on converted operands. AMD's cores issue the same number of both
+/// per cycle; Intel's, which have a matrix unit for bf16, issue a quarter of that.
 #[cfg(target_arch = "x86_64")]
 fn pairs_are_fast() -> bool {
     // SAFETY: every x86-64 processor has the instruction and this leaf.
@@ -96,8 +96,7 @@ fn cache_bytes(level: u32) -> Option<usize> {
     })
 }
 
-/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; threads are
-/// those of the current rayon pool.
+/// Facts of this machine with its fastest instruction set. Instruction set and caches are read once; the current rayon pool gives the threads.
 pub(super) fn facts() -> CpuFacts {
     static FACTS: OnceLock<CpuFacts> = OnceLock::new();
     let facts = FACTS.get_or_init(|| CpuFacts {

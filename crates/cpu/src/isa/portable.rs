@@ -39,8 +39,8 @@ fn zip<const N: usize>(a: [f32; N], b: [f32; N], f: impl Fn(f32, f32) -> f32) ->
 impl<const N: usize> Simd for Array<N> {
     const LANES: usize = N;
     const REGISTERS: usize = 16;
-    const ROWS: usize = crate::plan::register_tile(isa_of_lanes(N)).0;
-    const VECTORS: usize = crate::plan::register_tile(isa_of_lanes(N)).1;
+    const ROWS: usize = crate::plan::register_tile(isa_of_lanes(N)).rows;
+    const VECTORS: usize = crate::plan::register_tile(isa_of_lanes(N)).vectors;
     type V = [f32; N];
 
     #[cfg_attr(not(test), inline(always))]
@@ -49,12 +49,12 @@ impl<const N: usize> Simd for Array<N> {
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load(p: *const f32) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { p.cast::<Self::V>().read_unaligned() }
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn store(p: *mut f32, v: Self::V) {
-        // SAFETY: the caller's promise; an array of f32 has the alignment of f32.
+        // SAFETY: the caller's contract; an array of f32 has the alignment of f32.
         unsafe { p.cast::<Self::V>().write(v) }
     }
     #[cfg_attr(not(test), inline(always))]
@@ -138,7 +138,7 @@ impl<const N: usize> Simd for Array<N> {
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_f16(p: *const u16) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         let bits = unsafe { p.cast::<[u16; N]>().read() };
         from_fn(|i| {
             // Exponent and mantissa moved into place and rescaled by 2^112; infinities and NaN get the largest exponent.
@@ -150,24 +150,24 @@ impl<const N: usize> Simd for Array<N> {
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bf16(p: *const u16) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         let bits = unsafe { p.cast::<[u16; N]>().read() };
         from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bool(p: *const u8) -> Self::V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         let bytes = unsafe { p.cast::<[u8; N]>().read() };
         from_fn(|i| if bytes[i] != 0 { 0.0 } else { f32::NEG_INFINITY })
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn store_f16(p: *mut u16, v: Self::V) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { p.cast::<[u16; N]>().write(from_fn(|i| f16::from_f32(v[i]).to_bits())) }
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn store_bf16(p: *mut u16, v: Self::V) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { p.cast::<[u16; N]>().write(from_fn(|i| bf16::from_f32(v[i]).to_bits())) }
     }
     #[cfg_attr(not(test), inline(always))]
@@ -179,7 +179,7 @@ impl<const N: usize> Simd for Array<N> {
             // Whole vectors: their conversion is one of registers.
             for r in 0..N {
                 for c in (0..LINES).step_by(N) {
-                    // SAFETY: the caller's promise: N rows of LINES elements.
+                    // SAFETY: the caller's contract: N rows of LINES elements.
                     let row = unsafe { E::load::<Self>(rows[r].add(c)) };
                     for i in 0..N {
                         lines[c + i][r] = row[i];
@@ -191,7 +191,7 @@ impl<const N: usize> Simd for Array<N> {
         for r in 0..N {
             // Room for whole vectors: the row itself may end after the lines.
             let mut row = [E::ZERO; 16];
-            // SAFETY: the caller's promise: N rows of LINES elements.
+            // SAFETY: the caller's contract: N rows of LINES elements.
             unsafe {
                 // As bytes: pairs of bf16 that stand in for f32 are aligned as bf16.
                 let (from, to) = (rows[r].cast::<u8>(), row.as_mut_ptr().cast::<u8>());

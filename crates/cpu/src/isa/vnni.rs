@@ -1,7 +1,7 @@
-//! Products with codes by VNNI, codes to levels by VBMI.
+//! Products with codes by VNNI; codes become levels, signed bytes, by the table look-ups of VBMI.
 //!
-//! A level is a signed byte. Of keys a lane of a register is one key and holds four of its coordinates; of values a lane is one
-//! coordinate and holds it of four values: in both, a product adds up what lies in a lane.
+//! `vpdpbusd` adds the products of the four bytes of a lane. With keys, a lane is one key and its bytes are four coordinates of it; with values,
+//! a lane is one coordinate and its bytes are four values.
 
 #![allow(unsafe_code)]
 
@@ -20,10 +20,10 @@ const HINT: i32 = _MM_HINT_T1;
 /// The integer of a row's largest probability times scale.
 const P_ONE: f32 = 65535.0;
 
-/// Which bits come from the first of three operands, chosen by the third: `c ? a : b`.
+/// The truth table of `c ? a : b`, bit by bit.
 const CHOOSE: i32 = 0xe4;
 
-/// A function of the planes of codes: bits of the first, and of the second or 0.
+/// Calls a function that is generic over the bits of a code in the first plane, and in the second or 0.
 macro_rules! with_planes {
     ($format:expr, $f:ident($($arguments:expr),*)) => {{
         let planes = $format.planes();
@@ -42,7 +42,7 @@ macro_rules! with_planes {
 const Q_HALF: usize = MAX_HEAD_DIM;
 const P_HALF: usize = CODE_KEYS;
 
-/// The body for each constant, in order: registers that it names by the constant stay registers.
+/// Writes the body out for each constant, so that arrays which it indexes by the constant stay in registers.
 macro_rules! each {
     ($n:ident in [$($value:literal)*] $body:block) => {{ $({ const $n: usize = $value; $body })* }};
 }
@@ -68,7 +68,7 @@ unsafe fn index_table<T, const N: usize>(table: &'static [T; N]) -> __m512i {
 /// The scales of a group, divided by [`SCALE_UNIT`].
 #[inline(always)]
 unsafe fn factors(scales: *const u8) -> __m512 {
-    // SAFETY: the caller's: a group has sixteen scales of two bytes.
+    // SAFETY: the caller has 16 scales of two bytes and the instruction set.
     unsafe {
         // A scale has no sign.
         let scales = _mm256_and_si256(_mm256_loadu_si256(scales.cast()), _mm256_set1_epi16(i16::MAX));
@@ -76,14 +76,15 @@ unsafe fn factors(scales: *const u8) -> __m512 {
     }
 }
 
-/// Bytes `at..at + 16` of sixteen rows (or 8, then zeros), `stride` bytes from one to the next, as registers of four bytes a row.
+/// Bytes `at..at + BYTES`, 16 or 8, of 16 rows that are `stride` bytes apart: register `c` has bytes `4 c..4 c + 4` of each row, zeros past the
+/// end.
 #[inline(always)]
 pub(super) unsafe fn transpose<const BYTES: usize>(
     rows: *const u8,
     stride: usize,
     at: usize,
 ) -> [__m512i; 4] {
-    // SAFETY: the caller's: the rows have these bytes.
+    // SAFETY: the caller's rows have these bytes.
     unsafe {
         let mut quarters = [_mm512_setzero_si512(); 4];
         for i in 0..4 {
@@ -106,7 +107,7 @@ pub(super) unsafe fn transpose<const BYTES: usize>(
     }
 }
 
-/// Columns of four bytes, from `first` on, of all rows of `width` bytes in two registers: as many as fill a register.
+/// The permutation that takes columns of four bytes, from `first` on, of all rows of `width` bytes in two registers: as many columns as fill one.
 const fn column_table(width: usize, first: usize) -> [i32; 16] {
     let (columns, rows) = (width / 4, 128 / width);
     let mut table = [0; 16];
@@ -122,7 +123,7 @@ const fn column_table(width: usize, first: usize) -> [i32; 16] {
 /// registers.
 #[inline(always)]
 unsafe fn transpose_dense<const WIDTH: usize, const AT: usize>(rows: *const u8) -> [__m512i; 4] {
-    // SAFETY: the caller's: sixteen rows.
+    // SAFETY: the caller has 16 rows.
     unsafe {
         let line = |n: usize| _mm512_loadu_si512(rows.add(64 * n).cast());
         let columns = |n: usize, index: __m512i| _mm512_permutex2var_epi32(line(n), index, line(n + 1));
@@ -160,12 +161,12 @@ unsafe fn transpose_dense<const WIDTH: usize, const AT: usize>(rows: *const u8) 
     }
 }
 
-/// The bits of the second plane of part `part` where indices have them, from bytes that are `shift` bits from those of part 0.
+/// The bits of the second plane of part `part` where indices have them, from bytes in which the bits of part 0 are `shift` bits up.
 ///
 /// Shifts, not rotations: they take an execution port that products leave free.
 #[inline(always)]
 unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller has the instruction set.
     unsafe {
         let by = (shift + LOW * part) as i32 - LOW as i32;
         match by {
@@ -176,14 +177,14 @@ unsafe fn above_bits<const LOW: usize>(bytes: __m512i, shift: usize, part: usize
     }
 }
 
-/// Indices of part `part` of bytes of the first plane, with bits of the second, already in place.
+/// Indices of part `part` of bytes of the first plane, completed by `above`, bits of the second that are in place.
 #[inline(always)]
 unsafe fn indices<const LOW: usize, const HIGH: usize>(
     bytes: __m512i,
     part: usize,
     above: __m512i,
 ) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller has the instruction set.
     unsafe {
         let bytes =
             if part == 0 { bytes } else { _mm512_srl_epi16(bytes, _mm_cvtsi32_si128((LOW * part) as i32)) };
@@ -205,7 +206,7 @@ pub(super) unsafe fn scores(job: &IntegerScores<'_>) {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &IntegerScores<'_>) {
-    // SAFETY: as [`scores`]; queries and scores have memory for sixteen rows.
+    // SAFETY: as [`scores`]; queries and scores have memory for 16 rows.
     unsafe {
         for first in (0..job.count).step_by(8) {
             match job.count - first {
@@ -218,7 +219,7 @@ unsafe fn scores_of<const LOW: usize, const HIGH: usize>(job: &IntegerScores<'_>
     }
 }
 
-/// Scores of `N` rows, of two groups of keys at a time where registers hold the sums.
+/// Scores of `N` rows: two groups of keys at a time where the sums of both fit the registers.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn scores_of_rows<const LOW: usize, const HIGH: usize, const N: usize>(
     job: &IntegerScores<'_>,
@@ -251,7 +252,7 @@ unsafe fn scores_of_groups<const LOW: usize, const HIGH: usize, const N: usize, 
     let next = if row == 0 { keys.next } else { keys.groups };
     // SAFETY: as [`scores`].
     unsafe {
-        // Unsigned, 128 more than the level, as the product has it; the sums start without what that adds.
+        // The product takes unsigned levels, which are 128 more: the sums start with -128 times the sum of the query.
         let table = _mm512_xor_si512(table(keys.levels), _mm512_set1_epi8(-128));
         let mut sums =
             HalfSums { high: [[_mm512_setzero_si512(); G]; N], low: [[_mm512_setzero_si512(); G]; N] };
@@ -389,7 +390,7 @@ unsafe fn upper_lines<const HIGH: usize, const B: usize, const DENSE: bool>(
     }
 }
 
-/// Adds the products of `B` coordinates, which may be all that a key has: rows are `DENSE`.
+/// Adds the products of `B` coordinates. With `DENSE`, keys have no others.
 ///
 /// # Safety
 /// As [`IntegerScores`].
@@ -502,7 +503,7 @@ pub(super) unsafe fn values(job: &IntegerValues<'_>) {
     }
 }
 
-/// Makes integers of the probabilities of `N` rows, each times the factor of its value.
+/// Makes integers of the probabilities of `N` rows, each times the scale of its value.
 #[inline(always)]
 unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors: &[__m512]) {
     // SAFETY: as [`values`]; probabilities are as many as values.
@@ -549,7 +550,7 @@ unsafe fn set_probs<const N: usize>(job: &IntegerValues<'_>, row: usize, factors
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi")]
 unsafe fn values_of<const LOW: usize, const HIGH: usize>(job: &IntegerValues<'_>) {
-    // SAFETY: as [`values`]; probabilities and sums have memory for sixteen rows.
+    // SAFETY: as [`values`]; probabilities and sums have memory for 16 rows.
     unsafe {
         for first in (0..job.probs.rows()).step_by(4) {
             match job.probs.rows() - first {
@@ -691,7 +692,7 @@ unsafe fn store_values<const N: usize>(
     }
 }
 
-/// Sums of `B` coordinates from `first` on, which may be all that a value has: rows are `DENSE`.
+/// Sums of `B` coordinates from `first` on. With `DENSE`, values have no others.
 ///
 /// # Safety
 /// As [`IntegerValues`].
@@ -770,7 +771,7 @@ unsafe fn block_values<
     }
 }
 
-/// Bytes 0 and then 1 of every f32 of two registers: of integers of 16 bits, their lower and their upper halves.
+/// The permutation that takes byte 0, then byte 1 of every i32 of two registers: the lower, then the upper halves of integers of 16 bits.
 const fn half_table() -> [u8; 64] {
     let mut table = [0; 64];
     let mut i = 0;
@@ -794,8 +795,8 @@ const fn order_table(stride: usize, width: usize) -> [u8; 64] {
     table
 }
 
-/// Bytes `at..at + BYTES` of four rows, `stride` bytes from one to the next, or known to be of `width` bytes without a gap: byte
-/// `4 x + t` is byte `x` of row `t`.
+/// Bytes `at..at + BYTES` of four rows that are `stride` bytes apart: byte `4 x + t` is byte `x` of row `t`. A `width` of 16 or 32 says that
+/// rows have as many bytes and no gap between them.
 #[inline(always)]
 unsafe fn quad<const BYTES: usize>(
     rows: *const u8,
@@ -804,7 +805,7 @@ unsafe fn quad<const BYTES: usize>(
     width: usize,
     order: __m512i,
 ) -> __m512i {
-    // SAFETY: the caller's: the rows have these bytes.
+    // SAFETY: the caller's rows have these bytes.
     unsafe {
         match width {
             16 => _mm512_permutexvar_epi8(order, _mm512_loadu_si512(rows.cast())),
@@ -828,7 +829,7 @@ unsafe fn quad<const BYTES: usize>(
 /// Four rows of 16 bytes, one after another.
 #[inline(always)]
 unsafe fn four_rows([a, b, c, d]: [__m128i; 4]) -> __m512i {
-    // SAFETY: the caller's: the instruction set.
+    // SAFETY: the caller has the instruction set.
     unsafe {
         let low = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(a), b);
         _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(low, c), d)

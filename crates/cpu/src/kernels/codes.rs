@@ -17,7 +17,7 @@ use std::ops::Range;
 /// Quantized rows of one head of a sequence.
 #[derive(Clone, Copy)]
 pub(super) struct CodeRows<'a> {
-    /// Of the instruction set that decodes them.
+    /// Token of the instruction set that decodes them.
     token: IsaToken,
     pub(super) view: &'a CodesView<'a>,
     head: usize,
@@ -73,10 +73,10 @@ impl<'a> CodeRows<'a> {
     }
 }
 
-/// As [`pack::key_panel`], of codes; `memory` is of a vector of rows of keys.
+/// [`pack::key_panel`] of codes. A vector of keys is decoded to `memory` first.
 ///
 /// # Safety
-/// As there.
+/// As [`pack::key_panel`]; `memory` holds the rows of a vector of keys.
 #[inline(always)]
 pub(super) unsafe fn key_panel<S: Simd>(
     src: CodeRows<'_>,
@@ -105,10 +105,10 @@ pub(super) unsafe fn key_panel<S: Simd>(
     }
 }
 
-/// As [`pack::values`], of codes.
+/// [`pack::values`] of codes.
 ///
 /// # Safety
-/// As there.
+/// As [`pack::values`]; rows of `dst` follow one another without a gap.
 #[inline(always)]
 pub(super) unsafe fn values(src: CodeRows<'_>, first: usize, rows: Range<usize>, dst: MatMut) {
     let (dim, stride) = (src.dim(), dst.ld());

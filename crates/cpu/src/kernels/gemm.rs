@@ -108,7 +108,7 @@ unsafe fn rows<S: Simd, M: MulAdd<S>, B: Source, const N: usize>(mut m: Operands
 /// Computes `C`, of at most `S::VECTORS` vectors.
 ///
 /// # Safety
-/// As [`Simd`], with the contracts of the matrices. The rows of `A` are at least those of `C`; `B` has as many rows as `A` columns, all runs of
+/// As [`Simd`], with the contracts of the matrices. `A` has at least the rows of `C`; `B` has as many rows as `A` columns, all runs of
 /// a stream together, and the columns of `C`.
 #[inline(always)]
 pub(super) unsafe fn gemm<S: Simd, M: MulAdd<S>, B: Source>(m: Operands<B>) {

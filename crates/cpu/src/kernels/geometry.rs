@@ -40,15 +40,15 @@ impl<'a> Stored<'a> {
 }
 
 impl Query<'_> {
-    /// The position from which ALiBi counts distances: that of the nearest key that the row sees. The distance to it is the
-    /// same for all keys and changes no probability, but would leave f32 no digits for what does.
+    /// The position from which ALiBi counts distances: the nearest key that the row sees. Its own distance is common to all keys and changes
+    /// no probability, but could use up the digits of f32.
     pub(super) fn nearest(&self, problem: &Problem) -> i64 {
         let own = self.position as i64 + self.sequence.q_offset;
         let seen = problem.visible(self.sequence, self.position);
         if seen.is_empty() { own } else { own.clamp(seen.start as i64, seen.end as i64 - 1) }
     }
 
-    /// What its scores lack because distances are counted from [`Query::nearest`].
+    /// The bias of [`Query::nearest`], which all scores lack.
     pub(super) fn alibi_shift(&self, problem: &Problem, slope: f32) -> f64 {
         let own = self.position as i64 + self.sequence.q_offset;
         -f64::from(slope) * own.abs_diff(self.nearest(problem)) as f64
@@ -63,7 +63,7 @@ impl<'a> TaskState<'a> {
         let sequence = &cx.plan.problem().sequences()[rows.sequence];
         let (tile_stats, row_stats) = (layout.tile_stats, layout.row_stats);
         let (stride, block_k, tile_rows) = (cx.plan.value_stride(), cx.plan.block_k(), cx.plan.tile_rows());
-        // SAFETY: every offset is that of a region of the layout, or its end where the region is empty.
+        // SAFETY: every offset is the start of a region of the layout, which has the rows and columns.
         unsafe {
             let stats = scratch.add(layout.stats);
             let block_stats = stats.add(2 * row_stats);
@@ -92,8 +92,8 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Few rows are computed without packing. Whether codes are depends on the sequence alone, not on how its rows are cut into
-    /// tasks: the bits differ.
+    /// Tasks of few rows pack nothing. For codes it is the rows of the sequence that count, not how they are cut into tasks, because their
+    /// products round differently.
     fn with_paths(mut self) -> Self {
         let plan = self.cx.plan;
         let few = self.sequence.q_len * self.group <= MAX_ROWS && plan.prefixes().is_empty();
@@ -141,7 +141,7 @@ impl<'a> TaskState<'a> {
         let plan = self.cx.plan;
         let clip = |keys: Range<usize>| clip(&keys, block * self.block_k, self.block_k);
         if !plan.options().skip_tiles {
-            // Of a page that several sequences share, one may keep more than another.
+            // Sequences that share a page may keep different tokens of it.
             let kept = |tables: &BlockTables| self.spans(rows).map(|(s, _)| tables.first[s]).min();
             let first = self.cx.inputs.tables.and_then(kept).unwrap_or(0);
             return clip(first..self.sequence.kv_len);
@@ -191,7 +191,7 @@ impl<'a> TaskState<'a> {
         let (s, head) = (self.sequence, self.rows.kv_head);
         match (of, self.cx.inputs.tables) {
             (KvView::Elements(tensor), None) => {
-                Stored::Elements(HeadRows::of_tensor(tensor, [s.batch, head, s.kv_start]))
+                Stored::Elements(HeadRows::of_tensor(tensor, s.batch, head, s.kv_start))
             }
             (KvView::Elements(tensor), Some(tables)) => {
                 Stored::Elements(HeadRows::of_pages(tensor, head, tables, self.rows.sequence))

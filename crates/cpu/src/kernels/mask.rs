@@ -9,7 +9,7 @@ use flashtile_core::tensor::MaskView;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// What a mask does to the scores of a tile.
+/// The effect of a mask on the scores of a tile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum MaskTile {
@@ -77,7 +77,7 @@ fn row_tile<T: Copy>(row: &[T], hides: impl Fn(T) -> bool, neutral: impl Fn(T) -
 /// # Safety
 /// Elements `keys` of the row exist.
 unsafe fn span_tile(row: MaskRow, keys: Range<usize>) -> MaskTile {
-    // SAFETY: the caller's promise; MaskRow holds pointers aligned to their element type.
+    // SAFETY: the caller's contract; MaskRow holds pointers aligned to their element type.
     unsafe {
         match row.kind {
             MaskKind::Bool => {

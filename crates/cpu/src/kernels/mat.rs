@@ -132,7 +132,7 @@ impl RowMaxSum {
         unsafe { Self { max: self.max.add(row), sum: self.sum.add(row) } }
     }
 
-    /// Sets rows to those of no keys.
+    /// Sets rows to the maximum and sum of no keys.
     ///
     /// # Safety
     /// The rows exist.

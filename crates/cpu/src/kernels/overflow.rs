@@ -1,8 +1,8 @@
-//! Rows whose sums overflow where their means do not.
+//! The non-finite fallback: rows whose sums overflow where their means do not.
 //!
-//! Kernels add up weighted values and divide by the sum of the probabilities at the end, so that values near the largest of f32 overflow in
-//! sums of a few. The columns of a row that came out infinite or NaN, though its probabilities are finite, are computed again: where the row sees
-//! no such value, one key after another in f64.
+//! Kernels add up products with unnormalised probabilities and divide by the sum of the probabilities at the end, so that a few values near the
+//! largest f32 overflow. Columns of a row that came out infinite or NaN, though its probabilities are finite, are recomputed: where the row sees
+//! no infinite or NaN value, one key after another in f64.
 
 #![allow(unsafe_code)]
 
@@ -19,17 +19,24 @@ use std::ops::Range;
 pub(super) struct Row<'a> {
     pub(super) cx: &'a Context<'a>,
     pub(super) sequence: &'a Sequence,
-    /// Of the sequence.
+    /// Index of the sequence.
     pub(super) index: usize,
     pub(super) position: usize,
     pub(super) head: usize,
 }
 
-/// A key or value: head, batch entry or page, and row in it.
-type Place = [usize; 3];
+/// Where a key or value is.
+#[derive(Clone, Copy)]
+struct Place {
+    head: usize,
+    /// Batch entry, or page.
+    entry: usize,
+    /// Row of the entry.
+    row: usize,
+}
 
 impl Row<'_> {
-    /// Calls `found` with each column whose sum is not finite, and with what its mean is.
+    /// Calls `found` with each column whose sum is not finite, and with its mean.
     #[cold]
     #[inline(never)]
     pub(super) fn means(&self, sums: &[f32], mut found: impl FnMut(usize, f64)) {
@@ -45,7 +52,7 @@ impl Row<'_> {
             (self.score(&q, j) - max).exp() / total
         };
         let columns = || (0..sums.len()).filter(|&c| !sums[c].is_finite());
-        // What is infinite or NaN decides a column alone.
+        // An infinity or a NaN decides a column alone.
         let mut means = [0.0f64; MAX_HEAD_DIM];
         for j in self.keys().filter(|&j| has_nonfinite(v, self.place(j)) && !self.hides(j)) {
             let mut p = None;
@@ -85,10 +92,10 @@ impl Row<'_> {
     fn place(&self, j: usize) -> Place {
         let kv_head = self.head / self.cx.plan.problem().dims().group();
         match self.cx.inputs.tables {
-            None => [kv_head, self.sequence.batch, self.sequence.kv_start + j],
+            None => Place { head: kv_head, entry: self.sequence.batch, row: self.sequence.kv_start + j },
             Some(t) => {
                 let page = t.table[self.index * t.width + (j / t.page) % t.width];
-                [kv_head, page as usize, j % t.page]
+                Place { head: kv_head, entry: page as usize, row: j % t.page }
             }
         }
     }
@@ -119,13 +126,13 @@ impl Row<'_> {
     /// The score of a key that is not hidden, in natural units.
     fn score(&self, q: &[f64], j: usize) -> f64 {
         let (inputs, problem) = (self.cx.inputs, self.cx.plan.problem());
-        let [head, entry, row] = self.place(j);
+        let place = self.place(j);
         let dim = problem.dims().head_dim;
         let product: f64 = match &inputs.k {
-            KvView::Elements(k) => (0..dim).map(|d| q[d] * value(k, [head, entry, row], d)).sum(),
+            KvView::Elements(k) => (0..dim).map(|d| q[d] * value(k, place, d)).sum(),
             KvView::Codes(codes) => {
                 let mut key = [0.0f32; MAX_HEAD_DIM];
-                codes.read(entry, head, row, &mut key[..dim]);
+                codes.read(place.entry, place.head, place.row, &mut key[..dim]);
                 (0..dim).map(|d| q[d] * f64::from(key[d])).sum()
             }
         };
@@ -148,7 +155,7 @@ impl Row<'_> {
 /// # Safety
 /// The row that starts at `dst` has the element, which no other thread accesses.
 pub(super) unsafe fn store(dtype: Dtype, dst: *mut u8, c: usize, x: f64) {
-    // SAFETY: the caller's promise; rows are aligned to their dtype.
+    // SAFETY: the caller's contract; rows are aligned to their dtype.
     unsafe {
         match dtype {
             Dtype::F32 => *dst.cast::<f32>().add(c) = x as f32,
@@ -158,14 +165,14 @@ pub(super) unsafe fn store(dtype: Dtype, dst: *mut u8, c: usize, x: f64) {
     }
 }
 
-fn value(view: &TensorView<'_>, [head, entry, row]: Place, d: usize) -> f64 {
+fn value(view: &TensorView<'_>, Place { head, entry, row }: Place, d: usize) -> f64 {
     f64::from(view.get([entry, head, row, d]))
 }
 
 /// Whether a row of f32 or bf16 has an infinite element or a NaN.
-fn has_nonfinite(view: &TensorView<'_>, [head, entry, row]: Place) -> bool {
+fn has_nonfinite(view: &TensorView<'_>, Place { head, entry, row }: Place) -> bool {
     let bytes = view.row_bytes([entry, head, row]);
-    // Exponents of all ones; those of bf16 are those of the f32 whose upper half it is.
+    // Exponents of all ones. bf16 has the exponent of the f32 whose upper half it is.
     match view.dtype() {
         Dtype::F32 => bytes.as_chunks().0.iter().any(|x| u32::from_ne_bytes(*x) & 0x7f80_0000 == 0x7f80_0000),
         Dtype::F16 | Dtype::BF16 => {

@@ -35,14 +35,14 @@ pub(crate) struct HeadRows<'a> {
     pages: Option<Pages<'a>>,
 }
 
-/// How far ahead of a stream its rows are asked for: more than arrives during the latency of memory.
+/// Bytes by which a stream prefetches its rows ahead: more than arrive during the latency of memory.
 const PREFETCH_BYTES: usize = 16384;
 /// Pages of fewer rows are packed rather than streamed: a product of its own for each page costs more than the copy.
 const MIN_RUN: usize = 8;
 
 impl<'a> HeadRows<'a> {
     /// Rows of a head from row `start` of a batch entry on.
-    pub(super) fn of_tensor(tensor: &'a TensorView<'a>, [batch, head, start]: [usize; 3]) -> Self {
+    pub(super) fn of_tensor(tensor: &'a TensorView<'a>, batch: usize, head: usize, start: usize) -> Self {
         Self { tensor, origin: tensor.row(batch, head, start), pages: None }
     }
 
@@ -62,8 +62,7 @@ impl<'a> HeadRows<'a> {
         Self { tensor, origin: tensor.row(0, head, 0), pages }
     }
 
-    /// Address of row `j`, of which only that of an existing row may be read, and the number of rows from it on that are
-    /// a step apart.
+    /// Address of row `j`, and the number of rows from it on that are a step apart. The row may be past the end, and is not read then.
     #[inline(always)]
     fn find(&self, j: usize) -> (*const u8, usize) {
         let Some(p) = self.pages else {
@@ -75,7 +74,7 @@ impl<'a> HeadRows<'a> {
             None => (j / p.page, (j % p.page) as usize),
         };
         let block = if block < p.width { block } else { block % p.width };
-        // What is asked for past the end need not have a page; an address that is mapped costs no failed look-up.
+        // A row that is prefetched past the end may have no page: the prefetch of a mapped address costs no failed translation.
         let page = match p.table[block as usize] {
             NO_PAGE => 0,
             page => page as usize,
@@ -84,8 +83,8 @@ impl<'a> HeadRows<'a> {
         (self.origin.wrapping_add(offset), p.page as usize - row)
     }
 
-    /// The rows from `j` on that are a step apart, as far as those asked for meanwhile are, at least `distance` rows
-    /// further on.
+    /// The rows from `j` on that are a step apart, as far as the rows that are prefetched meanwhile, at least `distance` rows further on,
+    /// are a step apart too.
     #[inline(always)]
     pub(super) fn span(&self, j: usize, distance: usize) -> Run {
         let (start, rows) = self.find(j);
@@ -99,7 +98,7 @@ impl<'a> HeadRows<'a> {
         Run { start, rows: rows.min(next_rows), ahead }
     }
 
-    /// The runs of the `len` rows from `j` on, or the first of them that there is memory for.
+    /// The runs of the `len` rows from `j` on, as many of them as `memory` has room for.
     #[inline(always)]
     pub(super) fn runs<'m>(&self, j: usize, len: usize, memory: &'m mut [Run]) -> &'m [Run] {
         let (mut found, mut at) = (0, 0);
@@ -113,7 +112,7 @@ impl<'a> HeadRows<'a> {
         &memory[..found]
     }
 
-    /// Asks for rows, some of which need not exist.
+    /// Prefetches rows, some of which need not exist.
     ///
     /// # Safety
     /// As [`Simd`].
@@ -129,7 +128,7 @@ impl<'a> HeadRows<'a> {
         }
     }
 
-    /// Rows from one that is read to the one that is asked for.
+    /// Rows from one that is read to the one that is prefetched meanwhile.
     #[inline(always)]
     pub(super) fn distance(&self) -> usize {
         PREFETCH_BYTES.div_ceil(self.row_bytes())
@@ -223,12 +222,12 @@ impl PrefetchingWalk<'_> {
 struct ZeroRow([u8; 4 * MAX_HEAD_DIM]);
 static ZERO_ROW: ZeroRow = ZeroRow([0; 4 * MAX_HEAD_DIM]);
 
-/// Keys of one vector of lanes, and the lines of memory to ask for meanwhile.
+/// Keys of one vector of lanes, and the distance of prefetches.
 #[derive(Clone, Copy)]
 pub(super) struct KeyVector {
     /// The rows: zeros for a key that is not wanted.
     rows: [*const u8; 16],
-    /// Bytes from a row to what is asked for while it is read.
+    /// Bytes from a row to the one that is prefetched while it is read.
     ahead: usize,
     row_bytes: usize,
 }
@@ -240,7 +239,7 @@ impl KeyVector {
         &self.rows
     }
 
-    /// Keys `first + column..` of those in `columns`, which exist.
+    /// The keys from `first + column` on whose columns are in `columns`, which exist.
     ///
     /// # Safety
     /// As [`Simd`].
@@ -270,9 +269,9 @@ impl KeyVector {
         if run.rows >= S::LANES {
             return Self { rows, ahead: run.ahead, row_bytes };
         }
-        // No one distance leads to what is needed later: all of it is asked for here.
+        // The rows are no constant distance from later ones, which are all prefetched here.
         let next = first + column + src.distance().max(S::LANES);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { src.request::<S>(next..next + S::LANES) }
         Self { rows, ahead: 0, row_bytes }
     }
@@ -284,7 +283,7 @@ impl KeyVector {
     #[inline(always)]
     pub(super) unsafe fn lines<S: Simd, R: Rows>(&self, at: usize) -> [S::V; LINES] {
         let mut from = [std::ptr::null(); 16];
-        // SAFETY: the caller's promise; a prefetch may name any address.
+        // SAFETY: the caller's contract; a prefetch may name any address.
         unsafe {
             if at.is_multiple_of(64) {
                 for r in 0..S::LANES {
@@ -333,7 +332,7 @@ pub(super) const fn zero_rows() -> [*const u8; 16] {
 #[inline(always)]
 pub(super) unsafe fn panel_of_rows<S: Simd>(rows: [*const u8; 16], row_bytes: usize, dst: *mut f32) {
     let keys = KeyVector { rows, ahead: 0, row_bytes };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe { panel_vector::<S, crate::simd::Single<f32>>(&keys, 1, dst) }
 }
 
@@ -355,7 +354,7 @@ pub(super) unsafe fn key_panel<S: Simd, R: Rows>(
     let width = S::VECTORS * S::LANES;
     for vector in 0..S::VECTORS {
         let column = panel * width + vector * S::LANES;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe {
             let keys = KeyVector::new::<S>(src, first, column, columns);
             panel_vector::<S, R>(&keys, depth_step, dst.add(vector * S::LANES));
@@ -372,7 +371,7 @@ unsafe fn panel_vector<S: Simd, R: Rows>(keys: &KeyVector, depth_step: usize, ds
     let width = S::VECTORS * S::LANES;
     let (block, steps) = (LINES * size_of::<R::Lane>(), LINES * R::STEPS);
     let whole = keys.row_bytes / block;
-    // SAFETY: the caller's promise; the panel has a line of `width` elements for every step.
+    // SAFETY: the caller's contract; the panel has a line of `width` elements for every step.
     unsafe {
         for n in 0..whole {
             let lines = keys.lines::<S, R>(n * block);
@@ -460,6 +459,6 @@ pub(super) unsafe fn values<S: Simd, E: Elem>(
 /// As [`Simd`]; `src` and `dst` hold `len` elements.
 #[inline(always)]
 pub(super) unsafe fn query<S: Simd>(dtype: Dtype, src: *const u8, len: usize, scale: f32, dst: *mut f32) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     with_elem!(dtype, E => unsafe { row::<S, E>(src.cast(), len, scale, dst, false) });
 }

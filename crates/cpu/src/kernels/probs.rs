@@ -4,7 +4,7 @@
 
 use super::mask::MaskTile;
 use super::products::Products;
-use super::softmax::{self, Modifiers};
+use super::softmax::{self, Alibi, MaskColumns, Modifiers};
 use super::state::{Query, TaskState, Tile};
 use crate::simd::Simd;
 
@@ -66,7 +66,7 @@ fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool 
     desc.softcap.is_some() || desc.alibi || tile.mask != MaskTile::Full || scale
 }
 
-/// What changes the scores of a query.
+/// The changes of the scores of a query before the softmax.
 #[inline(always)]
 pub(super) fn modifiers<S: Simd, P: Products<S>>(
     work: &TaskState<'_>,
@@ -78,11 +78,14 @@ pub(super) fn modifiers<S: Simd, P: Products<S>>(
     let mask = match &work.cx.mask {
         Some(table) if tile.mask != MaskTile::Full => {
             let row = table.view.row(query.index, query.head, query.position);
-            Some((row, first, table.view.shape()[3]))
+            Some(MaskColumns { row, first, keys: table.view.shape()[3] })
         }
         _ => None,
     };
-    let alibi = |slopes: &[f32]| (slopes[query.head], (query.nearest(problem) - first as i64) as f32);
+    let alibi = |slopes: &[f32]| Alibi {
+        slope: slopes[query.head],
+        position: (query.nearest(problem) - first as i64) as f32,
+    };
     Modifiers {
         scale: P::scale_of_scores(work.score_scale()),
         offset: 0.0,

@@ -35,7 +35,7 @@ impl TaskState<'_> {
     /// Memory of the packed queries, of rows of `depth` f32.
     ///
     /// # Safety
-    /// `depth` is that of the plan's products.
+    /// `depth` is [`depth`] of the plan's products.
     #[inline(always)]
     unsafe fn queries(&self, depth: usize) -> MatMut {
         let rows = self.cx.plan.task_rows().max(MAX_ROWS);

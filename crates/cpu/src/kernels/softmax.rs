@@ -11,39 +11,55 @@ use flashtile_core::tensor::MaskRow;
 use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
-/// What is done to the scores of a row before its softmax. Scores are in units of log2, or of the softcap.
+/// Changes of the scores of a row before its softmax, in their order. Scores are in units of log2, or of the softcap.
 #[derive(Clone, Copy)]
 pub(super) struct Modifiers {
-    /// What the scores are multiplied by first.
+    /// Factor of the scores.
     pub(super) scale: f32,
-    /// What is added then: what the mean of the keys has to do with the query.
+    /// Added to them: `q . k_mean`.
     pub(super) offset: f32,
     pub(super) softcap: Option<f32>,
-    /// ALiBi slope, and the position that distances are from, counted from the first column.
-    pub(super) alibi: Option<(f32, f32)>,
-    /// The mask row, the key of the first column, and keys of the mask's axis.
-    pub(super) mask: Option<(MaskRow, usize, usize)>,
+    pub(super) alibi: Option<Alibi>,
+    pub(super) mask: Option<MaskColumns>,
 }
 
-/// Of a bias of a greater magnitude, `2^126`, what is above it counts [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest
-/// of f32 would be infinite. Differences as large as the spacing of such numbers decide a softmax at any rate.
+/// ALiBi of a row.
+#[derive(Clone, Copy)]
+pub(super) struct Alibi {
+    pub(super) slope: f32,
+    /// Where distances are counted from, relative to the first column.
+    pub(super) position: f32,
+}
+
+/// A mask row over the columns of a block.
+#[derive(Clone, Copy)]
+pub(super) struct MaskColumns {
+    pub(super) row: MaskRow,
+    /// Key of the first column.
+    pub(super) first: usize,
+    /// Keys of the mask's axis.
+    pub(super) keys: usize,
+}
+
+/// The part of a bias above this magnitude, `2^126`, is multiplied by [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest f32
+/// would be infinite. Biases of that size differ by so much that either factor gives the same softmax.
 const HUGE_BIAS: f32 = f32::from_bits((126 + 127) << 23);
 const HUGE_RATE: f32 = 0.5;
 
 /// A score in units of log2.
 pub(super) fn to_log2(score: f64) -> f64 {
     let core = score.clamp(-f64::from(HUGE_BIAS), f64::from(HUGE_BIAS));
-    // An infinite score leaves an infinite rest.
+    // An infinite score has an infinite part above the bound.
     core * std::f64::consts::LOG2_E + (score - core) * f64::from(HUGE_RATE)
 }
 
-/// What [`to_log2`] and [`modify`] made a score in units of log2 from.
+/// The inverse of [`to_log2`], and of the change of units in [`modify`].
 pub(super) fn from_log2(x: f64) -> f64 {
     let huge = f64::from(HUGE_BIAS) * f64::from(LOG2_E);
     if x.abs() <= huge || !x.is_finite() {
         return x * std::f64::consts::LN_2;
     }
-    // The sum that it is of was rounded.
+    // `x` is a rounded sum: its inverse may be above the largest f32.
     let magnitude = f64::from(HUGE_BIAS) + (x.abs() - huge) / f64::from(HUGE_RATE);
     magnitude.min(f64::from(f32::MAX)).copysign(x)
 }
@@ -53,7 +69,7 @@ static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11.
 /// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
 #[inline(always)]
 unsafe fn mask_bias<S: Simd>(row: MaskRow, j: usize, keys: usize) -> S::V {
-    // SAFETY: the mask row has `keys` elements, or one that stands for all; only those are read.
+    // SAFETY: the mask row has `keys` elements, or one that stands for all; no other is read.
     unsafe {
         if row.step == 0 {
             return S::splat(row.bias(0));
@@ -82,7 +98,7 @@ unsafe fn mask_bias<S: Simd>(row: MaskRow, j: usize, keys: usize) -> S::V {
 /// As [`Simd`]; `scores` is valid for the vectors, the mask row for its keys.
 #[inline(always)]
 pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         let hidden = S::splat(f32::NEG_INFINITY);
         let mut c = columns.start;
@@ -91,12 +107,12 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
             if let Some(cap) = with.softcap {
                 x = S::mul(tanh::<S>(x), S::splat(cap * LOG2_E));
             }
-            if let Some((slope, position)) = with.alibi {
+            if let Some(Alibi { slope, position }) = with.alibi {
                 let lanes = S::load(LANE_INDEX.as_ptr());
                 let distance = S::abs(S::sub(S::splat(position - c as f32), lanes));
                 x = S::fma(distance, S::splat(-slope * LOG2_E), x);
             }
-            if let Some((row, first, keys)) = with.mask {
+            if let Some(MaskColumns { row, first, keys }) = with.mask {
                 let bias = mask_bias::<S>(row, first + c, keys);
                 if row.kind != MaskKind::Bool {
                     // A NaN passes both comparisons.
@@ -127,19 +143,19 @@ pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Rang
     for c in
         (columns.start..visible.start.min(columns.end)).chain(visible.end.max(columns.start)..columns.end)
     {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract.
         unsafe { *scores.add(c) = f32::NEG_INFINITY }
     }
 }
 
-/// Hides those of `columns` that a boolean mask row hides, the first of them its element `from`.
+/// Hides the columns that a boolean mask row hides, whose element `from` is the first column.
 ///
 /// # Safety
 /// `scores` is valid for `columns`, the row for as many elements from `from` on.
 #[inline(always)]
 pub(super) unsafe fn prune(scores: *mut f32, columns: Range<usize>, row: MaskRow, from: usize) {
     for (n, c) in columns.enumerate() {
-        // SAFETY: the caller's promise; a row of step 0 has one element, which stands for all.
+        // SAFETY: the caller's contract; a row of step 0 has one element, which stands for all.
         unsafe {
             if *row.ptr.add((from + n) * row.step) == 0 {
                 *scores.add(c) = f32::NEG_INFINITY;
@@ -218,7 +234,7 @@ pub(super) unsafe fn softmax<S: Simd, P: Products<S>>(
 /// As [`Simd`]; the matrices of [`Fold`] have `rows` rows.
 #[inline(always)]
 pub(crate) unsafe fn fold<S: Simd>(rows: usize, f: &Fold) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller's contract.
     unsafe {
         let mut first = 0;
         while first < rows {

@@ -16,12 +16,12 @@ use flashtile_core::problem::Sequence;
 use flashtile_core::tensor::TensorViewMut;
 use std::ops::Range;
 
-/// What every task of a run shares. Checked against the plan's problem before it is made.
+/// The inputs, outputs and workspace of a run, for all of its tasks. Checked against the plan's problem before it is made.
 pub(crate) struct Context<'a> {
     pub(crate) plan: &'a CpuPlan,
-    /// Those of the plan's instruction set.
+    /// Kernels of the plan's instruction set.
     pub(crate) kernels: Kernels,
-    /// Of the instruction set of codecs.
+    /// Token of the instruction set that codecs use.
     pub(crate) token: IsaToken,
     pub(crate) inputs: &'a Inputs<'a>,
     pub(crate) out: &'a TensorViewMut<'a>,
@@ -47,7 +47,7 @@ impl Partials {
     /// Stores the rows of `values` and their maxima and sums.
     ///
     /// # Safety
-    /// The partials and rows exist, no other thread uses the partials, and rows of `values` follow one another without a gap, as those of
+    /// The partials and rows exist, no other thread uses the partials, and rows of `values` follow one another without a gap, as
     /// partials do.
     pub(super) unsafe fn store(&self, index: usize, values: Mat, max_sum: RowMaxSum) {
         let rows = values.rows();

@@ -48,7 +48,7 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Sets the running state of the first `rows` rows to that of no keys, or to what partials from `from` on hold.
+    /// Sets the running state of the first `rows` rows to the state before any key, or to the partials from `from` on.
     ///
     /// # Safety
     /// The partials were stored.
@@ -64,7 +64,7 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Writes the running state of the first `rows` rows, which are those from row `first` of the task on, to where it goes.
+    /// Writes the running state of the first `rows` rows, which are rows `first..first + rows` of the task, to the target.
     /// Partial results of blocks were stored one by one.
     ///
     /// # Safety
@@ -115,7 +115,7 @@ impl<'a> TaskState<'a> {
 /// # Safety
 /// - The machine has the instruction set of the context's kernels.
 /// - The context was checked against its plan, and `scratch` is valid for the plan's layout.
-/// - No other thread uses `scratch` or runs the same task, and the phases before that of the task have ended.
+/// - No other thread uses `scratch` or runs the same task, and the phases before it have ended.
 pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's contract; every region is used within its size in the layout.
     unsafe {
@@ -126,10 +126,10 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
         work.start(count, task.from);
         let tile_rows = cx.plan.tile_rows();
         let packs = work.k_path.is_packed() || work.v_path.is_packed();
-        for block in task.blocks.0..task.blocks.1 {
+        for block in task.blocks.start..task.blocks.end {
             let partials = match task.target {
                 Target::Blocks(base) => {
-                    let index = base + (block - task.blocks.0) * count;
+                    let index = base + (block - task.blocks.start) * count;
                     cx.partials.clear(index, count);
                     Some(index)
                 }

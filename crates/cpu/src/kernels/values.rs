@@ -8,6 +8,7 @@ use super::mat::{Mat, MatMut};
 use super::operands::Operands;
 use super::probs::modifiers;
 use super::products::{Products, key_steps};
+use super::softmax::MaskColumns;
 use super::state::{Path, TaskState, Tile};
 use crate::simd::{Elem, Simd, all_finite};
 use flashtile_core::tensor::MaskRow;
@@ -33,7 +34,7 @@ impl TaskState<'_> {
                 Path::Codes(phases) => return (phases.values)(self, tile),
             }
         }
-        // The rest of a step that the columns cut has probability 0, as a hidden key has.
+        // Keys of a cut step beyond the columns have probability 0, as hidden keys have.
         let cut = *columns != tile.columns;
         let prunes = !self.tree_columns(tile).0.is_empty();
         if cut || !tile.full || prunes || tile.mask != MaskTile::Full {
@@ -132,7 +133,7 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
         let seen = work.visible_columns(query.sequence, query.position, tile.block);
         let ((tree, tree_from), tree_row) = (work.tree_columns(tile), work.tree_row(&query));
         let sees = |j: usize| {
-            let hides = |(row, first, _): (MaskRow, usize, usize)| row.bias(first + j) == f32::NEG_INFINITY;
+            let hides = |mask: MaskColumns| mask.row.bias(mask.first + j) == f32::NEG_INFINITY;
             let pruned =
                 |row: MaskRow| tree.contains(&j) && row.bias(tree_from + j - tree.start) == f32::NEG_INFINITY;
             seen.contains(&j) && !mask.is_some_and(hides) && !tree_row.is_some_and(pruned)

@@ -19,7 +19,7 @@ pub(crate) struct ScratchLayout {
     pub(crate) scores: usize,
     pub(crate) partial: usize,
     pub(crate) acc: usize,
-    /// Running maximum and sum of `row_stats` rows each, then those of one block for `tile_stats` rows.
+    /// Running maxima and sums of `row_stats` rows, then the maxima and sums of one block for `tile_stats` rows.
     pub(crate) stats: usize,
     /// `q . k_mean` of each row, where keys or values are quantized; else empty, as `codes` is.
     pub(crate) mean_scores: usize,
@@ -30,13 +30,13 @@ pub(crate) struct ScratchLayout {
     pub(crate) len: usize,
 }
 
-/// Shape of the table that classifies a materialised mask: one byte for each mask plane, tile of query positions and block
+/// Shape of the table of mask tiles of a materialised mask: one byte for each mask plane, tile of query positions and block
 /// of keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct MaskTileShape {
     /// Query positions of a tile.
     pub(crate) tile_q: usize,
-    /// Most planes, query tiles and key blocks that a mask of this problem may have.
+    /// Upper bounds of the planes, query tiles and key blocks of a mask of this problem.
     pub(crate) planes: usize,
     pub(crate) q_tiles: usize,
     pub(crate) k_blocks: usize,
@@ -69,9 +69,9 @@ impl CpuPlan {
     /// prefix that it shares.
     ///
     /// # Errors
-    /// [`Unsupported::Splits`] where the option asks for more splits than there are blocks of keys;
+    /// [`Unsupported::Splits`] where the option is more splits than there are blocks of keys;
     /// [`Unsupported::Tasks`] where the problem would be cut into more units of work than a plan lists;
-    /// [`Unsupported::Workspace`] where the workspace is not addressable; [`Unsupported::Kernels`] where the option asks for a kind of
+    /// [`Unsupported::Workspace`] where the workspace is not addressable; [`Unsupported::Kernels`] where the option names a kind of
     /// kernels.
     pub fn new(problem: &Problem, facts: &CpuFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         if options.kernels != KernelChoice::Auto {
@@ -81,7 +81,7 @@ impl CpuPlan {
         let isa = isa_for(facts.isa, problem);
         let threads = facts.threads.clamp(1, MAX_THREADS);
         let sequences = problem.sequences();
-        let (mr, nv) = register_tile(isa);
+        let tile = register_tile(isa);
         let value_stride = dims.value_dim.next_multiple_of(isa.lanes());
 
         let max_blocks = sequences.iter().map(|s| s.kv_len.div_ceil(BLOCK_K)).max().unwrap_or(0).max(1);
@@ -92,7 +92,7 @@ impl CpuPlan {
         }
 
         // Rows whose scores of one block fill about half of the first-level cache.
-        let tile_rows = (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(mr);
+        let tile_rows = (facts.l1d / 2 / (BLOCK_K * 4)).clamp(STREAM_ROWS, 48).next_multiple_of(tile.rows);
         // Rows that share a packed block: q, the accumulators and the block stay in the second-level cache.
         let row_bytes = (dims.head_dim + 2 * value_stride) * 4;
         let block_bytes = BLOCK_K * (dims.head_dim + value_stride) * 4;
@@ -101,16 +101,16 @@ impl CpuPlan {
         let even = segments.rows().div_ceil(threads * TASKS_PER_THREAD);
         let task_rows =
             if threads == 1 { most_rows } else { even.clamp((2 * tile_rows).min(most_rows), most_rows) };
-        let longest = segments.longest().max(1).next_multiple_of(mr);
-        let task_rows = task_rows.min(longest).next_multiple_of(mr);
+        let longest = segments.longest().max(1).next_multiple_of(tile.rows);
+        let task_rows = task_rows.min(longest).next_multiple_of(tile.rows);
 
         let most_tasks = segments.tasks(task_rows).saturating_mul(options.splits.unwrap_or(1));
         if most_tasks > MAX_TASKS {
             return Err(Unsupported::Tasks { got: most_tasks, max: MAX_TASKS });
         }
         let overflow = || Unsupported::Workspace { kernel: plan_name(problem, isa) };
-        let slot_bytes = (value_stride + 2) * 4;
-        let choices = Choices { options, threads, task_rows, slot_bytes };
+        let partial_bytes = (value_stride + 2) * 4;
+        let choices = Choices { options, threads, task_rows, partial_bytes };
         let schedule = segments.schedule(&choices).ok_or_else(overflow)?;
 
         let quantized = problem.is_quantized();
@@ -123,13 +123,14 @@ impl CpuPlan {
             tile_rows,
             task_rows,
             schedule,
-            scratch: scratch(
-                (task_rows, tile_rows),
-                packed_depth(isa, dims.head_dim),
+            scratch: ScratchLayout::new(&ScratchSizes {
+                task_rows,
+                tile_rows,
+                depth: packed_depth(isa, dims.head_dim),
                 value_stride,
-                nv * isa.lanes(),
+                panel: tile.vectors * isa.lanes(),
                 quantized,
-            ),
+            }),
             mask_tile_shape: None,
             workspace_bytes: 0,
         };
@@ -212,7 +213,7 @@ impl CpuPlan {
         self.threads
     }
 
-    /// Whether few rows are multiplied with codes in integers of 16 bits; others, and all where this is not so, are in f32.
+    /// Whether tasks of few rows multiply codes in integers of 16 bits. All other products with codes are in f32.
     #[must_use]
     pub fn multiplies_integers(&self) -> bool {
         self.isa == Isa::Avx512Vnni
@@ -236,21 +237,20 @@ impl CpuPlan {
         self.task_rows
     }
 
-    /// Pieces into which the keys of a sequence are divided for parallel work, at most.
+    /// Upper bound of the splits of the keys of a sequence for parallel work.
     #[must_use]
     pub fn splits(&self) -> usize {
         let prefixes = self.schedule.prefixes.iter().map(|prefix| prefix.splits);
         prefixes.chain(self.schedule.splits.iter().copied()).max().unwrap_or(1)
     }
 
-    /// Pieces into which the keys that each sequence has to itself are divided, `[sequences]`: all of its keys, but for those
-    /// of [`CpuPlan::prefixes`].
+    /// Upper bound of the splits of the keys of each sequence that no [`CpuPlan::prefixes`] hold, `[sequences]`.
     #[must_use]
     pub fn sequence_splits(&self) -> &[usize] {
         &self.schedule.splits
     }
 
-    /// Shared prefixes that are computed once for all their sequences: those of the problem that hold a whole block of keys.
+    /// Shared prefixes that are computed once for all their sequences: the prefixes of the problem that hold a whole block of keys.
     #[must_use]
     pub fn prefixes(&self) -> &[PlannedPrefix] {
         &self.schedule.prefixes
@@ -276,7 +276,7 @@ impl CpuPlan {
 
     /// Name of the kernel: `cpu-{prefill|decode}-{dtype}-d{head_dim}-{isa}`, with `x{value_dim}` where that differs, and
     /// `-{k codec}+{v codec}` where they are not elements of the dtype (one where they are the same); decode
-    /// where the query rows of a key/value head are so few that keys and values are streamed once, from where they lie.
+    /// where a key/value head has at most 16 query rows, which stream keys and values once, from where they lie.
     #[must_use]
     pub fn kernel(&self) -> String {
         plan_name(&self.problem, self.isa)
@@ -307,19 +307,27 @@ pub fn isa_for(isa: Isa, problem: &Problem) -> Isa {
     if codecs.iter().any(|codec| codec.is_integer()) {
         return isa.min(Isa::Avx512Vnni);
     }
-    // Pairs are of bf16 on both sides.
+    // Pairs need bf16 keys and values.
     let plain = codecs == [Codec::of(problem.dtype()); 2];
     isa.for_dtype(if plain { problem.dtype() } else { Dtype::F32 })
 }
 
-/// Rows and vectors of the register tile.
-pub(crate) const fn register_tile(isa: Isa) -> (usize, usize) {
-    match isa {
+/// The tile of a product that the registers of an instruction set hold.
+#[derive(Clone, Copy)]
+pub(crate) struct RegisterTile {
+    pub(crate) rows: usize,
+    /// Vectors of a row.
+    pub(crate) vectors: usize,
+}
+
+pub(crate) const fn register_tile(isa: Isa) -> RegisterTile {
+    let (rows, vectors) = match isa {
         Isa::Portable => (4, 2),
         Isa::Avx2 => (6, 2),
         Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 => (6, 4),
         Isa::Amx => (32, 4),
-    }
+    };
+    RegisterTile { rows, vectors }
 }
 
 /// f32 that a row of packed queries or keys takes: whole steps of the matrix unit where tiles are multiplied.
@@ -330,42 +338,52 @@ const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
     }
 }
 
-fn scratch(
-    (task_rows, tile_rows): (usize, usize),
+/// What the sizes of scratch memory follow from.
+struct ScratchSizes {
+    task_rows: usize,
+    tile_rows: usize,
+    /// f32 of a row of packed queries or keys.
     depth: usize,
+    /// f32 of a row of packed values.
     value_stride: usize,
+    /// Keys of a packed panel.
     panel: usize,
     quantized: bool,
-) -> ScratchLayout {
-    let mut len = 0;
-    // Regions start on cache lines.
-    let mut region = |floats: usize| {
-        let start = len;
-        len += floats.next_multiple_of(16);
-        start
-    };
-    // A tile may end inside a vector of rows.
-    let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
-    ScratchLayout {
-        // Rows past the last are read where rows are few.
-        q: region(task_rows.max(STREAM_ROWS) * depth),
-        k: region(BLOCK_K.next_multiple_of(panel) * depth),
-        v: region(BLOCK_K * value_stride),
-        scores: region(tile_rows * BLOCK_K),
-        partial: region(tile_rows * value_stride),
-        acc: region(task_rows * value_stride),
-        stats: region(2 * row_stats + 2 * tile_stats),
-        mean_scores: region(if quantized { row_stats } else { 0 }),
-        codes: region(if quantized { code_scratch(depth) } else { 0 }),
-        row_stats,
-        tile_stats,
-        len,
+}
+
+impl ScratchLayout {
+    fn new(sizes: &ScratchSizes) -> Self {
+        let &ScratchSizes { task_rows, tile_rows, depth, value_stride, panel, quantized } = sizes;
+        let mut len = 0;
+        // Regions start on cache lines.
+        let mut region = |floats: usize| {
+            let start = len;
+            len += floats.next_multiple_of(16);
+            start
+        };
+        // A tile may end inside a vector of rows.
+        let (row_stats, tile_stats) = (task_rows.next_multiple_of(16) + 16, tile_rows.next_multiple_of(16));
+        Self {
+            // Rows past the last are read where rows are few.
+            q: region(task_rows.max(STREAM_ROWS) * depth),
+            k: region(BLOCK_K.next_multiple_of(panel) * depth),
+            v: region(BLOCK_K * value_stride),
+            scores: region(tile_rows * BLOCK_K),
+            partial: region(tile_rows * value_stride),
+            acc: region(task_rows * value_stride),
+            stats: region(2 * row_stats + 2 * tile_stats),
+            mean_scores: region(if quantized { row_stats } else { 0 }),
+            codes: region(if quantized { code_scratch(depth) } else { 0 }),
+            row_stats,
+            tile_stats,
+            len,
+        }
     }
 }
 
-/// f32 of memory that rows of codes are decoded to, or that operands in integers take.
+/// f32 that decoded rows of codes take, or operands in integers.
 const fn code_scratch(depth: usize) -> usize {
-    // Sixteen keys in f32; or of each query two bytes an element, a factor and a start, of each probability two bytes and a factor.
+    // 16 keys in f32; or integers: two bytes an element, a factor and a start for each query, two bytes a key and a factor for its probabilities.
     let decoded = 16 * depth;
     let integers = STREAM_ROWS * (MAX_HEAD_DIM / 2 + 2 + BLOCK_K / 2 + 1);
     if decoded > integers { decoded } else { integers }

@@ -1,11 +1,11 @@
 //! The units of work of a plan, and the order in which they run.
 //!
-//! A segment is the key blocks that one task may hold for some rows: those of a prefix that several sequences share, with
-//! the rows of all of them, or what is left to a sequence alone. A row passes through its segments in key order. What the
-//! blocks before have given is its state; it is kept in partials of the workspace from one segment to the next. Segments at
+//! A segment is the key blocks that one task may hold for some rows: the blocks of a prefix that several sequences share, with
+//! the rows of all of them, or the other blocks of one sequence. A row passes through its segments in key order. Its state after a
+//! segment is kept in partials of the workspace for the next one. Segments at
 //! the same depth of prefixes form a phase; a phase starts when the one before has ended.
 //!
-//! Where the tasks of a phase would leave threads idle, the long ones are cut along the keys. The first piece goes on with
+//! Where the tasks of a phase would leave threads idle, the long ones are split along the keys. The first split continues
 //! the state, the others keep a partial result for each block, and a reduction folds these into the state in key order.
 
 use super::sizes::BLOCK_K;
@@ -26,15 +26,23 @@ pub(crate) struct Rows {
     pub(crate) count: usize,
 }
 
-/// What becomes of a result.
+/// Where a result goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Target {
-    /// It is that of the problem.
+    /// To the outputs of the problem.
     Out,
-    /// The state of the rows, in partials from this one on.
+    /// To the state of the rows, in partials from this one on.
     State(usize),
-    /// A partial result for each block: that of a row is in partial `base + block * rows + row`, counted from the task's first.
+    /// To a partial result for each block. Row `row` of block `block`, counted from the task's first, is partial
+    /// `base + block * rows + row`.
     Blocks(usize),
+}
+
+/// Neighbouring key blocks, from `start` to before `end`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Blocks {
+    pub(crate) start: usize,
+    pub(crate) end: usize,
 }
 
 /// One unit of work: some rows and some of the key blocks that they see.
@@ -42,8 +50,8 @@ pub(crate) enum Target {
 pub(crate) struct Task {
     pub(crate) rows: Rows,
     /// Key blocks, whole; the visible ones among them are computed.
-    pub(crate) blocks: (usize, usize),
-    /// Index of the partial of the first row's state before these blocks; `None` where there are none before them.
+    pub(crate) blocks: Blocks,
+    /// Index of the partial of the first row's state before these blocks; `None` before the first block.
     pub(crate) from: Option<usize>,
     pub(crate) target: Target,
     /// Estimate of the time it takes, in multiply-adds of a key with a row.
@@ -81,11 +89,11 @@ impl Phase {
 pub struct PlannedPrefix {
     /// Indices of the sequences.
     pub sequences: Range<usize>,
-    /// Tokens that are read once for all of them, in whole blocks; those of the prefixes around it are not among them.
+    /// Tokens that are read once for all of them, in whole blocks, without the tokens of the prefixes around this one.
     pub tokens: Range<usize>,
     /// Query rows of each key/value head that share them.
     pub rows: usize,
-    /// Pieces into which the tokens are cut for parallel work, at most.
+    /// Upper bound of the splits of the tokens for parallel work.
     pub splits: usize,
 }
 
@@ -104,20 +112,20 @@ struct Segment {
     splits: usize,
 }
 
-/// A problem in segments: those of shared prefixes, outer ones first, then one of each sequence.
+/// A problem in segments: one for each shared prefix, outer ones first, then one for each sequence.
 pub(super) struct Segments<'a> {
     problem: &'a Problem,
     prefixes: usize,
     list: Vec<Segment>,
 }
 
-/// What the planner has chosen so far.
+/// The choices that the schedule follows.
 pub(super) struct Choices {
     pub(super) options: PlanOptions,
     pub(super) threads: usize,
     pub(super) task_rows: usize,
-    /// Bytes of a state or partial result.
-    pub(super) slot_bytes: usize,
+    /// Bytes of a partial: a state or a partial result.
+    pub(super) partial_bytes: usize,
 }
 
 /// The schedule of a plan.
@@ -127,11 +135,11 @@ pub(super) struct Schedule {
     pub(super) prefixes: Vec<PlannedPrefix>,
     /// States and partial results.
     pub(super) num_partials: usize,
-    /// Pieces into which the keys that a sequence has to itself are cut, at most.
+    /// Upper bound of the splits of the keys that a sequence does not share.
     pub(super) splits: Vec<usize>,
 }
 
-/// What reading a key costs beside its products, in rows: a task of few rows waits for memory.
+/// Cost of reading a key, in rows that multiply it: a task of few rows waits for memory.
 const STREAM_COST: u64 = 8;
 /// Tasks per thread that even out differences in work.
 pub(super) const TASKS_PER_THREAD: usize = 4;
@@ -160,7 +168,7 @@ pub(crate) fn spans(
     })
 }
 
-/// The sequence that has a row of q, which is one of `sequence` or, where queries are packed, of those after it.
+/// The sequence that has a row of q: `sequence` or, where queries are packed, one after it.
 #[inline(always)]
 pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usize {
     let all = problem.sequences();
@@ -168,7 +176,7 @@ pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usi
     if row < s.q_start + s.q_len {
         return sequence;
     }
-    // The last that starts at or before the row: those without rows come before it.
+    // The last that starts at or before the row. Sequences without rows that start there come before it.
     sequence + all[sequence..].partition_point(|s| s.q_start <= row) - 1
 }
 
@@ -176,7 +184,7 @@ impl<'a> Segments<'a> {
     pub(super) fn of(problem: &'a Problem) -> Self {
         let mut list: Vec<Segment> = Vec::new();
         let group = problem.dims().group();
-        // What a tree mask decides on is a sequence's own.
+        // The keys that a tree mask decides on are not shared.
         let shareable = |s: &Sequence| if problem.desc().tree { s.kv_len - s.q_len } else { s.kv_len };
         // The innermost prefix of each sequence. Outer ones come first, and what holds the first sequence of a prefix holds it.
         let mut innermost: Vec<Option<usize>> = vec![None; problem.sequences().len()];
@@ -185,7 +193,7 @@ impl<'a> Segments<'a> {
             let members = || problem.sequences()[prefix.sequences.clone()].iter().filter(|s| s.q_len > 0);
             let len = members().map(shareable).min().unwrap_or(0).min(prefix.len);
             let blocks = parent.map_or(0, |n| list[n].blocks.end)..len / BLOCK_K;
-            // Of one sequence there is nothing to share.
+            // A prefix of a single sequence is no shared work.
             if members().nth(1).is_some() && !blocks.is_empty() {
                 let rows = members().map(|s| s.q_len).sum::<usize>() * group;
                 let depth = parent.map_or(0, |n| list[n].depth + 1);
@@ -211,7 +219,7 @@ impl<'a> Segments<'a> {
         Self { problem, prefixes, list }
     }
 
-    /// Most rows of a segment.
+    /// Rows of the longest segment.
     pub(super) fn longest(&self) -> usize {
         self.list.iter().map(|segment| segment.rows).max().unwrap_or(0)
     }
@@ -222,7 +230,7 @@ impl<'a> Segments<'a> {
             * self.problem.dims().kv_heads
     }
 
-    /// Number of tasks of at most so many rows.
+    /// Number of tasks of at most `task_rows` rows.
     pub(super) fn tasks(&self, task_rows: usize) -> usize {
         let tasks = self.list.iter().map(|segment| segment.rows.div_ceil(task_rows));
         tasks.sum::<usize>().saturating_mul(self.problem.dims().kv_heads)
@@ -233,7 +241,7 @@ impl<'a> Segments<'a> {
         let (heads, group) = (self.problem.dims().kv_heads, self.problem.dims().group());
         let mut num_partials = 0usize;
         let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
-        // Tasks of each phase, and the segments that they are of.
+        // Tasks of each phase, each with the index of its segment.
         let mut phases: Vec<Vec<(Task, usize)>> = vec![Vec::new(); depth];
         for index in 0..self.list.len() {
             if index < self.prefixes {
@@ -282,7 +290,7 @@ impl<'a> Segments<'a> {
     }
 
     /// Blocks of a segment that some of its rows see, all of them where tiles are not skipped, and what they cost.
-    fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> ((usize, usize), u64) {
+    fn visible(&self, segment: &Segment, rows: Range<usize>, skip_tiles: bool) -> (Blocks, u64) {
         let (mut keys, mut pairs, mut queries, count) = (0..0, 0, 0, rows.len());
         let inside = |keys: Range<usize>| {
             let end = segment.blocks.end.saturating_mul(BLOCK_K);
@@ -301,58 +309,59 @@ impl<'a> Segments<'a> {
                 keys = keys.start.min(seen.start)..keys.end.max(seen.end);
             }
         }
-        // Of the first and last position the task may have some heads alone.
+        // The task may have only some heads of its first and last position.
         let pairs = pairs as f64 / queries.max(1) as f64 * count as f64;
         let cost = pairs as u64 + inside(keys.clone()) * STREAM_COST;
         let (first, last) = (keys.start / BLOCK_K, keys.end.div_ceil(BLOCK_K));
         let (first, last) = (first.max(segment.blocks.start), last.min(segment.blocks.end));
-        (if keys.is_empty() || last <= first { (0, 0) } else { (first, last) }, cost)
+        let none = keys.is_empty() || last <= first;
+        (if none { Blocks { start: 0, end: 0 } } else { Blocks { start: first, end: last } }, cost)
     }
 
-    /// Cuts the tasks of a phase along the keys where that was asked for, or shortens the phase.
+    /// Splits the tasks of a phase along the keys: as the option says, or where that shortens the phase.
     fn split(
         &mut self,
         tasks: Vec<(Task, usize)>,
         choices: &Choices,
         num_partials: &mut usize,
     ) -> Option<Phase> {
-        let blocks = |task: &Task| task.blocks.1 - task.blocks.0;
-        let pieces: Box<dyn Fn(&Task) -> usize> = match choices.options.splits {
+        let blocks = |task: &Task| task.blocks.end - task.blocks.start;
+        let splits_of: Box<dyn Fn(&Task) -> usize> = match choices.options.splits {
             Some(splits) => Box::new(move |task| splits.min(blocks(task))),
-            None => match piece_cost(tasks.iter().map(|(task, _)| task.cost), choices.threads) {
+            None => match split_cost(tasks.iter().map(|(task, _)| task.cost), choices.threads) {
                 Some(cost) => Box::new(move |task| (task.cost.div_ceil(cost) as usize).min(blocks(task))),
                 None => Box::new(|_| 1),
             },
         };
-        let extra = |task: &Task| match pieces(task) {
+        let extra = |task: &Task| match splits_of(task) {
             0 | 1 => 0,
             n => task.rows.count.saturating_mul(1 + blocks(task) - blocks(task) / n),
         };
         let needed = tasks.iter().fold(0usize, |sum, (task, _)| sum.saturating_add(extra(task)));
         let splits = choices.options.splits.is_some()
-            || needed.saturating_mul(choices.slot_bytes) <= MAX_PARTIAL_BYTES;
+            || needed.saturating_mul(choices.partial_bytes) <= MAX_PARTIAL_BYTES;
         let mut phase = Phase::default();
         for (task, segment) in tasks {
-            let n = pieces(&task);
+            let n = splits_of(&task);
             if !splits || n <= 1 {
                 phase.tasks.push(task);
                 continue;
             }
             self.list[segment].splits = self.list[segment].splits.max(n);
-            let (rows, (first, last)) = (task.rows, task.blocks);
-            let at = |piece: usize| first + (last - first) * piece / n;
+            let (rows, Blocks { start: first, end: last }) = (task.rows, task.blocks);
+            let at = |split: usize| first + (last - first) * split / n;
             let from = *num_partials;
             let partials = from.checked_add(rows.count)?;
             *num_partials = rows.count.checked_mul(last - at(1)).and_then(|n| partials.checked_add(n))?;
-            for piece in 0..n {
-                let blocks = (at(piece), at(piece + 1));
-                let target = match piece {
+            for split in 0..n {
+                let blocks = Blocks { start: at(split), end: at(split + 1) };
+                let target = match split {
                     0 => Target::State(from),
-                    _ => Target::Blocks(partials + (blocks.0 - at(1)) * rows.count),
+                    _ => Target::Blocks(partials + (blocks.start - at(1)) * rows.count),
                 };
-                let from = if piece == 0 { task.from } else { None };
-                let part = (blocks.1 - blocks.0) as f64 / (last - first) as f64;
-                let cost = (task.cost as f64 * part) as u64;
+                let from = if split == 0 { task.from } else { None };
+                let fraction = (blocks.end - blocks.start) as f64 / (last - first) as f64;
+                let cost = (task.cost as f64 * fraction) as u64;
                 phase.tasks.push(Task { rows, blocks, from, target, cost });
             }
             let blocks = last - at(1);
@@ -376,21 +385,21 @@ fn makespan(costs: impl Iterator<Item = u64>, threads: usize) -> u64 {
     loads.into_iter().map(|load| load.0).max().unwrap_or(0)
 }
 
-/// What a piece of a task should cost, where the tasks as they are would keep threads waiting for others for more than a
-/// tenth of the time, or where there are so few that nothing evens out what else the machine does.
-fn piece_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
-    let (mut total, mut most, mut count) = (0u64, 0, 0);
+/// The cost of a split, where whole tasks would keep threads waiting for more than a tenth of the time, or are too few to even out other
+/// load on the machine; `None` where tasks stay whole.
+fn split_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Option<u64> {
+    let (mut total, mut max, mut count) = (0u64, 0u64, 0);
     for cost in costs.clone() {
-        (total, most, count) = (total + cost, most.max(cost), count + 1);
+        (total, max, count) = (total + cost, max.max(cost), count + 1);
     }
-    let share = total as f64 / threads as f64;
+    let even_time = total as f64 / threads as f64;
     let waits = || {
         let mut costs: Vec<u64> = costs.collect();
         costs.sort_unstable_by_key(|&cost| Reverse(cost));
-        makespan(costs.into_iter(), threads) as f64 * 0.9 > share
+        makespan(costs.into_iter(), threads) as f64 * 0.9 > even_time
     };
     // No schedule is longer than an even one and the longest task.
-    let even = most as f64 <= 0.1 * share;
+    let even = max as f64 <= 0.1 * even_time;
     let splits = threads > 1 && !even && (count < 2 * threads || waits());
     splits.then(|| total.div_ceil((threads * TASKS_PER_THREAD) as u64).max(1))
 }

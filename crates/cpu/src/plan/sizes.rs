@@ -3,12 +3,12 @@
 /// Keys of a block. Fixed, because the bits of a result depend on it: 256 keys keep a tile of scores in the first-level
 /// cache and make the cost of folding a partial result negligible.
 pub(crate) const BLOCK_K: usize = 256;
-/// Most query rows of a task that reads keys and values in place, once: their scores of one vector of keys stay in registers
-/// beside a transposed block of the keys.
+/// Upper bound of the query rows of a task that reads keys and values once, where they lie: the scores of these rows with one vector of keys
+/// stay in registers beside a transposed block of the keys.
 pub(crate) const STREAM_ROWS: usize = 16;
 /// Query positions of a mask tile.
 pub(super) const MASK_TILE_Q: usize = 16;
-/// Most threads of a plan.
+/// Upper bound of the threads of a plan.
 pub(super) const MAX_THREADS: usize = 1 << 12;
-/// Most tasks of a plan.
+/// Upper bound of the tasks of a plan.
 pub(super) const MAX_TASKS: usize = 1 << 22;
