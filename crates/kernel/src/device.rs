@@ -1,4 +1,4 @@
-//! Launches, and the contract every one of them is checked against before a device sees it.
+//! Launches, and the contract that each is checked against before a device sees it.
 
 use crate::facts::Fact;
 pub use crate::facts::{Constant, Facts, Span, View, ViewMut};
@@ -8,9 +8,9 @@ use crate::scalar::{Plain, Scalar, ScalarType};
 use crate::source::{Instance, Kernel, ParameterKind, Threads};
 use std::fmt;
 
-/// What runs kernels: the simulator, a GPU.
+/// A device that runs kernels: the simulator or a GPU.
 pub trait Device {
-    /// Its memory.
+    /// The memory of the device.
     type Memory;
     /// Why a launch failed.
     type Error: std::error::Error;
@@ -30,22 +30,22 @@ pub trait Device {
 /// The bounds of a device's launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most threads of a group.
+    /// Most threads of a threadgroup.
     pub threads: u32,
-    /// Most bytes of shared memory of a group.
+    /// Most bytes of shared memory of a threadgroup.
     pub shared_bytes: usize,
-    /// Most groups along each coordinate.
+    /// Most threadgroups along each coordinate.
     pub groups: [u32; 3],
 }
 
 impl Default for Limits {
-    /// What every device has: 1024 threads, 32 KiB, 2^31 - 1 by 65535 by 65535 groups.
+    /// The limits that every device has: 1024 threads, 32 KiB, 2^31 - 1 by 65535 by 65535 threadgroups.
     fn default() -> Self {
         Self { threads: 1024, shared_bytes: 32 << 10, groups: [i32::MAX as u32, 65535, 65535] }
     }
 }
 
-/// What a launch passes for a parameter.
+/// The argument of a launch for a parameter.
 #[derive(Debug)]
 pub enum Argument<'a, M> {
     /// For `&Buffer<T>`.
@@ -81,7 +81,7 @@ impl<M> Argument<'_, M> {
     }
 }
 
-/// What a condition mentions, less the fields of `#[params]`.
+/// The values that a condition mentions, without fields of `#[params]`.
 fn numbers(facts: &Facts<'_>, kernel: &Kernel, condition: &str) -> String {
     let words = condition.split(|c: char| !c.is_alphanumeric() && c != '_');
     let mentioned = |name: &str| words.clone().any(|word| word == name);
@@ -122,11 +122,11 @@ pub struct Launch<'a, M> {
 }
 
 impl<'a, M> Launch<'a, M> {
-    /// Checks a launch of `groups` groups of `threads` threads against the instance, the limits and the kernel's `requires`, in
+    /// Checks a launch of `groups` threadgroups of `threads` threads against the instance, the limits and the kernel's `requires`, in
     /// this order.
     ///
     /// # Errors
-    /// The first [`ContractError`] part of the contract.
+    /// [`ContractError`]: the first part of the contract that does not hold.
     pub fn new(
         instance: &'a Instance,
         groups: [u32; 3],
@@ -188,12 +188,12 @@ impl<'a, M> Launch<'a, M> {
         self.instance
     }
 
-    /// Groups along each coordinate, each at least 1.
+    /// Threadgroups along each coordinate, each at least 1.
     pub fn groups(&self) -> [u32; 3] {
         self.groups
     }
 
-    /// Threads of a group, a multiple of 32.
+    /// Threads of a threadgroup, a multiple of 32.
     pub fn threads(&self) -> u32 {
         self.threads
     }
@@ -216,7 +216,7 @@ impl<'a, M> Launch<'a, M> {
         })
     }
 
-    /// What NVRTC must be given beside the source and the architecture: [`Instance::cuda_options`] of its constants.
+    /// The options of NVRTC beside the architecture: [`Instance::cuda_options`] of the launch's constants.
     pub fn cuda_options(&self) -> Vec<String> {
         self.instance.cuda_options(self.constants())
     }
@@ -254,33 +254,33 @@ pub enum ContractErrorKind {
         condition: &'static str,
         /// What it means.
         message: &'static str,
-        /// What it mentions, as it is: `x.len() = 128, groups = [2, 1, 1]`.
+        /// The values that it mentions: `x.len() = 128, groups = [2, 1, 1]`.
         numbers: String,
     },
-    /// The kernel is not written for groups of this many threads.
+    /// The kernel is not written for threadgroups of this many threads.
     Threads {
-        /// What it is written for.
+        /// The numbers of threads that it is written for.
         expected: Threads,
         /// Threads of the launch.
         found: u32,
     },
-    /// The device has no groups of this many threads.
+    /// The device has no threadgroups of this many threads.
     DeviceThreads {
-        /// Its most.
+        /// The device's limit.
         limit: u32,
         /// Threads of the launch.
         found: u32,
     },
-    /// There is no group along a coordinate, or more than the device can have.
+    /// There is no threadgroup along a coordinate, or more than the device can have.
     Groups {
-        /// Its most.
+        /// The device's limit.
         limit: [u32; 3],
-        /// Groups of the launch.
+        /// Threadgroups of the launch.
         found: [u32; 3],
     },
-    /// A group needs more shared memory than the device has.
+    /// A threadgroup needs more shared memory than the device has.
     SharedBytes {
-        /// Its most.
+        /// The device's limit.
         limit: usize,
         /// Bytes of the kernel.
         found: usize,
@@ -344,7 +344,7 @@ impl fmt::Display for ContractError {
                 write!(f, "{parameter} has elements of no type, given {found}")
             }
             ContractErrorKind::Argument { parameter } => {
-                write!(f, "what was given for {parameter} is of another kind")
+                write!(f, "the argument for {parameter} is of another kind")
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Runs of elements of a device's memory, and what the conditions of a kernel see of a launch.
+//! Views of a device's memory, and the facts that the conditions of a kernel are checked on.
 
 use crate::generic::Generic;
 use crate::literal::literal;
@@ -38,7 +38,7 @@ impl<M> Clone for View<'_, M> {
 impl<M> Copy for View<'_, M> {}
 
 impl<'a, M> View<'a, M> {
-    /// Elements `span` of `memory`. That they are inside is for the maker of the memory, or its device, to check.
+    /// Elements `span` of `memory`. The maker of the memory, or its device, checks that they are inside.
     pub fn new(memory: &'a M, span: Span) -> Self {
         Self { memory, span }
     }
@@ -50,7 +50,7 @@ impl<'a, M> View<'a, M> {
 }
 
 impl<'a, M> ViewMut<'a, M> {
-    /// Elements `span` of `memory`. That they are inside is for the maker of the memory, or its device, to check.
+    /// Elements `span` of `memory`. The maker of the memory, or its device, checks that they are inside.
     pub fn new(memory: &'a mut M, span: Span) -> Self {
         Self { memory, span }
     }
@@ -69,7 +69,7 @@ impl<'a, M> ViewMut<'a, M> {
 macro_rules! spans {
     ($($View:ident)*) => {$(
         impl<M> $View<'_, M> {
-            /// Which elements.
+            /// The elements.
             pub fn span(&self) -> Span {
                 self.span
             }
@@ -122,17 +122,17 @@ impl Constant {
     }
 }
 
-/// What a kernel's conditions see of a launch, whose arguments are of the kinds of the parameters.
+/// The launch as a kernel's conditions see it; the arguments fit the parameters.
 #[derive(Clone, Copy, Debug)]
 pub struct Facts<'a> {
     pub(crate) generics: &'a [Generic],
-    /// One a parameter, in order.
+    /// One for each parameter, in order.
     pub(crate) arguments: &'a [Fact<'a>],
     pub(crate) groups: [u32; 3],
     pub(crate) threads: u32,
 }
 
-/// What conditions see of an argument.
+/// An argument as conditions see it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Fact<'a> {
     Buffer(Span),
@@ -146,12 +146,12 @@ impl Facts<'_> {
         self.generics
     }
 
-    /// Groups along each coordinate.
+    /// Threadgroups along each coordinate.
     pub fn groups(&self) -> [u32; 3] {
         self.groups
     }
 
-    /// Threads of a group.
+    /// Threads of a threadgroup.
     pub fn threads(&self) -> u32 {
         self.threads
     }

@@ -23,7 +23,7 @@ impl<T: Element> Fragment<T> {
         Self::filled(T::from_f32(0.0))
     }
 
-    /// A matrix of `x`; lanes may give different ones, each for its own elements.
+    /// A matrix of `x`; lanes may give different values, each for its own elements.
     pub fn filled(x: T) -> Self {
         Self { elements: [x; 2] }
     }
@@ -31,7 +31,7 @@ impl<T: Element> Fragment<T> {
     /// Element `(r, c)` from `memory[offset + r * stride + c]`.
     ///
     /// # Faults
-    /// Where a lane is elsewhere, and as reading each element does.
+    /// Where the lanes diverge, and as for reading each element.
     #[track_caller]
     pub fn load<M: Memory<Item = T>>(memory: &M, offset: u32, stride: u32) -> Self {
         crate::simulator::simd_converge("Fragment::load");
@@ -53,7 +53,7 @@ impl<T: Element> Fragment<T> {
     /// Element `(r, c)` to `memory[offset + r * stride + c]`.
     ///
     /// # Faults
-    /// Where a lane is elsewhere, and as writing each element does.
+    /// Where the lanes diverge, and as for writing each element.
     #[track_caller]
     pub fn store<M: Memory<Item = T>>(&self, memory: &mut M, offset: u32, stride: u32) {
         crate::simulator::simd_converge("Fragment::store");
@@ -66,7 +66,7 @@ impl<T: Element> Fragment<T> {
     /// `a * b + c`, with exact products and a sum in `f32`.
     ///
     /// # Faults
-    /// Where a lane is elsewhere.
+    /// Where the lanes diverge.
     #[track_caller]
     pub fn multiply_accumulate(a: &Self, b: &Self, c: &Fragment<f32>) -> Fragment<f32> {
         let own =

@@ -43,7 +43,7 @@ impl Generic {
     pub(crate) fn fits(self, kind: GenericKind) -> bool {
         match (self, kind) {
             (Self::Type(scalar), GenericKind::Element) => scalar.is_element(),
-            (Self::Type(scalar), GenericKind::Number) => scalar.is_number(),
+            (Self::Type(scalar), GenericKind::Number) => scalar.has_arithmetic(),
             (Self::Type(_), GenericKind::Scalar)
             | (Self::Usize(_), GenericKind::Const(ScalarType::Usize))
             | (Self::U32(_), GenericKind::Const(ScalarType::U32))

@@ -1,8 +1,8 @@
 //! The functions of the kernel language that Rust does not have. In C++ each is called `ft_` and its name here.
 //!
-//! They answer inside a simulated kernel only; elsewhere those that need to know their thread panic. Operations of a SIMD
-//! group (`simd_*`) are taken by its 32 lanes together, at one place of the source; [`barrier`] by all threads of the
-//! group. A place is another one in another iteration of a loop, and by another call of a device function.
+//! An intrinsic that needs the current thread works in a simulated kernel only, and panics elsewhere. Operations of a SIMD group
+//! (`simd_*`) are convergent: its 32 lanes reach them together, at one place of the source, in the same iterations of loops and by
+//! the same calls of device functions. So is [`barrier`] for all threads of the threadgroup. Lanes and threads that do not, diverge.
 //!
 //! # How exact floats are
 //!
@@ -22,7 +22,7 @@
 //! | `powf` | Rust's, 1 | 4 | 16 |
 //!
 //! (CUDA C++ Programming Guide, mathematical functions; PTX ISA, `ex2`; Metal Shading Language Specification, relative
-//! errors of precise math. What Rust's functions do is the host's library's.)
+//! errors of precise math. Rust's functions are the host's math library.)
 
 use crate::memory::{Atomic, AtomicInteger, Memory, Shared};
 use crate::scalar::{Index, Number, Scalar, Value};
@@ -39,36 +39,36 @@ macro_rules! positions {
     )*};
 }
 positions! {
-    /// The thread's number in its group.
+    /// The thread's number in its threadgroup.
     thread_index = |p| p.thread;
-    /// Threads in a group.
+    /// Threads in a threadgroup.
     threads = |p| p.threads;
     /// The thread's lane in its SIMD group, below 32.
     simd_lane = |p| p.thread % 32;
-    /// The number of the thread's SIMD group in its group.
+    /// The number of the thread's SIMD group in its threadgroup.
     simd_index = |p| p.thread / 32;
-    /// SIMD groups in a group.
+    /// SIMD groups in a threadgroup.
     simd_groups = |p| p.threads / 32;
-    /// The group's position, first coordinate.
+    /// The threadgroup's position, first coordinate.
     group_x = |p| p.group[0];
-    /// The group's position, second coordinate.
+    /// The threadgroup's position, second coordinate.
     group_y = |p| p.group[1];
-    /// The group's position, third coordinate.
+    /// The threadgroup's position, third coordinate.
     group_z = |p| p.group[2];
-    /// Groups along the first coordinate.
+    /// Threadgroups along the first coordinate.
     groups_x = |p| p.groups[0];
-    /// Groups along the second coordinate.
+    /// Threadgroups along the second coordinate.
     groups_y = |p| p.groups[1];
-    /// Groups along the third coordinate.
+    /// Threadgroups along the third coordinate.
     groups_z = |p| p.groups[2];
     /// `group_x() * threads() + thread_index()`, modulo 2^32.
     thread_position = |p| p.group[0].wrapping_mul(p.threads).wrapping_add(p.thread);
 }
 
-/// Waits for all threads of the group, and orders their accesses to shared and device memory.
+/// Waits for all threads of the threadgroup, and orders their accesses to shared and device memory.
 ///
 /// # Faults
-/// Where a thread of the group has returned or waits elsewhere.
+/// Where the threads of the threadgroup diverge.
 #[track_caller]
 pub fn barrier() {
     machine::barrier();
@@ -77,13 +77,13 @@ pub fn barrier() {
 /// Waits for the lanes of the SIMD group, and orders their accesses to shared and device memory.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_barrier() {
     machine::simd_barrier();
 }
 
-/// An array of `len` elements shared by the threads of a group: at the top level of a kernel's body, `len` constant.
+/// An array of `len` elements shared by the threads of a threadgroup: at the top level of a kernel's body, `len` constant.
 ///
 /// # Faults
 /// Where threads ask for different arrays.
@@ -96,25 +96,25 @@ pub fn shared<T: Scalar>(len: usize) -> Shared<T> {
 /// The sum over the lanes, in the order of a butterfly; integers wrap.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_sum<T: Number>(x: T) -> T {
     butterfly("simd_sum", x, T::plus)
 }
 
-/// The greatest over the lanes; for floats of those that are numbers.
+/// The greatest value of the lanes; a NaN counts only where all lanes have one.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_max<T: Number>(x: T) -> T {
     butterfly("simd_max", x, T::greater)
 }
 
-/// The least over the lanes; for floats of those that are numbers.
+/// The least value of the lanes; a NaN counts only where all lanes have one.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_min<T: Number>(x: T) -> T {
     butterfly("simd_min", x, T::lesser)
@@ -123,7 +123,7 @@ pub fn simd_min<T: Number>(x: T) -> T {
 /// The value of `x` in lane `lane`, which may differ from lane to lane.
 ///
 /// # Faults
-/// Where `lane` is not below 32, or a lane is elsewhere.
+/// Where `lane` is not below 32, or the lanes diverge.
 #[track_caller]
 pub fn simd_shuffle<T: Number>(x: T, lane: u32) -> T {
     T::from_raw(machine::exchange("simd_shuffle", x.to_raw(), lane))
@@ -132,7 +132,7 @@ pub fn simd_shuffle<T: Number>(x: T, lane: u32) -> T {
 /// The value of `x` in the lane whose number is this lane's number xor `mask`.
 ///
 /// # Faults
-/// Where `mask` is not below 32, or a lane is elsewhere.
+/// Where `mask` is not below 32, or the lanes diverge.
 #[track_caller]
 pub fn simd_shuffle_xor<T: Number>(x: T, mask: u32) -> T {
     let lane = if mask < 32 { simd_lane() ^ mask } else { mask };
@@ -142,7 +142,7 @@ pub fn simd_shuffle_xor<T: Number>(x: T, mask: u32) -> T {
 /// The value of `x` in lane `lane`, the same for all lanes.
 ///
 /// # Faults
-/// Where `lane` is not below 32 or differs from lane to lane, or a lane is elsewhere.
+/// Where `lane` is not below 32 or differs from lane to lane, or the lanes diverge.
 #[track_caller]
 pub fn simd_broadcast<T: Number>(x: T, lane: u32) -> T {
     T::from_raw(machine::broadcast(x.to_raw(), lane))
@@ -151,7 +151,7 @@ pub fn simd_broadcast<T: Number>(x: T, lane: u32) -> T {
 /// Bit `l` is `x` of lane `l`.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_ballot(x: bool) -> u32 {
     ballot("simd_ballot", x)
@@ -160,7 +160,7 @@ pub fn simd_ballot(x: bool) -> u32 {
 /// Whether `x` is true in any lane.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_any(x: bool) -> bool {
     ballot("simd_any", x) != 0
@@ -169,7 +169,7 @@ pub fn simd_any(x: bool) -> bool {
 /// Whether `x` is true in all lanes.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_all(x: bool) -> bool {
     ballot("simd_all", x) == u32::MAX
@@ -178,7 +178,7 @@ pub fn simd_all(x: bool) -> bool {
 /// The sum over the lanes before this one; 0 in lane 0. Integers wrap.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_prefix_sum<T: Number>(x: T) -> T {
     let lanes = machine::gather("simd_prefix_sum", x.to_raw());
@@ -188,7 +188,7 @@ pub fn simd_prefix_sum<T: Number>(x: T) -> T {
 /// The sum over the lanes up to and with this one. Integers wrap.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 pub fn simd_prefix_sum_inclusive<T: Number>(x: T) -> T {
     let lanes = machine::gather("simd_prefix_sum_inclusive", x.to_raw());
@@ -226,16 +226,16 @@ fn scan<T: Number>(lanes: [u64; 32], count: usize, zero: T) -> T {
     if count == 0 { zero } else { lanes[count - 1] }
 }
 
-/// Adds `x` to `memory[index]` in one step and returns what was there; integers wrap.
+/// Adds `x` to `memory[index]` in one step and returns the old value; integers wrap.
 ///
 /// # Faults
-/// As reading and writing the element does, except that atomics of several threads do not race.
+/// As reading and writing the element, except that atomics of several threads do not race.
 #[track_caller]
 pub fn atomic_add<M: Memory<Item: Atomic>>(memory: &mut M, index: impl Index, x: M::Item) -> M::Item {
     update(memory, index, |old| old.plus(x))
 }
 
-/// Replaces `memory[index]` by the greater of it and `x`, and returns what was there.
+/// Replaces `memory[index]` by the greater of it and `x`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -244,7 +244,7 @@ pub fn atomic_max<M: Memory<Item: AtomicInteger>>(memory: &mut M, index: impl In
     update(memory, index, |old| old.greater(x))
 }
 
-/// Replaces `memory[index]` by the lesser of it and `x`, and returns what was there.
+/// Replaces `memory[index]` by the lesser of it and `x`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -253,7 +253,7 @@ pub fn atomic_min<M: Memory<Item: AtomicInteger>>(memory: &mut M, index: impl In
     update(memory, index, |old| old.lesser(x))
 }
 
-/// Replaces `memory[index]` by its bits that are in `x` too, and returns what was there.
+/// Replaces `memory[index]` by `memory[index] & x`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -262,7 +262,7 @@ pub fn atomic_and<M: Memory<Item: AtomicInteger>>(memory: &mut M, index: impl In
     update(memory, index, |old| M::Item::from_raw(old.to_raw() & x.to_raw()))
 }
 
-/// Sets the bits of `x` in `memory[index]`, and returns what was there.
+/// Sets the bits of `x` in `memory[index]`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -271,7 +271,7 @@ pub fn atomic_or<M: Memory<Item: AtomicInteger>>(memory: &mut M, index: impl Ind
     update(memory, index, |old| M::Item::from_raw(old.to_raw() | x.to_raw()))
 }
 
-/// Flips the bits of `x` in `memory[index]`, and returns what was there.
+/// Flips the bits of `x` in `memory[index]`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -280,7 +280,7 @@ pub fn atomic_xor<M: Memory<Item: AtomicInteger>>(memory: &mut M, index: impl In
     update(memory, index, |old| M::Item::from_raw(old.to_raw() ^ x.to_raw()))
 }
 
-/// Replaces `memory[index]` by `x`, and returns what was there.
+/// Replaces `memory[index]` by `x`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -293,7 +293,7 @@ pub fn atomic_exchange<M: Memory<Item: AtomicInteger>>(
     update(memory, index, |_| x)
 }
 
-/// Replaces `memory[index]` by `new` where it is `expected`, and returns what was there.
+/// Replaces `memory[index]` by `new` where it is `expected`, and returns the old value.
 ///
 /// # Faults
 /// As [`atomic_add`].
@@ -360,7 +360,7 @@ pub fn pair_bf16(word: u32) -> [f32; 2] {
 /// `a * b + c` on both `f16` of the words, rounded once.
 pub fn f16x2_mul_add(a: u32, b: u32, c: u32) -> u32 {
     let ([a0, a1], [b0, b1], [c0, c1]) = (pair_f16(a), pair_f16(b), pair_f16(c));
-    // In f64 the product is exact, and the sum is or lies so far from halfway between two f16 that rounding again is exact.
+    // In f64 the product is exact. The sum is exact too, or so far from the middle of two f16 that rounding twice changes nothing.
     let fused = |a: f32, b: f32, c: f32| f16::from_f64(f64::from(a).mul_add(f64::from(b), f64::from(c)));
     u32::from(fused(a0, b0, c0).to_bits()) | u32::from(fused(a1, b1, c1).to_bits()) << 16
 }

@@ -1,8 +1,8 @@
 //! Products of 8x8 matrices, two left operands at a time, in the layout that the device multiplies them in.
 //!
 //! A left operand `A` and a sum `C` are held alike: the lane of row [`matrix_row`] and pair [`matrix_pair`] has columns `2 * pair` and
-//! `2 * pair + 1` of the row. How a right operand lies is the device's own affair: it is made from a lane's two numbers of a row ([`right`])
-//! or of a column ([`right_transposed`]). Which lane has which row and pair differs from device to device: on Apple's GPUs, and in the
+//! `2 * pair + 1` of the row. The layout of a right operand differs between devices: it is made from a lane's two elements of a row ([`right`])
+//! or of a column ([`right_transposed`]). The lane of a row and a pair differs between devices too: on Apple's GPUs, and in the
 //! simulator, as in [`Fragment`](crate::Fragment); on NVIDIA's the row is `lane / 4`, the pair `lane % 4`.
 //!
 //! Operands are f16, bf16 or f32, sums f32. On NVIDIA GPUs a product of f16 (from capability 7.5 on) or bf16 (8.0) is one instruction of the
@@ -39,7 +39,7 @@ impl<T: Element> Described for Right<T> {
         &ItemSource { name: "Right", symbol: "Right", cpp: Cpp::Printed(""), depends: &[&SOURCE], ..SOURCE };
 }
 
-/// All of it: the functions are printed with the operands they are of.
+/// The C++ of the whole module: the functions are printed with their operands.
 const SOURCE: ItemSource = ItemSource {
     name: "Left",
     symbol: "Left",
@@ -52,13 +52,13 @@ const SOURCE: ItemSource = ItemSource {
     line: line!(),
 };
 
-/// The row of which this lane has a pair, below 8.
+/// The row of this lane's pair, below 8.
 #[must_use]
 pub fn matrix_row() -> u32 {
     position_of(crate::intrinsics::simd_lane()).0
 }
 
-/// The number of the pair of columns that this lane has, below 4.
+/// This lane's pair of columns, below 4.
 #[must_use]
 pub fn matrix_pair() -> u32 {
     position_of(crate::intrinsics::simd_lane()).1 / 2
@@ -81,7 +81,7 @@ pub fn left<T: Element>(low: u32, high: u32) -> Left<T> {
 /// A right operand of which this lane has columns `2 * pair` and `2 * pair + 1` of its row, rounded to nearest even.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 #[must_use]
 pub fn right<T: Element>(x: f32, y: f32) -> Right<T> {
@@ -92,7 +92,7 @@ pub fn right<T: Element>(x: f32, y: f32) -> Right<T> {
 /// A right operand of which this lane has rows `2 * pair` and `2 * pair + 1` of the column of its row's number, rounded to nearest even.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 #[must_use]
 pub fn right_transposed<T: Element>(x: f32, y: f32) -> Right<T> {
@@ -111,10 +111,10 @@ pub fn right_zero<T: Element>() -> Right<T> {
     Right { elements: [T::from_f32(0.0); 2] }
 }
 
-/// `a[n] b + c[n]` for both left operands: products are exact, sums f32 in an order of the device's.
+/// `a[n] b + c[n]` for both left operands: products are exact, and sums are f32 in the device's own order.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 #[must_use]
 pub fn multiply_add<T: Element>(a: [Left<T>; 2], b: Right<T>, c: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
@@ -126,10 +126,10 @@ pub fn multiply_add<T: Element>(a: [Left<T>; 2], b: Right<T>, c: [[f32; 2]; 2]) 
     [product(0), product(1)]
 }
 
-/// The greatest of the lanes with this lane's pair, of those that are numbers.
+/// The greatest value of the lanes with this lane's pair; a NaN counts only where all of them have one.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 #[must_use]
 pub fn matrix_column_max(x: f32) -> f32 {
@@ -139,7 +139,7 @@ pub fn matrix_column_max(x: f32) -> f32 {
 /// The sum over the lanes with this lane's pair.
 ///
 /// # Faults
-/// Where a lane is elsewhere.
+/// Where the lanes diverge.
 #[track_caller]
 #[must_use]
 pub fn matrix_column_sum(x: f32) -> f32 {
@@ -159,12 +159,12 @@ fn column(name: &'static str, x: f32) -> [f32; 8] {
     std::array::from_fn(|row| f32::from_bits(shown[matrix_lane(row as u32, pair) as usize] as u32))
 }
 
-/// All ones in the bytes of which [`byte_permute`](crate::intrinsics::byte_permute) would give one with its top bit set, 0 in others.
+/// The signs of the bytes that [`byte_permute`](crate::intrinsics::byte_permute) selects: 0xff where bit 7 of the byte is set, else 0.
 #[must_use]
 #[track_caller]
 pub fn byte_signs(a: u32, b: u32, selector: u32) -> u32 {
-    let tops = crate::intrinsics::byte_permute(a, b, selector) >> 7 & 0x0101_0101;
-    tops * 0xff
+    let signs = crate::intrinsics::byte_permute(a, b, selector) >> 7 & 0x0101_0101;
+    signs * 0xff
 }
 
 /// The modules beside device functions: whether C++ deduces the generic arguments, and whether the function is convergent.

@@ -1,4 +1,4 @@
-//! Memory as a kernel sees it: [`Buffer`]s of the device and [`Shared`] arrays of a thread group.
+//! Memory as a kernel sees it: [`Buffer`]s of the device and [`Shared`] arrays of a threadgroup.
 //!
 //! Both are handles that only the simulator makes; every access goes through it and is checked there. Elements are
 //! copied in and out, so no reference into memory that other threads may write ever exists.
@@ -17,9 +17,9 @@ pub struct Buffer<T> {
     element: PhantomData<T>,
 }
 
-/// An array of scalars shared by the threads of a group, made by [`shared`](crate::intrinsics::shared).
+/// An array of scalars shared by the threads of a threadgroup, made by [`shared`](crate::intrinsics::shared).
 ///
-/// It starts uninitialised in every group.
+/// It starts uninitialised in every threadgroup.
 pub struct Shared<T> {
     region: Region,
     element: PhantomData<T>,
@@ -74,11 +74,11 @@ macro_rules! handle {
 
             /// Reads `N` neighbouring elements at once, from element `index` on.
             ///
-            /// `N` elements are a power of two of bytes up to 16, or a multiple of 16; the address is a multiple of that
-            /// power, or of 16.
+            /// The size of `N` elements is 1, 2, 4, 8 or 16 bytes, and the address a multiple of it; or the size and the address are
+            /// multiples of 16 bytes.
             ///
             /// # Faults
-            /// Where that does not hold, and where [`Place::ft_get`] does for any element.
+            /// Where the access is not aligned, and as [`Place::ft_get`] for each element.
             #[track_caller]
             pub fn load<const N: usize>(&self, index: impl Index) -> [T; N] {
                 self.load_as::<T, N>(index)
@@ -87,7 +87,7 @@ macro_rules! handle {
             /// Writes `N` neighbouring elements at once, from element `index` on, aligned as in `load`.
             ///
             /// # Faults
-            /// Where it is not aligned, and where [`Place::ft_set`] does for any element.
+            /// Where the access is not aligned, and as [`Place::ft_set`] for each element.
             #[track_caller]
             pub fn store<const N: usize>(&mut self, index: impl Index, values: [T; N]) {
                 self.store_as::<T, N>(index, values);
@@ -96,7 +96,7 @@ macro_rules! handle {
             /// Reads the bytes from element `index` on as `N` little-endian values of `U`, aligned as in `load`.
             ///
             /// # Faults
-            /// Where it is not aligned, and where [`Place::ft_get`] does for any element touched.
+            /// Where the access is not aligned, and as [`Place::ft_get`] for each element touched.
             #[track_caller]
             pub fn load_as<U: Scalar, const N: usize>(&self, index: impl Index) -> [U; N] {
                 let mut values = [U::default(); N];
@@ -112,7 +112,7 @@ macro_rules! handle {
             /// Writes `N` values of `U`, little-endian, to the bytes from element `index` on, aligned as in `load`.
             ///
             /// # Faults
-            /// Where it is not aligned, and where [`Place::ft_set`] does for any element touched.
+            /// Where the access is not aligned, and as [`Place::ft_set`] for each element touched.
             #[track_caller]
             pub fn store_as<U: Scalar, const N: usize>(&mut self, index: impl Index, values: [U; N]) {
                 let mut rest = values.iter();

@@ -11,7 +11,7 @@ pub fn no_native(arguments: &Arguments) {
     match *arguments {}
 }
 
-/// Where a thread is.
+/// The position of a thread.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Place {
     pub(crate) thread: u32,

@@ -15,19 +15,18 @@ macro_rules! put {
 }
 
 impl Instance {
-    /// The whole program: prelude, the items the kernel uses, each once and after what it uses itself, and the kernel as
-    /// [`entry`](Self::entry).
+    /// The whole program: the prelude, the items that the kernel uses, each once and after the items that it uses itself, and the kernel
+    /// as [`entry`](Self::entry).
     ///
-    /// What a device must compile it with is in [`cuda_options`](Self::cuda_options) for CUDA;
-    /// on Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
-    /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN have their
-    /// meaning, and what a kernel that is not [`exact`](crate::source::Kernel::exact) may take faster is spelled in the source.
+    /// CUDA compiles it with [`cuda_options`](Self::cuda_options). On Metal the `#[constant]` parameters are function constants, numbered in order from 0, and buffers are the other
+    /// parameters, numbered in order from 0, and every kernel is compiled without fast math: infinities and NaN keep their
+    /// meaning, and the source itself calls faster functions where a kernel is not [`exact`](crate::source::Kernel::exact).
     pub fn source(&self, target: Target) -> String {
         program(self, target)
     }
 
-    /// The same program in Rust, as it was written: the items that the kernel uses, each once and after what it uses itself, and
-    /// the kernel; what the instance fixes is a comment.
+    /// The same program in Rust, as it was written: the items that the kernel uses, each once and after the items that it uses itself, and
+    /// the kernel. A comment has the values of the generics.
     pub fn rust_source(&self) -> String {
         rust_program(self)
     }

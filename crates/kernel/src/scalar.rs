@@ -1,4 +1,4 @@
-//! The scalars of the kernel language and what may be done with them.
+//! The scalars of the kernel language, and the operations on them.
 //!
 //! All traits here are sealed except [`Value`], which `#[device]` implements for structs.
 
@@ -95,8 +95,8 @@ impl ScalarType {
         matches!(self, Self::F32 | Self::F16 | Self::Bf16)
     }
 
-    /// Whether arithmetic is defined on it: the types a [`Number`] may be.
-    pub const fn is_number(self) -> bool {
+    /// Whether it has arithmetic: the types that a [`Number`] may be.
+    pub const fn has_arithmetic(self) -> bool {
         matches!(self, Self::U32 | Self::I32 | Self::U64 | Self::I64 | Self::Usize | Self::F32)
     }
 }
@@ -164,10 +164,10 @@ pub trait Number: Scalar + PartialOrd + Comparable {
     /// `self + other`, wrapping for integers.
     #[doc(hidden)]
     fn plus(self, other: Self) -> Self;
-    /// The greater; for floats the one that is a number.
+    /// The greater; of a NaN and a number, the number.
     #[doc(hidden)]
     fn greater(self, other: Self) -> Self;
-    /// The lesser; for floats the one that is a number.
+    /// The lesser; of a NaN and a number, the number.
     #[doc(hidden)]
     fn lesser(self, other: Self) -> Self;
 }

@@ -1,4 +1,4 @@
-//! Kernels as data: what they are called, what they take, what they are in C++.
+//! Kernels as data: their names, parameters and printed source.
 //!
 //! Printed C++ is one source for both targets; their differences are in preludes, whose names all start with `ft_` or `FT_`.
 //! An instance's program defines its generics (`using T = float;`, `N = 4`) and holds one kernel, so that what is printed
@@ -40,13 +40,13 @@ pub struct ItemSource {
     pub name: &'static str,
     /// The item's name, in C++, which differs where the name is a word of C++.
     pub symbol: &'static str,
-    /// What it is.
+    /// The kind of item.
     pub kind: ItemKind,
     /// The item in C++, for both targets.
     pub cpp: Cpp,
     /// The item as written, in formatted tokens.
     pub rust: &'static str,
-    /// Items it uses directly.
+    /// The items that it uses directly.
     pub depends: &'static [&'static ItemSource],
     /// The module it is defined in: two items that one macro makes in two modules have one place in the source.
     pub module: &'static str,
@@ -122,7 +122,7 @@ pub struct Parameter {
     pub name: &'static str,
     /// Its name in C++, which differs where the name is a word of C++.
     pub cpp: &'static str,
-    /// What is passed.
+    /// The kind of argument.
     pub kind: ParameterKind,
 }
 
@@ -185,24 +185,24 @@ macro_rules! const_generic {
 }
 const_generic!(usize Usize 0; u32 U32 0; i32 I32 0; bool Bool false;);
 
-/// The threads of a group a kernel is written for.
+/// The number of threads of a threadgroup that a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Threads {
-    /// This many.
+    /// Exactly this number.
     Exactly(u32),
     /// Any multiple of 32 up to this.
     UpTo(u32),
 }
 
 impl Threads {
-    /// The most threads a group may have.
+    /// The greatest number of threads of a threadgroup.
     pub const fn most(self) -> u32 {
         match self {
             Self::Exactly(n) | Self::UpTo(n) => n,
         }
     }
 
-    /// Whether groups of `threads` threads may be launched.
+    /// Whether threadgroups of `threads` threads may be launched.
     pub const fn admits(self, threads: u32) -> bool {
         threads > 0
             && threads.is_multiple_of(32)
@@ -284,11 +284,11 @@ pub struct Kernel {
     pub parameters: &'static [Parameter],
     /// Its generic parameters, in order.
     pub generics: &'static [GenericParameter],
-    /// Conditions every launch is checked against.
+    /// The conditions that every launch is checked against.
     pub requirements: &'static [Requirement],
-    /// The number of the first of them that does not hold.
+    /// The index of the first requirement that does not hold.
     pub unmet: fn(&Facts<'_>) -> Option<usize>,
-    /// Threads of a group, for an instance of these generics.
+    /// Threads of a threadgroup, for an instance of these generics.
     pub threads: fn(&[Generic]) -> Threads,
     /// Its shared arrays.
     pub shared: &'static [SharedArray],
@@ -296,7 +296,7 @@ pub struct Kernel {
     pub exact: bool,
     /// Its body, and the items that the body uses.
     pub source: ItemSource,
-    /// What to measure.
+    /// The shapes to measure.
     pub bench: Option<Bench>,
 }
 
@@ -311,17 +311,17 @@ pub struct Instance {
     native: Option<Native>,
 }
 
-/// Generics that are not a kernel's.
+/// Generics that do not fit a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum GenericsError {
-    /// There are more or fewer than the kernel has.
+    /// The number of generics differs from the kernel's.
     Count {
         /// The kernel.
         kernel: &'static str,
-        /// How many it has.
+        /// The number of the kernel's generic parameters.
         expected: usize,
-        /// How many were given.
+        /// The number of generics given.
         found: usize,
     },
     /// One does not fit its parameter.
@@ -330,7 +330,7 @@ pub enum GenericsError {
         kernel: &'static str,
         /// The generic parameter.
         parameter: GenericParameter,
-        /// What was given.
+        /// The generic given.
         found: Generic,
     },
 }
@@ -359,7 +359,7 @@ impl std::error::Error for GenericsError {}
 impl Instance {
     /// `kernel` with these generics, to be printed and launched on devices; with `native` on the simulator too.
     ///
-    /// `native` is the function of exactly these generics: `#[kernel]` sees to that.
+    /// `native` is the function of exactly these generics: `#[kernel]` guarantees it.
     ///
     /// # Errors
     /// [`GenericsError`] where `generics` are not the kernel's.
@@ -392,7 +392,7 @@ impl Instance {
         self.kernel
     }
 
-    /// What its generic parameters are.
+    /// The values of its generic parameters.
     pub fn generics(&self) -> &[Generic] {
         &self.generics
     }
@@ -402,12 +402,12 @@ impl Instance {
         self.native
     }
 
-    /// Threads of a group.
+    /// Threads of a threadgroup.
     pub fn threads(&self) -> Threads {
         (self.kernel.threads)(&self.generics)
     }
 
-    /// Bytes of shared memory of a group, each array rounded up to 16.
+    /// Bytes of shared memory of a threadgroup, each array rounded up to 16.
     pub fn shared_bytes(&self) -> usize {
         self.kernel.shared.iter().fold(0, |sum: usize, array| {
             let bytes = array.element.of(&self.generics).map_or(0, ScalarType::bytes);
@@ -428,14 +428,14 @@ impl Instance {
         })
     }
 
-    /// Bytes of shared memory that a launch on CUDA brings along: none up to the 48 KiB that code may hold, all of them beyond.
+    /// Bytes of dynamic shared memory of a launch on CUDA: 0 up to the 48 KiB that static arrays may have, all bytes beyond.
     pub fn cuda_dynamic_bytes(&self) -> usize {
         let bytes = self.shared_bytes();
         if bytes > 48 << 10 { bytes } else { 0 }
     }
 
-    /// What NVRTC must be given beside the source and the architecture, for these values of the `#[constant]` parameters, in
-    /// order: the language, the values, and for an exact kernel `--fmad=false`.
+    /// The options of NVRTC beside the architecture, for these values of the `#[constant]` parameters in order: the language, the
+    /// values, and `--fmad=false` for an exact kernel.
     pub fn cuda_options(&self, constants: impl IntoIterator<Item = Constant>) -> Vec<String> {
         let named = self.kernel.parameters.iter().filter(|p| matches!(p.kind, ParameterKind::Constant(_)));
         let constants = named.zip(constants).map(|(parameter, constant)| {
@@ -446,7 +446,7 @@ impl Instance {
     }
 }
 
-/// All items `source` uses, each once and after what it uses itself, without `source`.
+/// The items that `source` uses, directly or not: each once, after the items that it uses itself.
 pub fn dependencies(source: &'static ItemSource) -> Vec<&'static ItemSource> {
     fn visit(source: &'static ItemSource, done: &mut Vec<&'static ItemSource>) {
         for &used in source.depends {
@@ -468,7 +468,7 @@ const fn same(a: &ItemSource, b: &ItemSource) -> bool {
 
 /// Whether no item that `source` uses, directly or not, is called `symbol` in C++.
 ///
-/// `#[kernel]` calls it in constants, for what its program defines beside these items.
+/// `#[kernel]` calls it in constants, for the names that its program defines beside these items.
 pub const fn is_free(source: &ItemSource, symbol: &str) -> bool {
     let mut n = 0;
     while n < source.depends.len() {

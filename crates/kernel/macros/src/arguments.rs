@@ -1,4 +1,4 @@
-//! What stands between the parentheses of `#[kernel(..)]`.
+//! The arguments of `#[kernel(..)]`.
 
 use proc_macro2::Span;
 use syn::parse::{Parse, ParseStream};
@@ -26,9 +26,9 @@ pub(crate) struct Requirement {
     pub(crate) message: LitStr,
 }
 
-/// What to measure.
+/// The shapes to measure.
 pub(crate) struct Bench {
-    /// Of the name.
+    /// The span of the name `bench`.
     pub(crate) span: Span,
     /// Names and sizes of each shape.
     pub(crate) shapes: Vec<Vec<(Ident, Expr)>>,

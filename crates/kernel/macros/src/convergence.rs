@@ -7,7 +7,7 @@ use quote::quote;
 
 use crate::intrinsics::Convergent;
 
-/// The convergent operations of a part of a body: its own, and those of the device functions that it calls.
+/// The convergent operations of a part of a body: its own, and the ones of device functions that it calls.
 #[derive(Clone, Default)]
 pub(crate) struct Convergence {
     simd: bool,

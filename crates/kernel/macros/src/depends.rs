@@ -7,10 +7,10 @@ use syn::spanned::Spanned;
 use crate::ir::{Parameter, Scalar};
 use crate::syntax::module_of;
 
-/// What an item needs from others, each once.
+/// The items that an item uses, each once.
 #[derive(Debug)]
 pub(crate) struct Depends {
-    /// What is emitted stands in a module beside the item, not beside the item itself.
+    /// The source is in a module beside the item, one module further in than the item's own paths.
     inside: bool,
     items: Vec<Item>,
     /// Constant assertions about the items: without them the printed source would not mean what rustc reads.
@@ -46,8 +46,8 @@ impl Depends {
         }
     }
 
-    /// A struct, by its type; generic parameters of the item are replaced by types and numbers that will do,
-    /// because a source is the same for all of them.
+    /// A struct, by its type; generic parameters of the item are replaced by arbitrary types and numbers,
+    /// because the source is the same for all.
     pub(crate) fn structure(&mut self, path: &syn::Path, generics: &[Parameter]) {
         let mut path = path.clone();
         for segment in &mut path.segments {
@@ -63,7 +63,7 @@ impl Depends {
         let source = quote_spanned!(span=> <#path as ::flashtile_kernel::source::Described>::SOURCE);
         if self.add(source.clone()) {
             let name = path.segments.last().map(|segment| segment.ident.to_string());
-            // A type alias has another name than its struct.
+            // The name of a type alias differs from its struct's.
             self.demands.push(quote_spanned! {span=>
                 const _: () = {
                     let (found, written) = (#source.name.as_bytes(), #name.as_bytes());
@@ -94,7 +94,7 @@ impl Depends {
         if self.inside { from_inside(path) } else { path.clone() }
     }
 
-    /// The path without generic arguments: of the module beside what it names.
+    /// The path without generic arguments: the module beside the item that it names.
     fn module_path(&self, path: &syn::Path) -> syn::Path {
         module_of(&self.path(path))
     }
@@ -119,7 +119,7 @@ impl Depends {
         );
     }
 
-    /// A call beside others, which C++ may evaluate before or after it: what they read must not change meanwhile.
+    /// A call beside other operands, which C++ may evaluate before or after it: no barrier may change what they read.
     pub(crate) fn without_barrier(&mut self, path: &syn::Path) {
         let module = self.module_path(path);
         self.demand(

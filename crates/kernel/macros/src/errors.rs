@@ -1,4 +1,4 @@
-//! What is refused is refused at its span, and everything at once.
+//! Errors: each at the span of what is refused, and all of an item at once.
 
 use proc_macro2::{Span, TokenStream};
 use quote::ToTokens;

@@ -1,6 +1,6 @@
-//! What a function of the kernel language means, between the check of its tokens and the printing of C++.
+//! The tree between the check of a function's tokens and the printing of C++.
 //!
-//! Every node prints; whatever has no node here was refused by the check. Types are known where they are
+//! Every node prints; the check refuses whatever has no node here. Types are known where they are
 //! written or follow from literals, intrinsics and locals, and `None` elsewhere: rustc knows them all, C++
 //! infers them again, and the printer only needs them where the two languages would spell things differently.
 
@@ -221,7 +221,7 @@ pub(crate) enum Stmt {
     },
     /// A call for its effect.
     Call(Expr),
-    /// `let _ = call`: a call for its effect whose result is not wanted.
+    /// `let _ = call`: a call for its effect, without its result.
     Discard(Expr),
     If {
         condition: Expr,
@@ -324,7 +324,7 @@ pub(crate) enum Kind {
     Invalid,
 }
 
-/// What a name stands for.
+/// The kind of value that a name stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NameOf {
     /// A variable that nothing assigns to.
@@ -460,7 +460,7 @@ impl Expr {
         }
     }
 
-    /// Whether nothing gives the expression's integer literals a type.
+    /// Whether the expression's integer literals have no type.
     pub(crate) fn is_untyped(&self) -> bool {
         match &self.kind {
             Kind::Int { .. } => self.ty.is_none(),

@@ -2,7 +2,7 @@
 //!
 //! An attribute walks its item once (`lower`) into a small tree (`ir`) that holds only what has the same meaning in
 //! Rust, Metal and CUDA; everything else is refused at its span, with the reason and the replacement. From the tree C++ is
-//! printed (`print`); from the tokens the native function is made (`native`), with marks through which rustc refuses
+//! printed (`print`); from the tokens the native function is made (`native`), with operators through which rustc refuses
 //! types that the language does not have.
 
 mod arguments;
@@ -32,7 +32,7 @@ use proc_macro::TokenStream;
 /// ```ignore
 /// #[kernel(
 ///     threads = 256,                 // or `threads <= EXPR`
-///     requires(x.len() >= n as usize, "x holds n numbers"),
+///     requires(x.len() >= n as usize, "x holds n elements"),
 ///     exact,                         // optional: no contraction, approximation or reassociation
 /// )]
 /// pub fn scale<T: Element>(x: &Buffer<T>, out: &mut Buffer<T>, n: u32, #[constant] twice: bool) { .. }
@@ -52,7 +52,7 @@ pub fn device(arguments: TokenStream, item: TokenStream) -> TokenStream {
     expand::device(&arguments.into(), item.into()).into()
 }
 
-/// A struct of numbers that a launch copies to its kernel.
+/// A struct of scalars that a launch copies to its kernel.
 #[proc_macro_attribute]
 pub fn params(arguments: TokenStream, item: TokenStream) -> TokenStream {
     expand::params(&arguments.into(), item.into()).into()

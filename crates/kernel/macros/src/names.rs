@@ -1,7 +1,7 @@
 //! Names: what a Rust identifier is called in C++.
 //!
-//! Rust shadows freely; a C++ name may not be declared twice in a scope, and `auto x = x + 1;` reads itself. So
-//! a binding gets a name that nothing visible has: its own, or its own with a number.
+//! Rust allows shadowing; C++ refuses two declarations of one name in a scope, and in `auto x = x + 1;` the right `x` is the new one.
+//! So a binding gets a name that no visible binding has: its own, or its own with a number.
 
 use std::collections::{HashMap, HashSet};
 
@@ -66,7 +66,7 @@ fn is_reserved(name: &str) -> bool {
     is_word_of(RESERVED, name) || is_vector_type(name)
 }
 
-/// Names that cannot be spelled in C++: its implementations own them, or the preludes do.
+/// Why a name cannot be used: C++ reserves it, or the preludes do.
 pub(crate) fn refused(name: &str) -> Option<&'static str> {
     if name.starts_with("ft_") || name.starts_with("FT_") {
         return Some("names that start with `ft_` belong to the preludes of printed source: choose another");
@@ -138,7 +138,7 @@ impl<T> Scopes<T> {
         self.scopes.iter().rev().find_map(|scope| scope.get(name))
     }
 
-    /// A C++ name that nothing visible has; it is visible from here on.
+    /// A C++ name that no visible binding has. It is visible from here on.
     pub(crate) fn fresh(&mut self, name: &str) -> String {
         let name = plain(name);
         let base = if is_reserved(name) { format!("{name}_") } else { name.to_string() };

@@ -8,7 +8,7 @@ use crate::ir::{
 /// Columns of a line.
 const WIDTH: usize = 110;
 
-/// How tightly what is not a binary operator binds.
+/// The precedence of other expressions than binary operators.
 const CHOOSE: u8 = 1;
 const UNARY: u8 = 12;
 const POSTFIX: u8 = 13;
@@ -129,7 +129,7 @@ pub(crate) fn body(body: &[Stmt]) -> String {
     out
 }
 
-/// A struct; of `#[params]`, with what the host lays down about its layout.
+/// A struct; of `#[params]`, with assertions of the host's layout.
 pub(crate) fn structure(item: &Struct, layout: bool) -> String {
     let name = &item.name;
     let mut out = comment(&item.docs, "");
@@ -151,7 +151,7 @@ pub(crate) fn structure(item: &Struct, layout: bool) -> String {
     out
 }
 
-/// Bytes before a field: a number, and what depends on constants.
+/// Bytes before a field: a number, and terms that depend on constants.
 #[derive(Default)]
 struct Offset {
     bytes: u64,
@@ -269,14 +269,14 @@ fn statement(stmt: &Stmt, depth: usize, out: &mut String) {
     }
 }
 
-/// Loops walk as Rust's ranges do at the ends of the type too: no variable leaves the range.
+/// Loops walk as Rust's ranges do, also at the ends of the type: no variable leaves the range.
 fn for_loop(looped: &For, depth: usize, out: &mut String) {
     let indent = "    ".repeat(depth);
     let For { variable, bound, extra, .. } = looped;
     if looped.unroll || (looped.start.is_const() && looped.end.is_const()) {
         out.push_str(&format!("{indent}FT_UNROLL\n"));
     }
-    // Both ends have one type; it is that of the first which says so.
+    // Both ends have one type: the first end with a type gives it.
     let of = match &looped.ty {
         Some(of) => ty(of),
         None if looped.start.is_untyped() => format!("decltype(+{})", operand(&looped.end, UNARY, false)),
@@ -496,7 +496,7 @@ fn int(value: u64, hex: bool, of: Option<&Type>) -> String {
     let mut digits = if hex { format!("{value:#x}") } else { value.to_string() };
     if value > u64::from(u32::MAX) {
         // Metal has no `long long`, and CUDA takes the greater of the two types where `long` has 32 bits.
-        // Of no type where it stands beside an i64 too: a decimal literal is signed as long as it fits.
+        // A literal without a type may stand beside an i64: decimal digits are signed as long as they fit.
         if value > i64::MAX as u64 || of.is_some() {
             digits.push_str("ul");
         }
@@ -509,8 +509,8 @@ fn int(value: u64, hex: bool, of: Option<&Type>) -> String {
     }
 }
 
-/// The number that Rust takes the digits for, in as few of them as name it: NVRTC takes digits halfway between two numbers for
-/// the greater one, where Rust takes the even one.
+/// The f32 that Rust reads from the digits, in its shortest form: of digits halfway between two f32, NVRTC reads the greater one and
+/// Rust the even one.
 fn float(digits: &str) -> String {
     digits.parse::<f32>().map_or_else(|_| format!("{digits}f"), |x| format!("{x:?}f"))
 }

@@ -1,4 +1,4 @@
-//! An item as its author wrote it, from the places of its tokens. Comments that are not documentation are lost.
+//! An item as its author wrote it, from the places of its tokens. Comments are lost, documentation is kept.
 
 use proc_macro2::{Delimiter, LineColumn, Spacing, TokenStream, TokenTree};
 
@@ -16,7 +16,7 @@ struct Writer {
     end: Option<LineColumn>,
     /// The column of the first token.
     margin: usize,
-    /// A space would part what belongs together, where places say nothing.
+    /// No space follows, where tokens have no places.
     joint: bool,
 }
 
@@ -72,7 +72,7 @@ impl Writer {
         match self.end {
             None => self.margin = start.column,
             Some(before) if start.line > before.line => {
-                // One empty line stays, and what was a comment of one line becomes one.
+                // An empty line stays, and a comment of one line becomes one.
                 self.out.push('\n');
                 if start.line == before.line + 2 {
                     self.out.push('\n');

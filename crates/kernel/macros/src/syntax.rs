@@ -1,4 +1,4 @@
-//! Small questions about syn's tree.
+//! Helpers for syn's tree.
 
 use crate::ir::Binary;
 

@@ -1,4 +1,4 @@
-//! Goldens: what is printed, and what is refused where and with which words.
+//! Goldens: printed source, and refusals with their places and words.
 //!
 //! `goldens/printed/*.rs` print as the `.cpp` beside them, `goldens/refused/*.rs` are refused with the errors of the `.txt`
 //! beside them. With `FLASHTILE_BLESS=1` the tests write what they find.

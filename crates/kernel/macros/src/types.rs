@@ -7,7 +7,7 @@ use crate::errors::Errors;
 use crate::ir::{Bound, Generic, Parameter, Scalar, Type};
 use crate::names;
 
-/// What a type is read in: where its errors, its constants and its structs go.
+/// Reads types: errors, and the structs and constants that they use, are collected.
 pub(crate) struct Reader<'a> {
     pub(crate) errors: &'a mut Errors,
     pub(crate) depends: &'a mut Depends,
@@ -81,7 +81,7 @@ impl Reader<'_> {
                 return None;
             }
         }
-        // `half::f16` and its like.
+        // A scalar by its path, as in `half::f16`.
         if path.segments.len() > 1 && plain && Scalar::of(&name).is_some() {
             return Scalar::of(&name).map(Type::Scalar);
         }
@@ -130,7 +130,7 @@ impl Reader<'_> {
         let mut all = Vec::new();
         for argument in &arguments.args {
             match argument {
-                // `N` reads as a type; it is a number where a const generic or a constant has its name.
+                // syn reads `N` as a type; a const generic or a constant of that name makes it a number.
                 syn::GenericArgument::Type(syn::Type::Path(path)) if self.is_const(path) => {
                     let path = syn::Expr::Path(syn::ExprPath {
                         attrs: Vec::new(),

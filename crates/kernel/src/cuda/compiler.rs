@@ -50,7 +50,8 @@ pub struct Compiler {
 }
 
 impl Compiler {
-    /// Finds NVRTC: the file that [`NVRTC_VARIABLE`](super::NVRTC_VARIABLE) names, or else one in the loader's places and in those of the toolkit.
+    /// Finds NVRTC: the file that [`NVRTC_VARIABLE`](super::NVRTC_VARIABLE) names, or else a file on
+    /// the loader's search path or in the toolkit's folders.
     ///
     /// # Errors
     /// [`Error::Missing`].
@@ -171,7 +172,7 @@ impl Compiler {
     /// # Safety
     /// `T` is the type of NVRTC's function of this name.
     unsafe fn symbol<T>(&self, name: &[u8]) -> Result<Symbol<'static, T>, Error> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller gives the type of the function.
         unsafe { self.library.get(name) }.map_err(|e| Error::Missing {
             library: "NVRTC",
             tried: format!("{}, which is too old: {e}", self.place),
@@ -185,13 +186,13 @@ impl Compiler {
         }
     }
 
-    /// What a pair of functions, one for the size and one for the bytes, gives of a program.
+    /// The output of a program, from a pair of functions: one for the size and one for the bytes.
     ///
     /// # Safety
     /// They are such a pair of NVRTC, and the program exists.
     unsafe fn bytes(&self, handle: Handle, size: &[u8], get: &[u8]) -> Result<Vec<u8>, c_int> {
         let missing = |_| 3;
-        // SAFETY: the caller's promise; the second function writes as many bytes as the first said.
+        // SAFETY: the caller gives such a pair; the second function writes as many bytes as the first says.
         unsafe {
             let size: Symbol<'_, unsafe extern "C" fn(Handle, *mut usize) -> c_int> =
                 self.symbol(size).map_err(missing)?;
@@ -222,7 +223,7 @@ pub(super) fn options(program: &Program, target: &Architecture) -> Vec<String> {
         "--std=c++17".to_owned(),
         "-default-device".to_owned(),
     ];
-    // Functions that a kernel has no use for are part of what kernels share.
+    // Kernels share device functions, which not every kernel uses.
     options.push("-diag-suppress=177".to_owned());
     // The compiler refuses an option that is given twice.
     let own = program.options.iter().filter(|&option| !options.contains(option)).cloned().collect::<Vec<_>>();

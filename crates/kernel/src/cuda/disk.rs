@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub const CACHE_VARIABLE: &str = "FLASHTILE_CACHE_DIR";
 
 /// Compiled kernels on disk. Each is a file named by a digest of its source, options, architecture and compiler; it starts with
-/// a digest of the rest, and one that is not whole is compiled again.
+/// a digest of the rest, and a damaged file is compiled again.
 #[derive(Debug)]
 struct DiskCache {
     folder: Option<PathBuf>,
 }
 
 impl DiskCache {
-    /// The folder that [`CACHE_VARIABLE`] names, or `flashtile` in the user's folder of caches; none where there is no such.
+    /// The folder that [`CACHE_VARIABLE`] names, or `flashtile` in the user's folder of caches; `None` where there is neither.
     fn new() -> Self {
         let folder = match std::env::var_os(CACHE_VARIABLE) {
             Some(folder) if folder.is_empty() => None,
@@ -81,8 +81,8 @@ impl Kernels {
         Ok(slot.insert(Arc::new(Compiler::load()?)).clone())
     }
 
-    /// Machine code of a program for a device of a compute capability; and what became of keeping it on disk: a folder that
-    /// cannot be written to is no obstacle to running.
+    /// Machine code of a program for a device of a compute capability, and whether it was kept on disk: running does not need a folder
+    /// that can be written.
     pub(super) fn code(
         &self,
         program: &Program,
@@ -165,7 +165,7 @@ mod tests {
         let (code, kept) = kernels.code(&one, (8, 0)).unwrap();
         kept.unwrap();
         assert_eq!(files(), 1);
-        // Found again by what it is, not by what it is called.
+        // Found again by its contents, not by its name.
         let mut renamed = one.clone();
         renamed.name = "another-name".to_owned();
         assert!(kernels.code(&renamed, (8, 0)).unwrap().0 == code);
@@ -179,12 +179,12 @@ mod tests {
             kernels.code(&program, capability).unwrap().1.unwrap();
             assert_eq!(files(), before + 1);
         }
-        // A file that is not whole is made anew.
+        // A damaged file is compiled again.
         for entry in std::fs::read_dir(folder.path()).unwrap() {
             std::fs::write(entry.unwrap().path(), "spoiled").unwrap();
         }
         assert!(kernels.code(&one, (8, 0)).unwrap().0 == code);
-        // What does not compile leaves nothing.
+        // A program that does not compile leaves no file.
         let before = files();
         assert!(kernels.code(&program("?", &[]), (8, 0)).is_err());
         assert_eq!(files(), before);

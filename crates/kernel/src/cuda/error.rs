@@ -1,4 +1,4 @@
-//! What can go wrong between here and a device.
+//! Errors of devices, the driver and the compiler.
 
 use super::grid::Grid;
 use crate::device::Span;
@@ -12,21 +12,21 @@ use std::path::PathBuf;
 pub enum Error {
     /// A library of NVIDIA's software is not on this machine.
     Missing {
-        /// What it is: `driver` or `NVRTC`.
+        /// The library: `driver` or `NVRTC`.
         library: &'static str,
         /// Names and places that were tried.
         tried: String,
     },
     /// There is no such device.
     NoDevice {
-        /// The number asked for.
+        /// The index of the device.
         ordinal: usize,
         /// Devices of this machine.
         count: usize,
     },
     /// A call of the driver failed.
     Driver {
-        /// What was being done.
+        /// The operation.
         what: String,
         /// The driver's name of the error and its description.
         error: String,
@@ -52,7 +52,7 @@ pub enum Error {
         /// The parameter.
         parameter: &'static str,
     },
-    /// What was given for a parameter is not inside its memory, or not on whole elements of it. Nothing was launched.
+    /// A parameter's elements are not inside its memory, or do not start at an element of it. Nothing was launched.
     Span {
         /// The kernel.
         kernel: &'static str,
@@ -63,25 +63,25 @@ pub enum Error {
         /// Bytes of the memory.
         bytes: usize,
     },
-    /// A launch has more blocks, threads or bytes of shared memory than the driver can be told. Nothing was launched.
+    /// A launch has more blocks, threads or bytes of shared memory than the driver's parameters can hold. Nothing was launched.
     Grid {
         /// The kernel.
         kernel: String,
-        /// What was asked for.
+        /// The launch's grid.
         grid: Grid,
     },
     /// Memory holds elements of another type.
     Element {
         /// The type asked for.
         expected: ScalarType,
-        /// That of the memory.
+        /// The type in memory.
         found: ScalarType,
     },
     /// Memory holds another number of elements.
     Length {
         /// Elements given.
         expected: usize,
-        /// Those of the memory.
+        /// Elements of the memory.
         found: usize,
     },
 }

@@ -27,24 +27,24 @@ impl std::fmt::Debug for Function {
     }
 }
 
-/// What a function takes of the device.
+/// The resources of the device that a function uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Resources {
     /// Registers of a thread.
     pub registers: usize,
-    /// Bytes of a block that are shared and part of the code; dynamic ones come on top.
+    /// Bytes of static shared memory of a block, without dynamic shared memory.
     pub shared: usize,
-    /// Bytes of a thread that did not fit into registers.
+    /// Bytes of local memory of a thread: spilled registers and arrays.
     pub local: usize,
-    /// Bytes of constants, parameters not among them.
+    /// Bytes of constants, without parameters.
     pub constant: usize,
-    /// Most threads of a block that these registers allow.
+    /// The greatest number of threads of a block that these registers allow.
     pub threads: usize,
 }
 
 impl Function {
-    /// Loads machine code, and the function `entry` in it; blocks of threads may have so many bytes of dynamic shared memory.
+    /// Loads machine code and its function `entry`, whose blocks may have up to `shared` bytes of dynamic shared memory.
     pub(super) fn load(
         context: &Arc<CudaContext>,
         name: &str,
@@ -66,7 +66,7 @@ impl Function {
             Self { context: context.clone(), module, function: std::ptr::null_mut(), name: name.to_owned() };
         this.function = function.map_err(failed("look-up of its entry"))?;
         let attribute = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        // More than the driver can be told is more than any device has: the driver refuses that.
+        // A number that does not fit i32 is more than any device has: the driver refuses it.
         let shared = i32::try_from(shared).unwrap_or(i32::MAX);
         // SAFETY: the function is of the module above.
         unsafe { result::function::set_function_attribute(this.function, attribute, shared) }
@@ -80,7 +80,7 @@ impl Function {
         &self.name
     }
 
-    /// What it takes of the device.
+    /// The resources that it uses.
     ///
     /// # Errors
     /// [`Error::Driver`].
@@ -110,7 +110,7 @@ impl Function {
     /// # Safety
     /// As [`Function::launch_with`], for the one parameter `params`.
     pub unsafe fn launch<P>(&self, stream: &CudaStream, grid: Grid, params: &P) -> Result<(), Error> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract is the one of `launch_with`.
         unsafe { self.launch_with(stream, grid, &mut [std::ptr::from_ref(params).cast_mut().cast()]) }
     }
 
@@ -121,8 +121,8 @@ impl Function {
     /// [`Error::Driver`], or [`Error::Grid`].
     ///
     /// # Safety
-    /// The parameters are what the kernel takes, in number, order and layout, and the device addresses among them are those of memory
-    /// that the kernel may access as it does until it has run.
+    /// - `parameters` point to the kernel's parameters, in number, order and layout.
+    /// - Device addresses among them point to memory that the kernel may access as it does, until it has run.
     pub unsafe fn launch_with(
         &self,
         stream: &CudaStream,
@@ -134,7 +134,7 @@ impl Function {
         };
         let failed = |error| Error::driver(format!("{}: launch", self.name))(error);
         self.context.bind_to_thread().map_err(failed)?;
-        // SAFETY: the function is loaded in this context; the driver only reads through the addresses. The rest is the caller's promise.
+        // SAFETY: the function is loaded in this context; the driver only reads through the addresses. The caller vouches for the parameters.
         unsafe {
             result::launch_kernel(
                 self.function,
@@ -151,7 +151,7 @@ impl Function {
 
 impl Drop for Function {
     fn drop(&mut self) {
-        // Errors here are those of work that went wrong before; whoever waits for it is told.
+        // An error here belongs to earlier work, and is reported to whoever waits for that work.
         let _ = self.context.bind_to_thread();
         // SAFETY: the module was loaded by `load`, and nothing else has its handle.
         let _ = unsafe { result::module::unload(self.module) };

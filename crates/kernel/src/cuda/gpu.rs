@@ -20,7 +20,7 @@ use std::ffi::c_void;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A CUDA device, and the stream on which launches follow each other. Cloning shares both, and what was compiled.
+/// A CUDA device, and the stream of its launches. A clone has the same device, stream and compiled kernels.
 ///
 /// Launches return before the kernel has run; [`Memory::to_vec`] and [`Gpu::synchronize`] wait, and report what went wrong
 /// meanwhile. An instance is compiled when it is first launched and kept in memory and on disk.
@@ -155,8 +155,8 @@ impl Gpu {
         self.shared.kernels.compiler()
     }
 
-    /// Compiles a program or finds it compiled on disk, and loads its function `entry`, whose blocks may have so many bytes of
-    /// dynamic shared memory. The second result is what became of keeping it on disk: running does not need that.
+    /// Compiles a program or finds it compiled on disk, and loads its function `entry`, whose blocks may have up to `shared` bytes of
+    /// dynamic shared memory. The second result says whether the machine code was kept on disk, which running does not need.
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Compile`] or [`Error::Driver`].
@@ -172,7 +172,7 @@ impl Gpu {
     }
 
     /// The function of an instance with the values of its `#[constant]` parameters, in order: compiled and loaded if it is not yet,
-    /// so that no later launch waits for the compiler, and with what it takes of the device ([`Function::resources`]).
+    /// so that no later launch waits for the compiler, and with the resources that it uses ([`Function::resources`]).
     ///
     /// # Errors
     /// [`Error::Missing`], [`Error::Compile`] with line numbers of the printed source ([`Instance::source`]), or [`Error::Driver`].
@@ -180,7 +180,7 @@ impl Gpu {
         self.prewarm(instance, constants).map(|(function, _)| function)
     }
 
-    /// [`Gpu::function`], and what became of keeping it on disk: running does not need that.
+    /// [`Gpu::function`], and whether the machine code was kept on disk, which running does not need.
     ///
     /// # Errors
     /// As [`Gpu::function`].
@@ -220,7 +220,7 @@ impl Gpu {
         Ok(memory)
     }
 
-    /// Memory of the device for `len` elements that are not set: reading them gives any values.
+    /// Memory of the device for `len` uninitialised elements: reading them gives any values.
     ///
     /// # Errors
     /// [`Error::Driver`], also where there is not enough.
@@ -231,11 +231,12 @@ impl Gpu {
     /// Memory that someone else has allocated: `len` elements at a device address.
     ///
     /// # Safety
-    /// So many elements lie there in one allocation of the device, on an address that is a multiple of their size. While the value or
-    /// work that was given it exists, nothing else writes them, and where they are written, nothing else accesses them.
+    /// - `len` elements lie at `at`, in one allocation of the device, and `at` is a multiple of their size.
+    /// - While the value exists, or work that was given it, nothing else writes the elements; where that work writes them, nothing else
+    ///   accesses them.
     #[must_use]
     pub unsafe fn borrow(&self, element: ScalarType, at: u64, len: usize) -> Memory {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller's contract is the one of `Memory::borrow`.
         unsafe { Memory::borrow(&self.shared.context, element, at, len) }
     }
 
@@ -251,7 +252,7 @@ impl Gpu {
     /// without a wait of the host in between.
     ///
     /// # Errors
-    /// Those of the work, and [`Error::Driver`].
+    /// The errors of the work, and [`Error::Driver`].
     pub fn time<E: From<Error>>(
         &self,
         runs: usize,
@@ -322,13 +323,13 @@ impl Device for Gpu {
         let (threads, shared) = (launch.threads() as usize, instance.cuda_dynamic_bytes());
         let grid = Grid { blocks, threads, shared };
         // SAFETY: a launch holds an argument of the right kind and size for each parameter, in order, and the printed source declares
-        // those that are no constants in the same order. Buffers are inside memory of this device, which lives until work that was
+        // the same parameters, without constants, in the same order. Buffers are inside memory of this device, which lives until work that was
         // launched before its end has ended, or which its owner vouches for. That the kernel stays inside them is its contract's.
         unsafe { function.launch_with(&self.stream, grid, &mut parameters) }
     }
 }
 
-/// What the driver is to read parameters from: the addresses of buffers, in order, and the bytes of scalars and structs.
+/// The memory that the driver reads parameters from: the addresses of buffers, in order, and the bytes of scalars and structs.
 fn parameters<M>(arguments: &[Argument<'_, M>], addresses: &[u64]) -> Vec<*mut c_void> {
     let mut address = addresses.iter();
     let parameter = |argument: &Argument<'_, M>| -> Option<*mut c_void> {

@@ -12,7 +12,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// Blocks, threads and bytes as the driver takes them; none where they are more than it can be told.
+    /// Blocks, threads and bytes as the driver takes them; `None` where a number does not fit.
     pub(super) fn numbers(&self) -> Option<([u32; 3], u32, u32)> {
         let number = |n: usize| u32::try_from(n).ok();
         let [x, y, z] = self.blocks.map(number);

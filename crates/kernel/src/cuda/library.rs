@@ -7,7 +7,7 @@ use libloading::Library;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// Names a file of NVRTC to use instead of those in the usual places.
+/// Names a file of NVRTC to use instead of one in the usual places.
 pub const NVRTC_VARIABLE: &str = "FLASHTILE_NVRTC";
 
 const NVRTC_NAMES: &[&str] = if cfg!(windows) {
@@ -51,7 +51,7 @@ pub(super) fn nvrtc() -> Result<&'static (Library, String), Error> {
     found.as_ref().map_err(|tried| Error::Missing { library: "NVRTC", tried: tried.clone() })
 }
 
-/// The variable's file alone, or every name in the loader's places and then in those of the toolkit.
+/// The variable's file alone, or every name on the loader's search path and then in the toolkit's folders.
 fn candidates() -> Vec<PathBuf> {
     if let Some(path) = std::env::var_os(NVRTC_VARIABLE) {
         return vec![path.into()];

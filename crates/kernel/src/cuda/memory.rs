@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Memory of a device: scalars of one type, allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from) or
 /// [`Gpu::uninit`](super::Gpu::uninit), or borrowed by [`Gpu::borrow`](super::Gpu::borrow).
 ///
-/// What is allocated starts on 256 bytes, and is freed when the value is dropped and all work of the device has ended.
+/// Allocated memory starts at a multiple of 256 bytes, and is freed when the value is dropped and all work of the device has ended.
 #[derive(Debug)]
 pub struct Memory {
     context: Arc<CudaContext>,
@@ -30,7 +30,7 @@ impl Memory {
         let bytes = len.saturating_mul(element.bytes());
         let failed = || Error::driver(format!("{bytes} bytes of memory"));
         context.bind_to_thread().map_err(failed())?;
-        // Every memory has an address, that of no elements too.
+        // Every memory has an address, also one without elements.
         // SAFETY: the context is current; the memory is freed once, by `drop`.
         let at = unsafe { result::malloc_sync(bytes.max(1)) }.map_err(failed())?;
         Ok(Self { context: context.clone(), at, element, len, owned: true })
@@ -69,7 +69,7 @@ impl Memory {
         self.len
     }
 
-    /// Whether it has none.
+    /// Whether it has no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -106,7 +106,7 @@ impl Memory {
         let mut bytes = vec![0u8; self.bytes()];
         self.context.synchronize().map_err(Error::driver("work of the device"))?;
         if !bytes.is_empty() {
-            // SAFETY: so many bytes lie there, and no work is left that writes them.
+            // SAFETY: the memory has `bytes()` bytes, and no work is left that writes them.
             unsafe { result::memcpy_dtoh_sync(&mut bytes, self.at) }.map_err(failed())?;
         }
         let value = |bytes: &[u8]| {
@@ -129,7 +129,7 @@ impl Memory {
         let failed = || Error::driver("copy to the device");
         self.context.synchronize().map_err(Error::driver("work of the device"))?;
         if !values.is_empty() {
-            // SAFETY: so many bytes lie there, and no work is left that accesses them.
+            // SAFETY: the memory has the bytes of `len` elements, as `values` has, and no work is left that accesses them.
             unsafe { result::memcpy_htod_sync(self.at, bytes_of(values)) }.map_err(failed())?;
             // The driver may still be moving them, on a stream that others do not wait for.
             self.context.synchronize().map_err(failed())?;
@@ -154,7 +154,7 @@ fn bytes_of<T: Scalar>(values: &[T]) -> &[u8] {
 impl Drop for Memory {
     fn drop(&mut self) {
         if self.owned {
-            // Errors here are those of work that went wrong before; whoever waits for it is told.
+            // An error here belongs to earlier work, and is reported to whoever waits for that work.
             let _ = self.context.synchronize();
             // SAFETY: allocated by `allocate`; no work is left that accesses it.
             let _ = unsafe { result::free_sync(self.at) };

@@ -1,14 +1,14 @@
 //! NVIDIA devices: the driver and NVRTC found at run time, kernels compiled, kept on disk, loaded and launched.
 //!
-//! Nothing of NVIDIA's is needed to build: what is missing at run time is said by [`Error::Missing`]. Compiled kernels are kept in
+//! Nothing of NVIDIA's is needed to build: [`Error::Missing`] says what is missing at run time. Compiled kernels are kept in
 //! the folder that [`CACHE_VARIABLE`] names, or in `flashtile` in the user's folder of caches.
 //!
 //! ```no_run
 //! use flashtile_kernel::cuda::Gpu;
 //! use flashtile_kernel::prelude::*;
 //!
-//! /// Every number times another.
-//! #[kernel(threads = 256, requires(x.len() >= n as usize && out.len() >= n as usize, "n numbers each"))]
+//! /// `out = factor * x`.
+//! #[kernel(threads = 256, requires(x.len() >= n as usize && out.len() >= n as usize, "x and out hold n elements"))]
 //! pub fn scale<T: Element>(x: &Buffer<T>, out: &mut Buffer<T>, factor: f32, n: u32) {
 //!     let i = thread_position();
 //!     if i < n {
@@ -26,7 +26,8 @@
 //! # }
 //! ```
 //!
-//! What is no kernel of the language is a [`Program`]: [`Gpu::load`] compiles it, and [`Function::launch_with`] trusts its caller.
+//! CUDA C++ that is not printed from a kernel is a [`Program`] too: [`Gpu::load`] compiles it, and [`Function::launch_with`] trusts its
+//! caller.
 
 mod compiler;
 mod disk;

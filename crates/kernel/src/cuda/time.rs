@@ -12,19 +12,19 @@ impl Timing {
         Self { seconds }
     }
 
-    /// Of each run, ascending.
+    /// Seconds of each run, ascending.
     #[must_use]
     pub fn seconds(&self) -> &[f64] {
         &self.seconds
     }
 
-    /// Of the fastest run; infinite of no runs.
+    /// Seconds of the fastest run; infinite where there are no runs.
     #[must_use]
     pub fn least(&self) -> f64 {
         self.seconds.first().copied().unwrap_or(f64::INFINITY)
     }
 
-    /// The middle one, or the mean of the two; infinite of no runs.
+    /// The median in seconds; infinite where there are no runs.
     #[must_use]
     pub fn median(&self) -> f64 {
         let n = self.seconds.len();
@@ -34,7 +34,7 @@ impl Timing {
         }
     }
 
-    /// The distance of the quarters around the median, as a fraction of it; 0 of no runs.
+    /// The interquartile range as a fraction of the median; 0 where there are no runs.
     #[must_use]
     pub fn spread(&self) -> f64 {
         let n = self.seconds.len();

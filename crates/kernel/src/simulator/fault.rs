@@ -1,4 +1,4 @@
-//! What a simulated kernel did wrong, and where.
+//! Faults: what a simulated kernel did wrong, and where.
 
 use std::fmt;
 
@@ -7,17 +7,17 @@ use std::fmt;
 pub struct Fault {
     /// The kernel.
     pub kernel: &'static str,
-    /// What kind of fault.
+    /// The kind of fault.
     pub kind: FaultKind,
     /// The source file.
     pub file: String,
     /// The line.
     pub line: u32,
-    /// The number of the thread in its group.
+    /// The number of the thread in its threadgroup.
     pub thread: u32,
     /// The lane of the thread in its SIMD group.
     pub lane: u32,
-    /// The position of the group.
+    /// The position of the threadgroup.
     pub group: [u32; 3],
     /// What happened, with the values.
     pub message: String,
@@ -29,19 +29,19 @@ pub struct Fault {
 pub enum FaultKind {
     /// An index outside a buffer, a shared array or a local array.
     OutOfBounds,
-    /// A read of memory nothing was written to.
+    /// A read of memory before anything was written to it.
     Uninitialised,
     /// Two threads use an element, one of them writes, and nothing orders them.
     Race,
-    /// Threads of a group wait at different barriers, in different iterations of a loop or by different calls of a device
+    /// Threads of a threadgroup wait at different barriers, in different iterations of a loop or by different calls of a device
     /// function, or some have returned.
     DivergentBarrier,
     /// Lanes of a SIMD group are at different SIMD operations, in different iterations of a loop or by different calls of a
     /// device function, or some have returned.
     DivergentSimd,
-    /// A lane that is none, or that should be the same for all lanes and is not.
+    /// A lane number above 31, or one that differs between lanes where it must not.
     Lane,
-    /// A vector access whose address or size is no multiple of what it must be.
+    /// A vector access whose address or size is not aligned.
     Misaligned,
     /// An operation without a result: overflow, division by zero, a shift by the width or more.
     Arithmetic,
@@ -49,7 +49,7 @@ pub enum FaultKind {
     Panic,
     /// A thread that does not end.
     Endless,
-    /// A launch the simulator cannot run: no native code, a view beyond its memory, no stacks.
+    /// A launch that the simulator cannot run: no native code, a view beyond its memory, no stacks.
     Launch,
 }
 

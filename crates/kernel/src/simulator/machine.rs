@@ -17,7 +17,7 @@ use std::rc::Rc;
 /// Lanes of a SIMD group.
 pub(super) const LANES: usize = 32;
 
-/// Where a thread is.
+/// The position of a thread.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Place {
     pub(crate) thread: u32,
@@ -26,7 +26,7 @@ pub(crate) struct Place {
     pub(crate) groups: [u32; 3],
 }
 
-/// What a thread waits for.
+/// The operation that a thread waits in.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Wait {
     name: &'static str,
@@ -40,7 +40,7 @@ impl Wait {
         self.path == other.path && self.name == other.name && self.location == other.location
     }
 
-    /// What is said of a thread that waits here, of one that does not.
+    /// The message about a thread that waits here, where thread or lane `number` does not.
     fn apart(&self, who: &str, number: usize, other: Option<Self>) -> String {
         let name = self.name;
         match other {
@@ -70,13 +70,13 @@ const SIMD_BARRIER: &str = "simd_barrier";
 /// The payload of the unwinding that ends a thread: not a panic, so no hook sees it.
 pub(super) struct Stopped;
 
-/// What a lane shows the others of its SIMD group.
+/// The values that a lane shows to the other lanes of its SIMD group.
 type Shown = [u64; 2];
 
-/// What each thread of a group is at.
+/// The state of a thread.
 #[derive(Debug)]
 struct Thread {
-    /// How to leave its coroutine; null outside.
+    /// Suspends the thread's coroutine; null outside of it.
     yielder: *const Yielder<(), ()>,
     wait: Option<Wait>,
     done: bool,
@@ -101,23 +101,23 @@ impl Thread {
     };
 }
 
-/// A number that all bits of `x` decide, another for each `x`.
+/// The finaliser of SplitMix64: a bijection in which every bit of `x` decides every bit of the result.
 fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     x ^ (x >> 31)
 }
 
-/// What a SIMD group is at.
+/// The state of a SIMD group.
 #[derive(Clone, Copy, Debug)]
 struct Simd {
     waiting: usize,
     epoch: u32,
-    /// What the lanes showed at the operation they came through last.
+    /// The values that the lanes showed at the last operation.
     shown: [Shown; LANES],
 }
 
-/// What all threads of a group are at.
+/// The state of a threadgroup.
 #[derive(Debug, Default)]
 struct Group {
     number: u32,
@@ -126,7 +126,7 @@ struct Group {
     threads: Vec<Thread>,
     simds: Vec<Simd>,
     shared: Vec<Region>,
-    /// Threads that can go on.
+    /// Threads that can run.
     ready: Vec<u32>,
 }
 
@@ -152,7 +152,7 @@ thread_local! {
     static CURRENT: RefCell<Option<Rc<Machine>>> = const { RefCell::new(None) };
 }
 
-/// Makes `machine` the one the intrinsics work on while `f` runs.
+/// Runs `f` with `machine` as the machine that intrinsics work on.
 pub(super) fn with_current<R>(machine: &Rc<Machine>, f: impl FnOnce() -> R) -> R {
     let before = CURRENT.with(|current| current.replace(Some(Rc::clone(machine))));
     let result = f();
@@ -203,7 +203,7 @@ impl Machine {
         ((u128::from(mix(next)) * n as u128) >> 64) as usize
     }
 
-    /// Starts group `number` at `position`, all its threads ready.
+    /// Starts threadgroup `number` at `position`, all its threads ready.
     pub(super) fn start_group(&self, number: u32, position: [u32; 3]) {
         let threads = self.place.get().threads;
         self.place.set(Place { group: position, ..self.place.get() });
@@ -219,12 +219,12 @@ impl Machine {
         group.ready = (0..threads).collect();
     }
 
-    /// Lets go of the last group: its shared arrays refer to the machine.
+    /// Drops the last threadgroup, whose shared arrays refer to the machine.
     pub(super) fn end(&self) {
         drop(self.group.take());
     }
 
-    /// A thread that can go on, now the current one.
+    /// A ready thread, which becomes the current one.
     pub(super) fn pick(&self) -> Option<u32> {
         let mut group = self.group.borrow_mut();
         let ready = group.ready.len();
@@ -273,7 +273,7 @@ impl Machine {
         self.report.get()
     }
 
-    /// The fault of threads that wait for what cannot come: called where none is ready; none where all have returned.
+    /// Reports the threads that wait forever, when no thread is ready. There is no fault where all have returned.
     pub(super) fn diagnose(&self) {
         if self.stopping.get() {
             return;
@@ -283,7 +283,7 @@ impl Machine {
             let waits = group.threads.iter().enumerate().filter_map(|(n, thread)| Some((n, thread.wait?)));
             waits.into_iter().find(|(_, wait)| wait.is_barrier() == barrier)
         };
-        // A SIMD group that is apart holds the others up at the barrier.
+        // A divergent SIMD group keeps the others waiting at the barrier: it is reported first.
         let Some((n, wait)) = waiting(false).or_else(|| waiting(true)) else { return };
         let (kind, who, among) = match wait.is_barrier() {
             true => (FaultKind::DivergentBarrier, "thread", 0..group.threads.len()),
@@ -323,7 +323,7 @@ impl Machine {
         std::panic::resume_unwind(Box::new(Stopped))
     }
 
-    /// A use of memory by the current thread.
+    /// An access to memory by the current thread.
     pub(super) fn access(&self, location: &'static Location<'static>) -> Access {
         let thread = self.place.get().thread;
         let group = self.group.borrow();
@@ -354,14 +354,14 @@ impl Machine {
         self.report.set(report);
     }
 
-    /// Lets other threads go first, now and then: their order at atomics is not the program's.
+    /// Lets other threads run first, now and then: the order of atomics is not fixed.
     pub(super) fn before_atomic(&self) {
         if self.random(4) == 0 {
             self.give_way();
         }
     }
 
-    /// Lets other threads go first.
+    /// Lets other threads run first.
     fn give_way(&self) {
         let thread = self.place.get().thread;
         self.group.borrow_mut().ready.push(thread);
@@ -382,7 +382,7 @@ impl Machine {
         }
     }
 
-    /// The next shared array of the current thread: `new` makes it, from its name, where no thread of the group has come so far.
+    /// The next shared array of the current thread: `new` makes it, from its name, where no thread of the threadgroup has made it.
     pub(super) fn next_shared(&self, new: impl FnOnce(&'static str) -> Region) -> Region {
         let thread = self.place.get().thread as usize;
         let mut group = self.group.borrow_mut();
@@ -395,7 +395,7 @@ impl Machine {
         group.shared[n].clone()
     }
 
-    /// Waits for all threads of the group.
+    /// Waits for all threads of the threadgroup.
     fn barrier(&self, location: &'static Location<'static>) {
         let thread = self.place.get().thread as usize;
         let mut group = self.group.borrow_mut();
@@ -422,7 +422,7 @@ impl Machine {
         self.report.set(report);
     }
 
-    /// Waits for the lanes of the SIMD group; what each of them shows.
+    /// Waits for the lanes of the SIMD group, and returns the values that they show.
     fn gather(
         &self,
         name: &'static str,
@@ -466,7 +466,7 @@ impl Machine {
     }
 }
 
-/// Where the current thread is.
+/// The position of the current thread.
 #[track_caller]
 pub(crate) fn place() -> Place {
     current().place.get()
@@ -494,7 +494,7 @@ fn fault_or_panic(kind: FaultKind, message: fmt::Arguments<'_>) -> ! {
     }
 }
 
-/// Counts an iteration of a loop of the current thread; others go first now and then, so that it may wait for them.
+/// Counts an iteration of a loop of the current thread. Other threads run now and then, for the loop may wait for them.
 #[track_caller]
 pub(crate) fn count_iteration() {
     let Some(machine) = CURRENT.with(|current| current.borrow().clone()) else { return };
@@ -513,7 +513,7 @@ pub(crate) fn count_iteration() {
     }
 }
 
-/// Changes the path of the current thread; what it was, 0 outside of launches.
+/// Changes the path of the current thread, and returns the previous one; 0 outside of launches.
 fn replace_path(change: impl FnOnce(u64) -> u64) -> u64 {
     CURRENT.with(|current| {
         let current = current.borrow();

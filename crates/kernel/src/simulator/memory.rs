@@ -30,7 +30,7 @@ pub enum MemoryError {
         /// The type asked for.
         found: ScalarType,
     },
-    /// Nothing was written to an element.
+    /// An element was never written.
     Uninitialised {
         /// The first such element.
         index: usize,
@@ -56,12 +56,12 @@ impl Memory {
         Self { element: T::TYPE, content: Content { bytes, initialised: None } }
     }
 
-    /// Memory of `len` elements nothing was written to: a kernel that reads one before writing it faults.
+    /// Uninitialised memory of `len` elements: a kernel that reads an element before one is written faults.
     pub fn uninit<T: Scalar>(len: usize) -> Self {
         Self { element: T::TYPE, content: Content::uninit(len * T::BYTES) }
     }
 
-    /// Marks elements as uninitialised: padding that must not be read. What is beyond the memory is left out.
+    /// Marks elements as uninitialised: padding that must not be read. Elements beyond the memory are ignored.
     pub fn poison(&mut self, elements: Range<usize>) {
         let (size, len) = (self.element.bytes(), self.content.bytes.len());
         let flags = self.content.initialised.get_or_insert_with(|| vec![true; len]);
@@ -149,7 +149,7 @@ impl Memory {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Content {
     bytes: Vec<u8>,
-    /// One flag a byte; none where all are initialised.
+    /// One flag for each byte; `None` where all bytes are initialised.
     initialised: Option<Vec<bool>>,
 }
 
@@ -308,7 +308,7 @@ impl CheckedRegion {
         }
     }
 
-    /// Checks a use of bytes of the memory against what was written and what other threads do.
+    /// Checks a use of bytes of the memory against earlier writes and the uses of other threads.
     fn note(&self, index: u64, bytes: Range<usize>, how: Use, at: At) {
         let Self { machine, storage, name, size, .. } = self;
         let now = machine.access(at);
@@ -320,7 +320,7 @@ impl CheckedRegion {
                 self.race(element, [(how, now), (earlier, other)]);
             }
         }
-        // After the races: where another thread's write is missing or still to come, that says more.
+        // After the races: where another thread writes the element, the race says more.
         if how != Use::Write && !content.is_initialised(bytes.clone()) {
             let first = bytes.clone().find(|&byte| !content.is_initialised(byte..byte + 1));
             let element = index + (first.unwrap_or(bytes.start) - bytes.start) as u64 / *size as u64;
@@ -357,7 +357,7 @@ impl CheckedRegion {
     }
 }
 
-/// The next shared array of the current thread's group.
+/// The next shared array of the current thread's threadgroup.
 #[track_caller]
 pub(crate) fn shared(element: ScalarType, len: usize) -> Region {
     let machine = machine::current();

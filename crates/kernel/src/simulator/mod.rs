@@ -1,22 +1,22 @@
 //! Kernels run on the host, every access checked.
 //!
-//! [`Simulator`] is a [`Device`]. The threads of a group are coroutines on one thread of the host; groups run one after
-//! another. Which thread goes on where several can, and which group comes next, is drawn from a seed: a kernel whose
-//! result depends on it gives different ones for different seeds, and the same one for the same seed.
+//! [`Simulator`] is a [`Device`]. The threads of a threadgroup are coroutines on one thread of the host; threadgroups run one after
+//! another. A seed decides which ready thread runs and which threadgroup comes next: a kernel whose result depends on the order gives
+//! different results for different seeds, and the same result for the same seed.
 //!
 //! A launch ends at its first [`Fault`]:
 //!
 //! - an index outside a buffer, a shared array or a local array;
-//! - a read of memory nothing was written to: shared arrays start uninitialised, buffers where they were made so;
+//! - a read of memory before anything was written to it: shared arrays start uninitialised, and buffers may;
 //! - a race: two threads use an element, at least one of them writes, and nothing orders them. [`barrier`] orders the
-//!   threads of a group, [`simd_barrier`] the lanes of a SIMD group, nothing orders groups; atomics race with other uses
+//!   threads of a threadgroup, [`simd_barrier`] the lanes of a SIMD group, nothing orders threadgroups; atomics race with other uses
 //!   only. No order of threads hides a race: every use is compared with every other, whichever came first;
-//! - a barrier not all threads of the group come to, a SIMD operation not all lanes of the SIMD group come to, or not in the
-//!   same iterations of loops and by the same calls of device functions;
-//! - a vector access to an address that is no multiple of its size, the base of every memory being aligned;
+//! - divergence: a barrier that not all threads of the threadgroup reach, or a SIMD operation that not all lanes of the SIMD group reach,
+//!   in the same iterations of loops and by the same calls of device functions;
+//! - a vector access to an address that is not a multiple of its size; the base of every memory is aligned;
 //! - arithmetic without a result, in every build profile, other panics, and loops without end.
 //!
-//! Not seen: a stack overflow of native code ends the process, as it does in Rust.
+//! A stack overflow of native code is not caught: it ends the process, as in Rust.
 //!
 //! [`barrier`]: crate::intrinsics::barrier
 //! [`simd_barrier`]: crate::intrinsics::simd_barrier

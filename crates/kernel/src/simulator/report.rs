@@ -1,4 +1,4 @@
-//! What a launch cost.
+//! Counts of a launch.
 
 /// Counts of one launch on the simulator, over all its threads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,6 +16,6 @@ pub struct Report {
     pub atomics: u64,
     /// SIMD operations, each counted once for its SIMD group.
     pub simd_operations: u64,
-    /// Barriers, each counted once for its group.
+    /// Barriers, each counted once for its threadgroup.
     pub barriers: u64,
 }

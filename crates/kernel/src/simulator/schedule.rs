@@ -1,4 +1,4 @@
-//! Groups of coroutines.
+//! Launches: the threads of a threadgroup are coroutines, scheduled one at a time.
 
 use super::machine::{Machine, with_current};
 use super::memory::{CheckedRegion, Memory, Storage};
@@ -15,8 +15,8 @@ use std::sync::{Mutex, PoisonError};
 
 /// Runs kernels on the host, every access checked.
 ///
-/// A thread of a group costs a stack of address space, of which what native code touches is used; stacks are kept for
-/// later launches. A launch takes 10 to 20 ns a switch between threads, and about as much an access to memory.
+/// Each thread of a threadgroup has a stack: address space, of which only touched pages take memory. Stacks are kept for later launches.
+/// A switch between threads takes 10 to 20 ns, and an access to memory about as long.
 #[derive(Debug)]
 pub struct Simulator {
     seed: u64,
@@ -55,7 +55,7 @@ impl Simulator {
         }
     }
 
-    /// Draws the order of threads and groups from `seed`.
+    /// Draws the order of threads and threadgroups from `seed`.
     pub fn seed(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
@@ -75,7 +75,7 @@ impl Simulator {
         Self { limits, ..self }
     }
 
-    /// What the last launch cost.
+    /// Counts of the last launch.
     pub fn report(&self) -> Report {
         *self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -89,7 +89,7 @@ impl Simulator {
         self.stacks.lock().unwrap_or_else(PoisonError::into_inner).push(Stack(stack));
     }
 
-    /// Runs the group the machine has been set to; it is left when every thread has returned or been unwound.
+    /// Runs the threadgroup that the machine was set to, until every thread has returned or been unwound.
     fn run_group(
         &self,
         machine: &Rc<Machine>,
@@ -112,7 +112,7 @@ impl Simulator {
             }
         }
         machine.diagnose();
-        // After a fault those that wait unwind from where they are.
+        // After a fault, waiting threads unwind from where they wait.
         for (thread, coroutine) in coroutines.iter_mut().enumerate() {
             if coroutine.started() && !coroutine.done() {
                 machine.switch_to(thread as u32);
@@ -166,7 +166,7 @@ impl Device for Simulator {
                 let message = format!("{name}: {len} elements from {offset} on, of a memory of {has}");
                 return Err(unlaunched(kernel, message));
             };
-            // What is only read stays where it is: the launch works on a copy.
+            // The launch works on a copy: memory that is only read stays as it is.
             let storage = Storage::new(memory.content().clone(), memory.element());
             storages.push(Rc::clone(&storage));
             let size = span.element.bytes();

@@ -1,4 +1,4 @@
-//! Who used an element since when: the races of a launch.
+//! Race detection: the uses of every element of a memory during a launch.
 
 use std::collections::HashMap;
 use std::panic::Location;
@@ -6,13 +6,13 @@ use std::panic::Location;
 /// One use of an element.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Access {
-    /// Where in the source.
+    /// The place in the source.
     pub(super) location: &'static Location<'static>,
-    /// The number of the group.
+    /// The number of the threadgroup.
     pub(super) group: u32,
     /// The number of the thread in it.
     pub(super) thread: u32,
-    /// Barriers the group has passed.
+    /// Barriers the threadgroup has passed.
     pub(super) epoch: u32,
     /// SIMD barriers the SIMD group has passed.
     pub(super) simd_epoch: u32,
@@ -40,11 +40,11 @@ impl Access {
     }
 }
 
-/// As many of the uses of one kind as it takes to know whether any of all of them races with an access to come.
+/// The uses of one kind that decide whether any earlier use races with a later one.
 ///
-/// Groups run one after another, so uses of other groups than the last user's are all alike to what comes; so are, within
-/// a group, uses by other SIMD groups than the last user's, of which the latest is kept; and within a SIMD group those by
-/// other lanes.
+/// Threadgroups run one after another, so that all uses by other threadgroups than the last user's are ordered alike with respect to later
+/// uses, and one of them is enough. The same holds within a threadgroup for uses by other SIMD groups, of which the latest is kept, and
+/// within a SIMD group for uses by other lanes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Uses {
     last: Option<Access>,
@@ -102,7 +102,7 @@ pub(super) struct Shadow {
 }
 
 impl Shadow {
-    /// Notes a use of element `index`.
+    /// Records a use of element `index`.
     ///
     /// # Errors
     /// The other use, and an earlier access it races with.

@@ -1,5 +1,5 @@
-//! What a launch is made of, without coroutines, whose switching of stacks an interpreter of Rust cannot follow: memory and its
-//! cells, arguments, faults, operations of lanes. The threads take turns by hand.
+//! The parts of a launch without coroutines, whose switches of stacks an interpreter of Rust cannot follow: memory, arguments,
+//! faults, operations of lanes. The tests switch between threads themselves.
 
 use super::machine::{LANES, Machine, Stopped, multiply_accumulate, with_current};
 use super::memory::{CheckedRegion, Memory, MemoryError, Storage, shared};
@@ -41,7 +41,7 @@ static KERNEL: Kernel = Kernel {
     bench: None,
 };
 
-/// The machine of a launch of one group of 64 threads, the first of which is the current one.
+/// The machine of a launch of one threadgroup of 64 threads, the first of which is the current one.
 fn machine() -> Rc<Machine> {
     let machine = Rc::new(Machine::new(&KERNEL, [1; 3], 64, 0, 1 << 10));
     machine.start_group(0, [0; 3]);
@@ -140,7 +140,7 @@ fn arguments_are_the_bytes_of_their_values() {
     assert_eq!(arguments.buffer::<u32>(0).ft_get(1u32), 8);
     assert_eq!(arguments.plain::<[[i32; 2]; 2]>(1), value);
     assert_eq!(arguments.constant::<f16>(2), f16::from_f32(-0.5));
-    // Where bytes are missing there are zeros.
+    // Missing bytes are zeros.
     assert_eq!(u64::read(&mut &[1u8, 2][..]), 0x201);
 }
 
@@ -185,7 +185,7 @@ fn lanes_meet_at_the_last_of_them() {
         for lane in 0..LANES {
             machine.switch_to(lane as u32);
             let [x, y] = elements(lane);
-            // All but the last would leave their coroutines here.
+            // All lanes but the last would suspend their coroutines here.
             let found = multiply_accumulate([x, y, x, y], [0.5; 2]);
             if lane == LANES - 1 {
                 let (row, col) = position_of(lane as u32);
@@ -201,7 +201,7 @@ fn shared_arrays_are_one_for_all_threads() {
     with_current(&machine, || {
         let mut first = Shared::<u32>::new(shared(ScalarType::U32, 4));
         first.ft_set(2u32, 9);
-        // A lane of the same SIMD group is told of the race, for nothing orders it.
+        // A lane of the same SIMD group races too: nothing orders it.
         machine.switch_to(5);
         let same = Shared::<u32>::new(shared(ScalarType::U32, 4));
         assert_eq!(fault(&machine, || _ = same.ft_get(2u32)).kind, FaultKind::Race);

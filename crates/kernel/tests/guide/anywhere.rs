@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// What runs a kernel of a test. Memory is the simulator's, whatever it is copied to.
+/// A device that runs a kernel of a test. Arguments are in the simulator's memory, and are copied to the device's.
 #[derive(Debug)]
 pub(crate) enum Anywhere {
     /// Native code.
@@ -36,7 +36,7 @@ impl fmt::Display for Failure {
 
 impl std::error::Error for Failure {}
 
-/// The compiler of printed Metal, or a word that there is none. Where the variable names one, there has to be one.
+/// The compiler of printed Metal; a message where there is none. Where the variable names one, it must exist.
 fn metal() -> Option<&'static Compiler> {
     static FOUND: OnceLock<Option<Compiler>> = OnceLock::new();
     FOUND
@@ -53,7 +53,7 @@ fn metal() -> Option<&'static Compiler> {
         .as_ref()
 }
 
-/// Every device there is.
+/// Every device of this machine.
 pub(crate) fn devices() -> Vec<Anywhere> {
     let mut all: Vec<_> =
         (0..2).map(|seed| Anywhere::Simulator(Box::new(Simulator::new().seed(seed)))).collect();
@@ -73,7 +73,7 @@ pub(crate) fn devices() -> Vec<Anywhere> {
     all
 }
 
-/// Runs `f` on every device there is; what it answers has to be `expected` on all of them.
+/// Runs `f` on every device; the result must be `expected` on all of them.
 pub(crate) fn everywhere<R: PartialEq + fmt::Debug>(expected: &R, f: impl Fn(&Anywhere) -> R) {
     for device in devices() {
         let found = f(&device);
@@ -157,7 +157,7 @@ macro_rules! typed {
 
 fn bytes<T: Scalar>(memory: &Memory) -> Vec<u8> {
     let mut bytes = Vec::new();
-    // What nothing was written to is all ones: NaN, and no index of anything.
+    // Uninitialised bytes are all ones: NaN, and no valid index.
     let values = memory.to_vec_or(T::from_raw(u64::MAX)).unwrap();
     values.into_iter().for_each(|x| bytes.extend_from_slice(&x.to_raw().to_le_bytes()[..T::TYPE.bytes()]));
     bytes
@@ -238,7 +238,7 @@ fn on_metal(compiler: &Compiler, mut launch: Launch<'_, Memory>) -> Result<(), F
     result.map_err(|why| Failure(why.to_string()))
 }
 
-/// What a compiler says of a source, with the lines it names.
+/// A compiler's message about a source, with the lines that it names.
 fn quoted(why: &str, source: &str) -> String {
     let lines: Vec<&str> = source.lines().collect();
     let mut out = String::new();
@@ -294,7 +294,7 @@ fn on_cuda(gpu: &flashtile_kernel::cuda::Gpu, mut launch: Launch<'_, Memory>) ->
     Ok(())
 }
 
-/// Numbers that are exact in every element type: eighths between -4 and 4.
+/// Values that are exact in every element type: eighths between -4 and 4.
 pub(crate) fn eighths<T: Element>(n: usize, seed: u32) -> Vec<T> {
     let mix = |i: u32| (i.wrapping_mul(2_654_435_761).wrapping_add(seed.wrapping_mul(40_503)) >> 11) % 65;
     (0..n as u32).map(|i| T::from_f32((mix(i) as f32 - 32.0) / 8.0)).collect()

@@ -1,7 +1,7 @@
 //! Literals whose type the context gives: each in plain Rust, in the simulator, in printed Metal and in printed CUDA.
 //!
-//! The types of variables are written where the printer sees them, those of fields and of results of functions are not: a literal
-//! beside either has to have one value everywhere.
+//! The printer sees the types of variables, and not the types of fields and of results of functions: a literal
+//! beside either must have the same value everywhere.
 
 #![allow(
     clippy::all,
@@ -15,7 +15,7 @@ use crate::anywhere::devices;
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::Memory;
 
-/// Takes a number into a hash, all of its bits.
+/// Adds all bits of a value to a hash.
 #[device]
 pub fn mixed(hash: u64, x: u64) -> u64 {
     (hash ^ x).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23)
@@ -74,7 +74,7 @@ macro_rules! literals {
         const NAMES: &[&str] = &[$(stringify!($name)),*];
         const PLAIN: &[fn(u64) -> u64] = &[$(plain::$name),*];
 
-        /// Every function of every number.
+        /// Every function of every value.
         #[kernel(threads = 32, requires(x.len() >= n as usize, "n numbers"))]
         pub fn all(x: &Buffer<u64>, out: &mut Buffer<u64>, n: u32) {
             let i = thread_position();
@@ -191,7 +191,7 @@ literals! {
     greatest_usize E1 usize HeldUsize same_usize [18446744073709551615] [18446744073709551615usize] [4294967296];
 }
 
-/// Numbers of every width and sign.
+/// Values of every width and sign.
 fn numbers() -> Vec<u64> {
     let mut all = vec![0, 1, 2, 7, 255, 0x7fff_ffff, 0x8000_0000, 0xffff_ffff, 1 << 32, 3_000_000_000];
     all.extend([i64::MAX as u64, u64::MAX, -3_000_000_000i64 as u64, -5i64 as u64, 1294967296]);

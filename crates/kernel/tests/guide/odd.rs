@@ -1,4 +1,4 @@
-//! Legal Rust that is easy to get wrong in C++: each function as plain Rust, and as a `#[device]` function in the simulator, in
+//! Rust that is easy to print wrongly as C++: each function as plain Rust, and as a `#[device]` function in the simulator, in
 //! printed Metal and in printed CUDA.
 
 #![allow(
@@ -92,7 +92,7 @@ macro_rules! twins {
     };
 }
 
-/// Words a pair of arguments has for answers.
+/// Words of output for each pair of arguments.
 #[constant]
 const ROOM: usize = 64;
 
@@ -756,7 +756,7 @@ twins! {
         for i in (low..40).step_by(7) { hash = (hash * 31 + i as i64) % 65_521; }
         for i in (-20..-1i32).step_by(4) { hash = (hash * 31 + i as i64) % 65_521; }
         for i in (b as i32..low).step_by(2) { hash = (hash * 31 + i as i64) % 65_521; }
-        // No step leaves the type, whichever way it is counted.
+        // No step leaves the range of the type, in either direction.
         for i in (i32::MAX - 5..i32::MAX).step_by(4) { hash = (hash * 31 + i as i64) % 65_521; }
         for i in (i32::MIN..i32::MAX).step_by(2_000_000_000) { hash = (hash * 31 + i as i64) % 65_521; }
         for i in (i32::MIN..i32::MAX).step_by(5_000_000_000) { hash = (hash * 31 + i as i64) % 65_521; }
@@ -776,7 +776,7 @@ twins! {
         for i in (longs.low..longs.high).step_by(20_000_000_000) { hash = (hash * 31 + i % 1000) % 65_521; }
         let words = Ends::<u32> { low: b, high: u32::MAX - a };
         for i in (words.low..words.high).step_by(1_073_741_824) { hash = (hash * 31 + i as i64) % 65_521; }
-        // What the body changes is read once.
+        // A bound that the body changes is read once.
         let mut end = ints.high;
         let mut step = 2usize;
         for i in (low + 1..end).step_by(step) {
@@ -816,7 +816,7 @@ twins! {
         for i in 0..6usize {
             bits = bits.rotate_left(3) ^ row[i].to_bits();
         }
-        // Signs of zeros, infinities, what is no number.
+        // Signs of zeros, infinities, NaN.
         bits ^= (-6.0 % 3.0f32).to_bits() ^ (x % f32::INFINITY).to_bits().rotate_left(9) ^ (-0.0 % y).to_bits();
         bits ^= (x % 0.0).is_nan() as u32 | ((f32::INFINITY % y).is_nan() as u32) << 1;
         bits ^ ((f32::NAN % y).is_nan() as u32) << 2 ^ (1.0 + x % y * 2.0).to_bits() >> 7

@@ -7,7 +7,7 @@ use flashtile_kernel::cuda::Program;
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::{Argument, Instance, Limits, Simulator, Target};
 
-/// Sums of rows, by SIMD groups and then by the first of them.
+/// Sums of rows: each SIMD group sums, then the first one sums the results.
 #[kernel(
     threads <= 256,
     requires(x.len() >= groups[0] as usize * n as usize, "x holds a row of n numbers a group"),
@@ -43,7 +43,7 @@ fn run_sums<D: Host>(device: &D, threads: u32) -> Vec<f32> {
     D::values(&out)
 }
 
-/// What words become by shifts, products, permutations and lanes.
+/// Words after shifts, products, permutations and exchanges between lanes.
 #[kernel(threads = 64, requires(x.len() >= 64 && out.len() >= 64, "64 words"))]
 pub fn words(x: &Buffer<u32>, out: &mut Buffer<u32>) {
     let i = thread_index();
@@ -69,13 +69,13 @@ fn run_words<D: Host>(device: &D) -> Vec<u32> {
     D::values(&out)
 }
 
-/// The half of a number, as its type stores it.
+/// Half of a value, as its type stores it.
 #[device]
 pub fn halved<T: Element>(x: T) -> T {
     T::from_f32(x.to_f32() * 0.5)
 }
 
-/// Numbers as they are rounded, by vectors of four.
+/// Rounded values, by vectors of four.
 #[kernel(exact, threads = 32, requires(x.len() >= 128 && out.len() >= 128, "128 numbers"))]
 pub fn rounded<T: Element>(x: &Buffer<f32>, out: &mut Buffer<T>) {
     let i = thread_index() * 4;
@@ -98,7 +98,7 @@ fn run_rounded<D: Host, T: Element>(device: &D) -> Vec<T> {
     D::values(&out)
 }
 
-/// One product of 8x8 matrices of small whole numbers, which no order rounds.
+/// A product of 8x8 matrices of small integers, exact in any order.
 #[kernel(threads = 32, requires(a.len() >= 64 && b.len() >= 64 && out.len() >= 64, "8x8 numbers"))]
 pub fn product<T: Element>(a: &Buffer<T>, b: &Buffer<T>, out: &mut Buffer<f32>) {
     let left = Fragment::<T>::load(a, 0u32, 8u32);
@@ -118,7 +118,7 @@ fn run_product<D: Host, T: Element>(device: &D) -> Vec<f32> {
     D::values(&out)
 }
 
-/// How many numbers there are of each remainder, counted by all threads of all groups.
+/// A histogram of remainders, counted by all threads of all groups.
 #[kernel(threads = 64, requires(counts.len() >= 8, "8 counts"))]
 pub fn counted(counts: &mut Buffer<u32>) {
     let mut here: Shared<u32> = shared(8);
@@ -139,7 +139,7 @@ fn run_counted<D: Host>(device: &D) -> Vec<u32> {
     D::values(&counts)
 }
 
-/// Every number of a group to its neighbour, through more shared memory than a device gives unasked where N is large.
+/// Every thread's value to its neighbour, through dynamic shared memory where N is large.
 #[kernel(threads = 128, requires(x.len() >= N && out.len() >= N, "N numbers"))]
 pub fn turned<T: Element, const N: usize>(x: &Buffer<T>, out: &mut Buffer<T>) {
     let mut edge: Shared<u32> = shared(3);
@@ -213,7 +213,7 @@ fn every_call_gives_the_same_on_both() {
     elements::<bf16>(&gpu, &simulator);
 }
 
-/// What a kernel of `intrinsics` makes of an input on a device.
+/// The output of a kernel of `intrinsics` for an input on a device.
 macro_rules! on {
     ($device:expr, $kernel:ident $(::<$T:ty>)?, $input:expr, $Out:ty) => {{
         let (x, mut out) = ($device.memory($input), $device.memory(&vec![<$Out>::default(); 128 * 32]));
@@ -223,7 +223,7 @@ macro_rules! on {
     }};
 }
 
-/// Whether floats are the same number, or both none, or as near as functions of the languages are.
+/// Whether floats are equal, or both NaN, or within the error of the languages' functions.
 fn near(a: f32, b: f32) -> bool {
     let steps = (a.to_bits() as i32).abs_diff(b.to_bits() as i32);
     let tiny = |x: f32| x.abs() < f32::MIN_POSITIVE;
@@ -246,7 +246,7 @@ fn floats_are_near_or_equal_on_both() {
         let agree = match column {
             // A product and a difference that a device may fuse.
             REMAINDER => true,
-            // Which NaN a half is, is the device's.
+            // The bits of a NaN are the device's own.
             _ if HALVES.contains(&column) && float(input[thread]).is_nan() => true,
             _ if NEAR.contains(&column) => near(float(found), float(expected)),
             0..=19 | 31 => found == expected || (float(found).is_nan() && float(expected).is_nan()),
@@ -270,7 +270,7 @@ fn words_and_lanes_are_the_same_on_both() {
         let (a, b) = (f32::from_bits(found), f32::from_bits(expected));
         let agree = match column {
             _ if HALVES.contains(&column) => found == expected || (a.is_nan() && b.is_nan()),
-            // Lanes are added in an order of the device's.
+            // The order of the sum over lanes is the device's own.
             _ if SUMS.contains(&column) => (a - b).abs() <= 1e-5 * b.abs(),
             _ => found == expected,
         };

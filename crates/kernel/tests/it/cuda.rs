@@ -33,7 +33,7 @@ const fn body(name: &'static str, cpp: &'static str) -> ItemSource {
 
 const T: ElementType = ElementType::Generic(0);
 
-/// `out[i] = x[i] * factor + add[i]`, or `x[i]` alone; every kind of parameter but a struct.
+/// `out[i] = x[i] * factor + add[i]`, or `x[i]`: every kind of parameter except a struct.
 macro_rules! multiply_add {
     ($exact:literal) => {
         Kernel {
@@ -77,7 +77,7 @@ macro_rules! multiply_add {
 static MULTIPLY_ADD: Kernel = multiply_add!(false);
 static EXACTLY: Kernel = multiply_add!(true);
 
-/// Its source is no C++.
+/// A kernel whose source is no C++.
 static WRONG: Kernel = Kernel {
     name: "wrong",
     cpp: "wrong",
@@ -120,7 +120,7 @@ fn launch(
     gpu.launch(launch).map_err(LaunchError::Device)
 }
 
-/// Numbers whose products are not f32.
+/// Values whose products are not exact in f32.
 fn numbers(n: usize, seed: u32) -> Vec<f32> {
     (0..n as u32)
         .map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 8) as f32 / 8e6 - 1.0)
@@ -251,7 +251,7 @@ fn launches_are_refused_before_the_device() {
         assert_eq!(refusal, LaunchError::Device(expected));
         assert!(refusal.to_string().contains("256 bytes"), "{refusal}");
     }
-    // Elements of another type than the instance's, by the launch itself.
+    // The launch refuses elements of another type than the instance's.
     let halves = gpu.buffer_from(&[f16::ONE; 64]).unwrap();
     let refusal = launch(&gpu, &instance, (halves.view(), &add), &mut out, (true, 2.0)).unwrap_err();
     let LaunchError::Contract(ContractError {
@@ -261,7 +261,7 @@ fn launches_are_refused_before_the_device() {
         panic!("{refusal}")
     };
     assert_eq!(out.to_vec::<f32>().unwrap(), [0.0; 64]);
-    // Part of a memory is its own argument.
+    // A part of a memory is an argument.
     let span = Span { element: ScalarType::F32, offset: 32, len: 32 };
     launch(&gpu, &instance, (View::new(&x, span), &add), &mut out, (false, 2.0)).unwrap();
     assert_eq!(out.to_vec::<f32>().unwrap()[..32], numbers(64, 1)[32..]);
@@ -324,7 +324,7 @@ extern "C" __global__ void neighbours(unsigned int* out) {
 }
 "#;
 
-/// The program and how many words of shared memory it takes.
+/// The program, and its words of shared memory.
 fn dynamic(gpu: &Gpu, count: usize) -> Result<Function, Error> {
     let options = vec![format!("-DCOUNT={count}")];
     let program = Program { name: "dynamic".to_owned(), source: DYNAMIC.to_owned(), options };

@@ -1,4 +1,4 @@
-//! One kernel with everything: what `tests/expansion.rs` writes by hand.
+//! One kernel with every part of the language.
 
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Memory, Simulator};

@@ -1,11 +1,11 @@
-//! Printed CUDA, run: a C++ compiler for the host, given the words of CUDA that the printed source uses, makes a program of
-//! it. `FLASHTILE_CXX` is the compiler; without it the tests say that they did not run.
+//! Printed CUDA on the host: a C++ compiler, given definitions of the words of CUDA that the printed source uses, makes a program
+//! of it. `FLASHTILE_CXX` is the compiler; without it the tests say that they did not run.
 
 use flashtile_kernel::{Instance, Target};
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What NVRTC declares by itself. Instructions are left out, but for conversions of halves.
+/// The declarations that NVRTC has built in. Instructions are left out, except conversions of halves.
 const CUDA: &str = r#"
 #include <cmath>
 #include <cstdint>
@@ -72,7 +72,7 @@ pub(crate) fn run(instance: &Instance, setup: &str, call: &str, groups: u32, out
     let name = |extension: &str| folder.join(format!("flashtile-{entry}-{}{extension}", std::process::id()));
     let (source, binary): (PathBuf, PathBuf) = (name(".cpp"), name(""));
     std::fs::write(&source, program).unwrap();
-    // What C++ leaves undefined stops the program.
+    // Undefined behaviour of C++ stops the program.
     let compiled = Command::new(compiler)
         .args([
             "-std=c++17",

@@ -180,7 +180,7 @@ pub fn stored<T: Element>(x: &Buffer<T>, out: &mut Buffer<f32>) {
     }
 }
 
-/// Atomics, each on an element of its own.
+/// Atomics, each on its own element.
 #[kernel(threads = 64)]
 pub fn atomics(x: &Buffer<u32>, out: &mut Buffer<u32>) {
     let mut counts: Shared<u32> = shared(8);
@@ -268,7 +268,7 @@ pub(crate) fn patterns(count: usize) -> Vec<u32> {
     fixed.chain(others).take(count).collect()
 }
 
-/// What a kernel of two buffers makes of `input`, 32 values a thread, for two groups of 64.
+/// The output of a kernel of two buffers for `input`: 32 values for each thread of two groups of 64.
 macro_rules! run {
     ($kernel:ident $(::<$G:ty>)?, $input:expr, $Out:ty) => {{
         let x = Memory::from_slice(&$input);

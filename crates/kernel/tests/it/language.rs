@@ -1,5 +1,5 @@
-//! Every construct gives in a kernel what it gives in plain Rust: each function here is compiled twice, by the language
-//! and by rustc alone, and both run on the same numbers.
+//! Every construct means the same in a kernel and in plain Rust: each function here is compiled twice, by the language
+//! and by rustc alone, and both run on the same values.
 
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Memory, Simulator};
@@ -318,7 +318,7 @@ twins! {
         let h = x.clamp(-2.5, 1e2);
         let i = -x;
         let j = if x.is_nan() { 0.0 } else { x - (x / 3.0).trunc() * 3.0 };
-        // Which bits a NaN has is nobody's promise.
+        // The bits of a NaN are not specified.
         let bits = [b, c, d, e, f, g, h, i, j];
         let mut all = 0u32;
         for n in 0..9usize {

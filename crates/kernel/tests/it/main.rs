@@ -1,4 +1,4 @@
-//! The kernel language, from the attributes to the simulator, to printed sources and to devices.
+//! The kernel language, from the attributes to the simulator, to printed source and devices.
 
 #![allow(missing_docs)]
 #![allow(

@@ -1,4 +1,4 @@
-//! Kernels written as their expansion, in the parts a test cares about.
+//! Kernels written as their expansion, with the parts that a test needs.
 
 use flashtile_kernel::simulator::{Arguments, Fault, FaultKind, Memory, Report, Simulator};
 use flashtile_kernel::source::{
@@ -53,7 +53,7 @@ pub(crate) const fn kernel(
 
 const WORDS: ElementType = ElementType::Scalar(ScalarType::U32);
 
-/// A kernel of one buffer of words, for native code that is given to each run.
+/// A kernel of one buffer of words; every run has its own native code.
 pub(crate) static WORDS_KERNEL: Kernel = kernel("words", &[buffer("x", WORDS)], &[], "");
 
 /// Runs native code on a buffer of words.
@@ -75,7 +75,7 @@ pub(crate) fn run_on(
     simulator.launch(launch)
 }
 
-/// What the words are after running native code in groups of threads, with what it cost; for several seeds alike.
+/// The words after native code has run in groups of threads, with the counts of the launch: the same for several seeds.
 pub(crate) fn run(
     words: &[u32],
     shape: (u32, u32),

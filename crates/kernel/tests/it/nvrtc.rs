@@ -29,7 +29,7 @@ fn numbered(source: &str) -> String {
 /// The functions of NVRTC that compile a program.
 pub(crate) struct Nvrtc {
     library: libloading::Library,
-    /// What NVRTC opens by its bare name, which the loader finds because it is open already.
+    /// The library that NVRTC opens by its bare name: the loader finds it because it is open already.
     _builtins: Vec<libloading::Library>,
 }
 
@@ -45,7 +45,7 @@ impl Nvrtc {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             name.starts_with("libnvrtc-builtins.so")
         });
-        // SAFETY: the path is the tester's word for NVIDIA's compiler, whose initialisers do nothing to this process.
+        // SAFETY: the tester names NVIDIA's compiler, whose initialisers have no preconditions.
         let open =
             |path: PathBuf| unsafe { libloading::Library::new(path) }.expect("FLASHTILE_NVRTC is a library");
         Some(Self { _builtins: builtins.map(open).collect(), library: open(path) })
@@ -57,7 +57,7 @@ impl Nvrtc {
         let options: Vec<CString> = options.iter().map(|o| CString::new(*o).unwrap()).collect();
         let pointers: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
         let mut program: Program = null_mut();
-        // SAFETY: the signatures are those of nvrtc.h; every pointer outlives its call, sizes are asked for first.
+        // SAFETY: the signatures are as in nvrtc.h; every pointer outlives its call, sizes are asked for first.
         unsafe {
             type Create = unsafe extern "C" fn(
                 *mut Program,

@@ -1,11 +1,11 @@
-//! What the simulator computes, and each kind of fault it reports.
+//! The simulator: results, and each kind of fault that it reports.
 
 use crate::natives::{fault, run, run_on};
 use flashtile_kernel::ops::{self, Elements as _, Place as _};
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Arguments, Fault, FaultKind, Memory, MemoryError, Simulator};
 
-/// The line of this file a fault names.
+/// The line of this file that a fault names.
 fn source(fault: &Fault) -> &'static str {
     assert!(fault.file.ends_with("simulator.rs"), "{fault}");
     include_str!("simulator.rs").lines().nth(fault.line as usize - 1).unwrap_or_default()
@@ -21,7 +21,7 @@ fn words(arguments: &Arguments) -> Buffer<u32> {
     arguments.buffer(0)
 }
 
-// --- what it computes
+// --- results
 
 #[test]
 fn threads_know_where_they_are() {
@@ -136,7 +136,7 @@ fn atomics_add_up() {
         atomic_max(&mut x, 1u32, thread_position());
         atomic_min(&mut x, 2u32, thread_position() + 3);
         atomic_or(&mut x, 3u32, 1 << (thread_index() % 4));
-        // One thread of all sees the 9.
+        // Exactly one thread sees the 9.
         if atomic_compare_exchange(&mut x, 4u32, 9, 10) == 9 {
             atomic_add(&mut x, 4u32, 90);
         }
@@ -211,7 +211,7 @@ fn seeds_change_the_order_and_nothing_else() {
     assert_eq!(order(3)[64], 64);
 }
 
-// --- what it refuses
+// --- faults
 
 #[test]
 fn outside_of_a_buffer() {
@@ -308,7 +308,7 @@ fn races_in_shared_memory() {
         tile.ft_set(thread_index(), 1);
         words(arguments).ft_set(thread_index(), tile.ft_get((thread_index() + 1) % 64));
     };
-    // Where a thread comes before its neighbour, what it reads is uninitialised: the order decides which is found first.
+    // A thread that runs before its neighbour reads an uninitialised element: the order decides which fault is found first.
     for seed in 0..20 {
         let simulator = Simulator::new().seed(seed);
         let fault = run_on(&simulator, &mut Memory::from_slice(&[0u32; 64]), (1, 64), neighbour).unwrap_err();
@@ -346,7 +346,7 @@ fn a_simd_barrier_orders_its_lanes_only() {
         x.ft_set(thread_index() ^ 1, 1);
     })
     .unwrap();
-    // A shuffle is no barrier.
+    // A shuffle orders no memory.
     let fault = run(&[0; 64], (1, 32), |arguments| {
         let mut x = words(arguments);
         let _ = simd_sum(x.ft_get(thread_index()));
@@ -510,7 +510,7 @@ fn a_panic_is_a_fault_with_its_line() {
     });
     assert_fault(&fault, "is unlucky", "thread 33 is unlucky");
     assert_eq!(fault.thread, 33);
-    // The program's own panics still go where they went.
+    // The program's own panics still reach its hook.
     let caught = std::panic::catch_unwind(|| assert_eq!(1, 2));
     assert!(caught.is_err());
 }
@@ -541,7 +541,7 @@ fn endless_loops() {
     let mut memory = Memory::from_slice(&[0u32; 64]);
     let fault = run_on(&simulator, &mut memory, (2, 32), |arguments| {
         let mut x = words(arguments);
-        // Groups wait for each other: on no device is that sure to end.
+        // Groups wait for each other: no device guarantees that this ends.
         atomic_add(&mut x, 0u32, 1);
         while atomic_add(&mut x, 0u32, 0) < 64 {
             ops::count_iteration();

@@ -57,7 +57,7 @@ fn errors(source: &Path) -> String {
     if all.is_empty() { text } else { all }
 }
 
-/// The message where its words are ours, the code of the error where they are rustc's and change with it.
+/// The message where it is ours, or the code of rustc's own error, whose words change with rustc.
 fn words(message: &str) -> String {
     let message = message.trim();
     let (code, words) = message.split_once(": ").unwrap_or((message, ""));

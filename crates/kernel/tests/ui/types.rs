@@ -280,14 +280,14 @@ pub mod hidden {
     pub const DIM: u32 = 4;
 
     #[device]
-    pub fn centre(x: u32) -> u32 {
+    pub fn center(x: u32) -> u32 {
         x / 2 + DIM
     }
 }
 
 #[device]
 pub fn middle(x: u32) -> u32 {
-    hidden::centre(x)
+    hidden::center(x)
 }
 
 #[kernel(threads = 32)]
@@ -296,12 +296,12 @@ fn generic_of_an_items_name<const DIM: usize>(out: &mut Buffer<u32>) {
 }
 
 #[kernel(threads = 32)]
-fn constant_of_an_items_name(out: &mut Buffer<u32>, #[constant] centre: u32) {
-    out[0] = middle(centre);
+fn constant_of_an_items_name(out: &mut Buffer<u32>, #[constant] center: u32) {
+    out[0] = middle(center);
 }
 
 #[kernel(threads = 32)]
-fn centre(out: &mut Buffer<u32>) {
+fn center(out: &mut Buffer<u32>) {
     out[0] = middle(1);
 }
 

@@ -1,4 +1,4 @@
-//! Effects: C++ fixes no order between the operands of an expression, Rust evaluates them from left to right.
+//! Effects: Rust evaluates the operands of an expression from left to right, C++ in any order.
 
 use super::Lower;
 use crate::ir::Passed;
@@ -14,7 +14,7 @@ pub(super) enum Stands {
 }
 
 impl Lower<'_> {
-    /// Refuses a call with effects beside others.
+    /// Refuses a call with effects beside other operands.
     pub(super) fn effect(&mut self, call: &impl quote::ToTokens, stands: Stands) {
         if stands == Stands::Beside {
             self.errors.refuse(
@@ -34,7 +34,7 @@ impl Lower<'_> {
         }
     }
 
-    /// Whether no call can change the value of an operand: it may stand beside one that writes.
+    /// Whether no call can change the value of an operand, which may then stand beside a call that writes.
     pub(super) fn is_still(&self, expr: &syn::Expr) -> bool {
         match strip(expr) {
             syn::Expr::Lit(_) => true,

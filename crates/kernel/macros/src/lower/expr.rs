@@ -55,7 +55,7 @@ impl Lower<'_> {
     /// An operand of an operator, in the type of its neighbour where that is known.
     pub(super) fn operand(&mut self, expr: &syn::Expr, expected: Option<&Type>, stands: Stands) -> Expr {
         let mut value = self.expr(expr, None, stands);
-        // `x + 1` stays as written, for C++ converts the literal to the type of x. A float's neighbour is a float.
+        // `x + 1` stays as written: C++ converts the literal to the type of x. Beside a float rustc accepts only a float.
         if let (Kind::Int { value: digits, .. }, Some(ty)) = (&value.kind, expected)
             && value.ty.is_none()
             && *digits > i32::MAX as u64
@@ -149,7 +149,7 @@ impl Lower<'_> {
             ),
             Some(scalar) => Expr::new(Kind::Cast(Box::new(value), scalar), Some(Type::Scalar(scalar))),
             None => {
-                // The reader knows why f64 and its like are refused.
+                // The reader refuses types that the language does not have, such as f64.
                 if self.reader().read(&cast.ty).is_some() {
                     self.errors.refuse(
                         &cast.ty,
@@ -249,7 +249,7 @@ impl Lower<'_> {
     }
 }
 
-/// The value of a block that is nothing else.
+/// The value of a block without statements.
 fn tail(block: &syn::Block) -> Option<&syn::Expr> {
     match &block.stmts[..] {
         [syn::Stmt::Expr(value, None)] => Some(value),

@@ -27,7 +27,7 @@ impl Lower<'_> {
     }
 
     fn int(&mut self, int: &syn::LitInt, expected: Option<&Type>) -> Expr {
-        // Of a generic argument the sign is part of the number.
+        // In a generic argument the sign is part of the literal.
         if let Some(digits) = int.base10_digits().strip_prefix('-') {
             let magnitude = syn::LitInt::new(&format!("{digits}{}", int.suffix()), int.span());
             let magnitude = self.int(&magnitude, expected);
@@ -94,8 +94,8 @@ fn has_sign(value: &Expr) -> bool {
     }
 }
 
-/// Literals without a type, one of them negative and one too large for an i32, are i64 whatever stands beside them. C++ would take
-/// digits above the greatest i32 for an unsigned number.
+/// Makes literals without a type i64, where one is negative and one does not fit an i32: no other integer type has both. C++ would
+/// make digits above the greatest i32 unsigned.
 pub(super) fn settled(mut value: Expr) -> Expr {
     let is_i64 = value.is_untyped() && has_sign(&value) && extent(&value).is_some_and(|(.., narrow)| !narrow);
     if is_i64 {

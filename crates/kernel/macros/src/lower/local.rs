@@ -85,7 +85,7 @@ impl Lower<'_> {
             self.declare(&rust, None, mutable);
             return;
         };
-        // The value is of the scope before the name; the name is not visible in it.
+        // The value is evaluated before the name is declared, and does not see it.
         let hidden = self.scopes.fresh(&rust);
         let kind = Kind::Name { name: hidden.clone(), of: NameOf::Mutable };
         let place = Expr::new(kind, Some(ty.clone()));

@@ -19,7 +19,7 @@ struct Range<'e> {
 }
 
 impl Lower<'_> {
-    /// Lowers what a loop repeats, and records its convergent operations.
+    /// Lowers the repeated part of a loop, and records its convergent operations.
     pub(super) fn looped<R>(
         &mut self,
         attributes: &[syn::Attribute],
@@ -123,7 +123,7 @@ impl Lower<'_> {
         }
     }
 
-    /// A part of a range that is printed twice: what may change is evaluated before, into a variable.
+    /// A part of a range that is printed twice: a value that may change is kept in a variable.
     fn fixed(&mut self, value: Expr, name: &str, out: &mut Vec<Stmt>) -> Expr {
         if value.is_fixed() {
             return value;
@@ -133,7 +133,7 @@ impl Lower<'_> {
         Expr::new(Kind::Name { name, of: NameOf::Fixed }, ty)
     }
 
-    /// Checks the body of a loop that is refused, for what else is wrong in it.
+    /// Checks the body of a refused loop, for its other errors.
     fn skip_loop(&mut self, looped: &syn::ExprForLoop) {
         self.scopes.enter();
         if let Some((name, _)) = match &*looped.pat {
@@ -166,7 +166,7 @@ impl Lower<'_> {
                 match (name.as_str(), call.args.len()) {
                     ("rev", 0) => {
                         let range = self.range(&call.receiver)?;
-                        // What `rev` does to steps, and to a second `rev`, is refused by the loop.
+                        // The order of `rev` and `step_by` matters: only a plain range is reversed.
                         let twice = range.reverse || range.step.is_some();
                         if twice {
                             self.errors.refuse(call, "`rev` is for a plain range: write `(a..b).rev()`");

@@ -1,4 +1,4 @@
-//! The check: from syn's tree to the tree that prints. What has no meaning on a GPU is refused where it stands.
+//! The check: from syn's tree to the tree that prints. Code without a meaning on a GPU is refused where it stands.
 //!
 //! [`Lower`] is the state of one function. Its methods are in the files of this folder, by what they lower:
 //!
@@ -8,8 +8,8 @@
 //! | `expr`, `literal`, `path` | expressions: operators, literals, names |
 //! | `call`, `intrinsic`, `method` | calls: device functions, intrinsics, methods |
 //! | `constant` | expressions that are known when an instance is compiled |
-//! | `effects` | nothing: what may stand beside what, where C++ fixes no order of evaluation |
-//! | `survey` | nothing: what is asked of a body as a whole |
+//! | `effects` | nothing: checks operands, whose order of evaluation C++ does not fix |
+//! | `survey` | nothing: looks through a whole body first |
 
 mod call;
 mod constant;
@@ -166,7 +166,7 @@ impl<'a> Lower<'a> {
         Reader { errors: self.errors, depends: self.depends, generics: self.generics }
     }
 
-    /// Refuses an expression. The result stands for it in what is checked further.
+    /// Refuses an expression. The check goes on with the result in its place.
     fn refuse(&mut self, tokens: &impl ToTokens, message: impl std::fmt::Display) -> Expr {
         self.errors.refuse(tokens, message);
         Expr::invalid()

@@ -11,10 +11,10 @@ impl Lower<'_> {
             return self
                 .refuse(path, "associated constants are not part of the kernel language: use a #[constant]");
         }
-        if let Some(ident) = path.path.get_ident() {
-            if let Some(value) = self.local_name(path, &ident.to_string()) {
-                return value;
-            }
+        if let Some(ident) = path.path.get_ident()
+            && let Some(value) = self.local_name(path, &ident.to_string())
+        {
+            return value;
         }
         let segments = &path.path.segments;
         let Some(last) = segments.last() else { return Expr::invalid() };

@@ -1,4 +1,4 @@
-//! Places: assignments, and struct literals, which C++ fills field by field.
+//! Assignments, and struct literals, which C++ fills field by field.
 
 use super::effects::Stands;
 use super::stmt::needs_statements;
@@ -49,7 +49,7 @@ impl Lower<'_> {
                 let expected = if op.is_shift() { None } else { place.ty.clone() };
                 let value = self.operand(right, expected.as_ref(), Stands::Beside);
                 self.operands(op, &place, &value, whole);
-                // `a &= b` of two bools is an int in C++ only on the way: the assignment makes it a bool again.
+                // C++ computes `a &= b` of two bools as an int, and the assignment converts it back.
                 out.push(Stmt::Assign { place, op: Some(op), value });
             }
         }

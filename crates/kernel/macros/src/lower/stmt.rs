@@ -96,7 +96,7 @@ impl Lower<'_> {
         }
     }
 
-    /// Lowers what is a statement wherever it stands; `false` for an expression with a value.
+    /// Lowers an expression that is always a statement; returns `false` for one with a value.
     fn statement(&mut self, expr: &syn::Expr, out: &mut Vec<Stmt>) -> bool {
         match expr {
             syn::Expr::While(looped) => {

@@ -1,4 +1,4 @@
-//! What is asked of a body as a whole, before it is lowered.
+//! Passes over a whole body, before it is lowered.
 
 use std::collections::HashSet;
 
