@@ -139,9 +139,8 @@ impl<'a> Operands<'a> {
             let layers: Vec<&str> = layers.iter().map(String::as_str).collect();
             if !layers.is_empty() {
                 let layers = report::some(&layers);
-                let what = format_args!(
-                    "tensor {name} is missing, expected q, k and v, or --prefix for {layers}"
-                );
+                let what =
+                    format_args!("tensor {name} is missing, expected q, k and v, or --prefix for {layers}");
                 return Err(archive.refuse(what));
             }
         }

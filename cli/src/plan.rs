@@ -452,7 +452,7 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
                 tile.keys(),
                 report::bytes(kernel.shared_bytes() as f64),
                 tile.threads(),
-                report::counted(tile.resident, "group"),
+                report::counted(tile.resident, "threadgroup"),
             ),
         ));
     }
@@ -570,13 +570,12 @@ impl CpuShown<'_> {
     fn kernel_reason(&self) -> String {
         let (plan, problem) = (self.plan, self.plan.problem());
         let group = problem.dims().group();
-        let most = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
+        let max = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
         let tile = plan.tile_rows();
-        let rows =
-            if most <= tile { format!("in one tile of {tile}") } else { format!("in tiles of {tile}") };
+        let rows = if max <= tile { format!("in one tile of {tile}") } else { format!("in tiles of {tile}") };
         format!(
             "at most {} of a group, {rows}; {} for {} on {}",
-            report::counted(most, "row"),
+            report::counted(max, "row"),
             plan.isa(),
             problem.dtype(),
             self.device
@@ -613,12 +612,12 @@ impl CpuShown<'_> {
             format!("at most {longest} keys, one block of {}", plan.block_k())
         } else if plan.splits() == 1 && plan.idle() > 0.1 {
             format!(
-                "threads are estimated to wait for {} of the time: rows see one block each, or partial results would take \
+                "threads wait for an estimated {} of the time: rows see one block each, or partial results would take \
                  too much memory",
                 report::percent(plan.idle())
             )
         } else {
-            format!("threads are estimated to wait for {} of the time", report::percent(plan.idle()))
+            format!("threads wait for an estimated {} of the time", report::percent(plan.idle()))
         }
     }
 

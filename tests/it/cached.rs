@@ -261,14 +261,14 @@ fn shuffle(cache: &mut KvCache, model: &Model, rng: &mut Rng) {
 }
 
 /// Cuts `0..tokens` into chunks of random lengths, mostly short.
-fn chunks(rng: &mut Rng, tokens: usize, most: usize) -> Vec<Range<usize>> {
+fn chunks(rng: &mut Rng, tokens: usize, max: usize) -> Vec<Range<usize>> {
     let mut cuts = Vec::new();
     let mut at = 0;
     while at < tokens {
         let len = match rng.below(3) {
             0 => 1,
-            1 => 1 + rng.below(most.min(17)),
-            _ => 1 + rng.below(most),
+            1 => 1 + rng.below(max.min(17)),
+            _ => 1 + rng.below(max),
         };
         cuts.push(at..(at + len).min(tokens));
         at += len;
@@ -329,14 +329,14 @@ fn a_ring_gives_the_bits_of_a_window_after_many_wraps() {
         let left = model.visibility.left().unwrap();
         for runner in runners() {
             let want = whole(&model, &text, &runner);
-            for (n, most) in [1, 9, 40].into_iter().enumerate() {
-                let ring = CacheLayout::Ring { slots: 2, capacity: left + most };
+            for (n, max) in [1, 9, 40].into_iter().enumerate() {
+                let ring = CacheLayout::Ring { slots: 2, capacity: left + max };
                 let pages = CacheLayout::Paged { pages: 30, page: [1, 16, 8][n].max(left / 8) };
                 for layout in [ring, pages] {
                     let mut rng = Rng::new(n as u64);
                     let mut cache = model.cache(layout);
                     let seq = cache.create().unwrap();
-                    for cut in chunks(&mut rng, tokens, most) {
+                    for cut in chunks(&mut rng, tokens, max) {
                         text.append(&mut cache, seq, cut.clone());
                         if matches!(layout, CacheLayout::Paged { .. }) {
                             cache.forget(seq, cut.start.saturating_sub(left)).unwrap();
@@ -680,8 +680,8 @@ fn a_shared_prefix_changes_no_bit() {
             assert!(answer(&together, &runner).bits() == want, "{} {runner:?}", case.name);
             // Small problems have enough tasks without splits; with splits, prefixes and the keys after them are
             // cut.
-            let most = case.desc.dims.kv_len.div_ceil(256).clamp(1, 3);
-            let split = CpuRunner::new(runner.cpu.with_threads(3)).with(options(Some(most), true));
+            let max = case.desc.dims.kv_len.div_ceil(256).clamp(1, 3);
+            let split = CpuRunner::new(runner.cpu.with_threads(3)).with(options(Some(max), true));
             let got = pool.install(|| answer(&together, &split).bits());
             assert!(got == want, "{} {split:?}", case.name);
             let all = answer(&together, &runner.with(options(None, false))).bits();

@@ -291,12 +291,12 @@ fn changed_bits_of_rows_stay_in_their_token() {
             assert_eq!(got[1 - side], want[1 - side]);
             // Whatever the values are, kernels and oracle read the same ones, including NaN.
             let (out, exact) = attend(&other, seq, 0);
-            let most = exact.iter().map(|x| x.abs()).fold(0.0, f64::max);
+            let max = exact.iter().map(|x| x.abs()).fold(0.0, f64::max);
             for (got, want) in out.iter().zip(exact) {
                 assert_eq!(got.is_nan(), want.is_nan(), "{codec}: bit {at}: {got} {want}");
                 // Large keys may change probabilities by their last bit; values may not.
-                let near = (f64::from(*got) - want).abs() <= 1e-3 * most;
-                assert!(side == 0 || near || !most.is_finite(), "{codec}: bit {at}: {got} {want}");
+                let near = (f64::from(*got) - want).abs() <= 1e-3 * max;
+                assert!(side == 0 || near || !max.is_finite(), "{codec}: bit {at}: {got} {want}");
             }
         }
         assert!(changes > 10, "{codec}: {changes} changes were seen");

@@ -439,7 +439,7 @@ fn attention_over_normal_keys() {
         value_dim: 256,
         scale: 1.0 / 16.0,
     };
-    for (codec, least, most) in [
+    for (codec, min, max) in [
         (Codec::MlxTq8, 0.007, 0.011),
         (Codec::MlxTq6, 0.022, 0.033),
         (Codec::MlxTq5, 0.045, 0.065),
@@ -447,7 +447,7 @@ fn attention_over_normal_keys() {
     ] {
         let Quality { nrmse, kl, bits, .. } = quality(&head, [codec; 2], false).unwrap();
         println!("{codec}: {bits} bits, nrmse {nrmse:.4}, kl {kl:.2e}");
-        assert!((least..most).contains(&nrmse), "{codec}: {nrmse}");
+        assert!((min..max).contains(&nrmse), "{codec}: {nrmse}");
     }
 }
 

@@ -150,7 +150,7 @@ fn cuda_plans_refuse() {
     let volta = CudaFacts { capability: (7, 0), ..machines::A100 };
     assert_eq!(
         CudaPlan::new(&problem, &volta, PlanOptions::default()).unwrap_err(),
-        Unsupported::Capability { got: (7, 0), least: (7, 5) }
+        Unsupported::Capability { got: (7, 0), min: (7, 5) }
     );
     let small = CudaFacts { shared_per_block: 8 << 10, ..machines::A100 };
     let refusal = CudaPlan::new(&problem, &small, PlanOptions::default()).unwrap_err();
@@ -216,7 +216,7 @@ fn portable_plans_refuse() {
     assert_eq!(plan(&many).unwrap_err(), Unsupported::Tasks { got: 65_536, max: 65_535 });
     let one = desc([1, 8, 8, 1, 640, 64, 64]);
     let native = with(&one, kernels(KernelChoice::Native)).unwrap_err();
-    assert_eq!(native, Unsupported::Capability { got: (7, 5), least: (8, 0) });
+    assert_eq!(native, Unsupported::Capability { got: (7, 5), min: (8, 0) });
     let every = with(&one, crate::support::options(None, false)).unwrap_err();
     assert_eq!(every, Unsupported::SkipTiles);
     for splits in [0, 11] {

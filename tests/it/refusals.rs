@@ -227,12 +227,12 @@ fn views() {
 fn plans() {
     let problem = Case::new("plan", [1, 1, 1, 1, 513, 8, 8], Dtype::F32).desc.validate().unwrap();
     let plan = |options| CpuPlan::new(&problem, &machines::AVX2_8, options);
-    let most = 513usize.div_ceil(plan(PlanOptions::default()).unwrap().block_k());
-    assert!(plan(options(Some(most), true)).is_ok());
-    for got in [0, most + 1, usize::MAX] {
+    let max = 513usize.div_ceil(plan(PlanOptions::default()).unwrap().block_k());
+    assert!(plan(options(Some(max), true)).is_ok());
+    for got in [0, max + 1, usize::MAX] {
         assert_eq!(
             plan(options(Some(got), true)).unwrap_err().to_string(),
-            format!("{got} splits asked for, expected 1 to {most}")
+            format!("{got} splits asked for, expected 1 to {max}")
         );
     }
     let many = Case::new("plan", [1, 1 << 23, 1 << 23, 1, 1, 8, 8], Dtype::F32).desc.validate().unwrap();

@@ -308,10 +308,10 @@ pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Ve
 }
 
 /// Measures the rows in turns for `seconds`, and at least as often as asked.
-fn turns(least: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
+fn turns(min: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Result<()> {
     let started = Instant::now();
     for n in 0..MAX_TIMES {
-        if n >= least && started.elapsed().as_secs_f64() >= seconds {
+        if n >= min && started.elapsed().as_secs_f64() >= seconds {
             break;
         }
         turn()?;

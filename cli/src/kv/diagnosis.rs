@@ -52,16 +52,16 @@ impl Diagnosis {
             variance.iter_mut().zip(spread).for_each(|(variance, x)| *variance += x / tokens);
         }
         let energy: f64 = mean.iter().map(|x| x * x).sum();
-        let (index, most) = variance
+        let (index, max) = variance
             .iter()
             .enumerate()
-            .fold((0, 0.0), |most, (at, x)| if *x > most.1 { (at, *x) } else { most });
+            .fold((0, 0.0), |max, (at, x)| if *x > max.1 { (at, *x) } else { max });
         let bias = ratio(energy, variance.iter().sum());
         let mut sorted = variance;
         sorted.sort_by(f64::total_cmp);
         let median = sorted[(head_dim - 1) / 2];
         // Equal keys have no channel that deviates.
-        let channel = if most == 0.0 { 1.0 } else { ratio(most, median) };
+        let channel = if max == 0.0 { 1.0 } else { ratio(max, median) };
         Self { bias: Worst { ratio: bias, head }, channel: Worst { ratio: channel, head }, index, head_dim }
     }
 

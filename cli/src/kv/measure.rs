@@ -246,9 +246,9 @@ fn refusal<'s, T: 's>(all: impl Iterator<Item = &'s Result<T, String>>) -> Optio
 }
 
 /// At most `most` evenly spaced integers below `count`.
-fn sample(count: usize, most: usize) -> Vec<usize> {
-    let most = most.min(count);
-    (0..most).map(|n| ((2 * n as u128 + 1) * count as u128 / (2 * most as u128)) as usize).collect()
+fn sample(count: usize, max: usize) -> Vec<usize> {
+    let max = max.min(count);
+    (0..max).map(|n| ((2 * n as u128 + 1) * count as u128 / (2 * max as u128)) as usize).collect()
 }
 
 /// Query rows of a pair that are measured, for each query head.

@@ -126,15 +126,15 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
         let lines = panel.lines.iter().flat_map(|line| line.points.iter().chain(&line.apart)).copied();
         lines.chain(panel.chosen.iter().chain(&panel.worst).map(|(point, _)| *point))
     };
-    let least = drawn().map(|p| p.1).fold(panel.gate, f64::min) / MARGIN;
-    let most = drawn().map(|p| p.1).fold(panel.gate, f64::max) * MARGIN;
+    let min = drawn().map(|p| p.1).fold(panel.gate, f64::min) / MARGIN;
+    let max = drawn().map(|p| p.1).fold(panel.gate, f64::max) * MARGIN;
     let right = drawn().map(|p| p.0).fold(8.0, f64::max) + 1.0;
     let mut chart = ChartBuilder::on(area)
         .caption(&panel.title, ("sans-serif", 18))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(64)
-        .build_cartesian_2d(1.5..right, (least..most).log_scale())?;
+        .build_cartesian_2d(1.5..right, (min..max).log_scale())?;
     chart
         .configure_mesh()
         .light_line_style(WHITE)
@@ -144,7 +144,7 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
         .y_label_formatter(&|y| format!("{y:.0e}"))
         .draw()?;
     // The axis is logarithmic: a fraction of the panel's height is a power.
-    let lift = (most / least).powf(0.05);
+    let lift = (max / min).powf(0.05);
     let font = ("sans-serif", 12).into_font();
     let gate = [(1.5, panel.gate), (right, panel.gate)];
     chart.draw_series([PathElement::new(gate, GREY.stroke_width(1))])?;

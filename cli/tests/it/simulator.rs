@@ -69,7 +69,7 @@ fn the_simulator_is_checked() {
 #[test]
 fn the_simulator_refuses_what_would_take_long() {
     let folder = Folder::with(&qkv(Dtype::F16, &[1, 2, 600, 64], &[1, 2, 600, 64], &[1, 2, 600, 64]));
-    let why = "more scores than the 600000 that the simulator is given: 720000; \
+    let why = "more scores than the simulator takes, 600000: 720000; \
                --backend auto, cpu or reference takes this problem";
     folder.refuse(&["--backend", "simulator"], why);
 }

@@ -227,7 +227,7 @@ impl DeviceRun {
                     .memcpy_htod(&bytes, &mut part)
                     .map_err(CudaError::driver("copy of the tables"))?;
             }
-            _ => return Err(CudaError::Update { what: "tables are of another size".to_owned() }),
+            _ => return Err(CudaError::Update { what: "tables have another size".to_owned() }),
         }
         self.tables = Some(tables.clone());
         Ok(())
@@ -443,7 +443,7 @@ impl CudaRunner {
             let read = staged.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
             let written = staged.outputs.iter().map(|&(element, len)| gpu.hold(&Values::nans(element, len)));
             let written = written.collect::<Result<Vec<_>, _>>()?;
-            let counted = |_| "memories are as many as parameters".to_owned();
+            let counted = |_| "one memory for each parameter".to_owned();
             let (read, mut written) =
                 (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
             StagedInputs::launch::<Gpu, _>(&staged.plan, gpu, &read, &mut written)

@@ -411,15 +411,15 @@ impl Job {
     /// Largest difference of an answer from the expected one relative to the largest magnitude; infinite if an
     /// element is NaN.
     fn error(&self, got: &[f64]) -> f64 {
-        let (mut error, mut most) = (0.0f64, 0.0f64);
+        let (mut error, mut max) = (0.0f64, 0.0f64);
         for (start, want) in &self.want {
             for (got, want) in got[*start..].iter().zip(want) {
                 let difference = if got == want { 0.0 } else { (got - want).abs() };
                 error = error.max(if difference.is_nan() { f64::INFINITY } else { difference });
-                most = most.max(want.abs());
+                max = max.max(want.abs());
             }
         }
-        if error == 0.0 { 0.0 } else { error / most }
+        if error == 0.0 { 0.0 } else { error / max }
     }
 }
 
@@ -461,7 +461,7 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         ["batch", "keys", "q_heads", "kv_heads", "dim", "splits"].map(|name| size(shape, name));
     let (batch, keys, q_heads, kv_heads, dim, splits) = (batch?, keys?, q_heads?, kv_heads?, dim?, splits?);
     let codec = Codec::ALL.into_iter().find(|&codec| u64::from(format_id(codec)) == shape.get("format"));
-    let codec = codec.ok_or("a shape of no format")?;
+    let codec = codec.ok_or("a shape without a format")?;
     if codec.row_bytes(dim) as u64 != shape.get("row") {
         return Err(format!("a row of {codec} has {} bytes", codec.row_bytes(dim)));
     }
@@ -602,7 +602,7 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     // One query, or a batch if there are more rows than heads.
     let heads = rows.min(MERGED_HEADS);
     if !rows.is_multiple_of(heads) {
-        return Err(format!("{rows} rows are not of {heads} heads"));
+        return Err(format!("{rows} rows are not a multiple of {heads} heads"));
     }
     let mut partial_out = vec![0.0f32; rows * splits * dim];
     let mut partial_max_sum = vec![0.0f32; rows * splits * 2];
@@ -655,7 +655,7 @@ fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, Stri
     let (rows, dim) = (size(shape, "rows")?, size(shape, "dim")?);
     let (heads, tokens) = (APPENDED_HEADS, rows / APPENDED_HEADS);
     if tokens * heads != rows {
-        return Err(format!("{rows} rows are not of {heads} heads"));
+        return Err(format!("{rows} rows are not a multiple of {heads} heads"));
     }
     let message = |e: &dyn std::fmt::Display| e.to_string();
     let dtype = Dtype::BF16;

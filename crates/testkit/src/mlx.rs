@@ -36,7 +36,7 @@ pub fn mlx_encode(codec: Codec, x: &[f32]) -> MlxRow {
             // In both dimensions, the root mean square of a block is 1.
             let z = if norms[norms.len() - 1] > 1e-10 { y / (length / 16.0) } else { 0.0 };
             indices.push(edges.iter().filter(|edge| **edge < z).count() as u8);
-            margins.push(edges.iter().fold(f64::INFINITY, |least, edge| least.min((z - edge).abs())));
+            margins.push(edges.iter().fold(f64::INFINITY, |min, edge| min.min((z - edge).abs())));
         }
     }
     let codes = match bits {

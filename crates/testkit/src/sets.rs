@@ -55,8 +55,8 @@ fn product(a: &[f32], b: &[f32]) -> f64 {
 
 /// Probability of some of the scores, times a factor, each counted once.
 fn weight(scores: &[f64], targets: &[usize], factor: f64) -> f64 {
-    let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let of = |score: &f64| (factor * (score - most)).exp();
+    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let of = |score: &f64| (factor * (score - max)).exp();
     let all: f64 = scores.iter().map(of).sum();
     let own = targets.iter().enumerate().filter(|(n, target)| !targets[..*n].contains(target));
     own.map(|(_, target)| of(&scores[*target])).sum::<f64>() / all

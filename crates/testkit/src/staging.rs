@@ -73,8 +73,8 @@ fn mask_of(mask: &MaskView<'_>) -> (Vec<u8>, [usize; 4], u32) {
 }
 
 /// The largest power of two up to `most` that divides all of them.
-fn alignment(most: usize, strides: &[usize]) -> usize {
-    let mut align = most;
+fn alignment(max: usize, strides: &[usize]) -> usize {
+    let mut align = max;
     while strides.iter().any(|stride| !stride.is_multiple_of(align)) {
         align /= 2;
     }

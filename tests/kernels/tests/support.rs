@@ -9,7 +9,7 @@ pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
 
 /// Runs problems with native code of this crate; rows and pages are aligned as they happen to be.
 pub(crate) fn runner(tile: Tile) -> SimulatorRunner {
-    SimulatorRunner::of(tile, natives::find)
+    SimulatorRunner::with_tile(tile, natives::find)
 }
 
 /// Runs cases, each of which must have native code and pass.

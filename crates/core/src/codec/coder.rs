@@ -167,9 +167,9 @@ pub fn e4m3(x: f32) -> u8 {
 /// e4m3 codes and scale of a vector.
 #[inline(always)]
 fn encode_fp8(x: &[f32], codes: &mut [u8]) -> f16 {
-    let most = greatest(x);
+    let amax = greatest(x);
     // The scale as stored, so that its rounding does not add to the error of the elements.
-    let scale = f16::from_f32(most * (FP8_SCALE_UNIT / fp8::MAX));
+    let scale = f16::from_f32(amax * (FP8_SCALE_UNIT / fp8::MAX));
     if scale == f16::ZERO {
         codes.fill(0);
         return scale;

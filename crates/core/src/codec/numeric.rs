@@ -5,11 +5,11 @@
 /// vectors take the maximum of integers.
 #[inline(always)]
 pub fn greatest(x: &[f32]) -> f32 {
-    let mut most = 0u32;
+    let mut amax = 0u32;
     for x in x {
-        most = most.max(x.to_bits() & i32::MAX as u32);
+        amax = amax.max(x.to_bits() & i32::MAX as u32);
     }
-    f32::from_bits(most)
+    f32::from_bits(amax)
 }
 
 /// The nearest integer to a value below 2^22 in magnitude, ties to even: the sum with 3 * 2^22 has no fraction bits.

@@ -68,13 +68,13 @@ impl Quantizer {
         self.rotation.apply::<O>(x);
         let dim = self.dim;
         let (x, codes) = (&x[..dim], &mut codes[..dim]);
-        let most = greatest(x);
-        if most < MIN_MAGNITUDE {
+        let amax = greatest(x);
+        if amax < MIN_MAGNITUDE {
             codes.fill(0);
             return f16::ZERO;
         }
         let mut fixed = Fixed { signed: [0; MAX_HEAD_DIM], magnitudes: [0; MAX_HEAD_DIM] };
-        O::fixed(x, ONE / most, &mut fixed.signed, &mut fixed.magnitudes);
+        O::fixed(x, ONE / amax, &mut fixed.signed, &mut fixed.magnitudes);
         let energy = O::energy(&fixed.magnitudes[..dim]);
         let (xc, cc) = match self.levels {
             None => integers(&fixed, codes),
@@ -87,7 +87,7 @@ impl Quantizer {
             ScaleRule::Unbiased => energy as f64 / xc as f64,
             ScaleRule::LeastSquares => xc as f64 / cc as f64,
         };
-        f16::from_f32(scale_of(scale, most))
+        f16::from_f32(scale_of(scale, amax))
     }
 
     /// Values of codes, `[64]`, for tables; none for integers, which are their own values.
@@ -98,8 +98,8 @@ impl Quantizer {
 
 /// The stored scale, from a scale in fixed-point units of a vector with this largest magnitude.
 #[inline(always)]
-pub(super) fn scale_of(scale: f64, most: f32) -> f32 {
-    (scale * f64::from(most / ONE) * f64::from(SCALE_UNIT)) as f32
+pub(super) fn scale_of(scale: f64, amax: f32) -> f32 {
+    (scale * f64::from(amax / ONE) * f64::from(SCALE_UNIT)) as f32
 }
 
 /// Half-levels per fixed-point unit, times 2^16: the edges between levels are multiples of half-levels.

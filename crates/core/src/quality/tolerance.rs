@@ -125,9 +125,9 @@ pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
                 let element = |d| inputs.q.get([s.batch, h, s.q_start + i, d]);
                 let mut q: Vec<f32> = (0..dims.head_dim).map(element).collect();
                 crate::codec::rotate(IsaToken::best(), rotation, &mut q);
-                let most = q.iter().fold(0.0f32, |most, x| most.max(x.abs()));
-                let longest = norms[problem.visible(s, i)].iter().fold(0.0f64, |most, &norm| most.max(norm));
-                let unit = f64::from(problem.scale().abs()) * f64::from(most) / INTEGER_ONE;
+                let max = q.iter().fold(0.0f32, |max, x| max.max(x.abs()));
+                let longest = norms[problem.visible(s, i)].iter().fold(0.0f64, |max, &norm| max.max(norm));
+                let unit = f64::from(problem.scale().abs()) * f64::from(max) / INTEGER_ONE;
                 errors[(s.batch * dims.q_heads + h) * dims.q_len + s.q_start + i] =
                     INTEGER_ERRORS * unit * longest;
             }

@@ -238,7 +238,8 @@ fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, at_least: usize) {
     let cases: Vec<Case> = cases.collect();
     let (passed, refused) = (AtomicUsize::new(0), Mutex::new(BTreeMap::<String, usize>::new()));
     let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
-    let runner = MetalRunner { device, on: SimulatorRunner::of(tile, |instance| Some(instance.clone())) };
+    let runner =
+        MetalRunner { device, on: SimulatorRunner::with_tile(tile, |instance| Some(instance.clone())) };
     let failed = each(&cases, |case| {
         match run_case(case, &runner) {
             Ok(_) => passed.fetch_add(1, Ordering::Relaxed),

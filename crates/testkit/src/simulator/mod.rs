@@ -31,7 +31,7 @@ pub struct SimulatorRunner {
     pub(crate) padded: bool,
     /// Finds the instance with native code.
     pub(crate) find: fn(&Instance) -> Option<Instance>,
-    most_scores: u64,
+    max_scores: u64,
 }
 
 impl Default for SimulatorRunner {
@@ -45,17 +45,17 @@ impl SimulatorRunner {
     #[must_use]
     pub fn new() -> Self {
         let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
-        Self { tile, aligned: ALIGNED, padded: true, find, most_scores: u64::MAX }
+        Self { tile, aligned: ALIGNED, padded: true, find, max_scores: u64::MAX }
     }
 
     /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
     #[doc(hidden)]
     #[must_use]
-    pub const fn of(tile: Tile, find: fn(&Instance) -> Option<Instance>) -> Self {
-        Self { tile, aligned: ALIGNED, padded: false, find, most_scores: u64::MAX }
+    pub const fn with_tile(tile: Tile, find: fn(&Instance) -> Option<Instance>) -> Self {
+        Self { tile, aligned: ALIGNED, padded: false, find, max_scores: u64::MAX }
     }
 
-    /// Like [`SimulatorRunner::with`], with pages of codes that start at multiples of 16 bytes, whatever their size.
+    /// Like [`SimulatorRunner::with_tile`], with pages of codes that start at multiples of 16 bytes, whatever their size.
     #[doc(hidden)]
     #[must_use]
     pub const fn padded(mut self) -> Self {
@@ -66,7 +66,7 @@ impl SimulatorRunner {
     /// Refuses problems with more scores than this: the simulator computes ten to a hundred thousand per second.
     #[must_use]
     pub const fn at_most(mut self, scores: u64) -> Self {
-        self.most_scores = scores;
+        self.max_scores = scores;
         self
     }
 }
@@ -152,10 +152,10 @@ impl SimulatorRunner {
         let dims = problem.dims();
         let scores = problem.sequences().iter().map(|s| s.q_len as u64 * s.kv_len as u64).sum::<u64>();
         let scores = scores.saturating_mul(dims.q_heads as u64);
-        if scores > self.most_scores {
-            let most = self.most_scores;
+        if scores > self.max_scores {
+            let max = self.max_scores;
             return Err(RunnerError::Unsupported(format!(
-                "more scores than the {most} that the simulator is given: {scores}"
+                "more scores than the simulator takes, {max}: {scores}"
             )));
         }
         let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };

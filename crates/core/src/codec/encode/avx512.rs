@@ -182,8 +182,8 @@ impl Encoder for Numbers {
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
         // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
         unsafe {
-            let most = greatest(&x);
-            let scale = to_f16(most * (FP8_SCALE_UNIT / fp8::MAX));
+            let amax = greatest(&x);
+            let scale = to_f16(amax * (FP8_SCALE_UNIT / fp8::MAX));
             if scale == 0 {
                 codes.write_bytes(0, V * LANES);
                 return scale;
@@ -236,12 +236,12 @@ impl Encoder for Integers<'_> {
         // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
         unsafe {
             let x = rotate(quantizer, x);
-            let most = greatest(&x);
-            if most < MIN_MAGNITUDE {
+            let amax = greatest(&x);
+            if amax < MIN_MAGNITUDE {
                 codes.write_bytes(0, V * LANES);
                 return 0;
             }
-            let fixed = fixed(&x, most);
+            let fixed = fixed(&x, amax);
             let words = words(&fixed);
             let (mut products, mut squares) = (_mm512_setzero_si512(), _mm512_setzero_si512());
             let step = _mm512_set1_ps(127.0 / ONE);
@@ -266,7 +266,7 @@ impl Encoder for Integers<'_> {
                 ScaleRule::Unbiased => energy as f64 / sum(products),
                 ScaleRule::LeastSquares => sum(products) / sum(squares),
             };
-            to_f16(scale_of(scale, most))
+            to_f16(scale_of(scale, amax))
         }
     }
 }
@@ -281,12 +281,12 @@ impl Encoder for Table<'_> {
         // SAFETY: the caller guarantees the instruction set and planes of as many coordinates.
         unsafe {
             let x = rotate(quantizer, x);
-            let most = greatest(&x);
-            if most < MIN_MAGNITUDE {
+            let amax = greatest(&x);
+            if amax < MIN_MAGNITUDE {
                 put::<V>(&[_mm512_setzero_si512(); V], levels.bits, planes);
                 return 0;
             }
-            let words = words(&fixed(&x, most));
+            let words = words(&fixed(&x, amax));
             let energy = energy::<V>(&words);
             let rms = (energy as f64 / (V * LANES) as f64).sqrt();
             let factors = factors(levels, rms);
@@ -341,7 +341,7 @@ impl Encoder for Table<'_> {
                 codes[q] = _mm512_mask_add_epi8(index, negative, index, sign);
             }
             put::<V>(&codes, levels.bits, planes);
-            to_f16(scale_of(scale, most))
+            to_f16(scale_of(scale, amax))
         }
     }
 }
@@ -378,20 +378,20 @@ unsafe fn rotate<const V: usize>(quantizer: &Quantizer, mut x: [__m512; V]) -> [
 unsafe fn greatest<const V: usize>(x: &[__m512; V]) -> f32 {
     // SAFETY: the caller guarantees the instruction set.
     unsafe {
-        let mut most = [_mm512_setzero_ps(); 2];
+        let mut amax = [_mm512_setzero_ps(); 2];
         for n in 0..V {
-            most[n % 2] = _mm512_max_ps(most[n % 2], _mm512_abs_ps(x[n]));
+            amax[n % 2] = _mm512_max_ps(amax[n % 2], _mm512_abs_ps(x[n]));
         }
-        _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1]))
+        _mm512_reduce_max_ps(_mm512_max_ps(amax[0], amax[1]))
     }
 }
 
 /// The elements in fixed point.
 #[inline(always)]
-unsafe fn fixed<const V: usize>(x: &[__m512; V], most: f32) -> [__m512i; V] {
+unsafe fn fixed<const V: usize>(x: &[__m512; V], amax: f32) -> [__m512i; V] {
     // SAFETY: the caller guarantees the instruction set.
     unsafe {
-        let factor = _mm512_set1_ps(ONE / most);
+        let factor = _mm512_set1_ps(ONE / amax);
         let mut fixed = [_mm512_setzero_si512(); V];
         for n in 0..V {
             fixed[n] = _mm512_cvtps_epi32(_mm512_mul_ps(x[n], factor));

@@ -116,8 +116,8 @@ mod tests {
             levels.indices(&halves, &mut indices);
             for half in 0..256 {
                 let distance = |level: u8| (2 * i32::from(level) - half as i32).abs();
-                let least = levels.half().iter().map(|&level| distance(level)).min().unwrap();
-                assert_eq!(distance(nearest[half]), least, "{bits} bits, {half}");
+                let min = levels.half().iter().map(|&level| distance(level)).min().unwrap();
+                assert_eq!(distance(nearest[half]), min, "{bits} bits, {half}");
                 assert_eq!(levels.half[usize::from(indices[half])], nearest[half]);
                 assert_eq!((levels.nearest_of[half], levels.index_of[half]), (nearest[half], indices[half]));
                 assert_eq!(levels.signed[usize::from(indices[half])], nearest[half] as i8);

@@ -178,11 +178,11 @@ mod tests {
         for (bits, error) in (2..=6).zip(errors) {
             let kept = half(bits);
             assert_eq!(kept.len(), 1 << (bits - 1));
-            let most = residual(kept).into_iter().fold(0.0, |m: f64, x| m.max(x.abs()));
-            assert!(most <= 1e-14, "{bits} bits: {most:e}");
+            let max = residual(kept).into_iter().fold(0.0, |m: f64, x| m.max(x.abs()));
+            assert!(max <= 1e-14, "{bits} bits: {max:e}");
             let solved = solve(kept.len());
-            let most = kept.iter().zip(&solved).fold(0.0, |m: f64, (a, b)| m.max((a - b).abs()));
-            assert!(most <= 1e-13, "{bits} bits: {most:e} from the solver's");
+            let max = kept.iter().zip(&solved).fold(0.0, |m: f64, (a, b)| m.max((a - b).abs()));
+            assert!(max <= 1e-13, "{bits} bits: {max:e} from the solver's");
             // At a fixed point, the error is 1 minus the mean square of the values.
             let edge = |k: usize| if k == 0 { 0.0 } else { (kept[k - 1] + kept[k]) / 2.0 };
             let weight =
