@@ -90,15 +90,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
         Kept kept;
         kept.load(q_rows);
         Probs probs;
-        // The tile whose probabilities these are, and whether there is one; the slots of the next tile and of the one before.
+        // The tile whose probabilities these are, whether there is one, and whether its values may be infinite or NaN; the slots of the next tile and of the one before.
         u32 before = 0, slot = 0, last_slot = ST - 1;
-        bool pending = false, nonfinite = false, any_partial = false;
+        bool pending = false, probs_nonfinite = false, any_partial = false;
         for (;;) {
             await<ST - 1>();
             __syncwarp();
             if (pending) {
                 u32 v = v_at + last_slot * VLayout::SIZE;
-                if (nonfinite) add_values_nonfinite(p, state, probs, rows, v, before * TILE + warp_keys, true);
+                if (probs_nonfinite) add_values_nonfinite(p, state, probs, rows, v, before * TILE + warp_keys, true);
                 else add_values(state, probs, v);
             }
             if (block >= end) break;
@@ -112,18 +112,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) forward(const __grid
             if (partial) to_probs<true>(p, state, scores, probs, rows, j0);
             else to_probs<false>(p, state, scores, probs, rows, j0);
             any_partial |= partial;
-            nonfinite = (SHRINKS || partial) && nonfinite, before = block, pending = true;
+            probs_nonfinite = (SHRINKS || partial) && nonfinite, before = block, pending = true;
             last_slot = slot;
             slot = slot + 1 == ST ? 0 : slot + 1;
             block = skip(p, work_tile, block + 1, end);
         }
         await<0>();
 
-        bool was_careful = nonfinite;
+        bool was_nonfinite = nonfinite;
         nonfinite = __syncthreads_or(!nonfinite && state.is_spoiled(any_partial));
         if (nonfinite) continue;
         state.fold(p);
-        if (SHRINKS && was_careful) state.restore();
+        if (SHRINKS && was_nonfinite) state.restore();
 
         // The warps' results, then for every row their sum.
         bool split = work_tile.splits > 1;
