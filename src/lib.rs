@@ -73,7 +73,7 @@ pub mod plan {
     #[cfg(feature = "cuda")]
     pub use flashtile_cuda::plan::{
         CudaFacts, CudaKernel, CudaPlan, CudaTile, MIN_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
-        PortableTile,
+        PortableTile, Sm80Kernel, Sm80Tile,
     };
 
     pub mod machines {

@@ -4,7 +4,7 @@ use crate::failure::{Failure, Result};
 use crate::machine;
 use crate::options::Kernels;
 use flashtile::cuda::Cuda;
-use flashtile::plan::{CudaTile, PortableTile};
+use flashtile::plan::{CudaTile, PortableTile, Sm80Tile};
 use flashtile::{CudaPlan, Problem, Unsupported};
 use flashtile_testkit::{CudaRunner, Runner};
 
@@ -29,25 +29,16 @@ pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
     Ok(format!("NVRTC {major}.{minor} ({place}); {kept}"))
 }
 
-/// A tile of one kind of kernels.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Tile {
-    Native(CudaTile),
-    Portable(PortableTile),
-}
-
 /// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`, or `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels.
-pub(crate) fn tile(text: &str) -> std::result::Result<Tile, String> {
+pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
     let numbers: Option<Vec<usize>> = text.split(',').map(|n| n.parse().ok()).collect();
     match numbers.as_deref() {
         Some(&[q, k, fragments, keys, stages, resident, in_registers]) => {
-            let mut tile = CudaTile::new([q, k], fragments, keys, stages);
-            tile.resident = resident;
-            tile.q_in_registers = in_registers != 0;
-            Ok(Tile::Native(tile))
+            let tile = Sm80Tile::new(q, k, fragments, keys, stages);
+            Ok(tile.with_resident(resident).with_q_in_registers(in_registers != 0).into())
         }
         Some(&[rows, keys, simds, resident]) => {
-            Ok(Tile::Portable(PortableTile::new(rows, keys, simds, resident)))
+            Ok(PortableTile::new(rows, keys, simds, resident).into())
         }
         _ => Err("expected seven whole numbers: warps of rows and of keys, fragments, keys, stages, resident, q in registers; or \
                   four of portable kernels: rows, keys, SIMD groups, resident"
@@ -59,17 +50,14 @@ pub(crate) fn tile(text: &str) -> std::result::Result<Tile, String> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Tuning {
     pub(crate) kernels: Kernels,
-    pub(crate) tile: Option<Tile>,
+    pub(crate) tile: Option<CudaTile>,
 }
 
 impl Tuning {
     pub(crate) fn plan(self, problem: &Problem, cuda: &Cuda) -> std::result::Result<CudaPlan, Unsupported> {
         let options = machine::options(None, self.kernels);
         match self.tile {
-            Some(Tile::Portable(tile)) => {
-                CudaPlan::with_portable_tile(problem, cuda.facts(), options, Some(tile))
-            }
-            Some(Tile::Native(tile)) => CudaPlan::with_tile(problem, cuda.facts(), options, Some(tile)),
+            Some(tile) => CudaPlan::with_tile(problem, cuda.facts(), options, tile),
             None => CudaPlan::new(problem, cuda.facts(), options),
         }
     }

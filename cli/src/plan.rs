@@ -171,9 +171,7 @@ impl Plan {
             Self::Cpu(_, plan) => (plan.tile_rows(), plan.block_k()),
             Self::Cuda(_, plan) => {
                 // The smallest tile that holds them, or the largest.
-                let portable = plan.portable_kernel().map(|k| (k.tile.rows, k.tile.keys()));
-                let native = plan.kernels().map(|k| (k.tile.rows(), k.tile.keys()));
-                let mut tiles: Vec<_> = native.chain(portable).collect();
+                let mut tiles: Vec<_> = plan.kernels().map(|k| (k.tile().rows(), k.tile().keys())).collect();
                 tiles.sort_unstable();
                 let holds = tiles.iter().find(|tile| tile.0 >= rows);
                 holds.or(tiles.last()).copied().unwrap_or((16, 64))
@@ -419,47 +417,36 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
     )];
     let group = plan.problem().dims().group();
     for kernel in plan.kernels() {
-        let tile = &kernel.tile;
-        let role = if tile.warps_q == 1 {
+        let tile = kernel.tile();
+        let reason = if kernel.is_portable() {
+            let asked = plan.options().kernels == KernelChoice::Portable;
+            if asked { "asked for" } else { "others are for compute capability 8.0 and later" }.to_owned()
+        } else if tile.warps_split_keys() {
             format!("sequences with at most 16 rows ({} per GQA group)", report::counted(group, "query head"))
         } else {
             "sequences with more rows than a fragment of the matrix unit has".to_owned()
         };
-        lines.push(("kernel", format!("{kernel}: {role}")));
+        lines.push(("kernel", format!("{kernel}: {reason}")));
+        let bytes = report::bytes(kernel.shared_bytes() as f64);
+        let shared = match tile.stages() {
+            Some(stages) => format!("{stages} in shared memory at a time ({bytes})"),
+            None => format!("{bytes} of shared memory"),
+        };
+        let blocks = report::counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
         lines.push((
             "tiles",
             format!(
-                "{} rows x {} keys, {} in shared memory at a time ({}), {} threads, {} per multiprocessor",
+                "{} rows x {} keys, {shared}, {} threads, {blocks} per multiprocessor",
                 tile.rows(),
                 tile.keys(),
-                tile.stages,
-                report::bytes(kernel.shared_bytes() as f64),
                 tile.threads(),
-                report::counted(tile.resident, "block"),
-            ),
-        ));
-    }
-    if let Some(kernel) = plan.portable_kernel() {
-        let tile = &kernel.tile;
-        let asked = plan.options().kernels == KernelChoice::Portable;
-        let reason = if asked { "asked for" } else { "others are for compute capability 8.0 and later" };
-        lines.push(("kernel", format!("{kernel}: {reason}")));
-        lines.push((
-            "tiles",
-            format!(
-                "{} rows x {} keys, {} of shared memory, {} threads, {} per multiprocessor",
-                tile.rows,
-                tile.keys(),
-                report::bytes(kernel.shared_bytes() as f64),
-                tile.threads(),
-                report::counted(tile.resident, "threadgroup"),
             ),
         ));
     }
     lines.push(("work tiles", plan.task_count().to_string()));
     let reason = if plan.options().splits.is_some() {
         "asked for"
-    } else if plan.portable_kernel().is_some() && plan.splits() > 1 {
+    } else if plan.kernels().any(|kernel| kernel.is_portable()) && plan.splits() > 1 {
         "as many threadgroups as the device runs at once"
     } else if plan.splits() == 1 {
         "tiles fill the device without splits, or see one block of keys each"
@@ -472,32 +459,25 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
 
 fn cuda_json(facts: &CudaFacts, plan: &CudaPlan) -> serde_json::Value {
     let kernels = plan.kernels().map(|kernel| {
-        let tile = &kernel.tile;
-        json!({
+        let tile = kernel.tile();
+        let mut json = json!({
             "kernel": kernel.to_string(),
             "tile_rows": tile.rows(),
             "block_k": tile.keys(),
-            "stages": tile.stages,
             "threads": tile.threads(),
-            "resident": tile.resident,
+            "resident": tile.resident(),
             "shared_bytes": kernel.shared_bytes(),
-        })
-    });
-    let portable = plan.portable_kernel().map(|kernel| {
-        json!({
-            "kernel": kernel.to_string(),
-            "tile_rows": kernel.tile.rows,
-            "block_k": kernel.tile.keys(),
-            "threads": kernel.tile.threads(),
-            "resident": kernel.tile.resident,
-            "shared_bytes": kernel.shared_bytes(),
-        })
+        });
+        if let Some(stages) = tile.stages() {
+            json["stages"] = stages.into();
+        }
+        json
     });
     json!({
         "capability": [facts.capability.0, facts.capability.1],
         "multiprocessors": facts.multiprocessors,
         "l2": facts.l2,
-        "kernels": kernels.chain(portable).collect::<Vec<_>>(),
+        "kernels": kernels.collect::<Vec<_>>(),
         "tasks": plan.task_count(),
         "splits": plan.splits(),
     })

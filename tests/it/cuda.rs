@@ -5,7 +5,7 @@
 use crate::support::{answer, build, cuda, cuda_runners, options};
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile::cuda::{Cuda, CudaError, DeviceError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
-use flashtile::plan::{CudaTile, machines};
+use flashtile::plan::{Sm80Tile, machines};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions,
     QOffset, SeqId, TensorView, TensorViewMut,
@@ -89,16 +89,14 @@ fn every_tile_is_within_the_limits() {
     let Some(cuda) = cuda() else { return };
     let mut tiles = vec![];
     for keys in [16, 32, 64, 128] {
-        for (warps, fragments) in [([8, 1], 2), ([8, 1], 1), ([4, 1], 2), ([4, 1], 1), ([2, 1], 1)] {
-            tiles.push(CudaTile::new(warps, fragments, keys, 2));
+        for (warps_q, fragments) in [(8, 2), (8, 1), (4, 2), (4, 1), (2, 1)] {
+            tiles.push(Sm80Tile::new(warps_q, 1, fragments, keys, 2));
         }
-        tiles.push(CudaTile::new([1, 4], 1, keys, 3));
+        tiles.push(Sm80Tile::new(1, 4, 1, keys, 3));
     }
-    tiles.extend([CudaTile::new([4, 1], 1, 32, 4), CudaTile::new([1, 8], 1, 16, 2)]);
-    tiles.extend([CudaTile::new([4, 1], 1, 48, 2), CudaTile::new([8, 1], 1, 16, 2)]);
-    let mut kept = CudaTile::new([4, 1], 1, 64, 2);
-    kept.q_in_registers = true;
-    tiles.push(kept);
+    tiles.extend([Sm80Tile::new(4, 1, 1, 32, 4), Sm80Tile::new(1, 8, 1, 16, 2)]);
+    tiles.extend([Sm80Tile::new(4, 1, 1, 48, 2), Sm80Tile::new(8, 1, 1, 16, 2)]);
+    tiles.push(Sm80Tile::new(4, 1, 1, 64, 2).with_q_in_registers(true));
     let mut cases: Vec<Case> = catalogue().into_iter().step_by(40).collect();
     cases.push(Case::new("aligned".to_owned(), [1, 2, 1, 100, 300, 32, 32], Dtype::BF16));
     let passed = AtomicUsize::new(0);

@@ -2,7 +2,7 @@
 //!
 //! `FLASHTILE_BLESS=1` rewrites the table; review the difference before committing it.
 
-use flashtile::plan::{CudaFacts, CudaTile, PortableTile, isa_for, machines};
+use flashtile::plan::{CudaFacts, PortableTile, Sm80Tile, isa_for, machines};
 use flashtile::{
     CpuPlan, CudaPlan, Dtype, HeadShape, KernelChoice, MaskKind, PlanOptions, ProblemDesc, QOffset, SeqLens,
     Unsupported, Visibility,
@@ -120,15 +120,15 @@ fn cuda_plans_fit_their_devices() {
                     }
                     plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
                 };
-                assert_eq!(plan.portable_kernel().is_some(), machine == "t4", "{machine}: {plan}");
                 for kernel in plan.kernels() {
-                    let (shared, tile) = (kernel.shared_bytes(), &kernel.tile);
+                    assert_eq!(kernel.is_portable(), machine == "t4", "{machine}: {plan}");
+                    let (shared, tile) = (kernel.shared_bytes(), kernel.tile());
                     assert!(shared <= facts.shared_per_block, "{machine}: {plan}");
                     // Including the shared memory that the driver reserves for each block.
-                    let all = (shared + 1024) * tile.resident;
+                    let all = (shared + 1024) * tile.resident();
                     assert!(all <= facts.shared_per_multiprocessor, "{machine}: {plan}");
-                    assert!(kernel.head_dim >= problem.dims().head_dim && kernel.value_dim <= 256);
-                    assert!(tile.warps_q == 1 || tile.warps_k == 1, "{plan}");
+                    assert!(kernel.head_dim() >= problem.dims().head_dim);
+                    assert!(kernel.is_portable() || kernel.value_dim() <= 256, "{plan}");
                 }
             }
         }
@@ -158,11 +158,11 @@ fn cuda_plans_refuse() {
         matches!(refusal, Unsupported::SharedMemory { needed, available: 8192 } if needed > 8192),
         "{refusal}"
     );
-    for (warps, fragments, keys, stages) in
-        [([0, 1], 1, 16, 2), ([4, 4], 1, 16, 2), ([4, 1], 3, 16, 2), ([4, 1], 1, 24, 2), ([1, 4], 1, 16, 1)]
+    for (warps_q, warps_k, fragments, keys, stages) in
+        [(0, 1, 1, 16, 2), (4, 4, 1, 16, 2), (4, 1, 3, 16, 2), (4, 1, 1, 24, 2), (1, 4, 1, 16, 1)]
     {
-        let tile = CudaTile::new(warps, fragments, keys, stages);
-        let refusal = CudaPlan::with_tile(&problem, &machines::H100, PlanOptions::default(), Some(tile));
+        let tile = Sm80Tile::new(warps_q, warps_k, fragments, keys, stages);
+        let refusal = CudaPlan::with_tile(&problem, &machines::H100, PlanOptions::default(), tile.into());
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
     // As many splits as the longest tile of all launches has blocks; the others have fewer.
@@ -229,12 +229,12 @@ fn portable_plans_refuse() {
     assert_eq!(plan.kernel(), "cuda-decode-bf16-d64-portable");
     let cpu = CpuPlan::new(&problem, &machines::PORTABLE_4, kernels(KernelChoice::Portable)).unwrap_err();
     assert_eq!(cpu, Unsupported::Kernels { asked: KernelChoice::Portable });
-    let tile = Some(CudaTile::new([4, 1], 1, 16, 2));
-    let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile);
+    let tile = Sm80Tile::new(4, 1, 1, 16, 2);
+    let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
     assert!(matches!(refusal, Err(Unsupported::Tile { .. })));
     for [rows, keys, simds, resident] in [[4, 16, 4, 1], [8, 8, 4, 1], [8, 16, 3, 1], [8, 16, 4, 17]] {
-        let tile = Some(PortableTile::new(rows, keys, simds, resident));
-        let refusal = CudaPlan::with_portable_tile(&problem, &machines::T4, PlanOptions::default(), tile);
+        let tile = PortableTile::new(rows, keys, simds, resident);
+        let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
 }
@@ -257,7 +257,6 @@ fn cuda_plans_of_other_lengths_take_the_same_room() {
         for lens in [[100; 16], [9000; 16], std::array::from_fn(|n| 1 + n * n * 70)] {
             let other = plan(&lens);
             assert!(first.kernels().eq(other.kernels()));
-            assert_eq!(first.portable_kernel(), other.portable_kernel());
             assert_eq!(first.workspace_bytes(), other.workspace_bytes());
             if choice == KernelChoice::Portable {
                 assert_eq!((first.task_count(), first.splits()), (other.task_count(), other.splits()));

@@ -36,7 +36,7 @@ pub(crate) struct BenchArgs {
     /// Tile of every CUDA kernel instead of the planner's choice:
     /// WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS; for portable kernels ROWS,KEYS,SIMDS,RESIDENT
     #[arg(long, value_name = "NUMBERS", value_parser = crate::gpu::tile, hide = true)]
-    pub(crate) tile: Option<crate::gpu::Tile>,
+    pub(crate) tile: Option<flashtile::plan::CudaTile>,
     #[command(flatten)]
     pub(crate) cpu: CpuArgs,
     /// Dtypes; default f32,f16,bf16

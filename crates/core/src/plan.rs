@@ -86,7 +86,7 @@ pub enum Unsupported {
         /// Its compute capability.
         got: (u32, u32),
         /// The lowest supported.
-        least: (u32, u32),
+        min: (u32, u32),
     },
     /// The backend has no kernels for the codec of keys or values.
     Codec {
@@ -158,8 +158,8 @@ impl std::fmt::Display for Unsupported {
             Self::Splits { got, max } => write!(f, "{got} splits asked for, expected 1 to {max}"),
             Self::Tasks { got, max } => write!(f, "{got} tasks, expected at most {max}"),
             Self::Workspace { kernel } => write!(f, "{kernel}: the workspace is not addressable"),
-            Self::Capability { got, least } => {
-                write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, least.0, least.1)
+            Self::Capability { got, min } => {
+                write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, min.0, min.1)
             }
             Self::Codec { tensor, codec, expected } => write!(f, "{tensor} is {codec}, expected {expected}"),
             Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),

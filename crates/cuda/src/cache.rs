@@ -50,7 +50,7 @@ impl DeviceKvCache {
     ///
     /// # Errors
     /// [`CudaError::KvCache`] with [`CacheError::Dimension`], [`CacheError::SizeOverflow`] or [`CacheError::NotElements`];
-    /// [`CudaError::Device`], also where the device has not the memory.
+    /// [`CudaError::Device`], also where the device lacks the memory.
     pub fn new(cuda: &Cuda, desc: CacheDesc, stream: &Arc<CudaStream>) -> Result<Self, CudaError> {
         desc.validate()?;
         if desc.kv_heads > MAX_GRID {
@@ -67,7 +67,7 @@ impl DeviceKvCache {
         let all = (bytes[0] + bytes[1]) * desc.layers;
         let failed = CudaError::driver(format!("{all} bytes for a cache"));
         let memory = stream.alloc_zeros::<u8>(all).map_err(failed)?;
-        let function = cuda.function(Source::rows(), "move_rows", 0)?;
+        let function = cuda.function(Source::move_rows(), "move_rows", 0)?;
         let at = memory.device_ptr(stream).0;
         let table = SequenceTable::new(desc.layout)?;
         let (copies, stream) = (Vec::new(), stream.clone());
@@ -89,7 +89,7 @@ impl DeviceKvCache {
     }
 
     /// As [`KvCache::remove`](flashtile_core::cache::KvCache::remove). Work that reads the sequence's pages should have been launched before
-    /// work that writes those of others.
+    /// work that writes tokens of others.
     ///
     /// # Errors
     /// [`CudaError::KvCache`].
@@ -190,7 +190,7 @@ impl DeviceKvCache {
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, (k, v)))
     }
 
-    /// As [`KvCache::fork`](flashtile_core::cache::KvCache::fork); of a cache with slots the tokens are copied on the stream.
+    /// As [`KvCache::fork`](flashtile_core::cache::KvCache::fork); the tokens of a contiguous or ring cache are copied on the stream.
     ///
     /// # Errors
     /// [`CudaError::KvCache`], or [`CudaError::Device`] after which the cache is not usable.
@@ -314,7 +314,7 @@ impl DeviceKvCache {
             }
             let grid =
                 Grid { blocks: [(params.rows as usize).div_ceil(4), kv_heads, 2], threads: 128, shared: 0 };
-            // SAFETY: rows of pages are those of the bookkeeping, inside the pools; rows of tensors are inside their shapes,
+            // SAFETY: rows of pages come from the bookkeeping and lie inside the pools; rows of tensors are inside their shapes,
             // which were checked, and readable or writable by their constructors' contracts.
             unsafe { self.function.launch(&self.stream, grid, &params)? };
         }

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A CUDA device: what it can do, and the kernels that are loaded on it. Cloning shares them.
+/// A CUDA device: what it can do, and the kernels that are loaded on it. A clone refers to the same device and kernels.
 #[derive(Debug, Clone)]
 pub struct Cuda {
     inner: Arc<Inner>,
@@ -66,9 +66,9 @@ impl Cuda {
             )?,
             l2: get(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?,
         };
-        let least = crate::plan::MIN_CAPABILITY;
-        if facts.capability < least {
-            return Err(Unsupported::Capability { got: facts.capability, least }.into());
+        let min = crate::plan::MIN_CAPABILITY;
+        if facts.capability < min {
+            return Err(Unsupported::Capability { got: facts.capability, min }.into());
         }
         // Launches name their streams.
         let gpu = Gpu::with_stream(context.default_stream())?;

@@ -15,7 +15,7 @@ pub enum CudaError {
     Device(DeviceError),
     /// A valid problem has no plan on the device.
     Unsupported(Unsupported),
-    /// The tensors are not those of the plan's problem. Nothing was launched.
+    /// The tensors do not fit the plan's problem. Nothing was launched.
     Inputs(RunError),
     /// A view of device memory was refused.
     View(ViewError),

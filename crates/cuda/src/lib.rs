@@ -1,4 +1,4 @@
-//! The CUDA backend: devices of compute capability 8.0 and later, and by the portable kernels those of 7.5.
+//! The CUDA backend: native kernels for devices of compute capability 8.0 and later, portable kernels for 7.5.
 //!
 //! Nothing of NVIDIA's is needed to build: driver and NVRTC are looked for at run time, and what is missing is said by
 //! [`DeviceError::Missing`]. Kernels are text, compiled for the device when they are first needed and kept on disk (in the folder

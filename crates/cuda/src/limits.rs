@@ -38,9 +38,8 @@ pub fn read_bandwidth(cuda: &Cuda) -> Result<f64, CudaError> {
     Ok(bytes as f64 / seconds)
 }
 
-/// Multiply-adds, counted as two operations each, that the matrix unit does in a second by `mma.sync`; for f32 those of sums
-/// of three products of tf32, each sum counted once. Of dtypes that the unit does not multiply (bf16 and f32 before compute capability
-/// 8.0) those of `fma` in f32.
+/// Operations a second of the matrix unit by `mma.sync`, two for each multiply-add. An f32 product is a sum of three tf32 products and
+/// counts once. For dtypes that the unit does not multiply (bf16 and f32 before compute capability 8.0) it is the rate of `fma` in f32.
 ///
 /// # Errors
 /// [`CudaError::Device`].

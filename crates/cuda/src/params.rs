@@ -4,7 +4,7 @@ use crate::device_struct::device_struct;
 use crate::tensor::RawTensor;
 use flashtile_core::dtype::Dtype;
 
-/// The constant of a dtype in the native kernels: `F32`, `F16` or `BF16` of `prelude.cu`.
+/// The number of a dtype in the native kernels: `Dtype` of `types.cuh`.
 pub(super) const fn dtype_id(dtype: Dtype) -> u32 {
     match dtype {
         Dtype::F32 => 0,
@@ -64,33 +64,35 @@ device_struct! {
         pub(super) out: Tensor,
         pub(super) mask: Tensor,
         pub(super) lse: u64,
-        pub(super) tree: u64,
-        pub(super) alibi: u64,
+        pub(super) tree_mask: u64,
+        pub(super) alibi_slopes: u64,
         pub(super) sinks: u64,
-        pub(super) table: u64,
+        pub(super) block_table: u64,
         pub(super) work_tiles: u64,
         pub(super) counters: u64,
         pub(super) mask_tiles: u64,
         pub(super) partials: u64,
         pub(super) tree_row: i64,
-        pub(super) left: i64,
-        pub(super) right: i64,
-        pub(super) page: Divisor,
-        pub(super) width: Divisor,
-        pub(super) group: Divisor,
-        pub(super) heads: u32,
+        /// Keys to either side; unbounded where negative.
+        pub(super) window_left: i64,
+        pub(super) window_right: i64,
+        pub(super) page_size: Divisor,
+        /// Blocks of a table that wraps around; 0 where it does not.
+        pub(super) ring_blocks: Divisor,
+        pub(super) gqa_group: Divisor,
+        pub(super) q_heads: u32,
         pub(super) q_len: u32,
         pub(super) head_dim: u32,
         pub(super) value_dim: u32,
         pub(super) scale: f32,
-        pub(super) cap: f32,
+        pub(super) softcap: f32,
         pub(super) mask_kind: u32,
         pub(super) mask_step: u32,
         pub(super) tree_step: u32,
         pub(super) every_tile_partial: u32,
         pub(super) mask_q_tiles: u32,
         pub(super) mask_k_blocks: u32,
-        pub(super) table_width: u32,
+        pub(super) block_table_width: u32,
         pub(super) unused: u32,
     }
 }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct Runs {
     gpu: Gpu,
-    /// The launches of the last run, and where its tensors lay: those of the next layer lie alike.
+    /// The launches of the last run, and the layout of its tensors, which the next layer's tensors have too.
     last: Option<(Strides, Plan)>,
 }
 

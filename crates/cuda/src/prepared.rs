@@ -11,7 +11,8 @@ use super::portable::{self, Runs};
 use super::sources::{Access, Source};
 use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
 use crate::plan::{
-    CudaKernel, CudaPlan, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, PortableKernel, WorkTile,
+    CudaPlan, Engine, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, Sm80Kernel, Sm80Plan,
+    WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::inputs::{self, InputShapes};
@@ -31,8 +32,8 @@ impl DeviceMemory {
     /// Memory at a device address that is a multiple of 256.
     ///
     /// # Safety
-    /// So many bytes lie there in one allocation of the device, and nothing else accesses them until the [`Prepared`] that is
-    /// given them is dropped and the work that it launched has ended.
+    /// One allocation of the device has `bytes` bytes there, and nothing else accesses them until the [`Prepared`] that is given them is
+    /// dropped and the work that it launched has ended.
     #[must_use]
     pub const unsafe fn from_raw_parts(at: u64, bytes: usize) -> Self {
         Self { at, bytes }
@@ -40,20 +41,55 @@ impl DeviceMemory {
 }
 
 /// A plan in device memory, and the stream on which it runs: runs and updates follow each other there without waiting, and
-/// share its memory. It is to outlive graphs that have captured its runs.
+/// share its memory. It must outlive graphs that have captured its runs.
 #[derive(Debug)]
 pub struct Prepared {
     cuda: Cuda,
     stream: Arc<CudaStream>,
     plan: CudaPlan,
-    /// Of each launch, for rows that start on 16 bytes; and for any others, once there were some.
-    functions: Vec<(Arc<Function>, Option<Arc<Function>>)>,
-    mask_tiles: Option<Arc<Function>>,
-    /// Of a plan of the portable kernel, which has no launches of its own.
-    runs: Option<Runs>,
+    loaded: Loaded,
     at: u64,
-    /// Where it is not the caller's.
+    /// The scratch memory, where the caller does not own it.
     _memory: Option<CudaSlice<u8>>,
+}
+
+/// The kernels of a plan on the device.
+#[derive(Debug)]
+enum Loaded {
+    Sm80(Sm80Functions),
+    Portable(Runs),
+}
+
+#[derive(Debug)]
+struct Sm80Functions {
+    /// For each launch the function for rows that start on 16 bytes; and the function for other rows, once there were some.
+    forward: Vec<(Arc<Function>, Option<Arc<Function>>)>,
+    /// The pre-pass over a materialised mask, where there is one.
+    mask_tiles: Option<Arc<Function>>,
+}
+
+impl Sm80Functions {
+    fn new(cuda: &Cuda, plan: &Sm80Plan) -> Result<Self, CudaError> {
+        let vector = |launch: &Launch<Sm80Kernel>| Ok((forward(cuda, &launch.kernel, Access::Vector)?, None));
+        let forward = plan.launches().iter().map(vector).collect::<Result<_, CudaError>>()?;
+        let has_mask = !plan.mask_tile_tables().is_empty();
+        let mask_tiles =
+            has_mask.then(|| cuda.function(Source::mask_tiles(), "mask_tiles", 0)).transpose()?;
+        Ok(Self { forward, mask_tiles })
+    }
+}
+
+/// What is written to scratch memory before the first run: work tiles, and counters of zero.
+fn schedule_bytes(plan: &Sm80Plan) -> Vec<u8> {
+    let regions = plan.regions();
+    let mut bytes = vec![0u8; regions.written];
+    let mut at = regions.work_tiles;
+    for launch in plan.launches() {
+        let work_tiles = bytes_of(&launch.work_tiles);
+        bytes[at..][..work_tiles.len()].copy_from_slice(work_tiles);
+        at += launch.capacity.work_tiles * size_of::<WorkTile>();
+    }
+    bytes
 }
 
 /// The bytes of work tiles.
@@ -62,7 +98,7 @@ fn bytes_of(values: &[WorkTile]) -> &[u8] {
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
-fn forward(cuda: &Cuda, kernel: &CudaKernel, access: Access) -> Result<Arc<Function>, CudaError> {
+fn forward(cuda: &Cuda, kernel: &Sm80Kernel, access: Access) -> Result<Arc<Function>, CudaError> {
     cuda.function(Source::forward(kernel, access), "forward", kernel.shared_bytes())
 }
 
@@ -97,10 +133,11 @@ impl Prepared {
         stream: &Arc<CudaStream>,
         memory: Option<DeviceMemory>,
     ) -> Result<Self, CudaError> {
-        let native = plan.kernels().map(|k| k.shared_bytes());
-        let most = native.chain(plan.portable_kernel().map(PortableKernel::shared_bytes)).max().unwrap_or(0);
-        let old = plan.kernels().next().is_some() && cuda.facts().capability < NATIVE_CAPABILITY;
-        if most > cuda.facts().shared_per_block || old {
+        let facts = cuda.facts();
+        let shared = plan.kernels().map(|kernel| kernel.shared_bytes()).max().unwrap_or(0);
+        let too_old = plan.sm80().is_some_and(|sm80| !sm80.launches().is_empty())
+            && facts.capability < NATIVE_CAPABILITY;
+        if shared > facts.shared_per_block || too_old {
             return Err(CudaError::OtherDevice { kernel: plan.kernel() });
         }
         let needed = plan.workspace_bytes();
@@ -121,15 +158,13 @@ impl Prepared {
                 (at, Some(memory))
             }
         };
-        let vector = |kernel| Ok((forward(cuda, kernel, Access::Vector)?, None));
-        let functions = plan.kernels().map(vector).collect::<Result<_, CudaError>>()?;
-        let mask_tiles = (!plan.mask_tile_tables().is_empty())
-            .then(|| cuda.function(Source::mask_tiles(), "mask_tiles", 0))
-            .transpose()?;
-        let runs = plan.portable().map(|portable| Runs::new(cuda, stream, plan, portable)).transpose()?;
+        let loaded = match plan.engine() {
+            Engine::Sm80(sm80) => Loaded::Sm80(Sm80Functions::new(cuda, sm80)?),
+            Engine::Portable(portable) => Loaded::Portable(Runs::new(cuda, stream, plan, portable)?),
+        };
         let plan = plan.clone();
         let (cuda, stream) = (cuda.clone(), stream.clone());
-        let prepared = Self { cuda, stream, plan, functions, mask_tiles, runs, at, _memory: memory };
+        let prepared = Self { cuda, stream, plan, loaded, at, _memory: memory };
         prepared.write()?;
         Ok(prepared)
     }
@@ -158,36 +193,27 @@ impl Prepared {
         if !self.plan.kernels().eq(plan.kernels()) || self.plan.portable() != plan.portable() {
             return refused(format!("launches are of {}, not {}", self.plan, plan));
         }
-        if self.plan.regions() != plan.regions() {
-            let (old, new) = (self.plan.workspace_bytes(), plan.workspace_bytes());
-            return refused(format!("scratch memory is laid out for other sizes ({old} and {new} bytes)"));
-        }
-        let same = |(a, b): (&Launch, &Launch)| a.capacity == b.capacity;
-        if !self.plan.launches().iter().zip(plan.launches()).all(same) {
-            return refused("launches are of other sizes".to_owned());
+        if let (Some(old), Some(new)) = (self.plan.sm80(), plan.sm80()) {
+            if old.regions() != new.regions() {
+                let (old, new) = (self.plan.workspace_bytes(), plan.workspace_bytes());
+                return refused(format!(
+                    "scratch memory is laid out for other sizes ({old} and {new} bytes)"
+                ));
+            }
+            let capacities = |plan: &Sm80Plan| plan.launches().iter().map(|l| l.capacity).collect::<Vec<_>>();
+            if capacities(old) != capacities(new) {
+                return refused("launches are of other sizes".to_owned());
+            }
         }
         self.plan = plan.clone();
         self.write()
     }
 
-    /// Work tiles, and counters of zero.
-    fn schedule(&self) -> Vec<u8> {
-        let regions = self.plan.regions();
-        let mut bytes = vec![0u8; regions.written];
-        let mut at = regions.work_tiles;
-        for launch in self.plan.launches() {
-            let work_tiles = bytes_of(&launch.work_tiles);
-            bytes[at..][..work_tiles.len()].copy_from_slice(work_tiles);
-            at += launch.capacity.work_tiles * size_of::<WorkTile>();
-        }
-        bytes
-    }
-
     /// Copies to the device what runs read of the plan.
     fn write(&self) -> Result<(), CudaError> {
-        let bytes = match self.plan.portable() {
-            Some(portable) => portable::written(self.plan.problem(), portable),
-            None => self.schedule(),
+        let bytes = match self.plan.engine() {
+            Engine::Sm80(sm80) => schedule_bytes(sm80),
+            Engine::Portable(portable) => portable::written(self.plan.problem(), portable),
         };
         if bytes.is_empty() {
             return Ok(());
@@ -210,100 +236,124 @@ impl Prepared {
     /// compiled.
     ///
     /// # Errors
-    /// [`CudaError::Inputs`] where the tensors are not those of the plan's problem, and [`CudaError::Device`].
+    /// [`CudaError::Inputs`] where the tensors do not fit the plan's problem, and [`CudaError::Device`].
     pub fn run(
         &mut self,
         inputs: &DeviceInputs<'_>,
         outputs: &mut DeviceOutputs<'_>,
     ) -> Result<(), CudaError> {
-        let problem = self.plan.problem();
-        check(problem, inputs, outputs)?;
-        if let (Some(runs), Some(portable)) = (&mut self.runs, self.plan.portable()) {
-            return runs.run(problem, portable, self.at, inputs, outputs);
-        }
-        let raws = [&inputs.q.raw, &inputs.k.raw, &inputs.v.raw, &outputs.out.raw];
-        let vectors = raws.into_iter().all(RawTensor::in_vectors);
-        for (kernel, (_, elements)) in self.plan.kernels().zip(&mut self.functions) {
-            if !vectors && elements.is_none() {
-                *elements = Some(forward(&self.cuda, kernel, Access::Element)?);
+        check(self.plan.problem(), inputs, outputs)?;
+        match (self.plan.engine(), &mut self.loaded) {
+            (Engine::Portable(portable), Loaded::Portable(runs)) => {
+                runs.run(self.plan.problem(), portable, self.at, inputs, outputs)
+            }
+            (Engine::Sm80(sm80), Loaded::Sm80(functions)) => {
+                let raws = [&inputs.q.raw, &inputs.k.raw, &inputs.v.raw, &outputs.out.raw];
+                let access = if raws.into_iter().all(RawTensor::in_vectors) {
+                    Access::Vector
+                } else {
+                    Access::Element
+                };
+                for (launch, (_, element)) in sm80.launches().iter().zip(&mut functions.forward) {
+                    if access == Access::Element && element.is_none() {
+                        *element = Some(forward(&self.cuda, &launch.kernel, access)?);
+                    }
+                }
+                let mut params = params(self.plan.problem(), inputs, outputs);
+                params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
+                let regions = sm80.regions();
+                params.work_tiles = self.at + regions.work_tiles as u64;
+                params.counters = self.at + regions.counters as u64;
+                params.mask_tiles = self.at + regions.mask_tiles as u64;
+                params.partials = self.at + regions.partials as u64;
+                launch_sm80(&self.stream, sm80, functions, access, inputs, params)
+            }
+            // `update` keeps the kind of kernels.
+            (Engine::Sm80(_), Loaded::Portable(_)) | (Engine::Portable(_), Loaded::Sm80(_)) => {
+                Err(CudaError::OtherDevice { kernel: self.plan.kernel() })
             }
         }
-        let regions = self.plan.regions();
-        let mut params = params(problem, inputs, outputs);
-        params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
-        params.work_tiles = self.at + regions.work_tiles as u64;
-        params.counters = self.at + regions.counters as u64;
-        params.mask_tiles = self.at + regions.mask_tiles as u64;
-        params.partials = self.at + regions.partials as u64;
-        for (n, launch) in self.plan.launches().iter().enumerate() {
-            if let (Some(mask_tiles), Some(table)) = (&self.mask_tiles, self.plan.mask_tile_tables().get(n)) {
-                self.mask_tiles(mask_tiles, table, inputs, &mut params)?;
-            }
-            let (vector, elements) = &self.functions[n];
-            let function = elements.as_ref().filter(|_| !vectors).unwrap_or(vector);
-            let kernel = &launch.kernel;
-            let grid = Grid {
-                blocks: [launch.capacity.grid, 1, 1],
-                threads: kernel.tile.threads(),
-                shared: kernel.shared_bytes(),
-            };
-            // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
-            // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
-            // problem alone, and its regions lie in the scratch memory.
-            unsafe { function.launch(&self.stream, grid, &params)? };
-            params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;
-            params.counters += launch.capacity.counters as u64 * 4;
-            params.partials += (launch.capacity.partials * kernel.slot_floats() * 4) as u64;
-            if let Some(table) = self.plan.mask_tile_tables().get(n) {
-                params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
-            }
-        }
-        Ok(())
     }
+}
 
-    /// Launches the classification of the mask for one launch, and tells the parameters of it.
-    fn mask_tiles(
-        &self,
-        function: &Function,
-        table: &MaskTileTable,
-        inputs: &DeviceInputs<'_>,
-        params: &mut ForwardParams,
-    ) -> Result<(), CudaError> {
-        let Some(mask) = &inputs.mask else { return Ok(()) };
-        // An axis that all its indices share is one index, also where its size says otherwise.
-        let steps = mask.steps();
-        let mut shape = mask.shape;
-        for (n, step) in shape.iter_mut().zip(steps) {
-            *n = if step == 0 { (*n).min(1) } else { *n };
+/// Launches the kernels of a plan one after another; `params` are the first one's.
+fn launch_sm80(
+    stream: &CudaStream,
+    plan: &Sm80Plan,
+    functions: &Sm80Functions,
+    access: Access,
+    inputs: &DeviceInputs<'_>,
+    mut params: ForwardParams,
+) -> Result<(), CudaError> {
+    for (n, launch) in plan.launches().iter().enumerate() {
+        let table = plan.mask_tile_tables().get(n);
+        if let (Some(function), Some(table)) = (&functions.mask_tiles, table) {
+            launch_mask_tiles(stream, function, table, inputs, &mut params)?;
         }
-        let [planes, heads, rows, keys] = shape;
-        let (q_tiles, k_blocks) = (rows.div_ceil(MASK_TILE_ROWS), keys.div_ceil(table.block_k));
-        params.mask_q_tiles = q_tiles as u32;
-        params.mask_k_blocks = k_blocks as u32;
-        if [planes, heads, rows, keys].contains(&0) {
-            return Ok(());
-        }
-        let [sequence, head, row, _] = steps;
-        let mask_tiles = MaskTileParams {
-            mask: mask.at,
-            mask_tiles: params.mask_tiles,
-            sequence,
-            head,
-            row,
-            kind: params.mask_kind,
-            step: params.mask_step,
-            heads: heads as u32,
-            rows: rows as u32,
-            keys: keys as u32,
-            block: table.block_k as u32,
-            q_tiles: params.mask_q_tiles,
-            k_blocks: params.mask_k_blocks,
+        let (vector, element) = &functions.forward[n];
+        let function = element.as_ref().filter(|_| access == Access::Element).unwrap_or(vector);
+        let kernel = &launch.kernel;
+        let grid = Grid {
+            blocks: [launch.capacity.grid, 1, 1],
+            threads: kernel.tile.threads(),
+            shared: kernel.shared_bytes(),
         };
-        let grid = Grid { blocks: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
-        // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
-        // for a mask with every axis of the problem's size.
-        unsafe { Ok(function.launch(&self.stream, grid, &mask_tiles)?) }
+        // SAFETY: the parameters are the kernel's, whose size it asserts. Views and lists are valid memory of the shapes
+        // that were checked against the problem, by their constructors' contracts; the schedule covers rows and keys of the
+        // problem alone, and its regions lie in the scratch memory.
+        unsafe { function.launch(stream, grid, &params)? };
+        params.work_tiles += (launch.capacity.work_tiles * size_of::<WorkTile>()) as u64;
+        params.counters += launch.capacity.counters as u64 * 4;
+        params.partials += (launch.capacity.partials * kernel.partial_floats() * 4) as u64;
+        if let Some(table) = table {
+            params.mask_tiles += (table.planes * table.q_tiles * table.k_blocks) as u64;
+        }
     }
+    Ok(())
+}
+
+/// Launches the pre-pass over the mask for one launch, and gives the parameters the table's shape.
+fn launch_mask_tiles(
+    stream: &CudaStream,
+    function: &Function,
+    table: &MaskTileTable,
+    inputs: &DeviceInputs<'_>,
+    params: &mut ForwardParams,
+) -> Result<(), CudaError> {
+    let Some(mask) = &inputs.mask else { return Ok(()) };
+    // An axis of stride 0 is one index, whatever its size.
+    let steps = mask.steps();
+    let mut shape = mask.shape;
+    for (n, step) in shape.iter_mut().zip(steps) {
+        *n = if step == 0 { (*n).min(1) } else { *n };
+    }
+    let [planes, heads, rows, keys] = shape;
+    let (q_tiles, k_blocks) = (rows.div_ceil(MASK_TILE_ROWS), keys.div_ceil(table.block_k));
+    params.mask_q_tiles = q_tiles as u32;
+    params.mask_k_blocks = k_blocks as u32;
+    if [planes, heads, rows, keys].contains(&0) {
+        return Ok(());
+    }
+    let [sequence, head, row, _] = steps;
+    let mask_tiles = MaskTileParams {
+        mask: mask.at,
+        mask_tiles: params.mask_tiles,
+        sequence,
+        head,
+        row,
+        kind: params.mask_kind,
+        step: params.mask_step,
+        heads: heads as u32,
+        rows: rows as u32,
+        keys: keys as u32,
+        block: table.block_k as u32,
+        q_tiles: params.mask_q_tiles,
+        k_blocks: params.mask_k_blocks,
+    };
+    let grid = Grid { blocks: [k_blocks, q_tiles, planes * heads], threads: 128, shared: 0 };
+    // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
+    // for a mask with every axis of the problem's size.
+    unsafe { Ok(function.launch(stream, grid, &mask_tiles)?) }
 }
 
 /// A description without what an update may change.
@@ -349,12 +399,12 @@ fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'
     Ok(())
 }
 
-/// The parameters but for what lies in scratch memory.
+/// The parameters without the addresses in scratch memory.
 fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> ForwardParams {
     let (dims, desc) = (problem.dims(), problem.desc());
     let bound =
         |side: Option<usize>| side.map_or(-1, |n| i64::try_from(n).unwrap_or(i64::MAX / 2).min(i64::MAX / 2));
-    let (scale, cap) = match desc.softcap {
+    let (scale, softcap) = match desc.softcap {
         None => (problem.scale() * LOG2_E, 0.0),
         Some(cap) => (problem.scale() / cap, cap * LOG2_E),
     };
@@ -364,30 +414,30 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
         v: Tensor::of(&inputs.v.raw),
         out: Tensor::of(&outputs.out.raw),
         lse: outputs.lse.as_ref().map_or(0, |lse| lse.at),
-        alibi: inputs.alibi_slopes.map_or(0, |list| list.at),
+        alibi_slopes: inputs.alibi_slopes.map_or(0, |list| list.at),
         sinks: inputs.sinks.map_or(0, |list| list.at),
-        left: bound(desc.visibility.left()),
-        right: bound(desc.visibility.right()),
-        group: Divisor::new(dims.group()),
-        heads: dims.q_heads as u32,
+        window_left: bound(desc.visibility.left()),
+        window_right: bound(desc.visibility.right()),
+        gqa_group: Divisor::new(dims.group()),
+        q_heads: dims.q_heads as u32,
         q_len: dims.q_len as u32,
         head_dim: dims.head_dim as u32,
         value_dim: dims.value_dim as u32,
         scale,
-        cap,
+        softcap,
         ..ForwardParams::default()
     };
     if let Some(tables) = &inputs.tables {
-        params.table = tables.at;
-        params.page = Divisor::new(tables.page);
-        params.table_width = tables.width as u32;
+        params.block_table = tables.at;
+        params.page_size = Divisor::new(tables.page);
+        params.block_table_width = tables.width as u32;
         if tables.wraps {
-            params.width = Divisor::new(tables.width);
+            params.ring_blocks = Divisor::new(tables.width);
         }
     }
     if let Some(tree) = &inputs.tree {
         let [_, _, row, step] = tree.steps();
-        (params.tree, params.tree_row, params.tree_step) = (tree.at, row, step as u32);
+        (params.tree_mask, params.tree_row, params.tree_step) = (tree.at, row, step as u32);
     }
     if let Some(mask) = &inputs.mask {
         let [batch, head, row, step] = mask.steps();

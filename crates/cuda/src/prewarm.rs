@@ -18,12 +18,14 @@ impl Cuda {
     pub fn prewarm(&self, plans: &[CudaPlan]) -> Result<(), CudaError> {
         let mut wanted: Vec<(Source, &'static str, usize)> = Vec::new();
         for plan in plans {
-            for kernel in plan.kernels() {
+            let Some(sm80) = plan.sm80() else { continue };
+            for launch in sm80.launches() {
                 for access in [Access::Vector, Access::Element] {
-                    wanted.push((Source::forward(kernel, access), "forward", kernel.shared_bytes()));
+                    let source = Source::forward(&launch.kernel, access);
+                    wanted.push((source, "forward", launch.kernel.shared_bytes()));
                 }
             }
-            if !plan.mask_tile_tables().is_empty() {
+            if !sm80.mask_tile_tables().is_empty() {
                 wanted.push((Source::mask_tiles(), "mask_tiles", 0));
             }
         }

@@ -1,53 +1,70 @@
-//! Kernels as text, and the constants that they are compiled with.
+//! Native kernels as program text, and the constants that they are compiled with.
+//!
+//! A program is one string without headers: types, the structs that host and device have in common, its constants, and then its files, each
+//! after those that it uses.
 
 use crate::params::{
     Divisor, ForwardParams, MaskTileParams, MoveParams, ProductParams, ReadParams, Run, Side, Tensor,
-    dtype_id,
 };
-use crate::plan::{AGAIN, CudaKernel, GROUP, MASK_TILE_ROWS, STREAM_BYTES, WorkTile};
+use crate::plan::{MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, Sm80Kernel, Sm80Tile, WorkTile};
+use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Program;
 
-const PRELUDE: &str = include_str!("kernels/prelude.cu");
-const ATTENTION: &str = include_str!("kernels/attention.cu");
-const PREFILL: &str = include_str!("kernels/prefill.cu");
-const DECODE: &str = include_str!("kernels/decode.cu");
+const TYPES: &str = include_str!("kernels/common/types.cuh");
+const COPY: &str = include_str!("kernels/common/copy.cuh");
+const MMA: &str = include_str!("kernels/common/mma.cuh");
+const TILE: &str = include_str!("kernels/common/tile.cuh");
+const SCHEDULE: &str = include_str!("kernels/common/schedule.cuh");
+const SCORING: &str = include_str!("kernels/common/scoring.cuh");
+const MASK: &str = include_str!("kernels/common/mask.cuh");
+const SOFTMAX: &str = include_str!("kernels/common/softmax.cuh");
+const EPILOGUE: &str = include_str!("kernels/common/epilogue.cuh");
+const MERGE: &str = include_str!("kernels/common/merge.cuh");
+const SM80_COPY_TILE: &str = include_str!("kernels/sm80/copy_tile.cuh");
+const SM80_GEMM: &str = include_str!("kernels/sm80/gemm.cuh");
+const SM80_PREFILL: &str = include_str!("kernels/sm80/prefill.cu");
+const SM80_DECODE: &str = include_str!("kernels/sm80/decode.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
-const ROWS: &str = include_str!("kernels/rows.cu");
+const MOVE_ROWS: &str = include_str!("kernels/move_rows.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
-/// Programs by what they do.
+/// Programs by what they compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Family {
-    Prefill,
-    Decode,
+    Sm80Prefill,
+    Sm80Decode,
     MaskTiles,
-    Rows,
+    MoveRows,
     Limits,
 }
 
 impl Family {
-    /// The source of a program, without the structs that it shares with the host.
-    const fn sources(self) -> &'static [&'static str] {
+    /// The files of a program behind its constants.
+    fn files(self) -> Vec<&'static str> {
+        let sm80 = |kernel| {
+            let common = [COPY, MMA, TILE, SCHEDULE, SCORING, MASK, SOFTMAX, EPILOGUE, MERGE];
+            common.into_iter().chain([SM80_COPY_TILE, SM80_GEMM, kernel]).collect()
+        };
         match self {
-            Self::Prefill => &[ATTENTION, PREFILL],
-            Self::Decode => &[ATTENTION, DECODE],
-            Self::MaskTiles => &[MASK_TILES],
-            Self::Rows => &[ROWS],
-            Self::Limits => &[LIMITS],
+            Self::Sm80Prefill => sm80(SM80_PREFILL),
+            Self::Sm80Decode => sm80(SM80_DECODE),
+            Self::MaskTiles => vec![MASK_TILES],
+            Self::MoveRows => vec![MOVE_ROWS],
+            Self::Limits => vec![MMA, LIMITS],
         }
     }
 
-    /// The structs that a program shares with the host, each after those that it contains.
+    /// The structs that a program and the host share, each after those that it contains.
     fn structs(self) -> String {
         let sources = match self {
-            Self::Prefill | Self::Decode => vec![
+            Self::Sm80Prefill | Self::Sm80Decode => vec![
                 WorkTile::device_source(),
                 Tensor::device_source(),
                 Divisor::device_source(),
                 ForwardParams::device_source(),
             ],
             Self::MaskTiles => vec![MaskTileParams::device_source()],
-            Self::Rows => vec![Run::device_source(), Side::device_source(), MoveParams::device_source()],
+            Self::MoveRows => vec![Run::device_source(), Side::device_source(), MoveParams::device_source()],
             Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
         };
         sources.join("\n")
@@ -59,7 +76,8 @@ impl Family {
 pub(super) struct Source {
     pub(super) name: String,
     family: Family,
-    constants: Vec<(&'static str, String)>,
+    /// Declarations in C++.
+    constants: String,
 }
 
 /// Whether rows of tensors start on 16 bytes, so that they are copied as vectors.
@@ -69,57 +87,57 @@ pub(super) enum Access {
     Element,
 }
 
+/// The name of a dtype in the native kernels.
+const fn dtype_name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::F32 => "F32",
+        Dtype::F16 => "F16",
+        Dtype::BF16 => "BF16",
+    }
+}
+
 impl Source {
-    pub(super) fn forward(kernel: &CudaKernel, access: Access) -> Self {
-        let CudaKernel { dtype, head_dim, value_dim, tile, paged, biased, masked, .. } = *kernel;
-        let number = |n: usize| n.to_string();
-        let flag = |on: bool| u8::from(on).to_string();
-        let constants = vec![
-            ("DTYPE", dtype_id(dtype).to_string()),
-            ("D", number(head_dim)),
-            ("DV", number(value_dim)),
-            ("WQ", number(tile.warps_q)),
-            ("WKV", number(tile.warps_k)),
-            ("MF", number(tile.fragments)),
-            ("BN", number(tile.warp_keys)),
-            ("ST", number(tile.stages)),
-            ("CTAS", number(tile.resident)),
-            ("QREG", flag(tile.q_in_registers)),
-            ("PAGED", flag(paged)),
-            ("VECTOR", flag(access == Access::Vector)),
-            ("BIAS", flag(biased)),
-            ("MASK", flag(masked)),
-            ("SHARED", number(kernel.shared_bytes())),
-            ("MASK_TILE_ROWS", number(MASK_TILE_ROWS)),
-            ("STREAM", number(STREAM_BYTES)),
-            ("GROUP", number(GROUP)),
-            ("AGAIN", number(AGAIN)),
+    pub(super) fn forward(kernel: &Sm80Kernel, access: Access) -> Self {
+        let Sm80Kernel { dtype, head_dim, value_dim, tile, paged, has_bias, has_mask } = *kernel;
+        let Sm80Tile { warps_q, warps_k, fragments, warp_keys, stages, resident, q_in_registers } = tile;
+        let constants = [
+            format!("constexpr Dtype DTYPE = {};", dtype_name(dtype)),
+            format!("constexpr int HEAD_DIM = {head_dim}, VALUE_DIM = {value_dim};"),
+            format!("constexpr int WARPS_Q = {warps_q}, WARPS_K = {warps_k};"),
+            format!("constexpr int MMA_M = {fragments}, WARP_KEYS = {warp_keys}, STAGES = {stages};"),
+            format!("constexpr int BLOCKS_PER_SM = {resident}, SHARED_BYTES = {};", kernel.shared_bytes()),
+            format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};"),
+            format!("constexpr int MERGE_GROUP = {MERGE_GROUP}, MAX_RECOMPUTED = {MAX_RECOMPUTED};"),
+            format!("constexpr bool Q_IN_REGISTERS = {q_in_registers}, PAGED = {paged};"),
+            format!("constexpr bool VECTOR_ROWS = {};", access == Access::Vector),
+            "struct Scoring {".to_owned(),
+            format!("    static constexpr bool HAS_BIAS = {has_bias}, HAS_MASK = {has_mask};"),
+            "};\n".to_owned(),
         ];
         let suffix = if access == Access::Element { "-elements" } else { "" };
-        let family = if tile.divides_keys() { Family::Decode } else { Family::Prefill };
-        Self { name: format!("{kernel}{suffix}"), family, constants }
+        let family = if tile.warps_split_keys() { Family::Sm80Decode } else { Family::Sm80Prefill };
+        Self { name: format!("{kernel}{suffix}"), family, constants: constants.join("\n") }
     }
 
     pub(super) fn mask_tiles() -> Self {
-        let constants = vec![("MASK_TILE_ROWS", MASK_TILE_ROWS.to_string())];
+        let constants = format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};\n");
         Self { name: "cuda-mask_tiles-mask".to_owned(), family: Family::MaskTiles, constants }
     }
 
-    pub(super) fn rows() -> Self {
-        Self { name: "cuda-move-rows".to_owned(), family: Family::Rows, constants: Vec::new() }
+    pub(super) fn move_rows() -> Self {
+        Self { name: "cuda-move-rows".to_owned(), family: Family::MoveRows, constants: String::new() }
     }
 
     pub(super) fn limits() -> Self {
-        Self { name: "cuda-limits".to_owned(), family: Family::Limits, constants: Vec::new() }
+        Self { name: "cuda-limits".to_owned(), family: Family::Limits, constants: String::new() }
     }
 
     /// What the compiler is given.
     pub(super) fn program(&self) -> Program {
-        let options = self.constants.iter().map(|(name, value)| format!("-D{name}={value}")).collect();
         let structs = self.family.structs();
         let sources: Vec<&str> =
-            [PRELUDE, &structs].into_iter().chain(self.family.sources().iter().copied()).collect();
-        Program { name: self.name.clone(), source: sources.join("\n"), options }
+            [TYPES, &structs, &self.constants].into_iter().chain(self.family.files()).collect();
+        Program { name: self.name.clone(), source: sources.join("\n"), options: Vec::new() }
     }
 }
 
@@ -218,12 +236,12 @@ mod tests {
                     continue;
                 }
                 let plan = CudaPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
-                for kernel in plan.kernels() {
+                for launch in plan.sm80().unwrap().launches() {
                     let access = if n % 3 == 2 { Access::Element } else { Access::Vector };
-                    add(Source::forward(kernel, access));
+                    add(Source::forward(&launch.kernel, access));
                 }
             }
-            for source in [Source::mask_tiles(), Source::rows(), Source::limits()] {
+            for source in [Source::mask_tiles(), Source::move_rows(), Source::limits()] {
                 add(source);
             }
         }
@@ -300,7 +318,8 @@ mod tests {
                 }
             }
             // What caches and measurements on such a device need.
-            wanted.extend([Source::rows(), Source::limits()].map(|s| (target.clone(), s.program(), 255)));
+            wanted
+                .extend([Source::move_rows(), Source::limits()].map(|s| (target.clone(), s.program(), 255)));
         }
         println!("{} programs", wanted.len());
         let failed: Vec<String> = wanted
@@ -323,7 +342,7 @@ mod tests {
     fn a_kernel_that_does_not_compile_is_named_with_the_log() {
         let Some(compiler) = compiler() else { return };
         let mut source = Source::mask_tiles();
-        source.constants[0].1 = "undeclared".to_owned();
+        source.constants = "constexpr int MASK_TILE_ROWS = undeclared;".to_owned();
         match compiler.compile(&source.program(), &compiler.target((8, 0))) {
             Err(Error::Compile { kernel, log }) => {
                 assert_eq!(kernel, "cuda-mask_tiles-mask");

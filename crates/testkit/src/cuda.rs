@@ -81,8 +81,8 @@ impl CudaRunner {
 
     /// With a given tile.
     #[must_use]
-    pub fn tiled(mut self, tile: CudaTile) -> Self {
-        self.tile = Some(tile);
+    pub fn tiled(mut self, tile: impl Into<CudaTile>) -> Self {
+        self.tile = Some(tile.into());
         self
     }
 
@@ -477,7 +477,10 @@ impl Runner for CudaRunner {
             return self.run_codes(problem, inputs, outputs);
         }
         let mut compute = || {
-            let plan = CudaPlan::with_tile(problem, &self.facts, self.options, self.tile)?;
+            let plan = match self.tile {
+                Some(tile) => CudaPlan::with_tile(problem, &self.facts, self.options, tile)?,
+                None => CudaPlan::new(problem, &self.facts, self.options)?,
+            };
             let mut run = DeviceRun::new(&self.cuda, &plan, inputs, outputs, self.placement)?;
             run.compute(outputs)?;
             Ok(plan.to_string())

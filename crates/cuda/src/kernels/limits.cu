@@ -1,6 +1,6 @@
-// What a device can do at best, measured: reads of memory, and products of the matrix unit in registers.
+// The limits of a device, measured: reads of memory, and products of the matrix unit from registers.
 
-// Sums of what is read, so that the reads stay; `count` chunks of 16 bytes.
+// Reads `count` chunks of 16 bytes, and combines them so that the compiler keeps the reads.
 extern "C" __global__ void __launch_bounds__(512) read(const __grid_constant__ ReadParams p) {
     const uint4* from = (const uint4*)p.from;
     u64 count = p.count;
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(512) read(const __grid_constant__ R
 }
 
 #if __CUDA_ARCH__ < 800
-// What a lane has of a product with so many multiply-adds for each of its four sums, where the matrix unit has no such product.
+// A lane's share of a product, N multiply-adds for each of its four sums, where the matrix unit has no such product.
 template <int N>
 DEVICE void multiply_adds(float (&c)[4], u32 a, u32 b) {
 #pragma unroll
@@ -28,10 +28,10 @@ DEVICE void multiply_adds(float (&c)[4], u32 a, u32 b) {
 #endif
 
 // A product of 16x16 by 16x8.
-template <int T>
+template <Dtype T>
 DEVICE void product(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #if __CUDA_ARCH__ >= 800
-    mma16<T>(c, a, b[0], b[1]);
+    mma_m16n8k16<T>(c, a, b[0], b[1]);
 #else
     if (T == F16) {
         for (int i = 0; i < 2; i++)
@@ -41,9 +41,9 @@ DEVICE void product(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #endif
 }
 
-// `rounds` times 64 products of 16x16 by 16x8, of 8 independent sums a warp. The operands are not zero: units that multiply
-// zeros take less power, and run faster.
-template <int T>
+// `rounds` times 64 products of 16x16 by 16x8, into 8 independent sums a warp. The operands are not zero: units that multiply zeros
+// take less power and run faster.
+template <Dtype T>
 DEVICE void products(float* sink, u32 rounds) {
     float c[8][4] = {};
     u32 a[4], b[2];
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(256) products_f16(const __grid_cons
 
 extern "C" __global__ void __launch_bounds__(256) products_bf16(const __grid_constant__ ProductParams p) { products<BF16>((float*)p.sink, p.rounds); }
 
-// The same of f32: three products of tf32 for each, as the kernels make them.
+// The same for f32: three products of tf32 for each, as the kernels compute them.
 extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_constant__ ProductParams p) {
     float c[8][4] = {};
     u32 seed = threadIdx.x * 0x9e3779b9u + blockIdx.x;
@@ -74,17 +74,17 @@ extern "C" __global__ void __launch_bounds__(256) products_f32(const __grid_cons
     u32 high[4], low[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        Halves parts = halves(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f));
-        high[i] = parts.high, low[i] = parts.low;
+        SplitTf32 split = split_tf32(__float_as_uint((float)(int)(seed * (i + 1)) * 1e-10f));
+        high[i] = split.high, low[i] = split.low;
     }
-    Halves b0 = halves(__float_as_uint((float)(int)(seed * 3) * 1e-10f)), b1 = halves(__float_as_uint((float)(int)(seed * 5) * 1e-10f));
+    SplitTf32 b0 = split_tf32(__float_as_uint((float)(int)(seed * 3) * 1e-10f)), b1 = split_tf32(__float_as_uint((float)(int)(seed * 5) * 1e-10f));
     for (u32 round = 0; round < p.rounds; round++) {
 #pragma unroll
         for (int n = 0; n < 64; n++) {
-            // Into one sum, so that none of them is the same as another.
-            mma8(c[n % 8], low, b0.high, b1.high);
-            mma8(c[n % 8], high, b0.low, b1.low);
-            mma8(c[n % 8], high, b0.high, b1.high);
+            // Into one sum, so that no two products are the same expression.
+            mma_m16n8k8_tf32(c[n % 8], low, b0.high, b1.high);
+            mma_m16n8k8_tf32(c[n % 8], high, b0.low, b1.low);
+            mma_m16n8k8_tf32(c[n % 8], high, b0.high, b1.high);
         }
     }
 #else

@@ -29,7 +29,7 @@ pub const NATIVE_CAPABILITY: (u32, u32) = (8, 0);
 const RESERVED_SHARED: usize = 1024;
 
 impl CudaFacts {
-    /// Blocks of threads with so much shared memory and so many registers that a multiprocessor holds at a time.
+    /// Blocks of threads, each with `shared` bytes of shared memory and `registers` registers, that a multiprocessor holds at a time.
     pub(super) const fn resident(&self, shared: usize, registers: usize) -> usize {
         let by_shared = self.shared_per_multiprocessor / (shared + RESERVED_SHARED);
         let by_registers = self.registers_per_multiprocessor / registers;

@@ -1,11 +1,14 @@
 //! One launch of a native kernel, and limits of all launches.
 
-use super::tile::CudaKernel;
 use super::work_tile::WorkTile;
-/// Most blocks of threads in the second and third dimension of a grid.
+
+/// The most blocks of threads in the second and third dimension of a grid.
 pub(crate) const MAX_GRID: usize = 65_535;
 
-/// Alignment of the parts of scratch memory.
+/// Query positions of a mask tile: `MASK_TILE_ROWS` of the kernels.
+pub(crate) const MASK_TILE_ROWS: usize = 16;
+
+/// Alignment of the regions of scratch memory, in bytes.
 pub(super) const ALIGN: usize = 256;
 
 /// Room of a launch in scratch memory.
@@ -14,7 +17,7 @@ pub(crate) struct Capacity {
     /// Blocks of threads.
     pub(crate) grid: usize,
     pub(crate) work_tiles: usize,
-    /// Partial results of [`CudaKernel::slot_floats`] each, and counters of the tiles that they are of.
+    /// Partial results, and counters of the tiles whose splits they are.
     pub(crate) partials: usize,
     pub(crate) counters: usize,
 }
@@ -32,16 +35,16 @@ impl Capacity {
 
 /// One launch of a kernel.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Launch {
-    pub(crate) kernel: CudaKernel,
+pub(crate) struct Launch<K> {
+    pub(crate) kernel: K,
     /// The first work tile of each block of threads, then the others.
     pub(crate) work_tiles: Vec<WorkTile>,
-    /// Those that are work.
+    /// The entries that are work.
     pub(crate) count: usize,
-    /// The most parts of a tile.
+    /// The most splits of a tile.
     pub(crate) splits: usize,
     /// The most blocks of keys of a tile.
-    pub(crate) most_blocks: usize,
+    pub(crate) max_blocks: usize,
     /// What is launched and reserved: enough for other lengths of the same sequences too, where blocks of threads share
     /// tiles.
     pub(crate) capacity: Capacity,

@@ -1,7 +1,7 @@
 //! Plans of the kernels of the kernel language on CUDA devices.
 //!
-//! One launch leaves partial results, one adds them up. Groups of threads are as many as the device holds at a time, where the rows of
-//! the problem are fewer: keys are cut into parts for that. The number of parts depends on no sequence's length, where lengths are
+//! One launch stores partial results, one merges them. Where the rows of the problem are too few for the device, keys are cut into splits
+//! until there are as many threadgroups as it holds at a time. The number of splits depends on no sequence's length, since lengths are
 //! what [`update`](crate::Prepared::update) changes.
 
 use super::facts::{CudaFacts, NATIVE_CAPABILITY};
@@ -11,22 +11,22 @@ use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Dims, Problem, Sequences};
 use flashtile_gpu::shape::{Shape, Tile};
 
-/// How a group of threads of the portable kernel divides its work.
+/// How a threadgroup of the portable kernel divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub struct PortableTile {
     /// Query rows: 8, 16 or 32.
-    pub rows: usize,
-    /// Keys that a SIMD group takes at a time: 16 or 32.
-    pub simd_keys: usize,
+    rows: usize,
+    /// Keys that a SIMD group multiplies at a time: 16 or 32.
+    simd_keys: usize,
     /// SIMD groups, each with keys of its own: 1, 2, 4 or 8.
-    pub simds: usize,
-    /// Groups that a multiprocessor holds at a time.
-    pub resident: usize,
+    simds: usize,
+    /// Threadgroups that a multiprocessor holds at a time.
+    resident: usize,
 }
 
 impl PortableTile {
-    /// A tile, with as many groups a multiprocessor as asked.
+    /// A tile of `rows` query rows and of `simds` SIMD groups with `simd_keys` keys each, for `resident` threadgroups a multiprocessor. A
+    /// plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
         Self { rows, simd_keys, simds, resident }
@@ -45,13 +45,25 @@ impl PortableTile {
         Ok(())
     }
 
-    /// Keys that the SIMD groups take at a time.
+    /// Query rows of a tile.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Threadgroups that a multiprocessor holds at a time.
+    #[must_use]
+    pub const fn resident(&self) -> usize {
+        self.resident
+    }
+
+    /// Keys that the SIMD groups multiply at a time.
     #[must_use]
     pub const fn keys(&self) -> usize {
         self.simd_keys * self.simds
     }
 
-    /// Threads of a group.
+    /// Threads of a threadgroup.
     #[must_use]
     pub const fn threads(&self) -> usize {
         32 * self.simds
@@ -65,28 +77,41 @@ impl PortableTile {
 /// The kernel of the kernel language on a CUDA device, specialised by these constants.
 ///
 /// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, with `x{value_dim}` where that differs, `-paged` where keys lie in pages, and
-/// `-bias` or `-mask` where scores are changed.
+/// `-bias` or `-mask` where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub struct PortableKernel {
-    /// Element type of q, k, v and out.
-    pub dtype: Dtype,
-    /// Head dimension.
-    pub head_dim: usize,
-    /// Columns of v.
-    pub value_dim: usize,
-    /// How a group of threads divides its work.
-    pub tile: PortableTile,
+    dtype: Dtype,
+    head_dim: usize,
+    value_dim: usize,
+    tile: PortableTile,
     /// Whether keys lie in pages.
-    pub paged: bool,
-    /// Whether scores are changed: softcap, ALiBi, a tree mask.
-    pub biased: bool,
+    pub(crate) paged: bool,
+    /// Whether scores are modified: softcap, ALiBi, a tree mask, a mask.
+    has_bias: bool,
     /// Whether there is a materialised mask.
-    pub masked: bool,
+    has_mask: bool,
 }
 
 impl PortableKernel {
-    /// Bytes of shared memory of a group: its queries in f32, and what their scores are multiplied with and have added.
+    /// Head dimension.
+    #[must_use]
+    pub const fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Columns of v.
+    #[must_use]
+    pub const fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// How a threadgroup divides its work.
+    #[must_use]
+    pub const fn tile(&self) -> &PortableTile {
+        &self.tile
+    }
+
+    /// Bytes of shared memory of a threadgroup: its queries in f32, and the factor and the addend of their scores.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
         self.tile.rows * (self.head_dim + 2) * 4
@@ -103,7 +128,7 @@ impl std::fmt::Display for PortableKernel {
         if self.paged {
             f.write_str("-paged")?;
         }
-        f.write_str(match (self.masked, self.biased) {
+        f.write_str(match (self.has_mask, self.has_bias) {
             (true, _) => "-mask",
             (false, true) => "-bias",
             (false, false) => "",
@@ -111,29 +136,29 @@ impl std::fmt::Display for PortableKernel {
     }
 }
 
-/// Where the parts of scratch memory start, in bytes.
+/// Where the regions of scratch memory start, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PortableRegions {
-    /// Numbers of the sequences.
+    /// Starts and lengths of the sequences.
     pub(crate) sequences: usize,
-    /// Zeros, in the place of tensors that a problem has not.
+    /// Zeros, in the place of tensors that a problem lacks.
     pub(crate) zeros: usize,
     /// Bytes up to here are written before the first run.
     pub(crate) written: usize,
     pub(crate) partial_out: usize,
     pub(crate) partial_max_sum: usize,
-    /// What a run writes where nobody wants it.
+    /// What a run writes and nobody reads.
     pub(crate) unwanted: usize,
     pub(crate) len: usize,
 }
 
-/// Numbers of i32 of a sequence.
+/// i32 of a sequence.
 const SEQUENCE: usize = 8;
 
-/// Registers that a thread can have, as they are allotted.
+/// Registers that a thread can have, rounded up as they are allocated.
 const MAX_REGISTERS: usize = 256;
 
-/// Most parts of the keys of a row: adding up more takes longer than the groups that they are for gain.
+/// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
 const MAX_SPLITS: usize = 128;
 
 /// A plan of the portable kernel.
@@ -155,19 +180,19 @@ impl Portable {
         if !options.skip_tiles {
             return Err(Unsupported::SkipTiles);
         }
-        // Before anything is made of them.
+        // Refuses dimensions before anything is computed from them.
         Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
         let (dims, desc) = (problem.dims(), problem.desc());
-        let masked = desc.mask.is_some();
-        let biased = masked || desc.softcap.is_some() || desc.alibi || desc.tree;
+        let has_mask = desc.mask.is_some();
+        let has_bias = has_mask || desc.softcap.is_some() || desc.alibi || desc.tree;
         let mut kernel = PortableKernel {
             dtype: problem.dtype(),
             head_dim: dims.head_dim,
             value_dim: dims.value_dim,
             tile: asked.unwrap_or_else(|| tile(problem)),
             paged: problem.is_cached(),
-            biased,
-            masked,
+            has_bias,
+            has_mask,
         };
         kernel.tile.check()?;
         if asked.is_none() {
@@ -207,13 +232,13 @@ impl Portable {
         Ok(Self { kernel, tile, shape, regions })
     }
 
-    /// Registers of a thread that the plan counts with.
+    /// Registers of a thread that the plan assumes.
     #[cfg(test)]
     pub(crate) fn registers(&self, problem: &Problem, facts: &CudaFacts) -> usize {
         registers(&self.kernel, problem.dims(), facts)
     }
 
-    /// Groups of threads of partial results.
+    /// Threadgroups that write partial results.
     pub(crate) fn groups(&self) -> usize {
         self.shape.groups.iter().map(|&n| n as usize).product()
     }
@@ -239,9 +264,9 @@ impl std::fmt::Display for Portable {
 
 fn regions(problem: &Problem, shape: &Shape) -> Option<PortableRegions> {
     let mut len = 0usize;
-    let mut region = |numbers: usize| {
+    let mut region = |words: usize| {
         let start = len;
-        len = len.checked_add(numbers.checked_mul(4)?)?.checked_next_multiple_of(ALIGN)?;
+        len = len.checked_add(words.checked_mul(4)?)?.checked_next_multiple_of(ALIGN)?;
         Some(start)
     };
     Some(PortableRegions {
@@ -255,11 +280,12 @@ fn regions(problem: &Problem, shape: &Shape) -> Option<PortableRegions> {
     })
 }
 
-/// The tile of a problem, with one group a multiprocessor: 16 rows share what is read where there are so many and registers hold them.
+/// The tile of a problem, with one threadgroup a multiprocessor: 16 rows share what is read where there are more than 8 and registers
+/// hold them.
 fn tile(problem: &Problem) -> PortableTile {
     let group = problem.dims().group();
-    let most = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
-    let rows = if most > 8 && words(problem.dtype(), problem.dims()) <= 128 { 16 } else { 8 };
+    let max_rows = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
+    let rows = if max_rows > 8 && words(problem.dtype(), problem.dims()) <= 128 { 16 } else { 8 };
     PortableTile::new(rows, 16, 4, 1)
 }
 
@@ -268,7 +294,7 @@ fn words(dtype: Dtype, dims: &Dims) -> usize {
     dims.head_dim.max(dims.value_dim) * dtype.bytes() / 2
 }
 
-/// Groups that a multiprocessor holds at a time.
+/// Threadgroups that a multiprocessor holds at a time.
 fn resident(kernel: &PortableKernel, dims: &Dims, facts: &CudaFacts) -> usize {
     let threads = kernel.tile.threads();
     facts.resident(kernel.shared_bytes(), registers(kernel, dims, facts) * threads).clamp(1, 16)
@@ -286,7 +312,7 @@ fn registers(kernel: &PortableKernel, dims: &Dims, facts: &CudaFacts) -> usize {
     }
 }
 
-/// Most parts that the keys of a tile are worth, whatever lengths an update may bring.
+/// The most splits that the keys of a tile are worth, whatever lengths an update may bring.
 fn max_splits(problem: &Problem, tile: &PortableTile) -> usize {
     let (dims, visibility) = (problem.dims(), problem.desc().visibility);
     let longest = || problem.sequences().iter().map(|s| s.kv_len).max().unwrap_or(0);

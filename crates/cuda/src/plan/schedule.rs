@@ -1,15 +1,30 @@
 //! Which block of threads computes which rows and keys.
 
 use super::launch::{Capacity, Launch};
-use super::tile::CudaKernel;
-use super::work_tile::{AGAIN, GROUP, GROUPED, NONE, WorkTile};
+use super::work_tile::{MAX_RECOMPUTED, MERGE_GROUP, NONE, SPLITS_GROUPED, WorkTile};
 use flashtile_core::problem::Problem;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::ops::Range;
 
-/// Fewest bytes of parts of a tile for groups of them: one block of threads reads less faster than it waits for the others.
+/// Bytes of a tile's partials above which they are merged in groups first: one block of threads reads fewer faster than it waits for
+/// other blocks.
 const GROUPED_BYTES: usize = 128 << 10;
+
+/// What the schedule knows of a kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct TileShape {
+    /// Query rows of a tile, and keys of a block of keys.
+    pub(super) rows: usize,
+    pub(super) keys: usize,
+    /// Columns of values of a work tile, and the panels into which the values are cut.
+    pub(super) value_dim: usize,
+    pub(super) panels: usize,
+    /// Teams of warps that end a tile each for itself, with counters of their own.
+    pub(super) teams: usize,
+    /// The fewest blocks of keys for which a split is worth its partial result.
+    pub(super) min_split_blocks: usize,
+}
 
 /// Rows of a sequence and key/value head, and the keys that they see.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,11 +57,11 @@ impl Tile {
         (self.keys.end.div_ceil(block_k)).saturating_sub(self.keys.start / block_k).max(1)
     }
 
-    /// The work tile of the blocks `part` of its own.
-    fn work_tile(&self, part: Range<usize>, block_k: usize) -> WorkTile {
+    /// The work tile of a range of its blocks of keys.
+    fn work_tile(&self, blocks: Range<usize>, block_k: usize) -> WorkTile {
         let first = self.keys.start / block_k;
-        let begin = ((first + part.start) * block_k).max(self.keys.start);
-        let end = ((first + part.end) * block_k).min(self.keys.end).max(begin);
+        let begin = ((first + blocks.start) * block_k).max(self.keys.start);
+        let end = ((first + blocks.end) * block_k).min(self.keys.end).max(begin);
         WorkTile {
             sequence: self.sequence as u32,
             kv_head: self.kv_head as u32,
@@ -56,8 +71,8 @@ impl Tile {
             end: end as u32,
             full_begin: self.full.start as u32,
             full_end: self.full.end as u32,
-            slot: 0,
-            first: 0,
+            partial: 0,
+            first_partial: 0,
             splits: 1,
             counter: 0,
             next: 0,
@@ -71,10 +86,10 @@ impl Tile {
     }
 }
 
-/// The tiles of some sequences, those of a head one after another.
-pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize], skip: bool) -> Vec<Tile> {
+/// The tiles of some sequences; a head's tiles are neighbours.
+pub(super) fn tiles(problem: &Problem, shape: &TileShape, sequences: &[usize], skip: bool) -> Vec<Tile> {
     let group = problem.dims().group();
-    let (rows, panels) = (kernel.tile.rows(), kernel.panels(problem));
+    let (rows, panels) = (shape.rows, shape.panels);
     let mut tiles = Vec::new();
     for &sequence in sequences {
         let s = &problem.sequences()[sequence];
@@ -122,23 +137,23 @@ pub(super) fn tiles(problem: &Problem, kernel: &CudaKernel, sequences: &[usize],
 }
 
 /// Work tiles of each block of threads.
-pub(super) struct Shares {
+pub(super) struct Assignment {
     blocks: Vec<Vec<WorkTile>>,
     splits: usize,
     used: Capacity,
-    /// What another step of as many tiles may use.
-    most: Capacity,
+    /// What another step of the same number of tiles may use.
+    reserved: Capacity,
 }
 
-impl Shares {
+impl Assignment {
     const fn none() -> Self {
         let used = Capacity { grid: 0, work_tiles: 0, partials: 0, counters: 0 };
-        Self { blocks: Vec::new(), splits: 1, used, most: used }
+        Self { blocks: Vec::new(), splits: 1, used, reserved: used }
     }
 
-    /// Tiles as a whole, for so many blocks of threads that the device holds at a time. Tiles of heads whose keys are at most
-    /// `section` together lie side by side, so that they are read from the second-level cache; among them the longest come first.
-    /// Each goes to the block that is done first.
+    /// Tiles as a whole, for `room` blocks of threads that the device holds at a time. Tiles of heads with at most `section` keys together
+    /// are neighbours, so that keys are read from the second-level cache; among them the longest come first. Each goes to the block that
+    /// is done first.
     pub(super) fn whole(mut tiles: Vec<Tile>, block_k: usize, section: usize, room: usize) -> Self {
         let mut sections: Vec<(usize, Tile)> = Vec::with_capacity(tiles.len());
         let (mut number, mut filled, mut last) = (0, 0usize, None);
@@ -154,95 +169,95 @@ impl Shares {
             sections.push((number, tile));
         }
         sections.sort_by_key(|(number, tile)| (*number, Reverse(tile.keys.len())));
-        let rounds = sections.len().div_ceil(room * AGAIN);
+        let rounds = sections.len().div_ceil(room * MAX_RECOMPUTED);
         let count = (room * rounds).min(sections.len());
         let mut blocks: Vec<Vec<WorkTile>> = vec![Vec::new(); count];
-        // What blocks of threads have to do so far; of those with as much, the first.
+        // What blocks of threads have to do so far; of equal ones the first.
         let mut done: BinaryHeap<Reverse<(usize, usize)>> = (0..count).map(|n| Reverse((0, n))).collect();
         for (_, tile) in sections {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
             // A tile's beginning and end take about as long as a block of keys. A block of threads with as many as it can compute again
             // gets no more: there is room for all of them.
-            if blocks[block].len() < AGAIN {
+            if blocks[block].len() < MAX_RECOMPUTED {
                 done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
             }
         }
         Self { blocks, ..Self::none() }
     }
 
-    /// Tiles cut into so many parts of nearly equal length, a block of threads for each part.
-    pub(super) fn even(tiles: Vec<Tile>, kernel: &CudaKernel, splits: usize) -> Self {
-        let block_k = kernel.tile.keys();
-        let mut shares = Self::none();
+    /// Tiles cut into `splits` splits of nearly equal length, with a block of threads for each split.
+    pub(super) fn even(tiles: Vec<Tile>, shape: &TileShape, splits: usize) -> Self {
+        let block_k = shape.keys;
+        let mut assignment = Self::none();
         for tile in tiles {
             let blocks = tile.blocks(block_k);
-            let parts = splits.min(blocks);
-            let cut = |n: usize| blocks * n / parts;
-            let parts = (0..parts).map(|n| tile.work_tile(cut(n)..cut(n + 1), block_k)).collect();
-            for work_tile in shares.parts(parts, tile.count * kernel.value_dim * 4) {
-                shares.blocks.push(vec![work_tile]);
+            let splits = splits.min(blocks);
+            let cut = |n: usize| blocks * n / splits;
+            let splits = (0..splits).map(|n| tile.work_tile(cut(n)..cut(n + 1), block_k)).collect();
+            for work_tile in assignment.with_partials(splits, tile.count * shape.value_dim * 4) {
+                assignment.blocks.push(vec![work_tile]);
             }
         }
-        shares
+        assignment
     }
 
-    /// The blocks of keys of all tiles end to end, cut into shares that take about as long, for at most `room` blocks of threads.
+    /// The blocks of keys of all tiles end to end, cut into ranges that take about the same time, for at most `room` blocks of threads.
     /// The beginning and end of a work tile take about as long as a block of keys.
-    pub(super) fn equal(tiles: Vec<Tile>, kernel: &CudaKernel, room: usize) -> Self {
-        let (block_k, least, room) = (kernel.tile.keys(), kernel.tile.least_blocks(), room.max(1));
+    pub(super) fn equal(tiles: Vec<Tile>, shape: &TileShape, room: usize) -> Self {
+        let (block_k, min_blocks, room) = (shape.keys, shape.min_split_blocks, room.max(1));
         let total: usize = tiles.iter().map(|tile| tile.blocks(block_k) + 1).sum();
         let of_tiles = || tiles.iter().map(|tile| tile.blocks(block_k));
-        // What cuts add is known when they are made: a few shares are tried, the smallest first.
-        let mut share = total.div_ceil(room).max(least + 1);
-        while cut(of_tiles(), share, least, |_, _, _| ()) > room {
+        // What cuts add is known when they are made: a few lengths are tried, the smallest first.
+        let mut share = total.div_ceil(room).max(min_blocks + 1);
+        while cut(of_tiles(), share, min_blocks, |_, _, _| ()) > room {
             share += 1;
         }
         let mut ranges: Vec<Vec<(usize, Range<usize>)>> = vec![Vec::new(); tiles.len()];
-        let count = cut(of_tiles(), share, least, |tile, block, range| ranges[tile].push((block, range)));
-        let mut shares = Self::none();
+        let count =
+            cut(of_tiles(), share, min_blocks, |tile, block, range| ranges[tile].push((block, range)));
+        let mut assignment = Self::none();
         // Each boundary between blocks of threads adds a work tile, and cuts one tile.
         let work_tiles = tiles.len() + room;
         // A tile in groups has more than two of them: there are fewer than half as many groups as blocks of threads.
-        shares.most =
+        assignment.reserved =
             Capacity { grid: room, work_tiles, partials: 2 * room + room / 2, counters: room + room / 2 };
-        shares.blocks.resize_with(count, Vec::new);
+        assignment.blocks.resize_with(count, Vec::new);
         for (tile, ranges) in tiles.iter().zip(ranges) {
-            let parts = ranges.iter().map(|(_, range)| tile.work_tile(range.clone(), block_k)).collect();
-            let parts = shares.parts(parts, tile.count * kernel.value_dim * 4);
-            for ((block, _), work_tile) in ranges.iter().zip(parts) {
-                shares.blocks[*block].push(work_tile);
+            let splits = ranges.iter().map(|(_, range)| tile.work_tile(range.clone(), block_k)).collect();
+            let splits = assignment.with_partials(splits, tile.count * shape.value_dim * 4);
+            for ((block, _), work_tile) in ranges.iter().zip(splits) {
+                assignment.blocks[*block].push(work_tile);
             }
         }
-        shares
+        assignment
     }
 
-    /// Gives the parts of one tile, of so many bytes each, their partials.
-    fn parts(&mut self, mut parts: Vec<WorkTile>, bytes: usize) -> Vec<WorkTile> {
-        let count = parts.len();
+    /// Gives the splits of one tile their partials, of `bytes` each.
+    fn with_partials(&mut self, mut splits: Vec<WorkTile>, bytes: usize) -> Vec<WorkTile> {
+        let count = splits.len();
         if count > 1 {
-            let grouped = count > 2 * GROUP && count * bytes > GROUPED_BYTES;
-            let groups = if grouped { count.div_ceil(GROUP) } else { 0 };
-            for (n, work_tile) in parts.iter_mut().enumerate() {
-                work_tile.slot = (self.used.partials + n) as u32;
-                work_tile.first = self.used.partials as u32;
-                work_tile.splits = count as u32 | if grouped { GROUPED } else { 0 };
+            let grouped = count > 2 * MERGE_GROUP && count * bytes > GROUPED_BYTES;
+            let groups = if grouped { count.div_ceil(MERGE_GROUP) } else { 0 };
+            for (n, work_tile) in splits.iter_mut().enumerate() {
+                work_tile.partial = (self.used.partials + n) as u32;
+                work_tile.first_partial = self.used.partials as u32;
+                work_tile.splits = count as u32 | if grouped { SPLITS_GROUPED } else { 0 };
                 work_tile.counter = self.used.counters as u32;
             }
             self.used.partials += count + groups;
             self.used.counters += 1 + groups;
             self.splits = self.splits.max(count);
         }
-        parts
+        splits
     }
 
-    pub(super) fn launch(self, kernel: CudaKernel) -> Launch {
+    pub(super) fn launch<K>(self, kernel: K, teams: usize) -> Launch<K> {
         let grid = self.blocks.len();
         let count = self.blocks.iter().map(Vec::len).sum();
-        let teams = kernel.tile.teams();
         let used = Capacity { grid, work_tiles: count, ..self.used };
-        let most = used.max(self.most);
-        let capacity = Capacity { counters: teams * most.counters, ..most };
+        let reserved = used.max(self.reserved);
+        let capacity = Capacity { counters: teams * reserved.counters, ..reserved };
         let none = WorkTile { sequence: NONE, ..Tile::EMPTY.work_tile(0..0, 1) };
         let mut work_tiles = vec![none; capacity.grid];
         for (block, list) in self.blocks.into_iter().enumerate() {
@@ -257,29 +272,29 @@ impl Shares {
                 }
             }
         }
-        Launch { kernel, work_tiles, count, splits: self.splits, most_blocks: 0, capacity }
+        Launch { kernel, work_tiles, count, splits: self.splits, max_blocks: 0, capacity }
     }
 }
 
-/// Cuts tiles of so many blocks of keys into parts for blocks of threads that each have room for `share`, a part taking one more
-/// than it has. Reports tile, block of threads and blocks of keys of each part; parts that a cut leaves have `least` at least,
-/// but the last of a tile. Returns the number of blocks of threads.
+/// Cuts tiles, given by their blocks of keys, into splits for blocks of threads that each have room for `share` blocks of keys; a split
+/// takes one more than it has. Reports tile, block of threads and blocks of keys of each split. A split that a cut leaves has at
+/// least `min_blocks`, except the last of a tile. Returns the number of blocks of threads.
 fn cut(
     tiles: impl Iterator<Item = usize>,
     share: usize,
-    least: usize,
-    mut part: impl FnMut(usize, usize, Range<usize>),
+    min_blocks: usize,
+    mut report: impl FnMut(usize, usize, Range<usize>),
 ) -> usize {
     let (mut count, mut left) = (0, 0);
     for (tile, blocks) in tiles.enumerate() {
         let mut done = 0;
         while done < blocks {
-            if left <= least.min(blocks - done) {
+            if left <= min_blocks.min(blocks - done) {
                 count += 1;
                 left = share;
             }
             let next = blocks.min(done + left - 1);
-            part(tile, count - 1, done..next);
+            report(tile, count - 1, done..next);
             left -= next - done + 1;
             done = next;
         }
@@ -303,30 +318,26 @@ impl Tile {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::CudaTile;
-    use flashtile_core::dtype::Dtype;
 
     fn tile(sequence: usize, keys: Range<usize>) -> Tile {
         Tile { sequence, full: keys.clone(), keys, count: 16, ..Tile::EMPTY }
     }
 
-    fn kernel() -> CudaKernel {
-        let tile = CudaTile::new([1, 4], 1, 16, 2);
-        let (dtype, head_dim, value_dim) = (Dtype::BF16, 128, 128);
-        CudaKernel { dtype, head_dim, value_dim, tile, paged: false, biased: false, masked: false }
-    }
+    const SHAPE: TileShape =
+        TileShape { rows: 16, keys: 64, value_dim: 128, panels: 1, teams: 1, min_split_blocks: 1 };
 
-    /// Every key of every tile is in exactly one work tile, and parts of a tile have neighbouring partials in key order.
-    fn check(shares: &Shares, tiles: &[Tile]) {
+    /// Every key of every tile is in exactly one work tile, and the partials of a tile's splits are neighbours in key order.
+    fn check(assignment: &Assignment, tiles: &[Tile]) {
         for tile in tiles {
-            let work_tiles = || shares.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
+            let work_tiles =
+                || assignment.blocks.iter().flatten().filter(|i| i.sequence == tile.sequence as u32);
             let mut at = tile.keys.start;
             for (n, work_tile) in work_tiles().enumerate() {
                 assert_eq!(work_tile.begin as usize, at);
                 at = work_tile.end as usize;
-                assert_eq!((work_tile.splits & !GROUPED) as usize, work_tiles().count());
+                assert_eq!((work_tile.splits & !SPLITS_GROUPED) as usize, work_tiles().count());
                 if work_tile.splits > 1 {
-                    assert_eq!(work_tile.slot, work_tile.first + n as u32);
+                    assert_eq!(work_tile.partial, work_tile.first_partial + n as u32);
                 }
             }
             assert_eq!(at, tile.keys.end.max(tile.keys.start));
@@ -334,30 +345,29 @@ mod tests {
     }
 
     #[test]
-    fn shares_hold_every_key_once_and_are_equal() {
+    fn every_key_is_assigned_once_and_blocks_take_the_same_time() {
         let lens = [1usize, 5000, 64, 65, 0, 777, 12_000];
         let tiles: Vec<Tile> = lens.iter().enumerate().map(|(n, &len)| tile(n, 3.min(len)..len)).collect();
-        let kernel = kernel();
         for room in [1, 2, 7, 100, 264] {
-            let shares = Shares::equal(tiles.clone(), &kernel, room);
-            assert!(shares.blocks.len() <= room && shares.blocks.iter().all(|b| !b.is_empty()));
-            assert_eq!(shares.most.max(shares.used), shares.most);
-            check(&shares, &tiles);
+            let assignment = Assignment::equal(tiles.clone(), &SHAPE, room);
+            assert!(assignment.blocks.len() <= room && assignment.blocks.iter().all(|b| !b.is_empty()));
+            assert_eq!(assignment.reserved.max(assignment.used), assignment.reserved);
+            check(&assignment, &tiles);
             let cost = |work_tiles: &Vec<WorkTile>| {
                 let of = |i: &WorkTile| (i.end.div_ceil(64) - i.begin / 64).max(1) as usize + 1;
                 work_tiles.iter().map(of).sum::<usize>()
             };
-            // Cuts add a work tile for each block of threads, and leave room for less than a part.
+            // Cuts add a work tile for each block of threads, and leave room for less than a split.
             let total: usize = tiles.iter().map(|t| t.blocks(64) + 1).sum();
-            assert!(shares.blocks.iter().map(cost).all(|n| n <= total.div_ceil(room) + 2), "{room}");
+            assert!(assignment.blocks.iter().map(cost).all(|n| n <= total.div_ceil(room) + 2), "{room}");
         }
         for splits in [1, 2, 5, 1000] {
-            check(&Shares::even(tiles.clone(), &kernel, splits), &tiles);
+            check(&Assignment::even(tiles.clone(), &SHAPE, splits), &tiles);
         }
         for room in [1, 4, 100] {
-            let shares = Shares::whole(tiles.clone(), 64, 1000, room);
-            assert!(shares.blocks.iter().all(|b| !b.is_empty()));
-            check(&shares, &tiles);
+            let assignment = Assignment::whole(tiles.clone(), 64, 1000, room);
+            assert!(assignment.blocks.iter().all(|b| !b.is_empty()));
+            check(&assignment, &tiles);
         }
     }
 }

@@ -5,15 +5,15 @@ use crate::device_struct::device_struct;
 /// The sequence of an entry that is no work.
 pub(crate) const NONE: u32 = u32::MAX;
 
-/// Parts of a tile that are added up first where there are many: `GROUP` of the kernels.
-pub(crate) const GROUP: usize = 8;
+/// Splits of a tile that are merged first where there are many: `MERGE_GROUP` of the kernels.
+pub(crate) const MERGE_GROUP: usize = 8;
 
-/// Work tiles of a block of threads that it can compute again, `AGAIN` of the kernels; with more tiles than that for each there are
-/// several times as many blocks as the device holds.
-pub(crate) const AGAIN: usize = 31;
+/// Work tiles of a block of threads that it can compute again, `MAX_RECOMPUTED` of the kernels; with more tiles than that for each there
+/// are several times as many blocks as the device holds.
+pub(crate) const MAX_RECOMPUTED: usize = 31;
 
-/// Of `splits`: the parts of a tile are added up in groups.
-pub(super) const GROUPED: u32 = 1 << 31;
+/// In `splits`: the splits of a tile are merged in groups first.
+pub(super) const SPLITS_GROUPED: u32 = 1 << 31;
 
 device_struct! {
     /// One unit of work of a block of threads.
@@ -21,23 +21,24 @@ device_struct! {
     pub(crate) struct WorkTile {
         pub(crate) sequence: u32,
         pub(crate) kv_head: u32,
-        /// First of the packed rows.
+        /// First of the packed rows: (position, head of the GQA group) pairs.
         pub(crate) row: u32,
+        /// Columns of values: panel `n` begins at `n` times the kernel's `value_dim`.
         pub(crate) panel: u32,
         /// Keys to compute, and among them those that every row sees.
         pub(crate) begin: u32,
         pub(crate) end: u32,
         pub(crate) full_begin: u32,
         pub(crate) full_end: u32,
-        /// Slot of its partial result, the first of its tile's, and their number, with [`GROUPED`] where they are added up in groups:
-        /// sums of groups are in the partials behind them, and counters of groups behind the tile's.
-        pub(crate) slot: u32,
-        pub(crate) first: u32,
+        /// Its partial result, the first partial of its tile, and the number of the tile's splits, with [`SPLITS_GROUPED`] where they are
+        /// merged in groups first: the merged groups are in the partials behind the splits, and the counters of groups behind the tile's.
+        pub(crate) partial: u32,
+        pub(crate) first_partial: u32,
         pub(crate) splits: u32,
         pub(crate) counter: u32,
         /// Entry of the next work tile of the block of threads; 0 where there is none.
         pub(crate) next: u32,
-        /// The sequence itself, so that a block of threads has all that it needs at once.
+        /// The sequence itself, so that a block of threads loads everything at once.
         pub(crate) batch: u32,
         pub(crate) q_start: u32,
         pub(crate) q_len: u32,

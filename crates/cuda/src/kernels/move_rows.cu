@@ -1,14 +1,14 @@
 // Moves rows of keys and values: into the pages of a cache, out of them, and from page to page.
 //
-// A run is some tokens in a row of one page. Each warp moves one row of one head, and converts it where element types differ.
+// A run is consecutive tokens of one page. Each warp moves one row of one head, and converts it where element types differ.
 
-DEVICE float load(u64 row, u32 dtype, u32 i) {
+DEVICE float load_element(u64 row, u32 dtype, u32 i) {
     if (dtype == F32) return ((const float*)row)[i];
     u16 x = ((const u16*)row)[i];
     return dtype == F16 ? f16_to_f32(x) : bf16_to_f32(x);
 }
 
-DEVICE void store(u64 row, u32 dtype, u32 i, float x) {
+DEVICE void store_element(u64 row, u32 dtype, u32 i, float x) {
     if (dtype == F32) ((float*)row)[i] = x;
     else ((u16*)row)[i] = (u16)(dtype == F16 ? pack<F16>(x, 0.f) : pack<BF16>(x, 0.f));
 }
@@ -30,10 +30,10 @@ extern "C" __global__ void __launch_bounds__(128) move_rows(const __grid_constan
     u64 to = target.at + (u64)(run.page * target.page + head * target.head + (i64)(run.row + row) * target.row);
     u32 dim = p.dim[which];
     if (source.dtype != target.dtype) {
-        for (u32 i = lane; i < dim; i += 32) store(to, target.dtype, i, load(from, source.dtype, i));
+        for (u32 i = lane; i < dim; i += 32) store_element(to, target.dtype, i, load_element(from, source.dtype, i));
         return;
     }
-    // Bit by bit, in the widest pieces that addresses and length allow.
+    // Bits are copied as they are, in the widest words that addresses and length allow.
     u32 bytes = dim * (source.dtype == F32 ? 4 : 2);
     if (((from | to | bytes) & 15) == 0) {
         for (u32 i = lane; i < bytes / 16; i += 32) ((uint4*)to)[i] = ((const uint4*)from)[i];

@@ -1,0 +1,41 @@
+// Work tiles: what a block of threads computes, and where its rows lie.
+//
+// A work tile is BLOCK_M query rows of one key/value head over a range of keys. A row is a pair (position, head of the GQA group), ordered
+// by position. WorkTile, Tensor, Divisor and ForwardParams are declared in Rust (`work_tile.rs`, `params.rs`) and printed before this file.
+
+// The sequence of a work tile that does not exist; a tile or a partial that does not.
+constexpr u32 NONE = 0xffffffffu;
+// Of WorkTile::splits: splits are merged in groups of MERGE_GROUP first, into the partials behind them.
+constexpr u32 SPLITS_GROUPED = 0x80000000u;
+
+// x / d for x < 2^31.
+DEVICE u32 quotient(u32 x, const Divisor& d) { return (u32)(((u64)x * d.multiplier) >> d.shift); }
+
+DEVICE u32 num_splits(const WorkTile& work_tile) { return work_tile.splits & ~SPLITS_GROUPED; }
+
+// Rows of the sequence and key/value head of a work tile.
+DEVICE u32 row_count(const ForwardParams& p, const WorkTile& work_tile) { return work_tile.q_len * p.gqa_group.value; }
+
+// The rows of a work tile's tile, from its row `first` on and at most `most`, that exist.
+DEVICE u32 rows_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 most) {
+    u32 rest = row_count(p, work_tile) - work_tile.row;
+    return rest < most ? rest : most;
+}
+
+// The tile of keys behind the last of a work tile.
+DEVICE u32 end_block(const WorkTile& work_tile) { return (work_tile.end + BLOCK_N - 1) / BLOCK_N; }
+
+// A row's position in its sequence, and its query head.
+struct QRow {
+    u32 position, head;
+};
+
+DEVICE QRow q_row(const ForwardParams& p, u32 kv_head, u32 row) {
+    u32 position = quotient(row, p.gqa_group);
+    return {position, kv_head * p.gqa_group.value + (row - position * p.gqa_group.value)};
+}
+
+// The address of a row of q or of the output.
+DEVICE u64 row_address(const Tensor& tensor, const WorkTile& work_tile, QRow at) {
+    return tensor.at + (u64)(work_tile.batch * tensor.batch + at.head * tensor.head + (i64)(work_tile.q_start + at.position) * tensor.row);
+}

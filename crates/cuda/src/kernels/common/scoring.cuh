@@ -1,0 +1,144 @@
+// Scores: `softcap(scale * q . k) + bias` in units of log2, and which keys a row sees.
+
+// A bias of a magnitude above HUGE_BIAS (2^126) counts HUGE_RATE instead of log2 e from there on: the largest f32 in units of log2 would
+// be infinite. Differences as large as the spacing of such biases decide a softmax at either rate.
+constexpr float HUGE_BIAS = 8.507059173023462e+37f, HUGE_RATE = 0.5f, HUGE_SCORE = HUGE_BIAS * LOG2E;
+
+// The largest magnitude of an ALiBi slope, 2^86, as the host has it.
+constexpr float MAX_ALIBI_SLOPE = 77371252455336267181195264.f;
+
+// Keys that a row sees, within its work tile.
+struct UnbiasedRow {
+    u32 begin, end;
+};
+
+// The same with what is added to the row's scores.
+struct BiasedRow : UnbiasedRow {
+    // The position from which ALiBi counts distances.
+    i64 alibi_position;
+    float alibi_slope;
+    // The first key of the tree mask; rows of the tree mask and of the mask, 0 where there is none.
+    u32 tree_key;
+    u64 tree_mask, mask;
+};
+
+typedef Select<Scoring::HAS_BIAS, BiasedRow, UnbiasedRow>::Type Row;
+
+DEVICE u32 clamp(i64 x, u32 max) { return x < 0 ? 0u : x > (i64)max ? max : (u32)x; }
+
+// Keys of a work tile's sequence that a position sees by causality, window and length.
+struct KeyRange {
+    u32 begin, end;
+};
+
+DEVICE KeyRange visible_keys(const ForwardParams& p, const WorkTile& work_tile, i64 position) {
+    u32 begin = p.window_left < 0 ? 0 : clamp(position - p.window_left, work_tile.kv_len);
+    u32 end = p.window_right < 0 ? work_tile.kv_len : clamp(position + p.window_right + 1, work_tile.kv_len);
+    return {begin, end};
+}
+
+// ---- ALiBi
+
+// The slope of a head. The host cannot refuse one whose biases would overflow: its rows are NaN.
+DEVICE float alibi_slope(const ForwardParams& p, u32 head) {
+    float slope = ((const float*)p.alibi_slopes)[head];
+    return fabsf(slope) <= MAX_ALIBI_SLOPE ? slope : NAN;
+}
+
+// The position from which distances are counted: a row's own, or that of the nearest key that it sees. The distance between the two is
+// common to all keys: it changes no probability, and would cost f32 the digits of the distances that do.
+DEVICE i64 nearest_visible(const KeyRange& visible, i64 position) {
+    if (visible.begin >= visible.end) return position;
+    return position < (i64)visible.begin ? visible.begin : position >= (i64)visible.end ? visible.end - 1 : position;
+}
+
+// The bias of the distance from a row to `nearest_visible`, which its scores leave out.
+DEVICE float alibi_shift(const ForwardParams& p, const WorkTile& work_tile, QRow at) {
+    if (!p.alibi_slopes) return 0.f;
+    i64 position = work_tile.q_offset + at.position;
+    i64 distance = position - nearest_visible(visible_keys(p, work_tile, position), position);
+    return -alibi_slope(p, at.head) * (float)(distance < 0 ? -distance : distance);
+}
+
+// ---- rows
+
+DEVICE void hide_all(UnbiasedRow& row, const ForwardParams&) { row.begin = row.end = 0; }
+
+DEVICE void hide_all(BiasedRow& row, const ForwardParams& p) {
+    row.begin = row.end = 0;
+    row.alibi_position = 0, row.alibi_slope = 0.f, row.tree_mask = 0, row.mask = p.mask.at, row.tree_key = 0;
+}
+
+DEVICE void set_bias(UnbiasedRow&, const ForwardParams&, const WorkTile&, QRow, const KeyRange&, i64) {}
+
+DEVICE void set_bias(BiasedRow& row, const ForwardParams& p, const WorkTile& work_tile, QRow at, const KeyRange& visible, i64 position) {
+    row.alibi_position = nearest_visible(visible, position);
+    if (p.alibi_slopes) row.alibi_slope = alibi_slope(p, at.head) * LOG2E;
+    row.tree_key = work_tile.kv_len - work_tile.q_len;
+    if (p.tree_mask) row.tree_mask = p.tree_mask + (u64)((work_tile.q_start + at.position) * p.tree_row);
+    if (p.mask.at) row.mask = p.mask.at + (u64)(work_tile.sequence * p.mask.batch + at.head * p.mask.head + at.position * p.mask.row);
+}
+
+// Row n of a work tile's tile. Rows past the last see no key.
+DEVICE Row row_of_tile(const ForwardParams& p, const WorkTile& work_tile, u32 n) {
+    Row row;
+    hide_all(row, p);
+    if (work_tile.row + n >= row_count(p, work_tile)) return row;
+    QRow at = q_row(p, work_tile.kv_head, work_tile.row + n);
+    i64 position = work_tile.q_offset + at.position;
+    KeyRange visible = visible_keys(p, work_tile, position);
+    row.begin = visible.begin < work_tile.begin ? work_tile.begin : visible.begin;
+    row.end = visible.end > work_tile.end ? work_tile.end : visible.end;
+    set_bias(row, p, work_tile, at, visible, position);
+    return row;
+}
+
+// ---- scores
+
+// tanh with an error of two units in the last place.
+DEVICE float tanh_accurate(float x) {
+    float a = fabsf(x), a2 = a * a;
+    // (tanh(a) / a - 1) / a^2 on [0, 0.55], a least-squares fit at Chebyshev points: relative error of tanh 1e-7.
+    float fit = fmaf(a2, fmaf(a2, fmaf(a2, fmaf(a2, -3.92890302e-3f, 1.94836594e-2f), -5.34950122e-2f), 1.33296296e-1f), -3.33332539e-1f);
+    float near = fmaf(a, a2 * fit, a);
+    float far = 1.f - 2.f / (1.f + exp2f(2.f * LOG2E * a));
+    return copysignf(a < 0.55f ? near : far, x);
+}
+
+// The bias of a materialised mask at a key, in units of e.
+DEVICE float mask_bias(const ForwardParams& p, u64 row, u32 j) { return mask_value(p.mask_kind, row, (u64)j * p.mask_step); }
+
+// Whether a row sees a key.
+DEVICE bool is_visible(const ForwardParams&, const UnbiasedRow& row, u32 j) { return j >= row.begin && j < row.end; }
+
+DEVICE bool is_visible(const ForwardParams& p, const BiasedRow& row, u32 j) {
+    if (j < row.begin || j >= row.end) return false;
+    if (row.tree_mask && j >= row.tree_key && !*(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step)) return false;
+    if constexpr (Scoring::HAS_MASK) {
+        if (mask_bias(p, row.mask, j) == -INF) return false;
+    }
+    return true;
+}
+
+// The score of a product q . k in units of log2; -inf where the row does not see the key. Tiles that are not MASKED are visible to all of
+// their rows, and have no bias of a mask.
+template <bool MASKED>
+DEVICE float score_mod(const ForwardParams& p, const BiasedRow& row, u32 j, float product) {
+    float x = product * p.scale;
+    if (p.softcap != 0.f) x = p.softcap * tanh_accurate(x);
+    if (row.alibi_slope != 0.f) {
+        i64 distance = row.alibi_position - (i64)j;
+        x = fmaf(-row.alibi_slope, (float)(distance < 0 ? -distance : distance), x);
+    }
+    if (!MASKED) return x;
+    if (j < row.begin || j >= row.end) return -INF;
+    if (row.tree_mask && j >= row.tree_key && !*(const u8*)(row.tree_mask + (u64)(j - row.tree_key) * p.tree_step)) return -INF;
+    if constexpr (Scoring::HAS_MASK) {
+        float bias = mask_bias(p, row.mask, j);
+        if (bias == -INF) return -INF;
+        // Comparisons with NaN are false: it stays NaN.
+        float core = bias < -HUGE_BIAS ? -HUGE_BIAS : bias > HUGE_BIAS ? HUGE_BIAS : bias;
+        x = fmaf(bias - core, HUGE_RATE, fmaf(core, LOG2E, x));
+    }
+    return x;
+}

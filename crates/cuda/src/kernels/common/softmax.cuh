@@ -1,0 +1,253 @@
+// The online softmax of a warp's rows, in registers.
+//
+// In lane 4 g + t, element [m][half] of row_max and row_sum is for row 16 m + 8 half + g. Fragments of scores and of the output are
+// accumulators of `mma.cuh`.
+
+// row_max may grow by this power of 2 before what was accumulated is scaled: probabilities are at most 2^8, which every dtype holds, and
+// most tiles scale nothing.
+constexpr float RESCALE_THRESHOLD = 8.f;
+// Whether the output is scaled before probabilities are computed, which takes fewer registers, or after, which leaves one sequence of
+// instructions without a branch.
+constexpr bool RESCALE_FIRST = MMA_M * PV_MMA_N >= 32;
+
+// Sums of probabilities times values may overflow where their means do not, for dtypes whose largest value is near that of f32. Where
+// they do they are computed again with values times SHRINK, a power of two: sums of more keys than there can be, with probabilities up to
+// 2^RESCALE_THRESHOLD, are then no larger than a value.
+constexpr bool CAN_OVERFLOW = DTYPE != F16;
+constexpr float SHRINK = 9.094947017729282e-13f, SHRINK_LOG2 = -40.f;
+
+// Scores of a tile, and then their probabilities.
+typedef float Scores[MMA_M][QK_MMA_N][4];
+
+// `sum * factor * unshrink`, finite where the sum is: a mean is no larger than a value but for rounding.
+DEVICE float finite_mean(float sum, float factor, float unshrink) {
+    float x = sum * factor * unshrink;
+    return CAN_OVERFLOW && isinf(x) && !isinf(sum) && !isinf(factor) ? copysignf(MAX_F32, x) : x;
+}
+
+// The running state of a warp's rows. row_sum is of a lane's own columns until `reduce_row_sum`.
+struct OnlineSoftmax {
+    float out[MMA_M][PV_MMA_N][4];
+    float row_max[MMA_M][2], row_sum[MMA_M][2];
+
+    DEVICE void reset() {
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) row_max[m][half] = -INF, row_sum[m][half] = 0.f;
+#pragma unroll
+            for (int n = 0; n < PV_MMA_N; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) out[m][n][i] = 0.f;
+        }
+    }
+
+    // Adds up row_sum over all columns, and brings row_max to units of log2.
+    DEVICE void reduce_row_sum(const ForwardParams& p) {
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float& sum = row_sum[m][half];
+                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+                if (!Scoring::HAS_BIAS && row_max[m][half] != -INF) row_max[m][half] *= p.scale;
+            }
+        }
+    }
+
+    // Whether rows may be wrong: NaN of a key may have reached rows that do not see it, or sums overflowed.
+    DEVICE bool needs_recompute(bool any_partial) const {
+        bool found = false;
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+            for (int n = 0; n < PV_MMA_N; n++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) found |= CAN_OVERFLOW ? !(fabsf(out[m][n][i]) < INF) : any_partial && isnan(out[m][n][i]);
+        return found;
+    }
+
+    // After `reduce_row_sum`, for sums of values times SHRINK: rows that do not overflow are scaled back; of the others the probabilities
+    // shrink too.
+    DEVICE void unshrink() {
+#pragma unroll
+        for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                u32 overflows = 0;
+#pragma unroll
+                for (int n = 0; n < 2 * PV_MMA_N; n++) {
+                    float x = out[m][n / 2][2 * half + n % 2];
+                    overflows |= fabsf(x) < INF && isinf(x * (1.f / SHRINK));
+                }
+                overflows |= __shfl_xor_sync(ALL_LANES, overflows, 1);
+                overflows |= __shfl_xor_sync(ALL_LANES, overflows, 2);
+                if (overflows) row_max[m][half] -= SHRINK_LOG2, row_sum[m][half] *= SHRINK;
+                float by = overflows ? 1.f : 1.f / SHRINK;
+#pragma unroll
+                for (int n = 0; n < 2 * PV_MMA_N; n++) out[m][n / 2][2 * half + n % 2] *= by;
+            }
+        }
+    }
+};
+
+// The probabilities of a tile as the words of left operands: of f32 one a word, else two.
+struct __align__(16) Probs {
+    static constexpr int FRAGMENTS = DTYPE == F32 ? QK_MMA_N : QK_MMA_N / 2;
+    u32 x[MMA_M][FRAGMENTS][4];
+
+    // Fragment n of 8 keys.
+    DEVICE void set(int m, int n, const float (&probs)[4]) {
+        if constexpr (DTYPE == F32) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[m][n][i] = __float_as_uint(probs[i]);
+        } else {
+#pragma unroll
+            for (int half = 0; half < 2; half++) x[m][n / 2][n % 2 * 2 + half] = pack<DTYPE>(probs[2 * half], probs[2 * half + 1]);
+        }
+    }
+
+    // The probability of row 16 m + 8 half + g and key 8 n + 2 t + i.
+    DEVICE float at(int m, int n, int half, int i) const {
+        if constexpr (DTYPE == F32) return __uint_as_float(x[m][n][2 * half + i]);
+        else return unpack<DTYPE>(x[m][n / 2][n % 2 * 2 + half], i);
+    }
+};
+
+// The rows of a warp, and the first of the keys that it multiplies.
+struct TileRows {
+    const Row* rows;
+    u32 key0;
+};
+
+// ---- scores of a tile: masked, raised to probabilities, and accumulated
+
+template <bool MASKED>
+DEVICE void mask_scores(const ForwardParams& p, Scores& s, const BiasedRow* rows, u32 key0) {
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            BiasedRow row = rows[m * 16 + half * 8 + g];
+#pragma unroll
+            for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float& x = s[m][n][2 * half + i];
+                    x = score_mod<MASKED>(p, row, key0 + n * 8 + 2 * t + i, x);
+                }
+        }
+    }
+}
+
+template <bool MASKED>
+DEVICE void mask_scores(const ForwardParams&, Scores& s, const UnbiasedRow* rows, u32 key0) {
+    if (!MASKED) return;
+    u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            // Counted from the lane's first key.
+            UnbiasedRow row = rows[m * 16 + half * 8 + g];
+            int begin = (int)row.begin - (int)(key0 + 2 * t), end = (int)row.end - (int)(key0 + 2 * t);
+#pragma unroll
+            for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (n * 8 + i < begin || n * 8 + i >= end) s[m][n][2 * half + i] = -INF;
+        }
+    }
+}
+
+// By what row_sum and the output are to be scaled, and whether any row is.
+struct Rescale {
+    float factor[MMA_M][2];
+    bool any;
+};
+
+// Raises row_max to the maxima of a tile where they exceed it by more than the threshold; `scale` brings scores to units of log2.
+DEVICE void update_row_max(OnlineSoftmax& acc, const Scores& s, float scale, Rescale& rescale) {
+    float tile_max[MMA_M][2];
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) tile_max[m][0] = tile_max[m][1] = -INF;
+#pragma unroll
+    for (int n = 0; n < QK_MMA_N; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) tile_max[m][half] = fmaxf(tile_max[m][half], s[m][n][2 * half + i]);
+    rescale.any = false;
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float x = tile_max[m][half];
+            x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
+            float& row_max = acc.row_max[m][half];
+            bool grows = (x - row_max) * scale > RESCALE_THRESHOLD;
+            // From -inf, where nothing was accumulated yet, by 0.
+            rescale.factor[m][half] = grows ? exp2_approx((row_max - x) * scale) : 1.f;
+            if (grows) row_max = x;
+            rescale.any |= grows;
+        }
+    }
+}
+
+DEVICE void rescale_o(OnlineSoftmax& acc, const Rescale& rescale) {
+    if (!__any_sync(ALL_LANES, rescale.any)) return;
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) acc.row_sum[m][half] *= rescale.factor[m][half];
+#pragma unroll
+        for (int n = 0; n < PV_MMA_N; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc.out[m][n][i] *= rescale.factor[m][i / 2];
+    }
+}
+
+// probs = 2^(score - row_max), and their sums of a lane's columns.
+DEVICE void exponentiate(const OnlineSoftmax& acc, Scores& s, float scale, Probs& probs, float (&sums)[MMA_M][2]) {
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) {
+        float shift[2];
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float row_max = acc.row_max[m][half];
+            shift[half] = row_max == -INF ? 0.f : row_max * scale;
+        }
+#pragma unroll
+        for (int n = 0; n < QK_MMA_N; n++) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float& x = s[m][n][i];
+                x = exp2_approx(Scoring::HAS_BIAS ? x - shift[i / 2] : fmaf(x, scale, -shift[i / 2]));
+                sums[m][i / 2] += x;
+            }
+            probs.set(m, n, s[m][n]);
+        }
+    }
+}
+
+// Scores of a tile to probabilities; what was accumulated before is scaled where row_max grows.
+template <bool MASKED>
+DEVICE void online_softmax(const ForwardParams& p, OnlineSoftmax& acc, Scores& s, Probs& probs, const TileRows& tile) {
+    const float scale = Scoring::HAS_BIAS ? 1.f : p.scale;
+    mask_scores<MASKED>(p, s, tile.rows, tile.key0);
+    Rescale rescale;
+    update_row_max(acc, s, scale, rescale);
+    if (RESCALE_FIRST) rescale_o(acc, rescale);
+    float sums[MMA_M][2] = {};
+    exponentiate(acc, s, scale, probs, sums);
+    if (!RESCALE_FIRST) rescale_o(acc, rescale);
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) acc.row_sum[m][half] += sums[m][half];
+}

@@ -1,0 +1,29 @@
+// The tile of a block of threads, from the constants that the host prints before this file:
+//
+//   DTYPE               element type of q, k, v and out
+//   HEAD_DIM            head dimension, rounded up to a multiple of 32
+//   VALUE_DIM           columns of v that a work tile computes (a panel), rounded up to a multiple of 32
+//   WARPS_Q, WARPS_K    warps over the rows or over the keys of a tile, the other 1
+//   MMA_M               fragments of 16 rows of a warp
+//   WARP_KEYS           keys of a tile that one warp multiplies at a time
+//   STAGES              tiles of keys, and of values, in shared memory
+//   BLOCKS_PER_SM       blocks of threads that a multiprocessor holds at a time
+//   Q_IN_REGISTERS      whether fragments of q stay in registers
+//   PAGED               whether keys lie in pages
+//   VECTOR_ROWS         whether every row of every tensor starts on 16 bytes
+//   SHARED_BYTES        shared memory of a block of threads
+//   MASK_TILE_ROWS      query positions of a mask tile
+//   MERGE_GROUP         splits of a tile that are merged first where they are many
+//   MAX_RECOMPUTED      work tiles of a block of threads that can be computed again
+//   Scoring             what is done to scores before the softmax:
+//     HAS_BIAS            softcap, ALiBi, a tree mask, a scale that is not positive, or a mask
+//     HAS_MASK            a materialised mask
+
+constexpr int ELEMENT_BYTES = DTYPE == F32 ? 4 : 2;
+constexpr int WARPS = WARPS_Q * WARPS_K, THREADS = 32 * WARPS;
+constexpr int WARP_ROWS = 16 * MMA_M, BLOCK_M = WARP_ROWS * WARPS_Q, BLOCK_N = WARP_KEYS * WARPS_K;
+// Whether each warp copies and multiplies keys of its own.
+constexpr bool WARPS_SPLIT_KEYS = WARPS_Q == 1;
+
+// Accumulator fragments of a warp: of 8 keys of scores, and of 8 columns of the output.
+constexpr int QK_MMA_N = WARP_KEYS / 8, PV_MMA_N = VALUE_DIM / 8;

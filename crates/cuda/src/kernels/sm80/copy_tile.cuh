@@ -1,0 +1,140 @@
+// Tiles of q, k and v: from device memory to shared memory by cp.async.
+
+// Threads that copy a tile of keys or values together: eight warps over rows divide the two between them.
+constexpr int LOADERS = WARPS_SPLIT_KEYS ? 32 : WARPS_Q == 8 ? 128 : THREADS;
+
+typedef SwizzledTile<HEAD_DIM, BLOCK_M, ELEMENT_BYTES> QTile;
+typedef SwizzledTile<HEAD_DIM, WARP_KEYS, ELEMENT_BYTES> KTile;
+typedef SwizzledTile<VALUE_DIM, WARP_KEYS, ELEMENT_BYTES> VTile;
+
+// Copies the 16 bytes of a row from `chunk` on, as a vector or by elements; columns past `dim` are 0.
+DEVICE void copy_chunk(u32 to, u64 row, u32 chunk, u32 dim, bool exists) {
+    int rest = (int)(dim * ELEMENT_BYTES) - (int)(chunk * 16);
+    u32 bytes = !exists || rest <= 0 ? 0 : rest < 16 ? rest : 16;
+    if constexpr (VECTOR_ROWS) {
+        cp_async16(to, (const void*)(row + chunk * 16), bytes);
+    } else {
+        u32 x[4] = {0, 0, 0, 0};
+        if constexpr (ELEMENT_BYTES == 4) {
+            const u32* from = (const u32*)(row + chunk * 16);
+#pragma unroll
+            for (int i = 0; i < 4; i++) if (i * 4 < bytes) x[i] = from[i];
+        } else {
+            const u16* from = (const u16*)(row + chunk * 16);
+#pragma unroll
+            for (int i = 0; i < 8; i++) if (i * 2 < bytes) x[i / 2] |= (u32)from[i] << (16 * (i % 2));
+        }
+        st_shared16(to, make_uint4(x[0], x[1], x[2], x[3]));
+    }
+}
+
+// The keys of a work tile.
+struct Keys {
+    u32 begin, end;
+    // The sequence's row of the block table.
+    u64 block_table;
+};
+
+// The keys and values of a work tile in device memory: addresses of key 0, or of page 0, of its head.
+struct KvSource {
+    Keys keys;
+    u64 k, v;
+    // Columns of values from the work tile's first on.
+    u32 value_dim;
+
+    DEVICE KvSource() {}
+    DEVICE KvSource(const ForwardParams& p, const WorkTile& work_tile) {
+        u32 value_column = work_tile.panel * VALUE_DIM;
+        value_dim = p.value_dim - value_column;
+        keys.begin = work_tile.begin, keys.end = work_tile.end, keys.block_table = 0;
+        k = p.k.at + (u64)(work_tile.kv_head * p.k.head), v = p.v.at + (u64)(work_tile.kv_head * p.v.head) + value_column * ELEMENT_BYTES;
+        if constexpr (PAGED) {
+            keys.block_table = p.block_table + (u64)work_tile.sequence * (p.block_table_width * 4);
+        } else {
+            k += (u64)(work_tile.batch * p.k.batch + (i64)work_tile.kv_start * p.k.row);
+            v += (u64)(work_tile.batch * p.v.batch + (i64)work_tile.kv_start * p.v.row);
+        }
+    }
+};
+
+// Bytes from the source's address to key j, which exists.
+DEVICE i64 key_offset(const ForwardParams& p, const Tensor& tensor, const Keys& keys, u32 j) {
+    if constexpr (PAGED) {
+        u32 block = quotient(j, p.page_size), row = j - block * p.page_size.value;
+        if (p.ring_blocks.value) block -= quotient(block, p.ring_blocks) * p.ring_blocks.value;
+        u32 page = __ldg((const u32*)keys.block_table + block);
+        return (i64)page * tensor.batch + (i64)row * tensor.row;
+    } else {
+        return (i64)j * tensor.row;
+    }
+}
+
+// Where a thread begins to copy a tile of rows at one stride: bytes from the tile's first row, and from the start of the tile in
+// shared memory.
+struct CopyStart {
+    u64 from;
+    u32 to;
+};
+
+template <typename T>
+DEVICE CopyStart copy_start(const Tensor& tensor) {
+    u32 thread = threadIdx.x % LOADERS, row = thread / T::ROW_CHUNKS, chunk = thread % T::ROW_CHUNKS;
+    return {(u64)((i64)row * tensor.row) + chunk * 16, T::chunk(row, chunk)};
+}
+
+// Copies a whole tile of rows at one stride, without bounds.
+template <typename T>
+DEVICE void copy_whole_tile(const Tensor& tensor, u64 from, u32 to) {
+    // Rows of a pass.
+    constexpr int PASS = LOADERS / T::ROW_CHUNKS, COPIES = (WARP_KEYS * T::ROW_CHUNKS + LOADERS - 1) / LOADERS;
+    static_assert(LOADERS % T::ROW_CHUNKS != 0 || PASS % 8 == 0 || T::PANEL == 128);
+    u64 step = (u64)(PASS * tensor.row);
+#pragma unroll
+    for (int n = 0; n < COPIES; n++) {
+        // A thread's rows differ in bits that are 0 in its first.
+        cp_async16((to ^ ((n * PASS % 8) << 4)) + n * PASS * T::PANEL, (const void*)from, 16);
+        from += step;
+    }
+}
+
+// The keys of a work tile, or its values: key 0 of its head lies at `head`, and rows have `dim` columns.
+struct KvRows {
+    const Tensor& tensor;
+    const Keys& keys;
+    u64 head;
+    u32 dim;
+};
+
+// Copies WARP_KEYS keys or values from key `j0` on, by LOADERS threads; keys outside the work tile's are 0.
+template <typename T>
+DEVICE void copy_kv_tile(const ForwardParams& p, const KvRows& kv, const CopyStart& start, u32 to, u32 j0) {
+    const Keys& keys = kv.keys;
+    constexpr int CHUNKS = T::ROW_CHUNKS, COPIES = (WARP_KEYS * CHUNKS + LOADERS - 1) / LOADERS;
+    if constexpr (VECTOR_ROWS && !PAGED) {
+        constexpr bool WHOLE_PASSES = LOADERS % CHUNKS == 0 && WARP_KEYS * CHUNKS % LOADERS == 0;
+        if (WHOLE_PASSES && kv.dim >= T::COLUMNS && j0 >= keys.begin && j0 + WARP_KEYS <= keys.end) {
+            copy_whole_tile<T>(kv.tensor, kv.head + start.from + (u64)((i64)j0 * kv.tensor.row), to + start.to);
+            return;
+        }
+    }
+    // One look-up of the block table for each key: every lane finds one, and hands it to those that copy its row.
+    constexpr bool SHARED_LOOKUP = PAGED && WARPS_SPLIT_KEYS && WARP_KEYS <= 32;
+    u32 thread = opaque(threadIdx.x % LOADERS);
+    i64 found = 0;
+    if (SHARED_LOOKUP) {
+        u32 j = j0 + thread;
+        if (thread < WARP_KEYS && j >= keys.begin && j < keys.end) found = key_offset(p, kv.tensor, keys, j);
+    }
+#pragma unroll
+    for (int n = 0; n < COPIES; n++) {
+        u32 index = thread + n * LOADERS;
+        u32 row = index / CHUNKS, chunk = index % CHUNKS;
+        if ((WARP_KEYS * CHUNKS) % LOADERS != 0 && index >= WARP_KEYS * CHUNKS) break;
+        u32 j = j0 + row;
+        bool exists = j >= keys.begin && j < keys.end;
+        i64 offset;
+        if (SHARED_LOOKUP) offset = __shfl_sync(ALL_LANES, found, row);
+        else offset = exists ? key_offset(p, kv.tensor, keys, j) : 0;
+        copy_chunk(to + T::chunk(row, chunk), kv.head + offset, chunk, kv.dim, exists);
+    }
+}

@@ -1,0 +1,457 @@
+// Prefill: warps over the rows of a tile.
+//
+// A block of threads computes its work tiles as one stream of tiles of keys: keys of the next work tile are copied while the last one's
+// are multiplied, and a result is stored between two steps. A step multiplies the probabilities of one tile with its values and then q
+// with the keys of the next: the matrix unit computes both products without a pause, and the probabilities that it waits for are computed
+// between steps. Eight warps are two teams of four that take turns at the matrix unit: while one multiplies, the other computes
+// probabilities. The first team copies keys for both, the second values.
+//
+// Work tiles where NaN of a key may have reached rows that do not see it, or whose sums overflowed, are computed again at the end of the
+// stream, one by one, by `pv_gemm_nonfinite`.
+
+constexpr bool HAS_TEAMS = WARPS_Q == 8;
+constexpr int TEAMS = HAS_TEAMS ? 2 : 1, TEAM_THREADS = THREADS / TEAMS, TEAM_WARPS = WARPS / TEAMS, TEAM_ROWS = BLOCK_M / TEAMS;
+static_assert(!HAS_TEAMS || STAGES == 2);
+// Descriptions of work tiles in shared memory: those between the copies and the products, and one more that is being copied. The number
+// is even, so that rows of neighbours are in different halves.
+constexpr int LISTED = (STAGES + 4) / 2 * 2;
+// Work tiles of a stream are recomputed by a bit of a word; those past MAX_RECOMPUTED are computed by `pv_gemm_nonfinite` at once.
+static_assert(MAX_RECOMPUTED < 32);
+
+// Where a warp is in its stream. It is in shared memory since registers are for accumulators and scores.
+struct WarpStream {
+    // The work tile whose keys are copied, its index in the list, and the end of its tiles.
+    KvSource source;
+    u32 fetched_index, fetched_end;
+    // The index of the work tile that is accumulated, and its number in the stream.
+    u32 index, ordinal;
+    // One bit for each work tile of the stream that is to be recomputed for this warp's rows; whether this is a recomputation, and whether
+    // values may be infinite or NaN.
+    u32 recompute, is_recomputing, nonfinite;
+    // The tile of the probabilities, and the index of its work tile.
+    u32 probs_block, probs_index;
+};
+
+// What the warps of a block share beside their streams.
+struct BlockFlags {
+    // The bits of all warps.
+    u32 recompute;
+    // Whether a team is the last of the splits of a tile.
+    u32 is_last_split[2];
+    // The entry of the stream's second work tile: the others follow it.
+    u32 second_entry;
+};
+
+struct PrefillMemory {
+    u8 q[QTile::BYTES];
+    u8 k[STAGES][KTile::BYTES];
+    u8 v[STAGES][VTile::BYTES];
+    Row rows[2][BLOCK_M];
+    WorkTile work_tiles[LISTED];
+    WarpStream streams[WARPS];
+    BlockFlags flags;
+};
+static_assert(sizeof(PrefillMemory) == SHARED_BYTES);
+
+// Named barriers: a turn of each team, the threads that copy, and the threads of each team.
+constexpr int TURN_BARRIER = 1, LOAD_BARRIER = 3, TEAM_BARRIER = 4;
+
+DEVICE u32 next_index(u32 index) { return index + 1 == LISTED ? 0 : index + 1; }
+
+DEVICE u32 previous_stage(u32 stage) { return stage == 0 ? STAGES - 1 : stage - 1; }
+
+// A warp of a block: its place in the tile and in shared memory.
+struct Warp {
+    const ForwardParams& p;
+    PrefillMemory& memory;
+    WarpStream& stream;
+    u32 lane, team, first_row;
+    // Shared addresses of the tiles.
+    u32 q, k, v;
+
+    DEVICE Warp(const ForwardParams& p, u8* bytes)
+        : p(p), memory(*(PrefillMemory*)bytes), stream(memory.streams[threadIdx.x / 32]), lane(threadIdx.x % 32),
+          team(HAS_TEAMS ? threadIdx.x / 128 : 0), first_row(threadIdx.x / 32 * WARP_ROWS), q(shared_address(bytes)),
+          k(q + QTile::BYTES), v(k + STAGES * KTile::BYTES) {}
+
+    DEVICE const Row* rows(u32 index) const { return memory.rows[index % 2] + first_row; }
+
+    // The entry of the work tile that follows in the stream, 0 where there is none.
+    DEVICE u32 next_entry(const WorkTile& work_tile) const { return stream.is_recomputing ? 0 : work_tile.next; }
+
+    // Begins to copy a work tile's description.
+    DEVICE void copy_description(u32 entry, u32 index) const {
+        if (threadIdx.x < sizeof(WorkTile) / 16) {
+            u64 from = p.work_tiles + (u64)entry * sizeof(WorkTile) + threadIdx.x * 16;
+            cp_async16(shared_address(memory.work_tiles) + index * sizeof(WorkTile) + threadIdx.x * 16, (const u8*)from, 16);
+        }
+    }
+
+    // A step begins when what it reads is in shared memory and what it overwrites was read.
+    DEVICE void begin_turn() const {
+        if (HAS_TEAMS) named_barrier_sync<THREADS>(TURN_BARRIER + team);
+        else __syncthreads();
+    }
+
+    DEVICE void end_turn() const {
+        if (HAS_TEAMS) named_barrier_arrive<THREADS>(TURN_BARRIER + 1 - team);
+    }
+};
+
+// ---- q
+
+// Copies a warp's rows of q; rows past the last are 0.
+DEVICE void copy_q(const Warp& warp, const WorkTile& work_tile) {
+    const ForwardParams& p = warp.p;
+    constexpr int CHUNKS = QTile::ROW_CHUNKS;
+    u32 lane = opaque(threadIdx.x % 32);
+    // Every lane finds a row, and hands it to those that copy it.
+    u32 own_row = warp.first_row + lane % WARP_ROWS;
+    bool own_exists = work_tile.row + own_row < row_count(p, work_tile);
+    u64 own_address = own_exists ? row_address(p.q, work_tile, q_row(p, work_tile.kv_head, work_tile.row + own_row)) : p.q.at;
+    // Few at a time: accumulators fill the registers.
+#pragma unroll 2
+    for (int n = 0; n < WARP_ROWS * CHUNKS / 32; n++) {
+        u32 index = n * 32 + lane, row = index / CHUNKS, chunk = index % CHUNKS;
+        u64 from = __shfl_sync(ALL_LANES, own_address, row);
+        bool exists = __shfl_sync(ALL_LANES, own_exists, row);
+        copy_chunk(warp.q + QTile::chunk(warp.first_row + row, chunk), from, chunk, p.head_dim, exists);
+    }
+}
+
+// Fetches a warp's rows of q into the second-level cache, some steps before they are copied.
+DEVICE void prefetch_q(const Warp& warp, const WorkTile& work_tile) {
+    const ForwardParams& p = warp.p;
+    u32 lane = opaque(threadIdx.x % 32), row = work_tile.row + warp.first_row + lane;
+    if (lane >= WARP_ROWS || row >= row_count(p, work_tile)) return;
+    u64 from = row_address(p.q, work_tile, q_row(p, work_tile.kv_head, row));
+    for (u32 byte = 0; byte < p.head_dim * ELEMENT_BYTES; byte += 128) prefetch_l2((const void*)(from + byte));
+}
+
+// ---- the copies of keys and values, ahead of the products: for teams group n of the copies is tile n, and otherwise the keys of tile n
+// and the values of tile n - 1
+
+struct KvProducer {
+    const Warp& warp;
+    // The tile of keys that was copied last, whose values may be to come; NONE where there are no more.
+    u32 fetched;
+
+    // Begins to copy the work tile at an index of the list; returns its first tile.
+    DEVICE u32 enter(u32 index) {
+        const WorkTile& work_tile = warp.memory.work_tiles[index];
+        u32 end = end_block(work_tile), first = next_block(warp.p, work_tile, work_tile.begin / BLOCK_N, end);
+        __syncwarp();
+        if (warp.lane == 0) {
+            warp.stream.source = KvSource(warp.p, work_tile), warp.stream.fetched_index = index;
+            warp.stream.fetched_end = first < end ? end : first + 1;
+        }
+        u32 next = warp.next_entry(work_tile);
+        if (next) warp.copy_description(next, next_index(index));
+        __syncwarp();
+        return first;
+    }
+
+    DEVICE void copy_k(u32 stage) {
+        const KvSource& source = warp.stream.source;
+        KvRows rows = {warp.p.k, source.keys, source.k, warp.p.head_dim};
+        copy_kv_tile<KTile>(warp.p, rows, copy_start<KTile>(warp.p.k), warp.k + stage * KTile::BYTES, fetched * BLOCK_N);
+    }
+
+    DEVICE void copy_v(u32 stage) {
+        const KvSource& source = warp.stream.source;
+        KvRows rows = {warp.p.v, source.keys, source.v, source.value_dim};
+        copy_kv_tile<VTile>(warp.p, rows, copy_start<VTile>(warp.p.v), warp.v + stage * VTile::BYTES, fetched * BLOCK_N);
+    }
+
+    // Begins to copy the next tile: its keys to `k_stage`; values of the tile before it to `v_stage`, or for teams its own to `k_stage`.
+    DEVICE void fetch(u32 v_stage, u32 k_stage) {
+        if (fetched != NONE) {
+            u32 next = next_block(warp.p, warp.memory.work_tiles[warp.stream.fetched_index], fetched + 1, warp.stream.fetched_end);
+            bool leaves = next == warp.stream.fetched_end;
+            if (leaves && STAGES > 2) {
+                // The next description may be in one of the groups that are in flight.
+                cp_async_wait_all();
+                named_barrier_sync<LOADERS>(LOAD_BARRIER);
+            }
+            if (!HAS_TEAMS) copy_v(v_stage);
+            fetched = next;
+            if (leaves) {
+                u32 index = warp.stream.fetched_index;
+                fetched = warp.next_entry(warp.memory.work_tiles[index]) ? enter(next_index(index)) : NONE;
+            }
+            if (fetched != NONE) copy_first(k_stage);
+        }
+        cp_async_commit();
+    }
+
+    // What this warp copies first of a tile: keys, or values for the second team.
+    DEVICE void copy_first(u32 stage) {
+        if (warp.team == 0) copy_k(stage);
+        else copy_v(stage);
+    }
+
+    // Begins a stream at the first work tile of the list.
+    DEVICE void start() {
+        fetched = enter(0);
+        copy_first(0);
+        copy_q(warp, warp.memory.work_tiles[0]);
+        cp_async_commit();
+#pragma unroll
+        for (int n = 1; n < STAGES - 1; n++) fetch(n - 1, n);
+    }
+};
+
+// ---- results
+
+// Stores a row of a warp's fragments: a lane has columns 8 n + 2 t and 8 n + 2 t + 1. WHOLE where the output has all of the columns, at
+// addresses for vectors.
+template <bool WHOLE>
+DEVICE void store_row(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc, int m, int half) {
+    const ForwardParams& p = warp.p;
+    u32 lane = opaque(threadIdx.x % 32), t = lane % 4, first_column = work_tile.panel * VALUE_DIM;
+    u32 row = work_tile.row + warp.first_row + m * 16 + half * 8 + lane / 4;
+    bool exists = row < row_count(p, work_tile);
+    QRow at = exists ? q_row(p, work_tile.kv_head, row) : QRow{0, 0};
+    RowEnd end = finish_row(p, work_tile, at, acc.row_max[m][half], acc.row_sum[m][half]);
+    float factor = end.factor;
+    u64 to = row_address(p.out, work_tile, at) + first_column * ELEMENT_BYTES;
+    if (t == 0 && exists) store_lse(p, work_tile, at, end.lse);
+    if (WHOLE && DTYPE == F32) {
+        to += 2 * t * ELEMENT_BYTES;
+#pragma unroll
+        for (int n = 0; n < PV_MMA_N; n++) {
+            const float(&o)[4] = acc.out[m][n];
+            if (exists) *(float2*)(to + n * 8 * ELEMENT_BYTES) = make_float2(finite_mean(o[2 * half], factor, 1.f), finite_mean(o[2 * half + 1], factor, 1.f));
+        }
+    } else if constexpr (WHOLE && DTYPE != F32) {
+        // Lanes of even t store four columns of the first of two fragments, the others four of the second.
+        to += (t % 2 * 8 + t / 2 * 4) * ELEMENT_BYTES;
+#pragma unroll
+        for (int n = 0; n < PV_MMA_N; n += 2) {
+            const float(&o0)[4] = acc.out[m][n], (&o1)[4] = acc.out[m][n + 1];
+            u32 x = pack<DTYPE>(finite_mean(o0[2 * half], factor, 1.f), finite_mean(o0[2 * half + 1], factor, 1.f));
+            u32 y = pack<DTYPE>(finite_mean(o1[2 * half], factor, 1.f), finite_mean(o1[2 * half + 1], factor, 1.f));
+            u32 received = __shfl_xor_sync(ALL_LANES, t % 2 ? x : y, 1);
+            if (exists) *(uint2*)(to + n * 8 * ELEMENT_BYTES) = t % 2 ? make_uint2(received, y) : make_uint2(x, received);
+        }
+    } else {
+        // Through local memory, for a loop that is not unrolled: this is rare, and takes no room from what is frequent.
+        float copy[2 * PV_MMA_N];
+#pragma unroll
+        for (int n = 0; n < 2 * PV_MMA_N; n++) copy[n] = finite_mean(acc.out[m][n / 2][2 * half + n % 2], factor, 1.f);
+        u32 columns = exists ? p.value_dim - first_column : 0;
+#pragma unroll 1
+        for (u32 n = 0; n < 2 * PV_MMA_N; n++) {
+            u32 column = n / 2 * 8 + 2 * t + n % 2;
+            if (column < columns) store_element(to, column, copy[n]);
+        }
+    }
+}
+
+DEVICE void store_rows(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
+    if (VECTOR_ROWS && (work_tile.panel + 1) * VALUE_DIM <= warp.p.value_dim) {
+#pragma unroll
+        for (int n = 0; n < 2 * MMA_M; n++) store_row<true>(warp, work_tile, acc, n / 2, n % 2);
+    } else {
+#pragma unroll
+        for (int n = 0; n < 2 * MMA_M; n++) store_row<false>(warp, work_tile, acc, n / 2, n % 2);
+    }
+}
+
+// Stores a warp's rows of one split of a tile.
+DEVICE void store_split(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
+    u32 lane = opaque(threadIdx.x % 32), g = lane / 4, t = lane % 4;
+    float* to = partial_at(warp.p, work_tile.partial);
+#pragma unroll
+    for (int m = 0; m < MMA_M; m++) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            u32 row = warp.first_row + m * 16 + half * 8 + g;
+            if (work_tile.row + row >= row_count(warp.p, work_tile)) continue;
+#pragma unroll
+            for (int n = 0; n < PV_MMA_N; n++)
+                __stcg((float2*)(to + row * VALUE_DIM + n * 8 + 2 * t), make_float2(acc.out[m][n][2 * half], acc.out[m][n][2 * half + 1]));
+            if (t == 0) {
+                __stcg(to + PARTIAL_ROW_MAX + row, acc.row_max[m][half]);
+                __stcg(to + PARTIAL_ROW_SUM + row, acc.row_sum[m][half]);
+            }
+        }
+    }
+}
+
+// Stores a warp's rows of one split of a tile; the team that is the last of the splits merges them.
+DEVICE void store_and_merge(const Warp& warp, const WorkTile& work_tile, const OnlineSoftmax& acc) {
+    store_split(warp, work_tile, acc);
+    u32 rest = row_count(warp.p, work_tile) - work_tile.row, first_row = warp.team * TEAM_ROWS;
+    u32 rows = rest <= first_row ? 0 : rest - first_row < TEAM_ROWS ? rest - first_row : TEAM_ROWS;
+    MergeTeam team = {warp.team, TEAMS, warp.memory.flags.is_last_split + warp.team, TEAM_BARRIER + (int)warp.team,
+                      first_row, rows, threadIdx.x / 32 % TEAM_WARPS, TEAM_WARPS};
+    merge_if_last<TEAM_THREADS, 16>(warp.p, work_tile, team);
+}
+
+// ---- the products
+
+struct MmaConsumer {
+    const Warp& warp;
+    // The index of the next tile's work tile, the tile, and the end of the work tile's tiles.
+    u32 index, block, end;
+    // Whether there are probabilities of a tile before, and whether its values may be infinite or NaN; whether the next tile is the first of
+    // its work tile, and exists; whether a tile of the work tile that is accumulated was partial.
+    bool has_probs, nonfinite, first, more, any_partial;
+
+    DEVICE void begin_work_tile(u32 at) {
+        index = at;
+        const WorkTile& work_tile = warp.memory.work_tiles[index];
+        end = end_block(work_tile);
+        block = next_block(warp.p, work_tile, work_tile.begin / BLOCK_N, end);
+        if (block >= end) end = block + 1;
+        if (warp.lane < WARP_ROWS) warp.memory.rows[index % 2][warp.first_row + warp.lane] = row_of_tile(warp.p, work_tile, warp.first_row + warp.lane);
+    }
+
+    // Ends the work tile that is accumulated: stores it, or marks it to be recomputed.
+    DEVICE void end_work_tile(OnlineSoftmax& acc) {
+        WarpStream& stream = warp.stream;
+        const WorkTile& work_tile = warp.memory.work_tiles[stream.index];
+        bool split = work_tile.splits > 1, recompute = !stream.nonfinite && acc.needs_recompute(any_partial);
+        recompute = split ? named_barrier_any<TEAM_THREADS>(TEAM_BARRIER + warp.team, recompute) : __any_sync(ALL_LANES, recompute);
+        u32 bit = 1u << stream.ordinal % 32;
+        if (stream.is_recomputing ? stream.recompute & bit : !recompute) {
+            acc.reduce_row_sum(warp.p);
+            if (CAN_OVERFLOW && stream.is_recomputing) acc.unshrink();
+            if (split) store_and_merge(warp, work_tile, acc);
+            else store_rows(warp, work_tile, acc);
+        }
+        __syncwarp();
+        if (warp.lane == 0) {
+            if (recompute) stream.recompute |= bit;
+            stream.index = next_index(stream.index);
+            if (!stream.is_recomputing) stream.ordinal++, stream.nonfinite = stream.ordinal >= MAX_RECOMPUTED;
+        }
+        __syncwarp();
+        acc.reset();
+        any_partial = false;
+    }
+
+    // Remembers what the values of the tile that was multiplied need, and goes on to the next tile.
+    DEVICE void advance(bool partial) {
+        any_partial |= partial;
+        nonfinite = warp.stream.nonfinite && (partial || CAN_OVERFLOW && warp.stream.is_recomputing);
+        if (nonfinite) {
+            __syncwarp();
+            if (warp.lane == 0) warp.stream.probs_block = block, warp.stream.probs_index = index;
+        }
+        block = next_block(warp.p, warp.memory.work_tiles[index], block + 1, end);
+        first = block == end;
+        if (!first) return;
+        more = warp.next_entry(warp.memory.work_tiles[index]);
+        if (!more) return;
+        // The next work tile's rows of q replace those that this warp has read for the last time.
+        u32 next = next_index(index);
+        __syncwarp();
+        copy_q(warp, warp.memory.work_tiles[next]);
+        begin_work_tile(next);
+    }
+
+    // out += probs v for the values of the tile before.
+    DEVICE void multiply_values(OnlineSoftmax& acc, const Probs& probs, u32 v) const {
+        if (nonfinite) {
+            const WarpStream& stream = warp.stream;
+            TileRows tile = {warp.rows(stream.probs_index), stream.probs_block * BLOCK_N};
+            pv_gemm_nonfinite(warp.p, acc, probs, tile, v, stream.is_recomputing);
+        } else {
+            pv_gemm(acc, probs, v);
+        }
+    }
+};
+
+// Computes the stream of work tiles whose first tiles are being copied.
+DEVICE void compute_stream(const Warp& warp, KvProducer& kv) {
+    MmaConsumer mma = {warp, 0, 0, 0, false, false, true, true, false};
+    mma.begin_work_tile(0);
+    if (warp.lane == 0) warp.stream.index = 0;
+    const u32 q_rows = warp.q + q_fragment(warp.first_row), k_rows = warp.k + k_fragment();
+    OnlineSoftmax acc;
+    acc.reset();
+    Probs probs;
+    WarpQ warp_q;
+    u32 stage = 0;
+    if (HAS_TEAMS && warp.team == 1) warp.end_turn();
+    for (;;) {
+        bool partial = mma.more && is_partial(warp.p, warp.memory.work_tiles[mma.index], mma.block);
+        // The first tile of a work tile waits for its rows of q too.
+        if (mma.first) cp_async_wait_all();
+        else cp_async_wait<STAGES - 2>();
+        warp.begin_turn();
+        // Copies replace what the step before has read.
+        u32 last_stage = previous_stage(stage), v_stage = previous_stage(last_stage);
+        if (!HAS_TEAMS) kv.fetch(v_stage, last_stage);
+        if (mma.has_probs) mma.multiply_values(acc, probs, warp.v + last_stage * VTile::BYTES);
+        if (!mma.more) break;
+        if (mma.first) warp_q.load(q_rows);
+        Scores scores;
+        qk_gemm(scores, warp_q, q_rows, k_rows + stage * KTile::BYTES);
+        warp.end_turn();
+        if (HAS_TEAMS) {
+            // The second team's other warps may read the values that it overwrites until their turn ends.
+            if (warp.team == 1) named_barrier_sync<LOADERS>(LOAD_BARRIER);
+            kv.fetch(v_stage, last_stage);
+        }
+        if (mma.first) {
+            if (mma.has_probs) mma.end_work_tile(acc);
+            // Rows of q that all blocks of threads read at about the same time, when this work tile ends.
+            const WorkTile& work_tile = warp.memory.work_tiles[mma.index];
+            if (warp.next_entry(work_tile)) prefetch_q(warp, warp.memory.work_tiles[next_index(mma.index)]);
+        }
+        TileRows tile = {warp.rows(mma.index), mma.block * BLOCK_N};
+        mma.advance(partial);
+        if (partial) online_softmax<true>(warp.p, acc, scores, probs, tile);
+        else online_softmax<false>(warp.p, acc, scores, probs, tile);
+        mma.has_probs = true;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
+    }
+    if (HAS_TEAMS && warp.team == 0) warp.end_turn();
+    mma.end_work_tile(acc);
+}
+
+// Copies the description of a stream's first work tile; returns whether it exists.
+DEVICE bool begin_stream(const Warp& warp, u32 entry) {
+    warp.copy_description(entry, 0);
+    cp_async_commit();
+    cp_async_wait<0>();
+    __syncthreads();
+    PrefillMemory& memory = warp.memory;
+    if (memory.work_tiles[0].sequence == NONE) return false;
+    if (threadIdx.x == 0 && !warp.stream.is_recomputing) memory.flags.recompute = 0, memory.flags.second_entry = memory.work_tiles[0].next;
+    return true;
+}
+
+// Finds the next work tile to recompute, in the order of the stream; returns whether there is one, and its entry.
+DEVICE bool begin_recompute(const Warp& warp, u32& entry) {
+    WarpStream& stream = warp.stream;
+    BlockFlags& flags = warp.memory.flags;
+    if (!stream.is_recomputing) {
+        if (warp.lane == 0 && stream.recompute) atomicOr(&flags.recompute, stream.recompute);
+        __syncthreads();
+    }
+    u32 done = stream.is_recomputing ? (2u << stream.ordinal) - 1 : 0, rest = flags.recompute & ~done;
+    if (!rest) return false;
+    u32 ordinal = __ffs(rest) - 1;
+    entry = ordinal ? flags.second_entry + ordinal - 1 : blockIdx.x;
+    __syncthreads();
+    if (warp.lane == 0) stream.ordinal = ordinal, stream.is_recomputing = stream.nonfinite = 1;
+    __syncwarp();
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) forward(const __grid_constant__ ForwardParams p) {
+    extern __shared__ __align__(1024) u8 memory[];
+    const Warp warp(p, memory);
+    if (warp.lane == 0) warp.stream.ordinal = warp.stream.recompute = warp.stream.is_recomputing = warp.stream.nonfinite = 0;
+    u32 entry = blockIdx.x;
+    do {
+        if (!begin_stream(warp, entry)) return;
+        KvProducer kv = {warp};
+        kv.start();
+        compute_stream(warp, kv);
+    } while (begin_recompute(warp, entry));
+}
