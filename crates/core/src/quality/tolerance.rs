@@ -142,12 +142,11 @@ const SCORE_DEVIATIONS: f64 = 3.0;
 /// How far the scores of each row `[batch, q_heads, q_len]` may be off because a dot product is a sum of `n =
 /// head_dim` terms in f32: `3 u |scale| sqrt(n / 6) |q * k|`, where `u` is the unit roundoff and `|q * k|` the
 /// Euclidean norm of the terms, the largest of any visible key.
-/// visible key.
 ///
-/// Each addition rounds the partial sum `S_m` with an error of variance at most `(u S_m)^2 / 3`, and the partial sums
-/// of terms of random signs have `S_m^2 = m / n |q * k|^2` on average, so that the variances add up to `u^2 n / 6 |q
-/// * k|^2`. For elements of N(0, 1) and the default scale the bound is below 2e-6 at every head dimension: it matters
-/// where scores are large and cancel. Cost: that of the reference.
+/// Each addition rounds the partial sum `S_m` with an error of variance at most `(u S_m)^2 / 3`. The partial sums of terms of
+/// random signs have `S_m^2 = m / n |q * k|^2` on average, so the variances add up to `u^2 n / 6 |q * k|^2`. For elements of
+/// N(0, 1) and the default scale the bound is below 2e-6 at every head dimension: it matters where scores are large and
+/// cancel. Cost: as much as the reference.
 #[must_use]
 pub fn score_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     let dims = problem.dims();

@@ -154,7 +154,7 @@ impl<S: MatrixUnit> Products<S> for Amx {
             halves[0] = S::fma(S::shift_up_16(probs), S::shift_up_16(values), halves[0]);
             let (probs, values) = (S::and(probs, 0xffff_0000), S::and(values, 0xffff_0000));
             halves[1] = S::fma(probs, values, halves[1]);
-            if (at + 1) % TILE == 0 {
+            if (at + 1).is_multiple_of(TILE) {
                 chain.sum = S::add(chain.sum, S::add(halves[0], halves[1]));
                 *halves = [S::splat(0.0); 2];
             }
