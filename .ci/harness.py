@@ -68,7 +68,7 @@ def measured(function):
 
 
 def environment(extra):
-    """The environment with more variables; one that is None is taken out."""
+    """The environment with more variables; one that is None is removed."""
     merged = {**os.environ, **(extra or {})}
     return {name: str(value) for name, value in merged.items() if value is not None}
 

@@ -32,11 +32,6 @@ ALLOWED = {
     "flashtile-msl-standin": set(),
 }
 
-# Imports that still close a cycle. An entry that no longer exists is an error: the list can only shrink.
-KNOWN = {
-
-}
-
 # Tests may depend on anything.
 FREE = {"flashtile-kernel-cases"}
 
@@ -214,12 +209,6 @@ def imports(name, tree, folder):
         if not module:
             continue
         graph.setdefault(ends[0], set()).add(ends[1])
-    for start, end in sorted(KNOWN.get(name, ())):
-        ends = tuple(start.split("::")), tuple(end.split("::"))
-        if ends[1] in graph.get(ends[0], ()):
-            graph[ends[0]].remove(ends[1])
-        else:
-            yield f"{name}: {start} does not import {end} any more: take it out of KNOWN in .ci/imports.py"
     yield from (f"{name}: modules in a cycle: {' -> '.join('::'.join(part) for part in cycle)}" for cycle in cycles(graph))
 
 

@@ -62,7 +62,7 @@ representative=(
     head_dim_1_ head_dim_8_ head_dim_31_ head_dim_33_ head_dim_65_ value_dim_64_1 value_dim_33_257 value_dim_65_63
     # Groups and layouts; batches.
     mha_3_fused gqa_3_of_6 mqa_5_padded gqa_7_of_14_bshd batch_7
-    # Numbers of keys and queries next to those of a block, a tile, a register tile.
+    # Numbers of keys and queries at the sizes of a block, a tile and a register tile, and beside them.
     keys_1 keys_15 keys_17 keys_63 keys_255 keys_257 keys_513 queries_1 queries_5 queries_7 queries_13 queries_23 queries_25
     # Causal and window visibility.
     causal_square causal_offset_negative causal_offset_past_all_keys causal_257_f16 causal_chunk_33_after_481_bf16
@@ -121,7 +121,7 @@ asan() {
     # The option is unstable; a release toolchain accepts it when told to behave like a nightly one.
     local target=${CARGO_TARGET_DIR:-target}/asan
     export RUSTC_BOOTSTRAP=1 RUSTFLAGS="-Zsanitizer=address ${RUSTFLAGS:-}" ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1}
-    # With an explicit target, build scripts and macros are not instrumented. Assertions are enabled, including those of the standard
+    # With an explicit target, build scripts and macros are not instrumented. Assertions are enabled, also in the standard
     # library's unsafe functions.
     build --target "$host" --target-dir "$target"
     prove 'AddressSanitizer: heap-buffer-overflow' env

@@ -59,7 +59,7 @@ pub(crate) struct PrintArgs {
     pub(crate) name: Option<String>,
     /// Language
     #[arg(long, value_enum)]
-    pub(crate) target: TextTarget,
+    pub(crate) target: SourceTarget,
     #[command(flatten)]
     pub(crate) variant: VariantArgs,
     /// Print every listed instance, or every one of the kernel NAME
@@ -125,7 +125,7 @@ impl VariantArgs {
 
 /// A language that kernels are printed in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum TextTarget {
+pub(crate) enum SourceTarget {
     /// Metal Shading Language
     #[value(alias = "metal")]
     Msl,
@@ -331,10 +331,10 @@ fn print(args: &PrintArgs) -> Result<()> {
         let what = format_args!("expected a kernel ({names}), an instance or --all");
         return Err(Failure::at("kernels print", what));
     };
-    let text = text(&chosen(args, name)?, args.target);
+    let source = source(&chosen(args, name)?, args.target);
     match &args.output {
-        None => report::text(text),
-        Some(path) => Destination::new(path)?.text(&text),
+        None => report::text(source),
+        Some(path) => Destination::new(path)?.text(&source),
     }
 }
 
@@ -429,20 +429,20 @@ fn print_all(args: &PrintArgs) -> Result<()> {
         files.push((Destination::new(&path)?, instance));
     }
     for (destination, instance) in &files {
-        destination.text(&text(instance, args.target))?;
+        destination.text(&source(instance, args.target))?;
     }
     report::line(format_args!("{} in {}", report::counted(files.len(), "file"), folder.display()))
 }
 
-fn text(instance: &Instance, target: TextTarget) -> String {
+fn source(instance: &Instance, target: SourceTarget) -> String {
     match target {
-        TextTarget::Msl => instance.source(Target::Metal),
-        TextTarget::Cuda => instance.source(Target::Cuda),
-        TextTarget::Rust => instance.rust_source(),
+        SourceTarget::Msl => instance.source(Target::Metal),
+        SourceTarget::Cuda => instance.source(Target::Cuda),
+        SourceTarget::Rust => instance.rust_source(),
     }
 }
 
-impl TextTarget {
+impl SourceTarget {
     const fn extension(self) -> &'static str {
         match self {
             Self::Msl => "metal",

@@ -432,7 +432,8 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
             Some(stages) => format!("{stages} in shared memory at a time ({bytes})"),
             None => format!("{bytes} of shared memory"),
         };
-        let blocks = report::counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
+        let blocks =
+            report::counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
         lines.push((
             "tiles",
             format!(

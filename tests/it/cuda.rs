@@ -78,7 +78,7 @@ fn any_number_of_splits_is_within_the_limits() {
             let runner = CudaRunner::new(cuda.clone()).with(options(Some(splits), true));
             match prepared.run(&runner) {
                 Ok(_) | Err(Failure::Skipped(_)) => {}
-                Err(failure) => panic!("{} in {splits} parts: {failure}", case.name),
+                Err(failure) => panic!("{} in {splits} splits: {failure}", case.name),
             }
         }
     }

@@ -58,14 +58,14 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
     let points = || panel.lines.iter().flat_map(|line| &line.points);
     let min = points().map(|p| p.0).fold(f64::INFINITY, f64::min);
     let max = points().map(|p| p.0).fold(0.0, f64::max);
-    let top = points().map(|p| p.1).fold(1.0, f64::max) * 1.05;
+    let ceiling = points().map(|p| p.1).fold(1.0, f64::max) * 1.05;
     // Margins, so that the range of a single length is not empty.
     let mut chart = ChartBuilder::on(area)
         .caption(&panel.title, ("sans-serif", 18))
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
-        .build_cartesian_2d((min * 0.9..max * 1.1).log_scale().base(2.0), 0.0..top)?;
+        .build_cartesian_2d((min * 0.9..max * 1.1).log_scale().base(2.0), 0.0..ceiling)?;
     chart
         .configure_mesh()
         .light_line_style(WHITE)

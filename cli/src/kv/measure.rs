@@ -283,8 +283,7 @@ fn compare_head(pair: &Pair<'_>, unit: Unit, codecs: &Codecs, rows: usize) -> Fo
         seen.extend(chosen.iter().map(|row| problem.visible(sequence, *row)));
     }
 
-    // The mean that a cache would learn: that of the first rows written, which are those of the first sequence that
-    // has any.
+    // A cache learns its mean from the rows written first, here the first sequence with rows.
     let first = problem.sequences().iter().find(|sequence| sequence.kv_len > 0).unwrap_or(sequence);
     let of_first = |k: &[f32]| mean_row(&k[..k.len().min(MEAN_ROWS * dims.head_dim)], dims.head_dim);
     let mean =

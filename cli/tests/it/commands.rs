@@ -68,7 +68,7 @@ fn plans_of_shapes() {
     let visible = plan["visible_fraction"].as_f64().unwrap();
     assert!((visible - 0.5).abs() < 1e-3, "{visible}");
     assert_eq!(plan["flops"].as_f64().unwrap(), 8.0 * 256.0 * (1024.0 * 1025.0 / 2.0));
-    let tiles = |class: &str| plan["tiles"][class].as_u64().unwrap();
+    let tiles = |kind: &str| plan["tiles"][kind].as_u64().unwrap();
     let (rows, keys) = (plan["tile_rows"].as_u64().unwrap(), plan["block_k"].as_u64().unwrap());
     let all = (4096u64.div_ceil(rows)) * 1024u64.div_ceil(keys);
     assert_eq!(tiles("skip") + tiles("partial") + tiles("full"), all);

@@ -146,7 +146,7 @@ fn layers_of_a_model() {
     assert!(long.lines().count() > 6 * 18 && long.contains("\nlayer.3:\ncodec"), "{long}");
 }
 
-/// The errors reported over all query rows equal those of a run with the same codecs.
+/// The errors reported over all query rows equal the errors of a run with the same codecs.
 #[test]
 fn reports_are_what_runs_do() {
     let mut tensors = qkv(Dtype::F32, &[2, 4, 40, 48], &[2, 2, 90, 48], &[2, 2, 90, 32]);

@@ -83,7 +83,7 @@ impl BlockTables {
         prefixes
     }
 
-    /// How many of the first `len` tokens of sequence `b` have the same pages as those of sequence `a`: all, or those
+    /// How many of the first `len` tokens of sequence `b` lie in the pages of sequence `a`: all, or the tokens
     /// before the first block that differs. Blocks that `b` has dropped must be dropped by `a` too.
     pub(crate) fn shared(&self, a: usize, b: usize, len: usize) -> usize {
         if a == b || len == 0 {

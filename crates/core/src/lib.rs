@@ -2,7 +2,7 @@
 //!
 //! Backends ([`flashtile-cpu`](https://docs.rs/flashtile-cpu) and others) depend on this crate. It knows none of
 //! them, starts no threads and touches no device. Applications use the crate `flashtile`, which re-exports what they
-//! need; items that are public only here serve backends and may change in any release.
+//! need; what is public only here serves backends and may change in any release.
 //!
 //! | module | |
 //! |---|---|

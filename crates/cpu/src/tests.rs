@@ -117,7 +117,7 @@ fn a_pair_cut_by_visibility_leaks_no_nan() {
 fn pairs_have_the_same_bits_whatever_the_class_of_a_tile() {
     let mut masked = desc(2, 40, 600, 0);
     masked.mask = Some(MaskKind::Bool);
-    // Tiles of every class: all visible, all hidden, and both.
+    // Tiles of every kind: full, skipped and partial.
     let mask: Vec<bool> = (0..40 * 600).map(|at| at / 600 < 16 || (at % 600 >= 256 && at % 7 != 0)).collect();
     for isa in PAIRS {
         let skipped = bits(isa, &masked, None, Some(&mask), true);

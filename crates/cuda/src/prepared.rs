@@ -160,7 +160,9 @@ impl Prepared {
         };
         let loaded = match plan.engine() {
             Engine::Sm80(sm80) => Loaded::Sm80(Sm80Functions::new(cuda, sm80)?),
-            Engine::Portable(portable) => Loaded::Portable(Box::new(Runs::new(cuda, stream, plan, portable)?)),
+            Engine::Portable(portable) => {
+                Loaded::Portable(Box::new(Runs::new(cuda, stream, plan, portable)?))
+            }
         };
         let plan = plan.clone();
         let (cuda, stream) = (cuda.clone(), stream.clone());

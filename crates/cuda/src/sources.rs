@@ -1,4 +1,4 @@
-//! Native kernels as program text, and the constants that they are compiled with.
+//! The source of native kernels, and the constants that they are compiled with.
 //!
 //! A program is one string without headers: types, the structs that host and device have in common, its constants, and then its files, each
 //! after those that it uses.
@@ -191,12 +191,12 @@ mod tests {
         );
         cached.tree = true;
         cached.visibility = Visibility::causal();
-        let mut capped = ProblemDesc::new(dims(1, 64, 64), Dtype::BF16);
-        capped.softcap = Some(30.0);
-        for desc in [&mut masked, &mut capped] {
+        let mut with_softcap = ProblemDesc::new(dims(1, 64, 64), Dtype::BF16);
+        with_softcap.softcap = Some(30.0);
+        for desc in [&mut masked, &mut with_softcap] {
             desc.q_offset = Some(QOffset::BottomRight);
         }
-        all.extend([masked, cached, capped]);
+        all.extend([masked, cached, with_softcap]);
         all
     }
 

@@ -20,7 +20,7 @@ pub struct Appended {
     pub position: u32,
 }
 
-/// Runs as kernels take them; `None` where the rows of `heads` heads have no numbers of 31 bits, or positions none of 32.
+/// Runs as kernels take them; `None` where the rows of `heads` heads exceed 2^31 - 1, or positions 2^32 - 1.
 pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
     let mut words = Vec::with_capacity(8 * appended.len());
     let mut before = 0u32;
@@ -34,8 +34,8 @@ pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
     Some(words)
 }
 
-/// What [`encode()`](crate::kernels::encode::encode()) looks up: of `tq`, the level nearest to each number of halves of levels and 256 times its index; of mlx-native, the
-/// bits of the edges between values, ascending, then those of infinity.
+/// What [`encode()`](crate::kernels::encode::encode()) looks up. For `tq`: for each number of half levels, the nearest level and 256 times its index. For mlx-native: the
+/// bits of the edges between values, ascending, then the bits of infinity.
 pub fn encode_table(codec: Codec) -> Vec<u32> {
     if let RowKind::Mlx { bits, .. } = codec.row_kind() {
         let half = mlx::tables(bits).1;

@@ -83,10 +83,10 @@ pub enum VariantError {
     Dim {
         /// `head_dim` or `value_dim`.
         name: &'static str,
-        /// What it is.
+        /// Its value.
         got: usize,
     },
-    /// The codec does not store vectors of so many elements, or kernels do not rotate them.
+    /// The codec does not store vectors of this length, or kernels do not rotate them.
     Codec {
         /// The codec.
         codec: Codec,

@@ -102,7 +102,7 @@ pub static WORKLOADS: [Workload; 6] = [
     Workload {
         kernel: &tiling::mask_tiles::KERNEL,
         small: &[Shape { sizes: &[("queries", 100), ("keys", 300)] }],
-        job: classified,
+        job: mask_tile_job,
     },
 ];
 
@@ -745,7 +745,7 @@ fn rotated(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
 /// Queries and keys of a block of a mask.
 const BLOCK: [usize; 2] = [64, 128];
 
-fn classified(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
+fn mask_tile_job(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let (queries, keys) = (size(shape, "queries")?, size(shape, "keys")?);
     let blocks = [queries.div_ceil(BLOCK[0]), keys.div_ceil(BLOCK[1])];
     let mut rng = Rng::new(1);

@@ -138,10 +138,9 @@ pub fn mlx_decode(step: &MlxStep<'_>) -> Vec<f64> {
 
 /// Bits of a code, and whether rows are rotated.
 fn format(codec: Codec) -> (usize, bool) {
-    match codec.row_kind() {
-        RowKind::Mlx { bits, rotated } => (bits, rotated),
-        other => panic!("{codec} has rows of {other:?}, expected the format of mlx-native"),
-    }
+    let kind = codec.row_kind();
+    assert!(matches!(kind, RowKind::Mlx { .. }), "{codec} is not a codec of mlx-native");
+    if let RowKind::Mlx { bits, rotated } = kind { (bits, rotated) } else { (0, false) }
 }
 
 fn sign(i: usize) -> f64 {

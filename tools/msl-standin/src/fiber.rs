@@ -79,7 +79,7 @@ impl Drop for Stacks {
 /// Saves the callee-saved registers and the stack pointer, and continues on another stack.
 ///
 /// # Safety
-/// `to` is the result of `Stacks::start`, or was saved by an earlier switch and has not been switched to since.
+/// `to` is the result of `Stacks::start`, or was saved by an earlier switch, and is used once.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn switch(save: *mut *mut u8, to: *mut u8) {
     naked_asm!(

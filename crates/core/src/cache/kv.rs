@@ -180,8 +180,8 @@ impl KvCache {
     /// Replaces a sequence's rows in one layer by rows that were stored elsewhere, byte for byte. `k` and `v` are
     /// slots `[1, kv_heads, capacity, dim]` in the codecs of the cache, such as [`CodePages::from_mlx`] makes: each
     /// kept token `j` becomes row `j % capacity`. Add tokens to a new sequence by [`KvCache::extend`] first. Pages
-    /// shared with another sequence are copied first, in all layers. A layer that has not learned a mean of its keys
-    /// yet does not learn one from these rows.
+    /// shared with another sequence are copied first, in all layers. A layer without a mean of its keys
+    /// does not learn one from these rows.
     ///
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`] (also if a slot has fewer rows than there are kept tokens),

@@ -18,7 +18,7 @@
 //! let rows = vec![0.5f32; 40 * 2 * 8];
 //! let kv = TensorView::packed(&rows, [40, 2, 8])?;
 //! cache.append(&[(prompt, 40)], &[(kv, kv)])?;
-//! let answer = cache.fork(prompt)?; // shares three pages
+//! let answer = cache.fork(prompt)?; // with three shared pages
 //! let kv = TensorView::packed(&rows[..16], [1, 2, 8])?;
 //! cache.append(&[(answer, 1)], &[(kv, kv)])?; // copies the third
 //! assert_eq!((cache.len(prompt)?, cache.len(answer)?), (40, 41));

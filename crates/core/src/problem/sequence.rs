@@ -53,7 +53,7 @@ impl Sequences {
 pub struct SeqLens {
     /// Queries of this step: the last tokens of the sequence, which the cache already holds.
     pub q_len: usize,
-    /// All tokens of the sequence, including those of this step and those that the cache no longer keeps.
+    /// All tokens of the sequence, including the tokens of this step and the ones that the cache no longer keeps.
     pub kv_len: usize,
 }
 

@@ -98,8 +98,8 @@ pub(crate) unsafe fn pack_value_codes(work: &TaskState<'_>, first: usize, rows: 
     unsafe { codes::values(v, first, rows.clone(), dst) }
 }
 
-/// A hidden key has probability 0, and 0 times a NaN or infinite value is NaN. Sums rows that hide keys and came out not
-/// finite again, over the keys that they see, in the same order.
+/// A hidden key has probability 0, and 0 times a NaN or infinite value is NaN. Recomputes rows that hide keys and came out
+/// non-finite over the keys that they see, in the same order.
 ///
 /// # Safety
 /// As [`Simd`]; the tile's probabilities and values are there.

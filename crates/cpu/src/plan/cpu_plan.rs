@@ -65,8 +65,8 @@ pub struct CpuPlan {
 }
 
 impl CpuPlan {
-    /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`, a row counted again for each
-    /// prefix that it shares.
+    /// Plans `problem` for a machine. Pure; cost `O(tasks log tasks + query rows)`, where a row counts once more for
+    /// each prefix that it has in common with others.
     ///
     /// # Errors
     /// [`Unsupported::Splits`] where the option is more splits than there are blocks of keys;

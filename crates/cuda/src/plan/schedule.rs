@@ -177,8 +177,8 @@ impl Assignment {
         for (_, tile) in sections {
             let Some(Reverse((work, block))) = done.pop() else { break };
             blocks[block].push(tile.work_tile(0..tile.blocks(1), 1));
-            // A tile's beginning and end take about as long as a block of keys. A block of threads with as many as it can compute again
-            // gets no more: there is room for all of them.
+            // A tile's beginning and end take about as long as a block of keys. A block of threads with as many work tiles as it
+            // can recompute gets no more: the others have room for the rest.
             if blocks[block].len() < MAX_RECOMPUTED {
                 done.push(Reverse((work + tile.blocks(block_k) + 1, block)));
             }

@@ -8,8 +8,8 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// Splits of a tile that are merged first where there are many: `MERGE_GROUP` of the kernels.
 pub(crate) const MERGE_GROUP: usize = 8;
 
-/// Work tiles of a block of threads that it can compute again, `MAX_RECOMPUTED` of the kernels; with more tiles than that for each there
-/// are several times as many blocks as the device holds.
+/// Most work tiles that a block of threads can recompute, `MAX_RECOMPUTED` of the kernels. Where there are more tiles than that per
+/// block, the grid has several times as many blocks as the device runs at once.
 pub(crate) const MAX_RECOMPUTED: usize = 31;
 
 /// In `splits`: the splits of a tile are merged in groups first.

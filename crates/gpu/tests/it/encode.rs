@@ -237,7 +237,7 @@ pub(super) fn vector(rng: &mut Rng, coder: &Coder, dim: usize, n: usize) -> Vec<
             unrotated((0..dim).map(|i| if i == 3 { 127.0 } else { (i % 127) as f32 + 0.5 } / 64.0).collect())
         }
         9 => (0..dim).map(|i| if i % 2 == 0 { gain } else { -gain }).collect(),
-        // Around the greatest coordinate of zeros, and what f16 scales have no numbers for.
+        // Around the largest coordinate that counts as zero, and below the smallest f16 scale.
         10 => x.iter().map(|x| x * 6e-13).collect(),
         11 => x.iter().map(|x| x * 1e-7).collect(),
         12 => vec![f32::MIN_POSITIVE / 4.0; dim],

@@ -1,4 +1,4 @@
-//! Kernels in the simulator, against what the CPU computes; those of attention are run in `tests/kernels`. All of them as printed.
+//! Kernels in the simulator against the CPU, and all kernels as printed. `tests/kernels` runs the kernels of attention.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,4 @@
-//! Classes of blocks of masks are those of a plain loop.
+//! The kernel's mask tiles are Skip, Full or Partial as a plain loop finds them.
 
 use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_kernel::simulator::{Memory, Simulator};
@@ -30,8 +30,8 @@ fn biases(rng: &mut Rng, [batch, heads, queries, keys]: [usize; 4], [rows, colum
     all
 }
 
-/// Classes of blocks of a mask of this shape whose axes that say so are one element for all.
-fn are_those_of_a_plain_loop(rng: &mut Rng, shape: [usize; 4], shared: [bool; 4], block: [usize; 2]) {
+/// Compares the mask tiles of a mask of this shape, whose `shared` axes have stride 0, with a plain loop.
+fn agree_with_a_plain_loop(rng: &mut Rng, shape: [usize; 4], shared: [bool; 4], block: [usize; 2]) {
     let [batch, heads, queries, keys] = shape;
     let held: [usize; 4] = std::array::from_fn(|n| if shared[n] { 1 } else { shape[n] });
     let dense = [held[1] * held[2] * held[3], held[2] * held[3], held[3], 1];
@@ -94,7 +94,7 @@ fn are_those_of_a_plain_loop(rng: &mut Rng, shape: [usize; 4], shared: [bool; 4]
 }
 
 #[test]
-fn classes_are_those_of_a_plain_loop() {
+fn classes_agree_with_a_plain_loop() {
     let mut rng = Rng::new(1);
     let shapes = [
         ([1, 1, 1, 1], [8, 16]),
@@ -103,7 +103,7 @@ fn classes_are_those_of_a_plain_loop() {
         ([2, 1, 64, 128], [64, 128]),
     ];
     for (shape, block) in shapes {
-        are_those_of_a_plain_loop(&mut rng, shape, [false; 4], block);
+        agree_with_a_plain_loop(&mut rng, shape, [false; 4], block);
     }
 }
 
@@ -114,7 +114,7 @@ fn masks_and_blocks_of_any_size() {
         for block in [[1, 1], [3, 31], [31, 3], [33, 33]] {
             // Blocks of one element of a large mask would only take long.
             if queries * keys <= 100 * block[0] * block[1] {
-                are_those_of_a_plain_loop(&mut rng, [1, 2, queries, keys], [false; 4], block);
+                agree_with_a_plain_loop(&mut rng, [1, 2, queries, keys], [false; 4], block);
             }
         }
     }
@@ -125,6 +125,6 @@ fn masks_whose_axes_are_one_element_for_all() {
     let mut rng = Rng::new(3);
     for axes in 1..16 {
         let shared = std::array::from_fn(|n| axes >> n & 1 == 1);
-        are_those_of_a_plain_loop(&mut rng, [2, 3, 9, 35], shared, [8, 16]);
+        agree_with_a_plain_loop(&mut rng, [2, 3, 9, 35], shared, [8, 16]);
     }
 }

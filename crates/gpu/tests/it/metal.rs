@@ -179,7 +179,7 @@ impl Device for Metal {
             constants.push(FunctionConstant::new(n as u32, value));
         }
         let kernel = library.kernel(&launch.instance().entry(), &constants).map_err(Failed::new)?;
-        // Bytes of a memory and those of it that the kernel is given; in the order of buffers.
+        // The bytes of each memory, and the span that the kernel is given, in the order of buffers.
         let mut all = Vec::new();
         for argument in launch.arguments() {
             let (memory, span, writable) = match argument {
@@ -232,7 +232,7 @@ impl Runner for MetalRunner {
     }
 }
 
-/// Runs those of the cases that a device takes, and says how many passed.
+/// Runs the cases that a device takes; at least `at_least` must pass.
 fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, at_least: usize) {
     let Some(device) = Metal::find() else { return };
     let cases: Vec<Case> = cases.collect();
@@ -424,7 +424,7 @@ fn codes_of_rows_are_those_of_the_cpu() {
     assert!(failed.is_empty(), "{failed:?}");
 }
 
-fn classified<D: Device<Memory = Memory>>(device: &D, kind: u32) -> Vec<u8> {
+fn mask_tiles_of<D: Device<Memory = Memory>>(device: &D, kind: u32) -> Vec<u8> {
     // Blocks that are open, hidden and neither; the last ones of a row and of a column are smaller.
     let (heads, queries, keys) = (2usize, 37usize, 83usize);
     let mut bytes = Vec::new();
@@ -464,8 +464,8 @@ fn classified<D: Device<Memory = Memory>>(device: &D, kind: u32) -> Vec<u8> {
 fn classes_of_masks_are_the_simulators() {
     let Some(device) = Metal::find() else { return };
     for kind in 0..4 {
-        let wanted = classified(&Simulator::new(), kind);
+        let wanted = mask_tiles_of(&Simulator::new(), kind);
         assert!([0, 1, 2].iter().all(|tile| wanted.contains(tile)), "{wanted:?}");
-        assert_eq!(classified(&device, kind), wanted, "{kind}");
+        assert_eq!(mask_tiles_of(&device, kind), wanted, "{kind}");
     }
 }

@@ -34,7 +34,7 @@ fn broken<E: std::fmt::Debug>(result: Result<(), LaunchError<E>>) -> &'static st
 
 /// The end of `mask_tiles`, where SIMD groups tell each other what they found.
 #[kernel(threads = 128)]
-fn no_barrier(kinds: &Buffer<u32>, classes: &mut Buffer<u32>) {
+fn no_barrier(kinds: &Buffer<u32>, all_kinds: &mut Buffer<u32>) {
     let mut found: Shared<u32> = shared(4);
     let all = simd_max(kinds[thread_index()]);
     if simd_lane() == 0 {
@@ -43,7 +43,7 @@ fn no_barrier(kinds: &Buffer<u32>, classes: &mut Buffer<u32>) {
     }
     if thread_index() == 0 {
         // mistake: read
-        classes[0] = found[0] | found[1] | found[2] | found[3];
+        all_kinds[0] = found[0] | found[1] | found[2] | found[3];
     }
 }
 
@@ -51,12 +51,13 @@ fn no_barrier(kinds: &Buffer<u32>, classes: &mut Buffer<u32>) {
 fn a_missing_barrier_is_a_race() {
     let kinds = Memory::from_slice(&[1u32; 128]);
     for seed in 0..20 {
-        let mut classes = Memory::uninit::<u32>(1);
-        let call = no_barrier::Call { kinds: kinds.view(), classes: classes.view_mut(), groups: [1, 1, 1] };
+        let mut all_kinds = Memory::uninit::<u32>(1);
+        let call =
+            no_barrier::Call { kinds: kinds.view(), all_kinds: all_kinds.view_mut(), groups: [1, 1, 1] };
         let found = fault(call.launch(&Simulator::new().seed(seed)));
         match found.kind {
             FaultKind::Race => assert!([marked("read"), marked("written")].contains(&found.line), "{found}"),
-            // The other SIMD group has not come to the write.
+            // The other SIMD group is still before the write.
             FaultKind::Uninitialised => assert_eq!(found.line, marked("read"), "{found}"),
             _ => panic!("{found}"),
         }
@@ -196,7 +197,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
     );
 
     let (mask, mut tiles) = (Memory::from_slice(&[0u8; 64]), Memory::uninit::<u8>(4));
-    let mut classified = |heads: u32, groups: [u32; 3]| {
+    let mut refused = |heads: u32, groups: [u32; 3]| {
         let params = mask_tiles::Mask {
             heads,
             queries: 8,
@@ -211,10 +212,10 @@ fn launches_that_are_not_the_kernels_are_refused() {
                 .launch(&simulator),
         )
     };
-    assert_eq!(classified(1, [1, 2, 1]), "a group for each block of keys");
-    assert_eq!(classified(1, [2, 3, 1]), "a group for each block of queries");
-    assert_eq!(classified(2, [2, 2, 1]), "all heads of every sequence");
-    assert_eq!(classified(1, [2, 2, 2]), "a class for each group");
+    assert_eq!(refused(1, [1, 2, 1]), "a group for each block of keys");
+    assert_eq!(refused(1, [2, 3, 1]), "a group for each block of queries");
+    assert_eq!(refused(2, [2, 2, 1]), "all heads of every sequence");
+    assert_eq!(refused(1, [2, 2, 2]), "a class for each group");
 
     let (words, mut pages, mut status) =
         (Memory::from_slice(&[0u32; 256]), Memory::from_slice(&[0u8; 64]), Memory::from_slice(&[0u32]));
@@ -289,7 +290,7 @@ fn memory_that_is_too_short_for_a_kernel_is_refused() {
         columns: 32,
         unused: 0,
     };
-    let classified = |bytes: usize| {
+    let launched = |bytes: usize| {
         let (mask, mut tiles) = (Memory::from_slice(&vec![0u8; bytes]), Memory::uninit::<u8>(4));
         mask_tiles::mask_tiles::Call {
             mask: mask.view(),
@@ -299,6 +300,6 @@ fn memory_that_is_too_short_for_a_kernel_is_refused() {
         }
         .launch(&Simulator::new())
     };
-    classified(2 * 113).unwrap();
-    assert_eq!(broken(classified(2 * 113 - 1)), "mask reaches to its last element");
+    launched(2 * 113).unwrap();
+    assert_eq!(broken(launched(2 * 113 - 1)), "mask reaches to its last element");
 }

@@ -8,7 +8,7 @@
     overlapping_range_endpoints,
     unused_assignments,
     unused_comparisons,
-    reason = "every operator meets every literal"
+    reason = "every operator takes every literal"
 )]
 
 use crate::anywhere::devices;

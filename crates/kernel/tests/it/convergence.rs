@@ -178,11 +178,11 @@ fn one_way_is_one_place() {
 /// Waits for a value that no thread writes.
 #[kernel(threads = 32)]
 pub fn endless(x: &mut Buffer<u32>) {
-    let mut turns = 0u32;
+    let mut rounds = 0u32;
     while x[thread_index()] == 0 {
-        turns += 1;
+        rounds += 1;
     }
-    x[thread_index()] = turns;
+    x[thread_index()] = rounds;
 }
 
 #[test]

@@ -11,7 +11,7 @@ constexpr float RESCALE_THRESHOLD = 8.f;
 constexpr bool RESCALE_FIRST = MMA_M * PV_MMA_N >= 32;
 
 // Sums of probabilities times values may overflow where their means do not, for dtypes whose largest value is near that of f32. Where
-// they do they are computed again with values times SHRINK, a power of two: sums of more keys than there can be, with probabilities up to
+// they do they are recomputed with values times SHRINK, a power of two: sums of more keys than there can be, with probabilities up to
 // 2^RESCALE_THRESHOLD, are then no larger than a value.
 constexpr bool CAN_OVERFLOW = DTYPE != F16;
 constexpr float SHRINK = 9.094947017729282e-13f, SHRINK_LOG2 = -40.f;

@@ -14,7 +14,7 @@
 //   SHARED_BYTES        shared memory of a block of threads
 //   MASK_TILE_ROWS      query positions of a mask tile
 //   MERGE_GROUP         splits of a tile that are merged first where they are many
-//   MAX_RECOMPUTED      work tiles of a block of threads that can be computed again
+//   MAX_RECOMPUTED      work tiles that a block of threads can recompute
 //   Scoring             what is done to scores before the softmax:
 //     HAS_BIAS            softcap, ALiBi, a tree mask, a scale that is not positive, or a mask
 //     HAS_MASK            a materialised mask

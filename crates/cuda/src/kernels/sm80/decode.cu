@@ -1,7 +1,7 @@
 // Decode: warps over the keys of a tile of few rows.
 //
 // Each warp copies its own keys and waits for them alone; the warps' results are merged at the end of a work tile. A work tile where NaN of
-// a key may have reached rows that do not see it, or whose sums overflowed, is computed again by `pv_gemm_nonfinite`.
+// a key may have reached rows that do not see it, or whose sums overflowed, is recomputed by `pv_gemm_nonfinite`.
 
 constexpr int K_RING = STAGES * KTile::BYTES, V_RING = STAGES * VTile::BYTES, RINGS = WARPS_K * (K_RING + V_RING);
 

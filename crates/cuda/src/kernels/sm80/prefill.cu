@@ -6,7 +6,7 @@
 // between steps. Eight warps are two teams of four that take turns at the matrix unit: while one multiplies, the other computes
 // probabilities. The first team copies keys for both, the second values.
 //
-// Work tiles where NaN of a key may have reached rows that do not see it, or whose sums overflowed, are computed again at the end of the
+// Work tiles where NaN of a key may have reached rows that do not see it, or whose sums overflowed, are recomputed at the end of the
 // stream, one by one, by `pv_gemm_nonfinite`.
 
 constexpr bool HAS_TEAMS = WARPS_Q == 8;
