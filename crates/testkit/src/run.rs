@@ -310,7 +310,7 @@ impl Prepared {
         let relative = self.built.relative(&self.expected);
         let off = match answer.ran.accumulation {
             Accumulation::Integers => integer_errors(problem, &self.built.inputs()),
-            Accumulation::F32 | Accumulation::Half | Accumulation::Weights | Accumulation::Operands => {
+            Accumulation::F32 | Accumulation::Half | Accumulation::Probs | Accumulation::Operands => {
                 Vec::new()
             }
         };

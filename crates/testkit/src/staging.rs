@@ -234,7 +234,7 @@ pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
     } else if problem.dtype() == Dtype::F32 {
         Accumulation::F32
     } else {
-        Accumulation::Weights
+        Accumulation::Probs
     }
 }
 

@@ -109,8 +109,10 @@ fn offset(desc: &ProblemDesc, q_len: usize, kv_len: usize) -> Result<i64, Proble
                 Sequences::Padded { .. } | Sequences::Cached { .. } => {
                     Err(ProblemError::OffsetUnsaidPadded { feature })
                 }
-                _ if q_len == kv_len => Ok(0),
-                _ => Err(ProblemError::OffsetUnsaid { feature, q_len, kv_len }),
+                Sequences::Dense | Sequences::Packed { .. } if q_len == kv_len => Ok(0),
+                Sequences::Dense | Sequences::Packed { .. } => {
+                    Err(ProblemError::OffsetUnsaid { feature, q_len, kv_len })
+                }
             }
         }
     }
@@ -120,8 +122,9 @@ fn offset(desc: &ProblemDesc, q_len: usize, kv_len: usize) -> Result<i64, Proble
 pub(super) fn check_prefixes(desc: &ProblemDesc) -> Result<(), ProblemError> {
     let kv_lens = match &desc.sequences {
         Sequences::Cached { kv_lens, .. } => kv_lens,
-        _ if desc.prefixes.is_empty() => return Ok(()),
-        _ => return Err(ProblemError::PrefixNotCached),
+        Sequences::Dense | Sequences::Padded { .. } | Sequences::Packed { .. } => {
+            return if desc.prefixes.is_empty() { Ok(()) } else { Err(ProblemError::PrefixNotCached) };
+        }
     };
     // The prefixes that may contain the next one, the outermost first.
     let mut outer: Vec<&SharedPrefix> = Vec::new();

@@ -17,7 +17,7 @@ pub enum Accumulation {
     /// Queries and probabilities as 16-bit integers, whose products with codes are exact.
     Integers,
     /// Probabilities rounded to the problem's dtype before their product with the values, sums in f32: matrix units.
-    Weights,
+    Probs,
     /// Probabilities and levels of codes rounded to f16 before products with codes, sums in f32: matrix units over
     /// codes.
     Operands,
@@ -29,7 +29,7 @@ impl Accumulation {
     pub const fn of_cuda(dtype: Dtype) -> Self {
         match dtype {
             Dtype::F32 => Self::F32,
-            Dtype::F16 | Dtype::BF16 => Self::Weights,
+            Dtype::F16 | Dtype::BF16 => Self::Probs,
         }
     }
 }
@@ -65,7 +65,7 @@ impl Tolerance {
             Accumulation::Half | Accumulation::Operands => 5e-3,
             // Rounding to 2^-16 of the largest element of a query and of the largest probability.
             Accumulation::Integers => 2e-4,
-            Accumulation::Weights => match dtype {
+            Accumulation::Probs => match dtype {
                 Dtype::F32 => 2e-6,
                 // Probabilities have the units in the last place of bf16.
                 Dtype::F16 => 5e-3 / 8.0,
@@ -80,7 +80,9 @@ impl Tolerance {
                 * match accumulation {
                     // Levels that are not integers err by 2^-12.
                     Accumulation::Operands => 5e-4,
-                    _ => 1e-5,
+                    Accumulation::F32 | Accumulation::Half | Accumulation::Integers | Accumulation::Probs => {
+                        1e-5
+                    }
                 },
         }
     }

@@ -39,6 +39,10 @@ macro_rules! of_isa {
             Isa::Avx512 => avx512::f32_products::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => avx2::$name $($arguments)?,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Portable => portable::$name $($arguments)?,
+            // Machines of other architectures have the portable one alone.
+            #[cfg(not(target_arch = "x86_64"))]
             _ => portable::$name $($arguments)?,
         }
     };

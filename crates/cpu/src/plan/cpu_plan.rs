@@ -334,7 +334,7 @@ pub(crate) const fn register_tile(isa: Isa) -> RegisterTile {
 const fn packed_depth(isa: Isa, head_dim: usize) -> usize {
     match isa {
         Isa::Amx => head_dim.div_ceil(2).next_multiple_of(16),
-        _ => head_dim,
+        Isa::Portable | Isa::Avx2 | Isa::Avx512 | Isa::Avx512Vnni | Isa::Avx512Bf16 => head_dim,
     }
 }
 

@@ -77,15 +77,18 @@ impl EncodeRows for Vbmi {
 /// The machine has the instruction set.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")]
 unsafe fn store(job: &mut EncodeJob<'_>) -> bool {
-    let scheme = &job.coder.scheme;
+    let dim = job.coder.dim;
     // SAFETY: the caller guarantees the instruction set; the dimension is that of `V` registers.
     unsafe {
-        match (job.coder.dim, scheme) {
-            (64, Scheme::Fp8) => store_rows::<4, _>(job, &Numbers),
-            (128, Scheme::Fp8) => store_rows::<8, _>(job, &Numbers),
-            (256, Scheme::Fp8) => store_rows::<16, _>(job, &Numbers),
-            (512, Scheme::Fp8) => store_rows::<32, _>(job, &Numbers),
-            (dim, Scheme::Integers(quantizer)) => {
+        match &job.coder.scheme {
+            Scheme::Fp8 => match dim {
+                64 => store_rows::<4, _>(job, &Fp8Rows),
+                128 => store_rows::<8, _>(job, &Fp8Rows),
+                256 => store_rows::<16, _>(job, &Fp8Rows),
+                512 => store_rows::<32, _>(job, &Fp8Rows),
+                _ => return false,
+            },
+            Scheme::Integers(quantizer) => {
                 let of = (quantizer, job.rule);
                 match (dim, quantizer.levels) {
                     (64, None) => store_rows::<4, _>(job, &Integers(of)),
@@ -99,7 +102,7 @@ unsafe fn store(job: &mut EncodeJob<'_>) -> bool {
                     _ => return false,
                 }
             }
-            _ => return false,
+            Scheme::Mlx(_) => return false,
         }
     }
     true
@@ -175,9 +178,9 @@ unsafe fn load<const V: usize>(rows: &SourceRows<'_>, head: usize, row: usize) -
 }
 
 /// e4m3 codes.
-struct Numbers;
+struct Fp8Rows;
 
-impl Encoder for Numbers {
+impl Encoder for Fp8Rows {
     #[inline(always)]
     unsafe fn encode<const V: usize>(&self, x: [__m512; V], [codes, _]: [*mut u8; 2]) -> u16 {
         // SAFETY: the caller guarantees the instruction set and a plane of as many bytes as coordinates.
