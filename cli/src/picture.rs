@@ -97,7 +97,7 @@ pub(crate) struct Tiles<'a> {
 
 impl Tiles<'_> {
     fn row_tiles(&self) -> usize {
-        (self.sequence.q_len * self.problem.dims().group()).div_ceil(self.rows)
+        (self.sequence.q_len * self.problem.dims().gqa_group()).div_ceil(self.rows)
     }
 
     fn key_blocks(&self) -> usize {
@@ -109,9 +109,9 @@ impl Tiles<'_> {
     /// The ends of a row's visible interval never move back from row to row, and the intervals of neighbouring rows
     /// touch, so that the first and the last row of a tile decide.
     fn blocks(&self, t: usize) -> (Range<usize>, Range<usize>) {
-        let group = self.problem.dims().group();
-        let total = self.sequence.q_len * group;
-        let visible = |row: usize| self.problem.visible(self.sequence, row / group);
+        let gqa_group = self.problem.dims().gqa_group();
+        let total = self.sequence.q_len * gqa_group;
+        let visible = |row: usize| self.problem.visible(self.sequence, row / gqa_group);
         let (first, last) = (visible(t * self.rows), visible(((t + 1) * self.rows).min(total) - 1));
         if first.start >= last.end {
             return (0..0, 0..0);
@@ -243,16 +243,16 @@ mod tests {
 
     /// Counts by examining every row and every key.
     fn by_definition(tiles: &Tiles<'_>) -> Counts {
-        let group = tiles.problem.dims().group();
+        let gqa_group = tiles.problem.dims().gqa_group();
         let s = tiles.sequence;
         let mut counts = Counts::default();
         for t in 0..tiles.row_tiles() {
             for k in 0..tiles.key_blocks() {
-                let rows = t * tiles.rows..((t + 1) * tiles.rows).min(s.q_len * group);
+                let rows = t * tiles.rows..((t + 1) * tiles.rows).min(s.q_len * gqa_group);
                 let keys = k * tiles.keys..((k + 1) * tiles.keys).min(s.kv_len);
                 let pairs = rows.len() * keys.len();
                 let sees = |row: usize| {
-                    let visible = tiles.problem.visible(s, row / group);
+                    let visible = tiles.problem.visible(s, row / gqa_group);
                     keys.clone().filter(|j| visible.contains(j)).count()
                 };
                 match rows.map(sees).sum::<usize>() {

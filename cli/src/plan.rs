@@ -112,7 +112,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             }
             Err(failure) => Err(failure),
             Ok(sequence) => {
-                let (rows, keys) = plan.tile(sequence.q_len * problem.dims().group());
+                let (rows, keys) = plan.tile(sequence.q_len * problem.dims().gqa_group());
                 let tiles = Tiles { problem: &problem, sequence, rows, keys };
                 if let Some(path) = &args.svg {
                     let picture = Destination::new(path)?;
@@ -415,14 +415,17 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
             report::bytes(facts.l2 as f64)
         ),
     )];
-    let group = plan.problem().dims().group();
+    let gqa_group = plan.problem().dims().gqa_group();
     for kernel in plan.kernels() {
         let tile = kernel.tile();
         let reason = if kernel.is_portable() {
             let asked = plan.options().kernels == KernelChoice::Portable;
             if asked { "asked for" } else { "others are for compute capability 8.0 and later" }.to_owned()
         } else if tile.warps_split_keys() {
-            format!("sequences with at most 16 rows ({} per GQA group)", report::counted(group, "query head"))
+            format!(
+                "sequences with at most 16 rows ({} per GQA group)",
+                report::counted(gqa_group, "query head")
+            )
         } else {
             "sequences with more rows than a fragment of the matrix unit has".to_owned()
         };
@@ -515,7 +518,7 @@ impl CpuShown<'_> {
                     plan.tile_rows(),
                     plan.block_k(),
                     report::counted(plan.task_rows(), "row"),
-                    report::counted(problem.dims().group(), "query head")
+                    report::counted(problem.dims().gqa_group(), "query head")
                 ),
             ),
             ("tasks", format!("{} for {}", plan.task_count(), report::counted(plan.threads(), "thread"))),
@@ -530,7 +533,7 @@ impl CpuShown<'_> {
         let line = |prefix: &PlannedPrefix| {
             let PlannedPrefix { sequences, tokens, rows, splits, .. } = prefix;
             format!(
-                "tokens {}..{} of sequences {}..{} read once, by {} of a group; {}",
+                "tokens {}..{} of sequences {}..{} read once, by {} of a GQA group; {}",
                 tokens.start,
                 tokens.end,
                 sequences.start,
@@ -550,12 +553,12 @@ impl CpuShown<'_> {
 
     fn kernel_reason(&self) -> String {
         let (plan, problem) = (self.plan, self.plan.problem());
-        let group = problem.dims().group();
-        let max = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
+        let gqa_group = problem.dims().gqa_group();
+        let max = problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0);
         let tile = plan.tile_rows();
         let rows = if max <= tile { format!("in one tile of {tile}") } else { format!("in tiles of {tile}") };
         format!(
-            "at most {} of a group, {rows}; {} for {} on {}",
+            "at most {} of a GQA group, {rows}; {} for {} on {}",
             report::counted(max, "row"),
             plan.isa(),
             problem.dtype(),

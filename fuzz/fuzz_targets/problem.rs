@@ -120,7 +120,7 @@ fn description(u: &mut Unstructured<'_>) -> Result<ProblemDesc> {
 fn check(problem: &Problem, options: PlanOptions) {
     let dims = *problem.dims();
     assert!(problem.scale().is_finite());
-    assert_eq!(dims.group() * dims.kv_heads, dims.q_heads);
+    assert_eq!(dims.gqa_group() * dims.kv_heads, dims.q_heads);
     for s in problem.sequences() {
         assert!(s.q_start + s.q_len <= dims.q_len && s.kv_start + s.kv_len <= dims.kv_len);
         assert!(s.batch < dims.batch);

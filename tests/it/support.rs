@@ -109,7 +109,7 @@ pub(crate) fn seers_of(built: &CaseData, index: usize, kv_head: usize, j: usize)
     let (problem, inputs) = (&built.problem, built.inputs());
     let s = problem.sequences()[index];
     let mut rows = BTreeSet::new();
-    for h in (0..problem.dims().q_heads).filter(|h| h / problem.dims().group() == kv_head) {
+    for h in (0..problem.dims().q_heads).filter(|h| h / problem.dims().gqa_group() == kv_head) {
         for i in 0..s.q_len {
             let distance = j as i64 - (i as i64 + s.q_offset);
             let visibility = problem.desc().visibility;

@@ -489,7 +489,7 @@ fn by_definition(problem: &Problem, operands: &Operands, [b, h, i]: [usize; 3]) 
                 Some(tables) => tables.locate(sequence, j),
             };
             match place {
-                Some((entry, at)) => rows.extend(stored.row([entry, h / dims.group(), at], shape)),
+                Some((entry, at)) => rows.extend(stored.row([entry, h / dims.gqa_group(), at], shape)),
                 None => rows.resize(rows.len() + shape[3], 0.0),
             }
         }

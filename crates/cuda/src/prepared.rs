@@ -420,7 +420,7 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
         sinks: inputs.sinks.map_or(0, |list| list.at),
         window_left: bound(desc.visibility.left()),
         window_right: bound(desc.visibility.right()),
-        gqa_group: Divisor::new(dims.group()),
+        gqa_group: Divisor::new(dims.gqa_group()),
         q_heads: dims.q_heads as u32,
         q_len: dims.q_len as u32,
         head_dim: dims.head_dim as u32,

@@ -367,7 +367,7 @@ impl Plan {
             tree_step: count("a tree's stride", places.tree[1])?,
             mask_kind: places.mask_kind,
             q_heads: shape.rows[1],
-            group: count("query heads of a key/value head", dims.group())?,
+            group: count("query heads of a key/value head", dims.gqa_group())?,
             page: count("tokens of a page", page)?,
             width: count("pages of a sequence", width)?,
             tiles: shape.tiles,

@@ -60,7 +60,7 @@ impl Shape {
             }
         }
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
-        let tiles = longest.saturating_mul(dims.group()).div_ceil(8 * tile.rows).max(1);
+        let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(8 * tile.rows).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
         let results = tile.splits.saturating_mul(tile.simds);
         let all = count("rows times partial results", rows.saturating_mul(results))? as usize;

@@ -41,7 +41,7 @@ pub struct HeadShape {
 impl Dims {
     /// Query heads that share one key/value head.
     #[must_use]
-    pub const fn group(&self) -> usize {
+    pub const fn gqa_group(&self) -> usize {
         self.q_heads / self.kv_heads
     }
 

@@ -122,8 +122,8 @@ pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
                 row.iter().zip(mean).map(|(x, mean)| f64::from(x - mean).powi(2)).sum::<f64>().sqrt()
             };
             let norms: Vec<f64> = (0..s.kv_len).map(&mut norm).collect();
-            for (h, i) in (0..dims.group()).flat_map(|g| (0..s.q_len).map(move |i| (g, i))) {
-                let h = kv_head * dims.group() + h;
+            for (h, i) in (0..dims.gqa_group()).flat_map(|g| (0..s.q_len).map(move |i| (g, i))) {
+                let h = kv_head * dims.gqa_group() + h;
                 let element = |d| inputs.q.get([s.batch, h, s.q_start + i, d]);
                 let mut q: Vec<f32> = (0..dims.head_dim).map(element).collect();
                 crate::codec::rotate(IsaToken::best(), rotation, &mut q);

@@ -43,8 +43,8 @@ pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: im
             let place = |j| place(inputs, sequence, index, j);
             let k = Rows::new(&inputs.k, dims.head_dim, kv_head, seen.clone(), place);
             let v = Rows::new(&inputs.v, dims.value_dim, kv_head, seen.clone(), place);
-            for (h, i) in (0..dims.group()).flat_map(|g| (0..sequence.q_len).map(move |i| (g, i))) {
-                let h = kv_head * dims.group() + h;
+            for (h, i) in (0..dims.gqa_group()).flat_map(|g| (0..sequence.q_len).map(move |i| (g, i))) {
+                let h = kv_head * dims.gqa_group() + h;
                 let q: Vec<f64> = elements(&inputs.q, [sequence.batch, h, sequence.q_start + i]).collect();
                 let row = Row { problem, inputs, sequence, index, h, i, q: &q, k: &k, v: &v };
                 let at = (sequence.batch * dims.q_heads + h) * dims.q_len + sequence.q_start + i;

@@ -82,7 +82,7 @@ impl<'a> TaskState<'a> {
                 block_max_sum: RowMaxSum { max: block_stats, sum: block_stats.add(tile_stats) },
                 stride,
                 block_k,
-                group: cx.plan.problem().dims().group(),
+                gqa_group: cx.plan.problem().dims().gqa_group(),
                 mean_scores: scratch.add(layout.mean_scores),
                 codes: scratch.add(layout.codes),
                 k_path: Path::Packed,
@@ -96,7 +96,7 @@ impl<'a> TaskState<'a> {
     /// products round differently.
     fn with_paths(mut self) -> Self {
         let plan = self.cx.plan;
-        let few = self.sequence.q_len * self.group <= MAX_ROWS && plan.prefixes().is_empty();
+        let few = self.sequence.q_len * self.gqa_group <= MAX_ROWS && plan.prefixes().is_empty();
         let path_of_codes = |rows: CodeRows<'_>| {
             let phases = self.kernels.code_phases.iter().filter(|_| few);
             phases
@@ -117,7 +117,7 @@ impl<'a> TaskState<'a> {
     #[inline]
     pub(super) fn place(&self, row: usize) -> (usize, usize) {
         let at = self.rows.first + row;
-        (at / self.group, self.rows.kv_head * self.group + at % self.group)
+        (at / self.gqa_group, self.rows.kv_head * self.gqa_group + at % self.gqa_group)
     }
 
     /// The query of a row of the task.
@@ -164,9 +164,10 @@ impl<'a> TaskState<'a> {
             None => MaskTile::Full,
             Some(_) if !skip => MaskTile::Partial,
             Some(table) => {
-                let first = self.rows.kv_head * self.group;
+                let first = self.rows.kv_head * self.gqa_group;
                 let mask_tiles = self.spans(&rows);
-                let mask_tiles = mask_tiles.map(|(s, i)| table.tile(s, first..first + self.group, i, block));
+                let mask_tiles =
+                    mask_tiles.map(|(s, i)| table.tile(s, first..first + self.gqa_group, i, block));
                 mask_tiles.reduce(MaskTile::and).unwrap_or(MaskTile::Partial)
             }
         };

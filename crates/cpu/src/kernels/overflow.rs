@@ -90,7 +90,7 @@ impl Row<'_> {
     }
 
     fn place(&self, j: usize) -> Place {
-        let kv_head = self.head / self.cx.plan.problem().dims().group();
+        let kv_head = self.head / self.cx.plan.problem().dims().gqa_group();
         match self.cx.inputs.tables {
             None => Place { head: kv_head, entry: self.sequence.batch, row: self.sequence.kv_start + j },
             Some(t) => {

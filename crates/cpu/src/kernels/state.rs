@@ -205,7 +205,7 @@ pub(crate) struct TaskState<'a> {
     pub(super) stride: usize,
     pub(super) block_k: usize,
     /// Query heads of a key/value head.
-    pub(super) group: usize,
+    pub(super) gqa_group: usize,
     /// `q . k_mean` of each row, in units of the scores: the part that keys are stored without. Empty unless quantized.
     pub(super) mean_scores: *mut f32,
     /// Memory for decoded rows and integer operands. Empty unless keys or values are quantized.

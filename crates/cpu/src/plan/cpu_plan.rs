@@ -285,7 +285,7 @@ impl CpuPlan {
 
 fn plan_name(problem: &Problem, isa: Isa) -> String {
     let d = problem.dims();
-    let op = if problem.sequences().iter().all(|s| s.q_len * d.group() <= STREAM_ROWS) {
+    let op = if problem.sequences().iter().all(|s| s.q_len * d.gqa_group() <= STREAM_ROWS) {
         "decode"
     } else {
         "prefill"

@@ -152,9 +152,9 @@ pub(crate) fn spans(
     sequence: usize,
     rows: Range<usize>,
 ) -> impl Iterator<Item = (usize, Range<usize>)> + use<'_> {
-    let (all, group) = (problem.sequences(), problem.dims().group());
+    let (all, gqa_group) = (problem.sequences(), problem.dims().gqa_group());
     let start = all[sequence].q_start;
-    let (mut at, end) = (start + rows.start / group, start + rows.end.div_ceil(group));
+    let (mut at, end) = (start + rows.start / gqa_group, start + rows.end.div_ceil(gqa_group));
     let mut index = sequence;
     std::iter::from_fn(move || {
         if at >= end {
@@ -183,7 +183,7 @@ pub(crate) fn sequence_of(problem: &Problem, sequence: usize, row: usize) -> usi
 impl<'a> Segments<'a> {
     pub(super) fn of(problem: &'a Problem) -> Self {
         let mut list: Vec<Segment> = Vec::new();
-        let group = problem.dims().group();
+        let gqa_group = problem.dims().gqa_group();
         // The keys that a tree mask decides on are not shared.
         let shareable = |s: &Sequence| if problem.desc().tree { s.kv_len - s.q_len } else { s.kv_len };
         // The innermost prefix of each sequence. Outer ones come first, and what holds the first sequence of a prefix holds it.
@@ -195,7 +195,7 @@ impl<'a> Segments<'a> {
             let blocks = parent.map_or(0, |n| list[n].blocks.end)..len / BLOCK_K;
             // A prefix of a single sequence is no shared work.
             if members().nth(1).is_some() && !blocks.is_empty() {
-                let rows = members().map(|s| s.q_len).sum::<usize>() * group;
+                let rows = members().map(|s| s.q_len).sum::<usize>() * gqa_group;
                 let depth = parent.map_or(0, |n| list[n].depth + 1);
                 let sequences = prefix.sequences.clone();
                 innermost[sequences.clone()].fill(Some(list.len()));
@@ -208,7 +208,7 @@ impl<'a> Segments<'a> {
             let (blocks, depth) = parent.map_or((0, 0), |n| (list[n].blocks.end, list[n].depth + 1));
             list.push(Segment {
                 sequences: index..index + 1,
-                rows: s.q_len * group,
+                rows: s.q_len * gqa_group,
                 blocks: blocks..usize::MAX,
                 parent,
                 depth,
@@ -238,7 +238,7 @@ impl<'a> Segments<'a> {
 
     /// Cuts the segments into tasks. `None` where the partials overflow.
     pub(super) fn schedule(mut self, choices: &Choices) -> Option<Schedule> {
-        let (heads, group) = (self.problem.dims().kv_heads, self.problem.dims().group());
+        let (heads, gqa_group) = (self.problem.dims().kv_heads, self.problem.dims().gqa_group());
         let mut num_partials = 0usize;
         let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
         // Tasks of each phase, each with the index of its segment.
@@ -253,7 +253,7 @@ impl<'a> Segments<'a> {
             let from = segment.parent.map(|parent| {
                 let parent = &self.list[parent];
                 let start = |sequence: usize| self.problem.sequences()[sequence].q_start;
-                let offset = (start(sequence) - start(parent.sequences.start)) * group;
+                let offset = (start(sequence) - start(parent.sequences.start)) * gqa_group;
                 (parent.num_partials + offset, parent.rows)
             });
             for first in (0..segment.rows).step_by(choices.task_rows) {

@@ -283,8 +283,8 @@ fn regions(problem: &Problem, shape: &Shape) -> Option<PortableRegions> {
 /// The tile of a problem, with one threadgroup a multiprocessor: 16 rows share what is read where there are more than 8 and registers
 /// hold them.
 fn tile(problem: &Problem) -> PortableTile {
-    let group = problem.dims().group();
-    let max_rows = problem.sequences().iter().map(|s| s.q_len * group).max().unwrap_or(0);
+    let gqa_group = problem.dims().gqa_group();
+    let max_rows = problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0);
     let rows = if max_rows > 8 && words(problem.dtype(), problem.dims()) <= 128 { 16 } else { 8 };
     PortableTile::new(rows, 16, 4, 1)
 }
@@ -324,7 +324,7 @@ fn max_splits(problem: &Problem, tile: &PortableTile) -> usize {
     let band = match (visibility.left(), visibility.right()) {
         // Of the positions of a tile's rows.
         (Some(left), Some(right)) => {
-            left.saturating_add(right).saturating_add(tile.rows.div_ceil(dims.group()) + 1)
+            left.saturating_add(right).saturating_add(tile.rows.div_ceil(dims.gqa_group()) + 1)
         }
         _ => usize::MAX,
     };

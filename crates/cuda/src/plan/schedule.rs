@@ -88,15 +88,15 @@ impl Tile {
 
 /// The tiles of some sequences; a head's tiles are neighbours.
 pub(super) fn tiles(problem: &Problem, shape: &TileShape, sequences: &[usize], skip: bool) -> Vec<Tile> {
-    let group = problem.dims().group();
+    let gqa_group = problem.dims().gqa_group();
     let (rows, panels) = (shape.rows, shape.panels);
     let mut tiles = Vec::new();
     for &sequence in sequences {
         let s = &problem.sequences()[sequence];
-        let all = s.q_len * group;
+        let all = s.q_len * gqa_group;
         // What the rows see is the same for every head.
         let of_row = |row: usize| {
-            let (first, last) = (row / group, (row + rows).min(all).div_ceil(group) - 1);
+            let (first, last) = (row / gqa_group, (row + rows).min(all).div_ceil(gqa_group) - 1);
             let keys = if skip {
                 problem.visible_union(s, first..last + 1)
             } else {

@@ -152,13 +152,13 @@ impl Sm80Kernel {
 /// Whether two teams with 256 rows are to be preferred to 128 rows: they multiply faster by a tenth, but their tiles reach over
 /// more keys that some of the rows do not see, and there are half as many of them.
 fn is_long(problem: &Problem, facts: &CudaFacts) -> bool {
-    let (heads, group) = (problem.dims().kv_heads, problem.dims().group());
-    let tiles = |s: &Sequence| (s.q_len * group).div_ceil(256) * heads;
+    let (heads, gqa_group) = (problem.dims().kv_heads, problem.dims().gqa_group());
+    let tiles = |s: &Sequence| (s.q_len * gqa_group).div_ceil(256) * heads;
     let Some(longest) = problem.sequences().iter().max_by_key(|s| s.q_len) else { return false };
     // Keys that a tile in the middle of the longest sequence sees.
     let keys = |rows: usize| {
         let middle = longest.q_len / 2;
-        problem.visible_union(longest, middle..(middle + rows.div_ceil(group)).min(longest.q_len)).len()
+        problem.visible_union(longest, middle..(middle + rows.div_ceil(gqa_group)).min(longest.q_len)).len()
     };
     problem.sequences().iter().map(tiles).sum::<usize>() >= 2 * facts.multiprocessors
         && keys(256) >= 512

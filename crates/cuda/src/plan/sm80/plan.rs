@@ -54,17 +54,17 @@ impl Sm80Plan {
         if facts.capability < NATIVE_CAPABILITY {
             return Err(Unsupported::Capability { got: facts.capability, min: NATIVE_CAPABILITY });
         }
-        let group = problem.dims().group();
+        let gqa_group = problem.dims().gqa_group();
         let mut launches = Vec::new();
         for few in [true, false] {
             let belongs = |rows: usize| rows > 0 && (rows <= Sm80Tile::FRAGMENT_ROWS) == few;
             let chosen: Vec<usize> = (0..problem.sequences().len())
-                .filter(|&s| belongs(problem.sequences()[s].q_len * group))
+                .filter(|&s| belongs(problem.sequences()[s].q_len * gqa_group))
                 .collect();
             if chosen.is_empty() {
                 continue;
             }
-            let rows = chosen.iter().map(|&s| problem.sequences()[s].q_len * group).max().unwrap_or(0);
+            let rows = chosen.iter().map(|&s| problem.sequences()[s].q_len * gqa_group).max().unwrap_or(0);
             let kernel = Sm80Kernel::choose(problem, facts, rows, asked)?;
             launches.push(launch(problem, facts, options, kernel, &chosen)?);
         }
@@ -163,7 +163,7 @@ fn launch(
     let (tile, shape) = (kernel.tile, kernel.tile_shape(problem));
     let heads = problem.dims().kv_heads;
     let row_tiles = |&s: &usize| {
-        (problem.sequences()[s].q_len * problem.dims().group()).div_ceil(shape.rows).saturating_mul(heads)
+        (problem.sequences()[s].q_len * problem.dims().gqa_group()).div_ceil(shape.rows).saturating_mul(heads)
     };
     let count = sequences.iter().map(row_tiles).fold(0usize, usize::saturating_add);
     let count = count.saturating_mul(shape.panels).saturating_mul(options.splits.unwrap_or(1));
