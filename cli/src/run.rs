@@ -545,6 +545,6 @@ mod tests {
 
     #[test]
     fn the_limit_of_the_simulator_is_said() {
-        assert!(RUN_HELP.contains(&format!(" {} ", MAX_SIMULATED)));
+        assert!(RUN_HELP.contains(&format!("at most {MAX_SIMULATED},")));
     }
 }

@@ -138,7 +138,7 @@ fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
     chart
         .configure_mesh()
         .light_line_style(WHITE)
-        .x_desc("bits an element, scales included")
+        .x_desc("bits per element, scales included")
         .y_desc(panel.error)
         .x_label_formatter(&|x| format!("{x:.0}"))
         .y_label_formatter(&|y| format!("{y:.0e}"))

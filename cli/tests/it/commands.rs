@@ -54,7 +54,7 @@ fn help_and_version() {
     };
     assert_eq!(["run", "check", "bench", "plan"].map(backends), [2, 1, 1, 0]);
     let check = ok(&["check", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(check.contains("default every one of this machine"), "{check}");
+    assert!(check.contains("default all of this machine"), "{check}");
     assert_eq!(ok(&["--version"]), format!("flashtile {}\n", env!("CARGO_PKG_VERSION")));
 }
 
@@ -295,7 +295,7 @@ fn bench_measures_and_compares() {
     let output = flashtile([&["bench", "decode"][..], &few, &heads].concat());
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stdout(&output).contains("1.00 s"), "{}", stdout(&output));
-    assert_eq!(stderr(&output), "note: 1 peer rows compare with no row of this run\n");
+    assert_eq!(stderr(&output), "note: 1 peer rows match no row of this run\n");
 }
 
 #[test]

@@ -109,13 +109,13 @@ fn refusals() {
     let cases = [
         (
             vec!["kernels", "list", "decod"],
-            "decod is no kernel, expected decode, encode, merge, append, hadamard, mask_tiles",
+            "decod is not a kernel, expected decode, encode, merge, append, hadamard, mask_tiles",
         ),
         (
             print(&[]),
             "expected a kernel (decode, merge, encode, append, hadamard, mask_tiles), an instance or --all",
         ),
-        (print(&["mask_tile"]), "mask_tile is no kernel and no instance of one, expected mask_tiles"),
+        (print(&["mask_tile"]), "mask_tile is neither a kernel nor an instance, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
         (print(&["mask_tiles", "--paged"]), "--paged: does not apply to mask_tiles, it has one instance"),
         (print(&["merge", "--head-dim", "64"]), "expected --dtype, --value-dim, --v-codec"),
@@ -127,18 +127,18 @@ fn refusals() {
             print(&["decode", "--k-codec", "mlx-tq4"]),
             "does not store 128 elements, expected a dimension such as 256",
         ),
-        (print(&["decode", "--k-codec", "tq9"]), "tq9 is no codec"),
+        (print(&["decode", "--k-codec", "tq9"]), "tq9 is not a codec"),
         (
             print(&["merge_bf16_128_0", "--dtype", "f16"]),
             "--dtype: does not apply to merge_bf16_128_0, an instance, expected the kernel merge",
         ),
-        (print(&["merg", "--dtype", "f16"]), "merg is no kernel and no instance of one, expected merge, "),
+        (print(&["merg", "--dtype", "f16"]), "merg is neither a kernel nor an instance, expected merge, "),
         (
             print(&["merge_bf16_0128_0"]),
-            "merge_bf16_0128_0 is no kernel and no instance of one, expected merge_bf16_128_0, ",
+            "merge_bf16_0128_0 is neither a kernel nor an instance, expected merge_bf16_128_0, ",
         ),
-        (print(&["merge_bf16_99999999999_0"]), "is no kernel and no instance of one"),
-        (print(&["merge_bf17_128_0"]), "is no kernel and no instance of one"),
+        (print(&["merge_bf16_99999999999_0"]), "is neither a kernel nor an instance"),
+        (print(&["merge_bf17_128_0"]), "is neither a kernel nor an instance"),
         (print(&["--all"]), "--all: expected -o DIR"),
         (print(&["--all", "--paged", "-o", "x"]), "--paged: does not apply with --all"),
         (vec!["kernels", "print", "merge"], "--target"),
@@ -152,7 +152,7 @@ fn refusals() {
 #[test]
 fn measurements_that_are_refused() {
     let cases = [
-        (&["--kernel", "haddamard"][..], "haddamard is no kernel, expected hadamard"),
+        (&["--kernel", "haddamard"][..], "haddamard is not a kernel, expected hadamard"),
         (&["--backend", "cpu"], "kernels run on simulator or cuda"),
         (&["--head-dim", "64"], "--head-dim: does not apply to kernels"),
         (&["--page", "64"], "--page: does not apply to kernels"),

@@ -186,7 +186,7 @@ fn a_bias_of_keys_is_seen_and_subtracted() {
     assert!(kl(&report, all, "tq4", false) > 50.0 * kl(&report, all, "tq4", true));
     assert_eq!(report["recommended"]["centered"], true);
     let text = text(&folder.input, &[]);
-    assert!(text.contains("of the codes): center them") && text.contains("centered, values"), "{text}");
+    assert!(text.contains("bits): center them") && text.contains("centered, values"), "{text}");
     // And by a run.
     let want = folder.run(&[]);
     let error = |options: &[&str]| nrmse(&folder.run(options)["out"].values(), &want["out"].values());
@@ -355,7 +355,7 @@ fn padding_is_not_read() {
     // All rows are padding.
     tensors.insert("kv_lens".into(), Tensor::i64(&[0, 0]));
     let folder = Folder::with(&tensors);
-    assert_refused(&kv(&folder.input, &[]), "kv_lens leave no row of keys", "padding alone");
+    assert_refused(&kv(&folder.input, &[]), "kv_lens leave no rows of keys", "padding alone");
     let got = folder.run(&["--k-codec", "tq5"]);
     assert!(got["out"].bytes.iter().all(|byte| *byte == 0));
 }
@@ -391,7 +391,7 @@ fn codecs_can_be_chosen() {
     );
     let why = "--codecs: a key of k and v has 32 elements, expected 256 or 512 for mlx-tq8";
     assert_refused(&kv(&small.input, &["--codecs", "mlx-tq8"]), why, "no codec left");
-    assert_refused(&kv(&small.input, &["--codecs", "tq7"]), "tq7 is no codec", "unknown codec");
+    assert_refused(&kv(&small.input, &["--codecs", "tq7"]), "tq7 is not a codec", "unknown codec");
     let value = Folder::with(&qkv(Dtype::F32, &[1, 1, 9, 256], &[1, 1, 9, 256], &[1, 1, 9, 32]));
     let why = "a value of k and v has 32 elements, expected 256 or 512 for mlx-tq4";
     assert_eq!(json(&value.input, &["--codecs", "mlx-tq4,int8"])["left_out"][0]["reason"], why);
@@ -445,7 +445,11 @@ fn pictures_of_errors() {
     let svg = folder.path().join("none.svg");
     let options = ["--svg", svg.to_str().unwrap()];
     let plain = kv(&folder.input, &[&options[..], &["--codecs", "f16"]].concat());
-    assert_refused(&plain, "--svg: codecs that quantize are drawn, expected one in --codecs", "plain codecs");
+    assert_refused(
+        &plain,
+        "--svg: only quantizing codecs are drawn, expected one in --codecs, such as int8",
+        "plain codecs",
+    );
     let zeros = Tensor::f32(&[1, 1, 9, 16], &[0.0; 144]);
     let folder = Folder::with(&Tensors::from(["q", "k", "v"].map(|name| (name.to_owned(), zeros.clone()))));
     assert_refused(&kv(&folder.input, &options), "--svg: nothing to draw", "zeros");
@@ -503,7 +507,7 @@ fn refusals_of_files_and_options() {
     refuse(
         &with("cu_seqlens_k", Tensor::i64(&[0, 1])),
         &[],
-        "cu_seqlens_k means packed tensors, expected [batch",
+        "cu_seqlens_k makes the tensors packed, expected [batch",
     );
     let nothing = Tensors::from([("weight".to_owned(), random(&[3]))]);
     refuse(
@@ -640,7 +644,7 @@ fn runs_that_caches_cannot_do_are_refused() {
     let mut tensors = qkv(Dtype::F32, &[2, 2, 5, 8], &[2, 2, 7, 8], &[2, 2, 7, 8]);
     let folder = Folder::with(&tensors);
     for (options, why) in [
-        (&["--k-codec", "tq9"][..], "tq9 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6"),
+        (&["--k-codec", "tq9"][..], "tq9 is not a codec, expected one of f32, f16, bf16, fp8, int8, tq6"),
         (
             &["--center"],
             "--center: keys are stored as f32, expected a --k-codec that quantizes, such as int8",
@@ -648,10 +652,10 @@ fn runs_that_caches_cannot_do_are_refused() {
         (&["--center", "--k-codec", "bf16"], "--center: keys are stored as bf16"),
         (
             &["--k-codec", "tq4", "--backend", "cuda"],
-            "--k-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto, cpu, \
-             reference or simulator",
+            "--k-codec: the cuda backend does not support tq4: only the cpu supports codecs other than the dtype, expected --backend auto, \
+             cpu, reference or simulator",
         ),
-        (&["--v-codec", "tq4", "--backend", "cuda"], "--v-codec: tq4 is not of the cuda backend"),
+        (&["--v-codec", "tq4", "--backend", "cuda"], "--v-codec: the cuda backend does not support tq4"),
         (&["--k-codec", "tq4", "--grad"], "--grad"),
         (&["--k-codec", "tq4", "--causal"], "causal with q_len 5 and kv_len 7 needs q_offset"),
     ] {
@@ -674,7 +678,7 @@ fn runs_that_caches_cannot_do_are_refused() {
     for (args, why) in [
         (
             &["plan", "--v-codec", "tq4", "--backend", "cuda"][..],
-            "--v-codec: tq4 is not of the cuda backend: other codecs than the dtype are of the cpu, expected --backend auto or cpu",
+            "--v-codec: the cuda backend does not support tq4: only the cpu supports codecs other than the dtype, expected --backend auto or cpu",
         ),
         (&["plan", "--center"], "--center: keys are stored as f32, expected a --k-codec that quantizes"),
         (
@@ -690,17 +694,21 @@ fn runs_that_caches_cannot_do_are_refused() {
                 "--backend",
                 "cuda",
             ],
-            "--codec: f16 is not of the cuda backend: other codecs than the dtype are of the cpu",
+            "--codec: the cuda backend does not support f16: only the cpu supports codecs other than the dtype",
         ),
         (
             &["bench", "decode", "--cache", "ring", "--codec", "tq4", "--backend", "cuda"],
-            "--codec: tq4 is not of the cuda backend",
+            "--codec: the cuda backend does not support tq4",
         ),
     ] {
         assert_refused(&flashtile(args), why, &format!("{args:?}"));
     }
     let plan = ["plan", "--k-codec", "int8", "--device", "h100"];
-    assert_refused(&flashtile(plan), "--k-codec: int8 is not stored on this device, expected f32", "plan");
+    assert_refused(
+        &flashtile(plan),
+        "--k-codec: this device does not store int8, expected f32 like the problem",
+        "plan",
+    );
 }
 
 fn read_lse(folder: &Folder) -> Vec<f64> {

@@ -128,7 +128,7 @@ fn options() {
         (&["--backend", "metal"], "metal is not part of this build"),
         (&["--backend", "reference", "--threads", "2"], "--threads: does not apply to the reference backend"),
         (&["--backend", "reference", "--splits", "2"], "--splits"),
-        (&["--k-codec", "tq44"], "tq44 is no codec"),
+        (&["--k-codec", "tq44"], "tq44 is not a codec"),
         (&["--center"], "--center: keys are stored as f32"),
         (&["--grad"], "forward pass only"),
         (&["--splits", "0"], "expected a whole number, 1 or more"),
@@ -168,7 +168,7 @@ fn strict_reading() {
     folder.refuse(&["--strict"], "unknown tensors: notes, expected names among q, k, v");
     let input = folder.input.to_str().unwrap();
     assert_refused(&flashtile(["plan", input, "--strict"]), "unknown tensors: notes", "plan");
-    assert_refused(&flashtile(["plan", "--strict"]), "--strict: has no meaning", "plan of a shape");
+    assert_refused(&flashtile(["plan", "--strict"]), "--strict: does not apply", "plan of a shape");
 }
 
 #[test]
@@ -404,7 +404,7 @@ fn other_commands() {
             "--isa: has a meaning for the cpu backend alone",
         ),
         (vec!["bench", "--tile", "1,1,1,16,2,1,1"], "--tile: has a meaning for the cuda backend alone"),
-        (vec!["bench", "--backend", "reference"], "others are not measured"),
+        (vec!["bench", "--backend", "reference"], "other backends are not measured"),
         (vec!["plan", "--device", "avx2-8core", "--threads", "2"], "cannot be used with"),
         (vec!["plan", "--sequence", "1"], "1 of 1 sequences"),
         (vec!["plan", "--kv-lens", "1,2"], "kv_lens has 2 entries"),
@@ -441,13 +441,19 @@ fn other_commands() {
         (vec!["bench", "--seq", "0"], "expected a whole number"),
         (vec!["bench", "--head-dim", "513"], "head_dim 513"),
         (vec!["bench", "decode", "--seq", "9..3"], "or LOW..HIGH"),
-        (vec!["bench", "decode", "--seq", "3..9"], "--seq: 3..9 is of sequences in a --cache"),
+        (
+            vec!["bench", "decode", "--seq", "3..9"],
+            "--seq: 3..9 needs a --cache, whose sequences may differ in length",
+        ),
         (vec!["bench", "--cache", "paged"], "--cache: needs the group decode"),
         (
             vec!["bench", "decode", "--cache", "paged", "--codec", "f16+mlx-tq8", "--head-dim", "128"],
             "v is mlx-tq8 with 128 elements a row, expected 256 or 512",
         ),
-        (vec!["bench", "decode", "--cache", "paged", "--codec", "mlx-tq7"], "mlx-tq7 is no codec, expected"),
+        (
+            vec!["bench", "decode", "--cache", "paged", "--codec", "mlx-tq7"],
+            "mlx-tq7 is not a codec, expected",
+        ),
         (vec!["bench", "decode", "--cache", "heap"], "contiguous, paged, ring"),
         (vec!["bench", "decode", "--cache", "ring", "--shared", "9"], "--shared: needs --cache paged"),
         (
@@ -460,7 +466,7 @@ fn other_commands() {
         ),
         (vec!["bench", "decode", "--cache", "dense,ring", "--page", "8"], "--page: needs --cache paged"),
         (vec!["bench", "--quick", "--full"], "cannot be used with"),
-        (vec!["bench", "visibility", "--causal"], "--causal: has no meaning"),
+        (vec!["bench", "visibility", "--causal"], "--causal: does not apply"),
         (vec!["bench", "--vs", peers], "peers.jsonl line 1: expected"),
         (vec!["bench", "--vs", missing], "No such file"),
         (vec!["bench", "--json-lines", missing], "cannot be written"),

@@ -323,7 +323,7 @@ fn one_layer_of_many_is_chosen_by_its_prefix() {
     Folder::with(&changed).refuse(&["--prefix", "model.layers.3.attn"], misspelt);
     let twice = Tensors::from_iter(["a.k", "a_k"].map(|name| (name.to_owned(), one["k"].clone())));
     Folder::with(&twice)
-        .refuse(&["--prefix", "a"], "a.k, a_k are of different layers, expected a prefix of one");
+        .refuse(&["--prefix", "a"], "a.k, a_k belong to different layers, expected a prefix of one");
     let plain = Folder::with(&qkv(Dtype::F32, &[1], &[1], &[1]));
-    plain.refuse(&["--prefix", "layer.3"], "no q, k and v of that name (it has k, q, v)");
+    plain.refuse(&["--prefix", "layer.3"], "no q, k and v with that prefix (the file has k, q, v)");
 }

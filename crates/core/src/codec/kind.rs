@@ -204,7 +204,7 @@ impl std::str::FromStr for Codec {
     fn from_str(name: &str) -> Result<Self, String> {
         Self::ALL.into_iter().find(|codec| codec.name() == name).ok_or_else(|| {
             let known = Self::ALL.map(Self::name).join(", ");
-            format!("{name} is no codec, expected one of {known}")
+            format!("{name} is not a codec, expected one of {known}")
         })
     }
 }

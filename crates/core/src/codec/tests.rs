@@ -170,7 +170,7 @@ fn names_are_read_back() {
     let refusal = "q4_0".parse::<Codec>().unwrap_err();
     assert_eq!(
         refusal,
-        "q4_0 is no codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2, mlx-tq8, mlx-tq6, mlx-tq5, \
+        "q4_0 is not a codec, expected one of f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2, mlx-tq8, mlx-tq6, mlx-tq5, \
          mlx-tq4, mlx-tq8-plain, mlx-tq6-plain, mlx-tq5-plain"
     );
 }

@@ -479,11 +479,11 @@ mod tests {
         assert_eq!(of(Head { q: &q[1..], ..head }), Err("q has 7 elements, expected whole rows of 4".into()));
         assert_eq!(
             of(Head { v: &v[2..], ..head }),
-            Err("k has 3 rows and v 2, expected as many, at least 1".into())
+            Err("k has 3 rows and v has 2, expected the same number, at least 1".into())
         );
         assert_eq!(
             of(Head { k: &[], v: &[], ..head }),
-            Err("k has 0 rows and v 0, expected as many, at least 1".into())
+            Err("k has 0 rows and v has 0, expected the same number, at least 1".into())
         );
         let mut attention = HeadAttention::new(head);
         attention.key_mean = Some(&q[..3]);
