@@ -120,6 +120,7 @@ fn cuda_plans_fit_their_devices() {
                     }
                     plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
                 };
+                assert_eq!(plan.kernels().any(|k| k.is_portable()), machine == "t4", "{machine}: {plan}");
                 for kernel in plan.kernels() {
                     assert_eq!(kernel.is_portable(), machine == "t4", "{machine}: {plan}");
                     let (shared, tile) = (kernel.shared_bytes(), kernel.tile());

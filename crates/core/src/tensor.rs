@@ -519,7 +519,7 @@ impl<'a> MaskView<'a> {
 
     /// The row of `(b, h, i)`: the address of its first element, and the stride between keys, which is 1, or 0 for a
     /// broadcast key axis.
-    pub fn row(&self, b: usize, h: usize, i: usize) -> MaskRow {
+    pub fn row(&self, b: usize, h: usize, i: usize) -> MaskRow<'a> {
         let index = [b, h, i];
         let at = |axis: usize| if self.shape[axis] == 1 { 0 } else { index[axis] * self.strides[axis] };
         let offset = at(0) + at(1) + at(2);
@@ -529,7 +529,7 @@ impl<'a> MaskView<'a> {
                 (p.wrapping_add(offset * dtype.bytes()), MaskKind::Additive(dtype))
             }
         };
-        MaskRow { ptr, kind, step: usize::from(self.shape[3] > 1) }
+        MaskRow { ptr, kind, step: usize::from(self.shape[3] > 1), mask: PhantomData }
     }
 
     /// What the mask adds to the score of `(b, h, i, j)`: `-inf` if the key is hidden, 0 if a boolean mask shows it.
@@ -550,23 +550,42 @@ impl<'a> MaskView<'a> {
     }
 }
 
-/// One row of a mask, addressed by key.
+/// One row of a mask, addressed by key. Only [`MaskView::row`] makes one.
 #[derive(Debug, Clone, Copy)]
-#[allow(clippy::exhaustive_structs)]
-pub struct MaskRow {
-    /// The element of key 0.
-    pub ptr: *const u8,
-    /// Kind of the elements.
-    pub kind: MaskKind,
-    /// Elements from one key to the next: 1, or 0 if the key axis is broadcast.
-    pub step: usize,
+pub struct MaskRow<'a> {
+    ptr: *const u8,
+    kind: MaskKind,
+    step: usize,
+    mask: PhantomData<&'a [u8]>,
 }
 
-impl MaskRow {
+impl MaskRow<'_> {
+    /// The element of key 0.
+    #[inline]
+    #[must_use]
+    pub const fn ptr(&self) -> *const u8 {
+        self.ptr
+    }
+
+    /// Kind of the elements.
+    #[inline]
+    #[must_use]
+    pub const fn kind(&self) -> MaskKind {
+        self.kind
+    }
+
+    /// Elements from one key to the next: 1, or 0 if the key axis is broadcast.
+    #[inline]
+    #[must_use]
+    pub const fn step(&self) -> usize {
+        self.step
+    }
+
     /// What the mask adds at key `j`.
     ///
     /// # Safety
     /// `j` is inside the mask's key axis or that axis is broadcast.
+    #[inline]
     pub unsafe fn bias(&self, j: usize) -> f32 {
         let j = j * self.step;
         // SAFETY: the caller guarantees that the element exists, and the view's constructor proved such elements

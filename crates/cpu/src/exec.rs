@@ -55,16 +55,16 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
     let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);
     // The machine has the plan's instruction set, except where tests emulate it.
     let token = IsaToken::at_most(plan.isa());
-    let _ = token.counted();
+    token.count();
     let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));
     let cx = Context { plan, kernels, token, inputs, out: &outputs.out, lse, partials, mask };
 
-    for phase in plan.phases() {
+    for level in plan.levels() {
         // SAFETY: the machine has the instruction set; each worker has its own scratch memory of the plan's size; a task runs
-        // once, tasks of a phase write disjoint rows and partials, and read partials of phases before.
-        for_each(&phase.tasks, workers, |unit, worker| unsafe { task(&cx, unit, scratch.of(worker)) });
-        // SAFETY: as above, and every partial result of the phase was stored by now.
-        for_each(&phase.reductions, workers, |unit, worker| unsafe { reduce(&cx, unit, scratch.of(worker)) });
+        // once, tasks of a level write disjoint rows and partials, and read partials of levels before.
+        for_each(&level.tasks, workers, |unit, worker| unsafe { task(&cx, unit, scratch.of(worker)) });
+        // SAFETY: as above, and every partial result of the level was stored by now.
+        for_each(&level.reductions, workers, |unit, worker| unsafe { reduce(&cx, unit, scratch.of(worker)) });
     }
 }
 

@@ -339,6 +339,20 @@ mod tests {
     }
 
     #[test]
+    fn another_layout_of_parameters_does_not_compile() {
+        let Some(compiler) = compiler() else { return };
+        let mut program = Source::mask_tiles().program();
+        let size = |bytes: usize| format!("static_assert(sizeof(ForwardParams) == {bytes});");
+        let bytes = size_of::<ForwardParams>();
+        assert!(program.source.contains(&size(bytes)));
+        program.source = program.source.replace(&size(bytes), &size(bytes + 8));
+        match compiler.compile(&program, &compiler.target((8, 0))) {
+            Err(Error::Compile { log, .. }) => assert!(log.contains("static assertion failed"), "{log}"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
     fn a_kernel_that_does_not_compile_is_named_with_the_log() {
         let Some(compiler) = compiler() else { return };
         let mut source = Source::mask_tiles();

@@ -148,7 +148,7 @@ impl KvCache {
     ) -> Result<(), CacheError> {
         self.desc.check_layer(layer)?;
         self.desc.check_rows(total_tokens(batch), (k.shape(), v.shape()))?;
-        self.store.layers[layer].check(self.learns(), k, v)?;
+        self.store.layers[layer].check(self.learns_mean(), k, v)?;
         self.table.prepare_write(batch, &mut self.copies)?;
         self.copy_pages();
         self.write_rows(layer, batch, k, v)
@@ -171,7 +171,7 @@ impl KvCache {
             self.desc.check_rows(total_tokens(batch), (k.shape(), v.shape()))?;
         }
         for (layer, (k, v)) in self.store.layers.iter().zip(layers) {
-            layer.check(self.learns(), k, v)?;
+            layer.check(self.learns_mean(), k, v)?;
         }
         self.extend(batch)?;
         layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
@@ -482,8 +482,8 @@ impl KvCache {
         self.store.poison(&self.table.rows_held());
     }
 
-    /// Whether the next write of a layer determines the mean of its keys.
-    fn learns(&self) -> bool {
+    /// Whether layers take the mean of their keys from their first write.
+    fn learns_mean(&self) -> bool {
         self.desc.key_mean == KeyMean::Learned
     }
 
@@ -501,7 +501,7 @@ impl KvCache {
         k: &TensorView<'_>,
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
-        let learns = self.learns();
+        let learns = self.learns_mean();
         let of = &mut self.store.layers[layer];
         let mean = of.learned(learns, k);
         if let (Some(mean), Some(codes)) = (mean, of.k.codes_mut()) {

@@ -190,7 +190,9 @@ impl Pool {
                     view.export(0, head, from, &mut bytes);
                     codes.import(run.page, head, row, &bytes);
                 }
-                _ => debug_assert!(false, "the codecs are the same"),
+                (Rows::Elements(..), KvView::Codes(_)) | (Rows::Codes(_), KvView::Elements(_)) => {
+                    unreachable!("the codecs of the slot were checked")
+                }
             }
         }
     }

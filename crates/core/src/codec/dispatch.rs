@@ -65,7 +65,8 @@ pub fn unrotate(token: IsaToken, rotation: &Rotation, y: &mut [f32]) {
 /// The functions of the most capable instruction set that codecs are compiled for and that the token's contains.
 #[inline]
 fn functions(token: IsaToken) -> &'static Functions {
-    match token.counted() {
+    token.count();
+    match token.isa() {
         Isa::Portable => &portable::FUNCTIONS,
         #[cfg(target_arch = "x86_64")]
         Isa::Avx2 => &avx2::FUNCTIONS,

@@ -80,9 +80,17 @@ impl CodePages {
     }
 
     /// Sets the mean `[heads, dim]` of keys, on which scores depend only by rounding: a large mean left in the keys
-    /// takes most of the codes' resolution. Does not re-encode rows that are stored already.
+    /// takes most of the codes' resolution. Does not re-encode rows that are stored already: their values change.
+    ///
+    /// # Panics
+    /// If the mean has another length.
+    #[doc(hidden)]
     pub fn set_mean(&mut self, mean: Option<Vec<f32>>) {
-        debug_assert!(mean.as_ref().is_none_or(|mean| mean.len() == self.shape[1] * self.shape[3]));
+        let expected = self.shape[1] * self.shape[3];
+        assert!(
+            mean.as_ref().is_none_or(|mean| mean.len() == expected),
+            "expected a mean of {expected} elements"
+        );
         self.mean = mean;
     }
 

@@ -3,7 +3,7 @@
 mod token;
 
 pub use token::IsaToken;
-#[cfg(feature = "testkit")]
+#[cfg(feature = "counters")]
 pub use token::counts;
 
 use crate::dtype::Dtype;

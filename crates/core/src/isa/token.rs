@@ -36,17 +36,15 @@ impl IsaToken {
         self.0
     }
 
-    /// The instruction set whose code is about to run, which tests count.
+    /// Counts, in builds with the feature `counters`, that code of this instruction set is about to run.
     #[inline]
-    #[must_use]
-    pub fn counted(self) -> Isa {
-        #[cfg(feature = "testkit")]
+    pub fn count(self) {
+        #[cfg(feature = "counters")]
         counters::COUNTS[self.0 as usize].fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-        self.0
     }
 }
 
-#[cfg(feature = "testkit")]
+#[cfg(feature = "counters")]
 mod counters {
     use super::Isa;
     use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,7 +56,7 @@ mod counters {
         COUNTS.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 }
-#[cfg(feature = "testkit")]
+#[cfg(feature = "counters")]
 pub use counters::counts;
 
 #[cfg(target_arch = "x86_64")]

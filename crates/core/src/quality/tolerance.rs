@@ -141,9 +141,13 @@ pub fn integer_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
 /// Allowed standard deviations of a score's rounding errors.
 const SCORE_DEVIATIONS: f64 = 3.0;
 
+/// The largest error of a score that [`score_errors`] allows: an answer that is further off is wrong, however large its
+/// scores are.
+const MAX_SCORE_ERROR: f64 = 0.25;
+
 /// How far the scores of each row `[batch, q_heads, q_len]` may be off because a dot product is a sum of `n =
 /// head_dim` terms in f32: `3 u |scale| sqrt(n / 6) |q * k|`, where `u` is the unit roundoff and `|q * k|` the
-/// Euclidean norm of the terms, the largest of any visible key.
+/// Euclidean norm of the terms, the largest of any visible key with a finite score; at most 1/4.
 ///
 /// Each addition rounds the partial sum `S_m` with an error of variance at most `(u S_m)^2 / 3`. The partial sums of terms of
 /// random signs have `S_m^2 = m / n |q * k|^2` on average, so the variances add up to `u^2 n / 6 |q * k|^2`. For elements of
@@ -155,7 +159,9 @@ pub fn score_errors(problem: &Problem, inputs: &Inputs<'_>) -> Vec<f64> {
     let mut errors = vec![0.0f64; dims.lse_shape().iter().product()];
     let unit = 0.5 * f64::from(f32::EPSILON) * f64::from(problem.scale().abs());
     let factor = SCORE_DEVIATIONS * unit * (dims.head_dim as f64 / 6.0).sqrt();
-    for_each_row(problem, inputs, |at, row| errors[at] = factor * row.max_products_norm());
+    for_each_row(problem, inputs, |at, row| {
+        errors[at] = (factor * row.max_products_norm()).min(MAX_SCORE_ERROR);
+    });
     errors
 }
 
@@ -315,6 +321,8 @@ pub fn compare_lse_off(got: &[f32], expected: &Attention, tolerance: &Tolerance,
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::problem::{Dims, ProblemDesc};
+    use crate::tensor::TensorView;
 
     fn report(got: &[f32], want: &[f64], dtype: Dtype, lse: f64) -> Report {
         let expected = Attention { out: want.to_vec(), lse: vec![lse] };
@@ -377,6 +385,22 @@ mod tests {
         assert!(
             !compare_out(&got, &mixed, Dtype::F32, &Tolerance::of(Dtype::F32, 1, Accumulation::F32)).within()
         );
+    }
+
+    #[test]
+    fn no_key_widens_limits_without_end() {
+        let dims = Dims { batch: 1, q_heads: 1, kv_heads: 1, q_len: 1, kv_len: 2, head_dim: 4, value_dim: 4 };
+        let problem = ProblemDesc::new(dims, Dtype::F32).validate().unwrap();
+        let errors = |first: f32| {
+            let (q, v, mut k) = ([1.0f32; 4], [1.0f32; 8], [1.0f32; 8]);
+            k[0] = first;
+            let of = |x| TensorView::bhsd(x, dims.k_shape()).unwrap();
+            let q = TensorView::bhsd(&q, dims.q_shape()).unwrap();
+            score_errors(&problem, &Inputs::new(q, of(&k), of(&v)))[0]
+        };
+        assert!(errors(1.0) > 0.0 && errors(100.0) > 10.0 * errors(1.0));
+        assert_eq!(errors(f32::INFINITY), errors(1.0));
+        assert_eq!(errors(1e30), MAX_SCORE_ERROR);
     }
 
     #[test]

@@ -112,10 +112,11 @@ impl Rows {
 }
 
 impl Row<'_> {
-    /// The largest Euclidean norm, over the visible keys, of the products `q[d] * k[d]` whose sum is `q . k`; 0
-    /// without visible keys.
+    /// The largest Euclidean norm, over the visible keys with a finite score, of the products `q[d] * k[d]` whose sum
+    /// is `q . k`; 0 without such keys.
     pub(crate) fn max_products_norm(&self) -> f64 {
-        let visible = self.problem.visible(self.sequence, self.i).filter(|&j| self.score(j).is_some());
+        let is_finite = |&j: &usize| self.score(j).is_some_and(f64::is_finite);
+        let visible = self.problem.visible(self.sequence, self.i).filter(is_finite);
         let squares = |j| self.q.iter().zip(self.k.row(j)).map(|(q, k)| (q * k).powi(2)).sum::<f64>();
         visible.map(squares).fold(0.0, f64::max).sqrt()
     }

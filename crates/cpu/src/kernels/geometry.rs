@@ -252,7 +252,7 @@ impl<'a> TaskState<'a> {
 
     /// The row of the tree mask of a query.
     #[inline]
-    pub(super) fn tree_row(&self, query: &Query<'_>) -> Option<MaskRow> {
+    pub(super) fn tree_row(&self, query: &Query<'_>) -> Option<MaskRow<'_>> {
         Some(self.cx.inputs.tree.as_ref()?.row(0, 0, query.sequence.q_start + query.position))
     }
 

@@ -76,21 +76,21 @@ fn row_tile<T: Copy>(row: &[T], hides: impl Fn(T) -> bool, neutral: impl Fn(T) -
 
 /// # Safety
 /// Elements `keys` of the row exist.
-unsafe fn span_tile(row: MaskRow, keys: Range<usize>) -> MaskTile {
+unsafe fn span_tile(row: MaskRow<'_>, keys: Range<usize>) -> MaskTile {
     // SAFETY: the caller's contract; MaskRow holds pointers aligned to their element type.
     unsafe {
-        match row.kind {
+        match row.kind() {
             MaskKind::Bool => {
-                let span = std::slice::from_raw_parts(row.ptr.add(keys.start), keys.len());
+                let span = std::slice::from_raw_parts(row.ptr().add(keys.start), keys.len());
                 row_tile(span, |x| x == 0, |x| x != 0)
             }
             MaskKind::Additive(Dtype::F32) => {
-                let span = std::slice::from_raw_parts(row.ptr.cast::<u32>().add(keys.start), keys.len());
+                let span = std::slice::from_raw_parts(row.ptr().cast::<u32>().add(keys.start), keys.len());
                 row_tile(span, |x| x == 0xff80_0000, |x| x & 0x7fff_ffff == 0)
             }
             MaskKind::Additive(dtype) => {
                 let minus_infinity = if dtype == Dtype::F16 { 0xfc00 } else { 0xff80 };
-                let span = std::slice::from_raw_parts(row.ptr.cast::<u16>().add(keys.start), keys.len());
+                let span = std::slice::from_raw_parts(row.ptr().cast::<u16>().add(keys.start), keys.len());
                 row_tile(span, |x| x == minus_infinity, |x| x & 0x7fff == 0)
             }
         }

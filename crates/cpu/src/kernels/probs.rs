@@ -68,11 +68,11 @@ fn modifies<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile) -> bool 
 
 /// The changes of the scores of a query before the softmax.
 #[inline(always)]
-pub(super) fn modifiers<S: Simd, P: Products<S>>(
-    work: &TaskState<'_>,
+pub(super) fn modifiers<'a, S: Simd, P: Products<S>>(
+    work: &TaskState<'a>,
     tile: &Tile,
     query: &Query<'_>,
-) -> Modifiers {
+) -> Modifiers<'a> {
     let problem = work.cx.plan.problem();
     let first = tile.block * work.block_k;
     let mask = match &work.cx.mask {

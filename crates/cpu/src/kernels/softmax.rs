@@ -13,14 +13,14 @@ use std::ops::Range;
 
 /// Changes of the scores of a row before its softmax, in their order. Scores are in units of log2, or of the softcap.
 #[derive(Clone, Copy)]
-pub(super) struct Modifiers {
+pub(super) struct Modifiers<'a> {
     /// Factor of the scores.
     pub(super) scale: f32,
     /// Added to them: `q . k_mean`.
     pub(super) offset: f32,
     pub(super) softcap: Option<f32>,
     pub(super) alibi: Option<Alibi>,
-    pub(super) mask: Option<MaskColumns>,
+    pub(super) mask: Option<MaskColumns<'a>>,
 }
 
 /// ALiBi of a row.
@@ -33,8 +33,8 @@ pub(super) struct Alibi {
 
 /// A mask row over the columns of a block.
 #[derive(Clone, Copy)]
-pub(super) struct MaskColumns {
-    pub(super) row: MaskRow,
+pub(super) struct MaskColumns<'a> {
+    pub(super) row: MaskRow<'a>,
     /// Key of the first column.
     pub(super) first: usize,
     /// Keys of the mask's axis.
@@ -68,24 +68,24 @@ static LANE_INDEX: [f32; 16] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11.
 
 /// Mask bias of the `LANES` keys from `j`; lanes past the mask's axis hold anything.
 #[inline(always)]
-unsafe fn mask_bias<S: Simd>(row: MaskRow, j: usize, keys: usize) -> S::V {
+unsafe fn mask_bias<S: Simd>(row: MaskRow<'_>, j: usize, keys: usize) -> S::V {
     // SAFETY: the mask row has `keys` elements, or one that stands for all; no other is read.
     unsafe {
-        if row.step == 0 {
+        if row.step() == 0 {
             return S::splat(row.bias(0));
         }
         let n = keys.saturating_sub(j).min(S::LANES);
-        match row.kind {
+        match row.kind() {
             MaskKind::Bool => {
                 if n == S::LANES {
-                    return S::load_bool(row.ptr.add(j));
+                    return S::load_bool(row.ptr().add(j));
                 }
                 let mut bytes = [0u8; 16];
-                std::ptr::copy_nonoverlapping(row.ptr.wrapping_add(j), bytes.as_mut_ptr(), n);
+                std::ptr::copy_nonoverlapping(row.ptr().wrapping_add(j), bytes.as_mut_ptr(), n);
                 S::load_bool(bytes.as_ptr())
             }
             MaskKind::Additive(dtype) => with_elem!(dtype, E => {
-                let p = row.ptr.cast::<E>().wrapping_add(j);
+                let p = row.ptr().cast::<E>().wrapping_add(j);
                 if n == S::LANES { E::load::<S>(p) } else { load_head::<S, E>(p, n) }
             }),
         }
@@ -97,7 +97,7 @@ unsafe fn mask_bias<S: Simd>(row: MaskRow, j: usize, keys: usize) -> S::V {
 /// # Safety
 /// As [`Simd`]; `scores` is valid for the vectors, the mask row for its keys.
 #[inline(always)]
-pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers) {
+pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, with: &Modifiers<'_>) {
     // SAFETY: the caller's contract.
     unsafe {
         let hidden = S::splat(f32::NEG_INFINITY);
@@ -114,11 +114,11 @@ pub(super) unsafe fn modify<S: Simd>(scores: *mut f32, columns: Range<usize>, wi
             }
             if let Some(MaskColumns { row, first, keys }) = with.mask {
                 let bias = mask_bias::<S>(row, first + c, keys);
-                if row.kind != MaskKind::Bool {
+                if row.kind() != MaskKind::Bool {
                     // A NaN passes both comparisons.
                     let mut core = S::max(S::splat(-HUGE_BIAS), bias);
                     // f16 holds no huge bias.
-                    if row.kind == MaskKind::Additive(Dtype::F16) {
+                    if row.kind() == MaskKind::Additive(Dtype::F16) {
                         x = S::fma(core, S::splat(LOG2_E), x);
                     } else {
                         core = S::select_lt(S::splat(HUGE_BIAS), core, S::splat(HUGE_BIAS), core);
@@ -153,11 +153,11 @@ pub(super) unsafe fn hide(scores: *mut f32, columns: Range<usize>, visible: Rang
 /// # Safety
 /// `scores` is valid for `columns`, the row for as many elements from `from` on.
 #[inline(always)]
-pub(super) unsafe fn prune(scores: *mut f32, columns: Range<usize>, row: MaskRow, from: usize) {
+pub(super) unsafe fn prune(scores: *mut f32, columns: Range<usize>, row: MaskRow<'_>, from: usize) {
     for (n, c) in columns.enumerate() {
         // SAFETY: the caller's contract; a row of step 0 has one element, which stands for all.
         unsafe {
-            if *row.ptr.add((from + n) * row.step) == 0 {
+            if *row.ptr().add((from + n) * row.step()) == 0 {
                 *scores.add(c) = f32::NEG_INFINITY;
             }
         }

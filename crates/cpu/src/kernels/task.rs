@@ -115,7 +115,7 @@ impl<'a> TaskState<'a> {
 /// # Safety
 /// - The machine has the instruction set of the context's kernels.
 /// - The context was checked against its plan, and `scratch` is valid for the plan's layout.
-/// - No other thread uses `scratch` or runs the same task, and the phases before it have ended.
+/// - No other thread uses `scratch` or runs the same task, and the levels before its own have ended.
 pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
     // SAFETY: the caller's contract; every region is used within its size in the layout.
     unsafe {

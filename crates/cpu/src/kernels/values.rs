@@ -133,9 +133,10 @@ unsafe fn repair_row<S: Simd, P: Products<S>>(work: &TaskState<'_>, tile: &Tile,
         let seen = work.visible_columns(query.sequence, query.position, tile.block);
         let ((tree, tree_from), tree_row) = (work.tree_columns(tile), work.tree_row(&query));
         let sees = |j: usize| {
-            let hides = |mask: MaskColumns| mask.row.bias(mask.first + j) == f32::NEG_INFINITY;
-            let pruned =
-                |row: MaskRow| tree.contains(&j) && row.bias(tree_from + j - tree.start) == f32::NEG_INFINITY;
+            let hides = |mask: MaskColumns<'_>| mask.row.bias(mask.first + j) == f32::NEG_INFINITY;
+            let pruned = |row: MaskRow<'_>| {
+                tree.contains(&j) && row.bias(tree_from + j - tree.start) == f32::NEG_INFINITY
+            };
             seen.contains(&j) && !mask.is_some_and(hides) && !tree_row.is_some_and(pruned)
         };
         let probs = work.scores.at(r, 0);

@@ -1,14 +1,14 @@
 //! The plan of one problem.
 
 use super::facts::CpuFacts;
-use super::schedule::{Choices, Phase, PlannedPrefix, Schedule, Segments, TASKS_PER_THREAD};
-use super::sizes::{BLOCK_K, MASK_TILE_Q, MAX_TASKS, MAX_THREADS, STREAM_ROWS};
+use super::schedule::{Choices, Level, PlannedPrefix, Schedule, Segments, TASKS_PER_THREAD};
+use super::sizes::{BLOCK_K, INTEGER_DIM_STEP, MASK_TILE_Q, MAX_TASKS, MAX_THREADS, STREAM_ROWS};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::Isa;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
-use flashtile_core::problem::Problem;
+use flashtile_core::problem::{Problem, Sequence};
 
 /// Offsets in f32 elements of one thread's scratch memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,12 +168,12 @@ impl CpuPlan {
 
     /// Threads that have work.
     pub(crate) fn workers(&self) -> usize {
-        let most = self.schedule.phases.iter().map(|phase| phase.tasks.len()).max();
+        let most = self.schedule.levels.iter().map(|level| level.tasks.len()).max();
         self.threads.min(most.unwrap_or(0)).max(1)
     }
 
-    pub(crate) fn phases(&self) -> &[Phase] {
-        &self.schedule.phases
+    pub(crate) fn levels(&self) -> &[Level] {
+        &self.schedule.levels
     }
 
     pub(crate) const fn scratch(&self) -> &ScratchLayout {
@@ -213,10 +213,16 @@ impl CpuPlan {
         self.threads
     }
 
-    /// Whether tasks of few rows multiply codes in integers of 16 bits. All other products with codes are in f32.
+    /// Whether sequences of few rows multiply codes in integers of 16 bits. All other products with codes are in f32.
     #[must_use]
     pub fn multiplies_integers(&self) -> bool {
+        let (problem, dims) = (&self.problem, self.problem.dims());
+        let few = |s: &Sequence| s.q_len * dims.gqa_group() <= STREAM_ROWS;
+        let takes = |codec: Codec, dim: usize| codec.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP);
         self.isa == Isa::Avx512Vnni
+            && self.prefixes().is_empty()
+            && problem.sequences().iter().any(few)
+            && (takes(problem.k_codec(), dims.head_dim) || takes(problem.v_codec(), dims.value_dim))
     }
 
     /// Keys of a block.
@@ -265,7 +271,7 @@ impl CpuPlan {
     /// Number of units of work.
     #[must_use]
     pub fn task_count(&self) -> usize {
-        self.schedule.phases.iter().map(|phase| phase.tasks.len()).sum()
+        self.schedule.levels.iter().map(|level| level.tasks.len()).sum()
     }
 
     /// Bytes of workspace that a run needs.

@@ -20,4 +20,4 @@ pub(crate) use cpu_plan::{MaskTileShape, register_tile};
 pub use facts::CpuFacts;
 pub use schedule::PlannedPrefix;
 pub(crate) use schedule::{Reduction, Rows, Target, Task, sequence_of, spans};
-pub(crate) use sizes::{BLOCK_K, STREAM_ROWS};
+pub(crate) use sizes::{BLOCK_K, INTEGER_DIM_STEP, STREAM_ROWS};

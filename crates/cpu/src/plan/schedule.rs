@@ -2,10 +2,10 @@
 //!
 //! A segment is the key blocks that one task may hold for some rows: the blocks of a prefix that several sequences share, with
 //! the rows of all of them, or the other blocks of one sequence. A row passes through its segments in key order. Its state after a
-//! segment is kept in partials of the workspace for the next one. Segments at
-//! the same depth of prefixes form a phase; a phase starts when the one before has ended.
+//! segment is kept in partials of the workspace for the next one. Segments at the same depth of prefixes form a level; a level
+//! starts when the one before has ended.
 //!
-//! Where the tasks of a phase would leave threads idle, the long ones are split along the keys. The first split continues
+//! Where the tasks of a level would leave threads idle, the long ones are split along the keys. The first split continues
 //! the state, the others keep a partial result for each block, and a reduction folds these into the state in key order.
 
 use super::sizes::BLOCK_K;
@@ -70,14 +70,14 @@ pub(crate) struct Reduction {
     pub(crate) target: Target,
 }
 
-/// Tasks that need nothing of each other, longest first, and the reductions after them.
+/// The tasks at one depth of prefixes, longest first, which do not depend on each other, and the reductions after them.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Phase {
+pub(crate) struct Level {
     pub(crate) tasks: Vec<Task>,
     pub(crate) reductions: Vec<Reduction>,
 }
 
-impl Phase {
+impl Level {
     fn costs(&self) -> impl Iterator<Item = u64> {
         self.tasks.iter().map(|task| task.cost)
     }
@@ -102,13 +102,14 @@ struct Segment {
     sequences: Range<usize>,
     /// Query rows of each key/value head.
     rows: usize,
-    /// Its blocks; to the last where they are a sequence's own.
+    /// Its key blocks; `end` is `usize::MAX` for a sequence's own, which run to its last.
     blocks: Range<usize>,
     /// The segment with the blocks before, if there are any.
     parent: Option<usize>,
     depth: usize,
-    /// Index of the partial of the state of its first row and key/value head 0, where other segments go on with it.
-    num_partials: usize,
+    /// Index of the partial that holds the state of its first row and key/value head 0: of prefixes, whose state later segments
+    /// continue.
+    first_partial: usize,
     splits: usize,
 }
 
@@ -131,7 +132,7 @@ pub(super) struct Choices {
 /// The schedule of a plan.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Schedule {
-    pub(super) phases: Vec<Phase>,
+    pub(super) levels: Vec<Level>,
     pub(super) prefixes: Vec<PlannedPrefix>,
     /// States and partial results.
     pub(super) num_partials: usize,
@@ -139,7 +140,7 @@ pub(super) struct Schedule {
     pub(super) splits: Vec<usize>,
 }
 
-/// Cost of reading a key, in rows that multiply it: a task of few rows waits for memory.
+/// Reading a key costs as much as multiplying it with this many rows: it dominates tasks of few rows.
 const STREAM_COST: u64 = 8;
 /// Tasks per thread that even out differences in work.
 pub(super) const TASKS_PER_THREAD: usize = 4;
@@ -199,7 +200,7 @@ impl<'a> Segments<'a> {
                 let depth = parent.map_or(0, |n| list[n].depth + 1);
                 let sequences = prefix.sequences.clone();
                 innermost[sequences.clone()].fill(Some(list.len()));
-                list.push(Segment { sequences, rows, blocks, parent, depth, num_partials: 0, splits: 1 });
+                list.push(Segment { sequences, rows, blocks, parent, depth, first_partial: 0, splits: 1 });
             }
         }
         let prefixes = list.len();
@@ -212,7 +213,7 @@ impl<'a> Segments<'a> {
                 blocks: blocks..usize::MAX,
                 parent,
                 depth,
-                num_partials: 0,
+                first_partial: 0,
                 splits: 1,
             });
         }
@@ -241,11 +242,11 @@ impl<'a> Segments<'a> {
         let (heads, gqa_group) = (self.problem.dims().kv_heads, self.problem.dims().gqa_group());
         let mut num_partials = 0usize;
         let depth = self.list.iter().map(|segment| segment.depth + 1).max().unwrap_or(0);
-        // Tasks of each phase, each with the index of its segment.
-        let mut phases: Vec<Vec<(Task, usize)>> = vec![Vec::new(); depth];
+        // Tasks of each level, each with the index of its segment.
+        let mut levels: Vec<Vec<(Task, usize)>> = vec![Vec::new(); depth];
         for index in 0..self.list.len() {
             if index < self.prefixes {
-                self.list[index].num_partials = num_partials;
+                self.list[index].first_partial = num_partials;
                 num_partials = num_partials.checked_add(self.list[index].rows.checked_mul(heads)?)?;
             }
             let segment = &self.list[index];
@@ -254,7 +255,7 @@ impl<'a> Segments<'a> {
                 let parent = &self.list[parent];
                 let start = |sequence: usize| self.problem.sequences()[sequence].q_start;
                 let offset = (start(sequence) - start(parent.sequences.start)) * gqa_group;
-                (parent.num_partials + offset, parent.rows)
+                (parent.first_partial + offset, parent.rows)
             });
             for first in (0..segment.rows).step_by(choices.task_rows) {
                 let count = choices.task_rows.min(segment.rows - first);
@@ -262,18 +263,18 @@ impl<'a> Segments<'a> {
                 for kv_head in 0..heads {
                     let partial = |(base, rows): (usize, usize)| base + kv_head * rows + first;
                     let target = if index < self.prefixes {
-                        Target::State(partial((segment.num_partials, segment.rows)))
+                        Target::State(partial((segment.first_partial, segment.rows)))
                     } else {
                         Target::Out
                     };
                     let rows = Rows { sequence, kv_head, first, count };
-                    phases[segment.depth]
+                    levels[segment.depth]
                         .push((Task { rows, blocks, from: from.map(partial), target, cost }, index));
                 }
             }
         }
-        let phases = phases.into_iter().map(|tasks| self.split(tasks, choices, &mut num_partials));
-        let phases = phases.collect::<Option<Vec<Phase>>>()?;
+        let levels = levels.into_iter().map(|tasks| self.split(tasks, choices, &mut num_partials));
+        let levels = levels.collect::<Option<Vec<Level>>>()?;
         let (shared, own) = self.list.split_at(self.prefixes);
         let planned = |segment: &Segment| PlannedPrefix {
             sequences: segment.sequences.clone(),
@@ -282,7 +283,7 @@ impl<'a> Segments<'a> {
             splits: segment.splits,
         };
         Some(Schedule {
-            phases,
+            levels,
             prefixes: shared.iter().map(planned).collect(),
             num_partials,
             splits: own.iter().map(|segment| segment.splits).collect(),
@@ -318,13 +319,13 @@ impl<'a> Segments<'a> {
         (if none { Blocks { start: 0, end: 0 } } else { Blocks { start: first, end: last } }, cost)
     }
 
-    /// Splits the tasks of a phase along the keys: as the option says, or where that shortens the phase.
+    /// Splits the tasks of a level along the keys: as the option says, or where that shortens the level.
     fn split(
         &mut self,
         tasks: Vec<(Task, usize)>,
         choices: &Choices,
         num_partials: &mut usize,
-    ) -> Option<Phase> {
+    ) -> Option<Level> {
         let blocks = |task: &Task| task.blocks.end - task.blocks.start;
         let splits_of: Box<dyn Fn(&Task) -> usize> = match choices.options.splits {
             Some(splits) => Box::new(move |task| splits.min(blocks(task))),
@@ -340,11 +341,11 @@ impl<'a> Segments<'a> {
         let needed = tasks.iter().fold(0usize, |sum, (task, _)| sum.saturating_add(extra(task)));
         let splits = choices.options.splits.is_some()
             || needed.saturating_mul(choices.partial_bytes) <= MAX_PARTIAL_BYTES;
-        let mut phase = Phase::default();
+        let mut level = Level::default();
         for (task, segment) in tasks {
             let n = splits_of(&task);
             if !splits || n <= 1 {
-                phase.tasks.push(task);
+                level.tasks.push(task);
                 continue;
             }
             self.list[segment].splits = self.list[segment].splits.max(n);
@@ -362,14 +363,14 @@ impl<'a> Segments<'a> {
                 let from = if split == 0 { task.from } else { None };
                 let fraction = (blocks.end - blocks.start) as f64 / (last - first) as f64;
                 let cost = (task.cost as f64 * fraction) as u64;
-                phase.tasks.push(Task { rows, blocks, from, target, cost });
+                level.tasks.push(Task { rows, blocks, from, target, cost });
             }
             let blocks = last - at(1);
-            phase.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
+            level.reductions.push(Reduction { rows, from, partials, blocks, target: task.target });
         }
         // Stable: tasks of equal cost keep their order.
-        phase.tasks.sort_by_key(|task| Reverse(task.cost));
-        Some(phase)
+        level.tasks.sort_by_key(|task| Reverse(task.cost));
+        Some(level)
     }
 }
 
@@ -407,9 +408,9 @@ fn split_cost(costs: impl Iterator<Item = u64> + Clone, threads: usize) -> Optio
 impl Schedule {
     /// Fraction of the time that threads wait for others.
     pub(super) fn idle(&self, threads: usize) -> f64 {
-        let time = |phase: &Phase| makespan(phase.costs(), threads) as f64 * threads as f64;
-        let all: f64 = self.phases.iter().map(time).sum();
-        let busy = self.phases.iter().flat_map(Phase::costs).sum::<u64>() as f64;
+        let time = |level: &Level| makespan(level.costs(), threads) as f64 * threads as f64;
+        let all: f64 = self.levels.iter().map(time).sum();
+        let busy = self.levels.iter().flat_map(Level::costs).sum::<u64>() as f64;
         if all == 0.0 { 0.0 } else { 1.0 - busy / all }
     }
 }

@@ -6,6 +6,8 @@ pub(crate) const BLOCK_K: usize = 256;
 /// Upper bound of the query rows of a task that reads keys and values once, where they lie: the scores of these rows with one vector of keys
 /// stay in registers beside a transposed block of the keys.
 pub(crate) const STREAM_ROWS: usize = 16;
+/// Dimensions of codes that are multiplied in integers are multiples of this.
+pub(crate) const INTEGER_DIM_STEP: usize = 64;
 /// Query positions of a mask tile.
 pub(super) const MASK_TILE_Q: usize = 16;
 /// Upper bound of the threads of a plan.

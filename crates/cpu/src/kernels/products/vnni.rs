@@ -6,13 +6,10 @@
 use super::code_block::{BlockGroups, CodeBlock, CodeProducts};
 use crate::kernels::mat::{Mat, MatMut};
 use crate::kernels::state::{TaskState, Tile};
-use crate::plan::STREAM_ROWS;
+use crate::plan::{INTEGER_DIM_STEP, STREAM_ROWS};
 use crate::simd::Simd;
 use flashtile_core::codec::{self, Coder};
 use flashtile_core::limits::MAX_HEAD_DIM;
-
-/// Dimensions that are multiplied are multiples of this.
-const DIM_STEP: usize = 64;
 
 /// The largest magnitude of a query's integers: its upper half is a signed byte.
 const Q_ONE: f32 = 127.0 * 256.0;
@@ -70,7 +67,7 @@ pub(crate) struct Vnni;
 
 impl<S: IntegerLanes> CodeProducts<S> for Vnni {
     fn takes(coder: &Coder, dim: usize) -> bool {
-        coder.is_integer() && dim.is_multiple_of(DIM_STEP)
+        coder.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP)
     }
     unsafe fn set_queries(work: &TaskState<'_>) {
         // SAFETY: the caller's contract.

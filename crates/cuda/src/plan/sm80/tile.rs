@@ -164,3 +164,23 @@ pub(super) fn candidates(dtype: Dtype, dim: usize, rows: usize, long: bool) -> V
     tiles.push(Sm80Tile::new(1, 1, 1, 16, 2));
     tiles
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_have_every_candidate() {
+        for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+            for (dim, rows, long) in [32, 64, 96, 128, 160, 256, 512].into_iter().flat_map(|dim| {
+                [1, 16, 17, 64, 65, 4096]
+                    .into_iter()
+                    .flat_map(move |rows| [(dim, rows, false), (dim, rows, true)])
+            }) {
+                for tile in candidates(dtype, dim, rows, long) {
+                    tile.check(dtype).unwrap_or_else(|why| panic!("{dtype} {dim} {rows}: {tile:?}: {why}"));
+                }
+            }
+        }
+    }
+}
