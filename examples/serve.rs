@@ -221,7 +221,7 @@ fn prompt(seed: usize, len: usize) -> Vec<usize> {
 }
 
 fn main() -> Result<(), Error> {
-    let layout = CacheLayout::Paged { pages: 64, page: 16 };
+    let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
     let shape = CacheShape { layers: LAYERS, kv_heads: KV_HEADS, head_dim: DIM, value_dim: DIM };
     let cache = KvCache::new(CacheDesc::new(layout, shape, Codec::F32))?;
     let mut server = Server { model: Model::new(), cache, requests: Vec::new(), checked: 0 };

@@ -293,7 +293,7 @@ mod caches {
     }
 
     fn paged(codec: Codec) -> KvCache {
-        cache(CacheLayout::Paged { pages: 6, page: 3 }, codec)
+        cache(CacheLayout::Paged { pages: 6, page_size: 3 }, codec)
     }
 
     fn append(cache: &mut KvCache, seq: SeqId, tokens: usize, seed: u64) {

@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 const LAYOUTS: [CacheLayout; 3] = [
     CacheLayout::Contiguous { slots: 2, capacity: 8 },
     CacheLayout::Ring { slots: 2, capacity: 3 },
-    CacheLayout::Paged { pages: 8, page: 2 },
+    CacheLayout::Paged { pages: 8, page_size: 2 },
 ];
 
 /// The shortest snapshots, and rows whose products can be integers.

@@ -20,7 +20,7 @@ const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
 const CONTIGUOUS: CacheLayout = CacheLayout::Contiguous { slots: 3, capacity: 9 };
 const RING: CacheLayout = CacheLayout::Ring { slots: 3, capacity: 5 };
-const PAGED: CacheLayout = CacheLayout::Paged { pages: 6, page: 4 };
+const PAGED: CacheLayout = CacheLayout::Paged { pages: 6, page_size: 4 };
 
 fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
     let mut desc = CacheDesc::new(
@@ -195,7 +195,7 @@ fn awkward() -> Vec<f32> {
 
 fn stored(codec: Codec, tensor: &TensorView<'_>) -> KvCache {
     let [_, heads, tokens, dim] = tensor.shape();
-    let layout = CacheLayout::Paged { pages: 2, page: tokens };
+    let layout = CacheLayout::Paged { pages: 2, page_size: tokens };
     let mut cache = KvCache::new(CacheDesc::new(
         layout,
         CacheShape { layers: 1, kv_heads: heads, head_dim: dim, value_dim: dim },
@@ -326,7 +326,7 @@ fn a_ring_keeps_the_last_tokens() {
     cache.truncate(seq, 26).unwrap();
     holds(&cache, seq, 26, []);
     let tables = cache.tables(&[seq, fork]).unwrap();
-    assert_eq!((tables.width, tables.page, tables.wraps), (1, 5, true));
+    assert_eq!((tables.width, tables.page_size, tables.wraps), (1, 5, true));
     assert_eq!((tables.table, tables.first, tables.lens), (vec![0, 1], vec![26, 27], vec![26, 32]));
 }
 
@@ -448,7 +448,7 @@ fn forks_share_pages_until_one_writes() {
 
 #[test]
 fn the_last_holder_of_a_batch_keeps_the_page() {
-    let mut cache = cache(CacheLayout::Paged { pages: 3, page: 4 });
+    let mut cache = cache(CacheLayout::Paged { pages: 3, page_size: 4 });
     let a = sequence(&mut cache, 0..2);
     let [b, c] = [cache.fork(a).unwrap(), cache.fork(a).unwrap()];
     let all = [a, b, c];
@@ -539,7 +539,7 @@ fn forgetting_frees_whole_pages_and_tables_wrap() {
 
 #[test]
 fn snapshots_move_between_layouts() {
-    let layouts = [CONTIGUOUS, RING, PAGED, CacheLayout::Paged { pages: 9, page: 1 }];
+    let layouts = [CONTIGUOUS, RING, PAGED, CacheLayout::Paged { pages: 9, page_size: 1 }];
     for from in layouts {
         for to in layouts {
             let (mut from, mut to) = (cache(from), cache(to));
@@ -589,7 +589,7 @@ fn snapshots_fit_caches_with_the_same_rows() {
     refuse(|d| d.k = Codec::BF16, "snapshot has k as f32, expected bf16");
     refuse(|d| d.v = Codec::F32, "snapshot has v as f16, expected f32");
     refuse(|d| d.layout = CONTIGUOUS, "the sequence would have 10 tokens, expected at most 9");
-    let pages = |d: &mut CacheDesc| d.layout = CacheLayout::Paged { pages: 3, page: 3 };
+    let pages = |d: &mut CacheDesc| d.layout = CacheLayout::Paged { pages: 3, page_size: 3 };
     refuse(pages, "4 pages are needed, 3 are free");
 }
 
@@ -692,15 +692,15 @@ fn descriptions_are_refused_with_their_numbers() {
     refuse(|d| d.kv_heads = MAX_LEN + 1, &format!("kv_heads {} {long}", MAX_LEN + 1));
     refuse(|d| d.head_dim = 513, "head_dim 513 is outside 1..=512");
     refuse(|d| d.value_dim = 0, "value_dim 0 is outside 1..=512");
-    refuse(|d| d.layout = CacheLayout::Paged { pages: 0, page: 4 }, &format!("pages 0 {long}"));
-    refuse(|d| d.layout = CacheLayout::Paged { pages: 4, page: 0 }, &format!("page 0 {long}"));
+    refuse(|d| d.layout = CacheLayout::Paged { pages: 0, page_size: 4 }, &format!("pages 0 {long}"));
+    refuse(|d| d.layout = CacheLayout::Paged { pages: 4, page_size: 0 }, &format!("page_size 0 {long}"));
     refuse(|d| d.layout = CacheLayout::Ring { slots: 4, capacity: 0 }, &format!("capacity 0 {long}"));
     refuse(
         |d| d.layout = CacheLayout::Contiguous { slots: MAX_SEQUENCES + 1, capacity: 1 },
         "slots 4194305 is outside 1..=4194304",
     );
     refuse(
-        |d| d.layout = CacheLayout::Paged { pages: MAX_LEN, page: MAX_LEN },
+        |d| d.layout = CacheLayout::Paged { pages: MAX_LEN, page_size: MAX_LEN },
         "a cache of 2 layers with pools [2147483647, 2, 2147483647, 5] is not addressable",
     );
     refuse(
@@ -710,7 +710,7 @@ fn descriptions_are_refused_with_their_numbers() {
     // Addressable, but more than any machine has.
     refuse(
         |d| {
-            d.layout = CacheLayout::Paged { pages: 1, page: MAX_LEN };
+            d.layout = CacheLayout::Paged { pages: 1, page_size: MAX_LEN };
             (d.layers, d.kv_heads, d.head_dim) = (1, 1 << 18, 512);
         },
         "no memory for 576460752034988032 bytes",
@@ -786,7 +786,7 @@ fn tables_are_refilled_in_place() {
         BlockTables {
             table: vec![0, 1, 2, 3, NO_PAGE, NO_PAGE, NO_PAGE, NO_PAGE, NO_PAGE],
             width: 3,
-            page: 4,
+            page_size: 4,
             wraps: false,
             lens: vec![9, 1, 0],
             first: vec![0, 0, 0],
@@ -816,7 +816,7 @@ fn tables_made_by_hand_are_checked() {
     let good = BlockTables {
         table: vec![4, 2, 0, NO_PAGE],
         width: 2,
-        page: 16,
+        page_size: 16,
         wraps: true,
         lens: vec![100, 16],
         first: vec![70, 0],
@@ -835,7 +835,7 @@ fn tables_made_by_hand_are_checked() {
     refuse(|t| t.width = usize::MAX, &format!("table has 4 entries, expected {}", usize::MAX));
     refuse(|t| t.first[1] = 17, "sequence 1 keeps tokens from 17, its length is 16");
     refuse(|t| t.first[0] = 67, "sequence 0 keeps 33 tokens, its pages hold 32");
-    refuse(|t| t.page = 0, "sequence 0 keeps 30 tokens, its pages hold 0");
+    refuse(|t| t.page_size = 0, "sequence 0 keeps 30 tokens, its pages hold 0");
     refuse(|t| t.wraps = false, "sequence 0 has length 100, a table that does not wrap reaches 32");
     refuse(|t| t.table[1] = 5, "block 5 of sequence 0 is page 5, the pool has 5");
     refuse(|t| t.lens[1] = 17, "block 1 of sequence 1 has no page");
@@ -863,7 +863,7 @@ fn shared_prefixes_are_runs_of_the_same_pages() {
             row.iter().copied().chain(padding).collect::<Vec<_>>()
         });
         let (lens, first) = (lens.to_vec(), first.to_vec());
-        let tables = BlockTables { table: padded.collect(), width, page: 4, wraps: false, lens, first };
+        let tables = BlockTables { table: padded.collect(), width, page_size: 4, wraps: false, lens, first };
         tables.validate(100).unwrap();
         tables.shared_prefixes(1).into_iter().map(|p| (p.sequences, p.len)).collect::<Vec<_>>()
     };
@@ -880,7 +880,7 @@ fn shared_prefixes_are_runs_of_the_same_pages() {
     // Dropped tokens have no page: all sequences must have dropped them, and then they do not matter.
     let rows: [&[u32]; 3] = [&[NO_PAGE, 2], &[NO_PAGE, 2], &[1, 2]];
     assert_eq!(prefixes(&rows, &[8, 7, 8], &[4, 6, 0]), [(0..2, 7)]);
-    let broken = BlockTables { width: 9, page: 0, lens: vec![5; 3], ..BlockTables::default() };
+    let broken = BlockTables { width: 9, page_size: 0, lens: vec![5; 3], ..BlockTables::default() };
     assert_eq!(broken.shared_prefixes(1), []);
 }
 
@@ -1170,8 +1170,8 @@ fn random_operations(seed: u64) {
     let layouts = [
         CacheLayout::Contiguous { slots: 4, capacity: 9 },
         CacheLayout::Ring { slots: 4, capacity: 1 + rng.below(7) },
-        CacheLayout::Paged { pages: 9, page: 4 },
-        CacheLayout::Paged { pages: 4 + rng.below(30), page: 1 + rng.below(5) },
+        CacheLayout::Paged { pages: 9, page_size: 4 },
+        CacheLayout::Paged { pages: 4 + rng.below(30), page_size: 1 + rng.below(5) },
     ];
     let mut pairs = layouts.map(|layout| Pair::new(desc(layout, k, v)));
     let stand_in = KvCache::new(desc(PAGED, k, v)).unwrap().create().unwrap();
@@ -1315,7 +1315,7 @@ fn append_cost() {
     println!("layers heads dim codec   append us   copies us   difference us   bookkeeping us");
     for (layers, heads, dim) in [(1, 1, 64), (1, 8, 128), (4, 8, 128)] {
         let pages = SEQUENCES * (STEPS / 16 + 2);
-        let layout = CacheLayout::Paged { pages, page: 16 };
+        let layout = CacheLayout::Paged { pages, page_size: 16 };
         let mut cache = KvCache::new(CacheDesc::new(
             layout,
             CacheShape { layers, kv_heads: heads, head_dim: dim, value_dim: dim },

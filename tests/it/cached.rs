@@ -239,14 +239,14 @@ fn runners_of_tests() -> Vec<CpuRunner> {
 fn layouts(tokens: usize) -> Vec<CacheLayout> {
     let mut layouts = vec![CacheLayout::Contiguous { slots: 4, capacity: tokens + 3 }];
     for page in [1, 7, 16, 64, 256] {
-        layouts.push(CacheLayout::Paged { pages: 4 * (tokens.div_ceil(page) + 1), page });
+        layouts.push(CacheLayout::Paged { pages: 4 * (tokens.div_ceil(page) + 1), page_size: page });
     }
     layouts
 }
 
 /// Leaves the free pages of a cache in random order and with arbitrary contents.
 fn shuffle(cache: &mut KvCache, model: &Model, rng: &mut Rng) {
-    let CacheLayout::Paged { pages, page } = cache.desc().layout else { return };
+    let CacheLayout::Paged { pages, page_size: page } = cache.desc().layout else { return };
     let text = Text::new(model, 99, page);
     let mut seqs = Vec::new();
     for _ in 0..pages {
@@ -310,7 +310,7 @@ fn single_tokens_give_the_bits_of_the_whole() {
         let text = Text::new(&model, 2, 40);
         for runner in runners() {
             let want = whole(&model, &text, &runner);
-            let mut cache = model.cache(CacheLayout::Paged { pages: 9, page: 16 });
+            let mut cache = model.cache(CacheLayout::Paged { pages: 9, page_size: 16 });
             let seq = cache.create().unwrap();
             for at in 0..40 {
                 text.append(&mut cache, seq, at..at + 1);
@@ -331,7 +331,7 @@ fn a_ring_gives_the_bits_of_a_window_after_many_wraps() {
             let want = whole(&model, &text, &runner);
             for (n, max) in [1, 9, 40].into_iter().enumerate() {
                 let ring = CacheLayout::Ring { slots: 2, capacity: left + max };
-                let pages = CacheLayout::Paged { pages: 30, page: [1, 16, 8][n].max(left / 8) };
+                let pages = CacheLayout::Paged { pages: 30, page_size: [1, 16, 8][n].max(left / 8) };
                 for layout in [ring, pages] {
                     let mut rng = Rng::new(n as u64);
                     let mut cache = model.cache(layout);
@@ -489,7 +489,7 @@ fn slots_of_any_strides_are_pages() {
         let tables = BlockTables {
             table: order.to_vec(),
             width: 1,
-            page: capacity,
+            page_size: capacity,
             wraps: false,
             lens: vec![41, 9],
             first: vec![0, 0],
@@ -718,7 +718,7 @@ fn sequences_of_a_prefix_may_keep_more_of_its_first_page_than_others() {
 #[test]
 fn forks_of_forks_share_what_they_have_in_common() {
     let model = Model::new("forks", [4, 2], [32, 32], Dtype::F32);
-    let mut cache = model.cache(CacheLayout::Paged { pages: 400, page: 16 });
+    let mut cache = model.cache(CacheLayout::Paged { pages: 400, page_size: 16 });
     let text = |seed| Text::new(&model, seed, 1400);
     let grow = |cache: &mut KvCache, seq, seed, to| {
         let from = cache.len(seq).unwrap();
@@ -823,7 +823,7 @@ fn a_plan_serves_any_tables_of_its_lengths() {
     let q = Text::rows(&text.q, 49..50);
     let mut answers = BTreeSet::new();
     for page in [1, 16, 50] {
-        let mut cache = model.cache(CacheLayout::Paged { pages: 60, page });
+        let mut cache = model.cache(CacheLayout::Paged { pages: 60, page_size: page });
         let seq = cache.create().unwrap();
         text.append(&mut cache, seq, 0..50);
         let tables = cache.tables(&[seq]).unwrap();

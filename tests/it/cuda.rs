@@ -328,7 +328,7 @@ fn a_device_cache_holds_what_one_in_main_memory_does() {
     let layouts = [
         CacheLayout::Contiguous { slots: 5, capacity: 90 },
         CacheLayout::Ring { slots: 5, capacity: 50 },
-        CacheLayout::Paged { pages: 40, page: 7 },
+        CacheLayout::Paged { pages: 40, page_size: 7 },
     ];
     for (layout, codec) in
         layouts.into_iter().flat_map(|l| [Codec::F32, Codec::F16, Codec::BF16].map(|c| (l, c)))
@@ -358,7 +358,7 @@ fn a_device_cache_holds_what_one_in_main_memory_does() {
     }
     let stream = cuda.context().new_stream().unwrap();
     let none = CacheDesc::new(
-        CacheLayout::Paged { pages: 0, page: 7 },
+        CacheLayout::Paged { pages: 0, page_size: 7 },
         CacheShape { layers: 1, kv_heads: 1, head_dim: 8, value_dim: 8 },
         Codec::F32,
     );

@@ -19,7 +19,7 @@ const TOKENS: usize = 7;
 const LAYOUTS: [CacheLayout; 3] = [
     CacheLayout::Contiguous { slots: 2, capacity: 20 },
     CacheLayout::Ring { slots: 2, capacity: 5 },
-    CacheLayout::Paged { pages: 12, page: 4 },
+    CacheLayout::Paged { pages: 12, page_size: 4 },
 ];
 
 /// Codecs that support these dimensions.

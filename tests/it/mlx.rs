@@ -226,7 +226,7 @@ fn attend(
     let tables = BlockTables {
         table: vec![0],
         width: 1,
-        page: capacity,
+        page_size: capacity,
         wraps: tokens > capacity,
         lens: vec![tokens],
         first: vec![tokens.saturating_sub(capacity)],
@@ -398,7 +398,7 @@ fn other_dimensions_are_refused_at_every_door() {
             assert!(!codec.supports(dim));
             let message = CodePages::new(codec, Side::Keys, [1, 1, 1, dim]).unwrap_err().to_string();
             assert_eq!(message, format!("rows have {dim} elements, expected 256 or 512 for {codec}"));
-            let layout = CacheLayout::Paged { pages: 2, page: 16 };
+            let layout = CacheLayout::Paged { pages: 2, page_size: 16 };
             let mut desc = CacheDesc::new(
                 layout,
                 CacheShape { layers: 1, kv_heads: 1, head_dim: 256, value_dim: 256 },
@@ -465,7 +465,7 @@ fn caches_give_and_take_slots() {
     let layouts = [
         CacheLayout::Contiguous { slots: 2, capacity: 120 },
         CacheLayout::Ring { slots: 2, capacity: 40 },
-        CacheLayout::Paged { pages: 40, page: 7 },
+        CacheLayout::Paged { pages: 40, page_size: 7 },
     ];
     for layout in layouts {
         for (k, v) in [(Codec::MlxTq4, Codec::MlxTq8), (Codec::F16, Codec::MlxTq5Plain)] {

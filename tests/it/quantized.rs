@@ -104,7 +104,7 @@ fn append(cache: &mut KvCache, seq: SeqId, k: &[f32], v: &[f32]) -> Result<(), C
 const LAYOUTS: [CacheLayout; 3] = [
     CacheLayout::Contiguous { slots: 3, capacity: 80 },
     CacheLayout::Ring { slots: 3, capacity: 33 },
-    CacheLayout::Paged { pages: 40, page: 7 },
+    CacheLayout::Paged { pages: 40, page_size: 7 },
 ];
 
 #[test]
@@ -193,7 +193,7 @@ fn sizes_are_those_of_the_codes() {
     ] {
         assert_eq!(codec.row_bytes(128), bytes);
         let cache = KvCache::new(CacheDesc::new(
-            CacheLayout::Paged { pages: 10, page: 64 },
+            CacheLayout::Paged { pages: 10, page_size: 64 },
             CacheShape { layers: 3, kv_heads: 8, head_dim: 128, value_dim: 128 },
             codec,
         ))
@@ -220,7 +220,7 @@ fn cloned_pages_have_the_rows_in_memory_of_their_own() {
 
 #[test]
 fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
-    let layout = CacheLayout::Paged { pages: 10, page: 8 };
+    let layout = CacheLayout::Paged { pages: 10, page_size: 8 };
     for (codec, bad, why) in [
         (Codec::Int8, f32::NAN, "holds a NaN or an infinity"),
         (Codec::Tq4, f32::INFINITY, "holds a NaN or an infinity"),
@@ -259,7 +259,7 @@ fn biased(seed: u64, tokens: usize, gain: f32) -> Vec<f32> {
 
 #[test]
 fn a_mean_is_learned_or_given_and_then_fixed() {
-    let layout = CacheLayout::Paged { pages: 20, page: 16 };
+    let layout = CacheLayout::Paged { pages: 20, page_size: 16 };
     let error = |cache: &KvCache, seq, k: &[f32]| -> f64 {
         let (got, _) = contents(cache, seq);
         let tokens = k.len() / 192;

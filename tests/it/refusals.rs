@@ -484,7 +484,7 @@ fn tables() {
     refused(&banded, |t| t.first[1] = 9, "query row 0 of sequence 1 sees key 3, the first kept is 9");
     let late = cached().causal(QOffset::At(-2));
     refused(&late, |t| t.first[0] = 3, "query row 2 of sequence 0 sees key 0, the first kept is 3");
-    refused(&causal, |t| t.page = 5, "k has shape [11, 2, 4, 8], expected [11, 2, 5, 8]");
+    refused(&causal, |t| t.page_size = 5, "k has shape [11, 2, 4, 8], expected [11, 2, 5, 8]");
 }
 
 #[test]

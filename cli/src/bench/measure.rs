@@ -153,7 +153,7 @@ fn tables(row: &Row) -> (BlockTables, usize) {
         *entry = order[*entry as usize];
     }
     let first = lens.iter().map(first).collect();
-    (BlockTables { table, width, page, wraps: ring, lens, first }, order.len())
+    (BlockTables { table, width, page_size: page, wraps: ring, lens, first }, order.len())
 }
 
 impl Operands {

@@ -11,7 +11,7 @@ pub const NO_PAGE: u32 = u32::MAX;
 /// including tokens that are no longer kept.
 ///
 /// ```text
-/// token j of sequence s, first[s] <= j < lens[s], is row  j % page  of page  table[s * width + (j / page) % width]
+/// token j of sequence s, first[s] <= j < lens[s], is row  j % page_size  of page  table[s * width + (j / page_size) % width]
 /// ```
 ///
 /// [`KvCache::tables`](crate::cache::KvCache::tables) makes one; an engine that owns its pages fills in the fields.
@@ -23,8 +23,8 @@ pub struct BlockTables {
     /// Entries per sequence.
     pub width: usize,
     /// Tokens per page.
-    pub page: usize,
-    /// Whether a kept token lies at or past `width * page`, so that blocks wrap around.
+    pub page_size: usize,
+    /// Whether a kept token lies at or past `width * page_size`, so that blocks wrap around.
     pub wraps: bool,
     /// `[sequences]`: length of each sequence, including tokens that are no longer kept.
     pub lens: Vec<usize>,
@@ -47,9 +47,9 @@ impl BlockTables {
         if !kept.contains(&position) {
             return None;
         }
-        let block = position.checked_div(self.page)?.checked_rem(self.width)?;
+        let block = position.checked_div(self.page_size)?.checked_rem(self.width)?;
         let page = *self.table.get(sequence.checked_mul(self.width)?.checked_add(block)?)?;
-        (page != NO_PAGE).then_some((page as usize, position % self.page))
+        (page != NO_PAGE).then_some((page as usize, position % self.page_size))
     }
 
     /// Prefixes of at least `min_len` tokens that neighbouring sequences of the batch share, for
@@ -89,15 +89,15 @@ impl BlockTables {
         if a == b || len == 0 {
             return len;
         }
-        let from = |s: usize| self.first.get(s)?.checked_div(self.page);
+        let from = |s: usize| self.first.get(s)?.checked_div(self.page_size);
         let (Some(from), true) = (from(b), from(a) == from(b)) else { return 0 };
         let page = |s: usize, block: usize| {
             let entry = s.checked_mul(self.width)?.checked_add(block.checked_rem(self.width)?)?;
             self.table.get(entry).filter(|&&page| page != NO_PAGE)
         };
         let same = |block: usize| page(a, block).is_some_and(|at| page(b, block) == Some(at));
-        let differs = (from..len.div_ceil(self.page)).find(|&block| !same(block));
-        differs.map_or(len, |block| if block == from { 0 } else { block * self.page })
+        let differs = (from..len.div_ceil(self.page_size)).find(|&block| !same(block));
+        differs.map_or(len, |block| if block == from { 0 } else { block * self.page_size })
     }
 
     /// Checks that the fields agree and that every kept token has a page of the pool. Cost: `O(table)`.
@@ -114,7 +114,7 @@ impl BlockTables {
                 return Err(TableError::Length { name, expected, got });
             }
         }
-        let room = self.width.saturating_mul(self.page);
+        let room = self.width.saturating_mul(self.page_size);
         for (sequence, (&first, &len)) in self.first.iter().zip(&self.lens).enumerate() {
             if first > len {
                 return Err(TableError::First { sequence, first, len });
@@ -129,7 +129,7 @@ impl BlockTables {
                 return Err(TableError::Wraps { sequence, len, room });
             }
             // There is room for tokens, so that neither `page` nor `width` is 0.
-            for block in first / self.page..=(len - 1) / self.page {
+            for block in first / self.page_size..=(len - 1) / self.page_size {
                 let page = self.table[sequence * self.width + block % self.width];
                 if page as usize >= pages {
                     return Err(TableError::Page { sequence, block, page, pages });
@@ -168,16 +168,16 @@ pub enum TableError {
         sequence: usize,
         /// Tokens kept.
         tokens: usize,
-        /// `width * page`.
+        /// `width * page_size`.
         room: usize,
     },
-    /// A token lies past `width * page` of a table that does not wrap.
+    /// A token lies past `width * page_size` of a table that does not wrap.
     Wraps {
         /// Index of the sequence.
         sequence: usize,
         /// Its length.
         len: usize,
-        /// `width * page`.
+        /// `width * page_size`.
         room: usize,
     },
     /// The page of a kept token is not one of the pool's.

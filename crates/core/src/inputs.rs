@@ -14,9 +14,9 @@ use crate::tensor::{MaskView, TensorView, TensorViewMut};
 pub struct Inputs<'a> {
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: TensorView<'a>,
-    /// `[batch, kv_heads, kv_len, head_dim]`; for cached sequences the pages `[pages, kv_heads, page, head_dim]`.
+    /// `[batch, kv_heads, kv_len, head_dim]`; for cached sequences the pages `[pages, kv_heads, page_size, head_dim]`.
     pub k: KvView<'a>,
-    /// `[batch, kv_heads, kv_len, value_dim]`; for cached sequences the pages `[pages, kv_heads, page, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`; for cached sequences the pages `[pages, kv_heads, page_size, value_dim]`.
     pub v: KvView<'a>,
     /// Which page holds which token. Present if and only if the problem's sequences are cached; `lens` equal its
     /// `kv_lens`. Rows of the pages without a visible token may hold anything, NaN included.
@@ -40,8 +40,8 @@ impl<'a> Inputs<'a> {
         Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
     }
 
-    /// Inputs over pages that an engine owns: q `[1, q_heads, total queries, head_dim]`, k `[pages, kv_heads, page,
-    /// head_dim]`, v `[pages, kv_heads, page, value_dim]`, with any strides. A contiguous cache is the case of one
+    /// Inputs over pages that an engine owns: q `[1, q_heads, total queries, head_dim]`, k `[pages, kv_heads, page_size,
+    /// head_dim]`, v `[pages, kv_heads, page_size, value_dim]`, with any strides. A contiguous cache is the case of one
     /// page per sequence.
     #[must_use]
     pub const fn paged(
@@ -319,7 +319,7 @@ impl InputShapes {
             q: of(&inputs.q),
             k: (inputs.k.codec(), inputs.k.shape()),
             v: (inputs.v.codec(), inputs.v.shape()),
-            page: inputs.tables.map(|tables| tables.page),
+            page: inputs.tables.map(|tables| tables.page_size),
             tree: inputs.tree.as_ref().map(mask),
             mask: inputs.mask.as_ref().map(mask),
             alibi_slopes: inputs.alibi_slopes.map(<[f32]>::len),

@@ -89,7 +89,7 @@ device_struct! {
         pub(super) mask_kind: u32,
         pub(super) mask_step: u32,
         pub(super) tree_step: u32,
-        pub(super) every_tile_partial: u32,
+        pub(super) mask_every_tile: u32,
         pub(super) mask_q_tiles: u32,
         pub(super) mask_k_blocks: u32,
         pub(super) block_table_width: u32,

@@ -195,7 +195,7 @@ fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
         && matches!(problem.desc().sequences, Sequences::Cached { .. })
     {
         // A batch without tokens has tables without entries.
-        places.pages = Some([tables.page.max(1), tables.width.max(1)]);
+        places.pages = Some([tables.page_size.max(1), tables.width.max(1)]);
     }
     let steps = |mask: &DeviceMask<'_>| {
         let bytes = mask_bytes(mask);

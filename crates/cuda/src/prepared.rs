@@ -262,7 +262,7 @@ impl Prepared {
                     }
                 }
                 let mut params = params(self.plan.problem(), inputs, outputs);
-                params.every_tile_partial = u32::from(!self.plan.options().skip_tiles);
+                params.mask_every_tile = u32::from(!self.plan.options().skip_tiles);
                 let regions = sm80.regions();
                 params.work_tiles = self.at + regions.work_tiles as u64;
                 params.counters = self.at + regions.counters as u64;
@@ -381,7 +381,7 @@ fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'
         q: of(&inputs.q.raw),
         k: stored(&inputs.k.raw),
         v: stored(&inputs.v.raw),
-        page: inputs.tables.map(|tables| tables.page),
+        page: inputs.tables.map(|tables| tables.page_size),
         tree: inputs.tree.map(|tree| (tree.kind, tree.shape)),
         mask: inputs.mask.map(|mask| (mask.kind, mask.shape)),
         alibi_slopes: inputs.alibi_slopes.map(|list| list.len),
@@ -431,7 +431,7 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
     };
     if let Some(tables) = &inputs.tables {
         params.block_table = tables.at;
-        params.page_size = Divisor::new(tables.page);
+        params.page_size = Divisor::new(tables.page_size);
         params.block_table_width = tables.width as u32;
         if tables.wraps {
             params.ring_blocks = Divisor::new(tables.width);

@@ -190,7 +190,7 @@ pub struct DeviceTables<'a> {
     pub(super) at: u64,
     pub(super) entries: usize,
     pub(super) width: usize,
-    pub(super) page: usize,
+    pub(super) page_size: usize,
     pub(super) wraps: bool,
     memory: PhantomData<&'a [u8]>,
 }
@@ -207,8 +207,8 @@ impl DeviceTables<'_> {
     /// [`BlockTables::validate`] checks it for the lengths in `tables`.
     pub unsafe fn from_raw_parts(at: u64, tables: &BlockTables) -> Result<Self, ViewError> {
         check_aligned(at, Dtype::F32)?;
-        let BlockTables { width, page, wraps, .. } = *tables;
-        Ok(Self { at, entries: tables.table.len(), width, page, wraps, memory: PhantomData })
+        let BlockTables { width, page_size, wraps, .. } = *tables;
+        Ok(Self { at, entries: tables.table.len(), width, page_size, wraps, memory: PhantomData })
     }
 }
 
@@ -218,9 +218,9 @@ impl DeviceTables<'_> {
 pub struct DeviceInputs<'a> {
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: DeviceTensor<'a>,
-    /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page, head_dim]`.
+    /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page_size, head_dim]`.
     pub k: DeviceTensor<'a>,
-    /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page_size, value_dim]`.
     pub v: DeviceTensor<'a>,
     /// Which page holds which token; present exactly when the problem's sequences are cached.
     pub tables: Option<DeviceTables<'a>>,

@@ -455,7 +455,7 @@ impl Pool {
         let mut tables = BlockTables {
             table: vec![NO_PAGE; sequences.len() * width],
             width,
-            page,
+            page_size: page,
             wraps,
             lens: sequences.iter().map(|s| s.kv_len).collect(),
             first: sequences.iter().map(first).collect(),
@@ -485,7 +485,7 @@ struct BlockEntry {
 }
 
 fn block_entries(problem: &Problem, tables: &BlockTables) -> Vec<BlockEntry> {
-    let &BlockTables { page, width, .. } = tables;
+    let &BlockTables { page_size: page, width, .. } = tables;
     let prefixes = &problem.desc().prefixes;
     // The first of the sequences that share a block.
     let owner = |index: usize, block: usize| {
@@ -585,9 +585,9 @@ pub struct CaseData {
     pub placement: Placement,
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: Guarded,
-    /// `[batch, kv_heads, kv_len, head_dim]`, or pages `[pages, kv_heads, page, head_dim]`.
+    /// `[batch, kv_heads, kv_len, head_dim]`, or pages `[pages, kv_heads, page_size, head_dim]`.
     pub k: Guarded,
-    /// `[batch, kv_heads, kv_len, value_dim]`, or pages `[pages, kv_heads, page, value_dim]`.
+    /// `[batch, kv_heads, kv_len, value_dim]`, or pages `[pages, kv_heads, page_size, value_dim]`.
     pub v: Guarded,
     /// The keys as stored, if their codec quantizes; `k` holds the originals.
     pub k_codes: Option<Arc<CodePages>>,

@@ -484,7 +484,7 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let tables = |pages: std::ops::Range<usize>| BlockTables {
         table: pages.clone().map(|page| page as u32).collect(),
         width: 1,
-        page: keys,
+        page_size: keys,
         wraps: false,
         lens: vec![keys; pages.len()],
         first: vec![0; pages.len()],

@@ -130,7 +130,7 @@ impl StagedInputs {
             if tables.width == 1 && !tables.wraps {
                 only.clone_from(&tables.table);
             } else {
-                strides.pages = Some([tables.page, tables.width]);
+                strides.pages = Some([tables.page_size, tables.width]);
                 table.clone_from(&tables.table);
             }
         }

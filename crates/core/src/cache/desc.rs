@@ -27,7 +27,7 @@ pub enum CacheLayout {
         /// Pages of the cache.
         pages: usize,
         /// Tokens per page.
-        page: usize,
+        page_size: usize,
     },
 }
 
@@ -37,7 +37,7 @@ impl CacheLayout {
     pub const fn pages(self) -> (usize, usize) {
         match self {
             Self::Contiguous { slots, capacity } | Self::Ring { slots, capacity } => (slots, capacity),
-            Self::Paged { pages, page } => (pages, page),
+            Self::Paged { pages, page_size: page } => (pages, page),
         }
     }
 }
@@ -128,7 +128,7 @@ impl CacheDesc {
         Ok(())
     }
 
-    /// Shapes of a layer's pools: K `[pages, kv_heads, page, head_dim]`, V `[pages, kv_heads, page, value_dim]`.
+    /// Shapes of a layer's pools: K `[pages, kv_heads, page_size, head_dim]`, V `[pages, kv_heads, page_size, value_dim]`.
     pub const fn pools(&self) -> [[usize; 4]; 2] {
         let (pages, page) = self.layout.pages();
         [[pages, self.kv_heads, page, self.head_dim], [pages, self.kv_heads, page, self.value_dim]]
@@ -143,7 +143,9 @@ impl CacheDesc {
             CacheLayout::Contiguous { slots, capacity } | CacheLayout::Ring { slots, capacity } => {
                 [("slots", slots, MAX_SEQUENCES), ("capacity", capacity, MAX_LEN)]
             }
-            CacheLayout::Paged { pages, page } => [("pages", pages, MAX_LEN), ("page", page, MAX_LEN)],
+            CacheLayout::Paged { pages, page_size } => {
+                [("pages", pages, MAX_LEN), ("page_size", page_size, MAX_LEN)]
+            }
         };
         let rows = [
             ("layers", self.layers, MAX_LEN),

@@ -419,7 +419,7 @@ impl KvCache {
         CacheMemory::of(&self.desc, &self.table)
     }
 
-    /// The pools of a layer: K `[pages, kv_heads, page, head_dim]` and V `[pages, kv_heads, page, value_dim]`, dense.
+    /// The pools of a layer: K `[pages, kv_heads, page_size, head_dim]` and V `[pages, kv_heads, page_size, value_dim]`, dense.
     /// Rows without a token must not be read.
     ///
     /// # Errors

@@ -11,7 +11,7 @@
 //! ```
 //! use flashtile::cache::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache};
 //! use flashtile::TensorView;
-//! let layout = CacheLayout::Paged { pages: 64, page: 16 };
+//! let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
 //! let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 8, value_dim: 8 };
 //! let mut cache = KvCache::new(CacheDesc::new(layout, shape, Codec::BF16))?;
 //! let prompt = cache.create()?;

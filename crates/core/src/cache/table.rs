@@ -1,7 +1,7 @@
 //! Which page holds which tokens: the bookkeeping of a cache, without its bytes.
 //!
 //! A sequence is a list of pages, one for each block of `page` positions with a kept token. In contiguous and ring
-//! caches it has one page, its slot, from creation on: token `j` of a ring is row `j % page` of that page, so that a
+//! caches it has one page, its slot, from creation on: token `j` of a ring is row `j % page_size` of that page, so that a
 //! token overwrites the one a capacity earlier.
 //!
 //! Every operation first determines whether it can be done, without visible changes, and then does it in steps that
@@ -512,7 +512,7 @@ impl SequenceTable {
         reserve_to(&mut out.table, entries)?;
         reserve_to(&mut out.lens, batch.len())?;
         reserve_to(&mut out.first, batch.len())?;
-        (out.width, out.page, out.wraps) = (width, self.page, false);
+        (out.width, out.page_size, out.wraps) = (width, self.page, false);
         out.lens.clear();
         out.first.clear();
         out.table.clear();

@@ -21,7 +21,7 @@ impl CodePages {
     /// let (codes, norms) = (vec![130u8; 2 * 64 * 256], vec![16.0f32; 2 * 64]);
     /// let pages = CodePages::from_mlx(Codec::MlxTq8, [1, 2, 64, 256], &codes, &norms)?;
     /// let tables =
-    ///     BlockTables { table: vec![0], width: 1, page: 64, wraps: true, lens: vec![100], first: vec![36] };
+    ///     BlockTables { table: vec![0], width: 1, page_size: 64, wraps: true, lens: vec![100], first: vec![36] };
     /// let heads = HeadShape { q_heads: 4, kv_heads: 2, head_dim: 256, value_dim: 256 };
     /// let mut desc = ProblemDesc::cached(heads, Dtype::F32, &[SeqLens::decode(100)]);
     /// (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq8), Some(Codec::MlxTq8));

@@ -12,7 +12,7 @@ use std::ops::Range;
 /// use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, Dtype, HeadShape, KvCache, ProblemDesc, SeqLens};
 /// use flashtile::{SharedPrefix, TensorView, Visibility};
 /// let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 8, value_dim: 8 };
-/// let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 64, page: 16 }, shape, Codec::F32))?;
+/// let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 64, page_size: 16 }, shape, Codec::F32))?;
 /// let prompt = cache.create()?;
 /// let rows = vec![0.5f32; 600 * 2 * 8];
 /// let kv = TensorView::packed(&rows, [600, 2, 8])?;

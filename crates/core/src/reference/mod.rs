@@ -71,7 +71,7 @@ pub(crate) struct Row<'a> {
 fn place(inputs: &Inputs<'_>, sequence: &Sequence, index: usize, j: usize) -> [usize; 2] {
     match inputs.tables {
         None => [sequence.batch, sequence.kv_start + j],
-        Some(t) => [t.table[index * t.width + (j / t.page) % t.width] as usize, j % t.page],
+        Some(t) => [t.table[index * t.width + (j / t.page_size) % t.width] as usize, j % t.page_size],
     }
 }
 

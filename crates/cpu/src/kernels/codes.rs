@@ -38,7 +38,7 @@ impl<'a> CodeRows<'a> {
     ) -> Self {
         let table = &tables.table[sequence * tables.width..][..tables.width];
         let end = if tables.wraps { usize::MAX } else { tables.lens[sequence] };
-        Self { token, view, head, table, page_rows: tables.page, end }
+        Self { token, view, head, table, page_rows: tables.page_size, end }
     }
 
     pub(super) fn dim(&self) -> usize {

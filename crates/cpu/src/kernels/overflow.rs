@@ -94,8 +94,8 @@ impl Row<'_> {
         match self.cx.inputs.tables {
             None => Place { head: kv_head, entry: self.sequence.batch, row: self.sequence.kv_start + j },
             Some(t) => {
-                let page = t.table[self.index * t.width + (j / t.page) % t.width];
-                Place { head: kv_head, entry: page as usize, row: j % t.page }
+                let page = t.table[self.index * t.width + (j / t.page_size) % t.width];
+                Place { head: kv_head, entry: page as usize, row: j % t.page_size }
             }
         }
     }

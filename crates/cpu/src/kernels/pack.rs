@@ -55,7 +55,7 @@ impl<'a> HeadRows<'a> {
     ) -> Self {
         let table = &tables.table[sequence * tables.width..][..tables.width];
         let stride = tensor.strides()[0].wrapping_mul(tensor.dtype().bytes());
-        let page = u32::try_from(tables.page).unwrap_or(u32::MAX);
+        let page = u32::try_from(tables.page_size).unwrap_or(u32::MAX);
         let width = u32::try_from(table.len()).unwrap_or(u32::MAX);
         let shift = page.is_power_of_two().then(|| page.trailing_zeros());
         let pages = Some(Pages { table, width, page, shift, stride });

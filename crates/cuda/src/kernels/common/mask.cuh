@@ -5,7 +5,7 @@ struct MaskTiles {
     const u8* table;
     u64 plane_bytes;
     u32 first_q, q_tiles, planes, blocks;
-    bool every_tile_partial, varies_by_key;
+    bool mask_every_tile, varies_by_key;
 
     DEVICE MaskTiles(const ForwardParams& p, const WorkTile& work_tile) {
         u32 count = rows_of_tile(p, work_tile, BLOCK_M);
@@ -16,7 +16,7 @@ struct MaskTiles {
         q_tiles = by_row ? last_position / MASK_TILE_ROWS - first_q + 1 : 1;
         planes = by_head ? p.gqa_group.value : 1;
         blocks = p.mask_k_blocks;
-        every_tile_partial = p.every_tile_partial;
+        mask_every_tile = p.mask_every_tile;
         varies_by_key = p.mask_step != 0;
         u32 plane = (p.mask.batch ? work_tile.sequence : 0) * (by_head ? p.q_heads : 1) + (by_head ? work_tile.kv_head * p.gqa_group.value : 0);
         table = (const u8*)p.mask_tiles + plane * plane_bytes;
@@ -24,7 +24,7 @@ struct MaskTiles {
 
     // SKIP where no row sees a key of the block, FULL where every row sees all of them and nothing is added.
     DEVICE u32 at(u32 block) const {
-        if (every_tile_partial) return PARTIAL;
+        if (mask_every_tile) return PARTIAL;
         // A mask that is the same for all keys has one block.
         if (!varies_by_key) block = 0;
         bool any_seen = false, any_masked = false;
@@ -49,10 +49,10 @@ DEVICE u32 next_block(const ForwardParams& p, const WorkTile& work_tile, u32 blo
 
 // Whether a tile is to be masked: where some row does not see some of its keys, or where the mask adds to a score. A tile past the work
 // tile's keys, which stands for none, is.
-DEVICE bool is_partial(const ForwardParams& p, const WorkTile& work_tile, u32 block) {
+DEVICE bool is_masked(const ForwardParams& p, const WorkTile& work_tile, u32 block) {
     u32 begin = block * BLOCK_N;
     if (begin >= work_tile.end) return true;
-    bool partial = p.every_tile_partial || begin < work_tile.full_begin || begin + BLOCK_N > work_tile.full_end;
-    if constexpr (Scoring::HAS_MASK) partial |= MaskTiles(p, work_tile).at(block) != FULL;
-    return partial;
+    bool masked = p.mask_every_tile || begin < work_tile.full_begin || begin + BLOCK_N > work_tile.full_end;
+    if constexpr (Scoring::HAS_MASK) masked |= MaskTiles(p, work_tile).at(block) != FULL;
+    return masked;
 }

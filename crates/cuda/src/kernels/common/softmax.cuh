@@ -57,14 +57,14 @@ struct OnlineSoftmax {
     }
 
     // Whether rows may be wrong: NaN of a key may have reached rows that do not see it, or sums overflowed.
-    DEVICE bool needs_recompute(bool any_partial) const {
+    DEVICE bool needs_recompute(bool any_masked) const {
         bool found = false;
 #pragma unroll
         for (int m = 0; m < MMA_M; m++)
 #pragma unroll
             for (int n = 0; n < PV_MMA_N; n++)
 #pragma unroll
-                for (int i = 0; i < 4; i++) found |= CAN_OVERFLOW ? !(fabsf(out[m][n][i]) < INF) : any_partial && isnan(out[m][n][i]);
+                for (int i = 0; i < 4; i++) found |= CAN_OVERFLOW ? !(fabsf(out[m][n][i]) < INF) : any_masked && isnan(out[m][n][i]);
         return found;
     }
 

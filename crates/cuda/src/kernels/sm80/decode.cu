@@ -79,7 +79,7 @@ DEVICE void copy_q(const ForwardParams& p, const WorkTile& work_tile, u32 q, u32
 
 // ---- products
 
-// Accumulates the tiles of a warp's keys; returns whether any of them was partial. `nonfinite` where values may be infinite or NaN.
+// Accumulates the tiles of a warp's keys; returns whether any of them was masked. `nonfinite` where values may be infinite or NaN.
 DEVICE bool accumulate(KvProducer& kv, OnlineSoftmax& acc, const Row* rows, u32 q_rows, u32 block, bool nonfinite) {
     const ForwardParams& p = kv.p;
     const u32 k_rows = kv.k + k_fragment();
@@ -88,7 +88,7 @@ DEVICE bool accumulate(KvProducer& kv, OnlineSoftmax& acc, const Row* rows, u32 
     Probs probs;
     // The tile of the probabilities, if there are some; the stages of the next tile and of the one before.
     u32 probs_block = 0, stage = 0, last_stage = STAGES - 1;
-    bool has_probs = false, probs_nonfinite = false, any_partial = false;
+    bool has_probs = false, probs_nonfinite = false, any_masked = false;
     for (;;) {
         cp_async_wait<STAGES - 1>();
         __syncwarp();
@@ -103,18 +103,18 @@ DEVICE bool accumulate(KvProducer& kv, OnlineSoftmax& acc, const Row* rows, u32 
         // Copies replace what this step has read.
         __syncwarp();
         kv.fetch(last_stage, stage);
-        bool partial = is_partial(p, kv.work_tile, block);
+        bool masked = is_masked(p, kv.work_tile, block);
         TileRows tile = {rows, block * BLOCK_N + kv.warp_keys};
-        if (partial) online_softmax<true>(p, acc, scores, probs, tile);
+        if (masked) online_softmax<true>(p, acc, scores, probs, tile);
         else online_softmax<false>(p, acc, scores, probs, tile);
-        any_partial |= partial;
-        probs_nonfinite = (CAN_OVERFLOW || partial) && nonfinite, probs_block = block, has_probs = true;
+        any_masked |= masked;
+        probs_nonfinite = (CAN_OVERFLOW || masked) && nonfinite, probs_block = block, has_probs = true;
         last_stage = stage;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
         block = next_block(p, kv.work_tile, block + 1, kv.end);
     }
     cp_async_wait<0>();
-    return any_partial;
+    return any_masked;
 }
 
 // ---- results
@@ -211,9 +211,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) forward(con
         acc.reset();
         cp_async_wait<STAGES - 1>();
         __syncthreads();
-        bool any_partial = accumulate(kv, acc, memory.rows, q_rows, block, nonfinite);
+        bool any_masked = accumulate(kv, acc, memory.rows, q_rows, block, nonfinite);
         bool was_nonfinite = nonfinite;
-        nonfinite = __syncthreads_or(!nonfinite && acc.needs_recompute(any_partial));
+        nonfinite = __syncthreads_or(!nonfinite && acc.needs_recompute(any_masked));
         if (nonfinite) continue;
         acc.reduce_row_sum(p);
         if (CAN_OVERFLOW && was_nonfinite) acc.unshrink();

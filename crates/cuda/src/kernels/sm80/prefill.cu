@@ -296,8 +296,8 @@ struct MmaConsumer {
     // The index of the next tile's work tile, the tile, and the end of the work tile's tiles.
     u32 index, block, end;
     // Whether there are probabilities of a tile before, and whether its values may be infinite or NaN; whether the next tile is the first of
-    // its work tile, and exists; whether a tile of the work tile that is accumulated was partial.
-    bool has_probs, nonfinite, first, more, any_partial;
+    // its work tile, and exists; whether a tile of the work tile that is accumulated was masked.
+    bool has_probs, nonfinite, first, more, any_masked;
 
     DEVICE void begin_work_tile(u32 at) {
         index = at;
@@ -312,7 +312,7 @@ struct MmaConsumer {
     DEVICE void end_work_tile(OnlineSoftmax& acc) {
         WarpStream& stream = warp.stream;
         const WorkTile& work_tile = warp.memory.work_tiles[stream.index];
-        bool split = work_tile.splits > 1, recompute = !stream.nonfinite && acc.needs_recompute(any_partial);
+        bool split = work_tile.splits > 1, recompute = !stream.nonfinite && acc.needs_recompute(any_masked);
         recompute = split ? named_barrier_any<TEAM_THREADS>(TEAM_BARRIER + warp.team, recompute) : __any_sync(ALL_LANES, recompute);
         u32 bit = 1u << stream.ordinal % 32;
         if (stream.is_recomputing ? stream.recompute & bit : !recompute) {
@@ -329,13 +329,13 @@ struct MmaConsumer {
         }
         __syncwarp();
         acc.reset();
-        any_partial = false;
+        any_masked = false;
     }
 
     // Remembers what the values of the tile that was multiplied need, and goes on to the next tile.
-    DEVICE void advance(bool partial) {
-        any_partial |= partial;
-        nonfinite = warp.stream.nonfinite && (partial || CAN_OVERFLOW && warp.stream.is_recomputing);
+    DEVICE void advance(bool masked) {
+        any_masked |= masked;
+        nonfinite = warp.stream.nonfinite && (masked || CAN_OVERFLOW && warp.stream.is_recomputing);
         if (nonfinite) {
             __syncwarp();
             if (warp.lane == 0) warp.stream.probs_block = block, warp.stream.probs_index = index;
@@ -377,7 +377,7 @@ DEVICE void compute_stream(const Warp& warp, KvProducer& kv) {
     u32 stage = 0;
     if (HAS_TEAMS && warp.team == 1) warp.end_turn();
     for (;;) {
-        bool partial = mma.more && is_partial(warp.p, warp.memory.work_tiles[mma.index], mma.block);
+        bool masked = mma.more && is_masked(warp.p, warp.memory.work_tiles[mma.index], mma.block);
         // The first tile of a work tile waits for its rows of q too.
         if (mma.first) cp_async_wait_all();
         else cp_async_wait<STAGES - 2>();
@@ -403,8 +403,8 @@ DEVICE void compute_stream(const Warp& warp, KvProducer& kv) {
             if (warp.next_entry(work_tile)) prefetch_q(warp, warp.memory.work_tiles[next_index(mma.index)]);
         }
         TileRows tile = {warp.rows(mma.index), mma.block * BLOCK_N};
-        mma.advance(partial);
-        if (partial) online_softmax<true>(warp.p, acc, scores, probs, tile);
+        mma.advance(masked);
+        if (masked) online_softmax<true>(warp.p, acc, scores, probs, tile);
         else online_softmax<false>(warp.p, acc, scores, probs, tile);
         mma.has_probs = true;
         stage = stage + 1 == STAGES ? 0 : stage + 1;
