@@ -12,7 +12,7 @@ pub use flashtile_core::problem::{
 };
 pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
 pub use flashtile_cpu::cpu::Cpu;
-pub use flashtile_cpu::merge::{MergeError, Part, merge};
+pub use flashtile_cpu::merge::{AttentionState, MergeError, merge};
 pub use flashtile_cpu::plan::CpuPlan;
 pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
 #[cfg(feature = "cuda")]

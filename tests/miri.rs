@@ -237,7 +237,7 @@ mod merging {
     //! Partial results over disjoint keys.
 
     use super::{alone, normal};
-    use flashtile::{Outputs, Part, TensorView, TensorViewMut, merge};
+    use flashtile::{AttentionState, Outputs, TensorView, TensorViewMut, merge};
     use half::{bf16, f16};
 
     #[test]
@@ -249,9 +249,9 @@ mod merging {
         let nothing = vec![f32::NAN; rows * 5];
         let (lse, none) = (normal(2, rows), vec![f32::NEG_INFINITY; rows]);
         let parts = [
-            Part { out: TensorView::bhsd(&elements, shape).unwrap(), lse: &lse },
-            Part { out: TensorView::bhsd(&halves, shape).unwrap(), lse: &lse },
-            Part { out: TensorView::bhsd(&nothing, shape).unwrap(), lse: &none },
+            AttentionState { out: TensorView::bhsd(&elements, shape).unwrap(), lse: &lse },
+            AttentionState { out: TensorView::bhsd(&halves, shape).unwrap(), lse: &lse },
+            AttentionState { out: TensorView::bhsd(&nothing, shape).unwrap(), lse: &none },
         ];
         // Rows with an unused element between them, and none after the last.
         let strides = [0, 3 * 6 + 1, 6, 1];

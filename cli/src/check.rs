@@ -144,7 +144,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
             runners.push(Box::new(CpuRunner::new(cpu)));
         }
     } else if args.isa.is_some() {
-        return Err(Failure::at("--isa", "has a meaning for the cpu backend alone"));
+        return Err(Failure::at("--isa", "applies to the cpu backend only"));
     }
     match args.backend {
         Backend::Auto if args.isa.is_none() => {

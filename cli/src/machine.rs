@@ -46,9 +46,7 @@ pub(crate) fn unplanned(problem: &Problem, facts: &CpuFacts, error: &Unsupported
             let keys = plan.block_k();
             Failure::new(format_args!("{error}: a split holds at least one block of {keys} keys"))
         }
-        (Unsupported::Kernels { .. }, _) => {
-            Failure::at("--kernels", "has a meaning for the cuda backend alone")
-        }
+        (Unsupported::Kernels { .. }, _) => Failure::at("--kernels", "applies to the cuda backend only"),
         _ => Failure::new(error),
     }
 }

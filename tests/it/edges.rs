@@ -8,8 +8,8 @@ use flashtile::plan::Isa;
 use flashtile::problem::{MAX_ALIBI_SLOPE, MAX_SCALE, MAX_SOFTCAP};
 use flashtile::quality::{Tolerance, compare_lse, compare_out, integer_errors};
 use flashtile::{
-    Codec, Cpu, Dtype, KernelChoice, MaskKind, MergeError, Outputs, Part, PlanOptions, QOffset, TensorView,
-    TensorViewMut, Visibility, Workspace, merge, reference,
+    AttentionState, Codec, Cpu, Dtype, KernelChoice, MaskKind, MergeError, Outputs, PlanOptions, QOffset,
+    TensorView, TensorViewMut, Visibility, Workspace, merge, reference,
 };
 use flashtile_testkit::{
     Case, CaseData, Failure, GuardedMask, Keep, MaskFill, Prepared, Runner, SimulatorRunner, Tree, catalogue,
@@ -69,13 +69,13 @@ fn merging_rows_without_elements_returns_at_once() {
         let mut memory = [0.0f32; 0];
         let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut memory, shape).unwrap());
         assert_eq!(merge(&[], &mut outputs), Ok(()), "{shape:?}");
-        let parts = [Part { out: empty(shape), lse: &[] }];
+        let parts = [AttentionState { out: empty(shape), lse: &[] }];
         let merged = merge(&parts, &mut outputs);
         if shape.contains(&0) && shape[3] != 0 {
             assert_eq!(merged, Ok(()), "{shape:?}");
         } else {
             let expected = shape[0] * shape[1] * shape[2];
-            assert_eq!(merged, Err(MergeError::Length { part: Some(0), expected, got: 0 }), "{shape:?}");
+            assert_eq!(merged, Err(MergeError::Length { state: Some(0), expected, got: 0 }), "{shape:?}");
         }
     }
     // More rows than the kernel can count.
@@ -94,7 +94,7 @@ fn merging_rows_without_elements_returns_at_once() {
     let shape = [1, 2, 1, 0];
     let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut memory, shape).unwrap());
     outputs.lse = Some(&mut lse);
-    let parts = [1.0, 2.0].map(|_| Part { out: empty(shape), lse: &[1.0, -2.0] });
+    let parts = [1.0, 2.0].map(|_| AttentionState { out: empty(shape), lse: &[1.0, -2.0] });
     merge(&parts, &mut outputs).unwrap();
     assert_eq!(lse, [1.0 + 2f32.ln(), -2.0 + 2f32.ln()]);
 }

@@ -3,7 +3,8 @@
 use crate::support::{build, runners};
 use flashtile::quality::{Tolerance, compare_lse, compare_out};
 use flashtile::{
-    Dtype, MaskKind, MaskView, MergeError, Outputs, Part, TensorView, TensorViewMut, merge, reference,
+    AttentionState, Dtype, MaskKind, MaskView, MergeError, Outputs, TensorView, TensorViewMut, merge,
+    reference,
 };
 use flashtile_testkit::{Case, CaseData, CpuRunner, Guarded, GuardedList, Layout, Rng, accumulation_of};
 
@@ -80,8 +81,10 @@ fn splits_cut_anywhere_merge_to_the_whole() {
         for runner in runners() {
             let results: Vec<_> =
                 (0..parts).map(|n| part(&whole, &case, &runner, |j| owner[j] == n, n == parts - 1)).collect();
-            let views: Vec<Part<'_>> =
-                results.iter().map(|(out, lse)| Part { out: out.view(), lse: lse.slice() }).collect();
+            let views: Vec<AttentionState<'_>> = results
+                .iter()
+                .map(|(out, lse)| AttentionState { out: out.view(), lse: lse.slice() })
+                .collect();
             let dims = whole.problem.dims();
             for to in [Dtype::F32, dtype] {
                 let mut out = Guarded::new(to, dims.out_shape(), Layout::Fused);
@@ -105,10 +108,10 @@ fn splits_cut_anywhere_merge_to_the_whole() {
 fn merged(parts: &[([f32; 2], f32)]) -> ([f32; 2], f32) {
     let shape = [1, 1, 1, 2];
     let lse: Vec<[f32; 1]> = parts.iter().map(|part| [part.1]).collect();
-    let views: Vec<Part<'_>> = parts
+    let views: Vec<AttentionState<'_>> = parts
         .iter()
         .zip(&lse)
-        .map(|((out, _), lse)| Part { out: TensorView::bhsd(out, shape).unwrap(), lse })
+        .map(|((out, _), lse)| AttentionState { out: TensorView::bhsd(out, shape).unwrap(), lse })
         .collect();
     let (mut out, mut lse) = ([f32::NAN; 2], [f32::NAN]);
     let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, shape).unwrap());
@@ -145,7 +148,8 @@ fn one_part_keeps_its_bits() {
             }
             let lse: Vec<f32> = (0..30).map(|_| rng.normal()).collect();
             let mut out = Guarded::new(dtype, shape, layout);
-            merge(&[Part { out: from.view(), lse: &lse }], &mut Outputs::new(out.view_mut())).unwrap();
+            merge(&[AttentionState { out: from.view(), lse: &lse }], &mut Outputs::new(out.view_mut()))
+                .unwrap();
             assert_eq!(out.bits(), from.bits());
             assert_eq!(out.touched(), None);
         }
@@ -158,17 +162,17 @@ fn refusals_write_nothing() {
     let other = Guarded::new(Dtype::F16, [2, 3, 4, 6], Layout::Bhsd);
     let mut out = Guarded::new(Dtype::F32, [2, 3, 4, 5], Layout::Bhsd);
     let before = out.bits();
-    let refused = |parts: &[Part<'_>], lse: Option<&mut [f32]>, out: &mut Guarded| {
+    let refused = |parts: &[AttentionState<'_>], lse: Option<&mut [f32]>, out: &mut Guarded| {
         let mut outputs = Outputs::new(out.view_mut());
         outputs.lse = lse;
         merge(parts, &mut outputs).unwrap_err()
     };
-    let good = Part { out: a.view(), lse: &b };
-    let error = refused(&[good, Part { out: other.view(), lse: &b }], None, &mut out);
-    assert_eq!(error, MergeError::Shape { part: 1, expected: [2, 3, 4, 5], got: [2, 3, 4, 6] });
-    assert_eq!(error.to_string(), "out of part 1 has shape [2, 3, 4, 6], expected [2, 3, 4, 5]");
-    let error = refused(&[good, Part { out: a.view(), lse: &b[..23] }], None, &mut out);
-    assert_eq!(error.to_string(), "lse of part 1 has 23 elements, expected 24");
+    let good = AttentionState { out: a.view(), lse: &b };
+    let error = refused(&[good, AttentionState { out: other.view(), lse: &b }], None, &mut out);
+    assert_eq!(error, MergeError::Shape { state: 1, expected: [2, 3, 4, 5], got: [2, 3, 4, 6] });
+    assert_eq!(error.to_string(), "out of state 1 has shape [2, 3, 4, 6], expected [2, 3, 4, 5]");
+    let error = refused(&[good, AttentionState { out: a.view(), lse: &b[..23] }], None, &mut out);
+    assert_eq!(error.to_string(), "lse of state 1 has 23 elements, expected 24");
     let mut short = [1.0; 25];
     let error = refused(&[good], Some(&mut short), &mut out);
     assert_eq!(error.to_string(), "lse has 25 elements, expected 24");

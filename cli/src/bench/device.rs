@@ -40,14 +40,14 @@ impl Device {
 pub(super) fn device(args: &BenchArgs) -> Result<Device> {
     match args.backend {
         Backend::Auto | Backend::Cpu if args.tile.is_some() => {
-            Err(Failure::at("--tile", "has a meaning for the cuda backend alone"))
+            Err(Failure::at("--tile", "applies to the cuda backend only"))
         }
         Backend::Auto | Backend::Cpu if args.kernels.choice != Kernels::Auto => {
-            Err(Failure::at("--kernels", "has a meaning for the cuda backend alone"))
+            Err(Failure::at("--kernels", "applies to the cuda backend only"))
         }
         Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
         Backend::Cuda if args.cpu.isa.is_some() => {
-            Err(Failure::at("--isa", "has a meaning for the cpu backend alone"))
+            Err(Failure::at("--isa", "applies to the cpu backend only"))
         }
         Backend::Cuda => {
             let tuning = Tuning { kernels: args.kernels.choice, tile: args.tile };

@@ -399,11 +399,8 @@ fn other_commands() {
         (vec!["plan", "--prefix", "layer.3"], "--prefix: does not apply to a shape, expected a file"),
         (vec!["plan", input, "--prefix", "layer.3"], "--prefix layer.3: "),
         (vec!["plan", "--device", "h100", "--splits", "65"], "65 splits asked for, expected 1 to 64"),
-        (
-            vec!["check", "--backend", "cuda", "--isa", "avx2"],
-            "--isa: has a meaning for the cpu backend alone",
-        ),
-        (vec!["bench", "--tile", "1,1,1,16,2,1,1"], "--tile: has a meaning for the cuda backend alone"),
+        (vec!["check", "--backend", "cuda", "--isa", "avx2"], "--isa: applies to the cpu backend only"),
+        (vec!["bench", "--tile", "1,1,1,16,2,1,1"], "--tile: applies to the cuda backend only"),
         (vec!["bench", "--backend", "reference"], "other backends are not measured"),
         (vec!["plan", "--device", "avx2-8core", "--threads", "2"], "cannot be used with"),
         (vec!["plan", "--sequence", "1"], "1 of 1 sequences"),

@@ -251,10 +251,7 @@ impl std::fmt::Display for RunError {
 
 impl std::error::Error for RunError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Tables(error) => Some(error),
-            _ => None,
-        }
+        if let Self::Tables(error) = self { Some(error) } else { None }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Partial results over disjoint sets of keys, combined to the result over all of them.
+//! Attention states over disjoint sets of keys, merged into the state over all of them.
 
 #![allow(unsafe_code)]
 
@@ -8,27 +8,27 @@ use flashtile_core::tensor::TensorView;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-/// The result of attention over some of the keys.
+/// The result of attention over some of the keys: a normalised output and its logsumexp.
 #[derive(Debug, Clone, Copy)]
 #[allow(clippy::exhaustive_structs)]
-pub struct Part<'a> {
+pub struct AttentionState<'a> {
     /// `[batch, q_heads, q_len, value_dim]`. Rows whose logsumexp is `-inf` are not read.
     pub out: TensorView<'a>,
     /// Logsumexp, dense `[batch, q_heads, q_len]`.
     pub lse: &'a [f32],
 }
 
-/// Why parts were not merged. Nothing was written.
+/// Why states were not merged. Nothing was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MergeError {
-    /// The shape of a part's out is not the shape of the output.
+    /// The shape of a state's out is not the shape of the output.
     Shape {
-        /// Index of the part.
-        part: usize,
+        /// Index of the state.
+        state: usize,
         /// Shape of the output.
         expected: [usize; 4],
-        /// Shape of the part.
+        /// Shape of the state.
         got: [usize; 4],
     },
     /// The output, which has no elements, has more rows than `usize` counts.
@@ -38,8 +38,8 @@ pub enum MergeError {
     },
     /// The number of elements of a logsumexp is not the number of rows.
     Length {
-        /// Index of the part; `None` is the output.
-        part: Option<usize>,
+        /// Index of the state; `None` is the output.
+        state: Option<usize>,
         /// Rows: `batch * q_heads * q_len`.
         expected: usize,
         /// Elements given.
@@ -50,16 +50,16 @@ pub enum MergeError {
 impl std::fmt::Display for MergeError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Shape { part, expected, got } => {
-                write!(f, "out of part {part} has shape {got:?}, expected {expected:?}")
+            Self::Shape { state, expected, got } => {
+                write!(f, "out of state {state} has shape {got:?}, expected {expected:?}")
             }
             Self::TooLong { shape } => {
                 write!(f, "out of shape {shape:?} has more rows than can be counted")
             }
-            Self::Length { part: Some(part), expected, got } => {
-                write!(f, "lse of part {part} has {got} elements, expected {expected}")
+            Self::Length { state: Some(state), expected, got } => {
+                write!(f, "lse of state {state} has {got} elements, expected {expected}")
             }
-            Self::Length { part: None, expected, got } => {
+            Self::Length { state: None, expected, got } => {
                 write!(f, "lse has {got} elements, expected {expected}")
             }
         }
@@ -75,63 +75,63 @@ impl std::error::Error for MergeError {}
 /// lse = ln(sum_i exp(lse_i))        out = sum_i exp(lse_i - lse) * out_i
 /// ```
 ///
-/// A part adds nothing to the rows in which its logsumexp is `-inf`, whatever its out holds there; where that is so of every
-/// part, out is 0 and lse `-inf`. An attention sink belongs to one part alone. Parts and output may have different dtypes;
-/// sums are f64 in the order of the parts, out is rounded once, and a single part of the output's dtype keeps its values. Reads
-/// each part once, on the threads of the current rayon pool.
+/// A state adds nothing to the rows in which its logsumexp is `-inf`, whatever its out holds there; where that is so of every
+/// state, out is 0 and lse `-inf`. An attention sink belongs to one state alone. States and output may have different dtypes;
+/// sums are f64 in the order of the states, out is rounded once, and a single state of the output's dtype keeps its values. Reads
+/// each state once, on the threads of the current rayon pool.
 ///
 /// # Errors
 /// [`MergeError`]; nothing is written then.
 ///
 /// ```
-/// use flashtile::{Outputs, Part, TensorView, TensorViewMut, merge};
+/// use flashtile::{Outputs, AttentionState, TensorView, TensorViewMut, merge};
 /// let shape = [1, 1, 1, 2]; // one row
 /// let (near, far) = ([1.0f32, 0.0], [0.0f32, 1.0]);
 /// let (near, far) = (TensorView::bhsd(&near, shape)?, TensorView::bhsd(&far, shape)?);
-/// let parts = [Part { out: near, lse: &[3f32.ln()] }, Part { out: far, lse: &[1f32.ln()] }];
+/// let states = [AttentionState { out: near, lse: &[3f32.ln()] }, AttentionState { out: far, lse: &[1f32.ln()] }];
 /// let (mut out, mut lse) = ([0.0f32; 2], [0.0f32]);
 /// let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, shape)?);
 /// outputs.lse = Some(&mut lse);
-/// merge(&parts, &mut outputs)?;
+/// merge(&states, &mut outputs)?;
 /// assert!((out[0] - 0.75).abs() < 1e-6 && (lse[0] - 4f32.ln()).abs() < 1e-6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-pub fn merge(parts: &[Part<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeError> {
+pub fn merge(states: &[AttentionState<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeError> {
     let shape = outputs.out.shape();
     let [batch, heads, q_len, dim] = shape;
     // A shape without elements may have any other axes.
     let rows = if shape[..3].contains(&0) { Some(0) } else { batch.checked_mul(heads) };
     let expected = rows.and_then(|rows| rows.checked_mul(q_len)).ok_or(MergeError::TooLong { shape })?;
-    for (index, part) in parts.iter().enumerate() {
-        if part.out.shape() != shape {
-            return Err(MergeError::Shape { part: index, expected: shape, got: part.out.shape() });
+    for (index, state) in states.iter().enumerate() {
+        if state.out.shape() != shape {
+            return Err(MergeError::Shape { state: index, expected: shape, got: state.out.shape() });
         }
-        if part.lse.len() != expected {
-            return Err(MergeError::Length { part: Some(index), expected, got: part.lse.len() });
+        if state.lse.len() != expected {
+            return Err(MergeError::Length { state: Some(index), expected, got: state.lse.len() });
         }
     }
     if let Some(lse) = &outputs.lse
         && lse.len() != expected
     {
-        return Err(MergeError::Length { part: None, expected, got: lse.len() });
+        return Err(MergeError::Length { state: None, expected, got: lse.len() });
     }
     let out = &outputs.out;
     let rows = if dim == 0 { 0 } else { expected };
     (0..rows).into_par_iter().with_min_len(64).for_each(|row| {
         let index = [row / (heads * q_len), row / q_len % heads, row % q_len];
-        let lse = total(parts, row);
+        let lse = total(states, row);
         let dst = out.row(index[0], index[1], index[2]);
         for first in (0..dim).step_by(CHUNK) {
             let mut sum = [0.0; CHUNK];
             let sum = &mut sum[..CHUNK.min(dim - first)];
-            for part in parts {
-                let lse_i = f64::from(part.lse[row]);
+            for state in states {
+                let lse_i = f64::from(state.lse[row]);
                 if lse_i != f64::NEG_INFINITY {
                     add(
                         sum,
                         (lse_i - lse).exp(),
-                        part.out.dtype(),
-                        &part.out.row_bytes(index)[first * part.out.dtype().bytes()..],
+                        state.out.dtype(),
+                        &state.out.row_bytes(index)[first * state.out.dtype().bytes()..],
                     );
                 }
             }
@@ -143,7 +143,7 @@ pub fn merge(parts: &[Part<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeE
         lse.par_iter_mut()
             .with_min_len(256)
             .enumerate()
-            .for_each(|(row, lse)| *lse = total(parts, row) as f32);
+            .for_each(|(row, lse)| *lse = total(states, row) as f32);
     }
     Ok(())
 }
@@ -151,9 +151,9 @@ pub fn merge(parts: &[Part<'_>], outputs: &mut Outputs<'_>) -> Result<(), MergeE
 /// Elements of a row that are summed at a time.
 const CHUNK: usize = 64;
 
-/// Logsumexp of a row over all parts.
-fn total(parts: &[Part<'_>], row: usize) -> f64 {
-    let lse = || parts.iter().map(|part| f64::from(part.lse[row]));
+/// Logsumexp of a row over all states.
+fn total(states: &[AttentionState<'_>], row: usize) -> f64 {
+    let lse = || states.iter().map(|state| f64::from(state.lse[row]));
     // f64::max ignores NaN, which still reaches the sum.
     let max = lse().fold(f64::NEG_INFINITY, f64::max);
     let sum: f64 = lse().filter(|&x| x != f64::NEG_INFINITY).map(|x| (x - max).exp()).sum();

@@ -87,7 +87,11 @@ impl std::error::Error for CudaError {
             Self::Inputs(why) => Some(why),
             Self::View(why) => Some(why),
             Self::KvCache(why) => Some(why),
-            _ => None,
+            Self::Scratch { .. }
+            | Self::ScratchAlignment { .. }
+            | Self::Update { .. }
+            | Self::OtherDevice { .. }
+            | Self::Contract { .. } => None,
         }
     }
 }

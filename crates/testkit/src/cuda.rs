@@ -370,7 +370,7 @@ struct Copied {
 }
 
 impl Copied {
-    fn splits(&self) -> (Dtype, [usize; 4], [usize; 4]) {
+    fn layout(&self) -> (Dtype, [usize; 4], [usize; 4]) {
         match self.kind {
             Kind::Tensor(dtype, shape, strides) => (dtype, shape, strides),
             Kind::Bool(..) | Kind::Bytes(_) => (Dtype::F32, [0; 4], [0, 0, 0, 1]),
@@ -378,13 +378,13 @@ impl Copied {
     }
 
     fn view(&self) -> Result<DeviceTensor<'_>, ViewError> {
-        let (dtype, shape, strides) = self.splits();
+        let (dtype, shape, strides) = self.layout();
         // SAFETY: the copy covers all that the view reaches, and lives until the stream has been waited for.
         unsafe { DeviceTensor::from_raw_parts(dtype, self.at, shape, strides) }
     }
 
     fn view_mut(&self) -> Result<DeviceTensorMut<'_>, ViewError> {
-        let (dtype, shape, strides) = self.splits();
+        let (dtype, shape, strides) = self.layout();
         // SAFETY: as above; nothing else accesses the copy while a run writes it.
         unsafe { DeviceTensorMut::from_raw_parts(dtype, self.at, shape, strides) }
     }

@@ -82,9 +82,6 @@ impl fmt::Display for QualityError {
 
 impl std::error::Error for QualityError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Encode { why, .. } => Some(why),
-            _ => None,
-        }
+        if let Self::Encode { why, .. } = self { Some(why) } else { None }
     }
 }

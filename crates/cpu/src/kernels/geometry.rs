@@ -269,8 +269,8 @@ impl<'a> TaskState<'a> {
     /// `q . k_mean` of each row of the task, where keys are stored without their mean.
     pub(super) fn mean_scores(&self) -> Option<*const f32> {
         match &self.cx.inputs.k {
-            KvView::Codes(codes) if codes.mean(self.rows.kv_head).is_some() => Some(self.mean_scores),
-            _ => None,
+            KvView::Codes(codes) => codes.mean(self.rows.kv_head).map(|_| self.mean_scores.cast_const()),
+            KvView::Elements(_) => None,
         }
     }
 }
