@@ -7,7 +7,8 @@
 //! | module | |
 //! |---|---|
 //! | [`problem`] | the description of attention and its validation |
-//! | [`limits`] | the largest problem |
+//! | [`limits`], [`dtype`] | the largest problem; element types |
+//! | [`memory`] | zeroed memory in huge pages, for caches and workspaces |
 //! | [`tensor`] | strided views |
 //! | [`inputs`] | tensors of a run, checked against the problem |
 //! | [`block_tables`], [`cache`] | which page holds which token; caches |

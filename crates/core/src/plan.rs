@@ -14,7 +14,7 @@ pub enum KernelChoice {
     Auto,
     /// Kernels written for the device.
     Native,
-    /// Kernels in the kernel language, which every GPU runs.
+    /// Kernels in the kernel language.
     Portable,
 }
 
@@ -40,15 +40,14 @@ impl std::fmt::Display for KernelChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanOptions {
-    /// Number of splits into which the keys of every sequence are divided for parallel work; `None` lets the planner
-    /// choose. Results do not depend on it, on the CPU bit for bit. With more than one split, the workspace holds a
-    /// partial result (`value_dim + 2` f32) for each query row and block of keys that its task sees; the blocks of
-    /// the first split count as one.
+    /// Upper bound of the splits of the keys of each task (CPU) or tile (CUDA), at least 1; with `None` the planner
+    /// chooses. Portable kernels use exactly this number. On the CPU results keep their bits; on CUDA they may differ
+    /// by rounding.
     pub splits: Option<usize>,
     /// Whether tiles that no row sees are skipped. If not, every tile is computed and masked, with the same bits: for
     /// tests, and for measuring what skipping saves.
     pub skip_tiles: bool,
-    /// Which kernels a CUDA device runs.
+    /// Which kernels a CUDA device runs. The CPU backend refuses anything but [`KernelChoice::Auto`].
     pub kernels: KernelChoice,
 }
 

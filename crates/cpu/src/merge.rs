@@ -160,7 +160,7 @@ fn total(states: &[AttentionState<'_>], row: usize) -> f64 {
     if sum == 0.0 { f64::NEG_INFINITY } else { max + sum.ln() }
 }
 
-/// Adds a row's elements times `probability`.
+/// Adds a row's elements times `prob`.
 fn add(sum: &mut [f64], prob: f64, dtype: Dtype, row: &[u8]) {
     match dtype {
         Dtype::F32 => {

@@ -117,7 +117,10 @@ impl CacheDesc {
         if layer >= layers { Err(CacheError::Layer { got: layer, layers }) } else { Ok(()) }
     }
 
-    /// Checks the shapes of K and V for a number of tokens.
+    /// Checks the shapes of K `[1, kv_heads, tokens, head_dim]` and V `[1, kv_heads, tokens, value_dim]`.
+    ///
+    /// # Errors
+    /// [`CacheError::Shape`].
     pub fn check_rows(&self, tokens: usize, (k, v): ([usize; 4], [usize; 4])) -> Result<(), CacheError> {
         for (tensor, got, dim) in [("k", k, self.head_dim), ("v", v, self.value_dim)] {
             let expected = [1, self.kv_heads, tokens, dim];

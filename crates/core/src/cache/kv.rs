@@ -266,7 +266,7 @@ impl KvCache {
     }
 
     /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized.
-    /// Attention accounts for it, exactly up to rounding. Keys with a constant component, such as projections with a
+    /// Attention adds its effect to the scores in f32. Keys with a constant component, such as projections with a
     /// bias produce, need it: codes then resolve the rest. It cannot change once rows are stored.
     ///
     /// # Errors
@@ -312,6 +312,7 @@ impl KvCache {
 
     /// Drops the tokens before a position and frees the pages of a paged cache that held only those. The other tokens
     /// keep their positions, and a contiguous slot gains no room. No effect if the tokens are dropped already.
+    ///
     /// # Errors
     /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`].

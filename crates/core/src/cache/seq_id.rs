@@ -2,8 +2,8 @@
 
 use std::fmt;
 
-/// Identifies a sequence of a cache for ever: no other cache accepts it, nor does this one after the sequence is
-/// removed.
+/// Identifies a sequence of one cache. No other cache accepts it, and this one refuses it once the sequence is removed:
+/// identifiers are not used again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SeqId {
     /// Identity of the cache.

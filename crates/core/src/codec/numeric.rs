@@ -1,8 +1,8 @@
 //! Functions that every instruction set must compute with the same bits.
 
-#[must_use]
 /// The largest magnitude; NaN and infinity are larger than all others. Magnitudes compare like their bits, so that
 /// vectors take the maximum of integers.
+#[must_use]
 #[inline(always)]
 pub fn greatest(x: &[f32]) -> f32 {
     let mut amax = 0u32;

@@ -49,6 +49,9 @@ impl MaskTileShape {
 }
 
 /// A plan of the CPU backend. Made by [`Cpu::plan`](crate::cpu::Cpu::plan) for the machine at hand, or by [`CpuPlan::new`] for any.
+///
+/// Where the keys of a task are split, the workspace holds the state of each of its rows and, for each row and each key block after
+/// the first split, a partial result. Each takes `value_dim`, rounded up to whole vectors, plus 2 f32.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CpuPlan {
     problem: Problem,
