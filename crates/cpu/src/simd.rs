@@ -49,7 +49,7 @@ pub(crate) trait Simd: Copy + 'static {
     unsafe fn shift_up_16(a: Self::V) -> Self::V;
     /// Nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `a * 2^n` with `n` the integer nearest to `x`; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
+    /// `a * 2^n`, for `n` = [`Simd::round`] of `x`, which the caller passes; 0 where `x < -126`, NaN where `x` (and so `a`) is NaN.
     unsafe fn scale2(a: Self::V, n: Self::V, x: Self::V) -> Self::V;
     /// Sum of the lanes, in a fixed order.
     unsafe fn reduce_add(a: Self::V) -> f32;
@@ -58,7 +58,7 @@ pub(crate) trait Simd: Copy + 'static {
 
     unsafe fn load_f16(p: *const u16) -> Self::V;
     unsafe fn load_bf16(p: *const u16) -> Self::V;
-    /// 0 where the byte is not 0, `-inf` where it is.
+    /// `-inf` where the byte is 0, else 0.
     unsafe fn load_bool(p: *const u8) -> Self::V;
     /// Rounds to nearest, ties to even; NaN stays NaN.
     unsafe fn store_f16(p: *mut u16, v: Self::V);

@@ -92,8 +92,11 @@ impl<'a> TaskState<'a> {
         }
     }
 
-    /// Tasks of few rows pack nothing. For codes it is the rows of the sequence that count, not how they are cut into tasks, because their
-    /// products round differently.
+    /// Chooses how keys and values are read.
+    ///
+    /// Elements: a task of at most [`MAX_ROWS`] rows streams, with the bits of packing. Codes: integer products round differently
+    /// from f32, so the choice must not depend on how rows are cut into tasks. It is made by the rows of the whole sequence;
+    /// a plan with shared prefixes packs all codes. Codes that no products take are packed however few the rows are.
     fn with_paths(mut self) -> Self {
         let plan = self.cx.plan;
         let few = self.sequence.q_len * self.gqa_group <= MAX_ROWS && plan.prefixes().is_empty();
@@ -113,7 +116,7 @@ impl<'a> TaskState<'a> {
         self
     }
 
-    /// Row of q, counted from the first row's sequence, and query head of a row of the task.
+    /// Query row, counted from the first of the task's first sequence, and query head of row `row` of the task.
     #[inline]
     pub(super) fn place(&self, row: usize) -> (usize, usize) {
         let at = self.rows.first + row;

@@ -1,4 +1,4 @@
-//! Matrices of f32 in memory: a pointer that knows its leading dimension, and in debug builds its rows and columns.
+//! Matrices of f32 in memory: a pointer with its leading dimension, rows and columns. Debug builds check accesses against them.
 
 #![allow(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Probabilities of a tile: bias, mask and the softmax numerator of one block.
+//! Probabilities of a tile: applies the operations of `softmax.rs` with the modifiers and the visible keys of each query.
 
 #![allow(unsafe_code)]
 

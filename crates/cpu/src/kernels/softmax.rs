@@ -1,4 +1,5 @@
-//! Scores to probabilities: bias and masking, the softmax of one block, and the fold of a block's result into a row.
+//! Operations on rows of scores, without a task: modify, hide, maximum and exponential of one block, and the fold of a block's result into
+//! the running state. `probs.rs` applies all but the fold to a tile.
 
 #![allow(unsafe_code)]
 
@@ -41,8 +42,8 @@ pub(super) struct MaskColumns<'a> {
     pub(super) keys: usize,
 }
 
-/// The part of a bias above this magnitude, `2^126`, is multiplied by [`HUGE_RATE`] instead of `log2 e`: in units of log2 the largest f32
-/// would be infinite. Biases of that size differ by so much that either factor gives the same softmax.
+/// The part of a bias above this magnitude, `2^126`, is multiplied by [`HUGE_RATE`] instead of `log2 e`, so that it stays finite
+/// (docs/numerics.md, "What is exact in the bits").
 const HUGE_BIAS: f32 = f32::from_bits((126 + 127) << 23);
 const HUGE_RATE: f32 = 0.5;
 

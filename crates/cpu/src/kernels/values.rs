@@ -44,8 +44,8 @@ impl TaskState<'_> {
     }
 }
 
-/// `p . v` of a tile with values in memory of the task: rows of the keys `columns`, from `rows` on. The first columns of the tile start the
-/// sums, others go on with them.
+/// Multiplies the probabilities of the keys `columns` by their packed values `rows`. The call with the tile's first key starts the sums in
+/// `block_out`; later calls add to them.
 ///
 /// # Safety
 /// As [`Simd`]; the probabilities are there, and the values of the columns in whole steps ([`key_steps`]).
