@@ -1,7 +1,7 @@
 // Scores: `softcap(scale * q . k) + bias` in units of log2, and which keys a row sees.
 
-// A bias of a magnitude above HUGE_BIAS (2^126) counts HUGE_RATE instead of log2 e from there on: the largest f32 in units of log2 would
-// be infinite. Differences as large as the spacing of such biases decide a softmax at either rate.
+// The part of a bias above HUGE_BIAS (2^126) in magnitude is multiplied by HUGE_RATE instead of log2 e, so that it stays finite
+// (docs/numerics.md, "What is exact in the bits").
 constexpr float HUGE_BIAS = 8.507059173023462e+37f, HUGE_RATE = 0.5f, HUGE_SCORE = HUGE_BIAS * LOG2E;
 
 // The largest magnitude of an ALiBi slope, 2^86, as the host has it.
