@@ -1,7 +1,7 @@
 //! The CUDA backend: native kernels for devices of compute capability 8.0 and later, portable kernels for 7.5.
 //!
 //! Nothing of NVIDIA's is needed to build: driver and NVRTC are looked for at run time, and what is missing is said by
-//! [`DeviceError::Missing`]. Kernels are text, compiled for the device when they are first needed and kept on disk (in the folder
+//! [`DeviceError::Missing`]. Kernels are source, compiled for the device when they are first needed and kept on disk (in the folder
 //! that [`CACHE_VARIABLE`] names, or `flashtile` in the user's folder of caches); [`Cuda::prewarm`] does so ahead.
 //!
 //! A run works on borrowed device memory and a borrowed stream, allocates nothing, waits for nothing, and can be captured in

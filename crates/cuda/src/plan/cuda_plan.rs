@@ -107,7 +107,8 @@ impl CudaPlan {
         }
     }
 
-    /// Kernels of the launches, in order; none where there are no query rows. A portable plan has one.
+    /// One kernel for each launch of a native plan, in order; none where there are no query rows. A portable plan yields one, also
+    /// without query rows, which stands for its launches of `decode` and `merge`.
     pub fn kernels(&self) -> impl Iterator<Item = CudaKernel> {
         let sm80 = self.sm80().map_or(&[][..], Sm80Plan::launches);
         let portable = self.portable().map(|plan| CudaKernel::Portable(plan.kernel));

@@ -16,7 +16,7 @@
 //   MERGE_GROUP         splits of a tile that are merged first where they are many
 //   MAX_RECOMPUTED      work tiles that a block of threads can recompute
 //   Scoring             what is done to scores before the softmax:
-//     HAS_BIAS            softcap, ALiBi, a tree mask, a scale that is not positive, or a mask
+//     HAS_BIAS            softcap, ALiBi, a tree mask, a mask, or a scale that is not positive or exceeds 2^10
 //     HAS_MASK            a materialised mask
 
 constexpr int ELEMENT_BYTES = DTYPE == F32 ? 4 : 2;

@@ -82,8 +82,8 @@ DEVICE float unpack(u32 word, int half) {
     return T == F16 ? f16_to_f32(x) : bf16_to_f32(x);
 }
 
-// Tiles of a materialised mask: no query position of the tile sees a key of it; otherwise; every position sees all keys, and nothing is
-// added to their scores.
+// Effect of a materialised mask on a tile. SKIP: no query position sees any key. FULL: every position sees every key, and nothing is
+// added to a score. PARTIAL: anything else.
 enum MaskTile : u32 { SKIP = 0, PARTIAL = 1, FULL = 2 };
 
 // The value of a mask at an element of a row, as a bias in units of e; `kind` is a Dtype, or 3 for bool.

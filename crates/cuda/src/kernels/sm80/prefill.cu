@@ -12,24 +12,25 @@
 constexpr bool HAS_TEAMS = WARPS_Q == 8;
 constexpr int TEAMS = HAS_TEAMS ? 2 : 1, TEAM_THREADS = THREADS / TEAMS, TEAM_WARPS = WARPS / TEAMS, TEAM_ROWS = BLOCK_M / TEAMS;
 static_assert(!HAS_TEAMS || STAGES == 2);
-// Descriptions of work tiles in shared memory: those between the copies and the products, and one more that is being copied. The number
-// is even, so that rows of neighbours are in different halves.
+// Ring of work tiles in shared memory: from the one that is multiplied to the one whose keys are copied, and the next one, whose
+// description is copied. Its length is even, so that neighbours use different halves of `rows`, which `index % 2` selects.
 constexpr int LISTED = (STAGES + 4) / 2 * 2;
-// Work tiles of a stream are recomputed by a bit of a word; those past MAX_RECOMPUTED are computed by `pv_gemm_nonfinite` at once.
+// A bit of a word marks each of the first MAX_RECOMPUTED work tiles of a stream that is to be recomputed. Later ones have no bit and are
+// computed by `pv_gemm_nonfinite` at once.
 static_assert(MAX_RECOMPUTED < 32);
 
 // Where a warp is in its stream. It is in shared memory since registers are for accumulators and scores.
 struct WarpStream {
-    // The work tile whose keys are copied, its index in the list, and the end of its tiles.
-    KvSource source;
-    u32 fetched_index, fetched_end;
-    // The index of the work tile that is accumulated, and its number in the stream.
-    u32 index, ordinal;
-    // One bit for each work tile of the stream that is to be recomputed for this warp's rows; whether this is a recomputation, and whether
-    // values may be infinite or NaN.
-    u32 recompute, is_recomputing, nonfinite;
-    // The tile of the probabilities, and the index of its work tile.
-    u32 probs_block, probs_index;
+    KvSource source;     // keys and values of the work tile that is copied
+    u32 fetched_index,   // its index in the ring
+        fetched_end;     // the end of its key blocks
+    u32 index,           // index in the ring of the work tile that is accumulated
+        ordinal;         // its number in the stream
+    u32 recompute,       // one bit for each work tile of the stream that is to be recomputed for this warp's rows
+        is_recomputing,  // whether this is the second pass, which recomputes one of them
+        nonfinite;       // whether values may be infinite or NaN, in the second pass and from work tile MAX_RECOMPUTED on
+    u32 probs_block,     // key block of the probabilities
+        probs_index;     // index in the ring of its work tile
 };
 
 // What the warps of a block share beside their streams.
@@ -128,8 +129,8 @@ DEVICE void prefetch_q(const Warp& warp, const WorkTile& work_tile) {
     for (u32 byte = 0; byte < p.head_dim * ELEMENT_BYTES; byte += 128) prefetch_l2((const void*)(from + byte));
 }
 
-// ---- the copies of keys and values, ahead of the products: for teams group n of the copies is tile n, and otherwise the keys of tile n
-// and the values of tile n - 1
+// ---- the copies of keys and values, ahead of the products. With teams, copy group n holds keys and values of key block n; without, keys
+// of block n and values of block n - 1.
 
 struct KvProducer {
     const Warp& warp;
@@ -293,11 +294,14 @@ DEVICE void store_and_merge(const Warp& warp, const WorkTile& work_tile, const O
 
 struct MmaConsumer {
     const Warp& warp;
-    // The index of the next tile's work tile, the tile, and the end of the work tile's tiles.
-    u32 index, block, end;
-    // Whether there are probabilities of a tile before, and whether its values may be infinite or NaN; whether the next tile is the first of
-    // its work tile, and exists; whether a tile of the work tile that is accumulated was masked.
-    bool has_probs, nonfinite, first, more, any_masked;
+    u32 index,         // index in the ring of the next tile's work tile
+        block,         // key block of the next tile
+        end;           // end of the key blocks of that work tile
+    bool has_probs,    // whether there are probabilities, of the tile before, whose values are still to be multiplied
+        nonfinite,     // whether those values may be infinite or NaN
+        first,         // whether the next tile is the first of its work tile
+        more,          // whether there is a next tile
+        any_masked;    // whether a tile of the work tile that is accumulated was masked
 
     DEVICE void begin_work_tile(u32 at) {
         index = at;
@@ -308,7 +312,11 @@ struct MmaConsumer {
         if (warp.lane < WARP_ROWS) warp.memory.rows[index % 2][warp.first_row + warp.lane] = row_of_tile(warp.p, work_tile, warp.first_row + warp.lane);
     }
 
-    // Ends the work tile that is accumulated: stores it, or marks it to be recomputed.
+    // Ends the work tile that is accumulated.
+    //
+    // First pass: stores the rows, unless they may be wrong (`needs_recompute`); then it sets the work tile's bit for this warp. Warps decide
+    // alone, except over a split, which is stored and merged by the whole team. Second pass: stores where the bit is set; the other warps'
+    // rows are right already. Where values were multiplied as non-finite from the start (`stream.nonfinite`), results are not checked.
     DEVICE void end_work_tile(OnlineSoftmax& acc) {
         WarpStream& stream = warp.stream;
         const WorkTile& work_tile = warp.memory.work_tiles[stream.index];
