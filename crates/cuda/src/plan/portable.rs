@@ -76,8 +76,8 @@ impl PortableTile {
 
 /// The kernel of the kernel language on a CUDA device, specialised by these constants.
 ///
-/// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, with `x{value_dim}` where that differs, `-paged` where keys lie in pages, and
-/// `-bias` or `-mask` where scores are modified.
+/// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, for prefill too, with `x{value_dim}` where that differs, `-paged` where keys lie
+/// in pages, and `-bias` or `-mask` where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PortableKernel {
     dtype: Dtype,
