@@ -159,7 +159,7 @@ pub(crate) unsafe fn task(cx: &Context<'_>, task: &Task, scratch: *mut f32) {
 /// Folds the partial results of a task that was cut into the state of its rows, in key order.
 ///
 /// # Safety
-/// As [`task`], once every task of the phase has run.
+/// As [`task`], once every task of the level has run.
 pub(crate) unsafe fn reduce(cx: &Context<'_>, task: &Reduction, scratch: *mut f32) {
     // SAFETY: the caller's contract; the state and the partials of all blocks are there.
     unsafe {
