@@ -4,10 +4,10 @@
 #   benches/gpu.sh FLASHTILE [OUT [STEP...]]
 #
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
-# are measured if python3 has torch. Steps, all by default: check, tests (if TESTS names the library's test binary, whose
-# CUDA and external cases run, or KERNEL_TESTS one of kernel/, except its tests of rustc's messages), prefill, decode, portable
-# (portable and native kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize
-# (if compute-sanitizer is installed).
+# are measured if python3 has torch. Steps, all by default: check, tests, prefill, decode, portable (portable and native
+# kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize (if compute-sanitizer is
+# installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, and of
+# crates/kernel, except its tests of rustc's messages, if KERNEL_TESTS names that crate's.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
