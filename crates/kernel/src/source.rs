@@ -463,55 +463,98 @@ pub fn dependencies(source: &'static ItemSource) -> Vec<&'static ItemSource> {
 
 /// Whether two sources are one item. A constant has no address of its own: its module and its place in the file identify it.
 const fn same(a: &ItemSource, b: &ItemSource) -> bool {
-    equal(a.name, b.name) && a.line == b.line && equal(a.module, b.module) && equal(a.file, b.file)
+    a.line == b.line && equal(a.name, b.name) && equal(a.module, b.module) && equal(a.file, b.file)
 }
 
-/// Whether no item that `source` uses, directly or not, is called `symbol` in C++.
+/// More items than any kernel uses: a power of two.
+const MAX_ITEMS: usize = 1024;
+
+/// The items that a kernel uses, directly or not, each once: what `#[kernel]` checks while a crate is compiled.
 ///
-/// `#[kernel]` calls it in constants, for the names that its program defines beside these items.
-pub const fn is_free(source: &ItemSource, symbol: &str) -> bool {
-    let mut n = 0;
-    while n < source.depends.len() {
-        if equal(source.depends[n].symbol, symbol) || !is_free(source.depends[n], symbol) {
-            return false;
-        }
-        n += 1;
-    }
-    true
+/// An item that is used by many others is visited once: the work is linear in the items and their uses.
+#[derive(Debug)]
+pub struct Items<'a> {
+    /// An item is at its line modulo the length, or at the next free place behind.
+    table: [Option<&'a ItemSource>; MAX_ITEMS],
 }
 
-/// Fails to compile where two different items of one name are used, directly or not: C++ has one namespace for them.
-///
-/// `#[kernel]` calls it in a constant.
-pub const fn assert_distinct(source: &ItemSource) {
-    assert_distinct_in(source, source);
-}
-
-const fn assert_distinct_in(root: &ItemSource, part: &ItemSource) {
-    let mut n = 0;
-    while n < part.depends.len() {
-        assert!(
-            agrees(root, part.depends[n]),
-            "two different items of one name are used by this kernel: rename one"
-        );
-        assert_distinct_in(root, part.depends[n]);
-        n += 1;
+impl<'a> Items<'a> {
+    /// The items of `source`, without itself.
+    pub const fn of(source: &'a ItemSource) -> Self {
+        let mut items = Self { table: [None; MAX_ITEMS] };
+        items.add_uses(source);
+        items
     }
-}
 
-const fn agrees(root: &ItemSource, item: &ItemSource) -> bool {
-    let mut n = 0;
-    while n < root.depends.len() {
-        let other = root.depends[n];
-        if equal(other.name, item.name) && !same(other, item) {
-            return false;
+    const fn add_uses(&mut self, source: &'a ItemSource) {
+        let mut n = 0;
+        while n < source.depends.len() {
+            let used = source.depends[n];
+            if self.add(used) {
+                self.add_uses(used);
+            }
+            n += 1;
         }
-        if !agrees(other, item) {
-            return false;
-        }
-        n += 1;
     }
-    true
+
+    /// Adds an item, unless it is there.
+    const fn add(&mut self, item: &'a ItemSource) -> bool {
+        let mut place = item.line as usize % MAX_ITEMS;
+        let mut probes = 0;
+        while let Some(other) = self.table[place] {
+            if same(other, item) {
+                return false;
+            }
+            place = (place + 1) % MAX_ITEMS;
+            probes += 1;
+            assert!(probes < MAX_ITEMS, "this kernel uses more than 1024 items");
+        }
+        self.table[place] = Some(item);
+        true
+    }
+
+    /// Whether no item is called `symbol` in C++, where the kernel's program defines something else of that name.
+    pub const fn is_free(&self, symbol: &str) -> bool {
+        let mut n = 0;
+        while n < MAX_ITEMS {
+            if let Some(item) = self.table[n]
+                && equal(item.symbol, symbol)
+            {
+                return false;
+            }
+            n += 1;
+        }
+        true
+    }
+
+    /// Fails to compile where two different items have one name: C++ has one namespace for them.
+    pub const fn assert_distinct(&self) {
+        let mut n = 0;
+        while n < MAX_ITEMS {
+            if let Some(item) = self.table[n] {
+                assert!(
+                    self.is_only(item),
+                    "two different items of one name are used by this kernel: rename one"
+                );
+            }
+            n += 1;
+        }
+    }
+
+    /// Whether no other item has the name of `item`.
+    const fn is_only(&self, item: &ItemSource) -> bool {
+        let mut n = 0;
+        while n < MAX_ITEMS {
+            if let Some(other) = self.table[n]
+                && equal(other.name, item.name)
+                && !same(other, item)
+            {
+                return false;
+            }
+            n += 1;
+        }
+        true
+    }
 }
 
 const fn equal(a: &str, b: &str) -> bool {

@@ -255,8 +255,9 @@ impl Expansion<'_> {
                 bench: #bench,
             };
             const SOURCE: ::flashtile_kernel::ItemSource = #item_source;
+            const ITEMS: ft_source::Items<'static> = ft_source::Items::of(&SOURCE);
             // Other items of one name that this kernel uses are refused here.
-            const _: () = ft_source::assert_distinct(&SOURCE);
+            const _: () = ITEMS.assert_distinct();
             #clashes
         }
     }
@@ -317,7 +318,7 @@ impl Expansion<'_> {
             let message = format!(
                 "`{name}` is {what} and an item that it uses, directly or not: rename one, C++ has one namespace for them"
             );
-            quote!(const _: () = ::core::assert!(ft_source::is_free(&SOURCE, #symbol), #message);)
+            quote!(const _: () = ::core::assert!(ITEMS.is_free(#symbol), #message);)
         });
         asserts.collect()
     }
