@@ -156,6 +156,8 @@ handle!(Buffer);
 handle!(Shared);
 
 impl<T> Value for Shared<T> {}
+// A field of a struct.
+impl<T> Value for &Buffer<T> {}
 
 /// A type with atomic addition and exchange in memory: `u32`, `i32`, `f32`.
 #[diagnostic::on_unimplemented(message = "no atomics on `{Self}`", label = "not u32, i32 or f32")]

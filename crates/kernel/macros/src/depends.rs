@@ -6,6 +6,7 @@ use syn::spanned::Spanned;
 
 use crate::ir::{Parameter, Scalar};
 use crate::syntax::module_of;
+use crate::types::without_lifetimes;
 
 /// The items that an item uses, each once.
 #[derive(Debug)]
@@ -51,6 +52,8 @@ impl Depends {
     pub(crate) fn structure(&mut self, path: &syn::Path, generics: &[Parameter]) {
         let mut path = path.clone();
         for segment in &mut path.segments {
+            // In a constant, a lifetime that is left out is `'static`.
+            segment.arguments = without_lifetimes(&segment.arguments);
             if let syn::PathArguments::AngleBracketed(arguments) = &mut segment.arguments {
                 arguments.colon2_token = None;
                 for argument in &mut arguments.args {

@@ -212,8 +212,8 @@ fn mentions(of: &Type, name: &str) -> bool {
     }
 }
 
-/// The fields of a struct.
-fn fields(structure: &syn::ItemStruct, reader: &mut Reader<'_>) -> Vec<Field> {
+/// The fields of a struct. With `buffers`, a field may be `&'a Buffer<T>`.
+fn fields(structure: &syn::ItemStruct, buffers: bool, reader: &mut Reader<'_>) -> Vec<Field> {
     let syn::Fields::Named(named) = &structure.fields else {
         reader.errors.refuse(structure, "structs of the kernel language have named fields");
         return Vec::new();
@@ -229,13 +229,43 @@ fn fields(structure: &syn::ItemStruct, reader: &mut Reader<'_>) -> Vec<Field> {
         if let Some(reason) = names::refused(&name) {
             reader.errors.refuse(ident, reason);
         }
-        let Some(ty) = reader.read(&field.ty) else { continue };
-        if matches!(ty, Type::Buffer(_) | Type::Shared(_)) {
-            reader.errors.refuse(&field.ty, "memory is passed to functions by reference: hold an index");
-        }
+        let read = match &field.ty {
+            syn::Type::Reference(reference) if buffers && is_memory(&reference.elem) => {
+                buffer(reference, reader)
+            }
+            by_value => value(by_value, reader),
+        };
+        let Some(ty) = read else { continue };
         fields.push(Field { docs: docs(&field.attrs), name: names::field(&name), ty });
     }
     fields
+}
+
+/// Whether a type is `Buffer` or `Shared`.
+fn is_memory(ty: &syn::Type) -> bool {
+    let syn::Type::Path(path) = ty else { return false };
+    path.path.segments.last().is_some_and(|segment| segment.ident == "Buffer" || segment.ident == "Shared")
+}
+
+/// The type of a field `&'a Buffer<T>`.
+fn buffer(reference: &syn::TypeReference, reader: &mut Reader<'_>) -> Option<Type> {
+    match reader.read(&reference.elem)? {
+        ty @ Type::Buffer(_) if reference.mutability.is_none() => Some(ty),
+        _ => {
+            let reason = "a struct holds buffers that are read, `&'a Buffer<T>`: pass other memory by itself";
+            reader.errors.refuse(reference, reason);
+            None
+        }
+    }
+}
+
+/// The type of a field that is a value.
+fn value(written: &syn::Type, reader: &mut Reader<'_>) -> Option<Type> {
+    let ty = reader.read(written)?;
+    if matches!(ty, Type::Buffer(_) | Type::Shared(_)) {
+        reader.errors.refuse(written, "memory is passed to functions by reference: hold an index");
+    }
+    Some(ty)
 }
 
 fn struct_name(structure: &syn::ItemStruct, errors: &mut Errors) {
@@ -264,10 +294,17 @@ fn derives(attributes: &[syn::Attribute], errors: &mut Errors) -> Vec<String> {
 fn device_struct(structure: syn::ItemStruct, item: TokenStream, mut errors: Errors) -> TokenStream {
     attributes(&structure.attrs, &["derive"], &mut errors);
     struct_name(&structure, &mut errors);
-    let generics = types::generics(&structure.generics, &mut errors);
+    // C++ has no lifetimes: buffers are pointers there.
+    let mut printed_generics = structure.generics.clone();
+    printed_generics.params = printed_generics
+        .params
+        .into_iter()
+        .filter(|parameter| !matches!(parameter, syn::GenericParam::Lifetime(_)))
+        .collect();
+    let generics = types::generics(&printed_generics, &mut errors);
     let mut depends = Depends::of_impl();
-    let fields =
-        fields(&structure, &mut Reader { errors: &mut errors, depends: &mut depends, generics: &generics });
+    let reader = &mut Reader { errors: &mut errors, depends: &mut depends, generics: &generics };
+    let fields = fields(&structure, true, reader);
     let derived = derives(&structure.attrs, &mut errors);
     let missing =
         ["Clone", "Copy", "Debug"].into_iter().filter(|name| !derived.iter().any(|found| found == name));
@@ -322,8 +359,8 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
         );
     }
     let mut depends = Depends::of_impl();
-    let fields =
-        fields(&structure, &mut Reader { errors: &mut errors, depends: &mut depends, generics: &[] });
+    let reader = &mut Reader { errors: &mut errors, depends: &mut depends, generics: &[] };
+    let fields = fields(&structure, false, reader);
     for (field, written) in fields.iter().zip(&structure.fields) {
         let mut ty = &field.ty;
         while let Type::Array(element, _) = ty {

@@ -137,7 +137,11 @@ pub(crate) fn structure(item: &Struct, layout: bool) -> String {
     out.push_str(&format!("struct {name} {{\n"));
     for field in &item.fields {
         out.push_str(&comment(&field.docs, "    "));
-        out.push_str(&format!("    {} {};\n", ty(&field.ty), field.name));
+        let of = match &field.ty {
+            Type::Buffer(element) => format!("FT_BUFFER({})", ty(element)),
+            value => ty(value),
+        };
+        out.push_str(&format!("    {of} {};\n", field.name));
     }
     out.push_str("};\n");
     if layout {

@@ -91,7 +91,7 @@ impl Reader<'_> {
             "Fragment" => Some(Type::Fragment),
             _ => None,
         };
-        let arguments = self.arguments(&last.arguments)?;
+        let arguments = self.arguments(&without_lifetimes(&last.arguments))?;
         if let Some(handle) = handle {
             return match arguments.into_iter().next() {
                 Some(Generic::Type(element @ (Type::Scalar(_) | Type::Parameter(_)))) => {
@@ -168,6 +168,21 @@ impl Reader<'_> {
             }
         }
     }
+}
+
+/// The generic arguments of a type that C++ has too.
+pub(crate) fn without_lifetimes(arguments: &syn::PathArguments) -> syn::PathArguments {
+    let mut printed = arguments.clone();
+    if let syn::PathArguments::AngleBracketed(arguments) = &mut printed {
+        arguments.args = std::mem::take(&mut arguments.args)
+            .into_iter()
+            .filter(|argument| !matches!(argument, syn::GenericArgument::Lifetime(_)))
+            .collect();
+        if arguments.args.is_empty() {
+            printed = syn::PathArguments::None;
+        }
+    }
+    printed
 }
 
 /// The generic parameters of an item.

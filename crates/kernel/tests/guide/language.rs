@@ -75,6 +75,60 @@ fn packed_codes_are_read_as_words() {
     }
 }
 
+/// Rows of a matrix in the order of a table.
+#[device]
+pub struct TableRows<'a, T: Element> {
+    pub elements: &'a Buffer<T>,
+    pub table: &'a Buffer<u32>,
+    pub columns: u32,
+}
+
+/// The sum of row `n` of the table.
+#[device]
+pub fn sum_of_row<T: Element>(rows: TableRows<T>, n: u32) -> f32 {
+    let start = rows.table[n] * rows.columns;
+    let mut sum = 0.0;
+    for i in (simd_lane()..rows.columns).step_by(32) {
+        sum += rows.elements[start + i].to_f32();
+    }
+    simd_sum(sum)
+}
+
+/// The sum of each row of a table, a SIMD group a row.
+#[kernel(threads = 32, requires(table.len() >= groups[0] as usize, "a row a group"))]
+pub fn table_sums<T: Element>(
+    elements: &Buffer<T>,
+    table: &Buffer<u32>,
+    out: &mut Buffer<f32>,
+    columns: u32,
+) {
+    let rows = TableRows::<T> { elements, table, columns };
+    let sum = sum_of_row(rows, group_x());
+    if simd_lane() == 0 {
+        out[group_x()] = sum;
+    }
+}
+
+#[test]
+fn structs_hold_buffers_everywhere() {
+    let elements: Vec<f32> = (0..3 * 40).map(|i| i as f32).collect();
+    let row = |n: usize| elements[40 * n..40 * (n + 1)].iter().sum::<f32>();
+    crate::anywhere::everywhere(&vec![row(2), row(0), row(2), row(1)], |device| {
+        let (elements, table) = (Memory::from_slice(&elements), Memory::from_slice(&[2u32, 0, 2, 1]));
+        let mut out = Memory::from_slice(&[0f32; 4]);
+        table_sums::Call {
+            elements: elements.view(),
+            table: table.view(),
+            out: out.view_mut(),
+            columns: 40,
+            groups: [4, 1, 1],
+        }
+        .launch::<f32>(device)
+        .unwrap();
+        out.to_vec().unwrap()
+    });
+}
+
 /// Statements.
 #[device]
 pub fn statements(n: u32, flag: bool) -> u32 {

@@ -57,3 +57,33 @@ FT_DEVICE Nested update(FT_THREAD_CONTEXT, const uint index, const Best<float, 4
     result.weight = pair_2.a;
     return result;
 }
+
+// Buffers that are passed together.
+template <typename T>
+struct Rows {
+    // Row after row.
+    FT_BUFFER(T) elements;
+    FT_BUFFER(uint) table;
+    uint stride;
+};
+
+template <typename T>
+FT_DEVICE float element_of(FT_THREAD_CONTEXT, const Rows<T> rows, const uint index) {
+    return ft_to_f32(rows.elements[rows.table[index] * rows.stride]) + at(ft, rows.elements, index);
+}
+
+template <typename T>
+FT_DEVICE float first_of(FT_THREAD_CONTEXT, FT_BUFFER(T) elements, FT_BUFFER(uint) table) {
+    Rows<T> rows;
+    rows.elements = elements;
+    rows.table = table;
+    rows.stride = 2;
+    const auto two = ft_load<2>(rows.elements, 4);
+    return ft_to_f32(two[1]) + element_of(ft, rows, 0);
+}
+
+struct Both {
+    Rows<float> rows;
+    ft_array<Rows<ft_f16>, 2> two;
+    uint first;
+};

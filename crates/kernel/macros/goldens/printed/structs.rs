@@ -33,3 +33,31 @@ fn update(index: u32, other: Best<f32, 4>) -> Nested {
     }
     Nested { inner: Pair { a: 1.0, b: 2 }, weight: pair.a }
 }
+
+/// Buffers that are passed together.
+#[device]
+struct Rows<'a, T: Element> {
+    /// Row after row.
+    elements: &'a Buffer<T>,
+    table: &'a Buffer<u32>,
+    stride: u32,
+}
+
+#[device]
+fn element_of<T: Element>(rows: Rows<T>, index: u32) -> f32 {
+    rows.elements[rows.table[index] * rows.stride].to_f32() + at(rows.elements, index)
+}
+
+#[device]
+fn first_of<T: Element>(elements: &Buffer<T>, table: &Buffer<u32>) -> f32 {
+    let rows = Rows::<T> { elements, table, stride: 2 };
+    let two = rows.elements.load::<2>(4);
+    two[1].to_f32() + element_of(rows, 0)
+}
+
+#[device]
+struct Both<'a> {
+    rows: Rows<'a, f32>,
+    two: [Rows<'a, f16>; 2],
+    first: u32,
+}

@@ -76,3 +76,16 @@ const ft_TABLE: [f32; 2] = [0.0; 2];
 
 #[constant]
 static TABLE: [f32; 2] = [0.0; 2];
+
+#[device]
+struct Memory<'a> {
+    a: &'a mut Buffer<f32>,
+    b: &'a Shared<f32>,
+    c: &'a f32,
+    d: Buffer<f32>,
+}
+
+#[params]
+struct Launch<'a> {
+    a: &'a Buffer<f32>,
+}

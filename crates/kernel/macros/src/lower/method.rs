@@ -37,6 +37,11 @@ impl Lower<'_> {
             };
             return self.memory_method(call, method, receiver, stands);
         }
+        // A field: of what a struct holds, only buffers have these methods.
+        let loads = intrinsics::memory_method(&name).filter(|method| !method.writes);
+        if let (Some(method), None) = (loads, &receiver.ty) {
+            return self.memory_method(call, method, receiver, stands);
+        }
         if name == "store" && matches!(receiver.ty, None | Some(Type::Fragment(_))) {
             return self.fragment_store(call, receiver, stands);
         }
@@ -107,7 +112,7 @@ impl Lower<'_> {
         Expr::new(Kind::Call(Call { callee, context: true, generics: Vec::new(), arguments }), None)
     }
 
-    /// A load from memory, or a store to it.
+    /// A load from memory, or a store to it. The type of memory that a field holds is not known here.
     fn memory_method(
         &mut self,
         call: &syn::ExprMethodCall,
@@ -116,8 +121,8 @@ impl Lower<'_> {
         stands: Stands,
     ) -> Expr {
         let element = match &memory.ty {
-            Some(Type::Buffer(element) | Type::Shared(element)) => (**element).clone(),
-            _ => return Expr::invalid(),
+            Some(Type::Buffer(element) | Type::Shared(element)) => Some((**element).clone()),
+            _ => None,
         };
         let mut generics = match &call.turbofish {
             Some(turbofish) => {
@@ -134,15 +139,15 @@ impl Lower<'_> {
         }
         let array = |element: &Type, length: Expr| Type::Array(Box::new(element.clone()), Box::new(length));
         let ty = match &generics[..] {
-            [Generic::Const(length)] => Some(array(&element, length.clone())),
+            [Generic::Const(length)] => element.as_ref().map(|element| array(element, length.clone())),
             [Generic::Type(ty), Generic::Const(length)] => Some(array(ty, length.clone())),
             _ => None,
         };
         // Where no generic argument says it, the length is the array's own.
-        let stored = ty.clone().unwrap_or_else(|| array(&element, Expr::invalid()));
+        let stored = ty.clone().or_else(|| element.map(|element| array(&element, Expr::invalid())));
         let mut arguments = vec![memory];
         for (n, argument) in call.args.iter().enumerate() {
-            arguments.push(self.expr(argument, (n == 1).then_some(&stored), Stands::Beside));
+            arguments.push(self.expr(argument, stored.as_ref().filter(|_| n == 1), Stands::Beside));
         }
         let ty = if method.writes {
             self.effect(call, stands);
