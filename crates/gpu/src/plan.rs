@@ -1,7 +1,8 @@
 //! How a problem runs on the kernels of the kernel language: instances, parameters, scratch.
 
 use crate::codecs::{codebooks, format_id, hadamard_order, magnitudes, scalar_type};
-use crate::kernels::decode::{Attend, decode};
+use crate::kernels::attend::Attend;
+use crate::kernels::decode::decode;
 use crate::kernels::formats::{BF16, F16, F32, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
 use crate::kernels::merge::{Merge, merge};
 pub use crate::shape::Tile;
@@ -240,12 +241,8 @@ pub fn decode_instance(
         Generic::Usize(v.pairs()),
         Generic::Usize(k.words()),
         Generic::Usize(v.words()),
-        Generic::Usize(k.words_of_pair),
-        Generic::Usize(v.words_of_pair),
         Generic::Usize(k.pair_words()),
         Generic::Usize(v.pair_words()),
-        Generic::Usize(k.piece()),
-        Generic::Usize(v.piece()),
         Generic::Usize(k.align(aligned[0])),
         Generic::Usize(v.align(aligned[1])),
         Generic::Usize(tile.rows),
@@ -499,6 +496,9 @@ mod tests {
                     let side = Side::new(format, dim, lanes, 1);
                     assert_eq!(formats::in_planes(format), side.in_planes());
                     assert_eq!(rows::gathered(format, n, lanes as u32), side.gathered());
+                    if !side.gathered() && !side.in_planes() {
+                        assert_eq!(rows::piece_bytes(format, n, lanes as u32) as usize, side.piece());
+                    }
                 }
             }
         }

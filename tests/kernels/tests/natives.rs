@@ -32,8 +32,8 @@ macro_rules! decodes {
             const V: Side = Side::new($vf, $dv, 8, size_of::<$v>() / 2);
             decode::instance::<
                 $q, $k, $v, $kf, $vf, $d, $dv,
-                { K.pairs() }, { V.pairs() }, { K.words() }, { V.words() }, { K.words_of_pair }, { V.words_of_pair },
-                { K.pair_words() }, { V.pair_words() }, { K.piece() }, { V.piece() }, { K.align($ka) }, { V.align($va) },
+                { K.pairs() }, { V.pairs() }, { K.words() }, { V.words() },
+                { K.pair_words() }, { V.pair_words() }, { K.align($ka) }, { V.align($va) },
                 $t, $u, $s, $order, $paged,
             >()
         }),*]

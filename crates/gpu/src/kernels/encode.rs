@@ -15,9 +15,9 @@
 //! What is no result of arithmetic alike on all devices: numbers below 2^-126 in a row may count as zeros where a GPU does so.
 
 use super::formats::{F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5};
-use super::formats::{first_bytes, in_planes, scale_bytes, second_bytes};
+use super::formats::{first_bytes, in_planes, plane_bits, scale_bytes, second_bytes};
 use super::rotation::rotate;
-use super::rows::{Row, plane_bits, row_at, source_at};
+use super::rows::{Row, row_at, source_at};
 use flashtile_kernel::prelude::*;
 
 /// The square of the largest norm that is stored.

@@ -1,4 +1,4 @@
-//! Formats of rows, as numbers that kernels are specialised by.
+//! Format ids: how a stored row is laid out, as constants that kernels are specialised by.
 
 use flashtile_kernel::prelude::*;
 
@@ -11,7 +11,7 @@ pub const F16: u32 = 1;
 /// bf16 elements.
 #[constant]
 pub const BF16: u32 = 2;
-/// [`Codec::Int8`](flashtile_core::codec::Codec::Int8). Formats of codes have higher numbers than those of elements.
+/// [`Codec::Int8`](flashtile_core::codec::Codec::Int8). Ids of codes are greater than ids of elements: see [`is_codes`].
 #[constant]
 pub const INT8: u32 = 3;
 /// [`Codec::Fp8`](flashtile_core::codec::Codec::Fp8).
@@ -32,26 +32,71 @@ pub const TQ5: u32 = 8;
 /// [`Codec::Tq6`](flashtile_core::codec::Codec::Tq6).
 #[constant]
 pub const TQ6: u32 = 9;
-/// Nibbles of mlx-native.
+/// mlx-native, 4 bits: two codes to a byte.
 #[constant]
 pub const MLX4: u32 = 10;
-/// Bytes of mlx-native, of 5, 6 or 8 bits: their codebooks are the caller's.
+/// mlx-native, 5, 6 or 8 bits: one code to a byte. The three differ in their codebooks, which launches pass.
 #[constant]
 pub const MLX8: u32 = 11;
 
-/// Whether rows are codes with levels in bit planes.
+/// Whether rows are codes, which are multiplied as f16 and have a scale, rather than elements.
+#[device]
+pub fn is_codes(format: u32) -> bool {
+    format >= INT8
+}
+
+/// Whether rows are codes of mlx-native, whose codebooks are f32.
+#[device]
+pub fn is_mlx(format: u32) -> bool {
+    format >= MLX4
+}
+
+/// Whether rows are codes of `tq2` to `tq6`, which lie in bit planes.
 #[device]
 pub fn in_planes(format: u32) -> bool {
     format >= TQ2 && format <= TQ6
 }
 
-/// Bytes of a row in the first plane, or of its elements or codes.
+/// Whether rows are elements of 16 bits.
+#[device]
+pub fn is_half(format: u32) -> bool {
+    format == F16 || format == BF16
+}
+
+/// Whether a row may hold a NaN or an infinity: elements and e4m3, as other codes stand for finite values.
+#[device]
+pub fn may_be_nonfinite(format: u32) -> bool {
+    !is_codes(format) || format == FP8
+}
+
+/// Whether each half of a row has a norm of its own: mlx-native at 512 coordinates.
+#[device]
+pub fn has_half_norms(format: u32, dim: u32) -> bool {
+    is_mlx(format) && dim == 512
+}
+
+/// Bits of a code in a plane; 0 where the format has no such plane.
+#[device]
+pub fn plane_bits(format: u32, plane: u32) -> u32 {
+    if plane == 0 {
+        return select(format >= TQ4, 4u32, 2u32);
+    }
+    if format == TQ6 {
+        return 2;
+    }
+    if format == TQ3 || format == TQ5 {
+        return 1;
+    }
+    0
+}
+
+/// Bytes of a row's elements, or of its codes in the first plane.
 #[device]
 pub fn first_bytes(format: u32, dim: u32) -> u32 {
     if format == F32 {
         return dim * 4;
     }
-    if format == F16 || format == BF16 {
+    if is_half(format) {
         return dim * 2;
     }
     if format == TQ2 || format == TQ3 {
@@ -63,7 +108,7 @@ pub fn first_bytes(format: u32, dim: u32) -> u32 {
     dim
 }
 
-/// Bytes of a row in the second plane.
+/// Bytes of a row's codes in the second plane.
 #[device]
 pub fn second_bytes(format: u32, dim: u32) -> u32 {
     if format == TQ3 || format == TQ5 {
@@ -75,13 +120,13 @@ pub fn second_bytes(format: u32, dim: u32) -> u32 {
     0
 }
 
-/// Bytes of a row in the last plane: its scale, or its norms.
+/// Bytes of a row's scale, or of its norms.
 #[device]
 pub fn scale_bytes(format: u32, dim: u32) -> u32 {
-    if format >= MLX4 {
+    if is_mlx(format) {
         return dim / 64;
     }
-    if format >= INT8 {
+    if is_codes(format) {
         return 2;
     }
     0

@@ -1,6 +1,6 @@
 //! Classes of a materialised mask: what of it decides nothing, and what hides everything.
 
-use super::decode::bias_at;
+use super::score::bias_at;
 use flashtile_core::tensor::reach;
 use flashtile_kernel::prelude::*;
 

@@ -1,7 +1,8 @@
 //! Merging of partial results over disjoint keys: any number of them, with sinks, rotated back.
 
-use super::decode::{HUGE_SCORE, LN2, SHRINK, from_log2, to_log2};
 use super::rotation::unrotate;
+use super::score::{HUGE_SCORE, LN2, from_log2, to_log2};
+use super::tile::SHRINK;
 use flashtile_core::tensor::reach;
 use flashtile_kernel::prelude::*;
 

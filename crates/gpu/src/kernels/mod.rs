@@ -1,10 +1,15 @@
 //! Device code: kernels and the functions that they share.
 
+pub mod attend;
 pub mod copy;
 pub mod decode;
 pub mod encode;
 pub mod formats;
+pub mod kv;
 pub mod mask_tiles;
 pub mod merge;
+pub mod query;
 pub mod rotation;
 pub mod rows;
+pub mod score;
+pub mod tile;

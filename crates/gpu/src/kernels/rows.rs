@@ -1,33 +1,34 @@
-//! Rows of keys and values as a lane of a matrix multiplication holds them.
+//! Rows of keys and values as the lanes of a matrix product hold them.
 //!
-//! A row is shared by `LANES` lanes, 4 of a key and 8 of a value. It comes as words, which can be asked for ahead ([`fetch`]), and
-//! becomes pairs of numbers when it is used ([`pairs`]): `P` of them, each in one word for f16 and bf16 and in two (`E`) for f32. Which
-//! coordinates a lane has is the format's choice, as long as the query and the sums follow it ([`coordinate`]):
+//! `LANES` lanes share a row: 4 lanes a key row, 8 lanes a value row. A lane loads its `W` words ahead of their use ([`fetch`]) and
+//! decodes them to pairs of coordinates when they are used ([`pairs`]): `P` words, one a pair for f16 and bf16, two for f32. The format
+//! chooses which coordinates a lane holds; the query and the output follow it ([`coordinate`]):
 //!
-//! | format | a lane has |
+//! | format | a lane holds |
 //! |---|---|
-//! | elements, bytes, nibbles of mlx | pieces of `PIECE` bytes, every `LANES`th one |
-//! | `tq2` to `tq6` in multiples of 64 coordinates | words of the planes; coordinates half a block apart, which share bytes, are pairs |
-//! | any other | neighbouring coordinates, gathered one by one |
+//! | elements, codes of a byte, nibbles of mlx-native | every `LANES`th run of [`piece_bytes`] bytes |
+//! | `tq2` to `tq6`, `D` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
+//! | all others | `D / LANES` neighbouring coordinates, gathered one by one |
 //!
-//! Levels of codes are whole numbers up to 127, exact in f16. The two bytes of a magnitude are looked up four codes at a time by
-//! `byte_permute`: a table of eight bytes is two registers.
+//! Levels of codes are integers up to 127, exact in f16. `byte_permute` looks up the low and the high bytes of the magnitudes of four
+//! codes at a time: a table of eight bytes is two registers.
 
-use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
-use super::formats::{first_bytes, in_planes, scale_bytes, second_bytes};
+use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ5, TQ6};
+use super::formats::{
+    first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, plane_bits, scale_bytes, second_bytes,
+};
 use flashtile_kernel::prelude::*;
 
-/// What is known of a format when its codes are read: the bytes of the magnitudes of `tq`, as f16, four to a word: 32 low bytes, then 32
-/// high ones; and where the codebook of `mlx` starts among the codebooks.
+/// How codes of a format become values.
 #[device]
 pub struct Levels {
-    /// Magnitudes of the levels of `tq`.
+    /// Of `tq`: magnitudes of the levels as f16, four bytes to a word; 32 low bytes, then 32 high bytes.
     pub magnitudes: [u32; 16],
-    /// First entry of the codebook of mlx-native.
+    /// Of mlx-native: first entry of the codebook in the buffer of codebooks.
     pub codebook: u32,
 }
 
-/// Words at a byte that is a multiple of `ALIGN`.
+/// `W` words from byte `at` on, a multiple of `ALIGN`.
 #[device]
 pub fn words<const W: usize, const ALIGN: usize>(memory: &Buffer<u8>, at: u64) -> [u32; W] {
     let mut words = [0u32; W];
@@ -75,12 +76,19 @@ pub fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
     first_bytes(format, dim) % (4 * lanes) != 0
 }
 
-/// Coordinate number `index` of a lane.
+/// Neighbouring bytes of a row that one lane holds, where rows are neither gathered nor in planes: 16, 8 or 4.
 #[device]
-pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize, const PIECE: usize>(
-    lane: u32,
-    index: u32,
-) -> u32 {
+pub fn piece_bytes(format: u32, dim: u32, lanes: u32) -> u32 {
+    let bytes = first_bytes(format, dim) / lanes;
+    if bytes % 16 == 0 {
+        return 16;
+    }
+    select(bytes % 8 == 0, 8, 4)
+}
+
+/// The coordinate that a lane holds at `index`, below `D / LANES`.
+#[device]
+pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize>(lane: u32, index: u32) -> u32 {
     let dim = D as u32;
     let lanes = LANES as u32;
     if gathered(FORMAT, dim, lanes) {
@@ -94,35 +102,35 @@ pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize, const P
         let unit = lane * (size / (8 * lanes)) + within / 8;
         return 128 * block + 4 * unit + within % 8 / 2 + (within % 2) * (size / 2);
     }
-    // Coordinates of a piece: 2 nibbles to a byte, or bytes of an element.
-    let coordinates = PIECE as u32 * dim / first_bytes(FORMAT, dim);
-    index / coordinates * lanes * coordinates + lane * coordinates + index % coordinates
+    // Between two pieces of a lane lie those of the others.
+    let coordinates = piece_bytes(FORMAT, dim, lanes) * dim / first_bytes(FORMAT, dim);
+    let others = (lanes - 1) * (index / coordinates * coordinates);
+    index + others + lane * coordinates
 }
 
-/// Where a row lies: bytes at which its elements or codes start, its second plane, and its scale.
+/// Where a row lies in memory, in bytes.
 #[device]
 pub struct Row {
-    /// Byte at which elements, or codes of the first plane, start.
+    /// First byte of the elements, or of the codes in the first plane.
     pub first: u64,
-    /// Byte at which codes of the second plane start.
+    /// First byte of the codes in the second plane.
     pub second: u64,
-    /// Byte of the scale.
+    /// First byte of the scale.
     pub scale: u64,
 }
 
-/// Where rows of a head lie: bytes at which its first page's planes and scales start, from page to page, and from row to row of
-/// elements.
+/// Where the rows of one head lie, in bytes.
 #[device]
 pub struct Source {
     /// Row 0 of the first page.
     pub planes: Row,
-    /// Bytes from page to page.
+    /// Stride over pages.
     pub page: u64,
-    /// Bytes from row to row of elements.
+    /// Stride over rows of elements; rows of codes are packed.
     pub row: u64,
 }
 
-/// Rows of a head: of pages of `tokens` rows of codes, or of elements.
+/// The rows of a head whose first page starts at byte `start`; `tokens` rows a page.
 #[device]
 pub fn source_at<const FORMAT: u32, const D: usize>(start: u64, page: u64, row: u64, tokens: u32) -> Source {
     let all = tokens as u64;
@@ -139,7 +147,7 @@ pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row:
     let offset = page * source.page;
     let at = row as u64;
     let mut stride = source.row;
-    if FORMAT >= INT8 {
+    if is_codes(FORMAT) {
         stride = first_bytes(FORMAT, D as u32) as u64;
     }
     let place = Row {
@@ -150,104 +158,118 @@ pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row:
     place
 }
 
-/// The words of a lane of a row, before they are looked at.
+/// A lane's words of a row, not yet decoded.
 #[device]
-pub fn fetch<
-    const FORMAT: u32,
-    const D: usize,
-    const LANES: usize,
-    const W: usize,
-    const PIECE: usize,
-    const ALIGN: usize,
->(
+pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
     memory: &Buffer<u8>,
     row: Row,
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
 ) -> [u32; W] {
-    let mut words_of = [0u32; W];
     if gathered(FORMAT, D as u32, LANES as u32) {
-        let first = lane * (D / LANES) as u32;
-        for i in 0..W {
-            let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
-            let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
-            words_of[i] = f16x2_from(low, high);
-        }
-    } else if in_planes(FORMAT) {
-        // Words of a plane of a block of 128; those of the second plane follow those of the first.
-        let whole = 16 / LANES;
-        for block in 0..(D + 127) / 128 {
-            let size = (D - 128 * block).min(128);
-            let count = size / (8 * LANES);
-            let unit = lane * count as u32;
-            for plane in 0..2usize {
-                let bits = plane_bits(FORMAT, plane as u32);
-                if bits > 0 {
-                    let start =
-                        select(plane == 0, row.first, row.second) + (128 * block as u64 * bits as u64) / 8;
-                    let at = start + (4 * unit % (size as u32 * bits / 8)) as u64;
-                    let into = plane * (D / (8 * LANES)) + whole * block;
-                    if count == 4 {
-                        let four = words::<4, ALIGN>(memory, at);
-                        for n in 0..4usize {
-                            words_of[into + n] = four[n];
-                        }
-                    } else if count == 2 {
-                        let two = words::<2, ALIGN>(memory, at);
-                        for n in 0..2usize {
-                            words_of[into + n] = two[n];
-                        }
-                    } else {
-                        let one = words::<1, ALIGN>(memory, at);
-                        words_of[into] = one[0];
+        return fetch_gathered::<FORMAT, D, LANES, W>(memory, row, lane, levels, codebooks);
+    }
+    if in_planes(FORMAT) {
+        return fetch_planes::<FORMAT, D, LANES, W, ALIGN>(memory, row, lane);
+    }
+    fetch_pieces::<FORMAT, D, LANES, W, ALIGN>(memory, row.first, lane)
+}
+
+/// Words of two neighbouring coordinates as f16.
+#[device]
+fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+    memory: &Buffer<u8>,
+    row: Row,
+    lane: u32,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+) -> [u32; W] {
+    let mut result = [0u32; W];
+    let first = lane * (D / LANES) as u32;
+    for i in 0..W {
+        let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
+        let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
+        result[i] = f16x2_from(low, high);
+    }
+    result
+}
+
+/// Words of the planes, block by block of 128 coordinates: all words of the first plane, then those of the second.
+#[device]
+fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
+    memory: &Buffer<u8>,
+    row: Row,
+    lane: u32,
+) -> [u32; W] {
+    let mut result = [0u32; W];
+    let whole = 16 / LANES;
+    for block in 0..(D + 127) / 128 {
+        let size = (D - 128 * block).min(128);
+        let count = size / (8 * LANES);
+        let unit = lane * count as u32;
+        for plane in 0..2usize {
+            let bits = plane_bits(FORMAT, plane as u32);
+            if bits > 0 {
+                let start =
+                    select(plane == 0, row.first, row.second) + (128 * block as u64 * bits as u64) / 8;
+                let at = start + (4 * unit % (size as u32 * bits / 8)) as u64;
+                let into = plane * (D / (8 * LANES)) + whole * block;
+                if count == 4 {
+                    let four = words::<4, ALIGN>(memory, at);
+                    for n in 0..4usize {
+                        result[into + n] = four[n];
                     }
+                } else if count == 2 {
+                    let two = words::<2, ALIGN>(memory, at);
+                    for n in 0..2usize {
+                        result[into + n] = two[n];
+                    }
+                } else {
+                    let one = words::<1, ALIGN>(memory, at);
+                    result[into] = one[0];
                 }
+            }
+        }
+    }
+    result
+}
+
+/// Words of every `LANES`th piece from byte `first` on.
+#[device]
+fn fetch_pieces<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
+    memory: &Buffer<u8>,
+    first: u64,
+    lane: u32,
+) -> [u32; W] {
+    let mut result = [0u32; W];
+    let piece = piece_bytes(FORMAT, D as u32, LANES as u32);
+    let step = (LANES as u32 * piece) as u64;
+    let at = first + (lane * piece) as u64;
+    if piece == 16 {
+        for i in 0..W / 4 {
+            let four = words::<4, ALIGN>(memory, at + i as u64 * step);
+            for n in 0..4usize {
+                result[4 * i + n] = four[n];
+            }
+        }
+    } else if piece == 8 {
+        for i in 0..W / 2 {
+            let two = words::<2, ALIGN>(memory, at + i as u64 * step);
+            for n in 0..2usize {
+                result[2 * i + n] = two[n];
             }
         }
     } else {
-        let step = (LANES * PIECE) as u64;
-        let at = row.first + (lane * PIECE as u32) as u64;
-        if PIECE == 16 {
-            for i in 0..W / 4 {
-                let piece = words::<4, ALIGN>(memory, at + i as u64 * step);
-                for n in 0..4usize {
-                    words_of[4 * i + n] = piece[n];
-                }
-            }
-        } else if PIECE == 8 {
-            for i in 0..W / 2 {
-                let piece = words::<2, ALIGN>(memory, at + i as u64 * step);
-                for n in 0..2usize {
-                    words_of[2 * i + n] = piece[n];
-                }
-            }
-        } else {
-            for i in 0..W {
-                let piece = words::<1, ALIGN>(memory, at + i as u64 * step);
-                words_of[i] = piece[0];
-            }
+        for i in 0..W {
+            let one = words::<1, ALIGN>(memory, at + i as u64 * step);
+            result[i] = one[0];
         }
     }
-    words_of
+    result
 }
 
-/// Bits of a code in a plane; 0 where there is none.
-#[device]
-pub fn plane_bits(format: u32, plane: u32) -> u32 {
-    if plane == 0 {
-        return select(format >= TQ4, 4u32, 2u32);
-    }
-    if format == TQ6 {
-        return 2;
-    }
-    if format == TQ3 || format == TQ5 {
-        return 1;
-    }
-    0
-}
-
-/// The bits of a coordinate's code in a plane whose row starts at a byte.
+/// The bits of a coordinate's code in a plane, whose part of the row starts at byte `start`.
 #[device]
 pub fn plane_code<const D: usize>(memory: &Buffer<u8>, start: u64, coordinate: u32, bits: u32) -> u32 {
     let block = coordinate / 128;
@@ -258,7 +280,7 @@ pub fn plane_code<const D: usize>(memory: &Buffer<u8>, start: u64, coordinate: u
     byte >> (within / bytes * bits) & ((1u32 << bits) - 1)
 }
 
-/// The number of a coordinate of codes or elements, without the row's scale.
+/// The value of one coordinate, without the row's scale.
 #[device]
 pub fn gather<const FORMAT: u32, const D: usize>(
     memory: &Buffer<u8>,
@@ -272,7 +294,7 @@ pub fn gather<const FORMAT: u32, const D: usize>(
         let bits = memory.load_as::<u32, 1>(at + 3 * coordinate as u64);
         return f32::from_bits(bits[0]);
     }
-    if FORMAT == F16 || FORMAT == BF16 {
+    if is_half(FORMAT) {
         let bits = memory.load_as::<u16, 1>(at + coordinate as u64);
         let both = bits[0] as u32;
         if FORMAT == F16 {
@@ -311,20 +333,20 @@ pub fn gather<const FORMAT: u32, const D: usize>(
     select(code & sign != 0, -magnitude[0], magnitude[0])
 }
 
-/// The number of an e4m3 code.
+/// The value of an e4m3 code.
 #[device]
 pub fn e4m3(code: u32) -> f32 {
     let magnitude = code & 127;
     if magnitude == 127 {
         return f32::NAN;
     }
-    // An exponent of four bits in the place of five; the bias is made up for by 2^8.
+    // The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
     let number = pair_f16(magnitude << 7u32 | (code & 128) << 8u32);
     256.0 * number[0]
 }
 
-/// Four bytes of magnitudes of codes of `tq`, from table `first` on: nibbles of the low half of `selector` name them among eight,
-/// bytes of `upper` and `highest` are all ones where the fourth and the fifth bit of the index are set.
+/// One byte each of the magnitudes of four codes of `tq`, from the table at word `first`. The low three bits of the indices are the nibbles of
+/// `selector`'s low half; the bytes of `upper` and `highest` are all ones where the fourth and the fifth bit of an index are set.
 #[device]
 pub fn look_up<const FORMAT: u32>(
     levels: Levels,
@@ -346,15 +368,15 @@ pub fn look_up<const FORMAT: u32>(
     bytes
 }
 
-/// Eight codes of `tq`, of neighbouring bytes of a block, as four pairs of f16: coordinate `c` and the one half a block on. `first` and
-/// `second` are words of the planes, `part` the place of `c`'s bits in a byte of a plane of 2 and of 1 bits.
+/// Decodes eight codes of `tq` in neighbouring bytes of a block to four pairs of f16: coordinate `c` and the one half a block on. `first` and
+/// `second` are words of the planes; `part2` and `part1` say which bits of a byte are those of `c`, in a plane of 2 bits and in one of 1 bit.
 #[device]
 pub fn unit<const FORMAT: u32>(levels: Levels, first: u32, second: u32, part2: u32, part1: u32) -> [u32; 4] {
-    // Bytes of these words have, in their top bits, the sign of the codes of the low and of the high half of the block.
+    // The top bits of these bytes are the signs of the codes in the low and in the high half of the block.
     let mut low_signs = first << 4u32;
     let mut high_signs = first;
     let mut indices = first & 0x7777_7777;
-    // The same for the fifth bit of the index.
+    // Likewise the fifth bits of the indices.
     let mut low_top = 0u32;
     let mut high_top = 0u32;
     if FORMAT == TQ2 {
@@ -394,31 +416,23 @@ pub fn unit<const FORMAT: u32>(levels: Levels, first: u32, second: u32, part2: u
     result
 }
 
-/// A lane's part of a row as pairs of numbers, without the row's scale: words of two f16 or bf16, or two words of f32 (`E`).
+/// Decodes a lane's words of a row to pairs of coordinates, without the row's scale: a word of two f16 or bf16, or two words of f32 where
+/// `P` is twice the number of pairs.
 #[device]
-pub fn pairs<
-    const FORMAT: u32,
-    const D: usize,
-    const LANES: usize,
-    const W: usize,
-    const PE: usize,
-    const E: usize,
->(
+pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
     from: [u32; W],
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
-) -> [u32; PE] {
-    let mut result = [0u32; PE];
-    if FORMAT == F32
-        || gathered(FORMAT, D as u32, LANES as u32)
-        || ((FORMAT == F16 || FORMAT == BF16) && E == 1)
-    {
-        for i in 0..PE {
+) -> [u32; P] {
+    let mut result = [0u32; P];
+    let packed = P == D / LANES / 2;
+    if FORMAT == F32 || gathered(FORMAT, D as u32, LANES as u32) || (is_half(FORMAT) && packed) {
+        for i in 0..P {
             result[i] = from[i];
         }
-    } else if FORMAT == F16 || FORMAT == BF16 {
-        for i in 0..PE / 2 {
+    } else if is_half(FORMAT) {
+        for i in 0..P / 2 {
             let mut both = pair_f16(from[i]);
             if FORMAT == BF16 {
                 both = pair_bf16(from[i]);
@@ -427,65 +441,181 @@ pub fn pairs<
             result[2 * i + 1] = both[1].to_bits();
         }
     } else if in_planes(FORMAT) {
-        let whole = 16 / LANES;
-        for block in 0..(D + 127) / 128 {
-            let size = (D - 128 * block).min(128);
-            let count = size / (8 * LANES);
-            for n in 0..count {
-                let c = 4 * (lane * count as u32 + n as u32);
-                let at = whole * block + n;
-                let mut second = 0u32;
-                if plane_bits(FORMAT, 1) > 0 {
-                    second = from[D / (8 * LANES) + at];
-                }
-                let four =
-                    unit::<FORMAT>(levels, from[at], second, c / (size / 4) as u32, c / (size / 8) as u32);
-                for i in 0..4usize {
-                    result[4 * at + i] = four[i];
-                }
-            }
-        }
+        result = pairs_of_planes::<FORMAT, D, LANES, W, P>(from, lane, levels);
     } else if FORMAT == INT8 {
-        for i in 0..W {
-            // 1024 + byte is an f16 with the byte as its last bits.
-            let bytes = from[i] ^ 0x8080_8080;
-            result[2 * i] = f16x2_mul_add(byte_permute(bytes, 0x6464_6464, 0x4140), 0x3c00_3c00, 0xe480_e480);
-            result[2 * i + 1] =
-                f16x2_mul_add(byte_permute(bytes, 0x6464_6464, 0x4342), 0x3c00_3c00, 0xe480_e480);
-        }
+        result = pairs_of_int8::<W, P>(from);
     } else if FORMAT == FP8 {
-        for i in 0..W {
-            for half in 0..2usize {
-                let word = byte_permute(0u32, from[i], select(half == 0, 0x5040u32, 0x7060u32));
-                // An exponent of four bits in the place of five; the bias is made up for by 2^8.
-                let shifted = word & 0x8000_8000 | (word & 0x7f00_7f00) >> 1u32;
-                result[2 * i + half] = f16x2_mul_add(shifted, 0x5c00_5c00, 0u32);
-            }
-            // Top bits of the bytes that are no numbers: there are none in what an encoder has written.
-            let none = ((from[i] & 0x7f7f_7f7f) + 0x0101_0101) & 0x8080_8080;
-            if none != 0 {
-                result[2 * i] |= (byte_permute(0u32, none, 0x5040) >> 15u32) * 0x7e00;
-                result[2 * i + 1] |= (byte_permute(0u32, none, 0x7060) >> 15u32) * 0x7e00;
-            }
-        }
-    } else if FORMAT == MLX4 {
-        for i in 0..W {
-            for n in 0..4usize {
-                let byte = from[i] >> (8 * n as u32);
-                let low = codebooks[levels.codebook + (byte & 15)];
-                let high = codebooks[levels.codebook + (byte >> 4u32 & 15)];
-                result[4 * i + n] = f16x2_from(low, high);
-            }
-        }
+        result = pairs_of_fp8::<W, P>(from);
     } else {
-        for i in 0..W {
-            for n in 0..2usize {
-                let bytes = from[i] >> (16 * n as u32);
-                let low = codebooks[levels.codebook + (bytes & 255)];
-                let high = codebooks[levels.codebook + (bytes >> 8u32 & 255)];
-                result[2 * i + n] = f16x2_from(low, high);
+        result = pairs_of_mlx::<FORMAT, W, P>(from, levels.codebook, codebooks);
+    }
+    result
+}
+
+/// Pairs of `tq2` to `tq6`.
+#[device]
+fn pairs_of_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
+    from: [u32; W],
+    lane: u32,
+    levels: Levels,
+) -> [u32; P] {
+    let mut result = [0u32; P];
+    let whole = 16 / LANES;
+    for block in 0..(D + 127) / 128 {
+        let size = (D - 128 * block).min(128);
+        let count = size / (8 * LANES);
+        for n in 0..count {
+            let c = 4 * (lane * count as u32 + n as u32);
+            let at = whole * block + n;
+            let mut second = 0u32;
+            if plane_bits(FORMAT, 1) > 0 {
+                second = from[D / (8 * LANES) + at];
+            }
+            let four = unit::<FORMAT>(levels, from[at], second, c / (size / 4) as u32, c / (size / 8) as u32);
+            for i in 0..4usize {
+                result[4 * at + i] = four[i];
             }
         }
     }
     result
+}
+
+/// Pairs of `int8`.
+#[device]
+fn pairs_of_int8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
+    let mut result = [0u32; P];
+    for i in 0..W {
+        // 1024 + byte is an f16 with the byte as its last bits.
+        let bytes = from[i] ^ 0x8080_8080;
+        result[2 * i] = f16x2_mul_add(byte_permute(bytes, 0x6464_6464, 0x4140), 0x3c00_3c00, 0xe480_e480);
+        result[2 * i + 1] = f16x2_mul_add(byte_permute(bytes, 0x6464_6464, 0x4342), 0x3c00_3c00, 0xe480_e480);
+    }
+    result
+}
+
+/// Pairs of e4m3.
+#[device]
+fn pairs_of_fp8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
+    let mut result = [0u32; P];
+    for i in 0..W {
+        for half in 0..2usize {
+            let word = byte_permute(0u32, from[i], select(half == 0, 0x5040u32, 0x7060u32));
+            // The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
+            let shifted = word & 0x8000_8000 | (word & 0x7f00_7f00) >> 1u32;
+            result[2 * i + half] = f16x2_mul_add(shifted, 0x5c00_5c00, 0u32);
+        }
+        // The top bit of every byte that is a NaN. Encoders write none.
+        let nan = ((from[i] & 0x7f7f_7f7f) + 0x0101_0101) & 0x8080_8080;
+        if nan != 0 {
+            result[2 * i] |= (byte_permute(0u32, nan, 0x5040) >> 15u32) * 0x7e00;
+            result[2 * i + 1] |= (byte_permute(0u32, nan, 0x7060) >> 15u32) * 0x7e00;
+        }
+    }
+    result
+}
+
+/// Pairs of mlx-native, from the codebook at entry `codebook`.
+#[device]
+fn pairs_of_mlx<const FORMAT: u32, const W: usize, const P: usize>(
+    from: [u32; W],
+    codebook: u32,
+    codebooks: &Buffer<f32>,
+) -> [u32; P] {
+    let mut result = [0u32; P];
+    let bits = select(FORMAT == MLX4, 4u32, 8u32);
+    for i in 0..W {
+        for n in 0..P / W {
+            let codes = from[i] >> (2 * bits * n as u32);
+            let low = codebooks[codebook + (codes & ((1u32 << bits) - 1))];
+            let high = codebooks[codebook + (codes >> bits & ((1u32 << bits) - 1))];
+            result[P / W * i + n] = f16x2_from(low, high);
+        }
+    }
+    result
+}
+
+/// The scale of a row.
+#[device]
+pub struct Scale {
+    /// The scale of the row; where the halves have norms of their own, of the greater one.
+    pub whole: f32,
+    /// The norms of the halves over `whole`, where they have norms of their own.
+    pub halves: [f32; 2],
+}
+
+/// The scale of elements: 1.
+#[device]
+pub fn no_scale() -> Scale {
+    let scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
+    scale
+}
+
+/// What decoded codes are multiplied by, beside the scale of their row: levels are decoded to integers.
+#[device]
+pub fn code_unit(format: u32, dim: u32) -> f32 {
+    if is_mlx(format) {
+        return select(dim == 512, 1.0, 0.0625);
+    }
+    select(format == FP8, 0.003_906_25, 0.007_812_5)
+}
+
+/// The scale of a stored row.
+#[device]
+pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> Scale {
+    let mut scale = no_scale();
+    if is_mlx(FORMAT) {
+        let first = memory.load_as::<f32, 1>(row.scale);
+        scale.whole = first[0];
+        if has_half_norms(FORMAT, D as u32) {
+            let second = memory.load_as::<f32, 1>(row.scale + 4);
+            scale.whole = first[0].max(second[0]);
+            let inverse = select(scale.whole > 0.0, 1.0 / scale.whole, 0.0);
+            scale.halves[0] = first[0] * inverse;
+            scale.halves[1] = second[0] * inverse;
+        }
+        scale.whole *= code_unit(FORMAT, D as u32);
+    } else if is_codes(FORMAT) {
+        let bits = memory.load_as::<u16, 1>(row.scale);
+        // The bit of the sign is the encoder's: a scale has none.
+        let number = pair_f16(bits[0] as u32 & 0x7fff);
+        scale.whole = number[0] * code_unit(FORMAT, D as u32);
+    }
+    scale
+}
+
+/// Multiplies pairs of a row by the norm of their half, where each half has a norm of its own.
+#[device]
+pub fn with_half_norms<const FORMAT: u32, const D: usize, const LANES: usize, const P: usize>(
+    from: [u32; P],
+    lane: u32,
+    norms: [f32; 2],
+) -> [u32; P] {
+    let mut result = from;
+    if has_half_norms(FORMAT, D as u32) {
+        let first = f16x2_from(norms[0], norms[0]);
+        let second = f16x2_from(norms[1], norms[1]);
+        for i in 0..P {
+            let in_second = coordinate::<FORMAT, D, LANES>(lane, 2 * i as u32) >= 256;
+            result[i] = f16x2_mul_add(from[i], select(in_second, second, first), 0u32);
+        }
+    }
+    result
+}
+
+/// Whether one of a lane's words has a NaN or an infinity.
+#[device]
+pub fn has_nonfinite<const FORMAT: u32, const W: usize>(words: [u32; W]) -> bool {
+    let mut found = false;
+    for i in 0..W {
+        if FORMAT == F32 {
+            found = found || words[i] & 0x7f80_0000 == 0x7f80_0000;
+        } else if FORMAT == F16 {
+            found = found || words[i] & 0x7c00 == 0x7c00 || words[i] & 0x7c00_0000 == 0x7c00_0000;
+        } else if FORMAT == BF16 {
+            found = found || words[i] & 0x7f80 == 0x7f80 || words[i] & 0x7f80_0000 == 0x7f80_0000;
+        } else if FORMAT == FP8 {
+            found = found || ((words[i] & 0x7f7f_7f7f) + 0x0101_0101) & 0x8080_8080 != 0;
+        }
+    }
+    found
 }

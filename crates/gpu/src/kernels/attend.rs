@@ -1,0 +1,104 @@
+//! What a launch of [`decode`](super::decode::decode()) is told about its tensors and its sequences.
+
+use flashtile_kernel::prelude::*;
+
+/// Strides, sizes and scoring of a problem. Strides of q, mask and tree mask are in elements, strides of keys and values in bytes.
+#[params]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Attend {
+    /// Strides of q over batch entry, head and row, in elements.
+    pub q: [u64; 3],
+    /// Strides of keys over batch entry or page, head and row, in bytes; the last is not read for codes.
+    pub k: [u64; 3],
+    /// Strides of values, likewise.
+    pub v: [u64; 3],
+    /// Strides of the mask over sequence, head and query, in elements.
+    pub mask: [u64; 3],
+    /// Stride of the tree mask over queries, in elements.
+    pub tree: u64,
+    /// Stride of the mask over keys, in elements; 0 where it is broadcast.
+    pub mask_step: u32,
+    /// Stride of the tree mask over keys, in elements.
+    pub tree_step: u32,
+    /// Type of the mask's elements: 0 f32, 1 f16, 2 bf16, 3 bool.
+    pub mask_kind: u32,
+    /// Query heads.
+    pub q_heads: u32,
+    /// Query heads of a key/value head: the size of a GQA group.
+    pub group: u32,
+    /// Tokens a page.
+    pub page: u32,
+    /// Entries of a sequence's line of the block table.
+    pub width: u32,
+    /// Tiles of query rows a key/value head.
+    pub tiles: u32,
+    /// Splits of the keys of a row.
+    pub splits: u32,
+    /// Query rows of a batch entry.
+    pub queries: u32,
+    /// Batch entries.
+    pub batches: u32,
+    /// Keys to the left of a query's position that its window shows; `i32::MAX` where it has no left bound.
+    pub left: i32,
+    /// Keys to the right of it that its window shows; `i32::MAX` where it has no right bound.
+    pub right: i32,
+    /// Padding: 0.
+    pub unused: u32,
+    /// Factor of `q . k`: `scale log2 e`, or `scale / softcap` where there is a softcap.
+    pub scale: f32,
+    /// `softcap log2 e`; 0 where there is none.
+    pub cap: f32,
+    /// First entries of the codebooks of mlx-native for keys and for values: 256 values, then the 256 differences from their f16.
+    pub codebooks: [u32; 2],
+    /// Magnitudes of the levels of keys, as in [`Levels`](super::rows::Levels).
+    pub k_levels: [u32; 16],
+    /// Magnitudes of the levels of values.
+    pub v_levels: [u32; 16],
+}
+
+impl Attend {
+    /// Rows of all heads.
+    pub fn rows(&self) -> u64 {
+        [self.batches, self.queries, self.q_heads].into_iter().map(u64::from).fold(1, u64::saturating_mul)
+    }
+
+    /// Partial results of all rows: one a row, split and SIMD group.
+    pub fn results(&self, simds: usize) -> u64 {
+        [self.splits, simds as u32].into_iter().map(u64::from).fold(self.rows(), u64::saturating_mul)
+    }
+}
+
+/// A sequence of the problem. `sequences` has eight words of each: these seven, and padding.
+#[device]
+pub struct Sequence {
+    /// Batch entry of the queries.
+    pub batch: u32,
+    /// First query row.
+    pub q_start: u32,
+    /// Query rows.
+    pub q_len: u32,
+    /// Batch entry of the keys, or, without a block table, their only page.
+    pub page: u32,
+    /// First key row.
+    pub kv_start: u32,
+    /// Keys.
+    pub kv_len: i32,
+    /// Key position of the first query row.
+    pub offset: i32,
+}
+
+/// Reads sequence `index`.
+#[device]
+pub fn sequence_of(sequences: &Buffer<i32>, index: u32) -> Sequence {
+    let at = 8 * index;
+    let sequence = Sequence {
+        batch: sequences[at] as u32,
+        q_start: sequences[at + 1] as u32,
+        q_len: sequences[at + 2] as u32,
+        page: sequences[at + 3] as u32,
+        kv_start: sequences[at + 4] as u32,
+        kv_len: sequences[at + 5],
+        offset: sequences[at + 6],
+    };
+    sequence
+}

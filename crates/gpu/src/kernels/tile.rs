@@ -1,0 +1,541 @@
+//! One tile of attention: the scores of 16 keys and `8 T` query rows, their softmax, and the product with the values.
+//!
+//! The 16 keys are two stacked left operands of 8 rows, the queries the right operand: a lane holds `scores[t][h][n]` of key `8 h + r` and query row
+//! `8 t + 2 p + n`, where `r` is its [`matrix_row`] and `p` its [`matrix_pair`]. Probabilities have the same layout, which transposed is that of
+//! the right operand of the product with the values; `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row
+//! `8 t + 2 p + n`.
+
+use super::attend::Attend;
+use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite};
+use super::kv::{KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
+use super::query::{Features, RowBound, RowTile, lane_query_row, result_of};
+use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, with_half_norms};
+use super::score::{HUGE_BIAS, HUGE_RATE, LOG2E, bias_at};
+use flashtile_kernel::prelude::*;
+
+/// `row_max` follows the largest score of a row only where it falls behind by more than this many powers of 2: rescaling is rare.
+#[constant]
+const SLACK: f32 = 8.0;
+
+/// A power of two that brings the sum of as many values as there can be keys, with probabilities up to `2^SLACK`, below a single value.
+#[constant]
+pub const SHRINK: f32 = 9.094_947e-13;
+
+/// Set in `shrunk` while rows are computed again.
+#[constant]
+const SECOND_PASS: u32 = 0x8000_0000;
+
+/// The smallest scale of a value row that `row_max` takes into account, in units of log2.
+#[constant]
+const MIN_SCALE: f32 = -60.0;
+
+/// Right operands of the product with the keys, and what makes scores of its results.
+#[device]
+pub struct QueryOperands<K: Element, const N: usize, const T: usize> {
+    /// The queries, rounded to `K`.
+    pub rounded: [[Right<K>; N]; T],
+    /// What rounding left of them, where keys are codes: scores are those of f32 queries.
+    pub residual: [[Right<K>; N]; T],
+    /// Factor of the products of a row.
+    pub scale: [[f32; 2]; T],
+    /// What is added to the products of a row.
+    pub bias: [[f32; 2]; T],
+}
+
+/// Right operands of the queries that are staged in threadgroup memory, with the factors and the biases of their rows.
+#[device]
+pub fn query_operands<K: Element, const FORMAT: u32, const D: usize, const N: usize, const T: usize>(
+    queries: &Shared<f32>,
+    scales: &Shared<f32>,
+    biases: &Shared<f32>,
+) -> QueryOperands<K, N, T> {
+    let mut operands = QueryOperands::<K, N, T> {
+        rounded: [[right_zero::<K>(); N]; T],
+        residual: [[right_zero::<K>(); N]; T],
+        scale: [[0.0; 2]; T],
+        bias: [[0.0; 2]; T],
+    };
+    for t in 0..T {
+        for i in 0..N {
+            let start = (8 * t as u32 + matrix_row()) * D as u32;
+            let x = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32)];
+            let y = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32 + 1)];
+            operands.rounded[t][i] = right_transposed::<K>(x, y);
+            if is_codes(FORMAT) {
+                let x_left = x - K::from_f32(x).to_f32();
+                let y_left = y - K::from_f32(y).to_f32();
+                operands.residual[t][i] = right_transposed::<K>(x_left, y_left);
+            }
+        }
+        for n in 0..2usize {
+            let row = 8 * t as u32 + 2 * matrix_pair() + n as u32;
+            operands.scale[t][n] = scales[row];
+            operands.bias[t][n] = biases[row];
+        }
+    }
+    operands
+}
+
+/// Sum of two tiles, element by element.
+#[device]
+fn add_tiles(a: [[f32; 2]; 2], b: [[f32; 2]; 2]) -> [[f32; 2]; 2] {
+    let mut sum = a;
+    for h in 0..2usize {
+        for n in 0..2usize {
+            sum[h][n] += b[h][n];
+        }
+    }
+    sum
+}
+
+/// Products over one half of the coordinates of two times eight keys, times the norm that this half of each key has.
+#[device]
+fn times_half_norm(products: [[f32; 2]; 2], scales: [Scale; 2], half: usize) -> [[f32; 2]; 2] {
+    let mut result = products;
+    for h in 0..2usize {
+        for n in 0..2usize {
+            result[h][n] *= scales[h].halves[half];
+        }
+    }
+    result
+}
+
+/// Scores of 16 keys: `scale q . k + bias`. `N` pairs of coordinates a lane.
+#[device]
+pub fn qk_tile<
+    K: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const W: usize,
+    const P: usize,
+    const N: usize,
+    const T: usize,
+>(
+    keys: KeyWords<W>,
+    queries: QueryOperands<K, N, T>,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+) -> [[[f32; 2]; 2]; T] {
+    let mut scores = [[[0.0; 2]; 2]; T];
+    let mut whole = [[[0.0; 2]; 2]; T];
+    let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks);
+    let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks);
+    // Codebooks are f32: a second operand is what f16 leaves of them.
+    let mut low_left = low;
+    let mut high_left = high;
+    if is_mlx(FORMAT) {
+        let rest = Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256 };
+        low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks);
+        high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks);
+    }
+    for i in 0..N {
+        let first = P / N * i;
+        let last = P / N * (i + 1) - 1;
+        let k = [left::<K>(low[first], low[last]), left::<K>(high[first], high[last])];
+        for t in 0..T {
+            let mut sum = scores[t];
+            // Products of f32 are summed by 64: the error is that of fewer additions.
+            if P == 2 * N && i % 8 == 0 {
+                sum = [[0.0; 2]; 2];
+                whole[t] = add_tiles(whole[t], scores[t]);
+            }
+            if has_half_norms(FORMAT, D as u32) && i == N / 2 {
+                sum = [[0.0; 2]; 2];
+                whole[t] = times_half_norm(scores[t], keys.scales, 0);
+            }
+            scores[t] = multiply_add::<K>(k, queries.rounded[t][i], sum);
+            if is_codes(FORMAT) {
+                scores[t] = multiply_add::<K>(k, queries.residual[t][i], scores[t]);
+            }
+            if is_mlx(FORMAT) {
+                let k_left = [
+                    left::<K>(low_left[first], low_left[last]),
+                    left::<K>(high_left[first], high_left[last]),
+                ];
+                scores[t] = multiply_add::<K>(k_left, queries.rounded[t][i], scores[t]);
+            }
+        }
+    }
+    for t in 0..T {
+        if P == 2 * N {
+            scores[t] = add_tiles(whole[t], scores[t]);
+        }
+        if has_half_norms(FORMAT, D as u32) {
+            scores[t] = add_tiles(whole[t], times_half_norm(scores[t], keys.scales, 1));
+        }
+        for h in 0..2usize {
+            for n in 0..2usize {
+                let scale = queries.scale[t][n] * keys.scales[h].whole;
+                scores[t][h][n] = scores[t][h][n] * scale + queries.bias[t][n];
+            }
+        }
+    }
+    scores
+}
+
+/// Memory of what changes scores.
+#[device]
+pub struct BiasMemory<'a> {
+    /// ALiBi slopes `[H]`.
+    pub slopes: &'a Buffer<f32>,
+    /// The mask, in the bytes of its elements.
+    pub mask: &'a Buffer<u8>,
+    /// The tree mask: 0 hides.
+    pub tree: &'a Buffer<u8>,
+}
+
+/// How products become scores.
+#[device]
+pub struct Scoring {
+    /// What the problem has.
+    pub has: Features,
+    /// Whether some row may not see some key of the tile.
+    pub partial: bool,
+    /// The first key that a tree mask is over.
+    pub tree: i32,
+}
+
+/// A score with what the mask says of its key, `-inf` where the row does not see the key.
+#[device]
+fn masked(score: f32, key: i32, row: RowBound, memory: BiasMemory, params: &Attend, scoring: Scoring) -> f32 {
+    let mut result = score;
+    let mut seen = key >= row.begin && key < row.end;
+    if scoring.has.tree_mask && seen && key >= scoring.tree {
+        let column = (key - scoring.tree) as u64 * params.tree_step as u64;
+        seen = memory.tree[row.tree + column] as u32 != 0;
+    }
+    if scoring.has.mask && seen {
+        let column = key as u64 * params.mask_step as u64;
+        let bias = bias_at(memory.mask, params.mask_kind, row.mask + column);
+        seen = bias != f32::NEG_INFINITY;
+        // In two steps, as the sum may be within f32 where the bias in units of log2 is not.
+        let core = bias.max(-HUGE_BIAS).min(HUGE_BIAS);
+        result += core * LOG2E;
+        result += (bias - core) * HUGE_RATE;
+        if bias.is_nan() {
+            result = f32::NAN;
+        }
+    }
+    select(seen, result, f32::NEG_INFINITY)
+}
+
+/// Applies softcap, ALiBi and masks to the scores of 16 keys from key `first` on.
+#[device]
+pub fn mask_and_bias<const T: usize>(
+    scores: [[[f32; 2]; 2]; T],
+    first: i32,
+    rows: [[RowBound; 2]; T],
+    memory: BiasMemory,
+    params: &Attend,
+    scoring: Scoring,
+) -> [[[f32; 2]; 2]; T] {
+    let mut result = scores;
+    for h in 0..2usize {
+        let key = first + 8 * h as i32 + matrix_row() as i32;
+        for t in 0..T {
+            for n in 0..2usize {
+                let mut score = scores[t][h][n];
+                if scoring.has.softcap {
+                    score = params.cap * score.tanh();
+                }
+                if scoring.has.alibi {
+                    score -= rows[t][n].slope * rows[t][n].position.abs_diff(key) as f32;
+                }
+                if scoring.partial {
+                    score = masked(score, key, rows[t][n], memory, params, scoring);
+                }
+                result[t][h][n] = score;
+            }
+        }
+    }
+    result
+}
+
+/// Running softmax of a lane's query rows.
+#[device]
+pub struct Accumulator<const N: usize, const T: usize> {
+    /// Partial outputs `sum of p v`.
+    pub out: [[[[f32; 2]; 2]; N]; T],
+    /// What the exponents of probabilities are relative to, within `2^SLACK` of the largest score.
+    pub row_max: [[f32; 2]; T],
+    /// Sums of the probabilities of a lane's own keys.
+    pub row_sum: [[f32; 2]; T],
+    /// Bit `2 t + n` of a row that is computed again with partial outputs that are smaller by [`SHRINK`]; in the second pass, [`SECOND_PASS`] too.
+    pub shrunk: u32,
+}
+
+/// The accumulator before the first key.
+#[device]
+pub fn no_keys_yet<const N: usize, const T: usize>() -> Accumulator<N, T> {
+    let empty = Accumulator::<N, T> {
+        out: [[[[0.0; 2]; 2]; N]; T],
+        row_max: [[f32::NEG_INFINITY; 2]; T],
+        row_sum: [[0.0; 2]; T],
+        shrunk: 0,
+    };
+    empty
+}
+
+/// The greater of `greatest` and the scores of 16 keys, each with the scale of its value, in units of log2.
+#[device]
+pub fn greatest_score<const FORMAT: u32, const T: usize>(
+    greatest: [[f32; 2]; T],
+    scores: [[[f32; 2]; 2]; T],
+    value_scales: [f32; 2],
+) -> [[f32; 2]; T] {
+    let mut result = greatest;
+    for h in 0..2usize {
+        let mut scale = 0.0;
+        if is_codes(FORMAT) {
+            scale = value_scales[h].log2().max(MIN_SCALE);
+        }
+        for t in 0..T {
+            for n in 0..2usize {
+                result[t][n] = result[t][n].max(scores[t][h][n] + scale);
+            }
+        }
+    }
+    result
+}
+
+/// Raises `row_max` to the greatest scores of a tile, where some row's is above it by more than the slack.
+#[device]
+pub fn online_softmax<const N: usize, const T: usize>(
+    state: &mut Accumulator<N, T>,
+    greatest: [[f32; 2]; T],
+) {
+    let mut behind = false;
+    for t in 0..T {
+        for n in 0..2usize {
+            behind = behind || greatest[t][n] > state.row_max[t][n] + SLACK;
+        }
+    }
+    if simd_any(behind) {
+        for t in 0..T {
+            for n in 0..2usize {
+                let new = state.row_max[t][n].max(matrix_column_max(greatest[t][n]));
+                let by = select(new == f32::NEG_INFINITY, 1.0, (state.row_max[t][n] - new).exp2());
+                state.row_max[t][n] = new;
+                state.row_sum[t][n] *= by;
+                for i in 0..N {
+                    for h in 0..2usize {
+                        state.out[t][i][h][n] *= by;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The factor of the partial outputs of row `2 t + n` of a lane: [`SHRINK`] where its bit in `shrunk` says so.
+#[device]
+pub fn shrink_of(shrunk: u32, row: usize) -> f32 {
+    select(shrunk >> row as u32 & 1 != 0, SHRINK, 1.0)
+}
+
+/// Probabilities `2^(score - row_max)` of 16 keys, which join `row_sum`; then times the scales of their values and the factors of their rows.
+#[device]
+pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
+    state: &mut Accumulator<N, T>,
+    scores: [[[f32; 2]; 2]; T],
+    value_scales: [f32; 2],
+) -> [[[f32; 2]; 2]; T] {
+    let mut probs = [[[0.0; 2]; 2]; T];
+    for t in 0..T {
+        for h in 0..2usize {
+            for n in 0..2usize {
+                let score = scores[t][h][n];
+                let p = select(score == f32::NEG_INFINITY, 0.0, (score - state.row_max[t][n]).exp2());
+                state.row_sum[t][n] += p;
+                probs[t][h][n] = p;
+                if is_codes(FORMAT) {
+                    probs[t][h][n] = select(p == 0.0, 0.0, p * value_scales[h]);
+                }
+            }
+        }
+    }
+    if state.shrunk != 0 {
+        for t in 0..T {
+            for h in 0..2usize {
+                for n in 0..2usize {
+                    probs[t][h][n] *= shrink_of(state.shrunk, 2 * t + n);
+                }
+            }
+        }
+    }
+    probs
+}
+
+/// Whether a value that the SIMD group has loaded is NaN or infinite.
+#[device]
+pub fn any_nonfinite<const FORMAT: u32, const W: usize>(values: ValueWords<W>) -> bool {
+    let mut found = false;
+    if may_be_nonfinite(FORMAT) {
+        for n in 0..4usize {
+            found = found || has_nonfinite::<FORMAT, W>(values.words[n]);
+        }
+        found = simd_any(found);
+    }
+    found
+}
+
+/// Adds `p v` of 16 keys to the partial outputs.
+#[device]
+pub fn pv_tile<
+    V: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const W: usize,
+    const P: usize,
+    const N: usize,
+    const T: usize,
+>(
+    state: &mut Accumulator<N, T>,
+    probs: [[[f32; 2]; 2]; T],
+    values: ValueWords<W>,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+) {
+    let lane = matrix_row();
+    for h in 0..2usize {
+        let even_pairs = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h], lane, levels, codebooks);
+        let a = with_half_norms::<FORMAT, D, 8, P>(even_pairs, lane, values.halves[2 * h]);
+        let odd_pairs = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h + 1], lane, levels, codebooks);
+        let b = with_half_norms::<FORMAT, D, 8, P>(odd_pairs, lane, values.halves[2 * h + 1]);
+        for t in 0..T {
+            let p = right::<V>(probs[t][h][0], probs[t][h][1]);
+            for i in 0..N {
+                let mut first = left::<V>(a[P / N * i], b[P / N * i]);
+                let mut second = left::<V>(a[P / N * (i + 1) - 1], b[P / N * (i + 1) - 1]);
+                if P == N {
+                    // Words of two coordinates of one key become words of two keys of one coordinate.
+                    let even = byte_permute(a[i], b[i], 0x5410);
+                    let odd = byte_permute(a[i], b[i], 0x7632);
+                    first = left::<V>(even, even);
+                    second = left::<V>(odd, odd);
+                }
+                state.out[t][i] = multiply_add::<V>([first, second], p, state.out[t][i]);
+            }
+        }
+    }
+}
+
+/// Adds `p v` of 16 keys from key `first` on, key by key, where a value is not finite: `0 v` of a hidden key would not be 0. To compilers the
+/// number of keys is unknown: unrolled, this rare path would be most of the kernel.
+#[device]
+pub fn pv_tile_nonfinite<
+    const FORMAT: u32,
+    const D: usize,
+    const PAGED: bool,
+    const N: usize,
+    const T: usize,
+>(
+    state: &mut Accumulator<N, T>,
+    scores: [[[f32; 2]; 2]; T],
+    probs: [[[f32; 2]; 2]; T],
+    kv: KvMemory,
+    head: KvHead,
+    first: u32,
+) {
+    for key in 0..(head.last + 1).saturating_sub(first).min(16) {
+        let row = row_of_key::<FORMAT, D, PAGED>(kv.table, head, first + key);
+        let lane = matrix_lane(key % 8, matrix_pair());
+        let mut seen = [[false; 2]; T];
+        let mut p = [[0.0; 2]; T];
+        for t in 0..T {
+            for n in 0..2usize {
+                let score = select(key < 8, scores[t][0][n], scores[t][1][n]);
+                seen[t][n] = simd_shuffle(score, lane) != f32::NEG_INFINITY;
+                p[t][n] = simd_shuffle(select(key < 8, probs[t][0][n], probs[t][1][n]), lane);
+            }
+        }
+        for i in 0..N {
+            for h in 0..2usize {
+                let c = coordinate::<FORMAT, D, 8>(matrix_row(), (2 * i + h) as u32);
+                let x = gather::<FORMAT, D>(kv.v, row, c, head.levels, kv.codebooks);
+                for t in 0..T {
+                    for n in 0..2usize {
+                        state.out[t][i][h][n] += select(seen[t][n], p[t][n] * x, 0.0);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Bits `2 t + n` of a lane's rows whose partial outputs are infinite or NaN while their `row_sum` is finite: they overflowed, or a value is
+/// not finite.
+#[device]
+fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_sum: [[f32; 2]; T]) -> u32 {
+    let mut bits = 0u32;
+    for t in 0..T {
+        for n in 0..2usize {
+            let mut found = 0.0;
+            for i in 0..N {
+                for h in 0..2usize {
+                    found = select(out[t][i][h][n].abs() < f32::INFINITY, found, 1.0);
+                }
+            }
+            let any = matrix_column_max(found);
+            let sum = matrix_column_sum(row_sum[t][n]);
+            bits |= select(any > 0.0 && sum < f32::INFINITY, 1u32 << (2 * t + n) as u32, 0u32);
+        }
+    }
+    bits
+}
+
+/// Whether the SIMD group has to compute its rows again, because partial outputs overflowed though probabilities did not. Empties the
+/// accumulator if so. Partial outputs of f16 and of codes cannot overflow.
+#[device]
+pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
+    state: &mut Accumulator<N, T>,
+) -> bool {
+    let mut again = false;
+    if state.shrunk == 0 && (FORMAT == F32 || FORMAT == BF16) {
+        let shrunk = overflowed::<N, T>(state.out, state.row_sum);
+        again = simd_any(shrunk != 0);
+        if again {
+            for t in 0..T {
+                state.out[t] = [[[0.0; 2]; 2]; N];
+                state.row_max[t] = [f32::NEG_INFINITY; 2];
+                state.row_sum[t] = [0.0; 2];
+            }
+            state.shrunk = shrunk | SECOND_PASS;
+        }
+    }
+    again
+}
+
+/// Stores the partial results of a lane's rows: of this split and SIMD group.
+#[device]
+pub fn store_partial<const FORMAT: u32, const D: usize, const S: usize, const N: usize, const T: usize>(
+    state: Accumulator<N, T>,
+    tile: RowTile,
+    params: &Attend,
+    partial_out: &mut Buffer<f32>,
+    partial_max_sum: &mut Buffer<f32>,
+) {
+    for t in 0..T {
+        for n in 0..2usize {
+            let row = lane_query_row(tile, t, n);
+            let shrink = shrink_of(state.shrunk, 2 * t + n);
+            let sum = matrix_column_sum(state.row_sum[t][n]) * shrink;
+            if row < tile.rows {
+                let result = result_of(tile, params, row);
+                let partial = (result * params.splits + group_y()) * S as u32 + simd_index();
+                for i in 0..N {
+                    for h in 0..2usize {
+                        let c = coordinate::<FORMAT, D, 8>(matrix_row(), (2 * i + h) as u32);
+                        partial_out[partial as u64 * D as u64 + c as u64] = state.out[t][i][h][n];
+                    }
+                }
+                if matrix_row() == 0 {
+                    // `-inf` says that no key was seen. Where the sum is NaN, any `row_max` but that will do.
+                    let row_max = select(sum.is_nan(), 0.0, state.row_max[t][n] - shrink.log2());
+                    partial_max_sum[2 * partial] = row_max;
+                    partial_max_sum[2 * partial + 1] = sum;
+                }
+            }
+        }
+    }
+}
