@@ -161,10 +161,10 @@ impl<'a, M> Launch<'a, M> {
             };
             match (argument, parameter.kind) {
                 (Argument::Read(view), ParameterKind::Buffer { element: expected, writable: false }) => {
-                    element(expected.of(instance.generics()), view.element())?;
+                    element(expected.of(instance.all_generics()), view.element())?;
                 }
                 (Argument::Write(view), ParameterKind::Buffer { element: expected, writable: true }) => {
-                    element(expected.of(instance.generics()), view.element())?;
+                    element(expected.of(instance.all_generics()), view.element())?;
                 }
                 (Argument::Bytes(found), ParameterKind::Params { bytes, .. }) if found.len() == bytes => {}
                 (Argument::Bytes(found), ParameterKind::Scalar(scalar)) if found.len() == scalar.bytes() => {}
@@ -173,7 +173,7 @@ impl<'a, M> Launch<'a, M> {
             }
         }
         let facts: Vec<Fact<'_>> = arguments.iter().map(Argument::fact).collect();
-        let facts = Facts { generics: instance.generics(), arguments: &facts, groups, threads };
+        let facts = Facts { generics: instance.all_generics(), arguments: &facts, groups, threads };
         if let Some(n) = (kernel.unmet)(&facts) {
             let (condition, message) =
                 kernel.requirements.get(n).map_or(("", ""), |r| (r.condition, r.message));

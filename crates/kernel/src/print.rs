@@ -2,8 +2,8 @@
 
 use crate::scalar::ScalarType;
 use crate::source::{
-    Cpp, Generic, Instance, ItemKind, ItemSource, Parameter, ParameterKind, Target, dependencies, indent,
-    literal,
+    Cpp, DerivedGeneric, Generic, Instance, ItemKind, ItemSource, Kernel, Parameter, ParameterKind, Target,
+    dependencies, indent, literal,
 };
 use std::fmt::Write as _;
 
@@ -63,6 +63,9 @@ fn rust_program(instance: &Instance) -> String {
     for (parameter, generic) in kernel.generics.iter().zip(instance.generics()) {
         put!(out, "// {} = {generic}", parameter.name);
     }
+    for (derived, generic) in derived(instance) {
+        put!(out, "// {} = {} = {generic}", derived.parameter.name, derived.expression);
+    }
     put!(out, "use flashtile_kernel::prelude::*;");
     let params = |source: &ItemSource| {
         let of = |p: &Parameter| matches!(p.kind, ParameterKind::Params { cpp, .. } if cpp == source.symbol);
@@ -112,10 +115,17 @@ fn item(out: &mut String, source: &ItemSource) {
     }
 }
 
+/// The generics that follow from others, with their values.
+fn derived(instance: &Instance) -> impl Iterator<Item = (&'static DerivedGeneric, Generic)> {
+    let Kernel { generics, derived, .. } = instance.kernel();
+    derived.iter().zip(instance.all_generics()[generics.len()..].iter().copied())
+}
+
 fn generics(out: &mut String, instance: &Instance) {
-    for (parameter, generic) in instance.kernel().generics.iter().zip(instance.generics()) {
+    let chosen = instance.kernel().generics.iter().zip(instance.generics().iter().copied());
+    for (parameter, generic) in chosen.chain(derived(instance).map(|(of, value)| (&of.parameter, value))) {
         let name = parameter.cpp;
-        let (scalar, raw) = match *generic {
+        let (scalar, raw) = match generic {
             Generic::Type(scalar) => {
                 put!(out, "using {name} = {};", scalar.cpp());
                 continue;
@@ -159,7 +169,7 @@ fn entry(out: &mut String, instance: &Instance, target: Target) {
         let name = parameter.cpp;
         let ty = match parameter.kind {
             ParameterKind::Buffer { element, .. } => {
-                element.of(instance.generics()).map_or("void", ScalarType::cpp)
+                element.of(instance.all_generics()).map_or("void", ScalarType::cpp)
             }
             ParameterKind::Params { cpp, .. } => cpp,
             ParameterKind::Scalar(scalar) | ParameterKind::Constant(scalar) => scalar.cpp(),

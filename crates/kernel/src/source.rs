@@ -160,6 +160,17 @@ pub struct GenericParameter {
     pub kind: GenericKind,
 }
 
+/// A generic parameter that follows from others: `derive(..)` of `#[kernel]`.
+#[derive(Clone, Copy, Debug)]
+pub struct DerivedGeneric {
+    /// The parameter.
+    pub parameter: GenericParameter,
+    /// Its value, as written.
+    pub expression: &'static str,
+    /// Its value, out of the values of the parameters before it.
+    pub value: fn(&[Generic]) -> Generic,
+}
+
 /// The type of a const generic, for reading its value out of a [`Generic`].
 pub trait ConstGeneric: Copy {
     /// The value as data.
@@ -184,6 +195,11 @@ macro_rules! const_generic {
     )*};
 }
 const_generic!(usize Usize 0; u32 U32 0; i32 I32 0; bool Bool false;);
+
+/// The type that generic parameter `n` is; `f32` where it is another kind, which no [`Instance`] has.
+pub fn type_of(generics: &[Generic], n: usize) -> ScalarType {
+    generics.get(n).and_then(|generic| generic.as_type()).unwrap_or(ScalarType::F32)
+}
 
 /// The number of threads of a threadgroup that a kernel is written for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -282,8 +298,10 @@ pub struct Kernel {
     pub docs: &'static str,
     /// Its parameters, in order.
     pub parameters: &'static [Parameter],
-    /// Its generic parameters, in order.
+    /// The generic parameters that instances choose, in order.
     pub generics: &'static [GenericParameter],
+    /// The generic parameters that follow from them, in order.
+    pub derived: &'static [DerivedGeneric],
     /// The conditions that every launch is checked against.
     pub requirements: &'static [Requirement],
     /// The index of the first requirement that does not hold.
@@ -307,6 +325,7 @@ pub type Native = fn(&Arguments);
 #[derive(Clone, Debug)]
 pub struct Instance {
     kernel: &'static Kernel,
+    /// The chosen ones, then the derived ones.
     generics: Vec<Generic>,
     native: Option<Native>,
 }
@@ -377,14 +396,22 @@ impl Instance {
                 return Err(GenericsError::Kind { kernel: kernel.name, parameter, found });
             }
         }
-        Ok(Self { kernel, generics: generics.to_vec(), native })
+        let mut generics = generics.to_vec();
+        for derived in kernel.derived {
+            let value = (derived.value)(&generics);
+            generics.push(value);
+        }
+        Ok(Self { kernel, generics, native })
     }
 
-    /// As [`new`](Self::new), for generics that rustc has checked against the function.
+    /// As [`new`](Self::new), for all generics, which rustc has checked against the function: the derived ones too.
     #[doc(hidden)]
     pub fn checked(kernel: &'static Kernel, generics: &[Generic], native: Native) -> Self {
-        debug_assert!(Self::new(kernel, generics, Some(native)).is_ok());
-        Self { kernel, generics: generics.to_vec(), native: Some(native) }
+        let instance = Self { kernel, generics: generics.to_vec(), native: Some(native) };
+        debug_assert!(
+            Self::new(kernel, instance.generics(), None).is_ok_and(|new| new.generics == instance.generics)
+        );
+        instance
     }
 
     /// The kernel.
@@ -392,8 +419,13 @@ impl Instance {
         self.kernel
     }
 
-    /// The values of its generic parameters.
+    /// The values that were chosen for its generic parameters.
     pub fn generics(&self) -> &[Generic] {
+        &self.generics[..self.kernel.generics.len()]
+    }
+
+    /// The values of all its generic parameters: the chosen ones, then the derived ones.
+    pub fn all_generics(&self) -> &[Generic] {
         &self.generics
     }
 
@@ -416,9 +448,9 @@ impl Instance {
         })
     }
 
-    /// The name of the function in every target's source: the kernel's and its generics', joined by `_`.
+    /// The name of the function in every target's source: the kernel's name and the chosen generics, joined by `_`.
     pub fn entry(&self) -> String {
-        self.generics.iter().fold(self.kernel.cpp.to_owned(), |mut name, generic| {
+        self.generics().iter().fold(self.kernel.cpp.to_owned(), |mut name, generic| {
             name.push('_');
             match generic {
                 Generic::I32(x) if *x < 0 => name.push_str(&format!("m{}", x.unsigned_abs())),

@@ -9,6 +9,7 @@ use syn::{Expr, Ident, LitStr, Token};
 #[derive(Default)]
 pub(crate) struct Arguments {
     pub(crate) threads: Option<Threads>,
+    pub(crate) derive: Vec<Derived>,
     pub(crate) requires: Vec<Requirement>,
     pub(crate) exact: bool,
     pub(crate) bench: Option<Bench>,
@@ -18,6 +19,41 @@ pub(crate) struct Arguments {
 pub(crate) struct Threads {
     pub(crate) most: Expr,
     pub(crate) exactly: bool,
+}
+
+/// `NAME: TYPE = VALUE` or `NAME: BOUND = VALUE`: a generic parameter that follows from the ones before it.
+pub(crate) struct Derived {
+    pub(crate) name: Ident,
+    /// The type of a number, or the bound of a type.
+    pub(crate) kind: Ident,
+    pub(crate) value: Expr,
+}
+
+impl Derived {
+    /// As a parameter of the function.
+    pub(crate) fn parameter(&self) -> syn::GenericParam {
+        let Derived { name, kind, .. } = self;
+        match kind.to_string().as_str() {
+            "Element" | "Number" | "Scalar" => syn::parse_quote!(#name: #kind),
+            _ => syn::parse_quote!(const #name: #kind),
+        }
+    }
+}
+
+impl Parse for Derived {
+    fn parse(input: ParseStream<'_>) -> syn::Result<Derived> {
+        let name: Ident = input.parse()?;
+        if !input.peek(Token![:]) {
+            return Err(syn::Error::new(
+                name.span(),
+                format!(
+                    "say what it is: `{name}: usize = ..` for a number, `{name}: Element = ..` for a type"
+                ),
+            ));
+        }
+        input.parse::<Token![:]>()?;
+        Ok(Derived { name, kind: input.parse()?, value: value(input)? })
+    }
 }
 
 /// A condition and what it means.
@@ -55,23 +91,15 @@ impl Parse for Arguments {
                         return Err(syn::Error::new(name.span(), "`threads` is given once"));
                     }
                 }
+                "derive" => {
+                    let content;
+                    syn::parenthesized!(content in input);
+                    all.derive.extend(Punctuated::<Derived, Token![,]>::parse_terminated(&content)?);
+                }
                 "requires" => {
                     let content;
                     syn::parenthesized!(content in input);
-                    while !content.is_empty() {
-                        let condition: Expr = content.parse()?;
-                        if content.is_empty() {
-                            return Err(syn::Error::new_spanned(
-                                condition,
-                                "a condition needs a message: write `requires(condition, \"message\")`",
-                            ));
-                        }
-                        content.parse::<Token![,]>()?;
-                        all.requires.push(Requirement { condition, message: content.parse()? });
-                        if !content.is_empty() {
-                            content.parse::<Token![,]>()?;
-                        }
-                    }
+                    requirements(&content, &mut all.requires)?;
                 }
                 "exact" => all.exact = true,
                 "bench" => {
@@ -82,7 +110,7 @@ impl Parse for Arguments {
                 _ => {
                     return Err(syn::Error::new(
                         name.span(),
-                        "a kernel's contract has `threads`, `requires(..)`, `exact` and `bench(..)`",
+                        "a kernel's contract has `threads`, `derive(..)`, `requires(..)`, `exact` and `bench(..)`",
                     ));
                 }
             }
@@ -121,6 +149,24 @@ impl Bench {
         }
         Ok(bench)
     }
+}
+
+fn requirements(input: ParseStream<'_>, all: &mut Vec<Requirement>) -> syn::Result<()> {
+    while !input.is_empty() {
+        let condition: Expr = input.parse()?;
+        if input.is_empty() {
+            return Err(syn::Error::new_spanned(
+                condition,
+                "a condition needs a message: write `requires(condition, \"message\")`",
+            ));
+        }
+        input.parse::<Token![,]>()?;
+        all.push(Requirement { condition, message: input.parse()? });
+        if !input.is_empty() {
+            input.parse::<Token![,]>()?;
+        }
+    }
+    Ok(())
 }
 
 fn value(input: ParseStream<'_>) -> syn::Result<Expr> {

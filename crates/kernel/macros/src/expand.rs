@@ -69,7 +69,7 @@ pub(crate) fn attributes(attributes: &[syn::Attribute], known: &[&str], errors: 
 }
 
 /// Lints that look at what a body has become, not at what its author wrote.
-pub(crate) fn native_lints() -> TokenStream {
+fn native_lints() -> TokenStream {
     quote!(#[allow(
         unused_parens,
         unused_braces,
@@ -77,7 +77,6 @@ pub(crate) fn native_lints() -> TokenStream {
         clippy::double_parens,
         clippy::let_and_return,
         clippy::manual_is_multiple_of,
-        clippy::too_many_arguments,
         clippy::unnecessary_cast
     )])
 }
@@ -93,20 +92,28 @@ pub(crate) fn module_lints() -> TokenStream {
     )])
 }
 
-/// The function with its native body, or without one where the check refused something: of what is written for the language
-/// alone rustc would say that it is no Rust.
-pub(crate) fn native_function(
-    function: &syn::ItemFn,
-    has_result: bool,
-    lowered: Option<&lower::Lowered>,
-) -> TokenStream {
+/// The body of a native function.
+pub(crate) enum NativeBody<'a> {
+    /// Something was refused: of what is written for the language alone rustc would say that it is no Rust.
+    Refused,
+    /// A `const fn`, which rustc evaluates too.
+    AsWritten(&'a syn::Block),
+    /// The function's own, with the operators of the simulator.
+    Checked { lowered: &'a lower::Lowered, has_result: bool },
+}
+
+/// The function that the simulator calls.
+pub(crate) fn native_function(function: &syn::ItemFn, body: &NativeBody<'_>) -> TokenStream {
     let syn::ItemFn { attrs, vis, sig, block } = function;
-    let body = match lowered {
-        Some(lowered) => native::body(block, has_result, lowered),
-        None => quote!({ ::core::panic!("a refused function of the kernel language") }),
-    };
     let lints = native_lints();
-    let unused = lowered.is_none().then(|| quote!(#[allow(unused, clippy::all)]));
+    let (unused, body) = match body {
+        NativeBody::Refused => (
+            Some(quote!(#[allow(unused, clippy::all)])),
+            quote!({ ::core::panic!("a refused function of the kernel language") }),
+        ),
+        NativeBody::AsWritten(block) => (None, block.to_token_stream()),
+        NativeBody::Checked { lowered, has_result } => (None, native::body(block, *has_result, lowered)),
+    };
     quote!(#(#attrs)* #lints #unused #vis #sig #body)
 }
 
@@ -150,11 +157,16 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
         kernel: false,
         result: result.as_ref(),
     };
+    let written = function.block.clone();
     let lowered = lower::body(context, &mut arguments, &mut function.block);
     if !errors.is_empty() {
-        return with_errors(errors, native_function(&function, false, None));
+        return with_errors(errors, native_function(&function, &NativeBody::Refused));
     }
-    let native = native_function(&function, result.is_some(), Some(&lowered));
+    let body = match function.sig.constness {
+        Some(_) => NativeBody::AsWritten(&written),
+        None => NativeBody::Checked { lowered: &lowered, has_result: result.is_some() },
+    };
+    let native = native_function(&function, &body);
     let is_convergent = lowered.convergence.is_convergent(from_inside);
     let has_barrier = lowered.convergence.has_barrier(from_inside);
     let arguments: Vec<_> = arguments.into_iter().map(|(_, argument)| argument).collect();
@@ -362,18 +374,7 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
     let reader = &mut Reader { errors: &mut errors, depends: &mut depends, generics: &[] };
     let fields = fields(&structure, false, reader);
     for (field, written) in fields.iter().zip(&structure.fields) {
-        let mut ty = &field.ty;
-        while let Type::Array(element, _) = ty {
-            ty = element;
-        }
-        let is_word = match ty {
-            Type::Scalar(scalar) => {
-                scalar.is_integer() && !matches!(scalar, Scalar::U8 | Scalar::I8 | Scalar::U16 | Scalar::I16)
-                    || *scalar == Scalar::F32
-            }
-            _ => false,
-        };
-        if !is_word {
+        if !is_of_words(&field.ty) {
             errors.refuse(&written.ty, "parameters are u32, i32, u64, i64, usize, f32 and arrays of them, which every device lays out alike");
         }
     }
@@ -389,6 +390,33 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
     let rust = source::of(item);
     let item_source =
         item_source(&Printed { name, kind: "Struct", cpp: printed(&cpp), rust }, &depends.sources());
+    let (demands, layout) = (depends.demands(), layout(&structure));
+    quote! {
+        #[repr(C)]
+        #structure
+        #(#demands)*
+        #layout
+        impl ::flashtile_kernel::source::Described for #name {
+            const SOURCE: &'static ::flashtile_kernel::ItemSource = &#item_source;
+        }
+    }
+}
+
+/// Whether every device lays out a type alike: numbers of 4 or 8 bytes, and arrays of them.
+fn is_of_words(ty: &Type) -> bool {
+    match ty {
+        Type::Array(element, _) => is_of_words(element),
+        Type::Scalar(scalar) => {
+            scalar.is_integer() && !matches!(scalar, Scalar::U8 | Scalar::I8 | Scalar::U16 | Scalar::I16)
+                || *scalar == Scalar::F32
+        }
+        _ => false,
+    }
+}
+
+/// The bytes of a struct of parameters, and the assertion that there is no padding among them.
+fn layout(structure: &syn::ItemStruct) -> TokenStream {
+    let name = &structure.ident;
     let members: Vec<_> = structure.fields.iter().filter_map(|field| field.ident.as_ref()).collect();
     let member_types: Vec<_> = structure.fields.iter().map(|field| &field.ty).collect();
     let plain = quote!(::flashtile_kernel::Plain);
@@ -397,17 +425,13 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
             [] => quote!(0),
             [first, rest @ ..] => quote!(<#first as #plain>::BYTES #(+ <#rest as #plain>::BYTES)*),
         };
-        let message = format!("{spelled}: there is padding before {member}: put fields of 8 bytes first");
+        let message = format!("{name}: there is padding before {member}: put fields of 8 bytes first");
         quote_spanned! {member.span()=>
             ::core::assert!(::core::mem::offset_of!(#name, #member) == #before, #message);
         }
     });
-    let end = format!("{spelled}: there is padding at the end: add a field");
-    let demands = depends.demands();
+    let end = format!("{name}: there is padding at the end: add a field");
     quote! {
-        #[repr(C)]
-        #structure
-        #(#demands)*
         const _: () = {
             #(#asserts)*
             ::core::assert!(::core::mem::size_of::<#name>() == <#name as #plain>::BYTES, #end);
@@ -420,9 +444,6 @@ pub(crate) fn params(arguments: &TokenStream, item: TokenStream) -> TokenStream 
             fn read(ft_bytes: &mut &[u8]) -> Self {
                 Self { #(#members: #plain::read(ft_bytes)),* }
             }
-        }
-        impl ::flashtile_kernel::source::Described for #name {
-            const SOURCE: &'static ::flashtile_kernel::ItemSource = &#item_source;
         }
     }
 }

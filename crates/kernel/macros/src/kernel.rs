@@ -3,10 +3,10 @@
 use proc_macro2::{Ident, TokenStream};
 use quote::{ToTokens, format_ident, quote};
 
-use crate::arguments::{Arguments, Bench};
+use crate::arguments::{Arguments, Bench, Derived};
 use crate::depends::Depends;
 use crate::errors::Errors;
-use crate::expand::{self, Printed, element_type, parameter_kind, referent, with_errors};
+use crate::expand::{self, NativeBody, Printed, element_type, parameter_kind, referent, with_errors};
 use crate::ir::{Argument, Bound, Parameter, Passed};
 use crate::lower::{self, Context, SharedArray};
 use crate::{names, print, signature, source};
@@ -29,6 +29,8 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
         );
     }
     expand::attributes(&function.attrs, &[], &mut errors);
+    let chosen = function.sig.generics.params.len();
+    function.sig.generics.params.extend(contract.derive.iter().map(Derived::parameter));
     let mut depends = Depends::of_module();
     let signature = signature::read(&mut function, true, &mut errors, &mut depends);
     let signature::Signature { generics, arguments: mut parameters, result } = signature;
@@ -50,9 +52,10 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     };
     let lowered = lower::body(context, &mut parameters, &mut function.block);
     if !errors.is_empty() {
-        return with_errors(errors, expand::native_function(&function, false, None));
+        return with_errors(errors, expand::native_function(&function, &NativeBody::Refused));
     }
-    let native = expand::native_function(&function, false, Some(&lowered));
+    let native =
+        expand::native_function(&function, &NativeBody::Checked { lowered: &lowered, has_result: false });
     let rust = format!("{}\n{}", attribute(arguments), source::of(item));
     let types = function.sig.inputs.iter().filter_map(|input| match input {
         syn::FnArg::Typed(typed) => Some(&*typed.ty),
@@ -70,6 +73,7 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     let expansion = Expansion {
         function: &function,
         generics,
+        chosen,
         parameters,
         contract,
         shared: lowered.shared,
@@ -78,7 +82,8 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
         rust,
     };
     let module = expansion.module();
-    quote!(#native #module)
+    // A launch names every buffer: none of them can be left out.
+    quote!(#[allow(clippy::too_many_arguments)] #native #module)
 }
 
 /// The attribute as written, with a line for each line of its arguments.
@@ -132,6 +137,8 @@ struct Launched<'a> {
 struct Expansion<'a> {
     function: &'a syn::ItemFn,
     generics: Vec<Parameter>,
+    /// How many of the generics are not derived.
+    chosen: usize,
     parameters: Vec<Launched<'a>>,
     contract: Arguments,
     shared: Vec<SharedArray>,
@@ -176,28 +183,34 @@ impl Expansion<'_> {
         constants.collect()
     }
 
-    fn data(&self) -> TokenStream {
-        let name = &self.function.sig.ident;
-        let spelled = name.to_string();
-        let cpp = names::global(&spelled);
-        let docs = expand::docs(&self.function.attrs).join("\n");
-        let parameters = self.parameters.iter().map(|Launched { field, argument, ty }| {
-            let (rust, cpp) = (field.to_string(), &argument.name);
-            let kind = parameter_kind(&argument.ty, &argument.passed, ty, &self.generics);
-            quote!(ft_source::Parameter { name: #rust, cpp: #cpp, kind: #kind })
+    /// `let T = ..;` for every type parameter: what it is in the values of derived generics.
+    fn types(&self, value: impl Fn(usize, &Ident) -> TokenStream) -> TokenStream {
+        let types = self.generics.iter().enumerate().filter_map(|(n, parameter)| match parameter {
+            Parameter::Type { name, .. } => {
+                let name = format_ident!("{name}");
+                let value = value(n, &name);
+                Some(quote! {
+                    #[allow(non_snake_case, unused_variables)]
+                    let #name: ::flashtile_kernel::ScalarType = #value;
+                })
+            }
+            Parameter::Const { .. } => None,
         });
-        let generics = self.generics.iter().map(|parameter| {
+        types.collect()
+    }
+
+    /// The generic parameters as data.
+    fn generics(&self) -> impl Iterator<Item = TokenStream> {
+        self.generics.iter().map(|parameter| {
             let name = parameter.name();
             let kind = match parameter {
                 Parameter::Type { bound, .. } => {
-                    let kind = format_ident!(
-                        "{}",
-                        match bound {
-                            Bound::Scalar => "Scalar",
-                            Bound::Number => "Number",
-                            Bound::Element => "Element",
-                        }
-                    );
+                    let kind = match bound {
+                        Bound::Scalar => "Scalar",
+                        Bound::Number => "Number",
+                        Bound::Element => "Element",
+                    };
+                    let kind = format_ident!("{kind}");
                     quote!(ft_source::GenericKind::#kind)
                 }
                 Parameter::Const { ty, .. } => {
@@ -206,21 +219,60 @@ impl Expansion<'_> {
                 }
             };
             quote!(ft_source::GenericParameter { name: #name, cpp: #name, kind: #kind })
+        })
+    }
+
+    /// The derived generics as data.
+    fn derived(&self) -> impl Iterator<Item = TokenStream> {
+        let constants = self.constants(&quote!(ft_generics));
+        let types = self.types(|n, _| quote!(ft_source::type_of(ft_generics, #n)));
+        let parameters = self.generics().zip(&self.generics).skip(self.chosen);
+        parameters.zip(&self.contract.derive).map(move |((parameter, kind), Derived { value, .. })| {
+            let expression = source::of(value.to_token_stream());
+            let value = match kind {
+                Parameter::Type { .. } => quote!(::flashtile_kernel::Generic::Type(#value)),
+                Parameter::Const { ty, .. } => {
+                    let ty = format_ident!("{}", ty.rust());
+                    quote!(<#ty as ft_source::ConstGeneric>::generic(#value))
+                }
+            };
+            quote! {
+                ft_source::DerivedGeneric {
+                    parameter: #parameter,
+                    expression: #expression,
+                    value: |ft_generics| { #constants #types #value },
+                }
+            }
+        })
+    }
+
+    /// Fails to compile where rustc's generics are not the derived ones.
+    fn derived_checks(&self) -> TokenStream {
+        let types = self.types(|_, name| quote!(<#name as ::flashtile_kernel::Scalar>::TYPE));
+        let derived = self.generics.iter().skip(self.chosen).zip(&self.contract.derive);
+        let checks = derived.map(|(parameter, Derived { name, value, .. })| {
+            let message = format!("{name} is derived: `{}`", source::of(value.to_token_stream()));
+            // Scalar types are compared as numbers: constants cannot call `PartialEq`.
+            let cast = matches!(parameter, Parameter::Type { .. }).then(|| quote!(as u8));
+            quote!(::core::assert!(#name #cast == (#value) #cast, #message);)
         });
-        let requirements = self.contract.requires.iter().map(|requirement| {
-            let (condition, message) =
-                (source::of(requirement.condition.to_token_stream()), &requirement.message);
-            quote!(ft_source::Requirement { condition: #condition, message: #message })
-        });
+        let checks: TokenStream = checks.collect();
+        if checks.is_empty() { checks } else { quote!(const { #types #checks }) }
+    }
+
+    /// The kernel as data, and the constants that check the names of its program.
+    fn data(&self) -> TokenStream {
+        let name = &self.function.sig.ident;
+        let spelled = name.to_string();
+        let cpp = names::global(&spelled);
+        let docs = expand::docs(&self.function.attrs).join("\n");
+        let (parameters, requirements, shared) = (self.parameters(), self.requirements(), self.shared());
+        let (generics, derived) = (self.generics().take(self.chosen), self.derived());
         let constants = self.constants(&quote!(ft_generics));
         let threads = self.contract.threads.as_ref().map(|threads| {
             let (kind, most) =
                 (format_ident!("{}", if threads.exactly { "Exactly" } else { "UpTo" }), &threads.most);
             quote!(ft_source::Threads::#kind((#most) as u32))
-        });
-        let shared = self.shared.iter().map(|SharedArray { name, element, length }| {
-            let element = element_type(element, &self.generics);
-            quote!(ft_source::SharedArray { name: #name, element: #element, len: |ft_generics| { #constants #length } })
         });
         let exact = self.contract.exact;
         let bench = match &self.contract.bench {
@@ -246,6 +298,7 @@ impl Expansion<'_> {
                 docs: #docs,
                 parameters: &[#(#parameters),*],
                 generics: &[#(#generics),*],
+                derived: &[#(#derived),*],
                 requirements: &[#(#requirements),*],
                 unmet: #unmet,
                 threads: |ft_generics| { #constants #threads },
@@ -260,6 +313,39 @@ impl Expansion<'_> {
             const _: () = ITEMS.assert_distinct();
             #clashes
         }
+    }
+
+    /// The parameters as data.
+    fn parameters(&self) -> impl Iterator<Item = TokenStream> {
+        self.parameters.iter().map(|Launched { field, argument, ty }| {
+            let (rust, cpp) = (field.to_string(), &argument.name);
+            let kind = parameter_kind(&argument.ty, &argument.passed, ty, &self.generics);
+            quote!(ft_source::Parameter { name: #rust, cpp: #cpp, kind: #kind })
+        })
+    }
+
+    /// The conditions as data.
+    fn requirements(&self) -> impl Iterator<Item = TokenStream> {
+        self.contract.requires.iter().map(|requirement| {
+            let condition = source::of(requirement.condition.to_token_stream());
+            let message = &requirement.message;
+            quote!(ft_source::Requirement { condition: #condition, message: #message })
+        })
+    }
+
+    /// The threadgroup arrays as data.
+    fn shared(&self) -> impl Iterator<Item = TokenStream> {
+        let constants = self.constants(&quote!(ft_generics));
+        self.shared.iter().map(move |SharedArray { name, element, length }| {
+            let element = element_type(element, &self.generics);
+            quote! {
+                ft_source::SharedArray {
+                    name: #name,
+                    element: #element,
+                    len: |ft_generics| { #constants #length },
+                }
+            }
+        })
     }
 
     /// The conditions, over what a launch passes by the parameters' names.
@@ -344,9 +430,11 @@ impl Expansion<'_> {
                 Parameter::Const { .. } => quote!(ft_source::ConstGeneric::generic(#name)),
             }
         });
+        let checks = self.derived_checks();
         quote! {
             /// The kernel for these generics, with its native code where the simulator is there to run it.
             pub fn instance #parameters () -> ::flashtile_kernel::Instance {
+                #checks
                 #[allow(dead_code)]
                 fn native #parameters (ft_arguments: &::flashtile_kernel::simulator::Arguments) {
                     super::#name #turbofish (#(#passed),*)
@@ -367,9 +455,8 @@ impl Expansion<'_> {
         }
     }
 
+    /// `Call`, which is a launch, and its methods.
     fn call(&self) -> TokenStream {
-        let (parameters, arguments, _) = self.function.sig.generics.split_for_impl();
-        let turbofish = arguments.as_turbofish();
         let fields = self.parameters.iter().map(|Launched { field, argument, ty }| {
             let (docs, ty) = match (&argument.passed, &argument.ty) {
                 (Passed::Memory, _) => ("is read", quote!(::flashtile_kernel::View<'a, FtDevice::Memory>)),
@@ -382,6 +469,36 @@ impl Expansion<'_> {
             let docs = format!("`{field}`: {docs}.");
             quote!(#[doc = #docs] pub #field: #ty)
         });
+        let threads = (!self.fixed_threads()).then(|| {
+            quote! {
+                /// Threads of a group.
+                pub threads: u32
+            }
+        });
+        let launches = self.launches();
+        quote! {
+            /// A launch: one field a parameter, and the number of groups.
+            #[derive(Debug)]
+            pub struct Call<'a, FtDevice: ::flashtile_kernel::Device> {
+                #(#fields,)*
+                /// Groups along each coordinate.
+                pub groups: [u32; 3],
+                #threads
+            }
+
+            #launches
+        }
+    }
+
+    /// Whether the contract fixes the number of threads.
+    fn fixed_threads(&self) -> bool {
+        self.contract.threads.as_ref().is_none_or(|threads| threads.exactly)
+    }
+
+    /// The methods of `Call`.
+    fn launches(&self) -> TokenStream {
+        let (parameters, arguments, _) = self.function.sig.generics.split_for_impl();
+        let turbofish = arguments.as_turbofish();
         let passed = self.parameters.iter().map(|Launched { field, argument, .. }| {
             let argument = match argument.passed {
                 Passed::Memory => quote!(Read(self.#field)),
@@ -391,27 +508,9 @@ impl Expansion<'_> {
             };
             quote!(::flashtile_kernel::Argument::#argument)
         });
-        let exactly = self.contract.threads.as_ref().is_none_or(|threads| threads.exactly);
-        let (threads_field, threads) = match exactly {
-            true => (None, quote!(instance.threads().most())),
-            false => (
-                Some(quote! {
-                    /// Threads of a group.
-                    pub threads: u32
-                }),
-                quote!(self.threads),
-            ),
-        };
+        let threads =
+            if self.fixed_threads() { quote!(instance.threads().most()) } else { quote!(self.threads) };
         quote! {
-            /// A launch: one field a parameter, and the number of groups.
-            #[derive(Debug)]
-            pub struct Call<'a, FtDevice: ::flashtile_kernel::Device> {
-                #(#fields,)*
-                /// Groups along each coordinate.
-                pub groups: [u32; 3],
-                #threads_field
-            }
-
             impl<FtDevice: ::flashtile_kernel::Device> Call<'_, FtDevice> {
                 /// Launches the kernel for these generics.
                 ///

@@ -33,8 +33,8 @@ pub(crate) fn read(
     }
     let keywords = [
         (
-            signature.constness.map(|token| token.span()),
-            "leave out `const`: the body is rewritten for the simulator",
+            signature.constness.filter(|_| kernel).map(|token| token.span()),
+            "leave out `const`: kernels are launched",
         ),
         (signature.asyncness.map(|token| token.span()), "there is no `async` on GPUs"),
         (

@@ -22,6 +22,7 @@ static KERNEL: Kernel = Kernel {
     docs: "",
     parameters: &[],
     generics: &[],
+    derived: &[],
     requirements: &[],
     unmet: |_| None,
     threads: |_| Threads::UpTo(64),

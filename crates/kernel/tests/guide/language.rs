@@ -129,6 +129,54 @@ fn structs_hold_buffers_everywhere() {
     });
 }
 
+/// Words of each lane, of a row of `dim` codes of `bits` bits.
+#[device]
+pub const fn words_of_lane(dim: usize, bits: usize) -> usize {
+    dim * bits / 1024
+}
+
+/// The sum of each row of `D` packed codes, a SIMD group a row.
+#[kernel(
+    threads = 32,
+    derive(WORDS: usize = words_of_lane(D, BITS)),
+    requires(codes.len() >= groups[0] as usize * 32 * WORDS, "a row a group"),
+)]
+pub fn code_sums<const D: usize, const BITS: usize>(codes: &Buffer<u32>, out: &mut Buffer<u32>) {
+    let mut words = [0u32; WORDS];
+    for i in 0..WORDS {
+        words[i] = codes[(group_x() * WORDS as u32 + i as u32) * 32 + simd_lane()];
+    }
+    let mut sum = 0u32;
+    for i in 0..WORDS {
+        for n in 0..32 / BITS as u32 {
+            sum += words[i] >> (n * BITS as u32) & ((1u32 << BITS as u32) - 1);
+        }
+    }
+    let sum = simd_sum(sum);
+    if simd_lane() == 0 {
+        out[group_x()] = sum;
+    }
+}
+
+#[test]
+fn generics_are_derived_everywhere() {
+    let codes: Vec<u32> = (0..2 * 64).map(|i: u32| i.wrapping_mul(2_654_435_761)).collect();
+    let sum = |row: &[u32]| row.iter().flat_map(|word| word.to_le_bytes()).map(u32::from).sum::<u32>();
+    let expected: Vec<u32> = codes.chunks(64).map(sum).collect();
+    crate::anywhere::everywhere(&expected, |device| {
+        let (codes, mut out) = (Memory::from_slice(&codes), Memory::from_slice(&[0u32; 2]));
+        code_sums::Call { codes: codes.view(), out: out.view_mut(), groups: [2, 1, 1] }
+            .launch::<256, 8, 2>(device)
+            .unwrap();
+        out.to_vec().unwrap()
+    });
+    let chosen = code_sums::specialise(&[Generic::Usize(256), Generic::Usize(8)]).unwrap();
+    assert_eq!(chosen.all_generics(), [256, 8, 2].map(Generic::Usize));
+    assert_eq!(chosen.entry(), "code_sums_256_8");
+    assert_eq!(chosen.source(Target::Cuda), code_sums::instance::<256, 8, 2>().source(Target::Cuda));
+    assert!(chosen.rust_source().contains("// WORDS = words_of_lane(D, BITS) = 2\n"));
+}
+
 /// Statements.
 #[device]
 pub fn statements(n: u32, flag: bool) -> u32 {

@@ -41,6 +41,7 @@ pub(crate) const fn kernel(
         docs: "",
         parameters,
         generics,
+        derived: &[],
         requirements: &[],
         unmet: |_| None,
         threads: |_| Threads::UpTo(1024),

@@ -51,3 +51,12 @@ fn large_group(out: &mut Buffer<f32>) {}
 
 #[kernel(threads <= 100)]
 fn odd_limit(out: &mut Buffer<f32>) {}
+
+#[kernel(threads = 32, derive(W = N / 8))]
+fn derived_without_type<const N: usize>(out: &mut Buffer<f32>) {}
+
+#[kernel(threads = 32, derive(W: f32 = 1.0, X: Display = 2))]
+fn derived_of_no_kind(out: &mut Buffer<f32>) {}
+
+#[kernel(threads = 32)]
+const fn constant_kernel(out: &mut Buffer<f32>) {}
