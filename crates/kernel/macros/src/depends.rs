@@ -5,8 +5,7 @@ use quote::{ToTokens, quote_spanned};
 use syn::spanned::Spanned;
 
 use crate::ir::{Parameter, Scalar};
-use crate::syntax::module_of;
-use crate::types::without_lifetimes;
+use crate::syntax::{module_of, without_lifetimes};
 
 /// The items that an item uses, each once.
 #[derive(Debug)]

@@ -81,6 +81,11 @@ fn native_lints() -> TokenStream {
     )])
 }
 
+/// Lints on the function of a kernel, which has a parameter for each buffer of a launch.
+pub(crate) fn entry_lints() -> TokenStream {
+    quote!(#[allow(clippy::too_many_arguments)])
+}
+
 /// Lints on a module beside an item: its visibility is the item's, and its numbers stand where the user's do.
 pub(crate) fn module_lints() -> TokenStream {
     quote!(#[allow(
@@ -95,7 +100,7 @@ pub(crate) fn module_lints() -> TokenStream {
 /// The body of a native function.
 pub(crate) enum NativeBody<'a> {
     /// Something was refused: of what is written for the language alone rustc would say that it is no Rust.
-    Refused,
+    Absent,
     /// A `const fn`, which rustc evaluates too.
     AsWritten(&'a syn::Block),
     /// The function's own, with the operators of the simulator.
@@ -107,7 +112,7 @@ pub(crate) fn native_function(function: &syn::ItemFn, body: &NativeBody<'_>) -> 
     let syn::ItemFn { attrs, vis, sig, block } = function;
     let lints = native_lints();
     let (unused, body) = match body {
-        NativeBody::Refused => (
+        NativeBody::Absent => (
             Some(quote!(#[allow(unused, clippy::all)])),
             quote!({ ::core::panic!("a refused function of the kernel language") }),
         ),
@@ -160,7 +165,7 @@ fn device_function(mut function: syn::ItemFn, item: TokenStream, mut errors: Err
     let written = function.block.clone();
     let lowered = lower::body(context, &mut arguments, &mut function.block);
     if !errors.is_empty() {
-        return with_errors(errors, native_function(&function, &NativeBody::Refused));
+        return with_errors(errors, native_function(&function, &NativeBody::Absent));
     }
     let body = match function.sig.constness {
         Some(_) => NativeBody::AsWritten(&written),

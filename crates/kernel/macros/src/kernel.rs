@@ -52,7 +52,7 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     };
     let lowered = lower::body(context, &mut parameters, &mut function.block);
     if !errors.is_empty() {
-        return with_errors(errors, expand::native_function(&function, &NativeBody::Refused));
+        return with_errors(errors, expand::native_function(&function, &NativeBody::Absent));
     }
     let native =
         expand::native_function(&function, &NativeBody::Checked { lowered: &lowered, has_result: false });
@@ -82,8 +82,8 @@ pub(crate) fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
         rust,
     };
     let module = expansion.module();
-    // A launch names every buffer: none of them can be left out.
-    quote!(#[allow(clippy::too_many_arguments)] #native #module)
+    let lints = expand::entry_lints();
+    quote!(#lints #native #module)
 }
 
 /// The attribute as written, with a line for each line of its arguments.

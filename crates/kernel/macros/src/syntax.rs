@@ -87,3 +87,18 @@ pub(crate) fn compound(op: &syn::BinOp) -> Option<Binary> {
         _ => return None,
     })
 }
+
+/// The generic arguments of a type that C++ has too.
+pub(crate) fn without_lifetimes(arguments: &syn::PathArguments) -> syn::PathArguments {
+    let mut printed = arguments.clone();
+    if let syn::PathArguments::AngleBracketed(arguments) = &mut printed {
+        arguments.args = std::mem::take(&mut arguments.args)
+            .into_iter()
+            .filter(|argument| !matches!(argument, syn::GenericArgument::Lifetime(_)))
+            .collect();
+        if arguments.args.is_empty() {
+            printed = syn::PathArguments::None;
+        }
+    }
+    printed
+}

@@ -6,6 +6,7 @@ use crate::depends::Depends;
 use crate::errors::Errors;
 use crate::ir::{Bound, Generic, Parameter, Scalar, Type};
 use crate::names;
+use crate::syntax::without_lifetimes;
 
 /// Reads types: errors, and the structs and constants that they use, are collected.
 pub(crate) struct Reader<'a> {
@@ -168,21 +169,6 @@ impl Reader<'_> {
             }
         }
     }
-}
-
-/// The generic arguments of a type that C++ has too.
-pub(crate) fn without_lifetimes(arguments: &syn::PathArguments) -> syn::PathArguments {
-    let mut printed = arguments.clone();
-    if let syn::PathArguments::AngleBracketed(arguments) = &mut printed {
-        arguments.args = std::mem::take(&mut arguments.args)
-            .into_iter()
-            .filter(|argument| !matches!(argument, syn::GenericArgument::Lifetime(_)))
-            .collect();
-        if arguments.args.is_empty() {
-            printed = syn::PathArguments::None;
-        }
-    }
-    printed
 }
 
 /// The generic parameters of an item.
