@@ -31,6 +31,153 @@ impl Merge {
     }
 }
 
+/// The partial results of a row.
+#[device]
+struct Partials<'a> {
+    /// Partial outputs of all rows.
+    out: &'a Buffer<f32>,
+    /// Pairs `(row_max, row_sum)` of all rows.
+    max_sum: &'a Buffer<f32>,
+    /// The first partial result of the row.
+    first: u32,
+    /// Partial results of a row.
+    splits: u32,
+}
+
+/// The softmax of a row over all its keys, in units of log2.
+#[device]
+struct Merged {
+    /// The largest score, or the sink where it is larger.
+    row_max: f32,
+    /// The largest score of a key.
+    keys_row_max: f32,
+    /// The sum of `2^(score - row_max)`, sink included.
+    row_sum: f32,
+    /// The score of the sink, `-inf` without one.
+    sink: f32,
+    /// What was subtracted from the scores, in units of the score.
+    shift: f32,
+}
+
+/// Merges the pairs of row `result`: every lane reads a part of them, every SIMD group all.
+#[device]
+fn merged_row(
+    partials: Partials,
+    result: u32,
+    sinks: &Buffer<f32>,
+    params: &Merge,
+    has_sinks: bool,
+    has_shift: bool,
+) -> Merged {
+    let mut row_max = f32::NEG_INFINITY;
+    for split in (simd_lane()..partials.splits).step_by(32) {
+        row_max = row_max.max(partials.max_sum[2 * (partials.first + split)]);
+    }
+    row_max = simd_max(row_max);
+    let keys_row_max = row_max;
+    let mut shift = 0.0;
+    if has_shift {
+        let results = groups_z() * params.queries * params.q_heads * params.splits;
+        shift = partials.max_sum[2 * results + result];
+    }
+    let mut sink = f32::NEG_INFINITY;
+    if has_sinks {
+        sink = to_log2(sinks[group_y()] - shift);
+        row_max = row_max.max(sink);
+    }
+    let mut row_sum = 0.0;
+    for split in (simd_lane()..partials.splits).step_by(32) {
+        let one = partials.max_sum[2 * (partials.first + split)];
+        if one != f32::NEG_INFINITY {
+            row_sum += (one - row_max).exp2() * partials.max_sum[2 * (partials.first + split) + 1];
+        }
+    }
+    row_sum = simd_sum(row_sum);
+    if has_sinks && sink != f32::NEG_INFINITY {
+        row_sum += (sink - row_max).exp2();
+    }
+    let merged = Merged { row_max, keys_row_max, row_sum, sink, shift };
+    merged
+}
+
+/// Adds up a fourth of the partial outputs of a row in each SIMD group, of which a lane has 32 at a time ready.
+#[device]
+fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut Shared<f32>) {
+    let mut sum = [0.0; 16];
+    for base in (simd_index()..partials.splits).step_by(128) {
+        let own = base + 4 * simd_lane();
+        // Less than 0 where a split has no key.
+        let mut factor = -1.0;
+        if own < partials.splits {
+            let one = partials.max_sum[2 * (partials.first + own)];
+            factor = select(one == f32::NEG_INFINITY, -1.0, (one - row_max).exp2());
+        }
+        for n in 0..(partials.splits - base).div_ceil(4).min(32) {
+            let by = simd_shuffle(factor, n);
+            let at = (partials.first + base + 4 * n) as u64 * DV as u64;
+            for i in 0..(DV + 31) / 32 {
+                let c = 32 * i as u32 + simd_lane();
+                if c < DV as u32 {
+                    let x = by * partials.out[at + c as u64];
+                    sum[i] += select(by < 0.0, 0.0, x);
+                }
+            }
+        }
+    }
+    for i in 0..(DV + 31) / 32 {
+        let c = 32 * i as u32 + simd_lane();
+        if c < DV as u32 {
+            quarters[simd_index() * DV as u32 + c] = sum[i];
+        }
+    }
+}
+
+/// Coordinate `c` of a row's output, of the four sums of its partial outputs.
+#[device]
+fn mean_of<const DV: usize>(partials: Partials, row: Merged, quarters: &Shared<f32>, c: u32) -> f32 {
+    let mut whole = 0.0;
+    for n in 0..4u32 {
+        whole += quarters[n * DV as u32 + c];
+    }
+    let mut mean = whole / row.row_sum;
+    if mean.abs() >= f32::INFINITY || mean.is_nan() {
+        // Sums may overflow where their mean does not. What is infinite or NaN stays so.
+        let mut small = 0.0;
+        for split in 0..partials.splits {
+            let one = partials.max_sum[2 * (partials.first + split)];
+            if one != f32::NEG_INFINITY {
+                small += (one - row.row_max).exp2()
+                    * SHRINK
+                    * partials.out[(partials.first + split) as u64 * DV as u64 + c as u64];
+            }
+        }
+        small /= row.row_sum;
+        mean = small / SHRINK;
+        if small.abs() < f32::INFINITY {
+            mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);
+        }
+    }
+    select(row.row_max == f32::NEG_INFINITY, 0.0, mean)
+}
+
+/// The logsumexp of a row.
+#[device]
+fn lse_of(row: Merged, sinks: &Buffer<f32>, has_sinks: bool) -> f32 {
+    let mut lse = (row.row_max + row.row_sum.log2()) * LN2;
+    if row.row_max.abs() > HUGE_SCORE {
+        lse = from_log2(row.row_max);
+    }
+    if row.shift != 0.0 {
+        // A sink that is the greatest has digits that it would lose to the shift.
+        if has_sinks && row.sink >= row.keys_row_max {
+            lse = sinks[group_y()] + row.row_sum.log2() * LN2;
+        } else {
+            lse += row.shift;
+        }
+    }
+    select(row.row_max == f32::NEG_INFINITY, f32::NEG_INFINITY, lse)
+}
+
 /// Adds up the partial results of every row:
 ///
 /// ```text
@@ -74,88 +221,17 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     let mut row: Shared<f32> = shared(DV);
     let mut quarters: Shared<f32> = shared(4 * DV);
     let result = (group_z() * params.queries + group_x()) * params.q_heads + group_y();
-    let first = result * params.splits;
-
-    // Every lane reads a part, every SIMD group all of them.
-    let mut row_max = f32::NEG_INFINITY;
-    for split in (simd_lane()..params.splits).step_by(32) {
-        row_max = row_max.max(partial_max_sum[2 * (first + split)]);
-    }
-    row_max = simd_max(row_max);
-    let keys_row_max = row_max;
-    let mut shift = 0.0;
-    if has_shift {
-        shift = partial_max_sum[2 * groups_z() * params.queries * params.q_heads * params.splits + result];
-    }
-    let mut sink = f32::NEG_INFINITY;
-    if has_sinks {
-        sink = to_log2(sinks[group_y()] - shift);
-        row_max = row_max.max(sink);
-    }
-    let mut row_sum = 0.0;
-    for split in (simd_lane()..params.splits).step_by(32) {
-        let one = partial_max_sum[2 * (first + split)];
-        if one != f32::NEG_INFINITY {
-            row_sum += (one - row_max).exp2() * partial_max_sum[2 * (first + split) + 1];
-        }
-    }
-    row_sum = simd_sum(row_sum);
-    if has_sinks && sink != f32::NEG_INFINITY {
-        row_sum += (sink - row_max).exp2();
-    }
-
-    // Every SIMD group adds up a fourth of the parts, of which a lane has 32 at a time ready; less than 0 where a part is of no key.
-    let mut sum = [0.0; 16];
-    for base in (simd_index()..params.splits).step_by(128) {
-        let own = base + 4 * simd_lane();
-        let mut factor = -1.0;
-        if own < params.splits {
-            let one = partial_max_sum[2 * (first + own)];
-            factor = select(one == f32::NEG_INFINITY, -1.0, (one - row_max).exp2());
-        }
-        for n in 0..(params.splits - base).div_ceil(4).min(32) {
-            let by = simd_shuffle(factor, n);
-            let at = (first + base + 4 * n) as u64 * DV as u64;
-            for i in 0..(DV + 31) / 32 {
-                let c = 32 * i as u32 + simd_lane();
-                if c < DV as u32 {
-                    let x = by * partial_out[at + c as u64];
-                    sum[i] += select(by < 0.0, 0.0, x);
-                }
-            }
-        }
-    }
-    for i in 0..(DV + 31) / 32 {
-        let c = 32 * i as u32 + simd_lane();
-        if c < DV as u32 {
-            quarters[simd_index() * DV as u32 + c] = sum[i];
-        }
-    }
+    let partials = Partials {
+        out: partial_out,
+        max_sum: partial_max_sum,
+        first: result * params.splits,
+        splits: params.splits,
+    };
+    let merged = merged_row(partials, result, sinks, params, has_sinks, has_shift);
+    sum_splits::<DV>(partials, merged.row_max, &mut quarters);
     barrier();
     for c in (thread_index()..DV as u32).step_by(128) {
-        let mut whole = 0.0;
-        for n in 0..4u32 {
-            whole += quarters[n * DV as u32 + c];
-        }
-        let mut mean = whole / row_sum;
-        if mean.abs() >= f32::INFINITY || mean.is_nan() {
-            // Sums may overflow where their mean does not. What is infinite or NaN stays so.
-            let mut small = 0.0;
-            for split in 0..params.splits {
-                let one = partial_max_sum[2 * (first + split)];
-                if one != f32::NEG_INFINITY {
-                    small += (one - row_max).exp2()
-                        * SHRINK
-                        * partial_out[(first + split) as u64 * DV as u64 + c as u64];
-                }
-            }
-            small /= row_sum;
-            mean = small / SHRINK;
-            if small.abs() < f32::INFINITY {
-                mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);
-            }
-        }
-        row[c] = select(row_max == f32::NEG_INFINITY, 0.0, mean);
+        row[c] = mean_of::<DV>(partials, merged, &quarters, c);
     }
     barrier();
     if ORDER > 0 {
@@ -172,18 +248,6 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     }
     if with_lse && thread_index() == 0 {
         let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();
-        let mut sum = (row_max + row_sum.log2()) * LN2;
-        if row_max.abs() > HUGE_SCORE {
-            sum = from_log2(row_max);
-        }
-        if shift != 0.0 {
-            // A sink that is the greatest has digits that it would lose to the shift.
-            if has_sinks && sink >= keys_row_max {
-                sum = sinks[group_y()] + row_sum.log2() * LN2;
-            } else {
-                sum += shift;
-            }
-        }
-        lse[at] = select(row_max == f32::NEG_INFINITY, f32::NEG_INFINITY, sum);
+        lse[at] = lse_of(merged, sinks, has_sinks);
     }
 }
