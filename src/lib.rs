@@ -107,6 +107,7 @@ pub use flashtile_kernel as kernel;
 pub mod kernels {
     //! The portable GPU kernels as data: listed, specialised, and printed as Metal and CUDA.
 
-    pub use flashtile_gpu::registry::{HEAD_DIMS, KERNELS, instances};
+    pub use flashtile_gpu::registry::{KERNELS, instances};
+    pub use flashtile_gpu::shape::HEAD_DIMS;
     pub use flashtile_gpu::variant::{Variant, VariantError, VariantOption};
 }

@@ -35,7 +35,7 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
         Access::Element => problem.dtype().bytes(),
     };
     let places = Strides {
-        aligned: [aligned; 2],
+        aligned,
         // Of which size is no matter for the kernel.
         pages: portable.kernel.paged.then_some([1, 1]),
         ..Strides::default()
@@ -187,7 +187,7 @@ fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
         out: rows(&outputs.out.raw),
         k: bytes(&inputs.k.raw),
         v: bytes(&inputs.v.raw),
-        aligned: [aligned; 2],
+        aligned,
         rows: inputs.k.raw.shape[2],
         ..Strides::default()
     };

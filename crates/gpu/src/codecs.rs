@@ -1,6 +1,7 @@
 //! Codecs as kernels are specialised by them, and the tables that kernels read.
 
-use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6};
+use crate::kernels::formats;
+use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, MLX8_PLAIN, TQ2, TQ3, TQ4, TQ5, TQ6};
 use flashtile_core::codec::{Codec, Coder, Rotation, RowKind, mlx};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{ScalarType, f16};
@@ -19,12 +20,8 @@ pub const fn format_id(codec: Codec) -> u32 {
         Codec::Tq5 => TQ5,
         Codec::Tq6 => TQ6,
         Codec::MlxTq4 => MLX4,
-        Codec::MlxTq5
-        | Codec::MlxTq6
-        | Codec::MlxTq8
-        | Codec::MlxTq5Plain
-        | Codec::MlxTq6Plain
-        | Codec::MlxTq8Plain => MLX8,
+        Codec::MlxTq5 | Codec::MlxTq6 | Codec::MlxTq8 => MLX8,
+        Codec::MlxTq5Plain | Codec::MlxTq6Plain | Codec::MlxTq8Plain => MLX8_PLAIN,
     }
 }
 
@@ -39,20 +36,13 @@ pub const fn scalar_type(dtype: Dtype) -> ScalarType {
 
 /// The Hadamard order of a codec's rotation; 0 where rows are not rotated.
 pub const fn hadamard_order(codec: Codec, dim: usize) -> u32 {
-    let rotated = match codec.row_kind() {
-        RowKind::Elements(_) | RowKind::Fp8 => false,
-        RowKind::Integers { .. } => true,
-        RowKind::Mlx { rotated, .. } => rotated,
-    };
-    if !rotated {
-        0
-    } else if dim.is_power_of_two() {
-        1
-    } else if dim.is_multiple_of(12) && (dim / 12).is_power_of_two() {
-        12
-    } else {
-        20
-    }
+    formats::hadamard_order(format_id(codec), dim)
+}
+
+/// Whether kernels rotate rows of a codec, if it rotates them: `2^k`, `12 * 2^k` or `20 * 2^k` coordinates.
+pub const fn is_rotatable(codec: Codec, dim: usize) -> bool {
+    let order = hadamard_order(codec, dim) as usize;
+    order == 0 || dim.is_multiple_of(order) && (dim / order).is_power_of_two()
 }
 
 /// Signs and root of the rotation of a codec, as kernels take them; one zero where there is none.

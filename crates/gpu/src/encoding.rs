@@ -1,6 +1,6 @@
 //! The host side of the encoder: where rows go, the tables that it reads, and what its status says.
 
-use crate::codecs::{format_id, hadamard_order, scalar_type};
+use crate::codecs::{format_id, scalar_type};
 use flashtile_core::codec::{Codec, EncodeError, RowKind, mlx, nearest_levels};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::Generic;
@@ -49,7 +49,7 @@ pub fn encode_table(codec: Codec) -> Vec<u32> {
 pub fn encode_generics(codec: Codec, dtype: Dtype, dim: usize) -> Vec<Generic> {
     let mut generics = vec![Generic::Type(scalar_type(dtype)), Generic::U32(format_id(codec))];
     if codec.dtype().is_none() {
-        generics.extend([Generic::Usize(dim), Generic::U32(hadamard_order(codec, dim))]);
+        generics.push(Generic::Usize(dim));
     }
     generics
 }

@@ -1,19 +1,16 @@
 //! How a problem runs on the kernels of the kernel language: instances, parameters, scratch.
 
-use crate::codecs::{codebooks, format_id, hadamard_order, magnitudes, scalar_type};
+use crate::codecs::{codebooks, is_rotatable, magnitudes};
 use crate::kernels::attend::Attend;
 use crate::kernels::decode::decode;
-use crate::kernels::formats::{BF16, F16, F32, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
 use crate::kernels::merge::{Merge, merge};
-pub use crate::shape::Tile;
-pub(crate) use crate::shape::{DIM_STEP, MAX_DIM};
-use crate::shape::{Shape, count};
+use crate::shape::{Shape, Tile, count};
+use crate::variant::Variant;
 use flashtile_core::codec::Codec;
-use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
 use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{Constant, Device, Generic, Instance, LaunchError, ScalarType, View, ViewMut};
+use flashtile_kernel::{Constant, Device, Instance, LaunchError, View, ViewMut};
 
 /// Why a problem does not run on these kernels.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,10 +60,10 @@ pub struct Strides {
     pub out: [usize; 3],
     /// Strides of keys over batch entry or page, head and row, in bytes; the last is not read for codes.
     pub k: [usize; 3],
-    /// Strides of values, as those of keys.
+    /// Strides of values, likewise.
     pub v: [usize; 3],
-    /// A power of two that every row of keys, and of values, starts at a multiple of, in bytes: at most 16.
-    pub aligned: [usize; 2],
+    /// A power of two that the addresses of all rows of keys and values are multiples of, in bytes: at most 16.
+    pub aligned: usize,
     /// Tokens of a page and entries of a sequence in the table; of keys that lie in no pages, or a sequence to a page, none.
     pub pages: Option<[usize; 2]>,
     /// Tokens of a page, where rows of codes lie in pages that no table is needed for.
@@ -79,132 +76,6 @@ pub struct Strides {
     pub tree: [usize; 2],
 }
 
-impl Tile {
-    /// The quickest where it was measured: two sixteens of keys at a time where their words and operands fit in registers.
-    pub const fn of(k: Codec, head_dim: usize) -> Self {
-        let keys = match k {
-            Codec::Tq4 | Codec::Int8 if head_dim <= 128 => 2,
-            _ => 1,
-        };
-        Self { rows: 1, keys, simds: 4, splits: 1 }
-    }
-}
-
-/// Keys or values as a kernel is specialised by them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Side {
-    /// Format of a row: a constant of [`formats`](crate::kernels::formats).
-    pub format: u32,
-    /// Elements of a row.
-    pub dim: usize,
-    /// Lanes of a row.
-    pub lanes: usize,
-    /// Words of a number pair: 2 where products are in f32.
-    pub words_of_pair: usize,
-}
-
-/// Bytes of a row in the first plane.
-const fn first_bytes(format: u32, dim: usize) -> usize {
-    match format {
-        F32 => 4 * dim,
-        F16 | BF16 => 2 * dim,
-        TQ2 | TQ3 => dim / 4,
-        TQ4 | TQ5 | TQ6 | MLX4 => dim / 2,
-        _ => dim,
-    }
-}
-
-/// Bytes of a row in the second plane.
-const fn second_bytes(format: u32, dim: usize) -> usize {
-    match format {
-        TQ3 | TQ5 => dim / 8,
-        TQ6 => dim / 4,
-        _ => 0,
-    }
-}
-
-impl Side {
-    /// Keys or values of a format.
-    pub const fn new(format: u32, dim: usize, lanes: usize, words_of_pair: usize) -> Self {
-        Self { format, dim, lanes, words_of_pair }
-    }
-
-    const fn in_planes(self) -> bool {
-        self.format >= TQ2 && self.format <= TQ6
-    }
-
-    const fn gathered(self) -> bool {
-        if self.in_planes() {
-            !self.dim.is_multiple_of(64)
-        } else {
-            !first_bytes(self.format, self.dim).is_multiple_of(4 * self.lanes)
-        }
-    }
-
-    /// Pairs of numbers of a lane.
-    pub const fn pairs(self) -> usize {
-        self.dim / self.lanes / 2
-    }
-
-    /// Words of the pairs.
-    pub const fn pair_words(self) -> usize {
-        self.pairs() * self.words_of_pair
-    }
-
-    /// Words of a lane, as they are read.
-    pub const fn words(self) -> usize {
-        if self.gathered() {
-            self.pairs()
-        } else if self.in_planes() {
-            let planes = if second_bytes(self.format, self.dim) > 0 { 2 } else { 1 };
-            planes * self.dim / (8 * self.lanes)
-        } else {
-            first_bytes(self.format, self.dim) / self.lanes / 4
-        }
-    }
-
-    /// Bytes of a piece: neighbouring ones of a lane.
-    pub const fn piece(self) -> usize {
-        if self.gathered() || self.in_planes() {
-            return 4;
-        }
-        let bytes = first_bytes(self.format, self.dim) / self.lanes;
-        if bytes.is_multiple_of(16) {
-            16
-        } else if bytes.is_multiple_of(8) {
-            8
-        } else {
-            4
-        }
-    }
-
-    /// The power of two that words are read at a multiple of, where rows are at one of `aligned`.
-    pub const fn align(self, aligned: usize) -> usize {
-        if self.gathered() {
-            return 1;
-        }
-        let (first, second) = (first_bytes(self.format, self.dim), second_bytes(self.format, self.dim));
-        let mut align = aligned;
-        while align > 1
-            && (self.format >= INT8 && !first.is_multiple_of(align)
-                || !second.is_multiple_of(align)
-                || !self.in_planes() && align > self.piece())
-        {
-            align /= 2;
-        }
-        align
-    }
-}
-
-/// The type that products are computed in: that of elements of the query's own type, f16 for codes, otherwise f32.
-const fn product(q: Dtype, codec: Codec) -> ScalarType {
-    match (codec.dtype(), q) {
-        (None, _) | (Some(Dtype::F16), Dtype::F16) => ScalarType::F16,
-        (Some(Dtype::BF16), Dtype::BF16) => ScalarType::Bf16,
-        _ => ScalarType::F32,
-    }
-}
-
 /// Numbers of the sequences, as [`decode()`] takes them. `page` is the batch entry of a
 /// sequence's keys, or its only page.
 pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
@@ -213,53 +84,6 @@ pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
         [batch, q_start, q_len, page, s.kv_start as i32, s.kv_len as i32, s.q_offset as i32, 0]
     };
     problem.sequences().iter().enumerate().flat_map(one).collect()
-}
-
-/// The instance of [`decode()`] for a type of q, codecs and dimensions of keys and values, rows that are at multiples of so many
-/// bytes, a tile, and whether keys are found through a table of pages.
-pub fn decode_instance(
-    q: Dtype,
-    codecs: [Codec; 2],
-    [head_dim, value_dim]: [usize; 2],
-    aligned: [usize; 2],
-    tile: Tile,
-    paged: bool,
-) -> Result<Instance, GenericsError> {
-    let products = codecs.map(|codec| product(q, codec));
-    let words = |product: ScalarType| if product == ScalarType::F32 { 2 } else { 1 };
-    let k = Side::new(format_id(codecs[0]), head_dim, 4, words(products[0]));
-    let v = Side::new(format_id(codecs[1]), value_dim, 8, words(products[1]));
-    decode::specialise(&[
-        Generic::Type(scalar_type(q)),
-        Generic::Type(products[0]),
-        Generic::Type(products[1]),
-        Generic::U32(k.format),
-        Generic::U32(v.format),
-        Generic::Usize(k.dim),
-        Generic::Usize(v.dim),
-        Generic::Usize(k.pairs()),
-        Generic::Usize(v.pairs()),
-        Generic::Usize(k.words()),
-        Generic::Usize(v.words()),
-        Generic::Usize(k.pair_words()),
-        Generic::Usize(v.pair_words()),
-        Generic::Usize(k.align(aligned[0])),
-        Generic::Usize(v.align(aligned[1])),
-        Generic::Usize(tile.rows),
-        Generic::Usize(tile.keys),
-        Generic::Usize(tile.simds),
-        Generic::U32(hadamard_order(codecs[0], head_dim)),
-        Generic::Bool(paged),
-    ])
-}
-
-/// The instance of [`merge()`] for a type of the output, and the codec and dimension of values.
-pub fn merge_instance(q: Dtype, codec: Codec, value_dim: usize) -> Result<Instance, GenericsError> {
-    merge::specialise(&[
-        Generic::Type(scalar_type(q)),
-        Generic::Usize(value_dim),
-        Generic::U32(hadamard_order(codec, value_dim)),
-    ])
 }
 
 /// What a problem launches.
@@ -284,7 +108,52 @@ struct Features {
     sinks: bool,
 }
 
-/// What a launch reads and writes. Inputs that the problem has not may be any memory of the type.
+/// Strides as kernels take them.
+fn wide(strides: [usize; 3]) -> [u64; 3] {
+    strides.map(|n| n as u64)
+}
+
+/// The parameters of [`decode()`].
+fn attend_params(problem: &Problem, places: &Strides, shape: &Shape) -> Result<Attend, Unsupported> {
+    let (dims, desc) = (problem.dims(), problem.desc());
+    let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
+    let [page, width] = places.pages.unwrap_or([places.rows.max(1), 1]);
+    let visibility: Visibility = desc.visibility;
+    let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
+    let log2e = std::f32::consts::LOG2_E;
+    let (scale, cap) = match desc.softcap {
+        Some(cap) => (problem.scale() / cap, cap * log2e),
+        None => (problem.scale() * log2e, 0.0),
+    };
+    Ok(Attend {
+        q: wide(places.q),
+        k: wide(places.k),
+        v: wide(places.v),
+        mask: [places.mask[0], places.mask[1], places.mask[2]].map(|n| n as u64),
+        tree: places.tree[0] as u64,
+        mask_step: count("a mask's stride", places.mask[3])?,
+        tree_step: count("a tree's stride", places.tree[1])?,
+        mask_kind: places.mask_kind,
+        q_heads: shape.rows[1],
+        group: count("query heads of a key/value head", dims.gqa_group())?,
+        page: count("tokens of a page", page)?,
+        width: count("pages of a sequence", width)?,
+        tiles: shape.tiles,
+        splits: shape.groups[1],
+        queries: shape.rows[0],
+        batches: shape.rows[2],
+        unused: 0,
+        left: reach(visibility.left()),
+        right: reach(visibility.right()),
+        scale,
+        cap,
+        codebooks: codebooks(k_codec, v_codec).1,
+        k_levels: magnitudes(k_codec, dims.head_dim),
+        v_levels: magnitudes(v_codec, dims.value_dim),
+    })
+}
+
+/// The memory of a launch. An input that the problem does without may be any memory of the type.
 #[derive(Debug)]
 pub struct Tensors<'a, M> {
     /// Query.
@@ -332,54 +201,22 @@ impl Plan {
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tile)?;
         for (codec, got) in [(problem.k_codec(), dims.head_dim), (problem.v_codec(), dims.value_dim)] {
-            let order = hadamard_order(codec, got) as usize;
-            if order > 0 && !(got.is_multiple_of(order) && (got / order).is_power_of_two()) {
+            if !is_rotatable(codec, got) {
                 return Err(PlanError::Rotation { codec, got });
             }
         }
-        let (k_codec, v_codec, q) = (problem.k_codec(), problem.v_codec(), problem.dtype());
-        let dims_of = [dims.head_dim, dims.value_dim];
-        let decode =
-            decode_instance(q, [k_codec, v_codec], dims_of, places.aligned, tile, places.pages.is_some());
-        let merge = merge_instance(q, v_codec, dims.value_dim);
+        let variant = Variant {
+            dtype: problem.dtype(),
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
+            k_codec: problem.k_codec(),
+            v_codec: problem.v_codec(),
+            paged: places.pages.is_some(),
+        };
         let internal = |e: GenericsError| PlanError::Instance { why: e.to_string() };
-        let (decode, merge) = (decode.map_err(internal)?, merge.map_err(internal)?);
-
-        let wide = |strides: [usize; 3]| strides.map(|n| n as u64);
-        let [page, width] = places.pages.unwrap_or([places.rows.max(1), 1]);
-        let visibility: Visibility = desc.visibility;
-        let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
-        let log2e = std::f32::consts::LOG2_E;
-        let (scale, cap) = match desc.softcap {
-            Some(cap) => (problem.scale() / cap, cap * log2e),
-            None => (problem.scale() * log2e, 0.0),
-        };
-        let attend = Attend {
-            q: wide(places.q),
-            k: wide(places.k),
-            v: wide(places.v),
-            mask: [places.mask[0], places.mask[1], places.mask[2]].map(|n| n as u64),
-            tree: places.tree[0] as u64,
-            mask_step: count("a mask's stride", places.mask[3])?,
-            tree_step: count("a tree's stride", places.tree[1])?,
-            mask_kind: places.mask_kind,
-            q_heads: shape.rows[1],
-            group: count("query heads of a key/value head", dims.gqa_group())?,
-            page: count("tokens of a page", page)?,
-            width: count("pages of a sequence", width)?,
-            tiles: shape.tiles,
-            splits: shape.groups[1],
-            queries: shape.rows[0],
-            batches: shape.rows[2],
-            unused: 0,
-            left: reach(visibility.left()),
-            right: reach(visibility.right()),
-            scale,
-            cap,
-            codebooks: codebooks(k_codec, v_codec).1,
-            k_levels: magnitudes(k_codec, dims.head_dim),
-            v_levels: magnitudes(v_codec, dims.value_dim),
-        };
+        let decode = variant.decode(tile, places.aligned).map_err(internal)?;
+        let merge = variant.merge().map_err(internal)?;
+        let attend = attend_params(problem, places, &shape)?;
         let merged = Merge {
             out: wide(places.out),
             q_heads: attend.q_heads,
@@ -476,31 +313,5 @@ impl Plan {
             groups: self.shape.rows,
         }
         .launch_instance(device, &self.merge)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::kernels::formats::{FP8, MLX8};
-    use crate::kernels::{formats, rows};
-
-    #[test]
-    fn rows_lie_for_kernels_as_they_do_for_plans() {
-        for format in [F32, F16, BF16, FP8, INT8, MLX4, MLX8, TQ2, TQ3, TQ4, TQ5, TQ6] {
-            for dim in (DIM_STEP..=MAX_DIM).step_by(DIM_STEP) {
-                let n = dim as u32;
-                assert_eq!(formats::first_bytes(format, n) as usize, first_bytes(format, dim));
-                assert_eq!(formats::second_bytes(format, n) as usize, second_bytes(format, dim));
-                for lanes in [4, 8] {
-                    let side = Side::new(format, dim, lanes, 1);
-                    assert_eq!(formats::in_planes(format), side.in_planes());
-                    assert_eq!(rows::gathered(format, n, lanes as u32), side.gathered());
-                    if !side.gathered() && !side.in_planes() {
-                        assert_eq!(rows::piece_bytes(format, n, lanes as u32) as usize, side.piece());
-                    }
-                }
-            }
-        }
     }
 }

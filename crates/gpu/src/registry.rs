@@ -5,7 +5,8 @@ use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{decode, encode, merge};
-use crate::plan::{Tile, decode_instance, merge_instance};
+use crate::shape::{HEAD_DIMS, Tile};
+use crate::variant::Variant;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{Generic, Instance, Kernel};
@@ -20,20 +21,24 @@ pub static KERNELS: &[&Kernel] = &[
     &mask_tiles::KERNEL,
 ];
 
-/// Head dimensions that instances are listed for.
-pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
-
 /// Instances of every kernel over [`HEAD_DIMS`], types and codecs, with rows that are at multiples of 16 bytes.
 #[must_use]
 pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for dim in HEAD_DIMS {
         for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim)) {
-            let q = codec.dtype().unwrap_or(Dtype::F16);
+            let variant = Variant {
+                dtype: codec.dtype().unwrap_or(Dtype::F16),
+                head_dim: dim,
+                value_dim: dim,
+                k_codec: codec,
+                v_codec: codec,
+                paged: false,
+            };
             for paged in [false, true] {
-                all.extend(decode_instance(q, [codec; 2], [dim; 2], [16; 2], Tile::of(codec, dim), paged));
+                all.extend(Variant { paged, ..variant }.decode(Tile::of(codec, dim), 16));
             }
-            all.extend(merge_instance(q, codec, dim));
+            all.extend(variant.merge());
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);
                 all.extend(match codec.dtype() {
@@ -41,9 +46,8 @@ pub fn instances() -> Vec<Instance> {
                     Some(_) => encode::append::specialise(&generics),
                 });
             }
-            let order = hadamard_order(codec, dim);
-            if order > 0 {
-                all.extend(hadamard::specialise(&[Generic::Usize(dim), Generic::U32(order)]));
+            if hadamard_order(codec, dim) > 0 {
+                all.extend(hadamard::specialise(&[Generic::Usize(dim)]));
             }
         }
     }

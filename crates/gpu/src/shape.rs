@@ -1,9 +1,10 @@
-//! What problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
+//! Which problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
 //!
-//! Query rows of one key/value head are (position, head of the group) pairs ordered by position, cut into tiles of a few rows. The
-//! keys of a tile are cut into parts; each SIMD group of a part leaves a partial result, and a second kernel adds those of a
-//! row up, in the order of their numbers: the same plan gives the same bits.
+//! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles of a few rows. The
+//! keys of a tile are cut into splits; each SIMD group of a split stores a partial result. A second kernel merges the partial results of a
+//! row in order: the same plan gives the same bits.
 
+use flashtile_core::codec::Codec;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
@@ -11,34 +12,45 @@ use flashtile_core::problem::Problem;
 pub(crate) const DIM_STEP: usize = 16;
 pub(crate) const MAX_DIM: usize = 512;
 
+/// Head dimensions that instances are listed for.
+pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
+
 /// Positions and counts are kept in 32 bits; further ones than this are refused.
 pub(crate) const MAX_COUNT: i64 = 1 << 30;
 
-/// How much a group of threads does.
+/// The work of a threadgroup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Eights of rows of a group.
+    /// Eights of query rows.
     pub rows: usize,
     /// Sixteens of keys at a time.
     pub keys: usize,
     /// SIMD groups.
     pub simds: usize,
-    /// Parts of the keys of a row.
+    /// Splits of the keys of a row.
     pub splits: usize,
+}
+
+impl Tile {
+    /// The fastest tile where tiles were measured: 32 keys at a time where their words and operands fit in registers.
+    pub const fn of(k: Codec, head_dim: usize) -> Self {
+        let fit = matches!(k, Codec::Tq4 | Codec::Int8) && head_dim <= 128;
+        Self { rows: 1, keys: if fit { 2 } else { 1 }, simds: 4, splits: 1 }
+    }
 }
 
 /// Sizes of the launches of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Of partial results: key/value heads times tiles of rows, parts, sequences.
+    /// Threadgroups of `decode`: key/value heads times tiles of rows, splits, sequences.
     pub groups: [u32; 3],
-    /// Of their sums: queries, query heads, batch entries.
+    /// Threadgroups of `merge`: queries, query heads, batch entries.
     pub rows: [u32; 3],
     /// Tiles of rows of a key/value head.
     pub(crate) tiles: u32,
     /// Partial results of a row.
     pub(crate) results: u32,
-    /// Numbers of f32 of the sums of partial results, and of their tops, which with ALiBi a shift of each row follows.
+    /// f32 of the partial outputs, and of their `(row_max, row_sum)` pairs with, for ALiBi, a shift of each row behind them.
     pub scratch: [usize; 2],
 }
 

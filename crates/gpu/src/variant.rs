@@ -1,11 +1,14 @@
 //! Instances by what they are for, instead of by their generics.
 
-use crate::codecs::hadamard_order;
+use crate::codecs::{format_id, hadamard_order, is_rotatable, scalar_type};
 use crate::encoding;
+use crate::kernels::decode::decode;
 use crate::kernels::encode;
 use crate::kernels::mask_tiles::mask_tiles;
+use crate::kernels::merge::merge;
 use crate::kernels::rotation::hadamard;
-use crate::plan::{DIM_STEP, MAX_DIM, Tile, decode_instance, merge_instance};
+use crate::kernels::rows::kv_align;
+use crate::shape::{DIM_STEP, HEAD_DIMS, MAX_DIM, Tile};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::source::GenericsError;
@@ -116,7 +119,7 @@ impl std::fmt::Display for VariantError {
                 write!(f, "{name} is {got}, expected a multiple of {DIM_STEP} up to {MAX_DIM}")
             }
             Self::Codec { codec, got } => {
-                let dims = crate::registry::HEAD_DIMS.into_iter().filter(|&dim| supports(*codec, dim));
+                let dims = HEAD_DIMS.into_iter().filter(|&dim| supports(*codec, dim));
                 let dims: Vec<String> = dims.map(|dim| dim.to_string()).collect();
                 write!(
                     f,
@@ -139,16 +142,45 @@ impl std::fmt::Display for VariantError {
 impl std::error::Error for VariantError {}
 
 /// Whether rows of a codec are stored, and rotated by kernels where the codec rotates.
-fn supports(codec: Codec, dim: usize) -> bool {
-    let order = hadamard_order(codec, dim) as usize;
-    codec.supports(dim) && (order == 0 || rotates(dim, order))
-}
-
-fn rotates(dim: usize, order: usize) -> bool {
-    dim.is_multiple_of(order) && (dim / order).is_power_of_two()
+const fn supports(codec: Codec, dim: usize) -> bool {
+    codec.supports(dim) && is_rotatable(codec, dim)
 }
 
 impl Variant {
+    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile, for rows of keys and values whose addresses are multiples
+    /// of `aligned` bytes.
+    ///
+    /// # Errors
+    /// [`GenericsError`].
+    pub fn decode(&self, tile: Tile, aligned: usize) -> Result<Instance, GenericsError> {
+        let (k_format, v_format) = (format_id(self.k_codec), format_id(self.v_codec));
+        let align = kv_align(k_format, self.head_dim, v_format, self.value_dim, aligned);
+        decode::specialise(&[
+            Generic::Type(scalar_type(self.dtype)),
+            Generic::U32(k_format),
+            Generic::U32(v_format),
+            Generic::Usize(self.head_dim),
+            Generic::Usize(self.value_dim),
+            Generic::Usize(align),
+            Generic::Usize(tile.rows),
+            Generic::Usize(tile.keys),
+            Generic::Usize(tile.simds),
+            Generic::Bool(self.paged),
+        ])
+    }
+
+    /// The instance of [`merge()`](crate::kernels::merge::merge()).
+    ///
+    /// # Errors
+    /// [`GenericsError`].
+    pub fn merge(&self) -> Result<Instance, GenericsError> {
+        merge::specialise(&[
+            Generic::Type(scalar_type(self.dtype)),
+            Generic::Usize(self.value_dim),
+            Generic::U32(hadamard_order(self.v_codec, self.value_dim)),
+        ])
+    }
+
     /// The instance of a kernel of this library, as text: for rows that are at multiples of 16 bytes and, where the kernel has one, the
     /// tile that plans take.
     ///
@@ -172,10 +204,7 @@ impl Variant {
             }
         }
         let made = match kernel.name {
-            "decode" => {
-                let (dims, tile) = ([self.head_dim, self.value_dim], Tile::of(self.k_codec, self.head_dim));
-                decode_instance(self.dtype, codecs, dims, [16; 2], tile, self.paged)
-            }
+            "decode" => self.decode(Tile::of(self.k_codec, self.head_dim), 16),
             "encode" | "append" => {
                 let codes = self.k_codec.dtype().is_none();
                 if codes != (kernel.name == "encode") {
@@ -188,13 +217,12 @@ impl Variant {
                     encode::append::specialise(&generics)
                 }
             }
-            "merge" => merge_instance(self.dtype, self.v_codec, self.value_dim),
+            "merge" => self.merge(),
             "hadamard" => {
                 if !supports(Codec::Int8, self.head_dim) {
                     return Err(VariantError::Codec { codec: Codec::Int8, got: self.head_dim });
                 }
-                let order = hadamard_order(Codec::Int8, self.head_dim);
-                hadamard::specialise(&[Generic::Usize(self.head_dim), Generic::U32(order)])
+                hadamard::specialise(&[Generic::Usize(self.head_dim)])
             }
             "mask_tiles" => mask_tiles::specialise(&[]),
             _ => return Err(VariantError::Kernel { name: kernel.name }),
@@ -203,10 +231,58 @@ impl Variant {
     }
 }
 
+/// The instance of [`decode()`](crate::kernels::decode::decode()) with native code: the type of q and the types of both products; formats and
+/// dimensions of keys and values; the alignment of rows, the tile's `T`, `U` and `S`, and whether rows are in pages.
+///
+/// Rust computes no generics from others: the derived ones are written here.
+#[macro_export]
+macro_rules! native_decode {
+    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$align:expr, $t:expr, $u:expr, $s:expr, $paged:expr]) => {{
+        use $crate::kernels::rows::{kv_align, lane_words, pair_words};
+        $crate::kernels::decode::decode::instance::<
+            $q,
+            { $kf },
+            { $vf },
+            { $d },
+            { $dv },
+            { kv_align($kf, $d, $vf, $dv, $align) },
+            { $t },
+            { $u },
+            { $s },
+            { $paged },
+            $k,
+            $v,
+            { $d / 8 },
+            { $dv / 16 },
+            { lane_words($kf, $d, 4) },
+            { lane_words($vf, $dv, 8) },
+            { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
+            { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
+            { $crate::kernels::formats::hadamard_order($kf, $d) },
+        >()
+    }};
+}
+
+/// The instance of [`encode()`](crate::kernels::encode::encode()) with native code: the type of its rows, the format and the dimension.
+#[macro_export]
+macro_rules! native_encode {
+    ($t:ty, $format:expr, $d:expr) => {
+        $crate::kernels::encode::encode::instance::<
+            $t,
+            { $format },
+            { $d },
+            { $crate::kernels::formats::hadamard_order($format, $d) },
+            { $crate::kernels::encode::scheme_of($format) },
+        >()
+    };
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::formats;
     use crate::registry::KERNELS;
+    use flashtile_core::codec::Coder;
 
     const PLAIN: Variant = Variant {
         dtype: Dtype::BF16,
@@ -216,6 +292,21 @@ mod tests {
         v_codec: Codec::BF16,
         paged: false,
     };
+
+    #[test]
+    fn rows_are_as_long_as_the_codecs() {
+        for codec in Codec::ALL {
+            for dim in HEAD_DIMS.into_iter().filter(|&dim| codec.supports(dim)) {
+                let (format, n) = (format_id(codec), dim as u32);
+                let bytes = formats::first_bytes(format, n)
+                    + formats::second_bytes(format, n)
+                    + formats::scale_bytes(format, n);
+                assert_eq!(bytes as usize, codec.row_bytes(dim), "{codec} of {dim}");
+                let is_rotated = Coder::new(codec, dim).is_some_and(|coder| coder.rotation().is_some());
+                assert_eq!(hadamard_order(codec, dim) > 0, is_rotated, "{codec} of {dim}");
+            }
+        }
+    }
 
     #[test]
     fn every_kernel_has_an_instance_of_a_plain_problem() {

@@ -20,7 +20,7 @@ use flashtile_cuda::{
     Cuda, CudaError, DeviceError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory,
     DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
 };
-use flashtile_gpu::plan::Tile;
+use flashtile_gpu::shape::Tile;
 use flashtile_kernel::cuda::Gpu;
 use std::sync::Arc;
 

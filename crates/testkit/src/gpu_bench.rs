@@ -15,7 +15,7 @@ use flashtile_core::inputs::Inputs;
 use flashtile_core::problem::{HeadShape, Problem, ProblemDesc, SeqLens};
 use flashtile_core::reference;
 use flashtile_core::tensor::TensorView;
-use flashtile_gpu::codecs::{factors, format_id, hadamard_order};
+use flashtile_gpu::codecs::{factors, format_id};
 use flashtile_gpu::encoding::{self, Appended};
 use flashtile_gpu::kernels::encode::Rows;
 use flashtile_gpu::kernels::formats::{BF16, TQ4};
@@ -23,7 +23,9 @@ use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, rotation};
-use flashtile_gpu::plan::{Plan, Tile, merge_instance};
+use flashtile_gpu::plan::Plan;
+use flashtile_gpu::shape::Tile;
+use flashtile_gpu::variant::Variant;
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
 use flashtile_kernel::source::Shape;
@@ -622,7 +624,15 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         }
         out.iter_mut().for_each(|x| *x /= row_sum);
     });
-    let instance = merge_instance(Dtype::BF16, Codec::BF16, dim).map_err(|e| e.to_string())?;
+    let variant = Variant {
+        dtype: Dtype::BF16,
+        head_dim: dim,
+        value_dim: dim,
+        k_codec: Codec::BF16,
+        v_codec: Codec::BF16,
+        paged: false,
+    };
+    let instance = variant.merge().map_err(|e| e.to_string())?;
     let params = Merge {
         out: [heads * dim, dim, dim].map(|n| n as u64),
         q_heads: heads as u32,
@@ -730,8 +740,7 @@ fn rotated(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         }
         row.iter_mut().for_each(|x| *x /= (dim as f64).sqrt());
     });
-    let order = hadamard_order(Codec::Int8, dim);
-    let instance = hadamard::specialise(&[Generic::Usize(dim), Generic::U32(order)]);
+    let instance = hadamard::specialise(&[Generic::Usize(dim)]);
     Ok(Job {
         inputs: vec![Values::F32(x), Values::F32(factors)],
         outputs: vec![Written::Blank(ScalarType::F32, rows * dim)],

@@ -9,7 +9,8 @@ use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
 use flashtile_gpu::codecs::{codebooks, factors};
-use flashtile_gpu::plan::{Plan, PlanError, Strides, Tensors, Tile, sequences};
+use flashtile_gpu::plan::{Plan, PlanError, Strides, Tensors, sequences};
+use flashtile_gpu::shape::Tile;
 use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
 
 /// Alignment of page rows, in bytes.
@@ -120,7 +121,7 @@ impl StagedInputs {
             out: [heads * rows * dims.value_dim, rows * dims.value_dim, dims.value_dim],
             k: k_strides,
             v: v_strides,
-            aligned: [k_strides, v_strides].map(|strides| alignment(layout.aligned, &strides)),
+            aligned: alignment(alignment(layout.aligned, &k_strides), &v_strides),
             rows: inputs.k.shape()[2],
             ..Strides::default()
         };

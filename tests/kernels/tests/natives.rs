@@ -1,8 +1,7 @@
 //! Native code of the instances that the cases need.
 
-use flashtile_gpu::kernels::decode::decode;
 use flashtile_gpu::kernels::merge::merge;
-use flashtile_gpu::plan::Side;
+use flashtile_gpu::native_decode;
 use flashtile_kernel::prelude::Element;
 use flashtile_kernel::{Instance, bf16, f16};
 use std::sync::LazyLock;
@@ -23,20 +22,10 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     ALL.iter().find(is).cloned()
 }
 
-/// Tiles of 8 rows, tiles of 16 keys, SIMD groups; types of q and of both products, formats, dimensions, alignments
-/// of rows, order of the rotation, pages.
+/// Tiles of 8 rows, tiles of 16 keys, SIMD groups; types of q and of both products, formats, dimensions, alignment of rows, pages.
 macro_rules! decodes {
-    ([$t:literal $u:literal $s:literal] $($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal $ka:literal $va:literal $order:literal $paged:literal;)*) => {
-        vec![$({
-            const K: Side = Side::new($kf, $d, 4, size_of::<$k>() / 2);
-            const V: Side = Side::new($vf, $dv, 8, size_of::<$v>() / 2);
-            decode::instance::<
-                $q, $k, $v, $kf, $vf, $d, $dv,
-                { K.pairs() }, { V.pairs() }, { K.words() }, { V.words() },
-                { K.pair_words() }, { V.pair_words() }, { K.align($ka) }, { V.align($va) },
-                $t, $u, $s, $order, $paged,
-            >()
-        }),*]
+    ([$t:literal $u:literal $s:literal] $($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal $align:literal $paged:literal;)*) => {
+        vec![$(native_decode!([$q, $k, $v] [$kf, $vf, $d, $dv] [$align, $t, $u, $s, $paged])),*]
     };
 }
 
@@ -46,153 +35,153 @@ macro_rules! merges {
 
 fn decodes() -> Vec<Instance> {
     decodes! { [1 1 2]
-        bf16 f16 bf16 9 2 128 64 16 16 1 true;
-        bf16 f16 f16 11 11 256 256 16 16 0 true;
-        bf16 f16 f16 11 11 256 256 16 16 1 true;
-        bf16 f16 f16 11 11 256 256 4 4 0 true;
-        bf16 f16 f16 11 11 256 256 4 4 1 true;
-        bf16 f16 f16 11 11 512 512 16 16 0 true;
-        bf16 f16 f16 11 11 512 512 16 16 1 true;
-        bf16 f16 f16 3 7 64 128 16 16 1 true;
-        bf16 f16 f16 5 5 128 128 16 16 1 true;
-        bf16 f16 f16 5 5 192 192 2 2 12 true;
-        bf16 f16 f16 5 5 512 512 16 16 1 true;
-        bf16 f16 f16 5 5 64 64 16 16 1 true;
-        bf16 f16 f16 8 8 128 128 16 16 1 true;
-        bf16 f16 f16 8 8 192 192 2 2 12 true;
-        bf16 f16 f16 8 8 512 512 16 16 1 true;
-        bf16 f16 f16 8 8 64 192 8 8 1 true;
-        bf16 f16 f16 8 8 64 64 8 8 1 true;
-        bf16 f16 f16 9 8 64 64 16 8 1 true;
-        bf16 f32 f16 0 6 128 64 16 8 0 true;
-        f16 f16 f16 10 10 256 256 16 16 1 true;
-        f16 f16 f16 10 10 256 256 4 4 1 true;
-        f16 f16 f16 10 10 512 512 16 16 1 true;
-        f16 f16 f16 11 11 256 256 16 16 1 true;
-        f16 f16 f16 11 11 256 256 4 4 1 true;
-        f16 f16 f16 11 11 512 512 16 16 1 true;
-        f16 f16 f16 3 3 128 128 16 16 1 true;
-        f16 f16 f16 3 3 192 192 2 2 12 true;
-        f16 f16 f16 3 3 512 512 16 16 1 true;
-        f16 f16 f16 3 3 64 64 16 8 1 true;
-        f16 f16 f16 3 7 64 128 16 16 1 true;
-        f16 f16 f16 3 8 128 64 16 8 1 true;
-        f16 f16 f16 7 7 128 128 16 16 1 true;
-        f16 f16 f16 7 7 192 192 2 2 12 true;
-        f16 f16 f16 7 7 512 512 16 16 1 true;
-        f16 f16 f16 7 7 64 192 16 16 1 true;
-        f16 f16 f16 7 7 64 64 16 16 1 true;
-        f16 f16 f16 8 4 128 64 16 8 1 true;
-        f16 f16 f16 9 8 64 64 16 8 1 true;
-        f16 f16 f32 1 0 128 64 16 16 0 true;
-        f32 f16 f16 11 11 256 256 16 16 1 true;
-        f32 f16 f16 11 11 256 256 4 4 1 true;
-        f32 f16 f16 11 11 512 512 16 16 1 true;
-        f32 f16 f16 3 7 64 128 16 16 1 true;
-        f32 f16 f16 4 3 128 64 16 8 0 true;
-        f32 f16 f16 4 4 128 128 16 16 0 true;
-        f32 f16 f16 4 4 192 192 2 2 0 true;
-        f32 f16 f16 4 4 512 512 16 16 0 true;
-        f32 f16 f16 4 4 64 64 16 8 0 true;
-        f32 f16 f16 6 6 128 128 16 16 1 true;
-        f32 f16 f16 6 6 192 192 2 2 12 true;
-        f32 f16 f16 6 6 512 512 16 16 1 true;
-        f32 f16 f16 6 6 64 192 8 8 1 true;
-        f32 f16 f16 6 6 64 64 8 8 1 true;
-        f32 f16 f16 9 8 64 64 16 8 1 true;
-        f32 f16 f16 9 9 128 128 16 16 1 true;
-        f32 f16 f16 9 9 192 192 2 2 12 true;
-        f32 f16 f16 9 9 512 512 16 16 1 true;
-        f32 f16 f16 9 9 64 192 16 16 1 true;
-        f32 f16 f16 9 9 64 64 16 16 1 true;
-        f32 f32 f16 1 7 128 64 16 16 0 true;
-        f32 f32 f32 2 1 128 64 16 16 0 true;
-        f32 f32 f32 0 0 16 16 16 8 0 false;
-        f32 f32 f32 0 0 32 32 16 16 0 false;
-        f32 f32 f32 0 0 32 32 16 16 0 true;
-        f32 f32 f32 0 0 48 48 16 8 0 false;
-        f32 f32 f32 0 0 64 64 16 16 0 false;
-        f32 f32 f32 0 0 64 64 16 16 0 true;
-        f32 f32 f32 0 0 80 80 16 8 0 false;
-        f32 f32 f32 0 0 96 80 16 8 0 false;
-        f32 f32 f32 0 0 96 96 16 16 0 false;
-        f32 f32 f32 0 0 128 128 16 16 0 false;
-        f32 f32 f32 0 0 192 128 16 16 0 false;
-        f32 f32 f32 0 0 192 192 16 16 0 false;
-        f32 f32 f32 0 0 256 256 16 16 0 false;
-        f32 f32 f32 0 0 320 320 16 16 0 false;
-        f32 f32 f32 0 0 512 512 16 16 0 false;
-        f32 f32 f32 0 0 512 512 16 16 0 true;
-        f16 f16 f16 1 1 16 16 8 4 0 false;
-        f16 f16 f16 1 1 32 32 16 8 0 false;
-        f16 f16 f16 1 1 32 32 16 8 0 true;
-        f16 f16 f16 1 1 64 64 16 16 0 false;
-        f16 f16 f16 1 1 64 64 16 16 0 true;
-        f16 f16 f16 1 1 80 80 8 4 0 false;
-        f16 f16 f16 1 1 96 80 16 4 0 false;
-        f16 f16 f16 1 1 96 96 16 8 0 false;
-        f16 f16 f16 1 1 128 128 16 16 0 false;
-        f16 f16 f16 1 1 128 192 16 16 0 false;
-        f16 f16 f16 1 1 192 192 16 16 0 false;
-        f16 f16 f16 1 1 256 256 16 16 0 false;
-        f16 f16 f16 1 1 320 320 16 16 0 false;
-        f16 f16 f16 1 1 512 512 16 16 0 false;
-        f16 f16 f16 1 1 512 512 16 16 0 true;
-        bf16 bf16 bf16 2 2 16 16 8 4 0 false;
-        bf16 bf16 bf16 2 2 32 32 16 8 0 false;
-        bf16 bf16 bf16 2 2 32 32 16 8 0 true;
-        bf16 bf16 bf16 2 2 64 64 16 16 0 false;
-        bf16 bf16 bf16 2 2 64 64 16 16 0 true;
-        bf16 bf16 bf16 2 2 80 80 8 4 0 false;
-        bf16 bf16 bf16 2 2 96 80 16 4 0 false;
-        bf16 bf16 bf16 2 2 96 96 16 8 0 false;
-        bf16 bf16 bf16 2 2 128 128 16 16 0 false;
-        bf16 bf16 bf16 2 2 192 192 16 16 0 false;
-        bf16 bf16 bf16 2 2 256 256 16 16 0 false;
-        bf16 bf16 bf16 2 2 320 320 16 16 0 false;
-        bf16 bf16 bf16 2 2 512 512 16 16 0 false;
-        bf16 bf16 bf16 2 2 512 512 16 16 0 true;
+        bf16 f16 bf16 9 2 128 64 16 true;
+        bf16 f16 f16 12 12 256 256 16 true;
+        bf16 f16 f16 11 11 256 256 16 true;
+        bf16 f16 f16 12 12 256 256 4 true;
+        bf16 f16 f16 11 11 256 256 4 true;
+        bf16 f16 f16 12 12 512 512 16 true;
+        bf16 f16 f16 11 11 512 512 16 true;
+        bf16 f16 f16 3 7 64 128 16 true;
+        bf16 f16 f16 5 5 128 128 16 true;
+        bf16 f16 f16 5 5 192 192 2 true;
+        bf16 f16 f16 5 5 512 512 16 true;
+        bf16 f16 f16 5 5 64 64 16 true;
+        bf16 f16 f16 8 8 128 128 16 true;
+        bf16 f16 f16 8 8 192 192 2 true;
+        bf16 f16 f16 8 8 512 512 16 true;
+        bf16 f16 f16 8 8 64 192 16 true;
+        bf16 f16 f16 8 8 64 64 16 true;
+        bf16 f16 f16 9 8 64 64 16 true;
+        bf16 f32 f16 0 6 128 64 16 true;
+        f16 f16 f16 10 10 256 256 16 true;
+        f16 f16 f16 10 10 256 256 4 true;
+        f16 f16 f16 10 10 512 512 16 true;
+        f16 f16 f16 11 11 256 256 16 true;
+        f16 f16 f16 11 11 256 256 4 true;
+        f16 f16 f16 11 11 512 512 16 true;
+        f16 f16 f16 3 3 128 128 16 true;
+        f16 f16 f16 3 3 192 192 2 true;
+        f16 f16 f16 3 3 512 512 16 true;
+        f16 f16 f16 3 3 64 64 16 true;
+        f16 f16 f16 3 7 64 128 16 true;
+        f16 f16 f16 3 8 128 64 16 true;
+        f16 f16 f16 7 7 128 128 16 true;
+        f16 f16 f16 7 7 192 192 2 true;
+        f16 f16 f16 7 7 512 512 16 true;
+        f16 f16 f16 7 7 64 192 16 true;
+        f16 f16 f16 7 7 64 64 16 true;
+        f16 f16 f16 8 4 128 64 16 true;
+        f16 f16 f16 9 8 64 64 16 true;
+        f16 f16 f32 1 0 128 64 16 true;
+        f32 f16 f16 11 11 256 256 16 true;
+        f32 f16 f16 11 11 256 256 4 true;
+        f32 f16 f16 11 11 512 512 16 true;
+        f32 f16 f16 3 7 64 128 16 true;
+        f32 f16 f16 4 3 128 64 16 true;
+        f32 f16 f16 4 4 128 128 16 true;
+        f32 f16 f16 4 4 192 192 2 true;
+        f32 f16 f16 4 4 512 512 16 true;
+        f32 f16 f16 4 4 64 64 16 true;
+        f32 f16 f16 6 6 128 128 16 true;
+        f32 f16 f16 6 6 192 192 2 true;
+        f32 f16 f16 6 6 512 512 16 true;
+        f32 f16 f16 6 6 64 192 16 true;
+        f32 f16 f16 6 6 64 64 16 true;
+        f32 f16 f16 9 8 64 64 16 true;
+        f32 f16 f16 9 9 128 128 16 true;
+        f32 f16 f16 9 9 192 192 2 true;
+        f32 f16 f16 9 9 512 512 16 true;
+        f32 f16 f16 9 9 64 192 16 true;
+        f32 f16 f16 9 9 64 64 16 true;
+        f32 f32 f16 1 7 128 64 16 true;
+        f32 f32 f32 2 1 128 64 16 true;
+        f32 f32 f32 0 0 16 16 16 false;
+        f32 f32 f32 0 0 32 32 16 false;
+        f32 f32 f32 0 0 32 32 16 true;
+        f32 f32 f32 0 0 48 48 16 false;
+        f32 f32 f32 0 0 64 64 16 false;
+        f32 f32 f32 0 0 64 64 16 true;
+        f32 f32 f32 0 0 80 80 16 false;
+        f32 f32 f32 0 0 96 80 16 false;
+        f32 f32 f32 0 0 96 96 16 false;
+        f32 f32 f32 0 0 128 128 16 false;
+        f32 f32 f32 0 0 192 128 16 false;
+        f32 f32 f32 0 0 192 192 16 false;
+        f32 f32 f32 0 0 256 256 16 false;
+        f32 f32 f32 0 0 320 320 16 false;
+        f32 f32 f32 0 0 512 512 16 false;
+        f32 f32 f32 0 0 512 512 16 true;
+        f16 f16 f16 1 1 16 16 16 false;
+        f16 f16 f16 1 1 32 32 16 false;
+        f16 f16 f16 1 1 32 32 16 true;
+        f16 f16 f16 1 1 64 64 16 false;
+        f16 f16 f16 1 1 64 64 16 true;
+        f16 f16 f16 1 1 80 80 16 false;
+        f16 f16 f16 1 1 96 80 16 false;
+        f16 f16 f16 1 1 96 96 16 false;
+        f16 f16 f16 1 1 128 128 16 false;
+        f16 f16 f16 1 1 128 192 16 false;
+        f16 f16 f16 1 1 192 192 16 false;
+        f16 f16 f16 1 1 256 256 16 false;
+        f16 f16 f16 1 1 320 320 16 false;
+        f16 f16 f16 1 1 512 512 16 false;
+        f16 f16 f16 1 1 512 512 16 true;
+        bf16 bf16 bf16 2 2 16 16 16 false;
+        bf16 bf16 bf16 2 2 32 32 16 false;
+        bf16 bf16 bf16 2 2 32 32 16 true;
+        bf16 bf16 bf16 2 2 64 64 16 false;
+        bf16 bf16 bf16 2 2 64 64 16 true;
+        bf16 bf16 bf16 2 2 80 80 16 false;
+        bf16 bf16 bf16 2 2 96 80 16 false;
+        bf16 bf16 bf16 2 2 96 96 16 false;
+        bf16 bf16 bf16 2 2 128 128 16 false;
+        bf16 bf16 bf16 2 2 192 192 16 false;
+        bf16 bf16 bf16 2 2 256 256 16 false;
+        bf16 bf16 bf16 2 2 320 320 16 false;
+        bf16 bf16 bf16 2 2 512 512 16 false;
+        bf16 bf16 bf16 2 2 512 512 16 true;
     }
 }
 
 /// One SIMD group, so that there is one partial result per split.
 fn splits() -> Vec<Instance> {
     decodes! { [1 1 1]
-        f32 f32 f32 0 0 64 64 16 16 0 false;
-        f16 f16 f16 1 1 64 64 16 16 0 false;
-        bf16 bf16 bf16 2 2 64 64 16 16 0 false;
-        f32 f16 f16 3 3 64 64 16 16 1 false;
-        f16 f16 f16 7 7 64 64 16 16 1 false;
-        bf16 f16 f16 8 8 64 64 16 16 1 false;
-        f32 f32 f32 0 0 64 64 16 16 0 true;
-        f16 f16 f16 7 7 64 64 16 16 1 true;
+        f32 f32 f32 0 0 64 64 16 false;
+        f16 f16 f16 1 1 64 64 16 false;
+        bf16 bf16 bf16 2 2 64 64 16 false;
+        f32 f16 f16 3 3 64 64 16 false;
+        f16 f16 f16 7 7 64 64 16 false;
+        bf16 f16 f16 8 8 64 64 16 false;
+        f32 f32 f32 0 0 64 64 16 true;
+        f16 f16 f16 7 7 64 64 16 true;
     }
 }
 
 /// Codes in pages of any size and in one page.
 fn pages() -> Vec<Instance> {
     decodes! { [1 1 2]
-        f16 f16 f16 3 3 64 64 16 16 1 false;
-        f16 f16 f16 7 7 64 64 16 16 1 false;
-        f32 f16 f16 4 4 256 256 2 2 0 true;
-        f16 f16 f16 3 3 256 256 2 2 1 true;
-        bf16 f16 f16 5 5 256 256 2 2 1 true;
-        f32 f16 f16 6 6 256 256 2 2 1 true;
-        f16 f16 f16 7 7 256 256 2 2 1 true;
-        bf16 f16 f16 8 8 256 256 2 2 1 true;
-        f32 f16 f16 9 9 256 256 2 2 1 true;
-        f32 f16 f16 4 4 320 64 16 16 0 true;
-        f16 f16 f16 3 3 320 64 16 16 20 true;
-        bf16 f16 f16 5 5 320 64 16 16 20 true;
-        f32 f16 f16 6 6 320 64 16 16 20 true;
-        f16 f16 f16 7 7 320 64 16 16 20 true;
-        bf16 f16 f16 8 8 320 64 16 16 20 true;
-        f32 f16 f16 9 9 320 64 16 16 20 true;
-        f32 f16 f16 4 4 64 192 16 16 0 true;
-        f16 f16 f16 3 3 64 192 16 16 1 true;
-        bf16 f16 f16 5 5 64 192 16 16 1 true;
-        bf16 f16 f16 8 8 64 64 16 16 1 false;
-        bf16 f16 f16 8 8 64 64 2 2 1 true;
+        f16 f16 f16 3 3 64 64 16 false;
+        f16 f16 f16 7 7 64 64 16 false;
+        f32 f16 f16 4 4 256 256 2 true;
+        f16 f16 f16 3 3 256 256 2 true;
+        bf16 f16 f16 5 5 256 256 2 true;
+        f32 f16 f16 6 6 256 256 2 true;
+        f16 f16 f16 7 7 256 256 2 true;
+        bf16 f16 f16 8 8 256 256 2 true;
+        f32 f16 f16 9 9 256 256 2 true;
+        f32 f16 f16 4 4 320 64 16 true;
+        f16 f16 f16 3 3 320 64 16 true;
+        bf16 f16 f16 5 5 320 64 16 true;
+        f32 f16 f16 6 6 320 64 16 true;
+        f16 f16 f16 7 7 320 64 16 true;
+        bf16 f16 f16 8 8 320 64 16 true;
+        f32 f16 f16 9 9 320 64 16 true;
+        f32 f16 f16 4 4 64 192 16 true;
+        f16 f16 f16 3 3 64 192 16 true;
+        bf16 f16 f16 5 5 64 192 16 true;
+        bf16 f16 f16 8 8 64 64 16 false;
+        bf16 f16 f16 8 8 64 64 2 true;
     }
 }
 
@@ -201,13 +190,13 @@ fn tiles() -> Vec<Instance> {
     macro_rules! tiles {
         ($([$t:literal $u:literal $s:literal])*) => {
             [$(decodes! { [$t $u $s]
-                f32 f32 f32 0 0 64 64 16 16 0 false;
-                f16 f16 f16 1 1 64 64 16 16 0 false;
-                bf16 bf16 bf16 2 2 64 64 16 16 0 false;
-                f32 f16 f16 3 3 64 64 16 16 1 false;
-                bf16 f16 f16 7 7 64 64 16 16 1 false;
-                f16 f16 f32 1 0 64 64 16 16 0 true;
-                f16 f16 f16 4 9 64 64 16 16 0 true;
+                f32 f32 f32 0 0 64 64 16 false;
+                f16 f16 f16 1 1 64 64 16 false;
+                bf16 bf16 bf16 2 2 64 64 16 false;
+                f32 f16 f16 3 3 64 64 16 false;
+                bf16 f16 f16 7 7 64 64 16 false;
+                f16 f16 f32 1 0 64 64 16 true;
+                f16 f16 f16 4 9 64 64 16 true;
             }),*].concat()
         };
     }
@@ -221,26 +210,26 @@ fn planned() -> Vec<Instance> {
         ($($q:ident $f:literal)*) => {
             [$(
                 decodes! { [1 1 4]
-                    $q $q $q $f $f 80 80 16 16 0 false;
-                    $q $q $q $f $f 80 80 16 16 0 true;
-                    $q $q $q $f $f 96 96 16 16 0 false;
-                    $q $q $q $f $f 96 96 16 16 0 true;
+                    $q $q $q $f $f 80 80 16 false;
+                    $q $q $q $f $f 80 80 16 true;
+                    $q $q $q $f $f 96 96 16 false;
+                    $q $q $q $f $f 96 96 16 true;
                 },
                 decodes! { [2 1 4]
-                    $q $q $q $f $f 80 80 16 16 0 false;
-                    $q $q $q $f $f 96 96 16 16 0 true;
+                    $q $q $q $f $f 80 80 16 false;
+                    $q $q $q $f $f 96 96 16 true;
                 },
             )*
             // Byte rows in pages with an odd number of them, and with a number that is not a multiple of 4.
             decodes! { [1 2 4]
-                f16 f16 f16 3 3 80 80 2 2 20 true;
-                f16 f16 f16 3 3 96 96 2 2 12 true;
-                f16 f16 f16 3 3 96 96 4 4 12 false;
+                f16 f16 f16 3 3 80 80 2 true;
+                f16 f16 f16 3 3 96 96 2 true;
+                f16 f16 f16 3 3 96 96 4 false;
             },
             decodes! { [1 1 4]
-                f16 f16 f16 4 4 80 80 2 2 0 true;
-                f16 f16 f16 4 4 96 96 2 2 0 true;
-                f16 f16 f16 4 4 96 96 4 4 0 false;
+                f16 f16 f16 4 4 80 80 2 true;
+                f16 f16 f16 4 4 96 96 2 true;
+                f16 f16 f16 4 4 96 96 4 false;
             }].concat()
         };
     }
@@ -251,42 +240,42 @@ fn planned() -> Vec<Instance> {
 fn coded<Q: Element>() -> Vec<Instance> {
     [
         decodes! { [1 2 4]
-            Q f16 f16 3 3 80 80 16 16 20 false;
-            Q f16 f16 3 3 80 80 16 16 20 true;
-            Q f16 f16 3 3 96 96 16 16 12 false;
-            Q f16 f16 3 3 96 96 16 16 12 true;
-            Q f16 f16 7 7 80 80 16 16 20 false;
-            Q f16 f16 7 7 80 80 16 16 20 true;
-            Q f16 f16 7 7 96 96 16 16 12 false;
-            Q f16 f16 7 7 96 96 16 16 12 true;
-            Q f16 f16 3 3 128 128 16 16 1 false;
-            Q f16 f16 3 3 128 128 16 16 1 true;
-            Q f16 f16 7 7 128 128 16 16 1 false;
-            Q f16 f16 7 7 128 128 16 16 1 true;
-            Q f16 f16 3 8 96 80 16 16 12 true;
+            Q f16 f16 3 3 80 80 16 false;
+            Q f16 f16 3 3 80 80 16 true;
+            Q f16 f16 3 3 96 96 16 false;
+            Q f16 f16 3 3 96 96 16 true;
+            Q f16 f16 7 7 80 80 16 false;
+            Q f16 f16 7 7 80 80 16 true;
+            Q f16 f16 7 7 96 96 16 false;
+            Q f16 f16 7 7 96 96 16 true;
+            Q f16 f16 3 3 128 128 16 false;
+            Q f16 f16 3 3 128 128 16 true;
+            Q f16 f16 7 7 128 128 16 false;
+            Q f16 f16 7 7 128 128 16 true;
+            Q f16 f16 3 8 96 80 16 true;
         },
         decodes! { [1 1 4]
-            Q f16 f16 4 4 80 80 16 16 0 false;
-            Q f16 f16 4 4 80 80 16 16 0 true;
-            Q f16 f16 4 4 96 96 16 16 0 false;
-            Q f16 f16 4 4 96 96 16 16 0 true;
-            Q f16 f16 5 5 80 80 16 16 20 false;
-            Q f16 f16 5 5 80 80 16 16 20 true;
-            Q f16 f16 5 5 96 96 16 16 12 false;
-            Q f16 f16 5 5 96 96 16 16 12 true;
-            Q f16 f16 6 6 80 80 16 16 20 false;
-            Q f16 f16 6 6 80 80 16 16 20 true;
-            Q f16 f16 6 6 96 96 16 16 12 false;
-            Q f16 f16 6 6 96 96 16 16 12 true;
-            Q f16 f16 8 8 80 80 16 16 20 false;
-            Q f16 f16 8 8 80 80 16 16 20 true;
-            Q f16 f16 8 8 96 96 16 16 12 false;
-            Q f16 f16 8 8 96 96 16 16 12 true;
-            Q f16 f16 9 9 80 80 16 16 20 false;
-            Q f16 f16 9 9 80 80 16 16 20 true;
-            Q f16 f16 9 9 96 96 16 16 12 false;
-            Q f16 f16 9 9 96 96 16 16 12 true;
-            Q f16 f16 9 4 80 96 16 16 20 true;
+            Q f16 f16 4 4 80 80 16 false;
+            Q f16 f16 4 4 80 80 16 true;
+            Q f16 f16 4 4 96 96 16 false;
+            Q f16 f16 4 4 96 96 16 true;
+            Q f16 f16 5 5 80 80 16 false;
+            Q f16 f16 5 5 80 80 16 true;
+            Q f16 f16 5 5 96 96 16 false;
+            Q f16 f16 5 5 96 96 16 true;
+            Q f16 f16 6 6 80 80 16 false;
+            Q f16 f16 6 6 80 80 16 true;
+            Q f16 f16 6 6 96 96 16 false;
+            Q f16 f16 6 6 96 96 16 true;
+            Q f16 f16 8 8 80 80 16 false;
+            Q f16 f16 8 8 80 80 16 true;
+            Q f16 f16 8 8 96 96 16 false;
+            Q f16 f16 8 8 96 96 16 true;
+            Q f16 f16 9 9 80 80 16 false;
+            Q f16 f16 9 9 80 80 16 true;
+            Q f16 f16 9 9 96 96 16 false;
+            Q f16 f16 9 9 96 96 16 true;
+            Q f16 f16 9 4 80 96 16 true;
         },
     ]
     .concat()

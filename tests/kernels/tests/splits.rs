@@ -3,7 +3,7 @@
 use crate::support::{all_pass, runner};
 use QOffset::BottomRight;
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
-use flashtile_gpu::plan::Tile;
+use flashtile_gpu::shape::Tile;
 use flashtile_testkit::{Case, Keep, MaskFill};
 
 /// Near the number of lanes of a SIMD group, which reads that many partial results at once, and near twice that.

@@ -1,7 +1,7 @@
 //! Shared by tests of cases.
 
 use crate::natives;
-use flashtile_gpu::plan::Tile;
+use flashtile_gpu::shape::Tile;
 use flashtile_testkit::{Case, SimulatorRunner, conformance};
 
 /// Two SIMD groups in each of two splits.

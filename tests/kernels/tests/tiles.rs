@@ -4,7 +4,7 @@ use crate::support::{all_pass, runner};
 use Codec::{F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
 use QOffset::{At, BottomRight};
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
-use flashtile_gpu::plan::Tile;
+use flashtile_gpu::shape::Tile;
 use flashtile_testkit::{Case, Keep, MaskFill, Tree};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];

@@ -11,19 +11,19 @@
 //! The words of the next keys and values are loaded before the current ones are used. Partial outputs stay in registers, and all query rows
 //! of a GQA group share every byte that is read. How a tile of scores lies in a SIMD group is in [`tile`](super::tile).
 //!
-//! Queries of codes are rotated and scaled to at most 2, and multiplied as two f16 each: sums are f32, scores those of f32 queries. The scale of
+//! Queries of codes are rotated and scaled to at most 2, and multiplied as two f16 each: sums are f32, and scores as exact as for f32 queries. The scale of
 //! a value row is folded into its probability, so that the largest product is near 1 whatever the scales are.
 
 use super::attend::Attend;
-use super::formats::{BF16, TQ4};
+use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order};
 use super::kv::{
     KvHead, KvMemory, KvTile, kv_head, load_keys, load_tile, load_value_scales, load_values, no_tile,
 };
 use super::query::{
-    Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_query, row_bounds, row_tile,
+    Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
     stage_queries, store_shifts,
 };
-use super::rows::Levels;
+use super::rows::{Levels, lane_words, pair_words, product_type};
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,
@@ -118,9 +118,109 @@ pub fn pass_of<
     pass
 }
 
-/// Attends to all tiles of a pass. `next` is the first tile, loaded, and is again when it is done: a second pass may follow.
+/// Scores of `16 U` keys and a lane's rows, with the scales of their values.
 #[device]
-pub fn attend_tiles<
+struct TileScores<const T: usize, const U: usize> {
+    /// Scores of each 16 keys.
+    scores: [[[[f32; 2]; 2]; T]; U],
+    /// Scales of the values of the same keys.
+    value_scales: [[f32; 2]; U],
+}
+
+/// Scores of the keys of a tile, whose place the keys and the scales of the next tile take.
+#[device]
+fn scores_of<
+    K: Element,
+    const KF: u32,
+    const VF: u32,
+    const D: usize,
+    const DV: usize,
+    const KN: usize,
+    const KW: usize,
+    const VW: usize,
+    const KP: usize,
+    const ALIGN: usize,
+    const T: usize,
+    const U: usize,
+    const PAGED: bool,
+>(
+    tile: &mut KvTile<KW, VW, U>,
+    queries: QueryOperands<K, KN, T>,
+    pass: Pass<T>,
+    kv: KvMemory,
+    next: u32,
+) -> TileScores<T, U> {
+    let mut tile_scores =
+        TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: tile.value_scales };
+    for u in 0..U {
+        let key = next + 16 * u as u32;
+        tile_scores.scores[u] =
+            qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks);
+        tile.keys[u] = load_keys::<KF, D, KW, ALIGN, PAGED>(kv, pass.k, key);
+        tile.value_scales[u] = load_value_scales::<VF, DV, PAGED>(kv, pass.v, key);
+    }
+    tile_scores
+}
+
+/// The tile of a step of a pass.
+#[device]
+struct Step {
+    /// First key.
+    base: u32,
+    /// First key of the tile that is loaded next.
+    next: u32,
+    /// Whether some row may not see some key.
+    partial: bool,
+}
+
+/// Adds `p v` of a tile of keys with these scores to the partial outputs. The values of the next tile take the place of this one's.
+#[device]
+fn add_values<
+    V: Element,
+    const VF: u32,
+    const DV: usize,
+    const VN: usize,
+    const KW: usize,
+    const VW: usize,
+    const VP: usize,
+    const ALIGN: usize,
+    const T: usize,
+    const U: usize,
+    const PAGED: bool,
+>(
+    state: &mut Accumulator<VN, T>,
+    tile: &mut KvTile<KW, VW, U>,
+    tile_scores: TileScores<T, U>,
+    v: KvHead,
+    kv: KvMemory,
+    step: Step,
+) {
+    for u in 0..U {
+        let key = 16 * u as u32;
+        let probs = probabilities::<VF, VN, T>(state, tile_scores.scores[u], tile_scores.value_scales[u]);
+        let mut nonfinite = false;
+        if step.partial {
+            nonfinite = any_nonfinite::<VF, VW>(tile.values[u]);
+        }
+        if nonfinite {
+            pv_tile_nonfinite::<VF, DV, PAGED, VN, T>(
+                state,
+                tile_scores.scores[u],
+                probs,
+                kv,
+                v,
+                step.base + key,
+            );
+        } else {
+            pv_tile::<V, VF, DV, VW, VP, VN, T>(state, probs, tile.values[u], v.levels, kv.codebooks);
+        }
+        tile.values[u] = load_values::<VF, DV, VW, ALIGN, PAGED>(kv, v, step.next + key);
+    }
+}
+
+/// Attends to all tiles of a pass. `tile` is the first one, loaded, and is again when the pass is done: a second pass may follow.
+#[device]
+fn attend_tiles<
     K: Element,
     V: Element,
     const KF: u32,
@@ -133,14 +233,13 @@ pub fn attend_tiles<
     const VW: usize,
     const KP: usize,
     const VP: usize,
-    const KALIGN: usize,
-    const VALIGN: usize,
+    const ALIGN: usize,
     const T: usize,
     const U: usize,
     const PAGED: bool,
 >(
     state: &mut Accumulator<VN, T>,
-    next: &mut KvTile<KW, VW, U>,
+    tile: &mut KvTile<KW, VW, U>,
     queries: QueryOperands<K, KN, T>,
     pass: Pass<T>,
     memory: PassMemory,
@@ -150,49 +249,31 @@ pub fn attend_tiles<
     let mut more = base < pass.tiles.end;
     while more {
         more = base + pass.tiles.step < pass.tiles.end;
-        let after = select(more, base + pass.tiles.step, pass.tiles.first);
-        let value_scales = next.value_scales;
-        let mut scores = [[[[0.0; 2]; 2]; T]; U];
-        for u in 0..U {
-            let key = after + 16 * u as u32;
-            scores[u] =
-                qk_tile::<K, KF, D, KW, KP, KN, T>(next.keys[u], queries, pass.k.levels, memory.kv.codebooks);
-            next.keys[u] = load_keys::<KF, D, KW, KALIGN, PAGED>(memory.kv, pass.k, key);
-            next.value_scales[u] = load_value_scales::<VF, DV, PAGED>(memory.kv, pass.v, key);
-        }
+        let next = select(more, base + pass.tiles.step, pass.tiles.first);
+        let mut tile_scores = scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, ALIGN, T, U, PAGED>(
+            tile, queries, pass, memory.kv, next,
+        );
         let last = base as i32 + 16 * U as i32;
         let partial = pass.has.mask || (base as i32) < pass.keys.full_low || last > pass.keys.full_high;
         let scoring = Scoring { has: pass.has, partial, tree: pass.keys.tree };
         let mut greatest = [[f32::NEG_INFINITY; 2]; T];
         for u in 0..U {
             let key = base as i32 + 16 * u as i32;
-            scores[u] = mask_and_bias::<T>(scores[u], key, pass.rows, memory.bias, params, scoring);
-            greatest = greatest_score::<VF, T>(greatest, scores[u], value_scales[u]);
+            tile_scores.scores[u] =
+                mask_and_bias::<T>(tile_scores.scores[u], key, pass.rows, memory.bias, params, scoring);
+            greatest = greatest_score::<VF, T>(greatest, tile_scores.scores[u], tile_scores.value_scales[u]);
         }
         online_softmax::<VN, T>(state, greatest);
-        for u in 0..U {
-            let probs = probabilities::<VF, VN, T>(state, scores[u], value_scales[u]);
-            let mut nonfinite = false;
-            if partial {
-                nonfinite = any_nonfinite::<VF, VW>(next.values[u]);
-            }
-            if nonfinite {
-                let key = base + 16 * u as u32;
-                pv_tile_nonfinite::<VF, DV, PAGED, VN, T>(state, scores[u], probs, memory.kv, pass.v, key);
-            } else {
-                let levels = pass.v.levels;
-                pv_tile::<V, VF, DV, VW, VP, VN, T>(
-                    state,
-                    probs,
-                    next.values[u],
-                    levels,
-                    memory.kv.codebooks,
-                );
-            }
-            next.values[u] =
-                load_values::<VF, DV, VW, VALIGN, PAGED>(memory.kv, pass.v, after + 16 * u as u32);
-        }
-        base = after;
+        let step = Step { base, next, partial };
+        add_values::<V, VF, DV, VN, KW, VW, VP, ALIGN, T, U, PAGED>(
+            state,
+            tile,
+            tile_scores,
+            pass.v,
+            memory.kv,
+            step,
+        );
+        base = next;
     }
 }
 
@@ -205,20 +286,37 @@ pub fn attend_tiles<
 /// | generic | |
 /// |---|---|
 /// | `Q` | type of q |
-/// | `K`, `V` | types of the products with keys and values: of their elements; f16 for codes; f32 where q has another type than they |
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
+/// | `ALIGN` | a power of two up to 16 that the addresses of rows of keys and values are multiples of, in bytes |
+/// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
+/// | `PAGED` | whether rows are found through the block table |
+///
+/// What follows from them:
+///
+/// | generic | |
+/// |---|---|
+/// | `K`, `V` | types of the products with keys and values |
 /// | `KN`, `VN` | pairs of coordinates a lane of a key, of a value |
 /// | `KW`, `VW` | words of a lane as they are loaded |
 /// | `KP`, `VP` | words of the decoded pairs of a lane |
-/// | `KALIGN`, `VALIGN` | what the addresses of those words are multiples of, in bytes |
-/// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
 /// | `ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
-/// | `PAGED` | whether rows are found through the block table |
 #[kernel(
     threads = (32 * S) as u32,
-    requires(KN * 8 == D && VN * 16 == DV, "KN is an eighth of D, VN a sixteenth of DV"),
-    requires(KP.is_multiple_of(KN) && VP.is_multiple_of(VN), "a pair takes a word, or two"),
+    derive(
+        K: Element = product_type(Q, KF),
+        V: Element = product_type(Q, VF),
+        KN: usize = D / 8,
+        VN: usize = DV / 16,
+        KW: usize = lane_words(KF, D, 4),
+        VW: usize = lane_words(VF, DV, 8),
+        KP: usize = pair_words(K, D, 4),
+        VP: usize = pair_words(V, DV, 8),
+        ORDER: u32 = hadamard_order(KF, D),
+    ),
+    requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
+    requires(D.is_multiple_of(16) && DV.is_multiple_of(16), "head dimensions are multiples of 16"),
+    requires(ALIGN.is_power_of_two() && ALIGN <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
@@ -237,24 +335,14 @@ pub fn attend_tiles<
 )]
 pub fn decode<
     Q: Element,
-    K: Element,
-    V: Element,
     const KF: u32,
     const VF: u32,
     const D: usize,
     const DV: usize,
-    const KN: usize,
-    const VN: usize,
-    const KW: usize,
-    const VW: usize,
-    const KP: usize,
-    const VP: usize,
-    const KALIGN: usize,
-    const VALIGN: usize,
+    const ALIGN: usize,
     const T: usize,
     const U: usize,
     const S: usize,
-    const ORDER: u32,
     const PAGED: bool,
 >(
     q: &Buffer<Q>,
@@ -284,7 +372,7 @@ pub fn decode<
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let kv = KvMemory { k, v, table, codebooks };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
-    let query_memory = QueryMemory { factors, means };
+    let query_memory = QueryMemory { factors, means, centered: has_k_mean };
     let tile = row_tile(sequences, params, (8 * T) as u32);
     if tile.first >= tile.rows {
         return;
@@ -296,32 +384,25 @@ pub fn decode<
     let pass = pass_of::<KF, VF, D, DV, T, U, S, PAGED>(tile, bounds, params, has);
     let mut next = no_tile::<KW, VW, U>();
     if pass.tiles.first < pass.tiles.end {
-        load_tile::<KF, VF, D, DV, KW, VW, KALIGN, VALIGN, U, PAGED>(
-            &mut next,
-            kv,
-            pass.k,
-            pass.v,
-            pass.tiles.first,
-        );
+        next = load_tile::<KF, VF, D, DV, KW, VW, ALIGN, U, PAGED>(kv, pass.k, pass.v, pass.tiles.first);
     }
     // Queries, while the first keys and values are on their way.
     stage_queries::<Q, D, T, S>(q, tile, params, &mut queries);
     barrier();
-    for row in (simd_index()..(8 * T) as u32).step_by(S) {
-        let start = row * D as u32;
-        let query =
-            prepare_query::<KF, D, ORDER>(&mut queries, start, query_memory, tile.kv_head, has_k_mean);
-        if simd_lane() == 0 {
-            scales[row] = query.unit * params.scale;
-            biases[row] = query.bias * params.scale;
-        }
-    }
+    prepare_queries::<KF, D, ORDER, T, S>(
+        &mut queries,
+        &mut scales,
+        &mut biases,
+        query_memory,
+        tile.kv_head,
+        params.scale,
+    );
     barrier();
     let operands = query_operands::<K, KF, D, KN, T>(&queries, &scales, &biases);
     let mut state = no_keys_yet::<VN, T>();
     let mut passes = true;
     while passes {
-        attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, KALIGN, VALIGN, T, U, PAGED>(
+        attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, ALIGN, T, U, PAGED>(
             &mut state, &mut next, operands, pass, memory, params,
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);

@@ -1,7 +1,7 @@
 //! Rows are appended to pages: [`encode()`] stores them as codes and scales, [`append()`] as elements.
 //!
-//! The bytes are those of the encoder in `codec`, whose rotations and sums of f32 have a fixed order and whose codes come of integers.
-//! What that encoder does in f64 is done in integers here, as GPUs of some kinds have no f64:
+//! The encoder in `codec` stores the same bytes: its rotations and sums of f32 have a fixed order, and its codes are found with integers.
+//! What it computes in f64 is computed with integers here, as some GPUs have no f64:
 //!
 //! | of a vector | in f64 | here |
 //! |---|---|---|
@@ -12,10 +12,12 @@
 //! Comparing squares gives the factors without rounding, f64 gives them with some. Both are steps that fall as the energy `E` grows, so
 //! they agree everywhere if they agree next to every step; a test goes through all steps of all formats and head dimensions.
 //!
-//! What is no result of arithmetic alike on all devices: numbers below 2^-126 in a row may count as zeros where a GPU does so.
+//! Elements below 2^-126 may count as zeros where a GPU flushes them: there bytes may differ.
 
-use super::formats::{F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5};
-use super::formats::{first_bytes, in_planes, plane_bits, scale_bytes, second_bytes};
+use super::formats::{F16, F32, FP8, MLX4, TQ2, TQ3, TQ4, TQ5};
+use super::formats::{
+    first_bytes, hadamard_order, in_planes, is_codes, is_mlx, plane_bits, scale_bytes, second_bytes,
+};
 use super::rotation::rotate;
 use super::rows::{Row, row_at, source_at};
 use flashtile_kernel::prelude::*;
@@ -128,7 +130,7 @@ fn mantissa(bits: u64) -> u64 {
     bits & 0x000f_ffff_ffff_ffff | 0x0010_0000_0000_0000
 }
 
-/// The bits of the f64 nearest to `a / b`, of those of a positive normal number and an integer.
+/// The bits of the f64 nearest to `a / b`; `a` is the bits of a positive normal f64.
 #[device]
 pub fn quotient(a: u64, b: u32) -> u64 {
     let zeros = b.leading_zeros();
@@ -140,7 +142,7 @@ pub fn quotient(a: u64, b: u32) -> u64 {
     rounded(result, second % under != 0, (a >> 52u32) as i32 - 1110 + zeros as i32)
 }
 
-/// The bits of the f64 nearest to a product, of those of a positive normal f64 and f32.
+/// The bits of the f64 nearest to a product; `a` and `b` are the bits of a positive normal f64 and f32.
 #[device]
 pub fn product(a: u64, b: u32) -> u64 {
     let factor = (b & 0x007f_ffff | 0x0080_0000) as u64;
@@ -470,20 +472,153 @@ fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
     }
 }
 
+/// How codes are found, of which a format has one.
+#[constant]
+const INTEGERS: u32 = 0;
+#[constant]
+const LEVELS: u32 = 1;
+#[constant]
+const FLOATS: u32 = 2;
+#[constant]
+const CODEBOOK: u32 = 3;
+
+/// How the codes of a format are found.
+pub const fn scheme_of(format: u32) -> u32 {
+    if is_mlx(format) {
+        CODEBOOK
+    } else if format == FP8 {
+        FLOATS
+    } else if in_planes(format) {
+        LEVELS
+    } else {
+        INTEGERS
+    }
+}
+
+/// Codes of a row of `int8` or `tq`; returns the bits of its scale, which is 0 for a row of zeros.
+#[device]
+fn scaled<const FORMAT: u32, const SCHEME: u32, const D: usize>(
+    row: &mut Shared<f32>,
+    start: u32,
+    known: &Shared<u32>,
+    codes: &mut Shared<u8>,
+    unbiased: bool,
+) -> u32 {
+    let most = greatest::<D>(row, start);
+    if most < MIN_MAGNITUDE {
+        for c in (simd_lane()..D as u32).step_by(32) {
+            codes[start + c] = 0u32 as u8;
+        }
+        return 0;
+    }
+    let energy = fix::<D>(row, start, most);
+    let sums: Sums = if SCHEME == INTEGERS {
+        integers::<D>(row, start, codes)
+    } else {
+        search::<FORMAT, D>(row, start, energy, known, codes)
+    };
+    scale_of(energy, sums.products, sums.squares, most, unbiased)
+}
+
+/// Codes of a row; returns the bits of its scale, or of the norms of its halves.
+#[device]
+fn quantized<const FORMAT: u32, const SCHEME: u32, const D: usize>(
+    row: &mut Shared<f32>,
+    start: u32,
+    known: &Shared<u32>,
+    codes: &mut Shared<u8>,
+    unbiased: bool,
+) -> [u32; 2] {
+    if SCHEME == CODEBOOK {
+        return normalised::<FORMAT, D>(row, start, known, codes);
+    }
+    let scale: u32 = if SCHEME == FLOATS {
+        floats::<D>(row, start, codes)
+    } else {
+        scaled::<FORMAT, SCHEME, D>(row, start, known, codes, unbiased)
+    };
+    [scale, 0]
+}
+
+/// One row of a run.
+#[device]
+struct RunRow {
+    /// Its number in the run.
+    index: u32,
+    /// Its key/value head.
+    head: u32,
+    /// Its position in the sequence.
+    position: u32,
+}
+
+/// Row `n` of a run: positions in order, the heads of a position one after another.
+#[device]
+fn row_of(params: &Rows, run: Run, n: u32) -> RunRow {
+    let index = n / params.heads;
+    let row = RunRow { index, head: n % params.heads, position: run.position + index };
+    row
+}
+
+/// Where rows of elements are read.
+#[device]
+struct Elements<'a, T: Element> {
+    /// Rows.
+    x: &'a Buffer<T>,
+    /// Means `[heads, D]`.
+    means: &'a Buffer<f32>,
+    /// Whether rows are stored without the mean of their head.
+    centered: bool,
+}
+
+/// Loads a row from element `from` on; whether a lane's own elements are finite.
+#[device]
+fn load_row<T: Element, const D: usize>(
+    elements: Elements<T>,
+    from: u64,
+    head: u32,
+    row: &mut Shared<f32>,
+    start: u32,
+) -> bool {
+    let mut finite = true;
+    for c in (simd_lane()..D as u32).step_by(32) {
+        let mut number = elements.x[from + c as u64].to_f32();
+        if elements.centered {
+            number -= elements.means[head * D as u32 + c];
+        }
+        row[start + c] = number;
+        finite = finite && number.is_finite();
+    }
+    finite
+}
+
+/// Where a row of codes is stored.
+#[device]
+fn stored_at<const FORMAT: u32, const D: usize>(
+    table: &Buffer<u32>,
+    params: &Rows,
+    run: Run,
+    row: RunRow,
+) -> Row {
+    let page = page_of(table, params, run.sequence, row.position, row.head);
+    row_at::<FORMAT, D>(source_at::<FORMAT, D>(page, 0, 0, params.page), 0, row.position % params.page)
+}
+
 /// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
 ///
-/// Groups are (any number, runs): the SIMD groups of a run share its rows. Pages lie as `table` says, line by line a sequence's pages by
-/// blocks of positions: contiguous keys are one page, a ring is a line that starts again. `numbers` are those of [`encode_table`](crate::encoding::encode_table), `factors`
-/// those of the rotation of order `ORDER`, which is 0 where the codec has none; keys may be without the mean `[heads, D]` of their head.
+/// Threadgroups are (any number, runs): the SIMD groups of a run share its rows. A line of `table` holds the pages of a sequence by blocks of
+/// positions: contiguous keys are one page, a ring is a line that starts again. `numbers` is [`encode_table`](crate::encoding::encode_table),
+/// `factors` has the signs of the rotation of order `ORDER`, which is 0 where the codec has none. Centered keys are stored without the mean
+/// `[heads, D]` of their head.
 ///
-/// A row whose energy is above that of the largest norm, or that has a NaN or an infinity, is not stored: its bytes become 0xFF, so
-/// that its scale is a NaN, and `status` becomes at most twice its number, rows in order of runs, rows and heads, and 1 more where all
-/// of it is finite. A launch that stores all rows leaves `status` alone, which starts as the greatest number.
+/// A row whose norm is above the largest one, or that has a NaN or an infinity, is not stored: its bytes become 0xFF, so that its scale is a
+/// NaN. `status` becomes the smallest `2 n + f` of these rows, where `n` numbers rows in the order of runs, rows and heads, and `f` is 1 for a row
+/// of finite elements. `status` starts as `u32::MAX`, which a launch that stores all rows leaves.
 #[kernel(
     threads = 128,
+    derive(ORDER: u32 = hadamard_order(FORMAT, D), SCHEME: u32 = scheme_of(FORMAT)),
     exact,
-    requires(FORMAT >= 3 && D.is_multiple_of(16) && D <= 512, "rows of codes, of a multiple of 16 elements"),
-    requires(FORMAT < 10 || D == 256 || D == 512, "rows of mlx-native are of 256 or 512 elements"),
+    requires(is_codes(FORMAT) && D.is_multiple_of(16) && D <= 512, "rows of codes, of a multiple of 16 elements"),
+    requires(!is_mlx(FORMAT) || D == 256 || D == 512, "rows of mlx-native are of 256 or 512 elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(numbers.len() >= 256 && !status.is_empty(), "256 numbers and a status"),
@@ -496,8 +631,7 @@ fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
         tolerance = 0.0,
     ),
 )]
-#[allow(clippy::too_many_arguments)]
-pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
+pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
     x: &Buffer<T>,
     means: &Buffer<f32>,
     factors: &Buffer<f32>,
@@ -517,27 +651,16 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
         known[at] = numbers[at];
     }
     barrier();
+    let elements = Elements::<T> { x, means, centered };
     let start = simd_index() * D as u32;
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
-    for item in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = item / params.heads;
-        let head = item % params.heads;
-        let from = first_of(params, run, row, head);
-        let mut finite = true;
-        for c in (simd_lane()..D as u32).step_by(32) {
-            let mut number = x[from + c as u64].to_f32();
-            if centered {
-                number -= means[head * D as u32 + c];
-            }
-            held[start + c] = number;
-            finite = finite && number.is_finite();
-        }
+    for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
+        let row = row_of(params, run, n);
+        let from = first_of(params, run, row.index, row.head);
+        let finite = load_row::<T, D>(elements, from, row.head, &mut held, start);
         simd_barrier();
-        let position = run.position + row;
-        let page = page_of(table, params, run.sequence, position, head);
-        let place =
-            row_at::<FORMAT, D>(source_at::<FORMAT, D>(page, 0, 0, params.page), 0, position % params.page);
+        let place = stored_at::<FORMAT, D>(table, params, run, row);
         let fits = energy_of(&held, start, D as u32) <= MAX_ENERGY;
         let all_finite = simd_all(finite);
         if fits {
@@ -546,35 +669,13 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
                 simd_barrier();
                 rotate::<D, ORDER>(&mut held, start, factors);
             }
-            let mut scale = [0u32; 2];
-            if FORMAT >= MLX4 {
-                scale = normalised::<FORMAT, D>(&held, start, &known, &mut codes);
-            } else if FORMAT == FP8 {
-                let bits = floats::<D>(&held, start, &mut codes);
-                scale[0] = bits;
-            } else {
-                let most = greatest::<D>(&held, start);
-                if most < MIN_MAGNITUDE {
-                    for c in (simd_lane()..D as u32).step_by(32) {
-                        codes[start + c] = 0u32 as u8;
-                    }
-                } else {
-                    let energy = fix::<D>(&mut held, start, most);
-                    if FORMAT == INT8 {
-                        let sums = integers::<D>(&held, start, &mut codes);
-                        scale[0] = scale_of(energy, sums.products, sums.squares, most, unbiased);
-                    } else {
-                        let sums = search::<FORMAT, D>(&held, start, energy, &known, &mut codes);
-                        scale[0] = scale_of(energy, sums.products, sums.squares, most, unbiased);
-                    }
-                }
-            }
+            let scale = quantized::<FORMAT, SCHEME, D>(&mut held, start, &known, &mut codes, unbiased);
             simd_barrier();
             store::<FORMAT, D>(pages, place, &codes, start, scale);
         } else {
             poison::<FORMAT, D>(pages, place);
             if simd_lane() == 0 {
-                let number = (run.before + row) * params.heads + head;
+                let number = (run.before + row.index) * params.heads + row.head;
                 atomic_min(status, 0, 2 * number + select(all_finite, 1u32, 0u32));
             }
         }
@@ -584,10 +685,10 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize, const ORDER: u32>(
 }
 
 /// Stores rows of elements as elements of another type or, where they have the `same`, as they are, bit by bit; f16 and bf16 are rounded to
-/// nearest even, and a NaN stays one. Groups, table and runs are those of [`encode()`].
+/// nearest even, and a NaN stays one. Threadgroups, table and runs are as in [`encode()`].
 #[kernel(
     threads = 128,
-    requires(FORMAT < 3, "rows of elements"),
+    requires(!is_codes(FORMAT), "rows of elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     bench(shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]), bytes = 4 * rows * dim, flops = 0, tolerance = 0.0),
@@ -602,13 +703,11 @@ pub fn append<T: Element, const FORMAT: u32>(
 ) {
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
-    for item in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = item / params.heads;
-        let head = item % params.heads;
-        let from = first_of(params, run, row, head);
-        let position = run.position + row;
-        let page = page_of(table, params, run.sequence, position, head);
-        let to = page + (position % params.page) as u64 * params.pages[2];
+    for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
+        let row = row_of(params, run, n);
+        let from = first_of(params, run, row.index, row.head);
+        let page = page_of(table, params, run.sequence, row.position, row.head);
+        let to = page + (row.position % params.page) as u64 * params.pages[2];
         for c in (simd_lane()..params.dim).step_by(32) {
             let at = from + c as u64;
             if FORMAT == F32 {

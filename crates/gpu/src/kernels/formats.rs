@@ -1,4 +1,6 @@
 //! Format ids: how a stored row is laid out, as constants that kernels are specialised by.
+//!
+//! The functions here are the one table of formats: kernels, the values of their derived generics and the host all call them.
 
 use flashtile_kernel::prelude::*;
 
@@ -38,91 +40,109 @@ pub const MLX4: u32 = 10;
 /// mlx-native, 5, 6 or 8 bits: one code to a byte. The three differ in their codebooks, which launches pass.
 #[constant]
 pub const MLX8: u32 = 11;
+/// [`MLX8`] of rows that are not rotated.
+#[constant]
+pub const MLX8_PLAIN: u32 = 12;
 
 /// Whether rows are codes, which are multiplied as f16 and have a scale, rather than elements.
 #[device]
-pub fn is_codes(format: u32) -> bool {
+pub const fn is_codes(format: u32) -> bool {
     format >= INT8
 }
 
 /// Whether rows are codes of mlx-native, whose codebooks are f32.
 #[device]
-pub fn is_mlx(format: u32) -> bool {
+pub const fn is_mlx(format: u32) -> bool {
     format >= MLX4
 }
 
 /// Whether rows are codes of `tq2` to `tq6`, which lie in bit planes.
 #[device]
-pub fn in_planes(format: u32) -> bool {
+pub const fn in_planes(format: u32) -> bool {
     format >= TQ2 && format <= TQ6
 }
 
 /// Whether rows are elements of 16 bits.
 #[device]
-pub fn is_half(format: u32) -> bool {
+pub const fn is_half(format: u32) -> bool {
     format == F16 || format == BF16
 }
 
 /// Whether a row may hold a NaN or an infinity: elements and e4m3, as other codes stand for finite values.
 #[device]
-pub fn may_be_nonfinite(format: u32) -> bool {
+pub const fn may_be_nonfinite(format: u32) -> bool {
     !is_codes(format) || format == FP8
+}
+
+/// Whether rows are rotated before they are stored.
+pub const fn is_rotated(format: u32) -> bool {
+    is_codes(format) && format != FP8 && format != MLX8_PLAIN
+}
+
+/// The Hadamard order of a rotation of `dim` coordinates: `dim` is the order times a power of two, where it can be rotated.
+pub const fn rotation_order(dim: usize) -> u32 {
+    if dim.is_power_of_two() {
+        1
+    } else if dim.is_multiple_of(12) && (dim / 12).is_power_of_two() {
+        12
+    } else {
+        20
+    }
+}
+
+/// The Hadamard order of the rotation of rows; 0 where rows are not rotated.
+pub const fn hadamard_order(format: u32, dim: usize) -> u32 {
+    if is_rotated(format) { rotation_order(dim) } else { 0 }
 }
 
 /// Whether each half of a row has a norm of its own: mlx-native at 512 coordinates.
 #[device]
-pub fn has_half_norms(format: u32, dim: u32) -> bool {
+pub const fn has_half_norms(format: u32, dim: u32) -> bool {
     is_mlx(format) && dim == 512
 }
 
-/// Bits of a code in a plane; 0 where the format has no such plane.
+/// Bits of an element, or of the part of a code, in a plane of the row; 0 where the format has no such plane.
 #[device]
-pub fn plane_bits(format: u32, plane: u32) -> u32 {
-    if plane == 0 {
-        return select(format >= TQ4, 4u32, 2u32);
+pub const fn plane_bits(format: u32, plane: u32) -> u32 {
+    if plane == 1 {
+        if format == TQ3 || format == TQ5 {
+            return 1;
+        }
+        if format == TQ6 {
+            return 2;
+        }
+        return 0;
     }
-    if format == TQ6 {
+    if format == F32 {
+        return 32;
+    }
+    if is_half(format) {
+        return 16;
+    }
+    if format == TQ2 || format == TQ3 {
         return 2;
     }
-    if format == TQ3 || format == TQ5 {
-        return 1;
+    if format == TQ4 || format == TQ5 || format == TQ6 || format == MLX4 {
+        return 4;
     }
-    0
+    8
 }
 
 /// Bytes of a row's elements, or of its codes in the first plane.
 #[device]
-pub fn first_bytes(format: u32, dim: u32) -> u32 {
-    if format == F32 {
-        return dim * 4;
-    }
-    if is_half(format) {
-        return dim * 2;
-    }
-    if format == TQ2 || format == TQ3 {
-        return dim / 4;
-    }
-    if format == TQ4 || format == TQ5 || format == TQ6 || format == MLX4 {
-        return dim / 2;
-    }
-    dim
+pub const fn first_bytes(format: u32, dim: u32) -> u32 {
+    dim * plane_bits(format, 0) / 8
 }
 
 /// Bytes of a row's codes in the second plane.
 #[device]
-pub fn second_bytes(format: u32, dim: u32) -> u32 {
-    if format == TQ3 || format == TQ5 {
-        return dim / 8;
-    }
-    if format == TQ6 {
-        return dim / 4;
-    }
-    0
+pub const fn second_bytes(format: u32, dim: u32) -> u32 {
+    dim * plane_bits(format, 1) / 8
 }
 
 /// Bytes of a row's scale, or of its norms.
 #[device]
-pub fn scale_bytes(format: u32, dim: u32) -> u32 {
+pub const fn scale_bytes(format: u32, dim: u32) -> u32 {
     if is_mlx(format) {
         return dim / 64;
     }

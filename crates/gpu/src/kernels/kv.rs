@@ -1,7 +1,7 @@
 //! Keys and values of the head that a threadgroup attends to: which row holds a key, and a lane's words of 16 keys.
 //!
-//! A SIMD group computes 16 keys at a time. As left operands of the product with the queries, a lane holds parts of key rows `r` and `8 + r`,
-//! where `r` is its [`matrix_row`]; as operands of the product with the probabilities, parts of value rows `2 p`, `2 p + 1`, `2 p + 8` and
+//! A SIMD group computes 16 keys at a time. As left operands of the product with the queries, a lane holds words of key rows `r` and `8 + r`,
+//! where `r` is its [`matrix_row`]; as operands of the product with the probabilities, words of value rows `2 p`, `2 p + 1`, `2 p + 8` and
 //! `2 p + 9`, where `p` is its [`matrix_pair`].
 
 use super::attend::Attend;
@@ -135,7 +135,7 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize, const ALIGN:
     keys
 }
 
-/// Loads the scales of values `r` and `8 + r` of 16: those of a lane's scores, which join the row maximum.
+/// Loads the scales of values `r` and `8 + r` of 16, the keys of a lane's scores: they join the row maximum.
 #[device]
 pub fn load_value_scales<const FORMAT: u32, const D: usize, const PAGED: bool>(
     kv: KvMemory,
@@ -186,7 +186,7 @@ pub fn load_values<
 pub struct KvTile<const KW: usize, const VW: usize, const U: usize> {
     /// Keys.
     pub keys: [KeyWords<KW>; U],
-    /// Scales of the values whose keys are those of the lane's scores.
+    /// Scales of the values of the lane's scores.
     pub value_scales: [[f32; 2]; U],
     /// Values.
     pub values: [ValueWords<VW>; U],
@@ -212,21 +212,21 @@ pub fn load_tile<
     const DV: usize,
     const KW: usize,
     const VW: usize,
-    const KALIGN: usize,
-    const VALIGN: usize,
+    const ALIGN: usize,
     const U: usize,
     const PAGED: bool,
 >(
-    tile: &mut KvTile<KW, VW, U>,
     kv: KvMemory,
     k_head: KvHead,
     v_head: KvHead,
     first: u32,
-) {
+) -> KvTile<KW, VW, U> {
+    let mut tile = no_tile::<KW, VW, U>();
     for u in 0..U {
         let key = first + 16 * u as u32;
-        tile.keys[u] = load_keys::<KF, D, KW, KALIGN, PAGED>(kv, k_head, key);
+        tile.keys[u] = load_keys::<KF, D, KW, ALIGN, PAGED>(kv, k_head, key);
         tile.value_scales[u] = load_value_scales::<VF, DV, PAGED>(kv, v_head, key);
-        tile.values[u] = load_values::<VF, DV, VW, VALIGN, PAGED>(kv, v_head, key);
+        tile.values[u] = load_values::<VF, DV, VW, ALIGN, PAGED>(kv, v_head, key);
     }
+    tile
 }

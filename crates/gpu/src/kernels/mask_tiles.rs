@@ -1,4 +1,4 @@
-//! Classes of a materialised mask: what of it decides nothing, and what hides everything.
+//! Mask tiles of a materialised mask: blocks that change no score, and blocks that hide every key.
 
 use super::score::bias_at;
 use flashtile_core::tensor::reach;
@@ -29,7 +29,7 @@ pub struct Mask {
 }
 
 impl Mask {
-    /// Bytes up to the end of the last element of so many planes; none where they are too many to count.
+    /// Bytes up to the end of the last element of `planes` planes; `None` where they overflow.
     fn reach(&self, planes: u32) -> Option<usize> {
         let shape = [planes / self.heads, self.heads, self.queries, self.keys].map(|n| n as usize);
         let [sequence, head, query] =
@@ -40,7 +40,7 @@ impl Mask {
 }
 
 /// One byte for each block of a mask: 0 where it hides all of the block's keys from all of its queries, 2 where it adds nothing to any
-/// score, 1 otherwise. Groups are (blocks of keys, blocks of queries, sequences times heads); `classes` is `[z, y, x]` of them.
+/// score, 1 otherwise. Threadgroups are (blocks of keys, blocks of queries, sequences times heads); `mask_tiles` is `[z, y, x]` of them.
 #[kernel(
     threads = 128,
     requires(params.rows > 0 && params.columns > 0 && params.heads > 0, "blocks have rows and columns, a mask a head"),
@@ -49,7 +49,7 @@ impl Mask {
     requires(groups[0] == params.keys.div_ceil(params.columns), "a group for each block of keys"),
     requires(groups[1] == params.queries.div_ceil(params.rows), "a group for each block of queries"),
     requires(groups[2].is_multiple_of(params.heads), "all heads of every sequence"),
-    requires(mask_tiles.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a class for each group"),
+    requires(mask_tiles.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a byte for each group"),
     bench(
         shape(queries = [2048, 8192], keys = [2048, 8192]),
         bytes = queries * keys,
@@ -86,13 +86,13 @@ pub fn mask_tiles(mask: &Buffer<u8>, params: &Mask, mask_tiles: &mut Buffer<u8>)
     barrier();
     if thread_index() == 0 {
         let kinds = found[0] | found[1] | found[2] | found[3];
-        let mut class = 1u32;
+        let mut tile = 1u32;
         if kinds == 1 {
-            class = 2;
+            tile = 2;
         }
         if kinds == 2 {
-            class = 0;
+            tile = 0;
         }
-        mask_tiles[(plane * groups_y() + group_y()) * groups_x() + group_x()] = class as u8;
+        mask_tiles[(plane * groups_y() + group_y()) * groups_x() + group_x()] = tile as u8;
     }
 }

@@ -250,6 +250,8 @@ pub struct QueryMemory<'a> {
     pub factors: &'a Buffer<f32>,
     /// Means of centered keys `[Hkv, D]`.
     pub means: &'a Buffer<f32>,
+    /// Whether keys are centered.
+    pub centered: bool,
 }
 
 /// What a query was divided by, and what is added to its products.
@@ -264,15 +266,14 @@ pub struct Prepared {
 /// Prepares the query that is staged from element `start` on for the product with the keys of its head: rotates it as the keys are, and, where they
 /// are codes, divides it by a power of two that makes its coordinates at most 2, as they are multiplied as f16. By a SIMD group.
 #[device]
-pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
+fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
     queries: &mut Shared<f32>,
     start: u32,
     memory: QueryMemory,
     kv_head: u32,
-    centered: bool,
 ) -> Prepared {
     let mut prepared = Prepared { unit: 1.0, bias: 0.0 };
-    if centered {
+    if memory.centered {
         for c in (simd_lane()..D as u32).step_by(32) {
             prepared.bias += queries[start + c] * memory.means[kv_head * D as u32 + c];
         }
@@ -294,4 +295,29 @@ pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
         }
     }
     prepared
+}
+
+/// Prepares the staged queries, a SIMD group one at a time, and stores the factor of each row's products and what is added to them.
+#[device]
+pub fn prepare_queries<
+    const FORMAT: u32,
+    const D: usize,
+    const ORDER: u32,
+    const T: usize,
+    const S: usize,
+>(
+    queries: &mut Shared<f32>,
+    scales: &mut Shared<f32>,
+    biases: &mut Shared<f32>,
+    memory: QueryMemory,
+    kv_head: u32,
+    scale: f32,
+) {
+    for row in (simd_index()..(8 * T) as u32).step_by(S) {
+        let query = prepare_query::<FORMAT, D, ORDER>(queries, row * D as u32, memory, kv_head);
+        if simd_lane() == 0 {
+            scales[row] = query.unit * scale;
+            biases[row] = query.bias * scale;
+        }
+    }
 }

@@ -3,6 +3,7 @@
 //! `D` is `ORDER * run` with a power of two for the run: butterflies inside runs, then Paley's matrix of order 12 or 20 across them. What is
 //! added to what is the codecs' own order, so that encoded bytes are theirs.
 
+use super::formats::rotation_order;
 use flashtile_kernel::prelude::*;
 
 /// Bit `x` is set where `x` is a square modulo 11 (order 12) or 19 (order 20), and not 0.
@@ -98,13 +99,14 @@ pub fn unrotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: 
 /// Rotates rows `[rows, D]` into `out`, or back: the transform of the codecs by itself.
 #[kernel(
     threads = 128,
+    derive(ORDER: u32 = rotation_order(D)),
     exact,
     requires(x.len() >= rows as usize * D && out.len() >= rows as usize * D, "x and out hold the rows"),
     requires(factors.len() > D, "a factor for each coordinate, and the root"),
     requires(groups[0] as usize >= (rows as usize).div_ceil(4), "a SIMD group for each row"),
     bench(shape(rows = [1024, 65536], dim = [128, 128]), bytes = 8 * rows * dim, flops = rows * dim * u64::from(dim.ilog2()), tolerance = 1e-6),
 )]
-pub fn hadamard<const D: usize, const ORDER: u32>(
+pub fn hadamard<const D: usize>(
     x: &Buffer<f32>,
     factors: &Buffer<f32>,
     out: &mut Buffer<f32>,

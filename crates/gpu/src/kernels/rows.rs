@@ -17,6 +17,7 @@ use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ5, TQ6};
 use super::formats::{
     first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, plane_bits, scale_bytes, second_bytes,
 };
+use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
 
 /// How codes of a format become values.
@@ -28,30 +29,119 @@ pub struct Levels {
     pub codebook: u32,
 }
 
-/// `W` words from byte `at` on, a multiple of `ALIGN`.
+/// Whether rows of a format are gathered one coordinate at a time.
 #[device]
-pub fn words<const W: usize, const ALIGN: usize>(memory: &Buffer<u8>, at: u64) -> [u32; W] {
+pub const fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
+    if in_planes(format) {
+        return dim % 64 != 0;
+    }
+    first_bytes(format, dim) % (4 * lanes) != 0
+}
+
+/// Neighbouring bytes of a row that one lane holds, where rows are neither gathered nor in planes: 16, 8 or 4.
+#[device]
+pub const fn piece_bytes(format: u32, dim: u32, lanes: u32) -> u32 {
+    let bytes = first_bytes(format, dim) / lanes;
+    if bytes % 16 == 0 {
+        return 16;
+    }
+    if bytes % 8 == 0 {
+        return 8;
+    }
+    4
+}
+
+/// Words that a lane loads of a row.
+pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
+    if gathered(format, dim as u32, lanes as u32) {
+        return dim / lanes / 2;
+    }
+    if in_planes(format) {
+        let planes = if second_bytes(format, dim as u32) > 0 { 2 } else { 1 };
+        return planes * dim / (8 * lanes);
+    }
+    first_bytes(format, dim as u32) as usize / lanes / 4
+}
+
+/// What the addresses of a lane's words are multiples of, in bytes, where the memory of rows and the strides between them are multiples of
+/// `aligned`, a power of two.
+#[device]
+pub const fn word_align(format: u32, dim: u32, lanes: u32, aligned: u32) -> u32 {
+    if gathered(format, dim, lanes) {
+        return 1;
+    }
+    // Planes and scales of all rows of a page lie one after another: a row starts at a multiple of its bytes.
+    let mut multiple = 16u32;
+    if is_codes(format) {
+        multiple |= first_bytes(format, dim);
+    }
+    multiple |= second_bytes(format, dim);
+    if !in_planes(format) {
+        multiple |= piece_bytes(format, dim, lanes);
+    }
+    let align = 1u32 << multiple.trailing_zeros();
+    if align < aligned {
+        return align;
+    }
+    aligned
+}
+
+/// The smallest alignment with which lanes read keys and values as they do with `aligned`: one instance serves all alignments that make no
+/// difference.
+pub const fn kv_align(
+    k_format: u32,
+    head_dim: usize,
+    v_format: u32,
+    value_dim: usize,
+    aligned: usize,
+) -> usize {
+    let k = word_align(k_format, head_dim as u32, 4, aligned as u32);
+    let v = word_align(v_format, value_dim as u32, 8, aligned as u32);
+    if k > v { k as usize } else { v as usize }
+}
+
+/// Words of a lane's pairs of coordinates, decoded for products of a type: two a pair for f32, otherwise one.
+pub const fn pair_words(product: ScalarType, dim: usize, lanes: usize) -> usize {
+    match product {
+        ScalarType::F32 => dim / lanes,
+        _ => dim / lanes / 2,
+    }
+}
+
+/// The type of the products of queries of type `q` with rows of a format, or of probabilities with them: f16 for codes, the type of elements
+/// for queries of that type, otherwise f32.
+pub const fn product_type(q: ScalarType, format: u32) -> ScalarType {
+    match (q, format) {
+        (_, INT8..) | (ScalarType::F16, F16) => ScalarType::F16,
+        (ScalarType::Bf16, BF16) => ScalarType::Bf16,
+        _ => ScalarType::F32,
+    }
+}
+
+/// `W` words from byte `at` on, a multiple of `align`.
+#[device]
+pub fn words<const W: usize>(memory: &Buffer<u8>, at: u64, align: u32) -> [u32; W] {
     let mut words = [0u32; W];
-    if ALIGN >= 16 && W % 4 == 0 {
+    if align >= 16 && W % 4 == 0 {
         for i in 0..W / 4 {
             let piece = memory.load_as::<u32, 4>(at + (i * 16) as u64);
             for n in 0..4usize {
                 words[4 * i + n] = piece[n];
             }
         }
-    } else if ALIGN >= 8 && W % 2 == 0 {
+    } else if align >= 8 && W % 2 == 0 {
         for i in 0..W / 2 {
             let piece = memory.load_as::<u32, 2>(at + (i * 8) as u64);
             for n in 0..2usize {
                 words[2 * i + n] = piece[n];
             }
         }
-    } else if ALIGN >= 4 {
+    } else if align >= 4 {
         for i in 0..W {
             let piece = memory.load_as::<u32, 1>(at + (i * 4) as u64);
             words[i] = piece[0];
         }
-    } else if ALIGN >= 2 {
+    } else if align >= 2 {
         for i in 0..W {
             let low = memory.load_as::<u16, 1>(at + (i * 4) as u64);
             let high = memory.load_as::<u16, 1>(at + (i * 4 + 2) as u64);
@@ -65,25 +155,6 @@ pub fn words<const W: usize, const ALIGN: usize>(memory: &Buffer<u8>, at: u64) -
         }
     }
     words
-}
-
-/// Whether rows of a format are gathered one coordinate at a time.
-#[device]
-pub fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
-    if in_planes(format) {
-        return dim % 64 != 0;
-    }
-    first_bytes(format, dim) % (4 * lanes) != 0
-}
-
-/// Neighbouring bytes of a row that one lane holds, where rows are neither gathered nor in planes: 16, 8 or 4.
-#[device]
-pub fn piece_bytes(format: u32, dim: u32, lanes: u32) -> u32 {
-    let bytes = first_bytes(format, dim) / lanes;
-    if bytes % 16 == 0 {
-        return 16;
-    }
-    select(bytes % 8 == 0, 8, 4)
 }
 
 /// The coordinate that a lane holds at `index`, below `D / LANES`.
@@ -102,7 +173,7 @@ pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize>(lane: u
         let unit = lane * (size / (8 * lanes)) + within / 8;
         return 128 * block + 4 * unit + within % 8 / 2 + (within % 2) * (size / 2);
     }
-    // Between two pieces of a lane lie those of the others.
+    // Between two runs of bytes of a lane lie the runs of the other lanes.
     let coordinates = piece_bytes(FORMAT, dim, lanes) * dim / first_bytes(FORMAT, dim);
     let others = (lanes - 1) * (index / coordinates * coordinates);
     index + others + lane * coordinates
@@ -158,7 +229,7 @@ pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row:
     place
 }
 
-/// A lane's words of a row, not yet decoded.
+/// A lane's words of a row, not yet decoded. Rows are at multiples of `ALIGN` bytes, as far as their format has them there: [`word_align`].
 #[device]
 pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
     memory: &Buffer<u8>,
@@ -195,7 +266,7 @@ fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W
     result
 }
 
-/// Words of the planes, block by block of 128 coordinates: all words of the first plane, then those of the second.
+/// Words of the planes, block by block of 128 coordinates: all words of the first plane, then all words of the second.
 #[device]
 fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
     memory: &Buffer<u8>,
@@ -203,6 +274,7 @@ fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
     lane: u32,
 ) -> [u32; W] {
     let mut result = [0u32; W];
+    let align = word_align(FORMAT, D as u32, LANES as u32, ALIGN as u32);
     let whole = 16 / LANES;
     for block in 0..(D + 127) / 128 {
         let size = (D - 128 * block).min(128);
@@ -216,17 +288,17 @@ fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
                 let at = start + (4 * unit % (size as u32 * bits / 8)) as u64;
                 let into = plane * (D / (8 * LANES)) + whole * block;
                 if count == 4 {
-                    let four = words::<4, ALIGN>(memory, at);
+                    let four = words::<4>(memory, at, align);
                     for n in 0..4usize {
                         result[into + n] = four[n];
                     }
                 } else if count == 2 {
-                    let two = words::<2, ALIGN>(memory, at);
+                    let two = words::<2>(memory, at, align);
                     for n in 0..2usize {
                         result[into + n] = two[n];
                     }
                 } else {
-                    let one = words::<1, ALIGN>(memory, at);
+                    let one = words::<1>(memory, at, align);
                     result[into] = one[0];
                 }
             }
@@ -243,26 +315,27 @@ fn fetch_pieces<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
     lane: u32,
 ) -> [u32; W] {
     let mut result = [0u32; W];
+    let align = word_align(FORMAT, D as u32, LANES as u32, ALIGN as u32);
     let piece = piece_bytes(FORMAT, D as u32, LANES as u32);
     let step = (LANES as u32 * piece) as u64;
     let at = first + (lane * piece) as u64;
     if piece == 16 {
         for i in 0..W / 4 {
-            let four = words::<4, ALIGN>(memory, at + i as u64 * step);
+            let four = words::<4>(memory, at + i as u64 * step, align);
             for n in 0..4usize {
                 result[4 * i + n] = four[n];
             }
         }
     } else if piece == 8 {
         for i in 0..W / 2 {
-            let two = words::<2, ALIGN>(memory, at + i as u64 * step);
+            let two = words::<2>(memory, at + i as u64 * step, align);
             for n in 0..2usize {
                 result[2 * i + n] = two[n];
             }
         }
     } else {
         for i in 0..W {
-            let one = words::<1, ALIGN>(memory, at + i as u64 * step);
+            let one = words::<1>(memory, at + i as u64 * step, align);
             result[i] = one[0];
         }
     }
@@ -369,7 +442,7 @@ pub fn look_up<const FORMAT: u32>(
 }
 
 /// Decodes eight codes of `tq` in neighbouring bytes of a block to four pairs of f16: coordinate `c` and the one half a block on. `first` and
-/// `second` are words of the planes; `part2` and `part1` say which bits of a byte are those of `c`, in a plane of 2 bits and in one of 1 bit.
+/// `second` are words of the planes; `part2` and `part1` say which bits of a byte belong to `c`, in a plane of 2 bits and in one of 1 bit.
 #[device]
 pub fn unit<const FORMAT: u32>(levels: Levels, first: u32, second: u32, part2: u32, part1: u32) -> [u32; 4] {
     // The top bits of these bytes are the signs of the codes in the low and in the high half of the block.

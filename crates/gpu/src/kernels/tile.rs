@@ -21,7 +21,7 @@ const SLACK: f32 = 8.0;
 #[constant]
 pub const SHRINK: f32 = 9.094_947e-13;
 
-/// Set in `shrunk` while rows are computed again.
+/// Set in `shrunk` while rows are recomputed.
 #[constant]
 const SECOND_PASS: u32 = 0x8000_0000;
 
@@ -34,7 +34,7 @@ const MIN_SCALE: f32 = -60.0;
 pub struct QueryOperands<K: Element, const N: usize, const T: usize> {
     /// The queries, rounded to `K`.
     pub rounded: [[Right<K>; N]; T],
-    /// What rounding left of them, where keys are codes: scores are those of f32 queries.
+    /// What rounding left of them, where keys are codes: scores are as exact as for f32 queries.
     pub residual: [[Right<K>; N]; T],
     /// Factor of the products of a row.
     pub scale: [[f32; 2]; T],
@@ -260,7 +260,7 @@ pub struct Accumulator<const N: usize, const T: usize> {
     pub row_max: [[f32; 2]; T],
     /// Sums of the probabilities of a lane's own keys.
     pub row_sum: [[f32; 2]; T],
-    /// Bit `2 t + n` of a row that is computed again with partial outputs that are smaller by [`SHRINK`]; in the second pass, [`SECOND_PASS`] too.
+    /// Bit `2 t + n` of a row that is recomputed with partial outputs that are smaller by [`SHRINK`]; in the second pass, [`SECOND_PASS`] too.
     pub shrunk: u32,
 }
 

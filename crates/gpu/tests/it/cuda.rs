@@ -64,7 +64,7 @@ fn dim(instance: &Instance) -> usize {
 /// The kernel, and the generics of an instance that say how rows are stored.
 fn kind(instance: &Instance) -> (&'static str, Vec<Generic>) {
     let format = |generic: &&Generic| matches!(generic, Generic::U32(_));
-    (instance.kernel().name, instance.generics().iter().filter(format).copied().collect())
+    (instance.kernel().name, instance.all_generics().iter().filter(format).copied().collect())
 }
 
 #[test]

@@ -7,6 +7,7 @@ use flashtile_core::isa::IsaToken;
 use flashtile_gpu::encoding::{self, Appended};
 use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::encode::Rows;
+use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Generic, Instance, Scalar, bf16, f16};
 use flashtile_testkit::Rng;
@@ -17,29 +18,29 @@ const DIMS: [usize; 9] = [16, 48, 64, 80, 96, 128, 192, 256, 512];
 /// Native code of the instances that the tests need.
 fn find(generics: &[Generic]) -> Instance {
     macro_rules! instances {
-        ($($dim:literal $order:literal)*) => {
+        ($($dim:literal)*) => {
             [$(
-                encode::encode::instance::<f32, 3, $dim, $order>(),
-                encode::encode::instance::<f32, 4, $dim, 0>(),
-                encode::encode::instance::<f32, 5, $dim, $order>(),
-                encode::encode::instance::<f32, 6, $dim, $order>(),
-                encode::encode::instance::<f32, 7, $dim, $order>(),
-                encode::encode::instance::<f32, 8, $dim, $order>(),
-                encode::encode::instance::<f32, 9, $dim, $order>(),
+                native_encode!(f32, 3, $dim),
+                native_encode!(f32, 4, $dim),
+                native_encode!(f32, 5, $dim),
+                native_encode!(f32, 6, $dim),
+                native_encode!(f32, 7, $dim),
+                native_encode!(f32, 8, $dim),
+                native_encode!(f32, 9, $dim),
             )*]
         };
     }
-    let rotated = instances!(16 1  48 12  64 1  80 20  96 12  128 1  192 12  256 1  512 1);
+    let rotated = instances!(16 48 64 80 96 128 192 256 512);
     let others = [
-        encode::encode::instance::<f32, 10, 256, 1>(),
-        encode::encode::instance::<f32, 10, 512, 1>(),
-        encode::encode::instance::<f32, 11, 256, 1>(),
-        encode::encode::instance::<f32, 11, 512, 1>(),
-        encode::encode::instance::<f32, 11, 256, 0>(),
-        encode::encode::instance::<f32, 11, 512, 0>(),
-        encode::encode::instance::<f16, 7, 128, 1>(),
-        encode::encode::instance::<bf16, 8, 80, 20>(),
-        encode::encode::instance::<bf16, 4, 64, 0>(),
+        native_encode!(f32, 10, 256),
+        native_encode!(f32, 10, 512),
+        native_encode!(f32, 11, 256),
+        native_encode!(f32, 11, 512),
+        native_encode!(f32, 12, 256),
+        native_encode!(f32, 12, 512),
+        native_encode!(f16, 7, 128),
+        native_encode!(bf16, 8, 80),
+        native_encode!(bf16, 4, 64),
     ];
     rotated.into_iter().chain(others).find(|instance| instance.generics() == generics).unwrap()
 }

@@ -3,6 +3,7 @@
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{encode, mask_tiles};
+use flashtile_gpu::native_encode;
 use flashtile_kernel::prelude::*;
 use flashtile_kernel::simulator::{Fault, FaultKind, Memory, Simulator};
 use flashtile_kernel::{ContractErrorKind, LaunchError};
@@ -215,7 +216,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
     assert_eq!(refused(1, [1, 2, 1]), "a group for each block of keys");
     assert_eq!(refused(1, [2, 3, 1]), "a group for each block of queries");
     assert_eq!(refused(2, [2, 2, 1]), "all heads of every sequence");
-    assert_eq!(refused(1, [2, 2, 2]), "a class for each group");
+    assert_eq!(refused(1, [2, 2, 2]), "a byte for each group");
 
     let (words, mut pages, mut status) =
         (Memory::from_slice(&[0u32; 256]), Memory::from_slice(&[0u8; 64]), Memory::from_slice(&[0u32]));
@@ -234,7 +235,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
             unbiased: true,
             groups: [1, runs, 1],
         };
-        broken(call.launch::<f32, 3, 64, 1>(&simulator))
+        broken(call.launch_instance(&simulator, &native_encode!(f32, 3, 64)))
     };
     assert_eq!(appended(33, 8, false), "a run for each y");
     assert_eq!(appended(32, 0, false), "pages have rows");

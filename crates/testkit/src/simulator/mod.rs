@@ -9,7 +9,7 @@ use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
 use flashtile_core::problem::Sequence;
-use flashtile_gpu::plan::Tile;
+use flashtile_gpu::shape::Tile;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Instance};
 pub(crate) use natives::find;

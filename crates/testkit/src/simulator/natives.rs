@@ -1,13 +1,12 @@
 //! Native code of the instances that the simulator runs.
 
 use flashtile_core::codec::Codec;
-use flashtile_gpu::codecs::{format_id, hadamard_order};
-use flashtile_gpu::kernels::decode::decode;
+use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::mask_tiles::mask_tiles;
 use flashtile_gpu::kernels::merge::merge;
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::plan::Side;
+use flashtile_gpu::{native_decode, native_encode};
 use flashtile_kernel::{Instance, bf16, f16};
 
 /// Dimensions of keys and values.
@@ -22,7 +21,7 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
         "decode" => decodes(),
         "merge" => merges(),
         "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
-        "encode" => vec![encode::encode::instance::<bf16, { format_id(Codec::Tq4) }, 128, 1>()],
+        "encode" => vec![native_encode!(bf16, format_id(Codec::Tq4), 128)],
         "append" => vec![encode::append::instance::<bf16, { format_id(Codec::BF16) }>()],
         _ => vec![mask_tiles::instance()],
     };
@@ -33,32 +32,13 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
 
 /// Types of q and of both products, codecs, dimension.
 macro_rules! decode {
-    ($q:ident $product:ident $k:ident $v:ident $d:literal) => {{
-        const K: Side = Side::new(format_id(Codec::$k), $d, 4, size_of::<$product>() / 2);
-        const V: Side = Side::new(format_id(Codec::$v), $d, 8, size_of::<$product>() / 2);
-        decode::instance::<
-            $q,
-            $product,
-            $product,
-            { K.format },
-            { V.format },
-            { K.dim },
-            { V.dim },
-            { K.pairs() },
-            { V.pairs() },
-            { K.words() },
-            { V.words() },
-            { K.pair_words() },
-            { V.pair_words() },
-            { K.align(16) },
-            { V.align(16) },
-            1,
-            1,
-            2,
-            { hadamard_order(Codec::$k, $d) },
-            false,
-        >()
-    }};
+    ($q:ident $product:ident $k:ident $v:ident $d:literal) => {
+        native_decode!(
+            [$q, $product, $product]
+            [format_id(Codec::$k), format_id(Codec::$v), $d, $d]
+            [16, 1, 1, 2, false]
+        )
+    };
 }
 
 macro_rules! decodes {
@@ -102,7 +82,8 @@ fn merges() -> Vec<Instance> {
 mod tests {
     use super::*;
     use flashtile_core::dtype::Dtype;
-    use flashtile_gpu::plan::{Tile, decode_instance, merge_instance};
+    use flashtile_gpu::shape::Tile;
+    use flashtile_gpu::variant::Variant;
 
     #[test]
     fn there_is_native_code_for_what_is_offered() {
@@ -110,13 +91,16 @@ mod tests {
         for q in [Dtype::F32, Dtype::F16, Dtype::BF16] {
             for codecs in CODECS.into_iter().chain([[Codec::of(q); 2]]) {
                 for dim in DIMS {
-                    let wanted = decode_instance(q, codecs, [dim; 2], [16; 2], tile, false).unwrap();
+                    let [k_codec, v_codec] = codecs;
+                    let variant =
+                        Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec, paged: false };
+                    let wanted = variant.decode(tile, 16).unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",
                         wanted.entry()
                     );
-                    let wanted = merge_instance(q, codecs[1], dim).unwrap();
+                    let wanted = variant.merge().unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",
