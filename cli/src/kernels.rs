@@ -250,6 +250,10 @@ fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
         }
     };
     section("generics", kernel.generics.iter().map(|g| format!("{}: {}", g.name, bound(g.kind))).collect());
+    let derived = |of: &flashtile::kernel::source::DerivedGeneric| {
+        format!("{}: {} = {}", of.parameter.name, bound(of.parameter.kind), of.expression)
+    };
+    section("derived generics", kernel.derived.iter().map(derived).collect());
     let parameter =
         |p: &flashtile::kernel::source::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
     section("parameters", kernel.parameters.iter().map(parameter).collect());
@@ -272,7 +276,10 @@ fn bound(kind: GenericKind) -> &'static str {
 fn element(kernel: &Kernel, element: ElementType) -> &'static str {
     match element {
         ElementType::Scalar(scalar) => scalar.name(),
-        ElementType::Generic(n) => kernel.generics.get(n).map_or("?", |generic| generic.name),
+        ElementType::Generic(n) => {
+            let derived = kernel.derived.iter().map(|of| &of.parameter);
+            kernel.generics.iter().chain(derived).nth(n).map_or("?", |generic| generic.name)
+        }
     }
 }
 

@@ -32,21 +32,22 @@ use proc_macro::TokenStream;
 /// ```ignore
 /// #[kernel(
 ///     threads = 256,                 // or `threads <= EXPR`
+///     derive(WORDS: usize = N / 32), // optional: generics that follow from the others
 ///     requires(x.len() >= n as usize, "x holds n elements"),
 ///     exact,                         // optional: no contraction, approximation or reassociation
 /// )]
-/// pub fn scale<T: Element>(x: &Buffer<T>, out: &mut Buffer<T>, n: u32, #[constant] twice: bool) { .. }
+/// pub fn scale<T: Element, const N: usize>(x: &Buffer<T>, out: &mut Buffer<T>, n: u32, #[constant] twice: bool) { .. }
 /// ```
 ///
-/// Beside the function stands a module of its name with `KERNEL` (the kernel as data), `instance::<T>()`, `specialise(..)`
-/// and `Call`, whose fields are the parameters. Paths of the body are read from inside that module: a kernel is an item
+/// Beside the function stands a module of its name with `KERNEL` (the kernel as data), `instance::<T, N, WORDS>()`,
+/// `specialise(..)`, which takes the generics that are not derived, and `Call`, whose fields are the parameters. Paths of the body are read from inside that module: a kernel is an item
 /// of a module, not of a function.
 #[proc_macro_attribute]
 pub fn kernel(arguments: TokenStream, item: TokenStream) -> TokenStream {
     kernel::kernel(arguments.into(), item.into()).into()
 }
 
-/// A function that kernels and other device functions call, or a struct of their values.
+/// A function that kernels and other device functions call, or a struct of their values and of buffers that they read.
 #[proc_macro_attribute]
 pub fn device(arguments: TokenStream, item: TokenStream) -> TokenStream {
     expand::device(&arguments.into(), item.into()).into()
