@@ -102,19 +102,19 @@ pub const fn kv_align(
 
 /// Words of a lane's pairs of coordinates, decoded for products of a type: two a pair for f32, otherwise one.
 pub const fn pair_words(product: ScalarType, dim: usize, lanes: usize) -> usize {
-    match product {
-        ScalarType::F32 => dim / lanes,
-        _ => dim / lanes / 2,
-    }
+    let words = if matches!(product, ScalarType::F32) { 2 } else { 1 };
+    words * (dim / lanes / 2)
 }
 
 /// The type of the products of queries of type `q` with rows of a format, or of probabilities with them: f16 for codes, the type of elements
 /// for queries of that type, otherwise f32.
 pub const fn product_type(q: ScalarType, format: u32) -> ScalarType {
-    match (q, format) {
-        (_, INT8..) | (ScalarType::F16, F16) => ScalarType::F16,
-        (ScalarType::Bf16, BF16) => ScalarType::Bf16,
-        _ => ScalarType::F32,
+    if is_codes(format) || format == F16 && matches!(q, ScalarType::F16) {
+        ScalarType::F16
+    } else if format == BF16 && matches!(q, ScalarType::Bf16) {
+        ScalarType::Bf16
+    } else {
+        ScalarType::F32
     }
 }
 
