@@ -129,6 +129,7 @@ struct TileScores<const T: usize, const U: usize> {
 
 /// Scores of the keys of a tile, whose place the keys and the scales of the next tile take.
 #[device]
+#[inline(always)]
 fn scores_of<
     K: Element,
     const KF: u32,
@@ -175,6 +176,7 @@ struct Step {
 
 /// Adds `p v` of a tile of keys with these scores to the partial outputs. The values of the next tile take the place of this one's.
 #[device]
+#[inline(always)]
 fn add_values<
     V: Element,
     const VF: u32,
@@ -220,6 +222,7 @@ fn add_values<
 
 /// Attends to all tiles of a pass. `tile` is the first one, loaded, and is again when the pass is done: a second pass may follow.
 #[device]
+#[inline(always)]
 fn attend_tiles<
     K: Element,
     V: Element,

@@ -120,6 +120,7 @@ pub fn no_values<const W: usize>() -> ValueWords<W> {
 
 /// Loads 16 keys from key `first` on.
 #[device]
+#[inline(always)]
 pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize, const ALIGN: usize, const PAGED: bool>(
     kv: KvMemory,
     head: KvHead,
@@ -137,6 +138,7 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize, const ALIGN:
 
 /// Loads the scales of values `r` and `8 + r` of 16, the keys of a lane's scores: they join the row maximum.
 #[device]
+#[inline(always)]
 pub fn load_value_scales<const FORMAT: u32, const D: usize, const PAGED: bool>(
     kv: KvMemory,
     head: KvHead,
@@ -156,6 +158,7 @@ pub fn load_value_scales<const FORMAT: u32, const D: usize, const PAGED: bool>(
 
 /// Loads 16 values from key `first` on.
 #[device]
+#[inline(always)]
 pub fn load_values<
     const FORMAT: u32,
     const D: usize,

@@ -102,6 +102,7 @@ fn times_half_norm(products: [[f32; 2]; 2], scales: [Scale; 2], half: usize) -> 
 
 /// Scores of 16 keys: `scale q . k + bias`. `N` pairs of coordinates a lane.
 #[device]
+#[inline(always)]
 pub fn qk_tile<
     K: Element,
     const FORMAT: u32,
@@ -221,6 +222,7 @@ fn masked(score: f32, key: i32, row: RowBound, memory: BiasMemory, params: &Atte
 
 /// Applies softcap, ALiBi and masks to the scores of 16 keys from key `first` on.
 #[device]
+#[inline(always)]
 pub fn mask_and_bias<const T: usize>(
     scores: [[[f32; 2]; 2]; T],
     first: i32,
@@ -278,6 +280,7 @@ pub fn no_keys_yet<const N: usize, const T: usize>() -> Accumulator<N, T> {
 
 /// The greater of `greatest` and the scores of 16 keys, each with the scale of its value, in units of log2.
 #[device]
+#[inline(always)]
 pub fn greatest_score<const FORMAT: u32, const T: usize>(
     greatest: [[f32; 2]; T],
     scores: [[[f32; 2]; 2]; T],
@@ -300,6 +303,7 @@ pub fn greatest_score<const FORMAT: u32, const T: usize>(
 
 /// Raises `row_max` to the greatest scores of a tile, where some row's is above it by more than the slack.
 #[device]
+#[inline(always)]
 pub fn online_softmax<const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,
     greatest: [[f32; 2]; T],
@@ -335,6 +339,7 @@ pub fn shrink_of(shrunk: u32, row: usize) -> f32 {
 
 /// Probabilities `2^(score - row_max)` of 16 keys, which join `row_sum`; then times the scales of their values and the factors of their rows.
 #[device]
+#[inline(always)]
 pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,
     scores: [[[f32; 2]; 2]; T],
@@ -381,6 +386,7 @@ pub fn any_nonfinite<const FORMAT: u32, const W: usize>(values: ValueWords<W>) -
 
 /// Adds `p v` of 16 keys to the partial outputs.
 #[device]
+#[inline(always)]
 pub fn pv_tile<
     V: Element,
     const FORMAT: u32,
