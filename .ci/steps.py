@@ -124,6 +124,16 @@ def imports():
     run(sys.executable, "-B", ".ci/imports.py", "--planted")
 
 
+@step("functions", "no function is too long, and none has too many parameters")
+def functions():
+    run(sys.executable, "-B", ".ci/functions.py")
+
+
+@step("words", "the field's words, in place of others")
+def words():
+    run(sys.executable, "-B", ".ci/words.py")
+
+
 @step("licences", "licences of dependencies")
 def licences():
     run(sys.executable, ".ci/licences.py")
