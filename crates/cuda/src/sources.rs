@@ -342,8 +342,8 @@ mod tests {
     fn another_layout_of_parameters_does_not_compile() {
         let Some(compiler) = compiler() else { return };
         let mut program = Source::mask_tiles().program();
-        let size = |bytes: usize| format!("static_assert(sizeof(ForwardParams) == {bytes});");
-        let bytes = size_of::<ForwardParams>();
+        let size = |bytes: usize| format!("static_assert(sizeof(MaskTileParams) == {bytes});");
+        let bytes = size_of::<MaskTileParams>();
         assert!(program.source.contains(&size(bytes)));
         program.source = program.source.replace(&size(bytes), &size(bytes + 8));
         match compiler.compile(&program, &compiler.target((8, 0))) {
