@@ -68,8 +68,8 @@ pub(crate) fn magnitudes(codec: Codec, dim: usize) -> [u32; 16] {
     words
 }
 
-/// The codebooks of keys and values in the formats of mlx-native, one after another, each followed by the residuals of its entries in f16;
-/// and where the codebook of keys and of values starts.
+/// The codebooks of keys and values in the formats of mlx-native, one after another, each followed by the residuals of
+/// its entries in f16; and where the codebook of keys and of values starts.
 pub fn codebooks(k: Codec, v: Codec) -> (Vec<f32>, [u32; 2]) {
     let mut all = Vec::new();
     let mut push = |codec: Codec| {

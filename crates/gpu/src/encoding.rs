@@ -34,8 +34,9 @@ pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
     Some(words)
 }
 
-/// What [`encode()`](crate::kernels::encode::encode()) looks up. For `tq`: for each number of half levels, the nearest level and 256 times its index. For mlx-native: the
-/// bits of the edges between values, ascending, then the bits of infinity.
+/// What [`encode()`](crate::kernels::encode::encode()) looks up. For `tq`: for each number of half levels, the nearest
+/// level and 256 times its index. For mlx-native: the bits of the edges between values, ascending, then the bits of
+/// infinity.
 pub fn encode_table(codec: Codec) -> Vec<u32> {
     if let RowKind::Mlx { bits, .. } = codec.row_kind() {
         let half = mlx::tables(bits).1;
@@ -45,7 +46,8 @@ pub fn encode_table(codec: Codec) -> Vec<u32> {
     nearest_levels(codec).map_or_else(|| vec![0; 256], |known| known.to_vec())
 }
 
-/// The instance of [`encode()`](crate::kernels::encode::encode()) that stores rows of a dtype, or that of [`append`](crate::kernels::encode::append()).
+/// The instance of [`encode()`](crate::kernels::encode::encode()) that stores rows of a dtype, or that of
+/// [`append`](crate::kernels::encode::append()).
 pub fn encode_generics(codec: Codec, dtype: Dtype, dim: usize) -> Vec<Generic> {
     let mut generics = vec![Generic::Type(scalar_type(dtype)), Generic::U32(format_id(codec))];
     if codec.dtype().is_none() {
@@ -54,7 +56,8 @@ pub fn encode_generics(codec: Codec, dtype: Dtype, dim: usize) -> Vec<Generic> {
     generics
 }
 
-/// What the status of [`encode()`](crate::kernels::encode::encode()) says: the row of all runs and the head that was not stored first.
+/// What the status of [`encode()`](crate::kernels::encode::encode()) says: the row of all runs and the head that was
+/// not stored first.
 pub fn refusal(status: u32, heads: u32) -> Option<(EncodeError, [u32; 2])> {
     let why = if status & 1 == 1 { EncodeError::Norm } else { EncodeError::NotFinite };
     let number = status / 2;

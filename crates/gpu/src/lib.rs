@@ -1,5 +1,5 @@
-//! Attention in the kernel language: kernels for Apple's GPUs and for NVIDIA GPUs that `flashtile-cuda` has no kernels for, and which
-//! instances of them a problem launches.
+//! Attention in the kernel language: kernels for Apple's GPUs and for NVIDIA GPUs that `flashtile-cuda` has no kernels
+//! for, and which instances of them a problem launches.
 //!
 //! | module | |
 //! |---|---|

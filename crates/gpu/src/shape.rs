@@ -1,8 +1,8 @@
 //! Which problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
 //!
-//! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles of a few rows. The
-//! keys of a tile are cut into splits; each SIMD group of a split stores a partial result. A second kernel merges the partial results of a
-//! row in order: the same plan gives the same bits.
+//! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles
+//! of a few rows. The keys of a tile are cut into splits; each SIMD group of a split stores a partial result. A second
+//! kernel merges the partial results of a row in order: the same plan gives the same bits.
 
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::Unsupported;

@@ -147,8 +147,8 @@ const fn supports(codec: Codec, dim: usize) -> bool {
 }
 
 impl Variant {
-    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile, for rows of keys and values whose addresses are multiples
-    /// of `aligned` bytes.
+    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile, for rows of keys and values whose
+    /// addresses are multiples of `aligned` bytes.
     ///
     /// # Errors
     /// [`GenericsError`].
@@ -181,8 +181,8 @@ impl Variant {
         ])
     }
 
-    /// The instance of a kernel of this library, as text: for rows that are at multiples of 16 bytes and, where the kernel has one, the
-    /// tile that plans take.
+    /// The instance of a kernel of this library, as text: for rows that are at multiples of 16 bytes and, where the
+    /// kernel has one, the tile that plans take.
     ///
     /// # Errors
     /// [`VariantError`].
@@ -231,8 +231,9 @@ impl Variant {
     }
 }
 
-/// The instance of [`decode()`](crate::kernels::decode::decode()) with native code: the type of q and the types of both products; formats and
-/// dimensions of keys and values; the alignment of rows, the tile's `T`, `U` and `S`, and whether rows are in pages.
+/// The instance of [`decode()`](crate::kernels::decode::decode()) with native code: the type of q and the types of both
+/// products; formats and dimensions of keys and values; the alignment of rows, the tile's `T`, `U` and `S`, and whether
+/// rows are in pages.
 ///
 /// Rust computes no generics from others: the derived ones are written here.
 #[macro_export]
@@ -263,7 +264,8 @@ macro_rules! native_decode {
     }};
 }
 
-/// The instance of [`encode()`](crate::kernels::encode::encode()) with native code: the type of its rows, the format and the dimension.
+/// The instance of [`encode()`](crate::kernels::encode::encode()) with native code: the type of its rows, the format
+/// and the dimension.
 #[macro_export]
 macro_rules! native_encode {
     ($t:ty, $format:expr, $d:expr) => {

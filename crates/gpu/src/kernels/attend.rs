@@ -2,7 +2,8 @@
 
 use flashtile_kernel::prelude::*;
 
-/// Strides, sizes and scoring of a problem. Strides of q, mask and tree mask are in elements, strides of keys and values in bytes.
+/// Strides, sizes and scoring of a problem. Strides of q, mask and tree mask are in elements, strides of keys and
+/// values in bytes.
 #[params]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Attend {

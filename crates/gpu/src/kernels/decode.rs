@@ -1,5 +1,5 @@
-//! Attention over keys and values of any format, split along the keys. [`decode()`] stores a partial result for every query row, split and
-//! SIMD group; [`merge`](super::merge::merge()) combines them.
+//! Attention over keys and values of any format, split along the keys. [`decode()`] stores a partial result for every
+//! query row, split and SIMD group; [`merge`](super::merge::merge()) combines them.
 //!
 //! ```text
 //! score_j     = softcap(scale q . k_j) - slope |p - j| + mask_j               in units of log2
@@ -8,11 +8,13 @@
 //! partial_out = sum over keys of 2^(score_j - row_max) v_j
 //! ```
 //!
-//! The words of the next keys and values are loaded before the current ones are used. Partial outputs stay in registers, and all query rows
-//! of a GQA group share every byte that is read. How a tile of scores lies in a SIMD group is in [`tile`](super::tile).
+//! The words of the next keys and values are loaded before the current ones are used. Partial outputs stay in
+//! registers, and all query rows of a GQA group share every byte that is read. How a tile of scores lies in a SIMD
+//! group is in [`tile`](super::tile).
 //!
-//! Queries of codes are rotated and scaled to at most 2, and multiplied as two f16 each: sums are f32, and scores as exact as for f32 queries. The scale of
-//! a value row is folded into its probability, so that the largest product is near 1 whatever the scales are.
+//! Queries of codes are rotated and scaled to at most 2, and multiplied as two f16 each: sums are f32, and scores as
+//! exact as for f32 queries. The scale of a value row is folded into its probability, so that the largest product is
+//! near 1 whatever the scales are.
 
 use super::attend::Attend;
 use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order};
@@ -42,8 +44,8 @@ pub struct KeyTiles {
     pub step: u32,
 }
 
-/// Cuts the visible keys into tiles of `size`, as equal as possible among the splits. Tiles of a split are neighbours, which its `simds` SIMD
-/// groups take in turns.
+/// Cuts the visible keys into tiles of `size`, as equal as possible among the splits. Tiles of a split are neighbours,
+/// which its `simds` SIMD groups take in turns.
 #[device]
 pub fn key_tiles(keys: KeyRange, splits: u32, size: u32, simds: u32) -> KeyTiles {
     let mut tile = 0i32;
@@ -174,7 +176,8 @@ struct Step {
     partial: bool,
 }
 
-/// Adds `p v` of a tile of keys with these scores to the partial outputs. The values of the next tile take the place of this one's.
+/// Adds `p v` of a tile of keys with these scores to the partial outputs. The values of the next tile take the place of
+/// this one's.
 #[device]
 #[inline(always)]
 fn add_values<
@@ -280,9 +283,10 @@ fn attend_tiles<
     }
 }
 
-/// Partial results of attention of the query rows of each key/value head: see the module. `partial_out` is `[B, Sq, H, splits, S, Dv]`,
-/// `partial_max_sum` holds the pairs `(row_max, row_sum)` `[B, Sq, H, splits, S]`. With ALiBi, distances are from the nearest key that a row
-/// sees, and behind the pairs follows the shift of each row `[B, Sq, H]`, in units of the score.
+/// Partial results of attention of the query rows of each key/value head: see the module. `partial_out` is
+/// `[B, Sq, H, splits, S, Dv]`, `partial_max_sum` holds the pairs `(row_max, row_sum)` `[B, Sq, H, splits, S]`. With
+/// ALiBi, distances are from the nearest key that a row sees, and behind the pairs follows the shift of each row
+/// `[B, Sq, H]`, in units of the score.
 ///
 /// Groups are (key/value heads times tiles of `8 T` rows, splits, sequences).
 ///

@@ -1,7 +1,7 @@
 //! Rows are appended to pages: [`encode()`] stores them as codes and scales, [`append()`] as elements.
 //!
-//! The encoder in `codec` stores the same bytes: its rotations and sums of f32 have a fixed order, and its codes are found with integers.
-//! What it computes in f64 is computed with integers here, as some GPUs have no f64:
+//! The encoder in `codec` stores the same bytes: its rotations and sums of f32 have a fixed order, and its codes are
+//! found with integers. What it computes in f64 is computed with integers here, as some GPUs have no f64:
 //!
 //! | of a vector | in f64 | here |
 //! |---|---|---|
@@ -9,8 +9,9 @@
 //! | the best of eight trials | greatest `p^2 / s` | [`rounded`], [`quotient`]: the bits of that f64 |
 //! | the scale | `E / p` or `p / s`, times two f32, to f32, to f16 | the same with [`product`] and [`narrowed`] |
 //!
-//! Comparing squares gives the factors without rounding, f64 gives them with some. Both are steps that fall as the energy `E` grows, so
-//! they agree everywhere if they agree next to every step; a test goes through all steps of all formats and head dimensions.
+//! Comparing squares gives the factors without rounding, f64 gives them with some. Both are steps that fall as the
+//! energy `E` grows, so they agree everywhere if they agree next to every step; a test goes through all steps of all
+//! formats and head dimensions.
 //!
 //! Elements below 2^-126 may count as zeros where a GPU flushes them: there bytes may differ.
 
@@ -46,8 +47,9 @@ const TO_INTEGER: f32 = 127.0 / 32767.0;
 #[constant]
 const TO_E4M3: f32 = 256.0 / 448.0;
 
-/// The energies for which f64 and [`factor_of`] round to different integers: of `tq3`, 512 coordinates and trial 1, and of `tq2`, 384
-/// and trial 4. Quotients are above 313.5 and below 6107.5 by less than f64 tells apart from a half at the end of its five roundings.
+/// The energies for which f64 and [`factor_of`] round to different integers: of `tq3`, 512 coordinates and trial 1, and
+/// of `tq2`, 384 and trial 4. Quotients are above 313.5 and below 6107.5 by less than f64 tells apart from a half at
+/// the end of its five roundings.
 #[constant]
 const ODD_TQ3: u64 = 309_763_096_421;
 #[constant]
@@ -71,8 +73,9 @@ pub struct Rows {
     pub width: u32,
 }
 
-/// Rows that go to one sequence, as `runs` has them in 8 numbers: the batch entry and the first row that they come from, how many, the
-/// sequence's line of the table, the position of the first, and the rows of all runs before; two are not used.
+/// Rows that go to one sequence, as `runs` has them in 8 numbers: the batch entry and the first row that they come
+/// from, how many, the sequence's line of the table, the position of the first, and the rows of all runs before; two
+/// are not used.
 #[device]
 struct Run {
     batch: u32,
@@ -111,8 +114,8 @@ fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, hea
     page as u64 * params.pages[0] + head as u64 * params.pages[1]
 }
 
-/// The bits of the f64 nearest to `x * 2^exponent`, ties to even. Not 0; `more` says that something is below the last bit of x, which has
-/// 55 bits then.
+/// The bits of the f64 nearest to `x * 2^exponent`, ties to even. Not 0; `more` says that something is below the last
+/// bit of x, which has 55 bits then.
 #[device]
 pub fn rounded(x: u64, more: bool, exponent: i32) -> u64 {
     let zeros = x.leading_zeros();
@@ -178,11 +181,12 @@ pub fn hundredfold(format: u32) -> u32 {
     select(format == TQ5, 2900, 2880)
 }
 
-/// Halves of levels in units of the fixed point, 2^16 times, for a scale of `(72 + 5 trial) / 100` of the root mean square: the integer
-/// nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / D))`.
+/// Halves of levels in units of the fixed point, 2^16 times, for a scale of `(72 + 5 trial) / 100` of the root mean
+/// square: the integer nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / D))`.
 ///
-/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. No two sides are equal: 2^18 would
-/// divide a numerator whose square times D divides by an odd square, and none but 1 divides the dimensions.
+/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. No two sides
+/// are equal: 2^18 would divide a numerator whose square times D divides by an odd square, and none but 1 divides the
+/// dimensions.
 #[device]
 pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> u32 {
     let percent = 72 + 5 * trial;
@@ -210,7 +214,8 @@ pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> 
     nearest
 }
 
-/// The f16 of a scale, as bits: of the energy and the sums of products and of squares of codes, all in fixed point, of which ONE is `most`.
+/// The f16 of a scale, as bits: of the energy and the sums of products and of squares of codes, all in fixed point, of
+/// which ONE is `most`.
 #[device]
 pub fn scale_of(energy: u64, products: u32, squares: u32, most: f32, unbiased: bool) -> u32 {
     let over = select(unbiased, energy, products as u64);
@@ -298,7 +303,8 @@ fn nearest(known: &Shared<u32>, magnitude: u32, factor: u32) -> u32 {
     known[(magnitude * factor >> 16u32).min(255)]
 }
 
-/// Codes of levels of a row of whole numbers, of the best of eight scales: that with which least squares explains most of the energy.
+/// Codes of levels of a row of whole numbers, of the best of eight scales: that with which least squares explains most
+/// of the energy.
 #[device]
 fn search<const FORMAT: u32, const D: usize>(
     row: &Shared<f32>,
@@ -381,7 +387,8 @@ fn floats<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8>)
     scale
 }
 
-/// Codes of the format of mlx-native; returns the bits of the norms of its halves, or of the whole row. `edges` are bits of f32, ascending.
+/// Codes of the format of mlx-native; returns the bits of the norms of its halves, or of the whole row. `edges` are
+/// bits of f32, ascending.
 #[device]
 fn normalised<const FORMAT: u32, const D: usize>(
     row: &Shared<f32>,
@@ -605,14 +612,15 @@ fn stored_at<const FORMAT: u32, const D: usize>(
 
 /// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
 ///
-/// Threadgroups are (any number, runs): the SIMD groups of a run share its rows. A line of `table` holds the pages of a sequence by blocks of
-/// positions: contiguous keys are one page, a ring is a line that starts again. `numbers` is [`encode_table`](crate::encoding::encode_table),
-/// `factors` has the signs of the rotation of order `ORDER`, which is 0 where the codec has none. Centered keys are stored without the mean
-/// `[heads, D]` of their head.
+/// Threadgroups are (any number, runs): the SIMD groups of a run share its rows. A line of `table` holds the pages of a
+/// sequence by blocks of positions: contiguous keys are one page, a ring is a line that starts again. `numbers` is
+/// [`encode_table`](crate::encoding::encode_table), `factors` has the signs of the rotation of order `ORDER`, which is
+/// 0 where the codec has none. Centered keys are stored without the mean `[heads, D]` of their head.
 ///
-/// A row whose norm is above the largest one, or that has a NaN or an infinity, is not stored: its bytes become 0xFF, so that its scale is a
-/// NaN. `status` becomes the smallest `2 n + f` of these rows, where `n` numbers rows in the order of runs, rows and heads, and `f` is 1 for a row
-/// of finite elements. `status` starts as `u32::MAX`, which a launch that stores all rows leaves.
+/// A row whose norm is above the largest one, or that has a NaN or an infinity, is not stored: its bytes become 0xFF,
+/// so that its scale is a NaN. `status` becomes the smallest `2 n + f` of these rows, where `n` numbers rows in the
+/// order of runs, rows and heads, and `f` is 1 for a row of finite elements. `status` starts as `u32::MAX`, which a
+/// launch that stores all rows leaves.
 #[kernel(
     threads = 128,
     derive(ORDER: u32 = hadamard_order(FORMAT, D), SCHEME: u32 = scheme_of(FORMAT)),
@@ -684,8 +692,8 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
     }
 }
 
-/// Stores rows of elements as elements of another type or, where they have the `same`, as they are, bit by bit; f16 and bf16 are rounded to
-/// nearest even, and a NaN stays one. Threadgroups, table and runs are as in [`encode()`].
+/// Stores rows of elements as elements of another type or, where they have the `same`, as they are, bit by bit; f16 and
+/// bf16 are rounded to nearest even, and a NaN stays one. Threadgroups, table and runs are as in [`encode()`].
 #[kernel(
     threads = 128,
     requires(!is_codes(FORMAT), "rows of elements"),

@@ -1,8 +1,8 @@
 //! Keys and values of the head that a threadgroup attends to: which row holds a key, and a lane's words of 16 keys.
 //!
-//! A SIMD group computes 16 keys at a time. As left operands of the product with the queries, a lane holds words of key rows `r` and `8 + r`,
-//! where `r` is its [`matrix_row`]; as operands of the product with the probabilities, words of value rows `2 p`, `2 p + 1`, `2 p + 8` and
-//! `2 p + 9`, where `p` is its [`matrix_pair`].
+//! A SIMD group computes 16 keys at a time. As left operands of the product with the queries, a lane holds words of key
+//! rows `r` and `8 + r`, where `r` is its [`matrix_row`]; as operands of the product with the probabilities, words of
+//! value rows `2 p`, `2 p + 1`, `2 p + 8` and `2 p + 9`, where `p` is its [`matrix_pair`].
 
 use super::attend::Attend;
 use super::formats::{is_codes, is_mlx};

@@ -39,8 +39,9 @@ impl Mask {
     }
 }
 
-/// One byte for each block of a mask: 0 where it hides all of the block's keys from all of its queries, 2 where it adds nothing to any
-/// score, 1 otherwise. Threadgroups are (blocks of keys, blocks of queries, sequences times heads); `mask_tiles` is `[z, y, x]` of them.
+/// One byte for each block of a mask: 0 where it hides all of the block's keys from all of its queries, 2 where it adds
+/// nothing to any score, 1 otherwise. Threadgroups are (blocks of keys, blocks of queries, sequences times heads);
+/// `mask_tiles` is `[z, y, x]` of them.
 #[kernel(
     threads = 128,
     requires(params.rows > 0 && params.columns > 0 && params.heads > 0, "blocks have rows and columns, a mask a head"),

@@ -186,8 +186,9 @@ fn lse_of(row: Merged, sinks: &Buffer<f32>, has_sinks: bool) -> f32 {
 /// lse     = ln 2 (row_max + log2 row_sum) + shift
 /// ```
 ///
-/// `partial_max_sum` holds the pairs `(row_max_i, row_sum_i)`, and with ALiBi the shift of every row behind them: what was subtracted from its
-/// scores so that f32 keeps their digits. The grid is (queries, heads, batch entries). With a Hadamard order, `out` is rotated back.
+/// `partial_max_sum` holds the pairs `(row_max_i, row_sum_i)`, and with ALiBi the shift of every row behind them: what
+/// was subtracted from its scores so that f32 keeps their digits. The grid is (queries, heads, batch entries). With a
+/// Hadamard order, `out` is rotated back.
 #[kernel(
     threads = 128,
     requires(partial_out.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * params.splits as usize * DV, "a partial output of every split"),

@@ -1,7 +1,7 @@
 //! The query rows of a threadgroup: which keys each of them sees, and how they are staged for the product with the keys.
 //!
-//! A threadgroup has `8 T` query rows of one key/value head. A lane's scores are of `2 T` of them: `[t][n]` is row `8 t + 2 p + n`, where `p` is its
-//! [`matrix_pair`].
+//! A threadgroup has `8 T` query rows of one key/value head. A lane's scores are of `2 T` of them: `[t][n]` is row
+//! `8 t + 2 p + n`, where `p` is its [`matrix_pair`].
 
 use super::attend::{Attend, Sequence, sequence_of};
 use super::formats::is_codes;
@@ -114,8 +114,8 @@ pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend,
     bound.end = position.saturating_add(params.right).saturating_add(1).clamp(0, tile.sequence.kv_len);
     bound.position = position;
     if bound.begin < bound.end {
-        // The distance to the nearest visible key changes no probability and would cost f32 the digits of what does: it is a shift of
-        // the logsumexp.
+        // The distance to the nearest visible key changes no probability and would cost f32 the digits of what does: it
+        // is a shift of the logsumexp.
         bound.position = position.clamp(bound.begin, bound.end - 1);
     }
     if has.alibi {
@@ -201,7 +201,8 @@ pub fn row_bounds<const T: usize>(
     bounds
 }
 
-/// Stores the shifts of the rows behind the `(row_max, row_sum)` pairs of all partial results. One SIMD group of the first split does it.
+/// Stores the shifts of the rows behind the `(row_max, row_sum)` pairs of all partial results. One SIMD group of the
+/// first split does it.
 #[device]
 pub fn store_shifts<const T: usize, const S: usize>(
     tile: RowTile,
@@ -263,8 +264,9 @@ pub struct Prepared {
     pub bias: f32,
 }
 
-/// Prepares the query that is staged from element `start` on for the product with the keys of its head: rotates it as the keys are, and, where they
-/// are codes, divides it by a power of two that makes its coordinates at most 2, as they are multiplied as f16. By a SIMD group.
+/// Prepares the query that is staged from element `start` on for the product with the keys of its head: rotates it as
+/// the keys are, and, where they are codes, divides it by a power of two that makes its coordinates at most 2, as they
+/// are multiplied as f16. By a SIMD group.
 #[device]
 fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
     queries: &mut Shared<f32>,
@@ -297,7 +299,8 @@ fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
     prepared
 }
 
-/// Prepares the staged queries, a SIMD group one at a time, and stores the factor of each row's products and what is added to them.
+/// Prepares the staged queries, a SIMD group one at a time, and stores the factor of each row's products and what is
+/// added to them.
 #[device]
 pub fn prepare_queries<
     const FORMAT: u32,

@@ -1,7 +1,7 @@
 //! The rotation of the codecs: random signs, then a Hadamard transform, in place in threadgroup memory, by one SIMD group.
 //!
-//! `D` is `ORDER * run` with a power of two for the run: butterflies inside runs, then Paley's matrix of order 12 or 20 across them. What is
-//! added to what is the codecs' own order, so that encoded bytes are theirs.
+//! `D` is `ORDER * run` with a power of two for the run: butterflies inside runs, then Paley's matrix of order 12 or 20
+//! across them. What is added to what is the codecs' own order, so that encoded bytes are theirs.
 
 use super::formats::rotation_order;
 use flashtile_kernel::prelude::*;

@@ -1,8 +1,9 @@
 //! Rows of keys and values as the lanes of a matrix product hold them.
 //!
-//! `LANES` lanes share a row: 4 lanes a key row, 8 lanes a value row. A lane loads its `W` words ahead of their use ([`fetch`]) and
-//! decodes them to pairs of coordinates when they are used ([`pairs`]): `P` words, one a pair for f16 and bf16, two for f32. The format
-//! chooses which coordinates a lane holds; the query and the output follow it ([`coordinate`]):
+//! `LANES` lanes share a row: 4 lanes a key row, 8 lanes a value row. A lane loads its `W` words ahead of their use
+//! ([`fetch`]) and decodes them to pairs of coordinates when they are used ([`pairs`]): `P` words, one a pair for f16
+//! and bf16, two for f32. The format chooses which coordinates a lane holds; the query and the output follow it
+//! ([`coordinate`]):
 //!
 //! | format | a lane holds |
 //! |---|---|
@@ -10,8 +11,8 @@
 //! | `tq2` to `tq6`, `D` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
 //! | all others | `D / LANES` neighbouring coordinates, gathered one by one |
 //!
-//! Levels of codes are integers up to 127, exact in f16. `byte_permute` looks up the low and the high bytes of the magnitudes of four
-//! codes at a time: a table of eight bytes is two registers.
+//! Levels of codes are integers up to 127, exact in f16. `byte_permute` looks up the low and the high bytes of the
+//! magnitudes of four codes at a time: a table of eight bytes is two registers.
 
 use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ5, TQ6};
 use super::formats::{
@@ -63,8 +64,8 @@ pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
     first_bytes(format, dim as u32) as usize / lanes / 4
 }
 
-/// What the addresses of a lane's words are multiples of, in bytes, where the memory of rows and the strides between them are multiples of
-/// `aligned`, a power of two.
+/// What the addresses of a lane's words are multiples of, in bytes, where the memory of rows and the strides between
+/// them are multiples of `aligned`, a power of two.
 #[device]
 pub const fn word_align(format: u32, dim: u32, lanes: u32, aligned: u32) -> u32 {
     if gathered(format, dim, lanes) {
@@ -86,8 +87,8 @@ pub const fn word_align(format: u32, dim: u32, lanes: u32, aligned: u32) -> u32 
     aligned
 }
 
-/// The smallest alignment with which lanes read keys and values as they do with `aligned`: one instance serves all alignments that make no
-/// difference.
+/// The smallest alignment with which lanes read keys and values as they do with `aligned`: one instance serves all
+/// alignments that make no difference.
 pub const fn kv_align(
     k_format: u32,
     head_dim: usize,
@@ -106,8 +107,8 @@ pub const fn pair_words(product: ScalarType, dim: usize, lanes: usize) -> usize 
     words * (dim / lanes / 2)
 }
 
-/// The type of the products of queries of type `q` with rows of a format, or of probabilities with them: f16 for codes, the type of elements
-/// for queries of that type, otherwise f32.
+/// The type of the products of queries of type `q` with rows of a format, or of probabilities with them: f16 for codes,
+/// the type of elements for queries of that type, otherwise f32.
 pub const fn product_type(q: ScalarType, format: u32) -> ScalarType {
     if is_codes(format) || format == F16 && matches!(q, ScalarType::F16) {
         ScalarType::F16
@@ -229,7 +230,8 @@ pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row:
     place
 }
 
-/// A lane's words of a row, not yet decoded. Rows are at multiples of `ALIGN` bytes, as far as their format has them there: [`word_align`].
+/// A lane's words of a row, not yet decoded. Rows are at multiples of `ALIGN` bytes, as far as their format has them
+/// there: [`word_align`].
 #[device]
 pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
     memory: &Buffer<u8>,
@@ -418,8 +420,9 @@ pub fn e4m3(code: u32) -> f32 {
     256.0 * number[0]
 }
 
-/// One byte each of the magnitudes of four codes of `tq`, from the table at word `first`. The low three bits of the indices are the nibbles of
-/// `selector`'s low half; the bytes of `upper` and `highest` are all ones where the fourth and the fifth bit of an index are set.
+/// One byte each of the magnitudes of four codes of `tq`, from the table at word `first`. The low three bits of the
+/// indices are the nibbles of `selector`'s low half; the bytes of `upper` and `highest` are all ones where the fourth
+/// and the fifth bit of an index are set.
 #[device]
 pub fn look_up<const FORMAT: u32>(
     levels: Levels,
@@ -441,8 +444,9 @@ pub fn look_up<const FORMAT: u32>(
     bytes
 }
 
-/// Decodes eight codes of `tq` in neighbouring bytes of a block to four pairs of f16: coordinate `c` and the one half a block on. `first` and
-/// `second` are words of the planes; `part2` and `part1` say which bits of a byte belong to `c`, in a plane of 2 bits and in one of 1 bit.
+/// Decodes eight codes of `tq` in neighbouring bytes of a block to four pairs of f16: coordinate `c` and the one half a
+/// block on. `first` and `second` are words of the planes; `part2` and `part1` say which bits of a byte belong to `c`,
+/// in a plane of 2 bits and in one of 1 bit.
 #[device]
 pub fn unit<const FORMAT: u32>(levels: Levels, first: u32, second: u32, part2: u32, part1: u32) -> [u32; 4] {
     // The top bits of these bytes are the signs of the codes in the low and in the high half of the block.
@@ -489,8 +493,8 @@ pub fn unit<const FORMAT: u32>(levels: Levels, first: u32, second: u32, part2: u
     result
 }
 
-/// Decodes a lane's words of a row to pairs of coordinates, without the row's scale: a word of two f16 or bf16, or two words of f32 where
-/// `P` is twice the number of pairs.
+/// Decodes a lane's words of a row to pairs of coordinates, without the row's scale: a word of two f16 or bf16, or two
+/// words of f32 where `P` is twice the number of pairs.
 #[device]
 pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
     from: [u32; W],

@@ -9,8 +9,9 @@ pub const LOG2E: f32 = std::f32::consts::LOG2_E;
 #[constant]
 pub const LN2: f32 = std::f32::consts::LN_2;
 
-/// The part of a bias whose magnitude is above this, `2^126`, is multiplied by [`HUGE_RATE`] instead of `log2 e`: the largest f32 in units
-/// of log2 would be infinite. Where biases are that large, neighbouring f32 are so far apart that their order alone decides the softmax.
+/// The part of a bias whose magnitude is above this, `2^126`, is multiplied by [`HUGE_RATE`] instead of `log2 e`: the
+/// largest f32 in units of log2 would be infinite. Where biases are that large, neighbouring f32 are so far apart that
+/// their order alone decides the softmax.
 #[constant]
 pub const HUGE_BIAS: f32 = 8.507_059e37;
 /// What a bias beyond [`HUGE_BIAS`] counts, per unit.

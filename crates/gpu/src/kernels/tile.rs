@@ -1,9 +1,9 @@
 //! One tile of attention: the scores of 16 keys and `8 T` query rows, their softmax, and the product with the values.
 //!
-//! The 16 keys are two stacked left operands of 8 rows, the queries the right operand: a lane holds `scores[t][h][n]` of key `8 h + r` and query row
-//! `8 t + 2 p + n`, where `r` is its [`matrix_row`] and `p` its [`matrix_pair`]. Probabilities have the same layout, which transposed is that of
-//! the right operand of the product with the values; `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row
-//! `8 t + 2 p + n`.
+//! The 16 keys are two stacked left operands of 8 rows, the queries the right operand: a lane holds `scores[t][h][n]`
+//! of key `8 h + r` and query row `8 t + 2 p + n`, where `r` is its [`matrix_row`] and `p` its [`matrix_pair`].
+//! Probabilities have the same layout, which transposed is that of the right operand of the product with the values;
+//! `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row `8 t + 2 p + n`.
 
 use super::attend::Attend;
 use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite};
@@ -17,7 +17,8 @@ use flashtile_kernel::prelude::*;
 #[constant]
 const SLACK: f32 = 8.0;
 
-/// A power of two that brings the sum of as many values as there can be keys, with probabilities up to `2^SLACK`, below a single value.
+/// A power of two that brings the sum of as many values as there can be keys, with probabilities up to `2^SLACK`, below
+/// a single value.
 #[constant]
 pub const SHRINK: f32 = 9.094_947e-13;
 
@@ -262,7 +263,8 @@ pub struct Accumulator<const N: usize, const T: usize> {
     pub row_max: [[f32; 2]; T],
     /// Sums of the probabilities of a lane's own keys.
     pub row_sum: [[f32; 2]; T],
-    /// Bit `2 t + n` of a row that is recomputed with partial outputs that are smaller by [`SHRINK`]; in the second pass, [`SECOND_PASS`] too.
+    /// Bit `2 t + n` of a row that is recomputed with partial outputs that are smaller by [`SHRINK`]; in the second
+    /// pass, [`SECOND_PASS`] too.
     pub shrunk: u32,
 }
 
@@ -337,7 +339,8 @@ pub fn shrink_of(shrunk: u32, row: usize) -> f32 {
     select(shrunk >> row as u32 & 1 != 0, SHRINK, 1.0)
 }
 
-/// Probabilities `2^(score - row_max)` of 16 keys, which join `row_sum`; then times the scales of their values and the factors of their rows.
+/// Probabilities `2^(score - row_max)` of 16 keys, which join `row_sum`; then times the scales of their values and the
+/// factors of their rows.
 #[device]
 #[inline(always)]
 pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
@@ -426,8 +429,8 @@ pub fn pv_tile<
     }
 }
 
-/// Adds `p v` of 16 keys from key `first` on, key by key, where a value is not finite: `0 v` of a hidden key would not be 0. To compilers the
-/// number of keys is unknown: unrolled, this rare path would be most of the kernel.
+/// Adds `p v` of 16 keys from key `first` on, key by key, where a value is not finite: `0 v` of a hidden key would not
+/// be 0. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
 pub fn pv_tile_nonfinite<
     const FORMAT: u32,
@@ -469,8 +472,8 @@ pub fn pv_tile_nonfinite<
     }
 }
 
-/// Bits `2 t + n` of a lane's rows whose partial outputs are infinite or NaN while their `row_sum` is finite: they overflowed, or a value is
-/// not finite.
+/// Bits `2 t + n` of a lane's rows whose partial outputs are infinite or NaN while their `row_sum` is finite: they
+/// overflowed, or a value is not finite.
 #[device]
 fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_sum: [[f32; 2]; T]) -> u32 {
     let mut bits = 0u32;
@@ -490,8 +493,8 @@ fn overflowed<const N: usize, const T: usize>(out: [[[[f32; 2]; 2]; N]; T], row_
     bits
 }
 
-/// Whether the SIMD group has to compute its rows again, because partial outputs overflowed though probabilities did not. Empties the
-/// accumulator if so. Partial outputs of f16 and of codes cannot overflow.
+/// Whether the SIMD group has to compute its rows again, because partial outputs overflowed though probabilities did
+/// not. Empties the accumulator if so. Partial outputs of f16 and of codes cannot overflow.
 #[device]
 pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,
