@@ -46,30 +46,35 @@ pub const MLX8_PLAIN: u32 = 12;
 
 /// Whether rows are codes, which are multiplied as f16 and have a scale, rather than elements.
 #[device]
+#[inline]
 pub const fn is_codes(format: u32) -> bool {
     format >= INT8
 }
 
 /// Whether rows are codes of mlx-native, whose codebooks are f32.
 #[device]
+#[inline]
 pub const fn is_mlx(format: u32) -> bool {
     format >= MLX4
 }
 
 /// Whether rows are codes of `tq2` to `tq6`, which lie in bit planes.
 #[device]
+#[inline]
 pub const fn in_planes(format: u32) -> bool {
     format >= TQ2 && format <= TQ6
 }
 
 /// Whether rows are elements of 16 bits.
 #[device]
+#[inline]
 pub const fn is_half(format: u32) -> bool {
     format == F16 || format == BF16
 }
 
 /// Whether a row may hold a NaN or an infinity: elements and e4m3, as other codes stand for finite values.
 #[device]
+#[inline]
 pub const fn may_be_nonfinite(format: u32) -> bool {
     !is_codes(format) || format == FP8
 }
@@ -97,12 +102,14 @@ pub const fn hadamard_order(format: u32, dim: usize) -> u32 {
 
 /// Whether each half of a row has a norm of its own: mlx-native at 512 coordinates.
 #[device]
+#[inline]
 pub const fn has_half_norms(format: u32, dim: u32) -> bool {
     is_mlx(format) && dim == 512
 }
 
 /// Bits of an element, or of the part of a code, in a plane of the row; 0 where the format has no such plane.
 #[device]
+#[inline]
 pub const fn plane_bits(format: u32, plane: u32) -> u32 {
     if plane == 1 {
         if format == TQ3 || format == TQ5 {
@@ -130,18 +137,21 @@ pub const fn plane_bits(format: u32, plane: u32) -> u32 {
 
 /// Bytes of a row's elements, or of its codes in the first plane.
 #[device]
+#[inline]
 pub const fn first_bytes(format: u32, dim: u32) -> u32 {
     dim * plane_bits(format, 0) / 8
 }
 
 /// Bytes of a row's codes in the second plane.
 #[device]
+#[inline]
 pub const fn second_bytes(format: u32, dim: u32) -> u32 {
     dim * plane_bits(format, 1) / 8
 }
 
 /// Bytes of a row's scale, or of its norms.
 #[device]
+#[inline]
 pub const fn scale_bytes(format: u32, dim: u32) -> u32 {
     if is_mlx(format) {
         return dim / 64;

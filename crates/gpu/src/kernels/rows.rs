@@ -32,6 +32,7 @@ pub struct Levels {
 
 /// Whether rows of a format are gathered one coordinate at a time.
 #[device]
+#[inline]
 pub const fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
     if in_planes(format) {
         return dim % 64 != 0;
@@ -41,6 +42,7 @@ pub const fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
 
 /// Neighbouring bytes of a row that one lane holds, where rows are neither gathered nor in planes: 16, 8 or 4.
 #[device]
+#[inline]
 pub const fn piece_bytes(format: u32, dim: u32, lanes: u32) -> u32 {
     let bytes = first_bytes(format, dim) / lanes;
     if bytes % 16 == 0 {
@@ -67,6 +69,7 @@ pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
 /// What the addresses of a lane's words are multiples of, in bytes, where the memory of rows and the strides between
 /// them are multiples of `aligned`, a power of two.
 #[device]
+#[inline]
 pub const fn word_align(format: u32, dim: u32, lanes: u32, aligned: u32) -> u32 {
     if gathered(format, dim, lanes) {
         return 1;
