@@ -6,7 +6,7 @@ use flashtile_core::codec::{Codec, Coder, Rotation, RowKind, mlx};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{ScalarType, f16};
 
-/// The constant of [`formats`](crate::kernels::formats) by which kernels are specialised for a codec.
+/// The constant of [`formats`] by which kernels are specialised for a codec.
 pub const fn format_id(codec: Codec) -> u32 {
     match codec {
         Codec::F32 => F32,

@@ -264,7 +264,7 @@ pub struct Accumulator<const N: usize, const T: usize> {
     /// Sums of the probabilities of a lane's own keys.
     pub row_sum: [[f32; 2]; T],
     /// Bit `2 t + n` of a row that is recomputed with partial outputs that are smaller by [`SHRINK`]; in the second
-    /// pass, [`SECOND_PASS`] too.
+    /// pass, `SECOND_PASS` too.
     pub shrunk: u32,
 }
 
