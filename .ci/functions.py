@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MAX = 80
 
-# What emits functions of many parameters: the launchers of kernels.
+# Files whose output may have functions of many parameters: entry points of kernels.
 EMITS = {"crates/kernel/macros/src/expand.rs"}
 
 FOLDERS = ["src", "crates", "cli/src", "tools", "examples"]

@@ -15,7 +15,7 @@ use flashtile::{
 pub(crate) struct Stored {
     pub(crate) k: Codec,
     pub(crate) v: Codec,
-    /// Whether the mean of the first keys is subtracted from quantized keys.
+    /// Subtract the mean of the first keys from quantized keys.
     pub(crate) centered: bool,
 }
 

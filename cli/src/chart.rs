@@ -29,7 +29,7 @@ pub(crate) struct Line {
     pub(crate) points: Vec<(f64, f64)>,
     /// Further points with its colour, which the line does not connect.
     pub(crate) apart: Vec<(f64, f64)>,
-    /// Whether points are circles instead of discs.
+    /// Draw points as rings; otherwise as discs.
     pub(crate) rings: bool,
 }
 

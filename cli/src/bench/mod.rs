@@ -109,7 +109,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What all measurements have in common.
+/// The device, the time and the progress bar of all measurements.
 struct Bench {
     device: Device,
     min_time: f64,

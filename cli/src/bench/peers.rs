@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::io::Read;
 use std::path::Path;
 
-/// What identifies the problem of a row.
+/// The problem of a row: a peer's row is compared with ours where the keys are equal.
 #[derive(Debug, Clone, PartialEq)]
 struct Key {
     kind: String,

@@ -96,7 +96,7 @@ impl Row {
         }
     }
 
-    /// Whether another row differs only in the layout of its cache.
+    /// Whether two rows have the same problem and differ in the layout or the codecs of their caches.
     pub(super) fn differs_in_cache(&self, other: &Self) -> bool {
         let (a, b) = (self.problem.dims(), other.problem.dims());
         let same = |of: fn(&Dims) -> usize| of(a) == of(b);

@@ -47,7 +47,7 @@ impl Candidate {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Choice {
     pub(super) best: Candidate,
-    /// Whether it meets the gate; otherwise it is the nearest candidate.
+    /// `best` meets the gate; otherwise it is the candidate nearest to it.
     pub(super) meets: bool,
     /// The cheaper candidate that is nearest to the gate.
     pub(super) cheaper: Option<Candidate>,

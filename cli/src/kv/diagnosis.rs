@@ -76,14 +76,14 @@ impl Diagnosis {
         (1.0 + self.bias.ratio * self.bias.ratio).log2() / 2.0
     }
 
-    /// Whether a channel is an outlier: its energy is at least that of all channels at the median, and there are
-    /// other channels that it harms.
+    /// A channel is an outlier if its energy is at least the energy of all channels at the median, and there are other
+    /// channels that it harms.
     fn outlier(&self) -> bool {
         let energy = self.channel.ratio * self.channel.ratio / self.head_dim as f64;
         self.head_dim > 1 && energy >= OUTLIER
     }
 
-    /// What the mean implies.
+    /// Describes the mean, and advises whether to center keys.
     pub(super) fn bias_words(&self) -> String {
         let ratio = self.bias.ratio;
         if !ratio.is_finite() {
@@ -94,7 +94,7 @@ impl Diagnosis {
         format!("a mean {ratio:.2} times their spread (not subtracted, it costs {lost:.1} bits): {advice}")
     }
 
-    /// What the channels imply.
+    /// Describes the channels, and says whether one is an outlier.
     pub(super) fn channel_words(&self) -> String {
         let ratio = self.channel.ratio;
         if self.head_dim == 1 {

@@ -6,7 +6,7 @@ use super::codes::CodeRows;
 use super::mask::MaskTile;
 use super::mat::{MatMut, RowMaxSum};
 use super::pack::HeadRows;
-use super::state::{Context, Path, Query, TaskState, Tile};
+use super::state::{CodePhases, Context, Path, Query, TaskState, Tile};
 use super::stream::MAX_ROWS;
 use crate::plan::{Rows, sequence_of, spans};
 use flashtile_core::block_tables::BlockTables;
@@ -98,14 +98,13 @@ impl<'a> TaskState<'a> {
     /// from f32, so the choice must not depend on how rows are cut into tasks. It is made by the rows of the whole sequence;
     /// a plan with shared prefixes packs all codes. Codes that no products take are packed however few the rows are.
     fn with_paths(mut self) -> Self {
-        let plan = self.cx.plan;
-        let few = self.sequence.q_len * self.gqa_group <= MAX_ROWS && plan.prefixes().is_empty();
+        let multiplies_codes = self.cx.plan.multiplies_codes(self.sequence);
         let path_of_codes = |rows: CodeRows<'_>| {
-            let phases = self.kernels.code_phases.iter().filter(|_| few);
-            phases
-                .copied()
-                .find(|phases| (phases.takes)(rows.coder(), rows.dim()))
-                .map_or(Path::Packed, Path::Codes)
+            if !multiplies_codes {
+                return Path::Packed;
+            }
+            let takes = |phases: &&CodePhases| (phases.takes)(rows.coder(), rows.dim());
+            self.kernels.code_phases.iter().find(takes).map_or(Path::Packed, |phases| Path::Codes(*phases))
         };
         let path = |stored| match stored {
             Stored::Elements(_) if self.rows.count <= MAX_ROWS => Path::Stream,

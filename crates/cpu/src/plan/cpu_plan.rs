@@ -220,12 +220,16 @@ impl CpuPlan {
     #[must_use]
     pub fn multiplies_integers(&self) -> bool {
         let (problem, dims) = (&self.problem, self.problem.dims());
-        let few = |s: &Sequence| s.q_len * dims.gqa_group() <= STREAM_ROWS;
         let takes = |codec: Codec, dim: usize| codec.is_integer() && dim.is_multiple_of(INTEGER_DIM_STEP);
         self.isa == Isa::Avx512Vnni
-            && self.prefixes().is_empty()
-            && problem.sequences().iter().any(few)
+            && problem.sequences().iter().any(|s| self.multiplies_codes(s))
             && (takes(problem.k_codec(), dims.head_dim) || takes(problem.v_codec(), dims.value_dim))
+    }
+
+    /// Whether tasks of a sequence multiply codes without decoding them, where the instruction set can: the sequence has few rows, and no
+    /// prefixes are shared.
+    pub(crate) fn multiplies_codes(&self, sequence: &Sequence) -> bool {
+        sequence.q_len * self.problem.dims().gqa_group() <= STREAM_ROWS && self.prefixes().is_empty()
     }
 
     /// Keys of a block.
