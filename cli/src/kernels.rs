@@ -89,9 +89,6 @@ pub(crate) struct VariantArgs {
     /// Codec of the values; default the dtype
     #[arg(long, value_name = "CODEC")]
     pub(crate) v_codec: Option<Codec>,
-    /// Keys and values are found through a block table
-    #[arg(long)]
-    pub(crate) paged: bool,
 }
 
 impl VariantArgs {
@@ -103,7 +100,6 @@ impl VariantArgs {
             (VariantOption::Dtype, self.dtype.is_some()),
             (VariantOption::KCodec, self.k_codec.is_some()),
             (VariantOption::VCodec, self.v_codec.is_some()),
-            (VariantOption::Paged, self.paged),
         ];
         given.into_iter().filter(|(_, given)| *given).map(|(option, _)| option).collect()
     }
@@ -118,7 +114,6 @@ impl VariantArgs {
             value_dim: self.value_dim.unwrap_or(head_dim),
             k_codec: self.k_codec.unwrap_or(Codec::of(dtype)),
             v_codec: self.v_codec.unwrap_or(Codec::of(dtype)),
-            paged: self.paged,
         }
     }
 }

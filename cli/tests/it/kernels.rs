@@ -63,10 +63,10 @@ fn texts() {
         assert!(text.contains("unrotate"), "{target}");
     }
     let decode = ok(&["kernels", "print", "decode", "--target", "cuda"]);
-    let paged = ["--head-dim", "64", "--dtype", "f16", "--k-codec", "int8", "--v-codec", "tq5", "--paged"];
-    let other = ok(&[&["kernels", "print", "decode", "--target", "cuda"], &paged[..]].concat());
+    let options = ["--head-dim", "64", "--dtype", "f16", "--k-codec", "int8", "--v-codec", "tq5"];
+    let other = ok(&[&["kernels", "print", "decode", "--target", "cuda"], &options[..]].concat());
     assert!(decode.contains("// decode_bf16_2_2_128_128_"), "{decode}");
-    assert!(other.contains("// decode_f16_3_8_64_64_") && other.contains("PAGED = true;"), "{other}");
+    assert!(other.contains("// decode_f16_3_8_64_64_"), "{other}");
 }
 
 #[test]
@@ -117,7 +117,10 @@ fn refusals() {
         ),
         (print(&["mask_tile"]), "mask_tile is neither a kernel nor an instance, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
-        (print(&["mask_tiles", "--paged"]), "--paged: does not apply to mask_tiles, it has one instance"),
+        (
+            print(&["mask_tiles", "--head-dim", "64"]),
+            "--head-dim: does not apply to mask_tiles, it has one instance",
+        ),
         (print(&["merge", "--head-dim", "64"]), "expected --dtype, --value-dim, --v-codec"),
         (
             print(&["decode", "--head-dim", "72"]),
@@ -140,7 +143,7 @@ fn refusals() {
         (print(&["merge_bf16_99999999999_0"]), "is neither a kernel nor an instance"),
         (print(&["merge_bf17_128_0"]), "is neither a kernel nor an instance"),
         (print(&["--all"]), "--all: expected -o DIR"),
-        (print(&["--all", "--paged", "-o", "x"]), "--paged: does not apply with --all"),
+        (print(&["--all", "--head-dim", "64", "-o", "x"]), "--head-dim: does not apply with --all"),
         (vec!["kernels", "print", "merge"], "--target"),
         (vec!["kernels", "print", "merge", "--target", "hlsl"], "msl, cuda, rust"),
     ];

@@ -1,9 +1,10 @@
 //! How a problem runs on the kernels of the kernel language: instances, parameters, scratch.
 
-use crate::codecs::{codebooks, is_rotatable, magnitudes};
+use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
 use crate::kernels::attend::Attend;
 use crate::kernels::decode::decode;
 use crate::kernels::merge::{Merge, merge};
+use crate::kernels::rows::kv_align;
 use crate::shape::{Shape, Tile, count};
 use crate::variant::Variant;
 use flashtile_core::codec::Codec;
@@ -94,18 +95,37 @@ pub struct Plan {
     attend: Attend,
     merged: Merge,
     shape: Shape,
-    features: Features,
+    constants: Constants,
 }
 
-/// The features of a problem for which kernels are specialised.
+/// The `#[constant]` parameters of the kernels: where rows lie, and the features of the problem.
 #[derive(Debug, Clone, Copy)]
-struct Features {
-    softcap: bool,
-    alibi: bool,
-    mask: bool,
-    tree_mask: bool,
-    k_mean: bool,
-    sinks: bool,
+struct Constants {
+    paged: bool,
+    row_align: u32,
+    has_softcap: bool,
+    has_alibi: bool,
+    has_mask: bool,
+    has_tree_mask: bool,
+    has_k_mean: bool,
+    has_sinks: bool,
+}
+
+impl Constants {
+    fn of(problem: &Problem, places: &Strides, centered: bool) -> Self {
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let (k_format, v_format) = (format_id(problem.k_codec()), format_id(problem.v_codec()));
+        Self {
+            paged: places.pages.is_some(),
+            row_align: kv_align(k_format, dims.head_dim, v_format, dims.value_dim, places.aligned),
+            has_softcap: desc.softcap.is_some(),
+            has_alibi: desc.alibi,
+            has_mask: desc.mask.is_some(),
+            has_tree_mask: desc.tree,
+            has_k_mean: centered,
+            has_sinks: desc.sinks,
+        }
+    }
 }
 
 /// Strides as kernels take them.
@@ -198,7 +218,7 @@ impl Plan {
     /// # Errors
     /// [`PlanError`].
     pub fn new(problem: &Problem, places: &Strides, centered: bool, tile: Tile) -> Result<Self, PlanError> {
-        let (dims, desc) = (problem.dims(), problem.desc());
+        let dims = problem.dims();
         let shape = Shape::of(problem, tile)?;
         for (codec, got) in [(problem.k_codec(), dims.head_dim), (problem.v_codec(), dims.value_dim)] {
             if !is_rotatable(codec, got) {
@@ -211,10 +231,9 @@ impl Plan {
             value_dim: dims.value_dim,
             k_codec: problem.k_codec(),
             v_codec: problem.v_codec(),
-            paged: places.pages.is_some(),
         };
         let internal = |e: GenericsError| PlanError::Instance { why: e.to_string() };
-        let decode = variant.decode(tile, places.aligned).map_err(internal)?;
+        let decode = variant.decode(tile).map_err(internal)?;
         let merge = variant.merge().map_err(internal)?;
         let attend = attend_params(problem, places, &shape)?;
         let merged = Merge {
@@ -224,15 +243,8 @@ impl Plan {
             splits: shape.results,
             unused: 0,
         };
-        let features = Features {
-            softcap: desc.softcap.is_some(),
-            alibi: desc.alibi,
-            mask: desc.mask.is_some(),
-            tree_mask: desc.tree,
-            k_mean: centered,
-            sinks: desc.sinks,
-        };
-        Ok(Self { decode, merge, attend, merged, shape, features })
+        let constants = Constants::of(problem, places, centered);
+        Ok(Self { decode, merge, attend, merged, shape, constants })
     }
 
     /// f32 that `partial_out` and `partial_max_sum` hold.
@@ -247,9 +259,11 @@ impl Plan {
 
     /// What launches give the `#[constant]` parameters of the kernels, in order.
     pub fn constants(&self, with_lse: bool) -> [Vec<Constant>; 2] {
-        let Features { softcap, alibi, mask, tree_mask, k_mean, sinks } = self.features;
-        let of = |constants: &[bool]| constants.iter().map(|&constant| Constant::of(constant)).collect();
-        [of(&[softcap, alibi, mask, tree_mask, k_mean]), of(&[sinks, with_lse, alibi])]
+        let c = self.constants;
+        let has = [c.has_softcap, c.has_alibi, c.has_mask, c.has_tree_mask, c.has_k_mean];
+        let mut decode = vec![Constant::of(c.paged), Constant::of(c.row_align)];
+        decode.extend(has.map(Constant::of));
+        [decode, [c.has_sinks, with_lse, c.has_alibi].map(Constant::of).to_vec()]
     }
 
     /// The same with native code, where `find` knows some.
@@ -270,7 +284,7 @@ impl Plan {
         numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
         read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
     ) -> Result<(), LaunchError<D::Error>> {
-        let has = self.features;
+        let constants = self.constants;
         let Tensors { partial_out, partial_max_sum, .. } = tensors;
         if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
             return Ok(());
@@ -290,11 +304,13 @@ impl Plan {
             params: self.attend,
             partial_out: numbers(partial_out),
             partial_max_sum: numbers(partial_max_sum),
-            has_softcap: has.softcap,
-            has_alibi: has.alibi,
-            has_mask: has.mask,
-            has_tree_mask: has.tree_mask,
-            has_k_mean: has.k_mean,
+            paged: constants.paged,
+            row_align: constants.row_align,
+            has_softcap: constants.has_softcap,
+            has_alibi: constants.has_alibi,
+            has_mask: constants.has_mask,
+            has_tree_mask: constants.has_tree_mask,
+            has_k_mean: constants.has_k_mean,
             groups: self.shape.groups,
         }
         .launch_instance(device, &self.decode)?;
@@ -307,9 +323,9 @@ impl Plan {
             params: self.merged,
             out: tensors.out,
             lse: tensors.lse,
-            has_sinks: has.sinks,
+            has_sinks: constants.has_sinks,
             with_lse: tensors.with_lse,
-            has_shift: has.alibi,
+            has_shift: constants.has_alibi,
             groups: self.shape.rows,
         }
         .launch_instance(device, &self.merge)

@@ -21,7 +21,7 @@ pub static KERNELS: &[&Kernel] = &[
     &mask_tiles::KERNEL,
 ];
 
-/// Instances of every kernel over [`HEAD_DIMS`], types and codecs, with rows that are at multiples of 16 bytes.
+/// Instances of every kernel over [`HEAD_DIMS`], types and codecs.
 #[must_use]
 pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
@@ -33,11 +33,8 @@ pub fn instances() -> Vec<Instance> {
                 value_dim: dim,
                 k_codec: codec,
                 v_codec: codec,
-                paged: false,
             };
-            for paged in [false, true] {
-                all.extend(Variant { paged, ..variant }.decode(Tile::of(codec, dim), 16));
-            }
+            all.extend(variant.decode(Tile::of(codec, dim)));
             all.extend(variant.merge());
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);

@@ -7,7 +7,6 @@ use crate::kernels::encode;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
 use crate::kernels::rotation::hadamard;
-use crate::kernels::rows::kv_align;
 use crate::shape::{DIM_STEP, HEAD_DIMS, MAX_DIM, Tile};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
@@ -27,8 +26,6 @@ pub struct Variant {
     pub k_codec: Codec,
     /// How values are stored.
     pub v_codec: Codec,
-    /// Whether keys and values are found through a table of pages.
-    pub paged: bool,
 }
 
 /// A field of [`Variant`].
@@ -45,17 +42,15 @@ pub enum VariantOption {
     KCodec,
     /// [`Variant::v_codec`].
     VCodec,
-    /// [`Variant::paged`].
-    Paged,
 }
 
 impl VariantOption {
     /// What tells the instances of a kernel apart.
     #[must_use]
     pub fn of(kernel: &Kernel) -> &'static [Self] {
-        use VariantOption::{Dtype, HeadDim, KCodec, Paged, VCodec, ValueDim};
+        use VariantOption::{Dtype, HeadDim, KCodec, VCodec, ValueDim};
         match kernel.name {
-            "decode" => &[Dtype, HeadDim, ValueDim, KCodec, VCodec, Paged],
+            "decode" => &[Dtype, HeadDim, ValueDim, KCodec, VCodec],
             "merge" => &[Dtype, ValueDim, VCodec],
             "encode" => &[Dtype, HeadDim, KCodec],
             "append" => &[Dtype, KCodec],
@@ -73,7 +68,6 @@ impl VariantOption {
             Self::ValueDim => "value-dim",
             Self::KCodec => "k-codec",
             Self::VCodec => "v-codec",
-            Self::Paged => "paged",
         }
     }
 }
@@ -147,25 +141,21 @@ const fn supports(codec: Codec, dim: usize) -> bool {
 }
 
 impl Variant {
-    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile, for rows of keys and values whose
-    /// addresses are multiples of `aligned` bytes.
+    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile.
     ///
     /// # Errors
     /// [`GenericsError`].
-    pub fn decode(&self, tile: Tile, aligned: usize) -> Result<Instance, GenericsError> {
+    pub fn decode(&self, tile: Tile) -> Result<Instance, GenericsError> {
         let (k_format, v_format) = (format_id(self.k_codec), format_id(self.v_codec));
-        let align = kv_align(k_format, self.head_dim, v_format, self.value_dim, aligned);
         decode::specialise(&[
             Generic::Type(scalar_type(self.dtype)),
             Generic::U32(k_format),
             Generic::U32(v_format),
             Generic::Usize(self.head_dim),
             Generic::Usize(self.value_dim),
-            Generic::Usize(align),
             Generic::Usize(tile.rows),
             Generic::Usize(tile.keys),
             Generic::Usize(tile.simds),
-            Generic::Bool(self.paged),
         ])
     }
 
@@ -181,8 +171,7 @@ impl Variant {
         ])
     }
 
-    /// The instance of a kernel of this library, as text: for rows that are at multiples of 16 bytes and, where the
-    /// kernel has one, the tile that plans take.
+    /// The instance of a kernel of this library, with the tile that plans take where the kernel has one.
     ///
     /// # Errors
     /// [`VariantError`].
@@ -204,7 +193,7 @@ impl Variant {
             }
         }
         let made = match kernel.name {
-            "decode" => self.decode(Tile::of(self.k_codec, self.head_dim), 16),
+            "decode" => self.decode(Tile::of(self.k_codec, self.head_dim)),
             "encode" | "append" => {
                 let codes = self.k_codec.dtype().is_none();
                 if codes != (kernel.name == "encode") {
@@ -232,25 +221,22 @@ impl Variant {
 }
 
 /// The instance of [`decode()`](crate::kernels::decode::decode()) with native code: the type of q and the types of both
-/// products; formats and dimensions of keys and values; the alignment of rows, the tile's `T`, `U` and `S`, and whether
-/// rows are in pages.
+/// products; formats and dimensions of keys and values; the tile's `T`, `U` and `S`.
 ///
 /// Rust computes no generics from others: the derived ones are written here.
 #[macro_export]
 macro_rules! native_decode {
-    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$align:expr, $t:expr, $u:expr, $s:expr, $paged:expr]) => {{
-        use $crate::kernels::rows::{kv_align, lane_words, pair_words};
+    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
+        use $crate::kernels::rows::{lane_words, pair_words};
         $crate::kernels::decode::decode::instance::<
             $q,
             { $kf },
             { $vf },
             { $d },
             { $dv },
-            { kv_align($kf, $d, $vf, $dv, $align) },
             { $t },
             { $u },
             { $s },
-            { $paged },
             $k,
             $v,
             { $d / 8 },
@@ -292,7 +278,6 @@ mod tests {
         value_dim: 128,
         k_codec: Codec::BF16,
         v_codec: Codec::BF16,
-        paged: false,
     };
 
     #[test]

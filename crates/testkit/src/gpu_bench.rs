@@ -630,7 +630,6 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         value_dim: dim,
         k_codec: Codec::BF16,
         v_codec: Codec::BF16,
-        paged: false,
     };
     let instance = variant.merge().map_err(|e| e.to_string())?;
     let params = Merge {

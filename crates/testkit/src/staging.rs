@@ -86,9 +86,6 @@ fn alignment(max: usize, strides: &[usize]) -> usize {
 #[derive(Debug)]
 pub(crate) struct StagedInputs {
     pub(crate) plan: Plan,
-    /// Whether keys are found through a block table.
-    #[cfg(feature = "simulator")]
-    pub(super) paged: bool,
     /// Strides of keys and of values, in bytes: from entry to entry, head to head and row to row.
     #[cfg(feature = "simulator")]
     pub(super) strides: [[usize; 3]; 2],
@@ -183,8 +180,6 @@ impl StagedInputs {
         ];
         Ok(Self {
             plan,
-            #[cfg(feature = "simulator")]
-            paged: strides.pages.is_some(),
             #[cfg(feature = "simulator")]
             strides: [k_strides, v_strides],
             inputs,

@@ -22,10 +22,10 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     ALL.iter().find(is).cloned()
 }
 
-/// Tiles of 8 rows, tiles of 16 keys, SIMD groups; types of q and of both products, formats, dimensions, alignment of rows, pages.
+/// Tiles of 8 rows, tiles of 16 keys, SIMD groups; types of q and of both products, formats, dimensions.
 macro_rules! decodes {
-    ([$t:literal $u:literal $s:literal] $($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal $align:literal $paged:literal;)*) => {
-        vec![$(native_decode!([$q, $k, $v] [$kf, $vf, $d, $dv] [$align, $t, $u, $s, $paged])),*]
+    ([$t:literal $u:literal $s:literal] $($q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal;)*) => {
+        vec![$(native_decode!([$q, $k, $v] [$kf, $vf, $d, $dv] [$t, $u, $s])),*]
     };
 }
 
@@ -35,153 +35,133 @@ macro_rules! merges {
 
 fn decodes() -> Vec<Instance> {
     decodes! { [1 1 2]
-        bf16 f16 bf16 9 2 128 64 16 true;
-        bf16 f16 f16 12 12 256 256 16 true;
-        bf16 f16 f16 11 11 256 256 16 true;
-        bf16 f16 f16 12 12 256 256 4 true;
-        bf16 f16 f16 11 11 256 256 4 true;
-        bf16 f16 f16 12 12 512 512 16 true;
-        bf16 f16 f16 11 11 512 512 16 true;
-        bf16 f16 f16 3 7 64 128 16 true;
-        bf16 f16 f16 5 5 128 128 16 true;
-        bf16 f16 f16 5 5 192 192 2 true;
-        bf16 f16 f16 5 5 512 512 16 true;
-        bf16 f16 f16 5 5 64 64 16 true;
-        bf16 f16 f16 8 8 128 128 16 true;
-        bf16 f16 f16 8 8 192 192 2 true;
-        bf16 f16 f16 8 8 512 512 16 true;
-        bf16 f16 f16 8 8 64 192 16 true;
-        bf16 f16 f16 8 8 64 64 16 true;
-        bf16 f16 f16 9 8 64 64 16 true;
-        bf16 f32 f16 0 6 128 64 16 true;
-        f16 f16 f16 10 10 256 256 16 true;
-        f16 f16 f16 10 10 256 256 4 true;
-        f16 f16 f16 10 10 512 512 16 true;
-        f16 f16 f16 11 11 256 256 16 true;
-        f16 f16 f16 11 11 256 256 4 true;
-        f16 f16 f16 11 11 512 512 16 true;
-        f16 f16 f16 3 3 128 128 16 true;
-        f16 f16 f16 3 3 192 192 2 true;
-        f16 f16 f16 3 3 512 512 16 true;
-        f16 f16 f16 3 3 64 64 16 true;
-        f16 f16 f16 3 7 64 128 16 true;
-        f16 f16 f16 3 8 128 64 16 true;
-        f16 f16 f16 7 7 128 128 16 true;
-        f16 f16 f16 7 7 192 192 2 true;
-        f16 f16 f16 7 7 512 512 16 true;
-        f16 f16 f16 7 7 64 192 16 true;
-        f16 f16 f16 7 7 64 64 16 true;
-        f16 f16 f16 8 4 128 64 16 true;
-        f16 f16 f16 9 8 64 64 16 true;
-        f16 f16 f32 1 0 128 64 16 true;
-        f32 f16 f16 11 11 256 256 16 true;
-        f32 f16 f16 11 11 256 256 4 true;
-        f32 f16 f16 11 11 512 512 16 true;
-        f32 f16 f16 3 7 64 128 16 true;
-        f32 f16 f16 4 3 128 64 16 true;
-        f32 f16 f16 4 4 128 128 16 true;
-        f32 f16 f16 4 4 192 192 2 true;
-        f32 f16 f16 4 4 512 512 16 true;
-        f32 f16 f16 4 4 64 64 16 true;
-        f32 f16 f16 6 6 128 128 16 true;
-        f32 f16 f16 6 6 192 192 2 true;
-        f32 f16 f16 6 6 512 512 16 true;
-        f32 f16 f16 6 6 64 192 16 true;
-        f32 f16 f16 6 6 64 64 16 true;
-        f32 f16 f16 9 8 64 64 16 true;
-        f32 f16 f16 9 9 128 128 16 true;
-        f32 f16 f16 9 9 192 192 2 true;
-        f32 f16 f16 9 9 512 512 16 true;
-        f32 f16 f16 9 9 64 192 16 true;
-        f32 f16 f16 9 9 64 64 16 true;
-        f32 f32 f16 1 7 128 64 16 true;
-        f32 f32 f32 2 1 128 64 16 true;
-        f32 f32 f32 0 0 16 16 16 false;
-        f32 f32 f32 0 0 32 32 16 false;
-        f32 f32 f32 0 0 32 32 16 true;
-        f32 f32 f32 0 0 48 48 16 false;
-        f32 f32 f32 0 0 64 64 16 false;
-        f32 f32 f32 0 0 64 64 16 true;
-        f32 f32 f32 0 0 80 80 16 false;
-        f32 f32 f32 0 0 96 80 16 false;
-        f32 f32 f32 0 0 96 96 16 false;
-        f32 f32 f32 0 0 128 128 16 false;
-        f32 f32 f32 0 0 192 128 16 false;
-        f32 f32 f32 0 0 192 192 16 false;
-        f32 f32 f32 0 0 256 256 16 false;
-        f32 f32 f32 0 0 320 320 16 false;
-        f32 f32 f32 0 0 512 512 16 false;
-        f32 f32 f32 0 0 512 512 16 true;
-        f16 f16 f16 1 1 16 16 16 false;
-        f16 f16 f16 1 1 32 32 16 false;
-        f16 f16 f16 1 1 32 32 16 true;
-        f16 f16 f16 1 1 64 64 16 false;
-        f16 f16 f16 1 1 64 64 16 true;
-        f16 f16 f16 1 1 80 80 16 false;
-        f16 f16 f16 1 1 96 80 16 false;
-        f16 f16 f16 1 1 96 96 16 false;
-        f16 f16 f16 1 1 128 128 16 false;
-        f16 f16 f16 1 1 128 192 16 false;
-        f16 f16 f16 1 1 192 192 16 false;
-        f16 f16 f16 1 1 256 256 16 false;
-        f16 f16 f16 1 1 320 320 16 false;
-        f16 f16 f16 1 1 512 512 16 false;
-        f16 f16 f16 1 1 512 512 16 true;
-        bf16 bf16 bf16 2 2 16 16 16 false;
-        bf16 bf16 bf16 2 2 32 32 16 false;
-        bf16 bf16 bf16 2 2 32 32 16 true;
-        bf16 bf16 bf16 2 2 64 64 16 false;
-        bf16 bf16 bf16 2 2 64 64 16 true;
-        bf16 bf16 bf16 2 2 80 80 16 false;
-        bf16 bf16 bf16 2 2 96 80 16 false;
-        bf16 bf16 bf16 2 2 96 96 16 false;
-        bf16 bf16 bf16 2 2 128 128 16 false;
-        bf16 bf16 bf16 2 2 192 192 16 false;
-        bf16 bf16 bf16 2 2 256 256 16 false;
-        bf16 bf16 bf16 2 2 320 320 16 false;
-        bf16 bf16 bf16 2 2 512 512 16 false;
-        bf16 bf16 bf16 2 2 512 512 16 true;
+        bf16 f16 bf16 9 2 128 64;
+        bf16 f16 f16 12 12 256 256;
+        bf16 f16 f16 11 11 256 256;
+        bf16 f16 f16 12 12 512 512;
+        bf16 f16 f16 11 11 512 512;
+        bf16 f16 f16 3 7 64 128;
+        bf16 f16 f16 5 5 128 128;
+        bf16 f16 f16 5 5 192 192;
+        bf16 f16 f16 5 5 512 512;
+        bf16 f16 f16 5 5 64 64;
+        bf16 f16 f16 8 8 128 128;
+        bf16 f16 f16 8 8 192 192;
+        bf16 f16 f16 8 8 512 512;
+        bf16 f16 f16 8 8 64 192;
+        bf16 f16 f16 8 8 64 64;
+        bf16 f16 f16 9 8 64 64;
+        bf16 f32 f16 0 6 128 64;
+        f16 f16 f16 10 10 256 256;
+        f16 f16 f16 10 10 512 512;
+        f16 f16 f16 11 11 256 256;
+        f16 f16 f16 11 11 512 512;
+        f16 f16 f16 3 3 128 128;
+        f16 f16 f16 3 3 192 192;
+        f16 f16 f16 3 3 512 512;
+        f16 f16 f16 3 3 64 64;
+        f16 f16 f16 3 7 64 128;
+        f16 f16 f16 3 8 128 64;
+        f16 f16 f16 7 7 128 128;
+        f16 f16 f16 7 7 192 192;
+        f16 f16 f16 7 7 512 512;
+        f16 f16 f16 7 7 64 192;
+        f16 f16 f16 7 7 64 64;
+        f16 f16 f16 8 4 128 64;
+        f16 f16 f16 9 8 64 64;
+        f16 f16 f32 1 0 128 64;
+        f32 f16 f16 11 11 256 256;
+        f32 f16 f16 11 11 512 512;
+        f32 f16 f16 3 7 64 128;
+        f32 f16 f16 4 3 128 64;
+        f32 f16 f16 4 4 128 128;
+        f32 f16 f16 4 4 192 192;
+        f32 f16 f16 4 4 512 512;
+        f32 f16 f16 4 4 64 64;
+        f32 f16 f16 6 6 128 128;
+        f32 f16 f16 6 6 192 192;
+        f32 f16 f16 6 6 512 512;
+        f32 f16 f16 6 6 64 192;
+        f32 f16 f16 6 6 64 64;
+        f32 f16 f16 9 8 64 64;
+        f32 f16 f16 9 9 128 128;
+        f32 f16 f16 9 9 192 192;
+        f32 f16 f16 9 9 512 512;
+        f32 f16 f16 9 9 64 192;
+        f32 f16 f16 9 9 64 64;
+        f32 f32 f16 1 7 128 64;
+        f32 f32 f32 2 1 128 64;
+        f32 f32 f32 0 0 16 16;
+        f32 f32 f32 0 0 32 32;
+        f32 f32 f32 0 0 48 48;
+        f32 f32 f32 0 0 64 64;
+        f32 f32 f32 0 0 80 80;
+        f32 f32 f32 0 0 96 80;
+        f32 f32 f32 0 0 96 96;
+        f32 f32 f32 0 0 128 128;
+        f32 f32 f32 0 0 192 128;
+        f32 f32 f32 0 0 192 192;
+        f32 f32 f32 0 0 256 256;
+        f32 f32 f32 0 0 320 320;
+        f32 f32 f32 0 0 512 512;
+        f16 f16 f16 1 1 16 16;
+        f16 f16 f16 1 1 32 32;
+        f16 f16 f16 1 1 64 64;
+        f16 f16 f16 1 1 80 80;
+        f16 f16 f16 1 1 96 80;
+        f16 f16 f16 1 1 96 96;
+        f16 f16 f16 1 1 128 128;
+        f16 f16 f16 1 1 128 192;
+        f16 f16 f16 1 1 192 192;
+        f16 f16 f16 1 1 256 256;
+        f16 f16 f16 1 1 320 320;
+        f16 f16 f16 1 1 512 512;
+        bf16 bf16 bf16 2 2 16 16;
+        bf16 bf16 bf16 2 2 32 32;
+        bf16 bf16 bf16 2 2 64 64;
+        bf16 bf16 bf16 2 2 80 80;
+        bf16 bf16 bf16 2 2 96 80;
+        bf16 bf16 bf16 2 2 96 96;
+        bf16 bf16 bf16 2 2 128 128;
+        bf16 bf16 bf16 2 2 192 192;
+        bf16 bf16 bf16 2 2 256 256;
+        bf16 bf16 bf16 2 2 320 320;
+        bf16 bf16 bf16 2 2 512 512;
     }
 }
 
 /// One SIMD group, so that there is one partial result per split.
 fn splits() -> Vec<Instance> {
     decodes! { [1 1 1]
-        f32 f32 f32 0 0 64 64 16 false;
-        f16 f16 f16 1 1 64 64 16 false;
-        bf16 bf16 bf16 2 2 64 64 16 false;
-        f32 f16 f16 3 3 64 64 16 false;
-        f16 f16 f16 7 7 64 64 16 false;
-        bf16 f16 f16 8 8 64 64 16 false;
-        f32 f32 f32 0 0 64 64 16 true;
-        f16 f16 f16 7 7 64 64 16 true;
+        f32 f32 f32 0 0 64 64;
+        f16 f16 f16 1 1 64 64;
+        bf16 bf16 bf16 2 2 64 64;
+        f32 f16 f16 3 3 64 64;
+        f16 f16 f16 7 7 64 64;
+        bf16 f16 f16 8 8 64 64;
     }
 }
 
 /// Codes in pages of any size and in one page.
 fn pages() -> Vec<Instance> {
     decodes! { [1 1 2]
-        f16 f16 f16 3 3 64 64 16 false;
-        f16 f16 f16 7 7 64 64 16 false;
-        f32 f16 f16 4 4 256 256 2 true;
-        f16 f16 f16 3 3 256 256 2 true;
-        bf16 f16 f16 5 5 256 256 2 true;
-        f32 f16 f16 6 6 256 256 2 true;
-        f16 f16 f16 7 7 256 256 2 true;
-        bf16 f16 f16 8 8 256 256 2 true;
-        f32 f16 f16 9 9 256 256 2 true;
-        f32 f16 f16 4 4 320 64 16 true;
-        f16 f16 f16 3 3 320 64 16 true;
-        bf16 f16 f16 5 5 320 64 16 true;
-        f32 f16 f16 6 6 320 64 16 true;
-        f16 f16 f16 7 7 320 64 16 true;
-        bf16 f16 f16 8 8 320 64 16 true;
-        f32 f16 f16 9 9 320 64 16 true;
-        f32 f16 f16 4 4 64 192 16 true;
-        f16 f16 f16 3 3 64 192 16 true;
-        bf16 f16 f16 5 5 64 192 16 true;
-        bf16 f16 f16 8 8 64 64 16 false;
-        bf16 f16 f16 8 8 64 64 2 true;
+        f32 f16 f16 4 4 256 256;
+        f16 f16 f16 3 3 256 256;
+        bf16 f16 f16 5 5 256 256;
+        f32 f16 f16 6 6 256 256;
+        f16 f16 f16 7 7 256 256;
+        bf16 f16 f16 8 8 256 256;
+        f32 f16 f16 9 9 256 256;
+        f32 f16 f16 4 4 320 64;
+        f16 f16 f16 3 3 320 64;
+        bf16 f16 f16 5 5 320 64;
+        f32 f16 f16 6 6 320 64;
+        f16 f16 f16 7 7 320 64;
+        bf16 f16 f16 8 8 320 64;
+        f32 f16 f16 9 9 320 64;
+        f32 f16 f16 4 4 64 192;
+        f16 f16 f16 3 3 64 192;
+        bf16 f16 f16 5 5 64 192;
     }
 }
 
@@ -190,47 +170,33 @@ fn tiles() -> Vec<Instance> {
     macro_rules! tiles {
         ($([$t:literal $u:literal $s:literal])*) => {
             [$(decodes! { [$t $u $s]
-                f32 f32 f32 0 0 64 64 16 false;
-                f16 f16 f16 1 1 64 64 16 false;
-                bf16 bf16 bf16 2 2 64 64 16 false;
-                f32 f16 f16 3 3 64 64 16 false;
-                bf16 f16 f16 7 7 64 64 16 false;
-                f16 f16 f32 1 0 64 64 16 true;
-                f16 f16 f16 4 9 64 64 16 true;
+                f32 f32 f32 0 0 64 64;
+                f16 f16 f16 1 1 64 64;
+                bf16 bf16 bf16 2 2 64 64;
+                f32 f16 f16 3 3 64 64;
+                bf16 f16 f16 7 7 64 64;
+                f16 f16 f32 1 0 64 64;
+                f16 f16 f16 4 9 64 64;
             }),*].concat()
         };
     }
     tiles!([2 1 4] [1 2 4] [2 2 1] [4 1 2] [1 1 8])
 }
 
-/// Instances that plans choose for elements whose dimensions are not powers of two, with few rows and with many; and
-/// for codes in unaligned pages.
+/// Instances that plans choose for elements whose dimensions are not powers of two, with few rows and with many.
 fn planned() -> Vec<Instance> {
     macro_rules! planned {
         ($($q:ident $f:literal)*) => {
             [$(
                 decodes! { [1 1 4]
-                    $q $q $q $f $f 80 80 16 false;
-                    $q $q $q $f $f 80 80 16 true;
-                    $q $q $q $f $f 96 96 16 false;
-                    $q $q $q $f $f 96 96 16 true;
+                    $q $q $q $f $f 80 80;
+                    $q $q $q $f $f 96 96;
                 },
                 decodes! { [2 1 4]
-                    $q $q $q $f $f 80 80 16 false;
-                    $q $q $q $f $f 96 96 16 true;
+                    $q $q $q $f $f 80 80;
+                    $q $q $q $f $f 96 96;
                 },
-            )*
-            // Byte rows in pages with an odd number of them, and with a number that is not a multiple of 4.
-            decodes! { [1 2 4]
-                f16 f16 f16 3 3 80 80 2 true;
-                f16 f16 f16 3 3 96 96 2 true;
-                f16 f16 f16 3 3 96 96 4 false;
-            },
-            decodes! { [1 1 4]
-                f16 f16 f16 4 4 80 80 2 true;
-                f16 f16 f16 4 4 96 96 2 true;
-                f16 f16 f16 4 4 96 96 4 false;
-            }].concat()
+            )*].concat()
         };
     }
     planned!(f32 0 f16 1 bf16 2)
@@ -240,42 +206,26 @@ fn planned() -> Vec<Instance> {
 fn coded<Q: Element>() -> Vec<Instance> {
     [
         decodes! { [1 2 4]
-            Q f16 f16 3 3 80 80 16 false;
-            Q f16 f16 3 3 80 80 16 true;
-            Q f16 f16 3 3 96 96 16 false;
-            Q f16 f16 3 3 96 96 16 true;
-            Q f16 f16 7 7 80 80 16 false;
-            Q f16 f16 7 7 80 80 16 true;
-            Q f16 f16 7 7 96 96 16 false;
-            Q f16 f16 7 7 96 96 16 true;
-            Q f16 f16 3 3 128 128 16 false;
-            Q f16 f16 3 3 128 128 16 true;
-            Q f16 f16 7 7 128 128 16 false;
-            Q f16 f16 7 7 128 128 16 true;
-            Q f16 f16 3 8 96 80 16 true;
+            Q f16 f16 3 3 80 80;
+            Q f16 f16 3 3 96 96;
+            Q f16 f16 7 7 80 80;
+            Q f16 f16 7 7 96 96;
+            Q f16 f16 3 3 128 128;
+            Q f16 f16 7 7 128 128;
+            Q f16 f16 3 8 96 80;
         },
         decodes! { [1 1 4]
-            Q f16 f16 4 4 80 80 16 false;
-            Q f16 f16 4 4 80 80 16 true;
-            Q f16 f16 4 4 96 96 16 false;
-            Q f16 f16 4 4 96 96 16 true;
-            Q f16 f16 5 5 80 80 16 false;
-            Q f16 f16 5 5 80 80 16 true;
-            Q f16 f16 5 5 96 96 16 false;
-            Q f16 f16 5 5 96 96 16 true;
-            Q f16 f16 6 6 80 80 16 false;
-            Q f16 f16 6 6 80 80 16 true;
-            Q f16 f16 6 6 96 96 16 false;
-            Q f16 f16 6 6 96 96 16 true;
-            Q f16 f16 8 8 80 80 16 false;
-            Q f16 f16 8 8 80 80 16 true;
-            Q f16 f16 8 8 96 96 16 false;
-            Q f16 f16 8 8 96 96 16 true;
-            Q f16 f16 9 9 80 80 16 false;
-            Q f16 f16 9 9 80 80 16 true;
-            Q f16 f16 9 9 96 96 16 false;
-            Q f16 f16 9 9 96 96 16 true;
-            Q f16 f16 9 4 80 96 16 true;
+            Q f16 f16 4 4 80 80;
+            Q f16 f16 4 4 96 96;
+            Q f16 f16 5 5 80 80;
+            Q f16 f16 5 5 96 96;
+            Q f16 f16 6 6 80 80;
+            Q f16 f16 6 6 96 96;
+            Q f16 f16 8 8 80 80;
+            Q f16 f16 8 8 96 96;
+            Q f16 f16 9 9 80 80;
+            Q f16 f16 9 9 96 96;
+            Q f16 f16 9 4 80 96;
         },
     ]
     .concat()

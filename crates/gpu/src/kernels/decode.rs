@@ -99,19 +99,19 @@ pub fn pass_of<
     const T: usize,
     const U: usize,
     const S: usize,
-    const PAGED: bool,
 >(
     tile: RowTile,
     bounds: RowBounds<T>,
     params: &Attend,
     has: Features,
+    paged: bool,
 ) -> Pass<T> {
     let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] };
     let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1] };
     let last = (bounds.keys.high - 1).max(0) as u32;
     let pass = Pass::<T> {
-        k: kv_head::<KF, D, PAGED>(tile, params, params.k, k_levels, last),
-        v: kv_head::<VF, DV, PAGED>(tile, params, params.v, v_levels, last),
+        k: kv_head::<KF, D>(tile, params, params.k, k_levels, last, paged),
+        v: kv_head::<VF, DV>(tile, params, params.v, v_levels, last, paged),
         rows: bounds.rows,
         keys: bounds.keys,
         tiles: key_tiles(bounds.keys, params.splits, 16 * U as u32, S as u32),
@@ -142,10 +142,8 @@ fn scores_of<
     const KW: usize,
     const VW: usize,
     const KP: usize,
-    const ALIGN: usize,
     const T: usize,
     const U: usize,
-    const PAGED: bool,
 >(
     tile: &mut KvTile<KW, VW, U>,
     queries: QueryOperands<K, KN, T>,
@@ -159,8 +157,8 @@ fn scores_of<
         let key = next + 16 * u as u32;
         tile_scores.scores[u] =
             qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks);
-        tile.keys[u] = load_keys::<KF, D, KW, ALIGN, PAGED>(kv, pass.k, key);
-        tile.value_scales[u] = load_value_scales::<VF, DV, PAGED>(kv, pass.v, key);
+        tile.keys[u] = load_keys::<KF, D, KW>(kv, pass.k, key);
+        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, pass.v, key);
     }
     tile_scores
 }
@@ -188,10 +186,8 @@ fn add_values<
     const KW: usize,
     const VW: usize,
     const VP: usize,
-    const ALIGN: usize,
     const T: usize,
     const U: usize,
-    const PAGED: bool,
 >(
     state: &mut Accumulator<VN, T>,
     tile: &mut KvTile<KW, VW, U>,
@@ -208,18 +204,11 @@ fn add_values<
             nonfinite = any_nonfinite::<VF, VW>(tile.values[u]);
         }
         if nonfinite {
-            pv_tile_nonfinite::<VF, DV, PAGED, VN, T>(
-                state,
-                tile_scores.scores[u],
-                probs,
-                kv,
-                v,
-                step.base + key,
-            );
+            pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, v, step.base + key);
         } else {
             pv_tile::<V, VF, DV, VW, VP, VN, T>(state, probs, tile.values[u], v.levels, kv.codebooks);
         }
-        tile.values[u] = load_values::<VF, DV, VW, ALIGN, PAGED>(kv, v, step.next + key);
+        tile.values[u] = load_values::<VF, DV, VW>(kv, v, step.next + key);
     }
 }
 
@@ -239,10 +228,8 @@ fn attend_tiles<
     const VW: usize,
     const KP: usize,
     const VP: usize,
-    const ALIGN: usize,
     const T: usize,
     const U: usize,
-    const PAGED: bool,
 >(
     state: &mut Accumulator<VN, T>,
     tile: &mut KvTile<KW, VW, U>,
@@ -256,9 +243,8 @@ fn attend_tiles<
     while more {
         more = base + pass.tiles.step < pass.tiles.end;
         let next = select(more, base + pass.tiles.step, pass.tiles.first);
-        let mut tile_scores = scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, ALIGN, T, U, PAGED>(
-            tile, queries, pass, memory.kv, next,
-        );
+        let mut tile_scores =
+            scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(tile, queries, pass, memory.kv, next);
         let last = base as i32 + 16 * U as i32;
         let partial = pass.has.mask || (base as i32) < pass.keys.full_low || last > pass.keys.full_high;
         let scoring = Scoring { has: pass.has, partial, tree: pass.keys.tree };
@@ -271,14 +257,7 @@ fn attend_tiles<
         }
         online_softmax::<VN, T>(state, greatest);
         let step = Step { base, next, partial };
-        add_values::<V, VF, DV, VN, KW, VW, VP, ALIGN, T, U, PAGED>(
-            state,
-            tile,
-            tile_scores,
-            pass.v,
-            memory.kv,
-            step,
-        );
+        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(state, tile, tile_scores, pass.v, memory.kv, step);
         base = next;
     }
 }
@@ -295,9 +274,7 @@ fn attend_tiles<
 /// | `Q` | type of q |
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
-/// | `ALIGN` | a power of two up to 16 that the addresses of rows of keys and values are multiples of, in bytes |
 /// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
-/// | `PAGED` | whether rows are found through the block table |
 ///
 /// What follows from them:
 ///
@@ -323,7 +300,7 @@ fn attend_tiles<
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
     requires(D.is_multiple_of(16) && DV.is_multiple_of(16), "head dimensions are multiples of 16"),
-    requires(ALIGN.is_power_of_two() && ALIGN <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
+    requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
@@ -346,11 +323,9 @@ pub fn decode<
     const VF: u32,
     const D: usize,
     const DV: usize,
-    const ALIGN: usize,
     const T: usize,
     const U: usize,
     const S: usize,
-    const PAGED: bool,
 >(
     q: &Buffer<Q>,
     k: &Buffer<u8>,
@@ -366,6 +341,8 @@ pub fn decode<
     params: &Attend,
     partial_out: &mut Buffer<f32>,
     partial_max_sum: &mut Buffer<f32>,
+    #[constant] paged: bool,
+    #[constant] row_align: u32,
     #[constant] has_softcap: bool,
     #[constant] has_alibi: bool,
     #[constant] has_mask: bool,
@@ -377,7 +354,7 @@ pub fn decode<
     let mut scales: Shared<f32> = shared(8 * T);
     let mut biases: Shared<f32> = shared(8 * T);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
-    let kv = KvMemory { k, v, table, codebooks };
+    let kv = KvMemory { k, v, table, codebooks, row_align };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
     let query_memory = QueryMemory { factors, means, centered: has_k_mean };
     let tile = row_tile(sequences, params, (8 * T) as u32);
@@ -388,10 +365,10 @@ pub fn decode<
     if has_alibi {
         store_shifts::<T, S>(tile, bounds.rows, params, partial_max_sum);
     }
-    let pass = pass_of::<KF, VF, D, DV, T, U, S, PAGED>(tile, bounds, params, has);
+    let pass = pass_of::<KF, VF, D, DV, T, U, S>(tile, bounds, params, has, paged);
     let mut next = no_tile::<KW, VW, U>();
     if pass.tiles.first < pass.tiles.end {
-        next = load_tile::<KF, VF, D, DV, KW, VW, ALIGN, U, PAGED>(kv, pass.k, pass.v, pass.tiles.first);
+        next = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);
     }
     // Queries, while the first keys and values are on their way.
     stage_queries::<Q, D, T, S>(q, tile, params, &mut queries);
@@ -409,7 +386,7 @@ pub fn decode<
     let mut state = no_keys_yet::<VN, T>();
     let mut passes = true;
     while passes {
-        attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, ALIGN, T, U, PAGED>(
+        attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, T, U>(
             &mut state, &mut next, operands, pass, memory, params,
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);

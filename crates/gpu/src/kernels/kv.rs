@@ -21,6 +21,8 @@ pub struct KvMemory<'a> {
     pub table: &'a Buffer<u32>,
     /// Codebooks of mlx-native.
     pub codebooks: &'a Buffer<f32>,
+    /// A power of two up to 16 that the addresses of all rows are multiples of, in bytes.
+    pub row_align: u32,
 }
 
 /// Keys, or values, of one head of a sequence.
@@ -30,6 +32,8 @@ pub struct KvHead {
     pub source: Source,
     /// How codes become values.
     pub levels: Levels,
+    /// Whether rows are found through the block table.
+    pub paged: bool,
     /// Row of key 0, where rows lie in no pages.
     pub start: u32,
     /// First entry of the sequence in the block table.
@@ -44,22 +48,24 @@ pub struct KvHead {
 
 /// The keys, or the values, of a tile's head: `strides` are over batch entry or page, head and row, in bytes.
 #[device]
-pub fn kv_head<const FORMAT: u32, const D: usize, const PAGED: bool>(
+pub fn kv_head<const FORMAT: u32, const D: usize>(
     tile: RowTile,
     params: &Attend,
     strides: [u64; 3],
     levels: Levels,
     last: u32,
+    paged: bool,
 ) -> KvHead {
     // Through a block table, a page is found by its key.
     let mut entry = tile.sequence.page as u64;
-    if PAGED {
+    if paged {
         entry = 0;
     }
     let first = entry * strides[0] + tile.kv_head as u64 * strides[1];
     let head = KvHead {
         source: source_at::<FORMAT, D>(first, strides[0], strides[2], params.page),
         levels,
+        paged,
         start: tile.sequence.kv_start,
         line: tile.index * params.width,
         width: params.width,
@@ -71,14 +77,10 @@ pub fn kv_head<const FORMAT: u32, const D: usize, const PAGED: bool>(
 
 /// The row of a key.
 #[device]
-pub fn row_of_key<const FORMAT: u32, const D: usize, const PAGED: bool>(
-    table: &Buffer<u32>,
-    head: KvHead,
-    key: u32,
-) -> Row {
+pub fn row_of_key<const FORMAT: u32, const D: usize>(table: &Buffer<u32>, head: KvHead, key: u32) -> Row {
     let mut page = 0u64;
     let mut row = head.start + key;
-    if PAGED {
+    if head.paged {
         let block = key / head.tokens;
         page = table[head.line + block % head.width] as u64;
         row = key - block * head.tokens;
@@ -121,7 +123,7 @@ pub fn no_values<const W: usize>() -> ValueWords<W> {
 /// Loads 16 keys from key `first` on.
 #[device]
 #[inline(always)]
-pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize, const ALIGN: usize, const PAGED: bool>(
+pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize>(
     kv: KvMemory,
     head: KvHead,
     first: u32,
@@ -129,8 +131,9 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize, const ALIGN:
     let mut keys = no_keys::<W>();
     for h in 0..2usize {
         let key = (first + 8 * h as u32 + matrix_row()).min(head.last);
-        let row = row_of_key::<FORMAT, D, PAGED>(kv.table, head, key);
-        keys.words[h] = fetch::<FORMAT, D, 4, W, ALIGN>(kv.k, row, matrix_pair(), head.levels, kv.codebooks);
+        let row = row_of_key::<FORMAT, D>(kv.table, head, key);
+        keys.words[h] =
+            fetch::<FORMAT, D, 4, W>(kv.k, row, matrix_pair(), head.levels, kv.codebooks, kv.row_align);
         keys.scales[h] = scale_of::<FORMAT, D>(kv.k, row);
     }
     keys
@@ -139,7 +142,7 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize, const ALIGN:
 /// Loads the scales of values `r` and `8 + r` of 16, the keys of a lane's scores: they join the row maximum.
 #[device]
 #[inline(always)]
-pub fn load_value_scales<const FORMAT: u32, const D: usize, const PAGED: bool>(
+pub fn load_value_scales<const FORMAT: u32, const D: usize>(
     kv: KvMemory,
     head: KvHead,
     first: u32,
@@ -148,7 +151,7 @@ pub fn load_value_scales<const FORMAT: u32, const D: usize, const PAGED: bool>(
     if is_codes(FORMAT) {
         for h in 0..2usize {
             let key = (first + 8 * h as u32 + matrix_row()).min(head.last);
-            let row = row_of_key::<FORMAT, D, PAGED>(kv.table, head, key);
+            let row = row_of_key::<FORMAT, D>(kv.table, head, key);
             let scale = scale_of::<FORMAT, D>(kv.v, row);
             scales[h] = scale.whole;
         }
@@ -159,13 +162,7 @@ pub fn load_value_scales<const FORMAT: u32, const D: usize, const PAGED: bool>(
 /// Loads 16 values from key `first` on.
 #[device]
 #[inline(always)]
-pub fn load_values<
-    const FORMAT: u32,
-    const D: usize,
-    const W: usize,
-    const ALIGN: usize,
-    const PAGED: bool,
->(
+pub fn load_values<const FORMAT: u32, const D: usize, const W: usize>(
     kv: KvMemory,
     head: KvHead,
     first: u32,
@@ -174,8 +171,9 @@ pub fn load_values<
     for n in 0..4usize {
         let of_tile = 8 * (n / 2) as u32 + 2 * matrix_pair() + (n % 2) as u32;
         let key = (first + of_tile).min(head.last);
-        let row = row_of_key::<FORMAT, D, PAGED>(kv.table, head, key);
-        values.words[n] = fetch::<FORMAT, D, 8, W, ALIGN>(kv.v, row, matrix_row(), head.levels, kv.codebooks);
+        let row = row_of_key::<FORMAT, D>(kv.table, head, key);
+        values.words[n] =
+            fetch::<FORMAT, D, 8, W>(kv.v, row, matrix_row(), head.levels, kv.codebooks, kv.row_align);
         if is_mlx(FORMAT) {
             let scale = scale_of::<FORMAT, D>(kv.v, row);
             values.halves[n] = scale.halves;
@@ -215,9 +213,7 @@ pub fn load_tile<
     const DV: usize,
     const KW: usize,
     const VW: usize,
-    const ALIGN: usize,
     const U: usize,
-    const PAGED: bool,
 >(
     kv: KvMemory,
     k_head: KvHead,
@@ -227,9 +223,9 @@ pub fn load_tile<
     let mut tile = no_tile::<KW, VW, U>();
     for u in 0..U {
         let key = first + 16 * u as u32;
-        tile.keys[u] = load_keys::<KF, D, KW, ALIGN, PAGED>(kv, k_head, key);
-        tile.value_scales[u] = load_value_scales::<VF, DV, PAGED>(kv, v_head, key);
-        tile.values[u] = load_values::<VF, DV, VW, ALIGN, PAGED>(kv, v_head, key);
+        tile.keys[u] = load_keys::<KF, D, KW>(kv, k_head, key);
+        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, v_head, key);
+        tile.values[u] = load_values::<VF, DV, VW>(kv, v_head, key);
     }
     tile
 }

@@ -90,18 +90,18 @@ pub const fn word_align(format: u32, dim: u32, lanes: u32, aligned: u32) -> u32 
     aligned
 }
 
-/// The smallest alignment with which lanes read keys and values as they do with `aligned`: one instance serves all
-/// alignments that make no difference.
+/// The smallest alignment with which lanes read keys and values as they do with `aligned`: alignments that make no
+/// difference share a compiled kernel.
 pub const fn kv_align(
     k_format: u32,
     head_dim: usize,
     v_format: u32,
     value_dim: usize,
     aligned: usize,
-) -> usize {
+) -> u32 {
     let k = word_align(k_format, head_dim as u32, 4, aligned as u32);
     let v = word_align(v_format, value_dim as u32, 8, aligned as u32);
-    if k > v { k as usize } else { v as usize }
+    if k > v { k } else { v }
 }
 
 /// Words of a lane's pairs of coordinates, decoded for products of a type: two a pair for f32, otherwise one.
@@ -233,23 +233,24 @@ pub fn row_at<const FORMAT: u32, const D: usize>(source: Source, page: u64, row:
     place
 }
 
-/// A lane's words of a row, not yet decoded. Rows are at multiples of `ALIGN` bytes, as far as their format has them
-/// there: [`word_align`].
+/// A lane's words of a row, not yet decoded. Rows are at multiples of `row_align` bytes, as far as their format
+/// has them there: [`word_align`].
 #[device]
-pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
+pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
     memory: &Buffer<u8>,
     row: Row,
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    row_align: u32,
 ) -> [u32; W] {
     if gathered(FORMAT, D as u32, LANES as u32) {
         return fetch_gathered::<FORMAT, D, LANES, W>(memory, row, lane, levels, codebooks);
     }
     if in_planes(FORMAT) {
-        return fetch_planes::<FORMAT, D, LANES, W, ALIGN>(memory, row, lane);
+        return fetch_planes::<FORMAT, D, LANES, W>(memory, row, lane, row_align);
     }
-    fetch_pieces::<FORMAT, D, LANES, W, ALIGN>(memory, row.first, lane)
+    fetch_pieces::<FORMAT, D, LANES, W>(memory, row.first, lane, row_align)
 }
 
 /// Words of two neighbouring coordinates as f16.
@@ -273,13 +274,14 @@ fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W
 
 /// Words of the planes, block by block of 128 coordinates: all words of the first plane, then all words of the second.
 #[device]
-fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
+fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
     memory: &Buffer<u8>,
     row: Row,
     lane: u32,
+    row_align: u32,
 ) -> [u32; W] {
     let mut result = [0u32; W];
-    let align = word_align(FORMAT, D as u32, LANES as u32, ALIGN as u32);
+    let align = word_align(FORMAT, D as u32, LANES as u32, row_align);
     let whole = 16 / LANES;
     for block in 0..(D + 127) / 128 {
         let size = (D - 128 * block).min(128);
@@ -314,13 +316,14 @@ fn fetch_planes<const FORMAT: u32, const D: usize, const LANES: usize, const W: 
 
 /// Words of every `LANES`th piece from byte `first` on.
 #[device]
-fn fetch_pieces<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const ALIGN: usize>(
+fn fetch_pieces<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
     memory: &Buffer<u8>,
     first: u64,
     lane: u32,
+    row_align: u32,
 ) -> [u32; W] {
     let mut result = [0u32; W];
-    let align = word_align(FORMAT, D as u32, LANES as u32, ALIGN as u32);
+    let align = word_align(FORMAT, D as u32, LANES as u32, row_align);
     let piece = piece_bytes(FORMAT, D as u32, LANES as u32);
     let step = (LANES as u32 * piece) as u64;
     let at = first + (lane * piece) as u64;

@@ -432,13 +432,7 @@ pub fn pv_tile<
 /// Adds `p v` of 16 keys from key `first` on, key by key, where a value is not finite: `0 v` of a hidden key would not
 /// be 0. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
-pub fn pv_tile_nonfinite<
-    const FORMAT: u32,
-    const D: usize,
-    const PAGED: bool,
-    const N: usize,
-    const T: usize,
->(
+pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, const T: usize>(
     state: &mut Accumulator<N, T>,
     scores: [[[f32; 2]; 2]; T],
     probs: [[[f32; 2]; 2]; T],
@@ -447,7 +441,7 @@ pub fn pv_tile_nonfinite<
     first: u32,
 ) {
     for key in 0..(head.last + 1).saturating_sub(first).min(16) {
-        let row = row_of_key::<FORMAT, D, PAGED>(kv.table, head, first + key);
+        let row = row_of_key::<FORMAT, D>(kv.table, head, first + key);
         let lane = matrix_lane(key % 8, matrix_pair());
         let mut seen = [[false; 2]; T];
         let mut p = [[0.0; 2]; T];

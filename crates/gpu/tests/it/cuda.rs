@@ -5,7 +5,7 @@
 use flashtile_gpu::registry::instances;
 use flashtile_kernel::cuda::{Architecture, Compiler, NVRTC_VARIABLE, Program};
 use flashtile_kernel::source::ParameterKind;
-use flashtile_kernel::{Argument, Generic, Instance, ScalarType};
+use flashtile_kernel::{Constant, Generic, Instance, ScalarType};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -17,13 +17,13 @@ fn compiler() -> Option<Compiler> {
     Some(Compiler::load().unwrap())
 }
 
-/// The program with every `#[constant]` flag set: the one with the most code.
+/// The program with every `#[constant]` flag set, the one with the most code, and rows at multiples of 16 bytes.
 fn program(instance: &Instance) -> Program {
     let constants = instance.kernel().parameters.iter().filter_map(|parameter| match parameter.kind {
-        ParameterKind::Constant(ScalarType::Bool) => match Argument::<()>::constant(true) {
-            Argument::Constant(constant) => Some(constant),
-            _ => None,
-        },
+        ParameterKind::Constant(ScalarType::Bool) => Some(Constant::of(true)),
+        ParameterKind::Constant(ScalarType::U32) if parameter.name == "row_align" => {
+            Some(Constant::of(16u32))
+        }
         ParameterKind::Constant(other) => panic!("{}: a constant of {other}", parameter.name),
         _ => None,
     });

@@ -72,20 +72,18 @@ impl SimulatorRunner {
 }
 
 /// Why a problem has no native code.
-fn no_native(problem: &Problem, paged: bool) -> String {
+fn no_native(problem: &Problem) -> String {
     let dims = problem.dims();
     let codecs = CODECS.map(|[k, v]| if k == v { k.to_string() } else { format!("{k}+{v}") });
     format!(
-        "the simulator has no native code: q {}, keys {} of {} and values {} of {}{}, expected elements of the dtype of q or {}, of {}{}",
+        "the simulator has no native code: q {}, keys {} of {} and values {} of {}, expected elements of the dtype of q or {}, of {}",
         problem.dtype(),
         problem.k_codec(),
         dims.head_dim,
         problem.v_codec(),
         dims.value_dim,
-        if paged { " in pages" } else { "" },
         codecs.join(", "),
         DIMS.map(|dim| dim.to_string()).join(" or "),
-        if paged { ", a sequence to a page" } else { "" },
     )
 }
 
@@ -162,9 +160,8 @@ impl SimulatorRunner {
         let refused = |why| RunnerError::Unsupported(format!("no kernel takes the problem: {why}"));
         let staged = StagedInputs::new(problem, inputs, layout).map_err(refused)?;
         let entry = staged.plan.instances()[0].entry();
-        let paged = staged.paged;
         let native = staged.plan.with_native(self.find);
-        let plan = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem, paged)))?;
+        let plan = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem)))?;
         let mut read = staged.inputs.each_ref().map(Values::simulated);
         let held = held(problem, inputs);
         for (n, view) in [&inputs.k, &inputs.v].into_iter().enumerate() {

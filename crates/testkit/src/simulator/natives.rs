@@ -36,7 +36,7 @@ macro_rules! decode {
         native_decode!(
             [$q, $product, $product]
             [format_id(Codec::$k), format_id(Codec::$v), $d, $d]
-            [16, 1, 1, 2, false]
+            [1, 1, 2]
         )
     };
 }
@@ -92,9 +92,8 @@ mod tests {
             for codecs in CODECS.into_iter().chain([[Codec::of(q); 2]]) {
                 for dim in DIMS {
                     let [k_codec, v_codec] = codecs;
-                    let variant =
-                        Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec, paged: false };
-                    let wanted = variant.decode(tile, 16).unwrap();
+                    let variant = Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec };
+                    let wanted = variant.decode(tile).unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",
