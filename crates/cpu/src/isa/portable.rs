@@ -150,9 +150,9 @@ impl<const N: usize> Simd for Array<N> {
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // Read one by one, so that vectors are made: an array read whole is a number to the compiler, which is taken apart by shifts.
         // SAFETY: the caller's contract.
-        let bits = unsafe { p.cast::<[u16; N]>().read() };
-        from_fn(|i| f32::from_bits(u32::from(bits[i]) << 16))
+        from_fn(|i| f32::from_bits(u32::from(unsafe { p.add(i).read() }) << 16))
     }
     #[cfg_attr(not(test), inline(always))]
     unsafe fn load_bool(p: *const u8) -> Self::V {

@@ -7,6 +7,7 @@
 
 use super::operands::{Operands, RunOf, Source};
 use crate::simd::Simd;
+use std::hint::black_box;
 
 /// One step of the chain of multiply-adds that makes an element of `C`.
 pub(crate) trait MulAdd<S: Simd> {
@@ -42,7 +43,15 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
                 }
             }
         }
-        let mut a = m.a.at(0, 0);
+        // An opaque pointer a row and one index: compilers would step from row to row by additions of the stride, at every
+        // step. Streams step one pointer, as the conversion of `B` needs the registers.
+        let mut rows_of_a = [m.a.at(0, 0); R];
+        if !B::STREAMS {
+            for r in 1..R {
+                rows_of_a[r] = black_box(m.a.at(r, 0));
+            }
+        }
+        let (mut a, mut k) = (m.a.at(0, 0), 0);
         for n in 0..m.b.runs() {
             let RunOf { start: mut b, rows, ahead } = m.b.run(n);
             for _ in 0..rows {
@@ -51,7 +60,7 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
                     row[n] = B::load::<S>(b.add(n * S::LANES));
                 }
                 for r in 0..R {
-                    let x = S::splat(*a.add(r * m.a.ld()));
+                    let x = S::splat(*if B::STREAMS { a.add(r * m.a.ld()) } else { rows_of_a[r].add(k) });
                     for n in 0..N {
                         acc[r][n] = M::mul_add(x, row[n], acc[r][n]);
                     }
@@ -61,7 +70,7 @@ unsafe fn micro<S: Simd, M: MulAdd<S>, B: Source, const R: usize, const N: usize
                         S::prefetch(b.cast::<u8>().wrapping_add(ahead + 64 * line));
                     }
                 }
-                a = a.add(1);
+                (a, k) = (a.add(1), k + 1);
                 b = b.wrapping_add(m.b.ld());
             }
         }
