@@ -32,7 +32,94 @@ pub struct BlockTables {
     pub first: Vec<usize>,
 }
 
+/// Page lists of a batch in compressed sparse rows, as FlashInfer has them.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct CsrTables<'a> {
+    /// `[sequences + 1]`: where the pages of each sequence start in `indices`, from 0, never decreasing, then their number.
+    pub indptr: &'a [usize],
+    /// Pages, sequence by sequence.
+    pub indices: &'a [u32],
+    /// `[sequences]`: tokens in the last page of each sequence, 1 to `page_size`; 0 where it has no pages.
+    pub last_page_len: &'a [usize],
+    /// Tokens per page.
+    pub page_size: usize,
+}
+
 impl BlockTables {
+    /// Tables of sequences that keep all tokens, from rows of pages as vLLM and mistral.rs have them: `table` is
+    /// `[sequences, width]`, row-major, and `lens` the length of each sequence in tokens. Entries behind a sequence's last
+    /// page are not read; a padding of -1 in `i32` is [`NO_PAGE`] in `u32`.
+    ///
+    /// ```
+    /// # use flashtile::BlockTables;
+    /// let tables = BlockTables::from_rows(&[7, 2, 5, u32::MAX], &[20, 3], 16)?;
+    /// assert_eq!((tables.width, tables.locate(0, 17), tables.locate(1, 2)), (2, Some((2, 1)), Some((5, 2))));
+    /// # Ok::<(), flashtile::cache::TableError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TableError::Length`] unless `table` has the same number of entries for each sequence.
+    pub fn from_rows(table: &[u32], lens: &[usize], page_size: usize) -> Result<Self, TableError> {
+        let width = table.len().checked_div(lens.len()).unwrap_or(0);
+        if width * lens.len() != table.len() {
+            let expected = width * lens.len();
+            return Err(TableError::Length { name: "table", expected, got: table.len() });
+        }
+        Ok(Self {
+            table: table.to_vec(),
+            width,
+            page_size,
+            wraps: false,
+            lens: lens.to_vec(),
+            first: vec![0; lens.len()],
+        })
+    }
+
+    /// Tables of sequences that keep all tokens, from page lists in compressed sparse rows.
+    ///
+    /// ```
+    /// # use flashtile::cache::{BlockTables, CsrTables};
+    /// let csr = CsrTables { indptr: &[0, 2, 3], indices: &[7, 2, 5], last_page_len: &[4, 3], page_size: 16 };
+    /// assert_eq!(BlockTables::from_csr(csr)?, BlockTables::from_rows(&[7, 2, 5, u32::MAX], &[20, 3], 16)?);
+    /// # Ok::<(), flashtile::cache::TableError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TableError::Length`], [`TableError::Indptr`] or [`TableError::LastPage`].
+    pub fn from_csr(csr: CsrTables<'_>) -> Result<Self, TableError> {
+        let CsrTables { indptr, indices, last_page_len, page_size } = csr;
+        let sequences = last_page_len.len();
+        if indptr.len() != sequences + 1 {
+            return Err(TableError::Length { name: "indptr", expected: sequences + 1, got: indptr.len() });
+        }
+        if let Some(index) = (1..indptr.len()).find(|&n| indptr[n] < indptr[n - 1]) {
+            return Err(TableError::Indptr { index, from: indptr[index - 1], to: indptr[index] });
+        }
+        if indptr[0] != 0 {
+            return Err(TableError::Indptr { index: 0, from: 0, to: indptr[0] });
+        }
+        if indptr[sequences] != indices.len() {
+            let (expected, got) = (indptr[sequences], indices.len());
+            return Err(TableError::Length { name: "indices", expected, got });
+        }
+        let width = indptr.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
+        let mut tables = Self { width, page_size, ..Self::default() };
+        for (sequence, (w, &last)) in indptr.windows(2).zip(last_page_len).enumerate() {
+            let pages = w[1] - w[0];
+            let full = if pages == 0 { last == 0 } else { (1..=page_size).contains(&last) };
+            let len = pages.saturating_sub(1).checked_mul(page_size).and_then(|n| n.checked_add(last));
+            let (true, Some(len)) = (full, len) else {
+                return Err(TableError::LastPage { sequence, pages, got: last, page_size });
+            };
+            tables.table.extend_from_slice(&indices[w[0]..w[1]]);
+            tables.table.extend(std::iter::repeat_n(NO_PAGE, width - pages));
+            tables.lens.push(len);
+        }
+        tables.first = vec![0; sequences];
+        Ok(tables)
+    }
+
     /// Number of sequences.
     #[must_use]
     pub fn sequences(&self) -> usize {
@@ -153,6 +240,26 @@ pub enum TableError {
         /// Entries found.
         got: usize,
     },
+    /// Page lists in compressed sparse rows do not start at 0, or an end lies before its start.
+    Indptr {
+        /// Index of the entry.
+        index: usize,
+        /// The entry before it, or 0.
+        from: usize,
+        /// The entry.
+        to: usize,
+    },
+    /// The last page of a sequence holds no token, or more than a page does; or there are tokens without a page.
+    LastPage {
+        /// Index of the sequence.
+        sequence: usize,
+        /// Its pages.
+        pages: usize,
+        /// Tokens of its last page.
+        got: usize,
+        /// Tokens per page.
+        page_size: usize,
+    },
     /// The first kept token is past the end of the sequence.
     First {
         /// Index of the sequence.
@@ -199,6 +306,16 @@ impl fmt::Display for TableError {
             Self::Length { name, expected, got } => {
                 write!(f, "{name} has {got} entries, expected {expected}")
             }
+            Self::Indptr { index: 0, to, .. } => write!(f, "indptr starts at {to}, expected 0"),
+            Self::Indptr { index, from, to } => {
+                write!(f, "indptr[{index}] is {to}, expected at least {from}, the entry before it")
+            }
+            Self::LastPage { sequence, pages: 0, got, .. } => {
+                write!(f, "last_page_len[{sequence}] is {got}, expected 0: the sequence has no pages")
+            }
+            Self::LastPage { sequence, got, page_size, .. } => {
+                write!(f, "last_page_len[{sequence}] is {got}, expected 1 to {page_size}")
+            }
             Self::First { sequence, first, len } => {
                 write!(f, "sequence {sequence} keeps tokens from {first}, its length is {len}")
             }
@@ -219,3 +336,25 @@ impl fmt::Display for TableError {
 }
 
 impl std::error::Error for TableError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn page_lists_that_disagree_are_refused() {
+        let csr = |indptr: &[usize], last_page_len: &[usize]| {
+            let csr = CsrTables { indptr, indices: &[7, 2, 5], last_page_len, page_size: 16 };
+            BlockTables::from_csr(csr).unwrap_err().to_string()
+        };
+        assert_eq!(csr(&[0, 3], &[4, 3]), "indptr has 2 entries, expected 3");
+        assert_eq!(csr(&[1, 2, 3], &[4, 3]), "indptr starts at 1, expected 0");
+        assert_eq!(csr(&[0, 3, 2], &[4, 3]), "indptr[2] is 2, expected at least 3, the entry before it");
+        assert_eq!(csr(&[0, 2, 4], &[4, 3]), "indices has 3 entries, expected 4");
+        assert_eq!(csr(&[0, 2, 3], &[17, 3]), "last_page_len[0] is 17, expected 1 to 16");
+        assert_eq!(csr(&[0, 3, 3], &[4, 1]), "last_page_len[1] is 1, expected 0: the sequence has no pages");
+        let rows = BlockTables::from_rows(&[7, 2, 5], &[20, 3], 16).unwrap_err();
+        assert_eq!(rows.to_string(), "table has 3 entries, expected 2");
+        assert_eq!(BlockTables::from_rows(&[], &[], 16).unwrap().sequences(), 0);
+    }
+}

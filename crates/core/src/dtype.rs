@@ -14,6 +14,9 @@ pub enum Dtype {
 }
 
 impl Dtype {
+    /// Every dtype.
+    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::BF16];
+
     /// Size of one element in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
@@ -37,6 +40,16 @@ impl Dtype {
 impl std::fmt::Display for Dtype {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.name())
+    }
+}
+
+/// Parses a name of [`Dtype::name`].
+impl std::str::FromStr for Dtype {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let known = Self::ALL.into_iter().find(|dtype| dtype.name() == name);
+        known.ok_or_else(|| format!("{name} is not a dtype, expected f32, f16 or bf16"))
     }
 }
 

@@ -9,7 +9,7 @@
 //! | [`problem`] | the description of attention and its validation |
 //! | [`limits`], [`dtype`] | the largest problem; element types |
 //! | [`memory`] | zeroed memory in huge pages, for caches and workspaces |
-//! | [`tensor`] | strided views |
+//! | [`tensor`], [`owned`] | strided views; tensors that own their memory |
 //! | [`inputs`] | tensors of a run, checked against the problem |
 //! | [`block_tables`], [`cache`] | which page holds which token; caches |
 //! | [`codec`] | how rows of keys and values are stored |
@@ -25,6 +25,7 @@ pub mod inputs;
 pub mod isa;
 pub mod limits;
 pub mod memory;
+pub mod owned;
 pub mod plan;
 pub mod problem;
 pub mod quality;

@@ -85,6 +85,16 @@ fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewE
     Ok(())
 }
 
+/// Like [`check`], but keys may be broadcast: the innermost stride is 0 or 1.
+fn check_mask(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewError> {
+    let [b, h, i, inner] = strides;
+    if inner == 0 {
+        // One key stands for all.
+        return check([shape[0], shape[1], shape[2], shape[3].min(1)], [b, h, i, 1], len);
+    }
+    check(shape, strides, len)
+}
+
 /// Checks shape and strides of memory of unknown size.
 ///
 /// # Errors
@@ -399,6 +409,13 @@ impl<'a> TensorViewMut<'a> {
         self.strides
     }
 
+    /// The same view for a shorter time, such as a call that takes it by value.
+    #[must_use]
+    pub const fn reborrow(&mut self) -> TensorViewMut<'_> {
+        let Self { ptr, dtype, shape, strides, memory: _ } = *self;
+        TensorViewMut { ptr, dtype, shape, strides, memory: PhantomData }
+    }
+
     /// The memory from the first element to the last, including gaps between rows.
     ///
     /// # Safety
@@ -435,8 +452,31 @@ enum MaskData<'a> {
     Additive(*const u8, Dtype),
 }
 
-/// A view of a materialised mask `[batch, heads, queries, keys]`. Every axis is 1 or the problem's size; an axis of 1 is
-/// broadcast.
+/// The shape of a mask with 2, 3 or 4 axes: `[queries, keys]`, `[batch, queries, keys]` or
+/// `[batch, heads, queries, keys]`. A mask per head is `[1, heads, queries, keys]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MaskShape([usize; 4]);
+
+impl From<[usize; 2]> for MaskShape {
+    fn from([queries, keys]: [usize; 2]) -> Self {
+        Self([1, 1, queries, keys])
+    }
+}
+
+impl From<[usize; 3]> for MaskShape {
+    fn from([batch, queries, keys]: [usize; 3]) -> Self {
+        Self([batch, 1, queries, keys])
+    }
+}
+
+impl From<[usize; 4]> for MaskShape {
+    fn from(shape: [usize; 4]) -> Self {
+        Self(shape)
+    }
+}
+
+/// A view of a materialised mask `[batch, heads, queries, keys]`. Every axis is 1 or the problem's size; an axis of 1, or
+/// of stride 0, is broadcast.
 #[derive(Debug, Clone, Copy)]
 pub struct MaskView<'a> {
     data: MaskData<'a>,
@@ -450,21 +490,22 @@ unsafe impl Send for MaskView<'_> {}
 unsafe impl Sync for MaskView<'_> {}
 
 impl<'a> MaskView<'a> {
-    /// A boolean mask: `true` where the key is visible. Strides in elements, last one 1.
+    /// A boolean mask: `true` where the key is visible. Strides in elements; the last one is 1, or 0 where all keys of a
+    /// query have the same element.
     ///
     /// # Errors
     /// [`ViewError::TooSmall`], [`ViewError::Overflow`] or [`ViewError::InnerStride`].
     pub fn bool(data: &'a [bool], shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
-        check(shape, strides, data.len())?;
+        check_mask(shape, strides, data.len())?;
         Ok(Self { data: MaskData::Bool(data.as_ptr().cast(), PhantomData), shape, strides })
     }
 
-    /// A boolean mask stored as bytes: visible where the byte is not 0. Strides in elements, last one 1.
+    /// A boolean mask stored as bytes: visible where the byte is not 0. Strides as for [`MaskView::bool`].
     ///
     /// # Errors
     /// Those of [`MaskView::bool`].
     pub fn bool_bytes(data: &'a [u8], shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
-        check(shape, strides, data.len())?;
+        check_mask(shape, strides, data.len())?;
         Ok(Self { data: MaskData::Bool(data.as_ptr(), PhantomData), shape, strides })
     }
 
@@ -474,12 +515,43 @@ impl<'a> MaskView<'a> {
         Self { data: MaskData::Additive(view.ptr, view.dtype), shape: view.shape, strides: view.strides }
     }
 
-    /// A dense boolean mask.
+    /// An additive mask whose strides, in elements, may be 0 on any axis.
     ///
     /// # Errors
     /// Those of [`MaskView::bool`].
-    pub fn dense_bool(data: &'a [bool], shape: [usize; 4]) -> Result<Self, ViewError> {
+    pub fn additive_strided<T: Element>(
+        data: &'a [T],
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check_mask(shape, strides, data.len())?;
+        Ok(Self { data: MaskData::Additive(data.as_ptr().cast(), T::DTYPE), shape, strides })
+    }
+
+    /// A dense boolean mask with 2, 3 or 4 axes.
+    ///
+    /// ```
+    /// # use flashtile::MaskView;
+    /// let visible = [true, false, true, true];
+    /// assert_eq!(MaskView::dense_bool(&visible, [2, 2])?.shape(), [1, 1, 2, 2]);
+    /// assert_eq!(MaskView::dense_bool(&visible, [2, 1, 2])?.shape(), [2, 1, 1, 2]);
+    /// # Ok::<(), flashtile::ViewError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`MaskView::bool`].
+    pub fn dense_bool(data: &'a [bool], shape: impl Into<MaskShape>) -> Result<Self, ViewError> {
+        let MaskShape(shape) = shape.into();
         Self::bool(data, shape, dense(shape))
+    }
+
+    /// A dense additive mask with 2, 3 or 4 axes.
+    ///
+    /// # Errors
+    /// Those of [`MaskView::bool`].
+    pub fn dense_additive<T: Element>(data: &'a [T], shape: impl Into<MaskShape>) -> Result<Self, ViewError> {
+        let MaskShape(shape) = shape.into();
+        Self::additive_strided(data, shape, dense(shape))
     }
 
     /// Kind of the mask's elements.
@@ -529,7 +601,8 @@ impl<'a> MaskView<'a> {
                 (p.wrapping_add(offset * dtype.bytes()), MaskKind::Additive(dtype))
             }
         };
-        MaskRow { ptr, kind, step: usize::from(self.shape[3] > 1), mask: PhantomData }
+        let broadcast = self.shape[3] == 1 || self.strides[3] == 0;
+        MaskRow { ptr, kind, step: usize::from(!broadcast), mask: PhantomData }
     }
 
     /// What the mask adds to the score of `(b, h, i, j)`: `-inf` if the key is hidden, 0 if a boolean mask shows it.
@@ -655,5 +728,19 @@ mod tests {
         let mask = MaskView::dense_bool(&data, [1, 1, 1, 3]).unwrap();
         assert_eq!(mask.bias([5, 7, 9, 0]), 0.0);
         assert_eq!(mask.bias([0, 0, 0, 1]), f32::NEG_INFINITY);
+    }
+
+    #[test]
+    fn mask_axes_of_stride_0_broadcast() {
+        let data = [0.0f32, -1.0, 2.0];
+        // One element a query: all keys have it, in both batch entries.
+        let mask = MaskView::additive_strided(&data, [2, 1, 3, 5], [0, 0, 1, 0]).unwrap();
+        assert_eq!(mask.bias([1, 0, 1, 4]), -1.0);
+        assert_eq!(mask.bias([0, 7, 2, 0]), 2.0);
+        assert_eq!((mask.row(0, 0, 1).step(), mask.shape()), (0, [2, 1, 3, 5]));
+        let short = MaskView::additive_strided(&data[..2], [2, 1, 3, 5], [0, 0, 1, 0]).unwrap_err();
+        assert_eq!(short, ViewError::TooSmall { needed: 3, got: 2 });
+        let wide = MaskView::additive_strided(&data, [1, 1, 1, 2], [0, 0, 0, 2]).unwrap_err();
+        assert_eq!(wide, ViewError::InnerStride { got: 2 });
     }
 }

@@ -2,7 +2,9 @@
 
 use super::error::CacheError;
 use crate::codec::Codec;
+use crate::dtype::Dtype;
 use crate::limits::{MAX_HEAD_DIM, MAX_LEN, MAX_SEQUENCES};
+use crate::problem::{HeadShape, ProblemDesc, SeqLens};
 
 /// How tokens are laid out. Units are tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -177,5 +179,24 @@ impl CacheDesc {
             return Err(CacheError::SizeOverflow { layers: self.layers, pool });
         }
         Ok(())
+    }
+}
+
+impl ProblemDesc {
+    /// A step over sequences of a cache, with the cache's heads, dimensions and codecs; see [`ProblemDesc::cached`].
+    ///
+    /// ```
+    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, Dtype, ProblemDesc, SeqLens};
+    /// let shape = CacheShape { layers: 1, kv_heads: 8, head_dim: 128, value_dim: 128 };
+    /// let cache = CacheDesc::new(CacheLayout::Paged { pages: 64, page_size: 16 }, shape, Codec::Int8);
+    /// let desc = ProblemDesc::over(&cache, 32, Dtype::BF16, &[SeqLens::decode(601)]);
+    /// assert_eq!((desc.dims.kv_heads, desc.k_codec), (8, Some(Codec::Int8)));
+    /// ```
+    #[must_use]
+    pub fn over(cache: &CacheDesc, q_heads: usize, dtype: Dtype, lens: &[SeqLens]) -> Self {
+        let CacheDesc { kv_heads, head_dim, value_dim, .. } = *cache;
+        let mut desc = Self::cached(HeadShape { q_heads, kv_heads, head_dim, value_dim }, dtype, lens);
+        (desc.k_codec, desc.v_codec) = (Some(cache.k), Some(cache.v));
+        desc
     }
 }

@@ -6,6 +6,7 @@ use super::sequence::{SeqLens, Sequences};
 use super::visibility::{QOffset, Visibility};
 use crate::codec::Codec;
 use crate::dtype::{Dtype, MaskKind};
+use crate::tensor::TensorView;
 
 /// Description of an attention problem: plain data, nothing checked yet.
 ///
@@ -82,6 +83,25 @@ impl ProblemDesc {
             sequences: Sequences::Dense,
             prefixes: Vec::new(),
         }
+    }
+
+    /// The problem that dense tensors describe: q `[batch, q_heads, q_len, head_dim]`, k `[batch, kv_heads, kv_len,
+    /// head_dim]` and v `[batch, kv_heads, kv_len, value_dim]`. Everything else is as in [`ProblemDesc::new`]. A run refuses
+    /// k and v that do not fit q.
+    ///
+    /// ```
+    /// # use flashtile::{ProblemDesc, TensorView};
+    /// let (q, kv) = (vec![0.5f32; 8 * 3 * 16], vec![0.5f32; 2 * 5 * 16]);
+    /// let (q, kv) = (TensorView::bhsd(&q, [1, 8, 3, 16])?, TensorView::bhsd(&kv, [1, 2, 5, 16])?);
+    /// let dims = ProblemDesc::of(&q, &kv, &kv).dims;
+    /// assert_eq!((dims.q_heads, dims.kv_heads, dims.q_len, dims.kv_len), (8, 2, 3, 5));
+    /// # Ok::<(), flashtile::ViewError>(())
+    /// ```
+    #[must_use]
+    pub const fn of(q: &TensorView<'_>, k: &TensorView<'_>, v: &TensorView<'_>) -> Self {
+        let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q.shape(), k.shape());
+        let [_, _, _, value_dim] = v.shape();
+        Self::new(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim }, q.dtype())
     }
 
     /// A step over cached sequences of these lengths. Each query sits at the position of its token

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 /// Tokens at the start of neighbouring sequences that lie in the same pages. They are read once for all of these
-/// sequences (cascade attention), and the results are the same bits as without.
+/// sequences (cascade attention), and the results are the same bits as without. Over quantized caches they may differ by
+/// rounding: rows that share a prefix multiply decoded codes, others may multiply the codes themselves.
 ///
 /// [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds the prefixes of a batch.
 /// Plans use whole blocks of `CpuPlan::block_k` keys of a prefix (`CpuPlan::prefixes`).

@@ -34,6 +34,26 @@ pub fn attention(problem: &Problem, inputs: &Inputs<'_>) -> Result<Attention, Ru
     Ok(result)
 }
 
+/// Calls a function with every probability by which [`attention`] weighs a value: the index of the query row in
+/// `[batch, q_heads, q_len]`, the row of the key in k (of a cached sequence, the token), and the probability. Hidden keys
+/// are left out. With sinks, the probabilities of a row sum to less than 1. Cost: as [`attention`].
+///
+/// # Errors
+/// As [`attention`].
+pub fn for_each_prob(
+    problem: &Problem,
+    inputs: &Inputs<'_>,
+    mut visit: impl FnMut(usize, usize, f64),
+) -> Result<(), RunError> {
+    inputs::check_inputs(problem, inputs)?;
+    for_each_row(problem, inputs, |at, row| {
+        for (j, p) in softmax(row).0 {
+            visit(at, row.sequence.kv_start + j, p);
+        }
+    });
+    Ok(())
+}
+
 /// Calls a function for every query row with its index in `[batch, q_heads, q_len]`. The inputs have been checked.
 pub(crate) fn for_each_row(problem: &Problem, inputs: &Inputs<'_>, mut visit: impl FnMut(usize, &Row<'_>)) {
     let dims = problem.dims();
@@ -159,23 +179,31 @@ impl Row<'_> {
     }
 }
 
-/// Writes one row of out and returns its logsumexp.
-fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
+/// Softmax of one row: the visible keys with their probabilities, and the logsumexp.
+fn softmax(row: &Row<'_>) -> (Vec<(usize, f64)>, f64) {
     let keys = row.problem.visible(row.sequence, row.i);
-    let scores: Vec<(usize, f64)> = keys.filter_map(|j| Some((j, row.score(j)?))).collect();
+    let mut scores: Vec<(usize, f64)> = keys.filter_map(|j| Some((j, row.score(j)?))).collect();
     let sink = row.inputs.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[row.h]));
 
     // f64::max ignores NaN, but a NaN score still reaches the sum.
     let max = scores.iter().fold(sink, |m, &(_, s)| m.max(s));
     if max == f64::NEG_INFINITY && scores.iter().all(|&(_, s)| s == max) && sink == max {
-        return max;
+        return (Vec::new(), max);
     }
     let sum: f64 = (sink - max).exp() + scores.iter().map(|&(_, s)| (s - max).exp()).sum::<f64>();
-    for (j, score) in scores {
-        let p = (score - max).exp() / sum;
+    for (_, score) in &mut scores {
+        *score = (*score - max).exp() / sum;
+    }
+    (scores, max + sum.ln())
+}
+
+/// Writes one row of out and returns its logsumexp.
+fn attend(row: &Row<'_>, out: &mut [f64]) -> f64 {
+    let (probs, lse) = softmax(row);
+    for (j, p) in probs {
         for (o, v) in out.iter_mut().zip(row.v.row(j)) {
             *o += p * v;
         }
     }
-    max + sum.ln()
+    lse
 }
