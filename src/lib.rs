@@ -1,16 +1,27 @@
 #![doc = include_str!("../README.md")]
 
+mod attention;
+mod error;
+mod runner;
+mod step;
+
+pub use attention::{Attention, SequenceLens, attention, attention_probs, attention_vec};
+pub use error::{Error, Result};
+pub use runner::Runner;
+pub use step::{KvCacheExt, Step};
+
 pub use flashtile_core::block_tables::BlockTables;
 pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, SeqId};
 pub use flashtile_core::codec::{Codec, KvView};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
 pub use flashtile_core::inputs::{Inputs, Outputs, RunError};
+pub use flashtile_core::owned::OwnedTensor;
 pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{
     Dims, HeadShape, Problem, ProblemDesc, ProblemError, QOffset, SeqLens, Sequence, Sequences, SharedPrefix,
     Visibility,
 };
-pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
+pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError};
 pub use flashtile_cpu::cpu::Cpu;
 pub use flashtile_cpu::merge::{AttentionState, MergeError, merge};
 pub use flashtile_cpu::plan::CpuPlan;
@@ -34,13 +45,14 @@ pub mod tensor {
     //! Strided views of borrowed memory, checked when they are made.
 
     pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
-    pub use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError};
+    pub use flashtile_core::owned::OwnedTensor;
+    pub use flashtile_core::tensor::{MaskShape, MaskView, TensorView, TensorViewMut, ViewError};
 }
 
 pub mod cache {
     //! KV caches: keys and values of sequences that grow token by token.
 
-    pub use flashtile_core::block_tables::{BlockTables, NO_PAGE, TableError};
+    pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
         CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, KeyMean, KvCache, MEAN_ROWS, SeqId,
         Snapshot,

@@ -15,6 +15,7 @@ mod cuda;
 mod defects;
 mod edges;
 mod external;
+mod front_door;
 mod hostile;
 mod invariance;
 mod merge;

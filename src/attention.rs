@@ -1,0 +1,330 @@
+//! Attention in one call.
+
+use crate::error::{Error, Result};
+use crate::runner::{Runner, with_thread_runner};
+use flashtile_core::dtype::Element;
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::problem::{ProblemDesc, QOffset, Sequences, Visibility};
+use flashtile_core::reference;
+use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError, dense, reach};
+
+/// How the tensors of a call divide into sequences: [`Sequences`], borrowed.
+#[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
+pub enum SequenceLens<'a> {
+    /// Each batch entry is one sequence.
+    #[default]
+    Dense,
+    /// Each batch entry is one sequence with its own number of keys, `[batch]`. Rows past it are padding, and never read.
+    Padded(&'a [usize]),
+    /// Sequences lie one after another in one batch entry: the first row of each, then the total, for queries and for keys.
+    Packed(&'a [usize], &'a [usize]),
+}
+
+impl SequenceLens<'_> {
+    fn to_sequences(self) -> Sequences {
+        match self {
+            Self::Dense => Sequences::Dense,
+            Self::Padded(kv_lens) => Sequences::Padded { kv_lens: kv_lens.to_vec() },
+            Self::Packed(q, k) => Sequences::Packed { cu_seqlens_q: q.to_vec(), cu_seqlens_k: k.to_vec() },
+        }
+    }
+
+    /// Whether [`SequenceLens::to_sequences`] gives these, without making them.
+    fn are(self, sequences: &Sequences) -> bool {
+        match (self, sequences) {
+            (Self::Dense, Sequences::Dense) => true,
+            (Self::Padded(lens), Sequences::Padded { kv_lens }) => lens == kv_lens.as_slice(),
+            (Self::Packed(q, k), Sequences::Packed { cu_seqlens_q, cu_seqlens_k }) => {
+                q == cu_seqlens_q.as_slice() && k == cu_seqlens_k.as_slice()
+            }
+            _ => false,
+        }
+    }
+}
+
+/// The options of [`attention`]. The default is attention to all keys, with the scale `1 / sqrt(head_dim)`.
+///
+/// ```text
+/// out = softmax(softcap(scale * q . k) + bias) . v        over the visible keys
+/// ```
+///
+/// ```
+/// use flashtile::Attention;
+/// let bert = Attention::full();
+/// let llama = Attention::causal();
+/// let gemma = Attention::causal().window(1023, 0).softcap(50.0);
+/// let next_token = Attention::decode();
+/// ```
+#[derive(Debug, Clone, Copy, Default)]
+#[non_exhaustive]
+pub struct Attention<'a> {
+    /// Which keys a query sees by its position.
+    pub visibility: Visibility,
+    /// Key position of query row 0. Must be given where visibility or ALiBi depend on positions and there are more or
+    /// fewer keys than queries: [`QOffset::TopLeft`] is PyTorch's convention, [`QOffset::BottomRight`] that of FlashAttention.
+    pub q_offset: Option<QOffset>,
+    /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// `c` of `softcap(x) = c * tanh(x / c)`.
+    pub softcap: Option<f32>,
+    /// A boolean mask (`true` is visible) or an additive one, broadcastable to `[batch, q_heads, q_len, kv_len]`.
+    pub mask: Option<MaskView<'a>>,
+    /// ALiBi slopes `[q_heads]`: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
+    pub alibi_slopes: Option<&'a [f32]>,
+    /// Logits `[q_heads]` that join the denominator of the softmax.
+    pub sinks: Option<&'a [f32]>,
+    /// How the tensors divide into sequences.
+    pub lens: SequenceLens<'a>,
+}
+
+impl<'a> Attention<'a> {
+    /// Every query sees every key.
+    #[must_use]
+    pub fn full() -> Self {
+        Self::default()
+    }
+
+    /// A query sees the keys up to its own position. With as many keys as queries, query `i` sits at key `i`; otherwise
+    /// [`Attention::q_offset`] has to say where.
+    #[must_use]
+    pub fn causal() -> Self {
+        Self { visibility: Visibility::causal(), ..Self::default() }
+    }
+
+    /// Causal attention of the last tokens of a sequence, whose keys are all there: the last query sits at the last key. One
+    /// query is a step of decoding, several are a chunk of a prompt.
+    #[must_use]
+    pub fn decode() -> Self {
+        Self::causal().q_offset(QOffset::BottomRight)
+    }
+
+    /// Hides keys more than `left` before or more than `right` after the position of a query, whose own key does not count:
+    /// a causal window of 1024 keys is `window(1023, 0)`.
+    #[must_use]
+    pub fn window(mut self, left: usize, right: usize) -> Self {
+        self.visibility = self.visibility.and(Visibility::window(Some(left), Some(right)));
+        self
+    }
+
+    /// Sets the key position of query row 0.
+    #[must_use]
+    pub const fn q_offset(mut self, offset: QOffset) -> Self {
+        self.q_offset = Some(offset);
+        self
+    }
+
+    /// Sets the multiplier of `q . k`.
+    #[must_use]
+    pub const fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Caps scores: `c * tanh(score / c)`.
+    #[must_use]
+    pub const fn softcap(mut self, c: f32) -> Self {
+        self.softcap = Some(c);
+        self
+    }
+
+    /// Adds a mask.
+    #[must_use]
+    pub const fn mask(mut self, mask: MaskView<'a>) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Adds ALiBi, with a slope for each query head.
+    #[must_use]
+    pub const fn alibi(mut self, slopes: &'a [f32]) -> Self {
+        self.alibi_slopes = Some(slopes);
+        self
+    }
+
+    /// Adds attention sinks, with a logit for each query head.
+    #[must_use]
+    pub const fn sinks(mut self, logits: &'a [f32]) -> Self {
+        self.sinks = Some(logits);
+        self
+    }
+
+    /// Gives each batch entry its own number of keys; rows of k and v past it are padding, and never read.
+    #[must_use]
+    pub const fn kv_lens(mut self, lens: &'a [usize]) -> Self {
+        self.lens = SequenceLens::Padded(lens);
+        self
+    }
+
+    /// Says where packed sequences start: cumulative lengths from 0 to the total, for the rows of q and for those of k and v.
+    /// Tensors are [`TensorView::packed`].
+    #[must_use]
+    pub const fn cu_seqlens(mut self, q: &'a [usize], k: &'a [usize]) -> Self {
+        self.lens = SequenceLens::Packed(q, k);
+        self
+    }
+
+    /// The problem of these options over dense tensors: for a planner, or for a [`Runner`].
+    #[must_use]
+    pub fn desc(&self, q: &TensorView<'_>, k: &TensorView<'_>, v: &TensorView<'_>) -> ProblemDesc {
+        let mut desc = ProblemDesc::of(q, k, v);
+        self.set(&mut desc);
+        desc.sequences = self.lens.to_sequences();
+        desc
+    }
+
+    /// Sets everything but the sequences of a description.
+    pub(crate) fn set(&self, desc: &mut ProblemDesc) {
+        desc.visibility = self.visibility;
+        desc.q_offset = self.q_offset;
+        desc.scale = self.scale;
+        desc.softcap = self.softcap;
+        desc.alibi = self.alibi_slopes.is_some();
+        desc.sinks = self.sinks.is_some();
+        desc.mask = self.mask.map(|mask| mask.kind());
+    }
+
+    /// Whether [`Attention::desc`] gives this description, without making another.
+    pub(crate) fn describes(&self, desc: &ProblemDesc, of: &ProblemDesc) -> bool {
+        let ProblemDesc { dims, dtype, visibility, q_offset, scale, softcap, alibi, sinks, mask, .. } = *desc;
+        (dims, dtype) == (of.dims, of.dtype)
+            && (visibility, q_offset) == (self.visibility, self.q_offset)
+            && (scale, softcap) == (self.scale, self.softcap)
+            && (alibi, sinks) == (self.alibi_slopes.is_some(), self.sinks.is_some())
+            && mask == self.mask.map(|mask| mask.kind())
+            && !desc.tree
+            && (desc.k_codec, desc.v_codec) == (None, None)
+            && self.lens.are(&desc.sequences)
+            && desc.prefixes.is_empty()
+    }
+
+    /// The inputs of a run with these options.
+    #[must_use]
+    pub const fn inputs(&self, q: TensorView<'a>, k: TensorView<'a>, v: TensorView<'a>) -> Inputs<'a> {
+        let mut inputs = Inputs::new(q, k, v);
+        self.set_inputs(&mut inputs);
+        inputs
+    }
+
+    pub(crate) const fn set_inputs(&self, inputs: &mut Inputs<'a>) {
+        inputs.mask = self.mask;
+        inputs.alibi_slopes = self.alibi_slopes;
+        inputs.sinks = self.sinks;
+    }
+}
+
+/// Attention on this machine's CPU: q `[batch, q_heads, q_len, head_dim]`, k `[batch, kv_heads, kv_len, head_dim]` and
+/// v `[batch, kv_heads, kv_len, value_dim]` give out `[batch, q_heads, q_len, value_dim]`, all of one dtype. `q_heads` is a
+/// multiple of `kv_heads`; strides are free, so that head-major and sequence-major tensors are read in place.
+///
+/// ```
+/// use flashtile::{Attention, TensorView, TensorViewMut, attention};
+///
+/// let (q, kv) = (vec![0.1f32; 32 * 128 * 64], vec![0.2f32; 8 * 128 * 64]);
+/// let mut out = vec![0.0f32; 32 * 128 * 64];
+/// let q = TensorView::bhsd(&q, [1, 32, 128, 64])?;
+/// let kv = TensorView::bhsd(&kv, [1, 8, 128, 64])?; // grouped queries: 4 query heads to a key/value head
+/// attention(q, kv, kv, &mut TensorViewMut::bhsd(&mut out, [1, 32, 128, 64])?, &Attention::causal())?;
+/// assert!(out.iter().all(|x| (x - 0.2).abs() < 1e-6));
+/// # Ok::<(), flashtile::Error>(())
+/// ```
+///
+/// The work runs on the current rayon pool. Each calling thread keeps the plans of its last problems and the workspace of its
+/// largest one; [`Runner`] holds them where the caller wants, and gives the logsumexp too.
+///
+/// # Errors
+/// [`Error::Problem`](crate::Error::Problem) where options contradict the shapes, [`Error::Run`](crate::Error::Run) where tensors do not fit
+/// each other, [`Error::Unsupported`](crate::Error::Unsupported) where the problem has too many tasks for a plan, and
+/// [`Error::Memory`](crate::Error::Memory) where there is no memory. Nothing is written then.
+pub fn attention<'a>(
+    q: TensorView<'a>,
+    k: TensorView<'a>,
+    v: TensorView<'a>,
+    out: &mut TensorViewMut<'_>,
+    options: &Attention<'a>,
+) -> Result<()> {
+    with_thread_runner(|runner| runner.attention(q, k, v, out, options))
+}
+
+/// [`attention`] into new memory, dense `[batch, q_heads, q_len, value_dim]` whatever the strides of q.
+///
+/// ```
+/// use flashtile::{Attention, TensorView, attention_vec};
+/// let rows: Vec<f32> = (0..3 * 16).map(|x| x as f32 / 48.0).collect();
+/// let x = TensorView::bhsd(&rows, [1, 1, 3, 16])?;
+/// let out: Vec<f32> = attention_vec(x, x, x, &Attention::causal())?;
+/// assert_eq!(out[..16], rows[..16]); // the first query sees the first key alone
+/// # Ok::<(), flashtile::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`attention`]; [`Error::Run`](crate::Error::Run) where `T` is not the dtype of q.
+pub fn attention_vec<'a, T: Element>(
+    q: TensorView<'a>,
+    k: TensorView<'a>,
+    v: TensorView<'a>,
+    options: &Attention<'a>,
+) -> Result<Vec<T>> {
+    let ([batch, heads, rows, _], [_, _, _, dim]) = (q.shape(), v.shape());
+    let shape = [batch, heads, rows, dim];
+    let mut out = zeros(reach(shape, dense(shape))?, T::from_f32(0.0))?;
+    attention(q, k, v, &mut TensorViewMut::bhsd(&mut out, shape)?, options)?;
+    Ok(out)
+}
+
+/// The probabilities by which values are weighed, dense `[batch, q_heads, q_len, kv_len]`: to look at, not to compute with.
+/// They come from the f64 reference, on one thread, rounded to f32. Hidden keys have 0; with sinks, rows sum to less than 1.
+///
+/// ```
+/// use flashtile::{Attention, TensorView, attention_probs};
+/// let x = [1.0f32; 2 * 16];
+/// let x = TensorView::bhsd(&x, [1, 1, 2, 16])?;
+/// assert_eq!(attention_probs(x, x, &Attention::causal())?, [1.0, 0.0, 0.5, 0.5]);
+/// # Ok::<(), flashtile::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`attention`].
+pub fn attention_probs<'a>(
+    q: TensorView<'a>,
+    k: TensorView<'a>,
+    options: &Attention<'a>,
+) -> Result<Vec<f32>> {
+    // Values have no influence on probabilities: keys stand for them.
+    let problem = options.desc(&q, &k, &k).validate()?;
+    let dims = problem.dims();
+    let shape = [dims.batch, dims.q_heads, dims.q_len, dims.kv_len];
+    let mut probs = zeros(reach(shape, dense(shape))?, 0.0f32)?;
+    reference::for_each_prob(&problem, &options.inputs(q, k, k), |row, key, p| {
+        probs[row * dims.kv_len + key] = p as f32;
+    })?;
+    Ok(probs)
+}
+
+/// Memory for a result.
+fn zeros<T: Clone>(count: usize, zero: T) -> Result<Vec<T>> {
+    let bytes = count.checked_mul(size_of::<T>()).ok_or(ViewError::Overflow)?;
+    let mut all = Vec::new();
+    all.try_reserve_exact(count).map_err(|_| Error::Memory { bytes })?;
+    all.resize(count, zero);
+    Ok(all)
+}
+
+impl Runner {
+    /// [`attention`] with the plans and the workspace of this runner.
+    ///
+    /// # Errors
+    /// As [`attention`].
+    pub fn attention<'a>(
+        &mut self,
+        q: TensorView<'a>,
+        k: TensorView<'a>,
+        v: TensorView<'a>,
+        out: &mut TensorViewMut<'_>,
+        options: &Attention<'a>,
+    ) -> Result<()> {
+        let of = ProblemDesc::of(&q, &k, &v);
+        self.find(|desc| options.describes(desc, &of), || options.desc(&q, &k, &v))?;
+        self.run_found(&options.inputs(q, k, v), &mut Outputs::new(out.reborrow()))
+    }
+}

@@ -1,0 +1,116 @@
+//! One error for everything that the front door refuses.
+
+use flashtile_core::block_tables::TableError;
+use flashtile_core::cache::CacheError;
+use flashtile_core::inputs::RunError;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::ProblemError;
+use flashtile_core::tensor::ViewError;
+use flashtile_cpu::merge::MergeError;
+use flashtile_cpu::workspace::WorkspaceError;
+
+/// What `flashtile` returns where only the error is interesting.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Any reason for which flashtile refuses to compute. Every error of the library converts into it, so that `?` works on
+/// all of them.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Error {
+    /// Memory cannot be viewed with a shape.
+    View(ViewError),
+    /// The problem is not well formed.
+    Problem(ProblemError),
+    /// The problem is well formed, and the device has no plan for it.
+    Unsupported(Unsupported),
+    /// The tensors do not fit the problem.
+    Run(RunError),
+    /// Block tables do not describe sequences in a pool.
+    Table(TableError),
+    /// A cache refused an operation, and is unchanged.
+    Cache(CacheError),
+    /// States do not merge.
+    Merge(MergeError),
+    /// There is no memory for a workspace or a result.
+    Memory {
+        /// Bytes that were needed.
+        bytes: usize,
+    },
+    /// A CUDA device refused.
+    #[cfg(feature = "cuda")]
+    Cuda(flashtile_cuda::CudaError),
+}
+
+impl Error {
+    /// Whether the request is right, and no kernel for it exists on the device: another device, or other options, may serve it.
+    #[must_use]
+    pub const fn is_unsupported(&self) -> bool {
+        match self {
+            Self::Unsupported(_) => true,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(flashtile_cuda::CudaError::Unsupported(_)) => true,
+            _ => false,
+        }
+    }
+
+    /// The error that this one stands for, where it is not its own.
+    fn inner(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(match self {
+            Self::View(error) => error,
+            Self::Problem(error) => error,
+            Self::Unsupported(error) => error,
+            Self::Run(error) => error,
+            Self::Table(error) => error,
+            Self::Cache(error) => error,
+            Self::Merge(error) => error,
+            Self::Memory { .. } => return None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(error) => error,
+        })
+    }
+}
+
+impl std::fmt::Display for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self, self.inner()) {
+            (Self::Memory { bytes }, _) => write!(f, "no memory for {bytes} bytes"),
+            (_, Some(inner)) => std::fmt::Display::fmt(inner, f),
+            (_, None) => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.inner()?.source()
+    }
+}
+
+macro_rules! from {
+    ($($name:ident($error:ty)),* $(,)?) => {
+        $(impl From<$error> for Error {
+            fn from(error: $error) -> Self {
+                Self::$name(error)
+            }
+        })*
+    };
+}
+
+from! {
+    View(ViewError),
+    Problem(ProblemError),
+    Unsupported(Unsupported),
+    Run(RunError),
+    Table(TableError),
+    Cache(CacheError),
+    Merge(MergeError),
+}
+
+impl From<WorkspaceError> for Error {
+    fn from(error: WorkspaceError) -> Self {
+        Self::Memory { bytes: error.bytes }
+    }
+}
+
+#[cfg(feature = "cuda")]
+from!(Cuda(flashtile_cuda::CudaError));

@@ -1,0 +1,149 @@
+//! Plans and workspace, kept from call to call.
+
+use crate::error::{Error, Result};
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::plan::PlanOptions;
+use flashtile_core::problem::ProblemDesc;
+use flashtile_cpu::cpu::Cpu;
+use flashtile_cpu::plan::CpuPlan;
+use flashtile_cpu::workspace::Workspace;
+use std::cell::Cell;
+
+/// Plans that a runner keeps.
+const MAX_PLANS: usize = 16;
+
+/// Computes attention on the CPU, and keeps what a next call of the same description needs again: its plan, and the workspace of
+/// the largest problem. Such a call allocates nothing.
+///
+/// ```
+/// use flashtile::{Attention, Outputs, Runner, TensorView, TensorViewMut};
+/// let mut runner = Runner::new();
+/// let x = vec![0.5f32; 4 * 32 * 64];
+/// let x = TensorView::bhsd(&x, [1, 4, 32, 64])?;
+/// let (mut out, mut lse) = (vec![0.0f32; 4 * 32 * 64], vec![0.0f32; 4 * 32]);
+/// for _layer in 0..2 {
+///     runner.attention(x, x, x, &mut TensorViewMut::bhsd(&mut out, [1, 4, 32, 64])?, &Attention::causal())?;
+/// }
+/// // With the logsumexp.
+/// let (desc, inputs) = (Attention::full().desc(&x, &x, &x), Attention::full().inputs(x, x, x));
+/// let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, [1, 4, 32, 64])?);
+/// outputs.lse = Some(&mut lse);
+/// runner.run(&desc, &inputs, &mut outputs)?;
+/// assert!((lse[0] - (0.25 * 8.0 + 32f32.ln())).abs() < 1e-5);
+/// # Ok::<(), flashtile::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Runner {
+    cpu: Cpu,
+    follows_pool: bool,
+    options: PlanOptions,
+    /// Most recently used first.
+    plans: Vec<CpuPlan>,
+    workspace: Workspace,
+}
+
+impl Runner {
+    /// A runner with the fastest instruction set of this machine and as many threads as the rayon pool of each call has.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { follows_pool: true, ..Self::with_cpu(Cpu::new()) }
+    }
+
+    /// A runner with this instruction set and number of threads, whatever the pool of a call.
+    #[must_use]
+    pub fn with_cpu(cpu: Cpu) -> Self {
+        Self {
+            cpu,
+            follows_pool: false,
+            options: PlanOptions::default(),
+            plans: Vec::new(),
+            workspace: Workspace::new(0),
+        }
+    }
+
+    /// The same with options of the planner.
+    #[must_use]
+    pub fn with_options(mut self, options: PlanOptions) -> Self {
+        self.options = options;
+        self.plans.clear();
+        self
+    }
+
+    /// Plans a description, or finds the plan of an earlier call.
+    ///
+    /// # Errors
+    /// [`Error::Problem`] or [`Error::Unsupported`].
+    pub fn plan(&mut self, desc: &ProblemDesc) -> Result<&CpuPlan> {
+        self.find(|kept| kept == desc, || desc.clone())?;
+        Ok(&self.plans[0])
+    }
+
+    /// Computes what a description says. `inputs` and `outputs` are as for [`Cpu::run`].
+    ///
+    /// # Errors
+    /// [`Error::Problem`], [`Error::Unsupported`], [`Error::Run`] or [`Error::Memory`]. Nothing is written then.
+    pub fn run(&mut self, desc: &ProblemDesc, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
+        self.plan(desc)?;
+        self.run_found(inputs, outputs)
+    }
+
+    /// Gives back the memory of plans and workspace.
+    pub fn clear(&mut self) {
+        self.plans = Vec::new();
+        self.workspace = Workspace::new(0);
+    }
+
+    /// Puts the plan of a description first: a kept one for which `is` holds, or a new one.
+    pub(crate) fn find(
+        &mut self,
+        is: impl Fn(&ProblemDesc) -> bool,
+        desc: impl FnOnce() -> ProblemDesc,
+    ) -> Result<()> {
+        if self.follows_pool {
+            let cpu = Cpu::new();
+            if cpu.facts() != self.cpu.facts() {
+                self.plans.clear();
+                self.cpu = cpu;
+            }
+        }
+        let found = self.plans.iter().position(|plan| is(plan.problem().desc()));
+        let last = match found {
+            Some(at) => at,
+            None => {
+                let plan = self.cpu.plan(&desc().validate()?, self.options)?;
+                self.plans.truncate(MAX_PLANS - 1);
+                self.plans.push(plan);
+                self.plans.len() - 1
+            }
+        };
+        self.plans[..=last].rotate_right(1);
+        Ok(())
+    }
+
+    /// Runs the plan that [`Runner::find`] put first.
+    pub(crate) fn run_found(&mut self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
+        let plan = &self.plans[0];
+        if self.workspace.len() < plan.workspace_bytes() {
+            self.workspace = plan.try_workspace()?;
+        }
+        self.cpu.run(plan, inputs, outputs, &mut self.workspace).map_err(Error::Run)
+    }
+}
+
+impl Default for Runner {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Calls a function with the runner of this thread. A thread that waits for rayon may be given a task that calls this again: that
+/// one gets a runner of its own.
+pub(crate) fn with_thread_runner<T>(f: impl FnOnce(&mut Runner) -> T) -> T {
+    thread_local! {
+        static RUNNER: Cell<Option<Runner>> = const { Cell::new(None) };
+    }
+    let mut runner = RUNNER.take().unwrap_or_default();
+    let result = f(&mut runner);
+    RUNNER.set(Some(runner));
+    result
+}
