@@ -10,8 +10,8 @@
 #![allow(clippy::print_stdout, reason = "an example reports by printing")]
 
 use flashtile::{
-    CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, HeadShape, Inputs, KvCache, Outputs,
-    PlanOptions, ProblemDesc, SeqId, SeqLens, TensorView, TensorViewMut, Visibility,
+    Attention, CacheDesc, CacheLayout, CacheShape, Codec, KvCache, KvCacheExt, SeqId, TensorView,
+    TensorViewMut, attention,
 };
 
 type Error = Box<dyn std::error::Error>;
@@ -66,9 +66,19 @@ struct Layer {
 }
 
 struct Model {
-    cpu: Cpu,
     layers: Vec<Layer>,
     head: Matrix,
+}
+
+/// Rows `[tokens, heads, DIM]` as a view.
+fn packed(rows: &[f32], heads: usize) -> flashtile::Result<TensorView<'_>> {
+    Ok(TensorView::packed(rows, [rows.len() / (heads * DIM), heads, DIM])?)
+}
+
+/// Rows `[tokens, Q_HEADS, DIM]` to be written.
+fn packed_mut(rows: &mut [f32]) -> flashtile::Result<TensorViewMut<'_>> {
+    let tokens = rows.len() / WIDTH;
+    Ok(TensorViewMut::packed(rows, [tokens, Q_HEADS, DIM])?)
 }
 
 /// Normalises rows, so that layers neither grow nor vanish.
@@ -90,14 +100,14 @@ impl Model {
             o: Matrix::new(4 * n + 3, WIDTH, WIDTH),
         };
         let head = Matrix::new(100, WIDTH, VOCABULARY);
-        Self { cpu: Cpu::new(), layers: (0..LAYERS).map(layer).collect(), head }
+        Self { layers: (0..LAYERS).map(layer).collect(), head }
     }
 
     /// Logits after each token, `[tokens, VOCABULARY]`. `attend(layer, q, k, v)` gives the attention of packed rows.
     fn forward(
         &self,
         tokens: &[usize],
-        mut attend: impl FnMut(usize, &[f32], &[f32], &[f32]) -> Result<Vec<f32>, Error>,
+        mut attend: impl FnMut(usize, &[f32], &[f32], &[f32]) -> flashtile::Result<Vec<f32>>,
     ) -> Result<Vec<f32>, Error> {
         let mut x: Vec<f32> =
             tokens.iter().flat_map(|t| (0..WIDTH).map(move |d| random(200, t * WIDTH + d))).collect();
@@ -110,35 +120,18 @@ impl Model {
         Ok(self.head.apply(&normalise(&x), WIDTH))
     }
 
-    fn run(&self, mut desc: ProblemDesc, inputs: &Inputs<'_>) -> Result<Vec<f32>, Error> {
-        desc.visibility = Visibility::causal();
-        let plan = self.cpu.plan(&desc.validate()?, PlanOptions::default())?;
-        let rows = plan.problem().dims().q_len;
-        let mut out = vec![0.0f32; rows * WIDTH];
-        let mut outputs = Outputs::new(TensorViewMut::packed(&mut out, [rows, Q_HEADS, DIM])?);
-        self.cpu.run(&plan, inputs, &mut outputs, &mut plan.workspace())?;
-        Ok(out)
-    }
-
     /// One step of a batch: new tokens for each sequence. Returns the logits after the last token of each.
     fn step(&self, cache: &mut KvCache, batch: &[(SeqId, &[usize])]) -> Result<Vec<Vec<f32>>, Error> {
         let tokens: Vec<usize> = batch.iter().flat_map(|(_, tokens)| tokens.iter().copied()).collect();
-        let seqs: Vec<SeqId> = batch.iter().map(|part| part.0).collect();
         let new: Vec<(SeqId, usize)> = batch.iter().map(|(seq, tokens)| (*seq, tokens.len())).collect();
-        cache.extend(&new)?;
-        let total = tokens.len();
+        let mut step = cache.step(&new)?;
         let logits = self.forward(&tokens, |layer, q, k, v| {
-            let kv = [k, v].map(|rows| TensorView::packed(rows, [total, KV_HEADS, DIM]));
-            let [k, v] = kv;
-            cache.write(layer, &new, &k?, &v?)?;
-            let tables = cache.tables(&seqs)?;
-            let lens = new.iter().zip(&tables.lens);
-            let lens: Vec<SeqLens> = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
-            let shape = HeadShape { q_heads: Q_HEADS, kv_heads: KV_HEADS, head_dim: DIM, value_dim: DIM };
-            let desc = ProblemDesc::cached(shape, Dtype::F32, &lens);
-            let q = TensorView::packed(q, [total, Q_HEADS, DIM])?;
-            self.run(desc, &cache.inputs(layer, q, &tables)?)
+            let mut out = vec![0.0; q.len()];
+            let [k, v] = [packed(k, KV_HEADS)?, packed(v, KV_HEADS)?];
+            step.attend(layer, packed(q, Q_HEADS)?, k, v, &mut packed_mut(&mut out)?)?;
+            Ok(out)
         })?;
+        step.finish();
         let mut end = 0;
         let last = |(_, tokens): &(SeqId, &[usize])| {
             end += tokens.len();
@@ -149,23 +142,13 @@ impl Model {
 
     /// Logits after the last token, without a cache.
     fn recompute(&self, tokens: &[usize]) -> Result<Vec<f32>, Error> {
-        let n = tokens.len();
-        let dims = Dims {
-            batch: 1,
-            q_heads: Q_HEADS,
-            kv_heads: KV_HEADS,
-            q_len: n,
-            kv_len: n,
-            head_dim: DIM,
-            value_dim: DIM,
-        };
         let logits = self.forward(tokens, |_, q, k, v| {
-            let q = TensorView::packed(q, [n, Q_HEADS, DIM])?;
-            let kv = [k, v].map(|rows| TensorView::packed(rows, [n, KV_HEADS, DIM]));
-            let [k, v] = kv;
-            self.run(ProblemDesc::new(dims, Dtype::F32), &Inputs::new(q, k?, v?))
+            let mut out = vec![0.0; q.len()];
+            let [k, v] = [packed(k, KV_HEADS)?, packed(v, KV_HEADS)?];
+            attention(packed(q, Q_HEADS)?, k, v, &mut packed_mut(&mut out)?, &Attention::causal())?;
+            Ok(out)
         })?;
-        Ok(logits[(n - 1) * VOCABULARY..].to_vec())
+        Ok(logits[(tokens.len() - 1) * VOCABULARY..].to_vec())
     }
 }
 

@@ -1,5 +1,9 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(doctest)]
+#[doc = include_str!("../docs/serving.md")]
+mod serving {}
+
 mod attention;
 mod error;
 mod runner;
