@@ -3,8 +3,8 @@
 
     .ci/words.py [PATTERN]        with a PATTERN, the lines that have it
 
-Looked at are sources, tests, documents and scripts; not this file, the glossary, docs/migration.md, nor recorded benchmarks. A word that
-is right elsewhere is looked for only in files whose path matches the third column.
+It reads sources, tests, documents and scripts; not this file, the glossary, docs/migration.md, recorded benchmarks, nor links to files
+that it reads anyway. A word that is right elsewhere is looked for only in files whose path matches the third column.
 """
 
 import re
@@ -54,7 +54,7 @@ def hits(pattern, only=ALL):
     listed = subprocess.run(["git", "ls-files", *FILES], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     for name in listed:
         path = ROOT / name
-        if SKIPPED.match(name) or not re.search(only, name) or not path.exists():
+        if SKIPPED.match(name) or not re.search(only, name) or not path.exists() or path.is_symlink():
             continue
         for number, line in enumerate(path.read_text().split("\n"), 1):
             yield from ((name, number, line.strip(), found[0]) for found in re.finditer(pattern, line))

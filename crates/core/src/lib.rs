@@ -17,6 +17,8 @@
 //! | [`mod@reference`] | attention by definition, in f64 |
 //! | [`quality`] | how far an answer is from the reference, and what a codec costs |
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 pub mod block_tables;
 pub mod cache;
 pub mod codec;

@@ -8,6 +8,8 @@
 //! | [`limits`] | what the machine computes and reads at most, measured |
 //! | [`workspace`] | scratch memory of a run |
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 pub mod cpu;
 mod exec;
 mod isa;

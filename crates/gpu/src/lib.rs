@@ -11,6 +11,8 @@
 //!
 //! Nothing here launches anything: a backend gives `flashtile_kernel::Device`.
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 pub mod codecs;
 pub mod encoding;
 pub mod kernels;

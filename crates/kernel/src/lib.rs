@@ -41,6 +41,10 @@
 //! | [`device`] | launches, and the contract they are checked against |
 //! | [`simulator`] | launches on the host (feature `simulator`, which is on by default) |
 //! | [`ops`] | the operators of native functions, which the attributes write |
+//!
+//! [The guide](guide) leads from a first kernel to attention and is the reference of the language.
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 #[cfg(feature = "simulator")]
 mod arguments;
@@ -82,6 +86,15 @@ pub use scalar::{Element, Number, Plain, Scalar, ScalarType, Value};
 #[cfg(feature = "simulator")]
 pub use simulator::Simulator;
 pub use source::{Bench, Generic, Instance, ItemSource, Kernel, Target};
+
+// Its examples are fragments of the tests in `tests/guide`, not programs.
+#[cfg(all(doc, not(doctest)))]
+#[doc = include_str!("../kernel-language.md")]
+pub mod guide {}
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
 
 /// What a module of kernels imports.
 pub mod prelude {

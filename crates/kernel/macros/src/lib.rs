@@ -5,6 +5,8 @@
 //! printed (`print`); from the tokens the native function is made (`native`), with operators through which rustc refuses
 //! types that the language does not have.
 
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
 mod arguments;
 mod convergence;
 mod depends;
