@@ -25,4 +25,5 @@ mod portable;
 mod properties;
 mod quantized;
 mod refusals;
+mod serial;
 mod support;

@@ -55,6 +55,8 @@ impl std::str::FromStr for Dtype {
 
 /// Kind of a materialised mask.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum MaskKind {
     /// `true` where the key is visible.
     Bool,

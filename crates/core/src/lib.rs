@@ -27,6 +27,8 @@ pub mod inputs;
 pub mod isa;
 pub mod limits;
 pub mod memory;
+#[cfg(feature = "serde")]
+mod named;
 pub mod owned;
 pub mod plan;
 pub mod problem;

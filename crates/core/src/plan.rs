@@ -8,6 +8,8 @@ use crate::isa::Isa;
 
 /// Which kernels run on a device that has native and portable ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum KernelChoice {
     /// Native kernels if the device and the problem have any, otherwise portable ones.
     #[default]
@@ -38,6 +40,8 @@ impl std::fmt::Display for KernelChoice {
 
 /// Choices of the planner that a caller may override.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(default))]
 #[non_exhaustive]
 pub struct PlanOptions {
     /// Upper bound of the splits of the keys of each task (CPU) or tile (CUDA), at least 1; with `None` the planner

@@ -8,6 +8,8 @@ use crate::problem::{HeadShape, ProblemDesc, SeqLens};
 
 /// How tokens are laid out. Units are tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum CacheLayout {
     /// Each sequence has a slot for its first `capacity` tokens and cannot grow beyond it.
     Contiguous {
@@ -46,6 +48,7 @@ impl CacheLayout {
 
 /// Layers, heads and dimensions of a model, as its cache has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[allow(clippy::exhaustive_structs)]
 pub struct CacheShape {
     /// Layers. All of them hold the same tokens.
@@ -60,6 +63,7 @@ pub struct CacheShape {
 
 /// Description of a cache: plain data, checked by [`KvCache::new`](super::KvCache::new).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct CacheDesc {
     /// Layout of the tokens.
@@ -78,6 +82,7 @@ pub struct CacheDesc {
     pub v: Codec,
     /// Whether a mean is subtracted from quantized keys. [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets
     /// one explicitly.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub key_mean: KeyMean,
 }
 
@@ -86,6 +91,8 @@ pub const MEAN_ROWS: usize = 256;
 
 /// The mean that is subtracted from quantized keys before they are stored, for each layer and head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum KeyMean {
     /// None, unless [`KvCache::set_key_mean`](super::KvCache::set_key_mean) sets one.
     #[default]

@@ -23,6 +23,7 @@ use crate::tensor::TensorView;
 /// # Ok::<(), flashtile::ProblemError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct ProblemDesc {
     /// Logical dimensions.
@@ -30,36 +31,48 @@ pub struct ProblemDesc {
     /// Element type of q, k, v and out.
     pub dtype: Dtype,
     /// Which keys a query position sees. Default: all.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub visibility: Visibility,
     /// Key position of query row 0. May be `None` if nothing depends on positions, or if `q_len == kv_len` and there
     /// are no `kv_lens` (padded or cached); it is then 0.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub q_offset: Option<QOffset>,
     /// Multiplier of `q . k`; `None` means `1 / sqrt(head_dim)`.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub scale: Option<f32>,
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub softcap: Option<f32>,
     /// Whether the inputs include ALiBi slopes, one f32 per query head.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub alibi: bool,
     /// Whether the inputs include attention sinks, one f32 logit per query head.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub sinks: bool,
     /// Kind of the mask among the inputs.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub mask: Option<MaskKind>,
     /// Whether the inputs include a tree mask of cached sequences: bool `[1, 1, q_len, longest q_len of a sequence]`.
     /// Row `r` is packed query row `r`. Column `c` is key `kv_len - q_len + c` of its sequence, one of the keys of
     /// this step; `true` is visible. Earlier keys are not affected. A key is visible if the tree, causality, window
     /// and mask all allow it.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub tree: bool,
     /// Codec of the keys. `None` means elements of `dtype`; cached sequences may have any codec that
     /// [supports](Codec::supports) the dimension.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub k_codec: Option<Codec>,
     /// Codec of the values, like `k_codec`.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub v_codec: Option<Codec>,
     /// How batch entries divide into sequences.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub sequences: Sequences,
     /// Prefixes that cached sequences share, as
     /// [`BlockTables::shared_prefixes`](crate::block_tables::BlockTables::shared_prefixes) finds them. Outer ones
     /// come before those inside them: each lies inside the one before it or after it, and is at least as long as any
     /// that contains it.
+    #[cfg_attr(feature = "serde", serde(default))]
     pub prefixes: Vec<SharedPrefix>,
 }
 

@@ -31,6 +31,7 @@ use std::ops::Range;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[allow(clippy::exhaustive_structs)]
 pub struct SharedPrefix {
     /// Indices of the sequences.

@@ -2,6 +2,8 @@
 
 /// How batch entries divide into sequences.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum Sequences {
     /// Each batch entry is one sequence of `q_len` queries and `kv_len` keys.
     #[default]
@@ -49,6 +51,7 @@ impl Sequences {
 
 /// Lengths of one cached sequence in a step, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[allow(clippy::exhaustive_structs)]
 pub struct SeqLens {
     /// Queries of this step: the last tokens of the sequence, which the cache already holds.

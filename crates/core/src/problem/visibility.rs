@@ -8,8 +8,11 @@ use std::ops::Range;
 /// Causal attention is the band with `right = 0`; a causal sliding window of `w` keys including the query's own is
 /// `left = w - 1, right = 0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Visibility {
+    #[cfg_attr(feature = "serde", serde(default))]
     left: Option<usize>,
+    #[cfg_attr(feature = "serde", serde(default))]
     right: Option<usize>,
 }
 
@@ -87,6 +90,8 @@ impl std::fmt::Display for Visibility {
 
 /// Key position of query row 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 pub enum QOffset {
     /// Row 0 sits at key 0.
     TopLeft,
