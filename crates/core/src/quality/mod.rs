@@ -1,11 +1,13 @@
 //! How far an answer is from the reference, and what codecs cost for given keys and values.
 
+mod answer;
 mod compare;
 mod error;
 mod head;
 mod pair;
 mod tolerance;
 
+pub use answer::Answer;
 pub use compare::{Comparison, Deviation, HeadAttention, KeyCodec, KeyErrors, RefusedRow, compare};
 pub use error::QualityError;
 pub use head::Head;
