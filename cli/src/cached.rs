@@ -27,7 +27,7 @@ impl Stored {
         if center && k.dtype().is_some() {
             let what =
                 format_args!("keys are stored as {k}, expected a --k-codec that quantizes, such as int8");
-            return Err(Failure::at("--center", what));
+            return Err(Failure::at("--center-keys", what));
         }
         Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center }))
     }

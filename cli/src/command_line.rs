@@ -6,16 +6,16 @@ use crate::failure::Failure;
 use crate::info::InfoArgs;
 use crate::kernels::KernelsCommand;
 use crate::kv::KvArgs;
-use crate::nearest;
 use crate::plan::PlanArgs;
+use crate::report;
 use crate::run::RunArgs;
-use clap::error::{ContextKind, ContextValue};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsStr;
 
 /// Fused attention on safetensors files, and what it reaches on this machine
 #[derive(Debug, Parser)]
-#[command(name = "flashtile", version, arg_required_else_help = false, max_term_width = 110)]
+#[command(name = "flashtile", version, max_term_width = 110)]
 #[command(after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal\n\n\
     Exit status: 0, 1 where a check or a benchmark's answer fails, 2 for bad input.")]
 pub(crate) struct Cli {
@@ -36,29 +36,50 @@ pub(crate) enum Command {
     Kernels(KernelsCommand),
 }
 
-/// The parser's error message without usage, on one line.
+/// The parser's error message without usage, on one line, with what was probably meant.
 pub(crate) fn one_line<S: AsRef<OsStr>>(error: &clap::Error, line: &[S]) -> Failure {
     let text = error.to_string();
     let lines: Vec<&str> = text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
     let message = lines.join(" ");
-    let message = message.strip_prefix("error: ").unwrap_or(&message);
-    match error.get(ContextKind::InvalidSubcommand) {
-        Some(ContextValue::String(given)) => {
-            Failure::new(format_args!("{message}, {}; see --help", subcommand(given, line)))
-        }
-        _ => Failure::new(format_args!("{message}; see --help")),
+    let mut message = message.strip_prefix("error: ").unwrap_or(&message).to_owned();
+    let meant = [ContextKind::SuggestedSubcommand, ContextKind::SuggestedArg, ContextKind::SuggestedValue]
+        .map(|kind| strings(error, kind))
+        .concat();
+    let meant: Vec<String> = meant.iter().map(|name| format!("'{name}'")).collect();
+    if error.kind() == ErrorKind::MissingRequiredArgument {
+        let missing = strings(error, ContextKind::InvalidArg);
+        message = format!("missing {}: {}", report::noun(missing.len(), "argument"), missing.join(", "));
+    } else if !meant.is_empty() {
+        message.push_str(&format!(" (did you mean {}?)", meant.join(" or ")));
+    } else if error.kind() == ErrorKind::InvalidSubcommand {
+        message.push_str(&format!(", expected {}", subcommands(line)));
+    }
+    Failure::new(format_args!("{message}; see --help"))
+}
+
+/// Texts in the context of an error.
+fn strings(error: &clap::Error, kind: ContextKind) -> Vec<String> {
+    match error.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.clone()],
+        Some(ContextValue::Strings(texts)) => texts.clone(),
+        _ => Vec::new(),
     }
 }
 
-/// The subcommand that `given` may be a misspelling of, after the subcommands that precede it.
-fn subcommand<S: AsRef<OsStr>>(given: &str, line: &[S]) -> String {
+/// The failure of a line that ends where a subcommand is needed.
+pub(crate) fn without_subcommand<S: AsRef<OsStr>>(line: &[S]) -> Failure {
+    Failure::new(format_args!("a subcommand is needed, expected {}", subcommands(line)))
+}
+
+/// Names of the subcommands that may follow the subcommands of a line.
+fn subcommands<S: AsRef<OsStr>>(line: &[S]) -> String {
     let root = Cli::command();
     let mut command = &root;
     for name in line.iter().skip(1) {
         let Some(next) = command.find_subcommand(name) else { break };
         command = next;
     }
-    nearest::meant(given, command.get_subcommands().map(clap::Command::get_name))
+    command.get_subcommands().map(clap::Command::get_name).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -73,9 +94,10 @@ mod tests {
     #[test]
     fn misspelt_subcommands() {
         let cases = [
-            (vec!["flashtile", "kernel", "list"], "did you mean kernels; see --help"),
-            (vec!["flashtile", "kernels", "lst"], "did you mean list; see --help"),
-            (vec!["flashtile", "jump"], "expected "),
+            (vec!["flashtile", "kernel", "list"], " (did you mean 'kernels'?); see --help"),
+            (vec!["flashtile", "kernels", "lst"], " (did you mean 'list'?); see --help"),
+            (vec!["flashtile", "jump"], ", expected run, check, plan, kv, "),
+            (vec!["flashtile", "kernels", "jump"], ", expected list, print; see --help"),
         ];
         for (line, why) in cases {
             let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
@@ -84,9 +106,42 @@ mod tests {
     }
 
     #[test]
+    fn misspelt_options_and_values() {
+        let run = ["flashtile", "run", "a", "-o", "b"];
+        let cases = [
+            (&["--ouput", "c"][..], "unexpected argument '--ouput' found (did you mean '--output'?"),
+            (&["--centered"], "(did you mean '--center"),
+            (&["--layout", "bsdh"], "[possible values: bhsd, bshd] (did you mean 'bshd'"),
+        ];
+        for (more, why) in cases {
+            let line = [&run[..], more].concat();
+            let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
+            assert!(shown.contains(why), "{shown}");
+        }
+    }
+
+    #[test]
+    fn missing_arguments_are_listed() {
+        let shown = |line: &[&str]| one_line(&Cli::try_parse_from(line).unwrap_err(), line).to_string();
+        assert_eq!(shown(&["flashtile", "run"]), "missing arguments: --output <OUT>, <IN>; see --help");
+        assert_eq!(shown(&["flashtile", "run", "a"]), "missing argument: --output <OUT>; see --help");
+    }
+
+    #[test]
+    fn a_line_without_subcommand() {
+        for (line, expected) in
+            [(vec!["flashtile"], "run, check, "), (vec!["flashtile", "kernels"], "list, print")]
+        {
+            let error = Cli::try_parse_from(&line).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand);
+            let shown = without_subcommand(&line).to_string();
+            assert!(shown.starts_with(&format!("a subcommand is needed, expected {expected}")), "{shown}");
+        }
+    }
+
+    #[test]
     fn errors_are_one_line() {
         let lines = [
-            vec!["flashtile"],
             vec!["flashtile", "jump"],
             vec!["flashtile", "run"],
             vec!["flashtile", "run", "a", "-o", "b", "--layout", "x\n\ny"],

@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::nearest;
 use crate::output::{self, Destination};
-use crate::parse::{count, dtype};
+use crate::parse::{codec, count, dtype};
 use crate::report::{self, Table};
 use clap::{Args, Subcommand, ValueEnum};
 use flashtile::kernel::source::{ElementType, GenericKind, ParameterKind};
@@ -84,10 +84,10 @@ pub(crate) struct VariantArgs {
     #[arg(long, value_name = "DTYPE", value_parser = dtype)]
     pub(crate) dtype: Option<Dtype>,
     /// Codec of the keys, as in `flashtile run`; default the dtype
-    #[arg(long, value_name = "CODEC")]
+    #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values; default the dtype
-    #[arg(long, value_name = "CODEC")]
+    #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) v_codec: Option<Codec>,
 }
 

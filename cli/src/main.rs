@@ -27,6 +27,7 @@ mod simulator;
 mod temporary;
 
 use clap::Parser;
+use clap::error::ErrorKind;
 use command_line::{Cli, Command};
 use std::process::ExitCode;
 
@@ -34,10 +35,14 @@ fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            let shown = if error.use_stderr() {
-                Err(command_line::one_line(&error, &std::env::args_os().collect::<Vec<_>>()))
-            } else {
-                report::text(&error)
+            let line: Vec<_> = std::env::args_os().collect();
+            let shown = match error.kind() {
+                ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+                    report::help(&error);
+                    Err(command_line::without_subcommand(&line))
+                }
+                _ if error.use_stderr() => Err(command_line::one_line(&error, &line)),
+                _ => report::text(&error),
             };
             return finish(shown.map(|()| ExitCode::SUCCESS));
         }

@@ -1,6 +1,6 @@
 //! Options that several commands have.
 
-use crate::parse::{dtype, isa, prefix, q_offset, threads, window};
+use crate::parse::{codec, dtype, isa, prefix, q_offset, threads, window};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use flashtile::plan::Isa;
@@ -55,14 +55,14 @@ pub(crate) struct Storage {
     /// Codec of the keys, which are stored in a cache that attention reads: f32, f16, bf16, fp8, int8, tq6 to tq2, or
     /// mlx-native's mlx-tq8 to mlx-tq4; default no cache. For the cpu and reference backends, and partly for the
     /// simulator
-    #[arg(long, value_name = "CODEC")]
+    #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, like --k-codec
-    #[arg(long, value_name = "CODEC")]
+    #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) v_codec: Option<Codec>,
     /// Subtract the mean of the first 256 keys from keys that are quantized: exact up to rounding, and needed if keys
     /// have a large constant component. Plans do not depend on it
-    #[arg(long, alias = "centre")]
+    #[arg(long = "center-keys", visible_alias = "center", aliases = ["centre", "centre-keys"])]
     pub(crate) center: bool,
 }
 

@@ -1,7 +1,8 @@
 //! Parsers of option values.
 
+use crate::nearest;
 use flashtile::plan::Isa;
-use flashtile::{Dtype, QOffset, Visibility};
+use flashtile::{Codec, Dtype, QOffset, Visibility};
 use std::num::NonZero;
 
 pub(crate) fn prefix(text: &str) -> Result<String, String> {
@@ -14,6 +15,13 @@ pub(crate) fn prefix(text: &str) -> Result<String, String> {
 pub(crate) fn dtype(text: &str) -> Result<Dtype, String> {
     let all = [Dtype::F32, Dtype::F16, Dtype::BF16];
     all.into_iter().find(|d| d.name() == text).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+}
+
+pub(crate) fn codec(text: &str) -> Result<Codec, String> {
+    let known = Codec::ALL.into_iter().find(|codec| codec.name() == text);
+    known.ok_or_else(|| {
+        format!("{text} is not a codec, {}", nearest::expected(text, Codec::ALL.map(Codec::name)))
+    })
 }
 
 pub(crate) fn isa(text: &str) -> Result<Isa, String> {

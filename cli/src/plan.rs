@@ -6,6 +6,7 @@ use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Work};
 use crate::names;
+use crate::nearest;
 use crate::operands::{Operands, Order};
 use crate::options::{Backend, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
 use crate::output::Destination;
@@ -301,7 +302,7 @@ fn device(args: &PlanArgs) -> Result<(String, Facts)> {
     all.find(|(known, _)| known == name).map(|(name, facts)| (name.to_owned(), facts)).ok_or_else(|| {
         let names = machines::ALL.iter().map(|(name, _)| *name);
         let names: Vec<&str> = names.chain(machines::ALL_CUDA.iter().map(|(name, _)| *name)).collect();
-        Failure::at("--device", format_args!("{name} is not known, expected one of {}", names.join(", ")))
+        Failure::at("--device", format_args!("{name} is not known, {}", nearest::expected(name, names)))
     })
 }
 

@@ -25,6 +25,11 @@ pub(crate) fn note(line: impl Display) {
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
+/// Writes help to standard error, with an empty line after it, and ignores errors.
+pub(crate) fn help(help: impl Display) {
+    let _ = writeln!(std::io::stderr(), "{help}");
+}
+
 /// Characters kept at the start and at the end of a line on standard error. Names and numbers from a file may have
 /// any length.
 const MAX_START: usize = 1500;
@@ -67,9 +72,18 @@ pub(crate) fn flops(n: f64) -> String {
     scaled(n, &[(1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP")])
 }
 
-/// `1 thread`, `2 threads`.
+/// `1 thread`, `2 threads`; `1 entry`, `2 entries`.
 pub(crate) fn counted(n: usize, what: &str) -> String {
-    format!("{n} {what}{}", if n == 1 { "" } else { "s" })
+    format!("{n} {}", noun(n, what))
+}
+
+/// `thread` or `threads`, as a number demands.
+pub(crate) fn noun(n: usize, what: &str) -> String {
+    match what.strip_suffix('y') {
+        _ if n == 1 => what.to_owned(),
+        Some(stem) if !stem.ends_with(['a', 'e', 'o', 'u']) => format!("{stem}ies"),
+        _ => format!("{what}s"),
+    }
 }
 
 /// Largest number of names that a message lists.
@@ -164,6 +178,8 @@ mod tests {
         assert_eq!(bytes(1536.0), "1.50 KiB");
         assert_eq!(percent(0.8731), "87.3%");
         assert_eq!((counted(1, "thread"), counted(2, "thread")), ("1 thread".into(), "2 threads".into()));
+        assert_eq!((counted(0, "entry"), counted(1, "entry")), ("0 entries".into(), "1 entry".into()));
+        assert_eq!(counted(3, "key"), "3 keys");
     }
 
     #[test]

@@ -204,7 +204,7 @@ impl Report<'_> {
     /// The options that store keys and values that way.
     fn options(&self, candidate: Candidate) -> String {
         let key = self.codecs.keys[candidate.key];
-        let center = if key.centered { " --center" } else { "" };
+        let center = if key.centered { " --center-keys" } else { "" };
         format!("--k-codec {} --v-codec {}{center}", key.codec, self.codecs.values[candidate.value])
     }
 

@@ -135,7 +135,7 @@ fn layers_of_a_model() {
         "recommended: keys int8",
         "layer.5",
         "centering is optional",
-        "  options of run and plan: --k-codec int8 --v-codec tq5 --center\n",
+        "  options of run and plan: --k-codec int8 --v-codec tq5 --center-keys\n",
     ] {
         assert!(table.contains(words), "{words} in {table}");
     }
@@ -158,7 +158,7 @@ fn reports_are_what_runs_do() {
     for (k, v, centered) in
         [("int8", "tq5", false), ("tq4", "tq2", true), ("tq5", "f16", true), ("bf16", "tq3", false)]
     {
-        let stored = ["--k-codec", k, "--v-codec", v, "--center"];
+        let stored = ["--k-codec", k, "--v-codec", v, "--center-keys"];
         let stored = &stored[..if centered { 5 } else { 4 }];
         let got = folder.run(&[&semantics[..], stored].concat());
         let error = nrmse(&got["out"].values(), &want["out"].values());
@@ -192,7 +192,7 @@ fn a_bias_of_keys_is_seen_and_subtracted() {
     let error = |options: &[&str]| nrmse(&folder.run(options)["out"].values(), &want["out"].values());
     let (without, with) = (
         error(&["--k-codec", "tq4", "--v-codec", "int8"]),
-        error(&["--k-codec", "tq4", "--v-codec", "int8", "--center"]),
+        error(&["--k-codec", "tq4", "--v-codec", "int8", "--center-keys"]),
     );
     assert!(with < 0.15 && without > 5.0 * with, "{with} centered, {without} not");
 }
@@ -328,7 +328,7 @@ fn keys_too_large_to_store_unless_centered() {
     assert_eq!(report["recommended"]["centered"], true);
     assert!(text(&folder.input, &[]).contains("cannot store it: row 0 of head 0 of k has a norm above 8192"));
     folder.refuse(&["--k-codec", "int8"], "row 0 of head 0 of k has a norm above 8192");
-    folder.run(&["--k-codec", "int8", "--center"]);
+    folder.run(&["--k-codec", "int8", "--center-keys"]);
 }
 
 #[test]
@@ -540,7 +540,7 @@ fn runs_over_caches_are_those_of_the_reference() {
         let folder = Folder::with(&tensors);
         for stored in [
             &["--k-codec", "int8", "--v-codec", "tq5"][..],
-            &["--k-codec", "tq4", "--center"],
+            &["--k-codec", "tq4", "--center-keys"],
             &["--v-codec", "fp8"],
             &["--k-codec", "bf16", "--v-codec", "f16"],
         ] {
@@ -572,7 +572,7 @@ fn layouts_over_caches_are_the_same_problem() {
     for name in ["q", "k", "v"] {
         transposed.insert(name.into(), tensors[name].transposed());
     }
-    let stored = ["--k-codec", "int8", "--v-codec", "tq4", "--center"];
+    let stored = ["--k-codec", "int8", "--v-codec", "tq4", "--center-keys"];
     let want = Folder::with(&tensors).run(&stored);
     let got = Folder::with(&transposed).run(&[&stored[..], &["--layout", "bshd"]].concat());
     assert_eq!((got["out"].transposed(), &got["lse"]), (want["out"].clone(), &want["lse"]));
@@ -600,7 +600,7 @@ fn layouts_over_caches_are_the_same_problem() {
 #[test]
 fn lines_and_objects_say_how_caches_store() {
     let folder = Folder::with(&normal(64, 32, 0.0));
-    let output = folder.try_run(&["--k-codec", "int8", "--v-codec", "tq5", "--center"]);
+    let output = folder.try_run(&["--k-codec", "int8", "--v-codec", "tq5", "--center-keys"]);
     assert!(
         stdout(&output).contains("-int8+tq5-")
             && stdout(&output).contains("cached as k int8 centered, v tq5")
@@ -629,10 +629,10 @@ fn lines_and_objects_say_how_caches_store() {
     // Centering does not change the plan, which mentions it.
     let codecs = ["--k-codec", "int8", "--v-codec", "tq5"];
     let plan = |more: &[&str]| stdout(&flashtile([&["plan", input][..], &codecs, more].concat()));
-    let (without, with) = (plan(&[]), plan(&["--center"]));
+    let (without, with) = (plan(&[]), plan(&["--center-keys"]));
     assert_eq!(without, with.replace("cached as k int8 centered, v tq5", "cached as k int8, v tq5"));
     assert_ne!(without, with);
-    let [without, with] = [&["--json"][..], &["--json", "--center"]].map(plan);
+    let [without, with] = [&["--json"][..], &["--json", "--center-keys"]].map(plan);
     assert_eq!(without, with.replace("\"centered\":true", "\"centered\":false"));
     assert_ne!(without, with);
     let steps = flashtile(["plan", "--cached", "1:4096", "--head-dim", "64", "--v-codec", "tq5", "--causal"]);
@@ -644,12 +644,12 @@ fn runs_that_caches_cannot_do_are_refused() {
     let mut tensors = qkv(Dtype::F32, &[2, 2, 5, 8], &[2, 2, 7, 8], &[2, 2, 7, 8]);
     let folder = Folder::with(&tensors);
     for (options, why) in [
-        (&["--k-codec", "tq9"][..], "tq9 is not a codec, expected one of f32, f16, bf16, fp8, int8, tq6"),
+        (&["--k-codec", "tq9"][..], "tq9 is not a codec, expected tq6, tq5, tq4, tq3, tq2, f32"),
         (
-            &["--center"],
-            "--center: keys are stored as f32, expected a --k-codec that quantizes, such as int8",
+            &["--center-keys"],
+            "--center-keys: keys are stored as f32, expected a --k-codec that quantizes, such as int8",
         ),
-        (&["--center", "--k-codec", "bf16"], "--center: keys are stored as bf16"),
+        (&["--center-keys", "--k-codec", "bf16"], "--center-keys: keys are stored as bf16"),
         (
             &["--k-codec", "tq4", "--backend", "cuda"],
             "--k-codec: the cuda backend does not support tq4: only the cpu supports codecs other than the dtype, expected --backend auto, \
@@ -680,7 +680,10 @@ fn runs_that_caches_cannot_do_are_refused() {
             &["plan", "--v-codec", "tq4", "--backend", "cuda"][..],
             "--v-codec: the cuda backend does not support tq4: only the cpu supports codecs other than the dtype, expected --backend auto or cpu",
         ),
-        (&["plan", "--center"], "--center: keys are stored as f32, expected a --k-codec that quantizes"),
+        (
+            &["plan", "--center-keys"],
+            "--center-keys: keys are stored as f32, expected a --k-codec that quantizes",
+        ),
         (
             &[
                 "bench",

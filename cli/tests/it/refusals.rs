@@ -1,6 +1,8 @@
 //! Bad input: exit status 2, one line, no file.
 
-use crate::files::{Folder, Tensor, Tensors, assert_refused, flashtile, qkv, threads, write, write_raw};
+use crate::files::{
+    Folder, Tensor, Tensors, assert_refused, flashtile, qkv, stderr, threads, write, write_raw,
+};
 use safetensors::tensor::Dtype;
 
 /// Two sequences of 5 queries and 7 keys, 4 query heads, 2 key/value heads.
@@ -108,7 +110,7 @@ fn options() {
     let folder = Folder::with(&good());
     let available = threads();
     let (too_many, range) = ((available + 1).to_string(), format!("1 to {available}, the threads"));
-    let cases: [(&[&str], &str); 33] = [
+    let cases: [(&[&str], &str); 34] = [
         (&["--scale", "nan"], "scale NaN is not finite"),
         (&["--scale", "1e99"], "scale inf is not finite"),
         (&["--scale", "x"], "--scale"),
@@ -129,7 +131,7 @@ fn options() {
         (&["--backend", "reference", "--threads", "2"], "--threads: does not apply to the reference backend"),
         (&["--backend", "reference", "--splits", "2"], "--splits"),
         (&["--k-codec", "tq44"], "tq44 is not a codec"),
-        (&["--center"], "--center: keys are stored as f32"),
+        (&["--center"], "--center-keys: keys are stored as f32"),
         (&["--grad"], "forward pass only"),
         (&["--splits", "0"], "expected a whole number, 1 or more"),
         (&["--splits", "9"], "1 to 1: a split holds at least one block of 256 keys"),
@@ -139,6 +141,7 @@ fn options() {
         (&["--isa", "sse2"], "expected one of portable, avx2, avx512"),
         (&["--layout", "bshd"], "q_heads 5 is not a positive multiple of kv_heads 7"),
         (&["--colour"], "unexpected argument"),
+        (&["--k-codec", "it8n"], "it8n is not a codec, expected int8, fp8, "),
         (&["--dtype"], "value is required"),
         (&["--causal", "--causal"], "cannot be used multiple times"),
         (&["one\n\ntoo many"], "unexpected argument"),
@@ -385,14 +388,17 @@ fn other_commands() {
     let fresh = folder.path().join("fresh");
     let fresh = fresh.to_str().unwrap();
     let cases: Vec<(Vec<&str>, &str)> = vec![
-        (vec![], "subcommand"),
         (vec!["jump"], "unrecognized subcommand"),
+        (vec!["run"], "missing arguments: --output <OUT>, <IN>; see --help"),
+        (vec!["pln"], "did you mean 'plan'?"),
+        (vec!["plan", "--qlen", "4"], "did you mean '--q-len'?"),
         (vec!["plan", "--q-len", "x"], "--q-len"),
         (vec!["plan", "--heads", "6", "--kv-heads", "4"], "q_heads 6"),
         (vec!["plan", "--heads", "0"], "q_heads 0"),
         (vec!["plan", "--head-dim", "1000"], "head_dim 1000 is outside 1..=512"),
         (vec!["plan", "--q-len", "5", "--kv-len", "7", "--causal"], "needs q_offset"),
-        (vec!["plan", "--device", "abacus"], "expected one of avx512-2core"),
+        (vec!["plan", "--device", "abacus"], "abacus is not known, expected "),
+        (vec!["plan", "--device", "h20"], "h20 is not known, expected h200, "),
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
         (vec!["plan", "--backend", "reference"], "--backend: the reference has no plans"),
         (vec!["plan", "--backend", "metal"], "--backend: not part of this build, expected auto, cpu or cuda"),
@@ -472,6 +478,14 @@ fn other_commands() {
     ];
     for (args, why) in cases {
         assert_refused(&flashtile(&args), why, &format!("{args:?}"));
+    }
+    for (args, names) in [(&[][..], "run, check, plan, "), (&["kernels"], "list, print")] {
+        let output = flashtile(args);
+        let shown = stderr(&output);
+        assert_eq!((output.status.code(), output.stdout.len()), (Some(2), 0), "{shown}");
+        assert!(shown.contains("\nUsage: flashtile ") && shown.contains("\nExample"), "{shown}");
+        let last = shown.lines().last().unwrap();
+        assert!(last.starts_with(&format!("flashtile: a subcommand is needed, expected {names}")), "{last}");
     }
     write(&folder.input, &packed());
     assert_refused(&flashtile(["plan", input, "--sequence", "2"]), "2 of 2 sequences", "packed plan");
