@@ -3,7 +3,8 @@
 use crate::failure::{Failure, Result};
 use memmap2::Mmap;
 use safetensors::tensor::Dtype;
-use std::collections::BTreeMap;
+use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, Metadata};
 use std::path::Path;
 
@@ -79,6 +80,8 @@ impl<'p> Mapped<'p> {
         })?);
         let metadata: safetensors::tensor::Metadata =
             serde_json::from_slice(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
+        // The parser keeps the last of several tensors with the same name.
+        serde_json::from_slice::<DistinctNames>(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
         if metadata.data_len() != data.len() {
             let (expected, got) = (metadata.data_len(), data.len());
             return Err(refuse(&format_args!("{got} bytes of data, the header expects {expected}")));
@@ -91,7 +94,39 @@ impl<'p> Mapped<'p> {
             })?;
             tensors.insert(name, Stored { dtype: info.dtype, shape: info.shape.clone(), bytes });
         }
-        Ok(Archive { path: self.path, layer: None, tensors })
+        Ok(Archive { path: self.path, layer: None, tensors, called: BTreeMap::new() })
+    }
+}
+
+/// A header in which no name is repeated.
+struct DistinctNames;
+
+impl<'de> Deserialize<'de> for DistinctNames {
+    fn deserialize<D: Deserializer<'de>>(header: D) -> std::result::Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = DistinctNames;
+
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("an object with a member for each tensor")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(
+                self,
+                mut members: A,
+            ) -> std::result::Result<Self::Value, A::Error> {
+                let mut names = BTreeSet::new();
+                while let Some(name) = members.next_key::<String>()? {
+                    members.next_value::<IgnoredAny>()?;
+                    if names.contains(&name) {
+                        return Err(A::Error::custom(format_args!("tensor {name} is listed twice")));
+                    }
+                    names.insert(name);
+                }
+                Ok(DistinctNames)
+            }
+        }
+        header.deserialize_map(Names)
     }
 }
 
@@ -101,6 +136,8 @@ pub(crate) struct Archive<'a> {
     /// The layer of these tensors, if they belong to one.
     layer: Option<String>,
     tensors: BTreeMap<String, Stored<'a>>,
+    /// Names in the file of tensors that it calls by an alias.
+    called: BTreeMap<String, String>,
 }
 
 /// A tensor in the file.
@@ -120,10 +157,18 @@ impl<'a> Archive<'a> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The tensors of a layer under other names: a map from new names to old ones.
-    pub(crate) fn part(&self, layer: String, names: &BTreeMap<String, &str>) -> Self {
+    /// Tensors under other names, by a map from new names to old ones: the whole file's, or a layer's.
+    pub(crate) fn part(&self, layer: Option<String>, names: &BTreeMap<String, &str>) -> Self {
         let tensor = |(name, of): (&String, &&str)| Some((name.clone(), self.get(of)?.clone()));
-        Self { path: self.path, layer: Some(layer), tensors: names.iter().filter_map(tensor).collect() }
+        // In a layer all names are without its prefix.
+        let renamed = names.iter().filter(|(name, of)| layer.is_none() && name.as_str() != **of);
+        let called = renamed.map(|(name, of)| (name.clone(), (*of).to_owned())).collect();
+        Self { path: self.path, layer, tensors: names.iter().filter_map(tensor).collect(), called }
+    }
+
+    /// What the file calls a tensor, for messages.
+    pub(crate) fn called<'n>(&'n self, name: &'n str) -> &'n str {
+        self.called.get(name).map_or(name, String::as_str)
     }
 
     /// A failure caused by this file, or by the layer.

@@ -1,4 +1,4 @@
-//! Names of tensors that belong together: the keys, values and queries of a layer.
+//! Names of tensors: their aliases, and which belong together as the keys, values and queries of a layer.
 
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Mapped};
@@ -6,9 +6,24 @@ use crate::report;
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Last components of names that belong together: of keys, values, queries.
-const COMPONENTS: [[&str; 3]; 3] =
-    [["k", "v", "q"], ["key", "value", "query"], ["keys", "values", "queries"]];
+/// Names that tensors are read under, and their aliases in files.
+const ALIASES: [(&str, &[&str]); 4] = [
+    ("q", &["query", "queries"]),
+    ("k", &["key", "keys"]),
+    ("v", &["value", "values"]),
+    ("mask", &["attn_mask", "attention_mask"]),
+];
+
+/// The name under which a tensor is read.
+pub(crate) fn canonical(name: &str) -> &str {
+    let of = ALIASES.iter().find(|(_, aliases)| aliases.contains(&name));
+    of.map_or(name, |(canonical, _)| canonical)
+}
+
+/// Why two tensors cannot be told apart.
+fn twice(a: &str, b: &str) -> String {
+    format!("tensors {a} and {b} are the same input under two names, expected one of them")
+}
 
 /// Separators of the components of a name.
 const SEPARATORS: [char; 4] = ['.', '/', '_', '-'];
@@ -37,25 +52,48 @@ impl Names {
 }
 
 /// Names grouped by what precedes their last component, and the names that belong to no group.
-pub(crate) fn group<'n>(names: impl Iterator<Item = &'n str>) -> (Vec<Names>, Vec<String>) {
-    let (mut groups, mut others): (BTreeMap<(&str, usize), Names>, Vec<String>) = Default::default();
+///
+/// # Errors
+/// If a tensor of a group has two names.
+pub(crate) fn group<'n>(
+    names: impl Iterator<Item = &'n str>,
+) -> std::result::Result<(Vec<Names>, Vec<String>), String> {
+    let (mut groups, mut others): (BTreeMap<&str, Names>, Vec<String>) = Default::default();
     for name in names {
         let at = name.rfind(SEPARATORS).map_or(0, |at| at + 1);
         let (prefix, last) = name.split_at(at);
-        let place = COMPONENTS.iter().enumerate().find_map(|(kind, components)| {
-            Some((kind, components.iter().position(|component| *component == last)?))
-        });
-        let Some((kind, component)) = place.filter(|_| prefix != GRADIENTS) else {
+        let component = ["k", "v", "q"].iter().position(|component| *component == canonical(last));
+        let Some(component) = component.filter(|_| prefix != GRADIENTS) else {
             others.push(name.to_owned());
             continue;
         };
         let new = || Names { prefix: prefix.to_owned(), k: None, v: None, q: None };
-        let names = groups.entry((prefix, kind)).or_insert_with(new);
-        *[&mut names.k, &mut names.v, &mut names.q][component] = Some(name.to_owned());
+        let names = groups.entry(prefix).or_insert_with(new);
+        let place = [&mut names.k, &mut names.v, &mut names.q].into_iter().nth(component);
+        if let Some(other) = place.and_then(|place| place.replace(name.to_owned())) {
+            return Err(twice(&other, name));
+        }
     }
     let mut groups: Vec<Names> = groups.into_values().collect();
     groups.sort_by(|a, b| natural(&a.prefix, &b.prefix));
-    (groups, others)
+    Ok((groups, others))
+}
+
+/// Names in a file by the names under which they are read; `parts` are names and what remains of them without the
+/// prefix of a layer.
+///
+/// # Errors
+/// If a tensor has two names.
+fn resolve<'n>(
+    parts: impl Iterator<Item = (&'n str, &'n str)>,
+) -> std::result::Result<BTreeMap<String, &'n str>, String> {
+    let mut names: BTreeMap<String, &str> = BTreeMap::new();
+    for (name, rest) in parts {
+        if let Some(other) = names.insert(canonical(rest).to_owned(), name) {
+            return Err(twice(other, name));
+        }
+    }
+    Ok(names)
 }
 
 /// Order of names in which numbers compare as numbers: layer 2 comes before layer 10.
@@ -80,18 +118,21 @@ fn natural(a: &str, b: &str) -> Ordering {
     a.len().cmp(&b.len())
 }
 
-/// The tensors of a file, or of the layer with a prefix.
+/// The tensors of a file, or of the layer with a prefix, under the names that they are read under.
 pub(crate) fn archive<'a>(mapped: &'a Mapped<'_>, prefix: Option<&str>) -> Result<Archive<'a>> {
     let archive = mapped.archive()?;
     match prefix {
-        None => Ok(archive),
+        None => {
+            let names = resolve(archive.names().map(|name| (name, name)));
+            Ok(archive.part(None, &names.map_err(|twice| archive.refuse(twice))?))
+        }
         Some(prefix) => layer(&archive, prefix),
     }
 }
 
 /// The layers of a file with q, k and v: the common part of their names.
 pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
-    let (groups, _) = group(archive.names());
+    let Ok((groups, _)) = group(archive.names()) else { return Vec::new() };
     let whole = |names: &&Names| {
         !names.prefix.is_empty() && [&names.q, &names.k, &names.v].into_iter().all(Option::is_some)
     };
@@ -101,7 +142,8 @@ pub(crate) fn layers(archive: &Archive<'_>) -> Vec<String> {
 /// The tensors of one layer as a file of their own: `q`, `k` and `v`, the other tensors with its prefix under names
 /// without it, and the tensors without a layer's prefix, which apply to all layers.
 fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
-    let (groups, others) = group(archive.names());
+    let refuse = |twice| archive.refuse(twice);
+    let (groups, others) = group(archive.names()).map_err(refuse)?;
     let same = |of: &str| of.trim_end_matches(SEPARATORS) == prefix.trim_end_matches(SEPARATORS);
     let exact: Vec<&Names> = groups.iter().filter(|names| names.prefix == prefix).collect();
     let near = groups.iter().filter(|names| !names.prefix.is_empty() && same(&names.prefix));
@@ -132,23 +174,22 @@ fn layer<'a>(archive: &Archive<'a>, prefix: &str) -> Result<Archive<'a>> {
         let starts = name.rmatch_indices(SEPARATORS).map(|(at, _)| at + 1);
         starts.into_iter().find(|&at| prefixes.contains(&name[..at])).unwrap_or(0)
     };
-    let (mut shared, mut own): (BTreeMap<String, &str>, BTreeMap<String, &str>) = Default::default();
-    for name in &others {
-        let (prefix, rest) = name.split_at(of_layer(name));
-        if prefix.is_empty() {
-            shared.insert(rest.to_owned(), name);
-        } else if prefix == layer.prefix {
-            own.insert(rest.to_owned(), name);
-        }
-    }
-    let mut tensors = shared;
-    tensors.extend(own);
+    let of_prefix = |prefix: &str| {
+        let parts = others.iter().filter_map(|name| {
+            let (of, rest) = name.split_at(of_layer(name));
+            (of == prefix).then_some((name.as_str(), rest))
+        });
+        resolve(parts).map_err(refuse)
+    };
+    let mut tensors = of_prefix("")?;
+    // If the layer itself has no prefix, its tensors are those without one.
+    tensors.extend(of_prefix(&layer.prefix)?);
     for (name, of) in [("q", &layer.q), ("k", &layer.k), ("v", &layer.v)] {
         if let Some(of) = of {
             tensors.insert(name.to_owned(), of);
         }
     }
-    Ok(archive.part(layer.label(), &tensors))
+    Ok(archive.part(Some(layer.label()), &tensors))
 }
 
 fn strs(names: &[String]) -> Vec<&str> {
@@ -160,7 +201,7 @@ mod tests {
     use super::*;
 
     fn found(names: &[&str]) -> (Vec<[String; 4]>, Vec<String>) {
-        let (groups, others) = group(names.iter().copied());
+        let (groups, others) = group(names.iter().copied()).unwrap();
         let of = |name: Option<String>| name.unwrap_or_default();
         (groups.into_iter().map(|n| [n.label(), of(n.k), of(n.v), of(n.q)]).collect(), others)
     }
@@ -201,8 +242,24 @@ mod tests {
             ["past_key_values.0.key", "past_key_values.0.value", ""].map(str::to_owned)
         );
         assert_eq!(others, ["out", "d_k", "d_v", "mask"]);
-        // Names in different conventions do not form a pair.
-        assert_eq!(found(&["a.k", "a.value"]).0.len(), 2);
+        assert_eq!(
+            found(&["a.k", "a.value", "a.query"]).0,
+            [["a", "a.k", "a.value", "a.query"].map(str::to_owned)]
+        );
+    }
+
+    #[test]
+    fn a_tensor_has_one_name() {
+        let why = "tensors a.k and a.key are the same input under two names, expected one of them";
+        assert_eq!(group(["a.k", "b.key", "a.key"].into_iter()).err().as_deref(), Some(why));
+        let same = |names: &[&'static str]| resolve(names.iter().map(|name| (*name, *name)));
+        for (canonical, aliases) in ALIASES {
+            for alias in aliases {
+                assert_eq!(same(&[alias]).unwrap(), BTreeMap::from([(canonical.to_owned(), *alias)]));
+                assert!(same(&[alias, canonical]).unwrap_err().contains(alias), "{alias}");
+            }
+        }
+        assert!(same(&["attn_mask", "attention_mask"]).is_err() && same(&["mask", "mask_2"]).is_ok());
     }
 
     #[test]

@@ -164,8 +164,11 @@ impl<'a> Operands<'a> {
         for (name, tensor) in [("k", &k), ("v", &v)] {
             if tensor.dtype != q.dtype {
                 let what = format_args!(
-                    "tensor {name} is {}, expected {} as q (--dtype converts all three)",
-                    tensor.dtype, q.dtype
+                    "tensor {} is {}, expected {} as {} (--dtype converts all three)",
+                    archive.called(name),
+                    tensor.dtype,
+                    q.dtype,
+                    archive.called("q"),
                 );
                 return Err(archive.refuse(what));
             }
@@ -280,14 +283,8 @@ const PARTS: [(&str, &str); 10] = [
     ("seqlen", "cu_seqlens_q or cu_seqlens_k"),
 ];
 
-/// Whole names, in lower case without separators, and the tensor that they suggest.
-const WORDS: [(&str, &str); 10] = [
-    ("query", "q"),
-    ("queries", "q"),
-    ("key", "k"),
-    ("keys", "k"),
-    ("value", "v"),
-    ("values", "v"),
+/// Whole names, in lower case without separators, and the tensor that they suggest. Aliases suggest theirs too.
+const WORDS: [(&str, &str); 4] = [
     ("bias", "mask"),
     ("attnbias", "mask"),
     ("attentionbias", "mask"),
@@ -296,7 +293,7 @@ const WORDS: [(&str, &str); 10] = [
 
 /// The known name that an unknown one resembles. Ignoring such a tensor would answer another question.
 pub(crate) fn meant(name: &str) -> Option<&'static str> {
-    if READ.contains(&name) || ANSWERS.contains(&name) {
+    if READ.contains(&names::canonical(name)) || ANSWERS.contains(&name) {
         return None;
     }
     let plain = |name: &str| -> String {
@@ -307,7 +304,8 @@ pub(crate) fn meant(name: &str) -> Option<&'static str> {
         let known = plain(known);
         name == known || (known.len() >= 4 && strsim::osa_distance(&name, &known) <= 1)
     };
-    let word = || WORDS.iter().find(|(word, _)| name == *word).map(|(_, meant)| *meant);
+    let alias = || READ.into_iter().find(|read| names::canonical(&name) == *read);
+    let word = || WORDS.iter().find(|(word, _)| name == *word).map(|(_, meant)| *meant).or_else(alias);
     let part = || PARTS.iter().find(|(part, _)| name.contains(part)).map(|(_, meant)| *meant);
     word().or_else(|| READ.into_iter().find(close)).or_else(part)
 }
@@ -323,11 +321,13 @@ pub(crate) fn tensor<'a>(
         archive.refuse(format_args!("tensor {name} is missing, expected {name} {}", order.axes()))
     })?;
     let dtype = float_dtype(stored.dtype).ok_or_else(|| {
-        archive.refuse(format_args!("tensor {name} is {:?}, expected F32, F16 or BF16", stored.dtype))
+        let (name, got) = (archive.called(name), stored.dtype);
+        archive.refuse(format_args!("tensor {name} is {got:?}, expected F32, F16 or BF16"))
     })?;
     let shape = order.logical(&stored.shape).ok_or_else(|| {
         archive.refuse(format_args!(
-            "tensor {name} has shape {}, expected {}",
+            "tensor {} has shape {}, expected {}",
+            archive.called(name),
             report::shape(&stored.shape),
             order.axes()
         ))
@@ -352,6 +352,7 @@ fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Res
     for (name, got, expected, of) in agree {
         if got != expected {
             let (got, expected) = (order.stored(got), order.stored(expected));
+            let (name, of) = (archive.called(name), archive.called(of));
             let what = format_args!("tensor {name} has shape {got:?}, expected {expected:?} to fit {of}");
             return Err(archive.refuse(what));
         }
@@ -367,7 +368,8 @@ fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [us
     let shape: [usize; 4] = stored.shape.as_slice().try_into().map_err(|_| {
         let expected = "[batch, heads, queries, keys] with any axis 1";
         archive.refuse(format_args!(
-            "tensor mask has shape {}, expected {expected}",
+            "tensor {} has shape {}, expected {expected}",
+            archive.called("mask"),
             report::shape(&stored.shape)
         ))
     })?;
@@ -377,7 +379,8 @@ fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [us
             Ok((MaskKind::Additive(dtype), shape, Bytes::aligned(stored.bytes, dtype.bytes())?))
         }
         (other, None) => {
-            Err(archive.refuse(format_args!("tensor mask is {other:?}, expected BOOL, F32, F16 or BF16")))
+            let name = archive.called("mask");
+            Err(archive.refuse(format_args!("tensor {name} is {other:?}, expected BOOL, F32, F16 or BF16")))
         }
     }
 }
@@ -462,7 +465,8 @@ mod tests {
     #[test]
     fn misspelt_names() {
         let cases = [
-            ("attn_mask", "mask"),
+            ("Attn-Mask", "mask"),
+            ("key_padding_mask", "mask"),
             ("Mask", "mask"),
             ("msak", "mask"),
             ("attn_bias", "mask"),
@@ -476,13 +480,14 @@ mod tests {
             ("cu_seqlen_q", "cu_seqlens_q"),
             ("cu_seqlens_kv", "cu_seqlens_k"),
             ("Q", "q"),
-            ("values", "v"),
+            ("Values", "v"),
         ];
         for (name, expected) in cases {
             let meant = meant(name);
             assert!(meant == Some(expected), "{name}: {meant:?}");
         }
-        let others = ["notes", "out", "lse", "d_q", "positions", "weight", "odd", "x", ""];
+        let others =
+            ["notes", "out", "lse", "d_q", "positions", "weight", "odd", "x", "", "key", "attn_mask"];
         assert!(READ.iter().chain(&others).all(|name| meant(name).is_none()));
     }
 }

@@ -38,6 +38,8 @@ and, if present,
   kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
   cu_seqlens_q, cu_seqlens_k
                  I64 or I32 [sequences + 1]; first row of each packed sequence, then the end
+q, k and v may be called query, key and value (or queries, keys, values), mask attn_mask or
+attention_mask. A file with two names for a tensor is refused.
 
 With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
 

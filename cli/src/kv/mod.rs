@@ -13,6 +13,7 @@ mod text;
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine;
+use crate::names::canonical;
 use crate::output::Destination;
 use crate::report as printed;
 use choice::Gate;
@@ -47,7 +48,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         }
         printed::note(archive.refuse(format_args!("note: tensors not read: {names}")));
         let of_weights: Vec<&str> =
-            unread.iter().map(String::as_str).filter(|name| OF_WEIGHTS.contains(name)).collect();
+            unread.iter().map(String::as_str).filter(|name| OF_WEIGHTS.contains(&canonical(name))).collect();
         if !of_weights.is_empty() {
             let names = of_weights.join(", ");
             printed::note(archive.refuse(format_args!("note: the report does not account for {names}")));

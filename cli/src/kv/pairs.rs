@@ -56,7 +56,7 @@ impl<'a> Listing<'a> {
             );
             return Err(archive.refuse(what));
         }
-        let (names, mut unread) = names::group(archive.names());
+        let (names, mut unread) = names::group(archive.names()).map_err(|twice| archive.refuse(twice))?;
         if let Some(name) = unread.iter().find(|name| meant(name) == Some("kv_lens")) {
             return Err(archive.refuse(format_args!("tensor {name} is not known, did you mean kv_lens?")));
         }

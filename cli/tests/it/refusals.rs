@@ -54,7 +54,7 @@ fn tensors_that_do_not_fit() {
             "tensor q has shape [2, 4, 5, 8], expected [total, heads, dim]",
         ),
         ("d_out", f32(&[2, 4, 5, 6]), "forward pass only"),
-        ("attn_mask", f32(&[1]), "tensor attn_mask is not known, did you mean mask?"),
+        ("attn_bias", f32(&[1]), "tensor attn_bias is not known, did you mean mask?"),
         ("alibi", f32(&[4]), "did you mean alibi_slopes?"),
         ("sink", f32(&[4]), "did you mean sinks?"),
         ("kv_len", Tensor::i64(&[7, 7]), "did you mean kv_lens?"),
@@ -348,6 +348,22 @@ fn changed_bytes() {
             }
             assert_eq!(folder.names(), ["in.safetensors"]);
         }
+    }
+}
+
+#[test]
+fn names_that_are_listed_twice() {
+    let folder = Folder::empty();
+    let tensor = |name: &str, shape: &str| {
+        format!(r#""{name}":{{"dtype":"F32","shape":{shape},"data_offsets":[0,16]}}"#)
+    };
+    for other in ["q", "\\u0071"] {
+        write_raw(
+            &folder.input,
+            &format!("{{{},{}}}", tensor("q", "[1,1,1,4]"), tensor(other, "[1,1,2,2]")),
+            &[0; 16],
+        );
+        folder.refuse(&[], "not a safetensors file: header: tensor q is listed twice");
     }
 }
 

@@ -1,6 +1,8 @@
 //! `flashtile run` on good input.
 
-use crate::files::{Folder, Tensor, Tensors, max_abs, nrmse, qkv, stderr, stdout, threads, write_raw};
+use crate::files::{
+    Folder, Tensor, Tensors, assert_refused, max_abs, nrmse, qkv, stderr, stdout, threads, write_raw,
+};
 use safetensors::tensor::Dtype;
 
 /// Rows with every optional tensor: GQA, D != Dv, a mask that hides keys, slopes, sinks, padding.
@@ -269,6 +271,63 @@ fn outputs_have_the_mode_of_new_files_and_follow_links() {
     assert_eq!(crate::files::read(&target), want);
 }
 
+#[test]
+fn tensors_have_aliases() {
+    let tensors = everything(Dtype::F32);
+    let want = Folder::with(&tensors).run(&OPTIONS);
+    let called = |aliases: [&str; 4]| -> Tensors {
+        let mut called = tensors.clone();
+        for (name, alias) in ["q", "k", "v", "mask"].into_iter().zip(aliases) {
+            let tensor = called.remove(name).unwrap();
+            called.insert(alias.into(), tensor);
+        }
+        called
+    };
+    for aliases in [
+        ["query", "key", "value", "attn_mask"],
+        ["queries", "keys", "values", "attention_mask"],
+        ["q", "key", "v", "mask"],
+    ] {
+        let tensors = called(aliases);
+        let folder = Folder::with(&tensors);
+        assert_eq!(folder.run(&with(&OPTIONS, &["--strict"])), want, "{aliases:?}");
+        let input = folder.input.to_str().unwrap();
+        let plan = crate::files::flashtile(with(&["plan", input, "--strict"], &OPTIONS));
+        assert!(stdout(&plan).contains("bool mask"), "{aliases:?}: {}", stderr(&plan));
+        // The same under a prefix.
+        let layer =
+            tensors.iter().map(|(name, tensor)| (format!("layer.3.{name}"), tensor.clone())).collect();
+        assert_eq!(Folder::with(&layer).run(&with(&OPTIONS, &["--prefix", "layer.3"])), want, "{aliases:?}");
+    }
+    // A layer's own mask takes precedence over that of all layers, whatever they are called.
+    let mut layer: Tensors = called(["q", "key", "v", "attn_mask"])
+        .into_iter()
+        .map(|(name, tensor)| (format!("a.{name}"), tensor))
+        .collect();
+    layer.insert("mask".into(), Tensor::f32(&[1, 1, 1, 1], &[1.0]));
+    assert_eq!(Folder::with(&layer).run(&with(&OPTIONS, &["--prefix", "a"])), want);
+
+    for (name, alias) in [("q", "query"), ("k", "keys"), ("mask", "attention_mask")] {
+        let mut both = tensors.clone();
+        both.insert(alias.into(), tensors[name].clone());
+        let folder = Folder::with(&both);
+        let mut names = [name, alias];
+        names.sort_unstable();
+        let why = format!("tensors {} and {} are the same input under two names", names[0], names[1]);
+        folder.refuse(&OPTIONS, &why);
+        let input = folder.input.to_str().unwrap();
+        assert_refused(&crate::files::flashtile(["plan", input]), &why, alias);
+        if name != "mask" {
+            assert_refused(&crate::files::flashtile(["kv", input]), &why, alias);
+        }
+    }
+    // Messages name tensors as the file does.
+    let mut wrong = called(["query", "key", "value", "attn_mask"]);
+    wrong.insert("key".into(), Tensor::f32(&[1, 2, 3], &[0.0; 6]));
+    Folder::with(&wrong)
+        .refuse(&OPTIONS, "tensor key has shape [1, 2, 3], expected [batch, heads, rows, dim]");
+}
+
 /// A file of two layers; one has its own mask, and lengths apply to both.
 fn layers() -> (Tensors, Tensors) {
     let mut one = everything(Dtype::F32);
@@ -318,8 +377,8 @@ fn one_layer_of_many_is_chosen_by_its_prefix() {
     changed.remove("model.layers.3.attn.q");
     let missing = "model.layers.3.attn: tensor q is missing, expected q [batch, heads, rows, dim]\n";
     Folder::with(&changed).refuse(&["--prefix", "model.layers.3.attn"], missing);
-    changed.insert("model.layers.3.attn.attn_mask".into(), Tensor::f32(&[1], &[0.0]));
-    let misspelt = "model.layers.3.attn: tensor attn_mask is not known, did you mean mask?";
+    changed.insert("model.layers.3.attn.attn_bias".into(), Tensor::f32(&[1], &[0.0]));
+    let misspelt = "model.layers.3.attn: tensor attn_bias is not known, did you mean mask?";
     Folder::with(&changed).refuse(&["--prefix", "model.layers.3.attn"], misspelt);
     let twice = Tensors::from_iter(["a.k", "a_k"].map(|name| (name.to_owned(), one["k"].clone())));
     Folder::with(&twice)
