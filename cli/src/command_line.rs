@@ -17,7 +17,7 @@ use std::ffi::OsStr;
 #[derive(Debug, Parser)]
 #[command(name = "flashtile", version, max_term_width = 110)]
 #[command(after_help = "Example:\n  flashtile run qkv.safetensors -o out.safetensors --causal\n\n\
-    Exit status: 0, 1 where a check or a benchmark's answer fails, 2 for bad input.")]
+    Exit status: 0, 1 where an answer is wrong (run, check, bench), 2 for bad input.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

@@ -33,6 +33,11 @@ impl Failure {
         Self { status: WRONG, ..Self::new(what) }
     }
 
+    /// The same line for a wrong answer.
+    pub(crate) fn into_wrong(self) -> Self {
+        Self { status: WRONG, ..self }
+    }
+
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(self.status)
     }

@@ -1,5 +1,6 @@
 //! The command line of flashtile: attention on safetensors files, conformance, plans, measurements.
 
+mod answers;
 mod bench;
 mod buffer;
 mod cached;

@@ -65,6 +65,14 @@ impl Order {
         }
     }
 
+    /// The shape of lse in the file from `[batch, heads, rows]`.
+    pub(crate) fn stored_lse(self, [b, h, s]: [usize; 3]) -> Vec<usize> {
+        match self {
+            Self::Bhsd | Self::Bshd => vec![b, h, s],
+            Self::Packed => vec![h, s],
+        }
+    }
+
     /// A hint for the case that the numbers of heads would fit in the other layout.
     const fn hint(self, q: [usize; 4], k: [usize; 4]) -> &'static str {
         let fit = k[2] > 0 && q[2] > 0 && q[2].is_multiple_of(k[2]);
@@ -92,6 +100,8 @@ pub(crate) struct Tensor<'a> {
     /// `[batch, heads, rows, dim]`.
     pub(crate) shape: [usize; 4],
     pub(crate) bytes: Bytes<'a>,
+    /// Whether elements of the file were rounded to the dtype.
+    is_rounded: bool,
 }
 
 impl Tensor<'_> {
@@ -253,6 +263,11 @@ impl<'a> Operands<'a> {
         Ok(())
     }
 
+    /// Whether elements of q, k or v were rounded to the dtype of the problem.
+    pub(crate) fn is_rounded(&self) -> bool {
+        [&self.q, &self.k, &self.v].into_iter().any(|tensor| tensor.is_rounded)
+    }
+
     /// Bytes of q, in the order of the file.
     pub(crate) fn q_bytes(&self) -> &[u8] {
         self.q.bytes.get()
@@ -334,9 +349,14 @@ pub(crate) fn tensor<'a>(
     })?;
     match to {
         Some(to) if to != dtype => {
-            Ok(Tensor { dtype: to, shape, bytes: Bytes::Owned(convert(stored.bytes, dtype, to)?) })
+            let bytes = Bytes::Owned(convert(stored.bytes, dtype, to)?);
+            // f32 holds every element of the other dtypes.
+            Ok(Tensor { dtype: to, shape, bytes, is_rounded: to != Dtype::F32 })
         }
-        _ => Ok(Tensor { dtype, shape, bytes: Bytes::aligned(stored.bytes, dtype.bytes())? }),
+        _ => {
+            let bytes = Bytes::aligned(stored.bytes, dtype.bytes())?;
+            Ok(Tensor { dtype, shape, bytes, is_rounded: false })
+        }
     }
 }
 
@@ -449,7 +469,7 @@ pub(crate) fn lengths(archive: &Archive<'_>, name: &str) -> Result<Option<Vec<us
     entries.enumerate().map(length).collect::<Result<_>>().map(Some)
 }
 
-const fn float_dtype(dtype: StoredDtype) -> Option<Dtype> {
+pub(crate) const fn float_dtype(dtype: StoredDtype) -> Option<Dtype> {
     match dtype {
         StoredDtype::F32 => Some(Dtype::F32),
         StoredDtype::F16 => Some(Dtype::F16),

@@ -1,5 +1,6 @@
 //! `flashtile run`: attention over the tensors of a file.
 
+use crate::answers::{Answers, Compared, Computed};
 use crate::buffer::{Buffer, store};
 use crate::cached::{self, Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
@@ -38,6 +39,9 @@ and, if present,
   kv_lens        I64 or I32 [batch]; keys of each batch entry, later rows are not read
   cu_seqlens_q, cu_seqlens_k
                  I64 or I32 [sequences + 1]; first row of each packed sequence, then the end
+  out            the expected answer, F32, F16 or BF16, in the shape that is written
+  lse            the expected logsumexp, F32, in the shape that is written
+
 q, k and v may be called query, key and value (or queries, keys, values), mask attn_mask or
 attention_mask. A file with two names for a tensor is refused.
 
@@ -49,7 +53,11 @@ on this machine with every access checked: ten to a hundred thousand scores (que
 are plain or in the codecs int8, tq4, or int8 for keys with tq5 for values.
 
 Writes out (dtype and layout of q) and lse (F32 [batch, heads, queries], packed [heads, total]).
-Tensors with unknown names are noted and not read; names that look misspelt are refused.";
+If IN has out or lse, the answer is compared with them. The line says how far it is; beyond the
+limit, which is twice that of docs/numerics.md because both answers may err, the exit status is 1.
+OUT is written in any case. No limit applies if --dtype or a codec rounds q, k or v.
+Tensors with unknown names are noted and not read, or refused with --strict; names that look
+misspelt are refused. Gradients d_q, d_k and d_v are known and not compared.";
 
 /// Compute attention of the tensors in a safetensors file
 #[derive(Debug, Args)]
@@ -74,7 +82,8 @@ pub(crate) struct RunArgs {
     pub(crate) reading: Reading,
     #[command(flatten)]
     pub(crate) semantics: Semantics,
-    /// Refuse a file with tensors that are not recognised, instead of noting them
+    /// Refuse a file with tensors that are not recognised, instead of noting them; out and lse are recognised, and
+    /// compared with or without this
     #[arg(long)]
     pub(crate) strict: bool,
     #[command(flatten)]
@@ -109,14 +118,17 @@ const MIN_SECONDS: f64 = 200e-6;
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
     refuse_what_is_not_built(args)?;
     machine::on_threads(args.cpu.threads, || {
-        let done = compute(args)?;
+        let (done, Comparison { compared, failure }) = compute(args)?;
         if args.json {
-            report::line(done.json(args.reading.prefix.as_deref()))
+            let mut json = done.json(args.reading.prefix.as_deref());
+            json["compared"] = compared.as_ref().map(Compared::json).into();
+            report::line(json)?;
         } else {
-            report::line(done.line())
+            let compared = compared.map_or_else(String::new, |compared| format!("  {}", compared.words()));
+            report::line(format_args!("{}{compared}", done.line()))?;
         }
-    })?;
-    Ok(ExitCode::SUCCESS)
+        failure.map_or(Ok(ExitCode::SUCCESS), Err)
+    })
 }
 
 /// Features that the command line has and this build does not.
@@ -182,10 +194,18 @@ struct Done {
     limit: Option<Limit>,
 }
 
-fn compute(args: &RunArgs) -> Result<Done> {
+/// The comparison with the answers of the file, if it has any.
+struct Comparison {
+    compared: Option<Compared>,
+    /// Set if a limit is exceeded.
+    failure: Option<Failure>,
+}
+
+fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let mapped = Mapped::open(&args.input)?;
     let archive = names::archive(&mapped, args.reading.prefix.as_deref())?;
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
+    let answers = Answers::read(&archive, &operands)?;
     let stored = Stored::asked(&args.storage, &operands.problem)?;
     if let Some(stored) = stored
         && args.backend == Backend::Cuda
@@ -210,43 +230,20 @@ fn compute(args: &RunArgs) -> Result<Done> {
     let mut out = Buffer::elements(dtype, count(dims.out_shape())?)?;
     let mut lse = Buffer::elements(flashtile::Dtype::F32, dims.batch * dims.q_heads * dims.q_len)?;
     let results = Results { out: &mut out, lse: &mut lse };
-    let done = match args.backend {
-        Backend::Reference => by_definition(&job, results).map_err(refuse)?,
-        Backend::Simulator => on_simulator(&job, results).map_err(refuse)?,
-        Backend::Cuda => on_cuda(args, gpu::device()?, &job, results).map_err(refuse)?,
-        Backend::Auto if cached.is_some() => {
-            let why = Failure::new("only the cpu supports caches in codecs other than the dtype");
-            on_cpu(args, &job, results, Some(&why)).map_err(refuse)?
-        }
-        // Options that restrict the cpu select it.
-        Backend::Auto if args.cpu.isa.is_none() && args.cpu.threads.is_none() => match gpu::device() {
-            Ok(cuda) => on_cuda(args, cuda, &job, results).map_err(refuse)?,
-            Err(why) => on_cpu(args, &job, results, Some(&why)).map_err(refuse)?,
-        },
-        _ => on_cpu(args, &job, results, None).map_err(refuse)?,
-    };
+    let done = on_backend(args, &job, results)?.map_err(refuse)?;
     if cached.is_some() && operands.order != Order::Packed {
-        // Attention over a cache has the rows of all sequences one after another.
-        let rows = [dims.batch, dims.q_heads, dims.q_len];
-        if operands.order == Order::Bhsd {
-            let mut ordered = Buffer::zeroed(out.bytes().len())?;
-            unpack(out.bytes(), ordered.bytes_mut(), rows, dims.value_dim * dtype.bytes());
-            out = ordered;
-        }
-        let mut ordered = Buffer::zeroed(lse.bytes().len())?;
-        by_sequence(lse.floats_mut(), ordered.floats_mut(), rows);
-        lse = ordered;
+        (out, lse) = by_sequence(&operands, &out, &mut lse)?;
     }
 
-    let lse_shape: Vec<usize> = match operands.order {
-        Order::Packed => vec![dims.q_heads, dims.q_len],
-        Order::Bhsd | Order::Bshd => dims.lse_shape().to_vec(),
-    };
+    let is_rounded = cached.is_some() || operands.is_rounded();
+    let compared = answers.compare(&operands, &Computed { out: &out, lse: &lse, is_rounded })?;
+    let failure = compared.as_ref().and_then(|compared| compared.failure(&archive));
+    let lse_shape = operands.order.stored_lse(dims.lse_shape());
     destination.tensors(vec![
         ("out", output::tensor(dtype, &operands.order.stored(dims.out_shape()), out.bytes())?),
         ("lse", output::tensor(flashtile::Dtype::F32, &lse_shape, lse.bytes())?),
     ])?;
-    Ok(done)
+    Ok((done, Comparison { compared, failure }))
 }
 
 fn count(shape: [usize; 4]) -> Result<usize> {
@@ -254,14 +251,44 @@ fn count(shape: [usize; 4]) -> Result<usize> {
     count.ok_or_else(|| Failure::new(format_args!("out {shape:?} is not addressable")))
 }
 
-/// Logsumexp `[heads, batch * rows]` as `[batch, heads, rows]`.
-fn by_sequence(lse: &[f32], into: &mut [f32], [batch, heads, rows]: [usize; 3]) {
+/// Runs on the chosen backend. The inner failure is the problem's, the outer one that of a device.
+fn on_backend(args: &RunArgs, job: &Job<'_>, results: Results<'_>) -> Result<Result<Done>> {
+    Ok(match args.backend {
+        Backend::Reference => by_definition(job, results),
+        Backend::Simulator => on_simulator(job, results),
+        Backend::Cuda => on_cuda(args, gpu::device()?, job, results),
+        Backend::Auto if job.cached.is_some() => {
+            let why = Failure::new("only the cpu supports caches in codecs other than the dtype");
+            on_cpu(args, job, results, Some(&why))
+        }
+        // Options that restrict the cpu select it.
+        Backend::Auto if args.cpu.isa.is_none() && args.cpu.threads.is_none() => match gpu::device() {
+            Ok(cuda) => on_cuda(args, cuda, job, results),
+            Err(why) => on_cpu(args, job, results, Some(&why)),
+        },
+        Backend::Auto | Backend::Cpu | Backend::Metal => on_cpu(args, job, results, None),
+    })
+}
+
+/// Out and lse of attention over a cache, whose rows of all sequences lie one after another, in the order of the
+/// operands: out as q, lse `[batch, heads, rows]` from `[heads, batch * rows]`.
+fn by_sequence(operands: &Operands<'_>, out: &Buffer, lse: &mut Buffer) -> Result<(Buffer, Buffer)> {
+    let dims = operands.problem.dims();
+    let [batch, heads, rows] = dims.lse_shape();
+    let mut ordered = Buffer::copy_of(out.bytes())?;
+    if operands.order == Order::Bhsd {
+        let row_bytes = dims.value_dim * operands.problem.dtype().bytes();
+        unpack(out.bytes(), ordered.bytes_mut(), [batch, heads, rows], row_bytes);
+    }
+    let mut ordered_lse = Buffer::zeroed(lse.bytes().len())?;
+    let (from, into) = (lse.floats_mut(), ordered_lse.floats_mut());
     for b in 0..batch {
         for h in 0..heads {
             let (at, to) = ((h * batch + b) * rows, (b * heads + h) * rows);
-            into[to..to + rows].copy_from_slice(&lse[at..at + rows]);
+            into[to..to + rows].copy_from_slice(&from[at..at + rows]);
         }
     }
+    Ok((ordered, ordered_lse))
 }
 
 /// The computation: over the operands themselves, or over a cache of their keys and values.

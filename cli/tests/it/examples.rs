@@ -1,6 +1,6 @@
 //! The files of `examples/data`: some have answers of other implementations, one is generated here.
 
-use crate::files::{Folder, Tensors, max_abs, nrmse, qkv, read, write};
+use crate::files::{Folder, Tensors, max_abs, nrmse, qkv, read, stdout, write};
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 use std::path::PathBuf;
@@ -41,7 +41,9 @@ fn onnx_attention() {
         let mut folder = Folder::empty();
         folder.input = data(&format!("onnx_attention/{name}.safetensors"));
         let options = options(&case);
-        let got = folder.run(&options.iter().map(String::as_str).collect::<Vec<_>>());
+        let options: Vec<&str> = options.iter().map(String::as_str).collect();
+        let got = folder.run(&options);
+        assert!(stdout(&folder.try_run(&options)).contains("  matches out: "), "{name}");
         let want = &read(&folder.input)["out"];
         assert_eq!((got["out"].dtype, &got["out"].shape), (want.dtype, &want.shape), "{name}");
         let limit = match want.dtype {

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
+mod answers;
 mod commands;
 mod examples;
 mod files;
