@@ -9,6 +9,7 @@ use crate::kv::KvArgs;
 use crate::plan::PlanArgs;
 use crate::report;
 use crate::run::RunArgs;
+use crate::shell::{CompletionsArgs, ManArgs};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
 use std::ffi::OsStr;
@@ -34,6 +35,8 @@ pub(crate) enum Command {
     /// List the kernels of the kernel language, and print them as Metal, CUDA or Rust
     #[command(subcommand)]
     Kernels(KernelsCommand),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
 }
 
 /// The parser's error message without usage, on one line, with what was probably meant.

@@ -24,11 +24,12 @@ mod picture;
 mod plan;
 mod report;
 mod run;
+mod shell;
 mod simulator;
 mod temporary;
 
-use clap::Parser;
 use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use command_line::{Cli, Command};
 use std::process::ExitCode;
 
@@ -56,6 +57,8 @@ fn main() -> ExitCode {
         Command::Kv(args) => kv::run(args),
         Command::Bench(args) => bench::run(args),
         Command::Kernels(command) => kernels::run(command),
+        Command::Completions(args) => shell::completions(args, Cli::command()),
+        Command::Man(args) => shell::man(args, Cli::command()),
     })
 }
 

@@ -1,6 +1,6 @@
 //! Plan, info, check and bench.
 
-use crate::files::{Folder, Tensor, flashtile, qkv, stderr, stdout};
+use crate::files::{Folder, Tensor, assert_refused, flashtile, qkv, stderr, stdout};
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 
@@ -29,6 +29,8 @@ fn help_and_version() {
         &["kernels", "--help"],
         &["kernels", "list", "--help"],
         &["kernels", "print", "--help"],
+        &["completions", "--help"],
+        &["man", "--help"],
     ] {
         let text = ok(args);
         assert!(text.contains("Usage: flashtile") && text.contains("Example"), "{args:?}: {text}");
@@ -196,6 +198,21 @@ fn info_measures_the_machine() {
     assert!(available("cpu") && available("reference"));
     assert_eq!(available("simulator"), cfg!(feature = "simulator"));
     assert!(!available("cuda") && !available("metal"));
+}
+
+#[test]
+fn shells_and_manual_pages() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let script = ok(&["completions", shell]);
+        assert!(script.contains("flashtile") && script.contains("center-keys"), "{shell}");
+    }
+    let folder = Folder::empty();
+    let man = folder.path().join("man1");
+    let path = man.to_str().unwrap();
+    assert_eq!(ok(&["man", path]), format!("12 pages in {path}\n"));
+    let page = std::fs::read_to_string(man.join("flashtile-kernels-print.1")).unwrap();
+    assert!(page.contains(".TH flashtile-kernels-print") && page.contains("\\-\\-head\\-dim"), "{page}");
+    assert_refused(&flashtile(["completions", "cmd"]), "[possible values: bash, ", "cmd");
 }
 
 #[test]
