@@ -1,6 +1,7 @@
 //! Options that several commands have.
 
 use crate::parse::{codec, dtype, isa, prefix, q_offset, threads, window};
+use crate::report::counted;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use flashtile::plan::Isa;
@@ -190,7 +191,15 @@ fn cached(text: &str) -> Result<Cached, String> {
         let [queries, len, times] = [queries, len, times].map(|n| n.parse().ok());
         Some(Cached { queries: queries?, len: len?, times: times? })
     };
-    parse().ok_or_else(|| "expected QUERIES:LENGTH or QUERIES:LENGTHxTIMES, whole numbers".to_owned())
+    let expected = || "expected QUERIES:LENGTH or QUERIES:LENGTHxTIMES, whole numbers".to_owned();
+    let cached: Cached = parse().ok_or_else(expected)?;
+    if cached.queries > cached.len {
+        let (queries, tokens) = (counted(cached.queries, "query"), counted(cached.len, "token"));
+        return Err(format!(
+            "{queries} in {tokens}, expected at most as many queries as tokens, which include them"
+        ));
+    }
+    Ok(cached)
 }
 
 /// Which kernels of a CUDA device.

@@ -64,6 +64,9 @@ pub(crate) struct PlanArgs {
     /// Sequence whose tiles to draw, counted from 0
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) sequence: usize,
+    /// Leave out the map of the tiles
+    #[arg(long)]
+    pub(crate) no_tiles: bool,
     /// Also write the picture of the tiles to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
@@ -122,14 +125,29 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
                 }
                 if args.json {
                     report::line(shown.json(Some((args.sequence, tiles.counts()))))
+                } else if args.no_tiles {
+                    report::text(shown.text())
                 } else {
                     let heading = format!("tiles of sequence {}, each key/value head:", args.sequence);
-                    report::text(format_args!("{}\n{heading}\n{}", shown.text(), tiles.text()))
+                    let tiles = collapsed(&tiles.text());
+                    report::text(format_args!("{}\n{heading}\n{tiles}", shown.text()))
                 }
             }
         }
     })?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Text in which many equal lines after each other are one line with their number: `  ████ x 32`. Two equal lines stay,
+/// so that diagonals keep their shape.
+fn collapsed(text: &str) -> String {
+    const MIN_EQUAL: usize = 3;
+    let lines: Vec<&str> = text.lines().collect();
+    let of_equal = |lines: &[&str]| match lines.len() {
+        0..MIN_EQUAL => lines.iter().map(|line| format!("{line}\n")).collect(),
+        n => format!("{} x {n}\n", lines[0]),
+    };
+    lines.chunk_by(|a, b| a == b).map(of_equal).collect()
 }
 
 /// The machine to plan for.
@@ -499,6 +517,9 @@ impl CpuShown<'_> {
     fn lines(&self) -> Vec<(&'static str, String)> {
         let Self { device, facts, plan } = self;
         let problem = plan.problem();
+        // Tasks hold whole tiles, and so may have room for more rows than there are.
+        let of_prefixes = plan.prefixes().iter().map(|prefix| prefix.rows).max().unwrap_or(0);
+        let rows = plan.task_rows().min(self.max_rows().max(of_prefixes));
         let mut lines = vec![
             (
                 "machine",
@@ -518,7 +539,7 @@ impl CpuShown<'_> {
                     "{} rows x {} keys; {} ({} per GQA group) share each packed block",
                     plan.tile_rows(),
                     plan.block_k(),
-                    report::counted(plan.task_rows(), "row"),
+                    report::counted(rows, "row"),
                     report::counted(problem.dims().gqa_group(), "query head")
                 ),
             ),
@@ -552,10 +573,16 @@ impl CpuShown<'_> {
         self.plan.prefixes().iter().map(line).collect()
     }
 
+    /// Rows of a GQA group in the sequence with the most queries.
+    fn max_rows(&self) -> usize {
+        let problem = self.plan.problem();
+        let gqa_group = problem.dims().gqa_group();
+        problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0)
+    }
+
     fn kernel_reason(&self) -> String {
         let (plan, problem) = (self.plan, self.plan.problem());
-        let gqa_group = problem.dims().gqa_group();
-        let max = problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0);
+        let max = self.max_rows();
         let tile = plan.tile_rows();
         let rows = if max <= tile { format!("in one tile of {tile}") } else { format!("in tiles of {tile}") };
         format!(

@@ -201,6 +201,30 @@ fn info_measures_the_machine() {
 }
 
 #[test]
+fn equal_rows_of_tiles_are_one_line() {
+    let shape = ["plan", "--q-len", "4096", "--device", "avx2-8core"];
+    let tiles = |more: &[&str]| -> Vec<String> {
+        let text = ok(&[&shape[..], more].concat());
+        let (_, tiles) = text.split_once("each key/value head:\n").unwrap();
+        tiles.lines().map(str::to_owned).collect()
+    };
+    let whole = tiles(&[]);
+    assert_eq!((whole.len(), whole[0].as_str()), (3, &*format!("  {} x 32", "█".repeat(64))), "{whole:?}");
+    let causal = tiles(&["--causal"]);
+    assert!(causal.len() == 34 && causal[..30].iter().all(|line| !line.contains('x')), "{causal:?}");
+    let without = ok(&[&shape[..], &["--no-tiles"]].concat());
+    assert!(without.contains("workspace") && !without.contains("tiles of sequence"), "{without}");
+}
+
+#[test]
+fn rows_of_a_plan_are_not_more_than_there_are() {
+    let rows = |q_len: &str| ok(&["plan", "--q-len", q_len, "--heads", "1", "--threads", "1"]);
+    for (q_len, shown) in [("256", "; 256 rows ("), ("1", "; 1 row ("), ("7", "; 7 rows (")] {
+        assert!(rows(q_len).contains(shown), "{}", rows(q_len));
+    }
+}
+
+#[test]
 fn shells_and_manual_pages() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
         let script = ok(&["completions", shell]);

@@ -415,6 +415,11 @@ fn other_commands() {
         (vec!["plan", "--q-len", "5", "--kv-len", "7", "--causal"], "needs q_offset"),
         (vec!["plan", "--device", "abacus"], "abacus is not known, expected "),
         (vec!["plan", "--device", "h20"], "h20 is not known, expected h200, "),
+        (
+            vec!["plan", "--cached", "5:3"],
+            "5 queries in 3 tokens, expected at most as many queries as tokens",
+        ),
+        (vec!["plan", "--cached", "1:8,2:1x3"], "2 queries in 1 token, expected"),
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
         (vec!["plan", "--backend", "reference"], "--backend: the reference has no plans"),
         (vec!["plan", "--backend", "metal"], "--backend: not part of this build, expected auto, cpu or cuda"),
