@@ -3,9 +3,11 @@
 use crate::failure::{Failure, Result, WRONG};
 use crate::gpu;
 use crate::machine;
+use crate::nearest;
 use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, backend};
 use crate::parse::{isa, threads};
 use crate::report::{self, Table};
+use crate::run::dims_json;
 use crate::simulator;
 use clap::Args;
 use flashtile::plan::Isa;
@@ -18,7 +20,7 @@ use flashtile_testkit::{
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::cmp::Reverse;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::process::ExitCode;
 
@@ -28,7 +30,7 @@ use std::process::ExitCode;
 /// cases: limits are wider for large scores and many keys. Exit status 1 if a case fails.
 #[derive(Debug, Args)]
 #[command(
-    after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --backend cuda --filter decode\n  \
+    after_help = "Examples:\n  flashtile check --isa avx2\n  flashtile check --list --filter gqa\n  flashtile check --backend cuda --filter decode\n  \
     flashtile check --backend cuda --kernels portable"
 )]
 pub(crate) struct CheckArgs {
@@ -47,20 +49,26 @@ pub(crate) struct CheckArgs {
     /// Only cases whose name contains one of these
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub(crate) filter: Vec<String>,
+    /// List the selected cases instead of running them
+    #[arg(long)]
+    pub(crate) list: bool,
+    /// Print JSON lines, one for each case and instruction set; with --list one for each case
+    #[arg(long)]
+    pub(crate) json: bool,
     /// Also run the random cases of these seeds
-    #[arg(long, value_name = "FIRST..END", value_parser = seeds)]
+    #[arg(long, value_name = "FIRST..END", value_parser = seeds, help_heading = DEVELOPERS)]
     pub(crate) seeds: Option<Range<u64>>,
-    /// Run only one of N equal parts of the cases, to divide them among processes: 0/N to N-1/N
-    #[arg(long, value_name = "I/N", value_parser = shard)]
+    /// Run only one of N equal subsets of the cases, to divide them among processes: 0/N to N-1/N
+    #[arg(long, value_name = "I/N", value_parser = shard, help_heading = DEVELOPERS)]
     pub(crate) shard: Option<Shard>,
     /// End each tensor's allocation with the tensor, so that a memory checker sees reads past it; default between
     /// guard bands
-    #[arg(long)]
+    #[arg(long, help_heading = DEVELOPERS)]
     pub(crate) exact_memory: bool,
-    /// Print JSON lines, one for each case and instruction set
-    #[arg(long)]
-    pub(crate) json: bool,
 }
+
+/// Heading of the options with which flashtile is tested itself.
+const DEVELOPERS: &str = "Options for developers of flashtile";
 
 /// Largest number of random cases: they are all described before the first one runs.
 const MAX_SEEDS: u64 = 100_000;
@@ -91,6 +99,10 @@ const MAX_SCORES: u64 = 12_000;
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
 pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode> {
+    if args.list {
+        list(&cases(args)?, args.json)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let failed = machine::on_threads(args.threads, || check(args))?;
     Ok(if failed { ExitCode::from(WRONG) } else { ExitCode::SUCCESS })
 }
@@ -126,6 +138,37 @@ fn check(args: &CheckArgs) -> Result<bool> {
         failures.iter().try_for_each(report::line)?;
     }
     Ok(summaries.iter().any(|t| t.failed > 0))
+}
+
+/// Prints the names, dtypes and dimensions of cases.
+fn list(cases: &[Case], json: bool) -> Result<()> {
+    if json {
+        let line = |case: &Case| {
+            let dtype = case.desc.dtype.name();
+            report::line(json!({ "case": case.name, "dtype": dtype, "dims": dims_json(&case.desc.dims) }))
+        };
+        return cases.iter().try_for_each(line);
+    }
+    let mut table = Table::new(["case", "dtype", "batch", "heads", "queries", "keys", "dim"]);
+    for case in cases {
+        let d = &case.desc.dims;
+        let dim = if d.value_dim == d.head_dim {
+            d.head_dim.to_string()
+        } else {
+            format!("{}x{}", d.head_dim, d.value_dim)
+        };
+        table.push(vec![
+            case.name.clone(),
+            case.desc.dtype.name().to_owned(),
+            d.batch.to_string(),
+            format!("{}/{}", d.q_heads, d.kv_heads),
+            d.q_len.to_string(),
+            d.kv_len.to_string(),
+            dim,
+        ]);
+    }
+    report::text(table)?;
+    report::line(report::counted(cases.len(), "case"))
 }
 
 /// The backends selected by the options.
@@ -171,7 +214,10 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
 fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
     let mut cases: Vec<Case> = catalogue().into_iter().chain(quantized()).collect();
     if let Some(text) = args.filter.iter().find(|&text| !cases.iter().any(|c| c.name.contains(text))) {
-        return Err(Failure::at("--filter", format_args!("no case has a name with {text}")));
+        let words = cases.iter().flat_map(|case| case.name.split('_').chain([case.name.as_str()]));
+        let expected = nearest::expected_some(text, words.collect::<BTreeSet<_>>());
+        let what = format_args!("no case has a name with {text}, {expected} (--list shows all)");
+        return Err(Failure::at("--filter", what));
     }
     if !args.filter.is_empty() {
         cases.retain(|case| args.filter.iter().any(|text| case.name.contains(text)));

@@ -57,6 +57,10 @@ fn help_and_version() {
     assert_eq!(["run", "check", "bench", "plan"].map(backends), [2, 1, 1, 0]);
     let check = ok(&["check", "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(check.contains("default all of this machine"), "{check}");
+    let (users, developers) = check.split_once(" Options for developers of flashtile: ").unwrap();
+    for (option, expected) in [("--filter <", users), ("--list List", users), ("--seeds <", developers)] {
+        assert!(expected.contains(option), "{option} in {expected}");
+    }
     assert_eq!(ok(&["--version"]), format!("flashtile {}\n", env!("CARGO_PKG_VERSION")));
 }
 
@@ -221,6 +225,27 @@ fn rows_of_a_plan_are_not_more_than_there_are() {
     let rows = |q_len: &str| ok(&["plan", "--q-len", q_len, "--heads", "1", "--threads", "1"]);
     for (q_len, shown) in [("256", "; 256 rows ("), ("1", "; 1 row ("), ("7", "; 7 rows (")] {
         assert!(rows(q_len).contains(shown), "{}", rows(q_len));
+    }
+}
+
+#[test]
+fn cases_are_listed() {
+    let all = ok(&["check", "--list"]);
+    let some = ok(&["check", "--list", "--filter", "gqa", "--seeds", "3..5"]);
+    for case in flashtile_testkit::catalogue() {
+        let listed = |text: &str| text.lines().any(|line| line.split("  ").next() == Some(&case.name));
+        assert!(listed(&all), "{}", case.name);
+        assert_eq!(listed(&some), case.name.contains("gqa"), "{}", case.name);
+    }
+    assert!(some.contains("\nseed 3 ") && some.contains("\nseed 4 "), "{some}");
+    assert!(some.ends_with(&format!("\n{} cases\n", some.lines().count() - 2)), "{some}");
+    let json = ok(&["check", "--list", "--filter", "gqa", "--json"]);
+    for line in json.lines() {
+        let case: Value = serde_json::from_str(line).unwrap();
+        assert!(
+            case["case"].as_str().unwrap().contains("gqa") && case["dims"]["head_dim"].is_u64(),
+            "{case}"
+        );
     }
 }
 

@@ -457,6 +457,7 @@ fn other_commands() {
         (vec!["plan", missing], "No such file"),
         (vec!["info", "--threads", "0"], "--threads"),
         (vec!["check", "--filter", "no such case"], "no case has a name with"),
+        (vec!["check", "--filter", "gqaa"], "no case has a name with gqaa, expected gqa"),
         (vec!["check", "--filter", "gqa,no such case"], "no case has a name with no such case"),
         (vec!["check", "--seeds", "5..5"], "expected FIRST..END"),
         (vec!["bench", "sideways"], "prefill, decode, visibility, kernels, all"),
