@@ -1,6 +1,7 @@
 //! Safetensors files, mapped.
 
 use crate::failure::{Failure, Result};
+use crate::report;
 use memmap2::Mmap;
 use safetensors::tensor::Dtype;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
@@ -60,7 +61,8 @@ impl<'p> Mapped<'p> {
             Failure::at(self.path.display(), format_args!("not a safetensors file: {what}"))
         };
         let (first, rest) = bytes.split_first_chunk::<8>().ok_or_else(|| {
-            refuse(&format_args!("{} bytes, expected 8 of header length first", bytes.len()))
+            let bytes = report::counted(bytes.len(), "byte");
+            refuse(&format_args!("{bytes}, expected 8 of header length first"))
         })?;
         // Eight characters stand for a length beyond any memory.
         if let Ok(text) = std::str::from_utf8(first)
@@ -84,7 +86,8 @@ impl<'p> Mapped<'p> {
         serde_json::from_slice::<DistinctNames>(header).map_err(|e| refuse(&format_args!("header: {e}")))?;
         if metadata.data_len() != data.len() {
             let (expected, got) = (metadata.data_len(), data.len());
-            return Err(refuse(&format_args!("{got} bytes of data, the header expects {expected}")));
+            let got = report::counted(got, "byte");
+            return Err(refuse(&format_args!("{got} of data, the header expects {expected}")));
         }
         let mut tensors = BTreeMap::new();
         for (name, info) in metadata.tensors() {

@@ -105,8 +105,12 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             }
         };
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
-            let count = problem.sequences().len();
-            Failure::at("--sequence", format_args!("{} of {count} sequences, counted from 0", args.sequence))
+            let count = report::counted(problem.sequences().len(), "sequence");
+            let what = format_args!(
+                "{} is out of range, there is a total of {count}, counted from 0",
+                args.sequence
+            );
+            Failure::at("--sequence", what)
         });
         let shown = Shown { device, plan: &plan, order, stored };
         match sequence {
@@ -621,7 +625,7 @@ impl CpuShown<'_> {
         } else if plan.splits() == 1 && plan.task_count() == 0 {
             "no query rows".to_owned()
         } else if plan.splits() == 1 && longest <= plan.block_k() {
-            format!("at most {longest} keys, one block of {}", plan.block_k())
+            format!("at most {}, one block of {}", report::counted(longest, "key"), plan.block_k())
         } else if plan.splits() == 1 && plan.idle() > 0.1 {
             format!(
                 "threads wait for an estimated {} of the time: rows see one block each, or partial results would take \

@@ -43,7 +43,7 @@ fn bounded(line: String) -> String {
     }
     let at = |n: usize| line.char_indices().nth(n).map_or(line.len(), |(at, _)| at);
     let (start, end) = (&line[..at(MAX_START)], &line[at(MAX_START + left_out)..]);
-    format!("{start} ... ({left_out} characters left out) ... {end}")
+    format!("{start} ... ({} left out) ... {end}", counted(left_out, "character"))
 }
 
 /// `1.23 ms` and similar: three significant digits.

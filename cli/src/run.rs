@@ -546,11 +546,10 @@ pub(crate) fn shapes(problem: &Problem, order: Order) -> String {
     let [q, k, v] = [d.q_shape(), d.k_shape(), d.v_shape()].map(|shape| order.stored(shape));
     if let Sequences::Cached { kv_lens, .. } = &problem.desc().sequences {
         let (min, max) = (kv_lens.iter().min().unwrap_or(&0), kv_lens.iter().max().unwrap_or(&0));
-        let (heads, dims) = (d.kv_heads, [d.head_dim, d.value_dim]);
+        let (heads, dims) = (report::counted(d.kv_heads, "head"), [d.head_dim, d.value_dim]);
         let sequences = report::counted(kv_lens.len(), "sequence");
-        return format!(
-            "q {q:?} over a cache of {heads} heads of {dims:?}, {sequences} of {min} to {max} tokens"
-        );
+        let max = report::counted(*max, "token");
+        return format!("q {q:?} over a cache of {heads} of {dims:?}, {sequences} of {min} to {max}");
     }
     format!("q {q:?} k {k:?} v {v:?}")
 }

@@ -104,7 +104,8 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     }
     let unmatched = peers.unmatched(groups.iter().flat_map(|g| &g.rows).map(|m| &m.row));
     if unmatched > 0 {
-        report::note(format_args!("note: {unmatched} peer rows match no row of this run"));
+        let rows = report::counted(unmatched, "peer row");
+        report::note(format_args!("note: {rows} without a row of this run to compare with"));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -76,7 +76,7 @@ impl Row {
         if let Some(shared) = args.shared {
             let len = shared / page * page;
             if len == 0 {
-                let text = format_args!("{shared} tokens are less than a page of {page}");
+                let text = format_args!("{shared} is less than a page of {page} tokens");
                 return Err(Failure::at("--shared", text));
             }
             desc.prefixes = vec![SharedPrefix { sequences: 0..dims.batch, len }];

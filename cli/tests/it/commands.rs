@@ -361,7 +361,7 @@ fn bench_measures_and_compares() {
     let output = flashtile([&["bench", "decode"][..], &few, &heads].concat());
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(stdout(&output).contains("1.00 s"), "{}", stdout(&output));
-    assert_eq!(stderr(&output), "note: 1 peer rows match no row of this run\n");
+    assert_eq!(stderr(&output), "note: 1 peer row without a row of this run to compare with\n");
 }
 
 #[test]

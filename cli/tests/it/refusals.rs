@@ -430,7 +430,10 @@ fn other_commands() {
         (vec!["bench", "--tile", "1,1,1,16,2,1,1"], "--tile: applies to the cuda backend only"),
         (vec!["bench", "--backend", "reference"], "other backends are not measured"),
         (vec!["plan", "--device", "avx2-8core", "--threads", "2"], "cannot be used with"),
-        (vec!["plan", "--sequence", "1"], "1 of 1 sequences"),
+        (
+            vec!["plan", "--sequence", "1"],
+            "1 is out of range, there is a total of 1 sequence, counted from 0",
+        ),
         (vec!["plan", "--kv-lens", "1,2"], "kv_lens has 2 entries"),
         (vec!["plan", "--cached", "5"], "expected QUERIES:LENGTH"),
         (vec!["plan", "--cached", "1:8x4", "--q-len", "3"], "cannot be used with"),
@@ -483,7 +486,7 @@ fn other_commands() {
         (vec!["bench", "decode", "--cache", "ring", "--shared", "9"], "--shared: needs --cache paged"),
         (
             vec!["bench", "decode", "--cache", "paged", "--shared", "9"],
-            "--shared: 9 tokens are less than a page of 16",
+            "--shared: 9 is less than a page of 16 tokens",
         ),
         (
             vec!["bench", "decode", "--cache", "paged", "--shared", "9999"],
@@ -510,5 +513,9 @@ fn other_commands() {
         assert!(last.starts_with(&format!("flashtile: a subcommand is needed, expected {names}")), "{last}");
     }
     write(&folder.input, &packed());
-    assert_refused(&flashtile(["plan", input, "--sequence", "2"]), "2 of 2 sequences", "packed plan");
+    assert_refused(
+        &flashtile(["plan", input, "--sequence", "2"]),
+        "2 is out of range, there is a total of 2 sequences",
+        "packed plan",
+    );
 }
