@@ -66,6 +66,7 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
         Asked::Prefill | Asked::Decode | Asked::Kernels => Vec::new(),
     };
 
+    peers.check_match(planned.iter().flat_map(|(_, _, rows)| rows))?;
     let bench = Bench {
         device,
         min_time: args.min_time.unwrap_or(if args.quick { 0.05 } else { 0.3 }),

@@ -3,9 +3,10 @@
 use super::rows::Row;
 use crate::failure::{Failure, Result};
 use crate::input::open;
+use crate::report::counted;
 use serde_json::Value;
 use std::io::Read;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The problem of a row: a peer's row is compared with ours where the keys are equal.
 #[derive(Debug, Clone, PartialEq)]
@@ -42,6 +43,8 @@ struct Entry {
 /// Peer rows in the order of the file.
 #[derive(Debug, Default)]
 pub(super) struct Peers {
+    /// The file, if one was given.
+    path: Option<PathBuf>,
     entries: Vec<Entry>,
 }
 
@@ -58,7 +61,7 @@ impl Peers {
                 entries.push(entry(&value).map_err(|what| Failure::at(place(), what))?);
             }
         }
-        Ok(Self { entries })
+        Ok(Self { path: Some(path.to_owned()), entries })
     }
 
     /// Names without repetition.
@@ -79,7 +82,20 @@ impl Peers {
         self.entries.iter().rev().find(same).map(|entry| entry.seconds)
     }
 
-    /// Peer rows that no row of ours matches.
+    /// Refuses a file none of whose rows can be compared with a row of ours.
+    pub(super) fn check_match<'a>(&self, rows: impl Iterator<Item = &'a Row>) -> Result<()> {
+        let entries = self.entries.len();
+        let Some(path) = self.path.as_deref().filter(|_| self.unmatched(rows) == entries) else {
+            return Ok(());
+        };
+        let what = format!(
+            "no row matches a row of this run ({} in the file), expected equal kind, dtype, d, h, hkv, b, s and causal",
+            counted(entries, "row")
+        );
+        Err(Failure::at(format_args!("--vs {}", path.display()), what))
+    }
+
+    /// Number of peer rows that no row of ours matches.
     pub(super) fn unmatched<'a>(&self, rows: impl Iterator<Item = &'a Row>) -> usize {
         let keys: Vec<Key> = rows.map(key_of).collect();
         self.entries.iter().filter(|entry| !keys.contains(&entry.key)).count()

@@ -355,6 +355,13 @@ fn bench_measures_and_compares() {
     assert!(row["seconds_apart"].as_f64().unwrap() > 0.0, "{row}");
     assert!(ok(&[&args[..], &rest].concat()).contains("read by each"));
 
+    let without = flashtile([&["bench", "prefill"][..], &few, &["--seq", "63", "--vs", &rows]].concat());
+    assert_refused(
+        &without,
+        "rows.jsonl: no row matches a row of this run (8 rows in the file), expected",
+        "--vs",
+    );
+
     let peer = r#"{"peer":"x","kind":"decode","dtype":"f32","d":32,"h":4,"hkv":2,"b":2,"s":300,"causal":false,"seconds":1.0}"#;
     std::fs::write(&rows, format!("{peer}\n\n{}\n", peer.replace("300", "301"))).unwrap();
     let heads = ["--heads", "4", "--kv-heads", "2", "--batch", "2", "--vs", &rows];
