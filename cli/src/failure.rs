@@ -1,5 +1,6 @@
 //! Why a command failed.
 
+use crate::escape::escaped;
 use std::fmt;
 use std::process::ExitCode;
 
@@ -44,15 +45,8 @@ impl Failure {
 }
 
 impl fmt::Display for Failure {
-    /// Control characters, which names from files may contain, are escaped, so that a failure is always one line.
+    /// A failure is always one line.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for chunk in self.line.split_inclusive(char::is_control) {
-            let mut chars = chunk.chars();
-            match chars.next_back() {
-                Some(c) if c.is_control() => write!(f, "{}{}", chars.as_str(), c.escape_default())?,
-                _ => f.write_str(chunk)?,
-            }
-        }
-        Ok(())
+        f.write_str(&escaped(&self.line, &[]))
     }
 }

@@ -7,6 +7,7 @@ mod cached;
 mod chart;
 mod check;
 mod command_line;
+mod escape;
 mod failure;
 mod gpu;
 mod info;

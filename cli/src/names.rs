@@ -1,5 +1,6 @@
 //! Names of tensors: their aliases, and which belong together as the keys, values and queries of a layer.
 
+use crate::escape::escaped;
 use crate::failure::{Failure, Result};
 use crate::input::{Archive, Mapped};
 use crate::report;
@@ -41,13 +42,14 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// The part that the names have in common, or both names if there is none.
+    /// The part that the names have in common, or both names if there is none, on one line.
     pub(crate) fn label(&self) -> String {
         let label = self.prefix.trim_end_matches(SEPARATORS);
         if !label.is_empty() {
-            return label.to_owned();
+            return escaped(label, &[]).into_owned();
         }
-        [&self.k, &self.v].into_iter().flatten().map(String::as_str).collect::<Vec<_>>().join(" and ")
+        let names = [&self.k, &self.v].into_iter().flatten().map(|name| escaped(name, &[]));
+        names.collect::<Vec<_>>().join(" and ")
     }
 }
 

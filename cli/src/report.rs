@@ -1,14 +1,16 @@
 //! Output of commands: lines, tables, numbers with units.
 
+use crate::escape::escaped;
 use crate::failure::{Failure, Result};
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
-/// Writes text to standard output unchanged. It is not a failure if the reader has gone away (`flashtile bench |
-/// head`).
+/// Writes text to standard output, with what could disturb a terminal [`escaped`], which leaves JSON the same value.
+/// It is not a failure if the reader has gone away (`flashtile bench | head`).
 pub(crate) fn text(text: impl Display) -> Result<()> {
+    let text = text.to_string();
     let mut out = std::io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
+    match out.write_all(escaped(&text, &['\n', '\t']).as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Failure::at("standard output", e)),
         _ => Ok(()),
     }
@@ -21,7 +23,7 @@ pub(crate) fn line(line: impl Display) -> Result<()> {
 
 /// Writes one line to standard error in a single write, and ignores errors.
 pub(crate) fn note(line: impl Display) {
-    let line = bounded(line.to_string()) + "\n";
+    let line = bounded(escaped(&line.to_string(), &[]).into_owned()) + "\n";
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 

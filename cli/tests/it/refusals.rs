@@ -1,7 +1,7 @@
 //! Bad input: exit status 2, one line, no file.
 
 use crate::files::{
-    Folder, Tensor, Tensors, assert_refused, flashtile, qkv, stderr, threads, write, write_raw,
+    Folder, Tensor, Tensors, assert_refused, flashtile, qkv, stderr, stdout, threads, write, write_raw,
 };
 use safetensors::tensor::Dtype;
 
@@ -382,6 +382,38 @@ fn names_with_line_breaks_stay_on_one_line() {
     let header = r#"{"a\nb":{"dtype":"F32","shape":[4],"data_offsets":[0,8]}}"#;
     write_raw(&folder.input, header, &[0; 8]);
     folder.refuse(&[], "not a safetensors file");
+}
+
+#[test]
+fn names_cannot_disturb_a_terminal() {
+    let folder = Folder::empty();
+    let other = r#"{"dtype":"F32","shape":[1,1,1,1],"data_offsets":[0,4]}"#;
+    let at = |start: usize| other.replace("[0,4]", &format!("[{start},{}]", start + 4));
+    let name = "x\\u001b[2J\u{202e}\u{2066}";
+    let header = format!(
+        r#"{{"{name}.k":{},"{name}.v":{},"{name}":{},"q":{},"k":{},"v":{}}}"#,
+        at(0),
+        at(4),
+        at(8),
+        at(12),
+        at(16),
+        at(20)
+    );
+    write_raw(&folder.input, &header, &[0; 24]);
+    let input = folder.input.to_str().unwrap();
+    let output = folder.output.to_str().unwrap();
+    for args in [
+        &["run", input, "-o", output][..],
+        &["plan", input],
+        &["kv", input],
+        &["kv", input, "--json"],
+        &["run", input, "-o", output, "--prefix", "nothing"],
+    ] {
+        let shown = flashtile(args);
+        let text = format!("{}{}", stdout(&shown), stderr(&shown));
+        assert!(text.contains("x\\u001b[2J\\u202e\\u2066"), "{args:?}: {text:?}");
+        assert!(!text.contains(['\u{1b}', '\u{202e}', '\u{2066}']), "{args:?}: {text:?}");
+    }
 }
 
 #[test]

@@ -284,7 +284,7 @@ fn lines_of_any_length_are_bounded_and_written_at_once() {
     let lines = written(&["run", input, "-o", out]);
     let [line] = &lines[..] else { panic!("{} writes", lines.len()) };
     assert!(line.chars().count() < 2000, "{} characters", line.chars().count());
-    assert!(line.starts_with(&format!("flashtile: {input}: tensor mask_start\\u{{7}}")), "{line}");
+    assert!(line.starts_with(&format!("flashtile: {input}: tensor mask_start\\u0007")), "{line}");
     assert!(line.ends_with("end is not known, did you mean mask?\n"), "{line}");
     assert!(line.contains(" characters left out) ... "), "{line}");
 
