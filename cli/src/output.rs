@@ -31,6 +31,7 @@ impl Destination {
         if target.file_name().is_none() {
             return Err(refuse(&"names no file"));
         }
+        check_writable(&target).map_err(|e| refuse(&format_args!("cannot be written: {e}")))?;
         Temporary::is_possible(&folder)
             .map_err(|e| refuse(&format_args!("cannot be written: {}", cause(&e))))?;
         Ok(Self { path: target, folder })
@@ -90,6 +91,29 @@ impl Destination {
                 other => other.to_string(),
             })
         })
+    }
+}
+
+/// Refuses a file without permission to write it, which a rename could replace all the same. It need not exist.
+fn check_writable(path: &Path) -> std::result::Result<(), String> {
+    match std::fs::metadata(path) {
+        // The superuser may open it, but whoever took the permission from everyone wants to keep it.
+        Ok(found) if found.permissions().readonly() => {
+            Err("the file is read-only, expected one that may be replaced".to_owned())
+        }
+        Ok(_) => {
+            let mut options = std::fs::File::options();
+            options.write(true);
+            #[cfg(unix)]
+            {
+                use std::os::unix::fs::OpenOptionsExt;
+                // Another process may have replaced it by a pipe since.
+                options.custom_flags(libc::O_NONBLOCK);
+            }
+            options.open(path).map(drop).map_err(|e| cause(&e))
+        }
+        Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(cause(&e)),
     }
 }
 
