@@ -156,7 +156,7 @@ impl<'a> Attention<'a> {
         self
     }
 
-    /// Says where packed sequences start: cumulative lengths from 0 to the total, for the rows of q and for those of k and v.
+    /// Says where packed sequences start: cumulative lengths from 0 to the total, for the rows of q, and for the rows of k and v.
     /// Tensors are [`TensorView::packed`].
     #[must_use]
     pub const fn cu_seqlens(mut self, q: &'a [usize], k: &'a [usize]) -> Self {

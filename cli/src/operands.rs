@@ -385,14 +385,16 @@ fn dims(archive: &Archive<'_>, order: Order, [q, k, v]: [&Tensor<'_>; 3]) -> Res
 }
 
 fn mask<'a>(archive: &Archive<'a>, stored: &Stored<'a>) -> Result<(MaskKind, [usize; 4], Bytes<'a>)> {
-    let shape: [usize; 4] = stored.shape.as_slice().try_into().map_err(|_| {
-        let expected = "[batch, heads, queries, keys] with any axis 1";
-        archive.refuse(format_args!(
-            "tensor {} has shape {}, expected {expected}",
-            archive.called("mask"),
-            report::shape(&stored.shape)
-        ))
-    })?;
+    let shape = match *stored.shape.as_slice() {
+        [queries, keys] => [1, 1, queries, keys],
+        [batch, queries, keys] => [batch, 1, queries, keys],
+        [batch, heads, queries, keys] => [batch, heads, queries, keys],
+        _ => {
+            let (name, shape) = (archive.called("mask"), report::shape(&stored.shape));
+            let expected = "[queries, keys], [batch, queries, keys] or [batch, heads, queries, keys]";
+            return Err(archive.refuse(format_args!("tensor {name} has shape {shape}, expected {expected}")));
+        }
+    };
     match (stored.dtype, float_dtype(stored.dtype)) {
         (StoredDtype::BOOL, _) => Ok((MaskKind::Bool, shape, Bytes::aligned(stored.bytes, 1)?)),
         (_, Some(dtype)) => {

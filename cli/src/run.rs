@@ -31,8 +31,9 @@ Reads
   q, k, v        F32, F16 or BF16, [batch, heads, rows, dim] or as --layout says; with
                  cu_seqlens packed as [total, heads, dim]
 and, if present,
-  mask           rank 4, broadcastable to [batch, heads, queries, keys]; BOOL, where true
-                 means visible, or a float type, added to the scores
+  mask           [queries, keys], [batch, queries, keys] or [batch, heads, queries, keys],
+                 where an axis of 1 is broadcast; BOOL, where true means visible, or a float
+                 type, added to the scores
   alibi_slopes   F32 [heads]; adds - slope[h] * |p - j| to the score of key j, p being the
                  key position of the query (--q-offset)
   sinks          F32 [heads]; logits that join the denominator of the softmax only

@@ -385,7 +385,7 @@ fn pages_run_out_for_a_batch_as_a_whole() {
     append(&mut cache, &[(a, 7), (b, 4)], &[5, 6, 7, 8, 9, 10, 11, 28, 29, 30, 31]).unwrap();
     holds(&cache, a, 0, 0..12);
     holds(&cache, b, 0, 20..32);
-    refused(&mut cache, &[a, b], |c| append(c, &[(a, 1)], &[0]), "1 pages are needed, 0 are free");
+    refused(&mut cache, &[a, b], |c| append(c, &[(a, 1)], &[0]), "1 page is needed, 0 are free");
     let message = format!("{} pages are needed, 0 are free", MAX_LEN.div_ceil(4) - 3);
     refused(&mut cache, &[a, b], |c| c.extend(&[(a, MAX_LEN - 12)]), &message);
     let message = format!("the sequence would have {} tokens, expected at most {MAX_LEN}", MAX_LEN + 1);
@@ -455,11 +455,11 @@ fn the_last_holder_of_a_batch_keeps_the_page() {
     // Three holders need two copies, whether they append or write.
     let d = cache.create().unwrap();
     cache.extend(&[(d, 1)]).unwrap();
-    let message = "2 pages are needed, 1 are free";
+    let message = "2 pages are needed, 1 is free";
     refused(&mut cache, &all, |cache| append(cache, &[(b, 1), (a, 1), (c, 1)], &[0; 3]), message);
     refused(&mut cache, &all, |cache| write(cache, 0, &[(b, 1), (a, 1), (c, 1)], &[0; 3]), message);
     append(&mut cache, &[(b, 1)], &[10]).unwrap();
-    let message = "1 pages are needed, 0 are free";
+    let message = "1 page is needed, 0 are free";
     refused(&mut cache, &all, |cache| write(cache, 1, &[(a, 1)], &[0]), message);
     cache.remove(d).unwrap();
     append(&mut cache, &[(c, 1), (b, 1), (a, 1)], &[20, 11, 30]).unwrap();

@@ -13,6 +13,7 @@ mod cached;
 mod conformance;
 mod cuda;
 mod defects;
+mod docs;
 mod edges;
 mod external;
 mod front_door;

@@ -30,7 +30,8 @@ fn tensors_that_do_not_fit() {
         ("q", f32(&[2, 3, 5, 8]), "q_heads 3 is not a positive multiple of kv_heads 2"),
         ("k", Tensor::random(Dtype::F16, &[2, 2, 7, 8], 1), "tensor k is f16, expected f32 as q"),
         ("q", Tensor { dtype: Dtype::F64, shape: vec![0, 4, 5, 8], bytes: vec![] }, "tensor q is F64"),
-        ("mask", f32(&[5, 7]), "tensor mask has shape [5, 7]"),
+        ("mask", f32(&[7]), "tensor mask has shape [7], expected [queries, keys], [batch, queries, keys]"),
+        ("mask", f32(&[5, 8]), "mask has shape [1, 1, 5, 8], expected [2, 4, 5, 7] with any axis 1"),
         ("mask", f32(&[2, 4, 5, 6]), "mask has shape [2, 4, 5, 6], expected [2, 4, 5, 7] with any axis 1"),
         ("mask", f32(&[2, 2, 5, 7]), "mask has shape [2, 2, 5, 7]"),
         (

@@ -143,8 +143,11 @@ fn additive_masks_hide_as_boolean_ones() {
     let want = Folder::with(&tensors).run(&OPTIONS);
     let bias: Vec<f32> =
         tensors["mask"].bytes.iter().map(|&shown| if shown == 1 { 0.0 } else { f32::NEG_INFINITY }).collect();
-    tensors.insert("mask".into(), Tensor::f32(&[1, 1, 37, 301], &bias));
-    assert_eq!(Folder::with(&tensors).run(&OPTIONS), want);
+    // With four axes, and with the two or three that are not broadcast.
+    for shape in [&[1, 1, 37, 301][..], &[1, 37, 301], &[37, 301]] {
+        tensors.insert("mask".into(), Tensor::f32(shape, &bias));
+        assert_eq!(Folder::with(&tensors).run(&OPTIONS), want, "{shape:?}");
+    }
 }
 
 #[test]

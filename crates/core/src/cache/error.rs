@@ -231,7 +231,11 @@ impl fmt::Display for CacheError {
             }
             Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
             Self::OutOfSlots { slots } => write!(f, "all {slots} slots are taken"),
-            Self::OutOfPages { needed, free } => write!(f, "{needed} pages are needed, {free} are free"),
+            Self::OutOfPages { needed, free } => {
+                let pages = if *needed == 1 { "page is" } else { "pages are" };
+                let are = if *free == 1 { "is" } else { "are" };
+                write!(f, "{needed} {pages} needed, {free} {are} free")
+            }
             Self::Capacity { len, capacity } => {
                 write!(f, "the sequence would have {len} tokens, expected at most {capacity}")
             }
