@@ -1,27 +1,47 @@
-//! Charts as SVG: panels one below another, each with lines.
+//! Line charts as SVG: panels one below another, each with axes, a legend above its lines, and labels beside points.
 
-use crate::failure::{Failure, Result};
-use crate::output::Destination;
-use plotters::chart::ChartContext;
-use plotters::coord::Shift;
-use plotters::coord::cartesian::Cartesian2d;
-use plotters::coord::ranged1d::Ranged;
-use plotters::prelude::{
-    BLACK, Circle, Color, DrawingArea, IntoDrawingArea, LineSeries, PathElement, RGBColor, SVGBackend,
-    SeriesLabelPosition, WHITE,
-};
+use crate::svg::{self, AXIS, Anchor, GRID, INK, MUTED, PAGE, Point, Rect, SIZE, Svg, Words};
 
-pub(crate) type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
+/// Where lines are drawn, relative to the panel.
+const LEFT: f64 = 76.0;
+const RIGHT: f64 = 20.0;
+const HEIGHT: f64 = 290.0;
 
-/// A backend that a panel is drawn on.
-pub(crate) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+/// Height of a row of the legend.
+const ROW: f64 = 20.0;
 
-/// A chart with numeric axes.
-pub(crate) type Chart<'a, 'b, X, Y> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<X, Y>>;
+/// Colours of a panel's lines, in order. They stand out from light and dark pages.
+const COLOURS: [&str; 12] = [
+    "#2a7fbf", "#e07b00", "#1f9d6b", "#c2455c", "#8b6fc0", "#8a6d4f", "#d065a8", "#7a8288", "#9a9a1f",
+    "#1fa5b5", "#5b6ad0", "#5f8a1f",
+];
 
-/// Width of a panel and its height.
-const WIDTH: u32 = 900;
-const HEIGHT: u32 = 420;
+/// Values as positions: linear, or by their logarithms.
+pub(crate) struct Axis {
+    pub(crate) name: &'static str,
+    pub(crate) low: f64,
+    pub(crate) high: f64,
+    pub(crate) is_logarithmic: bool,
+    /// Values that have a label.
+    pub(crate) ticks: Vec<(f64, String)>,
+}
+
+impl Axis {
+    /// Position of a value between the ends, which are 0 and 1.
+    fn position(&self, value: f64) -> f64 {
+        let scale = |x: f64| if self.is_logarithmic { x.ln() } else { x };
+        (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
+    }
+}
+
+/// Ticks of a logarithmic axis: powers of ten, and 2 and 5 times them where these are few.
+pub(crate) fn powers(low: f64, high: f64) -> Vec<(f64, String)> {
+    let decades = low.log10().floor() as i32..=high.log10().ceil() as i32;
+    let steps: &[f64] = if high / low > 1e3 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+    let all =
+        decades.flat_map(|power| steps.iter().map(move |n| (n * 10f64.powi(power), format!("{n}e{power}"))));
+    all.filter(|(value, _)| (low..=high).contains(value)).collect()
+}
 
 /// A line in a panel.
 pub(crate) struct Line {
@@ -39,67 +59,286 @@ impl Line {
     }
 }
 
-/// Colours of a panel's lines, in order.
-pub(crate) const COLOURS: [RGBColor; 12] = [
-    RGBColor(31, 119, 180),
-    RGBColor(255, 127, 14),
-    RGBColor(44, 160, 44),
-    RGBColor(214, 39, 40),
-    RGBColor(148, 103, 189),
-    RGBColor(140, 86, 75),
-    RGBColor(227, 119, 194),
-    RGBColor(127, 127, 127),
-    RGBColor(188, 189, 34),
-    RGBColor(23, 190, 207),
-    RGBColor(0, 0, 128),
-    RGBColor(128, 128, 0),
-];
-
-/// Writes a picture whose panels are drawn one after another.
-pub(crate) fn write<T>(
-    panels: &[T],
-    destination: &Destination,
-    draw: impl Fn(&T, &Area<'_>) -> Drawn,
-) -> Result<()> {
-    let mut text = String::new();
-    let all = |text: &mut String| -> Drawn {
-        let count = panels.len().max(1);
-        let root = SVGBackend::with_string(text, (WIDTH, HEIGHT * count as u32)).into_drawing_area();
-        root.fill(&WHITE)?;
-        for (panel, area) in panels.iter().zip(root.split_evenly((count, 1))) {
-            draw(panel, &area)?;
-        }
-        root.present()?;
-        Ok(())
-    };
-    all(&mut text).map_err(|e| Failure::new(format_args!("plot: {e}")))?;
-    destination.text(&text)
+/// A point with a label.
+pub(crate) struct Mark {
+    pub(crate) at: (f64, f64),
+    pub(crate) label: String,
 }
 
-/// Draws lines with their points, and a legend in a corner.
-pub(crate) fn lines<'a, 'b: 'a, X, Y>(
-    chart: &mut Chart<'a, 'b, X, Y>,
-    lines: &[Line],
-    corner: SeriesLabelPosition,
-) -> Drawn
-where
-    X: Ranged<ValueType = f64>,
-    Y: Ranged<ValueType = f64>,
-{
-    for (line, &colour) in lines.iter().zip(COLOURS.iter().cycle()) {
-        let key = move |(x, y): (i32, i32)| PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2));
-        let series = LineSeries::new(line.points.iter().copied(), colour.stroke_width(2));
-        chart.draw_series(series)?.label(&line.name).legend(key);
-        let points = line.points.iter().chain(&line.apart);
-        let style = if line.rings { colour.stroke_width(2) } else { colour.filled() };
-        let size = if line.rings { 4 } else { 3 };
-        chart.draw_series(points.map(|&point| Circle::new(point, size, style)))?;
+/// A chart.
+pub(crate) struct Panel {
+    pub(crate) title: String,
+    pub(crate) x: Axis,
+    pub(crate) y: Axis,
+    pub(crate) lines: Vec<Line>,
+    /// A value of the y axis that has a line and a label.
+    pub(crate) level: Option<(f64, String)>,
+    /// Points that stand out, connected with each other; the legend has their labels.
+    pub(crate) chosen: Vec<Mark>,
+    /// Points of lines with labels.
+    pub(crate) names: Vec<Mark>,
+}
+
+/// The picture of some panels.
+pub(crate) fn document(title: &str, panels: &[Panel]) -> String {
+    let titles: Vec<&str> = panels.iter().map(|panel| panel.title.as_str()).collect();
+    let mut svg = Svg::new(title, &titles.join("; "));
+    let mut top = 0.0;
+    for panel in panels {
+        top = panel.draw(&mut svg, top);
     }
-    chart
-        .configure_series_labels()
-        .position(corner)
-        .background_style(WHITE.mix(0.8))
-        .border_style(BLACK.mix(0.3))
-        .draw()?;
-    Ok(())
+    svg.document(top)
+}
+
+impl Panel {
+    /// Draws the panel below `top`, and returns where it ends.
+    fn draw(&self, svg: &mut Svg, top: f64) -> f64 {
+        svg.words(&Words::new(&self.title, LEFT, top + 28.0).sized(15.0).bold());
+        let legend_end = self.draw_legend(svg, top + 50.0);
+        let area = Rect { left: LEFT, top: legend_end, width: svg::WIDTH - LEFT - RIGHT, height: HEIGHT };
+        self.draw_axes(svg, area);
+        let mut taken = Taken { area, labels: Vec::new(), segments: Vec::new(), points: Vec::new() };
+        if let Some((level, _)) = &self.level {
+            let y = place(self, area, (self.x.low, *level)).y;
+            let line = [Point { x: area.left, y }, Point { x: area.right(), y }];
+            svg.path(MUTED, 1.5, &line);
+            taken.segments.push(line);
+        }
+        for (line, colour) in self.lines.iter().zip(COLOURS.iter().cycle()) {
+            self.draw_line(svg, line, colour, &mut taken);
+        }
+        let chosen: Vec<Point> = self.chosen.iter().map(|mark| place(self, area, mark.at)).collect();
+        svg.path(INK, 1.0, &chosen);
+        taken.segments.extend(chosen.windows(2).map(|two| [two[0], two[1]]));
+        for (nth, at) in chosen.iter().enumerate() {
+            chosen_dot(svg, nth, *at);
+            taken.points.push(*at);
+        }
+        if let Some((level, label)) = &self.level {
+            let at = place(self, area, (self.x.low, *level));
+            taken.label(svg, Words::new(label, at.x, at.y).coloured(MUTED));
+        }
+        for mark in &self.names {
+            let at = place(self, area, mark.at);
+            taken.label(svg, Words::new(&mark.label, at.x, at.y));
+        }
+        area.bottom() + 56.0
+    }
+
+    /// Names of the lines and of the chosen points in rows above them; returns where lines may begin.
+    fn draw_legend(&self, svg: &mut Svg, top: f64) -> f64 {
+        let (mut x, mut y) = (LEFT, top);
+        let mut next = |name: &str| {
+            let width = 34.0 + svg::width(name, SIZE) + 14.0;
+            if x + width > svg::WIDTH && x > LEFT {
+                (x, y) = (LEFT, y + ROW);
+            }
+            x += width;
+            Point { x: x - width, y }
+        };
+        for (line, colour) in self.lines.iter().zip(COLOURS.iter().cycle()) {
+            let Point { x, y } = next(&line.name);
+            svg.path(colour, 2.0, &[Point { x, y: y - 4.5 }, Point { x: x + 26.0, y: y - 4.5 }]);
+            dot(svg, line, colour, Point { x: x + 13.0, y: y - 4.5 });
+            svg.words(&Words::new(&line.name, x + 34.0, y));
+        }
+        for (nth, mark) in self.chosen.iter().enumerate() {
+            let Point { x, y } = next(&mark.label);
+            chosen_dot(svg, nth, Point { x: x + 13.0, y: y - 4.5 });
+            svg.words(&Words::new(&mark.label, x + 34.0, y));
+        }
+        y + 14.0
+    }
+
+    fn draw_axes(&self, svg: &mut Svg, area: Rect) {
+        for (value, label) in &self.x.ticks {
+            let x = place(self, area, (*value, self.y.low)).x;
+            svg.path(GRID, 1.0, &[Point { x, y: area.top }, Point { x, y: area.bottom() }]);
+            svg.words(&Words::new(label, x, area.bottom() + 18.0).anchored(Anchor::Middle));
+        }
+        for (value, label) in &self.y.ticks {
+            let y = place(self, area, (self.x.low, *value)).y;
+            svg.path(GRID, 1.0, &[Point { x: area.left, y }, Point { x: area.right(), y }]);
+            svg.words(&Words::new(label, area.left - 8.0, y + 4.5).anchored(Anchor::End));
+        }
+        svg.outline(AXIS, area);
+        let (x, y) = (area.left + area.width / 2.0, area.bottom() + 38.0);
+        svg.words(&Words::new(self.x.name, x, y).anchored(Anchor::Middle).coloured(MUTED));
+        svg.upwards(self.y.name, Point { x: 20.0, y: area.top + area.height / 2.0 });
+    }
+
+    fn draw_line(&self, svg: &mut Svg, line: &Line, colour: &str, taken: &mut Taken) {
+        let points: Vec<Point> = line.points.iter().map(|of| place(self, taken.area, *of)).collect();
+        svg.path(colour, 2.0, &points);
+        taken.segments.extend(points.windows(2).map(|two| [two[0], two[1]]));
+        let apart = line.apart.iter().map(|of| place(self, taken.area, *of));
+        for at in points.iter().copied().chain(apart) {
+            dot(svg, line, colour, at);
+            taken.points.push(at);
+        }
+    }
+}
+
+/// The point of a pair of values.
+fn place(panel: &Panel, area: Rect, (x, y): (f64, f64)) -> Point {
+    Point {
+        x: area.left + area.width * panel.x.position(x),
+        y: area.bottom() - area.height * panel.y.position(y),
+    }
+}
+
+/// A point of a line.
+fn dot(svg: &mut Svg, line: &Line, colour: &str, at: Point) {
+    if line.rings {
+        svg.ring(colour, PAGE, 3.5, at);
+    } else {
+        svg.disc(colour, 4.0, at);
+    }
+}
+
+/// One of the points that stand out: the first as a ring.
+fn chosen_dot(svg: &mut Svg, nth: usize, at: Point) {
+    if nth == 0 {
+        svg.ring(INK, "none", 6.0, at);
+    } else {
+        svg.disc(INK, 3.5, at);
+    }
+}
+
+/// What labels must not cover.
+struct Taken {
+    area: Rect,
+    labels: Vec<Rect>,
+    segments: Vec<[Point; 2]>,
+    points: Vec<Point>,
+}
+
+impl Taken {
+    /// Draws words near their point, at the nearest place where they cover nothing; without one, where they cover
+    /// least.
+    fn label(&mut self, svg: &mut Svg, words: Words<'_>) {
+        let width = svg::width(words.text, words.size);
+        let at = words.at;
+        let mut best: Option<(usize, Rect)> = None;
+        'search: for distance in [9.0, 18.0, 30.0, 44.0, 60.0, 80.0] {
+            let (right, left) = (at.x + distance, at.x - distance - width);
+            let (middle, above, below) = (at.y - SIZE / 2.0, at.y - distance - SIZE, at.y + distance);
+            let centered = at.x - width / 2.0;
+            let places = [
+                (right, middle),
+                (right, above + SIZE / 2.0),
+                (right, below - SIZE / 2.0),
+                (centered, above),
+                (centered, below),
+                (left, above + SIZE / 2.0),
+                (left, below - SIZE / 2.0),
+                (left, middle),
+            ];
+            for (left, top) in places {
+                let rect = Rect { left, top, width, height: SIZE };
+                let covered = self.covered(&rect);
+                if best.as_ref().is_none_or(|(least, _)| covered < *least) {
+                    best = Some((covered, rect));
+                }
+                if covered == 0 {
+                    break 'search;
+                }
+            }
+        }
+        if let Some((_, rect)) = best {
+            let at = Point { x: rect.left, y: rect.bottom() - 2.0 };
+            svg.words(&Words { at, ..words }.on_page());
+            self.labels.push(rect);
+        }
+    }
+
+    /// Number of shapes that a label would cover; outside the area, more than any number of them.
+    fn covered(&self, label: &Rect) -> usize {
+        let Rect { left, top, .. } = *label;
+        let around =
+            Rect { left: left - 3.0, top: top - 2.0, width: label.width + 6.0, height: label.height + 4.0 };
+        let inside = around.left >= self.area.left
+            && around.right() <= self.area.right()
+            && around.top >= self.area.top
+            && around.bottom() <= self.area.bottom();
+        let points = self.points.iter().map(|at| Rect {
+            left: at.x - 5.0,
+            top: at.y - 5.0,
+            width: 10.0,
+            height: 10.0,
+        });
+        let covered = self.labels.iter().filter(|other| around.overlaps(other)).count()
+            + points.filter(|point| around.overlaps(point)).count()
+            + self.segments.iter().filter(|segment| crosses(segment, &around)).count();
+        if inside { covered } else { usize::MAX / 2 + covered }
+    }
+}
+
+/// Whether a line segment has a point inside a rectangle: it is clipped at each of the four sides in turn.
+fn crosses([from, to]: &[Point; 2], rect: &Rect) -> bool {
+    let (mut start, mut end) = (0.0f64, 1.0f64);
+    let (dx, dy) = (to.x - from.x, to.y - from.y);
+    for (along, room) in [
+        (-dx, from.x - rect.left),
+        (dx, rect.right() - from.x),
+        (-dy, from.y - rect.top),
+        (dy, rect.bottom() - from.y),
+    ] {
+        if along == 0.0 {
+            if room < 0.0 {
+                return false;
+            }
+        } else if along < 0.0 {
+            start = start.max(room / along);
+        } else {
+            end = end.min(room / along);
+        }
+    }
+    start < end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_cross_rectangles() {
+        let rect = Rect { left: 0.0, top: 0.0, width: 10.0, height: 4.0 };
+        let crossing = |x0, y0, x1, y1| crosses(&[Point { x: x0, y: y0 }, Point { x: x1, y: y1 }], &rect);
+        assert!(
+            crossing(-5.0, -5.0, 15.0, 9.0) && crossing(5.0, -1.0, 5.0, 9.0) && crossing(1.0, 1.0, 2.0, 2.0)
+        );
+        assert!(
+            !crossing(-5.0, 2.0, -1.0, 2.0)
+                && !crossing(0.0, 5.0, 10.0, 5.0)
+                && !crossing(8.0, -4.0, 14.0, 2.0)
+        );
+    }
+
+    #[test]
+    fn labels_keep_off_lines_and_each_other() {
+        let area = Rect { left: 0.0, top: 0.0, width: 400.0, height: 300.0 };
+        let level = [Point { x: 0.0, y: 150.0 }, Point { x: 400.0, y: 150.0 }];
+        let mut taken = Taken { area, labels: Vec::new(), segments: vec![level], points: Vec::new() };
+        let mut svg = Svg::new("", "");
+        for x in [10.0, 50.0, 90.0, 380.0] {
+            taken.points.push(Point { x, y: 150.0 });
+        }
+        for x in [10.0, 50.0, 90.0, 380.0] {
+            taken.label(&mut svg, Words::new("a label", x, 150.0));
+        }
+        let labels = std::mem::take(&mut taken.labels);
+        assert_eq!(labels.len(), 4);
+        for (n, label) in labels.iter().enumerate() {
+            assert_eq!(taken.covered(label), 0, "{label:?}");
+            assert!(labels[n + 1..].iter().all(|other| !label.overlaps(other)), "{labels:?}");
+        }
+    }
+
+    #[test]
+    fn ticks_of_logarithms() {
+        let labels = |low, high| powers(low, high).into_iter().map(|(_, label)| label).collect::<Vec<_>>();
+        assert_eq!(labels(3e-6, 2e-2), ["1e-5", "1e-4", "1e-3", "1e-2"]);
+        assert_eq!(labels(1.5e-3, 3e-2), ["2e-3", "5e-3", "1e-2", "2e-2"]);
+    }
 }

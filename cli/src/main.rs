@@ -27,6 +27,7 @@ mod report;
 mod run;
 mod shell;
 mod simulator;
+mod svg;
 mod temporary;
 
 use clap::error::ErrorKind;

@@ -37,6 +37,17 @@ impl Destination {
         Ok(Self { path: target, folder })
     }
 
+    /// Checks the same of a picture, whose name says its format.
+    pub(crate) fn svg(path: &Path) -> Result<Self> {
+        let is_svg = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("svg"));
+        if !is_svg && path != Path::new("-") {
+            let svg = path.with_extension("svg");
+            let what = format_args!("--svg writes SVG, expected a name such as {}", svg.display());
+            return Err(Failure::at(path.display(), what));
+        }
+        Self::new(path)
+    }
+
     /// Refuses to replace a file that is read, or that is also written for another purpose.
     pub(crate) fn differs_from(&self, other: &Path) -> Result<()> {
         let same = match (std::fs::metadata(&self.path), std::fs::metadata(other)) {

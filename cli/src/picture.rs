@@ -1,12 +1,9 @@
 //! A picture of the tiles of a problem: skipped, full or partial.
 
-use crate::failure::{Failure, Result};
+use crate::failure::Result;
 use crate::output::Destination;
+use crate::svg::{self, AXIS, Anchor, MUTED, Point, Rect, Svg, Words};
 use flashtile::{Problem, Sequence};
-use plotters::prelude::{
-    BLACK, Color, IntoDrawingArea, IntoFont, PathElement, RGBColor, Rectangle, SVGBackend, ShapeStyle, Text,
-    WHITE,
-};
 use std::ops::Range;
 
 /// What a kernel does with a tile of query rows and keys.
@@ -26,8 +23,8 @@ impl TileKind {
     const fn name(self) -> &'static str {
         match self {
             Self::Skip => "skipped",
-            Self::Partial => "masked",
-            Self::Full => "whole",
+            Self::Partial => "partial",
+            Self::Full => "full",
         }
     }
 
@@ -39,11 +36,11 @@ impl TileKind {
         }
     }
 
-    const fn colour(self) -> RGBColor {
+    const fn colour(self) -> &'static str {
         match self {
-            Self::Skip => RGBColor(236, 236, 236),
-            Self::Partial => RGBColor(245, 176, 65),
-            Self::Full => RGBColor(31, 97, 141),
+            Self::Skip => svg::GRID,
+            Self::Partial => "#f5b041",
+            Self::Full => "#1f618d",
         }
     }
 }
@@ -179,53 +176,129 @@ impl Tiles<'_> {
         text
     }
 
-    /// The same picture as SVG.
-    pub(crate) fn svg(&self, title: &str, destination: &Destination) -> Result<()> {
-        let mut text = String::new();
-        self.draw(title, &mut text).map_err(|e| Failure::new(format_args!("picture of the tiles: {e}")))?;
-        destination.text(&text)
+    /// The same picture as SVG; `kernel` is what would compute the tiles.
+    pub(crate) fn svg(&self, kernel: &str, destination: &Destination) -> Result<()> {
+        destination.text(&self.document(kernel))
     }
 
-    fn draw(&self, title: &str, text: &mut String) -> std::result::Result<(), Box<dyn std::error::Error>> {
-        const CELLS: usize = 64;
-        const SIDE: i32 = 640;
-        const TALLEST: i32 = 80;
-        const LEFT: i32 = 50;
-        const TOP: i32 = 60;
-        let cells = self.cells(CELLS, CELLS);
-        let (height, width) = (cells.len() as i32, cells.first().map_or(0, Vec::len) as i32);
-        let (cell_width, cell_height) = (SIDE / width.max(1), (SIDE / height.max(1)).min(TALLEST));
-        let (right, bottom) = (LEFT + width.max(1) * cell_width, TOP + height.max(1) * cell_height);
-        let root = SVGBackend::with_string(text, ((LEFT + SIDE + LEFT) as u32, bottom as u32 + 50))
-            .into_drawing_area();
-        root.fill(&WHITE)?;
-        let font = ("sans-serif", 14).into_font().color(&BLACK);
-        root.draw(&Text::new(title.to_owned(), (LEFT, 12), font.clone()))?;
-        for (y, row) in (0..).zip(&cells) {
-            for (x, kind) in (0..).zip(row) {
-                let corner = (LEFT + x * cell_width, TOP + y * cell_height);
-                let style: ShapeStyle = kind.colour().filled();
-                root.draw(&Rectangle::new([corner, (corner.0 + cell_width, corner.1 + cell_height)], style))?;
-            }
-        }
-        let outline = vec![(LEFT, TOP), (right, TOP), (right, bottom), (LEFT, bottom), (LEFT, TOP)];
-        root.draw(&PathElement::new(outline, BLACK))?;
+    fn document(&self, kernel: &str) -> String {
+        const WIDTH: f64 = 640.0;
         let (q_len, kv_len) = (self.sequence.q_len, self.sequence.kv_len);
-        let keys = format!("keys 0 to {kv_len}, queries 0 to {q_len} downwards");
-        root.draw(&Text::new(keys, (LEFT, TOP - 18), font.clone()))?;
+        // To scale, unless there are far more keys than queries, or the other way round.
+        let scaled = WIDTH * q_len as f64 / kv_len.max(1) as f64;
+        let area = Rect { left: 92.0, top: 72.0, width: WIDTH, height: scaled.clamp(48.0, WIDTH) };
+        let title = format!("{}, {q_len} x {kv_len}", self.problem.desc().visibility);
         let counts = self.counts();
-        let mut x = LEFT;
-        for kind in TileKind::ALL {
-            let style: ShapeStyle = kind.colour().filled();
-            root.draw(&Rectangle::new([(x, bottom + 16), (x + 10, bottom + 26)], style))?;
-            let label = format!("{} {}", kind.name(), counts.of(kind));
-            root.draw(&Text::new(label, (x + 16, bottom + 14), font.clone()))?;
-            x += SIDE / 3;
+        let counted = TileKind::ALL.map(|kind| format!("{} {}", counts.of(kind), kind.name()));
+        let tiles = format!("tiles of {} rows x {} keys: {}", self.rows, self.keys, counted.join(", "));
+        let description =
+            format!("{q_len} queries downwards and {kv_len} keys to the right, in {tiles}; kernel {kernel}");
+        let mut svg = Svg::new(&title, &description);
+        svg.words(&Words::new(&title, area.left, 26.0).sized(17.0).bold());
+        let cells = self.cells(CELLS, CELLS);
+        let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
+        let drawn = if self.row_tiles() > height || self.key_blocks() > width {
+            let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
+            format!("; {tiles} x {blocks} tiles drawn in {height} x {width} cells")
+        } else {
+            String::new()
+        };
+        let about = format!("queries x keys; {kernel}{drawn}");
+        svg.words(&Words::new(&about, area.left, 46.0).coloured(MUTED));
+        self.draw_axes(&mut svg, area);
+        svg.rectangles(TileKind::Skip.colour(), &[area]);
+        for kind in [TileKind::Partial, TileKind::Full] {
+            svg.rectangles(kind.colour(), &self.runs(kind, area));
         }
-        root.present()?;
-        drop(root);
-        Ok(())
+        svg.outline(AXIS, area);
+        let mut x = area.left;
+        let y = area.bottom() + 66.0;
+        for (kind, label) in TileKind::ALL.into_iter().zip(&counted) {
+            let swatch = Rect { left: x, top: y - 11.0, width: 13.0, height: 13.0 };
+            svg.rectangles(kind.colour(), &[swatch]);
+            svg.outline(AXIS, swatch);
+            svg.words(&Words::new(label, x + 20.0, y));
+            x += 44.0 + svg::width(label, svg::SIZE);
+        }
+        let size = format!("tiles of {} rows x {} keys", self.rows, self.keys);
+        svg.words(&Words::new(&size, area.right(), y).anchored(Anchor::End).coloured(MUTED));
+        svg.document(y + 18.0)
     }
+
+    /// Ticks at token positions, and the names of both axes.
+    fn draw_axes(&self, svg: &mut Svg, area: Rect) {
+        /// Least distance of ticks in pixels.
+        const APART: f64 = 40.0;
+        let (q_len, kv_len) = (self.sequence.q_len, self.sequence.kv_len);
+        for key in svg::token_ticks(kv_len, 8) {
+            let x = area.left + area.width * key as f64 / kv_len.max(1) as f64;
+            let bottom = area.bottom();
+            svg.path(AXIS, 1.0, &[Point { x, y: bottom }, Point { x, y: bottom + 5.0 }]);
+            svg.words(&Words::new(&key.to_string(), x, bottom + 19.0).anchored(Anchor::Middle));
+        }
+        let rows = (area.height / APART).clamp(1.0, 8.0) as usize;
+        for query in svg::token_ticks(q_len, rows) {
+            let y = area.top + area.height * query as f64 / q_len.max(1) as f64;
+            svg.path(AXIS, 1.0, &[Point { x: area.left - 5.0, y }, Point { x: area.left, y }]);
+            svg.words(&Words::new(&query.to_string(), area.left - 9.0, y + 4.5).anchored(Anchor::End));
+        }
+        let (x, y) = (area.left + area.width / 2.0, area.bottom() + 38.0);
+        svg.words(&Words::new("key", x, y).anchored(Anchor::Middle).coloured(MUTED));
+        svg.upwards("query", Point { x: 24.0, y: area.top + area.height / 2.0 });
+    }
+
+    /// Rectangles that cover the cells of a kind: runs within a row of cells, and equal runs of successive rows as one.
+    fn runs(&self, kind: TileKind, area: Rect) -> Vec<Rect> {
+        let cells = self.cells(CELLS, CELLS);
+        let (tiles, blocks) = (self.row_tiles(), self.key_blocks());
+        let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
+        let rows = (self.sequence.q_len * self.problem.dims().gqa_group()).max(1) as f64;
+        let keys = self.sequence.kv_len.max(1) as f64;
+        // Cells end where their tiles do; the last tiles may be short.
+        let x = |cell: usize| {
+            let key = (blocks * cell / width.max(1) * self.keys).min(self.sequence.kv_len);
+            area.left + area.width * key as f64 / keys
+        };
+        let y = |cell: usize| {
+            let row = (tiles * cell / height.max(1) * self.rows) as f64;
+            area.top + area.height * row.min(rows) / rows
+        };
+        let mut done: Vec<Rect> = Vec::new();
+        // Runs of the row above, which this row may continue.
+        let mut above: Vec<(Range<usize>, usize)> = Vec::new();
+        for row in 0..=height {
+            let here = cells.get(row).map_or_else(Vec::new, |cells| runs_of(kind, cells));
+            let next: Vec<(Range<usize>, usize)> = here
+                .into_iter()
+                .map(|run| {
+                    let first =
+                        above.iter().find(|(other, _)| *other == run).map_or(row, |(_, first)| *first);
+                    (run, first)
+                })
+                .collect();
+            for (run, first) in above.iter().filter(|of| !next.contains(of)) {
+                let (left, top) = (x(run.start), y(*first));
+                done.push(Rect { left, top, width: x(run.end) - left, height: y(row) - top });
+            }
+            above = next;
+        }
+        done
+    }
+}
+
+/// Largest number of cells of a picture along each axis.
+const CELLS: usize = 64;
+
+/// Runs of successive cells of a kind.
+fn runs_of(kind: TileKind, cells: &[TileKind]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for (at, _) in cells.iter().enumerate().filter(|(_, of)| **of == kind) {
+        match runs.last_mut() {
+            Some(run) if run.end == at => run.end += 1,
+            _ => runs.push(at..at + 1),
+        }
+    }
+    runs
 }
 
 #[cfg(test)]
@@ -266,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn classes_are_those_of_the_definition() {
+    fn kinds_agree_with_the_definition() {
         let windows = [None, Some(0), Some(3), Some(9)];
         for (q_len, kv_len) in [(1, 1), (7, 7), (5, 23), (23, 5), (1, 40), (12, 0)] {
             for left in windows {
@@ -291,8 +364,27 @@ mod tests {
         let tiles = Tiles { problem: &problem, sequence: &problem.sequences()[0], rows: 16, keys: 16 };
         let text = tiles.text();
         assert!(text.lines().count() <= 34 && text.lines().take(32).all(|line| line.chars().count() == 66));
-        let mut svg = String::new();
-        tiles.draw("title", &mut svg).unwrap();
-        assert!(svg.starts_with("<svg") && svg.contains("title") && svg.trim_end().ends_with("</svg>"));
+        let svg = tiles.document("kernel");
+        assert!(svg.contains("<title>causal, 5000 x 5000</title>") && svg.contains(">2048<"), "{svg}");
+        assert!(svg.len() < 20_000, "{} bytes", svg.len());
+    }
+
+    #[test]
+    fn rectangles_cover_the_tiles_of_their_kind() {
+        let area = Rect { left: 0.0, top: 0.0, width: 640.0, height: 640.0 };
+        for (visibility, offset) in [(Visibility::causal(), 0), (Visibility::window(Some(9), Some(3)), -4)] {
+            let problem = problem(64, 64, visibility, offset);
+            let tiles = Tiles { problem: &problem, sequence: &problem.sequences()[0], rows: 6, keys: 4 };
+            let counts = tiles.counts();
+            for (kind, count) in [(TileKind::Partial, counts.partial), (TileKind::Full, counts.full)] {
+                let runs = tiles.runs(kind, area);
+                // A tile of 6 rows, 3 heads of 2 queries, is 20 x 40 pixels.
+                let covered: f64 = runs.iter().map(|r| r.width * r.height).sum();
+                assert!((covered - 800.0 * count as f64).abs() < 1e-6, "{covered} of {count} tiles");
+                assert!(runs.len() < 64, "{}", runs.len());
+                let apart = |a: usize| runs[a + 1..].iter().all(|other| !runs[a].overlaps(other));
+                assert!((0..runs.len()).all(apart));
+            }
+        }
     }
 }

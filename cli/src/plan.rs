@@ -67,7 +67,7 @@ pub(crate) struct PlanArgs {
     /// Leave out the map of the tiles
     #[arg(long)]
     pub(crate) no_tiles: bool,
-    /// Also write the picture of the tiles to this file
+    /// Also write the picture of the tiles to this file, which ends in .svg
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Print one JSON object
@@ -123,7 +123,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
                 let (rows, keys) = plan.tile(sequence.q_len * problem.dims().gqa_group());
                 let tiles = Tiles { problem: &problem, sequence, rows, keys };
                 if let Some(path) = &args.svg {
-                    let picture = Destination::new(path)?;
+                    let picture = Destination::svg(path)?;
                     args.input.as_deref().map_or(Ok(()), |input| picture.differs_from(input))?;
                     tiles.svg(&plan.kernel(), &picture)?;
                 }

@@ -98,7 +98,7 @@ pub(crate) struct BenchArgs {
     /// Write JSON lines to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) json_lines: Option<PathBuf>,
-    /// Write a plot of the fraction of the limit against the length to this file
+    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}

@@ -1,49 +1,31 @@
 //! Fraction of the limit by sequence length, as SVG.
 
 use super::group::Group;
-use crate::chart::{self, Area, Drawn, Line};
+use crate::chart::{self, Axis, Line, Panel};
 use crate::failure::Result;
 use crate::output::Destination;
-use plotters::prelude::{ChartBuilder, IntoLogRange, SeriesLabelPosition, WHITE};
-
-/// Lines that have axes in common: points (length, fraction).
-struct Panel {
-    title: String,
-    lines: Vec<Line>,
-}
 
 /// Draws a panel for each kind of row and visibility, with a line for each dtype and head dimension.
 pub(super) fn plot(groups: &[Group], destination: &Destination) -> Result<()> {
-    chart::write(&panels(groups), destination, draw_panel)
-}
-
-fn panels(groups: &[Group]) -> Vec<Panel> {
-    let mut panels: Vec<Panel> = Vec::new();
+    let mut panels: Vec<(String, Vec<Line>)> = Vec::new();
     for group in groups {
         for measured in &group.rows {
             let row = &measured.row;
             let visibility = row.problem.desc().visibility;
-            let title = format!(
-                "{}, {}, {visibility}: fraction of {}",
-                row.kind.name(),
-                group.unit.name(),
-                group.limit
-            );
+            let (kind, unit, limit) = (row.kind.name(), group.unit.name(), group.limit);
+            let title = format!("{kind} on {unit}, {visibility}: fraction of {limit}");
             let mut name = format!("{} d{}", row.problem.dtype(), row.problem.dims().head_dim);
             if row.lens().is_some() {
                 name += &format!(" {}", row.layout());
             }
-            let point = (row.length() as f64, group.limit.fraction(&measured.work, measured.seconds()));
-            let panel = find_or_push(
-                &mut panels,
-                |p| p.title == title,
-                || Panel { title: title.clone(), lines: vec![] },
-            );
-            let line = find_or_push(&mut panel.lines, |l| l.name == name, || Line::named(&name));
+            let point = (row.length() as f64, limit.fraction(&measured.work, measured.seconds()));
+            let (_, lines) = find_or_push(&mut panels, |p| p.0 == title, || (title.clone(), vec![]));
+            let line = find_or_push(lines, |l| l.name == name, || Line::named(&name));
             line.points.push(point);
         }
     }
-    panels
+    let panels: Vec<Panel> = panels.into_iter().map(|(title, lines)| panel(title, lines)).collect();
+    destination.text(&chart::document("Fraction of the limit of the machine by number of keys", &panels))
 }
 
 fn find_or_push<T>(list: &mut Vec<T>, is: impl Fn(&T) -> bool, new: impl FnOnce() -> T) -> &mut T {
@@ -54,25 +36,38 @@ fn find_or_push<T>(list: &mut Vec<T>, is: impl Fn(&T) -> bool, new: impl FnOnce(
     &mut list[index]
 }
 
-fn draw_panel(panel: &Panel, area: &Area<'_>) -> Drawn {
-    let points = || panel.lines.iter().flat_map(|line| &line.points);
-    let min = points().map(|p| p.0).fold(f64::INFINITY, f64::min);
-    let max = points().map(|p| p.0).fold(0.0, f64::max);
-    let ceiling = points().map(|p| p.1).fold(1.0, f64::max) * 1.05;
-    // Margins, so that the range of a single length is not empty.
-    let mut chart = ChartBuilder::on(area)
-        .caption(&panel.title, ("sans-serif", 18))
-        .margin(12)
-        .x_label_area_size(40)
-        .y_label_area_size(56)
-        .build_cartesian_2d((min * 0.9..max * 1.1).log_scale().base(2.0), 0.0..ceiling)?;
-    chart
-        .configure_mesh()
-        .light_line_style(WHITE)
-        .x_desc("keys")
-        .y_desc("fraction of the limit")
-        .x_label_formatter(&|x| format!("{x:.0}"))
-        .y_label_formatter(&|y| format!("{:.0}%", y * 100.0))
-        .draw()?;
-    chart::lines(&mut chart, &panel.lines, SeriesLabelPosition::LowerRight)
+/// Largest number of lengths that all have a label.
+const MAX_LABELS: usize = 8;
+
+fn panel(title: String, lines: Vec<Line>) -> Panel {
+    let points = || lines.iter().flat_map(|line| &line.points);
+    let high = points().map(|p| p.1).fold(1.0, f64::max);
+    let mut lengths: Vec<f64> = points().map(|p| p.0).collect();
+    lengths.sort_by(f64::total_cmp);
+    lengths.dedup();
+    let (min, max) = (lengths.first().copied().unwrap_or(1.0), lengths.last().copied().unwrap_or(1.0));
+    let every = lengths.len().div_ceil(MAX_LABELS).max(1);
+    let percent = |tick: i32| (0.2 * f64::from(tick), format!("{} %", 20 * tick));
+    Panel {
+        title,
+        // Margins, so that the range of a single length is not empty.
+        x: Axis {
+            name: "keys",
+            low: min * 0.9,
+            high: max * 1.1,
+            is_logarithmic: true,
+            ticks: lengths.iter().step_by(every).map(|keys| (*keys, format!("{keys:.0}"))).collect(),
+        },
+        y: Axis {
+            name: "fraction of the limit",
+            low: 0.0,
+            high: high * 1.05,
+            is_logarithmic: false,
+            ticks: (0..=(high / 0.2) as i32).map(percent).collect(),
+        },
+        lines,
+        level: Some((1.0, "limit".to_owned())),
+        chosen: Vec::new(),
+        names: Vec::new(),
+    }
 }

@@ -37,7 +37,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
     let mapped = Mapped::open(&args.input)?;
     let archive = mapped.archive()?;
     let Listing { pairs, mut refused, unread } = Listing::read(&archive, args)?;
-    let picture = args.svg.as_deref().map(Destination::new).transpose()?;
+    let picture = args.svg.as_deref().map(Destination::svg).transpose()?;
     picture.as_ref().map_or(Ok(()), |picture| picture.differs_from(&args.input))?;
     if !unread.is_empty() {
         let names: Vec<&str> = unread.iter().map(String::as_str).collect();

@@ -71,7 +71,7 @@ pub(crate) struct KvArgs {
     /// Threads, at most as many as the machine has; default all
     #[arg(long, value_name = "N", value_parser = threads)]
     pub(crate) threads: Option<usize>,
-    /// Write a plot of KL and NRMSE against bits to this file
+    /// Write a plot of KL and NRMSE against bits per element to this file, which ends in .svg
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Print one JSON object

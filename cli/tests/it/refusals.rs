@@ -429,12 +429,12 @@ fn a_refused_run_leaves_an_existing_output_alone() {
 fn other_commands() {
     let folder = Folder::with(&good());
     let input = folder.input.to_str().unwrap();
-    let missing = folder.path().join("missing/file");
+    let missing = folder.path().join("missing/file.svg");
     let missing = missing.to_str().unwrap();
     let peers = folder.path().join("peers.jsonl");
     std::fs::write(&peers, "{\"peer\":\"x\"}\n").unwrap();
     let peers = peers.to_str().unwrap();
-    let fresh = folder.path().join("fresh");
+    let fresh = folder.path().join("fresh.svg");
     let fresh = fresh.to_str().unwrap();
     let cases: Vec<(Vec<&str>, &str)> = vec![
         (vec!["jump"], "unrecognized subcommand"),
@@ -486,7 +486,7 @@ fn other_commands() {
         (vec!["plan", "--layout", "bhsd"], "--layout"),
         (vec!["plan", "--svg", missing], "cannot be written"),
         (vec!["plan", "--svg", "-"], "standard output does not take files"),
-        (vec!["plan", input, "--svg", input], "is the same file as"),
+        (vec!["plan", input, "--svg", input], "--svg writes SVG"),
         (vec!["plan", "--splits", "9"], "expected 1 to 8: a split holds at least one block of 256 keys"),
         (vec!["plan", input, "--batch", "2"], "cannot be used with"),
         (vec!["plan", input, "--scale", "inf"], "scale inf"),

@@ -191,16 +191,16 @@ fn files_keep_the_permission_bits_of_what_they_replace() {
         std::fs::remove_file(&folder.output).unwrap();
     }
     // Other output files, and links to a file that is replaced.
-    let target = folder.path().join("target");
+    let (target, link) = (folder.path().join("target"), folder.path().join("link.svg"));
     for args in [&["plan", "--svg"][..], &["kernels", "print", "mask_tiles", "--target", "rust", "-o"]] {
         std::fs::write(&target, b"old").unwrap();
         std::fs::set_permissions(&target, Permissions::from_mode(0o620)).unwrap();
-        std::os::unix::fs::symlink(&target, &folder.output).unwrap();
-        let output = within_a_minute(program().args(args).arg(&folder.output));
+        std::os::unix::fs::symlink(&target, &link).unwrap();
+        let output = within_a_minute(program().args(args).arg(&link));
         assert!(output.status.success(), "{}", stderr(&output));
         assert!(std::fs::read(&target).unwrap().len() > 3, "{args:?}");
         assert_eq!(format!("{:o}", mode(&target)), "620", "{args:?}");
-        std::fs::remove_file(&folder.output).unwrap();
+        std::fs::remove_file(&link).unwrap();
     }
 }
 
@@ -214,10 +214,10 @@ fn files_without_permission_to_write_are_kept() {
             &[],
             "out.safetensors: cannot be written: the file is read-only, expected one that may be",
         );
-        let link = folder.path().join("link");
+        let link = folder.path().join("link.svg");
         std::os::unix::fs::symlink(&folder.output, &link).unwrap();
         let output = within_a_minute(program().args(["plan", "--svg"]).arg(&link));
-        assert_refused(&output, "link: cannot be written: the file is read-only", "link");
+        assert_refused(&output, "link.svg: cannot be written: the file is read-only", "link");
         assert_eq!((std::fs::read(&folder.output).unwrap(), mode(&folder.output)), (b"old".to_vec(), bits));
         std::fs::remove_file(&link).unwrap();
         std::fs::remove_file(&folder.output).unwrap();
