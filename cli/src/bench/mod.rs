@@ -1,5 +1,6 @@
 //! `flashtile bench`: times relative to the limits of this machine, measured in the same run.
 
+mod bars;
 mod device;
 mod group;
 mod kernels;
@@ -7,6 +8,7 @@ mod measure;
 mod options;
 mod peers;
 mod plot;
+mod recorded;
 mod rows;
 
 use crate::check::progress;
@@ -27,6 +29,9 @@ use serde_json::{Value, json};
 use std::process::ExitCode;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
+    if let Some(from) = &args.from {
+        return recorded::run(args, from);
+    }
     rows::check_options(args)?;
     if args.group == Asked::Kernels {
         return kernels::run(args);

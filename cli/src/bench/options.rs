@@ -15,11 +15,17 @@ use std::path::PathBuf;
 /// which counts what they read and write; on CUDA, larger ones are then timed against a copy. Their answers are
 /// compared with computations in f64. simd/thread (per_thread.simd_operations in JSON) is the number of SIMD
 /// operations that each thread takes part in.
+///
+/// With --from, nothing is measured: rows that --json-lines wrote and rows of peers become bars of speed, GFLOP/s of
+/// prefill and GB/s of decode, beside the limit that was measured in the same run. GROUP, --dtype, --head-dim, --seq,
+/// --heads, --kv-heads, --batch, --causal, --isa and --threads select rows. Problems without a peer are left out if
+/// others have one.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  flashtile bench prefill --dtype f32,bf16 --head-dim 128 --seq 2048,8192 --causal\n  \
     flashtile bench all --quick --json-lines rows.jsonl --svg rows.svg\n  \
-    flashtile bench kernels --kernel decode --backend cuda"
+    flashtile bench kernels --kernel decode --backend cuda\n  \
+    flashtile bench prefill --from rows.jsonl --dtype f32,bf16 --seq 4096 --svg speed.svg"
 )]
 pub(crate) struct BenchArgs {
     /// Rows to measure
@@ -58,8 +64,8 @@ pub(crate) struct BenchArgs {
     /// Key/value heads; default as many as query heads (decode 8, or 2 at head dimension 256)
     #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) kv_heads: Vec<usize>,
-    /// Batch entries
-    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count, default_value = "1")]
+    /// Batch entries; default 1
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = count)]
     pub(crate) batch: Vec<usize>,
     /// Layout of the keys and values of decode rows; a ring holds the last keys of sequences that are half as long
     /// again
@@ -98,12 +104,20 @@ pub(crate) struct BenchArgs {
     /// Write JSON lines to this file
     #[arg(long, value_name = "FILE")]
     pub(crate) json_lines: Option<PathBuf>,
-    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg
+    /// Write a plot of the fraction of the limit against the length to this file, which ends in .svg; with --from, bars
+    /// of speed
     #[arg(long, value_name = "FILE")]
     pub(crate) svg: Option<PathBuf>,
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
     #[arg(long, value_name = "FILE")]
     pub(crate) vs: Option<PathBuf>,
+    /// Draw the rows of this file beside its peers with --svg, instead of measuring: rows of --json-lines and JSON lines
+    /// as in --vs
+    #[arg(long, value_name = "FILE")]
+    pub(crate) from: Option<PathBuf>,
+    /// Title of the picture of --from
+    #[arg(long, value_name = "TEXT", requires = "from")]
+    pub(crate) title: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -10,21 +10,21 @@ use std::path::{Path, PathBuf};
 
 /// The problem of a row: a peer's row is compared with ours where the keys are equal.
 #[derive(Debug, Clone, PartialEq)]
-struct Key {
-    kind: String,
-    dtype: String,
-    d: u64,
-    dv: u64,
-    h: u64,
-    hkv: u64,
-    b: u64,
-    s: u64,
-    causal: bool,
-    window: Value,
-    layout: String,
-    shared: u64,
+pub(super) struct Key {
+    pub(super) kind: String,
+    pub(super) dtype: String,
+    pub(super) d: u64,
+    pub(super) dv: u64,
+    pub(super) h: u64,
+    pub(super) hkv: u64,
+    pub(super) b: u64,
+    pub(super) s: u64,
+    pub(super) causal: bool,
+    pub(super) window: Value,
+    pub(super) layout: String,
+    pub(super) shared: u64,
     /// If the sequences differ in length.
-    lens: Option<Vec<u64>>,
+    pub(super) lens: Option<Vec<u64>>,
 }
 
 /// Lengths of sequences, if they differ.
@@ -34,10 +34,30 @@ fn uneven(lens: Vec<u64>) -> Option<Vec<u64>> {
 }
 
 #[derive(Debug)]
-struct Entry {
-    peer: String,
-    key: Key,
-    seconds: f64,
+pub(super) struct Entry {
+    pub(super) peer: String,
+    pub(super) key: Key,
+    pub(super) seconds: f64,
+}
+
+/// The numbered rows of a file of JSON lines, without rows that compare visibilities, which have no speed.
+pub(super) fn lines(path: &Path) -> Result<Vec<(usize, Value)>> {
+    let mut text = String::new();
+    let mut file = open(path, "a file of JSON lines")?;
+    file.read_to_string(&mut text).map_err(|e| Failure::at(path.display(), e))?;
+    let mut rows = Vec::new();
+    for (line, text) in (1..).zip(text.lines()).filter(|(_, text)| !text.trim().is_empty()) {
+        let value: Value = serde_json::from_str(text).map_err(|e| Failure::at(place(path, line), e))?;
+        if value.get("kind").and_then(Value::as_str) != Some("visibility") {
+            rows.push((line, value));
+        }
+    }
+    Ok(rows)
+}
+
+/// A line of a file, in messages.
+pub(super) fn place(path: &Path, line: usize) -> String {
+    format!("{} line {line}", path.display())
 }
 
 /// Peer rows in the order of the file.
@@ -50,17 +70,10 @@ pub(super) struct Peers {
 
 impl Peers {
     pub(super) fn read(path: &Path) -> Result<Self> {
-        let mut text = String::new();
-        let mut file = open(path, "a file of JSON lines")?;
-        file.read_to_string(&mut text).map_err(|e| Failure::at(path.display(), e))?;
-        let mut entries = Vec::new();
-        for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            let place = || format!("{} line {}", path.display(), index + 1);
-            let value: Value = serde_json::from_str(line).map_err(|e| Failure::at(place(), e))?;
-            if value.get("kind").and_then(Value::as_str) != Some("visibility") {
-                entries.push(entry(&value).map_err(|what| Failure::at(place(), what))?);
-            }
-        }
+        let entry = |(line, value): (usize, Value)| {
+            entry(&value).map_err(|what| Failure::at(place(path, line), what))
+        };
+        let entries = lines(path)?.into_iter().map(entry).collect::<Result<_>>()?;
         Ok(Self { path: Some(path.to_owned()), entries })
     }
 
@@ -126,7 +139,7 @@ pub(super) fn window_json(row: &Row) -> Value {
     row.window().map_or(Value::Null, |(left, right)| serde_json::json!([left, right]))
 }
 
-fn entry(value: &Value) -> std::result::Result<Entry, String> {
+pub(super) fn entry(value: &Value) -> std::result::Result<Entry, String> {
     let text = |name: &str| {
         let found = value.get(name).and_then(Value::as_str).map(str::to_owned);
         found.ok_or_else(|| format!("expected a text {name}"))
@@ -150,9 +163,15 @@ fn entry(value: &Value) -> std::result::Result<Entry, String> {
         hkv: optional("hkv", h)?,
         b: optional("b", 1)?,
         s: number("s")?,
-        causal: value.get("causal").and_then(Value::as_bool).unwrap_or(false),
+        causal: match value.get("causal") {
+            None | Some(Value::Null) => false,
+            Some(causal) => causal.as_bool().ok_or("expected true or false causal")?,
+        },
         window: value.get("window").cloned().unwrap_or(Value::Null),
-        layout: value.get("layout").and_then(Value::as_str).unwrap_or("dense").to_owned(),
+        layout: match value.get("layout") {
+            None | Some(Value::Null) => "dense".to_owned(),
+            Some(layout) => layout.as_str().ok_or("expected a text layout")?.to_owned(),
+        },
         shared: optional("shared", 0)?,
         lens: value
             .get("lens")

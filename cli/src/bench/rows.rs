@@ -285,7 +285,7 @@ fn dims(
         };
         kv_heads.iter().map(with).collect::<Vec<Dims>>()
     };
-    args.batch.iter().flat_map(of).collect()
+    or(&args.batch, &[1]).iter().flat_map(of).collect()
 }
 
 /// Pairs of rows that differ only in their visible area.
@@ -374,7 +374,7 @@ fn check_kernels(args: &BenchArgs) -> Result<()> {
         ("--value-dim", args.value_dim.is_some()),
         ("--heads", args.heads.is_some()),
         ("--kv-heads", !args.kv_heads.is_empty()),
-        ("--batch", args.batch != [1]),
+        ("--batch", !args.batch.is_empty()),
         ("--cache", args.cache != [CacheKind::Dense]),
         ("--page", args.page.is_some()),
         ("--codec", !args.codec.is_empty()),
