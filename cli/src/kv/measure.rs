@@ -2,7 +2,7 @@
 
 use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
-use crate::check::progress;
+use crate::check::ticking;
 use crate::failure::{self, Failure};
 use flashtile::cache::MEAN_ROWS;
 use flashtile::codec::{EncodeError, mean_row};
@@ -174,7 +174,8 @@ type Found = Result<(Sums, Diagnosis), String>;
 /// Compares every codec on every head of every pair; for each pair its results, or why there are none.
 pub(super) fn measure(pairs: &[Pair<'_>], codecs: &Codecs, rows: usize) -> Vec<Result<Measured, String>> {
     let units: Vec<Unit> = pairs.iter().enumerate().flat_map(|(pair, of)| units(pair, of)).collect();
-    let progress = progress(units.len() as u64);
+    let progress = ticking(units.len() as u64);
+    progress.set_message("heads");
     let found: Vec<Found> = units
         .par_iter()
         .map(|unit| {

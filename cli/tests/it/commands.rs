@@ -265,6 +265,19 @@ fn shells_and_manual_pages() {
 }
 
 #[test]
+fn info_prints_what_it_knows_before_it_measures() {
+    let text = ok(&["info", "--threads", "1"]);
+    let line = |name: &str| text.lines().position(|line| line.starts_with(name)).unwrap();
+    assert!(line("threads") < line("cuda") && line("cuda") < line("memory"), "{text}");
+    assert!(text.contains("GFLOP/s") && text.contains("read bandwidth"), "{text}");
+    let known = ok(&["info", "--threads", "1", "--no-measure"]);
+    assert!(text.starts_with(&known) && !known.contains("FLOP/s"), "{known}");
+    let info = json(&["info", "--no-measure", "--json"]);
+    assert!(info["fma_flops_per_s"].is_null() && info["read_bytes_per_s"].is_null(), "{info}");
+    assert_eq!(info["isas"].as_array().unwrap().len(), flashtile::Cpu::isas().len());
+}
+
+#[test]
 fn check_runs_the_catalogue() {
     let text = ok(&["check", "--filter", "gqa"]);
     for isa in flashtile::Cpu::isas() {
