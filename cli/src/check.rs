@@ -125,14 +125,14 @@ fn check(args: &CheckArgs) -> Result<bool> {
             summary.add(result);
         }
         if args.json {
-            lines.push(as_json(result).to_string());
+            lines.push(as_json(result));
         } else if result.failed() {
             failures.push(format!("FAILED {result}"));
         }
     });
     progress.finish_and_clear();
     if args.json {
-        lines.iter().try_for_each(report::line)?;
+        lines.iter().try_for_each(report::json)?;
     } else {
         report::text(table(&summaries))?;
         summaries.iter().flat_map(Summary::skips).try_for_each(report::line)?;
@@ -146,7 +146,7 @@ fn list(cases: &[Case], json: bool) -> Result<()> {
     if json {
         let line = |case: &Case| {
             let dtype = case.desc.dtype.name();
-            report::line(json!({ "case": case.name, "dtype": dtype, "dims": dims_json(&case.desc.dims) }))
+            report::json(&json!({ "case": case.name, "dtype": dtype, "dims": dims_json(&case.desc.dims) }))
         };
         return cases.iter().try_for_each(line);
     }

@@ -96,7 +96,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
         let facts = *Cpu::new().facts();
         let measured = || (!args.no_measure).then(|| Limits::measure(&facts)).transpose();
         if args.json {
-            return report::line(as_json(&facts, measured()?.as_ref()));
+            return report::json(&as_json(&facts, measured()?.as_ref()));
         }
         // What is known at once does not wait for what is measured.
         report::text(text(&known(&facts)))?;

@@ -159,7 +159,7 @@ fn list(args: &ListArgs) -> Result<()> {
     if args.instances {
         let chosen: Vec<&Instance> = listed().flat_map(of).collect();
         if args.json {
-            return chosen.iter().try_for_each(|instance| report::line(instance_json(instance)));
+            return chosen.iter().try_for_each(|instance| report::json(&instance_json(instance)));
         }
         let mut table = Table::new(["instance", "threads", "shared bytes"]);
         for instance in chosen {
@@ -169,7 +169,7 @@ fn list(args: &ListArgs) -> Result<()> {
         return report::text(table);
     }
     if args.json {
-        return listed().try_for_each(|kernel| report::line(kernel_json(kernel, &of(kernel))));
+        return listed().try_for_each(|kernel| report::json(&kernel_json(kernel, &of(kernel))));
     }
     if let Some(kernel) = one {
         return report::text(details(kernel, &of(kernel)));

@@ -116,7 +116,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
         match sequence {
             // A problem without sequences has no tiles to draw, so that any --sequence is out of range.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
-                if args.json { report::line(shown.json(None)) } else { report::text(shown.text()) }
+                if args.json { report::json(&shown.json(None)) } else { report::text(shown.text()) }
             }
             Err(failure) => Err(failure),
             Ok(sequence) => {
@@ -128,7 +128,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
                     tiles.svg(&plan.kernel(), &picture)?;
                 }
                 if args.json {
-                    report::line(shown.json(Some((args.sequence, tiles.counts()))))
+                    report::json(&shown.json(Some((args.sequence, tiles.counts()))))
                 } else if args.no_tiles {
                     report::text(shown.text())
                 } else {

@@ -2,6 +2,7 @@
 
 use crate::escape::escaped;
 use crate::failure::{Failure, Result};
+use serde_json::Value;
 use std::fmt::Display;
 use std::io::{ErrorKind, Write};
 
@@ -19,6 +20,26 @@ pub(crate) fn text(text: impl Display) -> Result<()> {
 /// Writes one line to standard output.
 pub(crate) fn line(line: impl Display) -> Result<()> {
     text(format_args!("{line}\n"))
+}
+
+/// The version of all JSON objects (docs/cli.md): it grows when a field changes its meaning or goes away.
+const SCHEMA: u32 = 1;
+
+/// A JSON object as one line, which begins with the version of its fields.
+pub(crate) fn versioned(object: &Value) -> String {
+    let fields = object.as_object().into_iter().flatten().map(|(name, value)| (name.clone(), value.clone()));
+    let schema = ("schema".to_owned(), SCHEMA.into());
+    Value::Object(std::iter::once(schema).chain(fields).collect()).to_string()
+}
+
+/// Writes a JSON object to standard output, on one line.
+pub(crate) fn json(object: &Value) -> Result<()> {
+    line(versioned(object))
+}
+
+/// JSON objects as the text of a file, one on each line.
+pub(crate) fn json_lines(objects: &[Value]) -> String {
+    objects.iter().map(|object| versioned(object) + "\n").collect()
 }
 
 /// Writes one line to standard error in a single write, and ignores errors.
@@ -206,6 +227,13 @@ mod tests {
         let shown =
             format!("{} ... (4 characters left out) ... {}", "ä".repeat(MAX_START), "b".repeat(MAX_END));
         assert_eq!(bounded(longer), shown);
+    }
+
+    #[test]
+    fn objects_begin_with_their_version() {
+        let object = serde_json::json!({"b": [1], "a": null});
+        assert_eq!(versioned(&object), r#"{"schema":1,"b":[1],"a":null}"#);
+        assert_eq!(json_lines(&[object.clone(), object]).lines().count(), 2);
     }
 
     #[test]

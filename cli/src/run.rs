@@ -123,7 +123,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
         if args.json {
             let mut json = done.json(args.reading.prefix.as_deref());
             json["compared"] = compared.as_ref().map(Compared::json).into();
-            report::line(json)?;
+            report::json(&json)?;
         } else {
             let compared = compared.map_or_else(String::new, |compared| format!("  {}", compared.words()));
             report::line(format_args!("{}{compared}", done.line()))?;

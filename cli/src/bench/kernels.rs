@@ -82,7 +82,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
         lines.extend(timed.iter().map(|(workload, row)| timed_json(workload, row, cuda)));
     }
     if args.json {
-        lines.iter().try_for_each(report::line)?;
+        lines.iter().try_for_each(report::json)?;
     } else {
         #[cfg(feature = "simulator")]
         report::text(simulated::table(&simulated))?;
@@ -95,7 +95,7 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
         }
     }
     if let Some(file) = file {
-        file.text(&lines.iter().map(|line| format!("{line}\n")).collect::<String>())?;
+        file.text(&report::json_lines(&lines))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -100,10 +100,10 @@ fn bench(args: &BenchArgs) -> Result<ExitCode> {
     bench.progress.finish_and_clear();
 
     if args.json {
-        lines.iter().try_for_each(report::line)?;
+        lines.iter().try_for_each(report::json)?;
     }
     if let Some(file) = file {
-        file.text(&lines.iter().map(|line| format!("{line}\n")).collect::<String>())?;
+        file.text(&report::json_lines(&lines))?;
     }
     if let Some(picture) = picture {
         plot::plot(&groups, &picture)?;

@@ -91,7 +91,7 @@ fn compare(args: &KvArgs) -> Result<ExitCode> {
         picture::draw(&report, all, &picture)?;
     }
     if args.json {
-        printed::line(report.json())?;
+        printed::json(&report.json())?;
     } else if let Some(all) = &report.all {
         printed::text(report.text(all))?;
     }

@@ -278,6 +278,34 @@ fn info_prints_what_it_knows_before_it_measures() {
 }
 
 #[test]
+fn every_object_has_a_schema() {
+    let folder = Folder::with(&qkv(Dtype::F32, &[1, 1, 4, 16], &[1, 1, 4, 16], &[1, 1, 4, 16]));
+    let (input, output) = (folder.input.to_str().unwrap(), folder.output.to_str().unwrap());
+    let rows = folder.path().join("rows.jsonl");
+    let rows = rows.to_str().unwrap();
+    let bench =
+        ["bench", "prefill", "--seq", "32", "--dtype", "f32", "--head-dim", "16", "--min-time", "0.001"];
+    for args in [
+        &["run", input, "-o", output][..],
+        &["plan", input],
+        &["plan", "--cached", "1:64", "--device", "h200"],
+        &["kv", input],
+        &["info", "--no-measure"],
+        &["check", "--filter", "gqa", "--isa", "portable"],
+        &["kernels", "list"],
+        &["kernels", "list", "merge", "--instances"],
+        &[&bench[..], &["--json-lines", rows]].concat(),
+    ] {
+        let text = ok(&[args, &["--json"]].concat());
+        assert!(
+            !text.is_empty() && text.lines().all(|line| line.starts_with("{\"schema\":1,")),
+            "{args:?}: {text}"
+        );
+    }
+    assert!(std::fs::read_to_string(rows).unwrap().starts_with("{\"schema\":1,"));
+}
+
+#[test]
 fn check_runs_the_catalogue() {
     let text = ok(&["check", "--filter", "gqa"]);
     for isa in flashtile::Cpu::isas() {
