@@ -1,11 +1,13 @@
-//! Safetensors files, mapped.
+//! Files of tensors, mapped: safetensors, and arrays of numpy.
 
 use crate::failure::{Failure, Result};
+use crate::numpy::{self, Array, Member};
 use crate::report;
 use memmap2::Mmap;
 use safetensors::tensor::Dtype;
 use serde::de::{Deserialize, Deserializer, Error, IgnoredAny, MapAccess, Visitor};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::fs::{File, Metadata};
 use std::path::Path;
 
@@ -15,10 +17,18 @@ compile_error!("tensors are read in place, and files hold them in little-endian 
 /// Longest header that is parsed, as the format limits it.
 const MAX_HEADER: usize = 100_000_000;
 
-/// A file in memory.
+/// Tensors in memory.
 pub(crate) struct Mapped<'p> {
     path: &'p Path,
-    map: Mmap,
+    content: Content,
+}
+
+enum Content {
+    Safetensors(Mmap),
+    /// An archive, and its arrays by name.
+    Npz(Mmap, Vec<(String, Member)>),
+    /// `.npy` files by name without suffix.
+    Folder(Vec<(String, Mmap)>),
 }
 
 /// Opens a regular file to read: opening or reading anything else, such as a pipe, might block or have side effects.
@@ -43,20 +53,77 @@ pub(crate) fn open(path: &Path, expected: &str) -> Result<File> {
     Ok(file)
 }
 
+/// Maps a file.
+fn map(path: &Path, expected: &str) -> Result<Mmap> {
+    let file = open(path, expected)?;
+    // SAFETY: the map is private and read-only, and any bytes are valid. A process that truncates the file while it is
+    // read ends this one with a signal, which is the contract of mapped input.
+    #[allow(unsafe_code)]
+    let map = unsafe { Mmap::map(&file) };
+    map.map_err(|e| Failure::at(path.display(), e))
+}
+
+/// Maps the `.npy` files of a folder.
+fn folder(path: &Path) -> Result<Content> {
+    let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
+    let mut arrays = Vec::new();
+    for entry in std::fs::read_dir(path).map_err(|e| refuse(&e))? {
+        let file = entry.map_err(|e| refuse(&e))?.path();
+        if let (Some(name), Some("npy")) = (file.file_stem(), file.extension().and_then(OsStr::to_str)) {
+            arrays.push((name.to_string_lossy().into_owned(), map(&file, "an .npy file")?));
+        }
+    }
+    if arrays.is_empty() {
+        let what = "not a regular file, expected a safetensors file, an .npz archive, or a folder with q.npy, k.npy \
+                    and v.npy";
+        return Err(refuse(&what));
+    }
+    Ok(Content::Folder(arrays))
+}
+
 impl<'p> Mapped<'p> {
+    /// Opens a safetensors file, an `.npz` archive or a folder of `.npy` files.
     pub(crate) fn open(path: &'p Path) -> Result<Self> {
+        if path.is_dir() {
+            return Ok(Self { path, content: folder(path)? });
+        }
         let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
-        let file = open(path, "a safetensors file")?;
-        // SAFETY: the map is private and read-only, and any bytes are valid. A process that truncates the file while
-        // it is read ends this one with a signal, which is the contract of mapped input.
-        #[allow(unsafe_code)]
-        let map = unsafe { Mmap::map(&file) }.map_err(|e| refuse(&e))?;
-        Ok(Self { path, map })
+        let map = map(path, "a safetensors file")?;
+        let content = if numpy::is_npz(&map) {
+            let members = numpy::members(&map).map_err(|why| refuse(&why))?;
+            Content::Npz(map, members)
+        } else if numpy::is_npy(&map) {
+            let what = "an .npy file holds one array, expected an .npz archive (numpy.savez), or a folder with q.npy, \
+                        k.npy and v.npy";
+            return Err(refuse(&what));
+        } else {
+            Content::Safetensors(map)
+        };
+        Ok(Self { path, content })
     }
 
-    /// Parses the header and finds every tensor. Offsets that overlap, leave gaps or exceed the file are refused.
+    /// Finds every tensor.
     pub(crate) fn archive(&self) -> Result<Archive<'_>> {
-        let bytes: &[u8] = &self.map;
+        let arrays: Vec<(&String, &[u8])> = match &self.content {
+            Content::Safetensors(map) => return self.safetensors(map),
+            Content::Npz(map, members) => {
+                members.iter().map(|(name, member)| (name, member.bytes(map))).collect()
+            }
+            Content::Folder(maps) => maps.iter().map(|(name, map)| (name, &map[..])).collect(),
+        };
+        let mut tensors = BTreeMap::new();
+        for (name, bytes) in arrays {
+            let refuse = |why| Failure::at(self.path.display(), format_args!("array {name}: {why}"));
+            let Array { dtype, shape, bytes } = numpy::array(bytes).map_err(refuse)?;
+            if tensors.insert(name.clone(), Stored { dtype, shape, bytes }).is_some() {
+                return Err(refuse("it is listed twice".to_owned()));
+            }
+        }
+        Ok(Archive { path: self.path, layer: None, tensors, called: BTreeMap::new() })
+    }
+
+    /// Parses the header. Offsets that overlap, leave gaps or exceed the file are refused.
+    fn safetensors<'a>(&'a self, bytes: &'a [u8]) -> Result<Archive<'a>> {
         let refuse = |what: &dyn std::fmt::Display| {
             Failure::at(self.path.display(), format_args!("not a safetensors file: {what}"))
         };

@@ -34,7 +34,7 @@ use std::process::ExitCode;
     flashtile plan qkv.safetensors --causal --device avx512-64core --svg tiles.svg\n  \
     flashtile plan --cached 1:8192x64 --heads 32 --kv-heads 8 --head-dim 128 --dtype bf16 --causal --device h200")]
 pub(crate) struct PlanArgs {
-    /// Safetensors file whose problem is planned, instead of a described one
+    /// Safetensors file, .npz archive or folder of .npy files whose problem is planned, instead of a described one
     #[arg(value_name = "FILE", conflicts_with = "Shape")]
     pub(crate) input: Option<PathBuf>,
     #[command(flatten)]

@@ -46,7 +46,8 @@ and, if present,
 q, k and v may be called query, key and value (or queries, keys, values), mask attn_mask or
 attention_mask. A file with two names for a tensor is refused.
 
-With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v.
+With --prefix NAME these are the tensors of one layer: NAME.q, NAME.k, NAME.v. The tensors may
+also be arrays of numpy: an .npz archive, or a folder with q.npy, k.npy and v.npy.
 
 With --backend simulator, in builds with the cargo feature simulator, the portable GPU kernels run
 on this machine with every access checked: ten to a hundred thousand scores (query heads * queries
@@ -68,7 +69,7 @@ misspelt are refused. Gradients d_q, d_k and d_v are known and not compared.";
         flashtile run examples/data/small_f16.safetensors -o out.safetensors --backend simulator"
 )]
 pub(crate) struct RunArgs {
-    /// Safetensors file to read
+    /// Safetensors file, .npz archive or folder of .npy files to read
     #[arg(value_name = "IN")]
     pub(crate) input: PathBuf,
     /// Safetensors file to write, whole or not at all

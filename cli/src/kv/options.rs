@@ -39,7 +39,7 @@ do not match. The others are reported.";
     flashtile kv kv.safetensors --causal --max-kl 1e-3 --svg kv.svg --per-layer"
 )]
 pub(crate) struct KvArgs {
-    /// Safetensors file to read
+    /// Safetensors file, .npz archive or folder of .npy files to read
     #[arg(value_name = "FILE")]
     pub(crate) input: PathBuf,
     /// Axes of the tensors in the file; default bhsd

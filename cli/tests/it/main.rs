@@ -8,6 +8,7 @@ mod examples;
 mod files;
 mod kernels;
 mod kv;
+mod numpy;
 mod pictures;
 mod refusals;
 mod runs;
