@@ -145,6 +145,25 @@ def documentation():
     run("cargo", "doc", "--workspace", "--no-deps", "--all-features", "--locked", env=flags)
 
 
+@step("docsrs", "documentation as docs.rs builds it, and which features items need")
+def docsrs():
+    installed = output("rustup", "toolchain", "list")[1]
+    if re.search(r"^nightly", installed, re.M):
+        note, env = "on nightly", {"RUSTUP_TOOLCHAIN": "nightly"}
+    else:
+        note, env = "on stable, with features of nightly", {"RUSTC_BOOTSTRAP": "1"}
+    run("cargo", "fetch", "--locked", "--quiet")
+    run(sys.executable, "-B", ".ci/packages.py", "--docs", env=env)
+    return note
+
+
+@step("publish", "each published crate compiles from its package, and planted faults that must be found")
+def publish():
+    run("cargo", "fetch", "--locked", "--quiet")
+    run(sys.executable, "-B", ".ci/packages.py")
+    run(sys.executable, "-B", ".ci/packages.py", "--planted")
+
+
 @step("msrv", f"Rust {MSRV}: libraries and command line")
 def msrv():
     with_msrv = {"RUSTUP_TOOLCHAIN": toolchain(MSRV)}
