@@ -43,6 +43,9 @@ class Result:
 
 STEPS = []
 
+# What the command line asked for.
+ARGUMENTS = argparse.Namespace(baseline=None)
+
 
 def step(name, title, full=False):
     """Adds a step: a function that may return a note for the table. With `full`, it is one of `.ci/full` alone."""
@@ -194,7 +197,9 @@ def main(program, full, limit):
     parser.add_argument("--only", metavar="NAMES", type=lambda text: names(text, known), help="these steps alone: miri,targets")
     parser.add_argument("--skip", metavar="NAMES", type=lambda text: names(text, known), default=[], help="all but these steps")
     parser.add_argument("--list", action="store_true", help="print the steps and end")
-    args = parser.parse_args()
+    if full:
+        parser.add_argument("--baseline", metavar="REVISION", help="what the step semver compares with, in place of the last release")
+    args = parser.parse_args(namespace=ARGUMENTS)
     chosen = [step for step in steps if (args.only is None or step.name in args.only) and step.name not in args.skip]
     if args.list:
         width = max(map(len, known))

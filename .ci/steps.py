@@ -8,7 +8,7 @@ import shutil
 import sys
 import tomllib
 
-from harness import ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, step
+from harness import ARGUMENTS, ROOT, TARGET, Failed, Scratch, Skipped, logged, main, measured, output, run, step
 
 MSRV = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["rust-version"]
 TARGETS = ["aarch64-unknown-linux-gnu", "aarch64-apple-darwin", "x86_64-pc-windows-gnu"]
@@ -395,6 +395,18 @@ def fuzz():
     if not shutil.which("c++"):
         apt("g++", "c++")
     run("cargo", "check", "--locked", "--manifest-path", "fuzz/Cargo.toml", env={"CARGO_TARGET_DIR": TARGET})
+
+
+@step("semver", "public interface against the last release, or --baseline REVISION", full=True)
+def semver():
+    if not shutil.which("cargo-semver-checks"):
+        raise Skipped("cargo-semver-checks is not installed: cargo install cargo-semver-checks --locked, about ten minutes")
+    code, tag = output("git", "-C", ROOT, "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*")
+    baseline = ARGUMENTS.baseline or (tag.strip() if code == 0 else None)
+    if not baseline:
+        raise Skipped("there is no release to compare with, and no --baseline REVISION")
+    run(sys.executable, "-B", ".ci/semver.py", baseline)
+    return f"against {baseline}"
 
 
 if __name__ == "__main__":
