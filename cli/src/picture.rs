@@ -254,14 +254,14 @@ impl Tiles<'_> {
         let (height, width) = (cells.len(), cells.first().map_or(0, Vec::len));
         let rows = (self.sequence.q_len * self.problem.dims().gqa_group()).max(1) as f64;
         let keys = self.sequence.kv_len.max(1) as f64;
-        // Cells end where their tiles do; the last tiles may be short.
+        // Cells end where their tiles do, at whole pixels, so that no line shows between neighbours; the last tiles may be short.
         let x = |cell: usize| {
             let key = (blocks * cell / width.max(1) * self.keys).min(self.sequence.kv_len);
-            area.left + area.width * key as f64 / keys
+            (area.left + area.width * key as f64 / keys).round()
         };
         let y = |cell: usize| {
             let row = (tiles * cell / height.max(1) * self.rows) as f64;
-            area.top + area.height * row.min(rows) / rows
+            (area.top + area.height * row.min(rows) / rows).round()
         };
         let mut done: Vec<Rect> = Vec::new();
         // Runs of the row above, which this row may continue.

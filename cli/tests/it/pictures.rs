@@ -177,6 +177,17 @@ fn the_chart_of_the_readme_is_what_the_command_draws() {
 }
 
 #[test]
+fn the_tiles_of_the_readme_are_what_the_command_draws() {
+    let folder = Folder::empty();
+    let svg = folder.path().join("window.svg");
+    let which = ["--q-len", "4096", "--causal", "--window", "1023", "--device", "h200", "--dtype", "bf16"];
+    ok(&[&["plan", "--svg", svg.to_str().unwrap()][..], &which].concat());
+    let drawn = std::fs::read_to_string(&svg).unwrap();
+    let stands = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/window.svg")).unwrap();
+    assert!(drawn == stands, "docs/cli.md has the command that draws docs/window.svg again");
+}
+
+#[test]
 fn pictures_are_named_after_their_format() {
     let folder = Folder::empty();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
