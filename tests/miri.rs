@@ -114,7 +114,9 @@ mod kernels {
     //! The portable kernels of the CPU, on one thread and on two.
 
     use super::{passes, portable, splits};
-    use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
+    use flashtile::{
+        Attention, Codec, Dtype, MaskKind, MaskView, QOffset, TensorView, TensorViewMut, Visibility,
+    };
     use flashtile_testkit::{Case, Keep, Layout, MaskFill, Tree};
 
     /// `[batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim]`: more rows of a GQA group than are streamed,
@@ -154,6 +156,19 @@ mod kernels {
             let case = Case::new(name, PREFILL, Dtype::F16).layout(Layout::Padded);
             passes(case.mask(kind, broadcast, MaskFill::HiddenRows), &portable());
         }
+    }
+
+    /// One element of the mask a query, in memory that ends behind the last one.
+    #[test]
+    fn prefill_masked_by_rows() {
+        let (shown, x) = (Box::new([true, false, true]), [0.5f32; 3 * 4]);
+        let x = TensorView::bhsd(&x, [1, 1, 3, 4]).unwrap();
+        let mask = MaskView::bool(&shown[..], [1, 1, 3, 3], [0, 0, 1, 0]).unwrap();
+        let mut out = [f32::NAN; 3 * 4];
+        let mut view = TensorViewMut::bhsd(&mut out, [1, 1, 3, 4]).unwrap();
+        let mut runner = flashtile::Runner::with_cpu(portable().cpu);
+        runner.attention(x, x, x, &mut view, &Attention::full().mask(mask)).unwrap();
+        assert_eq!(out, [0.5, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 0.5]);
     }
 
     #[test]

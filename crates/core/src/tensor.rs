@@ -31,6 +31,11 @@ pub enum ViewError {
         /// The strides, in elements.
         strides: [usize; 4],
     },
+    /// There is no memory for the elements of an [`OwnedTensor`](crate::owned::OwnedTensor).
+    Memory {
+        /// Bytes that were needed.
+        bytes: usize,
+    },
     /// The address of bytes is not a multiple of the element size.
     Misaligned {
         /// Element type.
@@ -47,6 +52,7 @@ impl std::fmt::Display for ViewError {
             Self::Overflow => f.write_str("shape times strides is not addressable"),
             Self::InnerStride { got } => write!(f, "innermost stride is {got}, expected 1"),
             Self::Overlap { strides } => write!(f, "elements overlap under strides {strides:?}"),
+            Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
             Self::Misaligned { dtype } => {
                 write!(f, "memory is not aligned to the {} bytes of {dtype}", dtype.bytes())
             }
@@ -85,6 +91,14 @@ fn check(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewE
     Ok(())
 }
 
+/// Checks shape and strides of a mask in memory of unknown size: keys may be broadcast, so that the innermost stride is 0 or 1.
+///
+/// # Errors
+/// [`ViewError::Overflow`] or [`ViewError::InnerStride`].
+pub fn check_mask_strides(shape: [usize; 4], strides: [usize; 4]) -> Result<(), ViewError> {
+    check_mask(shape, strides, usize::MAX)
+}
+
 /// Like [`check`], but keys may be broadcast: the innermost stride is 0 or 1.
 fn check_mask(shape: [usize; 4], strides: [usize; 4], len: usize) -> Result<(), ViewError> {
     let [b, h, i, inner] = strides;
@@ -121,6 +135,14 @@ pub fn check_disjoint(shape: [usize; 4], strides: [usize; 4]) -> Result<(), View
         span = stride.saturating_mul(n);
     }
     Ok(())
+}
+
+/// Elements before `[b, h, row, 0]`. Strides of an axis without elements may be anything, so that sums wrap.
+#[inline]
+fn offset(index: [usize; 3], strides: [usize; 3]) -> usize {
+    let [b, h, row] = index;
+    let [sb, sh, sr] = strides;
+    b.wrapping_mul(sb).wrapping_add(h.wrapping_mul(sh)).wrapping_add(row.wrapping_mul(sr))
 }
 
 /// Strides of a dense tensor `[d0, d1, d2, d3]`.
@@ -249,7 +271,7 @@ impl<'a> TensorView<'a> {
     /// Address of element `[b, h, row, 0]`. Whoever dereferences it claims that the element exists.
     pub fn row(&self, b: usize, h: usize, row: usize) -> *const u8 {
         let [sb, sh, sr, _] = self.strides;
-        self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
+        self.ptr.wrapping_add(offset([b, h, row], [sb, sh, sr]).wrapping_mul(self.dtype.bytes()))
     }
 
     /// The memory from the first element to the last, including gaps between rows.
@@ -442,7 +464,7 @@ impl<'a> TensorViewMut<'a> {
     /// thread accesses it.
     pub fn row(&self, b: usize, h: usize, row: usize) -> *mut u8 {
         let [sb, sh, sr, _] = self.strides;
-        self.ptr.wrapping_add((b * sb + h * sh + row * sr) * self.dtype.bytes())
+        self.ptr.wrapping_add(offset([b, h, row], [sb, sh, sr]).wrapping_mul(self.dtype.bytes()))
     }
 }
 
@@ -453,7 +475,8 @@ enum MaskData<'a> {
 }
 
 /// The shape of a mask with 2, 3 or 4 axes: `[queries, keys]`, `[batch, queries, keys]` or
-/// `[batch, heads, queries, keys]`. A mask per head is `[1, heads, queries, keys]`.
+/// `[batch, heads, queries, keys]`. With three axes the first one is the batch, where PyTorch, which aligns axes from the
+/// right, has heads: a mask per head is `[1, heads, queries, keys]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaskShape([usize; 4]);
 
@@ -592,13 +615,14 @@ impl<'a> MaskView<'a> {
     /// The row of `(b, h, i)`: the address of its first element, and the stride between keys, which is 1, or 0 for a
     /// broadcast key axis.
     pub fn row(&self, b: usize, h: usize, i: usize) -> MaskRow<'a> {
-        let index = [b, h, i];
-        let at = |axis: usize| if self.shape[axis] == 1 { 0 } else { index[axis] * self.strides[axis] };
-        let offset = at(0) + at(1) + at(2);
+        let [sb, sh, sr, _] = self.strides;
+        let [nb, nh, nr, _] = self.shape;
+        let index = [(b, nb), (h, nh), (i, nr)].map(|(at, n)| if n == 1 { 0 } else { at });
+        let offset = offset(index, [sb, sh, sr]);
         let (ptr, kind) = match self.data {
             MaskData::Bool(p, _) => (p.wrapping_add(offset), MaskKind::Bool),
             MaskData::Additive(p, dtype) => {
-                (p.wrapping_add(offset * dtype.bytes()), MaskKind::Additive(dtype))
+                (p.wrapping_add(offset.wrapping_mul(dtype.bytes())), MaskKind::Additive(dtype))
             }
         };
         let broadcast = self.shape[3] == 1 || self.strides[3] == 0;

@@ -5,7 +5,7 @@
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::tensor::ViewError;
-use flashtile_core::tensor::{check_disjoint, check_strides};
+use flashtile_core::tensor::{check_disjoint, check_mask_strides, check_strides};
 use std::marker::PhantomData;
 
 /// A strided view `[batch, heads, rows, dim]` of device memory. Strides are in elements, the last one 1.
@@ -153,7 +153,8 @@ pub struct DeviceMask<'a> {
 }
 
 impl<'a> DeviceMask<'a> {
-    /// A boolean mask at a device address, one byte an element: visible where it is not 0. Strides in elements, the last one 1.
+    /// A boolean mask at a device address, one byte an element: visible where it is not 0. Strides in elements; the last one
+    /// is 1, or 0 where all keys of a query have the same element.
     ///
     /// # Errors
     /// [`ViewError::Overflow`] or [`ViewError::InnerStride`].
@@ -161,7 +162,7 @@ impl<'a> DeviceMask<'a> {
     /// # Safety
     /// As [`DeviceTensor::from_raw_parts`].
     pub unsafe fn bool(at: u64, shape: [usize; 4], strides: [usize; 4]) -> Result<Self, ViewError> {
-        check_strides(shape, strides)?;
+        check_mask_strides(shape, strides)?;
         Ok(Self { kind: MaskKind::Bool, at, shape, strides, memory: PhantomData })
     }
 
@@ -170,6 +171,24 @@ impl<'a> DeviceMask<'a> {
     pub const fn additive(tensor: DeviceTensor<'a>) -> Self {
         let RawTensor { at, dtype, shape, strides } = tensor.raw;
         Self { kind: MaskKind::Additive(dtype), at, shape, strides, memory: PhantomData }
+    }
+
+    /// An additive mask at a device address, whose strides, in elements, may be 0 on any axis.
+    ///
+    /// # Errors
+    /// [`ViewError::Overflow`], [`ViewError::InnerStride`] or [`ViewError::Misaligned`].
+    ///
+    /// # Safety
+    /// As [`DeviceTensor::from_raw_parts`].
+    pub unsafe fn additive_strided(
+        dtype: Dtype,
+        at: u64,
+        shape: [usize; 4],
+        strides: [usize; 4],
+    ) -> Result<Self, ViewError> {
+        check_mask_strides(shape, strides)?;
+        check_aligned(at, dtype)?;
+        Ok(Self { kind: MaskKind::Additive(dtype), at, shape, strides, memory: PhantomData })
     }
 
     /// Bytes between elements of each axis, 0 where it is broadcast.

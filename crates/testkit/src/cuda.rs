@@ -405,7 +405,11 @@ impl Copied {
                 // SAFETY: as above.
                 unsafe { DeviceMask::bool(self.at, shape, strides) }
             }
-            Kind::Tensor(..) | Kind::Bytes(_) => Ok(DeviceMask::additive(self.view()?)),
+            Kind::Tensor(dtype, shape, strides) => {
+                // SAFETY: as above.
+                unsafe { DeviceMask::additive_strided(dtype, self.at, shape, strides) }
+            }
+            Kind::Bytes(_) => Ok(DeviceMask::additive(self.view()?)),
         }
     }
 

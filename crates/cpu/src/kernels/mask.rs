@@ -74,9 +74,12 @@ fn row_tile<T: Copy>(row: &[T], hides: impl Fn(T) -> bool, neutral: impl Fn(T) -
     }
 }
 
+/// The mask over some keys of a row: one element says it where the keys are broadcast.
+///
 /// # Safety
-/// Elements `keys` of the row exist.
+/// The row has the element of each of the keys.
 unsafe fn span_tile(row: MaskRow<'_>, keys: Range<usize>) -> MaskTile {
+    let keys = if row.step() == 0 { 0..keys.len().min(1) } else { keys };
     // SAFETY: the caller's contract; MaskRow holds pointers aligned to their element type.
     unsafe {
         match row.kind() {
