@@ -11,34 +11,45 @@ use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError, den
 /// How the tensors of a call divide into sequences: [`Sequences`], borrowed.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
-pub enum SequenceLens<'a> {
+pub enum SequencesRef<'a> {
     /// Each batch entry is one sequence.
     #[default]
     Dense,
-    /// Each batch entry is one sequence with its own number of keys, `[batch]`. Rows past it are padding, and never read.
-    Padded(&'a [usize]),
-    /// Sequences lie one after another in one batch entry: the first row of each, then the total, for queries and for keys.
-    Packed(&'a [usize], &'a [usize]),
+    /// Each batch entry is one sequence with its own number of keys. Rows past it are padding, and never read.
+    Padded {
+        /// Keys of each batch entry, `[batch]`.
+        kv_lens: &'a [usize],
+    },
+    /// Sequences lie one after another in one batch entry.
+    Packed {
+        /// First query row of each sequence, then the total.
+        cu_seqlens_q: &'a [usize],
+        /// First key row of each sequence, then the total.
+        cu_seqlens_k: &'a [usize],
+    },
 }
 
-impl SequenceLens<'_> {
+impl SequencesRef<'_> {
     fn to_sequences(self) -> Sequences {
         match self {
             Self::Dense => Sequences::Dense,
-            Self::Padded(kv_lens) => Sequences::Padded { kv_lens: kv_lens.to_vec() },
-            Self::Packed(q, k) => Sequences::Packed { cu_seqlens_q: q.to_vec(), cu_seqlens_k: k.to_vec() },
+            Self::Padded { kv_lens } => Sequences::Padded { kv_lens: kv_lens.to_vec() },
+            Self::Packed { cu_seqlens_q, cu_seqlens_k } => {
+                Sequences::Packed { cu_seqlens_q: cu_seqlens_q.to_vec(), cu_seqlens_k: cu_seqlens_k.to_vec() }
+            }
         }
     }
 
-    /// Whether [`SequenceLens::to_sequences`] gives these, without making them.
+    /// Whether [`SequencesRef::to_sequences`] gives these, without making them.
     fn are(self, sequences: &Sequences) -> bool {
         match (self, sequences) {
             (Self::Dense, Sequences::Dense) => true,
-            (Self::Padded(lens), Sequences::Padded { kv_lens }) => lens == kv_lens.as_slice(),
-            (Self::Packed(q, k), Sequences::Packed { cu_seqlens_q, cu_seqlens_k }) => {
-                q == cu_seqlens_q.as_slice() && k == cu_seqlens_k.as_slice()
-            }
-            _ => false,
+            (Self::Padded { kv_lens }, Sequences::Padded { kv_lens: of }) => kv_lens == of.as_slice(),
+            (
+                Self::Packed { cu_seqlens_q, cu_seqlens_k },
+                Sequences::Packed { cu_seqlens_q: q, cu_seqlens_k: k },
+            ) => cu_seqlens_q == q.as_slice() && cu_seqlens_k == k.as_slice(),
+            (Self::Dense | Self::Padded { .. } | Self::Packed { .. }, _) => false,
         }
     }
 }
@@ -53,7 +64,7 @@ impl SequenceLens<'_> {
 /// use flashtile::Attention;
 /// let bert = Attention::full();
 /// let llama = Attention::causal();
-/// let gemma = Attention::causal().window(1023, 0).softcap(50.0);
+/// let gemma_2 = Attention::causal().window(4095, 0).softcap(50.0).scale(1.0 / 16.0);
 /// let next_token = Attention::decode();
 /// ```
 #[derive(Debug, Clone, Copy, Default)]
@@ -62,20 +73,22 @@ pub struct Attention<'a> {
     /// Which keys a query sees by its position.
     pub visibility: Visibility,
     /// Key position of query row 0. Must be given where visibility or ALiBi depend on positions and there are more or
-    /// fewer keys than queries: [`QOffset::TopLeft`] is PyTorch's convention, [`QOffset::BottomRight`] that of FlashAttention.
+    /// fewer keys than queries, or `kv_lens`: [`QOffset::TopLeft`] is PyTorch's convention, [`QOffset::BottomRight`] that of
+    /// FlashAttention. Prompts that are padded on the right are [`QOffset::TopLeft`].
     pub q_offset: Option<QOffset>,
     /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
     pub scale: Option<f32>,
     /// `c` of `softcap(x) = c * tanh(x / c)`.
     pub softcap: Option<f32>,
-    /// A boolean mask (`true` is visible) or an additive one, broadcastable to `[batch, q_heads, q_len, kv_len]`.
+    /// A boolean mask (`true` is visible) or an additive one, broadcastable to `[batch, q_heads, q_len, kv_len]`; of packed
+    /// sequences and of steps of a cache, to `[sequences, q_heads, longest q_len, longest kv_len]`.
     pub mask: Option<MaskView<'a>>,
     /// ALiBi slopes `[q_heads]`: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
     pub alibi_slopes: Option<&'a [f32]>,
     /// Logits `[q_heads]` that join the denominator of the softmax.
     pub sinks: Option<&'a [f32]>,
     /// How the tensors divide into sequences.
-    pub lens: SequenceLens<'a>,
+    pub sequences: SequencesRef<'a>,
 }
 
 impl<'a> Attention<'a> {
@@ -85,25 +98,25 @@ impl<'a> Attention<'a> {
         Self::default()
     }
 
-    /// A query sees the keys up to its own position. With as many keys as queries, query `i` sits at key `i`; otherwise
-    /// [`Attention::q_offset`] has to say where.
+    /// A query sees the keys up to its own position. With as many keys as queries, query `i` sits at key `i`; otherwise, and
+    /// with [`Attention::kv_lens`], [`Attention::q_offset`] has to say where.
     #[must_use]
     pub fn causal() -> Self {
         Self { visibility: Visibility::causal(), ..Self::default() }
     }
 
-    /// Causal attention of the last tokens of a sequence, whose keys are all there: the last query sits at the last key. One
-    /// query is a step of decoding, several are a chunk of a prompt.
+    /// Causal attention of the last tokens of a sequence, one in a step of decoding or several in a chunk of a prompt, to all of
+    /// its keys: the last query sits at the last key.
     #[must_use]
     pub fn decode() -> Self {
         Self::causal().q_offset(QOffset::BottomRight)
     }
 
     /// Hides keys more than `left` before or more than `right` after the position of a query, whose own key does not count:
-    /// a causal window of 1024 keys is `window(1023, 0)`.
+    /// a causal window of 1024 keys is `window(1023, 0)`. A side of `None` is unbounded.
     #[must_use]
-    pub fn window(mut self, left: usize, right: usize) -> Self {
-        self.visibility = self.visibility.and(Visibility::window(Some(left), Some(right)));
+    pub fn window(mut self, left: impl Into<Option<usize>>, right: impl Into<Option<usize>>) -> Self {
+        self.visibility = self.visibility.and(Visibility::window(left.into(), right.into()));
         self
     }
 
@@ -150,17 +163,18 @@ impl<'a> Attention<'a> {
     }
 
     /// Gives each batch entry its own number of keys; rows of k and v past it are padding, and never read.
+    /// Replaces [`Attention::cu_seqlens`].
     #[must_use]
-    pub const fn kv_lens(mut self, lens: &'a [usize]) -> Self {
-        self.lens = SequenceLens::Padded(lens);
+    pub const fn kv_lens(mut self, kv_lens: &'a [usize]) -> Self {
+        self.sequences = SequencesRef::Padded { kv_lens };
         self
     }
 
     /// Says where packed sequences start: cumulative lengths from 0 to the total, for the rows of q, and for the rows of k and v.
-    /// Tensors are [`TensorView::packed`].
+    /// Tensors are [`TensorView::packed`]. Replaces [`Attention::kv_lens`].
     #[must_use]
     pub const fn cu_seqlens(mut self, q: &'a [usize], k: &'a [usize]) -> Self {
-        self.lens = SequenceLens::Packed(q, k);
+        self.sequences = SequencesRef::Packed { cu_seqlens_q: q, cu_seqlens_k: k };
         self
     }
 
@@ -169,7 +183,7 @@ impl<'a> Attention<'a> {
     pub fn desc(&self, q: &TensorView<'_>, k: &TensorView<'_>, v: &TensorView<'_>) -> ProblemDesc {
         let mut desc = ProblemDesc::of(q, k, v);
         self.set(&mut desc);
-        desc.sequences = self.lens.to_sequences();
+        desc.sequences = self.sequences.to_sequences();
         desc
     }
 
@@ -194,7 +208,7 @@ impl<'a> Attention<'a> {
             && mask == self.mask.map(|mask| mask.kind())
             && !desc.tree
             && (desc.k_codec, desc.v_codec) == (None, None)
-            && self.lens.are(&desc.sequences)
+            && self.sequences.are(&desc.sequences)
             && desc.prefixes.is_empty()
     }
 
@@ -230,12 +244,12 @@ impl<'a> Attention<'a> {
 /// ```
 ///
 /// The work runs on the current rayon pool. Each calling thread keeps the plans of its last problems and the workspace of its
-/// largest one; [`Runner`] holds them where the caller wants, and gives the logsumexp too.
+/// largest one; [`Runner`] holds them where the caller wants, and gives the logsumexp too. For CUDA devices see the feature `cuda`.
 ///
 /// # Errors
 /// [`Error::Problem`](crate::Error::Problem) where options contradict the shapes, [`Error::Run`](crate::Error::Run) where tensors do not fit
 /// each other, [`Error::Unsupported`](crate::Error::Unsupported) where the problem has too many tasks for a plan, and
-/// [`Error::Memory`](crate::Error::Memory) where there is no memory. Nothing is written then.
+/// [`Error::Memory`](crate::Error::Memory) where there is no memory for the workspace. Nothing is written then.
 pub fn attention<'a>(
     q: TensorView<'a>,
     k: TensorView<'a>,
@@ -258,15 +272,16 @@ pub fn attention<'a>(
 /// ```
 ///
 /// # Errors
-/// As [`attention`]; [`Error::Run`](crate::Error::Run) where `T` is not the dtype of q.
+/// As [`attention`]; [`Error::Run`](crate::Error::Run) where `T` is not the dtype of q, and [`Error::View`](crate::Error::View) where the
+/// result is too large to be addressed.
 pub fn attention_vec<'a, T: Element>(
     q: TensorView<'a>,
     k: TensorView<'a>,
     v: TensorView<'a>,
     options: &Attention<'a>,
 ) -> Result<Vec<T>> {
-    let ([batch, heads, rows, _], [_, _, _, dim]) = (q.shape(), v.shape());
-    let shape = [batch, heads, rows, dim];
+    // A wrong problem is refused before there is memory for its result.
+    let shape = options.desc(&q, &k, &v).validate()?.dims().out_shape();
     let mut out = zeros(reach(shape, dense(shape))?, T::from_f32(0.0))?;
     attention(q, k, v, &mut TensorViewMut::bhsd(&mut out, shape)?, options)?;
     Ok(out)
@@ -284,7 +299,7 @@ pub fn attention_vec<'a, T: Element>(
 /// ```
 ///
 /// # Errors
-/// As [`attention`].
+/// As [`attention`], and [`Error::View`](crate::Error::View) where the result is too large to be addressed.
 pub fn attention_probs<'a>(
     q: TensorView<'a>,
     k: TensorView<'a>,

@@ -2,9 +2,11 @@
 
 use flashtile_core::block_tables::TableError;
 use flashtile_core::cache::CacheError;
+use flashtile_core::codec::{EncodeError, PagesError};
 use flashtile_core::inputs::RunError;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::ProblemError;
+use flashtile_core::quality::QualityError;
 use flashtile_core::tensor::ViewError;
 use flashtile_cpu::merge::MergeError;
 use flashtile_cpu::workspace::WorkspaceError;
@@ -12,8 +14,8 @@ use flashtile_cpu::workspace::WorkspaceError;
 /// What `flashtile` returns where only the error is interesting.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Any reason for which flashtile refuses to compute. Every error of the library converts into it, so that `?` works on
-/// all of them.
+/// Any reason for which flashtile refuses to compute. The errors of views, descriptions, plans, runs, caches, codecs and merging
+/// convert into it, so that `?` works on all of them.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Error {
@@ -31,6 +33,12 @@ pub enum Error {
     Cache(CacheError),
     /// States do not merge.
     Merge(MergeError),
+    /// Pages of codes do not have the form of their codec.
+    Pages(PagesError),
+    /// A row cannot be encoded.
+    Encode(EncodeError),
+    /// Lists of a report on quality do not fit each other.
+    Quality(QualityError),
     /// There is no memory for a workspace or a result.
     Memory {
         /// Bytes that were needed.
@@ -53,7 +61,7 @@ impl Error {
         }
     }
 
-    /// The error that this one stands for, where it is not its own.
+    /// The error inside, if any.
     fn inner(&self) -> Option<&(dyn std::error::Error + 'static)> {
         Some(match self {
             Self::View(error) => error,
@@ -63,6 +71,9 @@ impl Error {
             Self::Table(error) => error,
             Self::Cache(error) => error,
             Self::Merge(error) => error,
+            Self::Pages(error) => error,
+            Self::Encode(error) => error,
+            Self::Quality(error) => error,
             Self::Memory { .. } => return None,
             #[cfg(feature = "cuda")]
             Self::Cuda(error) => error,
@@ -72,10 +83,9 @@ impl Error {
 
 impl std::fmt::Display for Error {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match (self, self.inner()) {
-            (Self::Memory { bytes }, _) => write!(f, "no memory for {bytes} bytes"),
-            (_, Some(inner)) => std::fmt::Display::fmt(inner, f),
-            (_, None) => Ok(()),
+        match self {
+            Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
+            other => other.inner().map_or(Ok(()), |inner| std::fmt::Display::fmt(inner, f)),
         }
     }
 }
@@ -104,6 +114,9 @@ from! {
     Table(TableError),
     Cache(CacheError),
     Merge(MergeError),
+    Pages(PagesError),
+    Encode(EncodeError),
+    Quality(QualityError),
 }
 
 impl From<WorkspaceError> for Error {

@@ -10,10 +10,10 @@ mod error;
 mod runner;
 mod step;
 
-pub use attention::{Attention, SequenceLens, attention, attention_probs, attention_vec};
+pub use attention::{Attention, SequencesRef, attention, attention_probs, attention_vec};
 pub use error::{Error, Result};
 pub use runner::Runner;
-pub use step::{KvCacheExt, Step};
+pub use step::{KvCacheExt, Step, StepTensors};
 
 pub use flashtile_core::block_tables::BlockTables;
 pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, SeqId};

@@ -1,7 +1,7 @@
 //! Plans and workspace, kept from call to call.
 
 use crate::error::{Error, Result};
-use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::ProblemDesc;
 use flashtile_cpu::cpu::Cpu;
@@ -13,7 +13,7 @@ use std::cell::Cell;
 const MAX_PLANS: usize = 16;
 
 /// Computes attention on the CPU, and keeps what a next call of the same description needs again: its plan, and the workspace of
-/// the largest problem. Such a call allocates nothing.
+/// the largest problem. Such a call allocates nothing, but for what the thread pool may queue.
 ///
 /// ```
 /// use flashtile::{Attention, Outputs, Runner, TensorView, TensorViewMut};
@@ -32,7 +32,6 @@ const MAX_PLANS: usize = 16;
 /// assert!((lse[0] - (0.25 * 8.0 + 32f32.ln())).abs() < 1e-5);
 /// # Ok::<(), flashtile::Error>(())
 /// ```
-#[derive(Debug)]
 pub struct Runner {
     cpu: Cpu,
     follows_pool: bool,
@@ -124,9 +123,24 @@ impl Runner {
     pub(crate) fn run_found(&mut self, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>) -> Result<()> {
         let plan = &self.plans[0];
         if self.workspace.len() < plan.workspace_bytes() {
+            // Tensors that are refused cost no memory, and the old workspace makes room for the new one.
+            inputs::check(plan.problem(), inputs, outputs)?;
+            self.workspace = Workspace::new(0);
             self.workspace = plan.try_workspace()?;
         }
         self.cpu.run(plan, inputs, outputs, &mut self.workspace).map_err(Error::Run)
+    }
+}
+
+impl std::fmt::Debug for Runner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (plans, workspace) = (self.plans.len(), self.workspace.len());
+        let mut runner = f.debug_struct("Runner");
+        runner
+            .field("cpu", &self.cpu)
+            .field("plans", &plans)
+            .field("workspace_bytes", &workspace)
+            .finish_non_exhaustive()
     }
 }
 
@@ -142,8 +156,9 @@ pub(crate) fn with_thread_runner<T>(f: impl FnOnce(&mut Runner) -> T) -> T {
     thread_local! {
         static RUNNER: Cell<Option<Runner>> = const { Cell::new(None) };
     }
-    let mut runner = RUNNER.take().unwrap_or_default();
+    // A thread that ends has no place for it any more.
+    let mut runner = RUNNER.try_with(Cell::take).ok().flatten().unwrap_or_default();
     let result = f(&mut runner);
-    RUNNER.set(Some(runner));
+    let _ = RUNNER.try_with(|place| place.set(Some(runner)));
     result
 }

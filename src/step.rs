@@ -1,12 +1,13 @@
 //! A step of a batch over a KV cache: every layer writes its rows and attends.
 
-use crate::attention::Attention;
+use crate::attention::{Attention, SequencesRef};
 use crate::error::Result;
 use crate::runner::with_thread_runner;
 use flashtile_core::block_tables::BlockTables;
-use flashtile_core::cache::{KvCache, SeqId};
-use flashtile_core::inputs::Outputs;
-use flashtile_core::problem::{ProblemDesc, SeqLens};
+use flashtile_core::cache::{CacheError, CacheLayout, KvCache, SeqId};
+use flashtile_core::dtype::Dtype;
+use flashtile_core::inputs::{Outputs, RunError};
+use flashtile_core::problem::{ProblemDesc, QOffset, SeqLens};
 use flashtile_core::tensor::{TensorView, TensorViewMut};
 
 /// Steps over a [`KvCache`].
@@ -32,7 +33,8 @@ pub trait KvCacheExt {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Cache`](crate::Error::Cache), as [`KvCache::extend`]; the cache is unchanged then.
+    /// [`Error::Cache`](crate::Error::Cache), as [`KvCache::extend`], and where a sequence gets more tokens than a ring holds; the cache is
+    /// unchanged then.
     fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_>>;
 }
 
@@ -42,58 +44,62 @@ impl KvCacheExt for KvCache {
     }
 }
 
+/// What a layer computes with: q `[1, q_heads, new tokens, head_dim]`, k `[1, kv_heads, new tokens, head_dim]` and v `[1, kv_heads, new
+/// tokens, value_dim]`, the tokens sequence by sequence as the step listed them. [`TensorView::packed`] makes such views.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_structs)]
+pub struct StepTensors<'a> {
+    /// Queries.
+    pub q: TensorView<'a>,
+    /// Keys of the new tokens.
+    pub k: TensorView<'a>,
+    /// Values of the new tokens.
+    pub v: TensorView<'a>,
+}
+
 /// A step of a batch over a cache, begun by [`KvCacheExt::step`]. Dropped without [`Step::finish`], as by an error in a layer, it
-/// takes its tokens back: sequences have the lengths from before the step. Tokens that a ring gave up for them stay lost.
+/// takes its tokens back: sequences have the lengths from before the step. What stays are tokens that a ring gave up for the
+/// step, the copy of a page that a fork began to write, and a mean of the keys that the step was the first to learn.
 #[derive(Debug)]
+#[must_use = "a step that is dropped takes its tokens back"]
 pub struct Step<'c> {
     cache: &'c mut KvCache,
     batch: Vec<(SeqId, usize)>,
-    seqs: Vec<SeqId>,
     lens: Vec<SeqLens>,
     tables: BlockTables,
-    options: Attention<'c>,
-    /// The problem of the last call of [`Step::attend`].
+    /// The problem of the last layer.
     desc: Option<ProblemDesc>,
 }
 
 impl<'c> Step<'c> {
     fn new(cache: &'c mut KvCache, batch: &[(SeqId, usize)]) -> Result<Self> {
+        if let CacheLayout::Ring { capacity, .. } = cache.desc().layout
+            && let Some(&(_, len)) = batch.iter().find(|(_, tokens)| *tokens > capacity)
+        {
+            // The first tokens of the step would be overwritten by its last ones.
+            return Err(CacheError::Capacity { len, capacity }.into());
+        }
         let seqs: Vec<SeqId> = batch.iter().map(|&(seq, _)| seq).collect();
         cache.extend(batch)?;
         // From here on, an error drops the step, which takes the tokens back.
-        let mut step = Self {
-            cache,
-            batch: batch.to_vec(),
-            seqs,
-            lens: Vec::new(),
-            tables: BlockTables::default(),
-            options: Attention::decode(),
-            desc: None,
-        };
-        step.tables = step.cache.tables(&step.seqs)?;
+        let (batch, tables) = (batch.to_vec(), BlockTables::default());
+        let mut step = Self { cache, batch, lens: Vec::new(), tables, desc: None };
+        // Pages of the new tokens belong to their sequence alone, so that no later write moves them.
+        step.tables = step.cache.tables(&seqs)?;
         let lens = step.batch.iter().zip(&step.tables.lens);
         step.lens = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
         Ok(step)
     }
 
-    /// Attention with these options instead of [`Attention::decode`]. Each new token sits at its place in its sequence,
-    /// whatever [`Attention::q_offset`] and [`Attention::lens`] say.
-    #[must_use]
-    pub fn options(mut self, options: Attention<'c>) -> Self {
-        self.options = options;
-        self.desc = None;
-        self
-    }
-
-    /// Stores the rows of a layer and attends to them and to what the cache holds: q `[1, q_heads, new tokens, head_dim]`, k `[1,
-    /// kv_heads, new tokens, head_dim]` and v `[1, kv_heads, new tokens, value_dim]` give out `[1, q_heads, new tokens, value_dim]`,
-    /// the tokens sequence by sequence as the step listed them; [`TensorView::packed`] makes such views.
+    /// Stores the rows of a layer, and attends causally to them and to what the cache holds: [`StepTensors`] give out `[1, q_heads, new
+    /// tokens, value_dim]`.
     ///
-    /// Prefixes that neighbours of the batch share are read once where rows are elements. Over codes this could change bits: to
-    /// share them, use [`ProblemDesc::prefixes`] and [`Runner::run`](crate::Runner::run).
+    /// Prefixes that neighbours of the batch have in common are read once where rows are elements. Over codes this could change
+    /// bits: use [`ProblemDesc::prefixes`] and [`Runner::run`](crate::Runner::run) there.
     ///
     /// # Errors
-    /// [`Error::Cache`](crate::Error::Cache) as [`KvCache::write`], and the errors of [`attention`](crate::attention).
+    /// [`Error::Cache`](crate::Error::Cache) as [`KvCache::write`], and the errors of [`attention`](crate::attention), by when the rows of the
+    /// layer are stored.
     pub fn attend(
         &mut self,
         layer: usize,
@@ -102,44 +108,51 @@ impl<'c> Step<'c> {
         v: TensorView<'_>,
         out: &mut TensorViewMut<'_>,
     ) -> Result<()> {
-        self.attend_into(layer, [q, k, v], &mut Outputs::new(out.reborrow()))
+        let outputs = &mut Outputs::new(out.reborrow());
+        self.attend_with(layer, StepTensors { q, k, v }, &Attention::decode(), outputs)
     }
 
-    /// [`Step::attend`] of q, k and v with the logsumexp, or with whatever else [`Outputs`] ask for.
+    /// [`Step::attend`] with options of the layer, such as a window, a softcap, sinks or a mask, and with the logsumexp where
+    /// [`Outputs`] ask for it. Without an offset, each token sits at its place in its sequence.
     ///
     /// # Errors
-    /// As [`Step::attend`].
-    pub fn attend_into(
+    /// As [`Step::attend`]; [`Error::Run`](crate::Error::Run) where the options have lengths of their own.
+    pub fn attend_with<'a>(
         &mut self,
         layer: usize,
-        [q, k, v]: [TensorView<'_>; 3],
+        tensors: StepTensors<'a>,
+        options: &Attention<'a>,
         outputs: &mut Outputs<'_>,
     ) -> Result<()> {
+        match options.sequences {
+            SequencesRef::Dense => {}
+            SequencesRef::Padded { .. } => return Err(RunError::Unexpected { tensor: "kv_lens" }.into()),
+            SequencesRef::Packed { .. } => return Err(RunError::Unexpected { tensor: "cu_seqlens" }.into()),
+        }
+        let StepTensors { q, k, v } = tensors;
         self.cache.write(layer, &self.batch, &k, &v)?;
-        // Writing may have copied a page that another sequence holds too.
-        self.cache.refill_tables(&self.seqs, &mut self.tables)?;
         let [_, q_heads, _, _] = q.shape();
         let is = |desc: &ProblemDesc| (desc.dims.q_heads, desc.dtype) == (q_heads, q.dtype());
-        let desc = match self.desc.take().filter(is) {
-            Some(desc) => desc,
-            None => {
-                let mut desc = ProblemDesc::over(self.cache.desc(), q_heads, q.dtype(), &self.lens);
-                let offset = desc.q_offset;
-                self.options.set(&mut desc);
-                desc.q_offset = offset;
-                if [self.cache.desc().k, self.cache.desc().v].iter().all(|codec| codec.dtype().is_some()) {
-                    desc.prefixes = self.tables.shared_prefixes(1);
-                }
-                desc
-            }
-        };
+        let mut desc = self.desc.take().filter(is).unwrap_or_else(|| self.describe(q_heads, q.dtype()));
+        options.set(&mut desc);
+        desc.q_offset = options.q_offset.or(Some(QOffset::BottomRight));
         let desc = self.desc.insert(desc);
         let mut inputs = self.cache.inputs(layer, q, &self.tables)?;
-        self.options.set_inputs(&mut inputs);
+        (*options).set_inputs(&mut inputs);
         with_thread_runner(|runner| runner.run(desc, &inputs, outputs))
     }
 
-    /// Keeps the tokens of the step.
+    /// The step without options.
+    fn describe(&self, q_heads: usize, dtype: Dtype) -> ProblemDesc {
+        let cache = self.cache.desc();
+        let mut desc = ProblemDesc::over(cache, q_heads, dtype, &self.lens);
+        if [cache.k, cache.v].iter().all(|codec| codec.dtype().is_some()) {
+            desc.prefixes = self.tables.shared_prefixes(1);
+        }
+        desc
+    }
+
+    /// Keeps the tokens of the step. Every layer should have attended: rows that were not written hold anything.
     pub fn finish(mut self) {
         self.batch.clear();
     }
@@ -154,9 +167,8 @@ impl<'c> Step<'c> {
 impl Drop for Step<'_> {
     fn drop(&mut self) {
         for &(seq, tokens) in &self.batch {
-            // The sequence has these tokens; a ring smaller than the step keeps its newest ones only.
-            if let (Ok(len), Ok(first)) = (self.cache.len(seq), self.cache.first(seq)) {
-                let back = self.cache.truncate(seq, (len - tokens).max(first));
+            if let Ok(len) = self.cache.len(seq) {
+                let back = self.cache.truncate(seq, len - tokens);
                 debug_assert!(back.is_ok(), "{back:?}");
             }
         }

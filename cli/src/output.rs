@@ -42,7 +42,7 @@ impl Destination {
         let is_svg = path.extension().is_some_and(|suffix| suffix.eq_ignore_ascii_case("svg"));
         if !is_svg && path != Path::new("-") {
             let svg = path.with_extension("svg");
-            let what = format_args!("--svg writes SVG, expected a name such as {}", svg.display());
+            let what = format!("--svg writes SVG, expected a name such as {}", svg.display());
             return Err(Failure::at(path.display(), what));
         }
         Self::new(path)

@@ -3,8 +3,8 @@
 use flashtile::cache::KeyMean;
 use flashtile::{
     Attention, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dtype, Error, Inputs, KvCache, KvCacheExt,
-    MaskView, Outputs, OwnedTensor, PlanOptions, ProblemDesc, QOffset, Runner, SeqId, SeqLens, TensorView,
-    TensorViewMut, attention, attention_probs, attention_vec,
+    MaskView, Outputs, OwnedTensor, PlanOptions, ProblemDesc, QOffset, Runner, SeqId, SeqLens, StepTensors,
+    TensorView, TensorViewMut, attention, attention_probs, attention_vec,
 };
 use flashtile_testkit::Rng;
 
@@ -103,6 +103,28 @@ fn masks_of_fewer_axes_and_of_stride_0_are_those_written_out() {
         let dense = written_out(at);
         assert_eq!(by(mask), by(MaskView::dense_additive(&dense, full).unwrap()), "case {n}");
     }
+    // Blocks of keys that are hidden, plain or mixed, told from one element a query. No other element may be read.
+    let (rows, keys) = (5, 600);
+    let q = numbers(rows * 16, 11);
+    let kv = numbers(keys * 16, 12);
+    let q = TensorView::bhsd(&q, [1, 1, rows, 16]).unwrap();
+    let kv = TensorView::bhsd(&kv, [1, 1, keys, 16]).unwrap();
+    let shown = [0.0, f32::NEG_INFINITY, 1.5, 0.0, f32::NEG_INFINITY];
+    let wide: Vec<f32> = (0..rows * keys).map(|n| shown[n / keys]).collect();
+    let by_row = MaskView::additive_strided(&shown, [1, 1, rows, keys], [0, 0, 1, 0]).unwrap();
+    let dense = MaskView::dense_additive(&wide, [rows, keys]).unwrap();
+    let [got, want] =
+        [by_row, dense].map(|mask| attention_vec::<f32>(q, kv, kv, &Attention::full().mask(mask)).unwrap());
+    assert_eq!(got, want);
+    assert!(want[16..32].iter().all(|&x| x == 0.0) && want[..16].iter().any(|&x| x != 0.0));
+    let exact = Box::new([true, false, true, true, false]);
+    let by_row = MaskView::bool(&exact[..], [1, 1, rows, keys], [0, 0, 1, 0]).unwrap();
+    let wide: Vec<bool> = (0..rows * keys).map(|n| exact[n / keys]).collect();
+    let dense = MaskView::dense_bool(&wide, [rows, keys]).unwrap();
+    let [got, want] =
+        [by_row, dense].map(|mask| attention_vec::<f32>(q, kv, kv, &Attention::full().mask(mask)).unwrap());
+    assert_eq!(got, want);
+
     let visible: Vec<bool> = (0..18).map(|n| n % 3 != 1).collect();
     let rows = MaskView::bool(&visible, full, [9, 0, 1, 0]).unwrap();
     let dense: Vec<bool> = (0..324).map(|n| visible[9 * (n / 162) + n / 9 % 9]).collect();
@@ -206,14 +228,15 @@ fn cache(layout: CacheLayout, codec: Codec) -> KvCache {
 fn step(cache: &mut KvCache, batch: &[(SeqId, usize)], options: Attention<'_>) -> Vec<f32> {
     let total: usize = batch.iter().map(|&(_, n)| n).sum();
     let mut all = Vec::new();
-    let mut step = cache.step(batch).unwrap().options(options);
+    let mut step = cache.step(batch).unwrap();
     for layer in 0..2 {
         let (q, kv) = (numbers(total * HEADS * DIM, 20 + layer), numbers(total * 2 * DIM, 30 + layer));
         let mut out = vec![f32::NAN; total * HEADS * DIM];
-        let mut view = TensorViewMut::packed(&mut out, [total, HEADS, DIM]).unwrap();
+        let view = TensorViewMut::packed(&mut out, [total, HEADS, DIM]).unwrap();
         let q = TensorView::packed(&q, [total, HEADS, DIM]).unwrap();
         let kv = TensorView::packed(&kv, [total, 2, DIM]).unwrap();
-        step.attend(layer as usize, q, kv, kv, &mut view).unwrap();
+        let tensors = StepTensors { q, k: kv, v: kv };
+        step.attend_with(layer as usize, tensors, &options, &mut Outputs::new(view)).unwrap();
         all.extend(out);
     }
     step.finish();
@@ -288,7 +311,31 @@ fn a_step_that_is_dropped_takes_its_tokens_back() {
     assert!(matches!(refused, Error::Cache(_)), "{refused}");
     drop(step);
     assert_eq!((cache.len(a), cache.len(b), cache.memory()), (Ok(20), Ok(3), before));
+    // Nor does one whose attention is refused, with a layer written.
+    let kv = TensorView::packed(&data[..40 * 2 * DIM], [40, 2, DIM]).unwrap();
+    let lens = [40];
+    let options = Attention::decode().kv_lens(&lens);
+    let mut step = cache.step(&[(a, 30), (b, 10)]).unwrap();
+    step.attend(0, q, kv, kv, &mut view).unwrap();
+    let tensors = StepTensors { q, k: kv, v: kv };
+    let refused = step.attend_with(1, tensors, &options, &mut Outputs::new(view.reborrow())).unwrap_err();
+    assert_eq!(refused.to_string(), "kv_lens was given but the problem does not have it");
+    drop(step);
+    assert_eq!((cache.len(a), cache.len(b), cache.memory()), (Ok(20), Ok(3), before));
     // A step that is refused changes nothing either.
     assert!(matches!(cache.step(&[(a, 1000)]), Err(Error::Cache(_))));
     assert_eq!((cache.len(a), cache.memory()), (Ok(20), before));
+}
+
+/// A ring gives up tokens for a step that is dropped, but not its length.
+#[test]
+fn rings_keep_their_length() {
+    let mut cache = cache(CacheLayout::Ring { slots: 1, capacity: 32 }, Codec::F32);
+    let seq = cache.create().unwrap();
+    step(&mut cache, &[(seq, 30)], Attention::decode());
+    drop(cache.step(&[(seq, 20)]).unwrap());
+    assert_eq!((cache.len(seq), cache.first(seq)), (Ok(30), Ok(18)));
+    let refused = cache.step(&[(seq, 33)]).unwrap_err();
+    assert_eq!(refused.to_string(), "the sequence would have 33 tokens, expected at most 32");
+    assert_eq!((cache.len(seq), cache.first(seq)), (Ok(30), Ok(18)));
 }

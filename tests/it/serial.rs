@@ -39,6 +39,11 @@ fn a_description_is_what_a_user_would_write() {
     desc.q_offset = Some(QOffset::At(-3));
     desc.prefixes = vec![SharedPrefix { sequences: 0..2, len: 16 }];
     assert_eq!(back(&desc), desc);
+    let misspelt = text.replace("q_offset", "q_ofset");
+    let refused = serde_json::from_str::<ProblemDesc>(&misspelt).unwrap_err().to_string();
+    assert!(refused.starts_with("unknown field `q_ofset`"), "{refused}");
+    desc.scale = Some(f32::NAN);
+    assert_eq!(serde_json::to_string(&desc).unwrap_err().to_string(), "NaN is not a finite number");
     let wrong = serde_json::from_str::<Dtype>("\"f64\"").unwrap_err().to_string();
     assert!(wrong.starts_with("f64 is not a dtype, expected f32, f16 or bf16"), "{wrong}");
 }

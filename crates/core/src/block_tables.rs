@@ -49,7 +49,7 @@ pub struct CsrTables<'a> {
 impl BlockTables {
     /// Tables of sequences that keep all tokens, from rows of pages as vLLM and mistral.rs have them: `table` is
     /// `[sequences, width]`, row-major, and `lens` the length of each sequence in tokens. Entries behind a sequence's last
-    /// page are not read; a padding of -1 in `i32` is [`NO_PAGE`] in `u32`.
+    /// page are not read, whatever they hold.
     ///
     /// ```
     /// # use flashtile::BlockTables;
@@ -86,7 +86,8 @@ impl BlockTables {
     /// ```
     ///
     /// # Errors
-    /// [`TableError::Length`], [`TableError::Indptr`] or [`TableError::LastPage`].
+    /// [`TableError::Length`], [`TableError::Indptr`], [`TableError::LastPage`] or [`TableError::TooLarge`], as every sequence gets as
+    /// many entries as the longest one.
     pub fn from_csr(csr: CsrTables<'_>) -> Result<Self, TableError> {
         let CsrTables { indptr, indices, last_page_len, page_size } = csr;
         let sequences = last_page_len.len();
@@ -105,6 +106,10 @@ impl BlockTables {
         }
         let width = indptr.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0);
         let mut tables = Self { width, page_size, ..Self::default() };
+        let entries = sequences.checked_mul(width).filter(|&n| tables.table.try_reserve_exact(n).is_ok());
+        if entries.is_none() {
+            return Err(TableError::TooLarge { sequences, width });
+        }
         for (sequence, (w, &last)) in indptr.windows(2).zip(last_page_len).enumerate() {
             let pages = w[1] - w[0];
             let full = if pages == 0 { last == 0 } else { (1..=page_size).contains(&last) };
@@ -260,6 +265,13 @@ pub enum TableError {
         /// Tokens per page.
         page_size: usize,
     },
+    /// There is no memory for the table.
+    TooLarge {
+        /// Number of sequences.
+        sequences: usize,
+        /// Pages of the longest one.
+        width: usize,
+    },
     /// The first kept token is past the end of the sequence.
     First {
         /// Index of the sequence.
@@ -305,6 +317,9 @@ impl fmt::Display for TableError {
         match self {
             Self::Length { name, expected, got } => {
                 write!(f, "{name} has {got} entries, expected {expected}")
+            }
+            Self::TooLarge { sequences, width } => {
+                write!(f, "no memory for a table of {sequences} sequences of {width} pages")
             }
             Self::Indptr { index: 0, to, .. } => write!(f, "indptr starts at {to}, expected 0"),
             Self::Indptr { index, from, to } => {

@@ -1,4 +1,4 @@
-//! Serialisation of enums by the names that the command line uses.
+//! Serialisation of enums by the names that the command line uses, and of numbers.
 
 use crate::codec::Codec;
 use crate::dtype::Dtype;
@@ -24,3 +24,14 @@ macro_rules! by_name {
 }
 
 by_name!(Dtype, Codec);
+
+/// Serialises a finite number or none. JSON writes others as null, which would come back as none.
+pub(crate) fn finite<S: serde::Serializer>(x: &Option<f32>, serializer: S) -> Result<S::Ok, S::Error> {
+    use serde::Serialize;
+    match x {
+        Some(x) if !x.is_finite() => {
+            Err(serde::ser::Error::custom(format_args!("{x} is not a finite number")))
+        }
+        x => x.serialize(serializer),
+    }
+}

@@ -41,6 +41,7 @@ impl std::fmt::Display for KernelChoice {
 /// Choices of the planner that a caller may override.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[cfg_attr(feature = "serde", serde(default))]
 #[non_exhaustive]
 pub struct PlanOptions {

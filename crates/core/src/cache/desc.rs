@@ -49,6 +49,7 @@ impl CacheLayout {
 /// Layers, heads and dimensions of a model, as its cache has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[allow(clippy::exhaustive_structs)]
 pub struct CacheShape {
     /// Layers. All of them hold the same tokens.
@@ -64,6 +65,7 @@ pub struct CacheShape {
 /// Description of a cache: plain data, checked by [`KvCache::new`](super::KvCache::new).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct CacheDesc {
     /// Layout of the tokens.

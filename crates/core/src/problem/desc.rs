@@ -24,6 +24,7 @@ use crate::tensor::TensorView;
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[non_exhaustive]
 pub struct ProblemDesc {
     /// Logical dimensions.
@@ -38,10 +39,10 @@ pub struct ProblemDesc {
     #[cfg_attr(feature = "serde", serde(default))]
     pub q_offset: Option<QOffset>,
     /// Multiplier of `q . k`; `None` means `1 / sqrt(head_dim)`.
-    #[cfg_attr(feature = "serde", serde(default))]
+    #[cfg_attr(feature = "serde", serde(default, serialize_with = "crate::named::finite"))]
     pub scale: Option<f32>,
     /// `c` of `softcap(x) = c * tanh(x / c)`, applied to the scaled score before any bias.
-    #[cfg_attr(feature = "serde", serde(default))]
+    #[cfg_attr(feature = "serde", serde(default, serialize_with = "crate::named::finite"))]
     pub softcap: Option<f32>,
     /// Whether the inputs include ALiBi slopes, one f32 per query head.
     #[cfg_attr(feature = "serde", serde(default))]

@@ -6,6 +6,7 @@
 /// Query head `h` reads key/value head `h / (q_heads / kv_heads)`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[allow(clippy::exhaustive_structs)]
 pub struct Dims {
     /// Batch entries; 1 for packed and cached sequences.
@@ -28,6 +29,7 @@ pub struct Dims {
 /// Heads and dimensions of attention over a cache, as every layer of a model has them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[allow(clippy::exhaustive_structs)]
 pub struct HeadShape {
     /// Query heads; a multiple of `kv_heads`.

@@ -32,6 +32,7 @@ use std::ops::Range;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[allow(clippy::exhaustive_structs)]
 pub struct SharedPrefix {
     /// Indices of the sequences.

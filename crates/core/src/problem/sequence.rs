@@ -52,6 +52,7 @@ impl Sequences {
 /// Lengths of one cached sequence in a step, in tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 #[allow(clippy::exhaustive_structs)]
 pub struct SeqLens {
     /// Queries of this step: the last tokens of the sequence, which the cache already holds.

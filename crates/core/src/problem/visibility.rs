@@ -9,6 +9,7 @@ use std::ops::Range;
 /// `left = w - 1, right = 0`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(deny_unknown_fields))]
 pub struct Visibility {
     #[cfg_attr(feature = "serde", serde(default))]
     left: Option<usize>,
