@@ -198,18 +198,9 @@ impl<'a> Attention<'a> {
         desc.mask = self.mask.map(|mask| mask.kind());
     }
 
-    /// Whether [`Attention::desc`] gives this description, without making another.
+    /// Whether [`Attention::desc`] gives this description, without making lists of its sequences. `of` is what the tensors say.
     pub(crate) fn describes(&self, desc: &ProblemDesc, of: &ProblemDesc) -> bool {
-        let ProblemDesc { dims, dtype, visibility, q_offset, scale, softcap, alibi, sinks, mask, .. } = *desc;
-        (dims, dtype) == (of.dims, of.dtype)
-            && (visibility, q_offset) == (self.visibility, self.q_offset)
-            && (scale, softcap) == (self.scale, self.softcap)
-            && (alibi, sinks) == (self.alibi_slopes.is_some(), self.sinks.is_some())
-            && mask == self.mask.map(|mask| mask.kind())
-            && !desc.tree
-            && (desc.k_codec, desc.v_codec) == (None, None)
-            && self.sequences.are(&desc.sequences)
-            && desc.prefixes.is_empty()
+        desc.eq_but_sequences(of) && self.sequences.are(&desc.sequences)
     }
 
     /// The inputs of a run with these options.
@@ -338,7 +329,8 @@ impl Runner {
         out: &mut TensorViewMut<'_>,
         options: &Attention<'a>,
     ) -> Result<()> {
-        let of = ProblemDesc::of(&q, &k, &v);
+        let mut of = ProblemDesc::of(&q, &k, &v);
+        options.set(&mut of);
         self.find(|desc| options.describes(desc, &of), || options.desc(&q, &k, &v))?;
         self.run_found(&options.inputs(q, k, v), &mut Outputs::new(out.reborrow()))
     }

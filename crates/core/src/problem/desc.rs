@@ -118,6 +118,32 @@ impl ProblemDesc {
         Self::new(Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim }, q.dtype())
     }
 
+    /// Whether the descriptions are equal but for how batch entries divide into sequences.
+    #[must_use]
+    pub fn eq_but_sequences(&self, other: &Self) -> bool {
+        // Every field by name, so that a new one is not forgotten.
+        let Self {
+            dims,
+            dtype,
+            visibility,
+            q_offset,
+            scale,
+            softcap,
+            alibi,
+            sinks,
+            mask,
+            tree,
+            k_codec,
+            v_codec,
+            sequences: _,
+            prefixes,
+        } = self;
+        (dims, dtype, visibility) == (&other.dims, &other.dtype, &other.visibility)
+            && (q_offset, scale, softcap) == (&other.q_offset, &other.scale, &other.softcap)
+            && (alibi, sinks, mask, tree) == (&other.alibi, &other.sinks, &other.mask, &other.tree)
+            && (k_codec, v_codec, prefixes) == (&other.k_codec, &other.v_codec, &other.prefixes)
+    }
+
     /// A step over cached sequences of these lengths. Each query sits at the position of its token
     /// ([`QOffset::BottomRight`]). Everything else is as in [`ProblemDesc::new`]: a language model sets `visibility` to causal.
     #[must_use]
