@@ -97,9 +97,9 @@ def run(*command, env=None, quiet=False, cwd=ROOT):
         raise Failed(f"exit status {code}: {shlex.join(map(str, command))}")
 
 
-def output(*command, env=None):
+def output(*command, env=None, cwd=ROOT):
     """Exit status of a command, and what it printed on either stream."""
-    process = start(command, env, **CAPTURED)
+    process = start(command, env, cwd, **CAPTURED)
     printed, _ = process.communicate()
     return process.returncode, printed
 

@@ -213,7 +213,7 @@ def readme():
     return against(FIRST_COMMAND, wall, cpu)
 
 
-@step("dependent", "an empty crate that depends on flashtile, in release")
+@step("dependent", "an empty crate that depends on flashtile, in release, and README's first program in it")
 def dependent():
     run("cargo", "fetch", "--locked", "--quiet")
     with Scratch() as folder:
@@ -227,6 +227,11 @@ def dependent():
         shutil.copy(ROOT / "Cargo.lock", folder)
         env = plain() | {"CARGO_TARGET_DIR": folder / "target", "CARGO_NET_OFFLINE": "true"}
         _, wall, cpu = measured(lambda: run("cargo", "build", "--release", "-q", cwd=folder, env=env))
+        program = re.search(r"```rust\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        (folder / "src" / "main.rs").write_text(program[1])
+        code, said = output("cargo", "run", "--release", "-q", cwd=folder, env=env)
+        if code != 0 or said.strip() != "0.2":
+            raise Failed(f"README's first program gave status {code} and printed {said!r}, expected the value of every element of v, 0.2")
     return against(DEPENDENT, wall, cpu)
 
 
