@@ -1,6 +1,6 @@
 //! The files of `examples/data`: some have answers of other implementations, one is generated here.
 
-use crate::files::{Folder, Tensors, max_abs, nrmse, qkv, read, stdout, write};
+use crate::files::{Folder, Tensors, max_abs, nrmse, qkv, read, stderr, stdout, write};
 use safetensors::tensor::Dtype;
 use serde_json::Value;
 use std::path::PathBuf;
@@ -111,4 +111,52 @@ fn small_f16() {
     let (got, want) = (run("cpu"), run("reference"));
     let error = nrmse(&got["out"].values(), &want["out"].values());
     assert!(error <= 1e-3, "{error}");
+}
+
+/// The words of a command, with quotes around words that have spaces.
+fn words(line: &str) -> Vec<String> {
+    let quoted = |(n, part): (usize, &str)| match n % 2 {
+        0 => part.split_whitespace().map(str::to_owned).collect(),
+        _ => vec![part.to_owned()],
+    };
+    line.split('"').enumerate().flat_map(quoted).collect()
+}
+
+/// The commands of a page that run this program, as its arguments.
+fn commands(page: &str) -> Vec<Vec<String>> {
+    let mut found = Vec::new();
+    for block in page.split("```sh\n").skip(1) {
+        let block = block.split("```").next().unwrap().replace("\\\n", " ");
+        for line in block.lines().map(|line| line.split(" #").next().unwrap()) {
+            let own = line.strip_prefix("flashtile ");
+            let built = line.strip_prefix("cargo run").and_then(|rest| rest.split_once(" -- "));
+            found.extend(own.or(built.map(|(_, args)| args)).map(words));
+        }
+    }
+    found
+}
+
+#[test]
+fn commands_of_the_documentation_run() {
+    let folder = Folder::empty();
+    let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut count = 0;
+    for page in ["README.md", "docs/cli.md"] {
+        for mut args in commands(&std::fs::read_to_string(root.join(page)).unwrap()) {
+            if args.contains(&"simulator".to_owned()) && !cfg!(feature = "simulator") {
+                continue;
+            }
+            for at in 1..args.len() {
+                if ["-o", "--svg"].contains(&args[at - 1].as_str()) {
+                    let name = PathBuf::from(&args[at]).file_name().unwrap().to_owned();
+                    args[at] = folder.path().join(name).to_str().unwrap().to_owned();
+                }
+            }
+            let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_flashtile"));
+            let output = program.args(&args).current_dir(&root).output().unwrap();
+            assert!(output.status.success(), "{page}: {args:?}: {}", stderr(&output));
+            count += 1;
+        }
+    }
+    assert!(count >= 3, "{count} commands were found");
 }
