@@ -1,12 +1,14 @@
 //! Attention in one call.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::runner::{Runner, with_thread_runner};
 use flashtile_core::dtype::Element;
 use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::owned::filled;
 use flashtile_core::problem::{ProblemDesc, QOffset, Sequences, Visibility};
 use flashtile_core::reference;
-use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, ViewError, dense, reach};
+use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, dense, reach};
+use flashtile_cpu::plan::CpuPlan;
 
 /// How the tensors of a call divide into sequences: [`Sequences`], borrowed.
 #[derive(Debug, Clone, Copy, Default)]
@@ -271,11 +273,14 @@ pub fn attention_vec<'a, T: Element>(
     v: TensorView<'a>,
     options: &Attention<'a>,
 ) -> Result<Vec<T>> {
-    // A wrong problem is refused before there is memory for its result.
-    let shape = options.desc(&q, &k, &v).validate()?.dims().out_shape();
-    let mut out = zeros(reach(shape, dense(shape))?, T::from_f32(0.0))?;
-    attention(q, k, v, &mut TensorViewMut::bhsd(&mut out, shape)?, options)?;
-    Ok(out)
+    with_thread_runner(|runner| {
+        // A wrong problem is refused before there is memory for its result.
+        let shape = runner.find_options(q, k, v, options)?.problem().dims().out_shape();
+        let mut out = filled(reach(shape, dense(shape))?, T::from_f32(0.0))?;
+        let view = TensorViewMut::bhsd(&mut out, shape)?;
+        runner.run_found(&options.inputs(q, k, v), &mut Outputs::new(view))?;
+        Ok(out)
+    })
 }
 
 /// The probabilities by which values are weighed, dense `[batch, q_heads, q_len, kv_len]`: to look at, not to compute with.
@@ -300,20 +305,11 @@ pub fn attention_probs<'a>(
     let problem = options.desc(&q, &k, &k).validate()?;
     let dims = problem.dims();
     let shape = [dims.batch, dims.q_heads, dims.q_len, dims.kv_len];
-    let mut probs = zeros(reach(shape, dense(shape))?, 0.0f32)?;
+    let mut probs = filled(reach(shape, dense(shape))?, 0.0f32)?;
     reference::for_each_prob(&problem, &options.inputs(q, k, k), |row, key, p| {
         probs[row * dims.kv_len + key] = p as f32;
     })?;
     Ok(probs)
-}
-
-/// Memory for a result.
-fn zeros<T: Clone>(count: usize, zero: T) -> Result<Vec<T>> {
-    let bytes = count.checked_mul(size_of::<T>()).ok_or(ViewError::Overflow)?;
-    let mut all = Vec::new();
-    all.try_reserve_exact(count).map_err(|_| Error::Memory { bytes })?;
-    all.resize(count, zero);
-    Ok(all)
 }
 
 impl Runner {
@@ -329,9 +325,19 @@ impl Runner {
         out: &mut TensorViewMut<'_>,
         options: &Attention<'a>,
     ) -> Result<()> {
+        self.find_options(q, k, v, options)?;
+        self.run_found(&options.inputs(q, k, v), &mut Outputs::new(out.reborrow()))
+    }
+    /// Finds or makes the plan of these options over dense tensors.
+    fn find_options(
+        &mut self,
+        q: TensorView<'_>,
+        k: TensorView<'_>,
+        v: TensorView<'_>,
+        options: &Attention<'_>,
+    ) -> Result<&CpuPlan> {
         let mut of = ProblemDesc::of(&q, &k, &v);
         options.set(&mut of);
-        self.find(|desc| options.describes(desc, &of), || options.desc(&q, &k, &v))?;
-        self.run_found(&options.inputs(q, k, v), &mut Outputs::new(out.reborrow()))
+        self.find(|desc| options.describes(desc, &of), || options.desc(&q, &k, &v))
     }
 }

@@ -107,7 +107,6 @@ macro_rules! from {
 }
 
 from! {
-    View(ViewError),
     Problem(ProblemError),
     Unsupported(Unsupported),
     Run(RunError),
@@ -117,6 +116,15 @@ from! {
     Pages(PagesError),
     Encode(EncodeError),
     Quality(QualityError),
+}
+
+impl From<ViewError> for Error {
+    fn from(error: ViewError) -> Self {
+        match error {
+            ViewError::Memory { bytes } => Self::Memory { bytes },
+            other => Self::View(other),
+        }
+    }
 }
 
 impl From<WorkspaceError> for Error {

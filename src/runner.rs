@@ -73,8 +73,7 @@ impl Runner {
     /// # Errors
     /// [`Error::Problem`] or [`Error::Unsupported`].
     pub fn plan(&mut self, desc: &ProblemDesc) -> Result<&CpuPlan> {
-        self.find(|kept| kept == desc, || desc.clone())?;
-        Ok(&self.plans[0])
+        self.find(|kept| kept == desc, || desc.clone())
     }
 
     /// Computes what a description says. `inputs` and `outputs` are as for [`Cpu::run`].
@@ -97,7 +96,7 @@ impl Runner {
         &mut self,
         is: impl Fn(&ProblemDesc) -> bool,
         desc: impl FnOnce() -> ProblemDesc,
-    ) -> Result<()> {
+    ) -> Result<&CpuPlan> {
         if self.follows_pool {
             let cpu = Cpu::new();
             if cpu.facts() != self.cpu.facts() {
@@ -116,7 +115,7 @@ impl Runner {
             }
         };
         self.plans[..=last].rotate_right(1);
-        Ok(())
+        Ok(&self.plans[0])
     }
 
     /// Runs the plan that [`Runner::find`] put first.

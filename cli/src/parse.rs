@@ -13,8 +13,7 @@ pub(crate) fn prefix(text: &str) -> Result<String, String> {
 }
 
 pub(crate) fn dtype(text: &str) -> Result<Dtype, String> {
-    let all = [Dtype::F32, Dtype::F16, Dtype::BF16];
-    all.into_iter().find(|d| d.name() == text).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
+    Dtype::ALL.into_iter().find(|d| d.name() == text).ok_or_else(|| "expected f32, f16 or bf16".to_owned())
 }
 
 pub(crate) fn codec(text: &str) -> Result<Codec, String> {

@@ -37,6 +37,16 @@ fn reserve<T>(count: usize) -> Result<Vec<T>, ViewError> {
     Ok(all)
 }
 
+/// A list of `count` elements, each `value`.
+///
+/// # Errors
+/// [`ViewError::Overflow`] where its size is not addressable, [`ViewError::Memory`] where there is no memory for it.
+pub fn filled<T: Clone>(count: usize, value: T) -> Result<Vec<T>, ViewError> {
+    let mut all = reserve(count)?;
+    all.resize(count, value);
+    Ok(all)
+}
+
 /// The elements of a view in the order `[batch, heads, rows, dim]`, each of `N` bytes.
 fn gather<T, const N: usize>(view: &TensorView<'_>, from: fn([u8; N]) -> T) -> Result<Vec<T>, ViewError> {
     let [batch, heads, rows, dim] = view.shape();
@@ -65,11 +75,6 @@ impl OwnedTensor {
     /// # Errors
     /// [`ViewError::Overflow`] where its size is not addressable, [`ViewError::Memory`] where there is no memory for it.
     pub fn zeros(dtype: Dtype, shape: [usize; 4]) -> Result<Self, ViewError> {
-        fn filled<T: Clone>(count: usize, zero: T) -> Result<Vec<T>, ViewError> {
-            let mut all = reserve(count)?;
-            all.resize(count, zero);
-            Ok(all)
-        }
         let count = reach(shape, dense(shape))?;
         let elements = match dtype {
             Dtype::F32 => Elements::F32(filled(count, 0.0)?),
