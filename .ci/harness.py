@@ -43,7 +43,7 @@ class Result:
 
 STEPS = []
 
-# What the command line asked for.
+# Options of the command line.
 ARGUMENTS = argparse.Namespace(baseline=None)
 
 

@@ -30,7 +30,7 @@ LICENCES = ["LICENSE-APACHE", "LICENSE-MIT"]
 # Bytes: crates.io takes 10 MiB, and every build of a dependent downloads them.
 MAX_PACKAGE = 1 << 20
 
-# What users depend on or install: compiled alone, with default features and those that these crates ask of others.
+# Users depend on these crates, or install them: each is compiled alone, with its default features.
 NAMED_BY_USERS = ["flashtile-kernel", "flashtile", "flashtile-cli"]
 
 # Pages of items that need a feature.
@@ -144,7 +144,7 @@ def compiles(selections, packages):
     """Compiles crates from their packages, each selection by itself: its crates get the features that they ask for and no others."""
     for selection in selections:
         try:
-            # What is compiled once needs no state to be compiled again.
+            # Each package is compiled once, so that incremental state would be of no use.
             cargo(packages, "check", "-q", "--offline", "--target-dir", TARGET, *selection, env={"CARGO_INCREMENTAL": 0})
         except Fault as why:
             yield f"{' '.join(selection)}: does not compile from its package: {why}"

@@ -1,4 +1,4 @@
-//! What the one call costs beside a plan that is kept and run: `cargo bench --bench front_door`.
+//! Overhead of `attention` over a run of a kept plan: `cargo bench --bench front_door`.
 //!
 //! Each row runs both in turns and compares medians. The exit status is 1 where the call takes more than 3 % longer on problems of
 //! 100 us and more, or more than 3 us longer on smaller ones.

@@ -20,7 +20,7 @@ pub(crate) struct Answers<'a> {
 pub(crate) struct Computed<'a> {
     pub(crate) out: &'a Buffer,
     pub(crate) lse: &'a Buffer,
-    /// Whether it was computed from rounded inputs: no limit applies to their errors.
+    /// Whether the inputs were rounded first. The error limits do not cover that rounding.
     pub(crate) is_rounded: bool,
 }
 
@@ -123,7 +123,7 @@ fn logical(bytes: &[u8], dtype: Dtype, order: Order, shape: [usize; 4]) -> Vec<f
 pub(crate) struct Compared {
     out: Option<Report>,
     lse: Option<Report>,
-    /// Whether limits apply.
+    /// Whether errors are held to limits.
     is_limited: bool,
     /// Shape of out, `[batch, heads, rows, dim]`.
     shape: [usize; 4],
@@ -145,12 +145,12 @@ impl Compared {
         names.collect::<Vec<_>>().join(" and ")
     }
 
-    /// Whether the answer is within its limits; `None` if there are none.
+    /// Whether every tensor is within its error limit; `None` if errors are not held to limits.
     fn within(&self) -> Option<bool> {
         self.is_limited.then(|| self.reports().all(|(_, report)| report.within()))
     }
 
-    /// Whether rounding of large scores may explain that a limit is exceeded.
+    /// Whether the errors beyond the limits are small enough to be rounding of large scores.
     fn may_be_rounding(&self) -> bool {
         let small = |report: &Report| report.worst.is_finite() && report.nrmse <= MAX_NRMSE;
         self.within() == Some(false) && self.reports().all(|(_, report)| small(report))

@@ -19,7 +19,7 @@ pub(super) struct Case {
     pub(super) threads: Option<u64>,
     /// The measured limit in units of the rates.
     pub(super) limit: f64,
-    /// Of flashtile, then of peers.
+    /// The speed of flashtile, then the speeds of the peers.
     pub(super) speeds: Vec<Speed>,
 }
 
