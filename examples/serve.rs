@@ -131,7 +131,7 @@ impl Model {
             step.attend(layer, packed(q, Q_HEADS)?, k, v, &mut packed_mut(&mut out)?)?;
             Ok(out)
         })?;
-        step.finish();
+        step.finish()?;
         let mut end = 0;
         let last = |(_, tokens): &(SeqId, &[usize])| {
             end += tokens.len();

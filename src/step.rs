@@ -2,7 +2,7 @@
 
 use crate::attention::{Attention, SequencesRef};
 use crate::error::Result;
-use crate::runner::with_thread_runner;
+use crate::runner::{Runner, with_thread_runner};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{CacheError, CacheLayout, KvCache, SeqId};
 use flashtile_core::dtype::Dtype;
@@ -27,7 +27,7 @@ pub trait KvCacheExt {
     ///     let (q, kv) = (TensorView::packed(&q, [41, 8, 64])?, TensorView::packed(&kv, [41, 2, 64])?);
     ///     step.attend(layer, q, kv, kv, &mut TensorViewMut::packed(&mut out, [41, 8, 64])?)?;
     /// }
-    /// step.finish();
+    /// step.finish()?;
     /// assert_eq!((cache.len(a)?, cache.len(b)?), (40, 1));
     /// # Ok::<(), flashtile::Error>(())
     /// ```
@@ -69,6 +69,10 @@ pub struct Step<'c> {
     tables: BlockTables,
     /// The problem of the last layer.
     desc: Option<ProblemDesc>,
+    /// Whether the rows of a layer are stored.
+    written: Vec<bool>,
+    /// What computes, in place of the runner of the thread.
+    runner: Option<&'c mut Runner>,
 }
 
 impl<'c> Step<'c> {
@@ -82,13 +86,41 @@ impl<'c> Step<'c> {
         let seqs: Vec<SeqId> = batch.iter().map(|&(seq, _)| seq).collect();
         cache.extend(batch)?;
         // From here on, an error drops the step, which takes the tokens back.
-        let (batch, tables) = (batch.to_vec(), BlockTables::default());
-        let mut step = Self { cache, batch, lens: Vec::new(), tables, desc: None };
+        let mut step = Self {
+            batch: batch.to_vec(),
+            lens: Vec::new(),
+            tables: BlockTables::default(),
+            desc: None,
+            written: vec![false; cache.desc().layers],
+            runner: None,
+            cache,
+        };
         // Pages of the new tokens belong to their sequence alone, so that no later write moves them.
         step.tables = step.cache.tables(&seqs)?;
         let lens = step.batch.iter().zip(&step.tables.lens);
         step.lens = lens.map(|(&(_, q_len), &kv_len)| SeqLens { q_len, kv_len }).collect();
         Ok(step)
+    }
+
+    /// Computes on this runner instead of the one that the calling thread keeps: with its instruction set, number of threads, plans
+    /// and workspace.
+    ///
+    /// ```
+    /// # use flashtile::{CacheDesc, CacheLayout, CacheShape, Codec, KvCache, KvCacheExt, Runner, TensorView, TensorViewMut};
+    /// # let shape = CacheShape { layers: 1, kv_heads: 1, head_dim: 16, value_dim: 16 };
+    /// # let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Contiguous { slots: 1, capacity: 8 }, shape, Codec::F32))?;
+    /// # let (seq, rows, mut out) = (cache.create()?, [0.5f32; 16], [0.0f32; 16]);
+    /// # let row = TensorView::packed(&rows, [1, 1, 16])?;
+    /// # let mut out = TensorViewMut::packed(&mut out, [1, 1, 16])?;
+    /// let mut runner = Runner::new();
+    /// let mut step = cache.step(&[(seq, 1)])?.on(&mut runner);
+    /// step.attend(0, row, row, row, &mut out)?;
+    /// step.finish()?;
+    /// # Ok::<(), flashtile::Error>(())
+    /// ```
+    pub fn on(mut self, runner: &'c mut Runner) -> Self {
+        self.runner = Some(runner);
+        self
     }
 
     /// Stores the rows of a layer, and attends causally to them and to what the cache holds: [`StepTensors`] give out `[1, q_heads, new
@@ -131,6 +163,7 @@ impl<'c> Step<'c> {
         }
         let StepTensors { q, k, v } = tensors;
         self.cache.write(layer, &self.batch, &k, &v)?;
+        self.written[layer] = true;
         let [_, q_heads, _, _] = q.shape();
         let is = |desc: &ProblemDesc| (desc.dims.q_heads, desc.dtype) == (q_heads, q.dtype());
         let mut desc = self.desc.take().filter(is).unwrap_or_else(|| self.describe(q_heads, q.dtype()));
@@ -139,7 +172,10 @@ impl<'c> Step<'c> {
         let desc = self.desc.insert(desc);
         let mut inputs = self.cache.inputs(layer, q, &self.tables)?;
         (*options).set_inputs(&mut inputs);
-        with_thread_runner(|runner| runner.run(desc, &inputs, outputs))
+        match &mut self.runner {
+            Some(runner) => runner.run(desc, &inputs, outputs),
+            None => with_thread_runner(|runner| runner.run(desc, &inputs, outputs)),
+        }
     }
 
     /// The step without options.
@@ -152,9 +188,20 @@ impl<'c> Step<'c> {
         desc
     }
 
-    /// Keeps the tokens of the step. Every layer should have attended: rows that were not written hold anything.
-    pub fn finish(mut self) {
+    /// Keeps the tokens of the step.
+    ///
+    /// # Errors
+    /// [`Error::Cache`](crate::Error::Cache) with [`CacheError::LayerNotWritten`] where a layer did not attend; the step takes its tokens
+    /// back then.
+    pub fn finish(mut self) -> Result<()> {
+        let has_tokens = self.batch.iter().any(|&(_, tokens)| tokens > 0);
+        if let Some(layer) = self.written.iter().position(|written| !written)
+            && has_tokens
+        {
+            return Err(CacheError::LayerNotWritten { layer }.into());
+        }
         self.batch.clear();
+        Ok(())
     }
 
     /// Lengths of the sequences in this step, in the order of the batch.

@@ -239,7 +239,7 @@ fn step(cache: &mut KvCache, batch: &[(SeqId, usize)], options: Attention<'_>) -
         step.attend_with(layer as usize, tensors, &options, &mut Outputs::new(view)).unwrap();
         all.extend(out);
     }
-    step.finish();
+    step.finish().unwrap();
     all
 }
 
@@ -325,6 +325,28 @@ fn a_step_that_is_dropped_takes_its_tokens_back() {
     // A step that is refused changes nothing either.
     assert!(matches!(cache.step(&[(a, 1000)]), Err(Error::Cache(_))));
     assert_eq!((cache.len(a), cache.memory()), (Ok(20), before));
+}
+
+#[test]
+fn a_step_is_refused_at_its_end_where_a_layer_has_not_attended() {
+    let mut cache = cache(CacheLayout::Paged { pages: 8, page_size: 16 }, Codec::F32);
+    let seq = cache.create().unwrap();
+    let rows = [0.5f32; HEADS * DIM];
+    let q = TensorView::packed(&rows, [1, HEADS, DIM]).unwrap();
+    let kv = TensorView::packed(&rows[..2 * DIM], [1, 2, DIM]).unwrap();
+    let mut out = [0.0f32; HEADS * DIM];
+    let mut out = TensorViewMut::packed(&mut out, [1, HEADS, DIM]).unwrap();
+    let mut runner = Runner::with_cpu(Cpu::new().with_threads(1));
+    let mut step = cache.step(&[(seq, 1)]).unwrap().on(&mut runner);
+    step.attend(0, q, kv, kv, &mut out).unwrap();
+    let refused = step.finish().unwrap_err();
+    assert_eq!(refused.to_string(), "layer 1 has no rows of this step's tokens");
+    assert_eq!(cache.len(seq), Ok(0));
+    // The layer was computed on the runner that was given.
+    assert!(format!("{runner:?}").contains("plans: 1"), "{runner:?}");
+    // Without tokens there is nothing to write.
+    cache.step(&[(seq, 0)]).unwrap().finish().unwrap();
+    cache.step(&[]).unwrap().finish().unwrap();
 }
 
 /// A ring gives up tokens for a step that is dropped, but not its length.

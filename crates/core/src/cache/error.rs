@@ -79,6 +79,11 @@ pub enum CacheError {
         /// Layers of the cache.
         layers: usize,
     },
+    /// A step ends, and this layer has no rows of its tokens.
+    LayerNotWritten {
+        /// The first such layer.
+        layer: usize,
+    },
     /// Pages were asked for as tensors, but their rows are not plain elements.
     NotElements {
         /// `k` or `v`.
@@ -243,6 +248,7 @@ impl fmt::Display for CacheError {
             Self::RemovedSequence { seq } => write!(f, "{seq} was removed"),
             Self::DuplicateSequence { seq } => write!(f, "{seq} is listed twice"),
             Self::Layer { got, layers } => write!(f, "layer {got} asked for, the cache has {layers}"),
+            Self::LayerNotWritten { layer } => write!(f, "layer {layer} has no rows of this step's tokens"),
             Self::NotElements { tensor, codec } => {
                 write!(f, "{tensor} is stored as {codec}, which is not a tensor of elements")
             }
