@@ -111,6 +111,22 @@ pub(crate) fn width(text: &str, size: f64) -> f64 {
     text.chars().count() as f64 * size * 0.6
 }
 
+/// Words in lines of at most this width, broken at spaces.
+pub(crate) fn lines(text: &str, size: f64, widest: f64) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        match lines.last_mut() {
+            Some(line) if line.is_empty() => line.push_str(word),
+            Some(line) if width(line, size) + width(" ", size) + width(word, size) <= widest => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            _ => lines.push(word.to_owned()),
+        }
+    }
+    lines
+}
+
 /// A picture that grows downwards.
 pub(crate) struct Svg {
     title: String,
@@ -289,6 +305,12 @@ mod tests {
         assert!(text.contains("y=\"2\"") && text.starts_with("<svg") && text.ends_with("</svg>\n"), "{text}");
         // Every colour of a dark page replaces one that shapes can have.
         assert!(text.contains("[fill=\"#ffffff\"]{fill:#0d1117}"), "{text}");
+    }
+
+    #[test]
+    fn long_words_are_broken_at_spaces() {
+        assert_eq!(lines("ab cd efghij k", 10.0, 30.0), ["ab cd", "efghij", "k"]);
+        assert_eq!(lines("", 10.0, 30.0), [""]);
     }
 
     #[test]

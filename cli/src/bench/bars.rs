@@ -25,7 +25,15 @@ pub(super) struct Case {
 
 /// Colours of flashtile and of peers, the latter in the order in which they appear.
 const OURS: &str = "#d4611c";
-const PEERS: [&str; 4] = ["#7f93a8", "#aebbc8", "#5f7388", "#c9a86a"];
+const PEERS: [&str; 8] =
+    ["#7f93a8", "#aebbc8", "#5f7388", "#c9a86a", "#8fb39a", "#b08fb3", "#b3a28f", "#6fa3a0"];
+
+/// Left and right margin of words.
+const MARGIN: f64 = 20.0;
+/// Distance of lines of words.
+const LINE: f64 = 18.0;
+/// Height of the title's words.
+const TITLE: f64 = 17.0;
 
 const BAR: f64 = 14.0;
 const GAP: f64 = 2.0;
@@ -62,13 +70,15 @@ pub(super) fn document(title: Option<&str>, mut cases: Vec<Case>) -> String {
     }
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let all = names.iter().map(|name| shown(name)).collect::<Vec<_>>();
-    let title = title.map_or_else(|| format!("Speed of attention: {}", all.join(", ")), str::to_owned);
+    let named = format!("Speed of attention: {}", all.join(", "));
+    let fits = svg::width(&named, TITLE) <= svg::WIDTH - 2.0 * MARGIN;
+    let title = title.unwrap_or(if fits { &named } else { "Speed of attention" }).to_owned();
     let panels: Vec<Panel<'_>> =
         cases.chunk_by(|a, b| panel(a) == panel(b)).map(|cases| Panel::new(cases, &names)).collect();
     let labels = panels.iter().flat_map(|panel| &panel.labels);
     let longest = labels.map(|label| svg::width(label, svg::SIZE)).fold(0.0, f64::max);
     let mut svg = Svg::new(&title, &description(&cases));
-    svg.words(&Words::new(&title, 20.0, 30.0).sized(17.0).bold());
+    svg.words(&Words::new(&title, MARGIN, 30.0).sized(TITLE).bold());
     let mut top = legend(&mut svg, &names, panels.iter().any(Panel::has_limit));
     for panel in &panels {
         top = panel.draw(&mut svg, top, longest);
@@ -110,11 +120,15 @@ fn rate(key: &Key, rate: f64) -> String {
 
 /// Draws the names of the colours; returns where panels may begin.
 fn legend(svg: &mut Svg, names: &[&str], has_limit: bool) -> f64 {
-    let (mut x, y) = (20.0, 54.0);
+    let (mut x, mut y) = (MARGIN, 54.0);
     let mut entry = |colour: &str, label: &str| {
+        let width = 29.0 + svg::width(label, svg::SIZE);
+        if x > MARGIN && x + width > svg::WIDTH - MARGIN {
+            (x, y) = (MARGIN, y + LINE);
+        }
         svg.rectangles(colour, &[Rect { left: x, top: y - 11.0, width: 22.0, height: 13.0 }]);
         svg.words(&Words::new(label, x + 29.0, y));
-        x += 29.0 + svg::width(label, svg::SIZE) + 14.0;
+        x += width + 14.0;
     };
     for name in names {
         entry(colour(names, name), &shown(name));
@@ -126,7 +140,7 @@ fn legend(svg: &mut Svg, names: &[&str], has_limit: bool) -> f64 {
         return y + 12.0;
     }
     let ratio = "Longer bars are faster. In brackets: how many times as fast as the fastest peer.";
-    svg.words(&Words::new(ratio, 20.0, y + 22.0).coloured(MUTED));
+    svg.words(&Words::new(ratio, MARGIN, y + 22.0).coloured(MUTED));
     y + 32.0
 }
 
@@ -209,14 +223,20 @@ impl<'a> Panel<'a> {
     fn draw(&self, svg: &mut Svg, top: f64, longest: f64) -> f64 {
         let Some(first) = self.cases.first() else { return top };
         let key = &first.key;
-        svg.words(&Words::new(&format!("{}, {}", key.kind, key.dtype), 20.0, top + 26.0).sized(15.0).bold());
+        svg.words(
+            &Words::new(&format!("{}, {}", key.kind, key.dtype), MARGIN, top + 26.0).sized(15.0).bold(),
+        );
         let about = format!("{}; {}", self.common, self.limit_words());
-        svg.words(&Words::new(&about, 20.0, top + 44.0).coloured(MUTED));
+        let mut top = top + 26.0;
+        for line in svg::lines(&about, svg::SIZE, svg::WIDTH - 2.0 * MARGIN) {
+            top += LINE;
+            svg.words(&Words::new(&line, MARGIN, top).coloured(MUTED));
+        }
 
-        let left = 20.0 + longest.clamp(40.0, LABELS) + 10.0;
+        let left = MARGIN + longest.clamp(40.0, LABELS) + 10.0;
         let size = svg::SIZE * (LABELS / longest).min(1.0);
         let height: f64 = self.cases.iter().map(group_height).sum();
-        let area = Rect { left, top: top + 56.0, width: svg::WIDTH - left - VALUES, height };
+        let area = Rect { left, top: top + 12.0, width: svg::WIDTH - left - VALUES, height };
         let limit = if self.has_limit() { self.limits().1 } else { 0.0 };
         let axis = Axis::of(&key.kind, self.fastest().max(limit));
         axis.draw(svg, area);
