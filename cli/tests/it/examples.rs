@@ -136,27 +136,48 @@ fn commands(page: &str) -> Vec<Vec<String>> {
     found
 }
 
+/// A picture without its numbers, which depend on the machine where something is measured.
+fn without_numbers(picture: &str) -> String {
+    picture.split(|c: char| c.is_ascii_digit() || ".-".contains(c)).collect()
+}
+
 #[test]
-fn commands_of_the_documentation_run() {
+fn commands_of_the_documentation_run_and_draw_its_pictures() {
     let folder = Folder::empty();
     let root = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..");
-    let mut count = 0;
-    for page in ["README.md", "docs/cli.md"] {
+    let (mut count, mut pictures) = (0, 0);
+    for page in ["README.md", "docs/cli.md", "docs/gallery.md"] {
         for mut args in commands(&std::fs::read_to_string(root.join(page)).unwrap()) {
             if args.contains(&"simulator".to_owned()) && !cfg!(feature = "simulator") {
                 continue;
             }
+            let mut drawn = None;
             for at in 1..args.len() {
                 if ["-o", "--svg"].contains(&args[at - 1].as_str()) {
-                    let name = PathBuf::from(&args[at]).file_name().unwrap().to_owned();
-                    args[at] = folder.path().join(name).to_str().unwrap().to_owned();
+                    let documented = root.join(&args[at]);
+                    let path = folder.path().join(documented.file_name().unwrap());
+                    args[at] = path.to_str().unwrap().to_owned();
+                    if args[at - 1] == "--svg" {
+                        drawn = Some([documented, path]);
+                    }
                 }
             }
             let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_flashtile"));
             let output = program.args(&args).current_dir(&root).output().unwrap();
             assert!(output.status.success(), "{page}: {args:?}: {}", stderr(&output));
             count += 1;
+            if let Some(paths) = drawn {
+                let [mut documented, mut drawn] = paths.map(|path| std::fs::read_to_string(path).unwrap());
+                if args[0] == "kv" {
+                    [documented, drawn] = [&documented, &drawn].map(|picture| without_numbers(picture));
+                }
+                assert!(
+                    documented == drawn,
+                    "{page}: {args:?} draws another picture than the one that is shown"
+                );
+                pictures += 1;
+            }
         }
     }
-    assert!(count >= 3, "{count} commands were found");
+    assert!(count >= 10 && pictures >= 8, "{count} commands and {pictures} pictures were found");
 }

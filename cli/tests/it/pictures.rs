@@ -163,31 +163,6 @@ fn the_recorded_rows_of_this_repository_are_drawn() {
 }
 
 #[test]
-fn the_chart_of_the_readme_is_what_the_command_draws() {
-    let folder = Folder::empty();
-    let svg = folder.path().join("speed.svg");
-    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/..");
-    let rows = format!("{root}/benches/record/emerald-rapids-2core.jsonl");
-    let title = "Attention on two cores of an Intel Xeon (Emerald Rapids)";
-    let which = ["--seq", "4096,32768", "--head-dim", "128", "--dtype", "f32,bf16", "--title", title];
-    ok(&[&["bench", "--from", &rows, "--svg", svg.to_str().unwrap()][..], &which].concat());
-    let drawn = std::fs::read_to_string(&svg).unwrap();
-    let stands = std::fs::read_to_string(format!("{root}/docs/speed.svg")).unwrap();
-    assert!(drawn == stands, "docs/cli.md has the command that draws docs/speed.svg again");
-}
-
-#[test]
-fn the_tiles_of_the_readme_are_what_the_command_draws() {
-    let folder = Folder::empty();
-    let svg = folder.path().join("window.svg");
-    let which = ["--q-len", "4096", "--causal", "--window", "1023", "--device", "h200", "--dtype", "bf16"];
-    ok(&[&["plan", "--svg", svg.to_str().unwrap()][..], &which].concat());
-    let drawn = std::fs::read_to_string(&svg).unwrap();
-    let stands = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/window.svg")).unwrap();
-    assert!(drawn == stands, "docs/cli.md has the command that draws docs/window.svg again");
-}
-
-#[test]
 fn pictures_are_named_after_their_format() {
     let folder = Folder::empty();
     let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
