@@ -53,7 +53,7 @@ pub(super) fn run(plan: &CpuPlan, inputs: &Inputs<'_>, outputs: &mut Outputs<'_>
         _ => None,
     };
     let lse = outputs.lse.as_deref_mut().map_or(std::ptr::null_mut(), <[f32]>::as_mut_ptr);
-    // The machine has the plan's instruction set, except where tests emulate it.
+    // The machine has the plan's instruction set, except in tests, which emulate it.
     let token = IsaToken::at_most(plan.isa());
     token.count();
     let kernels = isa::kernels(plan.isa(), storage(&inputs.k), storage(&inputs.v));

@@ -1,4 +1,4 @@
-//! Kernels of bf16 pairs and of tiles of them, emulated where the machine lacks the instructions.
+//! Kernels of bf16 pairs and of tiles of them, emulated so that they run on every machine.
 
 use crate::cpu::Cpu;
 use crate::isa;
@@ -13,7 +13,7 @@ use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut};
 use flashtile_testkit::{Rng, RunReport, Runner, RunnerError, catalogue, conformance};
 use half::bf16;
 
-/// Kernels of pairs or of tiles of them, in software where the machine lacks them.
+/// Instruction sets whose products are emulated.
 const PAIRS: [Isa; 2] = [Isa::Avx512Bf16, Isa::Amx];
 
 fn cpu(isa: Isa) -> Cpu {

@@ -47,14 +47,15 @@ fn every_split_counts() {
 fn splits_may_see_no_key() {
     all_splits_pass(|splits| {
         let mut cases = Vec::new();
-        for stored in STORED {
+        for (n, stored) in STORED.into_iter().enumerate() {
             // A sequence without keys, sequences with fewer keys than splits, and queries before every key.
             let few = cached("few", &[(1, 0), (2, 1), (1, 17), (5, 3)], stored, splits).causal(BottomRight);
-            cases.extend([few.clone(), few.sinks()]);
             // Each row of a tile sees a few of the tile's keys, in one split or two.
             let band = cached("band", &[(11, 90)], stored, splits).causal(BottomRight);
             let band = band.seeing(Visibility::window(Some(4), None));
-            cases.extend([band.clone(), band.sinks()]);
+            // Sinks join where a row ends, whatever the number of splits: every type has them with some of these.
+            let with_sinks = (n + splits) % 3 == 0;
+            cases.extend([few, band].map(|case| if with_sinks { case.sinks() } else { case }));
         }
         // Splits that a mask hides: all splits of some rows, and all but the last.
         for (n, fill) in [MaskFill::HiddenRows, MaskFill::Closed, MaskFill::Late].into_iter().enumerate() {

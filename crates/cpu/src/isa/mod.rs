@@ -1,6 +1,8 @@
 //! One file for each instruction set, and the choice between them.
 
 #![allow(unsafe_code)]
+// The tests of this crate run emulated kernels alone: see `of_isa`.
+#![cfg_attr(test, allow(dead_code, unused_imports))]
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -21,14 +23,11 @@ use crate::plan::CpuFacts;
 use flashtile_core::isa::{Isa, IsaToken};
 use std::sync::OnceLock;
 
-/// Calls `$f` of the file of an instruction set that the machine is known to have.
+/// `$name` in the file of an instruction set that the machine is known to have.
+#[cfg(not(test))]
 macro_rules! of_isa {
     ($isa:expr, $name:ident $($arguments:tt)?) => {
         match $isa {
-            #[cfg(test)]
-            Isa::Avx512Bf16 if best() < Isa::Avx512Bf16 => portable::emulated_pairs::$name $($arguments)?,
-            #[cfg(test)]
-            Isa::Amx if best() < Isa::Amx => portable::emulated_tiles::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => avx512::amx_products::$name $($arguments)?,
             #[cfg(target_arch = "x86_64")]
@@ -44,6 +43,19 @@ macro_rules! of_isa {
             // Machines of other architectures have the portable one alone.
             #[cfg(not(target_arch = "x86_64"))]
             _ => portable::$name $($arguments)?,
+        }
+    };
+}
+
+/// `$name` of kernels that emulate an instruction set. The tests of this crate run these alone, on any machine, so that they compile
+/// no others: the conformance suite runs those of the library itself.
+#[cfg(test)]
+macro_rules! of_isa {
+    ($isa:expr, $name:ident $($arguments:tt)?) => {
+        match $isa {
+            Isa::Avx512Bf16 => portable::emulated_pairs::$name $($arguments)?,
+            Isa::Amx => portable::emulated_tiles::$name $($arguments)?,
+            isa @ (Isa::Portable | Isa::Avx2 | Isa::Avx512 | Isa::Avx512Vnni) => panic!("{isa} is not emulated"),
         }
     };
 }

@@ -7,7 +7,7 @@ use crate::kernels::products::f32_fma::F32;
 use flashtile_core::isa::Isa;
 use half::{bf16, f16};
 
-/// Arrays of `N` lanes: 4, or 16 in tests, where they emulate vectors and matrix units that the machine lacks.
+/// Arrays of `N` lanes: 4, or 16 in tests, where they emulate vectors of bf16 pairs and matrix units.
 #[derive(Clone, Copy)]
 pub(crate) struct Array<const N: usize>;
 
