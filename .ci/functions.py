@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks that no function is longer than MAX lines, from its first line to its closing brace, and that no code allows functions of more
-parameters than clippy.toml says, but for code that macros emit.
+parameters than clippy.toml says, but for code that macros emit and for functions whose parameters another project chose.
 
     .ci/functions.py [--all]
 
@@ -17,6 +17,9 @@ MAX = 80
 
 # Files whose output may have functions of many parameters: entry points of kernels.
 EMITS = {"crates/kernel/macros/src/expand.rs"}
+
+# Files of functions with the signatures of candle-flash-attn and candle-nn.
+GIVEN = {"crates/candle/src/compat.rs", "crates/candle/examples/adapter.rs"}
 
 FOLDERS = ["src", "crates", "cli/src", "tools", "examples"]
 SKIPPED = re.compile(r"/(tests|benches|goldens)/|/tests\.rs$")
@@ -65,7 +68,7 @@ def allowing():
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.rs")):
             name = path.relative_to(ROOT).as_posix()
-            if name not in EMITS and "too_many_arguments" in path.read_text():
+            if name not in EMITS | GIVEN and "too_many_arguments" in path.read_text():
                 yield name
 
 
@@ -76,7 +79,7 @@ def main():
             print(f"{lines:5} {name} {function}")
         return 0
     wrong = [f"{name} {function}: {lines} lines, expected at most {MAX}" for name, function, lines in counted if lines > MAX]
-    wrong += [f"{name}: allows clippy::too_many_arguments, which only code that macros emit may" for name in allowing()]
+    wrong += [f"{name}: allows clippy::too_many_arguments, which only code that macros emit and given signatures may" for name in allowing()]
     print("\n".join(wrong) if wrong else f"{len(counted)} functions, none longer than {MAX} lines")
     return 1 if wrong else 0
 

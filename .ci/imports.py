@@ -29,6 +29,7 @@ ALLOWED = {
     "flashtile-testkit": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda"},
     "flashtile": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda"},
     "flashtile-cli": {"flashtile", "flashtile-testkit"},
+    "flashtile-candle": {"flashtile"},
     "flashtile-msl-standin": set(),
 }
 

@@ -1,0 +1,212 @@
+//! KV caches for candle tensors.
+
+use crate::options::Options;
+use crate::storage::{Axes, Op, Qkv, Stored, check_device, refused, write_new};
+use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
+use flashtile::{CacheDesc, KvCacheExt, Outputs, SeqId, SeqLens, Sequences, StepTensors};
+use std::cell::RefCell;
+
+/// Keys and values of many sequences, for all layers of a model, in pages, slots or rings, as elements or quantized.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use flashtile_candle::flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
+/// use flashtile_candle::KvCache;
+/// let shape = CacheShape { layers: 1, kv_heads: 2, head_dim: 64, value_dim: 64 };
+/// let mut cache = KvCache::new(CacheDesc::new(CacheLayout::Paged { pages: 64, page_size: 16 }, shape, Codec::Int8))?;
+/// let (a, b) = (cache.create()?, cache.create()?);
+/// // 40 tokens of a prompt, and one token of another sequence: (tokens, heads, dim)
+/// let q = Tensor::rand(-1f32, 1.0, (41, 8, 64), &Device::Cpu)?;
+/// let kv = Tensor::rand(-1f32, 1.0, (41, 2, 64), &Device::Cpu)?;
+/// let mut step = cache.step(&[(a, 40), (b, 1)])?;
+/// let out = step.attend(0, &q, &kv, &kv)?;
+/// step.finish()?;
+/// assert_eq!((out.dims(), cache.len(a)?, cache.len(b)?), ([41, 8, 64].as_slice(), 40, 1));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// Caches are for inference: results of a step have no gradient.
+#[derive(Debug)]
+pub struct KvCache {
+    inner: flashtile::KvCache,
+}
+
+impl KvCache {
+    /// An empty cache in main memory.
+    ///
+    /// # Errors
+    /// Where the description is wrong, or there is no memory.
+    pub fn new(desc: CacheDesc) -> Result<Self> {
+        Ok(Self { inner: flashtile::KvCache::new(desc).map_err(refused)? })
+    }
+
+    /// A new, empty sequence.
+    ///
+    /// # Errors
+    /// Where all slots are taken.
+    pub fn create(&mut self) -> Result<SeqId> {
+        self.inner.create().map_err(refused)
+    }
+
+    /// A second sequence of the same tokens, in the same pages where there are pages.
+    ///
+    /// # Errors
+    /// Where the sequence does not exist, or there is no room.
+    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId> {
+        self.inner.fork(seq).map_err(refused)
+    }
+
+    /// Ends a sequence and frees the pages that only it holds.
+    ///
+    /// # Errors
+    /// Where the sequence does not exist.
+    pub fn remove(&mut self, seq: SeqId) -> Result<()> {
+        self.inner.remove(seq).map_err(refused)
+    }
+
+    /// Tokens of a sequence.
+    ///
+    /// # Errors
+    /// Where the sequence does not exist.
+    pub fn len(&self, seq: SeqId) -> Result<usize> {
+        self.inner.len(seq).map_err(refused)
+    }
+
+    /// Keeps the first `len` tokens of a sequence.
+    ///
+    /// # Errors
+    /// Where the sequence does not exist, or has fewer tokens.
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<()> {
+        self.inner.truncate(seq, len).map_err(refused)
+    }
+
+    /// The cache itself, with everything else that it can do.
+    #[must_use]
+    pub const fn inner(&self) -> &flashtile::KvCache {
+        &self.inner
+    }
+
+    /// The cache itself, to change it.
+    pub const fn inner_mut(&mut self) -> &mut flashtile::KvCache {
+        &mut self.inner
+    }
+
+    /// Begins a step: adds this many tokens to each listed sequence, for every layer to fill in and attend to.
+    ///
+    /// # Errors
+    /// Where there is no room for the tokens; the cache is unchanged then.
+    pub fn step(&mut self, batch: &[(SeqId, usize)]) -> Result<Step<'_>> {
+        Ok(Step { inner: self.inner.step(batch).map_err(refused)? })
+    }
+}
+
+/// A step of a batch over a cache, begun by [`KvCache::step`]. Dropped without [`Step::finish`], it takes its tokens back.
+#[derive(Debug)]
+#[must_use = "a step that is dropped takes its tokens back"]
+pub struct Step<'c> {
+    inner: flashtile::Step<'c>,
+}
+
+impl Step<'_> {
+    /// Stores k and v of a layer, and attends causally to them and to what the cache holds.
+    ///
+    /// q `(tokens, q_heads, dim)`, k `(tokens, kv_heads, dim)` and v `(tokens, kv_heads, value_dim)` hold the tokens sequence by sequence, as
+    /// the step listed them, and give out `(tokens, q_heads, value_dim)`. Where each sequence has equally many tokens, they may be
+    /// `(sequences, heads, tokens, dim)` too, and so is out then; tensors that were not made by transposing
+    /// `(sequences, tokens, heads, dim)` are copied unless one of the two counts is 1.
+    ///
+    /// # Errors
+    /// As [`attention`](crate::attention), and where the layer does not exist.
+    pub fn attend(&mut self, layer: usize, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        Ok(self.attend_with(layer, q, k, v, &Options::decode())?.0)
+    }
+
+    /// [`Step::attend`] with the options of a layer, such as a window, a softcap, sinks or a mask, and with the logsumexp
+    /// `(q_heads, tokens)` where [`Options::lse`] asks for it. Without an offset, each token sits at its place in its sequence. The layout of
+    /// the options is not read: shapes are as above.
+    ///
+    /// # Errors
+    /// As [`Step::attend`], and where the options divide tensors into sequences, as the step does that.
+    pub fn attend_with(
+        &mut self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        options: &Options,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let tensors = Qkv { q, k, v };
+        tensors.each(check_device)?;
+        if options.sequences != Sequences::Dense || options.tables.is_some() {
+            bail!("options divide tensors into sequences: a step does that")
+        }
+        match (q.dims(), k.rank(), v.rank()) {
+            ([_, _, _], 3, 3) => self.packed(layer, tensors, options),
+            (&[sequences, heads, tokens, _], 4, 4) => {
+                let packed = tensors.each(|_, tensor| tensor.transpose(1, 2)?.flatten(0, 1))?;
+                let (out, lse) =
+                    self.packed(layer, Qkv { q: &packed.q, k: &packed.k, v: &packed.v }, options)?;
+                let out = out.reshape((sequences, tokens, heads, ()))?.transpose(1, 2)?;
+                Ok((out, lse))
+            }
+            _ => bail!(
+                "q, k and v have shapes {:?}, {:?} and {:?}, expected (tokens, heads, dim) or (sequences, heads, tokens, dim)",
+                q.dims(),
+                k.dims(),
+                v.dims()
+            ),
+        }
+    }
+
+    fn packed(
+        &mut self,
+        layer: usize,
+        Qkv { q, k, v }: Qkv<&Tensor>,
+        options: &Options,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let lse = options.lse.then(|| RefCell::new(Vec::new()));
+        let step = RefCell::new(&mut self.inner);
+        let run =
+            |tensors: Qkv<Stored<'_>>| attend(&mut step.borrow_mut(), layer, tensors, options, lse.as_ref());
+        let out = q.apply_op3_no_bwd(k, v, &Op { name: "attend", run })?;
+        let lse = lse.map(|lse| Tensor::from_vec(lse.into_inner(), (q.dims()[1], q.dims()[0]), q.device()));
+        Ok((out, lse.transpose()?))
+    }
+
+    /// Keeps the tokens of the step.
+    ///
+    /// # Errors
+    /// Where a layer did not attend; the step takes its tokens back then.
+    pub fn finish(self) -> Result<()> {
+        self.inner.finish().map_err(refused)
+    }
+
+    /// Lengths of the sequences in this step, in the order of the batch.
+    #[must_use]
+    pub fn lens(&self) -> &[SeqLens] {
+        self.inner.lens()
+    }
+}
+
+/// Attends in a layer, and puts the logsumexp into `lse`, if that is given.
+fn attend(
+    step: &mut flashtile::Step<'_>,
+    layer: usize,
+    tensors: Qkv<Stored<'_>>,
+    options: &Options,
+    lse: Option<&RefCell<Vec<f32>>>,
+) -> Result<(CpuStorage, Shape)> {
+    let Qkv { q, k, v } = tensors.each(|_, tensor| tensor.view(Axes::Packed))?;
+    let ([_, heads, tokens, _], [_, _, _, value_dim]) = (q.shape(), v.shape());
+    options.with(|attention| {
+        write_new(q.dtype(), [1, heads, tokens, value_dim], Axes::Packed, |out| {
+            let mut outputs = Outputs::new(out);
+            let mut lse = lse.map(RefCell::borrow_mut);
+            if let Some(lse) = &mut lse {
+                **lse = vec![0.0; heads * tokens];
+                outputs.lse = Some(lse.as_mut_slice());
+            }
+            step.attend_with(layer, StepTensors { q, k, v }, attention, &mut outputs).map_err(refused)
+        })
+    })
+}

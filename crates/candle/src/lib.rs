@@ -1,0 +1,17 @@
+#![doc = include_str!("../README.md")]
+
+mod compat;
+mod kv_cache;
+mod options;
+mod storage;
+
+pub use compat::{
+    flash_attn, flash_attn_alibi, flash_attn_alibi_windowed, flash_attn_alibi_windowed_softcap,
+    flash_attn_varlen, flash_attn_varlen_alibi, flash_attn_varlen_alibi_windowed,
+    flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_paged_windowed, flash_attn_varlen_windowed,
+    flash_attn_windowed, sdpa,
+};
+pub use flashtile;
+pub use kv_cache::{KvCache, Step};
+pub use options::{Mask, Options, attention};
+pub use storage::TensorLayout;

@@ -1,0 +1,310 @@
+//! Attention with every option.
+
+use crate::storage::{Axes, Op, Qkv, Stored, TensorLayout, check_device, list_f32, read, refused, write_new};
+use candle_core::{CpuStorage, Device, Result, Shape, Tensor};
+use flashtile::{
+    Attention, BlockTables, Inputs, MaskView, Outputs, ProblemDesc, QOffset, Runner, Sequences, Visibility,
+};
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A mask `(queries, keys)` or `(batch, heads, queries, keys)`. Axes of size 1 are broadcast, and so are axes of stride 0, as
+/// `expand` makes them. The last axis has stride 1 or 0.
+///
+/// Masks of candle's models often have 1 where a key is *hidden*, for `where_cond`: `mask.eq(0u8)` makes a [`Mask::Visible`] of one.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub enum Mask {
+    /// U8: a key is visible where the element is not 0.
+    Visible(Tensor),
+    /// F32, F16 or BF16, whatever q is: added to the score in f32. `-inf` hides a key.
+    Additive(Tensor),
+}
+
+impl Mask {
+    /// Calls a function with the mask of options, if any.
+    fn with<T>(mask: Option<&Self>, run: impl FnOnce(Option<MaskView<'_>>) -> Result<T>) -> Result<T> {
+        match mask {
+            None => run(None),
+            Some(Self::Visible(tensor)) => read("mask", tensor, |stored| run(Some(stored.mask(true)?))),
+            Some(Self::Additive(tensor)) => read("mask", tensor, |stored| run(Some(stored.mask(false)?))),
+        }
+    }
+}
+
+/// The options of [`attention`]. The default is attention to all keys, with the scale `1 / sqrt(head_dim)`.
+///
+/// ```text
+/// out = softmax(softcap(scale * q . k) + bias) . v        over the visible keys
+/// ```
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Options {
+    /// Order of the axes of q, k, v and out.
+    pub layout: TensorLayout,
+    /// Which keys a query sees by its position.
+    pub visibility: Visibility,
+    /// Key position of query row 0. Must be given where visibility or ALiBi depend on positions and there are more or fewer keys
+    /// than queries, or [`Options::kv_lens`].
+    pub q_offset: Option<QOffset>,
+    /// Multiplier of `q . k`; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// `c` of `softcap(x) = c * tanh(x / c)`.
+    pub softcap: Option<f32>,
+    /// Which keys each query sees, or what is added to scores.
+    pub mask: Option<Mask>,
+    /// Slopes `(heads of q)` in F32: the bias of key `j` for a query at position `p` is `-slope * |p - j|`.
+    pub alibi_slopes: Option<Tensor>,
+    /// Logits `(heads of q)` in F32 that join the denominator of the softmax.
+    pub sinks: Option<Tensor>,
+    /// How the tensors divide into sequences.
+    pub sequences: Sequences,
+    /// Which page holds which token, of [`Sequences::Cached`].
+    pub tables: Option<BlockTables>,
+    /// Whether [`attention`] gives the logsumexp too.
+    pub lse: bool,
+}
+
+impl Options {
+    /// Every query sees every key.
+    #[must_use]
+    pub fn full() -> Self {
+        Self::default()
+    }
+
+    /// A query sees the keys up to its own position. With as many keys as queries, query `i` sits at key `i`; otherwise
+    /// [`Options::q_offset`] has to say where.
+    #[must_use]
+    pub fn causal() -> Self {
+        Self { visibility: Visibility::causal(), ..Self::default() }
+    }
+
+    /// Causal attention of the last tokens of a sequence to all of its keys: the last query sits at the last key.
+    #[must_use]
+    pub fn decode() -> Self {
+        Self::causal().q_offset(QOffset::BottomRight)
+    }
+
+    /// Sets the order of the axes of q, k, v and out.
+    #[must_use]
+    pub const fn layout(mut self, layout: TensorLayout) -> Self {
+        self.layout = layout;
+        self
+    }
+
+    /// Hides keys more than `left` before or more than `right` after the position of a query, whose own key does not count. A side
+    /// of `None` is unbounded.
+    #[must_use]
+    pub fn window(mut self, left: impl Into<Option<usize>>, right: impl Into<Option<usize>>) -> Self {
+        self.visibility = self.visibility.and(Visibility::window(left.into(), right.into()));
+        self
+    }
+
+    /// Sets the key position of query row 0: bottom-right is the convention of FlashAttention, top-left that of PyTorch.
+    #[must_use]
+    pub const fn q_offset(mut self, offset: QOffset) -> Self {
+        self.q_offset = Some(offset);
+        self
+    }
+
+    /// Sets the multiplier of `q . k`.
+    #[must_use]
+    pub const fn scale(mut self, scale: f32) -> Self {
+        self.scale = Some(scale);
+        self
+    }
+
+    /// Caps scores: `c * tanh(score / c)`.
+    #[must_use]
+    pub const fn softcap(mut self, c: f32) -> Self {
+        self.softcap = Some(c);
+        self
+    }
+
+    /// Adds a mask.
+    #[must_use]
+    pub fn mask(mut self, mask: Mask) -> Self {
+        self.mask = Some(mask);
+        self
+    }
+
+    /// Adds ALiBi.
+    #[must_use]
+    pub fn alibi(mut self, slopes: &Tensor) -> Self {
+        self.alibi_slopes = Some(slopes.clone());
+        self
+    }
+
+    /// Adds attention sinks.
+    #[must_use]
+    pub fn sinks(mut self, logits: &Tensor) -> Self {
+        self.sinks = Some(logits.clone());
+        self
+    }
+
+    /// Gives each batch entry its own number of keys; rows of k and v past it are padding, and never read.
+    #[must_use]
+    pub fn kv_lens(mut self, kv_lens: &[usize]) -> Self {
+        self.sequences = Sequences::Padded { kv_lens: kv_lens.to_vec() };
+        self
+    }
+
+    /// Says where packed sequences start: cumulative lengths from 0 to the total. The tensors are `(total, heads, dim)`.
+    #[must_use]
+    pub fn cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
+        self.sequences = Sequences::Packed { cu_seqlens_q: q.to_vec(), cu_seqlens_k: k.to_vec() };
+        self
+    }
+
+    /// Attends to pages: q is packed, k and v are pools `(pages, heads, page_size, dim)`, or with [`TensorLayout::Bshd`]
+    /// `(pages, page_size, heads, dim)`.
+    #[must_use]
+    pub fn paged(mut self, cu_seqlens_q: &[usize], tables: BlockTables) -> Self {
+        self.sequences =
+            Sequences::Cached { cu_seqlens_q: cu_seqlens_q.to_vec(), kv_lens: tables.lens.clone() };
+        self.tables = Some(tables);
+        self
+    }
+
+    /// Asks for the logsumexp.
+    #[must_use]
+    pub const fn lse(mut self) -> Self {
+        self.lse = true;
+        self
+    }
+
+    /// Calls a function with these options, borrowed as flashtile has them, but for sequences.
+    pub(crate) fn with<T>(&self, run: impl FnOnce(&Attention<'_>) -> Result<T>) -> Result<T> {
+        let slopes = self.alibi_slopes.as_ref().map(|of| list_f32("alibi_slopes", of)).transpose()?;
+        let sinks = self.sinks.as_ref().map(|of| list_f32("sinks", of)).transpose()?;
+        Mask::with(self.mask.as_ref(), |mask| {
+            let mut options = Attention::full();
+            options.visibility = self.visibility;
+            options.q_offset = self.q_offset;
+            options.scale = self.scale;
+            options.softcap = self.softcap;
+            options.mask = mask;
+            options.alibi_slopes = slopes.as_deref();
+            options.sinks = sinks.as_deref();
+            run(&options)
+        })
+    }
+
+    fn axes(&self) -> CallAxes {
+        let dense = self.layout.into();
+        match self.sequences {
+            Sequences::Packed { .. } => CallAxes { q: Axes::Packed, kv: Axes::Packed },
+            Sequences::Cached { .. } => CallAxes { q: Axes::Packed, kv: dense },
+            _ => CallAxes { q: dense, kv: dense },
+        }
+    }
+
+    /// Computes, and puts the logsumexp into `lse` where these options ask for it.
+    fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
+        let axes = self.axes();
+        let (q, k, v) = (tensors.q.view(axes.q)?, tensors.k.view(axes.kv)?, tensors.v.view(axes.kv)?);
+        self.with(|options| {
+            let mut desc = options.desc(&q, &k, &v);
+            desc.sequences = self.sequences.clone();
+            let mut inputs = options.inputs(q, k, v);
+            if let (Some(tables), Sequences::Cached { kv_lens, .. }) = (&self.tables, &self.sequences) {
+                // Pools are not the keys of a batch entry.
+                desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
+                inputs.tables = Some(tables);
+            }
+            compute(&desc, &inputs, axes.q, self.lse.then_some(lse))
+        })
+    }
+}
+
+/// Axes of the tensors of a call.
+struct CallAxes {
+    /// Of q and out.
+    q: Axes,
+    /// Of k and v.
+    kv: Axes,
+}
+
+/// Runs a problem into a new tensor.
+fn compute(
+    desc: &ProblemDesc,
+    inputs: &Inputs<'_>,
+    axes: Axes,
+    lse: Option<&Mutex<Vec<f32>>>,
+) -> Result<(CpuStorage, Shape)> {
+    with_runner(|runner| {
+        // A wrong problem is refused before there is memory for its result.
+        let shape = runner.plan(desc).map_err(refused)?.problem().dims().out_shape();
+        write_new(inputs.q.dtype(), shape, axes, |out| {
+            let mut outputs = Outputs::new(out);
+            let mut lse = lse.map(|lse| lse.lock().unwrap_or_else(PoisonError::into_inner));
+            if let Some(lse) = &mut lse {
+                **lse = vec![0.0; shape[0] * shape[1] * shape[2]];
+                outputs.lse = Some(lse.as_mut_slice());
+            }
+            runner.run(desc, inputs, &mut outputs).map_err(refused)
+        })
+    })
+}
+
+/// Calls a function with the runner of this thread, which keeps plans and workspace from call to call. A thread that waits for rayon
+/// may be given a task that calls this again: that one gets a runner of its own.
+fn with_runner<T>(run: impl FnOnce(&mut Runner) -> T) -> T {
+    thread_local! {
+        static RUNNER: Cell<Option<Runner>> = const { Cell::new(None) };
+    }
+    // A thread that ends has no place for it any more.
+    let mut runner = RUNNER.try_with(Cell::take).ok().flatten().unwrap_or_default();
+    let result = run(&mut runner);
+    let _ = RUNNER.try_with(|place| place.set(Some(runner)));
+    result
+}
+
+/// Attention with any options: out, and the logsumexp where [`Options::lse`] is set.
+///
+/// Shapes are for [`TensorLayout::Bhsd`]: q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and
+/// v `(batch, kv_heads, kv_len, value_dim)` give out `(batch, q_heads, q_len, value_dim)` and a logsumexp
+/// `(batch, q_heads, q_len)` in F32; packed ones give `(total, q_heads, value_dim)` and `(q_heads, total)`. `q_heads` is a multiple of
+/// `kv_heads`. All three are F32, F16 or BF16 alike, and are read in place whatever their strides, but that the last axis has stride 1.
+///
+/// ```
+/// use candle_core::{DType, Device, Tensor};
+/// use flashtile_candle::{Options, attention};
+/// let q = Tensor::rand(-1f32, 1.0, (1, 8, 5, 64), &Device::Cpu)?;
+/// let kv = Tensor::rand(-1f32, 1.0, (1, 2, 100, 64), &Device::Cpu)?;
+/// let (out, lse) = attention(&q, &kv, &kv, &Options::decode().window(31, 0).softcap(50.0).lse())?;
+/// assert_eq!(out.dims(), [1, 8, 5, 64]);
+/// assert_eq!(lse.map(|lse| lse.dims().to_vec()), Some(vec![1, 8, 5]));
+/// # Ok::<(), candle_core::Error>(())
+/// ```
+///
+/// # Errors
+/// Where a tensor is not on the CPU, has another dtype, rank or shape, or a last axis whose stride is not 1, and where options contradict
+/// each other. The gradient of the result is an error, too.
+pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
+    apply("attention", Qkv { q, k, v }, options.clone())
+}
+
+/// [`attention`] under the name of another operator.
+pub(crate) fn apply(
+    name: &'static str,
+    tensors: Qkv<&Tensor>,
+    options: Options,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let Qkv { q, k, v } = tensors;
+    tensors.each(check_device)?;
+    let (lse, wanted, axes) = (Arc::new(Mutex::new(Vec::new())), options.lse, options.axes());
+    let kept = Arc::clone(&lse);
+    let out =
+        q.apply_op3(k, v, Op { name, run: move |tensors: Qkv<Stored<'_>>| options.run(tensors, &kept) })?;
+    if !wanted {
+        return Ok((out, None));
+    }
+    let lse = std::mem::take(&mut *lse.lock().unwrap_or_else(PoisonError::into_inner));
+    // The operator has checked the rank of q.
+    let dims = match (axes.q, q.dims()) {
+        (Axes::Bhsd, &[b, h, s, _]) | (Axes::Bshd, &[b, s, h, _]) => vec![b, h, s],
+        (_, dims) => vec![dims[1], dims[0]],
+    };
+    Ok((out, Some(Tensor::from_vec(lse, dims, &Device::Cpu)?)))
+}

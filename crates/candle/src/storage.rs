@@ -1,0 +1,304 @@
+//! Memory of candle tensors, as views.
+
+use candle_core::{
+    CpuStorage, CustomOp1, CustomOp3, DType, DeviceLocation, Error, Layout, Result, Shape, Tensor,
+};
+use candle_core::{WithDType, bail};
+use flashtile::{Dtype, Element, MaskView, TensorView, TensorViewMut};
+use half::vec::HalfBitsVecExt;
+use half::{bf16, f16};
+use std::cell::Cell;
+
+/// Order of the axes of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash)]
+#[non_exhaustive]
+pub enum TensorLayout {
+    /// `(batch, heads, seq, dim)`, as in `candle_nn::ops::sdpa`.
+    #[default]
+    Bhsd,
+    /// `(batch, seq, heads, dim)`, as in `candle_flash_attn`.
+    Bshd,
+}
+
+/// Order of the axes in a call, where sequences may also be packed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Axes {
+    Bhsd,
+    Bshd,
+    /// `(total, heads, dim)`.
+    Packed,
+}
+
+impl From<TensorLayout> for Axes {
+    fn from(layout: TensorLayout) -> Self {
+        match layout {
+            TensorLayout::Bhsd => Self::Bhsd,
+            TensorLayout::Bshd => Self::Bshd,
+        }
+    }
+}
+
+impl Axes {
+    const fn names(self) -> &'static str {
+        match self {
+            Self::Bhsd => "(batch, heads, seq, dim)",
+            Self::Bshd => "(batch, seq, heads, dim)",
+            Self::Packed => "(total, heads, dim)",
+        }
+    }
+
+    /// Sizes or strides of a tensor in the order `[batch, heads, rows, dim]`. `batch` stands for a missing axis.
+    fn logical(self, of: &[usize], batch: usize) -> Option<[usize; 4]> {
+        match (self, of) {
+            (Self::Bhsd, &[b, h, s, d]) | (Self::Bshd, &[b, s, h, d]) => Some([b, h, s, d]),
+            (Self::Packed, &[s, h, d]) => Some([batch, h, s, d]),
+            (Self::Bhsd | Self::Bshd | Self::Packed, _) => None,
+        }
+    }
+
+    /// Shape of a dense tensor in memory order, and its strides in the order `[batch, heads, rows, dim]`.
+    fn dense(self, [b, h, s, d]: [usize; 4]) -> (Shape, [usize; 4]) {
+        match self {
+            Self::Bhsd => (Shape::from((b, h, s, d)), [h * s * d, s * d, d, 1]),
+            Self::Bshd => (Shape::from((b, s, h, d)), [h * s * d, d, h * d, 1]),
+            Self::Packed => (Shape::from((s, h, d)), [h * s * d, d, h * d, 1]),
+        }
+    }
+}
+
+/// An error of flashtile as one of candle.
+pub(crate) fn refused(error: impl Into<flashtile::Error>) -> Error {
+    Error::wrap(error.into())
+}
+
+/// Why a tensor is refused that lies on a device.
+pub(crate) fn unsupported_device(name: &str, location: DeviceLocation) -> Error {
+    Error::msg(format!(
+        "{name} is on {location:?}, flashtile-candle computes on the CPU: move it with to_device"
+    ))
+}
+
+pub(crate) fn check_device(name: &str, tensor: &Tensor) -> Result<()> {
+    match tensor.device().location() {
+        DeviceLocation::Cpu => Ok(()),
+        location => Err(unsupported_device(name, location)),
+    }
+}
+
+/// Memory of a tensor on the CPU, and how it is laid out.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stored<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) storage: &'a CpuStorage,
+    pub(crate) layout: &'a Layout,
+}
+
+impl<'a> Stored<'a> {
+    fn elements<T: WithDType>(&self) -> Result<&'a [T]> {
+        let all = self.storage.as_slice::<T>()?;
+        all.get(self.layout.start_offset()..)
+            .ok_or_else(|| Error::msg(format!("{} lies outside its memory", self.name)))
+    }
+
+    /// Shape and strides in the order `[batch, heads, rows, dim]`.
+    fn logical(&self, axes: Axes) -> Result<([usize; 4], [usize; 4])> {
+        let (dims, strides) = (self.layout.dims(), self.layout.stride());
+        let (Some(shape), Some(strides)) = (axes.logical(dims, 1), axes.logical(strides, 0)) else {
+            bail!("{} has shape {dims:?}, expected {}", self.name, axes.names())
+        };
+        Ok((shape, strides))
+    }
+
+    /// The tensor as a view: no copy, whatever its strides, except that elements of `dim` are neighbours.
+    pub(crate) fn view(&self, axes: Axes) -> Result<TensorView<'a>> {
+        let (shape, strides) = self.logical(axes)?;
+        if shape[3] > 1 && strides[3] != 1 {
+            let (name, strides) = (self.name, self.layout.stride());
+            bail!("{name} has strides {strides:?}, expected 1 for the last axis: call contiguous() on it")
+        }
+        let view = match self.storage {
+            CpuStorage::F32(_) => TensorView::strided(self.elements::<f32>()?, shape, strides),
+            CpuStorage::F16(_) => TensorView::strided(self.elements::<f16>()?, shape, strides),
+            CpuStorage::BF16(_) => TensorView::strided(self.elements::<bf16>()?, shape, strides),
+            _ => return Err(self.dtype("F32, F16 or BF16")),
+        };
+        view.map_err(|error| Error::msg(format!("{}: {error}", self.name)))
+    }
+
+    fn dtype(&self, expected: &str) -> Error {
+        use candle_core::backend::BackendStorage;
+        let got = self.storage.dtype();
+        Error::msg(format!("{} is {got:?}, expected {expected}", self.name))
+    }
+
+    /// The tensor as a mask whose elements are added to scores, or, of bytes, say which keys are visible.
+    pub(crate) fn mask(&self, visible: bool) -> Result<MaskView<'a>> {
+        let four = |of: &[usize], missing| match *of {
+            [q, k] => Some([missing, missing, q, k]),
+            [b, h, q, k] => Some([b, h, q, k]),
+            _ => None,
+        };
+        let (dims, strides) = (self.layout.dims(), self.layout.stride());
+        let (Some(shape), Some(strides)) = (four(dims, 1), four(strides, 0)) else {
+            bail!("mask has shape {dims:?}, expected (queries, keys) or (batch, heads, queries, keys)")
+        };
+        if shape[3] > 1 && strides[3] > 1 {
+            let strides = self.layout.stride();
+            bail!("mask has strides {strides:?}, expected 0 or 1 for the last axis: call contiguous() on it")
+        }
+        let mask = match (self.storage, visible) {
+            (CpuStorage::U8(_), true) => MaskView::bool_bytes(self.elements::<u8>()?, shape, strides),
+            (CpuStorage::F32(_), false) => {
+                MaskView::additive_strided(self.elements::<f32>()?, shape, strides)
+            }
+            (CpuStorage::F16(_), false) => {
+                MaskView::additive_strided(self.elements::<f16>()?, shape, strides)
+            }
+            (CpuStorage::BF16(_), false) => {
+                MaskView::additive_strided(self.elements::<bf16>()?, shape, strides)
+            }
+            (_, true) => return Err(self.dtype("U8, where 1 is visible")),
+            (_, false) => return Err(self.dtype("F32, F16 or BF16, which is added to scores")),
+        };
+        mask.map_err(|error| Error::msg(format!("mask: {error}")))
+    }
+}
+
+/// A new dense tensor that `write` fills: `shape` is `[batch, heads, rows, dim]`.
+pub(crate) fn write_new(
+    dtype: Dtype,
+    shape: [usize; 4],
+    axes: Axes,
+    write: impl FnOnce(TensorViewMut<'_>) -> Result<()>,
+) -> Result<(CpuStorage, Shape)> {
+    let (dims, strides) = axes.dense(shape);
+    let len = dims.elem_count();
+    // Zeroed memory of integers comes from the system as it is; of half-precision types it would be written.
+    let storage = match dtype {
+        Dtype::F32 => fill(vec![0f32; len], shape, strides, write),
+        Dtype::F16 => fill(vec![0u16; len].reinterpret_into::<f16>(), shape, strides, write),
+        Dtype::BF16 => fill(vec![0u16; len].reinterpret_into::<bf16>(), shape, strides, write),
+    };
+    Ok((storage?, dims))
+}
+
+fn fill<T: Element + WithDType>(
+    mut all: Vec<T>,
+    shape: [usize; 4],
+    strides: [usize; 4],
+    write: impl FnOnce(TensorViewMut<'_>) -> Result<()>,
+) -> Result<CpuStorage> {
+    write(TensorViewMut::strided(&mut all, shape, strides).map_err(refused)?)?;
+    Ok(T::to_cpu_storage_owned(all))
+}
+
+/// Query, keys and values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Qkv<T> {
+    pub(crate) q: T,
+    pub(crate) k: T,
+    pub(crate) v: T,
+}
+
+impl<T> Qkv<T> {
+    /// The same function of each, with its name.
+    pub(crate) fn each<U>(self, f: impl Fn(&'static str, T) -> Result<U>) -> Result<Qkv<U>> {
+        Ok(Qkv { q: f("q", self.q)?, k: f("k", self.k)?, v: f("v", self.v)? })
+    }
+}
+
+/// A function of three tensors as an operator of candle. While it runs, the tensors are locked for reading, also where they share
+/// memory.
+pub(crate) struct Op<F> {
+    pub(crate) name: &'static str,
+    pub(crate) run: F,
+}
+
+impl<F: Fn(Qkv<Stored<'_>>) -> Result<(CpuStorage, Shape)>> CustomOp3 for Op<F> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(
+        &self,
+        s1: &CpuStorage,
+        l1: &Layout,
+        s2: &CpuStorage,
+        l2: &Layout,
+        s3: &CpuStorage,
+        l3: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        let tensors = Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) };
+        (self.run)(tensors.each(|name, (storage, layout)| Ok(Stored { name, storage, layout }))?)
+    }
+}
+
+/// A function that runs once, with the memory of a tensor.
+struct Read<F> {
+    name: &'static str,
+    run: Cell<Option<F>>,
+}
+
+impl<F: FnOnce(Stored<'_>) -> Result<()>> CustomOp1 for Read<F> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        if let Some(run) = self.run.take() {
+            run(Stored { name: self.name, storage, layout })?;
+        }
+        Ok((CpuStorage::U8(Vec::new()), Shape::from(0)))
+    }
+}
+
+/// Calls a function with the memory of a tensor, which is locked for reading. Unlike `Tensor::storage_and_layout`, this cannot wait
+/// for itself where another tensor of the same memory is locked already.
+pub(crate) fn read<T>(
+    name: &'static str,
+    tensor: &Tensor,
+    run: impl FnOnce(Stored<'_>) -> Result<T>,
+) -> Result<T> {
+    check_device(name, tensor)?;
+    let mut result = None;
+    let keep = |stored: Stored<'_>| run(stored).map(|value| result = Some(value));
+    tensor.apply_op1_no_bwd(&Read { name, run: Cell::new(Some(keep)) })?;
+    result.ok_or_else(|| Error::msg(format!("{name} was not read")))
+}
+
+/// A list of f32, such as ALiBi slopes.
+pub(crate) fn list_f32(name: &'static str, tensor: &Tensor) -> Result<Vec<f32>> {
+    check_device(name, tensor)?;
+    match (tensor.dtype(), tensor.rank()) {
+        (DType::F32, 1) => tensor.to_vec1::<f32>(),
+        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis", tensor.dims()),
+    }
+}
+
+/// A list of lengths or pages, in any type of integers.
+pub(crate) fn list_usize(name: &'static str, tensor: &Tensor) -> Result<Vec<usize>> {
+    check_device(name, tensor)?;
+    let index =
+        |x: i64| usize::try_from(x).map_err(|_| Error::msg(format!("{name} has {x}, expected 0 or more")));
+    match tensor.dtype() {
+        DType::U32 => Ok(tensor.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|x| x as usize).collect()),
+        DType::I32 => tensor.flatten_all()?.to_vec1::<i32>()?.into_iter().map(|x| index(x.into())).collect(),
+        DType::I64 => tensor.flatten_all()?.to_vec1::<i64>()?.into_iter().map(index).collect(),
+        dtype => bail!("{name} is {dtype:?}, expected U32, I32 or I64"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn another_device_is_named() {
+        let error = unsupported_device("alibi_slopes", DeviceLocation::Cuda { gpu_id: 3 }).to_string();
+        // A backtrace follows where the environment asks for one.
+        assert_eq!(
+            error.lines().next().unwrap(),
+            "alibi_slopes is on Cuda { gpu_id: 3 }, flashtile-candle computes on the CPU: move it with to_device"
+        );
+    }
+}
