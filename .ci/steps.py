@@ -111,6 +111,8 @@ def formatting():
     run("cargo", "fmt", "--all", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/own-kernel/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "fuzz/Cargo.toml", "--check")
+    run("cargo", "fmt", "--all", "--manifest-path", "crates/candle/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
 
 
 @step("lints", "clippy, on everything")
@@ -289,6 +291,16 @@ def own_kernel():
     run("cargo", "run", "--locked", "-q", "--features", "cuda", "--manifest-path", "examples/own-kernel/Cargo.toml", env=env)
 
 
+@step("candle", "operators of candle: clippy, tests and licences")
+def candle():
+    # A workspace of its own: candle is many crates, which tests of flashtile should not wait for.
+    env = {"CARGO_TARGET_DIR": TARGET / "candle"}
+    workspace = ["--locked", "-q", "--workspace", "--manifest-path", "crates/candle/Cargo.toml"]
+    run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env)
+    run("cargo", "test", *workspace, env=env)
+    run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "candle")
+
+
 @step("gpu", "tests on a CUDA device")
 def gpu():
     if not cuda_devices():
@@ -359,6 +371,15 @@ def edits():
         _, wall, cpu = measured(lambda: run(*command, env=plain(), quiet=True))
         notes.append(f"{file} {against(figures, wall, cpu)}")
     return "; ".join(notes)
+
+
+@step("minilm", "example: sentence embeddings by all-MiniLM-L6-v2 in candle", full=True)
+def minilm():
+    model = TARGET / "ci" / "minilm"
+    run(sys.executable, "-B", "examples/candle-minilm/fetch.py", model)
+    env = {"CARGO_TARGET_DIR": TARGET / "candle"}
+    manifest = ["--manifest-path", "examples/candle-minilm/Cargo.toml"]
+    run("cargo", "run", "--release", "--locked", "-q", *manifest, "--", model, "LICENSE-APACHE", env=env)
 
 
 @step("memcheck", "valgrind, on a part of the catalogue", full=True)

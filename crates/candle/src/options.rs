@@ -1,7 +1,7 @@
 //! Attention with every option.
 
 use crate::storage::{Axes, Op, Qkv, Stored, TensorLayout, check_device, list_f32, read, refused, write_new};
-use candle_core::{CpuStorage, Device, Result, Shape, Tensor};
+use candle_core::{CpuStorage, Device, Result, Shape, Tensor, bail};
 use flashtile::{
     Attention, BlockTables, Inputs, MaskView, Outputs, ProblemDesc, QOffset, Runner, Sequences, Visibility,
 };
@@ -301,10 +301,10 @@ pub(crate) fn apply(
         return Ok((out, None));
     }
     let lse = std::mem::take(&mut *lse.lock().unwrap_or_else(PoisonError::into_inner));
-    // The operator has checked the rank of q.
-    let dims = match (axes.q, q.dims()) {
-        (Axes::Bhsd, &[b, h, s, _]) | (Axes::Bshd, &[b, s, h, _]) => vec![b, h, s],
-        (_, dims) => vec![dims[1], dims[0]],
+    let Some([batch, heads, rows, _]) = axes.q.logical(q.dims(), 1) else { bail!("q has shape {:?}", q.dims()) };
+    let dims = match axes.q {
+        Axes::Bhsd | Axes::Bshd => vec![batch, heads, rows],
+        Axes::Packed => vec![heads, rows],
     };
     Ok((out, Some(Tensor::from_vec(lse, dims, &Device::Cpu)?)))
 }

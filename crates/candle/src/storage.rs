@@ -48,7 +48,7 @@ impl Axes {
     }
 
     /// Sizes or strides of a tensor in the order `[batch, heads, rows, dim]`. `batch` stands for a missing axis.
-    fn logical(self, of: &[usize], batch: usize) -> Option<[usize; 4]> {
+    pub(crate) fn logical(self, of: &[usize], batch: usize) -> Option<[usize; 4]> {
         match (self, of) {
             (Self::Bhsd, &[b, h, s, d]) | (Self::Bshd, &[b, s, h, d]) => Some([b, h, s, d]),
             (Self::Packed, &[s, h, d]) => Some([batch, h, s, d]),

@@ -2,6 +2,7 @@
 //! puts flashtile in its place. The types are the signatures of candle-flash-attn 0.11.1: another one would not compile.
 
 #[cfg(test)]
+#[allow(clippy::type_complexity, reason = "the types are what is tested")]
 mod tests {
     use candle_core::{Device, Result, Tensor};
     use candle_flash_attn::*;
@@ -19,6 +20,10 @@ mod tests {
     const _: fn(T, T, T, T, T, usize, usize, f32, Side, Side) -> Out = flash_attn_varlen_windowed;
     const _: fn(T, T, T, T, T, T, usize, usize, f32, bool) -> Out = flash_attn_varlen_alibi;
     const _: fn(T, T, T, T, T, T, usize, usize, f32, Side, Side) -> Out = flash_attn_varlen_alibi_windowed;
+    const _: fn(T, T, T, Option<T>, T, T, usize, usize, f32, Side, Side, f32) -> Out =
+        flash_attn_varlen_alibi_windowed_softcap;
+    const _: fn(T, T, T, T, T, T, Option<T>, usize, usize, f32, Side, Side, usize, Option<f32>) -> Out =
+        flash_attn_varlen_paged_windowed;
 
     #[test]
     fn the_patch_computes_on_the_cpu() -> Result<()> {
@@ -29,9 +34,8 @@ mod tests {
         Ok(())
     }
 
-    /// Functions of more parameters than function pointers can be compared by.
     #[test]
-    fn the_longest_signatures() -> Result<()> {
+    fn pages_and_packed_sequences() -> Result<()> {
         let list = Tensor::new(&[0u32, 5], &Device::Cpu)?;
         let (q, table) = (
             Tensor::ones((5, 2, 8), candle_core::DType::F32, &Device::Cpu)?,
