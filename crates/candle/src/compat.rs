@@ -124,7 +124,14 @@ impl Cumulative {
     fn mask(&self, window: Visibility, ranges: &[Vec<Range<i64>>]) -> Result<Tensor> {
         let (rows, keys) = self.lens().fold((0, 0), |(q, k), (q_len, kv_len)| (q.max(q_len), k.max(kv_len)));
         let sequences = self.q.len() - 1;
-        let mut mask = vec![0u8; sequences * rows * keys];
+        let bytes = sequences.saturating_mul(rows).saturating_mul(keys);
+        let mut mask = Vec::new();
+        if mask.try_reserve_exact(bytes).is_err() {
+            bail!(
+                "mm_prefix_ranges need a mask of {sequences} x {rows} x {keys} bytes, for which there is no memory"
+            )
+        }
+        mask.resize(bytes, 0u8);
         for (sequence, ((q_len, kv_len), ranges)) in self.lens().zip(ranges).enumerate() {
             for i in 0..q_len {
                 let row = &mut mask[(sequence * rows + i) * keys..][..kv_len];

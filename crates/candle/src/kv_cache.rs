@@ -1,7 +1,7 @@
 //! KV caches for candle tensors.
 
 use crate::options::Options;
-use crate::storage::{Axes, Op, Qkv, Stored, check_device, refused, write_new};
+use crate::storage::{Axes, Op, Qkv, Stored, TensorLayout, check_device, refused, write_new};
 use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use flashtile::{CacheDesc, KvCacheExt, Outputs, SeqId, SeqLens, Sequences, StepTensors};
 use std::cell::RefCell;
@@ -122,8 +122,8 @@ impl Step<'_> {
     }
 
     /// [`Step::attend`] with the options of a layer, such as a window, a softcap, sinks or a mask, and with the logsumexp
-    /// `(q_heads, tokens)` where [`Options::lse`] asks for it. Without an offset, each token sits at its place in its sequence. The layout of
-    /// the options is not read: shapes are as above.
+    /// `(q_heads, tokens)` where [`Options::lse`] asks for it. Without an offset, each token sits at its place in its sequence. With
+    /// [`TensorLayout::Bshd`], tensors of four axes are `(sequences, tokens, heads, dim)`.
     ///
     /// # Errors
     /// As [`Step::attend`], and where the options divide tensors into sequences, as the step does that.
@@ -142,12 +142,25 @@ impl Step<'_> {
         }
         match (q.dims(), k.rank(), v.rank()) {
             ([_, _, _], 3, 3) => self.packed(layer, tensors, options),
-            (&[sequences, heads, tokens, _], 4, 4) => {
-                let packed = tensors.each(|_, tensor| tensor.transpose(1, 2)?.flatten(0, 1))?;
+            (&[sequences, ..], 4, 4) if q.rank() == 4 => {
+                // `(sequences, tokens, heads, dim)`, and back.
+                let rows_first = |x: &Tensor| match options.layout {
+                    TensorLayout::Bhsd => x.transpose(1, 2),
+                    TensorLayout::Bshd => Ok(x.clone()),
+                };
+                let each = rows_first(q)?.dim(1)?;
+                let lens = self.inner.lens();
+                if lens.len() != sequences || lens.iter().any(|lens| lens.q_len != each) {
+                    let expected: Vec<usize> = lens.iter().map(|lens| lens.q_len).collect();
+                    bail!(
+                        "q has {sequences} sequences of {each} tokens, the step has sequences of {expected:?}"
+                    )
+                }
+                let packed = tensors.each(|_, tensor| rows_first(tensor)?.flatten(0, 1))?;
                 let (out, lse) =
                     self.packed(layer, Qkv { q: &packed.q, k: &packed.k, v: &packed.v }, options)?;
-                let out = out.reshape((sequences, tokens, heads, ()))?.transpose(1, 2)?;
-                Ok((out, lse))
+                let (_, heads, value_dim) = out.dims3()?;
+                Ok((rows_first(&out.reshape((sequences, each, heads, value_dim))?)?, lse))
             }
             _ => bail!(
                 "q, k and v have shapes {:?}, {:?} and {:?}, expected (tokens, heads, dim) or (sequences, heads, tokens, dim)",
@@ -198,6 +211,10 @@ fn attend(
 ) -> Result<(CpuStorage, Shape)> {
     let Qkv { q, k, v } = tensors.each(|_, tensor| tensor.view(Axes::Packed))?;
     let ([_, heads, tokens, _], [_, _, _, value_dim]) = (q.shape(), v.shape());
+    let expected: usize = step.lens().iter().map(|lens| lens.q_len).sum();
+    if tokens != expected {
+        bail!("q has {tokens} tokens, the step has {expected}")
+    }
     options.with(|attention| {
         write_new(q.dtype(), [1, heads, tokens, value_dim], Axes::Packed, |out| {
             let mut outputs = Outputs::new(out);

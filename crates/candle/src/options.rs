@@ -301,7 +301,9 @@ pub(crate) fn apply(
         return Ok((out, None));
     }
     let lse = std::mem::take(&mut *lse.lock().unwrap_or_else(PoisonError::into_inner));
-    let Some([batch, heads, rows, _]) = axes.q.logical(q.dims(), 1) else { bail!("q has shape {:?}", q.dims()) };
+    let Some([batch, heads, rows, _]) = axes.q.logical(q.dims(), 1) else {
+        bail!("q has shape {:?}", q.dims())
+    };
     let dims = match axes.q {
         Axes::Bhsd | Axes::Bshd => vec![batch, heads, rows],
         Axes::Packed => vec![heads, rows],

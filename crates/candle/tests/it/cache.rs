@@ -75,6 +75,14 @@ fn batches_of_equal_lengths() -> Result<()> {
             step.attend(0, &q, &k, &v)?,
             step.attend(1, &q.contiguous()?, &k.contiguous()?, &v.contiguous()?)?,
         ];
+        let (bshd, _) = step.attend_with(
+            0,
+            &swap(&q),
+            &swap(&k),
+            &swap(&v),
+            &Options::decode().layout(TensorLayout::Bshd),
+        )?;
+        assert!(same(&swap(&bshd), &outs[0]));
         step.finish()?;
         assert_eq!(outs[0].dims(), [2, 8, tokens, 32]);
         assert!(same(&outs[0], &outs[1]));

@@ -159,6 +159,28 @@ fn lengths_and_pages() -> Result<()> {
     assert_eq!(said(paged(&table.to_dtype(DType::I64)?, None, 4)), "block_table is I64, expected U32 or I32");
     let error = said(paged(&Tensor::new(&[[0u32], [3]], &Device::Cpu)?, None, 4));
     assert!(error.contains("page 3") && error.contains('3'), "{error}");
+    let ranges = Tensor::zeros((2, 1, 2), DType::I32, &Device::Cpu)?;
+    let huge = list(&[0, u32::MAX - 1, u32::MAX]);
+    let error = said(flash_attn_varlen_paged_windowed(
+        &q,
+        &pool,
+        &pool,
+        &huge,
+        &huge,
+        &table,
+        Some(&ranges),
+        usize::MAX,
+        usize::MAX,
+        1.0,
+        None,
+        Some(0),
+        4,
+        None,
+    ));
+    assert_eq!(
+        error,
+        "mm_prefix_ranges need a mask of 2 x 4294967294 x 4294967294 bytes, for which there is no memory"
+    );
     let ranges = Tensor::zeros((2, 1, 3), DType::I32, &Device::Cpu)?;
     assert_eq!(
         said(paged(&table, Some(&ranges), 4)),
@@ -177,6 +199,13 @@ fn steps() -> Result<()> {
     let mut step = cache.step(&[(seq, 3)])?;
     assert!(said(step.attend(1, &q, &kv, &kv)).contains("layer"));
     assert!(said(step.attend(0, &q, &kv.unsqueeze(0)?, &kv)).contains("(tokens, heads, dim)"));
+    // Three sequences of one token are not one of three.
+    let [q3, kv3] = [&q, &kv].map(|x| x.unsqueeze(2).unwrap());
+    assert_eq!(
+        said(step.attend(0, &q3, &kv3, &kv3)),
+        "q has 3 sequences of 1 tokens, the step has sequences of [3]"
+    );
+    assert_eq!(said(step.attend(0, &q.narrow(0, 0, 2)?, &kv, &kv)), "q has 2 tokens, the step has 3");
     let error = said(step.attend(0, &q, &kv.narrow(0, 0, 2)?, &kv));
     assert_eq!(error, "k has shape [1, 2, 2, 8], expected [1, 2, 3, 8]");
     assert!(step.attend(0, &q, &kv, &kv).is_ok());
