@@ -118,7 +118,11 @@ fn main() -> Result<()> {
     for size in BATCHES {
         let furthest = texts.chunks(size).try_fold(0f32, |furthest, batch| {
             let (a, b) = (by_candle(&theirs, batch)?, by_flashtile(&ours, batch)?);
-            Ok::<_, candle_core::Error>(if furthest.is_nan() { furthest } else { distance(&a, &b)?.max(furthest) })
+            Ok::<_, candle_core::Error>(if furthest.is_nan() {
+                furthest
+            } else {
+                distance(&a, &b)?.max(furthest)
+            })
         })?;
         if furthest.is_nan() || furthest > MAX_DISTANCE {
             bail!("embeddings differ by {furthest:e}, at most {MAX_DISTANCE:e} is right")
