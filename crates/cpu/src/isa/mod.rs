@@ -48,7 +48,7 @@ macro_rules! of_isa {
 }
 
 /// `$name` of kernels that emulate an instruction set. The tests of this crate run these alone, on any machine, so that they compile
-/// no others: the conformance suite runs those of the library itself.
+/// no others: the conformance suite runs the kernels of the library.
 #[cfg(test)]
 macro_rules! of_isa {
     ($isa:expr, $name:ident $($arguments:tt)?) => {
