@@ -15,3 +15,8 @@ pub use flashtile;
 pub use kv_cache::{KvCache, Step};
 pub use options::{Mask, Options, attention};
 pub use storage::TensorLayout;
+
+// Runs the examples of a page that the package does not have.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/from-candle.md")]
+mod from_candle {}
