@@ -1,0 +1,118 @@
+//! The two ways in which candle computes attention.
+
+use crate::Problem;
+use candle_core::{DType, Device, Result, Tensor};
+use candle_nn::attention::{AttnMask, flash_attn};
+use half::{bf16, f16};
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    Flash,
+    Matmul,
+}
+
+impl Kind {
+    /// The name in rows, with the version that the lock file states.
+    pub fn name(self) -> Result<String> {
+        let lock = include_str!("../Cargo.lock");
+        let after = lock.split_once("name = \"candle-nn\"\nversion = \"").map(|(_, after)| after);
+        let Some((version, _)) = after.and_then(|after| after.split_once('"')) else {
+            candle_core::bail!("no version of candle-nn in Cargo.lock");
+        };
+        Ok(match self {
+            Self::Flash => format!("candle flash {version}"),
+            Self::Matmul => format!("candle matmul {version}"),
+        })
+    }
+
+    /// Why candle cannot compute a problem.
+    pub fn refuses(self, problem: &Problem) -> Option<&'static str> {
+        match self {
+            Self::Flash if problem.b > 1 && problem.dtype == "bf16" => {
+                Some("flash_attn has no batches of bf16")
+            }
+            Self::Matmul if problem.dtype == "bf16" => Some("matmul has no bf16 on the CPU"),
+            _ => None,
+        }
+    }
+}
+
+/// A problem whose inputs are prepared.
+pub struct Call {
+    kind: Kind,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: f64,
+    /// Query heads for each key/value head.
+    group: usize,
+    /// The position of the first query, if later keys are hidden.
+    causal: Option<usize>,
+    /// What is added to scores, `[rows, s]`.
+    mask: Option<Tensor>,
+}
+
+impl Call {
+    /// From queries, keys and values `[b, heads, rows, d]`.
+    pub fn new(kind: Kind, problem: &Problem, [q, k, v]: [Tensor; 3]) -> Result<Self> {
+        let arrange = |x: Tensor| match kind {
+            Kind::Flash => x.transpose(1, 2)?.contiguous(),
+            Kind::Matmul => Ok(x),
+        };
+        let (rows, s) = (problem.rows(), problem.s);
+        let mask = if problem.causal && kind == Kind::Matmul {
+            let hidden = |n: usize| if n % s > n / s { f32::NEG_INFINITY } else { 0.0 };
+            let values: Vec<f32> = (0..rows * s).map(hidden).collect();
+            Some(Tensor::from_vec(values, (rows, s), &Device::Cpu)?.to_dtype(problem.dtype()?)?)
+        } else {
+            None
+        };
+        Ok(Self {
+            kind,
+            q: arrange(q)?,
+            k: arrange(k)?,
+            v: arrange(v)?,
+            scale: 1.0 / (problem.d as f64).sqrt(),
+            group: problem.h / problem.hkv,
+            causal: (problem.causal || rows == 1).then_some(s - rows),
+            mask,
+        })
+    }
+
+    /// The answer, `[b, h, rows, d]`.
+    pub fn run(&self) -> Result<Tensor> {
+        match self.kind {
+            Kind::Flash => self.flash(),
+            Kind::Matmul => self.matmul(),
+        }
+    }
+
+    fn flash(&self) -> Result<Tensor> {
+        let mask = || self.causal.map_or(AttnMask::None, AttnMask::causal_with_offset);
+        let (q, k, v, scale) = (&self.q, &self.k, &self.v, self.scale as f32);
+        match q.dtype() {
+            DType::F32 => flash_attn::<f32>(q, k, v, scale, mask(), None, None),
+            DType::F16 => flash_attn::<f16>(q, k, v, scale, mask(), None, None),
+            _ => flash_attn::<bf16>(q, k, v, scale, mask(), None, None),
+        }
+    }
+
+    fn matmul(&self) -> Result<Tensor> {
+        let (k, v) = (self.repeated(&self.k)?, self.repeated(&self.v)?);
+        let scores = (self.q.matmul(&k.transpose(2, 3)?)? * self.scale)?;
+        let scores = match &self.mask {
+            Some(mask) => scores.broadcast_add(mask)?,
+            None => scores,
+        };
+        candle_nn::ops::softmax_last_dim(&scores)?.matmul(&v)
+    }
+
+    /// Keys or values with a head for each query head.
+    fn repeated(&self, x: &Tensor) -> Result<Tensor> {
+        if self.group == 1 {
+            return Ok(x.clone());
+        }
+        let (b, heads, s, d) = x.dims4()?;
+        Tensor::cat(&vec![x; self.group], 2)?.reshape((b, heads * self.group, s, d))
+    }
+}
