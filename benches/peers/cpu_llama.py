@@ -3,17 +3,19 @@
 
     GGML=FOLDER python3 benches/peers/cpu_llama.py [--threads 2] [--seconds 0.5] [prefill|small|decode ...] > llama.jsonl
 
-FOLDER has the shared libraries of ggml, which hold the operators of llama.cpp. Two peers use them as llama.cpp does:
+FOLDER has the shared libraries of ggml, which hold the operators of llama.cpp. Three peers use them as llama.cpp does:
 
 - flash: ggml_flash_attn_ext, what llama.cpp computes by default;
+- flash q8_0: the same over a cache of q8_0, blocks of 32 codes of 8 bits with a scale of f16. Its rows are compared with codec
+  int8 of flashtile, which stores nearly as many bits;
 - matmul: ggml_mul_mat, ggml_soft_max_ext, ggml_mul_mat over transposed values, and the copy into the order of heads, what
   llama.cpp computes with flash attention off.
 
-Queries and results are f32, as in llama.cpp; the dtype of a row is that of keys and values. Keys are [b, hkv, s, d] in memory.
+Queries and results are f32, as in llama.cpp; the dtype of a row is that of keys and values, but for q8_0 that of queries. Keys
+are [b, hkv, s, d] in memory.
 """
 
 import ctypes
-import functools
 import os
 import pathlib
 
@@ -21,8 +23,8 @@ import numpy
 
 import measure
 
-TYPES = {"f32": 0, "f16": 1, "bf16": 30}
-F32, F16 = TYPES["f32"], TYPES["f16"]
+# enum ggml_type.
+TYPES = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}
 SIGNATURES = {
     "ggml_version": (ctypes.c_char_p, ""),
     "ggml_init": (ctypes.c_void_p, "P"),
@@ -37,6 +39,8 @@ SIGNATURES = {
     "ggml_soft_max_ext": (ctypes.c_void_p, "ppp" + "ff"),
     "ggml_permute": (ctypes.c_void_p, "pp" + "iiii"),
     "ggml_cont": (ctypes.c_void_p, "pp"),
+    "ggml_row_size": (ctypes.c_size_t, "il"),
+    "ggml_quantize_chunk": (ctypes.c_size_t, "ipp" + "lllp"),
     "ggml_backend_cpu_init": (ctypes.c_void_p, ""),
     "ggml_backend_cpu_set_n_threads": (None, "pi"),
     "ggml_backend_alloc_ctx_tensors": (ctypes.c_void_p, "pp"),
@@ -82,6 +86,20 @@ class Ggml:
         self.backend = self.backend_cpu_init()
         self.backend_cpu_set_n_threads(self.backend, threads)
 
+    def encoded(self, array, stored):
+        """The bits of values that a type holds exactly."""
+        if stored == "bf16":
+            return (array.view(numpy.uint32) >> 16).astype(numpy.uint16)
+        if stored == "f16":
+            return array.astype(numpy.float16)
+        if stored == "f32":
+            return array
+        kind, length = TYPES[stored], array.shape[-1]
+        rows = array.size // length
+        codes = numpy.empty(rows * self.row_size(kind, length), dtype=numpy.uint8)
+        self.quantize_chunk(kind, array.ctypes.data, codes.ctypes.data, 0, rows, length, None)
+        return codes
+
 
 class Graph:
     """A graph with its tensors, and the arrays that tensors are set to."""
@@ -97,11 +115,11 @@ class Graph:
             self.ggml.backend_buffer_free(self.buffer)
         self.ggml.free(self.context)
 
-    def tensor(self, array, dtype):
-        """A tensor of a contiguous array. Its first dimension is the array's last."""
+    def tensor(self, array, stored):
+        """A tensor of an array. Its first dimension is the array's last."""
         shape = (1,) * (4 - array.ndim) + array.shape
-        tensor = self.ggml.new_tensor_4d(self.context, TYPES[dtype], *reversed(shape))
-        self.arrays.append((tensor, stored(array, dtype)))
+        tensor = self.ggml.new_tensor_4d(self.context, TYPES[stored], *reversed(shape))
+        self.arrays.append((tensor, self.ggml.encoded(numpy.ascontiguousarray(array), stored)))
         return tensor
 
     def finish(self, result):
@@ -128,58 +146,70 @@ class Graph:
         return array
 
 
-def stored(array, dtype):
-    """The bits of values that a dtype holds exactly."""
-    array = numpy.ascontiguousarray(array)
-    if dtype == "bf16":
-        return (array.view(numpy.uint32) >> 16).astype(numpy.uint16)
-    return array.astype(numpy.float16) if dtype == "f16" else array
-
-
 def mask(problem):
     hidden = numpy.triu(numpy.ones((problem.rows, problem.s), dtype=bool), 1)
     return numpy.where(hidden, numpy.float32("-inf"), numpy.float32(0))
 
 
-class Llama(measure.Peer):
-    def __init__(self, ggml, kind):
-        self.ggml, self.kind = ggml, kind
-        self.name = f"llama.cpp {kind} (ggml {ggml.version().decode()})"
+class Flash(measure.Peer):
+    kind = "flash"
+
+    def __init__(self, ggml):
+        self.ggml = ggml
+        self.name = f"llama.cpp {self.kind} (ggml {ggml.version().decode()})"
 
     def refuses(self, problem, dtype):
         return None
 
     def call(self, problem, dtype, q, k, v):
         graph = Graph(self.ggml)
-        operands = [graph.tensor(q, "f32"), graph.tensor(k, dtype)]
-        masked = graph.tensor(mask(problem), "f16") if problem.causal else None
-        result = getattr(self, self.kind)(graph, operands, (v, dtype), masked, problem.d**-0.5)
-        graph.finish(result)
+        q, masked = graph.tensor(q, "f32"), graph.tensor(mask(problem), "f16") if problem.causal else None
+        k, v = self.cache(graph, self.stored(dtype), k, v)
+        graph.finish(self.attention(graph.context, q, k, v, (masked, problem.d**-0.5)))
         graph.shape = (problem.b, problem.rows, problem.h, problem.d)
         return graph.compute
 
-    def flash(self, graph, operands, values, masked, scale):
-        value = graph.tensor(*values)
-        return self.ggml.flash_attn_ext(graph.context, *operands, value, masked, scale, 0.0, 0.0)
+    def cache(self, graph, stored, k, v):
+        return graph.tensor(k, stored), graph.tensor(v, stored)
 
-    def matmul(self, graph, operands, values, masked, scale):
-        v, dtype = values
-        value = graph.tensor(v.transpose(0, 1, 3, 2), dtype)
-        of = functools.partial
-        mul_mat, soft_max = of(self.ggml.mul_mat, graph.context), of(self.ggml.soft_max_ext, graph.context)
-        q, k = operands
-        result = mul_mat(value, soft_max(mul_mat(k, q), masked, scale, 0.0))
-        return self.ggml.cont(graph.context, self.ggml.permute(graph.context, result, 0, 2, 1, 3))
+    def attention(self, context, q, k, v, softmax):
+        return self.ggml.flash_attn_ext(context, q, k, v, *softmax, 0.0, 0.0)
 
     def output(self, graph):
         return graph.read(graph.shape).transpose(0, 2, 1, 3)
+
+
+class FlashQ8(Flash):
+    kind = "flash q8_0"
+
+    def refuses(self, problem, dtype):
+        return None if (problem.kind, dtype) == ("decode", "f32") else "a quantized cache is measured in decode, with queries of f32"
+
+    def stored(self, dtype):
+        return "q8_0"
+
+    def row(self, problem, dtype):
+        # The row of flashtile has a cache, whose sequences are causal.
+        return super().row(problem, dtype) | dict(causal=True, layout="contiguous int8")
+
+
+class Matmul(Flash):
+    kind = "matmul"
+
+    def cache(self, graph, stored, k, v):
+        return graph.tensor(k, stored), graph.tensor(v.transpose(0, 1, 3, 2), stored)
+
+    def attention(self, context, q, k, v, softmax):
+        p = self.ggml.soft_max_ext(context, self.ggml.mul_mat(context, k, q), *softmax, 0.0)
+        result = self.ggml.mul_mat(context, v, p)
+        return self.ggml.cont(context, self.ggml.permute(context, result, 0, 2, 1, 3))
 
 
 def peers(threads):
     if "GGML" not in os.environ:
         raise SystemExit("GGML: expected the folder of the shared libraries of ggml in this variable")
     ggml = Ggml(os.environ["GGML"], threads)
-    return [Llama(ggml, kind) for kind in ("flash", "matmul")]
+    return [Flash(ggml), FlashQ8(ggml), Matmul(ggml)]
 
 
 if __name__ == "__main__":

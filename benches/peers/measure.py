@@ -1,6 +1,7 @@
 """Checks and times the peers of the CPU benchmark that are called from Python; prints their rows.
 
-Inputs are numpy arrays of float32, q [b, h, rows, d] and k, v [b, hkv, s, d], whose values the peer's dtype holds exactly.
+Inputs are numpy arrays of float32, q [b, h, rows, d] and k, v [b, hkv, s, d], whose values the type that the peer stores holds
+exactly.
 """
 
 import dataclasses
@@ -16,7 +17,8 @@ import problems
 # Largest error of an answer, relative to the largest value of the reference. Sums of f16 leave errors of 1e-2; a wrong mask or a
 # wrong layout, errors near 1.
 TOLERANCE = {"f32": 1e-5, "f16": 4e-2, "bf16": 4e-2}
-SIZE = {"f32": 4, "f16": 2, "bf16": 2}
+# Bytes of an element. q8_0 has a scale of two bytes for 32 elements.
+SIZE = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 
 # Keys and values of a decode row rotate through copies of so many bytes in all, which are more than the caches hold.
 ROTATED = 128 << 20
@@ -41,27 +43,36 @@ class Peer:
         """The result of a call as float32 [b, h, rows, d]."""
         raise NotImplementedError
 
+    def stored(self, dtype):
+        """The type of the elements of inputs, of SIZE."""
+        return dtype
+
     def row(self, problem, dtype):
         """The fields of a row that state the problem."""
         return dict(dtype=dtype, **dataclasses.asdict(problem))
 
 
-def rounded(array, dtype):
-    """The nearest values of a dtype, ties to even, as float32."""
-    if dtype == "f32":
+def rounded(array, stored):
+    """The nearest values of a type, ties to even, as float32."""
+    if stored == "f32":
         return array
-    if dtype == "f16":
+    if stored == "f16":
         return array.astype(numpy.float16).astype(numpy.float32)
+    if stored == "q8_0":
+        blocks = array.reshape(-1, 32)
+        largest = numpy.abs(blocks).max(axis=1, keepdims=True)
+        scale = rounded(largest / 127, "f16")
+        return (numpy.clip(numpy.rint(blocks / scale), -127, 127) * scale).reshape(array.shape)
     bits = array.view(numpy.uint32)
     odd = (bits >> 16) & 1
     return ((bits + 0x7FFF + odd) & 0xFFFF0000).view(numpy.float32)
 
 
-def inputs(problem, dtype, seed):
+def inputs(problem, stored, seed):
     random = numpy.random.default_rng(seed)
     shapes = [(problem.h, problem.rows), (problem.hkv, problem.s), (problem.hkv, problem.s)]
     draw = lambda heads, rows: random.standard_normal((problem.b, heads, rows, problem.d), dtype=numpy.float32)
-    return [rounded(draw(*shape), dtype) for shape in shapes]
+    return [rounded(draw(*shape), stored) for shape in shapes]
 
 
 def reference(problem, q, k, v):
@@ -71,13 +82,13 @@ def reference(problem, q, k, v):
     scores = q @ k.transpose(0, 1, 3, 2) / numpy.sqrt(problem.d)
     if problem.causal:
         scores[..., numpy.triu(numpy.ones((problem.rows, problem.s), dtype=bool), 1)] = -numpy.inf
-    weights = numpy.exp(scores - scores.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True) @ v
+    p = numpy.exp(scores - scores.max(axis=-1, keepdims=True))
+    return p / p.sum(axis=-1, keepdims=True) @ v
 
 
 def check(peer, problem, dtype):
     """The largest error of the answer to a problem, relative to the largest value; ends the program if the answer is wrong."""
-    qkv = inputs(problem, dtype, 1)
+    qkv = inputs(problem, peer.stored(dtype), 1)
     expected = reference(problem, *qkv)
     found = peer.output(peer.call(problem, dtype, *qkv)())
     if found.shape != expected.shape:
@@ -109,11 +120,11 @@ def median(calls, args):
 
 def measure(peer, problem, dtype, args):
     """The fields of a row that are measured."""
-    copies = 1
+    copies, stored = 1, peer.stored(dtype)
     if problem.kind == "decode":
-        size = 2 * problem.hkv * problem.s * problem.d * SIZE[dtype]
-        copies = min(COPIES, max(1, ROTATED // size))
-    calls = [peer.call(problem, dtype, *inputs(problem, dtype, seed)) for seed in range(copies)]
+        size = 2 * problem.hkv * problem.s * problem.d * SIZE[stored]
+        copies = min(COPIES, max(1, int(ROTATED // size)))
+    calls = [peer.call(problem, dtype, *inputs(problem, stored, seed)) for seed in range(copies)]
     seconds, count = median(calls, args)
     return dict(seconds=seconds, calls=count)
 

@@ -88,8 +88,13 @@ pub(super) fn document(title: Option<&str>, mut cases: Vec<Case>) -> String {
 
 /// The name of an implementation as its authors write it.
 fn shown(name: &str) -> String {
-    const NAMES: [(&str, &str); 4] =
-        [("torch", "PyTorch"), ("fa2", "FlashAttention-2"), ("fa4", "FlashAttention-4"), ("cudnn", "cuDNN")];
+    const NAMES: [(&str, &str); 5] = [
+        ("torch", "PyTorch"),
+        ("onnxruntime", "ONNX Runtime"),
+        ("fa2", "FlashAttention-2"),
+        ("fa4", "FlashAttention-4"),
+        ("cudnn", "cuDNN"),
+    ];
     let (first, rest) = name.split_once(' ').map_or((name, None), |(first, rest)| (first, Some(rest)));
     let first = NAMES.iter().find(|(known, _)| *known == first).map_or(first, |(_, shown)| shown);
     rest.map_or_else(|| first.to_owned(), |rest| format!("{first} {rest}"))

@@ -41,7 +41,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
 
 fn bench(args: &BenchArgs) -> Result<ExitCode> {
     let device = device(args)?;
-    let peers = args.vs.as_deref().map(Peers::read).transpose()?.unwrap_or_default();
+    let peers = args.vs.as_deref().map(|path| Peers::read(path, args)).transpose()?.unwrap_or_default();
     let file = args.json_lines.as_deref().map(Destination::new).transpose()?;
     let picture = args.svg.as_deref().map(Destination::svg).transpose()?;
     for (destination, other) in [(&file, &args.vs), (&picture, &args.vs), (&picture, &args.json_lines)] {

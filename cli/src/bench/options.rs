@@ -1,10 +1,11 @@
 //! The options of `flashtile bench`.
 
+use crate::failure::Failure;
 use crate::options::{Backend, CpuArgs, KernelsArg, backend};
 use crate::parse::{count, dtype, window};
 use clap::{Args, ValueEnum};
 use flashtile::{Codec, Dtype, Visibility};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Measure attention against the limits of this machine
 ///
@@ -111,6 +112,9 @@ pub(crate) struct BenchArgs {
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
     #[arg(long, value_name = "FILE")]
     pub(crate) vs: Option<PathBuf>,
+    /// Only peers of --vs or --from whose names begin with one of these, such as torch,llama.cpp
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub(crate) peers: Vec<String>,
     /// Draw the rows of this file beside its peers with --svg, instead of measuring: rows of --json-lines and JSON lines
     /// as in --vs
     #[arg(long, value_name = "FILE")]
@@ -152,6 +156,22 @@ pub(crate) enum CacheKind {
 pub(crate) struct Lengths {
     pub(crate) low: usize,
     pub(crate) high: usize,
+}
+
+impl BenchArgs {
+    /// Whether the options select the peer of a name.
+    pub(super) fn selects_peer(&self, name: &str) -> bool {
+        self.peers.is_empty() || self.peers.iter().any(|first| name.starts_with(first.as_str()))
+    }
+
+    /// Refuses --peers that select no row of a file.
+    pub(super) fn check_peers(&self, path: &Path, has_peers: bool) -> Result<(), Failure> {
+        if self.peers.is_empty() || has_peers {
+            return Ok(());
+        }
+        let what = format_args!("no peer in {} has a name that begins so", path.display());
+        Err(Failure::at(format_args!("--peers {}", self.peers.join(",")), what))
+    }
 }
 
 fn lengths(text: &str) -> Result<Lengths, String> {

@@ -1,5 +1,6 @@
 //! Results of other implementations, read from a file of JSON lines.
 
+use super::options::BenchArgs;
 use super::rows::Row;
 use crate::failure::{Failure, Result};
 use crate::input::open;
@@ -69,11 +70,14 @@ pub(super) struct Peers {
 }
 
 impl Peers {
-    pub(super) fn read(path: &Path) -> Result<Self> {
+    /// The rows of a file whose peers are selected.
+    pub(super) fn read(path: &Path, args: &BenchArgs) -> Result<Self> {
         let entry = |(line, value): (usize, Value)| {
             entry(&value).map_err(|what| Failure::at(place(path, line), what))
         };
-        let entries = lines(path)?.into_iter().map(entry).collect::<Result<_>>()?;
+        let mut entries = lines(path)?.into_iter().map(entry).collect::<Result<Vec<_>>>()?;
+        entries.retain(|entry| args.selects_peer(&entry.peer));
+        args.check_peers(path, !entries.is_empty())?;
         Ok(Self { path: Some(path.to_owned()), entries })
     }
 

@@ -92,18 +92,21 @@ impl Rows {
                 return Err(refuse(format!("kind {:?}, expected prefill or decode", entry.key.kind)));
             }
             if entry.peer != "flashtile" {
-                if selects(args, &entry.key) {
+                if selects(args, &entry.key) && args.selects_peer(&entry.peer) {
                     rows.peers.push((entry.peer, entry.key, entry.seconds));
                 }
                 continue;
             }
-            let row = ours(line, entry, &value).map_err(refuse)?;
+            let mut row = ours(line, entry, &value).map_err(refuse)?;
+            row.compared.retain(|(name, _)| args.selects_peer(name));
             let unit = args.cpu.isa.is_none_or(|isa| isa.name() == row.unit);
             let threads = args.cpu.threads.is_none_or(|n| row.threads == Some(n as u64));
             if selects(args, &row.key) && unit && threads {
                 rows.ours.push(row);
             }
         }
+        let compared = rows.ours.iter().any(|row| !row.compared.is_empty());
+        args.check_peers(path, compared || !rows.peers.is_empty())?;
         Ok(rows)
     }
 

@@ -315,6 +315,9 @@ pub(super) fn pairs(args: &BenchArgs) -> Result<Vec<Pair>> {
 
 /// Options that have no effect on the rows of a group.
 pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
+    if !args.peers.is_empty() && args.vs.is_none() {
+        return Err(Failure::at("--peers", "needs --vs FILE or --from FILE, which have the rows of peers"));
+    }
     if args.group == Group::Kernels {
         return check_kernels(args);
     }

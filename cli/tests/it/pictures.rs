@@ -146,6 +146,35 @@ fn rows_that_are_not_understood_are_refused() {
 }
 
 #[test]
+fn peers_are_selected_by_the_beginning_of_their_names() {
+    let mut compared = ours("f32", 64, 300.0);
+    compared["peers"] = json!({"torch 2.0": {"seconds": 1.5}, "candle flash 0.11": {"seconds": 2.0}});
+    let rows = [
+        peer("llama.cpp flash", "f32", 64, 2.0),
+        peer("onnxruntime Attention 1.0", "f32", 64, 4.0),
+        compared,
+    ];
+    let folder = recorded(&rows);
+    let names = ["PyTorch 2.0", "candle flash 0.11", "llama.cpp flash", "ONNX Runtime Attention 1.0"];
+    for (selection, shown) in
+        [("torch,llama", [true, false, true, false]), ("onnx", [false, false, false, true])]
+    {
+        let picture = drawn(&folder, &["--peers", selection]);
+        assert_eq!(names.map(|name| picture.contains(name)), shown, "{selection}");
+    }
+    let why = "no peer in";
+    assert_refused(&draw(&folder, &["--peers", "tensor"]), "--peers tensor: no peer in", why);
+    let rows = folder.path().join("rows.jsonl");
+    let vs = ["bench", "prefill", "--peers", "tensor", "--vs", rows.to_str().unwrap()];
+    assert_refused(&flashtile(vs), "--peers tensor: no peer in", why);
+    assert_refused(
+        &flashtile(["bench", "--peers", "torch"]),
+        "--peers: needs --vs FILE or --from",
+        "no file",
+    );
+}
+
+#[test]
 fn the_recorded_rows_of_this_repository_are_drawn() {
     let folder = Folder::empty();
     let svg = folder.path().join("speed.svg");

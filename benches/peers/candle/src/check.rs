@@ -46,11 +46,11 @@ fn reference(problem: &Problem, inputs: &[Tensor; 3]) -> Result<Vec<f64>> {
         };
         let scores: Vec<f64> = (0..visible).map(dot).collect();
         let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let weights: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
-        let total: f64 = weights.iter().sum();
-        for (n, weight) in weights.iter().enumerate() {
+        let probs: Vec<f64> = scores.iter().map(|score| (score - largest).exp()).collect();
+        let total: f64 = probs.iter().sum();
+        for (n, p) in probs.iter().enumerate() {
             for (i, value) in of(&v, keys + n).into_iter().enumerate() {
-                out[row * d + i] += weight / total * value;
+                out[row * d + i] += p / total * value;
             }
         }
     }
