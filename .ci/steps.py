@@ -113,6 +113,7 @@ def formatting():
     run("cargo", "fmt", "--manifest-path", "fuzz/Cargo.toml", "--check")
     run("cargo", "fmt", "--all", "--manifest-path", "crates/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "benches/peers/candle/Cargo.toml", "--check")
 
 
 @step("lints", "clippy, on everything")

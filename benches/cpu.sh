@@ -3,31 +3,53 @@
 #
 #   benches/cpu.sh FLASHTILE [OUT]
 #
-# FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-cpu) as JSON lines and tables. PyTorch rows
-# are measured if python3 has torch.
+# FLASHTILE is a release binary. Rows go to OUT (default: bench-cpu) as JSON lines and tables; OUT/rows.jsonl has all of them, which
+# `flashtile bench --from OUT/rows.jsonl --svg FILE` draws. Variables:
+#
+#   CPUS=0,1     the processors
+#   PEERS=LIST   of torch,llama,onnx,candle (default: all), which benches/peers/run.py installs; PEERS= measures none
+#   QUICK=1      few problems and short times, to try the script
+#
+# A peer that cannot be installed or run is named with the reason at the end; then the exit status is 1.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=${2:-bench-cpu}
 here=$(dirname "$(realpath "$0")")
 mkdir -p "$out"
 cpus=${CPUS:-0,1}
+peers=${PEERS-torch,llama,onnx,candle}
+seconds=0.3 dims=32,64,128,256 decoded=64,128,256 keys=2048,4096 cached=1024,4096,8192,32768 few=()
+if [ -n "${QUICK:-}" ]; then
+    seconds=0.02 dims=64 decoded=64 keys=2048 cached=1024 few=(--head-dim 64 --seq 128,1024,2048)
+fi
 pinned() { taskset -c "$cpus" "$@"; }
 
 lscpu | grep -E "Model name|Flags" | sed -E 's/(Flags:).*(amx_bf16|avx512_bf16|avx512f|avx2).*/\1 \2/' > "$out/machine.txt"
-if python3 -c "import torch" 2> /dev/null; then
-    pinned python3 "$here/peers/cpu_torch.py" --threads 2 --seconds 0.3 > "$out/torch.jsonl"
+: > "$out/missing.txt"
+: > "$out/peers.jsonl"
+if [ -n "$peers" ]; then
+    python3 "$here/peers/run.py" "$out" --only "$peers" --cpus "$cpus" --seconds "$seconds" "${few[@]}" || [ -s "$out/missing.txt" ]
 fi
-peers=()
-[ -s "$out/torch.jsonl" ] && peers=(--vs "$out/torch.jsonl")
-shape() { # name, then options
-    local name=$1
-    shift
-    pinned "$flashtile" bench "$@" --threads "${threads:-2}" --json-lines "$out/$name.jsonl" | tee "$out/$name.txt"
+
+cp "$out/peers.jsonl" "$out/rows.jsonl"
+shape() { # name, peer rows to compare with as a regular expression or nothing, options
+    local name=$1 compared=$2 vs=()
+    shift 2
+    if [ -n "$compared" ] && grep -Eq "$compared" "$out/peers.jsonl"; then vs=(--vs "$out/peers.jsonl"); fi
+    pinned "$flashtile" bench "$@" --threads "${threads:-2}" --min-time "$seconds" "${vs[@]}" --json-lines "$out/$name.jsonl" |
+        tee "$out/$name.txt"
+    cat "$out/$name.jsonl" >> "$out/rows.jsonl"
 }
-shape prefill prefill --seq 2048,4096 --head-dim 32,64,128,256 --min-time 0.3 "${peers[@]}"
-threads=1 shape one-thread prefill --seq 2048 --head-dim 64,128 --min-time 0.2
-shape small prefill --seq 128 --batch 4 --heads 12 --head-dim 32,64 --min-time 0.3 "${peers[@]}"
-shape decode decode --min-time 0.3 "${peers[@]}"
-shape prefill-avx2 prefill --isa avx2 --seq 2048 --head-dim 32,64,128,256 --min-time 0.3
-shape decode-avx2 decode --isa avx2 --min-time 0.3
-shape visibility visibility
+shape prefill '"prefill".*"b": ?1,' prefill --seq "$keys" --head-dim "$dims"
+threads=1 shape one-thread '' prefill --seq 2048 --head-dim 64,128
+shape small '"prefill".*"b": ?4,' prefill --seq 128 --batch 4 --heads 12 --head-dim 32,64
+shape decode '"decode".*"causal": ?false' decode --seq "$cached" --head-dim "$decoded"
+shape decode-int8 '"contiguous int8"' decode --seq 1024,32768 --head-dim "$decoded" --dtype f32 --cache contiguous --codec int8
+shape prefill-avx2 '' prefill --isa avx2 --seq 2048 --head-dim "$dims"
+shape decode-avx2 '' decode --isa avx2 --seq "$cached" --head-dim "$decoded"
+shape visibility '' visibility
+if [ -s "$out/missing.txt" ]; then
+    echo "These peers have no rows, or not all:" >&2
+    cat "$out/missing.txt" >&2
+    exit 1
+fi

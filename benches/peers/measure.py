@@ -20,7 +20,7 @@ TOLERANCE = {"f32": 1e-5, "f16": 4e-2, "bf16": 4e-2}
 # Bytes of an element. q8_0 has a scale of two bytes for 32 elements.
 SIZE = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 
-# Keys and values of a decode row rotate through copies of so many bytes in all, which are more than the caches hold.
+# Keys and values of a decode row rotate through copies of this many bytes in all, more than the caches hold.
 ROTATED = 128 << 20
 COPIES = 32
 

@@ -48,7 +48,7 @@ def parser(description):
     options.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}; all by default")
     options.add_argument("--threads", type=int, default=2)
     options.add_argument("--seconds", type=float, default=0.5, help="how long a row is measured, at least")
-    options.add_argument("--longest", type=float, default=5.0, help="no call of a row begins after so many seconds")
+    options.add_argument("--longest", type=float, default=5.0, help="no call of a row begins later than this many seconds after the first")
     options.add_argument("--head-dim", type=list_of(int), help="only these, such as 64,128")
     options.add_argument("--seq", type=list_of(int), help="only these numbers of keys")
     options.add_argument("--dtype", type=list_of(str), default=list(DTYPES), help="only these")

@@ -7,7 +7,7 @@ Rows go to OUT/peers.jsonl. Everything is installed under target/peers ($CARGO_T
 environment, the shared libraries of ggml and candle's program. A peer that cannot be installed or run is named with the reason, here
 and in OUT/missing.txt; the others go on, and the exit status is 1.
 
-docs/peers.md says what each peer computes.
+docs/kernels/cpu.md says what each peer computes.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def main():
     parser.add_argument("--cpus", default="0,1", help="processors, as taskset -c takes them")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.3, help="how long a row is measured, at least")
-    parser.add_argument("--longest", type=float, default=5.0, help="no call of a row begins after so many seconds")
+    parser.add_argument("--longest", type=float, default=5.0, help="no call of a row begins later than this many seconds after the first")
     args, args.problems = parser.parse_known_args()
     names = args.only.split(",")
     if unknown := [name for name in names if name not in PEERS]:

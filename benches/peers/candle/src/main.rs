@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use std::io::{BufRead, Write};
 use std::time::Instant;
 
-/// Keys and values of a decode row rotate through copies of so many bytes in all, which are more than the caches hold.
+/// Keys and values of a decode row rotate through copies of this many bytes in all, more than the caches hold.
 const ROTATED: usize = 128 << 20;
 const COPIES: usize = 32;
 
