@@ -29,6 +29,10 @@ few=(--head-dim "$dims" --seq "128,$keys,1024,32768") # of small batches, prefil
 pinned() { taskset -c "$cpus" "$@"; }
 
 lscpu | grep -E "Model name|Flags" | sed -E 's/(Flags:).*(amx_bf16|avx512_bf16|avx512f|avx2).*/\1 \2/' > "$out/machine.txt"
+read -r load _ < /proc/loadavg
+echo "load average at the start: $load" >> "$out/machine.txt"
+awk -v load="$load" 'BEGIN { exit load > 0.5 }' ||
+    echo "The load average is $load: other programs slow peers whose threads wait in loops (OpenMP) far more than others." >&2
 : > "$out/missing.txt"
 : > "$out/peers.jsonl"
 if [ -n "$peers" ]; then

@@ -25,8 +25,8 @@ pub(super) struct Case {
 
 /// Colours of flashtile and of peers, the latter in the order in which they appear.
 const OURS: &str = "#d4611c";
-const PEERS: [&str; 8] =
-    ["#7f93a8", "#aebbc8", "#5f7388", "#c9a86a", "#8fb39a", "#b08fb3", "#b3a28f", "#6fa3a0"];
+const PEERS: [&str; 9] =
+    ["#7f93a8", "#aebbc8", "#5f7388", "#c9a86a", "#8fb39a", "#b08fb3", "#b3a28f", "#6fa3a0", "#9fae7a"];
 
 /// Left and right margin of words.
 const MARGIN: f64 = 20.0;
