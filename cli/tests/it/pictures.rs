@@ -180,6 +180,7 @@ fn the_recorded_rows_of_this_repository_are_drawn() {
     let svg = folder.path().join("speed.svg");
     for (file, options, words) in [
         ("emerald-rapids-2core", &["--seq", "4096", "--dtype", "f32,bf16"][..], "PyTorch 2.11.0"),
+        ("epyc-2core", &["decode", "--peers", "llama.cpp", "--threads", "2"], "llama.cpp flash"),
         ("h200", &["decode"], "FlashAttention-2"),
         ("emerald-rapids-2core-shared-prefix", &[], "8192 tokens shared"),
     ] {
