@@ -169,8 +169,8 @@ impl BenchArgs {
         if self.peers.is_empty() || has_peers {
             return Ok(());
         }
-        let what = format_args!("no peer in {} has a name that begins so", path.display());
-        Err(Failure::at(format_args!("--peers {}", self.peers.join(",")), what))
+        let option = format!("--peers {}", self.peers.join(","));
+        Err(Failure::at(option, format_args!("no peer in {} has a name that begins so", path.display())))
     }
 }
 
