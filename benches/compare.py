@@ -77,6 +77,8 @@ def main():
     parser.add_argument("--only", metavar="TEXT", default="", help="rows whose command has this text, such as 'prefill --dtype bf16'")
     parser.add_argument("--min-time", type=float, default=0.3, metavar="S", help="seconds that a row is measured in each run")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds is 2 or more: quartiles need two ratios")
     print("| kernel | new / old, median | quartiles | old, ms |\n|---|---|---|---|", flush=True)
     slower = []
     for isa in args.isa or DTYPES:

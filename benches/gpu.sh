@@ -25,14 +25,35 @@ cat "$out/machine.txt"
 torch=
 python3 -c "import torch; torch.zeros(1).cuda()" 2> /dev/null && torch=1
 
-if wants check; then
-    step "answers"
-    "$flashtile" check --backend cuda --seeds 0..400 > "$out/check.txt" || { cat "$out/check.txt"; exit 1; }
-    head -4 "$out/check.txt"
+# The catalogue and 400 random problems by native or portable kernels, and two runs on the same file. Nearly every case compiles its
+# own kernel, and a process compiles one at a time.
+answers() {
+    local kernels=$1 n failed= names
+    n=$(nproc)
+    for ((i = 0; i < n; i++)); do
+        "$flashtile" check --backend cuda --kernels $kernels --seeds 0..400 --shard "$i/$n" > "$out/check-$kernels-$i.txt" &
+    done
+    for ((i = 0; i < n; i++)); do wait -n || failed=1; done
+    names=("$out/check-$kernels"-*.txt)
+    [ -z "$failed" ] || { grep -h FAILED "${names[@]}"; exit 1; }
+    cat "${names[@]}" > "$out/check-$kernels.txt"
+    rm "${names[@]}"
+    python3 -c "
+import re, sys
+sums = [0, 0, 0]
+for line in open(sys.argv[1]):
+    if row := re.match(r'cuda .*? +(\d+) +(\d+) +(\d+) +[\d.]+%', line):
+        sums = [a + int(b) for a, b in zip(sums, row.groups())]
+print('%d passed, %d failed, %d skipped' % tuple(sums))" "$out/check-$kernels.txt"
     for n in 1 2; do
-        "$flashtile" run examples/data/minilm_attention.safetensors -o "$out/minilm$n.safetensors" --backend cuda
+        "$flashtile" run examples/data/minilm_attention.safetensors -o "$out/minilm$n.safetensors" --backend cuda --kernels $kernels
     done
     cmp "$out"/minilm[12].safetensors && rm "$out"/minilm[12].safetensors
+}
+
+if wants check; then
+    step "answers"
+    answers native
 fi
 
 if wants tests && [ -n "${TESTS:-}" ]; then
@@ -100,25 +121,7 @@ fi
 
 if wants portable; then
     step "answers of the portable kernels"
-    # Nearly every case compiles its own kernel, and a process compiles one at a time.
-    n=$(nproc)
-    for ((i = 0; i < n; i++)); do
-        "$flashtile" check --backend cuda --kernels portable --seeds 0..400 --shard "$i/$n" > "$out/check-portable-$i.txt" &
-    done
-    failed=
-    for ((i = 0; i < n; i++)); do wait -n || failed=1; done
-    [ -z "$failed" ] || { grep -h FAILED "$out"/check-portable-*.txt; exit 1; }
-    cat "$out"/check-portable-*.txt | python3 -c "
-import re, sys
-sums = [0, 0, 0]
-for line in sys.stdin:
-    if row := re.match(r'cuda .*? portable kernels +(\d+) +(\d+) +(\d+) ', line):
-        sums = [a + int(b) for a, b in zip(sums, row.groups())]
-print('%d passed, %d failed, %d skipped' % tuple(sums))"
-    for n in 1 2; do
-        "$flashtile" run examples/data/minilm_attention.safetensors -o "$out/minilm$n.safetensors" --backend cuda --kernels portable
-    done
-    cmp "$out"/minilm[12].safetensors && rm "$out"/minilm[12].safetensors
+    answers portable
     step "decode: native, then portable"
     for row in "128 1 8192 32 8" "128 1 131072 32 8" "128 16 8192 32 8" "128 64 4096 32 8" "64 64 4096 32 8" "256 64 4096 16 2"; do
         read -r d b s h hkv <<< "$row"
