@@ -1,7 +1,7 @@
 //! Attention in one call.
 
 use crate::error::Result;
-use crate::runner::{Runner, with_thread_runner};
+use crate::runner::Runner;
 use flashtile_core::dtype::Element;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::owned::filled;
@@ -250,7 +250,7 @@ pub fn attention<'a>(
     out: &mut TensorViewMut<'_>,
     options: &Attention<'a>,
 ) -> Result<()> {
-    with_thread_runner(|runner| runner.attention(q, k, v, out, options))
+    Runner::with_current(|runner| runner.attention(q, k, v, out, options))
 }
 
 /// [`attention`] into new memory, dense `[batch, q_heads, q_len, value_dim]` whatever the strides of q.
@@ -273,7 +273,7 @@ pub fn attention_vec<'a, T: Element>(
     v: TensorView<'a>,
     options: &Attention<'a>,
 ) -> Result<Vec<T>> {
-    with_thread_runner(|runner| {
+    Runner::with_current(|runner| {
         // A wrong problem is refused before there is memory for its result.
         let shape = runner.find_options(q, k, v, options)?.problem().dims().out_shape();
         let mut out = filled(reach(shape, dense(shape))?, T::from_f32(0.0))?;

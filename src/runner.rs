@@ -85,6 +85,25 @@ impl Runner {
         self.run_found(inputs, outputs)
     }
 
+    /// Calls a function with the runner that the calling thread keeps, which is the one of [`attention`](crate::attention()) and of a
+    /// [`Step`](crate::Step) that is on no other. A call inside a call, as a thread makes it that waits for rayon and is given
+    /// another task, gets a runner of its own.
+    ///
+    /// ```
+    /// // Frees what this thread keeps.
+    /// flashtile::Runner::with_current(flashtile::Runner::clear);
+    /// ```
+    pub fn with_current<T>(f: impl FnOnce(&mut Self) -> T) -> T {
+        thread_local! {
+            static RUNNER: Cell<Option<Runner>> = const { Cell::new(None) };
+        }
+        // While a thread ends, its values are gone.
+        let mut runner = RUNNER.try_with(Cell::take).ok().flatten().unwrap_or_default();
+        let result = f(&mut runner);
+        let _ = RUNNER.try_with(|place| place.set(Some(runner)));
+        result
+    }
+
     /// Gives back the memory of plans and workspace.
     pub fn clear(&mut self) {
         self.plans = Vec::new();
@@ -147,17 +166,4 @@ impl Default for Runner {
     fn default() -> Self {
         Self::new()
     }
-}
-
-/// Calls a function with the runner of this thread. A thread that waits for rayon may be given a task that calls this again: that
-/// one gets a runner of its own.
-pub(crate) fn with_thread_runner<T>(f: impl FnOnce(&mut Runner) -> T) -> T {
-    thread_local! {
-        static RUNNER: Cell<Option<Runner>> = const { Cell::new(None) };
-    }
-    // A thread that ends has no place for it any more.
-    let mut runner = RUNNER.try_with(Cell::take).ok().flatten().unwrap_or_default();
-    let result = f(&mut runner);
-    let _ = RUNNER.try_with(|place| place.set(Some(runner)));
-    result
 }

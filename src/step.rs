@@ -2,7 +2,7 @@
 
 use crate::attention::{Attention, SequencesRef};
 use crate::error::Result;
-use crate::runner::{Runner, with_thread_runner};
+use crate::runner::Runner;
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{CacheError, CacheLayout, KvCache, SeqId};
 use flashtile_core::dtype::Dtype;
@@ -69,7 +69,7 @@ pub struct Step<'c> {
     tables: BlockTables,
     /// The problem of the last layer.
     desc: Option<ProblemDesc>,
-    /// Whether the rows of a layer are stored.
+    /// Whether the rows of this step are stored in a layer.
     written: Vec<bool>,
     /// What computes, in place of the runner of the thread.
     runner: Option<&'c mut Runner>,
@@ -174,7 +174,7 @@ impl<'c> Step<'c> {
         (*options).set_inputs(&mut inputs);
         match &mut self.runner {
             Some(runner) => runner.run(desc, &inputs, outputs),
-            None => with_thread_runner(|runner| runner.run(desc, &inputs, outputs)),
+            None => Runner::with_current(|runner| runner.run(desc, &inputs, outputs)),
         }
     }
 
@@ -191,8 +191,8 @@ impl<'c> Step<'c> {
     /// Keeps the tokens of the step.
     ///
     /// # Errors
-    /// [`Error::Cache`](crate::Error::Cache) with [`CacheError::LayerNotWritten`] where a layer did not attend; the step takes its tokens
-    /// back then.
+    /// [`Error::Cache`](crate::Error::Cache) with [`CacheError::LayerNotWritten`] where the rows of a layer were not stored; the step takes its
+    /// tokens back then.
     pub fn finish(mut self) -> Result<()> {
         let has_tokens = self.batch.iter().any(|&(_, tokens)| tokens > 0);
         if let Some(layer) = self.written.iter().position(|written| !written)
