@@ -73,13 +73,15 @@ impl Flash {
         pages: Pages<'_>,
     ) -> Result<Tensor> {
         self.options.visibility = self.visibility(lens.max_k);
+        let tables = pages.tables(k, lens)?;
         if let Some(ranges) = pages.mm_prefix_ranges {
+            lens.check_rows(q)?;
             // Ranges show what a window hides: both are in the mask then.
             let mask = lens.mask(self.options.visibility, &ranges_of(ranges, lens.q.len() - 1)?)?;
             self.options.visibility = Visibility::full();
             self.options.mask = Some(Mask::Visible(mask));
         }
-        let options = self.options.paged(&lens.q, pages.tables(k, lens)?);
+        let options = self.options.paged(&lens.q, tables);
         Ok(apply("flash-attn-varlen", Qkv { q, k, v }, options)?.0)
     }
 }
@@ -118,6 +120,17 @@ impl Cumulative {
     fn lens(&self) -> impl Iterator<Item = (usize, usize)> {
         let len = |w: &[usize]| w[1].saturating_sub(w[0]);
         self.q.windows(2).map(len).zip(self.k.windows(2).map(len))
+    }
+
+    /// Checks that the last sequence ends where q does.
+    fn check_rows(&self, q: &Tensor) -> Result<()> {
+        let (&[total, _, _], Some(&end)) = (q.dims(), self.q.last()) else {
+            bail!("q has shape {:?}, expected (total, heads, dim)", q.dims())
+        };
+        if end != total {
+            bail!("seqlens_q ends at {end}, expected {total}, the rows of q")
+        }
+        Ok(())
     }
 
     /// A mask `(sequences, 1, longest q_len, longest kv_len)`: keys of a window, and keys in the same range as the query.
@@ -193,6 +206,13 @@ impl Pages<'_> {
             dtype => bail!("block_table is {dtype:?}, expected U32 or I32"),
         };
         let kv_lens: Vec<usize> = lens.lens().map(|(_, kv_len)| kv_len).collect();
+        let blocks = self.block_table.dims()[1];
+        let room = blocks.saturating_mul(page);
+        if let Some(len) = kv_lens.iter().max().filter(|&&len| len > room) {
+            bail!(
+                "seqlens_k has a sequence of {len} keys, block_table has room for {room}: {blocks} blocks of {page}"
+            )
+        }
         BlockTables::from_rows(&table, &kv_lens, page).map_err(refused)
     }
 }
@@ -427,14 +447,14 @@ pub fn flash_attn_varlen_alibi_windowed_softcap(
 /// Attention over q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and v `(batch, kv_heads, kv_len, value_dim)`, into
 /// `(batch, q_heads, q_len, value_dim)`, with the parameters of `candle_nn::ops::sdpa`, which computes on Metal only.
 ///
-/// `mask` is added to scores, and `softcapping` is off at 1. `do_causal` puts the last query at the last key. Where candle leaves an argument
-/// out of account, this function obeys it:
+/// `mask` is added to scores, and `softcapping` is off at 1. `do_causal` puts the last query at the last key. Where candle ignores an argument,
+/// this function obeys it:
 ///
 /// | | `candle_nn::ops::sdpa` | here |
 /// |---|---|---|
 /// | `mask` and `do_causal` | the mask alone | both |
 /// | `mask` with one query | ignored | added |
-/// | `softcapping` with a mask or several queries | refused | applied |
+/// | `softcapping` with several queries | refused | applied |
 /// | axes of the mask | all four, of full size | `(queries, keys)` or four, each 1 or of full size |
 /// | gradient | none, silently | an error |
 ///

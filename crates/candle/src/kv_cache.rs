@@ -1,7 +1,9 @@
 //! KV caches for candle tensors.
 
 use crate::options::Options;
-use crate::storage::{Axes, Op, Qkv, Stored, TensorLayout, check_device, refused, write_new};
+use crate::storage::{
+    Axes, CallAxes, Op, Qkv, Stored, TensorLayout, check_device, refused, refused_shape, write_new, zeros,
+};
 use candle_core::{CpuStorage, Result, Shape, Tensor, bail};
 use flashtile::{CacheDesc, KvCacheExt, Outputs, SeqId, SeqLens, Sequences, StepTensors};
 use std::cell::RefCell;
@@ -149,14 +151,11 @@ impl Step<'_> {
                     TensorLayout::Bshd => Ok(x.clone()),
                 };
                 let each = rows_first(q)?.dim(1)?;
-                let lens = self.inner.lens();
-                if lens.len() != sequences || lens.iter().any(|lens| lens.q_len != each) {
-                    let expected: Vec<usize> = lens.iter().map(|lens| lens.q_len).collect();
-                    bail!(
-                        "q has {sequences} sequences of {each} tokens, the step has sequences of {expected:?}"
-                    )
-                }
-                let packed = tensors.each(|_, tensor| rows_first(tensor)?.flatten(0, 1))?;
+                let packed = tensors.each(|name, tensor| {
+                    let rows = rows_first(tensor)?;
+                    self.check_sequences(name, rows.dim(0)?, rows.dim(1)?)?;
+                    rows.flatten(0, 1)
+                })?;
                 let (out, lse) =
                     self.packed(layer, Qkv { q: &packed.q, k: &packed.k, v: &packed.v }, options)?;
                 let (_, heads, value_dim) = out.dims3()?;
@@ -169,6 +168,18 @@ impl Step<'_> {
                 v.dims()
             ),
         }
+    }
+
+    /// Checks that a tensor divides into sequences as the step does.
+    fn check_sequences(&self, name: &str, sequences: usize, tokens: usize) -> Result<()> {
+        let lens = self.inner.lens();
+        if lens.len() != sequences || lens.iter().any(|lens| lens.q_len != tokens) {
+            let expected: Vec<usize> = lens.iter().map(|lens| lens.q_len).collect();
+            bail!(
+                "{name} has {sequences} sequences of {tokens} tokens, the step has sequences of {expected:?}"
+            )
+        }
+        Ok(())
     }
 
     fn packed(
@@ -189,7 +200,7 @@ impl Step<'_> {
     /// Keeps the tokens of the step.
     ///
     /// # Errors
-    /// Where a layer did not attend; the step takes its tokens back then.
+    /// Where the rows of a layer were not stored; the step takes its tokens back then.
     pub fn finish(self) -> Result<()> {
         self.inner.finish().map_err(refused)
     }
@@ -220,10 +231,12 @@ fn attend(
             let mut outputs = Outputs::new(out);
             let mut lse = lse.map(RefCell::borrow_mut);
             if let Some(lse) = &mut lse {
-                **lse = vec![0.0; heads * tokens];
+                **lse = zeros(0.0, heads * tokens)?;
                 outputs.lse = Some(lse.as_mut_slice());
             }
-            step.attend_with(layer, StepTensors { q, k, v }, attention, &mut outputs).map_err(refused)
+            let axes = CallAxes { q: Axes::Packed, kv: Axes::Packed };
+            let done = step.attend_with(layer, StepTensors { q, k, v }, attention, &mut outputs);
+            done.map_err(|error| refused_shape(error, axes))
         })
     })
 }

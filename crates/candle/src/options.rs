@@ -1,11 +1,13 @@
 //! Attention with every option.
 
-use crate::storage::{Axes, Op, Qkv, Stored, TensorLayout, check_device, list_f32, read, refused, write_new};
+use crate::storage::{
+    Axes, CallAxes, Op, Qkv, Stored, TensorLayout, check_device, check_no_gradient, list_f32, read, refused,
+    refused_shape, write_new, zeros,
+};
 use candle_core::{CpuStorage, Device, Result, Shape, Tensor, bail};
 use flashtile::{
     Attention, BlockTables, Inputs, MaskView, Outputs, ProblemDesc, QOffset, Runner, Sequences, Visibility,
 };
-use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// A mask `(queries, keys)` or `(batch, heads, queries, keys)`. Axes of size 1 are broadcast, and so are axes of stride 0, as
@@ -27,7 +29,10 @@ impl Mask {
         match mask {
             None => run(None),
             Some(Self::Visible(tensor)) => read("mask", tensor, |stored| run(Some(stored.mask(true)?))),
-            Some(Self::Additive(tensor)) => read("mask", tensor, |stored| run(Some(stored.mask(false)?))),
+            Some(Self::Additive(tensor)) => {
+                check_no_gradient("mask", tensor)?;
+                read("mask", tensor, |stored| run(Some(stored.mask(false)?)))
+            }
         }
     }
 }
@@ -146,6 +151,7 @@ impl Options {
     #[must_use]
     pub fn kv_lens(mut self, kv_lens: &[usize]) -> Self {
         self.sequences = Sequences::Padded { kv_lens: kv_lens.to_vec() };
+        self.tables = None;
         self
     }
 
@@ -153,6 +159,7 @@ impl Options {
     #[must_use]
     pub fn cu_seqlens(mut self, q: &[usize], k: &[usize]) -> Self {
         self.sequences = Sequences::Packed { cu_seqlens_q: q.to_vec(), cu_seqlens_k: k.to_vec() };
+        self.tables = None;
         self
     }
 
@@ -173,7 +180,7 @@ impl Options {
         self
     }
 
-    /// Calls a function with these options, borrowed as flashtile has them, but for sequences.
+    /// Calls a function with these options as flashtile has them, without sequences.
     pub(crate) fn with<T>(&self, run: impl FnOnce(&Attention<'_>) -> Result<T>) -> Result<T> {
         let slopes = self.alibi_slopes.as_ref().map(|of| list_f32("alibi_slopes", of)).transpose()?;
         let sinks = self.sinks.as_ref().map(|of| list_f32("sinks", of)).transpose()?;
@@ -195,7 +202,7 @@ impl Options {
         match self.sequences {
             Sequences::Packed { .. } => CallAxes { q: Axes::Packed, kv: Axes::Packed },
             Sequences::Cached { .. } => CallAxes { q: Axes::Packed, kv: dense },
-            _ => CallAxes { q: dense, kv: dense },
+            Sequences::Dense | Sequences::Padded { .. } => CallAxes { q: dense, kv: dense },
         }
     }
 
@@ -207,57 +214,36 @@ impl Options {
             let mut desc = options.desc(&q, &k, &v);
             desc.sequences = self.sequences.clone();
             let mut inputs = options.inputs(q, k, v);
-            if let (Some(tables), Sequences::Cached { kv_lens, .. }) = (&self.tables, &self.sequences) {
+            inputs.tables = self.tables.as_ref();
+            if let Sequences::Cached { kv_lens, .. } = &self.sequences {
                 // Pools are not the keys of a batch entry.
                 desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
-                inputs.tables = Some(tables);
             }
-            compute(&desc, &inputs, axes.q, self.lse.then_some(lse))
+            compute(&desc, &inputs, axes, self.lse.then_some(lse))
         })
     }
-}
-
-/// Axes of the tensors of a call.
-struct CallAxes {
-    /// Of q and out.
-    q: Axes,
-    /// Of k and v.
-    kv: Axes,
 }
 
 /// Runs a problem into a new tensor.
 fn compute(
     desc: &ProblemDesc,
     inputs: &Inputs<'_>,
-    axes: Axes,
+    axes: CallAxes,
     lse: Option<&Mutex<Vec<f32>>>,
 ) -> Result<(CpuStorage, Shape)> {
-    with_runner(|runner| {
+    Runner::with_current(|runner| {
         // A wrong problem is refused before there is memory for its result.
         let shape = runner.plan(desc).map_err(refused)?.problem().dims().out_shape();
-        write_new(inputs.q.dtype(), shape, axes, |out| {
+        write_new(inputs.q.dtype(), shape, axes.q, |out| {
             let mut outputs = Outputs::new(out);
             let mut lse = lse.map(|lse| lse.lock().unwrap_or_else(PoisonError::into_inner));
             if let Some(lse) = &mut lse {
-                **lse = vec![0.0; shape[0] * shape[1] * shape[2]];
+                **lse = zeros(0.0, shape[0] * shape[1] * shape[2])?;
                 outputs.lse = Some(lse.as_mut_slice());
             }
-            runner.run(desc, inputs, &mut outputs).map_err(refused)
+            runner.run(desc, inputs, &mut outputs).map_err(|error| refused_shape(error, axes))
         })
     })
-}
-
-/// Calls a function with the runner of this thread, which keeps plans and workspace from call to call. A thread that waits for rayon
-/// may be given a task that calls this again: that one gets a runner of its own.
-fn with_runner<T>(run: impl FnOnce(&mut Runner) -> T) -> T {
-    thread_local! {
-        static RUNNER: Cell<Option<Runner>> = const { Cell::new(None) };
-    }
-    // A thread that ends has no place for it any more.
-    let mut runner = RUNNER.try_with(Cell::take).ok().flatten().unwrap_or_default();
-    let result = run(&mut runner);
-    let _ = RUNNER.try_with(|place| place.set(Some(runner)));
-    result
 }
 
 /// Attention with any options: out, and the logsumexp where [`Options::lse`] is set.
@@ -280,7 +266,8 @@ fn with_runner<T>(run: impl FnOnce(&mut Runner) -> T) -> T {
 ///
 /// # Errors
 /// Where a tensor is not on the CPU, has another dtype, rank or shape, or a last axis whose stride is not 1, and where options contradict
-/// each other. The gradient of the result is an error, too.
+/// each other. Gradients are not computed: `backward()` through out is an error, and so are variables, or what is computed from them, as an
+/// additive mask, slopes or sinks, and as q, k or v where the logsumexp is asked for.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
     apply("attention", Qkv { q, k, v }, options.clone())
 }
@@ -293,6 +280,9 @@ pub(crate) fn apply(
 ) -> Result<(Tensor, Option<Tensor>)> {
     let Qkv { q, k, v } = tensors;
     tensors.each(check_device)?;
+    if options.lse {
+        tensors.each(check_no_gradient)?;
+    }
     let (lse, wanted, axes) = (Arc::new(Mutex::new(Vec::new())), options.lse, options.axes());
     let kept = Arc::clone(&lse);
     let out =

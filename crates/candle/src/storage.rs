@@ -4,7 +4,7 @@ use candle_core::{
     CpuStorage, CustomOp1, CustomOp3, DType, DeviceLocation, Error, Layout, Result, Shape, Tensor,
 };
 use candle_core::{WithDType, bail};
-use flashtile::{Dtype, Element, MaskView, TensorView, TensorViewMut};
+use flashtile::{CacheError, Dtype, Element, MaskView, RunError, TensorView, TensorViewMut};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 use std::cell::Cell;
@@ -47,6 +47,15 @@ impl Axes {
         }
     }
 
+    /// Sizes in the order of these axes.
+    fn own(self, [b, h, s, d]: [usize; 4]) -> Vec<usize> {
+        match self {
+            Self::Bhsd => vec![b, h, s, d],
+            Self::Bshd => vec![b, s, h, d],
+            Self::Packed => vec![s, h, d],
+        }
+    }
+
     /// Sizes or strides of a tensor in the order `[batch, heads, rows, dim]`. `batch` stands for a missing axis.
     pub(crate) fn logical(self, of: &[usize], batch: usize) -> Option<[usize; 4]> {
         match (self, of) {
@@ -71,7 +80,7 @@ pub(crate) fn refused(error: impl Into<flashtile::Error>) -> Error {
     Error::wrap(error.into())
 }
 
-/// Why a tensor is refused that lies on a device.
+/// The error for a tensor on a device.
 pub(crate) fn unsupported_device(name: &str, location: DeviceLocation) -> Error {
     Error::msg(format!(
         "{name} is on {location:?}, flashtile-candle computes on the CPU: move it with to_device"
@@ -95,6 +104,10 @@ pub(crate) struct Stored<'a> {
 
 impl<'a> Stored<'a> {
     fn elements<T: WithDType>(&self) -> Result<&'a [T]> {
+        if self.layout.shape().elem_count() == 0 {
+            // Its offset may lie past the end.
+            return Ok(&[]);
+        }
         let all = self.storage.as_slice::<T>()?;
         all.get(self.layout.start_offset()..)
             .ok_or_else(|| Error::msg(format!("{} lies outside its memory", self.name)))
@@ -109,7 +122,7 @@ impl<'a> Stored<'a> {
         Ok((shape, strides))
     }
 
-    /// The tensor as a view: no copy, whatever its strides, except that elements of `dim` are neighbours.
+    /// The tensor as a view: no copy, whatever its strides, except that elements of `dim` are contiguous.
     pub(crate) fn view(&self, axes: Axes) -> Result<TensorView<'a>> {
         let (shape, strides) = self.logical(axes)?;
         if shape[3] > 1 && strides[3] != 1 {
@@ -175,11 +188,22 @@ pub(crate) fn write_new(
     let len = dims.elem_count();
     // Zeroed memory of integers comes from the system as it is; of half-precision types it would be written.
     let storage = match dtype {
-        Dtype::F32 => fill(vec![0f32; len], shape, strides, write),
-        Dtype::F16 => fill(vec![0u16; len].reinterpret_into::<f16>(), shape, strides, write),
-        Dtype::BF16 => fill(vec![0u16; len].reinterpret_into::<bf16>(), shape, strides, write),
+        Dtype::F32 => fill(zeros(0f32, len)?, shape, strides, write),
+        Dtype::F16 => fill(zeros(0u16, len)?.reinterpret_into::<f16>(), shape, strides, write),
+        Dtype::BF16 => fill(zeros(0u16, len)?.reinterpret_into::<bf16>(), shape, strides, write),
     };
     Ok((storage?, dims))
+}
+
+/// A list of zeros, or an error where there is no memory: `vec!` alone would end the process.
+pub(crate) fn zeros<T: Clone>(zero: T, len: usize) -> Result<Vec<T>> {
+    let mut room: Vec<T> = Vec::new();
+    if room.try_reserve_exact(len).is_err() {
+        return Err(refused(flashtile::Error::Memory { bytes: len.saturating_mul(size_of::<T>()) }));
+    }
+    // `vec!` takes zeroed pages from the system, where a reserved list would be written; the compiler may not drop the reservation.
+    drop(std::hint::black_box(room));
+    Ok(vec![zero; len])
 }
 
 fn fill<T: Element + WithDType>(
@@ -190,6 +214,35 @@ fn fill<T: Element + WithDType>(
 ) -> Result<CpuStorage> {
     write(TensorViewMut::strided(&mut all, shape, strides).map_err(refused)?)?;
     Ok(T::to_cpu_storage_owned(all))
+}
+
+/// An error of flashtile as one of candle, with shapes in the order of the axes that the caller's tensors have.
+pub(crate) fn refused_shape(error: impl Into<flashtile::Error>, axes: CallAxes) -> Error {
+    let error = error.into();
+    let (tensor, expected, got) = match error {
+        flashtile::Error::Run(RunError::Shape { tensor, expected, got })
+        | flashtile::Error::Cache(CacheError::Shape { tensor, expected, got }) => (tensor, expected, got),
+        _ => return Error::wrap(error),
+    };
+    let of = if tensor == "k" || tensor == "v" { axes.kv } else { axes.q };
+    Error::msg(format!("{tensor} has shape {:?}, expected {:?}", of.own(got), of.own(expected)))
+}
+
+/// Axes of the tensors of a call.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct CallAxes {
+    /// Of q and out.
+    pub(crate) q: Axes,
+    /// Of k and v.
+    pub(crate) kv: Axes,
+}
+
+/// Refuses a tensor whose gradient would be lost without a word.
+pub(crate) fn check_no_gradient(name: &str, tensor: &Tensor) -> Result<()> {
+    if tensor.track_op() {
+        bail!("{name} is a variable or computed from one, and has no gradient here: call detach() on it")
+    }
+    Ok(())
 }
 
 /// Query, keys and values.
@@ -269,21 +322,25 @@ pub(crate) fn read<T>(
 /// A list of f32, such as ALiBi slopes.
 pub(crate) fn list_f32(name: &'static str, tensor: &Tensor) -> Result<Vec<f32>> {
     check_device(name, tensor)?;
+    check_no_gradient(name, tensor)?;
     match (tensor.dtype(), tensor.rank()) {
         (DType::F32, 1) => tensor.to_vec1::<f32>(),
         (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis", tensor.dims()),
     }
 }
 
-/// A list of lengths or pages, in any type of integers.
+/// A list of lengths, in any type of integers.
 pub(crate) fn list_usize(name: &'static str, tensor: &Tensor) -> Result<Vec<usize>> {
     check_device(name, tensor)?;
+    if tensor.rank() != 1 {
+        bail!("{name} has shape {:?}, expected one axis", tensor.dims())
+    }
     let index =
         |x: i64| usize::try_from(x).map_err(|_| Error::msg(format!("{name} has {x}, expected 0 or more")));
     match tensor.dtype() {
-        DType::U32 => Ok(tensor.flatten_all()?.to_vec1::<u32>()?.into_iter().map(|x| x as usize).collect()),
-        DType::I32 => tensor.flatten_all()?.to_vec1::<i32>()?.into_iter().map(|x| index(x.into())).collect(),
-        DType::I64 => tensor.flatten_all()?.to_vec1::<i64>()?.into_iter().map(index).collect(),
+        DType::U32 => Ok(tensor.to_vec1::<u32>()?.into_iter().map(|x| x as usize).collect()),
+        DType::I32 => tensor.to_vec1::<i32>()?.into_iter().map(|x| index(x.into())).collect(),
+        DType::I64 => tensor.to_vec1::<i64>()?.into_iter().map(index).collect(),
         dtype => bail!("{name} is {dtype:?}, expected U32, I32 or I64"),
     }
 }
@@ -291,6 +348,13 @@ pub(crate) fn list_usize(name: &'static str, tensor: &Tensor) -> Result<Vec<usiz
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_list_without_memory_is_refused() {
+        assert_eq!(zeros(0u16, 3).unwrap(), [0; 3]);
+        let error = zeros(0u16, usize::MAX / 8).unwrap_err().to_string();
+        assert!(error.contains(&format!("{}", usize::MAX / 8 * 2)), "{error}");
+    }
 
     #[test]
     fn another_device_is_named() {

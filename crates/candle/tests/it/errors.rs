@@ -1,7 +1,7 @@
 //! What is refused, and how it is said.
 
 use crate::random;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor, Var};
 use flashtile_candle::flashtile::{CacheDesc, CacheLayout, CacheShape, Codec};
 use flashtile_candle::*;
 
@@ -48,7 +48,7 @@ fn shapes() -> Result<()> {
     let other = random(&[1, 4, 2, 16], 1);
     assert_eq!(
         said(flash_attn(&q, &other, &kv, 1.0, false)),
-        "k has shape [1, 2, 4, 16], expected [1, 2, 4, 8]"
+        "k has shape [1, 4, 2, 16], expected [1, 4, 2, 8]"
     );
     let three = random(&[1, 4, 3, 8], 1);
     let error = said(flash_attn(&q, &three, &three, 1.0, false));
@@ -77,12 +77,10 @@ fn strides() -> Result<()> {
         "k has strides [64, 1, 4, 8], expected 1 for the last axis: call contiguous() on it"
     );
     assert!(flash_attn(&q, &kv.contiguous()?, &q, 1.0, false).is_ok());
-    let mask = random(&[4, 2], 1).t()?;
     assert_eq!(
         said(sdpa(&q, &q, &q, Some(&random(&[2, 2], 1).t()?), false, 1.0, 1.0)),
         "mask has strides [1, 2], expected 0 or 1 for the last axis: call contiguous() on it"
     );
-    assert_eq!(mask.dims(), [2, 4]);
     Ok(())
 }
 
@@ -100,6 +98,36 @@ fn options() -> Result<()> {
     cached.sequences = flashtile::Sequences::Cached { cu_seqlens_q: vec![0, 2], kv_lens: vec![8] };
     let error = said(attention(&random(&[2, 2, 8], 1), &kv, &kv, &cached));
     assert_eq!(error, "tables is missing: the problem has it");
+    let tables = flashtile::BlockTables::from_rows(&[0], &[9], 9).unwrap();
+    let mut unused = Options::full();
+    unused.tables = Some(tables.clone());
+    assert_eq!(said(attention(&q, &kv, &kv, &unused)), "tables was given but the problem does not have it");
+    // The last word counts.
+    let again = Options::full().paged(&[0, 4], tables).kv_lens(&[9]);
+    assert_eq!(attention(&q, &kv, &kv, &again)?.0.dims(), [1, 2, 4, 8]);
+    Ok(())
+}
+
+#[test]
+fn gradients() -> Result<()> {
+    let (q, kv) = (random(&[1, 2, 4, 8], 1), random(&[1, 2, 4, 8], 2));
+    let var = |shape: &[usize]| Var::ones(shape, DType::F32, &Device::Cpu);
+    let refused = |name: &str| {
+        format!("{name} is a variable or computed from one, and has no gradient here: call detach() on it")
+    };
+    let with = |options: &Options| said(attention(&q, &kv, &kv, options));
+    let of_two = (var(&[2])?.as_tensor() * 1.0)?;
+    assert_eq!(
+        with(&Options::full().mask(Mask::Additive(var(&[4, 4])?.as_tensor().clone()))),
+        refused("mask")
+    );
+    assert_eq!(with(&Options::causal().alibi(&of_two)), refused("alibi_slopes"));
+    assert_eq!(with(&Options::full().sinks(&of_two)), refused("sinks"));
+    assert!(attention(&q, &kv, &kv, &Options::full().sinks(&of_two.detach())).is_ok());
+    let v = var(&[1, 2, 4, 8])?;
+    assert_eq!(said(attention(&q, &kv, &v, &Options::full().lse())), refused("v"));
+    let (out, _) = attention(&q, &kv, &v, &Options::full())?;
+    assert!(said(out.sum_all()?.backward()).contains("attention"));
     Ok(())
 }
 
@@ -111,6 +139,7 @@ fn lengths_and_pages() -> Result<()> {
         said(flash_attn_varlen(&q, &kv, &kv, sq, sk, max, max, 1.0, true))
     };
     let good = list(&[0, 2, 6]);
+    assert_eq!(run(&good.unsqueeze(0)?, &good, 9), "seqlens_q has shape [1, 3], expected one axis");
     assert_eq!(run(&good, &good, 3), "max_seqlen_q is 3, the longest sequence of seqlens_q has 4");
     assert_eq!(
         run(&list(&[0]), &list(&[0]), 9),
@@ -129,24 +158,27 @@ fn lengths_and_pages() -> Result<()> {
     }
     let pool = random(&[3, 4, 2, 8], 3);
     let table = Tensor::new(&[[0u32], [2]], &Device::Cpu)?;
-    let paged = |table: &Tensor, ranges: Option<&Tensor>, page| {
-        flash_attn_varlen_paged_windowed(
-            &q,
-            &pool,
-            &pool,
-            &good,
-            &good,
-            table,
-            ranges,
-            4,
-            4,
-            1.0,
-            None,
-            Some(0),
-            page,
-            None,
-        )
-    };
+    let paged_with =
+        |seqlens_q: &Tensor, seqlens_k: &Tensor, table: &Tensor, ranges: Option<&Tensor>, page| {
+            let no_max = usize::MAX;
+            flash_attn_varlen_paged_windowed(
+                &q,
+                &pool,
+                &pool,
+                seqlens_q,
+                seqlens_k,
+                table,
+                ranges,
+                no_max,
+                no_max,
+                1.0,
+                None,
+                Some(0),
+                page,
+                None,
+            )
+        };
+    let paged = |table: &Tensor, ranges: Option<&Tensor>, page| paged_with(&good, &good, table, ranges, page);
     assert!(paged(&table, None, 4).is_ok());
     assert_eq!(
         said(paged(&table, None, 8)),
@@ -161,26 +193,14 @@ fn lengths_and_pages() -> Result<()> {
     assert!(error.contains("page 3") && error.contains('3'), "{error}");
     let ranges = Tensor::zeros((2, 1, 2), DType::I32, &Device::Cpu)?;
     let huge = list(&[0, u32::MAX - 1, u32::MAX]);
-    let error = said(flash_attn_varlen_paged_windowed(
-        &q,
-        &pool,
-        &pool,
-        &huge,
-        &huge,
-        &table,
-        Some(&ranges),
-        usize::MAX,
-        usize::MAX,
-        1.0,
-        None,
-        Some(0),
-        4,
-        None,
-    ));
+    let error = said(paged_with(&huge, &huge, &table, Some(&ranges), 4));
     assert_eq!(
         error,
-        "mm_prefix_ranges need a mask of 2 x 4294967294 x 4294967294 bytes, for which there is no memory"
+        "seqlens_k has a sequence of 4294967294 keys, block_table has room for 4: 1 blocks of 4"
     );
+    let longer = list(&[0, 2, 7]);
+    let error = said(paged_with(&longer, &good, &table, Some(&ranges), 4));
+    assert_eq!(error, "seqlens_q ends at 7, expected 6, the rows of q");
     let ranges = Tensor::zeros((2, 1, 3), DType::I32, &Device::Cpu)?;
     assert_eq!(
         said(paged(&table, Some(&ranges), 4)),
@@ -207,7 +227,16 @@ fn steps() -> Result<()> {
     );
     assert_eq!(said(step.attend(0, &q.narrow(0, 0, 2)?, &kv, &kv)), "q has 2 tokens, the step has 3");
     let error = said(step.attend(0, &q, &kv.narrow(0, 0, 2)?, &kv));
-    assert_eq!(error, "k has shape [1, 2, 2, 8], expected [1, 2, 3, 8]");
+    assert_eq!(error, "k has shape [2, 2, 8], expected [3, 2, 8]");
+    // One sequence of three tokens is not three of one, in any of the tensors.
+    let [q4, kv4] = [&q, &kv].map(|x| x.unsqueeze(0).unwrap().transpose(1, 2).unwrap());
+    for (k, v, name) in [(&kv3, &kv4, "k"), (&kv4, &kv3, "v")] {
+        assert_eq!(
+            said(step.attend(0, &q4, k, v)),
+            format!("{name} has 3 sequences of 1 tokens, the step has sequences of [3]")
+        );
+    }
+    assert!(step.attend(0, &q4, &kv4, &kv4).is_ok());
     assert!(step.attend(0, &q, &kv, &kv).is_ok());
     step.finish()?;
     assert!(said(cache.create()).contains("slot"));

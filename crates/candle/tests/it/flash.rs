@@ -140,8 +140,8 @@ fn strided_tensors_are_read_in_place() -> Result<()> {
 #[test]
 fn agrees_with_the_flash_attention_of_candle_nn() -> Result<()> {
     let close = |a: &Tensor, b: &Tensor| {
-        let (distance, most) = (crate::distance(a, b), 2.0 * tolerance(a.dtype()));
-        assert!(distance <= most, "{distance:e} from candle-nn, expected at most {most:e}");
+        let (distance, max) = (crate::distance(a, b), 2.0 * tolerance(a.dtype()));
+        assert!(distance <= max, "{distance:e} from candle-nn, expected at most {max:e}");
     };
     let qkv @ [q, k, v] = &inputs([1, 40, 40, 8, 2, 64], DType::F32);
     let nn = |mask, alibi, cap| candle_nn::attention::flash_attn::<f32>(q, k, v, 0.125, mask, alibi, cap);
