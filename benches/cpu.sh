@@ -20,12 +20,12 @@ here=$(dirname "$(realpath "$0")")
 mkdir -p "$out"
 cpus=${CPUS:-0,1}
 peers=${PEERS-torch,llama,onnx,candle}
-seconds=0.3 dims=${DIMS:-32,64,128,256} keys=${KEYS:-2048,4096} cached=1024,4096,8192,32768
+seconds=0.3 dims=${DIMS:-32,64,128,256} keys=${KEYS:-2048,4096} cached=1024,4096,8192,32768 peer_cached=1024,32768
 if [ -n "${QUICK:-}" ]; then
-    seconds=0.02 dims=64 keys=2048 cached=1024
+    seconds=0.02 dims=64 keys=2048 cached=1024 peer_cached=1024
 fi
 decoded=$(tr , '\n' <<< "$dims" | { grep -xE '64|128|256' || true; } | paste -sd,)
-few=(--head-dim "$dims" --seq "128,$keys,1024,32768") # of small batches, prefill and decode
+few=(--head-dim "$dims" --seq "128,$keys,$peer_cached") # of small batches, prefill and decode
 pinned() { taskset -c "$cpus" "$@"; }
 
 lscpu | grep -E "Model name|Flags" | sed -E 's/(Flags:).*(amx_bf16|avx512_bf16|avx512f|avx2).*/\1 \2/' > "$out/machine.txt"
@@ -49,11 +49,11 @@ shape() { # name, peer rows to compare with as a regular expression or nothing, 
     cat "$out/$name.jsonl" >> "$out/rows.jsonl"
 }
 shape prefill '"prefill".*"b": ?1,' prefill --seq "$keys" --head-dim "$dims"
-threads=1 shape one-thread '' prefill --seq 2048 --head-dim "${decoded:-64}"
+threads=1 shape one-thread '' prefill --seq 2048 --head-dim "${decoded:-$dims}"
 small=$(tr , '\n' <<< "$dims" | { grep -xE '32|64' || true; } | paste -sd,)
 [ -z "$small" ] || shape small '"prefill".*"b": ?4,' prefill --seq 128 --batch 4 --heads 12 --head-dim "$small"
 [ -z "$decoded" ] || shape decode '"decode".*"causal": ?false' decode --seq "$cached" --head-dim "$decoded"
-[ -z "$decoded" ] || shape decode-int8 '"contiguous int8"' decode --seq 1024,32768 --head-dim "$decoded" --dtype f32 --cache contiguous --codec int8
+[ -z "$decoded" ] || shape decode-int8 '"contiguous int8"' decode --seq "$peer_cached" --head-dim "$decoded" --dtype f32 --cache contiguous --codec int8
 shape prefill-avx2 '' prefill --isa avx2 --seq 2048 --head-dim "$dims"
 [ -z "$decoded" ] || shape decode-avx2 '' decode --isa avx2 --seq "$cached" --head-dim "$decoded"
 shape visibility '' visibility

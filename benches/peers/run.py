@@ -100,7 +100,7 @@ def build_ggml(log, folder):
 
 
 def install_candle(log):
-    # candle's own builds have all instructions of the machine too; without them its products of rows are scalar.
+    # candle chooses AVX2 at run time, but converts f16 by instructions only where the compiler may use them.
     native = {**os.environ, "RUSTFLAGS": "-C target-cpu=native", "CARGO_TARGET_DIR": str(TARGET / "candle")}
     run(log, "cargo", "build", "--release", "--locked", f"--manifest-path={HERE / 'candle' / 'Cargo.toml'}", env=native)
     return [TARGET / "candle" / "release" / "peer-candle"], {}

@@ -3,6 +3,7 @@
 use crate::failure::Failure;
 use crate::options::{Backend, CpuArgs, KernelsArg, backend};
 use crate::parse::{count, dtype, window};
+use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, ValueEnum};
 use flashtile::{Codec, Dtype, Visibility};
 use std::path::{Path, PathBuf};
@@ -112,8 +113,8 @@ pub(crate) struct BenchArgs {
     /// Compare with the rows of this file: JSON lines {peer, kind, dtype, d, h, hkv, b, s, causal, seconds}
     #[arg(long, value_name = "FILE")]
     pub(crate) vs: Option<PathBuf>,
-    /// Only peers of --vs or --from whose names begin with one of these, such as torch,llama.cpp
-    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    /// Only peers of --vs or --from whose names start with one of these, such as torch,llama.cpp
+    #[arg(long, value_name = "LIST", value_delimiter = ',', value_parser = NonEmptyStringValueParser::new())]
     pub(crate) peers: Vec<String>,
     /// Draw the rows of this file beside its peers with --svg, instead of measuring: rows of --json-lines and JSON lines
     /// as in --vs
@@ -164,13 +165,16 @@ impl BenchArgs {
         self.peers.is_empty() || self.peers.iter().any(|first| name.starts_with(first.as_str()))
     }
 
-    /// Refuses --peers that select no row of a file.
-    pub(super) fn check_peers(&self, path: &Path, has_peers: bool) -> Result<(), Failure> {
-        if self.peers.is_empty() || has_peers {
-            return Ok(());
-        }
-        let option = format!("--peers {}", self.peers.join(","));
-        Err(Failure::at(option, format_args!("no peer in {} has a name that begins so", path.display())))
+    /// Refuses --peers that select none of the peers in a file.
+    pub(super) fn check_peers(&self, path: &Path, names: &[&str]) -> Result<(), Failure> {
+        let unknown = |first: &&String| !names.iter().any(|name| name.starts_with(first.as_str()));
+        let Some(first) = self.peers.iter().find(unknown) else { return Ok(()) };
+        let mut known = names.to_vec();
+        known.sort_unstable();
+        known.dedup();
+        let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+        let what = format_args!("no peer name in {} starts with it, found {known}", path.display());
+        Err(Failure::at(format!("--peers {first}"), what))
     }
 }
 

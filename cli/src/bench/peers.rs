@@ -76,8 +76,8 @@ impl Peers {
             entry(&value).map_err(|what| Failure::at(place(path, line), what))
         };
         let mut entries = lines(path)?.into_iter().map(entry).collect::<Result<Vec<_>>>()?;
+        args.check_peers(path, &entries.iter().map(|entry| entry.peer.as_str()).collect::<Vec<_>>())?;
         entries.retain(|entry| args.selects_peer(&entry.peer));
-        args.check_peers(path, !entries.is_empty())?;
         Ok(Self { path: Some(path.to_owned()), entries })
     }
 

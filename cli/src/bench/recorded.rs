@@ -85,6 +85,7 @@ struct Rows {
 impl Rows {
     fn read(path: &Path, args: &BenchArgs) -> Result<Self> {
         let mut rows = Self { ours: Vec::new(), peers: Vec::new() };
+        let mut names = Vec::new();
         for (line, value) in peers::lines(path)? {
             let refuse = |what: String| Failure::at(peers::place(path, line), what);
             let entry = peers::entry(&value).map_err(refuse)?;
@@ -92,12 +93,14 @@ impl Rows {
                 return Err(refuse(format!("kind {:?}, expected prefill or decode", entry.key.kind)));
             }
             if entry.peer != "flashtile" {
+                names.push(entry.peer.clone());
                 if selects(args, &entry.key) && args.selects_peer(&entry.peer) {
                     rows.peers.push((entry.peer, entry.key, entry.seconds));
                 }
                 continue;
             }
             let mut row = ours(line, entry, &value).map_err(refuse)?;
+            names.extend(row.compared.iter().map(|(name, _)| name.clone()));
             row.compared.retain(|(name, _)| args.selects_peer(name));
             let unit = args.cpu.isa.is_none_or(|isa| isa.name() == row.unit);
             let threads = args.cpu.threads.is_none_or(|n| row.threads == Some(n as u64));
@@ -105,8 +108,15 @@ impl Rows {
                 rows.ours.push(row);
             }
         }
+        args.check_peers(path, &names.iter().map(String::as_str).collect::<Vec<_>>())?;
         let compared = rows.ours.iter().any(|row| !row.compared.is_empty());
-        args.check_peers(path, compared || !rows.peers.is_empty())?;
+        if !args.peers.is_empty() && !compared && rows.peers.is_empty() {
+            let what = format_args!(
+                "{} has rows of these peers, but none that the other options select",
+                path.display()
+            );
+            return Err(Failure::at(format!("--peers {}", args.peers.join(",")), what));
+        }
         Ok(rows)
     }
 

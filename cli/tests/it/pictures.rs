@@ -162,11 +162,16 @@ fn peers_are_selected_by_the_beginning_of_their_names() {
         let picture = drawn(&folder, &["--peers", selection]);
         assert_eq!(names.map(|name| picture.contains(name)), shown, "{selection}");
     }
-    let why = "no peer in";
-    assert_refused(&draw(&folder, &["--peers", "tensor"]), "--peers tensor: no peer in", why);
+    let refusal = "--peers tensor: no peer name in";
+    let why = "an unknown peer";
+    assert_refused(&draw(&folder, &["--peers", "tensor"]), refusal, why);
+    assert_refused(&draw(&folder, &["--peers", "torch,tensor"]), refusal, why);
+    assert_refused(&draw(&folder, &["--peers", ""]), "--peers", "an empty name");
+    let other = ["--peers", "llama", "--dtype", "bf16"];
+    assert_refused(&draw(&folder, &other), "none that the other options select", "rows of another dtype");
     let rows = folder.path().join("rows.jsonl");
     let vs = ["bench", "prefill", "--peers", "tensor", "--vs", rows.to_str().unwrap()];
-    assert_refused(&flashtile(vs), "--peers tensor: no peer in", why);
+    assert_refused(&flashtile(vs), refusal, why);
     assert_refused(
         &flashtile(["bench", "--peers", "torch"]),
         "--peers: needs --vs FILE or --from",

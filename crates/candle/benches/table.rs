@@ -96,7 +96,9 @@ impl Case {
         };
         let scores = (q.matmul(&repeat(k)?.t()?)? * f64::from(self.scale()))?;
         let scores = mask.map_or(Ok(scores.clone()), |mask| scores.broadcast_add(mask))?;
-        candle_nn::ops::softmax(&scores, D::Minus1)?.matmul(&repeat(v)?)
+        // Candle's softmax sums in the dtype of its input, which is f32 here: in bf16, rows of probabilities sum to 1.7.
+        let probs = candle_nn::ops::softmax(&scores.to_dtype(DType::F32)?, D::Minus1)?;
+        probs.to_dtype(v.dtype())?.matmul(&repeat(v)?)
     }
 
     fn mask(&self, dtype: DType) -> Result<Option<Tensor>> {

@@ -31,7 +31,6 @@ impl Kind {
             Self::Flash if problem.b > 1 && problem.dtype == "bf16" => {
                 Some("flash_attn has no batches of bf16")
             }
-            Self::Matmul if problem.dtype == "bf16" => Some("matmul has no bf16 on the CPU"),
             _ => None,
         }
     }
@@ -104,7 +103,9 @@ impl Call {
             Some(mask) => scores.broadcast_add(mask)?,
             None => scores,
         };
-        candle_nn::ops::softmax_last_dim(&scores)?.matmul(&v)
+        // The softmax of half-precision scores sums in their dtype: rows of bf16 sum to 1.7.
+        let probs = candle_nn::ops::softmax_last_dim(&scores.to_dtype(DType::F32)?)?;
+        probs.to_dtype(v.dtype())?.matmul(&v)
     }
 
     /// Keys or values with a head for each query head.

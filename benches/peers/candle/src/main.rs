@@ -86,8 +86,8 @@ impl Problem {
 
 /// Seconds that rows take.
 struct Limits {
-    /// At least.
-    least: f64,
+    /// Seconds of a row, at least.
+    min_seconds: f64,
     /// No call begins later.
     longest: f64,
 }
@@ -108,7 +108,7 @@ fn median(calls: &[Call], limits: &Limits) -> Result<(f64, usize)> {
     let (mut times, started) = (Vec::new(), Instant::now());
     loop {
         let spent = started.elapsed().as_secs_f64();
-        let enough = spent >= limits.longest || (times.len() >= 5 && spent >= limits.least);
+        let enough = spent >= limits.longest || (times.len() >= 5 && spent >= limits.min_seconds);
         if enough && !times.is_empty() {
             break;
         }
@@ -147,7 +147,7 @@ fn main() -> Result<()> {
         let found = candle_core::utils::get_num_threads();
         candle_core::bail!("candle uses {found} threads, expected RAYON_NUM_THREADS={threads}");
     }
-    let limits = Limits { least: option("--seconds", 0.5)?, longest: option("--longest", 5.0)? };
+    let limits = Limits { min_seconds: option("--seconds", 0.5)?, longest: option("--longest", 5.0)? };
     let read = |line: std::io::Result<String>| serde_json::from_str(&line?).map_err(candle_core::Error::wrap);
     let problems: Vec<Problem> = std::io::stdin().lock().lines().map(read).collect::<Result<_>>()?;
     let mut todo = Vec::new();
