@@ -292,14 +292,24 @@ def own_kernel():
     run("cargo", "run", "--locked", "-q", "--features", "cuda", "--manifest-path", "examples/own-kernel/Cargo.toml", env=env)
 
 
-@step("candle", "operators of candle: clippy, tests and licences")
+@step("candle", "operators of candle: clippy, tests, documentation and licences")
 def candle():
     # A workspace of its own: candle is many crates, which tests of flashtile should not wait for.
     env = {"CARGO_TARGET_DIR": TARGET / "candle"}
     workspace = ["--locked", "-q", "--workspace", "--manifest-path", "crates/candle/Cargo.toml"]
     run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env)
     run("cargo", "test", *workspace, env=env)
+    run("cargo", "doc", *workspace, "--no-deps", env={**env, "RUSTDOCFLAGS": "-D warnings"})
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "candle")
+
+
+@step("candle-msrv", "operators of candle with the oldest Rust that their manifest names", full=True)
+def candle_msrv():
+    manifest = ROOT / "crates" / "candle" / "Cargo.toml"
+    oldest = tomllib.loads(manifest.read_text())["package"]["rust-version"]
+    env = {"CARGO_TARGET_DIR": TARGET / "candle-msrv", "RUSTUP_TOOLCHAIN": toolchain(oldest)}
+    run("cargo", "check", "--locked", "-q", "--manifest-path", manifest, env=env)
+    return f"Rust {oldest}"
 
 
 @step("gpu", "tests on a CUDA device")

@@ -10,7 +10,8 @@ use flashtile::{
 };
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A mask `(queries, keys)` or `(batch, heads, queries, keys)`. Axes of size 1 are broadcast, and so are axes of stride 0, as
+/// A mask `(queries, keys)` or `(batch, heads, queries, keys)`; for packed tensors and pages `batch` is the number of sequences, and queries
+/// and keys are as many as the longest has. Axes of size 1 are broadcast, and so are axes of stride 0, as
 /// `expand` makes them. The last axis has stride 1 or 0.
 ///
 /// Masks of candle's models often have 1 where a key is *hidden*, for `where_cond`: `mask.eq(0u8)` makes a [`Mask::Visible`] of one.

@@ -283,6 +283,24 @@ fn agrees_with_the_packed_attention_of_candle_nn() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_sequence_without_keys_gives_zeros() -> Result<()> {
+    let [q, kv, _] = inputs([1, 5, 5, 4, 2, 32], DType::F32);
+    let (q, kv) = (q.squeeze(0)?, kv.squeeze(0)?);
+    let (sq, sk) = (cumulative(&[2, 3]), cumulative(&[0, 5]));
+    let packed = flash_attn_varlen(&q, &kv, &kv, &sq, &sk, 3, 5, 0.2, true)?;
+    let pool = kv.unsqueeze(0)?;
+    let table = Tensor::new(&[[-1i32], [0]], &Device::Cpu)?;
+    let right = Some(0);
+    let paged = flash_attn_varlen_paged_windowed(
+        &q, &pool, &pool, &sq, &sk, &table, None, 3, 5, 0.2, None, right, 5, None,
+    )?;
+    let alone = flash_attn(&q.narrow(0, 2, 3)?.unsqueeze(0)?, &pool, &pool, 0.2, true)?.squeeze(0)?;
+    let expected = Tensor::cat(&[&Tensor::zeros((2, 4, 32), DType::F32, &Device::Cpu)?, &alone], 0)?;
+    assert!(same(&packed, &expected) && same(&paged, &expected));
+    Ok(())
+}
+
 /// Pools of pages with the rows of k and v, and a table; pages lie in reverse order, and what is unused is NaN.
 fn pages(k: &Tensor, v: &Tensor, page: usize) -> Result<[Tensor; 3]> {
     let width = K_LENS.iter().map(|len| len.div_ceil(page)).max().unwrap_or(0);
