@@ -140,6 +140,18 @@ pub enum Unsupported {
         /// The maximum.
         max: usize,
     },
+    /// The rotation of a codec has no kernel at this dimension.
+    Rotation {
+        /// How keys or values are stored.
+        codec: Codec,
+        /// Elements of a row.
+        got: usize,
+    },
+    /// No instance of a kernel takes the problem.
+    Instance {
+        /// What the contract of the kernel says.
+        why: String,
+    },
     /// The backend has no kernels of the kind asked for.
     Kernels {
         /// The kind asked for.
@@ -178,6 +190,10 @@ impl std::fmt::Display for Unsupported {
                 write!(f, "a query or key is at position {got}, expected at most {max} from the first key")
             }
             Self::Size { what, got, max } => write!(f, "{got} {what}, expected at most {max}"),
+            Self::Rotation { codec, got } => {
+                write!(f, "{codec} of {got}: kernels rotate 2^k, 12 * 2^k or 20 * 2^k coordinates")
+            }
+            Self::Instance { why } => f.write_str(why),
             Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has only one kind"),
             Self::SkipTiles => f.write_str("portable kernels always skip tiles that no row sees"),
             Self::Isa { asked, best } => {

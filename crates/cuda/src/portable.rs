@@ -11,7 +11,7 @@ use crate::plan::{CudaPlan, Portable};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::problem::{Problem, Sequences};
 use flashtile_core::tensor;
-use flashtile_gpu::plan::{Plan, Strides, Tensors, sequences};
+use flashtile_gpu::plan::{Placed, Strides, Tensors, sequences};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use flashtile_kernel::{Constant, Instance, LaunchError, ScalarType};
 use std::sync::Arc;
@@ -20,8 +20,8 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct Runs {
     gpu: Gpu,
-    /// The launches of the last run, and the layout of its tensors, which the next layer's tensors have too.
-    last: Option<(Strides, Plan)>,
+    /// The layout of the last run's tensors, which the next layer's tensors have too, and the parameters for it.
+    last: Option<(Strides, Placed)>,
 }
 
 /// What is loaded for a plan: kernels, the values of their constants.
@@ -40,15 +40,11 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
         pages: portable.kernel.paged.then_some([1, 1]),
         ..Strides::default()
     };
-    let made = made(problem, &places, portable)?;
-    let ([decode, merge], [constants, with_lse]) = (made.instances(), made.constants(true));
-    let [_, without_lse] = made.constants(false);
+    let gpu = &portable.plan;
+    let placed = gpu.place(&places, false)?;
+    let ([decode, merge], [constants, with_lse]) = (gpu.instances(), gpu.constants(&placed, true));
+    let [_, without_lse] = gpu.constants(&placed, false);
     Ok(vec![(decode.clone(), constants), (merge.clone(), with_lse), (merge.clone(), without_lse)])
-}
-
-fn made(problem: &Problem, places: &Strides, portable: &Portable) -> Result<Plan, CudaError> {
-    let refused = |why: flashtile_gpu::plan::PlanError| CudaError::Contract { what: why.to_string() };
-    Plan::new(problem, places, false, portable.tile).map_err(refused)
 }
 
 /// The bytes at the beginning of scratch memory: numbers of the sequences, then zeros.
@@ -90,9 +86,10 @@ impl Runs {
         if self.last.as_ref().is_none_or(|(last, _)| *last != places) {
             self.last = None;
         }
-        let (_, plan) = match &mut self.last {
+        let plan = &portable.plan;
+        let (_, placed) = match &mut self.last {
             Some(last) => last,
-            none => none.insert((places, made(problem, &places, portable)?)),
+            none => none.insert((places, plan.place(&places, false)?)),
         };
         let regions = &portable.regions;
         // SAFETY: views, lists, masks and tables are valid memory of the shapes that were checked against the problem, by their
@@ -149,7 +146,7 @@ impl Runs {
             lse: lse.view_mut(),
             with_lse: outputs.lse.is_some(),
         };
-        Ok(plan.launch(&self.gpu, tensors, Memory::view_mut, Memory::view)?)
+        Ok(plan.launch(&self.gpu, placed, tensors, Memory::view_mut, Memory::view)?)
     }
 }
 

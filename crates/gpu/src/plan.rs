@@ -7,50 +7,10 @@ use crate::kernels::merge::{Merge, merge};
 use crate::kernels::rows::kv_align;
 use crate::shape::{Shape, Tile, count};
 use crate::variant::Variant;
-use flashtile_core::codec::Codec;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Constant, Device, Instance, LaunchError, View, ViewMut};
-
-/// Why a problem does not run on these kernels.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PlanError {
-    /// The problem itself is unsupported.
-    Unsupported(Unsupported),
-    /// The rotation of a codec has no kernel at this dimension.
-    Rotation {
-        /// How keys or values are stored.
-        codec: Codec,
-        /// Elements of a row.
-        got: usize,
-    },
-    /// No instance of a kernel takes the problem.
-    Instance {
-        /// What the contract of the kernel says.
-        why: String,
-    },
-}
-
-impl std::fmt::Display for PlanError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Unsupported(why) => why.fmt(f),
-            Self::Rotation { codec, got } => {
-                write!(f, "{codec} of {got}: kernels rotate 2^k, 12 * 2^k or 20 * 2^k coordinates")
-            }
-            Self::Instance { why } => f.write_str(why),
-        }
-    }
-}
-
-impl std::error::Error for PlanError {}
-
-impl From<Unsupported> for PlanError {
-    fn from(why: Unsupported) -> Self {
-        Self::Unsupported(why)
-    }
-}
 
 /// Where tensors lie: strides in elements (q, out, masks), or in bytes (keys and values).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -87,45 +47,45 @@ pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
     problem.sequences().iter().enumerate().flat_map(one).collect()
 }
 
-/// What a problem launches.
+/// What a problem launches, wherever its tensors lie.
 #[derive(Debug, Clone)]
 pub struct Plan {
     decode: Instance,
     merge: Instance,
-    attend: Attend,
-    merged: Merge,
     shape: Shape,
-    constants: Constants,
+    /// Sizes and scoring; [`Placed`] has the strides.
+    attend: Attend,
+    has_sinks: bool,
+    rows: RowFormats,
+    features: Features,
 }
 
-/// The `#[constant]` parameters of the kernels: where rows lie, and the features of the problem.
+/// How rows of keys and of values are stored.
 #[derive(Debug, Clone, Copy)]
-struct Constants {
-    paged: bool,
-    row_align: u32,
+struct RowFormats {
+    k: u32,
+    v: u32,
+    head_dim: usize,
+    value_dim: usize,
+}
+
+/// What the problem has, as `#[constant]` parameters of `decode` say.
+#[derive(Debug, Clone, Copy)]
+struct Features {
     has_softcap: bool,
     has_alibi: bool,
     has_mask: bool,
     has_tree_mask: bool,
-    has_k_mean: bool,
-    has_sinks: bool,
 }
 
-impl Constants {
-    fn of(problem: &Problem, places: &Strides, centered: bool) -> Self {
-        let (dims, desc) = (problem.dims(), problem.desc());
-        let (k_format, v_format) = (format_id(problem.k_codec()), format_id(problem.v_codec()));
-        Self {
-            paged: places.pages.is_some(),
-            row_align: kv_align(k_format, dims.head_dim, v_format, dims.value_dim, places.aligned),
-            has_softcap: desc.softcap.is_some(),
-            has_alibi: desc.alibi,
-            has_mask: desc.mask.is_some(),
-            has_tree_mask: desc.tree,
-            has_k_mean: centered,
-            has_sinks: desc.sinks,
-        }
-    }
+/// Parameters and constants of a plan whose tensors lie in certain places.
+#[derive(Debug, Clone, Copy)]
+pub struct Placed {
+    attend: Attend,
+    merge: Merge,
+    paged: bool,
+    row_align: u32,
+    has_k_mean: bool,
 }
 
 /// Strides as kernels take them.
@@ -133,11 +93,10 @@ fn wide(strides: [usize; 3]) -> [u64; 3] {
     strides.map(|n| n as u64)
 }
 
-/// The parameters of [`decode()`].
-fn attend_params(problem: &Problem, places: &Strides, shape: &Shape) -> Result<Attend, Unsupported> {
+/// The parameters of [`decode()`] that no tensor's place changes.
+fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
     let (dims, desc) = (problem.dims(), problem.desc());
     let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
-    let [page, width] = places.pages.unwrap_or([places.rows.max(1), 1]);
     let visibility: Visibility = desc.visibility;
     let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
     let log2e = std::f32::consts::LOG2_E;
@@ -146,23 +105,12 @@ fn attend_params(problem: &Problem, places: &Strides, shape: &Shape) -> Result<A
         None => (problem.scale() * log2e, 0.0),
     };
     Ok(Attend {
-        q: wide(places.q),
-        k: wide(places.k),
-        v: wide(places.v),
-        mask: [places.mask[0], places.mask[1], places.mask[2]].map(|n| n as u64),
-        tree: places.tree[0] as u64,
-        mask_step: count("a mask's stride", places.mask[3])?,
-        tree_step: count("a tree's stride", places.tree[1])?,
-        mask_kind: places.mask_kind,
         q_heads: shape.rows[1],
         group: count("query heads of a key/value head", dims.gqa_group())?,
-        page: count("tokens of a page", page)?,
-        width: count("pages of a sequence", width)?,
         tiles: shape.tiles,
         splits: shape.groups[1],
         queries: shape.rows[0],
         batches: shape.rows[2],
-        unused: 0,
         left: reach(visibility.left()),
         right: reach(visibility.right()),
         scale,
@@ -170,6 +118,7 @@ fn attend_params(problem: &Problem, places: &Strides, shape: &Shape) -> Result<A
         codebooks: codebooks(k_codec, v_codec).1,
         k_levels: magnitudes(k_codec, dims.head_dim),
         v_levels: magnitudes(v_codec, dims.value_dim),
+        ..Attend::default()
     })
 }
 
@@ -213,38 +162,78 @@ pub struct Tensors<'a, M> {
 }
 
 impl Plan {
-    /// Plans a problem whose tensors lie so.
+    /// Plans a problem, whose work is cut so.
     ///
     /// # Errors
-    /// [`PlanError`].
-    pub fn new(problem: &Problem, places: &Strides, centered: bool, tile: Tile) -> Result<Self, PlanError> {
-        let dims = problem.dims();
+    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`] or
+    /// [`Unsupported::Instance`].
+    pub fn new(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
+        let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tile)?;
-        for (codec, got) in [(problem.k_codec(), dims.head_dim), (problem.v_codec(), dims.value_dim)] {
+        let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
+        for (codec, got) in [(k_codec, dims.head_dim), (v_codec, dims.value_dim)] {
             if !is_rotatable(codec, got) {
-                return Err(PlanError::Rotation { codec, got });
+                return Err(Unsupported::Rotation { codec, got });
             }
         }
         let variant = Variant {
             dtype: problem.dtype(),
             head_dim: dims.head_dim,
             value_dim: dims.value_dim,
-            k_codec: problem.k_codec(),
-            v_codec: problem.v_codec(),
+            k_codec,
+            v_codec,
         };
-        let internal = |e: GenericsError| PlanError::Instance { why: e.to_string() };
-        let decode = variant.decode(tile).map_err(internal)?;
-        let merge = variant.merge().map_err(internal)?;
-        let attend = attend_params(problem, places, &shape)?;
-        let merged = Merge {
-            out: wide(places.out),
+        let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
+        Ok(Self {
+            decode: variant.decode(tile).map_err(none)?,
+            merge: variant.merge().map_err(none)?,
+            attend: attend(problem, &shape)?,
+            shape,
+            has_sinks: desc.sinks,
+            rows: RowFormats {
+                k: format_id(k_codec),
+                v: format_id(v_codec),
+                head_dim: dims.head_dim,
+                value_dim: dims.value_dim,
+            },
+            features: Features {
+                has_softcap: desc.softcap.is_some(),
+                has_alibi: desc.alibi,
+                has_mask: desc.mask.is_some(),
+                has_tree_mask: desc.tree,
+            },
+        })
+    }
+
+    /// Completes the parameters for tensors that lie so; `centered` where keys have means.
+    ///
+    /// # Errors
+    /// [`Unsupported::Size`].
+    pub fn place(&self, strides: &Strides, centered: bool) -> Result<Placed, Unsupported> {
+        let [page, width] = strides.pages.unwrap_or([strides.rows.max(1), 1]);
+        let attend = Attend {
+            q: wide(strides.q),
+            k: wide(strides.k),
+            v: wide(strides.v),
+            mask: [strides.mask[0], strides.mask[1], strides.mask[2]].map(|n| n as u64),
+            tree: strides.tree[0] as u64,
+            mask_step: count("a mask's stride", strides.mask[3])?,
+            tree_step: count("a tree's stride", strides.tree[1])?,
+            mask_kind: strides.mask_kind,
+            page: count("tokens of a page", page)?,
+            width: count("pages of a sequence", width)?,
+            ..self.attend
+        };
+        let merge = Merge {
+            out: wide(strides.out),
             q_heads: attend.q_heads,
             queries: attend.queries,
-            splits: shape.results,
+            splits: self.shape.results,
             unused: 0,
         };
-        let constants = Constants::of(problem, places, centered);
-        Ok(Self { decode, merge, attend, merged, shape, constants })
+        let RowFormats { k, v, head_dim, value_dim } = self.rows;
+        let row_align = kv_align(k, head_dim, v, value_dim, strides.aligned);
+        Ok(Placed { attend, merge, paged: strides.pages.is_some(), row_align, has_k_mean: centered })
     }
 
     /// f32 that `partial_out` and `partial_max_sum` hold.
@@ -258,12 +247,12 @@ impl Plan {
     }
 
     /// What launches give the `#[constant]` parameters of the kernels, in order.
-    pub fn constants(&self, with_lse: bool) -> [Vec<Constant>; 2] {
-        let c = self.constants;
-        let has = [c.has_softcap, c.has_alibi, c.has_mask, c.has_tree_mask, c.has_k_mean];
-        let mut decode = vec![Constant::of(c.paged), Constant::of(c.row_align)];
-        decode.extend(has.map(Constant::of));
-        [decode, [c.has_sinks, with_lse, c.has_alibi].map(Constant::of).to_vec()]
+    pub fn constants(&self, placed: &Placed, with_lse: bool) -> [Vec<Constant>; 2] {
+        let has = self.features;
+        let features = [has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask, placed.has_k_mean];
+        let mut decode = vec![Constant::of(placed.paged), Constant::of(placed.row_align)];
+        decode.extend(features.map(Constant::of));
+        [decode, [self.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
     }
 
     /// The same with native code, where `find` knows some.
@@ -273,18 +262,20 @@ impl Plan {
         Some(self)
     }
 
-    /// Launches the kernels; memory of `partial_out` and `partial_max_sum` is seen through `view`.
+    /// Launches the kernels over tensors that lie as `placed` says; memory of `partial_out` and `partial_max_sum` is written through
+    /// `numbers`, then read through `read`.
     ///
     /// # Errors
     /// [`LaunchError`].
     pub fn launch<D: Device>(
         &self,
         device: &D,
+        placed: &Placed,
         tensors: Tensors<'_, D::Memory>,
         numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
         read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
     ) -> Result<(), LaunchError<D::Error>> {
-        let constants = self.constants;
+        let has = self.features;
         let Tensors { partial_out, partial_max_sum, .. } = tensors;
         if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
             return Ok(());
@@ -301,16 +292,16 @@ impl Plan {
             slopes: tensors.slopes,
             mask: tensors.mask,
             tree: tensors.tree,
-            params: self.attend,
+            params: placed.attend,
             partial_out: numbers(partial_out),
             partial_max_sum: numbers(partial_max_sum),
-            paged: constants.paged,
-            row_align: constants.row_align,
-            has_softcap: constants.has_softcap,
-            has_alibi: constants.has_alibi,
-            has_mask: constants.has_mask,
-            has_tree_mask: constants.has_tree_mask,
-            has_k_mean: constants.has_k_mean,
+            paged: placed.paged,
+            row_align: placed.row_align,
+            has_softcap: has.has_softcap,
+            has_alibi: has.has_alibi,
+            has_mask: has.has_mask,
+            has_tree_mask: has.has_tree_mask,
+            has_k_mean: placed.has_k_mean,
             groups: self.shape.groups,
         }
         .launch_instance(device, &self.decode)?;
@@ -320,12 +311,12 @@ impl Plan {
             partial_max_sum: read(partial_max_sum),
             factors: tensors.factors[1],
             sinks: tensors.sinks,
-            params: self.merged,
+            params: placed.merge,
             out: tensors.out,
             lse: tensors.lse,
-            has_sinks: constants.has_sinks,
+            has_sinks: self.has_sinks,
             with_lse: tensors.with_lse,
-            has_shift: constants.has_alibi,
+            has_shift: has.has_alibi,
             groups: self.shape.rows,
         }
         .launch_instance(device, &self.merge)

@@ -450,7 +450,7 @@ impl CudaRunner {
             let counted = |_| "one memory for each parameter".to_owned();
             let (read, mut written) =
                 (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
-            StagedInputs::launch::<Gpu, _>(&staged.plan, gpu, &read, &mut written)
+            StagedInputs::launch::<Gpu, _>(&staged.plan, &staged.placed, gpu, &read, &mut written)
                 .map_err(|e| e.to_string())?;
             Ok(written)
         };

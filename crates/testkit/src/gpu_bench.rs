@@ -23,7 +23,7 @@ use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, rotation};
-use flashtile_gpu::plan::Plan;
+use flashtile_gpu::plan::{Placed, Plan};
 use flashtile_gpu::shape::Tile;
 use flashtile_gpu::variant::Variant;
 #[cfg(feature = "simulator")]
@@ -130,7 +130,7 @@ enum Written {
 
 /// The launch.
 enum Work {
-    Attention(Box<Plan>),
+    Attention(Box<Plan>, Box<Placed>),
     Merge(Merge, [u32; 3]),
     Encode(Rows, u32),
     Append(Rows, u32),
@@ -320,11 +320,11 @@ impl Device for Only<'_> {
     }
 }
 
-type Placed<M> = (Vec<<M as Device>::Memory>, Vec<<M as Device>::Memory>);
+type Memories<M> = (Vec<<M as Device>::Memory>, Vec<<M as Device>::Memory>);
 
 impl Job {
     /// Memory of a device for inputs and outputs.
-    fn place<M: Machine>(&self, machine: &M) -> Result<Placed<M>, String> {
+    fn place<M: Machine>(&self, machine: &M) -> Result<Memories<M>, String> {
         let inputs = self.inputs.iter().map(|values| machine.hold(values)).collect::<Result<_, _>>()?;
         let written = |written: &Written| match written {
             Written::Blank(element, len) => machine.blank(*element, *len),
@@ -342,11 +342,11 @@ impl Job {
     ) -> Result<(), LaunchError<D::Error>> {
         let view = |n: usize| M::view(&inputs[n]);
         match &self.work {
-            Work::Attention(plan) => {
+            Work::Attention(plan, placed) => {
                 let (Some(inputs), Some(outputs)) = (inputs.first_chunk(), outputs.first_chunk_mut()) else {
                     unreachable!("memories of {} inputs", self.inputs.len())
                 };
-                StagedInputs::launch::<M, D>(plan, device, inputs, outputs)
+                StagedInputs::launch::<M, D>(plan, placed, device, inputs, outputs)
             }
             Work::Merge(params, groups) => {
                 let [out, lse] = outputs else { unreachable!("out and lse") };
@@ -524,7 +524,7 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         None => staged.plan,
     };
     let instance = plan.instances()[0].clone();
-    let work = Work::Attention(Box::new(plan));
+    let work = Work::Attention(Box::new(plan), Box::new(staged.placed));
     Ok(Job {
         inputs: staged.inputs.into(),
         outputs: staged.outputs.map(|(element, len)| Written::Blank(element, len)).into(),

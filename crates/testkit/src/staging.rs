@@ -5,11 +5,12 @@ use super::run::RunnerError;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
 use flashtile_gpu::codecs::{codebooks, factors};
-use flashtile_gpu::plan::{Plan, PlanError, Strides, Tensors, sequences};
+use flashtile_gpu::plan::{Placed, Plan, Strides, Tensors, sequences};
 use flashtile_gpu::shape::Tile;
 use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
 
@@ -86,6 +87,7 @@ fn alignment(max: usize, strides: &[usize]) -> usize {
 #[derive(Debug)]
 pub(crate) struct StagedInputs {
     pub(crate) plan: Plan,
+    pub(crate) placed: Placed,
     /// Strides of keys and of values, in bytes: from entry to entry, head to head and row to row.
     #[cfg(feature = "simulator")]
     pub(super) strides: [[usize; 3]; 2],
@@ -107,8 +109,8 @@ impl StagedInputs {
     /// Stages inputs that match the problem.
     ///
     /// # Errors
-    /// [`PlanError`].
-    pub(crate) fn new(problem: &Problem, inputs: &Inputs<'_>, layout: Layout) -> Result<Self, PlanError> {
+    /// [`Unsupported`].
+    pub(crate) fn new(problem: &Problem, inputs: &Inputs<'_>, layout: Layout) -> Result<Self, Unsupported> {
         let dims = problem.dims();
         let ((k, k_strides), (v, v_strides)) =
             (side(&inputs.k, layout.padded), side(&inputs.v, layout.padded));
@@ -145,7 +147,8 @@ impl StagedInputs {
             KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
             KvView::Elements(_) => None,
         };
-        let plan = Plan::new(problem, &strides, means.is_some(), layout.tile)?;
+        let plan = Plan::new(problem, layout.tile)?;
+        let placed = plan.place(&strides, means.is_some())?;
         let page =
             |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);
         let [partial_out, partial_max_sum] = plan.scratch();
@@ -180,6 +183,7 @@ impl StagedInputs {
         ];
         Ok(Self {
             plan,
+            placed,
             #[cfg(feature = "simulator")]
             strides: [k_strides, v_strides],
             inputs,
@@ -193,6 +197,7 @@ impl StagedInputs {
     /// [`LaunchError`].
     pub(crate) fn launch<M: Machine, D: Device<Memory = M::Memory>>(
         plan: &Plan,
+        placed: &Placed,
         device: &D,
         inputs: &[M::Memory; 13],
         outputs: &mut [M::Memory; 4],
@@ -219,7 +224,7 @@ impl StagedInputs {
             lse: M::view_mut(lse),
             with_lse: true,
         };
-        plan.launch(device, tensors, M::view_mut, M::view)
+        plan.launch(device, placed, tensors, M::view_mut, M::view)
     }
 }
 

@@ -20,7 +20,7 @@ pub struct CudaPlan {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Engine {
     Sm80(Sm80Plan),
-    Portable(Portable),
+    Portable(Box<Portable>),
 }
 
 impl CudaPlan {
@@ -35,7 +35,7 @@ impl CudaPlan {
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         Self::check_device(problem, facts)?;
         let engine = if portable_kernels(facts, options) {
-            Engine::Portable(Portable::new(problem, facts, options, None)?)
+            Engine::Portable(Box::new(Portable::new(problem, facts, options, None)?))
         } else {
             Engine::Sm80(Sm80Plan::new(problem, facts, options, None)?)
         };
@@ -56,7 +56,9 @@ impl CudaPlan {
     ) -> Result<Self, Unsupported> {
         Self::check_device(problem, facts)?;
         let engine = match tile {
-            CudaTile::Portable(tile) => Engine::Portable(Portable::new(problem, facts, options, Some(tile))?),
+            CudaTile::Portable(tile) => {
+                Engine::Portable(Box::new(Portable::new(problem, facts, options, Some(tile))?))
+            }
             CudaTile::Sm80(_) if portable_kernels(facts, options) => {
                 return Err(Unsupported::Tile { why: "it is one of native kernels" });
             }
@@ -103,7 +105,7 @@ impl CudaPlan {
     pub(crate) const fn portable(&self) -> Option<&Portable> {
         match &self.engine {
             Engine::Sm80(_) => None,
-            Engine::Portable(plan) => Some(plan),
+            Engine::Portable(plan) => Some(&**plan),
         }
     }
 

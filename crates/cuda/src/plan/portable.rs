@@ -9,6 +9,7 @@ use super::launch::{ALIGN, MAX_GRID};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Dims, Problem, Sequences};
+use flashtile_gpu::plan::Plan;
 use flashtile_gpu::shape::{Shape, Tile};
 
 /// How a threadgroup of the portable kernel divides its work.
@@ -162,11 +163,13 @@ const MAX_REGISTERS: usize = 256;
 const MAX_SPLITS: usize = 128;
 
 /// A plan of the portable kernel.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Portable {
     pub(crate) kernel: PortableKernel,
-    pub(crate) tile: Tile,
+    tile: Tile,
     shape: Shape,
+    /// What is launched.
+    pub(crate) plan: Plan,
     pub(crate) regions: PortableRegions,
 }
 
@@ -229,7 +232,7 @@ impl Portable {
         let regions = regions(problem, &shape);
         let regions = regions.filter(|r| isize::try_from(r.len).is_ok());
         let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: kernel.to_string() })?;
-        Ok(Self { kernel, tile, shape, regions })
+        Ok(Self { kernel, tile, shape, plan: Plan::new(problem, tile)?, regions })
     }
 
     /// Registers of a thread that the plan assumes.
@@ -245,6 +248,14 @@ impl Portable {
 
     pub(crate) const fn splits(&self) -> usize {
         self.tile.splits
+    }
+}
+
+impl PartialEq for Portable {
+    /// What is launched follows from the problem and the rest.
+    fn eq(&self, other: &Self) -> bool {
+        let all = |of: &Self| (of.kernel, of.tile, of.shape, of.regions);
+        all(self) == all(other)
     }
 }
 

@@ -170,7 +170,7 @@ impl SimulatorRunner {
             }
         }
         let mut written = staged.outputs.map(|(element, len)| blank(element, len));
-        StagedInputs::launch::<Simulator, _>(&plan, device, &read, &mut written)
+        StagedInputs::launch::<Simulator, _>(&plan, &staged.placed, device, &read, &mut written)
             .map_err(|e| RunnerError::Error(e.to_string()))?;
         write::<Simulator>(outputs, problem, &written)?;
         Ok(RunReport::new(entry).accumulated(accumulation(problem)))
