@@ -3,8 +3,9 @@
 
 #![allow(clippy::too_many_arguments)]
 
-use crate::options::{Mask, Options, apply};
-use crate::storage::{Qkv, TensorLayout, check_device, list_usize, refused};
+use crate::dispatch::apply;
+use crate::options::{Mask, Options};
+use crate::storage::{Qkv, TensorLayout, check_readable, list_usize, refused};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use flashtile::{BlockTables, QOffset, Visibility};
 use std::ops::Range;
@@ -79,7 +80,7 @@ impl Flash {
             // Ranges show what a window hides: both are in the mask then.
             let mask = lens.mask(self.options.visibility, &ranges_of(ranges, lens.q.len() - 1)?)?;
             self.options.visibility = Visibility::full();
-            self.options.mask = Some(Mask::Visible(mask));
+            self.options.mask = Some(Mask::Visible(mask.to_device(q.device())?));
         }
         let options = self.options.paged(&lens.q, tables);
         Ok(apply("flash-attn-varlen", Qkv { q, k, v }, options)?.0)
@@ -162,7 +163,7 @@ impl Cumulative {
 
 /// Ranges of positions of each sequence, `(sequences, ranges, 2)`.
 fn ranges_of(tensor: &Tensor, sequences: usize) -> Result<Vec<Vec<Range<i64>>>> {
-    check_device("mm_prefix_ranges", tensor)?;
+    check_readable("mm_prefix_ranges", tensor)?;
     match (tensor.dtype(), tensor.dims()) {
         (DType::I32, &[batch, _, 2]) if batch == sequences => {}
         (dtype, dims) => {
@@ -184,7 +185,7 @@ impl Pages<'_> {
     fn tables(&self, k: &Tensor, lens: &Cumulative) -> Result<BlockTables> {
         let sequences = lens.q.len() - 1;
         let table = self.block_table;
-        check_device("block_table", table)?;
+        check_readable("block_table", table)?;
         match *table.dims() {
             [rows, _] if rows == sequences => {}
             _ => bail!("block_table has shape {:?}, expected ({sequences}, blocks)", table.dims()),

@@ -1,6 +1,9 @@
 #![doc = include_str!("../README.md")]
 
 mod compat;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod dispatch;
 mod kv_cache;
 mod options;
 mod storage;
@@ -11,9 +14,10 @@ pub use compat::{
     flash_attn_varlen_alibi_windowed_softcap, flash_attn_varlen_paged_windowed, flash_attn_varlen_windowed,
     flash_attn_windowed, sdpa,
 };
+pub use dispatch::attention;
 pub use flashtile;
 pub use kv_cache::{KvCache, Step};
-pub use options::{Mask, Options, attention};
+pub use options::{Mask, Options};
 pub use storage::TensorLayout;
 
 // Runs the examples of a page that the package does not have.

@@ -1,14 +1,14 @@
 //! Attention with every option.
 
 use crate::storage::{
-    Axes, CallAxes, Op, Qkv, Stored, TensorLayout, check_device, check_no_gradient, list_f32, read, refused,
-    refused_shape, write_new, zeros,
+    Axes, CallAxes, Qkv, Stored, TensorLayout, check_no_gradient, list_f32, read, refused, refused_shape,
+    write_new, zeros,
 };
-use candle_core::{CpuStorage, Device, Result, Shape, Tensor, bail};
+use candle_core::{CpuStorage, Result, Shape, Tensor};
 use flashtile::{
     Attention, BlockTables, Inputs, MaskView, Outputs, ProblemDesc, QOffset, Runner, Sequences, Visibility,
 };
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
 /// A mask `(queries, keys)` or `(batch, heads, queries, keys)`; for packed tensors and pages `batch` is the number of sequences, and queries
 /// and keys are as many as the longest has. Axes of size 1 are broadcast, and so are axes of stride 0, as
@@ -38,7 +38,7 @@ impl Mask {
     }
 }
 
-/// The options of [`attention`]. The default is attention to all keys, with the scale `1 / sqrt(head_dim)`.
+/// The options of [`attention`](crate::attention). The default is attention to all keys, with the scale `1 / sqrt(head_dim)`.
 ///
 /// ```text
 /// out = softmax(softcap(scale * q . k) + bias) . v        over the visible keys
@@ -67,7 +67,7 @@ pub struct Options {
     pub sequences: Sequences,
     /// Which page holds which token, of [`Sequences::Cached`].
     pub tables: Option<BlockTables>,
-    /// Whether [`attention`] gives the logsumexp too.
+    /// Whether [`attention`](crate::attention) gives the logsumexp too.
     pub lse: bool,
 }
 
@@ -198,7 +198,7 @@ impl Options {
         })
     }
 
-    fn axes(&self) -> CallAxes {
+    pub(crate) fn axes(&self) -> CallAxes {
         let dense = self.layout.into();
         match self.sequences {
             Sequences::Packed { .. } => CallAxes { q: Axes::Packed, kv: Axes::Packed },
@@ -208,7 +208,7 @@ impl Options {
     }
 
     /// Computes, and puts the logsumexp into `lse` where these options ask for it.
-    fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
+    pub(crate) fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
         let axes = self.axes();
         let (q, k, v) = (tensors.q.view(axes.q)?, tensors.k.view(axes.kv)?, tensors.v.view(axes.kv)?);
         self.with(|options| {
@@ -245,59 +245,4 @@ fn compute(
             runner.run(desc, inputs, &mut outputs).map_err(|error| refused_shape(error, axes))
         })
     })
-}
-
-/// Attention with any options: out, and the logsumexp where [`Options::lse`] is set.
-///
-/// Shapes are for [`TensorLayout::Bhsd`]: q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and
-/// v `(batch, kv_heads, kv_len, value_dim)` give out `(batch, q_heads, q_len, value_dim)` and a logsumexp
-/// `(batch, q_heads, q_len)` in F32; packed ones give `(total, q_heads, value_dim)` and `(q_heads, total)`. `q_heads` is a multiple of
-/// `kv_heads`. All three are F32, F16 or BF16 alike, and are read in place whatever their strides, but that the last axis has stride 1.
-///
-/// ```
-/// use candle_core::{DType, Device, Tensor};
-/// use flashtile_candle::{Options, attention};
-/// let q = Tensor::rand(-1f32, 1.0, (1, 8, 5, 64), &Device::Cpu)?;
-/// let kv = Tensor::rand(-1f32, 1.0, (1, 2, 100, 64), &Device::Cpu)?;
-/// let (out, lse) = attention(&q, &kv, &kv, &Options::decode().window(31, 0).softcap(50.0).lse())?;
-/// assert_eq!(out.dims(), [1, 8, 5, 64]);
-/// assert_eq!(lse.map(|lse| lse.dims().to_vec()), Some(vec![1, 8, 5]));
-/// # Ok::<(), candle_core::Error>(())
-/// ```
-///
-/// # Errors
-/// Where a tensor is not on the CPU, has another dtype, rank or shape, or a last axis whose stride is not 1, and where options contradict
-/// each other. Gradients are not computed: `backward()` through out is an error, and so are variables, or what is computed from them, as an
-/// additive mask, slopes or sinks, and as q, k or v where the logsumexp is asked for.
-pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, options: &Options) -> Result<(Tensor, Option<Tensor>)> {
-    apply("attention", Qkv { q, k, v }, options.clone())
-}
-
-/// [`attention`] under the name of another operator.
-pub(crate) fn apply(
-    name: &'static str,
-    tensors: Qkv<&Tensor>,
-    options: Options,
-) -> Result<(Tensor, Option<Tensor>)> {
-    let Qkv { q, k, v } = tensors;
-    tensors.each(check_device)?;
-    if options.lse {
-        tensors.each(check_no_gradient)?;
-    }
-    let (lse, wanted, axes) = (Arc::new(Mutex::new(Vec::new())), options.lse, options.axes());
-    let kept = Arc::clone(&lse);
-    let out =
-        q.apply_op3(k, v, Op { name, run: move |tensors: Qkv<Stored<'_>>| options.run(tensors, &kept) })?;
-    if !wanted {
-        return Ok((out, None));
-    }
-    let lse = std::mem::take(&mut *lse.lock().unwrap_or_else(PoisonError::into_inner));
-    let Some([batch, heads, rows, _]) = axes.q.logical(q.dims(), 1) else {
-        bail!("q has shape {:?}", q.dims())
-    };
-    let dims = match axes.q {
-        Axes::Bhsd | Axes::Bshd => vec![batch, heads, rows],
-        Axes::Packed => vec![heads, rows],
-    };
-    Ok((out, Some(Tensor::from_vec(lse, dims, &Device::Cpu)?)))
 }

@@ -66,7 +66,7 @@ impl Axes {
     }
 
     /// Shape of a dense tensor in memory order, and its strides in the order `[batch, heads, rows, dim]`.
-    fn dense(self, [b, h, s, d]: [usize; 4]) -> (Shape, [usize; 4]) {
+    pub(crate) fn dense(self, [b, h, s, d]: [usize; 4]) -> (Shape, [usize; 4]) {
         match self {
             Self::Bhsd => (Shape::from((b, h, s, d)), [h * s * d, s * d, d, 1]),
             Self::Bshd => (Shape::from((b, s, h, d)), [h * s * d, d, h * d, 1]),
@@ -82,9 +82,12 @@ pub(crate) fn refused(error: impl Into<flashtile::Error>) -> Error {
 
 /// The error for a tensor on a device.
 pub(crate) fn unsupported_device(name: &str, location: DeviceLocation) -> Error {
-    Error::msg(format!(
-        "{name} is on {location:?}, flashtile-candle computes on the CPU: move it with to_device"
-    ))
+    let why = if cfg!(feature = "cuda") {
+        "where flashtile-candle does not compute this"
+    } else {
+        "flashtile-candle computes on the CPU"
+    };
+    Error::msg(format!("{name} is on {location:?}, {why}: move it with to_device"))
 }
 
 pub(crate) fn check_device(name: &str, tensor: &Tensor) -> Result<()> {
@@ -92,6 +95,40 @@ pub(crate) fn check_device(name: &str, tensor: &Tensor) -> Result<()> {
         DeviceLocation::Cpu => Ok(()),
         location => Err(unsupported_device(name, location)),
     }
+}
+
+/// Refuses a tensor whose elements cannot be read by the host.
+pub(crate) fn check_readable(name: &str, tensor: &Tensor) -> Result<()> {
+    if cfg!(feature = "cuda") && tensor.device().is_cuda() { Ok(()) } else { check_device(name, tensor) }
+}
+
+/// Shape and strides of a tensor in the order `[batch, heads, rows, dim]`. Elements of `dim` must be contiguous.
+pub(crate) fn logical(name: &str, layout: &Layout, axes: Axes) -> Result<([usize; 4], [usize; 4])> {
+    let (dims, strides) = (layout.dims(), layout.stride());
+    let (Some(shape), Some(of)) = (axes.logical(dims, 1), axes.logical(strides, 0)) else {
+        bail!("{name} has shape {dims:?}, expected {}", axes.names())
+    };
+    if shape[3] > 1 && of[3] != 1 {
+        bail!("{name} has strides {strides:?}, expected 1 for the last axis: call contiguous() on it")
+    }
+    Ok((shape, of))
+}
+
+/// Shape and strides of a mask in the order `[batch, heads, queries, keys]`.
+pub(crate) fn logical_mask(layout: &Layout) -> Result<([usize; 4], [usize; 4])> {
+    let four = |of: &[usize], missing| match *of {
+        [q, k] => Some([missing, missing, q, k]),
+        [b, h, q, k] => Some([b, h, q, k]),
+        _ => None,
+    };
+    let (dims, strides) = (layout.dims(), layout.stride());
+    let (Some(shape), Some(of)) = (four(dims, 1), four(strides, 0)) else {
+        bail!("mask has shape {dims:?}, expected (queries, keys) or (batch, heads, queries, keys)")
+    };
+    if shape[3] > 1 && of[3] > 1 {
+        bail!("mask has strides {strides:?}, expected 0 or 1 for the last axis: call contiguous() on it")
+    }
+    Ok((shape, of))
 }
 
 /// Memory of a tensor on the CPU, and how it is laid out.
@@ -113,22 +150,9 @@ impl<'a> Stored<'a> {
             .ok_or_else(|| Error::msg(format!("{} lies outside its memory", self.name)))
     }
 
-    /// Shape and strides in the order `[batch, heads, rows, dim]`.
-    fn logical(&self, axes: Axes) -> Result<([usize; 4], [usize; 4])> {
-        let (dims, strides) = (self.layout.dims(), self.layout.stride());
-        let (Some(shape), Some(strides)) = (axes.logical(dims, 1), axes.logical(strides, 0)) else {
-            bail!("{} has shape {dims:?}, expected {}", self.name, axes.names())
-        };
-        Ok((shape, strides))
-    }
-
     /// The tensor as a view: no copy, whatever its strides, except that elements of `dim` are contiguous.
     pub(crate) fn view(&self, axes: Axes) -> Result<TensorView<'a>> {
-        let (shape, strides) = self.logical(axes)?;
-        if shape[3] > 1 && strides[3] != 1 {
-            let (name, strides) = (self.name, self.layout.stride());
-            bail!("{name} has strides {strides:?}, expected 1 for the last axis: call contiguous() on it")
-        }
+        let (shape, strides) = logical(self.name, self.layout, axes)?;
         let view = match self.storage {
             CpuStorage::F32(_) => TensorView::strided(self.elements::<f32>()?, shape, strides),
             CpuStorage::F16(_) => TensorView::strided(self.elements::<f16>()?, shape, strides),
@@ -146,19 +170,7 @@ impl<'a> Stored<'a> {
 
     /// The tensor as a mask whose elements are added to scores, or, of bytes, say which keys are visible.
     pub(crate) fn mask(&self, visible: bool) -> Result<MaskView<'a>> {
-        let four = |of: &[usize], missing| match *of {
-            [q, k] => Some([missing, missing, q, k]),
-            [b, h, q, k] => Some([b, h, q, k]),
-            _ => None,
-        };
-        let (dims, strides) = (self.layout.dims(), self.layout.stride());
-        let (Some(shape), Some(strides)) = (four(dims, 1), four(strides, 0)) else {
-            bail!("mask has shape {dims:?}, expected (queries, keys) or (batch, heads, queries, keys)")
-        };
-        if shape[3] > 1 && strides[3] > 1 {
-            let strides = self.layout.stride();
-            bail!("mask has strides {strides:?}, expected 0 or 1 for the last axis: call contiguous() on it")
-        }
+        let (shape, strides) = logical_mask(self.layout)?;
         let mask = match (self.storage, visible) {
             (CpuStorage::U8(_), true) => MaskView::bool_bytes(self.elements::<u8>()?, shape, strides),
             (CpuStorage::F32(_), false) => {
@@ -243,6 +255,17 @@ pub(crate) fn check_no_gradient(name: &str, tensor: &Tensor) -> Result<()> {
         bail!("{name} is a variable or computed from one, and has no gradient here: call detach() on it")
     }
     Ok(())
+}
+
+/// Shape of the logsumexp.
+pub(crate) fn lse_dims(axes: Axes, q: &Tensor) -> Result<Vec<usize>> {
+    let Some([batch, heads, rows, _]) = axes.logical(q.dims(), 1) else {
+        bail!("q has shape {:?}", q.dims())
+    };
+    Ok(match axes {
+        Axes::Bhsd | Axes::Bshd => vec![batch, heads, rows],
+        Axes::Packed => vec![heads, rows],
+    })
 }
 
 /// Query, keys and values.
@@ -331,7 +354,7 @@ pub(crate) fn list_f32(name: &'static str, tensor: &Tensor) -> Result<Vec<f32>> 
 
 /// A list of lengths, in any type of integers.
 pub(crate) fn list_usize(name: &'static str, tensor: &Tensor) -> Result<Vec<usize>> {
-    check_device(name, tensor)?;
+    check_readable(name, tensor)?;
     if tensor.rank() != 1 {
         bail!("{name} has shape {:?}, expected one axis", tensor.dims())
     }
@@ -356,6 +379,7 @@ mod tests {
         assert!(error.contains(&format!("{}", usize::MAX / 8 * 2)), "{error}");
     }
 
+    #[cfg(not(feature = "cuda"))]
     #[test]
     fn another_device_is_named() {
         let error = unsupported_device("alibi_slopes", DeviceLocation::Cuda { gpu_id: 3 }).to_string();

@@ -1,0 +1,495 @@
+//! Tensors on CUDA devices: read where they are, on the stream of their device.
+
+#![allow(unsafe_code, reason = "flashtile takes device memory by its address")]
+
+use crate::options::{Mask, Options};
+use crate::storage::{
+    Axes, CallAxes, Qkv, check_no_gradient, logical, logical_mask, lse_dims, refused, refused_shape,
+};
+use candle_core::backend::BackendStorage;
+use candle_core::cuda_backend::{CudaDType, CudaStorageSlice};
+use candle_core::op::BackpropOp;
+use candle_core::{
+    CpuStorage, CudaDevice, CudaStorage, CustomOp1, CustomOp3, DType, Device, Error, Layout, Result, Shape,
+    Storage, Tensor, bail,
+};
+use flashtile::cuda::cudarc::driver::{
+    CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+};
+use flashtile::cuda::{
+    Cuda, CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables,
+    DeviceTensor, DeviceTensorMut, Prepared,
+};
+use flashtile::{BlockTables, Dims, Dtype, MaskKind, PlanOptions, Problem, ProblemDesc, RunError, Sequences};
+use half::{bf16, f16};
+use std::cell::Cell;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Attention over tensors of a device, and the logsumexp where the options ask for it.
+pub(crate) fn apply(
+    name: &'static str,
+    tensors: Qkv<&Tensor>,
+    mut options: Options,
+    device: &Device,
+) -> Result<(Tensor, Option<Tensor>)> {
+    tensors.each(|name, tensor| check_same_device(name, tensor, device))?;
+    let list = |name, of: Option<Tensor>| of.map(|tensor| dense_list(name, &tensor, device)).transpose();
+    options.alibi_slopes = list("alibi_slopes", options.alibi_slopes)?;
+    options.sinks = list("sinks", options.sinks)?;
+    match &options.mask {
+        None => {}
+        Some(Mask::Visible(mask)) => check_same_device("mask", mask, device)?,
+        Some(Mask::Additive(mask)) => {
+            check_no_gradient("mask", mask)?;
+            check_same_device("mask", mask, device)?;
+        }
+    }
+    if options.lse {
+        tensors.each(check_no_gradient)?;
+    }
+    let (lse, wanted, axes) = (Arc::new(Mutex::new(None)), options.lse, options.axes());
+    let Qkv { q, k, v } = tensors;
+    let out = q.apply_op3(k, v, Op { name, options, lse: Arc::clone(&lse) })?;
+    if !wanted {
+        return Ok((out, None));
+    }
+    let lse = lse.lock().unwrap_or_else(PoisonError::into_inner).take();
+    let Some(lse) = lse else { bail!("{name} did not compute the logsumexp") };
+    let lse = Tensor::from_storage(Storage::Cuda(lse), lse_dims(axes.q, q)?, BackpropOp::none(), false);
+    Ok((out, Some(lse)))
+}
+
+fn check_same_device(name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
+    if tensor.device().same_device(device) {
+        return Ok(());
+    }
+    // Two candle devices may be of one GPU, and have streams of their own.
+    let (got, expected) = (tensor.device(), device.location());
+    if got.location() == expected {
+        bail!("{name} is on another candle device of {expected:?} than q, k or v: make all tensors on one")
+    }
+    bail!("{name} is on {:?}, and q, k or v on {expected:?}: move it with to_device", got.location())
+}
+
+/// A list of f32 on the device whose elements are contiguous.
+fn dense_list(name: &str, tensor: &Tensor, device: &Device) -> Result<Tensor> {
+    check_same_device(name, tensor, device)?;
+    check_no_gradient(name, tensor)?;
+    match (tensor.dtype(), tensor.rank()) {
+        (DType::F32, 1) => tensor.contiguous(),
+        (dtype, _) => bail!("{name} is {dtype:?} of shape {:?}, expected F32 of one axis", tensor.dims()),
+    }
+}
+
+/// Memory of a tensor on a device, and how it is laid out.
+#[derive(Debug, Clone, Copy)]
+struct Stored<'a> {
+    name: &'static str,
+    storage: &'a CudaStorage,
+    layout: &'a Layout,
+}
+
+/// The stream of a call, and what keeps memory from other streams until its launches are on this one.
+struct Order<'a> {
+    stream: &'a Arc<CudaStream>,
+    used: Vec<SyncOnDrop<'a>>,
+}
+
+impl<'a> Order<'a> {
+    /// Address and length of memory that the call reads.
+    fn read<T>(&mut self, slice: &'a CudaSlice<T>) -> (u64, usize) {
+        let (at, used) = slice.device_ptr(self.stream);
+        self.used.push(used);
+        (at, slice.len())
+    }
+}
+
+impl<'a> Stored<'a> {
+    /// The address of the first element. Every element lies in the tensor's memory.
+    fn address(&self, order: &mut Order<'a>) -> Result<u64> {
+        let (at, len) = match &self.storage.slice {
+            CudaStorageSlice::U8(slice) => order.read(slice),
+            CudaStorageSlice::F32(slice) => order.read(slice),
+            CudaStorageSlice::F16(slice) => order.read(slice),
+            CudaStorageSlice::BF16(slice) => order.read(slice),
+            _ => return Err(self.unexpected("U8, F32, F16 or BF16")),
+        };
+        if self.layout.shape().elem_count() == 0 {
+            // Its offset may lie past the end.
+            return Ok(at);
+        }
+        let mut axes = self.layout.dims().iter().zip(self.layout.stride());
+        let last = axes.try_fold(self.layout.start_offset(), |last, (&n, &stride)| {
+            last.checked_add((n - 1).checked_mul(stride)?)
+        });
+        if last.is_none_or(|last| last >= len) {
+            bail!("{} lies outside its memory", self.name)
+        }
+        let bytes = self.layout.start_offset() * self.storage.dtype().size_in_bytes();
+        Ok(at + bytes as u64)
+    }
+
+    fn unexpected(&self, expected: &str) -> Error {
+        Error::msg(format!("{} is {:?}, expected {expected}", self.name, self.storage.dtype()))
+    }
+
+    fn dtype(&self, expected: &str) -> Result<Dtype> {
+        match self.storage.dtype() {
+            DType::F32 => Ok(Dtype::F32),
+            DType::F16 => Ok(Dtype::F16),
+            DType::BF16 => Ok(Dtype::BF16),
+            _ => Err(self.unexpected(expected)),
+        }
+    }
+
+    /// The tensor as a view: no copy, whatever its strides, except that elements of `dim` are contiguous.
+    fn view(&self, axes: Axes, order: &mut Order<'a>) -> Result<View<'a>> {
+        let (shape, strides) = logical(self.name, self.layout, axes)?;
+        let dtype = self.dtype("F32, F16 or BF16")?;
+        let at = self.address(order)?;
+        // SAFETY: `address` has checked that every element lies in the tensor's memory. candle frees memory on its stream, after the
+        // work that is there, and has it locked against writing until the launch is there; later writes follow on the stream.
+        let tensor = unsafe { DeviceTensor::from_raw_parts(dtype, at, shape, strides) };
+        let tensor = tensor.map_err(|error| Error::msg(format!("{}: {error}", self.name)))?;
+        Ok(View { tensor, dtype, shape })
+    }
+
+    /// The tensor as a mask whose elements are added to scores, or, of bytes, say which keys are visible.
+    fn mask(&self, visible: bool, order: &mut Order<'a>) -> Result<(DeviceMask<'a>, MaskKind)> {
+        let (shape, strides) = logical_mask(self.layout)?;
+        let kind = match (visible, self.storage.dtype()) {
+            (true, DType::U8) => MaskKind::Bool,
+            (true, _) => return Err(self.unexpected("U8, where 1 is visible")),
+            (false, _) => MaskKind::Additive(self.dtype("F32, F16 or BF16, which is added to scores")?),
+        };
+        let at = self.address(order)?;
+        let mask = match kind {
+            // SAFETY: as in `view`.
+            MaskKind::Bool => unsafe { DeviceMask::bool(at, shape, strides) },
+            // SAFETY: as in `view`.
+            MaskKind::Additive(dtype) => unsafe { DeviceMask::additive_strided(dtype, at, shape, strides) },
+        };
+        Ok((mask.map_err(|error| Error::msg(format!("mask: {error}")))?, kind))
+    }
+
+    /// The tensor, one of [`dense_list`], as a list.
+    fn list(&self, order: &mut Order<'a>) -> Result<DeviceList<'a>> {
+        let at = self.address(order)?;
+        // SAFETY: the elements are contiguous f32; otherwise as in `view`.
+        unsafe { DeviceList::from_raw_parts(at, self.layout.shape().elem_count()) }.map_err(refused)
+    }
+}
+
+/// A tensor as flashtile sees it.
+struct View<'a> {
+    tensor: DeviceTensor<'a>,
+    dtype: Dtype,
+    /// `[batch, heads, rows, dim]`
+    shape: [usize; 4],
+}
+
+/// What a call reads beside q, k and v.
+struct Extras<'a> {
+    slopes: Option<Stored<'a>>,
+    sinks: Option<Stored<'a>>,
+    mask: Option<Stored<'a>>,
+}
+
+/// Attention as an operator of candle. While it runs, the tensors are locked for reading.
+struct Op {
+    name: &'static str,
+    options: Options,
+    /// Where the logsumexp is put.
+    lse: Arc<Mutex<Option<CudaStorage>>>,
+}
+
+impl CustomOp3 for Op {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(
+        &self,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+        _: &CpuStorage,
+        _: &Layout,
+    ) -> Result<(CpuStorage, Shape)> {
+        bail!("{} was made for tensors on a CUDA device", self.name)
+    }
+
+    fn cuda_fwd(
+        &self,
+        s1: &CudaStorage,
+        l1: &Layout,
+        s2: &CudaStorage,
+        l2: &Layout,
+        s3: &CudaStorage,
+        l3: &Layout,
+    ) -> Result<(CudaStorage, Shape)> {
+        let tensors = Qkv { q: (s1, l1), k: (s2, l2), v: (s3, l3) };
+        let tensors = tensors.each(|name, (storage, layout)| Ok(Stored { name, storage, layout }))?;
+        let mask = self.options.mask.as_ref().map(|mask| match mask {
+            Mask::Visible(tensor) | Mask::Additive(tensor) => tensor,
+        });
+        read("alibi_slopes", self.options.alibi_slopes.as_ref(), |slopes| {
+            read("sinks", self.options.sinks.as_ref(), |sinks| {
+                read("mask", mask, |mask| self.run(tensors, &Extras { slopes, sinks, mask }))
+            })
+        })
+    }
+}
+
+impl Op {
+    fn run(&self, tensors: Qkv<Stored<'_>>, extras: &Extras<'_>) -> Result<(CudaStorage, Shape)> {
+        let device = &tensors.q.storage.device;
+        let stream = device.cuda_stream();
+        let mut order = Order { stream: &stream, used: Vec::new() };
+        let axes = self.options.axes();
+        let q = tensors.q.view(axes.q, &mut order)?;
+        let k = tensors.k.view(axes.kv, &mut order)?;
+        let v = tensors.v.view(axes.kv, &mut order)?;
+        let mut desc = self.desc(&q, &k, &v);
+        let mut inputs = DeviceInputs::new(q.tensor, k.tensor, v.tensor);
+        inputs.alibi_slopes = extras.slopes.map(|list| list.list(&mut order)).transpose()?;
+        inputs.sinks = extras.sinks.map(|list| list.list(&mut order)).transpose()?;
+        if let Some(mask) = extras.mask {
+            let visible = matches!(self.options.mask, Some(Mask::Visible(_)));
+            let (mask, kind) = mask.mask(visible, &mut order)?;
+            (inputs.mask, desc.mask) = (Some(mask), Some(kind));
+        }
+        with_plans(|plans| {
+            let kept = Kept::find(plans, &desc, &stream)?;
+            if let Some(tables) = &self.options.tables {
+                check_tables(kept.prepared.plan().problem(), tables, k.shape[0]).map_err(refused)?;
+                inputs.tables = Some(kept.tables_on_device(tables)?);
+            }
+            let call = Call { device, stream: &stream, axes, lse: self.options.lse.then_some(&*self.lse) };
+            match q.dtype {
+                Dtype::F32 => call.launch::<f32>(&mut kept.prepared, &inputs),
+                Dtype::F16 => call.launch::<f16>(&mut kept.prepared, &inputs),
+                Dtype::BF16 => call.launch::<bf16>(&mut kept.prepared, &inputs),
+            }
+        })
+    }
+
+    /// The problem, without a mask.
+    fn desc(&self, q: &View<'_>, k: &View<'_>, v: &View<'_>) -> ProblemDesc {
+        let ([batch, q_heads, q_len, head_dim], [_, kv_heads, kv_len, _]) = (q.shape, k.shape);
+        let value_dim = v.shape[3];
+        let dims = Dims { batch, q_heads, kv_heads, q_len, kv_len, head_dim, value_dim };
+        let mut desc = ProblemDesc::new(dims, q.dtype);
+        desc.visibility = self.options.visibility;
+        desc.q_offset = self.options.q_offset;
+        desc.scale = self.options.scale;
+        desc.softcap = self.options.softcap;
+        desc.alibi = self.options.alibi_slopes.is_some();
+        desc.sinks = self.options.sinks.is_some();
+        desc.sequences = self.options.sequences.clone();
+        if let Sequences::Cached { kv_lens, .. } = &desc.sequences {
+            // Pools are not the keys of a batch entry.
+            desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
+        }
+        desc
+    }
+}
+
+/// Checks that tables describe the sequences of a problem in a pool of this many pages, so that kernels read nothing else.
+fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> flashtile::Result<()> {
+    let sequences = problem.sequences();
+    if tables.lens.len() != sequences.len() {
+        let (expected, got) = (sequences.len(), tables.lens.len());
+        return Err(RunError::Length { tensor: "tables.lens", expected, got }.into());
+    }
+    for (sequence, (of, &got)) in sequences.iter().zip(&tables.lens).enumerate() {
+        if got != of.kv_len {
+            return Err(RunError::CachedLen { sequence, expected: of.kv_len, got }.into());
+        }
+    }
+    tables.validate(pages)?;
+    for (sequence, (of, &first)) in sequences.iter().zip(&tables.first).enumerate() {
+        if let Some((row, key)) = problem.first_visible(of).filter(|&(_, key)| key < first) {
+            return Err(RunError::NotKept { sequence, row, key, first }.into());
+        }
+    }
+    Ok(())
+}
+
+/// Where the results of a call go.
+struct Call<'a> {
+    device: &'a CudaDevice,
+    stream: &'a Arc<CudaStream>,
+    axes: CallAxes,
+    lse: Option<&'a Mutex<Option<CudaStorage>>>,
+}
+
+impl Call<'_> {
+    /// Puts the kernels of a plan on the stream, which write new tensors.
+    fn launch<T: CudaDType + DeviceRepr>(
+        &self,
+        prepared: &mut Prepared,
+        inputs: &DeviceInputs<'_>,
+    ) -> Result<(CudaStorage, Shape)> {
+        let problem = prepared.plan().problem();
+        let (shape, dtype) = (problem.dims().out_shape(), problem.desc().dtype);
+        let (dims, strides) = self.axes.q.dense(shape);
+        let rows = shape[0] * shape[1] * shape[2];
+        let mut run = |outputs: &mut DeviceOutputs<'_>| {
+            prepared.run(inputs, outputs).map_err(|error| match error {
+                CudaError::Inputs(error) => refused_shape(error, self.axes),
+                error => refused(error),
+            })
+        };
+        let out = self.fill::<T>(dims.elem_count(), |at| {
+            // SAFETY: the new memory has this many elements, and nothing else knows it yet.
+            let out = unsafe { DeviceTensorMut::from_raw_parts(dtype, at, shape, strides) };
+            let mut outputs = DeviceOutputs::new(out.map_err(refused)?);
+            let Some(place) = self.lse else { return run(&mut outputs) };
+            let lse = self.fill::<f32>(rows, |at| {
+                // SAFETY: as above.
+                outputs.lse = Some(unsafe { DeviceListMut::from_raw_parts(at, rows) }.map_err(refused)?);
+                run(&mut outputs)
+            })?;
+            *place.lock().unwrap_or_else(PoisonError::into_inner) = Some(lse);
+            Ok(())
+        })?;
+        Ok((out, dims))
+    }
+
+    /// New memory, all of which the work that `write` puts on the stream writes.
+    fn fill<T: CudaDType + DeviceRepr>(
+        &self,
+        len: usize,
+        write: impl FnOnce(u64) -> Result<()>,
+    ) -> Result<CudaStorage> {
+        // SAFETY: it is written before anything on the stream reads it.
+        let mut slice = unsafe { self.device.alloc::<T>(len)? };
+        let (at, written) = slice.device_ptr_mut(self.stream);
+        write(at)?;
+        drop(written);
+        Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
+    }
+}
+
+/// Plans that a thread keeps.
+const MAX_PLANS: usize = 16;
+
+/// A plan on a stream. Its scratch memory is for one run at a time, so that each thread has its own: a stream may stand for another one
+/// on each thread.
+struct Kept {
+    desc: ProblemDesc,
+    stream: Arc<CudaStream>,
+    prepared: Prepared,
+    tables: Option<(BlockTables, CudaSlice<u32>)>,
+}
+
+impl Kept {
+    fn new(desc: &ProblemDesc, stream: &Arc<CudaStream>) -> Result<Self> {
+        let cuda = device(stream.context())?;
+        let problem = desc.clone().validate().map_err(refused)?;
+        let plan = cuda.plan(&problem, PlanOptions::default()).map_err(refused)?;
+        let prepared = cuda.prepare(&plan, stream).map_err(refused)?;
+        Ok(Self { desc: desc.clone(), stream: Arc::clone(stream), prepared, tables: None })
+    }
+
+    /// The plan of a problem, as the first of `plans`.
+    fn find<'p>(
+        plans: &'p mut Vec<Self>,
+        desc: &ProblemDesc,
+        stream: &Arc<CudaStream>,
+    ) -> Result<&'p mut Self> {
+        let is = |kept: &Self| Arc::ptr_eq(&kept.stream, stream) && kept.desc == *desc;
+        match plans.iter().position(is) {
+            Some(at) => plans[..=at].rotate_right(1),
+            None => {
+                let kept = Self::new(desc, stream)?;
+                plans.truncate(MAX_PLANS - 1);
+                plans.insert(0, kept);
+            }
+        }
+        Ok(&mut plans[0])
+    }
+
+    /// The tables, copied to the device unless the last call had the same.
+    fn tables_on_device(&mut self, tables: &BlockTables) -> Result<DeviceTables<'static>> {
+        if self.tables.as_ref().is_none_or(|(kept, _)| kept != tables) {
+            // No memory has no address.
+            let entries: &[u32] = if tables.table.is_empty() { &[u32::MAX] } else { &tables.table };
+            let failed = CudaError::driver("copy of the block table");
+            let copy = self.stream.clone_htod(entries).map_err(|error| refused(failed(error)))?;
+            self.tables = Some((tables.clone(), copy));
+        }
+        let Some((_, copy)) = &self.tables else { bail!("block table was not copied") };
+        let at = copy.device_ptr(&self.stream).0;
+        // SAFETY: the memory has the entries, which `check_tables` has seen, and is freed on the stream, after the work that is there.
+        unsafe { DeviceTables::from_raw_parts(at, tables) }.map_err(refused)
+    }
+}
+
+/// Calls a function with the plans of this thread, the last one used first. A thread that waits for rayon may be given a task that calls
+/// this again: that one gets a list of its own.
+fn with_plans<T>(run: impl FnOnce(&mut Vec<Kept>) -> T) -> T {
+    thread_local! {
+        static PLANS: Cell<Vec<Kept>> = const { Cell::new(Vec::new()) };
+    }
+    // While a thread ends, its values are gone.
+    let mut plans = PLANS.try_with(Cell::take).unwrap_or_default();
+    let result = run(&mut plans);
+    let _ = PLANS.try_with(|place| place.set(plans));
+    result
+}
+
+/// The device of a context, with the kernels that any thread has loaded there. It lives as long as the process.
+fn device(context: &Arc<CudaContext>) -> Result<Cuda> {
+    static DEVICES: Mutex<Vec<Cuda>> = Mutex::new(Vec::new());
+    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(cuda) = devices.iter().find(|cuda| cuda.context().cu_ctx() == context.cu_ctx()) {
+        return Ok(cuda.clone());
+    }
+    let cuda = Cuda::with_context(Arc::clone(context)).map_err(refused)?;
+    devices.push(cuda.clone());
+    Ok(cuda)
+}
+
+/// A function that runs once, with the memory of a tensor.
+struct Read<F> {
+    name: &'static str,
+    run: Cell<Option<F>>,
+}
+
+impl<F: FnOnce(Stored<'_>)> CustomOp1 for Read<F> {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn cpu_fwd(&self, _: &CpuStorage, _: &Layout) -> Result<(CpuStorage, Shape)> {
+        bail!("{} is not on a CUDA device", self.name)
+    }
+
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        if let Some(run) = self.run.take() {
+            run(Stored { name: self.name, storage, layout });
+        }
+        // An operator gives a tensor. This one has none, and device memory for it would be allocated in vain.
+        Err(Error::Msg(String::new()))
+    }
+}
+
+/// Calls a function with the memory of a tensor, if there is one, which is locked for reading. Unlike `Tensor::storage_and_layout`, this
+/// cannot wait for itself where another tensor of the same memory is locked already.
+fn read<T>(
+    name: &'static str,
+    tensor: Option<&Tensor>,
+    run: impl FnOnce(Option<Stored<'_>>) -> Result<T>,
+) -> Result<T> {
+    let Some(tensor) = tensor else { return run(None) };
+    let mut result = None;
+    let keep = |stored: Stored<'_>| result = Some(run(Some(stored)));
+    let ended = tensor.apply_op1_no_bwd(&Read { name, run: Cell::new(Some(keep)) });
+    result.unwrap_or_else(|| match ended {
+        Err(error) => Err(error),
+        Ok(_) => Err(Error::msg(format!("{name} was not read"))),
+    })
+}
