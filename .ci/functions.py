@@ -21,7 +21,7 @@ EMITS = {"crates/kernel/macros/src/expand.rs"}
 # Files of functions with the signatures of candle-flash-attn and candle-nn.
 GIVEN = {"crates/candle/src/compat.rs", "crates/candle/examples/adapter.rs"}
 
-FOLDERS = ["src", "crates", "cli/src", "tools", "examples"]
+FOLDERS = ["src", "crates", "cli/src", "tools", "examples", "python/src"]
 SKIPPED = re.compile(r"/(tests|benches|goldens)/|/tests\.rs$")
 RUST = re.compile(r"\bfn\s+(\w+)[^;{]*\{")
 CUDA = re.compile(r"(?m)^[^\s#/}][^;{}]*?\b(\w+)\((?!\d)[^;{}]*\)\s*(?:const\s*)?\{")

@@ -1,0 +1,15 @@
+"""Fused attention on CPUs for numpy arrays, PyTorch tensors, and everything that speaks DLPack.
+
+    import flashtile
+    out = flashtile.attention(q, k, v, causal=True)
+
+`attention` computes attention in one call.
+
+Tensors are read and written where they are, without copies. The interpreter runs other threads during a call: like any function that
+computes on arrays, it needs them not to write to its arguments meanwhile.
+"""
+
+from ._attention import attention
+from ._flashtile import __version__
+
+__all__ = ["__version__", "attention"]

@@ -1,0 +1,79 @@
+"""Attention in one call."""
+
+from . import _flashtile
+from ._arrays import detached, maker
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=(-1, -1),
+    q_offset=None,
+    scale=None,
+    softcap=None,
+    mask=None,
+    alibi_slopes=None,
+    sinks=None,
+    kv_lens=None,
+    cu_seqlens=None,
+    layout="bhsd",
+    return_lse=False,
+    out=None,
+):
+    """Attention of queries to keys and values::
+
+        out = softmax(softcap(scale * q . k) + bias) . v        over the visible keys
+
+    q `(batch, q_heads, q_len, dim)`, k `(batch, kv_heads, kv_len, dim)` and v `(batch, kv_heads, kv_len, value_dim)` give out
+    `(batch, q_heads, q_len, value_dim)`. `q_heads` is a multiple of `kv_heads`. All three are float32, float16 or bfloat16 alike, and are
+    read in place, whatever their strides, but that the last axis has stride 1. Arrays of numpy give arrays of numpy, tensors of PyTorch
+    tensors of PyTorch; other tensors with `__dlpack__` give arrays of numpy. A row without visible keys is 0. There is no backward pass.
+
+    Args:
+        q, k, v: numpy arrays (bfloat16 by ml_dtypes), PyTorch tensors on the CPU, or other objects with `__dlpack__`.
+        causal: whether a query sees only keys at or before its own position.
+        window: keys that a query sees before and after its position, which itself does not count; -1 is an unbounded side.
+        q_offset: the position of query 0: `"top_left"` puts it at key 0 (PyTorch), `"bottom_right"` puts the last query at the last key
+            (FlashAttention), an integer at that key. Required where positions matter and there are more or fewer keys than queries, or
+            `kv_lens`.
+        scale: multiplier of `q . k`; None is `1 / sqrt(dim)`.
+        softcap: `c` of `softcap(x) = c * tanh(x / c)`; None is off.
+        mask: `(queries, keys)` or `(batch, heads, queries, keys)`; axes of size or stride 0 or 1 are broadcast. Of bool, True is visible; of
+            float32, float16 or bfloat16 it is added to the score, and `-inf` hides.
+        alibi_slopes: a number for each query head: the bias of key `j` for a query at position `p` is `-slope * abs(p - j)`.
+        sinks: a logit for each query head, which joins the denominator of the softmax.
+        kv_lens: keys of each batch entry; rows of k and v past them are never read.
+        cu_seqlens: first row of each of many sequences that lie one after another, then the total; a pair of such lists where q and k
+            differ. Tensors are `(total, heads, dim)` then, whatever the layout.
+        layout: `"bhsd"`, or `"bshd"` for `(batch, seq, heads, dim)`; out has the same.
+        return_lse: whether the result is `(out, lse)`, with the logsumexp `(batch, q_heads, q_len)` in float32, natural logarithm, sinks
+            included; of packed sequences `(q_heads, total)`.
+        out: where to write the result. It overlaps no other argument in memory.
+
+    Raises:
+        ValueError: where shapes and options contradict each other.
+        TypeError: where a dtype or the type of an option is wrong.
+        BufferError: where memory cannot be used as it is: on a device, with strides below 0, read-only, or shared.
+    """
+    options = {
+        "causal": causal,
+        "window": window,
+        "q_offset": q_offset,
+        "scale": scale,
+        "softcap": softcap,
+        "mask": mask,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "kv_lens": kv_lens,
+        "cu_seqlens": cu_seqlens,
+        "layout": layout,
+        "return_lse": return_lse,
+    }
+    options["mask"] = detached(mask)
+    tensors = [detached(x) for x in (q, k, v, out)]
+    made, lse = _flashtile.attention(tensors, options, maker(q))
+    out = made if out is None else out
+    return (out, lse) if return_lse else out

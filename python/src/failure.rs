@@ -1,0 +1,17 @@
+//! Errors of flashtile as exceptions of Python, with the library's words.
+
+use flashtile::{Error, RunError};
+use pyo3::PyErr;
+use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
+
+/// `TypeError` where a dtype is wrong, `MemoryError` where there is no memory, `ValueError` otherwise.
+pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
+    let error = error.into();
+    match error {
+        Error::Memory { .. } => PyMemoryError::new_err(error.to_string()),
+        Error::Run(RunError::Dtype { .. } | RunError::Codec { .. } | RunError::MaskKind { .. }) => {
+            PyTypeError::new_err(error.to_string())
+        }
+        _ => PyValueError::new_err(error.to_string()),
+    }
+}

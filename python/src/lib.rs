@@ -1,0 +1,17 @@
+//! The extension module `flashtile._flashtile`: arguments of Python as problems of flashtile. What users call is in the Python files
+//! beside it.
+
+mod attention;
+mod failure;
+mod memory;
+mod options;
+
+use pyo3::prelude::*;
+
+/// The module.
+#[pymodule]
+fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
+    Ok(())
+}

@@ -1,0 +1,159 @@
+//! Options of a call: a dict, whose keys are those that the Python functions document.
+
+use crate::memory::{Axes, Memory, list, pair};
+use flashtile::{Attention, QOffset, SequencesRef};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// How tensors divide into sequences.
+enum Lengths {
+    Dense,
+    Padded(Vec<usize>),
+    Packed { q: Vec<usize>, k: Vec<usize> },
+}
+
+/// The options, with everything that they borrow from Python.
+pub(crate) struct Options {
+    causal: bool,
+    window: (Option<usize>, Option<usize>),
+    q_offset: Option<QOffset>,
+    scale: Option<f32>,
+    softcap: Option<f32>,
+    mask: Option<Memory>,
+    alibi_slopes: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
+    lengths: Lengths,
+    layout: Axes,
+    /// Whether the logsumexp is asked for.
+    pub(crate) lse: bool,
+}
+
+/// The value of a key, unless it is missing or `None`.
+fn value<'py>(dict: &Bound<'py, PyDict>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    Ok(dict.get_item(name)?.filter(|value| !value.is_none()))
+}
+
+fn extract<'py, T>(dict: &Bound<'py, PyDict>, name: &str, expected: &str) -> PyResult<Option<T>>
+where
+    T: for<'a> FromPyObject<'a, 'py>,
+{
+    let of = |value: Bound<'py, PyAny>| value.extract().map_err(|_| wrong(name, &value, expected));
+    value(dict, name)?.map(of).transpose()
+}
+
+fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
+    let got = got.repr().map(|text| text.to_string()).unwrap_or_default();
+    PyTypeError::new_err(format!("{name} is {got}, expected {expected}"))
+}
+
+impl Options {
+    pub(crate) fn of(dict: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let listed = |name: &'static str, what| {
+            value(dict, name)?.map(|value| list::<f32>(name, &value, what)).transpose()
+        };
+        let lengths = match (value(dict, "kv_lens")?, value(dict, "cu_seqlens")?) {
+            (Some(_), Some(_)) => {
+                return Err(PyValueError::new_err("kv_lens and cu_seqlens were given, expected one of them"));
+            }
+            (Some(lens), None) => Lengths::Padded(list("kv_lens", &lens, "a length for each batch entry")?),
+            (None, Some(starts)) => packed(&starts)?,
+            (None, None) => Lengths::Dense,
+        };
+        let number = "a number";
+        Ok(Self {
+            causal: extract(dict, "causal", "True or False")?.unwrap_or_default(),
+            window: window(extract(dict, "window", "two integers, (left, right)")?.unwrap_or((-1, -1)))?,
+            q_offset: value(dict, "q_offset")?.map(|value| q_offset(&value)).transpose()?,
+            scale: extract(dict, "scale", number)?,
+            softcap: extract(dict, "softcap", number)?,
+            mask: value(dict, "mask")?.map(|mask| Memory::of("mask", &mask)).transpose()?,
+            alibi_slopes: listed("alibi_slopes", "a number for each query head")?,
+            sinks: listed("sinks", "a number for each query head")?,
+            lengths,
+            layout: layout(extract::<String>(dict, "layout", "a name")?.as_deref().unwrap_or("bhsd"))?,
+            lse: extract(dict, "return_lse", "True or False")?.unwrap_or_default(),
+        })
+    }
+
+    /// Axes of q, k, v and out.
+    pub(crate) const fn axes(&self) -> Axes {
+        match self.lengths {
+            Lengths::Packed { .. } => Axes::Packed,
+            Lengths::Dense | Lengths::Padded(_) => self.layout,
+        }
+    }
+
+    pub(crate) const fn mask(&self) -> Option<&Memory> {
+        self.mask.as_ref()
+    }
+
+    /// The same as flashtile has them.
+    pub(crate) fn attention(&self) -> PyResult<Attention<'_>> {
+        let mut attention = if self.causal { Attention::causal() } else { Attention::full() };
+        attention = attention.window(self.window.0, self.window.1);
+        attention.q_offset = self.q_offset;
+        attention.scale = self.scale;
+        attention.softcap = self.softcap;
+        attention.mask = self.mask.as_ref().map(Memory::mask).transpose()?;
+        attention.alibi_slopes = self.alibi_slopes.as_deref();
+        attention.sinks = self.sinks.as_deref();
+        attention.sequences = match &self.lengths {
+            Lengths::Dense => SequencesRef::Dense,
+            Lengths::Padded(kv_lens) => SequencesRef::Padded { kv_lens },
+            Lengths::Packed { q, k } => SequencesRef::Packed { cu_seqlens_q: q, cu_seqlens_k: k },
+        };
+        Ok(attention)
+    }
+}
+
+fn packed(starts: &Bound<'_, PyAny>) -> PyResult<Lengths> {
+    let of = |of: &Bound<'_, PyAny>| {
+        list("cu_seqlens", of, "the first row of each sequence, then the total, or a pair of such lists")
+    };
+    // A tuple of two lists is a pair, a tuple of two numbers one list.
+    match pair(starts).filter(|(q, _)| q.extract::<usize>().is_err()) {
+        Some((q, k)) => Ok(Lengths::Packed { q: of(&q)?, k: of(&k)? }),
+        None => {
+            let both: Vec<usize> = of(starts)?;
+            Ok(Lengths::Packed { q: both.clone(), k: both })
+        }
+    }
+}
+
+fn window((left, right): (i64, i64)) -> PyResult<(Option<usize>, Option<usize>)> {
+    let side = |keys: i64| match keys {
+        -1 => Ok(None),
+        _ => usize::try_from(keys).map(Some).map_err(|_| {
+            PyValueError::new_err(format!(
+                "window is ({left}, {right}), expected keys, or -1 for an unbounded side"
+            ))
+        }),
+    };
+    Ok((side(left)?, side(right)?))
+}
+
+fn q_offset(value: &Bound<'_, PyAny>) -> PyResult<QOffset> {
+    if let Ok(at) = value.extract::<i64>() {
+        return Ok(QOffset::At(at));
+    }
+    match value.extract::<String>().as_deref() {
+        Ok("top_left") => Ok(QOffset::TopLeft),
+        Ok("bottom_right") => Ok(QOffset::BottomRight),
+        _ => {
+            let got = value.repr()?;
+            let what = format!(
+                "q_offset is {got}, expected 'top_left', 'bottom_right' or the key position of query 0"
+            );
+            Err(PyValueError::new_err(what))
+        }
+    }
+}
+
+fn layout(name: &str) -> PyResult<Axes> {
+    match name {
+        "bhsd" => Ok(Axes::Bhsd),
+        "bshd" => Ok(Axes::Bshd),
+        _ => Err(PyValueError::new_err(format!("layout is '{name}', expected 'bhsd' or 'bshd'"))),
+    }
+}
