@@ -1,0 +1,308 @@
+"""`attention` over arrays of numpy, and over DLPack."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import flashtile
+import numpy
+import pytest
+from conftest import reference
+from flashtile import attention
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+BF16 = numpy.dtype(ml_dtypes.bfloat16)
+# Half a unit in the last place of the result, and the rounding of p in kernels of the same dtype.
+TOLERANCE = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+def normal(rng, *shape, dtype=numpy.float32):
+    return rng.standard_normal(shape, dtype=numpy.float32).astype(dtype)
+
+
+def qkv(rng, dtype=numpy.float32, heads=(4, 2), lens=(33, 33), dims=(32, 32)):
+    q = normal(rng, 2, heads[0], lens[0], dims[0], dtype=dtype)
+    k = normal(rng, 2, heads[1], lens[1], dims[0], dtype=dtype)
+    return q, k, normal(rng, 2, heads[1], lens[1], dims[1], dtype=dtype)
+
+
+def causal(q_len, kv_len, offset=0, left=None):
+    p, j = numpy.arange(q_len)[:, None] + offset, numpy.arange(kv_len)[None, :]
+    return (j <= p) & (True if left is None else j >= p - left)
+
+
+def close(got, want, dtype="float32"):
+    numpy.testing.assert_allclose(numpy.asarray(got).astype(numpy.float64), want, rtol=0, atol=TOLERANCE[str(dtype)])
+
+
+@pytest.mark.parametrize("dtype", [numpy.dtype("float32"), numpy.dtype("float16"), BF16], ids=str)
+def test_dtypes(rng, dtype):
+    q, k, v = qkv(rng, dtype)
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    want, want_lse = reference(q, k, v, visible=causal(33, 33))
+    assert (type(out), out.dtype, out.shape) == (numpy.ndarray, dtype, q.shape)
+    assert (lse.dtype, lse.shape) == (numpy.float32, q.shape[:3])
+    close(out, want, dtype)
+    close(lse, want_lse, dtype)
+
+
+def test_options_together(rng):
+    q, k, v = qkv(rng, lens=(5, 40), dims=(16, 48))
+    slopes, sinks = numpy.array([0.5, 0.25, 0.125, 0.0625], numpy.float32), [0.5, -1.0, 2.0, 0.0]
+    options = {"causal": True, "window": (7, -1), "q_offset": "bottom_right", "scale": 0.3, "softcap": 2.0, "sinks": sinks}
+    out, lse = attention(q, k, v, alibi_slopes=slopes, return_lse=True, **options)
+    p = numpy.arange(5)[:, None] + 35
+    bias = -slopes[None, :, None, None] * abs(p - numpy.arange(40)[None, :])
+    want, want_lse = reference(q, k, v, visible=causal(5, 40, 35, 7), bias=bias, scale=0.3, softcap=2.0, sinks=sinks)
+    close(out, want)
+    close(lse, want_lse)
+
+
+@pytest.mark.parametrize("offset, at", [("top_left", 0), ("bottom_right", 7), (3, 3), (-2, -2)])
+def test_offsets(rng, offset, at):
+    q, k, v = qkv(rng, lens=(5, 12))
+    want, _ = reference(q, k, v, visible=causal(5, 12, at))
+    close(attention(q, k, v, causal=True, q_offset=offset), want)
+
+
+def test_masks(rng):
+    q, k, v = qkv(rng, lens=(6, 9))
+    visible = rng.random((2, 1, 6, 9)) < 0.6
+    visible[0, 0, 2] = False
+    want, _ = reference(q, k, v, visible=visible)
+    assert not want[0, :, 2].any()
+    close(attention(q, k, v, mask=visible), want)
+    added = numpy.where(visible, 0, -numpy.inf)
+    for dtype in (numpy.float32, numpy.float16, BF16):
+        close(attention(q, k, v, mask=added.astype(dtype)), want)
+    # Two axes, an axis of stride 0, and a mask of a larger array.
+    two, _ = reference(q, k, v, visible=visible[1, 0])
+    close(attention(q, k, v, mask=visible[1, 0]), two)
+    close(attention(q, k, v, mask=numpy.broadcast_to(visible[1], (2, 4, 6, 9))), two)
+    larger = numpy.ones((2, 1, 8, 20), bool)
+    larger[:, :, 1:7, 3:12] = visible
+    close(attention(q, k, v, mask=larger[:, :, 1:7, 3:12]), want)
+
+
+def test_kv_lens(rng):
+    q, k, v = qkv(rng, lens=(3, 10))
+    for x in (k, v):
+        x[0, :, 4:] = numpy.nan
+    visible = numpy.arange(10) < numpy.array([4, 10])[:, None, None, None]
+    want, _ = reference(q, numpy.nan_to_num(k), numpy.nan_to_num(v), visible=visible)
+    for lens in ([4, 10], numpy.array([4, 10]), (4, 10)):
+        close(attention(q, k, v, kv_lens=lens), want)
+
+
+def test_packed(rng):
+    q, k, v = normal(rng, 9, 4, 16), normal(rng, 13, 2, 16), normal(rng, 13, 2, 16)
+    starts = ([0, 4, 9], [0, 6, 13])
+    out, lse = attention(q, k, v, cu_seqlens=starts, causal=True, q_offset="bottom_right", return_lse=True)
+    assert (out.shape, lse.shape) == ((9, 4, 16), (4, 9))
+    for (a, b), (c, d) in zip([(0, 4), (4, 9)], [(0, 6), (6, 13)]):
+        of = [x.transpose(1, 0, 2)[None] for x in (q[a:b], k[c:d], v[c:d])]
+        want, want_lse = reference(*of, visible=causal(b - a, d - c, d - c - (b - a)))
+        close(out[a:b], want[0].transpose(1, 0, 2))
+        close(lse[:, a:b], want_lse[0])
+    same = attention(q, k[:9], v[:9], cu_seqlens=numpy.array([0, 4, 9]))
+    want, _ = reference(*(x[:4].transpose(1, 0, 2)[None] for x in (q, k, v)))
+    close(same[:4], want[0].transpose(1, 0, 2))
+
+
+def test_layouts_are_strides(rng):
+    q, k, v = qkv(rng)
+    want = attention(q, k, v, causal=True)
+    # Sequence-major memory, seen head-major, and the other way round.
+    moved = [numpy.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in (q, k, v)]
+    assert numpy.array_equal(attention(*moved, causal=True, layout="bshd"), want.transpose(0, 2, 1, 3))
+    assert numpy.array_equal(attention(*(x.transpose(0, 2, 1, 3) for x in moved), causal=True), want)
+    # One fused projection.
+    fused = numpy.concatenate([moved[0], moved[1], moved[2]], axis=2)
+    assert numpy.array_equal(attention(fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:], causal=True, layout="bshd"), want.transpose(0, 2, 1, 3))
+    # Every second batch entry, and one entry read twice.
+    assert numpy.array_equal(attention(q[::2], k[::2], v[::2], causal=True), want[::2])
+    once = [numpy.broadcast_to(x[:1], x.shape) for x in (k, v)]
+    assert numpy.array_equal(attention(q, *once, causal=True)[:1], want[:1])
+
+
+def test_nothing_is_copied(rng):
+    """A result is written where `out` is, and 64 MiB of keys need no memory."""
+    q, k, v = qkv(rng)
+    out = numpy.full((2, 33, 8, 32), 7, numpy.float32)
+    place = out[:, :, 2:6].transpose(0, 2, 1, 3)
+    assert attention(q, k, v, out=place) is place
+    close(place, reference(q, k, v)[0])
+    assert (out[:, :, :2] == 7).all() and (out[:, :, 6:] == 7).all()
+    program = """
+import resource, numpy, flashtile
+k = numpy.ones((1, 1, 1 << 18, 64), numpy.float32)
+q = numpy.ones((1, 1, 1, 64), numpy.float32)
+flashtile.attention(q, k[:, :, :64], k[:, :, :64])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+flashtile.attention(q, k, k)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    grown = int(subprocess.check_output([sys.executable, "-c", program]))
+    assert grown < 16 << 10, f"{grown} KiB for a call over 64 MiB of keys"
+
+
+def test_empty(rng):
+    q, k, v = qkv(rng, lens=(0, 4))
+    assert attention(q, k, v).shape == (2, 4, 0, 32)
+    q, k, v = qkv(rng, lens=(3, 0))
+    out, lse = attention(q, k, v, return_lse=True)
+    assert not out.any() and (lse == -numpy.inf).all()
+
+
+class Dlpack:
+    """A tensor of another library: DLPack and nothing else."""
+
+    def __init__(self, array, device=(1, 0), versions=True):
+        self.array, self.device, self.versions = array, device, versions
+        self.dtype = array.dtype
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **options):
+        if not self.versions and options:
+            raise TypeError("unexpected keyword argument")
+        return self.array.__dlpack__(**options)
+
+
+@pytest.mark.parametrize("versions", [True, False])
+def test_dlpack(rng, versions):
+    q, k, v = qkv(rng)
+    want = attention(q, k, v)
+    moved = [numpy.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, k, v)]
+    got = attention(*(Dlpack(x, versions=versions) for x in moved))
+    assert type(got) is numpy.ndarray and numpy.array_equal(got, want)
+    visible = rng.random((33, 33)) < 0.5
+    assert numpy.array_equal(attention(q, k, v, mask=Dlpack(visible)), attention(q, k, v, mask=visible))
+    out = numpy.zeros_like(q)
+    attention(q, k, v, out=Dlpack(out))
+    assert numpy.array_equal(out, want)
+
+
+def test_dlpack_is_given_back(rng):
+    """No call keeps its arguments, whether it succeeds or not."""
+    q, k, v = qkv(rng)
+    counts = [sys.getrefcount(x) for x in (q, k, v)]
+    for _ in range(3):
+        attention(Dlpack(q), Dlpack(k), Dlpack(v))
+        with pytest.raises(ValueError):
+            attention(Dlpack(q), Dlpack(k), Dlpack(v[:, :, 1:]))
+    assert [sys.getrefcount(x) for x in (q, k, v)] == counts
+
+
+def test_other_devices_are_named(rng):
+    q, k, v = qkv(rng)
+    with pytest.raises(BufferError, match=r"k is on cuda:1, and the Python package has flashtile's CPU backend alone"):
+        attention(q, Dlpack(k, device=(2, 1)), v)
+    with pytest.raises(BufferError, match=r"out is on rocm:0"):
+        attention(q, k, v, out=Dlpack(q.copy(), device=(10, 0)))
+
+
+def refused(error, match, *tensors, **options):
+    with pytest.raises(error, match=match):
+        attention(*tensors, **options)
+
+
+def test_errors_of_tensors(rng):
+    q, k, v = qkv(rng)
+    refused(TypeError, "q is a list, expected a numpy array", [1.0], k, v)
+    refused(TypeError, "q is float64, expected float32, float16 or bfloat16", q.astype(float), k, v)
+    refused(TypeError, "q is >f4", q.astype(">f4"), k, v)
+    refused(TypeError, "k is f16, expected f32", q, k.astype(numpy.float16), v)
+    refused(TypeError, "q is int32", Dlpack(q.view(numpy.int32)), k, v)
+    refused(ValueError, r"q has shape \[4, 33, 32\], expected \(batch, heads, seq, dim\)", q[0], k, v)
+    refused(ValueError, r"v has shape \[2, 2, 32, 32\], expected \[2, 2, 33, 32\]", q, k, v[:, :, 1:])
+    refused(ValueError, "q_heads", q[:, :3], k, v)
+    refused(BufferError, "q has strides .*, expected 1 for the last axis", q[..., ::2], k[..., ::2], v)
+    refused(BufferError, "q has strides .*, expected none below 0", q[:, :, ::-1], k, v)
+
+
+def test_errors_of_out(rng):
+    q, k, v = qkv(rng)
+    refused(BufferError, "out overlaps q", q, k, v, out=q)
+    frozen = numpy.empty_like(q)
+    frozen.flags.writeable = False
+    refused(BufferError, "out is read-only", q, k, v, out=frozen)
+    refused(ValueError, "out has shape", q, k, v, out=numpy.empty((2, 4, 33, 31), numpy.float32))
+    refused(TypeError, "out is f16, expected f32", q, k, v, out=numpy.empty(q.shape, numpy.float16))
+    refused(BufferError, "overlap", q, k, v, out=numpy.lib.stride_tricks.as_strided(numpy.empty(q[0].size, numpy.float32), q.shape, (0, *q.strides[1:])))
+
+
+def test_errors_of_options(rng):
+    q, k, v = qkv(rng, lens=(3, 5))
+    refused(ValueError, "q_offset", q, k, v, causal=True)
+    refused(ValueError, "q_offset is 'left', expected", q, k, v, causal=True, q_offset="left")
+    refused(ValueError, r"window is \(-2, 0\)", q, k, v, window=(-2, 0))
+    refused(TypeError, "window is 3, expected two integers", q, k, v, window=3)
+    refused(ValueError, "layout is 'hbsd'", q, k, v, layout="hbsd")
+    refused(ValueError, "scale", q, k, v, scale=float("nan"))
+    refused(TypeError, "scale is 'x', expected a number", q, k, v, scale="x")
+    refused(ValueError, "sinks has 3 elements, expected 4", q, k, v, sinks=[0, 0, 0])
+    refused(ValueError, "kv_lens and cu_seqlens", q, k, v, kv_lens=[1, 1], cu_seqlens=[0, 3])
+    refused(ValueError, "mask has shape", q, k, v, mask=numpy.ones((3, 4), bool))
+    refused(ValueError, r"mask has shape \[1, 3, 5\], expected \(queries, keys\) or", q, k, v, mask=numpy.ones((1, 3, 5), bool))
+    refused(TypeError, "mask is int64, expected bool, float32", q, k, v, mask=numpy.ones((3, 5), int))
+
+
+def test_the_interpreter_runs_during_a_call(rng):
+    """A thread of Python counts while a call computes."""
+    q, k, v = (normal(rng, 1, 8, 3000, 64) for _ in range(3))
+    attention(q, k, v)
+    ticks, done = [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begin = time.perf_counter()
+    attention(q, k, v)
+    end = time.perf_counter()
+    done.set()
+    thread.join()
+    during = sum(begin < at < end for at in ticks)
+    assert during >= 5, f"{during} ticks in {end - begin:.3f} s"
+
+
+def test_threads_give_the_same_bits(rng):
+    q, k, v = qkv(rng, lens=(200, 200))
+    want, results = attention(q, k, v, causal=True), [None] * 8
+
+    def call(index):
+        results[index] = attention(q, k, v, causal=True)
+
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(numpy.array_equal(result, want) for result in results)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_is_told(rng):
+    q, k, v = qkv(rng)
+    attention(q, k, v)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            attention(q, k, v)
+        except RuntimeError as error:
+            os._exit(3 if "forked off" in str(error) else 4)
+        os._exit(5)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+
+def test_names():
+    assert flashtile.__version__.count(".") == 2
+    assert all(getattr(flashtile, name).__doc__ for name in flashtile.__all__ if name != "__version__")
