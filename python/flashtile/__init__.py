@@ -3,13 +3,14 @@
     import flashtile
     out = flashtile.attention(q, k, v, causal=True)
 
-`attention` computes attention in one call.
+`attention` computes attention in one call, and `KvCache` keeps keys and values of sequences that grow.
 
 Tensors are read and written where they are, without copies. The interpreter runs other threads during a call: like any function that
 computes on arrays, it needs them not to write to its arguments meanwhile.
 """
 
 from ._attention import attention
-from ._flashtile import __version__
+from ._cache import KvCache, Step
+from ._flashtile import Sequence, __version__
 
-__all__ = ["__version__", "attention"]
+__all__ = ["KvCache", "Sequence", "Step", "__version__", "attention"]

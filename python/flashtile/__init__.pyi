@@ -1,7 +1,10 @@
 """Fused attention on CPUs for numpy arrays, PyTorch tensors, and everything that speaks DLPack."""
 
 from collections.abc import Sequence as List
+from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
+
+from ._flashtile import Sequence as Sequence
 
 __version__: str
 
@@ -58,3 +61,80 @@ def attention(
     return_lse: Literal[True],
     out: Dlpack | None = None,
 ) -> tuple[Array, Array]: ...
+
+class KvCache:
+    """Keys and values of many sequences, for all layers of a model, as elements or quantized."""
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        layout: Literal["paged", "contiguous", "ring"] = "paged",
+        pages: int = 1024,
+        page: int = 16,
+        slots: int | None = None,
+        capacity: int | None = None,
+        k: str = "int8",
+        v: str = "tq5",
+        center: bool | None = None,
+    ) -> None: ...
+    def create(self) -> Sequence: ...
+    def fork(self, sequence: Sequence) -> Sequence: ...
+    def remove(self, sequence: Sequence) -> None: ...
+    def len(self, sequence: Sequence) -> int: ...
+    def truncate(self, sequence: Sequence, length: int) -> None: ...
+    def forget(self, sequence: Sequence, before: int) -> None: ...
+    def memory(self) -> dict[str, int]: ...
+    def step(self, batch: List[tuple[Sequence, int]]) -> Step: ...
+
+class Step:
+    """A step of a batch over a cache, begun by `KvCache.step`."""
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        k: Dlpack,
+        v: Dlpack,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        q_offset: Offset | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        mask: Dlpack | None = None,
+        alibi_slopes: Numbers | None = None,
+        sinks: Numbers | None = None,
+        return_lse: Literal[False] = False,
+        out: Dlpack | None = None,
+    ) -> Array: ...
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        k: Dlpack,
+        v: Dlpack,
+        *,
+        causal: bool = True,
+        window: tuple[int, int] = (-1, -1),
+        q_offset: Offset | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        mask: Dlpack | None = None,
+        alibi_slopes: Numbers | None = None,
+        sinks: Numbers | None = None,
+        return_lse: Literal[True],
+        out: Dlpack | None = None,
+    ) -> tuple[Array, Array]: ...
+    def lens(self) -> list[tuple[int, int]]: ...
+    def finish(self) -> None: ...
+    def cancel(self) -> None: ...
+    def __enter__(self) -> Step: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

@@ -2,6 +2,7 @@
 //! beside it.
 
 mod attention;
+mod cache;
 mod failure;
 mod memory;
 mod options;
@@ -13,5 +14,7 @@ use pyo3::prelude::*;
 fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
-    Ok(())
+    module.add_class::<cache::Cache>()?;
+    module.add_class::<cache::Sequence>()?;
+    module.add_class::<cache::Step>()
 }

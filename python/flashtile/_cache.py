@@ -1,0 +1,184 @@
+"""KV caches."""
+
+import json
+
+from . import _flashtile
+from ._arrays import detached, maker
+
+_ELEMENTS = ("f32", "f16", "bf16")
+
+
+class KvCache:
+    """Keys and values of many sequences, for all layers of a model, as elements or quantized.
+
+        cache = KvCache(layers=2, kv_heads=2, head_dim=64, k="int8", v="int8")
+        a, b = cache.create(), cache.create()
+        with cache.step([(a, 40), (b, 1)]) as step:  # 40 tokens of a prompt, and one token of another sequence
+            for layer in range(2):
+                out = step.attend(layer, q, k, v)  # (41, q_heads, 64) from (41, heads, 64)
+
+    Args:
+        layers, kv_heads, head_dim: as the model has them.
+        value_dim: elements of a value; None is `head_dim`.
+        layout: `"paged"`: pages as sequences grow, which forks share; `"contiguous"`: a slot of `capacity` tokens a sequence; `"ring"`: a
+            slot that overwrites its oldest tokens, for sliding windows.
+        pages, page: pages of the cache and tokens of a page, of `"paged"`.
+        slots, capacity: sequences at a time and tokens of each, of `"contiguous"` and `"ring"`, which require them.
+        k, v: codecs of keys and values: f32, f16, bf16, fp8, int8, tq6, tq5, tq4, tq3, tq2.
+        center: whether a mean, learned from the first keys, is subtracted from quantized keys; None: where keys are quantized.
+
+    Raises:
+        ValueError: where the description is wrong. MemoryError: where there is no memory.
+    """
+
+    def __init__(
+        self,
+        layers,
+        kv_heads,
+        head_dim,
+        *,
+        value_dim=None,
+        layout="paged",
+        pages=1024,
+        page=16,
+        slots=None,
+        capacity=None,
+        k="int8",
+        v="tq5",
+        center=None,
+    ):
+        if layout == "paged":
+            if slots is not None or capacity is not None:
+                raise ValueError("slots and capacity are of layout='contiguous' and 'ring', this one is 'paged'")
+            tokens = {"pages": pages, "page_size": page}
+        elif layout in ("contiguous", "ring"):
+            if slots is None or capacity is None:
+                raise ValueError(f"layout={layout!r} needs slots and capacity")
+            tokens = {"slots": slots, "capacity": capacity}
+        else:
+            raise ValueError(f"layout is {layout!r}, expected 'paged', 'contiguous' or 'ring'")
+        if center is None:
+            center = k not in _ELEMENTS
+        desc = {
+            "layout": {layout: tokens},
+            "layers": layers,
+            "kv_heads": kv_heads,
+            "head_dim": head_dim,
+            "value_dim": head_dim if value_dim is None else value_dim,
+            "k": k,
+            "v": v,
+            "key_mean": "learned" if center else "none",
+        }
+        self._cache = _flashtile.Cache(json.dumps(desc))
+
+    def create(self):
+        """A new, empty sequence."""
+        return self._cache.create()
+
+    def fork(self, sequence):
+        """A second sequence of the same tokens, in the same pages where there are pages."""
+        return self._cache.fork(sequence)
+
+    def remove(self, sequence):
+        """Ends a sequence and frees the pages that only it holds."""
+        self._cache.remove(sequence)
+
+    def len(self, sequence):
+        """Tokens of a sequence."""
+        return self._cache.len(sequence)
+
+    def truncate(self, sequence, length):
+        """Keeps the first tokens of a sequence."""
+        self._cache.truncate(sequence, length)
+
+    def forget(self, sequence, before):
+        """Drops the tokens of a sequence before a position."""
+        self._cache.forget(sequence, before)
+
+    def memory(self):
+        """Bytes, pages, sequences and tokens of the cache, as a dict."""
+        return self._cache.memory()
+
+    def step(self, batch):
+        """Begins a step: adds a number of tokens to each listed sequence, `[(sequence, tokens), ..]`, for every layer to fill in and attend
+        to. Until it ends, the cache answers to the step alone.
+
+        Raises:
+            ValueError: where there is no room for the tokens; the cache is unchanged then.
+        """
+        return Step(self._cache.step(list(batch)))
+
+
+class Step:
+    """A step of a batch over a cache, begun by `KvCache.step`. A `with` block keeps the tokens at its end, and takes them back where it is
+    left by an exception, or where a layer did not attend."""
+
+    def __init__(self, step):
+        self._step = step
+        self._ended = False
+
+    def attend(
+        self,
+        layer,
+        q,
+        k,
+        v,
+        *,
+        causal=True,
+        window=(-1, -1),
+        q_offset=None,
+        scale=None,
+        softcap=None,
+        mask=None,
+        alibi_slopes=None,
+        sinks=None,
+        return_lse=False,
+        out=None,
+    ):
+        """Stores k and v of a layer, and attends to them and to what the cache holds.
+
+        q `(tokens, q_heads, dim)`, k `(tokens, kv_heads, dim)` and v `(tokens, kv_heads, value_dim)` hold the tokens sequence by sequence, as
+        the step listed them, and give out `(tokens, q_heads, value_dim)`, and with `return_lse` a logsumexp `(q_heads, tokens)`. Options
+        are as for `flashtile.attention`; each token sits at its place in its sequence. A mask is `(sequences, heads, longest queries,
+        longest keys)`.
+        """
+        options = {
+            "causal": causal,
+            "window": window,
+            "q_offset": q_offset,
+            "scale": scale,
+            "softcap": softcap,
+            "mask": detached(mask),
+            "alibi_slopes": alibi_slopes,
+            "sinks": sinks,
+            "return_lse": return_lse,
+        }
+        tensors = [detached(x) for x in (q, k, v, out)]
+        made, lse = self._step.attend(layer, tensors, options, maker(q))
+        out = made if out is None else out
+        return (out, lse) if return_lse else out
+
+    def lens(self):
+        """`(queries, keys)` of each sequence in this step."""
+        return self._step.lens()
+
+    def finish(self):
+        """Keeps the tokens. Raises ValueError where a layer did not attend; the tokens are taken back then."""
+        self._ended = True
+        self._step.finish()
+
+    def cancel(self):
+        """Takes the tokens back."""
+        self._ended = True
+        self._step.cancel()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        if self._ended:
+            return
+        if kind is None:
+            self.finish()
+        else:
+            self.cancel()

@@ -1,0 +1,135 @@
+"""`KvCache` and its steps."""
+
+import gc
+
+import numpy
+import pytest
+from flashtile import KvCache, attention
+from test_attention import normal
+
+SHAPE = {"layers": 2, "kv_heads": 2, "head_dim": 32}
+
+
+def tokens(rng, count, heads=(4, 2)):
+    return [normal(rng, count, of, 32) for of in (heads[0], heads[1], heads[1])]
+
+
+def run(cache, batch, layers, **options):
+    """A step over all layers, and what the last one gave."""
+    with cache.step(batch) as step:
+        for layer, (q, k, v) in enumerate(layers):
+            out = step.attend(layer, q, k, v, **options)
+    return out
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"pages": 8, "page": 4}, {"layout": "contiguous", "slots": 2, "capacity": 12}, {"layout": "ring", "slots": 2, "capacity": 12}],
+    ids=["paged", "contiguous", "ring"],
+)
+def test_steps_are_attention(rng, layout):
+    """A prompt and two tokens give the rows of one causal call over all of them."""
+    cache = KvCache(**SHAPE, k="f32", v="f32", **layout)
+    a, b = cache.create(), cache.create()
+    layers = [tokens(rng, 9), tokens(rng, 9)]
+    want = [attention(*layer, cu_seqlens=[0, 9], causal=True, softcap=3.0) for layer in layers]
+    got = numpy.empty_like(want[1])
+    for begin, end in [(0, 7), (7, 8), (8, 9)]:
+        # The other sequence has the same tokens, and goes first.
+        twice = [[numpy.concatenate([x[begin:end]] * 2) for x in layer] for layer in layers]
+        out = run(cache, [(b, end - begin), (a, end - begin)], twice, softcap=3.0)
+        got[begin:end] = out[end - begin :]
+    assert numpy.array_equal(got, want[1])
+    assert (cache.len(a), cache.len(b)) == (9, 9)
+
+
+def test_out_and_logsumexp(rng):
+    cache = KvCache(**SHAPE, k="f32", v="f32")
+    seq, layer = cache.create(), tokens(rng, 5)
+    out = numpy.empty((5, 4, 32), numpy.float32)
+    with cache.step([(seq, 5)]) as step:
+        assert step.lens() == [(5, 5)]
+        got, lse = step.attend(0, *layer, out=out, return_lse=True)
+        step.attend(1, *layer)
+    want, want_lse = attention(*layer, cu_seqlens=[0, 5], causal=True, return_lse=True)
+    assert got is out and numpy.array_equal(out, want) and numpy.array_equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("k, v, error", [("bf16", "bf16", 1e-2), ("int8", "int8", 2e-2), ("int8", "tq5", 9e-2), ("tq4", "tq4", 0.25)])
+def test_codecs(rng, k, v, error):
+    """Errors relative to the result are of the size that docs/kv.md has for the codec."""
+    cache = KvCache(**SHAPE, k=k, v=v)
+    seq, layer = cache.create(), tokens(rng, 64)
+    got = run(cache, [(seq, 64)], [layer, layer])
+    want = attention(*layer, cu_seqlens=[0, 64], causal=True)
+    found = float(numpy.sqrt(((got - want) ** 2).mean() / (want**2).mean()))
+    assert 0 < found < error
+
+
+def test_a_failed_step_takes_its_tokens_back(rng):
+    cache = KvCache(**SHAPE)
+    seq, layer = cache.create(), tokens(rng, 3)
+    with pytest.raises(ZeroDivisionError), cache.step([(seq, 3)]) as step:
+        step.attend(0, *layer)
+        raise ZeroDivisionError
+    assert cache.len(seq) == 0
+    with pytest.raises(ValueError, match="layer 1"), cache.step([(seq, 3)]) as step:
+        step.attend(0, *layer)
+    assert cache.len(seq) == 0
+    step = cache.step([(seq, 3)])
+    with pytest.raises(RuntimeError, match="a step of this cache is open"):
+        cache.len(seq)
+    step.cancel()
+    with pytest.raises(RuntimeError, match="the step has ended"):
+        step.attend(0, *layer)
+    assert cache.len(seq) == 0
+    # A step that nobody ended.
+    step = cache.step([(seq, 3)])
+    del step
+    gc.collect()
+    assert cache.len(seq) == 0
+    run(cache, [(seq, 3)], [layer, layer])
+    assert cache.len(seq) == 3
+
+
+def test_sequences(rng):
+    cache = KvCache(**SHAPE, pages=4, page=4)
+    a, layer = cache.create(), tokens(rng, 6)
+    run(cache, [(a, 6)], [layer, layer])
+    b = cache.fork(a)
+    assert a != b and len({a, b, a}) == 2 and cache.memory()["pages_shared"] == 2
+    cache.truncate(b, 3)
+    assert (cache.len(a), cache.len(b)) == (6, 3)
+    cache.remove(b)
+    with pytest.raises(ValueError, match="removed"):
+        cache.len(b)
+    cache.forget(a, 4)
+    assert cache.memory()["tokens"] == 2
+    with pytest.raises(ValueError, match="cache"):
+        KvCache(**SHAPE).len(a)
+    with pytest.raises(ValueError, match="page"):
+        cache.step([(a, 40)])
+    assert cache.len(a) == 6
+
+
+def test_errors(rng):
+    with pytest.raises(ValueError, match="needs slots and capacity"):
+        KvCache(**SHAPE, layout="ring")
+    with pytest.raises(ValueError, match="slots and capacity are of"):
+        KvCache(**SHAPE, slots=3)
+    with pytest.raises(ValueError, match="layout is 'flat'"):
+        KvCache(**SHAPE, layout="flat")
+    with pytest.raises(ValueError, match="int9"):
+        KvCache(**SHAPE, k="int9")
+    with pytest.raises(ValueError, match="head_dim"):
+        KvCache(layers=1, kv_heads=1, head_dim=0)
+    with pytest.raises(ValueError, match="mean"):
+        KvCache(**SHAPE, k="f16", center=True)
+    cache = KvCache(**SHAPE)
+    seq, layer = cache.create(), tokens(rng, 3)
+    with pytest.raises(ValueError, match="k has shape"), cache.step([(seq, 2)]) as step:
+        step.attend(0, *layer)
+    with pytest.raises(ValueError, match="layer 2"), cache.step([(seq, 3)]) as step:
+        step.attend(2, *layer)
+    with pytest.raises(ValueError, match=r"q has shape .* expected \(total, heads, dim\)"), cache.step([(seq, 3)]) as step:
+        step.attend(0, layer[0][None], *layer[1:])
