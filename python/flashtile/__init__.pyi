@@ -1,8 +1,10 @@
 """Fused attention on CPUs for numpy arrays, PyTorch tensors, and everything that speaks DLPack."""
 
-from collections.abc import Sequence as List
+from collections.abc import Mapping, Sequence as List
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar, overload
+
+from numpy.typing import NDArray
 
 from ._flashtile import Sequence as Sequence
 
@@ -61,6 +63,41 @@ def attention(
     return_lse: Literal[True],
     out: Dlpack | None = None,
 ) -> tuple[Array, Array]: ...
+def plan(
+    *,
+    heads: int,
+    q_len: int,
+    head_dim: int,
+    batch: int = 1,
+    kv_heads: int | None = None,
+    kv_len: int | None = None,
+    value_dim: int | None = None,
+    dtype: Literal["f32", "f16", "bf16"] = "f32",
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    q_offset: Offset | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    mask: Literal["bool", "f32", "f16", "bf16"] | None = None,
+    alibi: bool = False,
+    sinks: bool = False,
+    kv_lens: List[int] | NDArray[Any] | None = None,
+    cu_seqlens: List[int] | NDArray[Any] | tuple[List[int], List[int]] | None = None,
+    machine: str | None = None,
+    splits: int | None = None,
+) -> dict[str, Any]: ...
+def kv_report(
+    tensors: Mapping[str, Dlpack],
+    *,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    q_offset: Offset | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    layout: Layout = "bhsd",
+    codecs: List[str] | None = None,
+    rows: int = 64,
+) -> dict[str, Any]: ...
 
 class KvCache:
     """Keys and values of many sequences, for all layers of a model, as elements or quantized."""

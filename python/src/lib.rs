@@ -6,6 +6,8 @@ mod cache;
 mod failure;
 mod memory;
 mod options;
+mod plan;
+mod quality;
 
 use pyo3::prelude::*;
 
@@ -14,6 +16,8 @@ use pyo3::prelude::*;
 fn _flashtile(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(attention::attention, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::plan, module)?)?;
+    module.add_function(wrap_pyfunction!(quality::kv_pair, module)?)?;
     module.add_class::<cache::Cache>()?;
     module.add_class::<cache::Sequence>()?;
     module.add_class::<cache::Step>()
