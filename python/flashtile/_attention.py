@@ -1,7 +1,7 @@
 """Attention in one call."""
 
 from . import _flashtile
-from ._arrays import detached, maker
+from ._arrays import detached, is_torch, maker
 
 
 def attention(
@@ -72,6 +72,10 @@ def attention(
         "layout": layout,
         "return_lse": return_lse,
     }
+    if is_torch(q):
+        from . import _torch
+
+        return _torch.attention(q, k, v, options, out)
     options["mask"] = detached(mask)
     tensors = [detached(x) for x in (q, k, v, out)]
     made, lse = _flashtile.attention(tensors, options, maker(q))
