@@ -4,7 +4,8 @@
     out = flashtile.attention(q, k, v, causal=True)
 
 `attention` computes attention in one call, `KvCache` keeps keys and values of sequences that grow, `plan` says what would run, and
-`kv_report` measures what codecs do to keys and values.
+`kv_report` measures what codecs do to keys and values. `flashtile.transformers.register()` makes `attn_implementation="flashtile"` work
+in Hugging Face transformers.
 
 Tensors are read and written where they are, without copies. The interpreter runs other threads during a call: like any function that
 computes on arrays, it needs them not to write to its arguments meanwhile.
