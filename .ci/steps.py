@@ -114,6 +114,7 @@ def formatting():
     run("cargo", "fmt", "--all", "--manifest-path", "crates/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "benches/peers/candle/Cargo.toml", "--check")
+    run("cargo", "fmt", "--manifest-path", "python/Cargo.toml", "--check")
 
 
 @step("lints", "clippy, on everything")
@@ -292,14 +293,16 @@ def own_kernel():
     run("cargo", "run", "--locked", "-q", "--features", "cuda", "--manifest-path", "examples/own-kernel/Cargo.toml", env=env)
 
 
+# Workspaces of their own, whose many crates tests of flashtile should not wait for. Most crates of Python's are of candle's too.
+OPERATORS = {"CARGO_TARGET_DIR": TARGET / "candle"}
+
+
 @step("candle", "operators of candle: clippy, tests, documentation and licences")
 def candle():
-    # A workspace of its own: candle is many crates, which tests of flashtile should not wait for.
-    env = {"CARGO_TARGET_DIR": TARGET / "candle"}
     workspace = ["--locked", "-q", "--workspace", "--manifest-path", "crates/candle/Cargo.toml"]
-    run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env)
-    run("cargo", "test", *workspace, env=env)
-    run("cargo", "doc", *workspace, "--no-deps", env={**env, "RUSTDOCFLAGS": "-D warnings"})
+    run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=OPERATORS)
+    run("cargo", "test", *workspace, env=OPERATORS)
+    run("cargo", "doc", *workspace, "--no-deps", env=OPERATORS | {"RUSTDOCFLAGS": "-D warnings"})
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "candle")
 
 
@@ -310,6 +313,59 @@ def candle_msrv():
     env = {"CARGO_TARGET_DIR": TARGET / "candle-msrv", "RUSTUP_TOOLCHAIN": toolchain(oldest)}
     run("cargo", "check", "--locked", "-q", "--manifest-path", manifest, env=env)
     return f"Rust {oldest}"
+
+
+# Of the wheel and of its tests. PyTorch and transformers, gigabytes with what they require, are of `.ci/full`.
+WHEEL = ["maturin==1.16.0", "ml_dtypes==0.6.0", "numpy==2.4.6", "pytest==9.2.0"]
+MODELS_OF = ["torch==2.15.0", "transformers==5.23.0"]
+
+
+def pip_of(python):
+    """pip for the virtual environment of an interpreter, which has none of its own."""
+    return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+
+
+def virtual(name, packages):
+    """The interpreter of a virtual environment with these packages, installed once."""
+    folder = TARGET / "ci" / name
+    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    listed = folder / "packages.txt"
+    if not listed.exists() or listed.read_text() != "\n".join(packages):
+        shutil.rmtree(folder, ignore_errors=True)
+        run(sys.executable, "-m", "venv", "--without-pip", folder)
+        run(*pip_of(python), "install", "--quiet", "--no-compile", *packages)
+        listed.write_text("\n".join(packages))
+    return python
+
+
+def wheel(python, profile):
+    """Builds the wheel, and installs it in the virtual environment of this interpreter."""
+    options = ["--quiet", "--locked", "--profile", profile, "--manifest-path", "python/Cargo.toml"]
+    wheels = TARGET / "ci" / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    run(python, "-m", "maturin", "build", *options, "--out", wheels, env=OPERATORS)
+    built = sorted(wheels.glob("*.whl"))
+    if len(built) != 1 or "-abi3-" not in built[0].name:
+        raise Failed(f"maturin built {[wheel.name for wheel in built]}, expected one wheel of the stable ABI")
+    run(*pip_of(python), "install", "--quiet", "--force-reinstall", "--no-deps", "--no-index", built[0])
+
+
+def pytest(python, *tests, env=None):
+    """Runs some tests, or all, of the wheel that is installed, not of the folder: the working folder has no package."""
+    with Scratch() as folder:
+        files = [ROOT / "python" / "tests" / test for test in tests or [""]]
+        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, env={"PYTHONDONTWRITEBYTECODE": "1"} | (env or {}), cwd=folder)
+
+
+@step("python", "Python: clippy, the wheel, its tests over numpy and DLPack, and licences")
+def python():
+    manifest = ["--locked", "-q", "--manifest-path", "python/Cargo.toml"]
+    run("cargo", "clippy", *manifest, "--", "-D", "warnings", env=OPERATORS)
+    interpreter = virtual("python", WHEEL)
+    # What clippy and this profile compile for the compiler is the same, and is compiled once.
+    wheel(interpreter, "dev")
+    pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py")
+    run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 
 @step("gpu", "tests on a CUDA device")
@@ -388,9 +444,17 @@ def edits():
 def minilm():
     model = TARGET / "ci" / "minilm"
     run(sys.executable, "-B", "examples/candle-minilm/fetch.py", model)
-    env = {"CARGO_TARGET_DIR": TARGET / "candle"}
     manifest = ["--manifest-path", "examples/candle-minilm/Cargo.toml"]
-    run("cargo", "run", "--release", "--locked", "-q", *manifest, "--", model, "LICENSE-APACHE", env=env)
+    run("cargo", "run", "--release", "--locked", "-q", *manifest, "--", model, "LICENSE-APACHE", env=OPERATORS)
+
+
+@step("transformers", "Python: tensors of PyTorch, its operator, and models of Hugging Face transformers", full=True)
+def transformers():
+    interpreter = virtual("transformers", WHEEL + MODELS_OF)
+    wheel(interpreter, "release")
+    model = TARGET / "ci" / "minilm"
+    run(sys.executable, "-B", "examples/candle-minilm/fetch.py", model)
+    pytest(interpreter, env={"FLASHTILE_MINILM": model})
 
 
 @step("memcheck", "valgrind, on a part of the catalogue", full=True)
