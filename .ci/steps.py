@@ -364,7 +364,7 @@ def python():
     interpreter = virtual("python", WHEEL)
     # What clippy and this profile compile for the compiler is the same, and is compiled once.
     wheel(interpreter, "dev")
-    pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py")
+    pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py", "test_docs.py")
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")
 
 
