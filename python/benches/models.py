@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Seconds per forward of models of transformers, by eager attention, sdpa and flashtile, as a table in Markdown.
 
-    python/benches/models.py [--minilm FOLDER] [--threads N] [--repeats N] [--dtype float32]
+    python/benches/models.py [--minilm FOLDER] [--threads N] [--repeats N] [--dtype float32] [--only attention]
 
 It needs the wheel with PyTorch and transformers: pip install "./python[transformers]". The encoder has the configuration of
 all-MiniLM-L6-v2, and its parameters where FOLDER has them (examples/candle-minilm/fetch.py FOLDER); the decoder has the sizes of a model
@@ -18,6 +18,7 @@ ARGUMENTS.add_argument("--minilm", metavar="FOLDER", help="a folder with all-Min
 ARGUMENTS.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 ARGUMENTS.add_argument("--repeats", type=int, default=5, help="runs of each, of which the fastest counts")
 ARGUMENTS.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+ARGUMENTS.add_argument("--only", choices=["attention", "encoder", "decoder"], help="rows of attention alone, MiniLM, or the decoder")
 
 KINDS = ["eager", "sdpa", "flashtile"]
 MINILM = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12, "vocab_size": 30522}
@@ -38,19 +39,28 @@ FAR = {"float32": 1e-4, "bfloat16": 0.1}
 
 def measure(model, forward, repeats, far):
     """Seconds of each kind of attention. `forward(model)` gives a result that is compared."""
+
+    def run(kind):
+        model.set_attn_implementation(kind)
+        return lambda: forward(model)
+
+    return fastest_of(run, repeats, far)
+
+
+def fastest_of(run, repeats, far):
+    """Seconds of each kind. `run(kind)` gives a function, whose result is compared."""
     results, fastest = {}, {}
     for kind in KINDS:
-        model.set_attn_implementation(kind)
-        results[kind] = forward(model).float()
+        results[kind] = run(kind)().float()
     for kind in KINDS[1:]:
         difference = ((results[kind] - results["eager"]).abs().max() / results["eager"].abs().max()).item()
         if not difference < far:
             raise SystemExit(f"{kind} differs from eager by {difference:.1e} of the largest element")
     for _ in range(repeats):
         for kind in KINDS:
-            model.set_attn_implementation(kind)
+            compute = run(kind)
             begin = time.perf_counter()
-            forward(model)
+            compute()
             fastest[kind] = min(fastest.get(kind, float("inf")), time.perf_counter() - begin)
     return fastest
 
@@ -58,6 +68,31 @@ def measure(model, forward, repeats, far):
 def row(title, fastest, of=1):
     cells = [f"{fastest[kind] / of * 1e3:.4g}" for kind in KINDS]
     print(f"| {title} | {' | '.join(cells)} | {min(fastest[kind] for kind in KINDS[:2]) / fastest['flashtile']:.2f} |", flush=True)
+
+
+def attention(torch, asked, dtype):
+    import flashtile
+
+    fused = torch.nn.functional.scaled_dot_product_attention
+    for batch, heads, kv_heads, queries, keys, dim in [(8, 12, 12, 256, 256, 32), (1, 14, 2, 1024, 1024, 64), (1, 14, 2, 1, 4096, 64)]:
+        q = torch.randn(batch, heads, queries, dim, dtype=dtype)
+        k, v = (torch.randn(batch, kv_heads, keys, dim, dtype=dtype) for _ in range(2))
+        causal = queries > 1 and heads > kv_heads
+
+        def eager():
+            k_all, v_all = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+            scores = q @ k_all.mT / dim**0.5
+            if causal:
+                scores += torch.full_like(scores[0, 0], float("-inf")).triu(1)
+            return scores.float().softmax(-1).to(dtype) @ v_all
+
+        kinds = {
+            "eager": eager,
+            "sdpa": lambda: fused(q, k, v, is_causal=causal, enable_gqa=heads > kv_heads),
+            "flashtile": lambda: flashtile.attention(q, k, v, causal=causal),
+        }
+        title = f"attention alone, {batch} x {queries} queries{', causal' if causal else ''}, {keys} keys, {heads}/{kv_heads} heads of {dim}"
+        row(title, fastest_of(kinds.get, 4 * asked.repeats, FAR[asked.dtype]))
 
 
 def encoder(transformers, torch, asked, dtype):
@@ -111,8 +146,12 @@ def main():
     print(f"| ms per forward | {' | '.join(KINDS)} | faster than the better of the others |\n|---|---|---|---|---|")
     with torch.no_grad():
         dtype = getattr(torch, asked.dtype)
-        encoder(transformers, torch, asked, dtype)
-        decoder(transformers, torch, asked, dtype)
+        if asked.only in (None, "attention"):
+            attention(torch, asked, dtype)
+        if asked.only in (None, "encoder"):
+            encoder(transformers, torch, asked, dtype)
+        if asked.only in (None, "decoder"):
+            decoder(transformers, torch, asked, dtype)
 
 
 if __name__ == "__main__":
