@@ -173,7 +173,7 @@ impl BenchArgs {
         known.sort_unstable();
         known.dedup();
         let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
-        let what = format_args!("no peer name in {} starts with it, found {known}", path.display());
+        let what = format!("no peer name in {} starts with it, found {known}", path.display());
         Err(Failure::at(format!("--peers {first}"), what))
     }
 }

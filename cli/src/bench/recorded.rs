@@ -111,10 +111,8 @@ impl Rows {
         args.check_peers(path, &names.iter().map(String::as_str).collect::<Vec<_>>())?;
         let compared = rows.ours.iter().any(|row| !row.compared.is_empty());
         if !args.peers.is_empty() && !compared && rows.peers.is_empty() {
-            let what = format_args!(
-                "{} has rows of these peers, but none that the other options select",
-                path.display()
-            );
+            let what =
+                format!("{} has rows of these peers, but none that the other options select", path.display());
             return Err(Failure::at(format!("--peers {}", args.peers.join(",")), what));
         }
         Ok(rows)
