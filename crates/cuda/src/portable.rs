@@ -11,7 +11,7 @@ use crate::plan::{CudaPlan, Portable};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::problem::{Problem, Sequences};
 use flashtile_core::tensor;
-use flashtile_gpu::plan::{Placed, Strides, Tensors, sequences};
+use flashtile_gpu::launches::{Placed, Strides, Tensors, sequences};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use flashtile_kernel::{Constant, Instance, LaunchError, ScalarType};
 use std::sync::Arc;
@@ -40,7 +40,7 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
         pages: portable.kernel.paged.then_some([1, 1]),
         ..Strides::default()
     };
-    let gpu = &portable.plan;
+    let gpu = portable.plan.launches();
     let placed = gpu.place(&places, false)?;
     let ([decode, merge], [constants, with_lse]) = (gpu.instances(), gpu.constants(&placed, true));
     let [_, without_lse] = gpu.constants(&placed, false);
@@ -49,9 +49,9 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
 
 /// The bytes at the beginning of scratch memory: numbers of the sequences, then zeros.
 pub(super) fn written(problem: &Problem, portable: &Portable) -> Vec<u8> {
-    let mut bytes = vec![0u8; portable.regions.written];
+    let mut bytes = vec![0u8; portable.plan.regions().written];
     let numbers = sequences(problem, |index| problem.sequences()[index].batch);
-    for (to, number) in bytes[portable.regions.sequences..].as_chunks_mut().0.iter_mut().zip(numbers) {
+    for (to, number) in bytes[portable.plan.regions().sequences..].as_chunks_mut().0.iter_mut().zip(numbers) {
         *to = number.to_ne_bytes();
     }
     bytes
@@ -86,12 +86,12 @@ impl Runs {
         if self.last.as_ref().is_none_or(|(last, _)| *last != places) {
             self.last = None;
         }
-        let plan = &portable.plan;
+        let launches = portable.plan.launches();
         let (_, placed) = match &mut self.last {
             Some(last) => last,
-            none => none.insert((places, plan.place(&places, false)?)),
+            none => none.insert((places, launches.place(&places, false)?)),
         };
-        let regions = &portable.regions;
+        let regions = portable.plan.regions();
         // SAFETY: views, lists, masks and tables are valid memory of the shapes that were checked against the problem, by their
         // constructors' contracts, until the work on the stream has ended; regions lie in the scratch memory, do not overlap, and
         // nothing but runs, which follow each other on the stream, accesses them.
@@ -108,7 +108,7 @@ impl Runs {
                 |mask| borrow(ScalarType::U8, mask.at, mask_reach(&mask) * mask_bytes(&mask)),
             )
         };
-        let [partial_out, partial_max_sum] = plan.scratch();
+        let [partial_out, partial_max_sum] = launches.scratch();
         let mut partial_out = borrow(ScalarType::F32, at + regions.partial_out as u64, partial_out);
         let mut partial_max_sum =
             borrow(ScalarType::F32, at + regions.partial_max_sum as u64, partial_max_sum);
@@ -146,7 +146,7 @@ impl Runs {
             lse: lse.view_mut(),
             with_lse: outputs.lse.is_some(),
         };
-        Ok(plan.launch(&self.gpu, placed, tensors, Memory::view_mut, Memory::view)?)
+        Ok(launches.launch(&self.gpu, placed, tensors, Memory::view_mut, Memory::view)?)
     }
 }
 

@@ -311,7 +311,8 @@ mod tests {
                     let program = Program::of(instance, constants);
                     // Waves are counted in groups of the first kernel, of rows in vectors.
                     let counted = n == 0 && *access == Access::Vector;
-                    let most = if counted { portable.registers(plan.problem(), &facts) } else { 255 };
+                    let most =
+                        if counted { portable.plan.registers(plan.problem(), &(&facts).into()) } else { 255 };
                     if !wanted.iter().any(|(at, other, _)| *at == target && *other == program) {
                         wanted.push((target.clone(), program, most));
                     }

@@ -6,7 +6,8 @@
 //! | [`kernels`] | device code |
 //! | [`codecs`], [`encoding`] | codecs as kernels know them; the host side of the encoder |
 //! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
-//! | [`plan`] | the instances, parameters and constants of a problem |
+//! | [`facts`], [`tile`], [`plan`] | what a device can hold, how a problem's work is cut for it, and what memory runs need |
+//! | [`launches`] | the instances, parameters and constants of a problem, and their launches |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
 //! Nothing here launches anything: a backend gives `flashtile_kernel::Device`.
@@ -15,8 +16,11 @@
 
 pub mod codecs;
 pub mod encoding;
+pub mod facts;
 pub mod kernels;
+pub mod launches;
 pub mod plan;
 pub mod registry;
 pub mod shape;
+pub mod tile;
 pub mod variant;

@@ -1,324 +1,151 @@
-//! How a problem runs on the kernels of the kernel language: instances, parameters, scratch.
+//! Plans of the portable kernels, on any device.
+//!
+//! One launch stores partial results, one merges them. Where the rows of the problem are too few for the device, keys are cut into splits
+//! until there are as many threadgroups as it holds at a time. The number of splits depends on no sequence's length, so that a step of
+//! decoding changes nothing but the numbers of its sequences.
 
-use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
-use crate::kernels::attend::Attend;
-use crate::kernels::decode::decode;
-use crate::kernels::merge::{Merge, merge};
-use crate::kernels::rows::kv_align;
-use crate::shape::{Shape, Tile, count};
-use crate::variant::Variant;
-use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::{Problem, Visibility};
-use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{Constant, Device, Instance, LaunchError, View, ViewMut};
+use crate::facts::GpuFacts;
+use crate::launches::Launches;
+use crate::shape::Shape;
+use crate::tile::PortableTile;
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
 
-/// Where tensors lie: strides in elements (q, out, masks), or in bytes (keys and values).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Strides {
-    /// Strides of q over batch entry, head and row, in elements.
-    pub q: [usize; 3],
-    /// Strides of out over batch entry, head and row, in elements.
-    pub out: [usize; 3],
-    /// Strides of keys over batch entry or page, head and row, in bytes; the last is not read for codes.
-    pub k: [usize; 3],
-    /// Strides of values, likewise.
-    pub v: [usize; 3],
-    /// A power of two that the addresses of all rows of keys and values are multiples of, in bytes: at most 16.
-    pub aligned: usize,
-    /// Tokens of a page and entries of a sequence in the table; of keys that lie in no pages, or a sequence to a page, none.
-    pub pages: Option<[usize; 2]>,
-    /// Tokens of a page, where rows of codes lie in pages that no table is needed for.
-    pub rows: usize,
-    /// Sequence, head, query and key; 0 what a mask does not divide.
-    pub mask: [usize; 4],
-    /// 0 f32, 1 f16, 2 bf16, 3 bool.
-    pub mask_kind: u32,
-    /// Query and key.
-    pub tree: [usize; 2],
+/// Alignment of the regions of scratch memory, in bytes.
+const ALIGN: usize = 256;
+
+/// i32 of a sequence.
+const SEQUENCE: usize = 8;
+
+/// Where the regions of scratch memory start, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Regions {
+    /// Starts and lengths of the sequences.
+    pub sequences: usize,
+    /// Zeros, in the place of tensors that a problem lacks.
+    pub zeros: usize,
+    /// Bytes up to here are written before the first run.
+    pub written: usize,
+    /// Partial outputs.
+    pub partial_out: usize,
+    /// Row maxima and row sums.
+    pub partial_max_sum: usize,
+    /// What a run writes and nobody reads.
+    pub unwanted: usize,
+    /// Bytes of all of them.
+    pub len: usize,
 }
 
-/// Numbers of the sequences, as [`decode()`] takes them. `page` is the batch entry of a
-/// sequence's keys, or its only page.
-pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
-    let one = |(index, s): (usize, &flashtile_core::problem::Sequence)| {
-        let [batch, q_start, q_len, page] = [s.batch, s.q_start, s.q_len, page(index)].map(|n| n as i32);
-        [batch, q_start, q_len, page, s.kv_start as i32, s.kv_len as i32, s.q_offset as i32, 0]
-    };
-    problem.sequences().iter().enumerate().flat_map(one).collect()
-}
-
-/// What a problem launches, wherever its tensors lie.
+/// What runs of a problem launch on a device, and what memory they need.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    decode: Instance,
-    merge: Instance,
-    shape: Shape,
-    /// Sizes and scoring; [`Placed`] has the strides.
-    attend: Attend,
-    has_sinks: bool,
-    rows: RowFormats,
-    features: Features,
-}
-
-/// How rows of keys and of values are stored.
-#[derive(Debug, Clone, Copy)]
-struct RowFormats {
-    k: u32,
-    v: u32,
-    head_dim: usize,
-    value_dim: usize,
-}
-
-/// What the problem has, as `#[constant]` parameters of `decode` say.
-#[derive(Debug, Clone, Copy)]
-struct Features {
-    has_softcap: bool,
-    has_alibi: bool,
-    has_mask: bool,
-    has_tree_mask: bool,
-}
-
-/// Parameters and constants of a plan whose tensors lie in certain places.
-#[derive(Debug, Clone, Copy)]
-pub struct Placed {
-    attend: Attend,
-    merge: Merge,
-    paged: bool,
-    row_align: u32,
-    has_k_mean: bool,
-}
-
-/// Strides as kernels take them.
-fn wide(strides: [usize; 3]) -> [u64; 3] {
-    strides.map(|n| n as u64)
-}
-
-/// The parameters of [`decode()`] that no tensor's place changes.
-fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
-    let (dims, desc) = (problem.dims(), problem.desc());
-    let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
-    let visibility: Visibility = desc.visibility;
-    let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
-    let log2e = std::f32::consts::LOG2_E;
-    let (scale, cap) = match desc.softcap {
-        Some(cap) => (problem.scale() / cap, cap * log2e),
-        None => (problem.scale() * log2e, 0.0),
-    };
-    Ok(Attend {
-        q_heads: shape.rows[1],
-        group: count("query heads of a key/value head", dims.gqa_group())?,
-        tiles: shape.tiles,
-        splits: shape.groups[1],
-        queries: shape.rows[0],
-        batches: shape.rows[2],
-        left: reach(visibility.left()),
-        right: reach(visibility.right()),
-        scale,
-        cap,
-        codebooks: codebooks(k_codec, v_codec).1,
-        k_levels: magnitudes(k_codec, dims.head_dim),
-        v_levels: magnitudes(v_codec, dims.value_dim),
-        ..Attend::default()
-    })
-}
-
-/// The memory of a launch. An input that the problem does without may be any memory of the type.
-#[derive(Debug)]
-pub struct Tensors<'a, M> {
-    /// Query.
-    pub q: View<'a, M>,
-    /// Keys, or pages of keys.
-    pub k: View<'a, M>,
-    /// Values, or pages of values.
-    pub v: View<'a, M>,
-    /// Block table.
-    pub table: View<'a, M>,
-    /// Eight words for each sequence.
-    pub sequences: View<'a, M>,
-    /// Of the rotation of keys, and of that of values.
-    pub factors: [View<'a, M>; 2],
-    /// Codebooks of mlx-native.
-    pub codebooks: View<'a, M>,
-    /// Means of centered keys.
-    pub means: View<'a, M>,
-    /// ALiBi slopes.
-    pub slopes: View<'a, M>,
-    /// Mask.
-    pub mask: View<'a, M>,
-    /// Tree mask.
-    pub tree: View<'a, M>,
-    /// Sinks.
-    pub sinks: View<'a, M>,
-    /// Scratch of partial outputs.
-    pub partial_out: &'a mut M,
-    /// Scratch of row maxima and row sums.
-    pub partial_max_sum: &'a mut M,
-    /// Output.
-    pub out: ViewMut<'a, M>,
-    /// Logsumexp.
-    pub lse: ViewMut<'a, M>,
-    /// Whether the logsumexp is written.
-    pub with_lse: bool,
+    launches: Launches,
+    tile: PortableTile,
+    splits: usize,
+    regions: Regions,
 }
 
 impl Plan {
-    /// Plans a problem, whose work is cut so.
+    /// Plans a problem for a device, with a tile that the caller chooses or the one that suits it.
     ///
     /// # Errors
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`] or
-    /// [`Unsupported::Instance`].
-    pub fn new(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
-        let (dims, desc) = (problem.dims(), problem.desc());
-        let shape = Shape::of(problem, tile)?;
-        let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
-        for (codec, got) in [(k_codec, dims.head_dim), (v_codec, dims.value_dim)] {
-            if !is_rotatable(codec, got) {
-                return Err(Unsupported::Rotation { codec, got });
-            }
+    /// [`Unsupported`].
+    pub fn new(
+        problem: &Problem,
+        facts: &GpuFacts,
+        options: PlanOptions,
+        asked: Option<PortableTile>,
+    ) -> Result<Self, Unsupported> {
+        if !options.skip_tiles {
+            return Err(Unsupported::SkipTiles);
         }
-        let variant = Variant {
-            dtype: problem.dtype(),
-            head_dim: dims.head_dim,
-            value_dim: dims.value_dim,
-            k_codec,
-            v_codec,
-        };
-        let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
-        Ok(Self {
-            decode: variant.decode(tile).map_err(none)?,
-            merge: variant.merge().map_err(none)?,
-            attend: attend(problem, &shape)?,
-            shape,
-            has_sinks: desc.sinks,
-            rows: RowFormats {
-                k: format_id(k_codec),
-                v: format_id(v_codec),
-                head_dim: dims.head_dim,
-                value_dim: dims.value_dim,
-            },
-            features: Features {
-                has_softcap: desc.softcap.is_some(),
-                has_alibi: desc.alibi,
-                has_mask: desc.mask.is_some(),
-                has_tree_mask: desc.tree,
-            },
-        })
-    }
-
-    /// Completes the parameters for tensors that lie so; `centered` where keys have means.
-    ///
-    /// # Errors
-    /// [`Unsupported::Size`].
-    pub fn place(&self, strides: &Strides, centered: bool) -> Result<Placed, Unsupported> {
-        let [page, width] = strides.pages.unwrap_or([strides.rows.max(1), 1]);
-        let attend = Attend {
-            q: wide(strides.q),
-            k: wide(strides.k),
-            v: wide(strides.v),
-            mask: [strides.mask[0], strides.mask[1], strides.mask[2]].map(|n| n as u64),
-            tree: strides.tree[0] as u64,
-            mask_step: count("a mask's stride", strides.mask[3])?,
-            tree_step: count("a tree's stride", strides.tree[1])?,
-            mask_kind: strides.mask_kind,
-            page: count("tokens of a page", page)?,
-            width: count("pages of a sequence", width)?,
-            ..self.attend
-        };
-        let merge = Merge {
-            out: wide(strides.out),
-            q_heads: attend.q_heads,
-            queries: attend.queries,
-            splits: self.shape.results,
-            unused: 0,
-        };
-        let RowFormats { k, v, head_dim, value_dim } = self.rows;
-        let row_align = kv_align(k, head_dim, v, value_dim, strides.aligned);
-        Ok(Placed { attend, merge, paged: strides.pages.is_some(), row_align, has_k_mean: centered })
-    }
-
-    /// f32 that `partial_out` and `partial_max_sum` hold.
-    pub const fn scratch(&self) -> [usize; 2] {
-        self.shape.scratch
-    }
-
-    /// The kernels.
-    pub const fn instances(&self) -> [&Instance; 2] {
-        [&self.decode, &self.merge]
-    }
-
-    /// What launches give the `#[constant]` parameters of the kernels, in order.
-    pub fn constants(&self, placed: &Placed, with_lse: bool) -> [Vec<Constant>; 2] {
-        let has = self.features;
-        let features = [has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask, placed.has_k_mean];
-        let mut decode = vec![Constant::of(placed.paged), Constant::of(placed.row_align)];
-        decode.extend(features.map(Constant::of));
-        [decode, [self.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
-    }
-
-    /// The same with native code, where `find` knows some.
-    pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
-        self.decode = find(&self.decode)?;
-        self.merge = find(&self.merge)?;
-        Some(self)
-    }
-
-    /// Launches the kernels over tensors that lie as `placed` says; memory of `partial_out` and `partial_max_sum` is written through
-    /// `numbers`, then read through `read`.
-    ///
-    /// # Errors
-    /// [`LaunchError`].
-    pub fn launch<D: Device>(
-        &self,
-        device: &D,
-        placed: &Placed,
-        tensors: Tensors<'_, D::Memory>,
-        numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
-        read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
-    ) -> Result<(), LaunchError<D::Error>> {
-        let has = self.features;
-        let Tensors { partial_out, partial_max_sum, .. } = tensors;
-        if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
-            return Ok(());
+        // Refuses dimensions before anything is computed from them.
+        Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
+        let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts));
+        tile.check()?;
+        let needed = tile.shared_bytes(problem.dims().head_dim);
+        if needed > facts.shared_per_group {
+            return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_group });
         }
-        decode::Call {
-            q: tensors.q,
-            k: tensors.k,
-            v: tensors.v,
-            table: tensors.table,
-            sequences: tensors.sequences,
-            factors: tensors.factors[0],
-            codebooks: tensors.codebooks,
-            means: tensors.means,
-            slopes: tensors.slopes,
-            mask: tensors.mask,
-            tree: tensors.tree,
-            params: placed.attend,
-            partial_out: numbers(partial_out),
-            partial_max_sum: numbers(partial_max_sum),
-            paged: placed.paged,
-            row_align: placed.row_align,
-            has_softcap: has.has_softcap,
-            has_alibi: has.has_alibi,
-            has_mask: has.has_mask,
-            has_tree_mask: has.has_tree_mask,
-            has_k_mean: placed.has_k_mean,
-            groups: self.shape.groups,
+        let groups = groups(&Shape::of(problem, tile.with_splits(1))?);
+        let splits = tile.splits(problem, facts, options.splits, groups)?;
+        let launches = Launches::new(problem, tile.with_splits(splits))?;
+        let shape = launches.shape();
+        let [[_, of_decode @ ..], [_, of_merge @ ..]] = [shape.groups, shape.rows];
+        let max = facts.max_groups;
+        if let Some(got) = of_decode.into_iter().chain(of_merge).map(|n| n as usize).find(|&n| n > max) {
+            return Err(Unsupported::Tasks { got, max });
         }
-        .launch_instance(device, &self.decode)?;
-        let (partial_out, partial_max_sum) = (&*partial_out, &*partial_max_sum);
-        merge::Call {
-            partial_out: read(partial_out),
-            partial_max_sum: read(partial_max_sum),
-            factors: tensors.factors[1],
-            sinks: tensors.sinks,
-            params: placed.merge,
-            out: tensors.out,
-            lse: tensors.lse,
-            has_sinks: self.has_sinks,
-            with_lse: tensors.with_lse,
-            has_shift: has.has_alibi,
-            groups: self.shape.rows,
-        }
-        .launch_instance(device, &self.merge)
+        let regions = regions(problem, shape).filter(|regions| isize::try_from(regions.len).is_ok());
+        let entry = || launches.instances()[0].entry();
+        let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: entry() })?;
+        Ok(Self { launches, tile, splits, regions })
     }
+
+    /// What runs launch.
+    #[must_use]
+    pub const fn launches(&self) -> &Launches {
+        &self.launches
+    }
+
+    /// How a threadgroup divides its work.
+    #[must_use]
+    pub const fn tile(&self) -> &PortableTile {
+        &self.tile
+    }
+
+    /// Splits of the keys of a row.
+    #[must_use]
+    pub const fn splits(&self) -> usize {
+        self.splits
+    }
+
+    /// Threadgroups that write partial results.
+    #[must_use]
+    pub fn groups(&self) -> usize {
+        groups(self.launches.shape())
+    }
+
+    /// Scratch memory of a run.
+    #[must_use]
+    pub const fn regions(&self) -> &Regions {
+        &self.regions
+    }
+
+    /// Registers of a thread that the plan assumes.
+    #[must_use]
+    pub fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
+        self.tile.registers(problem, facts)
+    }
+}
+
+impl PartialEq for Plan {
+    /// What is launched follows from the problem and the rest.
+    fn eq(&self, other: &Self) -> bool {
+        let all = |of: &Self| (of.tile, of.splits, *of.launches.shape(), of.regions);
+        all(self) == all(other)
+    }
+}
+
+fn groups(shape: &Shape) -> usize {
+    shape.groups.iter().map(|&n| n as usize).product()
+}
+
+fn regions(problem: &Problem, shape: &Shape) -> Option<Regions> {
+    let mut len = 0usize;
+    let mut region = |words: usize| {
+        let start = len;
+        len = len.checked_add(words.checked_mul(4)?)?.checked_next_multiple_of(ALIGN)?;
+        Some(start)
+    };
+    Some(Regions {
+        sequences: region(problem.sequences().len() * SEQUENCE)?,
+        zeros: region(1)?,
+        written: region(0)?,
+        partial_out: region(shape.scratch[0])?,
+        partial_max_sum: region(shape.scratch[1])?,
+        unwanted: region(1)?,
+        len: region(0)?,
+    })
 }

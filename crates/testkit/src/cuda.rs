@@ -450,12 +450,12 @@ impl CudaRunner {
             let counted = |_| "one memory for each parameter".to_owned();
             let (read, mut written) =
                 (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
-            StagedInputs::launch::<Gpu, _>(&staged.plan, &staged.placed, gpu, &read, &mut written)
+            StagedInputs::launch::<Gpu, _>(&staged.launches, &staged.placed, gpu, &read, &mut written)
                 .map_err(|e| e.to_string())?;
             Ok(written)
         };
         write::<Gpu>(outputs, problem, &compute().map_err(RunnerError::Error)?)?;
-        Ok(RunReport::new(staged.plan.instances()[0].entry()).accumulated(accumulation(problem)))
+        Ok(RunReport::new(staged.launches.instances()[0].entry()).accumulated(accumulation(problem)))
     }
 }
 

@@ -23,7 +23,7 @@ use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, rotation};
-use flashtile_gpu::plan::{Placed, Plan};
+use flashtile_gpu::launches::{Launches, Placed};
 use flashtile_gpu::shape::Tile;
 use flashtile_gpu::variant::Variant;
 #[cfg(feature = "simulator")]
@@ -130,7 +130,7 @@ enum Written {
 
 /// The launch.
 enum Work {
-    Attention(Box<Plan>, Box<Placed>),
+    Attention(Box<Launches>, Box<Placed>),
     Merge(Merge, [u32; 3]),
     Encode(Rows, u32),
     Append(Rows, u32),
@@ -342,11 +342,11 @@ impl Job {
     ) -> Result<(), LaunchError<D::Error>> {
         let view = |n: usize| M::view(&inputs[n]);
         match &self.work {
-            Work::Attention(plan, placed) => {
+            Work::Attention(launches, placed) => {
                 let (Some(inputs), Some(outputs)) = (inputs.first_chunk(), outputs.first_chunk_mut()) else {
                     unreachable!("memories of {} inputs", self.inputs.len())
                 };
-                StagedInputs::launch::<M, D>(plan, placed, device, inputs, outputs)
+                StagedInputs::launch::<M, D>(launches, placed, device, inputs, outputs)
             }
             Work::Merge(params, groups) => {
                 let [out, lse] = outputs else { unreachable!("out and lse") };
@@ -519,12 +519,14 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     };
     let staged = StagedInputs::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
     let staged = staged.map_err(|e| message(&e))?;
-    let plan = match find {
-        Some(find) => staged.plan.with_native(find).ok_or("the simulator has no native code of the shape")?,
-        None => staged.plan,
+    let launches = match find {
+        Some(find) => {
+            staged.launches.with_native(find).ok_or("the simulator has no native code of the shape")?
+        }
+        None => staged.launches,
     };
-    let instance = plan.instances()[0].clone();
-    let work = Work::Attention(Box::new(plan), Box::new(staged.placed));
+    let instance = launches.instances()[0].clone();
+    let work = Work::Attention(Box::new(launches), Box::new(staged.placed));
     Ok(Job {
         inputs: staged.inputs.into(),
         outputs: staged.outputs.map(|(element, len)| Written::Blank(element, len)).into(),

@@ -10,7 +10,7 @@ use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
 use flashtile_gpu::codecs::{codebooks, factors};
-use flashtile_gpu::plan::{Placed, Plan, Strides, Tensors, sequences};
+use flashtile_gpu::launches::{Launches, Placed, Strides, Tensors, sequences};
 use flashtile_gpu::shape::Tile;
 use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
 
@@ -86,7 +86,7 @@ fn alignment(max: usize, strides: &[usize]) -> usize {
 /// A staged problem: the contents of device memory, before any is allocated.
 #[derive(Debug)]
 pub(crate) struct StagedInputs {
-    pub(crate) plan: Plan,
+    pub(crate) launches: Launches,
     pub(crate) placed: Placed,
     /// Strides of keys and of values, in bytes: from entry to entry, head to head and row to row.
     #[cfg(feature = "simulator")]
@@ -147,11 +147,11 @@ impl StagedInputs {
             KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
             KvView::Elements(_) => None,
         };
-        let plan = Plan::new(problem, layout.tile)?;
-        let placed = plan.place(&strides, means.is_some())?;
+        let launches = Launches::new(problem, layout.tile)?;
+        let placed = launches.place(&strides, means.is_some())?;
         let page =
             |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);
-        let [partial_out, partial_max_sum] = plan.scratch();
+        let [partial_out, partial_max_sum] = launches.scratch();
         let count = dims.batch * dims.q_heads * dims.q_len;
         let or_zero = |list: Option<&[f32]>| Values::F32(list.unwrap_or(&[0.0]).to_vec());
         let inputs = [
@@ -182,7 +182,7 @@ impl StagedInputs {
             (f32, count),
         ];
         Ok(Self {
-            plan,
+            launches,
             placed,
             #[cfg(feature = "simulator")]
             strides: [k_strides, v_strides],
@@ -196,7 +196,7 @@ impl StagedInputs {
     /// # Errors
     /// [`LaunchError`].
     pub(crate) fn launch<M: Machine, D: Device<Memory = M::Memory>>(
-        plan: &Plan,
+        launches: &Launches,
         placed: &Placed,
         device: &D,
         inputs: &[M::Memory; 13],
@@ -224,7 +224,7 @@ impl StagedInputs {
             lse: M::view_mut(lse),
             with_lse: true,
         };
-        plan.launch(device, placed, tensors, M::view_mut, M::view)
+        launches.launch(device, placed, tensors, M::view_mut, M::view)
     }
 }
 

@@ -131,7 +131,7 @@ impl CudaPlan {
     pub fn task_count(&self) -> usize {
         match &self.engine {
             Engine::Sm80(plan) => plan.work_tile_count(),
-            Engine::Portable(plan) => plan.groups(),
+            Engine::Portable(plan) => plan.plan.groups(),
         }
     }
 
@@ -140,7 +140,7 @@ impl CudaPlan {
     pub fn splits(&self) -> usize {
         match &self.engine {
             Engine::Sm80(plan) => plan.splits(),
-            Engine::Portable(plan) => plan.splits(),
+            Engine::Portable(plan) => plan.plan.splits(),
         }
     }
 
@@ -149,7 +149,7 @@ impl CudaPlan {
     pub const fn workspace_bytes(&self) -> usize {
         match &self.engine {
             Engine::Sm80(plan) => plan.regions().len,
-            Engine::Portable(plan) => plan.regions.len,
+            Engine::Portable(plan) => plan.plan.regions().len,
         }
     }
 }

@@ -26,7 +26,7 @@ pub const MIN_CAPABILITY: (u32, u32) = (7, 5);
 pub const NATIVE_CAPABILITY: (u32, u32) = (8, 0);
 
 /// Bytes of shared memory that the driver keeps of every block of threads.
-const RESERVED_SHARED: usize = 1024;
+pub(super) const RESERVED_SHARED: usize = 1024;
 
 impl CudaFacts {
     /// Blocks of threads, each with `shared` bytes of shared memory and `registers` registers, that a multiprocessor holds at a time.

@@ -159,9 +159,9 @@ impl SimulatorRunner {
         let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };
         let refused = |why| RunnerError::Unsupported(format!("no kernel takes the problem: {why}"));
         let staged = StagedInputs::new(problem, inputs, layout).map_err(refused)?;
-        let entry = staged.plan.instances()[0].entry();
-        let native = staged.plan.with_native(self.find);
-        let plan = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem)))?;
+        let entry = staged.launches.instances()[0].entry();
+        let native = staged.launches.with_native(self.find);
+        let launches = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem)))?;
         let mut read = staged.inputs.each_ref().map(Values::simulated);
         let held = held(problem, inputs);
         for (n, view) in [&inputs.k, &inputs.v].into_iter().enumerate() {
@@ -170,7 +170,7 @@ impl SimulatorRunner {
             }
         }
         let mut written = staged.outputs.map(|(element, len)| blank(element, len));
-        StagedInputs::launch::<Simulator, _>(&plan, &staged.placed, device, &read, &mut written)
+        StagedInputs::launch::<Simulator, _>(&launches, &staged.placed, device, &read, &mut written)
             .map_err(|e| RunnerError::Error(e.to_string()))?;
         write::<Simulator>(outputs, problem, &written)?;
         Ok(RunReport::new(entry).accumulated(accumulation(problem)))

@@ -1,0 +1,328 @@
+//! The launches of a problem on the kernels of the kernel language: instances, parameters, memory.
+
+use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
+use crate::kernels::attend::Attend;
+use crate::kernels::decode::decode;
+use crate::kernels::merge::{Merge, merge};
+use crate::kernels::rows::kv_align;
+use crate::shape::{Shape, Tile, count};
+use crate::variant::Variant;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::{Problem, Visibility};
+use flashtile_kernel::source::GenericsError;
+use flashtile_kernel::{Constant, Device, Instance, LaunchError, View, ViewMut};
+
+/// Where tensors lie: strides in elements (q, out, masks), or in bytes (keys and values).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Strides {
+    /// Strides of q over batch entry, head and row, in elements.
+    pub q: [usize; 3],
+    /// Strides of out over batch entry, head and row, in elements.
+    pub out: [usize; 3],
+    /// Strides of keys over batch entry or page, head and row, in bytes; the last is not read for codes.
+    pub k: [usize; 3],
+    /// Strides of values, likewise.
+    pub v: [usize; 3],
+    /// A power of two that the addresses of all rows of keys and values are multiples of, in bytes: at most 16.
+    pub aligned: usize,
+    /// Tokens of a page and entries of a sequence in the table; of keys that lie in no pages, or a sequence to a page, none.
+    pub pages: Option<[usize; 2]>,
+    /// Tokens of a page, where rows of codes lie in pages that no table is needed for.
+    pub rows: usize,
+    /// Sequence, head, query and key; 0 what a mask does not divide.
+    pub mask: [usize; 4],
+    /// 0 f32, 1 f16, 2 bf16, 3 bool.
+    pub mask_kind: u32,
+    /// Query and key.
+    pub tree: [usize; 2],
+}
+
+/// Numbers of the sequences, as [`decode()`] takes them. `page` is the batch entry of a
+/// sequence's keys, or its only page.
+pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
+    let one = |(index, s): (usize, &flashtile_core::problem::Sequence)| {
+        let [batch, q_start, q_len, page] = [s.batch, s.q_start, s.q_len, page(index)].map(|n| n as i32);
+        [batch, q_start, q_len, page, s.kv_start as i32, s.kv_len as i32, s.q_offset as i32, 0]
+    };
+    problem.sequences().iter().enumerate().flat_map(one).collect()
+}
+
+/// What a problem launches, wherever its tensors lie.
+#[derive(Debug, Clone)]
+pub struct Launches {
+    decode: Instance,
+    merge: Instance,
+    shape: Shape,
+    /// Sizes and scoring; [`Placed`] has the strides.
+    attend: Attend,
+    has_sinks: bool,
+    rows: RowFormats,
+    features: Features,
+}
+
+/// How rows of keys and of values are stored.
+#[derive(Debug, Clone, Copy)]
+struct RowFormats {
+    k: u32,
+    v: u32,
+    head_dim: usize,
+    value_dim: usize,
+}
+
+/// What the problem has, as `#[constant]` parameters of `decode` say.
+#[derive(Debug, Clone, Copy)]
+struct Features {
+    has_softcap: bool,
+    has_alibi: bool,
+    has_mask: bool,
+    has_tree_mask: bool,
+}
+
+/// Parameters and constants of launches whose tensors lie in certain places.
+#[derive(Debug, Clone, Copy)]
+pub struct Placed {
+    attend: Attend,
+    merge: Merge,
+    paged: bool,
+    row_align: u32,
+    has_k_mean: bool,
+}
+
+/// Strides as kernels take them.
+fn wide(strides: [usize; 3]) -> [u64; 3] {
+    strides.map(|n| n as u64)
+}
+
+/// The parameters of [`decode()`] that no tensor's place changes.
+fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
+    let (dims, desc) = (problem.dims(), problem.desc());
+    let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
+    let visibility: Visibility = desc.visibility;
+    let reach = |side: Option<usize>| side.map_or(i32::MAX, |n| i32::try_from(n).unwrap_or(i32::MAX));
+    let log2e = std::f32::consts::LOG2_E;
+    let (scale, cap) = match desc.softcap {
+        Some(cap) => (problem.scale() / cap, cap * log2e),
+        None => (problem.scale() * log2e, 0.0),
+    };
+    Ok(Attend {
+        q_heads: shape.rows[1],
+        group: count("query heads of a key/value head", dims.gqa_group())?,
+        tiles: shape.tiles,
+        splits: shape.groups[1],
+        queries: shape.rows[0],
+        batches: shape.rows[2],
+        left: reach(visibility.left()),
+        right: reach(visibility.right()),
+        scale,
+        cap,
+        codebooks: codebooks(k_codec, v_codec).1,
+        k_levels: magnitudes(k_codec, dims.head_dim),
+        v_levels: magnitudes(v_codec, dims.value_dim),
+        ..Attend::default()
+    })
+}
+
+/// The memory of a launch. An input that the problem does without may be any memory of the type.
+#[derive(Debug)]
+pub struct Tensors<'a, M> {
+    /// Query.
+    pub q: View<'a, M>,
+    /// Keys, or pages of keys.
+    pub k: View<'a, M>,
+    /// Values, or pages of values.
+    pub v: View<'a, M>,
+    /// Block table.
+    pub table: View<'a, M>,
+    /// Eight words for each sequence.
+    pub sequences: View<'a, M>,
+    /// Of the rotation of keys, and of that of values.
+    pub factors: [View<'a, M>; 2],
+    /// Codebooks of mlx-native.
+    pub codebooks: View<'a, M>,
+    /// Means of centered keys.
+    pub means: View<'a, M>,
+    /// ALiBi slopes.
+    pub slopes: View<'a, M>,
+    /// Mask.
+    pub mask: View<'a, M>,
+    /// Tree mask.
+    pub tree: View<'a, M>,
+    /// Sinks.
+    pub sinks: View<'a, M>,
+    /// Scratch of partial outputs.
+    pub partial_out: &'a mut M,
+    /// Scratch of row maxima and row sums.
+    pub partial_max_sum: &'a mut M,
+    /// Output.
+    pub out: ViewMut<'a, M>,
+    /// Logsumexp.
+    pub lse: ViewMut<'a, M>,
+    /// Whether the logsumexp is written.
+    pub with_lse: bool,
+}
+
+impl Launches {
+    /// The launches of a problem whose work is cut so.
+    ///
+    /// # Errors
+    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`] or
+    /// [`Unsupported::Instance`].
+    pub fn new(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let shape = Shape::of(problem, tile)?;
+        let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
+        for (codec, got) in [(k_codec, dims.head_dim), (v_codec, dims.value_dim)] {
+            if !is_rotatable(codec, got) {
+                return Err(Unsupported::Rotation { codec, got });
+            }
+        }
+        let variant = Variant {
+            dtype: problem.dtype(),
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
+            k_codec,
+            v_codec,
+        };
+        let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
+        Ok(Self {
+            decode: variant.decode(tile).map_err(none)?,
+            merge: variant.merge().map_err(none)?,
+            attend: attend(problem, &shape)?,
+            shape,
+            has_sinks: desc.sinks,
+            rows: RowFormats {
+                k: format_id(k_codec),
+                v: format_id(v_codec),
+                head_dim: dims.head_dim,
+                value_dim: dims.value_dim,
+            },
+            features: Features {
+                has_softcap: desc.softcap.is_some(),
+                has_alibi: desc.alibi,
+                has_mask: desc.mask.is_some(),
+                has_tree_mask: desc.tree,
+            },
+        })
+    }
+
+    /// Completes the parameters for tensors that lie so; `centered` where keys have means.
+    ///
+    /// # Errors
+    /// [`Unsupported::Size`].
+    pub fn place(&self, strides: &Strides, centered: bool) -> Result<Placed, Unsupported> {
+        let [page, width] = strides.pages.unwrap_or([strides.rows.max(1), 1]);
+        let attend = Attend {
+            q: wide(strides.q),
+            k: wide(strides.k),
+            v: wide(strides.v),
+            mask: [strides.mask[0], strides.mask[1], strides.mask[2]].map(|n| n as u64),
+            tree: strides.tree[0] as u64,
+            mask_step: count("a mask's stride", strides.mask[3])?,
+            tree_step: count("a tree's stride", strides.tree[1])?,
+            mask_kind: strides.mask_kind,
+            page: count("tokens of a page", page)?,
+            width: count("pages of a sequence", width)?,
+            ..self.attend
+        };
+        let merge = Merge {
+            out: wide(strides.out),
+            q_heads: attend.q_heads,
+            queries: attend.queries,
+            splits: self.shape.results,
+            unused: 0,
+        };
+        let RowFormats { k, v, head_dim, value_dim } = self.rows;
+        let row_align = kv_align(k, head_dim, v, value_dim, strides.aligned);
+        Ok(Placed { attend, merge, paged: strides.pages.is_some(), row_align, has_k_mean: centered })
+    }
+
+    pub(crate) const fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// f32 that `partial_out` and `partial_max_sum` hold.
+    pub const fn scratch(&self) -> [usize; 2] {
+        self.shape.scratch
+    }
+
+    /// The kernels.
+    pub const fn instances(&self) -> [&Instance; 2] {
+        [&self.decode, &self.merge]
+    }
+
+    /// What launches give the `#[constant]` parameters of the kernels, in order.
+    pub fn constants(&self, placed: &Placed, with_lse: bool) -> [Vec<Constant>; 2] {
+        let has = self.features;
+        let features = [has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask, placed.has_k_mean];
+        let mut decode = vec![Constant::of(placed.paged), Constant::of(placed.row_align)];
+        decode.extend(features.map(Constant::of));
+        [decode, [self.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
+    }
+
+    /// The same with native code, where `find` knows some.
+    pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
+        self.decode = find(&self.decode)?;
+        self.merge = find(&self.merge)?;
+        Some(self)
+    }
+
+    /// Launches the kernels over tensors that lie as `placed` says; memory of `partial_out` and `partial_max_sum` is written through
+    /// `numbers`, then read through `read`.
+    ///
+    /// # Errors
+    /// [`LaunchError`].
+    pub fn launch<D: Device>(
+        &self,
+        device: &D,
+        placed: &Placed,
+        tensors: Tensors<'_, D::Memory>,
+        numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
+        read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
+    ) -> Result<(), LaunchError<D::Error>> {
+        let has = self.features;
+        let Tensors { partial_out, partial_max_sum, .. } = tensors;
+        if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
+            return Ok(());
+        }
+        decode::Call {
+            q: tensors.q,
+            k: tensors.k,
+            v: tensors.v,
+            table: tensors.table,
+            sequences: tensors.sequences,
+            factors: tensors.factors[0],
+            codebooks: tensors.codebooks,
+            means: tensors.means,
+            slopes: tensors.slopes,
+            mask: tensors.mask,
+            tree: tensors.tree,
+            params: placed.attend,
+            partial_out: numbers(partial_out),
+            partial_max_sum: numbers(partial_max_sum),
+            paged: placed.paged,
+            row_align: placed.row_align,
+            has_softcap: has.has_softcap,
+            has_alibi: has.has_alibi,
+            has_mask: has.has_mask,
+            has_tree_mask: has.has_tree_mask,
+            has_k_mean: placed.has_k_mean,
+            groups: self.shape.groups,
+        }
+        .launch_instance(device, &self.decode)?;
+        let (partial_out, partial_max_sum) = (&*partial_out, &*partial_max_sum);
+        merge::Call {
+            partial_out: read(partial_out),
+            partial_max_sum: read(partial_max_sum),
+            factors: tensors.factors[1],
+            sinks: tensors.sinks,
+            params: placed.merge,
+            out: tensors.out,
+            lse: tensors.lse,
+            has_sinks: self.has_sinks,
+            with_lse: tensors.with_lse,
+            has_shift: has.has_alibi,
+            groups: self.shape.rows,
+        }
+        .launch_instance(device, &self.merge)
+    }
+}
