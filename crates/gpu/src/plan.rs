@@ -42,7 +42,6 @@ pub struct Regions {
 pub struct Plan {
     launches: Launches,
     tile: PortableTile,
-    splits: usize,
     regions: Regions,
 }
 
@@ -80,7 +79,7 @@ impl Plan {
         let regions = regions(problem, shape).filter(|regions| isize::try_from(regions.len).is_ok());
         let entry = || launches.instances()[0].entry();
         let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: entry() })?;
-        Ok(Self { launches, tile, splits, regions })
+        Ok(Self { launches, tile, regions })
     }
 
     /// What runs launch.
@@ -98,7 +97,7 @@ impl Plan {
     /// Splits of the keys of a row.
     #[must_use]
     pub const fn splits(&self) -> usize {
-        self.splits
+        self.launches.shape().groups[1] as usize
     }
 
     /// Threadgroups that write partial results.
@@ -123,7 +122,7 @@ impl Plan {
 impl PartialEq for Plan {
     /// What is launched follows from the problem and the rest.
     fn eq(&self, other: &Self) -> bool {
-        let all = |of: &Self| (of.tile, of.splits, *of.launches.shape(), of.regions);
+        let all = |of: &Self| (of.tile, *of.launches.shape(), of.regions);
         all(self) == all(other)
     }
 }
