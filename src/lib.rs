@@ -19,7 +19,7 @@ pub use flashtile_core::block_tables::BlockTables;
 pub use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KvCache, SeqId};
 pub use flashtile_core::codec::{Codec, KvView};
 pub use flashtile_core::dtype::{Dtype, Element, MaskKind};
-pub use flashtile_core::inputs::{Inputs, Outputs, RunError};
+pub use flashtile_core::inputs::{Inputs, Outputs, RunError, check_tables};
 pub use flashtile_core::owned::OwnedTensor;
 pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 pub use flashtile_core::problem::{

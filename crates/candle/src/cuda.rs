@@ -20,7 +20,7 @@ use flashtile::cuda::{
     Cuda, CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables,
     DeviceTensor, DeviceTensorMut, Prepared,
 };
-use flashtile::{BlockTables, Dims, Dtype, MaskKind, PlanOptions, Problem, ProblemDesc, RunError, Sequences};
+use flashtile::{BlockTables, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc, check_tables};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -188,7 +188,7 @@ struct View<'a> {
     shape: [usize; 4],
 }
 
-/// What a call reads beside q, k and v.
+/// Optional inputs of a call.
 struct Extras<'a> {
     slopes: Option<Stored<'a>>,
     sinks: Option<Stored<'a>>,
@@ -287,34 +287,9 @@ impl Op {
         desc.softcap = self.options.softcap;
         desc.alibi = self.options.alibi_slopes.is_some();
         desc.sinks = self.options.sinks.is_some();
-        desc.sequences = self.options.sequences.clone();
-        if let Sequences::Cached { kv_lens, .. } = &desc.sequences {
-            // Pools are not the keys of a batch entry.
-            desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
-        }
+        self.options.set_sequences(&mut desc);
         desc
     }
-}
-
-/// Checks that tables describe the sequences of a problem in a pool of this many pages, so that kernels read nothing else.
-fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> flashtile::Result<()> {
-    let sequences = problem.sequences();
-    if tables.lens.len() != sequences.len() {
-        let (expected, got) = (sequences.len(), tables.lens.len());
-        return Err(RunError::Length { tensor: "tables.lens", expected, got }.into());
-    }
-    for (sequence, (of, &got)) in sequences.iter().zip(&tables.lens).enumerate() {
-        if got != of.kv_len {
-            return Err(RunError::CachedLen { sequence, expected: of.kv_len, got }.into());
-        }
-    }
-    tables.validate(pages)?;
-    for (sequence, (of, &first)) in sequences.iter().zip(&tables.first).enumerate() {
-        if let Some((row, key)) = problem.first_visible(of).filter(|&(_, key)| key < first) {
-            return Err(RunError::NotKept { sequence, row, key, first }.into());
-        }
-    }
-    Ok(())
 }
 
 /// Where the results of a call go.

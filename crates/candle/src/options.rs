@@ -67,7 +67,7 @@ pub struct Options {
     pub sequences: Sequences,
     /// Which page holds which token, of [`Sequences::Cached`].
     pub tables: Option<BlockTables>,
-    /// Whether [`attention`](crate::attention) gives the logsumexp too.
+    /// Whether [`attention`](crate::attention) also returns the logsumexp.
     pub lse: bool,
 }
 
@@ -207,19 +207,24 @@ impl Options {
         }
     }
 
+    /// Sets how a problem divides into sequences.
+    pub(crate) fn set_sequences(&self, desc: &mut ProblemDesc) {
+        desc.sequences = self.sequences.clone();
+        if let Sequences::Cached { kv_lens, .. } = &self.sequences {
+            // Pools are not the keys of a batch entry.
+            desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
+        }
+    }
+
     /// Computes, and puts the logsumexp into `lse` where these options ask for it.
     pub(crate) fn run(&self, tensors: Qkv<Stored<'_>>, lse: &Mutex<Vec<f32>>) -> Result<(CpuStorage, Shape)> {
         let axes = self.axes();
         let (q, k, v) = (tensors.q.view(axes.q)?, tensors.k.view(axes.kv)?, tensors.v.view(axes.kv)?);
         self.with(|options| {
             let mut desc = options.desc(&q, &k, &v);
-            desc.sequences = self.sequences.clone();
+            self.set_sequences(&mut desc);
             let mut inputs = options.inputs(q, k, v);
             inputs.tables = self.tables.as_ref();
-            if let Sequences::Cached { kv_lens, .. } = &self.sequences {
-                // Pools are not the keys of a batch entry.
-                desc.dims.kv_len = kv_lens.iter().copied().max().unwrap_or(0);
-            }
             compute(&desc, &inputs, axes, self.lse.then_some(lse))
         })
     }

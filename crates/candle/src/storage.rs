@@ -243,9 +243,9 @@ pub(crate) fn refused_shape(error: impl Into<flashtile::Error>, axes: CallAxes) 
 /// Axes of the tensors of a call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallAxes {
-    /// Of q and out.
+    /// Order of the axes of q and out.
     pub(crate) q: Axes,
-    /// Of k and v.
+    /// Order of the axes of k and v.
     pub(crate) kv: Axes,
 }
 

@@ -367,8 +367,11 @@ impl InputShapes {
 }
 
 /// Checks that tables describe the problem's sequences in a pool of `pages` pages, and that all visible tokens are
-/// kept.
-pub(crate) fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
+/// kept. Runs on the host check their tables by it; a caller that copies tables to a device checks them before.
+///
+/// # Errors
+/// [`RunError::Length`], [`RunError::CachedLen`], [`RunError::Tables`], [`RunError::NotKept`] or [`RunError::Prefix`].
+pub fn check_tables(problem: &Problem, tables: &BlockTables, pages: usize) -> Result<(), RunError> {
     let sequences = problem.sequences();
     if tables.lens.len() != sequences.len() {
         let (expected, got) = (sequences.len(), tables.lens.len());
