@@ -315,7 +315,7 @@ def candle_msrv():
     return f"Rust {oldest}"
 
 
-# Of the wheel and of its tests. PyTorch and transformers, gigabytes with what they require, are of `.ci/full`.
+# Packages that build and test the wheel. PyTorch and transformers take gigabytes: only `.ci/full` installs them.
 WHEEL = ["maturin==1.16.0", "ml_dtypes==0.6.0", "numpy==2.4.6", "pytest==9.2.0"]
 MODELS_OF = ["torch==2.15.0", "transformers==5.23.0"]
 
@@ -362,7 +362,7 @@ def python():
     manifest = ["--locked", "-q", "--manifest-path", "python/Cargo.toml"]
     run("cargo", "clippy", *manifest, "--", "-D", "warnings", env=OPERATORS)
     interpreter = virtual("python", WHEEL)
-    # What clippy and this profile compile for the compiler is the same, and is compiled once.
+    # Clippy and this profile share build scripts and procedural macros.
     wheel(interpreter, "dev")
     pytest(interpreter, "test_attention.py", "test_cache.py", "test_plan.py", "test_docs.py")
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "python")

@@ -149,7 +149,7 @@ pub enum Unsupported {
     },
     /// No instance of a kernel takes the problem.
     Instance {
-        /// What the contract of the kernel says.
+        /// The requirement of the kernel that the problem does not meet.
         why: String,
     },
     /// The backend has no kernels of the kind asked for.
