@@ -13,7 +13,8 @@ import sys
 
 import torch
 
-from . import _torch
+from . import _torch  # noqa: F401  registers the operator before a compiler traces a call
+from ._attention import attention
 
 NAME = "flashtile"
 
@@ -88,22 +89,20 @@ def attention_forward(
     is_causal = q_len > 1 and attention_mask is None and is_causal
     mask = attention_mask if position_bias is None else _with_bias(position_bias, attention_mask)
     q, k, v = (_rows(x.transpose(1, 2)) for x in (query, key, value))
-    options = {
-        "causal": is_causal,
-        "window": (-1, -1),
+    out = attention(
+        q,
+        k,
+        v,
+        causal=is_causal,
         # Queries of a prompt begin at key 0, also where a static cache has room for more keys.
-        "q_offset": "top_left" if is_causal else None,
-        "scale": scaling,
-        "softcap": softcap,
-        "mask": None if mask is None else _rows(mask),
-        "alibi_slopes": None,
-        "sinks": s_aux,
-        "kv_lens": None,
-        "cu_seqlens": None,
-        "layout": "bshd",
-        "return_lse": False,
-    }
-    return _torch.attention(q, k, v, options), None
+        q_offset="top_left" if is_causal else None,
+        scale=scaling,
+        softcap=softcap,
+        mask=None if mask is None else _rows(mask),
+        sinks=s_aux,
+        layout="bshd",
+    )
+    return out, None
 
 
 def _rows(x):
