@@ -35,7 +35,7 @@ const GROUPS: [Group; 6] = [
     ("paged", paged),
 ];
 
-/// What is about devices. The last one is measured alone.
+/// Groups that need a device. The last one runs after the others, as it measures.
 const DEVICE_GROUPS: [Group; 3] = [("streams", streams), ("refusals", refusals), ("speed", speed)];
 
 fn main() -> ExitCode {
@@ -99,7 +99,7 @@ struct Run {
     failed: Vec<String>,
 }
 
-/// What a case found.
+/// The result of a case.
 enum Found {
     Distance(Distance),
     /// Something else that it measured.
@@ -191,7 +191,7 @@ fn inputs(
     Ok([make(q_len, heads, 1)?, make(kv_len, kv_heads, 2)?, make(kv_len, kv_heads, 3)?])
 }
 
-/// What candle is to compute.
+/// Options of the reference.
 #[derive(Default, Clone)]
 struct Terms {
     scale: f64,
@@ -531,6 +531,20 @@ fn pages([k, v]: [&Tensor; 2]) -> Result<[Tensor; 3]> {
     Ok([pool(k)?.to_device(k.device())?, pool(v)?.to_device(k.device())?, table])
 }
 
+/// Causal attention over pages, with a window of this many keys before each query.
+fn paged_attention(
+    [q, pool_k, pool_v]: [&Tensor; 3],
+    [ends_q, ends_k]: [&Tensor; 2],
+    table: &Tensor,
+    ranges: Option<&Tensor>,
+    left: Option<usize>,
+) -> Result<Tensor> {
+    let right = Some(0);
+    flash_attn_varlen_paged_windowed(
+        q, pool_k, pool_v, ends_q, ends_k, table, ranges, 130, 200, 0.125, left, right, PAGE, None,
+    )
+}
+
 fn paged(run: &mut Run) {
     for dtype in [DType::F16, DType::BF16] {
         run.case(&format!("flash_attn_varlen_paged_windowed, tables on the device, {dtype:?}"), |device| {
@@ -538,22 +552,7 @@ fn paged(run: &mut Run) {
             let [pool_k, pool_v, table] = &pages([k, v])?;
             let (sq, sk) = (ends(&Q_LENS, DType::U32, device)?, ends(&K_LENS, DType::U32, device)?);
             let table = table.to_device(device)?;
-            let out = flash_attn_varlen_paged_windowed(
-                q,
-                pool_k,
-                pool_v,
-                &sq,
-                &sk,
-                &table,
-                None,
-                130,
-                200,
-                0.125,
-                Some(60),
-                Some(0),
-                PAGE,
-                None,
-            )?;
+            let out = paged_attention([q, pool_k, pool_v], [&sq, &sk], &table, None, Some(60))?;
             each_sequence([q, k, v], &out, |lens| Terms::scale(0.125).window(lens, Some(60), Some(0)))
         });
     }
@@ -566,22 +565,7 @@ fn paged(run: &mut Run) {
             let (sq, sk) = (ends(&Q_LENS, DType::U32, cpu)?, ends(&K_LENS, DType::U32, cpu)?);
             // Positions of queries: 20..90, 39 and 70..200.
             let ranges = Tensor::new(&[[[30i32, 50]], [[0, 0]], [[80, 120]]], cpu)?;
-            let out = flash_attn_varlen_paged_windowed(
-                q,
-                pool_k,
-                pool_v,
-                &sq,
-                &sk,
-                table,
-                Some(&ranges),
-                130,
-                200,
-                0.125,
-                Some(9),
-                Some(0),
-                PAGE,
-                None,
-            )?;
+            let out = paged_attention([q, pool_k, pool_v], [&sq, &sk], table, Some(&ranges), Some(9))?;
             each_sequence([q, k, v], &out, |[q_len, k_len]| {
                 let range =
                     [30..50, 0..0, 80..120][Q_LENS.iter().position(|&len| len == q_len).unwrap()].clone();
@@ -694,22 +678,7 @@ fn does_not_wait(device: &Device) -> Result<Found> {
     let calls = || {
         flash_attn(q, k, v, 0.125, true)?;
         flash_attn_varlen(pq, pk, pv, &sq, &sk, 130, 200, 0.125, true)?;
-        flash_attn_varlen_paged_windowed(
-            pq,
-            pool_k,
-            pool_v,
-            &sq,
-            &sk,
-            table,
-            None,
-            130,
-            200,
-            0.125,
-            Some(60),
-            Some(0),
-            PAGE,
-            None,
-        )
+        paged_attention([pq, pool_k, pool_v], [&sq, &sk], table, None, Some(60))
     };
     let chain = Chain::new(device)?;
     chain.end(3)?;
@@ -860,22 +829,7 @@ fn wrong_tensors() -> [Refusal; 4] {
             let [pool_k, pool_v, table] = &pages([k, v])?;
             let (sq, sk) = (ends(&Q_LENS, DType::U32, device)?, ends(&K_LENS, DType::U32, device)?);
             let table = (table.to_dtype(DType::I64)? + 99.0)?.to_dtype(DType::U32)?;
-            let out = flash_attn_varlen_paged_windowed(
-                q,
-                pool_k,
-                pool_v,
-                &sq,
-                &sk,
-                &table,
-                None,
-                130,
-                200,
-                0.125,
-                None,
-                Some(0),
-                PAGE,
-                None,
-            );
+            let out = paged_attention([q, pool_k, pool_v], [&sq, &sk], &table, None, None);
             refused(out, "page")
         }),
     ]
