@@ -44,7 +44,7 @@ pub enum Error {
         /// Bytes that were needed.
         bytes: usize,
     },
-    /// A CUDA device refused.
+    /// A CUDA device refused, for a reason that no CPU has.
     #[cfg(feature = "cuda")]
     Cuda(flashtile_cuda::CudaError),
 }
@@ -53,12 +53,7 @@ impl Error {
     /// Whether the request is right, and no kernel for it exists on the device: another device, or other options, may serve it.
     #[must_use]
     pub const fn is_unsupported(&self) -> bool {
-        match self {
-            Self::Unsupported(_) => true,
-            #[cfg(feature = "cuda")]
-            Self::Cuda(flashtile_cuda::CudaError::Unsupported(_)) => true,
-            _ => false,
-        }
+        matches!(self, Self::Unsupported(_))
     }
 
     /// The error inside, if any.
@@ -134,4 +129,16 @@ impl From<WorkspaceError> for Error {
 }
 
 #[cfg(feature = "cuda")]
-from!(Cuda(flashtile_cuda::CudaError));
+impl From<flashtile_cuda::CudaError> for Error {
+    fn from(error: flashtile_cuda::CudaError) -> Self {
+        use flashtile_cuda::CudaError;
+        match error {
+            CudaError::Problem(error) => Self::Problem(error),
+            CudaError::Unsupported(error) => Self::Unsupported(error),
+            CudaError::Inputs(error) => Self::Run(error),
+            CudaError::View(error) => error.into(),
+            CudaError::KvCache(error) => Self::Cache(error),
+            error => Self::Cuda(error),
+        }
+    }
+}

@@ -14,13 +14,13 @@ use candle_core::{
     Storage, Tensor, bail,
 };
 use flashtile::cuda::cudarc::driver::{
-    CudaContext, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
+    CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, SyncOnDrop,
 };
 use flashtile::cuda::{
-    Cuda, CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables,
-    DeviceTensor, DeviceTensorMut, Prepared,
+    CudaError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTensor,
+    DeviceTensorMut, Session,
 };
-use flashtile::{BlockTables, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc, check_tables};
+use flashtile::{BlockTables, Dims, Dtype, MaskKind, ProblemDesc};
 use half::{bf16, f16};
 use std::cell::Cell;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -260,19 +260,13 @@ impl Op {
             let (mask, kind) = mask.mask(visible, &mut order)?;
             (inputs.mask, desc.mask) = (Some(mask), Some(kind));
         }
-        with_plans(|plans| {
-            let kept = Kept::find(plans, &desc, &stream)?;
-            if let Some(tables) = &self.options.tables {
-                check_tables(kept.prepared.plan().problem(), tables, k.shape[0]).map_err(refused)?;
-                inputs.tables = Some(kept.tables_on_device(tables)?);
-            }
-            let call = Call { device, stream: &stream, axes, lse: self.options.lse.then_some(&*self.lse) };
-            match q.dtype {
-                Dtype::F32 => call.launch::<f32>(&mut kept.prepared, &inputs),
-                Dtype::F16 => call.launch::<f16>(&mut kept.prepared, &inputs),
-                Dtype::BF16 => call.launch::<bf16>(&mut kept.prepared, &inputs),
-            }
-        })
+        let (lse, tables) = (self.options.lse.then_some(&*self.lse), self.options.tables.as_ref());
+        let call = Call { device, stream: &stream, axes, desc: &desc, tables, lse };
+        match q.dtype {
+            Dtype::F32 => call.run::<f32>(&inputs),
+            Dtype::F16 => call.run::<f16>(&inputs),
+            Dtype::BF16 => call.run::<bf16>(&inputs),
+        }
     }
 
     /// The problem, without a mask.
@@ -292,27 +286,38 @@ impl Op {
     }
 }
 
-/// Where the results of a call go.
+/// A problem, and where its results go.
 struct Call<'a> {
     device: &'a CudaDevice,
     stream: &'a Arc<CudaStream>,
     axes: CallAxes,
+    desc: &'a ProblemDesc,
+    tables: Option<&'a BlockTables>,
     lse: Option<&'a Mutex<Option<CudaStorage>>>,
 }
 
 impl Call<'_> {
-    /// Puts the kernels of a plan on the stream, which write new tensors.
-    fn launch<T: CudaDType + DeviceRepr>(
+    /// Puts the kernels of the problem on the stream, which write new tensors.
+    fn run<T: CudaDType + DeviceRepr>(&self, inputs: &DeviceInputs<'_>) -> Result<(CudaStorage, Shape)> {
+        Session::with_current(self.stream, |session| self.run_in::<T>(session, inputs)).map_err(refused)?
+    }
+
+    fn run_in<T: CudaDType + DeviceRepr>(
         &self,
-        prepared: &mut Prepared,
+        session: &mut Session,
         inputs: &DeviceInputs<'_>,
     ) -> Result<(CudaStorage, Shape)> {
-        let problem = prepared.plan().problem();
-        let (shape, dtype) = (problem.dims().out_shape(), problem.desc().dtype);
+        // A wrong problem is refused before there is memory for its result.
+        let problem = session.plan(self.desc).map_err(refused)?.problem();
+        let (shape, dtype) = (problem.dims().out_shape(), self.desc.dtype);
         let (dims, strides) = self.axes.q.dense(shape);
         let rows = shape[0] * shape[1] * shape[2];
         let mut run = |outputs: &mut DeviceOutputs<'_>| {
-            prepared.run(inputs, outputs).map_err(|error| match error {
+            let done = match self.tables {
+                None => session.run(self.desc, inputs, outputs),
+                Some(tables) => session.run_paged(self.desc, inputs, tables, outputs),
+            };
+            done.map_err(|error| match error {
                 CudaError::Inputs(error) => refused_shape(error, self.axes),
                 error => refused(error),
             })
@@ -346,86 +351,6 @@ impl Call<'_> {
         drop(written);
         Ok(CudaStorage::wrap_cuda_slice(slice, self.device.clone()))
     }
-}
-
-/// Plans that a thread keeps.
-const MAX_PLANS: usize = 16;
-
-/// A plan on a stream. Its scratch memory is for one run at a time, so that each thread has its own: a stream may stand for another one
-/// on each thread.
-struct Kept {
-    desc: ProblemDesc,
-    stream: Arc<CudaStream>,
-    prepared: Prepared,
-    tables: Option<(BlockTables, CudaSlice<u32>)>,
-}
-
-impl Kept {
-    fn new(desc: &ProblemDesc, stream: &Arc<CudaStream>) -> Result<Self> {
-        let cuda = device(stream.context())?;
-        let problem = desc.clone().validate().map_err(refused)?;
-        let plan = cuda.plan(&problem, PlanOptions::default()).map_err(refused)?;
-        let prepared = cuda.prepare(&plan, stream).map_err(refused)?;
-        Ok(Self { desc: desc.clone(), stream: Arc::clone(stream), prepared, tables: None })
-    }
-
-    /// The plan of a problem, as the first of `plans`.
-    fn find<'p>(
-        plans: &'p mut Vec<Self>,
-        desc: &ProblemDesc,
-        stream: &Arc<CudaStream>,
-    ) -> Result<&'p mut Self> {
-        let is = |kept: &Self| Arc::ptr_eq(&kept.stream, stream) && kept.desc == *desc;
-        match plans.iter().position(is) {
-            Some(at) => plans[..=at].rotate_right(1),
-            None => {
-                let kept = Self::new(desc, stream)?;
-                plans.truncate(MAX_PLANS - 1);
-                plans.insert(0, kept);
-            }
-        }
-        Ok(&mut plans[0])
-    }
-
-    /// The tables, copied to the device unless the last call had the same.
-    fn tables_on_device(&mut self, tables: &BlockTables) -> Result<DeviceTables<'static>> {
-        if self.tables.as_ref().is_none_or(|(kept, _)| kept != tables) {
-            // No memory has no address.
-            let entries: &[u32] = if tables.table.is_empty() { &[u32::MAX] } else { &tables.table };
-            let failed = CudaError::driver("copy of the block table");
-            let copy = self.stream.clone_htod(entries).map_err(|error| refused(failed(error)))?;
-            self.tables = Some((tables.clone(), copy));
-        }
-        let Some((_, copy)) = &self.tables else { bail!("block table was not copied") };
-        let at = copy.device_ptr(&self.stream).0;
-        // SAFETY: the memory has the entries, which `check_tables` has seen, and is freed on the stream, after the work that is there.
-        unsafe { DeviceTables::from_raw_parts(at, tables) }.map_err(refused)
-    }
-}
-
-/// Calls a function with the plans of this thread, the last one used first. A thread that waits for rayon may be given a task that calls
-/// this again: that one gets a list of its own.
-fn with_plans<T>(run: impl FnOnce(&mut Vec<Kept>) -> T) -> T {
-    thread_local! {
-        static PLANS: Cell<Vec<Kept>> = const { Cell::new(Vec::new()) };
-    }
-    // While a thread ends, its values are gone.
-    let mut plans = PLANS.try_with(Cell::take).unwrap_or_default();
-    let result = run(&mut plans);
-    let _ = PLANS.try_with(|place| place.set(plans));
-    result
-}
-
-/// The device of a context, with the kernels that any thread has loaded there. It lives as long as the process.
-fn device(context: &Arc<CudaContext>) -> Result<Cuda> {
-    static DEVICES: Mutex<Vec<Cuda>> = Mutex::new(Vec::new());
-    let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(cuda) = devices.iter().find(|cuda| cuda.context().cu_ctx() == context.cu_ctx()) {
-        return Ok(cuda.clone());
-    }
-    let cuda = Cuda::with_context(Arc::clone(context)).map_err(refused)?;
-    devices.push(cuda.clone());
-    Ok(cuda)
 }
 
 /// A function that runs once, with the memory of a tensor.

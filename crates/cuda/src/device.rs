@@ -76,6 +76,21 @@ impl Cuda {
         Ok(Self { inner: Arc::new(Inner { gpu, facts, loaded }) })
     }
 
+    /// [`Cuda::with_context`], made once in each context of the process, which keeps it: kernels that one caller has loaded serve all.
+    ///
+    /// # Errors
+    /// As [`Cuda::with_context`].
+    pub fn shared(context: &Arc<CudaContext>) -> Result<Self, CudaError> {
+        static DEVICES: Mutex<Vec<Cuda>> = Mutex::new(Vec::new());
+        let mut devices = DEVICES.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(cuda) = devices.iter().find(|cuda| cuda.context().cu_ctx() == context.cu_ctx()) {
+            return Ok(cuda.clone());
+        }
+        let cuda = Self::with_context(Arc::clone(context))?;
+        devices.push(cuda.clone());
+        Ok(cuda)
+    }
+
     /// The device's own name.
     #[must_use]
     pub fn name(&self) -> &str {

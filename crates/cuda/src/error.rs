@@ -4,6 +4,7 @@ use super::cudarc::driver::DriverError;
 use flashtile_core::cache::CacheError;
 use flashtile_core::inputs::RunError;
 use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::ProblemError;
 use flashtile_core::tensor::ViewError;
 pub use flashtile_kernel::cuda::Error as DeviceError;
 
@@ -13,6 +14,8 @@ pub use flashtile_kernel::cuda::Error as DeviceError;
 pub enum CudaError {
     /// The driver, the compiler or the folder of compiled kernels: what the machine lacks or what failed there.
     Device(DeviceError),
+    /// The problem is not well formed.
+    Problem(ProblemError),
     /// A valid problem has no plan on the device.
     Unsupported(Unsupported),
     /// The tensors do not fit the plan's problem. Nothing was launched.
@@ -62,6 +65,7 @@ impl std::fmt::Display for CudaError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Device(why) => why.fmt(f),
+            Self::Problem(why) => why.fmt(f),
             Self::Unsupported(why) => why.fmt(f),
             Self::Inputs(why) => why.fmt(f),
             Self::View(why) => why.fmt(f),
@@ -83,6 +87,7 @@ impl std::error::Error for CudaError {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         match self {
             Self::Device(why) => Some(why),
+            Self::Problem(why) => Some(why),
             Self::Unsupported(why) => Some(why),
             Self::Inputs(why) => Some(why),
             Self::View(why) => Some(why),
@@ -99,6 +104,12 @@ impl std::error::Error for CudaError {
 impl From<DeviceError> for CudaError {
     fn from(error: DeviceError) -> Self {
         Self::Device(error)
+    }
+}
+
+impl From<ProblemError> for CudaError {
+    fn from(error: ProblemError) -> Self {
+        Self::Problem(error)
     }
 }
 

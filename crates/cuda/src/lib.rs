@@ -31,6 +31,7 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod buffer;
 mod cache;
 mod device;
 mod device_struct;
@@ -41,6 +42,7 @@ pub mod plan;
 mod portable;
 mod prepared;
 mod prewarm;
+mod session;
 mod sources;
 mod tensor;
 
@@ -49,6 +51,7 @@ pub use device::Cuda;
 pub use error::{CudaError, DeviceError};
 pub use flashtile_kernel::cuda::{CACHE_VARIABLE, Gpu, NVRTC_VARIABLE, cudarc};
 pub use prepared::{DeviceMemory, Prepared};
+pub use session::Session;
 pub use tensor::{
     DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables, DeviceTensor,
     DeviceTensorMut,

@@ -59,6 +59,12 @@ impl RawTensor {
 }
 
 impl DeviceTensor<'_> {
+    /// `[batch, heads, rows, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.raw.shape
+    }
+
     /// A view of memory at a device address.
     ///
     /// # Errors
