@@ -6,8 +6,9 @@
 # FLASHTILE is a release binary; nothing is built. Rows go to OUT (default: bench-gpu) as JSON lines and tables. PyTorch rows
 # are measured if python3 has torch. Steps, all by default: check, tests, prefill, decode, portable (portable and native
 # kernels), kernels (each kernel of the kernel language, compared with a copy), start, sanitize (if compute-sanitizer is
-# installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, and of
-# crates/kernel, except its tests of rustc's messages, if KERNEL_TESTS names that crate's.
+# installed). The step tests runs integration tests: of the library's devices if TESTS names its test binary, of crates/kernel,
+# except its tests of rustc's messages, if KERNEL_TESTS names that crate's, and of the Python package on tensors of PyTorch if WHEELS
+# names a folder with its wheel, pytest and what that needs; transformers there are tested too.
 set -euo pipefail
 flashtile=$(realpath "$1")
 out=$(realpath -m "${2:-bench-gpu}")
@@ -68,6 +69,16 @@ if wants tests && [ -n "${KERNEL_TESTS:-}" ]; then
     CARGO_MANIFEST_DIR=$root/crates/kernel "$KERNEL_TESTS" --nocapture --skip ui:: > "$out/kernel-tests.txt" 2>&1 ||
         { tail -40 "$out/kernel-tests.txt"; exit 1; }
     grep -E "SKIPPED|test result" "$out/kernel-tests.txt"
+fi
+
+if wants tests && [ -n "${WHEELS:-}" ]; then
+    step "tests of the Python package"
+    site=$(mktemp -d)
+    for wheel in "$WHEELS"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+    cp python/tests/*.py "$site"
+    (cd "$site" && PYTHONPATH=$site python3 -m pytest -q -rs test_cuda.py) > "$out/python-tests.txt" 2>&1 || { tail -40 "$out/python-tests.txt"; exit 1; }
+    tail -1 "$out/python-tests.txt"
+    rm -r "$site"
 fi
 
 # Measures the peers on one problem, then flashtile: NAME, the problem for the peer, options of flashtile.

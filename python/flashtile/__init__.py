@@ -1,4 +1,4 @@
-"""Fused attention on CPUs for numpy arrays, PyTorch tensors, and everything that speaks DLPack.
+"""Fused attention for numpy arrays, everything that speaks DLPack, and tensors of PyTorch on CPUs and NVIDIA GPUs.
 
     import flashtile
     out = flashtile.attention(q, k, v, causal=True)

@@ -21,14 +21,26 @@ def numpy_dtype(like):
 
 
 def maker(like):
-    """A function that makes the memory of a result: `out` in the dtype of `like`, `lse` in float32."""
+    """A function that makes a result, and what is lent of it: `out` in the dtype of `like`, `lse` in float32."""
     if is_torch(like):
         import torch
 
-        return lambda name, shape: torch.empty(shape, dtype=like.dtype if name == "out" else torch.float32)
-    return lambda name, shape: numpy.empty(shape, numpy_dtype(like) if name == "out" else numpy.float32)
+        make = lambda name, shape: torch.empty(shape, dtype=like.dtype if name == "out" else torch.float32, device=like.device)
+    else:
+        make = lambda name, shape: numpy.empty(shape, numpy_dtype(like) if name == "out" else numpy.float32)
+
+    def made(name, shape):
+        result = make(name, shape)
+        return result, lent(result)
+
+    return made
 
 
-def detached(x):
-    """The same memory without a gradient, where that is a tensor of PyTorch."""
-    return x.detach() if is_torch(x) else x
+def lent(x):
+    """What the extension module reads memory from: a capsule of DLPack where x is a tensor of PyTorch, whose own `__dlpack__` takes longer
+    than a small problem, and x itself otherwise."""
+    if not is_torch(x):
+        return x
+    from torch.utils.dlpack import to_dlpack
+
+    return to_dlpack(x.detach())

@@ -1,7 +1,7 @@
 """Attention in one call."""
 
 from . import _flashtile
-from ._arrays import detached, is_torch, maker
+from ._arrays import is_torch, lent, maker
 
 
 def attention(
@@ -33,7 +33,7 @@ def attention(
     tensors of PyTorch; other tensors with `__dlpack__` give arrays of numpy. A row without visible keys is 0. There is no backward pass.
 
     Args:
-        q, k, v: numpy arrays (bfloat16 by ml_dtypes), PyTorch tensors on the CPU, or other objects with `__dlpack__`.
+        q, k, v: numpy arrays (bfloat16 by ml_dtypes), PyTorch tensors on the CPU or an NVIDIA GPU, or other objects with `__dlpack__`.
         causal: whether a query sees only keys at or before its own position.
         window: keys that a query sees before and after its position, which itself does not count; -1 is an unbounded side.
         q_offset: the position of query 0: `"top_left"` puts it at key 0 (PyTorch), `"bottom_right"` puts the last query at the last key
@@ -56,7 +56,8 @@ def attention(
     Raises:
         ValueError: where shapes and options contradict each other.
         TypeError: where a dtype or the type of an option is wrong.
-        BufferError: where memory cannot be used as it is: on a device, with strides below 0, read-only, or shared.
+        BufferError: where memory cannot be used as it is: on another device than q's, with strides below 0, read-only, or shared.
+        RuntimeError: where a GPU, its driver or its compiler failed.
     """
     options = {
         "causal": causal,
@@ -76,8 +77,8 @@ def attention(
         from . import _torch
 
         return _torch.attention(q, k, v, options, out)
-    options["mask"] = detached(mask)
-    tensors = [detached(x) for x in (q, k, v, out)]
+    options["mask"] = lent(mask)
+    tensors = [lent(x) for x in (q, k, v, out)]
     made, lse = _flashtile.attention(tensors, options, maker(q))
     out = made if out is None else out
     return (out, lse) if return_lse else out

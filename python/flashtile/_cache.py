@@ -3,7 +3,7 @@
 import json
 
 from . import _flashtile
-from ._arrays import detached, maker
+from ._arrays import lent, maker
 
 _ELEMENTS = ("f32", "f16", "bf16")
 
@@ -148,12 +148,12 @@ class Step:
             "q_offset": q_offset,
             "scale": scale,
             "softcap": softcap,
-            "mask": detached(mask),
+            "mask": lent(mask),
             "alibi_slopes": alibi_slopes,
             "sinks": sinks,
             "return_lse": return_lse,
         }
-        tensors = [detached(x) for x in (q, k, v, out)]
+        tensors = [lent(x) for x in (q, k, v, out)]
         made, lse = self._step.attend(layer, tensors, options, maker(q))
         out = made if out is None else out
         return (out, lse) if return_lse else out

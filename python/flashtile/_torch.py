@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _flashtile
-from ._arrays import detached, maker
+from ._arrays import lent, maker
 
 # Types that are tensors and nothing else.
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -34,12 +34,17 @@ def _only_computes(*tensors):
     then, whose dispatch costs as much as a small problem."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode():
         return False
-    return all(type(x) in _PLAIN and x.device.type == "cpu" and not _needs_grad(x) for x in tensors)
+    return all(type(x) in _PLAIN and x.device.type in ("cpu", "cuda") and not _needs_grad(x) for x in tensors)
 
 
 def _call(q, k, v, options, out=None):
-    options = {name: detached(value) for name, value in options.items()}
-    return _flashtile.attention([detached(q), detached(k), detached(v), detached(out)], options, maker(q))
+    options = options | {"mask": lent(options["mask"])}
+    tensors = [lent(x) for x in (q, k, v, out)]
+    if q.is_cuda:
+        from . import _cuda
+
+        return _cuda.attention(q, tensors, options)
+    return _flashtile.attention(tensors, options, maker(q))
 
 
 def _operator(q, k, v, options):
@@ -115,7 +120,7 @@ def operator(
         "return_lse": return_lse,
     }
     out, lse = _call(q, k, v, options)
-    return out, torch.empty(0) if lse is None else lse
+    return out, q.new_empty([0], dtype=torch.float32) if lse is None else lse
 
 
 @operator.register_fake

@@ -1,4 +1,4 @@
-"""Attention of Hugging Face transformers by flashtile, on the CPU:
+"""Attention of Hugging Face transformers by flashtile, on CPUs and NVIDIA GPUs:
 
     import flashtile.transformers
     flashtile.transformers.register()

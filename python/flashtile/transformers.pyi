@@ -1,4 +1,4 @@
-"""Attention of Hugging Face transformers by flashtile, on the CPU."""
+"""Attention of Hugging Face transformers by flashtile."""
 
 from typing import Any
 

@@ -1,8 +1,10 @@
 //! Attention over arrays and tensors.
 
+use crate::cuda;
 use crate::failure::refused;
-use crate::memory::{Axes, Memory};
+use crate::memory::{Axes, Memory, Stream};
 use crate::options::Options;
+use flashtile::cuda::DeviceOutputs;
 use flashtile::{Outputs, Runner};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -13,7 +15,7 @@ use std::sync::OnceLock;
 pub(crate) type Results = (Py<PyAny>, Option<Py<PyAny>>);
 
 /// Attention. `tensors` are q, k, v and out, which may be `None`; `make(name, shape)` makes a tensor of the kind and dtype of the result,
-/// or a logsumexp of float32 where the name is `lse`.
+/// or a logsumexp of float32 where the name is `lse`, and gives it with the object that lends its memory.
 #[pyfunction]
 pub(crate) fn attention(
     tensors: [Bound<'_, PyAny>; 4],
@@ -22,8 +24,11 @@ pub(crate) fn attention(
 ) -> PyResult<Results> {
     let py = make.py();
     check_process()?;
-    let [q, k, v, out] = &tensors;
     let options = Options::of(options)?;
+    if let Some(stream) = options.stream {
+        return cuda::attention(&tensors, &options, make, stream);
+    }
+    let [q, k, v, out] = &tensors;
     let axes = options.axes();
     let (q, k, v) = (Memory::of("q", q)?, Memory::of("k", k)?, Memory::of("v", v)?);
     let (q_view, k_view, v_view) = (q.view(axes)?, k.view(axes)?, v.view(axes)?);
@@ -51,17 +56,25 @@ pub(crate) struct Made<'py> {
 }
 
 impl<'py> Made<'py> {
-    /// What was given as out, or what `make` makes for a result `[batch, heads, rows, dim]`, and the same of a logsumexp that is asked for.
+    /// What was given as out, or what `make` makes for a result `[batch, heads, rows, dim]`, and the same of a logsumexp that is asked for;
+    /// on the device of the options' stream.
     pub(crate) fn new(
         given: &Bound<'py, PyAny>,
         options: &Options,
         (axes, shape): (Axes, [usize; 4]),
         make: &Bound<'py, PyAny>,
     ) -> PyResult<Self> {
-        let out = if given.is_none() { make.call1(("out", axes.shape(shape)))? } else { given.clone() };
-        let lse = options.lse.then(|| make.call1(("lse", axes.lse_shape(shape)))).transpose()?;
-        let memory = Memory::of("out", &out)?;
-        let of_lse = lse.as_ref().map(|lse| Memory::of("lse", lse)).transpose()?;
+        type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+        let new = |name: &'static str, shape| make.call1((name, shape))?.extract::<Pair<'py>>();
+        let (out, lent) = match given.is_none() {
+            true => new("out", axes.shape(shape))?,
+            false => (given.clone(), given.clone()),
+        };
+        let memory = Memory::on(options.stream, "out", &lent)?;
+        let (lse, of_lse) = match options.lse.then(|| new("lse", axes.lse_shape(shape))).transpose()? {
+            Some((lse, lent)) => (Some(lse), Some(Memory::on(options.stream, "lse", &lent)?)),
+            None => (None, None),
+        };
         Ok(Self { objects: (out, lse), out: memory, lse: of_lse })
     }
 
@@ -72,6 +85,21 @@ impl<'py> Made<'py> {
         }
         let mut outputs = Outputs::new(self.out.view_mut(axes, others)?);
         outputs.lse = self.lse.as_mut().map(|lse| lse.list_mut(others)).transpose()?;
+        Ok(outputs)
+    }
+
+    /// The results as work on a stream writes them.
+    pub(crate) fn device_outputs(
+        &mut self,
+        axes: Axes,
+        others: &[&Memory],
+        stream: Stream,
+    ) -> PyResult<DeviceOutputs<'_>> {
+        if let Some(lse) = &self.lse {
+            lse.check_exclusive(&[&self.out])?;
+        }
+        let mut outputs = DeviceOutputs::new(self.out.device_view_mut(axes, others, stream)?);
+        outputs.lse = self.lse.as_mut().map(|lse| lse.device_list_mut(others, stream)).transpose()?;
         Ok(outputs)
     }
 

@@ -2,9 +2,10 @@
 
 use flashtile::{Error, RunError};
 use pyo3::PyErr;
-use pyo3::exceptions::{PyMemoryError, PyTypeError, PyValueError};
+use pyo3::exceptions::{PyMemoryError, PyRuntimeError, PyTypeError, PyValueError};
 
-/// `TypeError` where a dtype is wrong, `MemoryError` where there is no memory, `ValueError` otherwise.
+/// `TypeError` where a dtype is wrong, `MemoryError` where there is no memory, `RuntimeError` where a device, its driver or its compiler
+/// failed, `ValueError` otherwise.
 pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
     let error = error.into();
     match error {
@@ -12,6 +13,7 @@ pub(crate) fn refused(error: impl Into<Error>) -> PyErr {
         Error::Run(RunError::Dtype { .. } | RunError::Codec { .. } | RunError::MaskKind { .. }) => {
             PyTypeError::new_err(error.to_string())
         }
+        Error::Cuda(_) => PyRuntimeError::new_err(error.to_string()),
         _ => PyValueError::new_err(error.to_string()),
     }
 }

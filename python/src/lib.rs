@@ -3,6 +3,7 @@
 
 mod attention;
 mod cache;
+mod cuda;
 mod failure;
 mod memory;
 mod options;

@@ -1,16 +1,47 @@
 //! Options of a call: a dict, whose keys are those that the Python functions document.
 
-use crate::memory::{Axes, Memory, list, pair};
-use flashtile::{Attention, QOffset, SequencesRef};
+use crate::memory::{Axes, Memory, Stream};
+use flashtile::cuda::DeviceList;
+use flashtile::{Attention, ProblemDesc, QOffset, Sequences, SequencesRef, Visibility};
 use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyTuple};
 
 /// How tensors divide into sequences.
 enum Lengths {
     Dense,
     Padded(Vec<usize>),
     Packed { q: Vec<usize>, k: Vec<usize> },
+}
+
+/// A number for each query head.
+pub(crate) enum Numbers {
+    Host(Vec<f32>),
+    Device(Memory),
+}
+
+impl Numbers {
+    fn of(name: &'static str, object: &Bound<'_, PyAny>, stream: Option<Stream>) -> PyResult<Self> {
+        match stream {
+            None => Ok(Self::Host(list(name, object, "a number for each query head")?)),
+            Some(_) => Ok(Self::Device(Memory::on(stream, name, object)?)),
+        }
+    }
+
+    fn host(&self) -> Option<&[f32]> {
+        match self {
+            Self::Host(numbers) => Some(numbers),
+            Self::Device(_) => None,
+        }
+    }
+
+    fn device(&self, stream: Stream) -> PyResult<Option<DeviceList<'_>>> {
+        match self {
+            Self::Host(_) => Ok(None),
+            Self::Device(memory) => memory.device_list(stream).map(Some),
+        }
+    }
 }
 
 /// The options, with everything that they borrow from Python.
@@ -21,12 +52,14 @@ pub(crate) struct Options {
     scale: Option<f32>,
     softcap: Option<f32>,
     mask: Option<Memory>,
-    alibi_slopes: Option<Vec<f32>>,
-    sinks: Option<Vec<f32>>,
+    alibi_slopes: Option<Numbers>,
+    sinks: Option<Numbers>,
     lengths: Lengths,
     layout: Axes,
     /// Whether the logsumexp is asked for.
     pub(crate) lse: bool,
+    /// The stream of a call over tensors of a CUDA device, which has the mask, the slopes and the sinks too.
+    pub(crate) stream: Option<Stream>,
 }
 
 /// The value of a key, unless it is missing or `None`.
@@ -49,8 +82,10 @@ fn wrong(name: &str, got: &Bound<'_, PyAny>, expected: &str) -> PyErr {
 
 impl Options {
     pub(crate) fn of(dict: &Bound<'_, PyDict>) -> PyResult<Self> {
-        let listed = |name: &'static str, what| {
-            value(dict, name)?.map(|value| list::<f32>(name, &value, what)).transpose()
+        let stream = extract(dict, "stream", "a device and a handle")?;
+        let stream = stream.map(|(device, handle)| Stream { device, handle });
+        let numbers = |name: &'static str| {
+            value(dict, name)?.map(|value| Numbers::of(name, &value, stream)).transpose()
         };
         let lengths = match (value(dict, "kv_lens")?, value(dict, "cu_seqlens")?) {
             (Some(_), Some(_)) => {
@@ -67,12 +102,13 @@ impl Options {
             q_offset: value(dict, "q_offset")?.map(|value| q_offset(&value)).transpose()?,
             scale: extract(dict, "scale", number)?,
             softcap: extract(dict, "softcap", number)?,
-            mask: value(dict, "mask")?.map(|mask| Memory::of("mask", &mask)).transpose()?,
-            alibi_slopes: listed("alibi_slopes", "a number for each query head")?,
-            sinks: listed("sinks", "a number for each query head")?,
+            mask: value(dict, "mask")?.map(|mask| Memory::on(stream, "mask", &mask)).transpose()?,
+            alibi_slopes: numbers("alibi_slopes")?,
+            sinks: numbers("sinks")?,
             lengths,
             layout: layout(extract::<String>(dict, "layout", "a name")?.as_deref().unwrap_or("bhsd"))?,
             lse: extract(dict, "return_lse", "True or False")?.unwrap_or_default(),
+            stream,
         })
     }
 
@@ -88,7 +124,33 @@ impl Options {
         self.mask.as_ref()
     }
 
-    /// The same as flashtile has them.
+    pub(crate) fn slopes_on(&self, stream: Stream) -> PyResult<Option<DeviceList<'_>>> {
+        Ok(self.alibi_slopes.as_ref().map(|slopes| slopes.device(stream)).transpose()?.flatten())
+    }
+
+    pub(crate) fn sinks_on(&self, stream: Stream) -> PyResult<Option<DeviceList<'_>>> {
+        Ok(self.sinks.as_ref().map(|sinks| sinks.device(stream)).transpose()?.flatten())
+    }
+
+    /// Sets everything but the mask in the description of a problem.
+    pub(crate) fn set(&self, desc: &mut ProblemDesc) {
+        desc.visibility = if self.causal { Visibility::causal() } else { Visibility::default() }
+            .and(Visibility::window(self.window.0, self.window.1));
+        desc.q_offset = self.q_offset;
+        desc.scale = self.scale;
+        desc.softcap = self.softcap;
+        desc.alibi = self.alibi_slopes.is_some();
+        desc.sinks = self.sinks.is_some();
+        desc.sequences = match &self.lengths {
+            Lengths::Dense => Sequences::Dense,
+            Lengths::Padded(kv_lens) => Sequences::Padded { kv_lens: kv_lens.clone() },
+            Lengths::Packed { q, k } => {
+                Sequences::Packed { cu_seqlens_q: q.clone(), cu_seqlens_k: k.clone() }
+            }
+        };
+    }
+
+    /// The same as flashtile has them for tensors of the host.
     pub(crate) fn attention(&self) -> PyResult<Attention<'_>> {
         let mut attention = if self.causal { Attention::causal() } else { Attention::full() };
         attention = attention.window(self.window.0, self.window.1);
@@ -96,8 +158,8 @@ impl Options {
         attention.scale = self.scale;
         attention.softcap = self.softcap;
         attention.mask = self.mask.as_ref().map(Memory::mask).transpose()?;
-        attention.alibi_slopes = self.alibi_slopes.as_deref();
-        attention.sinks = self.sinks.as_deref();
+        attention.alibi_slopes = self.alibi_slopes.as_ref().and_then(Numbers::host);
+        attention.sinks = self.sinks.as_ref().and_then(Numbers::host);
         attention.sequences = match &self.lengths {
             Lengths::Dense => SequencesRef::Dense,
             Lengths::Padded(kv_lens) => SequencesRef::Padded { kv_lens },
@@ -156,4 +218,25 @@ fn layout(name: &str) -> PyResult<Axes> {
         "bshd" => Ok(Axes::Bshd),
         _ => Err(PyValueError::new_err(format!("layout is '{name}', expected 'bhsd' or 'bshd'"))),
     }
+}
+
+/// A list of numbers: a list, a tuple, or any array with `tolist`, on whatever device.
+fn list<'py, T>(name: &str, object: &Bound<'py, PyAny>, expected: &str) -> PyResult<Vec<T>>
+where
+    T: for<'a> FromPyObject<'a, 'py>,
+{
+    let listed = match object.getattr_opt(intern!(object.py(), "tolist"))? {
+        Some(tolist) => tolist.call0()?,
+        None => object.clone(),
+    };
+    listed.extract().map_err(|_| {
+        let got = object.repr().map(|text| text.to_string()).unwrap_or_default();
+        PyTypeError::new_err(format!("{name} is {got}, expected {expected}"))
+    })
+}
+
+/// A pair of Python objects.
+fn pair<'py>(object: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+    let tuple = object.cast::<PyTuple>().ok()?;
+    (tuple.len() == 2).then(|| Some((tuple.get_item(0).ok()?, tuple.get_item(1).ok()?)))?
 }

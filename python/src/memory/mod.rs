@@ -1,19 +1,20 @@
-//! Memory of arrays and tensors of Python, as views: the only unsafe code of the package.
+//! Memory of arrays and tensors of Python, as views: with `cuda`, the only unsafe code of the package.
 //!
 //! Arrays of numpy say where their memory is by `__array_interface__`, which knows every dtype of ml_dtypes too; everything else by
 //! DLPack. Both are promises of the object: a pointer, a shape and strides that describe memory which stays where it is while the object,
 //! or the capsule, lives. As in every extension that computes on arrays, nothing but the program itself keeps other threads of Python from
 //! writing to an array during a call, or from freeing it by `resize(refcheck=False)`; the documentation of the package says so.
 
-#![allow(unsafe_code)]
+mod device;
+mod dlpack;
+mod host;
 
 use crate::failure::refused;
-use flashtile::{Dtype, MaskView, TensorView, TensorViewMut};
+use flashtile::Dtype;
 use pyo3::exceptions::{PyBufferError, PyTypeError, PyValueError};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple};
-use std::ffi::c_void;
+use pyo3::types::{PyCapsule, PyDict};
 use std::ops::Range;
 
 /// Type of elements.
@@ -79,12 +80,39 @@ impl Axes {
     }
 }
 
+/// Where memory is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Place {
+    Host,
+    /// The CUDA device of this number.
+    Cuda(i32),
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Host => f.write_str("cpu"),
+            Self::Cuda(device) => write!(f, "cuda:{device}"),
+        }
+    }
+}
+
+/// A stream of a CUDA device, on which a call runs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stream {
+    pub(crate) device: i32,
+    /// The driver's handle; 0 is the default stream.
+    pub(crate) handle: usize,
+}
+
 /// Memory of an array or tensor.
 ///
 /// Invariant: as the object promised, every element that `shape` reaches from `ptr` with `strides` lies in one allocation, is aligned where
-/// its address says so, and is readable until `owner` is dropped; writable unless `readonly`.
+/// its address says so, and is readable at its place until `owner` is dropped; writable unless `readonly`. On a device, that holds for
+/// work on the stream that was named to the object.
 pub(crate) struct Memory {
     pub(crate) name: &'static str,
+    place: Place,
     ptr: *mut u8,
     kind: Kind,
     shape: Vec<usize>,
@@ -96,14 +124,27 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// The memory of an argument with this name.
+    /// The memory of an argument with this name, which the host reads.
     pub(crate) fn of(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::on(None, name, object)
+    }
+
+    /// The memory of an argument with this name, of the host, or of the device of a stream. Work on the stream may access it, which a
+    /// capsule's maker sees to.
+    pub(crate) fn on(
+        stream: Option<Stream>,
+        name: &'static str,
+        object: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
         let py = object.py();
         if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
             return Self::of_array(name, object, interface.cast::<PyDict>()?);
         }
+        if let Ok(capsule) = object.cast::<PyCapsule>() {
+            return Self::of_capsule(stream, name, capsule);
+        }
         if object.hasattr(intern!(py, "__dlpack__"))? {
-            return Self::of_dlpack(name, object);
+            return Self::of_dlpack(stream, name, object);
         }
         let got = object.get_type().name()?;
         let what = format!("{name} is a {got}, expected a numpy array or a tensor with __dlpack__");
@@ -143,35 +184,51 @@ impl Memory {
         };
         let strides = checked_strides(name, &shape, strides)?;
         let ptr = std::ptr::with_exposed_provenance_mut(address);
-        Ok(Self { name, ptr, kind, shape, strides, readonly, _owner: object.clone().unbind() })
+        let (place, owner) = (Place::Host, object.clone().unbind());
+        Ok(Self { name, place, ptr, kind, shape, strides, readonly, _owner: owner })
     }
 
-    fn of_dlpack(name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    fn of_dlpack(stream: Option<Stream>, name: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let py = object.py();
-        let (device, id): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
-        if !matches!(device, DL_CPU | DL_CUDA_HOST) {
-            let device = device_name(device, id);
-            let what = format!(
-                "{name} is on {device}, and the Python package has flashtile's CPU backend alone: move it there, as .cpu() does"
-            );
-            return Err(PyBufferError::new_err(what));
+        let device = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
+        place(name, device, stream)?;
+        let options = PyDict::new(py);
+        if let Some(stream) = stream {
+            options.set_item(intern!(py, "stream"), dlpack::stream(stream))?;
         }
         let method = object.getattr(intern!(py, "__dlpack__"))?;
-        let options = PyDict::new(py);
         options.set_item(intern!(py, "max_version"), (1, 0))?;
         let capsule = match method.call((), Some(&options)) {
             // Producers from before version 1 of DLPack do not know the argument.
-            Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call0()?,
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+                options.del_item(intern!(py, "max_version"))?;
+                method.call((), Some(&options))?
+            }
             other => other?,
         };
-        let capsule = capsule.cast_into::<PyCapsule>()?;
-        let (tensor, readonly) = dl_tensor(&capsule)?;
+        Self::of_capsule(stream, name, &capsule.cast_into::<PyCapsule>()?)
+    }
+
+    fn of_capsule(
+        stream: Option<Stream>,
+        name: &'static str,
+        capsule: &Bound<'_, PyCapsule>,
+    ) -> PyResult<Self> {
+        let (tensor, readonly) = dlpack::tensor(capsule)?;
+        let place = place(name, tensor.device(), stream)?;
         let kind = tensor.kind(name)?;
         let shape = tensor.shape(name)?;
         let strides = checked_strides(name, &shape, tensor.strides())?;
-        let offset = usize::try_from(tensor.byte_offset)?;
-        let ptr = tensor.data.cast::<u8>().wrapping_add(offset);
-        Ok(Self { name, ptr, kind, shape, strides, readonly, _owner: capsule.into_any().unbind() })
+        let (ptr, owner) = (tensor.start()?, capsule.clone().into_any().unbind());
+        Ok(Self { name, place, ptr, kind, shape, strides, readonly, _owner: owner })
+    }
+
+    /// Refuses memory that is anywhere else.
+    fn check_place(&self, expected: Place) -> PyResult<()> {
+        if self.place == expected {
+            return Ok(());
+        }
+        Err(elsewhere(self.name, self.place, expected))
     }
 
     /// Dtype, shape and strides in the order `[batch, heads, rows, dim]`.
@@ -198,44 +255,8 @@ impl Memory {
         Ok((dtype, sizes, [b, h, s, 1]))
     }
 
-    /// The memory as a tensor that is read.
-    pub(crate) fn view(&self, axes: Axes) -> PyResult<TensorView<'_>> {
-        let (dtype, shape, strides) = self.logical(axes)?;
-        // SAFETY: by the invariant the elements lie in one allocation and are readable while `self`, which the view borrows, has their
-        // owner; that nobody writes to them during a call is asked of the program (above), and `view_mut` refuses to overlap.
-        unsafe { TensorView::from_raw_parts(dtype, self.ptr, shape, strides) }
-            .map_err(|error| self.refuse(error))
-    }
-
-    /// The memory as a tensor that is written, and that has no memory in common with `others`.
-    pub(crate) fn view_mut(&mut self, axes: Axes, others: &[&Self]) -> PyResult<TensorViewMut<'_>> {
-        let (dtype, shape, strides) = self.logical(axes)?;
-        self.check_exclusive(others)?;
-        let ptr = self.ptr;
-        // SAFETY: as for `view`; the memory is not read-only, and `check_exclusive` showed that no other argument of the call has an
-        // address in common with it. `self` is borrowed exclusively.
-        unsafe { TensorViewMut::from_raw_parts(dtype, ptr, shape, strides) }
-            .map_err(|error| self.refuse(error))
-    }
-
-    /// Dense memory as a list of f32 that is written.
-    pub(crate) fn list_mut(&mut self, others: &[&Self]) -> PyResult<&mut [f32]> {
-        self.check_exclusive(others)?;
-        let count = self.shape.iter().product::<usize>();
-        let aligned = (self.ptr as usize).is_multiple_of(size_of::<f32>());
-        if self.kind != Kind::Element(Dtype::F32) || self.span()? != count || !aligned {
-            return Err(PyBufferError::new_err(format!("{} is not a dense array of float32", self.name)));
-        }
-        if count == 0 {
-            return Ok(&mut []);
-        }
-        // SAFETY: `count` elements reach as far as the shape does, so that they are all of the memory of the invariant; aligned, and any
-        // bytes are an f32. Exclusive as in `view_mut`.
-        Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.cast(), count) })
-    }
-
-    /// The memory as a mask of two or four axes.
-    pub(crate) fn mask(&self) -> PyResult<MaskView<'_>> {
+    /// Shape and strides of a mask `[batch, heads, queries, keys]`, of two axes or four.
+    fn mask_axes(&self) -> PyResult<([usize; 4], [usize; 4])> {
         let four = |of: &[usize], missing| match *of {
             [q, k] => Some([missing, missing, q, k]),
             [b, h, q, k] => Some([b, h, q, k]),
@@ -250,35 +271,20 @@ impl Memory {
             return Err(PyValueError::new_err(what));
         };
         if strides[3] > 1 {
-            let what =
-                format!("{name} has strides {:?}, expected 0 or 1 for the last axis: copy it", self.strides);
+            let what = format!("{name} has strides {strides:?}, expected 0 or 1 for the last axis: copy it");
             return Err(PyBufferError::new_err(what));
         }
-        let view = match self.kind {
-            Kind::Bool => MaskView::bool_bytes(self.elements::<u8>()?, shape, strides),
-            Kind::Element(Dtype::F32) => MaskView::additive_strided(self.elements::<f32>()?, shape, strides),
-            Kind::Element(Dtype::F16) => {
-                MaskView::additive_strided(self.elements::<half::f16>()?, shape, strides)
-            }
-            Kind::Element(Dtype::BF16) => {
-                MaskView::additive_strided(self.elements::<half::bf16>()?, shape, strides)
-            }
-        };
-        view.map_err(|error| self.refuse(error))
+        Ok((shape, strides))
     }
 
-    /// The elements from the first to the last that the shape reaches, gaps included.
-    fn elements<T: Plain>(&self) -> PyResult<&[T]> {
-        let count = self.span()?;
-        if count == 0 {
-            return Ok(&[]);
+    /// Refuses what is not dense memory of f32.
+    fn check_list(&self) -> PyResult<usize> {
+        let count = self.shape.iter().product::<usize>();
+        let aligned = (self.ptr as usize).is_multiple_of(size_of::<f32>());
+        if self.kind != Kind::Element(Dtype::F32) || self.span()? != count || !aligned {
+            return Err(PyBufferError::new_err(format!("{} is not a dense array of float32", self.name)));
         }
-        if size_of::<T>() != self.kind.bytes() || !(self.ptr as usize).is_multiple_of(align_of::<T>()) {
-            return Err(PyBufferError::new_err(format!("{} is not aligned to its elements", self.name)));
-        }
-        // SAFETY: `T` has the size of an element, and any bytes are a `T`. By the invariant the first element and the last are in one
-        // allocation, and so is what lies between them; it is readable while `self` is borrowed, and unwritten as for `view`.
-        Ok(unsafe { std::slice::from_raw_parts(self.ptr.cast(), count) })
+        Ok(count)
     }
 
     /// Elements from the first to one past the last that the shape reaches.
@@ -327,6 +333,23 @@ impl Memory {
     }
 }
 
+/// Where a tensor of a DLPack device is: there, where a call on this stream expects it, or the error.
+fn place(name: &str, (device, id): (i32, i32), stream: Option<Stream>) -> PyResult<Place> {
+    match (device, stream) {
+        (dlpack::CPU | dlpack::CUDA_HOST, None) => Ok(Place::Host),
+        (dlpack::CUDA, Some(stream)) if id == stream.device => Ok(Place::Cuda(id)),
+        (_, stream) => {
+            let expected = stream.map_or(Place::Host, |stream| Place::Cuda(stream.device));
+            Err(elsewhere(name, dlpack::device_name(device, id), expected))
+        }
+    }
+}
+
+fn elsewhere(name: &str, got: impl std::fmt::Display, expected: Place) -> PyErr {
+    let what = format!("{name} is on {got}, expected {expected}: move it, as .to(\"{expected}\") does");
+    PyBufferError::new_err(what)
+}
+
 /// The words of an exception.
 trait ValueText {
     fn value_text(&self) -> String;
@@ -337,13 +360,6 @@ impl ValueText for PyErr {
         Python::attach(|py| self.value(py).to_string())
     }
 }
-
-/// Types without padding of which any bytes are a value.
-trait Plain {}
-impl Plain for u8 {}
-impl Plain for f32 {}
-impl Plain for half::f16 {}
-impl Plain for half::bf16 {}
 
 /// Strides, or the ones of dense memory, none negative, and 0 where an axis has fewer than two elements.
 fn checked_strides(name: &str, shape: &[usize], strides: Option<Vec<isize>>) -> PyResult<Vec<usize>> {
@@ -383,137 +399,4 @@ fn wrong_dtype(name: &str, got: &str) -> PyErr {
     let expected =
         if name == "mask" { "bool, float32, float16 or bfloat16" } else { "float32, float16 or bfloat16" };
     PyTypeError::new_err(format!("{name} is {got}, expected {expected}"))
-}
-
-const DL_CPU: i32 = 1;
-const DL_CUDA_HOST: i32 = 3;
-
-fn device_name(device: i32, id: i32) -> String {
-    let name = match device {
-        2 => "cuda",
-        4 => "opencl",
-        7 => "vulkan",
-        8 => "metal",
-        10 => "rocm",
-        13 => "cuda_managed",
-        14 => "oneapi",
-        _ => return format!("a device of DLPack type {device}"),
-    };
-    format!("{name}:{id}")
-}
-
-/// `DLTensor` of DLPack.
-#[repr(C)]
-struct DlTensor {
-    data: *mut c_void,
-    device_type: i32,
-    device_id: i32,
-    ndim: i32,
-    code: u8,
-    bits: u8,
-    lanes: u16,
-    shape: *const i64,
-    strides: *const i64,
-    byte_offset: u64,
-}
-
-/// `DLManagedTensorVersioned` of DLPack.
-#[repr(C)]
-struct DlVersioned {
-    major: u32,
-    minor: u32,
-    context: *mut c_void,
-    deleter: Option<unsafe extern "C" fn(*mut Self)>,
-    flags: u64,
-    tensor: DlTensor,
-}
-
-impl DlTensor {
-    fn kind(&self, name: &str) -> PyResult<Kind> {
-        match (self.code, self.bits, self.lanes) {
-            (2, 32, 1) => Ok(Kind::Element(Dtype::F32)),
-            (2, 16, 1) => Ok(Kind::Element(Dtype::F16)),
-            (4, 16, 1) => Ok(Kind::Element(Dtype::BF16)),
-            (6, 8, 1) => Ok(Kind::Bool),
-            (code, bits, lanes) => {
-                let base = match code {
-                    0 => "int",
-                    1 => "uint",
-                    2 => "float",
-                    4 => "bfloat",
-                    5 => "complex",
-                    6 => "bool",
-                    _ => "an unknown type of bits ",
-                };
-                let lanes = if lanes == 1 { String::new() } else { format!("x{lanes}") };
-                Err(wrong_dtype(name, &format!("{base}{bits}{lanes}")))
-            }
-        }
-    }
-
-    fn rank(&self) -> usize {
-        usize::try_from(self.ndim).unwrap_or(0)
-    }
-
-    fn shape(&self, name: &str) -> PyResult<Vec<usize>> {
-        let sizes = match self.rank() {
-            0 => &[],
-            // SAFETY: DLPack promises `ndim` sizes while the capsule lives, which this borrow does not outlive (`dl_tensor`).
-            rank => unsafe { std::slice::from_raw_parts(self.shape, rank) },
-        };
-        let wrong = |_| PyBufferError::new_err(format!("{name} has shape {sizes:?}"));
-        sizes.iter().map(|&n| usize::try_from(n)).collect::<Result<_, _>>().map_err(wrong)
-    }
-
-    /// `None` is dense.
-    fn strides(&self) -> Option<Vec<isize>> {
-        if self.strides.is_null() || self.rank() == 0 {
-            return None;
-        }
-        // SAFETY: as for `shape`: strides that are not null are `ndim` numbers.
-        let strides = unsafe { std::slice::from_raw_parts(self.strides, self.rank()) };
-        Some(strides.iter().map(|&stride| stride as isize).collect())
-    }
-}
-
-/// The tensor in a capsule, and whether it may not be written. The capsule is not renamed: it stays the owner, and frees the tensor when
-/// it is dropped.
-fn dl_tensor<'a>(capsule: &'a Bound<'_, PyCapsule>) -> PyResult<(&'a DlTensor, bool)> {
-    let versioned = c"dltensor_versioned";
-    if capsule.is_valid_checked(Some(versioned)) {
-        let pointer = capsule.pointer_checked(Some(versioned))?.cast::<DlVersioned>();
-        // SAFETY: a capsule of this name holds a pointer to `DLManagedTensorVersioned`, whose first field is the version in every version.
-        // It is valid until the capsule's destructor, hence while the capsule is borrowed.
-        let major = unsafe { (*pointer.as_ptr()).major };
-        if major != 1 {
-            return Err(PyBufferError::new_err(format!("DLPack has version {major}, expected 1")));
-        }
-        // SAFETY: the same, and version 1 has the fields of `DlVersioned`.
-        let of = unsafe { pointer.as_ref() };
-        return Ok((&of.tensor, of.flags & 1 != 0));
-    }
-    let pointer = capsule.pointer_checked(Some(c"dltensor"))?.cast::<DlTensor>();
-    // SAFETY: a capsule of this name holds a pointer to `DLManagedTensor`, whose first field is a `DLTensor`; valid as above.
-    Ok((unsafe { pointer.as_ref() }, false))
-}
-
-/// A list of numbers: a list, a tuple, or any array with `tolist`, on whatever device.
-pub(crate) fn list<'py, T>(name: &str, object: &Bound<'py, PyAny>, expected: &str) -> PyResult<Vec<T>>
-where
-    T: for<'a> FromPyObject<'a, 'py>,
-{
-    let listed = match object.getattr_opt(intern!(object.py(), "tolist"))? {
-        Some(tolist) => tolist.call0()?,
-        None => object.clone(),
-    };
-    listed.extract().map_err(|_| {
-        let got = object.repr().map(|text| text.to_string()).unwrap_or_default();
-        PyTypeError::new_err(format!("{name} is {got}, expected {expected}"))
-    })
-}
-
-/// A pair of Python objects.
-pub(crate) fn pair<'py>(object: &Bound<'py, PyAny>) -> Option<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-    let tuple = object.cast::<PyTuple>().ok()?;
-    (tuple.len() == 2).then(|| Some((tuple.get_item(0).ok()?, tuple.get_item(1).ok()?)))?
 }
