@@ -306,6 +306,38 @@ def candle():
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "candle")
 
 
+# What the build scripts of candle ask of NVIDIA's compiler. Kernels that it would make are empty files: nothing is linked or run.
+NVCC = """#!/usr/bin/env python3
+import pathlib, sys
+args = sys.argv[1:]
+if "--version" in args:
+    print("Cuda compilation tools, release 13.0, V13.0.88")
+elif "--list-gpu-code" in args:
+    print("sm_90")
+for option, value in zip(args, args[1:]):
+    if option == "-o":
+        pathlib.Path(value).touch()
+    elif option in ("--output-directory", "-odir"):
+        for name in args:
+            if name.endswith(".cu"):
+                (pathlib.Path(value) / pathlib.Path(name).stem).with_suffix(".ptx").touch()
+"""
+
+
+@step("candle-cuda", "operators of candle with the feature cuda: clippy, by a stand-in for NVIDIA's compiler", full=True)
+def candle_cuda():
+    with Scratch() as folder:
+        compiler = folder / "bin" / "nvcc"
+        compiler.parent.mkdir()
+        compiler.write_text(NVCC)
+        compiler.chmod(0o755)
+        env = {"PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_HOME": folder, "CUDA_COMPUTE_CAP": "90"}
+        # Its empty kernels are not to be found by a later build.
+        env["CARGO_TARGET_DIR"] = TARGET / "candle-cuda"
+        manifest = ROOT / "crates" / "candle" / "Cargo.toml"
+        run("cargo", "clippy", "--locked", "-q", "--all-targets", "--features", "cuda", "--manifest-path", manifest, "--", "-D", "warnings", env=env)
+
+
 @step("candle-msrv", "operators of candle with the oldest Rust that their manifest names", full=True)
 def candle_msrv():
     manifest = ROOT / "crates" / "candle" / "Cargo.toml"
