@@ -32,12 +32,6 @@ impl Stored {
         Ok(((k, v) != (plain, plain)).then_some(Self { k, v, centered: center }))
     }
 
-    /// The option that a device without quantized caches does not support, for a problem with this dtype.
-    pub(crate) fn option(&self, problem: &Problem) -> (&'static str, Codec) {
-        let plain = Codec::of(problem.dtype());
-        if self.k == plain { ("--v-codec", self.v) } else { ("--k-codec", self.k) }
-    }
-
     /// The problem with its keys and values in a cache.
     pub(crate) fn problem(&self, problem: &Problem) -> Result<Problem> {
         let mut desc = problem.desc().clone();
@@ -62,20 +56,13 @@ impl std::fmt::Display for Stored {
     }
 }
 
-/// Refuses an option that asks for quantized caches on a device without them, whether or not the device exists.
-pub(crate) fn not_of_cuda(option: &str, codec: Codec, expected: &str) -> Failure {
-    let what = format_args!(
-        "the cuda backend does not support {codec}: only the cpu supports codecs other than the dtype, expected --backend {expected}"
-    );
-    Failure::at(option, what)
-}
-
 /// Why there is no plan, naming the option that asks for what is not supported.
 pub(crate) fn unplanned(error: &Unsupported) -> Option<Failure> {
     match error {
         Unsupported::Codec { tensor, codec, expected } => {
-            let what =
-                format_args!("this device does not store {codec}, expected {expected} like the problem");
+            let what = format_args!(
+                "native kernels read {expected} like the problem, not {codec}: expected --kernels auto or portable"
+            );
             Some(Failure::at(format_args!("--{tensor}-codec"), what))
         }
         _ => None,

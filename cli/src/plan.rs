@@ -82,12 +82,6 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
     machine::on_threads(args.cpu.threads, || {
         let (problem, order) = problem(args)?;
         let stored = Stored::asked(&args.storage, &problem)?;
-        if let Some(stored) = stored
-            && args.backend == Backend::Cuda
-        {
-            let (option, codec) = stored.option(&problem);
-            return Err(cached::not_of_cuda(option, codec, "auto or cpu"));
-        }
         let problem = match stored {
             Some(stored) => stored.problem(&problem)?,
             None => problem,

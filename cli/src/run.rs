@@ -2,7 +2,7 @@
 
 use crate::answers::{Answers, Compared, Computed};
 use crate::buffer::{Buffer, store};
-use crate::cached::{self, Cached, Stored, unpack};
+use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::input::Mapped;
@@ -209,12 +209,6 @@ fn compute(args: &RunArgs) -> Result<(Done, Comparison)> {
     let operands = Operands::read(&archive, &args.reading, &args.semantics)?;
     let answers = Answers::read(&archive, &operands)?;
     let stored = Stored::asked(&args.storage, &operands.problem)?;
-    if let Some(stored) = stored
-        && args.backend == Backend::Cuda
-    {
-        let (option, codec) = stored.option(&operands.problem);
-        return Err(cached::not_of_cuda(option, codec, "auto, cpu, reference or simulator"));
-    }
     let destination = Destination::new(&args.output)?;
     destination.differs_from(&args.input)?;
     if let Some(note) = operands.remark(&archive, args.strict)? {

@@ -6,7 +6,7 @@ use flashtile::plan::machines;
 use flashtile::{CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
 use flashtile_testkit::{
     Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
-    conformance, random_case,
+    conformance, quantized, random_case,
 };
 
 fn options(splits: Option<usize>) -> PlanOptions {
@@ -23,7 +23,10 @@ fn runner(cuda: Cuda) -> CudaRunner {
 fn is_supported(case: &Case) -> bool {
     let problem = case.desc.clone().validate().unwrap();
     let plan = CudaPlan::new(&problem, &machines::T4, options(None));
-    !matches!(plan, Err(Unsupported::HeadDim { .. } | Unsupported::Position { .. }))
+    !matches!(
+        plan,
+        Err(Unsupported::HeadDim { .. } | Unsupported::Position { .. } | Unsupported::Rotation { .. })
+    )
 }
 
 #[test]
@@ -46,6 +49,24 @@ fn the_catalogue_and_random_cases_pass() {
     println!("{passed} passed, {skipped} of dimensions or positions that there are no kernels for");
     assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
     assert!(passed > 500, "{passed}");
+}
+
+#[test]
+fn quantized_cases_pass() {
+    let Some(cuda) = cuda() else { return };
+    // What codes ask for without being asked, and the same at odd addresses and with all work in one threadgroup's turn.
+    let runner = CudaRunner::new(cuda);
+    let runners = [runner.clone(), runner.clone().odd(), runner.narrow()];
+    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let (mut passed, mut failed) = (0, Vec::new());
+    conformance(&quantized(), &runners, |result| match &result.result {
+        Ok(_) => passed += 1,
+        Err(Failure::Skipped(_)) if !is_supported(result.case) => {}
+        Err(_) => failed.push(result.to_string()),
+    });
+    println!("{passed} passed");
+    assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+    assert!(passed > 300, "{passed}");
 }
 
 /// Cases with several splits, and others; every dtype.

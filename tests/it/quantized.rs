@@ -6,8 +6,8 @@ use flashtile::codec::{CodePages, MAX_NORM, Side};
 use flashtile::plan::machines;
 use flashtile::quality::{Head, Quality, quality};
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, CudaPlan, Dtype, HeadShape, KvCache, Outputs,
-    PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, TensorView, Visibility,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Cpu, CudaPlan, Dtype, HeadShape, KernelChoice,
+    KvCache, Outputs, PlanOptions, ProblemDesc, QOffset, SeqId, SeqLens, TensorView, Visibility,
 };
 use flashtile_testkit::{AttentionSet, Case, CpuRunner, Guarded, Keep, Layout, Rng, Runner, quantized};
 
@@ -40,7 +40,7 @@ fn bits_do_not_depend_on_threads_splits_or_skipping() {
 }
 
 #[test]
-fn plans_name_the_codecs_and_cuda_refuses_them() {
+fn plans_name_the_codecs() {
     let mut desc = ProblemDesc::cached(
         HeadShape { q_heads: 8, kv_heads: 2, head_dim: 128, value_dim: 128 },
         Dtype::BF16,
@@ -51,7 +51,11 @@ fn plans_name_the_codecs_and_cuda_refuses_them() {
     let problem = desc.clone().validate().unwrap();
     let plan = Cpu::new().plan(&problem, PlanOptions::default()).unwrap();
     assert!(plan.kernel().starts_with("cpu-decode-bf16-d128-int8+tq5-"), "{}", plan.kernel());
-    let refusal = CudaPlan::new(&problem, &machines::H100, PlanOptions::default()).unwrap_err();
+    let plan = CudaPlan::new(&problem, &machines::H100, PlanOptions::default()).unwrap();
+    assert_eq!(plan.kernel(), "cuda-decode-bf16-d128-int8+tq5-portable-paged");
+    let mut native = PlanOptions::default();
+    native.kernels = KernelChoice::Native;
+    let refusal = CudaPlan::new(&problem, &machines::H100, native).unwrap_err();
     assert_eq!(refusal.to_string(), "k is int8, expected bf16");
     desc.k_codec = Some(Codec::Tq5);
     let plan = Cpu::new().plan(&desc.clone().validate().unwrap(), PlanOptions::default()).unwrap();

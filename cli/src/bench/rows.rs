@@ -1,9 +1,8 @@
 //! The rows to measure.
 
 use super::options::{BenchArgs, CacheKind, Group, Lengths};
-use crate::cached::not_of_cuda;
 use crate::failure::{Failure, Result};
-use crate::options::{Backend, Kernels};
+use crate::options::Kernels;
 use flashtile::{
     Codec, Dims, Dtype, HeadShape, Problem, ProblemDesc, QOffset, SeqLens, SharedPrefix, Visibility,
 };
@@ -332,12 +331,6 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
             "--codec",
             "needs --cache contiguous, paged or ring: dense rows have elements of the dtype",
         ));
-    }
-    if args.backend == Backend::Cuda {
-        let other = |codec: &Codec| dtypes(args).iter().any(|dtype| *codec != Codec::of(*dtype));
-        if let Some(codec) = args.codec.iter().flatten().find(|codec| other(codec)) {
-            return Err(not_of_cuda("--codec", *codec, "auto or cpu"));
-        }
     }
     if args.page.is_some() && !args.cache.contains(&CacheKind::Paged) {
         return Err(Failure::at("--page", "needs --cache paged: no other cache has pages"));

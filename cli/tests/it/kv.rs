@@ -649,12 +649,6 @@ fn runs_that_caches_cannot_do_are_refused() {
             "--center-keys: keys are stored as f32, expected a --k-codec that quantizes, such as int8",
         ),
         (&["--center-keys", "--k-codec", "bf16"], "--center-keys: keys are stored as bf16"),
-        (
-            &["--k-codec", "tq4", "--backend", "cuda"],
-            "--k-codec: the cuda backend does not support tq4: only the cpu supports codecs other than the dtype, expected --backend auto, \
-             cpu, reference or simulator",
-        ),
-        (&["--v-codec", "tq4", "--backend", "cuda"], "--v-codec: the cuda backend does not support tq4"),
         (&["--k-codec", "tq4", "--grad"], "--grad"),
         (&["--k-codec", "tq4", "--causal"], "causal with q_len 5 and kv_len 7 needs q_offset"),
     ] {
@@ -673,44 +667,22 @@ fn runs_that_caches_cannot_do_are_refused() {
     let folder = Folder::with(&tensors);
     let lse = read_lse(&folder);
     assert!(lse[10..].iter().all(|x| *x == f64::NEG_INFINITY) && lse[..10].iter().all(|x| x.is_finite()));
-    // Whether or not there is a device.
-    for (args, why) in [
-        (
-            &["plan", "--v-codec", "tq4", "--backend", "cuda"][..],
-            "--v-codec: the cuda backend does not support tq4: only the cpu supports codecs other than the dtype, expected --backend auto or cpu",
-        ),
-        (
-            &["plan", "--center-keys"],
-            "--center-keys: keys are stored as f32, expected a --k-codec that quantizes",
-        ),
-        (
-            &[
-                "bench",
-                "decode",
-                "--cache",
-                "paged",
-                "--codec",
-                "bf16,f16+tq4",
-                "--dtype",
-                "bf16",
-                "--backend",
-                "cuda",
-            ],
-            "--codec: the cuda backend does not support f16: only the cpu supports codecs other than the dtype",
-        ),
-        (
-            &["bench", "decode", "--cache", "ring", "--codec", "tq4", "--backend", "cuda"],
-            "--codec: the cuda backend does not support tq4",
-        ),
-    ] {
-        assert_refused(&flashtile(args), why, &format!("{args:?}"));
-    }
-    let plan = ["plan", "--k-codec", "int8", "--device", "h100"];
     assert_refused(
-        &flashtile(plan),
-        "--k-codec: this device does not store int8, expected f32 like the problem",
-        "plan",
+        &flashtile(["plan", "--center-keys"]),
+        "--center-keys: keys are stored as f32, expected a --k-codec that quantizes",
+        "plan --center-keys",
     );
+}
+
+#[test]
+fn plans_of_devices_take_codecs_by_portable_kernels() {
+    let plan = ["plan", "--k-codec", "int8", "--v-codec", "tq4", "--dtype", "bf16", "--device", "h100"];
+    let text = stdout(&flashtile(plan));
+    assert!(text.contains("cuda-decode-bf16-d64-int8+tq4-portable-paged"), "{text}");
+    let native = plan.into_iter().chain(["--kernels", "native"]);
+    let why =
+        "--k-codec: native kernels read bf16 like the problem, not int8: expected --kernels auto or portable";
+    assert_refused(&flashtile(native), why, "plan of native kernels");
 }
 
 fn read_lse(folder: &Folder) -> Vec<f64> {

@@ -53,6 +53,6 @@ pub use flashtile_kernel::cuda::{CACHE_VARIABLE, Gpu, NVRTC_VARIABLE, cudarc};
 pub use prepared::{DeviceMemory, Prepared};
 pub use session::Session;
 pub use tensor::{
-    DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables, DeviceTensor,
-    DeviceTensorMut,
+    DeviceCodes, DeviceInputs, DeviceKv, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables,
+    DeviceTensor, DeviceTensorMut,
 };

@@ -6,12 +6,14 @@ use super::cudarc::driver::CudaStream;
 use super::device::Cuda;
 use super::error::{CudaError, DeviceError};
 use super::sources::Access;
-use super::tensor::{DeviceInputs, DeviceList, DeviceMask, DeviceOutputs, RawTensor};
+use super::tensor::{DeviceInputs, DeviceKv, DeviceList, DeviceMask, DeviceOutputs, RawTensor};
 use crate::plan::{CudaPlan, Portable};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::problem::{Problem, Sequences};
 use flashtile_core::tensor;
-use flashtile_gpu::launches::{Placed, Strides, Tensors, sequences};
+use flashtile_gpu::launches::{Placed, Strides};
+use flashtile_gpu::plan::Plan;
+use flashtile_gpu::run::{Operands, Workspace, run};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use flashtile_kernel::{Constant, Instance, LaunchError, ScalarType};
 use std::sync::Arc;
@@ -20,8 +22,10 @@ use std::sync::Arc;
 #[derive(Debug)]
 pub(super) struct Runs {
     gpu: Gpu,
-    /// The layout of the last run's tensors, which the next layer's tensors have too, and the parameters for it.
-    last: Option<(Strides, Placed)>,
+    scratch: Scratch,
+    /// The layout of the last run's tensors, which the next layer's tensors have too, whether keys were centered, and the parameters for
+    /// them.
+    last: Option<(Strides, bool, Placed)>,
 }
 
 /// What is loaded for a plan: kernels, the values of their constants.
@@ -29,10 +33,11 @@ pub(super) type Loads = Vec<(Instance, Vec<Constant>)>;
 
 /// Kernels of runs whose keys and values lie so, with a logsumexp and without.
 pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Result<Loads, CudaError> {
-    let problem = plan.problem();
+    let dtypes = [plan.problem().k_codec(), plan.problem().v_codec()].map(|codec| codec.dtype());
     let aligned = match access {
         Access::Vector => 16,
-        Access::Element => problem.dtype().bytes(),
+        // Of codes that of their scales.
+        Access::Element => dtypes.iter().map(|dtype| dtype.map_or(2, Dtype::bytes)).min().unwrap_or(2),
     };
     let places = Strides {
         aligned,
@@ -47,106 +52,131 @@ pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Res
     Ok(vec![(decode.clone(), constants), (merge.clone(), with_lse), (merge.clone(), without_lse)])
 }
 
-/// The bytes at the beginning of scratch memory: numbers of the sequences, then zeros.
-pub(super) fn written(problem: &Problem, portable: &Portable) -> Vec<u8> {
-    let mut bytes = vec![0u8; portable.plan.regions().written];
-    let numbers = sequences(problem, |index| problem.sequences()[index].batch);
-    for (to, number) in bytes[portable.plan.regions().sequences..].as_chunks_mut().0.iter_mut().zip(numbers) {
-        *to = number.to_ne_bytes();
-    }
-    bytes
-}
-
 impl Runs {
-    /// On a stream.
+    /// On a stream, with scratch memory at an address.
     pub(super) fn new(
         cuda: &Cuda,
         stream: &Arc<CudaStream>,
         plan: &CudaPlan,
         portable: &Portable,
+        at: u64,
     ) -> Result<Self, CudaError> {
         let gpu = cuda.gpu().on(stream);
         for (instance, constants) in loads(plan, portable, Access::Vector)? {
             gpu.function(&instance, &constants)?;
         }
-        Ok(Self { gpu, last: None })
+        let scratch = Scratch::new(&gpu, plan.problem(), &portable.plan, at);
+        Ok(Self { gpu, scratch, last: None })
     }
 
-    /// Launches a run whose tensors were checked, with scratch memory at an address.
+    /// Launches a run whose tensors were checked.
     pub(super) fn run(
         &mut self,
         problem: &Problem,
         portable: &Portable,
-        at: u64,
         inputs: &DeviceInputs<'_>,
         outputs: &DeviceOutputs<'_>,
     ) -> Result<(), CudaError> {
-        let places = places(problem, inputs, outputs);
+        let (places, centered) = (places(problem, inputs, outputs), means(&inputs.k).is_some());
         // An update changes the lengths of sequences alone, which are in scratch memory.
-        if self.last.as_ref().is_none_or(|(last, _)| *last != places) {
+        if self.last.as_ref().is_none_or(|(last, of, _)| *last != places || *of != centered) {
             self.last = None;
         }
         let launches = portable.plan.launches();
-        let (_, placed) = match &mut self.last {
+        let (_, _, placed) = match &mut self.last {
             Some(last) => last,
-            none => none.insert((places, launches.place(&places, false)?)),
+            none => none.insert((places, centered, launches.place(&places, centered)?)),
         };
-        let regions = portable.plan.regions();
         // SAFETY: views, lists, masks and tables are valid memory of the shapes that were checked against the problem, by their
-        // constructors' contracts, until the work on the stream has ended; regions lie in the scratch memory, do not overlap, and
-        // nothing but runs, which follow each other on the stream, accesses them.
+        // constructors' contracts, until the work on the stream has ended.
         let borrow = |element, at, len| unsafe { self.gpu.borrow(element, at, len) };
-        let zeros = |element| borrow(element, at + regions.zeros as u64, 1);
-        let bytes = |raw: &RawTensor| borrow(ScalarType::U8, raw.at, reach(raw) * raw.dtype.bytes());
         let elements = |raw: &RawTensor| borrow(scalar(raw.dtype), raw.at, reach(raw));
-        let list = |list: Option<DeviceList<'_>>| {
-            list.map_or_else(|| zeros(ScalarType::F32), |list| borrow(ScalarType::F32, list.at, list.len))
+        let rows = |kv: &DeviceKv<'_>| match kv {
+            DeviceKv::Elements(tensor) => {
+                borrow(ScalarType::U8, tensor.raw.at, reach(&tensor.raw) * tensor.raw.dtype.bytes())
+            }
+            DeviceKv::Codes(codes) => borrow(ScalarType::U8, codes.at, codes.reach().unwrap_or(0)),
         };
-        let mask = |mask: Option<DeviceMask<'_>>| {
-            mask.map_or_else(
-                || zeros(ScalarType::U8),
-                |mask| borrow(ScalarType::U8, mask.at, mask_reach(&mask) * mask_bytes(&mask)),
-            )
-        };
-        let [partial_out, partial_max_sum] = launches.scratch();
-        let mut partial_out = borrow(ScalarType::F32, at + regions.partial_out as u64, partial_out);
-        let mut partial_max_sum =
-            borrow(ScalarType::F32, at + regions.partial_max_sum as u64, partial_max_sum);
+        let list = |list: DeviceList<'_>| borrow(ScalarType::F32, list.at, list.len);
+        let mask =
+            |mask: DeviceMask<'_>| borrow(ScalarType::U8, mask.at, mask_reach(&mask) * mask_bytes(&mask));
+        let (q, k, v) = (elements(&inputs.q.raw), rows(&inputs.k), rows(&inputs.v));
+        let table = inputs.tables.map(|tables| borrow(ScalarType::U32, tables.at, tables.entries));
+        let (means, slopes) = (means(&inputs.k).map(list), inputs.alibi_slopes.map(list));
+        let (sinks, tree, mask) = (inputs.sinks.map(list), inputs.tree.map(mask), inputs.mask.map(mask));
         let mut out = elements(&outputs.out.raw);
-        let mut lse = match &outputs.lse {
-            Some(lse) => borrow(ScalarType::F32, lse.at, lse.len),
-            None => borrow(ScalarType::F32, at + regions.unwanted as u64, 1),
-        };
-        let (q, k, v) = (elements(&inputs.q.raw), bytes(&inputs.k.raw), bytes(&inputs.v.raw));
-        let table = match &inputs.tables {
-            Some(tables) => borrow(ScalarType::U32, tables.at, tables.entries),
-            None => zeros(ScalarType::U32),
-        };
-        let count = 8 * problem.sequences().len();
-        let sequences = borrow(ScalarType::I32, at + regions.sequences as u64, count);
-        let none = zeros(ScalarType::F32);
-        let (slopes, sinks) = (list(inputs.alibi_slopes), list(inputs.sinks));
-        let (mask, tree) = (mask(inputs.mask), mask(inputs.tree));
-        let tensors = Tensors {
+        let (workspace, unwanted) = self.scratch.workspace();
+        let mut lse = outputs.lse.as_ref().map(|lse| borrow(ScalarType::F32, lse.at, lse.len));
+        let operands = Operands {
             q: q.view(),
             k: k.view(),
             v: v.view(),
-            table: table.view(),
-            sequences: sequences.view(),
-            factors: [none.view(); 2],
-            codebooks: none.view(),
-            means: none.view(),
-            slopes: slopes.view(),
-            mask: mask.view(),
-            tree: tree.view(),
-            sinks: sinks.view(),
-            partial_out: &mut partial_out,
-            partial_max_sum: &mut partial_max_sum,
+            table: table.as_ref().map(Memory::view),
+            means: means.as_ref().map(Memory::view),
+            slopes: slopes.as_ref().map(Memory::view),
+            mask: mask.as_ref().map(Memory::view),
+            tree: tree.as_ref().map(Memory::view),
+            sinks: sinks.as_ref().map(Memory::view),
             out: out.view_mut(),
-            lse: lse.view_mut(),
-            with_lse: outputs.lse.is_some(),
+            with_lse: lse.is_some(),
+            lse: lse.as_mut().unwrap_or(unwanted).view_mut(),
         };
-        Ok(launches.launch(&self.gpu, placed, tensors, Memory::view_mut, Memory::view)?)
+        Ok(run(&self.gpu, launches, placed, workspace, operands)?)
+    }
+}
+
+/// The regions of scratch memory.
+#[derive(Debug)]
+struct Scratch {
+    sequences: Memory,
+    factors: [Memory; 2],
+    codebooks: Memory,
+    /// Zeros of f32, u32 and u8.
+    absent: [Memory; 3],
+    partial_out: Memory,
+    partial_max_sum: Memory,
+    unwanted: Memory,
+}
+
+impl Scratch {
+    fn new(gpu: &Gpu, problem: &Problem, plan: &Plan, at: u64) -> Self {
+        let regions = plan.regions();
+        // SAFETY: regions lie in the scratch memory and do not overlap; nothing but runs, which follow each other on the stream, accesses
+        // them.
+        let borrow = |element, region: usize, len| unsafe { gpu.borrow(element, at + region as u64, len) };
+        let f32s = |region, len| borrow(ScalarType::F32, region, len);
+        let ([k, v], [partial_out, partial_max_sum]) = (&plan.tables().factors, plan.launches().scratch());
+        Self {
+            sequences: borrow(ScalarType::I32, regions.sequences, 8 * problem.sequences().len()),
+            factors: [f32s(regions.factors[0], k.len()), f32s(regions.factors[1], v.len())],
+            codebooks: f32s(regions.codebooks, plan.tables().codebooks.len()),
+            absent: [ScalarType::F32, ScalarType::U32, ScalarType::U8]
+                .map(|element| borrow(element, regions.zeros, 1)),
+            partial_out: f32s(regions.partial_out, partial_out),
+            partial_max_sum: f32s(regions.partial_max_sum, partial_max_sum),
+            unwanted: f32s(regions.unwanted, 1),
+        }
+    }
+
+    /// The memory of a run, and of a logsumexp that nobody wants.
+    fn workspace(&mut self) -> (Workspace<'_, Memory>, &mut Memory) {
+        let workspace = Workspace {
+            sequences: self.sequences.view(),
+            factors: self.factors.each_ref().map(Memory::view),
+            codebooks: self.codebooks.view(),
+            absent: self.absent.each_ref().map(Memory::view),
+            partial_out: &mut self.partial_out,
+            partial_max_sum: &mut self.partial_max_sum,
+        };
+        (workspace, &mut self.unwanted)
+    }
+}
+
+/// The means of centered keys.
+const fn means<'a>(k: &DeviceKv<'a>) -> Option<DeviceList<'a>> {
+    match k {
+        DeviceKv::Elements(_) => None,
+        DeviceKv::Codes(codes) => codes.means,
     }
 }
 
@@ -174,18 +204,35 @@ const fn scalar(dtype: Dtype) -> ScalarType {
     }
 }
 
+/// A power of two, at most 16, that the addresses of all rows, or of all pages of codes, are multiples of; vectors of fewer bytes are read
+/// element by element.
+fn alignment(kv: &DeviceKv<'_>) -> usize {
+    match kv {
+        DeviceKv::Elements(tensor) if tensor.raw.in_vectors() => 16,
+        DeviceKv::Elements(tensor) => tensor.raw.dtype.bytes(),
+        DeviceKv::Codes(codes) => {
+            let [pages, heads, ..] = codes.shape;
+            let strides = [(pages, codes.strides[0]), (heads, codes.strides[1])];
+            let used = strides.into_iter().filter(|(n, _)| *n > 1).map(|(_, stride)| stride as u64);
+            let lowest = used.fold(codes.at | 16, |bits, stride| bits | stride).trailing_zeros();
+            1 << lowest
+        }
+    }
+}
+
 fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Strides {
     let rows = |raw: &RawTensor| [raw.strides[0], raw.strides[1], raw.strides[2]];
-    let bytes = |raw: &RawTensor| rows(raw).map(|stride| stride * raw.dtype.bytes());
-    let vectors = inputs.k.raw.in_vectors() && inputs.v.raw.in_vectors();
-    let aligned = if vectors { 16 } else { problem.dtype().bytes() };
+    let bytes = |kv: &DeviceKv<'_>| match kv {
+        DeviceKv::Elements(tensor) => rows(&tensor.raw).map(|stride| stride * tensor.raw.dtype.bytes()),
+        DeviceKv::Codes(codes) => [codes.strides[0], codes.strides[1], 0],
+    };
     let mut places = Strides {
         q: rows(&inputs.q.raw),
         out: rows(&outputs.out.raw),
-        k: bytes(&inputs.k.raw),
-        v: bytes(&inputs.v.raw),
-        aligned,
-        rows: inputs.k.raw.shape[2],
+        k: bytes(&inputs.k),
+        v: bytes(&inputs.v),
+        aligned: alignment(&inputs.k).min(alignment(&inputs.v)),
+        rows: inputs.k.shape()[2],
         ..Strides::default()
     };
     if let Some(tables) = &inputs.tables

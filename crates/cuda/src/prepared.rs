@@ -7,15 +7,15 @@ use super::cudarc::driver::{CudaSlice, CudaStream, DevicePtr, result};
 use super::device::Cuda;
 use super::error::{CudaError, DeviceError};
 use super::params::{Divisor, ForwardParams, MaskTileParams, Tensor, dtype_id};
-use super::portable::{self, Runs};
+use super::portable::Runs;
 use super::sources::{Access, Source};
-use super::tensor::{DeviceInputs, DeviceOutputs, RawTensor};
+use super::tensor::{DeviceCodes, DeviceInputs, DeviceKv, DeviceOutputs, RawTensor};
 use crate::plan::{
     CudaPlan, Engine, Launch, MASK_TILE_ROWS, MaskTileTable, NATIVE_CAPABILITY, Sm80Kernel, Sm80Plan,
     WorkTile,
 };
 use flashtile_core::dtype::MaskKind;
-use flashtile_core::inputs::{self, InputShapes};
+use flashtile_core::inputs::{self, InputShapes, RunError};
 use flashtile_core::problem::{Problem, ProblemDesc, Sequences};
 use flashtile_kernel::cuda::{Function, Grid};
 use std::f32::consts::LOG2_E;
@@ -161,13 +161,13 @@ impl Prepared {
         let loaded = match plan.engine() {
             Engine::Sm80(sm80) => Loaded::Sm80(Sm80Functions::new(cuda, sm80)?),
             Engine::Portable(portable) => {
-                Loaded::Portable(Box::new(Runs::new(cuda, stream, plan, portable)?))
+                Loaded::Portable(Box::new(Runs::new(cuda, stream, plan, portable, at)?))
             }
         };
         let plan = plan.clone();
         let (cuda, stream) = (cuda.clone(), stream.clone());
         let prepared = Self { cuda, stream, plan, loaded, at, _memory: memory };
-        prepared.write()?;
+        prepared.write(false)?;
         Ok(prepared)
     }
 
@@ -208,14 +208,15 @@ impl Prepared {
             }
         }
         self.plan = plan.clone();
-        self.write()
+        self.write(true)
     }
 
-    /// Copies to the device what runs read of the plan.
-    fn write(&self) -> Result<(), CudaError> {
+    /// Copies to the device what runs read of the plan; `again` what an update changes of it.
+    fn write(&self, again: bool) -> Result<(), CudaError> {
         let bytes = match self.plan.engine() {
             Engine::Sm80(sm80) => schedule_bytes(sm80),
-            Engine::Portable(portable) => portable::written(self.plan.problem(), portable),
+            Engine::Portable(portable) if again => portable.plan.updated(self.plan.problem()),
+            Engine::Portable(portable) => portable.plan.written(self.plan.problem()),
         };
         if bytes.is_empty() {
             return Ok(());
@@ -247,10 +248,13 @@ impl Prepared {
         check(self.plan.problem(), inputs, outputs)?;
         match (self.plan.engine(), &mut self.loaded) {
             (Engine::Portable(portable), Loaded::Portable(runs)) => {
-                runs.run(self.plan.problem(), portable, self.at, inputs, outputs)
+                runs.run(self.plan.problem(), portable, inputs, outputs)
             }
             (Engine::Sm80(sm80), Loaded::Sm80(functions)) => {
-                let raws = [&inputs.q.raw, &inputs.k.raw, &inputs.v.raw, &outputs.out.raw];
+                let (Some(k), Some(v)) = (inputs.k.elements(), inputs.v.elements()) else {
+                    return Err(CudaError::OtherDevice { kernel: self.plan.kernel() });
+                };
+                let raws = [&inputs.q.raw, k, v, &outputs.out.raw];
                 let access = if raws.into_iter().all(RawTensor::in_vectors) {
                     Access::Vector
                 } else {
@@ -261,7 +265,7 @@ impl Prepared {
                         *element = Some(forward(&self.cuda, &launch.kernel, access)?);
                     }
                 }
-                let mut params = params(self.plan.problem(), inputs, outputs);
+                let mut params = params(self.plan.problem(), (inputs, k, v), outputs);
                 params.mask_every_tile = u32::from(!self.plan.options().skip_tiles);
                 let regions = sm80.regions();
                 params.work_tiles = self.at + regions.work_tiles as u64;
@@ -376,11 +380,10 @@ fn without_lens(problem: &Problem) -> ProblemDesc {
 
 fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Result<(), CudaError> {
     let of = |raw: &RawTensor| (raw.dtype, raw.shape);
-    let stored = |raw: &RawTensor| (raw.dtype.into(), raw.shape);
     let given = InputShapes {
         q: of(&inputs.q.raw),
-        k: stored(&inputs.k.raw),
-        v: stored(&inputs.v.raw),
+        k: (inputs.k.codec(), inputs.k.shape()),
+        v: (inputs.v.codec(), inputs.v.shape()),
         page: inputs.tables.map(|tables| tables.page_size),
         tree: inputs.tree.map(|tree| (tree.kind, tree.shape)),
         mask: inputs.mask.map(|mask| (mask.kind, mask.shape)),
@@ -388,21 +391,26 @@ fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'
         sinks: inputs.sinks.map(|list| list.len),
     };
     given.check(problem)?;
+    if let DeviceKv::Codes(DeviceCodes { means: Some(means), .. }) = &inputs.v {
+        return Err(RunError::Length { tensor: "v.means", expected: 0, got: means.len }.into());
+    }
     inputs::check_outputs(problem, of(&outputs.out.raw), outputs.lse.as_ref().map(|lse| lse.len))?;
     if let Some(tables) = &inputs.tables {
         let expected = problem.sequences().len() * tables.width;
         if tables.entries != expected {
             let got = tables.entries;
-            return Err(
-                flashtile_core::inputs::RunError::Length { tensor: "tables.table", expected, got }.into()
-            );
+            return Err(RunError::Length { tensor: "tables.table", expected, got }.into());
         }
     }
     Ok(())
 }
 
 /// The parameters without the addresses in scratch memory.
-fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> ForwardParams {
+fn params(
+    problem: &Problem,
+    (inputs, k, v): (&DeviceInputs<'_>, &RawTensor, &RawTensor),
+    outputs: &DeviceOutputs<'_>,
+) -> ForwardParams {
     let (dims, desc) = (problem.dims(), problem.desc());
     let bound =
         |side: Option<usize>| side.map_or(-1, |n| i64::try_from(n).unwrap_or(i64::MAX / 2).min(i64::MAX / 2));
@@ -412,8 +420,8 @@ fn params(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
     };
     let mut params = ForwardParams {
         q: Tensor::of(&inputs.q.raw),
-        k: Tensor::of(&inputs.k.raw),
-        v: Tensor::of(&inputs.v.raw),
+        k: Tensor::of(k),
+        v: Tensor::of(v),
         out: Tensor::of(&outputs.out.raw),
         lse: outputs.lse.as_ref().map_or(0, |lse| lse.at),
         alibi_slopes: inputs.alibi_slopes.map_or(0, |list| list.at),

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use flashtile_core::block_tables::BlockTables;
+use flashtile_core::codec::{Codec, RowKind};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::tensor::ViewError;
 use flashtile_core::tensor::{check_disjoint, check_mask_strides, check_strides};
@@ -16,6 +17,123 @@ use std::marker::PhantomData;
 pub struct DeviceTensor<'a> {
     pub(super) raw: RawTensor,
     memory: PhantomData<&'a [u8]>,
+}
+
+/// Pages of quantized rows in device memory, as [`CodePages`](flashtile_core::codec::CodePages) has them in main memory: a page of a head has
+/// `page_size` times [`Codec::row_bytes`] bytes.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceCodes<'a> {
+    pub(super) at: u64,
+    pub(super) codec: Codec,
+    pub(super) shape: [usize; 4],
+    /// From page to page and from head to head, in bytes.
+    pub(super) strides: [usize; 2],
+    /// `[kv_heads, dim]`, of centered keys.
+    pub(super) means: Option<DeviceList<'a>>,
+}
+
+impl<'a> DeviceCodes<'a> {
+    /// Pages `[pages, heads, page_size, dim]` at a device address. `strides` are bytes from page to page and from head to head; where the
+    /// address and they are multiples of 16, codes are read in vectors. They are multiples of the scales' size at least: 2, or 4 of the
+    /// codecs of mlx-native.
+    ///
+    /// # Errors
+    /// [`ViewError::Overflow`] or [`ViewError::Misaligned`].
+    ///
+    /// # Safety
+    /// Every page that `shape` reaches from `at` under `strides` lies in one allocation of the device, and may be read and is not written
+    /// until the work that was given the view has ended on its stream. Its bytes are rows of the codec.
+    pub unsafe fn from_raw_parts(
+        codec: Codec,
+        at: u64,
+        shape: [usize; 4],
+        strides: [usize; 2],
+    ) -> Result<Self, ViewError> {
+        let codes = Self { at, codec, shape, strides, means: None };
+        codes.reach().ok_or(ViewError::Overflow)?;
+        let [pages, heads, ..] = shape;
+        let used = [(pages, strides[0]), (heads, strides[1])].into_iter().filter(|(n, _)| *n > 1);
+        let scale = if matches!(codec.row_kind(), RowKind::Mlx { .. }) { Dtype::F32 } else { Dtype::F16 };
+        used.map(|(_, stride)| stride as u64).chain([at]).try_for_each(|at| check_aligned(at, scale))?;
+        Ok(codes)
+    }
+
+    /// Codes of centered keys, whose means `[heads, dim]` are added to every row.
+    ///
+    /// # Errors
+    /// [`ViewError::TooSmall`].
+    pub const fn centered(mut self, means: DeviceList<'a>) -> Result<Self, ViewError> {
+        let [_, heads, _, dim] = self.shape;
+        if means.len < heads * dim {
+            return Err(ViewError::TooSmall { needed: heads * dim, got: means.len });
+        }
+        self.means = Some(means);
+        Ok(self)
+    }
+
+    /// Bytes from the first to one past the last.
+    pub(super) fn reach(&self) -> Option<usize> {
+        let [pages, heads, rows, dim] = self.shape;
+        if pages == 0 || heads == 0 {
+            return Some(0);
+        }
+        let last = (pages - 1)
+            .checked_mul(self.strides[0])?
+            .checked_add((heads - 1).checked_mul(self.strides[1])?)?;
+        let reach = last.checked_add(rows.checked_mul(self.codec.row_bytes(dim))?)?;
+        isize::try_from(reach).ok()?;
+        Some(reach)
+    }
+}
+
+/// Keys or values in device memory.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::exhaustive_enums)]
+pub enum DeviceKv<'a> {
+    /// Elements.
+    Elements(DeviceTensor<'a>),
+    /// Pages of quantized rows.
+    Codes(DeviceCodes<'a>),
+}
+
+impl DeviceKv<'_> {
+    /// `[batch, heads, rows, dim]`, or `[pages, heads, page_size, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        match self {
+            Self::Elements(tensor) => tensor.raw.shape,
+            Self::Codes(codes) => codes.shape,
+        }
+    }
+
+    /// How rows are stored.
+    #[must_use]
+    pub fn codec(&self) -> Codec {
+        match self {
+            Self::Elements(tensor) => tensor.raw.dtype.into(),
+            Self::Codes(codes) => codes.codec,
+        }
+    }
+
+    /// The elements, where they are elements.
+    pub(super) const fn elements(&self) -> Option<&RawTensor> {
+        match self {
+            Self::Elements(tensor) => Some(&tensor.raw),
+            Self::Codes(_) => None,
+        }
+    }
+}
+
+impl<'a> From<DeviceTensor<'a>> for DeviceKv<'a> {
+    fn from(tensor: DeviceTensor<'a>) -> Self {
+        Self::Elements(tensor)
+    }
+}
+
+impl<'a> From<DeviceCodes<'a>> for DeviceKv<'a> {
+    fn from(codes: DeviceCodes<'a>) -> Self {
+        Self::Codes(codes)
+    }
 }
 
 /// A strided view of device memory that a run writes. No two elements share memory.
@@ -244,9 +362,9 @@ pub struct DeviceInputs<'a> {
     /// `[batch, q_heads, q_len, head_dim]`.
     pub q: DeviceTensor<'a>,
     /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages `[pages, kv_heads, page_size, head_dim]`.
-    pub k: DeviceTensor<'a>,
+    pub k: DeviceKv<'a>,
     /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages `[pages, kv_heads, page_size, value_dim]`.
-    pub v: DeviceTensor<'a>,
+    pub v: DeviceKv<'a>,
     /// Which page holds which token; present exactly when the problem's sequences are cached.
     pub tables: Option<DeviceTables<'a>>,
     /// Boolean, of the shape [`Problem::tree_shape`](flashtile_core::problem::Problem::tree_shape); present exactly when the problem has a tree mask.
@@ -263,7 +381,8 @@ pub struct DeviceInputs<'a> {
 impl<'a> DeviceInputs<'a> {
     /// Inputs without tables, masks, ALiBi slopes or sinks; add them through the fields.
     #[must_use]
-    pub const fn new(q: DeviceTensor<'a>, k: DeviceTensor<'a>, v: DeviceTensor<'a>) -> Self {
+    pub fn new(q: DeviceTensor<'a>, k: impl Into<DeviceKv<'a>>, v: impl Into<DeviceKv<'a>>) -> Self {
+        let (k, v) = (k.into(), v.into());
         Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
     }
 }

@@ -1,16 +1,15 @@
-//! The launches of a problem on the kernels of the kernel language: instances, parameters, memory.
+//! The launches of a problem on the kernels of the kernel language: instances, parameters, constants.
 
 use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
 use crate::kernels::attend::Attend;
-use crate::kernels::decode::decode;
-use crate::kernels::merge::{Merge, merge};
+use crate::kernels::merge::Merge;
 use crate::kernels::rows::kv_align;
 use crate::shape::{Shape, Tile, count};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
 use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{Constant, Device, Instance, LaunchError, View, ViewMut};
+use flashtile_kernel::{Constant, Instance};
 
 /// Where tensors lie: strides in elements (q, out, masks), or in bytes (keys and values).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -37,7 +36,7 @@ pub struct Strides {
     pub tree: [usize; 2],
 }
 
-/// Numbers of the sequences, as [`decode()`] takes them. `page` is the batch entry of a
+/// Numbers of the sequences, as [`decode()`](crate::kernels::decode::decode()) takes them. `page` is the batch entry of a
 /// sequence's keys, or its only page.
 pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
     let one = |(index, s): (usize, &flashtile_core::problem::Sequence)| {
@@ -55,7 +54,6 @@ pub struct Launches {
     shape: Shape,
     /// Sizes and scoring; [`Placed`] has the strides.
     attend: Attend,
-    has_sinks: bool,
     rows: RowFormats,
     features: Features,
 }
@@ -69,23 +67,24 @@ struct RowFormats {
     value_dim: usize,
 }
 
-/// What the problem has, as `#[constant]` parameters of `decode` say.
+/// What the problem has, as `#[constant]` parameters of the kernels say.
 #[derive(Debug, Clone, Copy)]
-struct Features {
-    has_softcap: bool,
-    has_alibi: bool,
-    has_mask: bool,
-    has_tree_mask: bool,
+pub(crate) struct Features {
+    pub(crate) has_softcap: bool,
+    pub(crate) has_alibi: bool,
+    pub(crate) has_mask: bool,
+    pub(crate) has_tree_mask: bool,
+    pub(crate) has_sinks: bool,
 }
 
 /// Parameters and constants of launches whose tensors lie in certain places.
 #[derive(Debug, Clone, Copy)]
 pub struct Placed {
-    attend: Attend,
-    merge: Merge,
-    paged: bool,
-    row_align: u32,
-    has_k_mean: bool,
+    pub(crate) attend: Attend,
+    pub(crate) merge: Merge,
+    pub(crate) paged: bool,
+    pub(crate) row_align: u32,
+    pub(crate) has_k_mean: bool,
 }
 
 /// Strides as kernels take them.
@@ -93,7 +92,7 @@ fn wide(strides: [usize; 3]) -> [u64; 3] {
     strides.map(|n| n as u64)
 }
 
-/// The parameters of [`decode()`] that no tensor's place changes.
+/// The parameters of `decode` that no tensor's place changes.
 fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
     let (dims, desc) = (problem.dims(), problem.desc());
     let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
@@ -120,45 +119,6 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
         v_levels: magnitudes(v_codec, dims.value_dim),
         ..Attend::default()
     })
-}
-
-/// The memory of a launch. An input that the problem does without may be any memory of the type.
-#[derive(Debug)]
-pub struct Tensors<'a, M> {
-    /// Query.
-    pub q: View<'a, M>,
-    /// Keys, or pages of keys.
-    pub k: View<'a, M>,
-    /// Values, or pages of values.
-    pub v: View<'a, M>,
-    /// Block table.
-    pub table: View<'a, M>,
-    /// Eight words for each sequence.
-    pub sequences: View<'a, M>,
-    /// Of the rotation of keys, and of that of values.
-    pub factors: [View<'a, M>; 2],
-    /// Codebooks of mlx-native.
-    pub codebooks: View<'a, M>,
-    /// Means of centered keys.
-    pub means: View<'a, M>,
-    /// ALiBi slopes.
-    pub slopes: View<'a, M>,
-    /// Mask.
-    pub mask: View<'a, M>,
-    /// Tree mask.
-    pub tree: View<'a, M>,
-    /// Sinks.
-    pub sinks: View<'a, M>,
-    /// Scratch of partial outputs.
-    pub partial_out: &'a mut M,
-    /// Scratch of row maxima and row sums.
-    pub partial_max_sum: &'a mut M,
-    /// Output.
-    pub out: ViewMut<'a, M>,
-    /// Logsumexp.
-    pub lse: ViewMut<'a, M>,
-    /// Whether the logsumexp is written.
-    pub with_lse: bool,
 }
 
 impl Launches {
@@ -189,7 +149,6 @@ impl Launches {
             merge: variant.merge().map_err(none)?,
             attend: attend(problem, &shape)?,
             shape,
-            has_sinks: desc.sinks,
             rows: RowFormats {
                 k: format_id(k_codec),
                 v: format_id(v_codec),
@@ -201,6 +160,7 @@ impl Launches {
                 has_alibi: desc.alibi,
                 has_mask: desc.mask.is_some(),
                 has_tree_mask: desc.tree,
+                has_sinks: desc.sinks,
             },
         })
     }
@@ -240,6 +200,10 @@ impl Launches {
         &self.shape
     }
 
+    pub(crate) const fn features(&self) -> Features {
+        self.features
+    }
+
     /// f32 that `partial_out` and `partial_max_sum` hold.
     pub const fn scratch(&self) -> [usize; 2] {
         self.shape.scratch
@@ -256,7 +220,7 @@ impl Launches {
         let features = [has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask, placed.has_k_mean];
         let mut decode = vec![Constant::of(placed.paged), Constant::of(placed.row_align)];
         decode.extend(features.map(Constant::of));
-        [decode, [self.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
+        [decode, [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
     }
 
     /// The same with native code, where `find` knows some.
@@ -264,65 +228,5 @@ impl Launches {
         self.decode = find(&self.decode)?;
         self.merge = find(&self.merge)?;
         Some(self)
-    }
-
-    /// Launches the kernels over tensors that lie as `placed` says; memory of `partial_out` and `partial_max_sum` is written through
-    /// `numbers`, then read through `read`.
-    ///
-    /// # Errors
-    /// [`LaunchError`].
-    pub fn launch<D: Device>(
-        &self,
-        device: &D,
-        placed: &Placed,
-        tensors: Tensors<'_, D::Memory>,
-        numbers: impl Fn(&mut D::Memory) -> ViewMut<'_, D::Memory>,
-        read: impl Fn(&D::Memory) -> View<'_, D::Memory>,
-    ) -> Result<(), LaunchError<D::Error>> {
-        let has = self.features;
-        let Tensors { partial_out, partial_max_sum, .. } = tensors;
-        if self.shape.rows.contains(&0) || self.shape.groups.contains(&0) {
-            return Ok(());
-        }
-        decode::Call {
-            q: tensors.q,
-            k: tensors.k,
-            v: tensors.v,
-            table: tensors.table,
-            sequences: tensors.sequences,
-            factors: tensors.factors[0],
-            codebooks: tensors.codebooks,
-            means: tensors.means,
-            slopes: tensors.slopes,
-            mask: tensors.mask,
-            tree: tensors.tree,
-            params: placed.attend,
-            partial_out: numbers(partial_out),
-            partial_max_sum: numbers(partial_max_sum),
-            paged: placed.paged,
-            row_align: placed.row_align,
-            has_softcap: has.has_softcap,
-            has_alibi: has.has_alibi,
-            has_mask: has.has_mask,
-            has_tree_mask: has.has_tree_mask,
-            has_k_mean: placed.has_k_mean,
-            groups: self.shape.groups,
-        }
-        .launch_instance(device, &self.decode)?;
-        let (partial_out, partial_max_sum) = (&*partial_out, &*partial_max_sum);
-        merge::Call {
-            partial_out: read(partial_out),
-            partial_max_sum: read(partial_max_sum),
-            factors: tensors.factors[1],
-            sinks: tensors.sinks,
-            params: placed.merge,
-            out: tensors.out,
-            lse: tensors.lse,
-            has_sinks: self.has_sinks,
-            with_lse: tensors.with_lse,
-            has_shift: has.has_alibi,
-            groups: self.shape.rows,
-        }
-        .launch_instance(device, &self.merge)
     }
 }

@@ -7,10 +7,11 @@
 //! | [`codecs`], [`encoding`] | codecs as kernels know them; the host side of the encoder |
 //! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
 //! | [`facts`], [`tile`], [`plan`] | what a device can hold, how a problem's work is cut for it, and what memory runs need |
-//! | [`launches`] | the instances, parameters and constants of a problem, and their launches |
+//! | [`launches`] | the instances, parameters and constants of a problem |
+//! | [`run`] | runs on any device |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
-//! Nothing here launches anything: a backend gives `flashtile_kernel::Device`.
+//! A backend gives a `flashtile_kernel::Device`.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
@@ -21,6 +22,7 @@ pub mod kernels;
 pub mod launches;
 pub mod plan;
 pub mod registry;
+pub mod run;
 pub mod shape;
 pub mod tile;
 pub mod variant;

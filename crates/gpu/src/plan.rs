@@ -5,7 +5,8 @@
 //! decoding changes nothing but the numbers of its sequences.
 
 use crate::facts::GpuFacts;
-use crate::launches::Launches;
+use crate::launches::{Launches, sequences};
+use crate::run::Tables;
 use crate::shape::Shape;
 use crate::tile::PortableTile;
 use flashtile_core::plan::{PlanOptions, Unsupported};
@@ -23,8 +24,14 @@ const SEQUENCE: usize = 8;
 pub struct Regions {
     /// Starts and lengths of the sequences.
     pub sequences: usize,
+    /// Bytes up to here change with the lengths of sequences.
+    pub updated: usize,
     /// Zeros, in the place of tensors that a problem lacks.
     pub zeros: usize,
+    /// What rotations of keys and of values look up.
+    pub factors: [usize; 2],
+    /// Codebooks.
+    pub codebooks: usize,
     /// Bytes up to here are written before the first run.
     pub written: usize,
     /// Partial outputs.
@@ -41,6 +48,7 @@ pub struct Regions {
 #[derive(Debug, Clone)]
 pub struct Plan {
     launches: Launches,
+    tables: Tables,
     tile: PortableTile,
     regions: Regions,
 }
@@ -76,10 +84,11 @@ impl Plan {
         if let Some(got) = of_decode.into_iter().chain(of_merge).map(|n| n as usize).find(|&n| n > max) {
             return Err(Unsupported::Tasks { got, max });
         }
-        let regions = regions(problem, shape).filter(|regions| isize::try_from(regions.len).is_ok());
+        let tables = Tables::of(problem);
+        let regions = regions(problem, shape, &tables).filter(|regions| isize::try_from(regions.len).is_ok());
         let entry = || launches.instances()[0].entry();
         let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: entry() })?;
-        Ok(Self { launches, tile, regions })
+        Ok(Self { launches, tables, tile, regions })
     }
 
     /// What runs launch.
@@ -104,6 +113,38 @@ impl Plan {
     #[must_use]
     pub fn groups(&self) -> usize {
         groups(self.launches.shape())
+    }
+
+    /// What kernels look up for the codecs of the problem.
+    #[must_use]
+    pub const fn tables(&self) -> &Tables {
+        &self.tables
+    }
+
+    /// The bytes at the beginning of scratch memory that are written before the first run.
+    #[must_use]
+    pub fn written(&self, problem: &Problem) -> Vec<u8> {
+        let mut bytes = self.updated(problem);
+        bytes.resize(self.regions.written, 0);
+        let [k, v] = self.regions.factors;
+        let [of_k, of_v] = &self.tables.factors;
+        for (at, list) in [(k, of_k), (v, of_v), (self.regions.codebooks, &self.tables.codebooks)] {
+            for (to, x) in bytes[at..].as_chunks_mut().0.iter_mut().zip(list) {
+                *to = x.to_ne_bytes();
+            }
+        }
+        bytes
+    }
+
+    /// Those of them that change with the lengths of sequences.
+    #[must_use]
+    pub fn updated(&self, problem: &Problem) -> Vec<u8> {
+        let mut bytes = vec![0u8; self.regions.updated];
+        let numbers = sequences(problem, |index| problem.sequences()[index].batch);
+        for (to, number) in bytes[self.regions.sequences..].as_chunks_mut().0.iter_mut().zip(numbers) {
+            *to = number.to_ne_bytes();
+        }
+        bytes
     }
 
     /// Scratch memory of a run.
@@ -131,7 +172,7 @@ fn groups(shape: &Shape) -> usize {
     shape.groups.iter().map(|&n| n as usize).product()
 }
 
-fn regions(problem: &Problem, shape: &Shape) -> Option<Regions> {
+fn regions(problem: &Problem, shape: &Shape, tables: &Tables) -> Option<Regions> {
     let mut len = 0usize;
     let mut region = |words: usize| {
         let start = len;
@@ -140,7 +181,10 @@ fn regions(problem: &Problem, shape: &Shape) -> Option<Regions> {
     };
     Some(Regions {
         sequences: region(problem.sequences().len() * SEQUENCE)?,
+        updated: region(0)?,
         zeros: region(1)?,
+        factors: [region(tables.factors[0].len())?, region(tables.factors[1].len())?],
+        codebooks: region(tables.codebooks.len())?,
         written: region(0)?,
         partial_out: region(shape.scratch[0])?,
         partial_max_sum: region(shape.scratch[1])?,

@@ -2,6 +2,7 @@
 
 use crate::facts::GpuFacts;
 use crate::shape::Tile;
+use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequences};
@@ -84,8 +85,9 @@ impl PortableTile {
     pub(crate) fn of(problem: &Problem, facts: &GpuFacts) -> Self {
         let gqa_group = problem.dims().gqa_group();
         let max_rows = problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0);
-        let rows = if max_rows > 8 && words(problem) <= 128 { 16 } else { 8 };
-        let mut tile = Self::new(rows, 16, 4, 1);
+        let rows = if max_rows > 8 && fits_16_rows(problem) { 16 } else { 8 };
+        let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
+        let mut tile = Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, 4, 1);
         let registers = tile.registers(problem, facts) * tile.threads();
         tile.resident = facts.resident(tile.shared_bytes(problem.dims().head_dim), registers).clamp(1, 16);
         tile
@@ -93,11 +95,27 @@ impl PortableTile {
 
     /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes.
     pub(crate) fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
+        if problem.is_quantized() {
+            return self.registers_of_codes(problem);
+        }
         let shuffled = problem.dtype() == Dtype::BF16 && !facts.multiplies_bf16;
         match (self.rows, words(problem)) {
             (8, 0..=32) => 96,
             (8, 33..=64) if !shuffled => 128,
             (8, 33..=128) | (16, 0..=64) => 168,
+            _ => MAX_REGISTERS,
+        }
+    }
+
+    /// The same where keys or values are codes, which become f16 in registers.
+    fn registers_of_codes(&self, problem: &Problem) -> usize {
+        let simple = [problem.k_codec(), problem.v_codec()]
+            .into_iter()
+            .all(|codec| matches!(codec, Codec::Int8 | Codec::Fp8 | Codec::Tq2 | Codec::Tq3 | Codec::Tq4));
+        match (self.rows, self.simd_keys, dim(problem)) {
+            (8, 16, ..=64) if simple => 128,
+            (8, _, ..=64) | (16, 16, ..=64) => 168,
+            (8, 16, ..=128) if simple => 168,
             _ => MAX_REGISTERS,
         }
     }
@@ -139,8 +157,16 @@ impl PortableTile {
     }
 }
 
-/// Pairs of bytes of a row, of keys or of values.
+fn dim(problem: &Problem) -> usize {
+    problem.dims().head_dim.max(problem.dims().value_dim)
+}
+
+/// Pairs of bytes of a row of elements.
 fn words(problem: &Problem) -> usize {
-    let dims = problem.dims();
-    dims.head_dim.max(dims.value_dim) * problem.dtype().bytes() / 2
+    dim(problem) * problem.dtype().bytes() / 2
+}
+
+/// Whether registers hold what 16 rows share.
+fn fits_16_rows(problem: &Problem) -> bool {
+    if problem.is_quantized() { dim(problem) <= 64 } else { words(problem) <= 128 }
 }

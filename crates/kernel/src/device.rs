@@ -27,6 +27,15 @@ pub trait Device {
     fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error>;
 }
 
+/// Memory of a device whose elements are of one type.
+pub trait DeviceMemory: Sized {
+    /// All of it, to be read.
+    fn view(&self) -> View<'_, Self>;
+
+    /// All of it, to be read and written.
+    fn view_mut(&mut self) -> ViewMut<'_, Self>;
+}
+
 /// The bounds of a device's launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {

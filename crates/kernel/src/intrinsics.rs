@@ -370,6 +370,17 @@ pub fn f16x2_from(low: f32, high: f32) -> u32 {
     u32::from(f16::from_f32(low).to_bits()) | u32::from(f16::from_f32(high).to_bits()) << 16
 }
 
+/// The two e4m3 numbers in the low half of a word as two `f16`, the lowest byte first: exact, and a NaN where the code is one.
+pub fn f16x2_from_e4m3(codes: u32) -> u32 {
+    let number = |code: u32| {
+        let magnitude = (code & 127) << 7;
+        // The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
+        let number = f16::from_f32(f16::from_bits(magnitude as u16).to_f32() * 256.0).to_bits();
+        u32::from(if code & 127 == 127 { 0x7fff } else { number }) | (code & 128) << 8
+    };
+    number(codes & 255) | number(codes >> 8 & 255) << 16
+}
+
 /// Methods of `f32` that Rust does not have.
 pub trait Float {
     /// `1 / sqrt(self)`: within 2 ulp.

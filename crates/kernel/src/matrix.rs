@@ -126,6 +126,22 @@ pub fn multiply_add<T: Element>(a: [Left<T>; 2], b: Right<T>, c: [[f32; 2]; 2]) 
     [product(0), product(1)]
 }
 
+/// `a_next[n] b_next + (a[n] b + c[n])` for both left operands: of 16 bits in one step of the matrix units that multiply 16 columns.
+///
+/// # Faults
+/// Where the lanes diverge.
+#[track_caller]
+#[must_use]
+pub fn multiply_add_twice<T: Element>(
+    a: [Left<T>; 2],
+    b: Right<T>,
+    a_next: [Left<T>; 2],
+    b_next: Right<T>,
+    c: [[f32; 2]; 2],
+) -> [[f32; 2]; 2] {
+    multiply_add(a_next, b_next, multiply_add(a, b, c))
+}
+
 /// The greatest value of the lanes with this lane's pair; a NaN counts only where all of them have one.
 ///
 /// # Faults
@@ -191,6 +207,7 @@ function_modules! {
     right_transposed false true
     right_zero false false
     multiply_add false true
+    multiply_add_twice false true
     matrix_column_max true true
     matrix_column_sum true true
     byte_signs true false

@@ -322,12 +322,23 @@ pub struct Kernel {
 pub type Native = fn(&Arguments);
 
 /// A kernel with its generics fixed.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Instance {
     kernel: &'static Kernel,
     /// The chosen ones, then the derived ones.
     generics: Vec<Generic>,
     native: Option<Native>,
+}
+
+impl fmt::Debug for Instance {
+    /// Not the sources of the kernel, which are in [`Instance::kernel`].
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let native = self.native.is_some();
+        f.debug_struct("Instance")
+            .field("entry", &self.entry())
+            .field("native", &native)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Generics that do not fit a kernel.

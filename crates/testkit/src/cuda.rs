@@ -2,11 +2,10 @@
 
 #![allow(unsafe_code)]
 
-use super::machine::{Machine, Values};
 use super::run::{RunReport, Runner, RunnerError};
-use super::staging::{Layout, StagedInputs, accumulation, write};
+use super::staging::{ALIGNED, accumulation};
 use flashtile_core::block_tables::BlockTables;
-use flashtile_core::codec::KvView;
+use flashtile_core::codec::{Codec, KvView, RowKind};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs;
 use flashtile_core::inputs::{Inputs, Outputs};
@@ -17,11 +16,9 @@ use flashtile_core::tensor::{MaskView, TensorView, ViewError};
 use flashtile_cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
 use flashtile_cuda::plan::{CudaFacts, CudaPlan, CudaTile};
 use flashtile_cuda::{
-    Cuda, CudaError, DeviceError, DeviceInputs, DeviceList, DeviceListMut, DeviceMask, DeviceMemory,
-    DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
+    Cuda, CudaError, DeviceCodes, DeviceError, DeviceInputs, DeviceKv, DeviceList, DeviceListMut, DeviceMask,
+    DeviceMemory, DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
 };
-use flashtile_gpu::shape::Tile;
-use flashtile_kernel::cuda::Gpu;
 use std::sync::Arc;
 
 /// How tensors are placed in device memory.
@@ -112,8 +109,8 @@ pub struct DeviceRun {
     stream: Arc<CudaStream>,
     prepared: Prepared,
     q: Copied,
-    k: Copied,
-    v: Copied,
+    k: CopiedKv,
+    v: CopiedKv,
     out: Copied,
     lse: Option<Copied>,
     table: Option<Copied>,
@@ -335,12 +332,28 @@ impl Destination<'_> {
         self.copy(unsafe { view.span() }, Kind::Tensor(view.dtype(), view.shape(), view.strides()))
     }
 
-    /// Plans take only plain elements.
-    fn kv(&self, view: &KvView<'_>) -> Result<Copied, CudaError> {
-        match view {
-            KvView::Elements(view) => self.tensor(view),
-            KvView::Codes(_) => unreachable!("the plan refused codes"),
+    fn kv(&self, view: &KvView<'_>) -> Result<CopiedKv, CudaError> {
+        let codes = match view {
+            KvView::Elements(view) => return Ok(CopiedKv { rows: self.tensor(view)?, codes: None }),
+            KvView::Codes(codes) => codes,
+        };
+        let [pages, heads, ..] = codes.shape();
+        let bytes = if pages * heads > 0 { codes.page(0, 0).len() } else { 0 };
+        // Pages that start at multiples of 16 bytes, with gaps between them; or one right after another.
+        let page = if self.placement.odd { bytes } else { bytes.next_multiple_of(ALIGNED) };
+        let mut all = vec![0xFFu8; pages * heads * page];
+        for (n, to) in all.chunks_exact_mut(page.max(1)).enumerate() {
+            to[..bytes].copy_from_slice(codes.page(n / heads, n % heads));
         }
+        let stored = Codes {
+            codec: codes.codec(),
+            shape: codes.shape(),
+            strides: [heads * page, page],
+            means: codes.means().map(|means| self.list(means)).transpose()?,
+        };
+        // An odd address is one of the codec's scales.
+        let scale = if matches!(codes.codec().row_kind(), RowKind::Mlx { .. }) { 4 } else { 2 };
+        Ok(CopiedKv { rows: self.copy(&all, Kind::Bytes(scale))?, codes: Some(stored) })
     }
 
     fn list(&self, list: &[f32]) -> Result<Copied, CudaError> {
@@ -367,6 +380,36 @@ struct Copied {
     lead: usize,
     len: usize,
     kind: Kind,
+}
+
+/// Keys or values on the device.
+#[derive(Debug)]
+struct CopiedKv {
+    rows: Copied,
+    /// What codes are, where rows are codes.
+    codes: Option<Codes>,
+}
+
+#[derive(Debug)]
+struct Codes {
+    codec: Codec,
+    shape: [usize; 4],
+    strides: [usize; 2],
+    means: Option<Copied>,
+}
+
+impl CopiedKv {
+    fn view(&self) -> Result<DeviceKv<'_>, ViewError> {
+        let Some(Codes { codec, shape, strides, means }) = &self.codes else {
+            return Ok(self.rows.view()?.into());
+        };
+        // SAFETY: the copy holds all pages, and lives until the stream has been waited for.
+        let codes = unsafe { DeviceCodes::from_raw_parts(*codec, self.rows.at, *shape, *strides)? };
+        Ok(match means {
+            Some(means) => codes.centered(means.list()?)?.into(),
+            None => codes.into(),
+        })
+    }
 }
 
 impl Copied {
@@ -426,39 +469,6 @@ impl Copied {
     }
 }
 
-impl CudaRunner {
-    /// Runs the kernels over codes, which no [`CudaPlan`] plans, with the parameters that decode is tuned for and two
-    /// splits.
-    fn run_codes(
-        &self,
-        problem: &Problem,
-        inputs: &Inputs<'_>,
-        outputs: &mut Outputs<'_>,
-    ) -> Result<RunReport, RunnerError> {
-        inputs::check(problem, inputs, outputs).map_err(|e| RunnerError::Error(e.to_string()))?;
-        let tile = Tile { splits: 2, ..Tile::of(problem.k_codec(), problem.dims().head_dim) };
-        // Rows that are not known to be aligned are read element by element.
-        let aligned = if self.placement.odd { 2 } else { 16 };
-        let layout = Layout { tile, aligned, padded: !self.placement.odd };
-        let staged = StagedInputs::new(problem, inputs, layout)
-            .map_err(|why| RunnerError::Unsupported(why.to_string()))?;
-        let gpu = self.cuda.gpu();
-        let compute = || {
-            let read = staged.inputs.iter().map(|values| gpu.hold(values)).collect::<Result<Vec<_>, _>>()?;
-            let written = staged.outputs.iter().map(|&(element, len)| gpu.hold(&Values::nans(element, len)));
-            let written = written.collect::<Result<Vec<_>, _>>()?;
-            let counted = |_| "one memory for each parameter".to_owned();
-            let (read, mut written) =
-                (read.try_into().map_err(counted)?, written.try_into().map_err(counted)?);
-            StagedInputs::launch::<Gpu, _>(&staged.launches, &staged.placed, gpu, &read, &mut written)
-                .map_err(|e| e.to_string())?;
-            Ok(written)
-        };
-        write::<Gpu>(outputs, problem, &compute().map_err(RunnerError::Error)?)?;
-        Ok(RunReport::new(staged.launches.instances()[0].entry()).accumulated(accumulation(problem)))
-    }
-}
-
 impl Runner for CudaRunner {
     fn name(&self) -> String {
         let odd = if self.placement.odd { ", odd addresses" } else { "" };
@@ -477,9 +487,6 @@ impl Runner for CudaRunner {
         inputs: &Inputs<'_>,
         outputs: &mut Outputs<'_>,
     ) -> Result<RunReport, RunnerError> {
-        if problem.is_quantized() && self.options.kernels == KernelChoice::Portable {
-            return self.run_codes(problem, inputs, outputs);
-        }
         let mut compute = || {
             let plan = match self.tile {
                 Some(tile) => CudaPlan::with_tile(problem, &self.facts, self.options, tile)?,
@@ -490,7 +497,13 @@ impl Runner for CudaRunner {
             Ok(plan.to_string())
         };
         match compute() {
-            Ok(plan) => Ok(RunReport::new(plan).accumulated(Accumulation::of_cuda(problem.dtype()))),
+            Ok(plan) => {
+                let accumulation = match problem.is_quantized() {
+                    true => accumulation(problem),
+                    false => Accumulation::of_cuda(problem.dtype()),
+                };
+                Ok(RunReport::new(plan).accumulated(accumulation))
+            }
             Err(CudaError::Unsupported(why)) => Err(RunnerError::Unsupported(why.to_string())),
             Err(error) => Err(RunnerError::Error(error.to_string())),
         }

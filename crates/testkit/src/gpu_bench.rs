@@ -29,7 +29,9 @@ use flashtile_gpu::variant::Variant;
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
 use flashtile_kernel::source::Shape;
-use flashtile_kernel::{Bench, Device, Generic, Instance, Kernel, Launch, LaunchError, ScalarType};
+use flashtile_kernel::{
+    Bench, Device, DeviceMemory, Generic, Instance, Kernel, Launch, LaunchError, ScalarType,
+};
 use half::bf16;
 use rayon::prelude::*;
 #[cfg(feature = "simulator")]
@@ -188,7 +190,7 @@ impl Workload {
         let simulator = Simulator::new();
         let counted = Counted { simulator: &simulator, kernel: self.kernel, found: RefCell::default() };
         let (inputs, mut outputs) = job.place(&simulator)?;
-        job.launch::<Simulator, _>(&counted, &inputs, &mut outputs).map_err(|e| e.to_string())?;
+        job.launch(&counted, &inputs, &mut outputs).map_err(|e| e.to_string())?;
         let error = job.error(&Simulator::read(&outputs[job.answer])?);
         let (threads, report) = counted.found.into_inner().ok_or("the kernel was not launched")?;
         Ok(Simulated { entry: job.instance.entry(), shape: *shape, threads, report, error })
@@ -213,7 +215,7 @@ impl Workload {
         let sets = BEYOND_CACHES.div_ceil(bytes).clamp(1, MAX_SETS) as usize;
         let mut memory = (0..sets).map(|_| job.place(gpu)).collect::<Result<Vec<_>, _>>()?;
         for (inputs, outputs) in &mut memory {
-            job.launch::<Gpu, _>(gpu, inputs, outputs).map_err(|e| e.to_string())?;
+            job.launch(gpu, inputs, outputs).map_err(|e| e.to_string())?;
         }
         let error = memory.iter().try_fold(0.0f64, |worst, (_, outputs)| {
             Ok::<_, String>(worst.max(job.error(&Gpu::read(&outputs[job.answer])?)))
@@ -223,7 +225,7 @@ impl Workload {
         let timing = gpu.time::<flashtile_kernel::cuda::Error>(runs, || {
             let (inputs, outputs) = &mut memory[turn % sets];
             turn += 1;
-            job.launch::<Gpu, _>(&only, inputs, outputs).map_err(|e| match e {
+            job.launch(&only, inputs, outputs).map_err(|e| match e {
                 LaunchError::Device(error) => error,
                 // The same launch satisfied its contract before.
                 _ => unreachable!("a contract that held"),
@@ -250,14 +252,14 @@ const MAX_SETS: u64 = 64;
 /// Errors of the device.
 #[cfg(feature = "cuda")]
 pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
-    use flashtile_kernel::cuda::{Error, Gpu};
+    use flashtile_kernel::cuda::Error;
     const ELEMENTS: usize = 128 << 20;
     let message = |e: &dyn std::fmt::Display| e.to_string();
     let mut from = gpu.uninit::<f32>(ELEMENTS).map_err(|e| message(&e))?;
     let mut to = gpu.uninit::<f32>(ELEMENTS).map_err(|e| message(&e))?;
     let mut once = |forth: bool| {
         let (x, out) = if forth { (&from, &mut to) } else { (&to, &mut from) };
-        let (x, out) = (Gpu::view(x), Gpu::view_mut(out));
+        let (x, out) = (x.view(), out.view_mut());
         let n = (ELEMENTS / 4) as u32;
         let call = copy::copy::Call { x, out, n, groups: [n.div_ceil(256), 1, 1] };
         call.launch_instance(gpu, &copy::copy::instance())
@@ -334,19 +336,19 @@ impl Job {
         Ok((inputs, outputs))
     }
 
-    fn launch<M: Machine, D: Device<Memory = M::Memory>>(
+    fn launch<D: Device<Memory: DeviceMemory>>(
         &self,
         device: &D,
-        inputs: &[M::Memory],
-        outputs: &mut [M::Memory],
+        inputs: &[D::Memory],
+        outputs: &mut [D::Memory],
     ) -> Result<(), LaunchError<D::Error>> {
-        let view = |n: usize| M::view(&inputs[n]);
+        let view = |n: usize| inputs[n].view();
         match &self.work {
             Work::Attention(launches, placed) => {
                 let (Some(inputs), Some(outputs)) = (inputs.first_chunk(), outputs.first_chunk_mut()) else {
                     unreachable!("memories of {} inputs", self.inputs.len())
                 };
-                StagedInputs::launch::<M, D>(launches, placed, device, inputs, outputs)
+                StagedInputs::launch(launches, placed, device, inputs, outputs)
             }
             Work::Merge(params, groups) => {
                 let [out, lse] = outputs else { unreachable!("out and lse") };
@@ -356,8 +358,8 @@ impl Job {
                     factors: view(2),
                     sinks: view(3),
                     params: *params,
-                    out: M::view_mut(out),
-                    lse: M::view_mut(lse),
+                    out: out.view_mut(),
+                    lse: lse.view_mut(),
                     has_sinks: false,
                     with_lse: true,
                     has_shift: false,
@@ -375,8 +377,8 @@ impl Job {
                     table: view(4),
                     runs: view(5),
                     params: *params,
-                    pages: M::view_mut(pages),
-                    status: M::view_mut(status),
+                    pages: pages.view_mut(),
+                    status: status.view_mut(),
                     centered: false,
                     unbiased: true,
                     groups: [*groups, 1, 1],
@@ -389,21 +391,21 @@ impl Job {
                     table: view(1),
                     runs: view(2),
                     params: *params,
-                    pages: M::view_mut(&mut outputs[0]),
+                    pages: outputs[0].view_mut(),
                     same: true,
                     groups: [*groups, 1, 1],
                 };
                 call.launch_instance(device, &self.instance)
             }
             Work::Hadamard(rows) => {
-                let out = M::view_mut(&mut outputs[0]);
+                let out = outputs[0].view_mut();
                 let groups = [rows.div_ceil(4), 1, 1];
                 let call =
                     hadamard::Call { x: view(0), factors: view(1), out, rows: *rows, back: false, groups };
                 call.launch_instance(device, &self.instance)
             }
             Work::Classify(params, groups) => {
-                let mask_tiles = M::view_mut(&mut outputs[0]);
+                let mask_tiles = outputs[0].view_mut();
                 let call = mask_tiles::Call { mask: view(0), params: *params, mask_tiles, groups: *groups };
                 call.launch_instance(device, &self.instance)
             }

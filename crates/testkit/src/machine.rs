@@ -3,7 +3,7 @@
 use flashtile_core::dtype::Dtype;
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{Device, ScalarType, View, ViewMut, bf16, f16};
+use flashtile_kernel::{Device, DeviceMemory, ScalarType, bf16, f16};
 
 /// Initial contents of memory.
 #[derive(Debug, Clone, PartialEq)]
@@ -40,17 +40,6 @@ impl Values {
         }
     }
 
-    /// NaN values; for types without NaN, bytes of 0xFF.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn nans(element: ScalarType, len: usize) -> Self {
-        match element {
-            ScalarType::F32 => Self::F32(vec![f32::NAN; len]),
-            ScalarType::F16 => Self::F16(vec![f16::NAN; len]),
-            ScalarType::Bf16 => Self::Bf16(vec![bf16::NAN; len]),
-            _ => Self::U8(vec![0xFF; len]),
-        }
-    }
-
     /// Simulator memory with these values.
     #[cfg(feature = "simulator")]
     pub(crate) fn simulated(&self) -> Memory {
@@ -72,17 +61,13 @@ pub(crate) fn blank(element: ScalarType, len: usize) -> Memory {
 }
 
 /// A device on which memory can be allocated and read back.
-pub(crate) trait Machine: Device {
+pub(crate) trait Machine: Device<Memory: DeviceMemory> {
     /// Memory with these values.
     fn hold(&self, values: &Values) -> Result<Self::Memory, String>;
     /// Uninitialised memory.
     fn blank(&self, element: ScalarType, len: usize) -> Result<Self::Memory, String>;
     /// The contents of memory after all launched work has ended.
     fn read(memory: &Self::Memory) -> Result<Vec<f64>, String>;
-    /// All of a memory, for a kernel to read.
-    fn view(memory: &Self::Memory) -> View<'_, Self::Memory>;
-    /// All of a memory, for a kernel to write.
-    fn view_mut(memory: &mut Self::Memory) -> ViewMut<'_, Self::Memory>;
 }
 
 /// Contents as f64.
@@ -117,19 +102,11 @@ impl Machine for Simulator {
     fn read(memory: &Memory) -> Result<Vec<f64>, String> {
         read!(memory)
     }
-
-    fn view(memory: &Memory) -> View<'_, Memory> {
-        memory.view()
-    }
-
-    fn view_mut(memory: &mut Memory) -> ViewMut<'_, Memory> {
-        memory.view_mut()
-    }
 }
 
 #[cfg(feature = "cuda")]
 mod cuda {
-    use super::{Machine, ScalarType, Values, View, ViewMut, bf16, f16, to_f64s};
+    use super::{Machine, ScalarType, Values, bf16, f16, to_f64s};
     use flashtile_kernel::cuda::{Gpu, Memory};
 
     impl Machine for Gpu {
@@ -151,14 +128,6 @@ mod cuda {
 
         fn read(memory: &Memory) -> Result<Vec<f64>, String> {
             read!(memory)
-        }
-
-        fn view(memory: &Memory) -> View<'_, Memory> {
-            memory.view()
-        }
-
-        fn view_mut(memory: &mut Memory) -> ViewMut<'_, Memory> {
-            memory.view_mut()
         }
     }
 }

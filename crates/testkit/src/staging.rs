@@ -1,18 +1,17 @@
 //! Staging of problems for the portable kernels, on any device that runs them.
 
-use super::machine::{Machine, Values};
-use super::run::RunnerError;
+use super::machine::Values;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
-use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::inputs::Inputs;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
-use flashtile_gpu::codecs::{codebooks, factors};
-use flashtile_gpu::launches::{Launches, Placed, Strides, Tensors, sequences};
+use flashtile_gpu::launches::{Launches, Placed, Strides, sequences};
+use flashtile_gpu::run::{Operands, Tables, Workspace, run};
 use flashtile_gpu::shape::Tile;
-use flashtile_kernel::{Device, LaunchError, ScalarType, bf16, f16};
+use flashtile_kernel::{Device, DeviceMemory, LaunchError, ScalarType, bf16, f16};
 
 /// Alignment of page rows, in bytes.
 pub(super) const ALIGNED: usize = 16;
@@ -151,6 +150,8 @@ impl StagedInputs {
         let placed = launches.place(&strides, means.is_some())?;
         let page =
             |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);
+        let tables = Tables::of(problem);
+        let [k_factors, v_factors] = tables.factors;
         let [partial_out, partial_max_sum] = launches.scratch();
         let count = dims.batch * dims.q_heads * dims.q_len;
         let or_zero = |list: Option<&[f32]>| Values::F32(list.unwrap_or(&[0.0]).to_vec());
@@ -160,9 +161,9 @@ impl StagedInputs {
             v,
             Values::U32(table),
             Values::I32(sequences(problem, page)),
-            Values::F32(factors(problem.k_codec(), dims.head_dim)),
-            Values::F32(factors(problem.v_codec(), dims.value_dim)),
-            Values::F32(codebooks(problem.k_codec(), problem.v_codec()).0),
+            Values::F32(k_factors),
+            Values::F32(v_factors),
+            Values::F32(tables.codebooks),
             or_zero(means.as_deref()),
             or_zero(inputs.alibi_slopes),
             Values::U8(mask),
@@ -191,40 +192,43 @@ impl StagedInputs {
         })
     }
 
-    /// Launches the kernels on a device with memory of type `M` that holds `inputs` and `outputs`.
+    /// Launches the kernels on a device whose memory holds `inputs` and `outputs`.
     ///
     /// # Errors
     /// [`LaunchError`].
-    pub(crate) fn launch<M: Machine, D: Device<Memory = M::Memory>>(
+    pub(crate) fn launch<D: Device<Memory: DeviceMemory>>(
         launches: &Launches,
         placed: &Placed,
         device: &D,
-        inputs: &[M::Memory; 13],
-        outputs: &mut [M::Memory; 4],
+        inputs: &[D::Memory; 13],
+        outputs: &mut [D::Memory; 4],
     ) -> Result<(), LaunchError<D::Error>> {
         let [q, k, v, table, sequences, k_factors, v_factors, codebooks, means, slopes, mask, tree, sinks] =
-            inputs.each_ref().map(M::view);
+            inputs.each_ref().map(DeviceMemory::view);
         let [partial_out, partial_max_sum, out, lse] = outputs;
-        let tensors = Tensors {
-            q,
-            k,
-            v,
-            table,
+        let workspace = Workspace {
             sequences,
             factors: [k_factors, v_factors],
             codebooks,
-            means,
-            slopes,
-            mask,
-            tree,
-            sinks,
+            absent: [k_factors, table, mask],
             partial_out,
             partial_max_sum,
-            out: M::view_mut(out),
-            lse: M::view_mut(lse),
+        };
+        let operands = Operands {
+            q,
+            k,
+            v,
+            table: Some(table),
+            means: Some(means),
+            slopes: Some(slopes),
+            mask: Some(mask),
+            tree: Some(tree),
+            sinks: Some(sinks),
+            out: out.view_mut(),
+            lse: lse.view_mut(),
             with_lse: true,
         };
-        launches.launch(device, placed, tensors, M::view_mut, M::view)
+        run(device, launches, placed, workspace, operands)
     }
 }
 
@@ -237,30 +241,4 @@ pub(crate) fn accumulation(problem: &Problem) -> Accumulation {
     } else {
         Accumulation::Probs
     }
-}
-
-/// Copies results from partial_out, row_max and row_sum, out and lse.
-pub(crate) fn write<M: Machine>(
-    outputs: &mut Outputs<'_>,
-    problem: &Problem,
-    [_, _, out, lse]: &[M::Memory; 4],
-) -> Result<(), RunnerError> {
-    let dims = problem.dims();
-    let read = |memory| M::read(memory).map_err(RunnerError::Error);
-    let out = read(out)?;
-    for (n, row) in out.chunks_exact(dims.value_dim).enumerate() {
-        let place = [n / dims.q_len / dims.q_heads, n / dims.q_len % dims.q_heads, n % dims.q_len];
-        let bytes: Vec<u8> = match problem.dtype() {
-            Dtype::F32 => row.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
-            Dtype::F16 => row.iter().flat_map(|&x| f16::from_f64(x).to_le_bytes()).collect(),
-            Dtype::BF16 => row.iter().flat_map(|&x| bf16::from_f64(x).to_le_bytes()).collect(),
-        };
-        outputs.out.row_bytes_mut(place).copy_from_slice(&bytes);
-    }
-    if let Some(to) = &mut outputs.lse {
-        for (to, from) in to.iter_mut().zip(read(lse)?) {
-            *to = from as f32;
-        }
-    }
-    Ok(())
 }

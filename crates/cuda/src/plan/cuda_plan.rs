@@ -24,17 +24,19 @@ pub(crate) enum Engine {
 }
 
 impl CudaPlan {
-    /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`.
+    /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`. Native kernels read elements of the problem's
+    /// dtype; over other elements and over codes the portable ones run.
     ///
     /// # Errors
     /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks for native kernels;
+    /// [`Unsupported::Codec`] where it asks for them over codes;
     /// [`Unsupported::SharedMemory`] where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
     /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more work tiles than a
     /// plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable. Portable kernels also refuse by
     /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
-        Self::check_device(problem, facts)?;
-        let engine = if portable_kernels(facts, options) {
+        let portable = Self::takes_portable(problem, facts, options)?;
+        let engine = if portable {
             Engine::Portable(Box::new(Portable::new(problem, facts, options, None)?))
         } else {
             Engine::Sm80(Sm80Plan::new(problem, facts, options, None)?)
@@ -54,12 +56,15 @@ impl CudaPlan {
         options: PlanOptions,
         tile: CudaTile,
     ) -> Result<Self, Unsupported> {
-        Self::check_device(problem, facts)?;
+        let portable = Self::takes_portable(problem, facts, options);
         let engine = match tile {
             CudaTile::Portable(tile) => {
+                let mut options = options;
+                options.kernels = KernelChoice::Portable;
+                Self::takes_portable(problem, facts, options)?;
                 Engine::Portable(Box::new(Portable::new(problem, facts, options, Some(tile))?))
             }
-            CudaTile::Sm80(_) if portable_kernels(facts, options) => {
+            CudaTile::Sm80(_) if portable? => {
                 return Err(Unsupported::Tile { why: "it is one of native kernels" });
             }
             CudaTile::Sm80(tile) => Engine::Sm80(Sm80Plan::new(problem, facts, options, Some(tile))?),
@@ -67,15 +72,26 @@ impl CudaPlan {
         Ok(Self { problem: problem.clone(), options, engine })
     }
 
-    fn check_device(problem: &Problem, facts: &CudaFacts) -> Result<(), Unsupported> {
+    /// Whether portable kernels run where the caller gives no tile: where there are no native ones for the device or for what keys and
+    /// values are stored in, or where they are asked for.
+    fn takes_portable(
+        problem: &Problem,
+        facts: &CudaFacts,
+        options: PlanOptions,
+    ) -> Result<bool, Unsupported> {
         if facts.capability < MIN_CAPABILITY {
             return Err(Unsupported::Capability { got: facts.capability, min: MIN_CAPABILITY });
         }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];
-        match stored.into_iter().find(|(_, codec)| *codec != expected) {
-            Some((tensor, codec)) => Err(Unsupported::Codec { tensor, codec, expected }),
-            None => Ok(()),
+        let other = stored.into_iter().find(|(_, codec)| *codec != expected);
+        match (options.kernels, other) {
+            (KernelChoice::Portable, _) | (KernelChoice::Auto, Some(_)) => Ok(true),
+            (KernelChoice::Auto, None) => Ok(facts.capability < NATIVE_CAPABILITY),
+            (KernelChoice::Native, None) => Ok(false),
+            (KernelChoice::Native, Some((tensor, codec))) => {
+                Err(Unsupported::Codec { tensor, codec, expected })
+            }
         }
     }
 
@@ -151,15 +167,6 @@ impl CudaPlan {
             Engine::Sm80(plan) => plan.regions().len,
             Engine::Portable(plan) => plan.plan.regions().len,
         }
-    }
-}
-
-/// Whether portable kernels run where the caller gives no tile.
-fn portable_kernels(facts: &CudaFacts, options: PlanOptions) -> bool {
-    match options.kernels {
-        KernelChoice::Auto => facts.capability < NATIVE_CAPABILITY,
-        KernelChoice::Native => false,
-        KernelChoice::Portable => true,
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::facts::{CudaFacts, NATIVE_CAPABILITY, RESERVED_SHARED};
 use super::launch::MAX_GRID;
+use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
@@ -25,13 +26,15 @@ impl From<&CudaFacts> for GpuFacts {
 
 /// The kernel of the kernel language on a CUDA device, specialised by these constants.
 ///
-/// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, for prefill too, with `x{value_dim}` where that differs, `-paged` where keys lie
-/// in pages, and `-bias` or `-mask` where scores are modified.
+/// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, for prefill too, with `x{value_dim}` where that differs, `-{codec}` or
+/// `-{k_codec}+{v_codec}` where keys and values are stored in others than the dtype, `-paged` where keys lie in pages, and `-bias` or `-mask`
+/// where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PortableKernel {
     dtype: Dtype,
     head_dim: usize,
     value_dim: usize,
+    codecs: [Codec; 2],
     tile: PortableTile,
     /// Whether keys lie in pages.
     pub(crate) paged: bool,
@@ -73,6 +76,11 @@ impl std::fmt::Display for PortableKernel {
         if self.value_dim != self.head_dim {
             write!(f, "x{}", self.value_dim)?;
         }
+        match self.codecs {
+            [k, v] if [k, v] == [Codec::of(self.dtype); 2] => {}
+            [k, v] if k == v => write!(f, "-{k}")?,
+            [k, v] => write!(f, "-{k}+{v}")?,
+        }
         f.write_str("-portable")?;
         if self.paged {
             f.write_str("-paged")?;
@@ -106,6 +114,7 @@ impl Portable {
             dtype: problem.dtype(),
             head_dim: dims.head_dim,
             value_dim: dims.value_dim,
+            codecs: [problem.k_codec(), problem.v_codec()],
             tile: *plan.tile(),
             paged: problem.is_cached(),
             has_bias: has_mask || desc.softcap.is_some() || desc.alibi || desc.tree,

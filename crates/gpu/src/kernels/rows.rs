@@ -581,18 +581,8 @@ fn pairs_of_int8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
 fn pairs_of_fp8<const W: usize, const P: usize>(from: [u32; W]) -> [u32; P] {
     let mut result = [0u32; P];
     for i in 0..W {
-        for half in 0..2usize {
-            let word = byte_permute(0u32, from[i], select(half == 0, 0x5040u32, 0x7060u32));
-            // The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
-            let shifted = word & 0x8000_8000 | (word & 0x7f00_7f00) >> 1u32;
-            result[2 * i + half] = f16x2_mul_add(shifted, 0x5c00_5c00, 0u32);
-        }
-        // The top bit of every byte that is a NaN. Encoders write none.
-        let nan = ((from[i] & 0x7f7f_7f7f) + 0x0101_0101) & 0x8080_8080;
-        if nan != 0 {
-            result[2 * i] |= (byte_permute(0u32, nan, 0x5040) >> 15u32) * 0x7e00;
-            result[2 * i + 1] |= (byte_permute(0u32, nan, 0x7060) >> 15u32) * 0x7e00;
-        }
+        result[2 * i] = f16x2_from_e4m3(from[i]);
+        result[2 * i + 1] = f16x2_from_e4m3(from[i] >> 16u32);
     }
     result
 }

@@ -120,6 +120,8 @@ pub fn qk_tile<
 ) -> [[[f32; 2]; 2]; T] {
     let mut scores = [[[0.0; 2]; 2]; T];
     let mut whole = [[[0.0; 2]; 2]; T];
+    // Sums of their own, so that products do not all wait for each other.
+    let mut left_over = [[[0.0; 2]; 2]; T];
     let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks);
     let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks);
     // Codebooks are f32: a second operand is what f16 leaves of them.
@@ -130,35 +132,46 @@ pub fn qk_tile<
         low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks);
         high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks);
     }
-    for i in 0..N {
-        let first = P / N * i;
-        let last = P / N * (i + 1) - 1;
-        let k = [left::<K>(low[first], low[last]), left::<K>(high[first], high[last])];
+    for j in 0..N / 2 {
+        let a = P / N * 2 * j;
+        let a_last = P / N * (2 * j + 1) - 1;
+        let b = a_last + 1;
+        let b_last = P / N * (2 * j + 2) - 1;
+        let k = [left::<K>(low[a], low[a_last]), left::<K>(high[a], high[a_last])];
+        let k_next = [left::<K>(low[b], low[b_last]), left::<K>(high[b], high[b_last])];
         for t in 0..T {
+            let q = queries.rounded[t][2 * j];
+            let q_next = queries.rounded[t][2 * j + 1];
             let mut sum = scores[t];
             // Products of f32 are summed by 64: the error is that of fewer additions.
-            if P == 2 * N && i % 8 == 0 {
+            if P == 2 * N && j % 4 == 0 {
                 sum = [[0.0; 2]; 2];
                 whole[t] = add_tiles(whole[t], scores[t]);
             }
-            if has_half_norms(FORMAT, D as u32) && i == N / 2 {
+            if has_half_norms(FORMAT, D as u32) && j == N / 4 {
                 sum = [[0.0; 2]; 2];
-                whole[t] = times_half_norm(scores[t], keys.scales, 0);
+                whole[t] = times_half_norm(add_tiles(scores[t], left_over[t]), keys.scales, 0);
+                left_over[t] = [[0.0; 2]; 2];
             }
-            scores[t] = multiply_add::<K>(k, queries.rounded[t][i], sum);
+            scores[t] = multiply_add_twice::<K>(k, q, k_next, q_next, sum);
             if is_codes(FORMAT) {
-                scores[t] = multiply_add::<K>(k, queries.residual[t][i], scores[t]);
+                let residual = queries.residual[t][2 * j];
+                let residual_next = queries.residual[t][2 * j + 1];
+                left_over[t] = multiply_add_twice::<K>(k, residual, k_next, residual_next, left_over[t]);
             }
             if is_mlx(FORMAT) {
-                let k_left = [
-                    left::<K>(low_left[first], low_left[last]),
-                    left::<K>(high_left[first], high_left[last]),
-                ];
-                scores[t] = multiply_add::<K>(k_left, queries.rounded[t][i], scores[t]);
+                let rest =
+                    [left::<K>(low_left[a], low_left[a_last]), left::<K>(high_left[a], high_left[a_last])];
+                let rest_next =
+                    [left::<K>(low_left[b], low_left[b_last]), left::<K>(high_left[b], high_left[b_last])];
+                left_over[t] = multiply_add_twice::<K>(rest, q, rest_next, q_next, left_over[t]);
             }
         }
     }
     for t in 0..T {
+        if is_codes(FORMAT) {
+            scores[t] = add_tiles(scores[t], left_over[t]);
+        }
         if P == 2 * N {
             scores[t] = add_tiles(whole[t], scores[t]);
         }

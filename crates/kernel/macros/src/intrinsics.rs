@@ -133,6 +133,7 @@ functions! {
     plain [byte_permute f16x2_mul_add] (U32, U32, U32) -> U32;
     plain [pair_f16 pair_bf16] (U32) -> Pair;
     plain [f16x2_from] (F32, F32) -> U32;
+    plain [f16x2_from_e4m3] (U32) -> U32;
     plain [select] (Bool, Same, Same) -> Same;
 }
 

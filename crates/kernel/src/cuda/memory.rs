@@ -3,7 +3,7 @@
 #![allow(unsafe_code)]
 
 use super::error::Error;
-use crate::device::{Span, View, ViewMut};
+use crate::device::{DeviceMemory, Span, View, ViewMut};
 use crate::scalar::{Scalar, ScalarType};
 use cudarc::driver::{CudaContext, result};
 use std::sync::Arc;
@@ -142,6 +142,16 @@ impl Memory {
             return Ok(());
         }
         Err(Error::Element { expected: T::TYPE, found: self.element })
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn view(&self) -> View<'_, Self> {
+        self.view()
+    }
+
+    fn view_mut(&mut self) -> ViewMut<'_, Self> {
+        self.view_mut()
     }
 }
 

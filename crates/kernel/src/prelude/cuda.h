@@ -167,6 +167,19 @@ FT_DEVICE uint ft_f16x2_from(float low, float high) {
     return uint(ft_float<ft_f16>::from_f32(low).bits) | (uint(ft_float<ft_f16>::from_f32(high).bits) << 16);
 #endif
 }
+FT_DEVICE uint ft_f16x2_from_e4m3(uint codes) {
+#if __CUDA_ARCH__ >= 890
+    uint numbers;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(numbers) : "h"(ushort(codes)));
+    return numbers;
+#else
+    // Each code in the high byte of a half. The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
+    const uint halves = ((codes & 0xffu) << 8) | ((codes & 0xff00u) << 16);
+    const uint numbers = ft_f16x2_mul_add((halves & 0x80008000u) | ((halves & 0x7f007f00u) >> 1), 0x5c005c00u, 0u);
+    const uint nan = (((halves & 0x7f007f00u) + 0x01000100u) & 0x80008000u) >> 15;
+    return numbers | nan * 0x7fffu;
+#endif
+}
 
 // Lanes.
 template <typename T> FT_DEVICE T ft_lane_xor(T x, uint mask) { return __shfl_xor_sync(0xffffffffu, x, int(mask)); }

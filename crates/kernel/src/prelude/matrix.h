@@ -136,6 +136,29 @@ FT_DEVICE ft_sums multiply_add<ft_bf16>(FT_THREAD_CONTEXT, const ft_array<Left<f
     return c;
 }
 #endif
+template <typename T>
+FT_DEVICE ft_sums multiply_add_twice(FT_THREAD_CONTEXT, const ft_array<Left<T>, 2> a, const Right<T> b, const ft_array<Left<T>, 2> a_next,
+                           const Right<T> b_next, ft_sums c) {
+    return multiply_add<T>(ft, a_next, b_next, multiply_add<T>(ft, a, b, c));
+}
+#if __CUDA_ARCH__ >= 800
+template <>
+FT_DEVICE ft_sums multiply_add_twice<ft_f16>(FT_THREAD_CONTEXT, const ft_array<Left<ft_f16>, 2> a, const Right<ft_f16> b,
+                                         const ft_array<Left<ft_f16>, 2> a_next, const Right<ft_f16> b_next, ft_sums c) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[1][0]), "+f"(c[1][1])
+                 : "r"(a[0].low), "r"(a[1].low), "r"(a_next[0].low), "r"(a_next[1].low), "r"(b.low), "r"(b_next.low));
+    return c;
+}
+template <>
+FT_DEVICE ft_sums multiply_add_twice<ft_bf16>(FT_THREAD_CONTEXT, const ft_array<Left<ft_bf16>, 2> a, const Right<ft_bf16> b,
+                                         const ft_array<Left<ft_bf16>, 2> a_next, const Right<ft_bf16> b_next, ft_sums c) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[1][0]), "+f"(c[1][1])
+                 : "r"(a[0].low), "r"(a[1].low), "r"(a_next[0].low), "r"(a_next[1].low), "r"(b.low), "r"(b_next.low));
+    return c;
+}
+#endif
 FT_DEVICE float matrix_column_max(FT_THREAD_CONTEXT, float x) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, lanes));
@@ -231,6 +254,11 @@ FT_DEVICE ft_array<ft_array<float, 2>, 2> multiply_add(FT_THREAD_CONTEXT, const 
         c[n][1] = sum.thread_elements()[1];
     }
     return c;
+}
+template <typename T>
+FT_DEVICE ft_array<ft_array<float, 2>, 2> multiply_add_twice(FT_THREAD_CONTEXT, const ft_array<Left<T>, 2> a, const Right<T> b, const ft_array<Left<T>, 2> a_next,
+                           const Right<T> b_next, ft_array<ft_array<float, 2>, 2> c) {
+    return multiply_add<T>(ft, a_next, b_next, multiply_add<T>(ft, a, b, c));
 }
 FT_DEVICE float matrix_column_max(FT_THREAD_CONTEXT, float x) {
     x = metal::fmax(x, metal::simd_shuffle_xor(x, ushort(2)));

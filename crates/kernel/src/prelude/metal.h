@@ -142,6 +142,13 @@ FT_DEVICE uint ft_f16x2_mul_add(uint a, uint b, uint c) {
         metal::fma(as_type<metal::half2>(a), as_type<metal::half2>(b), as_type<metal::half2>(c)));
 }
 FT_DEVICE uint ft_f16x2_from(float low, float high) { return as_type<uint>(metal::half2(half(low), half(high))); }
+FT_DEVICE uint ft_f16x2_from_e4m3(uint codes) {
+    // Each code in the high byte of a half. The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
+    const uint halves = ((codes & 0xffu) << 8) | ((codes & 0xff00u) << 16);
+    const uint numbers = ft_f16x2_mul_add((halves & 0x80008000u) | ((halves & 0x7f007f00u) >> 1), 0x5c005c00u, 0u);
+    const uint nan = (((halves & 0x7f007f00u) + 0x01000100u) & 0x80008000u) >> 15;
+    return numbers | nan * 0x7fffu;
+}
 
 // Lanes: of 32 bits each, and in pairs.
 template <typename T> FT_DEVICE T ft_lane_xor(T x, uint mask) { return metal::simd_shuffle_xor(x, ushort(mask)); }

@@ -3,7 +3,7 @@
 use super::FaultKind;
 use super::machine::{self, Machine};
 use super::shadow::{Access, Shadow, Use};
-use crate::device::{Span, View, ViewMut};
+use crate::device::{DeviceMemory, Span, View, ViewMut};
 use crate::region::{At, Region, RegionAccess};
 use crate::scalar::{Plain, Scalar, ScalarType};
 use std::cell::RefCell;
@@ -142,6 +142,16 @@ impl Memory {
 
     pub(super) fn content(&self) -> &Content {
         &self.content
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn view(&self) -> View<'_, Self> {
+        self.view()
+    }
+
+    fn view_mut(&mut self) -> ViewMut<'_, Self> {
+        self.view_mut()
     }
 }
 

@@ -81,7 +81,9 @@ pub fn words(x: &Buffer<u32>, out: &mut Buffer<u32>) {
     out[o + 23] = simd_lane() + 100 * simd_index() + 10000 * simd_groups();
     out[o + 24] = group_x() + 10 * groups_x() + 100 * groups_y() + 1000 * group_z();
     out[o + 25] = u32::MAX ^ a.rotate_left(i) ^ f32::MAX.to_bits() ^ f32::INFINITY.to_bits();
-    for k in 26u32..32 {
+    out[o + 26] = f16x2_from_e4m3(a);
+    out[o + 27] = f16x2_from_e4m3(i * 0x0101);
+    for k in 28u32..32 {
         out[o + k] = k;
     }
 }

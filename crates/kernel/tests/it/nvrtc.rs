@@ -211,7 +211,7 @@ uint w = words[i];
 int n = ft_dot4(w, w, 1);
 n = ft_dot4_unsigned(w, w, n);
 w = ft_byte_permute(w, w + 1, 0x5410u);
-w = ft_f16x2_mul_add(w, w, w) ^ ft_f16x2_from(1.0f, 2);
+w = ft_f16x2_mul_add(w, w, w) ^ ft_f16x2_from(1.0f, 2) ^ ft_f16x2_from_e4m3(w);
 floats[i] = ft_pair_f16(w)[0] + ft_pair_bf16(w)[1];
 w ^= ft_simd_ballot(ft, w > 3);
 if (ft_simd_any(ft, w == 1) || ft_simd_all(ft, w == 1) || wide || B) {

@@ -2,16 +2,17 @@
 
 mod natives;
 
-use super::machine::{Values, blank};
+use super::machine::{Machine, Values, blank};
 use super::run::{RunReport, Runner, RunnerError};
-use super::staging::{ALIGNED, Layout, StagedInputs, accumulation, write};
+use super::staging::{ALIGNED, Layout, StagedInputs, accumulation};
 use flashtile_core::codec::KvView;
+use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
 use flashtile_core::problem::Sequence;
 use flashtile_gpu::shape::Tile;
 use flashtile_kernel::simulator::{Memory, Simulator};
-use flashtile_kernel::{Device, Instance};
+use flashtile_kernel::{Device, Instance, bf16, f16};
 pub(crate) use natives::find;
 use natives::{CODECS, DIMS};
 use std::collections::HashSet;
@@ -120,6 +121,32 @@ fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)
     bytes
 }
 
+/// Copies results from partial_out, row_max and row_sum, out and lse.
+fn write(
+    outputs: &mut Outputs<'_>,
+    problem: &Problem,
+    [_, _, out, lse]: &[Memory; 4],
+) -> Result<(), RunnerError> {
+    let dims = problem.dims();
+    let read = |memory| Simulator::read(memory).map_err(RunnerError::Error);
+    let out = read(out)?;
+    for (n, row) in out.chunks_exact(dims.value_dim).enumerate() {
+        let place = [n / dims.q_len / dims.q_heads, n / dims.q_len % dims.q_heads, n % dims.q_len];
+        let bytes: Vec<u8> = match problem.dtype() {
+            Dtype::F32 => row.iter().flat_map(|&x| (x as f32).to_le_bytes()).collect(),
+            Dtype::F16 => row.iter().flat_map(|&x| f16::from_f64(x).to_le_bytes()).collect(),
+            Dtype::BF16 => row.iter().flat_map(|&x| bf16::from_f64(x).to_le_bytes()).collect(),
+        };
+        outputs.out.row_bytes_mut(place).copy_from_slice(&bytes);
+    }
+    if let Some(to) = &mut outputs.lse {
+        for (to, from) in to.iter_mut().zip(read(lse)?) {
+            *to = from as f32;
+        }
+    }
+    Ok(())
+}
+
 impl Runner for SimulatorRunner {
     fn name(&self) -> String {
         let Tile { rows, keys, simds, splits } = self.tile;
@@ -170,9 +197,9 @@ impl SimulatorRunner {
             }
         }
         let mut written = staged.outputs.map(|(element, len)| blank(element, len));
-        StagedInputs::launch::<Simulator, _>(&launches, &staged.placed, device, &read, &mut written)
+        StagedInputs::launch(&launches, &staged.placed, device, &read, &mut written)
             .map_err(|e| RunnerError::Error(e.to_string()))?;
-        write::<Simulator>(outputs, problem, &written)?;
+        write(outputs, problem, &written)?;
         Ok(RunReport::new(entry).accumulated(accumulation(problem)))
     }
 }
