@@ -15,7 +15,7 @@ use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
 use clap::Args;
-use flashtile::plan::{CpuFacts, CudaFacts, PlannedPrefix, machines};
+use flashtile::plan::{CpuFacts, CudaFacts, NATIVE_CAPABILITY, PlannedPrefix, machines};
 use flashtile::{
     CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, Problem, ProblemDesc, SeqLens, Sequences,
     SharedPrefix,
@@ -436,8 +436,13 @@ fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static
     for kernel in plan.kernels() {
         let tile = kernel.tile();
         let reason = if kernel.is_portable() {
-            let asked = plan.options().kernels == KernelChoice::Portable;
-            if asked { "asked for" } else { "others are for compute capability 8.0 and later" }.to_owned()
+            if plan.options().kernels == KernelChoice::Portable {
+                "asked for".to_owned()
+            } else if facts.capability < NATIVE_CAPABILITY {
+                "native kernels are for compute capability 8.0 and later".to_owned()
+            } else {
+                format!("native kernels read {} only", plan.problem().dtype())
+            }
         } else if tile.warps_split_keys() {
             format!(
                 "sequences with at most 16 rows ({} per GQA group)",

@@ -111,16 +111,14 @@ fn cuda_plans_fit_their_devices() {
     for case in cases {
         let problem = case.desc.validate().unwrap();
         for (machine, facts) in machines::ALL_CUDA {
+            let portable = machine == "t4" || problem.is_quantized();
             for skip_tiles in [true, false] {
                 let plan = CudaPlan::new(&problem, &facts, crate::support::options(None, skip_tiles));
                 let plan = match plan {
-                    // Devices without native kernels: the portable ones support only some dimensions, and always
-                    // skip tiles.
-                    Err(Unsupported::HeadDim { got, .. }) if machine == "t4" && got % 16 != 0 => continue,
-                    Err(Unsupported::SkipTiles) if machine == "t4" && !skip_tiles => continue,
-                    Err(Unsupported::Position { got, .. }) if machine == "t4" && got.abs() > 1 << 30 => {
-                        continue;
-                    }
+                    // Portable kernels support only some dimensions, and always skip tiles.
+                    Err(Unsupported::HeadDim { got, .. }) if portable && got % 16 != 0 => continue,
+                    Err(Unsupported::SkipTiles) if portable && !skip_tiles => continue,
+                    Err(Unsupported::Position { got, .. }) if portable && got.abs() > 1 << 30 => continue,
                     // Rows of 2 KiB: 16 rows of q and two tiles of 16 keys exceed a thread block's shared memory
                     // there.
                     Err(Unsupported::SharedMemory { .. })
@@ -132,7 +130,6 @@ fn cuda_plans_fit_their_devices() {
                     }
                     plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
                 };
-                let portable = machine == "t4" || problem.is_quantized();
                 assert_eq!(plan.kernels().any(|k| k.is_portable()), portable, "{machine}: {plan}");
                 for kernel in plan.kernels() {
                     assert_eq!(kernel.is_portable(), portable, "{machine}: {plan}");

@@ -678,7 +678,10 @@ fn runs_that_caches_cannot_do_are_refused() {
 fn plans_of_devices_take_codecs_by_portable_kernels() {
     let plan = ["plan", "--k-codec", "int8", "--v-codec", "tq4", "--dtype", "bf16", "--device", "h100"];
     let text = stdout(&flashtile(plan));
-    assert!(text.contains("cuda-decode-bf16-d64-int8+tq4-portable-paged"), "{text}");
+    assert!(
+        text.contains("cuda-decode-bf16-d128-int8+tq4-portable-paged: native kernels read bf16 only"),
+        "{text}"
+    );
     let native = plan.into_iter().chain(["--kernels", "native"]);
     let why =
         "--k-codec: native kernels read bf16 like the problem, not int8: expected --kernels auto or portable";
