@@ -3,6 +3,7 @@
 use crate::device_struct::device_struct;
 use crate::tensor::RawTensor;
 use flashtile_core::dtype::Dtype;
+use flashtile_gpu::kernels::attend::divisor;
 
 /// The number of a dtype in the native kernels: `Dtype` of `types.cuh`.
 pub(super) const fn dtype_id(dtype: Dtype) -> u32 {
@@ -43,14 +44,10 @@ device_struct! {
 }
 
 impl Divisor {
-    /// Of a value from 1 to 2^31 - 1. With `s` bits for `value - 1`, the multiplier `ceil(2^(31 + s) / value)` has at most 32
-    /// bits and is too large by a fraction of less than `2^-31`, which no `x` below 2^31 carries to the next quotient.
+    /// Of a value from 1 to 2^31 - 1.
     pub(super) fn new(value: usize) -> Self {
-        let value = value.clamp(1, (1 << 31) - 1) as u64;
-        let bits = u64::BITS - (value - 1).leading_zeros();
-        let shift = 31 + bits;
-        let multiplier = (1u64 << shift).div_ceil(value);
-        Self { value: value as u32, multiplier: multiplier as u32, shift, unused: 0 }
+        let [multiplier, shift] = divisor(value);
+        Self { value: value.clamp(1, (1 << 31) - 1) as u32, multiplier, shift, unused: 0 }
     }
 }
 

@@ -28,23 +28,27 @@ pub(super) struct Runs {
     last: Option<(Strides, bool, Placed)>,
 }
 
+/// Pages whose size is a multiple of this have faster kernels, which are loaded before the first run.
+pub(super) const USUAL_PAGE_SIZE: usize = 16;
+
 /// What is loaded for a plan: kernels, the values of their constants.
 pub(super) type Loads = Vec<(Instance, Vec<Constant>)>;
 
-/// Kernels of runs whose keys and values lie so, with a logsumexp and without.
-pub(super) fn loads(plan: &CudaPlan, portable: &Portable, access: Access) -> Result<Loads, CudaError> {
+/// The kernels of runs with such access to keys and values, with and without a logsumexp. Cached keys lie in pages of `page_size` tokens.
+pub(super) fn loads(
+    plan: &CudaPlan,
+    portable: &Portable,
+    access: Access,
+    page_size: usize,
+) -> Result<Loads, CudaError> {
     let dtypes = [plan.problem().k_codec(), plan.problem().v_codec()].map(|codec| codec.dtype());
     let aligned = match access {
         Access::Vector => 16,
         // Of codes that of their scales.
         Access::Element => dtypes.iter().map(|dtype| dtype.map_or(2, Dtype::bytes)).min().unwrap_or(2),
     };
-    let places = Strides {
-        aligned,
-        // Of which size is no matter for the kernel.
-        pages: portable.kernel.paged.then_some([1, 1]),
-        ..Strides::default()
-    };
+    let places =
+        Strides { aligned, pages: portable.kernel.paged.then_some([page_size, 1]), ..Strides::default() };
     let gpu = portable.plan.launches();
     let placed = gpu.place(&places, false)?;
     let ([decode, merge], [constants, with_lse]) = (gpu.instances(), gpu.constants(&placed, true));
@@ -62,7 +66,7 @@ impl Runs {
         at: u64,
     ) -> Result<Self, CudaError> {
         let gpu = cuda.gpu().on(stream);
-        for (instance, constants) in loads(plan, portable, Access::Vector)? {
+        for (instance, constants) in loads(plan, portable, Access::Vector, USUAL_PAGE_SIZE)? {
             gpu.function(&instance, &constants)?;
         }
         let scratch = Scratch::new(&gpu, plan.problem(), &portable.plan, at);
@@ -240,6 +244,7 @@ fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<
     {
         // A batch without tokens has tables without entries.
         places.pages = Some([tables.page_size.max(1), tables.width.max(1)]);
+        places.ring = tables.wraps;
     }
     let steps = |mask: &DeviceMask<'_>| {
         let bytes = mask_bytes(mask);

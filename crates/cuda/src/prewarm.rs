@@ -2,7 +2,7 @@
 
 use super::device::Cuda;
 use super::error::CudaError;
-use super::portable::{self, Loads};
+use super::portable::{self, Loads, USUAL_PAGE_SIZE};
 use super::sources::{Access, Source};
 use crate::plan::CudaPlan;
 use flashtile_kernel::{Constant, Instance};
@@ -10,7 +10,8 @@ use rayon::prelude::*;
 
 impl Cuda {
     /// Compiles the kernels of plans, keeps them on disk and loads them, so that no later call waits for the compiler: those for
-    /// rows that start on 16 bytes, and those for any others. Several are compiled at a time.
+    /// rows that start on 16 bytes, and those for any others; of portable kernels also those for pages of a multiple of 16 tokens, and
+    /// those for any others. Several are compiled at a time.
     ///
     /// # Errors
     /// [`CudaError::Device`], with [`DeviceError::KernelFolder`](super::DeviceError::KernelFolder) where they could not be kept; they are
@@ -33,8 +34,12 @@ impl Cuda {
         wanted.dedup();
         let mut portable: Loads = Vec::new();
         for plan in plans {
-            for access in [Access::Vector, Access::Element] {
-                let loads = plan.portable().map(|portable| portable::loads(plan, portable, access));
+            for (access, page_size) in [Access::Vector, Access::Element]
+                .into_iter()
+                .flat_map(|access| [(access, USUAL_PAGE_SIZE), (access, 1)])
+            {
+                let loads =
+                    plan.portable().map(|portable| portable::loads(plan, portable, access, page_size));
                 for load in loads.transpose()?.into_iter().flatten() {
                     let same = |(instance, constants): &(Instance, Vec<Constant>)| {
                         instance.entry() == load.0.entry() && *constants == load.1

@@ -306,7 +306,8 @@ mod tests {
                 }
                 let plan = CudaPlan::new(&desc.clone().validate().unwrap(), &facts, options).unwrap();
                 let portable = plan.portable().unwrap();
-                for (n, (instance, constants)) in loads(&plan, portable, *access).unwrap().iter().enumerate()
+                for (n, (instance, constants)) in
+                    loads(&plan, portable, *access, 1).unwrap().iter().enumerate()
                 {
                     let program = Program::of(instance, constants);
                     // Waves are counted in groups of the first kernel, of rows in vectors.

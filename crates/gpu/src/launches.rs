@@ -1,7 +1,8 @@
 //! The launches of a problem on the kernels of the kernel language: instances, parameters, constants.
 
 use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
-use crate::kernels::attend::Attend;
+use crate::kernels::attend::{Attend, divisor};
+use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
 use crate::kernels::rows::kv_align;
 use crate::shape::{Shape, Tile, count};
@@ -24,6 +25,8 @@ pub struct Strides {
     pub v: [usize; 3],
     /// A power of two that the addresses of all rows of keys and values are multiples of, in bytes: at most 16.
     pub aligned: usize,
+    /// Whether a sequence's entries in the table are a ring, so that block numbers wrap around.
+    pub ring: bool,
     /// Tokens of a page and entries of a sequence in the table; of keys that lie in no pages, or a sequence to a page, none.
     pub pages: Option<[usize; 2]>,
     /// Tokens of a page, where rows of codes lie in pages that no table is needed for.
@@ -82,7 +85,7 @@ pub(crate) struct Features {
 pub struct Placed {
     pub(crate) attend: Attend,
     pub(crate) merge: Merge,
-    pub(crate) paged: bool,
+    pub(crate) paging: u32,
     pub(crate) row_align: u32,
     pub(crate) has_k_mean: bool,
 }
@@ -181,6 +184,8 @@ impl Launches {
             tree_step: count("a tree's stride", strides.tree[1])?,
             mask_kind: strides.mask_kind,
             page: count("tokens of a page", page)?,
+            page_divisor: divisor(page),
+            ring: u32::from(strides.ring),
             width: count("pages of a sequence", width)?,
             ..self.attend
         };
@@ -193,7 +198,12 @@ impl Launches {
         };
         let RowFormats { k, v, head_dim, value_dim } = self.rows;
         let row_align = kv_align(k, head_dim, v, value_dim, strides.aligned);
-        Ok(Placed { attend, merge, paged: strides.pages.is_some(), row_align, has_k_mean: centered })
+        let paging = match strides.pages {
+            None => CONTIGUOUS,
+            Some([page, _]) if page.is_multiple_of(16) => PAGED_BY_16,
+            Some(_) => PAGED,
+        };
+        Ok(Placed { attend, merge, paging, row_align, has_k_mean: centered })
     }
 
     pub(crate) const fn shape(&self) -> &Shape {
@@ -218,7 +228,7 @@ impl Launches {
     pub fn constants(&self, placed: &Placed, with_lse: bool) -> [Vec<Constant>; 2] {
         let has = self.features;
         let features = [has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask, placed.has_k_mean];
-        let mut decode = vec![Constant::of(placed.paged), Constant::of(placed.row_align)];
+        let mut decode = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];
         decode.extend(features.map(Constant::of));
         [decode, [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
     }

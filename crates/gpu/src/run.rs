@@ -116,7 +116,7 @@ where
         params: placed.attend,
         partial_out: partial_out.view_mut(),
         partial_max_sum: partial_max_sum.view_mut(),
-        paged: placed.paged,
+        paging: placed.paging,
         row_align: placed.row_align,
         has_softcap: has.has_softcap,
         has_alibi: has.has_alibi,

@@ -130,6 +130,7 @@ impl StagedInputs {
                 only.clone_from(&tables.table);
             } else {
                 strides.pages = Some([tables.page_size, tables.width]);
+                strides.ring = tables.wraps;
                 table.clone_from(&tables.table);
             }
         }

@@ -29,6 +29,10 @@ pub struct Attend {
     pub group: u32,
     /// Tokens a page.
     pub page: u32,
+    /// Multiplier and shift that divide a key by the tokens of a page: [`divisor`].
+    pub page_divisor: [u32; 2],
+    /// 1 where a sequence's line of the block table is a ring, otherwise 0.
+    pub ring: u32,
     /// Entries of a sequence's line of the block table.
     pub width: u32,
     /// Tiles of query rows a key/value head.
@@ -43,8 +47,6 @@ pub struct Attend {
     pub left: i32,
     /// Keys to the right of it that its window shows; `i32::MAX` where it has no right bound.
     pub right: i32,
-    /// Padding: 0.
-    pub unused: u32,
     /// Factor of `q . k`: `scale log2 e`, or `scale / softcap` where there is a softcap.
     pub scale: f32,
     /// `softcap log2 e`; 0 where there is none.
@@ -55,6 +57,19 @@ pub struct Attend {
     pub k_levels: [u32; 16],
     /// Magnitudes of the levels of values.
     pub v_levels: [u32; 16],
+}
+
+/// The multiplier and the shift with which `x / value` is `x * multiplier >> shift`, for every `x` below 2^31 and a value
+/// from 1 to 2^31 - 1.
+///
+/// With `s` bits for `value - 1`, the multiplier `ceil(2^(31 + s) / value)` has at most 32 bits and is too large by a
+/// fraction of less than `2^-31`, which no `x` below 2^31 carries to the next quotient.
+#[must_use]
+pub fn divisor(value: usize) -> [u32; 2] {
+    let value = value.clamp(1, (1 << 31) - 1) as u64;
+    let bits = u64::BITS - (value - 1).leading_zeros();
+    let shift = 31 + bits;
+    [(1u64 << shift).div_ceil(value) as u32, shift]
 }
 
 impl Attend {

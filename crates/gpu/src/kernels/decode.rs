@@ -19,7 +19,8 @@
 use super::attend::Attend;
 use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order};
 use super::kv::{
-    KvHead, KvMemory, KvTile, kv_head, load_keys, load_tile, load_value_scales, load_values, no_tile,
+    KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
+    load_values, no_tile,
 };
 use super::query::{
     Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
@@ -44,22 +45,23 @@ pub struct KeyTiles {
     pub step: u32,
 }
 
-/// Cuts the visible keys into tiles of `size`, as equal as possible among the splits. Tiles of a split are neighbours,
-/// which its `simds` SIMD groups take in turns.
+/// Cuts the visible keys into tiles of `size` keys, divided as equally as possible among the splits. The first tile starts at a
+/// multiple of 16, so that no 16 keys straddle a page of 16. The `simds` SIMD groups of a split take its tiles in turn.
 #[device]
 pub fn key_tiles(keys: KeyRange, splits: u32, size: u32, simds: u32) -> KeyTiles {
     let mut tile = 0i32;
     let mut end = 0i32;
+    let low = keys.low.max(0) / 16 * 16;
     if keys.low < keys.high {
-        let all = (keys.high - keys.low + size as i32 - 1) / size as i32;
+        let all = (keys.high - low + size as i32 - 1) / size as i32;
         let groups = splits as i32 * simds as i32;
         let of_split = (all + groups - 1) / groups * simds as i32;
         tile = of_split * group_y() as i32 + simd_index() as i32;
         end = (of_split * (group_y() as i32 + 1)).min(all);
     }
-    let low = keys.low.max(0) as u32;
+    let first = low as u32;
     let tiles =
-        KeyTiles { first: low + tile as u32 * size, end: low + end as u32 * size, step: size * simds };
+        KeyTiles { first: first + tile as u32 * size, end: first + end as u32 * size, step: size * simds };
     tiles
 }
 
@@ -104,14 +106,13 @@ pub fn pass_of<
     bounds: RowBounds<T>,
     params: &Attend,
     has: Features,
-    paged: bool,
+    paging: u32,
 ) -> Pass<T> {
     let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] };
     let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1] };
-    let last = (bounds.keys.high - 1).max(0) as u32;
     let pass = Pass::<T> {
-        k: kv_head::<KF, D>(tile, params, params.k, k_levels, last, paged),
-        v: kv_head::<VF, DV>(tile, params, params.v, v_levels, last, paged),
+        k: kv_head::<KF, D>(tile, params, params.k, k_levels, bounds.keys, paging),
+        v: kv_head::<VF, DV>(tile, params, params.v, v_levels, bounds.keys, paging),
         rows: bounds.rows,
         keys: bounds.keys,
         tiles: key_tiles(bounds.keys, params.splits, 16 * U as u32, S as u32),
@@ -154,11 +155,12 @@ fn scores_of<
     let mut tile_scores =
         TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: tile.value_scales };
     for u in 0..U {
-        let key = next + 16 * u as u32;
         tile_scores.scores[u] =
             qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks);
-        tile.keys[u] = load_keys::<KF, D, KW>(kv, pass.k, key);
-        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, pass.v, key);
+        let group = key_group(kv.table, pass.k, next + 16 * u as u32);
+        tile.groups[u] = group;
+        tile.keys[u] = load_keys::<KF, D, KW>(kv, pass.k, group);
+        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, pass.v, group);
     }
     tile_scores
 }
@@ -168,8 +170,6 @@ fn scores_of<
 struct Step {
     /// First key.
     base: u32,
-    /// First key of the tile that is loaded next.
-    next: u32,
     /// Whether some row may not see some key.
     partial: bool,
 }
@@ -197,18 +197,18 @@ fn add_values<
     step: Step,
 ) {
     for u in 0..U {
-        let key = 16 * u as u32;
         let probs = probabilities::<VF, VN, T>(state, tile_scores.scores[u], tile_scores.value_scales[u]);
         let mut nonfinite = false;
         if step.partial {
             nonfinite = any_nonfinite::<VF, VW>(tile.values[u]);
         }
         if nonfinite {
-            pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, v, step.base + key);
+            let group = key_group(kv.table, v, step.base + 16 * u as u32);
+            pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, v, group);
         } else {
             pv_tile::<V, VF, DV, VW, VP, VN, T>(state, probs, tile.values[u], v.levels, kv.codebooks);
         }
-        tile.values[u] = load_values::<VF, DV, VW>(kv, v, step.next + key);
+        tile.values[u] = load_values::<VF, DV, VW>(kv, v, tile.groups[u]);
     }
 }
 
@@ -256,7 +256,7 @@ fn attend_tiles<
             greatest = greatest_score::<VF, T>(greatest, tile_scores.scores[u], tile_scores.value_scales[u]);
         }
         online_softmax::<VN, T>(state, greatest);
-        let step = Step { base, next, partial };
+        let step = Step { base, partial };
         add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(state, tile, tile_scores, pass.v, memory.kv, step);
         base = next;
     }
@@ -301,6 +301,9 @@ fn attend_tiles<
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
     requires(D.is_multiple_of(16) && DV.is_multiple_of(16), "head dimensions are multiples of 16"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
+    requires(paging <= PAGED_BY_16, "ways to find rows"),
+    requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
+    requires(params.page_divisor[1] < 64, "shifts of 64 bits"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
@@ -341,7 +344,7 @@ pub fn decode<
     params: &Attend,
     partial_out: &mut Buffer<f32>,
     partial_max_sum: &mut Buffer<f32>,
-    #[constant] paged: bool,
+    #[constant] paging: u32,
     #[constant] row_align: u32,
     #[constant] has_softcap: bool,
     #[constant] has_alibi: bool,
@@ -365,7 +368,7 @@ pub fn decode<
     if has_alibi {
         store_shifts::<T, S>(tile, bounds.rows, params, partial_max_sum);
     }
-    let pass = pass_of::<KF, VF, D, DV, T, U, S>(tile, bounds, params, has, paged);
+    let pass = pass_of::<KF, VF, D, DV, T, U, S>(tile, bounds, params, has, paging);
     let mut next = no_tile::<KW, VW, U>();
     if pass.tiles.first < pass.tiles.end {
         next = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);

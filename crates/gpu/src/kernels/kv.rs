@@ -6,9 +6,21 @@
 
 use super::attend::Attend;
 use super::formats::{is_codes, is_mlx};
-use super::query::RowTile;
+use super::query::{KeyRange, RowTile};
 use super::rows::{Levels, Row, Scale, Source, fetch, no_scale, row_at, scale_of, source_at};
 use flashtile_kernel::prelude::*;
+
+/// Rows of a sequence follow each other in one page or batch entry.
+#[constant]
+pub const CONTIGUOUS: u32 = 0;
+
+/// Rows lie in pages of a block table.
+#[constant]
+pub const PAGED: u32 = 1;
+
+/// Rows lie in pages of a block table, which have multiples of 16 tokens: a [`KeyGroup`] lies in one page.
+#[constant]
+pub const PAGED_BY_16: u32 = 2;
 
 /// The memory of keys and values.
 #[device]
@@ -32,16 +44,22 @@ pub struct KvHead {
     pub source: Source,
     /// How codes become values.
     pub levels: Levels,
-    /// Whether rows are found through the block table.
-    pub paged: bool,
+    /// How rows are found: [`CONTIGUOUS`], [`PAGED`] or [`PAGED_BY_16`].
+    pub paging: u32,
     /// Row of key 0, where rows lie in no pages.
     pub start: u32,
     /// First entry of the sequence in the block table.
-    pub line: u32,
+    pub line: u64,
     /// Entries of the sequence in the block table.
     pub width: u32,
+    /// Whether the entries are a ring, so that block numbers wrap around.
+    pub ring: bool,
     /// Tokens a page.
     pub tokens: u32,
+    /// Multiplier and shift that divide by `tokens`.
+    pub divisor: [u32; 2],
+    /// The first key that is read.
+    pub low: u32,
     /// The last key that is read.
     pub last: u32,
 }
@@ -53,39 +71,93 @@ pub fn kv_head<const FORMAT: u32, const D: usize>(
     params: &Attend,
     strides: [u64; 3],
     levels: Levels,
-    last: u32,
-    paged: bool,
+    keys: KeyRange,
+    paging: u32,
 ) -> KvHead {
     // Through a block table, a page is found by its key.
     let mut entry = tile.sequence.page as u64;
-    if paged {
+    if paging != CONTIGUOUS {
         entry = 0;
     }
     let first = entry * strides[0] + tile.kv_head as u64 * strides[1];
     let head = KvHead {
         source: source_at::<FORMAT, D>(first, strides[0], strides[2], params.page),
         levels,
-        paged,
+        paging,
         start: tile.sequence.kv_start,
-        line: tile.index * params.width,
+        line: tile.index as u64 * params.width as u64,
         width: params.width,
+        ring: params.ring != 0,
         tokens: params.page,
-        last,
+        divisor: params.page_divisor,
+        low: keys.low.max(0) as u32,
+        last: (keys.high - 1).max(0) as u32,
     };
     head
 }
 
-/// The row of a key.
+/// Where a key lies.
 #[device]
-pub fn row_of_key<const FORMAT: u32, const D: usize>(table: &Buffer<u32>, head: KvHead, key: u32) -> Row {
-    let mut page = 0u64;
-    let mut row = head.start + key;
-    if head.paged {
-        let block = key / head.tokens;
-        page = table[head.line + block % head.width] as u64;
-        row = key - block * head.tokens;
+struct Place {
+    /// Page, or 0.
+    page: u32,
+    /// Row of the page.
+    row: u32,
+}
+
+/// The place of a key in the pages of the block table.
+#[device]
+fn paged_place(table: &Buffer<u32>, head: KvHead, key: u32) -> Place {
+    let block = (key as u64 * head.divisor[0] as u64 >> head.divisor[1] as u64) as u32;
+    let mut entry = block;
+    if head.ring {
+        entry = block % head.width;
     }
-    row_at::<FORMAT, D>(head.source, page, row)
+    let place = Place { page: table[head.line + entry as u64], row: key - block * head.tokens };
+    place
+}
+
+/// Up to 16 keys, from a multiple of 16 on.
+#[device]
+pub struct KeyGroup {
+    /// First key.
+    pub first: u32,
+    /// Page that holds all of them; unused in [`PAGED`] heads, whose keys are found one at a time.
+    pub page: u32,
+    /// Row of the first.
+    pub row: u32,
+}
+
+/// The group of the keys from `first` on, a multiple of 16; past the last key that is read, the group of that key.
+#[device]
+pub fn key_group(table: &Buffer<u32>, head: KvHead, first: u32) -> KeyGroup {
+    let start = first.min(head.last / 16 * 16);
+    let mut group = KeyGroup { first: start, page: 0, row: head.start + start };
+    if head.paging == PAGED_BY_16 {
+        let place = paged_place(table, head, start);
+        group.page = place.page;
+        group.row = place.row;
+    }
+    group
+}
+
+/// The row of key `offset` of a group, or of the nearest key that may be read.
+#[device]
+pub fn row_of_key<const FORMAT: u32, const D: usize>(
+    table: &Buffer<u32>,
+    head: KvHead,
+    group: KeyGroup,
+    offset: u32,
+) -> Row {
+    let key = (group.first + offset).max(head.low).min(head.last);
+    let mut page = group.page;
+    let mut row = group.row + (key - group.first);
+    if head.paging == PAGED {
+        let place = paged_place(table, head, key);
+        page = place.page;
+        row = place.row;
+    }
+    row_at::<FORMAT, D>(head.source, page as u64, row)
 }
 
 /// A lane's words of 16 keys.
@@ -120,18 +192,17 @@ pub fn no_values<const W: usize>() -> ValueWords<W> {
     values
 }
 
-/// Loads 16 keys from key `first` on.
+/// Loads the keys of a group.
 #[device]
 #[inline(always)]
 pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize>(
     kv: KvMemory,
     head: KvHead,
-    first: u32,
+    group: KeyGroup,
 ) -> KeyWords<W> {
     let mut keys = no_keys::<W>();
     for h in 0..2usize {
-        let key = (first + 8 * h as u32 + matrix_row()).min(head.last);
-        let row = row_of_key::<FORMAT, D>(kv.table, head, key);
+        let row = row_of_key::<FORMAT, D>(kv.table, head, group, 8 * h as u32 + matrix_row());
         keys.words[h] =
             fetch::<FORMAT, D, 4, W>(kv.k, row, matrix_pair(), head.levels, kv.codebooks, kv.row_align);
         keys.scales[h] = scale_of::<FORMAT, D>(kv.k, row);
@@ -139,19 +210,18 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize>(
     keys
 }
 
-/// Loads the scales of values `r` and `8 + r` of 16, the keys of a lane's scores: they join the row maximum.
+/// Loads the scales of values `r` and `8 + r` of a group, the keys of a lane's scores: they join the row maximum.
 #[device]
 #[inline(always)]
 pub fn load_value_scales<const FORMAT: u32, const D: usize>(
     kv: KvMemory,
     head: KvHead,
-    first: u32,
+    group: KeyGroup,
 ) -> [f32; 2] {
     let mut scales = [1.0; 2];
     if is_codes(FORMAT) {
         for h in 0..2usize {
-            let key = (first + 8 * h as u32 + matrix_row()).min(head.last);
-            let row = row_of_key::<FORMAT, D>(kv.table, head, key);
+            let row = row_of_key::<FORMAT, D>(kv.table, head, group, 8 * h as u32 + matrix_row());
             let scale = scale_of::<FORMAT, D>(kv.v, row);
             scales[h] = scale.whole;
         }
@@ -159,19 +229,18 @@ pub fn load_value_scales<const FORMAT: u32, const D: usize>(
     scales
 }
 
-/// Loads 16 values from key `first` on.
+/// Loads the values of a group.
 #[device]
 #[inline(always)]
 pub fn load_values<const FORMAT: u32, const D: usize, const W: usize>(
     kv: KvMemory,
     head: KvHead,
-    first: u32,
+    group: KeyGroup,
 ) -> ValueWords<W> {
     let mut values = no_values::<W>();
     for n in 0..4usize {
-        let of_tile = 8 * (n / 2) as u32 + 2 * matrix_pair() + (n % 2) as u32;
-        let key = (first + of_tile).min(head.last);
-        let row = row_of_key::<FORMAT, D>(kv.table, head, key);
+        let offset = 8 * (n / 2) as u32 + 2 * matrix_pair() + (n % 2) as u32;
+        let row = row_of_key::<FORMAT, D>(kv.table, head, group, offset);
         values.words[n] =
             fetch::<FORMAT, D, 8, W>(kv.v, row, matrix_row(), head.levels, kv.codebooks, kv.row_align);
         if is_mlx(FORMAT) {
@@ -185,6 +254,8 @@ pub fn load_values<const FORMAT: u32, const D: usize, const W: usize>(
 /// A lane's words of `16 U` keys and values: of the tile that is next.
 #[device]
 pub struct KvTile<const KW: usize, const VW: usize, const U: usize> {
+    /// Where they lie.
+    pub groups: [KeyGroup; U],
     /// Keys.
     pub keys: [KeyWords<KW>; U],
     /// Scales of the values of the lane's scores.
@@ -196,7 +267,9 @@ pub struct KvTile<const KW: usize, const VW: usize, const U: usize> {
 /// The tile before any is loaded.
 #[device]
 pub fn no_tile<const KW: usize, const VW: usize, const U: usize>() -> KvTile<KW, VW, U> {
+    let none = KeyGroup { first: 0, page: 0, row: 0 };
     let tile = KvTile::<KW, VW, U> {
+        groups: [none; U],
         keys: [no_keys::<KW>(); U],
         value_scales: [[1.0; 2]; U],
         values: [no_values::<VW>(); U],
@@ -222,10 +295,11 @@ pub fn load_tile<
 ) -> KvTile<KW, VW, U> {
     let mut tile = no_tile::<KW, VW, U>();
     for u in 0..U {
-        let key = first + 16 * u as u32;
-        tile.keys[u] = load_keys::<KF, D, KW>(kv, k_head, key);
-        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, v_head, key);
-        tile.values[u] = load_values::<VF, DV, VW>(kv, v_head, key);
+        let group = key_group(kv.table, k_head, first + 16 * u as u32);
+        tile.groups[u] = group;
+        tile.keys[u] = load_keys::<KF, D, KW>(kv, k_head, group);
+        tile.value_scales[u] = load_value_scales::<VF, DV>(kv, v_head, group);
+        tile.values[u] = load_values::<VF, DV, VW>(kv, v_head, group);
     }
     tile
 }

@@ -7,7 +7,7 @@
 
 use super::attend::Attend;
 use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite};
-use super::kv::{KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
+use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
 use super::query::{Features, RowBound, RowTile, lane_query_row, result_of};
 use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, with_half_norms};
 use super::score::{HUGE_BIAS, HUGE_RATE, LOG2E, bias_at};
@@ -442,7 +442,7 @@ pub fn pv_tile<
     }
 }
 
-/// Adds `p v` of 16 keys from key `first` on, key by key, where a value is not finite: `0 v` of a hidden key would not
+/// Adds `p v` of a group of keys, key by key, where a value is not finite: `0 v` of a hidden key would not
 /// be 0. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
 #[device]
 pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, const T: usize>(
@@ -451,10 +451,10 @@ pub fn pv_tile_nonfinite<const FORMAT: u32, const D: usize, const N: usize, cons
     probs: [[[f32; 2]; 2]; T],
     kv: KvMemory,
     head: KvHead,
-    first: u32,
+    group: KeyGroup,
 ) {
-    for key in 0..(head.last + 1).saturating_sub(first).min(16) {
-        let row = row_of_key::<FORMAT, D>(kv.table, head, first + key);
+    for key in head.low.saturating_sub(group.first)..(head.last + 1).saturating_sub(group.first).min(16) {
+        let row = row_of_key::<FORMAT, D>(kv.table, head, group, key);
         let lane = matrix_lane(key % 8, matrix_pair());
         let mut seen = [[false; 2]; T];
         let mut p = [[0.0; 2]; T];
