@@ -146,6 +146,7 @@ impl Source {
 mod tests {
     use super::*;
     use crate::plan::{CudaPlan, machines};
+    use flashtile_core::codec::Codec;
     use flashtile_core::dtype::Dtype;
     use flashtile_core::dtype::MaskKind;
     use flashtile_core::plan::{KernelChoice, PlanOptions};
@@ -275,7 +276,7 @@ mod tests {
     }
 
     fn compile_portable_kernels(which: Devices) {
-        use crate::portable::loads;
+        use crate::portable::{USUAL_PAGE_SIZE, loads};
         use flashtile_kernel::cuda::Program;
         let Some(compiler) = compiler() else { return };
         let mut all = Vec::new();
@@ -292,6 +293,23 @@ mod tests {
                 all.extend([(step, Access::Vector), (dense, Access::Vector)]);
             }
         }
+        for (k, v) in [
+            (Codec::Int8, Codec::Int8),
+            (Codec::Fp8, Codec::Fp8),
+            (Codec::Tq4, Codec::Tq4),
+            (Codec::Int8, Codec::Tq5),
+            (Codec::Tq6, Codec::Tq2),
+        ] {
+            for (q_len, dim) in [(1, 64), (9, 64), (1, 128)] {
+                let mut step = ProblemDesc::cached(
+                    HeadShape { q_heads: 2, kv_heads: 2, head_dim: dim, value_dim: dim },
+                    Dtype::BF16,
+                    &[SeqLens { q_len, kv_len: 500 }],
+                );
+                (step.k_codec, step.v_codec) = (Some(k), Some(v));
+                all.push((step, Access::Vector));
+            }
+        }
         let masked = |desc: &ProblemDesc| desc.mask.is_some() || desc.tree || desc.softcap.is_some();
         all.extend(problems().into_iter().filter(masked).map(|desc| (desc, Access::Element)));
         let mut options = PlanOptions::default();
@@ -306,10 +324,10 @@ mod tests {
                 }
                 let plan = CudaPlan::new(&desc.clone().validate().unwrap(), &facts, options).unwrap();
                 let portable = plan.portable().unwrap();
-                for (n, (instance, constants)) in
-                    loads(&plan, portable, *access, 1).unwrap().iter().enumerate()
-                {
-                    let program = Program::of(instance, constants);
+                let page_sizes = if portable.kernel.paged { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
+                let all = page_sizes.iter().map(|&size| loads(&plan, portable, *access, size).unwrap());
+                for (n, (instance, constants)) in all.flat_map(|loads| loads.into_iter().enumerate()) {
+                    let program = Program::of(&instance, &constants);
                     // Waves are counted in groups of the first kernel, of rows in vectors.
                     let counted = n == 0 && *access == Access::Vector;
                     let most =

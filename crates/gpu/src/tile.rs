@@ -102,7 +102,8 @@ impl PortableTile {
         match (self.rows, words(problem)) {
             (8, 0..=32) => 96,
             (8, 33..=64) if !shuffled => 128,
-            (8, 33..=128) | (16, 0..=64) => 168,
+            (8, 33..=64) | (16, 0..=64) => 168,
+            (8, 65..=128) if !shuffled => 168,
             _ => MAX_REGISTERS,
         }
     }
@@ -114,8 +115,8 @@ impl PortableTile {
             .all(|codec| matches!(codec, Codec::Int8 | Codec::Fp8 | Codec::Tq2 | Codec::Tq3 | Codec::Tq4));
         match (self.rows, self.simd_keys, dim(problem)) {
             (8, 16, ..=64) if simple => 128,
-            (8, _, ..=64) | (16, 16, ..=64) => 168,
-            (8, 16, ..=128) if simple => 168,
+            (8 | 16, 16, ..=64) => 168,
+            (8, 32, ..=64) | (8, 16, ..=128) if simple => 168,
             _ => MAX_REGISTERS,
         }
     }

@@ -1,6 +1,7 @@
 //! Staging of problems for the portable kernels, on any device that runs them.
 
 use super::machine::Values;
+use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::KvView;
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::Inputs;
@@ -123,17 +124,7 @@ impl StagedInputs {
             rows: inputs.k.shape()[2],
             ..Strides::default()
         };
-        let mut table = vec![0u32];
-        let mut only = Vec::new();
-        if let Some(tables) = inputs.tables {
-            if tables.width == 1 && !tables.wraps {
-                only.clone_from(&tables.table);
-            } else {
-                strides.pages = Some([tables.page_size, tables.width]);
-                strides.ring = tables.wraps;
-                table.clone_from(&tables.table);
-            }
-        }
+        let (table, only) = table_of(inputs.tables, &mut strides);
         let mut mask = vec![0];
         if let Some(view) = &inputs.mask {
             (mask, strides.mask, strides.mask_kind) = mask_of(view);
@@ -230,6 +221,19 @@ impl StagedInputs {
             with_lse: true,
         };
         run(device, launches, placed, workspace, operands)
+    }
+}
+
+/// The block table that kernels read; or, where each sequence has one page that is no ring, the pages instead of a table.
+fn table_of(tables: Option<&BlockTables>, strides: &mut Strides) -> (Vec<u32>, Vec<u32>) {
+    match tables {
+        None => (vec![0], Vec::new()),
+        Some(tables) if tables.width == 1 && !tables.wraps => (vec![0], tables.table.clone()),
+        Some(tables) => {
+            strides.pages = Some([tables.page_size, tables.width]);
+            strides.ring = tables.wraps;
+            (tables.table.clone(), Vec::new())
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! `FLASHTILE_NVRTC` names the compiler; without it the tests say that they did not run.
 
+use flashtile_gpu::kernels::kv::PAGED;
 use flashtile_gpu::registry::instances;
 use flashtile_kernel::cuda::{Architecture, Compiler, NVRTC_VARIABLE, Program};
 use flashtile_kernel::source::ParameterKind;
@@ -17,13 +18,14 @@ fn compiler() -> Option<Compiler> {
     Some(Compiler::load().unwrap())
 }
 
-/// The program with every `#[constant]` flag set, the one with the most code, and rows at multiples of 16 bytes.
+/// The program with every `#[constant]` flag set, the one with the most code, rows at multiples of 16 bytes, and pages of any size.
 fn program(instance: &Instance) -> Program {
     let constants = instance.kernel().parameters.iter().filter_map(|parameter| match parameter.kind {
         ParameterKind::Constant(ScalarType::Bool) => Some(Constant::of(true)),
         ParameterKind::Constant(ScalarType::U32) if parameter.name == "row_align" => {
             Some(Constant::of(16u32))
         }
+        ParameterKind::Constant(ScalarType::U32) if parameter.name == "paging" => Some(Constant::of(PAGED)),
         ParameterKind::Constant(other) => panic!("{}: a constant of {other}", parameter.name),
         _ => None,
     });
