@@ -193,8 +193,8 @@ impl Launches {
             out: wide(strides.out),
             q_heads: attend.q_heads,
             queries: attend.queries,
-            splits: self.shape.results,
-            unused: 0,
+            splits: attend.splits,
+            simds: self.shape.simds,
         };
         let RowFormats { k, v, head_dim, value_dim } = self.rows;
         let row_align = kv_align(k, head_dim, v, value_dim, strides.aligned);

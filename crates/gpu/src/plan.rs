@@ -8,7 +8,7 @@ use crate::facts::GpuFacts;
 use crate::launches::{Launches, sequences};
 use crate::run::Tables;
 use crate::shape::Shape;
-use crate::tile::PortableTile;
+use crate::tile::{PortableTile, dim};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 
@@ -71,7 +71,7 @@ impl Plan {
         Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
         let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts));
         tile.check()?;
-        let needed = tile.shared_bytes(problem.dims().head_dim);
+        let needed = tile.shared_bytes(dim(problem));
         if needed > facts.shared_per_group {
             return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_group });
         }

@@ -1,8 +1,8 @@
 //! Which problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
 //!
 //! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles
-//! of a few rows. The keys of a tile are cut into splits; each SIMD group of a split stores a partial result. A second
-//! kernel merges the partial results of a row in order: the same plan gives the same bits.
+//! of a few rows. The keys of a tile are cut into splits, each of which stores a partial result. A second kernel merges the
+//! partial results of a row in order: the same plan gives the same bits.
 
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::Unsupported;
@@ -48,8 +48,8 @@ pub struct Shape {
     pub rows: [u32; 3],
     /// Tiles of rows of a key/value head.
     pub(crate) tiles: u32,
-    /// Partial results of a row.
-    pub(crate) results: u32,
+    /// SIMD groups of a threadgroup of `decode`.
+    pub(crate) simds: u32,
     /// f32 of the partial outputs, and of their `(row_max, row_sum)` pairs with, for ALiBi, a shift of each row behind them.
     pub scratch: [usize; 2],
 }
@@ -74,8 +74,7 @@ impl Shape {
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
         let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(8 * tile.rows).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
-        let results = tile.splits.saturating_mul(tile.simds);
-        let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
+        let all = count("rows times splits", rows.saturating_mul(tile.splits))? as usize;
         Ok(Self {
             groups: [
                 count("heads times tiles of rows", dims.kv_heads.saturating_mul(tiles))?,
@@ -88,7 +87,7 @@ impl Shape {
                 count("batch entries", dims.batch)?,
             ],
             tiles: count("tiles of rows", tiles)?,
-            results: count("partial results of a row", results)?,
+            simds: count("SIMD groups", tile.simds)?,
             scratch: [all * dims.value_dim, all * 2 + if problem.desc().alibi { rows } else { 0 }],
         })
     }

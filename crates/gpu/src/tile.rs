@@ -75,10 +75,11 @@ impl PortableTile {
         Tile { rows: self.rows / 8, keys: self.simd_keys / 16, simds: self.simds, splits }
     }
 
-    /// Bytes of shared memory of a threadgroup: its queries in f32, and the factor and the addend of their scores.
+    /// Bytes of shared memory of a threadgroup, for the larger head dimension `dim`: its queries or its outputs in f32, the factor
+    /// and the addend of the scores, and the row maximum and row sum of each SIMD group.
     #[must_use]
-    pub const fn shared_bytes(&self, head_dim: usize) -> usize {
-        self.rows * (head_dim + 2) * 4
+    pub const fn shared_bytes(&self, dim: usize) -> usize {
+        self.rows * (dim + 2 + 2 * self.simds) * 4
     }
 
     /// The tile of a problem on a device: 16 rows share what is read where there are more than 8 and registers hold them.
@@ -89,7 +90,7 @@ impl PortableTile {
         let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
         let mut tile = Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, 4, 1);
         let registers = tile.registers(problem, facts) * tile.threads();
-        tile.resident = facts.resident(tile.shared_bytes(problem.dims().head_dim), registers).clamp(1, 16);
+        tile.resident = facts.resident(tile.shared_bytes(dim(problem)), registers).clamp(1, 16);
         tile
     }
 
@@ -102,8 +103,8 @@ impl PortableTile {
         match (self.rows, words(problem)) {
             (8, 0..=32) => 96,
             (8, 33..=64) if !shuffled => 128,
-            (8, 33..=64) | (16, 0..=64) => 168,
-            (8, 65..=128) if !shuffled => 168,
+            (8, 33..=64) | (16, 0..=32) => 168,
+            (8, 65..=128) | (16, 33..=64) if !shuffled => 168,
             _ => MAX_REGISTERS,
         }
     }
@@ -158,7 +159,8 @@ impl PortableTile {
     }
 }
 
-fn dim(problem: &Problem) -> usize {
+/// The larger head dimension.
+pub(crate) fn dim(problem: &Problem) -> usize {
     problem.dims().head_dim.max(problem.dims().value_dim)
 }
 

@@ -227,7 +227,7 @@ impl Variant {
 #[macro_export]
 macro_rules! native_decode {
     ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
-        use $crate::kernels::rows::{lane_words, pair_words};
+        use $crate::kernels::rows::{lane_words, larger, pair_words};
         $crate::kernels::decode::decode::instance::<
             $q,
             { $kf },
@@ -246,6 +246,7 @@ macro_rules! native_decode {
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
+            { larger($d, $dv) },
         >()
     }};
 }

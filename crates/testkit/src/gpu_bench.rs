@@ -641,7 +641,7 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         q_heads: heads as u32,
         queries: 1,
         splits: splits as u32,
-        unused: 0,
+        simds: 1,
     };
     let groups = [1, heads as u32, (rows / heads) as u32];
     Ok(Job {

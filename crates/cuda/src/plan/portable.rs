@@ -63,10 +63,10 @@ impl PortableKernel {
         &self.tile
     }
 
-    /// Bytes of shared memory of a threadgroup: its queries in f32, and the factor and the addend of their scores.
+    /// Bytes of shared memory of a threadgroup: its queries or its outputs in f32, and what each row's scores need.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
-        self.tile.shared_bytes(self.head_dim)
+        self.tile.shared_bytes(if self.head_dim > self.value_dim { self.head_dim } else { self.value_dim })
     }
 }
 

@@ -78,9 +78,9 @@ impl Attend {
         [self.batches, self.queries, self.q_heads].into_iter().map(u64::from).fold(1, u64::saturating_mul)
     }
 
-    /// Partial results of all rows: one a row, split and SIMD group.
-    pub fn results(&self, simds: usize) -> u64 {
-        [self.splits, simds as u32].into_iter().map(u64::from).fold(self.rows(), u64::saturating_mul)
+    /// Partial results of all rows: one a row and split.
+    pub fn results(&self) -> u64 {
+        self.rows().saturating_mul(u64::from(self.splits))
     }
 }
 

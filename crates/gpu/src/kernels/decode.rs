@@ -1,5 +1,5 @@
 //! Attention over keys and values of any format, split along the keys. [`decode()`] stores a partial result for every
-//! query row, split and SIMD group; [`merge`](super::merge::merge()) combines them.
+//! query row and split; [`merge`](super::merge::merge()) combines them.
 //!
 //! ```text
 //! score_j     = softcap(scale q . k_j) - slope |p - j| + mask_j               in units of log2
@@ -10,7 +10,8 @@
 //!
 //! The words of the next keys and values are loaded before the current ones are used. Partial outputs stay in
 //! registers, and all query rows of a GQA group share every byte that is read. How a tile of scores lies in a SIMD
-//! group is in [`tile`](super::tile).
+//! group is in [`tile`](super::tile). The SIMD groups of a threadgroup divide its keys; [`partial`](super::partial) adds up
+//! what each of them has.
 //!
 //! Queries of codes are rotated and scaled to at most 2, and multiplied as two f16 each: sums are f32, and scores as
 //! exact as for f32 queries. The scale of a value row is folded into its probability, so that the largest product is
@@ -22,15 +23,16 @@ use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
     load_values, no_tile,
 };
+use super::partial::{share_max_sum, store_partial, sum_outputs};
 use super::query::{
     Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
     stage_queries, store_shifts,
 };
-use super::rows::{Levels, lane_words, pair_words, product_type};
+use super::rows::{Levels, lane_words, larger, pair_words, product_type};
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,
-    query_operands, store_partial,
+    query_operands,
 };
 use flashtile_kernel::prelude::*;
 
@@ -262,8 +264,8 @@ fn attend_tiles<
     }
 }
 
-/// Partial results of attention of the query rows of each key/value head: see the module. `partial_out` is
-/// `[B, Sq, H, splits, S, Dv]`, `partial_max_sum` holds the pairs `(row_max, row_sum)` `[B, Sq, H, splits, S]`. With
+/// Partial results of attention of the query rows of each key/value head: see the module. `partial_out`
+/// `[B, Sq, H, splits, Dv]` is divided by `S`, `partial_max_sum` holds the pairs `(row_max, row_sum)` `[B, Sq, H, splits]`. With
 /// ALiBi, distances are from the nearest key that a row sees, and behind the pairs follows the shift of each row
 /// `[B, Sq, H]`, in units of the score.
 ///
@@ -285,6 +287,7 @@ fn attend_tiles<
 /// | `KW`, `VW` | words of a lane as they are loaded |
 /// | `KP`, `VP` | words of the decoded pairs of a lane |
 /// | `ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
+/// | `DM` | the larger head dimension |
 #[kernel(
     threads = (32 * S) as u32,
     derive(
@@ -297,6 +300,7 @@ fn attend_tiles<
         KP: usize = pair_words(K, D, 4),
         VP: usize = pair_words(V, DV, 8),
         ORDER: u32 = hadamard_order(KF, D),
+        DM: usize = larger(D, DV),
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
     requires(D.is_multiple_of(16) && DV.is_multiple_of(16), "head dimensions are multiples of 16"),
@@ -308,9 +312,9 @@ fn attend_tiles<
     requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
     requires(sequences.len() >= 8 * groups[2] as usize, "eight words of every sequence"),
-    requires(partial_max_sum.len() as u64 >= params.results(S).saturating_mul(2), "partial_max_sum of every partial result"),
-    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(S).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
-    requires(partial_out.len() as u64 >= params.results(S).saturating_mul(DV as u64), "partial outputs of every partial result"),
+    requires(partial_max_sum.len() as u64 >= params.results().saturating_mul(2), "partial_max_sum of every partial result"),
+    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results().saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
+    requires(partial_out.len() as u64 >= params.results().saturating_mul(DV as u64), "partial outputs of every partial result"),
     requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
@@ -352,10 +356,12 @@ pub fn decode<
     #[constant] has_tree_mask: bool,
     #[constant] has_k_mean: bool,
 ) {
-    let mut queries: Shared<f32> = shared(8 * T * D);
+    // Queries; at the end, sums of the outputs of the SIMD groups.
+    let mut queries: Shared<f32> = shared(8 * T * DM);
     // Of each row: the factor of its products, and what is added to them.
     let mut scales: Shared<f32> = shared(8 * T);
     let mut biases: Shared<f32> = shared(8 * T);
+    let mut max_sum: Shared<f32> = shared(16 * S * T);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let kv = KvMemory { k, v, table, codebooks, row_align };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
@@ -366,7 +372,7 @@ pub fn decode<
     }
     let bounds = row_bounds::<T>(tile, slopes, params, has);
     if has_alibi {
-        store_shifts::<T, S>(tile, bounds.rows, params, partial_max_sum);
+        store_shifts::<T>(tile, bounds.rows, params, partial_max_sum);
     }
     let pass = pass_of::<KF, VF, D, DV, T, U, S>(tile, bounds, params, has, paging);
     let mut next = no_tile::<KW, VW, U>();
@@ -394,5 +400,9 @@ pub fn decode<
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);
     }
-    store_partial::<VF, DV, S, VN, T>(state, tile, params, partial_out, partial_max_sum);
+    share_max_sum::<VN, T>(state, &mut max_sum);
+    // Every SIMD group has read its queries.
+    barrier();
+    sum_outputs::<S, VN, T>(state, &max_sum, &mut queries);
+    store_partial::<VF, DV, S, VN, T>(&max_sum, &queries, tile, params, partial_out, partial_max_sum);
 }

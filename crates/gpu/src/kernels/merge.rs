@@ -18,8 +18,8 @@ pub struct Merge {
     pub queries: u32,
     /// Partial results of a row.
     pub splits: u32,
-    /// Padding: 0.
-    pub unused: u32,
+    /// What partial outputs are divided by: the SIMD groups whose outputs they are sums of.
+    pub simds: u32,
 }
 
 impl Merge {
@@ -134,12 +134,18 @@ fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut 
 
 /// Coordinate `c` of a row's output, of the four sums of its partial outputs.
 #[device]
-fn mean_of<const DV: usize>(partials: Partials, row: Merged, quarters: &Shared<f32>, c: u32) -> f32 {
+fn mean_of<const DV: usize>(
+    partials: Partials,
+    row: Merged,
+    quarters: &Shared<f32>,
+    c: u32,
+    simds: u32,
+) -> f32 {
     let mut whole = 0.0;
     for n in 0..4u32 {
         whole += quarters[n * DV as u32 + c];
     }
-    let mut mean = whole / row.row_sum;
+    let mut mean = whole / row.row_sum * simds as f32;
     if mean.abs() >= f32::INFINITY || mean.is_nan() {
         // Sums may overflow where their mean does not. What is infinite or NaN stays so.
         let mut small = 0.0;
@@ -152,7 +158,7 @@ fn mean_of<const DV: usize>(partials: Partials, row: Merged, quarters: &Shared<f
             }
         }
         small /= row.row_sum;
-        mean = small / SHRINK;
+        mean = small / SHRINK * simds as f32;
         if small.abs() < f32::INFINITY {
             mean = mean.max(-3.402_823_5e38).min(3.402_823_5e38);
         }
@@ -182,7 +188,7 @@ fn lse_of(row: Merged, sinks: &Buffer<f32>, has_sinks: bool) -> f32 {
 ///
 /// ```text
 /// row_max = max_i row_max_i                       row_sum = sum_i 2^(row_max_i - row_max) row_sum_i
-/// out     = sum_i 2^(row_max_i - row_max) partial_out_i / row_sum
+/// out     = simds sum_i 2^(row_max_i - row_max) partial_out_i / row_sum
 /// lse     = ln 2 (row_max + log2 row_sum) + shift
 /// ```
 ///
@@ -232,7 +238,7 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     sum_splits::<DV>(partials, merged.row_max, &mut quarters);
     barrier();
     for c in (thread_index()..DV as u32).step_by(128) {
-        row[c] = mean_of::<DV>(partials, merged, &quarters, c);
+        row[c] = mean_of::<DV>(partials, merged, &quarters, c, params.simds);
     }
     barrier();
     if ORDER > 0 {

@@ -8,6 +8,7 @@ pub mod formats;
 pub mod kv;
 pub mod mask_tiles;
 pub mod merge;
+pub mod partial;
 pub mod query;
 pub mod rotation;
 pub mod rows;

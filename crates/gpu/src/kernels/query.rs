@@ -204,14 +204,14 @@ pub fn row_bounds<const T: usize>(
 /// Stores the shifts of the rows behind the `(row_max, row_sum)` pairs of all partial results. One SIMD group of the
 /// first split does it.
 #[device]
-pub fn store_shifts<const T: usize, const S: usize>(
+pub fn store_shifts<const T: usize>(
     tile: RowTile,
     rows: [[RowBound; 2]; T],
     params: &Attend,
     partial_max_sum: &mut Buffer<f32>,
 ) {
     if group_y() == 0 && simd_index() == 0 && matrix_row() == 0 {
-        let results = params.batches * params.queries * params.q_heads * params.splits * S as u32;
+        let results = params.batches * params.queries * params.q_heads * params.splits;
         for t in 0..T {
             for n in 0..2usize {
                 if lane_query_row(tile, t, n) < tile.rows {

@@ -54,6 +54,11 @@ pub const fn piece_bytes(format: u32, dim: u32, lanes: u32) -> u32 {
     4
 }
 
+/// The larger of two head dimensions.
+pub const fn larger(a: usize, b: usize) -> usize {
+    if a > b { a } else { b }
+}
+
 /// Words that a lane loads of a row.
 pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
     if gathered(format, dim as u32, lanes as u32) {

@@ -8,7 +8,7 @@
 use super::attend::Attend;
 use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite};
 use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
-use super::query::{Features, RowBound, RowTile, lane_query_row, result_of};
+use super::query::{Features, RowBound};
 use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, with_half_norms};
 use super::score::{HUGE_BIAS, HUGE_RATE, LOG2E, bias_at};
 use flashtile_kernel::prelude::*;
@@ -520,38 +520,4 @@ pub fn needs_second_pass<const FORMAT: u32, const N: usize, const T: usize>(
         }
     }
     again
-}
-
-/// Stores the partial results of a lane's rows: of this split and SIMD group.
-#[device]
-pub fn store_partial<const FORMAT: u32, const D: usize, const S: usize, const N: usize, const T: usize>(
-    state: Accumulator<N, T>,
-    tile: RowTile,
-    params: &Attend,
-    partial_out: &mut Buffer<f32>,
-    partial_max_sum: &mut Buffer<f32>,
-) {
-    for t in 0..T {
-        for n in 0..2usize {
-            let row = lane_query_row(tile, t, n);
-            let shrink = shrink_of(state.shrunk, 2 * t + n);
-            let sum = matrix_column_sum(state.row_sum[t][n]) * shrink;
-            if row < tile.rows {
-                let result = result_of(tile, params, row);
-                let partial = (result * params.splits + group_y()) * S as u32 + simd_index();
-                for i in 0..N {
-                    for h in 0..2usize {
-                        let c = coordinate::<FORMAT, D, 8>(matrix_row(), (2 * i + h) as u32);
-                        partial_out[partial as u64 * D as u64 + c as u64] = state.out[t][i][h][n];
-                    }
-                }
-                if matrix_row() == 0 {
-                    // `-inf` says that no key was seen. Where the sum is NaN, any `row_max` but that will do.
-                    let row_max = select(sum.is_nan(), 0.0, state.row_max[t][n] - shrink.log2());
-                    partial_max_sum[2 * partial] = row_max;
-                    partial_max_sum[2 * partial + 1] = sum;
-                }
-            }
-        }
-    }
 }

@@ -375,7 +375,7 @@ fn merged<D: Device<Memory = Memory>>(
         q_heads: heads as u32,
         queries: queries as u32,
         splits: splits as u32,
-        unused: 0,
+        simds: 1,
     };
     merge::Call {
         partial_out: memory[0].view(),

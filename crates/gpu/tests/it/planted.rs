@@ -246,7 +246,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
 fn memory_that_is_too_short_for_a_kernel_is_refused() {
     let numbers = |len: usize| Memory::from_slice(&vec![0.0f32; len]);
     // Two queries of three heads, of two partial results of 64 numbers each; rows of out are 80 apart.
-    let params = Merge { out: [480, 160, 80], q_heads: 3, queries: 2, splits: 2, unused: 0 };
+    let params = Merge { out: [480, 160, 80], q_heads: 3, queries: 2, splits: 2, simds: 1 };
     let lens = [6 * 2 * 64, 6 * 2 * 2, 3, 400 + 64, 6];
     let merged = |lens: [usize; 5]| {
         let [partial_out, partial_max_sum, sinks, mut out, mut lse] = lens.map(numbers);
