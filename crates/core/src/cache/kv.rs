@@ -1,27 +1,43 @@
-//! A KV cache in main memory.
+//! A KV cache, on the host or on a device.
 
 use super::desc::{CacheDesc, KeyMean};
 use super::error::CacheError;
+use super::page_store::{PageStore, RowRun};
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
-use super::store::{Layer, Store};
+use super::store::{HostStore, Layer};
 use super::table::{PageCopy, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
 use crate::codec::{CodePages, KvView, Side};
 use crate::inputs::Inputs;
-use crate::tensor::{TensorView, TensorViewMut};
+use crate::tensor::TensorView;
+use std::ops::Range;
 
-/// Keys and values of many sequences in main memory.
+/// Keys and values of many sequences: in main memory, or in the memory of a device by another [`PageStore`].
 ///
 /// An operation that is refused changes nothing. Sequences never see each other's tokens: pages shared by
 /// [`KvCache::fork`] are copied before one of the sequences writes to them. A batch lists a sequence at most once.
+///
+/// Errors of operations are those of the store, [`PageStore::Error`]: in main memory [`CacheError`], on a device also what fails
+/// there.
 #[derive(Debug)]
-pub struct KvCache {
+pub struct KvCache<S: PageStore = HostStore> {
     desc: CacheDesc,
     table: SequenceTable,
-    store: Store,
+    store: S,
+    layers: Vec<LayerState>,
     /// Scratch memory, empty between operations.
     copies: Vec<PageCopy>,
+    runs: Vec<RowRun>,
+}
+
+/// What fixes the mean of the keys of a layer.
+#[derive(Debug, Clone, Copy, Default)]
+struct LayerState {
+    /// Rows have been stored.
+    written: bool,
+    /// The caller has set it.
+    given: bool,
 }
 
 /// Memory use of a cache. Bookkeeping, a few bytes per page, is not counted.
@@ -64,117 +80,14 @@ impl CacheMemory {
 }
 
 impl KvCache {
-    /// An empty cache. Its pools start on cache lines and are zero; untouched pages take address space only.
+    /// An empty cache in main memory. Its pools start on cache lines and are zero; untouched pages take address space only.
     ///
     /// # Errors
     /// [`CacheError::Dimension`], [`CacheError::CodecDim`], [`CacheError::MeanOfElements`], [`CacheError::SizeOverflow`] or
     /// [`CacheError::Memory`].
     pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
         desc.validate()?;
-        let table = SequenceTable::new(desc.layout)?;
-        Ok(Self { desc, table, store: Store::new(&desc)?, copies: Vec::new() })
-    }
-
-    /// The description this cache was made from.
-    #[must_use]
-    pub const fn desc(&self) -> &CacheDesc {
-        &self.desc
-    }
-
-    /// A new, empty sequence. It takes a slot in a contiguous or ring cache, and no page in a paged one.
-    ///
-    /// # Errors
-    /// [`CacheError::OutOfSlots`] or [`CacheError::Memory`].
-    pub fn create(&mut self) -> Result<SeqId, CacheError> {
-        self.table.create()
-    }
-
-    /// Ends a sequence and frees the pages that only it holds. Cost: `O(its pages)`, without touching their memory.
-    ///
-    /// # Errors
-    /// [`CacheError::ForeignSequence`], or [`CacheError::RemovedSequence`] the second time.
-    pub fn remove(&mut self, seq: SeqId) -> Result<(), CacheError> {
-        self.table.remove(seq)
-    }
-
-    /// Length of a sequence, including tokens that are no longer kept: the position of its next token.
-    ///
-    /// # Errors
-    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
-    pub fn len(&self, seq: SeqId) -> Result<usize, CacheError> {
-        Ok(self.table.kept(seq)?.end)
-    }
-
-    /// First kept token of a sequence: 0 unless a ring has overwritten it or [`KvCache::forget`] has dropped it.
-    ///
-    /// # Errors
-    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
-    pub fn first(&self, seq: SeqId) -> Result<usize, CacheError> {
-        Ok(self.table.kept(seq)?.start)
-    }
-
-    /// Adds tokens to each listed sequence, in all layers. Their contents are unspecified until [`KvCache::write`]
-    /// stores them. Takes the pages of the new tokens, and one more for a sequence whose last page is shared and not
-    /// full. Rings give up their oldest tokens.
-    ///
-    /// # Errors
-    /// [`CacheError::OutOfPages`], [`CacheError::Capacity`], [`CacheError::ForeignSequence`],
-    /// [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
-    pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), CacheError> {
-        self.table.extend(batch, &mut self.copies)?;
-        self.copy_pages();
-        Ok(())
-    }
-
-    /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total,
-    /// head_dim]` and `v` `[1, kv_heads, total, value_dim]`, of any dtype: the rows of the sequences one after
-    /// another, as many as listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept
-    /// are skipped.
-    ///
-    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized
-    /// rows are encoded independently, so that their bytes do not depend on how many are written at once. Pages
-    /// shared with another sequence are copied before they are written, in all layers.
-    ///
-    /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Row`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
-    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or
-    /// [`CacheError::Memory`].
-    pub fn write(
-        &mut self,
-        layer: usize,
-        batch: &[(SeqId, usize)],
-        k: &TensorView<'_>,
-        v: &TensorView<'_>,
-    ) -> Result<(), CacheError> {
-        self.desc.check_layer(layer)?;
-        self.desc.check_rows(total_tokens(batch), (k.shape(), v.shape()))?;
-        self.store.layers[layer].check(self.learns_mean(), k, v)?;
-        self.table.prepare_write(batch, &mut self.copies)?;
-        self.copy_pages();
-        self.write_rows(layer, batch, k, v)
-    }
-
-    /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer. If any of it is refused,
-    /// nothing changes.
-    ///
-    /// # Errors
-    /// [`CacheError::LayerCount`], and the errors of [`KvCache::extend`] and [`KvCache::write`].
-    pub fn append(
-        &mut self,
-        batch: &[(SeqId, usize)],
-        layers: &[(TensorView<'_>, TensorView<'_>)],
-    ) -> Result<(), CacheError> {
-        if layers.len() != self.desc.layers {
-            return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers });
-        }
-        for (k, v) in layers {
-            self.desc.check_rows(total_tokens(batch), (k.shape(), v.shape()))?;
-        }
-        for (layer, (k, v)) in self.store.layers.iter().zip(layers) {
-            layer.check(self.learns_mean(), k, v)?;
-        }
-        self.extend(batch)?;
-        layers.iter().enumerate().try_for_each(|(layer, (k, v))| self.write_rows(layer, batch, k, v))
+        Self::with_store(desc, HostStore::new(&desc)?)
     }
 
     /// Replaces a sequence's rows in one layer by rows that were stored elsewhere, byte for byte. `k` and `v` are
@@ -216,9 +129,9 @@ impl KvCache {
             return Err(CacheError::Mean { layer });
         }
         self.table.prepare_write(&[(seq, kept.len())], &mut self.copies)?;
-        self.copy_pages();
+        self.copy_pages()?;
         let of = &mut self.store.layers[layer];
-        of.written |= !kept.is_empty();
+        self.layers[layer].written |= !kept.is_empty();
         for run in self.table.runs(seq, kept.clone())? {
             of.k.load(run, kept.start + run.at, k);
             of.v.load(run, kept.start + run.at, v);
@@ -265,161 +178,6 @@ impl KvCache {
         Ok(slot)
     }
 
-    /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized.
-    /// Attention adds its effect to the scores in f32. Keys with a constant component, such as projections with a
-    /// bias produce, need it: codes then resolve the rest. It cannot change once rows are stored.
-    ///
-    /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`],
-    /// or [`CacheError::MeanOfElements`] if keys are not quantized.
-    pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), CacheError> {
-        self.desc.check_layer(layer)?;
-        let expected = self.desc.kv_heads * self.desc.head_dim;
-        if mean.len() != expected {
-            return Err(CacheError::MeanLength { got: mean.len(), expected });
-        }
-        if !mean.iter().all(|x| x.is_finite()) {
-            return Err(CacheError::MeanNotFinite);
-        }
-        let of = &mut self.store.layers[layer];
-        if of.written {
-            return Err(CacheError::MeanFixed { layer });
-        }
-        let codes = of.k.codes_mut().ok_or(CacheError::MeanOfElements { codec: self.desc.k })?;
-        codes.set_mean(Some(mean.to_vec()));
-        of.given = true;
-        Ok(())
-    }
-
-    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer, whether set or learned.
-    ///
-    /// # Errors
-    /// [`CacheError::Layer`].
-    pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, CacheError> {
-        self.desc.check_layer(layer)?;
-        Ok(self.store.layers[layer].k.codes().and_then(CodePages::mean))
-    }
-
-    /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has
-    /// overwritten do not come back: [`KvCache::first`] stays as it is.
-    ///
-    /// # Errors
-    /// [`CacheError::Position`] unless `first <= len <=` the current length, [`CacheError::ForeignSequence`] or
-    /// [`CacheError::RemovedSequence`].
-    pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), CacheError> {
-        self.table.truncate(seq, len)
-    }
-
-    /// Drops the tokens before a position and frees the pages of a paged cache that held only those. The other tokens
-    /// keep their positions, and a contiguous slot gains no room. No effect if the tokens are dropped already.
-    ///
-    /// # Errors
-    /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
-    /// [`CacheError::RemovedSequence`].
-    pub fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), CacheError> {
-        self.table.forget(seq, before)
-    }
-
-    /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied;
-    /// otherwise the tokens are copied to a free slot. [`KvCache::truncate`] of the fork keeps a prefix, such as a
-    /// system prompt. A shared page is copied when one of the sequences continues in it.
-    ///
-    /// # Errors
-    /// [`CacheError::OutOfSlots`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
-    /// [`CacheError::Memory`].
-    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, CacheError> {
-        let fork = self.table.fork(seq, &mut self.copies)?;
-        self.copy_pages();
-        Ok(fork)
-    }
-
-    /// Copies the kept tokens of a sequence from the cache.
-    ///
-    /// # Errors
-    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
-    pub fn snapshot(&self, seq: SeqId) -> Result<Snapshot, CacheError> {
-        let kept = self.table.kept(seq)?;
-        let size = kept.len() * self.desc.token_bytes();
-        let mut bytes = Vec::new();
-        reserve(&mut bytes, size)?;
-        bytes.resize(size, 0);
-        let mut rest = bytes.as_mut_slice();
-        for pool in self.store.layers.iter().flat_map(Layer::pools) {
-            let (section, after) = rest.split_at_mut(pool.bytes_of(kept.len()));
-            for run in self.table.runs(seq, kept.clone())? {
-                pool.export(run, run.at, section);
-            }
-            rest = after;
-        }
-        let means =
-            self.store.layers.iter().map(|layer| layer.k.codes()?.mean().map(<[f32]>::to_vec)).collect();
-        Ok(Snapshot { desc: self.desc, kept, bytes, means })
-    }
-
-    /// A new sequence with the tokens of a snapshot, which may come from a cache with another layout. Tokens keep
-    /// their positions. A ring keeps as many of the last tokens as it has room for.
-    ///
-    /// # Errors
-    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
-    /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
-    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, CacheError> {
-        snapshot.check(&self.desc)?;
-        for (layer, (of, mean)) in self.store.layers.iter().zip(&snapshot.means).enumerate() {
-            let own = of.k.codes().and_then(CodePages::mean);
-            if (of.written || of.given) && own != mean.as_deref() {
-                return Err(CacheError::SnapshotMean { layer });
-            }
-        }
-        let seq = self.table.restore(snapshot.kept.clone())?;
-        let kept = self.table.kept(seq)?;
-        for (of, mean) in self.store.layers.iter_mut().zip(&snapshot.means) {
-            if let Some(codes) = of.k.codes_mut() {
-                codes.set_mean(mean.clone());
-            }
-            of.written |= !kept.is_empty();
-        }
-        let skipped = kept.start - snapshot.kept.start;
-        let mut rest = snapshot.bytes.as_slice();
-        for pool in self.store.layers.iter_mut().flat_map(Layer::pools_mut) {
-            let (section, after) = rest.split_at(pool.bytes_of(snapshot.kept.len()));
-            for run in self.table.runs(seq, kept.clone())? {
-                pool.import(run, skipped + run.at, section);
-            }
-            rest = after;
-        }
-        Ok(seq)
-    }
-
-    /// Writes the kept tokens of a sequence in one layer to `k` `[1, kv_heads, len - first, head_dim]` and `v`
-    /// `[1, kv_heads, len - first, value_dim]`, of any dtype; rounded to nearest even.
-    ///
-    /// # Errors
-    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::ForeignSequence`] or
-    /// [`CacheError::RemovedSequence`]; nothing is written then.
-    pub fn linearise(
-        &self,
-        seq: SeqId,
-        layer: usize,
-        k: &mut TensorViewMut<'_>,
-        v: &mut TensorViewMut<'_>,
-    ) -> Result<(), CacheError> {
-        let kept = self.table.kept(seq)?;
-        self.desc.check_layer(layer)?;
-        self.desc.check_rows(kept.len(), (k.shape(), v.shape()))?;
-        let layer = &self.store.layers[layer];
-        for run in self.table.runs(seq, kept)? {
-            layer.k.read(run, k, run.at);
-            layer.v.read(run, v, run.at);
-        }
-        Ok(())
-    }
-
-    /// Memory use. Cost: `O(pages + sequences)`.
-    #[must_use]
-    pub fn memory(&self) -> CacheMemory {
-        CacheMemory::of(&self.desc, &self.table)
-    }
-
     /// The pools of a layer: K `[pages, kv_heads, page_size, head_dim]` and V `[pages, kv_heads, page_size, value_dim]`, dense.
     /// Rows without a token must not be read.
     ///
@@ -444,25 +202,6 @@ impl KvCache {
         Ok((k.kv_view(), v.kv_view()))
     }
 
-    /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once.
-    /// Valid until an operation changes one of them, such as a [`KvCache::write`] that copies a shared page.
-    ///
-    /// # Errors
-    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
-    pub fn tables(&self, batch: &[SeqId]) -> Result<BlockTables, CacheError> {
-        let mut tables = BlockTables::default();
-        self.refill_tables(batch, &mut tables)?;
-        Ok(tables)
-    }
-
-    /// [`KvCache::tables`] into existing tables, whose contents are replaced; allocates only if they are too small.
-    ///
-    /// # Errors
-    /// Those of [`KvCache::tables`]; `tables` is unchanged then.
-    pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), CacheError> {
-        self.table.tables(batch, tables)
-    }
-
     /// Inputs of attention over one layer. `tables` come from [`KvCache::tables`] for the sequences of the batch.
     ///
     /// # Errors
@@ -482,44 +221,332 @@ impl KvCache {
     pub fn poison_unused(&mut self) {
         self.store.poison(&self.table.rows_held());
     }
+}
 
-    /// Whether layers take the mean of their keys from their first write.
-    fn learns_mean(&self) -> bool {
-        self.desc.key_mean == KeyMean::Learned
+impl<S: PageStore> KvCache<S> {
+    /// An empty cache whose rows are in a store, which was made for this description.
+    ///
+    /// # Errors
+    /// As [`KvCache::new`].
+    pub fn with_store(desc: CacheDesc, store: S) -> Result<Self, CacheError> {
+        desc.validate()?;
+        let table = SequenceTable::new(desc.layout)?;
+        let mut layers = Vec::new();
+        reserve(&mut layers, desc.layers)?;
+        layers.resize(desc.layers, LayerState::default());
+        Ok(Self { desc, table, store, layers, copies: Vec::new(), runs: Vec::new() })
+    }
+
+    /// The memory of the rows.
+    #[must_use]
+    pub const fn store(&self) -> &S {
+        &self.store
+    }
+
+    /// The memory of the rows, for what is not an operation of caches.
+    #[must_use]
+    pub const fn store_mut(&mut self) -> &mut S {
+        &mut self.store
+    }
+
+    /// The description this cache was made from.
+    #[must_use]
+    pub const fn desc(&self) -> &CacheDesc {
+        &self.desc
+    }
+
+    /// A new, empty sequence. It takes a slot in a contiguous or ring cache, and no page in a paged one.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfSlots`] or [`CacheError::Memory`].
+    pub fn create(&mut self) -> Result<SeqId, S::Error> {
+        Ok(self.table.create()?)
+    }
+
+    /// Ends a sequence and frees the pages that only it holds. Cost: `O(its pages)`, without touching their memory.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], or [`CacheError::RemovedSequence`] the second time.
+    pub fn remove(&mut self, seq: SeqId) -> Result<(), S::Error> {
+        Ok(self.table.remove(seq)?)
+    }
+
+    /// Length of a sequence, including tokens that are no longer kept: the position of its next token.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
+    pub fn len(&self, seq: SeqId) -> Result<usize, S::Error> {
+        Ok(self.table.kept(seq)?.end)
+    }
+
+    /// First kept token of a sequence: 0 unless a ring has overwritten it or [`KvCache::forget`] has dropped it.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`] or [`CacheError::RemovedSequence`].
+    pub fn first(&self, seq: SeqId) -> Result<usize, S::Error> {
+        Ok(self.table.kept(seq)?.start)
+    }
+
+    /// Adds tokens to each listed sequence, in all layers. Their contents are unspecified until [`KvCache::write`]
+    /// stores them. Takes the pages of the new tokens, and one more for a sequence whose last page is shared and not
+    /// full. Rings give up their oldest tokens.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfPages`], [`CacheError::Capacity`], [`CacheError::ForeignSequence`],
+    /// [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or [`CacheError::Memory`].
+    pub fn extend(&mut self, batch: &[(SeqId, usize)]) -> Result<(), S::Error> {
+        self.table.extend(batch, &mut self.copies)?;
+        self.copy_pages()
+    }
+
+    /// Stores K and V of the last tokens of each listed sequence in one layer. `k` is `[1, kv_heads, total,
+    /// head_dim]` and `v` `[1, kv_heads, total, value_dim]`, of any dtype: the rows of the sequences one after
+    /// another, as many as listed; [`TensorView::packed`] makes such views. Rows of tokens that are no longer kept
+    /// are skipped.
+    ///
+    /// Elements are converted to the codec, rounded to nearest even; equal types are copied bit by bit. Quantized
+    /// rows are encoded independently, so that their bytes do not depend on how many are written at once. Pages
+    /// shared with another sequence are copied before they are written, in all layers.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::Row`], [`CacheError::Tokens`], [`CacheError::OutOfPages`],
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`], [`CacheError::DuplicateSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn write(
+        &mut self,
+        layer: usize,
+        batch: &[(SeqId, usize)],
+        k: &S::Rows<'_>,
+        v: &S::Rows<'_>,
+    ) -> Result<(), S::Error> {
+        self.desc.check_layer(layer)?;
+        self.desc.check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
+        let mean = self.check(layer, k, v)?;
+        self.table.prepare_write(batch, &mut self.copies)?;
+        self.copy_pages()?;
+        self.write_rows(layer, batch, mean, (k, v))
+    }
+
+    /// [`KvCache::extend`], then [`KvCache::write`] with a pair `(k, v)` for each layer. If any of it is refused,
+    /// nothing changes.
+    ///
+    /// # Errors
+    /// [`CacheError::LayerCount`], and the errors of [`KvCache::extend`] and [`KvCache::write`].
+    pub fn append(
+        &mut self,
+        batch: &[(SeqId, usize)],
+        layers: &[(S::Rows<'_>, S::Rows<'_>)],
+    ) -> Result<(), S::Error> {
+        if layers.len() != self.desc.layers {
+            return Err(CacheError::LayerCount { got: layers.len(), layers: self.desc.layers }.into());
+        }
+        for (k, v) in layers {
+            self.desc.check_rows(total_tokens(batch), (S::shape(k), S::shape(v)))?;
+        }
+        let check = |(layer, (k, v)): (usize, &(S::Rows<'_>, S::Rows<'_>))| self.check(layer, k, v);
+        let means: Vec<_> = layers.iter().enumerate().map(check).collect::<Result<_, _>>()?;
+        self.extend(batch)?;
+        for (layer, ((k, v), mean)) in layers.iter().zip(means).enumerate() {
+            self.write_rows(layer, batch, mean, (k, v))?;
+        }
+        Ok(())
+    }
+
+    /// Sets the mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer before they are quantized.
+    /// Attention adds its effect to the scores in f32. Keys with a constant component, such as projections with a
+    /// bias produce, need it: codes then resolve the rest. It cannot change once rows are stored.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::MeanLength`], [`CacheError::MeanNotFinite`], [`CacheError::MeanFixed`],
+    /// or [`CacheError::MeanOfElements`] if keys are not quantized.
+    pub fn set_key_mean(&mut self, layer: usize, mean: &[f32]) -> Result<(), S::Error> {
+        self.desc.check_layer(layer)?;
+        let expected = self.desc.kv_heads * self.desc.head_dim;
+        if mean.len() != expected {
+            return Err(CacheError::MeanLength { got: mean.len(), expected }.into());
+        }
+        if !mean.iter().all(|x| x.is_finite()) {
+            return Err(CacheError::MeanNotFinite.into());
+        }
+        if self.layers[layer].written {
+            return Err(CacheError::MeanFixed { layer }.into());
+        }
+        if self.desc.k.dtype().is_some() {
+            return Err(CacheError::MeanOfElements { codec: self.desc.k }.into());
+        }
+        self.store.set_key_mean(layer, Some(mean.to_vec()))?;
+        self.layers[layer].given = true;
+        Ok(())
+    }
+
+    /// The mean `[kv_heads, head_dim]` that is subtracted from the keys of a layer, whether set or learned.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`].
+    pub fn key_mean(&self, layer: usize) -> Result<Option<&[f32]>, S::Error> {
+        self.desc.check_layer(layer)?;
+        Ok(self.store.key_mean(layer))
+    }
+
+    /// Shortens a sequence to `len` tokens and frees the pages that it no longer needs. Tokens that a ring has
+    /// overwritten do not come back: [`KvCache::first`] stays as it is.
+    ///
+    /// # Errors
+    /// [`CacheError::Position`] unless `first <= len <=` the current length, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`].
+    pub fn truncate(&mut self, seq: SeqId, len: usize) -> Result<(), S::Error> {
+        Ok(self.table.truncate(seq, len)?)
+    }
+
+    /// Drops the tokens before a position and frees the pages of a paged cache that held only those. The other tokens
+    /// keep their positions, and a contiguous slot gains no room. No effect if the tokens are dropped already.
+    ///
+    /// # Errors
+    /// [`CacheError::Position`] if `before` is past the end, [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`].
+    pub fn forget(&mut self, seq: SeqId, before: usize) -> Result<(), S::Error> {
+        Ok(self.table.forget(seq, before)?)
+    }
+
+    /// A new sequence with the same tokens. In a paged cache the two share all pages, and no memory is copied;
+    /// otherwise the tokens are copied to a free slot. [`KvCache::truncate`] of the fork keeps a prefix, such as a
+    /// system prompt. A shared page is copied when one of the sequences continues in it.
+    ///
+    /// # Errors
+    /// [`CacheError::OutOfSlots`], [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or
+    /// [`CacheError::Memory`].
+    pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, S::Error> {
+        let fork = self.table.fork(seq, &mut self.copies)?;
+        self.copy_pages()?;
+        Ok(fork)
+    }
+
+    /// Copies the kept tokens of a sequence from the cache.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn snapshot(&self, seq: SeqId) -> Result<Snapshot, S::Error> {
+        let kept = self.table.kept(seq)?;
+        let size = kept.len() * self.desc.token_bytes();
+        let mut bytes = Vec::new();
+        reserve(&mut bytes, size)?;
+        bytes.resize(size, 0);
+        self.store.export(&self.runs(seq, kept.clone(), 0)?, kept.len(), &mut bytes)?;
+        let means =
+            (0..self.desc.layers).map(|layer| self.store.key_mean(layer).map(<[f32]>::to_vec)).collect();
+        Ok(Snapshot { desc: self.desc, kept, bytes, means })
+    }
+
+    /// A new sequence with the tokens of a snapshot, which may come from a cache with another layout. Tokens keep
+    /// their positions. A ring keeps as many of the last tokens as it has room for.
+    ///
+    /// # Errors
+    /// [`CacheError::SnapshotDimension`], [`CacheError::SnapshotCodec`], [`CacheError::SnapshotMean`], [`CacheError::Capacity`],
+    /// [`CacheError::OutOfSlots`], [`CacheError::OutOfPages`] or [`CacheError::Memory`].
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<SeqId, S::Error> {
+        snapshot.check(&self.desc)?;
+        for (layer, (of, mean)) in self.layers.iter().zip(&snapshot.means).enumerate() {
+            if (of.written || of.given) && self.store.key_mean(layer) != mean.as_deref() {
+                return Err(CacheError::SnapshotMean { layer }.into());
+            }
+        }
+        let seq = self.table.restore(snapshot.kept.clone())?;
+        let kept = self.table.kept(seq)?;
+        for (layer, mean) in snapshot.means.iter().enumerate() {
+            if self.store.key_mean(layer) != mean.as_deref() {
+                self.store.set_key_mean(layer, mean.clone())?;
+            }
+            self.layers[layer].written |= !kept.is_empty();
+        }
+        let runs = self.runs(seq, kept.clone(), kept.start - snapshot.kept.start)?;
+        self.store.import(&runs, snapshot.kept.len(), &snapshot.bytes)?;
+        Ok(seq)
+    }
+
+    /// Writes the kept tokens of a sequence in one layer to `k` `[1, kv_heads, len - first, head_dim]` and `v`
+    /// `[1, kv_heads, len - first, value_dim]`, of any dtype; rounded to nearest even.
+    ///
+    /// # Errors
+    /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::ForeignSequence`] or
+    /// [`CacheError::RemovedSequence`]; nothing is written then.
+    pub fn linearise(
+        &self,
+        seq: SeqId,
+        layer: usize,
+        k: &mut S::RowsMut<'_>,
+        v: &mut S::RowsMut<'_>,
+    ) -> Result<(), S::Error> {
+        let kept = self.table.kept(seq)?;
+        self.desc.check_layer(layer)?;
+        self.desc.check_rows(kept.len(), (S::shape_mut(k), S::shape_mut(v)))?;
+        self.store.read(layer, &self.runs(seq, kept, 0)?, k, v)
+    }
+
+    /// Memory use. Cost: `O(pages + sequences)`.
+    #[must_use]
+    pub fn memory(&self) -> CacheMemory {
+        CacheMemory::of(&self.desc, &self.table)
+    }
+
+    /// Where the tokens of these sequences lie in the pools of every layer. A sequence may be listed more than once.
+    /// Valid until an operation changes one of them, such as a [`KvCache::write`] that copies a shared page.
+    ///
+    /// # Errors
+    /// [`CacheError::ForeignSequence`], [`CacheError::RemovedSequence`] or [`CacheError::Memory`].
+    pub fn tables(&self, batch: &[SeqId]) -> Result<BlockTables, S::Error> {
+        let mut tables = BlockTables::default();
+        self.refill_tables(batch, &mut tables)?;
+        Ok(tables)
+    }
+
+    /// [`KvCache::tables`] into existing tables, whose contents are replaced; allocates only if they are too small.
+    ///
+    /// # Errors
+    /// Those of [`KvCache::tables`]; `tables` is unchanged then.
+    pub fn refill_tables(&self, batch: &[SeqId], tables: &mut BlockTables) -> Result<(), S::Error> {
+        Ok(self.table.tables(batch, tables)?)
+    }
+
+    /// Checks that rows can be stored. Returns the mean of the keys that the layer takes from them, if it does.
+    fn check(&self, layer: usize, k: &S::Rows<'_>, v: &S::Rows<'_>) -> Result<Option<Vec<f32>>, S::Error> {
+        let LayerState { written, given } = self.layers[layer];
+        let learns = self.desc.key_mean == KeyMean::Learned && !written && !given;
+        let learned = if learns { self.store.mean_of(k)? } else { None };
+        self.store.check(layer, learned.as_deref().or(self.store.key_mean(layer)), k, v)?;
+        Ok(learned)
+    }
+
+    /// Where kept tokens of a sequence lie; the first is row `at` of a tensor.
+    fn runs(&self, seq: SeqId, tokens: Range<usize>, at: usize) -> Result<Vec<RowRun>, CacheError> {
+        Ok(self.table.runs(seq, tokens)?.map(|run| run.from(at)).collect())
     }
 
     /// Performs the copies listed by the bookkeeping.
-    fn copy_pages(&mut self) {
-        self.store.copy(&self.copies);
+    fn copy_pages(&mut self) -> Result<(), S::Error> {
+        let copied = if self.copies.is_empty() { Ok(()) } else { self.store.copy(&self.copies) };
         self.copies.clear();
+        copied
     }
 
-    /// Stores rows of a batch that has been checked, in pages that are not shared, so that nothing can fail.
+    /// Stores rows of a batch that has been checked, in pages that are not shared.
     fn write_rows(
         &mut self,
         layer: usize,
         batch: &[(SeqId, usize)],
-        k: &TensorView<'_>,
-        v: &TensorView<'_>,
-    ) -> Result<(), CacheError> {
-        let learns = self.learns_mean();
-        let of = &mut self.store.layers[layer];
-        let mean = of.learned(learns, k);
-        if let (Some(mean), Some(codes)) = (mean, of.k.codes_mut()) {
-            codes.set_mean(Some(mean));
+        mean: Option<Vec<f32>>,
+        (k, v): (&S::Rows<'_>, &S::Rows<'_>),
+    ) -> Result<(), S::Error> {
+        if mean.is_some() {
+            self.store.set_key_mean(layer, mean)?;
         }
-        of.written |= total_tokens(batch) > 0;
-        let Layer { k: k_pool, v: v_pool, .. } = of;
+        self.layers[layer].written |= total_tokens(batch) > 0;
+        self.runs.clear();
         let mut row = 0;
         for &(seq, tokens) in batch {
             let tail = self.table.tail(seq, tokens)?;
-            for run in self.table.runs(seq, tail.kept)? {
-                let from = row + tail.skipped + run.at;
-                k_pool.write(run, k, from);
-                v_pool.write(run, v, from);
-            }
+            self.runs.extend(self.table.runs(seq, tail.kept)?.map(|run| run.from(row + tail.skipped)));
             row += tokens;
         }
-        Ok(())
+        self.store.write(layer, &self.runs, k, v)
     }
 }

@@ -32,6 +32,7 @@
 mod desc;
 mod error;
 mod kv;
+mod page_store;
 mod seq_id;
 mod snapshot;
 mod store;
@@ -40,6 +41,8 @@ mod table;
 pub use desc::{CacheDesc, CacheLayout, CacheShape, KeyMean, MEAN_ROWS};
 pub use error::CacheError;
 pub use kv::{CacheMemory, KvCache};
+pub use page_store::{PageStore, RowRun};
 pub use seq_id::SeqId;
 pub use snapshot::Snapshot;
+pub use store::{HostStore, Pool, mean_of_rows};
 pub use table::{PageCopy, SequenceTable, total_tokens};

@@ -2,6 +2,7 @@
 
 use super::desc::{CacheDesc, MEAN_ROWS};
 use super::error::CacheError;
+use super::page_store::{PageStore, RowRun};
 use super::table::{PageCopy, Run};
 use crate::codec::{CodePages, Codec, KvView, Side, convert, mean_row};
 use crate::dtype::Dtype;
@@ -10,9 +11,9 @@ use crate::memory::Zeroed;
 use crate::tensor::dense;
 use crate::tensor::{TensorView, TensorViewMut};
 
-/// K or V of one layer: `[pages, heads, page, dim]`.
+/// K or V of one layer in main memory: `[pages, heads, page, dim]`.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub struct Pool {
     shape: [usize; 4],
     row_bytes: usize,
     rows: Rows,
@@ -26,7 +27,11 @@ enum Rows {
 }
 
 impl Pool {
-    fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, CacheError> {
+    /// Zeroed pages of a codec, for a shape of a validated description.
+    ///
+    /// # Errors
+    /// [`CacheError::Memory`].
+    pub fn new(codec: Codec, side: Side, shape: [usize; 4]) -> Result<Self, CacheError> {
         let [pages, heads, page, dim] = shape;
         let row_bytes = codec.row_bytes(dim);
         // The description is validated, so this does not overflow.
@@ -46,6 +51,15 @@ impl Pool {
 
     const fn heads(&self) -> usize {
         self.shape[1]
+    }
+
+    /// The bytes of a page, of all heads.
+    pub fn page_mut(&mut self, page: usize) -> &mut [u8] {
+        let bytes = self.shape[1] * self.shape[2] * self.row_bytes;
+        match &mut self.rows {
+            Rows::Elements(memory, _) => &mut memory[page * bytes..][..bytes],
+            Rows::Codes(codes) => codes.page_mut(page),
+        }
     }
 
     /// The rows as a tensor; `None` if they are quantized.
@@ -84,9 +98,9 @@ impl Pool {
         }
     }
 
-    /// Stores rows `from..` of a tensor `[1, heads, tokens, dim]`. Rows to be quantized have been checked.
-    pub(super) fn write(&mut self, run: Run, tensor: &TensorView<'_>, from: usize) {
-        let (shape, row_bytes) = (self.shape, self.row_bytes);
+    /// Stores rows of a tensor `[1, heads, tokens, dim]`. Rows to be quantized have been checked.
+    fn write(&mut self, run: RowRun, tensor: &TensorView<'_>) {
+        let (shape, row_bytes, from) = (self.shape, self.row_bytes, run.at);
         match &mut self.rows {
             Rows::Elements(memory, dtype) => {
                 for head in 0..shape[1] {
@@ -106,15 +120,15 @@ impl Pool {
         }
     }
 
-    /// Reads rows into rows `into..` of a tensor `[1, heads, tokens, dim]`.
-    pub(super) fn read(&self, run: Run, tensor: &mut TensorViewMut<'_>, into: usize) {
+    /// Reads rows into those of a tensor `[1, heads, tokens, dim]`.
+    fn read(&self, run: RowRun, tensor: &mut TensorViewMut<'_>) {
         let dtype = tensor.dtype();
         let mut x = [0.0f32; MAX_HEAD_DIM];
         let x = &mut x[..self.shape[3]];
         for head in 0..self.heads() {
             let at = self.at(run.page, head, run.row);
             for row in 0..run.tokens {
-                let into = tensor.row_bytes_mut([0, head, into + row]);
+                let into = tensor.row_bytes_mut([0, head, run.at + row]);
                 match &self.rows {
                     Rows::Elements(memory, from) => {
                         convert::convert(
@@ -134,15 +148,16 @@ impl Pool {
     }
 
     /// Bytes of `tokens` tokens.
-    pub(super) const fn bytes_of(&self, tokens: usize) -> usize {
+    #[must_use]
+    pub const fn bytes_of(&self, tokens: usize) -> usize {
         self.heads() * tokens * self.row_bytes
     }
 
-    /// Copies rows of the pool to rows `at..` of dense bytes `[heads, tokens, row]`.
-    pub(super) fn export(&self, run: Run, at: usize, bytes: &mut [u8]) {
+    /// Copies rows of the pool to those of dense bytes `[heads, tokens, row]`.
+    pub fn export(&self, run: RowRun, bytes: &mut [u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact_mut(head_bytes).enumerate() {
-            let bytes = &mut bytes[at * self.row_bytes..][..run.tokens * self.row_bytes];
+            let bytes = &mut bytes[run.at * self.row_bytes..][..run.tokens * self.row_bytes];
             match &self.rows {
                 Rows::Elements(memory, _) => {
                     let from = self.at(run.page, head, run.row);
@@ -157,11 +172,11 @@ impl Pool {
         }
     }
 
-    /// Copies rows `at..` of dense bytes `[heads, tokens, row]` to rows of the pool.
-    pub(super) fn import(&mut self, run: Run, at: usize, bytes: &[u8]) {
+    /// Copies rows of dense bytes `[heads, tokens, row]` to those of the pool.
+    pub fn import(&mut self, run: RowRun, bytes: &[u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact(head_bytes).enumerate() {
-            let bytes = &bytes[at * self.row_bytes..][..run.tokens * self.row_bytes];
+            let bytes = &bytes[run.at * self.row_bytes..][..run.tokens * self.row_bytes];
             let to = self.at(run.page, head, run.row);
             match &mut self.rows {
                 Rows::Elements(memory, _) => memory[to..to + bytes.len()].copy_from_slice(bytes),
@@ -239,79 +254,37 @@ const fn first_byte(shape: [usize; 4], row_bytes: usize, [page, head, row]: [usi
 pub(super) struct Layer {
     pub(super) k: Pool,
     pub(super) v: Pool,
-    /// Whether rows have been stored, which fixes the mean of the keys.
-    pub(super) written: bool,
-    /// Whether the caller has set the mean of the keys.
-    pub(super) given: bool,
 }
 
 impl Layer {
-    /// The mean of the first quantized keys of the layer, if it is to be learned from them.
-    pub(super) fn learned(&self, learn: bool, k: &TensorView<'_>) -> Option<Vec<f32>> {
-        let fresh = learn && !self.written && !self.given;
-        if fresh && self.k.codes().is_some() { mean(k) } else { None }
-    }
-
-    /// Checks that rows can be stored.
-    pub(super) fn check(
-        &self,
-        learn: bool,
-        k: &TensorView<'_>,
-        v: &TensorView<'_>,
-    ) -> Result<(), CacheError> {
-        let refused =
-            |tensor| move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { tensor, head, row, why };
-        if let Some(codes) = self.k.codes() {
-            let learned = self.learned(learn, k);
-            CodePages::check(k, learned.as_deref().or(codes.mean())).map_err(refused("k"))?;
-        }
-        if self.v.codes().is_some() {
-            CodePages::check(v, None).map_err(refused("v"))?;
-        }
-        Ok(())
-    }
-
     /// Both pools.
-    pub(super) fn pools(&self) -> [&Pool; 2] {
+    fn pools(&self) -> [&Pool; 2] {
         [&self.k, &self.v]
     }
 
     /// Both pools.
-    pub(super) fn pools_mut(&mut self) -> [&mut Pool; 2] {
+    fn pools_mut(&mut self) -> [&mut Pool; 2] {
         [&mut self.k, &mut self.v]
     }
 }
 
-/// K and V of every layer.
+/// K and V of every layer in main memory.
 #[derive(Debug)]
-pub(super) struct Store {
+pub struct HostStore {
     pub(super) layers: Vec<Layer>,
 }
 
-impl Store {
+impl HostStore {
     /// Zeroed pools for a validated description.
     pub(super) fn new(desc: &CacheDesc) -> Result<Self, CacheError> {
         let mut layers = Vec::new();
         super::table::reserve(&mut layers, desc.layers)?;
         let [k, v] = desc.pools();
         for _ in 0..desc.layers {
-            layers.push(Layer {
-                k: Pool::new(desc.k, Side::Keys, k)?,
-                v: Pool::new(desc.v, Side::Values, v)?,
-                written: false,
-                given: false,
-            });
+            layers
+                .push(Layer { k: Pool::new(desc.k, Side::Keys, k)?, v: Pool::new(desc.v, Side::Values, v)? });
         }
         Ok(Self { layers })
-    }
-
-    /// Copies rows in every pool.
-    pub(super) fn copy(&mut self, copies: &[PageCopy]) {
-        for layer in &mut self.layers {
-            for pool in layer.pools_mut() {
-                copies.iter().for_each(|copy| pool.copy(copy));
-            }
-        }
     }
 
     /// Fills the rows `[pages, page]` without a token with NaN.
@@ -323,9 +296,114 @@ impl Store {
     }
 }
 
-/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`; `None` without rows or if it is not
-/// finite.
-fn mean(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
+impl PageStore for HostStore {
+    type Error = CacheError;
+    type Rows<'a> = TensorView<'a>;
+    type RowsMut<'a> = TensorViewMut<'a>;
+
+    fn shape(rows: &TensorView<'_>) -> [usize; 4] {
+        rows.shape()
+    }
+
+    fn shape_mut(rows: &TensorViewMut<'_>) -> [usize; 4] {
+        rows.shape()
+    }
+
+    fn check(
+        &self,
+        layer: usize,
+        mean: Option<&[f32]>,
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        let of = &self.layers[layer];
+        let refused =
+            |tensor| move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { tensor, head, row, why };
+        if of.k.codes().is_some() {
+            CodePages::check(k, mean).map_err(refused("k"))?;
+        }
+        if of.v.codes().is_some() {
+            CodePages::check(v, None).map_err(refused("v"))?;
+        }
+        Ok(())
+    }
+
+    fn mean_of(&self, k: &TensorView<'_>) -> Result<Option<Vec<f32>>, CacheError> {
+        Ok(mean_of_rows(k))
+    }
+
+    fn key_mean(&self, layer: usize) -> Option<&[f32]> {
+        self.layers[layer].k.codes().and_then(CodePages::mean)
+    }
+
+    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), CacheError> {
+        if let Some(codes) = self.layers[layer].k.codes_mut() {
+            codes.set_mean(mean);
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, copies: &[PageCopy]) -> Result<(), CacheError> {
+        for pool in self.layers.iter_mut().flat_map(Layer::pools_mut) {
+            copies.iter().for_each(|copy| pool.copy(copy));
+        }
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        layer: usize,
+        runs: &[RowRun],
+        k: &TensorView<'_>,
+        v: &TensorView<'_>,
+    ) -> Result<(), CacheError> {
+        let Layer { k: k_pool, v: v_pool } = &mut self.layers[layer];
+        for run in runs {
+            k_pool.write(*run, k);
+            v_pool.write(*run, v);
+        }
+        Ok(())
+    }
+
+    fn read(
+        &self,
+        layer: usize,
+        runs: &[RowRun],
+        k: &mut TensorViewMut<'_>,
+        v: &mut TensorViewMut<'_>,
+    ) -> Result<(), CacheError> {
+        let of = &self.layers[layer];
+        for run in runs {
+            of.k.read(*run, k);
+            of.v.read(*run, v);
+        }
+        Ok(())
+    }
+
+    fn export(&self, runs: &[RowRun], tokens: usize, bytes: &mut [u8]) -> Result<(), CacheError> {
+        let mut rest = bytes;
+        for pool in self.layers.iter().flat_map(Layer::pools) {
+            let (section, after) = rest.split_at_mut(pool.bytes_of(tokens));
+            runs.iter().for_each(|run| pool.export(*run, section));
+            rest = after;
+        }
+        Ok(())
+    }
+
+    fn import(&mut self, runs: &[RowRun], tokens: usize, bytes: &[u8]) -> Result<(), CacheError> {
+        let mut rest = bytes;
+        for pool in self.layers.iter_mut().flat_map(Layer::pools_mut) {
+            let (section, after) = rest.split_at(pool.bytes_of(tokens));
+            runs.iter().for_each(|run| pool.import(*run, section));
+            rest = after;
+        }
+        Ok(())
+    }
+}
+
+/// Mean `[heads, dim]` of the first rows of a tensor `[1, heads, rows, dim]`, at most [`MEAN_ROWS`]; `None` without rows or if it is
+/// not finite.
+pub fn mean_of_rows(tensor: &TensorView<'_>) -> Option<Vec<f32>> {
     let [_, heads, rows, dim] = tensor.shape();
     let rows = rows.min(MEAN_ROWS);
     if rows == 0 {

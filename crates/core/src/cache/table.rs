@@ -9,6 +9,7 @@
 
 use super::desc::CacheLayout;
 use super::error::CacheError;
+use super::page_store::RowRun;
 use super::seq_id::SeqId;
 use crate::block_tables::{BlockTables, NO_PAGE};
 use crate::limits::{MAX_LEN, MAX_SEQUENCES};
@@ -26,6 +27,13 @@ pub struct Run {
     pub tokens: usize,
     /// Tokens of the range before this run.
     pub at: usize,
+}
+
+impl Run {
+    /// The rows, where the first token of the range is row `at` of a tensor.
+    pub(super) const fn from(self, at: usize) -> RowRun {
+        RowRun { page: self.page, row: self.row, tokens: self.tokens, at: at + self.at }
+    }
 }
 
 /// Rows to copy to the same rows of another page, in every layer, before anything is written.

@@ -1,0 +1,107 @@
+//! What a cache asks of the memory that holds its rows.
+
+use super::error::CacheError;
+use super::table::PageCopy;
+
+/// Consecutive rows of a page, and the rows of a tensor or of a list of bytes that belong to them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct RowRun {
+    /// The page.
+    pub page: usize,
+    /// Its first row.
+    pub row: usize,
+    /// Number of rows.
+    pub tokens: usize,
+    /// First row of the tensor or of the bytes.
+    pub at: usize,
+}
+
+/// The memory of a cache: pages of keys and values of every layer, on the host or on a device.
+///
+/// [`KvCache`](super::KvCache) decides which token lies in which row; a store moves bytes. A cache calls a store with layers, runs and
+/// shapes that it has checked. A store on a device may return before the work has ended, as long as its operations follow each other.
+/// After an error of the memory itself, contents of the cache are unspecified.
+pub trait PageStore {
+    /// Why an operation failed: refused by the cache, or by the memory.
+    type Error: From<CacheError>;
+    /// Rows `[1, kv_heads, tokens, dim]` to store.
+    type Rows<'a>;
+    /// Rows `[1, kv_heads, tokens, dim]` to fill.
+    type RowsMut<'a>;
+
+    /// The shape of rows.
+    fn shape(rows: &Self::Rows<'_>) -> [usize; 4];
+
+    /// The shape of rows to fill.
+    fn shape_mut(rows: &Self::RowsMut<'_>) -> [usize; 4];
+
+    /// Checks that rows can be stored, if that is known before they are. Keys are stored without `mean` `[kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// [`CacheError::Row`].
+    fn check(
+        &self,
+        layer: usize,
+        mean: Option<&[f32]>,
+        k: &Self::Rows<'_>,
+        v: &Self::Rows<'_>,
+    ) -> Result<(), Self::Error>;
+
+    /// The mean `[kv_heads, head_dim]` of the first rows of `k`, at most [`MEAN_ROWS`](super::MEAN_ROWS); none where it is not finite.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn mean_of(&self, k: &Self::Rows<'_>) -> Result<Option<Vec<f32>>, Self::Error>;
+
+    /// The mean that is subtracted from the keys of a layer.
+    fn key_mean(&self, layer: usize) -> Option<&[f32]>;
+
+    /// Sets that mean, in a layer without rows whose keys are codes.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), Self::Error>;
+
+    /// Copies rows to the same rows of other pages, in all layers.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn copy(&mut self, copies: &[PageCopy]) -> Result<(), Self::Error>;
+
+    /// Stores rows of tensors in a layer.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn write(
+        &mut self,
+        layer: usize,
+        runs: &[RowRun],
+        k: &Self::Rows<'_>,
+        v: &Self::Rows<'_>,
+    ) -> Result<(), Self::Error>;
+
+    /// Fills rows of tensors from a layer, decoded and with the mean added.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn read(
+        &self,
+        layer: usize,
+        runs: &[RowRun],
+        k: &mut Self::RowsMut<'_>,
+        v: &mut Self::RowsMut<'_>,
+    ) -> Result<(), Self::Error>;
+
+    /// Copies `tokens` rows to bytes: `[layers]` of K `[kv_heads, tokens, row]` and V `[kv_heads, tokens, row]`.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn export(&self, runs: &[RowRun], tokens: usize, bytes: &mut [u8]) -> Result<(), Self::Error>;
+
+    /// The inverse of [`PageStore::export`]; runs may leave out rows of the bytes.
+    ///
+    /// # Errors
+    /// Those of the memory.
+    fn import(&mut self, runs: &[RowRun], tokens: usize, bytes: &[u8]) -> Result<(), Self::Error>;
+}
