@@ -9,12 +9,14 @@
 //! | [`facts`], [`tile`], [`plan`] | what a device can hold, how a problem's work is cut for it, and what memory runs need |
 //! | [`launches`] | the instances, parameters and constants of a problem |
 //! | [`run`] | runs on any device |
+//! | [`cache`] | KV caches in the memory of any device |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
 //! A backend gives a `flashtile_kernel::Device`.
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+pub mod cache;
 pub mod codecs;
 pub mod encoding;
 pub mod facts;

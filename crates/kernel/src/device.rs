@@ -36,6 +36,33 @@ pub trait DeviceMemory: Sized {
     fn view_mut(&mut self) -> ViewMut<'_, Self>;
 }
 
+/// A device whose memory the host allocates, writes and reads. Writes, launches and reads of one device follow each other.
+pub trait HostAccess: Device<Memory: DeviceMemory> {
+    /// Memory for `len` elements whose bytes are zero.
+    ///
+    /// # Errors
+    /// What the device reports, such as a lack of memory.
+    fn zeroed(&self, element: ScalarType, len: usize) -> Result<Self::Memory, Self::Error>;
+
+    /// Copies bytes to those of a memory from byte `at` on. May return before the device has them; `bytes` has been read then.
+    ///
+    /// # Errors
+    /// What the device reports.
+    ///
+    /// # Panics
+    /// If the memory has fewer bytes.
+    fn write(&self, memory: &mut Self::Memory, at: usize, bytes: &[u8]) -> Result<(), Self::Error>;
+
+    /// Copies bytes of a memory from byte `at` on, after all work before has ended. Bytes that nothing has written may be any.
+    ///
+    /// # Errors
+    /// What the device reports, also of work that failed.
+    ///
+    /// # Panics
+    /// If the memory has fewer bytes.
+    fn read(&self, memory: &Self::Memory, at: usize, bytes: &mut [u8]) -> Result<(), Self::Error>;
+}
+
 /// The bounds of a device's launches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {

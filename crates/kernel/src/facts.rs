@@ -64,6 +64,11 @@ impl<'a, M> ViewMut<'a, M> {
     pub fn memory_mut(&mut self) -> &mut M {
         self.memory
     }
+
+    /// The same view, for a shorter time.
+    pub fn reborrow(&mut self) -> ViewMut<'_, M> {
+        ViewMut { memory: self.memory, span: self.span }
+    }
 }
 
 macro_rules! spans {

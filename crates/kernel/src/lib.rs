@@ -76,8 +76,8 @@ pub mod simulator;
 pub mod source;
 
 pub use device::{
-    Argument, Constant, ContractError, ContractErrorKind, Device, DeviceMemory, Facts, Launch, LaunchError,
-    Limits, Span, View, ViewMut,
+    Argument, Constant, ContractError, ContractErrorKind, Device, DeviceMemory, Facts, HostAccess, Launch,
+    LaunchError, Limits, Span, View, ViewMut,
 };
 pub use fragment::Fragment;
 pub use half::{bf16, f16};

@@ -11,6 +11,8 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[cfg(feature = "gpu")]
+mod cache_twins;
 mod cases;
 mod catalogue;
 #[cfg(feature = "cuda")]
@@ -31,6 +33,8 @@ pub(crate) mod simulator;
 #[cfg(feature = "gpu")]
 pub(crate) mod staging;
 
+#[cfg(feature = "gpu")]
+pub use cache_twins::CacheTwins;
 pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
 #[cfg(feature = "cuda")]

@@ -77,17 +77,24 @@ pub struct Rows {
 /// from, how many, the sequence's line of the table, the position of the first, and the rows of all runs before; two
 /// are not used.
 #[device]
-struct Run {
-    batch: u32,
-    first: u32,
-    rows: u32,
-    sequence: u32,
-    position: u32,
-    before: u32,
+pub struct Run {
+    /// Batch entry of the rows.
+    pub batch: u32,
+    /// First row.
+    pub first: u32,
+    /// Number of rows.
+    pub rows: u32,
+    /// Line of the table.
+    pub sequence: u32,
+    /// Position of the first row.
+    pub position: u32,
+    /// Rows of all runs before.
+    pub before: u32,
 }
 
+/// Run `index`.
 #[device]
-fn run_of(runs: &Buffer<u32>, index: u32) -> Run {
+pub fn run_of(runs: &Buffer<u32>, index: u32) -> Run {
     let at = 8 * index;
     let run = Run {
         batch: runs[at],
@@ -102,13 +109,13 @@ fn run_of(runs: &Buffer<u32>, index: u32) -> Run {
 
 /// The first element of a row.
 #[device]
-fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
+pub fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
     run.batch as u64 * params.x[0] + (run.first + row) as u64 * params.x[1] + head as u64 * params.x[2]
 }
 
 /// The first byte of the page of a position and head. Blocks that the table has no entry for start it again: a ring.
 #[device]
-fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
+pub fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
     let block = position / params.page;
     let page = table[sequence as u64 * params.width as u64 + (block % params.width) as u64];
     page as u64 * params.pages[0] + head as u64 * params.pages[1]
@@ -549,18 +556,18 @@ fn quantized<const FORMAT: u32, const SCHEME: u32, const D: usize>(
 
 /// One row of a run.
 #[device]
-struct RunRow {
+pub struct RunRow {
     /// Its number in the run.
-    index: u32,
+    pub index: u32,
     /// Its key/value head.
-    head: u32,
+    pub head: u32,
     /// Its position in the sequence.
-    position: u32,
+    pub position: u32,
 }
 
 /// Row `n` of a run: positions in order, the heads of a position one after another.
 #[device]
-fn row_of(params: &Rows, run: Run, n: u32) -> RunRow {
+pub fn row_of(params: &Rows, run: Run, n: u32) -> RunRow {
     let index = n / params.heads;
     let row = RunRow { index, head: n % params.heads, position: run.position + index };
     row

@@ -10,7 +10,7 @@ use super::grid::Grid;
 use super::library;
 use super::memory::Memory;
 use super::time::Timing;
-use crate::device::{Argument, Constant, Device, Launch, Limits, Span};
+use crate::device::{Argument, Constant, Device, HostAccess, Launch, Limits, Span};
 use crate::scalar::{Scalar, ScalarType};
 use crate::source::{Generic, Instance};
 use cudarc::driver::sys::{CUdevice_attribute as Attribute, CUevent_flags as Flags};
@@ -326,6 +326,23 @@ impl Device for Gpu {
         // the same parameters, without constants, in the same order. Buffers are inside memory of this device, which lives until work that was
         // launched before its end has ended, or which its owner vouches for. That the kernel stays inside them is its contract's.
         unsafe { function.launch_with(&self.stream, grid, &mut parameters) }
+    }
+}
+
+impl HostAccess for Gpu {
+    fn zeroed(&self, element: ScalarType, len: usize) -> Result<Memory, Error> {
+        let memory = Memory::allocate(&self.shared.context, element, len)?;
+        memory.fill_zero(&self.stream)?;
+        Ok(memory)
+    }
+
+    fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), Error> {
+        memory.write_on(&self.stream, at, bytes)
+    }
+
+    fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), Error> {
+        self.synchronize()?;
+        memory.read_after(at, bytes)
     }
 }
 

@@ -5,7 +5,7 @@
 use super::error::Error;
 use crate::device::{DeviceMemory, Span, View, ViewMut};
 use crate::scalar::{Scalar, ScalarType};
-use cudarc::driver::{CudaContext, result};
+use cudarc::driver::{CudaContext, CudaStream, result};
 use std::sync::Arc;
 
 /// Memory of a device: scalars of one type, allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from) or
@@ -135,6 +135,46 @@ impl Memory {
             self.context.synchronize().map_err(failed())?;
         }
         Ok(())
+    }
+
+    /// Fills the memory with zeros, on a stream.
+    pub(super) fn fill_zero(&self, stream: &CudaStream) -> Result<(), Error> {
+        let failed = || Error::driver("zeros on the device");
+        self.context.bind_to_thread().map_err(failed())?;
+        if self.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: the memory has `bytes()` bytes, and work that accesses them follows on the stream.
+        unsafe { result::memset_d8_async(self.at, 0, self.bytes(), stream.cu_stream()) }.map_err(failed())
+    }
+
+    /// Copies bytes to those from byte `at` on, on a stream: whoever launches work over the memory does so on the same.
+    pub(super) fn write_on(&mut self, stream: &CudaStream, at: usize, bytes: &[u8]) -> Result<(), Error> {
+        self.assert_inside(at, bytes.len());
+        let failed = || Error::driver("copy to the device");
+        self.context.bind_to_thread().map_err(failed())?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the bytes are inside, as asserted; the driver has read pageable memory when it returns.
+        unsafe { result::memcpy_htod_async(self.at + at as u64, bytes, stream.cu_stream()) }.map_err(failed())
+    }
+
+    /// Copies bytes from byte `at` on, when the work that writes them has ended.
+    pub(super) fn read_after(&self, at: usize, bytes: &mut [u8]) -> Result<(), Error> {
+        self.assert_inside(at, bytes.len());
+        let failed = || Error::driver("copy from the device");
+        self.context.bind_to_thread().map_err(failed())?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the bytes are inside, as asserted.
+        unsafe { result::memcpy_dtoh_sync(bytes, self.at + at as u64) }.map_err(failed())
+    }
+
+    fn assert_inside(&self, at: usize, count: usize) {
+        let end = at.checked_add(count);
+        assert!(end.is_some_and(|end| end <= self.bytes()), "{count} bytes at {at} of {}", self.bytes());
     }
 
     fn check<T: Scalar>(&self) -> Result<(), Error> {

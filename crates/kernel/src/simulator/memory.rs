@@ -136,6 +136,26 @@ impl Memory {
         (end <= self.content.bytes.len()).then_some(start..end)
     }
 
+    /// Zeros of a type.
+    pub(super) fn zeroed(element: ScalarType, len: usize) -> Self {
+        let bytes = vec![0; len * element.bytes()];
+        Self { element, content: Content { bytes, initialised: None } }
+    }
+
+    /// Replaces bytes from byte `at` on.
+    pub(super) fn write_bytes(&mut self, at: usize, bytes: &[u8]) {
+        let range = at..at + bytes.len();
+        self.content.bytes[range.clone()].copy_from_slice(bytes);
+        if let Some(flags) = &mut self.content.initialised {
+            flags[range].fill(true);
+        }
+    }
+
+    /// Bytes from byte `at` on, initialised or not.
+    pub(super) fn read_bytes(&self, at: usize, bytes: &mut [u8]) {
+        bytes.copy_from_slice(&self.content.bytes[at..at + bytes.len()]);
+    }
+
     pub(super) fn content_mut(&mut self) -> &mut Content {
         &mut self.content
     }

@@ -4,9 +4,10 @@ use super::machine::{Machine, with_current};
 use super::memory::{CheckedRegion, Memory, Storage};
 use super::{Fault, FaultKind, Report, panics};
 use crate::arguments::{Arguments, Value};
-use crate::device::{Argument, Device, Launch, Limits};
+use crate::device::{Argument, Device, HostAccess, Launch, Limits};
 use crate::facts::Span;
 use crate::region::Region;
+use crate::scalar::ScalarType;
 use crate::source::{Kernel, Native};
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, Yielder};
@@ -212,6 +213,22 @@ impl Device for Simulator {
         }
         *self.report.lock().unwrap_or_else(PoisonError::into_inner) = machine.report();
         result
+    }
+}
+
+impl HostAccess for Simulator {
+    fn zeroed(&self, element: ScalarType, len: usize) -> Result<Memory, Fault> {
+        Ok(Memory::zeroed(element, len))
+    }
+
+    fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), Fault> {
+        memory.write_bytes(at, bytes);
+        Ok(())
+    }
+
+    fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), Fault> {
+        memory.read_bytes(at, bytes);
+        Ok(())
     }
 }
 

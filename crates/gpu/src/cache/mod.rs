@@ -1,0 +1,10 @@
+//! KV caches in the memory of a device: a [`GpuStore`] holds the rows of a
+//! [`KvCache`](flashtile_core::cache::KvCache), in every layout and codec. Rows are encoded on the device, to the bytes that the
+//! host would write.
+
+mod pool;
+mod rows;
+mod store;
+
+pub use rows::{GpuRows, GpuRowsMut};
+pub use store::{GpuStore, StoreError};

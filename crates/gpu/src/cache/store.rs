@@ -1,0 +1,303 @@
+//! The page store of a device.
+
+use super::pool::{Find, GpuPool, Lists};
+use super::rows::{GpuRows, GpuRowsMut, dtype_of, to_f32};
+use flashtile_core::cache::{CacheDesc, CacheError, MEAN_ROWS, PageCopy, PageStore, RowRun, mean_of_rows};
+use flashtile_core::codec::Side;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::tensor::TensorView;
+use flashtile_kernel::{DeviceMemory, HostAccess, LaunchError, ScalarType};
+use std::fmt;
+
+/// Why an operation on a cache in the memory of a device failed.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum StoreError<E> {
+    /// The cache refused it, and is unchanged.
+    Cache(CacheError),
+    /// No kernel stores such rows.
+    Unsupported(Unsupported),
+    /// Rows are of another type than f32, f16 and bf16.
+    Element {
+        /// The type of the view.
+        element: ScalarType,
+    },
+    /// A launch failed. Contents of the cache are unspecified after an error of the device.
+    Launch(LaunchError<E>),
+}
+
+impl<E> StoreError<E> {
+    pub(super) const fn device(error: E) -> Self {
+        Self::Launch(LaunchError::Device(error))
+    }
+}
+
+impl<E> From<CacheError> for StoreError<E> {
+    fn from(error: CacheError) -> Self {
+        Self::Cache(error)
+    }
+}
+
+impl<E> From<Unsupported> for StoreError<E> {
+    fn from(error: Unsupported) -> Self {
+        Self::Unsupported(error)
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for StoreError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cache(error) => error.fmt(f),
+            Self::Unsupported(error) => error.fmt(f),
+            Self::Element { element } => write!(f, "rows are of {element}, expected f32, f16 or bf16"),
+            Self::Launch(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: std::error::Error + 'static> std::error::Error for StoreError<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Cache(error) => Some(error),
+            Self::Unsupported(error) => Some(error),
+            Self::Element { .. } => None,
+            Self::Launch(error) => Some(error),
+        }
+    }
+}
+
+/// Rows of a cache in the memory of a device, for [`KvCache::with_store`](flashtile_core::cache::KvCache::with_store).
+///
+/// Writing rows, copying pages and reading rows back enqueue launches and return. After the first write of a layer, a step of decoding
+/// allocates no memory of the device and does not wait for it, as long as steps do not become larger. Snapshots and their restoration
+/// wait, and copy whole pages. A layer that learns the mean of its keys waits for its first rows.
+///
+/// The device cannot refuse a row before others are stored: a row that is not finite, or whose norm is too large, is stored with a NaN
+/// as its scale, and [`GpuStore::check_stored`] says so.
+pub struct GpuStore<D: HostAccess> {
+    device: D,
+    k: GpuPool<D::Memory>,
+    v: GpuPool<D::Memory>,
+    means: Vec<Option<Mean<D::Memory>>>,
+    lists: Lists<D::Memory>,
+    copies: D::Memory,
+}
+
+/// The mean of the keys of a layer, on the host and on the device.
+#[derive(Debug)]
+struct Mean<M> {
+    host: Vec<f32>,
+    device: M,
+}
+
+impl<D: HostAccess> fmt::Debug for GpuStore<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let codecs = [self.k.codec(), self.v.codec()];
+        let shapes = [self.k.shape(), self.v.shape()];
+        f.debug_struct("GpuStore").field("codecs", &codecs).field("shapes", &shapes).finish_non_exhaustive()
+    }
+}
+
+impl<D: HostAccess> GpuStore<D> {
+    /// Zeroed pools for a description.
+    ///
+    /// # Errors
+    /// [`StoreError::Cache`] where the description is refused, [`StoreError::Unsupported`] where no kernel encodes its codec and
+    /// dimension, [`StoreError::Launch`] where the device lacks the memory.
+    pub fn new(device: D, desc: &CacheDesc) -> Result<Self, StoreError<D::Error>> {
+        Self::with_native(device, desc, None)
+    }
+
+    /// [`GpuStore::new`] for a device that runs native code only, which `find` knows.
+    ///
+    /// # Errors
+    /// As [`GpuStore::new`].
+    pub fn with_native(
+        device: D,
+        desc: &CacheDesc,
+        find: Option<Find>,
+    ) -> Result<Self, StoreError<D::Error>> {
+        desc.validate()?;
+        let [k, v] = desc.pools();
+        let limits = device.limits();
+        if desc.kv_heads > limits.groups[0] as usize {
+            let max = limits.groups[0] as usize;
+            return Err(CacheError::Dimension { name: "kv_heads", got: desc.kv_heads, max }.into());
+        }
+        Ok(Self {
+            k: GpuPool::new(&device, find, (desc.k, Side::Keys), k, desc.layers)?,
+            v: GpuPool::new(&device, find, (desc.v, Side::Values), v, desc.layers)?,
+            means: (0..desc.layers).map(|_| None).collect(),
+            lists: Lists::empty(&device)?,
+            copies: device.zeroed(ScalarType::U32, 64).map_err(StoreError::device)?,
+            device,
+        })
+    }
+
+    /// The device.
+    #[must_use]
+    pub const fn device(&self) -> &D {
+        &self.device
+    }
+
+    /// Pages of keys and of values of a layer, as bytes: `[pages, kv_heads]`, of a head as its codec has them.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    #[must_use]
+    pub fn pages(&self, layer: usize) -> [&D::Memory; 2] {
+        [self.k.layer(layer), self.v.layer(layer)]
+    }
+
+    /// Bytes from page to page and from head to head, of keys and of values.
+    #[must_use]
+    pub const fn strides(&self) -> [[usize; 2]; 2] {
+        [self.k.strides(), self.v.strides()]
+    }
+
+    /// Means `[kv_heads, head_dim]` of the keys of a layer, f32, if they are centered.
+    #[must_use]
+    pub fn device_mean(&self, layer: usize) -> Option<&D::Memory> {
+        self.means.get(layer)?.as_ref().map(|mean| &mean.device)
+    }
+
+    /// Whether every row has been stored that was written since the last call. Waits for the device.
+    ///
+    /// # Errors
+    /// [`CacheError::Row`]: of the rows that were not stored, the first of its write.
+    pub fn check_stored(&mut self) -> Result<(), StoreError<D::Error>> {
+        let refused = [self.k.refused(&self.device)?, self.v.refused(&self.device)?];
+        refused.into_iter().flatten().next().map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
+impl<D: HostAccess> PageStore for GpuStore<D>
+where
+    D::Memory: 'static,
+{
+    type Error = StoreError<D::Error>;
+    type Rows<'a> = GpuRows<'a, D::Memory>;
+    type RowsMut<'a> = GpuRowsMut<'a, D::Memory>;
+
+    fn shape(rows: &Self::Rows<'_>) -> [usize; 4] {
+        rows.shape
+    }
+
+    fn shape_mut(rows: &Self::RowsMut<'_>) -> [usize; 4] {
+        rows.shape
+    }
+
+    /// Rows are in the memory of the device, which finds out when it stores them.
+    fn check(
+        &self,
+        _: usize,
+        _: Option<&[f32]>,
+        k: &Self::Rows<'_>,
+        v: &Self::Rows<'_>,
+    ) -> Result<(), Self::Error> {
+        for element in [k.view.element(), v.view.element()] {
+            dtype_of(element).ok_or(StoreError::Element { element })?;
+        }
+        Ok(())
+    }
+
+    fn mean_of(&self, k: &Self::Rows<'_>) -> Result<Option<Vec<f32>>, Self::Error> {
+        let element = k.view.element();
+        let dtype = dtype_of(element).ok_or(StoreError::Element { element })?;
+        let [_, heads, tokens, dim] = k.shape;
+        let (rows, size) = (tokens.min(MEAN_ROWS), dtype.bytes());
+        let mut bytes = vec![0u8; heads * rows * dim * size];
+        for (n, row) in bytes.chunks_exact_mut((dim * size).max(1)).enumerate() {
+            let at = k.view.span().offset + n / rows * k.strides[1] + n % rows * k.strides[2];
+            self.device.read(k.view.memory(), at * size, row).map_err(StoreError::device)?;
+        }
+        let values = to_f32(dtype, &bytes);
+        let view = TensorView::bhsd(&values, [1, heads, rows, dim]);
+        Ok(view.ok().and_then(|view| mean_of_rows(&view)))
+    }
+
+    fn key_mean(&self, layer: usize) -> Option<&[f32]> {
+        self.means[layer].as_ref().map(|mean| &mean.host[..])
+    }
+
+    fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), Self::Error> {
+        self.means[layer] = match mean {
+            None => None,
+            Some(host) => {
+                let bytes: Vec<u8> = host.iter().flat_map(|x| x.to_ne_bytes()).collect();
+                let memory = self.device.zeroed(ScalarType::F32, host.len());
+                let mut memory = memory.map_err(StoreError::device)?;
+                self.device.write(&mut memory, 0, &bytes).map_err(StoreError::device)?;
+                Some(Mean { host, device: memory })
+            }
+        };
+        Ok(())
+    }
+
+    fn copy(&mut self, copies: &[PageCopy]) -> Result<(), Self::Error> {
+        let max = self.device.limits().groups[1] as usize;
+        for copies in copies.chunks(max) {
+            let words = copies
+                .iter()
+                .flat_map(|copy| [copy.from, copy.to, copy.rows.start, copy.rows.len()].map(|n| n as u32));
+            let bytes: Vec<u8> = words.flat_map(u32::to_ne_bytes).collect();
+            if self.copies.view().len() < bytes.len() / 4 {
+                let len = (bytes.len() / 4).next_power_of_two();
+                self.copies = self.device.zeroed(ScalarType::U32, len).map_err(StoreError::device)?;
+            }
+            self.device.write(&mut self.copies, 0, &bytes).map_err(StoreError::device)?;
+            for pool in [&mut self.k, &mut self.v] {
+                pool.copy(&self.device, self.copies.view(), copies.len() as u32)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        layer: usize,
+        runs: &[RowRun],
+        k: &Self::Rows<'_>,
+        v: &Self::Rows<'_>,
+    ) -> Result<(), Self::Error> {
+        let (device, lists) = (&self.device, &mut self.lists);
+        let mean = self.means[layer].as_ref().map(|mean| &mean.device);
+        self.k.write(device, layer, lists, runs, (k, mean))?;
+        self.v.write(device, layer, lists, runs, (v, None))
+    }
+
+    fn read(
+        &self,
+        layer: usize,
+        runs: &[RowRun],
+        k: &mut Self::RowsMut<'_>,
+        v: &mut Self::RowsMut<'_>,
+    ) -> Result<(), Self::Error> {
+        self.k.read(&self.device, layer, runs, k, self.device_mean(layer))?;
+        self.v.read(&self.device, layer, runs, v, None)
+    }
+
+    fn export(&self, runs: &[RowRun], tokens: usize, bytes: &mut [u8]) -> Result<(), Self::Error> {
+        let mut rest = bytes;
+        for layer in 0..self.means.len() {
+            for pool in [&self.k, &self.v] {
+                let (section, after) = rest.split_at_mut(pool.bytes_of(tokens));
+                pool.export(&self.device, layer, runs, section)?;
+                rest = after;
+            }
+        }
+        Ok(())
+    }
+
+    fn import(&mut self, runs: &[RowRun], tokens: usize, bytes: &[u8]) -> Result<(), Self::Error> {
+        let mut rest = bytes;
+        for layer in 0..self.means.len() {
+            for pool in [&mut self.k, &mut self.v] {
+                let (section, after) = rest.split_at(pool.bytes_of(tokens));
+                pool.import(&self.device, layer, runs, section)?;
+                rest = after;
+            }
+        }
+        Ok(())
+    }
+}

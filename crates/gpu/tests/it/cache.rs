@@ -1,0 +1,122 @@
+//! Caches on the simulator hold what caches in main memory do, byte for byte, after any operations.
+
+use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache};
+use flashtile_core::codec::{Codec, EncodeError};
+use flashtile_core::plan::Unsupported;
+use flashtile_gpu::cache::{GpuRows, GpuStore, StoreError};
+use flashtile_gpu::codecs::format_id;
+use flashtile_gpu::kernels::cache::{copy_rows, read_codes, read_elements};
+use flashtile_gpu::kernels::encode::append;
+use flashtile_gpu::kernels::formats::hadamard_order;
+use flashtile_gpu::native_encode;
+use flashtile_kernel::simulator::{Memory, Simulator};
+use flashtile_kernel::{Instance, ScalarType, bf16};
+use flashtile_testkit::CacheTwins;
+
+/// Encoder and decoder of f32 rows.
+macro_rules! codes {
+    ($($codec:ident $dim:literal;)*) => {
+        vec![$(
+            native_encode!(f32, format_id(Codec::$codec), $dim),
+            read_codes::instance::<
+                f32,
+                { format_id(Codec::$codec) },
+                $dim,
+                { hadamard_order(format_id(Codec::$codec), $dim) },
+            >(),
+        )*]
+    };
+}
+
+fn find(wanted: &Instance) -> Option<Instance> {
+    let mut all = codes! {
+        Int8 64;
+        Tq5 64;
+        Tq2 48;
+        Fp8 48;
+        Tq3 80;
+        Tq4 128;
+        Tq6 160;
+        MlxTq4 256;
+        MlxTq8 256;
+        MlxTq5Plain 512;
+    };
+    all.extend([
+        copy_rows::instance(),
+        append::instance::<f32, { format_id(Codec::F32) }>(),
+        append::instance::<f32, { format_id(Codec::F16) }>(),
+        append::instance::<bf16, { format_id(Codec::BF16) }>(),
+        read_elements::instance::<f32, { format_id(Codec::F32) }>(),
+        read_elements::instance::<f32, { format_id(Codec::F16) }>(),
+        read_elements::instance::<f32, { format_id(Codec::BF16) }>(),
+    ]);
+    let same = |instance: &Instance| {
+        instance.kernel().name == wanted.kernel().name && instance.generics() == wanted.generics()
+    };
+    all.into_iter().find(same)
+}
+
+const PAGED: CacheLayout = CacheLayout::Paged { pages: 14, page_size: 5 };
+const RING: CacheLayout = CacheLayout::Ring { slots: 4, capacity: 9 };
+const CONTIGUOUS: CacheLayout = CacheLayout::Contiguous { slots: 4, capacity: 13 };
+
+fn desc(layout: CacheLayout, (k, head_dim): (Codec, usize), (v, value_dim): (Codec, usize)) -> CacheDesc {
+    let mut desc = CacheDesc::new(layout, CacheShape { layers: 2, kv_heads: 2, head_dim, value_dim }, k);
+    desc.v = v;
+    desc
+}
+
+fn agree(desc: CacheDesc, element: ScalarType, operations: usize) {
+    let mut twins = CacheTwins::new(Simulator::new(), desc, element, Some(find)).unwrap();
+    if let Err(why) = twins.run(operations, 5) {
+        panic!("{desc:?}: {why}");
+    }
+}
+
+#[test]
+fn codes_in_every_layout_are_those_of_the_host() {
+    let mut learned = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
+    learned.key_mean = KeyMean::Learned;
+    agree(learned, ScalarType::F32, 40);
+    agree(desc(RING, (Codec::Tq3, 80), (Codec::Fp8, 48)), ScalarType::F32, 40);
+    agree(desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 48)), ScalarType::F32, 40);
+    agree(desc(PAGED, (Codec::MlxTq4, 256), (Codec::MlxTq8, 256)), ScalarType::F32, 25);
+    agree(desc(RING, (Codec::MlxTq5Plain, 512), (Codec::Tq6, 160)), ScalarType::F32, 25);
+}
+
+#[test]
+fn elements_of_any_dimension_are_those_of_the_host() {
+    agree(desc(PAGED, (Codec::F32, 17), (Codec::F16, 40)), ScalarType::F32, 60);
+    agree(desc(RING, (Codec::BF16, 9), (Codec::BF16, 8)), ScalarType::Bf16, 60);
+    agree(desc(CONTIGUOUS, (Codec::F16, 1), (Codec::F32, 3)), ScalarType::F32, 60);
+}
+
+#[test]
+fn rows_that_are_not_stored_are_told() {
+    let desc = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
+    let store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
+    let mut cache = KvCache::with_store(desc, store).unwrap();
+    let seq = cache.create().unwrap();
+    let mut rows = vec![0.5f32; 3 * 2 * 64];
+    let good = Memory::from_slice(&rows);
+    rows[(2 * 2 + 1) * 64 + 7] = f32::NAN;
+    let bad = Memory::from_slice(&rows);
+    let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 3, 64], strides: [0, 64, 128, 1] };
+    cache.append(&[(seq, 3)], &[(of(&good), of(&good)), (of(&good), of(&bad))]).unwrap();
+    let refused = cache.store_mut().check_stored().unwrap_err();
+    let expected = CacheError::Row { tensor: "v", head: 1, row: 2, why: EncodeError::NotFinite };
+    assert_eq!(refused, StoreError::Cache(expected));
+    // It is told once.
+    cache.store_mut().check_stored().unwrap();
+}
+
+#[test]
+fn what_no_kernel_stores_is_refused_before_memory_is_taken() {
+    let odd = desc(PAGED, (Codec::Int8, 40), (Codec::F32, 40));
+    let refused = GpuStore::with_native(Simulator::new(), &odd, Some(find)).unwrap_err();
+    let expected = Unsupported::HeadDim { name: "head_dim", got: 40, step: 16, max: 512 };
+    assert_eq!(refused, StoreError::Unsupported(expected));
+    let unrotated = desc(PAGED, (Codec::F32, 40), (Codec::Tq4, 112));
+    let refused = GpuStore::with_native(Simulator::new(), &unrotated, Some(find)).unwrap_err();
+    assert_eq!(refused, StoreError::Unsupported(Unsupported::Rotation { codec: Codec::Tq4, got: 112 }));
+}
