@@ -3,16 +3,20 @@
 #![allow(unsafe_code, reason = "device addresses are made views")]
 
 use crate::support::{answer, build, cuda, cuda_runners, options};
+use flashtile::cache::KeyMean;
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
-use flashtile::cuda::{Cuda, CudaError, DeviceError, DeviceKvCache, DeviceTensor, DeviceTensorMut};
+use flashtile::cuda::{
+    CudaError, DeviceError, DeviceInputs, DeviceOutputs, DeviceTensor, DeviceTensorMut, Session,
+};
+use flashtile::kernel::ScalarType;
 use flashtile::plan::{Sm80Tile, machines};
 use flashtile::{
     CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions,
-    QOffset, SeqId, TensorView, TensorViewMut,
+    ProblemDesc, QOffset, Runner, SeqLens, TensorView, TensorViewMut, Unsupported, Visibility,
 };
 use flashtile_testkit::{
-    Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
-    conformance, random_case,
+    CacheTwins, Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng,
+    Runner as CaseRunner, catalogue, conformance, random_case,
 };
 use rayon::prelude::*;
 use std::sync::Arc;
@@ -21,7 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[test]
 fn the_catalogue_and_random_cases_pass() {
     let runners = cuda_runners();
-    let runners: Vec<&dyn Runner> = runners.iter().map(|r| r as &dyn Runner).collect();
+    let runners: Vec<&dyn CaseRunner> = runners.iter().map(|r| r as &dyn CaseRunner).collect();
     let random = (0..400).map(|seed| {
         let mut rng = Rng::new(seed);
         random_case(format!("seed {seed}"), &mut |n| rng.below(n))
@@ -252,116 +256,107 @@ impl Rows {
     }
 }
 
-/// The same operations on a host cache and on a device cache.
-struct Twins {
-    stream: Arc<CudaStream>,
-    host: KvCache,
-    device: DeviceKvCache,
-    sequences: Vec<(SeqId, SeqId)>,
-    rng: Rng,
+const PAGED: CacheLayout = CacheLayout::Paged { pages: 60, page_size: 16 };
+const ODD_PAGES: CacheLayout = CacheLayout::Paged { pages: 90, page_size: 7 };
+const RING: CacheLayout = CacheLayout::Ring { slots: 6, capacity: 50 };
+const CONTIGUOUS: CacheLayout = CacheLayout::Contiguous { slots: 6, capacity: 90 };
+
+fn cache_desc(
+    layout: CacheLayout,
+    (k, head_dim): (Codec, usize),
+    (v, value_dim): (Codec, usize),
+) -> CacheDesc {
+    let mut desc = CacheDesc::new(layout, CacheShape { layers: 2, kv_heads: 3, head_dim, value_dim }, k);
+    desc.v = v;
+    desc
 }
 
-impl Twins {
-    const LAYERS: usize = 2;
-
-    fn new(cuda: &Cuda, layout: CacheLayout, codec: Codec) -> Self {
-        let desc = CacheDesc::new(
-            layout,
-            CacheShape { layers: Self::LAYERS, kv_heads: 3, head_dim: 40, value_dim: 17 },
-            codec,
-        );
+#[test]
+fn ten_thousand_operations_leave_the_bytes_of_a_cache_in_main_memory() {
+    let Some(cuda) = cuda() else { return };
+    let mut learned = cache_desc(PAGED, (Codec::Int8, 128), (Codec::Tq5, 128));
+    learned.key_mean = KeyMean::Learned;
+    let cases = [
+        (learned, ScalarType::Bf16),
+        (cache_desc(ODD_PAGES, (Codec::Int8, 64), (Codec::Int8, 64)), ScalarType::F32),
+        (cache_desc(RING, (Codec::Tq3, 80), (Codec::Fp8, 48)), ScalarType::F32),
+        (cache_desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 64)), ScalarType::Bf16),
+        (cache_desc(PAGED, (Codec::Tq4, 128), (Codec::Tq4, 128)), ScalarType::Bf16),
+        (cache_desc(ODD_PAGES, (Codec::MlxTq4, 256), (Codec::MlxTq8, 256)), ScalarType::F32),
+        (cache_desc(RING, (Codec::MlxTq5Plain, 512), (Codec::Tq6, 160)), ScalarType::F32),
+        (cache_desc(PAGED, (Codec::F32, 17), (Codec::F16, 40)), ScalarType::F32),
+        (cache_desc(RING, (Codec::BF16, 40), (Codec::BF16, 17)), ScalarType::Bf16),
+        (cache_desc(CONTIGUOUS, (Codec::F16, 1), (Codec::Fp8, 96)), ScalarType::F32),
+    ];
+    for (desc, element) in cases {
         let stream = cuda.context().new_stream().unwrap();
-        let device = DeviceKvCache::new(cuda, desc, &stream).unwrap();
-        Self { stream, host: KvCache::new(desc).unwrap(), device, sequences: Vec::new(), rng: Rng::new(7) }
-    }
-
-    fn append(&mut self, which: &[(usize, usize)]) {
-        let batch = |side: fn(&(SeqId, SeqId)) -> SeqId, all: &[(SeqId, SeqId)]| {
-            which.iter().map(|&(n, tokens)| (side(&all[n]), tokens)).collect::<Vec<_>>()
-        };
-        let (host, device) = (batch(|s| s.0, &self.sequences), batch(|s| s.1, &self.sequences));
-        let tokens: usize = which.iter().map(|w| w.1).sum();
-        let mut data = |dim: usize| (0..tokens * 3 * dim).map(|_| self.rng.normal()).collect::<Vec<f32>>();
-        let rows: Vec<_> = (0..Self::LAYERS).map(|_| (data(40), data(17))).collect();
-        let view = |data, dim| TensorView::packed::<f32>(data, [tokens, 3, dim]).unwrap();
-        let layers: Vec<_> = rows.iter().map(|(k, v)| (view(k, 40), view(v, 17))).collect();
-        let on_host = self.host.append(&host, &layers);
-        let copied: Vec<_> = rows
-            .iter()
-            .map(|(k, v)| {
-                (Rows::new(&self.stream, k, [tokens, 3, 40]), Rows::new(&self.stream, v, [tokens, 3, 17]))
-            })
-            .collect();
-        let layers: Vec<_> = copied.iter().map(|(k, v)| (k.view(), v.view())).collect();
-        match (on_host, self.device.append(&device, &layers)) {
-            (Ok(()), Ok(())) => {}
-            (Err(_), Err(CudaError::KvCache(_))) => {}
-            other => panic!("{other:?}"),
+        let mut twins = CacheTwins::new(cuda.gpu().on(&stream), desc, element, None).unwrap();
+        if let Err(why) = twins.run(1000, 50) {
+            panic!("{desc:?}: {why}");
         }
     }
+}
 
-    fn compare(&self) {
-        for &(host, device) in &self.sequences {
-            let (first, len) = (self.host.first(host).unwrap(), self.host.len(host).unwrap());
-            assert_eq!((first, len), (self.device.first(device).unwrap(), self.device.len(device).unwrap()));
-            let tokens = len - first;
-            for layer in 0..Self::LAYERS {
-                let (mut k, mut v) = (vec![0.0f32; tokens * 3 * 40], vec![0.0f32; tokens * 3 * 17]);
-                let view = |data, dim| TensorViewMut::packed::<f32>(data, [tokens, 3, dim]).unwrap();
-                self.host.linearise(host, layer, &mut view(&mut k, 40), &mut view(&mut v, 17)).unwrap();
-                if tokens == 0 {
-                    continue;
-                }
-                let mut k_rows = Rows::new(&self.stream, &vec![9.0; k.len()], [tokens, 3, 40]);
-                let mut v_rows = Rows::new(&self.stream, &vec![9.0; v.len()], [tokens, 3, 17]);
-                let views = (&mut k_rows.view_mut(), &mut v_rows.view_mut());
-                self.device.linearise(device, layer, views).unwrap();
-                assert!(k_rows.read() == k && v_rows.read() == v, "{:?} layer {layer}", self.host.desc());
-            }
-        }
+/// One sequence of 300 tokens in a host cache and in a device cache, and a query of 5 rows over both.
+#[test]
+fn attention_over_a_cache_on_the_device_is_that_over_one_in_main_memory() {
+    let Some(cuda) = cuda() else { return };
+    let (tokens, heads, dim) = (300, 3, 64);
+    for (k, v) in [
+        (Codec::Int8, Codec::Tq5),
+        (Codec::Tq4, Codec::Tq4),
+        (Codec::Fp8, Codec::Int8),
+        (Codec::F32, Codec::F32),
+    ] {
+        let stream = cuda.context().new_stream().unwrap();
+        let mut desc = cache_desc(PAGED, (k, dim), (v, dim));
+        desc.key_mean = if k == Codec::Int8 { KeyMean::Learned } else { KeyMean::None };
+        let (mut host, mut device) = (KvCache::new(desc).unwrap(), cuda.kv_cache(desc, &stream).unwrap());
+        let mut rng = Rng::new(3);
+        let mut data = |n: usize| (0..n).map(|_| rng.normal()).collect::<Vec<f32>>();
+        let (q, keys, values) = (data(5 * 6 * dim), data(tokens * heads * dim), data(tokens * heads * dim));
+        let view = |x| TensorView::packed::<f32>(x, [tokens, heads, dim]).unwrap();
+        let [on_host, on_device] = [host.create().unwrap(), device.create().unwrap()];
+        host.append(&[(on_host, tokens)], &[(view(&keys), view(&values)); 2]).unwrap();
+        let rows = |x, tokens, heads| Rows::new(&stream, x, [tokens, heads, dim]);
+        let (keys, values) = (rows(&keys, tokens, heads), rows(&values, tokens, heads));
+        let layer = || (keys.view(), values.view());
+        device.append(&[(on_device, tokens)], &[layer(), layer()]).unwrap();
+        device.store_mut().check_stored().unwrap();
+
+        let mut problem =
+            ProblemDesc::over(host.desc(), 6, Dtype::F32, &[SeqLens { q_len: 5, kv_len: tokens }]);
+        problem.visibility = Visibility::causal();
+        let mut want = vec![0.0f32; 5 * 6 * dim];
+        let tables = host.tables(&[on_host]).unwrap();
+        let q_view = TensorView::packed::<f32>(&q, [5, 6, dim]).unwrap();
+        let mut outputs = Outputs::new(TensorViewMut::packed::<f32>(&mut want, [5, 6, dim]).unwrap());
+        Runner::new().run(&problem, &host.inputs(1, q_view, &tables).unwrap(), &mut outputs).unwrap();
+
+        let (q, mut out) = (rows(&q, 5, 6), rows(&vec![f32::NAN; want.len()], 5, 6));
+        let (k_pages, v_pages) = device.store().kv(1).unwrap();
+        let inputs = DeviceInputs::new(q.view(), k_pages, v_pages);
+        let tables = device.tables(&[on_device]).unwrap();
+        let mut outputs = DeviceOutputs::new(out.view_mut());
+        Session::new(&cuda, &stream).run_paged(&problem, &inputs, &tables, &mut outputs).unwrap();
+        let got = out.read();
+        let square = |x: f64| x * x;
+        let error: f64 = got.iter().zip(&want).map(|(a, b)| square(f64::from(*a) - f64::from(*b))).sum();
+        let norm: f64 = want.iter().map(|x| square(f64::from(*x))).sum();
+        let nrmse = (error / norm).sqrt();
+        let limit = if k == Codec::F32 { 2e-6 } else { 5e-3 };
+        assert!(nrmse < limit, "{k} {v}: {nrmse:e}");
     }
 }
 
 #[test]
-fn a_device_cache_holds_what_one_in_main_memory_does() {
+fn caches_that_no_kernel_serves_are_refused() {
     let Some(cuda) = cuda() else { return };
-    let layouts = [
-        CacheLayout::Contiguous { slots: 5, capacity: 90 },
-        CacheLayout::Ring { slots: 5, capacity: 50 },
-        CacheLayout::Paged { pages: 40, page_size: 7 },
-    ];
-    for (layout, codec) in
-        layouts.into_iter().flat_map(|l| [Codec::F32, Codec::F16, Codec::BF16].map(|c| (l, c)))
-    {
-        let mut twins = Twins::new(&cuda, layout, codec);
-        for _ in 0..2 {
-            let pair = (twins.host.create().unwrap(), twins.device.create().unwrap());
-            twins.sequences.push(pair);
-        }
-        twins.append(&[(0, 33), (1, 12)]);
-        twins.compare();
-        let (host, device) = twins.sequences[0];
-        let fork = (twins.host.fork(host).unwrap(), twins.device.fork(device).unwrap());
-        twins.sequences.push(fork);
-        // Both continue in a page that they share; then one is truncated and continues elsewhere.
-        twins.append(&[(0, 1), (2, 5), (1, 20)]);
-        twins.compare();
-        let (host, device) = twins.sequences[2];
-        twins.host.truncate(host, 20).unwrap_or(());
-        twins.device.truncate(device, 20).unwrap_or(());
-        for _ in 0..30 {
-            let (n, tokens) = (twins.rng.below(3), 1 + twins.rng.below(9));
-            twins.append(&[(n, tokens)]);
-        }
-        twins.compare();
-        assert_eq!(twins.host.memory(), twins.device.memory());
-    }
     let stream = cuda.context().new_stream().unwrap();
-    let none = CacheDesc::new(
-        CacheLayout::Paged { pages: 0, page_size: 7 },
-        CacheShape { layers: 1, kv_heads: 1, head_dim: 8, value_dim: 8 },
-        Codec::F32,
-    );
-    let refusal = DeviceKvCache::new(&cuda, none, &stream).unwrap_err();
+    let none = cache_desc(CacheLayout::Paged { pages: 0, page_size: 7 }, (Codec::F32, 8), (Codec::F32, 8));
+    let refusal = cuda.kv_cache(none, &stream).unwrap_err();
     assert!(matches!(refusal, CudaError::KvCache(CacheError::Dimension { .. })), "{refusal}");
+    let odd = cache_desc(PAGED, (Codec::Int8, 40), (Codec::F32, 40));
+    let refusal = cuda.kv_cache(odd, &stream).unwrap_err();
+    assert!(matches!(refusal, CudaError::Unsupported(Unsupported::HeadDim { .. })), "{refusal}");
 }

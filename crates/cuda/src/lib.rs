@@ -46,7 +46,7 @@ mod session;
 mod sources;
 mod tensor;
 
-pub use cache::DeviceKvCache;
+pub use cache::{CudaStore, DeviceKvCache};
 pub use device::Cuda;
 pub use error::{CudaError, DeviceError};
 pub use flashtile_kernel::cuda::{CACHE_VARIABLE, Gpu, NVRTC_VARIABLE, cudarc};

@@ -115,60 +115,6 @@ device_struct! {
 }
 
 device_struct! {
-    /// Tokens in consecutive rows of one page.
-    #[derive(Debug, Clone, Copy, Default)]
-    pub(super) struct Run {
-        /// Rows of the runs before it.
-        pub(super) first: u32,
-        pub(super) page: u32,
-        pub(super) row: u32,
-        pub(super) other_page: u32,
-        pub(super) other_row: u32,
-    }
-}
-
-device_struct! {
-    /// One side of a move: bytes between pages, heads and rows.
-    #[derive(Debug, Clone, Copy)]
-    pub(super) struct Side {
-        pub(super) at: u64,
-        pub(super) page: i64,
-        pub(super) head: i64,
-        pub(super) row: i64,
-        pub(super) dtype: u32,
-        pub(super) unused: u32,
-    }
-}
-
-impl Side {
-    /// A tensor `[1, heads, tokens, dim]`.
-    pub(super) fn of(raw: &RawTensor) -> Self {
-        let [_, head, row, _] = raw.byte_strides();
-        Self { at: raw.at, page: 0, head, row, dtype: dtype_id(raw.dtype), unused: 0 }
-    }
-}
-
-/// Runs of rows that one launch moves: parameters of a kernel are at most 4 KiB.
-pub(super) const MAX_RUNS: usize = 194;
-
-device_struct! {
-    /// Parameters of a move of rows: keys, then values.
-    #[derive(Debug, Clone, Copy)]
-    pub(super) struct MoveParams {
-        pub(super) from: [Side; 2],
-        pub(super) to: [Side; 2],
-        pub(super) dim: [u32; 2],
-        pub(super) heads: u32,
-        pub(super) rows: u32,
-        pub(super) runs: u32,
-        pub(super) unused: u32,
-        pub(super) run: [Run; MAX_RUNS],
-    }
-}
-
-const _: () = assert!(size_of::<MoveParams>() <= 4096);
-
-device_struct! {
     /// Parameters of the measurement of bandwidth.
     #[derive(Debug, Clone, Copy)]
     pub(super) struct ReadParams {

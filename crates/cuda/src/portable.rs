@@ -185,7 +185,7 @@ const fn means<'a>(k: &DeviceKv<'a>) -> Option<DeviceList<'a>> {
 }
 
 /// Elements that a view reaches over, which its constructor has counted; none otherwise.
-fn reach(raw: &RawTensor) -> usize {
+pub(super) fn reach(raw: &RawTensor) -> usize {
     tensor::reach(raw.shape, raw.strides).unwrap_or(0)
 }
 
@@ -200,7 +200,7 @@ const fn mask_bytes(mask: &DeviceMask<'_>) -> usize {
     }
 }
 
-const fn scalar(dtype: Dtype) -> ScalarType {
+pub(super) const fn scalar(dtype: Dtype) -> ScalarType {
     match dtype {
         Dtype::F32 => ScalarType::F32,
         Dtype::F16 => ScalarType::F16,

@@ -3,9 +3,7 @@
 //! A program is one string without headers: types, the structs that host and device have in common, its constants, and then its files, each
 //! after those that it uses.
 
-use crate::params::{
-    Divisor, ForwardParams, MaskTileParams, MoveParams, ProductParams, ReadParams, Run, Side, Tensor,
-};
+use crate::params::{Divisor, ForwardParams, MaskTileParams, ProductParams, ReadParams, Tensor};
 use crate::plan::{MASK_TILE_ROWS, MAX_RECOMPUTED, MERGE_GROUP, Sm80Kernel, Sm80Tile, WorkTile};
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::cuda::Program;
@@ -25,7 +23,6 @@ const SM80_GEMM: &str = include_str!("kernels/sm80/gemm.cuh");
 const SM80_PREFILL: &str = include_str!("kernels/sm80/prefill.cu");
 const SM80_DECODE: &str = include_str!("kernels/sm80/decode.cu");
 const MASK_TILES: &str = include_str!("kernels/mask_tiles.cu");
-const MOVE_ROWS: &str = include_str!("kernels/move_rows.cu");
 const LIMITS: &str = include_str!("kernels/limits.cu");
 
 /// Programs by what they compute.
@@ -34,7 +31,6 @@ enum Family {
     Sm80Prefill,
     Sm80Decode,
     MaskTiles,
-    MoveRows,
     Limits,
 }
 
@@ -49,7 +45,6 @@ impl Family {
             Self::Sm80Prefill => sm80(SM80_PREFILL),
             Self::Sm80Decode => sm80(SM80_DECODE),
             Self::MaskTiles => vec![MASK_TILES],
-            Self::MoveRows => vec![MOVE_ROWS],
             Self::Limits => vec![MMA, LIMITS],
         }
     }
@@ -64,7 +59,6 @@ impl Family {
                 ForwardParams::device_source(),
             ],
             Self::MaskTiles => vec![MaskTileParams::device_source()],
-            Self::MoveRows => vec![Run::device_source(), Side::device_source(), MoveParams::device_source()],
             Self::Limits => vec![ReadParams::device_source(), ProductParams::device_source()],
         };
         sources.join("\n")
@@ -122,10 +116,6 @@ impl Source {
     pub(super) fn mask_tiles() -> Self {
         let constants = format!("constexpr int MASK_TILE_ROWS = {MASK_TILE_ROWS};\n");
         Self { name: "cuda-mask_tiles-mask".to_owned(), family: Family::MaskTiles, constants }
-    }
-
-    pub(super) fn move_rows() -> Self {
-        Self { name: "cuda-move-rows".to_owned(), family: Family::MoveRows, constants: String::new() }
     }
 
     pub(super) fn limits() -> Self {
@@ -242,7 +232,7 @@ mod tests {
                     add(Source::forward(&launch.kernel, access));
                 }
             }
-            for source in [Source::mask_tiles(), Source::move_rows(), Source::limits()] {
+            for source in [Source::mask_tiles(), Source::limits()] {
                 add(source);
             }
         }
@@ -337,9 +327,8 @@ mod tests {
                     }
                 }
             }
-            // What caches and measurements on such a device need.
-            wanted
-                .extend([Source::move_rows(), Source::limits()].map(|s| (target.clone(), s.program(), 255)));
+            // What measurements on such a device need.
+            wanted.push((target.clone(), Source::limits().program(), 255));
         }
         println!("{} programs", wanted.len());
         let failed: Vec<String> = wanted

@@ -26,7 +26,7 @@ pub use cuda_plan::CudaPlan;
 pub(crate) use cuda_plan::Engine;
 pub use facts::{CudaFacts, MIN_CAPABILITY, NATIVE_CAPABILITY};
 pub use kernel::{CudaKernel, CudaTile};
-pub(crate) use launch::{Launch, MASK_TILE_ROWS, MAX_GRID};
+pub(crate) use launch::{Launch, MASK_TILE_ROWS};
 pub(crate) use portable::Portable;
 pub use portable::{PortableKernel, PortableTile};
 pub(crate) use sm80::{MaskTileTable, Sm80Plan};
