@@ -15,4 +15,5 @@ mod encode;
 mod mask_tiles;
 mod metal;
 mod planted;
+mod recorder;
 mod rotation;
