@@ -1,17 +1,17 @@
 //! The kernels, and the instances of them that plans use most.
 
-use crate::codecs::hadamard_order;
+use crate::codecs::{hadamard_order, is_rotatable};
 use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
-use crate::kernels::{decode, encode, merge};
+use crate::kernels::{cache, decode, encode, merge};
 use crate::shape::{HEAD_DIMS, Tile};
 use crate::variant::Variant;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
-/// Every kernel.
+/// Every kernel of attention, and those that fill caches.
 pub static KERNELS: &[&Kernel] = &[
     &decode::decode::KERNEL,
     &merge::merge::KERNEL,
@@ -20,6 +20,26 @@ pub static KERNELS: &[&Kernel] = &[
     &hadamard::KERNEL,
     &mask_tiles::KERNEL,
 ];
+
+/// Instances of the kernels that copy and read rows of caches, over [`HEAD_DIMS`], types and codecs.
+#[must_use]
+pub fn cache_instances() -> Vec<Instance> {
+    let mut all = vec![cache::copy_rows::instance()];
+    for dim in HEAD_DIMS {
+        for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim) && is_rotatable(*codec, dim)) {
+            for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
+                let generics = encoding::encode_generics(codec, dtype, dim);
+                all.extend(match codec.dtype() {
+                    None => cache::read_codes::specialise(&generics),
+                    Some(_) => cache::read_elements::specialise(&generics),
+                });
+            }
+        }
+    }
+    all.sort_by_key(Instance::entry);
+    all.dedup_by_key(|instance| instance.entry());
+    all
+}
 
 /// Instances of every kernel over [`HEAD_DIMS`], types and codecs.
 #[must_use]
