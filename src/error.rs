@@ -1,5 +1,6 @@
 //! One error for everything that the front door refuses.
 
+use crate::backend_name::BackendNameError;
 use flashtile_core::block_tables::TableError;
 use flashtile_core::cache::CacheError;
 use flashtile_core::codec::{EncodeError, PagesError};
@@ -44,6 +45,15 @@ pub enum Error {
         /// Bytes that were needed.
         bytes: usize,
     },
+    /// A text names no backend.
+    BackendName(BackendNameError),
+    /// The build lacks the cargo feature of what was asked for.
+    Feature {
+        /// What was asked for.
+        asked: String,
+        /// The cargo feature.
+        feature: &'static str,
+    },
     /// A CUDA device refused, for a reason that no CPU has.
     #[cfg(feature = "cuda")]
     Cuda(flashtile_cuda::CudaError),
@@ -69,7 +79,8 @@ impl Error {
             Self::Pages(error) => error,
             Self::Encode(error) => error,
             Self::Quality(error) => error,
-            Self::Memory { .. } => return None,
+            Self::BackendName(error) => error,
+            Self::Memory { .. } | Self::Feature { .. } => return None,
             #[cfg(feature = "cuda")]
             Self::Cuda(error) => error,
         })
@@ -80,6 +91,9 @@ impl std::fmt::Display for Error {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
+            Self::Feature { asked, feature } => {
+                write!(f, "{asked} needs the cargo feature {feature}, which this build lacks")
+            }
             other => other.inner().map_or(Ok(()), |inner| std::fmt::Display::fmt(inner, f)),
         }
     }
@@ -111,6 +125,7 @@ from! {
     Pages(PagesError),
     Encode(EncodeError),
     Quality(QualityError),
+    BackendName(BackendNameError),
 }
 
 impl From<ViewError> for Error {

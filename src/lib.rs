@@ -5,12 +5,21 @@
 #[doc = include_str!("../docs/serving.md")]
 mod serving {}
 
+mod any_plan;
 mod attention;
+mod backend;
+mod backend_name;
+mod choice;
 mod error;
+#[cfg(feature = "cuda")]
+mod estimate;
 mod runner;
 mod step;
 
+pub use any_plan::{AnyPlan, BackendKind};
 pub use attention::{Attention, SequencesRef, attention, attention_probs, attention_vec};
+pub use backend::{Backend, Choice};
+pub use backend_name::{BackendName, BackendNameError};
 pub use error::{Error, Result};
 pub use runner::Runner;
 pub use step::{KvCacheExt, Step, StepTensors};
@@ -84,6 +93,8 @@ pub mod plan {
     //! Nothing here touches memory or a device, so that plans can be made, printed and tested for absent machines.
     //! Support, workspace sizes, printed plans and launches all derive from the same plan.
 
+    pub use crate::any_plan::{AnyFacts, AnyPlan, BackendKind, TileSize};
+    pub use crate::choice::{Chosen, CudaPresence, Machine, choose};
     pub use flashtile_core::isa::Isa;
     pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
     pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};

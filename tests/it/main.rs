@@ -8,6 +8,7 @@
     reason = "a test fails by panicking and reports by printing"
 )]
 
+mod backend;
 mod cache;
 mod cached;
 mod conformance;

@@ -1,0 +1,131 @@
+//! Which backend computes a problem, as a pure function of facts.
+//!
+//! A device is chosen where it is present, has a plan, and its estimated time is below the processor's, start and copies
+//! included.
+
+use crate::any_plan::{AnyPlan, BackendKind};
+#[cfg(feature = "cuda")]
+use crate::estimate::{Estimate, is_portable, op, time};
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+use flashtile_cpu::plan::{CpuFacts, CpuPlan};
+#[cfg(feature = "cuda")]
+use flashtile_cuda::plan::{CudaFacts, CudaPlan};
+
+/// What a choice knows about a machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Machine {
+    /// The processor.
+    pub cpu: CpuFacts,
+    /// The first CUDA device, or why there is none.
+    pub cuda: CudaPresence,
+}
+
+impl Machine {
+    /// A machine, which may be absent.
+    #[must_use]
+    pub const fn new(cpu: CpuFacts, cuda: CudaPresence) -> Self {
+        Self { cpu, cuda }
+    }
+}
+
+/// A CUDA device, or why there is none.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CudaPresence {
+    /// The build lacks the cargo feature `cuda`.
+    NotBuilt,
+    /// The machine has no device that can be used.
+    Absent {
+        /// The reason, in the words of whatever found it out.
+        why: String,
+    },
+    /// A device that can be used.
+    #[cfg(feature = "cuda")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+    Present {
+        /// The device's own name.
+        name: String,
+        /// Its facts.
+        facts: CudaFacts,
+    },
+}
+
+/// The result of [`choose`].
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Chosen {
+    /// The backend.
+    pub kind: BackendKind,
+    /// Its plan; where no backend has one, the refusal of the CPU.
+    pub plan: Result<AnyPlan, Unsupported>,
+    /// Why this backend, in one sentence.
+    pub reason: String,
+}
+
+impl std::fmt::Display for Chosen {
+    /// The backend and the reason: `cpu: this build lacks the cargo feature cuda`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.kind, self.reason)
+    }
+}
+
+/// Chooses a backend for a problem whose tensors are in host memory. A cache is an exception: a backend keeps its own, so that
+/// a step copies queries, new rows and results alone.
+///
+/// The CUDA device is chosen where it has a plan and its estimated time, with start and copies, is below that of the CPU; or
+/// where the CPU has no plan. Masks are not counted, since a problem does not say how large a broadcast one is; nor is the
+/// compilation of kernels, which happens once and is kept on disk. Pure; costs a plan, or two where the CPU is estimated to be
+/// faster than a device.
+///
+/// ```
+/// use flashtile::plan::{CudaPresence, Machine, choose, machines};
+/// use flashtile::{Dims, Dtype, PlanOptions, ProblemDesc};
+/// let dims = Dims { batch: 1, q_heads: 8, kv_heads: 2, q_len: 64, kv_len: 64, head_dim: 64, value_dim: 64 };
+/// let problem = ProblemDesc::new(dims, Dtype::F32).validate()?;
+/// let machine = Machine::new(machines::AVX2_8, CudaPresence::NotBuilt);
+/// let chosen = choose(&problem, PlanOptions::default(), &machine);
+/// assert_eq!(chosen.to_string(), "cpu: this build lacks the cargo feature cuda");
+/// # Ok::<(), flashtile::Error>(())
+/// ```
+#[must_use]
+pub fn choose(problem: &Problem, options: PlanOptions, machine: &Machine) -> Chosen {
+    let cpu = |reason: String| {
+        let plan = CpuPlan::new(problem, &machine.cpu, options).map(AnyPlan::Cpu);
+        Chosen { kind: BackendKind::Cpu, plan, reason }
+    };
+    match &machine.cuda {
+        CudaPresence::NotBuilt => cpu("this build lacks the cargo feature cuda".to_owned()),
+        CudaPresence::Absent { why } => cpu(why.clone()),
+        #[cfg(feature = "cuda")]
+        CudaPresence::Present { name, facts } => match CudaPlan::new(problem, facts, options) {
+            Err(why) => cpu(format!("{name} has no plan: {why}")),
+            Ok(plan) => compare(&machine.cpu, plan, name, facts),
+        },
+    }
+}
+
+/// Chooses between the CPU and a device that has a plan.
+#[cfg(feature = "cuda")]
+fn compare(cpu: &CpuFacts, plan: CudaPlan, name: &str, facts: &CudaFacts) -> Chosen {
+    let estimate = Estimate::new(&plan, cpu, facts);
+    let [on_cpu, on_cuda, overhead] = [estimate.cpu, estimate.cuda, estimate.overhead].map(time);
+    let kernels = if is_portable(&plan) { "portable" } else { "native" };
+    let op = op(plan.problem());
+    let cuda = |plan, why: String| {
+        let reason = format!("{name}; {kernels} {op}, {why}");
+        Chosen { kind: BackendKind::Cuda, plan: Ok(AnyPlan::Cuda(plan)), reason }
+    };
+    if estimate.cuda < estimate.cpu {
+        return cuda(plan, format!("about {on_cuda} with start and copies, {on_cpu} on the cpu"));
+    }
+    match CpuPlan::new(plan.problem(), cpu, plan.options()) {
+        Err(why) => cuda(plan, format!("as the cpu has no plan: {why}")),
+        Ok(plan) => {
+            let reason =
+                format!("about {on_cpu}, on {name} {on_cuda}, of which start and copies take {overhead}");
+            Chosen { kind: BackendKind::Cpu, plan: Ok(AnyPlan::Cpu(plan)), reason }
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! Names of backends, and the choice between them for machines that are absent.
+
+use flashtile::plan::{
+    AnyFacts, AnyPlan, BackendKind, CpuFacts, CudaFacts, CudaPresence, Machine, choose, machines,
+};
+use flashtile::{
+    Backend, BackendName, Codec, Dims, Dtype, Error, HeadShape, KernelChoice, PlanOptions, Problem,
+    ProblemDesc, SeqLens, Visibility,
+};
+
+const NO_DRIVER: &str = "no NVIDIA driver on this machine: tried libcuda.so, libcuda.so.1";
+
+/// Causal attention of the rows of one sequence to themselves, 32/8 heads of 128.
+fn prefill(q_len: usize, dtype: Dtype) -> Problem {
+    let dims =
+        Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len, kv_len: q_len, head_dim: 128, value_dim: 128 };
+    let mut desc = ProblemDesc::new(dims, dtype);
+    desc.visibility = Visibility::causal();
+    desc.validate().unwrap()
+}
+
+/// The next token of sequences in a cache, 32/8 heads of 128.
+fn decode(kv_len: usize, sequences: usize, codecs: Option<[Codec; 2]>) -> Problem {
+    let shape = HeadShape { q_heads: 32, kv_heads: 8, head_dim: 128, value_dim: 128 };
+    let mut desc = ProblemDesc::cached(shape, Dtype::BF16, &vec![SeqLens::decode(kv_len); sequences]);
+    (desc.k_codec, desc.v_codec) = codecs.map_or((None, None), |[k, v]| (Some(k), Some(v)));
+    desc.validate().unwrap()
+}
+
+/// A decode step over dense tensors, which a device has to be given.
+fn dense_decode(kv_len: usize) -> Problem {
+    let dims = Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len: 1, kv_len, head_dim: 128, value_dim: 128 };
+    ProblemDesc::new(dims, Dtype::BF16).validate().unwrap()
+}
+
+fn with(cpu: CpuFacts, name: &str, facts: CudaFacts) -> Machine {
+    Machine::new(cpu, CudaPresence::Present { name: name.to_owned(), facts })
+}
+
+fn chosen(problem: &Problem, machine: &Machine) -> String {
+    choose(problem, PlanOptions::default(), machine).to_string()
+}
+
+#[test]
+fn reasons_of_absent_machines() {
+    let h200 = with(machines::AVX512_2, "NVIDIA H200", machines::H200);
+    let large = with(machines::AMX_64, "NVIDIA H200", machines::H200);
+    let t4 = with(machines::AVX2_8, "Tesla T4", machines::T4);
+    let none = Machine::new(machines::AVX2_8, CudaPresence::Absent { why: NO_DRIVER.to_owned() });
+    let not_built = Machine::new(machines::AVX2_8, CudaPresence::NotBuilt);
+    let codes = Some([Codec::Int8, Codec::Tq4]);
+    let cases = [
+        (
+            prefill(4096, Dtype::BF16),
+            &h200,
+            "cuda: NVIDIA H200; native prefill, about 9.5 ms with start and copies, 530 ms on the cpu",
+        ),
+        (
+            prefill(4096, Dtype::F32),
+            &h200,
+            "cuda: NVIDIA H200; native prefill, about 24 ms with start and copies, 530 ms on the cpu",
+        ),
+        (
+            prefill(16, Dtype::BF16),
+            &h200,
+            "cpu: about 14 us, on NVIDIA H200 83 us, of which start and copies take 83 us",
+        ),
+        (
+            prefill(4096, Dtype::BF16),
+            &large,
+            "cpu: about 4.3 ms, on NVIDIA H200 9.5 ms, of which start and copies take 8.4 ms",
+        ),
+        (
+            prefill(4096, Dtype::F16),
+            &t4,
+            "cuda: Tesla T4; portable prefill, about 20 ms with start and copies, 230 ms on the cpu",
+        ),
+        (
+            decode(8192, 16, None),
+            &h200,
+            "cuda: NVIDIA H200; native decode, about 590 us with start and copies, 22 ms on the cpu",
+        ),
+        (
+            decode(8192, 16, codes),
+            &h200,
+            "cuda: NVIDIA H200; portable decode, about 270 us with start and copies, 8.6 ms on the cpu",
+        ),
+        (
+            decode(64, 1, None),
+            &h200,
+            "cpu: about 16 us, on NVIDIA H200 52 us, of which start and copies take 52 us",
+        ),
+        (
+            dense_decode(8192),
+            &h200,
+            "cpu: about 1.4 ms, on NVIDIA H200 3.4 ms, of which start and copies take 3.4 ms",
+        ),
+        (
+            decode(8192, 16, None),
+            &t4,
+            "cuda: Tesla T4; portable decode, about 1.8 ms with start and copies, 5.6 ms on the cpu",
+        ),
+        (
+            prefill(4096, Dtype::BF16),
+            &none,
+            "cpu: no NVIDIA driver on this machine: tried libcuda.so, libcuda.so.1",
+        ),
+        (prefill(4096, Dtype::BF16), &not_built, "cpu: this build lacks the cargo feature cuda"),
+    ];
+    for (problem, machine, want) in cases {
+        assert_eq!(chosen(&problem, machine), want);
+        let choice = choose(&problem, PlanOptions::default(), machine);
+        assert_eq!(choice.plan.unwrap().kind(), choice.kind);
+    }
+}
+
+#[test]
+fn a_refusal_is_the_reason() {
+    let t4 = with(machines::AVX2_8, "Tesla T4", machines::T4);
+    // Portable kernels take multiples of 16.
+    let dims =
+        Dims { batch: 1, q_heads: 8, kv_heads: 8, q_len: 512, kv_len: 512, head_dim: 72, value_dim: 72 };
+    let odd = ProblemDesc::new(dims, Dtype::F16).validate().unwrap();
+    assert_eq!(
+        chosen(&odd, &t4),
+        "cpu: Tesla T4 has no plan: head_dim is 72, expected a multiple of 16 up to 512"
+    );
+    let old = CudaFacts { capability: (7, 0), ..machines::T4 };
+    let old = with(machines::AVX2_8, "Tesla V100", old);
+    assert_eq!(
+        chosen(&prefill(64, Dtype::F16), &old),
+        "cpu: Tesla V100 has no plan: compute capability 7.0, expected at least 7.5"
+    );
+}
+
+#[test]
+fn options_that_one_backend_refuses_choose_the_other() {
+    let mut options = PlanOptions::default();
+    options.kernels = KernelChoice::Native;
+    let problem = decode(64, 1, None);
+    let h200 = with(machines::AVX512_2, "NVIDIA H200", machines::H200);
+    assert_eq!(
+        choose(&problem, options, &h200).to_string(),
+        "cuda: NVIDIA H200; native decode, as the cpu has no plan: native kernels asked for, the backend has only one kind"
+    );
+    // Where neither has a plan, the reason and the refusal are both there.
+    let t4 = with(machines::AVX512_2, "Tesla T4", machines::T4);
+    let neither = choose(&problem, options, &t4);
+    assert_eq!(
+        neither.to_string(),
+        "cpu: Tesla T4 has no plan: compute capability 7.5, expected at least 8.0"
+    );
+    assert_eq!(neither.kind, BackendKind::Cpu);
+    assert!(neither.plan.unwrap_err().to_string().contains("native kernels asked for"));
+}
+
+#[test]
+fn extreme_problems_are_chosen_for() {
+    let h200 = with(machines::AVX512_2, "NVIDIA H200", machines::H200);
+    let empty = ProblemDesc::cached(
+        HeadShape { q_heads: 32, kv_heads: 8, head_dim: 128, value_dim: 128 },
+        Dtype::BF16,
+        &[],
+    );
+    assert_eq!(choose(&empty.validate().unwrap(), PlanOptions::default(), &h200).kind, BackendKind::Cpu);
+    let no_threads = with(CpuFacts { threads: 0, ..machines::AVX2_8 }, "?", machines::H200);
+    assert!(chosen(&prefill(64, Dtype::F32), &no_threads).contains("about"));
+}
+
+#[test]
+fn backends_have_names() {
+    for name in ["auto", "cpu", "cuda", "cuda:1", "cuda:12"] {
+        assert_eq!(name.parse::<BackendName>().unwrap().to_string(), name);
+    }
+    assert_eq!("cuda:0".parse::<BackendName>().unwrap(), BackendName::Cuda { device: 0 });
+    for name in ["", "CPU", "cuda1", "tpu", "cpu:0", " cuda"] {
+        let want = format!("no backend is called '{name}', expected auto, cpu, cuda or cuda:N");
+        assert_eq!(name.parse::<BackendName>().unwrap_err().to_string(), want);
+    }
+    for name in ["cuda:", "cuda:x", "cuda:+1", "cuda:-1", "cuda:1.0", "cuda:99999999999999999999999"] {
+        let want = format!("'{name}', expected cuda:N, where N is the number of a device, counted from 0");
+        assert_eq!(name.parse::<BackendName>().unwrap_err().to_string(), want);
+    }
+}
+
+#[test]
+fn backends_of_this_machine() {
+    let problem = prefill(16, Dtype::F32);
+    let cpu = Backend::named("cpu", &problem).unwrap();
+    assert_eq!(cpu.to_string(), "cpu: asked for");
+    assert_eq!(cpu.plan.unwrap().as_cpu().unwrap().problem(), &problem);
+    assert!(matches!(Backend::named("tpu", &problem), Err(Error::BackendName(_))));
+    let auto = Backend::named("auto", &problem).unwrap();
+    assert_eq!(auto.to_string(), Backend::auto(&problem).to_string());
+    assert_eq!(auto.plan.unwrap(), auto.backend.plan(&problem, PlanOptions::default()).unwrap());
+    // A device that no machine has, and with no driver none at all.
+    let Err(error) = Backend::named("cuda:4096", &problem) else { panic!("4097 devices") };
+    assert!(matches!(error, Error::Cuda(_)));
+    match flashtile::cuda::Cuda::count() {
+        Ok(count) => {
+            let want = format!("no CUDA device 4096: this machine has {count}, counted from 0");
+            assert_eq!(error.to_string(), want);
+        }
+        Err(why) => {
+            assert_eq!(error.to_string(), why.to_string());
+            assert_eq!(auto.reason, why.to_string());
+        }
+    }
+}
+
+#[test]
+fn every_plan_says_what_the_plan_inside_says() {
+    for (name, facts) in AnyFacts::known() {
+        for problem in [prefill(512, Dtype::BF16), decode(4096, 2, None)] {
+            let plan = AnyPlan::new(&problem, &facts, PlanOptions::default()).unwrap();
+            assert_eq!((plan.kind(), plan.problem()), (facts.kind(), &problem), "{name}");
+            assert!(plan.kernel().starts_with(plan.kind().name()), "{name}: {}", plan.kernel());
+            let shown = plan.to_string();
+            assert!(shown.ends_with(&format!("workspace {}", plan.workspace_bytes())), "{shown}");
+            assert!(shown.contains(plan.kernel().split('+').next().unwrap()), "{shown}");
+            let tile = plan.tile(&problem.sequences()[0]);
+            match (plan.as_cpu(), plan.as_cuda()) {
+                (Some(inner), None) => {
+                    assert_eq!((tile.rows, tile.keys), (inner.tile_rows(), inner.block_k()));
+                    assert_eq!((plan.splits(), plan.task_count()), (inner.splits(), inner.task_count()));
+                    assert_eq!(plan, inner.clone().into());
+                }
+                (None, Some(inner)) => {
+                    assert!(
+                        inner.kernels().any(|k| (k.tile().rows(), k.tile().keys()) == (tile.rows, tile.keys))
+                    );
+                    assert_eq!((plan.splits(), plan.task_count()), (inner.splits(), inner.task_count()));
+                    assert_eq!(plan, inner.clone().into());
+                }
+                both => panic!("{both:?}"),
+            }
+        }
+    }
+}
