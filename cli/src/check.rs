@@ -35,8 +35,8 @@ use std::time::Duration;
     flashtile check --backend cuda --kernels portable"
 )]
 pub(crate) struct CheckArgs {
-    /// Run only this backend; auto runs all of this machine except the simulator
-    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Simulator]), default_value = "auto")]
+    /// Run only this backend
+    #[arg(long, value_parser = backend("Every backend of this machine but the simulator; of CUDA the first device", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -174,7 +174,7 @@ fn list(cases: &[Case], json: bool) -> Result<()> {
 
 /// The backends selected by the options.
 fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
-    if args.kernels.choice != Kernels::Auto && args.backend != Backend::Cuda {
+    if args.kernels.choice != Kernels::Auto && !args.backend.is_cuda() {
         return Err(Failure::at("--kernels", "needs --backend cuda"));
     }
     let mut runners: Vec<Box<dyn Runner>> = Vec::new();
@@ -193,12 +193,14 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
     match args.backend {
         Backend::Auto if args.isa.is_none() => {
             // `flashtile info` says why there is no device.
-            if let Ok(cuda) = gpu::device() {
+            if let Ok(cuda) = gpu::device(0) {
                 runners.extend(gpu::runners(cuda, args.exact_memory, args.kernels.choice));
             }
         }
         Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda => runners.extend(gpu::runners(gpu::device()?, args.exact_memory, args.kernels.choice)),
+        Backend::Cuda(device) => {
+            runners.extend(gpu::runners(gpu::device(device)?, args.exact_memory, args.kernels.choice));
+        }
         Backend::Reference => {
             return Err(Failure::at("--backend", "the reference is what others are compared with"));
         }

@@ -8,9 +8,14 @@ use flashtile::plan::{CudaTile, PortableTile, Sm80Tile};
 use flashtile::{CudaPlan, Problem, Unsupported};
 use flashtile_testkit::{CudaRunner, Runner};
 
-/// The first device of this machine.
-pub(crate) fn device() -> Result<Cuda> {
-    Ok(Cuda::new(0)?)
+/// The device of a number.
+pub(crate) fn device(ordinal: usize) -> Result<Cuda> {
+    Ok(Cuda::new(ordinal)?)
+}
+
+/// Every device of this machine, or why it cannot be used, in the order of their numbers.
+pub(crate) fn devices() -> Result<Vec<Result<Cuda>>> {
+    Ok((0..Cuda::count()?).map(device).collect())
 }
 
 /// The device with aligned tensors, and with tensors at odd addresses.

@@ -1,19 +1,20 @@
 //! `flashtile info`: this machine and what it supports.
 
 use crate::check::ticking;
-use crate::failure::Result;
+use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::machine::{self, Limit, LimitKind, Unit};
 use crate::parse::threads;
 use crate::report;
 use crate::simulator;
 use clap::Args;
-use flashtile::Cpu;
+use flashtile::cuda::Cuda;
 use flashtile::plan::{CpuFacts, Isa};
+use flashtile::{Backend, BackendName, Choice, Cpu, Dtype, HeadShape, ProblemDesc, SeqLens, Visibility};
 use serde_json::json;
 use std::process::ExitCode;
 
-/// Show version, instruction sets, caches, backends and measured limits
+/// Show version, instruction sets, caches, backends, what auto takes and why, and measured limits
 ///
 /// Limits (multiply-adds per second, bytes read per second) come last, as measuring them takes a second or more.
 #[derive(Debug, Args)]
@@ -31,34 +32,77 @@ pub(crate) struct InfoArgs {
 }
 
 /// A backend: its name, whether it is available, and a description or the reason.
-type BackendState = (&'static str, bool, String);
+type BackendState = (String, bool, String);
 
 fn backends() -> Vec<BackendState> {
-    let state = |name, available, why: &str| (name, available, why.to_owned());
-    let cuda = match gpu::device() {
-        Ok(cuda) => {
-            let facts = cuda.facts();
-            let (major, minor) = facts.capability;
-            let compiler = gpu::compiler(&cuda).unwrap_or_else(|why| why.to_string());
-            let text = format!(
-                "{}, compute capability {major}.{minor}, {} multiprocessors; {compiler}",
-                cuda.name(),
-                facts.multiprocessors
-            );
-            ("cuda", true, text)
-        }
-        Err(why) => ("cuda", false, why.to_string()),
+    let state = |name: &str, available, why: &str| (name.to_owned(), available, why.to_owned());
+    let mut states =
+        vec![state("cpu", true, "embedded kernels"), state("reference", true, "scalar f64, one thread")];
+    states.extend(devices());
+    states.push(state("metal", false, "not part of this build"));
+    states.push(match simulator::require() {
+        Ok(()) => state("simulator", true, "GPU kernels on the host, every access checked"),
+        Err(_) => state("simulator", false, "not part of this build, needs feature simulator"),
+    });
+    states
+}
+
+/// Every CUDA device by the name that --backend takes, or why there is none.
+fn devices() -> Vec<BackendState> {
+    let absent = |why: String| vec![(BackendName::Cuda { device: 0 }.to_string(), false, why)];
+    let devices = match gpu::devices() {
+        Ok(devices) if devices.is_empty() => return absent("the driver finds no device".to_owned()),
+        Ok(devices) => devices,
+        Err(why) => return absent(why.to_string()),
     };
-    vec![
-        state("cpu", true, "embedded kernels"),
-        state("reference", true, "scalar f64, one thread"),
-        cuda,
-        state("metal", false, "not part of this build"),
-        match simulator::require() {
-            Ok(()) => state("simulator", true, "GPU kernels on the host, every access checked"),
-            Err(_) => state("simulator", false, "not part of this build, needs feature simulator"),
+    let state = |(device, found): (usize, Result<Cuda>)| {
+        let name = BackendName::Cuda { device }.to_string();
+        match found {
+            Ok(cuda) => (name, true, described(&cuda)),
+            Err(why) => (name, false, why.to_string()),
+        }
+    };
+    devices.into_iter().enumerate().map(state).collect()
+}
+
+fn described(cuda: &Cuda) -> String {
+    let facts = cuda.facts();
+    let (major, minor) = facts.capability;
+    let compiler = gpu::compiler(cuda).unwrap_or_else(|why| why.to_string());
+    format!(
+        "{}, compute capability {major}.{minor}, {} multiprocessors; {compiler}",
+        cuda.name(),
+        facts.multiprocessors
+    )
+}
+
+/// What `--backend auto` takes for a typical problem, and why.
+struct Auto {
+    name: &'static str,
+    problem: &'static str,
+    choice: Choice,
+}
+
+/// The choice for a prompt and for a step of decoding, with the heads of a model of 8 billion parameters.
+fn autos() -> Result<[Auto; 2]> {
+    let shape = HeadShape { q_heads: 32, kv_heads: 8, head_dim: 128, value_dim: 128 };
+    let choice = |steps: &[SeqLens]| {
+        let mut desc = ProblemDesc::cached(shape, Dtype::BF16, steps);
+        desc.visibility = Visibility::causal();
+        Ok::<Choice, Failure>(Backend::auto(&desc.validate().map_err(Failure::new)?))
+    };
+    Ok([
+        Auto {
+            name: "prefill",
+            problem: "causal bf16 prefill of 4096 tokens, 32/8 heads of 128",
+            choice: choice(&[SeqLens { q_len: 4096, kv_len: 4096 }])?,
         },
-    ]
+        Auto {
+            name: "decode",
+            problem: "bf16 decode of 16 sequences of 8192 tokens in a cache, 32/8 heads of 128",
+            choice: choice(&[SeqLens::decode(8192); 16])?,
+        },
+    ])
 }
 
 /// Rates that are measured: multiply-adds with each instruction set, and reads from memory.
@@ -96,10 +140,10 @@ pub(crate) fn run(args: &InfoArgs) -> Result<ExitCode> {
         let facts = *Cpu::new().facts();
         let measured = || (!args.no_measure).then(|| Limits::measure(&facts)).transpose();
         if args.json {
-            return report::json(&as_json(&facts, measured()?.as_ref()));
+            return report::json(&as_json(&facts, measured()?.as_ref())?);
         }
         // What is known at once does not wait for what is measured.
-        report::text(text(&known(&facts)))?;
+        report::text(text(&known(&facts)?))?;
         measured()?.map_or(Ok(()), |limits| report::text(text(&limits.lines())))
     })?;
     Ok(ExitCode::SUCCESS)
@@ -111,7 +155,7 @@ fn text(lines: &[(String, String)]) -> String {
 }
 
 /// What is not measured.
-fn known(facts: &CpuFacts) -> Vec<(String, String)> {
+fn known(facts: &CpuFacts) -> Result<Vec<(String, String)>> {
     let isas: Vec<&str> = Cpu::isas().into_iter().map(Isa::name).collect();
     let size = |n: usize| report::bytes(n as f64);
     let mut lines = vec![
@@ -123,15 +167,19 @@ fn known(facts: &CpuFacts) -> Vec<(String, String)> {
         ),
         ("threads".to_owned(), facts.threads.to_string()),
     ];
-    lines.extend(backends().iter().map(|(name, available, why)| {
-        let state = if *available { "available" } else { "unavailable" };
-        ((*name).to_owned(), format!("{state}: {why}"))
+    lines.extend(backends().into_iter().map(|(name, available, why)| {
+        let state = if available { "available" } else { "unavailable" };
+        (name, format!("{state}: {why}"))
     }));
-    lines
+    lines.extend(autos()?.map(|auto| {
+        let Auto { name, problem, choice } = auto;
+        (name.to_owned(), format!("auto takes {choice} ({problem})"))
+    }));
+    Ok(lines)
 }
 
 /// Limits are null if they are not measured.
-fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> serde_json::Value {
+fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> Result<serde_json::Value> {
     let fma = limits.map(|limits| -> serde_json::Map<_, _> {
         limits.peaks.iter().map(|(isa, limit)| (isa.name().to_owned(), json!(limit.rate))).collect()
     });
@@ -139,7 +187,18 @@ fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> serde_json::Value {
         .iter()
         .map(|(name, available, why)| json!({"name": name, "available": available, "reason": why}))
         .collect();
-    json!({
+    let autos: Vec<_> = autos()?
+        .iter()
+        .map(|Auto { name, problem, choice }| {
+            json!({
+                "name": name,
+                "problem": problem,
+                "backend": choice.backend.kind().name(),
+                "backend_reason": choice.reason,
+            })
+        })
+        .collect();
+    Ok(json!({
         "version": env!("CARGO_PKG_VERSION"),
         "arch": std::env::consts::ARCH,
         "isas": Cpu::isas().into_iter().map(Isa::name).collect::<Vec<_>>(),
@@ -150,5 +209,6 @@ fn as_json(facts: &CpuFacts, limits: Option<&Limits>) -> serde_json::Value {
         "fma_flops_per_s": fma,
         "read_bytes_per_s": limits.map(|limits| limits.bandwidth.rate),
         "backends": backends,
-    })
+        "auto": autos,
+    }))
 }

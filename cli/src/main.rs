@@ -26,6 +26,7 @@ mod picture;
 mod plan;
 mod report;
 mod run;
+mod select;
 mod shell;
 mod simulator;
 mod svg;

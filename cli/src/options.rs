@@ -2,10 +2,11 @@
 
 use crate::parse::{codec, dtype, isa, prefix, q_offset, threads, window};
 use crate::report::counted;
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use clap::{Args, ValueEnum};
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::{Arg, Args, Command, ValueEnum};
 use flashtile::plan::Isa;
-use flashtile::{Codec, Dtype, KernelChoice, QOffset, Visibility};
+use flashtile::{BackendName, Codec, Dtype, KernelChoice, QOffset, Visibility};
+use std::ffi::OsStr;
 
 /// How tensors are read from a file.
 #[derive(Debug, Args)]
@@ -54,8 +55,8 @@ impl Semantics {
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Storage {
     /// Codec of the keys, which are stored in a cache that attention reads: f32, f16, bf16, fp8, int8, tq6 to tq2, or
-    /// mlx-native's mlx-tq8 to mlx-tq4; default no cache. For the cpu and reference backends, and partly for the
-    /// simulator
+    /// mlx-native's mlx-tq8 to mlx-tq4; default no cache. For the backends cpu, cuda
+    /// and reference, and partly for the simulator
     #[arg(long, value_name = "CODEC", value_parser = codec)]
     pub(crate) k_codec: Option<Codec>,
     /// Codec of the values, like --k-codec
@@ -121,29 +122,91 @@ pub(crate) struct CpuArgs {
     pub(crate) threads: Option<usize>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+/// What --backend names: the backends of the library, and what stands in for them in tests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Backend {
-    /// The fastest backend of this machine for the problem
     Auto,
-    /// Kernels of this processor
     Cpu,
-    /// Kernels of the first CUDA device
-    Cuda,
-    /// Kernels of Apple's GPUs, which this build does not have
+    /// A CUDA device by its number.
+    Cuda(usize),
     Metal,
-    /// The definition in f64, on one thread
     Reference,
-    /// Kernels of the kernel language on the host, every access checked: for small problems, in builds with the cargo
-    /// feature simulator
     Simulator,
 }
 
-/// Names of backends. Help shows the ones that a command supports; others are refused with the reason.
-pub(crate) fn backend(shown: &'static [Backend]) -> impl TypedValueParser<Value = Backend> {
-    let value =
-        |backend: &Backend| backend.to_possible_value().map(|value| value.hide(!shown.contains(backend)));
-    PossibleValuesParser::new(Backend::value_variants().iter().filter_map(value))
-        .try_map(|name| Backend::from_str(&name, false))
+impl Backend {
+    pub(crate) const fn is_cuda(self) -> bool {
+        match self {
+            Self::Cuda(_) => true,
+            Self::Auto | Self::Cpu | Self::Metal | Self::Reference | Self::Simulator => false,
+        }
+    }
+}
+
+/// What auto is where a problem is computed or planned.
+pub(crate) const AUTO: &str = "The backend with the least estimated time for the problem, copies to a device included; the cpu \
+                               if --isa or --threads is given";
+
+impl ValueEnum for Backend {
+    fn value_variants<'a>() -> &'a [Self] {
+        &[Self::Auto, Self::Cpu, Self::Cuda(0), Self::Metal, Self::Reference, Self::Simulator]
+    }
+
+    fn to_possible_value(&self) -> Option<PossibleValue> {
+        let (name, help) = match self {
+            Self::Auto => ("auto", "The backend that the library chooses for the problem"),
+            Self::Cpu => ("cpu", "Kernels of this processor"),
+            Self::Cuda(_) => ("cuda", "Kernels of the first CUDA device; cuda:1 is the second, and so on"),
+            Self::Metal => ("metal", "Kernels of Apple's GPUs, which this build does not have"),
+            Self::Reference => ("reference", "The definition in f64, on one thread"),
+            Self::Simulator => (
+                "simulator",
+                "Kernels of the kernel language on the host, every access checked: for small problems, in builds with \
+                 the cargo feature simulator",
+            ),
+        };
+        Some(PossibleValue::new(name).help(help))
+    }
+}
+
+/// Names of backends, and what auto is for a command. Help shows the ones that the command supports; others are refused with the
+/// reason.
+pub(crate) fn backend(
+    auto: &'static str,
+    shown: &'static [Backend],
+) -> impl TypedValueParser<Value = Backend> {
+    let value = |backend: &Backend| {
+        let value = backend.to_possible_value()?.hide(!shown.contains(backend));
+        Some(if *backend == Backend::Auto { value.help(auto) } else { value })
+    };
+    BackendParser(PossibleValuesParser::new(Backend::value_variants().iter().filter_map(value)))
+}
+
+/// Parses the names that help lists, and numbered devices: `cuda:1`.
+#[derive(Clone)]
+struct BackendParser(PossibleValuesParser);
+
+impl TypedValueParser for BackendParser {
+    type Value = Backend;
+
+    fn parse_ref(&self, command: &Command, arg: Option<&Arg>, text: &OsStr) -> Result<Backend, clap::Error> {
+        if text.to_str().is_some_and(|text| text.starts_with("cuda:")) {
+            return numbered.parse_ref(command, arg, text);
+        }
+        let named = self.0.clone().try_map(|name| Backend::from_str(&name, false));
+        named.parse_ref(command, arg, text)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        self.0.possible_values()
+    }
+}
+
+fn numbered(text: &str) -> Result<Backend, String> {
+    let Ok(BackendName::Cuda { device }) = text.parse() else {
+        return Err("expected cuda:N, where N is the number of a device, counted from 0".to_owned());
+    };
+    Ok(Backend::Cuda(device))
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -205,7 +268,8 @@ fn cached(text: &str) -> Result<Cached, String> {
 /// Which kernels of a CUDA device.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct KernelsArg {
-    /// Kernels of a CUDA device; auto takes native ones, or portable ones below compute capability 8.0
+    /// Kernels of a CUDA device; auto takes native ones, or portable ones below compute capability 8.0 and over caches
+    /// in codecs other than the dtype
     #[arg(long = "kernels", id = "kernels", value_enum, default_value_t = Kernels::Auto)]
     pub(crate) choice: Kernels,
 }

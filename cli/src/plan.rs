@@ -1,24 +1,24 @@
 //! `flashtile plan`: what would run for a problem, and why.
 
-use crate::cached::{self, Stored};
+use crate::cached::Stored;
 use crate::failure::{Failure, Result};
-use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Work};
 use crate::names;
 use crate::nearest;
 use crate::operands::{Operands, Order};
-use crate::options::{Backend, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
+use crate::options::{AUTO, Backend, CpuArgs, KernelsArg, Reading, Semantics, Shape, Storage, backend};
 use crate::output::Destination;
 use crate::parse::count;
 use crate::picture::{Counts, Tiles};
 use crate::report;
 use crate::run::{dims_json, shapes};
+use crate::select::{Selected, select, unplanned};
 use clap::Args;
-use flashtile::plan::{CpuFacts, CudaFacts, NATIVE_CAPABILITY, PlannedPrefix, machines};
+use flashtile::plan::{AnyFacts, CpuFacts, CudaFacts, NATIVE_CAPABILITY, PlannedPrefix};
 use flashtile::{
-    CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, Problem, ProblemDesc, SeqLens, Sequences,
-    SharedPrefix,
+    AnyPlan, CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, PlanOptions, Problem, ProblemDesc,
+    SeqLens, Sequences, SharedPrefix,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -51,8 +51,8 @@ pub(crate) struct PlanArgs {
     /// Machine to plan for, instead of this one: a CPU or a CUDA device
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
-    /// Backend; auto is the cpu
-    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda]), default_value = "auto")]
+    /// Backend to plan for; the plan says why it was chosen
+    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0)]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -87,17 +87,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             None => problem,
         };
         let options = machine::options(args.splits, args.kernels.choice);
-        let (device, facts) = device(args)?;
-        let plan = match facts {
-            Facts::Cpu(facts) => {
-                let plan = CpuPlan::new(&problem, &facts, options);
-                Plan::Cpu(facts, plan.map_err(|e| machine::unplanned(&problem, &facts, &e))?)
-            }
-            Facts::Cuda(facts) => {
-                let plan = CudaPlan::new(&problem, &facts, options);
-                Plan::Cuda(facts, plan.map_err(|e| cached::unplanned(&e).unwrap_or_else(|| Failure::new(e)))?)
-            }
-        };
+        let target = Target::new(args, &problem, options)?;
+        let plan = target.plan(args, &problem, options)?;
         let sequence = problem.sequences().get(args.sequence).ok_or_else(|| {
             let count = report::counted(problem.sequences().len(), "sequence");
             let what = format_args!(
@@ -106,7 +97,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             );
             Failure::at("--sequence", what)
         });
-        let shown = Shown { device, plan: &plan, order, stored };
+        let shown = Shown { target: &target, plan: &plan, order, stored };
         match sequence {
             // A problem without sequences has no tiles to draw, so that any --sequence is out of range.
             Err(_) if problem.sequences().is_empty() && args.sequence == 0 && args.svg.is_none() => {
@@ -114,8 +105,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<ExitCode> {
             }
             Err(failure) => Err(failure),
             Ok(sequence) => {
-                let (rows, keys) = plan.tile(sequence.q_len * problem.dims().gqa_group());
-                let tiles = Tiles { problem: &problem, sequence, rows, keys };
+                let tile = plan.tile(sequence);
+                let tiles = Tiles { problem: &problem, sequence, rows: tile.rows, keys: tile.keys };
                 if let Some(path) = &args.svg {
                     let picture = Destination::svg(path)?;
                     args.input.as_deref().map_or(Ok(()), |input| picture.differs_from(input))?;
@@ -146,55 +137,6 @@ fn collapsed(text: &str) -> String {
         n => format!("{} x {n}\n", lines[0]),
     };
     lines.chunk_by(|a, b| a == b).map(of_equal).collect()
-}
-
-/// The machine to plan for.
-enum Facts {
-    Cpu(CpuFacts),
-    Cuda(CudaFacts),
-}
-
-/// A plan, and the machine that it is for.
-enum Plan {
-    Cpu(CpuFacts, CpuPlan),
-    Cuda(CudaFacts, CudaPlan),
-}
-
-impl Plan {
-    const fn problem(&self) -> &Problem {
-        match self {
-            Self::Cpu(_, plan) => plan.problem(),
-            Self::Cuda(_, plan) => plan.problem(),
-        }
-    }
-
-    fn kernel(&self) -> String {
-        match self {
-            Self::Cpu(_, plan) => plan.kernel(),
-            Self::Cuda(_, plan) => plan.kernel(),
-        }
-    }
-
-    const fn workspace_bytes(&self) -> usize {
-        match self {
-            Self::Cpu(_, plan) => plan.workspace_bytes(),
-            Self::Cuda(_, plan) => plan.workspace_bytes(),
-        }
-    }
-
-    /// Rows and keys per tile of a sequence with `rows` rows of a GQA group.
-    fn tile(&self, rows: usize) -> (usize, usize) {
-        match self {
-            Self::Cpu(_, plan) => (plan.tile_rows(), plan.block_k()),
-            Self::Cuda(_, plan) => {
-                // The smallest tile that holds them, or the largest.
-                let mut tiles: Vec<_> = plan.kernels().map(|k| (k.tile().rows(), k.tile().keys())).collect();
-                tiles.sort_unstable();
-                let holds = tiles.iter().find(|tile| tile.0 >= rows);
-                holds.or(tiles.last()).copied().unwrap_or((16, 64))
-            }
-        }
-    }
 }
 
 /// The problem, and the layout in which its shapes are shown.
@@ -287,45 +229,59 @@ fn steps(args: &PlanArgs) -> Result<Problem> {
     })
 }
 
-fn device(args: &PlanArgs) -> Result<(String, Facts)> {
-    let Some(name) = &args.device else {
-        return match args.backend {
-            Backend::Auto | Backend::Cpu => {
-                Ok(("this machine".to_owned(), Facts::Cpu(*machine::cpu(args.cpu)?.facts())))
-            }
-            Backend::Cuda if args.cpu.isa.is_some() || args.cpu.threads.is_some() => {
-                Err(Failure::at("--backend", "cuda has neither --isa nor --threads"))
-            }
-            Backend::Cuda => {
-                let cuda = gpu::device()?;
-                Ok((cuda.name().to_owned(), Facts::Cuda(*cuda.facts())))
-            }
-            Backend::Reference => {
-                let what = "the reference has no plans: it is a single loop; expected auto, cpu or cuda";
-                Err(Failure::at("--backend", what))
-            }
-            Backend::Simulator => {
-                let what = "no command plans for the simulator, expected auto, cpu or cuda";
-                Err(Failure::at("--backend", what))
-            }
-            Backend::Metal => {
-                Err(Failure::at("--backend", "not part of this build, expected auto, cpu or cuda"))
-            }
-        };
-    };
-    let cpu = machines::ALL.iter().map(|(name, facts)| (*name, Facts::Cpu(*facts)));
-    let mut all = cpu.chain(machines::ALL_CUDA.iter().map(|(name, facts)| (*name, Facts::Cuda(*facts))));
-    all.find(|(known, _)| known == name).map(|(name, facts)| (name.to_owned(), facts)).ok_or_else(|| {
-        let names = machines::ALL.iter().map(|(name, _)| *name);
-        let names: Vec<&str> = names.chain(machines::ALL_CUDA.iter().map(|(name, _)| *name)).collect();
+/// The machine to plan for, and why its backend was taken.
+struct Target {
+    device: String,
+    facts: AnyFacts,
+    reason: String,
+    /// The backend of this machine, unless --device names another machine.
+    selected: Option<Selected>,
+}
+
+impl Target {
+    fn new(args: &PlanArgs, problem: &Problem, options: PlanOptions) -> Result<Self> {
+        if let Some(name) = &args.device {
+            let facts = known(name)?;
+            return Ok(Self {
+                device: name.clone(),
+                facts,
+                reason: "--device asks for it".to_owned(),
+                selected: None,
+            });
+        }
+        if args.backend.is_cuda() && (args.cpu.isa.is_some() || args.cpu.threads.is_some()) {
+            return Err(Failure::at("--backend", "cuda has neither --isa nor --threads"));
+        }
+        let selected = select(args.backend, args.cpu, problem, options)?;
+        let mut device = "this machine".to_owned();
+        if let flashtile::Backend::Cuda(cuda) = &selected.backend {
+            cuda.name().clone_into(&mut device);
+        }
+        let (facts, reason) = (selected.backend.facts(), selected.reason.clone());
+        Ok(Self { device, facts, reason, selected: Some(selected) })
+    }
+
+    fn plan(&self, args: &PlanArgs, problem: &Problem, options: PlanOptions) -> Result<AnyPlan> {
+        AnyPlan::new(problem, &self.facts, options).map_err(|error| match &self.selected {
+            Some(selected) => selected.unplanned(problem, args.backend, &error),
+            None => unplanned(problem, &self.facts, &error),
+        })
+    }
+}
+
+/// Facts of a machine that --device names.
+fn known(name: &str) -> Result<AnyFacts> {
+    let all = AnyFacts::known();
+    all.iter().find(|(known, _)| *known == name).map(|(_, facts)| *facts).ok_or_else(|| {
+        let names = all.iter().map(|(name, _)| *name);
         Failure::at("--device", format_args!("{name} is not known, {}", nearest::expected(name, names)))
     })
 }
 
 /// A plan and the machine that it is for.
 struct Shown<'a> {
-    device: String,
-    plan: &'a Plan,
+    target: &'a Target,
+    plan: &'a AnyPlan,
     order: Order,
     /// The codecs of a cache, if keys and values are not stored as they are.
     stored: Option<Stored>,
@@ -333,10 +289,19 @@ struct Shown<'a> {
 
 impl Shown<'_> {
     fn work(&self) -> Work {
-        match self.plan {
-            Plan::Cpu(_, plan) => Work::planned(plan),
-            Plan::Cuda(_, plan) => Work::of(plan.problem()),
-        }
+        self.plan.as_cpu().map_or_else(|| Work::of(self.plan.problem()), Work::planned)
+    }
+
+    /// The plan, if it is for a CPU.
+    fn cpu(&self) -> Option<CpuShown<'_>> {
+        let (facts, plan) = (self.target.facts.as_cpu()?, self.plan.as_cpu()?);
+        Some(CpuShown { device: &self.target.device, facts, plan })
+    }
+
+    /// The plan, if it is for a CUDA device.
+    fn cuda(&self) -> Option<CudaShown<'_>> {
+        let (facts, plan) = (self.target.facts.as_cuda()?, self.plan.as_cuda()?);
+        Some(CudaShown { device: &self.target.device, facts, plan })
     }
 
     fn text(&self) -> String {
@@ -352,16 +317,19 @@ impl Shown<'_> {
             desc.mask.map(|kind| format!("{kind} mask")),
         ];
         let extras: String = extras.into_iter().flatten().map(|extra| format!(", {extra}")).collect();
-        let lines = [(
-            "problem",
-            format!(
-                "{} {}, {}, scale {}{extras}",
-                problem.dtype(),
-                shapes(problem, *order),
-                desc.visibility,
-                problem.scale()
+        let lines = [
+            (
+                "problem",
+                format!(
+                    "{} {}, {}, scale {}{extras}",
+                    problem.dtype(),
+                    shapes(problem, *order),
+                    desc.visibility,
+                    problem.scale()
+                ),
             ),
-        )];
+            ("backend", format!("{}: {}", plan.kind(), self.target.reason)),
+        ];
         let ends = [
             ("workspace", report::bytes(plan.workspace_bytes() as f64)),
             (
@@ -374,10 +342,8 @@ impl Shown<'_> {
                 ),
             ),
         ];
-        let middle = match plan {
-            Plan::Cpu(facts, plan) => CpuShown { device: &self.device, facts, plan }.lines(),
-            Plan::Cuda(facts, plan) => cuda_lines(&self.device, facts, plan),
-        };
+        let middle = self.cpu().map(|cpu| cpu.lines()).or_else(|| self.cuda().map(|cuda| cuda.lines()));
+        let middle = middle.unwrap_or_default();
         let (prefixes, middle): (Vec<_>, Vec<_>) =
             middle.into_iter().partition(|(name, _)| *name == "prefix");
         let lines = lines.into_iter().chain(middle).chain(ends).chain(prefixes);
@@ -387,13 +353,13 @@ impl Shown<'_> {
     fn json(&self, drawn: Option<(usize, Counts)>) -> serde_json::Value {
         let problem = self.plan.problem();
         let work = self.work();
-        let mut json = match self.plan {
-            Plan::Cpu(facts, plan) => CpuShown { device: &self.device, facts, plan }.json(),
-            Plan::Cuda(facts, plan) => cuda_json(facts, plan),
-        };
+        let json = self.cpu().map(|cpu| cpu.json()).or_else(|| self.cuda().map(|cuda| cuda.json()));
+        let mut json = json.unwrap_or_else(|| json!({}));
         let common = json!({
             "kernel": self.plan.kernel(),
-            "device": self.device,
+            "backend": self.plan.kind().name(),
+            "backend_reason": self.target.reason,
+            "device": self.target.device,
             "dims": dims_json(problem.dims()),
             "layout": self.order.name(),
             "dtype": problem.dtype().name(),
@@ -420,93 +386,103 @@ impl Shown<'_> {
     }
 }
 
-/// Lines about a plan for a CUDA device.
-fn cuda_lines(device: &str, facts: &CudaFacts, plan: &CudaPlan) -> Vec<(&'static str, String)> {
-    let (major, minor) = facts.capability;
-    let mut lines = vec![(
-        "machine",
-        format!(
-            "{device}: compute capability {major}.{minor}, {} multiprocessors, {} of shared memory per block, L2 {}",
-            facts.multiprocessors,
-            report::bytes(facts.shared_per_block as f64),
-            report::bytes(facts.l2 as f64)
-        ),
-    )];
-    let gqa_group = plan.problem().dims().gqa_group();
-    for kernel in plan.kernels() {
-        let tile = kernel.tile();
-        let reason = if kernel.is_portable() {
-            if plan.options().kernels == KernelChoice::Portable {
-                "asked for".to_owned()
-            } else if facts.capability < NATIVE_CAPABILITY {
-                "native kernels are for compute capability 8.0 and later".to_owned()
-            } else {
-                format!("native kernels read {} only", plan.problem().dtype())
-            }
-        } else if tile.warps_split_keys() {
-            format!(
-                "sequences with at most 16 rows ({} per GQA group)",
-                report::counted(gqa_group, "query head")
-            )
-        } else {
-            "sequences with more rows than a fragment of the matrix unit has".to_owned()
-        };
-        lines.push(("kernel", format!("{kernel}: {reason}")));
-        let bytes = report::bytes(kernel.shared_bytes() as f64);
-        let shared = match tile.stages() {
-            Some(stages) => format!("{stages} in shared memory at a time ({bytes})"),
-            None => format!("{bytes} of shared memory"),
-        };
-        let blocks =
-            report::counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
-        lines.push((
-            "tiles",
-            format!(
-                "{} rows x {} keys, {shared}, {} threads, {blocks} per multiprocessor",
-                tile.rows(),
-                tile.keys(),
-                tile.threads(),
-            ),
-        ));
-    }
-    lines.push(("work tiles", plan.task_count().to_string()));
-    let reason = if plan.options().splits.is_some() {
-        "asked for"
-    } else if plan.kernels().any(|kernel| kernel.is_portable()) && plan.splits() > 1 {
-        "as many threadgroups as the device runs at once"
-    } else if plan.splits() == 1 {
-        "tiles fill the device without splits, or see one block of keys each"
-    } else {
-        "keys are divided equally among the thread blocks that the device runs at once"
-    };
-    lines.push(("splits", format!("{} at most: {reason}", plan.splits())));
-    lines
+/// A plan for a CUDA device.
+struct CudaShown<'a> {
+    device: &'a str,
+    facts: &'a CudaFacts,
+    plan: &'a CudaPlan,
 }
 
-fn cuda_json(facts: &CudaFacts, plan: &CudaPlan) -> serde_json::Value {
-    let kernels = plan.kernels().map(|kernel| {
-        let tile = kernel.tile();
-        let mut json = json!({
-            "kernel": kernel.to_string(),
-            "tile_rows": tile.rows(),
-            "block_k": tile.keys(),
-            "threads": tile.threads(),
-            "resident": tile.resident(),
-            "shared_bytes": kernel.shared_bytes(),
-        });
-        if let Some(stages) = tile.stages() {
-            json["stages"] = stages.into();
+impl CudaShown<'_> {
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let Self { device, facts, plan } = self;
+        let (major, minor) = facts.capability;
+        let mut lines = vec![(
+            "machine",
+            format!(
+                "{device}: compute capability {major}.{minor}, {} multiprocessors, {} of shared memory per block, L2 {}",
+                facts.multiprocessors,
+                report::bytes(facts.shared_per_block as f64),
+                report::bytes(facts.l2 as f64)
+            ),
+        )];
+        let gqa_group = plan.problem().dims().gqa_group();
+        for kernel in plan.kernels() {
+            let tile = kernel.tile();
+            let reason = if kernel.is_portable() {
+                if plan.options().kernels == KernelChoice::Portable {
+                    "asked for".to_owned()
+                } else if facts.capability < NATIVE_CAPABILITY {
+                    "native kernels are for compute capability 8.0 and later".to_owned()
+                } else {
+                    format!("native kernels read {} only", plan.problem().dtype())
+                }
+            } else if tile.warps_split_keys() {
+                format!(
+                    "sequences with at most 16 rows ({} per GQA group)",
+                    report::counted(gqa_group, "query head")
+                )
+            } else {
+                "sequences with more rows than a fragment of the matrix unit has".to_owned()
+            };
+            lines.push(("kernel", format!("{kernel}: {reason}")));
+            let bytes = report::bytes(kernel.shared_bytes() as f64);
+            let shared = match tile.stages() {
+                Some(stages) => format!("{stages} in shared memory at a time ({bytes})"),
+                None => format!("{bytes} of shared memory"),
+            };
+            let blocks =
+                report::counted(tile.resident(), if kernel.is_portable() { "threadgroup" } else { "block" });
+            lines.push((
+                "tiles",
+                format!(
+                    "{} rows x {} keys, {shared}, {} threads, {blocks} per multiprocessor",
+                    tile.rows(),
+                    tile.keys(),
+                    tile.threads(),
+                ),
+            ));
         }
-        json
-    });
-    json!({
-        "capability": [facts.capability.0, facts.capability.1],
-        "multiprocessors": facts.multiprocessors,
-        "l2": facts.l2,
-        "kernels": kernels.collect::<Vec<_>>(),
-        "tasks": plan.task_count(),
-        "splits": plan.splits(),
-    })
+        lines.push(("work tiles", plan.task_count().to_string()));
+        let reason = if plan.options().splits.is_some() {
+            "asked for"
+        } else if plan.kernels().any(|kernel| kernel.is_portable()) && plan.splits() > 1 {
+            "as many threadgroups as the device runs at once"
+        } else if plan.splits() == 1 {
+            "tiles fill the device without splits, or see one block of keys each"
+        } else {
+            "keys are divided equally among the thread blocks that the device runs at once"
+        };
+        lines.push(("splits", format!("{} at most: {reason}", plan.splits())));
+        lines
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let Self { facts, plan, .. } = self;
+        let kernels = plan.kernels().map(|kernel| {
+            let tile = kernel.tile();
+            let mut json = json!({
+                "kernel": kernel.to_string(),
+                "tile_rows": tile.rows(),
+                "block_k": tile.keys(),
+                "threads": tile.threads(),
+                "resident": tile.resident(),
+                "shared_bytes": kernel.shared_bytes(),
+            });
+            if let Some(stages) = tile.stages() {
+                json["stages"] = stages.into();
+            }
+            json
+        });
+        json!({
+            "capability": [facts.capability.0, facts.capability.1],
+            "multiprocessors": facts.multiprocessors,
+            "l2": facts.l2,
+            "kernels": kernels.collect::<Vec<_>>(),
+            "tasks": plan.task_count(),
+            "splits": plan.splits(),
+        })
+    }
 }
 
 /// A plan for a CPU.

@@ -4,19 +4,19 @@ use crate::answers::{Answers, Compared, Computed};
 use crate::buffer::{Buffer, store};
 use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
-use crate::gpu;
 use crate::input::Mapped;
 use crate::machine::{self, Limit, Unit, Work};
 use crate::names;
 use crate::operands::{Operands, Order};
-use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
+use crate::options::{AUTO, Backend, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
 use crate::output::{self, Destination};
 use crate::parse;
 use crate::report;
+use crate::select::{Selected, select};
 use crate::simulator;
 use clap::Args;
 use flashtile::cuda::Cuda;
-use flashtile::{Codec, CudaPlan, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
+use flashtile::{Codec, Cpu, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use flashtile_testkit::{DevicePlacement, DeviceRun, RunnerError};
 use serde_json::json;
 use std::path::PathBuf;
@@ -76,7 +76,7 @@ pub(crate) struct RunArgs {
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Backend
-    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Reference, Backend::Simulator]), default_value = "auto")]
+    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Reference, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -127,7 +127,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
             report::json(&json)?;
         } else {
             let compared = compared.map_or_else(String::new, |compared| format!("  {}", compared.words()));
-            report::line(format_args!("{}{compared}", done.line()))?;
+            // Options that restrict the cpu are a reason that the user knows.
+            let chosen =
+                args.backend == Backend::Auto && args.cpu.isa.is_none() && args.cpu.threads.is_none();
+            let auto = chosen.then(|| format!("  auto takes {}: {}", done.backend, done.backend_reason));
+            report::line(format_args!("{}{}{compared}", done.line(), auto.unwrap_or_default()))?;
         }
         failure.map_or(Ok(ExitCode::SUCCESS), Err)
     })
@@ -146,11 +150,11 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
     match args.backend {
         Backend::Metal => return Err(backend("metal")),
         Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda | Backend::Reference | Backend::Simulator => {
+        Backend::Cuda(_) | Backend::Reference | Backend::Simulator => {
             if args.backend == Backend::Simulator {
                 simulator::require()?;
             }
-            let cuda = args.backend == Backend::Cuda;
+            let cuda = args.backend.is_cuda();
             let given = [
                 ("--isa", "auto or cpu", args.cpu.isa.is_some()),
                 ("--threads", "auto or cpu", args.cpu.threads.is_some()),
@@ -159,7 +163,7 @@ fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
             ];
             if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
                 let name = match args.backend {
-                    Backend::Cuda => "cuda",
+                    Backend::Cuda(_) => "cuda",
                     Backend::Simulator => "simulator",
                     _ => "reference",
                 };
@@ -249,20 +253,18 @@ fn count(shape: [usize; 4]) -> Result<usize> {
 
 /// Runs on the chosen backend. The inner failure is the problem's, the outer one that of a device.
 fn on_backend(args: &RunArgs, job: &Job<'_>, results: Results<'_>) -> Result<Result<Done>> {
-    Ok(match args.backend {
-        Backend::Reference => by_definition(job, results),
-        Backend::Simulator => on_simulator(job, results),
-        Backend::Cuda => on_cuda(args, gpu::device()?, job, results),
-        Backend::Auto if job.cached.is_some() => {
-            let why = Failure::new("only the cpu supports caches in codecs other than the dtype");
-            on_cpu(args, job, results, Some(&why))
+    let selected = match args.backend {
+        Backend::Reference => return Ok(by_definition(job, results)),
+        Backend::Simulator => return Ok(on_simulator(job, results)),
+        Backend::Auto | Backend::Cpu | Backend::Cuda(_) | Backend::Metal => {
+            let options = machine::options(args.splits, args.kernels.choice);
+            select(args.backend, args.cpu, job.problem, options)?
         }
-        // Options that restrict the cpu select it.
-        Backend::Auto if args.cpu.isa.is_none() && args.cpu.threads.is_none() => match gpu::device() {
-            Ok(cuda) => on_cuda(args, cuda, job, results),
-            Err(why) => on_cpu(args, job, results, Some(&why)),
-        },
-        Backend::Auto | Backend::Cpu | Backend::Metal => on_cpu(args, job, results, None),
+    };
+    Ok(match &selected.backend {
+        flashtile::Backend::Cpu(cpu) => on_cpu(args, *cpu, &selected, job, results),
+        flashtile::Backend::Cuda(cuda) => on_cuda(args, cuda, &selected, job, results),
+        other => Err(Failure::at("--backend", format_args!("{} does not run here", other.kind()))),
     })
 }
 
@@ -330,23 +332,29 @@ impl<'a> Results<'a> {
 }
 
 /// Runs on a CUDA device; the time is that of the kernels without host-device copies.
-fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> Result<Done> {
+fn on_cuda(
+    args: &RunArgs,
+    cuda: &Cuda,
+    selected: &Selected,
+    job: &Job<'_>,
+    results: Results<'_>,
+) -> Result<Done> {
     let problem = job.problem;
-    let plan = CudaPlan::new(problem, cuda.facts(), machine::options(args.splits, args.kernels.choice))
-        .map_err(Failure::new)?;
+    let options = machine::options(args.splits, args.kernels.choice);
+    let plan = cuda.plan(problem, options);
+    let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let placement = DevicePlacement::default();
-    let mut run = DeviceRun::new(&cuda, &plan, &inputs, &mut outputs, placement)?;
+    let mut run = DeviceRun::new(cuda, &plan, &inputs, &mut outputs, placement)?;
     run.compute(&mut outputs)?;
     let work = Work::of(problem);
     let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
     let unit = Unit::Cuda(cuda.clone(), problem.dtype());
     let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
-    let asked = args.backend == Backend::Cuda;
     Ok(Done {
         backend: "cuda",
-        backend_reason: if asked { "asked for".to_owned() } else { format!("{} is there", cuda.name()) },
+        backend_reason: selected.reason.clone(),
         kernel: plan.kernel(),
         unit: Some(unit),
         splits: plan.splits(),
@@ -361,12 +369,18 @@ fn on_cuda(args: &RunArgs, cuda: Cuda, job: &Job<'_>, results: Results<'_>) -> R
     })
 }
 
-/// Runs on the CPU; `no_device` is why no other device could be used, if one was asked for.
-fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option<&Failure>) -> Result<Done> {
+/// Runs on the CPU.
+fn on_cpu(
+    args: &RunArgs,
+    cpu: Cpu,
+    selected: &Selected,
+    job: &Job<'_>,
+    results: Results<'_>,
+) -> Result<Done> {
     let problem = job.problem;
-    let cpu = machine::cpu(args.cpu)?;
     let options = machine::options(args.splits, args.kernels.choice);
-    let plan = cpu.plan(problem, options).map_err(|e| machine::unplanned(problem, cpu.facts(), &e))?;
+    let plan = cpu.plan(problem, options);
+    let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let mut workspace = machine::workspace(&plan)?;
@@ -381,14 +395,9 @@ fn on_cpu(args: &RunArgs, job: &Job<'_>, results: Results<'_>, no_device: Option
     // The machine may have been busy at one of the two times.
     let again = |limit: Limit| Ok::<Limit, Failure>(limit.max(Limit::measure(limit.kind, &unit)?));
     let limit = before.filter(|_| seconds >= MIN_SECONDS).map(again).transpose()?;
-    let reason = match no_device {
-        None if args.backend == Backend::Cpu => "asked for".to_owned(),
-        None => "--isa and --threads ask for it".to_owned(),
-        Some(why) => format!("{}; {} is the best allowed for this dtype", why, plan.isa()),
-    };
     Ok(Done {
         backend: "cpu",
-        backend_reason: reason,
+        backend_reason: selected.reason.clone(),
         kernel: plan.kernel(),
         unit: Some(unit),
         splits: plan.splits(),

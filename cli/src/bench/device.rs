@@ -46,12 +46,12 @@ pub(super) fn device(args: &BenchArgs) -> Result<Device> {
             Err(Failure::at("--kernels", "applies to the cuda backend only"))
         }
         Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
-        Backend::Cuda if args.cpu.isa.is_some() => {
+        Backend::Cuda(_) if args.cpu.isa.is_some() => {
             Err(Failure::at("--isa", "applies to the cpu backend only"))
         }
-        Backend::Cuda => {
+        Backend::Cuda(device) => {
             let tuning = Tuning { kernels: args.kernels.choice, tile: args.tile };
-            Ok(Device::Cuda(gpu::device()?, tuning))
+            Ok(Device::Cuda(gpu::device(device)?, tuning))
         }
         Backend::Reference | Backend::Metal | Backend::Simulator => {
             Err(Failure::at("--backend", "expected auto, cpu or cuda: other backends are not measured"))

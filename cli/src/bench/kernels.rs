@@ -37,12 +37,14 @@ pub(super) fn run(args: &BenchArgs) -> Result<ExitCode> {
             simulator::require()?;
             None
         }
-        Backend::Cuda => {
-            let gpu = Gpu::new(0).map_err(Failure::new)?;
+        Backend::Cuda(device) => {
+            let gpu = Gpu::new(device).map_err(Failure::new)?;
             let copy = copy_rate(&gpu).map_err(|e| Failure::at("copy", e))?;
             Some(Cuda { gpu, copy })
         }
-        _ => return Err(Failure::at("--backend", "kernels run on simulator or cuda, expected one of them")),
+        Backend::Cpu | Backend::Reference | Backend::Metal => {
+            return Err(Failure::at("--backend", "kernels run on simulator or cuda, expected one of them"));
+        }
     };
 
     let bar = progress(workloads.len() as u64);

@@ -33,8 +33,8 @@ pub(crate) struct BenchArgs {
     /// Rows to measure
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
-    /// Backend; auto is the cpu, or the simulator for the group kernels, which alone can use it
-    #[arg(long, value_parser = backend(&[Backend::Auto, Backend::Cpu, Backend::Cuda, Backend::Simulator]), default_value = "auto")]
+    /// Backend to measure; the group kernels alone can use the simulator
+    #[arg(long, value_parser = backend("The cpu; for the group kernels the simulator", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// For the group kernels: measure only this kernel, a name of `flashtile kernels list`
     #[arg(long, value_name = "NAME")]

@@ -205,6 +205,63 @@ fn info_measures_the_machine() {
 }
 
 #[test]
+fn the_choice_of_a_backend_is_said() {
+    let no_driver = "no NVIDIA driver on this machine: tried libcuda.so";
+    let info = json(&["info", "--no-measure", "--json"]);
+    let autos = info["auto"].as_array().unwrap();
+    assert_eq!(
+        autos.iter().map(|auto| auto["name"].as_str().unwrap()).collect::<Vec<_>>(),
+        ["prefill", "decode"]
+    );
+    for auto in autos {
+        assert_eq!(auto["backend"], "cpu", "{auto}");
+        assert!(auto["backend_reason"].as_str().unwrap().starts_with(no_driver), "{auto}");
+        assert!(auto["problem"].as_str().unwrap().contains("32/8 heads of 128"), "{auto}");
+    }
+    let text = ok(&["info", "--no-measure"]);
+    for name in ["prefill", "decode"] {
+        assert!(text.contains(&format!("\n{name:<10} auto takes cpu: {no_driver}")), "{text}");
+    }
+
+    let cases: [(&[&str], &str, &str); 6] = [
+        (&[], "cpu", no_driver),
+        (&["--k-codec", "int8"], "cpu", no_driver),
+        (&["--backend", "cpu"], "cpu", "asked for"),
+        (&["--isa", "portable"], "cpu", "--isa asks for it"),
+        (&["--isa", "portable", "--threads", "1"], "cpu", "--isa and --threads ask for it"),
+        (&["--device", "t4"], "cuda", "--device asks for it"),
+    ];
+    for (options, backend, reason) in cases {
+        let plan = [&["plan", "--q-len", "64", "--no-tiles"], options].concat();
+        let text = ok(&plan);
+        assert!(text.contains(&format!("\nbackend    {backend}: {reason}")), "{text}");
+        let plan = json(&[&plan[..], &["--json"]].concat());
+        assert_eq!(plan["backend"], backend, "{plan}");
+        assert!(plan["backend_reason"].as_str().unwrap().starts_with(reason), "{plan}");
+    }
+}
+
+#[test]
+fn help_names_other_devices() {
+    let chosen =
+        "auto: The backend with the least estimated time for the problem, copies to a device included";
+    let autos = [
+        ("run", chosen),
+        ("plan", chosen),
+        ("check", "auto: Every backend of this machine but the simulator; of CUDA the first device"),
+        ("bench", "auto: The cpu; for the group kernels the simulator"),
+    ];
+    for (command, auto) in autos {
+        let help = ok(&[command, "--help"]).split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(
+            help.contains("cuda: Kernels of the first CUDA device; cuda:1 is the second"),
+            "{command}: {help}"
+        );
+        assert!(help.contains(auto), "{command}: {help}");
+    }
+}
+
+#[test]
 fn equal_rows_of_tiles_are_one_line() {
     let shape = ["plan", "--q-len", "4096", "--device", "avx2-8core"];
     let tiles = |more: &[&str]| -> Vec<String> {

@@ -111,7 +111,7 @@ fn options() {
     let folder = Folder::with(&good());
     let available = threads();
     let (too_many, range) = ((available + 1).to_string(), format!("1 to {available}, the threads"));
-    let cases: [(&[&str], &str); 34] = [
+    let cases: [(&[&str], &str); 39] = [
         (&["--scale", "nan"], "scale NaN is not finite"),
         (&["--scale", "1e99"], "scale inf is not finite"),
         (&["--scale", "x"], "--scale"),
@@ -128,6 +128,14 @@ fn options() {
         (&["--layout", "sbhd"], "bhsd, bshd"),
         (&["--backend", "tpu"], "reference"),
         (&["--backend", "cuda", "--threads", "1"], "--threads: does not apply to the cuda backend"),
+        (&["--backend", "cuda"], "no NVIDIA driver on this machine: tried libcuda.so"),
+        (&["--backend", "cuda:1"], "no NVIDIA driver on this machine: tried libcuda.so"),
+        (&["--backend", "cuda:x"], "expected cuda:N, where N is the number of a device, counted from 0"),
+        (&["--backend", "cuda:1", "--isa", "avx2"], "--isa: does not apply to the cuda backend"),
+        (
+            &["--kernels", "portable"],
+            "--kernels: applies to the cuda backend, and auto is the cpu: no NVIDIA driver",
+        ),
         (&["--backend", "metal"], "metal is not part of this build"),
         (&["--backend", "reference", "--threads", "2"], "--threads: does not apply to the reference backend"),
         (&["--backend", "reference", "--splits", "2"], "--splits"),
@@ -456,6 +464,15 @@ fn other_commands() {
         (vec!["plan", "--device", "h100", "--backend", "cuda"], "cannot be used with"),
         (vec!["plan", "--backend", "reference"], "--backend: the reference has no plans"),
         (vec!["plan", "--backend", "metal"], "--backend: not part of this build, expected auto, cpu or cuda"),
+        (vec!["plan", "--backend", "cuda:1"], "no NVIDIA driver on this machine"),
+        (vec!["plan", "--backend", "cuda:1", "--threads", "1"], "cuda has neither --isa nor --threads"),
+        (vec!["check", "--backend", "cuda:1", "--filter", "gqa"], "no NVIDIA driver on this machine"),
+        (vec!["bench", "decode", "--backend", "cuda:1"], "no NVIDIA driver on this machine"),
+        (vec!["bench", "--backend", "cuda:-1"], "expected cuda:N, where N is the number of a device"),
+        (
+            vec!["plan", "--kernels", "native", "--backend", "cpu"],
+            "--kernels: applies to the cuda backend only",
+        ),
         (vec!["plan", "--prefix", "layer.3"], "--prefix: does not apply to a shape, expected a file"),
         (vec!["plan", input, "--prefix", "layer.3"], "--prefix layer.3: "),
         (vec!["plan", "--device", "h100", "--splits", "65"], "65 splits asked for, expected 1 to 64"),
