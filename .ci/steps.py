@@ -404,7 +404,7 @@ def python():
 def gpu():
     if not cuda_devices():
         raise Skipped("no CUDA device: kernels for it were compiled, and ran on nothing")
-    return test("gpu", "-p", "flashtile", "--test", "it", "--", "cuda::", "portable::")
+    return test("gpu", "-p", "flashtile", "--test", "it", "--", "backend::", "cuda::", "portable::")
 
 
 # Miri.
