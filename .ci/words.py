@@ -23,7 +23,7 @@ WORDS = [
     (r"\bstatistics\b", "row_max, row_sum, lse", r"\.(rs|cuh?|md)$"),
     (r"\bpieces\b|\bshares\b", "split, num_splits", ALL),
     (r"\bparts\b", "split, num_splits", r"^crates/(gpu|cuda)/"),
-    (r"\bslots\b|\b(parts|sums) left\b", "partial_out, partials", KERNELS),
+    (r"\bslots\b(?!:)|\b(parts|sums) left\b", "partial_out, partials", KERNELS),
     (r"\bItem\b(?! =)|\bitems?\b", "work_tile", KERNELS),
     (r"\bweights\b", "p, probs", ALL),
     (r"\bclass(es)?\b|\bclassif\w*", "mask_tile: Skip, Full, Partial", r"^(crates/(core|cpu|gpu|cuda|testkit)|cli|src|tests)/|^docs/"),

@@ -44,7 +44,7 @@ pub trait HostAccess: Device<Memory: DeviceMemory> {
     /// What the device reports, such as a lack of memory.
     fn zeroed(&self, element: ScalarType, len: usize) -> Result<Self::Memory, Self::Error>;
 
-    /// Copies bytes to those of a memory from byte `at` on. May return before the device has them; `bytes` has been read then.
+    /// Copies `bytes` into a memory, from byte `at` on. It may return before the device has them, but not before `bytes` has been read.
     ///
     /// # Errors
     /// What the device reports.

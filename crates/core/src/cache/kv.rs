@@ -2,11 +2,11 @@
 
 use super::desc::{CacheDesc, KeyMean};
 use super::error::CacheError;
-use super::page_store::{PageStore, RowRun};
+use super::page_store::PageStore;
 use super::seq_id::SeqId;
 use super::snapshot::Snapshot;
 use super::store::{HostStore, Layer};
-use super::table::{PageCopy, SequenceTable, reserve, total_tokens};
+use super::table::{PageCopy, RowRun, SequenceTable, reserve, total_tokens};
 use crate::block_tables::BlockTables;
 use crate::codec::{CodePages, KvView, Side};
 use crate::inputs::Inputs;
@@ -18,8 +18,8 @@ use std::ops::Range;
 /// An operation that is refused changes nothing. Sequences never see each other's tokens: pages shared by
 /// [`KvCache::fork`] are copied before one of the sequences writes to them. A batch lists a sequence at most once.
 ///
-/// Errors of operations are those of the store, [`PageStore::Error`]: in main memory [`CacheError`], on a device also what fails
-/// there.
+/// Operations return the error type of the store, [`PageStore::Error`]: [`CacheError`] in main memory; on a device it also says what
+/// failed there.
 #[derive(Debug)]
 pub struct KvCache<S: PageStore = HostStore> {
     desc: CacheDesc,

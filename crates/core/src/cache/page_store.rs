@@ -1,21 +1,7 @@
 //! What a cache asks of the memory that holds its rows.
 
 use super::error::CacheError;
-use super::table::PageCopy;
-
-/// Consecutive rows of a page, and the rows of a tensor or of a list of bytes that belong to them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[allow(clippy::exhaustive_structs)]
-pub struct RowRun {
-    /// The page.
-    pub page: usize,
-    /// Its first row.
-    pub row: usize,
-    /// Number of rows.
-    pub tokens: usize,
-    /// First row of the tensor or of the bytes.
-    pub at: usize,
-}
+use super::table::{PageCopy, RowRun};
 
 /// The memory of a cache: pages of keys and values of every layer, on the host or on a device.
 ///

@@ -2,8 +2,8 @@
 
 use super::desc::{CacheDesc, MEAN_ROWS};
 use super::error::CacheError;
-use super::page_store::{PageStore, RowRun};
-use super::table::{PageCopy, Run};
+use super::page_store::PageStore;
+use super::table::{PageCopy, RowRun, Run};
 use crate::codec::{CodePages, Codec, KvView, Side, convert, mean_row};
 use crate::dtype::Dtype;
 use crate::limits::MAX_HEAD_DIM;
@@ -120,7 +120,7 @@ impl Pool {
         }
     }
 
-    /// Reads rows into those of a tensor `[1, heads, tokens, dim]`.
+    /// Reads rows into a tensor `[1, heads, tokens, dim]`.
     fn read(&self, run: RowRun, tensor: &mut TensorViewMut<'_>) {
         let dtype = tensor.dtype();
         let mut x = [0.0f32; MAX_HEAD_DIM];
@@ -153,7 +153,7 @@ impl Pool {
         self.heads() * tokens * self.row_bytes
     }
 
-    /// Copies rows of the pool to those of dense bytes `[heads, tokens, row]`.
+    /// Copies rows of the pool to dense bytes `[heads, tokens, row]`.
     pub fn export(&self, run: RowRun, bytes: &mut [u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact_mut(head_bytes).enumerate() {
@@ -172,7 +172,7 @@ impl Pool {
         }
     }
 
-    /// Copies rows of dense bytes `[heads, tokens, row]` to those of the pool.
+    /// Copies rows of dense bytes `[heads, tokens, row]` to the pool.
     pub fn import(&mut self, run: RowRun, bytes: &[u8]) {
         let head_bytes = bytes.len() / self.heads();
         for (head, bytes) in bytes.chunks_exact(head_bytes).enumerate() {

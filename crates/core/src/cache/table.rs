@@ -9,7 +9,6 @@
 
 use super::desc::CacheLayout;
 use super::error::CacheError;
-use super::page_store::RowRun;
 use super::seq_id::SeqId;
 use crate::block_tables::{BlockTables, NO_PAGE};
 use crate::limits::{MAX_LEN, MAX_SEQUENCES};
@@ -34,6 +33,20 @@ impl Run {
     pub(super) const fn from(self, at: usize) -> RowRun {
         RowRun { page: self.page, row: self.row, tokens: self.tokens, at: at + self.at }
     }
+}
+
+/// Consecutive rows of a page, and the rows of a tensor or of a list of bytes that belong to them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(clippy::exhaustive_structs)]
+pub struct RowRun {
+    /// The page.
+    pub page: usize,
+    /// Its first row.
+    pub row: usize,
+    /// Number of rows.
+    pub tokens: usize,
+    /// First row of the tensor or of the bytes.
+    pub at: usize,
 }
 
 /// Rows to copy to the same rows of another page, in every layer, before anything is written.

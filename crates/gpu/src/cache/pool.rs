@@ -1,7 +1,7 @@
 //! Keys, or values, of all layers in the memory of a device.
 
+use super::error::StoreError;
 use super::rows::{GpuRows, GpuRowsMut, dtype_of};
-use super::store::StoreError;
 use crate::codecs::{codebooks, factors, is_rotatable, magnitudes};
 use crate::encoding::{Appended, encode_generics, encode_table, refusal, runs};
 use crate::kernels::cache::{PageBytes, copy_rows, read_codes, read_elements};
@@ -373,7 +373,7 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok(())
     }
 
-    /// Copies rows of dense bytes `[heads, tokens, row]` to those of a layer.
+    /// Copies rows of dense bytes `[heads, tokens, row]` to a layer.
     pub(super) fn import<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,

@@ -23,7 +23,7 @@ use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
     load_values, no_tile,
 };
-use super::partial::{share_max_sum, store_partial, sum_outputs};
+use super::partial::{merge_simds, store_partial};
 use super::query::{
     Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
     stage_queries, store_shifts,
@@ -400,9 +400,6 @@ pub fn decode<
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);
     }
-    share_max_sum::<VN, T>(state, &mut max_sum);
-    // Every SIMD group has read its queries.
-    barrier();
-    sum_outputs::<S, VN, T>(state, &max_sum, &mut queries);
+    merge_simds::<S, VN, T>(state, &mut max_sum, &mut queries);
     store_partial::<VF, DV, S, VN, T>(&max_sum, &queries, tile, params, partial_out, partial_max_sum);
 }

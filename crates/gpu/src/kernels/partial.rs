@@ -1,4 +1,4 @@
-//! The partial results of a threadgroup: those of its SIMD groups, merged and stored.
+//! The partial results of a threadgroup: merged from its SIMD groups, and stored.
 //!
 //! ```text
 //! row_max     = max_s row_max_s                                 over SIMD groups s
@@ -23,7 +23,7 @@ fn row_in_tile(t: usize, n: usize) -> u32 {
 
 /// Stores the pairs `(row_max, row_sum)` of a SIMD group's rows in `max_sum` `[S, 8 T, 2]`.
 #[device]
-pub fn share_max_sum<const N: usize, const T: usize>(state: Accumulator<N, T>, max_sum: &mut Shared<f32>) {
+fn share_max_sum<const N: usize, const T: usize>(state: Accumulator<N, T>, max_sum: &mut Shared<f32>) {
     for t in 0..T {
         for n in 0..2usize {
             let shrink = shrink_of(state.shrunk, 2 * t + n);
@@ -61,10 +61,10 @@ fn merged_max_sum<const S: usize, const T: usize>(max_sum: &Shared<f32>, row: u3
     merged
 }
 
-/// Adds up the outputs of the SIMD groups in `sums`, `[T, N, 2, 2, 32]` as lanes hold them. Every thread of the threadgroup takes
-/// part; the pairs in `max_sum` are those of all SIMD groups.
+/// Adds up the outputs of the SIMD groups in `sums`, `[T, N, 2, 2, 32]` as lanes hold them. `max_sum` has the pairs of every SIMD
+/// group.
 #[device]
-pub fn sum_outputs<const S: usize, const N: usize, const T: usize>(
+fn sum_outputs<const S: usize, const N: usize, const T: usize>(
     state: Accumulator<N, T>,
     max_sum: &Shared<f32>,
     sums: &mut Shared<f32>,
@@ -101,6 +101,20 @@ pub fn sum_outputs<const S: usize, const N: usize, const T: usize>(
         }
         barrier();
     }
+}
+
+/// Merges the results of the SIMD groups into `max_sum` `[S, 8 T, 2]` and `sums` `[T, N, 2, 2, 32]`. Every thread of the threadgroup
+/// takes part.
+#[device]
+pub fn merge_simds<const S: usize, const N: usize, const T: usize>(
+    state: Accumulator<N, T>,
+    max_sum: &mut Shared<f32>,
+    sums: &mut Shared<f32>,
+) {
+    share_max_sum::<N, T>(state, max_sum);
+    // Nobody reads what was in `sums` before, either.
+    barrier();
+    sum_outputs::<S, N, T>(state, max_sum, sums);
 }
 
 /// Stores the partial results of the threadgroup's rows, for its split. SIMD groups take the coordinates in turns.

@@ -1,0 +1,63 @@
+//! Why a cache on a device refuses.
+
+use flashtile_core::cache::CacheError;
+use flashtile_core::plan::Unsupported;
+use flashtile_kernel::{LaunchError, ScalarType};
+use std::fmt;
+
+/// Why an operation on a cache in the memory of a device failed.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum StoreError<E> {
+    /// The cache refused it, and is unchanged.
+    Cache(CacheError),
+    /// No kernel stores such rows.
+    Unsupported(Unsupported),
+    /// Rows are of another type than f32, f16 and bf16.
+    Element {
+        /// The type of the view.
+        element: ScalarType,
+    },
+    /// A launch failed. Contents of the cache are unspecified after an error of the device.
+    Launch(LaunchError<E>),
+}
+
+impl<E> StoreError<E> {
+    pub(super) const fn device(error: E) -> Self {
+        Self::Launch(LaunchError::Device(error))
+    }
+}
+
+impl<E> From<CacheError> for StoreError<E> {
+    fn from(error: CacheError) -> Self {
+        Self::Cache(error)
+    }
+}
+
+impl<E> From<Unsupported> for StoreError<E> {
+    fn from(error: Unsupported) -> Self {
+        Self::Unsupported(error)
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for StoreError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cache(error) => error.fmt(f),
+            Self::Unsupported(error) => error.fmt(f),
+            Self::Element { element } => write!(f, "rows are of {element}, expected f32, f16 or bf16"),
+            Self::Launch(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: std::error::Error + 'static> std::error::Error for StoreError<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Cache(error) => Some(error),
+            Self::Unsupported(error) => Some(error),
+            Self::Element { .. } => None,
+            Self::Launch(error) => Some(error),
+        }
+    }
+}
