@@ -110,9 +110,10 @@ fn pages<'a>(
     strides: [usize; 2],
 ) -> Result<DeviceKv<'a>, CudaError> {
     let at = memory.address();
-    // SAFETY: the pool lies there with this shape as long as the cache lives, which the view borrows.
     Ok(match codec.dtype() {
+        // SAFETY: the pool lies there with this shape as long as the cache lives, which the view borrows.
         Some(dtype) => unsafe { DeviceTensor::from_raw_parts(dtype, at, shape, dense(shape))? }.into(),
+        // SAFETY: as above, and its bytes are rows of the codec or zeros.
         None => unsafe { DeviceCodes::from_raw_parts(codec, at, shape, strides)? }.into(),
     })
 }
