@@ -304,20 +304,47 @@ fn integers<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8
     sums
 }
 
-/// What is known of a magnitude with a factor: the nearest level, and 256 times its index.
+/// Half levels of a magnitude with a factor, rounded down: where tables have the nearest level.
 #[device]
-fn nearest(known: &Shared<u32>, magnitude: u32, factor: u32) -> u32 {
-    known[(magnitude * factor >> 16u32).min(255)]
+fn half_levels(magnitude: u32, factor: u32) -> u32 {
+    (magnitude * factor >> 16u32).min(255)
+}
+
+/// The sums of eight numbers over the lanes of the SIMD group: lane `l` gets that of number `l % 8`. Each step gives half of the
+/// numbers away, so that 9 shuffles do what eight sums do with 40.
+#[device]
+fn sum_each(numbers: [u32; 8]) -> u32 {
+    let lane = simd_lane();
+    let mut four = [0u32; 4];
+    for n in 0..4usize {
+        let upper = lane & 4 != 0;
+        let kept = select(upper, numbers[n + 4], numbers[n]);
+        let given = select(upper, numbers[n], numbers[n + 4]);
+        four[n] = kept + simd_shuffle_xor(given, 4);
+    }
+    let mut two = [0u32; 2];
+    for n in 0..2usize {
+        let upper = lane & 2 != 0;
+        let kept = select(upper, four[n + 2], four[n]);
+        let given = select(upper, four[n], four[n + 2]);
+        two[n] = kept + simd_shuffle_xor(given, 2);
+    }
+    let upper = lane & 1 != 0;
+    let mut sum = select(upper, two[1], two[0]) + simd_shuffle_xor(select(upper, two[0], two[1]), 1);
+    sum += simd_shuffle_xor(sum, 8);
+    sum + simd_shuffle_xor(sum, 16)
 }
 
 /// Codes of levels of a row of whole numbers, of the best of eight scales: that with which least squares explains most
-/// of the energy.
+/// of the energy. `known` has for each number of half levels the nearest level and 256 times its index; `levels` the levels alone, as
+/// 256 bytes are two words a bank, so that few lanes wait for each other.
 #[device]
 fn search<const FORMAT: u32, const D: usize>(
     row: &Shared<f32>,
     start: u32,
     energy: u64,
     known: &Shared<u32>,
+    levels: &Shared<u8>,
     codes: &mut Shared<u8>,
 ) -> Sums {
     // Every eighth lane has the same trial.
@@ -332,18 +359,12 @@ fn search<const FORMAT: u32, const D: usize>(
     for c in (simd_lane()..D as u32).step_by(32) {
         let x = row[start + c].abs() as u32;
         for t in 0..8usize {
-            let level = nearest(known, x, factors[t]) & 255;
+            let level = levels[half_levels(x, factors[t])] as u32;
             products[t] += x * level;
             squares[t] += level * level;
         }
     }
-    let mut mine = Sums { products: 1, squares: 1 };
-    for t in 0..8usize {
-        let all_products = simd_sum(products[t]);
-        let all_squares = simd_sum(squares[t]);
-        mine.products = select(trial == t as u32, all_products, mine.products);
-        mine.squares = select(trial == t as u32, all_squares, mine.squares);
-    }
+    let mine = Sums { products: sum_each(products), squares: sum_each(squares) };
     let square = mine.products as u64 * mine.products as u64;
     let explained = quotient(rounded(square, false, 0), mine.squares);
     // The first of the greatest: positive f64 are ordered as their bits.
@@ -357,7 +378,7 @@ fn search<const FORMAT: u32, const D: usize>(
     let sign = 1u32 << (FORMAT.max(TQ2) - TQ2 + 1);
     for c in (simd_lane()..D as u32).step_by(32) {
         let x = row[start + c];
-        let index = nearest(known, x.abs() as u32, chosen) >> 8u32;
+        let index = known[half_levels(x.abs() as u32, chosen)] >> 8u32;
         codes[start + c] = (index | select(x < 0.0, sign, 0)) as u8;
     }
     let sums =
@@ -515,6 +536,7 @@ fn scaled<const FORMAT: u32, const SCHEME: u32, const D: usize>(
     row: &mut Shared<f32>,
     start: u32,
     known: &Shared<u32>,
+    levels: &Shared<u8>,
     codes: &mut Shared<u8>,
     unbiased: bool,
 ) -> u32 {
@@ -529,7 +551,7 @@ fn scaled<const FORMAT: u32, const SCHEME: u32, const D: usize>(
     let sums: Sums = if SCHEME == INTEGERS {
         integers::<D>(row, start, codes)
     } else {
-        search::<FORMAT, D>(row, start, energy, known, codes)
+        search::<FORMAT, D>(row, start, energy, known, levels, codes)
     };
     scale_of(energy, sums.products, sums.squares, most, unbiased)
 }
@@ -540,6 +562,7 @@ fn quantized<const FORMAT: u32, const SCHEME: u32, const D: usize>(
     row: &mut Shared<f32>,
     start: u32,
     known: &Shared<u32>,
+    levels: &Shared<u8>,
     codes: &mut Shared<u8>,
     unbiased: bool,
 ) -> [u32; 2] {
@@ -549,7 +572,7 @@ fn quantized<const FORMAT: u32, const SCHEME: u32, const D: usize>(
     let scale: u32 = if SCHEME == FLOATS {
         floats::<D>(row, start, codes)
     } else {
-        scaled::<FORMAT, SCHEME, D>(row, start, known, codes, unbiased)
+        scaled::<FORMAT, SCHEME, D>(row, start, known, levels, codes, unbiased)
     };
     [scale, 0]
 }
@@ -662,8 +685,10 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
     let mut held: Shared<f32> = shared(4 * D);
     let mut codes: Shared<u8> = shared(4 * D);
     let mut known: Shared<u32> = shared(256);
+    let mut levels: Shared<u8> = shared(256);
     for at in (thread_index()..256).step_by(128) {
         known[at] = numbers[at];
+        levels[at] = (numbers[at] & 255) as u8;
     }
     barrier();
     let elements = Elements::<T> { x, means, centered };
@@ -684,7 +709,8 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
                 simd_barrier();
                 rotate::<D, ORDER>(&mut held, start, factors);
             }
-            let scale = quantized::<FORMAT, SCHEME, D>(&mut held, start, &known, &mut codes, unbiased);
+            let scale =
+                quantized::<FORMAT, SCHEME, D>(&mut held, start, &known, &levels, &mut codes, unbiased);
             simd_barrier();
             store::<FORMAT, D>(pages, place, &codes, start, scale);
         } else {
