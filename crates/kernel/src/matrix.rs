@@ -2,7 +2,7 @@
 //!
 //! A left operand `A` and a sum `C` are held alike: the lane of row [`matrix_row`] and pair [`matrix_pair`] has columns `2 * pair` and
 //! `2 * pair + 1` of the row. The layout of a right operand differs between devices: it is made from a lane's two elements of a row ([`right`])
-//! or of a column ([`right_transposed`]). The lane of a row and a pair differs between devices too: on Apple's GPUs, and in the
+//! or of a column ([`right_transposed`]), or loaded from memory of the threadgroup ([`load_rights`]). The lane of a row and a pair differs between devices too: on Apple's GPUs, and in the
 //! simulator, as in [`Fragment`](crate::Fragment); on NVIDIA's the row is `lane / 4`, the pair `lane % 4`.
 //!
 //! Operands are f16, bf16 or f32, sums f32. On NVIDIA GPUs a product of f16 (from capability 7.5 on) or bf16 (8.0) is one instruction of the
@@ -11,6 +11,7 @@
 //! These are device functions with C++ of their own, not words of the language: a crate may add others in the same way.
 
 use crate::lanes::position_of;
+use crate::memory::{Place, Shared};
 use crate::scalar::{Element, ScalarType, Value};
 use crate::simulator;
 use crate::source::{Cpp, Described, ItemKind, ItemSource};
@@ -76,6 +77,68 @@ pub fn matrix_lane(row: u32, pair: u32) -> u32 {
 pub fn left<T: Element>(low: u32, high: u32) -> Left<T> {
     let bits = if T::TYPE == ScalarType::F32 { [low, high] } else { [low & 0xffff, low >> 16] };
     Left { elements: bits.map(|bits| T::from_raw(u64::from(bits))) }
+}
+
+/// This lane's pair of a left operand, rounded to nearest even.
+#[must_use]
+pub fn left_from<T: Element>(x: f32, y: f32) -> Left<T> {
+    Left { elements: [T::from_f32(x), T::from_f32(y)] }
+}
+
+/// The 16x16 matrix whose element `(r, c)` is `memory[offset + r * stride + c]`, as four left operands: operand `n` has rows from
+/// `8 * (n % 2)` and columns from `8 * (n / 2)` on.
+///
+/// Its lines start at multiples of 16 bytes. For elements of 16 bits it is one instruction (PTX `ldmatrix`) on NVIDIA GPUs, without bank
+/// conflicts where lines start an odd multiple of 16 bytes apart.
+///
+/// # Faults
+/// Where a line is not aligned or the lanes diverge, and as for reading each element.
+#[track_caller]
+#[must_use]
+pub fn load_lefts<T: Element>(memory: &Shared<T>, offset: u32, stride: u32) -> [Left<T>; 4] {
+    check_lines(memory, offset, stride);
+    let first = offset + matrix_row() * stride + 2 * matrix_pair();
+    let pair = |n: u32| {
+        let at = first + 8 * (n % 2) * stride + 8 * (n / 2);
+        Left { elements: [memory.ft_get(at), memory.ft_get(at + 1)] }
+    };
+    [pair(0), pair(1), pair(2), pair(3)]
+}
+
+/// The 16x16 matrix whose element `(r, c)` is `memory[offset + r * stride + c]`, as four right operands: operand `n` has rows from
+/// `8 * (n % 2)` and columns from `8 * (n / 2)` on. Lines are as in [`load_lefts`].
+///
+/// # Faults
+/// As [`load_lefts`].
+#[track_caller]
+#[must_use]
+pub fn load_rights<T: Element>(memory: &Shared<T>, offset: u32, stride: u32) -> [Right<T>; 4] {
+    load_lefts(memory, offset, stride).map(|operand| Right { elements: operand.elements })
+}
+
+/// The 16x16 matrix whose element `(r, c)` is `memory[offset + c * stride + r]`, as four right operands: operand `n` has rows from
+/// `8 * (n % 2)` and columns from `8 * (n / 2)` on. Lines, here columns, are as in [`load_lefts`].
+///
+/// # Faults
+/// As [`load_lefts`].
+#[track_caller]
+#[must_use]
+pub fn load_rights_transposed<T: Element>(memory: &Shared<T>, offset: u32, stride: u32) -> [Right<T>; 4] {
+    check_lines(memory, offset, stride);
+    let first = offset + 2 * matrix_pair() * stride + matrix_row();
+    let pair = |n: u32| {
+        let at = first + 8 * (n / 2) * stride + 8 * (n % 2);
+        Right { elements: [memory.ft_get(at), memory.ft_get(at + stride)] }
+    };
+    [pair(0), pair(1), pair(2), pair(3)]
+}
+
+/// Reads the beginning of the part of a line that this lane addresses, which starts at a multiple of 16 bytes.
+#[track_caller]
+fn check_lines<T: Element>(memory: &Shared<T>, offset: u32, stride: u32) {
+    simulator::simd_converge("a load of matrices");
+    let lane = crate::intrinsics::simd_lane();
+    let _ = memory.load_as::<u32, 4>(offset + lane % 16 * stride + lane / 16 * 8);
 }
 
 /// A right operand of which this lane has columns `2 * pair` and `2 * pair + 1` of its row, rounded to nearest even.
@@ -168,6 +231,34 @@ pub fn matrix_column_sum(x: f32) -> f32 {
     sums[0]
 }
 
+/// The greatest value of the lanes with this lane's row; a NaN counts only where all of them have one.
+///
+/// # Faults
+/// Where the lanes diverge.
+#[track_caller]
+#[must_use]
+pub fn matrix_row_max(x: f32) -> f32 {
+    row("matrix_row_max", x).into_iter().fold(x, f32::max)
+}
+
+/// The sum over the lanes with this lane's row.
+///
+/// # Faults
+/// Where the lanes diverge.
+#[track_caller]
+#[must_use]
+pub fn matrix_row_sum(x: f32) -> f32 {
+    let sums = row("matrix_row_sum", x);
+    (sums[0] + sums[2]) + (sums[1] + sums[3])
+}
+
+#[track_caller]
+fn row(name: &'static str, x: f32) -> [f32; 4] {
+    let shown = simulator::gather(name, u64::from(x.to_bits()));
+    let row = matrix_row();
+    std::array::from_fn(|pair| f32::from_bits(shown[matrix_lane(row, pair as u32) as usize] as u32))
+}
+
 #[track_caller]
 fn column(name: &'static str, x: f32) -> [f32; 8] {
     let shown = simulator::gather(name, u64::from(x.to_bits()));
@@ -203,6 +294,10 @@ function_modules! {
     matrix_pair true false
     matrix_lane true false
     left false false
+    left_from false false
+    load_lefts false true
+    load_rights false true
+    load_rights_transposed false true
     right false true
     right_transposed false true
     right_zero false false
@@ -210,5 +305,7 @@ function_modules! {
     multiply_add_twice false true
     matrix_column_max true true
     matrix_column_sum true true
+    matrix_row_max true true
+    matrix_row_sum true true
     byte_signs true false
 }

@@ -28,13 +28,32 @@ FT_DEVICE uint byte_signs(FT_THREAD_CONTEXT, const uint a, const uint b, const u
 }
 
 template <typename T>
+FT_DEVICE uint ft_pack(const float x, const float y) {
+    return uint(ft_to_bits(ft_from_f32<T>(x))) | uint(ft_to_bits(ft_from_f32<T>(y))) << 16;
+}
+#if __CUDA_ARCH__ >= 800
+template <>
+FT_DEVICE uint ft_pack<ft_f16>(const float x, const float y) {
+    uint both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+    return both;
+}
+template <>
+FT_DEVICE uint ft_pack<ft_bf16>(const float x, const float y) {
+    uint both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
+    return both;
+}
+#endif
+
+template <typename T>
 struct ft_matrix {
     FT_DEVICE static Left<T> left(const uint low, const uint) { return Left<T>{low}; }
-    FT_DEVICE static uint pack(const float x, const float y) {
-        return uint(ft_to_bits(ft_from_f32<T>(x))) | uint(ft_to_bits(ft_from_f32<T>(y))) << 16;
-    }
+    FT_DEVICE static Left<T> left_from(const float x, const float y) { return Left<T>{ft_pack<T>(x, y)}; }
+    FT_DEVICE static Left<T> left_of(const T x, const T y) { return left(uint(ft_to_bits(x)) | uint(ft_to_bits(y)) << 16, 0); }
+    FT_DEVICE static Right<T> right_of(const Left<T> x) { return Right<T>{x.low}; }
     FT_DEVICE static Right<T> right(const float x, const float y) {
-        const uint rows = pack(x, y);
+        const uint rows = ft_pack<T>(x, y);
 #if __CUDA_ARCH__ >= 750
         uint columns;
         asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
@@ -46,7 +65,7 @@ struct ft_matrix {
         return Right<T>{row % 2 ? (first >> 16 | (second & 0xffff0000u)) : ((first & 0xffffu) | second << 16)};
 #endif
     }
-    FT_DEVICE static Right<T> right_transposed(const float x, const float y) { return Right<T>{pack(x, y)}; }
+    FT_DEVICE static Right<T> right_transposed(const float x, const float y) { return Right<T>{ft_pack<T>(x, y)}; }
     FT_DEVICE static Right<T> zero() { return Right<T>{0}; }
     FT_DEVICE static float first(const uint low, const uint) { return ft_to_f32(ft_from_bits<T>(ushort(low))); }
     FT_DEVICE static float second(const uint low, const uint) { return ft_to_f32(ft_from_bits<T>(ushort(low >> 16))); }
@@ -56,6 +75,9 @@ struct ft_matrix {
 template <>
 struct ft_matrix<float> {
     FT_DEVICE static Left<float> left(const uint low, const uint high) { return Left<float>{low, high}; }
+    FT_DEVICE static Left<float> left_from(const float x, const float y) { return Left<float>{ft_to_bits(x), ft_to_bits(y)}; }
+    FT_DEVICE static Left<float> left_of(const float x, const float y) { return left_from(x, y); }
+    FT_DEVICE static Right<float> right_of(const Left<float> x) { return Right<float>{x.low, x.high}; }
     FT_DEVICE static Right<float> right(const float x, const float y) {
         const uint lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
         const float x0 = __shfl_sync(0xffffffffu, x, 8 * pair + row / 2);
@@ -79,6 +101,10 @@ FT_DEVICE Left<T> left(FT_THREAD_CONTEXT, const uint low, const uint high) {
     return ft_matrix<T>::left(low, high);
 }
 template <typename T>
+FT_DEVICE Left<T> left_from(FT_THREAD_CONTEXT, const float x, const float y) {
+    return ft_matrix<T>::left_from(x, y);
+}
+template <typename T>
 FT_DEVICE Right<T> right(FT_THREAD_CONTEXT, const float x, const float y) {
     return ft_matrix<T>::right(x, y);
 }
@@ -89,6 +115,62 @@ FT_DEVICE Right<T> right_transposed(FT_THREAD_CONTEXT, const float x, const floa
 template <typename T>
 FT_DEVICE Right<T> right_zero(FT_THREAD_CONTEXT) {
     return ft_matrix<T>::zero();
+}
+
+// Loads of a 16x16 matrix from shared memory, whose lines are `stride` elements apart, as four 8x8 matrices: two in each line where
+// ALONG, otherwise two in each column, come first. Of each a lane gets two neighbouring elements of a line, or of a column where
+// TRANSPOSED.
+template <typename T, bool ALONG, bool TRANSPOSED>
+FT_DEVICE ft_array<Left<T>, 4> ft_load_matrices(const T* memory, const uint offset, const uint stride) {
+    ft_array<Left<T>, 4> all;
+    const uint lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 750
+    if constexpr (sizeof(T) == 2) {
+        // Lane l gives the address of line l % 8 of matrix l / 8.
+        const uint line = lane % 8 + (ALONG ? lane / 16 : lane / 8 % 2) * 8, column = (ALONG ? lane / 8 % 2 : lane / 16) * 8;
+        const uint from = uint(__cvta_generic_to_shared(memory)) + uint(sizeof(T)) * (line * stride + column) + uint(sizeof(T)) * offset;
+        uint x[4];
+        if constexpr (TRANSPOSED) {
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+        } else {
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) all[n] = ft_matrix<T>::left(x[n], 0);
+        return all;
+    }
+#endif
+    const uint row = lane / 4, pair = lane % 4 * 2;
+    const uint step = TRANSPOSED ? stride : 1;
+    const T* from = memory + offset + (TRANSPOSED ? pair * stride + row : row * stride + pair);
+#pragma unroll
+    for (uint n = 0; n < 4; n++) {
+        const uint at = (ALONG ? n / 2 : n % 2) * 8 * stride + (ALONG ? n % 2 : n / 2) * 8;
+        all[n] = ft_matrix<T>::left_of(from[at], from[at + step]);
+    }
+    return all;
+}
+// As right operands: held alike, but for the name.
+template <typename T>
+FT_DEVICE ft_array<Right<T>, 4> ft_rights_of(const ft_array<Left<T>, 4> lefts) {
+    ft_array<Right<T>, 4> all;
+#pragma unroll
+    for (int n = 0; n < 4; n++) all[n] = ft_matrix<T>::right_of(lefts[n]);
+    return all;
+}
+template <typename T>
+FT_DEVICE ft_array<Left<T>, 4> load_lefts(FT_THREAD_CONTEXT, FT_SHARED(T) memory, const uint offset, const uint stride) {
+    return ft_load_matrices<T, false, false>(memory, offset, stride);
+}
+template <typename T>
+FT_DEVICE ft_array<Right<T>, 4> load_rights(FT_THREAD_CONTEXT, FT_SHARED(T) memory, const uint offset, const uint stride) {
+    return ft_rights_of<T>(ft_load_matrices<T, false, true>(memory, offset, stride));
+}
+template <typename T>
+FT_DEVICE ft_array<Right<T>, 4> load_rights_transposed(FT_THREAD_CONTEXT, FT_SHARED(T) memory, const uint offset, const uint stride) {
+    return ft_rights_of<T>(ft_load_matrices<T, true, false>(memory, offset, stride));
 }
 
 typedef ft_array<ft_array<float, 2>, 2> ft_sums;
@@ -169,6 +251,14 @@ FT_DEVICE float matrix_column_sum(FT_THREAD_CONTEXT, float x) {
     for (int lanes = 16; lanes > 2; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
     return x;
 }
+FT_DEVICE float matrix_row_max(FT_THREAD_CONTEXT, float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+FT_DEVICE float matrix_row_sum(FT_THREAD_CONTEXT, float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 2);
+    return x + __shfl_xor_sync(0xffffffffu, x, 1);
+}
 #else
 template <typename T>
 struct Left {
@@ -227,6 +317,36 @@ FT_DEVICE Left<T> left(FT_THREAD_CONTEXT, const uint low, const uint high) {
     return x;
 }
 template <typename T>
+FT_DEVICE Left<T> left_from(FT_THREAD_CONTEXT, const float x, const float y) {
+    Left<T> l;
+    l.matrix = ft_matrix<T>::of(T(x), T(y));
+    return l;
+}
+template <typename T>
+FT_DEVICE ft_array<Left<T>, 4> load_lefts(FT_THREAD_CONTEXT, FT_SHARED(T) memory, const uint offset, const uint stride) {
+    ft_array<Left<T>, 4> all;
+    FT_UNROLL
+    for (uint n = 0; n < 4; n++) metal::simdgroup_load(all[n].matrix, memory + offset + n % 2 * 8 * stride + n / 2 * 8, stride);
+    return all;
+}
+template <typename T>
+FT_DEVICE ft_array<Right<T>, 4> load_rights(FT_THREAD_CONTEXT, FT_SHARED(T) memory, const uint offset, const uint stride) {
+    ft_array<Right<T>, 4> all;
+    FT_UNROLL
+    for (uint n = 0; n < 4; n++) metal::simdgroup_load(all[n].matrix, memory + offset + n % 2 * 8 * stride + n / 2 * 8, stride);
+    return all;
+}
+template <typename T>
+FT_DEVICE ft_array<Right<T>, 4> load_rights_transposed(FT_THREAD_CONTEXT, FT_SHARED(T) memory, const uint offset, const uint stride) {
+    ft_array<Right<T>, 4> all;
+    FT_UNROLL
+    for (uint n = 0; n < 4; n++) {
+        const uint at = n / 2 * 8 * stride + n % 2 * 8;
+        metal::simdgroup_load(all[n].matrix, memory + offset + at, stride, metal::ulong2(0), true);
+    }
+    return all;
+}
+template <typename T>
 FT_DEVICE Right<T> right(FT_THREAD_CONTEXT, const float x, const float y) {
     Right<T> r;
     r.matrix = ft_matrix<T>::of(T(x), T(y));
@@ -269,5 +389,13 @@ FT_DEVICE float matrix_column_sum(FT_THREAD_CONTEXT, float x) {
     x += metal::simd_shuffle_xor(x, ushort(16));
     x += metal::simd_shuffle_xor(x, ushort(4));
     return x + metal::simd_shuffle_xor(x, ushort(2));
+}
+FT_DEVICE float matrix_row_max(FT_THREAD_CONTEXT, float x) {
+    x = metal::fmax(x, metal::simd_shuffle_xor(x, ushort(1)));
+    return metal::fmax(x, metal::simd_shuffle_xor(x, ushort(8)));
+}
+FT_DEVICE float matrix_row_sum(FT_THREAD_CONTEXT, float x) {
+    x += metal::simd_shuffle_xor(x, ushort(8));
+    return x + metal::simd_shuffle_xor(x, ushort(1));
 }
 #endif
