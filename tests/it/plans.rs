@@ -248,6 +248,11 @@ fn portable_plans_refuse() {
         let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
+    for [rows, keys, simds] in [[32, 64, 4], [64, 48, 4], [96, 64, 3], [128, 256, 8]] {
+        let tile = PortableTile::prefill(rows, keys, simds, 1);
+        let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
+        assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
+    }
 }
 
 /// Plans of the same sequences at other lengths have the same launches and the same layout of scratch memory.

@@ -51,9 +51,10 @@ pub(super) fn loads(
         Strides { aligned, pages: portable.kernel.paged.then_some([page_size, 1]), ..Strides::default() };
     let gpu = portable.plan.launches();
     let placed = gpu.place(&places, false)?;
-    let ([decode, merge], [constants, with_lse]) = (gpu.instances(), gpu.constants(&placed, true));
-    let [_, without_lse] = gpu.constants(&placed, false);
-    Ok(vec![(decode.clone(), constants), (merge.clone(), with_lse), (merge.clone(), without_lse)])
+    // The last kernel writes the logsumexp.
+    let without_lse = gpu.constants(&placed, false).pop();
+    let all = gpu.constants(&placed, true).into_iter().chain(without_lse);
+    Ok(all.map(|(instance, constants)| (instance.clone(), constants)).collect())
 }
 
 impl Runs {

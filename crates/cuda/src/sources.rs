@@ -300,6 +300,15 @@ mod tests {
                 all.push((step, Access::Vector));
             }
         }
+        for (dtype, dim) in [Dtype::F16, Dtype::BF16].into_iter().flat_map(|d| [32, 64, 128].map(|n| (d, n)))
+        {
+            let shape = HeadShape { q_heads: 32, kv_heads: 32, head_dim: dim, value_dim: dim };
+            let chunks = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len: 600, kv_len: 900 }; 4]);
+            let mut dense = ProblemDesc::new(Dims { kv_len: 600, ..chunks.dims }, dtype);
+            (dense.alibi, dense.sinks, dense.softcap) = (dim != 64, true, (dim == 64).then_some(30.0));
+            dense.q_offset = Some(QOffset::BottomRight);
+            all.extend([(chunks, Access::Vector), (dense, Access::Vector)]);
+        }
         let masked = |desc: &ProblemDesc| desc.mask.is_some() || desc.tree || desc.softcap.is_some();
         all.extend(problems().into_iter().filter(masked).map(|desc| (desc, Access::Element)));
         let mut options = PlanOptions::default();

@@ -5,7 +5,8 @@ use crate::kernels::attend::{Attend, divisor};
 use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
 use crate::kernels::rows::kv_align;
-use crate::shape::{Shape, Tile, count};
+use crate::shape::{Shape, Tiling, count};
+use crate::tile::takes_prefill;
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
@@ -52,13 +53,30 @@ pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
 /// What a problem launches, wherever its tensors lie.
 #[derive(Debug, Clone)]
 pub struct Launches {
-    decode: Instance,
-    merge: Instance,
+    kernels: Kernels,
     shape: Shape,
     /// Sizes and scoring; [`Placed`] has the strides.
     attend: Attend,
     rows: RowFormats,
     features: Features,
+}
+
+/// The kernels of a problem.
+#[derive(Debug, Clone)]
+pub(crate) enum Kernels {
+    /// One kernel that ends the rows.
+    Prefill(Instance),
+    /// Two that split keys.
+    Decode(DecodeKernels),
+}
+
+/// The kernels of split keys.
+#[derive(Debug, Clone)]
+pub(crate) struct DecodeKernels {
+    /// Stores partial results.
+    pub(crate) decode: Instance,
+    /// Merges them.
+    pub(crate) merge: Instance,
 }
 
 /// How rows of keys and of values are stored.
@@ -128,11 +146,12 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`] or
-    /// [`Unsupported::Instance`].
-    pub fn new(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
+    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`],
+    /// [`Unsupported::Tile`] or [`Unsupported::Instance`].
+    pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
+        let tiling = tiling.into();
         let (dims, desc) = (problem.dims(), problem.desc());
-        let shape = Shape::of(problem, tile)?;
+        let shape = Shape::of(problem, tiling)?;
         let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
         for (codec, got) in [(k_codec, dims.head_dim), (v_codec, dims.value_dim)] {
             if !is_rotatable(codec, got) {
@@ -147,9 +166,20 @@ impl Launches {
             v_codec,
         };
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
+        let kernels = match tiling {
+            Tiling::Decode(tile) => Kernels::Decode(DecodeKernels {
+                decode: variant.decode(tile).map_err(none)?,
+                merge: variant.merge().map_err(none)?,
+            }),
+            Tiling::Prefill(_) if !takes_prefill(problem) => {
+                return Err(Unsupported::Tile {
+                    why: "portable prefill takes up to 128 elements a row, and keys and values of the dtype of q",
+                });
+            }
+            Tiling::Prefill(tile) => Kernels::Prefill(variant.prefill(tile).map_err(none)?),
+        };
         Ok(Self {
-            decode: variant.decode(tile).map_err(none)?,
-            merge: variant.merge().map_err(none)?,
+            kernels,
             attend: attend(problem, &shape)?,
             shape,
             rows: RowFormats {
@@ -219,24 +249,52 @@ impl Launches {
         self.shape.scratch
     }
 
-    /// The kernels.
-    pub const fn instances(&self) -> [&Instance; 2] {
-        [&self.decode, &self.merge]
+    pub(crate) const fn kernels(&self) -> &Kernels {
+        &self.kernels
     }
 
-    /// What launches give the `#[constant]` parameters of the kernels, in order.
-    pub fn constants(&self, placed: &Placed, with_lse: bool) -> [Vec<Constant>; 2] {
+    /// The kernels, in the order of their launches.
+    pub fn instances(&self) -> Vec<&Instance> {
+        match &self.kernels {
+            Kernels::Prefill(prefill) => vec![prefill],
+            Kernels::Decode(DecodeKernels { decode, merge }) => vec![decode, merge],
+        }
+    }
+
+    /// The name of the first kernel's instance.
+    pub fn entry(&self) -> String {
+        match &self.kernels {
+            Kernels::Prefill(first) | Kernels::Decode(DecodeKernels { decode: first, .. }) => first.entry(),
+        }
+    }
+
+    /// The kernels, each with what launches give its `#[constant]` parameters, in order.
+    pub fn constants(&self, placed: &Placed, with_lse: bool) -> Vec<(&Instance, Vec<Constant>)> {
         let has = self.features;
-        let features = [has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask, placed.has_k_mean];
-        let mut decode = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];
-        decode.extend(features.map(Constant::of));
-        [decode, [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()]
+        let mut first = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];
+        first.extend([has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask].map(Constant::of));
+        match &self.kernels {
+            Kernels::Prefill(prefill) => {
+                first.extend([has.has_sinks, with_lse].map(Constant::of));
+                vec![(prefill, first)]
+            }
+            Kernels::Decode(DecodeKernels { decode, merge }) => {
+                first.push(Constant::of(placed.has_k_mean));
+                let last = [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec();
+                vec![(decode, first), (merge, last)]
+            }
+        }
     }
 
     /// The same with native code, where `find` knows some.
     pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
-        self.decode = find(&self.decode)?;
-        self.merge = find(&self.merge)?;
+        match &mut self.kernels {
+            Kernels::Prefill(prefill) => *prefill = find(prefill)?,
+            Kernels::Decode(DecodeKernels { decode, merge }) => {
+                *decode = find(decode)?;
+                *merge = find(merge)?;
+            }
+        }
         Some(self)
     }
 }

@@ -1,6 +1,6 @@
 //! Plans of the portable kernels, on any device.
 //!
-//! One launch stores partial results, one merges them. Where the rows of the problem are too few for the device, keys are cut into splits
+//! Where there are many rows, one launch does everything. Otherwise one stores partial results, one merges them: where the rows of the problem are too few for the device, keys are cut into splits
 //! until there are as many threadgroups as it holds at a time. The number of splits depends on no sequence's length, so that a step of
 //! decoding changes nothing but the numbers of its sequences.
 
@@ -8,7 +8,7 @@ use crate::facts::GpuFacts;
 use crate::launches::{Launches, sequences};
 use crate::run::Tables;
 use crate::shape::Shape;
-use crate::tile::{PortableTile, dim};
+use crate::tile::PortableTile;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 
@@ -69,9 +69,10 @@ impl Plan {
         }
         // Refuses dimensions before anything is computed from them.
         Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
-        let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts));
+        let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts, options.splits));
         tile.check()?;
-        let needed = tile.shared_bytes(dim(problem));
+        let dims = problem.dims();
+        let needed = tile.shared_bytes([dims.head_dim, dims.value_dim], problem.dtype());
         if needed > facts.shared_per_group {
             return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_group });
         }
@@ -79,15 +80,14 @@ impl Plan {
         let splits = tile.splits(problem, facts, options.splits, groups)?;
         let launches = Launches::new(problem, tile.with_splits(splits))?;
         let shape = launches.shape();
-        let [[_, of_decode @ ..], [_, of_merge @ ..]] = [shape.groups, shape.rows];
+        let [[_, of_first @ ..], [_, of_merge @ ..]] = [shape.groups, shape.rows];
         let max = facts.max_groups;
-        if let Some(got) = of_decode.into_iter().chain(of_merge).map(|n| n as usize).find(|&n| n > max) {
+        if let Some(got) = of_first.into_iter().chain(of_merge).map(|n| n as usize).find(|&n| n > max) {
             return Err(Unsupported::Tasks { got, max });
         }
         let tables = Tables::of(problem);
         let regions = regions(problem, shape, &tables).filter(|regions| isize::try_from(regions.len).is_ok());
-        let entry = || launches.instances()[0].entry();
-        let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: entry() })?;
+        let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: launches.entry() })?;
         Ok(Self { launches, tables, tile, regions })
     }
 
@@ -109,7 +109,7 @@ impl Plan {
         self.launches.shape().groups[1] as usize
     }
 
-    /// Threadgroups that write partial results.
+    /// Threadgroups of the first kernel.
     #[must_use]
     pub fn groups(&self) -> usize {
         groups(self.launches.shape())

@@ -4,8 +4,9 @@ use crate::codecs::{hadamard_order, is_rotatable};
 use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
-use crate::kernels::{cache, decode, encode, merge};
+use crate::kernels::{cache, decode, encode, merge, prefill};
 use crate::shape::{HEAD_DIMS, Tile};
+use crate::tile::{MAX_PREFILL_DIM, default_prefill_tile};
 use crate::variant::Variant;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
@@ -15,6 +16,7 @@ use flashtile_kernel::{Generic, Instance, Kernel};
 pub static KERNELS: &[&Kernel] = &[
     &decode::decode::KERNEL,
     &merge::merge::KERNEL,
+    &prefill::prefill::KERNEL,
     &encode::encode::KERNEL,
     &encode::append::KERNEL,
     &hadamard::KERNEL,
@@ -56,6 +58,9 @@ pub fn instances() -> Vec<Instance> {
             };
             all.extend(variant.decode(Tile::of(codec, dim)));
             all.extend(variant.merge());
+            if matches!(codec.dtype(), Some(Dtype::F16 | Dtype::BF16)) && dim <= MAX_PREFILL_DIM {
+                all.extend(variant.prefill(default_prefill_tile(dim)));
+            }
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);
                 all.extend(match codec.dtype() {

@@ -6,9 +6,10 @@
 use crate::codecs::{codebooks, factors};
 use crate::kernels::decode::decode;
 use crate::kernels::merge::merge;
-use crate::launches::{Launches, Placed};
+use crate::kernels::prefill::prefill;
+use crate::launches::{DecodeKernels, Kernels, Launches, Placed};
 use flashtile_core::problem::Problem;
-use flashtile_kernel::{Device, DeviceMemory, LaunchError, View, ViewMut};
+use flashtile_kernel::{Device, DeviceMemory, Instance, LaunchError, View, ViewMut};
 
 /// What kernels look up for the codecs of a problem. Each list has a number at least.
 #[derive(Debug, Clone, PartialEq)]
@@ -94,13 +95,69 @@ pub fn run<D: Device>(
 where
     D::Memory: DeviceMemory,
 {
-    let (has, shape) = (launches.features(), launches.shape());
+    let shape = launches.shape();
     if shape.rows.contains(&0) || shape.groups.contains(&0) {
         return Ok(());
     }
+    match launches.kernels() {
+        Kernels::Prefill(instance) => run_prefill(device, launches, instance, placed, workspace, operands),
+        Kernels::Decode(kernels) => run_decode(device, launches, kernels, placed, workspace, operands),
+    }
+}
+
+fn run_prefill<D: Device>(
+    device: &D,
+    launches: &Launches,
+    instance: &Instance,
+    placed: &Placed,
+    workspace: Workspace<'_, D::Memory>,
+    operands: Operands<'_, D::Memory>,
+) -> Result<(), LaunchError<D::Error>>
+where
+    D::Memory: DeviceMemory,
+{
+    let (has, [f32s, u32s, bytes]) = (launches.features(), workspace.absent);
+    prefill::Call {
+        q: operands.q,
+        k: operands.k,
+        v: operands.v,
+        table: operands.table.unwrap_or(u32s),
+        sequences: workspace.sequences,
+        slopes: operands.slopes.unwrap_or(f32s),
+        mask: operands.mask.unwrap_or(bytes),
+        tree: operands.tree.unwrap_or(bytes),
+        sinks: operands.sinks.unwrap_or(f32s),
+        params: placed.attend,
+        output: placed.merge,
+        out: operands.out,
+        lse: operands.lse,
+        paging: placed.paging,
+        row_align: placed.row_align,
+        has_softcap: has.has_softcap,
+        has_alibi: has.has_alibi,
+        has_mask: has.has_mask,
+        has_tree_mask: has.has_tree_mask,
+        has_sinks: has.has_sinks,
+        with_lse: operands.with_lse,
+        groups: launches.shape().groups,
+    }
+    .launch_instance(device, instance)
+}
+
+fn run_decode<D: Device>(
+    device: &D,
+    launches: &Launches,
+    kernels: &DecodeKernels,
+    placed: &Placed,
+    workspace: Workspace<'_, D::Memory>,
+    operands: Operands<'_, D::Memory>,
+) -> Result<(), LaunchError<D::Error>>
+where
+    D::Memory: DeviceMemory,
+{
+    let (has, shape) = (launches.features(), launches.shape());
     let Workspace { partial_out, partial_max_sum, absent: [f32s, u32s, bytes], .. } = workspace;
     let [k_factors, v_factors] = workspace.factors;
-    let [decode, merge] = launches.instances();
     decode::Call {
         q: operands.q,
         k: operands.k,
@@ -125,7 +182,7 @@ where
         has_k_mean: placed.has_k_mean,
         groups: shape.groups,
     }
-    .launch_instance(device, decode)?;
+    .launch_instance(device, &kernels.decode)?;
     merge::Call {
         partial_out: partial_out.view(),
         partial_max_sum: partial_max_sum.view(),
@@ -139,5 +196,5 @@ where
         has_shift: has.has_alibi,
         groups: shape.rows,
     }
-    .launch_instance(device, merge)
+    .launch_instance(device, &kernels.merge)
 }

@@ -1,8 +1,9 @@
 //! Which problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
 //!
 //! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles
-//! of a few rows. The keys of a tile are cut into splits, each of which stores a partial result. A second kernel merges the
-//! partial results of a row in order: the same plan gives the same bits.
+//! of rows. Where there are few rows, the keys of a tile are cut into splits, each of which stores a partial result, and a
+//! second kernel merges the partial results of a row in order. Where there are many, a tile has all keys of its rows, and
+//! one kernel does everything. The same plan gives the same bits.
 
 use flashtile_core::codec::Codec;
 use flashtile_core::plan::Unsupported;
@@ -39,16 +40,91 @@ impl Tile {
     }
 }
 
+/// The work of a threadgroup that keeps its query rows and streams the keys that they see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PrefillTile {
+    /// Sixteens of query rows of a SIMD group.
+    pub simd_rows: usize,
+    /// Sixteens of keys of a block.
+    pub keys: usize,
+    /// SIMD groups.
+    pub simds: usize,
+}
+
+impl PrefillTile {
+    /// Query rows of a threadgroup.
+    #[must_use]
+    pub const fn rows(&self) -> usize {
+        16 * self.simd_rows * self.simds
+    }
+}
+
+/// Which kernels a problem launches, and the work of their threadgroups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_enums, reason = "launches match on it")]
+pub enum Tiling {
+    /// [`decode()`](crate::kernels::decode::decode()) and [`merge()`](crate::kernels::merge::merge()).
+    Decode(Tile),
+    /// [`prefill()`](crate::kernels::prefill::prefill()).
+    Prefill(PrefillTile),
+}
+
+impl Tiling {
+    /// Query rows of a threadgroup.
+    const fn rows(&self) -> usize {
+        match self {
+            Self::Decode(tile) => 8 * tile.rows,
+            Self::Prefill(tile) => tile.rows(),
+        }
+    }
+
+    /// Splits of the keys of a row.
+    const fn splits(&self) -> usize {
+        match self {
+            Self::Decode(tile) => tile.splits,
+            Self::Prefill(_) => 1,
+        }
+    }
+
+    /// Partial results of a row; a kernel that ends its rows itself has none.
+    const fn results(&self) -> usize {
+        match self {
+            Self::Decode(tile) => tile.splits,
+            Self::Prefill(_) => 0,
+        }
+    }
+
+    /// SIMD groups of a threadgroup.
+    const fn simds(&self) -> usize {
+        match self {
+            Self::Decode(tile) => tile.simds,
+            Self::Prefill(tile) => tile.simds,
+        }
+    }
+}
+
+impl From<Tile> for Tiling {
+    fn from(tile: Tile) -> Self {
+        Self::Decode(tile)
+    }
+}
+
+impl From<PrefillTile> for Tiling {
+    fn from(tile: PrefillTile) -> Self {
+        Self::Prefill(tile)
+    }
+}
+
 /// Sizes of the launches of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// Threadgroups of `decode`: key/value heads times tiles of rows, splits, sequences.
+    /// Threadgroups of `decode` or `prefill`: key/value heads times tiles of rows, splits, sequences.
     pub groups: [u32; 3],
     /// Threadgroups of `merge`: queries, query heads, batch entries.
     pub rows: [u32; 3],
     /// Tiles of rows of a key/value head.
     pub(crate) tiles: u32,
-    /// SIMD groups of a threadgroup of `decode`.
+    /// SIMD groups of a threadgroup of `decode` or `prefill`.
     pub(crate) simds: u32,
     /// f32 of the partial outputs, and of their `(row_max, row_sum)` pairs with, for ALiBi, a shift of each row behind them.
     pub scratch: [usize; 2],
@@ -57,7 +133,8 @@ pub struct Shape {
 impl Shape {
     /// # Errors
     /// [`Unsupported::HeadDim`], [`Unsupported::Position`] or [`Unsupported::Size`].
-    pub fn of(problem: &Problem, tile: Tile) -> Result<Self, Unsupported> {
+    pub fn of(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
+        let tiling = tiling.into();
         let dims = problem.dims();
         for (name, got) in [("head_dim", dims.head_dim), ("value_dim", dims.value_dim)] {
             if !got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0 {
@@ -72,13 +149,15 @@ impl Shape {
             }
         }
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
-        let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(8 * tile.rows).max(1);
+        let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(tiling.rows()).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
-        let all = count("rows times splits", rows.saturating_mul(tile.splits))? as usize;
+        let results = tiling.results();
+        let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
+        count("rows", rows)?;
         Ok(Self {
             groups: [
                 count("heads times tiles of rows", dims.kv_heads.saturating_mul(tiles))?,
-                count("splits", tile.splits)?,
+                count("splits", tiling.splits())?,
                 count("sequences", problem.sequences().len())?,
             ],
             rows: [
@@ -87,8 +166,11 @@ impl Shape {
                 count("batch entries", dims.batch)?,
             ],
             tiles: count("tiles of rows", tiles)?,
-            simds: count("SIMD groups", tile.simds)?,
-            scratch: [all * dims.value_dim, all * 2 + if problem.desc().alibi { rows } else { 0 }],
+            simds: count("SIMD groups", tiling.simds())?,
+            scratch: [
+                all * dims.value_dim,
+                all * 2 + if problem.desc().alibi && results > 0 { rows } else { 0 },
+            ],
         })
     }
 }

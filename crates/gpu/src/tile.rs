@@ -1,7 +1,8 @@
 //! Tiles of the portable kernel, and which one a problem gets.
 
 use crate::facts::GpuFacts;
-use crate::shape::Tile;
+use crate::kernels::prefill::ROW_PADDING;
+use crate::shape::{PrefillTile, Tile, Tiling};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -13,36 +14,76 @@ const MAX_REGISTERS: usize = 256;
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
 const MAX_SPLITS: usize = 128;
 
-/// How a threadgroup of the portable kernel divides its work.
+/// Up to this many rows of a key/value head, decode loads its keys twice at most.
+const MAX_DECODE_ROWS: usize = 32;
+
+/// The longest rows whose queries and outputs registers hold beside the scores of a block.
+pub(crate) const MAX_PREFILL_DIM: usize = 128;
+
+/// Whether prefill takes the rows of a problem: elements of the type of q, no more than registers hold.
+pub(crate) fn takes_prefill(problem: &Problem) -> bool {
+    let elements = [problem.k_codec(), problem.v_codec()] == [Codec::of(problem.dtype()); 2];
+    elements && dim(problem) <= MAX_PREFILL_DIM
+}
+
+/// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
+/// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16.
+#[must_use]
+pub const fn default_prefill_tile(dim: usize) -> PrefillTile {
+    if dim <= 64 {
+        PrefillTile { simd_rows: 2, keys: 2, simds: 4 }
+    } else {
+        PrefillTile { simd_rows: 1, keys: 4, simds: 8 }
+    }
+}
+
+/// How a threadgroup of the portable kernels divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PortableTile {
-    /// Query rows: 8, 16 or 32.
+    /// Query rows.
     rows: usize,
-    /// Keys that a SIMD group multiplies at a time: 16 or 32.
+    /// Keys that a SIMD group multiplies at a time.
     simd_keys: usize,
-    /// SIMD groups, each with keys of its own: 1, 2, 4 or 8.
+    /// SIMD groups, each with keys of its own, or, of prefill, with rows of its own.
     simds: usize,
     /// Threadgroups that a core holds at a time.
     resident: usize,
+    /// Whether the kernel keeps its rows and streams all their keys.
+    is_prefill: bool,
 }
 
 impl PortableTile {
-    /// A tile of `rows` query rows and of `simds` SIMD groups with `simd_keys` keys each, for `resident` threadgroups a core. A
-    /// plan refuses tiles that the kernel cannot have.
+    /// A tile of decode: `rows` query rows (8, 16 or 32) and `simds` SIMD groups (1, 2, 4 or 8) with `simd_keys` keys each (16 or 32),
+    /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys, simds, resident }
+        Self { rows, simd_keys, simds, resident, is_prefill: false }
+    }
+
+    /// A tile of prefill: `simds` SIMD groups (1, 2, 4 or 8) share `rows` query rows (16 or 32 each), and copy `keys` keys (16, 32, 64
+    /// or 128) at a time, for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
+    #[must_use]
+    pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
+        Self { rows, simd_keys: keys, simds, resident, is_prefill: true }
     }
 
     pub(crate) fn check(&self) -> Result<(), Unsupported> {
         let refused = |why| Err(Unsupported::Tile { why });
-        if ![8, 16, 32].contains(&self.rows) || ![16, 32].contains(&self.simd_keys) {
-            return refused("portable tiles have 8, 16 or 32 rows, and 16 or 32 keys a SIMD group");
-        }
         if ![1, 2, 4, 8].contains(&self.simds) || !(1..=16).contains(&self.resident) {
             return refused(
                 "portable tiles have 1, 2, 4 or 8 SIMD groups, and 1 to 16 groups a multiprocessor",
             );
+        }
+        if self.is_prefill {
+            let rows = self.rows / self.simds;
+            if ![16, 32].contains(&rows) || !self.rows.is_multiple_of(self.simds) {
+                return refused("portable tiles of prefill have 16 or 32 rows a SIMD group");
+            }
+            if ![16, 32, 64, 128].contains(&self.simd_keys) {
+                return refused("portable tiles of prefill have 16, 32, 64 or 128 keys");
+            }
+        } else if ![8, 16, 32].contains(&self.rows) || ![16, 32].contains(&self.simd_keys) {
+            return refused("portable tiles have 8, 16 or 32 rows, and 16 or 32 keys a SIMD group");
         }
         Ok(())
     }
@@ -59,10 +100,16 @@ impl PortableTile {
         self.resident
     }
 
+    /// Whether the kernel keeps its rows and streams all their keys: `prefill`. Otherwise keys are split: `decode`.
+    #[must_use]
+    pub const fn is_prefill(&self) -> bool {
+        self.is_prefill
+    }
+
     /// Keys that the SIMD groups multiply at a time.
     #[must_use]
     pub const fn keys(&self) -> usize {
-        self.simd_keys * self.simds
+        if self.is_prefill { self.simd_keys } else { self.simd_keys * self.simds }
     }
 
     /// Threads of a threadgroup.
@@ -71,31 +118,90 @@ impl PortableTile {
         32 * self.simds
     }
 
-    pub(crate) const fn with_splits(&self, splits: usize) -> Tile {
-        Tile { rows: self.rows / 8, keys: self.simd_keys / 16, simds: self.simds, splits }
+    pub(crate) const fn with_splits(&self, splits: usize) -> Tiling {
+        let (rows, keys, simds) = (self.rows / 8, self.simd_keys / 16, self.simds);
+        if self.is_prefill {
+            return Tiling::Prefill(PrefillTile { simd_rows: rows / (2 * simds), keys, simds });
+        }
+        Tiling::Decode(Tile { rows, keys, simds, splits })
     }
 
-    /// Bytes of shared memory of a threadgroup, for the larger head dimension `dim`: its queries or its outputs in f32, the factor
-    /// and the addend of the scores, and the row maximum and row sum of each SIMD group.
+    /// Bytes of shared memory of a threadgroup over rows of `dims` elements of q, k and of v. Of decode: queries or outputs in f32, the
+    /// factor and the addend of the scores, and the row maximum and row sum of each SIMD group. Of prefill: a block of keys and one of
+    /// values, and flags.
     #[must_use]
-    pub const fn shared_bytes(&self, dim: usize) -> usize {
+    pub const fn shared_bytes(&self, dims: [usize; 2], dtype: Dtype) -> usize {
+        let [head_dim, value_dim] = dims;
+        if self.is_prefill {
+            let row = (head_dim + value_dim + 2 * ROW_PADDING) * dtype.bytes();
+            return self.simd_keys * row + (4 * (1 + self.simds)).next_multiple_of(16);
+        }
+        let dim = if head_dim > value_dim { head_dim } else { value_dim };
         self.rows * (dim + 2 + 2 * self.simds) * 4
     }
 
-    /// The tile of a problem on a device: 16 rows share what is read where there are more than 8 and registers hold them.
-    pub(crate) fn of(problem: &Problem, facts: &GpuFacts) -> Self {
-        let gqa_group = problem.dims().gqa_group();
-        let max_rows = problem.sequences().iter().map(|s| s.q_len * gqa_group).max().unwrap_or(0);
-        let rows = if max_rows > 8 && fits_16_rows(problem) { 16 } else { 8 };
+    /// The tile of a problem on a device. `asked` splits of keys are a matter of decode.
+    pub(crate) fn of(problem: &Problem, facts: &GpuFacts, asked: Option<usize>) -> Self {
+        let decode = Self::of_decode(problem, facts);
+        if asked.is_some_and(|splits| splits > 1) {
+            return decode;
+        }
+        Self::of_prefill(problem, facts).unwrap_or(decode)
+    }
+
+    /// 16 rows share what is read where there are more than 8 and registers hold them.
+    fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
+        let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
         let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
-        let mut tile = Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, 4, 1);
-        let registers = tile.registers(problem, facts) * tile.threads();
-        tile.resident = facts.resident(tile.shared_bytes(dim(problem)), registers).clamp(1, 16);
-        tile
+        Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, 4, 1).with_resident(problem, facts)
+    }
+
+    /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
+    ///
+    /// Decode takes about 2.5 times as long for the same rows on a full device, as every 16 rows load all keys. So prefill wins from
+    /// two fifths of the cores on, and where its tiles have at most 2.5 times the rows that decode's have: most of a batch may be
+    /// sequences of one row. A problem whose threadgroups are fewer than half the cores stays with decode, which splits keys.
+    fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
+        let (kv_heads, gqa_group) = (problem.dims().kv_heads, problem.dims().gqa_group());
+        let multiplied = match problem.dtype() {
+            Dtype::F16 => true,
+            Dtype::BF16 => facts.multiplies_bf16,
+            // Products of shuffles: more code than a block of prefill can have.
+            Dtype::F32 => false,
+        };
+        if !multiplied || !takes_prefill(problem) || max_rows(problem) <= MAX_DECODE_ROWS {
+            return None;
+        }
+        let PrefillTile { simd_rows, keys, simds } = default_prefill_tile(dim(problem));
+        // Less shared memory where a device has less, then fewer rows where there are few.
+        let keys = [16 * keys, 8 * keys].into_iter().find(|&keys| {
+            let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
+            tile.shared_bytes(row_dims(problem), problem.dtype()) <= facts.shared_per_group
+        })?;
+        let tiles = [simds, simds / 2].map(|simds| Self::prefill(16 * simd_rows * simds, keys, simds, 1));
+        let tiles_of =
+            |rows: usize| problem.sequences().iter().map(|s| (s.q_len * gqa_group).div_ceil(rows)).sum();
+        let groups = |tile: &Self| kv_heads.saturating_mul(tiles_of(tile.rows));
+        let is_filled = |tile: &&Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
+        let mut filled = tiles.iter().filter(is_filled);
+        let full = filled.clone().find(|tile| groups(tile) >= facts.cores);
+        let half = || filled.rfind(|tile| 2 * groups(tile) >= facts.cores);
+        full.or_else(half).map(|tile| tile.with_resident(problem, facts))
+    }
+
+    /// The same, with as many threadgroups a core as it holds.
+    fn with_resident(mut self, problem: &Problem, facts: &GpuFacts) -> Self {
+        let registers = self.registers(problem, facts) * self.threads();
+        let shared = self.shared_bytes(row_dims(problem), problem.dtype());
+        self.resident = facts.resident(shared, registers).clamp(1, 16);
+        self
     }
 
     /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes.
     pub(crate) fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
+        if self.is_prefill {
+            return self.registers_of_prefill(problem);
+        }
         if problem.is_quantized() {
             return self.registers_of_codes(problem);
         }
@@ -122,6 +228,15 @@ impl PortableTile {
         }
     }
 
+    /// The same of prefill.
+    fn registers_of_prefill(&self, problem: &Problem) -> usize {
+        match (self.rows / self.simds, dim(problem)) {
+            (16, 0..=32) => 128,
+            (16, 33..=64) => 208,
+            _ => MAX_REGISTERS,
+        }
+    }
+
     /// The splits of a row's keys: as many as a caller asks for; otherwise as many as fill a device on which `groups` threadgroups run
     /// without.
     pub(crate) fn splits(
@@ -131,6 +246,12 @@ impl PortableTile {
         asked: Option<usize>,
         groups: usize,
     ) -> Result<usize, Unsupported> {
+        if self.is_prefill {
+            return match asked {
+                None | Some(1) => Ok(1),
+                Some(got) => Err(Unsupported::Splits { got, max: 1 }),
+            };
+        }
         if let Some(got) = asked {
             let blocks = |s| problem.visible_union(s, 0..s.q_len).len().div_ceil(self.keys());
             let max = problem.sequences().iter().map(blocks).max().unwrap_or(0).max(1);
@@ -159,8 +280,18 @@ impl PortableTile {
     }
 }
 
-/// The larger head dimension.
-pub(crate) fn dim(problem: &Problem) -> usize {
+/// Rows of a key/value head of the longest sequence.
+fn max_rows(problem: &Problem) -> usize {
+    let rows = |q_len: usize| q_len.saturating_mul(problem.dims().gqa_group());
+    problem.sequences().iter().map(|s| rows(s.q_len)).max().unwrap_or(0)
+}
+
+/// Elements of a row of q or k, and of v.
+fn row_dims(problem: &Problem) -> [usize; 2] {
+    [problem.dims().head_dim, problem.dims().value_dim]
+}
+
+fn dim(problem: &Problem) -> usize {
     problem.dims().head_dim.max(problem.dims().value_dim)
 }
 

@@ -6,8 +6,10 @@ use crate::kernels::decode::decode;
 use crate::kernels::encode;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
+use crate::kernels::prefill::prefill;
 use crate::kernels::rotation::hadamard;
-use crate::shape::{DIM_STEP, HEAD_DIMS, MAX_DIM, Tile};
+use crate::shape::{DIM_STEP, HEAD_DIMS, MAX_DIM, PrefillTile, Tile};
+use crate::tile::default_prefill_tile;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::source::GenericsError;
@@ -50,7 +52,7 @@ impl VariantOption {
     pub fn of(kernel: &Kernel) -> &'static [Self] {
         use VariantOption::{Dtype, HeadDim, KCodec, VCodec, ValueDim};
         match kernel.name {
-            "decode" => &[Dtype, HeadDim, ValueDim, KCodec, VCodec],
+            "decode" | "prefill" => &[Dtype, HeadDim, ValueDim, KCodec, VCodec],
             "merge" => &[Dtype, ValueDim, VCodec],
             "encode" => &[Dtype, HeadDim, KCodec],
             "append" => &[Dtype, KCodec],
@@ -97,6 +99,13 @@ pub enum VariantError {
         /// Whether the kernel stores codes.
         codes: bool,
     },
+    /// The kernel multiplies elements of the type of q, and the codec is another.
+    Rows {
+        /// The codec.
+        codec: Codec,
+        /// Type of q.
+        dtype: Dtype,
+    },
     /// The kernel is not of this library.
     Kernel {
         /// Its name.
@@ -127,6 +136,9 @@ impl std::fmt::Display for VariantError {
             Self::Stored { codec, .. } => {
                 write!(f, "it stores elements and {codec} has codes, expected the k-codec f32, f16 or bf16")
             }
+            Self::Rows { codec, dtype } => {
+                write!(f, "it multiplies elements of the dtype of q: the codec is {codec}, expected {dtype}")
+            }
             Self::Kernel { name } => write!(f, "{name} is no kernel of flashtile"),
             Self::Generics(error) => error.fmt(f),
         }
@@ -154,6 +166,23 @@ impl Variant {
             Generic::Usize(self.head_dim),
             Generic::Usize(self.value_dim),
             Generic::Usize(tile.rows),
+            Generic::Usize(tile.keys),
+            Generic::Usize(tile.simds),
+        ])
+    }
+
+    /// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with a tile.
+    ///
+    /// # Errors
+    /// [`GenericsError`].
+    pub fn prefill(&self, tile: PrefillTile) -> Result<Instance, GenericsError> {
+        prefill::specialise(&[
+            Generic::Type(scalar_type(self.dtype)),
+            Generic::U32(format_id(self.k_codec)),
+            Generic::U32(format_id(self.v_codec)),
+            Generic::Usize(self.head_dim),
+            Generic::Usize(self.value_dim),
+            Generic::Usize(tile.simd_rows),
             Generic::Usize(tile.keys),
             Generic::Usize(tile.simds),
         ])
@@ -194,6 +223,12 @@ impl Variant {
         }
         let made = match kernel.name {
             "decode" => self.decode(Tile::of(self.k_codec, self.head_dim)),
+            "prefill" => {
+                if let Some(codec) = codecs.into_iter().find(|&codec| codec != Codec::of(self.dtype)) {
+                    return Err(VariantError::Rows { codec, dtype: self.dtype });
+                }
+                self.prefill(default_prefill_tile(self.head_dim.max(self.value_dim)))
+            }
             "encode" | "append" => {
                 let codes = self.k_codec.dtype().is_none();
                 if codes != (kernel.name == "encode") {
@@ -247,6 +282,32 @@ macro_rules! native_decode {
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
             { larger($d, $dv) },
+        >()
+    }};
+}
+
+/// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with native code: the type of q, keys and values;
+/// their format and dimensions; the tile's `M`, `U` and `S`.
+#[macro_export]
+macro_rules! native_prefill {
+    ([$q:ty] [$format:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr]) => {{
+        use $crate::kernels::prefill::block_words;
+        $crate::kernels::prefill::prefill::instance::<
+            $q,
+            { $format },
+            { $format },
+            { $d },
+            { $dv },
+            { $m },
+            { $u },
+            { $s },
+            $q,
+            $q,
+            { $d / 8 },
+            { $dv / 8 },
+            { block_words($format, $d, $u, $s) },
+            { block_words($format, $dv, $u, $s) },
+            { 2 * $u },
         >()
     }};
 }

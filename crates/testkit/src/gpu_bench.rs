@@ -12,7 +12,7 @@ use flashtile_core::codec::{CodePages, Side};
 use flashtile_core::codec::{Codec, KvView};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::Inputs;
-use flashtile_core::problem::{HeadShape, Problem, ProblemDesc, SeqLens};
+use flashtile_core::problem::{Dims, HeadShape, Problem, ProblemDesc, SeqLens};
 use flashtile_core::reference;
 use flashtile_core::tensor::TensorView;
 use flashtile_gpu::codecs::{factors, format_id};
@@ -22,9 +22,10 @@ use flashtile_gpu::kernels::formats::{BF16, TQ4};
 use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, rotation};
+use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, prefill, rotation};
 use flashtile_gpu::launches::{Launches, Placed};
-use flashtile_gpu::shape::Tile;
+use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
+use flashtile_gpu::tile::default_prefill_tile;
 use flashtile_gpu::variant::Variant;
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
@@ -48,11 +49,14 @@ pub struct Workload {
     job: fn(&Shape, Option<Find>) -> Result<Job, String>,
 }
 
+/// The tile of prefill on the simulator: two SIMD groups of 16 rows, blocks of 16 keys.
+pub(crate) const PREFILL_TILE: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2 };
+
 /// Finds the instance with native code, for the simulator.
 type Find = fn(&Instance) -> Option<Instance>;
 
 /// The benchmark of every kernel.
-pub static WORKLOADS: [Workload; 6] = [
+pub static WORKLOADS: [Workload; 7] = [
     Workload {
         kernel: &decode::decode::KERNEL,
         small: &[
@@ -87,6 +91,11 @@ pub static WORKLOADS: [Workload; 6] = [
         kernel: &merging::merge::KERNEL,
         small: &[Shape { sizes: &[("rows", 8), ("splits", 5), ("dim", 128)] }],
         job: merged,
+    },
+    Workload {
+        kernel: &prefill::prefill::KERNEL,
+        small: &[Shape { sizes: &[("batch", 1), ("length", 80), ("heads", 2), ("dim", 64)] }],
+        job: prefilled,
     },
     Workload {
         kernel: &encode::encode::KERNEL,
@@ -519,8 +528,54 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     } else {
         Tile { splits, ..Tile::of(codec, dim) }
     };
-    let staged = StagedInputs::new(&whole, &inputs, Layout { tile, aligned: 16, padded: true });
-    let staged = staged.map_err(|e| message(&e))?;
+    staged_job(&whole, &inputs, tile.into(), want, find)
+}
+
+/// Attention of all rows of dense sequences over all of their keys: [`prefill()`](prefill::prefill()).
+fn prefilled(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
+    let [batch, length, heads, dim] = ["batch", "length", "heads", "dim"].map(|name| size(shape, name));
+    let (batch, length, heads, dim) = (batch?, length?, heads?, dim?);
+    let message = |e: &dyn std::fmt::Display| e.to_string();
+    let problem = |batch: usize, heads: usize| {
+        let (kv_heads, q_len, kv_len) = (heads, length, length);
+        let dims = Dims { batch, q_heads: heads, kv_heads, q_len, kv_len, head_dim: dim, value_dim: dim };
+        ProblemDesc::new(dims, Dtype::BF16).validate().map_err(|e| message(&e))
+    };
+    let head = length * dim;
+    let tensors = [1, 2, 3].map(|seed| {
+        let mut bytes = vec![0u8; 2 * batch * heads * head];
+        elements(&mut bytes, Dtype::BF16, seed);
+        bytes
+    });
+    let view = |n: usize, first: usize, [batch, heads]: [usize; 2]| {
+        let strides = [heads * head, head, dim, 1];
+        let bytes = &tensors[n][2 * first * head..];
+        TensorView::from_bytes(Dtype::BF16, bytes, [batch, heads, length, dim], strides)
+    };
+    let inputs = |first: usize, shape: [usize; 2]| {
+        let [q, k, v] = [0, 1, 2].map(|n| view(n, first, shape).map_err(|e| message(&e)));
+        Ok::<_, String>(Inputs::new(q?, k?, v?))
+    };
+    // The oracle computes the first and the last head.
+    let mut want = Vec::new();
+    for at in [0, batch * heads - 1] {
+        let answer = reference::attention(&problem(1, 1)?, &inputs(at, [1, 1])?).map_err(|e| message(&e))?;
+        want.push((at * head, answer.out));
+    }
+    let tile = if find.is_some() { PREFILL_TILE } else { default_prefill_tile(dim) };
+    staged_job(&problem(batch, heads)?, &inputs(0, [batch, heads])?, tile.into(), want, find)
+}
+
+/// The job of a problem whose answer is known in parts.
+fn staged_job(
+    problem: &Problem,
+    inputs: &Inputs<'_>,
+    tiling: Tiling,
+    want: Vec<(usize, Vec<f64>)>,
+    find: Option<Find>,
+) -> Result<Job, String> {
+    let staged = StagedInputs::new(problem, inputs, Layout { tiling, aligned: 16, padded: true });
+    let staged = staged.map_err(|e| e.to_string())?;
     let launches = match find {
         Some(find) => {
             staged.launches.with_native(find).ok_or("the simulator has no native code of the shape")?

@@ -11,7 +11,7 @@ use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
 use flashtile_gpu::launches::{Launches, Placed, Strides, sequences};
 use flashtile_gpu::run::{Operands, Tables, Workspace, run};
-use flashtile_gpu::shape::Tile;
+use flashtile_gpu::shape::Tiling;
 use flashtile_kernel::{Device, DeviceMemory, LaunchError, ScalarType, bf16, f16};
 
 /// Alignment of page rows, in bytes.
@@ -100,7 +100,7 @@ pub(crate) struct StagedInputs {
 /// How a problem is staged.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
-    pub(crate) tile: Tile,
+    pub(crate) tiling: Tiling,
     pub(crate) aligned: usize,
     pub(crate) padded: bool,
 }
@@ -138,7 +138,7 @@ impl StagedInputs {
             KvView::Codes(codes) => codes.means().map(<[f32]>::to_vec),
             KvView::Elements(_) => None,
         };
-        let launches = Launches::new(problem, layout.tile)?;
+        let launches = Launches::new(problem, layout.tiling)?;
         let placed = launches.place(&strides, means.is_some())?;
         let page =
             |index: usize| only.get(index).map_or(problem.sequences()[index].batch, |page| *page as usize);

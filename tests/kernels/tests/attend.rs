@@ -1,6 +1,7 @@
 //! The catalogue of cases on the simulator.
 
-use crate::support::{TILE, runner};
+use crate::support::{PREFILL, TILE, runner};
+use flashtile_gpu::shape::Tiling;
 use flashtile_testkit::{Case, Failure, catalogue, quantized, run_case};
 use std::collections::BTreeMap;
 
@@ -15,8 +16,8 @@ fn small(case: &Case) -> bool {
 }
 
 /// Runs small cases, each of which must be refused by planning or have native code; prints how many passed.
-fn run_all(cases: Vec<Case>) -> usize {
-    let runner = runner(TILE);
+fn run_all(cases: Vec<Case>, tile: impl Into<Tiling>) -> usize {
+    let runner = runner(tile);
     let (mut passed, mut refused, mut failed) = (0, BTreeMap::<String, usize>::new(), Vec::new());
     for case in cases.into_iter().filter(small) {
         match run_case(&case, &runner) {
@@ -37,10 +38,15 @@ fn run_all(cases: Vec<Case>) -> usize {
 
 #[test]
 fn elements_agree_with_the_oracle() {
-    assert!(run_all(catalogue()) >= 271);
+    assert!(run_all(catalogue(), TILE) >= 271);
 }
 
 #[test]
 fn codes_agree_with_the_oracle() {
-    assert!(run_all(quantized()) >= 102);
+    assert!(run_all(quantized(), TILE) >= 102);
+}
+
+#[test]
+fn elements_agree_with_the_oracle_by_prefill() {
+    assert!(run_all(catalogue(), PREFILL) >= 200);
 }

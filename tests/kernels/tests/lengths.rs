@@ -1,7 +1,7 @@
 //! Every number of keys up to several tiles. What follows the last key in its page or batch entry must not be read,
 //! and is NaN.
 
-use crate::support::{TILE, all_pass, runner};
+use crate::support::{PREFILL, TILE, all_pass, runner};
 use flashtile::{Codec, Dtype, QOffset::BottomRight};
 use flashtile_testkit::{Case, Keep};
 use std::ops::RangeInclusive;
@@ -36,6 +36,7 @@ fn of_elements() {
         Case::new(format!("elements_{name}"), dims, DTYPES[keys % 3]).kv_lens(&[keys])
     });
     all_pass(&cases, &runner(TILE));
+    all_pass(&cases, &runner(PREFILL));
 }
 
 #[test]
@@ -45,6 +46,7 @@ fn of_elements_in_pages() {
         case.cached(&[(queries, keys), (1, 2 * PAGES[keys % 7])], PAGES[keys % 7], Keep::All)
     });
     all_pass(&cases, &runner(TILE));
+    all_pass(&cases, &runner(PREFILL));
 }
 
 fn codes(name: &str, lengths: &[(usize, usize)], page: usize) -> Case {

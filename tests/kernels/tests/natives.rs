@@ -1,7 +1,7 @@
 //! Native code of the instances that the cases need.
 
 use flashtile_gpu::kernels::merge::merge;
-use flashtile_gpu::native_decode;
+use flashtile_gpu::{native_decode, native_prefill};
 use flashtile_kernel::prelude::Element;
 use flashtile_kernel::{Instance, bf16, f16};
 use std::sync::LazyLock;
@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
         let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
-        [decodes(), splits(), pages(), tiles(), planned(), merges()]
+        [decodes(), splits(), pages(), tiles(), planned(), merges(), prefills()]
             .into_iter()
             .chain(coded)
             .flatten()
@@ -229,6 +229,36 @@ fn coded<Q: Element>() -> Vec<Instance> {
         },
     ]
     .concat()
+}
+
+/// Sixteens of rows a SIMD group, sixteens of keys of a block, SIMD groups; types and formats, dimensions.
+macro_rules! prefills {
+    ($([$m:literal $u:literal $s:literal] $d:literal $dv:literal;)*) => {
+        vec![$(
+            native_prefill!([f32] [0, $d, $dv] [$m, $u, $s]),
+            native_prefill!([f16] [1, $d, $dv] [$m, $u, $s]),
+            native_prefill!([bf16] [2, $d, $dv] [$m, $u, $s]),
+        )*]
+    };
+}
+
+fn prefills() -> Vec<Instance> {
+    prefills! {
+        [1 1 2] 16 16;
+        [1 1 2] 32 32;
+        [1 1 2] 64 64;
+        [1 1 2] 48 48;
+        [1 1 2] 80 80;
+        [1 1 2] 96 80;
+        [1 1 2] 96 96;
+        [1 1 2] 128 128;
+        [1 1 2] 64 128;
+        [1 1 2] 128 64;
+        [1 4 4] 64 64;
+        [2 2 1] 64 64;
+        [1 2 8] 64 64;
+        [1 4 1] 80 80;
+    }
 }
 
 fn merges() -> Vec<Instance> {

@@ -1,7 +1,8 @@
 //! A NaN or an infinity in a key or a value reaches the rows that see it, and no others.
 
-use crate::support::{TILE, runner};
+use crate::support::{PREFILL, TILE, runner};
 use flashtile::{Codec, Dtype, QOffset, Visibility, reference};
+use flashtile_gpu::shape::Tiling;
 use flashtile_testkit::{Case, Keep, Prepared};
 use std::sync::Arc;
 
@@ -19,15 +20,18 @@ fn cases(name: &str, dtype: Dtype, keep: impl Fn(Case) -> Case) -> [Case; 3] {
 }
 
 /// Runs a case with changed tensors.
-fn pass(case: &Case, mut prepared: Prepared, what: &str) {
+fn pass(case: &Case, mut prepared: Prepared, tilings: &[Tiling], what: &str) {
     let built = &prepared.built;
     prepared.expected = reference::attention(&built.problem, &built.inputs()).unwrap();
-    let outcome = prepared.run(&runner(TILE).padded());
-    assert!(outcome.is_ok(), "{}, {what}: {}", case.name, outcome.unwrap_err());
+    for tiling in tilings {
+        let outcome = prepared.run(&runner(*tiling).padded());
+        assert!(outcome.is_ok(), "{}, {what}: {} by {tiling:?}", case.name, outcome.unwrap_err());
+    }
 }
 
 #[test]
 fn of_elements() {
+    let both = [TILE.into(), PREFILL.into()];
     for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
         for case in cases(&dtype.to_string(), dtype, |case| case) {
             let clean = Prepared::new(&case).unwrap();
@@ -38,7 +42,12 @@ fn of_elements() {
                     let mut prepared = clean.clone();
                     let side = if values { &mut prepared.built.v } else { &mut prepared.built.k };
                     side.set([0, 0, key, 9 * n], nonfinite);
-                    pass(&case, prepared, &format!("{nonfinite} in key {key}, of its value: {values}"));
+                    pass(
+                        &case,
+                        prepared,
+                        &both,
+                        &format!("{nonfinite} in key {key}, of its value: {values}"),
+                    );
                 }
             }
         }
@@ -57,7 +66,12 @@ fn of_codes() {
                     let (page, row) = built.tables.as_ref().unwrap().locate(0, key).unwrap();
                     let codes = if values { &mut built.v_codes } else { &mut built.k_codes };
                     Arc::get_mut(codes.as_mut().unwrap()).unwrap().poison(page, row);
-                    pass(&case, prepared, &format!("the scale of key {key} is NaN, of its value: {values}"));
+                    pass(
+                        &case,
+                        prepared,
+                        &[TILE.into()],
+                        &format!("the scale of key {key} is NaN, of its value: {values}"),
+                    );
                 }
             }
         }

@@ -4,7 +4,7 @@ use crate::support::{all_pass, runner};
 use Codec::{F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
 use QOffset::{At, BottomRight};
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
-use flashtile_gpu::shape::Tile;
+use flashtile_gpu::shape::{PrefillTile, Tile};
 use flashtile_testkit::{Case, Keep, MaskFill, Tree};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
@@ -43,6 +43,35 @@ fn tile(rows: usize, keys: usize, simds: usize, splits: usize) {
         });
         all_pass(&cases, &runner);
     }
+}
+
+/// Prefill of `simds` SIMD groups with `16 * simd_rows` rows each, over blocks of `16 * keys` keys.
+fn prefill(simd_rows: usize, keys: usize, simds: usize, dtypes: &[Dtype]) {
+    let runner = runner(PrefillTile { simd_rows, keys, simds }).padded();
+    for &dtype in dtypes {
+        // One page, pages of any size, pages that hold 16 keys at a time.
+        for page in [130, 3, 48] {
+            let cases = features(&format!("prefill_{dtype}_{page}"), |name, lengths| {
+                Case::new(name, [1, 3, 1, 0, 0, 64, 64], dtype).cached(lengths, page, Keep::All)
+            });
+            all_pass(&cases, &runner);
+        }
+    }
+}
+
+#[test]
+fn of_prefill_with_four_simd_groups() {
+    prefill(1, 4, 4, &[Dtype::F16, Dtype::BF16]);
+}
+
+#[test]
+fn of_prefill_with_eight_simd_groups() {
+    prefill(1, 2, 8, &DTYPES);
+}
+
+#[test]
+fn of_prefill_with_thirty_two_rows_a_simd_group() {
+    prefill(2, 2, 1, &DTYPES);
 }
 
 #[test]

@@ -26,7 +26,7 @@ impl From<&CudaFacts> for GpuFacts {
 
 /// The kernel of the kernel language on a CUDA device, specialised by these constants.
 ///
-/// Its name is `cuda-decode-{dtype}-d{head_dim}-portable`, for prefill too, with `x{value_dim}` where that differs, `-{codec}` or
+/// Its name is `cuda-prefill-{dtype}-d{head_dim}-portable`, or `cuda-decode-..` where keys are split and partial results merged, with `x{value_dim}` where that differs, `-{codec}` or
 /// `-{k_codec}+{v_codec}` where keys and values are stored in others than the dtype, `-paged` where keys lie in pages, and `-bias` or `-mask`
 /// where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -63,16 +63,18 @@ impl PortableKernel {
         &self.tile
     }
 
-    /// Bytes of shared memory of a threadgroup: its queries or its outputs in f32, and what each row's scores need.
+    /// Bytes of shared memory of a threadgroup. Of decode: its queries or its outputs in f32, and what each row's scores need. Of prefill: a
+    /// block of keys and one of values.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
-        self.tile.shared_bytes(if self.head_dim > self.value_dim { self.head_dim } else { self.value_dim })
+        self.tile.shared_bytes([self.head_dim, self.value_dim], self.dtype)
     }
 }
 
 impl std::fmt::Display for PortableKernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "cuda-decode-{}-d{}", self.dtype, self.head_dim)?;
+        let op = if self.tile.is_prefill() { "prefill" } else { "decode" };
+        write!(f, "cuda-{op}-{}-d{}", self.dtype, self.head_dim)?;
         if self.value_dim != self.head_dim {
             write!(f, "x{}", self.value_dim)?;
         }

@@ -24,7 +24,7 @@ pub struct Merge {
 
 impl Merge {
     /// Elements of `out` up to the end of the last row; none where they are too many to count.
-    fn reach(&self, groups: [u32; 3], dim: usize) -> Option<usize> {
+    pub(crate) fn reach(&self, groups: [u32; 3], dim: usize) -> Option<usize> {
         let [queries, heads, batches] = groups.map(|n| n as usize);
         let [batch, head, query] = self.out.map(|stride| usize::try_from(stride).unwrap_or(usize::MAX));
         reach([batches, heads, queries, dim], [batch, head, query, 1]).ok()
@@ -46,17 +46,17 @@ struct Partials<'a> {
 
 /// The softmax of a row over all its keys, in units of log2.
 #[device]
-struct Merged {
+pub struct Merged {
     /// The largest score, or the sink where it is larger.
-    row_max: f32,
+    pub row_max: f32,
     /// The largest score of a key.
-    keys_row_max: f32,
+    pub keys_row_max: f32,
     /// The sum of `2^(score - row_max)`, sink included.
-    row_sum: f32,
+    pub row_sum: f32,
     /// The score of the sink, `-inf` without one.
-    sink: f32,
+    pub sink: f32,
     /// What was subtracted from the scores, in units of the score.
-    shift: f32,
+    pub shift: f32,
 }
 
 /// Merges the pairs of row `result`: every lane reads a part of them, every SIMD group all.
@@ -166,17 +166,17 @@ fn mean_of<const DV: usize>(
     select(row.row_max == f32::NEG_INFINITY, 0.0, mean)
 }
 
-/// The logsumexp of a row.
+/// The logsumexp of a row, with its sink in units of the score, `-inf` without one.
 #[device]
-fn lse_of(row: Merged, sinks: &Buffer<f32>, has_sinks: bool) -> f32 {
+pub fn lse_of(row: Merged, sink_logit: f32) -> f32 {
     let mut lse = (row.row_max + row.row_sum.log2()) * LN2;
     if row.row_max.abs() > HUGE_SCORE {
         lse = from_log2(row.row_max);
     }
     if row.shift != 0.0 {
         // A sink that is the greatest has digits that it would lose to the shift.
-        if has_sinks && row.sink >= row.keys_row_max {
-            lse = sinks[group_y()] + row.row_sum.log2() * LN2;
+        if row.sink != f32::NEG_INFINITY && row.sink >= row.keys_row_max {
+            lse = sink_logit + row.row_sum.log2() * LN2;
         } else {
             lse += row.shift;
         }
@@ -255,6 +255,10 @@ pub fn merge<Q: Element, const DV: usize, const ORDER: u32>(
     }
     if with_lse && thread_index() == 0 {
         let at = (group_z() * params.q_heads + group_y()) * params.queries + group_x();
-        lse[at] = lse_of(merged, sinks, has_sinks);
+        let mut sink_logit = f32::NEG_INFINITY;
+        if has_sinks {
+            sink_logit = sinks[group_y()];
+        }
+        lse[at] = lse_of(merged, sink_logit);
     }
 }

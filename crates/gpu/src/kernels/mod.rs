@@ -10,6 +10,7 @@ pub mod kv;
 pub mod mask_tiles;
 pub mod merge;
 pub mod partial;
+pub mod prefill;
 pub mod query;
 pub mod rotation;
 pub mod rows;

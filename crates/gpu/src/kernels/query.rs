@@ -103,6 +103,26 @@ pub fn unseeing_row() -> RowBound {
     row
 }
 
+/// Keys from one on and up to another.
+#[device]
+pub struct VisibleKeys {
+    /// The first key.
+    pub begin: i32,
+    /// The first key behind the last.
+    pub end: i32,
+}
+
+/// The keys that a row sees, as far as no mask hides them.
+#[device]
+pub fn visible_keys(tile: RowTile, row: u32, params: &Attend) -> VisibleKeys {
+    let position = tile.sequence.offset + (row / params.group) as i32;
+    let keys = VisibleKeys {
+        begin: position.saturating_sub(params.left).clamp(0, tile.sequence.kv_len),
+        end: position.saturating_add(params.right).saturating_add(1).clamp(0, tile.sequence.kv_len),
+    };
+    keys
+}
+
 /// The bound of a row of the tile.
 #[device]
 pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend, has: Features) -> RowBound {
@@ -110,8 +130,9 @@ pub fn row_bound(tile: RowTile, row: u32, slopes: &Buffer<f32>, params: &Attend,
     let head = head_of(tile, params, row);
     let position = tile.sequence.offset + query as i32;
     let mut bound = unseeing_row();
-    bound.begin = position.saturating_sub(params.left).clamp(0, tile.sequence.kv_len);
-    bound.end = position.saturating_add(params.right).saturating_add(1).clamp(0, tile.sequence.kv_len);
+    let keys = visible_keys(tile, row, params);
+    bound.begin = keys.begin;
+    bound.end = keys.end;
     bound.position = position;
     if bound.begin < bound.end {
         // The distance to the nearest visible key changes no probability and would cost f32 the digits of what does: it

@@ -15,7 +15,7 @@ use flashtile_kernel::prelude::*;
 
 /// `row_max` follows the largest score of a row only where it falls behind by more than this many powers of 2: rescaling is rare.
 #[constant]
-const SLACK: f32 = 8.0;
+pub const SLACK: f32 = 8.0;
 
 /// A power of two that brings the sum of as many values as there can be keys, with probabilities up to `2^SLACK`, below
 /// a single value.
@@ -24,7 +24,7 @@ pub const SHRINK: f32 = 9.094_947e-13;
 
 /// Set in `shrunk` while rows are recomputed.
 #[constant]
-const SECOND_PASS: u32 = 0x8000_0000;
+pub const SECOND_PASS: u32 = 0x8000_0000;
 
 /// The smallest scale of a value row that `row_max` takes into account, in units of log2.
 #[constant]
@@ -212,7 +212,14 @@ pub struct Scoring {
 
 /// A score with what the mask says of its key, `-inf` where the row does not see the key.
 #[device]
-fn masked(score: f32, key: i32, row: RowBound, memory: BiasMemory, params: &Attend, scoring: Scoring) -> f32 {
+pub fn masked(
+    score: f32,
+    key: i32,
+    row: RowBound,
+    memory: BiasMemory,
+    params: &Attend,
+    scoring: Scoring,
+) -> f32 {
     let mut result = score;
     let mut seen = key >= row.begin && key < row.end;
     if scoring.has.tree_mask && seen && key >= scoring.tree {

@@ -10,7 +10,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
 use flashtile_core::problem::Sequence;
-use flashtile_gpu::shape::Tile;
+use flashtile_gpu::shape::{Tile, Tiling};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Instance, bf16, f16};
 pub(crate) use natives::find;
@@ -25,7 +25,7 @@ use std::ops::Range;
 /// other problems are unsupported.
 #[derive(Debug, Clone, Copy)]
 pub struct SimulatorRunner {
-    pub(crate) tile: Tile,
+    pub(crate) tiling: Tiling,
     /// The largest alignment of rows that is declared.
     pub(crate) aligned: usize,
     /// Whether pages of codes start at multiples of [`ALIGNED`] bytes, whatever their size.
@@ -41,19 +41,27 @@ impl Default for SimulatorRunner {
     }
 }
 
+pub(crate) use crate::gpu_bench::PREFILL_TILE;
+
 impl SimulatorRunner {
+    /// By the kernel of prefill, for problems that it takes.
+    #[must_use]
+    pub fn prefill() -> Self {
+        Self { tiling: PREFILL_TILE.into(), ..Self::new() }
+    }
+
     /// With two SIMD groups per threadgroup and two splits, so that both merges take place.
     #[must_use]
     pub fn new() -> Self {
         let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
-        Self { tile, aligned: ALIGNED, padded: true, find, max_scores: u64::MAX }
+        Self { tiling: tile.into(), aligned: ALIGNED, padded: true, find, max_scores: u64::MAX }
     }
 
     /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
     #[doc(hidden)]
     #[must_use]
-    pub const fn with_tile(tile: Tile, find: fn(&Instance) -> Option<Instance>) -> Self {
-        Self { tile, aligned: ALIGNED, padded: false, find, max_scores: u64::MAX }
+    pub fn with_tile(tile: impl Into<Tiling>, find: fn(&Instance) -> Option<Instance>) -> Self {
+        Self { tiling: tile.into(), aligned: ALIGNED, padded: false, find, max_scores: u64::MAX }
     }
 
     /// Like [`SimulatorRunner::with_tile`], with pages of codes that start at multiples of 16 bytes, whatever their size.
@@ -149,8 +157,14 @@ fn write(
 
 impl Runner for SimulatorRunner {
     fn name(&self) -> String {
-        let Tile { rows, keys, simds, splits } = self.tile;
-        format!("simulator {}x{} simds {simds} splits {splits}", 8 * rows, 16 * keys)
+        match self.tiling {
+            Tiling::Decode(Tile { rows, keys, simds, splits }) => {
+                format!("simulator {}x{} simds {simds} splits {splits}", 8 * rows, 16 * keys)
+            }
+            Tiling::Prefill(tile) => {
+                format!("simulator prefill {}x{} simds {}", tile.rows(), 16 * tile.keys, tile.simds)
+            }
+        }
     }
 
     fn run(
@@ -183,10 +197,10 @@ impl SimulatorRunner {
                 "more scores than the simulator takes, {max}: {scores}"
             )));
         }
-        let layout = Layout { tile: self.tile, aligned: self.aligned, padded: self.padded };
+        let layout = Layout { tiling: self.tiling, aligned: self.aligned, padded: self.padded };
         let refused = |why| RunnerError::Unsupported(format!("no kernel takes the problem: {why}"));
         let staged = StagedInputs::new(problem, inputs, layout).map_err(refused)?;
-        let entry = staged.launches.instances()[0].entry();
+        let entry = staged.launches.entry();
         let native = staged.launches.with_native(self.find);
         let launches = native.ok_or_else(|| RunnerError::Unsupported(no_native(problem)))?;
         let mut read = staged.inputs.each_ref().map(Values::simulated);

@@ -6,7 +6,7 @@ use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::mask_tiles::mask_tiles;
 use flashtile_gpu::kernels::merge::merge;
 use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::{native_decode, native_encode};
+use flashtile_gpu::{native_decode, native_encode, native_prefill};
 use flashtile_kernel::{Instance, bf16, f16};
 
 /// Dimensions of keys and values.
@@ -19,6 +19,7 @@ pub(crate) const CODECS: [[Codec; 2]; 3] = [[Codec::Int8; 2], [Codec::Tq4; 2], [
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     let all = match wanted.kernel().name {
         "decode" => decodes(),
+        "prefill" => prefills(),
         "merge" => merges(),
         "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
         "encode" => vec![native_encode!(bf16, format_id(Codec::Tq4), 128)],
@@ -64,6 +65,18 @@ fn decodes() -> Vec<Instance> {
     }
 }
 
+fn prefills() -> Vec<Instance> {
+    macro_rules! prefills {
+        ($($q:ident $codec:ident)*) => {
+            vec![$(
+                native_prefill!([$q] [format_id(Codec::$codec), 64, 64] [1, 1, 2]),
+                native_prefill!([$q] [format_id(Codec::$codec), 128, 128] [1, 1, 2]),
+            )*]
+        };
+    }
+    prefills!(f32 F32 f16 F16 bf16 BF16)
+}
+
 fn merges() -> Vec<Instance> {
     macro_rules! merges {
         ($($q:ident)*) => {
@@ -80,6 +93,7 @@ fn merges() -> Vec<Instance> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::PREFILL_TILE;
     use super::*;
     use flashtile_core::dtype::Dtype;
     use flashtile_gpu::shape::Tile;
@@ -99,6 +113,10 @@ mod tests {
                         "{}",
                         wanted.entry()
                     );
+                    if codecs == [Codec::of(q); 2] {
+                        let wanted = variant.prefill(PREFILL_TILE).unwrap();
+                        assert!(find(&wanted).is_some_and(|found| found.native().is_some()));
+                    }
                     let wanted = variant.merge().unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
