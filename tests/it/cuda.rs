@@ -10,17 +10,19 @@ use flashtile::cuda::{
 };
 use flashtile::kernel::ScalarType;
 use flashtile::plan::{Sm80Tile, machines};
+use flashtile::quality::Accumulation;
 use flashtile::{
-    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, KvCache, Outputs, PlanOptions,
-    ProblemDesc, QOffset, Runner, SeqLens, TensorView, TensorViewMut, Unsupported, Visibility,
+    CacheDesc, CacheError, CacheLayout, CacheShape, Codec, CudaPlan, Dtype, Inputs, KvCache, Outputs,
+    PlanOptions, Problem, ProblemDesc, QOffset, Runner, SeqLens, TensorView, TensorViewMut, Unsupported,
+    Visibility,
 };
 use flashtile_testkit::{
     CacheTwins, Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng,
-    Runner as CaseRunner, catalogue, conformance, random_case,
+    RunReport, Runner as CaseRunner, RunnerError, catalogue, conformance, quantized, random_case,
 };
 use rayon::prelude::*;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 #[test]
 fn the_catalogue_and_random_cases_pass() {
@@ -41,6 +43,52 @@ fn the_catalogue_and_random_cases_pass() {
     }
     println!("{passed} passed");
     assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+/// Sessions of the library, over tensors that they copy to the device.
+struct HostTensors(Mutex<Session>);
+
+impl CaseRunner for HostTensors {
+    fn name(&self) -> String {
+        "cuda session".to_owned()
+    }
+
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
+        let accumulation = match problem.dtype() {
+            _ if problem.is_quantized() => Accumulation::Operands,
+            Dtype::F32 => Accumulation::F32,
+            Dtype::F16 | Dtype::BF16 => Accumulation::Probs,
+        };
+        let computed = self.0.lock().unwrap().compute(problem.desc(), inputs, outputs);
+        match computed {
+            Ok(()) => Ok(RunReport::new("session".to_owned()).accumulated(accumulation)),
+            Err(CudaError::Unsupported(why)) => Err(RunnerError::Unsupported(why.to_string())),
+            Err(error) => Err(RunnerError::Error(error.to_string())),
+        }
+    }
+}
+
+#[test]
+fn a_session_computes_over_tensors_of_the_host() {
+    if cuda().is_none() {
+        return;
+    }
+    let runner = HostTensors(Mutex::new(Session::open(0).unwrap()));
+    let cases: Vec<Case> =
+        catalogue().into_iter().step_by(7).chain(quantized().into_iter().step_by(7)).collect();
+    let (mut passed, mut failed) = (0, Vec::new());
+    conformance(&cases, &[&runner], |result| match &result.result {
+        Ok(_) => passed += 1,
+        Err(Failure::Skipped(_)) => println!("{result}"),
+        Err(_) => failed.push(result.to_string()),
+    });
+    println!("{passed} passed");
+    assert!(failed.is_empty() && passed > 50, "{} failed:\n{}", failed.len(), failed.join("\n"));
 }
 
 /// Cases with several splits, and others; every dtype.

@@ -2,6 +2,7 @@
 
 use super::cudarc::driver::DriverError;
 use flashtile_core::cache::CacheError;
+use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::RunError;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::ProblemError;
@@ -46,6 +47,13 @@ pub enum CudaError {
         /// Kernel of the plan.
         kernel: String,
     },
+    /// An array and the tensor that it is copied to differ in dtype or shape.
+    Array {
+        /// Of the array.
+        expected: (Dtype, [usize; 4]),
+        /// Of the tensor.
+        got: (Dtype, [usize; 4]),
+    },
     /// A launch that does not keep the contract of its kernel: a mistake of the planner's. Nothing was launched.
     Contract {
         /// The condition.
@@ -78,6 +86,9 @@ impl std::fmt::Display for CudaError {
             }
             Self::Update { what } => write!(f, "the plan does not fit what was prepared: {what}"),
             Self::OtherDevice { kernel } => write!(f, "{kernel} was planned for another kind of device"),
+            Self::Array { expected, got } => {
+                write!(f, "a tensor of {} {:?} for an array of {} {:?}", got.0, got.1, expected.0, expected.1)
+            }
             Self::Contract { what } => f.write_str(what),
         }
     }
@@ -96,6 +107,7 @@ impl std::error::Error for CudaError {
             | Self::ScratchAlignment { .. }
             | Self::Update { .. }
             | Self::OtherDevice { .. }
+            | Self::Array { .. }
             | Self::Contract { .. } => None,
         }
     }

@@ -31,11 +31,13 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod array;
 mod buffer;
 mod cache;
 mod device;
 mod device_struct;
 mod error;
+mod host;
 pub mod limits;
 mod params;
 pub mod plan;
@@ -46,6 +48,7 @@ mod session;
 mod sources;
 mod tensor;
 
+pub use array::DeviceArray;
 pub use cache::{CudaStore, DeviceKvCache};
 pub use device::Cuda;
 pub use error::{CudaError, DeviceError};

@@ -1,0 +1,148 @@
+//! Tensors that own device memory, and their way there and back.
+
+#![allow(unsafe_code)]
+
+use super::buffer::Buffer;
+use super::cudarc::driver::{CudaStream, result};
+use super::error::CudaError;
+use super::tensor::{DeviceTensor, DeviceTensorMut};
+use flashtile_core::dtype::Dtype;
+use flashtile_core::tensor::{TensorView, TensorViewMut, ViewError, dense};
+use std::sync::Arc;
+
+/// A dense tensor `[batch, heads, rows, dim]` in device memory that it owns. Work on the stream that it was made with sees its contents in
+/// order; work on other streams must be ordered with that one by the caller. Its memory is freed when it is dropped and all work of the
+/// device has ended.
+///
+/// ```no_run
+/// use flashtile::cuda::{Cuda, DeviceArray, DeviceInputs, DeviceOutputs, Session};
+/// use flashtile::{Attention, Dtype, OwnedTensor, ProblemDesc, TensorView};
+/// let cuda = Cuda::new(0)?;
+/// let stream = cuda.context().new_stream()?;
+/// let (q, kv) = (vec![0.1f32; 32 * 128 * 64], vec![0.2f32; 8 * 128 * 64]);
+/// let q = TensorView::bhsd(&q, [1, 32, 128, 64])?;
+/// let kv = TensorView::bhsd(&kv, [1, 8, 128, 64])?;
+/// let desc = Attention::causal().desc(&q, &kv, &kv);
+/// let (q, kv) = (DeviceArray::upload(&stream, &q)?, DeviceArray::upload(&stream, &kv)?);
+/// let mut out = DeviceArray::zeros(&stream, Dtype::F32, [1, 32, 128, 64])?;
+/// let inputs = DeviceInputs::new(q.view(), kv.view(), kv.view());
+/// Session::new(&cuda, &stream).run(&desc, &inputs, &mut DeviceOutputs::new(out.view_mut()))?;
+/// let mut result = OwnedTensor::zeros(Dtype::F32, [1, 32, 128, 64])?;
+/// out.download(&mut result.view_mut())?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct DeviceArray {
+    buffer: Buffer,
+    stream: Arc<CudaStream>,
+    dtype: Dtype,
+    shape: [usize; 4],
+    bytes: usize,
+}
+
+impl DeviceArray {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// [`CudaError::View`] where the size is not addressable, [`CudaError::Device`].
+    pub fn zeros(stream: &Arc<CudaStream>, dtype: Dtype, shape: [usize; 4]) -> Result<Self, CudaError> {
+        let array = Self::uninit(stream, dtype, shape)?;
+        if array.bytes > 0 {
+            let failed = CudaError::driver("zeros on the device");
+            // SAFETY: the memory has the bytes, and nothing but later work on the stream accesses them.
+            unsafe { result::memset_d8_async(array.buffer.at(), 0, array.bytes, stream.cu_stream()) }
+                .map_err(failed)?;
+        }
+        Ok(array)
+    }
+
+    /// A copy of a tensor in host memory, of any strides. The tensor has been read when this returns.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`].
+    pub fn upload(stream: &Arc<CudaStream>, tensor: &TensorView<'_>) -> Result<Self, CudaError> {
+        let array = Self::uninit(stream, tensor.dtype(), tensor.shape())?;
+        let mut bytes = Vec::with_capacity(array.bytes);
+        rows(tensor.shape()).for_each(|row| bytes.extend_from_slice(tensor.row_bytes(row)));
+        // SAFETY: nothing but later work on the stream accesses the memory.
+        unsafe { array.buffer.write(stream, &bytes)? };
+        Ok(array)
+    }
+
+    fn uninit(stream: &Arc<CudaStream>, dtype: Dtype, shape: [usize; 4]) -> Result<Self, CudaError> {
+        let elements = shape.into_iter().try_fold(dtype.bytes(), usize::checked_mul);
+        let bytes = elements.filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(ViewError::Overflow)?;
+        let buffer = Buffer::recycled(None, stream, bytes)?;
+        Ok(Self { buffer, stream: Arc::clone(stream), dtype, shape, bytes })
+    }
+
+    /// `[batch, heads, rows, dim]`.
+    #[must_use]
+    pub const fn shape(&self) -> [usize; 4] {
+        self.shape
+    }
+
+    /// The dtype of the elements.
+    #[must_use]
+    pub const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// The tensor, to be read.
+    #[must_use]
+    pub fn view(&self) -> DeviceTensor<'_> {
+        // SAFETY: the memory has the elements, and lives until the work of the device has ended.
+        let view = unsafe {
+            DeviceTensor::from_raw_parts(self.dtype, self.buffer.at(), self.shape, dense(self.shape))
+        };
+        view.unwrap_or_else(|_| unreachable!("a dense tensor of a checked size"))
+    }
+
+    /// The tensor, to be written.
+    #[must_use]
+    pub fn view_mut(&mut self) -> DeviceTensorMut<'_> {
+        let (at, shape) = (self.buffer.at(), self.shape);
+        // SAFETY: as above; nothing else refers to the memory while this does.
+        let view = unsafe { DeviceTensorMut::from_raw_parts(self.dtype, at, shape, dense(shape)) };
+        view.unwrap_or_else(|_| unreachable!("a dense tensor of a checked size"))
+    }
+
+    /// Copies the elements to a tensor of the same dtype and shape, of any strides, after the work on the stream has ended.
+    ///
+    /// # Errors
+    /// [`CudaError::Array`] where dtype or shape differ; [`CudaError::Device`], also of work that failed.
+    pub fn download(&self, tensor: &mut TensorViewMut<'_>) -> Result<(), CudaError> {
+        let (expected, got) = ((self.dtype, self.shape), (tensor.dtype(), tensor.shape()));
+        if expected != got {
+            return Err(CudaError::Array { expected, got });
+        }
+        let bytes = self.read()?;
+        let row_bytes = self.shape[3] * self.dtype.bytes();
+        for (row, bytes) in rows(self.shape).zip(bytes.chunks_exact(row_bytes.max(1))) {
+            tensor.row_bytes_mut(row).copy_from_slice(bytes);
+        }
+        Ok(())
+    }
+
+    /// The address.
+    pub(super) const fn at(&self) -> u64 {
+        self.buffer.at()
+    }
+
+    /// The bytes, after the work on the stream has ended.
+    pub(super) fn read(&self) -> Result<Vec<u8>, CudaError> {
+        let mut bytes = vec![0u8; self.bytes];
+        self.stream.synchronize().map_err(CudaError::driver("work on the stream"))?;
+        if !bytes.is_empty() {
+            let failed = CudaError::driver("copy from the device");
+            // SAFETY: the memory has the bytes, and no work on the stream is left that writes them.
+            unsafe { result::memcpy_dtoh_sync(&mut bytes, self.buffer.at()) }.map_err(failed)?;
+        }
+        Ok(bytes)
+    }
+}
+
+/// Batch entry, head and row of every row, in dense order.
+fn rows([batch, heads, rows, _]: [usize; 4]) -> impl Iterator<Item = [usize; 3]> {
+    (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..rows).map(move |row| [b, h, row])))
+}
