@@ -49,6 +49,8 @@ pub struct PrefillTile {
     pub keys: usize,
     /// SIMD groups.
     pub simds: usize,
+    /// Threadgroups that a core is to hold at a time.
+    pub resident: usize,
 }
 
 impl PrefillTile {

@@ -31,9 +31,9 @@ pub(crate) fn takes_prefill(problem: &Problem) -> bool {
 #[must_use]
 pub const fn default_prefill_tile(dim: usize) -> PrefillTile {
     if dim <= 64 {
-        PrefillTile { simd_rows: 2, keys: 2, simds: 4 }
+        PrefillTile { simd_rows: 2, keys: 2, simds: 4, resident: 2 }
     } else {
-        PrefillTile { simd_rows: 1, keys: 4, simds: 8 }
+        PrefillTile { simd_rows: 1, keys: 4, simds: 8, resident: 1 }
     }
 }
 
@@ -121,7 +121,8 @@ impl PortableTile {
     pub(crate) const fn with_splits(&self, splits: usize) -> Tiling {
         let (rows, keys, simds) = (self.rows / 8, self.simd_keys / 16, self.simds);
         if self.is_prefill {
-            return Tiling::Prefill(PrefillTile { simd_rows: rows / (2 * simds), keys, simds });
+            let (simd_rows, resident) = (rows / (2 * simds), self.resident);
+            return Tiling::Prefill(PrefillTile { simd_rows, keys, simds, resident });
         }
         Tiling::Decode(Tile { rows, keys, simds, splits })
     }
@@ -172,13 +173,20 @@ impl PortableTile {
         if !multiplied || !takes_prefill(problem) || max_rows(problem) <= MAX_DECODE_ROWS {
             return None;
         }
-        let PrefillTile { simd_rows, keys, simds } = default_prefill_tile(dim(problem));
+        let PrefillTile { simd_rows, keys, simds, resident } = default_prefill_tile(dim(problem));
         // Less shared memory where a device has less, then fewer rows where there are few.
         let keys = [16 * keys, 8 * keys].into_iter().find(|&keys| {
             let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
             tile.shared_bytes(row_dims(problem), problem.dtype()) <= facts.shared_per_group
         })?;
-        let tiles = [simds, simds / 2].map(|simds| Self::prefill(16 * simd_rows * simds, keys, simds, 1));
+        // Half as many SIMD groups leave registers for twice as many threadgroups.
+        let tiles = [(simds, resident), (simds / 2, 2 * resident)];
+        let tiles = tiles.map(|(simds, resident)| {
+            let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
+            let registers = facts.registers_per_core / resident;
+            let resident = facts.resident(tile.shared_bytes(row_dims(problem), problem.dtype()), registers);
+            Self { resident: resident.max(1), ..tile }
+        });
         let tiles_of =
             |rows: usize| problem.sequences().iter().map(|s| (s.q_len * gqa_group).div_ceil(rows)).sum();
         let groups = |tile: &Self| kv_heads.saturating_mul(tiles_of(tile.rows));
@@ -186,7 +194,7 @@ impl PortableTile {
         let mut filled = tiles.iter().filter(is_filled);
         let full = filled.clone().find(|tile| groups(tile) >= facts.cores);
         let half = || filled.rfind(|tile| 2 * groups(tile) >= facts.cores);
-        full.or_else(half).map(|tile| tile.with_resident(problem, facts))
+        full.or_else(half).copied()
     }
 
     /// The same, with as many threadgroups a core as it holds.
@@ -200,7 +208,7 @@ impl PortableTile {
     /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes.
     pub(crate) fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
         if self.is_prefill {
-            return self.registers_of_prefill(problem);
+            return self.registers_of_prefill(facts);
         }
         if problem.is_quantized() {
             return self.registers_of_codes(problem);
@@ -228,13 +236,9 @@ impl PortableTile {
         }
     }
 
-    /// The same of prefill.
-    fn registers_of_prefill(&self, problem: &Problem) -> usize {
-        match (self.rows / self.simds, dim(problem)) {
-            (16, 0..=32) => 128,
-            (16, 33..=64) => 208,
-            _ => MAX_REGISTERS,
-        }
+    /// The same of prefill: as many as `resident` threadgroups leave, in steps of 8.
+    fn registers_of_prefill(&self, facts: &GpuFacts) -> usize {
+        (facts.registers_per_core / (self.threads() * self.resident) / 8 * 8).min(MAX_REGISTERS)
     }
 
     /// The splits of a row's keys: as many as a caller asks for; otherwise as many as fill a device on which `groups` threadgroups run

@@ -185,6 +185,7 @@ impl Variant {
             Generic::Usize(tile.simd_rows),
             Generic::Usize(tile.keys),
             Generic::Usize(tile.simds),
+            Generic::Usize(tile.resident),
         ])
     }
 
@@ -287,7 +288,7 @@ macro_rules! native_decode {
 }
 
 /// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with native code: the type of q, keys and values;
-/// their format and dimensions; the tile's `M`, `U` and `S`.
+/// their format and dimensions; the tile's `M`, `U` and `S`, for one threadgroup a core.
 #[macro_export]
 macro_rules! native_prefill {
     ([$q:ty] [$format:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr]) => {{
@@ -301,6 +302,7 @@ macro_rules! native_prefill {
             { $m },
             { $u },
             { $s },
+            1,
             $q,
             $q,
             { $d / 8 },
@@ -365,6 +367,14 @@ mod tests {
             let entry = Variant { k_codec: codec, ..PLAIN }.instance(kernel).unwrap().entry();
             assert!(listed.contains(&entry), "{entry}");
         }
+    }
+
+    #[test]
+    fn registers_are_bounded_for_the_threadgroups_of_a_core() {
+        let tile = PrefillTile { simd_rows: 1, keys: 2, simds: 8, resident: 2 };
+        let instance = PLAIN.prefill(tile).unwrap();
+        assert_eq!(instance.resident(), 2);
+        assert!(instance.source(flashtile_kernel::Target::Cuda).contains("__launch_bounds__(256, 2)"));
     }
 
     #[test]

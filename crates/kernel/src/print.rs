@@ -159,7 +159,11 @@ fn entry(out: &mut String, instance: &Instance, target: Target) {
             put!(out, "void {}(", instance.entry());
         }
         Target::Cuda => {
-            put!(out, "extern \"C\" __global__ void __launch_bounds__({threads})");
+            let bounds = match instance.resident() {
+                0 => threads.to_string(),
+                resident => format!("{threads}, {resident}"),
+            };
+            put!(out, "extern \"C\" __global__ void __launch_bounds__({bounds})");
             put!(out, "{}(", instance.entry());
         }
     }

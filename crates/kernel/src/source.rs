@@ -308,6 +308,9 @@ pub struct Kernel {
     pub unmet: fn(&Facts<'_>) -> Option<usize>,
     /// Threads of a threadgroup, for an instance of these generics.
     pub threads: fn(&[Generic]) -> Threads,
+    /// Threadgroups that a core is to hold at a time, for an instance of these generics: a bound of a thread's registers on NVIDIA's GPUs; 0
+    /// where it has none.
+    pub resident: fn(&[Generic]) -> u32,
     /// Its shared arrays.
     pub shared: &'static [SharedArray],
     /// Whether it is compiled without contraction, approximation and reassociation.
@@ -448,6 +451,11 @@ impl Instance {
     /// Threads of a threadgroup.
     pub fn threads(&self) -> Threads {
         (self.kernel.threads)(&self.generics)
+    }
+
+    /// Threadgroups that a core is to hold at a time; 0 where the kernel does not say.
+    pub fn resident(&self) -> u32 {
+        (self.kernel.resident)(&self.generics)
     }
 
     /// Bytes of shared memory of a threadgroup, each array rounded up to 16.

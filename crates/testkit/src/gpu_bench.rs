@@ -50,7 +50,7 @@ pub struct Workload {
 }
 
 /// The tile of prefill on the simulator: two SIMD groups of 16 rows, blocks of 16 keys.
-pub(crate) const PREFILL_TILE: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2 };
+pub(crate) const PREFILL_TILE: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2, resident: 1 };
 
 /// Finds the instance with native code, for the simulator.
 type Find = fn(&Instance) -> Option<Instance>;

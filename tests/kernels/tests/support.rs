@@ -8,7 +8,7 @@ use flashtile_testkit::{Case, SimulatorRunner, conformance};
 pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
 
 /// Two SIMD groups of 16 rows, blocks of 16 keys.
-pub(crate) const PREFILL: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2 };
+pub(crate) const PREFILL: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2, resident: 1 };
 
 /// Runs problems with native code of this crate; rows and pages are aligned as they happen to be.
 pub(crate) fn runner(tile: impl Into<Tiling>) -> SimulatorRunner {

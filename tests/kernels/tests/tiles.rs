@@ -47,7 +47,7 @@ fn tile(rows: usize, keys: usize, simds: usize, splits: usize) {
 
 /// Prefill of `simds` SIMD groups with `16 * simd_rows` rows each, over blocks of `16 * keys` keys.
 fn prefill(simd_rows: usize, keys: usize, simds: usize, dtypes: &[Dtype]) {
-    let runner = runner(PrefillTile { simd_rows, keys, simds }).padded();
+    let runner = runner(PrefillTile { simd_rows, keys, simds, resident: 1 }).padded();
     for &dtype in dtypes {
         // One page, pages of any size, pages that hold 16 keys at a time.
         for page in [130, 3, 48] {

@@ -748,6 +748,7 @@ fn store_lse<const M: usize>(
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
 /// | `M`, `U`, `S` | sixteens of query rows a SIMD group, sixteens of keys of a block, SIMD groups |
+/// | `R` | threadgroups that a core is to hold at a time |
 ///
 /// What follows from them:
 ///
@@ -759,6 +760,7 @@ fn store_lse<const M: usize>(
 /// | `F` | eights of keys of a block |
 #[kernel(
     threads = (32 * S) as u32,
+    resident = R as u32,
     derive(
         K: Element = product_type(Q, KF),
         V: Element = product_type(Q, VF),
@@ -797,6 +799,7 @@ pub fn prefill<
     const M: usize,
     const U: usize,
     const S: usize,
+    const R: usize,
 >(
     q: &Buffer<Q>,
     k: &Buffer<u8>,

@@ -15,7 +15,7 @@ use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::registry::{cache_instances, instances};
-use flashtile_gpu::shape::Tile;
+use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::source::Instance;
 use flashtile_kernel::{Argument, Device, Generic, Launch, Plain, Scalar, ScalarType, Target, bf16, f16};
@@ -232,14 +232,19 @@ impl Runner for MetalRunner {
     }
 }
 
+/// Two SIMD groups in each of two splits.
+const DECODE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
+
+/// Two SIMD groups of 16 rows, blocks of 32 keys.
+const PREFILL: PrefillTile = PrefillTile { simd_rows: 1, keys: 2, simds: 2, resident: 1 };
+
 /// Runs the cases that a device takes; at least `at_least` must pass.
-fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, at_least: usize) {
+fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, tiling: impl Into<Tiling>, at_least: usize) {
     let Some(device) = Metal::find() else { return };
     let cases: Vec<Case> = cases.collect();
     let (passed, refused) = (AtomicUsize::new(0), Mutex::new(BTreeMap::<String, usize>::new()));
-    let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
-    let runner =
-        MetalRunner { device, on: SimulatorRunner::with_tile(tile, |instance| Some(instance.clone())) };
+    let on = SimulatorRunner::with_tile(tiling, |instance| Some(instance.clone()));
+    let runner = MetalRunner { device, on };
     let failed = each(&cases, |case| {
         match run_case(case, &runner) {
             Ok(_) => passed.fetch_add(1, Ordering::Relaxed),
@@ -277,7 +282,14 @@ fn has_dims(case: &Case, wanted: &[[usize; 2]]) -> bool {
 fn elements_agree_with_the_oracle() {
     let dims = [[32, 32], [64, 64], [96, 80]];
     let of = |case: &Case| has_dims(case, &dims) && scores(case) <= 5_000;
-    agree_with_the_oracle(catalogue().into_iter().filter(of), 1);
+    agree_with_the_oracle(catalogue().into_iter().filter(of), DECODE, 1);
+}
+
+#[test]
+fn elements_agree_with_the_oracle_by_prefill() {
+    let dims = [[64, 64], [96, 80]];
+    let of = |case: &Case| has_dims(case, &dims) && scores(case) <= 5_000;
+    agree_with_the_oracle(catalogue().into_iter().filter(of), PREFILL, 1);
 }
 
 #[test]
@@ -286,7 +298,7 @@ fn codes_agree_with_the_oracle() {
     let of = |case: &Case| {
         names.iter().any(|name| case.name.starts_with(&format!("quantized_{name}"))) && scores(case) <= 12_000
     };
-    agree_with_the_oracle(quantized().into_iter().filter(of), 1);
+    agree_with_the_oracle(quantized().into_iter().filter(of), DECODE, 1);
 }
 
 /// Numbers without end, some of them large.

@@ -9,6 +9,8 @@ use syn::{Expr, Ident, LitStr, Token};
 #[derive(Default)]
 pub(crate) struct Arguments {
     pub(crate) threads: Option<Threads>,
+    /// Threadgroups that a core is to hold at a time.
+    pub(crate) resident: Option<Expr>,
     pub(crate) derive: Vec<Derived>,
     pub(crate) requires: Vec<Requirement>,
     pub(crate) exact: bool,
@@ -91,6 +93,10 @@ impl Parse for Arguments {
                         return Err(syn::Error::new(name.span(), "`threads` is given once"));
                     }
                 }
+                "resident" => {
+                    input.parse::<Token![=]>()?;
+                    all.resident = Some(input.parse()?);
+                }
                 "derive" => {
                     let content;
                     syn::parenthesized!(content in input);
@@ -110,7 +116,7 @@ impl Parse for Arguments {
                 _ => {
                     return Err(syn::Error::new(
                         name.span(),
-                        "a kernel's contract has `threads`, `derive(..)`, `requires(..)`, `exact` and `bench(..)`",
+                        "a kernel's contract has `threads`, `resident`, `derive(..)`, `requires(..)`, `exact` and `bench(..)`",
                     ));
                 }
             }

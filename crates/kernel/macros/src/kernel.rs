@@ -274,6 +274,10 @@ impl Expansion<'_> {
                 (format_ident!("{}", if threads.exactly { "Exactly" } else { "UpTo" }), &threads.most);
             quote!(ft_source::Threads::#kind((#most) as u32))
         });
+        let resident = match &self.contract.resident {
+            Some(groups) => quote!((#groups) as u32),
+            None => quote!(0),
+        };
         let exact = self.contract.exact;
         let bench = match &self.contract.bench {
             Some(bench) => {
@@ -302,6 +306,7 @@ impl Expansion<'_> {
                 requirements: &[#(#requirements),*],
                 unmet: #unmet,
                 threads: |ft_generics| { #constants #threads },
+                resident: |ft_generics| { #constants #resident },
                 shared: &[#(#shared),*],
                 exact: #exact,
                 source: SOURCE,

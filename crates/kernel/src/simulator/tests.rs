@@ -28,6 +28,7 @@ static KERNEL: Kernel = Kernel {
     threads: |_| Threads::UpTo(64),
     shared: &[],
     exact: false,
+    resident: |_| 0,
     source: ItemSource {
         name: "none",
         symbol: "none",

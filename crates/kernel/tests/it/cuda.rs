@@ -92,6 +92,7 @@ static WRONG: Kernel = Kernel {
     threads: |_| Threads::Exactly(32),
     shared: &[],
     exact: false,
+    resident: |_| 0,
     source: body("wrong", "const uint i = 0u;\nconst uint j = missing;\n"),
     bench: None,
 };

@@ -47,6 +47,7 @@ pub(crate) const fn kernel(
         threads: |_| Threads::UpTo(1024),
         shared: &[],
         exact: false,
+        resident: |_| 0,
         source: source(name, body),
         bench: None,
     }
