@@ -37,7 +37,7 @@ use flashtile_kernel::prelude::*;
 #[constant]
 pub const ROW_PADDING: usize = 8;
 
-/// Words of a block of `16 * sixteens` rows that a thread of `simds` SIMD groups copies: pieces of four words.
+/// Words of a block of `16 * sixteens` rows that a thread of `simds` SIMD groups copies: chunks of four words.
 pub const fn block_words(format: u32, dim: usize, sixteens: usize, simds: usize) -> usize {
     (sixteens * first_bytes(format, dim as u32) as usize).div_ceil(32 * simds) * 4
 }
@@ -148,7 +148,7 @@ fn prefill_pass<
     pass
 }
 
-/// A thread's words of the block of `16 U` rows from key `first` on: every `32 S`th piece of 16 bytes.
+/// A thread's words of the block of `16 U` rows from key `first` on: every `32 S`th chunk of 16 bytes.
 #[device]
 #[inline(always)]
 fn fetch_block<const FORMAT: u32, const D: usize, const W: usize, const U: usize, const S: usize>(
@@ -159,14 +159,14 @@ fn fetch_block<const FORMAT: u32, const D: usize, const W: usize, const U: usize
     row_align: u32,
 ) -> [u32; W] {
     let mut result = [0u32; W];
-    let pieces = first_bytes(FORMAT, D as u32) / 16;
+    let chunks = first_bytes(FORMAT, D as u32) / 16;
     for i in 0..W / 4 {
-        let piece = thread_index() + (32 * S * i) as u32;
-        if 8 * S * W == 16 * U * pieces as usize || piece < 16 * U as u32 * pieces {
-            let offset = piece / pieces;
+        let chunk = thread_index() + (32 * S * i) as u32;
+        if 8 * S * W == 16 * U * chunks as usize || chunk < 16 * U as u32 * chunks {
+            let offset = chunk / chunks;
             let group = key_group(table, head, first + offset / 16 * 16);
             let row = row_of_key::<FORMAT, D>(table, head, group, offset % 16);
-            let four = words::<4>(memory, row.first + (16 * (piece % pieces)) as u64, row_align);
+            let four = words::<4>(memory, row.first + (16 * (chunk % chunks)) as u64, row_align);
             for n in 0..4usize {
                 result[4 * i + n] = four[n];
             }
@@ -189,18 +189,18 @@ fn store_block<
     block: &mut Shared<T>,
     from: [u32; W],
 ) {
-    let pieces = first_bytes(FORMAT, D as u32) / 16;
+    let chunks = first_bytes(FORMAT, D as u32) / 16;
     for i in 0..W / 4 {
-        let piece = thread_index() + (32 * S * i) as u32;
-        if 8 * S * W == 16 * U * pieces as usize || piece < 16 * U as u32 * pieces {
+        let chunk = thread_index() + (32 * S * i) as u32;
+        if 8 * S * W == 16 * U * chunks as usize || chunk < 16 * U as u32 * chunks {
             let four = [from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]];
-            let row = piece / pieces * (D + ROW_PADDING) as u32;
-            block.store_as::<u32, 4>(row + piece % pieces * (D as u32 / pieces), four);
+            let row = chunk / chunks * (D + ROW_PADDING) as u32;
+            block.store_as::<u32, 4>(row + chunk % chunks * (D as u32 / chunks), four);
         }
     }
 }
 
-/// Left operands of a lane's query rows: `[m][i]` are those of rows `16 m` and `16 m + 8` and of coordinates from `8 i` on.
+/// Left operands of a SIMD group's query rows: `[m][i]` has rows from `16 m` and from `16 m + 8` on, coordinates from `8 i` on.
 /// A negative scale changes their signs; rows beyond the last are zeros.
 #[device]
 fn query_lefts<Q: Element, K: Element, const KN: usize, const M: usize>(
@@ -527,7 +527,7 @@ fn take_nonfinite<
     barrier();
 }
 
-/// Sets the first of the flags to 0.
+/// Sets the first of the flags to 0: whether a value that was stored is not finite. The others are what SIMD groups tell each other.
 #[device]
 fn clear_first(flags: &mut Shared<u32>) {
     if thread_index() == 0 {
@@ -825,7 +825,6 @@ pub fn prefill<
 ) {
     let mut keys: Shared<K> = shared(16 * U * (D + ROW_PADDING));
     let mut values: Shared<V> = shared(16 * U * (DV + ROW_PADDING));
-    // Whether a value that was stored is not finite; then what SIMD groups tell each other.
     let mut flags: Shared<u32> = shared(1 + S);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let bias = BiasMemory { slopes, mask, tree };

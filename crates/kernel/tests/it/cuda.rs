@@ -62,6 +62,7 @@ macro_rules! multiply_add {
             threads: |_| Threads::UpTo(256),
             shared: &[],
             exact: $exact,
+            resident: |_| 0,
             source: body(
                 "multiply_add",
                 "const uint i = ft_thread_position(ft);\n\
