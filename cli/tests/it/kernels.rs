@@ -109,7 +109,7 @@ fn refusals() {
     let cases = [
         (
             vec!["kernels", "list", "decod"],
-            "decod is not a kernel, expected decode, encode, merge, append, hadamard, mask_tiles",
+            "decod is not a kernel, expected decode, encode, merge, append, prefill, hadamard, mask_tiles",
         ),
         (
             print(&[]),
