@@ -230,9 +230,9 @@ fn portable_plans_refuse() {
     assert_eq!(native, Unsupported::Capability { got: (7, 5), min: (8, 0) });
     let every = with(&one, crate::support::options(None, false)).unwrap_err();
     assert_eq!(every, Unsupported::SkipTiles);
-    for splits in [0, 11] {
+    for splits in [0, 6] {
         let refusal = with(&one, crate::support::options(Some(splits), true)).unwrap_err();
-        assert_eq!(refusal, Unsupported::Splits { got: splits, max: 10 });
+        assert_eq!(refusal, Unsupported::Splits { got: splits, max: 5 });
     }
     // The other kind of kernels on a device that has both; a device with one kind; a tile of the other kind.
     let problem = one.validate().unwrap();

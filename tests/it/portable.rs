@@ -51,6 +51,35 @@ fn the_catalogue_and_random_cases_pass() {
     assert!(passed > 500, "{passed}");
 }
 
+/// Whether a device of one multiprocessor runs prefill: a few rows fill it.
+fn is_prefill(case: &Case) -> bool {
+    let mut facts = machines::H200;
+    facts.multiprocessors = 1;
+    let plan = CudaPlan::new(&case.desc.clone().validate().unwrap(), &facts, options(None));
+    plan.is_ok_and(|plan| plan.kernel().contains("prefill"))
+}
+
+#[test]
+fn prefill_passes_cases_of_every_feature() {
+    let Some(cuda) = cuda() else { return };
+    let runner = runner(cuda).narrow();
+    // Dtypes and shapes of masks follow each other in twos and fours.
+    let cases: Vec<Case> = catalogue().into_iter().filter(is_prefill).step_by(7).collect();
+    let (mut passed, mut failed) = (0, Vec::new());
+    conformance(&cases, &[&runner as &dyn Runner], |result| match &result.result {
+        Ok(_) => passed += 1,
+        Err(_) => failed.push(result.to_string()),
+    });
+    println!("{passed} of {} passed", cases.len());
+    assert!(failed.is_empty() && passed == cases.len(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+}
+
+#[test]
+fn enough_cases_are_cases_of_prefill() {
+    let all = catalogue().iter().filter(|case| is_prefill(case)).count();
+    assert!(all > 100, "{all} cases");
+}
+
 #[test]
 fn quantized_cases_pass() {
     let Some(cuda) = cuda() else { return };

@@ -272,12 +272,13 @@ mod tests {
         let mut all = Vec::new();
         for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
             for (q_len, dim) in [(1, 16), (9, 32), (1, 64), (9, 64), (1, 128), (9, 128)] {
-                let step = ProblemDesc::cached(
-                    HeadShape { q_heads: 2, kv_heads: 2, head_dim: dim, value_dim: dim },
-                    dtype,
-                    &[SeqLens { q_len, kv_len: 500 }],
-                );
-                let mut dense = ProblemDesc::new(step.dims, dtype);
+                // Many heads have threadgroups of four SIMD groups, few have eight.
+                let shape =
+                    |heads| HeadShape { q_heads: heads, kv_heads: heads, head_dim: dim, value_dim: dim };
+                let step =
+                    |heads| ProblemDesc::cached(shape(heads), dtype, &[SeqLens { q_len, kv_len: 500 }]);
+                let mut dense = ProblemDesc::new(step(2).dims, dtype);
+                let step = step(128);
                 (dense.alibi, dense.sinks) = (dim == 64, true);
                 dense.q_offset = Some(QOffset::BottomRight);
                 all.extend([(step, Access::Vector), (dense, Access::Vector)]);
@@ -290,9 +291,9 @@ mod tests {
             (Codec::Int8, Codec::Tq5),
             (Codec::Tq6, Codec::Tq2),
         ] {
-            for (q_len, dim) in [(1, 64), (9, 64), (1, 128)] {
+            for (q_len, dim, heads) in [(1, 64, 2), (9, 64, 128), (1, 128, 128), (1, 128, 2)] {
                 let mut step = ProblemDesc::cached(
-                    HeadShape { q_heads: 2, kv_heads: 2, head_dim: dim, value_dim: dim },
+                    HeadShape { q_heads: heads, kv_heads: heads, head_dim: dim, value_dim: dim },
                     Dtype::BF16,
                     &[SeqLens { q_len, kv_len: 500 }],
                 );

@@ -35,7 +35,7 @@ pub struct Tile {
 impl Tile {
     /// The fastest tile where tiles were measured: 32 keys at a time where their words and operands fit in registers.
     pub const fn of(k: Codec, head_dim: usize) -> Self {
-        let fit = matches!(k, Codec::Tq4 | Codec::Int8) && head_dim <= 128;
+        let fit = matches!(k, Codec::Tq4 | Codec::Int8 | Codec::Fp8) && head_dim <= 128;
         Self { rows: 1, keys: if fit { 2 } else { 1 }, simds: 4, splits: 1 }
     }
 }

@@ -150,11 +150,15 @@ impl PortableTile {
         Self::of_prefill(problem, facts).unwrap_or(decode)
     }
 
-    /// 16 rows share what is read where there are more than 8 and registers hold them.
+    /// 16 rows share what is read where there are more than 8 and registers hold them. A threadgroup has eight SIMD groups where
+    /// threadgroups without splits are fewer than a quarter of the cores: a core has as many SIMD groups with half as many partial
+    /// results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
         let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
         let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
-        Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, 4, 1).with_resident(problem, facts)
+        let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
+        let simds = if groups.saturating_mul(4) <= facts.cores { 8 } else { 4 };
+        Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, simds, 1).with_resident(problem, facts)
     }
 
     /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
@@ -163,7 +167,7 @@ impl PortableTile {
     /// two fifths of the cores on, and where its tiles have at most 2.5 times the rows that decode's have: most of a batch may be
     /// sequences of one row. A problem whose threadgroups are fewer than half the cores stays with decode, which splits keys.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
-        let (kv_heads, gqa_group) = (problem.dims().kv_heads, problem.dims().gqa_group());
+        let kv_heads = problem.dims().kv_heads;
         let multiplied = match problem.dtype() {
             Dtype::F16 => true,
             Dtype::BF16 => facts.multiplies_bf16,
@@ -187,8 +191,7 @@ impl PortableTile {
             let resident = facts.resident(tile.shared_bytes(row_dims(problem), problem.dtype()), registers);
             Self { resident: resident.max(1), ..tile }
         });
-        let tiles_of =
-            |rows: usize| problem.sequences().iter().map(|s| (s.q_len * gqa_group).div_ceil(rows)).sum();
+        let tiles_of = |rows: usize| tile_count(problem, rows);
         let groups = |tile: &Self| kv_heads.saturating_mul(tiles_of(tile.rows));
         let is_filled = |tile: &&Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
         let mut filled = tiles.iter().filter(is_filled);
@@ -210,9 +213,21 @@ impl PortableTile {
         if self.is_prefill {
             return self.registers_of_prefill(facts);
         }
-        if problem.is_quantized() {
-            return self.registers_of_codes(problem);
+        let of_four = if problem.is_quantized() {
+            self.registers_of_codes(problem)
+        } else {
+            self.registers_of_elements(problem, facts)
+        };
+        match of_four {
+            // With eight SIMD groups the compiler takes a few more, where they cost no threadgroup.
+            ..=128 if self.simds > 4 => 128,
+            _ if self.simds > 4 => MAX_REGISTERS,
+            registers => registers,
         }
+    }
+
+    /// The same where keys and values are elements, for at most four SIMD groups.
+    fn registers_of_elements(&self, problem: &Problem, facts: &GpuFacts) -> usize {
         let shuffled = problem.dtype() == Dtype::BF16 && !facts.multiplies_bf16;
         match (self.rows, words(problem)) {
             (8, 0..=32) => 96,
@@ -282,6 +297,12 @@ impl PortableTile {
         };
         held.min(band).div_ceil(self.keys()).clamp(1, MAX_SPLITS)
     }
+}
+
+/// Tiles of `rows` rows of a key/value head, of all sequences.
+fn tile_count(problem: &Problem, rows: usize) -> usize {
+    let gqa_group = problem.dims().gqa_group();
+    problem.sequences().iter().map(|s| s.q_len.saturating_mul(gqa_group).div_ceil(rows)).sum()
 }
 
 /// Rows of a key/value head of the longest sequence.
