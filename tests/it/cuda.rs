@@ -80,7 +80,7 @@ fn a_session_computes_over_tensors_of_the_host() {
     }
     let runner = HostTensors(Mutex::new(Session::open(0).unwrap()));
     let cases: Vec<Case> =
-        catalogue().into_iter().step_by(7).chain(quantized().into_iter().step_by(7)).collect();
+        catalogue().into_iter().step_by(43).chain(quantized().into_iter().step_by(17)).collect();
     let (mut passed, mut failed) = (0, Vec::new());
     conformance(&cases, &[&runner], |result| match &result.result {
         Ok(_) => passed += 1,
@@ -88,7 +88,7 @@ fn a_session_computes_over_tensors_of_the_host() {
         Err(_) => failed.push(result.to_string()),
     });
     println!("{passed} passed");
-    assert!(failed.is_empty() && passed > 50, "{} failed:\n{}", failed.len(), failed.join("\n"));
+    assert!(failed.is_empty() && passed > 20, "{} failed:\n{}", failed.len(), failed.join("\n"));
 }
 
 /// Cases with several splits, and others; every dtype.
