@@ -113,7 +113,7 @@ fn refusals() {
         ),
         (
             print(&[]),
-            "expected a kernel (decode, merge, encode, append, hadamard, mask_tiles), an instance or --all",
+            "expected a kernel (decode, merge, prefill, encode, append, hadamard, mask_tiles), an instance or --all",
         ),
         (print(&["mask_tile"]), "mask_tile is neither a kernel nor an instance, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),
