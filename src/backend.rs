@@ -52,7 +52,9 @@ impl Backend {
         let chosen = choose(problem, options, &Machine::new(*cpu.facts(), device.presence()));
         let backend = match chosen.kind {
             BackendKind::Cpu => Self::Cpu(cpu),
-            BackendKind::Cuda => device.into_backend().unwrap_or(Self::Cpu(cpu)),
+            BackendKind::Cuda => {
+                device.into_backend().unwrap_or_else(|| unreachable!("a device that was chosen is present"))
+            }
         };
         Choice { backend, plan: chosen.plan, reason: chosen.reason }
     }

@@ -71,8 +71,8 @@ impl std::fmt::Display for Chosen {
     }
 }
 
-/// Chooses a backend for a problem whose tensors are in host memory. A cache is an exception: a backend keeps its own, so that
-/// a step copies queries, new rows and results alone.
+/// Chooses a backend for a problem whose tensors are in host memory. For cached problems the cache is already on the
+/// backend: only queries, new rows of keys and values, and results are copied.
 ///
 /// The CUDA device is chosen where it has a plan and its estimated time, with start and copies, is below that of the CPU; or
 /// where the CPU has no plan. Masks are not counted, since a problem does not say how large a broadcast one is; nor is the

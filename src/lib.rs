@@ -68,8 +68,8 @@ pub mod cache {
 
     pub use flashtile_core::block_tables::{BlockTables, CsrTables, NO_PAGE, TableError};
     pub use flashtile_core::cache::{
-        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, KeyMean, KvCache, MEAN_ROWS, SeqId,
-        Snapshot,
+        CacheDesc, CacheError, CacheLayout, CacheMemory, CacheShape, HostStore, KeyMean, KvCache, MEAN_ROWS,
+        PageStore, SeqId, Snapshot,
     };
     pub use flashtile_core::codec::Codec;
 }

@@ -370,7 +370,7 @@ fn attention_over_a_cache_on_the_device_is_that_over_one_in_main_memory() {
         let (keys, values) = (rows(&keys, tokens, heads), rows(&values, tokens, heads));
         let layer = || (keys.view(), values.view());
         device.append(&[(on_device, tokens)], &[layer(), layer()]).unwrap();
-        device.store_mut().check_stored().unwrap();
+        device.check_stored().unwrap();
 
         let mut problem =
             ProblemDesc::over(host.desc(), 6, Dtype::F32, &[SeqLens { q_len: 5, kv_len: tokens }]);

@@ -11,8 +11,8 @@ use flashtile_core::tensor::{TensorView, TensorViewMut, ViewError, dense};
 use std::sync::Arc;
 
 /// A dense tensor `[batch, heads, rows, dim]` in device memory that it owns. Work on the stream that it was made with sees its contents in
-/// order; work on other streams must be ordered with that one by the caller. Its memory is freed when it is dropped and all work of the
-/// device has ended.
+/// order; work on other streams must be ordered with that one by the caller. Its memory is freed when it is dropped, after all work of the device
+/// has ended; a graph that has captured its address must not be launched after that.
 ///
 /// ```no_run
 /// use flashtile::cuda::{Cuda, DeviceArray, DeviceInputs, DeviceOutputs, Session};
@@ -72,7 +72,7 @@ impl DeviceArray {
     fn uninit(stream: &Arc<CudaStream>, dtype: Dtype, shape: [usize; 4]) -> Result<Self, CudaError> {
         let elements = shape.into_iter().try_fold(dtype.bytes(), usize::checked_mul);
         let bytes = elements.filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(ViewError::Overflow)?;
-        let buffer = Buffer::recycled(None, stream, bytes)?;
+        let buffer = Buffer::exact(stream, bytes)?;
         Ok(Self { buffer, stream: Arc::clone(stream), dtype, shape, bytes })
     }
 
@@ -91,7 +91,7 @@ impl DeviceArray {
     /// The tensor, to be read.
     #[must_use]
     pub fn view(&self) -> DeviceTensor<'_> {
-        // SAFETY: the memory has the elements, and lives until the work of the device has ended.
+        // SAFETY: the memory has the elements, and is freed when all work of the device has ended.
         let view = unsafe {
             DeviceTensor::from_raw_parts(self.dtype, self.buffer.at(), self.shape, dense(self.shape))
         };
@@ -107,7 +107,7 @@ impl DeviceArray {
         view.unwrap_or_else(|_| unreachable!("a dense tensor of a checked size"))
     }
 
-    /// Copies the elements to a tensor of the same dtype and shape, of any strides, after the work on the stream has ended.
+    /// Copies the elements to a tensor of the same dtype and shape, of any strides, after all work of the device has ended.
     ///
     /// # Errors
     /// [`CudaError::Array`] where dtype or shape differ; [`CudaError::Device`], also of work that failed.
@@ -129,13 +129,14 @@ impl DeviceArray {
         self.buffer.at()
     }
 
-    /// The bytes, after the work on the stream has ended.
+    /// The bytes, after all work of the device has ended.
     pub(super) fn read(&self) -> Result<Vec<u8>, CudaError> {
         let mut bytes = vec![0u8; self.bytes];
-        self.stream.synchronize().map_err(CudaError::driver("work on the stream"))?;
+        // Work may have been given to other streams too.
+        self.stream.context().synchronize().map_err(CudaError::driver("work of the device"))?;
         if !bytes.is_empty() {
             let failed = CudaError::driver("copy from the device");
-            // SAFETY: the memory has the bytes, and no work on the stream is left that writes them.
+            // SAFETY: the memory has the bytes, and no work is left that writes them.
             unsafe { result::memcpy_dtoh_sync(&mut bytes, self.buffer.at()) }.map_err(failed)?;
         }
         Ok(bytes)

@@ -22,7 +22,12 @@ impl Buffer {
             return Ok(old);
         }
         // Sizes that grow from step to step do not each get memory of their own.
-        let bytes = bytes.max(256).next_power_of_two();
+        Self::exact(stream, bytes.max(256).next_power_of_two())
+    }
+
+    /// New memory of at least this many bytes, and of no more than one driver's unit beyond.
+    pub(super) fn exact(stream: &CudaStream, bytes: usize) -> Result<Self, CudaError> {
+        let bytes = bytes.max(1);
         let context = Arc::clone(stream.context());
         let failed = || CudaError::driver(format!("{bytes} bytes of device memory"));
         context.bind_to_thread().map_err(failed())?;
@@ -61,7 +66,9 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         // A process that ends may have no driver any longer, which frees the memory itself.
         if self.context.bind_to_thread().is_ok() {
-            // SAFETY: the memory is this buffer's, and the driver waits for the work of all streams.
+            // An error here belongs to earlier work, and is reported to whoever waits for that work.
+            let _ = self.context.synchronize();
+            // SAFETY: the memory is this buffer's, and no work is left that accesses it.
             let _ = unsafe { result::free_sync(self.at) };
         }
     }

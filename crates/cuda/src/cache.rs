@@ -17,9 +17,10 @@ use std::sync::Arc;
 /// A KV cache in device memory, made by [`Cuda::kv_cache`]: the operations of [`KvCache`], in every layout and codec.
 ///
 /// Rows are tensors on the device. They are encoded there, to the bytes that a cache in main memory has. Operations that move rows
-/// enqueue work on the stream of the cache and return; later work on that stream sees their result. After the first step, a step of the
+/// enqueue work on the stream of the cache and return ([`KvCache::linearise`] waits); later work on that stream sees their result. After the first step, a step of the
 /// same size allocates no device memory and does not wait for the device. Rows that are not finite, or whose norm is too large for
-/// their codec, are not refused but stored as NaN: [`CudaStore::check_stored`] says whether there were any.
+/// their codec, are not refused but stored as NaN: [`KvCache::check_stored`] says whether there were any. Operations that move rows are refused
+/// while the stream captures a graph, which would copy their lists from memory that is gone.
 ///
 /// ```no_run
 /// use flashtile::cuda::{Cuda, DeviceInputs, DeviceOutputs, DeviceTensor, DeviceTensorMut, Session};
@@ -52,7 +53,6 @@ pub type DeviceKvCache = KvCache<CudaStore>;
 #[derive(Debug)]
 pub struct CudaStore {
     inner: GpuStore<Gpu>,
-    desc: CacheDesc,
 }
 
 impl Cuda {
@@ -63,7 +63,7 @@ impl Cuda {
     /// not a multiple of 16, or not one that kernels rotate; [`CudaError::Device`], also where the device lacks the memory.
     pub fn kv_cache(&self, desc: CacheDesc, stream: &Arc<CudaStream>) -> Result<DeviceKvCache, CudaError> {
         let inner = GpuStore::new(self.gpu().on(stream), &desc)?;
-        Ok(KvCache::with_store(desc, CudaStore { inner, desc })?)
+        Ok(KvCache::with_store(CudaStore { inner })?)
     }
 }
 
@@ -74,25 +74,18 @@ impl CudaStore {
     /// # Errors
     /// [`CudaError::KvCache`] where there is no such layer.
     pub fn kv(&self, layer: usize) -> Result<(DeviceKv<'_>, DeviceKv<'_>), CudaError> {
-        self.desc.check_layer(layer)?;
-        let ([k, v], [k_shape, v_shape]) = (self.inner.pages(layer), self.desc.pools());
+        let desc = self.inner.desc();
+        desc.check_layer(layer)?;
+        let ([k, v], [k_shape, v_shape]) = (self.inner.pages(layer), desc.pools());
         let [k_strides, v_strides] = self.inner.strides();
-        let mut keys = pages(self.desc.k, k, k_shape, k_strides)?;
+        let mut keys = pages(desc.k, k, k_shape, k_strides)?;
         if let (DeviceKv::Codes(codes), Some(mean)) = (&mut keys, self.inner.device_mean(layer)) {
-            // SAFETY: the mean lives as long as the cache, which the view borrows, and is written once, on its stream.
+            // SAFETY: the view borrows the cache, so that no operation replaces the mean meanwhile; one that does later waits for the
+            // device before it frees the memory.
             let list = unsafe { DeviceList::from_raw_parts(mean.address(), mean.len())? };
             *codes = codes.centered(list)?;
         }
-        Ok((keys, pages(self.desc.v, v, v_shape, v_strides)?))
-    }
-
-    /// Whether every row has been stored that was written since the last call. Waits for the stream.
-    ///
-    /// # Errors
-    /// [`CudaError::KvCache`] with [`CacheError::Row`](flashtile_core::cache::CacheError::Row): of the rows that were not stored, the first of
-    /// its write. [`CudaError::Device`].
-    pub fn check_stored(&mut self) -> Result<(), CudaError> {
-        Ok(self.inner.check_stored()?)
+        Ok((keys, pages(desc.v, v, v_shape, v_strides)?))
     }
 
     /// The memory of a tensor.
@@ -131,6 +124,10 @@ impl PageStore for CudaStore {
     type Rows<'a> = DeviceTensor<'a>;
     type RowsMut<'a> = DeviceTensorMut<'a>;
 
+    fn desc(&self) -> &CacheDesc {
+        self.inner.desc()
+    }
+
     fn shape(rows: &DeviceTensor<'_>) -> [usize; 4] {
         rows.raw.shape
     }
@@ -161,6 +158,10 @@ impl PageStore for CudaStore {
 
     fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), CudaError> {
         Ok(self.inner.set_key_mean(layer, mean)?)
+    }
+
+    fn check_stored(&mut self) -> Result<(), CudaError> {
+        Ok(self.inner.check_stored()?)
     }
 
     fn copy(&mut self, copies: &[PageCopy]) -> Result<(), CudaError> {

@@ -20,7 +20,7 @@ use flashtile_kernel::{bf16, f16};
 use std::sync::Arc;
 
 impl Session {
-    /// A session on a stream of its own, of the device of a number.
+    /// Opens a session on a new stream of CUDA device `ordinal`.
     ///
     /// # Errors
     /// As [`Cuda::new`].
@@ -126,7 +126,7 @@ impl Pages {
             let from = codes.page(page, head);
             to[..from.len()].copy_from_slice(from);
         }
-        let buffer = Buffer::recycled(None, stream, bytes.len())?;
+        let buffer = Buffer::exact(stream, bytes.len())?;
         // SAFETY: nothing but later work on the stream accesses the memory.
         unsafe { buffer.write(stream, &bytes)? };
         let means = codes.means().map(|means| List::new(stream, means)).transpose()?;
@@ -171,7 +171,7 @@ impl Mask {
                 MaskKind::Additive(Dtype::BF16) => bytes.extend(bf16::from_f32(bias).to_ne_bytes()),
             }
         }
-        let buffer = Buffer::recycled(None, stream, bytes.len())?;
+        let buffer = Buffer::exact(stream, bytes.len())?;
         // SAFETY: nothing but later work on the stream accesses the memory.
         unsafe { buffer.write(stream, &bytes)? };
         Ok(Self { buffer, kind: mask.kind(), shape })
@@ -197,7 +197,7 @@ struct List {
 impl List {
     fn new(stream: &CudaStream, list: &[f32]) -> Result<Self, CudaError> {
         let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let buffer = Buffer::recycled(None, stream, bytes.len())?;
+        let buffer = Buffer::exact(stream, bytes.len())?;
         // SAFETY: nothing but later work on the stream accesses the memory.
         unsafe { buffer.write(stream, &bytes)? };
         Ok(Self { buffer, len: list.len() })

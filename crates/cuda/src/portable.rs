@@ -44,7 +44,7 @@ pub(super) fn loads(
     let dtypes = [plan.problem().k_codec(), plan.problem().v_codec()].map(|codec| codec.dtype());
     let aligned = match access {
         Access::Vector => 16,
-        // Of codes that of their scales.
+        // For codes, the alignment of their scales.
         Access::Element => dtypes.iter().map(|dtype| dtype.map_or(2, Dtype::bytes)).min().unwrap_or(2),
     };
     let places =

@@ -28,7 +28,7 @@ pub struct Strides {
     pub aligned: usize,
     /// Whether a sequence's entries in the table are a ring, so that block numbers wrap around.
     pub ring: bool,
-    /// Tokens of a page and entries of a sequence in the table; of keys that lie in no pages, or a sequence to a page, none.
+    /// Tokens of a page and entries of a sequence in the table; `None` where keys are contiguous or each sequence is a single page.
     pub pages: Option<[usize; 2]>,
     /// Tokens of a page, where rows of codes lie in pages that no table is needed for.
     pub rows: usize,

@@ -1,8 +1,8 @@
 //! Plans of the portable kernels, on any device.
 //!
-//! Where there are many rows, one launch does everything. Otherwise one stores partial results, one merges them: where the rows of the problem are too few for the device, keys are cut into splits
-//! until there are as many threadgroups as it holds at a time. The number of splits depends on no sequence's length, so that a step of
-//! decoding changes nothing but the numbers of its sequences.
+//! Where there are many rows, one launch does everything. Otherwise `decode` stores partial results and `merge` combines them; if the
+//! rows alone cannot fill the device, keys are cut into splits until there are as many threadgroups as it holds at a time. The number of
+//! splits depends on no sequence's length, so that a step of decoding changes nothing but the numbers of its sequences.
 
 use crate::facts::GpuFacts;
 use crate::launches::{Launches, sequences};

@@ -151,7 +151,7 @@ impl PortableTile {
     }
 
     /// 16 rows share what is read where there are more than 8 and registers hold them. A threadgroup has eight SIMD groups where
-    /// threadgroups without splits are fewer than a quarter of the cores: a core has as many SIMD groups with half as many partial
+    /// threadgroups without splits are at most a quarter of the cores: a core has as many SIMD groups with half as many partial
     /// results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
         let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
@@ -164,8 +164,8 @@ impl PortableTile {
     /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
     ///
     /// Decode takes about 2.5 times as long for the same rows on a full device, as every 16 rows load all keys. So prefill wins from
-    /// two fifths of the cores on, and where its tiles have at most 2.5 times the rows that decode's have: most of a batch may be
-    /// sequences of one row. A problem whose threadgroups are fewer than half the cores stays with decode, which splits keys.
+    /// two fifths of the cores on (half of them are asked for), and where its tiles have at most 2.5 times the rows that decode's have: most of a batch may be
+    /// sequences of one row. Other problems stay with decode, which splits keys.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
         let kv_heads = problem.dims().kv_heads;
         let multiplied = match problem.dtype() {

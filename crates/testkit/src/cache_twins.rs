@@ -100,7 +100,7 @@ where
     ) -> Result<Self, String> {
         let host = KvCache::new(desc).map_err(|e| e.to_string())?;
         let store = GpuStore::with_native(device, &desc, find).map_err(|e| e.to_string())?;
-        let device = KvCache::with_store(desc, store).map_err(|e| e.to_string())?;
+        let device = KvCache::with_store(store).map_err(|e| e.to_string())?;
         Ok(Self { host, device, sequences: Vec::new(), rng: Rng::new(7), element })
     }
 
@@ -224,7 +224,7 @@ where
         let host = self.host.append(&of_host, &on_host);
         let device = self.device.append(&of_device, &on_device);
         agree("append", host, device)?;
-        self.device.store_mut().check_stored().map_err(|e| e.to_string())
+        self.device.check_stored().map_err(|e| e.to_string())
     }
 
     /// Compares bytes and decoded rows of every sequence, bookkeeping and means.

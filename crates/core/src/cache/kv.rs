@@ -87,7 +87,7 @@ impl KvCache {
     /// [`CacheError::Memory`].
     pub fn new(desc: CacheDesc) -> Result<Self, CacheError> {
         desc.validate()?;
-        Self::with_store(desc, HostStore::new(&desc)?)
+        Self::with_store(HostStore::new(&desc)?)
     }
 
     /// Replaces a sequence's rows in one layer by rows that were stored elsewhere, byte for byte. `k` and `v` are
@@ -224,11 +224,12 @@ impl KvCache {
 }
 
 impl<S: PageStore> KvCache<S> {
-    /// An empty cache whose rows are in a store, which was made for this description.
+    /// An empty cache whose rows are in a store.
     ///
     /// # Errors
     /// As [`KvCache::new`].
-    pub fn with_store(desc: CacheDesc, store: S) -> Result<Self, CacheError> {
+    pub fn with_store(store: S) -> Result<Self, CacheError> {
+        let desc = *store.desc();
         desc.validate()?;
         let table = SequenceTable::new(desc.layout)?;
         let mut layers = Vec::new();
@@ -243,10 +244,13 @@ impl<S: PageStore> KvCache<S> {
         &self.store
     }
 
-    /// The memory of the rows, for what is not an operation of caches.
-    #[must_use]
-    pub const fn store_mut(&mut self) -> &mut S {
-        &mut self.store
+    /// Whether every row that was written since the last call is stored. A cache in main memory refuses rows when they are written; one
+    /// on a device finds out as it encodes them, and this waits for it.
+    ///
+    /// # Errors
+    /// [`CacheError::Row`]: the first of the rows that were not stored, in keys before values.
+    pub fn check_stored(&mut self) -> Result<(), S::Error> {
+        self.store.check_stored()
     }
 
     /// The description this cache was made from.
@@ -417,7 +421,10 @@ impl<S: PageStore> KvCache<S> {
     /// [`CacheError::Memory`].
     pub fn fork(&mut self, seq: SeqId) -> Result<SeqId, S::Error> {
         let fork = self.table.fork(seq, &mut self.copies)?;
-        self.copy_pages()?;
+        if let Err(error) = self.copy_pages() {
+            self.table.remove(fork)?;
+            return Err(error);
+        }
         Ok(fork)
     }
 
@@ -451,15 +458,10 @@ impl<S: PageStore> KvCache<S> {
             }
         }
         let seq = self.table.restore(snapshot.kept.clone())?;
-        let kept = self.table.kept(seq)?;
-        for (layer, mean) in snapshot.means.iter().enumerate() {
-            if self.store.key_mean(layer) != mean.as_deref() {
-                self.store.set_key_mean(layer, mean.clone())?;
-            }
-            self.layers[layer].written |= !kept.is_empty();
+        if let Err(error) = self.fill(seq, snapshot) {
+            self.table.remove(seq)?;
+            return Err(error);
         }
-        let runs = self.runs(seq, kept.clone(), kept.start - snapshot.kept.start)?;
-        self.store.import(&runs, snapshot.kept.len(), &snapshot.bytes)?;
         Ok(seq)
     }
 
@@ -519,6 +521,20 @@ impl<S: PageStore> KvCache<S> {
     /// Where kept tokens of a sequence lie; the first is row `at` of a tensor.
     fn runs(&self, seq: SeqId, tokens: Range<usize>, at: usize) -> Result<Vec<RowRun>, CacheError> {
         Ok(self.table.runs(seq, tokens)?.map(|run| run.from(at)).collect())
+    }
+
+    /// Fills a new sequence with the rows of a snapshot.
+    fn fill(&mut self, seq: SeqId, snapshot: &Snapshot) -> Result<(), S::Error> {
+        let kept = self.table.kept(seq)?;
+        for (layer, mean) in snapshot.means.iter().enumerate() {
+            if self.store.key_mean(layer) != mean.as_deref() {
+                self.store.set_key_mean(layer, mean.clone())?;
+            }
+        }
+        let runs = self.runs(seq, kept.clone(), kept.start - snapshot.kept.start)?;
+        self.store.import(&runs, snapshot.kept.len(), &snapshot.bytes)?;
+        self.layers.iter_mut().for_each(|layer| layer.written |= !kept.is_empty());
+        Ok(())
     }
 
     /// Performs the copies listed by the bookkeeping.

@@ -1,5 +1,6 @@
 //! What a cache asks of the memory that holds its rows.
 
+use super::desc::CacheDesc;
 use super::error::CacheError;
 use super::table::{PageCopy, RowRun};
 
@@ -7,7 +8,8 @@ use super::table::{PageCopy, RowRun};
 ///
 /// [`KvCache`](super::KvCache) decides which token lies in which row; a store moves bytes. A cache calls a store with layers, runs and
 /// shapes that it has checked. A store on a device may return before the work has ended, as long as its operations follow each other.
-/// After an error of the memory itself, contents of the cache are unspecified.
+/// After an error of the memory itself, contents of the cache are unspecified. Runs outside the pages are a mistake of the caller, which a
+/// store may panic on.
 pub trait PageStore {
     /// Why an operation failed: refused by the cache, or by the memory.
     type Error: From<CacheError>;
@@ -16,13 +18,17 @@ pub trait PageStore {
     /// Rows `[1, kv_heads, tokens, dim]` to fill.
     type RowsMut<'a>;
 
+    /// The description that the store was made for.
+    fn desc(&self) -> &CacheDesc;
+
     /// The shape of rows.
     fn shape(rows: &Self::Rows<'_>) -> [usize; 4];
 
     /// The shape of rows to fill.
     fn shape_mut(rows: &Self::RowsMut<'_>) -> [usize; 4];
 
-    /// Checks that rows can be stored, if that is known before they are. Keys are stored without `mean` `[kv_heads, head_dim]`.
+    /// Checks rows before anything changes, as far as the store can. `mean` `[kv_heads, head_dim]` is subtracted from keys before they
+    /// are encoded.
     ///
     /// # Errors
     /// [`CacheError::Row`].
@@ -48,6 +54,13 @@ pub trait PageStore {
     /// # Errors
     /// Those of the memory.
     fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), Self::Error>;
+
+    /// Whether every row that was written since the last call is stored. Waits for a device; stores that refuse rows in
+    /// [`PageStore::check`] have nothing to say.
+    ///
+    /// # Errors
+    /// [`CacheError::Row`]: the first of the rows that were not stored.
+    fn check_stored(&mut self) -> Result<(), Self::Error>;
 
     /// Copies rows to the same rows of other pages, in all layers.
     ///

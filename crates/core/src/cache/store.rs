@@ -271,6 +271,7 @@ impl Layer {
 /// K and V of every layer in main memory.
 #[derive(Debug)]
 pub struct HostStore {
+    desc: CacheDesc,
     pub(super) layers: Vec<Layer>,
 }
 
@@ -284,7 +285,7 @@ impl HostStore {
             layers
                 .push(Layer { k: Pool::new(desc.k, Side::Keys, k)?, v: Pool::new(desc.v, Side::Values, v)? });
         }
-        Ok(Self { layers })
+        Ok(Self { desc: *desc, layers })
     }
 
     /// Fills the rows `[pages, page]` without a token with NaN.
@@ -300,6 +301,10 @@ impl PageStore for HostStore {
     type Error = CacheError;
     type Rows<'a> = TensorView<'a>;
     type RowsMut<'a> = TensorViewMut<'a>;
+
+    fn desc(&self) -> &CacheDesc {
+        &self.desc
+    }
 
     fn shape(rows: &TensorView<'_>) -> [usize; 4] {
         rows.shape()
@@ -340,6 +345,10 @@ impl PageStore for HostStore {
         if let Some(codes) = self.layers[layer].k.codes_mut() {
             codes.set_mean(mean);
         }
+        Ok(())
+    }
+
+    fn check_stored(&mut self) -> Result<(), CacheError> {
         Ok(())
     }
 

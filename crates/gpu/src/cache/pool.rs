@@ -21,7 +21,7 @@ pub(super) type Find = fn(&Instance) -> Option<Instance>;
 type Specialise = fn(&[Generic]) -> Result<Instance, GenericsError>;
 
 /// Runs that one launch takes: a threadgroup coordinate of each.
-const MAX_RUNS: usize = 32_768;
+pub(super) const MAX_RUNS: usize = 32_768;
 
 /// Threadgroups of a run at most; they take its rows in turns.
 const MAX_GROUPS: u32 = 2048;
@@ -58,6 +58,8 @@ pub(super) struct GpuPool<M> {
 /// Lists of a launch over rows, on the device.
 #[derive(Debug)]
 pub(super) struct Lists<M> {
+    /// The runs that the lists hold.
+    held: Vec<RowRun>,
     table: M,
     runs: M,
     /// Number and largest size of the runs.
@@ -89,6 +91,7 @@ impl<M: DeviceMemory> Lists<M> {
     ) -> Result<Self, StoreError<D::Error>> {
         let (table, words, rows) = Self::words(heads, from)?;
         Ok(Self {
+            held: from.to_vec(),
             table: filled(device, ScalarType::U32, &bytes_of(&table, u32::to_ne_bytes))?,
             runs: filled(device, ScalarType::U32, &bytes_of(&words, u32::to_ne_bytes))?,
             count: from.len() as u32,
@@ -110,21 +113,30 @@ impl<M: DeviceMemory> Lists<M> {
             })
             .collect();
         let rows = appended.iter().map(|run| run.rows).max().unwrap_or(0);
-        let total: usize = from.iter().map(|run| run.at + run.tokens).max().unwrap_or(0);
-        let max = (1 << 31) / heads.max(1);
-        let size = Unsupported::Size { what: "rows of a write", got: total, max };
-        let words = runs(&appended, heads as u32).filter(|_| total <= max).ok_or(size)?;
+        let total = from.iter().map(|run| run.at + run.tokens).max().unwrap_or(0);
+        let mut words = runs(&appended, heads as u32)
+            .filter(|_| total <= max_rows(heads))
+            .ok_or_else(|| size(total, heads))?;
+        // A row that is refused has the number that it has in its tensor.
+        for (words, run) in words.as_chunks_mut::<8>().0.iter_mut().zip(from) {
+            words[5] = run.at as u32;
+        }
         Ok((from.iter().map(|run| run.page as u32).collect(), words, rows))
     }
 
-    /// Replaces the lists; new memory is taken only where the old is too small.
-    fn refill<D: HostAccess<Memory = M>>(
+    /// Replaces the lists, unless they are of the same runs, as they are from layer to layer; new memory is taken only where the old is
+    /// too small.
+    pub(super) fn refill<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
         heads: usize,
         from: &[RowRun],
     ) -> Result<(), StoreError<D::Error>> {
+        if self.held == from {
+            return Ok(());
+        }
         let (table, words, rows) = Self::words(heads, from)?;
+        self.held.clear();
         for (memory, list) in [(&mut self.table, &table), (&mut self.runs, &words)] {
             if memory.view().len() < list.len() {
                 let len = list.len().next_power_of_two();
@@ -133,13 +145,14 @@ impl<M: DeviceMemory> Lists<M> {
             device.write(memory, 0, &bytes_of(list, u32::to_ne_bytes)).map_err(StoreError::device)?;
         }
         (self.count, self.rows) = (from.len() as u32, rows);
+        self.held.extend_from_slice(from);
         Ok(())
     }
 
     /// Lists without runs, with room for a few.
     pub(super) fn empty<D: HostAccess<Memory = M>>(device: &D) -> Result<Self, StoreError<D::Error>> {
         let room = |len| device.zeroed(ScalarType::U32, len).map_err(StoreError::device);
-        Ok(Self { table: room(64)?, runs: room(512)?, count: 0, rows: 0 })
+        Ok(Self { held: Vec::new(), table: room(64)?, runs: room(512)?, count: 0, rows: 0 })
     }
 
     fn groups(&self, heads: usize) -> [u32; 3] {
@@ -166,7 +179,7 @@ impl<M: DeviceMemory> GpuPool<M> {
         if codes && !is_rotatable(codec, dim) {
             return Err(Unsupported::Rotation { codec, got: dim }.into());
         }
-        // A device that runs native code has it for some dtypes: a missing one is refused when rows have it.
+        // A device that runs native code has it for some dtypes: rows of others are refused.
         let native = |instance: Instance| find.map_or(Some(instance.clone()), |find| find(&instance));
         let instances = |kernel: [Specialise; 2]| {
             DTYPES.map(|dtype| {
@@ -240,45 +253,55 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok((index, self.codec.dtype() == Some(dtype)))
     }
 
-    /// Stores rows in a layer, of keys without a mean.
+    /// Checks what is known of rows before they are stored: that there is code for their type, and how many they are.
+    pub(super) fn check<E>(&self, rows: &GpuRows<'_, M>) -> Result<(), StoreError<E>> {
+        let (index, _) = self.instance(rows.view.element())?;
+        made(&self.writers[index])?;
+        let (heads, tokens) = (self.shape[1], rows.shape[2]);
+        if tokens > max_rows(heads) { Err(size(tokens, heads).into()) } else { Ok(()) }
+    }
+
+    /// Panics where runs are outside the pages, which kernels do not check.
+    pub(super) fn assert_inside<'r>(&self, mut runs: impl Iterator<Item = &'r RowRun>) {
+        let [pages, _, page_size, _] = self.shape;
+        let outside = runs.find(|run| run.page >= pages || run.row + run.tokens > page_size);
+        assert!(outside.is_none(), "{outside:?} of {pages} pages of {page_size} rows");
+    }
+
+    /// Stores rows in a layer, of keys without a mean. The lists are of their runs.
     pub(super) fn write<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
         layer: usize,
-        lists: &mut Lists<M>,
-        all: &[RowRun],
+        lists: &Lists<M>,
         (x, mean): (&GpuRows<'_, M>, Option<&M>),
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
         let (params, heads) = (self.rows(x.strides), self.shape[1]);
-        for chunk in all.chunks(MAX_RUNS) {
-            lists.refill(device, heads, chunk)?;
-            let groups = lists.groups(heads);
-            let (table, runs) = (lists.table.view(), lists.runs.view());
-            let pages = self.layers[layer].view_mut();
-            let launched = if self.codec.dtype().is_some() {
-                append::Call { x: x.view, table, runs, params, pages, same, groups }
-                    .launch_instance(device, made(&self.writers[index])?)
-            } else {
-                encode::Call {
-                    x: x.view,
-                    means: mean.unwrap_or(&self.absent).view(),
-                    factors: self.factors.view(),
-                    numbers: self.numbers.view(),
-                    table,
-                    runs,
-                    params,
-                    pages,
-                    status: self.status.view_mut(),
-                    centered: mean.is_some(),
-                    unbiased: self.side == Side::Keys,
-                    groups,
-                }
+        let groups = lists.groups(heads);
+        let (table, runs) = (lists.table.view(), lists.runs.view());
+        let pages = self.layers[layer].view_mut();
+        let launched = if self.codec.dtype().is_some() {
+            append::Call { x: x.view, table, runs, params, pages, same, groups }
                 .launch_instance(device, made(&self.writers[index])?)
-            };
-            launched.map_err(StoreError::Launch)?;
-        }
-        Ok(())
+        } else {
+            encode::Call {
+                x: x.view,
+                means: mean.unwrap_or(&self.absent).view(),
+                factors: self.factors.view(),
+                numbers: self.numbers.view(),
+                table,
+                runs,
+                params,
+                pages,
+                status: self.status.view_mut(),
+                centered: mean.is_some(),
+                unbiased: self.side == Side::Keys,
+                groups,
+            }
+            .launch_instance(device, made(&self.writers[index])?)
+        };
+        launched.map_err(StoreError::Launch)
     }
 
     /// Fills rows from a layer.
@@ -410,6 +433,15 @@ impl<M: DeviceMemory> GpuPool<M> {
 fn made<E>(instance: &Option<Instance>) -> Result<&Instance, StoreError<E>> {
     let why = || Unsupported::Instance { why: "the device has no code for rows of this type".to_owned() };
     instance.as_ref().ok_or_else(|| why().into())
+}
+
+/// The most rows of a tensor with `heads` heads: kernels count them in 31 bits.
+const fn max_rows(heads: usize) -> usize {
+    ((1 << 31) - 1) / if heads == 0 { 1 } else { heads }
+}
+
+fn size(got: usize, heads: usize) -> Unsupported {
+    Unsupported::Size { what: "rows of a write", got, max: max_rows(heads) }
 }
 
 /// Bytes of a row in the regions of a page.

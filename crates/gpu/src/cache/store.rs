@@ -1,7 +1,7 @@
 //! The page store of a device.
 
 use super::error::StoreError;
-use super::pool::{Find, GpuPool, Lists};
+use super::pool::{Find, GpuPool, Lists, MAX_RUNS};
 use super::rows::{GpuRows, GpuRowsMut, dtype_of, to_f32};
 use flashtile_core::cache::{CacheDesc, CacheError, MEAN_ROWS, PageCopy, PageStore, RowRun, mean_of_rows};
 use flashtile_core::codec::Side;
@@ -11,13 +11,15 @@ use std::fmt;
 
 /// Rows of a cache in the memory of a device, for [`KvCache::with_store`](flashtile_core::cache::KvCache::with_store).
 ///
-/// Writing rows, copying pages and reading rows back enqueue launches and return. After the first write of a layer, a step of decoding
-/// allocates no memory of the device and does not wait for it, as long as steps do not become larger. Snapshots and their restoration
-/// wait, and copy whole pages. A layer that learns the mean of its keys waits for its first rows.
+/// Writing rows and copying pages enqueue launches and return. After the first write of a layer, a step of decoding allocates no memory of
+/// the device and does not wait for it, as long as steps do not become larger. Reading rows back takes memory for lists, and waits for
+/// the device when it gives that back. Snapshots and their restoration wait, and copy whole pages. A layer that learns the mean of its
+/// keys waits for its first rows.
 ///
 /// The device cannot refuse a row before others are stored: a row that is not finite, or whose norm is too large, is stored with a NaN
-/// as its scale, and [`GpuStore::check_stored`] says so.
+/// as its scale, and [`PageStore::check_stored`] says so.
 pub struct GpuStore<D: HostAccess> {
+    desc: CacheDesc,
     device: D,
     k: GpuPool<D::Memory>,
     v: GpuPool<D::Memory>,
@@ -73,6 +75,7 @@ impl<D: HostAccess> GpuStore<D> {
             means: (0..desc.layers).map(|_| None).collect(),
             lists: Lists::empty(&device)?,
             copies: device.zeroed(ScalarType::U32, 64).map_err(StoreError::device)?,
+            desc: *desc,
             device,
         })
     }
@@ -103,15 +106,6 @@ impl<D: HostAccess> GpuStore<D> {
     pub fn device_mean(&self, layer: usize) -> Option<&D::Memory> {
         self.means.get(layer)?.as_ref().map(|mean| &mean.device)
     }
-
-    /// Whether every row has been stored that was written since the last call. Waits for the device.
-    ///
-    /// # Errors
-    /// [`CacheError::Row`]: of the rows that were not stored, the first of its write.
-    pub fn check_stored(&mut self) -> Result<(), StoreError<D::Error>> {
-        let refused = [self.k.refused(&self.device)?, self.v.refused(&self.device)?];
-        refused.into_iter().flatten().next().map_or(Ok(()), |error| Err(error.into()))
-    }
 }
 
 impl<D: HostAccess> PageStore for GpuStore<D>
@@ -122,6 +116,10 @@ where
     type Rows<'a> = GpuRows<'a, D::Memory>;
     type RowsMut<'a> = GpuRowsMut<'a, D::Memory>;
 
+    fn desc(&self) -> &CacheDesc {
+        &self.desc
+    }
+
     fn shape(rows: &Self::Rows<'_>) -> [usize; 4] {
         rows.shape
     }
@@ -130,7 +128,7 @@ where
         rows.shape
     }
 
-    /// Rows are in the memory of the device, which finds out when it stores them.
+    /// Checks types and numbers of rows: values are checked on the device, as they are encoded.
     fn check(
         &self,
         _: usize,
@@ -138,8 +136,16 @@ where
         k: &Self::Rows<'_>,
         v: &Self::Rows<'_>,
     ) -> Result<(), Self::Error> {
-        for element in [k.view.element(), v.view.element()] {
-            dtype_of(element).ok_or(StoreError::Element { element })?;
+        self.k.check(k)?;
+        self.v.check(v)
+    }
+
+    fn check_stored(&mut self) -> Result<(), Self::Error> {
+        for pool in [&mut self.k, &mut self.v] {
+            // What values have to say is kept for the next call.
+            if let Some(error) = pool.refused(&self.device)? {
+                return Err(error.into());
+            }
         }
         Ok(())
     }
@@ -149,14 +155,22 @@ where
         let dtype = dtype_of(element).ok_or(StoreError::Element { element })?;
         let [_, heads, tokens, dim] = k.shape;
         let (rows, size) = (tokens.min(MEAN_ROWS), dtype.bytes());
-        let mut bytes = vec![0u8; heads * rows * dim * size];
-        for (n, row) in bytes.chunks_exact_mut((dim * size).max(1)).enumerate() {
-            let at = k.view.span().offset + n / rows * k.strides[1] + n % rows * k.strides[2];
-            self.device.read(k.view.memory(), at * size, row).map_err(StoreError::device)?;
+        if rows == 0 {
+            return Ok(None);
         }
-        let values = to_f32(dtype, &bytes);
+        let [_, head_stride, row_stride, _] = k.strides;
+        let mut values = Vec::with_capacity(heads * rows * dim);
+        let mut bytes = vec![0u8; ((rows - 1) * row_stride + dim) * size];
+        for head in 0..heads {
+            let at = (k.view.span().offset + head * head_stride) * size;
+            self.device.read(k.view.memory(), at, &mut bytes).map_err(StoreError::device)?;
+            let of_head = to_f32(dtype, &bytes);
+            (0..rows).for_each(|row| values.extend_from_slice(&of_head[row * row_stride..][..dim]));
+        }
         let view = TensorView::bhsd(&values, [1, heads, rows, dim]);
-        Ok(view.ok().and_then(|view| mean_of_rows(&view)))
+        let mean = view.ok().and_then(|view| mean_of_rows(&view));
+        // Such rows would be refused in main memory. Stored here, they would leave the layer without a mean for good.
+        mean.map(Some).ok_or_else(|| CacheError::MeanNotFinite.into())
     }
 
     fn key_mean(&self, layer: usize) -> Option<&[f32]> {
@@ -178,6 +192,11 @@ where
     }
 
     fn copy(&mut self, copies: &[PageCopy]) -> Result<(), Self::Error> {
+        let run =
+            |page, copy: &PageCopy| RowRun { page, row: copy.rows.start, tokens: copy.rows.len(), at: 0 };
+        let runs: Vec<RowRun> =
+            copies.iter().flat_map(|copy| [run(copy.from, copy), run(copy.to, copy)]).collect();
+        self.k.assert_inside(runs.iter());
         let max = self.device.limits().groups[1] as usize;
         for copies in copies.chunks(max) {
             let words = copies
@@ -203,10 +222,15 @@ where
         k: &Self::Rows<'_>,
         v: &Self::Rows<'_>,
     ) -> Result<(), Self::Error> {
+        self.k.assert_inside(runs.iter());
         let (device, lists) = (&self.device, &mut self.lists);
         let mean = self.means[layer].as_ref().map(|mean| &mean.device);
-        self.k.write(device, layer, lists, runs, (k, mean))?;
-        self.v.write(device, layer, lists, runs, (v, None))
+        for runs in runs.chunks(MAX_RUNS) {
+            lists.refill(device, self.desc.kv_heads, runs)?;
+            self.k.write(device, layer, lists, (k, mean))?;
+            self.v.write(device, layer, lists, (v, None))?;
+        }
+        Ok(())
     }
 
     fn read(
@@ -216,6 +240,7 @@ where
         k: &mut Self::RowsMut<'_>,
         v: &mut Self::RowsMut<'_>,
     ) -> Result<(), Self::Error> {
+        self.k.assert_inside(runs.iter());
         self.k.read(&self.device, layer, runs, k, self.device_mean(layer))?;
         self.v.read(&self.device, layer, runs, v, None)
     }

@@ -304,7 +304,7 @@ fn integers<const D: usize>(row: &Shared<f32>, start: u32, codes: &mut Shared<u8
     sums
 }
 
-/// Half levels of a magnitude with a factor, rounded down: where tables have the nearest level.
+/// Index into the tables of levels: `floor(magnitude factor / 2^16)`, at most 255.
 #[device]
 fn half_levels(magnitude: u32, factor: u32) -> u32 {
     (magnitude * factor >> 16u32).min(255)

@@ -100,7 +100,7 @@ fn merged_row(
     merged
 }
 
-/// Adds up a fourth of the partial outputs of a row in each SIMD group, of which a lane has 32 at a time ready.
+/// Each of the four SIMD groups sums every fourth partial output of the row; its lanes hold the factors of 32 at a time.
 #[device]
 fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut Shared<f32>) {
     let mut sum = [0.0; 16];

@@ -30,7 +30,7 @@ fn share_max_sum<const N: usize, const T: usize>(state: Accumulator<N, T>, max_s
             let sum = matrix_column_sum(state.row_sum[t][n]) * shrink;
             if matrix_row() == 0 {
                 let at = 2 * (simd_index() * (8 * T) as u32 + row_in_tile(t, n));
-                // `-inf` says that no key was seen. Where the sum is NaN, any `row_max` but that will do.
+                // `-inf` says that no key was seen. If the sum is NaN, any `row_max` other than `-inf` is correct.
                 max_sum[at] = select(sum.is_nan(), 0.0, state.row_max[t][n] - shrink.log2());
                 max_sum[at + 1] = sum;
             }

@@ -627,7 +627,7 @@ fn merged_row<const VN: usize, const M: usize>(
 ) -> Merged {
     let shrink = shrink_of(state.shrunk, 2 * m + h);
     let sum = matrix_row_sum(state.row_sum[m][h]) * shrink;
-    // `-inf` says that no key was seen. Where the sum is NaN, any `row_max` but that will do.
+    // `-inf` says that no key was seen. If the sum is NaN, any `row_max` other than `-inf` is correct.
     let keys_row_max = select(sum.is_nan(), 0.0, state.row_max[m][h] - shrink.log2());
     let sink = to_log2(sink_logit - shift);
     let row_max = keys_row_max.max(sink);

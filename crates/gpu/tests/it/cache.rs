@@ -1,6 +1,8 @@
 //! Caches on the simulator hold what caches in main memory do, byte for byte, after any operations.
 
-use flashtile_core::cache::{CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache};
+use flashtile_core::cache::{
+    CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache, PageCopy, PageStore,
+};
 use flashtile_core::codec::{Codec, EncodeError};
 use flashtile_core::plan::Unsupported;
 use flashtile_gpu::cache::{GpuRows, GpuStore, StoreError};
@@ -95,7 +97,7 @@ fn elements_of_any_dimension_are_those_of_the_host() {
 fn rows_that_are_not_stored_are_told() {
     let desc = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
     let store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
-    let mut cache = KvCache::with_store(desc, store).unwrap();
+    let mut cache = KvCache::with_store(store).unwrap();
     let seq = cache.create().unwrap();
     let mut rows = vec![0.5f32; 3 * 2 * 64];
     let good = Memory::from_slice(&rows);
@@ -103,11 +105,51 @@ fn rows_that_are_not_stored_are_told() {
     let bad = Memory::from_slice(&rows);
     let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 3, 64], strides: [0, 64, 128, 1] };
     cache.append(&[(seq, 3)], &[(of(&good), of(&good)), (of(&good), of(&bad))]).unwrap();
-    let refused = cache.store_mut().check_stored().unwrap_err();
+    let refused = cache.check_stored().unwrap_err();
     let expected = CacheError::Row { tensor: "v", head: 1, row: 2, why: EncodeError::NotFinite };
     assert_eq!(refused, StoreError::Cache(expected));
     // It is told once.
-    cache.store_mut().check_stored().unwrap();
+    cache.check_stored().unwrap();
+}
+
+#[test]
+fn a_row_that_is_not_stored_has_its_number_in_the_tensor() {
+    let desc = desc(RING, (Codec::Int8, 64), (Codec::Tq5, 64));
+    let store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
+    let mut cache = KvCache::with_store(store).unwrap();
+    let seq = cache.create().unwrap();
+    let good = vec![0.5f32; 20 * 2 * 64];
+    let mut bad = good.clone();
+    // A ring of 9 tokens keeps the last ones of 20.
+    bad[15 * 2 * 64] = f32::INFINITY;
+    let (good, bad) = (Memory::from_slice(&good), Memory::from_slice(&bad));
+    let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 20, 64], strides: [0, 64, 128, 1] };
+    cache.append(&[(seq, 20)], &[(of(&bad), of(&good)), (of(&good), of(&good))]).unwrap();
+    let refused = cache.check_stored().unwrap_err();
+    let expected = CacheError::Row { tensor: "k", head: 0, row: 15, why: EncodeError::NotFinite };
+    assert_eq!(refused, StoreError::Cache(expected));
+}
+
+#[test]
+fn a_layer_does_not_lose_its_mean_to_rows_without_one() {
+    let mut learned = desc(PAGED, (Codec::Int8, 64), (Codec::Tq5, 64));
+    learned.key_mean = KeyMean::Learned;
+    let store = GpuStore::with_native(Simulator::new(), &learned, Some(find)).unwrap();
+    let mut cache = KvCache::with_store(store).unwrap();
+    let seq = cache.create().unwrap();
+    let rows = Memory::from_slice(&[f32::NAN; 2 * 64]);
+    let of = || GpuRows { view: rows.view(), shape: [1, 2, 1, 64], strides: [0, 64, 128, 1] };
+    let refused = cache.append(&[(seq, 1)], &[(of(), of()), (of(), of())]).unwrap_err();
+    assert_eq!(refused, StoreError::Cache(CacheError::MeanNotFinite));
+    assert_eq!(cache.len(seq).unwrap(), 0);
+}
+
+#[test]
+#[should_panic(expected = "14 pages of 5 rows")]
+fn rows_outside_the_pages_are_a_mistake() {
+    let desc = desc(PAGED, (Codec::F32, 17), (Codec::F32, 17));
+    let mut store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
+    let _ = store.copy(&[PageCopy { from: 14, to: 0, rows: 0..1 }]);
 }
 
 #[test]

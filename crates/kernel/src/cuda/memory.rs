@@ -5,6 +5,7 @@
 use super::error::Error;
 use crate::device::{DeviceMemory, Span, View, ViewMut};
 use crate::scalar::{Scalar, ScalarType};
+use cudarc::driver::sys::CUstreamCaptureStatus;
 use cudarc::driver::{CudaContext, CudaStream, result};
 use std::sync::Arc;
 
@@ -155,6 +156,12 @@ impl Memory {
         self.context.bind_to_thread().map_err(failed())?;
         if bytes.is_empty() {
             return Ok(());
+        }
+        // A graph would copy again from memory that is gone by then.
+        if stream.capture_status().map_err(failed())? != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
+        {
+            let error = "the stream captures a graph, which cannot hold it".to_owned();
+            return Err(Error::Driver { what: "copy to the device".to_owned(), error });
         }
         // SAFETY: the bytes are inside, as asserted; the driver has read pageable memory when it returns.
         unsafe { result::memcpy_htod_async(self.at + at as u64, bytes, stream.cu_stream()) }.map_err(failed())
