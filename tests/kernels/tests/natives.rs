@@ -208,6 +208,8 @@ fn coded<Q: Element>() -> Vec<Instance> {
         decodes! { [1 2 4]
             Q f16 f16 3 3 80 80;
             Q f16 f16 3 3 96 96;
+            Q f16 f16 4 4 80 80;
+            Q f16 f16 4 4 96 96;
             Q f16 f16 7 7 80 80;
             Q f16 f16 7 7 96 96;
             Q f16 f16 3 3 128 128;
@@ -215,8 +217,6 @@ fn coded<Q: Element>() -> Vec<Instance> {
             Q f16 f16 3 8 96 80;
         },
         decodes! { [1 1 4]
-            Q f16 f16 4 4 80 80;
-            Q f16 f16 4 4 96 96;
             Q f16 f16 5 5 80 80;
             Q f16 f16 5 5 96 96;
             Q f16 f16 6 6 80 80;
