@@ -31,7 +31,7 @@ pub struct KvCache<S: PageStore = HostStore> {
     runs: Vec<RowRun>,
 }
 
-/// What fixes the mean of the keys of a layer.
+/// Events that fix the mean of a layer's keys.
 #[derive(Debug, Clone, Copy, Default)]
 struct LayerState {
     /// Rows have been stored.
@@ -244,7 +244,7 @@ impl<S: PageStore> KvCache<S> {
         &self.store
     }
 
-    /// Whether every row that was written since the last call is stored. A cache in main memory refuses rows when they are written; one
+    /// Checks that every row written since the last call was stored. A cache in main memory refuses rows when they are written; one
     /// on a device finds out as it encodes them, and this waits for it.
     ///
     /// # Errors

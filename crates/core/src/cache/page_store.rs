@@ -1,4 +1,4 @@
-//! What a cache asks of the memory that holds its rows.
+//! The operations that a cache needs of the memory that holds its rows.
 
 use super::desc::CacheDesc;
 use super::error::CacheError;
@@ -43,7 +43,7 @@ pub trait PageStore {
     /// The mean `[kv_heads, head_dim]` of the first rows of `k`, at most [`MEAN_ROWS`](super::MEAN_ROWS); none where it is not finite.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn mean_of(&self, k: &Self::Rows<'_>) -> Result<Option<Vec<f32>>, Self::Error>;
 
     /// The mean that is subtracted from the keys of a layer.
@@ -52,11 +52,11 @@ pub trait PageStore {
     /// Sets that mean, in a layer without rows whose keys are codes.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn set_key_mean(&mut self, layer: usize, mean: Option<Vec<f32>>) -> Result<(), Self::Error>;
 
-    /// Whether every row that was written since the last call is stored. Waits for a device; stores that refuse rows in
-    /// [`PageStore::check`] have nothing to say.
+    /// Checks that every row written since the last call was stored. Waits for a device; a store that refuses rows in
+    /// [`PageStore::check`] has nothing to report.
     ///
     /// # Errors
     /// [`CacheError::Row`]: the first of the rows that were not stored.
@@ -65,13 +65,13 @@ pub trait PageStore {
     /// Copies rows to the same rows of other pages, in all layers.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn copy(&mut self, copies: &[PageCopy]) -> Result<(), Self::Error>;
 
     /// Stores rows of tensors in a layer.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn write(
         &mut self,
         layer: usize,
@@ -83,7 +83,7 @@ pub trait PageStore {
     /// Fills rows of tensors from a layer, decoded and with the mean added.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn read(
         &self,
         layer: usize,
@@ -95,12 +95,12 @@ pub trait PageStore {
     /// Copies `tokens` rows to bytes: `[layers]` of K `[kv_heads, tokens, row]` and V `[kv_heads, tokens, row]`.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn export(&self, runs: &[RowRun], tokens: usize, bytes: &mut [u8]) -> Result<(), Self::Error>;
 
     /// The inverse of [`PageStore::export`]; runs may leave out rows of the bytes.
     ///
     /// # Errors
-    /// Those of the memory.
+    /// Errors of the store's memory.
     fn import(&mut self, runs: &[RowRun], tokens: usize, bytes: &[u8]) -> Result<(), Self::Error>;
 }
