@@ -49,9 +49,9 @@ pub enum CudaError {
     },
     /// An array and the tensor that it is copied to differ in dtype or shape.
     Array {
-        /// Of the array.
+        /// Dtype and shape of the array.
         expected: (Dtype, [usize; 4]),
-        /// Of the tensor.
+        /// Dtype and shape of the tensor.
         got: (Dtype, [usize; 4]),
     },
     /// A launch that does not keep the contract of its kernel: a mistake of the planner's. Nothing was launched.

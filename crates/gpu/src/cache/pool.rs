@@ -14,7 +14,7 @@ use flashtile_core::plan::Unsupported;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{DeviceMemory, Generic, HostAccess, Instance, ScalarType, View, ViewMut};
 
-/// What finds the native code of an instance, for devices that run nothing else.
+/// Finds the native code of an instance, for devices that run nothing else.
 pub(super) type Find = fn(&Instance) -> Option<Instance>;
 
 /// Makes an instance of a kernel.
@@ -45,12 +45,12 @@ pub(super) struct GpuPool<M> {
     copier: Option<Instance>,
     regions: [u32; 3],
     factors: M,
-    /// What the encoder looks up.
+    /// Tables that the encoder reads.
     numbers: M,
-    /// What decoding looks up.
+    /// Tables that decoding reads.
     levels: M,
     codebooks: M,
-    /// What the encoder says of rows that it did not store.
+    /// The first row that the encoder did not store: see [`refusal`].
     status: M,
     absent: M,
 }
