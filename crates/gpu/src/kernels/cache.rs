@@ -3,7 +3,7 @@
 
 use super::encode::{Rows, first_of, page_of, row_of, run_of};
 use super::formats::{BF16, F16, F32, hadamard_order, is_codes, is_mlx};
-use super::rotation::unrotate;
+use super::rotation::{block_count, unrotate};
 use super::rows::{Levels, Row, code_unit, gather, row_at, scale_of, source_at};
 use flashtile_kernel::prelude::*;
 
@@ -88,7 +88,7 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(levels.len() >= 16, "magnitudes of 16 words"),
     requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
 )]
 pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
     pages: &Buffer<u8>,

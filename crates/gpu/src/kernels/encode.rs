@@ -19,7 +19,7 @@ use super::formats::{F16, F32, FP8, MLX4, TQ2, TQ3, TQ4, TQ5};
 use super::formats::{
     first_bytes, hadamard_order, in_planes, is_codes, is_mlx, plane_bits, scale_bytes, second_bytes,
 };
-use super::rotation::rotate;
+use super::rotation::{block_count, rotate};
 use super::rows::{Row, row_at, source_at};
 use flashtile_kernel::prelude::*;
 
@@ -661,7 +661,7 @@ fn stored_at<const FORMAT: u32, const D: usize>(
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(numbers.len() >= 256 && !status.is_empty(), "256 numbers and a status"),
     requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
         bytes = rows * dim * 5 / 2 + 2 * rows,

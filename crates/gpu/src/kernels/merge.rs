@@ -1,6 +1,6 @@
 //! Merging of partial results over disjoint keys: any number of them, with sinks, rotated back.
 
-use super::rotation::unrotate;
+use super::rotation::{block_count, unrotate};
 use super::score::{HUGE_SCORE, LN2, from_log2, to_log2};
 use super::tile::SHRINK;
 use flashtile_core::tensor::reach;
@@ -202,7 +202,7 @@ pub fn lse_of(row: Merged, sink_logit: f32) -> f32 {
     requires(groups[0] == params.queries && groups[1] == params.q_heads, "a threadgroup for each row"),
     requires(!has_shift || partial_max_sum.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.splits as usize * 2 + 1), "a shift of every row"),
     requires(params.splits > 0, "there are splits"),
-    requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= DV + block_count(ORDER, DV), "a factor for each coordinate, and a root for each block"),
     requires(!has_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
     requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
     requires(params.reach(groups, DV).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),

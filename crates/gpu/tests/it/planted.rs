@@ -194,7 +194,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
     assert_eq!(rotated(6, 2, &factors), "x and out hold the rows");
     assert_eq!(
         rotated(5, 2, &Memory::from_slice(&[0.0f32; 64])),
-        "a factor for each coordinate, and the root"
+        "a factor for each coordinate, and a root for each block"
     );
 
     let (mask, mut tiles) = (Memory::from_slice(&[0u8; 64]), Memory::uninit::<u8>(4));
