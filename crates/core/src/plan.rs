@@ -113,17 +113,6 @@ pub enum Unsupported {
         /// Bytes that a block of threads may use.
         available: usize,
     },
-    /// The kernels do not support a head dimension.
-    HeadDim {
-        /// `head_dim` or `value_dim`.
-        name: &'static str,
-        /// Its size.
-        got: usize,
-        /// Supported are multiples of this.
-        step: usize,
-        /// The maximum.
-        max: usize,
-    },
     /// A query or key is further from the first key than the kernels can count.
     Position {
         /// Its position, or the number of positions.
@@ -139,13 +128,6 @@ pub enum Unsupported {
         got: usize,
         /// The maximum.
         max: usize,
-    },
-    /// The rotation of a codec has no kernel at this dimension.
-    Rotation {
-        /// How keys or values are stored.
-        codec: Codec,
-        /// Elements of a row.
-        got: usize,
     },
     /// No instance of a kernel takes the problem.
     Instance {
@@ -183,16 +165,10 @@ impl std::fmt::Display for Unsupported {
                 f,
                 "the smallest tile takes {needed} bytes of shared memory, a block of threads has {available}"
             ),
-            Self::HeadDim { name, got, step, max } => {
-                write!(f, "{name} is {got}, expected a multiple of {step} up to {max}")
-            }
             Self::Position { got, max } => {
                 write!(f, "a query or key is at position {got}, expected at most {max} from the first key")
             }
             Self::Size { what, got, max } => write!(f, "{got} {what}, expected at most {max}"),
-            Self::Rotation { codec, got } => {
-                write!(f, "{codec} of {got}: kernels rotate 2^k, 12 * 2^k or 20 * 2^k coordinates")
-            }
             Self::Instance { why } => f.write_str(why),
             Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has only one kind"),
             Self::SkipTiles => f.write_str("portable kernels always skip tiles that no row sees"),

@@ -1,6 +1,6 @@
 //! The launches of a problem on the kernels of the kernel language: instances, parameters, constants.
 
-use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
+use crate::codecs::{codebooks, format_id, magnitudes};
 use crate::kernels::attend::{Attend, divisor};
 use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
@@ -146,18 +146,12 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`],
-    /// [`Unsupported::Tile`] or [`Unsupported::Instance`].
+    /// [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Tile`] or [`Unsupported::Instance`].
     pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
         let tiling = tiling.into();
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tiling)?;
         let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
-        for (codec, got) in [(k_codec, dims.head_dim), (v_codec, dims.value_dim)] {
-            if !is_rotatable(codec, got) {
-                return Err(Unsupported::Rotation { codec, got });
-            }
-        }
         let variant = Variant {
             dtype: problem.dtype(),
             head_dim: dims.head_dim,
@@ -173,7 +167,7 @@ impl Launches {
             }),
             Tiling::Prefill(_) if !takes_prefill(problem) => {
                 return Err(Unsupported::Tile {
-                    why: "portable prefill takes up to 128 elements a row, and keys and values of the dtype of q",
+                    why: "portable prefill takes rows of multiples of 16 elements up to 128, and keys and values of the dtype of q",
                 });
             }
             Tiling::Prefill(tile) => Kernels::Prefill(variant.prefill(tile).map_err(none)?),

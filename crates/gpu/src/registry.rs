@@ -1,6 +1,6 @@
 //! The kernels, and the instances of them that plans use most.
 
-use crate::codecs::{hadamard_order, is_rotatable};
+use crate::codecs::hadamard_order;
 use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
@@ -28,7 +28,7 @@ pub static KERNELS: &[&Kernel] = &[
 pub fn cache_instances() -> Vec<Instance> {
     let mut all = vec![cache::copy_rows::instance()];
     for dim in HEAD_DIMS {
-        for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim) && is_rotatable(*codec, dim)) {
+        for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim)) {
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);
                 all.extend(match codec.dtype() {

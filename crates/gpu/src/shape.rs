@@ -9,10 +9,6 @@ use flashtile_core::codec::Codec;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
-/// Head dimensions of these kernels are multiples of this, up to [`MAX_DIM`].
-pub(crate) const DIM_STEP: usize = 16;
-pub(crate) const MAX_DIM: usize = 512;
-
 /// Head dimensions that instances are listed for.
 pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
 
@@ -134,15 +130,10 @@ pub struct Shape {
 
 impl Shape {
     /// # Errors
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`] or [`Unsupported::Size`].
+    /// [`Unsupported::Position`] or [`Unsupported::Size`].
     pub fn of(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
         let tiling = tiling.into();
         let dims = problem.dims();
-        for (name, got) in [("head_dim", dims.head_dim), ("value_dim", dims.value_dim)] {
-            if !got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0 {
-                return Err(Unsupported::HeadDim { name, got, step: DIM_STEP, max: MAX_DIM });
-            }
-        }
         for s in problem.sequences() {
             for got in [s.q_offset, s.q_offset.saturating_add(s.q_len as i64), s.kv_len as i64] {
                 if got.abs() > MAX_COUNT {

@@ -1,7 +1,9 @@
 //! Tiles of the portable kernel, and which one a problem gets.
 
 use crate::facts::GpuFacts;
+use crate::kernels::formats::padded;
 use crate::kernels::prefill::ROW_PADDING;
+use crate::kernels::rows::larger;
 use crate::shape::{PrefillTile, Tile, Tiling};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
@@ -23,7 +25,8 @@ pub(crate) const MAX_PREFILL_DIM: usize = 128;
 /// Whether prefill takes the rows of a problem: elements of the type of q, no more than registers hold.
 pub(crate) fn takes_prefill(problem: &Problem) -> bool {
     let elements = [problem.k_codec(), problem.v_codec()] == [Codec::of(problem.dtype()); 2];
-    elements && dim(problem) <= MAX_PREFILL_DIM
+    let of_16 = row_dims(problem).into_iter().all(|dim| dim.is_multiple_of(16));
+    elements && of_16 && dim(problem) <= MAX_PREFILL_DIM
 }
 
 /// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
@@ -137,7 +140,7 @@ impl PortableTile {
             let row = (head_dim + value_dim + 2 * ROW_PADDING) * dtype.bytes();
             return self.simd_keys * row + (4 * (1 + self.simds)).next_multiple_of(16);
         }
-        let dim = if head_dim > value_dim { head_dim } else { value_dim };
+        let dim = padded(larger(head_dim, value_dim) as u32) as usize;
         self.rows * (dim + 2 + 2 * self.simds) * 4
     }
 
@@ -316,8 +319,9 @@ fn row_dims(problem: &Problem) -> [usize; 2] {
     [problem.dims().head_dim, problem.dims().value_dim]
 }
 
+/// Elements of the longer row, as products have them.
 fn dim(problem: &Problem) -> usize {
-    problem.dims().head_dim.max(problem.dims().value_dim)
+    padded(problem.dims().head_dim.max(problem.dims().value_dim) as u32) as usize
 }
 
 /// Pairs of bytes of a row of elements.

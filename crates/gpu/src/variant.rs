@@ -1,6 +1,6 @@
 //! Instances by what they are for, instead of by their generics.
 
-use crate::codecs::{format_id, hadamard_order, is_rotatable, scalar_type};
+use crate::codecs::{format_id, hadamard_order, scalar_type};
 use crate::encoding;
 use crate::kernels::decode::decode;
 use crate::kernels::encode;
@@ -8,10 +8,11 @@ use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
 use crate::kernels::rotation::hadamard;
-use crate::shape::{DIM_STEP, HEAD_DIMS, MAX_DIM, PrefillTile, Tile};
+use crate::shape::{HEAD_DIMS, PrefillTile, Tile};
 use crate::tile::default_prefill_tile;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
+use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
@@ -119,10 +120,10 @@ impl std::fmt::Display for VariantError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Dim { name, got } => {
-                write!(f, "{name} is {got}, expected a multiple of {DIM_STEP} up to {MAX_DIM}")
+                write!(f, "{name} is {got}, expected 1 to {MAX_HEAD_DIM}")
             }
             Self::Codec { codec, got } => {
-                let dims = HEAD_DIMS.into_iter().filter(|&dim| supports(*codec, dim));
+                let dims = HEAD_DIMS.into_iter().filter(|&dim| codec.supports(dim));
                 let dims: Vec<String> = dims.map(|dim| dim.to_string()).collect();
                 write!(
                     f,
@@ -146,11 +147,6 @@ impl std::fmt::Display for VariantError {
 }
 
 impl std::error::Error for VariantError {}
-
-/// Whether rows of a codec are stored, and rotated by kernels where the codec rotates.
-const fn supports(codec: Codec, dim: usize) -> bool {
-    codec.supports(dim) && is_rotatable(codec, dim)
-}
 
 impl Variant {
     /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile.
@@ -215,10 +211,10 @@ impl Variant {
             .enumerate()
         {
             let (name, got) = dims[n];
-            if concerns.contains(&dim) && (!got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0) {
+            if concerns.contains(&dim) && !(1..=MAX_HEAD_DIM).contains(&got) {
                 return Err(VariantError::Dim { name, got });
             }
-            if concerns.contains(&codec) && !supports(codecs[n], got) {
+            if concerns.contains(&codec) && !codecs[n].supports(got) {
                 return Err(VariantError::Codec { codec: codecs[n], got });
             }
         }
@@ -243,12 +239,7 @@ impl Variant {
                 }
             }
             "merge" => self.merge(),
-            "hadamard" => {
-                if !supports(Codec::Int8, self.head_dim) {
-                    return Err(VariantError::Codec { codec: Codec::Int8, got: self.head_dim });
-                }
-                hadamard::specialise(&[Generic::Usize(self.head_dim)])
-            }
+            "hadamard" => hadamard::specialise(&[Generic::Usize(self.head_dim)]),
             "mask_tiles" => mask_tiles::specialise(&[]),
             _ => return Err(VariantError::Kernel { name: kernel.name }),
         };
@@ -263,7 +254,8 @@ impl Variant {
 #[macro_export]
 macro_rules! native_decode {
     ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
-        use $crate::kernels::rows::{lane_words, larger, pair_words};
+        use $crate::kernels::formats::padded;
+        use $crate::kernels::rows::{lane_pairs, lane_words, larger, pair_words};
         $crate::kernels::decode::decode::instance::<
             $q,
             { $kf },
@@ -275,14 +267,14 @@ macro_rules! native_decode {
             { $s },
             $k,
             $v,
-            { $d / 8 },
-            { $dv / 16 },
+            { lane_pairs($d, 4) },
+            { lane_pairs($dv, 8) },
             { lane_words($kf, $d, 4) },
             { lane_words($vf, $dv, 8) },
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { larger($d, $dv) },
+            { padded(larger($d, $dv) as u32) as usize },
         >()
     }};
 }
@@ -380,8 +372,8 @@ mod tests {
     #[test]
     fn what_kernels_are_not_made_for_is_said() {
         let why = |variant: Variant, kernel: &Kernel| variant.instance(kernel).unwrap_err().to_string();
-        let odd = Variant { head_dim: 72, ..PLAIN };
-        assert_eq!(why(odd, KERNELS[0]), "head_dim is 72, expected a multiple of 16 up to 512");
+        let long = Variant { head_dim: 513, ..PLAIN };
+        assert_eq!(why(long, KERNELS[0]), "head_dim is 513, expected 1 to 512");
         let text = why(Variant { v_codec: Codec::MlxTq4, ..PLAIN }, KERNELS[1]);
         let encode = KERNELS.iter().find(|kernel| kernel.name == "encode").unwrap();
         let stored = why(PLAIN, encode);

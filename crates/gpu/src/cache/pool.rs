@@ -2,11 +2,10 @@
 
 use super::error::StoreError;
 use super::rows::{GpuRows, GpuRowsMut, dtype_of};
-use crate::codecs::{codebooks, factors, is_rotatable, magnitudes};
+use crate::codecs::{codebooks, factors, magnitudes};
 use crate::encoding::{Appended, encode_generics, encode_table, refusal, runs};
 use crate::kernels::cache::{PageBytes, copy_rows, read_codes, read_elements};
 use crate::kernels::encode::{Rows, append, encode};
-use crate::shape::{DIM_STEP, MAX_DIM};
 use flashtile_core::cache::{CacheError, Pool, RowRun};
 use flashtile_core::codec::{Codec, Coder, Side};
 use flashtile_core::dtype::Dtype;
@@ -172,13 +171,6 @@ impl<M: DeviceMemory> GpuPool<M> {
     ) -> Result<Self, StoreError<D::Error>> {
         let dim = shape[3];
         let codes = codec.dtype().is_none();
-        if codes && (!dim.is_multiple_of(DIM_STEP) || dim > MAX_DIM) {
-            let name = if side == Side::Keys { "head_dim" } else { "value_dim" };
-            return Err(Unsupported::HeadDim { name, got: dim, step: DIM_STEP, max: MAX_DIM }.into());
-        }
-        if codes && !is_rotatable(codec, dim) {
-            return Err(Unsupported::Rotation { codec, got: dim }.into());
-        }
         // A device that runs native code has it for some dtypes: rows of others are refused.
         let native = |instance: Instance| find.map_or(Some(instance.clone()), |find| find(&instance));
         let instances = |kernel: [Specialise; 2]| {

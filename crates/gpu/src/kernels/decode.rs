@@ -18,7 +18,7 @@
 //! near 1 whatever the scales are.
 
 use super::attend::Attend;
-use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order};
+use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order, padded};
 use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
     load_values, no_tile,
@@ -28,7 +28,8 @@ use super::query::{
     Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
     stage_queries, store_shifts,
 };
-use super::rows::{Levels, lane_words, larger, pair_words, product_type};
+use super::rotation::block_count;
+use super::rows::{Levels, lane_pairs, lane_words, larger, pair_words, product_type};
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,
@@ -202,7 +203,7 @@ fn add_values<
         let probs = probabilities::<VF, VN, T>(state, tile_scores.scores[u], tile_scores.value_scales[u]);
         let mut nonfinite = false;
         if step.partial {
-            nonfinite = any_nonfinite::<VF, VW>(tile.values[u]);
+            nonfinite = any_nonfinite::<VF, DV, VW>(tile.values[u]);
         }
         if nonfinite {
             let group = key_group(kv.table, v, step.base + 16 * u as u32);
@@ -287,23 +288,22 @@ fn attend_tiles<
 /// | `KW`, `VW` | words of a lane as they are loaded |
 /// | `KP`, `VP` | words of the decoded pairs of a lane |
 /// | `ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
-/// | `DM` | the larger head dimension |
+/// | `DM` | the larger head dimension, [`padded`] |
 #[kernel(
     threads = (32 * S) as u32,
     derive(
         K: Element = product_type(Q, KF),
         V: Element = product_type(Q, VF),
-        KN: usize = D / 8,
-        VN: usize = DV / 16,
+        KN: usize = lane_pairs(D, 4),
+        VN: usize = lane_pairs(DV, 8),
         KW: usize = lane_words(KF, D, 4),
         VW: usize = lane_words(VF, DV, 8),
         KP: usize = pair_words(K, D, 4),
         VP: usize = pair_words(V, DV, 8),
         ORDER: u32 = hadamard_order(KF, D),
-        DM: usize = larger(D, DV),
+        DM: usize = padded(larger(D, DV) as u32) as usize,
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
-    requires(D.is_multiple_of(16) && DV.is_multiple_of(16), "head dimensions are multiples of 16"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
@@ -315,7 +315,7 @@ fn attend_tiles<
     requires(partial_max_sum.len() as u64 >= params.results().saturating_mul(2), "partial_max_sum of every partial result"),
     requires(!has_alibi || partial_max_sum.len() as u64 >= params.results().saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
     requires(partial_out.len() as u64 >= params.results().saturating_mul(DV as u64), "partial outputs of every partial result"),
-    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
               format = [BF16, TQ4], row = [256, 66], splits = [4, 4]),

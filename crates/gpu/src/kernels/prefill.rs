@@ -851,7 +851,7 @@ pub fn prefill<
             let step = step_of::<M, U>(pass, first);
             let probs = softmax_block::<VN, M, F>(&mut state, products, pass, step, bias, params);
             store_block::<V, VF, DV, VW, U, S>(&mut values, v_words);
-            if step.any_partial && has_nonfinite::<VF, VW>(v_words) {
+            if step.any_partial && has_nonfinite::<VF, DV, 8, VW>(v_words) {
                 atomic_or(&mut flags, 0u32, 1);
             }
             barrier();

@@ -9,14 +9,15 @@
 //! |---|---|
 //! | elements, codes of a byte, nibbles of mlx-native | every `LANES`th run of [`piece_bytes`] bytes |
 //! | `tq2` to `tq6`, `D` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
-//! | all others | `D / LANES` neighbouring coordinates, gathered one by one |
+//! | all others | [`padded`]`(D) / LANES` neighbouring coordinates, gathered one by one; those beyond the row are zeros |
 //!
 //! Levels of codes are integers up to 127, exact in f16. `byte_permute` looks up the low and the high bytes of the
 //! magnitudes of four codes at a time: a table of eight bytes is two registers.
 
 use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ5, TQ6};
 use super::formats::{
-    first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, plane_bits, scale_bytes, second_bytes,
+    first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, padded, plane_bits, scale_bytes,
+    second_bytes,
 };
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
@@ -37,7 +38,7 @@ pub const fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
     if in_planes(format) {
         return dim % 64 != 0;
     }
-    first_bytes(format, dim) % (4 * lanes) != 0
+    dim % 16 != 0 || first_bytes(format, dim) % (4 * lanes) != 0
 }
 
 /// Neighbouring bytes of a row that one lane holds, where rows are neither gathered nor in planes: 16, 8 or 4.
@@ -62,7 +63,8 @@ pub const fn larger(a: usize, b: usize) -> usize {
 /// Words that a lane loads of a row.
 pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
     if gathered(format, dim as u32, lanes as u32) {
-        return dim / lanes / 2;
+        let words = if format == F32 { 2 } else { 1 };
+        return words * (padded(dim as u32) as usize / lanes / 2);
     }
     if in_planes(format) {
         let planes = if second_bytes(format, dim as u32) > 0 { 2 } else { 1 };
@@ -112,7 +114,12 @@ pub const fn kv_align(
 /// Words of a lane's pairs of coordinates, decoded for products of a type: two a pair for f32, otherwise one.
 pub const fn pair_words(product: ScalarType, dim: usize, lanes: usize) -> usize {
     let words = if matches!(product, ScalarType::F32) { 2 } else { 1 };
-    words * (dim / lanes / 2)
+    words * lane_pairs(dim, lanes)
+}
+
+/// Pairs of coordinates that a lane holds of a row.
+pub const fn lane_pairs(dim: usize, lanes: usize) -> usize {
+    padded(dim as u32) as usize / lanes / 2
 }
 
 /// The type of the products of queries of type `q` with rows of a format, or of probabilities with them: f16 for codes,
@@ -166,13 +173,13 @@ pub fn words<const W: usize>(memory: &Buffer<u8>, at: u64, align: u32) -> [u32; 
     words
 }
 
-/// The coordinate that a lane holds at `index`, below `D / LANES`.
+/// The coordinate that a lane holds at `index`, below [`padded`]`(D) / LANES`.
 #[device]
 pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize>(lane: u32, index: u32) -> u32 {
     let dim = D as u32;
     let lanes = LANES as u32;
     if gathered(FORMAT, dim, lanes) {
-        return lane * (dim / lanes) + index;
+        return lane * (padded(dim) / lanes) + index;
     }
     if in_planes(FORMAT) {
         // Whole blocks of 128 coordinates have 16 units of 8, a last one of 64 has 8.
@@ -258,7 +265,7 @@ pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     fetch_pieces::<FORMAT, D, LANES, W>(memory, row.first, lane, row_align)
 }
 
-/// Words of two neighbouring coordinates as f16.
+/// Words of two neighbouring coordinates: of codes as f16, of elements as they are. Coordinates beyond the row are zeros.
 #[device]
 fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
     memory: &Buffer<u8>,
@@ -268,13 +275,35 @@ fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W
     codebooks: &Buffer<f32>,
 ) -> [u32; W] {
     let mut result = [0u32; W];
-    let first = lane * (D / LANES) as u32;
+    let first = lane * (padded(D as u32) / LANES as u32);
     for i in 0..W {
-        let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
-        let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
-        result[i] = f16x2_from(low, high);
+        if FORMAT == F32 {
+            result[i] = element_bits::<FORMAT, D>(memory, row, first + i as u32);
+        } else if is_half(FORMAT) {
+            let low = element_bits::<FORMAT, D>(memory, row, first + 2 * i as u32);
+            let high = element_bits::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1);
+            result[i] = low | high << 16u32;
+        } else {
+            let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
+            let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
+            result[i] = f16x2_from(low, high);
+        }
     }
     result
+}
+
+/// The bits of an element; 0 beyond the row.
+#[device]
+fn element_bits<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row, coordinate: u32) -> u32 {
+    if coordinate >= D as u32 {
+        return 0;
+    }
+    if FORMAT == F32 {
+        let bits = memory.load_as::<u32, 1>(row.first + 4 * coordinate as u64);
+        return bits[0];
+    }
+    let bits = memory.load_as::<u16, 1>(row.first + 2 * coordinate as u64);
+    bits[0] as u32
 }
 
 /// Words of the planes, block by block of 128 coordinates: all words of the first plane, then all words of the second.
@@ -366,7 +395,7 @@ pub fn plane_code<const D: usize>(memory: &Buffer<u8>, start: u64, coordinate: u
     byte >> (within / bytes * bits) & ((1u32 << bits) - 1)
 }
 
-/// The value of one coordinate, without the row's scale.
+/// The value of one coordinate, without the row's scale; 0 beyond the row.
 #[device]
 pub fn gather<const FORMAT: u32, const D: usize>(
     memory: &Buffer<u8>,
@@ -375,19 +404,19 @@ pub fn gather<const FORMAT: u32, const D: usize>(
     levels: Levels,
     codebooks: &Buffer<f32>,
 ) -> f32 {
-    let at = row.first + coordinate as u64;
-    if FORMAT == F32 {
-        let bits = memory.load_as::<u32, 1>(at + 3 * coordinate as u64);
-        return f32::from_bits(bits[0]);
+    if coordinate >= D as u32 {
+        return 0.0;
     }
-    if is_half(FORMAT) {
-        let bits = memory.load_as::<u16, 1>(at + coordinate as u64);
-        let both = bits[0] as u32;
-        if FORMAT == F16 {
-            let number = pair_f16(both);
-            return number[0];
+    let at = row.first + coordinate as u64;
+    if !is_codes(FORMAT) {
+        let bits = element_bits::<FORMAT, D>(memory, row, coordinate);
+        if FORMAT == F32 {
+            return f32::from_bits(bits);
         }
-        let number = pair_bf16(both);
+        let mut number = pair_f16(bits);
+        if FORMAT == BF16 {
+            number = pair_bf16(bits);
+        }
         return number[0];
     }
     if FORMAT == INT8 {
@@ -514,8 +543,9 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     codebooks: &Buffer<f32>,
 ) -> [u32; P] {
     let mut result = [0u32; P];
-    let packed = P == D / LANES / 2;
-    if FORMAT == F32 || gathered(FORMAT, D as u32, LANES as u32) || (is_half(FORMAT) && packed) {
+    let packed = P == padded(D as u32) as usize / LANES / 2;
+    let ready = is_codes(FORMAT) && gathered(FORMAT, D as u32, LANES as u32);
+    if FORMAT == F32 || ready || (is_half(FORMAT) && packed) {
         for i in 0..P {
             result[i] = from[i];
         }
@@ -637,6 +667,16 @@ pub fn code_unit(format: u32, dim: u32) -> f32 {
     select(format == FP8, 0.003_906_25, 0.007_812_5)
 }
 
+/// The bits of the scale of a row of codes, which may lie at an odd byte behind codes of an odd number of bytes.
+#[device]
+fn scale_bits<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> u32 {
+    if (first_bytes(FORMAT, D as u32) + second_bytes(FORMAT, D as u32)) % 2 == 0 {
+        let bits = memory.load_as::<u16, 1>(row.scale);
+        return bits[0] as u32;
+    }
+    memory[row.scale] as u32 | (memory[row.scale + 1] as u32) << 8u32
+}
+
 /// The scale of a stored row.
 #[device]
 pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> Scale {
@@ -653,9 +693,8 @@ pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row
         }
         scale.whole *= code_unit(FORMAT, D as u32);
     } else if is_codes(FORMAT) {
-        let bits = memory.load_as::<u16, 1>(row.scale);
         // The bit of the sign is the encoder's: a scale has none.
-        let number = pair_f16(bits[0] as u32 & 0x7fff);
+        let number = pair_f16(scale_bits::<FORMAT, D>(memory, row) & 0x7fff);
         scale.whole = number[0] * code_unit(FORMAT, D as u32);
     }
     scale
@@ -680,14 +719,18 @@ pub fn with_half_norms<const FORMAT: u32, const D: usize, const LANES: usize, co
     result
 }
 
-/// Whether one of a lane's words has a NaN or an infinity.
+/// Whether one of a lane's words of a row has a NaN or an infinity.
 #[device]
-pub fn has_nonfinite<const FORMAT: u32, const W: usize>(words: [u32; W]) -> bool {
+pub fn has_nonfinite<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+    words: [u32; W],
+) -> bool {
     let mut found = false;
+    // Gathered codes are f16 already.
+    let is_f16 = FORMAT == F16 || (FORMAT == FP8 && gathered(FORMAT, D as u32, LANES as u32));
     for i in 0..W {
         if FORMAT == F32 {
             found = found || words[i] & 0x7f80_0000 == 0x7f80_0000;
-        } else if FORMAT == F16 {
+        } else if is_f16 {
             found = found || words[i] & 0x7c00 == 0x7c00 || words[i] & 0x7c00_0000 == 0x7c00_0000;
         } else if FORMAT == BF16 {
             found = found || words[i] & 0x7f80 == 0x7f80 || words[i] & 0x7f80_0000 == 0x7f80_0000;

@@ -6,7 +6,7 @@
 //! `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row `8 t + 2 p + n`.
 
 use super::attend::Attend;
-use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite};
+use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite, padded};
 use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
 use super::query::{Features, RowBound};
 use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, with_half_norms};
@@ -58,7 +58,7 @@ pub fn query_operands<K: Element, const FORMAT: u32, const D: usize, const N: us
     };
     for t in 0..T {
         for i in 0..N {
-            let start = (8 * t as u32 + matrix_row()) * D as u32;
+            let start = (8 * t as u32 + matrix_row()) * padded(D as u32);
             let x = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32)];
             let y = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32 + 1)];
             operands.rounded[t][i] = right_transposed::<K>(x, y);
@@ -396,11 +396,11 @@ pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
 
 /// Whether a value that the SIMD group has loaded is NaN or infinite.
 #[device]
-pub fn any_nonfinite<const FORMAT: u32, const W: usize>(values: ValueWords<W>) -> bool {
+pub fn any_nonfinite<const FORMAT: u32, const D: usize, const W: usize>(values: ValueWords<W>) -> bool {
     let mut found = false;
     if may_be_nonfinite(FORMAT) {
         for n in 0..4usize {
-            found = found || has_nonfinite::<FORMAT, W>(values.words[n]);
+            found = found || has_nonfinite::<FORMAT, D, 8, W>(values.words[n]);
         }
         found = simd_any(found);
     }

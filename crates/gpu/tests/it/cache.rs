@@ -4,7 +4,6 @@ use flashtile_core::cache::{
     CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache, PageCopy, PageStore,
 };
 use flashtile_core::codec::{Codec, EncodeError};
-use flashtile_core::plan::Unsupported;
 use flashtile_gpu::cache::{GpuRows, GpuStore, StoreError};
 use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::kernels::cache::{copy_rows, read_codes, read_elements};
@@ -150,15 +149,4 @@ fn rows_outside_the_pages_are_a_mistake() {
     let desc = desc(PAGED, (Codec::F32, 17), (Codec::F32, 17));
     let mut store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
     let _ = store.copy(&[PageCopy { from: 14, to: 0, rows: 0..1 }]);
-}
-
-#[test]
-fn what_no_kernel_stores_is_refused_before_memory_is_taken() {
-    let odd = desc(PAGED, (Codec::Int8, 40), (Codec::F32, 40));
-    let refused = GpuStore::with_native(Simulator::new(), &odd, Some(find)).unwrap_err();
-    let expected = Unsupported::HeadDim { name: "head_dim", got: 40, step: 16, max: 512 };
-    assert_eq!(refused, StoreError::Unsupported(expected));
-    let unrotated = desc(PAGED, (Codec::F32, 40), (Codec::Tq4, 112));
-    let refused = GpuStore::with_native(Simulator::new(), &unrotated, Some(find)).unwrap_err();
-    assert_eq!(refused, StoreError::Unsupported(Unsupported::Rotation { codec: Codec::Tq4, got: 112 }));
 }
