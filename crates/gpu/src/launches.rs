@@ -128,7 +128,6 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
         q_heads: shape.rows[1],
         group: count("query heads of a key/value head", dims.gqa_group())?,
         tiles: shape.tiles,
-        splits: shape.groups[1],
         queries: shape.rows[0],
         batches: shape.rows[2],
         left: reach(visibility.left()),
@@ -209,7 +208,7 @@ impl Launches {
             mask_kind: strides.mask_kind,
             page: count("tokens of a page", page)?,
             page_divisor: divisor(page),
-            ring: u32::from(strides.ring),
+            ring_divisor: if strides.ring { divisor(width) } else { [0; 2] },
             width: count("pages of a sequence", width)?,
             ..self.attend
         };
@@ -217,7 +216,7 @@ impl Launches {
             out: wide(strides.out),
             q_heads: attend.q_heads,
             queries: attend.queries,
-            splits: attend.splits,
+            splits: self.shape.groups[1],
             simds: self.shape.simds,
         };
         let RowFormats { k, v, head_dim, value_dim } = self.rows;

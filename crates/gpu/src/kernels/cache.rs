@@ -4,7 +4,7 @@
 use super::encode::{Rows, first_of, page_of, row_of, run_of};
 use super::formats::{BF16, F16, F32, hadamard_order, is_codes, is_mlx};
 use super::rotation::{block_count, unrotate};
-use super::rows::{Levels, Row, code_unit, gather, row_at, scale_of, source_at};
+use super::rows::{Levels, Row, code_unit, fetch_scale, gather, row_at, scale_of, source_at};
 use flashtile_kernel::prelude::*;
 
 /// How the pages of a pool lie: a page of a head has up to three regions, each with a run of bytes for every row (elements; or
@@ -71,7 +71,7 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
         let norm = pages.load_as::<f32, 1>(row.scale + 4 * (c / 256) as u64);
         return norm[0] * code_unit(FORMAT, D as u32);
     }
-    let scale = scale_of::<FORMAT, D>(pages, row);
+    let scale = scale_of::<FORMAT, D>(fetch_scale::<FORMAT, D>(pages, row));
     scale.whole
 }
 

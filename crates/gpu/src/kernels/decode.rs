@@ -29,7 +29,7 @@ use super::query::{
     stage_queries, store_shifts,
 };
 use super::rotation::block_count;
-use super::rows::{Levels, lane_pairs, lane_words, larger, pair_words, product_type};
+use super::rows::{Levels, lane_pairs, lane_words, larger, pair_words, product_type, scale_of};
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,
@@ -118,7 +118,7 @@ pub fn pass_of<
         v: kv_head::<VF, DV>(tile, params, params.v, v_levels, bounds.keys, paging),
         rows: bounds.rows,
         keys: bounds.keys,
-        tiles: key_tiles(bounds.keys, params.splits, 16 * U as u32, S as u32),
+        tiles: key_tiles(bounds.keys, groups_y(), 16 * U as u32, S as u32),
         has,
     };
     pass
@@ -155,9 +155,12 @@ fn scores_of<
     kv: KvMemory,
     next: u32,
 ) -> TileScores<T, U> {
-    let mut tile_scores =
-        TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: tile.value_scales };
+    let mut tile_scores = TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: [[1.0; 2]; U] };
     for u in 0..U {
+        for h in 0..2usize {
+            let scale = scale_of::<VF, DV>(tile.value_scales[u][h]);
+            tile_scores.value_scales[u][h] = scale.whole;
+        }
         tile_scores.scores[u] =
             qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks);
         let group = key_group(kv.table, pass.k, next + 16 * u as u32);
@@ -307,14 +310,13 @@ fn attend_tiles<
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
-    requires(params.page_divisor[1] < 64, "shifts of 64 bits"),
+    requires(params.page_divisor[1] < 64 && params.ring_divisor[1] < 64, "shifts of 64 bits"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
-    requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
     requires(sequences.len() >= 8 * groups[2] as usize, "eight words of every sequence"),
-    requires(partial_max_sum.len() as u64 >= params.results().saturating_mul(2), "partial_max_sum of every partial result"),
-    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results().saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
-    requires(partial_out.len() as u64 >= params.results().saturating_mul(DV as u64), "partial outputs of every partial result"),
+    requires(partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2), "partial_max_sum of every partial result"),
+    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
+    requires(partial_out.len() as u64 >= params.results(groups[1]).saturating_mul(DV as u64), "partial outputs of every partial result"),
     requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],

@@ -131,7 +131,7 @@ pub fn store_partial<const FORMAT: u32, const D: usize, const S: usize, const N:
         for n in 0..2usize {
             let row = lane_query_row(tile, t, n);
             if row < tile.rows {
-                let partial = result_of(tile, params, row) * params.splits + group_y();
+                let partial = result_of(tile, params, row) * groups_y() + group_y();
                 for j in (simd_index()..2 * N as u32).step_by(S) {
                     let c = coordinate::<FORMAT, D, 8>(matrix_row(), j);
                     let at = 64 * (2 * (t * N) as u32 + j) + 32 * n as u32 + simd_lane();

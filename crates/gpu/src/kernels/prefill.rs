@@ -775,7 +775,7 @@ fn store_lse<const M: usize>(
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
-    requires(params.page_divisor[1] < 64, "shifts of 64 bits"),
+    requires(params.page_divisor[1] < 64 && params.ring_divisor[1] < 64, "shifts of 64 bits"),
     requires(params.tiles > 0 && groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(groups[1] == 1, "keys are not split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),

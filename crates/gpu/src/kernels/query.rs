@@ -232,7 +232,7 @@ pub fn store_shifts<const T: usize>(
     partial_max_sum: &mut Buffer<f32>,
 ) {
     if group_y() == 0 && simd_index() == 0 && matrix_row() == 0 {
-        let results = params.batches * params.queries * params.q_heads * params.splits;
+        let results = params.batches * params.queries * params.q_heads * groups_y();
         for t in 0..T {
             for n in 0..2usize {
                 if lane_query_row(tile, t, n) < tile.rows {

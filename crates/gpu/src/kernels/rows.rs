@@ -14,7 +14,7 @@
 //! Levels of codes are integers up to 127, exact in f16. `byte_permute` looks up the low and the high bytes of the
 //! magnitudes of four codes at a time: a table of eight bytes is two registers.
 
-use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ5, TQ6};
+use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
 use super::formats::{
     first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, padded, plane_bits, scale_bytes,
     second_bytes,
@@ -642,6 +642,102 @@ fn pairs_of_mlx<const FORMAT: u32, const W: usize, const P: usize>(
     result
 }
 
+/// Words of two keys: one of each coordinate.
+#[device]
+pub struct Transposed<const P: usize> {
+    /// Of the first coordinate of each pair.
+    pub first: [u32; P],
+    /// Of the second coordinate.
+    pub second: [u32; P],
+}
+
+/// Decodes a lane's words of the rows of two keys to words of one coordinate of both, for products of 16 bits. `halves` are the norms
+/// of the halves of each row, relative to its scale.
+#[device]
+#[inline(always)]
+pub fn transposed_pairs<
+    const FORMAT: u32,
+    const D: usize,
+    const LANES: usize,
+    const W: usize,
+    const P: usize,
+>(
+    from: [[u32; W]; 2],
+    halves: [[f32; 2]; 2],
+    lane: u32,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+) -> Transposed<P> {
+    if gathered(FORMAT, D as u32, LANES as u32) {
+        return transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks);
+    }
+    if FORMAT == TQ4 {
+        return transposed_nibbles::<FORMAT, W, P>(from, levels);
+    }
+    if FORMAT == INT8 || FORMAT == FP8 {
+        return transposed_bytes::<FORMAT, W, P>(from);
+    }
+    transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks)
+}
+
+/// The same for any format: decodes both rows, then transposes.
+#[device]
+fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
+    from: [[u32; W]; 2],
+    halves: [[f32; 2]; 2],
+    lane: u32,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+) -> Transposed<P> {
+    let even_pairs = pairs::<FORMAT, D, LANES, W, P>(from[0], lane, levels, codebooks);
+    let even = with_half_norms::<FORMAT, D, LANES, P>(even_pairs, lane, halves[0]);
+    let odd_pairs = pairs::<FORMAT, D, LANES, W, P>(from[1], lane, levels, codebooks);
+    let odd = with_half_norms::<FORMAT, D, LANES, P>(odd_pairs, lane, halves[1]);
+    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
+    for i in 0..P {
+        words.first[i] = byte_permute(even[i], odd[i], 0x5410);
+        words.second[i] = byte_permute(even[i], odd[i], 0x7632);
+    }
+    words
+}
+
+/// The same of `tq4`: nibbles of both rows become bytes of one coordinate, which are decoded as one row's bytes are.
+#[device]
+fn transposed_nibbles<const FORMAT: u32, const W: usize, const P: usize>(
+    from: [[u32; W]; 2],
+    levels: Levels,
+) -> Transposed<P> {
+    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
+    for i in 0..W {
+        let low = (from[0][i] & 0x0f0f_0f0f) | (from[1][i] << 4u32 & 0xf0f0_f0f0);
+        let high = (from[0][i] >> 4u32 & 0x0f0f_0f0f) | (from[1][i] & 0xf0f0_f0f0);
+        let first = unit::<FORMAT>(levels, low, 0, 0, 0);
+        let second = unit::<FORMAT>(levels, high, 0, 0, 0);
+        for n in 0..4usize {
+            words.first[4 * i + n] = first[n];
+            words.second[4 * i + n] = second[n];
+        }
+    }
+    words
+}
+
+/// The same of `int8` and e4m3: bytes of both rows are brought together before they are converted.
+#[device]
+fn transposed_bytes<const FORMAT: u32, const W: usize, const P: usize>(from: [[u32; W]; 2]) -> Transposed<P> {
+    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
+    for i in 0..W {
+        let both =
+            [byte_permute(from[0][i], from[1][i], 0x5140), byte_permute(from[0][i], from[1][i], 0x7362)];
+        let decoded: [u32; 4] =
+            if FORMAT == FP8 { pairs_of_fp8::<2, 4>(both) } else { pairs_of_int8::<2, 4>(both) };
+        for n in 0..2usize {
+            words.first[2 * i + n] = decoded[2 * n];
+            words.second[2 * i + n] = decoded[2 * n + 1];
+        }
+    }
+    words
+}
+
 /// The scale of a row.
 #[device]
 pub struct Scale {
@@ -649,13 +745,6 @@ pub struct Scale {
     pub whole: f32,
     /// The norms of the halves over `whole`, where they have norms of their own.
     pub halves: [f32; 2],
-}
-
-/// The scale of elements: 1.
-#[device]
-pub fn no_scale() -> Scale {
-    let scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
-    scale
 }
 
 /// What decoded codes are multiplied by, beside the scale of their row: levels are decoded to integers.
@@ -667,34 +756,48 @@ pub fn code_unit(format: u32, dim: u32) -> f32 {
     select(format == FP8, 0.003_906_25, 0.007_812_5)
 }
 
-/// The bits of the scale of a row of codes, which may lie at an odd byte behind codes of an odd number of bytes.
+/// The words of a row's scale as they lie in memory, to be fetched ahead of their use as codes are: one, or the norms of both halves;
+/// zeros of elements.
 #[device]
-fn scale_bits<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> u32 {
-    if (first_bytes(FORMAT, D as u32) + second_bytes(FORMAT, D as u32)) % 2 == 0 {
-        let bits = memory.load_as::<u16, 1>(row.scale);
-        return bits[0] as u32;
+pub fn fetch_scale<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> [u32; 2] {
+    let mut words = [0u32; 2];
+    if is_mlx(FORMAT) {
+        let first = memory.load_as::<u32, 1>(row.scale);
+        words[0] = first[0];
+        if has_half_norms(FORMAT, D as u32) {
+            let second = memory.load_as::<u32, 1>(row.scale + 4);
+            words[1] = second[0];
+        }
+    } else if is_codes(FORMAT) {
+        if (first_bytes(FORMAT, D as u32) + second_bytes(FORMAT, D as u32)) % 2 == 0 {
+            let bits = memory.load_as::<u16, 1>(row.scale);
+            words[0] = bits[0] as u32;
+        } else {
+            // Behind an odd number of bytes.
+            words[0] = memory[row.scale] as u32 | (memory[row.scale + 1] as u32) << 8u32;
+        }
     }
-    memory[row.scale] as u32 | (memory[row.scale + 1] as u32) << 8u32
+    words
 }
 
-/// The scale of a stored row.
+/// The scale that these words are.
 #[device]
-pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> Scale {
-    let mut scale = no_scale();
+pub fn scale_of<const FORMAT: u32, const D: usize>(words: [u32; 2]) -> Scale {
+    let mut scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
     if is_mlx(FORMAT) {
-        let first = memory.load_as::<f32, 1>(row.scale);
-        scale.whole = first[0];
+        let first = f32::from_bits(words[0]);
+        scale.whole = first;
         if has_half_norms(FORMAT, D as u32) {
-            let second = memory.load_as::<f32, 1>(row.scale + 4);
-            scale.whole = first[0].max(second[0]);
+            let second = f32::from_bits(words[1]);
+            scale.whole = first.max(second);
             let inverse = select(scale.whole > 0.0, 1.0 / scale.whole, 0.0);
-            scale.halves[0] = first[0] * inverse;
-            scale.halves[1] = second[0] * inverse;
+            scale.halves[0] = first * inverse;
+            scale.halves[1] = second * inverse;
         }
         scale.whole *= code_unit(FORMAT, D as u32);
     } else if is_codes(FORMAT) {
         // The bit of the sign is the encoder's: a scale has none.
-        let number = pair_f16(scale_bits::<FORMAT, D>(memory, row) & 0x7fff);
+        let number = pair_f16(words[0] & 0x7fff);
         scale.whole = number[0] * code_unit(FORMAT, D as u32);
     }
     scale
