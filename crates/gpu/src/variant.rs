@@ -255,7 +255,7 @@ impl Variant {
 macro_rules! native_decode {
     ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
         use $crate::kernels::formats::padded;
-        use $crate::kernels::rows::{lane_pairs, lane_words, larger, pair_words};
+        use $crate::kernels::rows::{lane_pairs, lane_words, larger, nibble_bytes, pair_words};
         $crate::kernels::decode::decode::instance::<
             $q,
             { $kf },
@@ -274,6 +274,7 @@ macro_rules! native_decode {
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
+            { nibble_bytes($kf, $d, $vf, $dv) },
             { padded(larger($d, $dv) as u32) as usize },
         >()
     }};

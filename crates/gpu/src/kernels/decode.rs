@@ -29,7 +29,10 @@ use super::query::{
     stage_queries, store_shifts,
 };
 use super::rotation::block_count;
-use super::rows::{Levels, lane_pairs, lane_words, larger, pair_words, product_type, scale_of};
+use super::rows::{
+    Levels, fill_nibbles, lane_pairs, lane_words, larger, nibble_bytes, pair_words, product_type, scale_of,
+    uses_nibbles,
+};
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,
@@ -153,6 +156,7 @@ fn scores_of<
     queries: QueryOperands<K, KN, T>,
     pass: Pass<T>,
     kv: KvMemory,
+    nibbles: &Shared<u8>,
     next: u32,
 ) -> TileScores<T, U> {
     let mut tile_scores = TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: [[1.0; 2]; U] };
@@ -162,7 +166,7 @@ fn scores_of<
             tile_scores.value_scales[u][h] = scale.whole;
         }
         tile_scores.scores[u] =
-            qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks);
+            qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks, nibbles);
         let group = key_group(kv.table, pass.k, next + 16 * u as u32);
         tile.groups[u] = group;
         tile.keys[u] = load_keys::<KF, D, KW>(kv, pass.k, group);
@@ -200,6 +204,7 @@ fn add_values<
     tile_scores: TileScores<T, U>,
     v: KvHead,
     kv: KvMemory,
+    nibbles: &Shared<u8>,
     step: Step,
 ) {
     for u in 0..U {
@@ -212,7 +217,14 @@ fn add_values<
             let group = key_group(kv.table, v, step.base + 16 * u as u32);
             pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, v, group);
         } else {
-            pv_tile::<V, VF, DV, VW, VP, VN, T>(state, probs, tile.values[u], v.levels, kv.codebooks);
+            pv_tile::<V, VF, DV, VW, VP, VN, T>(
+                state,
+                probs,
+                tile.values[u],
+                v.levels,
+                kv.codebooks,
+                nibbles,
+            );
         }
         tile.values[u] = load_values::<VF, DV, VW>(kv, v, tile.groups[u]);
     }
@@ -242,6 +254,7 @@ fn attend_tiles<
     queries: QueryOperands<K, KN, T>,
     pass: Pass<T>,
     memory: PassMemory,
+    nibbles: &Shared<u8>,
     params: &Attend,
 ) {
     let mut base = pass.tiles.first;
@@ -249,8 +262,9 @@ fn attend_tiles<
     while more {
         more = base + pass.tiles.step < pass.tiles.end;
         let next = select(more, base + pass.tiles.step, pass.tiles.first);
-        let mut tile_scores =
-            scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(tile, queries, pass, memory.kv, next);
+        let mut tile_scores = scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(
+            tile, queries, pass, memory.kv, nibbles, next,
+        );
         let last = base as i32 + 16 * U as i32;
         let partial = pass.has.mask || (base as i32) < pass.keys.full_low || last > pass.keys.full_high;
         let scoring = Scoring { has: pass.has, partial, tree: pass.keys.tree };
@@ -263,7 +277,15 @@ fn attend_tiles<
         }
         online_softmax::<VN, T>(state, greatest);
         let step = Step { base, partial };
-        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(state, tile, tile_scores, pass.v, memory.kv, step);
+        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(
+            state,
+            tile,
+            tile_scores,
+            pass.v,
+            memory.kv,
+            nibbles,
+            step,
+        );
         base = next;
     }
 }
@@ -291,6 +313,7 @@ fn attend_tiles<
 /// | `KW`, `VW` | words of a lane as they are loaded |
 /// | `KP`, `VP` | words of the decoded pairs of a lane |
 /// | `ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
+/// | `NB` | bytes of the table of `tq4` |
 /// | `DM` | the larger head dimension, [`padded`] |
 #[kernel(
     threads = (32 * S) as u32,
@@ -304,6 +327,7 @@ fn attend_tiles<
         KP: usize = pair_words(K, D, 4),
         VP: usize = pair_words(V, DV, 8),
         ORDER: u32 = hadamard_order(KF, D),
+        NB: usize = nibble_bytes(KF, D, VF, DV),
         DM: usize = padded(larger(D, DV) as u32) as usize,
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
@@ -364,6 +388,7 @@ pub fn decode<
     let mut scales: Shared<f32> = shared(8 * T);
     let mut biases: Shared<f32> = shared(8 * T);
     let mut max_sum: Shared<f32> = shared(16 * S * T);
+    let mut nibbles: Shared<u8> = shared(NB);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let kv = KvMemory { k, v, table, codebooks, row_align };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
@@ -381,7 +406,12 @@ pub fn decode<
     if pass.tiles.first < pass.tiles.end {
         next = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);
     }
-    // Queries, while the first keys and values are on their way.
+    // The table and the queries, while the first keys and values are on their way.
+    if uses_nibbles(KF, D as u32, 4) {
+        fill_nibbles::<S>(pass.k.levels, &mut nibbles);
+    } else if uses_nibbles(VF, DV as u32, 8) {
+        fill_nibbles::<S>(pass.v.levels, &mut nibbles);
+    }
     stage_queries::<Q, D, T, S>(q, tile, params, &mut queries);
     barrier();
     prepare_queries::<KF, D, ORDER, T, S>(
@@ -398,7 +428,7 @@ pub fn decode<
     let mut passes = true;
     while passes {
         attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, T, U>(
-            &mut state, &mut next, operands, pass, memory, params,
+            &mut state, &mut next, operands, pass, memory, &nibbles, params,
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);
     }

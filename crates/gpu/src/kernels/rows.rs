@@ -460,6 +460,62 @@ pub fn e4m3(code: u32) -> f32 {
     256.0 * number[0]
 }
 
+/// Copies of the table of [`fill_nibbles`]: lanes read it at addresses of their own, and 16 of them meet in a bank in pairs at most.
+#[constant]
+pub const COPIES: u32 = 16;
+
+/// Bytes of the table of [`fill_nibbles`]; 16 where no row is looked up there.
+pub const fn nibble_bytes(k_format: u32, head_dim: usize, v_format: u32, value_dim: usize) -> usize {
+    if uses_nibbles(k_format, head_dim as u32, 4) || uses_nibbles(v_format, value_dim as u32, 8) {
+        1024 * COPIES as usize
+    } else {
+        16
+    }
+}
+
+/// Whether rows are decoded by the table of [`fill_nibbles`].
+#[device]
+#[inline]
+pub const fn uses_nibbles(format: u32, dim: u32, lanes: u32) -> bool {
+    format == TQ4 && !gathered(format, dim, lanes)
+}
+
+/// The f16 of a code of `tq4`, as bits.
+#[device]
+fn nibble_bits(levels: Levels, code: u32) -> u32 {
+    let low = byte_permute(levels.magnitudes[0], levels.magnitudes[1], code & 7) & 255;
+    let high = byte_permute(levels.magnitudes[8], levels.magnitudes[9], code & 7) & 255;
+    low | high << 8u32 | (code & 8) << 12u32
+}
+
+/// Fills a table with the two f16 of every byte of `tq4`, low nibble first: entry `byte` of copy `n` is the word from byte `4 (COPIES byte + n)` on. By `S`
+/// SIMD groups.
+#[device]
+pub fn fill_nibbles<const S: usize>(levels: Levels, table: &mut Shared<u8>) {
+    for first in (32 * simd_index()..256).step_by(32 * S) {
+        let byte = first + simd_lane();
+        let both = nibble_bits(levels, byte & 15) | nibble_bits(levels, byte >> 4u32) << 16u32;
+        for n in (0..32u32).step_by((32 / COPIES) as usize) {
+            let entry = simd_shuffle(both, n + simd_lane() / COPIES);
+            table.store_as::<u32, 1>(4 * ((first + n) * COPIES + simd_lane()), [entry]);
+        }
+    }
+}
+
+/// The two f16 of each byte of a word of `tq4`, by the table of [`fill_nibbles`].
+#[device]
+#[inline(always)]
+fn look_up_nibbles(table: &Shared<u8>, word: u32) -> [u32; 4] {
+    let copy = 4 * (simd_lane() % COPIES);
+    let mut result = [0u32; 4];
+    for n in 0..4usize {
+        let byte = byte_permute(word, 0u32, 0x4440 + n as u32);
+        let both = table.load_as::<u32, 1>(byte * (4 * COPIES) + copy);
+        result[n] = both[0];
+    }
+    result
+}
+
 /// One byte each of the magnitudes of four codes of `tq`, from the table at word `first`. The low three bits of the
 /// indices are the nibbles of `selector`'s low half; the bytes of `upper` and `highest` are all ones where the fourth
 /// and the fifth bit of an index are set.
@@ -541,6 +597,7 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> [u32; P] {
     let mut result = [0u32; P];
     let packed = P == padded(D as u32) as usize / LANES / 2;
@@ -558,6 +615,8 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
             result[2 * i] = both[0].to_bits();
             result[2 * i + 1] = both[1].to_bits();
         }
+    } else if FORMAT == TQ4 {
+        result = pairs_of_nibbles::<W, P>(from, nibbles);
     } else if in_planes(FORMAT) {
         result = pairs_of_planes::<FORMAT, D, LANES, W, P>(from, lane, levels);
     } else if FORMAT == INT8 {
@@ -566,6 +625,19 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
         result = pairs_of_fp8::<W, P>(from);
     } else {
         result = pairs_of_mlx::<FORMAT, W, P>(from, levels.codebook, codebooks);
+    }
+    result
+}
+
+/// Pairs of `tq4`.
+#[device]
+fn pairs_of_nibbles<const W: usize, const P: usize>(from: [u32; W], nibbles: &Shared<u8>) -> [u32; P] {
+    let mut result = [0u32; P];
+    for i in 0..W {
+        let four = look_up_nibbles(nibbles, from[i]);
+        for n in 0..4usize {
+            result[4 * i + n] = four[n];
+        }
     }
     result
 }
@@ -667,17 +739,18 @@ pub fn transposed_pairs<
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> Transposed<P> {
     if gathered(FORMAT, D as u32, LANES as u32) {
-        return transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks);
+        return transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles);
     }
     if FORMAT == TQ4 {
-        return transposed_nibbles::<FORMAT, W, P>(from, levels);
+        return transposed_nibbles::<W, P>(from, nibbles);
     }
     if FORMAT == INT8 || FORMAT == FP8 {
         return transposed_bytes::<FORMAT, W, P>(from);
     }
-    transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks)
+    transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles)
 }
 
 /// The same for any format: decodes both rows, then transposes.
@@ -688,10 +761,11 @@ fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> Transposed<P> {
-    let even_pairs = pairs::<FORMAT, D, LANES, W, P>(from[0], lane, levels, codebooks);
+    let even_pairs = pairs::<FORMAT, D, LANES, W, P>(from[0], lane, levels, codebooks, nibbles);
     let even = with_half_norms::<FORMAT, D, LANES, P>(even_pairs, lane, halves[0]);
-    let odd_pairs = pairs::<FORMAT, D, LANES, W, P>(from[1], lane, levels, codebooks);
+    let odd_pairs = pairs::<FORMAT, D, LANES, W, P>(from[1], lane, levels, codebooks, nibbles);
     let odd = with_half_norms::<FORMAT, D, LANES, P>(odd_pairs, lane, halves[1]);
     let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
     for i in 0..P {
@@ -701,18 +775,18 @@ fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     words
 }
 
-/// The same of `tq4`: nibbles of both rows become bytes of one coordinate, which are decoded as one row's bytes are.
+/// The same of `tq4`: nibbles of both rows become bytes of one coordinate.
 #[device]
-fn transposed_nibbles<const FORMAT: u32, const W: usize, const P: usize>(
+fn transposed_nibbles<const W: usize, const P: usize>(
     from: [[u32; W]; 2],
-    levels: Levels,
+    nibbles: &Shared<u8>,
 ) -> Transposed<P> {
     let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
     for i in 0..W {
         let low = (from[0][i] & 0x0f0f_0f0f) | (from[1][i] << 4u32 & 0xf0f0_f0f0);
         let high = (from[0][i] >> 4u32 & 0x0f0f_0f0f) | (from[1][i] & 0xf0f0_f0f0);
-        let first = unit::<FORMAT>(levels, low, 0, 0, 0);
-        let second = unit::<FORMAT>(levels, high, 0, 0, 0);
+        let first = look_up_nibbles(nibbles, low);
+        let second = look_up_nibbles(nibbles, high);
         for n in 0..4usize {
             words.first[4 * i + n] = first[n];
             words.second[4 * i + n] = second[n];

@@ -117,21 +117,22 @@ pub fn qk_tile<
     queries: QueryOperands<K, N, T>,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> [[[f32; 2]; 2]; T] {
     let mut scores = [[[0.0; 2]; 2]; T];
     let mut whole = [[[0.0; 2]; 2]; T];
     // Sums of their own, so that products do not all wait for each other.
     let mut left_over = [[[0.0; 2]; 2]; T];
     let scales = [scale_of::<FORMAT, D>(keys.scales[0]), scale_of::<FORMAT, D>(keys.scales[1])];
-    let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks);
-    let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks);
+    let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks, nibbles);
+    let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks, nibbles);
     // Codebooks are f32: a second operand is what f16 leaves of them.
     let mut low_left = low;
     let mut high_left = high;
     if is_mlx(FORMAT) {
         let rest = Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256 };
-        low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks);
-        high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks);
+        low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks, nibbles);
+        high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks, nibbles);
     }
     for j in 0..N / 2 {
         let a = P / N * 2 * j;
@@ -441,9 +442,10 @@ pub fn pv_tile<
     values: ValueWords<W>,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) {
-    let low = value_lefts::<V, FORMAT, D, W, P, N>(values, 0, levels, codebooks);
-    let high = value_lefts::<V, FORMAT, D, W, P, N>(values, 1, levels, codebooks);
+    let low = value_lefts::<V, FORMAT, D, W, P, N>(values, 0, levels, codebooks, nibbles);
+    let high = value_lefts::<V, FORMAT, D, W, P, N>(values, 1, levels, codebooks, nibbles);
     for t in 0..T {
         let p = right::<V>(probs[t][0][0], probs[t][0][1]);
         let p_next = right::<V>(probs[t][1][0], probs[t][1][1]);
@@ -468,6 +470,7 @@ fn value_lefts<
     h: usize,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> [[Left<V>; 2]; N] {
     let lane = matrix_row();
     let mut lefts = [[left::<V>(0u32, 0u32); 2]; N];
@@ -475,16 +478,22 @@ fn value_lefts<
         let rows = [values.words[2 * h], values.words[2 * h + 1]];
         let even = scale_of::<FORMAT, D>(values.scales[2 * h]);
         let odd = scale_of::<FORMAT, D>(values.scales[2 * h + 1]);
-        let words =
-            transposed_pairs::<FORMAT, D, 8, W, P>(rows, [even.halves, odd.halves], lane, levels, codebooks);
+        let words = transposed_pairs::<FORMAT, D, 8, W, P>(
+            rows,
+            [even.halves, odd.halves],
+            lane,
+            levels,
+            codebooks,
+            nibbles,
+        );
         for i in 0..N {
             lefts[i] =
                 [left::<V>(words.first[i], words.first[i]), left::<V>(words.second[i], words.second[i])];
         }
     } else {
         // Words of f32, of elements alone.
-        let even = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h], lane, levels, codebooks);
-        let odd = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h + 1], lane, levels, codebooks);
+        let even = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h], lane, levels, codebooks, nibbles);
+        let odd = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h + 1], lane, levels, codebooks, nibbles);
         for i in 0..N {
             lefts[i] = [left::<V>(even[2 * i], odd[2 * i]), left::<V>(even[2 * i + 1], odd[2 * i + 1])];
         }
