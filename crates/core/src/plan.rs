@@ -113,6 +113,15 @@ pub enum Unsupported {
         /// Bytes that a block of threads may use.
         available: usize,
     },
+    /// A threadgroup of a kernel has more threads than the device, or the kernel's pipeline, allows.
+    Threads {
+        /// Name of the kernel's instance.
+        kernel: String,
+        /// Threads of its threadgroups.
+        needed: usize,
+        /// Threads that a threadgroup may have.
+        available: usize,
+    },
     /// A query or key is further from the first key than the kernels can count.
     Position {
         /// Its position, or the number of positions.
@@ -165,6 +174,9 @@ impl std::fmt::Display for Unsupported {
                 f,
                 "the smallest tile takes {needed} bytes of shared memory, a block of threads has {available}"
             ),
+            Self::Threads { kernel, needed, available } => {
+                write!(f, "{kernel}: a threadgroup takes {needed} threads, the device allows {available}")
+            }
             Self::Position { got, max } => {
                 write!(f, "a query or key is at position {got}, expected at most {max} from the first key")
             }

@@ -7,6 +7,8 @@
 //! | [`codecs`], [`encoding`] | codecs as kernels know them; the host side of the encoder |
 //! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
 //! | [`facts`], [`tile`], [`plan`] | what a device can hold, how a problem's work is cut for it, and what memory runs need |
+//! | [`machines`] | facts of Apple's GPUs |
+//! | [`portable_kernel`] | names of kernels in plans |
 //! | [`launches`] | the instances, parameters and constants of a problem |
 //! | [`run`] | runs on any device |
 //! | [`cache`] | KV caches in the memory of any device |
@@ -22,7 +24,9 @@ pub mod encoding;
 pub mod facts;
 pub mod kernels;
 pub mod launches;
+pub mod machines;
 pub mod plan;
+pub mod portable_kernel;
 pub mod registry;
 pub mod run;
 pub mod shape;

@@ -71,14 +71,10 @@ impl Plan {
         Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
         let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts, options.splits));
         tile.check()?;
-        let dims = problem.dims();
-        let needed = tile.shared_bytes([dims.head_dim, dims.value_dim], problem.dtype());
-        if needed > facts.shared_per_group {
-            return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_group });
-        }
         let groups = groups(&Shape::of(problem, tile.with_splits(1))?);
         let splits = tile.splits(problem, facts, options.splits, groups)?;
         let launches = Launches::new(problem, tile.with_splits(splits))?;
+        fits(&launches, facts)?;
         let shape = launches.shape();
         let [[_, of_first @ ..], [_, of_merge @ ..]] = [shape.groups, shape.rows];
         let max = facts.max_groups;
@@ -166,6 +162,30 @@ impl PartialEq for Plan {
         let all = |of: &Self| (of.tile, *of.launches.shape(), of.regions);
         all(self) == all(other)
     }
+}
+
+impl std::fmt::Display for Plan {
+    /// What follows the kernel's name: tile, threadgroups of the first kernel, splits, bytes of scratch memory.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (tile, groups, splits) = (&self.tile, self.groups(), self.splits());
+        write!(f, "tile {}x{} groups {groups} splits {splits} + ", tile.rows(), tile.keys())?;
+        write!(f, "workspace {}", self.regions.len)
+    }
+}
+
+/// Whether a device can have the threadgroups of every launch.
+fn fits(launches: &Launches, facts: &GpuFacts) -> Result<(), Unsupported> {
+    for instance in launches.instances() {
+        let (needed, available) = (instance.threads().most() as usize, facts.threads_per_group);
+        if needed > available {
+            return Err(Unsupported::Threads { kernel: instance.entry(), needed, available });
+        }
+        let (needed, available) = (instance.shared_bytes(), facts.shared_per_group);
+        if needed > available {
+            return Err(Unsupported::SharedMemory { needed, available });
+        }
+    }
+    Ok(())
 }
 
 fn groups(shape: &Shape) -> usize {

@@ -10,7 +10,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequences};
 
-/// Registers that a thread can have, rounded up as they are allocated.
+/// Registers of a thread that has as many as NVRTC gives one, rounded up as they are allocated.
 const MAX_REGISTERS: usize = 256;
 
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
@@ -144,6 +144,15 @@ impl PortableTile {
         self.rows * (dim + 2 + 2 * self.simds) * 4
     }
 
+    /// Registers in which a thread of prefill holds queries, outputs, the scores of a block, and the words of it that it copies. Addresses
+    /// and operands of products come on top; where they are too many, a compiler moves a few values to memory.
+    fn held_by_prefill(&self, problem: &Problem) -> usize {
+        let ([head_dim, value_dim], bytes) = (row_dims(problem), problem.dtype().bytes());
+        let of_row = head_dim * bytes / 4 + value_dim + self.simd_keys;
+        let block = self.simd_keys * dim(problem) * bytes / 4;
+        self.rows / self.simds * of_row / 32 + block.div_ceil(self.threads())
+    }
+
     /// The tile of a problem on a device. `asked` splits of keys are a matter of decode.
     pub(crate) fn of(problem: &Problem, facts: &GpuFacts, asked: Option<usize>) -> Self {
         let decode = Self::of_decode(problem, facts);
@@ -161,7 +170,8 @@ impl PortableTile {
         let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
         let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
         let simds = if groups.saturating_mul(4) <= facts.cores { 8 } else { 4 };
-        Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, simds, 1).with_resident(problem, facts)
+        let tile = Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, simds.min(facts.max_simds()), 1);
+        tile.with_resident(problem, facts)
     }
 
     /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
@@ -171,29 +181,29 @@ impl PortableTile {
     /// sequences of one row. Other problems stay with decode, which splits keys.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
         let kv_heads = problem.dims().kv_heads;
+        // Products of shuffles: more code than a block of prefill can have.
         let multiplied = match problem.dtype() {
             Dtype::F16 => true,
             Dtype::BF16 => facts.multiplies_bf16,
-            // Products of shuffles: more code than a block of prefill can have.
-            Dtype::F32 => false,
+            Dtype::F32 => facts.multiplies_f32,
         };
         if !multiplied || !takes_prefill(problem) || max_rows(problem) <= MAX_DECODE_ROWS {
             return None;
         }
         let PrefillTile { simd_rows, keys, simds, resident } = default_prefill_tile(dim(problem));
-        // Less shared memory where a device has less, then fewer rows where there are few.
-        let keys = [16 * keys, 8 * keys].into_iter().find(|&keys| {
-            let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
+        // Fewer threads where a device has fewer. Half as many SIMD groups leave registers for twice as many threadgroups.
+        let simds = simds.min(facts.max_simds());
+        let [more, fewer] = [(simds, resident), ((simds / 2).max(1), 2 * resident)];
+        // Fewer rows a SIMD group, then smaller blocks where registers or shared memory are fewer. Threads of fewer SIMD groups hold more.
+        let shapes = [(simd_rows, keys), (1, keys), (simd_rows, keys / 2), (1, keys / 2)];
+        let tile = |(simd_rows, keys), simds| Self::prefill(16 * simd_rows * simds, 16 * keys, simds, 1);
+        let shape = shapes.into_iter().find(|&shape| {
+            let tile = tile(shape, fewer.0);
             tile.shared_bytes(row_dims(problem), problem.dtype()) <= facts.shared_per_group
+                && tile.held_by_prefill(problem) <= facts.registers_per_thread
         })?;
-        // Half as many SIMD groups leave registers for twice as many threadgroups.
-        let tiles = [(simds, resident), (simds / 2, 2 * resident)];
-        let tiles = tiles.map(|(simds, resident)| {
-            let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
-            let registers = facts.registers_per_core / resident;
-            let resident = facts.resident(tile.shared_bytes(row_dims(problem), problem.dtype()), registers);
-            Self { resident: resident.max(1), ..tile }
-        });
+        let tiles = [more, fewer]
+            .map(|(simds, resident)| Self { resident, ..tile(shape, simds) }.with_resident(problem, facts));
         let tiles_of = |rows: usize| tile_count(problem, rows);
         let groups = |tile: &Self| kv_heads.saturating_mul(tiles_of(tile.rows));
         let is_filled = |tile: &&Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
@@ -207,11 +217,12 @@ impl PortableTile {
     fn with_resident(mut self, problem: &Problem, facts: &GpuFacts) -> Self {
         let registers = self.registers(problem, facts) * self.threads();
         let shared = self.shared_bytes(row_dims(problem), problem.dtype());
-        self.resident = facts.resident(shared, registers).clamp(1, 16);
+        self.resident = facts.resident(self.simds, shared, registers).clamp(1, 16);
         self
     }
 
-    /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes.
+    /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes; where a device has fewer, all
+    /// that a thread can have.
     pub(crate) fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
         if self.is_prefill {
             return self.registers_of_prefill(facts);
@@ -221,12 +232,13 @@ impl PortableTile {
         } else {
             self.registers_of_elements(problem, facts)
         };
-        match of_four {
+        let registers = match of_four {
             // With eight SIMD groups the compiler takes a few more, where they cost no threadgroup.
             ..=128 if self.simds > 4 => 128,
             _ if self.simds > 4 => MAX_REGISTERS,
             registers => registers,
-        }
+        };
+        registers.min(facts.registers_per_thread)
     }
 
     /// The same where keys and values are elements, for at most four SIMD groups.
@@ -256,7 +268,7 @@ impl PortableTile {
 
     /// The same of prefill: as many as `resident` threadgroups leave, in steps of 8.
     fn registers_of_prefill(&self, facts: &GpuFacts) -> usize {
-        (facts.registers_per_core / (self.threads() * self.resident) / 8 * 8).min(MAX_REGISTERS)
+        (facts.registers_per_core / (self.threads() * self.resident) / 8 * 8).min(facts.registers_per_thread)
     }
 
     /// The splits of a row's keys: as many as a caller asks for; otherwise as many as fill a device on which `groups` threadgroups run

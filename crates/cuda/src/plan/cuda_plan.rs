@@ -173,9 +173,8 @@ impl CudaPlan {
 impl std::fmt::Display for CudaPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.engine {
-            Engine::Sm80(plan) => plan.fmt(f)?,
-            Engine::Portable(plan) => write!(f, "{plan} + ")?,
+            Engine::Sm80(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
+            Engine::Portable(plan) => write!(f, "{} {}", plan.kernel, plan.plan),
         }
-        write!(f, "workspace {}", self.workspace_bytes())
     }
 }

@@ -6,8 +6,8 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::{HeadShape, ProblemDesc, SeqLens};
 use flashtile_gpu::cache::{GpuRows, GpuStore};
-use flashtile_gpu::facts::GpuFacts;
 use flashtile_gpu::launches::Strides;
+use flashtile_gpu::machines;
 use flashtile_gpu::plan::Plan;
 use flashtile_gpu::run::{Operands, Workspace, run};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, Launch, ScalarType, Span, View, ViewMut};
@@ -105,16 +105,7 @@ fn a_run_is_two_launches_and_nothing_else() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len: 5000 }; 3]);
     let problem = desc.validate().unwrap();
-    let facts = GpuFacts {
-        cores: 10,
-        shared_per_group: 32 << 10,
-        shared_per_core: 64 << 10,
-        reserved_shared: 0,
-        registers_per_core: 1 << 16,
-        multiplies_bf16: true,
-        max_groups: 65535,
-    };
-    let plan = Plan::new(&problem, &facts, PlanOptions::default(), None).unwrap();
+    let plan = Plan::new(&problem, &machines::M5, PlanOptions::default(), None).unwrap();
     let strides = Strides {
         q: [512, 64, 64],
         out: [512, 64, 64],
