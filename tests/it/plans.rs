@@ -251,6 +251,11 @@ fn cuda_plans_refuse() {
         CudaPlan::new(&problem, &volta, PlanOptions::default()).unwrap_err(),
         Unsupported::Capability { got: (7, 0), min: (7, 5) }
     );
+    let none = CudaFacts { multiprocessors: 0, ..machines::A100 };
+    for choice in [KernelChoice::Native, KernelChoice::Portable] {
+        let refusal = CudaPlan::new(&problem, &none, kernels(choice)).unwrap_err();
+        assert_eq!(refusal, Unsupported::Device { why: "it has no multiprocessors" }, "{choice}");
+    }
     let small = CudaFacts { shared_per_block: 8 << 10, ..machines::A100 };
     let refusal = CudaPlan::new(&problem, &small, PlanOptions::default()).unwrap_err();
     assert!(

@@ -92,6 +92,11 @@ pub enum Unsupported {
         /// The lowest supported.
         min: (u32, u32),
     },
+    /// No plan can be made for a device of such facts.
+    Device {
+        /// The reason.
+        why: &'static str,
+    },
     /// The backend has no kernels for the codec of keys or values.
     Codec {
         /// `k` or `v`.
@@ -168,6 +173,7 @@ impl std::fmt::Display for Unsupported {
             Self::Capability { got, min } => {
                 write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, min.0, min.1)
             }
+            Self::Device { why } => write!(f, "no plan for this device: {why}"),
             Self::Codec { tensor, codec, expected } => write!(f, "{tensor} is {codec}, expected {expected}"),
             Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),
             Self::SharedMemory { needed, available } => write!(

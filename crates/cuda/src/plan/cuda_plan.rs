@@ -29,6 +29,7 @@ impl CudaPlan {
     ///
     /// # Errors
     /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks for native kernels;
+    /// [`Unsupported::Device`] for facts without multiprocessors;
     /// [`Unsupported::Codec`] where it asks for them over codes;
     /// [`Unsupported::SharedMemory`] where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
     /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more work tiles than a
@@ -81,6 +82,9 @@ impl CudaPlan {
     ) -> Result<bool, Unsupported> {
         if facts.capability < MIN_CAPABILITY {
             return Err(Unsupported::Capability { got: facts.capability, min: MIN_CAPABILITY });
+        }
+        if facts.multiprocessors == 0 {
+            return Err(Unsupported::Device { why: "it has no multiprocessors" });
         }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];
