@@ -34,7 +34,7 @@ fn dense_decode(kv_len: usize) -> Problem {
 }
 
 fn with(cpu: CpuFacts, name: &str, facts: CudaFacts) -> Machine {
-    Machine::new(cpu, CudaPresence::Present { name: name.to_owned(), facts })
+    Machine::new(cpu).with_cuda(CudaPresence::Present { name: name.to_owned(), facts })
 }
 
 fn chosen(problem: &Problem, machine: &Machine) -> String {
@@ -46,8 +46,8 @@ fn reasons_of_absent_machines() {
     let h200 = with(machines::AVX512_2, "NVIDIA H200", machines::H200);
     let large = with(machines::AMX_64, "NVIDIA H200", machines::H200);
     let t4 = with(machines::AVX2_8, "Tesla T4", machines::T4);
-    let none = Machine::new(machines::AVX2_8, CudaPresence::Absent { why: NO_DRIVER.to_owned() });
-    let not_built = Machine::new(machines::AVX2_8, CudaPresence::NotBuilt);
+    let none = Machine::new(machines::AVX2_8).with_cuda(CudaPresence::Absent { why: NO_DRIVER.to_owned() });
+    let not_built = Machine::new(machines::AVX2_8);
     let codes = Some([Codec::Int8, Codec::Tq4]);
     let cases = [
         (
