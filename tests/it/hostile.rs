@@ -62,7 +62,7 @@ fn filled(desc: CacheDesc) -> (KvCache, SeqId) {
 fn contents(cache: &KvCache, seq: SeqId, layer: usize) -> [Vec<u32>; 2] {
     let kept = cache.len(seq).unwrap() - cache.first(seq).unwrap();
     let [mut k, mut v] = DIMS.map(|dim| Guarded::new(Dtype::F32, [1, HEADS, kept, dim], Layout::Bhsd));
-    cache.linearise(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    cache.linearize(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
     [k, v].map(|x| x.values().into_iter().map(f32::to_bits).collect())
 }
 

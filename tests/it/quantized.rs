@@ -94,7 +94,7 @@ fn contents(cache: &KvCache, seq: SeqId) -> (Vec<f32>, Vec<f32>) {
     let (desc, len) = (cache.desc(), cache.len(seq).unwrap() - cache.first(seq).unwrap());
     let tensor = |dim| Guarded::new(Dtype::F32, [1, desc.kv_heads, len, dim], Layout::Bhsd);
     let (mut k, mut v) = (tensor(desc.head_dim), tensor(desc.value_dim));
-    cache.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    cache.linearize(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
     (k.values(), v.values())
 }
 

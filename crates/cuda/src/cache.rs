@@ -17,7 +17,7 @@ use std::sync::Arc;
 /// A KV cache in device memory, made by [`Cuda::kv_cache`]: the operations of [`KvCache`], in every layout and codec.
 ///
 /// Rows are tensors on the device. They are encoded there, to the bytes that a cache in main memory has. Operations that move rows
-/// enqueue work on the stream of the cache and return ([`KvCache::linearise`] waits); later work on that stream sees their result. After the first step, a step of the
+/// enqueue work on the stream of the cache and return ([`KvCache::linearize`] waits); later work on that stream sees their result. After the first step, a step of the
 /// same size allocates no device memory and does not wait for the device. Rows that are not finite, or whose norm is too large for
 /// their codec, are not refused but stored as NaN: [`KvCache::check_stored`] says whether there were any. Operations that move rows are refused
 /// while the stream captures a graph, which would copy their lists from memory that is gone.

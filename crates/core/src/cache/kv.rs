@@ -471,7 +471,7 @@ impl<S: PageStore> KvCache<S> {
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`]; nothing is written then.
-    pub fn linearise(
+    pub fn linearize(
         &self,
         seq: SeqId,
         layer: usize,
