@@ -248,7 +248,7 @@ impl<S: PageStore> KvCache<S> {
     /// on a device finds out as it encodes them, and this waits for it.
     ///
     /// # Errors
-    /// [`CacheError::Row`]: the first of the rows that were not stored, in keys before values.
+    /// [`CacheError::Row`]: the first of the rows that were not stored in the first layer that has any, in keys before values.
     pub fn check_stored(&mut self) -> Result<(), S::Error> {
         self.store.check_stored()
     }

@@ -322,8 +322,9 @@ impl PageStore for HostStore {
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
         let of = &self.layers[layer];
-        let refused =
-            |tensor| move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { tensor, head, row, why };
+        let refused = |tensor| {
+            move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { layer, tensor, head, row, why }
+        };
         if of.k.codes().is_some() {
             CodePages::check(k, mean).map_err(refused("k"))?;
         }

@@ -11,7 +11,7 @@ use flashtile_core::codec::{Codec, Coder, Side};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{DeviceMemory, Generic, HostAccess, Instance, ScalarType, View, ViewMut};
+use flashtile_kernel::{DeviceMemory, Generic, HostAccess, Instance, ScalarType, Span, View, ViewMut};
 
 /// Finds the native code of an instance, for devices that run nothing else.
 pub(super) type Find = fn(&Instance) -> Option<Instance>;
@@ -49,7 +49,7 @@ pub(super) struct GpuPool<M> {
     /// Tables that decoding reads.
     levels: M,
     codebooks: M,
-    /// The first row that the encoder did not store: see [`refusal`].
+    /// Of each layer, the first row that the encoder did not store: see [`refusal`].
     status: M,
     absent: M,
 }
@@ -200,7 +200,7 @@ impl<M: DeviceMemory> GpuPool<M> {
             numbers: if codes { u32s(&encode_table(codec))? } else { u32s(&[])? },
             levels: u32s(&magnitudes(codec, dim))?,
             codebooks: f32s(&codebooks(codec, Codec::F32).0)?,
-            status: u32s(&[u32::MAX])?,
+            status: u32s(&vec![u32::MAX; layers])?,
             absent: f32s(&[])?,
         })
     }
@@ -273,6 +273,7 @@ impl<M: DeviceMemory> GpuPool<M> {
         let groups = lists.groups(heads);
         let (table, runs) = (lists.table.view(), lists.runs.view());
         let pages = self.layers[layer].view_mut();
+        let status = Span { element: ScalarType::U32, offset: layer, len: 1 };
         let launched = if self.codec.dtype().is_some() {
             append::Call { x: x.view, table, runs, params, pages, same, groups }
                 .launch_instance(device, made(&self.writers[index])?)
@@ -286,7 +287,7 @@ impl<M: DeviceMemory> GpuPool<M> {
                 runs,
                 params,
                 pages,
-                status: self.status.view_mut(),
+                status: ViewMut::new(&mut self.status, status),
                 centered: mean.is_some(),
                 unbiased: self.side == Side::Keys,
                 groups,
@@ -405,19 +406,23 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok(())
     }
 
-    /// The first row since the last call that was not stored, if there is one. Waits for the device.
+    /// The first row since the last call that was not stored in the first layer that has any. Waits for the device.
     pub(super) fn refused<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
     ) -> Result<Option<CacheError>, StoreError<D::Error>> {
-        let mut bytes = [0; 4];
+        let mut bytes = vec![0; 4 * self.layers.len()];
         device.read(&self.status, 0, &mut bytes).map_err(StoreError::device)?;
-        let Some((why, [row, head])) = refusal(u32::from_ne_bytes(bytes), self.shape[1] as u32) else {
+        let (status, _) = bytes.as_chunks();
+        let of_layer = |&status| refusal(u32::from_ne_bytes(status), self.shape[1] as u32);
+        let first = status.iter().map(of_layer).enumerate().find_map(|(layer, found)| Some((layer, found?)));
+        let Some((layer, (why, [row, head]))) = first else {
             return Ok(None);
         };
-        device.write(&mut self.status, 0, &u32::MAX.to_ne_bytes()).map_err(StoreError::device)?;
+        bytes.fill(0xFF);
+        device.write(&mut self.status, 0, &bytes).map_err(StoreError::device)?;
         let tensor = if self.side == Side::Keys { "k" } else { "v" };
-        Ok(Some(CacheError::Row { tensor, head: head as usize, row: row as usize, why }))
+        Ok(Some(CacheError::Row { layer, tensor, head: head as usize, row: row as usize, why }))
     }
 }
 

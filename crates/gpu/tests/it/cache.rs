@@ -105,7 +105,7 @@ fn rows_that_are_not_stored_are_told() {
     let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 3, 64], strides: [0, 64, 128, 1] };
     cache.append(&[(seq, 3)], &[(of(&good), of(&good)), (of(&good), of(&bad))]).unwrap();
     let refused = cache.check_stored().unwrap_err();
-    let expected = CacheError::Row { tensor: "v", head: 1, row: 2, why: EncodeError::NotFinite };
+    let expected = CacheError::Row { layer: 1, tensor: "v", head: 1, row: 2, why: EncodeError::NotFinite };
     assert_eq!(refused, StoreError::Cache(expected));
     // It is told once.
     cache.check_stored().unwrap();
@@ -125,7 +125,7 @@ fn a_row_that_is_not_stored_has_its_number_in_the_tensor() {
     let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 20, 64], strides: [0, 64, 128, 1] };
     cache.append(&[(seq, 20)], &[(of(&bad), of(&good)), (of(&good), of(&good))]).unwrap();
     let refused = cache.check_stored().unwrap_err();
-    let expected = CacheError::Row { tensor: "k", head: 0, row: 15, why: EncodeError::NotFinite };
+    let expected = CacheError::Row { layer: 0, tensor: "k", head: 0, row: 15, why: EncodeError::NotFinite };
     assert_eq!(refused, StoreError::Cache(expected));
 }
 
