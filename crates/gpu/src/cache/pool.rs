@@ -12,6 +12,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{DeviceMemory, Generic, HostAccess, Instance, ScalarType, Span, View, ViewMut};
+use std::ops::Range;
 
 /// Finds the native code of an instance, for devices that run nothing else.
 pub(super) type Find = fn(&Instance) -> Option<Instance>;
@@ -24,6 +25,12 @@ pub(super) const MAX_RUNS: usize = 32_768;
 
 /// Threadgroups of a run at most; they take its rows in turns.
 const MAX_GROUPS: u32 = 2048;
+
+/// Bytes of pages between two others that are copied to main memory with them: that takes less time than a transfer's start.
+const MAX_GAP_BYTES: usize = 128 << 10;
+
+/// Bytes of pages that one transfer copies, beyond which a transfer's start no longer counts.
+const MAX_SPAN_BYTES: usize = 32 << 20;
 
 /// SIMD groups of a threadgroup, each of which takes a row at a time.
 const SIMDS: u32 = 4;
@@ -356,18 +363,15 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok(())
     }
 
-    /// A page in main memory, of the bytes on the device.
-    fn page<D: HostAccess<Memory = M>>(
-        &self,
-        device: &D,
-        layer: usize,
-        page: usize,
-    ) -> Result<Pool, StoreError<D::Error>> {
+    /// A pool in main memory for as many pages.
+    fn image(&self, pages: usize) -> Result<Pool, CacheError> {
         let [_, heads, page_size, dim] = self.shape;
-        let mut image = Pool::new(self.codec, self.side, [1, heads, page_size, dim])?;
-        let at = page * self.strides()[0];
-        device.read(&self.layers[layer], at, image.page_mut(0)).map_err(StoreError::device)?;
-        Ok(image)
+        Pool::new(self.codec, self.side, [pages, heads, page_size, dim])
+    }
+
+    /// The most pages that one transfer copies.
+    fn max_span(&self) -> usize {
+        (MAX_SPAN_BYTES / self.strides()[0]).max(1)
     }
 
     /// Bytes of `tokens` tokens in a layer.
@@ -383,8 +387,12 @@ impl<M: DeviceMemory> GpuPool<M> {
         runs: &[RowRun],
         bytes: &mut [u8],
     ) -> Result<(), StoreError<D::Error>> {
-        for run in runs {
-            self.page(device, layer, run.page)?.export(RowRun { page: 0, ..*run }, bytes);
+        let page_bytes = self.strides()[0];
+        for (pages, runs) in spans(runs, MAX_GAP_BYTES / page_bytes, self.max_span()) {
+            let mut image = self.image(pages.len())?;
+            let at = pages.start * page_bytes;
+            device.read(&self.layers[layer], at, image.pages_mut()).map_err(StoreError::device)?;
+            runs.iter().for_each(|run| image.export(within(&pages, run), bytes));
         }
         Ok(())
     }
@@ -397,11 +405,15 @@ impl<M: DeviceMemory> GpuPool<M> {
         runs: &[RowRun],
         bytes: &[u8],
     ) -> Result<(), StoreError<D::Error>> {
-        for run in runs {
-            let mut image = self.page(device, layer, run.page)?;
-            image.import(RowRun { page: 0, ..*run }, bytes);
-            let at = run.page * self.strides()[0];
-            device.write(&mut self.layers[layer], at, image.page_mut(0)).map_err(StoreError::device)?;
+        // Pages of others are not written, not even with their own bytes.
+        for (pages, runs) in spans(runs, 0, self.max_span()) {
+            let mut image = self.image(pages.len())?;
+            let (at, memory) = (pages.start * self.strides()[0], &mut self.layers[layer]);
+            if runs.iter().any(|run| run.tokens < self.shape[2]) {
+                device.read(memory, at, image.pages_mut()).map_err(StoreError::device)?;
+            }
+            runs.iter().for_each(|run| image.import(within(&pages, run), bytes));
+            device.write(memory, at, image.pages_mut()).map_err(StoreError::device)?;
         }
         Ok(())
     }
@@ -424,6 +436,29 @@ impl<M: DeviceMemory> GpuPool<M> {
         let tensor = if self.side == Side::Keys { "k" } else { "v" };
         Ok(Some(CacheError::Row { layer, tensor, head: head as usize, row: row as usize, why }))
     }
+}
+
+/// Runs by ranges of pages that one transfer copies, of at most `max` pages: ranges lie more than `gap` pages apart, or are full.
+fn spans(runs: &[RowRun], gap: usize, max: usize) -> Vec<(Range<usize>, Vec<RowRun>)> {
+    let mut runs = runs.to_vec();
+    runs.sort_unstable_by_key(|run| run.page);
+    let mut spans: Vec<(Range<usize>, Vec<RowRun>)> = Vec::new();
+    for run in runs {
+        let end = run.page + 1;
+        match spans.last_mut() {
+            Some((pages, of_pages)) if run.page <= pages.end + gap && end - pages.start <= max => {
+                pages.end = end;
+                of_pages.push(run);
+            }
+            _ => spans.push((run.page..end, vec![run])),
+        }
+    }
+    spans
+}
+
+/// A run in a copy of some pages.
+const fn within(pages: &Range<usize>, run: &RowRun) -> RowRun {
+    RowRun { page: run.page - pages.start, ..*run }
 }
 
 /// An instance, if the device has it.
@@ -452,5 +487,28 @@ fn regions(codec: Codec, dim: usize) -> [u32; 3] {
             }
             regions
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transfers_copy_neighbouring_pages() {
+        let run = |page, tokens| RowRun { page, row: 0, tokens, at: 0 };
+        let pages = |pages: &[usize], gap, max| -> Vec<Range<usize>> {
+            let runs: Vec<RowRun> = pages.iter().map(|&page| run(page, 1)).collect();
+            let spans = spans(&runs, gap, max);
+            assert_eq!(spans.iter().map(|(_, runs)| runs.len()).sum::<usize>(), runs.len());
+            assert!(spans.iter().all(|(pages, runs)| runs.iter().all(|run| pages.contains(&run.page))));
+            spans.into_iter().map(|(pages, _)| pages).collect()
+        };
+        assert_eq!(pages(&[], 0, 9), []);
+        // In any order, and a ring's page twice.
+        assert_eq!(pages(&[5, 3, 4, 9, 9], 0, 9), [3..6, 9..10]);
+        assert_eq!(pages(&[0, 2, 4, 8], 1, 9), [0..5, 8..9]);
+        assert_eq!(pages(&[0, 1, 2, 3, 4], 0, 2), [0..2, 2..4, 4..5]);
+        assert_eq!(pages(&[0, 0, 1], 0, 1), [0..1, 1..2]);
     }
 }

@@ -101,6 +101,35 @@ fn a_step_over_a_cache_takes_no_memory_and_does_not_wait() {
 }
 
 #[test]
+fn a_snapshot_is_a_few_transfers() {
+    let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
+    let shape = CacheShape { layers: 2, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let recorder = Recorder::default();
+    let store = GpuStore::new(&recorder, &CacheDesc::new(layout, shape, Codec::Int8)).unwrap();
+    let mut cache = KvCache::with_store(store).unwrap();
+    let [a, b] = [cache.create().unwrap(), cache.create().unwrap()];
+    // Pages of the sequences take turns.
+    for _ in 0..10 {
+        for seq in [a, b] {
+            cache.extend(&[(seq, 16)]).unwrap();
+        }
+    }
+    let taken = || std::mem::take(&mut *recorder.0.borrow_mut());
+    taken();
+    let snapshot = cache.snapshot(a).unwrap();
+    // Keys and values of two layers.
+    assert_eq!(taken(), Record { reads: 4, ..Record::default() });
+    // Whole pages are not read before they are written.
+    cache.restore(&snapshot).unwrap();
+    assert_eq!(taken(), Record { writes: 4, ..Record::default() });
+    cache.extend(&[(a, 3)]).unwrap();
+    let snapshot = cache.snapshot(a).unwrap();
+    taken();
+    cache.restore(&snapshot).unwrap();
+    assert_eq!(taken(), Record { reads: 4, writes: 4, ..Record::default() });
+}
+
+#[test]
 fn a_run_is_two_launches_and_nothing_else() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len: 5000 }; 3]);
