@@ -3,7 +3,6 @@
 #![allow(unsafe_code)]
 
 use super::array::DeviceArray;
-use super::buffer::Buffer;
 use super::cudarc::driver::CudaStream;
 use super::device::Cuda;
 use super::error::CudaError;
@@ -16,7 +15,8 @@ use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::inputs::{self, Inputs, Outputs};
 use flashtile_core::problem::ProblemDesc;
 use flashtile_core::tensor::{MaskView, TensorView, dense};
-use flashtile_kernel::{bf16, f16};
+use flashtile_kernel::cuda::Memory;
+use flashtile_kernel::{ScalarType, bf16, f16};
 use std::sync::Arc;
 
 impl Session {
@@ -101,7 +101,7 @@ enum Pages {
 
 /// Pages of codes, one after another.
 struct Codes {
-    buffer: Buffer,
+    memory: Memory,
     codec: Codec,
     shape: [usize; 4],
     strides: [usize; 2],
@@ -126,12 +126,10 @@ impl Pages {
             let from = codes.page(page, head);
             to[..from.len()].copy_from_slice(from);
         }
-        let buffer = Buffer::exact(stream, bytes.len())?;
-        // SAFETY: nothing but later work on the stream accesses the memory.
-        unsafe { buffer.write(stream, &bytes)? };
+        let memory = upload(stream, ScalarType::U8, &bytes)?;
         let means = codes.means().map(|means| List::new(stream, means)).transpose()?;
         let (codec, shape, strides) = (codes.codec(), codes.shape(), [heads * stride, stride]);
-        Ok(Self::Codes(Codes { buffer, codec, shape, strides, means }))
+        Ok(Self::Codes(Codes { memory, codec, shape, strides, means }))
     }
 
     fn view(&self) -> Result<DeviceKv<'_>, CudaError> {
@@ -139,9 +137,9 @@ impl Pages {
             Self::Elements(array) => return Ok(array.view().into()),
             Self::Codes(codes) => codes,
         };
-        let Codes { buffer, codec, shape, strides, means } = codes;
+        let Codes { memory, codec, shape, strides, means } = codes;
         // SAFETY: the pages lie there, and nothing writes them any more.
-        let view = unsafe { DeviceCodes::from_raw_parts(*codec, buffer.at(), *shape, *strides)? };
+        let view = unsafe { DeviceCodes::from_raw_parts(*codec, memory.address(), *shape, *strides)? };
         Ok(match means {
             None => view.into(),
             Some(means) => view.centered(means.view()?)?.into(),
@@ -151,7 +149,7 @@ impl Pages {
 
 /// A materialised mask on the device, with every axis of 1 broadcast.
 struct Mask {
-    buffer: Buffer,
+    memory: Memory,
     kind: MaskKind,
     shape: [usize; 4],
 }
@@ -171,14 +169,12 @@ impl Mask {
                 MaskKind::Additive(Dtype::BF16) => bytes.extend(bf16::from_f32(bias).to_ne_bytes()),
             }
         }
-        let buffer = Buffer::exact(stream, bytes.len())?;
-        // SAFETY: nothing but later work on the stream accesses the memory.
-        unsafe { buffer.write(stream, &bytes)? };
-        Ok(Self { buffer, kind: mask.kind(), shape })
+        let memory = upload(stream, ScalarType::U8, &bytes)?;
+        Ok(Self { memory, kind: mask.kind(), shape })
     }
 
     fn view(&self) -> Result<DeviceMask<'_>, CudaError> {
-        let (at, shape, strides) = (self.buffer.at(), self.shape, dense(self.shape));
+        let (at, shape, strides) = (self.memory.address(), self.shape, dense(self.shape));
         Ok(match self.kind {
             // SAFETY: the memory has the mask, which nothing writes any more.
             MaskKind::Bool => unsafe { DeviceMask::bool(at, shape, strides)? },
@@ -189,22 +185,23 @@ impl Mask {
 }
 
 /// A list of f32 on the device.
-struct List {
-    buffer: Buffer,
-    len: usize,
-}
+struct List(Memory);
 
 impl List {
     fn new(stream: &CudaStream, list: &[f32]) -> Result<Self, CudaError> {
         let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
-        let buffer = Buffer::exact(stream, bytes.len())?;
-        // SAFETY: nothing but later work on the stream accesses the memory.
-        unsafe { buffer.write(stream, &bytes)? };
-        Ok(Self { buffer, len: list.len() })
+        Ok(Self(upload(stream, ScalarType::F32, &bytes)?))
     }
 
     fn view(&self) -> Result<DeviceList<'_>, CudaError> {
         // SAFETY: the memory has the list, which nothing writes any more.
-        Ok(unsafe { DeviceList::from_raw_parts(self.buffer.at(), self.len)? })
+        Ok(unsafe { DeviceList::from_raw_parts(self.0.address(), self.0.len())? })
     }
+}
+
+/// Memory that holds the bytes of some elements, once the stream has come to it.
+fn upload(stream: &CudaStream, element: ScalarType, bytes: &[u8]) -> Result<Memory, CudaError> {
+    let mut memory = Memory::uninit(stream.context(), element, bytes.len() / element.bytes())?;
+    memory.write_on(stream, 0, bytes)?;
+    Ok(memory)
 }
