@@ -8,6 +8,7 @@ use flashtile::{
     SeqLens, Unsupported, Visibility,
 };
 use flashtile_gpu::facts::GpuFacts;
+use flashtile_gpu::launches::Launches;
 use flashtile_gpu::machines::{ALL_APPLE, M1, M1_PIPELINE_448, M3_MAX};
 use flashtile_gpu::plan::Plan;
 use flashtile_gpu::portable_kernel::PortableKernel;
@@ -338,6 +339,9 @@ fn portable_plans_refuse() {
         let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
+    // A tile of prefill has all keys of its rows.
+    let refusal = Launches::new(&problem, PortableTile::prefill(128, 64, 8, 1).with_splits(2)).unwrap_err();
+    assert_eq!(refusal, Unsupported::Splits { got: 2, max: 1 });
     for [rows, keys, simds] in [[32, 64, 4], [64, 48, 4], [96, 64, 3], [128, 256, 8]] {
         let tile = PortableTile::prefill(rows, keys, simds, 1);
         let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());

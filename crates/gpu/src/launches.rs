@@ -5,8 +5,8 @@ use crate::kernels::attend::{Attend, divisor};
 use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
 use crate::kernels::rows::kv_align;
-use crate::shape::{Shape, Tiling, count};
-use crate::tile::takes_prefill;
+use crate::shape::{Shape, count};
+use crate::tile::{Tiling, takes_prefill};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
@@ -145,11 +145,15 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Tile`] or [`Unsupported::Instance`].
+    /// [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Tile`], [`Unsupported::Splits`] of prefill, or
+    /// [`Unsupported::Instance`].
     pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
-        let tiling = tiling.into();
+        let Tiling { tile, splits } = tiling.into();
+        if tile.is_prefill() && splits != 1 {
+            return Err(Unsupported::Splits { got: splits, max: 1 });
+        }
         let (dims, desc) = (problem.dims(), problem.desc());
-        let shape = Shape::of(problem, tiling)?;
+        let shape = Shape::of(problem, tile.with_splits(splits))?;
         let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
         let variant = Variant {
             dtype: problem.dtype(),
@@ -159,17 +163,16 @@ impl Launches {
             v_codec,
         };
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
-        let kernels = match tiling {
-            Tiling::Decode(tile) => Kernels::Decode(DecodeKernels {
-                decode: variant.decode(tile).map_err(none)?,
-                merge: variant.merge().map_err(none)?,
-            }),
-            Tiling::Prefill(_) if !takes_prefill(problem) => {
-                return Err(Unsupported::Tile {
-                    why: "portable prefill takes rows of multiples of 16 elements up to 128, and keys and values of the dtype of q",
-                });
-            }
-            Tiling::Prefill(tile) => Kernels::Prefill(variant.prefill(tile).map_err(none)?),
+        if tile.is_prefill() && !takes_prefill(problem) {
+            return Err(Unsupported::Tile {
+                why: "portable prefill takes rows of multiples of 16 elements up to 128, and keys and values of the dtype of q",
+            });
+        }
+        let first = variant.attend(tile).map_err(none)?;
+        let kernels = if tile.is_prefill() {
+            Kernels::Prefill(first)
+        } else {
+            Kernels::Decode(DecodeKernels { decode: first, merge: variant.merge().map_err(none)? })
         };
         Ok(Self {
             kernels,

@@ -68,10 +68,10 @@ impl Plan {
             return Err(Unsupported::SkipTiles);
         }
         // Refuses dimensions before anything is computed from them.
-        Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
+        Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
         let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts, options.splits));
         tile.check()?;
-        let groups = groups(&Shape::of(problem, tile.with_splits(1))?);
+        let groups = groups(&Shape::of(problem, tile)?);
         let splits = tile.splits(problem, facts, options.splits, groups)?;
         let launches = Launches::new(problem, tile.with_splits(splits))?;
         fits(&launches, facts)?;

@@ -4,7 +4,6 @@ use crate::facts::GpuFacts;
 use crate::kernels::formats::padded;
 use crate::kernels::prefill::ROW_PADDING;
 use crate::kernels::rows::larger;
-use crate::shape::{PrefillTile, Tile, Tiling};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -29,17 +28,6 @@ pub(crate) fn takes_prefill(problem: &Problem) -> bool {
     elements && of_16 && dim(problem) <= MAX_PREFILL_DIM
 }
 
-/// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
-/// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16.
-#[must_use]
-pub const fn default_prefill_tile(dim: usize) -> PrefillTile {
-    if dim <= 64 {
-        PrefillTile { simd_rows: 2, keys: 2, simds: 4, resident: 2 }
-    } else {
-        PrefillTile { simd_rows: 1, keys: 4, simds: 8, resident: 1 }
-    }
-}
-
 /// How a threadgroup of the portable kernels divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PortableTile {
@@ -55,6 +43,23 @@ pub struct PortableTile {
     is_prefill: bool,
 }
 
+/// A tile, and the splits of the keys of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Tiling {
+    /// The tile.
+    pub tile: PortableTile,
+    /// The splits; 1 for prefill.
+    pub splits: usize,
+}
+
+impl From<PortableTile> for Tiling {
+    /// Without splits.
+    fn from(tile: PortableTile) -> Self {
+        tile.with_splits(1)
+    }
+}
+
 impl PortableTile {
     /// A tile of decode: `rows` query rows (8, 16 or 32) and `simds` SIMD groups (1, 2, 4 or 8) with `simd_keys` keys each (16 or 32),
     /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
@@ -68,6 +73,26 @@ impl PortableTile {
     #[must_use]
     pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
         Self { rows, simd_keys: keys, simds, resident, is_prefill: true }
+    }
+
+    /// The fastest tile of decode where tiles were measured: 32 keys at a time where their words and operands fit in registers.
+    #[must_use]
+    pub const fn default_decode(k: Codec, head_dim: usize) -> Self {
+        let fit = matches!(k, Codec::Tq4 | Codec::Int8 | Codec::Fp8) && head_dim <= 128;
+        Self::new(8, if fit { 32 } else { 16 }, 4, 1)
+    }
+
+    /// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
+    /// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16.
+    #[must_use]
+    pub const fn default_prefill(dim: usize) -> Self {
+        if dim <= 64 { Self::prefill(128, 32, 4, 2) } else { Self::prefill(128, 64, 8, 1) }
+    }
+
+    /// The tile with a number of splits of the keys of a row, which is 1 for prefill.
+    #[must_use]
+    pub const fn with_splits(self, splits: usize) -> Tiling {
+        Tiling { tile: self, splits }
     }
 
     pub(crate) fn check(&self) -> Result<(), Unsupported> {
@@ -121,13 +146,15 @@ impl PortableTile {
         32 * self.simds
     }
 
-    pub(crate) const fn with_splits(&self, splits: usize) -> Tiling {
-        let (rows, keys, simds) = (self.rows / 8, self.simd_keys / 16, self.simds);
-        if self.is_prefill {
-            let (simd_rows, resident) = (rows / (2 * simds), self.resident);
-            return Tiling::Prefill(PrefillTile { simd_rows, keys, simds, resident });
-        }
-        Tiling::Decode(Tile { rows, keys, simds, splits })
+    /// SIMD groups of a threadgroup.
+    #[must_use]
+    pub const fn simds(&self) -> usize {
+        self.simds
+    }
+
+    /// Keys that a SIMD group multiplies at a time.
+    pub(crate) const fn simd_keys(&self) -> usize {
+        self.simd_keys
     }
 
     /// Bytes of shared memory of a threadgroup over rows of `dims` elements of q, k and of v. Of decode: queries or outputs in f32, the
@@ -167,10 +194,10 @@ impl PortableTile {
     /// results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
         let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
-        let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
+        let keys = Self::default_decode(problem.k_codec(), problem.dims().head_dim).simd_keys;
         let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
         let simds = if groups.saturating_mul(4) <= facts.cores { 8 } else { 4 };
-        let tile = Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, simds.min(facts.max_simds()), 1);
+        let tile = Self::new(rows, if rows == 8 { keys } else { 16 }, simds.min(facts.max_simds()), 1);
         tile.with_resident(problem, facts)
     }
 
@@ -190,13 +217,14 @@ impl PortableTile {
         if !multiplied || !takes_prefill(problem) || max_rows(problem) <= MAX_DECODE_ROWS {
             return None;
         }
-        let PrefillTile { simd_rows, keys, simds, resident } = default_prefill_tile(dim(problem));
+        let Self { rows, simd_keys: keys, simds, resident, .. } = Self::default_prefill(dim(problem));
+        let simd_rows = rows / simds;
         // Fewer threads where a device has fewer. Half as many SIMD groups leave registers for twice as many threadgroups.
         let simds = simds.min(facts.max_simds());
         let [more, fewer] = [(simds, resident), ((simds / 2).max(1), 2 * resident)];
         // Fewer rows a SIMD group, then smaller blocks where registers or shared memory are fewer. Threads of fewer SIMD groups hold more.
-        let shapes = [(simd_rows, keys), (1, keys), (simd_rows, keys / 2), (1, keys / 2)];
-        let tile = |(simd_rows, keys), simds| Self::prefill(16 * simd_rows * simds, 16 * keys, simds, 1);
+        let shapes = [(simd_rows, keys), (16, keys), (simd_rows, keys / 2), (16, keys / 2)];
+        let tile = |(simd_rows, keys), simds| Self::prefill(simd_rows * simds, keys, simds, 1);
         let shape = shapes.into_iter().find(|&shape| {
             let tile = tile(shape, fewer.0);
             tile.shared_bytes(row_dims(problem), problem.dtype()) <= facts.shared_per_group

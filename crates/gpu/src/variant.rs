@@ -8,8 +8,8 @@ use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
 use crate::kernels::rotation::hadamard;
-use crate::shape::{HEAD_DIMS, PrefillTile, Tile};
-use crate::tile::default_prefill_tile;
+use crate::shape::HEAD_DIMS;
+use crate::tile::PortableTile;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::limits::MAX_HEAD_DIM;
@@ -149,40 +149,26 @@ impl std::fmt::Display for VariantError {
 impl std::error::Error for VariantError {}
 
 impl Variant {
-    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile.
+    /// The instance of [`decode()`](crate::kernels::decode::decode()) or [`prefill()`](crate::kernels::prefill::prefill()) with a
+    /// tile, whichever the tile is of.
     ///
     /// # Errors
     /// [`GenericsError`].
-    pub fn decode(&self, tile: Tile) -> Result<Instance, GenericsError> {
-        let (k_format, v_format) = (format_id(self.k_codec), format_id(self.v_codec));
-        decode::specialise(&[
-            Generic::Type(scalar_type(self.dtype)),
-            Generic::U32(k_format),
-            Generic::U32(v_format),
-            Generic::Usize(self.head_dim),
-            Generic::Usize(self.value_dim),
-            Generic::Usize(tile.rows),
-            Generic::Usize(tile.keys),
-            Generic::Usize(tile.simds),
-        ])
-    }
-
-    /// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with a tile.
-    ///
-    /// # Errors
-    /// [`GenericsError`].
-    pub fn prefill(&self, tile: PrefillTile) -> Result<Instance, GenericsError> {
-        prefill::specialise(&[
+    pub fn attend(&self, tile: PortableTile) -> Result<Instance, GenericsError> {
+        let (rows, keys, simds) = (tile.rows(), tile.simd_keys() / 16, tile.simds());
+        let mut generics = vec![
             Generic::Type(scalar_type(self.dtype)),
             Generic::U32(format_id(self.k_codec)),
             Generic::U32(format_id(self.v_codec)),
             Generic::Usize(self.head_dim),
             Generic::Usize(self.value_dim),
-            Generic::Usize(tile.simd_rows),
-            Generic::Usize(tile.keys),
-            Generic::Usize(tile.simds),
-            Generic::Usize(tile.resident),
-        ])
+        ];
+        if tile.is_prefill() {
+            generics.extend([rows / (16 * simds), keys, simds, tile.resident()].map(Generic::Usize));
+            return prefill::specialise(&generics);
+        }
+        generics.extend([rows / 8, keys, simds].map(Generic::Usize));
+        decode::specialise(&generics)
     }
 
     /// The instance of [`merge()`](crate::kernels::merge::merge()).
@@ -219,12 +205,12 @@ impl Variant {
             }
         }
         let made = match kernel.name {
-            "decode" => self.decode(Tile::of(self.k_codec, self.head_dim)),
+            "decode" => self.attend(PortableTile::default_decode(self.k_codec, self.head_dim)),
             "prefill" => {
                 if let Some(codec) = codecs.into_iter().find(|&codec| codec != Codec::of(self.dtype)) {
                     return Err(VariantError::Rows { codec, dtype: self.dtype });
                 }
-                self.prefill(default_prefill_tile(self.head_dim.max(self.value_dim)))
+                self.attend(PortableTile::default_prefill(self.head_dim.max(self.value_dim)))
             }
             "encode" | "append" => {
                 let codes = self.k_codec.dtype().is_none();
@@ -364,8 +350,7 @@ mod tests {
 
     #[test]
     fn registers_are_bounded_for_the_threadgroups_of_a_core() {
-        let tile = PrefillTile { simd_rows: 1, keys: 2, simds: 8, resident: 2 };
-        let instance = PLAIN.prefill(tile).unwrap();
+        let instance = PLAIN.attend(PortableTile::prefill(128, 32, 8, 2)).unwrap();
         assert_eq!(instance.resident(), 2);
         assert!(instance.source(flashtile_kernel::Target::Cuda).contains("__launch_bounds__(256, 2)"));
     }

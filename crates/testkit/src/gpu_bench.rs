@@ -24,8 +24,7 @@ use flashtile_gpu::kernels::merge::{self as merging, Merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::kernels::{copy, decode, encode, mask_tiles as tiling, prefill, rotation};
 use flashtile_gpu::launches::{Launches, Placed};
-use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
-use flashtile_gpu::tile::default_prefill_tile;
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_gpu::variant::Variant;
 #[cfg(feature = "simulator")]
 use flashtile_kernel::simulator::{Report, Simulator};
@@ -50,7 +49,7 @@ pub struct Workload {
 }
 
 /// The tile of prefill on the simulator: two SIMD groups of 16 rows, blocks of 16 keys.
-pub(crate) const PREFILL_TILE: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2, resident: 1 };
+pub(crate) const PREFILL_TILE: PortableTile = PortableTile::prefill(32, 16, 2, 1);
 
 /// Finds the instance with native code, for the simulator.
 type Find = fn(&Instance) -> Option<Instance>;
@@ -524,11 +523,11 @@ fn attention(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     let all = tables(0..batch);
     let inputs = paged(queries(0, batch)?, [&k, &v], &all)?;
     let tile = if find.is_some() {
-        Tile { rows: 1, keys: 1, simds: 2, splits }
+        PortableTile::new(8, 16, 2, 1)
     } else {
-        Tile { splits, ..Tile::of(codec, dim) }
+        PortableTile::default_decode(codec, dim)
     };
-    staged_job(&whole, &inputs, tile.into(), want, find)
+    staged_job(&whole, &inputs, tile.with_splits(splits), want, find)
 }
 
 /// Attention of all rows of dense sequences over all of their keys: [`prefill()`](prefill::prefill()).
@@ -562,7 +561,7 @@ fn prefilled(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
         let answer = reference::attention(&problem(1, 1)?, &inputs(at, [1, 1])?).map_err(|e| message(&e))?;
         want.push((at * head, answer.out));
     }
-    let tile = if find.is_some() { PREFILL_TILE } else { default_prefill_tile(dim) };
+    let tile = if find.is_some() { PREFILL_TILE } else { PortableTile::default_prefill(dim) };
     staged_job(&problem(batch, heads)?, &inputs(0, [batch, heads])?, tile.into(), want, find)
 }
 

@@ -11,7 +11,7 @@ use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView};
 use flashtile_gpu::launches::{Launches, Placed, Strides, sequences};
 use flashtile_gpu::run::{Operands, Tables, Workspace, run};
-use flashtile_gpu::shape::Tiling;
+use flashtile_gpu::tile::Tiling;
 use flashtile_kernel::{Device, DeviceMemory, LaunchError, ScalarType, bf16, f16};
 
 /// Alignment of page rows, in bytes.

@@ -1,7 +1,7 @@
 //! The catalogue of cases on the simulator.
 
 use crate::support::{PREFILL, TILE, runner};
-use flashtile_gpu::shape::Tiling;
+use flashtile_gpu::tile::Tiling;
 use flashtile_testkit::{Case, Failure, catalogue, quantized, run_case};
 use std::collections::BTreeMap;
 

@@ -15,7 +15,7 @@ use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::registry::{cache_instances, instances};
-use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::source::Instance;
 use flashtile_kernel::{Argument, Device, Generic, Launch, Plain, Scalar, ScalarType, Target, bf16, f16};
@@ -233,10 +233,10 @@ impl Runner for MetalRunner {
 }
 
 /// Two SIMD groups in each of two splits.
-const DECODE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
+const DECODE: Tiling = PortableTile::new(8, 16, 2, 1).with_splits(2);
 
 /// Two SIMD groups of 16 rows, blocks of 32 keys.
-const PREFILL: PrefillTile = PrefillTile { simd_rows: 1, keys: 2, simds: 2, resident: 1 };
+const PREFILL: PortableTile = PortableTile::prefill(32, 32, 2, 1);
 
 /// Runs the cases that a device takes; at least `at_least` must pass.
 fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, tiling: impl Into<Tiling>, at_least: usize) {

@@ -10,7 +10,7 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::problem::Problem;
 use flashtile_core::problem::Sequence;
-use flashtile_gpu::shape::{Tile, Tiling};
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Instance, bf16, f16};
 pub(crate) use natives::find;
@@ -53,8 +53,8 @@ impl SimulatorRunner {
     /// With two SIMD groups per threadgroup and two splits, so that both merges take place.
     #[must_use]
     pub fn new() -> Self {
-        let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
-        Self { tiling: tile.into(), aligned: ALIGNED, padded: true, find, max_scores: u64::MAX }
+        let tiling = PortableTile::new(8, 16, 2, 1).with_splits(2);
+        Self { tiling, aligned: ALIGNED, padded: true, find, max_scores: u64::MAX }
     }
 
     /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
@@ -157,14 +157,9 @@ fn write(
 
 impl Runner for SimulatorRunner {
     fn name(&self) -> String {
-        match self.tiling {
-            Tiling::Decode(Tile { rows, keys, simds, splits }) => {
-                format!("simulator {}x{} simds {simds} splits {splits}", 8 * rows, 16 * keys)
-            }
-            Tiling::Prefill(tile) => {
-                format!("simulator prefill {}x{} simds {}", tile.rows(), 16 * tile.keys, tile.simds)
-            }
-        }
+        let Tiling { tile, splits } = self.tiling;
+        let op = if tile.is_prefill() { "prefill" } else { "decode" };
+        format!("simulator {op} {}x{} simds {} splits {splits}", tile.rows(), tile.keys(), tile.simds())
     }
 
     fn run(

@@ -96,25 +96,25 @@ mod tests {
     use super::super::PREFILL_TILE;
     use super::*;
     use flashtile_core::dtype::Dtype;
-    use flashtile_gpu::shape::Tile;
+    use flashtile_gpu::tile::PortableTile;
     use flashtile_gpu::variant::Variant;
 
     #[test]
     fn there_is_native_code_for_what_is_offered() {
-        let tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
+        let tile = PortableTile::new(8, 16, 2, 1);
         for q in [Dtype::F32, Dtype::F16, Dtype::BF16] {
             for codecs in CODECS.into_iter().chain([[Codec::of(q); 2]]) {
                 for dim in DIMS {
                     let [k_codec, v_codec] = codecs;
                     let variant = Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec };
-                    let wanted = variant.decode(tile).unwrap();
+                    let wanted = variant.attend(tile).unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",
                         wanted.entry()
                     );
                     if codecs == [Codec::of(q); 2] {
-                        let wanted = variant.prefill(PREFILL_TILE).unwrap();
+                        let wanted = variant.attend(PREFILL_TILE).unwrap();
                         assert!(find(&wanted).is_some_and(|found| found.native().is_some()));
                     }
                     let wanted = variant.merge().unwrap();
