@@ -303,7 +303,10 @@ macro_rules! native_encode {
             { $format },
             { $d },
             { $crate::kernels::formats::hadamard_order($format, $d) },
-            { $crate::kernels::encode::scheme_of($format) },
+            { $crate::kernels::quantize::scheme_of($format) },
+            { $crate::kernels::encode::held_numbers($format, $d) },
+            { $crate::kernels::octet::octet_coordinates($format, $d) },
+            { $crate::kernels::octet::octet_coordinates($format, $d) / 4 },
         >()
     };
 }

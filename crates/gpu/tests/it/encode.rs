@@ -7,6 +7,7 @@ use flashtile_core::isa::IsaToken;
 use flashtile_gpu::encoding::{self, Appended};
 use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::encode::Rows;
+use flashtile_gpu::kernels::{octet, quantize};
 use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Generic, Instance, Scalar, bf16, f16};
@@ -378,21 +379,21 @@ fn f64_is_reproduced() {
     let mut rng = Rng::new(17);
     for _ in 0..1_000_000 {
         let (a, b, c) = (integer(&mut rng, 63), integer(&mut rng, 32) as u32, integer(&mut rng, 31) as u32);
-        assert_eq!(encode::rounded(a, false, 0), (a as f64).to_bits(), "{a}");
+        assert_eq!(quantize::rounded(a, false, 0), (a as f64).to_bits(), "{a}");
         let ratio = a as f64 / f64::from(b);
-        assert_eq!(encode::quotient((a as f64).to_bits(), b), ratio.to_bits(), "{a} / {b}");
+        assert_eq!(quantize::quotient((a as f64).to_bits(), b), ratio.to_bits(), "{a} / {b}");
         let factor = c as f32 * 1e-9;
         let product = ratio * f64::from(factor);
         assert_eq!(
-            encode::product(ratio.to_bits(), factor.to_bits()),
+            quantize::product(ratio.to_bits(), factor.to_bits()),
             product.to_bits(),
             "{ratio} * {factor}"
         );
-        assert_eq!(encode::narrowed(product.to_bits()), product as f32, "{product}");
+        assert_eq!(quantize::narrowed(product.to_bits()), product as f32, "{product}");
         // Halves of an f32's last bit.
         let half = f64::from(factor) + f64::from(factor.next_up() - factor) / 2.0;
         for x in [half, half.next_down(), half.next_up()] {
-            assert_eq!(encode::narrowed(x.to_bits()), x as f32, "{x}");
+            assert_eq!(quantize::narrowed(x.to_bits()), x as f32, "{x}");
         }
     }
 }
@@ -414,7 +415,7 @@ fn scales_are_those_of_f64() {
             let scale = f16::from_f32(
                 (ratio * f64::from(most / 32767.0) * f64::from(flashtile_core::codec::SCALE_UNIT)) as f32,
             );
-            let got = encode::scale_of(energy, products as u32, squares as u32, most, unbiased);
+            let got = quantize::scale_of(energy, products as u32, squares as u32, most, unbiased);
             assert_eq!(got, u32::from(scale.to_bits()), "{energy} {products} {squares} {most} {unbiased}");
         }
     }
@@ -431,7 +432,7 @@ fn factor(bits: usize, dim: usize, energy: u64, trial: u32) -> u32 {
 /// Goes through the steps of both functions of the energy: each falls, so that they are equal where they are next to steps.
 fn same_factors<const FORMAT: u32, const D: usize>() {
     let bits = FORMAT as usize - 3;
-    let hundredfold = u128::from(encode::hundredfold(FORMAT));
+    let hundredfold = u128::from(quantize::hundredfold(FORMAT));
     let square = (1u128 << 36) * hundredfold * hundredfold * D as u128;
     let (least, most) = (32767u64 * 32767, D as u64 * 32767 * 32767);
     let mut steps = 0;
@@ -439,7 +440,7 @@ fn same_factors<const FORMAT: u32, const D: usize>() {
         let (low, high) = (factor(bits, D, most, trial), factor(bits, D, least, trial));
         assert!(low > 1 && high < 1 << 15);
         for energy in [least, most] {
-            assert_eq!(encode::factor_of::<FORMAT, D>(energy, trial), factor(bits, D, energy, trial));
+            assert_eq!(quantize::factor_of::<FORMAT, D>(energy, trial), factor(bits, D, energy, trial));
         }
         for n in low..high {
             // The greatest energy for which the exact quotient is above n + 1/2.
@@ -448,7 +449,7 @@ fn same_factors<const FORMAT: u32, const D: usize>() {
             let last = (square / (root * root)) as u64;
             for energy in (last - 1..=last + 2).filter(|energy| (least..=most).contains(energy)) {
                 let want = factor(bits, D, energy, trial);
-                let got = encode::factor_of::<FORMAT, D>(energy, trial);
+                let got = quantize::factor_of::<FORMAT, D>(energy, trial);
                 assert_eq!(got, want, "{bits} bits of {D}, trial {trial}, energy {energy}");
             }
             // Both are n + 1 up to their step, and n behind it.
@@ -474,12 +475,27 @@ fn factors_are_those_of_f64_for_every_energy() {
 }
 
 #[test]
+fn half_levels_of_octets_are_the_products_of_integers() {
+    for factor in 300..1u32 << 13 {
+        let unit = octet::unit_of(factor);
+        let half_levels = |x: u32| octet::half_levels_of(octet::entry_of(x as f32, unit));
+        for n in 0..255u32 {
+            // The first coordinate with more half levels.
+            let x = ((n + 1) << 16).div_ceil(factor);
+            let last = (n + 1).min(254);
+            assert_eq!((half_levels(x - 1), half_levels(x)), (n.min(254), last), "{factor}: {x}");
+        }
+        assert_eq!((half_levels(0), half_levels(32767)), (0, (32767 * factor >> 16).min(254)), "{factor}");
+    }
+}
+
+#[test]
 fn numbers_of_e4m3_are_those_of_the_cpu() {
     // Every number of 20 bits, and what is next to it.
     for bits in (0..1u64 << 32).step_by(1 << 12).flat_map(|bits| [bits, bits + 1, bits + 0xfff]) {
         let x = f32::from_bits(bits as u32);
         if x.is_finite() {
-            assert_eq!(encode::e4m3_of(x), u32::from(flashtile_core::codec::e4m3(x)), "{x}");
+            assert_eq!(quantize::e4m3_of(x), u32::from(flashtile_core::codec::e4m3(x)), "{x}");
         }
     }
 }
