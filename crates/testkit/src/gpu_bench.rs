@@ -713,9 +713,8 @@ fn merged(shape: &Shape, find: Option<Find>) -> Result<Job, String> {
     })
 }
 
-/// Heads of the rows to append, and the threadgroups that divide the rows.
+/// Heads of the rows to append.
 const APPENDED_HEADS: usize = 8;
-const APPENDING_GROUPS: usize = 2048;
 
 /// Rows of bf16 `[tokens, heads, dim]` are appended to one page.
 fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, String> {
@@ -752,7 +751,7 @@ fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, Stri
     };
     let run = Appended { batch: 0, first: 0, rows: count(tokens)?, sequence: 0, position: 0 };
     let runs = encoding::runs(&[run], params.heads).ok_or("more rows than a kernel counts")?;
-    let groups = count(rows.div_ceil(4).min(APPENDING_GROUPS))?;
+    let groups = encoding::encode_groups(codec, dim, count(rows)?);
     let (x, table, runs) = (Values::elements(dtype, &x), Values::U32(vec![0]), Values::U32(runs));
     let pages = Written::Blank(ScalarType::U8, want.len());
     let generics = encoding::encode_generics(codec, dtype, dim);
@@ -761,7 +760,7 @@ fn appended(shape: &Shape, codec: Codec, find: Option<Find>) -> Result<Job, Stri
         (vec![x, table, runs], vec![pages], instance, Work::Append(params, groups))
     } else {
         let instance = encode::encode::specialise(&generics);
-        let (means, numbers) = (Values::F32(vec![0.0]), Values::U32(encoding::encode_table(codec)));
+        let (means, numbers) = (Values::F32(vec![0.0]), Values::U32(encoding::encode_table(codec, dim)));
         let inputs = vec![x, means, Values::F32(factors(codec, dim)), numbers, table, runs];
         let outputs = vec![pages, Written::Set(Values::U32(vec![u32::MAX]))];
         (inputs, outputs, instance, Work::Encode(params, groups))

@@ -3,7 +3,7 @@
 use super::error::StoreError;
 use super::rows::{GpuRows, GpuRowsMut, dtype_of};
 use crate::codecs::{codebooks, factors, magnitudes};
-use crate::encoding::{Appended, encode_generics, encode_table, refusal, runs};
+use crate::encoding::{Appended, encode_generics, encode_groups, encode_table, refusal, row_groups, runs};
 use crate::kernels::cache::{PageBytes, copy_rows, read_codes, read_elements};
 use crate::kernels::encode::{Rows, append, encode};
 use flashtile_core::cache::{CacheError, Pool, RowRun};
@@ -23,17 +23,11 @@ type Specialise = fn(&[Generic]) -> Result<Instance, GenericsError>;
 /// Runs that one launch takes: a threadgroup coordinate of each.
 pub(super) const MAX_RUNS: usize = 32_768;
 
-/// Threadgroups of a run at most; they take its rows in turns.
-const MAX_GROUPS: u32 = 2048;
-
 /// Bytes of pages between two others that are copied to main memory with them: that takes less time than a transfer's start.
 const MAX_GAP_BYTES: usize = 128 << 10;
 
 /// Bytes of pages that one transfer copies, beyond which a transfer's start no longer counts.
 const MAX_SPAN_BYTES: usize = 32 << 20;
-
-/// SIMD groups of a threadgroup, each of which takes a row at a time.
-const SIMDS: u32 = 4;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -161,9 +155,9 @@ impl<M: DeviceMemory> Lists<M> {
         Ok(Self { held: Vec::new(), table: room(64)?, runs: room(512)?, count: 0, rows: 0 })
     }
 
-    fn groups(&self, heads: usize) -> [u32; 3] {
-        let rows = self.rows.saturating_mul(heads as u32);
-        [rows.div_ceil(SIMDS).clamp(1, MAX_GROUPS), self.count, 1]
+    /// Rows of the largest run, of all heads.
+    fn rows(&self, heads: usize) -> u32 {
+        self.rows.saturating_mul(heads as u32)
     }
 }
 
@@ -204,7 +198,7 @@ impl<M: DeviceMemory> GpuPool<M> {
             copier: native(copy_rows::instance()),
             regions: regions(codec, dim),
             factors: f32s(&factors(codec, dim))?,
-            numbers: if codes { u32s(&encode_table(codec))? } else { u32s(&[])? },
+            numbers: if codes { u32s(&encode_table(codec, dim))? } else { u32s(&[])? },
             levels: u32s(&magnitudes(codec, dim))?,
             codebooks: f32s(&codebooks(codec, Codec::F32).0)?,
             status: u32s(&vec![u32::MAX; layers])?,
@@ -277,7 +271,7 @@ impl<M: DeviceMemory> GpuPool<M> {
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
         let (params, heads) = (self.rows(x.strides), self.shape[1]);
-        let groups = lists.groups(heads);
+        let groups = [encode_groups(self.codec, self.shape[3], lists.rows(heads)), lists.count, 1];
         let (table, runs) = (lists.table.view(), lists.runs.view());
         let pages = self.layers[layer].view_mut();
         let status = Span { element: ScalarType::U32, offset: layer, len: 1 };
@@ -317,7 +311,7 @@ impl<M: DeviceMemory> GpuPool<M> {
         let (params, heads) = (self.rows(x.strides), self.shape[1]);
         for chunk in all.chunks(MAX_RUNS) {
             let lists = Lists::new(device, heads, chunk)?;
-            let groups = lists.groups(heads);
+            let groups = [row_groups(lists.rows(heads)), lists.count, 1];
             let (table, runs) = (lists.table.view(), lists.runs.view());
             let (pages, x) = (self.layers[layer].view(), x.view.reborrow());
             let launched = if self.codec.dtype().is_some() {

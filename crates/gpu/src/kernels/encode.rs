@@ -11,13 +11,12 @@ use super::formats::{F16, F32, MLX4, TQ2};
 use super::formats::{
     first_bytes, hadamard_order, in_planes, is_codes, is_mlx, plane_bits, scale_bytes, second_bytes,
 };
-use super::octet::{ENTRIES, MAX_ENERGY};
 use super::octet::{
-    encode_octet, fit_octet, no_rotation, octet_coordinates, octet_rotation, poison_octet, rotate_octet,
+    ENTRIES, MAX_ENERGY, encode_octet, encode_resident, fit_octet, half_levels_of, in_octets,
 };
-use super::octet::{half_levels_of, in_octets, store_octet, sum_each};
+use super::octet::{octet_coordinates, octet_rotation, rotate_octet, store_octet, sum_each};
 use super::quantize::{CODEBOOK, FLOATS, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
-use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of, scheme_of};
+use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of, scheme_of, stepped};
 use super::rotation::{block_count, rotate};
 use super::rows::{Row, row_at, source_at};
 use flashtile_kernel::prelude::*;
@@ -80,13 +79,13 @@ pub fn run_of(runs: &Buffer<u32>, index: u32) -> Run {
 
 /// The first element of a row.
 #[device]
-pub fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
+fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
     run.batch as u64 * params.x[0] + (run.first + row) as u64 * params.x[1] + head as u64 * params.x[2]
 }
 
 /// The first byte of the page of a position and head. Blocks that the table has no entry for start it again: a ring.
 #[device]
-pub fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
+fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
     let block = position / params.page;
     let page = table[sequence as u64 * params.width as u64 + (block % params.width) as u64];
     page as u64 * params.pages[0] + head as u64 * params.pages[1]
@@ -177,8 +176,8 @@ fn sum_all(numbers: [u32; 8]) -> u32 {
 }
 
 /// Codes of levels of a row of whole numbers, of the best of eight scales: that with which least squares explains most
-/// of the energy. `known` has for each number of half levels the nearest level and 256 times its index; `levels` the levels alone, as
-/// 256 bytes are two words a bank, so that few lanes wait for each other.
+/// of the energy. `known` has the numbers of [`encode()`]; `levels` the levels alone, as 256 bytes are two words a bank, so
+/// that few lanes wait for each other.
 #[device]
 fn search<const FORMAT: u32, const D: usize>(
     row: &Shared<f32>,
@@ -190,7 +189,13 @@ fn search<const FORMAT: u32, const D: usize>(
 ) -> Sums {
     // Every eighth lane has the same trial.
     let trial = simd_lane() % 8;
-    let factor = factor_of::<FORMAT, D>(energy, trial);
+    let mut at = energy;
+    for n in 0..4u32 {
+        let word = 256 + 8 * trial + 2 * n;
+        let step = known[word] as u64 | (known[word + 1] as u64) << 32u32;
+        at = stepped(energy, step, at);
+    }
+    let factor = factor_of::<FORMAT, D>(at, trial);
     let mut factors = [0u32; 8];
     for t in 0..8usize {
         factors[t] = simd_shuffle(factor, t as u32);
@@ -282,11 +287,15 @@ fn normalised<const FORMAT: u32, const D: usize>(
 fn packed<const D: usize>(codes: &Shared<u8>, start: u32, index: u32, bits: u32, from: u32) -> u32 {
     let block = index / (16 * bits);
     let within = index % (16 * bits);
-    let bytes = (D as u32 - 128 * block).min(128) * bits / 8;
+    let size = (D as u32 - 128 * block).min(128);
+    let bytes = (size * bits).div_ceil(8);
     let mut byte = 0u32;
     for part in 0..8 / bits {
-        let code = codes[start + 128 * block + part * bytes + within] as u32;
-        byte |= (code >> from & ((1u32 << bits) - 1)) << (part * bits);
+        let at = part * bytes + within;
+        if at < size {
+            let code = codes[start + 128 * block + at] as u32;
+            byte |= (code >> from & ((1u32 << bits) - 1)) << (part * bits);
+        }
     }
     byte
 }
@@ -321,18 +330,25 @@ fn store<const FORMAT: u32, const D: usize>(
     }
 }
 
-/// Fills a row with bytes 0xFF: its scale is a NaN.
+/// Fills a row with bytes 0xFF: its scale is a NaN. By `lanes` lanes.
 #[device]
-fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
-    for at in (simd_lane()..first_bytes(FORMAT, D as u32)).step_by(32) {
+fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row, lane: u32, lanes: u32) {
+    for at in (lane..first_bytes(FORMAT, D as u32)).step_by(lanes as usize) {
         pages[row.first + at as u64] = 255u32 as u8;
     }
-    for at in (simd_lane()..second_bytes(FORMAT, D as u32)).step_by(32) {
+    for at in (lane..second_bytes(FORMAT, D as u32)).step_by(lanes as usize) {
         pages[row.second + at as u64] = 255u32 as u8;
     }
-    if simd_lane() < scale_bytes(FORMAT, D as u32) {
-        pages[row.scale + simd_lane() as u64] = 255u32 as u8;
+    if lane < scale_bytes(FORMAT, D as u32) {
+        pages[row.scale + lane as u64] = 255u32 as u8;
     }
+}
+
+/// One of [`f64_steps`](crate::encoding::f64_steps) of the lane's trial.
+#[device]
+fn step_of(numbers: &Buffer<u32>, n: u32) -> u64 {
+    let at = 256 + 8 * (simd_lane() % 8) + 2 * n;
+    numbers[at] as u64 | (numbers[at + 1] as u64) << 32u32
 }
 
 /// Codes of a row of `int8` or `tq`; returns the bits of its scale, which is 0 for a row of zeros.
@@ -389,15 +405,27 @@ pub struct RunRow {
     pub index: u32,
     /// Its key/value head.
     pub head: u32,
-    /// Its position in the sequence.
-    pub position: u32,
+    /// Its first element in the tensor.
+    pub element: u64,
+    /// The first byte of its page and head.
+    pub page: u64,
+    /// Its number in the page.
+    pub in_page: u32,
 }
 
 /// Row `n` of a run: positions in order, the heads of a position one after another.
 #[device]
-pub fn row_of(params: &Rows, run: Run, n: u32) -> RunRow {
+pub fn row_of(table: &Buffer<u32>, params: &Rows, run: Run, n: u32) -> RunRow {
     let index = n / params.heads;
-    let row = RunRow { index, head: n % params.heads, position: run.position + index };
+    let head = n % params.heads;
+    let position = run.position + index;
+    let row = RunRow {
+        index,
+        head,
+        element: first_of(params, run, index, head),
+        page: page_of(table, params, run.sequence, position, head),
+        in_page: position % params.page,
+    };
     row
 }
 
@@ -412,20 +440,19 @@ struct Elements<'a, T: Element> {
     centered: bool,
 }
 
-/// Loads a row from element `from` on; whether a lane's own elements are finite.
+/// Loads a row; whether a lane's own elements are finite.
 #[device]
 fn load_row<T: Element, const D: usize>(
     elements: Elements<T>,
-    from: u64,
-    head: u32,
+    from: RunRow,
     row: &mut Shared<f32>,
     start: u32,
 ) -> bool {
     let mut finite = true;
     for c in (simd_lane()..D as u32).step_by(32) {
-        let mut number = elements.x[from + c as u64].to_f32();
+        let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
-            number -= elements.means[head * D as u32 + c];
+            number -= elements.means[from.head * D as u32 + c];
         }
         row[start + c] = number;
         finite = finite && number.is_finite();
@@ -433,16 +460,16 @@ fn load_row<T: Element, const D: usize>(
     finite
 }
 
-/// Loads a row from element `from` on.
+/// The lane's elements of a row: see [`octet`](super::octet).
 #[device]
-fn load_octet<T: Element, const N: usize>(elements: Elements<T>, from: u64, head: u32) -> [f32; N] {
+fn load_octet<T: Element, const N: usize>(elements: Elements<T>, from: RunRow) -> [f32; N] {
     let lane = simd_lane() % 8;
     let mut x = [0.0; N];
     for k in 0..N {
         let c = 8 * k as u32 + lane;
-        let mut number = elements.x[from + c as u64].to_f32();
+        let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
-            number -= elements.means[head * (8 * N) as u32 + c];
+            number -= elements.means[from.head * (8 * N) as u32 + c];
         }
         x[k] = number;
     }
@@ -469,30 +496,28 @@ fn fill_tables<const FORMAT: u32, const D: usize>(
             indices[at] = (number >> 8u32) as u8;
         }
     } else {
-        for at in (thread_index()..256).step_by(128) {
+        for at in (thread_index()..320).step_by(128) {
             known[at] = numbers[at];
+        }
+        for at in (thread_index()..256).step_by(128) {
             levels[at] = (numbers[at] & 255) as u8;
         }
     }
 }
 
-/// Reports that a row is not stored: see [`encode()`].
+/// Reports that a row is not stored, from the lane that is `first` of the row's: see [`encode()`].
 #[device]
-fn refuse(status: &mut Buffer<u32>, params: &Rows, run: Run, row: RunRow, finite: bool) {
-    let number = (run.before + row.index) * params.heads + row.head;
-    atomic_min(status, 0, 2 * number + select(finite, 1u32, 0u32));
+fn refuse(status: &mut Buffer<u32>, params: &Rows, run: Run, row: RunRow, finite: bool, first: bool) {
+    if first {
+        let number = (run.before + row.index) * params.heads + row.head;
+        atomic_min(status, 0, 2 * number + select(finite, 1u32, 0u32));
+    }
 }
 
 /// Where a row of codes is stored.
 #[device]
-fn stored_at<const FORMAT: u32, const D: usize>(
-    table: &Buffer<u32>,
-    params: &Rows,
-    run: Run,
-    row: RunRow,
-) -> Row {
-    let page = page_of(table, params, run.sequence, row.position, row.head);
-    row_at::<FORMAT, D>(source_at::<FORMAT, D>(page, 0, 0, params.page), 0, row.position % params.page)
+pub fn codes_at<const FORMAT: u32, const D: usize>(params: &Rows, row: RunRow) -> Row {
+    row_at::<FORMAT, D>(source_at::<FORMAT, D>(row.page, 0, 0, params.page), 0, row.in_page)
 }
 
 /// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
@@ -515,12 +540,13 @@ fn stored_at<const FORMAT: u32, const D: usize>(
         N: usize = octet_coordinates(FORMAT, D),
         Q: usize = N / 4,
     ),
+    resident = encode_resident(FORMAT, D),
     exact,
-    requires(is_codes(FORMAT) && D.is_multiple_of(16) && D <= 512, "rows of codes, of a multiple of 16 elements"),
+    requires(is_codes(FORMAT) && D > 0 && D <= 512, "rows of codes, of at most 512 elements"),
     requires(!is_mlx(FORMAT) || D == 256 || D == 512, "rows of mlx-native are of 256 or 512 elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
-    requires(numbers.len() >= 256 && !status.is_empty(), "256 numbers and a status"),
+    requires(numbers.len() >= 320 && !status.is_empty(), "320 numbers and a status"),
     requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
     requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
@@ -545,7 +571,7 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
 ) {
     let mut held: Shared<f32> = shared(HELD);
     let mut codes: Shared<u8> = shared(HELD);
-    let mut known: Shared<u32> = shared(256);
+    let mut known: Shared<u32> = shared(320);
     let mut levels: Shared<u8> = shared(256);
     let mut indices: Shared<u8> = shared(256);
     fill_tables::<FORMAT, D>(numbers, &mut known, &mut levels, &mut indices);
@@ -554,41 +580,36 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
     let run = run_of(runs, group_y());
     let rows = run.rows * params.heads;
     if in_octets(FORMAT, D as u32) {
-        let mut rotation = no_rotation();
-        if ORDER > 0 {
-            rotation = octet_rotation::<N>(factors);
-        }
+        let rotation = octet_rotation::<ORDER, N>(factors);
+        // Of these dimensions no trial has more than one.
+        let f64_step = step_of(numbers, 0);
         let step = 16 * groups_x();
         // All SIMD groups take equally many steps, for compilers to see that their lanes stay together.
         for first in (16 * group_x()..rows).step_by(step as usize) {
             let n = first + thread_index() / 8;
-            let row = row_of(params, run, n.min(rows - 1));
-            let from = first_of(params, run, row.index, row.head);
-            let mut x = load_octet::<T, N>(elements, from, row.head);
-            let place = stored_at::<FORMAT, D>(table, params, run, row);
+            let row = row_of(table, params, run, n.min(rows - 1));
+            let mut x = load_octet::<T, N>(elements, row);
+            let place = codes_at::<FORMAT, D>(params, row);
             let fit = fit_octet::<N>(&mut x);
             if ORDER > 0 {
                 rotate_octet::<N>(&mut x, rotation);
             }
-            let coded = encode_octet::<FORMAT, SCHEME, D, N, Q>(x, &levels, &indices, unbiased);
+            let coded = encode_octet::<FORMAT, SCHEME, D, N, Q>(x, &levels, &indices, f64_step, unbiased);
             if n < rows && fit.fits {
                 store_octet::<FORMAT, N>(pages, place, coded);
             } else if n < rows {
-                poison_octet::<FORMAT, D>(pages, place);
-                if simd_lane() % 8 == 0 {
-                    refuse(status, params, run, row, fit.finite);
-                }
+                poison::<FORMAT, D>(pages, place, simd_lane() % 8, 8);
+                refuse(status, params, run, row, fit.finite, simd_lane() % 8 == 0);
             }
         }
     } else {
         let start = simd_index() * D as u32;
         let step = 4 * groups_x();
         for n in (4 * group_x() + simd_index()..rows).step_by(step as usize) {
-            let row = row_of(params, run, n);
-            let from = first_of(params, run, row.index, row.head);
-            let finite = load_row::<T, D>(elements, from, row.head, &mut held, start);
+            let row = row_of(table, params, run, n);
+            let finite = load_row::<T, D>(elements, row, &mut held, start);
             simd_barrier();
-            let place = stored_at::<FORMAT, D>(table, params, run, row);
+            let place = codes_at::<FORMAT, D>(params, row);
             let fits = energy_of(&held, start, D as u32) <= MAX_ENERGY;
             let all_finite = simd_all(finite);
             if fits {
@@ -602,10 +623,8 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
                 simd_barrier();
                 store::<FORMAT, D>(pages, place, &codes, start, scale);
             } else {
-                poison::<FORMAT, D>(pages, place);
-                if simd_lane() == 0 {
-                    refuse(status, params, run, row, all_finite);
-                }
+                poison::<FORMAT, D>(pages, place, simd_lane(), 32);
+                refuse(status, params, run, row, all_finite, simd_lane() == 0);
             }
             // The next row takes the place of this one.
             simd_barrier();
@@ -633,12 +652,10 @@ pub fn append<T: Element, const FORMAT: u32>(
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
     for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = row_of(params, run, n);
-        let from = first_of(params, run, row.index, row.head);
-        let page = page_of(table, params, run.sequence, row.position, row.head);
-        let to = page + (row.position % params.page) as u64 * params.pages[2];
+        let row = row_of(table, params, run, n);
+        let to = row.page + row.in_page as u64 * params.pages[2];
         for c in (simd_lane()..params.dim).step_by(32) {
-            let at = from + c as u64;
+            let at = row.element + c as u64;
             if FORMAT == F32 {
                 let number = x[at].to_f32();
                 pages.store_as::<f32, 1>(to + 4 * c as u64, [number]);

@@ -7,9 +7,9 @@
 //! What depends on integers of 64 bits is computed in f32 first. Where that decides, within a bound on its error, the
 //! integers are not needed: for a few rows in a hundred they are.
 
-use super::formats::{TQ2, first_bytes, in_planes, is_codes, is_mlx, plane_bits, scale_bytes, second_bytes};
+use super::formats::{TQ2, in_planes, is_codes, is_mlx, plane_bits, scale_bytes};
 use super::quantize::{FLOATS, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
-use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of};
+use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of, stepped};
 use super::rows::Row;
 use flashtile_kernel::prelude::*;
 
@@ -54,6 +54,17 @@ pub const fn octet_coordinates(format: u32, dim: usize) -> usize {
     if in_octets(format, dim as u32) { dim / 8 } else { 4 }
 }
 
+/// Threadgroups that a core is to hold: for which registers hold all rows; 0 for any number.
+pub const fn encode_resident(format: u32, dim: usize) -> u32 {
+    match dim {
+        64 if in_octets(format, 64) => 7,
+        128 if in_octets(format, 128) => 5,
+        256 if in_octets(format, 256) => 3,
+        512 if in_octets(format, 512) => 2,
+        _ => 0,
+    }
+}
+
 /// The number of half levels of an entry of the tables: the first two have none, and those above the last are beyond
 /// the edges of every format.
 #[device]
@@ -71,22 +82,18 @@ pub struct OctetRotation {
     pub root: f32,
 }
 
-/// The rotation of rows that are not rotated.
+/// The lane's part of a rotation whose `factors` are the signs, then 1 over the root of `D`. There is none of order 0.
 #[device]
-pub fn no_rotation() -> OctetRotation {
-    let rotation = OctetRotation { signs: [0u32, 0u32], root: 1.0 };
-    rotation
-}
-
-/// The lane's part of a rotation whose `factors` are the signs, then 1 over the root of `D`.
-#[device]
-pub fn octet_rotation<const N: usize>(factors: &Buffer<f32>) -> OctetRotation {
+pub fn octet_rotation<const ORDER: u32, const N: usize>(factors: &Buffer<f32>) -> OctetRotation {
     let lane = simd_lane() % 8;
-    let mut signs = [0u32; 2];
-    for k in (0..N).rev() {
-        signs[k / 32] = signs[k / 32] << 1u32 | factors[8 * k as u32 + lane].to_bits() >> 31u32;
+    let mut rotation = OctetRotation { signs: [0u32, 0u32], root: 1.0 };
+    if ORDER > 0 {
+        for k in (0..N).rev() {
+            let sign = factors[8 * k as u32 + lane].to_bits() >> 31u32;
+            rotation.signs[k / 32] = rotation.signs[k / 32] << 1u32 | sign;
+        }
+        rotation.root = factors[8 * N as u32];
     }
-    let rotation = OctetRotation { signs, root: factors[8 * N as u32] };
     rotation
 }
 
@@ -322,13 +329,15 @@ pub fn entry_of(x: f32, unit: f32) -> u32 {
     (x.abs().mul_add(unit, BELOW_INTEGERS).to_bits() - BELOW_INTEGERS_BITS).min(ENTRIES - 1)
 }
 
-/// The sums of the lane's trial.
+/// The sums of the lane's trial, of which `step` is one of [`f64_steps`](crate::encoding::f64_steps).
 #[device]
 fn try_octet<const FORMAT: u32, const D: usize, const N: usize, const Q: usize>(
     fixed: OctetFixed<N, Q>,
     levels: &Shared<u8>,
+    step: u64,
 ) -> OctetSums {
-    let unit = unit_of(factor_of::<FORMAT, D>(fixed.energy, simd_lane() % 8));
+    let energy = stepped(fixed.energy, step, fixed.energy);
+    let unit = unit_of(factor_of::<FORMAT, D>(energy, simd_lane() % 8));
     let mut products = [0u32; 8];
     let mut squares = [0u32; 8];
     for t in 0..8usize {
@@ -472,6 +481,7 @@ fn octet_scaled<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: u
     x: [f32; N],
     levels: &Shared<u8>,
     indices: &Shared<u8>,
+    step: u64,
     unbiased: bool,
 ) -> OctetCodes<N> {
     let most = octet_greatest::<N>(x);
@@ -483,7 +493,7 @@ fn octet_scaled<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: u
     let mut sums: OctetSums = if SCHEME == INTEGERS {
         octet_integers::<N, Q>(fixed, &mut coded.codes)
     } else {
-        try_octet::<FORMAT, D, N, Q>(fixed, levels)
+        try_octet::<FORMAT, D, N, Q>(fixed, levels, step)
     };
     sums.products = sums.products.max(1);
     sums.squares = sums.squares.max(1);
@@ -496,18 +506,20 @@ fn octet_scaled<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: u
     coded
 }
 
-/// Codes and scale of a row. `levels` and `indices` have the nearest level and its index for each entry.
+/// Codes and scale of a row. `levels` and `indices` have the nearest level and its index for each entry, `step` is that of
+/// the lane's trial.
 #[device]
 pub fn encode_octet<const FORMAT: u32, const SCHEME: u32, const D: usize, const N: usize, const Q: usize>(
     x: [f32; N],
     levels: &Shared<u8>,
     indices: &Shared<u8>,
+    step: u64,
     unbiased: bool,
 ) -> OctetCodes<N> {
     if SCHEME == FLOATS {
         return octet_floats::<N>(x);
     }
-    octet_scaled::<FORMAT, SCHEME, D, N, Q>(x, levels, indices, unbiased)
+    octet_scaled::<FORMAT, SCHEME, D, N, Q>(x, levels, indices, step, unbiased)
 }
 
 /// Stores `bits` of each code, from bit `from` on, as the lane's bytes of a plane that starts at byte `start`.
@@ -558,20 +570,5 @@ pub fn store_octet<const FORMAT: u32, const N: usize>(
     }
     if lane < scale_bytes(FORMAT, 8 * N as u32) {
         pages[row.scale + lane as u64] = (coded.scale >> (8 * lane) & 255) as u8;
-    }
-}
-
-/// Fills a row with bytes 0xFF: its scale is a NaN.
-#[device]
-pub fn poison_octet<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
-    let lane = simd_lane() % 8;
-    for at in (lane..first_bytes(FORMAT, D as u32)).step_by(8) {
-        pages[row.first + at as u64] = 255u32 as u8;
-    }
-    for at in (lane..second_bytes(FORMAT, D as u32)).step_by(8) {
-        pages[row.second + at as u64] = 255u32 as u8;
-    }
-    if lane < scale_bytes(FORMAT, D as u32) {
-        pages[row.scale + lane as u64] = 255u32 as u8;
     }
 }

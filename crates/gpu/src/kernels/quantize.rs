@@ -9,8 +9,9 @@
 //! | the scale | `E / p` or `p / s`, times two f32, to f32, to f16 | the same with [`product`] and [`narrowed`] |
 //!
 //! Comparing squares gives the factors without rounding, f64 gives them with some. Both are steps that fall as the
-//! energy `E` grows, so they agree everywhere if they agree next to every step; a test goes through all steps of all
-//! formats and head dimensions.
+//! energy `E` grows, so they agree everywhere if they agree next to every step. The host looks for the few steps next to
+//! which they do not ([`f64_steps`](crate::encoding::f64_steps)); a test goes through all steps of all formats and head
+//! dimensions.
 
 use super::formats::{FP8, TQ2, TQ3, TQ4, TQ5};
 use super::formats::{in_planes, is_mlx};
@@ -31,14 +32,6 @@ pub const TO_INTEGER: f32 = 127.0 / 32767.0;
 /// The scale of e4m3 numbers whose greatest is 448, in units of 2^-8.
 #[constant]
 pub const TO_E4M3: f32 = 256.0 / 448.0;
-
-/// The energies for which f64 and [`factor_of`] round to different integers: of `tq3`, 512 coordinates and trial 1, and
-/// of `tq2`, 384 and trial 4. Quotients are above 313.5 and below 6107.5 by less than f64 tells apart from a half at
-/// the end of its five roundings.
-#[constant]
-const ODD_TQ3: u64 = 309_763_096_421;
-#[constant]
-const ODD_TQ2: u64 = 1_477_884_392;
 
 /// Codes are nearest integers.
 #[constant]
@@ -133,12 +126,19 @@ pub fn hundredfold(format: u32) -> u32 {
     select(format == TQ5, 2900, 2880)
 }
 
+/// The energy whose exact factor is the factor that f64 finds for `energy`: its neighbour, where a `step` of
+/// [`f64_steps`](crate::encoding::f64_steps) says so, otherwise `other`.
+#[device]
+pub fn stepped(energy: u64, step: u64, other: u64) -> u64 {
+    let neighbour = select(step & 1 == 1, energy + 1, energy - 1);
+    select(step >> 1u32 == energy, neighbour, other)
+}
+
 /// Halves of levels in units of the fixed point, 2^16 times, for a scale of `(72 + 5 trial) / 100` of the root mean
 /// square: the integer nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / D))`.
 ///
-/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. No two sides
-/// are equal: 2^18 would divide a numerator whose square times D divides by an odd square, and none but 1 divides the
-/// dimensions.
+/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. Where the sides
+/// are equal it is n.
 #[device]
 pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> u32 {
     let percent = 72 + 5 * trial;
@@ -147,18 +147,11 @@ pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> 
     let near = 131072.0 * factor as f32 * (D as f32).sqrt() * root;
     // f32 is off by less than 1/4.
     let nearest = (near + 0.25) as u32;
-    let mut at = energy;
-    if FORMAT == TQ3 && D == 512 && trial == 1 && energy == ODD_TQ3 {
-        at += 1;
-    }
-    if FORMAT == TQ2 && D == 384 && trial == 4 && energy == ODD_TQ2 {
-        at -= 1;
-    }
     let limit = factor as u64 * factor as u64 * D as u64;
     let root = ((2 * nearest + 1) * percent) as u64;
     let square = root * root;
     // The product's bits from 36 on; the limit has none below.
-    let left = (square * (at >> 20u32) + (square * (at & 0xf_ffff) >> 20u32)) >> 16u32;
+    let left = (square * (energy >> 20u32) + (square * (energy & 0xf_ffff) >> 20u32)) >> 16u32;
     nearest + select(left < limit, 1u32, 0u32)
 }
 

@@ -38,6 +38,10 @@ fn find(wanted: &Instance) -> Option<Instance> {
         Tq3 80;
         Tq4 128;
         Tq6 160;
+        Tq5 72;
+        Tq3 33;
+        Int8 100;
+        Fp8 7;
         MlxTq4 256;
         MlxTq8 256;
         MlxTq5Plain 512;
@@ -83,6 +87,14 @@ fn codes_in_every_layout_are_those_of_the_host() {
     agree(desc(CONTIGUOUS, (Codec::Tq4, 128), (Codec::Tq2, 48)), ScalarType::F32, 40);
     agree(desc(PAGED, (Codec::MlxTq4, 256), (Codec::MlxTq8, 256)), ScalarType::F32, 25);
     agree(desc(RING, (Codec::MlxTq5Plain, 512), (Codec::Tq6, 160)), ScalarType::F32, 25);
+}
+
+#[test]
+fn codes_of_any_dimension_are_those_of_the_host() {
+    let mut learned = desc(PAGED, (Codec::Tq5, 72), (Codec::Tq3, 33));
+    learned.key_mean = KeyMean::Learned;
+    agree(learned, ScalarType::F32, 40);
+    agree(desc(CONTIGUOUS, (Codec::Int8, 100), (Codec::Fp8, 7)), ScalarType::F32, 40);
 }
 
 #[test]

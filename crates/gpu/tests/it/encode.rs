@@ -1,7 +1,7 @@
 //! Rows are encoded as the CPU encodes them, byte for byte.
 
 use flashtile_core::codec::Codec;
-use flashtile_core::codec::{CodePages, Coder, EncodeError, MAX_NORM, Side};
+use flashtile_core::codec::{CodePages, Coder, EncodeError, MAX_NORM, Side, level_factor};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::IsaToken;
 use flashtile_gpu::encoding::{self, Appended};
@@ -14,7 +14,7 @@ use flashtile_kernel::{Device, Generic, Instance, Scalar, bf16, f16};
 use flashtile_testkit::Rng;
 use half::slice::HalfFloatSliceExt;
 
-const DIMS: [usize; 9] = [16, 48, 64, 80, 96, 128, 192, 256, 512];
+const DIMS: [usize; 14] = [1, 16, 33, 48, 64, 72, 80, 96, 128, 130, 192, 256, 300, 512];
 
 /// Native code of the instances that the tests need.
 fn find(generics: &[Generic]) -> Instance {
@@ -31,7 +31,7 @@ fn find(generics: &[Generic]) -> Instance {
             )*]
         };
     }
-    let rotated = instances!(16 48 64 80 96 128 192 256 512);
+    let rotated = instances!(1 16 33 48 64 72 80 96 128 130 192 256 300 512);
     let others = [
         native_encode!(f32, 10, 256),
         native_encode!(f32, 10, 512),
@@ -181,7 +181,7 @@ pub(super) fn run_on(
     let runs = encoding::runs(&case.runs, heads as u32).unwrap();
     let (means, factors) = (Memory::from_slice(&mean), flashtile_gpu::codecs::factors(codec, dim));
     let (factors, numbers) =
-        (Memory::from_slice(&factors), Memory::from_slice(&encoding::encode_table(codec)));
+        (Memory::from_slice(&factors), Memory::from_slice(&encoding::encode_table(codec, dim)));
     let (table, runs) = (Memory::from_slice(&case.table), Memory::from_slice(&runs));
     encode::encode::Call {
         x: held.view(),
@@ -421,43 +421,44 @@ fn scales_are_those_of_f64() {
     }
 }
 
-/// What the encoder of the CPU computes in f64.
-fn factor(bits: usize, dim: usize, energy: u64, trial: u32) -> u32 {
-    let unit = f64::from(2 << 16) * [84.1, 45.3, 45.2, 29.0, 28.8][bits - 2];
-    let rms = (energy as f64 / dim as f64).sqrt();
-    let x = unit / (rms * (f64::from(72 + 5 * trial) / 100.0));
-    (x + (1u64 << 52) as f64).to_bits() as u16 as u32
-}
+/// Levels of 2 to 6 bits.
+const LEVELS: [Codec; 5] = [Codec::Tq2, Codec::Tq3, Codec::Tq4, Codec::Tq5, Codec::Tq6];
 
-/// Goes through the steps of both functions of the energy: each falls, so that they are equal where they are next to steps.
+/// Goes through the steps of both functions of the energy, f64 and exact: each falls, so that they are equal where they are
+/// next to steps, and differ where the host says so.
 fn same_factors<const FORMAT: u32, const D: usize>() {
-    let bits = FORMAT as usize - 3;
+    let codec = LEVELS[FORMAT as usize - 5];
     let hundredfold = u128::from(quantize::hundredfold(FORMAT));
     let square = (1u128 << 36) * hundredfold * hundredfold * D as u128;
     let (least, most) = (32767u64 * 32767, D as u64 * 32767 * 32767);
-    let mut steps = 0;
     for trial in 0..8 {
-        let (low, high) = (factor(bits, D, most, trial), factor(bits, D, least, trial));
+        let steps = encoding::f64_steps(codec, D, trial);
+        assert!(
+            steps.len() <= if octet::in_octets(FORMAT, D as u32) { 1 } else { 4 },
+            "{codec} {D} {steps:?}"
+        );
+        let wanted = |energy| u32::from(level_factor(codec, D, energy, trial as usize).unwrap());
+        let factor = |energy| {
+            let at = steps.iter().fold(energy, |at, step| quantize::stepped(energy, *step, at));
+            quantize::factor_of::<FORMAT, D>(at, trial)
+        };
+        let (low, high) = (wanted(most), wanted(least));
         assert!(low > 1 && high < 1 << 15);
         for energy in [least, most] {
-            assert_eq!(quantize::factor_of::<FORMAT, D>(energy, trial), factor(bits, D, energy, trial));
+            assert_eq!(factor(energy), wanted(energy));
         }
         for n in low..high {
             // The greatest energy for which the exact quotient is above n + 1/2.
             let root = u128::from((2 * n + 1) * (72 + 5 * trial));
-            assert_ne!(square % (root * root), 0, "a tie");
             let last = (square / (root * root)) as u64;
-            for energy in (last - 1..=last + 2).filter(|energy| (least..=most).contains(energy)) {
-                let want = factor(bits, D, energy, trial);
-                let got = quantize::factor_of::<FORMAT, D>(energy, trial);
-                assert_eq!(got, want, "{bits} bits of {D}, trial {trial}, energy {energy}");
+            for energy in (last - 2..=last + 3).filter(|energy| (least..=most).contains(energy)) {
+                assert_eq!(factor(energy), wanted(energy), "{codec} of {D}, trial {trial}, energy {energy}");
             }
             // Both are n + 1 up to their step, and n behind it.
-            assert_eq!((factor(bits, D, last - 1, trial), factor(bits, D, last + 2, trial)), (n + 1, n));
-            steps += 1;
+            let next_to_step = [last - 2, last + 3].map(|energy| wanted(energy.clamp(least, most)));
+            assert!(next_to_step[0] == n + 1 && next_to_step[1] == n || D == 1, "{codec} of {D}");
         }
     }
-    assert!(steps > 300, "{steps}");
 }
 
 #[test]
@@ -471,7 +472,16 @@ fn factors_are_those_of_f64_for_every_energy() {
             same_factors::<9, $dim>();
         )*};
     }
-    dims!(16 32 48 64 80 96 128 160 192 256 320 384 512);
+    dims!(1 2 7 16 32 48 64 72 80 96 100 128 144 160 192 256 288 320 384 417 486 512);
+}
+
+#[test]
+fn few_energies_have_other_factors_in_f64() {
+    let steps =
+        |codec, dim| (0..8).map(|trial| encoding::f64_steps(codec, dim, trial).len()).collect::<Vec<_>>();
+    let all: Vec<usize> =
+        LEVELS.into_iter().flat_map(|codec| (1..=512).flat_map(move |dim| steps(codec, dim))).collect();
+    assert_eq!((all.iter().sum::<usize>(), all.iter().max()), (283, Some(&4)));
 }
 
 #[test]
@@ -485,7 +495,7 @@ fn half_levels_of_octets_are_the_products_of_integers() {
             let last = (n + 1).min(254);
             assert_eq!((half_levels(x - 1), half_levels(x)), (n.min(254), last), "{factor}: {x}");
         }
-        assert_eq!((half_levels(0), half_levels(32767)), (0, (32767 * factor >> 16).min(254)), "{factor}");
+        assert_eq!((half_levels(0), half_levels(32767)), (0, ((32767 * factor) >> 16).min(254)), "{factor}");
     }
 }
 
