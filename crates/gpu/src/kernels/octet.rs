@@ -46,7 +46,7 @@ const DOUBT: f32 = 1.907_348_6e-6;
 #[device]
 #[inline]
 pub const fn in_octets(format: u32, dim: u32) -> bool {
-    is_codes(format) && !is_mlx(format) && dim & (dim - 1) == 0 && dim >= 64 && dim <= 512
+    is_codes(format) && !is_mlx(format) && dim >= 64 && dim <= 512 && dim & (dim - 1) == 0
 }
 
 /// Coordinates of a lane; 4 where rows are not encoded in octets, for code that is compiled but does not run.

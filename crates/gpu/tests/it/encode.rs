@@ -321,12 +321,14 @@ const ROWS: [u32; 5] = [1, 33, 0, 31, 3];
 
 #[test]
 fn runs_of_different_numbers_of_rows() {
-    for page in [1, 3, 8, 31, 33, 40] {
-        let mut case = Case::new(Codec::Tq5, Side::Keys, 80);
-        (case.dtype, case.page) = (Dtype::BF16, page);
-        (case.runs, case.table, case.width) = runs_of(&ROWS, page);
-        case.pages = case.table.len();
-        all_kinds(&case, page as u64);
+    for (codec, dim, dtype) in [(Codec::Tq5, 80, Dtype::BF16), (Codec::Tq4, 128, Dtype::F16)] {
+        for page in [1, 3, 8, 31, 33, 40] {
+            let mut case = Case::new(codec, Side::Keys, dim);
+            (case.dtype, case.page) = (dtype, page);
+            (case.runs, case.table, case.width) = runs_of(&ROWS, page);
+            case.pages = case.table.len();
+            all_kinds(&case, page as u64);
+        }
     }
 }
 

@@ -421,15 +421,20 @@ fn merged_parts_are_the_simulators_bit_for_bit() {
 #[test]
 fn codes_of_rows_are_those_of_the_cpu() {
     let Some(device) = Metal::find() else { return };
-    let dim = |codec: Codec| [80, 64, 256].into_iter().find(|dim| codec.supports(*dim)).unwrap();
-    let codecs: Vec<Codec> = Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()).collect();
-    let failed = each(&codecs, |&codec| {
-        let case = Rows::new(codec, Side::Keys, dim(codec));
-        let generics = encoding::encode_generics(codec, Dtype::F32, dim(codec));
+    // Rows in threadgroup memory, and in registers.
+    let dims = |codec: &Codec| {
+        [80, 128, 256].into_iter().filter(|dim| codec.supports(*dim)).take(2).collect::<Vec<_>>()
+    };
+    let codecs = Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none());
+    let all: Vec<(Codec, usize)> =
+        codecs.flat_map(|codec| dims(&codec).into_iter().map(move |dim| (codec, dim))).collect();
+    let failed = each(&all, |&(codec, dim)| {
+        let case = Rows::new(codec, Side::Keys, dim);
+        let generics = encoding::encode_generics(codec, Dtype::F32, dim);
         let instance = encode::encode::specialise(&generics).map_err(|why| why.to_string())?;
-        let (mut rng, coder) = (Rng::new(11), Coder::new(codec, dim(codec)).unwrap());
+        let (mut rng, coder) = (Rng::new(11), Coder::new(codec, dim).unwrap());
         run_on(&device, &instance, &case, &mut |n| {
-            vector(&mut rng, &coder, dim(codec), n).iter().map(|x| x * 0.9).collect()
+            vector(&mut rng, &coder, dim, n).iter().map(|x| x * 0.9).collect()
         });
         Ok(())
     });
