@@ -74,7 +74,7 @@ impl PortableKernel {
     /// block of keys and one of values.
     #[must_use]
     pub const fn shared_bytes(&self) -> usize {
-        self.tile.shared_bytes([self.head_dim, self.value_dim], self.dtype)
+        self.tile.shared_bytes([self.head_dim, self.value_dim], self.dtype, self.codecs)
     }
 }
 

@@ -1,9 +1,10 @@
 //! Tiles of the portable kernel, and which one a problem gets.
 
+use crate::codecs::format_id;
 use crate::facts::GpuFacts;
 use crate::kernels::formats::padded;
 use crate::kernels::prefill::ROW_PADDING;
-use crate::kernels::rows::larger;
+use crate::kernels::rows::{larger, nibble_bytes};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
@@ -11,6 +12,9 @@ use flashtile_core::problem::{Problem, Sequences};
 
 /// Registers of a thread that has as many as NVRTC gives one, rounded up as they are allocated.
 const MAX_REGISTERS: usize = 256;
+
+/// Copies of the table of `tq4`, which two lanes read with the same banks at most.
+const MIN_COPIES: usize = 16;
 
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
 const MAX_SPLITS: usize = 128;
@@ -39,6 +43,8 @@ pub struct PortableTile {
     simds: usize,
     /// Threadgroups that a core holds at a time.
     resident: usize,
+    /// Copies of the table by which decode reads `tq4`.
+    copies: usize,
     /// Whether the kernel keeps its rows and streams all their keys.
     is_prefill: bool,
 }
@@ -65,14 +71,14 @@ impl PortableTile {
     /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys, simds, resident, is_prefill: false }
+        Self { rows, simd_keys, simds, resident, copies: MIN_COPIES, is_prefill: false }
     }
 
     /// A tile of prefill: `simds` SIMD groups (1, 2, 4 or 8) share `rows` query rows (16 or 32 each), and copy `keys` keys (16, 32, 64
     /// or 128) at a time, for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys: keys, simds, resident, is_prefill: true }
+        Self { rows, simd_keys: keys, simds, resident, copies: MIN_COPIES, is_prefill: true }
     }
 
     /// The fastest tile of decode where tiles were measured: 32 keys at a time where their words and operands fit in registers.
@@ -87,6 +93,12 @@ impl PortableTile {
     #[must_use]
     pub const fn default_prefill(dim: usize) -> Self {
         if dim <= 64 { Self::prefill(128, 32, 4, 2) } else { Self::prefill(128, 64, 8, 1) }
+    }
+
+    /// The tile on a device: with a copy of the table of `tq4` for every lane where a core has shared memory for sixteen SIMD groups.
+    pub(crate) const fn on(self, facts: &GpuFacts) -> Self {
+        let copies = if facts.shared_per_core >= 4 * (40 << 10) { 2 * MIN_COPIES } else { MIN_COPIES };
+        Self { copies, ..self }
     }
 
     /// The tile with a number of splits of the keys of a row, which is 1 for prefill.
@@ -120,6 +132,11 @@ impl PortableTile {
     #[must_use]
     pub const fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// Copies of the table by which decode reads `tq4`.
+    pub(crate) const fn copies(&self) -> usize {
+        self.copies
     }
 
     /// Threadgroups that a core holds at a time.
@@ -158,17 +175,22 @@ impl PortableTile {
     }
 
     /// Bytes of shared memory of a threadgroup over rows of `dims` elements of q, k and of v. Of decode: queries or outputs in f32, the
-    /// factor and the addend of the scores, and the row maximum and row sum of each SIMD group. Of prefill: a block of keys and one of
-    /// values, and flags.
+    /// factor and the addend of the scores, the row maximum and row sum of each SIMD group, and the table of `tq4`. Of prefill: a block
+    /// of keys and one of values, and flags.
     #[must_use]
-    pub const fn shared_bytes(&self, dims: [usize; 2], dtype: Dtype) -> usize {
+    pub const fn shared_bytes(&self, dims: [usize; 2], dtype: Dtype, codecs: [Codec; 2]) -> usize {
         let [head_dim, value_dim] = dims;
         if self.is_prefill {
             let row = (head_dim + value_dim + 2 * ROW_PADDING) * dtype.bytes();
             return self.simd_keys * row + (4 * (1 + self.simds)).next_multiple_of(16);
         }
         let dim = padded(larger(head_dim, value_dim) as u32) as usize;
-        self.rows * (dim + 2 + 2 * self.simds) * 4
+        let [k, v] = [format_id(codecs[0]), format_id(codecs[1])];
+        self.rows * (dim + 2 + 2 * self.simds) * 4 + nibble_bytes(k, head_dim, v, value_dim, self.copies)
+    }
+
+    fn shared_of(&self, problem: &Problem) -> usize {
+        self.shared_bytes(row_dims(problem), problem.dtype(), [problem.k_codec(), problem.v_codec()])
     }
 
     /// Registers in which a thread of prefill holds queries, outputs, the scores of a block, and the words of it that it copies. Addresses
@@ -198,7 +220,7 @@ impl PortableTile {
         let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
         let simds = if groups.saturating_mul(4) <= facts.cores { 8 } else { 4 };
         let tile = Self::new(rows, if rows == 8 { keys } else { 16 }, simds.min(facts.max_simds()), 1);
-        tile.with_resident(problem, facts)
+        tile.on(facts).with_resident(problem, facts)
     }
 
     /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
@@ -227,7 +249,7 @@ impl PortableTile {
         let tile = |(simd_rows, keys), simds| Self::prefill(simd_rows * simds, keys, simds, 1);
         let shape = shapes.into_iter().find(|&shape| {
             let tile = tile(shape, fewer.0);
-            tile.shared_bytes(row_dims(problem), problem.dtype()) <= facts.shared_per_group
+            tile.shared_of(problem) <= facts.shared_per_group
                 && tile.held_by_prefill(problem) <= facts.registers_per_thread
         })?;
         let tiles = [more, fewer]
@@ -244,7 +266,7 @@ impl PortableTile {
     /// The same, with as many threadgroups a core as it holds.
     fn with_resident(mut self, problem: &Problem, facts: &GpuFacts) -> Self {
         let registers = self.registers(problem, facts) * self.threads();
-        let shared = self.shared_bytes(row_dims(problem), problem.dtype());
+        let shared = self.shared_of(problem);
         self.resident = facts.resident(self.simds, shared, registers).clamp(1, 16);
         self
     }

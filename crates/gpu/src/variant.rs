@@ -167,7 +167,9 @@ impl Variant {
             generics.extend([rows / (16 * simds), keys, simds, tile.resident()].map(Generic::Usize));
             return prefill::specialise(&generics);
         }
-        generics.extend([rows / 8, keys, simds].map(Generic::Usize));
+        let codes = [self.k_codec, self.v_codec].into_iter().all(|codec| codec.dtype().is_none());
+        let resident = if codes && tile.resident() > 1 { tile.resident() } else { 0 };
+        generics.extend([rows / 8, keys, simds, resident, tile.copies()].map(Generic::Usize));
         decode::specialise(&generics)
     }
 
@@ -251,6 +253,8 @@ macro_rules! native_decode {
             { $t },
             { $u },
             { $s },
+            0,
+            16,
             $k,
             $v,
             { lane_pairs($d, 4) },
@@ -260,7 +264,7 @@ macro_rules! native_decode {
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { nibble_bytes($kf, $d, $vf, $dv) },
+            { nibble_bytes($kf, $d, $vf, $dv, 16) },
             { padded(larger($d, $dv) as u32) as usize },
         >()
     }};

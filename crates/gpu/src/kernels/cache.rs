@@ -107,7 +107,7 @@ pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
     for n in 0..16usize {
         magnitudes[n] = levels[n];
     }
-    let known = Levels { magnitudes, codebook: 0 };
+    let known = Levels { magnitudes, codebook: 0, copies: 0 };
     let start = simd_index() * D as u32;
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();

@@ -107,6 +107,7 @@ pub fn pass_of<
     const T: usize,
     const U: usize,
     const S: usize,
+    const C: usize,
 >(
     tile: RowTile,
     bounds: RowBounds<T>,
@@ -114,8 +115,8 @@ pub fn pass_of<
     has: Features,
     paging: u32,
 ) -> Pass<T> {
-    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] };
-    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1] };
+    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0], copies: C as u32 };
+    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1], copies: C as u32 };
     let pass = Pass::<T> {
         k: kv_head::<KF, D>(tile, params, params.k, k_levels, bounds.keys, paging),
         v: kv_head::<VF, DV>(tile, params, params.v, v_levels, bounds.keys, paging),
@@ -303,6 +304,8 @@ fn attend_tiles<
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
 /// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
+/// | `R` | threadgroups of a core that registers are left for, or 0: the compiler takes as many registers as it likes |
+/// | `C` | copies of the table of `tq4`, 16 or 32 |
 ///
 /// What follows from them:
 ///
@@ -317,6 +320,7 @@ fn attend_tiles<
 /// | `DM` | the larger head dimension, [`padded`] |
 #[kernel(
     threads = (32 * S) as u32,
+    resident = R as u32,
     derive(
         K: Element = product_type(Q, KF),
         V: Element = product_type(Q, VF),
@@ -327,7 +331,7 @@ fn attend_tiles<
         KP: usize = pair_words(K, D, 4),
         VP: usize = pair_words(V, DV, 8),
         ORDER: u32 = hadamard_order(KF, D),
-        NB: usize = nibble_bytes(KF, D, VF, DV),
+        NB: usize = nibble_bytes(KF, D, VF, DV, C),
         DM: usize = padded(larger(D, DV) as u32) as usize,
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
@@ -359,6 +363,8 @@ pub fn decode<
     const T: usize,
     const U: usize,
     const S: usize,
+    const R: usize,
+    const C: usize,
 >(
     q: &Buffer<Q>,
     k: &Buffer<u8>,
@@ -401,7 +407,7 @@ pub fn decode<
     if has_alibi {
         store_shifts::<T>(tile, bounds.rows, params, partial_max_sum);
     }
-    let pass = pass_of::<KF, VF, D, DV, T, U, S>(tile, bounds, params, has, paging);
+    let pass = pass_of::<KF, VF, D, DV, T, U, S, C>(tile, bounds, params, has, paging);
     let mut next = no_tile::<KW, VW, U>();
     if pass.tiles.first < pass.tiles.end {
         next = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);

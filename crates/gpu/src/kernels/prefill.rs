@@ -134,7 +134,7 @@ fn prefill_pass<
     let end = (tile.first + (16 * M * S) as u32).min(tile.rows);
     let all = keys_of_rows(tile, tile.first, end, params, has);
     // Elements are multiplied as they are.
-    let levels = Levels { magnitudes: [0u32; 16], codebook: 0 };
+    let levels = Levels { magnitudes: [0u32; 16], codebook: 0, copies: 0 };
     let pass = PrefillPass::<M> {
         k: kv_head::<KF, D>(tile, params, params.k, levels, all, paging),
         v: kv_head::<VF, DV>(tile, params, params.v, levels, all, paging),

@@ -29,6 +29,8 @@ pub struct Levels {
     pub magnitudes: [u32; 16],
     /// Of mlx-native: first entry of the codebook in the buffer of codebooks.
     pub codebook: u32,
+    /// Of `tq4`: copies of the table of [`fill_nibbles`].
+    pub copies: u32,
 }
 
 /// Whether rows of a format are gathered one coordinate at a time.
@@ -460,14 +462,16 @@ pub fn e4m3(code: u32) -> f32 {
     256.0 * number[0]
 }
 
-/// Copies of the table of [`fill_nibbles`]: lanes read it at addresses of their own, and 16 of them meet in a bank in pairs at most.
-#[constant]
-pub const COPIES: u32 = 16;
-
 /// Bytes of the table of [`fill_nibbles`]; 16 where no row is looked up there.
-pub const fn nibble_bytes(k_format: u32, head_dim: usize, v_format: u32, value_dim: usize) -> usize {
+pub const fn nibble_bytes(
+    k_format: u32,
+    head_dim: usize,
+    v_format: u32,
+    value_dim: usize,
+    copies: usize,
+) -> usize {
     if uses_nibbles(k_format, head_dim as u32, 4) || uses_nibbles(v_format, value_dim as u32, 8) {
-        1024 * COPIES as usize
+        1024 * copies
     } else {
         16
     }
@@ -488,29 +492,31 @@ fn nibble_bits(levels: Levels, code: u32) -> u32 {
     low | high << 8u32 | (code & 8) << 12u32
 }
 
-/// Fills a table with the two f16 of every byte of `tq4`, low nibble first: entry `byte` of copy `n` is the word from byte `4 (COPIES byte + n)` on. By `S`
-/// SIMD groups.
+/// Fills a table with the two f16 of every byte of `tq4`, low nibble first: entry `byte` of copy `n` is the word from byte
+/// `4 (copies byte + n)` on. Lane `l` reads copy `l % copies`, so that of 16 copies two lanes have the same banks at most, and of 32 none. By
+/// `S` SIMD groups.
 #[device]
 pub fn fill_nibbles<const S: usize>(levels: Levels, table: &mut Shared<u8>) {
+    let copies = levels.copies;
     for first in (32 * simd_index()..256).step_by(32 * S) {
         let byte = first + simd_lane();
         let both = nibble_bits(levels, byte & 15) | nibble_bits(levels, byte >> 4u32) << 16u32;
-        for n in (0..32u32).step_by((32 / COPIES) as usize) {
-            let entry = simd_shuffle(both, n + simd_lane() / COPIES);
-            table.store_as::<u32, 1>(4 * ((first + n) * COPIES + simd_lane()), [entry]);
+        for n in (0..32u32).step_by((32 / copies) as usize) {
+            let entry = simd_shuffle(both, n + simd_lane() / copies);
+            table.store_as::<u32, 1>(4 * ((first + n) * copies + simd_lane()), [entry]);
         }
     }
 }
 
-/// The two f16 of each byte of a word of `tq4`, by the table of [`fill_nibbles`].
+/// The two f16 of each byte of a word of `tq4`.
 #[device]
 #[inline(always)]
-fn look_up_nibbles(table: &Shared<u8>, word: u32) -> [u32; 4] {
-    let copy = 4 * (simd_lane() % COPIES);
+fn look_up_nibbles(levels: Levels, table: &Shared<u8>, word: u32) -> [u32; 4] {
+    let copy = 4 * (simd_lane() % levels.copies);
     let mut result = [0u32; 4];
     for n in 0..4usize {
         let byte = byte_permute(word, 0u32, 0x4440 + n as u32);
-        let both = table.load_as::<u32, 1>(byte * (4 * COPIES) + copy);
+        let both = table.load_as::<u32, 1>(byte * (4 * levels.copies) + copy);
         result[n] = both[0];
     }
     result
@@ -616,7 +622,7 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
             result[2 * i + 1] = both[1].to_bits();
         }
     } else if FORMAT == TQ4 {
-        result = pairs_of_nibbles::<W, P>(from, nibbles);
+        result = pairs_of_nibbles::<W, P>(from, levels, nibbles);
     } else if in_planes(FORMAT) {
         result = pairs_of_planes::<FORMAT, D, LANES, W, P>(from, lane, levels);
     } else if FORMAT == INT8 {
@@ -631,10 +637,14 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
 
 /// Pairs of `tq4`.
 #[device]
-fn pairs_of_nibbles<const W: usize, const P: usize>(from: [u32; W], nibbles: &Shared<u8>) -> [u32; P] {
+fn pairs_of_nibbles<const W: usize, const P: usize>(
+    from: [u32; W],
+    levels: Levels,
+    nibbles: &Shared<u8>,
+) -> [u32; P] {
     let mut result = [0u32; P];
     for i in 0..W {
-        let four = look_up_nibbles(nibbles, from[i]);
+        let four = look_up_nibbles(levels, nibbles, from[i]);
         for n in 0..4usize {
             result[4 * i + n] = four[n];
         }
@@ -745,7 +755,7 @@ pub fn transposed_pairs<
         return transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles);
     }
     if FORMAT == TQ4 {
-        return transposed_nibbles::<W, P>(from, nibbles);
+        return transposed_nibbles::<W, P>(from, levels, nibbles);
     }
     if FORMAT == INT8 || FORMAT == FP8 {
         return transposed_bytes::<FORMAT, W, P>(from);
@@ -779,14 +789,15 @@ fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
 #[device]
 fn transposed_nibbles<const W: usize, const P: usize>(
     from: [[u32; W]; 2],
+    levels: Levels,
     nibbles: &Shared<u8>,
 ) -> Transposed<P> {
     let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
     for i in 0..W {
         let low = (from[0][i] & 0x0f0f_0f0f) | (from[1][i] << 4u32 & 0xf0f0_f0f0);
         let high = (from[0][i] >> 4u32 & 0x0f0f_0f0f) | (from[1][i] & 0xf0f0_f0f0);
-        let first = look_up_nibbles(nibbles, low);
-        let second = look_up_nibbles(nibbles, high);
+        let first = look_up_nibbles(levels, nibbles, low);
+        let second = look_up_nibbles(levels, nibbles, high);
         for n in 0..4usize {
             words.first[4 * i + n] = first[n];
             words.second[4 * i + n] = second[n];

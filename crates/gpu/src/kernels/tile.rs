@@ -130,7 +130,8 @@ pub fn qk_tile<
     let mut low_left = low;
     let mut high_left = high;
     if is_mlx(FORMAT) {
-        let rest = Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256 };
+        let rest =
+            Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256, copies: levels.copies };
         low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks, nibbles);
         high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks, nibbles);
     }
