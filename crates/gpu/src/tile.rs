@@ -81,10 +81,10 @@ impl PortableTile {
         Self { rows, simd_keys: keys, simds, resident, copies: MIN_COPIES, is_prefill: true }
     }
 
-    /// The fastest tile of decode where tiles were measured: 32 keys at a time where their words and operands fit in registers.
+    /// The fastest tile of decode where tiles were measured: 32 keys at a time over `int8`. Others have more SIMD groups a core with 16.
     #[must_use]
     pub const fn default_decode(k: Codec, head_dim: usize) -> Self {
-        let fit = matches!(k, Codec::Tq4 | Codec::Int8 | Codec::Fp8) && head_dim <= 128;
+        let fit = matches!(k, Codec::Int8) && head_dim <= 128;
         Self::new(8, if fit { 32 } else { 16 }, 4, 1)
     }
 
@@ -211,14 +211,15 @@ impl PortableTile {
         Self::of_prefill(problem, facts).unwrap_or(decode)
     }
 
-    /// 16 rows share what is read where there are more than 8 and registers hold them. A threadgroup has eight SIMD groups where
-    /// threadgroups without splits are at most a quarter of the cores: a core has as many SIMD groups with half as many partial
+    /// 16 rows share what is read where there are more than 8 and registers hold them. Over elements a threadgroup has eight SIMD groups
+    /// where threadgroups without splits are at most a quarter of the cores: a core has as many SIMD groups with half as many partial
     /// results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
         let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
         let keys = Self::default_decode(problem.k_codec(), problem.dims().head_dim).simd_keys;
         let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
-        let simds = if groups.saturating_mul(4) <= facts.cores { 8 } else { 4 };
+        let few = !problem.is_quantized() && groups.saturating_mul(4) <= facts.cores;
+        let simds = if few { 8 } else { 4 };
         let tile = Self::new(rows, if rows == 8 { keys } else { 16 }, simds.min(facts.max_simds()), 1);
         tile.on(facts).with_resident(problem, facts)
     }

@@ -167,9 +167,7 @@ impl Variant {
             generics.extend([rows / (16 * simds), keys, simds, tile.resident()].map(Generic::Usize));
             return prefill::specialise(&generics);
         }
-        let codes = [self.k_codec, self.v_codec].into_iter().all(|codec| codec.dtype().is_none());
-        let resident = if codes && tile.resident() > 1 { tile.resident() } else { 0 };
-        generics.extend([rows / 8, keys, simds, resident, tile.copies()].map(Generic::Usize));
+        generics.extend([rows / 8, keys, simds, tile.copies()].map(Generic::Usize));
         decode::specialise(&generics)
     }
 
@@ -253,7 +251,6 @@ macro_rules! native_decode {
             { $t },
             { $u },
             { $s },
-            0,
             16,
             $k,
             $v,

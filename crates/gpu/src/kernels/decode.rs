@@ -304,7 +304,6 @@ fn attend_tiles<
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
 /// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
-/// | `R` | threadgroups of a core that registers are left for, or 0: the compiler takes as many registers as it likes |
 /// | `C` | copies of the table of `tq4`, 16 or 32 |
 ///
 /// What follows from them:
@@ -320,7 +319,6 @@ fn attend_tiles<
 /// | `DM` | the larger head dimension, [`padded`] |
 #[kernel(
     threads = (32 * S) as u32,
-    resident = R as u32,
     derive(
         K: Element = product_type(Q, KF),
         V: Element = product_type(Q, VF),
@@ -363,7 +361,6 @@ pub fn decode<
     const T: usize,
     const U: usize,
     const S: usize,
-    const R: usize,
     const C: usize,
 >(
     q: &Buffer<Q>,
