@@ -158,6 +158,13 @@ impl Problem {
         matches!(self.desc.sequences, Sequences::Cached { .. })
     }
 
+    /// Whether two problems differ in nothing but numbers of keys (`kv_lens`, and the prefixes that sequences share): the steps of decoding
+    /// of the same sequences, say. Cost: `O(sequences)`.
+    #[must_use]
+    pub fn is_step_of(&self, other: &Self) -> bool {
+        self.scale() == other.scale() && without_lens(&self.desc) == without_lens(&other.desc)
+    }
+
     /// The smallest interval that contains every key that one of the query rows sees. Cost: `O(rows that see no
     /// key)`.
     #[must_use]
@@ -224,4 +231,20 @@ impl Problem {
     fn longest_q_len(&self) -> usize {
         self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0)
     }
+}
+
+/// A description without its numbers of keys.
+fn without_lens(desc: &ProblemDesc) -> ProblemDesc {
+    let mut desc = desc.clone();
+    match &mut desc.sequences {
+        Sequences::Cached { kv_lens, .. } => {
+            kv_lens.iter_mut().for_each(|len| *len = 0);
+            // A bound of the lengths, which shapes no tensor.
+            desc.dims.kv_len = 0;
+        }
+        Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),
+        Sequences::Dense | Sequences::Packed { .. } => {}
+    }
+    desc.prefixes.clear();
+    desc
 }
