@@ -2,8 +2,9 @@
 
 #![allow(unsafe_code)]
 
+use super::cudarc::driver::sys::CUstreamCaptureStatus;
 use super::cudarc::driver::{CudaContext, CudaStream, result};
-use super::error::CudaError;
+use super::error::{CudaError, DeviceError};
 use std::sync::Arc;
 
 /// Device memory that is freed when the device has ended all work: on whatever stream it was used, and whether that still exists.
@@ -57,6 +58,12 @@ impl Buffer {
             return Ok(());
         }
         self.context.bind_to_thread().map_err(failed())?;
+        // A graph would copy again from memory that is gone by then.
+        let status = stream.capture_status().map_err(failed())?;
+        if status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            let error = "the stream captures a graph, which cannot hold it".to_owned();
+            return Err(DeviceError::Driver { what: "copy to the device".to_owned(), error }.into());
+        }
         // SAFETY: the memory has room, as asserted, and the rest is the caller's; the driver has read pageable memory when it returns.
         unsafe { result::memcpy_htod_async(self.at, bytes, stream.cu_stream()) }.map_err(failed())
     }

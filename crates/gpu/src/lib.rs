@@ -8,7 +8,8 @@
 //! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
 //! | [`facts`], [`tile`], [`plan`] | what a device can hold, how a problem's work is cut for it, and what memory runs need |
 //! | [`launches`] | the instances, parameters and constants of a problem |
-//! | [`run`] | runs on any device |
+//! | [`session`], [`run`] | attention on any device: plans and memory that are kept, and the launches |
+//! | [`tensors`], [`upload`] | tensors in the memory of a device, and their way there and back |
 //! | [`cache`] | KV caches in the memory of any device |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
@@ -19,12 +20,20 @@
 pub mod cache;
 pub mod codecs;
 pub mod encoding;
+mod error;
 pub mod facts;
 pub mod kernels;
 pub mod launches;
 pub mod plan;
 pub mod registry;
 pub mod run;
+pub mod session;
 pub mod shape;
+#[cfg(feature = "simulator")]
+pub mod simulator;
+pub mod tensors;
 pub mod tile;
+pub mod upload;
 pub mod variant;
+
+pub use error::SessionError;

@@ -127,6 +127,14 @@ impl PortableTile {
         Tiling::Decode(Tile { rows, keys, simds, splits })
     }
 
+    /// The tile of a tiling, for one threadgroup of decode a core.
+    pub(crate) const fn of_tiling(tiling: &Tiling) -> Self {
+        match tiling {
+            Tiling::Decode(tile) => Self::new(8 * tile.rows, 16 * tile.keys, tile.simds, 1),
+            Tiling::Prefill(tile) => Self::prefill(tile.rows(), 16 * tile.keys, tile.simds, tile.resident),
+        }
+    }
+
     /// Bytes of shared memory of a threadgroup over rows of `dims` elements of q, k and of v. Of decode: queries or outputs in f32, the
     /// factor and the addend of the scores, and the row maximum and row sum of each SIMD group. Of prefill: a block of keys and one of
     /// values, and flags.
