@@ -16,7 +16,7 @@ use device::Watched;
 #[cfg(feature = "cuda")]
 use flashtile_gpu::kernels::copy;
 use flashtile_gpu::kernels::formats::{BF16, TQ4};
-use flashtile_gpu::kernels::{decode, encode, mask_tiles, merge, prefill, rotation};
+use flashtile_gpu::kernels::{cache, decode, encode, mask_tiles, merge, prefill, rotation};
 #[cfg(feature = "cuda")]
 use flashtile_kernel::LaunchError;
 #[cfg(feature = "simulator")]
@@ -39,7 +39,7 @@ pub struct Workload {
 }
 
 /// The benchmark of every kernel.
-pub static WORKLOADS: [Workload; 7] = [
+pub static WORKLOADS: [Workload; 10] = [
     Workload {
         kernel: &decode::decode::KERNEL,
         small: &[
@@ -89,6 +89,21 @@ pub static WORKLOADS: [Workload; 7] = [
         kernel: &encode::append::KERNEL,
         small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
         job: |shape, _| rows::job(shape, Operation::Append).map(Job::from),
+    },
+    Workload {
+        kernel: &cache::copy_rows::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
+        job: |shape, _| rows::job(shape, Operation::Copy).map(Job::from),
+    },
+    Workload {
+        kernel: &cache::read_codes::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
+        job: |shape, _| rows::job(shape, Operation::ReadCodes).map(Job::from),
+    },
+    Workload {
+        kernel: &cache::read_elements::KERNEL,
+        small: &[Shape { sizes: &[("rows", 40), ("dim", 128)] }],
+        job: |shape, _| rows::job(shape, Operation::ReadElements).map(Job::from),
     },
     Workload {
         kernel: &rotation::hadamard::KERNEL,
