@@ -31,6 +31,7 @@ mod shell;
 mod simulator;
 mod svg;
 mod temporary;
+mod timed;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};

@@ -10,6 +10,7 @@ mod peers;
 mod plot;
 mod recorded;
 mod rows;
+mod seeded;
 
 use crate::check::progress;
 use crate::failure::{Failure, Result};

@@ -16,12 +16,6 @@ use flashtile_cpu::cpu::Cpu;
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The accumulation of a plan.
-#[must_use]
-pub fn accumulation_of(plan: &flashtile_cpu::plan::CpuPlan) -> Accumulation {
-    plan.accumulation()
-}
-
 /// How portable kernels accumulate for a problem.
 #[cfg(feature = "gpu")]
 pub(crate) fn accumulation_of_portable(problem: &Problem) -> Accumulation {
