@@ -368,7 +368,10 @@ mod tests {
     fn every_kernel_has_an_instance_of_a_plain_problem() {
         let listed: Vec<String> = crate::registry::instances().iter().map(Instance::entry).collect();
         for kernel in KERNELS {
-            let codec = if kernel.name == "encode" { Codec::Tq4 } else { PLAIN.k_codec };
+            let codec = match kernel.name {
+                "encode" | "read_codes" => Codec::Tq4,
+                _ => PLAIN.k_codec,
+            };
             let entry = Variant { k_codec: codec, ..PLAIN }.instance(kernel).unwrap().entry();
             assert!(listed.contains(&entry), "{entry}");
         }
