@@ -1,4 +1,5 @@
-//! Sessions on the simulator: plans are kept from call to call, and every call has the oracle's answer.
+//! Sessions on the simulator, and on a CUDA device where there is one: plans are kept from call to call, and every call has the oracle's
+//! answer.
 
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::{CodePages, Codec, KvView, Side};
@@ -9,9 +10,11 @@ use flashtile_core::problem::{Dims, HeadShape, ProblemDesc, QOffset, SeqLens, Vi
 use flashtile_core::reference;
 use flashtile_core::tensor::{TensorView, TensorViewMut};
 use flashtile_gpu::SessionError;
+use flashtile_gpu::facts::GpuFacts;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::simulator::{DECODE_TILE, no_native, session};
-use flashtile_kernel::simulator::Simulator;
+use flashtile_kernel::HostAccess;
+use flashtile_kernel::cuda::Gpu;
 use flashtile_testkit::Rng;
 
 fn random(rng: &mut Rng, len: usize) -> Vec<f32> {
@@ -19,7 +22,7 @@ fn random(rng: &mut Rng, len: usize) -> Vec<f32> {
 }
 
 /// Computes on a session what a description says, and compares with the oracle.
-fn agrees(session: &mut Session<Simulator>, desc: &ProblemDesc, inputs: &Inputs<'_>) {
+fn agrees<D: HostAccess>(session: &mut Session<D>, desc: &ProblemDesc, inputs: &Inputs<'_>) {
     let problem = desc.clone().validate().unwrap();
     let shape = problem.dims().out_shape();
     let mut out = vec![f32::NAN; shape.iter().product()];
@@ -35,8 +38,30 @@ fn agrees(session: &mut Session<Simulator>, desc: &ProblemDesc, inputs: &Inputs<
     }
 }
 
+/// A session on the first CUDA device, which holds no less than other devices do.
+fn on_cuda() -> Option<Session<Gpu>> {
+    let facts = GpuFacts {
+        cores: 40,
+        shared_per_group: 48 << 10,
+        shared_per_core: 64 << 10,
+        reserved_shared: 1 << 10,
+        registers_per_core: 1 << 16,
+        multiplies_bf16: false,
+        max_groups: 65535,
+    };
+    let gpu = Gpu::new(0).map_err(|why| eprintln!("SKIPPED, no session ran on a GPU: {why}")).ok()?;
+    Some(Session::new(gpu, facts))
+}
+
 #[test]
 fn calls_of_several_descriptions_have_their_answers() {
+    several_descriptions(&mut session(DECODE_TILE));
+    if let Some(mut session) = on_cuda() {
+        several_descriptions(&mut session);
+    }
+}
+
+fn several_descriptions<D: HostAccess>(session: &mut Session<D>) {
     let dims = Dims { batch: 2, q_heads: 4, kv_heads: 2, q_len: 3, kv_len: 19, head_dim: 64, value_dim: 64 };
     let mut rng = Rng::new(1);
     let (q, k, v) = (random(&mut rng, 1536), random(&mut rng, 4864), random(&mut rng, 4864));
@@ -50,18 +75,17 @@ fn calls_of_several_descriptions_have_their_answers() {
     (causal.visibility, causal.q_offset) = (Visibility::causal(), Some(QOffset::BottomRight));
     let mut capped = plain.clone();
     capped.softcap = Some(2.0);
-    let mut session = session(DECODE_TILE);
     for desc in [&plain, &causal, &plain, &capped, &causal] {
-        agrees(&mut session, desc, &inputs);
+        agrees(session, desc, &inputs);
     }
     let mut sinks = inputs;
     let logits = [0.5, -1.0, 2.0, 0.0];
     sinks.sinks = Some(&logits);
     let mut desc = causal;
     desc.sinks = true;
-    agrees(&mut session, &desc, &sinks);
+    agrees(session, &desc, &sinks);
     session.clear();
-    agrees(&mut session, &desc, &sinks);
+    agrees(session, &desc, &sinks);
 }
 
 /// Tables of sequences in pages of 4 tokens.
@@ -84,6 +108,13 @@ fn tables(pages: &[&[u32]], lens: &[usize]) -> BlockTables {
 
 #[test]
 fn steps_of_decoding_have_the_lengths_and_pages_of_each() {
+    several_steps(&mut session(DECODE_TILE));
+    if let Some(mut session) = on_cuda() {
+        several_steps(&mut session);
+    }
+}
+
+fn several_steps<D: HostAccess>(session: &mut Session<D>) {
     let heads = HeadShape { q_heads: 4, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let mut rng = Rng::new(2);
     let q = random(&mut rng, 2 * 4 * 64);
@@ -96,7 +127,6 @@ fn steps_of_decoding_have_the_lengths_and_pages_of_each() {
         }
     }
     let [k, v] = pages.each_ref().map(|pages| KvView::Codes(pages.view()));
-    let mut session = session(DECODE_TILE);
     let steps: [(&[&[u32]], [usize; 2]); 6] = [
         (&[&[3, 1], &[7]], [5, 4]),
         (&[&[3, 1], &[7, 0]], [6, 5]),
@@ -113,7 +143,7 @@ fn steps_of_decoding_have_the_lengths_and_pages_of_each() {
         let tables = tables(pages, &lens);
         // Twice: a second call finds everything written.
         for _ in 0..2 {
-            agrees(&mut session, &desc, &Inputs::paged_kv(q, k, v, &tables));
+            agrees(session, &desc, &Inputs::paged_kv(q, k, v, &tables));
         }
     }
 }
