@@ -25,10 +25,10 @@ const MAX_SESSIONS: usize = 8;
 
 /// Computes attention on one stream of a device, and keeps what a next call of the same description needs again: its plan, its kernels,
 /// and the plan's schedule and scratch memory on the device. Such a call allocates nothing and waits for nothing. Nor does a call whose
-/// description differs in nothing but numbers of keys, the next step of decoding: it writes its schedule over the one before, as long as that has the
+/// description differs in nothing but larger numbers of keys, the next step of decoding: it writes its schedule over the one before, as long as that has the
 /// size (see [`Prepared::update`]). Only a block table that outgrows its memory gets new memory, of twice the size.
 ///
-/// Calls may be captured in a CUDA graph, after one call of the same description that was not. A session keeps what was captured as long as
+/// Calls may be captured in a CUDA graph, after one call of the same description that was not, and no other step since. A session keeps what was captured as long as
 /// it lives, and must live as long as the graph.
 ///
 /// ```no_run
@@ -249,11 +249,12 @@ impl Session {
         if self.captures()? {
             return Err(captured("preparation of a plan"));
         }
-        let is_step = |kept: &Kept| !kept.captured && kept.prepared.plan().problem().is_step_of(&problem);
-        let step = self.plans.iter().position(is_step);
-        let (old, tables) = match step {
+        let growth =
+            |kept: &Kept| problem.growth_since(kept.prepared.plan().problem()).filter(|_| !kept.captured);
+        let steps = self.plans.iter().enumerate().filter_map(|(at, kept)| Some((growth(kept)?, at)));
+        let (old, tables) = match steps.min() {
             None => (self.evict(), None),
-            Some(at) => {
+            Some((_, at)) => {
                 let mut kept = self.plans.remove(at);
                 match kept.prepared.update(&plan) {
                     Ok(()) => {

@@ -29,7 +29,7 @@ struct Native {
 
 /// Computes attention on a device by the portable kernels, and keeps what a next call needs again: plans and the memory of their runs.
 ///
-/// After the first call of a description, a call of the same, or of one that differs in nothing but numbers of keys (the next step of
+/// After the first call of a description, a call of the same, or of one that differs in nothing but larger numbers of keys (the next step of
 /// decoding), launches kernels and writes the numbers of the sequences and the block table where they changed: it allocates no memory of the device
 /// and does not wait for it. Only a block table that outgrows its memory, which holds twice the first one's entries or more, gets new memory.
 pub struct Session<D: HostAccess> {
@@ -128,23 +128,19 @@ impl<D: HostAccess> Session<D> {
     /// A session on a device that can hold so much.
     #[must_use]
     pub fn new(device: D, facts: GpuFacts) -> Self {
-        let planner = Planner::Device(facts, PlanOptions::default());
-        Self { device, planner, native: None, plans: Vec::new() }
+        Self::with_options(device, facts, PlanOptions::default())
+    }
+
+    /// [`Session::new`] with options of the planner.
+    #[must_use]
+    pub const fn with_options(device: D, facts: GpuFacts, options: PlanOptions) -> Self {
+        Self { device, planner: Planner::Device(facts, options), native: None, plans: Vec::new() }
     }
 
     /// A session that cuts the work of every problem so, whatever its device can hold.
     #[must_use]
     pub fn with_tiling(device: D, tiling: impl Into<Tiling>) -> Self {
         Self { device, planner: Planner::Tiling(tiling.into()), native: None, plans: Vec::new() }
-    }
-
-    /// The same with options of the planner, which a session of one tiling does not have.
-    #[must_use]
-    pub fn with_options(mut self, options: PlanOptions) -> Self {
-        if let Planner::Device(_, of) = &mut self.planner {
-            *of = options;
-        }
-        self
     }
 
     /// The same on a device that runs native code only: `find` knows it, and `missing` says why there is none of a problem.
@@ -277,8 +273,10 @@ impl<D: HostAccess> Session<D> {
                 plan.with_native(find).ok_or_else(|| Unsupported::Instance { why: missing(&problem) })?
             }
         };
-        let is_step = |kept: &Kept<D::Memory>| kept.problem.is_step_of(&problem) && kept.plan == plan;
-        if let Some(at) = self.plans.iter().position(is_step) {
+        let growth =
+            |kept: &Kept<D::Memory>| problem.growth_since(&kept.problem).filter(|_| kept.plan == plan);
+        let steps = self.plans.iter().enumerate().filter_map(|(at, kept)| Some((growth(kept)?, at)));
+        if let Some((_, at)) = steps.min() {
             let kept = &mut self.plans[at];
             (kept.problem, kept.plan, kept.pages) = (problem, plan, None);
             return Ok(at);

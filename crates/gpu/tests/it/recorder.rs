@@ -201,3 +201,20 @@ fn a_call_of_the_same_description_only_launches() {
     assert_eq!(call(), Record { launches: launches.clone(), writes: 1, ..Record::default() });
     assert_eq!(call(), Record { launches, ..Record::default() });
 }
+
+/// Layers of a decoder attend in turns to its own tokens and to those of an encoder, which stay: neither takes the plan of the other.
+#[test]
+fn descriptions_in_turns_keep_their_plans() {
+    let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let desc = |kv_len| ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len }]);
+    let recorder = Recorder::default();
+    let mut session = Session::new(&recorder, FACTS);
+    for len in 480..540 {
+        for _layer in 0..3 {
+            session.plan(&desc(len)).unwrap();
+            session.plan(&desc(500)).unwrap();
+        }
+        let record = std::mem::take(&mut *recorder.0.borrow_mut());
+        assert!(record.allocations == 0 || len == 480, "{len}: {record:?}");
+    }
+}
