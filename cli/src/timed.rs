@@ -33,7 +33,7 @@ impl TimedRun {
         Ok(Self { graph: None, stream, prepared, tensors, flush: None })
     }
 
-    /// Runs once and copies the results to outputs like those of [`TimedRun::new`].
+    /// Runs once and copies the results to outputs of the shapes that [`TimedRun::new`] was given.
     pub(crate) fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
         self.launch()?;
         Ok(self.tensors.download(outputs)?)

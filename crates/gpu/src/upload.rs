@@ -68,7 +68,7 @@ fn rows([batch, heads, rows, _]: [usize; 4]) -> impl Iterator<Item = [usize; 3]>
     (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..rows).map(move |row| [b, h, row])))
 }
 
-/// Strides of a copy: those of the tensor where it has no gaps, dense ones otherwise; and the elements that the copy reaches over.
+/// Strides of a copy: the tensor's own where it has no gaps, dense ones otherwise; and the elements that the copy reaches over.
 fn packed(shape: [usize; 4], strides: [usize; 4]) -> ([usize; 4], usize) {
     let elements = shape.iter().product();
     match reach(shape, strides) {
@@ -82,7 +82,7 @@ fn start([b, h, row]: [usize; 3], strides: [usize; 4]) -> usize {
     b * strides[0] + h * strides[1] + row * strides[2]
 }
 
-/// The bytes of a tensor whose copy has these strides and reaches over so many elements.
+/// The bytes of a copy of a tensor, with these strides, that reaches over `reach` elements.
 fn bytes_of(view: &TensorView<'_>, (strides, reach): ([usize; 4], usize)) -> Vec<u8> {
     let size = view.dtype().bytes();
     let mut bytes = vec![0u8; reach * size];
@@ -295,7 +295,7 @@ impl<M: DeviceMemory> Results<M> {
     /// What the device reports, also of work that failed.
     ///
     /// # Panics
-    /// If dtype or shape are not those of [`Results::new`].
+    /// If dtype or shape differ from what [`Results::new`] was given.
     pub fn download<D: HostAccess<Memory = M>>(
         &self,
         device: &D,

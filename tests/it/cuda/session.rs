@@ -59,7 +59,7 @@ fn uploaded_tables_serve_the_next_step_or_are_refused() {
     let mut prepared = cuda.prepare(&plan(&built), &stream).unwrap();
     let mut tensors = prepared.upload(&built.inputs(), &outputs).unwrap();
     tensors.run(&mut prepared).unwrap();
-    // The tables are those of another length, which they say.
+    // The tables say that they are of another length.
     for other in [&shorter, &longer] {
         let mut prepared = cuda.prepare(&plan(other), &stream).unwrap();
         let refusal = tensors.run(&mut prepared).unwrap_err();

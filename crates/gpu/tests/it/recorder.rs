@@ -202,7 +202,7 @@ fn a_call_of_the_same_description_only_launches() {
     assert_eq!(call(), Record { launches, ..Record::default() });
 }
 
-/// Layers of a decoder attend in turns to its own tokens and to those of an encoder, which stay: neither takes the plan of the other.
+/// Layers of a decoder attend in turns to its own tokens and to an encoder's, whose number stays: neither takes the plan of the other.
 #[test]
 fn descriptions_in_turns_keep_their_plans() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };

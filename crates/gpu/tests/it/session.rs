@@ -73,9 +73,9 @@ fn several_descriptions<D: HostAccess>(session: &mut Session<D>) {
     let plain = ProblemDesc::new(dims, Dtype::F32);
     let mut causal = plain.clone();
     (causal.visibility, causal.q_offset) = (Visibility::causal(), Some(QOffset::BottomRight));
-    let mut capped = plain.clone();
-    capped.softcap = Some(2.0);
-    for desc in [&plain, &causal, &plain, &capped, &causal] {
+    let mut soft = plain.clone();
+    soft.softcap = Some(2.0);
+    for desc in [&plain, &causal, &plain, &soft, &causal] {
         agrees(session, desc, &inputs);
     }
     let mut sinks = inputs;
