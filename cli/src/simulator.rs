@@ -2,6 +2,7 @@
 
 use crate::failure::{Failure, Result};
 use flashtile::{Inputs, Outputs, Problem};
+#[cfg(feature = "check")]
 use flashtile_testkit::Runner;
 
 /// Refuses to continue in builds without the simulator.
@@ -50,13 +51,13 @@ pub(crate) fn compute(_: u64, _: &Problem, _: &Inputs<'_>, _: &mut Outputs<'_>) 
 }
 
 /// The runner of `check`, with the same bound.
-#[cfg(feature = "simulator")]
+#[cfg(all(feature = "check", feature = "simulator"))]
 pub(crate) fn runner(max_scores: u64) -> Result<Box<dyn Runner>> {
     Ok(Box::new(flashtile_testkit::SimulatorRunner::new().at_most(max_scores)))
 }
 
 /// Refuses, since this build has no simulator.
-#[cfg(not(feature = "simulator"))]
+#[cfg(all(feature = "check", not(feature = "simulator")))]
 pub(crate) fn runner(_: u64) -> Result<Box<dyn Runner>> {
     Err(absent())
 }
