@@ -66,12 +66,13 @@ impl DeviceArray {
         Ok(array)
     }
 
-    /// Copies a tensor in host memory, of the same dtype and shape and of any strides, over this one, on the stream: work that was given to it before
-    /// has read the old elements. Neither allocates device memory nor waits for that work to end. The tensor has been read when this returns.
+    /// Copies a tensor in host memory, of the same dtype and shape and of any strides, over this one, on the stream: work that was
+    /// given to it before has read the old elements. Neither allocates device memory nor waits for that work to end. The tensor has
+    /// been read when this returns.
     ///
     /// # Errors
-    /// [`CudaError::Array`] where dtype or shape differ; [`CudaError::Device`], also while the stream captures a graph, which would copy from memory that
-    /// is gone.
+    /// [`CudaError::Array`] where dtype or shape differ; [`CudaError::Device`], also while the stream captures a graph, which would
+    /// copy from memory that is gone.
     pub fn refill(&mut self, tensor: &TensorView<'_>) -> Result<(), CudaError> {
         self.check((tensor.dtype(), tensor.shape()))?;
         let mut bytes = Vec::with_capacity(self.bytes);

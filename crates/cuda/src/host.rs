@@ -71,8 +71,9 @@ impl DeviceTensors {
         })
     }
 
-    /// Launches a run over the tensors on the stream of `prepared`, whose plan may be that of another step of the same sequences. Returns before it has
-    /// ended; as [`Prepared::run`], it allocates and waits for nothing, as long as the stream is that of the upload.
+    /// Launches a run over the tensors on the stream of `prepared`, whose plan may be that of another step of the same sequences.
+    /// Returns before it has ended; as [`Prepared::run`], it allocates and waits for nothing, as long as the stream is that of the
+    /// upload.
     ///
     /// # Errors
     /// As [`Prepared::run`]; [`CudaError::Inputs`] also where the tables do not fit the plan's problem.
@@ -114,8 +115,8 @@ impl DeviceTensors {
 }
 
 impl Prepared {
-    /// Copies the inputs of a run of the plan to the device, and takes memory there for its outputs, whose contents are not read. The inputs have been read
-    /// when this returns.
+    /// Copies the inputs of a run of the plan to the device, and takes memory there for its outputs, whose contents are not read.
+    /// The inputs have been read when this returns.
     ///
     /// # Errors
     /// [`CudaError::Inputs`] where the tensors do not fit the plan's problem, also where block tables do not describe pages of the pool;

@@ -23,13 +23,14 @@ const MAX_PLANS: usize = 16;
 /// Sessions that a thread keeps.
 const MAX_SESSIONS: usize = 8;
 
-/// Computes attention on one stream of a device, and keeps what a next call of the same description needs again: its plan, its kernels,
-/// and the plan's schedule and scratch memory on the device. Such a call allocates nothing and waits for nothing. Nor does a call whose
-/// description differs in nothing but larger numbers of keys, the next step of decoding: it writes its schedule over the one before, as long as that has the
-/// size (see [`Prepared::update`]). Only a block table that outgrows its memory gets new memory, of twice the size.
+/// Computes attention on one stream of a device, and keeps what a next call of the same description needs again: its plan, its
+/// kernels, and the plan's schedule and scratch memory on the device. Such a call allocates nothing and waits for nothing. Nor does
+/// a call whose description differs in nothing but larger numbers of keys, the next step of decoding: it writes its schedule over
+/// the one before, as long as that has the size (see [`Prepared::update`]). Only a block table that outgrows its memory gets new
+/// memory, of twice the size.
 ///
-/// Calls may be captured in a CUDA graph, after one call of the same description that was not, and no other step since. A session keeps what was captured as long as
-/// it lives, and must live as long as the graph.
+/// Calls may be captured in a CUDA graph, after one call of the same description that was not, and no other step since. A session
+/// keeps what was captured as long as it lives, and must live as long as the graph.
 ///
 /// ```no_run
 /// use flashtile::cuda::{Cuda, DeviceInputs, DeviceOutputs, Session};

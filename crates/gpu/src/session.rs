@@ -29,9 +29,10 @@ struct Native {
 
 /// Computes attention on a device by the portable kernels, and keeps what a next call needs again: plans and the memory of their runs.
 ///
-/// After the first call of a description, a call of the same, or of one that differs in nothing but larger numbers of keys (the next step of
-/// decoding), launches kernels and writes the numbers of the sequences and the block table where they changed: it allocates no memory of the device
-/// and does not wait for it. Only a block table that outgrows its memory, which holds twice the first one's entries or more, gets new memory.
+/// After the first call of a description, a call of the same, or of one that differs in nothing but larger numbers of keys (the
+/// next step of decoding), launches kernels and writes the numbers of the sequences and the block table where they changed: it
+/// allocates no memory of the device and does not wait for it. Only a block table that outgrows its memory, which holds twice the
+/// first one's entries or more, gets new memory.
 pub struct Session<D: HostAccess> {
     device: D,
     planner: Planner,

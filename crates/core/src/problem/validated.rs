@@ -165,8 +165,8 @@ impl Problem {
         self.scale() == other.scale() && without_lens(&self.desc) == without_lens(&other.desc)
     }
 
-    /// Keys that the sequences have more than in `before`, if this is a later step of the same ones: nothing else differs, and no sequence has fewer.
-    /// Cost: `O(sequences)`.
+    /// Keys that the sequences have more than in `before`, if this is a later step of the same ones: nothing else differs, and no
+    /// sequence has fewer. Cost: `O(sequences)`.
     #[must_use]
     pub fn growth_since(&self, before: &Self) -> Option<usize> {
         if !self.is_step_of(before) {
