@@ -246,6 +246,18 @@ impl AnyPlan {
     }
 }
 
+/// What the plan inside says.
+#[cfg(feature = "serde")]
+impl serde::Serialize for AnyPlan {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Cpu(plan) => plan.serialize(serializer),
+            #[cfg(feature = "cuda")]
+            Self::Cuda(plan) => plan.serialize(serializer),
+        }
+    }
+}
+
 impl std::fmt::Display for AnyPlan {
     /// Kernel, tiles, units of work, splits and workspace on one line.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

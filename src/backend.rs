@@ -49,7 +49,8 @@ impl Backend {
     pub fn auto_with(problem: &Problem, options: PlanOptions) -> Choice {
         let cpu = Cpu::new();
         let device = Device::first();
-        let chosen = choose(problem, options, &Machine::new(*cpu.facts(), device.presence()));
+        let machine = Machine::new(*cpu.facts()).with_cuda(device.presence());
+        let chosen = choose(problem, options, &machine);
         let backend = match chosen.kind {
             BackendKind::Cpu => Self::Cpu(cpu),
             BackendKind::Cuda => {

@@ -12,7 +12,7 @@ use flashtile_cpu::plan::{CpuFacts, CpuPlan};
 #[cfg(feature = "cuda")]
 use flashtile_cuda::plan::{CudaFacts, CudaPlan};
 
-/// What a choice knows about a machine.
+/// What a choice knows about a machine, which may be absent: a processor, and what [`Machine::with_cuda`] adds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Machine {
@@ -23,10 +23,16 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine, which may be absent.
+    /// A machine without devices, as a build that lacks their cargo features sees it.
     #[must_use]
-    pub const fn new(cpu: CpuFacts, cuda: CudaPresence) -> Self {
-        Self { cpu, cuda }
+    pub const fn new(cpu: CpuFacts) -> Self {
+        Self { cpu, cuda: CudaPresence::NotBuilt }
+    }
+
+    /// The same machine with a CUDA device, or the reason why it has none.
+    #[must_use]
+    pub fn with_cuda(self, cuda: CudaPresence) -> Self {
+        Self { cuda, ..self }
     }
 }
 
@@ -80,12 +86,11 @@ impl std::fmt::Display for Chosen {
 /// faster than a device.
 ///
 /// ```
-/// use flashtile::plan::{CudaPresence, Machine, choose, machines};
+/// use flashtile::plan::{Machine, choose, machines};
 /// use flashtile::{Dims, Dtype, PlanOptions, ProblemDesc};
 /// let dims = Dims { batch: 1, q_heads: 8, kv_heads: 2, q_len: 64, kv_len: 64, head_dim: 64, value_dim: 64 };
 /// let problem = ProblemDesc::new(dims, Dtype::F32).validate()?;
-/// let machine = Machine::new(machines::AVX2_8, CudaPresence::NotBuilt);
-/// let chosen = choose(&problem, PlanOptions::default(), &machine);
+/// let chosen = choose(&problem, PlanOptions::default(), &Machine::new(machines::AVX2_8));
 /// assert_eq!(chosen.to_string(), "cpu: this build lacks the cargo feature cuda");
 /// # Ok::<(), flashtile::Error>(())
 /// ```

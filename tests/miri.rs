@@ -325,7 +325,7 @@ mod caches {
         let (mut k, mut v) = (vec![f32::NAN; shape.iter().product()], vec![f32::NAN; shape.iter().product()]);
         let mut views = [&mut k, &mut v].map(|x| TensorViewMut::packed(x.as_mut_slice(), shape).unwrap());
         let [k_view, v_view] = &mut views;
-        cache.linearise(seq, 0, k_view, v_view).unwrap();
+        cache.linearize(seq, 0, k_view, v_view).unwrap();
         assert!(v.iter().all(|x| x.is_finite()));
         k
     }

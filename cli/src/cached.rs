@@ -6,8 +6,8 @@ use crate::operands::{Operands, Order};
 use crate::options::Storage;
 use flashtile::cache::KeyMean;
 use flashtile::{
-    BlockTables, CacheDesc, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset, SeqLens,
-    Sequence, Sequences, TensorView, Unsupported,
+    BlockTables, CacheDesc, CacheError, CacheLayout, CacheShape, Codec, Inputs, KvCache, Problem, QOffset,
+    SeqLens, Sequence, Sequences, TensorView, Unsupported,
 };
 
 /// How a cache stores keys and values.
@@ -114,9 +114,11 @@ impl Cached {
                 continue;
             }
             let rows = (operands.k_rows(sequence)?, operands.v_rows(sequence)?);
-            cache.append(&[(id, sequence.kv_len)], &[rows]).map_err(|e| match sequences.len() {
-                1 => Failure::new(e),
-                _ => Failure::at(format_args!("sequence {index}"), e),
+            cache.append(&[(id, sequence.kv_len)], &[rows]).map_err(|e| {
+                match (sequences.len(), refusal(&e)) {
+                    (1, why) => Failure::new(why),
+                    (_, why) => Failure::at(format_args!("sequence {index}"), why),
+                }
             })?;
         }
         let tables = cache.tables(&ids).map_err(Failure::new)?;
@@ -176,5 +178,15 @@ pub(crate) fn unpack(packed: &[u8], into: &mut [u8], [batch, heads, rows]: [usiz
                 into[to..to + size].copy_from_slice(&packed[from..from + size]);
             }
         }
+    }
+}
+
+/// Why rows of a file are refused. Its cache has one layer, which is not named.
+fn refusal(error: &CacheError) -> String {
+    match error {
+        CacheError::Row { tensor, head, row, why, .. } => {
+            format!("row {row} of head {head} of {tensor} {why}")
+        }
+        other => other.to_string(),
     }
 }

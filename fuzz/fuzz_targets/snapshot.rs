@@ -26,7 +26,7 @@ fn rows(cache: &KvCache, seq: SeqId) -> [Vec<u32>; 2] {
     let mut rows = [vec![0f32; (len - first) * dim], vec![0f32; (len - first) * dim]];
     let [k, v] = rows.each_mut().map(|rows| TensorViewMut::bhsd::<f32>(rows, [1, 1, len - first, dim]));
     let (Ok(mut k), Ok(mut v)) = (k, v) else { unreachable!("{:?} rows", Dtype::F32) };
-    cache.linearise(seq, 0, &mut k, &mut v).unwrap_or_else(|e| panic!("{e}"));
+    cache.linearize(seq, 0, &mut k, &mut v).unwrap_or_else(|e| panic!("{e}"));
     rows.map(|rows| rows.into_iter().map(f32::to_bits).collect())
 }
 

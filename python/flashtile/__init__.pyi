@@ -84,6 +84,7 @@ def plan(
     kv_lens: List[int] | NDArray[Any] | None = None,
     cu_seqlens: List[int] | NDArray[Any] | tuple[List[int], List[int]] | None = None,
     machine: str | None = None,
+    backend: str | None = None,
     splits: int | None = None,
 ) -> dict[str, Any]: ...
 def kv_report(

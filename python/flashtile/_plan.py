@@ -3,6 +3,7 @@
 import json
 
 from . import _flashtile
+from ._compiler import load_compiler
 
 
 def plan(
@@ -26,25 +27,34 @@ def plan(
     kv_lens=None,
     cu_seqlens=None,
     machine=None,
+    backend=None,
     splits=None,
 ):
-    """What would run for a problem, as a dict: `kernel`, `isa`, `threads`, `block_k`, `tile_rows`, `task_rows`, `tasks`, `splits`,
-    `sequence_splits`, `workspace_bytes`, `idle` (the share of time that threads are estimated to wait), `visible_pairs` (of queries and
-    keys, in one head, summed over the batch), `flops`, the `machine` with its caches `l1d`, `l2`, `l3` in bytes, `problem` and `options`. Nothing is computed,
-    so that problems and machines may be larger than this one.
+    """What would run for a problem, as a dict: the `summary` of the plan in one line, `kernel`, `tasks` (work tiles or threadgroups of a
+    GPU), `splits`, `workspace_bytes`, `visible_pairs` (of queries and keys, in one head, summed over the batch), `flops`, the `backend`,
+    `backend_reason` (why this one), the `machine` with its cache `l2` in bytes, `problem` and `options`. Nothing is computed, so that
+    problems and machines may be larger than this one.
+
+    Plans of the CPU also have `isa`, `threads`, `block_k`, `tile_rows`, `task_rows`, `sequence_splits`, `idle` (the share of time that
+    threads are estimated to wait) and the caches `l1d` and `l3`. Plans of CUDA have the `kernels`, each with its `tile_rows`, `block_k`, `threads`,
+    `resident` (blocks of threads of a multiprocessor) and `shared_bytes`, the device's `capability` and its `multiprocessors`.
 
     Args:
         heads, q_len, head_dim, batch, kv_heads, kv_len, value_dim: sizes; those that are None equal `heads`, `q_len` and `head_dim`.
         dtype: f32, f16 or bf16.
         mask: the kind of a mask: None, `"bool"`, or the dtype of an additive one.
         alibi, sinks: whether the problem has them.
-        machine: the name of a machine to plan for, such as `"avx512-64core"`; None is this one.
+        machine: the name of a machine to plan for, such as `"avx512-64core"` or `"h200"`; None is this one.
+        backend: of this machine: `"cpu"`, which `flashtile.attention` takes for arrays in host memory, and which is what None means;
+            `"cuda"` or `"cuda:1"`, which it takes for tensors on that device; `"auto"`, the faster one for arrays in host memory, copies
+            included.
         splits: splits into which the keys are divided for parallel work; None leaves it to the planner.
 
     The other options are as for `flashtile.attention`.
 
     Raises:
-        ValueError: where the problem contradicts itself, or there is no such machine.
+        ValueError: where the problem contradicts itself, there is no such machine or backend, or both are given.
+        RuntimeError: where the backend is a CUDA device that this machine lacks.
     """
     sides = {side: keys for side, keys in zip(("left", "right"), window) if keys != -1}
     if causal:
@@ -77,4 +87,8 @@ def plan(
     if cu_seqlens is not None:
         q, k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
         desc["sequences"] = {"packed": {"cu_seqlens_q": [int(n) for n in q], "cu_seqlens_k": [int(n) for n in k]}}
-    return json.loads(_flashtile.plan(json.dumps(desc), machine, splits))
+    if machine is not None and backend is not None:
+        raise ValueError("machine and backend were given, expected one of them")
+    if backend not in (None, "cpu"):
+        load_compiler()
+    return json.loads(_flashtile.plan(json.dumps(desc), machine, backend or "cpu", splits))

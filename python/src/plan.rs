@@ -1,48 +1,102 @@
 //! Plans as JSON.
 
 use crate::failure::refused;
-use flashtile::plan::{CpuFacts, machines};
-use flashtile::{Cpu, CpuPlan, PlanOptions, ProblemDesc};
+use flashtile::plan::AnyFacts;
+use flashtile::{AnyPlan, Backend, BackendName, PlanOptions, ProblemDesc};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde_json::{Value, json};
 
-/// What would run for a problem, which is described as JSON, on this machine or on one of a list.
+/// What would run for a problem, which is described as JSON: on a backend of this machine, or on a machine of a list.
 #[pyfunction]
 pub(crate) fn plan(
     py: Python<'_>,
     desc: &str,
     machine: Option<&str>,
+    backend: &str,
     splits: Option<usize>,
 ) -> PyResult<String> {
     let wrong = |error: serde_json::Error| PyValueError::new_err(error.to_string());
     let desc: ProblemDesc = serde_json::from_str(desc).map_err(wrong)?;
-    let facts = machine.map_or_else(|| Ok(*Cpu::new().facts()), facts)?;
+    let known = machine.map(known).transpose()?;
     let mut options = PlanOptions::default();
     options.splits = splits;
-    let plan =
-        py.detach(|| -> flashtile::Result<CpuPlan> { Ok(CpuPlan::new(&desc.validate()?, &facts, options)?) });
-    let plan = plan.map_err(refused)?;
+    let planned = py.detach(|| match known {
+        Some((name, facts)) => Planned::on(name, facts, &desc, options),
+        None => Planned::here(backend.parse()?, &desc, options),
+    });
+    let Planned { machine, facts, reason, plan } = planned.map_err(refused)?;
     let mut described = serde_json::to_value(&plan).map_err(wrong)?;
-    if let Value::Object(fields) = &mut described {
-        fields.insert("tasks".to_owned(), json!(plan.task_count()));
-        fields.insert("splits".to_owned(), json!(plan.splits()));
-        fields.insert("sequence_splits".to_owned(), json!(plan.sequence_splits()));
-        fields.insert("idle".to_owned(), json!(plan.idle()));
-        fields.insert("visible_pairs".to_owned(), json!(plan.problem().visible_pairs()));
-        fields.insert("flops".to_owned(), json!(plan.problem().flops()));
-        fields.insert("machine".to_owned(), json!(machine.unwrap_or("this machine")));
-        fields.insert("l1d".to_owned(), json!(facts.l1d));
-        fields.insert("l2".to_owned(), json!(facts.l2));
-        fields.insert("l3".to_owned(), json!(facts.l3));
+    let common = json!({
+        "summary": plan.to_string(),
+        "backend": plan.kind().name(),
+        "backend_reason": reason,
+        "machine": machine,
+        "tasks": plan.task_count(),
+        "splits": plan.splits(),
+        "visible_pairs": plan.problem().visible_pairs(),
+        "flops": plan.problem().flops(),
+    });
+    for more in [common, of_backend(&facts, &plan)] {
+        if let (Some(fields), Value::Object(more)) = (described.as_object_mut(), more) {
+            fields.extend(more);
+        }
     }
     Ok(described.to_string())
 }
 
-fn facts(name: &str) -> PyResult<CpuFacts> {
-    let found = machines::ALL.iter().find(|(known, _)| *known == name);
-    found.map(|(_, facts)| *facts).ok_or_else(|| {
-        let names: Vec<&str> = machines::ALL.iter().map(|(name, _)| *name).collect();
+/// A plan, where it would run, and why there.
+struct Planned {
+    machine: String,
+    facts: AnyFacts,
+    reason: String,
+    plan: AnyPlan,
+}
+
+impl Planned {
+    /// On a machine that may be absent.
+    fn on(name: &str, facts: AnyFacts, desc: &ProblemDesc, options: PlanOptions) -> flashtile::Result<Self> {
+        let plan = AnyPlan::new(&desc.clone().validate()?, &facts, options)?;
+        Ok(Self { machine: name.to_owned(), facts, reason: "machine asks for it".to_owned(), plan })
+    }
+
+    /// On a backend of this machine.
+    fn here(name: BackendName, desc: &ProblemDesc, options: PlanOptions) -> flashtile::Result<Self> {
+        let choice = name.open(&desc.clone().validate()?, options)?;
+        let machine = match &choice.backend {
+            Backend::Cuda(cuda) => cuda.name(),
+            _ => "this machine",
+        };
+        let (machine, facts) = (machine.to_owned(), choice.backend.facts());
+        Ok(Self { machine, facts, reason: choice.reason, plan: choice.plan? })
+    }
+}
+
+/// What plans of one backend alone have.
+fn of_backend(facts: &AnyFacts, plan: &AnyPlan) -> Value {
+    match (facts, plan) {
+        (AnyFacts::Cpu(facts), AnyPlan::Cpu(plan)) => json!({
+            "sequence_splits": plan.sequence_splits(),
+            "idle": plan.idle(),
+            "l1d": facts.l1d,
+            "l2": facts.l2,
+            "l3": facts.l3,
+        }),
+        (AnyFacts::Cuda(facts), _) => json!({
+            "capability": [facts.capability.0, facts.capability.1],
+            "multiprocessors": facts.multiprocessors,
+            "l2": facts.l2,
+        }),
+        // Facts and plan are of one backend.
+        _ => json!({}),
+    }
+}
+
+fn known(name: &str) -> PyResult<(&str, AnyFacts)> {
+    let all = AnyFacts::known();
+    let found = all.iter().find(|(known, _)| *known == name);
+    found.map(|(_, facts)| (name, *facts)).ok_or_else(|| {
+        let names: Vec<&str> = all.iter().map(|(name, _)| *name).collect();
         PyValueError::new_err(format!("machine is '{name}', expected {}", names.join(", ")))
     })
 }

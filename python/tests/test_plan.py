@@ -33,7 +33,34 @@ def test_this_machine():
     assert plan(heads=2, q_len=4, head_dim=8, cu_seqlens=[0, 3, 4])["visible_pairs"] == 9 + 1
 
 
+def test_a_plan_of_cuda():
+    made = plan(**LLAMA, q_len=4096, machine="h200")
+    assert (made["backend"], made["machine"], made["capability"]) == ("cuda", "h200", [9, 0])
+    assert made["kernel"].startswith("cuda-prefill-bf16-d128") and made["kernel"] in made["summary"]
+    (kernel,) = made["kernels"]
+    assert kernel["kernel"] == made["kernel"] and kernel["threads"] >= 128 and made["workspace_bytes"] > 0
+    # Compute capability 7.5 has the portable kernels alone.
+    assert plan(**LLAMA, q_len=1, machine="t4")["kernel"] == "cuda-decode-bf16-d128-portable"
+
+
+def test_backends():
+    made = plan(**LLAMA, q_len=16, backend="cpu")
+    assert (made["backend"], made["backend_reason"]) == ("cpu", "asked for")
+    assert made["summary"] == plan(**LLAMA, q_len=16)["summary"]
+    auto = plan(**LLAMA, q_len=16, backend="auto")
+    # The sentence says why the device is not taken, or what both take.
+    assert auto["backend"] in ("cpu", "cuda") and len(auto["backend_reason"]) > 20
+    if auto["backend"] == "cpu":
+        assert auto["summary"] == made["summary"]
+    with pytest.raises(RuntimeError, match="driver|device"):
+        plan(**LLAMA, q_len=16, backend="cuda:99")
+
+
 def test_errors_of_plans():
+    with pytest.raises(ValueError, match="machine and backend"):
+        plan(**LLAMA, q_len=1, machine="h200", backend="cuda")
+    with pytest.raises(ValueError, match="gpu"):
+        plan(**LLAMA, q_len=1, backend="gpu")
     with pytest.raises(ValueError, match="q_offset"):
         plan(**LLAMA, q_len=1, kv_len=9)
     with pytest.raises(ValueError, match="machine is 'abacus', expected"):

@@ -5,7 +5,7 @@ use flashtile::plan::{
 };
 use flashtile::{
     Backend, BackendName, Codec, Dims, Dtype, Error, HeadShape, KernelChoice, PlanOptions, Problem,
-    ProblemDesc, SeqLens, Visibility,
+    ProblemDesc, QOffset, SeqLens, Visibility,
 };
 
 const NO_DRIVER: &str = "no NVIDIA driver on this machine: tried libcuda.so, libcuda.so.1";
@@ -34,7 +34,7 @@ fn dense_decode(kv_len: usize) -> Problem {
 }
 
 fn with(cpu: CpuFacts, name: &str, facts: CudaFacts) -> Machine {
-    Machine::new(cpu, CudaPresence::Present { name: name.to_owned(), facts })
+    Machine::new(cpu).with_cuda(CudaPresence::Present { name: name.to_owned(), facts })
 }
 
 fn chosen(problem: &Problem, machine: &Machine) -> String {
@@ -46,8 +46,8 @@ fn reasons_of_absent_machines() {
     let h200 = with(machines::AVX512_2, "NVIDIA H200", machines::H200);
     let large = with(machines::AMX_64, "NVIDIA H200", machines::H200);
     let t4 = with(machines::AVX2_8, "Tesla T4", machines::T4);
-    let none = Machine::new(machines::AVX2_8, CudaPresence::Absent { why: NO_DRIVER.to_owned() });
-    let not_built = Machine::new(machines::AVX2_8, CudaPresence::NotBuilt);
+    let none = Machine::new(machines::AVX2_8).with_cuda(CudaPresence::Absent { why: NO_DRIVER.to_owned() });
+    let not_built = Machine::new(machines::AVX2_8);
     let codes = Some([Codec::Int8, Codec::Tq4]);
     let cases = [
         (
@@ -117,13 +117,14 @@ fn reasons_of_absent_machines() {
 #[test]
 fn a_refusal_is_the_reason() {
     let t4 = with(machines::AVX2_8, "Tesla T4", machines::T4);
-    // Portable kernels take multiples of 16.
     let dims =
         Dims { batch: 1, q_heads: 8, kv_heads: 8, q_len: 512, kv_len: 512, head_dim: 72, value_dim: 72 };
-    let odd = ProblemDesc::new(dims, Dtype::F16).validate().unwrap();
+    let mut far = ProblemDesc::new(dims, Dtype::F16);
+    far.visibility = Visibility::causal();
+    far.q_offset = Some(QOffset::At((1 << 31) - 1));
     assert_eq!(
-        chosen(&odd, &t4),
-        "cpu: Tesla T4 has no plan: head_dim is 72, expected a multiple of 16 up to 512"
+        chosen(&far.validate().unwrap(), &t4),
+        "cpu: Tesla T4 has no plan: a query or key is at position 2147483647, expected at most 1073741824 from the first key"
     );
     let old = CudaFacts { capability: (7, 0), ..machines::T4 };
     let old = with(machines::AVX2_8, "Tesla V100", old);

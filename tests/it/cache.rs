@@ -81,21 +81,21 @@ fn sequence(cache: &mut KvCache, ids: impl IntoIterator<Item = u32>) -> SeqId {
 }
 
 /// K and V of the kept tokens of a sequence in a layer.
-fn linearise(cache: &KvCache, seq: SeqId, layer: usize, dtype: Dtype, layout: Layout) -> [Guarded; 2] {
+fn linearize(cache: &KvCache, seq: SeqId, layer: usize, dtype: Dtype, layout: Layout) -> [Guarded; 2] {
     let kept = cache.len(seq).unwrap() - cache.first(seq).unwrap();
     let [mut k, mut v] = DIMS.map(|dim| Guarded::new(dtype, [1, HEADS, kept, dim], layout));
-    cache.linearise(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    cache.linearize(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
     assert_eq!([k.touched(), v.touched()], [None, None]);
     [k, v]
 }
 
-/// Checks which tokens a sequence keeps and their contents, by `linearise` and by tables and pools.
+/// Checks which tokens a sequence keeps and their contents, by `linearize` and by tables and pools.
 fn check(cache: &KvCache, seq: SeqId, first: usize, tokens: &[Token], dtype: Dtype, layout: Layout) {
     assert_eq!((cache.first(seq).unwrap(), cache.len(seq).unwrap()), (first, first + tokens.len()));
     let tables = cache.tables(&[seq]).unwrap();
     tables.validate(cache.memory().pages).unwrap();
     for layer in 0..LAYERS {
-        let linear = linearise(cache, seq, layer, dtype, layout);
+        let linear = linearize(cache, seq, layer, dtype, layout);
         let (k, v) = cache.pages(layer).unwrap();
         for (which, (linear, pool)) in linear.iter().zip([k, v]).enumerate() {
             for index in linear.indices() {
@@ -121,7 +121,7 @@ fn holds(cache: &KvCache, seq: SeqId, first: usize, ids: impl IntoIterator<Item 
 
 /// Everything that can be observed of a cache and these sequences.
 fn state(cache: &KvCache, seqs: &[SeqId]) -> (CacheMemory, BlockTables, Vec<Vec<u32>>) {
-    let bits = |(seq, layer)| linearise(cache, seq, layer, Dtype::F32, Layout::Bhsd).map(|t| t.bits());
+    let bits = |(seq, layer)| linearize(cache, seq, layer, Dtype::F32, Layout::Bhsd).map(|t| t.bits());
     let content = seqs.iter().flat_map(|&seq| (0..LAYERS).map(move |layer| (seq, layer)));
     (cache.memory(), cache.tables(seqs).unwrap(), content.flat_map(bits).collect())
 }
@@ -247,7 +247,7 @@ fn conversion_rounds_to_nearest_even_and_keeps_nan() {
     cache.append(&[(seq, 1)], &[(tensors[0], tensors[0])]).unwrap();
     for to in DTYPES {
         let [mut k, mut v] = [0; 2].map(|_| Guarded::new(to, [1, 1, 1, n], Layout::Bhsd));
-        cache.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+        cache.linearize(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
         for i in 0..n {
             let x = values[i];
             assert!(same(k.get([0, 0, 0, i]), rounded(to, x)), "{x:e} to {to}");
@@ -278,7 +278,7 @@ fn equal_types_are_copied_bit_by_bit() {
         let strides = [tokens * dim, tokens * dim, dim, 1];
         let mut view =
             TensorViewMut::from_bytes(tensor.dtype(), &mut k[at..], tensor.shape(), strides).unwrap();
-        cache.linearise(seq, 0, &mut view, &mut v.view_mut()).unwrap();
+        cache.linearize(seq, 0, &mut view, &mut v.view_mut()).unwrap();
         let bits: Vec<u32> = match tensor.dtype() {
             Dtype::F32 => f32s.iter().map(|x| x.to_bits()).collect(),
             Dtype::F16 | Dtype::BF16 => every.iter().map(|&x| u32::from(x)).collect(),
@@ -622,7 +622,7 @@ fn ids_name_one_sequence_for_ever() {
             refused(&mut cache, &all, |c| snapshot(c, seq), message);
             refused(&mut cache, &all, |c| c.tables(&[kept, seq]), message);
             let [mut k, mut v] = DIMS.map(|dim| Guarded::new(Dtype::F32, [1, HEADS, 2, dim], Layout::Bhsd));
-            refused(&mut cache, &all, |c| c.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()), message);
+            refused(&mut cache, &all, |c| c.linearize(seq, 0, &mut k.view_mut(), &mut v.view_mut()), message);
             let mut tables = cache.tables(&[kept]).unwrap();
             let before = tables.clone();
             assert!(cache.refill_tables(&[newer, seq], &mut tables).is_err());
@@ -671,7 +671,7 @@ fn tensors_have_the_shapes_of_the_batch() {
     ] {
         let [mut k, mut v] = out(dims);
         let before = [k.bits(), v.bits()];
-        refused(&mut cache, &all, |c| c.linearise(seq, layer, &mut k.view_mut(), &mut v.view_mut()), message);
+        refused(&mut cache, &all, |c| c.linearize(seq, layer, &mut k.view_mut(), &mut v.view_mut()), message);
         assert_eq!([k.bits(), v.bits()], before);
     }
     assert_eq!(cache.pages(2).unwrap_err().to_string(), "layer 2 asked for, the cache has 2");
@@ -1422,7 +1422,7 @@ fn rate(codec: Codec, rows: &TensorView<'_>) -> [f64; 3] {
     cache.append(&[(seq, tokens)], &[(*rows, *rows)]).unwrap();
     let tensor = || Guarded::new(Dtype::F32, [1, heads, tokens, dim], Layout::Bhsd);
     let (mut k, mut v) = (tensor(), tensor());
-    cache.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    cache.linearize(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
     // Relative to the energy of rows of 128 elements; for elements and the format of mlx-native, a few times their
     // rounding error.
     let limit = match codec {

@@ -62,7 +62,7 @@ fn filled(desc: CacheDesc) -> (KvCache, SeqId) {
 fn contents(cache: &KvCache, seq: SeqId, layer: usize) -> [Vec<u32>; 2] {
     let kept = cache.len(seq).unwrap() - cache.first(seq).unwrap();
     let [mut k, mut v] = DIMS.map(|dim| Guarded::new(Dtype::F32, [1, HEADS, kept, dim], Layout::Bhsd));
-    cache.linearise(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    cache.linearize(seq, layer, &mut k.view_mut(), &mut v.view_mut()).unwrap();
     [k, v].map(|x| x.values().into_iter().map(f32::to_bits).collect())
 }
 
@@ -380,9 +380,17 @@ fn a_write_of_rows_that_cannot_be_stored_changes_nothing() {
                 let refusal =
                     cache.write(1, &[(seq, 2)], &view(&k, DIMS[0]), &view(&v, DIMS[1])).unwrap_err();
                 let want = if tensor == "k" { "k" } else { "v" };
-                assert_eq!(refusal, CacheError::Row { tensor: want, head: 1, row: 1, why }, "{codec}");
+                assert_eq!(
+                    refusal,
+                    CacheError::Row { layer: 1, tensor: want, head: 1, row: 1, why },
+                    "{codec}"
+                );
                 let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
-                assert_eq!(refusal, CacheError::Row { tensor: want, head: 1, row: 1, why }, "{codec}");
+                assert_eq!(
+                    refusal,
+                    CacheError::Row { layer: 0, tensor: want, head: 1, row: 1, why },
+                    "{codec}"
+                );
             }
             let after: Vec<_> = (0..LAYERS).map(|layer| contents(&cache, seq, layer)).collect();
             assert_eq!(after, before, "{codec}");

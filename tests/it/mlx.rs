@@ -501,7 +501,7 @@ fn caches_give_and_take_slots() {
                 // Keys in f16 `[1, kv_heads, capacity, head_dim]`, each token in its row.
                 let mut tensor = Guarded::new(Dtype::F16, [1, 2, kept, 256], Layout::Bhsd);
                 let mut scratch = Guarded::new(Dtype::F32, [1, 2, kept, 512], Layout::Bhsd);
-                cache.linearise(seq, 0, &mut tensor.view_mut(), &mut scratch.view_mut()).unwrap();
+                cache.linearize(seq, 0, &mut tensor.view_mut(), &mut scratch.view_mut()).unwrap();
                 let mut slot = vec![f16::ZERO; 2 * capacity * 256];
                 for (at, x) in slot.iter_mut().enumerate() {
                     let (head, row, d) = (at / 256 / capacity, at / 256 % capacity, at % 256);

@@ -2,11 +2,16 @@
 //!
 //! `FLASHTILE_BLESS=1` rewrites the table; review the difference before committing it.
 
-use flashtile::plan::{CudaFacts, PortableTile, Sm80Tile, isa_for, machines};
+use flashtile::plan::{CudaFacts, NATIVE_CAPABILITY, PortableTile, Sm80Tile, isa_for, machines};
 use flashtile::{
     Codec, CpuPlan, CudaPlan, Dtype, HeadShape, KernelChoice, MaskKind, PlanOptions, ProblemDesc, QOffset,
     SeqLens, Unsupported, Visibility,
 };
+use flashtile_gpu::facts::GpuFacts;
+use flashtile_gpu::launches::Launches;
+use flashtile_gpu::machines::{ALL_APPLE, M1, M1_PIPELINE_448, M3_MAX};
+use flashtile_gpu::plan::Plan;
+use flashtile_gpu::portable_kernel::PortableKernel;
 use flashtile_testkit::{Case, Keep, MaskFill};
 use std::fmt::Write;
 use std::path::Path;
@@ -71,24 +76,34 @@ fn table() -> String {
     for case in problems() {
         let problem = case.desc.validate().unwrap();
         writeln!(text, "{}", case.name).unwrap();
+        let mut line = |machine: &str, plan: Result<String, Unsupported>| {
+            let plan = plan.unwrap_or_else(|refusal| format!("refused, {refusal}"));
+            writeln!(text, "  {machine}: {plan}").unwrap();
+        };
         for (machine, facts) in machines::ALL {
-            match CpuPlan::new(&problem, &facts, PlanOptions::default()) {
-                Ok(plan) => writeln!(text, "  {machine}: {plan}").unwrap(),
-                Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
-            }
+            let plan = CpuPlan::new(&problem, &facts, PlanOptions::default());
+            line(machine, plan.map(|plan| plan.to_string()));
         }
         for (machine, facts) in machines::ALL_CUDA {
-            match CudaPlan::new(&problem, &facts, PlanOptions::default()) {
-                Ok(plan) => writeln!(text, "  {machine}: {plan}").unwrap(),
-                Err(refusal) => writeln!(text, "  {machine}: refused, {refusal}").unwrap(),
-            }
+            let plan = CudaPlan::new(&problem, &facts, PlanOptions::default());
+            line(machine, plan.map(|plan| plan.to_string()));
         }
-        match CudaPlan::new(&problem, &machines::H200, kernels(KernelChoice::Portable)) {
-            Ok(plan) => writeln!(text, "  h200 portable: {plan}").unwrap(),
-            Err(refusal) => writeln!(text, "  h200 portable: refused, {refusal}").unwrap(),
+        // Of other devices these are the plans above.
+        for (machine, facts) in machines::ALL_CUDA.into_iter().filter(|(_, facts)| has_native(facts)) {
+            let plan = CudaPlan::new(&problem, &facts, kernels(KernelChoice::Portable));
+            line(&format!("{machine} portable"), plan.map(|plan| plan.to_string()));
+        }
+        for (machine, facts) in ALL_APPLE {
+            let plan = Plan::new(&problem, &facts, PlanOptions::default(), None);
+            let kernel = |plan: &Plan| PortableKernel::new("metal", &problem, *plan.tile());
+            line(machine, plan.map(|plan| format!("{} {plan}", kernel(&plan))));
         }
     }
     text
+}
+
+fn has_native(facts: &CudaFacts) -> bool {
+    facts.capability >= NATIVE_CAPABILITY
 }
 
 #[test]
@@ -115,8 +130,7 @@ fn cuda_plans_fit_their_devices() {
             for skip_tiles in [true, false] {
                 let plan = CudaPlan::new(&problem, &facts, crate::support::options(None, skip_tiles));
                 let plan = match plan {
-                    // Portable kernels support only some dimensions, and always skip tiles.
-                    Err(Unsupported::HeadDim { got, .. }) if portable && got % 16 != 0 => continue,
+                    // Portable kernels always skip tiles.
                     Err(Unsupported::SkipTiles) if portable && !skip_tiles => continue,
                     Err(Unsupported::Position { got, .. }) if portable && got.abs() > 1 << 30 => continue,
                     // Rows of 2 KiB: 16 rows of q and two tiles of 16 keys exceed a thread block's shared memory
@@ -146,6 +160,81 @@ fn cuda_plans_fit_their_devices() {
     }
 }
 
+/// Devices of the portable kernels, with pipelines of fewer threads than tiles have.
+fn gpus() -> Vec<(String, GpuFacts)> {
+    let cuda = machines::ALL_CUDA.into_iter().map(|(name, facts)| (name, GpuFacts::from(&facts)));
+    let whole = cuda.chain(ALL_APPLE).map(|(name, facts)| (name.to_owned(), facts));
+    let of_threads = |n: usize| (format!("m1 of {n} threads"), M1.with_threads_per_group(n));
+    whole.chain([704, 255, 128].map(of_threads)).collect()
+}
+
+#[test]
+fn portable_plans_fit_every_device() {
+    for case in problems().into_iter().chain(flashtile_testkit::catalogue()) {
+        let problem = case.desc.validate().unwrap();
+        for (machine, facts) in gpus() {
+            let plan = match Plan::new(&problem, &facts, PlanOptions::default(), None) {
+                Err(Unsupported::Position { got, .. }) if got.abs() > 1 << 30 => continue,
+                plan => plan.unwrap_or_else(|e| panic!("{} on {machine}: {e}", case.name)),
+            };
+            let at = || format!("{} on {machine}: {plan}", case.name);
+            let (tile, launches) = (plan.tile(), plan.launches());
+            for instance in launches.instances() {
+                assert!(instance.threads().most() as usize <= facts.threads_per_group, "{}", at());
+                assert!(instance.shared_bytes() <= facts.shared_per_group, "{}", at());
+            }
+            let dims = [problem.dims().head_dim, problem.dims().value_dim];
+            let shared = tile.shared_bytes(dims, problem.dtype());
+            assert_eq!(launches.instances()[0].shared_bytes(), shared.next_multiple_of(16), "{}", at());
+            assert_eq!(launches.instances()[0].threads().most() as usize, tile.threads(), "{}", at());
+            let (resident, registers) = (tile.resident(), plan.registers(&problem, &facts));
+            assert!((shared + facts.reserved_shared) * resident <= facts.shared_per_core, "{}", at());
+            assert!(tile.threads() * resident <= 32 * facts.simds_per_core, "{}", at());
+            assert!((1..=facts.registers_per_thread).contains(&registers), "{}", at());
+            assert!(registers * tile.threads() * resident <= facts.registers_per_core, "{}", at());
+        }
+    }
+}
+
+/// Tiles have at most 256 threads: a pipeline of 448 has room for all of them.
+#[test]
+fn pipelines_of_448_threads_have_the_tiles_of_whole_devices() {
+    for case in problems().into_iter().chain(flashtile_testkit::catalogue()) {
+        let problem = case.desc.validate().unwrap();
+        let plan = |facts| Plan::new(&problem, facts, PlanOptions::default(), None);
+        assert_eq!(plan(&M1_PIPELINE_448), plan(&M1), "{}", case.name);
+    }
+}
+
+#[test]
+fn pipelines_of_few_threads_have_smaller_tiles_or_none() {
+    let find = |name: &str| problems().into_iter().find(|case| case.name == name).unwrap();
+    let [prefill, decode] =
+        ["gpt-oss-window-128", "llama-decode-4096"].map(|name| find(name).desc.validate().unwrap());
+    let plan = |problem, threads| {
+        Plan::new(problem, &M3_MAX.with_threads_per_group(threads), PlanOptions::default(), None)
+    };
+    for (threads, of_prefill, of_decode) in
+        [(1024, 128, 256), (256, 128, 256), (255, 128, 128), (128, 128, 128)]
+    {
+        assert_eq!(plan(&prefill, threads).unwrap().tile().threads(), of_prefill, "{threads}");
+        assert_eq!(plan(&decode, threads).unwrap().tile().threads(), of_decode, "{threads}");
+    }
+    // Prefill is one launch; decode is followed by a merge of 128 threads.
+    for threads in [96, 64, 32] {
+        assert_eq!(plan(&prefill, threads).unwrap().tile().threads(), threads.min(64), "{threads}");
+        let refusal = plan(&decode, threads).unwrap_err().to_string();
+        let want = format!("a threadgroup takes 128 threads, the device allows {threads}");
+        assert!(refusal.starts_with("merge_") && refusal.ends_with(&want), "{refusal}");
+    }
+    assert!(matches!(plan(&prefill, 31), Err(Unsupported::Threads { needed: 32, available: 31, .. })));
+    // A tile of the caller's is taken or refused.
+    let tile = PortableTile::new(8, 16, 8, 1);
+    let facts = M1.with_threads_per_group(255);
+    let refusal = Plan::new(&decode, &facts, PlanOptions::default(), Some(tile)).unwrap_err();
+    assert!(matches!(refusal, Unsupported::Threads { needed: 256, available: 255, .. }), "{refusal}");
+}
+
 #[test]
 fn cuda_plans_refuse() {
     let dims = flashtile::Dims {
@@ -163,6 +252,11 @@ fn cuda_plans_refuse() {
         CudaPlan::new(&problem, &volta, PlanOptions::default()).unwrap_err(),
         Unsupported::Capability { got: (7, 0), min: (7, 5) }
     );
+    let none = CudaFacts { multiprocessors: 0, ..machines::A100 };
+    for choice in [KernelChoice::Native, KernelChoice::Portable] {
+        let refusal = CudaPlan::new(&problem, &none, kernels(choice)).unwrap_err();
+        assert_eq!(refusal, Unsupported::Device { why: "it has no multiprocessors" }, "{choice}");
+    }
     let small = CudaFacts { shared_per_block: 8 << 10, ..machines::A100 };
     let refusal = CudaPlan::new(&problem, &small, PlanOptions::default()).unwrap_err();
     assert!(
@@ -215,10 +309,7 @@ fn portable_plans_refuse() {
     let plan = |desc: &flashtile::ProblemDesc| with(desc, PlanOptions::default());
     assert_eq!(plan(&desc([1, 8, 8, 1, 640, 64, 64])).unwrap(), "cuda-decode-bf16-d64-portable");
     assert_eq!(plan(&desc([1, 8, 8, 1, 640, 96, 64])).unwrap(), "cuda-decode-bf16-d96x64-portable");
-    for (dims, name, got) in [([40, 64], "head_dim", 40), ([64, 8], "value_dim", 8)] {
-        let refusal = plan(&desc([1, 8, 8, 1, 640, dims[0], dims[1]])).unwrap_err();
-        assert_eq!(refusal, Unsupported::HeadDim { name, got, step: 16, max: 512 });
-    }
+    assert_eq!(plan(&desc([1, 8, 8, 1, 640, 40, 3])).unwrap(), "cuda-decode-bf16-d40x3-portable");
     let mut far = desc([1, 8, 8, 1, 640, 64, 64]);
     far.visibility = Visibility::causal();
     far.q_offset = Some(QOffset::At((1 << 30) + 1));
@@ -248,6 +339,9 @@ fn portable_plans_refuse() {
         let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
+    // A tile of prefill has all keys of its rows.
+    let refusal = Launches::new(&problem, PortableTile::prefill(128, 64, 8, 1).with_splits(2)).unwrap_err();
+    assert_eq!(refusal, Unsupported::Splits { got: 2, max: 1 });
     for [rows, keys, simds] in [[32, 64, 4], [64, 48, 4], [96, 64, 3], [128, 256, 8]] {
         let tile = PortableTile::prefill(rows, keys, simds, 1);
         let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());

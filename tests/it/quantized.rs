@@ -94,7 +94,7 @@ fn contents(cache: &KvCache, seq: SeqId) -> (Vec<f32>, Vec<f32>) {
     let (desc, len) = (cache.desc(), cache.len(seq).unwrap() - cache.first(seq).unwrap());
     let tensor = |dim| Guarded::new(Dtype::F32, [1, desc.kv_heads, len, dim], Layout::Bhsd);
     let (mut k, mut v) = (tensor(desc.head_dim), tensor(desc.value_dim));
-    cache.linearise(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
+    cache.linearize(seq, 0, &mut k.view_mut(), &mut v.view_mut()).unwrap();
     (k.values(), v.values())
 }
 
@@ -242,10 +242,10 @@ fn rows_that_cannot_be_stored_are_refused_and_nothing_changes() {
         let (mut k, mut v) = (rows(3, [4, 2, dim]), rows(4, [4, 2, value_dim]));
         v[(3 * 2 + 1) * value_dim + 7] = bad;
         let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
-        assert_eq!(refusal.to_string(), format!("row 3 of head 1 of v {why}"));
+        assert_eq!(refusal.to_string(), format!("layer 0: row 3 of head 1 of v {why}"));
         k[(2 * 2) * dim] = bad;
         let refusal = append(&mut cache, seq, &k, &v).unwrap_err();
-        assert_eq!(refusal.to_string(), format!("row 2 of head 0 of k {why}"));
+        assert_eq!(refusal.to_string(), format!("layer 0: row 2 of head 0 of k {why}"));
         assert_eq!((contents(&cache, seq), cache.memory()), before);
         // Zeros are decoded as zeros.
         append(&mut cache, seq, &vec![0.0; 2 * dim], &vec![0.0; 2 * value_dim]).unwrap();
@@ -328,7 +328,7 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
     let mut bad = k.clone();
     bad[5 * 192] = f32::NAN;
     let refusal = append(&mut spoiled, seq, &bad, &v).unwrap_err();
-    assert_eq!(refusal.to_string(), "row 5 of head 0 of k holds a NaN or an infinity");
+    assert_eq!(refusal.to_string(), "layer 0: row 5 of head 0 of k holds a NaN or an infinity");
     assert_eq!(spoiled.key_mean(0).unwrap(), None);
     // Nor does one that a later layer refuses.
     let mut deep = *spoiled.desc();
@@ -337,7 +337,8 @@ fn a_mean_is_learned_or_given_and_then_fixed() {
     let seq = deep.create().unwrap();
     let view = |x, dim| TensorView::packed::<f32>(x, [64, 2, dim]).unwrap();
     let layers = [(view(&k, 96), view(&v, 64)), (view(&bad, 96), view(&v, 64))];
-    assert_eq!(deep.append(&[(seq, 64)], &layers).unwrap_err(), refusal);
+    let refusal = deep.append(&[(seq, 64)], &layers).unwrap_err();
+    assert_eq!(refusal.to_string(), "layer 1: row 5 of head 0 of k holds a NaN or an infinity");
     assert_eq!(deep.key_mean(0).unwrap(), None);
 }
 

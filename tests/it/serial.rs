@@ -1,9 +1,10 @@
 //! Descriptions come back from JSON as they went, and plans say what they are.
 
 use flashtile::cache::KeyMean;
+use flashtile::plan::{AnyFacts, machines};
 use flashtile::{
-    CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc, QOffset,
-    SeqLens, Sequences, SharedPrefix, Visibility,
+    AnyPlan, CacheDesc, CacheLayout, CacheShape, Codec, Cpu, Dims, Dtype, MaskKind, PlanOptions, ProblemDesc,
+    QOffset, SeqLens, Sequences, SharedPrefix, Visibility,
 };
 use flashtile_testkit::catalogue;
 
@@ -64,5 +65,12 @@ fn caches_and_plans() {
     assert_eq!(said["workspace_bytes"], plan.workspace_bytes());
     let of: ProblemDesc = serde_json::from_value(said["problem"].clone()).unwrap();
     let options: PlanOptions = serde_json::from_value(said["options"].clone()).unwrap();
-    assert_eq!((of, options), (desc, PlanOptions::default()));
+    assert_eq!((of, options), (desc.clone(), PlanOptions::default()));
+
+    let facts = AnyFacts::Cuda(machines::H200);
+    let plan = AnyPlan::new(&desc.validate().unwrap(), &facts, PlanOptions::default()).unwrap();
+    let said = serde_json::to_value(&plan).unwrap();
+    assert_eq!((&said["kernel"], &said["kernels"][0]["kernel"]), (&plan.kernel().into(), &said["kernel"]));
+    assert_eq!(said["workspace_bytes"], plan.workspace_bytes());
+    assert_eq!(said["kernels"][0].get("stages"), None, "portable kernels have no stages");
 }

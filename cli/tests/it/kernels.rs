@@ -132,10 +132,7 @@ fn refusals() {
             "--head-dim: does not apply to mask_tiles, it has one instance",
         ),
         (print(&["merge", "--head-dim", "64"]), "expected --dtype, --value-dim, --v-codec"),
-        (
-            print(&["decode", "--head-dim", "72"]),
-            "decode: head_dim is 72, expected a multiple of 16 up to 512",
-        ),
+        (print(&["decode", "--head-dim", "513"]), "decode: head_dim is 513, expected 1 to 512"),
         (
             print(&["decode", "--k-codec", "mlx-tq4"]),
             "does not store 128 elements, expected a dimension such as 256",

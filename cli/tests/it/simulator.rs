@@ -111,7 +111,10 @@ fn kernels_are_measured() {
 #[test]
 fn options_that_are_refused() {
     let folder = Folder::with(&qkv(Dtype::F32, &[1, 2, 5, 8], &[1, 2, 5, 8], &[1, 2, 5, 8]));
-    folder.refuse(&["--backend", "simulator"], "head_dim is 8, expected a multiple of 16 up to 512");
+    folder.refuse(
+        &["--backend", "simulator"],
+        "keys f32 of 8 and values f32 of 8, expected elements of the dtype of q",
+    );
     let why = "--splits: does not apply to the simulator backend, expected --backend auto, cpu or cuda";
     folder.refuse(&["--backend", "simulator", "--splits", "2"], why);
 }

@@ -92,6 +92,11 @@ pub enum Unsupported {
         /// The lowest supported.
         min: (u32, u32),
     },
+    /// No plan can be made for a device of such facts.
+    Device {
+        /// The reason.
+        why: &'static str,
+    },
     /// The backend has no kernels for the codec of keys or values.
     Codec {
         /// `k` or `v`.
@@ -113,16 +118,14 @@ pub enum Unsupported {
         /// Bytes that a block of threads may use.
         available: usize,
     },
-    /// The kernels do not support a head dimension.
-    HeadDim {
-        /// `head_dim` or `value_dim`.
-        name: &'static str,
-        /// Its size.
-        got: usize,
-        /// Supported are multiples of this.
-        step: usize,
-        /// The maximum.
-        max: usize,
+    /// A threadgroup of a kernel has more threads than the device, or the kernel's pipeline, allows.
+    Threads {
+        /// Name of the kernel's instance.
+        kernel: String,
+        /// Threads of its threadgroups.
+        needed: usize,
+        /// Threads that a threadgroup may have.
+        available: usize,
     },
     /// A query or key is further from the first key than the kernels can count.
     Position {
@@ -139,13 +142,6 @@ pub enum Unsupported {
         got: usize,
         /// The maximum.
         max: usize,
-    },
-    /// The rotation of a codec has no kernel at this dimension.
-    Rotation {
-        /// How keys or values are stored.
-        codec: Codec,
-        /// Elements of a row.
-        got: usize,
     },
     /// No instance of a kernel takes the problem.
     Instance {
@@ -177,22 +173,20 @@ impl std::fmt::Display for Unsupported {
             Self::Capability { got, min } => {
                 write!(f, "compute capability {}.{}, expected at least {}.{}", got.0, got.1, min.0, min.1)
             }
+            Self::Device { why } => write!(f, "no plan for this device: {why}"),
             Self::Codec { tensor, codec, expected } => write!(f, "{tensor} is {codec}, expected {expected}"),
             Self::Tile { why } => write!(f, "no kernel has this tile: {why}"),
             Self::SharedMemory { needed, available } => write!(
                 f,
                 "the smallest tile takes {needed} bytes of shared memory, a block of threads has {available}"
             ),
-            Self::HeadDim { name, got, step, max } => {
-                write!(f, "{name} is {got}, expected a multiple of {step} up to {max}")
+            Self::Threads { kernel, needed, available } => {
+                write!(f, "{kernel}: a threadgroup takes {needed} threads, the device allows {available}")
             }
             Self::Position { got, max } => {
                 write!(f, "a query or key is at position {got}, expected at most {max} from the first key")
             }
             Self::Size { what, got, max } => write!(f, "{got} {what}, expected at most {max}"),
-            Self::Rotation { codec, got } => {
-                write!(f, "{codec} of {got}: kernels rotate 2^k, 12 * 2^k or 20 * 2^k coordinates")
-            }
             Self::Instance { why } => f.write_str(why),
             Self::Kernels { asked } => write!(f, "{asked} kernels asked for, the backend has only one kind"),
             Self::SkipTiles => f.write_str("portable kernels always skip tiles that no row sees"),

@@ -2,12 +2,13 @@
 
 #![allow(unsafe_code)]
 
-use super::buffer::Buffer;
-use super::cudarc::driver::{CudaStream, result};
+use super::cudarc::driver::CudaStream;
 use super::error::CudaError;
 use super::tensor::{DeviceTensor, DeviceTensorMut};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::tensor::{TensorView, TensorViewMut, ViewError, dense};
+use flashtile_kernel::ScalarType;
+use flashtile_kernel::cuda::Memory;
 use std::sync::Arc;
 
 /// A dense tensor `[batch, heads, rows, dim]` in device memory that it owns. Work on the stream that it was made with sees its contents in
@@ -33,11 +34,10 @@ use std::sync::Arc;
 /// ```
 #[derive(Debug)]
 pub struct DeviceArray {
-    buffer: Buffer,
+    memory: Memory,
     stream: Arc<CudaStream>,
     dtype: Dtype,
     shape: [usize; 4],
-    bytes: usize,
 }
 
 impl DeviceArray {
@@ -46,13 +46,8 @@ impl DeviceArray {
     /// # Errors
     /// [`CudaError::View`] where the size is not addressable, [`CudaError::Device`].
     pub fn zeros(stream: &Arc<CudaStream>, dtype: Dtype, shape: [usize; 4]) -> Result<Self, CudaError> {
-        let array = Self::uninit(stream, dtype, shape)?;
-        if array.bytes > 0 {
-            let failed = CudaError::driver("zeros on the device");
-            // SAFETY: the memory has the bytes, and nothing but later work on the stream accesses them.
-            unsafe { result::memset_d8_async(array.buffer.at(), 0, array.bytes, stream.cu_stream()) }
-                .map_err(failed)?;
-        }
+        let mut array = Self::uninit(stream, dtype, shape)?;
+        array.memory.fill_zero(stream)?;
         Ok(array)
     }
 
@@ -75,10 +70,9 @@ impl DeviceArray {
     /// copy from memory that is gone.
     pub fn refill(&mut self, tensor: &TensorView<'_>) -> Result<(), CudaError> {
         self.check((tensor.dtype(), tensor.shape()))?;
-        let mut bytes = Vec::with_capacity(self.bytes);
+        let mut bytes = Vec::with_capacity(self.memory.len());
         rows(tensor.shape()).for_each(|row| bytes.extend_from_slice(tensor.row_bytes(row)));
-        // SAFETY: nothing but earlier and later work on the stream accesses the memory.
-        unsafe { self.buffer.write(&self.stream, &bytes) }
+        Ok(self.memory.write_on(&self.stream, 0, &bytes)?)
     }
 
     /// Refuses a tensor of another dtype or shape.
@@ -90,8 +84,8 @@ impl DeviceArray {
     fn uninit(stream: &Arc<CudaStream>, dtype: Dtype, shape: [usize; 4]) -> Result<Self, CudaError> {
         let elements = shape.into_iter().try_fold(dtype.bytes(), usize::checked_mul);
         let bytes = elements.filter(|&bytes| isize::try_from(bytes).is_ok()).ok_or(ViewError::Overflow)?;
-        let buffer = Buffer::exact(stream, bytes)?;
-        Ok(Self { buffer, stream: Arc::clone(stream), dtype, shape, bytes })
+        let memory = Memory::uninit(stream.context(), ScalarType::U8, bytes)?;
+        Ok(Self { memory, stream: Arc::clone(stream), dtype, shape })
     }
 
     /// `[batch, heads, rows, dim]`.
@@ -111,7 +105,7 @@ impl DeviceArray {
     pub fn view(&self) -> DeviceTensor<'_> {
         // SAFETY: the memory has the elements, and is freed when all work of the device has ended.
         let view = unsafe {
-            DeviceTensor::from_raw_parts(self.dtype, self.buffer.at(), self.shape, dense(self.shape))
+            DeviceTensor::from_raw_parts(self.dtype, self.memory.address(), self.shape, dense(self.shape))
         };
         view.unwrap_or_else(|_| unreachable!("a dense tensor of a checked size"))
     }
@@ -119,7 +113,7 @@ impl DeviceArray {
     /// The tensor, to be written.
     #[must_use]
     pub fn view_mut(&mut self) -> DeviceTensorMut<'_> {
-        let (at, shape) = (self.buffer.at(), self.shape);
+        let (at, shape) = (self.memory.address(), self.shape);
         // SAFETY: as above; nothing else refers to the memory while this does.
         let view = unsafe { DeviceTensorMut::from_raw_parts(self.dtype, at, shape, dense(shape)) };
         view.unwrap_or_else(|_| unreachable!("a dense tensor of a checked size"))
@@ -141,14 +135,10 @@ impl DeviceArray {
 
     /// The bytes, after all work of the device has ended.
     fn read(&self) -> Result<Vec<u8>, CudaError> {
-        let mut bytes = vec![0u8; self.bytes];
+        let mut bytes = vec![0u8; self.memory.len()];
         // Work may have been given to other streams too.
         self.stream.context().synchronize().map_err(CudaError::driver("work of the device"))?;
-        if !bytes.is_empty() {
-            let failed = CudaError::driver("copy from the device");
-            // SAFETY: the memory has the bytes, and no work is left that writes them.
-            unsafe { result::memcpy_dtoh_sync(&mut bytes, self.buffer.at()) }.map_err(failed)?;
-        }
+        self.memory.read_after(0, &mut bytes)?;
         Ok(bytes)
     }
 }

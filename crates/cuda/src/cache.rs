@@ -58,8 +58,7 @@ impl Cuda {
     /// An empty cache, whose pools are zero. Its operations follow each other on the stream.
     ///
     /// # Errors
-    /// [`CudaError::KvCache`] where the description is refused; [`CudaError::Unsupported`] where rows are codes and their dimension is
-    /// not a multiple of 16, or not one that kernels rotate; [`CudaError::Device`], also where the device lacks the memory.
+    /// [`CudaError::KvCache`] where the description is refused; [`CudaError::Device`], also where the device lacks the memory.
     pub fn kv_cache(&self, desc: CacheDesc, stream: &Arc<CudaStream>) -> Result<DeviceKvCache, CudaError> {
         let inner = GpuStore::new(self.gpu().on(stream), &desc)?;
         Ok(KvCache::with_store(CudaStore { inner })?)

@@ -32,7 +32,6 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod array;
-mod buffer;
 mod cache;
 mod device;
 mod device_struct;

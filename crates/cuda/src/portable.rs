@@ -47,8 +47,11 @@ pub(super) fn loads(
         // For codes, the alignment of their scales.
         Access::Element => dtypes.iter().map(|dtype| dtype.map_or(2, Dtype::bytes)).min().unwrap_or(2),
     };
-    let places =
-        Strides { aligned, pages: portable.kernel.paged.then_some([page_size, 1]), ..Strides::default() };
+    let places = Strides {
+        aligned,
+        pages: portable.kernel.is_paged().then_some([page_size, 1]),
+        ..Strides::default()
+    };
     let gpu = portable.plan.launches();
     let placed = gpu.place(&places, false)?;
     // The last kernel writes the logsumexp.

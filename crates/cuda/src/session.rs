@@ -2,7 +2,6 @@
 
 #![allow(unsafe_code)]
 
-use super::buffer::Buffer;
 use super::cudarc::driver::CudaStream;
 use super::cudarc::driver::sys::CUstreamCaptureStatus;
 use super::device::Cuda;
@@ -14,6 +13,8 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::check_tables;
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::ProblemDesc;
+use flashtile_kernel::ScalarType;
+use flashtile_kernel::cuda::Memory;
 use std::cell::Cell;
 use std::sync::Arc;
 
@@ -59,7 +60,7 @@ pub struct Session {
 struct Kept {
     // Dropped before the memory that it was given.
     prepared: Prepared,
-    memory: Buffer,
+    memory: Memory,
     /// The block table of the last call that had one on the host.
     tables: Option<Tables>,
     /// Block tables before that one to which graphs refer.
@@ -72,7 +73,7 @@ struct Kept {
 #[derive(Debug)]
 struct Tables {
     tables: BlockTables,
-    buffer: Buffer,
+    memory: Memory,
     captured: bool,
 }
 
@@ -94,17 +95,16 @@ impl Kept {
                 self.captured_tables.push(kept);
                 None
             }
-            old => old.map(|kept| kept.buffer),
+            old => old.map(|kept| kept.memory),
         };
         let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
-        let buffer = match old.filter(|old| old.bytes() >= bytes.len()) {
+        let mut memory = match old.filter(|old| old.len() >= bytes.len()) {
             Some(old) => old,
             // Tables widen as sequences grow.
-            None => Buffer::recycled(None, stream, 2 * bytes.len())?,
+            None => recycled(None, stream, 2 * bytes.len())?,
         };
-        // SAFETY: nothing but runs on this stream accesses the memory.
-        unsafe { buffer.write(stream, &bytes)? };
-        Ok(self.tables.insert(Tables { tables: tables.clone(), buffer, captured: false }))
+        memory.write_on(stream, 0, &bytes)?;
+        Ok(self.tables.insert(Tables { tables: tables.clone(), memory, captured: false }))
     }
 }
 
@@ -213,7 +213,7 @@ impl Session {
         on_device.captured |= captures;
         let mut inputs = *inputs;
         // SAFETY: the memory has the entries, which `check_tables` has seen, and later calls write to it on the stream.
-        inputs.tables = Some(unsafe { DeviceTables::from_raw_parts(on_device.buffer.at(), tables)? });
+        inputs.tables = Some(unsafe { DeviceTables::from_raw_parts(on_device.memory.address(), tables)? });
         kept.captured |= captures;
         kept.prepared.run(&inputs, outputs)
     }
@@ -268,20 +268,30 @@ impl Session {
                 }
             }
         };
-        let memory = Buffer::recycled(old, &self.stream, plan.workspace_bytes())?;
+        let memory = recycled(old, &self.stream, plan.workspace_bytes())?;
         // SAFETY: the memory is the plan's until it is dropped; what another plan did with it is on the stream before.
-        let given = unsafe { DeviceMemory::from_raw_parts(memory.at(), memory.bytes()) };
+        let given = unsafe { DeviceMemory::from_raw_parts(memory.address(), memory.len()) };
         let prepared = self.cuda.prepare_in(&plan, &self.stream, given)?;
         self.plans.push(Kept { prepared, memory, tables, captured_tables: Vec::new(), captured: false });
         Ok(self.plans.len() - 1)
     }
 
     /// The memory of the plan that was used longest ago, where there are as many as a session keeps.
-    fn evict(&mut self) -> Option<Buffer> {
+    fn evict(&mut self) -> Option<Memory> {
         let free = self.plans.iter().filter(|kept| !kept.captured).count();
         let last = self.plans.iter().rposition(|kept| !kept.captured).filter(|_| free >= MAX_PLANS)?;
         Some(self.plans.remove(last).memory)
     }
+}
+
+/// Memory of at least this many bytes: `old`, where that is enough, or new. What the stream did with `old` before is on it before
+/// whatever follows.
+fn recycled(old: Option<Memory>, stream: &CudaStream, bytes: usize) -> Result<Memory, CudaError> {
+    if let Some(old) = old.filter(|old| old.len() >= bytes) {
+        return Ok(old);
+    }
+    // Sizes that grow from step to step do not each get memory of their own.
+    Ok(Memory::uninit(stream.context(), ScalarType::U8, bytes.max(256).next_power_of_two())?)
 }
 
 fn captured(what: &str) -> CudaError {

@@ -324,7 +324,7 @@ mod tests {
                 }
                 let plan = CudaPlan::new(&desc.clone().validate().unwrap(), &facts, options).unwrap();
                 let portable = plan.portable().unwrap();
-                let page_sizes = if portable.kernel.paged { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
+                let page_sizes = if portable.kernel.is_paged() { &[1, USUAL_PAGE_SIZE][..] } else { &[1] };
                 let all = page_sizes.iter().map(|&size| loads(&plan, portable, *access, size).unwrap());
                 for (n, (instance, constants)) in all.flat_map(|loads| loads.into_iter().enumerate()) {
                     let program = Program::of(&instance, &constants);

@@ -40,13 +40,7 @@ pub const fn hadamard_order(codec: Codec, dim: usize) -> u32 {
     formats::hadamard_order(format_id(codec), dim)
 }
 
-/// Whether kernels rotate rows of a codec, if it rotates them: `2^k`, `12 * 2^k` or `20 * 2^k` coordinates.
-pub const fn is_rotatable(codec: Codec, dim: usize) -> bool {
-    let order = hadamard_order(codec, dim) as usize;
-    order == 0 || dim.is_multiple_of(order) && (dim / order).is_power_of_two()
-}
-
-/// Signs and root of the rotation of a codec, as kernels take them; one zero where there is none.
+/// Signs and roots of the rotation of a codec, as kernels take them; one zero where there is none.
 pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
     Coder::new(codec, dim)
         .and_then(|coder| coder.rotation().map(Rotation::factors))

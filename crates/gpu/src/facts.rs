@@ -1,11 +1,18 @@
 //! What the planner asks a device for.
 
 /// What the planner knows of a device, whoever made it.
+///
+/// Shared memory is what Metal calls threadgroup memory. Registers that a vendor does not publish are estimates: they decide how many
+/// threadgroups a launch has, not whether the launch is possible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(clippy::exhaustive_structs)]
 pub struct GpuFacts {
     /// Multiprocessors of NVIDIA, GPU cores of Apple.
     pub cores: usize,
+    /// SIMD groups that a core holds at a time.
+    pub simds_per_core: usize,
+    /// Threads that a threadgroup may have: the device's limit, or a pipeline's own where that is lower.
+    pub threads_per_group: usize,
     /// Bytes of shared memory that one threadgroup may use.
     pub shared_per_group: usize,
     /// Bytes of shared memory of a core.
@@ -14,16 +21,40 @@ pub struct GpuFacts {
     pub reserved_shared: usize,
     /// 32-bit registers of a core.
     pub registers_per_core: usize,
-    /// Whether the matrix unit multiplies bf16. Where not, such products are made of shuffles, which take registers.
+    /// 32-bit registers that a thread can have, rounded up as they are allocated.
+    pub registers_per_thread: usize,
+    /// Whether the matrix unit multiplies f32. Where not, such products are made of shuffles, which take registers.
+    pub multiplies_f32: bool,
+    /// Whether the matrix unit multiplies bf16. Where not, the same.
     pub multiplies_bf16: bool,
     /// The most threadgroups in the second and third dimension of a launch. The first has no bound that problems reach.
     pub max_groups: usize,
 }
 
 impl GpuFacts {
-    /// Threadgroups, each with `shared` bytes of shared memory and `registers` registers, that a core holds at a time.
-    pub(crate) fn resident(&self, shared: usize, registers: usize) -> usize {
+    /// The same device for a pipeline whose threadgroups may have `threads` threads.
+    ///
+    /// Metal answers `maxTotalThreadsPerThreadgroup` once a pipeline is compiled: on Apple7 and Apple8 it falls as the pipeline's
+    /// registers grow. Where it is below the threads of a plan's tile, a plan of these facts has a smaller one.
+    #[must_use]
+    pub const fn with_threads_per_group(self, threads: usize) -> Self {
+        Self { threads_per_group: threads, ..self }
+    }
+
+    /// The most SIMD groups of a threadgroup that portable tiles have on the device: a power of two up to 8, and 1 where even that one is
+    /// too many.
+    pub(crate) const fn max_simds(&self) -> usize {
+        match self.threads_per_group / 32 {
+            0 | 1 => 1,
+            2 | 3 => 2,
+            4..=7 => 4,
+            8.. => 8,
+        }
+    }
+
+    /// Threadgroups, each with `simds` SIMD groups, `shared` bytes of shared memory and `registers` registers, that a core holds at a time.
+    pub(crate) fn resident(&self, simds: usize, shared: usize, registers: usize) -> usize {
         let by_shared = self.shared_per_core / (shared + self.reserved_shared);
-        by_shared.min(self.registers_per_core / registers)
+        by_shared.min(self.registers_per_core / registers.max(1)).min(self.simds_per_core / simds)
     }
 }

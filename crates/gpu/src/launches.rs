@@ -1,12 +1,12 @@
 //! The launches of a problem on the kernels of the kernel language: instances, parameters, constants.
 
-use crate::codecs::{codebooks, format_id, is_rotatable, magnitudes};
+use crate::codecs::{codebooks, format_id, magnitudes};
 use crate::kernels::attend::{Attend, divisor};
 use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
 use crate::kernels::rows::kv_align;
-use crate::shape::{Shape, Tiling, count};
-use crate::tile::takes_prefill;
+use crate::shape::{Shape, count};
+use crate::tile::{Tiling, takes_prefill};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
@@ -128,7 +128,6 @@ fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
         q_heads: shape.rows[1],
         group: count("query heads of a key/value head", dims.gqa_group())?,
         tiles: shape.tiles,
-        splits: shape.groups[1],
         queries: shape.rows[0],
         batches: shape.rows[2],
         left: reach(visibility.left()),
@@ -146,18 +145,16 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Rotation`],
-    /// [`Unsupported::Tile`] or [`Unsupported::Instance`].
+    /// [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Tile`], [`Unsupported::Splits`] of prefill, or
+    /// [`Unsupported::Instance`].
     pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
-        let tiling = tiling.into();
-        let (dims, desc) = (problem.dims(), problem.desc());
-        let shape = Shape::of(problem, tiling)?;
-        let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
-        for (codec, got) in [(k_codec, dims.head_dim), (v_codec, dims.value_dim)] {
-            if !is_rotatable(codec, got) {
-                return Err(Unsupported::Rotation { codec, got });
-            }
+        let Tiling { tile, splits } = tiling.into();
+        if tile.is_prefill() && splits != 1 {
+            return Err(Unsupported::Splits { got: splits, max: 1 });
         }
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let shape = Shape::of(problem, tile.with_splits(splits))?;
+        let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
         let variant = Variant {
             dtype: problem.dtype(),
             head_dim: dims.head_dim,
@@ -166,17 +163,16 @@ impl Launches {
             v_codec,
         };
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
-        let kernels = match tiling {
-            Tiling::Decode(tile) => Kernels::Decode(DecodeKernels {
-                decode: variant.decode(tile).map_err(none)?,
-                merge: variant.merge().map_err(none)?,
-            }),
-            Tiling::Prefill(_) if !takes_prefill(problem) => {
-                return Err(Unsupported::Tile {
-                    why: "portable prefill takes up to 128 elements a row, and keys and values of the dtype of q",
-                });
-            }
-            Tiling::Prefill(tile) => Kernels::Prefill(variant.prefill(tile).map_err(none)?),
+        if tile.is_prefill() && !takes_prefill(problem) {
+            return Err(Unsupported::Tile {
+                why: "portable prefill takes rows of multiples of 16 elements up to 128, and keys and values of the dtype of q",
+            });
+        }
+        let first = variant.attend(tile).map_err(none)?;
+        let kernels = if tile.is_prefill() {
+            Kernels::Prefill(first)
+        } else {
+            Kernels::Decode(DecodeKernels { decode: first, merge: variant.merge().map_err(none)? })
         };
         Ok(Self {
             kernels,
@@ -215,7 +211,7 @@ impl Launches {
             mask_kind: strides.mask_kind,
             page: count("tokens of a page", page)?,
             page_divisor: divisor(page),
-            ring: u32::from(strides.ring),
+            ring_divisor: if strides.ring { divisor(width) } else { [0; 2] },
             width: count("pages of a sequence", width)?,
             ..self.attend
         };
@@ -223,7 +219,7 @@ impl Launches {
             out: wide(strides.out),
             q_heads: attend.q_heads,
             queries: attend.queries,
-            splits: attend.splits,
+            splits: self.shape.groups[1],
             simds: self.shape.simds,
         };
         let RowFormats { k, v, head_dim, value_dim } = self.rows;

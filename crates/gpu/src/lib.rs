@@ -7,6 +7,8 @@
 //! | [`codecs`], [`encoding`] | codecs as kernels know them; the host side of the encoder |
 //! | [`shape`] | which problems the kernels take, and how work is cut, on any device |
 //! | [`facts`], [`tile`], [`plan`] | what a device can hold, how a problem's work is cut for it, and what memory runs need |
+//! | [`machines`] | facts of Apple's GPUs |
+//! | [`portable_kernel`] | names of kernels in plans |
 //! | [`launches`] | the instances, parameters and constants of a problem |
 //! | [`session`], [`run`] | attention on any device: plans and memory that are kept, and the launches |
 //! | [`tensors`], [`upload`] | tensors in the memory of a device, and their way there and back |
@@ -24,7 +26,9 @@ mod error;
 pub mod facts;
 pub mod kernels;
 pub mod launches;
+pub mod machines;
 pub mod plan;
+pub mod portable_kernel;
 pub mod registry;
 pub mod run;
 pub mod session;

@@ -7,8 +7,8 @@
 use crate::codecs::Tables;
 use crate::facts::GpuFacts;
 use crate::launches::{Launches, sequences};
-use crate::shape::{Shape, Tiling};
-use crate::tile::PortableTile;
+use crate::shape::Shape;
+use crate::tile::{PortableTile, Tiling};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_kernel::Instance;
@@ -69,17 +69,14 @@ impl Plan {
             return Err(Unsupported::SkipTiles);
         }
         // Refuses dimensions before anything is computed from them.
-        Shape::of(problem, PortableTile::new(8, 16, 1, 1).with_splits(1))?;
+        Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
+        let asked = asked.map(|tile| tile.on(facts));
         let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts, options.splits));
         tile.check()?;
-        let dims = problem.dims();
-        let needed = tile.shared_bytes([dims.head_dim, dims.value_dim], problem.dtype());
-        if needed > facts.shared_per_group {
-            return Err(Unsupported::SharedMemory { needed, available: facts.shared_per_group });
-        }
-        let groups = groups(&Shape::of(problem, tile.with_splits(1))?);
+        let groups = groups(&Shape::of(problem, tile)?);
         let splits = tile.splits(problem, facts, options.splits, groups)?;
         let launches = Launches::new(problem, tile.with_splits(splits))?;
+        fits(&launches, facts)?;
         let shape = launches.shape();
         let [[_, of_first @ ..], [_, of_merge @ ..]] = [shape.groups, shape.rows];
         let max = facts.max_groups;
@@ -95,7 +92,7 @@ impl Plan {
     /// [`Unsupported`].
     pub fn with_tiling(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
         let tiling = tiling.into();
-        Self::of_launches(problem, Launches::new(problem, tiling)?, PortableTile::of_tiling(&tiling))
+        Self::of_launches(problem, Launches::new(problem, tiling)?, tiling.tile)
     }
 
     fn of_launches(problem: &Problem, launches: Launches, tile: PortableTile) -> Result<Self, Unsupported> {
@@ -187,6 +184,30 @@ impl PartialEq for Plan {
         let all = |of: &Self| (of.tile, *of.launches.shape(), of.regions);
         all(self) == all(other)
     }
+}
+
+impl std::fmt::Display for Plan {
+    /// What follows the kernel's name: tile, threadgroups of the first kernel, splits, bytes of scratch memory.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (tile, groups, splits) = (&self.tile, self.groups(), self.splits());
+        write!(f, "tile {}x{} groups {groups} splits {splits} + ", tile.rows(), tile.keys())?;
+        write!(f, "workspace {}", self.regions.len)
+    }
+}
+
+/// Whether a device can have the threadgroups of every launch.
+fn fits(launches: &Launches, facts: &GpuFacts) -> Result<(), Unsupported> {
+    for instance in launches.instances() {
+        let (needed, available) = (instance.threads().most() as usize, facts.threads_per_group);
+        if needed > available {
+            return Err(Unsupported::Threads { kernel: instance.entry(), needed, available });
+        }
+        let (needed, available) = (instance.shared_bytes(), facts.shared_per_group);
+        if needed > available {
+            return Err(Unsupported::SharedMemory { needed, available });
+        }
+    }
+    Ok(())
 }
 
 fn groups(shape: &Shape) -> usize {

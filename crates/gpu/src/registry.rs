@@ -5,8 +5,8 @@ use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, decode, encode, merge, prefill};
-use crate::shape::{HEAD_DIMS, Tile};
-use crate::tile::{MAX_PREFILL_DIM, default_prefill_tile};
+use crate::shape::HEAD_DIMS;
+use crate::tile::{MAX_PREFILL_DIM, PortableTile};
 use crate::variant::Variant;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
@@ -39,10 +39,10 @@ pub fn instances() -> Vec<Instance> {
                 k_codec: codec,
                 v_codec: codec,
             };
-            all.extend(variant.decode(Tile::of(codec, dim)));
+            all.extend(variant.attend(PortableTile::default_decode(codec, dim)));
             all.extend(variant.merge());
             if matches!(codec.dtype(), Some(Dtype::F16 | Dtype::BF16)) && dim <= MAX_PREFILL_DIM {
-                all.extend(variant.prefill(default_prefill_tile(dim)));
+                all.extend(variant.attend(PortableTile::default_prefill(dim)));
             }
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);

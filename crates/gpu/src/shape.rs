@@ -5,117 +5,15 @@
 //! second kernel merges the partial results of a row in order. Where there are many, a tile has all keys of its rows, and
 //! one kernel does everything. The same plan gives the same bits.
 
-use flashtile_core::codec::Codec;
+use crate::tile::Tiling;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
-
-/// Head dimensions of these kernels are multiples of this, up to [`MAX_DIM`].
-pub(crate) const DIM_STEP: usize = 16;
-pub(crate) const MAX_DIM: usize = 512;
 
 /// Head dimensions that instances are listed for.
 pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
 
 /// Positions and counts are kept in 32 bits; further ones than this are refused.
 pub(crate) const MAX_COUNT: i64 = 1 << 30;
-
-/// The work of a threadgroup.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Tile {
-    /// Eights of query rows.
-    pub rows: usize,
-    /// Sixteens of keys at a time.
-    pub keys: usize,
-    /// SIMD groups.
-    pub simds: usize,
-    /// Splits of the keys of a row.
-    pub splits: usize,
-}
-
-impl Tile {
-    /// The fastest tile where tiles were measured: 32 keys at a time where their words and operands fit in registers.
-    pub const fn of(k: Codec, head_dim: usize) -> Self {
-        let fit = matches!(k, Codec::Tq4 | Codec::Int8 | Codec::Fp8) && head_dim <= 128;
-        Self { rows: 1, keys: if fit { 2 } else { 1 }, simds: 4, splits: 1 }
-    }
-}
-
-/// The work of a threadgroup that keeps its query rows and streams the keys that they see.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct PrefillTile {
-    /// Sixteens of query rows of a SIMD group.
-    pub simd_rows: usize,
-    /// Sixteens of keys of a block.
-    pub keys: usize,
-    /// SIMD groups.
-    pub simds: usize,
-    /// Threadgroups that a core is to hold at a time.
-    pub resident: usize,
-}
-
-impl PrefillTile {
-    /// Query rows of a threadgroup.
-    #[must_use]
-    pub const fn rows(&self) -> usize {
-        16 * self.simd_rows * self.simds
-    }
-}
-
-/// Which kernels a problem launches, and the work of their threadgroups.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[allow(clippy::exhaustive_enums, reason = "launches match on it")]
-pub enum Tiling {
-    /// [`decode()`](crate::kernels::decode::decode()) and [`merge()`](crate::kernels::merge::merge()).
-    Decode(Tile),
-    /// [`prefill()`](crate::kernels::prefill::prefill()).
-    Prefill(PrefillTile),
-}
-
-impl Tiling {
-    /// Query rows of a threadgroup.
-    const fn rows(&self) -> usize {
-        match self {
-            Self::Decode(tile) => 8 * tile.rows,
-            Self::Prefill(tile) => tile.rows(),
-        }
-    }
-
-    /// Splits of the keys of a row.
-    const fn splits(&self) -> usize {
-        match self {
-            Self::Decode(tile) => tile.splits,
-            Self::Prefill(_) => 1,
-        }
-    }
-
-    /// Partial results of a row; a kernel that ends its rows itself has none.
-    const fn results(&self) -> usize {
-        match self {
-            Self::Decode(tile) => tile.splits,
-            Self::Prefill(_) => 0,
-        }
-    }
-
-    /// SIMD groups of a threadgroup.
-    const fn simds(&self) -> usize {
-        match self {
-            Self::Decode(tile) => tile.simds,
-            Self::Prefill(tile) => tile.simds,
-        }
-    }
-}
-
-impl From<Tile> for Tiling {
-    fn from(tile: Tile) -> Self {
-        Self::Decode(tile)
-    }
-}
-
-impl From<PrefillTile> for Tiling {
-    fn from(tile: PrefillTile) -> Self {
-        Self::Prefill(tile)
-    }
-}
 
 /// Sizes of the launches of a problem.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,15 +32,10 @@ pub struct Shape {
 
 impl Shape {
     /// # Errors
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`] or [`Unsupported::Size`].
+    /// [`Unsupported::Position`] or [`Unsupported::Size`].
     pub fn of(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
-        let tiling = tiling.into();
+        let Tiling { tile, splits } = tiling.into();
         let dims = problem.dims();
-        for (name, got) in [("head_dim", dims.head_dim), ("value_dim", dims.value_dim)] {
-            if !got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0 {
-                return Err(Unsupported::HeadDim { name, got, step: DIM_STEP, max: MAX_DIM });
-            }
-        }
         for s in problem.sequences() {
             for got in [s.q_offset, s.q_offset.saturating_add(s.q_len as i64), s.kv_len as i64] {
                 if got.abs() > MAX_COUNT {
@@ -151,15 +44,16 @@ impl Shape {
             }
         }
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
-        let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(tiling.rows()).max(1);
+        let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(tile.rows()).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
-        let results = tiling.results();
+        // A kernel that ends its rows itself has no partial results.
+        let results = if tile.is_prefill() { 0 } else { splits };
         let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
         count("rows", rows)?;
         Ok(Self {
             groups: [
                 count("heads times tiles of rows", dims.kv_heads.saturating_mul(tiles))?,
-                count("splits", tiling.splits())?,
+                count("splits", splits)?,
                 count("sequences", problem.sequences().len())?,
             ],
             rows: [
@@ -168,7 +62,7 @@ impl Shape {
                 count("batch entries", dims.batch)?,
             ],
             tiles: count("tiles of rows", tiles)?,
-            simds: count("SIMD groups", tiling.simds())?,
+            simds: count("SIMD groups", tile.simds())?,
             scratch: [
                 all * dims.value_dim,
                 all * 2 + if problem.desc().alibi && results > 0 { rows } else { 0 },

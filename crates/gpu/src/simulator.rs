@@ -6,7 +6,7 @@ use crate::kernels::merge::merge;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, encode};
 use crate::session::Session;
-use crate::shape::{PrefillTile, Tile, Tiling};
+use crate::tile::{PortableTile, Tiling};
 use crate::{native_decode, native_encode, native_prefill};
 use flashtile_core::codec::Codec;
 use flashtile_core::problem::Problem;
@@ -20,10 +20,10 @@ pub const DIMS: [usize; 2] = [64, 128];
 pub const CODECS: [[Codec; 2]; 3] = [[Codec::Int8; 2], [Codec::Tq4; 2], [Codec::Int8, Codec::Tq5]];
 
 /// The tile of decode that there is native code for: two SIMD groups a threadgroup and two splits, so that both merges take place.
-pub const DECODE_TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
+pub const DECODE_TILE: Tiling = PortableTile::new(8, 16, 2, 1).with_splits(2);
 
 /// The tile of prefill that there is native code for: two SIMD groups of 16 rows, blocks of 16 keys.
-pub const PREFILL_TILE: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2, resident: 1 };
+pub const PREFILL_TILE: PortableTile = PortableTile::prefill(32, 16, 2, 1);
 
 /// A session on the simulator, which checks every access of the kernels to memory. It computes ten to a hundred thousand scores per
 /// second, for the dimensions [`DIMS`] and the codecs [`CODECS`] or elements of the dtype of q; it refuses other problems.
@@ -158,14 +158,14 @@ mod tests {
                 for dim in DIMS {
                     let [k_codec, v_codec] = codecs;
                     let variant = Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec };
-                    let wanted = variant.decode(DECODE_TILE).unwrap();
+                    let wanted = variant.attend(DECODE_TILE.tile).unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",
                         wanted.entry()
                     );
                     if codecs == [Codec::of(q); 2] {
-                        let wanted = variant.prefill(PREFILL_TILE).unwrap();
+                        let wanted = variant.attend(PREFILL_TILE).unwrap();
                         assert!(find(&wanted).is_some_and(|found| found.native().is_some()));
                     }
                     let wanted = variant.merge().unwrap();

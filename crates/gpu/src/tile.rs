@@ -1,15 +1,20 @@
 //! Tiles of the portable kernel, and which one a problem gets.
 
+use crate::codecs::format_id;
 use crate::facts::GpuFacts;
+use crate::kernels::formats::padded;
 use crate::kernels::prefill::ROW_PADDING;
-use crate::shape::{PrefillTile, Tile, Tiling};
+use crate::kernels::rows::{larger, nibble_bytes};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequences};
 
-/// Registers that a thread can have, rounded up as they are allocated.
+/// Registers of a thread that has as many as NVRTC gives one, rounded up as they are allocated.
 const MAX_REGISTERS: usize = 256;
+
+/// Copies of the table of `tq4`, which two lanes read with the same banks at most.
+const MIN_COPIES: usize = 16;
 
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
 const MAX_SPLITS: usize = 128;
@@ -23,18 +28,8 @@ pub(crate) const MAX_PREFILL_DIM: usize = 128;
 /// Whether prefill takes the rows of a problem: elements of the type of q, no more than registers hold.
 pub(crate) fn takes_prefill(problem: &Problem) -> bool {
     let elements = [problem.k_codec(), problem.v_codec()] == [Codec::of(problem.dtype()); 2];
-    elements && dim(problem) <= MAX_PREFILL_DIM
-}
-
-/// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
-/// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16.
-#[must_use]
-pub const fn default_prefill_tile(dim: usize) -> PrefillTile {
-    if dim <= 64 {
-        PrefillTile { simd_rows: 2, keys: 2, simds: 4, resident: 2 }
-    } else {
-        PrefillTile { simd_rows: 1, keys: 4, simds: 8, resident: 1 }
-    }
+    let of_16 = row_dims(problem).into_iter().all(|dim| dim.is_multiple_of(16));
+    elements && of_16 && dim(problem) <= MAX_PREFILL_DIM
 }
 
 /// How a threadgroup of the portable kernels divides its work.
@@ -48,8 +43,27 @@ pub struct PortableTile {
     simds: usize,
     /// Threadgroups that a core holds at a time.
     resident: usize,
+    /// Copies of the table by which decode reads `tq4`.
+    copies: usize,
     /// Whether the kernel keeps its rows and streams all their keys.
     is_prefill: bool,
+}
+
+/// A tile, and the splits of the keys of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(clippy::exhaustive_structs)]
+pub struct Tiling {
+    /// The tile.
+    pub tile: PortableTile,
+    /// The splits; 1 for prefill.
+    pub splits: usize,
+}
+
+impl From<PortableTile> for Tiling {
+    /// Without splits.
+    fn from(tile: PortableTile) -> Self {
+        tile.with_splits(1)
+    }
 }
 
 impl PortableTile {
@@ -57,14 +71,40 @@ impl PortableTile {
     /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys, simds, resident, is_prefill: false }
+        Self { rows, simd_keys, simds, resident, copies: MIN_COPIES, is_prefill: false }
     }
 
     /// A tile of prefill: `simds` SIMD groups (1, 2, 4 or 8) share `rows` query rows (16 or 32 each), and copy `keys` keys (16, 32, 64
     /// or 128) at a time, for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys: keys, simds, resident, is_prefill: true }
+        Self { rows, simd_keys: keys, simds, resident, copies: MIN_COPIES, is_prefill: true }
+    }
+
+    /// The fastest tile of decode where tiles were measured: 32 keys at a time where their words and operands fit in registers.
+    #[must_use]
+    pub const fn default_decode(k: Codec, head_dim: usize) -> Self {
+        let fit = matches!(k, Codec::Tq4 | Codec::Int8 | Codec::Fp8) && head_dim <= 128;
+        Self::new(8, if fit { 32 } else { 16 }, 4, 1)
+    }
+
+    /// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
+    /// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16.
+    #[must_use]
+    pub const fn default_prefill(dim: usize) -> Self {
+        if dim <= 64 { Self::prefill(128, 32, 4, 2) } else { Self::prefill(128, 64, 8, 1) }
+    }
+
+    /// The tile on a device: with a copy of the table of `tq4` for every lane where a core has shared memory for sixteen SIMD groups.
+    pub(crate) const fn on(self, facts: &GpuFacts) -> Self {
+        let copies = if facts.shared_per_core >= 4 * (40 << 10) { 2 * MIN_COPIES } else { MIN_COPIES };
+        Self { copies, ..self }
+    }
+
+    /// The tile with a number of splits of the keys of a row, which is 1 for prefill.
+    #[must_use]
+    pub const fn with_splits(self, splits: usize) -> Tiling {
+        Tiling { tile: self, splits }
     }
 
     pub(crate) fn check(&self) -> Result<(), Unsupported> {
@@ -94,6 +134,11 @@ impl PortableTile {
         self.rows
     }
 
+    /// Copies of the table by which decode reads `tq4`.
+    pub(crate) const fn copies(&self) -> usize {
+        self.copies
+    }
+
     /// Threadgroups that a core holds at a time.
     #[must_use]
     pub const fn resident(&self) -> usize {
@@ -118,35 +163,43 @@ impl PortableTile {
         32 * self.simds
     }
 
-    pub(crate) const fn with_splits(&self, splits: usize) -> Tiling {
-        let (rows, keys, simds) = (self.rows / 8, self.simd_keys / 16, self.simds);
-        if self.is_prefill {
-            let (simd_rows, resident) = (rows / (2 * simds), self.resident);
-            return Tiling::Prefill(PrefillTile { simd_rows, keys, simds, resident });
-        }
-        Tiling::Decode(Tile { rows, keys, simds, splits })
+    /// SIMD groups of a threadgroup.
+    #[must_use]
+    pub const fn simds(&self) -> usize {
+        self.simds
     }
 
-    /// The tile of a tiling, for one threadgroup of decode a core.
-    pub(crate) const fn of_tiling(tiling: &Tiling) -> Self {
-        match tiling {
-            Tiling::Decode(tile) => Self::new(8 * tile.rows, 16 * tile.keys, tile.simds, 1),
-            Tiling::Prefill(tile) => Self::prefill(tile.rows(), 16 * tile.keys, tile.simds, tile.resident),
-        }
+    /// Keys that a SIMD group multiplies at a time.
+    pub(crate) const fn simd_keys(&self) -> usize {
+        self.simd_keys
     }
 
     /// Bytes of shared memory of a threadgroup over rows of `dims` elements of q, k and of v. Of decode: queries or outputs in f32, the
-    /// factor and the addend of the scores, and the row maximum and row sum of each SIMD group. Of prefill: a block of keys and one of
-    /// values, and flags.
+    /// factor and the addend of the scores, the row maximum and row sum of each SIMD group, and the table of `tq4`. Of prefill: a block
+    /// of keys and one of values, and flags.
     #[must_use]
-    pub const fn shared_bytes(&self, dims: [usize; 2], dtype: Dtype) -> usize {
+    pub const fn shared_bytes(&self, dims: [usize; 2], dtype: Dtype, codecs: [Codec; 2]) -> usize {
         let [head_dim, value_dim] = dims;
         if self.is_prefill {
             let row = (head_dim + value_dim + 2 * ROW_PADDING) * dtype.bytes();
             return self.simd_keys * row + (4 * (1 + self.simds)).next_multiple_of(16);
         }
-        let dim = if head_dim > value_dim { head_dim } else { value_dim };
-        self.rows * (dim + 2 + 2 * self.simds) * 4
+        let dim = padded(larger(head_dim, value_dim) as u32) as usize;
+        let [k, v] = [format_id(codecs[0]), format_id(codecs[1])];
+        self.rows * (dim + 2 + 2 * self.simds) * 4 + nibble_bytes(k, head_dim, v, value_dim, self.copies)
+    }
+
+    fn shared_of(&self, problem: &Problem) -> usize {
+        self.shared_bytes(row_dims(problem), problem.dtype(), [problem.k_codec(), problem.v_codec()])
+    }
+
+    /// Registers in which a thread of prefill holds queries, outputs, the scores of a block, and the words of it that it copies. Addresses
+    /// and operands of products come on top; where they are too many, a compiler moves a few values to memory.
+    fn held_by_prefill(&self, problem: &Problem) -> usize {
+        let ([head_dim, value_dim], bytes) = (row_dims(problem), problem.dtype().bytes());
+        let of_row = head_dim * bytes / 4 + value_dim + self.simd_keys;
+        let block = self.simd_keys * dim(problem) * bytes / 4;
+        self.rows / self.simds * of_row / 32 + block.div_ceil(self.threads())
     }
 
     /// The tile of a problem on a device. `asked` splits of keys are a matter of decode.
@@ -163,10 +216,11 @@ impl PortableTile {
     /// results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
         let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
-        let keys = Tile::of(problem.k_codec(), problem.dims().head_dim).keys;
+        let keys = Self::default_decode(problem.k_codec(), problem.dims().head_dim).simd_keys;
         let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
         let simds = if groups.saturating_mul(4) <= facts.cores { 8 } else { 4 };
-        Self::new(rows, if rows == 8 { 16 * keys } else { 16 }, simds, 1).with_resident(problem, facts)
+        let tile = Self::new(rows, if rows == 8 { keys } else { 16 }, simds.min(facts.max_simds()), 1);
+        tile.on(facts).with_resident(problem, facts)
     }
 
     /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
@@ -176,29 +230,30 @@ impl PortableTile {
     /// sequences of one row. Other problems stay with decode, which splits keys.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
         let kv_heads = problem.dims().kv_heads;
+        // Products of shuffles: more code than a block of prefill can have.
         let multiplied = match problem.dtype() {
             Dtype::F16 => true,
             Dtype::BF16 => facts.multiplies_bf16,
-            // Products of shuffles: more code than a block of prefill can have.
-            Dtype::F32 => false,
+            Dtype::F32 => facts.multiplies_f32,
         };
         if !multiplied || !takes_prefill(problem) || max_rows(problem) <= MAX_DECODE_ROWS {
             return None;
         }
-        let PrefillTile { simd_rows, keys, simds, resident } = default_prefill_tile(dim(problem));
-        // Less shared memory where a device has less, then fewer rows where there are few.
-        let keys = [16 * keys, 8 * keys].into_iter().find(|&keys| {
-            let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
-            tile.shared_bytes(row_dims(problem), problem.dtype()) <= facts.shared_per_group
+        let Self { rows, simd_keys: keys, simds, resident, .. } = Self::default_prefill(dim(problem));
+        let simd_rows = rows / simds;
+        // Fewer threads where a device has fewer. Half as many SIMD groups leave registers for twice as many threadgroups.
+        let simds = simds.min(facts.max_simds());
+        let [more, fewer] = [(simds, resident), ((simds / 2).max(1), 2 * resident)];
+        // Fewer rows a SIMD group, then smaller blocks where registers or shared memory are fewer. Threads of fewer SIMD groups hold more.
+        let shapes = [(simd_rows, keys), (16, keys), (simd_rows, keys / 2), (16, keys / 2)];
+        let tile = |(simd_rows, keys), simds| Self::prefill(simd_rows * simds, keys, simds, 1);
+        let shape = shapes.into_iter().find(|&shape| {
+            let tile = tile(shape, fewer.0);
+            tile.shared_of(problem) <= facts.shared_per_group
+                && tile.held_by_prefill(problem) <= facts.registers_per_thread
         })?;
-        // Half as many SIMD groups leave registers for twice as many threadgroups.
-        let tiles = [(simds, resident), (simds / 2, 2 * resident)];
-        let tiles = tiles.map(|(simds, resident)| {
-            let tile = Self::prefill(16 * simd_rows * simds, keys, simds, 1);
-            let registers = facts.registers_per_core / resident;
-            let resident = facts.resident(tile.shared_bytes(row_dims(problem), problem.dtype()), registers);
-            Self { resident: resident.max(1), ..tile }
-        });
+        let tiles = [more, fewer]
+            .map(|(simds, resident)| Self { resident, ..tile(shape, simds) }.with_resident(problem, facts));
         let tiles_of = |rows: usize| tile_count(problem, rows);
         let groups = |tile: &Self| kv_heads.saturating_mul(tiles_of(tile.rows));
         let is_filled = |tile: &&Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
@@ -211,12 +266,13 @@ impl PortableTile {
     /// The same, with as many threadgroups a core as it holds.
     fn with_resident(mut self, problem: &Problem, facts: &GpuFacts) -> Self {
         let registers = self.registers(problem, facts) * self.threads();
-        let shared = self.shared_bytes(row_dims(problem), problem.dtype());
-        self.resident = facts.resident(shared, registers).clamp(1, 16);
+        let shared = self.shared_of(problem);
+        self.resident = facts.resident(self.simds, shared, registers).clamp(1, 16);
         self
     }
 
-    /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes.
+    /// Registers of a thread, at least as many as NVRTC 13 gives the kernel for rows that start on 16 bytes; where a device has fewer, all
+    /// that a thread can have.
     pub(crate) fn registers(&self, problem: &Problem, facts: &GpuFacts) -> usize {
         if self.is_prefill {
             return self.registers_of_prefill(facts);
@@ -226,12 +282,13 @@ impl PortableTile {
         } else {
             self.registers_of_elements(problem, facts)
         };
-        match of_four {
+        let registers = match of_four {
             // With eight SIMD groups the compiler takes a few more, where they cost no threadgroup.
             ..=128 if self.simds > 4 => 128,
             _ if self.simds > 4 => MAX_REGISTERS,
             registers => registers,
-        }
+        };
+        registers.min(facts.registers_per_thread)
     }
 
     /// The same where keys and values are elements, for at most four SIMD groups.
@@ -261,7 +318,7 @@ impl PortableTile {
 
     /// The same of prefill: as many as `resident` threadgroups leave, in steps of 8.
     fn registers_of_prefill(&self, facts: &GpuFacts) -> usize {
-        (facts.registers_per_core / (self.threads() * self.resident) / 8 * 8).min(MAX_REGISTERS)
+        (facts.registers_per_core / (self.threads() * self.resident) / 8 * 8).min(facts.registers_per_thread)
     }
 
     /// The splits of a row's keys: as many as a caller asks for; otherwise as many as fill a device on which `groups` threadgroups run
@@ -324,8 +381,9 @@ fn row_dims(problem: &Problem) -> [usize; 2] {
     [problem.dims().head_dim, problem.dims().value_dim]
 }
 
+/// Elements of the longer row, as products have them.
 fn dim(problem: &Problem) -> usize {
-    problem.dims().head_dim.max(problem.dims().value_dim)
+    padded(problem.dims().head_dim.max(problem.dims().value_dim) as u32) as usize
 }
 
 /// Pairs of bytes of a row of elements.

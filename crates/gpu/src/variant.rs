@@ -1,6 +1,6 @@
 //! Instances by what they are for, instead of by their generics.
 
-use crate::codecs::{format_id, hadamard_order, is_rotatable, scalar_type};
+use crate::codecs::{format_id, hadamard_order, scalar_type};
 use crate::encoding;
 use crate::kernels::decode::decode;
 use crate::kernels::mask_tiles::mask_tiles;
@@ -8,10 +8,11 @@ use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, encode};
-use crate::shape::{DIM_STEP, HEAD_DIMS, MAX_DIM, PrefillTile, Tile};
-use crate::tile::default_prefill_tile;
+use crate::shape::HEAD_DIMS;
+use crate::tile::PortableTile;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
+use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
@@ -119,10 +120,10 @@ impl std::fmt::Display for VariantError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Dim { name, got } => {
-                write!(f, "{name} is {got}, expected a multiple of {DIM_STEP} up to {MAX_DIM}")
+                write!(f, "{name} is {got}, expected 1 to {MAX_HEAD_DIM}")
             }
             Self::Codec { codec, got } => {
-                let dims = HEAD_DIMS.into_iter().filter(|&dim| supports(*codec, dim));
+                let dims = HEAD_DIMS.into_iter().filter(|&dim| codec.supports(dim));
                 let dims: Vec<String> = dims.map(|dim| dim.to_string()).collect();
                 write!(
                     f,
@@ -150,46 +151,29 @@ impl std::fmt::Display for VariantError {
 
 impl std::error::Error for VariantError {}
 
-/// Whether rows of a codec are stored, and rotated by kernels where the codec rotates.
-const fn supports(codec: Codec, dim: usize) -> bool {
-    codec.supports(dim) && is_rotatable(codec, dim)
-}
-
 impl Variant {
-    /// The instance of [`decode()`](crate::kernels::decode::decode()) with a tile.
+    /// The instance of [`decode()`](crate::kernels::decode::decode()) or [`prefill()`](crate::kernels::prefill::prefill()) with a
+    /// tile, whichever the tile is of.
     ///
     /// # Errors
     /// [`GenericsError`].
-    pub fn decode(&self, tile: Tile) -> Result<Instance, GenericsError> {
-        let (k_format, v_format) = (format_id(self.k_codec), format_id(self.v_codec));
-        decode::specialise(&[
-            Generic::Type(scalar_type(self.dtype)),
-            Generic::U32(k_format),
-            Generic::U32(v_format),
-            Generic::Usize(self.head_dim),
-            Generic::Usize(self.value_dim),
-            Generic::Usize(tile.rows),
-            Generic::Usize(tile.keys),
-            Generic::Usize(tile.simds),
-        ])
-    }
-
-    /// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with a tile.
-    ///
-    /// # Errors
-    /// [`GenericsError`].
-    pub fn prefill(&self, tile: PrefillTile) -> Result<Instance, GenericsError> {
-        prefill::specialise(&[
+    pub fn attend(&self, tile: PortableTile) -> Result<Instance, GenericsError> {
+        let (rows, keys, simds) = (tile.rows(), tile.simd_keys() / 16, tile.simds());
+        let mut generics = vec![
             Generic::Type(scalar_type(self.dtype)),
             Generic::U32(format_id(self.k_codec)),
             Generic::U32(format_id(self.v_codec)),
             Generic::Usize(self.head_dim),
             Generic::Usize(self.value_dim),
-            Generic::Usize(tile.simd_rows),
-            Generic::Usize(tile.keys),
-            Generic::Usize(tile.simds),
-            Generic::Usize(tile.resident),
-        ])
+        ];
+        if tile.is_prefill() {
+            generics.extend([rows / (16 * simds), keys, simds, tile.resident()].map(Generic::Usize));
+            return prefill::specialise(&generics);
+        }
+        let codes = [self.k_codec, self.v_codec].into_iter().all(|codec| codec.dtype().is_none());
+        let resident = if codes && tile.resident() > 1 { tile.resident() } else { 0 };
+        generics.extend([rows / 8, keys, simds, resident, tile.copies()].map(Generic::Usize));
+        decode::specialise(&generics)
     }
 
     /// The instance of [`merge()`](crate::kernels::merge::merge()).
@@ -218,20 +202,20 @@ impl Variant {
             .enumerate()
         {
             let (name, got) = dims[n];
-            if concerns.contains(&dim) && (!got.is_multiple_of(DIM_STEP) || got > MAX_DIM || got == 0) {
+            if concerns.contains(&dim) && !(1..=MAX_HEAD_DIM).contains(&got) {
                 return Err(VariantError::Dim { name, got });
             }
-            if concerns.contains(&codec) && !supports(codecs[n], got) {
+            if concerns.contains(&codec) && !codecs[n].supports(got) {
                 return Err(VariantError::Codec { codec: codecs[n], got });
             }
         }
         let made = match kernel.name {
-            "decode" => self.decode(Tile::of(self.k_codec, self.head_dim)),
+            "decode" => self.attend(PortableTile::default_decode(self.k_codec, self.head_dim)),
             "prefill" => {
                 if let Some(codec) = codecs.into_iter().find(|&codec| codec != Codec::of(self.dtype)) {
                     return Err(VariantError::Rows { codec, dtype: self.dtype });
                 }
-                self.prefill(default_prefill_tile(self.head_dim.max(self.value_dim)))
+                self.attend(PortableTile::default_prefill(self.head_dim.max(self.value_dim)))
             }
             "encode" | "append" | "read_codes" | "read_elements" => {
                 let codes = self.k_codec.dtype().is_none();
@@ -248,12 +232,7 @@ impl Variant {
             }
             "copy_rows" => cache::copy_rows::specialise(&[]),
             "merge" => self.merge(),
-            "hadamard" => {
-                if !supports(Codec::Int8, self.head_dim) {
-                    return Err(VariantError::Codec { codec: Codec::Int8, got: self.head_dim });
-                }
-                hadamard::specialise(&[Generic::Usize(self.head_dim)])
-            }
+            "hadamard" => hadamard::specialise(&[Generic::Usize(self.head_dim)]),
             "mask_tiles" => mask_tiles::specialise(&[]),
             _ => return Err(VariantError::Kernel { name: kernel.name }),
         };
@@ -268,7 +247,8 @@ impl Variant {
 #[macro_export]
 macro_rules! native_decode {
     ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
-        use $crate::kernels::rows::{lane_words, larger, pair_words};
+        use $crate::kernels::formats::padded;
+        use $crate::kernels::rows::{lane_pairs, lane_words, larger, nibble_bytes, pair_words};
         $crate::kernels::decode::decode::instance::<
             $q,
             { $kf },
@@ -278,16 +258,19 @@ macro_rules! native_decode {
             { $t },
             { $u },
             { $s },
+            0,
+            16,
             $k,
             $v,
-            { $d / 8 },
-            { $dv / 16 },
+            { lane_pairs($d, 4) },
+            { lane_pairs($dv, 8) },
             { lane_words($kf, $d, 4) },
             { lane_words($vf, $dv, 8) },
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { larger($d, $dv) },
+            { nibble_bytes($kf, $d, $vf, $dv, 16) },
+            { padded(larger($d, $dv) as u32) as usize },
         >()
     }};
 }
@@ -329,7 +312,10 @@ macro_rules! native_encode {
             { $format },
             { $d },
             { $crate::kernels::formats::hadamard_order($format, $d) },
-            { $crate::kernels::encode::scheme_of($format) },
+            { $crate::kernels::quantize::scheme_of($format) },
+            { $crate::kernels::encode::held_numbers($format, $d) },
+            { $crate::kernels::octet::octet_coordinates($format, $d) },
+            { $crate::kernels::octet::octet_coordinates($format, $d) / 4 },
         >()
     };
 }
@@ -379,8 +365,7 @@ mod tests {
 
     #[test]
     fn registers_are_bounded_for_the_threadgroups_of_a_core() {
-        let tile = PrefillTile { simd_rows: 1, keys: 2, simds: 8, resident: 2 };
-        let instance = PLAIN.prefill(tile).unwrap();
+        let instance = PLAIN.attend(PortableTile::prefill(128, 32, 8, 2)).unwrap();
         assert_eq!(instance.resident(), 2);
         assert!(instance.source(flashtile_kernel::Target::Cuda).contains("__launch_bounds__(256, 2)"));
     }
@@ -388,8 +373,8 @@ mod tests {
     #[test]
     fn what_kernels_are_not_made_for_is_said() {
         let why = |variant: Variant, kernel: &Kernel| variant.instance(kernel).unwrap_err().to_string();
-        let odd = Variant { head_dim: 72, ..PLAIN };
-        assert_eq!(why(odd, KERNELS[0]), "head_dim is 72, expected a multiple of 16 up to 512");
+        let long = Variant { head_dim: 513, ..PLAIN };
+        assert_eq!(why(long, KERNELS[0]), "head_dim is 513, expected 1 to 512");
         let text = why(Variant { v_codec: Codec::MlxTq4, ..PLAIN }, KERNELS[1]);
         let encode = KERNELS.iter().find(|kernel| kernel.name == "encode").unwrap();
         let stored = why(PLAIN, encode);

@@ -262,7 +262,7 @@ where
         let [mut k, mut v] = dims.map(|dim| vec![0.0f32; tokens * heads * dim]);
         let view = |x, dim| TensorViewMut::packed::<f32>(x, [tokens, heads, dim]).map_err(|e| e.to_string());
         let (mut k_view, mut v_view) = (view(&mut k, dims[0])?, view(&mut v, dims[1])?);
-        self.host.linearise(host, layer, &mut k_view, &mut v_view).map_err(|e| e.to_string())?;
+        self.host.linearize(host, layer, &mut k_view, &mut v_view).map_err(|e| e.to_string())?;
         let of = self.device.store().device();
         let room = |len| of.zeroed(ScalarType::F32, len).map_err(|e| e.to_string());
         let (mut k_memory, mut v_memory) = (room(k.len())?, room(v.len())?);
@@ -270,7 +270,7 @@ where
         let [k_strides, v_strides] = dims.map(|dim| packed(heads, dim));
         let mut k_rows = GpuRowsMut { view: k_memory.view_mut(), shape: k_shape, strides: k_strides };
         let mut v_rows = GpuRowsMut { view: v_memory.view_mut(), shape: v_shape, strides: v_strides };
-        self.device.linearise(device, layer, &mut k_rows, &mut v_rows).map_err(|e| e.to_string())?;
+        self.device.linearize(device, layer, &mut k_rows, &mut v_rows).map_err(|e| e.to_string())?;
         for (tensor, memory, want) in [("k", &k_memory, &k), ("v", &v_memory, &v)] {
             let mut bytes = vec![0u8; want.len() * 4];
             of.read(memory, 0, &mut bytes).map_err(|e| e.to_string())?;

@@ -7,8 +7,8 @@ use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequence};
 use flashtile_gpu::SessionError;
 use flashtile_gpu::session::Session;
-use flashtile_gpu::shape::{Tile, Tiling};
 use flashtile_gpu::simulator::{DECODE_TILE, PREFILL_TILE, find, no_native};
+use flashtile_gpu::tile::Tiling;
 use flashtile_gpu::upload::{Results, Uploaded};
 use flashtile_kernel::simulator::{Fault, Memory, Simulator};
 use flashtile_kernel::{Device, HostAccess, Instance, Launch, Limits, ScalarType, bf16, f16};
@@ -49,7 +49,7 @@ impl SimulatorRunner {
     /// With two SIMD groups per threadgroup and two splits, so that both merges take place.
     #[must_use]
     pub fn new() -> Self {
-        Self { tiling: DECODE_TILE.into(), page_align: ALIGNED, find, max_scores: u64::MAX }
+        Self { tiling: DECODE_TILE, page_align: ALIGNED, find, max_scores: u64::MAX }
     }
 
     /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
@@ -172,14 +172,9 @@ fn check_written(memory: &Memory) -> Result<(), RunnerError> {
 
 impl Runner for SimulatorRunner {
     fn name(&self) -> String {
-        match self.tiling {
-            Tiling::Decode(Tile { rows, keys, simds, splits }) => {
-                format!("simulator {}x{} simds {simds} splits {splits}", 8 * rows, 16 * keys)
-            }
-            Tiling::Prefill(tile) => {
-                format!("simulator prefill {}x{} simds {}", tile.rows(), 16 * tile.keys, tile.simds)
-            }
-        }
+        let Tiling { tile, splits } = self.tiling;
+        let op = if tile.is_prefill() { "prefill" } else { "decode" };
+        format!("simulator {op} {}x{} simds {} splits {splits}", tile.rows(), tile.keys(), tile.simds())
     }
 
     fn run(

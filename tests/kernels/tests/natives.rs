@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
         let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
-        [decodes(), splits(), pages(), tiles(), planned(), merges(), prefills()]
+        [decodes(), odd(), splits(), pages(), tiles(), planned(), merges(), prefills()]
             .into_iter()
             .chain(coded)
             .flatten()
@@ -127,6 +127,71 @@ fn decodes() -> Vec<Instance> {
         bf16 bf16 bf16 2 2 256 256;
         bf16 bf16 bf16 2 2 320 320;
         bf16 bf16 bf16 2 2 512 512;
+    }
+}
+
+/// Dimensions that are no multiple of 16, of elements and of codes.
+fn odd() -> Vec<Instance> {
+    decodes! { [1 1 2]
+        f32 f32 f32 0 0 1 1;
+        f32 f32 f32 0 0 3 3;
+        f32 f32 f32 0 0 8 8;
+        f32 f32 f32 0 0 20 20;
+        f32 f32 f32 0 0 24 24;
+        f32 f32 f32 0 0 31 31;
+        f32 f32 f32 0 0 33 33;
+        f32 f32 f32 0 0 40 24;
+        f32 f32 f32 0 0 63 63;
+        f32 f32 f32 0 0 65 65;
+        f32 f32 f32 0 0 127 127;
+        f32 f32 f32 0 0 129 129;
+        f32 f32 f32 0 0 255 255;
+        f32 f32 f32 0 0 257 257;
+        f32 f32 f32 0 0 64 1;
+        f32 f32 f32 0 0 65 63;
+        f16 f16 f16 1 1 1 1;
+        f16 f16 f16 1 1 3 3;
+        f16 f16 f16 1 1 8 8;
+        f16 f16 f16 1 1 20 20;
+        f16 f16 f16 1 1 24 24;
+        f16 f16 f16 1 1 31 31;
+        f16 f16 f16 1 1 33 33;
+        f16 f16 f16 1 1 40 24;
+        f16 f16 f16 1 1 63 63;
+        f16 f16 f16 1 1 65 65;
+        f16 f16 f16 1 1 127 127;
+        f16 f16 f16 1 1 129 129;
+        f16 f16 f16 1 1 255 255;
+        f16 f16 f16 1 1 257 257;
+        f16 f16 f16 1 1 512 31;
+        f16 f16 f16 1 1 65 33;
+        f16 f16 f16 1 1 8 512;
+        bf16 bf16 bf16 2 2 1 1;
+        bf16 bf16 bf16 2 2 3 3;
+        bf16 bf16 bf16 2 2 8 8;
+        bf16 bf16 bf16 2 2 20 20;
+        bf16 bf16 bf16 2 2 24 24;
+        bf16 bf16 bf16 2 2 31 31;
+        bf16 bf16 bf16 2 2 33 33;
+        bf16 bf16 bf16 2 2 40 24;
+        bf16 bf16 bf16 2 2 63 63;
+        bf16 bf16 bf16 2 2 65 65;
+        bf16 bf16 bf16 2 2 127 127;
+        bf16 bf16 bf16 2 2 129 129;
+        bf16 bf16 bf16 2 2 255 255;
+        bf16 bf16 bf16 2 2 257 257;
+        bf16 bf16 bf16 2 2 1 64;
+        bf16 bf16 bf16 2 2 33 257;
+        f16 f16 f16 3 3 5 24;
+        bf16 f16 f16 7 8 72 33;
+        f32 f16 f16 5 9 20 112;
+        f16 f16 f16 4 4 24 40;
+        bf16 f16 f16 6 7 3 1;
+        f32 f16 f16 8 6 80 33;
+        f16 f16 f16 4 4 80 80;
+        f16 f16 f16 7 3 200 130;
+        f32 f32 f16 1 7 24 24;
+        f16 f32 f32 0 0 24 24;
     }
 }
 
@@ -315,5 +380,52 @@ fn merges() -> Vec<Instance> {
         f32 256 0;
         f32 320 0;
         f32 512 0;
+        f32 1 0;
+        f32 3 0;
+        f32 8 0;
+        f32 20 0;
+        f32 24 0;
+        f32 31 0;
+        f32 33 0;
+        f32 63 0;
+        f32 65 0;
+        f32 127 0;
+        f32 129 0;
+        f32 255 0;
+        f32 257 0;
+        f16 1 0;
+        f16 3 0;
+        f16 8 0;
+        f16 20 0;
+        f16 24 0;
+        f16 31 0;
+        f16 33 0;
+        f16 63 0;
+        f16 65 0;
+        f16 127 0;
+        f16 129 0;
+        f16 255 0;
+        f16 257 0;
+        bf16 1 0;
+        bf16 3 0;
+        bf16 8 0;
+        bf16 20 0;
+        bf16 24 0;
+        bf16 31 0;
+        bf16 33 0;
+        bf16 63 0;
+        bf16 65 0;
+        bf16 127 0;
+        bf16 129 0;
+        bf16 255 0;
+        bf16 257 0;
+        f16 24 12;
+        bf16 33 1;
+        f32 112 1;
+        f16 40 0;
+        bf16 1 1;
+        f32 33 1;
+        f16 130 1;
+        f32 24 12;
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::support::{PREFILL, TILE, runner};
 use flashtile::{Codec, Dtype, QOffset, Visibility, reference};
-use flashtile_gpu::shape::Tiling;
+use flashtile_gpu::tile::Tiling;
 use flashtile_testkit::{Case, Keep, Prepared};
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ fn pass(case: &Case, mut prepared: Prepared, tilings: &[Tiling], what: &str) {
 
 #[test]
 fn of_elements() {
-    let both = [TILE.into(), PREFILL.into()];
+    let both = [TILE, PREFILL.into()];
     for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
         for case in cases(&dtype.to_string(), dtype, |case| case) {
             let clean = Prepared::new(&case).unwrap();
@@ -69,7 +69,7 @@ fn of_codes() {
                     pass(
                         &case,
                         prepared,
-                        &[TILE.into()],
+                        &[TILE],
                         &format!("the scale of key {key} is NaN, of its value: {values}"),
                     );
                 }

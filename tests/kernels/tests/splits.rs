@@ -3,7 +3,7 @@
 use crate::support::{all_pass, runner};
 use QOffset::BottomRight;
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
-use flashtile_gpu::shape::Tile;
+use flashtile_gpu::tile::PortableTile;
 use flashtile_testkit::{Case, Keep, MaskFill};
 
 /// Near the number of lanes of a SIMD group, which reads that many partial results at once, and near twice that.
@@ -21,7 +21,7 @@ const STORED: [(Dtype, Codec); 6] = [
 
 fn all_splits_pass(cases: impl Fn(usize) -> Vec<Case>) {
     for splits in SPLITS {
-        all_pass(&cases(splits), &runner(Tile { rows: 1, keys: 1, simds: 1, splits }).padded());
+        all_pass(&cases(splits), &runner(PortableTile::new(8, 16, 1, 1).with_splits(splits)).padded());
     }
 }
 

@@ -1,14 +1,14 @@
 //! Shared by tests of cases.
 
 use crate::natives;
-use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_testkit::{Case, SimulatorRunner, conformance};
 
 /// Two SIMD groups in each of two splits.
-pub(crate) const TILE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
+pub(crate) const TILE: Tiling = PortableTile::new(8, 16, 2, 1).with_splits(2);
 
 /// Two SIMD groups of 16 rows, blocks of 16 keys.
-pub(crate) const PREFILL: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2, resident: 1 };
+pub(crate) const PREFILL: PortableTile = PortableTile::prefill(32, 16, 2, 1);
 
 /// Runs problems with native code of this crate; rows and pages are aligned as they happen to be.
 pub(crate) fn runner(tile: impl Into<Tiling>) -> SimulatorRunner {

@@ -4,7 +4,7 @@ use crate::support::{all_pass, runner};
 use Codec::{F32, Fp8, Int8, Tq2, Tq3, Tq4, Tq5, Tq6};
 use QOffset::{At, BottomRight};
 use flashtile::{Codec, Dtype, MaskKind, QOffset, Visibility};
-use flashtile_gpu::shape::{PrefillTile, Tile};
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_testkit::{Case, Keep, MaskFill, Tree};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
@@ -25,8 +25,8 @@ fn features(stored: &str, of: impl Fn(String, &[(usize, usize)]) -> Case) -> Vec
     ]
 }
 
-fn tile(rows: usize, keys: usize, simds: usize, splits: usize) {
-    let runner = runner(Tile { rows, keys, simds, splits }).padded();
+fn tile(tiling: Tiling) {
+    let runner = runner(tiling).padded();
     let elements = DTYPES.map(|dtype| (dtype, [Codec::of(dtype); 2]));
     let codes = [(Dtype::F32, [Int8; 2]), (Dtype::BF16, [Tq4; 2])];
     for (dtype, [k, v]) in elements.into_iter().chain(codes) {
@@ -45,9 +45,8 @@ fn tile(rows: usize, keys: usize, simds: usize, splits: usize) {
     }
 }
 
-/// Prefill of `simds` SIMD groups with `16 * simd_rows` rows each, over blocks of `16 * keys` keys.
-fn prefill(simd_rows: usize, keys: usize, simds: usize, dtypes: &[Dtype]) {
-    let runner = runner(PrefillTile { simd_rows, keys, simds, resident: 1 }).padded();
+fn prefill(tile: PortableTile, dtypes: &[Dtype]) {
+    let runner = runner(tile).padded();
     for &dtype in dtypes {
         // One page, pages of any size, pages that hold 16 keys at a time.
         for page in [130, 3, 48] {
@@ -61,42 +60,42 @@ fn prefill(simd_rows: usize, keys: usize, simds: usize, dtypes: &[Dtype]) {
 
 #[test]
 fn of_prefill_with_four_simd_groups() {
-    prefill(1, 4, 4, &[Dtype::F16, Dtype::BF16]);
+    prefill(PortableTile::prefill(64, 64, 4, 1), &[Dtype::F16, Dtype::BF16]);
 }
 
 #[test]
 fn of_prefill_with_eight_simd_groups() {
-    prefill(1, 2, 8, &DTYPES);
+    prefill(PortableTile::prefill(128, 32, 8, 1), &DTYPES);
 }
 
 #[test]
 fn of_prefill_with_thirty_two_rows_a_simd_group() {
-    prefill(2, 2, 1, &DTYPES);
+    prefill(PortableTile::prefill(32, 32, 1, 1), &DTYPES);
 }
 
 #[test]
 fn of_sixteen_rows() {
-    tile(2, 1, 4, 1);
+    tile(PortableTile::new(16, 16, 4, 1).into());
 }
 
 #[test]
 fn of_two_sixteens_of_keys() {
-    tile(1, 2, 4, 2);
+    tile(PortableTile::new(8, 32, 4, 1).with_splits(2));
 }
 
 #[test]
 fn of_both() {
-    tile(2, 2, 1, 3);
+    tile(PortableTile::new(16, 32, 1, 1).with_splits(3));
 }
 
 #[test]
 fn of_thirty_two_rows() {
-    tile(4, 1, 2, 2);
+    tile(PortableTile::new(32, 16, 2, 1).with_splits(2));
 }
 
 #[test]
 fn of_eight_simd_groups() {
-    tile(1, 1, 8, 1);
+    tile(PortableTile::new(8, 16, 8, 1).into());
 }
 
 /// A paged case and one that is not.
@@ -114,10 +113,13 @@ fn of_elements_of_80_and_96() {
     for dtype in DTYPES {
         for dim in [80, 96] {
             let codec = Codec::of(dtype);
-            let tile = Tile { splits: 2, ..Tile::of(codec, dim) };
+            let tile = PortableTile::default_decode(codec, dim).with_splits(2);
             let cases = both("planned", [dim; 2], dtype, [codec; 2]);
             all_pass(&cases, &runner(tile));
-            all_pass(&cases[usize::from(dim == 80)..][..1], &runner(Tile { rows: 2, ..tile }));
+            all_pass(
+                &cases[usize::from(dim == 80)..][..1],
+                &runner(PortableTile::new(16, 16, 4, 1).with_splits(2)),
+            );
         }
     }
 }
@@ -127,7 +129,7 @@ fn of_codes_of_80_and_96() {
     for dtype in DTYPES {
         for codec in [Int8, Fp8, Tq2, Tq3, Tq4, Tq5, Tq6] {
             for dim in [80, 96] {
-                let planned = runner(Tile { splits: 2, ..Tile::of(codec, dim) });
+                let planned = runner(PortableTile::default_decode(codec, dim).with_splits(2));
                 let cases = both("planned", [dim; 2], dtype, [codec; 2]);
                 all_pass(&cases, &planned.padded());
                 // Levels are gathered from anywhere.
@@ -137,7 +139,7 @@ fn of_codes_of_80_and_96() {
             }
         }
         for (dims, codecs) in [([96, 80], [Int8, Tq5]), ([80, 96], [Tq6, Fp8])] {
-            let tile = Tile { splits: 2, ..Tile::of(codecs[0], dims[0]) };
+            let tile = PortableTile::default_decode(codecs[0], dims[0]).with_splits(2);
             let [paged, _] = both("planned", dims, dtype, codecs);
             all_pass(&[paged.centered().sinks()], &runner(tile).padded());
         }
@@ -148,7 +150,7 @@ fn of_codes_of_80_and_96() {
 fn of_codes_of_128_as_planned() {
     for dtype in DTYPES {
         for codec in [Int8, Tq4] {
-            let tile = Tile { splits: 2, ..Tile::of(codec, 128) };
+            let tile = PortableTile::default_decode(codec, 128).with_splits(2);
             all_pass(&both("planned", [128; 2], dtype, [codec; 2]), &runner(tile).padded());
         }
     }

@@ -114,6 +114,8 @@ pub enum CacheError {
     },
     /// A row cannot be stored in a quantizing codec.
     Row {
+        /// The layer.
+        layer: usize,
         /// `k` or `v`.
         tensor: &'static str,
         /// Its key/value head.
@@ -259,7 +261,9 @@ impl fmt::Display for CacheError {
             Self::Mean { layer } => {
                 write!(f, "rows for layer {layer} were stored with another mean than this cache has")
             }
-            Self::Row { tensor, head, row, why } => write!(f, "row {row} of head {head} of {tensor} {why}"),
+            Self::Row { layer, tensor, head, row, why } => {
+                write!(f, "layer {layer}: row {row} of head {head} of {tensor} {why}")
+            }
             Self::MeanLength { got, expected } => {
                 write!(f, "mean has {got} elements, expected {expected}: kv_heads * head_dim")
             }

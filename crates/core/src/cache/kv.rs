@@ -248,7 +248,7 @@ impl<S: PageStore> KvCache<S> {
     /// on a device finds out as it encodes them, and this waits for it.
     ///
     /// # Errors
-    /// [`CacheError::Row`]: the first of the rows that were not stored, in keys before values.
+    /// [`CacheError::Row`]: the first of the rows that were not stored in the first layer that has any, in keys before values.
     pub fn check_stored(&mut self) -> Result<(), S::Error> {
         self.store.check_stored()
     }
@@ -471,7 +471,7 @@ impl<S: PageStore> KvCache<S> {
     /// # Errors
     /// [`CacheError::Layer`], [`CacheError::Shape`], [`CacheError::ForeignSequence`] or
     /// [`CacheError::RemovedSequence`]; nothing is written then.
-    pub fn linearise(
+    pub fn linearize(
         &self,
         seq: SeqId,
         layer: usize,

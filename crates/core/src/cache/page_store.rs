@@ -59,7 +59,7 @@ pub trait PageStore {
     /// [`PageStore::check`] has nothing to report.
     ///
     /// # Errors
-    /// [`CacheError::Row`]: the first of the rows that were not stored.
+    /// [`CacheError::Row`]: the first of the rows that were not stored in the first layer that has any, in keys before values.
     fn check_stored(&mut self) -> Result<(), Self::Error>;
 
     /// Copies rows to the same rows of other pages, in all layers.

@@ -53,12 +53,11 @@ impl Pool {
         self.shape[1]
     }
 
-    /// The bytes of a page, of all heads.
-    pub fn page_mut(&mut self, page: usize) -> &mut [u8] {
-        let bytes = self.shape[1] * self.shape[2] * self.row_bytes;
+    /// The bytes of all pages, each of all heads.
+    pub fn pages_mut(&mut self) -> &mut [u8] {
         match &mut self.rows {
-            Rows::Elements(memory, _) => &mut memory[page * bytes..][..bytes],
-            Rows::Codes(codes) => codes.page_mut(page),
+            Rows::Elements(memory, _) => memory,
+            Rows::Codes(codes) => codes.pages_mut(),
         }
     }
 
@@ -322,8 +321,9 @@ impl PageStore for HostStore {
         v: &TensorView<'_>,
     ) -> Result<(), CacheError> {
         let of = &self.layers[layer];
-        let refused =
-            |tensor| move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { tensor, head, row, why };
+        let refused = |tensor| {
+            move |(why, [head, row]): (_, [usize; 2])| CacheError::Row { layer, tensor, head, row, why }
+        };
         if of.k.codes().is_some() {
             CodePages::check(k, mean).map_err(refused("k"))?;
         }

@@ -53,5 +53,6 @@ pub use kv_view::KvView;
 pub use mean::mean_row;
 pub use numeric::{greatest, round};
 pub use pages::{CodePages, CodesView, Side};
+pub use quantizer::level_factor;
 pub use rotation::Rotation;
 pub use row_layout::{FP8_SCALE_UNIT, RowLayout, SCALE_UNIT};

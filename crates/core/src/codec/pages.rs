@@ -141,10 +141,9 @@ impl CodePages {
         &mut self.memory[at]
     }
 
-    /// The bytes of a page, of all heads one after another.
-    pub fn page_mut(&mut self, page: usize) -> &mut [u8] {
-        let bytes = self.shape[1] * self.page_bytes();
-        &mut self.memory[page * bytes..][..bytes]
+    /// The bytes of all pages, each of all heads one after another.
+    pub fn pages_mut(&mut self) -> &mut [u8] {
+        &mut self.memory
     }
 
     /// Checks that rows of a tensor `[1, heads, rows, dim]` can be stored with a mean `[heads, dim]`.

@@ -3,6 +3,7 @@
 //! Rotations are f32 additions in a fixed order. All steps after them use integers, apart from a few f64 values per
 //! vector, so that every instruction set gives the same bytes.
 
+use super::kind::{Codec, RowKind};
 use super::numeric::{greatest, round};
 use super::ops::Ops;
 use super::rotation::Rotation;
@@ -108,6 +109,23 @@ pub(super) fn unit(levels: &Codebook) -> f64 {
     f64::from(2 << 16) * FACTORS[levels.bits - 2]
 }
 
+/// Half-levels per fixed-point unit, times 2^16, of a trial of a vector with this root mean square.
+#[inline(always)]
+fn trial_factor(unit: f64, rms: f64, trial: f64) -> u16 {
+    // Below 2^15: the largest magnitude is ONE, so that the root mean square is at least ONE / sqrt(dim).
+    // Rounded to nearest even without a conversion, since vectors have none to 16 bits.
+    let x = unit / (rms * trial);
+    (x + ROUNDER).to_bits() as u16
+}
+
+/// The factor of a trial of a codec with levels, by the energy of a vector in fixed point, whose largest magnitude is
+/// 32767.
+pub fn level_factor(codec: Codec, dim: usize, energy: u64, trial: usize) -> Option<u16> {
+    let RowKind::Integers { bits: bits @ 2..=6 } = codec.row_kind() else { return None };
+    let rms = (energy as f64 / dim as f64).sqrt();
+    Some(trial_factor(unit(Codebook::of(bits)), rms, *TRIAL_SCALES.get(trial)?))
+}
+
 /// Codes of 8 bits, the sum of their products with the vector, and the sum of their squares.
 #[inline(always)]
 fn integers(fixed: &Fixed, codes: &mut [u8]) -> (u64, u64) {
@@ -128,10 +146,7 @@ fn search<O: Ops>(fixed: &Fixed, levels: &Codebook, rms: f64, codes: &mut [u8]) 
     let unit = unit(levels);
     let mut factors = [0u16; TRIALS];
     for (factor, trial) in factors.iter_mut().zip(TRIAL_SCALES) {
-        // Below 2^15: the largest magnitude is ONE, so that the root mean square is at least ONE / sqrt(dim).
-        // Rounded to nearest even without a conversion, since vectors have none to 16 bits.
-        let x = unit / (rms * trial);
-        *factor = (x + ROUNDER).to_bits() as u16;
+        *factor = trial_factor(unit, rms, trial);
     }
     let (products, squares) = O::sums(levels, magnitudes, &factors);
     let (mut best, mut chosen) = (-1.0f64, 0);

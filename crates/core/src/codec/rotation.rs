@@ -79,9 +79,9 @@ impl Rotation {
         Self { blocks: blocks(signs.len()), signs }
     }
 
-    /// The signs, and the normalisation of a block (1 over the square root of its size) if there is a single block.
+    /// The signs, then 1 over the square root of the length of each block.
     pub fn factors(&self) -> Vec<f32> {
-        let roots = self.blocks.iter().take(1).map(|block| f32::from_f64(block.root));
+        let roots = self.blocks.iter().map(|block| f32::from_f64(block.root));
         self.signs.iter().copied().chain(roots).collect()
     }
 

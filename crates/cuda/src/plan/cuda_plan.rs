@@ -23,17 +23,34 @@ pub(crate) enum Engine {
     Portable(Box<Portable>),
 }
 
+/// What a plan says, for logs and tools: its names, sizes and estimates. It is not read back: a plan is made anew from the
+/// description and the options.
+#[cfg(feature = "serde")]
+impl serde::Serialize for CudaPlan {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        use serde::ser::SerializeStruct;
+        let mut plan = serializer.serialize_struct("CudaPlan", 5)?;
+        plan.serialize_field("kernel", &self.kernel())?;
+        plan.serialize_field("kernels", &self.kernels().collect::<Vec<_>>())?;
+        plan.serialize_field("workspace_bytes", &self.workspace_bytes())?;
+        plan.serialize_field("problem", self.problem.desc())?;
+        plan.serialize_field("options", &self.options)?;
+        plan.end()
+    }
+}
+
 impl CudaPlan {
     /// Plans `problem` for a device. Pure; cost `O(tiles log tiles + blocks of threads)`. Native kernels read elements of the problem's
     /// dtype; over other elements and over codes the portable ones run.
     ///
     /// # Errors
     /// [`Unsupported::Capability`] for devices before compute capability 7.5, or 8.0 where the option asks for native kernels;
+    /// [`Unsupported::Device`] for facts without multiprocessors;
     /// [`Unsupported::Codec`] where it asks for them over codes;
     /// [`Unsupported::SharedMemory`] where not even the smallest tile fits the device; [`Unsupported::Splits`] where the option asks for
     /// more splits than there are blocks of keys; [`Unsupported::Tasks`] where the problem would be cut into more work tiles than a
     /// plan lists; [`Unsupported::Workspace`] where scratch memory is not addressable. Portable kernels also refuse by
-    /// [`Unsupported::HeadDim`], [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
+    /// [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
     pub fn new(problem: &Problem, facts: &CudaFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         let portable = Self::takes_portable(problem, facts, options)?;
         let engine = if portable {
@@ -81,6 +98,9 @@ impl CudaPlan {
     ) -> Result<bool, Unsupported> {
         if facts.capability < MIN_CAPABILITY {
             return Err(Unsupported::Capability { got: facts.capability, min: MIN_CAPABILITY });
+        }
+        if facts.multiprocessors == 0 {
+            return Err(Unsupported::Device { why: "it has no multiprocessors" });
         }
         let expected = Codec::of(problem.dtype());
         let stored = [("k", problem.k_codec()), ("v", problem.v_codec())];
@@ -173,9 +193,8 @@ impl CudaPlan {
 impl std::fmt::Display for CudaPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match &self.engine {
-            Engine::Sm80(plan) => plan.fmt(f)?,
-            Engine::Portable(plan) => write!(f, "{plan} + ")?,
+            Engine::Sm80(plan) => write!(f, "{plan}workspace {}", self.workspace_bytes()),
+            Engine::Portable(plan) => write!(f, "{} {}", plan.kernel, plan.plan),
         }
-        write!(f, "workspace {}", self.workspace_bytes())
     }
 }

@@ -8,6 +8,8 @@ pub struct CudaFacts {
     pub capability: (u32, u32),
     /// Streaming multiprocessors.
     pub multiprocessors: usize,
+    /// Threads that a multiprocessor holds at a time.
+    pub threads_per_multiprocessor: usize,
     /// Bytes of shared memory that one block of threads may use.
     pub shared_per_block: usize,
     /// Bytes of shared memory of a multiprocessor.

@@ -5,6 +5,9 @@ use super::work_tile::WorkTile;
 /// The most blocks of threads in the second and third dimension of a grid.
 pub(crate) const MAX_GRID: usize = 65_535;
 
+/// The most threads of a block (CUDA Programming Guide, "technical specifications per compute capability").
+pub(super) const MAX_BLOCK_THREADS: usize = 1024;
+
 /// Query positions of a mask tile: `MASK_TILE_ROWS` of the kernels.
 pub(crate) const MASK_TILE_ROWS: usize = 16;
 

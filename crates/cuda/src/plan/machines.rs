@@ -1,4 +1,6 @@
 //! Facts of machines, as data: for planning without them.
+//!
+//! Source of threads, shared memory and registers: CUDA Programming Guide, "technical specifications per compute capability".
 
 use super::facts::CudaFacts;
 
@@ -9,6 +11,7 @@ const MIB: usize = 1024 * KIB;
 pub const A100: CudaFacts = CudaFacts {
     capability: (8, 0),
     multiprocessors: 108,
+    threads_per_multiprocessor: 2048,
     shared_per_block: 163 * KIB,
     shared_per_multiprocessor: 164 * KIB,
     registers_per_multiprocessor: 65_536,
@@ -19,6 +22,7 @@ pub const A100: CudaFacts = CudaFacts {
 pub const RTX_4090: CudaFacts = CudaFacts {
     capability: (8, 9),
     multiprocessors: 128,
+    threads_per_multiprocessor: 1536,
     shared_per_block: 99 * KIB,
     shared_per_multiprocessor: 100 * KIB,
     registers_per_multiprocessor: 65_536,
@@ -29,6 +33,7 @@ pub const RTX_4090: CudaFacts = CudaFacts {
 pub const H100: CudaFacts = CudaFacts {
     capability: (9, 0),
     multiprocessors: 132,
+    threads_per_multiprocessor: 2048,
     shared_per_block: 227 * KIB,
     shared_per_multiprocessor: 228 * KIB,
     registers_per_multiprocessor: 65_536,
@@ -42,6 +47,7 @@ pub const H200: CudaFacts = CudaFacts { l2: 60 * MIB, ..H100 };
 pub const T4: CudaFacts = CudaFacts {
     capability: (7, 5),
     multiprocessors: 40,
+    threads_per_multiprocessor: 1024,
     shared_per_block: 64 * KIB,
     shared_per_multiprocessor: 64 * KIB,
     registers_per_multiprocessor: 65_536,

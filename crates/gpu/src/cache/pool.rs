@@ -2,18 +2,18 @@
 
 use super::error::StoreError;
 use super::rows::{GpuRows, GpuRowsMut};
-use crate::codecs::{codebooks, factors, is_rotatable, magnitudes};
-use crate::encoding::{Appended, encode_generics, encode_table, refusal, runs};
+use crate::codecs::{codebooks, factors, magnitudes};
+use crate::encoding::{Appended, encode_generics, encode_groups, encode_table, refusal, row_groups, runs};
 use crate::kernels::cache::{PageBytes, copy_rows, read_codes, read_elements};
 use crate::kernels::encode::{Rows, append, encode};
-use crate::shape::{DIM_STEP, MAX_DIM};
 use crate::tensors::dtype_of;
 use flashtile_core::cache::{CacheError, Pool, RowRun};
 use flashtile_core::codec::{Codec, Coder, Side};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{DeviceMemory, Generic, HostAccess, Instance, ScalarType, View, ViewMut};
+use flashtile_kernel::{DeviceMemory, Generic, HostAccess, Instance, ScalarType, Span, View, ViewMut};
+use std::ops::Range;
 
 /// Finds the native code of an instance, for devices that run nothing else.
 pub(super) type Find = fn(&Instance) -> Option<Instance>;
@@ -24,11 +24,11 @@ type Specialise = fn(&[Generic]) -> Result<Instance, GenericsError>;
 /// Runs that one launch takes: a threadgroup coordinate of each.
 pub(super) const MAX_RUNS: usize = 32_768;
 
-/// Threadgroups of a run at most; they take its rows in turns.
-const MAX_GROUPS: u32 = 2048;
+/// Bytes of pages between two others that are copied to main memory with them: that takes less time than a transfer's start.
+const MAX_GAP_BYTES: usize = 128 << 10;
 
-/// SIMD groups of a threadgroup, each of which takes a row at a time.
-const SIMDS: u32 = 4;
+/// Bytes of pages that one transfer copies, beyond which a transfer's start no longer counts.
+const MAX_SPAN_BYTES: usize = 32 << 20;
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -51,7 +51,7 @@ pub(super) struct GpuPool<M> {
     /// Tables that decoding reads.
     levels: M,
     codebooks: M,
-    /// The first row that the encoder did not store: see [`refusal`].
+    /// Of each layer, the first row that the encoder did not store: see [`refusal`].
     status: M,
     absent: M,
 }
@@ -140,9 +140,9 @@ impl<M: DeviceMemory> Lists<M> {
         Ok(Self { held: Vec::new(), table: room(64)?, runs: room(512)?, count: 0, rows: 0 })
     }
 
-    fn groups(&self, heads: usize) -> [u32; 3] {
-        let rows = self.rows.saturating_mul(heads as u32);
-        [rows.div_ceil(SIMDS).clamp(1, MAX_GROUPS), self.count, 1]
+    /// Rows of the largest run, of all heads.
+    fn rows(&self, heads: usize) -> u32 {
+        self.rows.saturating_mul(heads as u32)
     }
 }
 
@@ -157,13 +157,6 @@ impl<M: DeviceMemory> GpuPool<M> {
     ) -> Result<Self, StoreError<D::Error>> {
         let dim = shape[3];
         let codes = codec.dtype().is_none();
-        if codes && (!dim.is_multiple_of(DIM_STEP) || dim > MAX_DIM) {
-            let name = if side == Side::Keys { "head_dim" } else { "value_dim" };
-            return Err(Unsupported::HeadDim { name, got: dim, step: DIM_STEP, max: MAX_DIM }.into());
-        }
-        if codes && !is_rotatable(codec, dim) {
-            return Err(Unsupported::Rotation { codec, got: dim }.into());
-        }
         // A device that runs native code has it for some dtypes: rows of others are refused.
         let native = |instance: Instance| find.map_or(Some(instance.clone()), |find| find(&instance));
         let instances = |kernel: [Specialise; 2]| {
@@ -190,10 +183,10 @@ impl<M: DeviceMemory> GpuPool<M> {
             copier: native(copy_rows::instance()),
             regions: regions(codec, dim),
             factors: f32s(&factors(codec, dim))?,
-            numbers: if codes { u32s(&encode_table(codec))? } else { u32s(&[])? },
+            numbers: if codes { u32s(&encode_table(codec, dim))? } else { u32s(&[])? },
             levels: u32s(&magnitudes(codec, dim))?,
             codebooks: f32s(&codebooks(codec, Codec::F32).0)?,
-            status: u32s(&[u32::MAX])?,
+            status: u32s(&vec![u32::MAX; layers])?,
             absent: f32s(&[])?,
         })
     }
@@ -267,9 +260,10 @@ impl<M: DeviceMemory> GpuPool<M> {
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
         let (params, heads) = (self.rows(x.strides), self.shape[1]);
-        let groups = lists.groups(heads);
+        let groups = [encode_groups(self.codec, self.shape[3], lists.rows(heads)), lists.count, 1];
         let (table, runs) = (lists.table.view(), lists.runs.view());
         let pages = self.layers[layer].view_mut();
+        let status = Span { element: ScalarType::U32, offset: layer, len: 1 };
         let launched = if self.codec.dtype().is_some() {
             append::Call { x: x.view, table, runs, params, pages, same, groups }
                 .launch_instance(device, made(&self.writers[index])?)
@@ -283,7 +277,7 @@ impl<M: DeviceMemory> GpuPool<M> {
                 runs,
                 params,
                 pages,
-                status: self.status.view_mut(),
+                status: ViewMut::new(&mut self.status, status),
                 centered: mean.is_some(),
                 unbiased: self.side == Side::Keys,
                 groups,
@@ -303,7 +297,7 @@ impl<M: DeviceMemory> GpuPool<M> {
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
         let (params, heads) = (self.rows(x.strides), self.shape[1]);
-        let groups = lists.groups(heads);
+        let groups = [row_groups(lists.rows(heads)), lists.count, 1];
         let (table, runs) = (lists.table.view(), lists.runs.view());
         let (pages, x) = (self.layers[layer].view(), x.view.reborrow());
         let launched = if self.codec.dtype().is_some() {
@@ -347,18 +341,15 @@ impl<M: DeviceMemory> GpuPool<M> {
         Ok(())
     }
 
-    /// A page in main memory, of the bytes on the device.
-    fn page<D: HostAccess<Memory = M>>(
-        &self,
-        device: &D,
-        layer: usize,
-        page: usize,
-    ) -> Result<Pool, StoreError<D::Error>> {
+    /// A pool in main memory for as many pages.
+    fn image(&self, pages: usize) -> Result<Pool, CacheError> {
         let [_, heads, page_size, dim] = self.shape;
-        let mut image = Pool::new(self.codec, self.side, [1, heads, page_size, dim])?;
-        let at = page * self.strides()[0];
-        device.read(&self.layers[layer], at, image.page_mut(0)).map_err(StoreError::device)?;
-        Ok(image)
+        Pool::new(self.codec, self.side, [pages, heads, page_size, dim])
+    }
+
+    /// The most pages that one transfer copies.
+    fn max_span(&self) -> usize {
+        (MAX_SPAN_BYTES / self.strides()[0]).max(1)
     }
 
     /// Bytes of `tokens` tokens in a layer.
@@ -374,8 +365,12 @@ impl<M: DeviceMemory> GpuPool<M> {
         runs: &[RowRun],
         bytes: &mut [u8],
     ) -> Result<(), StoreError<D::Error>> {
-        for run in runs {
-            self.page(device, layer, run.page)?.export(RowRun { page: 0, ..*run }, bytes);
+        let page_bytes = self.strides()[0];
+        for (pages, runs) in spans(runs, MAX_GAP_BYTES / page_bytes, self.max_span()) {
+            let mut image = self.image(pages.len())?;
+            let at = pages.start * page_bytes;
+            device.read(&self.layers[layer], at, image.pages_mut()).map_err(StoreError::device)?;
+            runs.iter().for_each(|run| image.export(within(&pages, run), bytes));
         }
         Ok(())
     }
@@ -388,29 +383,60 @@ impl<M: DeviceMemory> GpuPool<M> {
         runs: &[RowRun],
         bytes: &[u8],
     ) -> Result<(), StoreError<D::Error>> {
-        for run in runs {
-            let mut image = self.page(device, layer, run.page)?;
-            image.import(RowRun { page: 0, ..*run }, bytes);
-            let at = run.page * self.strides()[0];
-            device.write(&mut self.layers[layer], at, image.page_mut(0)).map_err(StoreError::device)?;
+        // Pages of others are not written, not even with their own bytes.
+        for (pages, runs) in spans(runs, 0, self.max_span()) {
+            let mut image = self.image(pages.len())?;
+            let (at, memory) = (pages.start * self.strides()[0], &mut self.layers[layer]);
+            if runs.iter().any(|run| run.tokens < self.shape[2]) {
+                device.read(memory, at, image.pages_mut()).map_err(StoreError::device)?;
+            }
+            runs.iter().for_each(|run| image.import(within(&pages, run), bytes));
+            device.write(memory, at, image.pages_mut()).map_err(StoreError::device)?;
         }
         Ok(())
     }
 
-    /// The first row since the last call that was not stored, if there is one. Waits for the device.
+    /// The first row since the last call that was not stored in the first layer that has any. Waits for the device.
     pub(super) fn refused<D: HostAccess<Memory = M>>(
         &mut self,
         device: &D,
     ) -> Result<Option<CacheError>, StoreError<D::Error>> {
-        let mut bytes = [0; 4];
+        let mut bytes = vec![0; 4 * self.layers.len()];
         device.read(&self.status, 0, &mut bytes).map_err(StoreError::device)?;
-        let Some((why, [row, head])) = refusal(u32::from_ne_bytes(bytes), self.shape[1] as u32) else {
+        let (status, _) = bytes.as_chunks();
+        let of_layer = |&status| refusal(u32::from_ne_bytes(status), self.shape[1] as u32);
+        let first = status.iter().map(of_layer).enumerate().find_map(|(layer, found)| Some((layer, found?)));
+        let Some((layer, (why, [row, head]))) = first else {
             return Ok(None);
         };
-        device.write(&mut self.status, 0, &u32::MAX.to_ne_bytes()).map_err(StoreError::device)?;
+        bytes.fill(0xFF);
+        device.write(&mut self.status, 0, &bytes).map_err(StoreError::device)?;
         let tensor = if self.side == Side::Keys { "k" } else { "v" };
-        Ok(Some(CacheError::Row { tensor, head: head as usize, row: row as usize, why }))
+        Ok(Some(CacheError::Row { layer, tensor, head: head as usize, row: row as usize, why }))
     }
+}
+
+/// Runs by ranges of pages that one transfer copies, of at most `max` pages: ranges lie more than `gap` pages apart, or are full.
+fn spans(runs: &[RowRun], gap: usize, max: usize) -> Vec<(Range<usize>, Vec<RowRun>)> {
+    let mut runs = runs.to_vec();
+    runs.sort_unstable_by_key(|run| run.page);
+    let mut spans: Vec<(Range<usize>, Vec<RowRun>)> = Vec::new();
+    for run in runs {
+        let end = run.page + 1;
+        match spans.last_mut() {
+            Some((pages, of_pages)) if run.page <= pages.end + gap && end - pages.start <= max => {
+                pages.end = end;
+                of_pages.push(run);
+            }
+            _ => spans.push((run.page..end, vec![run])),
+        }
+    }
+    spans
+}
+
+/// A run in a copy of some pages.
+const fn within(pages: &Range<usize>, run: &RowRun) -> RowRun {
+    RowRun { page: run.page - pages.start, ..*run }
 }
 
 /// An instance, if the device has it.
@@ -439,5 +465,28 @@ fn regions(codec: Codec, dim: usize) -> [u32; 3] {
             }
             regions
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transfers_copy_neighbouring_pages() {
+        let run = |page, tokens| RowRun { page, row: 0, tokens, at: 0 };
+        let pages = |pages: &[usize], gap, max| -> Vec<Range<usize>> {
+            let runs: Vec<RowRun> = pages.iter().map(|&page| run(page, 1)).collect();
+            let spans = spans(&runs, gap, max);
+            assert_eq!(spans.iter().map(|(_, runs)| runs.len()).sum::<usize>(), runs.len());
+            assert!(spans.iter().all(|(pages, runs)| runs.iter().all(|run| pages.contains(&run.page))));
+            spans.into_iter().map(|(pages, _)| pages).collect()
+        };
+        assert_eq!(pages(&[], 0, 9), []);
+        // In any order, and a ring's page twice.
+        assert_eq!(pages(&[5, 3, 4, 9, 9], 0, 9), [3..6, 9..10]);
+        assert_eq!(pages(&[0, 2, 4, 8], 1, 9), [0..5, 8..9]);
+        assert_eq!(pages(&[0, 1, 2, 3, 4], 0, 2), [0..2, 2..4, 4..5]);
+        assert_eq!(pages(&[0, 0, 1], 0, 1), [0..1, 1..2]);
     }
 }

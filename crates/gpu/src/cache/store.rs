@@ -15,7 +15,8 @@ use std::sync::{Mutex, PoisonError};
 ///
 /// Writing rows, copying pages and reading rows back enqueue launches and return. After the first write of a layer, a step of
 /// decoding allocates no memory of the device and does not wait for it, as long as steps do not become larger. Snapshots and their
-/// restoration wait, and copy whole pages. A layer that learns the mean of its keys waits for its first rows.
+/// restoration wait, and copy whole pages, with one transfer for neighbouring ones. A layer that learns the mean of its keys waits for
+/// its first rows.
 ///
 /// The device cannot refuse a row before others are stored: a row that is not finite, or whose norm is too large, is stored with a NaN
 /// as its scale, and [`PageStore::check_stored`] says so.

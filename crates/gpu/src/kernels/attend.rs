@@ -31,14 +31,13 @@ pub struct Attend {
     pub page: u32,
     /// Multiplier and shift that divide a key by the tokens of a page: [`divisor`].
     pub page_divisor: [u32; 2],
-    /// 1 where a sequence's line of the block table is a ring, otherwise 0.
-    pub ring: u32,
+    /// The same for blocks and the entries of a sequence's line of the block table, where the line is a ring; otherwise a multiplier
+    /// of 0.
+    pub ring_divisor: [u32; 2],
     /// Entries of a sequence's line of the block table.
     pub width: u32,
     /// Tiles of query rows a key/value head.
     pub tiles: u32,
-    /// Splits of the keys of a row.
-    pub splits: u32,
     /// Query rows of a batch entry.
     pub queries: u32,
     /// Batch entries.
@@ -79,8 +78,8 @@ impl Attend {
     }
 
     /// Partial results of all rows: one a row and split.
-    pub fn results(&self) -> u64 {
-        self.rows().saturating_mul(u64::from(self.splits))
+    pub fn results(&self, splits: u32) -> u64 {
+        self.rows().saturating_mul(u64::from(splits))
     }
 }
 

@@ -1,10 +1,10 @@
 //! Rows of a cache that stay or leave: [`copy_rows()`] copies them between pages, [`read_codes()`] and [`read_elements()`] fill
 //! tensors from them. How rows enter is in [`encode`](super::encode).
 
-use super::encode::{Rows, first_of, page_of, row_of, run_of};
+use super::encode::{Rows, codes_at, row_of, run_of};
 use super::formats::{BF16, F16, F32, hadamard_order, is_codes, is_mlx};
-use super::rotation::unrotate;
-use super::rows::{Levels, Row, code_unit, gather, row_at, scale_of, source_at};
+use super::rotation::{block_count, unrotate};
+use super::rows::{Levels, Row, code_unit, fetch_scale, gather, scale_of};
 use flashtile_kernel::prelude::*;
 
 /// How the pages of a pool lie: a page of a head has up to three regions, each with a run of bytes for every row (elements; or
@@ -77,7 +77,7 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
         let norm = pages.load_as::<f32, 1>(row.scale + 4 * (c / 256) as u64);
         return norm[0] * code_unit(FORMAT, D as u32);
     }
-    let scale = scale_of::<FORMAT, D>(pages, row);
+    let scale = scale_of::<FORMAT, D>(fetch_scale::<FORMAT, D>(pages, row));
     scale.whole
 }
 
@@ -89,12 +89,12 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
     threads = 128,
     derive(ORDER: u32 = hadamard_order(FORMAT, D)),
     exact,
-    requires(is_codes(FORMAT) && D.is_multiple_of(16) && D <= 512, "rows of codes, of a multiple of 16 elements"),
+    requires(is_codes(FORMAT) && D > 0 && D <= 512, "rows of codes, of at most 512 elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
     requires(levels.len() >= 16, "magnitudes of 16 words"),
     requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
         bytes = rows * dim * 5 / 2 + 2 * rows,
@@ -119,15 +119,13 @@ pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
     for n in 0..16usize {
         magnitudes[n] = levels[n];
     }
-    let known = Levels { magnitudes, codebook: 0 };
+    let known = Levels { magnitudes, codebook: 0, copies: 0 };
     let start = simd_index() * D as u32;
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
     for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = row_of(params, run, n);
-        let page = page_of(table, params, run.sequence, row.position, row.head);
-        let source = source_at::<FORMAT, D>(page, 0, 0, params.page);
-        let place = row_at::<FORMAT, D>(source, 0, row.position % params.page);
+        let row = row_of(table, params, run, n);
+        let place = codes_at::<FORMAT, D>(params, row);
         for c in (simd_lane()..D as u32).step_by(32) {
             let level = gather::<FORMAT, D>(pages, place, c, known, codebooks);
             held[start + c] = level * factor_of::<FORMAT, D>(pages, place, c);
@@ -136,13 +134,12 @@ pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
         if ORDER > 0 {
             unrotate::<D, ORDER>(&mut held, start, factors);
         }
-        let to = first_of(params, run, row.index, row.head);
         for c in (simd_lane()..D as u32).step_by(32) {
             let mut number = held[start + c];
             if centered {
                 number += means[row.head * D as u32 + c];
             }
-            x[to + c as u64] = T::from_f32(number);
+            x[row.element + c as u64] = T::from_f32(number);
         }
         // The next row takes the place of this one.
         simd_barrier();
@@ -169,23 +166,21 @@ pub fn read_elements<T: Element, const FORMAT: u32>(
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
     for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = row_of(params, run, n);
-        let page = page_of(table, params, run.sequence, row.position, row.head);
-        let from = page + (row.position % params.page) as u64 * params.pages[2];
-        let to = first_of(params, run, row.index, row.head);
+        let row = row_of(table, params, run, n);
+        let from = row.page + row.in_page as u64 * params.pages[2];
         for c in (simd_lane()..params.dim).step_by(32) {
             if FORMAT == F32 {
                 let number = pages.load_as::<f32, 1>(from + 4 * c as u64);
-                x[to + c as u64] = T::from_f32(number[0]);
+                x[row.element + c as u64] = T::from_f32(number[0]);
             } else if same {
                 let bits = pages.load_as::<u16, 1>(from + 2 * c as u64);
-                x.store_as::<u16, 1>(to + c as u64, bits);
+                x.store_as::<u16, 1>(row.element + c as u64, bits);
             } else if FORMAT == F16 {
                 let number = pages.load_as::<f16, 1>(from + 2 * c as u64);
-                x[to + c as u64] = T::from_f32(number[0].to_f32());
+                x[row.element + c as u64] = T::from_f32(number[0].to_f32());
             } else if FORMAT == BF16 {
                 let number = pages.load_as::<bf16, 1>(from + 2 * c as u64);
-                x[to + c as u64] = T::from_f32(number[0].to_f32());
+                x[row.element + c as u64] = T::from_f32(number[0].to_f32());
             }
         }
     }

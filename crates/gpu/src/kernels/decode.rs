@@ -18,7 +18,7 @@
 //! near 1 whatever the scales are.
 
 use super::attend::Attend;
-use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order};
+use super::formats::{BF16, MLX8_PLAIN, TQ4, hadamard_order, padded};
 use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
     load_values, no_tile,
@@ -28,7 +28,11 @@ use super::query::{
     Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
     stage_queries, store_shifts,
 };
-use super::rows::{Levels, lane_words, larger, pair_words, product_type};
+use super::rotation::block_count;
+use super::rows::{
+    Levels, fill_nibbles, lane_pairs, lane_words, larger, nibble_bytes, pair_words, product_type, scale_of,
+    uses_nibbles,
+};
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,
@@ -103,6 +107,7 @@ pub fn pass_of<
     const T: usize,
     const U: usize,
     const S: usize,
+    const C: usize,
 >(
     tile: RowTile,
     bounds: RowBounds<T>,
@@ -110,14 +115,14 @@ pub fn pass_of<
     has: Features,
     paging: u32,
 ) -> Pass<T> {
-    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0] };
-    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1] };
+    let k_levels = Levels { magnitudes: params.k_levels, codebook: params.codebooks[0], copies: C as u32 };
+    let v_levels = Levels { magnitudes: params.v_levels, codebook: params.codebooks[1], copies: C as u32 };
     let pass = Pass::<T> {
         k: kv_head::<KF, D>(tile, params, params.k, k_levels, bounds.keys, paging),
         v: kv_head::<VF, DV>(tile, params, params.v, v_levels, bounds.keys, paging),
         rows: bounds.rows,
         keys: bounds.keys,
-        tiles: key_tiles(bounds.keys, params.splits, 16 * U as u32, S as u32),
+        tiles: key_tiles(bounds.keys, groups_y(), 16 * U as u32, S as u32),
         has,
     };
     pass
@@ -152,13 +157,17 @@ fn scores_of<
     queries: QueryOperands<K, KN, T>,
     pass: Pass<T>,
     kv: KvMemory,
+    nibbles: &Shared<u8>,
     next: u32,
 ) -> TileScores<T, U> {
-    let mut tile_scores =
-        TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: tile.value_scales };
+    let mut tile_scores = TileScores::<T, U> { scores: [[[[0.0; 2]; 2]; T]; U], value_scales: [[1.0; 2]; U] };
     for u in 0..U {
+        for h in 0..2usize {
+            let scale = scale_of::<VF, DV>(tile.value_scales[u][h]);
+            tile_scores.value_scales[u][h] = scale.whole;
+        }
         tile_scores.scores[u] =
-            qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks);
+            qk_tile::<K, KF, D, KW, KP, KN, T>(tile.keys[u], queries, pass.k.levels, kv.codebooks, nibbles);
         let group = key_group(kv.table, pass.k, next + 16 * u as u32);
         tile.groups[u] = group;
         tile.keys[u] = load_keys::<KF, D, KW>(kv, pass.k, group);
@@ -196,19 +205,27 @@ fn add_values<
     tile_scores: TileScores<T, U>,
     v: KvHead,
     kv: KvMemory,
+    nibbles: &Shared<u8>,
     step: Step,
 ) {
     for u in 0..U {
         let probs = probabilities::<VF, VN, T>(state, tile_scores.scores[u], tile_scores.value_scales[u]);
         let mut nonfinite = false;
         if step.partial {
-            nonfinite = any_nonfinite::<VF, VW>(tile.values[u]);
+            nonfinite = any_nonfinite::<VF, DV, VW>(tile.values[u]);
         }
         if nonfinite {
             let group = key_group(kv.table, v, step.base + 16 * u as u32);
             pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, v, group);
         } else {
-            pv_tile::<V, VF, DV, VW, VP, VN, T>(state, probs, tile.values[u], v.levels, kv.codebooks);
+            pv_tile::<V, VF, DV, VW, VP, VN, T>(
+                state,
+                probs,
+                tile.values[u],
+                v.levels,
+                kv.codebooks,
+                nibbles,
+            );
         }
         tile.values[u] = load_values::<VF, DV, VW>(kv, v, tile.groups[u]);
     }
@@ -238,6 +255,7 @@ fn attend_tiles<
     queries: QueryOperands<K, KN, T>,
     pass: Pass<T>,
     memory: PassMemory,
+    nibbles: &Shared<u8>,
     params: &Attend,
 ) {
     let mut base = pass.tiles.first;
@@ -245,8 +263,9 @@ fn attend_tiles<
     while more {
         more = base + pass.tiles.step < pass.tiles.end;
         let next = select(more, base + pass.tiles.step, pass.tiles.first);
-        let mut tile_scores =
-            scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(tile, queries, pass, memory.kv, next);
+        let mut tile_scores = scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(
+            tile, queries, pass, memory.kv, nibbles, next,
+        );
         let last = base as i32 + 16 * U as i32;
         let partial = pass.has.mask || (base as i32) < pass.keys.full_low || last > pass.keys.full_high;
         let scoring = Scoring { has: pass.has, partial, tree: pass.keys.tree };
@@ -259,7 +278,15 @@ fn attend_tiles<
         }
         online_softmax::<VN, T>(state, greatest);
         let step = Step { base, partial };
-        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(state, tile, tile_scores, pass.v, memory.kv, step);
+        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(
+            state,
+            tile,
+            tile_scores,
+            pass.v,
+            memory.kv,
+            nibbles,
+            step,
+        );
         base = next;
     }
 }
@@ -277,6 +304,7 @@ fn attend_tiles<
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
 /// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
+/// | `C` | copies of the table of `tq4`, 16 or 32 |
 ///
 /// What follows from them:
 ///
@@ -287,35 +315,35 @@ fn attend_tiles<
 /// | `KW`, `VW` | words of a lane as they are loaded |
 /// | `KP`, `VP` | words of the decoded pairs of a lane |
 /// | `ORDER` | Hadamard order of the keys' rotation; 0 where they are not rotated |
-/// | `DM` | the larger head dimension |
+/// | `NB` | bytes of the table of `tq4` |
+/// | `DM` | the larger head dimension, [`padded`] |
 #[kernel(
     threads = (32 * S) as u32,
     derive(
         K: Element = product_type(Q, KF),
         V: Element = product_type(Q, VF),
-        KN: usize = D / 8,
-        VN: usize = DV / 16,
+        KN: usize = lane_pairs(D, 4),
+        VN: usize = lane_pairs(DV, 8),
         KW: usize = lane_words(KF, D, 4),
         VW: usize = lane_words(VF, DV, 8),
         KP: usize = pair_words(K, D, 4),
         VP: usize = pair_words(V, DV, 8),
         ORDER: u32 = hadamard_order(KF, D),
-        DM: usize = larger(D, DV),
+        NB: usize = nibble_bytes(KF, D, VF, DV, C),
+        DM: usize = padded(larger(D, DV) as u32) as usize,
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
-    requires(D.is_multiple_of(16) && DV.is_multiple_of(16), "head dimensions are multiples of 16"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
-    requires(params.page_divisor[1] < 64, "shifts of 64 bits"),
+    requires(params.page_divisor[1] < 64 && params.ring_divisor[1] < 64, "shifts of 64 bits"),
     requires(groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
-    requires(groups[1] == params.splits, "a threadgroup for each split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
     requires(sequences.len() >= 8 * groups[2] as usize, "eight words of every sequence"),
-    requires(partial_max_sum.len() as u64 >= params.results().saturating_mul(2), "partial_max_sum of every partial result"),
-    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results().saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
-    requires(partial_out.len() as u64 >= params.results().saturating_mul(DV as u64), "partial outputs of every partial result"),
-    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2), "partial_max_sum of every partial result"),
+    requires(!has_alibi || partial_max_sum.len() as u64 >= params.results(groups[1]).saturating_mul(2).saturating_add(params.rows()), "a shift of every row"),
+    requires(partial_out.len() as u64 >= params.results(groups[1]).saturating_mul(DV as u64), "partial outputs of every partial result"),
+    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(batch = [16, 16], keys = [8192, 8192], q_heads = [32, 32], kv_heads = [8, 8], dim = [128, 128],
               format = [BF16, TQ4], row = [256, 66], splits = [4, 4]),
@@ -333,6 +361,7 @@ pub fn decode<
     const T: usize,
     const U: usize,
     const S: usize,
+    const C: usize,
 >(
     q: &Buffer<Q>,
     k: &Buffer<u8>,
@@ -362,6 +391,7 @@ pub fn decode<
     let mut scales: Shared<f32> = shared(8 * T);
     let mut biases: Shared<f32> = shared(8 * T);
     let mut max_sum: Shared<f32> = shared(16 * S * T);
+    let mut nibbles: Shared<u8> = shared(NB);
     let has = Features { softcap: has_softcap, alibi: has_alibi, mask: has_mask, tree_mask: has_tree_mask };
     let kv = KvMemory { k, v, table, codebooks, row_align };
     let memory = PassMemory { kv, bias: BiasMemory { slopes, mask, tree } };
@@ -374,12 +404,17 @@ pub fn decode<
     if has_alibi {
         store_shifts::<T>(tile, bounds.rows, params, partial_max_sum);
     }
-    let pass = pass_of::<KF, VF, D, DV, T, U, S>(tile, bounds, params, has, paging);
+    let pass = pass_of::<KF, VF, D, DV, T, U, S, C>(tile, bounds, params, has, paging);
     let mut next = no_tile::<KW, VW, U>();
     if pass.tiles.first < pass.tiles.end {
         next = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);
     }
-    // Queries, while the first keys and values are on their way.
+    // The table and the queries, while the first keys and values are on their way.
+    if uses_nibbles(KF, D as u32, 4) {
+        fill_nibbles::<S>(pass.k.levels, &mut nibbles);
+    } else if uses_nibbles(VF, DV as u32, 8) {
+        fill_nibbles::<S>(pass.v.levels, &mut nibbles);
+    }
     stage_queries::<Q, D, T, S>(q, tile, params, &mut queries);
     barrier();
     prepare_queries::<KF, D, ORDER, T, S>(
@@ -396,7 +431,7 @@ pub fn decode<
     let mut passes = true;
     while passes {
         attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, T, U>(
-            &mut state, &mut next, operands, pass, memory, params,
+            &mut state, &mut next, operands, pass, memory, &nibbles, params,
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);
     }

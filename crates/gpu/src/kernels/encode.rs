@@ -1,59 +1,29 @@
 //! Rows are appended to pages: [`encode()`] stores them as codes and scales, [`append()`] as elements.
 //!
 //! The encoder in `codec` stores the same bytes: its rotations and sums of f32 have a fixed order, and its codes are
-//! found with integers. What it computes in f64 is computed with integers here, as some GPUs have no f64:
-//!
-//! | of a vector | in f64 | here |
-//! |---|---|---|
-//! | eight factors | nearest integers to `2^17 F / (k / 100 sqrt(E / D))` | [`factor_of`]: compares squares, which are whole numbers |
-//! | the best of eight trials | greatest `p^2 / s` | [`rounded`], [`quotient`]: the bits of that f64 |
-//! | the scale | `E / p` or `p / s`, times two f32, to f32, to f16 | the same with [`product`] and [`narrowed`] |
-//!
-//! Comparing squares gives the factors without rounding, f64 gives them with some. Both are steps that fall as the
-//! energy `E` grows, so they agree everywhere if they agree next to every step; a test goes through all steps of all
-//! formats and head dimensions.
+//! found with integers ([`quantize`](super::quantize)). Rows of 64 to 512 coordinates whose number is a power of two are
+//! encoded in registers, four in a SIMD group ([`octet`](super::octet)), other rows in threadgroup memory, one in a SIMD
+//! group.
 //!
 //! Elements below 2^-126 may count as zeros where a GPU flushes them: there bytes may differ.
 
-use super::formats::{F16, F32, FP8, MLX4, TQ2, TQ3, TQ4, TQ5};
+use super::formats::{F16, F32, MLX4, TQ2};
 use super::formats::{
     first_bytes, hadamard_order, in_planes, is_codes, is_mlx, plane_bits, scale_bytes, second_bytes,
 };
-use super::rotation::rotate;
+use super::octet::{
+    ENTRIES, MAX_ENERGY, encode_octet, encode_resident, fit_octet, half_levels_of, in_octets,
+};
+use super::octet::{octet_coordinates, octet_rotation, rotate_octet, store_octet, sum_each};
+use super::quantize::{CODEBOOK, FLOATS, INTEGERS, MIN_MAGNITUDE, ONE, TO_E4M3, TO_INTEGER};
+use super::quantize::{e4m3_of, factor_of, quotient, rounded, scale_of, scheme_of, stepped};
+use super::rotation::{block_count, rotate};
 use super::rows::{Row, row_at, source_at};
 use flashtile_kernel::prelude::*;
-
-/// The square of the largest norm that is stored.
-#[constant]
-const MAX_ENERGY: f32 = flashtile_core::codec::MAX_NORM * flashtile_core::codec::MAX_NORM;
-
-/// A greatest coordinate below this is that of a vector of zeros.
-#[constant]
-const MIN_MAGNITUDE: f32 = 1e-12;
 
 /// A norm of mlx-native up to this is that of zeros.
 #[constant]
 const MIN_NORM: f32 = 1e-10;
-
-/// Coordinates in fixed point: the greatest magnitude is this.
-#[constant]
-const ONE: f32 = 32767.0;
-
-/// What makes integers of 8 bits of them.
-#[constant]
-const TO_INTEGER: f32 = 127.0 / 32767.0;
-
-/// The scale of e4m3 numbers whose greatest is 448, in units of 2^-8.
-#[constant]
-const TO_E4M3: f32 = 256.0 / 448.0;
-
-/// The energies for which f64 and [`factor_of`] round to different integers: of `tq3`, 512 coordinates and trial 1, and
-/// of `tq2`, 384 and trial 4. Quotients are above 313.5 and below 6107.5 by less than f64 tells apart from a half at
-/// the end of its five roundings.
-#[constant]
-const ODD_TQ3: u64 = 309_763_096_421;
-#[constant]
-const ODD_TQ2: u64 = 1_477_884_392;
 
 /// Where rows come from and go to.
 #[params]
@@ -109,129 +79,16 @@ pub fn run_of(runs: &Buffer<u32>, index: u32) -> Run {
 
 /// The first element of a row.
 #[device]
-pub fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
+fn first_of(params: &Rows, run: Run, row: u32, head: u32) -> u64 {
     run.batch as u64 * params.x[0] + (run.first + row) as u64 * params.x[1] + head as u64 * params.x[2]
 }
 
 /// The first byte of the page of a position and head. Blocks that the table has no entry for start it again: a ring.
 #[device]
-pub fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
+fn page_of(table: &Buffer<u32>, params: &Rows, sequence: u32, position: u32, head: u32) -> u64 {
     let block = position / params.page;
     let page = table[sequence as u64 * params.width as u64 + (block % params.width) as u64];
     page as u64 * params.pages[0] + head as u64 * params.pages[1]
-}
-
-/// The bits of the f64 nearest to `x * 2^exponent`, ties to even. Not 0; `more` says that something is below the last
-/// bit of x, which has 55 bits then.
-#[device]
-pub fn rounded(x: u64, more: bool, exponent: i32) -> u64 {
-    let zeros = x.leading_zeros();
-    let whole = x << zeros;
-    let kept = whole >> 11u32;
-    let rest = whole & 0x7ff;
-    let up = rest > 0x400 || (rest == 0x400 && (more || kept & 1 == 1));
-    // The exponent is one short: the first bit of `kept` adds it. So does a carry.
-    (((1085 - zeros as i32 + exponent) as u64) << 52u32) + kept + select(up, 1u64, 0u64)
-}
-
-/// The 53 bits of an f64.
-#[device]
-fn mantissa(bits: u64) -> u64 {
-    bits & 0x000f_ffff_ffff_ffff | 0x0010_0000_0000_0000
-}
-
-/// The bits of the f64 nearest to `a / b`; `a` is the bits of a positive normal f64.
-#[device]
-pub fn quotient(a: u64, b: u32) -> u64 {
-    let zeros = b.leading_zeros();
-    let under = (b << zeros) as u64;
-    // 53 + 35 bits by 32: in two steps, of 10 and 25 bits more.
-    let first = mantissa(a) << 10u32;
-    let second = first % under << 25u32;
-    let result = (first / under << 25u32) + second / under;
-    rounded(result, second % under != 0, (a >> 52u32) as i32 - 1110 + zeros as i32)
-}
-
-/// The bits of the f64 nearest to a product; `a` and `b` are the bits of a positive normal f64 and f32.
-#[device]
-pub fn product(a: u64, b: u32) -> u64 {
-    let factor = (b & 0x007f_ffff | 0x0080_0000) as u64;
-    let low = (mantissa(a) & 0x03ff_ffff) * factor;
-    let high = (mantissa(a) >> 26u32) * factor + (low >> 26u32);
-    // 77 bits at most: 61 of them, and whether the others are 0.
-    let result = high << 10u32 | (low & 0x03ff_ffff) >> 16u32;
-    rounded(result, low & 0xffff != 0, (a >> 52u32) as i32 + (b >> 23u32) as i32 - 1209)
-}
-
-/// The f32 nearest to a positive f64 in its normal range.
-#[device]
-pub fn narrowed(bits: u64) -> f32 {
-    let kept = (mantissa(bits) >> 29u32) as u32;
-    let rest = bits as u32 & 0x1fff_ffff;
-    let up = rest > 0x1000_0000 || (rest == 0x1000_0000 && kept & 1 == 1);
-    let exponent = ((bits >> 52u32) as u32) - 897;
-    f32::from_bits((exponent << 23u32) + kept + select(up, 1u32, 0u32))
-}
-
-/// What the table of a format is multiplied by, 100 times.
-#[device]
-pub fn hundredfold(format: u32) -> u32 {
-    if format == TQ2 {
-        return 8410;
-    }
-    if format == TQ3 {
-        return 4530;
-    }
-    if format == TQ4 {
-        return 4520;
-    }
-    select(format == TQ5, 2900, 2880)
-}
-
-/// Halves of levels in units of the fixed point, 2^16 times, for a scale of `(72 + 5 trial) / 100` of the root mean
-/// square: the integer nearest to `x = 2^17 F / ((72 + 5 trial) / 100 sqrt(energy / D))`.
-///
-/// It is above n where `x > n + 1/2`, which is `(2 n + 1)^2 (72 + 5 trial)^2 energy < 2^36 (100 F)^2 D`. No two sides
-/// are equal: 2^18 would divide a numerator whose square times D divides by an odd square, and none but 1 divides the
-/// dimensions.
-#[device]
-pub fn factor_of<const FORMAT: u32, const D: usize>(energy: u64, trial: u32) -> u32 {
-    let percent = 72 + 5 * trial;
-    let factor = hundredfold(FORMAT);
-    let near = 131072.0 * factor as f32 / ((energy as f32 / D as f32).sqrt() * percent as f32);
-    // f32 is off by less than 1.
-    let mut nearest = ((near + 0.5) as u32).saturating_sub(1);
-    let mut at = energy;
-    if FORMAT == TQ3 && D == 512 && trial == 1 && energy == ODD_TQ3 {
-        at += 1;
-    }
-    if FORMAT == TQ2 && D == 384 && trial == 4 && energy == ODD_TQ2 {
-        at -= 1;
-    }
-    let limit = factor as u64 * factor as u64 * D as u64;
-    for _step in 0..2u32 {
-        let root = ((2 * nearest + 1) * percent) as u64;
-        let square = root * root;
-        // The product's bits from 36 on; the limit has none below.
-        let left = (square * (at >> 20u32) + (square * (at & 0xf_ffff) >> 20u32)) >> 16u32;
-        if left < limit {
-            nearest += 1;
-        }
-    }
-    nearest
-}
-
-/// The f16 of a scale, as bits: of the energy and the sums of products and of squares of codes, all in fixed point, of
-/// which ONE is `most`.
-#[device]
-pub fn scale_of(energy: u64, products: u32, squares: u32, most: f32, unbiased: bool) -> u32 {
-    let over = select(unbiased, energy, products as u64);
-    let under = select(unbiased, products, squares);
-    let ratio = quotient(rounded(over, false, 0), under);
-    let unit = most / ONE;
-    // 7 more in the exponent: times 128.
-    let scale = narrowed(product(ratio, unit.to_bits()) + (7u64 << 52u32));
-    f16x2_from(scale, 0.0)
 }
 
 /// The sum of squares in the codecs' order: 16 sums of every sixteenth number, added from the first to the last.
@@ -310,34 +167,17 @@ fn half_levels(magnitude: u32, factor: u32) -> u32 {
     (magnitude * factor >> 16u32).min(255)
 }
 
-/// The sums of eight numbers over the lanes of the SIMD group: lane `l` gets that of number `l % 8`. Each step gives half of the
-/// numbers away, so that 9 shuffles do what eight sums do with 40.
+/// The sums of eight numbers over the lanes of the SIMD group: lane `l` gets that of number `l % 8`.
 #[device]
-fn sum_each(numbers: [u32; 8]) -> u32 {
-    let lane = simd_lane();
-    let mut four = [0u32; 4];
-    for n in 0..4usize {
-        let upper = lane & 4 != 0;
-        let kept = select(upper, numbers[n + 4], numbers[n]);
-        let given = select(upper, numbers[n], numbers[n + 4]);
-        four[n] = kept + simd_shuffle_xor(given, 4);
-    }
-    let mut two = [0u32; 2];
-    for n in 0..2usize {
-        let upper = lane & 2 != 0;
-        let kept = select(upper, four[n + 2], four[n]);
-        let given = select(upper, four[n], four[n + 2]);
-        two[n] = kept + simd_shuffle_xor(given, 2);
-    }
-    let upper = lane & 1 != 0;
-    let mut sum = select(upper, two[1], two[0]) + simd_shuffle_xor(select(upper, two[0], two[1]), 1);
-    sum += simd_shuffle_xor(sum, 8);
-    sum + simd_shuffle_xor(sum, 16)
+fn sum_all(numbers: [u32; 8]) -> u32 {
+    let octet = sum_each(numbers);
+    let pair = octet + simd_shuffle_xor(octet, 8);
+    pair + simd_shuffle_xor(pair, 16)
 }
 
 /// Codes of levels of a row of whole numbers, of the best of eight scales: that with which least squares explains most
-/// of the energy. `known` has for each number of half levels the nearest level and 256 times its index; `levels` the levels alone, as
-/// 256 bytes are two words a bank, so that few lanes wait for each other.
+/// of the energy. `known` has the numbers of [`encode()`]; `levels` the levels alone, as 256 bytes are two words a bank, so
+/// that few lanes wait for each other.
 #[device]
 fn search<const FORMAT: u32, const D: usize>(
     row: &Shared<f32>,
@@ -349,7 +189,13 @@ fn search<const FORMAT: u32, const D: usize>(
 ) -> Sums {
     // Every eighth lane has the same trial.
     let trial = simd_lane() % 8;
-    let factor = factor_of::<FORMAT, D>(energy, trial);
+    let mut at = energy;
+    for n in 0..4u32 {
+        let word = 256 + 8 * trial + 2 * n;
+        let step = known[word] as u64 | (known[word + 1] as u64) << 32u32;
+        at = stepped(energy, step, at);
+    }
+    let factor = factor_of::<FORMAT, D>(at, trial);
     let mut factors = [0u32; 8];
     for t in 0..8usize {
         factors[t] = simd_shuffle(factor, t as u32);
@@ -364,7 +210,7 @@ fn search<const FORMAT: u32, const D: usize>(
             squares[t] += level * level;
         }
     }
-    let mine = Sums { products: sum_each(products), squares: sum_each(squares) };
+    let mine = Sums { products: sum_all(products), squares: sum_all(squares) };
     let square = mine.products as u64 * mine.products as u64;
     let explained = quotient(rounded(square, false, 0), mine.squares);
     // The first of the greatest: positive f64 are ordered as their bits.
@@ -384,19 +230,6 @@ fn search<const FORMAT: u32, const D: usize>(
     let sums =
         Sums { products: simd_shuffle(mine.products, best), squares: simd_shuffle(mine.squares, best) };
     sums
-}
-
-/// The e4m3 number nearest to a finite one, ties to even; beyond the largest, the largest.
-#[device]
-pub fn e4m3_of(x: f32) -> u32 {
-    let bits = x.to_bits();
-    let magnitude = (bits & 0x7fff_ffff).min(0x43e0_0000);
-    // The exponent, from that of subnormal numbers on.
-    let exponent = (magnitude >> 23u32).max(121);
-    // A number whose last bit is a step of that exponent: a sum with it is rounded to steps, ties to even.
-    let rounder = ((exponent + 20) << 23u32) | 0x0040_0000;
-    let steps = (f32::from_bits(magnitude) + f32::from_bits(rounder)).to_bits() - rounder;
-    (bits >> 24u32 & 0x80) | ((exponent - 121 << 3u32) + steps)
 }
 
 /// e4m3 codes of a row; returns the bits of its scale.
@@ -454,11 +287,15 @@ fn normalised<const FORMAT: u32, const D: usize>(
 fn packed<const D: usize>(codes: &Shared<u8>, start: u32, index: u32, bits: u32, from: u32) -> u32 {
     let block = index / (16 * bits);
     let within = index % (16 * bits);
-    let bytes = (D as u32 - 128 * block).min(128) * bits / 8;
+    let size = (D as u32 - 128 * block).min(128);
+    let bytes = (size * bits).div_ceil(8);
     let mut byte = 0u32;
     for part in 0..8 / bits {
-        let code = codes[start + 128 * block + part * bytes + within] as u32;
-        byte |= (code >> from & ((1u32 << bits) - 1)) << (part * bits);
+        let at = part * bytes + within;
+        if at < size {
+            let code = codes[start + 128 * block + at] as u32;
+            byte |= (code >> from & ((1u32 << bits) - 1)) << (part * bits);
+        }
     }
     byte
 }
@@ -493,41 +330,25 @@ fn store<const FORMAT: u32, const D: usize>(
     }
 }
 
-/// Fills a row with bytes 0xFF: its scale is a NaN.
+/// Fills a row with bytes 0xFF: its scale is a NaN. By `lanes` lanes.
 #[device]
-fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row) {
-    for at in (simd_lane()..first_bytes(FORMAT, D as u32)).step_by(32) {
+fn poison<const FORMAT: u32, const D: usize>(pages: &mut Buffer<u8>, row: Row, lane: u32, lanes: u32) {
+    for at in (lane..first_bytes(FORMAT, D as u32)).step_by(lanes as usize) {
         pages[row.first + at as u64] = 255u32 as u8;
     }
-    for at in (simd_lane()..second_bytes(FORMAT, D as u32)).step_by(32) {
+    for at in (lane..second_bytes(FORMAT, D as u32)).step_by(lanes as usize) {
         pages[row.second + at as u64] = 255u32 as u8;
     }
-    if simd_lane() < scale_bytes(FORMAT, D as u32) {
-        pages[row.scale + simd_lane() as u64] = 255u32 as u8;
+    if lane < scale_bytes(FORMAT, D as u32) {
+        pages[row.scale + lane as u64] = 255u32 as u8;
     }
 }
 
-/// How codes are found, of which a format has one.
-#[constant]
-const INTEGERS: u32 = 0;
-#[constant]
-const LEVELS: u32 = 1;
-#[constant]
-const FLOATS: u32 = 2;
-#[constant]
-const CODEBOOK: u32 = 3;
-
-/// How the codes of a format are found.
-pub const fn scheme_of(format: u32) -> u32 {
-    if is_mlx(format) {
-        CODEBOOK
-    } else if format == FP8 {
-        FLOATS
-    } else if in_planes(format) {
-        LEVELS
-    } else {
-        INTEGERS
-    }
+/// One of [`f64_steps`](crate::encoding::f64_steps) of the lane's trial.
+#[device]
+fn step_of(numbers: &Buffer<u32>, n: u32) -> u64 {
+    let at = 256 + 8 * (simd_lane() % 8) + 2 * n;
+    numbers[at] as u64 | (numbers[at + 1] as u64) << 32u32
 }
 
 /// Codes of a row of `int8` or `tq`; returns the bits of its scale, which is 0 for a row of zeros.
@@ -584,15 +405,27 @@ pub struct RunRow {
     pub index: u32,
     /// Its key/value head.
     pub head: u32,
-    /// Its position in the sequence.
-    pub position: u32,
+    /// Its first element in the tensor.
+    pub element: u64,
+    /// The first byte of its page and head.
+    pub page: u64,
+    /// Its number in the page.
+    pub in_page: u32,
 }
 
 /// Row `n` of a run: positions in order, the heads of a position one after another.
 #[device]
-pub fn row_of(params: &Rows, run: Run, n: u32) -> RunRow {
+pub fn row_of(table: &Buffer<u32>, params: &Rows, run: Run, n: u32) -> RunRow {
     let index = n / params.heads;
-    let row = RunRow { index, head: n % params.heads, position: run.position + index };
+    let head = n % params.heads;
+    let position = run.position + index;
+    let row = RunRow {
+        index,
+        head,
+        element: first_of(params, run, index, head),
+        page: page_of(table, params, run.sequence, position, head),
+        in_page: position % params.page,
+    };
     row
 }
 
@@ -607,20 +440,19 @@ struct Elements<'a, T: Element> {
     centered: bool,
 }
 
-/// Loads a row from element `from` on; whether a lane's own elements are finite.
+/// Loads a row; whether a lane's own elements are finite.
 #[device]
 fn load_row<T: Element, const D: usize>(
     elements: Elements<T>,
-    from: u64,
-    head: u32,
+    from: RunRow,
     row: &mut Shared<f32>,
     start: u32,
 ) -> bool {
     let mut finite = true;
     for c in (simd_lane()..D as u32).step_by(32) {
-        let mut number = elements.x[from + c as u64].to_f32();
+        let mut number = elements.x[from.element + c as u64].to_f32();
         if elements.centered {
-            number -= elements.means[head * D as u32 + c];
+            number -= elements.means[from.head * D as u32 + c];
         }
         row[start + c] = number;
         finite = finite && number.is_finite();
@@ -628,16 +460,64 @@ fn load_row<T: Element, const D: usize>(
     finite
 }
 
+/// The lane's elements of a row: see [`octet`](super::octet).
+#[device]
+fn load_octet<T: Element, const N: usize>(elements: Elements<T>, from: RunRow) -> [f32; N] {
+    let lane = simd_lane() % 8;
+    let mut x = [0.0; N];
+    for k in 0..N {
+        let c = 8 * k as u32 + lane;
+        let mut number = elements.x[from.element + c as u64].to_f32();
+        if elements.centered {
+            number -= elements.means[from.head * (8 * N) as u32 + c];
+        }
+        x[k] = number;
+    }
+    x
+}
+
+/// Numbers of threadgroup memory that rows are held in.
+pub const fn held_numbers(format: u32, dim: usize) -> usize {
+    if in_octets(format, dim as u32) { 1 } else { 4 * dim }
+}
+
+/// Fills the tables of `tq` and the edges of mlx-native.
+#[device]
+fn fill_tables<const FORMAT: u32, const D: usize>(
+    numbers: &Buffer<u32>,
+    known: &mut Shared<u32>,
+    levels: &mut Shared<u8>,
+    indices: &mut Shared<u8>,
+) {
+    if in_octets(FORMAT, D as u32) {
+        for at in (thread_index()..ENTRIES).step_by(128) {
+            let number = numbers[half_levels_of(at)];
+            levels[at] = (number & 255) as u8;
+            indices[at] = (number >> 8u32) as u8;
+        }
+    } else {
+        for at in (thread_index()..320).step_by(128) {
+            known[at] = numbers[at];
+        }
+        for at in (thread_index()..256).step_by(128) {
+            levels[at] = (numbers[at] & 255) as u8;
+        }
+    }
+}
+
+/// Reports that a row is not stored, from the lane that is `first` of the row's: see [`encode()`].
+#[device]
+fn refuse(status: &mut Buffer<u32>, params: &Rows, run: Run, row: RunRow, finite: bool, first: bool) {
+    if first {
+        let number = (run.before + row.index) * params.heads + row.head;
+        atomic_min(status, 0, 2 * number + select(finite, 1u32, 0u32));
+    }
+}
+
 /// Where a row of codes is stored.
 #[device]
-fn stored_at<const FORMAT: u32, const D: usize>(
-    table: &Buffer<u32>,
-    params: &Rows,
-    run: Run,
-    row: RunRow,
-) -> Row {
-    let page = page_of(table, params, run.sequence, row.position, row.head);
-    row_at::<FORMAT, D>(source_at::<FORMAT, D>(page, 0, 0, params.page), 0, row.position % params.page)
+pub fn codes_at<const FORMAT: u32, const D: usize>(params: &Rows, row: RunRow) -> Row {
+    row_at::<FORMAT, D>(source_at::<FORMAT, D>(row.page, 0, 0, params.page), 0, row.in_page)
 }
 
 /// Encodes rows of elements and stores each at its position: byte for byte what the encoder of `codec` stores.
@@ -653,15 +533,22 @@ fn stored_at<const FORMAT: u32, const D: usize>(
 /// launch that stores all rows leaves.
 #[kernel(
     threads = 128,
-    derive(ORDER: u32 = hadamard_order(FORMAT, D), SCHEME: u32 = scheme_of(FORMAT)),
+    derive(
+        ORDER: u32 = hadamard_order(FORMAT, D),
+        SCHEME: u32 = scheme_of(FORMAT),
+        HELD: usize = held_numbers(FORMAT, D),
+        N: usize = octet_coordinates(FORMAT, D),
+        Q: usize = N / 4,
+    ),
+    resident = encode_resident(FORMAT, D),
     exact,
-    requires(is_codes(FORMAT) && D.is_multiple_of(16) && D <= 512, "rows of codes, of a multiple of 16 elements"),
+    requires(is_codes(FORMAT) && D > 0 && D <= 512, "rows of codes, of at most 512 elements"),
     requires(!is_mlx(FORMAT) || D == 256 || D == 512, "rows of mlx-native are of 256 or 512 elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
-    requires(numbers.len() >= 256 && !status.is_empty(), "256 numbers and a status"),
+    requires(numbers.len() >= 320 && !status.is_empty(), "320 numbers and a status"),
     requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
-    requires(ORDER == 0 || factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     bench(
         shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
         bytes = rows * dim * 5 / 2 + 2 * rows,
@@ -682,46 +569,66 @@ pub fn encode<T: Element, const FORMAT: u32, const D: usize>(
     #[constant] centered: bool,
     #[constant] unbiased: bool,
 ) {
-    let mut held: Shared<f32> = shared(4 * D);
-    let mut codes: Shared<u8> = shared(4 * D);
-    let mut known: Shared<u32> = shared(256);
+    let mut held: Shared<f32> = shared(HELD);
+    let mut codes: Shared<u8> = shared(HELD);
+    let mut known: Shared<u32> = shared(320);
     let mut levels: Shared<u8> = shared(256);
-    for at in (thread_index()..256).step_by(128) {
-        known[at] = numbers[at];
-        levels[at] = (numbers[at] & 255) as u8;
-    }
+    let mut indices: Shared<u8> = shared(256);
+    fill_tables::<FORMAT, D>(numbers, &mut known, &mut levels, &mut indices);
     barrier();
     let elements = Elements::<T> { x, means, centered };
-    let start = simd_index() * D as u32;
     let run = run_of(runs, group_y());
-    let step = 4 * groups_x();
-    for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = row_of(params, run, n);
-        let from = first_of(params, run, row.index, row.head);
-        let finite = load_row::<T, D>(elements, from, row.head, &mut held, start);
-        simd_barrier();
-        let place = stored_at::<FORMAT, D>(table, params, run, row);
-        let fits = energy_of(&held, start, D as u32) <= MAX_ENERGY;
-        let all_finite = simd_all(finite);
-        if fits {
+    let rows = run.rows * params.heads;
+    if in_octets(FORMAT, D as u32) {
+        let rotation = octet_rotation::<ORDER, N>(factors);
+        // Of these dimensions no trial has more than one.
+        let f64_step = step_of(numbers, 0);
+        let step = 16 * groups_x();
+        // All SIMD groups take equally many steps, for compilers to see that their lanes stay together.
+        for first in (16 * group_x()..rows).step_by(step as usize) {
+            let n = first + thread_index() / 8;
+            let row = row_of(table, params, run, n.min(rows - 1));
+            let mut x = load_octet::<T, N>(elements, row);
+            let place = codes_at::<FORMAT, D>(params, row);
+            let fit = fit_octet::<N>(&mut x);
             if ORDER > 0 {
-                // Lanes have read what others have to rotate.
-                simd_barrier();
-                rotate::<D, ORDER>(&mut held, start, factors);
+                rotate_octet::<N>(&mut x, rotation);
             }
-            let scale =
-                quantized::<FORMAT, SCHEME, D>(&mut held, start, &known, &levels, &mut codes, unbiased);
-            simd_barrier();
-            store::<FORMAT, D>(pages, place, &codes, start, scale);
-        } else {
-            poison::<FORMAT, D>(pages, place);
-            if simd_lane() == 0 {
-                let number = (run.before + row.index) * params.heads + row.head;
-                atomic_min(status, 0, 2 * number + select(all_finite, 1u32, 0u32));
+            let coded = encode_octet::<FORMAT, SCHEME, D, N, Q>(x, &levels, &indices, f64_step, unbiased);
+            if n < rows && fit.fits {
+                store_octet::<FORMAT, N>(pages, place, coded);
+            } else if n < rows {
+                poison::<FORMAT, D>(pages, place, simd_lane() % 8, 8);
+                refuse(status, params, run, row, fit.finite, simd_lane() % 8 == 0);
             }
         }
-        // The next row takes the place of this one.
-        simd_barrier();
+    } else {
+        let start = simd_index() * D as u32;
+        let step = 4 * groups_x();
+        for n in (4 * group_x() + simd_index()..rows).step_by(step as usize) {
+            let row = row_of(table, params, run, n);
+            let finite = load_row::<T, D>(elements, row, &mut held, start);
+            simd_barrier();
+            let place = codes_at::<FORMAT, D>(params, row);
+            let fits = energy_of(&held, start, D as u32) <= MAX_ENERGY;
+            let all_finite = simd_all(finite);
+            if fits {
+                if ORDER > 0 {
+                    // Lanes have read what others have to rotate.
+                    simd_barrier();
+                    rotate::<D, ORDER>(&mut held, start, factors);
+                }
+                let scale =
+                    quantized::<FORMAT, SCHEME, D>(&mut held, start, &known, &levels, &mut codes, unbiased);
+                simd_barrier();
+                store::<FORMAT, D>(pages, place, &codes, start, scale);
+            } else {
+                poison::<FORMAT, D>(pages, place, simd_lane(), 32);
+                refuse(status, params, run, row, all_finite, simd_lane() == 0);
+            }
+            // The next row takes the place of this one.
+            simd_barrier();
+        }
     }
 }
 
@@ -745,12 +652,10 @@ pub fn append<T: Element, const FORMAT: u32>(
     let run = run_of(runs, group_y());
     let step = 4 * groups_x();
     for n in (4 * group_x() + simd_index()..run.rows * params.heads).step_by(step as usize) {
-        let row = row_of(params, run, n);
-        let from = first_of(params, run, row.index, row.head);
-        let page = page_of(table, params, run.sequence, row.position, row.head);
-        let to = page + (row.position % params.page) as u64 * params.pages[2];
+        let row = row_of(table, params, run, n);
+        let to = row.page + row.in_page as u64 * params.pages[2];
         for c in (simd_lane()..params.dim).step_by(32) {
-            let at = from + c as u64;
+            let at = row.element + c as u64;
             if FORMAT == F32 {
                 let number = x[at].to_f32();
                 pages.store_as::<f32, 1>(to + 4 * c as u64, [number]);

@@ -84,14 +84,14 @@ pub const fn is_rotated(format: u32) -> bool {
     is_codes(format) && format != FP8 && format != MLX8_PLAIN
 }
 
-/// The Hadamard order of a rotation of `dim` coordinates: `dim` is the order times a power of two, where it can be rotated.
+/// The Hadamard order of a rotation of `dim` coordinates: 12 or 20 where `dim` is a power of two times that, otherwise 1.
 pub const fn rotation_order(dim: usize) -> u32 {
-    if dim.is_power_of_two() {
-        1
-    } else if dim.is_multiple_of(12) && (dim / 12).is_power_of_two() {
+    if dim.is_multiple_of(12) && (dim / 12).is_power_of_two() {
         12
-    } else {
+    } else if dim.is_multiple_of(20) && (dim / 20).is_power_of_two() {
         20
+    } else {
+        1
     }
 }
 
@@ -135,18 +135,25 @@ pub const fn plane_bits(format: u32, plane: u32) -> u32 {
     8
 }
 
+/// Coordinates of a row in matrix products: a multiple of 16, of which those beyond the row are zeros.
+#[device]
+#[inline]
+pub const fn padded(dim: u32) -> u32 {
+    dim.div_ceil(16) * 16
+}
+
 /// Bytes of a row's elements, or of its codes in the first plane.
 #[device]
 #[inline]
 pub const fn first_bytes(format: u32, dim: u32) -> u32 {
-    dim * plane_bits(format, 0) / 8
+    (dim * plane_bits(format, 0)).div_ceil(8)
 }
 
 /// Bytes of a row's codes in the second plane.
 #[device]
 #[inline]
 pub const fn second_bytes(format: u32, dim: u32) -> u32 {
-    dim * plane_bits(format, 1) / 8
+    (dim * plane_bits(format, 1)).div_ceil(8)
 }
 
 /// Bytes of a row's scale, or of its norms.

@@ -5,9 +5,9 @@
 //! value rows `2 p`, `2 p + 1`, `2 p + 8` and `2 p + 9`, where `p` is its [`matrix_pair`].
 
 use super::attend::Attend;
-use super::formats::{is_codes, is_mlx};
+use super::formats::{has_half_norms, is_codes};
 use super::query::{KeyRange, RowTile};
-use super::rows::{Levels, Row, Scale, Source, fetch, no_scale, row_at, scale_of, source_at};
+use super::rows::{Levels, Row, Source, fetch, fetch_scale, row_at, source_at};
 use flashtile_kernel::prelude::*;
 
 /// Rows of a sequence follow each other in one page or batch entry.
@@ -52,8 +52,8 @@ pub struct KvHead {
     pub line: u64,
     /// Entries of the sequence in the block table.
     pub width: u32,
-    /// Whether the entries are a ring, so that block numbers wrap around.
-    pub ring: bool,
+    /// Multiplier and shift that divide by `width`, where the entries are a ring; otherwise the multiplier is 0.
+    pub ring_divisor: [u32; 2],
     /// Tokens a page.
     pub tokens: u32,
     /// Multiplier and shift that divide by `tokens`.
@@ -87,7 +87,7 @@ pub fn kv_head<const FORMAT: u32, const D: usize>(
         start: tile.sequence.kv_start,
         line: tile.index as u64 * params.width as u64,
         width: params.width,
-        ring: params.ring != 0,
+        ring_divisor: params.ring_divisor,
         tokens: params.page,
         divisor: params.page_divisor,
         low: keys.low.max(0) as u32,
@@ -109,10 +109,8 @@ struct Place {
 #[device]
 fn paged_place(table: &Buffer<u32>, head: KvHead, key: u32) -> Place {
     let block = (key as u64 * head.divisor[0] as u64 >> head.divisor[1] as u64) as u32;
-    let mut entry = block;
-    if head.ring {
-        entry = block % head.width;
-    }
+    let turns = (block as u64 * head.ring_divisor[0] as u64 >> head.ring_divisor[1] as u64) as u32;
+    let entry = block - turns * head.width;
     let place = Place { page: table[head.line + entry as u64], row: key - block * head.tokens };
     place
 }
@@ -126,22 +124,34 @@ pub struct KeyGroup {
     pub page: u32,
     /// Row of the first.
     pub row: u32,
+    /// Row of the last that is read.
+    pub last_row: u32,
+}
+
+/// No keys, before any are looked up.
+#[device]
+pub fn no_group() -> KeyGroup {
+    let group = KeyGroup { first: 0, page: 0, row: 0, last_row: 0 };
+    group
 }
 
 /// The group of the keys from `first` on, a multiple of 16; past the last key that is read, the group of that key.
 #[device]
 pub fn key_group(table: &Buffer<u32>, head: KvHead, first: u32) -> KeyGroup {
-    let start = first.min(head.last / 16 * 16);
-    let mut group = KeyGroup { first: start, page: 0, row: head.start + start };
+    let mut group = no_group();
+    group.first = first.min(head.last / 16 * 16);
+    group.row = head.start + group.first;
     if head.paging == PAGED_BY_16 {
-        let place = paged_place(table, head, start);
+        let place = paged_place(table, head, group.first);
         group.page = place.page;
         group.row = place.row;
     }
+    group.last_row = group.row + (head.last - group.first);
     group
 }
 
-/// The row of key `offset` of a group, or of the nearest key that may be read.
+/// The row of key `offset` of a group, or of the last key that is read. Of a group in one page, keys before the first one that is
+/// visible are read too: they are the sequence's.
 #[device]
 pub fn row_of_key<const FORMAT: u32, const D: usize>(
     table: &Buffer<u32>,
@@ -149,15 +159,11 @@ pub fn row_of_key<const FORMAT: u32, const D: usize>(
     group: KeyGroup,
     offset: u32,
 ) -> Row {
-    let key = (group.first + offset).max(head.low).min(head.last);
-    let mut page = group.page;
-    let mut row = group.row + (key - group.first);
     if head.paging == PAGED {
-        let place = paged_place(table, head, key);
-        page = place.page;
-        row = place.row;
+        let place = paged_place(table, head, (group.first + offset).max(head.low).min(head.last));
+        return row_at::<FORMAT, D>(head.source, place.page as u64, place.row);
     }
-    row_at::<FORMAT, D>(head.source, page as u64, row)
+    row_at::<FORMAT, D>(head.source, group.page as u64, (group.row + offset).min(group.last_row))
 }
 
 /// A lane's words of 16 keys.
@@ -165,8 +171,8 @@ pub fn row_of_key<const FORMAT: u32, const D: usize>(
 pub struct KeyWords<const W: usize> {
     /// Words of key rows `r` and `8 + r`.
     pub words: [[u32; W]; 2],
-    /// Scales of these rows.
-    pub scales: [Scale; 2],
+    /// Words of the scales of these rows.
+    pub scales: [[u32; 2]; 2],
 }
 
 /// A lane's words of 16 values.
@@ -174,21 +180,21 @@ pub struct KeyWords<const W: usize> {
 pub struct ValueWords<const W: usize> {
     /// Words of value rows `2 p`, `2 p + 1`, `2 p + 8` and `2 p + 9`.
     pub words: [[u32; W]; 4],
-    /// Norms of the halves of these rows relative to their scales.
-    pub halves: [[f32; 2]; 4],
+    /// Words of the scales of these rows, where they are norms of the halves.
+    pub scales: [[u32; 2]; 4],
 }
 
 /// No keys, before any are loaded.
 #[device]
 pub fn no_keys<const W: usize>() -> KeyWords<W> {
-    let keys = KeyWords::<W> { words: [[0u32; W]; 2], scales: [no_scale(); 2] };
+    let keys = KeyWords::<W> { words: [[0u32; W]; 2], scales: [[0u32; 2]; 2] };
     keys
 }
 
 /// No values, before any are loaded.
 #[device]
 pub fn no_values<const W: usize>() -> ValueWords<W> {
-    let values = ValueWords::<W> { words: [[0u32; W]; 4], halves: [[1.0; 2]; 4] };
+    let values = ValueWords::<W> { words: [[0u32; W]; 4], scales: [[0u32; 2]; 4] };
     values
 }
 
@@ -205,7 +211,7 @@ pub fn load_keys<const FORMAT: u32, const D: usize, const W: usize>(
         let row = row_of_key::<FORMAT, D>(kv.table, head, group, 8 * h as u32 + matrix_row());
         keys.words[h] =
             fetch::<FORMAT, D, 4, W>(kv.k, row, matrix_pair(), head.levels, kv.codebooks, kv.row_align);
-        keys.scales[h] = scale_of::<FORMAT, D>(kv.k, row);
+        keys.scales[h] = fetch_scale::<FORMAT, D>(kv.k, row);
     }
     keys
 }
@@ -217,13 +223,12 @@ pub fn load_value_scales<const FORMAT: u32, const D: usize>(
     kv: KvMemory,
     head: KvHead,
     group: KeyGroup,
-) -> [f32; 2] {
-    let mut scales = [1.0; 2];
+) -> [[u32; 2]; 2] {
+    let mut scales = [[0u32; 2]; 2];
     if is_codes(FORMAT) {
         for h in 0..2usize {
             let row = row_of_key::<FORMAT, D>(kv.table, head, group, 8 * h as u32 + matrix_row());
-            let scale = scale_of::<FORMAT, D>(kv.v, row);
-            scales[h] = scale.whole;
+            scales[h] = fetch_scale::<FORMAT, D>(kv.v, row);
         }
     }
     scales
@@ -243,9 +248,8 @@ pub fn load_values<const FORMAT: u32, const D: usize, const W: usize>(
         let row = row_of_key::<FORMAT, D>(kv.table, head, group, offset);
         values.words[n] =
             fetch::<FORMAT, D, 8, W>(kv.v, row, matrix_row(), head.levels, kv.codebooks, kv.row_align);
-        if is_mlx(FORMAT) {
-            let scale = scale_of::<FORMAT, D>(kv.v, row);
-            values.halves[n] = scale.halves;
+        if has_half_norms(FORMAT, D as u32) {
+            values.scales[n] = fetch_scale::<FORMAT, D>(kv.v, row);
         }
     }
     values
@@ -258,8 +262,8 @@ pub struct KvTile<const KW: usize, const VW: usize, const U: usize> {
     pub groups: [KeyGroup; U],
     /// Keys.
     pub keys: [KeyWords<KW>; U],
-    /// Scales of the values of the lane's scores.
-    pub value_scales: [[f32; 2]; U],
+    /// Words of the scales of the values of the lane's scores.
+    pub value_scales: [[[u32; 2]; 2]; U],
     /// Values.
     pub values: [ValueWords<VW>; U],
 }
@@ -267,11 +271,10 @@ pub struct KvTile<const KW: usize, const VW: usize, const U: usize> {
 /// The tile before any is loaded.
 #[device]
 pub fn no_tile<const KW: usize, const VW: usize, const U: usize>() -> KvTile<KW, VW, U> {
-    let none = KeyGroup { first: 0, page: 0, row: 0 };
     let tile = KvTile::<KW, VW, U> {
-        groups: [none; U],
+        groups: [no_group(); U],
         keys: [no_keys::<KW>(); U],
-        value_scales: [[1.0; 2]; U],
+        value_scales: [[[0u32; 2]; 2]; U],
         values: [no_values::<VW>(); U],
     };
     tile

@@ -1,6 +1,6 @@
 //! Merging of partial results over disjoint keys: any number of them, with sinks, rotated back.
 
-use super::rotation::unrotate;
+use super::rotation::{block_count, unrotate};
 use super::score::{HUGE_SCORE, LN2, from_log2, to_log2};
 use super::tile::SHRINK;
 use flashtile_core::tensor::reach;
@@ -100,6 +100,21 @@ fn merged_row(
     merged
 }
 
+/// A lane's part of the partial output of a split: every 32nd coordinate.
+#[device]
+#[inline(always)]
+fn partial_out<const DV: usize>(partials: Partials, split: u32) -> [f32; 16] {
+    let mut out = [0.0; 16];
+    let at = (partials.first + split) as u64 * DV as u64;
+    for i in 0..(DV + 31) / 32 {
+        let c = 32 * i as u32 + simd_lane();
+        if c < DV as u32 {
+            out[i] = partials.out[at + c as u64];
+        }
+    }
+    out
+}
+
 /// Each of the four SIMD groups sums every fourth partial output of the row; its lanes hold the factors of 32 at a time.
 #[device]
 fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut Shared<f32>) {
@@ -112,14 +127,19 @@ fn sum_splits<const DV: usize>(partials: Partials, row_max: f32, quarters: &mut 
             let one = partials.max_sum[2 * (partials.first + own)];
             factor = select(one == f32::NEG_INFINITY, -1.0, (one - row_max).exp2());
         }
-        for n in 0..(partials.splits - base).div_ceil(4).min(32) {
-            let by = simd_shuffle(factor, n);
-            let at = (partials.first + base + 4 * n) as u64 * DV as u64;
-            for i in 0..(DV + 31) / 32 {
-                let c = 32 * i as u32 + simd_lane();
-                if c < DV as u32 {
-                    let x = by * partials.out[at + c as u64];
-                    sum[i] += select(by < 0.0, 0.0, x);
+        let count = (partials.splits - base).div_ceil(4).min(32);
+        for first in (0..count).step_by(4) {
+            // Four partial outputs are on their way at a time.
+            let mut out = [[0.0; 16]; 4];
+            for n in 0..4usize {
+                if first + (n as u32) < count {
+                    out[n] = partial_out::<DV>(partials, base + 4 * (first + n as u32));
+                }
+            }
+            for n in 0..4usize {
+                let by = simd_shuffle(factor, first + n as u32);
+                for i in 0..(DV + 31) / 32 {
+                    sum[i] += select(by < 0.0 || first + n as u32 >= count, 0.0, by * out[n][i]);
                 }
             }
         }
@@ -202,7 +222,7 @@ pub fn lse_of(row: Merged, sink_logit: f32) -> f32 {
     requires(groups[0] == params.queries && groups[1] == params.q_heads, "a threadgroup for each row"),
     requires(!has_shift || partial_max_sum.len() >= groups.iter().map(|n| *n as usize).product::<usize>() * (params.splits as usize * 2 + 1), "a shift of every row"),
     requires(params.splits > 0, "there are splits"),
-    requires(ORDER == 0 || factors.len() > DV, "a factor for each coordinate, and the root"),
+    requires(ORDER == 0 || factors.len() >= DV + block_count(ORDER, DV), "a factor for each coordinate, and a root for each block"),
     requires(!has_sinks || sinks.len() >= groups[1] as usize, "a sink for each head"),
     requires(!with_lse || lse.len() >= groups.iter().map(|n| *n as usize).product::<usize>(), "a logsumexp for each row"),
     requires(params.reach(groups, DV).is_some_and(|needed| out.len() >= needed), "out reaches to its last row"),

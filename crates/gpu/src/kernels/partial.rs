@@ -131,11 +131,13 @@ pub fn store_partial<const FORMAT: u32, const D: usize, const S: usize, const N:
         for n in 0..2usize {
             let row = lane_query_row(tile, t, n);
             if row < tile.rows {
-                let partial = result_of(tile, params, row) * params.splits + group_y();
+                let partial = result_of(tile, params, row) * groups_y() + group_y();
                 for j in (simd_index()..2 * N as u32).step_by(S) {
                     let c = coordinate::<FORMAT, D, 8>(matrix_row(), j);
                     let at = 64 * (2 * (t * N) as u32 + j) + 32 * n as u32 + simd_lane();
-                    partial_out[partial as u64 * D as u64 + c as u64] = sums[at];
+                    if c < D as u32 {
+                        partial_out[partial as u64 * D as u64 + c as u64] = sums[at];
+                    }
                 }
                 if simd_index() == 0 && matrix_row() == 0 {
                     let merged = merged_max_sum::<S, T>(max_sum, row_in_tile(t, n));

@@ -134,7 +134,7 @@ fn prefill_pass<
     let end = (tile.first + (16 * M * S) as u32).min(tile.rows);
     let all = keys_of_rows(tile, tile.first, end, params, has);
     // Elements are multiplied as they are.
-    let levels = Levels { magnitudes: [0u32; 16], codebook: 0 };
+    let levels = Levels { magnitudes: [0u32; 16], codebook: 0, copies: 0 };
     let pass = PrefillPass::<M> {
         k: kv_head::<KF, D>(tile, params, params.k, levels, all, paging),
         v: kv_head::<VF, DV>(tile, params, params.v, levels, all, paging),
@@ -775,7 +775,7 @@ fn store_lse<const M: usize>(
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
     requires(paging != PAGED_BY_16 || params.page.is_multiple_of(16), "pages of multiples of 16 tokens"),
-    requires(params.page_divisor[1] < 64, "shifts of 64 bits"),
+    requires(params.page_divisor[1] < 64 && params.ring_divisor[1] < 64, "shifts of 64 bits"),
     requires(params.tiles > 0 && groups[0].is_multiple_of(params.tiles), "tiles of every key/value head"),
     requires(groups[1] == 1, "keys are not split"),
     requires(params.page > 0 && params.width > 0 && params.group > 0, "pages have rows"),
@@ -851,7 +851,7 @@ pub fn prefill<
             let step = step_of::<M, U>(pass, first);
             let probs = softmax_block::<VN, M, F>(&mut state, products, pass, step, bias, params);
             store_block::<V, VF, DV, VW, U, S>(&mut values, v_words);
-            if step.any_partial && has_nonfinite::<VF, VW>(v_words) {
+            if step.any_partial && has_nonfinite::<VF, DV, 8, VW>(v_words) {
                 atomic_or(&mut flags, 0u32, 1);
             }
             barrier();

@@ -4,7 +4,7 @@
 //! `8 t + 2 p + n`, where `p` is its [`matrix_pair`].
 
 use super::attend::{Attend, Sequence, sequence_of};
-use super::formats::is_codes;
+use super::formats::{is_codes, padded};
 use super::rotation::rotate;
 use super::score::LOG2E;
 use flashtile_kernel::prelude::*;
@@ -232,7 +232,7 @@ pub fn store_shifts<const T: usize>(
     partial_max_sum: &mut Buffer<f32>,
 ) {
     if group_y() == 0 && simd_index() == 0 && matrix_row() == 0 {
-        let results = params.batches * params.queries * params.q_heads * params.splits;
+        let results = params.batches * params.queries * params.q_heads * groups_y();
         for t in 0..T {
             for n in 0..2usize {
                 if lane_query_row(tile, t, n) < tile.rows {
@@ -243,7 +243,7 @@ pub fn store_shifts<const T: usize>(
     }
 }
 
-/// Loads the rows of the tile as f32 into threadgroup memory; rows beyond the last are zeros.
+/// Loads the rows of the tile as f32 into threadgroup memory, [`padded`] with zeros; rows beyond the last are zeros.
 #[device]
 pub fn stage_queries<Q: Element, const D: usize, const T: usize, const S: usize>(
     q: &Buffer<Q>,
@@ -251,15 +251,16 @@ pub fn stage_queries<Q: Element, const D: usize, const T: usize, const S: usize>
     params: &Attend,
     queries: &mut Shared<f32>,
 ) {
-    for at in (thread_index()..(8 * T * D) as u32).step_by(32 * S) {
-        let row = tile.first + at / D as u32;
+    let width = padded(D as u32);
+    for at in (thread_index()..8 * T as u32 * width).step_by(32 * S) {
+        let row = tile.first + at / width;
         let mut x = 0.0;
-        if row < tile.rows {
+        if row < tile.rows && at % width < D as u32 {
             let query = tile.sequence.q_start + row / params.group;
             let start = tile.sequence.batch as u64 * params.q[0]
                 + head_of(tile, params, row) as u64 * params.q[1]
                 + query as u64 * params.q[2];
-            x = q[start + (at % D as u32) as u64].to_f32();
+            x = q[start + (at % width) as u64].to_f32();
         }
         queries[at] = x;
     }
@@ -338,7 +339,7 @@ pub fn prepare_queries<
     scale: f32,
 ) {
     for row in (simd_index()..(8 * T) as u32).step_by(S) {
-        let query = prepare_query::<FORMAT, D, ORDER>(queries, row * D as u32, memory, kv_head);
+        let query = prepare_query::<FORMAT, D, ORDER>(queries, row * padded(D as u32), memory, kv_head);
         if simd_lane() == 0 {
             scales[row] = query.unit * scale;
             biases[row] = query.bias * scale;

@@ -1,7 +1,8 @@
 //! The rotation of the codecs: random signs, then a Hadamard transform, in place in threadgroup memory, by one SIMD group.
 //!
-//! `D` is `ORDER * run` with a power of two for the run: butterflies inside runs, then Paley's matrix of order 12 or 20
-//! across them. What is added to what is the codecs' own order, so that encoded bytes are theirs.
+//! A block of coordinates is `ORDER * run` long with a power of two for the run: butterflies inside runs, then Paley's matrix of order
+//! 12 or 20 across them. Rows of other lengths are blocks of powers of two, the largest first. What is added to what is the codecs' own
+//! order, so that encoded bytes are theirs.
 
 use super::formats::rotation_order;
 use flashtile_kernel::prelude::*;
@@ -26,13 +27,27 @@ pub fn paley(order: u32, row: u32, column: u32) -> f32 {
     select(squares(order) >> difference & 1 == 1, 1.0, -1.0)
 }
 
-/// Butterflies of runs of `D / ORDER`. The order may be 0 in calls that are compiled but never made.
+/// Coordinates of the next block of a row that has `rest` of them left.
 #[device]
-pub fn butterflies<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32) {
-    let run = D as u32 / ORDER.max(1);
+#[inline]
+pub const fn block_len(order: u32, rest: u32) -> u32 {
+    if order > 1 {
+        return rest;
+    }
+    0x8000_0000u32 >> rest.leading_zeros()
+}
+
+/// Blocks of a row.
+pub const fn block_count(order: u32, dim: usize) -> usize {
+    if order > 1 { 1 } else { dim.count_ones() as usize }
+}
+
+/// Butterflies of the runs of a block of `len` coordinates.
+#[device]
+fn butterflies(row: &mut Shared<f32>, start: u32, len: u32, run: u32) {
     let mut distance = 1u32;
     while distance < run {
-        for at in (simd_lane()..(D / 2) as u32).step_by(32) {
+        for at in (simd_lane()..len / 2).step_by(32) {
             // Bits of the place in a run of `distance` stay, those above it make way for one of the pair.
             let low = start + 2 * at - (at & (distance - 1));
             let a = row[low];
@@ -45,13 +60,12 @@ pub fn butterflies<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, star
     }
 }
 
-/// Paley's matrix, or its transpose, across runs: sums from the first run to the last.
+/// Paley's matrix, or its transpose, across the runs of a block: sums from the first run to the last.
 #[device]
-pub fn across<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, transposed: bool) {
-    if ORDER == 1 {
+fn across<const ORDER: u32>(row: &mut Shared<f32>, start: u32, run: u32, transposed: bool) {
+    if ORDER <= 1 {
         return;
     }
-    let run = D as u32 / ORDER.max(1);
     for at in (simd_lane()..run).step_by(32) {
         let mut column = [0.0; 20];
         for i in 0..ORDER {
@@ -70,17 +84,26 @@ pub fn across<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u3
     simd_barrier();
 }
 
-/// Rotates `D` numbers from `start` on. `factors` has the signs, then 1 over the root of `D`.
+/// Rotates `D` numbers from `start` on. `factors` has the signs, then 1 over the root of the length of each block. The order may be 0
+/// in calls that are compiled but never made.
 #[device]
 pub fn rotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
     for at in (simd_lane()..D as u32).step_by(32) {
         row[start + at] *= factors[at];
     }
     simd_barrier();
-    butterflies::<D, ORDER>(row, start);
-    across::<D, ORDER>(row, start, false);
-    for at in (simd_lane()..D as u32).step_by(32) {
-        row[start + at] *= factors[D as u32];
+    let mut first = 0u32;
+    let mut block = 0u32;
+    while first < D as u32 {
+        let len = block_len(ORDER, D as u32 - first);
+        let run = len / ORDER.max(1);
+        butterflies(row, start + first, len, run);
+        across::<ORDER>(row, start + first, run, false);
+        for at in (simd_lane()..len).step_by(32) {
+            row[start + first + at] *= factors[D as u32 + block];
+        }
+        first += len;
+        block += 1;
     }
     simd_barrier();
 }
@@ -88,10 +111,19 @@ pub fn rotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u3
 /// Undoes [`rotate`].
 #[device]
 pub fn unrotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: u32, factors: &Buffer<f32>) {
-    across::<D, ORDER>(row, start, true);
-    butterflies::<D, ORDER>(row, start);
-    for at in (simd_lane()..D as u32).step_by(32) {
-        row[start + at] = row[start + at] * factors[D as u32] * factors[at];
+    let mut first = 0u32;
+    let mut block = 0u32;
+    while first < D as u32 {
+        let len = block_len(ORDER, D as u32 - first);
+        let run = len / ORDER.max(1);
+        across::<ORDER>(row, start + first, run, true);
+        butterflies(row, start + first, len, run);
+        for at in (simd_lane()..len).step_by(32) {
+            let root = factors[D as u32 + block];
+            row[start + first + at] = row[start + first + at] * root * factors[first + at];
+        }
+        first += len;
+        block += 1;
     }
     simd_barrier();
 }
@@ -102,7 +134,7 @@ pub fn unrotate<const D: usize, const ORDER: u32>(row: &mut Shared<f32>, start: 
     derive(ORDER: u32 = rotation_order(D)),
     exact,
     requires(x.len() >= rows as usize * D && out.len() >= rows as usize * D, "x and out hold the rows"),
-    requires(factors.len() > D, "a factor for each coordinate, and the root"),
+    requires(factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
     requires(groups[0] as usize >= (rows as usize).div_ceil(4), "a SIMD group for each row"),
     bench(shape(rows = [1024, 65536], dim = [128, 128]), bytes = 8 * rows * dim, flops = rows * dim * u64::from(dim.ilog2()), tolerance = 1e-6),
 )]

@@ -9,14 +9,15 @@
 //! |---|---|
 //! | elements, codes of a byte, nibbles of mlx-native | every `LANES`th run of [`piece_bytes`] bytes |
 //! | `tq2` to `tq6`, `D` a multiple of 64 | words of the planes; a pair is two coordinates half a block apart, whose codes share a byte |
-//! | all others | `D / LANES` neighbouring coordinates, gathered one by one |
+//! | all others | [`padded`]`(D) / LANES` neighbouring coordinates, gathered one by one; those beyond the row are zeros |
 //!
 //! Levels of codes are integers up to 127, exact in f16. `byte_permute` looks up the low and the high bytes of the
 //! magnitudes of four codes at a time: a table of eight bytes is two registers.
 
-use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ5, TQ6};
+use super::formats::{BF16, F16, F32, FP8, INT8, MLX4, TQ2, TQ3, TQ4, TQ5, TQ6};
 use super::formats::{
-    first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, plane_bits, scale_bytes, second_bytes,
+    first_bytes, has_half_norms, in_planes, is_codes, is_half, is_mlx, padded, plane_bits, scale_bytes,
+    second_bytes,
 };
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
@@ -28,6 +29,8 @@ pub struct Levels {
     pub magnitudes: [u32; 16],
     /// Of mlx-native: first entry of the codebook in the buffer of codebooks.
     pub codebook: u32,
+    /// Of `tq4`: copies of the table of [`fill_nibbles`].
+    pub copies: u32,
 }
 
 /// Whether rows of a format are gathered one coordinate at a time.
@@ -37,7 +40,7 @@ pub const fn gathered(format: u32, dim: u32, lanes: u32) -> bool {
     if in_planes(format) {
         return dim % 64 != 0;
     }
-    first_bytes(format, dim) % (4 * lanes) != 0
+    dim % 16 != 0 || first_bytes(format, dim) % (4 * lanes) != 0
 }
 
 /// Neighbouring bytes of a row that one lane holds, where rows are neither gathered nor in planes: 16, 8 or 4.
@@ -62,7 +65,8 @@ pub const fn larger(a: usize, b: usize) -> usize {
 /// Words that a lane loads of a row.
 pub const fn lane_words(format: u32, dim: usize, lanes: usize) -> usize {
     if gathered(format, dim as u32, lanes as u32) {
-        return dim / lanes / 2;
+        let words = if format == F32 { 2 } else { 1 };
+        return words * (padded(dim as u32) as usize / lanes / 2);
     }
     if in_planes(format) {
         let planes = if second_bytes(format, dim as u32) > 0 { 2 } else { 1 };
@@ -112,7 +116,12 @@ pub const fn kv_align(
 /// Words of a lane's pairs of coordinates, decoded for products of a type: two a pair for f32, otherwise one.
 pub const fn pair_words(product: ScalarType, dim: usize, lanes: usize) -> usize {
     let words = if matches!(product, ScalarType::F32) { 2 } else { 1 };
-    words * (dim / lanes / 2)
+    words * lane_pairs(dim, lanes)
+}
+
+/// Pairs of coordinates that a lane holds of a row.
+pub const fn lane_pairs(dim: usize, lanes: usize) -> usize {
+    padded(dim as u32) as usize / lanes / 2
 }
 
 /// The type of the products of queries of type `q` with rows of a format, or of probabilities with them: f16 for codes,
@@ -166,13 +175,13 @@ pub fn words<const W: usize>(memory: &Buffer<u8>, at: u64, align: u32) -> [u32; 
     words
 }
 
-/// The coordinate that a lane holds at `index`, below `D / LANES`.
+/// The coordinate that a lane holds at `index`, below [`padded`]`(D) / LANES`.
 #[device]
 pub fn coordinate<const FORMAT: u32, const D: usize, const LANES: usize>(lane: u32, index: u32) -> u32 {
     let dim = D as u32;
     let lanes = LANES as u32;
     if gathered(FORMAT, dim, lanes) {
-        return lane * (dim / lanes) + index;
+        return lane * (padded(dim) / lanes) + index;
     }
     if in_planes(FORMAT) {
         // Whole blocks of 128 coordinates have 16 units of 8, a last one of 64 has 8.
@@ -258,7 +267,7 @@ pub fn fetch<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     fetch_pieces::<FORMAT, D, LANES, W>(memory, row.first, lane, row_align)
 }
 
-/// Words of two neighbouring coordinates as f16.
+/// Words of two neighbouring coordinates: of codes as f16, of elements as they are. Coordinates beyond the row are zeros.
 #[device]
 fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
     memory: &Buffer<u8>,
@@ -268,13 +277,35 @@ fn fetch_gathered<const FORMAT: u32, const D: usize, const LANES: usize, const W
     codebooks: &Buffer<f32>,
 ) -> [u32; W] {
     let mut result = [0u32; W];
-    let first = lane * (D / LANES) as u32;
+    let first = lane * (padded(D as u32) / LANES as u32);
     for i in 0..W {
-        let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
-        let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
-        result[i] = f16x2_from(low, high);
+        if FORMAT == F32 {
+            result[i] = element_bits::<FORMAT, D>(memory, row, first + i as u32);
+        } else if is_half(FORMAT) {
+            let low = element_bits::<FORMAT, D>(memory, row, first + 2 * i as u32);
+            let high = element_bits::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1);
+            result[i] = low | high << 16u32;
+        } else {
+            let low = gather::<FORMAT, D>(memory, row, first + 2 * i as u32, levels, codebooks);
+            let high = gather::<FORMAT, D>(memory, row, first + 2 * i as u32 + 1, levels, codebooks);
+            result[i] = f16x2_from(low, high);
+        }
     }
     result
+}
+
+/// The bits of an element; 0 beyond the row.
+#[device]
+fn element_bits<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row, coordinate: u32) -> u32 {
+    if coordinate >= D as u32 {
+        return 0;
+    }
+    if FORMAT == F32 {
+        let bits = memory.load_as::<u32, 1>(row.first + 4 * coordinate as u64);
+        return bits[0];
+    }
+    let bits = memory.load_as::<u16, 1>(row.first + 2 * coordinate as u64);
+    bits[0] as u32
 }
 
 /// Words of the planes, block by block of 128 coordinates: all words of the first plane, then all words of the second.
@@ -366,7 +397,7 @@ pub fn plane_code<const D: usize>(memory: &Buffer<u8>, start: u64, coordinate: u
     byte >> (within / bytes * bits) & ((1u32 << bits) - 1)
 }
 
-/// The value of one coordinate, without the row's scale.
+/// The value of one coordinate, without the row's scale; 0 beyond the row.
 #[device]
 pub fn gather<const FORMAT: u32, const D: usize>(
     memory: &Buffer<u8>,
@@ -375,19 +406,19 @@ pub fn gather<const FORMAT: u32, const D: usize>(
     levels: Levels,
     codebooks: &Buffer<f32>,
 ) -> f32 {
-    let at = row.first + coordinate as u64;
-    if FORMAT == F32 {
-        let bits = memory.load_as::<u32, 1>(at + 3 * coordinate as u64);
-        return f32::from_bits(bits[0]);
+    if coordinate >= D as u32 {
+        return 0.0;
     }
-    if is_half(FORMAT) {
-        let bits = memory.load_as::<u16, 1>(at + coordinate as u64);
-        let both = bits[0] as u32;
-        if FORMAT == F16 {
-            let number = pair_f16(both);
-            return number[0];
+    let at = row.first + coordinate as u64;
+    if !is_codes(FORMAT) {
+        let bits = element_bits::<FORMAT, D>(memory, row, coordinate);
+        if FORMAT == F32 {
+            return f32::from_bits(bits);
         }
-        let number = pair_bf16(both);
+        let mut number = pair_f16(bits);
+        if FORMAT == BF16 {
+            number = pair_bf16(bits);
+        }
         return number[0];
     }
     if FORMAT == INT8 {
@@ -429,6 +460,66 @@ pub fn e4m3(code: u32) -> f32 {
     // The exponent has four bits, that of f16 five: 2^8 makes up for the difference of their biases.
     let number = pair_f16(magnitude << 7u32 | (code & 128) << 8u32);
     256.0 * number[0]
+}
+
+/// Bytes of the table of [`fill_nibbles`]; 16 where no row is looked up there.
+pub const fn nibble_bytes(
+    k_format: u32,
+    head_dim: usize,
+    v_format: u32,
+    value_dim: usize,
+    copies: usize,
+) -> usize {
+    if uses_nibbles(k_format, head_dim as u32, 4) || uses_nibbles(v_format, value_dim as u32, 8) {
+        1024 * copies
+    } else {
+        16
+    }
+}
+
+/// Whether rows are decoded by the table of [`fill_nibbles`].
+#[device]
+#[inline]
+pub const fn uses_nibbles(format: u32, dim: u32, lanes: u32) -> bool {
+    format == TQ4 && !gathered(format, dim, lanes)
+}
+
+/// The f16 of a code of `tq4`, as bits.
+#[device]
+fn nibble_bits(levels: Levels, code: u32) -> u32 {
+    let low = byte_permute(levels.magnitudes[0], levels.magnitudes[1], code & 7) & 255;
+    let high = byte_permute(levels.magnitudes[8], levels.magnitudes[9], code & 7) & 255;
+    low | high << 8u32 | (code & 8) << 12u32
+}
+
+/// Fills a table with the two f16 of every byte of `tq4`, low nibble first: entry `byte` of copy `n` is the word from byte
+/// `4 (copies byte + n)` on. Lane `l` reads copy `l % copies`, so that of 16 copies two lanes have the same banks at most, and of 32 none. By
+/// `S` SIMD groups.
+#[device]
+pub fn fill_nibbles<const S: usize>(levels: Levels, table: &mut Shared<u8>) {
+    let copies = levels.copies;
+    for first in (32 * simd_index()..256).step_by(32 * S) {
+        let byte = first + simd_lane();
+        let both = nibble_bits(levels, byte & 15) | nibble_bits(levels, byte >> 4u32) << 16u32;
+        for n in (0..32u32).step_by((32 / copies) as usize) {
+            let entry = simd_shuffle(both, n + simd_lane() / copies);
+            table.store_as::<u32, 1>(4 * ((first + n) * copies + simd_lane()), [entry]);
+        }
+    }
+}
+
+/// The two f16 of each byte of a word of `tq4`.
+#[device]
+#[inline(always)]
+fn look_up_nibbles(levels: Levels, table: &Shared<u8>, word: u32) -> [u32; 4] {
+    let copy = 4 * (simd_lane() % levels.copies);
+    let mut result = [0u32; 4];
+    for n in 0..4usize {
+        let byte = byte_permute(word, 0u32, 0x4440 + n as u32);
+        let both = table.load_as::<u32, 1>(byte * (4 * levels.copies) + copy);
+        result[n] = both[0];
+    }
+    result
 }
 
 /// One byte each of the magnitudes of four codes of `tq`, from the table at word `first`. The low three bits of the
@@ -512,10 +603,12 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
     lane: u32,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> [u32; P] {
     let mut result = [0u32; P];
-    let packed = P == D / LANES / 2;
-    if FORMAT == F32 || gathered(FORMAT, D as u32, LANES as u32) || (is_half(FORMAT) && packed) {
+    let packed = P == padded(D as u32) as usize / LANES / 2;
+    let ready = is_codes(FORMAT) && gathered(FORMAT, D as u32, LANES as u32);
+    if FORMAT == F32 || ready || (is_half(FORMAT) && packed) {
         for i in 0..P {
             result[i] = from[i];
         }
@@ -528,6 +621,8 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
             result[2 * i] = both[0].to_bits();
             result[2 * i + 1] = both[1].to_bits();
         }
+    } else if FORMAT == TQ4 {
+        result = pairs_of_nibbles::<W, P>(from, levels, nibbles);
     } else if in_planes(FORMAT) {
         result = pairs_of_planes::<FORMAT, D, LANES, W, P>(from, lane, levels);
     } else if FORMAT == INT8 {
@@ -536,6 +631,23 @@ pub fn pairs<const FORMAT: u32, const D: usize, const LANES: usize, const W: usi
         result = pairs_of_fp8::<W, P>(from);
     } else {
         result = pairs_of_mlx::<FORMAT, W, P>(from, levels.codebook, codebooks);
+    }
+    result
+}
+
+/// Pairs of `tq4`.
+#[device]
+fn pairs_of_nibbles<const W: usize, const P: usize>(
+    from: [u32; W],
+    levels: Levels,
+    nibbles: &Shared<u8>,
+) -> [u32; P] {
+    let mut result = [0u32; P];
+    for i in 0..W {
+        let four = look_up_nibbles(levels, nibbles, from[i]);
+        for n in 0..4usize {
+            result[4 * i + n] = four[n];
+        }
     }
     result
 }
@@ -612,6 +724,105 @@ fn pairs_of_mlx<const FORMAT: u32, const W: usize, const P: usize>(
     result
 }
 
+/// Words of two keys: one of each coordinate.
+#[device]
+pub struct Transposed<const P: usize> {
+    /// Of the first coordinate of each pair.
+    pub first: [u32; P],
+    /// Of the second coordinate.
+    pub second: [u32; P],
+}
+
+/// Decodes a lane's words of the rows of two keys to words of one coordinate of both, for products of 16 bits. `halves` are the norms
+/// of the halves of each row, relative to its scale.
+#[device]
+#[inline(always)]
+pub fn transposed_pairs<
+    const FORMAT: u32,
+    const D: usize,
+    const LANES: usize,
+    const W: usize,
+    const P: usize,
+>(
+    from: [[u32; W]; 2],
+    halves: [[f32; 2]; 2],
+    lane: u32,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
+) -> Transposed<P> {
+    if gathered(FORMAT, D as u32, LANES as u32) {
+        return transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles);
+    }
+    if FORMAT == TQ4 {
+        return transposed_nibbles::<W, P>(from, levels, nibbles);
+    }
+    if FORMAT == INT8 || FORMAT == FP8 {
+        return transposed_bytes::<FORMAT, W, P>(from);
+    }
+    transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles)
+}
+
+/// The same for any format: decodes both rows, then transposes.
+#[device]
+fn transpose<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize, const P: usize>(
+    from: [[u32; W]; 2],
+    halves: [[f32; 2]; 2],
+    lane: u32,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
+) -> Transposed<P> {
+    let even_pairs = pairs::<FORMAT, D, LANES, W, P>(from[0], lane, levels, codebooks, nibbles);
+    let even = with_half_norms::<FORMAT, D, LANES, P>(even_pairs, lane, halves[0]);
+    let odd_pairs = pairs::<FORMAT, D, LANES, W, P>(from[1], lane, levels, codebooks, nibbles);
+    let odd = with_half_norms::<FORMAT, D, LANES, P>(odd_pairs, lane, halves[1]);
+    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
+    for i in 0..P {
+        words.first[i] = byte_permute(even[i], odd[i], 0x5410);
+        words.second[i] = byte_permute(even[i], odd[i], 0x7632);
+    }
+    words
+}
+
+/// The same of `tq4`: nibbles of both rows become bytes of one coordinate.
+#[device]
+fn transposed_nibbles<const W: usize, const P: usize>(
+    from: [[u32; W]; 2],
+    levels: Levels,
+    nibbles: &Shared<u8>,
+) -> Transposed<P> {
+    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
+    for i in 0..W {
+        let low = (from[0][i] & 0x0f0f_0f0f) | (from[1][i] << 4u32 & 0xf0f0_f0f0);
+        let high = (from[0][i] >> 4u32 & 0x0f0f_0f0f) | (from[1][i] & 0xf0f0_f0f0);
+        let first = look_up_nibbles(levels, nibbles, low);
+        let second = look_up_nibbles(levels, nibbles, high);
+        for n in 0..4usize {
+            words.first[4 * i + n] = first[n];
+            words.second[4 * i + n] = second[n];
+        }
+    }
+    words
+}
+
+/// The same of `int8` and e4m3: bytes of both rows are brought together before they are converted.
+#[device]
+fn transposed_bytes<const FORMAT: u32, const W: usize, const P: usize>(from: [[u32; W]; 2]) -> Transposed<P> {
+    let mut words = Transposed::<P> { first: [0u32; P], second: [0u32; P] };
+    for i in 0..W {
+        let both =
+            [byte_permute(from[0][i], from[1][i], 0x5140), byte_permute(from[0][i], from[1][i], 0x7362)];
+        let decoded: [u32; 4] =
+            if FORMAT == FP8 { pairs_of_fp8::<2, 4>(both) } else { pairs_of_int8::<2, 4>(both) };
+        for n in 0..2usize {
+            words.first[2 * i + n] = decoded[2 * n];
+            words.second[2 * i + n] = decoded[2 * n + 1];
+        }
+    }
+    words
+}
+
 /// The scale of a row.
 #[device]
 pub struct Scale {
@@ -619,13 +830,6 @@ pub struct Scale {
     pub whole: f32,
     /// The norms of the halves over `whole`, where they have norms of their own.
     pub halves: [f32; 2],
-}
-
-/// The scale of elements: 1.
-#[device]
-pub fn no_scale() -> Scale {
-    let scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
-    scale
 }
 
 /// What decoded codes are multiplied by, beside the scale of their row: levels are decoded to integers.
@@ -637,25 +841,48 @@ pub fn code_unit(format: u32, dim: u32) -> f32 {
     select(format == FP8, 0.003_906_25, 0.007_812_5)
 }
 
-/// The scale of a stored row.
+/// The words of a row's scale as they lie in memory, to be fetched ahead of their use as codes are: one, or the norms of both halves;
+/// zeros of elements.
 #[device]
-pub fn scale_of<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> Scale {
-    let mut scale = no_scale();
+pub fn fetch_scale<const FORMAT: u32, const D: usize>(memory: &Buffer<u8>, row: Row) -> [u32; 2] {
+    let mut words = [0u32; 2];
     if is_mlx(FORMAT) {
-        let first = memory.load_as::<f32, 1>(row.scale);
-        scale.whole = first[0];
+        let first = memory.load_as::<u32, 1>(row.scale);
+        words[0] = first[0];
         if has_half_norms(FORMAT, D as u32) {
-            let second = memory.load_as::<f32, 1>(row.scale + 4);
-            scale.whole = first[0].max(second[0]);
+            let second = memory.load_as::<u32, 1>(row.scale + 4);
+            words[1] = second[0];
+        }
+    } else if is_codes(FORMAT) {
+        if (first_bytes(FORMAT, D as u32) + second_bytes(FORMAT, D as u32)) % 2 == 0 {
+            let bits = memory.load_as::<u16, 1>(row.scale);
+            words[0] = bits[0] as u32;
+        } else {
+            // Behind an odd number of bytes.
+            words[0] = memory[row.scale] as u32 | (memory[row.scale + 1] as u32) << 8u32;
+        }
+    }
+    words
+}
+
+/// The scale that these words are.
+#[device]
+pub fn scale_of<const FORMAT: u32, const D: usize>(words: [u32; 2]) -> Scale {
+    let mut scale = Scale { whole: 1.0, halves: [1.0, 1.0] };
+    if is_mlx(FORMAT) {
+        let first = f32::from_bits(words[0]);
+        scale.whole = first;
+        if has_half_norms(FORMAT, D as u32) {
+            let second = f32::from_bits(words[1]);
+            scale.whole = first.max(second);
             let inverse = select(scale.whole > 0.0, 1.0 / scale.whole, 0.0);
-            scale.halves[0] = first[0] * inverse;
-            scale.halves[1] = second[0] * inverse;
+            scale.halves[0] = first * inverse;
+            scale.halves[1] = second * inverse;
         }
         scale.whole *= code_unit(FORMAT, D as u32);
     } else if is_codes(FORMAT) {
-        let bits = memory.load_as::<u16, 1>(row.scale);
         // The bit of the sign is the encoder's: a scale has none.
-        let number = pair_f16(bits[0] as u32 & 0x7fff);
+        let number = pair_f16(words[0] & 0x7fff);
         scale.whole = number[0] * code_unit(FORMAT, D as u32);
     }
     scale
@@ -680,14 +907,18 @@ pub fn with_half_norms<const FORMAT: u32, const D: usize, const LANES: usize, co
     result
 }
 
-/// Whether one of a lane's words has a NaN or an infinity.
+/// Whether one of a lane's words of a row has a NaN or an infinity.
 #[device]
-pub fn has_nonfinite<const FORMAT: u32, const W: usize>(words: [u32; W]) -> bool {
+pub fn has_nonfinite<const FORMAT: u32, const D: usize, const LANES: usize, const W: usize>(
+    words: [u32; W],
+) -> bool {
     let mut found = false;
+    // Gathered codes are f16 already.
+    let is_f16 = FORMAT == F16 || (FORMAT == FP8 && gathered(FORMAT, D as u32, LANES as u32));
     for i in 0..W {
         if FORMAT == F32 {
             found = found || words[i] & 0x7f80_0000 == 0x7f80_0000;
-        } else if FORMAT == F16 {
+        } else if is_f16 {
             found = found || words[i] & 0x7c00 == 0x7c00 || words[i] & 0x7c00_0000 == 0x7c00_0000;
         } else if FORMAT == BF16 {
             found = found || words[i] & 0x7f80 == 0x7f80 || words[i] & 0x7f80_0000 == 0x7f80_0000;

@@ -6,10 +6,10 @@
 //! `out[t][i][h][n]` is coordinate `2 i + h` of the lane's part of a value row, of query row `8 t + 2 p + n`.
 
 use super::attend::Attend;
-use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite};
+use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite, padded};
 use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
 use super::query::{Features, RowBound};
-use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, with_half_norms};
+use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, scale_of, transposed_pairs};
 use super::score::{HUGE_BIAS, HUGE_RATE, LOG2E, bias_at};
 use flashtile_kernel::prelude::*;
 
@@ -58,7 +58,7 @@ pub fn query_operands<K: Element, const FORMAT: u32, const D: usize, const N: us
     };
     for t in 0..T {
         for i in 0..N {
-            let start = (8 * t as u32 + matrix_row()) * D as u32;
+            let start = (8 * t as u32 + matrix_row()) * padded(D as u32);
             let x = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32)];
             let y = queries[start + coordinate::<FORMAT, D, 4>(matrix_pair(), 2 * i as u32 + 1)];
             operands.rounded[t][i] = right_transposed::<K>(x, y);
@@ -117,20 +117,23 @@ pub fn qk_tile<
     queries: QueryOperands<K, N, T>,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) -> [[[f32; 2]; 2]; T] {
     let mut scores = [[[0.0; 2]; 2]; T];
     let mut whole = [[[0.0; 2]; 2]; T];
     // Sums of their own, so that products do not all wait for each other.
     let mut left_over = [[[0.0; 2]; 2]; T];
-    let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks);
-    let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks);
+    let scales = [scale_of::<FORMAT, D>(keys.scales[0]), scale_of::<FORMAT, D>(keys.scales[1])];
+    let low = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), levels, codebooks, nibbles);
+    let high = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), levels, codebooks, nibbles);
     // Codebooks are f32: a second operand is what f16 leaves of them.
     let mut low_left = low;
     let mut high_left = high;
     if is_mlx(FORMAT) {
-        let rest = Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256 };
-        low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks);
-        high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks);
+        let rest =
+            Levels { magnitudes: levels.magnitudes, codebook: levels.codebook + 256, copies: levels.copies };
+        low_left = pairs::<FORMAT, D, 4, W, P>(keys.words[0], matrix_pair(), rest, codebooks, nibbles);
+        high_left = pairs::<FORMAT, D, 4, W, P>(keys.words[1], matrix_pair(), rest, codebooks, nibbles);
     }
     for j in 0..N / 2 {
         let a = P / N * 2 * j;
@@ -150,7 +153,7 @@ pub fn qk_tile<
             }
             if has_half_norms(FORMAT, D as u32) && j == N / 4 {
                 sum = [[0.0; 2]; 2];
-                whole[t] = times_half_norm(add_tiles(scores[t], left_over[t]), keys.scales, 0);
+                whole[t] = times_half_norm(add_tiles(scores[t], left_over[t]), scales, 0);
                 left_over[t] = [[0.0; 2]; 2];
             }
             scores[t] = multiply_add_twice::<K>(k, q, k_next, q_next, sum);
@@ -176,11 +179,11 @@ pub fn qk_tile<
             scores[t] = add_tiles(whole[t], scores[t]);
         }
         if has_half_norms(FORMAT, D as u32) {
-            scores[t] = add_tiles(whole[t], times_half_norm(scores[t], keys.scales, 1));
+            scores[t] = add_tiles(whole[t], times_half_norm(scores[t], scales, 1));
         }
         for h in 0..2usize {
             for n in 0..2usize {
-                let scale = queries.scale[t][n] * keys.scales[h].whole;
+                let scale = queries.scale[t][n] * scales[h].whole;
                 scores[t][h][n] = scores[t][h][n] * scale + queries.bias[t][n];
             }
         }
@@ -264,10 +267,18 @@ pub fn mask_and_bias<const T: usize>(
                 if scoring.has.alibi {
                     score -= rows[t][n].slope * rows[t][n].position.abs_diff(key) as f32;
                 }
-                if scoring.partial {
-                    score = masked(score, key, rows[t][n], memory, params, scoring);
-                }
                 result[t][h][n] = score;
+            }
+        }
+    }
+    // One branch around all of them: most tiles skip it.
+    if scoring.partial {
+        for h in 0..2usize {
+            let key = first + 8 * h as i32 + matrix_row() as i32;
+            for t in 0..T {
+                for n in 0..2usize {
+                    result[t][h][n] = masked(result[t][h][n], key, rows[t][n], memory, params, scoring);
+                }
             }
         }
     }
@@ -300,6 +311,12 @@ pub fn no_keys_yet<const N: usize, const T: usize>() -> Accumulator<N, T> {
     empty
 }
 
+/// `log2 x` of a positive number, too small by at most 0.09: the bits of an f32 are nearly proportional to it.
+#[device]
+fn log2_near(x: f32) -> f32 {
+    (x.to_bits() as i32 as f32).mul_add(1.192_092_9e-7, -127.0)
+}
+
 /// The greater of `greatest` and the scores of 16 keys, each with the scale of its value, in units of log2.
 #[device]
 #[inline(always)]
@@ -312,7 +329,7 @@ pub fn greatest_score<const FORMAT: u32, const T: usize>(
     for h in 0..2usize {
         let mut scale = 0.0;
         if is_codes(FORMAT) {
-            scale = value_scales[h].log2().max(MIN_SCALE);
+            scale = log2_near(value_scales[h]).max(MIN_SCALE);
         }
         for t in 0..T {
             for n in 0..2usize {
@@ -370,10 +387,12 @@ pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
 ) -> [[[f32; 2]; 2]; T] {
     let mut probs = [[[0.0; 2]; 2]; T];
     for t in 0..T {
-        for h in 0..2usize {
-            for n in 0..2usize {
-                let score = scores[t][h][n];
-                let p = select(score == f32::NEG_INFINITY, 0.0, (score - state.row_max[t][n]).exp2());
+        for n in 0..2usize {
+            // A row that has seen no key has scores of `-inf` alone.
+            let row_max = state.row_max[t][n];
+            let reference = select(row_max == f32::NEG_INFINITY, 0.0, row_max);
+            for h in 0..2usize {
+                let p = (scores[t][h][n] - reference).exp2();
                 state.row_sum[t][n] += p;
                 probs[t][h][n] = p;
                 if is_codes(FORMAT) {
@@ -396,11 +415,11 @@ pub fn probabilities<const FORMAT: u32, const N: usize, const T: usize>(
 
 /// Whether a value that the SIMD group has loaded is NaN or infinite.
 #[device]
-pub fn any_nonfinite<const FORMAT: u32, const W: usize>(values: ValueWords<W>) -> bool {
+pub fn any_nonfinite<const FORMAT: u32, const D: usize, const W: usize>(values: ValueWords<W>) -> bool {
     let mut found = false;
     if may_be_nonfinite(FORMAT) {
         for n in 0..4usize {
-            found = found || has_nonfinite::<FORMAT, W>(values.words[n]);
+            found = found || has_nonfinite::<FORMAT, D, 8, W>(values.words[n]);
         }
         found = simd_any(found);
     }
@@ -424,29 +443,63 @@ pub fn pv_tile<
     values: ValueWords<W>,
     levels: Levels,
     codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
 ) {
-    let lane = matrix_row();
-    for h in 0..2usize {
-        let even_pairs = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h], lane, levels, codebooks);
-        let a = with_half_norms::<FORMAT, D, 8, P>(even_pairs, lane, values.halves[2 * h]);
-        let odd_pairs = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h + 1], lane, levels, codebooks);
-        let b = with_half_norms::<FORMAT, D, 8, P>(odd_pairs, lane, values.halves[2 * h + 1]);
-        for t in 0..T {
-            let p = right::<V>(probs[t][h][0], probs[t][h][1]);
-            for i in 0..N {
-                let mut first = left::<V>(a[P / N * i], b[P / N * i]);
-                let mut second = left::<V>(a[P / N * (i + 1) - 1], b[P / N * (i + 1) - 1]);
-                if P == N {
-                    // Words of two coordinates of one key become words of two keys of one coordinate.
-                    let even = byte_permute(a[i], b[i], 0x5410);
-                    let odd = byte_permute(a[i], b[i], 0x7632);
-                    first = left::<V>(even, even);
-                    second = left::<V>(odd, odd);
-                }
-                state.out[t][i] = multiply_add::<V>([first, second], p, state.out[t][i]);
-            }
+    let low = value_lefts::<V, FORMAT, D, W, P, N>(values, 0, levels, codebooks, nibbles);
+    let high = value_lefts::<V, FORMAT, D, W, P, N>(values, 1, levels, codebooks, nibbles);
+    for t in 0..T {
+        let p = right::<V>(probs[t][0][0], probs[t][0][1]);
+        let p_next = right::<V>(probs[t][1][0], probs[t][1][1]);
+        for i in 0..N {
+            state.out[t][i] = multiply_add_twice::<V>(low[i], p, high[i], p_next, state.out[t][i]);
         }
     }
+}
+
+/// Left operands of the coordinates of 8 values, from value `8 h` on.
+#[device]
+#[inline(always)]
+fn value_lefts<
+    V: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const W: usize,
+    const P: usize,
+    const N: usize,
+>(
+    values: ValueWords<W>,
+    h: usize,
+    levels: Levels,
+    codebooks: &Buffer<f32>,
+    nibbles: &Shared<u8>,
+) -> [[Left<V>; 2]; N] {
+    let lane = matrix_row();
+    let mut lefts = [[left::<V>(0u32, 0u32); 2]; N];
+    if P == N {
+        let rows = [values.words[2 * h], values.words[2 * h + 1]];
+        let even = scale_of::<FORMAT, D>(values.scales[2 * h]);
+        let odd = scale_of::<FORMAT, D>(values.scales[2 * h + 1]);
+        let words = transposed_pairs::<FORMAT, D, 8, W, P>(
+            rows,
+            [even.halves, odd.halves],
+            lane,
+            levels,
+            codebooks,
+            nibbles,
+        );
+        for i in 0..N {
+            lefts[i] =
+                [left::<V>(words.first[i], words.first[i]), left::<V>(words.second[i], words.second[i])];
+        }
+    } else {
+        // Words of f32, of elements alone.
+        let even = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h], lane, levels, codebooks, nibbles);
+        let odd = pairs::<FORMAT, D, 8, W, P>(values.words[2 * h + 1], lane, levels, codebooks, nibbles);
+        for i in 0..N {
+            lefts[i] = [left::<V>(even[2 * i], odd[2 * i]), left::<V>(even[2 * i + 1], odd[2 * i + 1])];
+        }
+    }
+    lefts
 }
 
 /// Adds `p v` of a group of keys, key by key, where a value is not finite: `0 v` of a hidden key would not

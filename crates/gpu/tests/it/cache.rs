@@ -4,7 +4,6 @@ use flashtile_core::cache::{
     CacheDesc, CacheError, CacheLayout, CacheShape, KeyMean, KvCache, PageCopy, PageStore,
 };
 use flashtile_core::codec::{Codec, EncodeError};
-use flashtile_core::plan::Unsupported;
 use flashtile_gpu::cache::{GpuRows, GpuStore, StoreError};
 use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::kernels::cache::{copy_rows, read_codes, read_elements};
@@ -39,6 +38,10 @@ fn find(wanted: &Instance) -> Option<Instance> {
         Tq3 80;
         Tq4 128;
         Tq6 160;
+        Tq5 72;
+        Tq3 33;
+        Int8 100;
+        Fp8 7;
         MlxTq4 256;
         MlxTq8 256;
         MlxTq5Plain 512;
@@ -87,6 +90,14 @@ fn codes_in_every_layout_are_those_of_the_host() {
 }
 
 #[test]
+fn codes_of_any_dimension_are_those_of_the_host() {
+    let mut learned = desc(PAGED, (Codec::Tq5, 72), (Codec::Tq3, 33));
+    learned.key_mean = KeyMean::Learned;
+    agree(learned, ScalarType::F32, 40);
+    agree(desc(CONTIGUOUS, (Codec::Int8, 100), (Codec::Fp8, 7)), ScalarType::F32, 40);
+}
+
+#[test]
 fn elements_of_any_dimension_are_those_of_the_host() {
     agree(desc(PAGED, (Codec::F32, 17), (Codec::F16, 40)), ScalarType::F32, 60);
     agree(desc(RING, (Codec::BF16, 9), (Codec::BF16, 8)), ScalarType::Bf16, 60);
@@ -106,7 +117,7 @@ fn rows_that_are_not_stored_are_told() {
     let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 3, 64], strides: [0, 64, 128, 1] };
     cache.append(&[(seq, 3)], &[(of(&good), of(&good)), (of(&good), of(&bad))]).unwrap();
     let refused = cache.check_stored().unwrap_err();
-    let expected = CacheError::Row { tensor: "v", head: 1, row: 2, why: EncodeError::NotFinite };
+    let expected = CacheError::Row { layer: 1, tensor: "v", head: 1, row: 2, why: EncodeError::NotFinite };
     assert_eq!(refused, StoreError::Cache(expected));
     // It is told once.
     cache.check_stored().unwrap();
@@ -126,7 +137,7 @@ fn a_row_that_is_not_stored_has_its_number_in_the_tensor() {
     let of = |memory| GpuRows { view: Memory::view(memory), shape: [1, 2, 20, 64], strides: [0, 64, 128, 1] };
     cache.append(&[(seq, 20)], &[(of(&bad), of(&good)), (of(&good), of(&good))]).unwrap();
     let refused = cache.check_stored().unwrap_err();
-    let expected = CacheError::Row { tensor: "k", head: 0, row: 15, why: EncodeError::NotFinite };
+    let expected = CacheError::Row { layer: 0, tensor: "k", head: 0, row: 15, why: EncodeError::NotFinite };
     assert_eq!(refused, StoreError::Cache(expected));
 }
 
@@ -150,15 +161,4 @@ fn rows_outside_the_pages_are_a_mistake() {
     let desc = desc(PAGED, (Codec::F32, 17), (Codec::F32, 17));
     let mut store = GpuStore::with_native(Simulator::new(), &desc, Some(find)).unwrap();
     let _ = store.copy(&[PageCopy { from: 14, to: 0, rows: 0..1 }]);
-}
-
-#[test]
-fn what_no_kernel_stores_is_refused_before_memory_is_taken() {
-    let odd = desc(PAGED, (Codec::Int8, 40), (Codec::F32, 40));
-    let refused = GpuStore::with_native(Simulator::new(), &odd, Some(find)).unwrap_err();
-    let expected = Unsupported::HeadDim { name: "head_dim", got: 40, step: 16, max: 512 };
-    assert_eq!(refused, StoreError::Unsupported(expected));
-    let unrotated = desc(PAGED, (Codec::F32, 40), (Codec::Tq4, 112));
-    let refused = GpuStore::with_native(Simulator::new(), &unrotated, Some(find)).unwrap_err();
-    assert_eq!(refused, StoreError::Unsupported(Unsupported::Rotation { codec: Codec::Tq4, got: 112 }));
 }

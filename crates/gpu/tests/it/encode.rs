@@ -1,19 +1,20 @@
 //! Rows are encoded as the CPU encodes them, byte for byte.
 
 use flashtile_core::codec::Codec;
-use flashtile_core::codec::{CodePages, Coder, EncodeError, MAX_NORM, Side};
+use flashtile_core::codec::{CodePages, Coder, EncodeError, MAX_NORM, Side, level_factor};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::IsaToken;
 use flashtile_gpu::encoding::{self, Appended};
 use flashtile_gpu::kernels::encode;
 use flashtile_gpu::kernels::encode::Rows;
+use flashtile_gpu::kernels::{octet, quantize};
 use flashtile_gpu::native_encode;
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::{Device, Generic, Instance, Scalar, bf16, f16};
 use flashtile_testkit::Rng;
 use half::slice::HalfFloatSliceExt;
 
-const DIMS: [usize; 9] = [16, 48, 64, 80, 96, 128, 192, 256, 512];
+const DIMS: [usize; 14] = [1, 16, 33, 48, 64, 72, 80, 96, 128, 130, 192, 256, 300, 512];
 
 /// Native code of the instances that the tests need.
 fn find(generics: &[Generic]) -> Instance {
@@ -30,7 +31,7 @@ fn find(generics: &[Generic]) -> Instance {
             )*]
         };
     }
-    let rotated = instances!(16 48 64 80 96 128 192 256 512);
+    let rotated = instances!(1 16 33 48 64 72 80 96 128 130 192 256 300 512);
     let others = [
         native_encode!(f32, 10, 256),
         native_encode!(f32, 10, 512),
@@ -180,7 +181,7 @@ pub(super) fn run_on(
     let runs = encoding::runs(&case.runs, heads as u32).unwrap();
     let (means, factors) = (Memory::from_slice(&mean), flashtile_gpu::codecs::factors(codec, dim));
     let (factors, numbers) =
-        (Memory::from_slice(&factors), Memory::from_slice(&encoding::encode_table(codec)));
+        (Memory::from_slice(&factors), Memory::from_slice(&encoding::encode_table(codec, dim)));
     let (table, runs) = (Memory::from_slice(&case.table), Memory::from_slice(&runs));
     encode::encode::Call {
         x: held.view(),
@@ -320,12 +321,14 @@ const ROWS: [u32; 5] = [1, 33, 0, 31, 3];
 
 #[test]
 fn runs_of_different_numbers_of_rows() {
-    for page in [1, 3, 8, 31, 33, 40] {
-        let mut case = Case::new(Codec::Tq5, Side::Keys, 80);
-        (case.dtype, case.page) = (Dtype::BF16, page);
-        (case.runs, case.table, case.width) = runs_of(&ROWS, page);
-        case.pages = case.table.len();
-        all_kinds(&case, page as u64);
+    for (codec, dim, dtype) in [(Codec::Tq5, 80, Dtype::BF16), (Codec::Tq4, 128, Dtype::F16)] {
+        for page in [1, 3, 8, 31, 33, 40] {
+            let mut case = Case::new(codec, Side::Keys, dim);
+            (case.dtype, case.page) = (dtype, page);
+            (case.runs, case.table, case.width) = runs_of(&ROWS, page);
+            case.pages = case.table.len();
+            all_kinds(&case, page as u64);
+        }
     }
 }
 
@@ -378,21 +381,21 @@ fn f64_is_reproduced() {
     let mut rng = Rng::new(17);
     for _ in 0..1_000_000 {
         let (a, b, c) = (integer(&mut rng, 63), integer(&mut rng, 32) as u32, integer(&mut rng, 31) as u32);
-        assert_eq!(encode::rounded(a, false, 0), (a as f64).to_bits(), "{a}");
+        assert_eq!(quantize::rounded(a, false, 0), (a as f64).to_bits(), "{a}");
         let ratio = a as f64 / f64::from(b);
-        assert_eq!(encode::quotient((a as f64).to_bits(), b), ratio.to_bits(), "{a} / {b}");
+        assert_eq!(quantize::quotient((a as f64).to_bits(), b), ratio.to_bits(), "{a} / {b}");
         let factor = c as f32 * 1e-9;
         let product = ratio * f64::from(factor);
         assert_eq!(
-            encode::product(ratio.to_bits(), factor.to_bits()),
+            quantize::product(ratio.to_bits(), factor.to_bits()),
             product.to_bits(),
             "{ratio} * {factor}"
         );
-        assert_eq!(encode::narrowed(product.to_bits()), product as f32, "{product}");
+        assert_eq!(quantize::narrowed(product.to_bits()), product as f32, "{product}");
         // Halves of an f32's last bit.
         let half = f64::from(factor) + f64::from(factor.next_up() - factor) / 2.0;
         for x in [half, half.next_down(), half.next_up()] {
-            assert_eq!(encode::narrowed(x.to_bits()), x as f32, "{x}");
+            assert_eq!(quantize::narrowed(x.to_bits()), x as f32, "{x}");
         }
     }
 }
@@ -414,49 +417,50 @@ fn scales_are_those_of_f64() {
             let scale = f16::from_f32(
                 (ratio * f64::from(most / 32767.0) * f64::from(flashtile_core::codec::SCALE_UNIT)) as f32,
             );
-            let got = encode::scale_of(energy, products as u32, squares as u32, most, unbiased);
+            let got = quantize::scale_of(energy, products as u32, squares as u32, most, unbiased);
             assert_eq!(got, u32::from(scale.to_bits()), "{energy} {products} {squares} {most} {unbiased}");
         }
     }
 }
 
-/// What the encoder of the CPU computes in f64.
-fn factor(bits: usize, dim: usize, energy: u64, trial: u32) -> u32 {
-    let unit = f64::from(2 << 16) * [84.1, 45.3, 45.2, 29.0, 28.8][bits - 2];
-    let rms = (energy as f64 / dim as f64).sqrt();
-    let x = unit / (rms * (f64::from(72 + 5 * trial) / 100.0));
-    (x + (1u64 << 52) as f64).to_bits() as u16 as u32
-}
+/// Levels of 2 to 6 bits.
+const LEVELS: [Codec; 5] = [Codec::Tq2, Codec::Tq3, Codec::Tq4, Codec::Tq5, Codec::Tq6];
 
-/// Goes through the steps of both functions of the energy: each falls, so that they are equal where they are next to steps.
+/// Goes through the steps of both functions of the energy, f64 and exact: each falls, so that they are equal where they are
+/// next to steps, and differ where the host says so.
 fn same_factors<const FORMAT: u32, const D: usize>() {
-    let bits = FORMAT as usize - 3;
-    let hundredfold = u128::from(encode::hundredfold(FORMAT));
+    let codec = LEVELS[FORMAT as usize - 5];
+    let hundredfold = u128::from(quantize::hundredfold(FORMAT));
     let square = (1u128 << 36) * hundredfold * hundredfold * D as u128;
     let (least, most) = (32767u64 * 32767, D as u64 * 32767 * 32767);
-    let mut steps = 0;
     for trial in 0..8 {
-        let (low, high) = (factor(bits, D, most, trial), factor(bits, D, least, trial));
+        let steps = encoding::f64_steps(codec, D, trial);
+        assert!(
+            steps.len() <= if octet::in_octets(FORMAT, D as u32) { 1 } else { 4 },
+            "{codec} {D} {steps:?}"
+        );
+        let wanted = |energy| u32::from(level_factor(codec, D, energy, trial as usize).unwrap());
+        let factor = |energy| {
+            let at = steps.iter().fold(energy, |at, step| quantize::stepped(energy, *step, at));
+            quantize::factor_of::<FORMAT, D>(at, trial)
+        };
+        let (low, high) = (wanted(most), wanted(least));
         assert!(low > 1 && high < 1 << 15);
         for energy in [least, most] {
-            assert_eq!(encode::factor_of::<FORMAT, D>(energy, trial), factor(bits, D, energy, trial));
+            assert_eq!(factor(energy), wanted(energy));
         }
         for n in low..high {
             // The greatest energy for which the exact quotient is above n + 1/2.
             let root = u128::from((2 * n + 1) * (72 + 5 * trial));
-            assert_ne!(square % (root * root), 0, "a tie");
             let last = (square / (root * root)) as u64;
-            for energy in (last - 1..=last + 2).filter(|energy| (least..=most).contains(energy)) {
-                let want = factor(bits, D, energy, trial);
-                let got = encode::factor_of::<FORMAT, D>(energy, trial);
-                assert_eq!(got, want, "{bits} bits of {D}, trial {trial}, energy {energy}");
+            for energy in (last - 2..=last + 3).filter(|energy| (least..=most).contains(energy)) {
+                assert_eq!(factor(energy), wanted(energy), "{codec} of {D}, trial {trial}, energy {energy}");
             }
             // Both are n + 1 up to their step, and n behind it.
-            assert_eq!((factor(bits, D, last - 1, trial), factor(bits, D, last + 2, trial)), (n + 1, n));
-            steps += 1;
+            let next_to_step = [last - 2, last + 3].map(|energy| wanted(energy.clamp(least, most)));
+            assert!(next_to_step[0] == n + 1 && next_to_step[1] == n || D == 1, "{codec} of {D}");
         }
     }
-    assert!(steps > 300, "{steps}");
 }
 
 #[test]
@@ -470,7 +474,31 @@ fn factors_are_those_of_f64_for_every_energy() {
             same_factors::<9, $dim>();
         )*};
     }
-    dims!(16 32 48 64 80 96 128 160 192 256 320 384 512);
+    dims!(1 2 7 16 32 48 64 72 80 96 100 128 144 160 192 256 288 320 384 417 486 512);
+}
+
+#[test]
+fn few_energies_have_other_factors_in_f64() {
+    let steps =
+        |codec, dim| (0..8).map(|trial| encoding::f64_steps(codec, dim, trial).len()).collect::<Vec<_>>();
+    let all: Vec<usize> =
+        LEVELS.into_iter().flat_map(|codec| (1..=512).flat_map(move |dim| steps(codec, dim))).collect();
+    assert_eq!((all.iter().sum::<usize>(), all.iter().max()), (283, Some(&4)));
+}
+
+#[test]
+fn half_levels_of_octets_are_the_products_of_integers() {
+    for factor in 300..1u32 << 13 {
+        let unit = octet::unit_of(factor);
+        let half_levels = |x: u32| octet::half_levels_of(octet::entry_of(x as f32, unit));
+        for n in 0..255u32 {
+            // The first coordinate with more half levels.
+            let x = ((n + 1) << 16).div_ceil(factor);
+            let last = (n + 1).min(254);
+            assert_eq!((half_levels(x - 1), half_levels(x)), (n.min(254), last), "{factor}: {x}");
+        }
+        assert_eq!((half_levels(0), half_levels(32767)), (0, ((32767 * factor) >> 16).min(254)), "{factor}");
+    }
 }
 
 #[test]
@@ -479,7 +507,7 @@ fn numbers_of_e4m3_are_those_of_the_cpu() {
     for bits in (0..1u64 << 32).step_by(1 << 12).flat_map(|bits| [bits, bits + 1, bits + 0xfff]) {
         let x = f32::from_bits(bits as u32);
         if x.is_finite() {
-            assert_eq!(encode::e4m3_of(x), u32::from(flashtile_core::codec::e4m3(x)), "{x}");
+            assert_eq!(quantize::e4m3_of(x), u32::from(flashtile_core::codec::e4m3(x)), "{x}");
         }
     }
 }

@@ -15,7 +15,7 @@ use flashtile_gpu::kernels::mask_tiles::{Mask, mask_tiles};
 use flashtile_gpu::kernels::merge::{Merge, merge};
 use flashtile_gpu::kernels::rotation::hadamard;
 use flashtile_gpu::registry::instances;
-use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_kernel::simulator::{Memory, Simulator};
 use flashtile_kernel::source::Instance;
 use flashtile_kernel::{Argument, Device, Generic, Launch, Plain, Scalar, ScalarType, Target, bf16, f16};
@@ -233,10 +233,10 @@ impl Runner for MetalRunner {
 }
 
 /// Two SIMD groups in each of two splits.
-const DECODE: Tile = Tile { rows: 1, keys: 1, simds: 2, splits: 2 };
+const DECODE: Tiling = PortableTile::new(8, 16, 2, 1).with_splits(2);
 
 /// Two SIMD groups of 16 rows, blocks of 32 keys.
-const PREFILL: PrefillTile = PrefillTile { simd_rows: 1, keys: 2, simds: 2, resident: 1 };
+const PREFILL: PortableTile = PortableTile::prefill(32, 32, 2, 1);
 
 /// Runs the cases that a device takes; at least `at_least` must pass.
 fn agree_with_the_oracle(cases: impl Iterator<Item = Case>, tiling: impl Into<Tiling>, at_least: usize) {
@@ -421,15 +421,20 @@ fn merged_parts_are_the_simulators_bit_for_bit() {
 #[test]
 fn codes_of_rows_are_those_of_the_cpu() {
     let Some(device) = Metal::find() else { return };
-    let dim = |codec: Codec| [80, 64, 256].into_iter().find(|dim| codec.supports(*dim)).unwrap();
-    let codecs: Vec<Codec> = Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none()).collect();
-    let failed = each(&codecs, |&codec| {
-        let case = Rows::new(codec, Side::Keys, dim(codec));
-        let generics = encoding::encode_generics(codec, Dtype::F32, dim(codec));
+    // Rows in threadgroup memory, and in registers.
+    let dims = |codec: &Codec| {
+        [80, 128, 256].into_iter().filter(|dim| codec.supports(*dim)).take(2).collect::<Vec<_>>()
+    };
+    let codecs = Codec::ALL.into_iter().filter(|codec| codec.dtype().is_none());
+    let all: Vec<(Codec, usize)> =
+        codecs.flat_map(|codec| dims(&codec).into_iter().map(move |dim| (codec, dim))).collect();
+    let failed = each(&all, |&(codec, dim)| {
+        let case = Rows::new(codec, Side::Keys, dim);
+        let generics = encoding::encode_generics(codec, Dtype::F32, dim);
         let instance = encode::encode::specialise(&generics).map_err(|why| why.to_string())?;
-        let (mut rng, coder) = (Rng::new(11), Coder::new(codec, dim(codec)).unwrap());
+        let (mut rng, coder) = (Rng::new(11), Coder::new(codec, dim).unwrap());
         run_on(&device, &instance, &case, &mut |n| {
-            vector(&mut rng, &coder, dim(codec), n).iter().map(|x| x * 0.9).collect()
+            vector(&mut rng, &coder, dim, n).iter().map(|x| x * 0.9).collect()
         });
         Ok(())
     });

@@ -194,7 +194,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
     assert_eq!(rotated(6, 2, &factors), "x and out hold the rows");
     assert_eq!(
         rotated(5, 2, &Memory::from_slice(&[0.0f32; 64])),
-        "a factor for each coordinate, and the root"
+        "a factor for each coordinate, and a root for each block"
     );
 
     let (mask, mut tiles) = (Memory::from_slice(&[0u8; 64]), Memory::uninit::<u8>(4));
@@ -219,7 +219,7 @@ fn launches_that_are_not_the_kernels_are_refused() {
     assert_eq!(refused(1, [2, 2, 2]), "a byte for each group");
 
     let (words, mut pages, mut status) =
-        (Memory::from_slice(&[0u32; 256]), Memory::from_slice(&[0u8; 64]), Memory::from_slice(&[0u32]));
+        (Memory::from_slice(&[0u32; 320]), Memory::from_slice(&[0u8; 64]), Memory::from_slice(&[0u32]));
     let mut appended = |runs: u32, page: u32, centered: bool| {
         let call = encode::encode::Call {
             x: x.view(),
@@ -237,9 +237,9 @@ fn launches_that_are_not_the_kernels_are_refused() {
         };
         broken(call.launch_instance(&simulator, &native_encode!(f32, 3, 64)))
     };
-    assert_eq!(appended(33, 8, false), "a run for each y");
-    assert_eq!(appended(32, 0, false), "pages have rows");
-    assert_eq!(appended(32, 8, true), "a mean for each head");
+    assert_eq!(appended(41, 8, false), "a run for each y");
+    assert_eq!(appended(40, 0, false), "pages have rows");
+    assert_eq!(appended(40, 8, true), "a mean for each head");
 }
 
 #[test]

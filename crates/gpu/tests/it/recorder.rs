@@ -6,7 +6,7 @@ use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::problem::{HeadShape, ProblemDesc, SeqLens, Visibility};
 use flashtile_gpu::cache::{GpuRows, GpuStore};
-use flashtile_gpu::facts::GpuFacts;
+use flashtile_gpu::machines;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, Launch, ScalarType, Span, View, ViewMut};
@@ -99,15 +99,34 @@ fn a_step_over_a_cache_takes_no_memory_and_does_not_wait() {
     }
 }
 
-const FACTS: GpuFacts = GpuFacts {
-    cores: 10,
-    shared_per_group: 32 << 10,
-    shared_per_core: 64 << 10,
-    reserved_shared: 0,
-    registers_per_core: 1 << 16,
-    multiplies_bf16: true,
-    max_groups: 65535,
-};
+#[test]
+fn a_snapshot_is_a_few_transfers() {
+    let layout = CacheLayout::Paged { pages: 64, page_size: 16 };
+    let shape = CacheShape { layers: 2, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let recorder = Recorder::default();
+    let store = GpuStore::new(&recorder, &CacheDesc::new(layout, shape, Codec::Int8)).unwrap();
+    let mut cache = KvCache::with_store(store).unwrap();
+    let [a, b] = [cache.create().unwrap(), cache.create().unwrap()];
+    // Pages of the sequences take turns.
+    for _ in 0..10 {
+        for seq in [a, b] {
+            cache.extend(&[(seq, 16)]).unwrap();
+        }
+    }
+    let taken = || std::mem::take(&mut *recorder.0.borrow_mut());
+    taken();
+    let snapshot = cache.snapshot(a).unwrap();
+    // Keys and values of two layers.
+    assert_eq!(taken(), Record { reads: 4, ..Record::default() });
+    // Whole pages are not read before they are written.
+    cache.restore(&snapshot).unwrap();
+    assert_eq!(taken(), Record { writes: 4, ..Record::default() });
+    cache.extend(&[(a, 3)]).unwrap();
+    let snapshot = cache.snapshot(a).unwrap();
+    taken();
+    cache.restore(&snapshot).unwrap();
+    assert_eq!(taken(), Record { reads: 4, writes: 4, ..Record::default() });
+}
 
 #[test]
 fn a_step_of_decoding_takes_no_memory_and_does_not_wait() {
@@ -119,7 +138,7 @@ fn a_step_of_decoding_takes_no_memory_and_does_not_wait() {
     desc.v = Codec::BF16;
     let recorder = Recorder::default();
     let mut cache = KvCache::with_store(GpuStore::new(&recorder, &desc).unwrap()).unwrap();
-    let mut session = Session::new(&recorder, FACTS);
+    let mut session = Session::new(&recorder, machines::M5);
     let sequences = [cache.create().unwrap(), cache.create().unwrap()];
     let x = memory(ScalarType::Bf16, 600 * 8 * 64);
     let mut out = memory(ScalarType::Bf16, 600 * 8 * 64);
@@ -168,7 +187,7 @@ fn a_call_of_the_same_description_only_launches() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len: 5000 }; 3]);
     let recorder = Recorder::default();
-    let mut session = Session::new(&recorder, FACTS);
+    let mut session = Session::new(&recorder, machines::M5);
     let splits = session.plan(&desc).unwrap().splits() as u32;
     let codes = CacheDesc::new(
         CacheLayout::Contiguous { slots: 3, capacity: 5000 },
@@ -208,7 +227,7 @@ fn descriptions_in_turns_keep_their_plans() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = |kv_len| ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len }]);
     let recorder = Recorder::default();
-    let mut session = Session::new(&recorder, FACTS);
+    let mut session = Session::new(&recorder, machines::M5);
     for len in 480..540 {
         for _layer in 0..3 {
             session.plan(&desc(len)).unwrap();

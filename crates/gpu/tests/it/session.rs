@@ -42,10 +42,14 @@ fn agrees<D: HostAccess>(session: &mut Session<D>, desc: &ProblemDesc, inputs: &
 fn on_cuda() -> Option<Session<Gpu>> {
     let facts = GpuFacts {
         cores: 40,
+        simds_per_core: 32,
+        threads_per_group: 1024,
         shared_per_group: 48 << 10,
         shared_per_core: 64 << 10,
         reserved_shared: 1 << 10,
         registers_per_core: 1 << 16,
+        registers_per_thread: 256,
+        multiplies_f32: false,
         multiplies_bf16: false,
         max_groups: 65535,
     };

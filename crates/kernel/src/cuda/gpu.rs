@@ -225,7 +225,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::Driver`], also where there is not enough.
     pub fn uninit<T: Scalar>(&self, len: usize) -> Result<Memory, Error> {
-        Memory::allocate(&self.shared.context, T::TYPE, len)
+        Memory::uninit(&self.shared.context, T::TYPE, len)
     }
 
     /// Memory that someone else has allocated: `len` elements at a device address.
@@ -331,13 +331,13 @@ impl Device for Gpu {
 
 impl HostAccess for Gpu {
     fn zeroed(&self, element: ScalarType, len: usize) -> Result<Memory, Error> {
-        let memory = Memory::allocate(&self.shared.context, element, len)?;
+        let mut memory = Memory::uninit(&self.shared.context, element, len)?;
         memory.fill_zero(&self.stream)?;
         Ok(memory)
     }
 
     fn uninit(&self, element: ScalarType, len: usize) -> Result<Memory, Error> {
-        Memory::allocate(&self.shared.context, element, len)
+        Memory::uninit(&self.shared.context, element, len)
     }
 
     fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), Error> {

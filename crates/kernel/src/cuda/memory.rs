@@ -9,10 +9,11 @@ use cudarc::driver::sys::CUstreamCaptureStatus;
 use cudarc::driver::{CudaContext, CudaStream, result};
 use std::sync::Arc;
 
-/// Memory of a device: scalars of one type, allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from) or
-/// [`Gpu::uninit`](super::Gpu::uninit), or borrowed by [`Gpu::borrow`](super::Gpu::borrow).
+/// Memory of a device: scalars of one type, allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from),
+/// [`Gpu::uninit`](super::Gpu::uninit) or [`Memory::uninit`], or borrowed by [`Gpu::borrow`](super::Gpu::borrow).
 ///
-/// Allocated memory starts at a multiple of 256 bytes, and is freed when the value is dropped and all work of the device has ended.
+/// Allocated memory starts at a multiple of 256 bytes. It belongs to no stream: it is freed when the value is dropped and all work of the
+/// device has ended, on whatever stream it was used.
 #[derive(Debug)]
 pub struct Memory {
     context: Arc<CudaContext>,
@@ -23,11 +24,11 @@ pub struct Memory {
 }
 
 impl Memory {
-    pub(super) fn allocate(
-        context: &Arc<CudaContext>,
-        element: ScalarType,
-        len: usize,
-    ) -> Result<Self, Error> {
+    /// Memory of a context's device for `len` uninitialised elements: reading them gives any values.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also where there is not enough.
+    pub fn uninit(context: &Arc<CudaContext>, element: ScalarType, len: usize) -> Result<Self, Error> {
         let bytes = len.saturating_mul(element.bytes());
         let failed = || Error::driver(format!("{bytes} bytes of memory"));
         context.bind_to_thread().map_err(failed())?;
@@ -138,8 +139,11 @@ impl Memory {
         Ok(())
     }
 
-    /// Fills the memory with zeros, on a stream.
-    pub(super) fn fill_zero(&self, stream: &CudaStream) -> Result<(), Error> {
+    /// Fills the memory with zeros, on a stream: whoever launches work over the memory does so on the same.
+    ///
+    /// # Errors
+    /// [`Error::Driver`].
+    pub fn fill_zero(&mut self, stream: &CudaStream) -> Result<(), Error> {
         let failed = || Error::driver("zeros on the device");
         self.context.bind_to_thread().map_err(failed())?;
         if self.bytes() == 0 {
@@ -149,8 +153,15 @@ impl Memory {
         unsafe { result::memset_d8_async(self.at, 0, self.bytes(), stream.cu_stream()) }.map_err(failed())
     }
 
-    /// Copies bytes to those from byte `at` on, on a stream: whoever launches work over the memory does so on the same.
-    pub(super) fn write_on(&mut self, stream: &CudaStream, at: usize, bytes: &[u8]) -> Result<(), Error> {
+    /// Copies bytes to those from byte `at` on, on a stream: whoever launches work over the memory does so on the same. The bytes have
+    /// been read when this returns.
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also where the stream captures a graph.
+    ///
+    /// # Panics
+    /// If the bytes do not lie inside.
+    pub fn write_on(&mut self, stream: &CudaStream, at: usize, bytes: &[u8]) -> Result<(), Error> {
         self.assert_inside(at, bytes.len());
         let failed = || Error::driver("copy to the device");
         self.context.bind_to_thread().map_err(failed())?;
@@ -168,7 +179,13 @@ impl Memory {
     }
 
     /// Copies bytes from byte `at` on, when the work that writes them has ended.
-    pub(super) fn read_after(&self, at: usize, bytes: &mut [u8]) -> Result<(), Error> {
+    ///
+    /// # Errors
+    /// [`Error::Driver`], also of work that failed.
+    ///
+    /// # Panics
+    /// If the bytes do not lie inside.
+    pub fn read_after(&self, at: usize, bytes: &mut [u8]) -> Result<(), Error> {
         self.assert_inside(at, bytes.len());
         let failed = || Error::driver("copy from the device");
         self.context.bind_to_thread().map_err(failed())?;
@@ -210,10 +227,11 @@ fn bytes_of<T: Scalar>(values: &[T]) -> &[u8] {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        if self.owned {
+        // A process that ends may have no driver any longer, which frees the memory itself.
+        if self.owned && self.context.bind_to_thread().is_ok() {
             // An error here belongs to earlier work, and is reported to whoever waits for that work.
             let _ = self.context.synchronize();
-            // SAFETY: allocated by `allocate`; no work is left that accesses it.
+            // SAFETY: allocated by `uninit`; no work is left that accesses it.
             let _ = unsafe { result::free_sync(self.at) };
         }
     }

@@ -11,15 +11,14 @@ use flashtile_core::reference;
 use flashtile_core::tensor::{TensorView, TensorViewMut, dense};
 use flashtile_gpu::codecs::format_id;
 use flashtile_gpu::session::Session;
-use flashtile_gpu::shape::{PrefillTile, Tile, Tiling};
-use flashtile_gpu::tile::default_prefill_tile;
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_gpu::upload::{Results, Uploaded};
 use flashtile_kernel::HostAccess;
 use flashtile_kernel::source::Shape;
 use std::ops::Range;
 
 /// The tile of prefill that the simulator has native code for.
-const PREFILL_TILE: PrefillTile = PrefillTile { simd_rows: 1, keys: 1, simds: 2, resident: 1 };
+const PREFILL_TILE: PortableTile = PortableTile::prefill(32, 16, 2, 1);
 
 fn message(error: impl std::fmt::Display) -> String {
     error.to_string()
@@ -97,7 +96,7 @@ struct Decoded {
     keys: usize,
     heads: HeadShape,
     codec: Codec,
-    tile: Tile,
+    tiling: Tiling,
 }
 
 impl Decoded {
@@ -124,7 +123,7 @@ impl Decoded {
     }
 
     fn job(&self) -> Result<(Want, Work), String> {
-        let (Self { batch, keys, heads, codec, tile }, dtype) = (*self, self.dtype());
+        let (Self { batch, keys, heads, codec, tiling }, dtype) = (*self, self.dtype());
         let HeadShape { q_heads, kv_heads, head_dim: dim, .. } = heads;
         let mut q = vec![0u8; batch * q_heads * dim * dtype.bytes()];
         elements(&mut q, dtype, 1);
@@ -144,7 +143,7 @@ impl Decoded {
             want.extend(rows.map(|(head, row)| ((head * batch + sequence) * dim, row.to_vec())));
         }
         let (problem, tables) = (self.problem(batch)?, Some(self.tables(0..batch)));
-        Ok((want, Work { problem, tiling: tile.into(), q, k, v, tables }))
+        Ok((want, Work { problem, tiling, q, k, v, tables }))
     }
 }
 
@@ -161,10 +160,10 @@ pub(super) fn decode(shape: &Shape, find: Option<Find>) -> Result<(Want, Work), 
     }
     let heads = HeadShape { q_heads: q_heads?, kv_heads: kv_heads?, head_dim: dim, value_dim: dim };
     let tile = match find {
-        Some(_) => Tile { rows: 1, keys: 1, simds: 2, splits },
-        None => Tile { splits, ..Tile::of(codec, dim) },
+        Some(_) => PortableTile::new(8, 16, 2, 1),
+        None => PortableTile::default_decode(codec, dim),
     };
-    Decoded { batch, keys, heads, codec, tile }.job()
+    Decoded { batch, keys, heads, codec, tiling: tile.with_splits(splits) }.job()
 }
 
 /// Heads of the rows to merge.
@@ -179,9 +178,9 @@ pub(super) fn merge(shape: &Shape, find: Option<Find>) -> Result<(Want, Work), S
         return Err(format!("{rows} rows are not a multiple of {q_heads} heads"));
     }
     let heads = HeadShape { q_heads, kv_heads: 1, head_dim: dim, value_dim: dim };
-    let tile = Tile { rows: 1, keys: 1, simds: if find.is_some() { 2 } else { 1 }, splits };
-    let keys = 16 * tile.simds * splits;
-    Decoded { batch: rows / q_heads, keys, heads, codec: Codec::BF16, tile }.job()
+    let tile = PortableTile::new(8, 16, if find.is_some() { 2 } else { 1 }, 1);
+    let (keys, tiling) = (tile.keys() * splits, tile.with_splits(splits));
+    Decoded { batch: rows / q_heads, keys, heads, codec: Codec::BF16, tiling }.job()
 }
 
 /// Attention of all rows of dense sequences over all of their keys:
@@ -212,7 +211,7 @@ pub(super) fn prefill(shape: &Shape, find: Option<Find>) -> Result<(Want, Work),
         let inputs = Inputs::new(q?, k?, v?);
         want.push((at * head, reference::attention(&problem(1, 1)?, &inputs).map_err(message)?.out));
     }
-    let tile = if find.is_some() { PREFILL_TILE } else { default_prefill_tile(dim) };
+    let tile = if find.is_some() { PREFILL_TILE } else { PortableTile::default_prefill(dim) };
     let stored = |bytes| Stored::Elements(bytes, dtype, [batch, heads, length, dim]);
     let (problem, k, v) = (problem(batch, heads)?, stored(k), stored(v));
     Ok((want, Work { problem, tiling: tile.into(), q, k, v, tables: None }))

@@ -1,0 +1,103 @@
+//! Names of the portable kernels in plans and reports.
+
+use crate::tile::PortableTile;
+use flashtile_core::codec::Codec;
+use flashtile_core::dtype::Dtype;
+use flashtile_core::problem::Problem;
+
+/// The kernel of the kernel language that a plan starts with, specialised by these constants.
+///
+/// Its name is `{backend}-prefill-{dtype}-d{head_dim}-portable`, or `{backend}-decode-..` where keys are split and partial results merged, with `x{value_dim}` where that differs, `-{codec}` or
+/// `-{k_codec}+{v_codec}` where keys and values are stored in others than the dtype, `-paged` where keys lie in pages, and `-bias` or `-mask`
+/// where scores are modified.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PortableKernel {
+    /// As names of kernels begin: `cuda`.
+    backend: &'static str,
+    dtype: Dtype,
+    head_dim: usize,
+    value_dim: usize,
+    codecs: [Codec; 2],
+    tile: PortableTile,
+    /// Whether keys lie in pages.
+    paged: bool,
+    /// Whether scores are modified: softcap, ALiBi, a tree mask, a mask.
+    has_bias: bool,
+    /// Whether there is a materialised mask.
+    has_mask: bool,
+}
+
+impl PortableKernel {
+    /// The kernel of a problem on a backend, with a tile.
+    #[must_use]
+    pub fn new(backend: &'static str, problem: &Problem, tile: PortableTile) -> Self {
+        let (dims, desc) = (problem.dims(), problem.desc());
+        let has_mask = desc.mask.is_some();
+        Self {
+            backend,
+            dtype: problem.dtype(),
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
+            codecs: [problem.k_codec(), problem.v_codec()],
+            tile,
+            paged: problem.is_cached(),
+            has_bias: has_mask || desc.softcap.is_some() || desc.alibi || desc.tree,
+            has_mask,
+        }
+    }
+
+    /// Whether keys lie in pages.
+    #[must_use]
+    pub const fn is_paged(&self) -> bool {
+        self.paged
+    }
+
+    /// Head dimension.
+    #[must_use]
+    pub const fn head_dim(&self) -> usize {
+        self.head_dim
+    }
+
+    /// Columns of v.
+    #[must_use]
+    pub const fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// How a threadgroup divides its work.
+    #[must_use]
+    pub const fn tile(&self) -> &PortableTile {
+        &self.tile
+    }
+
+    /// Bytes of shared memory of a threadgroup. Of decode: its queries or its outputs in f32, and what each row's scores need. Of prefill: a
+    /// block of keys and one of values.
+    #[must_use]
+    pub const fn shared_bytes(&self) -> usize {
+        self.tile.shared_bytes([self.head_dim, self.value_dim], self.dtype, self.codecs)
+    }
+}
+
+impl std::fmt::Display for PortableKernel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let op = if self.tile.is_prefill() { "prefill" } else { "decode" };
+        write!(f, "{}-{op}-{}-d{}", self.backend, self.dtype, self.head_dim)?;
+        if self.value_dim != self.head_dim {
+            write!(f, "x{}", self.value_dim)?;
+        }
+        match self.codecs {
+            [k, v] if [k, v] == [Codec::of(self.dtype); 2] => {}
+            [k, v] if k == v => write!(f, "-{k}")?,
+            [k, v] => write!(f, "-{k}+{v}")?,
+        }
+        f.write_str("-portable")?;
+        if self.paged {
+            f.write_str("-paged")?;
+        }
+        f.write_str(match (self.has_mask, self.has_bias) {
+            (true, _) => "-mask",
+            (false, true) => "-bias",
+            (false, false) => "",
+        })
+    }
+}
