@@ -120,6 +120,8 @@ def formatting():
 @step("lints", "clippy, on everything")
 def lints():
     run("cargo", "clippy", "--workspace", "--all-targets", "--all-features", "--locked", "--", "-D", "warnings")
+    # The command line without the test kit.
+    run("cargo", "clippy", "-p", "flashtile-cli", "--no-default-features", "--locked", "--", "-D", "warnings")
 
 
 @step("imports", "who imports whom, and planted faults that must be found")

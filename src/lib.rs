@@ -131,6 +131,22 @@ pub use flashtile_cuda as cuda;
 #[doc(inline)]
 pub use flashtile_kernel as kernel;
 
+#[cfg(feature = "simulator")]
+pub mod simulator {
+    //! Attention by the portable GPU kernels on their simulator, which checks every access: a session with the verbs of
+    //! the one on CUDA.
+
+    pub use flashtile_gpu::SessionError;
+    pub use flashtile_gpu::cache::{GpuStore, StoreError};
+    pub use flashtile_gpu::session::Session;
+    pub use flashtile_gpu::simulator::{CODECS, DECODE_TILE, DIMS, PREFILL_TILE, find, no_native, session};
+    pub use flashtile_gpu::tensors::{
+        GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut,
+    };
+    pub use flashtile_gpu::upload::{Results, Uploaded};
+    pub use flashtile_kernel::simulator::{Fault, Memory, Simulator};
+}
+
 #[cfg(feature = "gpu")]
 pub mod kernels {
     //! The portable GPU kernels as data: listed, specialised, and printed as Metal and CUDA.

@@ -6,6 +6,7 @@ use crate::machine;
 use crate::nearest;
 use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, backend};
 use crate::parse::{isa, threads};
+use crate::progress::progress;
 use crate::report::{self, Table};
 use crate::run::dims_json;
 use crate::simulator;
@@ -17,13 +18,11 @@ use flashtile_testkit::{
     Case, CaseResult, CpuRunner, Failure as CaseFailure, Runner, catalogue, conformance, quantized,
     seeded_case,
 };
-use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::process::ExitCode;
-use std::time::Duration;
 
 /// Run the conformance catalogue on every backend and instruction set of this machine
 ///
@@ -234,25 +233,6 @@ fn cases(args: &CheckArgs) -> Result<Vec<Case>> {
         cases = cases.into_iter().map(Case::exact).collect();
     }
     Ok(cases)
-}
-
-/// A progress bar on a terminal, nothing in a pipe.
-pub(crate) fn progress(length: u64) -> ProgressBar {
-    let bar = ProgressBar::new(length);
-    match ProgressStyle::with_template("{spinner} {bar:40} {pos}/{len} {msg}") {
-        Ok(style) => bar.with_style(style),
-        Err(_) => bar,
-    }
-}
-
-/// A progress bar that is drawn at once and again at intervals, for steps that take seconds.
-pub(crate) fn ticking(length: u64) -> ProgressBar {
-    const INTERVAL: Duration = Duration::from_millis(100);
-    let bar = progress(length);
-    if !bar.is_hidden() {
-        bar.enable_steady_tick(INTERVAL);
-    }
-    bar
 }
 
 /// Outcomes of the cases on one runner.

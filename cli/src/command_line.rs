@@ -1,6 +1,7 @@
 //! The command line: its commands, and parser errors on one line.
 
 use crate::bench::BenchArgs;
+#[cfg(feature = "check")]
 use crate::check::CheckArgs;
 use crate::failure::Failure;
 use crate::info::InfoArgs;
@@ -27,6 +28,7 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     Run(RunArgs),
+    #[cfg(feature = "check")]
     Check(CheckArgs),
     Plan(PlanArgs),
     Kv(KvArgs),

@@ -6,6 +6,7 @@ use crate::options::Kernels;
 use flashtile::cuda::Cuda;
 use flashtile::plan::{CudaTile, PortableTile, Sm80Tile};
 use flashtile::{CudaPlan, Problem, Unsupported};
+#[cfg(feature = "check")]
 use flashtile_testkit::{CudaRunner, Runner};
 
 /// The device of a number.
@@ -19,6 +20,7 @@ pub(crate) fn devices() -> Result<Vec<Result<Cuda>>> {
 }
 
 /// The device with aligned tensors, and with tensors at odd addresses.
+#[cfg(feature = "check")]
 pub(crate) fn runners(cuda: Cuda, exact: bool, kernels: Kernels) -> Vec<Box<dyn Runner>> {
     let runner = CudaRunner::new(cuda).exact(exact).with(machine::options(None, kernels));
     vec![Box::new(runner.clone()), Box::new(runner.odd())]

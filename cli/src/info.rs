@@ -1,10 +1,10 @@
 //! `flashtile info`: this machine and what it supports.
 
-use crate::check::ticking;
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::machine::{self, Limit, LimitKind, Unit};
 use crate::parse::threads;
+use crate::progress::ticking;
 use crate::report;
 use crate::simulator;
 use clap::Args;

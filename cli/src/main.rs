@@ -5,6 +5,7 @@ mod bench;
 mod buffer;
 mod cached;
 mod chart;
+#[cfg(feature = "check")]
 mod check;
 mod command_line;
 mod escape;
@@ -24,6 +25,7 @@ mod output;
 mod parse;
 mod picture;
 mod plan;
+mod progress;
 mod report;
 mod run;
 mod select;
@@ -31,6 +33,7 @@ mod shell;
 mod simulator;
 mod svg;
 mod temporary;
+mod timed;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
     };
     finish(match &cli.command {
         Command::Run(args) => run::run(args),
+        #[cfg(feature = "check")]
         Command::Check(args) => check::run(args),
         Command::Plan(args) => plan::run(args),
         Command::Info(args) => info::run(args),

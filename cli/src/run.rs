@@ -14,10 +14,10 @@ use crate::parse;
 use crate::report;
 use crate::select::{Selected, select};
 use crate::simulator;
+use crate::timed::TimedRun;
 use clap::Args;
 use flashtile::cuda::Cuda;
 use flashtile::{Codec, Cpu, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
-use flashtile_testkit::{DevicePlacement, DeviceRun, RunnerError};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -345,11 +345,10 @@ fn on_cuda(
     let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
-    let placement = DevicePlacement::default();
-    let mut run = DeviceRun::new(cuda, &plan, &inputs, &mut outputs, placement)?;
+    let mut run = TimedRun::new(cuda, &plan, &inputs, &outputs)?;
     run.compute(&mut outputs)?;
     let work = Work::of(problem);
-    let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
+    let (seconds, repetitions) = median(|| run.seconds())?;
     let unit = Unit::Cuda(cuda.clone(), problem.dtype());
     let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     Ok(Done {
@@ -454,15 +453,7 @@ fn on_simulator(job: &Job<'_>, results: Results<'_>) -> Result<Done> {
     let inputs = job.inputs()?;
     let mut outputs = results.outputs(job)?;
     let started = Instant::now();
-    let runner = simulator::runner(MAX_SIMULATED)?;
-    runner.run(problem, &inputs, &mut outputs).map_err(|why| match why {
-        RunnerError::Unsupported(why) => {
-            Failure::new(format_args!("{why}; --backend auto, cpu or reference takes this problem"))
-        }
-        // A fault of the kernels, not of the user.
-        RunnerError::Error(fault) => Failure::wrong(fault),
-        _ => Failure::new("the simulator gave no answer"),
-    })?;
+    simulator::compute(MAX_SIMULATED, problem, &inputs, &mut outputs)?;
     let seconds = started.elapsed().as_secs_f64();
     Ok(unplanned(job, "simulator", plain_name("simulator-decode", problem), seconds))
 }

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code, reason = "device addresses are made views")]
 
+mod session;
+
 use crate::support::{answer, build, cuda, cuda_runners, options};
 use flashtile::cache::KeyMean;
 use flashtile::cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};

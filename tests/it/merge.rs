@@ -6,7 +6,7 @@ use flashtile::{
     AttentionState, Dtype, MaskKind, MaskView, MergeError, Outputs, TensorView, TensorViewMut, merge,
     reference,
 };
-use flashtile_testkit::{Case, CaseData, CpuRunner, Guarded, GuardedList, Layout, Rng, accumulation_of};
+use flashtile_testkit::{Case, CaseData, CpuRunner, Guarded, GuardedList, Layout, Rng};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
 
@@ -94,7 +94,7 @@ fn splits_cut_anywhere_merge_to_the_whole() {
                 merge(&views, &mut outputs).unwrap();
                 assert_eq!([out.touched(), lse.touched()], [None, None]);
                 let plan = runner.cpu.plan(&whole.problem, runner.options).unwrap();
-                let mut tolerance = Tolerance::of(dtype, dims.kv_len, accumulation_of(&plan));
+                let mut tolerance = Tolerance::of(dtype, dims.kv_len, plan.accumulation());
                 // Each partial result was rounded to its dtype before, and so is off by as much.
                 tolerance.absolute += 2.0 * tolerance.relative;
                 let out = compare_out(&out.values(), &expected, dtype, &tolerance);

@@ -184,7 +184,7 @@ fn portable_plans_fit_every_device() {
                 assert!(instance.shared_bytes() <= facts.shared_per_group, "{}", at());
             }
             let dims = [problem.dims().head_dim, problem.dims().value_dim];
-            let shared = tile.shared_bytes(dims, problem.dtype());
+            let shared = tile.shared_bytes(dims, problem.dtype(), [problem.k_codec(), problem.v_codec()]);
             assert_eq!(launches.instances()[0].shared_bytes(), shared.next_multiple_of(16), "{}", at());
             assert_eq!(launches.instances()[0].threads().most() as usize, tile.threads(), "{}", at());
             let (resident, registers) = (tile.resident(), plan.registers(&problem, &facts));

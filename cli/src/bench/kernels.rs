@@ -5,11 +5,11 @@ mod common;
 mod simulated;
 
 use super::options::BenchArgs;
-use crate::check::progress;
 use crate::failure::{Failure, Result};
 use crate::kernels::kernel;
 use crate::options::Backend;
 use crate::output::Destination;
+use crate::progress::progress;
 use crate::report::{self, Table};
 use crate::simulator;
 use common::{check, common_json, named, needed, sizes};

@@ -3,11 +3,13 @@
 use super::device::Device;
 use super::options::CacheKind;
 use super::rows::{Kind, Row};
+use super::seeded::Rng;
 use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
 use crate::gpu::Tuning;
 use crate::machine::{self, Unit, Work};
 use crate::operands::Order;
+use crate::timed::TimedRun;
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
 use flashtile::cuda::Cuda;
@@ -17,7 +19,6 @@ use flashtile::{
     BlockTables, Codec, Cpu, CpuPlan, Dims, Dtype, Inputs, KvView, Outputs, PlanOptions, Problem,
     ProblemDesc, QOffset, TensorView, TensorViewMut, Workspace,
 };
-use flashtile_testkit::{DevicePlacement, DeviceRun, Rng, accumulation_of};
 use rayon::prelude::*;
 use std::time::Instant;
 
@@ -324,7 +325,7 @@ struct DeviceSubject<'a> {
     row: &'a Row,
     kernel: String,
     unit: Unit,
-    run: DeviceRun,
+    run: TimedRun,
     nrmse: f64,
     host: f64,
     prepare: f64,
@@ -347,8 +348,7 @@ impl<'a> DeviceSubject<'a> {
         let started = Instant::now();
         cuda.prepare(&plan, &cuda.context().new_stream().map_err(Failure::new)?)?;
         let prepare = started.elapsed().as_secs_f64();
-        let placement = DevicePlacement::default();
-        let mut run = DeviceRun::new(cuda, &plan, &inputs, &mut outputs, placement)?;
+        let mut run = TimedRun::new(cuda, &plan, &inputs, &outputs)?;
         run.compute(&mut outputs)?;
         let nrmse = check(problem, Accumulation::of_cuda(dtype), &operands, &out)?;
         let started = Instant::now();
@@ -418,7 +418,7 @@ impl<'a> Runner<'a> {
     /// Runs every copy once, and checks the answer of the first.
     fn warm_up(&mut self, copies: &[Operands], out: &mut Buffer) -> Result<f64> {
         self.run(&copies[0], out)?;
-        let accumulation = accumulation_of(&self.plan);
+        let accumulation = self.plan.accumulation();
         let nrmse = check(self.plan.problem(), accumulation, &copies[0], out)?;
         copies.iter().try_for_each(|copy| self.run(copy, out).map(|_| ()))?;
         Ok(nrmse)

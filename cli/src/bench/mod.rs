@@ -3,6 +3,7 @@
 mod bars;
 mod device;
 mod group;
+#[cfg(feature = "check")]
 mod kernels;
 mod measure;
 mod options;
@@ -10,12 +11,13 @@ mod peers;
 mod plot;
 mod recorded;
 mod rows;
+mod seeded;
 
-use crate::check::progress;
 use crate::failure::{Failure, Result};
 use crate::machine::Unit;
 use crate::machine::{self, Limit, LimitKind};
 use crate::output::Destination;
+use crate::progress::progress;
 use crate::report::{self, Table};
 use device::{Device, device};
 use group::Group;
@@ -34,7 +36,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     }
     rows::check_options(args)?;
     if args.group == Asked::Kernels {
+        #[cfg(feature = "check")]
         return kernels::run(args);
+        #[cfg(not(feature = "check"))]
+        return Err(Failure::at(
+            "kernels",
+            "this build is without their workloads, the cargo feature check has them",
+        ));
     }
     machine::on_threads(args.cpu.threads, || bench(args))
 }

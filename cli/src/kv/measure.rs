@@ -2,8 +2,8 @@
 
 use super::diagnosis::Diagnosis;
 use super::pairs::Pair;
-use crate::check::ticking;
 use crate::failure::{self, Failure};
+use crate::progress::ticking;
 use flashtile::cache::MEAN_ROWS;
 use flashtile::codec::{EncodeError, mean_row};
 use flashtile::quality::{

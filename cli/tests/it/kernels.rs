@@ -4,7 +4,17 @@ use crate::commands::ok;
 use crate::files::{Folder, assert_refused, flashtile};
 use serde_json::Value;
 
-const KERNELS: [&str; 6] = ["decode", "merge", "encode", "append", "hadamard", "mask_tiles"];
+const KERNELS: [&str; 9] = [
+    "decode",
+    "merge",
+    "encode",
+    "append",
+    "copy_rows",
+    "read_codes",
+    "read_elements",
+    "hadamard",
+    "mask_tiles",
+];
 
 pub(crate) fn json_lines(args: &[&str]) -> Vec<Value> {
     ok(args).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -109,11 +119,11 @@ fn refusals() {
     let cases = [
         (
             vec!["kernels", "list", "decod"],
-            "decod is not a kernel, expected decode, encode, merge, append, prefill, hadamard, mask_tiles",
+            "decod is not a kernel, expected decode, encode, merge, append, prefill, read_codes, hadamard, copy_rows, mask_tiles, read_elements",
         ),
         (
             print(&[]),
-            "expected a kernel (decode, merge, prefill, encode, append, hadamard, mask_tiles), an instance or --all",
+            "expected a kernel (decode, merge, prefill, encode, append, copy_rows, read_codes, read_elements, hadamard, mask_tiles), an instance or --all",
         ),
         (print(&["mask_tile"]), "mask_tile is neither a kernel nor an instance, expected mask_tiles"),
         (print(&["merge_bf16_128_1_0"]), "expected merge_bf16_128_0, "),

@@ -57,10 +57,28 @@ impl DeviceArray {
     /// [`CudaError::Device`].
     pub fn upload(stream: &Arc<CudaStream>, tensor: &TensorView<'_>) -> Result<Self, CudaError> {
         let mut array = Self::uninit(stream, tensor.dtype(), tensor.shape())?;
-        let mut bytes = Vec::with_capacity(array.memory.len());
-        rows(tensor.shape()).for_each(|row| bytes.extend_from_slice(tensor.row_bytes(row)));
-        array.memory.write_on(stream, 0, &bytes)?;
+        array.refill(tensor)?;
         Ok(array)
+    }
+
+    /// Copies a tensor in host memory, of the same dtype and shape and of any strides, over this one, on the stream: work that was
+    /// given to it before has read the old elements. Neither allocates device memory nor waits for that work to end. The tensor has
+    /// been read when this returns.
+    ///
+    /// # Errors
+    /// [`CudaError::Array`] where dtype or shape differ; [`CudaError::Device`], also while the stream captures a graph, which would
+    /// copy from memory that is gone.
+    pub fn refill(&mut self, tensor: &TensorView<'_>) -> Result<(), CudaError> {
+        self.check((tensor.dtype(), tensor.shape()))?;
+        let mut bytes = Vec::with_capacity(self.memory.len());
+        rows(tensor.shape()).for_each(|row| bytes.extend_from_slice(tensor.row_bytes(row)));
+        Ok(self.memory.write_on(&self.stream, 0, &bytes)?)
+    }
+
+    /// Refuses a tensor of another dtype or shape.
+    fn check(&self, got: (Dtype, [usize; 4])) -> Result<(), CudaError> {
+        let expected = (self.dtype, self.shape);
+        if expected == got { Ok(()) } else { Err(CudaError::Array { expected, got }) }
     }
 
     fn uninit(stream: &Arc<CudaStream>, dtype: Dtype, shape: [usize; 4]) -> Result<Self, CudaError> {
@@ -106,10 +124,7 @@ impl DeviceArray {
     /// # Errors
     /// [`CudaError::Array`] where dtype or shape differ; [`CudaError::Device`], also of work that failed.
     pub fn download(&self, tensor: &mut TensorViewMut<'_>) -> Result<(), CudaError> {
-        let (expected, got) = ((self.dtype, self.shape), (tensor.dtype(), tensor.shape()));
-        if expected != got {
-            return Err(CudaError::Array { expected, got });
-        }
+        self.check((tensor.dtype(), tensor.shape()))?;
         let bytes = self.read()?;
         let row_bytes = self.shape[3] * self.dtype.bytes();
         for (row, bytes) in rows(self.shape).zip(bytes.chunks_exact(row_bytes.max(1))) {
@@ -118,13 +133,8 @@ impl DeviceArray {
         Ok(())
     }
 
-    /// The address.
-    pub(super) fn at(&self) -> u64 {
-        self.memory.address()
-    }
-
     /// The bytes, after all work of the device has ended.
-    pub(super) fn read(&self) -> Result<Vec<u8>, CudaError> {
+    fn read(&self) -> Result<Vec<u8>, CudaError> {
         let mut bytes = vec![0u8; self.memory.len()];
         // Work may have been given to other streams too.
         self.stream.context().synchronize().map_err(CudaError::driver("work of the device"))?;

@@ -6,10 +6,9 @@ use super::cudarc::driver::CudaStream;
 use super::device::Cuda;
 use super::error::CudaError;
 use super::portable::{reach, scalar};
-use super::tensor::{DeviceCodes, DeviceKv, DeviceList, DeviceTensor, DeviceTensorMut, RawTensor};
+use super::tensor::{DeviceKv, DeviceTensor, DeviceTensorMut, RawTensor};
+use super::views;
 use flashtile_core::cache::{CacheDesc, KvCache, PageCopy, PageStore, RowRun};
-use flashtile_core::codec::Codec;
-use flashtile_core::tensor::dense;
 use flashtile_gpu::cache::{GpuRows, GpuRowsMut, GpuStore, StoreError};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use std::sync::Arc;
 /// A KV cache in device memory, made by [`Cuda::kv_cache`]: the operations of [`KvCache`], in every layout and codec.
 ///
 /// Rows are tensors on the device. They are encoded there, to the bytes that a cache in main memory has. Operations that move rows
-/// enqueue work on the stream of the cache and return ([`KvCache::linearize`] waits); later work on that stream sees their result. After the first step, a step of the
+/// enqueue work on the stream of the cache and return; later work on that stream sees their result. After the first step, a step of the
 /// same size allocates no device memory and does not wait for the device. Rows that are not finite, or whose norm is too large for
 /// their codec, are not refused but stored as NaN: [`KvCache::check_stored`] says whether there were any. Operations that move rows are refused
 /// while the stream captures a graph, which would copy their lists from memory that is gone.
@@ -73,18 +72,11 @@ impl CudaStore {
     /// # Errors
     /// [`CudaError::KvCache`] where there is no such layer.
     pub fn kv(&self, layer: usize) -> Result<(DeviceKv<'_>, DeviceKv<'_>), CudaError> {
-        let desc = self.inner.desc();
-        desc.check_layer(layer)?;
-        let ([k, v], [k_shape, v_shape]) = (self.inner.pages(layer), desc.pools());
-        let [k_strides, v_strides] = self.inner.strides();
-        let mut keys = pages(desc.k, k, k_shape, k_strides)?;
-        if let (DeviceKv::Codes(codes), Some(mean)) = (&mut keys, self.inner.device_mean(layer)) {
-            // SAFETY: the view borrows the cache, so that no operation replaces the mean meanwhile; one that does later waits for the
-            // device before it frees the memory.
-            let list = unsafe { DeviceList::from_raw_parts(mean.address(), mean.len())? };
-            *codes = codes.centered(list)?;
-        }
-        Ok((keys, pages(desc.v, v, v_shape, v_strides)?))
+        self.inner.desc().check_layer(layer)?;
+        // No operation replaces a mean while the views borrow the cache; one that does later waits for the device before it frees the
+        // memory.
+        let [k, v] = self.inner.kv(layer);
+        Ok((views::kv(&k)?, views::kv(&v)?))
     }
 
     /// The memory of a tensor.
@@ -92,22 +84,6 @@ impl CudaStore {
         // SAFETY: the constructors of tensors have the caller's word for the memory that their shape reaches.
         unsafe { self.inner.device().borrow(scalar(raw.dtype), raw.at, reach(raw)) }
     }
-}
-
-/// A pool as an input of attention.
-fn pages<'a>(
-    codec: Codec,
-    memory: &'a Memory,
-    shape: [usize; 4],
-    strides: [usize; 2],
-) -> Result<DeviceKv<'a>, CudaError> {
-    let at = memory.address();
-    Ok(match codec.dtype() {
-        // SAFETY: the pool lies there with this shape as long as the cache lives, which the view borrows.
-        Some(dtype) => unsafe { DeviceTensor::from_raw_parts(dtype, at, shape, dense(shape))? }.into(),
-        // SAFETY: as above, and its bytes are rows of the codec or zeros.
-        None => unsafe { DeviceCodes::from_raw_parts(codec, at, shape, strides)? }.into(),
-    })
 }
 
 fn rows<'m>(memory: &'m Memory, raw: &RawTensor) -> GpuRows<'m, Memory> {

@@ -46,12 +46,14 @@ mod prewarm;
 mod session;
 mod sources;
 mod tensor;
+mod views;
 
 pub use array::DeviceArray;
 pub use cache::{CudaStore, DeviceKvCache};
 pub use device::Cuda;
 pub use error::{CudaError, DeviceError};
 pub use flashtile_kernel::cuda::{CACHE_VARIABLE, Gpu, NVRTC_VARIABLE, cudarc};
+pub use host::DeviceTensors;
 pub use prepared::{DeviceMemory, Prepared};
 pub use session::Session;
 pub use tensor::{

@@ -11,21 +11,21 @@ use crate::plan::{CudaPlan, Portable};
 use flashtile_core::dtype::{Dtype, MaskKind};
 use flashtile_core::problem::{Problem, Sequences};
 use flashtile_core::tensor;
-use flashtile_gpu::launches::{Placed, Strides};
+use flashtile_gpu::SessionError;
+use flashtile_gpu::launches::Strides;
 use flashtile_gpu::plan::Plan;
-use flashtile_gpu::run::{Operands, Workspace, run};
+use flashtile_gpu::run::Workspace;
+use flashtile_gpu::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut};
 use flashtile_kernel::cuda::{Gpu, Memory};
 use flashtile_kernel::{Constant, Instance, LaunchError, ScalarType};
+use std::convert::Infallible;
 use std::sync::Arc;
 
-/// What runs of a plan keep.
+/// Runs of a plan, in its scratch memory.
 #[derive(Debug)]
 pub(super) struct Runs {
     gpu: Gpu,
-    scratch: Scratch,
-    /// The layout of the last run's tensors, which the next layer's tensors have too, whether keys were centered, and the parameters for
-    /// them.
-    last: Option<(Strides, bool, Placed)>,
+    runs: flashtile_gpu::run::Runs<Memory>,
 }
 
 /// Pages whose size is a multiple of this have faster kernels, which are loaded before the first run.
@@ -73,8 +73,8 @@ impl Runs {
         for (instance, constants) in loads(plan, portable, Access::Vector, USUAL_PAGE_SIZE)? {
             gpu.function(&instance, &constants)?;
         }
-        let scratch = Scratch::new(&gpu, plan.problem(), &portable.plan, at);
-        Ok(Self { gpu, scratch, last: None })
+        let workspace = workspace(&gpu, &portable.plan, at);
+        Ok(Self { gpu, runs: flashtile_gpu::run::Runs::new(workspace) })
     }
 
     /// Launches a run whose tensors were checked.
@@ -85,16 +85,6 @@ impl Runs {
         inputs: &DeviceInputs<'_>,
         outputs: &DeviceOutputs<'_>,
     ) -> Result<(), CudaError> {
-        let (places, centered) = (places(problem, inputs, outputs), means(&inputs.k).is_some());
-        // An update changes the lengths of sequences alone, which are in scratch memory.
-        if self.last.as_ref().is_none_or(|(last, of, _)| *last != places || *of != centered) {
-            self.last = None;
-        }
-        let launches = portable.plan.launches();
-        let (_, _, placed) = match &mut self.last {
-            Some(last) => last,
-            none => none.insert((places, centered, launches.place(&places, centered)?)),
-        };
         // SAFETY: views, lists, masks and tables are valid memory of the shapes that were checked against the problem, by their
         // constructors' contracts, until the work on the stream has ended.
         let borrow = |element, at, len| unsafe { self.gpu.borrow(element, at, len) };
@@ -106,78 +96,77 @@ impl Runs {
             DeviceKv::Codes(codes) => borrow(ScalarType::U8, codes.at, codes.reach().unwrap_or(0)),
         };
         let list = |list: DeviceList<'_>| borrow(ScalarType::F32, list.at, list.len);
-        let mask =
+        let bytes =
             |mask: DeviceMask<'_>| borrow(ScalarType::U8, mask.at, mask_reach(&mask) * mask_bytes(&mask));
+        // Only sequences of a cache have tables.
+        let is_cached = matches!(problem.desc().sequences, Sequences::Cached { .. });
+        let tables = inputs.tables.filter(|_| is_cached);
         let (q, k, v) = (elements(&inputs.q.raw), rows(&inputs.k), rows(&inputs.v));
-        let table = inputs.tables.map(|tables| borrow(ScalarType::U32, tables.at, tables.entries));
+        let table = tables.map(|tables| borrow(ScalarType::U32, tables.at, tables.entries));
         let (means, slopes) = (means(&inputs.k).map(list), inputs.alibi_slopes.map(list));
-        let (sinks, tree, mask) = (inputs.sinks.map(list), inputs.tree.map(mask), inputs.mask.map(mask));
+        let (sinks, tree, mask) = (inputs.sinks.map(list), inputs.tree.map(bytes), inputs.mask.map(bytes));
         let mut out = elements(&outputs.out.raw);
-        let (workspace, unwanted) = self.scratch.workspace();
         let mut lse = outputs.lse.as_ref().map(|lse| borrow(ScalarType::F32, lse.at, lse.len));
-        let operands = Operands {
-            q: q.view(),
-            k: k.view(),
-            v: v.view(),
-            table: table.as_ref().map(Memory::view),
-            means: means.as_ref().map(Memory::view),
-            slopes: slopes.as_ref().map(Memory::view),
-            mask: mask.as_ref().map(Memory::view),
-            tree: tree.as_ref().map(Memory::view),
+        let of_mask = |(bytes, mask)| of_mask(bytes, mask);
+        let inputs = GpuInputs {
+            q: GpuTensor { view: q.view(), shape: inputs.q.raw.shape, strides: inputs.q.raw.strides },
+            k: of_kv(&k, &inputs.k, means.as_ref()),
+            v: of_kv(&v, &inputs.v, None),
+            tables: table.as_ref().zip(tables).map(|(table, of)| GpuTables {
+                table: table.view(),
+                width: of.width,
+                page_size: of.page_size,
+                wraps: of.wraps,
+            }),
+            tree: tree.as_ref().zip(inputs.tree).map(of_mask),
+            mask: mask.as_ref().zip(inputs.mask).map(of_mask),
+            alibi_slopes: slopes.as_ref().map(Memory::view),
             sinks: sinks.as_ref().map(Memory::view),
-            out: out.view_mut(),
-            with_lse: lse.is_some(),
-            lse: lse.as_mut().unwrap_or(unwanted).view_mut(),
         };
-        Ok(run(&self.gpu, launches, placed, workspace, operands)?)
+        let RawTensor { shape, strides, .. } = outputs.out.raw;
+        let mut outputs = GpuOutputs {
+            out: GpuTensorMut { view: out.view_mut(), shape, strides },
+            lse: lse.as_mut().map(Memory::view_mut),
+        };
+        Ok(self.runs.run(&self.gpu, portable.plan.launches(), &inputs, &mut outputs)?)
     }
 }
 
-/// The regions of scratch memory.
-#[derive(Debug)]
-struct Scratch {
-    sequences: Memory,
-    factors: [Memory; 2],
-    codebooks: Memory,
-    /// Zeros of f32, u32 and u8.
-    absent: [Memory; 3],
-    partial_out: Memory,
-    partial_max_sum: Memory,
-    unwanted: Memory,
-}
-
-impl Scratch {
-    fn new(gpu: &Gpu, problem: &Problem, plan: &Plan, at: u64) -> Self {
-        let regions = plan.regions();
+/// The regions of scratch memory at an address.
+fn workspace(gpu: &Gpu, plan: &Plan, at: u64) -> Workspace<Memory> {
+    let region = |region: usize, element, len| {
         // SAFETY: regions lie in the scratch memory and do not overlap; nothing but runs, which follow each other on the stream, accesses
         // them.
-        let borrow = |element, region: usize, len| unsafe { gpu.borrow(element, at + region as u64, len) };
-        let f32s = |region, len| borrow(ScalarType::F32, region, len);
-        let ([k, v], [partial_out, partial_max_sum]) = (&plan.tables().factors, plan.launches().scratch());
-        Self {
-            sequences: borrow(ScalarType::I32, regions.sequences, 8 * problem.sequences().len()),
-            factors: [f32s(regions.factors[0], k.len()), f32s(regions.factors[1], v.len())],
-            codebooks: f32s(regions.codebooks, plan.tables().codebooks.len()),
-            absent: [ScalarType::F32, ScalarType::U32, ScalarType::U8]
-                .map(|element| borrow(element, regions.zeros, 1)),
-            partial_out: f32s(regions.partial_out, partial_out),
-            partial_max_sum: f32s(regions.partial_max_sum, partial_max_sum),
-            unwanted: f32s(regions.unwanted, 1),
-        }
+        Ok::<_, Infallible>(unsafe { gpu.borrow(element, at + region as u64, len) })
+    };
+    match Workspace::new(plan, region) {
+        Ok(workspace) => workspace,
+        Err(never) => match never {},
     }
+}
 
-    /// The memory of a run, and of a logsumexp that nobody wants.
-    fn workspace(&mut self) -> (Workspace<'_, Memory>, &mut Memory) {
-        let workspace = Workspace {
-            sequences: self.sequences.view(),
-            factors: self.factors.each_ref().map(Memory::view),
-            codebooks: self.codebooks.view(),
-            absent: self.absent.each_ref().map(Memory::view),
-            partial_out: &mut self.partial_out,
-            partial_max_sum: &mut self.partial_max_sum,
-        };
-        (workspace, &mut self.unwanted)
+/// Keys or values whose bytes are borrowed.
+fn of_kv<'m>(bytes: &'m Memory, kv: &DeviceKv<'_>, means: Option<&'m Memory>) -> GpuKv<'m, Memory> {
+    let strides = match kv {
+        DeviceKv::Elements(tensor) => {
+            let [batch, head, row, _] = tensor.raw.strides.map(|stride| stride * tensor.raw.dtype.bytes());
+            [batch, head, row]
+        }
+        DeviceKv::Codes(codes) => [codes.strides[0], codes.strides[1], 0],
+    };
+    GpuKv {
+        bytes: bytes.view(),
+        codec: kv.codec(),
+        shape: kv.shape(),
+        strides,
+        aligned: alignment(kv),
+        means: means.map(Memory::view),
     }
+}
+
+/// A mask whose bytes are borrowed.
+fn of_mask<'m>(bytes: &'m Memory, mask: DeviceMask<'_>) -> GpuMask<'m, Memory> {
+    GpuMask { bytes: bytes.view(), kind: mask.kind, shape: mask.shape, strides: mask.strides }
 }
 
 /// The means of centered keys.
@@ -228,52 +217,22 @@ fn alignment(kv: &DeviceKv<'_>) -> usize {
     }
 }
 
-fn places(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Strides {
-    let rows = |raw: &RawTensor| [raw.strides[0], raw.strides[1], raw.strides[2]];
-    let bytes = |kv: &DeviceKv<'_>| match kv {
-        DeviceKv::Elements(tensor) => rows(&tensor.raw).map(|stride| stride * tensor.raw.dtype.bytes()),
-        DeviceKv::Codes(codes) => [codes.strides[0], codes.strides[1], 0],
-    };
-    let mut places = Strides {
-        q: rows(&inputs.q.raw),
-        out: rows(&outputs.out.raw),
-        k: bytes(&inputs.k),
-        v: bytes(&inputs.v),
-        aligned: alignment(&inputs.k).min(alignment(&inputs.v)),
-        rows: inputs.k.shape()[2],
-        ..Strides::default()
-    };
-    if let Some(tables) = &inputs.tables
-        && matches!(problem.desc().sequences, Sequences::Cached { .. })
-    {
-        // A batch without tokens has tables without entries.
-        places.pages = Some([tables.page_size.max(1), tables.width.max(1)]);
-        places.ring = tables.wraps;
-    }
-    let steps = |mask: &DeviceMask<'_>| {
-        let bytes = mask_bytes(mask);
-        mask.steps().map(|step| usize::try_from(step).unwrap_or(0) / bytes)
-    };
-    if let Some(mask) = &inputs.mask {
-        places.mask = steps(mask);
-        places.mask_kind = match mask.kind {
-            MaskKind::Additive(Dtype::F32) => 0,
-            MaskKind::Additive(Dtype::F16) => 1,
-            MaskKind::Additive(Dtype::BF16) => 2,
-            MaskKind::Bool => 3,
-        };
-    }
-    if let Some(tree) = &inputs.tree {
-        let [_, _, row, step] = steps(tree);
-        places.tree = [row, step];
-    }
-    places
-}
-
 impl From<LaunchError<DeviceError>> for CudaError {
     fn from(error: LaunchError<DeviceError>) -> Self {
         match error {
             LaunchError::Device(error) => error.into(),
+            other => Self::Contract { what: other.to_string() },
+        }
+    }
+}
+
+impl From<SessionError<DeviceError>> for CudaError {
+    fn from(error: SessionError<DeviceError>) -> Self {
+        match error {
+            SessionError::Problem(error) => error.into(),
+            SessionError::Unsupported(error) => error.into(),
+            SessionError::Inputs(error) => error.into(),
+            SessionError::Launch(error) => error.into(),
             other => Self::Contract { what: other.to_string() },
         }
     }

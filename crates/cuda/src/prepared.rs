@@ -16,7 +16,7 @@ use crate::plan::{
 };
 use flashtile_core::dtype::MaskKind;
 use flashtile_core::inputs::{self, InputShapes, RunError};
-use flashtile_core::problem::{Problem, ProblemDesc, Sequences};
+use flashtile_core::problem::Problem;
 use flashtile_kernel::cuda::{Function, Grid};
 use std::f32::consts::LOG2_E;
 use std::sync::Arc;
@@ -171,6 +171,16 @@ impl Prepared {
         Ok(prepared)
     }
 
+    pub(super) const fn cuda(&self) -> &Cuda {
+        &self.cuda
+    }
+
+    /// The stream of the runs.
+    #[must_use]
+    pub const fn stream(&self) -> &Arc<CudaStream> {
+        &self.stream
+    }
+
     /// The plan that runs compute.
     #[must_use]
     pub const fn plan(&self) -> &CudaPlan {
@@ -186,10 +196,7 @@ impl Prepared {
     /// decoding of the same sequences agree. [`CudaError::Device`], also while the stream captures.
     pub fn update(&mut self, plan: &CudaPlan) -> Result<(), CudaError> {
         let refused = |what: String| Err(CudaError::Update { what });
-        if without_lens(self.plan.problem()) != without_lens(plan.problem())
-            || self.plan.problem().scale() != plan.problem().scale()
-            || self.plan.options() != plan.options()
-        {
+        if !self.plan.problem().is_step_of(plan.problem()) || self.plan.options() != plan.options() {
             return refused("the problems differ in more than their numbers of keys".to_owned());
         }
         if !self.plan.kernels().eq(plan.kernels()) || self.plan.portable() != plan.portable() {
@@ -360,22 +367,6 @@ fn launch_mask_tiles(
     // SAFETY: the parameters are the kernel's; the mask is readable by its constructor's contract, and the table was sized
     // for a mask with every axis of the problem's size.
     unsafe { Ok(function.launch(stream, grid, &mask_tiles)?) }
-}
-
-/// A description without what an update may change.
-fn without_lens(problem: &Problem) -> ProblemDesc {
-    let mut desc = problem.desc().clone();
-    match &mut desc.sequences {
-        Sequences::Cached { kv_lens, .. } => {
-            kv_lens.iter_mut().for_each(|len| *len = 0);
-            // A bound of the lengths, which shapes no tensor.
-            desc.dims.kv_len = 0;
-        }
-        Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),
-        Sequences::Dense | Sequences::Packed { .. } => {}
-    }
-    desc.prefixes.clear();
-    desc
 }
 
 fn check(problem: &Problem, inputs: &DeviceInputs<'_>, outputs: &DeviceOutputs<'_>) -> Result<(), CudaError> {

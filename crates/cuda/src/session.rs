@@ -24,11 +24,14 @@ const MAX_PLANS: usize = 16;
 /// Sessions that a thread keeps.
 const MAX_SESSIONS: usize = 8;
 
-/// Computes attention on one stream of a device, and keeps what a next call of the same description needs again: its plan, its kernels,
-/// and the plan's schedule and scratch memory on the device. Such a call allocates nothing and waits for nothing.
+/// Computes attention on one stream of a device, and keeps what a next call of the same description needs again: its plan, its
+/// kernels, and the plan's schedule and scratch memory on the device. Such a call allocates nothing and waits for nothing. Nor does
+/// a call whose description differs in nothing but larger numbers of keys, the next step of decoding: it writes its schedule over
+/// the one before, as long as that has the size (see [`Prepared::update`]). Only a block table that outgrows its memory gets new
+/// memory, of twice the size.
 ///
-/// Calls may be captured in a CUDA graph, after one call of the same description that was not. A session keeps what was captured as long as
-/// it lives, and must live as long as the graph.
+/// Calls may be captured in a CUDA graph, after one call of the same description that was not, and no other step since. A session
+/// keeps what was captured as long as it lives, and must live as long as the graph.
 ///
 /// ```no_run
 /// use flashtile::cuda::{Cuda, DeviceInputs, DeviceOutputs, Session};
@@ -95,7 +98,11 @@ impl Kept {
             old => old.map(|kept| kept.memory),
         };
         let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
-        let mut memory = recycled(old, stream, bytes.len())?;
+        let mut memory = match old.filter(|old| old.len() >= bytes.len()) {
+            Some(old) => old,
+            // Tables widen as sequences grow.
+            None => recycled(None, stream, 2 * bytes.len())?,
+        };
         memory.write_on(stream, 0, &bytes)?;
         Ok(self.tables.insert(Tables { tables: tables.clone(), memory, captured: false }))
     }
@@ -221,31 +228,52 @@ impl Session {
         Ok(status != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
     }
 
+    /// The runs of a description.
+    pub(super) fn prepared(&mut self, desc: &ProblemDesc) -> Result<&mut Prepared, CudaError> {
+        Ok(&mut self.find_plan(desc)?.prepared)
+    }
+
     /// What is kept of a description, as the first of the plans.
     fn find_plan(&mut self, desc: &ProblemDesc) -> Result<&mut Kept, CudaError> {
         let at = match self.plans.iter().position(|kept| kept.prepared.plan().problem().desc() == desc) {
             Some(at) => at,
-            None => {
-                let kept = self.keep(desc)?;
-                self.plans.push(kept);
-                self.plans.len() - 1
-            }
+            None => self.keep(desc)?,
         };
         self.plans[..=at].rotate_right(1);
         Ok(&mut self.plans[0])
     }
 
-    fn keep(&mut self, desc: &ProblemDesc) -> Result<Kept, CudaError> {
-        let plan = self.cuda.plan(&desc.clone().validate()?, self.options)?;
+    /// The place of a description that was not planned: that of the step before it, which takes another schedule, or a new one.
+    fn keep(&mut self, desc: &ProblemDesc) -> Result<usize, CudaError> {
+        let problem = desc.clone().validate()?;
+        let plan = self.cuda.plan(&problem, self.options)?;
         if self.captures()? {
             return Err(captured("preparation of a plan"));
         }
-        let evicted = self.evict();
-        let memory = recycled(evicted, &self.stream, plan.workspace_bytes())?;
+        let growth =
+            |kept: &Kept| problem.growth_since(kept.prepared.plan().problem()).filter(|_| !kept.captured);
+        let steps = self.plans.iter().enumerate().filter_map(|(at, kept)| Some((growth(kept)?, at)));
+        let (old, tables) = match steps.min() {
+            None => (self.evict(), None),
+            Some((_, at)) => {
+                let mut kept = self.plans.remove(at);
+                match kept.prepared.update(&plan) {
+                    Ok(()) => {
+                        self.plans.insert(at, kept);
+                        return Ok(at);
+                    }
+                    // Its schedule has another size: its memory and its table are taken over.
+                    Err(CudaError::Update { .. }) => (Some(kept.memory), kept.tables),
+                    Err(error) => return Err(error),
+                }
+            }
+        };
+        let memory = recycled(old, &self.stream, plan.workspace_bytes())?;
         // SAFETY: the memory is the plan's until it is dropped; what another plan did with it is on the stream before.
         let given = unsafe { DeviceMemory::from_raw_parts(memory.address(), memory.len()) };
         let prepared = self.cuda.prepare_in(&plan, &self.stream, given)?;
-        Ok(Kept { prepared, memory, tables: None, captured_tables: Vec::new(), captured: false })
+        self.plans.push(Kept { prepared, memory, tables, captured_tables: Vec::new(), captured: false });
+        Ok(self.plans.len() - 1)
     }
 
     /// The memory of the plan that was used longest ago, where there are as many as a session keeps.

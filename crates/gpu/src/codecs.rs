@@ -4,6 +4,7 @@ use crate::kernels::formats;
 use crate::kernels::formats::{BF16, F16, F32, FP8, INT8, MLX4, MLX8, MLX8_PLAIN, TQ2, TQ3, TQ4, TQ5, TQ6};
 use flashtile_core::codec::{Codec, Coder, Rotation, RowKind, mlx};
 use flashtile_core::dtype::Dtype;
+use flashtile_core::problem::Problem;
 use flashtile_kernel::{ScalarType, f16};
 
 /// The constant of [`formats`] by which kernels are specialised for a codec.
@@ -44,6 +45,28 @@ pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
     Coder::new(codec, dim)
         .and_then(|coder| coder.rotation().map(Rotation::factors))
         .unwrap_or_else(|| vec![0.0])
+}
+
+/// What kernels look up for the codecs of a problem. Each list has a number at least.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Tables {
+    /// Signs and root of the rotation of keys, and of that of values.
+    pub factors: [Vec<f32>; 2],
+    /// Codebooks of mlx-native.
+    pub codebooks: Vec<f32>,
+}
+
+impl Tables {
+    /// The tables of a problem.
+    #[must_use]
+    pub fn of(problem: &Problem) -> Self {
+        let (dims, k, v) = (problem.dims(), problem.k_codec(), problem.v_codec());
+        Self {
+            factors: [factors(k, dims.head_dim), factors(v, dims.value_dim)],
+            codebooks: codebooks(k, v).0,
+        }
+    }
 }
 
 /// Bytes of the magnitudes of a codec's levels as f16: 32 low ones, then 32 high ones, four to a word.

@@ -10,7 +10,8 @@
 //! | [`machines`] | facts of Apple's GPUs |
 //! | [`portable_kernel`] | names of kernels in plans |
 //! | [`launches`] | the instances, parameters and constants of a problem |
-//! | [`run`] | runs on any device |
+//! | [`session`], [`run`] | attention on any device: plans and memory that are kept, and the launches |
+//! | [`tensors`], [`upload`] | tensors in the memory of a device, and their way there and back |
 //! | [`cache`] | KV caches in the memory of any device |
 //! | [`registry`], [`variant`] | the kernels as a list, their instances, and instances by what they are for |
 //!
@@ -21,6 +22,7 @@
 pub mod cache;
 pub mod codecs;
 pub mod encoding;
+mod error;
 pub mod facts;
 pub mod kernels;
 pub mod launches;
@@ -29,6 +31,13 @@ pub mod plan;
 pub mod portable_kernel;
 pub mod registry;
 pub mod run;
+pub mod session;
 pub mod shape;
+#[cfg(feature = "simulator")]
+pub mod simulator;
+pub mod tensors;
 pub mod tile;
+pub mod upload;
 pub mod variant;
+
+pub use error::SessionError;

@@ -4,13 +4,14 @@
 //! rows alone cannot fill the device, keys are cut into splits until there are as many threadgroups as it holds at a time. The number of
 //! splits depends on no sequence's length, so that a step of decoding changes nothing but the numbers of its sequences.
 
+use crate::codecs::Tables;
 use crate::facts::GpuFacts;
 use crate::launches::{Launches, sequences};
-use crate::run::Tables;
 use crate::shape::Shape;
-use crate::tile::PortableTile;
+use crate::tile::{PortableTile, Tiling};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
+use flashtile_kernel::Instance;
 
 /// Alignment of the regions of scratch memory, in bytes.
 const ALIGN: usize = 256;
@@ -82,10 +83,30 @@ impl Plan {
         if let Some(got) = of_first.into_iter().chain(of_merge).map(|n| n as usize).find(|&n| n > max) {
             return Err(Unsupported::Tasks { got, max });
         }
+        Self::of_launches(problem, launches, tile)
+    }
+
+    /// A plan whose work is cut so, whatever device it is for.
+    ///
+    /// # Errors
+    /// [`Unsupported`].
+    pub fn with_tiling(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
+        let tiling = tiling.into();
+        Self::of_launches(problem, Launches::new(problem, tiling)?, tiling.tile)
+    }
+
+    fn of_launches(problem: &Problem, launches: Launches, tile: PortableTile) -> Result<Self, Unsupported> {
         let tables = Tables::of(problem);
-        let regions = regions(problem, shape, &tables).filter(|regions| isize::try_from(regions.len).is_ok());
+        let regions = regions(problem, launches.shape(), &tables);
+        let regions = regions.filter(|regions| isize::try_from(regions.len).is_ok());
         let regions = regions.ok_or_else(|| Unsupported::Workspace { kernel: launches.entry() })?;
         Ok(Self { launches, tables, tile, regions })
+    }
+
+    /// The same with native code, where `find` knows some for all its kernels: for devices that run nothing else.
+    #[must_use]
+    pub fn with_native(self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
+        Some(Self { launches: self.launches.with_native(find)?, ..self })
     }
 
     /// What runs launch.

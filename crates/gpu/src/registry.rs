@@ -12,36 +12,19 @@ use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
-/// Every kernel of attention, and those that fill caches.
+/// Every kernel of attention, and those that fill, copy and read caches.
 pub static KERNELS: &[&Kernel] = &[
     &decode::decode::KERNEL,
     &merge::merge::KERNEL,
     &prefill::prefill::KERNEL,
     &encode::encode::KERNEL,
     &encode::append::KERNEL,
+    &cache::copy_rows::KERNEL,
+    &cache::read_codes::KERNEL,
+    &cache::read_elements::KERNEL,
     &hadamard::KERNEL,
     &mask_tiles::KERNEL,
 ];
-
-/// Instances of the kernels that copy and read rows of caches, over [`HEAD_DIMS`], types and codecs.
-#[must_use]
-pub fn cache_instances() -> Vec<Instance> {
-    let mut all = vec![cache::copy_rows::instance()];
-    for dim in HEAD_DIMS {
-        for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim)) {
-            for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
-                let generics = encoding::encode_generics(codec, dtype, dim);
-                all.extend(match codec.dtype() {
-                    None => cache::read_codes::specialise(&generics),
-                    Some(_) => cache::read_elements::specialise(&generics),
-                });
-            }
-        }
-    }
-    all.sort_by_key(Instance::entry);
-    all.dedup_by_key(|instance| instance.entry());
-    all
-}
 
 /// Instances of every kernel over [`HEAD_DIMS`], types and codecs.
 #[must_use]
@@ -63,16 +46,23 @@ pub fn instances() -> Vec<Instance> {
             }
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);
-                all.extend(match codec.dtype() {
-                    None => encode::encode::specialise(&generics),
-                    Some(_) => encode::append::specialise(&generics),
-                });
+                match codec.dtype() {
+                    None => {
+                        all.extend(encode::encode::specialise(&generics));
+                        all.extend(cache::read_codes::specialise(&generics));
+                    }
+                    Some(_) => {
+                        all.extend(encode::append::specialise(&generics));
+                        all.extend(cache::read_elements::specialise(&generics));
+                    }
+                }
             }
             if hadamard_order(codec, dim) > 0 {
                 all.extend(hadamard::specialise(&[Generic::Usize(dim)]));
             }
         }
     }
+    all.extend(cache::copy_rows::specialise(&[]));
     all.extend(mask_tiles::specialise(&[]));
     all.sort_by_key(Instance::entry);
     all.dedup_by_key(|instance| instance.entry());

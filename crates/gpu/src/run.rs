@@ -1,200 +1,245 @@
 //! Runs of a problem, on every device: the one place that gives the kernels of attention their arguments.
 //!
-//! A device has memory and launches kernels ([`flashtile_kernel::Device`]). [`Tables`] and [`Launches::scratch`] say what a run needs there
-//! beside its tensors, [`Workspace`] is that memory, and [`run`] launches.
+//! A device has memory and launches kernels ([`flashtile_kernel::Device`]). [`Workspace`] is the memory that runs of a plan need there
+//! beside their tensors, and [`Runs`] launches.
 
-use crate::codecs::{codebooks, factors};
+use crate::error::SessionError;
 use crate::kernels::decode::decode;
 use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
-use crate::launches::{DecodeKernels, Kernels, Launches, Placed};
-use flashtile_core::problem::Problem;
-use flashtile_kernel::{Device, DeviceMemory, Instance, LaunchError, View, ViewMut};
+use crate::launches::{DecodeKernels, Kernels, Launches, Placed, Strides};
+use crate::plan::Plan;
+use crate::tensors::{GpuInputs, GpuMask, GpuOutputs};
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_kernel::{Device, DeviceMemory, HostAccess, LaunchError, ScalarType};
 
-/// What kernels look up for the codecs of a problem. Each list has a number at least.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct Tables {
-    /// Signs and root of the rotation of keys, and of that of values.
-    pub factors: [Vec<f32>; 2],
-    /// Codebooks of mlx-native.
-    pub codebooks: Vec<f32>,
+/// Memory of runs of a plan, which follow each other in it.
+#[derive(Debug)]
+pub struct Workspace<M> {
+    /// Numbers of the [sequences](crate::launches::sequences).
+    sequences: M,
+    factors: [M; 2],
+    codebooks: M,
+    /// An element of f32, u32 and u8, in the place of tensors that a problem lacks.
+    absent: [M; 3],
+    partial_out: M,
+    partial_max_sum: M,
+    /// A logsumexp that nobody wants.
+    unwanted: M,
 }
 
-impl Tables {
-    /// The tables of a problem.
-    #[must_use]
-    pub fn of(problem: &Problem) -> Self {
-        let (dims, k, v) = (problem.dims(), problem.k_codec(), problem.v_codec());
-        Self {
-            factors: [factors(k, dims.head_dim), factors(v, dims.value_dim)],
-            codebooks: codebooks(k, v).0,
-        }
+impl<M> Workspace<M> {
+    /// The memory of a plan, region by region: `region` is given where a region starts in
+    /// [`Plan::regions`], and the type and number of its elements.
+    ///
+    /// # Errors
+    /// Those of `region`.
+    pub fn new<E>(
+        plan: &Plan,
+        mut region: impl FnMut(usize, ScalarType, usize) -> Result<M, E>,
+    ) -> Result<Self, E> {
+        let (at, [partial_out, partial_max_sum]) = (plan.regions(), plan.launches().scratch());
+        let [k, v] = &plan.tables().factors;
+        let sequences = 8 * plan.launches().shape().groups[2] as usize;
+        let mut f32s = |at, len| region(at, ScalarType::F32, len);
+        Ok(Self {
+            factors: [f32s(at.factors[0], k.len())?, f32s(at.factors[1], v.len())?],
+            codebooks: f32s(at.codebooks, plan.tables().codebooks.len())?,
+            partial_out: f32s(at.partial_out, partial_out)?,
+            partial_max_sum: f32s(at.partial_max_sum, partial_max_sum)?,
+            unwanted: f32s(at.unwanted, 1)?,
+            absent: [
+                region(at.zeros, ScalarType::F32, 1)?,
+                region(at.zeros, ScalarType::U32, 1)?,
+                region(at.zeros, ScalarType::U8, 1)?,
+            ],
+            sequences: region(at.sequences, ScalarType::I32, sequences)?,
+        })
     }
 }
 
-/// Memory of runs, which follow each other in it.
-#[derive(Debug)]
-#[allow(clippy::exhaustive_structs)]
-pub struct Workspace<'a, M> {
-    /// Numbers of the [sequences](crate::launches::sequences), i32.
-    pub sequences: View<'a, M>,
-    /// [`Tables::factors`].
-    pub factors: [View<'a, M>; 2],
-    /// [`Tables::codebooks`].
-    pub codebooks: View<'a, M>,
-    /// Any element at least of f32, u32 and u8, in the place of tensors that a problem lacks.
-    pub absent: [View<'a, M>; 3],
-    /// f32, as many as the first of [`Launches::scratch`].
-    pub partial_out: &'a mut M,
-    /// f32, as many as the second.
-    pub partial_max_sum: &'a mut M,
+impl<M: DeviceMemory> Workspace<M> {
+    /// New memory of a device for a plan, with its tables. The numbers of the sequences are not written yet.
+    pub(crate) fn allocate<D: HostAccess<Memory = M>>(device: &D, plan: &Plan) -> Result<Self, D::Error> {
+        let mut new = Self::new(plan, |_, element, len| device.uninit(element, len.max(1)))?;
+        let (tables, [k, v], [f32s, u32s, u8s]) = (plan.tables(), &mut new.factors, &mut new.absent);
+        let lists = [
+            (k, &tables.factors[0][..]),
+            (v, &tables.factors[1]),
+            (&mut new.codebooks, &tables.codebooks),
+            (f32s, &[0.0]),
+            (u32s, &[0.0]),
+        ];
+        for (memory, list) in lists {
+            let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
+            device.write(memory, 0, &bytes)?;
+        }
+        device.write(u8s, 0, &[0])?;
+        Ok(new)
+    }
 }
 
-/// The tensors of a run.
+/// Runs of a plan on a device.
 #[derive(Debug)]
-#[allow(clippy::exhaustive_structs)]
-pub struct Operands<'a, M> {
-    /// Query.
-    pub q: View<'a, M>,
-    /// Bytes of keys, or of pages of keys.
-    pub k: View<'a, M>,
-    /// Bytes of values, or of pages of values.
-    pub v: View<'a, M>,
-    /// Block table, u32; of keys in pages.
-    pub table: Option<View<'a, M>>,
-    /// Means `[kv_heads, head_dim]` of centered keys, f32.
-    pub means: Option<View<'a, M>>,
-    /// ALiBi slopes, f32.
-    pub slopes: Option<View<'a, M>>,
-    /// Bytes of the mask.
-    pub mask: Option<View<'a, M>>,
-    /// Bytes of the tree mask.
-    pub tree: Option<View<'a, M>>,
-    /// Sinks, f32.
-    pub sinks: Option<View<'a, M>>,
-    /// Output.
-    pub out: ViewMut<'a, M>,
-    /// Logsumexp, f32; any element where it is not wanted.
-    pub lse: ViewMut<'a, M>,
-    /// Whether the logsumexp is written.
-    pub with_lse: bool,
+pub struct Runs<M> {
+    workspace: Workspace<M>,
+    /// The layout of the last run's tensors, which the next layer's tensors have too, whether keys were centered, and the parameters for
+    /// them.
+    last: Option<(Strides, bool, Placed)>,
 }
 
-/// Launches the kernels of a problem over tensors that lie as `placed` says.
-///
-/// # Errors
-/// [`LaunchError`].
-pub fn run<D: Device>(
+impl<M: DeviceMemory> Runs<M> {
+    /// Runs in a workspace.
+    #[must_use]
+    pub const fn new(workspace: Workspace<M>) -> Self {
+        Self { workspace, last: None }
+    }
+
+    /// Writes the numbers of the sequences.
+    pub(crate) fn write_sequences<D: HostAccess<Memory = M>>(
+        &mut self,
+        device: &D,
+        numbers: &[i32],
+    ) -> Result<(), D::Error> {
+        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_ne_bytes()).collect();
+        device.write(&mut self.workspace.sequences, 0, &bytes)
+    }
+
+    /// Launches the kernels of a plan over tensors that fit its problem. Keys of cached sequences lie where `inputs.tables` says, or,
+    /// without, each sequence has the one page that its numbers in the workspace say.
+    ///
+    /// # Errors
+    /// [`SessionError::Unsupported`] where a tensor's strides are too large, and [`SessionError::Launch`].
+    pub fn run<D: Device<Memory = M>>(
+        &mut self,
+        device: &D,
+        launches: &Launches,
+        inputs: &GpuInputs<'_, M>,
+        outputs: &mut GpuOutputs<'_, M>,
+    ) -> Result<(), SessionError<D::Error>> {
+        let (strides, centered) = (strides(inputs, outputs), inputs.k.means.is_some());
+        // Other lengths of sequences change nothing but their numbers in the workspace.
+        if self.last.as_ref().is_none_or(|(last, of, _)| *last != strides || *of != centered) {
+            self.last = None;
+        }
+        let (_, _, placed) = match &mut self.last {
+            Some(last) => last,
+            none => none.insert((strides, centered, launches.place(&strides, centered)?)),
+        };
+        Ok(run(device, launches, placed, &mut self.workspace, inputs, outputs)?)
+    }
+}
+
+/// Where tensors lie.
+fn strides<M>(inputs: &GpuInputs<'_, M>, outputs: &GpuOutputs<'_, M>) -> Strides {
+    let rows = |[batch, head, row, _]: [usize; 4]| [batch, head, row];
+    let mut strides = Strides {
+        q: rows(inputs.q.strides),
+        out: rows(outputs.out.strides),
+        k: inputs.k.strides,
+        v: inputs.v.strides,
+        aligned: inputs.k.aligned.min(inputs.v.aligned),
+        rows: inputs.k.shape[2],
+        ..Strides::default()
+    };
+    if let Some(tables) = &inputs.tables {
+        // A batch without tokens has tables without entries.
+        strides.pages = Some([tables.page_size.max(1), tables.width.max(1)]);
+        strides.ring = tables.wraps;
+    }
+    let steps = |mask: &GpuMask<'_, M>| -> [usize; 4] {
+        std::array::from_fn(|axis| if mask.shape[axis] == 1 { 0 } else { mask.strides[axis] })
+    };
+    if let Some(mask) = &inputs.mask {
+        strides.mask = steps(mask);
+        strides.mask_kind = match mask.kind {
+            MaskKind::Additive(Dtype::F32) => 0,
+            MaskKind::Additive(Dtype::F16) => 1,
+            MaskKind::Additive(Dtype::BF16) => 2,
+            MaskKind::Bool => 3,
+        };
+    }
+    if let Some(tree) = &inputs.tree {
+        let [_, _, row, step] = steps(tree);
+        strides.tree = [row, step];
+    }
+    strides
+}
+
+fn run<M: DeviceMemory, D: Device<Memory = M>>(
     device: &D,
     launches: &Launches,
     placed: &Placed,
-    workspace: Workspace<'_, D::Memory>,
-    operands: Operands<'_, D::Memory>,
-) -> Result<(), LaunchError<D::Error>>
-where
-    D::Memory: DeviceMemory,
-{
-    let shape = launches.shape();
+    workspace: &mut Workspace<M>,
+    inputs: &GpuInputs<'_, M>,
+    outputs: &mut GpuOutputs<'_, M>,
+) -> Result<(), LaunchError<D::Error>> {
+    let (has, shape) = (launches.features(), launches.shape());
     if shape.rows.contains(&0) || shape.groups.contains(&0) {
         return Ok(());
     }
-    match launches.kernels() {
-        Kernels::Prefill(instance) => run_prefill(device, launches, instance, placed, workspace, operands),
-        Kernels::Decode(kernels) => run_decode(device, launches, kernels, placed, workspace, operands),
+    let Workspace { sequences, factors, codebooks, absent, partial_out, partial_max_sum, unwanted } =
+        workspace;
+    let ([f32s, u32s, bytes], [k_factors, v_factors]) =
+        (absent.each_ref().map(M::view), factors.each_ref().map(M::view));
+    let (out, with_lse) = (outputs.out.view.reborrow(), outputs.lse.is_some());
+    let lse = outputs.lse.as_mut().map_or_else(|| unwanted.view_mut(), |lse| lse.reborrow());
+    let sinks = inputs.sinks.unwrap_or(f32s);
+    // A call of `prefill` or `decode`: the arguments that both have, and more.
+    macro_rules! attend {
+        ($kernel:ident { $($more:tt)* }) => {
+            $kernel::Call {
+                q: inputs.q.view,
+                k: inputs.k.bytes,
+                v: inputs.v.bytes,
+                table: inputs.tables.map_or(u32s, |tables| tables.table),
+                sequences: sequences.view(),
+                slopes: inputs.alibi_slopes.unwrap_or(f32s),
+                mask: inputs.mask.map_or(bytes, |mask| mask.bytes),
+                tree: inputs.tree.map_or(bytes, |tree| tree.bytes),
+                params: placed.attend,
+                paging: placed.paging,
+                row_align: placed.row_align,
+                has_softcap: has.has_softcap,
+                has_alibi: has.has_alibi,
+                has_mask: has.has_mask,
+                has_tree_mask: has.has_tree_mask,
+                groups: shape.groups,
+                $($more)*
+            }
+        };
     }
-}
-
-fn run_prefill<D: Device>(
-    device: &D,
-    launches: &Launches,
-    instance: &Instance,
-    placed: &Placed,
-    workspace: Workspace<'_, D::Memory>,
-    operands: Operands<'_, D::Memory>,
-) -> Result<(), LaunchError<D::Error>>
-where
-    D::Memory: DeviceMemory,
-{
-    let (has, [f32s, u32s, bytes]) = (launches.features(), workspace.absent);
-    prefill::Call {
-        q: operands.q,
-        k: operands.k,
-        v: operands.v,
-        table: operands.table.unwrap_or(u32s),
-        sequences: workspace.sequences,
-        slopes: operands.slopes.unwrap_or(f32s),
-        mask: operands.mask.unwrap_or(bytes),
-        tree: operands.tree.unwrap_or(bytes),
-        sinks: operands.sinks.unwrap_or(f32s),
-        params: placed.attend,
-        output: placed.merge,
-        out: operands.out,
-        lse: operands.lse,
-        paging: placed.paging,
-        row_align: placed.row_align,
-        has_softcap: has.has_softcap,
-        has_alibi: has.has_alibi,
-        has_mask: has.has_mask,
-        has_tree_mask: has.has_tree_mask,
-        has_sinks: has.has_sinks,
-        with_lse: operands.with_lse,
-        groups: launches.shape().groups,
-    }
-    .launch_instance(device, instance)
-}
-
-fn run_decode<D: Device>(
-    device: &D,
-    launches: &Launches,
-    kernels: &DecodeKernels,
-    placed: &Placed,
-    workspace: Workspace<'_, D::Memory>,
-    operands: Operands<'_, D::Memory>,
-) -> Result<(), LaunchError<D::Error>>
-where
-    D::Memory: DeviceMemory,
-{
-    let (has, shape) = (launches.features(), launches.shape());
-    let Workspace { partial_out, partial_max_sum, absent: [f32s, u32s, bytes], .. } = workspace;
-    let [k_factors, v_factors] = workspace.factors;
-    decode::Call {
-        q: operands.q,
-        k: operands.k,
-        v: operands.v,
-        table: operands.table.unwrap_or(u32s),
-        sequences: workspace.sequences,
+    let (params, has_sinks) = (placed.merge, has.has_sinks);
+    let DecodeKernels { decode: first, merge: last } = match launches.kernels() {
+        Kernels::Decode(kernels) => kernels,
+        Kernels::Prefill(instance) => {
+            return attend!(prefill { sinks, output: params, out, lse, has_sinks, with_lse })
+                .launch_instance(device, instance);
+        }
+    };
+    attend!(decode {
         factors: k_factors,
-        codebooks: workspace.codebooks,
-        means: operands.means.unwrap_or(f32s),
-        slopes: operands.slopes.unwrap_or(f32s),
-        mask: operands.mask.unwrap_or(bytes),
-        tree: operands.tree.unwrap_or(bytes),
-        params: placed.attend,
+        codebooks: codebooks.view(),
+        means: inputs.k.means.unwrap_or(f32s),
         partial_out: partial_out.view_mut(),
         partial_max_sum: partial_max_sum.view_mut(),
-        paging: placed.paging,
-        row_align: placed.row_align,
-        has_softcap: has.has_softcap,
-        has_alibi: has.has_alibi,
-        has_mask: has.has_mask,
-        has_tree_mask: has.has_tree_mask,
         has_k_mean: placed.has_k_mean,
-        groups: shape.groups,
-    }
-    .launch_instance(device, &kernels.decode)?;
+    })
+    .launch_instance(device, first)?;
+    let (partial_out, partial_max_sum) = (partial_out.view(), partial_max_sum.view());
+    let (factors, has_shift, groups) = (v_factors, has.has_alibi, shape.rows);
     merge::Call {
-        partial_out: partial_out.view(),
-        partial_max_sum: partial_max_sum.view(),
-        factors: v_factors,
-        sinks: operands.sinks.unwrap_or(f32s),
-        params: placed.merge,
-        out: operands.out,
-        lse: operands.lse,
-        has_sinks: has.has_sinks,
-        with_lse: operands.with_lse,
-        has_shift: has.has_alibi,
-        groups: shape.rows,
+        partial_out,
+        partial_max_sum,
+        factors,
+        sinks,
+        params,
+        out,
+        lse,
+        has_sinks,
+        with_lse,
+        has_shift,
+        groups,
     }
-    .launch_instance(device, &kernels.merge)
+    .launch_instance(device, last)
 }

@@ -3,11 +3,11 @@
 use crate::codecs::{format_id, hadamard_order, scalar_type};
 use crate::encoding;
 use crate::kernels::decode::decode;
-use crate::kernels::encode;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
 use crate::kernels::rotation::hadamard;
+use crate::kernels::{cache, encode};
 use crate::shape::HEAD_DIMS;
 use crate::tile::PortableTile;
 use flashtile_core::codec::Codec;
@@ -55,8 +55,8 @@ impl VariantOption {
         match kernel.name {
             "decode" | "prefill" => &[Dtype, HeadDim, ValueDim, KCodec, VCodec],
             "merge" => &[Dtype, ValueDim, VCodec],
-            "encode" => &[Dtype, HeadDim, KCodec],
-            "append" => &[Dtype, KCodec],
+            "encode" | "read_codes" => &[Dtype, HeadDim, KCodec],
+            "append" | "read_elements" => &[Dtype, KCodec],
             "hadamard" => &[HeadDim],
             _ => &[],
         }
@@ -93,11 +93,11 @@ pub enum VariantError {
         /// Elements of a vector.
         got: usize,
     },
-    /// The kernel stores codes, and the codec has elements; or the other way round.
+    /// Rows of the kernel are codes, and the codec has elements; or the other way round.
     Stored {
         /// The codec.
         codec: Codec,
-        /// Whether the kernel stores codes.
+        /// Whether rows of the kernel are codes.
         codes: bool,
     },
     /// The kernel multiplies elements of the type of q, and the codec is another.
@@ -132,10 +132,13 @@ impl std::fmt::Display for VariantError {
                 )
             }
             Self::Stored { codec, codes: true } => {
-                write!(f, "it stores codes and {codec} has none, expected a k-codec such as tq4")
+                write!(f, "its rows are codes and {codec} has none, expected a k-codec such as tq4")
             }
             Self::Stored { codec, .. } => {
-                write!(f, "it stores elements and {codec} has codes, expected the k-codec f32, f16 or bf16")
+                write!(
+                    f,
+                    "its rows are elements and {codec} has codes, expected the k-codec f32, f16 or bf16"
+                )
             }
             Self::Rows { codec, dtype } => {
                 write!(f, "it multiplies elements of the dtype of q: the codec is {codec}, expected {dtype}")
@@ -212,18 +215,20 @@ impl Variant {
                 }
                 self.attend(PortableTile::default_prefill(self.head_dim.max(self.value_dim)))
             }
-            "encode" | "append" => {
+            "encode" | "append" | "read_codes" | "read_elements" => {
                 let codes = self.k_codec.dtype().is_none();
-                if codes != (kernel.name == "encode") {
+                if codes != matches!(kernel.name, "encode" | "read_codes") {
                     return Err(VariantError::Stored { codec: self.k_codec, codes: !codes });
                 }
                 let generics = encoding::encode_generics(self.k_codec, self.dtype, self.head_dim);
-                if codes {
-                    encode::encode::specialise(&generics)
-                } else {
-                    encode::append::specialise(&generics)
+                match kernel.name {
+                    "encode" => encode::encode::specialise(&generics),
+                    "append" => encode::append::specialise(&generics),
+                    "read_codes" => cache::read_codes::specialise(&generics),
+                    _ => cache::read_elements::specialise(&generics),
                 }
             }
+            "copy_rows" => cache::copy_rows::specialise(&[]),
             "merge" => self.merge(),
             "hadamard" => hadamard::specialise(&[Generic::Usize(self.head_dim)]),
             "mask_tiles" => mask_tiles::specialise(&[]),
@@ -346,7 +351,10 @@ mod tests {
     fn every_kernel_has_an_instance_of_a_plain_problem() {
         let listed: Vec<String> = crate::registry::instances().iter().map(Instance::entry).collect();
         for kernel in KERNELS {
-            let codec = if kernel.name == "encode" { Codec::Tq4 } else { PLAIN.k_codec };
+            let codec = match kernel.name {
+                "encode" | "read_codes" => Codec::Tq4,
+                _ => PLAIN.k_codec,
+            };
             let entry = Variant { k_codec: codec, ..PLAIN }.instance(kernel).unwrap().entry();
             assert!(listed.contains(&entry), "{entry}");
         }
@@ -367,7 +375,7 @@ mod tests {
         let text = why(Variant { v_codec: Codec::MlxTq4, ..PLAIN }, KERNELS[1]);
         let encode = KERNELS.iter().find(|kernel| kernel.name == "encode").unwrap();
         let stored = why(PLAIN, encode);
-        assert_eq!(stored, "it stores codes and bf16 has none, expected a k-codec such as tq4");
+        assert_eq!(stored, "its rows are codes and bf16 has none, expected a k-codec such as tq4");
         assert!(text.contains("does not store 128 elements") && text.contains("256"), "{text}");
     }
 }

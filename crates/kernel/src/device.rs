@@ -44,6 +44,14 @@ pub trait HostAccess: Device<Memory: DeviceMemory> {
     /// What the device reports, such as a lack of memory.
     fn zeroed(&self, element: ScalarType, len: usize) -> Result<Self::Memory, Self::Error>;
 
+    /// Memory for `len` elements whose bytes may be any: a device that tells bytes that nothing has written refuses kernels that read them.
+    ///
+    /// # Errors
+    /// As [`HostAccess::zeroed`].
+    fn uninit(&self, element: ScalarType, len: usize) -> Result<Self::Memory, Self::Error> {
+        self.zeroed(element, len)
+    }
+
     /// Copies `bytes` into a memory, from byte `at` on. It may return before the device has them, but not before `bytes` has been read.
     ///
     /// # Errors

@@ -2,8 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::run::{RunReport, Runner, RunnerError};
-use super::staging::{ALIGNED, accumulation};
+use super::run::{RunReport, Runner, RunnerError, accumulation_of_portable};
 use flashtile_core::block_tables::BlockTables;
 use flashtile_core::codec::{Codec, KvView, RowKind};
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -97,6 +96,9 @@ impl CudaRunner {
         self
     }
 }
+
+/// The alignment of pages that are read in vectors, in bytes.
+const ALIGNED: usize = 16;
 
 /// Guard bytes before and after a tensor.
 const BAND: usize = 256;
@@ -499,7 +501,7 @@ impl Runner for CudaRunner {
         match compute() {
             Ok(plan) => {
                 let accumulation = match problem.is_quantized() {
-                    true => accumulation(problem),
+                    true => accumulation_of_portable(problem),
                     false => Accumulation::of_cuda(problem.dtype()),
                 };
                 Ok(RunReport::new(plan).accumulated(accumulation))

@@ -20,8 +20,6 @@ mod cuda;
 mod edges;
 #[cfg(feature = "gpu")]
 pub mod gpu_bench;
-#[cfg(feature = "gpu")]
-pub(crate) mod machine;
 mod mlx;
 mod poison;
 mod random;
@@ -29,9 +27,7 @@ mod rng;
 mod run;
 mod sets;
 #[cfg(feature = "simulator")]
-pub(crate) mod simulator;
-#[cfg(feature = "gpu")]
-pub(crate) mod staging;
+mod simulator;
 
 #[cfg(feature = "gpu")]
 pub use cache_twins::CacheTwins;
@@ -44,8 +40,8 @@ pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 pub use random::{random_case, seeded_case};
 pub use rng::Rng;
 pub use run::{
-    Answer, CaseResult, CpuRunner, Failure, Outcome, Prepared, RunReport, Runner, RunnerError,
-    accumulation_of, conformance, run_case,
+    Answer, CaseResult, CpuRunner, Failure, Outcome, Prepared, RunReport, Runner, RunnerError, conformance,
+    run_case,
 };
 pub use sets::AttentionSet;
 #[cfg(feature = "simulator")]

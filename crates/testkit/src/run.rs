@@ -2,6 +2,8 @@
 
 use super::cases::{Case, CaseData};
 use super::poison::{Guarded, GuardedList};
+#[cfg(feature = "gpu")]
+use flashtile_core::dtype::Dtype;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::PlanOptions;
 use flashtile_core::problem::Problem;
@@ -11,19 +13,18 @@ use flashtile_core::quality::{
 use flashtile_core::reference;
 use flashtile_core::reference::Attention;
 use flashtile_cpu::cpu::Cpu;
-use flashtile_cpu::plan::CpuPlan;
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-/// The accumulation of a plan: products of bf16 pairs take probabilities rounded to bf16.
-#[must_use]
-pub fn accumulation_of(plan: &CpuPlan) -> Accumulation {
-    if plan.isa().multiplies_pairs() {
-        Accumulation::Half
-    } else if plan.multiplies_integers() {
-        Accumulation::Integers
-    } else {
+/// How portable kernels accumulate for a problem.
+#[cfg(feature = "gpu")]
+pub(crate) fn accumulation_of_portable(problem: &Problem) -> Accumulation {
+    if problem.is_quantized() {
+        Accumulation::Operands
+    } else if problem.dtype() == Dtype::F32 {
         Accumulation::F32
+    } else {
+        Accumulation::Probs
     }
 }
 
@@ -123,7 +124,7 @@ impl Runner for CpuRunner {
         workspace.bytes_mut().fill(0xFF);
         let error = |e: flashtile_core::inputs::RunError| RunnerError::Error(e.to_string());
         self.cpu.run(&plan, inputs, outputs, &mut workspace).map_err(error)?;
-        Ok(RunReport { plan: plan.to_string(), accumulation: accumulation_of(&plan) })
+        Ok(RunReport { plan: plan.to_string(), accumulation: plan.accumulation() })
     }
 }
 

@@ -158,6 +158,24 @@ impl Problem {
         matches!(self.desc.sequences, Sequences::Cached { .. })
     }
 
+    /// Whether two problems differ in nothing but numbers of keys (`kv_lens`, and the prefixes that sequences share): the steps of decoding
+    /// of the same sequences, say. Cost: `O(sequences)`.
+    #[must_use]
+    pub fn is_step_of(&self, other: &Self) -> bool {
+        self.scale() == other.scale() && without_lens(&self.desc) == without_lens(&other.desc)
+    }
+
+    /// Keys that the sequences have more than in `before`, if this is a later step of the same ones: nothing else differs, and no
+    /// sequence has fewer. Cost: `O(sequences)`.
+    #[must_use]
+    pub fn growth_since(&self, before: &Self) -> Option<usize> {
+        if !self.is_step_of(before) {
+            return None;
+        }
+        let growth = |(now, then): (&Sequence, &Sequence)| now.kv_len.checked_sub(then.kv_len);
+        self.sequences.iter().zip(&before.sequences).map(growth).sum()
+    }
+
     /// The smallest interval that contains every key that one of the query rows sees. Cost: `O(rows that see no
     /// key)`.
     #[must_use]
@@ -223,5 +241,52 @@ impl Problem {
 
     fn longest_q_len(&self) -> usize {
         self.sequences.iter().map(|s| s.q_len).max().unwrap_or(0)
+    }
+}
+
+/// A description without its numbers of keys.
+fn without_lens(desc: &ProblemDesc) -> ProblemDesc {
+    let mut desc = desc.clone();
+    match &mut desc.sequences {
+        Sequences::Cached { kv_lens, .. } => {
+            kv_lens.iter_mut().for_each(|len| *len = 0);
+            // A bound of the lengths, which shapes no tensor.
+            desc.dims.kv_len = 0;
+        }
+        Sequences::Padded { kv_lens } => kv_lens.iter_mut().for_each(|len| *len = 0),
+        Sequences::Dense | Sequences::Packed { .. } => {}
+    }
+    desc.prefixes.clear();
+    desc
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dtype::Dtype;
+    use crate::problem::{HeadShape, SeqLens, Visibility};
+
+    fn cached(lens: &[usize]) -> ProblemDesc {
+        let heads = HeadShape { q_heads: 2, kv_heads: 1, head_dim: 64, value_dim: 64 };
+        let lens: Vec<SeqLens> = lens.iter().map(|&kv_len| SeqLens { q_len: 1, kv_len }).collect();
+        ProblemDesc::cached(heads, Dtype::F16, &lens)
+    }
+
+    #[test]
+    fn a_later_step_has_more_keys_and_nothing_else() {
+        let problem = |desc: ProblemDesc| desc.validate().unwrap();
+        let first = problem(cached(&[5, 70]));
+        assert_eq!(problem(cached(&[6, 71])).growth_since(&first), Some(2));
+        assert_eq!(first.growth_since(&first), Some(0));
+        for lens in [&[4, 71][..], &[6], &[6, 71, 1]] {
+            assert_eq!(problem(cached(lens)).growth_since(&first), None, "{lens:?}");
+        }
+        assert!(problem(cached(&[4, 71])).is_step_of(&first));
+        let mut causal = cached(&[6, 71]);
+        causal.visibility = Visibility::causal();
+        assert!(!problem(causal).is_step_of(&first));
+        let mut scaled = cached(&[6, 71]);
+        scaled.scale = Some(0.25);
+        assert!(!problem(scaled).is_step_of(&first));
     }
 }

@@ -9,6 +9,7 @@ use flashtile_core::isa::Isa;
 use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, Sequence};
+use flashtile_core::quality::Accumulation;
 
 /// Offsets in f32 elements of one thread's scratch memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -234,6 +235,18 @@ impl CpuPlan {
     #[must_use]
     pub const fn threads(&self) -> usize {
         self.threads
+    }
+
+    /// How the kernel accumulates, on which tolerances depend: products of pairs of bf16 take probabilities rounded to bf16.
+    #[must_use]
+    pub fn accumulation(&self) -> Accumulation {
+        if self.isa().multiplies_pairs() {
+            Accumulation::Half
+        } else if self.multiplies_integers() {
+            Accumulation::Integers
+        } else {
+            Accumulation::F32
+        }
     }
 
     /// Whether sequences of few rows multiply codes in integers of 16 bits. All other products with codes are in f32.

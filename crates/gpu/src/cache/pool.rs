@@ -1,11 +1,12 @@
 //! Keys, or values, of all layers in the memory of a device.
 
 use super::error::StoreError;
-use super::rows::{GpuRows, GpuRowsMut, dtype_of};
+use super::rows::{GpuRows, GpuRowsMut};
 use crate::codecs::{codebooks, factors, magnitudes};
 use crate::encoding::{Appended, encode_generics, encode_groups, encode_table, refusal, row_groups, runs};
 use crate::kernels::cache::{PageBytes, copy_rows, read_codes, read_elements};
 use crate::kernels::encode::{Rows, append, encode};
+use crate::tensors::dtype_of;
 use flashtile_core::cache::{CacheError, Pool, RowRun};
 use flashtile_core::codec::{Codec, Coder, Side};
 use flashtile_core::dtype::Dtype;
@@ -83,22 +84,6 @@ fn filled<D: HostAccess>(
 }
 
 impl<M: DeviceMemory> Lists<M> {
-    /// Lists of some runs, at most [`MAX_RUNS`]. Line `n` of the table is the page of run `n`.
-    fn new<D: HostAccess<Memory = M>>(
-        device: &D,
-        heads: usize,
-        from: &[RowRun],
-    ) -> Result<Self, StoreError<D::Error>> {
-        let (table, words, rows) = Self::words(heads, from)?;
-        Ok(Self {
-            held: from.to_vec(),
-            table: filled(device, ScalarType::U32, &bytes_of(&table, u32::to_ne_bytes))?,
-            runs: filled(device, ScalarType::U32, &bytes_of(&words, u32::to_ne_bytes))?,
-            count: from.len() as u32,
-            rows,
-        })
-    }
-
     /// The table, the runs as kernels take them, and the largest run.
     fn words<E>(heads: usize, from: &[RowRun]) -> Result<(Vec<u32>, Vec<u32>, u32), StoreError<E>> {
         let appended: Vec<Appended> = from
@@ -219,6 +204,10 @@ impl<M: DeviceMemory> GpuPool<M> {
         self.codec
     }
 
+    pub(super) const fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
     /// Bytes from page to page, and from head to head.
     pub(super) const fn strides(&self) -> [usize; 2] {
         let [_, heads, page_size, _] = self.shape;
@@ -298,44 +287,39 @@ impl<M: DeviceMemory> GpuPool<M> {
         launched.map_err(StoreError::Launch)
     }
 
-    /// Fills rows from a layer.
+    /// Fills rows from a layer. The lists are of their runs.
     pub(super) fn read<D: HostAccess<Memory = M>>(
         &self,
         device: &D,
         layer: usize,
-        all: &[RowRun],
-        x: &mut GpuRowsMut<'_, M>,
-        mean: Option<&M>,
+        lists: &Lists<M>,
+        (x, mean): (&mut GpuRowsMut<'_, M>, Option<&M>),
     ) -> Result<(), StoreError<D::Error>> {
         let (index, same) = self.instance(x.view.element())?;
         let (params, heads) = (self.rows(x.strides), self.shape[1]);
-        for chunk in all.chunks(MAX_RUNS) {
-            let lists = Lists::new(device, heads, chunk)?;
-            let groups = [row_groups(lists.rows(heads)), lists.count, 1];
-            let (table, runs) = (lists.table.view(), lists.runs.view());
-            let (pages, x) = (self.layers[layer].view(), x.view.reborrow());
-            let launched = if self.codec.dtype().is_some() {
-                read_elements::Call { pages, table, runs, params, x, same, groups }
-                    .launch_instance(device, made(&self.readers[index])?)
-            } else {
-                read_codes::Call {
-                    pages,
-                    means: mean.unwrap_or(&self.absent).view(),
-                    factors: self.factors.view(),
-                    levels: self.levels.view(),
-                    codebooks: self.codebooks.view(),
-                    table,
-                    runs,
-                    params,
-                    x,
-                    centered: mean.is_some(),
-                    groups,
-                }
+        let groups = [row_groups(lists.rows(heads)), lists.count, 1];
+        let (table, runs) = (lists.table.view(), lists.runs.view());
+        let (pages, x) = (self.layers[layer].view(), x.view.reborrow());
+        let launched = if self.codec.dtype().is_some() {
+            read_elements::Call { pages, table, runs, params, x, same, groups }
                 .launch_instance(device, made(&self.readers[index])?)
-            };
-            launched.map_err(StoreError::Launch)?;
-        }
-        Ok(())
+        } else {
+            read_codes::Call {
+                pages,
+                means: mean.unwrap_or(&self.absent).view(),
+                factors: self.factors.view(),
+                levels: self.levels.view(),
+                codebooks: self.codebooks.view(),
+                table,
+                runs,
+                params,
+                x,
+                centered: mean.is_some(),
+                groups,
+            }
+            .launch_instance(device, made(&self.readers[index])?)
+        };
+        launched.map_err(StoreError::Launch)
     }
 
     /// Copies rows between pages, in all layers. `copies` has four words of each of `count` copies.

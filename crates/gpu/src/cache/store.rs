@@ -2,20 +2,21 @@
 
 use super::error::StoreError;
 use super::pool::{Find, GpuPool, Lists, MAX_RUNS};
-use super::rows::{GpuRows, GpuRowsMut, dtype_of, to_f32};
+use super::rows::{GpuRows, GpuRowsMut, to_f32};
+use crate::tensors::{GpuKv, alignment, dtype_of};
 use flashtile_core::cache::{CacheDesc, CacheError, MEAN_ROWS, PageCopy, PageStore, RowRun, mean_of_rows};
 use flashtile_core::codec::Side;
 use flashtile_core::tensor::TensorView;
 use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType};
 use std::fmt;
+use std::sync::{Mutex, PoisonError};
 
 /// Rows of a cache in the memory of a device, for [`KvCache::with_store`](flashtile_core::cache::KvCache::with_store).
 ///
-/// Writing rows and copying pages enqueue launches and return. After the first write of a layer, a step of decoding allocates no memory of
-/// the device and does not wait for it, as long as steps do not become larger. Reading rows back takes memory for lists, and waits for
-/// the device when it gives that back. Snapshots and their restoration wait, and copy whole pages, with one
-/// transfer for neighbouring ones. A layer that learns the mean of its
-/// keys waits for its first rows.
+/// Writing rows, copying pages and reading rows back enqueue launches and return. After the first write of a layer, a step of
+/// decoding allocates no memory of the device and does not wait for it, as long as steps do not become larger. Snapshots and their
+/// restoration wait, and copy whole pages, with one transfer for neighbouring ones. A layer that learns the mean of its keys waits for
+/// its first rows.
 ///
 /// The device cannot refuse a row before others are stored: a row that is not finite, or whose norm is too large, is stored with a NaN
 /// as its scale, and [`PageStore::check_stored`] says so.
@@ -25,7 +26,8 @@ pub struct GpuStore<D: HostAccess> {
     k: GpuPool<D::Memory>,
     v: GpuPool<D::Memory>,
     means: Vec<Option<Mean<D::Memory>>>,
-    lists: Lists<D::Memory>,
+    /// Those of the last write or read.
+    lists: Mutex<Lists<D::Memory>>,
     copies: D::Memory,
 }
 
@@ -74,7 +76,7 @@ impl<D: HostAccess> GpuStore<D> {
             k: GpuPool::new(&device, find, (desc.k, Side::Keys), k, desc.layers)?,
             v: GpuPool::new(&device, find, (desc.v, Side::Values), v, desc.layers)?,
             means: (0..desc.layers).map(|_| None).collect(),
-            lists: Lists::empty(&device)?,
+            lists: Mutex::new(Lists::empty(&device)?),
             copies: device.zeroed(ScalarType::U32, 64).map_err(StoreError::device)?,
             desc: *desc,
             device,
@@ -94,6 +96,26 @@ impl<D: HostAccess> GpuStore<D> {
     #[must_use]
     pub fn pages(&self, layer: usize) -> [&D::Memory; 2] {
         [self.k.layer(layer), self.v.layer(layer)]
+    }
+
+    /// Keys and values of a layer, as inputs of a run.
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    #[must_use]
+    pub fn kv(&self, layer: usize) -> [GpuKv<'_, D::Memory>; 2] {
+        [(&self.k, self.device_mean(layer)), (&self.v, None)].map(|(pool, mean)| {
+            let ([page, head], shape) = (pool.strides(), pool.shape());
+            let row = if pool.codec().dtype().is_some() { pool.row_bytes() } else { 0 };
+            GpuKv {
+                bytes: pool.layer(layer).view(),
+                codec: pool.codec(),
+                shape,
+                strides: [page, head, row],
+                aligned: alignment([page, head, row]),
+                means: mean.map(DeviceMemory::view),
+            }
+        })
     }
 
     /// Bytes from page to page and from head to head, of keys and of values.
@@ -224,7 +246,7 @@ where
         v: &Self::Rows<'_>,
     ) -> Result<(), Self::Error> {
         self.k.assert_inside(runs.iter());
-        let (device, lists) = (&self.device, &mut self.lists);
+        let (device, lists) = (&self.device, self.lists.get_mut().unwrap_or_else(PoisonError::into_inner));
         let mean = self.means[layer].as_ref().map(|mean| &mean.device);
         for runs in runs.chunks(MAX_RUNS) {
             lists.refill(device, self.desc.kv_heads, runs)?;
@@ -242,8 +264,14 @@ where
         v: &mut Self::RowsMut<'_>,
     ) -> Result<(), Self::Error> {
         self.k.assert_inside(runs.iter());
-        self.k.read(&self.device, layer, runs, k, self.device_mean(layer))?;
-        self.v.read(&self.device, layer, runs, v, None)
+        let (device, mean) = (&self.device, self.device_mean(layer));
+        let mut lists = self.lists.lock().unwrap_or_else(PoisonError::into_inner);
+        for runs in runs.chunks(MAX_RUNS) {
+            lists.refill(device, self.desc.kv_heads, runs)?;
+            self.k.read(device, layer, &lists, (k, mean))?;
+            self.v.read(device, layer, &lists, (v, None))?;
+        }
+        Ok(())
     }
 
     fn export(&self, runs: &[RowRun], tokens: usize, bytes: &mut [u8]) -> Result<(), Self::Error> {

@@ -49,6 +49,12 @@ fn copy_bytes(pages: &mut Buffer<u8>, from: u64, to: u64, count: u64) {
     threads = 128,
     requires(copies.len() >= 4 * groups[1] as usize, "four words of each copy"),
     requires(params.tokens > 0, "pages have rows"),
+    bench(
+        shape(rows = [8192, 65536], dim = [128, 128]),
+        bytes = 2 * rows * (dim * 5 / 2 + 2),
+        flops = 0,
+        tolerance = 0.0,
+    ),
 )]
 pub fn copy_rows(copies: &Buffer<u32>, params: &PageBytes, pages: &mut Buffer<u8>) {
     let at = 4 * group_y();
@@ -89,6 +95,12 @@ fn factor_of<const FORMAT: u32, const D: usize>(pages: &Buffer<u8>, row: Row, c:
     requires(levels.len() >= 16, "magnitudes of 16 words"),
     requires(!centered || means.len() >= params.heads as usize * D, "a mean for each head"),
     requires(ORDER == 0 || factors.len() >= D + block_count(ORDER, D), "a factor for each coordinate, and a root for each block"),
+    bench(
+        shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]),
+        bytes = rows * dim * 5 / 2 + 2 * rows,
+        flops = rows * dim * (u64::from(dim.ilog2()) + 2),
+        tolerance = 0.005,
+    ),
 )]
 pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
     pages: &Buffer<u8>,
@@ -141,6 +153,7 @@ pub fn read_codes<T: Element, const FORMAT: u32, const D: usize>(
     requires(!is_codes(FORMAT), "rows of elements"),
     requires(params.heads > 0 && params.page > 0 && params.width > 0, "pages have rows"),
     requires(runs.len() >= 8 * groups[1] as usize, "a run for each y"),
+    bench(shape(rows = [32, 8192, 262_144], dim = [128, 128, 128]), bytes = 4 * rows * dim, flops = 0, tolerance = 0.0),
 )]
 pub fn read_elements<T: Element, const FORMAT: u32>(
     pages: &Buffer<u8>,

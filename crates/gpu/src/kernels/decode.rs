@@ -183,6 +183,8 @@ struct Step {
     base: u32,
     /// Whether some row may not see some key.
     partial: bool,
+    /// Values of the head.
+    v: KvHead,
 }
 
 /// Adds `p v` of a tile of keys with these scores to the partial outputs. The values of the next tile take the place of
@@ -203,7 +205,6 @@ fn add_values<
     state: &mut Accumulator<VN, T>,
     tile: &mut KvTile<KW, VW, U>,
     tile_scores: TileScores<T, U>,
-    v: KvHead,
     kv: KvMemory,
     nibbles: &Shared<u8>,
     step: Step,
@@ -215,20 +216,29 @@ fn add_values<
             nonfinite = any_nonfinite::<VF, DV, VW>(tile.values[u]);
         }
         if nonfinite {
-            let group = key_group(kv.table, v, step.base + 16 * u as u32);
-            pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, v, group);
+            let group = key_group(kv.table, step.v, step.base + 16 * u as u32);
+            pv_tile_nonfinite::<VF, DV, VN, T>(state, tile_scores.scores[u], probs, kv, step.v, group);
         } else {
             pv_tile::<V, VF, DV, VW, VP, VN, T>(
                 state,
                 probs,
                 tile.values[u],
-                v.levels,
+                step.v.levels,
                 kv.codebooks,
                 nibbles,
             );
         }
-        tile.values[u] = load_values::<VF, DV, VW>(kv, v, tile.groups[u]);
+        tile.values[u] = load_values::<VF, DV, VW>(kv, step.v, tile.groups[u]);
     }
+}
+
+/// A pass, and the queries that it is made for.
+#[device]
+struct QueriedPass<K: Element, const KN: usize, const T: usize> {
+    /// The queries.
+    queries: QueryOperands<K, KN, T>,
+    /// The pass.
+    pass: Pass<T>,
 }
 
 /// Attends to all tiles of a pass. `tile` is the first one, loaded, and is again when the pass is done: a second pass may follow.
@@ -252,19 +262,24 @@ fn attend_tiles<
 >(
     state: &mut Accumulator<VN, T>,
     tile: &mut KvTile<KW, VW, U>,
-    queries: QueryOperands<K, KN, T>,
-    pass: Pass<T>,
+    queried: QueriedPass<K, KN, T>,
     memory: PassMemory,
     nibbles: &Shared<u8>,
     params: &Attend,
 ) {
+    let pass = queried.pass;
     let mut base = pass.tiles.first;
     let mut more = base < pass.tiles.end;
     while more {
         more = base + pass.tiles.step < pass.tiles.end;
         let next = select(more, base + pass.tiles.step, pass.tiles.first);
         let mut tile_scores = scores_of::<K, KF, VF, D, DV, KN, KW, VW, KP, T, U>(
-            tile, queries, pass, memory.kv, nibbles, next,
+            tile,
+            queried.queries,
+            pass,
+            memory.kv,
+            nibbles,
+            next,
         );
         let last = base as i32 + 16 * U as i32;
         let partial = pass.has.mask || (base as i32) < pass.keys.full_low || last > pass.keys.full_high;
@@ -277,16 +292,8 @@ fn attend_tiles<
             greatest = greatest_score::<VF, T>(greatest, tile_scores.scores[u], tile_scores.value_scales[u]);
         }
         online_softmax::<VN, T>(state, greatest);
-        let step = Step { base, partial };
-        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(
-            state,
-            tile,
-            tile_scores,
-            pass.v,
-            memory.kv,
-            nibbles,
-            step,
-        );
+        let step = Step { base, partial, v: pass.v };
+        add_values::<V, VF, DV, VN, KW, VW, VP, T, U>(state, tile, tile_scores, memory.kv, nibbles, step);
         base = next;
     }
 }
@@ -427,11 +434,12 @@ pub fn decode<
     );
     barrier();
     let operands = query_operands::<K, KF, D, KN, T>(&queries, &scales, &biases);
+    let queried = QueriedPass::<K, KN, T> { queries: operands, pass };
     let mut state = no_keys_yet::<VN, T>();
     let mut passes = true;
     while passes {
         attend_tiles::<K, V, KF, VF, D, DV, KN, VN, KW, VW, KP, VP, T, U>(
-            &mut state, &mut next, operands, pass, memory, &nibbles, params,
+            &mut state, &mut next, queried, memory, &nibbles, params,
         );
         passes = needs_second_pass::<VF, VN, T>(&mut state);
     }

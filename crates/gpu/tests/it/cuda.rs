@@ -3,7 +3,7 @@
 //! `FLASHTILE_NVRTC` names the compiler; without it the tests say that they did not run.
 
 use flashtile_gpu::kernels::kv::PAGED;
-use flashtile_gpu::registry::{cache_instances, instances};
+use flashtile_gpu::registry::instances;
 use flashtile_kernel::cuda::{Architecture, Compiler, NVRTC_VARIABLE, Program};
 use flashtile_kernel::source::ParameterKind;
 use flashtile_kernel::{Constant, Generic, Instance, ScalarType};
@@ -73,7 +73,6 @@ fn kind(instance: &Instance) -> (&'static str, Vec<Generic>) {
 fn an_instance_of_each_kind_compiles() {
     // Compilations take longer the larger a row is: the smallest ones, the architectures in turn.
     let mut all = instances();
-    all.extend(cache_instances());
     all.sort_by_key(dim);
     let mut kinds = Vec::new();
     all.retain(|instance| {

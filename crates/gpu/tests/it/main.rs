@@ -17,3 +17,4 @@ mod metal;
 mod planted;
 mod recorder;
 mod rotation;
+mod session;

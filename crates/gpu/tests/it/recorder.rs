@@ -1,15 +1,14 @@
 //! A device that records what is asked of it and computes nothing: what a step of decoding costs beside its launches.
 
+use flashtile_core::block_tables::BlockTables;
 use flashtile_core::cache::{CacheDesc, CacheLayout, CacheShape, KvCache};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
-use flashtile_core::plan::PlanOptions;
-use flashtile_core::problem::{HeadShape, ProblemDesc, SeqLens};
+use flashtile_core::problem::{HeadShape, ProblemDesc, SeqLens, Visibility};
 use flashtile_gpu::cache::{GpuRows, GpuStore};
-use flashtile_gpu::launches::Strides;
 use flashtile_gpu::machines;
-use flashtile_gpu::plan::Plan;
-use flashtile_gpu::run::{Operands, Workspace, run};
+use flashtile_gpu::session::Session;
+use flashtile_gpu::tensors::{GpuInputs, GpuOutputs, GpuTensor, GpuTensorMut};
 use flashtile_kernel::{Device, DeviceMemory, HostAccess, Launch, ScalarType, Span, View, ViewMut};
 use std::cell::RefCell;
 use std::convert::Infallible;
@@ -130,52 +129,111 @@ fn a_snapshot_is_a_few_transfers() {
 }
 
 #[test]
-fn a_run_is_two_launches_and_nothing_else() {
+fn a_step_of_decoding_takes_no_memory_and_does_not_wait() {
+    const LAYERS: usize = 3;
+    let layout = CacheLayout::Paged { pages: 1024, page_size: 16 };
+    let shape = CacheShape { layers: LAYERS, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let mut desc = CacheDesc::new(layout, shape, Codec::Int8);
+    desc.v = Codec::BF16;
+    let recorder = Recorder::default();
+    let mut cache = KvCache::with_store(GpuStore::new(&recorder, &desc).unwrap()).unwrap();
+    let mut session = Session::new(&recorder, machines::M5);
+    let sequences = [cache.create().unwrap(), cache.create().unwrap()];
+    let x = memory(ScalarType::Bf16, 600 * 8 * 64);
+    let mut out = memory(ScalarType::Bf16, 600 * 8 * 64);
+    let mut step = |tokens: [usize; 2]| {
+        let batch = [(sequences[0], tokens[0]), (sequences[1], tokens[1])];
+        let count = tokens.iter().sum();
+        let rows = || GpuRows { view: x.view(), shape: [1, 2, count, 64], strides: [0, 64, 128, 1] };
+        cache.append(&batch, &std::array::from_fn::<_, LAYERS, _>(|_| (rows(), rows()))).unwrap();
+        let lens: Vec<SeqLens> = batch
+            .iter()
+            .map(|(sequence, tokens)| SeqLens { q_len: *tokens, kv_len: cache.len(*sequence).unwrap() })
+            .collect();
+        let mut problem = ProblemDesc::cached(heads, Dtype::BF16, &lens);
+        problem.visibility = Visibility::causal();
+        (problem.k_codec, problem.v_codec) = (Some(Codec::Int8), Some(Codec::BF16));
+        let tables: BlockTables = cache.tables(&sequences).unwrap();
+        for layer in 0..LAYERS {
+            let (shape, strides) = ([1, 8, count, 64], [0, 64, 8 * 64, 1]);
+            let [k, v] = cache.store().kv(layer);
+            let q = GpuTensor { view: x.view(), shape, strides };
+            let inputs =
+                GpuInputs { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None };
+            let out = GpuTensorMut { view: out.view_mut(), shape, strides };
+            session.run_paged(&problem, &inputs, &tables, &mut GpuOutputs { out, lse: None }).unwrap();
+        }
+        std::mem::take(&mut *recorder.0.borrow_mut())
+    };
+    step([500, 70]);
+    let first = step([1, 1]);
+    assert!(first.allocations > 0);
+    let names = |record: &Record| record.launches.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+    let of_layer = ["encode", "append"].repeat(LAYERS).into_iter().chain(["decode", "merge"].repeat(LAYERS));
+    let of_layer: Vec<String> = of_layer.map(str::to_owned).collect();
+    assert_eq!(names(&first), of_layer);
+    // Sequences cross pages, and tables get wider, meanwhile.
+    for n in 0..300 {
+        let step = step([1, 1]);
+        // The lists of the cache, and the numbers of the sequences; the table where a page was taken.
+        assert!((3..=4).contains(&step.writes), "step {n}: {step:?}");
+        assert_eq!((names(&step), step.allocations, step.reads), (of_layer.clone(), 0, 0), "step {n}");
+    }
+}
+
+#[test]
+fn a_call_of_the_same_description_only_launches() {
     let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
     let desc = ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len: 5000 }; 3]);
-    let problem = desc.validate().unwrap();
-    let plan = Plan::new(&problem, &machines::M5, PlanOptions::default(), None).unwrap();
-    let strides = Strides {
-        q: [512, 64, 64],
-        out: [512, 64, 64],
-        aligned: 16,
-        pages: Some([16, 320]),
-        ..Strides::default()
-    };
-    let placed = plan.launches().place(&strides, false).unwrap();
     let recorder = Recorder::default();
-    let ([partial_out, partial_max_sum], tables) = (plan.launches().scratch(), plan.tables());
-    let f32s = |len| memory(ScalarType::F32, len);
-    let [mut partial_out, mut partial_max_sum] = [f32s(partial_out), f32s(partial_max_sum)];
-    let (factors, codebooks) =
-        (tables.factors.each_ref().map(|list| f32s(list.len())), f32s(tables.codebooks.len()));
-    let (sequences, table, bytes) =
-        (memory(ScalarType::I32, 24), memory(ScalarType::U32, 960), memory(ScalarType::U8, 1 << 20));
-    let (q, mut out, mut lse) = (memory(ScalarType::Bf16, 1536), memory(ScalarType::Bf16, 1536), f32s(24));
-    let workspace = Workspace {
-        sequences: sequences.view(),
-        factors: factors.each_ref().map(Nothing::view),
-        codebooks: codebooks.view(),
-        absent: [codebooks.view(), table.view(), bytes.view()],
-        partial_out: &mut partial_out,
-        partial_max_sum: &mut partial_max_sum,
+    let mut session = Session::new(&recorder, machines::M5);
+    let splits = session.plan(&desc).unwrap().splits() as u32;
+    let codes = CacheDesc::new(
+        CacheLayout::Contiguous { slots: 3, capacity: 5000 },
+        CacheShape { layers: 1, kv_heads: 2, head_dim: 64, value_dim: 64 },
+        Codec::BF16,
+    );
+    let store = GpuStore::new(&recorder, &codes).unwrap();
+    let tables = BlockTables {
+        table: vec![2, 0, 1],
+        width: 1,
+        page_size: 5000,
+        wraps: false,
+        lens: vec![5000; 3],
+        first: vec![0; 3],
     };
-    let operands = Operands {
-        q: q.view(),
-        k: bytes.view(),
-        v: bytes.view(),
-        table: Some(table.view()),
-        means: None,
-        slopes: None,
-        mask: None,
-        tree: None,
-        sinks: None,
-        out: out.view_mut(),
-        lse: lse.view_mut(),
-        with_lse: true,
+    let (q, mut out, mut lse) =
+        (memory(ScalarType::Bf16, 1536), memory(ScalarType::Bf16, 1536), memory(ScalarType::F32, 24));
+    let (shape, strides, [k, v]) = ([1, 8, 3, 64], [0, 64, 512, 1], store.kv(0));
+    let q = GpuTensor { view: q.view(), shape, strides };
+    let inputs = GpuInputs { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None };
+    let mut call = || {
+        *recorder.0.borrow_mut() = Record::default();
+        let out = GpuTensorMut { view: out.view_mut(), shape, strides };
+        let mut outputs = GpuOutputs { out, lse: Some(lse.view_mut()) };
+        session.run_paged(&desc, &inputs, &tables, &mut outputs).unwrap();
+        recorder.0.borrow().clone()
     };
-    run(&&recorder, plan.launches(), &placed, workspace, operands).unwrap();
-    let splits = plan.splits() as u32;
+    // The numbers of the sequences say which page each has.
     let launches = vec![("decode".to_owned(), [2, splits, 3]), ("merge".to_owned(), [3, 8, 1])];
-    assert_eq!(*recorder.0.borrow(), Record { launches, ..Record::default() });
+    assert_eq!(call(), Record { launches: launches.clone(), writes: 1, ..Record::default() });
+    assert_eq!(call(), Record { launches, ..Record::default() });
+}
+
+/// Layers of a decoder attend in turns to its own tokens and to an encoder's, whose number stays: neither takes the plan of the other.
+#[test]
+fn descriptions_in_turns_keep_their_plans() {
+    let heads = HeadShape { q_heads: 8, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let desc = |kv_len| ProblemDesc::cached(heads, Dtype::BF16, &[SeqLens { q_len: 1, kv_len }]);
+    let recorder = Recorder::default();
+    let mut session = Session::new(&recorder, machines::M5);
+    for len in 480..540 {
+        for _layer in 0..3 {
+            session.plan(&desc(len)).unwrap();
+            session.plan(&desc(500)).unwrap();
+        }
+        let record = std::mem::take(&mut *recorder.0.borrow_mut());
+        assert!(record.allocations == 0 || len == 480, "{len}: {record:?}");
+    }
 }

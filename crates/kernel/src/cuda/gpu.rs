@@ -336,6 +336,10 @@ impl HostAccess for Gpu {
         Ok(memory)
     }
 
+    fn uninit(&self, element: ScalarType, len: usize) -> Result<Memory, Error> {
+        Memory::uninit(&self.shared.context, element, len)
+    }
+
     fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), Error> {
         memory.write_on(&self.stream, at, bytes)
     }

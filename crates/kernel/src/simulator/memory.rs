@@ -58,7 +58,12 @@ impl Memory {
 
     /// Uninitialised memory of `len` elements: a kernel that reads an element before one is written faults.
     pub fn uninit<T: Scalar>(len: usize) -> Self {
-        Self { element: T::TYPE, content: Content::uninit(len * T::BYTES) }
+        Self::uninit_of(T::TYPE, len)
+    }
+
+    /// The same of a type that is a value.
+    pub(super) fn uninit_of(element: ScalarType, len: usize) -> Self {
+        Self { element, content: Content::uninit(len * element.bytes()) }
     }
 
     /// Marks elements as uninitialised: padding that must not be read. Elements beyond the memory are ignored.

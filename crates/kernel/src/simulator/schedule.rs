@@ -221,6 +221,10 @@ impl HostAccess for Simulator {
         Ok(Memory::zeroed(element, len))
     }
 
+    fn uninit(&self, element: ScalarType, len: usize) -> Result<Memory, Fault> {
+        Ok(Memory::uninit_of(element, len))
+    }
+
     fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), Fault> {
         memory.write_bytes(at, bytes);
         Ok(())

@@ -1,22 +1,73 @@
-//! Native code of the instances that the simulator runs.
+//! The portable kernels on their simulator: native code of some instances, and sessions on it.
 
+use crate::codecs::format_id;
+use crate::kernels::mask_tiles::mask_tiles;
+use crate::kernels::merge::merge;
+use crate::kernels::rotation::hadamard;
+use crate::kernels::{cache, encode};
+use crate::session::Session;
+use crate::tile::{PortableTile, Tiling};
+use crate::{native_decode, native_encode, native_prefill};
 use flashtile_core::codec::Codec;
-use flashtile_gpu::codecs::format_id;
-use flashtile_gpu::kernels::encode;
-use flashtile_gpu::kernels::mask_tiles::mask_tiles;
-use flashtile_gpu::kernels::merge::merge;
-use flashtile_gpu::kernels::rotation::hadamard;
-use flashtile_gpu::{native_decode, native_encode, native_prefill};
+use flashtile_core::problem::Problem;
+use flashtile_kernel::simulator::Simulator;
 use flashtile_kernel::{Instance, bf16, f16};
 
-/// Dimensions of keys and values.
-pub(crate) const DIMS: [usize; 2] = [64, 128];
+/// Dimensions of keys and values that there is native code for.
+pub const DIMS: [usize; 2] = [64, 128];
 
-/// Codecs of keys and values, besides elements of q's dtype.
-pub(crate) const CODECS: [[Codec; 2]; 3] = [[Codec::Int8; 2], [Codec::Tq4; 2], [Codec::Int8, Codec::Tq5]];
+/// Codecs of keys and values that there is native code for, besides elements of q's dtype.
+pub const CODECS: [[Codec; 2]; 3] = [[Codec::Int8; 2], [Codec::Tq4; 2], [Codec::Int8, Codec::Tq5]];
+
+/// The tile of decode that there is native code for: two SIMD groups a threadgroup and two splits, so that both merges take place.
+pub const DECODE_TILE: Tiling = PortableTile::new(8, 16, 2, 1).with_splits(2);
+
+/// The tile of prefill that there is native code for: two SIMD groups of 16 rows, blocks of 16 keys.
+pub const PREFILL_TILE: PortableTile = PortableTile::prefill(32, 16, 2, 1);
+
+/// A session on the simulator, which checks every access of the kernels to memory. It computes ten to a hundred thousand scores per
+/// second, for the dimensions [`DIMS`] and the codecs [`CODECS`] or elements of the dtype of q; it refuses other problems.
+///
+/// ```
+/// use flashtile_core::inputs::{Inputs, Outputs};
+/// use flashtile_core::problem::{Dims, ProblemDesc};
+/// use flashtile_core::dtype::Dtype;
+/// use flashtile_core::tensor::{TensorView, TensorViewMut};
+/// use flashtile_gpu::simulator::{DECODE_TILE, session};
+/// let dims = Dims { batch: 1, q_heads: 2, kv_heads: 1, q_len: 1, kv_len: 20, head_dim: 64, value_dim: 64 };
+/// let (q, kv, mut out) = (vec![0.1f32; 2 * 64], vec![0.2f32; 20 * 64], vec![0.0f32; 2 * 64]);
+/// let kv = TensorView::bhsd(&kv, dims.k_shape())?;
+/// let inputs = Inputs::new(TensorView::bhsd(&q, dims.q_shape())?, kv, kv);
+/// let mut outputs = Outputs::new(TensorViewMut::bhsd(&mut out, dims.out_shape())?);
+/// session(DECODE_TILE).compute(&ProblemDesc::new(dims, Dtype::F32), &inputs, &mut outputs)?;
+/// assert!((out[0] - 0.2).abs() < 1e-6);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use]
+pub fn session(tiling: impl Into<Tiling>) -> Session<Simulator> {
+    Session::with_tiling(Simulator::new(), tiling).with_native(find, no_native)
+}
+
+/// Why there is no native code of a problem.
+#[must_use]
+pub fn no_native(problem: &Problem) -> String {
+    let dims = problem.dims();
+    let codecs = CODECS.map(|[k, v]| if k == v { k.to_string() } else { format!("{k}+{v}") });
+    format!(
+        "the simulator has no native code: q {}, keys {} of {} and values {} of {}, expected elements of the dtype of q or {}, of {}",
+        problem.dtype(),
+        problem.k_codec(),
+        dims.head_dim,
+        problem.v_codec(),
+        dims.value_dim,
+        codecs.join(", "),
+        DIMS.map(|dim| dim.to_string()).join(" or "),
+    )
+}
 
 /// The instance with native code, if there is one.
-pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
+#[must_use]
+pub fn find(wanted: &Instance) -> Option<Instance> {
     let all = match wanted.kernel().name {
         "decode" => decodes(),
         "prefill" => prefills(),
@@ -24,6 +75,9 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
         "hadamard" => vec![hadamard::instance::<64, 1>(), hadamard::instance::<128, 1>()],
         "encode" => vec![native_encode!(bf16, format_id(Codec::Tq4), 128)],
         "append" => vec![encode::append::instance::<bf16, { format_id(Codec::BF16) }>()],
+        "copy_rows" => vec![cache::copy_rows::instance()],
+        "read_codes" => vec![cache::read_codes::instance::<bf16, { format_id(Codec::Tq4) }, 128, 1>()],
+        "read_elements" => vec![cache::read_elements::instance::<bf16, { format_id(Codec::BF16) }>()],
         _ => vec![mask_tiles::instance()],
     };
     all.into_iter().find(|instance| {
@@ -93,21 +147,18 @@ fn merges() -> Vec<Instance> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::PREFILL_TILE;
     use super::*;
+    use crate::variant::Variant;
     use flashtile_core::dtype::Dtype;
-    use flashtile_gpu::tile::PortableTile;
-    use flashtile_gpu::variant::Variant;
 
     #[test]
     fn there_is_native_code_for_what_is_offered() {
-        let tile = PortableTile::new(8, 16, 2, 1);
         for q in [Dtype::F32, Dtype::F16, Dtype::BF16] {
             for codecs in CODECS.into_iter().chain([[Codec::of(q); 2]]) {
                 for dim in DIMS {
                     let [k_codec, v_codec] = codecs;
                     let variant = Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec };
-                    let wanted = variant.attend(tile).unwrap();
+                    let wanted = variant.attend(DECODE_TILE.tile).unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",

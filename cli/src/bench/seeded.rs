@@ -1,0 +1,81 @@
+//! Seeded data of benchmarks.
+
+/// A seeded generator (SplitMix64): a seed gives the same values in every run.
+#[derive(Debug, Clone)]
+pub(super) struct Rng {
+    state: u64,
+    spare: Option<f64>,
+}
+
+impl Rng {
+    pub(super) fn new(seed: u64) -> Self {
+        let mut rng = Self { state: seed, spare: None };
+        // Neighbouring seeds would give the same values one step apart.
+        rng.state = rng.bits();
+        rng
+    }
+
+    fn bits(&mut self) -> u64 {
+        self.state = self.state.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let x = (self.state ^ (self.state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        x ^ (x >> 31)
+    }
+
+    /// An integer in `0..n`; 0 if `n` is 0.
+    pub(super) fn below(&mut self, n: usize) -> usize {
+        ((u128::from(self.bits()) * n as u128) >> 64) as usize
+    }
+
+    /// Puts the elements in random order.
+    pub(super) fn shuffle<T>(&mut self, list: &mut [T]) {
+        for n in (1..list.len()).rev() {
+            list.swap(n, self.below(n + 1));
+        }
+    }
+
+    /// Uniform in `[-1, 1)`.
+    fn symmetric(&mut self) -> f64 {
+        (self.bits() >> 11) as f64 / (1u64 << 52) as f64 - 1.0
+    }
+
+    /// Normal with mean 0 and variance 1 (Marsaglia's polar method).
+    pub(super) fn normal(&mut self) -> f32 {
+        if let Some(spare) = self.spare.take() {
+            return spare as f32;
+        }
+        loop {
+            let (x, y) = (self.symmetric(), self.symmetric());
+            let s = x * x + y * y;
+            if s > 0.0 && s < 1.0 {
+                let gain = (-2.0 * s.ln() / s).sqrt();
+                self.spare = Some(y * gain);
+                return (x * gain) as f32;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn normal_values_have_mean_0_and_variance_1() {
+        let mut rng = Rng::new(3);
+        let draws: Vec<f64> = (0..100_000).map(|_| f64::from(rng.normal())).collect();
+        let moment = |k: i32| draws.iter().map(|x| x.powi(k)).sum::<f64>() / draws.len() as f64;
+        assert!(moment(1).abs() < 0.02 && (moment(2) - 1.0).abs() < 0.02, "{} {}", moment(1), moment(2));
+        assert!((moment(4) - 3.0).abs() < 0.1, "{}", moment(4));
+        assert_ne!(Rng::new(4).normal(), Rng::new(5).normal());
+    }
+
+    #[test]
+    fn a_shuffled_list_has_the_same_elements() {
+        let mut list: Vec<u32> = (0..100).collect();
+        Rng::new(1).shuffle(&mut list);
+        assert_ne!(list, (0..100).collect::<Vec<_>>());
+        list.sort_unstable();
+        assert_eq!(list, (0..100).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,81 @@
+//! Why a session refuses.
+
+use flashtile_core::inputs::RunError;
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::ProblemError;
+use flashtile_kernel::{LaunchError, ScalarType};
+use std::fmt;
+
+/// Why a call of a [`Session`](crate::session::Session) failed.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum SessionError<E> {
+    /// The description is not well formed.
+    Problem(ProblemError),
+    /// A valid problem has no plan on the device.
+    Unsupported(Unsupported),
+    /// The tensors do not fit the description. Nothing was launched.
+    Inputs(RunError),
+    /// A tensor is of another type than f32, f16 and bf16.
+    Element {
+        /// The type of the view.
+        element: ScalarType,
+    },
+    /// The device failed, or a launch does not keep its kernel's contract.
+    Launch(LaunchError<E>),
+}
+
+impl<E> SessionError<E> {
+    /// An error of the device.
+    pub(crate) const fn device(error: E) -> Self {
+        Self::Launch(LaunchError::Device(error))
+    }
+}
+
+impl<E> From<ProblemError> for SessionError<E> {
+    fn from(error: ProblemError) -> Self {
+        Self::Problem(error)
+    }
+}
+
+impl<E> From<Unsupported> for SessionError<E> {
+    fn from(error: Unsupported) -> Self {
+        Self::Unsupported(error)
+    }
+}
+
+impl<E> From<RunError> for SessionError<E> {
+    fn from(error: RunError) -> Self {
+        Self::Inputs(error)
+    }
+}
+
+impl<E> From<LaunchError<E>> for SessionError<E> {
+    fn from(error: LaunchError<E>) -> Self {
+        Self::Launch(error)
+    }
+}
+
+impl<E: fmt::Display> fmt::Display for SessionError<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Problem(error) => error.fmt(f),
+            Self::Unsupported(error) => error.fmt(f),
+            Self::Inputs(error) => error.fmt(f),
+            Self::Element { element } => write!(f, "a tensor is of {element}, expected f32, f16 or bf16"),
+            Self::Launch(error) => error.fmt(f),
+        }
+    }
+}
+
+impl<E: std::error::Error + 'static> std::error::Error for SessionError<E> {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Problem(error) => Some(error),
+            Self::Unsupported(error) => Some(error),
+            Self::Inputs(error) => Some(error),
+            Self::Element { .. } => None,
+            Self::Launch(error) => Some(error),
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Tensors of a run in the memory of a device.
+
+use flashtile_core::codec::Codec;
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_kernel::{ScalarType, View, ViewMut};
+
+/// A strided tensor `[batch, heads, rows, dim]`, from the first element of the view on.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuTensor<'a, M> {
+    /// The elements, of f32, f16 or bf16: at least as many as shape and strides reach.
+    pub view: View<'a, M>,
+    /// `[batch, heads, rows, dim]`.
+    pub shape: [usize; 4],
+    /// Strides in elements; the last is 1.
+    pub strides: [usize; 4],
+}
+
+/// A strided tensor to fill, like [`GpuTensor`]. No two elements share memory.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuTensorMut<'a, M> {
+    /// The elements.
+    pub view: ViewMut<'a, M>,
+    /// `[batch, heads, rows, dim]`.
+    pub shape: [usize; 4],
+    /// Strides in elements; the last is 1.
+    pub strides: [usize; 4],
+}
+
+/// Keys or values, elements or codes, as bytes.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuKv<'a, M> {
+    /// The bytes, u8: at least as many as shape and strides reach.
+    pub bytes: View<'a, M>,
+    /// How a row is stored. The codecs f32, f16 and bf16 are elements.
+    pub codec: Codec,
+    /// `[batch, heads, rows, dim]`; of a cache `[pages, heads, page_size, dim]`.
+    pub shape: [usize; 4],
+    /// Bytes from batch entry or page to the next, from head to head, and from row to row; the last is not read for codes.
+    pub strides: [usize; 3],
+    /// A power of two, at most 16, that the addresses of all rows of elements, or of all pages of codes, are multiples of.
+    pub aligned: usize,
+    /// Means `[heads, dim]` of centered keys, f32.
+    pub means: Option<View<'a, M>>,
+}
+
+/// A mask: every axis is 1 or the problem's.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuMask<'a, M> {
+    /// The bytes, u8.
+    pub bytes: View<'a, M>,
+    /// What an element is.
+    pub kind: MaskKind,
+    /// `[sequences, heads, queries, keys]`.
+    pub shape: [usize; 4],
+    /// Strides in elements; 0 where an axis is broadcast.
+    pub strides: [usize; 4],
+}
+
+/// Which page holds which token: a block table on the device.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuTables<'a, M> {
+    /// Pages `[sequences, width]`, u32.
+    pub table: View<'a, M>,
+    /// Entries of a sequence.
+    pub width: usize,
+    /// Tokens of a page.
+    pub page_size: usize,
+    /// Whether a sequence's entries are a ring, so that block numbers wrap around.
+    pub wraps: bool,
+}
+
+/// Tensors that a run reads, as [`Inputs`](flashtile_core::inputs::Inputs) in the memory of a device.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuInputs<'a, M> {
+    /// `[batch, q_heads, q_len, head_dim]`.
+    pub q: GpuTensor<'a, M>,
+    /// `[batch, kv_heads, kv_len, head_dim]`; of cached sequences the pages.
+    pub k: GpuKv<'a, M>,
+    /// `[batch, kv_heads, kv_len, value_dim]`; of cached sequences the pages.
+    pub v: GpuKv<'a, M>,
+    /// Where the tokens of cached sequences lie.
+    pub tables: Option<GpuTables<'a, M>>,
+    /// Boolean, of the shape [`Problem::tree_shape`](flashtile_core::problem::Problem::tree_shape).
+    pub tree: Option<GpuMask<'a, M>>,
+    /// Broadcastable to [`Problem::mask_shape`](flashtile_core::problem::Problem::mask_shape).
+    pub mask: Option<GpuMask<'a, M>>,
+    /// `[q_heads]`, f32.
+    pub alibi_slopes: Option<View<'a, M>>,
+    /// `[q_heads]` logits, f32.
+    pub sinks: Option<View<'a, M>>,
+}
+
+/// Tensors that a run writes.
+#[derive(Debug)]
+#[allow(clippy::exhaustive_structs)]
+pub struct GpuOutputs<'a, M> {
+    /// `[batch, q_heads, q_len, value_dim]`.
+    pub out: GpuTensorMut<'a, M>,
+    /// Logsumexp, dense `[batch, q_heads, q_len]`, f32, where wanted.
+    pub lse: Option<ViewMut<'a, M>>,
+}
+
+macro_rules! copies {
+    ($($Of:ident)*) => {$(
+        impl<M> Clone for $Of<'_, M> {
+            fn clone(&self) -> Self {
+                *self
+            }
+        }
+
+        impl<M> Copy for $Of<'_, M> {}
+    )*};
+}
+copies!(GpuTensor GpuKv GpuMask GpuTables GpuInputs);
+
+/// The dtype of elements, if tensors have it.
+pub(crate) const fn dtype_of(element: ScalarType) -> Option<Dtype> {
+    match element {
+        ScalarType::F32 => Some(Dtype::F32),
+        ScalarType::F16 => Some(Dtype::F16),
+        ScalarType::Bf16 => Some(Dtype::BF16),
+        _ => None,
+    }
+}
+
+/// The largest power of two, at most 16, that divides all numbers.
+pub(crate) fn alignment(numbers: impl IntoIterator<Item = usize>) -> usize {
+    1 << numbers.into_iter().fold(16, |bits, n| bits | n).trailing_zeros()
+}

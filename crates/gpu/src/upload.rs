@@ -1,0 +1,322 @@
+//! Tensors of the host, copied to the memory of a device and back.
+
+use crate::codecs::scalar_type;
+use crate::tensors::{GpuInputs, GpuKv, GpuMask, GpuOutputs, GpuTables, GpuTensor, GpuTensorMut, alignment};
+use flashtile_core::block_tables::BlockTables;
+use flashtile_core::codec::{Codec, KvView};
+use flashtile_core::dtype::{Dtype, MaskKind};
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::tensor::{MaskView, TensorView, TensorViewMut, dense, reach};
+use flashtile_kernel::{DeviceMemory, HostAccess, ScalarType, bf16, f16};
+
+/// Pages of codes start at multiples of this many bytes, so that they are read in vectors.
+const PAGE_ALIGN: usize = 16;
+
+/// Copies of the inputs of a run, in device memory that they own.
+///
+/// Tensors without gaps between their elements keep their strides; others become dense.
+#[derive(Debug)]
+pub struct Uploaded<M> {
+    q: Elements<M>,
+    k: Kv<M>,
+    v: Kv<M>,
+    tables: Option<Tables<M>>,
+    tree: Option<Mask<M>>,
+    mask: Option<Mask<M>>,
+    alibi_slopes: Option<M>,
+    sinks: Option<M>,
+}
+
+/// A tensor `[batch, heads, rows, dim]`.
+#[derive(Debug)]
+struct Elements<M> {
+    memory: M,
+    shape: [usize; 4],
+    strides: [usize; 4],
+}
+
+/// Keys or values.
+#[derive(Debug)]
+struct Kv<M> {
+    memory: M,
+    codec: Codec,
+    shape: [usize; 4],
+    /// In bytes.
+    strides: [usize; 3],
+    means: Option<M>,
+}
+
+/// A block table.
+#[derive(Debug)]
+struct Tables<M> {
+    memory: M,
+    width: usize,
+    page_size: usize,
+    wraps: bool,
+}
+
+/// A mask, dense but for axes of 1, which are broadcast.
+#[derive(Debug)]
+struct Mask<M> {
+    memory: M,
+    kind: MaskKind,
+    shape: [usize; 4],
+}
+
+/// Batch entry, head and row of every row, in dense order.
+fn rows([batch, heads, rows, _]: [usize; 4]) -> impl Iterator<Item = [usize; 3]> {
+    (0..batch).flat_map(move |b| (0..heads).flat_map(move |h| (0..rows).map(move |row| [b, h, row])))
+}
+
+/// Strides of a copy: the tensor's own where it has no gaps, dense ones otherwise; and the elements that the copy reaches over.
+fn packed(shape: [usize; 4], strides: [usize; 4]) -> ([usize; 4], usize) {
+    let elements = shape.iter().product();
+    match reach(shape, strides) {
+        Ok(reach) if reach <= elements => ([strides[0], strides[1], strides[2], 1], reach),
+        _ => (dense(shape), elements),
+    }
+}
+
+/// Where a row starts, in elements.
+fn start([b, h, row]: [usize; 3], strides: [usize; 4]) -> usize {
+    b * strides[0] + h * strides[1] + row * strides[2]
+}
+
+/// The bytes of a copy of a tensor, with these strides, that reaches over `reach` elements.
+fn bytes_of(view: &TensorView<'_>, (strides, reach): ([usize; 4], usize)) -> Vec<u8> {
+    let size = view.dtype().bytes();
+    let mut bytes = vec![0u8; reach * size];
+    for row in rows(view.shape()) {
+        let from = view.row_bytes(row);
+        bytes[start(row, strides) * size..][..from.len()].copy_from_slice(from);
+    }
+    bytes
+}
+
+fn filled<D: HostAccess>(device: &D, element: ScalarType, bytes: &[u8]) -> Result<D::Memory, D::Error> {
+    let mut memory = device.uninit(element, bytes.len() / element.bytes())?;
+    device.write(&mut memory, 0, bytes)?;
+    Ok(memory)
+}
+
+fn list<D: HostAccess>(device: &D, list: &[f32]) -> Result<D::Memory, D::Error> {
+    let bytes: Vec<u8> = list.iter().flat_map(|x| x.to_ne_bytes()).collect();
+    filled(device, ScalarType::F32, &bytes)
+}
+
+impl<M> Kv<M> {
+    fn new<D: HostAccess<Memory = M>>(
+        device: &D,
+        view: &KvView<'_>,
+        page_align: usize,
+    ) -> Result<Self, D::Error> {
+        let (codec, shape) = (view.codec(), view.shape());
+        let (bytes, strides, means) = match view {
+            KvView::Elements(view) => {
+                let copied = packed(shape, view.strides());
+                let [batch, head, row, _] = copied.0.map(|stride| stride * view.dtype().bytes());
+                (bytes_of(view, copied), [batch, head, row], None)
+            }
+            KvView::Codes(codes) => {
+                let [pages, heads, ..] = shape;
+                let places = || (0..pages).flat_map(|page| (0..heads).map(move |head| (page, head)));
+                let page = places().next().map_or(0, |(page, head)| codes.page(page, head).len());
+                let stride = page.next_multiple_of(page_align);
+                let mut bytes = vec![0u8; pages * heads * stride];
+                for ((page, head), to) in places().zip(bytes.chunks_exact_mut(stride.max(1))) {
+                    let from = codes.page(page, head);
+                    to[..from.len()].copy_from_slice(from);
+                }
+                (bytes, [heads * stride, stride, 0], codes.means())
+            }
+        };
+        let means = means.map(|means| list(device, means)).transpose()?;
+        Ok(Self { memory: filled(device, ScalarType::U8, &bytes)?, codec, shape, strides, means })
+    }
+}
+
+impl<M: DeviceMemory> Kv<M> {
+    fn view(&self) -> GpuKv<'_, M> {
+        let Self { memory, codec, shape, strides, means } = self;
+        let used = shape.iter().zip(strides).filter(|(n, _)| **n > 1).map(|(_, stride)| *stride);
+        GpuKv {
+            bytes: memory.view(),
+            codec: *codec,
+            shape: *shape,
+            strides: *strides,
+            aligned: alignment(used),
+            means: means.as_ref().map(M::view),
+        }
+    }
+}
+
+impl<M> Mask<M> {
+    fn new<D: HostAccess<Memory = M>>(device: &D, mask: &MaskView<'_>) -> Result<Self, D::Error> {
+        let shape = mask.shape();
+        let keys = shape[3];
+        let mut bytes = Vec::new();
+        for ([b, h, row], key) in rows(shape).flat_map(|row| (0..keys).map(move |key| (row, key))) {
+            let bias = mask.bias([b, h, row, key]);
+            match mask.kind() {
+                MaskKind::Bool => bytes.push(u8::from(bias == 0.0)),
+                MaskKind::Additive(Dtype::F32) => bytes.extend(bias.to_ne_bytes()),
+                MaskKind::Additive(Dtype::F16) => bytes.extend(f16::from_f32(bias).to_ne_bytes()),
+                MaskKind::Additive(Dtype::BF16) => bytes.extend(bf16::from_f32(bias).to_ne_bytes()),
+            }
+        }
+        Ok(Self { memory: filled(device, ScalarType::U8, &bytes)?, kind: mask.kind(), shape })
+    }
+}
+
+impl<M: DeviceMemory> Mask<M> {
+    fn view(&self) -> GpuMask<'_, M> {
+        let Self { memory, kind, shape } = self;
+        GpuMask { bytes: memory.view(), kind: *kind, shape: *shape, strides: dense(*shape) }
+    }
+}
+
+impl<M: DeviceMemory> Uploaded<M> {
+    /// Copies of tensors, without block tables. The tensors have been read when this returns.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn new<D: HostAccess<Memory = M>>(device: &D, inputs: &Inputs<'_>) -> Result<Self, D::Error> {
+        Self::with_page_align(device, inputs, PAGE_ALIGN)
+    }
+
+    /// [`Uploaded::new`] with pages of codes that start at multiples of `page_align` bytes; 1 places them one right after another.
+    ///
+    /// # Errors
+    /// As [`Uploaded::new`].
+    pub fn with_page_align<D: HostAccess<Memory = M>>(
+        device: &D,
+        inputs: &Inputs<'_>,
+        page_align: usize,
+    ) -> Result<Self, D::Error> {
+        let list = |of: Option<&[f32]>| of.map(|of| list(device, of)).transpose();
+        let mask = |of: &Option<MaskView<'_>>| of.as_ref().map(|mask| Mask::new(device, mask)).transpose();
+        let (q, copied) = (&inputs.q, packed(inputs.q.shape(), inputs.q.strides()));
+        let memory = filled(device, scalar_type(q.dtype()), &bytes_of(q, copied))?;
+        Ok(Self {
+            q: Elements { memory, shape: q.shape(), strides: copied.0 },
+            k: Kv::new(device, &inputs.k, page_align)?,
+            v: Kv::new(device, &inputs.v, page_align)?,
+            tables: None,
+            tree: mask(&inputs.tree)?,
+            mask: mask(&inputs.mask)?,
+            alibi_slopes: list(inputs.alibi_slopes)?,
+            sinks: list(inputs.sinks)?,
+        })
+    }
+
+    /// Copies block tables too, which are of the pages of these keys.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn upload_tables<D: HostAccess<Memory = M>>(
+        &mut self,
+        device: &D,
+        tables: &BlockTables,
+    ) -> Result<(), D::Error> {
+        let bytes: Vec<u8> = tables.table.iter().flat_map(|page| page.to_ne_bytes()).collect();
+        let memory = filled(device, ScalarType::U32, &bytes)?;
+        let BlockTables { width, page_size, wraps, .. } = *tables;
+        self.tables = Some(Tables { memory, width, page_size, wraps });
+        Ok(())
+    }
+
+    /// The copies, for a run.
+    #[must_use]
+    pub fn inputs(&self) -> GpuInputs<'_, M> {
+        let Elements { memory, shape, strides } = &self.q;
+        GpuInputs {
+            q: GpuTensor { view: memory.view(), shape: *shape, strides: *strides },
+            k: self.k.view(),
+            v: self.v.view(),
+            tables: self.tables.as_ref().map(|tables| {
+                let Tables { memory, width, page_size, wraps } = tables;
+                GpuTables { table: memory.view(), width: *width, page_size: *page_size, wraps: *wraps }
+            }),
+            tree: self.tree.as_ref().map(Mask::view),
+            mask: self.mask.as_ref().map(Mask::view),
+            alibi_slopes: self.alibi_slopes.as_ref().map(M::view),
+            sinks: self.sinks.as_ref().map(M::view),
+        }
+    }
+
+    /// The memory of keys and of values: u8, laid out as [`Uploaded::inputs`] says.
+    pub const fn kv_mut(&mut self) -> [&mut M; 2] {
+        [&mut self.k.memory, &mut self.v.memory]
+    }
+}
+
+/// Outputs of a run, in device memory that they own.
+#[derive(Debug)]
+pub struct Results<M> {
+    out: Elements<M>,
+    dtype: Dtype,
+    lse: Option<M>,
+}
+
+impl<M: DeviceMemory> Results<M> {
+    /// Memory for what a run writes to these outputs.
+    ///
+    /// # Errors
+    /// What the device reports.
+    pub fn new<D: HostAccess<Memory = M>>(device: &D, outputs: &Outputs<'_>) -> Result<Self, D::Error> {
+        let (dtype, shape) = (outputs.out.dtype(), outputs.out.shape());
+        let (strides, len) = packed(shape, outputs.out.strides());
+        let lse = outputs.lse.as_ref().map(|lse| device.uninit(ScalarType::F32, lse.len()));
+        Ok(Self {
+            out: Elements { memory: device.uninit(scalar_type(dtype), len)?, shape, strides },
+            dtype,
+            lse: lse.transpose()?,
+        })
+    }
+
+    /// The outputs, for a run.
+    pub fn outputs(&mut self) -> GpuOutputs<'_, M> {
+        let Elements { memory, shape, strides } = &mut self.out;
+        GpuOutputs {
+            out: GpuTensorMut { view: memory.view_mut(), shape: *shape, strides: *strides },
+            lse: self.lse.as_mut().map(M::view_mut),
+        }
+    }
+
+    /// The memory of out, and of the logsumexps where they are wanted.
+    #[must_use]
+    pub const fn memories(&self) -> (&M, Option<&M>) {
+        (&self.out.memory, self.lse.as_ref())
+    }
+
+    /// Copies the results to outputs of the same dtype, shape and lists, of any strides, after the work has ended.
+    ///
+    /// # Errors
+    /// What the device reports, also of work that failed.
+    ///
+    /// # Panics
+    /// If dtype or shape differ from what [`Results::new`] was given.
+    pub fn download<D: HostAccess<Memory = M>>(
+        &self,
+        device: &D,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<(), D::Error> {
+        let (Elements { memory, shape, strides }, size) = (&self.out, self.dtype.bytes());
+        let out: &mut TensorViewMut<'_> = &mut outputs.out;
+        assert_eq!((self.dtype, *shape), (out.dtype(), out.shape()), "dtype and shape of out");
+        let mut bytes = vec![0u8; memory.view().len() * size];
+        device.read(memory, 0, &mut bytes)?;
+        for row in rows(*shape) {
+            let to = out.row_bytes_mut(row);
+            to.copy_from_slice(&bytes[start(row, *strides) * size..][..to.len()]);
+        }
+        if let (Some(memory), Some(lse)) = (&self.lse, &mut outputs.lse) {
+            let mut bytes = vec![0u8; memory.view().len() * 4];
+            device.read(memory, 0, &mut bytes)?;
+            for (to, from) in lse.iter_mut().zip(bytes.as_chunks().0) {
+                *to = f32::from_ne_bytes(*from);
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,245 @@
+//! Attention by the portable kernels on their simulator.
+
+use super::run::{RunReport, Runner, RunnerError, accumulation_of_portable};
+use flashtile_core::codec::KvView;
+use flashtile_core::inputs::{Inputs, Outputs};
+use flashtile_core::plan::Unsupported;
+use flashtile_core::problem::{Problem, Sequence};
+use flashtile_gpu::SessionError;
+use flashtile_gpu::session::Session;
+use flashtile_gpu::simulator::{DECODE_TILE, PREFILL_TILE, find, no_native};
+use flashtile_gpu::tile::Tiling;
+use flashtile_gpu::upload::{Results, Uploaded};
+use flashtile_kernel::simulator::{Fault, Memory, Simulator};
+use flashtile_kernel::{Device, HostAccess, Instance, Launch, Limits, ScalarType, bf16, f16};
+use std::collections::HashSet;
+use std::ops::Range;
+
+/// Runs problems on the simulator, with uninitialised scratch memory, and padding of keys and values that faults when
+/// read.
+///
+/// The simulator runs native code, which exists for dimensions 64 and 128, elements of q's dtype and a few codecs;
+/// other problems are unsupported.
+#[derive(Debug, Clone, Copy)]
+pub struct SimulatorRunner {
+    tiling: Tiling,
+    /// Pages of codes start at multiples of this many bytes.
+    page_align: usize,
+    /// Finds the instance with native code.
+    find: fn(&Instance) -> Option<Instance>,
+    max_scores: u64,
+}
+
+/// The alignment of pages that are read in vectors, in bytes.
+const ALIGNED: usize = 16;
+
+impl Default for SimulatorRunner {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl SimulatorRunner {
+    /// By the kernel of prefill, for problems that it takes.
+    #[must_use]
+    pub fn prefill() -> Self {
+        Self { tiling: PREFILL_TILE.into(), ..Self::new() }
+    }
+
+    /// With two SIMD groups per threadgroup and two splits, so that both merges take place.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { tiling: DECODE_TILE, page_align: ALIGNED, find, max_scores: u64::MAX }
+    }
+
+    /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn with_tile(tile: impl Into<Tiling>, find: fn(&Instance) -> Option<Instance>) -> Self {
+        Self { tiling: tile.into(), page_align: 1, find, max_scores: u64::MAX }
+    }
+
+    /// Like [`SimulatorRunner::with_tile`], with pages of codes that start at multiples of 16 bytes, whatever their size.
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn padded(mut self) -> Self {
+        self.page_align = ALIGNED;
+        self
+    }
+
+    /// Refuses problems with more scores than this: the simulator computes ten to a hundred thousand per second.
+    #[must_use]
+    pub const fn at_most(mut self, scores: u64) -> Self {
+        self.max_scores = scores;
+        self
+    }
+}
+
+/// Batch entries or pages, and their rows, that hold a token.
+fn held(problem: &Problem, inputs: &Inputs<'_>) -> HashSet<(usize, usize)> {
+    let place = |index: usize, s: &Sequence, position: usize| match inputs.tables {
+        Some(tables) => tables.locate(index, position),
+        None => Some((s.batch, s.kv_start + position)),
+    };
+    let sequences = problem.sequences().iter().enumerate();
+    sequences.flat_map(|(index, s)| (0..s.kv_len).filter_map(move |at| place(index, s, at))).collect()
+}
+
+/// The byte ranges of keys or values, with these strides, that belong to no token.
+fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)>) -> Vec<Range<usize>> {
+    let [entries, heads, rows, dim] = view.shape();
+    let mut bytes = Vec::new();
+    for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
+        let start = entry * strides[0] + head * strides[1];
+        let unused = (0..rows).filter(|row| !held.contains(&(entry, *row)));
+        match view {
+            KvView::Elements(view) => bytes.extend(unused.map(|row| {
+                let at = start + row * strides[2];
+                at..at + dim * view.dtype().bytes()
+            })),
+            KvView::Codes(codes) => {
+                for place in unused.flat_map(|row| codes.coder().format().places(rows, row..row + 1)) {
+                    bytes.push(start + place.start..start + place.end);
+                }
+                bytes.push(start + codes.page(entry, head).len()..start + strides[1]);
+            }
+        }
+    }
+    bytes
+}
+
+/// A device with the simulator's memory.
+struct OnMemory<'a, D>(&'a D);
+
+impl<D: Device<Memory = Memory>> Device for OnMemory<'_, D> {
+    type Memory = Memory;
+    type Error = Trouble<D::Error>;
+
+    fn limits(&self) -> Limits {
+        self.0.limits()
+    }
+
+    fn launch(&self, launch: Launch<'_, Memory>) -> Result<(), Self::Error> {
+        self.0.launch(launch).map_err(Trouble::Device)
+    }
+}
+
+impl<D: Device<Memory = Memory>> HostAccess for OnMemory<'_, D> {
+    fn zeroed(&self, element: ScalarType, len: usize) -> Result<Memory, Self::Error> {
+        Simulator::new().zeroed(element, len).map_err(Trouble::Memory)
+    }
+
+    fn uninit(&self, element: ScalarType, len: usize) -> Result<Memory, Self::Error> {
+        Simulator::new().uninit(element, len).map_err(Trouble::Memory)
+    }
+
+    fn write(&self, memory: &mut Memory, at: usize, bytes: &[u8]) -> Result<(), Self::Error> {
+        Simulator::new().write(memory, at, bytes).map_err(Trouble::Memory)
+    }
+
+    fn read(&self, memory: &Memory, at: usize, bytes: &mut [u8]) -> Result<(), Self::Error> {
+        Simulator::new().read(memory, at, bytes).map_err(Trouble::Memory)
+    }
+}
+
+/// What goes wrong on such a device.
+#[derive(Debug)]
+enum Trouble<E> {
+    Device(E),
+    Memory(Fault),
+}
+
+impl<E: std::fmt::Display> std::fmt::Display for Trouble<E> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Device(error) => error.fmt(f),
+            Self::Memory(fault) => fault.fmt(f),
+        }
+    }
+}
+
+impl<E: std::error::Error> std::error::Error for Trouble<E> {}
+
+/// Checks that a run has written every element.
+fn check_written(memory: &Memory) -> Result<(), RunnerError> {
+    let written = match memory.element() {
+        ScalarType::F16 => memory.to_vec::<f16>().map(|_| ()),
+        ScalarType::Bf16 => memory.to_vec::<bf16>().map(|_| ()),
+        _ => memory.to_vec::<f32>().map(|_| ()),
+    };
+    written.map_err(|e| RunnerError::Error(e.to_string()))
+}
+
+impl Runner for SimulatorRunner {
+    fn name(&self) -> String {
+        let Tiling { tile, splits } = self.tiling;
+        let op = if tile.is_prefill() { "prefill" } else { "decode" };
+        format!("simulator {op} {}x{} simds {} splits {splits}", tile.rows(), tile.keys(), tile.simds())
+    }
+
+    fn run(
+        &self,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
+        self.run_on(&Simulator::new(), problem, inputs, outputs)
+    }
+}
+
+impl SimulatorRunner {
+    /// Runs a problem on a device with simulator memory.
+    pub fn run_on(
+        &self,
+        device: &impl Device<Memory = Memory>,
+        problem: &Problem,
+        inputs: &Inputs<'_>,
+        outputs: &mut Outputs<'_>,
+    ) -> Result<RunReport, RunnerError> {
+        let invalid = |e: flashtile_core::inputs::RunError| RunnerError::Error(e.to_string());
+        flashtile_core::inputs::check(problem, inputs, outputs).map_err(invalid)?;
+        let dims = problem.dims();
+        let scores = problem.sequences().iter().map(|s| s.q_len as u64 * s.kv_len as u64).sum::<u64>();
+        let scores = scores.saturating_mul(dims.q_heads as u64);
+        if scores > self.max_scores {
+            let max = self.max_scores;
+            return Err(RunnerError::Unsupported(format!(
+                "more scores than the simulator takes, {max}: {scores}"
+            )));
+        }
+        let device = OnMemory(device);
+        let error = |e: Trouble<_>| RunnerError::Error(e.to_string());
+        let failed = |e: SessionError<_>| match e {
+            SessionError::Unsupported(Unsupported::Instance { why }) if why == no_native(problem) => {
+                RunnerError::Unsupported(why)
+            }
+            SessionError::Unsupported(why) => {
+                RunnerError::Unsupported(format!("no kernel takes the problem: {why}"))
+            }
+            other => RunnerError::Error(other.to_string()),
+        };
+        let mut uploaded = Uploaded::with_page_align(&device, inputs, self.page_align).map_err(error)?;
+        let mut results = Results::new(&device, outputs).map_err(error)?;
+        let strides = [uploaded.inputs().k.strides, uploaded.inputs().v.strides];
+        let held = held(problem, inputs);
+        for ((memory, strides), view) in
+            uploaded.kv_mut().into_iter().zip(strides).zip([&inputs.k, &inputs.v])
+        {
+            padding(view, strides, &held).into_iter().for_each(|bytes| memory.poison(bytes));
+        }
+        let mut session =
+            Session::with_tiling(OnMemory(device.0), self.tiling).with_native(self.find, no_native);
+        let entry = session.plan(problem.desc()).map_err(failed)?.launches().entry();
+        let (uploaded, mut given) = (uploaded.inputs(), results.outputs());
+        match inputs.tables {
+            Some(tables) => session.run_paged(problem.desc(), &uploaded, tables, &mut given),
+            None => session.run(problem.desc(), &uploaded, &mut given),
+        }
+        .map_err(failed)?;
+        let (out, lse) = results.memories();
+        check_written(out)?;
+        lse.map_or(Ok(()), check_written)?;
+        results.download(&device, outputs).map_err(error)?;
+        Ok(RunReport::new(entry).accumulated(accumulation_of_portable(problem)))
+    }
+}
