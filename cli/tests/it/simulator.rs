@@ -58,12 +58,8 @@ fn the_simulator_is_checked() {
     assert!(why.contains("no native code") && why.contains("scores"), "{why}");
 
     let text = ok(&["check", "--backend", "simulator", "--filter", "decode_batch_f16,head_dim_8"]);
-    for line in [
-        " 4 skipped, the simulator has no native code, such as q f32, keys f32 of 80",
-        " 3 skipped, no kernel takes the problem, such as head_dim is 8, expected a multiple",
-    ] {
-        assert!(text.contains(line), "{line} in {text}");
-    }
+    let line = " 7 skipped, the simulator has no native code, such as q f32, keys f32 of 8 and";
+    assert!(text.contains(line), "{line} in {text}");
 }
 
 #[test]

@@ -128,6 +128,43 @@ pub fn pass_of<
     pass
 }
 
+/// The first tile of a pass, on its way from memory.
+#[device]
+#[inline(always)]
+fn first_tile<
+    const KF: u32,
+    const VF: u32,
+    const D: usize,
+    const DV: usize,
+    const KW: usize,
+    const VW: usize,
+    const T: usize,
+    const U: usize,
+>(
+    kv: KvMemory,
+    pass: Pass<T>,
+) -> KvTile<KW, VW, U> {
+    let mut tile = no_tile::<KW, VW, U>();
+    if pass.tiles.first < pass.tiles.end {
+        tile = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);
+    }
+    tile
+}
+
+/// Fills the table of `tq4`, where keys or values are read by it.
+#[device]
+fn fill_table<const KF: u32, const VF: u32, const D: usize, const DV: usize, const S: usize>(
+    k: Levels,
+    v: Levels,
+    nibbles: &mut Shared<u8>,
+) {
+    if uses_nibbles(KF, D as u32, 4) {
+        fill_nibbles::<S>(k, nibbles);
+    } else if uses_nibbles(VF, DV as u32, 8) {
+        fill_nibbles::<S>(v, nibbles);
+    }
+}
+
 /// Scores of `16 U` keys and a lane's rows, with the scales of their values.
 #[device]
 struct TileScores<const T: usize, const U: usize> {
@@ -412,26 +449,14 @@ pub fn decode<
         store_shifts::<T>(tile, bounds.rows, params, partial_max_sum);
     }
     let pass = pass_of::<KF, VF, D, DV, T, U, S, C>(tile, bounds, params, has, paging);
-    let mut next = no_tile::<KW, VW, U>();
-    if pass.tiles.first < pass.tiles.end {
-        next = load_tile::<KF, VF, D, DV, KW, VW, U>(kv, pass.k, pass.v, pass.tiles.first);
-    }
+    let mut next = first_tile::<KF, VF, D, DV, KW, VW, T, U>(kv, pass);
     // The table and the queries, while the first keys and values are on their way.
-    if uses_nibbles(KF, D as u32, 4) {
-        fill_nibbles::<S>(pass.k.levels, &mut nibbles);
-    } else if uses_nibbles(VF, DV as u32, 8) {
-        fill_nibbles::<S>(pass.v.levels, &mut nibbles);
-    }
+    fill_table::<KF, VF, D, DV, S>(pass.k.levels, pass.v.levels, &mut nibbles);
     stage_queries::<Q, D, T, S>(q, tile, params, &mut queries);
     barrier();
-    prepare_queries::<KF, D, ORDER, T, S>(
-        &mut queries,
-        &mut scales,
-        &mut biases,
-        query_memory,
-        tile.kv_head,
-        params.scale,
-    );
+    let head = tile.kv_head;
+    let scale = params.scale;
+    prepare_queries::<KF, D, ORDER, T, S>(&mut queries, &mut scales, &mut biases, query_memory, head, scale);
     barrier();
     let operands = query_operands::<K, KF, D, KN, T>(&queries, &scales, &biases);
     let queried = QueriedPass::<K, KN, T> { queries: operands, pass };
