@@ -13,8 +13,11 @@ use flashtile_core::problem::{Problem, Sequences};
 /// Registers of a thread that has as many as NVRTC gives one, rounded up as they are allocated.
 const MAX_REGISTERS: usize = 256;
 
-/// Copies of the table of `tq4`, which two lanes read with the same banks at most.
-const MIN_COPIES: usize = 16;
+/// Copies of the table of `tq4` where shared memory is scarce, over rows of up to `dim` elements: a threadgroup stays within 32 KiB.
+#[must_use]
+pub const fn min_copies(dim: usize) -> usize {
+    if dim > 256 { 8 } else { 16 }
+}
 
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
 const MAX_SPLITS: usize = 128;
@@ -43,7 +46,7 @@ pub struct PortableTile {
     simds: usize,
     /// Threadgroups that a core holds at a time.
     resident: usize,
-    /// Copies of the table by which decode reads `tq4`.
+    /// Copies of the table by which decode reads `tq4`; 0 where they are as few as need be.
     copies: usize,
     /// Whether the kernel keeps its rows and streams all their keys.
     is_prefill: bool,
@@ -71,14 +74,14 @@ impl PortableTile {
     /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys, simds, resident, copies: MIN_COPIES, is_prefill: false }
+        Self { rows, simd_keys, simds, resident, copies: 0, is_prefill: false }
     }
 
     /// A tile of prefill: `simds` SIMD groups (1, 2, 4 or 8) share `rows` query rows (16 or 32 each), and copy `keys` keys (16, 32, 64
     /// or 128) at a time, for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys: keys, simds, resident, copies: MIN_COPIES, is_prefill: true }
+        Self { rows, simd_keys: keys, simds, resident, copies: 0, is_prefill: true }
     }
 
     /// The fastest tile of decode where tiles were measured: 32 keys at a time over `int8`. Others have more SIMD groups a core with 16.
@@ -97,7 +100,7 @@ impl PortableTile {
 
     /// The tile on a device: with a copy of the table of `tq4` for every lane where a core has shared memory for sixteen SIMD groups.
     pub(crate) const fn on(self, facts: &GpuFacts) -> Self {
-        let copies = if facts.shared_per_core >= 4 * (40 << 10) { 2 * MIN_COPIES } else { MIN_COPIES };
+        let copies = if facts.shared_per_core >= 4 * (40 << 10) { 32 } else { 0 };
         Self { copies, ..self }
     }
 
@@ -134,9 +137,10 @@ impl PortableTile {
         self.rows
     }
 
-    /// Copies of the table by which decode reads `tq4`.
-    pub(crate) const fn copies(&self) -> usize {
-        self.copies
+    /// Copies of the table by which decode reads `tq4`, over rows of up to `dim` elements: a threadgroup stays within the 48 KiB that
+    /// every NVIDIA GPU gives a kernel unasked.
+    pub(crate) const fn copies(&self, dim: usize) -> usize {
+        if self.copies > 0 && dim <= 256 { self.copies } else { min_copies(dim) }
     }
 
     /// Threadgroups that a core holds at a time.
@@ -186,7 +190,7 @@ impl PortableTile {
         }
         let dim = padded(larger(head_dim, value_dim) as u32) as usize;
         let [k, v] = [format_id(codecs[0]), format_id(codecs[1])];
-        self.rows * (dim + 2 + 2 * self.simds) * 4 + nibble_bytes(k, head_dim, v, value_dim, self.copies)
+        self.rows * (dim + 2 + 2 * self.simds) * 4 + nibble_bytes(k, head_dim, v, value_dim, self.copies(dim))
     }
 
     fn shared_of(&self, problem: &Problem) -> usize {

@@ -170,7 +170,9 @@ impl Variant {
             generics.extend([rows / (16 * simds), keys, simds, tile.resident()].map(Generic::Usize));
             return prefill::specialise(&generics);
         }
-        generics.extend([rows / 8, keys, simds, tile.copies()].map(Generic::Usize));
+        generics.extend(
+            [rows / 8, keys, simds, tile.copies(self.head_dim.max(self.value_dim))].map(Generic::Usize),
+        );
         decode::specialise(&generics)
     }
 
@@ -256,7 +258,7 @@ macro_rules! native_decode {
             { $t },
             { $u },
             { $s },
-            16,
+            { $crate::tile::min_copies(larger($d, $dv)) },
             $k,
             $v,
             { lane_pairs($d, 4) },
@@ -266,7 +268,7 @@ macro_rules! native_decode {
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { nibble_bytes($kf, $d, $vf, $dv, 16) },
+            { nibble_bytes($kf, $d, $vf, $dv, $crate::tile::min_copies(larger($d, $dv))) },
             { padded(larger($d, $dv) as u32) as usize },
         >()
     }};

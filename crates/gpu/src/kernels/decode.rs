@@ -348,7 +348,7 @@ fn attend_tiles<
 /// | `KF`, `VF` | formats of keys and values: constants of [`formats`](super::formats) |
 /// | `D`, `DV` | head dimensions |
 /// | `T`, `U`, `S` | eights of query rows, sixteens of keys at a time, SIMD groups |
-/// | `C` | copies of the table of `tq4`, 16 or 32 |
+/// | `C` | copies of the table of `tq4`: 8, 16 or 32 |
 ///
 /// What follows from them:
 ///
