@@ -173,7 +173,7 @@ fi
 
 if wants sanitize && command -v compute-sanitizer > /dev/null; then
     some=gqa_4_causal,mask_f16_window,like_,cached_steps_pages_of_8,cached_ring_41,tree_branches_verify,keys_16,decode_long
-    codes=quantized_ring_tq3,quantized_ring_mlx-tq6,quantized_centered_tq4
+    codes=quantized_ring_tq3,quantized_ring_mlx-tq6,quantized_centered_tq4,quantized_d3x1,quantized_steps_d128_tq4,quantized_steps_d128_fp8
     for tool in memcheck racecheck; do
         for kernels in native portable; do
             step "$tool, $kernels kernels"
