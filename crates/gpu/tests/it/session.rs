@@ -53,7 +53,7 @@ fn on_cuda() -> Option<Session<Gpu>> {
         multiplies_bf16: false,
         max_groups: 65535,
     };
-    let gpu = Gpu::new(0).map_err(|why| eprintln!("SKIPPED, no session ran on a GPU: {why}")).ok()?;
+    let gpu = Gpu::new(0).map_err(|why| eprintln!("SKIPPED, nothing ran on a GPU: {why}")).ok()?;
     Some(Session::new(gpu, facts))
 }
 
