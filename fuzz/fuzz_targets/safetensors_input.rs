@@ -5,6 +5,8 @@
 
 #[path = "../../cli/src/buffer.rs"]
 mod buffer;
+#[path = "../../cli/src/escape.rs"]
+mod escape;
 #[path = "../../cli/src/failure.rs"]
 mod failure;
 #[path = "../../cli/src/input.rs"]
@@ -13,6 +15,8 @@ mod input;
 mod names;
 #[path = "../../cli/src/nearest.rs"]
 mod nearest;
+#[path = "../../cli/src/numpy.rs"]
+mod numpy;
 #[path = "../../cli/src/operands.rs"]
 mod operands;
 #[path = "../../cli/src/options.rs"]
