@@ -751,13 +751,10 @@ pub fn transposed_pairs<
     codebooks: &Buffer<f32>,
     nibbles: &Shared<u8>,
 ) -> Transposed<P> {
-    if gathered(FORMAT, D as u32, LANES as u32) {
-        return transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles);
-    }
-    if FORMAT == TQ4 {
+    if uses_nibbles(FORMAT, D as u32, LANES as u32) {
         return transposed_nibbles::<W, P>(from, levels, nibbles);
     }
-    if FORMAT == INT8 || FORMAT == FP8 {
+    if (FORMAT == INT8 || FORMAT == FP8) && !gathered(FORMAT, D as u32, LANES as u32) {
         return transposed_bytes::<FORMAT, W, P>(from);
     }
     transpose::<FORMAT, D, LANES, W, P>(from, halves, lane, levels, codebooks, nibbles)
