@@ -79,7 +79,7 @@ impl DeviceTensors {
     /// As [`Prepared::run`]; [`CudaError::Inputs`] also where the tables do not fit the plan's problem.
     pub fn run(&mut self, prepared: &mut Prepared) -> Result<(), CudaError> {
         let problem = prepared.plan().problem();
-        // What was checked holds for the same description.
+        // Tables that fit a description fit it again.
         if let Some(tables) = self.tables.as_ref().filter(|_| problem.desc() != self.problem.desc()) {
             inputs::check_tables(problem, tables, self.pages)?;
         }

@@ -47,7 +47,7 @@ pub fn factors(codec: Codec, dim: usize) -> Vec<f32> {
         .unwrap_or_else(|| vec![0.0])
 }
 
-/// What kernels look up for the codecs of a problem. Each list has a number at least.
+/// The tables that kernels read for the codecs of a problem. No list is empty.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Tables {

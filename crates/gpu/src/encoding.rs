@@ -44,7 +44,7 @@ pub fn runs(appended: &[Appended], heads: u32) -> Option<Vec<u32>> {
     Some(words)
 }
 
-/// What [`encode()`](crate::kernels::encode::encode()) looks up: 320 words. For `tq`: for each number of half levels, the
+/// The lookup table of [`encode()`](crate::kernels::encode::encode()), 320 words. For `tq`: for each number of half levels, the
 /// nearest level and 256 times its index; then [`f64_steps`] of two words each. For mlx-native: the bits of the edges
 /// between values, ascending, then the bits of infinity.
 pub fn encode_table(codec: Codec, dim: usize) -> Vec<u32> {

@@ -158,8 +158,8 @@ impl Problem {
         matches!(self.desc.sequences, Sequences::Cached { .. })
     }
 
-    /// Whether two problems differ in nothing but numbers of keys (`kv_lens`, and the prefixes that sequences share): the steps of decoding
-    /// of the same sequences, say. Cost: `O(sequences)`.
+    /// Whether two problems differ only in their numbers of keys (`kv_lens`, and shared prefixes), as two decoding steps of the same
+    /// sequences do. Cost: `O(sequences)`.
     #[must_use]
     pub fn is_step_of(&self, other: &Self) -> bool {
         self.scale() == other.scale() && without_lens(&self.desc) == without_lens(&other.desc)

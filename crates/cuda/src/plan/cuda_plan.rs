@@ -23,8 +23,8 @@ pub(crate) enum Engine {
     Portable(Box<Portable>),
 }
 
-/// What a plan says, for logs and tools: its names, sizes and estimates. It is not read back: a plan is made anew from the
-/// description and the options.
+/// The plan's names, sizes and estimates, for logs and tools. There is no way back: plan again from the description and the
+/// options.
 #[cfg(feature = "serde")]
 impl serde::Serialize for CudaPlan {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {

@@ -51,7 +51,7 @@ pub(super) struct GpuPool<M> {
     /// Tables that decoding reads.
     levels: M,
     codebooks: M,
-    /// Of each layer, the first row that the encoder did not store: see [`refusal`].
+    /// The first row of each layer that the encoder did not store: see [`refusal`].
     status: M,
     absent: M,
 }

@@ -26,7 +26,7 @@ pub struct GpuStore<D: HostAccess> {
     k: GpuPool<D::Memory>,
     v: GpuPool<D::Memory>,
     means: Vec<Option<Mean<D::Memory>>>,
-    /// Those of the last write or read.
+    /// The rows of the last write or read, as lists on the device.
     lists: Mutex<Lists<D::Memory>>,
     copies: D::Memory,
 }
@@ -165,7 +165,7 @@ where
 
     fn check_stored(&mut self) -> Result<(), Self::Error> {
         for pool in [&mut self.k, &mut self.v] {
-            // What values have to say is kept for the next call.
+            // The status of values stays for the next call.
             if let Some(error) = pool.refused(&self.device)? {
                 return Err(error.into());
             }
