@@ -81,6 +81,9 @@ pub(crate) struct BenchArgs {
     /// the dtype. Codecs are measured in turns, so that their times can be compared
     #[arg(long, value_name = "LIST", value_parser = codecs, value_delimiter = ',')]
     pub(crate) codec: Vec<[Codec; 2]>,
+    /// Query tokens of each sequence of a --cache, the last of its tokens: a chunk of a prompt; default 1
+    #[arg(long, value_name = "N", value_parser = count)]
+    pub(crate) queries: Option<usize>,
     /// Tokens that the sequences of a paged batch share, in whole pages; whole blocks of 256 are read once, and for
     /// comparison once per sequence
     #[arg(long, value_name = "TOKENS", value_parser = count)]

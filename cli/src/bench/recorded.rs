@@ -44,6 +44,7 @@ fn check_options(args: &BenchArgs) -> Result<()> {
         ("--cache", args.cache != [CacheKind::Dense]),
         ("--page", args.page.is_some()),
         ("--codec", !args.codec.is_empty()),
+        ("--queries", args.queries.is_some()),
         ("--shared", args.shared.is_some()),
         ("--window", args.window.is_some()),
         ("--min-time", args.min_time.is_some()),

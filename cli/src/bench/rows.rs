@@ -45,7 +45,7 @@ impl Row {
         Ok(Self { kind, problem, cache: CacheKind::Dense, page: 0 })
     }
 
-    /// One query for each of several cached sequences.
+    /// One query, or a chunk of them, for each of several cached sequences.
     fn cached(
         args: &BenchArgs,
         cache: CacheKind,
@@ -66,7 +66,14 @@ impl Row {
                 high
             }
         };
-        let steps: Vec<SeqLens> = lens.iter().map(|&len| SeqLens::decode(len)).collect();
+        let q_len = args.queries.unwrap_or(1);
+        if q_len > low {
+            return Err(Failure::at(
+                format_args!("--queries {q_len}"),
+                format_args!("a sequence has {low} tokens"),
+            ));
+        }
+        let steps: Vec<SeqLens> = lens.iter().map(|&len| SeqLens { q_len, kv_len: len }).collect();
         let Dims { q_heads, kv_heads, head_dim, value_dim, .. } = dims;
         let shape = HeadShape { q_heads, kv_heads, head_dim, value_dim };
         let mut desc = ProblemDesc::cached(shape, dtype, &steps);
@@ -335,6 +342,9 @@ pub(super) fn check_options(args: &BenchArgs) -> Result<()> {
     if args.page.is_some() && !args.cache.contains(&CacheKind::Paged) {
         return Err(Failure::at("--page", "needs --cache paged: no other cache has pages"));
     }
+    if args.queries.is_some() && args.cache.contains(&CacheKind::Dense) {
+        return Err(Failure::at("--queries", "needs --cache contiguous, paged or ring"));
+    }
     if args.shared.is_some() && args.cache != [CacheKind::Paged] {
         return Err(Failure::at("--shared", "needs --cache paged: pages are what sequences share"));
     }
@@ -374,6 +384,7 @@ fn check_kernels(args: &BenchArgs) -> Result<()> {
         ("--cache", args.cache != [CacheKind::Dense]),
         ("--page", args.page.is_some()),
         ("--codec", !args.codec.is_empty()),
+        ("--queries", args.queries.is_some()),
         ("--shared", args.shared.is_some()),
         ("--causal", args.causal),
         ("--window", args.window.is_some()),
