@@ -151,7 +151,6 @@ pub mod simulator {
 pub mod kernels {
     //! The portable GPU kernels as data: listed, specialised, and printed as Metal and CUDA.
 
-    pub use flashtile_gpu::registry::{KERNELS, instances};
-    pub use flashtile_gpu::shape::HEAD_DIMS;
-    pub use flashtile_gpu::variant::{Variant, VariantError, VariantOption};
+    pub use flashtile_gpu::registry::{KERNELS, instance_of, instances};
+    pub use flashtile_gpu::variant::{HEAD_DIMS, Variant, VariantError, VariantOption};
 }

@@ -36,14 +36,17 @@ pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
     Ok(format!("NVRTC {major}.{minor} ({place}); {kept}"))
 }
 
-/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`, or `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of
-/// prefill from 64 rows on, which decode does not have.
+/// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`; or `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of
+/// prefill from 64 rows on, which decode does not have, or where the SIMD groups of a team follow.
 pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
     let numbers: Option<Vec<usize>> = text.split(',').map(|n| n.parse().ok()).collect();
     match numbers.as_deref() {
         Some(&[q, k, fragments, keys, stages, resident, in_registers]) => {
             let tile = Sm80Tile::new(q, k, fragments, keys, stages);
             Ok(tile.with_resident(resident).with_q_in_registers(in_registers != 0).into())
+        }
+        Some(&[rows, keys, simds, resident, team]) => {
+            Ok(PortableTile::prefill(rows, keys, simds, resident).with_team(team).into())
         }
         Some(&[rows, keys, simds, resident]) if rows >= 64 => {
             Ok(PortableTile::prefill(rows, keys, simds, resident).into())
@@ -52,7 +55,8 @@ pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
             Ok(PortableTile::new(rows, keys, simds, resident).into())
         }
         _ => Err("expected seven whole numbers: warps of rows and of keys, fragments, keys, stages, resident, q in registers; or \
-                  four of portable kernels: rows, keys, SIMD groups, resident"
+                  four of portable kernels: rows, keys, SIMD groups, resident; or five of portable prefill, with the SIMD groups of \
+                  a team"
             .to_owned()),
     }
 }

@@ -8,7 +8,7 @@ use crate::report::{self, Table};
 use clap::{Args, Subcommand, ValueEnum};
 use flashtile::kernel::source::{ElementType, GenericKind, ParameterKind};
 use flashtile::kernel::{Generic, Instance, Kernel, ScalarType, Target};
-use flashtile::kernels::{KERNELS, Variant, VariantOption, instances};
+use flashtile::kernels::{KERNELS, Variant, VariantOption, instance_of, instances};
 use flashtile::{Codec, Dtype};
 use serde_json::{Value, json};
 use std::ops::RangeInclusive;
@@ -354,7 +354,7 @@ fn chosen(args: &PrintArgs, name: &str) -> Result<Instance> {
             let what = format_args!("does not apply to {name}, {expected}");
             return Err(Failure::at(format_args!("--{}", option.name()), what));
         }
-        return args.variant.variant().instance(kernel).map_err(|why| Failure::at(name, why));
+        return instance_of(&args.variant.variant(), kernel).map_err(|why| Failure::at(name, why));
     }
     if let Some(instance) = KERNELS.iter().find_map(|kernel| named(kernel, name)) {
         return match given.first() {

@@ -2,8 +2,8 @@
 
 use crate::support::{answer, build, cuda};
 use flashtile::cuda::{Cuda, CudaError};
-use flashtile::plan::machines;
-use flashtile::{CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
+use flashtile::plan::{PortableTile, machines};
+use flashtile::{Codec, CudaPlan, Dtype, KernelChoice, Outputs, PlanOptions, QOffset, Unsupported};
 use flashtile_testkit::{
     Case, CudaRunner, DevicePlacement, DeviceRun, Failure, Guarded, Keep, Prepared, Rng, Runner, catalogue,
     conformance, quantized, random_case,
@@ -61,7 +61,7 @@ fn prefill_passes_cases_of_every_feature() {
     let Some(cuda) = cuda() else { return };
     let runner = runner(cuda).narrow();
     // Dtypes and shapes of masks follow each other in twos and fours.
-    let cases: Vec<Case> = catalogue().into_iter().filter(is_prefill).step_by(7).collect();
+    let cases: Vec<Case> = catalogue().into_iter().chain(quantized()).filter(is_prefill).step_by(7).collect();
     let (mut passed, mut failed) = (0, Vec::new());
     conformance(&cases, &[&runner as &dyn Runner], |result| match &result.result {
         Ok(_) => passed += 1,
@@ -71,10 +71,44 @@ fn prefill_passes_cases_of_every_feature() {
     assert!(failed.is_empty() && passed == cases.len(), "{} failed:\n{}", failed.len(), failed.join("\n"));
 }
 
+/// A tile of prefill for a case, where the matrix unit multiplies its elements.
+fn prefill_tile(case: &Case) -> Option<PortableTile> {
+    let problem = case.desc.clone().validate().unwrap();
+    let is_f32 = |codec: Codec| codec.dtype().is_some_and(|of| of == Dtype::F32 || of != problem.dtype());
+    if is_f32(problem.k_codec()) || is_f32(problem.v_codec()) {
+        return None;
+    }
+    Some(match problem.dims().head_dim.max(problem.dims().value_dim) {
+        ..=128 => PortableTile::prefill(32, 32, 2, 1),
+        129..=256 => PortableTile::prefill(32, 16, 4, 1).with_team(2),
+        257.. => PortableTile::prefill(16, 16, 4, 1).with_team(4),
+    })
+}
+
+#[test]
+fn prefill_passes_cases_that_plans_give_to_decode() {
+    let Some(cuda) = cuda() else { return };
+    let cases =
+        catalogue().into_iter().chain(quantized()).filter(|case| !is_prefill(case) && is_supported(case));
+    let tiled = cases.filter_map(|case| prefill_tile(&case).map(|tile| (case, tile)));
+    let (mut passed, mut failed) = (0, Vec::new());
+    for (case, tile) in tiled.step_by(5) {
+        let runner = runner(cuda.clone()).tiled(tile);
+        conformance(std::slice::from_ref(&case), &[&runner as &dyn Runner], |result| match &result.result {
+            Ok(_) => passed += 1,
+            Err(_) => failed.push(result.to_string()),
+        });
+    }
+    println!("{passed} passed");
+    assert!(failed.is_empty(), "{} failed:\n{}", failed.len(), failed.join("\n"));
+    assert!(passed > 50, "{passed}");
+}
+
 #[test]
 fn enough_cases_are_cases_of_prefill() {
-    let all = catalogue().iter().filter(|case| is_prefill(case)).count();
-    assert!(all > 100, "{all} cases");
+    let count = |cases: Vec<Case>| cases.iter().filter(|case| is_prefill(case)).count();
+    let (elements, codes) = (count(catalogue()), count(quantized()));
+    assert!(elements > 100 && codes > 20, "{elements} cases of elements, {codes} of codes");
 }
 
 #[test]

@@ -6,7 +6,7 @@ use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
 use crate::kernels::rows::kv_align;
 use crate::shape::{Shape, count};
-use crate::tile::{Tiling, takes_prefill};
+use crate::tile::Tiling;
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
@@ -63,20 +63,34 @@ pub struct Launches {
 
 /// The kernels of a problem.
 #[derive(Debug, Clone)]
-pub(crate) enum Kernels {
-    /// One kernel that ends the rows.
-    Prefill(Instance),
-    /// Two that split keys.
-    Decode(DecodeKernels),
+pub(crate) struct Kernels {
+    /// Computes rows, or partial results of them.
+    pub(crate) attend: Attending,
+    /// Merges partial results, where there are some.
+    pub(crate) merge: Option<Instance>,
 }
 
-/// The kernels of split keys.
+/// The first kernel.
 #[derive(Debug, Clone)]
-pub(crate) struct DecodeKernels {
-    /// Stores partial results.
-    pub(crate) decode: Instance,
-    /// Merges them.
-    pub(crate) merge: Instance,
+pub(crate) enum Attending {
+    /// Keeps rows and streams keys.
+    Prefill(Instance),
+    /// Divides keys.
+    Decode(Instance),
+}
+
+impl Attending {
+    const fn instance(&self) -> &Instance {
+        match self {
+            Self::Prefill(instance) | Self::Decode(instance) => instance,
+        }
+    }
+
+    const fn instance_mut(&mut self) -> &mut Instance {
+        match self {
+            Self::Prefill(instance) | Self::Decode(instance) => instance,
+        }
+    }
 }
 
 /// How rows of keys and of values are stored.
@@ -145,34 +159,20 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::Position`], [`Unsupported::Size`], [`Unsupported::Tile`], [`Unsupported::Splits`] of prefill, or
-    /// [`Unsupported::Instance`].
+    /// [`Unsupported::Position`], [`Unsupported::Size`] or [`Unsupported::Instance`].
     pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
         let Tiling { tile, splits } = tiling.into();
-        if tile.is_prefill() && splits != 1 {
-            return Err(Unsupported::Splits { got: splits, max: 1 });
-        }
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tile.with_splits(splits))?;
         let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
-        let variant = Variant {
-            dtype: problem.dtype(),
-            head_dim: dims.head_dim,
-            value_dim: dims.value_dim,
-            k_codec,
-            v_codec,
-        };
+        let variant = Variant::of(problem);
         let none = |why: GenericsError| Unsupported::Instance { why: why.to_string() };
-        if tile.is_prefill() && !takes_prefill(problem) {
-            return Err(Unsupported::Tile {
-                why: "portable prefill takes rows of multiples of 16 elements up to 128, and keys and values of the dtype of q",
-            });
-        }
-        let first = variant.attend(tile).map_err(none)?;
-        let kernels = if tile.is_prefill() {
-            Kernels::Prefill(first)
-        } else {
-            Kernels::Decode(DecodeKernels { decode: first, merge: variant.merge().map_err(none)? })
+        let first = tile.instance(&variant).map_err(none)?;
+        let is_prefill = tile.is_prefill();
+        let has_partials = !is_prefill || splits > 1;
+        let kernels = Kernels {
+            attend: if is_prefill { Attending::Prefill(first) } else { Attending::Decode(first) },
+            merge: has_partials.then(|| variant.merge().map_err(none)).transpose()?,
         };
         Ok(Self {
             kernels,
@@ -251,17 +251,12 @@ impl Launches {
 
     /// The kernels, in the order of their launches.
     pub fn instances(&self) -> Vec<&Instance> {
-        match &self.kernels {
-            Kernels::Prefill(prefill) => vec![prefill],
-            Kernels::Decode(DecodeKernels { decode, merge }) => vec![decode, merge],
-        }
+        std::iter::once(self.kernels.attend.instance()).chain(&self.kernels.merge).collect()
     }
 
     /// The name of the first kernel's instance.
     pub fn entry(&self) -> String {
-        match &self.kernels {
-            Kernels::Prefill(first) | Kernels::Decode(DecodeKernels { decode: first, .. }) => first.entry(),
-        }
+        self.kernels.attend.instance().entry()
     }
 
     /// The kernels, each with what launches give its `#[constant]` parameters, in order.
@@ -269,27 +264,23 @@ impl Launches {
         let has = self.features;
         let mut first = vec![Constant::of(placed.paging), Constant::of(placed.row_align)];
         first.extend([has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask].map(Constant::of));
-        match &self.kernels {
-            Kernels::Prefill(prefill) => {
-                first.extend([has.has_sinks, with_lse].map(Constant::of));
-                vec![(prefill, first)]
-            }
-            Kernels::Decode(DecodeKernels { decode, merge }) => {
-                first.push(Constant::of(placed.has_k_mean));
-                let last = [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec();
-                vec![(decode, first), (merge, last)]
-            }
+        first.push(Constant::of(placed.has_k_mean));
+        if let Attending::Prefill(_) = self.kernels.attend {
+            first.extend([has.has_sinks, with_lse, self.kernels.merge.is_some()].map(Constant::of));
         }
+        let mut all = vec![(self.kernels.attend.instance(), first)];
+        if let Some(merge) = &self.kernels.merge {
+            all.push((merge, [has.has_sinks, with_lse, has.has_alibi].map(Constant::of).to_vec()));
+        }
+        all
     }
 
     /// The same with native code, where `find` knows some.
     pub fn with_native(mut self, find: impl Fn(&Instance) -> Option<Instance>) -> Option<Self> {
-        match &mut self.kernels {
-            Kernels::Prefill(prefill) => *prefill = find(prefill)?,
-            Kernels::Decode(DecodeKernels { decode, merge }) => {
-                *decode = find(decode)?;
-                *merge = find(merge)?;
-            }
+        let attend = self.kernels.attend.instance_mut();
+        *attend = find(attend)?;
+        if let Some(merge) = &mut self.kernels.merge {
+            *merge = find(merge)?;
         }
         Some(self)
     }

@@ -71,7 +71,7 @@ impl Plan {
         // Refuses dimensions before anything is computed from them.
         Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
         let asked = asked.map(|tile| tile.on(facts));
-        let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts, options.splits));
+        let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts));
         tile.check()?;
         let groups = groups(&Shape::of(problem, tile)?);
         let splits = tile.splits(problem, facts, options.splits, groups)?;

@@ -1,6 +1,7 @@
 //! Names of the portable kernels in plans and reports.
 
 use crate::tile::PortableTile;
+use crate::variant::Variant;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::problem::Problem;
@@ -70,11 +71,13 @@ impl PortableKernel {
         &self.tile
     }
 
-    /// Bytes of shared memory of a threadgroup. Of decode: its queries or its outputs in f32, and what each row's scores need. Of prefill: a
-    /// block of keys and one of values.
+    /// Bytes of shared memory of a threadgroup.
     #[must_use]
-    pub const fn shared_bytes(&self) -> usize {
-        self.tile.shared_bytes([self.head_dim, self.value_dim], self.dtype, self.codecs)
+    pub fn shared_bytes(&self) -> usize {
+        let [k_codec, v_codec] = self.codecs;
+        let Self { dtype, head_dim, value_dim, tile, .. } = *self;
+        let variant = Variant { dtype, head_dim, value_dim, k_codec, v_codec };
+        tile.instance(&variant).map_or(0, |instance| instance.shared_bytes())
     }
 }
 

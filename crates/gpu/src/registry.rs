@@ -5,11 +5,11 @@ use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, decode, encode, merge, prefill};
-use crate::shape::HEAD_DIMS;
-use crate::tile::{MAX_PREFILL_DIM, PortableTile};
-use crate::variant::Variant;
+use crate::tile::PortableTile;
+use crate::variant::{HEAD_DIMS, Variant, VariantError, VariantOption};
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
+use flashtile_core::limits::MAX_HEAD_DIM;
 use flashtile_kernel::{Generic, Instance, Kernel};
 
 /// Every kernel of attention, and those that fill, copy and read caches.
@@ -26,6 +26,52 @@ pub static KERNELS: &[&Kernel] = &[
     &mask_tiles::KERNEL,
 ];
 
+/// The instance of a kernel of this library, with the tile that plans take where the kernel has one.
+///
+/// # Errors
+/// [`VariantError`].
+pub fn instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance, VariantError> {
+    let concerns = VariantOption::of(kernel);
+    let dims = [("head_dim", variant.head_dim), ("value_dim", variant.value_dim)];
+    let codecs = [variant.k_codec, variant.v_codec];
+    for (n, (dim, codec)) in [VariantOption::HeadDim, VariantOption::ValueDim]
+        .into_iter()
+        .zip([VariantOption::KCodec, VariantOption::VCodec])
+        .enumerate()
+    {
+        let (name, got) = dims[n];
+        if concerns.contains(&dim) && !(1..=MAX_HEAD_DIM).contains(&got) {
+            return Err(VariantError::Dim { name, got });
+        }
+        if concerns.contains(&codec) && !codecs[n].supports(got) {
+            return Err(VariantError::Codec { codec: codecs[n], got });
+        }
+    }
+    let made = match kernel.name {
+        "decode" => PortableTile::default_decode(variant.k_codec, variant.head_dim).instance(variant),
+        "prefill" => PortableTile::default_prefill(variant.head_dim.max(variant.value_dim)).instance(variant),
+        "encode" | "append" | "read_codes" | "read_elements" => {
+            let codes = variant.k_codec.dtype().is_none();
+            if codes != matches!(kernel.name, "encode" | "read_codes") {
+                return Err(VariantError::Stored { codec: variant.k_codec, codes: !codes });
+            }
+            let generics = encoding::encode_generics(variant.k_codec, variant.dtype, variant.head_dim);
+            match kernel.name {
+                "encode" => encode::encode::specialise(&generics),
+                "append" => encode::append::specialise(&generics),
+                "read_codes" => cache::read_codes::specialise(&generics),
+                _ => cache::read_elements::specialise(&generics),
+            }
+        }
+        "copy_rows" => cache::copy_rows::specialise(&[]),
+        "merge" => variant.merge(),
+        "hadamard" => hadamard::specialise(&[Generic::Usize(variant.head_dim)]),
+        "mask_tiles" => mask_tiles::specialise(&[]),
+        _ => return Err(VariantError::Kernel { name: kernel.name }),
+    };
+    made.map_err(VariantError::Generics)
+}
+
 /// Instances of every kernel over [`HEAD_DIMS`], types and codecs.
 #[must_use]
 pub fn instances() -> Vec<Instance> {
@@ -39,10 +85,10 @@ pub fn instances() -> Vec<Instance> {
                 k_codec: codec,
                 v_codec: codec,
             };
-            all.extend(variant.attend(PortableTile::default_decode(codec, dim)));
+            all.extend(PortableTile::default_decode(codec, dim).instance(&variant));
             all.extend(variant.merge());
-            if matches!(codec.dtype(), Some(Dtype::F16 | Dtype::BF16)) && dim <= MAX_PREFILL_DIM {
-                all.extend(variant.attend(PortableTile::default_prefill(dim)));
+            if codec != Codec::F32 {
+                all.extend(PortableTile::default_prefill(dim).instance(&variant));
             }
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);
@@ -67,4 +113,49 @@ pub fn instances() -> Vec<Instance> {
     all.sort_by_key(Instance::entry);
     all.dedup_by_key(|instance| instance.entry());
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLAIN: Variant = Variant {
+        dtype: Dtype::BF16,
+        head_dim: 128,
+        value_dim: 128,
+        k_codec: Codec::BF16,
+        v_codec: Codec::BF16,
+    };
+
+    #[test]
+    fn every_kernel_has_an_instance_of_a_plain_problem() {
+        let listed: Vec<String> = instances().iter().map(Instance::entry).collect();
+        for kernel in KERNELS {
+            let codec = match kernel.name {
+                "encode" | "read_codes" => Codec::Tq4,
+                _ => PLAIN.k_codec,
+            };
+            let entry = instance_of(&Variant { k_codec: codec, ..PLAIN }, kernel).unwrap().entry();
+            assert!(listed.contains(&entry), "{entry}");
+        }
+    }
+
+    #[test]
+    fn registers_are_bounded_for_the_threadgroups_of_a_core() {
+        let instance = PortableTile::prefill(128, 32, 8, 2).instance(&PLAIN).unwrap();
+        assert_eq!(instance.resident(), 2);
+        assert!(instance.source(flashtile_kernel::Target::Cuda).contains("__launch_bounds__(256, 2)"));
+    }
+
+    #[test]
+    fn what_kernels_are_not_made_for_is_said() {
+        let why = |variant: Variant, kernel: &Kernel| instance_of(&variant, kernel).unwrap_err().to_string();
+        let long = Variant { head_dim: 513, ..PLAIN };
+        assert_eq!(why(long, KERNELS[0]), "head_dim is 513, expected 1 to 512");
+        let text = why(Variant { v_codec: Codec::MlxTq4, ..PLAIN }, KERNELS[1]);
+        let encode = KERNELS.iter().find(|kernel| kernel.name == "encode").unwrap();
+        let stored = why(PLAIN, encode);
+        assert_eq!(stored, "its rows are codes and bf16 has none, expected a k-codec such as tq4");
+        assert!(text.contains("does not store 128 elements") && text.contains("256"), "{text}");
+    }
 }

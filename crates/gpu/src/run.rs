@@ -7,7 +7,7 @@ use crate::error::SessionError;
 use crate::kernels::decode::decode;
 use crate::kernels::merge::merge;
 use crate::kernels::prefill::prefill;
-use crate::launches::{DecodeKernels, Kernels, Launches, Placed, Strides};
+use crate::launches::{Attending, Launches, Placed, Strides};
 use crate::plan::Plan;
 use crate::tensors::{GpuInputs, GpuMask, GpuOutputs};
 use flashtile_core::dtype::{Dtype, MaskKind};
@@ -182,8 +182,8 @@ fn run<M: DeviceMemory, D: Device<Memory = M>>(
         workspace;
     let ([f32s, u32s, bytes], [k_factors, v_factors]) =
         (absent.each_ref().map(M::view), factors.each_ref().map(M::view));
-    let (out, with_lse) = (outputs.out.view.reborrow(), outputs.lse.is_some());
-    let lse = outputs.lse.as_mut().map_or_else(|| unwanted.view_mut(), |lse| lse.reborrow());
+    let (mut out, with_lse) = (outputs.out.view.reborrow(), outputs.lse.is_some());
+    let mut lse = outputs.lse.as_mut().map_or_else(|| unwanted.view_mut(), |lse| lse.reborrow());
     let sinks = inputs.sinks.unwrap_or(f32s);
     // A call of `prefill` or `decode`: the arguments that both have, and more.
     macro_rules! attend {
@@ -197,37 +197,38 @@ fn run<M: DeviceMemory, D: Device<Memory = M>>(
                 slopes: inputs.alibi_slopes.unwrap_or(f32s),
                 mask: inputs.mask.map_or(bytes, |mask| mask.bytes),
                 tree: inputs.tree.map_or(bytes, |tree| tree.bytes),
+                codebooks: codebooks.view(),
+                means: inputs.k.means.unwrap_or(f32s),
                 params: placed.attend,
+                partial_out: partial_out.view_mut(),
+                partial_max_sum: partial_max_sum.view_mut(),
                 paging: placed.paging,
                 row_align: placed.row_align,
                 has_softcap: has.has_softcap,
                 has_alibi: has.has_alibi,
                 has_mask: has.has_mask,
                 has_tree_mask: has.has_tree_mask,
+                has_k_mean: placed.has_k_mean,
                 groups: shape.groups,
                 $($more)*
             }
         };
     }
-    let (params, has_sinks) = (placed.merge, has.has_sinks);
-    let DecodeKernels { decode: first, merge: last } = match launches.kernels() {
-        Kernels::Decode(kernels) => kernels,
-        Kernels::Prefill(instance) => {
-            return attend!(prefill { sinks, output: params, out, lse, has_sinks, with_lse })
-                .launch_instance(device, instance);
+    let (params, has_sinks, groups) = (placed.merge, has.has_sinks, shape.rows);
+    let is_split = launches.kernels().merge.is_some();
+    match &launches.kernels().attend {
+        Attending::Prefill(instance) => {
+            let (output, out, lse) = (params, out.reborrow(), lse.reborrow());
+            attend!(prefill { k_factors, v_factors, sinks, output, out, lse, has_sinks, with_lse, is_split })
+                .launch_instance(device, instance)
         }
-    };
-    attend!(decode {
-        factors: k_factors,
-        codebooks: codebooks.view(),
-        means: inputs.k.means.unwrap_or(f32s),
-        partial_out: partial_out.view_mut(),
-        partial_max_sum: partial_max_sum.view_mut(),
-        has_k_mean: placed.has_k_mean,
-    })
-    .launch_instance(device, first)?;
+        Attending::Decode(instance) => {
+            attend!(decode { factors: k_factors }).launch_instance(device, instance)
+        }
+    }?;
+    let Some(last) = &launches.kernels().merge else { return Ok(()) };
     let (partial_out, partial_max_sum) = (partial_out.view(), partial_max_sum.view());
-    let (factors, has_shift, groups) = (v_factors, has.has_alibi, shape.rows);
+    let (factors, has_shift) = (v_factors, has.has_alibi);
     merge::Call {
         partial_out,
         partial_max_sum,

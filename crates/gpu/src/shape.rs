@@ -9,9 +9,6 @@ use crate::tile::Tiling;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::Problem;
 
-/// Head dimensions that instances are listed for.
-pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
-
 /// Positions and counts are kept in 32 bits; further ones than this are refused.
 pub(crate) const MAX_COUNT: i64 = 1 << 30;
 
@@ -24,7 +21,7 @@ pub struct Shape {
     pub rows: [u32; 3],
     /// Tiles of rows of a key/value head.
     pub(crate) tiles: u32,
-    /// SIMD groups of a threadgroup of `decode` or `prefill`.
+    /// What partial outputs are divided by: the SIMD groups of a threadgroup of `decode`, 1 of `prefill`.
     pub(crate) simds: u32,
     /// f32 of the partial outputs, and of their `(row_max, row_sum)` pairs with, for ALiBi, a shift of each row behind them.
     pub scratch: [usize; 2],
@@ -46,8 +43,8 @@ impl Shape {
         let longest = problem.sequences().iter().map(|s| s.q_len).max().unwrap_or(0);
         let tiles = longest.saturating_mul(dims.gqa_group()).div_ceil(tile.rows()).max(1);
         let rows = dims.batch.saturating_mul(dims.q_len).saturating_mul(dims.q_heads);
-        // A kernel that ends its rows itself has no partial results.
-        let results = if tile.is_prefill() { 0 } else { splits };
+        // Prefill without splits ends its rows itself.
+        let results = if tile.is_prefill() && splits == 1 { 0 } else { splits };
         let all = count("rows times partial results", rows.saturating_mul(results))? as usize;
         count("rows", rows)?;
         Ok(Self {
@@ -62,7 +59,7 @@ impl Shape {
                 count("batch entries", dims.batch)?,
             ],
             tiles: count("tiles of rows", tiles)?,
-            simds: count("SIMD groups", tile.simds())?,
+            simds: count("SIMD groups", if tile.is_prefill() { 1 } else { tile.simds() })?,
             scratch: [
                 all * dims.value_dim,
                 all * 2 + if problem.desc().alibi && results > 0 { rows } else { 0 },

@@ -96,39 +96,45 @@ macro_rules! decode {
     };
 }
 
-macro_rules! decodes {
-    ($($q:ident $product:ident $k:ident $v:ident;)*) => {
-        vec![$(decode!($q $product $k $v 64), decode!($q $product $k $v 128)),*]
+macro_rules! prefill {
+    ($q:ident $product:ident $k:ident $v:ident $d:literal) => {
+        native_prefill!(
+            [$q, $product, $product]
+            [format_id(Codec::$k), format_id(Codec::$v), $d, $d]
+            [1, 1, 2, 1]
+        )
+    };
+}
+
+/// Instances of one of the macros above, of [`CODECS`] and of elements.
+macro_rules! all_codecs {
+    ($instance:ident) => {
+        all_codecs! { $instance:
+            f32 f32 F32 F32;
+            f16 f16 F16 F16;
+            bf16 bf16 BF16 BF16;
+            f32 f16 Int8 Int8;
+            f16 f16 Int8 Int8;
+            bf16 f16 Int8 Int8;
+            f32 f16 Tq4 Tq4;
+            f16 f16 Tq4 Tq4;
+            bf16 f16 Tq4 Tq4;
+            f32 f16 Int8 Tq5;
+            f16 f16 Int8 Tq5;
+            bf16 f16 Int8 Tq5;
+        }
+    };
+    ($instance:ident: $($q:ident $product:ident $k:ident $v:ident;)*) => {
+        vec![$($instance!($q $product $k $v 64), $instance!($q $product $k $v 128)),*]
     };
 }
 
 fn decodes() -> Vec<Instance> {
-    decodes! {
-        f32 f32 F32 F32;
-        f16 f16 F16 F16;
-        bf16 bf16 BF16 BF16;
-        f32 f16 Int8 Int8;
-        f16 f16 Int8 Int8;
-        bf16 f16 Int8 Int8;
-        f32 f16 Tq4 Tq4;
-        f16 f16 Tq4 Tq4;
-        bf16 f16 Tq4 Tq4;
-        f32 f16 Int8 Tq5;
-        f16 f16 Int8 Tq5;
-        bf16 f16 Int8 Tq5;
-    }
+    all_codecs!(decode)
 }
 
 fn prefills() -> Vec<Instance> {
-    macro_rules! prefills {
-        ($($q:ident $codec:ident)*) => {
-            vec![$(
-                native_prefill!([$q] [format_id(Codec::$codec), 64, 64] [1, 1, 2]),
-                native_prefill!([$q] [format_id(Codec::$codec), 128, 128] [1, 1, 2]),
-            )*]
-        };
-    }
-    prefills!(f32 F32 f16 F16 bf16 BF16)
+    all_codecs!(prefill)
 }
 
 fn merges() -> Vec<Instance> {
@@ -158,16 +164,18 @@ mod tests {
                 for dim in DIMS {
                     let [k_codec, v_codec] = codecs;
                     let variant = Variant { dtype: q, head_dim: dim, value_dim: dim, k_codec, v_codec };
-                    let wanted = variant.attend(DECODE_TILE.tile).unwrap();
+                    let wanted = DECODE_TILE.tile.instance(&variant).unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),
                         "{}",
                         wanted.entry()
                     );
-                    if codecs == [Codec::of(q); 2] {
-                        let wanted = variant.attend(PREFILL_TILE).unwrap();
-                        assert!(find(&wanted).is_some_and(|found| found.native().is_some()));
-                    }
+                    let wanted = PREFILL_TILE.instance(&variant).unwrap();
+                    assert!(
+                        find(&wanted).is_some_and(|found| found.native().is_some()),
+                        "{}",
+                        wanted.entry()
+                    );
                     let wanted = variant.merge().unwrap();
                     assert!(
                         find(&wanted).is_some_and(|found| found.native().is_some()),

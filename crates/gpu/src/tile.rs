@@ -1,23 +1,22 @@
 //! Tiles of the portable kernel, and which one a problem gets.
 
-use crate::codecs::format_id;
+use crate::codecs::{format_id, scalar_type};
 use crate::facts::GpuFacts;
-use crate::kernels::formats::padded;
-use crate::kernels::prefill::ROW_PADDING;
-use crate::kernels::rows::{larger, nibble_bytes};
+use crate::kernels::decode::decode;
+use crate::kernels::formats::{is_codes, padded};
+use crate::kernels::prefill::block::{block_columns, row_turns, row_words};
+use crate::kernels::prefill::prefill;
+use crate::kernels::rows::{MIN_COPIES, min_copies, product_type};
+use crate::variant::Variant;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Sequences};
+use flashtile_kernel::source::GenericsError;
+use flashtile_kernel::{Generic, Instance, ScalarType};
 
 /// Registers of a thread that has as many as NVRTC gives one, rounded up as they are allocated.
 const MAX_REGISTERS: usize = 256;
-
-/// Copies of the table of `tq4` where shared memory is scarce, over rows of up to `dim` elements: a threadgroup stays within 32 KiB.
-#[must_use]
-pub const fn min_copies(dim: usize) -> usize {
-    if dim > 256 { 8 } else { 16 }
-}
 
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
 const MAX_SPLITS: usize = 128;
@@ -25,15 +24,11 @@ const MAX_SPLITS: usize = 128;
 /// Up to this many rows of a key/value head, decode loads its keys twice at most.
 const MAX_DECODE_ROWS: usize = 32;
 
-/// The longest rows whose queries and outputs registers hold beside the scores of a block.
-pub(crate) const MAX_PREFILL_DIM: usize = 128;
+/// Blocks of keys that a split of prefill has at least: of fewer, merging takes longer than what splits save.
+const MIN_SPLIT_BLOCKS: usize = 16;
 
-/// Whether prefill takes the rows of a problem: elements of the type of q, no more than registers hold.
-pub(crate) fn takes_prefill(problem: &Problem) -> bool {
-    let elements = [problem.k_codec(), problem.v_codec()] == [Codec::of(problem.dtype()); 2];
-    let of_16 = row_dims(problem).into_iter().all(|dim| dim.is_multiple_of(16));
-    elements && of_16 && dim(problem) <= MAX_PREFILL_DIM
-}
+/// Threads of a threadgroup that merges the splits of a row.
+const MERGE_THREADS: usize = 128;
 
 /// How a threadgroup of the portable kernels divides its work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -42,11 +37,13 @@ pub struct PortableTile {
     rows: usize,
     /// Keys that a SIMD group multiplies at a time.
     simd_keys: usize,
-    /// SIMD groups, each with keys of its own, or, of prefill, with rows of its own.
+    /// SIMD groups, each with keys of its own, or, of prefill, in teams with rows of their own.
     simds: usize,
+    /// SIMD groups of a team of prefill, which divide the columns of its rows; 1 of decode.
+    team: usize,
     /// Threadgroups that a core holds at a time.
     resident: usize,
-    /// Copies of the table by which decode reads `tq4`; 0 where they are as few as need be.
+    /// Copies of the table by which `tq4` is decoded; 0 where they are as few as need be.
     copies: usize,
     /// Whether the kernel keeps its rows and streams all their keys.
     is_prefill: bool,
@@ -58,7 +55,7 @@ pub struct PortableTile {
 pub struct Tiling {
     /// The tile.
     pub tile: PortableTile,
-    /// The splits; 1 for prefill.
+    /// The splits.
     pub splits: usize,
 }
 
@@ -74,14 +71,22 @@ impl PortableTile {
     /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys, simds, resident, copies: 0, is_prefill: false }
+        Self { rows, simd_keys, simds, team: 1, resident, copies: 0, is_prefill: false }
     }
 
     /// A tile of prefill: `simds` SIMD groups (1, 2, 4 or 8) share `rows` query rows (16 or 32 each), and copy `keys` keys (16, 32, 64
     /// or 128) at a time, for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
+    /// [`with_team`](Self::with_team) gives several SIMD groups the same rows.
     #[must_use]
     pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys: keys, simds, resident, copies: 0, is_prefill: true }
+        Self { rows, simd_keys: keys, simds, team: 1, resident, copies: 0, is_prefill: true }
+    }
+
+    /// The tile of prefill with teams of `team` SIMD groups (1, 2, 4 or 8): each team has 16 or 32 rows, whose columns its SIMD groups
+    /// divide.
+    #[must_use]
+    pub const fn with_team(self, team: usize) -> Self {
+        Self { team, ..self }
     }
 
     /// The fastest tile of decode where tiles were measured: 32 keys at a time over `int8`. Others have more SIMD groups a core with 16.
@@ -92,10 +97,15 @@ impl PortableTile {
     }
 
     /// The tile of prefill where a device has shared memory for it. 128 rows share what is read. Of rows of up to 64 elements a SIMD
-    /// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16.
+    /// group has 32, which halves what it reads of shared memory for each product; of longer ones registers hold 16 rows of 128 columns.
     #[must_use]
     pub const fn default_prefill(dim: usize) -> Self {
-        if dim <= 64 { Self::prefill(128, 32, 4, 2) } else { Self::prefill(128, 64, 8, 1) }
+        match dim {
+            ..=64 => Self::prefill(128, 64, 4, 2),
+            65..=128 => Self::prefill(128, 64, 8, 1),
+            129..=256 => Self::prefill(64, 64, 8, 1).with_team(2),
+            257.. => Self::prefill(32, 32, 8, 1).with_team(4),
+        }
     }
 
     /// The tile on a device: with a copy of the table of `tq4` for every lane where a core has shared memory for sixteen SIMD groups.
@@ -104,7 +114,7 @@ impl PortableTile {
         Self { copies, ..self }
     }
 
-    /// The tile with a number of splits of the keys of a row, which is 1 for prefill.
+    /// The tile with a number of splits of the keys of a row.
     #[must_use]
     pub const fn with_splits(self, splits: usize) -> Tiling {
         Tiling { tile: self, splits }
@@ -118,9 +128,15 @@ impl PortableTile {
             );
         }
         if self.is_prefill {
-            let rows = self.rows / self.simds;
-            if ![16, 32].contains(&rows) || !self.rows.is_multiple_of(self.simds) {
-                return refused("portable tiles of prefill have 16 or 32 rows a SIMD group");
+            if ![1, 2, 4, 8].contains(&self.team) || self.team > self.simds {
+                return refused("portable tiles of prefill have teams of 1, 2, 4 or 8 of their SIMD groups");
+            }
+            if ![16, 32].contains(&self.team_rows()) || self.team_rows() * self.simds != self.rows * self.team
+            {
+                return refused("portable tiles of prefill have 16 or 32 rows a team of SIMD groups");
+            }
+            if self.simd_keys > 32 * self.simds {
+                return refused("portable tiles of prefill have up to 32 keys a SIMD group");
             }
             if ![16, 32, 64, 128].contains(&self.simd_keys) {
                 return refused("portable tiles of prefill have 16, 32, 64 or 128 keys");
@@ -137,9 +153,12 @@ impl PortableTile {
         self.rows
     }
 
-    /// Copies of the table by which decode reads `tq4`, over rows of up to `dim` elements: a threadgroup stays within the 48 KiB that
-    /// every NVIDIA GPU gives a kernel unasked.
+    /// Copies of the table by which `tq4` is decoded, over rows of up to `dim` elements: a threadgroup of decode stays within the 48 KiB that
+    /// every NVIDIA GPU gives a kernel unasked. Prefill decodes a block once for all its rows, and has few where shared memory is scarce.
     pub(crate) const fn copies(&self, dim: usize) -> usize {
+        if self.is_prefill {
+            return if self.copies > 0 { self.copies } else { MIN_COPIES };
+        }
         if self.copies > 0 && dim <= 256 { self.copies } else { min_copies(dim) }
     }
 
@@ -173,46 +192,58 @@ impl PortableTile {
         self.simds
     }
 
-    /// Keys that a SIMD group multiplies at a time.
-    pub(crate) const fn simd_keys(&self) -> usize {
-        self.simd_keys
+    /// Rows of a team of prefill.
+    pub(crate) const fn team_rows(&self) -> usize {
+        self.rows * self.team / self.simds
     }
 
-    /// Bytes of shared memory of a threadgroup over rows of `dims` elements of q, k and of v. Of decode: queries or outputs in f32, the
-    /// factor and the addend of the scores, the row maximum and row sum of each SIMD group, and the table of `tq4`. Of prefill: a block
-    /// of keys and one of values, and flags.
-    #[must_use]
-    pub const fn shared_bytes(&self, dims: [usize; 2], dtype: Dtype, codecs: [Codec; 2]) -> usize {
-        let [head_dim, value_dim] = dims;
+    /// The instance of [`decode()`](crate::kernels::decode::decode()) or [`prefill()`](crate::kernels::prefill::prefill()) with this tile.
+    ///
+    /// # Errors
+    /// [`GenericsError`].
+    pub fn instance(&self, variant: &Variant) -> Result<Instance, GenericsError> {
+        let mut generics = vec![
+            Generic::Type(scalar_type(variant.dtype)),
+            Generic::U32(format_id(variant.k_codec)),
+            Generic::U32(format_id(variant.v_codec)),
+            Generic::Usize(variant.head_dim),
+            Generic::Usize(variant.value_dim),
+        ];
+        let (keys, simds) = (self.simd_keys / 16, self.simds);
+        let copies = self.copies(variant.head_dim.max(variant.value_dim));
         if self.is_prefill {
-            let row = (head_dim + value_dim + 2 * ROW_PADDING) * dtype.bytes();
-            return self.simd_keys * row + (4 * (1 + self.simds)).next_multiple_of(16);
+            let team = [self.team_rows() / 16, keys, simds, self.team, copies, self.resident];
+            generics.extend(team.map(Generic::Usize));
+            return prefill::specialise(&generics);
         }
-        let dim = padded(larger(head_dim, value_dim) as u32) as usize;
-        let [k, v] = [format_id(codecs[0]), format_id(codecs[1])];
-        self.rows * (dim + 2 + 2 * self.simds) * 4 + nibble_bytes(k, head_dim, v, value_dim, self.copies(dim))
+        generics.extend([self.rows / 8, keys, simds, copies].map(Generic::Usize));
+        decode::specialise(&generics)
     }
 
+    /// Bytes of shared memory of a threadgroup.
     fn shared_of(&self, problem: &Problem) -> usize {
-        self.shared_bytes(row_dims(problem), problem.dtype(), [problem.k_codec(), problem.v_codec()])
+        self.instance(&Variant::of(problem)).map_or(usize::MAX, |instance| instance.shared_bytes())
     }
 
     /// Registers in which a thread of prefill holds queries, outputs, the scores of a block, and the words of it that it copies. Addresses
     /// and operands of products come on top; where they are too many, a compiler moves a few values to memory.
     fn held_by_prefill(&self, problem: &Problem) -> usize {
-        let ([head_dim, value_dim], bytes) = (row_dims(problem), problem.dtype().bytes());
-        let of_row = head_dim * bytes / 4 + value_dim + self.simd_keys;
-        let block = self.simd_keys * dim(problem) * bytes / 4;
-        self.rows / self.simds * of_row / 32 + block.div_ceil(self.threads())
+        let ([head_dim, value_dim], products) = (row_dims(problem), products(problem));
+        let [k, v] = [problem.k_codec(), problem.v_codec()].map(format_id);
+        // Of codes, what rounding leaves of queries too.
+        let query = products[0].bytes() * if is_codes(k) { 2 } else { 1 };
+        let columns = |dim| block_columns(dim, self.team) / self.team;
+        let of_row = columns(head_dim) * query / 4 + columns(value_dim) + self.simd_keys;
+        let words = |product, format, dim| {
+            row_words(product, format, dim) * row_turns(product, format, dim, self.simd_keys / 16, self.simds)
+        };
+        let block = words(products[0], k, head_dim).max(words(products[1], v, value_dim));
+        self.team_rows() * of_row / 32 + block
     }
 
-    /// The tile of a problem on a device. `asked` splits of keys are a matter of decode.
-    pub(crate) fn of(problem: &Problem, facts: &GpuFacts, asked: Option<usize>) -> Self {
-        let decode = Self::of_decode(problem, facts);
-        if asked.is_some_and(|splits| splits > 1) {
-            return decode;
-        }
-        Self::of_prefill(problem, facts).unwrap_or(decode)
+    /// The tile of a problem on a device.
+    pub(crate) fn of(problem: &Problem, facts: &GpuFacts) -> Self {
+        Self::of_prefill(problem, facts).unwrap_or_else(|| Self::of_decode(problem, facts))
     }
 
     /// 16 rows share what is read where there are more than 8 and registers hold them. Over elements a threadgroup has eight SIMD groups
@@ -228,44 +259,60 @@ impl PortableTile {
         tile.on(facts).with_resident(problem, facts)
     }
 
-    /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core.
+    /// The tile of prefill, where there are enough rows for it: the largest with a threadgroup for every core, otherwise the smaller
+    /// one, whose keys are split.
     ///
-    /// Decode takes about 2.5 times as long for the same rows on a full device, as every 16 rows load all keys. So prefill wins from
-    /// two fifths of the cores on (half of them are asked for), and where its tiles have at most 2.5 times the rows that decode's have: most of a batch may be
-    /// sequences of one row. Other problems stay with decode, which splits keys.
+    /// Decode takes about 2.5 times as long for the same rows on a full device, as every 16 rows load all keys. So prefill wins where its
+    /// tiles have at most 2.5 times the rows that decode's have: most of a batch may be sequences of one row.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
-        let kv_heads = problem.dims().kv_heads;
         // Products of shuffles: more code than a block of prefill can have.
-        let multiplied = match problem.dtype() {
-            Dtype::F16 => true,
-            Dtype::BF16 => facts.multiplies_bf16,
-            Dtype::F32 => facts.multiplies_f32,
-        };
-        if !multiplied || !takes_prefill(problem) || max_rows(problem) <= MAX_DECODE_ROWS {
+        let multiplied = products(problem).into_iter().all(|product| match product {
+            ScalarType::Bf16 => facts.multiplies_bf16,
+            ScalarType::F32 => facts.multiplies_f32,
+            _ => true,
+        });
+        if !multiplied || max_rows(problem) <= MAX_DECODE_ROWS {
             return None;
         }
-        let Self { rows, simd_keys: keys, simds, resident, .. } = Self::default_prefill(dim(problem));
-        let simd_rows = rows / simds;
-        // Fewer threads where a device has fewer. Half as many SIMD groups leave registers for twice as many threadgroups.
-        let simds = simds.min(facts.max_simds());
-        let [more, fewer] = [(simds, resident), ((simds / 2).max(1), 2 * resident)];
-        // Fewer rows a SIMD group, then smaller blocks where registers or shared memory are fewer. Threads of fewer SIMD groups hold more.
-        let shapes = [(simd_rows, keys), (16, keys), (simd_rows, keys / 2), (16, keys / 2)];
-        let tile = |(simd_rows, keys), simds| Self::prefill(simd_rows * simds, keys, simds, 1);
-        let shape = shapes.into_iter().find(|&shape| {
-            let tile = tile(shape, fewer.0);
-            tile.shared_of(problem) <= facts.shared_per_group
-                && tile.held_by_prefill(problem) <= facts.registers_per_thread
-        })?;
-        let tiles = [more, fewer]
-            .map(|(simds, resident)| Self { resident, ..tile(shape, simds) }.with_resident(problem, facts));
+        let tile = Self::default_prefill(dim(problem));
+        let simds = tile.simds.min(facts.max_simds());
+        let shapes =
+            [tile.team, 2 * tile.team, 4 * tile.team].into_iter().flat_map(|team| tile.shapes(simds, team));
+        let [more, fewer] = shapes
+            .map(|[more, fewer]| [more.on(facts), fewer.on(facts)])
+            .find(|[_, fewer]| fewer.is_held(problem, facts))?
+            .map(|tile| tile.with_resident(problem, facts));
         let tiles_of = |rows: usize| tile_count(problem, rows);
-        let groups = |tile: &Self| kv_heads.saturating_mul(tiles_of(tile.rows));
-        let is_filled = |tile: &&Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
-        let mut filled = tiles.iter().filter(is_filled);
-        let full = filled.clone().find(|tile| groups(tile) >= facts.cores);
-        let half = || filled.rfind(|tile| 2 * groups(tile) >= facts.cores);
-        full.or_else(half).copied()
+        let kv_heads = problem.dims().kv_heads;
+        let is_filled = |tile: &Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
+        if more.is_held(problem, facts)
+            && is_filled(&more)
+            && kv_heads.saturating_mul(tiles_of(more.rows)) >= facts.cores
+        {
+            return Some(more);
+        }
+        Some(fewer).filter(is_filled)
+    }
+
+    /// Pairs of tiles of prefill of at most `simds` SIMD groups in teams of `team`, the larger first, in the order in which they are
+    /// preferred: with fewer rows a team, then smaller blocks, where registers or shared memory are fewer. The second tile of a pair has
+    /// half as many SIMD groups, which leaves registers for twice as many threadgroups.
+    fn shapes(self, simds: usize, team: usize) -> impl Iterator<Item = [Self; 2]> {
+        let (rows, keys) = (self.team_rows(), self.simd_keys);
+        let of = [(rows, keys), (16, keys), (rows, keys / 2), (16, keys / 2), (16, keys / 4)];
+        of.into_iter().filter(|(_, keys)| *keys >= 16).map(move |(rows, keys)| {
+            [(simds, self.resident), ((simds / 2).max(team), 2 * self.resident)].map(|(simds, resident)| {
+                Self::prefill(rows * simds / team, keys, simds, resident).with_team(team)
+            })
+        })
+    }
+
+    /// Whether a device has the threads, the shared memory and the registers of a tile of prefill.
+    fn is_held(&self, problem: &Problem, facts: &GpuFacts) -> bool {
+        self.team <= self.simds
+            && self.simds <= facts.max_simds()
+            && self.shared_of(problem) <= facts.shared_per_group
+            && self.held_by_prefill(problem) <= facts.registers_per_thread
     }
 
     /// The same, with as many threadgroups a core as it holds.
@@ -335,16 +382,13 @@ impl PortableTile {
         asked: Option<usize>,
         groups: usize,
     ) -> Result<usize, Unsupported> {
-        if self.is_prefill {
-            return match asked {
-                None | Some(1) => Ok(1),
-                Some(got) => Err(Unsupported::Splits { got, max: 1 }),
-            };
-        }
         if let Some(got) = asked {
             let blocks = |s| problem.visible_union(s, 0..s.q_len).len().div_ceil(self.keys());
             let max = problem.sequences().iter().map(blocks).max().unwrap_or(0).max(1);
             return if got == 0 || got > max { Err(Unsupported::Splits { got, max }) } else { Ok(got) };
+        }
+        if self.is_prefill && (groups >= facts.cores || facts.threads_per_group < MERGE_THREADS) {
+            return Ok(1);
         }
         Ok((facts.cores * self.resident / groups.max(1)).clamp(1, self.max_splits(problem)))
     }
@@ -365,7 +409,8 @@ impl PortableTile {
             }
             _ => usize::MAX,
         };
-        held.min(band).div_ceil(self.keys()).clamp(1, MAX_SPLITS)
+        let keys = if self.is_prefill { MIN_SPLIT_BLOCKS * self.keys() } else { self.keys() };
+        held.min(band).div_ceil(keys).clamp(1, MAX_SPLITS)
     }
 }
 
@@ -389,6 +434,12 @@ fn row_dims(problem: &Problem) -> [usize; 2] {
 /// Elements of the longer row, as products have them.
 fn dim(problem: &Problem) -> usize {
     padded(problem.dims().head_dim.max(problem.dims().value_dim) as u32) as usize
+}
+
+/// The types of the products with keys and with values.
+fn products(problem: &Problem) -> [ScalarType; 2] {
+    let q = scalar_type(problem.dtype());
+    [problem.k_codec(), problem.v_codec()].map(|codec| product_type(q, format_id(codec)))
 }
 
 /// Pairs of bytes of a row of elements.

@@ -1,20 +1,16 @@
 //! Instances by what they are for, instead of by their generics.
 
-use crate::codecs::{format_id, hadamard_order, scalar_type};
-use crate::encoding;
-use crate::kernels::decode::decode;
-use crate::kernels::mask_tiles::mask_tiles;
+use crate::codecs::{hadamard_order, scalar_type};
 use crate::kernels::merge::merge;
-use crate::kernels::prefill::prefill;
-use crate::kernels::rotation::hadamard;
-use crate::kernels::{cache, encode};
-use crate::shape::HEAD_DIMS;
-use crate::tile::PortableTile;
 use flashtile_core::codec::Codec;
 use flashtile_core::dtype::Dtype;
 use flashtile_core::limits::MAX_HEAD_DIM;
+use flashtile_core::problem::Problem;
 use flashtile_kernel::source::GenericsError;
 use flashtile_kernel::{Generic, Instance, Kernel};
+
+/// Head dimensions that instances are listed for.
+pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
 
 /// What an instance of a kernel is for. Kernels look at what concerns them: [`VariantOption::of`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -100,13 +96,6 @@ pub enum VariantError {
         /// Whether rows of the kernel are codes.
         codes: bool,
     },
-    /// The kernel multiplies elements of the type of q, and the codec is another.
-    Rows {
-        /// The codec.
-        codec: Codec,
-        /// Type of q.
-        dtype: Dtype,
-    },
     /// The kernel is not of this library.
     Kernel {
         /// Its name.
@@ -140,9 +129,6 @@ impl std::fmt::Display for VariantError {
                     "its rows are elements and {codec} has codes, expected the k-codec f32, f16 or bf16"
                 )
             }
-            Self::Rows { codec, dtype } => {
-                write!(f, "it multiplies elements of the dtype of q: the codec is {codec}, expected {dtype}")
-            }
             Self::Kernel { name } => write!(f, "{name} is no kernel of flashtile"),
             Self::Generics(error) => error.fmt(f),
         }
@@ -152,28 +138,17 @@ impl std::fmt::Display for VariantError {
 impl std::error::Error for VariantError {}
 
 impl Variant {
-    /// The instance of [`decode()`](crate::kernels::decode::decode()) or [`prefill()`](crate::kernels::prefill::prefill()) with a
-    /// tile, whichever the tile is of.
-    ///
-    /// # Errors
-    /// [`GenericsError`].
-    pub fn attend(&self, tile: PortableTile) -> Result<Instance, GenericsError> {
-        let (rows, keys, simds) = (tile.rows(), tile.simd_keys() / 16, tile.simds());
-        let mut generics = vec![
-            Generic::Type(scalar_type(self.dtype)),
-            Generic::U32(format_id(self.k_codec)),
-            Generic::U32(format_id(self.v_codec)),
-            Generic::Usize(self.head_dim),
-            Generic::Usize(self.value_dim),
-        ];
-        if tile.is_prefill() {
-            generics.extend([rows / (16 * simds), keys, simds, tile.resident()].map(Generic::Usize));
-            return prefill::specialise(&generics);
+    /// What the kernels of a problem are for.
+    #[must_use]
+    pub fn of(problem: &Problem) -> Self {
+        let dims = problem.dims();
+        Self {
+            dtype: problem.dtype(),
+            head_dim: dims.head_dim,
+            value_dim: dims.value_dim,
+            k_codec: problem.k_codec(),
+            v_codec: problem.v_codec(),
         }
-        generics.extend(
-            [rows / 8, keys, simds, tile.copies(self.head_dim.max(self.value_dim))].map(Generic::Usize),
-        );
-        decode::specialise(&generics)
     }
 
     /// The instance of [`merge()`](crate::kernels::merge::merge()).
@@ -186,57 +161,6 @@ impl Variant {
             Generic::Usize(self.value_dim),
             Generic::U32(hadamard_order(self.v_codec, self.value_dim)),
         ])
-    }
-
-    /// The instance of a kernel of this library, with the tile that plans take where the kernel has one.
-    ///
-    /// # Errors
-    /// [`VariantError`].
-    pub fn instance(&self, kernel: &Kernel) -> Result<Instance, VariantError> {
-        let concerns = VariantOption::of(kernel);
-        let dims = [("head_dim", self.head_dim), ("value_dim", self.value_dim)];
-        let codecs = [self.k_codec, self.v_codec];
-        for (n, (dim, codec)) in [VariantOption::HeadDim, VariantOption::ValueDim]
-            .into_iter()
-            .zip([VariantOption::KCodec, VariantOption::VCodec])
-            .enumerate()
-        {
-            let (name, got) = dims[n];
-            if concerns.contains(&dim) && !(1..=MAX_HEAD_DIM).contains(&got) {
-                return Err(VariantError::Dim { name, got });
-            }
-            if concerns.contains(&codec) && !codecs[n].supports(got) {
-                return Err(VariantError::Codec { codec: codecs[n], got });
-            }
-        }
-        let made = match kernel.name {
-            "decode" => self.attend(PortableTile::default_decode(self.k_codec, self.head_dim)),
-            "prefill" => {
-                if let Some(codec) = codecs.into_iter().find(|&codec| codec != Codec::of(self.dtype)) {
-                    return Err(VariantError::Rows { codec, dtype: self.dtype });
-                }
-                self.attend(PortableTile::default_prefill(self.head_dim.max(self.value_dim)))
-            }
-            "encode" | "append" | "read_codes" | "read_elements" => {
-                let codes = self.k_codec.dtype().is_none();
-                if codes != matches!(kernel.name, "encode" | "read_codes") {
-                    return Err(VariantError::Stored { codec: self.k_codec, codes: !codes });
-                }
-                let generics = encoding::encode_generics(self.k_codec, self.dtype, self.head_dim);
-                match kernel.name {
-                    "encode" => encode::encode::specialise(&generics),
-                    "append" => encode::append::specialise(&generics),
-                    "read_codes" => cache::read_codes::specialise(&generics),
-                    _ => cache::read_elements::specialise(&generics),
-                }
-            }
-            "copy_rows" => cache::copy_rows::specialise(&[]),
-            "merge" => self.merge(),
-            "hadamard" => hadamard::specialise(&[Generic::Usize(self.head_dim)]),
-            "mask_tiles" => mask_tiles::specialise(&[]),
-            _ => return Err(VariantError::Kernel { name: kernel.name }),
-        };
-        made.map_err(VariantError::Generics)
     }
 }
 
@@ -258,7 +182,7 @@ macro_rules! native_decode {
             { $t },
             { $u },
             { $s },
-            { $crate::tile::min_copies(larger($d, $dv)) },
+            { $crate::kernels::rows::min_copies(larger($d, $dv)) },
             $k,
             $v,
             { lane_pairs($d, 4) },
@@ -268,35 +192,59 @@ macro_rules! native_decode {
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { nibble_bytes($kf, $d, $vf, $dv, $crate::tile::min_copies(larger($d, $dv))) },
+            { nibble_bytes($kf, $d, $vf, $dv, $crate::kernels::rows::min_copies(larger($d, $dv))) },
             { padded(larger($d, $dv) as u32) as usize },
         >()
     }};
 }
 
-/// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with native code: the type of q, keys and values;
-/// their format and dimensions; the tile's `M`, `U` and `S`, for one threadgroup a core.
+/// The instance of [`prefill()`](crate::kernels::prefill::prefill()) with native code: the type of q and the types of both products;
+/// formats and dimensions of keys and values; the tile's `M`, `U`, `S` and `W`, for one threadgroup a core.
 #[macro_export]
 macro_rules! native_prefill {
-    ([$q:ty] [$format:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr]) => {{
-        use $crate::kernels::prefill::block_words;
+    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr, $w:expr]) => {{
+        use ::flashtile_kernel::{Scalar, ScalarType};
+        use $crate::kernels::formats::hadamard_order;
+        use $crate::kernels::prefill::block::{
+            block_columns, block_scales, key_blocks, row_turns, row_words, scratch_len,
+        };
+        use $crate::kernels::rows::{larger, nibble_bytes, pair_words};
+        const K: ScalarType = <$k as Scalar>::TYPE;
+        const V: ScalarType = <$v as Scalar>::TYPE;
+        use $crate::kernels::rows::MIN_COPIES as COPIES;
         $crate::kernels::prefill::prefill::instance::<
             $q,
-            { $format },
-            { $format },
+            { $kf },
+            { $vf },
             { $d },
             { $dv },
             { $m },
             { $u },
             { $s },
+            { $w },
+            { COPIES },
             1,
-            $q,
-            $q,
-            { $d / 8 },
-            { $dv / 8 },
-            { block_words($format, $d, $u, $s) },
-            { block_words($format, $dv, $u, $s) },
+            $k,
+            $v,
+            { block_columns($d, $w) },
+            { block_columns($dv, $w) },
+            { block_columns($d, $w) / (8 * $w) },
+            { block_columns($dv, $w) / (8 * $w) },
+            { row_words(K, $kf, $d) },
+            { row_words(V, $vf, $dv) },
+            { row_turns(K, $kf, $d, $u, $s) },
+            { row_turns(V, $vf, $dv, $u, $s) },
+            { pair_words(K, $d, 8) },
+            { pair_words(V, $dv, 8) },
+            { hadamard_order($kf, $d) },
+            { hadamard_order($vf, $dv) },
+            { key_blocks($kf) },
+            { block_scales($kf, $d, $u) },
             { 2 * $u },
+            { larger($d, $dv) + 2 },
+            { larger(block_scales($kf, $d, $u) + block_scales($vf, $dv, $u), 1) },
+            { scratch_len($m, $u, $s, $w, larger($d, $dv) + 2) },
+            { nibble_bytes($kf, $d, $vf, $dv, COPIES) },
         >()
     }};
 }
@@ -322,17 +270,9 @@ macro_rules! native_encode {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codecs::format_id;
     use crate::kernels::formats;
-    use crate::registry::KERNELS;
     use flashtile_core::codec::Coder;
-
-    const PLAIN: Variant = Variant {
-        dtype: Dtype::BF16,
-        head_dim: 128,
-        value_dim: 128,
-        k_codec: Codec::BF16,
-        v_codec: Codec::BF16,
-    };
 
     #[test]
     fn rows_are_as_long_as_the_codecs() {
@@ -347,37 +287,5 @@ mod tests {
                 assert_eq!(hadamard_order(codec, dim) > 0, is_rotated, "{codec} of {dim}");
             }
         }
-    }
-
-    #[test]
-    fn every_kernel_has_an_instance_of_a_plain_problem() {
-        let listed: Vec<String> = crate::registry::instances().iter().map(Instance::entry).collect();
-        for kernel in KERNELS {
-            let codec = match kernel.name {
-                "encode" | "read_codes" => Codec::Tq4,
-                _ => PLAIN.k_codec,
-            };
-            let entry = Variant { k_codec: codec, ..PLAIN }.instance(kernel).unwrap().entry();
-            assert!(listed.contains(&entry), "{entry}");
-        }
-    }
-
-    #[test]
-    fn registers_are_bounded_for_the_threadgroups_of_a_core() {
-        let instance = PLAIN.attend(PortableTile::prefill(128, 32, 8, 2)).unwrap();
-        assert_eq!(instance.resident(), 2);
-        assert!(instance.source(flashtile_kernel::Target::Cuda).contains("__launch_bounds__(256, 2)"));
-    }
-
-    #[test]
-    fn what_kernels_are_not_made_for_is_said() {
-        let why = |variant: Variant, kernel: &Kernel| variant.instance(kernel).unwrap_err().to_string();
-        let long = Variant { head_dim: 513, ..PLAIN };
-        assert_eq!(why(long, KERNELS[0]), "head_dim is 513, expected 1 to 512");
-        let text = why(Variant { v_codec: Codec::MlxTq4, ..PLAIN }, KERNELS[1]);
-        let encode = KERNELS.iter().find(|kernel| kernel.name == "encode").unwrap();
-        let stored = why(PLAIN, encode);
-        assert_eq!(stored, "its rows are codes and bf16 has none, expected a k-codec such as tq4");
-        assert!(text.contains("does not store 128 elements") && text.contains("256"), "{text}");
     }
 }

@@ -28,6 +28,7 @@ pub struct SimulatorRunner {
     /// Finds the instance with native code.
     find: fn(&Instance) -> Option<Instance>,
     max_scores: u64,
+    limits: Limits,
 }
 
 /// The alignment of pages that are read in vectors, in bytes.
@@ -49,14 +50,20 @@ impl SimulatorRunner {
     /// With two SIMD groups per threadgroup and two splits, so that both merges take place.
     #[must_use]
     pub fn new() -> Self {
-        Self { tiling: DECODE_TILE, page_align: ALIGNED, find, max_scores: u64::MAX }
+        Self {
+            tiling: DECODE_TILE,
+            page_align: ALIGNED,
+            find,
+            max_scores: u64::MAX,
+            limits: Limits::default(),
+        }
     }
 
     /// With a tile and native code from the caller; rows and pages are aligned as they happen to be.
     #[doc(hidden)]
     #[must_use]
     pub fn with_tile(tile: impl Into<Tiling>, find: fn(&Instance) -> Option<Instance>) -> Self {
-        Self { tiling: tile.into(), page_align: 1, find, max_scores: u64::MAX }
+        Self { tiling: tile.into(), page_align: 1, find, max_scores: u64::MAX, limits: Limits::default() }
     }
 
     /// Like [`SimulatorRunner::with_tile`], with pages of codes that start at multiples of 16 bytes, whatever their size.
@@ -64,6 +71,14 @@ impl SimulatorRunner {
     #[must_use]
     pub const fn padded(mut self) -> Self {
         self.page_align = ALIGNED;
+        self
+    }
+
+    /// On a device whose threadgroups have `bytes` of shared memory, instead of the least that kernels are made for.
+    #[doc(hidden)]
+    #[must_use]
+    pub const fn with_shared_bytes(mut self, bytes: usize) -> Self {
+        self.limits.shared_bytes = bytes;
         self
     }
 
@@ -183,7 +198,7 @@ impl Runner for SimulatorRunner {
         inputs: &Inputs<'_>,
         outputs: &mut Outputs<'_>,
     ) -> Result<RunReport, RunnerError> {
-        self.run_on(&Simulator::new(), problem, inputs, outputs)
+        self.run_on(&Simulator::new().with_limits(self.limits), problem, inputs, outputs)
     }
 }
 

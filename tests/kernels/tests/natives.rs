@@ -10,7 +10,7 @@ use std::sync::LazyLock;
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
         let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
-        [decodes(), odd(), splits(), pages(), tiles(), planned(), merges(), prefills()]
+        [decodes(), odd(), splits(), pages(), tiles(), planned(), merges(), prefills(), mixed_prefills()]
             .into_iter()
             .chain(coded)
             .flatten()
@@ -296,33 +296,96 @@ fn coded<Q: Element>() -> Vec<Instance> {
     .concat()
 }
 
-/// Sixteens of rows a SIMD group, sixteens of keys of a block, SIMD groups; types and formats, dimensions.
+/// Sixteens of rows of a team, sixteens of keys of a block, SIMD groups, SIMD groups of a team; dimensions.
 macro_rules! prefills {
-    ($([$m:literal $u:literal $s:literal] $d:literal $dv:literal;)*) => {
+    ($([$m:literal $u:literal $s:literal $w:literal] $d:literal $dv:literal;)*) => {
         vec![$(
-            native_prefill!([f32] [0, $d, $dv] [$m, $u, $s]),
-            native_prefill!([f16] [1, $d, $dv] [$m, $u, $s]),
-            native_prefill!([bf16] [2, $d, $dv] [$m, $u, $s]),
+            native_prefill!([f32, f32, f32] [0, 0, $d, $dv] [$m, $u, $s, $w]),
+            native_prefill!([f16, f16, f16] [1, 1, $d, $dv] [$m, $u, $s, $w]),
+            native_prefill!([bf16, bf16, bf16] [2, 2, $d, $dv] [$m, $u, $s, $w]),
         )*]
     };
 }
 
 fn prefills() -> Vec<Instance> {
     prefills! {
-        [1 1 2] 16 16;
-        [1 1 2] 32 32;
-        [1 1 2] 64 64;
-        [1 1 2] 48 48;
-        [1 1 2] 80 80;
-        [1 1 2] 96 80;
-        [1 1 2] 96 96;
-        [1 1 2] 128 128;
-        [1 1 2] 64 128;
-        [1 1 2] 128 64;
-        [1 4 4] 64 64;
-        [2 2 1] 64 64;
-        [1 2 8] 64 64;
-        [1 4 1] 80 80;
+        [1 1 2 1] 16 16;
+        [1 1 2 1] 32 32;
+        [1 1 2 1] 64 64;
+        [1 1 2 1] 48 48;
+        [1 1 2 1] 80 80;
+        [1 1 2 1] 96 80;
+        [1 1 2 1] 96 96;
+        [1 1 2 1] 128 128;
+        [1 1 2 1] 64 128;
+        [1 1 2 1] 128 64;
+        [1 4 4 1] 64 64;
+        [2 2 1 1] 64 64;
+        [1 2 8 1] 64 64;
+        [1 4 1 1] 80 80;
+        [1 1 2 1] 3 3;
+        [1 1 2 1] 8 8;
+        [1 1 2 1] 20 20;
+        [1 1 2 1] 24 24;
+        [1 1 2 1] 31 31;
+        [1 1 2 1] 33 33;
+        [1 1 2 1] 40 24;
+        [1 1 2 1] 63 63;
+        [1 1 2 1] 65 65;
+        [1 1 2 1] 127 127;
+        [1 1 2 1] 129 129;
+        [1 1 2 1] 192 192;
+        [1 1 2 1] 255 255;
+        [1 1 2 1] 256 256;
+        [1 1 2 1] 257 257;
+        [1 1 2 1] 320 320;
+        [1 1 2 1] 512 512;
+        [1 1 2 2] 64 64;
+        [1 1 4 2] 192 128;
+        [1 1 4 4] 512 512;
+        [1 1 2 1] 1 1;
+        [1 1 2 2] 20 65;
+        [1 1 2 2] 200 144;
+    }
+}
+
+/// The same with types of q and of both products, and formats.
+macro_rules! mixed_prefills {
+    ($([$m:literal $u:literal $s:literal $w:literal] $q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal;)*) => {
+        vec![$(native_prefill!([$q, $k, $v] [$kf, $vf, $d, $dv] [$m, $u, $s, $w])),*]
+    };
+}
+
+fn mixed_prefills() -> Vec<Instance> {
+    mixed_prefills! {
+        [1 1 2 1] bf16 bf16 bf16 2 2 1 64;
+        [1 1 2 1] f16 f16 f16 1 1 8 512;
+        [1 1 2 1] bf16 bf16 bf16 2 2 33 257;
+        [1 1 2 1] f32 f32 f32 0 0 64 1;
+        [1 1 2 1] f16 f16 f16 1 1 65 33;
+        [1 1 2 1] f32 f32 f32 0 0 65 63;
+        [1 1 2 1] f16 f16 f16 1 1 128 192;
+        [1 1 2 1] f32 f32 f32 0 0 192 128;
+        [1 1 2 1] f16 f16 f16 1 1 512 31;
+        [1 1 2 1] f16 f16 f16 3 3 64 64;
+        [1 1 2 1] bf16 f16 f16 3 3 128 128;
+        [1 1 2 1] f32 f16 f16 4 4 64 64;
+        [1 1 2 1] bf16 f16 f16 5 5 64 64;
+        [1 1 2 1] bf16 f16 f16 6 6 64 64;
+        [1 1 2 1] f16 f16 f16 7 7 64 64;
+        [1 1 2 1] f32 f16 f16 7 7 128 128;
+        [1 1 2 1] bf16 f16 f16 8 8 64 64;
+        [1 1 2 1] bf16 f16 f16 9 9 64 64;
+        [1 2 4 2] bf16 f16 f16 3 3 80 96;
+        [1 2 4 2] bf16 f16 f16 7 7 80 96;
+        [1 2 4 2] bf16 f16 f16 4 9 80 96;
+        [1 2 4 2] bf16 f16 f16 7 7 192 192;
+        [1 1 2 2] bf16 f16 f16 10 10 256 256;
+        [1 1 2 2] f16 f16 f16 11 11 256 256;
+        [1 1 4 4] bf16 f16 f16 10 11 512 512;
+        [1 1 2 1] f16 f16 f32 1 0 64 64;
+        [1 1 2 1] bf16 bf16 f16 2 3 64 64;
+        [1 1 2 1] f16 f16 f16 7 1 33 64;
     }
 }
 
@@ -332,6 +395,9 @@ fn merges() -> Vec<Instance> {
         bf16 96 12;
         f16 80 20;
         f16 96 12;
+        bf16 144 0;
+        f16 144 0;
+        f32 144 0;
         f32 80 20;
         f32 96 12;
         bf16 64 1;

@@ -74,6 +74,102 @@ fn of_prefill_with_thirty_two_rows_a_simd_group() {
 }
 
 #[test]
+fn of_prefill_with_teams() {
+    prefill(PortableTile::prefill(16, 16, 2, 1).with_team(2), &DTYPES);
+}
+
+#[test]
+fn of_prefill_with_splits() {
+    for tile in [PortableTile::prefill(32, 16, 2, 1), PortableTile::prefill(16, 16, 2, 1).with_team(2)] {
+        let runner = runner(tile.with_splits(3)).padded();
+        for dtype in DTYPES {
+            let cases = features(&format!("split_{dtype}"), |name, lengths| {
+                Case::new(name, [1, 3, 1, 0, 0, 64, 64], dtype).cached(lengths, 48, Keep::All)
+            });
+            all_pass(&cases, &runner);
+        }
+    }
+}
+
+/// Features over keys and values of some types and dimensions, in one page and in pages.
+fn stored(tile: impl Into<Tiling>, dtype: Dtype, codecs: [Codec; 2], [head_dim, value_dim]: [usize; 2]) {
+    let ([k, v], runner) = (codecs, runner(tile).padded().with_shared_bytes(99 << 10));
+    for page in [130, 3] {
+        let name = format!("{dtype}_{k}_{v}_{head_dim}x{value_dim}_{page}");
+        let cases = features(&name, |name, lengths| {
+            let case = Case::new(name, [1, 3, 1, 0, 0, head_dim, value_dim], dtype).stored(k, v);
+            case.cached(lengths, page, Keep::All)
+        });
+        all_pass(&cases, &runner);
+    }
+}
+
+#[test]
+fn of_prefill_over_rows_of_any_length() {
+    for dtype in DTYPES {
+        let codecs = [Codec::of(dtype); 2];
+        stored(PortableTile::prefill(32, 16, 2, 1), dtype, codecs, [1, 1]);
+        stored(PortableTile::prefill(16, 16, 2, 1).with_team(2), dtype, codecs, [20, 65]);
+        stored(PortableTile::prefill(16, 16, 2, 1).with_team(2).with_splits(2), dtype, codecs, [200, 144]);
+        stored(PortableTile::prefill(32, 16, 4, 1).with_team(2), dtype, codecs, [192, 128]);
+        stored(PortableTile::prefill(16, 16, 4, 1).with_team(4), dtype, codecs, [512, 512]);
+    }
+}
+
+#[test]
+fn of_prefill_over_codes() {
+    let tile = PortableTile::prefill(32, 16, 2, 1);
+    for (dtype, codec) in [
+        (Dtype::F16, Int8),
+        (Dtype::F32, Fp8),
+        (Dtype::BF16, Tq2),
+        (Dtype::BF16, Tq3),
+        (Dtype::F16, Tq4),
+        (Dtype::BF16, Tq5),
+        (Dtype::BF16, Tq6),
+    ] {
+        stored(tile, dtype, [codec; 2], [64, 64]);
+        stored(tile.with_splits(2), dtype, [codec; 2], [64, 64]);
+    }
+    stored(tile, Dtype::BF16, [Int8; 2], [128, 128]);
+    stored(tile, Dtype::F32, [Tq4; 2], [128, 128]);
+    stored(tile, Dtype::F16, [Codec::F16, F32], [64, 64]);
+    stored(tile, Dtype::BF16, [Codec::BF16, Int8], [64, 64]);
+    stored(tile, Dtype::F16, [Tq4, Codec::F16], [33, 64]);
+}
+
+#[test]
+fn of_prefill_over_codes_with_teams() {
+    let tile = PortableTile::prefill(32, 32, 4, 1).with_team(2);
+    for codecs in [[Int8; 2], [Tq4; 2], [Fp8, Tq6]] {
+        stored(tile, Dtype::BF16, codecs, [80, 96]);
+    }
+    stored(tile, Dtype::BF16, [Tq4; 2], [192, 192]);
+}
+
+#[test]
+fn of_prefill_over_codes_of_mlx_native() {
+    let pair = PortableTile::prefill(16, 16, 2, 1).with_team(2);
+    stored(pair, Dtype::BF16, [Codec::MlxTq4; 2], [256, 256]);
+    stored(pair, Dtype::F16, [Codec::MlxTq8; 2], [256, 256]);
+    let four = PortableTile::prefill(16, 16, 4, 1).with_team(4);
+    stored(four, Dtype::BF16, [Codec::MlxTq4, Codec::MlxTq5], [512, 512]);
+}
+
+#[test]
+fn of_prefill_over_centered_keys() {
+    let tile = PortableTile::prefill(32, 16, 2, 1);
+    for (dtype, codec) in [(Dtype::F16, Int8), (Dtype::F16, Tq4), (Dtype::BF16, Codec::BF16)] {
+        for splits in [1, 2] {
+            let case = Case::new(format!("centered_{codec}_{splits}"), [1, 2, 1, 0, 0, 64, 64], dtype);
+            let case = case.stored(codec, codec).cached(&[(20, 83), (3, 3)], 48, Keep::All);
+            let case = case.causal(BottomRight).centered().sinks();
+            all_pass(&[case], &runner(tile.with_splits(splits)).padded());
+        }
+    }
+}
+
+#[test]
 fn of_sixteen_rows() {
     tile(PortableTile::new(16, 16, 4, 1).into());
 }

@@ -43,7 +43,7 @@ impl CudaKernel {
 
     /// Bytes of shared memory of a block of threads.
     #[must_use]
-    pub const fn shared_bytes(&self) -> usize {
+    pub fn shared_bytes(&self) -> usize {
         match self {
             Self::Sm80(kernel) => kernel.shared_bytes(),
             Self::Portable(kernel) => kernel.shared_bytes(),

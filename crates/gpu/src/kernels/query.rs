@@ -290,7 +290,7 @@ pub struct Prepared {
 /// the keys are, and, where they are codes, divides it by a power of two that makes its coordinates at most 2, as they
 /// are multiplied as f16. By a SIMD group.
 #[device]
-fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
+pub fn prepare_query<const FORMAT: u32, const D: usize, const ORDER: u32>(
     queries: &mut Shared<f32>,
     start: u32,
     memory: QueryMemory,

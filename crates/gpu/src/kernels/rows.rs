@@ -462,6 +462,14 @@ pub fn e4m3(code: u32) -> f32 {
     256.0 * number[0]
 }
 
+/// The fewest copies of the table of [`fill_nibbles`].
+pub const MIN_COPIES: usize = 8;
+
+/// Copies of the table with which decode stays within 32 KiB of threadgroup memory, over rows of up to `dim` elements.
+pub const fn min_copies(dim: usize) -> usize {
+    if dim > 256 { MIN_COPIES } else { 16 }
+}
+
 /// Bytes of the table of [`fill_nibbles`]; 16 where no row is looked up there.
 pub const fn nibble_bytes(
     k_format: u32,

@@ -28,7 +28,7 @@ pub const SECOND_PASS: u32 = 0x8000_0000;
 
 /// The smallest scale of a value row that `row_max` takes into account, in units of log2.
 #[constant]
-const MIN_SCALE: f32 = -60.0;
+pub const MIN_SCALE: f32 = -60.0;
 
 /// Right operands of the product with the keys, and what makes scores of its results.
 #[device]
@@ -313,7 +313,7 @@ pub fn no_keys_yet<const N: usize, const T: usize>() -> Accumulator<N, T> {
 
 /// `log2 x` of a positive number, too small by at most 0.09: the bits of an f32 are nearly proportional to it.
 #[device]
-fn log2_near(x: f32) -> f32 {
+pub fn log2_near(x: f32) -> f32 {
     (x.to_bits() as i32 as f32).mul_add(1.192_092_9e-7, -127.0)
 }
 

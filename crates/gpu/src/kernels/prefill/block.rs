@@ -1,0 +1,337 @@
+//! Blocks of keys or values: from memory through registers to threadgroup memory, by all threads of a threadgroup.
+//!
+//! Elements of the type that is multiplied are copied, 16 bytes at a time. Other rows are decoded on the way: eight lanes share a row,
+//! each with `L` words of it, and store their pairs of coordinates in runs. [`column_coordinate`] says which coordinate of a row a
+//! column of threadgroup memory holds: queries and outputs follow it.
+//!
+//! The scale of a row is not multiplied in. Scales of a block lie in threadgroup memory of their own, to join the scores and the
+//! probabilities, which are f32.
+
+use crate::kernels::formats::{first_bytes, has_half_norms, is_codes, is_mlx, padded};
+use crate::kernels::kv::{KvHead, key_group, row_of_key};
+use crate::kernels::rows::{
+    Levels, Scale, coordinate, fetch, fetch_scale, lane_words, larger, pair_words, pairs, scale_of, words,
+};
+use flashtile_kernel::ScalarType;
+use flashtile_kernel::prelude::*;
+
+/// Elements between two rows of a block in threadgroup memory.
+#[constant]
+pub const ROW_PADDING: usize = 8;
+
+/// Columns of a row of `dim` coordinates that `team` SIMD groups divide: multiples of 16, with zeros beyond the row.
+pub const fn block_columns(dim: usize, team: usize) -> usize {
+    dim.div_ceil(16 * team) * 16 * team
+}
+
+/// Whether rows are copied as they are. `P` is the number of words of a lane's pairs where eight lanes share a row: [`pair_words`].
+#[device]
+#[inline]
+pub const fn is_copied(format: u32, dim: u32, pair_words: u32) -> bool {
+    !is_codes(format) && dim % 16 == 0 && first_bytes(format, dim) == 32 * pair_words
+}
+
+const fn copies(product: ScalarType, format: u32, dim: usize) -> bool {
+    is_copied(format, dim as u32, pair_words(product, dim, 8) as u32)
+}
+
+/// Words that a thread loads of a row at a time.
+pub const fn row_words(product: ScalarType, format: u32, dim: usize) -> usize {
+    if copies(product, format, dim) { 4 } else { lane_words(format, dim, 8) }
+}
+
+/// How often a thread of `simds` SIMD groups loads [`row_words`] for a block of `16 * sixteens` rows.
+pub const fn row_turns(product: ScalarType, format: u32, dim: usize, sixteens: usize, simds: usize) -> usize {
+    if copies(product, format, dim) {
+        (sixteens * first_bytes(format, dim as u32) as usize).div_ceil(32 * simds)
+    } else {
+        (4 * sixteens).div_ceil(simds)
+    }
+}
+
+/// Blocks of keys that are multiplied: with a second one of what f16 leaves of the codebooks of mlx-native.
+pub const fn key_blocks(format: u32) -> usize {
+    if is_mlx(format) { 2 } else { 1 }
+}
+
+/// Scales of a block of `16 * sixteens` rows.
+pub const fn block_scales(format: u32, dim: usize, sixteens: usize) -> usize {
+    if has_half_norms(format, dim as u32) {
+        32 * sixteens
+    } else if is_codes(format) {
+        16 * sixteens
+    } else {
+        0
+    }
+}
+
+/// f32 of threadgroup memory in which the SIMD groups of teams of `team` exchange products of `16 * sixteens` rows with
+/// `16 * key_sixteens` keys, and before and after prepare queries and rotate outputs back in rows of `row` numbers.
+pub const fn scratch_len(
+    sixteens: usize,
+    key_sixteens: usize,
+    simds: usize,
+    team: usize,
+    row: usize,
+) -> usize {
+    let exchanged = if team > 1 { 256 * sixteens * key_sixteens } else { 0 };
+    simds * larger(exchanged, row)
+}
+
+/// Words of a run: the neighbouring columns that a lane stores at a time.
+#[device]
+#[inline]
+const fn run_words(pair_words: u32) -> u32 {
+    if pair_words % 4 == 0 {
+        return 4;
+    }
+    if pair_words % 2 == 0 {
+        return 2;
+    }
+    1
+}
+
+/// Columns of a run.
+#[device]
+#[inline]
+const fn run_columns(dim: u32, pair_words: u32) -> u32 {
+    run_words(pair_words) * (padded(dim) / 8) / pair_words
+}
+
+/// The coordinate that a column holds; those beyond the row hold zeros.
+#[device]
+pub fn column_coordinate<const FORMAT: u32, const D: usize, const P: usize>(column: u32) -> u32 {
+    let dim = D as u32;
+    if is_copied(FORMAT, dim, P as u32) || column >= padded(dim) {
+        return column;
+    }
+    let size = run_columns(dim, P as u32);
+    let run = column / size;
+    coordinate::<FORMAT, D, 8>(run % 8, run / 8 * size + column % size)
+}
+
+/// The memory of a block.
+#[device]
+pub struct BlockMemory<'a> {
+    /// Rows, in the bytes of their format.
+    pub rows: &'a Buffer<u8>,
+    /// Pages of every sequence.
+    pub table: &'a Buffer<u32>,
+    /// Codebooks of mlx-native.
+    pub codebooks: &'a Buffer<f32>,
+    /// A power of two up to 16 that the addresses of all rows are multiples of, in bytes.
+    pub row_align: u32,
+}
+
+/// How codes of a block become values.
+#[device]
+pub struct Codes<'a> {
+    /// Levels.
+    pub levels: Levels,
+    /// Codebooks of mlx-native.
+    pub codebooks: &'a Buffer<f32>,
+}
+
+/// A thread's words of a block, on their way from memory.
+#[device]
+pub struct BlockWords<const L: usize, const R: usize> {
+    /// Words of `R` chunks of 16 bytes, or of `R` rows that eight lanes share.
+    pub words: [[u32; L]; R],
+}
+
+/// No words.
+#[device]
+pub fn no_words<const L: usize, const R: usize>() -> BlockWords<L, R> {
+    let none = BlockWords::<L, R> { words: [[0u32; L]; R] };
+    none
+}
+
+/// A thread's words of the block of `16 U` rows from key `first` on: chunks `t`, `t + 32 S`, .. of 16 bytes, or a part of rows `t / 8`,
+/// `t / 8 + 4 S`, ..
+#[device]
+#[inline(always)]
+pub fn fetch_block<
+    const FORMAT: u32,
+    const D: usize,
+    const L: usize,
+    const R: usize,
+    const P: usize,
+    const U: usize,
+    const S: usize,
+>(
+    memory: BlockMemory,
+    head: KvHead,
+    first: u32,
+) -> BlockWords<L, R> {
+    let mut block = no_words::<L, R>();
+    let chunks = first_bytes(FORMAT, D as u32) / 16;
+    for i in 0..R {
+        let thread = thread_index() + (32 * S * i) as u32;
+        if is_copied(FORMAT, D as u32, P as u32) {
+            if 2 * S * R == U * chunks as usize || thread < 16 * U as u32 * chunks {
+                let offset = thread / chunks;
+                let group = key_group(memory.table, head, first + offset / 16 * 16);
+                let row = row_of_key::<FORMAT, D>(memory.table, head, group, offset % 16);
+                let at = row.first + (16 * (thread % chunks)) as u64;
+                let four = words::<4>(memory.rows, at, memory.row_align);
+                for n in 0..4usize {
+                    block.words[i][n] = four[n];
+                }
+            }
+        } else if S * R == 4 * U || thread < (128 * U) as u32 {
+            let offset = thread / 8;
+            let group = key_group(memory.table, head, first + offset / 16 * 16);
+            let row = row_of_key::<FORMAT, D>(memory.table, head, group, offset % 16);
+            block.words[i] = fetch::<FORMAT, D, 8, L>(
+                memory.rows,
+                row,
+                thread % 8,
+                head.levels,
+                memory.codebooks,
+                memory.row_align,
+            );
+        }
+    }
+    block
+}
+
+/// Stores a thread's words of a block in threadgroup memory, from element `start` on. `C` columns a row.
+#[device]
+#[inline(always)]
+pub fn store_block<
+    T: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const C: usize,
+    const L: usize,
+    const R: usize,
+    const P: usize,
+    const U: usize,
+    const S: usize,
+>(
+    block: &mut Shared<T>,
+    start: u32,
+    from: BlockWords<L, R>,
+    codes: Codes,
+    nibbles: &Shared<u8>,
+) {
+    let chunks = first_bytes(FORMAT, D as u32) / 16;
+    for i in 0..R {
+        let thread = thread_index() + (32 * S * i) as u32;
+        if is_copied(FORMAT, D as u32, P as u32) {
+            if 2 * S * R == U * chunks as usize || thread < 16 * U as u32 * chunks {
+                let mut four = [0u32; 4];
+                for n in 0..4usize {
+                    four[n] = from.words[i][n];
+                }
+                let row = start + thread / chunks * (C + ROW_PADDING) as u32;
+                block.store_as::<u32, 4>(row + thread % chunks * (D as u32 / chunks), four);
+            }
+        } else if S * R == 4 * U || thread < (128 * U) as u32 {
+            let row = start + thread / 8 * (C + ROW_PADDING) as u32;
+            let decoded = pairs::<FORMAT, D, 8, L, P>(
+                from.words[i],
+                thread % 8,
+                codes.levels,
+                codes.codebooks,
+                nibbles,
+            );
+            store_runs::<T, D, P>(block, row, decoded);
+        }
+    }
+}
+
+/// Stores a lane's pairs of a row that starts at element `row`: every eighth run.
+#[device]
+#[inline(always)]
+fn store_runs<T: Element, const D: usize, const P: usize>(block: &mut Shared<T>, row: u32, from: [u32; P]) {
+    let size = run_columns(D as u32, P as u32);
+    let first = row + thread_index() % 8 * size;
+    if P % 4 == 0 {
+        for i in 0..P / 4 {
+            let four = [from[4 * i], from[4 * i + 1], from[4 * i + 2], from[4 * i + 3]];
+            block.store_as::<u32, 4>(first + 8 * i as u32 * size, four);
+        }
+    } else if P % 2 == 0 {
+        for i in 0..P / 2 {
+            block.store_as::<u32, 2>(first + 8 * i as u32 * size, [from[2 * i], from[2 * i + 1]]);
+        }
+    } else {
+        for i in 0..P {
+            block.store_as::<u32, 1>(first + 8 * i as u32 * size, [from[i]]);
+        }
+    }
+}
+
+/// Fills the columns beyond a row's coordinates with zeros, in `B` blocks of `16 U` rows.
+#[device]
+pub fn clear_columns<
+    T: Element,
+    const D: usize,
+    const C: usize,
+    const B: usize,
+    const U: usize,
+    const S: usize,
+>(
+    block: &mut Shared<T>,
+) {
+    let first = padded(D as u32);
+    let count = C as u32 - first;
+    if count > 0 {
+        for at in (thread_index()..(16 * B * U) as u32 * count).step_by(32 * S) {
+            block[at / count * (C + ROW_PADDING) as u32 + first + at % count] = T::from_f32(0.0);
+        }
+    }
+}
+
+/// Words of the scales of the `16 U` rows from key `first` on, a row a thread.
+#[device]
+#[inline(always)]
+pub fn fetch_scales<const FORMAT: u32, const D: usize, const U: usize>(
+    memory: BlockMemory,
+    head: KvHead,
+    first: u32,
+) -> [u32; 2] {
+    let mut scale = [0u32; 2];
+    if is_codes(FORMAT) && thread_index() < (16 * U) as u32 {
+        let offset = thread_index();
+        let group = key_group(memory.table, head, first + offset / 16 * 16);
+        let row = row_of_key::<FORMAT, D>(memory.table, head, group, offset % 16);
+        scale = fetch_scale::<FORMAT, D>(memory.rows, row);
+    }
+    scale
+}
+
+/// Stores the scales of a block from element `start` on; where each half of a row has a norm, first the norms of all first halves.
+#[device]
+pub fn store_scales<const FORMAT: u32, const D: usize, const U: usize>(
+    scales: &mut Shared<f32>,
+    start: u32,
+    words: [u32; 2],
+) {
+    if is_codes(FORMAT) && thread_index() < (16 * U) as u32 {
+        let at = start + thread_index();
+        let scale: Scale = scale_of::<FORMAT, D>(words);
+        if has_half_norms(FORMAT, D as u32) {
+            scales[at] = scale.whole * scale.halves[0];
+            scales[at + (16 * U) as u32] = scale.whole * scale.halves[1];
+        } else {
+            scales[at] = scale.whole;
+        }
+    }
+}
+
+/// The scales of rows `2 p` and `2 p + 1` from row `first` on of a block of `8 F` rows, for columns from `column` on.
+#[device]
+#[inline(always)]
+pub fn scale_pair<const FORMAT: u32, const D: usize, const F: usize>(
+    scales: &Shared<f32>,
+    first: u32,
+    column: u32,
+) -> [f32; 2] {
+    let mut at = first + 2 * matrix_pair();
+    if has_half_norms(FORMAT, D as u32) && column >= 256 {
+        at += (8 * F) as u32;
+    }
+    scales.load::<2>(at)
+}

@@ -1,0 +1,386 @@
+//! Scores of a block, their online softmax, and the product with the values.
+
+use super::block::{ROW_PADDING, scale_pair};
+use super::lefts::Queries;
+use super::pass::{ScoredBlock, part_index, team_index};
+use crate::kernels::attend::Attend;
+use crate::kernels::formats::{has_half_norms, is_codes, is_mlx};
+use crate::kernels::query::RowBound;
+use crate::kernels::tile::{
+    Accumulator, BiasMemory, MIN_SCALE, SLACK, Scoring, log2_near, masked, shrink_of,
+};
+use flashtile_kernel::prelude::*;
+
+/// Products of a SIMD group's queries with its columns of the keys of a block of `C` columns.
+#[device]
+#[inline(always)]
+pub fn qk_block<
+    K: Element,
+    const FORMAT: u32,
+    const C: usize,
+    const N: usize,
+    const M: usize,
+    const F: usize,
+    const W: usize,
+>(
+    queries: Queries<K, N, M>,
+    keys: &Shared<K>,
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let mut products = [[[[0.0; 2]; 2]; F]; M];
+    let row = (C + ROW_PADDING) as u32;
+    let first = (C / W) as u32 * part_index::<W>();
+    for i in 0..N / 2 {
+        for u in 0..F / 2 {
+            let at = first + 16 * u as u32 * row + 16 * i as u32;
+            let k = load_rights_transposed::<K>(keys, at, row);
+            let mut rest = k;
+            if is_mlx(FORMAT) {
+                rest = load_rights_transposed::<K>(keys, at + 8 * F as u32 * row, row);
+            }
+            for n in 0..2usize {
+                let j = 2 * u + n;
+                for m in 0..M {
+                    let q = queries.rounded[m][2 * i];
+                    let q_next = queries.rounded[m][2 * i + 1];
+                    let mut sum = products[m][j];
+                    if is_mlx(FORMAT) {
+                        sum = multiply_add_twice::<K>(q, rest[2 * n], q_next, rest[2 * n + 1], sum);
+                    }
+                    if is_codes(FORMAT) {
+                        let left = queries.residual[m][2 * i];
+                        let left_next = queries.residual[m][2 * i + 1];
+                        sum = multiply_add_twice::<K>(left, k[2 * n], left_next, k[2 * n + 1], sum);
+                    }
+                    products[m][j] = multiply_add_twice::<K>(q, k[2 * n], q_next, k[2 * n + 1], sum);
+                }
+            }
+        }
+    }
+    products
+}
+
+/// Products times the scales of their keys, for the SIMD group's columns.
+#[device]
+#[inline(always)]
+pub fn with_key_scales<
+    const FORMAT: u32,
+    const D: usize,
+    const C: usize,
+    const M: usize,
+    const F: usize,
+    const W: usize,
+>(
+    products: [[[[f32; 2]; 2]; F]; M],
+    scales: &Shared<f32>,
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let mut result = products;
+    if is_codes(FORMAT) {
+        let of_keys = lane_scales::<FORMAT, D, F>(scales, 0, (C / W) as u32 * part_index::<W>());
+        for j in 0..F {
+            for m in 0..M {
+                for h in 0..2usize {
+                    for n in 0..2usize {
+                        result[m][j][h][n] = products[m][j][h][n] * of_keys[j][n];
+                    }
+                }
+            }
+        }
+    }
+    result
+}
+
+/// Adds up the products of the SIMD groups of a team, each over its own columns, in the order of the columns: all of them have the same
+/// scores. By all threads of the threadgroup, with `exchange` `[S, M, F, 32, 4]`.
+#[device]
+#[inline(always)]
+pub fn sum_parts<const M: usize, const F: usize, const W: usize>(
+    products: [[[[f32; 2]; 2]; F]; M],
+    exchange: &mut Shared<f32>,
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let mut sums = products;
+    if W > 1 {
+        let size = (128 * M * F) as u32;
+        for m in 0..M {
+            for j in 0..F {
+                let at = simd_index() * size + (128 * (m * F + j)) as u32 + 4 * simd_lane();
+                let four = products[m][j];
+                exchange.store::<4>(at, [four[0][0], four[0][1], four[1][0], four[1][1]]);
+            }
+        }
+        barrier();
+        let first = W as u32 * team_index::<W>() * size;
+        for m in 0..M {
+            for j in 0..F {
+                let at = first + (128 * (m * F + j)) as u32 + 4 * simd_lane();
+                let mut sum = exchange.load::<4>(at);
+                for part in 1..W {
+                    let four = exchange.load::<4>(at + part as u32 * size);
+                    for n in 0..4usize {
+                        sum[n] += four[n];
+                    }
+                }
+                sums[m][j] = [[sum[0], sum[1]], [sum[2], sum[3]]];
+            }
+        }
+    }
+    sums
+}
+
+/// What makes scores of the products of a lane's rows.
+#[device]
+struct RowTerms<const M: usize> {
+    /// Factor of the products.
+    scale: [[f32; 2]; M],
+    /// What is added to the scaled products.
+    bias: [[f32; 2]; M],
+    /// Keys that the rows see.
+    rows: [[RowBound; 2]; M],
+}
+
+/// Scores in units of log2 of the products of a block from key `first` on: scaled, with softcap, ALiBi and masks.
+#[device]
+#[inline(always)]
+fn scores_of<const M: usize, const F: usize>(
+    products: [[[[f32; 2]; 2]; F]; M],
+    terms: RowTerms<M>,
+    first: i32,
+    memory: BiasMemory,
+    params: &Attend,
+    scoring: Scoring,
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let mut scores = products;
+    for m in 0..M {
+        for j in 0..F {
+            for n in 0..2usize {
+                let key = first + (8 * j + n) as i32 + 2 * matrix_pair() as i32;
+                for h in 0..2usize {
+                    let mut score = products[m][j][h][n] * terms.scale[m][h] + terms.bias[m][h];
+                    if scoring.has.softcap {
+                        score = params.cap * score.tanh();
+                    }
+                    if scoring.has.alibi {
+                        score -= terms.rows[m][h].slope * terms.rows[m][h].position.abs_diff(key) as f32;
+                    }
+                    if scoring.partial {
+                        score = masked(score, key, terms.rows[m][h], memory, params, scoring);
+                    }
+                    scores[m][j][h][n] = score;
+                }
+            }
+        }
+    }
+    scores
+}
+
+/// Raises `row_max` to the greatest scores of a block, which are `scores` times `factor`, where some row's is above it by more
+/// than the slack. Where values have scales, these join the scores.
+#[device]
+#[inline(always)]
+fn follow_row_max<const FORMAT: u32, const N: usize, const M: usize, const F: usize>(
+    state: &mut Accumulator<N, M>,
+    scores: [[[[f32; 2]; 2]; F]; M],
+    factor: [[f32; 2]; M],
+    value_scales: [[f32; 2]; F],
+) {
+    let mut greatest = [[f32::NEG_INFINITY; 2]; M];
+    let mut behind = false;
+    for m in 0..M {
+        for h in 0..2usize {
+            for j in 0..F {
+                for n in 0..2usize {
+                    let mut score = scores[m][j][h][n];
+                    if is_codes(FORMAT) {
+                        score = score.mul_add(factor[m][h], log2_near(value_scales[j][n]).max(MIN_SCALE));
+                    }
+                    greatest[m][h] = greatest[m][h].max(score);
+                }
+            }
+            if !is_codes(FORMAT) {
+                greatest[m][h] *= factor[m][h];
+            }
+            behind = behind || greatest[m][h] > state.row_max[m][h] + SLACK;
+        }
+    }
+    if simd_any(behind) {
+        for m in 0..M {
+            for h in 0..2usize {
+                let new = state.row_max[m][h].max(matrix_row_max(greatest[m][h]));
+                let by = select(new == f32::NEG_INFINITY, 1.0, (state.row_max[m][h] - new).exp2());
+                state.row_max[m][h] = new;
+                state.row_sum[m][h] *= by;
+                for i in 0..N {
+                    for n in 0..2usize {
+                        state.out[m][i][h][n] *= by;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Probabilities `2^(factor score - row_max)` of a block, which join `row_sum`; then times the scales of their values and the
+/// factors of their rows.
+#[device]
+#[inline(always)]
+fn probs_of<const FORMAT: u32, const N: usize, const M: usize, const F: usize>(
+    state: &mut Accumulator<N, M>,
+    scores: [[[[f32; 2]; 2]; F]; M],
+    factor: [[f32; 2]; M],
+    value_scales: [[f32; 2]; F],
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let mut probs = scores;
+    for m in 0..M {
+        for h in 0..2usize {
+            // A row that has seen no key has scores of `-inf` alone.
+            let row_max = state.row_max[m][h];
+            let reference = select(row_max == f32::NEG_INFINITY, 0.0, row_max);
+            for j in 0..F {
+                for n in 0..2usize {
+                    let p = scores[m][j][h][n].mul_add(factor[m][h], -reference).exp2();
+                    state.row_sum[m][h] += p;
+                    probs[m][j][h][n] = p;
+                    if is_codes(FORMAT) {
+                        probs[m][j][h][n] = select(p == 0.0, 0.0, p * value_scales[j][n]);
+                    }
+                }
+            }
+        }
+    }
+    if state.shrunk != 0 {
+        for m in 0..M {
+            for h in 0..2usize {
+                let shrink = shrink_of(state.shrunk, 2 * m + h);
+                for j in 0..F {
+                    for n in 0..2usize {
+                        probs[m][j][h][n] *= shrink;
+                    }
+                }
+            }
+        }
+    }
+    probs
+}
+
+/// The scales of a lane's keys `8 j + 2 p + n` of a block, whose scales start at element `start`, for the columns from `column` on.
+#[device]
+#[inline(always)]
+fn lane_scales<const FORMAT: u32, const D: usize, const F: usize>(
+    scales: &Shared<f32>,
+    start: u32,
+    column: u32,
+) -> [[f32; 2]; F] {
+    let mut result = [[1.0; 2]; F];
+    if is_codes(FORMAT) {
+        for j in 0..F {
+            result[j] = scale_pair::<FORMAT, D, F>(scales, start + 8 * j as u32, column);
+        }
+    }
+    result
+}
+
+/// Scales of the values of a lane's keys.
+#[device]
+struct ValueScales<const F: usize> {
+    /// Of the columns of the SIMD group.
+    own: [[f32; 2]; F],
+    /// The greatest of a row.
+    greatest: [[f32; 2]; F],
+}
+
+/// The scales of the values of a block, of which the SIMD group has the columns from `column` on.
+#[device]
+#[inline(always)]
+fn value_scales_of<const FORMAT: u32, const D: usize, const F: usize>(
+    scales: &Shared<f32>,
+    start: u32,
+    column: u32,
+) -> ValueScales<F> {
+    let own = lane_scales::<FORMAT, D, F>(scales, start, column);
+    let mut both = ValueScales::<F> { own, greatest: own };
+    if has_half_norms(FORMAT, D as u32) {
+        let first = lane_scales::<FORMAT, D, F>(scales, start, 0);
+        let second = lane_scales::<FORMAT, D, F>(scales, start, 256);
+        for j in 0..F {
+            for n in 0..2usize {
+                both.greatest[j][n] = first[j][n].max(second[j][n]);
+            }
+        }
+    }
+    both
+}
+
+/// Probabilities of a block, of its products. Where scores are scaled products, the scale joins the exponent. `scales` has `KS` scales of
+/// keys, then the scales of values.
+#[device]
+#[inline(always)]
+pub fn softmax_block<
+    K: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const KN: usize,
+    const N: usize,
+    const M: usize,
+    const F: usize,
+    const KS: usize,
+>(
+    state: &mut Accumulator<N, M>,
+    products: [[[[f32; 2]; 2]; F]; M],
+    queries: Queries<K, KN, M>,
+    block: ScoredBlock<M>,
+    scales: &Shared<f32>,
+    params: &Attend,
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let mut scores = products;
+    let mut factor = queries.scale;
+    let pass = block.pass;
+    let step = block.step;
+    if step.partial || pass.has.softcap || pass.has.alibi || block.centered {
+        let scoring = Scoring { has: pass.has, partial: step.partial, tree: pass.all.tree };
+        let terms = RowTerms::<M> { scale: queries.scale, bias: queries.bias, rows: pass.rows };
+        scores = scores_of::<M, F>(products, terms, step.first as i32, block.memory, params, scoring);
+        factor = [[1.0; 2]; M];
+    }
+    let of_values = value_scales_of::<FORMAT, D, F>(scales, KS as u32, block.column);
+    follow_row_max::<FORMAT, N, M, F>(state, scores, factor, of_values.greatest);
+    probs_of::<FORMAT, N, M, F>(state, scores, factor, of_values.own)
+}
+
+/// Adds `p v` of a block of `C` columns to the outputs of the SIMD group's columns.
+#[device]
+#[inline(always)]
+pub fn pv_block<
+    V: Element,
+    const C: usize,
+    const N: usize,
+    const M: usize,
+    const F: usize,
+    const W: usize,
+>(
+    state: &mut Accumulator<N, M>,
+    probs: [[[[f32; 2]; 2]; F]; M],
+    values: &Shared<V>,
+) {
+    let row = (C + ROW_PADDING) as u32;
+    let first = (C / W) as u32 * part_index::<W>();
+    for u in 0..F / 2 {
+        let mut p = [[left_from::<V>(0.0, 0.0); 2]; M];
+        let mut p_next = [[left_from::<V>(0.0, 0.0); 2]; M];
+        for m in 0..M {
+            for h in 0..2usize {
+                p[m][h] = left_from::<V>(probs[m][2 * u][h][0], probs[m][2 * u][h][1]);
+                p_next[m][h] = left_from::<V>(probs[m][2 * u + 1][h][0], probs[m][2 * u + 1][h][1]);
+            }
+        }
+        for i in 0..N / 2 {
+            let at = first + 16 * u as u32 * row + 16 * i as u32;
+            let v = load_rights::<V>(values, at, row);
+            for n in 0..2usize {
+                let c = 2 * i + n;
+                for m in 0..M {
+                    let sum = state.out[m][c];
+                    state.out[m][c] = multiply_add_twice::<V>(p[m], v[2 * n], p_next[m], v[2 * n + 1], sum);
+                }
+            }
+        }
+    }
+}
