@@ -172,7 +172,8 @@ impl Variant {
 macro_rules! native_decode {
     ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$t:expr, $u:expr, $s:expr]) => {{
         use $crate::kernels::formats::padded;
-        use $crate::kernels::rows::{lane_pairs, lane_words, larger, nibble_bytes, pair_words};
+        use $crate::kernels::nibbles::{min_copies, nibble_bytes};
+        use $crate::kernels::rows::{lane_pairs, lane_words, larger, pair_words};
         $crate::kernels::decode::decode::instance::<
             $q,
             { $kf },
@@ -182,7 +183,7 @@ macro_rules! native_decode {
             { $t },
             { $u },
             { $s },
-            { $crate::kernels::rows::min_copies(larger($d, $dv)) },
+            { min_copies(larger($d, $dv)) },
             $k,
             $v,
             { lane_pairs($d, 4) },
@@ -192,7 +193,7 @@ macro_rules! native_decode {
             { pair_words(<$k as ::flashtile_kernel::Scalar>::TYPE, $d, 4) },
             { pair_words(<$v as ::flashtile_kernel::Scalar>::TYPE, $dv, 8) },
             { $crate::kernels::formats::hadamard_order($kf, $d) },
-            { nibble_bytes($kf, $d, $vf, $dv, $crate::kernels::rows::min_copies(larger($d, $dv))) },
+            { nibble_bytes($kf, $d, $vf, $dv, min_copies(larger($d, $dv))) },
             { padded(larger($d, $dv) as u32) as usize },
         >()
     }};
@@ -205,13 +206,13 @@ macro_rules! native_prefill {
     ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr, $w:expr]) => {{
         use ::flashtile_kernel::{Scalar, ScalarType};
         use $crate::kernels::formats::hadamard_order;
+        use $crate::kernels::nibbles::{MIN_COPIES as COPIES, nibble_bytes};
         use $crate::kernels::prefill::block::{
             block_columns, block_scales, key_blocks, row_turns, row_words, scratch_len,
         };
-        use $crate::kernels::rows::{larger, nibble_bytes, pair_words};
+        use $crate::kernels::rows::{larger, pair_words};
         const K: ScalarType = <$k as Scalar>::TYPE;
         const V: ScalarType = <$v as Scalar>::TYPE;
-        use $crate::kernels::rows::MIN_COPIES as COPIES;
         $crate::kernels::prefill::prefill::instance::<
             $q,
             { $kf },

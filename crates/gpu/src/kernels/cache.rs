@@ -4,7 +4,8 @@
 use super::encode::{Rows, codes_at, row_of, run_of};
 use super::formats::{BF16, F16, F32, hadamard_order, is_codes, is_mlx};
 use super::rotation::{block_count, unrotate};
-use super::rows::{Levels, Row, code_unit, fetch_scale, gather, scale_of};
+use super::rows::{Levels, Row, gather};
+use super::scale::{code_unit, fetch_scale, scale_of};
 use flashtile_kernel::prelude::*;
 
 /// How the pages of a pool lie: a page of a head has up to three regions, each with a run of bytes for every row (elements; or

@@ -23,16 +23,15 @@ use super::kv::{
     KvHead, KvMemory, KvTile, PAGED_BY_16, key_group, kv_head, load_keys, load_tile, load_value_scales,
     load_values, no_tile,
 };
+use super::nibbles::{fill_nibbles, nibble_bytes, uses_nibbles};
 use super::partial::{merge_simds, store_partial};
 use super::query::{
     Features, KeyRange, QueryMemory, RowBound, RowBounds, RowTile, prepare_queries, row_bounds, row_tile,
     stage_queries, store_shifts,
 };
 use super::rotation::block_count;
-use super::rows::{
-    Levels, fill_nibbles, lane_pairs, lane_words, larger, nibble_bytes, pair_words, product_type, scale_of,
-    uses_nibbles,
-};
+use super::rows::{Levels, lane_pairs, lane_words, larger, pair_words, product_type};
+use super::scale::scale_of;
 use super::tile::{
     Accumulator, BiasMemory, QueryOperands, Scoring, any_nonfinite, greatest_score, mask_and_bias,
     needs_second_pass, no_keys_yet, online_softmax, probabilities, pv_tile, pv_tile_nonfinite, qk_tile,

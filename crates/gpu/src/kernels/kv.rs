@@ -7,7 +7,8 @@
 use super::attend::Attend;
 use super::formats::{has_half_norms, is_codes};
 use super::query::{KeyRange, RowTile};
-use super::rows::{Levels, Row, Source, fetch, fetch_scale, row_at, source_at};
+use super::rows::{Levels, Row, Source, fetch, row_at, source_at};
+use super::scale::fetch_scale;
 use flashtile_kernel::prelude::*;
 
 /// Rows of a sequence follow each other in one page or batch entry.

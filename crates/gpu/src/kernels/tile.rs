@@ -8,8 +8,10 @@
 use super::attend::Attend;
 use super::formats::{BF16, F32, has_half_norms, is_codes, is_mlx, may_be_nonfinite, padded};
 use super::kv::{KeyGroup, KeyWords, KvHead, KvMemory, ValueWords, row_of_key};
+use super::pairs::{pairs, transposed_pairs};
 use super::query::{Features, RowBound};
-use super::rows::{Levels, Scale, coordinate, gather, has_nonfinite, pairs, scale_of, transposed_pairs};
+use super::rows::{Levels, coordinate, gather, has_nonfinite};
+use super::scale::{Scale, scale_of};
 use super::score::{HUGE_BIAS, HUGE_RATE, LOG2E, bias_at};
 use flashtile_kernel::prelude::*;
 

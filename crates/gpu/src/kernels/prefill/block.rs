@@ -9,9 +9,9 @@
 
 use crate::kernels::formats::{first_bytes, has_half_norms, is_codes, is_mlx, padded};
 use crate::kernels::kv::{KvHead, key_group, row_of_key};
-use crate::kernels::rows::{
-    Levels, Scale, coordinate, fetch, fetch_scale, lane_words, larger, pair_words, pairs, scale_of, words,
-};
+use crate::kernels::pairs::pairs;
+use crate::kernels::rows::{Levels, coordinate, fetch, lane_words, larger, pair_words, words};
+use crate::kernels::scale::{Scale, fetch_scale, scale_of};
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
 

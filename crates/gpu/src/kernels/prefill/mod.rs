@@ -50,9 +50,10 @@ use super::attend::Attend;
 use super::formats::{MLX8_PLAIN, hadamard_order, has_half_norms, is_codes};
 use super::kv::PAGED_BY_16;
 use super::merge::Merge;
+use super::nibbles::nibble_bytes;
 use super::query::{Features, QueryMemory};
 use super::rotation::block_count;
-use super::rows::{larger, nibble_bytes, pair_words, product_type};
+use super::rows::{larger, pair_words, product_type};
 use super::tile::{BiasMemory, no_keys_yet};
 use flashtile_kernel::prelude::*;
 

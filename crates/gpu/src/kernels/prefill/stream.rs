@@ -5,7 +5,8 @@ use super::block::{
 };
 use super::pass::PrefillPass;
 use crate::kernels::formats::is_mlx;
-use crate::kernels::rows::{fill_nibbles, has_nonfinite, uses_nibbles};
+use crate::kernels::nibbles::{fill_nibbles, uses_nibbles};
+use crate::kernels::rows::has_nonfinite;
 use flashtile_kernel::prelude::*;
 
 /// What a block of keys is made of, on its way from memory: with the scales of its values, which join the scores.
