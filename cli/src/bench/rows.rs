@@ -56,16 +56,6 @@ impl Row {
         let Lengths { low, high } = lengths;
         let last = dims.batch.saturating_sub(1).max(1);
         let mut lens: Vec<usize> = (0..dims.batch).map(|n| low + (high - low) * n / last).collect();
-        let mut visibility = args.window.unwrap_or_default().and(Visibility::causal());
-        let page = match cache {
-            CacheKind::Dense | CacheKind::Contiguous => high,
-            CacheKind::Paged => args.page.unwrap_or(PAGE),
-            CacheKind::Ring => {
-                visibility = visibility.and(Visibility::window(Some(high - 1), None));
-                lens.iter_mut().for_each(|len| *len += *len / 2);
-                high
-            }
-        };
         let q_len = args.queries.unwrap_or(1);
         if q_len > low {
             return Err(Failure::at(
@@ -73,6 +63,17 @@ impl Row {
                 format_args!("a sequence has {low} tokens"),
             ));
         }
+        let mut visibility = args.window.unwrap_or_default().and(Visibility::causal());
+        let page = match cache {
+            CacheKind::Dense | CacheKind::Contiguous => high,
+            CacheKind::Paged => args.page.unwrap_or(PAGE),
+            CacheKind::Ring => {
+                // The first query of a chunk sees the oldest key that is kept.
+                visibility = visibility.and(Visibility::window(Some(high - q_len), None));
+                lens.iter_mut().for_each(|len| *len += *len / 2);
+                high
+            }
+        };
         let steps: Vec<SeqLens> = lens.iter().map(|&len| SeqLens { q_len, kv_len: len }).collect();
         let Dims { q_heads, kv_heads, head_dim, value_dim, .. } = dims;
         let shape = HeadShape { q_heads, kv_heads, head_dim, value_dim };

@@ -310,6 +310,18 @@ mod tests {
             dense.q_offset = Some(QOffset::BottomRight);
             all.extend([(chunks, Access::Vector), (dense, Access::Vector)]);
         }
+        for (dtype, dim, codec) in [
+            (Dtype::BF16, 128, Codec::Tq4),
+            (Dtype::BF16, 64, Codec::Fp8),
+            (Dtype::F16, 256, Codec::F16),
+            (Dtype::F16, 100, Codec::F16),
+            (Dtype::F16, 512, Codec::MlxTq4),
+        ] {
+            let shape = HeadShape { q_heads: 32, kv_heads: 32, head_dim: dim, value_dim: dim };
+            let mut chunks = ProblemDesc::cached(shape, dtype, &[SeqLens { q_len: 600, kv_len: 900 }; 4]);
+            (chunks.k_codec, chunks.v_codec) = (Some(codec), Some(codec));
+            all.push((chunks, Access::Vector));
+        }
         let masked = |desc: &ProblemDesc| desc.mask.is_some() || desc.tree || desc.softcap.is_some();
         all.extend(problems().into_iter().filter(masked).map(|desc| (desc, Access::Element)));
         let mut options = PlanOptions::default();

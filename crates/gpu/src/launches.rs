@@ -1,17 +1,18 @@
 //! The launches of a problem on the kernels of the kernel language: instances, parameters, constants.
 
-use crate::codecs::{codebooks, format_id, magnitudes};
+use crate::codecs::{codebooks, format_id, magnitudes, scalar_type};
 use crate::kernels::attend::{Attend, divisor};
 use crate::kernels::kv::{CONTIGUOUS, PAGED, PAGED_BY_16};
 use crate::kernels::merge::Merge;
-use crate::kernels::rows::kv_align;
+use crate::kernels::prefill::block::block_align;
+use crate::kernels::rows::{kv_align, product_type};
 use crate::shape::{Shape, count};
-use crate::tile::Tiling;
+use crate::tile::{MAX_SPLITS, Tiling};
 use crate::variant::Variant;
 use flashtile_core::plan::Unsupported;
 use flashtile_core::problem::{Problem, Visibility};
 use flashtile_kernel::source::GenericsError;
-use flashtile_kernel::{Constant, Instance};
+use flashtile_kernel::{Constant, Instance, ScalarType};
 
 /// Where tensors lie: strides in elements (q, out, masks), or in bytes (keys and values).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -53,6 +54,8 @@ pub fn sequences(problem: &Problem, page: impl Fn(usize) -> usize) -> Vec<i32> {
 /// What a problem launches, wherever its tensors lie.
 #[derive(Debug, Clone)]
 pub struct Launches {
+    /// Type of q.
+    q: ScalarType,
     kernels: Kernels,
     shape: Shape,
     /// Sizes and scoring; [`Placed`] has the strides.
@@ -127,7 +130,7 @@ fn wide(strides: [usize; 3]) -> [u64; 3] {
     strides.map(|n| n as u64)
 }
 
-/// The parameters of `decode` that no tensor's place changes.
+/// The parameters of `decode` and `prefill` that no tensor's place changes.
 fn attend(problem: &Problem, shape: &Shape) -> Result<Attend, Unsupported> {
     let (dims, desc) = (problem.dims(), problem.desc());
     let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
@@ -159,9 +162,13 @@ impl Launches {
     /// The launches of a problem whose work is cut so.
     ///
     /// # Errors
-    /// [`Unsupported::Position`], [`Unsupported::Size`] or [`Unsupported::Instance`].
+    /// [`Unsupported::Tile`], [`Unsupported::Splits`], [`Unsupported::Position`], [`Unsupported::Size`] or [`Unsupported::Instance`].
     pub fn new(problem: &Problem, tiling: impl Into<Tiling>) -> Result<Self, Unsupported> {
         let Tiling { tile, splits } = tiling.into();
+        tile.check(problem)?;
+        if splits == 0 {
+            return Err(Unsupported::Splits { got: splits, max: MAX_SPLITS });
+        }
         let (dims, desc) = (problem.dims(), problem.desc());
         let shape = Shape::of(problem, tile.with_splits(splits))?;
         let (k_codec, v_codec) = (problem.k_codec(), problem.v_codec());
@@ -175,6 +182,7 @@ impl Launches {
             merge: has_partials.then(|| variant.merge().map_err(none)).transpose()?,
         };
         Ok(Self {
+            q: scalar_type(problem.dtype()),
             kernels,
             attend: attend(problem, &shape)?,
             shape,
@@ -223,7 +231,14 @@ impl Launches {
             simds: self.shape.simds,
         };
         let RowFormats { k, v, head_dim, value_dim } = self.rows;
-        let row_align = kv_align(k, head_dim, v, value_dim, strides.aligned);
+        let row_align = match self.kernels.attend {
+            Attending::Decode(_) => kv_align(k, head_dim, v, value_dim, strides.aligned),
+            Attending::Prefill(_) => {
+                let align =
+                    |format, dim| block_align(product_type(self.q, format), format, dim, strides.aligned);
+                align(k, head_dim).max(align(v, value_dim))
+            }
+        };
         let paging = match strides.pages {
             None => CONTIGUOUS,
             Some([page, _]) if page.is_multiple_of(16) => PAGED_BY_16,
@@ -266,7 +281,8 @@ impl Launches {
         first.extend([has.has_softcap, has.has_alibi, has.has_mask, has.has_tree_mask].map(Constant::of));
         first.push(Constant::of(placed.has_k_mean));
         if let Attending::Prefill(_) = self.kernels.attend {
-            first.extend([has.has_sinks, with_lse, self.kernels.merge.is_some()].map(Constant::of));
+            let (ends, is_split) = (self.kernels.merge.is_none(), self.kernels.merge.is_some());
+            first.extend([ends && has.has_sinks, ends && with_lse, is_split].map(Constant::of));
         }
         let mut all = vec![(self.kernels.attend.instance(), first)];
         if let Some(merge) = &self.kernels.merge {

@@ -72,7 +72,7 @@ impl Plan {
         Shape::of(problem, PortableTile::new(8, 16, 1, 1))?;
         let asked = asked.map(|tile| tile.on(facts));
         let tile = asked.unwrap_or_else(|| PortableTile::of(problem, facts));
-        tile.check()?;
+        tile.check(problem)?;
         let groups = groups(&Shape::of(problem, tile)?);
         let splits = tile.splits(problem, facts, options.splits, groups)?;
         let launches = Launches::new(problem, tile.with_splits(splits))?;

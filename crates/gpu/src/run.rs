@@ -219,6 +219,8 @@ fn run<M: DeviceMemory, D: Device<Memory = M>>(
     match &launches.kernels().attend {
         Attending::Prefill(instance) => {
             let (output, out, lse) = (params, out.reborrow(), lse.reborrow());
+            // What splits do not end, `merge` does.
+            let (has_sinks, with_lse) = (has_sinks && !is_split, with_lse && !is_split);
             attend!(prefill { k_factors, v_factors, sinks, output, out, lse, has_sinks, with_lse, is_split })
                 .launch_instance(device, instance)
         }

@@ -3,7 +3,7 @@
 use crate::codecs::{format_id, scalar_type};
 use crate::facts::GpuFacts;
 use crate::kernels::decode::decode;
-use crate::kernels::formats::{is_codes, padded};
+use crate::kernels::formats::{has_half_norms, is_codes, padded};
 use crate::kernels::nibbles::{MIN_COPIES, min_copies};
 use crate::kernels::prefill::block::{block_columns, row_turns, row_words};
 use crate::kernels::prefill::prefill;
@@ -20,13 +20,13 @@ use flashtile_kernel::{Generic, Instance, ScalarType};
 const MAX_REGISTERS: usize = 256;
 
 /// The most splits of the keys of a row: merging more takes longer than their threadgroups gain.
-const MAX_SPLITS: usize = 128;
+pub(crate) const MAX_SPLITS: usize = 128;
 
 /// Up to this many rows of a key/value head, decode loads its keys twice at most.
 const MAX_DECODE_ROWS: usize = 32;
 
-/// Blocks of keys that a split of prefill has at least: of fewer, merging takes longer than what splits save.
-const MIN_SPLIT_BLOCKS: usize = 16;
+/// Coordinates of keys that a split of prefill has at least, 1024 keys of 128: of fewer, merging takes longer than what splits save.
+const MIN_SPLIT_COORDINATES: usize = 1024 * 128;
 
 /// Threads of a threadgroup that merges the splits of a row.
 const MERGE_THREADS: usize = 128;
@@ -121,7 +121,7 @@ impl PortableTile {
         Tiling { tile: self, splits }
     }
 
-    pub(crate) fn check(&self) -> Result<(), Unsupported> {
+    pub(crate) fn check(&self, problem: &Problem) -> Result<(), Unsupported> {
         let refused = |why| Err(Unsupported::Tile { why });
         if ![1, 2, 4, 8].contains(&self.simds) || !(1..=16).contains(&self.resident) {
             return refused(
@@ -138,6 +138,11 @@ impl PortableTile {
             }
             if self.simd_keys > 32 * self.simds {
                 return refused("portable tiles of prefill have up to 32 keys a SIMD group");
+            }
+            if self.team == 1 && has_halves(problem) {
+                return refused(
+                    "portable tiles of prefill have teams where halves of rows have norms of their own",
+                );
             }
             if ![16, 32, 64, 128].contains(&self.simd_keys) {
                 return refused("portable tiles of prefill have 16, 32, 64 or 128 keys");
@@ -312,8 +317,9 @@ impl PortableTile {
     fn is_held(&self, problem: &Problem, facts: &GpuFacts) -> bool {
         self.team <= self.simds
             && self.simds <= facts.max_simds()
-            && self.shared_of(problem) <= facts.shared_per_group
+            && self.simd_keys <= 32 * self.simds
             && self.held_by_prefill(problem) <= facts.registers_per_thread
+            && self.shared_of(problem) <= facts.shared_per_group
     }
 
     /// The same, with as many threadgroups a core as it holds.
@@ -388,6 +394,9 @@ impl PortableTile {
             let max = problem.sequences().iter().map(blocks).max().unwrap_or(0).max(1);
             return if got == 0 || got > max { Err(Unsupported::Splits { got, max }) } else { Ok(got) };
         }
+        // Tiles of prefill beyond the rows of a sequence end at once.
+        let tiles = problem.dims().kv_heads.saturating_mul(tile_count(problem, self.rows));
+        let groups = if self.is_prefill { tiles } else { groups };
         if self.is_prefill && (groups >= facts.cores || facts.threads_per_group < MERGE_THREADS) {
             return Ok(1);
         }
@@ -410,7 +419,8 @@ impl PortableTile {
             }
             _ => usize::MAX,
         };
-        let keys = if self.is_prefill { MIN_SPLIT_BLOCKS * self.keys() } else { self.keys() };
+        let least = if self.is_prefill { MIN_SPLIT_COORDINATES / dim(problem) } else { 0 };
+        let keys = least.max(self.keys());
         held.min(band).div_ceil(keys).clamp(1, MAX_SPLITS)
     }
 }
@@ -435,6 +445,13 @@ fn row_dims(problem: &Problem) -> [usize; 2] {
 /// Elements of the longer row, as products have them.
 fn dim(problem: &Problem) -> usize {
     padded(problem.dims().head_dim.max(problem.dims().value_dim) as u32) as usize
+}
+
+/// Whether the halves of a key or a value have norms of their own.
+fn has_halves(problem: &Problem) -> bool {
+    let [head_dim, value_dim] = row_dims(problem).map(|dim| dim as u32);
+    has_half_norms(format_id(problem.k_codec()), head_dim)
+        || has_half_norms(format_id(problem.v_codec()), value_dim)
 }
 
 /// The types of the products with keys and with values.

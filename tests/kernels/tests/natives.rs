@@ -358,6 +358,8 @@ macro_rules! mixed_prefills {
 
 fn mixed_prefills() -> Vec<Instance> {
     mixed_prefills! {
+        [1 1 2 2] f16 f16 f16 3 3 64 64;
+        [1 1 2 2] f16 f16 f16 7 7 64 64;
         [1 1 2 1] bf16 bf16 bf16 2 2 1 64;
         [1 1 2 1] f16 f16 f16 1 1 8 512;
         [1 1 2 1] bf16 bf16 bf16 2 2 33 257;

@@ -2,7 +2,7 @@
 
 use crate::support::{PREFILL, TILE, runner};
 use flashtile::{Codec, Dtype, QOffset, Visibility, reference};
-use flashtile_gpu::tile::Tiling;
+use flashtile_gpu::tile::{PortableTile, Tiling};
 use flashtile_testkit::{Case, Keep, Prepared};
 use std::sync::Arc;
 
@@ -19,6 +19,12 @@ fn cases(name: &str, dtype: Dtype, keep: impl Fn(Case) -> Case) -> [Case; 3] {
     ]
 }
 
+/// Decode, and prefill alone, with splits and with teams.
+fn tilings() -> [Tiling; 4] {
+    let team = PortableTile::prefill(16, 16, 2, 1).with_team(2);
+    [TILE, PREFILL.into(), PREFILL.with_splits(2), team.with_splits(2)]
+}
+
 /// Runs a case with changed tensors.
 fn pass(case: &Case, mut prepared: Prepared, tilings: &[Tiling], what: &str) {
     let built = &prepared.built;
@@ -31,7 +37,7 @@ fn pass(case: &Case, mut prepared: Prepared, tilings: &[Tiling], what: &str) {
 
 #[test]
 fn of_elements() {
-    let both = [TILE, PREFILL.into()];
+    let all = tilings();
     for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
         for case in cases(&dtype.to_string(), dtype, |case| case) {
             let clean = Prepared::new(&case).unwrap();
@@ -42,12 +48,7 @@ fn of_elements() {
                     let mut prepared = clean.clone();
                     let side = if values { &mut prepared.built.v } else { &mut prepared.built.k };
                     side.set([0, 0, key, 9 * n], nonfinite);
-                    pass(
-                        &case,
-                        prepared,
-                        &both,
-                        &format!("{nonfinite} in key {key}, of its value: {values}"),
-                    );
+                    pass(&case, prepared, &all, &format!("{nonfinite} in key {key}, of its value: {values}"));
                 }
             }
         }
@@ -69,7 +70,7 @@ fn of_codes() {
                     pass(
                         &case,
                         prepared,
-                        &[TILE],
+                        &tilings(),
                         &format!("the scale of key {key} is NaN, of its value: {values}"),
                     );
                 }

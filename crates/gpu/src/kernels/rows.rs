@@ -12,7 +12,8 @@
 //! | all others | [`padded`]`(D) / LANES` neighbouring coordinates, gathered one by one; those beyond the row are zeros |
 
 use super::formats::{
-    BF16, F16, F32, FP8, INT8, MLX4, first_bytes, in_planes, is_codes, is_half, padded, plane_bits, scale_bytes, second_bytes,
+    BF16, F16, F32, FP8, INT8, MLX4, first_bytes, in_planes, is_codes, is_half, padded, plane_bits,
+    scale_bytes, second_bytes,
 };
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;

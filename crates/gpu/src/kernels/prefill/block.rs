@@ -10,7 +10,7 @@
 use crate::kernels::formats::{first_bytes, has_half_norms, is_codes, is_mlx, padded};
 use crate::kernels::kv::{KvHead, key_group, row_of_key};
 use crate::kernels::pairs::pairs;
-use crate::kernels::rows::{Levels, coordinate, fetch, lane_words, larger, pair_words, words};
+use crate::kernels::rows::{Levels, coordinate, fetch, lane_words, larger, pair_words, word_align, words};
 use crate::kernels::scale::{Scale, fetch_scale, scale_of};
 use flashtile_kernel::ScalarType;
 use flashtile_kernel::prelude::*;
@@ -24,7 +24,7 @@ pub const fn block_columns(dim: usize, team: usize) -> usize {
     dim.div_ceil(16 * team) * 16 * team
 }
 
-/// Whether rows are copied as they are. `P` is the number of words of a lane's pairs where eight lanes share a row: [`pair_words`].
+/// Whether rows are copied as they are. `pair_words` is the number of words of a lane's pairs where eight lanes share a row.
 #[device]
 #[inline]
 pub const fn is_copied(format: u32, dim: u32, pair_words: u32) -> bool {
@@ -46,6 +46,15 @@ pub const fn row_turns(product: ScalarType, format: u32, dim: usize, sixteens: u
         (sixteens * first_bytes(format, dim as u32) as usize).div_ceil(32 * simds)
     } else {
         (4 * sixteens).div_ceil(simds)
+    }
+}
+
+/// The smallest alignment with which threads read rows as they do with `aligned`.
+pub const fn block_align(product: ScalarType, format: u32, dim: usize, aligned: usize) -> u32 {
+    if copies(product, format, dim) {
+        aligned as u32
+    } else {
+        word_align(format, dim as u32, 8, aligned as u32)
     }
 }
 
