@@ -26,9 +26,10 @@ ALLOWED = {
     "flashtile-cpu": {"flashtile-core"},
     "flashtile-gpu": {"flashtile-core", "flashtile-kernel"},
     "flashtile-cuda": {"flashtile-core", "flashtile-kernel", "flashtile-gpu"},
+    "flashtile-bench": {"flashtile-core", "flashtile-kernel", "flashtile-gpu"},
     "flashtile-testkit": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda"},
     "flashtile": {"flashtile-core", "flashtile-cpu", "flashtile-kernel", "flashtile-gpu", "flashtile-cuda"},
-    "flashtile-cli": {"flashtile", "flashtile-testkit"},
+    "flashtile-cli": {"flashtile", "flashtile-bench", "flashtile-testkit"},
     "flashtile-candle": {"flashtile"},
     "flashtile-msl-standin": set(),
 }

@@ -1,22 +1,15 @@
 //! Runs on a CUDA device that are timed.
 
 use crate::failure::Result;
-use flashtile::cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, sys};
-use flashtile::cuda::{Cuda, CudaError, DeviceTensors, Prepared};
+use flashtile::cuda::{Cuda, CudaError, DeviceTensors, Prepared, Timer};
 use flashtile::{CudaPlan, Inputs, Outputs};
-use std::sync::Arc;
-
-/// Bytes that are written to flush the second-level cache.
-const FLUSH: usize = 256 << 20;
 
 /// A plan on a device with copies of its tensors there.
 pub(crate) struct TimedRun {
     // Dropped before what it refers to.
-    graph: Option<CudaGraph>,
-    stream: Arc<CudaStream>,
+    timer: Option<Timer>,
     prepared: Prepared,
     tensors: DeviceTensors,
-    flush: Option<CudaSlice<u8>>,
 }
 
 impl TimedRun {
@@ -30,7 +23,7 @@ impl TimedRun {
         let stream = cuda.context().new_stream().map_err(CudaError::driver("stream"))?;
         let prepared = cuda.prepare(plan, &stream)?;
         let tensors = prepared.upload(inputs, outputs)?;
-        Ok(Self { graph: None, stream, prepared, tensors, flush: None })
+        Ok(Self { timer: None, prepared, tensors })
     }
 
     /// Runs once and copies the results to outputs of the shapes that [`TimedRun::new`] was given.
@@ -46,34 +39,19 @@ impl TimedRun {
 
     /// Waits for everything that has been launched.
     pub(crate) fn wait(&self) -> Result<()> {
-        Ok(self.stream.synchronize().map_err(CudaError::driver("run"))?)
+        Ok(self.prepared.stream().synchronize().map_err(CudaError::driver("run"))?)
     }
 
     /// Seconds of a run, launched as a graph, with a flushed second-level cache.
     pub(crate) fn seconds(&mut self) -> Result<f64> {
-        let failed = || CudaError::driver("measurement");
-        if self.graph.is_none() {
-            let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
-            self.stream.begin_capture(mode).map_err(failed())?;
-            let launched = self.launch();
-            let flags = sys::CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            self.graph = self.stream.end_capture(flags).map_err(failed())?;
-            launched?;
-        }
-        if self.flush.is_none() {
-            self.flush = Some(self.stream.alloc_zeros::<u8>(FLUSH).map_err(failed())?);
-        }
-        if let Some(flush) = &mut self.flush {
-            self.stream.memset_zeros(flush).map_err(failed())?;
-        }
-        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        let event = || self.stream.context().new_event(flags).map_err(failed());
-        let (start, end) = (event()?, event()?);
-        start.record(&self.stream).map_err(failed())?;
-        if let Some(graph) = &self.graph {
-            graph.launch().map_err(failed())?;
-        }
-        end.record(&self.stream).map_err(failed())?;
-        Ok(f64::from(start.elapsed_ms(&end).map_err(failed())?) / 1e3)
+        let Self { timer, prepared, tensors } = self;
+        let timer = match timer {
+            Some(timer) => timer,
+            None => {
+                let stream = prepared.stream().clone();
+                timer.insert(Timer::capture(&stream, || tensors.run(prepared))?)
+            }
+        };
+        Ok(timer.seconds()?)
     }
 }

@@ -14,7 +14,7 @@ use crate::report::{self, Table};
 use crate::simulator;
 use common::{check, common_json, named, needed, sizes};
 use flashtile::kernel::cuda::Gpu;
-use flashtile_testkit::gpu_bench::{Timed, WORKLOADS, Workload, copy_rate};
+use flashtile_bench::{Timed, WORKLOADS, Workload, copy_rate};
 use serde_json::{Value, json};
 use std::process::ExitCode;
 

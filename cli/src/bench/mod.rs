@@ -3,7 +3,6 @@
 mod bars;
 mod device;
 mod group;
-#[cfg(feature = "check")]
 mod kernels;
 mod measure;
 mod options;
@@ -36,13 +35,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<ExitCode> {
     }
     rows::check_options(args)?;
     if args.group == Asked::Kernels {
-        #[cfg(feature = "check")]
         return kernels::run(args);
-        #[cfg(not(feature = "check"))]
-        return Err(Failure::at(
-            "kernels",
-            "this build is without their workloads, the cargo feature check has them",
-        ));
     }
     machine::on_threads(args.cpu.threads, || bench(args))
 }

@@ -46,6 +46,7 @@ mod prewarm;
 mod session;
 mod sources;
 mod tensor;
+mod timer;
 mod views;
 
 pub use array::DeviceArray;
@@ -60,3 +61,4 @@ pub use tensor::{
     DeviceCodes, DeviceInputs, DeviceKv, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables,
     DeviceTensor, DeviceTensorMut,
 };
+pub use timer::Timer;

@@ -12,11 +12,11 @@ use flashtile_core::plan::{KernelChoice, PlanOptions};
 use flashtile_core::problem::Problem;
 use flashtile_core::quality::Accumulation;
 use flashtile_core::tensor::{MaskView, TensorView, ViewError};
-use flashtile_cuda::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, DevicePtr, sys};
+use flashtile_cuda::cudarc::driver::{CudaSlice, CudaStream, DevicePtr};
 use flashtile_cuda::plan::{CudaFacts, CudaPlan, CudaTile};
 use flashtile_cuda::{
     Cuda, CudaError, DeviceCodes, DeviceError, DeviceInputs, DeviceKv, DeviceList, DeviceListMut, DeviceMask,
-    DeviceMemory, DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared,
+    DeviceMemory, DeviceOutputs, DeviceTables, DeviceTensor, DeviceTensorMut, Prepared, Timer,
 };
 use std::sync::Arc;
 
@@ -103,11 +103,10 @@ const ALIGNED: usize = 16;
 /// Guard bytes before and after a tensor.
 const BAND: usize = 256;
 
-/// Bytes that are written to flush the second-level cache.
-const FLUSH: usize = 256 << 20;
-
 /// A plan on a device with copies of its tensors, which can be run and timed.
 pub struct DeviceRun {
+    // Dropped before what it refers to.
+    timer: Option<Timer>,
     stream: Arc<CudaStream>,
     prepared: Prepared,
     q: Copied,
@@ -122,8 +121,6 @@ pub struct DeviceRun {
     slopes: Option<Copied>,
     sinks: Option<Copied>,
     _scratch: CudaSlice<u8>,
-    graph: Option<CudaGraph>,
-    flush: Option<CudaSlice<u8>>,
 }
 
 impl std::fmt::Debug for DeviceRun {
@@ -162,6 +159,7 @@ impl DeviceRun {
         // SAFETY: the gaps between the rows of an output belong to the owner of the mutable view.
         let span = unsafe { outputs.out.span_mut() };
         Ok(Self {
+            timer: None,
             q: to.tensor(&inputs.q)?,
             k: to.kv(&inputs.k)?,
             v: to.kv(&inputs.v)?,
@@ -176,8 +174,6 @@ impl DeviceRun {
             prepared,
             _scratch: scratch,
             stream,
-            graph: None,
-            flush: None,
         })
     }
 
@@ -240,35 +236,16 @@ impl DeviceRun {
         self.stream.synchronize().map_err(CudaError::driver("run"))
     }
 
-    /// Seconds of a run, launched as a graph, with a flushed second-level cache.
+    /// Seconds of a run, as a [`Timer`] measures them.
     ///
     /// # Errors
-    /// [`CudaError::Device`].
+    /// Those of [`DeviceRun::launch`] and [`Timer::seconds`].
     pub fn seconds(&mut self) -> Result<f64, CudaError> {
-        let failed = || CudaError::driver("measurement");
-        if self.graph.is_none() {
-            let mode = sys::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
-            self.stream.begin_capture(mode).map_err(failed())?;
-            let launched = self.launch();
-            let flags = sys::CUgraphInstantiate_flags_enum::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            self.graph = self.stream.end_capture(flags).map_err(failed())?;
-            launched?;
-        }
-        if self.flush.is_none() {
-            self.flush = Some(self.stream.alloc_zeros::<u8>(FLUSH).map_err(failed())?);
-        }
-        if let Some(flush) = &mut self.flush {
-            self.stream.memset_zeros(flush).map_err(failed())?;
-        }
-        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
-        let event = || self.stream.context().new_event(flags).map_err(failed());
-        let (start, end) = (event()?, event()?);
-        start.record(&self.stream).map_err(failed())?;
-        if let Some(graph) = &self.graph {
-            graph.launch().map_err(failed())?;
-        }
-        end.record(&self.stream).map_err(failed())?;
-        Ok(f64::from(start.elapsed_ms(&end).map_err(failed())?) / 1e3)
+        let timer = match self.timer.take() {
+            Some(timer) => timer,
+            None => Timer::capture(&self.stream.clone(), || self.launch())?,
+        };
+        self.timer.insert(timer).seconds()
     }
 
     /// Copies the results to the outputs given to [`DeviceRun::new`].

@@ -1,4 +1,4 @@
-//! Shared by the test suite, `flashtile check` and `flashtile bench`: seeded data, the named case catalogue,
+//! Shared by the test suite and `flashtile check`: seeded data, the named case catalogue,
 //! tolerances and poisoned memory. Unstable: no semver promise.
 //!
 //! ```
@@ -18,8 +18,6 @@ mod catalogue;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod edges;
-#[cfg(feature = "gpu")]
-pub mod gpu_bench;
 mod mlx;
 mod poison;
 mod random;

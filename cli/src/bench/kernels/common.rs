@@ -3,7 +3,7 @@
 use crate::failure::{Failure, Result};
 use flashtile::kernel::Bench;
 use flashtile::kernel::source::Shape;
-use flashtile_testkit::gpu_bench::Workload;
+use flashtile_bench::Workload;
 use serde_json::{Map, Value, json};
 
 pub(super) fn named(workload: &Workload, shape: &Shape, what: &str) -> String {

@@ -3,7 +3,7 @@
 use super::common::{check, common_json, named, needed, sizes};
 use crate::failure::{Failure, Result};
 use crate::report::{self, Table};
-use flashtile_testkit::gpu_bench::{Simulated, Workload};
+use flashtile_bench::{Simulated, Workload};
 use serde_json::{Value, json};
 
 pub(super) type Row<'w> = (&'w Workload, Simulated);

@@ -1,6 +1,6 @@
 //! Seeded inputs of workloads.
 
-use crate::rng::Rng;
+use fastrand::Rng;
 use flashtile_core::codec::{CodePages, Codec, KvView, Side};
 use flashtile_core::dtype::Dtype;
 use flashtile_core::tensor::TensorView;
@@ -29,14 +29,19 @@ const CHUNK: usize = 1 << 20;
 /// Fills memory in parallel, each chunk from its own generator.
 pub(super) fn fill<T: Send>(list: &mut [T], seed: u64, next: impl Fn(&mut Rng) -> T + Sync) {
     list.par_chunks_mut(CHUNK).enumerate().for_each(|(n, chunk)| {
-        let mut rng = Rng::new(seed ^ (n as u64) << 32);
+        let mut rng = Rng::with_seed(seed ^ (n as u64) << 32);
         chunk.iter_mut().for_each(|x| *x = next(&mut rng));
     });
 }
 
+/// Uniform in `[low, high)`.
+fn uniform(rng: &mut Rng, low: f32, high: f32) -> f32 {
+    low + rng.f32() * (high - low)
+}
+
 /// A random value of variance about 1, cheaper than a normal one.
 pub(super) fn random_value(rng: &mut Rng) -> f32 {
-    rng.uniform(-1.75, 1.75)
+    uniform(rng, -1.75, 1.75)
 }
 
 /// Fills elements of a dtype.
@@ -72,8 +77,8 @@ impl Stored {
             let bytes = pages.bytes_mut(place / heads, place % heads);
             let scales = bytes.len() - 2 * rows;
             let seed = seed ^ (place as u64 + 1) << 16;
-            fill(&mut bytes[..scales], seed, |rng| rng.bits() as u8);
-            let scale = |rng: &mut Rng| half::f16::from_f32(rng.uniform(0.5, 1.5)).to_le_bytes();
+            fill(&mut bytes[..scales], seed, |rng| rng.u8(..));
+            let scale = |rng: &mut Rng| half::f16::from_f32(uniform(rng, 0.5, 1.5)).to_le_bytes();
             fill(bytes[scales..].as_chunks_mut::<2>().0, !seed, scale);
         }
         Ok(Self::Codes(Box::new(pages)))

@@ -1,9 +1,24 @@
-//! Inputs and expected answers of kernel benchmarks.
+//! Workloads of the portable GPU kernels, for `flashtile bench kernels`: seeded inputs and expected answers. Unstable: no
+//! semver promise.
 //!
 //! A kernel's `bench(..)` gives the shapes, the bytes read and written, the operations and the tolerance. A
 //! [`Workload`] makes inputs for a shape and computes the expected answer independently: by the f64 oracle of attention, by caches in
 //! main memory, by sums and transforms in f64, or from how a mask was made. The library's own host code launches the kernel: sessions and
 //! page stores, on a device that watches for it.
+//!
+//! ```
+//! # #[cfg(feature = "simulator")] {
+//! for workload in &flashtile_bench::WORKLOADS[4..] {
+//!     let counted = workload.simulate(&workload.small[0])?;
+//!     println!("{}: {} bytes read, error {:e}", counted.entry, counted.report.device_read, counted.error);
+//! }
+//! # }
+//! # Ok::<(), String>(())
+//! ```
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
+// Without a device nothing is launched.
+#![cfg_attr(not(any(feature = "cuda", feature = "simulator")), allow(dead_code, unused_imports))]
 
 mod attention;
 mod data;
@@ -363,6 +378,7 @@ pub fn copy_rate(gpu: &flashtile_kernel::cuda::Gpu) -> Result<f64, String> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests {
     use super::*;
     use flashtile_gpu::registry::KERNELS;
@@ -381,6 +397,7 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "simulator")]
     #[test]
     fn answers_on_the_simulator_are_right() {
         for workload in &WORKLOADS {

@@ -2,7 +2,7 @@
 
 use super::data::{Find, Want, fill, random_value, size};
 use super::device::{filled, values};
-use crate::rng::Rng;
+use fastrand::Rng;
 use flashtile_core::codec::Codec;
 use flashtile_gpu::codecs::factors;
 use flashtile_gpu::kernels::mask_tiles::{self as tiling, Mask};
@@ -119,8 +119,8 @@ const BLOCK: [usize; 2] = [64, 128];
 pub(super) fn mask_tiles(shape: &Shape) -> Result<(Want, Work), String> {
     let (queries, keys) = (size(shape, "queries")?, size(shape, "keys")?);
     let blocks = [queries.div_ceil(BLOCK[0]), keys.div_ceil(BLOCK[1])];
-    let mut rng = Rng::new(1);
-    let tiles: Vec<u8> = (0..blocks[0] * blocks[1]).map(|_| rng.below(3) as u8).collect();
+    let mut rng = Rng::with_seed(1);
+    let tiles: Vec<u8> = (0..blocks[0] * blocks[1]).map(|_| rng.u8(0..3)).collect();
     let mut mask = vec![0u8; queries * keys];
     for (row, bytes) in mask.chunks_exact_mut(keys).enumerate() {
         for (column, keys) in bytes.chunks_mut(BLOCK[1]).enumerate() {
