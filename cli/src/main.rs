@@ -33,7 +33,6 @@ mod shell;
 mod simulator;
 mod svg;
 mod temporary;
-mod timed;
 
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};

@@ -14,9 +14,9 @@ use crate::parse;
 use crate::report;
 use crate::select::{Selected, select};
 use crate::simulator;
-use crate::timed::TimedRun;
 use clap::Args;
 use flashtile::cuda::Cuda;
+use flashtile::cuda::TimedRun;
 use flashtile::{Codec, Cpu, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::path::PathBuf;
@@ -348,7 +348,7 @@ fn on_cuda(
     let mut run = TimedRun::new(cuda, &plan, &inputs, &outputs)?;
     run.compute(&mut outputs)?;
     let work = Work::of(problem);
-    let (seconds, repetitions) = median(|| run.seconds())?;
+    let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
     let unit = Unit::Cuda(cuda.clone(), problem.dtype());
     let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     Ok(Done {

@@ -9,10 +9,10 @@ use crate::failure::{Failure, Result};
 use crate::gpu::Tuning;
 use crate::machine::{self, Unit, Work};
 use crate::operands::Order;
-use crate::timed::TimedRun;
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
 use flashtile::cuda::Cuda;
+use flashtile::cuda::TimedRun;
 use flashtile::quality::{Accumulation, Tolerance, compare_out};
 use flashtile::reference::{self, Attention};
 use flashtile::{

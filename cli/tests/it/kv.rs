@@ -674,7 +674,7 @@ fn plans_of_devices_take_codecs_by_portable_kernels() {
     let plan = ["plan", "--k-codec", "int8", "--v-codec", "tq4", "--dtype", "bf16", "--device", "h100"];
     let text = stdout(&flashtile(plan));
     assert!(
-        text.contains("cuda-decode-bf16-d128-int8+tq4-portable-paged: native kernels read bf16 only"),
+        text.contains("cuda-prefill-bf16-d128-int8+tq4-portable-paged: native kernels read bf16 only"),
         "{text}"
     );
     let native = plan.into_iter().chain(["--kernels", "native"]);

@@ -46,6 +46,7 @@ mod prewarm;
 mod session;
 mod sources;
 mod tensor;
+mod timed;
 mod timer;
 mod views;
 
@@ -61,4 +62,5 @@ pub use tensor::{
     DeviceCodes, DeviceInputs, DeviceKv, DeviceList, DeviceListMut, DeviceMask, DeviceOutputs, DeviceTables,
     DeviceTensor, DeviceTensorMut,
 };
+pub use timed::TimedRun;
 pub use timer::Timer;

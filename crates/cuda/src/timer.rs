@@ -1,5 +1,7 @@
 //! Times of captured launches.
 
+#![allow(unsafe_code)]
+
 use super::cudarc::driver::{CudaGraph, CudaSlice, CudaStream, sys};
 use super::error::{CudaError, DeviceError};
 use std::sync::Arc;
@@ -10,17 +12,7 @@ const FLUSH: usize = 256 << 20;
 /// The time of launches on a stream, without the host's part in them: they are captured in a CUDA graph once, and each measurement
 /// launches the graph, after the second-level cache was flushed.
 ///
-/// The graph refers to the memory of its launches. A timer must be dropped before that memory: before the
-/// [`Prepared`](super::Prepared) that it captured, and before the tensors of the run.
-///
-/// ```no_run
-/// use flashtile::cuda::{CudaError, DeviceTensors, Prepared, Timer};
-/// fn microseconds(prepared: &mut Prepared, tensors: &mut DeviceTensors) -> Result<f64, CudaError> {
-///     let stream = prepared.stream().clone();
-///     let mut timer = Timer::capture(&stream, || tensors.run(prepared))?;
-///     Ok(1e6 * timer.seconds()?)
-/// }
-/// ```
+/// [`TimedRun`](super::TimedRun) has the memory of its launches with it.
 pub struct Timer {
     graph: CudaGraph,
     flush: CudaSlice<u8>,
@@ -38,7 +30,10 @@ impl Timer {
     ///
     /// # Errors
     /// [`CudaError::Device`] where the work cannot be captured or memory is short; the error of `launch`.
-    pub fn capture(
+    ///
+    /// # Safety
+    /// The memory that the launches refer to stays allocated as long as the timer.
+    pub unsafe fn capture(
         stream: &Arc<CudaStream>,
         launch: impl FnOnce() -> Result<(), CudaError>,
     ) -> Result<Self, CudaError> {

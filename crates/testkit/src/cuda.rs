@@ -243,7 +243,8 @@ impl DeviceRun {
     pub fn seconds(&mut self) -> Result<f64, CudaError> {
         let timer = match self.timer.take() {
             Some(timer) => timer,
-            None => Timer::capture(&self.stream.clone(), || self.launch())?,
+            // SAFETY: the timer is dropped before the memory of the run, which stays where it is.
+            None => unsafe { Timer::capture(&self.stream.clone(), || self.launch())? },
         };
         self.timer.insert(timer).seconds()
     }

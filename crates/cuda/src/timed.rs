@@ -1,0 +1,93 @@
+//! Runs on a CUDA device that are timed.
+
+#![allow(unsafe_code)]
+
+use super::device::Cuda;
+use super::error::CudaError;
+use super::host::DeviceTensors;
+use super::prepared::Prepared;
+use super::timer::Timer;
+use crate::plan::CudaPlan;
+use flashtile_core::inputs::{Inputs, Outputs};
+
+/// A plan on a stream of its own, with copies of its tensors on the device, to be measured.
+///
+/// ```no_run
+/// # fn measured(inputs: &flashtile::Inputs<'_>, outputs: &mut flashtile::Outputs<'_>, problem: &flashtile::Problem) -> flashtile::Result<()> {
+/// use flashtile::cuda::{Cuda, TimedRun};
+/// use flashtile::{CudaPlan, PlanOptions};
+/// let cuda = Cuda::new(0)?;
+/// let plan = CudaPlan::new(problem, cuda.facts(), PlanOptions::default())?;
+/// let mut run = TimedRun::new(&cuda, &plan, inputs, outputs)?;
+/// run.compute(outputs)?;
+/// println!("{:.1} us", 1e6 * run.seconds()?);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct TimedRun {
+    // Dropped before what it refers to.
+    timer: Option<Timer>,
+    prepared: Prepared,
+    tensors: DeviceTensors,
+}
+
+impl TimedRun {
+    /// Copies the inputs to the device, and takes memory there for the outputs.
+    ///
+    /// # Errors
+    /// [`CudaError`] of preparing the plan and of copying.
+    pub fn new(
+        cuda: &Cuda,
+        plan: &CudaPlan,
+        inputs: &Inputs<'_>,
+        outputs: &Outputs<'_>,
+    ) -> Result<Self, CudaError> {
+        let stream = cuda.context().new_stream().map_err(CudaError::driver("stream"))?;
+        let prepared = cuda.prepare(plan, &stream)?;
+        let tensors = prepared.upload(inputs, outputs)?;
+        Ok(Self { timer: None, prepared, tensors })
+    }
+
+    /// Runs once and copies the results to outputs of the shapes that [`TimedRun::new`] was given.
+    ///
+    /// # Errors
+    /// [`CudaError`] of the run and of copying.
+    pub fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<(), CudaError> {
+        self.launch()?;
+        self.tensors.download(outputs)
+    }
+
+    /// Launches a run.
+    ///
+    /// # Errors
+    /// [`CudaError`] of the launch.
+    pub fn launch(&mut self) -> Result<(), CudaError> {
+        self.tensors.run(&mut self.prepared)
+    }
+
+    /// Waits for everything that has been launched.
+    ///
+    /// # Errors
+    /// [`CudaError::Device`] where a run failed.
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.prepared.stream().synchronize().map_err(CudaError::driver("run"))
+    }
+
+    /// Seconds of a run, launched as a graph, with a flushed second-level cache: see [`Timer`].
+    ///
+    /// # Errors
+    /// [`CudaError`] of the launch, [`CudaError::Device`] of the measurement.
+    pub fn seconds(&mut self) -> Result<f64, CudaError> {
+        let Self { timer, prepared, tensors } = self;
+        let timer = match timer {
+            Some(timer) => timer,
+            None => {
+                let stream = prepared.stream().clone();
+                // SAFETY: the timer is dropped first, and nothing replaces the memory of the run.
+                timer.insert(unsafe { Timer::capture(&stream, || tensors.run(prepared))? })
+            }
+        };
+        timer.seconds()
+    }
+}
