@@ -1,7 +1,8 @@
 //! Plans of the portable kernels, on any device.
 //!
-//! Where there are many rows, one launch does everything. Otherwise `decode` stores partial results and `merge` combines them; if the
-//! rows alone cannot fill the device, keys are cut into splits until there are as many threadgroups as it holds at a time. The number of
+//! Many rows are computed by `prefill`, in one launch where their tiles fill the device. Few rows are computed by `decode`, which stores
+//! partial results that `merge` combines. Where rows alone cannot fill the device, keys are cut into splits until there are as many
+//! threadgroups as it holds at a time, by either kernel. The number of
 //! splits depends on no sequence's length, so that a step of decoding changes nothing but the numbers of its sequences.
 
 use crate::codecs::Tables;

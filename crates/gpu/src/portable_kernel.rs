@@ -8,7 +8,7 @@ use flashtile_core::problem::Problem;
 
 /// The kernel of the kernel language that a plan starts with, specialised by these constants.
 ///
-/// Its name is `{backend}-prefill-{dtype}-d{head_dim}-portable`, or `{backend}-decode-..` where keys are split and partial results merged, with `x{value_dim}` where that differs, `-{codec}` or
+/// Its name is `{backend}-prefill-{dtype}-d{head_dim}-portable` or `{backend}-decode-..`, with `x{value_dim}` where that differs, `-{codec}` or
 /// `-{k_codec}+{v_codec}` where keys and values are stored in others than the dtype, `-paged` where keys lie in pages, and `-bias` or `-mask`
 /// where scores are modified.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

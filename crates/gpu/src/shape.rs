@@ -1,8 +1,8 @@
 //! Which problems the kernels of the kernel language take, and how their work is cut, for every device that runs them.
 //!
 //! The query rows of a key/value head are (position, head of the GQA group) pairs ordered by position, cut into tiles
-//! of rows. Where there are few rows, the keys of a tile are cut into splits, each of which stores a partial result, and a
-//! second kernel merges the partial results of a row in order. Where there are many, a tile has all keys of its rows, and
+//! of rows. Where tiles are few, the keys of a tile are cut into splits, each of which stores a partial result, and a
+//! second kernel merges the partial results of a row in order. Where there are many rows and tiles, a tile has all keys of its rows, and
 //! one kernel does everything. The same plan gives the same bits.
 
 use crate::tile::Tiling;

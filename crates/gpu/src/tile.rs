@@ -46,7 +46,7 @@ pub struct PortableTile {
     resident: usize,
     /// Copies of the table by which `tq4` is decoded; 0 where they are as few as need be.
     copies: usize,
-    /// Whether the kernel keeps its rows and streams all their keys.
+    /// Whether the kernel is `prefill`, which keeps its rows and streams their keys.
     is_prefill: bool,
 }
 
@@ -174,7 +174,7 @@ impl PortableTile {
         self.resident
     }
 
-    /// Whether the kernel keeps its rows and streams all their keys: `prefill`. Otherwise keys are split: `decode`.
+    /// Whether the kernel is `prefill`, which keeps its rows and streams their keys. Otherwise it is `decode`, whose SIMD groups divide keys.
     #[must_use]
     pub const fn is_prefill(&self) -> bool {
         self.is_prefill
@@ -271,7 +271,7 @@ impl PortableTile {
     /// Decode takes about 2.5 times as long for the same rows on a full device, as every 16 rows load all keys. So prefill wins where its
     /// tiles have at most 2.5 times the rows that decode's have: most of a batch may be sequences of one row.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
-        // Products of shuffles: more code than a block of prefill can have.
+        // Where the matrix unit does not multiply a type, products are shuffles and multiply-adds: too much code for a block of prefill.
         let multiplied = products(problem).into_iter().all(|product| match product {
             ScalarType::Bf16 => facts.multiplies_bf16,
             ScalarType::F32 => facts.multiplies_f32,

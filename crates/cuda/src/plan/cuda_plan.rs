@@ -146,7 +146,7 @@ impl CudaPlan {
     }
 
     /// One kernel for each launch of a native plan, in order; none where there are no query rows. A portable plan yields one, also
-    /// without query rows, which stands for its launches of `decode` and `merge`.
+    /// without query rows, which stands for the launch of `merge` too.
     pub fn kernels(&self) -> impl Iterator<Item = CudaKernel> {
         let sm80 = self.sm80().map_or(&[][..], Sm80Plan::launches);
         let portable = self.portable().map(|plan| CudaKernel::Portable(plan.kernel));

@@ -1,4 +1,4 @@
-//! What a launch of [`decode`](super::decode::decode()) is told about its tensors and its sequences.
+//! What a launch of [`decode`](super::decode::decode()) or [`prefill`](super::prefill::prefill()) is told about its tensors and its sequences.
 
 use flashtile_kernel::prelude::*;
 

@@ -2,7 +2,7 @@
 //! columns of its part from `8 i` on.
 
 use super::block::{column_coordinate, is_copied};
-use super::pass::{lane_row, part_index, team_index};
+use super::pass::{first_column, lane_row, part_index, team_index};
 use crate::kernels::attend::Attend;
 use crate::kernels::formats::is_codes;
 use crate::kernels::query::{QueryMemory, RowTile, head_of, prepare_query};
@@ -65,7 +65,7 @@ fn direct_queries<
 ) -> Queries<K, N, M> {
     let mut queries = no_queries::<K, N, M>(params.scale.abs());
     let sign = select(params.scale < 0.0, -1.0, 1.0);
-    let first = (C / W) as u32 * part_index::<W>() + 2 * matrix_pair();
+    let first = first_column::<C, W>() + 2 * matrix_pair();
     for m in 0..M {
         for h in 0..2usize {
             let row = lane_row::<M, W>(tile, m, h);
@@ -125,7 +125,7 @@ fn take_query<
     m: usize,
     h: usize,
 ) {
-    let first = (C / W) as u32 * part_index::<W>() + 2 * matrix_pair();
+    let first = first_column::<C, W>() + 2 * matrix_pair();
     for i in 0..N {
         let mut pair = [0.0; 2];
         for n in 0..2usize {
@@ -143,7 +143,7 @@ fn take_query<
     }
 }
 
-/// Queries that are prepared as the keys are stored. The SIMD groups of a team prepare a row each at a time, in threadgroup memory:
+/// Queries that are rotated and scaled as their keys ask for. The SIMD groups of a team prepare a row each at a time, in threadgroup memory:
 /// `staged` has `LEN` numbers for each SIMD group, of which the last two are the factor and the bias of the row.
 #[device]
 fn prepared_queries<

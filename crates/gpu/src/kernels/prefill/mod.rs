@@ -19,11 +19,11 @@
 //! its [`matrix_pair`]: as left operands of the second product, probabilities are where scores were. `out[m][i][h][n]` is
 //! column `8 i + 2 p + n` of its part of the output of row `16 m + 8 h + r`. All SIMD groups of a team have the same scores.
 //!
-//! Rows of threadgroup memory have [`ROW_PADDING`](block::ROW_PADDING) elements more than a row of keys or values. They start an odd
-//! multiple of 16 bytes apart, so that eight of them lie in different banks.
+//! Rows of threadgroup memory have [`ROW_PADDING`](block::ROW_PADDING) elements more than a row of keys or values. Of 16 bits, they
+//! start an odd multiple of 16 bytes apart, so that eight of them lie in different banks.
 //!
 //! Queries of codes are rotated and scaled to at most 2, and multiplied as two f16 each, as in [`decode`](super::decode). Levels of codes
-//! are exact in f16. The scale of a key joins the products, the scale of a value its probability.
+//! are exact in f16. The scale of a key multiplies its products, the scale of a value its probability.
 
 pub mod block;
 pub mod lefts;
@@ -38,12 +38,12 @@ use self::block::{
     row_words, scratch_len, store_block, store_scales,
 };
 use self::lefts::queries_of;
-use self::nonfinite::{SpoiledBlock, take_nonfinite};
+use self::nonfinite::take_nonfinite;
 use self::output::{
     OutputRows, merged_rows, sinks_of, starts_second_pass, store_lse, store_max_sum, store_partial_out,
     store_rows,
 };
-use self::pass::{ScoredBlock, part_index, prefill_pass, step_of, tile_of_group};
+use self::pass::{ScoredBlock, first_column, prefill_pass, step_of, tile_of_group};
 use self::softmax::{pv_block, qk_block, softmax_block, sum_parts, with_key_scales};
 use self::stream::{clear_first, fetch_next, fill_table, flag_nonfinite, no_block, store_keys};
 use super::attend::Attend;
@@ -217,7 +217,7 @@ pub fn prefill<
     fill_table::<KF, VF, D, DV, S>(k_codes, v_codes, &mut nibbles);
     let query = QueryMemory { factors: k_factors, means, centered: has_k_mean };
     let queries = queries_of::<Q, K, KF, D, KC, KP, KO, KN, M, W, LEN>(q, tile, params, query, &mut scratch);
-    let column = (VC / W) as u32 * part_index::<W>();
+    let column = first_column::<VC, W>();
     let mut state = no_keys_yet::<VN, M>();
     let mut passes = true;
     while passes {
@@ -243,8 +243,7 @@ pub fn prefill<
             barrier();
             next = fetch_next::<KF, VF, D, DV, KL, KR, KP, U, S, M>(k_memory, v_memory, pass, step.next);
             if step.any_partial && flags[0] != 0 {
-                let spoiled = SpoiledBlock::<M> { first, rows: pass.rows, memory: bias, has, keys: pass.all };
-                take_nonfinite::<V, VC, VN, M, F, S, W>(&mut state, &mut values, probs, spoiled, params);
+                take_nonfinite::<V, VC, VN, M, F, S, W>(&mut state, &mut values, probs, block, params);
             }
             pv_block::<V, VC, VN, M, F, W>(&mut state, probs, &values);
             first = step.end;

@@ -1,26 +1,10 @@
 //! Blocks with values that are not finite, where some row does not see all keys.
 
 use super::block::ROW_PADDING;
-use super::pass::part_index;
+use super::pass::{ScoredBlock, first_column};
 use crate::kernels::attend::Attend;
-use crate::kernels::query::{Features, KeyRange, RowBound};
-use crate::kernels::tile::{Accumulator, BiasMemory, Scoring, masked};
+use crate::kernels::tile::{Accumulator, Scoring, masked};
 use flashtile_kernel::prelude::*;
-
-/// A block with a value that is not finite, of which some row of the threadgroup may not see all.
-#[device]
-pub struct SpoiledBlock<'a, const M: usize> {
-    /// First key.
-    pub first: u32,
-    /// Bounds of the lane's rows.
-    pub rows: [[RowBound; 2]; M],
-    /// What hides keys.
-    pub memory: BiasMemory<'a>,
-    /// What the problem has.
-    pub has: Features,
-    /// Keys that are seen at all.
-    pub keys: KeyRange,
-}
 
 /// Adds `p v` of the values of a block that are not finite, key by key to the rows that see it: `0 v` of a hidden key would not be
 /// 0. To compilers the number of keys is unknown: unrolled, this rare path would be most of the kernel.
@@ -36,22 +20,22 @@ fn add_nonfinite<
     state: &mut Accumulator<N, M>,
     probs: [[[[f32; 2]; 2]; F]; M],
     values: &Shared<V>,
-    block: SpoiledBlock<M>,
+    block: ScoredBlock<M>,
     params: &Attend,
 ) {
     let copied = probs;
-    let first = (C / W) as u32 * part_index::<W>();
-    let scoring = Scoring { has: block.has, partial: true, tree: block.keys.tree };
-    let end = (block.keys.high as u32).min(block.first + (8 * F) as u32);
-    for offset in 0..end.saturating_sub(block.first) {
+    let first = first_column::<C, W>();
+    let scoring = Scoring { has: block.pass.has, partial: true, tree: block.pass.all.tree };
+    let end = (block.pass.all.high as u32).min(block.step.first + (8 * F) as u32);
+    for offset in 0..end.saturating_sub(block.step.first) {
         let lane = matrix_lane(matrix_row(), offset % 8 / 2);
-        let key = (block.first + offset) as i32;
+        let key = (block.step.first + offset) as i32;
         let start = offset * (C + ROW_PADDING) as u32 + first + 2 * matrix_pair();
         for m in 0..M {
             for h in 0..2usize {
                 let pair = copied[m][(offset / 8) as usize][h];
                 let p = simd_shuffle(select(offset % 2 == 0, pair[0], pair[1]), lane);
-                let score = masked(0.0, key, block.rows[m][h], block.memory, params, scoring);
+                let score = masked(0.0, key, block.pass.rows[m][h], block.memory, params, scoring);
                 let seen = score != f32::NEG_INFINITY;
                 for i in 0..N {
                     for n in 0..2usize {
@@ -79,7 +63,7 @@ pub fn take_nonfinite<
     state: &mut Accumulator<N, M>,
     values: &mut Shared<V>,
     probs: [[[[f32; 2]; 2]; F]; M],
-    block: SpoiledBlock<M>,
+    block: ScoredBlock<M>,
     params: &Attend,
 ) {
     add_nonfinite::<V, C, N, M, F, W>(state, probs, values, block, params);

@@ -1,7 +1,7 @@
 //! What a threadgroup writes: outputs and logsumexps of its rows, or partial results where keys are split.
 
 use super::block::column_coordinate;
-use super::pass::{PrefillPass, lane_row, part_index, team_index};
+use super::pass::{PrefillPass, first_column, lane_row, part_index, team_index};
 use crate::kernels::attend::Attend;
 use crate::kernels::formats::{BF16, F32};
 use crate::kernels::merge::{Merged, lse_of};
@@ -197,7 +197,7 @@ fn store_out<
     output: OutputRows,
     out: &mut Buffer<Q>,
 ) {
-    let first = (C / W) as u32 * part_index::<W>() + 2 * matrix_pair();
+    let first = first_column::<C, W>() + 2 * matrix_pair();
     for m in 0..M {
         for h in 0..2usize {
             let row = lane_row::<M, W>(output.tile, m, h);
@@ -234,7 +234,7 @@ fn stage_out<
     to: u32,
     staged: &mut Shared<f32>,
 ) {
-    let first = (C / W) as u32 * part_index::<W>() + 2 * matrix_pair();
+    let first = first_column::<C, W>() + 2 * matrix_pair();
     for i in 0..N {
         for n in 0..2usize {
             let c = column_coordinate::<FORMAT, D, P>(first + (8 * i + n) as u32);
@@ -390,7 +390,7 @@ pub fn store_partial_out<
     params: &Attend,
     partial_out: &mut Buffer<f32>,
 ) {
-    let first = (C / W) as u32 * part_index::<W>() + 2 * matrix_pair();
+    let first = first_column::<C, W>() + 2 * matrix_pair();
     for m in 0..M {
         for h in 0..2usize {
             let row = lane_row::<M, W>(tile, m, h);

@@ -15,6 +15,12 @@ pub fn team_index<const W: usize>() -> u32 {
     simd_index() / W as u32
 }
 
+/// The first of the columns that a SIMD group has of a block of `C` columns.
+#[device]
+pub fn first_column<const C: usize, const W: usize>() -> u32 {
+    (C / W) as u32 * part_index::<W>()
+}
+
 /// The part of the columns that a SIMD group has.
 #[device]
 pub fn part_index<const W: usize>() -> u32 {

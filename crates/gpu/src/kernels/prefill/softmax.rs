@@ -2,7 +2,7 @@
 
 use super::block::{ROW_PADDING, scale_pair};
 use super::lefts::Queries;
-use super::pass::{ScoredBlock, part_index, team_index};
+use super::pass::{ScoredBlock, first_column, team_index};
 use crate::kernels::attend::Attend;
 use crate::kernels::formats::{has_half_norms, is_codes, is_mlx};
 use crate::kernels::query::RowBound;
@@ -28,7 +28,7 @@ pub fn qk_block<
 ) -> [[[[f32; 2]; 2]; F]; M] {
     let mut products = [[[[0.0; 2]; 2]; F]; M];
     let row = (C + ROW_PADDING) as u32;
-    let first = (C / W) as u32 * part_index::<W>();
+    let first = first_column::<C, W>();
     for i in 0..N / 2 {
         for u in 0..F / 2 {
             let at = first + 16 * u as u32 * row + 16 * i as u32;
@@ -75,7 +75,7 @@ pub fn with_key_scales<
 ) -> [[[[f32; 2]; 2]; F]; M] {
     let mut result = products;
     if is_codes(FORMAT) {
-        let of_keys = lane_scales::<FORMAT, D, F>(scales, 0, (C / W) as u32 * part_index::<W>());
+        let of_keys = lane_scales::<FORMAT, D, F>(scales, 0, first_column::<C, W>());
         for j in 0..F {
             for m in 0..M {
                 for h in 0..2usize {
@@ -361,7 +361,7 @@ pub fn pv_block<
     values: &Shared<V>,
 ) {
     let row = (C + ROW_PADDING) as u32;
-    let first = (C / W) as u32 * part_index::<W>();
+    let first = first_column::<C, W>();
     for u in 0..F / 2 {
         let mut p = [[left_from::<V>(0.0, 0.0); 2]; M];
         let mut p_next = [[left_from::<V>(0.0, 0.0); 2]; M];

@@ -1,4 +1,4 @@
-//! The stream of blocks of keys, with the scales of their values, which join the scores.
+//! The stream of blocks of keys, with the scales of their values, which multiply probabilities before the values themselves arrive.
 
 use super::block::{
     BlockMemory, BlockWords, Codes, ROW_PADDING, fetch_block, fetch_scales, no_words, store_block,
@@ -9,7 +9,7 @@ use crate::kernels::nibbles::{fill_nibbles, uses_nibbles};
 use crate::kernels::rows::has_nonfinite;
 use flashtile_kernel::prelude::*;
 
-/// What a block of keys is made of, on its way from memory: with the scales of its values, which join the scores.
+/// A block of keys, on its way from memory, with the scales of its values.
 #[device]
 pub struct NextBlock<const L: usize, const R: usize> {
     /// Words of the keys.
