@@ -8,6 +8,7 @@ use flashtile::{
     SeqLens, Unsupported, Visibility,
 };
 use flashtile_gpu::facts::GpuFacts;
+use flashtile_gpu::launches::{Launches, Strides};
 use flashtile_gpu::machines::{ALL_APPLE, M1, M1_PIPELINE_448, M3_MAX};
 use flashtile_gpu::plan::Plan;
 use flashtile_gpu::portable_kernel::PortableKernel;
@@ -19,7 +20,14 @@ fn problems() -> Vec<Case> {
     let bf16 = |name: &str, dims| Case::new(name, dims, Dtype::BF16);
     let many: Vec<(usize, usize)> = (0..32).map(|n| (17 + 61 * n % 400, 17 + 61 * n % 400)).collect();
     let decode: Vec<(usize, usize)> = (0..16).map(|n| (1, 100 + 997 * n % 4000)).collect();
+    let tq4 = |name: &str, steps: &[(usize, usize)]| {
+        bf16(name, [1, 32, 8, 0, 0, 128, 128]).stored(Codec::Tq4, Codec::Tq4).cached(steps, 16, Keep::All)
+    };
     vec![
+        tq4("tq4-chunk-256-after-7936", &[(256, 8192)]).causal(QOffset::BottomRight),
+        tq4("tq4-one-chunk-7-steps", &[&[(256, 8192)][..], &[(1, 4000); 7]].concat())
+            .causal(QOffset::BottomRight),
+        bf16("d512-prefill-2048", [1, 8, 8, 2048, 2048, 512, 512]).causal(QOffset::TopLeft),
         bf16("llama-prefill-512", [1, 32, 8, 512, 512, 128, 128]).causal(QOffset::TopLeft),
         bf16("llama-prefill-4096", [1, 32, 8, 4096, 4096, 128, 128]).causal(QOffset::TopLeft),
         bf16("llama-chunk-512-after-7680", [1, 32, 8, 512, 8192, 128, 128]).causal(QOffset::BottomRight),
@@ -225,6 +233,13 @@ fn pipelines_of_few_threads_have_smaller_tiles_or_none() {
         assert!(refusal.starts_with("merge_") && refusal.ends_with(&want), "{refusal}");
     }
     assert!(matches!(plan(&prefill, 31), Err(Unsupported::Threads { needed: 32, available: 31, .. })));
+    // Short rows, whose blocks of 64 keys registers would hold.
+    let short = Case::new("short", [1, 8, 8, 100, 100, 32, 32], Dtype::F16).desc.validate().unwrap();
+    for threads in [64, 32] {
+        let plan =
+            Plan::new(&short, &M1.with_threads_per_group(threads), PlanOptions::default(), None).unwrap();
+        assert!(plan.tile().is_prefill() && plan.tile().threads() <= threads, "{plan}");
+    }
     // A tile of the caller's is taken or refused.
     let tile = PortableTile::new(8, 16, 8, 1);
     let facts = M1.with_threads_per_group(255);
@@ -346,6 +361,34 @@ fn portable_plans_refuse() {
         let refusal = CudaPlan::with_tile(&problem, &machines::T4, PlanOptions::default(), tile.into());
         assert!(matches!(refusal, Err(Unsupported::Tile { .. })), "{tile:?}");
     }
+}
+
+#[test]
+fn launches_of_splits_are_compiled_once_for_any_outputs() {
+    let problem =
+        Case::new("chunk", [1, 8, 1, 64, 4096, 128, 128], Dtype::BF16).sinks().desc.validate().unwrap();
+    let tile = PortableTile::prefill(64, 64, 4, 2);
+    for (splits, differ) in [(1, vec![true]), (4, vec![false, true])] {
+        let launches = Launches::new(&problem, tile.with_splits(splits)).unwrap();
+        let placed = launches.place(&Strides::default(), false).unwrap();
+        let [with, without] = [true, false].map(|lse| launches.constants(&placed, lse));
+        let differing: Vec<bool> = with.iter().zip(&without).map(|(a, b)| a.1 != b.1).collect();
+        assert_eq!(differing, differ, "{splits} splits");
+    }
+}
+
+#[test]
+fn launches_refuse_what_kernels_refuse() {
+    let shape = HeadShape { q_heads: 1, kv_heads: 1, head_dim: 512, value_dim: 512 };
+    let mut desc = ProblemDesc::cached(shape, Dtype::BF16, &[SeqLens { q_len: 40, kv_len: 40 }]);
+    (desc.k_codec, desc.v_codec) = (Some(Codec::MlxTq4), Some(Codec::MlxTq4));
+    let problem = desc.validate().unwrap();
+    let tile = PortableTile::prefill(32, 16, 2, 1);
+    let why = Launches::new(&problem, tile).unwrap_err();
+    assert!(matches!(why, Unsupported::Tile { why } if why.contains("halves")), "{why:?}");
+    assert!(Launches::new(&problem, PortableTile::prefill(32, 16, 4, 1).with_team(2)).is_ok());
+    let none = Launches::new(&problem, PortableTile::prefill(16, 16, 2, 1).with_team(2).with_splits(0));
+    assert!(matches!(none.unwrap_err(), Unsupported::Splits { got: 0, .. }));
 }
 
 /// Plans of the same sequences at other lengths have the same launches and the same layout of scratch memory.
