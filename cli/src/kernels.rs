@@ -6,8 +6,8 @@ use crate::output::{self, Destination};
 use crate::parse::{codec, count, dtype};
 use crate::report::{self, Table};
 use clap::{Args, Subcommand, ValueEnum};
-use flashtile::kernel::source::{ElementType, GenericKind, ParameterKind};
-use flashtile::kernel::{Generic, Instance, Kernel, ScalarType, Target};
+use flashtile::kernel::source::{ElementType, GenericKind, Parameter, ParameterKind};
+use flashtile::kernel::{Generic, Instance, Kernel, ParamsField, ScalarType, Target};
 use flashtile::kernels::{KERNELS, Variant, VariantOption, instance_of, instances};
 use flashtile::{Codec, Dtype};
 use serde_json::{Value, json};
@@ -249,8 +249,7 @@ fn details(kernel: &Kernel, instances: &[&Instance]) -> String {
         format!("{}: {} = {}", of.parameter.name, bound(of.parameter.kind), of.expression)
     };
     section("derived generics", kernel.derived.iter().map(derived).collect());
-    let parameter =
-        |p: &flashtile::kernel::source::Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
+    let parameter = |p: &Parameter| format!("{}: {}", p.name, kind(kernel, p.kind));
     section("parameters", kernel.parameters.iter().map(parameter).collect());
     let requirement =
         |r: &flashtile::kernel::source::Requirement| format!("{}  ({})", r.message, r.condition.trim());
@@ -299,7 +298,7 @@ fn kernel_json(kernel: &Kernel, instances: &[&Instance]) -> Value {
         "line": kernel.source.line,
         "does": summary(kernel),
         "docs": kernel.docs.trim(),
-        "parameters": kernel.parameters.iter().map(|p| named(p.name, &kind(kernel, p.kind))).collect::<Vec<_>>(),
+        "parameters": parameters_json(kernel),
         "generics": kernel.generics.iter().map(|g| named(g.name, bound(g.kind))).collect::<Vec<_>>(),
         "requires": kernel.requirements.iter().map(|r| r.message).collect::<Vec<_>>(),
         "exact": kernel.exact,
@@ -308,6 +307,31 @@ fn kernel_json(kernel: &Kernel, instances: &[&Instance]) -> Value {
         "shared_bytes": ends(shared(instances)),
         "instances": instances.len(),
     })
+}
+
+/// The parameters in order, each with its index among the buffers or among the constants of a pipeline; structs with their layout.
+fn parameters_json(kernel: &Kernel) -> Vec<Value> {
+    let (mut buffers, mut constants) = (0, 0);
+    let one = |p: &Parameter| {
+        let (space, next) = match p.kind {
+            ParameterKind::Constant(_) => ("constant", &mut constants),
+            _ => ("buffer", &mut buffers),
+        };
+        let mut of = json!({ "name": p.name, "type": kind(kernel, p.kind), space: *next });
+        *next += 1;
+        if let ParameterKind::Params { bytes, fields, .. } = p.kind {
+            of["bytes"] = json!(bytes);
+            of["fields"] = fields.iter().map(field_json).collect();
+        }
+        of
+    };
+    kernel.parameters.iter().map(one).collect()
+}
+
+/// A field of a struct of parameters.
+fn field_json(field: &ParamsField) -> Value {
+    let ParamsField { name, element, len, offset } = *field;
+    json!({ "name": name, "type": element.name(), "len": len, "offset": offset })
 }
 
 fn instance_json(instance: &Instance) -> Value {

@@ -47,6 +47,40 @@ fn lists() {
     assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &2560.into()));
 }
 
+/// Indices of parameters and layouts of structs are those of the printed source.
+#[test]
+fn parameters_are_where_sources_have_them() {
+    let kernels = json_lines(&["kernels", "list", "--json"]);
+    for (name, instance) in [("merge", "merge_bf16_128_0"), ("prefill", "prefill_bf16_2_2_64_64_2_4_4_1_8_2")]
+    {
+        let kernel = kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap();
+        let source = ok(&["kernels", "print", instance, "--target", "msl"]);
+        for parameter in kernel["parameters"].as_array().unwrap() {
+            let name = parameter["name"].as_str().unwrap();
+            let place = match (&parameter["buffer"], &parameter["constant"]) {
+                (Value::Number(index), Value::Null) => format!("{name} [[buffer({index})]]"),
+                (Value::Null, Value::Number(index)) => format!("{name} [[function_constant({index})]]"),
+                _ => panic!("{parameter}"),
+            };
+            assert!(source.contains(&place), "{place}");
+            let Some(fields) = parameter["fields"].as_array() else { continue };
+            let of = parameter["type"].as_str().unwrap().trim_start_matches('&');
+            let mut end = 0;
+            for field in fields {
+                let (name, offset) = (field["name"].as_str().unwrap(), field["offset"].as_u64().unwrap());
+                assert!(
+                    source.contains(&format!("FT_LAYOUT({of}, {name}, {offset});")),
+                    "{of}.{name} at {offset}"
+                );
+                let bytes = if field["type"].as_str().unwrap().ends_with("64") { 8 } else { 4 };
+                assert_eq!(offset, end, "{field}");
+                end += bytes * field["len"].as_u64().unwrap();
+            }
+            assert_eq!(parameter["bytes"], end, "{parameter}");
+        }
+    }
+}
+
 /// An instance has the same source however it is selected.
 #[test]
 fn texts() {

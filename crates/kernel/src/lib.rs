@@ -82,7 +82,7 @@ pub use device::{
 pub use fragment::Fragment;
 pub use half::{bf16, f16};
 pub use memory::{Buffer, Shared};
-pub use scalar::{Element, Number, Plain, Scalar, ScalarType, Value};
+pub use scalar::{Element, Number, ParamsField, Plain, Scalar, ScalarType, Value, Words};
 #[cfg(feature = "simulator")]
 pub use simulator::Simulator;
 pub use source::{Bench, Generic, Instance, ItemSource, Kernel, Target};

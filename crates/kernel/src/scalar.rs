@@ -253,6 +253,19 @@ pub trait Element: Scalar {
 )]
 pub trait Value {}
 
+/// A field of a `#[params]` struct, as host and device lay it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParamsField {
+    /// Its name.
+    pub name: &'static str,
+    /// The type of its numbers.
+    pub element: ScalarType,
+    /// How many numbers it has: 1, or the product of the lengths of its arrays.
+    pub len: usize,
+    /// Bytes before it.
+    pub offset: usize,
+}
+
 /// Host data a launch copies to the kernel: scalars, arrays of them, `#[params]` structs.
 ///
 /// Implemented by `#[params]`, which also asserts that the layout has no padding.
@@ -263,6 +276,9 @@ pub trait Value {}
 pub trait Plain: Copy + 'static {
     /// Bytes of one value, the same on host and device.
     const BYTES: usize;
+
+    /// The fields of a `#[params]` struct; none of scalars and arrays.
+    const FIELDS: &'static [ParamsField] = &[];
 
     /// Appends the bytes, little-endian.
     fn write(&self, bytes: &mut Vec<u8>);
@@ -296,6 +312,23 @@ impl<T: Plain, const N: usize> Plain for [T; N] {
     fn read(bytes: &mut &[u8]) -> Self {
         std::array::from_fn(|_| T::read(bytes))
     }
+}
+
+/// What a field of a `#[params]` struct is made of.
+#[doc(hidden)]
+pub trait Words: Plain {
+    const ELEMENT: ScalarType;
+    const LEN: usize;
+}
+
+impl<T: Scalar> Words for T {
+    const ELEMENT: ScalarType = T::TYPE;
+    const LEN: usize = 1;
+}
+
+impl<T: Words, const N: usize> Words for [T; N] {
+    const ELEMENT: ScalarType = T::ELEMENT;
+    const LEN: usize = N * T::LEN;
 }
 
 impl Value for () {}

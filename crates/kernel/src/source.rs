@@ -8,7 +8,7 @@ use crate::arguments::Arguments;
 use crate::facts::{Constant, Facts};
 pub use crate::generic::{Generic, GenericKind};
 pub use crate::literal::literal;
-use crate::scalar::ScalarType;
+use crate::scalar::{ParamsField, ScalarType};
 use std::fmt::{self, Write as _};
 
 /// The language a kernel is printed in.
@@ -142,6 +142,8 @@ pub enum ParameterKind {
         cpp: &'static str,
         /// Its size.
         bytes: usize,
+        /// Its fields, in the order in which they lie.
+        fields: &'static [ParamsField],
     },
     /// A number, copied at every launch.
     Scalar(ScalarType),

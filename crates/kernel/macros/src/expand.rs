@@ -436,13 +436,24 @@ fn layout(structure: &syn::ItemStruct) -> TokenStream {
         }
     });
     let end = format!("{name}: there is padding at the end: add a field");
+    let fields = members.iter().zip(&member_types).map(|(member, ty)| {
+        let written = member.to_string();
+        quote!(::flashtile_kernel::ParamsField {
+            name: #written,
+            element: <#ty as ::flashtile_kernel::Words>::ELEMENT,
+            len: <#ty as ::flashtile_kernel::Words>::LEN,
+            offset: ::core::mem::offset_of!(#name, #member),
+        })
+    });
     quote! {
+
         const _: () = {
             #(#asserts)*
             ::core::assert!(::core::mem::size_of::<#name>() == <#name as #plain>::BYTES, #end);
         };
         impl #plain for #name {
             const BYTES: usize = #(<#member_types as #plain>::BYTES)+*;
+            const FIELDS: &'static [::flashtile_kernel::ParamsField] = &[#(#fields),*];
             fn write(&self, ft_bytes: &mut ::std::vec::Vec<u8>) {
                 #(#plain::write(&self.#members, ft_bytes);)*
             }
@@ -531,6 +542,7 @@ pub(crate) fn parameter_kind(
             quote!(ft_source::ParameterKind::Params {
                 cpp: #name,
                 bytes: <#path as ::flashtile_kernel::Plain>::BYTES,
+                fields: <#path as ::flashtile_kernel::Plain>::FIELDS,
             })
         }
         (_, passed) => {
