@@ -47,7 +47,7 @@ fn lists() {
     assert_eq!((&wide["threads"], &wide["shared_bytes"]), (&128.into(), &2560.into()));
 }
 
-/// Indices of parameters and layouts of structs are those of the printed source.
+/// Sources have parameters and the fields of their structs where the list says.
 #[test]
 fn parameters_are_where_sources_have_them() {
     let kernels = json_lines(&["kernels", "list", "--json"]);
