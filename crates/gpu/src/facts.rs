@@ -23,9 +23,9 @@ pub struct GpuFacts {
     pub registers_per_core: usize,
     /// 32-bit registers that a thread can have, rounded up as they are allocated.
     pub registers_per_thread: usize,
-    /// Whether the matrix unit multiplies f32. If not, kernels multiply by shuffles and multiply-adds, which take registers.
+    /// True if the matrix unit multiplies f32. Otherwise kernels use shuffles and multiply-adds, which take registers.
     pub multiplies_f32: bool,
-    /// Whether the matrix unit multiplies bf16. If not, kernels multiply as for f32 above.
+    /// True if the matrix unit multiplies bf16. Otherwise kernels use shuffles and multiply-adds.
     pub multiplies_bf16: bool,
     /// The most threadgroups in the second and third dimension of a launch. The first has no bound that problems reach.
     pub max_groups: usize,

@@ -158,7 +158,7 @@ impl Problem {
         matches!(self.desc.sequences, Sequences::Cached { .. })
     }
 
-    /// Whether two problems differ only in their numbers of keys (`kv_lens`, and shared prefixes), as two decoding steps of the same
+    /// Returns true if two problems differ only in their numbers of keys (`kv_lens`, and shared prefixes), as two decoding steps of the same
     /// sequences do. Cost: `O(sequences)`.
     #[must_use]
     pub fn is_step_of(&self, other: &Self) -> bool {

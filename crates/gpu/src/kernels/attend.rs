@@ -1,4 +1,4 @@
-//! What a launch of [`decode`](super::decode::decode()) or [`prefill`](super::prefill::prefill()) is told about its tensors and its sequences.
+//! Launch parameters of [`decode`](super::decode::decode()) and [`prefill`](super::prefill::prefill()): strides, sizes and sequences.
 
 use flashtile_kernel::prelude::*;
 

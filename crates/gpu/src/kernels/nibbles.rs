@@ -27,7 +27,7 @@ pub const fn nibble_bytes(
     }
 }
 
-/// Whether rows are decoded by the table of [`fill_nibbles`].
+/// Returns true if rows are decoded with the lookup table of [`fill_nibbles`].
 #[device]
 #[inline]
 pub const fn uses_nibbles(format: u32, dim: u32, lanes: u32) -> bool {

@@ -210,9 +210,9 @@ fn pairs_of_mlx<const FORMAT: u32, const W: usize, const P: usize>(
 /// Words of two keys: one of each coordinate.
 #[device]
 pub struct Transposed<const P: usize> {
-    /// Of the first coordinate of each pair.
+    /// Words of the first coordinate of each pair.
     pub first: [u32; P],
-    /// Of the second coordinate.
+    /// Words of the second coordinate of each pair.
     pub second: [u32; P],
 }
 

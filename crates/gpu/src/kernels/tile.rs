@@ -37,7 +37,7 @@ pub const MIN_SCALE: f32 = -60.0;
 pub struct QueryOperands<K: Element, const N: usize, const T: usize> {
     /// The queries, rounded to `K`.
     pub rounded: [[Right<K>; N]; T],
-    /// What rounding left of them, where keys are codes: scores are as exact as for f32 queries.
+    /// Rounding residuals of the queries when keys are codes: they make scores as exact as with f32 queries.
     pub residual: [[Right<K>; N]; T],
     /// Factor of the products of a row.
     pub scale: [[f32; 2]; T],

@@ -24,7 +24,7 @@ pub const fn block_columns(dim: usize, team: usize) -> usize {
     dim.div_ceil(16 * team) * 16 * team
 }
 
-/// Whether rows are copied as they are. `pair_words` is the number of words of a lane's pairs where eight lanes share a row.
+/// Returns true if rows are copied to threadgroup memory unchanged. When eight lanes share a row, each lane holds `pair_words` words.
 #[device]
 #[inline]
 pub const fn is_copied(format: u32, dim: u32, pair_words: u32) -> bool {

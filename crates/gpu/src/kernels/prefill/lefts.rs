@@ -13,11 +13,11 @@ use flashtile_kernel::prelude::*;
 pub struct Queries<K: Element, const N: usize, const M: usize> {
     /// The queries, rounded to `K`.
     pub rounded: [[[Left<K>; 2]; N]; M],
-    /// What rounding left of them, where keys are codes: scores are as exact as for f32 queries.
+    /// Rounding residuals of the queries when keys are codes: they make scores as exact as with f32 queries.
     pub residual: [[[Left<K>; 2]; N]; M],
     /// Factor of the products of a row, not negative: the sign of the scale is the queries'.
     pub scale: [[f32; 2]; M],
-    /// What is added to the scaled products of a row.
+    /// Bias added to the scaled products of a row.
     pub bias: [[f32; 2]; M],
 }
 
