@@ -3,7 +3,6 @@
 use crate::tile::PortableTile;
 use crate::variant::Variant;
 use flashtile_core::codec::Codec;
-use flashtile_core::dtype::Dtype;
 use flashtile_core::problem::Problem;
 
 /// The kernel of the kernel language that a plan starts with, specialised by these constants.
@@ -15,10 +14,7 @@ use flashtile_core::problem::Problem;
 pub struct PortableKernel {
     /// As names of kernels begin: `cuda`.
     backend: &'static str,
-    dtype: Dtype,
-    head_dim: usize,
-    value_dim: usize,
-    codecs: [Codec; 2],
+    variant: Variant,
     tile: PortableTile,
     /// Whether keys lie in pages.
     paged: bool,
@@ -32,14 +28,11 @@ impl PortableKernel {
     /// The kernel of a problem on a backend, with a tile.
     #[must_use]
     pub fn new(backend: &'static str, problem: &Problem, tile: PortableTile) -> Self {
-        let (dims, desc) = (problem.dims(), problem.desc());
+        let desc = problem.desc();
         let has_mask = desc.mask.is_some();
         Self {
             backend,
-            dtype: problem.dtype(),
-            head_dim: dims.head_dim,
-            value_dim: dims.value_dim,
-            codecs: [problem.k_codec(), problem.v_codec()],
+            variant: Variant::of(problem),
             tile,
             paged: problem.is_cached(),
             has_bias: has_mask || desc.softcap.is_some() || desc.alibi || desc.tree,
@@ -56,13 +49,13 @@ impl PortableKernel {
     /// Head dimension.
     #[must_use]
     pub const fn head_dim(&self) -> usize {
-        self.head_dim
+        self.variant.head_dim
     }
 
     /// Columns of v.
     #[must_use]
     pub const fn value_dim(&self) -> usize {
-        self.value_dim
+        self.variant.value_dim
     }
 
     /// How a threadgroup divides its work.
@@ -74,22 +67,20 @@ impl PortableKernel {
     /// Bytes of shared memory of a threadgroup.
     #[must_use]
     pub fn shared_bytes(&self) -> usize {
-        let [k_codec, v_codec] = self.codecs;
-        let Self { dtype, head_dim, value_dim, tile, .. } = *self;
-        let variant = Variant { dtype, head_dim, value_dim, k_codec, v_codec };
-        tile.instance(&variant).map_or(0, |instance| instance.shared_bytes())
+        self.tile.instance(&self.variant).map_or(0, |instance| instance.shared_bytes())
     }
 }
 
 impl std::fmt::Display for PortableKernel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Variant { dtype, head_dim, value_dim, k_codec, v_codec } = self.variant;
         let op = if self.tile.is_prefill() { "prefill" } else { "decode" };
-        write!(f, "{}-{op}-{}-d{}", self.backend, self.dtype, self.head_dim)?;
-        if self.value_dim != self.head_dim {
-            write!(f, "x{}", self.value_dim)?;
+        write!(f, "{}-{op}-{dtype}-d{head_dim}", self.backend)?;
+        if value_dim != head_dim {
+            write!(f, "x{value_dim}")?;
         }
-        match self.codecs {
-            [k, v] if [k, v] == [Codec::of(self.dtype); 2] => {}
+        match [k_codec, v_codec] {
+            [k, v] if [k, v] == [Codec::of(dtype); 2] => {}
             [k, v] if k == v => write!(f, "-{k}")?,
             [k, v] => write!(f, "-{k}+{v}")?,
         }

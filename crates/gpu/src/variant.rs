@@ -13,7 +13,7 @@ use flashtile_kernel::{Generic, Instance, Kernel};
 pub const HEAD_DIMS: [usize; 7] = [64, 80, 96, 128, 192, 256, 512];
 
 /// What an instance of a kernel is for. Kernels look at what concerns them: [`VariantOption::of`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Variant {
     /// Of q and out.
     pub dtype: Dtype,
