@@ -12,7 +12,8 @@ use flashtile_core::block_tables::BlockTables;
 use flashtile_core::inputs::{self, InputShapes, Inputs, Outputs, RunError, check_tables};
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::{Problem, ProblemDesc};
-use flashtile_kernel::{DeviceMemory, HostAccess, Instance, ScalarType};
+use flashtile_kernel::{DeviceMemory, HostAccess, Instance, LaunchError, ScalarType};
+use std::collections::HashMap;
 use std::fmt;
 
 /// Plans that a session keeps.
@@ -37,6 +38,8 @@ pub struct Session<D: HostAccess> {
     device: D,
     planner: Planner,
     native: Option<Native>,
+    /// Threads that a threadgroup of a kernel, by its entry point, may have, where that is known to be less than its plan has.
+    thread_limits: HashMap<String, usize>,
     /// Most recently used first.
     plans: Vec<Kept<D::Memory>>,
 }
@@ -134,14 +137,18 @@ impl<D: HostAccess> Session<D> {
 
     /// [`Session::new`] with options of the planner.
     #[must_use]
-    pub const fn with_options(device: D, facts: GpuFacts, options: PlanOptions) -> Self {
-        Self { device, planner: Planner::Device(facts, options), native: None, plans: Vec::new() }
+    pub fn with_options(device: D, facts: GpuFacts, options: PlanOptions) -> Self {
+        Self::with_planner(device, Planner::Device(facts, options))
     }
 
     /// A session that cuts the work of every problem so, whatever its device can hold.
     #[must_use]
     pub fn with_tiling(device: D, tiling: impl Into<Tiling>) -> Self {
-        Self { device, planner: Planner::Tiling(tiling.into()), native: None, plans: Vec::new() }
+        Self::with_planner(device, Planner::Tiling(tiling.into()))
+    }
+
+    fn with_planner(device: D, planner: Planner) -> Self {
+        Self { device, planner, native: None, thread_limits: HashMap::new(), plans: Vec::new() }
     }
 
     /// The same on a device that runs native code only: `find` knows it, and `missing` says why there is none of a problem.
@@ -159,6 +166,12 @@ impl<D: HostAccess> Session<D> {
     #[must_use]
     pub const fn device(&self) -> &D {
         &self.device
+    }
+
+    /// Replaces the device by another with the same memory, such as the same one with another place for its launches, and returns the one
+    /// before. Plans and memory are kept: launches of both must follow each other.
+    pub const fn replace_device(&mut self, device: D) -> D {
+        std::mem::replace(&mut self.device, device)
     }
 
     /// Plans a description and allocates the memory of its runs, or finds what an earlier call has planned.
@@ -181,17 +194,18 @@ impl<D: HostAccess> Session<D> {
         outputs: &mut GpuOutputs<'_, D::Memory>,
     ) -> Result<(), SessionError<D::Error>> {
         self.select(desc)?;
-        let (device, kept) = (&self.device, &mut self.plans[0]);
-        let page_size = inputs.tables.map(|tables| tables.page_size);
-        check(&kept.problem, inputs, page_size, outputs)?;
-        if let Some(tables) = &inputs.tables {
-            let (expected, got) = (kept.problem.sequences().len() * tables.width, tables.table.len());
-            if got < expected {
-                return Err(RunError::Length { tensor: "tables.table", expected, got }.into());
+        self.run_selected(|device, kept| {
+            let page_size = inputs.tables.map(|tables| tables.page_size);
+            check(&kept.problem, inputs, page_size, outputs)?;
+            if let Some(tables) = &inputs.tables {
+                let (expected, got) = (kept.problem.sequences().len() * tables.width, tables.table.len());
+                if got < expected {
+                    return Err(RunError::Length { tensor: "tables.table", expected, got }.into());
+                }
             }
-        }
-        kept.write_sequences(device, &[]).map_err(SessionError::device)?;
-        kept.runs.run(device, kept.plan.launches(), inputs, outputs)
+            kept.write_sequences(device, &[]).map_err(SessionError::device)?;
+            kept.runs.run(device, kept.plan.launches(), inputs, outputs)
+        })
     }
 
     /// [`Session::run`] over pages, with tables in the memory of the host; `inputs.tables` is not read. They are copied to the device
@@ -207,21 +221,22 @@ impl<D: HostAccess> Session<D> {
         outputs: &mut GpuOutputs<'_, D::Memory>,
     ) -> Result<(), SessionError<D::Error>> {
         self.select(desc)?;
-        let (device, kept) = (&self.device, &mut self.plans[0]);
-        check(&kept.problem, inputs, Some(tables.page_size), outputs)?;
-        let pages = inputs.k.shape[0];
-        check_tables(&kept.problem, tables, pages)?;
-        let (mut inputs, &BlockTables { width, page_size, wraps, .. }) = (*inputs, tables);
-        inputs.tables = None;
-        if width == 1 && !wraps {
-            kept.write_sequences(device, &tables.table).map_err(SessionError::device)?;
-        } else {
-            kept.write_sequences(device, &[]).map_err(SessionError::device)?;
-            kept.write_table(device, tables, pages).map_err(SessionError::device)?;
-            let table = kept.table.as_ref().map(|(_, memory)| memory.view());
-            inputs.tables = table.map(|table| GpuTables { table, width, page_size, wraps });
-        }
-        kept.runs.run(device, kept.plan.launches(), &inputs, outputs)
+        self.run_selected(|device, kept| {
+            check(&kept.problem, inputs, Some(tables.page_size), outputs)?;
+            let pages = inputs.k.shape[0];
+            check_tables(&kept.problem, tables, pages)?;
+            let (mut inputs, &BlockTables { width, page_size, wraps, .. }) = (*inputs, tables);
+            inputs.tables = None;
+            if width == 1 && !wraps {
+                kept.write_sequences(device, &tables.table).map_err(SessionError::device)?;
+            } else {
+                kept.write_sequences(device, &[]).map_err(SessionError::device)?;
+                kept.write_table(device, tables, pages).map_err(SessionError::device)?;
+                let table = kept.table.as_ref().map(|(_, memory)| memory.view());
+                inputs.tables = table.map(|table| GpuTables { table, width, page_size, wraps });
+            }
+            kept.runs.run(device, kept.plan.launches(), &inputs, outputs)
+        })
     }
 
     /// Computes what a description says over tensors in host memory: copies them to the device, runs, waits, and copies the results
@@ -262,12 +277,47 @@ impl<D: HostAccess> Session<D> {
         Ok(())
     }
 
+    /// Runs the first of the plans. Where a compiled kernel takes fewer threads than its plan has, the problem is planned anew.
+    fn run_selected(
+        &mut self,
+        mut run: impl FnMut(&D, &mut Kept<D::Memory>) -> Result<(), SessionError<D::Error>>,
+    ) -> Result<(), SessionError<D::Error>> {
+        loop {
+            let kept = &mut self.plans[0];
+            let error = match run(&self.device, kept) {
+                Err(SessionError::Launch(LaunchError::Device(error))) => error,
+                other => return other,
+            };
+            let entry = kept.plan.launches().entry();
+            let limit = D::thread_limit(&error).filter(|_| !self.thread_limits.contains_key(&entry));
+            let Some(limit) = limit else { return Err(SessionError::device(error)) };
+            self.thread_limits.insert(entry, limit as usize);
+            let problem = self.plans[0].problem.clone();
+            let plan = self.planned(&problem)?;
+            self.plans[0] = Kept::new(&self.device, problem, plan).map_err(SessionError::device)?;
+        }
+    }
+
+    /// The plan of a problem, for threadgroups as large as its kernels are known to take.
+    fn planned(&self, problem: &Problem) -> Result<Plan, SessionError<D::Error>> {
+        let (mut facts, options) = match self.planner {
+            Planner::Device(facts, options) => (facts, options),
+            Planner::Tiling(tiling) => return Ok(Plan::with_tiling(problem, tiling)?),
+        };
+        loop {
+            let plan = Plan::new(problem, &facts, options, None)?;
+            match self.thread_limits.get(&plan.launches().entry()) {
+                Some(&limit) if limit < facts.threads_per_group => {
+                    facts = facts.with_threads_per_group(limit);
+                }
+                _ => return Ok(plan),
+            }
+        }
+    }
+
     /// The place of a problem that was not planned: that of the step before it, whose memory it takes over, or a new one.
     fn keep(&mut self, problem: Problem) -> Result<usize, SessionError<D::Error>> {
-        let plan = match self.planner {
-            Planner::Device(facts, options) => Plan::new(&problem, &facts, options, None)?,
-            Planner::Tiling(tiling) => Plan::with_tiling(&problem, tiling)?,
-        };
+        let plan = self.planned(&problem)?;
         let plan = match self.native {
             None => plan,
             Some(Native { find, missing }) => {

@@ -25,6 +25,13 @@ pub trait Device {
     /// # Errors
     /// What the device reports; the contract has been checked.
     fn launch(&self, launch: Launch<'_, Self::Memory>) -> Result<(), Self::Error>;
+
+    /// Threads that a threadgroup may have at most, where an error says that a launch has more than its compiled kernel can. Nothing was
+    /// launched then, and a kernel of fewer threads may do.
+    #[must_use]
+    fn thread_limit(_error: &Self::Error) -> Option<u32> {
+        None
+    }
 }
 
 /// Memory of a device whose elements are of one type.

@@ -46,6 +46,10 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+// The attributes name the crate so, also in its own kernels.
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+extern crate self as flashtile_kernel;
+
 #[cfg(feature = "simulator")]
 mod arguments;
 #[cfg(not(feature = "simulator"))]
@@ -55,6 +59,8 @@ mod arrays;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 pub mod device;
+#[cfg(any(feature = "cuda", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
+mod disk;
 mod facts;
 mod fragment;
 mod generic;
@@ -63,6 +69,9 @@ mod lanes;
 mod literal;
 pub mod matrix;
 pub mod memory;
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+#[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
+pub mod metal;
 pub mod ops;
 mod print;
 mod region;
@@ -74,6 +83,8 @@ pub mod simulator;
 #[path = "no_simulator.rs"]
 pub mod simulator;
 pub mod source;
+#[cfg(any(feature = "cuda", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
+mod timing;
 
 pub use device::{
     Argument, Constant, ContractError, ContractErrorKind, Device, DeviceMemory, Facts, HostAccess, Launch,

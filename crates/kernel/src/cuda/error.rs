@@ -2,6 +2,7 @@
 
 use super::grid::Grid;
 use crate::device::Span;
+use crate::disk::DiskError;
 use crate::scalar::ScalarType;
 use cudarc::driver::DriverError;
 use std::path::PathBuf;
@@ -91,6 +92,12 @@ impl Error {
     pub fn driver(what: impl Into<String>) -> impl FnOnce(DriverError) -> Self {
         let what = what.into();
         move |error| Self::Driver { what, error: describe(error) }
+    }
+}
+
+impl From<DiskError> for Error {
+    fn from(DiskError { path, error }: DiskError) -> Self {
+        Self::KernelFolder { path, error }
     }
 }
 

@@ -37,15 +37,14 @@ mod gpu;
 mod grid;
 mod library;
 mod memory;
-mod time;
 
+pub use crate::disk::CACHE_VARIABLE;
+pub use crate::timing::Timing;
 pub use compiler::{Architecture, Compiler, Program};
 pub use cudarc;
-pub use disk::CACHE_VARIABLE;
 pub use error::Error;
 pub use function::{Function, Resources};
 pub use gpu::Gpu;
 pub use grid::Grid;
 pub use library::NVRTC_VARIABLE;
 pub use memory::Memory;
-pub use time::Timing;

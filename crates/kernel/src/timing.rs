@@ -7,7 +7,7 @@ pub struct Timing {
 }
 
 impl Timing {
-    pub(super) fn new(mut seconds: Vec<f64>) -> Self {
+    pub(crate) fn new(mut seconds: Vec<f64>) -> Self {
         seconds.sort_by(f64::total_cmp);
         Self { seconds }
     }

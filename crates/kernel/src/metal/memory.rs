@@ -1,0 +1,195 @@
+//! Memory of a device.
+
+#![allow(unsafe_code)]
+
+use super::error::Error;
+use super::object::{Buffer, MetalDevice, Shared};
+use crate::device::{DeviceMemory, Span, View, ViewMut};
+use crate::scalar::ScalarType;
+use objc2::runtime::ProtocolObject;
+use objc2_metal::{MTLBuffer, MTLDevice, MTLResource, MTLResourceOptions};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Elements of one type in an `MTLBuffer`, from a byte offset on: allocated by [`Gpu::buffer_from`](super::Gpu::buffer_from) or
+/// [`Gpu::uninit`](super::Gpu::uninit), or lent by its owner ([`Gpu::borrow`](super::Gpu::borrow)).
+///
+/// Command buffers of a [`Gpu`](super::Gpu) keep the buffers that they use: a value may be dropped while work is in flight.
+#[derive(Debug)]
+pub struct Memory {
+    buffer: Shared<Buffer>,
+    /// Bytes before the first element.
+    offset: usize,
+    element: ScalarType,
+    len: usize,
+    /// Whether others may use the buffer too, of which nothing is known here.
+    is_borrowed: bool,
+    /// The command buffer that used it last.
+    last: Mutex<Option<Arc<Ticket>>>,
+}
+
+/// Whether a command buffer has completed.
+#[derive(Debug, Default)]
+pub(super) struct Ticket(AtomicBool);
+
+impl Ticket {
+    pub(super) fn complete(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    fn is_complete(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+impl Memory {
+    /// Memory that CPU and GPU share, of any contents.
+    pub(super) fn uninit(device: &MetalDevice, element: ScalarType, len: usize) -> Result<Self, Error> {
+        let bytes = len.saturating_mul(element.bytes());
+        let too_large = || Error::Memory { bytes, max: device.maxBufferLength() };
+        if bytes > device.maxBufferLength() {
+            return Err(too_large());
+        }
+        // A buffer without bytes cannot be.
+        let buffer = device
+            .newBufferWithLength_options(bytes.max(16), MTLResourceOptions::StorageModeShared)
+            .ok_or_else(too_large)?;
+        Ok(Self::of(buffer, 0, (element, len), false))
+    }
+
+    pub(super) const fn of(
+        buffer: Buffer,
+        offset: usize,
+        (element, len): (ScalarType, usize),
+        is_borrowed: bool,
+    ) -> Self {
+        Self { buffer: Shared::buffer(buffer), offset, element, len, is_borrowed, last: Mutex::new(None) }
+    }
+
+    /// The buffer.
+    #[must_use]
+    pub fn buffer(&self) -> &ProtocolObject<dyn MTLBuffer> {
+        &self.buffer
+    }
+
+    /// Bytes of the buffer before the first element.
+    #[must_use]
+    pub const fn offset(&self) -> usize {
+        self.offset
+    }
+
+    /// The type of its elements.
+    #[must_use]
+    pub const fn element(&self) -> ScalarType {
+        self.element
+    }
+
+    /// Its elements.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no elements.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Bytes of all elements.
+    pub(super) const fn bytes(&self) -> usize {
+        self.len * self.element.bytes()
+    }
+
+    pub(super) fn is_of(&self, device: &MetalDevice) -> bool {
+        std::ptr::eq::<ProtocolObject<dyn MTLDevice>>(&*self.buffer.device(), &**device)
+    }
+
+    /// Notes that a command buffer uses it.
+    pub(super) fn used_by(&self, ticket: &Arc<Ticket>) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(ticket));
+    }
+
+    /// Whether no command buffer that is known here may still use it.
+    pub(super) fn is_idle(&self) -> bool {
+        let last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        !self.is_borrowed && last.as_ref().is_none_or(|ticket| ticket.is_complete())
+    }
+
+    /// Copies bytes to those from byte `at` on.
+    ///
+    /// # Safety
+    /// No work of the device accesses the bytes.
+    pub(super) unsafe fn write(&mut self, at: usize, bytes: &[u8]) {
+        let to = self.inside(at, bytes.len());
+        // SAFETY: the range lies inside of the buffer, whose contents the CPU can access as it is shared; nothing else accesses them, by the
+        // caller's contract.
+        unsafe {
+            let start = self.buffer.contents().as_ptr().cast::<u8>().add(to.start);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), start, bytes.len());
+        }
+    }
+
+    /// Fills all elements with bytes of zero.
+    ///
+    /// # Safety
+    /// As [`Memory::write`].
+    pub(super) unsafe fn fill_zero(&mut self) {
+        let all = self.inside(0, self.bytes());
+        // SAFETY: as in `write`.
+        unsafe {
+            self.buffer.contents().as_ptr().cast::<u8>().add(all.start).write_bytes(0, all.len());
+        }
+    }
+
+    /// Copies bytes from byte `at` on.
+    ///
+    /// # Safety
+    /// No work of the device writes the bytes.
+    pub(super) unsafe fn read(&self, at: usize, bytes: &mut [u8]) {
+        let from = self.inside(at, bytes.len());
+        // SAFETY: as in `write`; nothing writes the bytes, by the caller's contract.
+        unsafe {
+            let start = self.buffer.contents().as_ptr().cast::<u8>().add(from.start);
+            std::ptr::copy_nonoverlapping(start, bytes.as_mut_ptr(), bytes.len());
+        }
+    }
+
+    /// Where bytes of the elements lie in the buffer.
+    ///
+    /// # Panics
+    /// If they do not lie inside the elements.
+    pub(super) fn inside(&self, at: usize, count: usize) -> Range<usize> {
+        let end = at.checked_add(count);
+        assert!(end.is_some_and(|end| end <= self.bytes()), "{count} bytes at {at} of {}", self.bytes());
+        self.offset + at..self.offset + at + count
+    }
+
+    /// All of it, to be read.
+    #[must_use]
+    pub fn view(&self) -> View<'_, Self> {
+        View::new(self, self.span())
+    }
+
+    /// All of it, to be read and written.
+    #[must_use]
+    pub fn view_mut(&mut self) -> ViewMut<'_, Self> {
+        let span = self.span();
+        ViewMut::new(self, span)
+    }
+
+    const fn span(&self) -> Span {
+        Span { element: self.element, offset: 0, len: self.len }
+    }
+}
+
+impl DeviceMemory for Memory {
+    fn view(&self) -> View<'_, Self> {
+        self.view()
+    }
+
+    fn view_mut(&mut self) -> ViewMut<'_, Self> {
+        self.view_mut()
+    }
+}
