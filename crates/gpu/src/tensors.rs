@@ -106,6 +106,22 @@ pub struct GpuOutputs<'a, M> {
     pub lse: Option<ViewMut<'a, M>>,
 }
 
+impl<'a, M> GpuInputs<'a, M> {
+    /// Inputs without tables, masks, ALiBi slopes or sinks; add them through the fields.
+    #[must_use]
+    pub const fn new(q: GpuTensor<'a, M>, k: GpuKv<'a, M>, v: GpuKv<'a, M>) -> Self {
+        Self { q, k, v, tables: None, tree: None, mask: None, alibi_slopes: None, sinks: None }
+    }
+}
+
+impl<'a, M> GpuOutputs<'a, M> {
+    /// Outputs without logsumexp; add it through the field.
+    #[must_use]
+    pub const fn new(out: GpuTensorMut<'a, M>) -> Self {
+        Self { out, lse: None }
+    }
+}
+
 macro_rules! copies {
     ($($Of:ident)*) => {$(
         impl<M> Clone for $Of<'_, M> {
@@ -120,7 +136,8 @@ macro_rules! copies {
 copies!(GpuTensor GpuKv GpuMask GpuTables GpuInputs);
 
 /// The dtype of elements, if tensors have it.
-pub(crate) const fn dtype_of(element: ScalarType) -> Option<Dtype> {
+#[must_use]
+pub const fn dtype_of(element: ScalarType) -> Option<Dtype> {
     match element {
         ScalarType::F32 => Some(Dtype::F32),
         ScalarType::F16 => Some(Dtype::F16),
@@ -130,6 +147,7 @@ pub(crate) const fn dtype_of(element: ScalarType) -> Option<Dtype> {
 }
 
 /// The largest power of two, at most 16, that divides all numbers.
-pub(crate) fn alignment(numbers: impl IntoIterator<Item = usize>) -> usize {
+#[must_use]
+pub fn alignment(numbers: impl IntoIterator<Item = usize>) -> usize {
     1 << numbers.into_iter().fold(16, |bits, n| bits | n).trailing_zeros()
 }

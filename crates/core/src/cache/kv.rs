@@ -244,6 +244,11 @@ impl<S: PageStore> KvCache<S> {
         &self.store
     }
 
+    /// The memory of the rows, to change how it is reached: a device's queue, not its contents.
+    pub const fn store_mut(&mut self) -> &mut S {
+        &mut self.store
+    }
+
     /// Checks that every row written since the last call was stored. A cache in main memory refuses rows when they are written; one
     /// on a device finds out as it encodes them, and this waits for it.
     ///

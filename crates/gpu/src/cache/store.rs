@@ -89,6 +89,12 @@ impl<D: HostAccess> GpuStore<D> {
         &self.device
     }
 
+    /// Replaces the device by another with the same memory, such as the same one with another place for its launches, and returns the one
+    /// before: launches of both must follow each other.
+    pub const fn replace_device(&mut self, device: D) -> D {
+        std::mem::replace(&mut self.device, device)
+    }
+
     /// Pages of keys and of values of a layer, as bytes: `[pages, kv_heads]`, of a head as its codec has them.
     ///
     /// # Panics

@@ -38,6 +38,16 @@ impl Archives {
         key(self.device.iter().map(String::as_str).chain(texts))
     }
 
+    /// What was kept under these names.
+    pub(super) fn recall(&self, names: &[&str]) -> Option<Vec<u8>> {
+        self.disk.read(&self.key(names.iter().copied()))
+    }
+
+    /// Keeps bytes under these names.
+    pub(super) fn remember(&self, names: &[&str], bytes: &[u8]) -> Result<(), Error> {
+        Ok(self.disk.write(&self.key(names.iter().copied()), bytes)?)
+    }
+
     /// The archive of a key, if it was kept and Metal takes it.
     pub(super) fn open(&self, device: &MetalDevice, key: &str) -> Option<Archive> {
         // Metal reads files: the digest before the archive is checked, then what follows it becomes a file of its own.

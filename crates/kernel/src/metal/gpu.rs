@@ -188,6 +188,20 @@ impl Gpu {
         Ok((compiled.max_threads, kept))
     }
 
+    /// What [`Gpu::remember`] has kept under these names.
+    #[must_use]
+    pub fn recall(&self, names: &[&str]) -> Option<Vec<u8>> {
+        self.shared.pipelines.archives().recall(names)
+    }
+
+    /// Keeps a small result that depends on the device and its system, in the folder of compiled kernels.
+    ///
+    /// # Errors
+    /// [`Error::KernelFolder`].
+    pub fn remember(&self, names: &[&str], result: &[u8]) -> Result<(), Error> {
+        self.shared.pipelines.archives().remember(names, result)
+    }
+
     /// Memory of the device that holds `values`.
     ///
     /// # Errors

@@ -56,6 +56,10 @@ impl Pipelines {
         self.archives.folder()
     }
 
+    pub(super) const fn archives(&self) -> &Archives {
+        &self.archives
+    }
+
     /// The pipeline of an instance, and whether it was kept on disk, which running does not need.
     pub(super) fn get(
         &self,
@@ -158,7 +162,7 @@ fn describe(
 fn values(constants: &[Constant]) -> Retained<MTLFunctionConstantValues> {
     let values = MTLFunctionConstantValues::new();
     for (index, constant) in constants.iter().enumerate() {
-        // Apple's processors are little-endian: the first bytes are those of a smaller type.
+        // Apple's processors are little-endian: a value of a smaller type is in the first bytes.
         let raw = constant.raw().to_le_bytes();
         // SAFETY: the value has at least as many bytes as its type, and Metal copies them.
         unsafe {

@@ -1,0 +1,135 @@
+//! A device.
+
+use crate::cache::{MetalKvCache, MetalStore};
+use crate::check::check;
+use crate::error::MetalError;
+use crate::facts::{MetalFacts, facts_of};
+use crate::plan::MetalPlan;
+use crate::session::Session;
+use flashtile_core::cache::{CacheDesc, KvCache};
+use flashtile_core::plan::{PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+use flashtile_gpu::SessionError;
+use flashtile_gpu::cache::StoreError;
+use flashtile_kernel::metal::{CommandQueue, Error, Gpu, Memory, MetalDevice};
+use flashtile_kernel::{Device, HostAccess, LaunchError, ScalarType};
+use std::sync::{Arc, OnceLock};
+
+/// A Metal device: what it can do, and its compiled kernels. A clone refers to the same device and queue.
+#[derive(Debug, Clone)]
+pub struct Metal {
+    gpu: Gpu,
+    facts: MetalFacts,
+    /// The result of the self-check, once it was asked for.
+    checked: Arc<OnceLock<Result<(), String>>>,
+}
+
+fn device(error: Error) -> MetalError {
+    SessionError::Launch(LaunchError::Device(error))
+}
+
+impl Metal {
+    /// The system's default device, and a new queue.
+    ///
+    /// # Errors
+    /// [`Error::NoDevice`], or [`Unsupported::Device`] where it is not one of Apple's own GPUs.
+    pub fn new() -> Result<Self, MetalError> {
+        Self::with_gpu(Gpu::system_default().map_err(device)?)
+    }
+
+    /// A device of the caller's, and a new queue.
+    ///
+    /// # Errors
+    /// [`Error::NoObject`], or [`Unsupported::Device`] where it is not one of Apple's own GPUs.
+    pub fn with_device(of: MetalDevice) -> Result<Self, MetalError> {
+        Self::with_gpu(Gpu::new(of).map_err(device)?)
+    }
+
+    /// A queue of the caller's, and its device. Command buffers of the queue that the caller commits and those of sessions follow each
+    /// other in the order of their commits.
+    ///
+    /// # Errors
+    /// [`Unsupported::Device`] where the device is not one of Apple's own GPUs.
+    pub fn with_queue(queue: CommandQueue) -> Result<Self, MetalError> {
+        Self::with_gpu(Gpu::with_queue(queue))
+    }
+
+    /// A device of the kernel language, and where its launches go.
+    ///
+    /// # Errors
+    /// [`Unsupported::Device`] where the device is not one of Apple's own GPUs.
+    pub fn with_gpu(gpu: Gpu) -> Result<Self, MetalError> {
+        let limits = gpu.limits();
+        let facts = facts_of(gpu.name(), limits.threads as usize, limits.shared_bytes)
+            .ok_or(Unsupported::Device { why: "it is not one of Apple's own GPUs" })?;
+        Ok(Self { gpu, facts, checked: Arc::default() })
+    }
+
+    /// The device's own name: `Apple M3 Max`.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        self.gpu.name()
+    }
+
+    /// Facts of the device, for the planner.
+    #[must_use]
+    pub const fn facts(&self) -> &MetalFacts {
+        &self.facts
+    }
+
+    /// The device of the kernel language, to launch its kernels by and to order, time and capture work.
+    #[must_use]
+    pub const fn gpu(&self) -> &Gpu {
+        &self.gpu
+    }
+
+    /// Plans a problem for this device.
+    ///
+    /// # Errors
+    /// As [`MetalPlan::new`].
+    pub fn plan(&self, problem: &Problem, options: PlanOptions) -> Result<MetalPlan, Unsupported> {
+        MetalPlan::new(problem, &self.facts, options)
+    }
+
+    /// A session on the device's queue.
+    #[must_use]
+    pub fn session(&self) -> Session {
+        self.session_with(PlanOptions::default())
+    }
+
+    /// [`Metal::session`] with options of the planner.
+    #[must_use]
+    pub fn session_with(&self, options: PlanOptions) -> Session {
+        Session::new(self.gpu.clone(), self.facts, options)
+    }
+
+    /// An empty cache in the device's memory, whose pools are zero. Its operations follow each other, and the runs of sessions, on the
+    /// device's queue.
+    ///
+    /// # Errors
+    /// [`StoreError::Cache`] where the description is refused, [`StoreError::Unsupported`] where no kernel stores such rows,
+    /// [`StoreError::Launch`] where the device lacks the memory.
+    pub fn kv_cache(&self, desc: CacheDesc) -> Result<MetalKvCache, StoreError<Error>> {
+        Ok(KvCache::with_store(MetalStore::new(self.gpu.clone(), &desc)?)?)
+    }
+
+    /// Memory of zeros for a dense tensor of a shape.
+    ///
+    /// # Errors
+    /// [`Error::Memory`].
+    pub fn zeros(&self, element: ScalarType, shape: [usize; 4]) -> Result<Memory, MetalError> {
+        let len = shape.into_iter().try_fold(1, usize::checked_mul);
+        let len = len.ok_or_else(|| device(Error::Memory { bytes: usize::MAX, max: usize::MAX }))?;
+        self.gpu.zeroed(element, len).map_err(device)
+    }
+
+    /// Whether the device computes a small problem of prefill and one of decode as the reference does, or what is wrong: a compiler or a
+    /// driver that breaks a kernel shows here, and not in a model's answers. Takes the compilation of three kernels and a few milliseconds,
+    /// once; the result is kept in the folder of compiled kernels for the device, its system and the version of this crate.
+    ///
+    /// # Errors
+    /// What is wrong, in one sentence.
+    pub fn self_check(&self) -> Result<(), String> {
+        self.checked.get_or_init(|| check(&self.gpu, self.facts)).clone()
+    }
+}

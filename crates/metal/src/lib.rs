@@ -1,0 +1,74 @@
+//! The Metal backend: attention on Apple's GPUs, by the portable kernels.
+//!
+//! Plans are pure and can be made on every system. The rest needs one of Apple's: a [`Metal`] device, [`Session`]s that run attention
+//! over tensors in its memory, and KV caches ([`MetalKvCache`]). Kernels are compiled when they are first needed, and kept on disk.
+//!
+//! A tensor is a [`Memory`] with a shape and strides, and a memory is a range of an `MTLBuffer`: an inference engine lends its own
+//! buffers ([`Gpu::borrow`]), and encodes attention into its own command buffers ([`Session::encode`]) or encoders
+//! ([`Session::encode_in`]).
+//!
+//! ```no_run
+//! # #[cfg(target_vendor = "apple")] {
+//! use flashtile::metal::{Metal, MetalInputs, MetalOutputs, ScalarType, dense, kv, tensor, tensor_mut};
+//! use flashtile::{Dims, Dtype, ProblemDesc, Visibility};
+//! let metal = Metal::new()?;
+//! let dims = Dims { batch: 1, q_heads: 32, kv_heads: 8, q_len: 512, kv_len: 512, head_dim: 128, value_dim: 128 };
+//! let elements = |shape: [usize; 4]| metal.zeros(ScalarType::F16, shape);
+//! let (q, k, v) = (elements(dims.q_shape())?, elements(dims.k_shape())?, elements(dims.v_shape())?);
+//! let mut out = elements(dims.out_shape())?;
+//! let [of_q, of_k, of_v] = [dims.q_shape(), dims.k_shape(), dims.v_shape()];
+//! let inputs = MetalInputs::new(tensor(&q, of_q, dense(of_q))?, kv(&k, of_k, dense(of_k))?, kv(&v, of_v, dense(of_v))?);
+//! let mut desc = ProblemDesc::new(dims, Dtype::F16);
+//! desc.visibility = Visibility::causal();
+//! let mut session = metal.session();
+//! let of_out = dims.out_shape();
+//! session.run(&desc, &inputs, &mut MetalOutputs::new(tensor_mut(&mut out, of_out, dense(of_out))?))?;
+//! metal.gpu().synchronize()?;
+//! # }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+mod facts;
+mod plan;
+
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod cache;
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod check;
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod device;
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod error;
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod session;
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod tensors;
+
+pub use facts::{ALL_APPLE, MetalFacts, facts_of};
+pub use flashtile_gpu::portable_kernel::PortableKernel;
+pub use flashtile_gpu::tile::PortableTile;
+pub use plan::MetalPlan;
+
+#[cfg(any(target_vendor = "apple", metal_standin))]
+pub use {
+    cache::{MetalKvCache, MetalStore, encode_cache},
+    device::Metal,
+    error::MetalError,
+    flashtile_core::tensor::dense,
+    flashtile_gpu::SessionError,
+    flashtile_gpu::cache::{GpuRows as MetalRows, GpuRowsMut as MetalRowsMut, StoreError},
+    flashtile_gpu::tensors::{
+        GpuInputs as MetalInputs, GpuKv as MetalKv, GpuMask as MetalMask, GpuOutputs as MetalOutputs,
+        GpuTables as MetalTables, GpuTensor as MetalTensor, GpuTensorMut as MetalTensorMut,
+    },
+    flashtile_kernel::metal::{
+        Buffer, CACHE_VARIABLE, CommandBuffer, CommandBufferError, CommandQueue, ComputeEncoder,
+        DispatchType, Error as DeviceError, Gpu, HostPages, Memory, MetalDevice, SharedEvent, Timing,
+        objc2_metal,
+    },
+    flashtile_kernel::{ScalarType, View, ViewMut},
+    session::Session,
+    tensors::{kv, tensor, tensor_mut},
+};

@@ -1,0 +1,132 @@
+//! The plan of one problem.
+
+use crate::facts::MetalFacts;
+use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
+use flashtile_core::problem::Problem;
+use flashtile_gpu::plan::Plan;
+use flashtile_gpu::portable_kernel::PortableKernel;
+use flashtile_gpu::tile::PortableTile;
+
+/// A plan of the Metal backend. Pure: made for any device from its [`MetalFacts`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct MetalPlan {
+    problem: Problem,
+    options: PlanOptions,
+    kernel: PortableKernel,
+    plan: Plan,
+}
+
+/// The plan's names and sizes, for logs and tools. There is no way back: plan again from the description and the options.
+#[cfg(feature = "serde")]
+impl serde::Serialize for MetalPlan {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        use serde::ser::SerializeStruct;
+        let mut plan = serializer.serialize_struct("MetalPlan", 6)?;
+        plan.serialize_field("kernel", &self.kernel())?;
+        plan.serialize_field("threadgroups", &self.task_count())?;
+        plan.serialize_field("splits", &self.splits())?;
+        plan.serialize_field("workspace_bytes", &self.workspace_bytes())?;
+        plan.serialize_field("problem", self.problem.desc())?;
+        plan.serialize_field("options", &self.options)?;
+        plan.end()
+    }
+}
+
+impl MetalPlan {
+    /// Plans a problem for a device. Pure; cost `O(threadgroups)`.
+    ///
+    /// # Errors
+    /// [`Unsupported::Device`] where the options ask for native kernels, which Metal has none of, or the facts have no cores;
+    /// [`Unsupported::SharedMemory`], [`Unsupported::Threads`], [`Unsupported::Splits`], [`Unsupported::Tasks`],
+    /// [`Unsupported::Workspace`], [`Unsupported::Position`], [`Unsupported::Size`] and [`Unsupported::SkipTiles`].
+    pub fn new(problem: &Problem, facts: &MetalFacts, options: PlanOptions) -> Result<Self, Unsupported> {
+        Self::plan(problem, facts, options, None)
+    }
+
+    /// The same with a tile of the caller's: to measure what another one would give.
+    ///
+    /// # Errors
+    /// As [`MetalPlan::new`]; [`Unsupported::Tile`] where no kernel has the tile.
+    pub fn with_tile(
+        problem: &Problem,
+        facts: &MetalFacts,
+        options: PlanOptions,
+        tile: PortableTile,
+    ) -> Result<Self, Unsupported> {
+        Self::plan(problem, facts, options, Some(tile))
+    }
+
+    fn plan(
+        problem: &Problem,
+        facts: &MetalFacts,
+        options: PlanOptions,
+        tile: Option<PortableTile>,
+    ) -> Result<Self, Unsupported> {
+        match options.kernels {
+            KernelChoice::Auto | KernelChoice::Portable => {}
+            KernelChoice::Native => {
+                return Err(Unsupported::Device { why: "on Metal all kernels are portable ones" });
+            }
+        }
+        if facts.cores == 0 {
+            return Err(Unsupported::Device { why: "it has no cores" });
+        }
+        let plan = Plan::new(problem, facts, options, tile)?;
+        let kernel = PortableKernel::new("metal", problem, *plan.tile());
+        Ok(Self { problem: problem.clone(), options, kernel, plan })
+    }
+
+    /// The problem that this plan computes.
+    #[must_use]
+    pub const fn problem(&self) -> &Problem {
+        &self.problem
+    }
+
+    /// The options that it was made with.
+    #[must_use]
+    pub const fn options(&self) -> PlanOptions {
+        self.options
+    }
+
+    /// Name of the kernel: `metal-prefill-f16-d128-portable`.
+    #[must_use]
+    pub fn kernel(&self) -> String {
+        self.kernel.to_string()
+    }
+
+    /// How a threadgroup divides its work.
+    #[must_use]
+    pub const fn tile(&self) -> &PortableTile {
+        self.plan.tile()
+    }
+
+    /// Threadgroups of the first kernel.
+    #[must_use]
+    pub fn task_count(&self) -> usize {
+        self.plan.groups()
+    }
+
+    /// Splits of the keys of a row.
+    #[must_use]
+    pub const fn splits(&self) -> usize {
+        self.plan.splits()
+    }
+
+    /// Bytes of memory that a run needs beside its tensors.
+    #[must_use]
+    pub const fn workspace_bytes(&self) -> usize {
+        self.plan.regions().len
+    }
+
+    /// Bytes of threadgroup memory of a threadgroup.
+    #[must_use]
+    pub fn threadgroup_bytes(&self) -> usize {
+        self.kernel.shared_bytes()
+    }
+}
+
+impl std::fmt::Display for MetalPlan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}", self.kernel, self.plan)
+    }
+}
