@@ -5,8 +5,10 @@ use flashtile_core::problem::{Problem, Sequence};
 use flashtile_cpu::plan::{CpuFacts, CpuPlan, machines};
 #[cfg(feature = "cuda")]
 use flashtile_cuda::plan::{CudaFacts, CudaPlan, machines::ALL_CUDA};
+#[cfg(feature = "metal")]
+use flashtile_metal::{ALL_APPLE, MetalFacts, MetalPlan};
 
-/// The kind of a backend. [`Display`](std::fmt::Display) is its name: `cpu`, `cuda`.
+/// The kind of a backend. [`Display`](std::fmt::Display) is its name: `cpu`, `cuda`, `metal`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BackendKind {
@@ -14,15 +16,18 @@ pub enum BackendKind {
     Cpu,
     /// NVIDIA devices; also known to builds that lack the feature `cuda`.
     Cuda,
+    /// Apple's GPUs; also known to builds that lack the feature `metal`.
+    Metal,
 }
 
 impl BackendKind {
-    /// `cpu` or `cuda`, as kernel names begin.
+    /// `cpu`, `cuda` or `metal`, as kernel names begin.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
             Self::Cuda => "cuda",
+            Self::Metal => "metal",
         }
     }
 }
@@ -43,16 +48,22 @@ pub enum AnyFacts {
     #[cfg(feature = "cuda")]
     #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     Cuda(CudaFacts),
+    /// One of Apple's GPUs.
+    #[cfg(feature = "metal")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
+    Metal(MetalFacts),
 }
 
 impl AnyFacts {
     /// The machines and devices of [`machines`](crate::plan::machines) with the names that `flashtile plan --device` takes,
-    /// such as `avx2-8core` and `h200`: to plan for hardware that is absent.
+    /// such as `avx2-8core`, `h200` and `m3-max`: to plan for hardware that is absent.
     #[must_use]
     pub fn known() -> Vec<(&'static str, Self)> {
         let cpu = machines::ALL.iter().map(|&(name, facts)| (name, Self::Cpu(facts)));
         #[cfg(feature = "cuda")]
         let cpu = cpu.chain(ALL_CUDA.iter().map(|&(name, facts)| (name, Self::Cuda(facts))));
+        #[cfg(feature = "metal")]
+        let cpu = cpu.chain(ALL_APPLE.iter().map(|&(name, facts)| (name, Self::Metal(facts))));
         cpu.collect()
     }
 
@@ -63,6 +74,8 @@ impl AnyFacts {
             Self::Cpu(facts) => Some(facts),
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => None,
+            #[cfg(feature = "metal")]
+            Self::Metal(_) => None,
         }
     }
 
@@ -72,8 +85,23 @@ impl AnyFacts {
     #[must_use]
     pub const fn as_cuda(&self) -> Option<&CudaFacts> {
         match self {
-            Self::Cpu(_) => None,
             Self::Cuda(facts) => Some(facts),
+            Self::Cpu(_) => None,
+            #[cfg(feature = "metal")]
+            Self::Metal(_) => None,
+        }
+    }
+
+    /// The facts, if they are of one of Apple's GPUs.
+    #[cfg(feature = "metal")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
+    #[must_use]
+    pub const fn as_metal(&self) -> Option<&MetalFacts> {
+        match self {
+            Self::Metal(facts) => Some(facts),
+            Self::Cpu(_) => None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => None,
         }
     }
 
@@ -84,6 +112,8 @@ impl AnyFacts {
             Self::Cpu(_) => BackendKind::Cpu,
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => BackendKind::Cuda,
+            #[cfg(feature = "metal")]
+            Self::Metal(_) => BackendKind::Metal,
         }
     }
 }
@@ -118,18 +148,24 @@ pub enum AnyPlan {
     #[cfg(feature = "cuda")]
     #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
     Cuda(CudaPlan),
+    /// A plan of the Metal backend.
+    #[cfg(feature = "metal")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
+    Metal(MetalPlan),
 }
 
 impl AnyPlan {
-    /// Plans a problem for a device. Pure; cost as [`CpuPlan::new`] and `CudaPlan::new`.
+    /// Plans a problem for a device. Pure; cost as [`CpuPlan::new`], `CudaPlan::new` and `MetalPlan::new`.
     ///
     /// # Errors
-    /// [`Unsupported`] as [`CpuPlan::new`] and `CudaPlan::new`.
+    /// [`Unsupported`] as [`CpuPlan::new`], `CudaPlan::new` and `MetalPlan::new`.
     pub fn new(problem: &Problem, facts: &AnyFacts, options: PlanOptions) -> Result<Self, Unsupported> {
         match facts {
             AnyFacts::Cpu(facts) => CpuPlan::new(problem, facts, options).map(Self::Cpu),
             #[cfg(feature = "cuda")]
             AnyFacts::Cuda(facts) => CudaPlan::new(problem, facts, options).map(Self::Cuda),
+            #[cfg(feature = "metal")]
+            AnyFacts::Metal(facts) => MetalPlan::new(problem, facts, options).map(Self::Metal),
         }
     }
 
@@ -140,6 +176,8 @@ impl AnyPlan {
             Self::Cpu(_) => BackendKind::Cpu,
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => BackendKind::Cuda,
+            #[cfg(feature = "metal")]
+            Self::Metal(_) => BackendKind::Metal,
         }
     }
 
@@ -150,6 +188,8 @@ impl AnyPlan {
             Self::Cpu(plan) => Some(plan),
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => None,
+            #[cfg(feature = "metal")]
+            Self::Metal(_) => None,
         }
     }
 
@@ -159,8 +199,23 @@ impl AnyPlan {
     #[must_use]
     pub const fn as_cuda(&self) -> Option<&CudaPlan> {
         match self {
-            Self::Cpu(_) => None,
             Self::Cuda(plan) => Some(plan),
+            Self::Cpu(_) => None,
+            #[cfg(feature = "metal")]
+            Self::Metal(_) => None,
+        }
+    }
+
+    /// The plan, if it is for one of Apple's GPUs.
+    #[cfg(feature = "metal")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "metal")))]
+    #[must_use]
+    pub const fn as_metal(&self) -> Option<&MetalPlan> {
+        match self {
+            Self::Metal(plan) => Some(plan),
+            Self::Cpu(_) => None,
+            #[cfg(feature = "cuda")]
+            Self::Cuda(_) => None,
         }
     }
 
@@ -171,6 +226,8 @@ impl AnyPlan {
             Self::Cpu(plan) => plan.problem(),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.problem(),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.problem(),
         }
     }
 
@@ -181,6 +238,8 @@ impl AnyPlan {
             Self::Cpu(plan) => plan.options(),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.options(),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.options(),
         }
     }
 
@@ -191,6 +250,8 @@ impl AnyPlan {
             Self::Cpu(plan) => plan.kernel(),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.kernel(),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.kernel(),
         }
     }
 
@@ -201,6 +262,8 @@ impl AnyPlan {
             Self::Cpu(plan) => plan.workspace_bytes(),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.workspace_bytes(),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.workspace_bytes(),
         }
     }
 
@@ -211,6 +274,8 @@ impl AnyPlan {
             Self::Cpu(plan) => plan.splits(),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.splits(),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.splits(),
         }
     }
 
@@ -221,13 +286,15 @@ impl AnyPlan {
             Self::Cpu(plan) => plan.task_count(),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.task_count(),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.task_count(),
         }
     }
 
     /// The tile by which a sequence of the problem is computed. Of several kernels, it is that of the one with the smallest
     /// tile that holds all rows of a GQA group, or with the largest tile.
     #[must_use]
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "CPU plans have one tile"))]
+    #[cfg_attr(not(feature = "cuda"), allow(unused_variables, reason = "other plans have one tile"))]
     pub fn tile(&self, sequence: &Sequence) -> TileSize {
         match self {
             Self::Cpu(plan) => TileSize { rows: plan.tile_rows(), keys: plan.block_k() },
@@ -242,6 +309,8 @@ impl AnyPlan {
                 let (rows, keys) = holds.or(tiles.last()).copied().unwrap_or((16, 64));
                 TileSize { rows, keys }
             }
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => TileSize { rows: plan.tile().rows(), keys: plan.tile().keys() },
         }
     }
 }
@@ -254,6 +323,8 @@ impl serde::Serialize for AnyPlan {
             Self::Cpu(plan) => plan.serialize(serializer),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.serialize(serializer),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.serialize(serializer),
         }
     }
 }
@@ -274,6 +345,8 @@ impl std::fmt::Display for AnyPlan {
             ),
             #[cfg(feature = "cuda")]
             Self::Cuda(plan) => plan.fmt(f),
+            #[cfg(feature = "metal")]
+            Self::Metal(plan) => plan.fmt(f),
         }
     }
 }
@@ -288,5 +361,12 @@ impl From<CpuPlan> for AnyPlan {
 impl From<CudaPlan> for AnyPlan {
     fn from(plan: CudaPlan) -> Self {
         Self::Cuda(plan)
+    }
+}
+
+#[cfg(feature = "metal")]
+impl From<MetalPlan> for AnyPlan {
+    fn from(plan: MetalPlan) -> Self {
+        Self::Metal(plan)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::str::FromStr;
 
-/// A backend as a user names it: `auto`, `cpu`, `cuda` or `cuda:1`. Every build knows every name; [`BackendName::open`] refuses
+/// A backend as a user names it: `auto`, `cpu`, `cuda`, `cuda:1` or `metal`. Every build knows every name; [`BackendName::open`] refuses
 /// what the build or the machine lacks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
@@ -17,6 +17,8 @@ pub enum BackendName {
         /// Its number, counted from 0 as the driver counts.
         device: usize,
     },
+    /// The system's default Metal device.
+    Metal,
 }
 
 impl std::fmt::Display for BackendName {
@@ -26,6 +28,7 @@ impl std::fmt::Display for BackendName {
             Self::Cpu => f.write_str("cpu"),
             Self::Cuda { device: 0 } => f.write_str("cuda"),
             Self::Cuda { device } => write!(f, "cuda:{device}"),
+            Self::Metal => f.write_str("metal"),
         }
     }
 }
@@ -38,6 +41,7 @@ impl FromStr for BackendName {
             "auto" => return Ok(Self::Auto),
             "cpu" => return Ok(Self::Cpu),
             "cuda" => return Ok(Self::Cuda { device: 0 }),
+            "metal" => return Ok(Self::Metal),
             _ => {}
         }
         let Some(number) = name.strip_prefix("cuda:") else {
@@ -70,7 +74,7 @@ impl std::fmt::Display for BackendNameError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Unknown { name } => {
-                write!(f, "no backend is called '{name}', expected auto, cpu, cuda or cuda:N")
+                write!(f, "no backend is called '{name}', expected auto, cpu, cuda, cuda:N or metal")
             }
             Self::Device { name } => {
                 write!(f, "'{name}', expected cuda:N, where N is the number of a device, counted from 0")

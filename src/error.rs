@@ -54,9 +54,19 @@ pub enum Error {
         /// The cargo feature.
         feature: &'static str,
     },
+    /// The system of this machine cannot have what was asked for.
+    System {
+        /// What was asked for.
+        asked: String,
+        /// The systems that can.
+        systems: &'static str,
+    },
     /// A CUDA device refused, for a reason that no CPU has.
     #[cfg(feature = "cuda")]
     Cuda(flashtile_cuda::CudaError),
+    /// A Metal device refused, for a reason that no CPU has.
+    #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+    Metal(flashtile_metal::MetalError),
 }
 
 impl Error {
@@ -80,9 +90,11 @@ impl Error {
             Self::Encode(error) => error,
             Self::Quality(error) => error,
             Self::BackendName(error) => error,
-            Self::Memory { .. } | Self::Feature { .. } => return None,
+            Self::Memory { .. } | Self::Feature { .. } | Self::System { .. } => return None,
             #[cfg(feature = "cuda")]
             Self::Cuda(error) => error,
+            #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+            Self::Metal(error) => error,
         })
     }
 }
@@ -93,6 +105,9 @@ impl std::fmt::Display for Error {
             Self::Memory { bytes } => write!(f, "no memory for {bytes} bytes"),
             Self::Feature { asked, feature } => {
                 write!(f, "{asked} needs the cargo feature {feature}, which this build lacks")
+            }
+            Self::System { asked, systems } => {
+                write!(f, "{asked} needs {systems}, this is {}", std::env::consts::OS)
             }
             other => other.inner().map_or(Ok(()), |inner| std::fmt::Display::fmt(inner, f)),
         }
@@ -154,6 +169,19 @@ impl From<flashtile_cuda::CudaError> for Error {
             CudaError::View(error) => error.into(),
             CudaError::KvCache(error) => Self::Cache(error),
             error => Self::Cuda(error),
+        }
+    }
+}
+
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+impl From<flashtile_metal::MetalError> for Error {
+    fn from(error: flashtile_metal::MetalError) -> Self {
+        use flashtile_metal::SessionError;
+        match error {
+            SessionError::Problem(error) => Self::Problem(error),
+            SessionError::Unsupported(error) => Self::Unsupported(error),
+            SessionError::Inputs(error) => Self::Run(error),
+            error => Self::Metal(error),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Estimated times of a problem on the CPU and on a CUDA device, to choose between them.
+//! Estimated times of a problem on the CPU and on a device, to choose between them.
 //!
 //! Arithmetic on the constants below, each a rate that is reached, not a limit. They need to be right within a factor of two:
 //! where the two times are closer, either choice is good. docs/design.md lists them.
@@ -7,7 +7,10 @@ use flashtile_core::dtype::Dtype;
 use flashtile_core::isa::Isa;
 use flashtile_core::problem::Problem;
 use flashtile_cpu::plan::{CpuFacts, isa_for};
+#[cfg(feature = "cuda")]
 use flashtile_cuda::plan::{CudaFacts, CudaPlan};
+#[cfg(feature = "metal")]
+use flashtile_metal::MetalFacts;
 
 /// Estimated seconds.
 #[derive(Debug, Clone, Copy)]
@@ -15,17 +18,56 @@ pub(crate) struct Estimate {
     /// On the CPU.
     pub(crate) cpu: f64,
     /// On the device, with start and copies.
-    pub(crate) cuda: f64,
+    pub(crate) device: f64,
     /// The device's start and copies alone.
     pub(crate) overhead: f64,
 }
 
 impl Estimate {
-    /// Of the problem of a plan. Cost: `O(query rows)`.
-    pub(crate) fn new(plan: &CudaPlan, cpu: &CpuFacts, facts: &CudaFacts) -> Self {
-        let overhead = overhead_seconds(plan.problem());
-        let cuda = overhead + cuda_seconds(plan, facts);
-        Self { cpu: cpu_seconds(plan.problem(), cpu), cuda, overhead }
+    /// Of a problem on a device of such rates. Cost: `O(query rows)`.
+    pub(crate) fn new(problem: &Problem, cpu: &CpuFacts, rates: &Rates) -> Self {
+        let overhead = rates.start + copied_bytes(problem) / rates.copy;
+        let kernels = (problem.flops() / rates.flops).max(kv_bytes(problem) / rates.bandwidth);
+        Self { cpu: cpu_seconds(problem, cpu), device: overhead + kernels, overhead }
+    }
+}
+
+/// What a device reaches for a problem.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rates {
+    /// Seconds of launches, of the calls that copy tensors there and back, and of waiting for the result.
+    start: f64,
+    /// Bytes per second between tensors of the host and memory of the device.
+    copy: f64,
+    /// Floating-point operations per second.
+    flops: f64,
+    /// Bytes per second that kernels read.
+    bandwidth: f64,
+}
+
+impl Rates {
+    /// Of a CUDA device.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn of_cuda(plan: &CudaPlan, facts: &CudaFacts) -> Self {
+        let multiprocessors = facts.multiprocessors.max(1) as f64;
+        Self {
+            start: CUDA_START,
+            copy: PCIE_BANDWIDTH,
+            flops: multiprocessors * cuda_multiprocessor_flops(plan.problem().dtype(), is_portable(plan)),
+            bandwidth: multiprocessors * CUDA_MULTIPROCESSOR_BANDWIDTH,
+        }
+    }
+
+    /// Of one of Apple's GPUs.
+    #[cfg(feature = "metal")]
+    pub(crate) fn of_metal(dtype: Dtype, facts: &MetalFacts) -> Self {
+        let cores = facts.cores.max(1) as f64;
+        Self {
+            start: METAL_START,
+            copy: UNIFIED_COPY_BANDWIDTH,
+            flops: cores * metal_core_flops(dtype),
+            bandwidth: cores * METAL_CORE_BANDWIDTH,
+        }
     }
 }
 
@@ -38,6 +80,7 @@ pub(crate) fn op(problem: &Problem) -> &'static str {
     if is_decode { "decode" } else { "prefill" }
 }
 
+#[cfg(feature = "cuda")]
 pub(crate) fn is_portable(plan: &CudaPlan) -> bool {
     plan.kernels().any(|kernel| kernel.is_portable())
 }
@@ -62,22 +105,49 @@ const fn cpu_thread_flops(isa: Isa) -> f64 {
     }
 }
 
-/// Seconds of a launch on a device, of the calls that copy tensors there and back, and of waiting for the result.
+/// [`Rates::start`] of a CUDA device.
+#[cfg(feature = "cuda")]
 const CUDA_START: f64 = 50e-6;
 
 /// Bytes per second between pageable host memory and a device, over PCIe.
+#[cfg(feature = "cuda")]
 const PCIE_BANDWIDTH: f64 = 10e9;
 
 /// Bytes per second that a multiprocessor reads from the memory of its device.
+#[cfg(feature = "cuda")]
 const CUDA_MULTIPROCESSOR_BANDWIDTH: f64 = 8e9;
 
 /// Floating-point operations per second of one multiprocessor in prefill.
+#[cfg(feature = "cuda")]
 const fn cuda_multiprocessor_flops(dtype: Dtype, portable: bool) -> f64 {
     match (dtype, portable) {
         (Dtype::F16 | Dtype::BF16, false) => 1e12,
         (Dtype::F16 | Dtype::BF16, true) => 0.3e12,
         (Dtype::F32, false) => 0.15e12,
         (Dtype::F32, true) => 0.03e12,
+    }
+}
+
+/// [`Rates::start`] of one of Apple's GPUs: a command buffer from its commit to the end of the wait takes 0.1 to 0.2 ms. None of the
+/// numbers of these devices was measured by flashtile.
+#[cfg(feature = "metal")]
+const METAL_START: f64 = 200e-6;
+
+/// Bytes per second of a copy inside of unified memory by one core of the processor.
+#[cfg(feature = "metal")]
+const UNIFIED_COPY_BANDWIDTH: f64 = 20e9;
+
+/// Bytes per second that a GPU core reads: an M1 of 8 cores has 68 GB/s, an M3 Max of 40 cores 400 GB/s (Apple newsroom).
+#[cfg(feature = "metal")]
+const METAL_CORE_BANDWIDTH: f64 = 8e9;
+
+/// Floating-point operations per second of one GPU core in prefill: a third to a half of an M1's, of 2.6e12 in f32 by 8 cores (Apple
+/// newsroom).
+#[cfg(feature = "metal")]
+const fn metal_core_flops(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::F16 | Dtype::BF16 => 0.15e12,
+        Dtype::F32 => 0.1e12,
     }
 }
 
@@ -101,16 +171,8 @@ fn cpu_seconds(problem: &Problem, facts: &CpuFacts) -> f64 {
     CPU_START + arithmetic.max(kv_bytes(problem) / bandwidth)
 }
 
-/// Estimated time of the kernels on a device.
-fn cuda_seconds(plan: &CudaPlan, facts: &CudaFacts) -> f64 {
-    let (problem, multiprocessors) = (plan.problem(), facts.multiprocessors.max(1) as f64);
-    let rate = cuda_multiprocessor_flops(problem.dtype(), is_portable(plan));
-    let arithmetic = problem.flops() / (multiprocessors * rate);
-    arithmetic.max(kv_bytes(problem) / (multiprocessors * CUDA_MULTIPROCESSOR_BANDWIDTH))
-}
-
-/// Estimated time of a device's start and of copies of tensors of the host.
-fn overhead_seconds(problem: &Problem) -> f64 {
+/// Bytes of tensors of the host that are copied to a device and back.
+fn copied_bytes(problem: &Problem) -> f64 {
     let dims = problem.dims();
     let elements = |shape: [usize; 4]| shape.iter().map(|&n| n as f64).product::<f64>();
     let rows = if problem.is_cached() {
@@ -119,8 +181,7 @@ fn overhead_seconds(problem: &Problem) -> f64 {
         dims.batch as f64 * dims.kv_len as f64
     };
     let queries = (elements(dims.q_shape()) + elements(dims.out_shape())) * problem.dtype().bytes() as f64;
-    let kv = rows * dims.kv_heads as f64 * row_bytes(problem);
-    CUDA_START + (queries + kv) / PCIE_BANDWIDTH
+    queries + rows * dims.kv_heads as f64 * row_bytes(problem)
 }
 
 /// A time with two significant digits: `26 us`, `1.5 ms`.

@@ -11,7 +11,7 @@ mod backend;
 mod backend_name;
 mod choice;
 mod error;
-#[cfg(feature = "cuda")]
+#[cfg(any(feature = "cuda", feature = "metal"))]
 mod estimate;
 mod runner;
 mod step;
@@ -42,6 +42,8 @@ pub use flashtile_cpu::plan::CpuPlan;
 pub use flashtile_cpu::workspace::{Workspace, WorkspaceError};
 #[cfg(feature = "cuda")]
 pub use flashtile_cuda::plan::CudaPlan;
+#[cfg(feature = "metal")]
+pub use flashtile_metal::MetalPlan;
 
 pub mod problem {
     //! What to compute: dimensions, dtype, visibility, bias, sequences, and the limits of each.
@@ -94,7 +96,7 @@ pub mod plan {
     //! Support, workspace sizes, printed plans and launches all derive from the same plan.
 
     pub use crate::any_plan::{AnyFacts, AnyPlan, BackendKind, TileSize};
-    pub use crate::choice::{Chosen, CudaPresence, Machine, choose};
+    pub use crate::choice::{Chosen, CudaPresence, Machine, MetalPresence, choose};
     pub use flashtile_core::isa::Isa;
     pub use flashtile_core::plan::{KernelChoice, PlanOptions, Unsupported};
     pub use flashtile_cpu::plan::{CpuFacts, CpuPlan, PlannedPrefix, isa_for};
@@ -103,6 +105,8 @@ pub mod plan {
         CudaFacts, CudaKernel, CudaPlan, CudaTile, MIN_CAPABILITY, NATIVE_CAPABILITY, PortableKernel,
         PortableTile, Sm80Kernel, Sm80Tile,
     };
+    #[cfg(feature = "metal")]
+    pub use flashtile_metal::{MetalFacts, MetalPlan};
 
     pub mod machines {
         //! Facts of machines as data, to plan for machines that are absent.
@@ -112,6 +116,8 @@ pub mod plan {
         };
         #[cfg(feature = "cuda")]
         pub use flashtile_cuda::plan::machines::{A100, ALL_CUDA, H100, H200, RTX_4090, T4};
+        #[cfg(feature = "metal")]
+        pub use flashtile_metal::ALL_APPLE;
     }
 }
 
@@ -126,6 +132,10 @@ pub mod cpu {
 #[cfg(feature = "cuda")]
 #[doc(inline)]
 pub use flashtile_cuda as cuda;
+
+#[cfg(feature = "metal")]
+#[doc(inline)]
+pub use flashtile_metal as metal;
 
 #[cfg(feature = "gpu")]
 #[doc(inline)]

@@ -45,8 +45,8 @@ impl Metal {
         Self::with_gpu(Gpu::new(of).map_err(device)?)
     }
 
-    /// A queue of the caller's, and its device. Command buffers of the queue that the caller commits and those of sessions follow each
-    /// other in the order of their commits.
+    /// A queue of the caller's, and its device. The caller's command buffers on the queue and the sessions' follow each other in
+    /// the order of their commits.
     ///
     /// # Errors
     /// [`Unsupported::Device`] where the device is not one of Apple's own GPUs.

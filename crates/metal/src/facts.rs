@@ -40,8 +40,8 @@ const CORES: [(&str, usize); 25] = [
     ("Apple", 8),
 ];
 
-/// Facts of the device of a name, whose threadgroups may have so many threads and so many bytes of threadgroup memory; `None` where it is
-/// not one of Apple's own GPUs, which the kernels' matrix operations need (family Apple7, the A14 and M1, and later).
+/// Facts of the device of a name, whose threadgroups may have `threads_per_group` threads and `shared_per_group` bytes of threadgroup
+/// memory; `None` where it is not one of Apple's own GPUs, which the kernels' matrix operations need (family Apple7, the A14 and M1, and later).
 ///
 /// ```
 /// use flashtile_metal::facts_of;

@@ -13,7 +13,7 @@ pub struct MetalPlan {
     problem: Problem,
     options: PlanOptions,
     kernel: PortableKernel,
-    plan: Plan,
+    plan: Box<Plan>,
 }
 
 /// The plan's names and sizes, for logs and tools. There is no way back: plan again from the description and the options.
@@ -71,7 +71,7 @@ impl MetalPlan {
         if facts.cores == 0 {
             return Err(Unsupported::Device { why: "it has no cores" });
         }
-        let plan = Plan::new(problem, facts, options, tile)?;
+        let plan = Box::new(Plan::new(problem, facts, options, tile)?);
         let kernel = PortableKernel::new("metal", problem, *plan.tile());
         Ok(Self { problem: problem.clone(), options, kernel, plan })
     }
@@ -96,7 +96,7 @@ impl MetalPlan {
 
     /// How a threadgroup divides its work.
     #[must_use]
-    pub const fn tile(&self) -> &PortableTile {
+    pub fn tile(&self) -> &PortableTile {
         self.plan.tile()
     }
 
@@ -108,14 +108,15 @@ impl MetalPlan {
 
     /// Splits of the keys of a row.
     #[must_use]
-    pub const fn splits(&self) -> usize {
+    pub fn splits(&self) -> usize {
         self.plan.splits()
     }
 
     /// Bytes of memory that a run needs beside its tensors.
     #[must_use]
     pub const fn workspace_bytes(&self) -> usize {
-        self.plan.regions().len
+        let plan: &Plan = &self.plan;
+        plan.regions().len
     }
 
     /// Bytes of threadgroup memory of a threadgroup.

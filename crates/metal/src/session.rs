@@ -17,7 +17,7 @@ use flashtile_kernel::metal::{CommandBuffer, ComputeEncoder, DispatchType, Error
 /// description differs in nothing but larger numbers of keys, the next step of decoding.
 ///
 /// Runs of a session follow each other in its memory: they must be on one queue. Where a pipeline takes fewer threads a threadgroup than
-/// its plan has, as may be on devices of the families Apple7 and Apple8, the problem is planned anew for so many.
+/// its plan has, as may be on devices of the families Apple7 and Apple8, the problem is planned anew for the pipeline's number.
 ///
 /// ```no_run
 /// # #[cfg(target_vendor = "apple")] {
