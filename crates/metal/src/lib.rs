@@ -42,9 +42,13 @@ mod device;
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod error;
 #[cfg(any(target_vendor = "apple", metal_standin))]
+pub mod limits;
+#[cfg(any(target_vendor = "apple", metal_standin))]
 mod session;
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod tensors;
+#[cfg(any(target_vendor = "apple", metal_standin))]
+mod timed;
 
 pub use facts::{ALL_APPLE, MetalFacts, facts_of};
 pub use flashtile_gpu::portable_kernel::PortableKernel;
@@ -71,4 +75,5 @@ pub use {
     flashtile_kernel::{ScalarType, View, ViewMut},
     session::Session,
     tensors::{kv, tensor, tensor_mut},
+    timed::TimedRun,
 };

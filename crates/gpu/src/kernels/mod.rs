@@ -14,6 +14,7 @@ pub mod octet;
 pub mod pairs;
 pub mod partial;
 pub mod prefill;
+pub mod products;
 pub mod quantize;
 pub mod query;
 pub mod rotation;
