@@ -18,7 +18,11 @@ mod catalogue;
 #[cfg(feature = "cuda")]
 mod cuda;
 mod edges;
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+mod metal;
 mod mlx;
+#[cfg(any(feature = "simulator", all(feature = "metal", any(target_vendor = "apple", metal_standin))))]
+mod padding;
 mod poison;
 mod random;
 mod rng;
@@ -33,6 +37,8 @@ pub use cases::{Case, CaseData, Keep, Mask, MaskFill, Paging, Tree};
 pub use catalogue::{catalogue, find, quantized};
 #[cfg(feature = "cuda")]
 pub use cuda::{CudaRunner, DevicePlacement, DeviceRun};
+#[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
+pub use metal::{MetalPath, MetalRunner};
 pub use mlx::{MlxRow, MlxRows, MlxStep, mlx_decode, mlx_encode};
 pub use poison::{Guarded, GuardedList, GuardedMask, Layout, Placement};
 pub use random::{random_case, seeded_case};

@@ -1,10 +1,10 @@
 //! Attention by the portable kernels on their simulator.
 
+use super::padding::{held, padding};
 use super::run::{RunReport, Runner, RunnerError, accumulation_of_portable};
-use flashtile_core::codec::KvView;
 use flashtile_core::inputs::{Inputs, Outputs};
 use flashtile_core::plan::Unsupported;
-use flashtile_core::problem::{Problem, Sequence};
+use flashtile_core::problem::Problem;
 use flashtile_gpu::SessionError;
 use flashtile_gpu::session::Session;
 use flashtile_gpu::simulator::{DECODE_TILE, PREFILL_TILE, find, no_native};
@@ -12,8 +12,6 @@ use flashtile_gpu::tile::Tiling;
 use flashtile_gpu::upload::{Results, Uploaded};
 use flashtile_kernel::simulator::{Fault, Memory, Simulator};
 use flashtile_kernel::{Device, HostAccess, Instance, Launch, Limits, ScalarType, bf16, f16};
-use std::collections::HashSet;
-use std::ops::Range;
 
 /// Runs problems on the simulator, with uninitialised scratch memory, and padding of keys and values that faults when
 /// read.
@@ -88,39 +86,6 @@ impl SimulatorRunner {
         self.max_scores = scores;
         self
     }
-}
-
-/// Batch entries or pages, and their rows, that hold a token.
-fn held(problem: &Problem, inputs: &Inputs<'_>) -> HashSet<(usize, usize)> {
-    let place = |index: usize, s: &Sequence, position: usize| match inputs.tables {
-        Some(tables) => tables.locate(index, position),
-        None => Some((s.batch, s.kv_start + position)),
-    };
-    let sequences = problem.sequences().iter().enumerate();
-    sequences.flat_map(|(index, s)| (0..s.kv_len).filter_map(move |at| place(index, s, at))).collect()
-}
-
-/// The byte ranges of keys or values, with these strides, that belong to no token.
-fn padding(view: &KvView<'_>, strides: [usize; 3], held: &HashSet<(usize, usize)>) -> Vec<Range<usize>> {
-    let [entries, heads, rows, dim] = view.shape();
-    let mut bytes = Vec::new();
-    for (entry, head) in (0..entries).flat_map(|entry| (0..heads).map(move |head| (entry, head))) {
-        let start = entry * strides[0] + head * strides[1];
-        let unused = (0..rows).filter(|row| !held.contains(&(entry, *row)));
-        match view {
-            KvView::Elements(view) => bytes.extend(unused.map(|row| {
-                let at = start + row * strides[2];
-                at..at + dim * view.dtype().bytes()
-            })),
-            KvView::Codes(codes) => {
-                for place in unused.flat_map(|row| codes.coder().format().places(rows, row..row + 1)) {
-                    bytes.push(start + place.start..start + place.end);
-                }
-                bytes.push(start + codes.page(entry, head).len()..start + strides[1]);
-            }
-        }
-    }
-    bytes
 }
 
 /// A device with the simulator's memory.

@@ -162,8 +162,9 @@ impl CommandBufferError {
 }
 
 impl Error {
-    /// The failure of a command buffer.
-    pub(super) fn execution(error: &NSError) -> Self {
+    /// The failure of a command buffer, from its `error`.
+    #[must_use]
+    pub fn execution(error: &NSError) -> Self {
         let code = error.code();
         Self::Execution { kind: CommandBufferError::of(code), code, message: describe(error) }
     }

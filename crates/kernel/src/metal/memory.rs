@@ -69,7 +69,7 @@ impl Memory {
 
     /// The buffer.
     #[must_use]
-    pub fn buffer(&self) -> &ProtocolObject<dyn MTLBuffer> {
+    pub fn buffer(&self) -> &Buffer {
         &self.buffer
     }
 
