@@ -3,7 +3,7 @@
 use crate::any_plan::{AnyFacts, AnyPlan, BackendKind};
 use crate::backend_name::BackendName;
 use crate::choice::{CudaPresence, Machine, MetalPresence, choose};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use flashtile_core::plan::{PlanOptions, Unsupported};
 use flashtile_core::problem::Problem;
 use flashtile_cpu::cpu::Cpu;
@@ -146,9 +146,9 @@ impl BackendName {
     /// Opens the backend of this name for a problem; [`BackendName::Auto`] is [`Backend::auto_with`].
     ///
     /// # Errors
-    /// [`Error::Feature`] where the build lacks the backend. Of CUDA, `Error::Cuda` where there is no driver or no device of the number,
-    /// with the number of devices, and [`Error::Unsupported`] where the device is older than the kernels. Of Metal, [`Error::System`] on
-    /// systems other than Apple's, `Error::Metal` where there is no device, and [`Error::Unsupported`] where it is none of Apple's own. A problem that the backend has no plan for is no error here but
+    /// [`Error::Feature`](crate::Error::Feature) where the build lacks the backend. Of CUDA, `Error::Cuda` where there is no driver or no device of the number,
+    /// with the number of devices, and [`Error::Unsupported`](crate::Error::Unsupported) where the device is older than the kernels. Of Metal, [`Error::System`](crate::Error::System) on
+    /// systems other than Apple's, `Error::Metal` where there is no device, and [`Error::Unsupported`](crate::Error::Unsupported) where it is none of Apple's own. A problem that the backend has no plan for is no error here but
     /// [`Choice::plan`].
     pub fn open(self, problem: &Problem, options: PlanOptions) -> Result<Choice> {
         match self {
@@ -157,13 +157,17 @@ impl BackendName {
             #[cfg(feature = "cuda")]
             Self::Cuda { device } => Ok(Choice::asked(Backend::Cuda(device_of(device)?), problem, options)),
             #[cfg(not(feature = "cuda"))]
-            Self::Cuda { .. } => Err(Error::Feature { asked: self.to_string(), feature: "cuda" }),
+            Self::Cuda { .. } => {
+                Err(crate::error::Error::Feature { asked: self.to_string(), feature: "cuda" })
+            }
             #[cfg(all(feature = "metal", any(target_vendor = "apple", metal_standin)))]
             Self::Metal => Ok(Choice::asked(Backend::Metal(shared_metal()?), problem, options)),
             #[cfg(all(not(feature = "metal"), any(target_vendor = "apple", metal_standin)))]
-            Self::Metal => Err(Error::Feature { asked: self.to_string(), feature: "metal" }),
+            Self::Metal => Err(crate::error::Error::Feature { asked: self.to_string(), feature: "metal" }),
             #[cfg(not(any(target_vendor = "apple", metal_standin)))]
-            Self::Metal => Err(Error::System { asked: self.to_string(), systems: "a system of Apple's" }),
+            Self::Metal => {
+                Err(crate::error::Error::System { asked: self.to_string(), systems: "a system of Apple's" })
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 use crate::failure::{Failure, Result, WRONG};
 use crate::gpu;
 use crate::machine;
+use crate::metal;
 use crate::nearest;
 use crate::options::{Backend, CpuArgs, Kernels, KernelsArg, backend};
 use crate::parse::{isa, threads};
@@ -35,7 +36,7 @@ use std::process::ExitCode;
 )]
 pub(crate) struct CheckArgs {
     /// Run only this backend
-    #[arg(long, value_parser = backend("Every backend of this machine but the simulator; of CUDA the first device", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Simulator]), default_value = "auto")]
+    #[arg(long, value_parser = backend("Every backend of this machine but the simulator; of CUDA the first device", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -195,6 +196,9 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
             if let Ok(cuda) = gpu::device(0) {
                 runners.extend(gpu::runners(cuda, args.exact_memory, args.kernels.choice));
             }
+            if let Ok(device) = metal::device() {
+                runners.extend(metal::runners(device, machine::options(None, args.kernels.choice)));
+            }
         }
         Backend::Auto | Backend::Cpu => {}
         Backend::Cuda(device) => {
@@ -205,8 +209,7 @@ fn runners(args: &CheckArgs) -> Result<Vec<Box<dyn Runner>>> {
         }
         Backend::Simulator => runners.push(simulator::runner(MAX_SCORES)?),
         Backend::Metal => {
-            let what = "metal is not part of this build, expected auto, cpu, cuda or simulator";
-            return Err(Failure::at("--backend", what));
+            runners.extend(metal::runners(metal::device()?, machine::options(None, args.kernels.choice)));
         }
     }
     Ok(runners)

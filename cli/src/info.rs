@@ -3,6 +3,7 @@
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::machine::{self, Limit, LimitKind, Unit};
+use crate::metal;
 use crate::parse::threads;
 use crate::progress::ticking;
 use crate::report;
@@ -39,7 +40,10 @@ fn backends() -> Vec<BackendState> {
     let mut states =
         vec![state("cpu", true, "embedded kernels"), state("reference", true, "scalar f64, one thread")];
     states.extend(devices());
-    states.push(state("metal", false, "not part of this build"));
+    states.push(match metal::device() {
+        Ok(device) => state("metal", true, &metal::described(&device)),
+        Err(why) => state("metal", false, &why.to_string()),
+    });
     states.push(match simulator::require() {
         Ok(()) => state("simulator", true, "GPU kernels on the host, every access checked"),
         Err(_) => state("simulator", false, "not part of this build, needs feature simulator"),

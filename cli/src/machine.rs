@@ -1,6 +1,7 @@
 //! The CPU for commands: pool, instruction set, measured limits.
 
 use crate::failure::{Failure, Result};
+use crate::metal::{self, Metal};
 use crate::options::{CpuArgs, Kernels};
 use crate::report;
 use flashtile::cpu::limits;
@@ -116,6 +117,7 @@ fn seen(problem: &Problem, s: &Sequence) -> Range<usize> {
 pub(crate) enum Unit {
     Cpu { isa: Isa, threads: usize },
     Cuda(Cuda, Dtype),
+    Metal(Metal, Dtype),
 }
 
 impl Unit {
@@ -129,6 +131,7 @@ impl Unit {
         match self {
             Self::Cpu { isa, .. } => isa.name(),
             Self::Cuda(cuda, _) => cuda.name(),
+            Self::Metal(metal, _) => metal::name(metal),
         }
     }
 
@@ -136,7 +139,7 @@ impl Unit {
     pub(crate) const fn threads(&self) -> Option<usize> {
         match self {
             Self::Cpu { threads, .. } => Some(*threads),
-            Self::Cuda(..) => None,
+            Self::Cuda(..) | Self::Metal(..) => None,
         }
     }
 
@@ -144,7 +147,7 @@ impl Unit {
     pub(crate) fn limits_as(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Cpu { isa: a, threads: m }, Self::Cpu { isa: b, threads: n }) => (a, m) == (b, n),
-            (Self::Cuda(_, a), Self::Cuda(_, b)) => a == b,
+            (Self::Cuda(_, a), Self::Cuda(_, b)) | (Self::Metal(_, a), Self::Metal(_, b)) => a == b,
             _ => false,
         }
     }
@@ -154,6 +157,7 @@ impl Unit {
         match self {
             Self::Cpu { .. } => 64.0,
             Self::Cuda(..) => 1000.0,
+            Self::Metal(..) => 100.0,
         }
     }
 }
@@ -180,23 +184,41 @@ pub(crate) struct Limit {
     pub(crate) kind: LimitKind,
     /// Flop/s or bytes/s.
     pub(crate) rate: f64,
-    /// Whether the device has matrix units.
-    matrix: bool,
+    products: Products,
+}
+
+/// What multiplies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Products {
+    /// Multiply-adds of vectors or threads.
+    Fma,
+    /// The matrix unit of NVIDIA.
+    Mma,
+    /// Matrices of 8x8 held by a SIMD group, of Apple.
+    Simdgroup,
 }
 
 impl Limit {
     /// Measures a rate: multiply-adds, or reads from memory.
     pub(crate) fn measure(kind: LimitKind, unit: &Unit) -> Result<Self> {
-        let (rate, matrix) = match (unit, kind) {
-            (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => (limits::fma_peak(isa, threads), false),
-            (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => (limits::read_bandwidth(threads), false),
+        let (rate, products) = match (unit, kind) {
+            (&Unit::Cpu { isa, threads }, LimitKind::Arithmetic) => {
+                (limits::fma_peak(isa, threads), Products::Fma)
+            }
+            (&Unit::Cpu { threads, .. }, LimitKind::Bandwidth) => {
+                (limits::read_bandwidth(threads), Products::Fma)
+            }
             (Unit::Cuda(cuda, dtype), LimitKind::Arithmetic) => {
                 let has_products = cuda.facts().capability >= NATIVE_CAPABILITY || *dtype == Dtype::F16;
-                (cuda::limits::matrix_peak(cuda, *dtype)?, has_products)
+                let products = if has_products { Products::Mma } else { Products::Fma };
+                (cuda::limits::matrix_peak(cuda, *dtype)?, products)
             }
-            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => (cuda::limits::read_bandwidth(cuda)?, true),
+            (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => {
+                (cuda::limits::read_bandwidth(cuda)?, Products::Mma)
+            }
+            (Unit::Metal(metal, dtype), kind) => (metal::limit(metal, kind, *dtype)?, Products::Simdgroup),
         };
-        Ok(Self { kind, rate, matrix })
+        Ok(Self { kind, rate, products })
     }
 
     /// Measures the rate that bounds the time of the work.
@@ -232,10 +254,17 @@ impl std::fmt::Display for Limit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.kind {
             LimitKind::Arithmetic => {
-                let unit = if self.matrix { "mma.sync" } else { "FMA" };
+                let unit = match self.products {
+                    Products::Fma => "FMA",
+                    Products::Mma => "mma.sync",
+                    Products::Simdgroup => "simdgroup matrix",
+                };
                 write!(f, "{unit} peak {}", report::flop_rate(self.rate))
             }
-            LimitKind::Bandwidth => write!(f, "read bandwidth {}", report::byte_rate(self.rate)),
+            LimitKind::Bandwidth => {
+                let of = if self.products == Products::Simdgroup { "copy" } else { "read" };
+                write!(f, "{of} bandwidth {}", report::byte_rate(self.rate))
+            }
         }
     }
 }

@@ -16,6 +16,7 @@ mod input;
 mod kernels;
 mod kv;
 mod machine;
+mod metal;
 mod names;
 mod nearest;
 mod numpy;

@@ -141,6 +141,15 @@ impl Backend {
             Self::Auto | Self::Cpu | Self::Metal | Self::Reference | Self::Simulator => false,
         }
     }
+
+    /// The name of a GPU's backend.
+    pub(crate) const fn gpu(self) -> Option<&'static str> {
+        match self {
+            Self::Cuda(_) => Some("cuda"),
+            Self::Metal => Some("metal"),
+            Self::Auto | Self::Cpu | Self::Reference | Self::Simulator => None,
+        }
+    }
 }
 
 /// What auto is where a problem is computed or planned.
@@ -157,7 +166,7 @@ impl ValueEnum for Backend {
             Self::Auto => ("auto", "The backend that the library chooses for the problem"),
             Self::Cpu => ("cpu", "Kernels of this processor"),
             Self::Cuda(_) => ("cuda", "Kernels of the first CUDA device; cuda:1 is the second, and so on"),
-            Self::Metal => ("metal", "Kernels of Apple's GPUs, which this build does not have"),
+            Self::Metal => ("metal", "Kernels of the default Metal device, on Apple's systems"),
             Self::Reference => ("reference", "The definition in f64, on one thread"),
             Self::Simulator => (
                 "simulator",

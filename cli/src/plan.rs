@@ -4,6 +4,7 @@ use crate::cached::Stored;
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Work};
+use crate::metal;
 use crate::names;
 use crate::nearest;
 use crate::operands::{Operands, Order};
@@ -15,10 +16,10 @@ use crate::report;
 use crate::run::{dims_json, shapes};
 use crate::select::{Selected, select, unplanned};
 use clap::Args;
-use flashtile::plan::{AnyFacts, CpuFacts, CudaFacts, NATIVE_CAPABILITY, PlannedPrefix};
+use flashtile::plan::{AnyFacts, CpuFacts, CudaFacts, MetalFacts, NATIVE_CAPABILITY, PlannedPrefix};
 use flashtile::{
-    AnyPlan, CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, PlanOptions, Problem, ProblemDesc,
-    SeqLens, Sequences, SharedPrefix,
+    AnyPlan, CpuPlan, CudaPlan, Dims, Dtype, HeadShape, KernelChoice, MetalPlan, PlanOptions, Problem,
+    ProblemDesc, SeqLens, Sequences, SharedPrefix,
 };
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -52,7 +53,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["isa", "threads", "backend"])]
     pub(crate) device: Option<String>,
     /// Backend to plan for; the plan says why it was chosen
-    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0)]), default_value = "auto")]
+    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -249,13 +250,18 @@ impl Target {
                 selected: None,
             });
         }
-        if args.backend.is_cuda() && (args.cpu.isa.is_some() || args.cpu.threads.is_some()) {
-            return Err(Failure::at("--backend", "cuda has neither --isa nor --threads"));
+        if let Some(gpu) = args.backend.gpu()
+            && (args.cpu.isa.is_some() || args.cpu.threads.is_some())
+        {
+            return Err(Failure::at("--backend", format_args!("{gpu} has neither --isa nor --threads")));
         }
         let selected = select(args.backend, args.cpu, problem, options)?;
         let mut device = "this machine".to_owned();
         if let flashtile::Backend::Cuda(cuda) = &selected.backend {
             cuda.name().clone_into(&mut device);
+        }
+        if let Some(metal) = metal::of(&selected.backend) {
+            metal::name(metal).clone_into(&mut device);
         }
         let (facts, reason) = (selected.backend.facts(), selected.reason.clone());
         Ok(Self { device, facts, reason, selected: Some(selected) })
@@ -304,6 +310,12 @@ impl Shown<'_> {
         Some(CudaShown { device: &self.target.device, facts, plan })
     }
 
+    /// The plan, if it is for one of Apple's GPUs.
+    fn metal(&self) -> Option<MetalShown<'_>> {
+        let (facts, plan) = (self.target.facts.as_metal()?, self.plan.as_metal()?);
+        Some(MetalShown { device: &self.target.device, facts, plan })
+    }
+
     fn text(&self) -> String {
         let Self { plan, order, .. } = self;
         let problem = plan.problem();
@@ -343,6 +355,7 @@ impl Shown<'_> {
             ),
         ];
         let middle = self.cpu().map(|cpu| cpu.lines()).or_else(|| self.cuda().map(|cuda| cuda.lines()));
+        let middle = middle.or_else(|| self.metal().map(|metal| metal.lines()));
         let middle = middle.unwrap_or_default();
         let (prefixes, middle): (Vec<_>, Vec<_>) =
             middle.into_iter().partition(|(name, _)| *name == "prefix");
@@ -354,6 +367,7 @@ impl Shown<'_> {
         let problem = self.plan.problem();
         let work = self.work();
         let json = self.cpu().map(|cpu| cpu.json()).or_else(|| self.cuda().map(|cuda| cuda.json()));
+        let json = json.or_else(|| self.metal().map(|metal| metal.json()));
         let mut json = json.unwrap_or_else(|| json!({}));
         let common = json!({
             "kernel": self.plan.kernel(),
@@ -479,6 +493,65 @@ impl CudaShown<'_> {
             "multiprocessors": facts.multiprocessors,
             "l2": facts.l2,
             "kernels": kernels.collect::<Vec<_>>(),
+            "tasks": plan.task_count(),
+            "splits": plan.splits(),
+        })
+    }
+}
+
+/// A plan for one of Apple's GPUs.
+struct MetalShown<'a> {
+    device: &'a str,
+    facts: &'a MetalFacts,
+    plan: &'a MetalPlan,
+}
+
+impl MetalShown<'_> {
+    fn lines(&self) -> Vec<(&'static str, String)> {
+        let Self { device, facts, plan } = self;
+        let bytes = |n: usize| report::bytes(n as f64);
+        let tile = plan.tile();
+        let reason = match (plan.options().splits, plan.splits()) {
+            (Some(_), _) => "asked for",
+            (None, 1) => "threadgroups fill the device without splits",
+            (None, _) => "as many threadgroups as the device runs at once",
+        };
+        vec![
+            (
+                "machine",
+                format!(
+                    "{device}: {} GPU cores, {} threads and {} of memory a threadgroup",
+                    facts.cores,
+                    facts.threads_per_group,
+                    bytes(facts.shared_per_group)
+                ),
+            ),
+            ("kernel", plan.kernel()),
+            (
+                "tiles",
+                format!(
+                    "{} rows x {} keys, {} of threadgroup memory, {} threads",
+                    tile.rows(),
+                    tile.keys(),
+                    bytes(plan.threadgroup_bytes()),
+                    32 * tile.simds()
+                ),
+            ),
+            ("groups", format!("{} threadgroups", plan.task_count())),
+            ("splits", format!("{}: {reason}", plan.splits())),
+        ]
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let Self { facts, plan, .. } = self;
+        let tile = plan.tile();
+        json!({
+            "cores": facts.cores,
+            "threads_per_group": facts.threads_per_group,
+            "tile_rows": tile.rows(),
+            "block_k": tile.keys(),
+            "threads": 32 * tile.simds(),
+            "shared_bytes": plan.threadgroup_bytes(),
             "tasks": plan.task_count(),
             "splits": plan.splits(),
         })

@@ -6,6 +6,7 @@ use crate::cached::{Cached, Stored, unpack};
 use crate::failure::{Failure, Result};
 use crate::input::Mapped;
 use crate::machine::{self, Limit, Unit, Work};
+use crate::metal::{self, Metal};
 use crate::names;
 use crate::operands::{Operands, Order};
 use crate::options::{AUTO, Backend, CpuArgs, Kernels, KernelsArg, Reading, Semantics, Storage, backend};
@@ -17,7 +18,7 @@ use crate::simulator;
 use clap::Args;
 use flashtile::cuda::Cuda;
 use flashtile::cuda::TimedRun;
-use flashtile::{Codec, Cpu, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
+use flashtile::{AnyPlan, Codec, Cpu, Dims, Inputs, Outputs, Problem, Sequences, TensorViewMut, reference};
 use serde_json::json;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -76,7 +77,7 @@ pub(crate) struct RunArgs {
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
     /// Backend
-    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Reference, Backend::Simulator]), default_value = "auto")]
+    #[arg(long, value_parser = backend(AUTO, &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Reference, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     #[command(flatten)]
     pub(crate) kernels: KernelsArg,
@@ -139,34 +140,26 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode> {
 
 /// Features that the command line has and this build does not.
 fn refuse_what_is_not_built(args: &RunArgs) -> Result<()> {
-    let backend = |name: &str| {
-        Failure::at(
-            "--backend",
-            format_args!(
-                "{name} is not part of this build, expected auto, cpu, cuda, reference or simulator"
-            ),
-        )
-    };
     match args.backend {
-        Backend::Metal => return Err(backend("metal")),
         Backend::Auto | Backend::Cpu => {}
-        Backend::Cuda(_) | Backend::Reference | Backend::Simulator => {
+        Backend::Cuda(_) | Backend::Metal | Backend::Reference | Backend::Simulator => {
             if args.backend == Backend::Simulator {
                 simulator::require()?;
             }
-            let cuda = args.backend.is_cuda();
+            let gpu = args.backend.gpu();
             let given = [
                 ("--isa", "auto or cpu", args.cpu.isa.is_some()),
                 ("--threads", "auto or cpu", args.cpu.threads.is_some()),
-                ("--splits", "auto, cpu or cuda", args.splits.is_some() && !cuda),
-                ("--kernels", "auto or cuda", args.kernels.choice != Kernels::Auto && !cuda),
+                ("--splits", "auto, cpu, cuda or metal", args.splits.is_some() && gpu.is_none()),
+                (
+                    "--kernels",
+                    "auto or cuda",
+                    args.kernels.choice != Kernels::Auto && !args.backend.is_cuda(),
+                ),
             ];
             if let Some((option, expected, _)) = given.into_iter().find(|(.., given)| *given) {
-                let name = match args.backend {
-                    Backend::Cuda(_) => "cuda",
-                    Backend::Simulator => "simulator",
-                    _ => "reference",
-                };
+                let other = if args.backend == Backend::Simulator { "simulator" } else { "reference" };
+                let name = gpu.unwrap_or(other);
                 let text =
                     format_args!("does not apply to the {name} backend, expected --backend {expected}");
                 return Err(Failure::at(option, text));
@@ -264,7 +257,10 @@ fn on_backend(args: &RunArgs, job: &Job<'_>, results: Results<'_>) -> Result<Res
     Ok(match &selected.backend {
         flashtile::Backend::Cpu(cpu) => on_cpu(args, *cpu, &selected, job, results),
         flashtile::Backend::Cuda(cuda) => on_cuda(args, cuda, &selected, job, results),
-        other => Err(Failure::at("--backend", format_args!("{} does not run here", other.kind()))),
+        other => match metal::of(other) {
+            Some(metal) => on_metal(args, metal, &selected, job, results),
+            None => Err(Failure::at("--backend", format_args!("{} does not run here", other.kind()))),
+        },
     })
 }
 
@@ -353,6 +349,43 @@ fn on_cuda(
     let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
     Ok(Done {
         backend: "cuda",
+        backend_reason: selected.reason.clone(),
+        kernel: plan.kernel(),
+        unit: Some(unit),
+        splits: plan.splits(),
+        workspace_bytes: plan.workspace_bytes(),
+        problem: job.operands.problem.clone(),
+        order: job.operands.order,
+        stored: job.stored(),
+        work,
+        seconds,
+        repetitions,
+        limit,
+    })
+}
+
+/// Runs on the Metal device; the time is that of the kernels.
+fn on_metal(
+    args: &RunArgs,
+    metal: &Metal,
+    selected: &Selected,
+    job: &Job<'_>,
+    results: Results<'_>,
+) -> Result<Done> {
+    let problem = job.problem;
+    let options = machine::options(args.splits, args.kernels.choice);
+    let plan = AnyPlan::new(problem, &selected.backend.facts(), options);
+    let plan = plan.map_err(|e| selected.unplanned(problem, args.backend, &e))?;
+    let inputs = job.inputs()?;
+    let mut outputs = results.outputs(job)?;
+    let mut run = metal::timed(metal, problem, options, &inputs, &outputs)?;
+    run.compute(&mut outputs)?;
+    let work = Work::of(problem);
+    let (seconds, repetitions) = median(|| Ok(run.seconds()?))?;
+    let unit = Unit::Metal(metal.clone(), problem.dtype());
+    let limit = (work.flops >= MIN_FLOPS).then(|| Limit::of(&work, &unit)).transpose()?;
+    Ok(Done {
+        backend: "metal",
         backend_reason: selected.reason.clone(),
         kernel: plan.kernel(),
         unit: Some(unit),

@@ -4,6 +4,7 @@ use crate::cached;
 use crate::failure::{Failure, Result};
 use crate::gpu;
 use crate::machine;
+use crate::metal;
 use crate::options::{Backend, CpuArgs};
 use flashtile::plan::AnyFacts;
 use flashtile::{PlanOptions, Problem, Unsupported};
@@ -41,14 +42,14 @@ pub(crate) fn select(
             Ok(Selected { backend: this_cpu(cpu)?, reason })
         }
         Backend::Reference => {
-            let what = "the reference has no plans: it is a single loop; expected auto, cpu or cuda";
+            let what = "the reference has no plans: it is a single loop; expected auto, cpu, cuda or metal";
             Err(Failure::at("--backend", what))
         }
         Backend::Simulator => {
-            let what = "no command plans for the simulator, expected auto, cpu or cuda";
+            let what = "no command plans for the simulator, expected auto, cpu, cuda or metal";
             Err(Failure::at("--backend", what))
         }
-        Backend::Metal => Err(Failure::at("--backend", "not part of this build, expected auto, cpu or cuda")),
+        Backend::Metal => Ok(Selected { backend: metal::backend()?, reason: asked_for() }),
     }
 }
 

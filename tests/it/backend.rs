@@ -1,7 +1,8 @@
 //! Names of backends, and the choice between them for machines that are absent.
 
 use flashtile::plan::{
-    AnyFacts, AnyPlan, BackendKind, CpuFacts, CudaFacts, CudaPresence, Machine, choose, machines,
+    AnyFacts, AnyPlan, BackendKind, CpuFacts, CudaFacts, CudaPresence, Machine, MetalPresence, choose,
+    machines,
 };
 use flashtile::{
     Backend, BackendName, Codec, Dims, Dtype, Error, HeadShape, KernelChoice, PlanOptions, Problem,
@@ -115,6 +116,65 @@ fn reasons_of_absent_machines() {
 }
 
 #[test]
+fn metal_is_the_device_of_apples_systems() {
+    let apple = |metal: MetalPresence| Machine::new(machines::PORTABLE_4).with_metal(metal);
+    let known = |wanted: &str| machines::ALL_APPLE.iter().find(|(name, _)| *name == wanted).unwrap().1;
+    let present = |name: &str, facts| MetalPresence::Present { name: name.to_owned(), facts };
+    let (m1, max) = (present("Apple M1", known("m1")), present("Apple M3 Max", known("m3-max")));
+    let failed = "Apple M1 computes prefill wrongly: nrmse 1 of 0.001";
+    let cases = [
+        (
+            prefill(4096, Dtype::F16),
+            apple(m1.clone()),
+            "metal: Apple M1; prefill, about 120 ms with start and copies, 2.9 s on the cpu",
+        ),
+        (
+            prefill(4096, Dtype::F32),
+            apple(max.clone()),
+            "metal: Apple M3 Max; prefill, about 43 ms with start and copies, 2.9 s on the cpu",
+        ),
+        (
+            decode(8192, 16, Some([Codec::Int8, Codec::Tq4])),
+            apple(max.clone()),
+            "metal: Apple M3 Max; decode, about 860 us with start and copies, 4.3 ms on the cpu",
+        ),
+        (
+            decode(64, 1, None),
+            apple(max),
+            "cpu: about 27 us, on Apple M3 Max 200 us, of which start and copies take 200 us",
+        ),
+        (
+            prefill(4096, Dtype::F16),
+            apple(MetalPresence::Absent { why: failed.to_owned() }),
+            "cpu: Apple M1 computes prefill wrongly: nrmse 1 of 0.001",
+        ),
+        (
+            prefill(4096, Dtype::F16),
+            apple(MetalPresence::NotBuilt),
+            "cpu: this build lacks the cargo feature metal",
+        ),
+    ];
+    for (problem, machine, want) in cases {
+        assert_eq!(chosen(&problem, &machine), want);
+    }
+    // A plan of native kernels is none of Metal's.
+    let mut native = PlanOptions::default();
+    native.kernels = KernelChoice::Native;
+    let refused = choose(&prefill(16, Dtype::F16), native, &apple(m1));
+    assert_eq!(refused.reason, "Apple M1 has no plan: on Metal all kernels are portable ones");
+}
+
+#[test]
+#[cfg(not(target_vendor = "apple"))]
+fn metal_is_refused_elsewhere() {
+    let error =
+        "metal".parse::<BackendName>().unwrap().open(&prefill(16, Dtype::F16), PlanOptions::default());
+    let error = error.unwrap_err();
+    assert!(matches!(error, Error::System { .. }), "{error:?}");
+    assert!(error.to_string().starts_with("metal needs a system of Apple's, this is "), "{error}");
+}
+
+#[test]
 fn a_refusal_is_the_reason() {
     let t4 = with(machines::AVX2_8, "Tesla T4", machines::T4);
     let dims =
@@ -175,7 +235,7 @@ fn backends_have_names() {
     }
     assert_eq!("cuda:0".parse::<BackendName>().unwrap(), BackendName::Cuda { device: 0 });
     for name in ["", "CPU", "cuda1", "tpu", "cpu:0", " cuda"] {
-        let want = format!("no backend is called '{name}', expected auto, cpu, cuda or cuda:N");
+        let want = format!("no backend is called '{name}', expected auto, cpu, cuda, cuda:N or metal");
         assert_eq!(name.parse::<BackendName>().unwrap_err().to_string(), want);
     }
     for name in ["cuda:", "cuda:x", "cuda:+1", "cuda:-1", "cuda:1.0", "cuda:99999999999999999999999"] {

@@ -4,6 +4,7 @@ use super::options::BenchArgs;
 use crate::failure::{Failure, Result};
 use crate::gpu::{self, Tuning};
 use crate::machine::{self, Unit};
+use crate::metal::{self, Metal};
 use crate::options::{Backend, Kernels};
 use crate::report;
 use flashtile::cuda::Cuda;
@@ -13,6 +14,7 @@ use flashtile::{Cpu, Dtype};
 pub(super) enum Device {
     Cpu(Cpu),
     Cuda(Cuda, Tuning),
+    Metal(Metal),
 }
 
 impl Device {
@@ -23,6 +25,7 @@ impl Device {
                 Unit::Cpu { isa: cpu.facts().isa.for_dtype(dtype), threads: cpu.facts().threads }
             }
             Self::Cuda(cuda, _) => Unit::Cuda(cuda.clone(), dtype),
+            Self::Metal(metal) => Unit::Metal(metal.clone(), dtype),
         }
     }
 
@@ -33,28 +36,31 @@ impl Device {
                 format!("{}, {}", facts.isa, report::counted(facts.threads, "thread"))
             }
             Self::Cuda(cuda, _) => cuda.name().to_owned(),
+            Self::Metal(metal) => metal::name(metal).to_owned(),
         }
     }
 }
 
 pub(super) fn device(args: &BenchArgs) -> Result<Device> {
     match args.backend {
-        Backend::Auto | Backend::Cpu if args.tile.is_some() => {
+        Backend::Auto | Backend::Cpu | Backend::Metal if args.tile.is_some() => {
             Err(Failure::at("--tile", "applies to the cuda backend only"))
         }
-        Backend::Auto | Backend::Cpu if args.kernels.choice != Kernels::Auto => {
+        Backend::Auto | Backend::Cpu | Backend::Metal if args.kernels.choice != Kernels::Auto => {
             Err(Failure::at("--kernels", "applies to the cuda backend only"))
         }
         Backend::Auto | Backend::Cpu => Ok(Device::Cpu(machine::cpu(args.cpu)?)),
-        Backend::Cuda(_) if args.cpu.isa.is_some() => {
+        Backend::Cuda(_) | Backend::Metal if args.cpu.isa.is_some() => {
             Err(Failure::at("--isa", "applies to the cpu backend only"))
         }
         Backend::Cuda(device) => {
             let tuning = Tuning { kernels: args.kernels.choice, tile: args.tile };
             Ok(Device::Cuda(gpu::device(device)?, tuning))
         }
-        Backend::Reference | Backend::Metal | Backend::Simulator => {
-            Err(Failure::at("--backend", "expected auto, cpu or cuda: other backends are not measured"))
-        }
+        Backend::Metal => Ok(Device::Metal(metal::device()?)),
+        Backend::Reference | Backend::Simulator => Err(Failure::at(
+            "--backend",
+            "expected auto, cpu, cuda or metal: other backends are not measured",
+        )),
     }
 }

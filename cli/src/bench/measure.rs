@@ -8,6 +8,7 @@ use crate::buffer::{Buffer, load, store};
 use crate::failure::{Failure, Result};
 use crate::gpu::Tuning;
 use crate::machine::{self, Unit, Work};
+use crate::metal::{self, Metal};
 use crate::operands::Order;
 use flashtile::cache::NO_PAGE;
 use flashtile::codec::{CodePages, Side};
@@ -301,7 +302,10 @@ impl<'a> Subject<'a> {
 pub(super) fn measure(device: &Device, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
     let cpu = match device {
         Device::Cpu(cpu) => cpu,
-        Device::Cuda(cuda, tuning) => return on_device(cuda, *tuning, rows, min_time),
+        Device::Cuda(cuda, tuning) => {
+            return on_device(rows, min_time, |row| DeviceSubject::on_cuda(cuda, *tuning, row));
+        }
+        Device::Metal(metal) => return on_device(rows, min_time, |row| DeviceSubject::on_metal(metal, row)),
     };
     let mut subjects = rows.iter().map(|row| Subject::new(cpu, row)).collect::<Result<Vec<_>>>()?;
     turns(3, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(Subject::turn))?;
@@ -320,12 +324,57 @@ fn turns(min: usize, seconds: f64, mut turn: impl FnMut() -> Result<()>) -> Resu
     Ok(())
 }
 
+/// A problem on a device with its tensors there.
+enum DeviceRun {
+    Cuda(Box<TimedRun>),
+    Metal(Box<metal::TimedRun>),
+}
+
+impl DeviceRun {
+    fn compute(&mut self, outputs: &mut Outputs<'_>) -> Result<()> {
+        match self {
+            Self::Cuda(run) => Ok(run.compute(outputs)?),
+            Self::Metal(run) => Ok(run.compute(outputs)?),
+        }
+    }
+
+    fn launch(&mut self) -> Result<()> {
+        match self {
+            Self::Cuda(run) => Ok(run.launch()?),
+            Self::Metal(run) => Ok(run.launch()?),
+        }
+    }
+
+    fn wait(&self) -> Result<()> {
+        match self {
+            Self::Cuda(run) => Ok(run.wait()?),
+            Self::Metal(run) => Ok(run.wait()?),
+        }
+    }
+
+    fn seconds(&mut self) -> Result<f64> {
+        match self {
+            Self::Cuda(run) => Ok(run.seconds()?),
+            Self::Metal(run) => Ok(run.seconds()?),
+        }
+    }
+}
+
+/// How a row runs on a device.
+struct Place {
+    kernel: String,
+    unit: Unit,
+    run: DeviceRun,
+    /// Seconds to prepare the plan, with the compilation of its kernels where that was not done before.
+    prepare: f64,
+}
+
 /// A row that is being measured on a device.
 struct DeviceSubject<'a> {
     row: &'a Row,
     kernel: String,
     unit: Unit,
-    run: TimedRun,
+    run: DeviceRun,
     nrmse: f64,
     host: f64,
     prepare: f64,
@@ -336,26 +385,44 @@ impl<'a> DeviceSubject<'a> {
     /// Launches whose host time is measured.
     const LAUNCHES: usize = 100;
 
+    fn on_cuda(cuda: &Cuda, tuning: Tuning, row: &'a Row) -> Result<Self> {
+        let plan = tuning.plan(&row.problem, cuda).map_err(Failure::new)?;
+        Self::new(row, |inputs, outputs| {
+            let started = Instant::now();
+            cuda.prepare(&plan, &cuda.context().new_stream().map_err(Failure::new)?)?;
+            let prepare = started.elapsed().as_secs_f64();
+            let run = DeviceRun::Cuda(Box::new(TimedRun::new(cuda, &plan, inputs, outputs)?));
+            let unit = Unit::Cuda(cuda.clone(), row.problem.dtype());
+            Ok(Place { kernel: plan.kernel(), unit, run, prepare })
+        })
+    }
+
+    fn on_metal(metal: &Metal, row: &'a Row) -> Result<Self> {
+        let unit = Unit::Metal(metal.clone(), row.problem.dtype());
+        let kernel = metal::kernel(metal, &row.problem)?;
+        Self::new(row, |inputs, outputs| {
+            let started = Instant::now();
+            let run = metal::timed(metal, &row.problem, PlanOptions::default(), inputs, outputs)?;
+            let prepare = started.elapsed().as_secs_f64();
+            Ok(Place { kernel, unit, run: DeviceRun::Metal(Box::new(run)), prepare })
+        })
+    }
+
     /// Generates the data and checks the answer.
-    fn new(cuda: &Cuda, tuning: Tuning, row: &'a Row) -> Result<Self> {
+    fn new(row: &'a Row, place: impl FnOnce(&Inputs<'_>, &Outputs<'_>) -> Result<Place>) -> Result<Self> {
         let problem = &row.problem;
         let dtype = problem.dtype();
-        let plan = tuning.plan(problem, cuda).map_err(Failure::new)?;
         let operands = Operands::random(row, 1)?;
         let mut out = Buffer::elements(dtype, problem.dims().out_shape().iter().product())?;
         let mut outputs = outputs(problem, &mut out)?;
         let inputs = operands.inputs(problem)?;
-        let started = Instant::now();
-        cuda.prepare(&plan, &cuda.context().new_stream().map_err(Failure::new)?)?;
-        let prepare = started.elapsed().as_secs_f64();
-        let mut run = TimedRun::new(cuda, &plan, &inputs, &outputs)?;
+        let Place { kernel, unit, mut run, prepare } = place(&inputs, &outputs)?;
         run.compute(&mut outputs)?;
         let nrmse = check(problem, Accumulation::of_cuda(dtype), &operands, &out)?;
         let started = Instant::now();
         (0..Self::LAUNCHES).try_for_each(|_| run.launch())?;
         let host = started.elapsed().as_secs_f64() / Self::LAUNCHES as f64;
         run.wait()?;
-        let (kernel, unit) = (plan.kernel(), Unit::Cuda(cuda.clone(), dtype));
         Ok(Self { row, kernel, unit, run, nrmse, host, prepare, times: Vec::new() })
     }
 
@@ -381,9 +448,13 @@ impl<'a> DeviceSubject<'a> {
     }
 }
 
-/// Measures rows on a device, flushing its second-level cache before each run.
-fn on_device(cuda: &Cuda, tuning: Tuning, rows: &[Row], min_time: f64) -> Result<Vec<Measured>> {
-    let subjects = rows.iter().map(|row| DeviceSubject::new(cuda, tuning, row));
+/// Measures rows on a device: on CUDA with a flushed second-level cache before each run.
+fn on_device<'a>(
+    rows: &'a [Row],
+    min_time: f64,
+    subject: impl Fn(&'a Row) -> Result<DeviceSubject<'a>>,
+) -> Result<Vec<Measured>> {
+    let subjects = rows.iter().map(subject);
     let mut subjects = subjects.collect::<Result<Vec<_>>>()?;
     turns(10, min_time * rows.len() as f64, || subjects.iter_mut().try_for_each(DeviceSubject::turn))?;
     Ok(subjects.into_iter().map(DeviceSubject::measured).collect())

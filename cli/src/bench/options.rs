@@ -34,7 +34,7 @@ pub(crate) struct BenchArgs {
     #[arg(value_enum, default_value_t = Group::All)]
     pub(crate) group: Group,
     /// Backend to measure; the group kernels alone can use the simulator
-    #[arg(long, value_parser = backend("The cpu; for the group kernels the simulator", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Simulator]), default_value = "auto")]
+    #[arg(long, value_parser = backend("The cpu; for the group kernels the simulator", &[Backend::Auto, Backend::Cpu, Backend::Cuda(0), Backend::Metal, Backend::Simulator]), default_value = "auto")]
     pub(crate) backend: Backend,
     /// For the group kernels: measure only this kernel, a name of `flashtile kernels list`
     #[arg(long, value_name = "NAME")]
