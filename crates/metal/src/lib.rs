@@ -69,7 +69,7 @@ pub use {
     },
     flashtile_kernel::metal::{
         Buffer, CACHE_VARIABLE, CommandBuffer, CommandBufferError, CommandQueue, ComputeEncoder,
-        DispatchType, Error as DeviceError, Gpu, HostPages, Memory, MetalDevice, SharedEvent, Timing,
+        DispatchType, Error as DeviceError, Gpu, HostPages, Memory, MetalDevice, SharedEvent, Timing, objc2,
         objc2_metal,
     },
     flashtile_kernel::{ScalarType, View, ViewMut},

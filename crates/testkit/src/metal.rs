@@ -11,6 +11,7 @@ use flashtile_core::problem::Problem;
 use flashtile_gpu::tensors::GpuOutputs;
 use flashtile_gpu::upload::{Results, Uploaded};
 use flashtile_kernel::{Device, HostAccess, Launch, Limits, ScalarType};
+use flashtile_metal::objc2::rc::autoreleasepool;
 use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue};
 use flashtile_metal::{
     DeviceError, DispatchType, Gpu, Memory, Metal, MetalError, MetalPlan, Session, SessionError,
@@ -212,11 +213,20 @@ impl MetalRunner {
         session: &mut Session,
         work: impl FnOnce(&mut Session) -> Result<(), MetalError>,
     ) -> Result<(), MetalError> {
-        let device = |error| SessionError::Launch(flashtile_kernel::LaunchError::Device(error));
         let dispatch = match self.path {
             MetalPath::Queue => return work(session),
             MetalPath::CommandBuffer(dispatch) | MetalPath::Encoder(dispatch) => dispatch,
         };
+        autoreleasepool(|_| self.launch_in_buffer(session, dispatch, work))
+    }
+
+    fn launch_in_buffer(
+        &self,
+        session: &mut Session,
+        dispatch: DispatchType,
+        work: impl FnOnce(&mut Session) -> Result<(), MetalError>,
+    ) -> Result<(), MetalError> {
+        let device = |error| SessionError::Launch(flashtile_kernel::LaunchError::Device(error));
         let missing = || device(DeviceError::NoObject { what: "command buffer" });
         // Tensors were written on the queue.
         self.metal.gpu().synchronize().map_err(device)?;

@@ -253,7 +253,7 @@ impl Gpu {
         if end.is_none_or(|end| end > whole) || !offset.is_multiple_of(size) {
             return Err(Error::Range { offset, bytes, buffer: whole });
         }
-        Ok(Memory::of(buffer, offset, (element, len), true))
+        Ok(Memory::of(buffer, offset, element, len).borrowed())
     }
 
     /// The elements of a memory, once all launches before have completed.

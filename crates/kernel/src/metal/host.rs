@@ -66,7 +66,7 @@ impl HostPages {
             )
         };
         let buffer = buffer.ok_or_else(|| Error::Memory { bytes, max: device.maxBufferLength() })?;
-        Ok(Memory::of(buffer, 0, (element, bytes / element.bytes()), false))
+        Ok(Memory::of(buffer, 0, element, bytes / element.bytes()))
     }
 }
 

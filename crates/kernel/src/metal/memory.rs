@@ -6,6 +6,7 @@ use super::error::Error;
 use super::object::{Buffer, MetalDevice, Shared};
 use crate::device::{DeviceMemory, Span, View, ViewMut};
 use crate::scalar::ScalarType;
+use objc2::rc::autoreleasepool;
 use objc2::runtime::ProtocolObject;
 use objc2_metal::{MTLBuffer, MTLDevice, MTLResource, MTLResourceOptions};
 use std::ops::Range;
@@ -19,6 +20,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 #[derive(Debug)]
 pub struct Memory {
     buffer: Shared<Buffer>,
+    /// The address of the device, which the buffer keeps.
+    device: usize,
     /// Bytes before the first element.
     offset: usize,
     element: ScalarType,
@@ -55,16 +58,19 @@ impl Memory {
         let buffer = device
             .newBufferWithLength_options(bytes.max(16), MTLResourceOptions::StorageModeShared)
             .ok_or_else(too_large)?;
-        Ok(Self::of(buffer, 0, (element, len), false))
+        Ok(Self::of(buffer, 0, element, len))
     }
 
-    pub(super) const fn of(
-        buffer: Buffer,
-        offset: usize,
-        (element, len): (ScalarType, usize),
-        is_borrowed: bool,
-    ) -> Self {
-        Self { buffer: Shared::buffer(buffer), offset, element, len, is_borrowed, last: Mutex::new(None) }
+    /// Elements of a buffer, from byte `offset` on, that nothing else uses.
+    pub(super) fn of(buffer: Buffer, offset: usize, element: ScalarType, len: usize) -> Self {
+        let device = autoreleasepool(|_| address(&buffer.device()));
+        let (buffer, last) = (Shared::buffer(buffer), Mutex::new(None));
+        Self { buffer, device, offset, element, len, is_borrowed: false, last }
+    }
+
+    /// The same where others may use the buffer too.
+    pub(super) fn borrowed(self) -> Self {
+        Self { is_borrowed: true, ..self }
     }
 
     /// The buffer.
@@ -103,7 +109,7 @@ impl Memory {
     }
 
     pub(super) fn is_of(&self, device: &MetalDevice) -> bool {
-        std::ptr::eq::<ProtocolObject<dyn MTLDevice>>(&*self.buffer.device(), &**device)
+        self.device == address(device)
     }
 
     /// Notes that a command buffer uses it.
@@ -182,6 +188,10 @@ impl Memory {
     const fn span(&self) -> Span {
         Span { element: self.element, offset: 0, len: self.len }
     }
+}
+
+fn address(device: &MetalDevice) -> usize {
+    std::ptr::from_ref::<ProtocolObject<dyn MTLDevice>>(&**device).addr()
 }
 
 impl DeviceMemory for Memory {

@@ -50,5 +50,5 @@ pub use error::{CommandBufferError, Error};
 pub use gpu::Gpu;
 pub use host::HostPages;
 pub use memory::Memory;
-pub use objc2_metal;
 pub use object::{Buffer, CommandBuffer, CommandQueue, ComputeEncoder, MetalDevice, SharedEvent};
+pub use {objc2, objc2_metal};
