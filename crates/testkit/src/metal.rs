@@ -181,13 +181,18 @@ impl Runner for MetalRunner {
         for ((memory, strides), view) in
             uploaded.kv_mut().into_iter().zip(strides).zip([&inputs.k, &inputs.v])
         {
-            for bytes in padding(view, strides, &held) {
-                device.write(memory, bytes.start, &vec![FILL; bytes.len()]).map_err(of_device)?;
-            }
+            let mut bytes = vec![0u8; memory.len()];
+            device.read(memory, 0, &mut bytes).map_err(of_device)?;
+            padding(view, strides, &held).into_iter().for_each(|unused| bytes[unused].fill(FILL));
+            device.write(memory, 0, &bytes).map_err(of_device)?;
         }
         let mut session = self.metal.session_with(self.options);
         let launched = self.launch(&mut session, |session| {
-            let (inputs_there, mut outputs) = (uploaded.inputs(), results.outputs());
+            let (mut inputs_there, mut outputs) = (uploaded.inputs(), results.outputs());
+            // Addresses are as odd as the bands are.
+            for kv in [&mut inputs_there.k, &mut inputs_there.v] {
+                kv.aligned = kv.aligned.min(1 << (kv.bytes.memory().offset() | 16).trailing_zeros());
+            }
             let outputs: &mut GpuOutputs<'_, Memory> = &mut outputs;
             match inputs.tables {
                 Some(tables) => session.run_paged(problem.desc(), &inputs_there, tables, outputs),
