@@ -60,6 +60,7 @@
 //!
 //! Needs x86-64 Linux with AVX2, F16C, FMA and BMI2; [`Compiler::find`] refuses other machines.
 
+mod accesses;
 mod compiler;
 mod error;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -68,11 +69,15 @@ mod fiber;
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 #[path = "fiber_none.rs"]
 mod fiber;
+mod kernel;
 mod library;
 mod memory;
 mod run;
+mod shadow;
 mod source;
 
+pub use accesses::Accesses;
 pub use compiler::{CLANG_VARIABLE, Compiler};
 pub use error::{CompileError, Error, FindError, RunError, ThreadId};
-pub use library::{Buffer, FunctionConstant, Kernel, Library, Value};
+pub use kernel::{Allocation, Binding, Buffer, Kernel, Order};
+pub use library::{FunctionConstant, Library, Value};

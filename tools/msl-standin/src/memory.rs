@@ -1,10 +1,14 @@
-//! The memory of a run: copies of its buffers, and threadgroup memory. Allocations lie apart, so that an access out of the bounds
-//! of one is not inside another.
+//! The memory of a run: allocations of the host, threadgroup memory, and the constants of the program. Each access of a kernel is
+//! checked against their bounds and recorded in their shadows.
+
+use crate::accesses::Accesses;
+use crate::shadow::{Earlier, Shadow, Touch};
 
 /// Bytes of threadgroup memory that a threadgroup may have.
 pub(crate) const THREADGROUP_LIMIT: usize = 32 << 10;
-/// Bytes between allocations.
-const GAP: usize = 256;
+/// Bytes between regions of threadgroup memory, and around a copied buffer: an access out of the bounds of one is not inside
+/// another.
+pub(crate) const GAP: usize = 256;
 
 /// The thread that accesses memory, and the barriers that it has passed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,50 +22,6 @@ pub(crate) struct Stamp {
     pub(crate) simd_barriers: [u32; 2],
 }
 
-/// An access to one byte, with the barriers that order accesses to its kind of memory.
-#[derive(Clone, Copy, Debug, Default)]
-struct Touch {
-    group: u32,
-    thread: u16,
-    atomic: bool,
-    barriers: u32,
-    simd_barriers: u32,
-}
-
-impl Touch {
-    /// Whether nothing orders this access before `now`.
-    fn races(&self, now: &Touch, across_groups: bool) -> bool {
-        if self.group == 0 || (self.atomic && now.atomic) {
-            return false;
-        }
-        if self.group != now.group {
-            return across_groups;
-        }
-        self.thread != now.thread
-            && self.barriers == now.barriers
-            && (self.thread / 32 != now.thread / 32 || self.simd_barriers == now.simd_barriers)
-    }
-}
-
-/// The last write of a byte, and the last reads by two different threads.
-#[derive(Clone, Copy, Debug, Default)]
-struct Shadow {
-    write: Touch,
-    reads: [Touch; 2],
-}
-
-#[derive(Debug)]
-struct Region {
-    start: u64,
-    end: u64,
-    writable: bool,
-    /// Threadgroup memory, rather than a buffer that all threadgroups share.
-    is_threadgroup: bool,
-    name: String,
-    /// One entry per byte; empty where no write is possible.
-    shadow: Vec<Shadow>,
-}
-
 /// Why an access is refused.
 #[derive(Debug)]
 pub(crate) enum Fault {
@@ -69,40 +29,45 @@ pub(crate) enum Fault {
     Race { does: String, group: u32, thread: u32, wrote: bool },
 }
 
-impl Region {
-    fn race(&mut self, at: u64, size: u64, write: bool, stamp: &Stamp) -> Option<Fault> {
-        let kind = usize::from(self.is_threadgroup);
-        let now = Touch {
-            group: stamp.group,
-            thread: stamp.thread,
-            atomic: stamp.atomic,
-            barriers: stamp.barriers[kind],
-            simd_barriers: stamp.simd_barriers[kind],
-        };
-        let across = !self.is_threadgroup;
-        let offset = (at - self.start) as usize;
-        let mut found: Option<(Touch, bool)> = None;
-        for s in self.shadow.get_mut(offset..offset + size as usize)? {
-            if s.write.races(&now, across) {
-                found = Some((s.write, true));
-            }
-            if write {
-                if let Some(r) = s.reads.iter().find(|r| r.races(&now, across)) {
-                    found = Some((*r, false));
-                }
-                s.write = now;
-            } else {
-                if (s.reads[0].group, s.reads[0].thread) != (now.group, now.thread) {
-                    s.reads[1] = s.reads[0];
-                }
-                s.reads[0] = now;
-            }
-        }
-        let (other, wrote) = found?;
-        let verb = if write { "writes" } else { "reads" };
-        let does = format!("{verb} {size} bytes at byte {offset} of {}", self.name);
-        Some(Fault::Race { does, group: other.group - 1, thread: u32::from(other.thread), wrote })
-    }
+/// What a region belongs to.
+#[derive(Clone, Copy, Debug)]
+enum Owner {
+    /// The compiled library, whose memory is only read and has no shadow.
+    Program,
+    /// The allocation with this number among those of the run.
+    Allocation(usize),
+    Threadgroup,
+}
+
+/// Addresses that a kernel may access.
+#[derive(Debug)]
+struct Region {
+    start: u64,
+    end: u64,
+    /// From where on it may be written; `end` where it may only be read.
+    writable_from: u64,
+    owner: Owner,
+    name: String,
+}
+
+/// An allocation of the host and its shadow.
+#[derive(Debug)]
+struct Shared {
+    id: u64,
+    start: u64,
+    shadow: Shadow,
+}
+
+/// An allocation of the host, as far as a run may access it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Extent {
+    pub(crate) id: u64,
+    pub(crate) start: u64,
+    pub(crate) bytes: usize,
+    /// The offset of the first byte that may be accessed.
+    pub(crate) offset: usize,
+    /// The offset of the first byte that may be written, if any may.
+    pub(crate) writable_from: Option<usize>,
 }
 
 /// An allocation whose bytes start at a multiple of 256.
@@ -113,7 +78,7 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    fn new(bytes: usize, fill: u8) -> Self {
+    pub(crate) fn new(bytes: usize, fill: u8) -> Self {
         Self { words: vec![[u64::from_ne_bytes([fill; 8]); 32]; bytes.div_ceil(256) + 2], bytes }
     }
 
@@ -144,7 +109,10 @@ impl AsBytes for Vec<[u64; 32]> {
 #[derive(Debug)]
 pub(crate) struct Memory {
     regions: Vec<Region>,
+    allocations: Vec<Shared>,
+    /// Threadgroup memory. Its shadow lasts for the run: accesses of another threadgroup are no race.
     arena: Block,
+    arena_shadow: Shadow,
     used: usize,
     counted: usize,
     /// Addresses of the threadgroup variables, by number.
@@ -165,10 +133,14 @@ struct Mark {
 impl Memory {
     pub(crate) fn new(checks_races: bool) -> Self {
         // 32 KiB in up to 512 variables with gaps between them.
-        let arena = Block::new(THREADGROUP_LIMIT + 512 * GAP, 0xff);
+        let mut arena = Block::new(THREADGROUP_LIMIT + 512 * GAP, 0xff);
+        let addresses = arena.bytes().as_ptr_range();
+        let arena_shadow = Shadow::new(addresses.start as u64, addresses.end as u64, false, checks_races);
         Self {
             regions: Vec::new(),
+            allocations: Vec::new(),
             arena,
+            arena_shadow,
             used: GAP,
             counted: 0,
             variables: Vec::new(),
@@ -181,39 +153,28 @@ impl Memory {
     /// The address range of the compiled library, whose constants may be read.
     pub(crate) fn image(&mut self, [start, end]: [u64; 2]) {
         let name = "the constants of the program".into();
-        self.regions.push(Region {
-            start,
-            end,
-            writable: false,
-            is_threadgroup: false,
-            name,
-            shadow: Vec::new(),
-        });
+        self.regions.push(Region { start, end, writable_from: end, owner: Owner::Program, name });
     }
 
-    /// Copies a buffer; the copy, and the address of its first byte.
-    pub(crate) fn buffer(&mut self, index: usize, data: &[u8], writable: bool) -> (Block, u64) {
-        let mut block = Block::new(data.len() + 2 * GAP, 0xa5);
-        let inside = &mut block.bytes()[GAP..GAP + data.len()];
-        inside.copy_from_slice(data);
-        let start = inside.as_ptr() as u64;
-        let name = format!("buffer {index}");
-        let shadow =
-            if writable && self.checks_races { vec![Shadow::default(); data.len()] } else { Vec::new() };
-        self.regions.push(Region {
-            start,
-            end: start + data.len() as u64,
-            writable,
-            is_threadgroup: false,
-            name,
-            shadow,
-        });
-        (block, start)
+    /// Lets the kernel access an allocation; `name` tells faults which buffers it is bound as.
+    pub(crate) fn allocation(&mut self, extent: &Extent, name: String) {
+        let at = |offset: usize| extent.start + offset as u64;
+        let (start, end) = (at(extent.offset), at(extent.bytes));
+        let finds_races = self.checks_races && extent.writable_from.is_some();
+        let owner = Owner::Allocation(self.allocations.len());
+        let writable_from = extent.writable_from.map_or(end, at);
+        self.regions.push(Region { start, end, writable_from, owner, name });
+        let shadow = Shadow::new(start, end, true, finds_races);
+        self.allocations.push(Shared { id: extent.id, start: extent.start, shadow });
     }
 
-    /// The bytes of a copy made by [`Memory::buffer`].
-    pub(crate) fn content(block: &mut Block, bytes: usize) -> &[u8] {
-        &block.bytes()[GAP..GAP + bytes]
+    /// What has been read and written of the allocations.
+    pub(crate) fn accesses(&self) -> Accesses {
+        let mut accesses = Accesses::default();
+        for allocation in &self.allocations {
+            accesses.insert(allocation.id, allocation.shadow.ranges(allocation.start));
+        }
+        accesses
     }
 
     /// Allocates threadgroup memory; the total that would be needed, if that is more than [`THREADGROUP_LIMIT`].
@@ -228,15 +189,8 @@ impl Memory {
         }
         self.used = at + bytes + GAP;
         let start = self.arena.bytes()[at..].as_ptr() as u64;
-        let shadow = if self.checks_races { vec![Shadow::default(); bytes] } else { Vec::new() };
-        self.regions.push(Region {
-            start,
-            end: start + bytes as u64,
-            writable: true,
-            is_threadgroup: true,
-            name,
-            shadow,
-        });
+        let end = start + bytes as u64;
+        self.regions.push(Region { start, end, writable_from: start, owner: Owner::Threadgroup, name });
         Ok(start)
     }
 
@@ -269,31 +223,48 @@ impl Memory {
         Ok(at)
     }
 
-    /// Checks an access.
+    /// Checks an access, and records it.
     pub(crate) fn check(&mut self, at: u64, size: u64, write: bool, stamp: &Stamp) -> Result<(), Fault> {
         let inside = |r: &Region| at >= r.start && at + size <= r.end;
         let found = match self.regions.get(self.last) {
             Some(r) if inside(r) => Some(self.last),
             _ => self.regions.iter().position(inside),
         };
-        let verb = if write { "writes" } else { "reads" };
-        if let Some(i) = found {
-            self.last = i;
-            let r = &mut self.regions[i];
-            if write && !r.writable {
-                return Err(Fault::Access(format!("writes {}, which is bound for reading", r.name)));
-            }
-            return r.race(at, size, write, stamp).map_or(Ok(()), Err);
+        let Some(index) = found else { return Err(Fault::Access(self.outside(at, size, write))) };
+        self.last = index;
+        let region = &self.regions[index];
+        if write && at < region.writable_from {
+            return Err(Fault::Access(format!("writes {}, which is bound for reading", region.name)));
         }
+        let (kind, shadow) = match region.owner {
+            Owner::Program => return Ok(()),
+            Owner::Allocation(n) => (0, &mut self.allocations[n].shadow),
+            Owner::Threadgroup => (1, &mut self.arena_shadow),
+        };
+        let now = Touch {
+            group: stamp.group,
+            thread: stamp.thread,
+            atomic: stamp.atomic,
+            barriers: stamp.barriers[kind],
+            simd_barriers: stamp.simd_barriers[kind],
+        };
+        let Some(Earlier { touch, wrote }) = shadow.access(at, size, write, &now) else { return Ok(()) };
+        let verb = if write { "writes" } else { "reads" };
+        let does = format!("{verb} {size} bytes at byte {} of {}", at - region.start, region.name);
+        Err(Fault::Race { does, group: touch.group.wrapping_sub(1), thread: u32::from(touch.thread), wrote })
+    }
+
+    /// What is wrong with an access outside of all regions.
+    fn outside(&self, at: u64, size: u64, write: bool) -> String {
+        let verb = if write { "writes" } else { "reads" };
         let distance = |r: &Region| if at < r.start { r.start - at } else { at - r.end.min(at) };
         let Some(r) = self.regions.iter().min_by_key(|r| distance(r)) else {
-            return Err(Fault::Access(format!("{verb} memory, but the launch has none")));
+            return format!("{verb} memory, but the launch has none");
         };
         let offset = at.wrapping_sub(r.start).cast_signed();
-        Err(Fault::Access(if offset.unsigned_abs() > (1 << 40) {
-            format!("{verb} {size} bytes at address {at:#x}, which is in no buffer")
-        } else {
-            format!("{verb} {size} bytes at byte {offset} of {}, which has {}", r.name, r.end - r.start)
-        }))
+        if offset.unsigned_abs() > (1 << 40) {
+            return format!("{verb} {size} bytes at address {at:#x}, which is in no buffer");
+        }
+        format!("{verb} {size} bytes at byte {offset} of {}, which has {}", r.name, r.end - r.start)
     }
 }

@@ -117,7 +117,7 @@ pub(crate) struct Threadgroup<'a> {
     stacks: &'a Stacks,
     error: Option<RunError>,
     accesses: u64,
-    /// Threadgroups run so far, this one included.
+    /// The number of the threadgroup in the grid, plus one.
     number: u32,
     /// Barriers passed, for device and for threadgroup memory: by the threadgroup, and by each SIMD-group.
     barriers: [u32; 2],
@@ -198,10 +198,10 @@ impl<'a> Threadgroup<'a> {
         RunError::Diverged { at: self.id(a), does: does(a), other: b as u32, other_does: does(b) }
     }
 
-    /// Runs the threadgroup at this position of the grid.
-    pub(crate) fn run(&mut self, position: [u32; 3]) -> Result<(), RunError> {
+    /// Runs the threadgroup at this position of the grid, which is the one with this number in it.
+    pub(crate) fn run(&mut self, position: [u32; 3], number: u32) -> Result<(), RunError> {
         self.memory.group();
-        self.number = self.number.wrapping_add(1);
+        self.number = number + 1;
         for i in 0..self.threads.len() {
             let c = &mut self.threads[i].context;
             c.threadgroup_position_in_grid = position;
