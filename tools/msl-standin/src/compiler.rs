@@ -262,9 +262,13 @@ fn assemble(program: &Program) -> String {
         let call = &kernel.call;
         let mut arguments = Vec::new();
         let mut positions = Vec::new();
-        for (i, argument) in kernel.arguments.iter().enumerate() {
+        let mut reflected = Vec::new();
+        for (i, parameter) in kernel.parameters.iter().enumerate() {
             let ty = format!("metal::msl_param<{i}, decltype({call})>");
-            arguments.push(match argument {
+            if let Argument::Buffer { .. } | Argument::Threadgroup(_) = parameter.argument {
+                reflected.push(format!("MSL_REFLECT(({ty}))"));
+            }
+            arguments.push(match &parameter.argument {
                 Argument::Buffer { index, condition: None } => {
                     format!("metal::msl_buffer_argument<{ty}>(msl_c->buffers[{index}])")
                 }
@@ -286,6 +290,13 @@ fn assemble(program: &Program) -> String {
              extern \"C\" void msl_entry_{k}(const __global msl_context* msl_c) {{ {call}({}); }}\n",
             positions.join(", "),
             arguments.join(", ")
+        ));
+        // For reflection: where the kernel's code starts, and a row of facts for each buffer and threadgroup parameter.
+        reflected.push("0, 0, 0, 0".to_owned());
+        out.push_str(&format!(
+            "extern \"C\" ulong msl_address_{k}() {{ return (ulong)&{call}; }} \
+             extern \"C\" const __global ulong msl_arguments_{k}[] = {{ {} }};\n",
+            reflected.join(", ")
         ));
     }
     let mut data = String::new();

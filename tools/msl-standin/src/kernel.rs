@@ -8,6 +8,7 @@ use crate::accesses::Accesses;
 use crate::error::RunError;
 use crate::library::Loaded;
 use crate::memory::{Block, Extent, GAP, Memory, THREADGROUP_LIMIT};
+use crate::reflection::ArgumentInfo;
 use crate::run::{Entry, ThreadContext, Threadgroup, with_stacks};
 use crate::source::kernels::{self, Argument};
 
@@ -146,6 +147,20 @@ impl Kernel {
         self.declaration().max_threads.unwrap_or(1024)
     }
 
+    /// Bytes of the threadgroup variables that the kernel declares, each at a multiple of its alignment in the order of the program:
+    /// `staticThreadgroupMemoryLength`.
+    ///
+    /// An upper bound of what a run counts: variables of branches that clang cannot rule out are included, such as those that depend
+    /// on function constants. A lower bound of what Apple's compiler reserves is not known: it may drop variables, and round up.
+    pub fn static_threadgroup_bytes(&self) -> usize {
+        self.loaded.facts[self.index].static_bytes
+    }
+
+    /// The kernel's buffers and threadgroup parameters, in the order of its parameters.
+    pub fn arguments(&self) -> Vec<ArgumentInfo> {
+        self.loaded.facts[self.index].arguments.clone()
+    }
+
     /// Runs a grid of `groups` threadgroups of `threads` threads each, one threadgroup after the other, on copies of `buffers`.
     ///
     /// `threadgroup_bytes[n]` is the size in bytes of the memory of the parameter with `[[threadgroup(n)]]`; sizes are rounded
@@ -280,8 +295,8 @@ impl Kernel {
         if threadgroup_bytes.len() > 31 {
             return launch("more than 31 sizes of threadgroup memory");
         }
-        for argument in &kernel.arguments {
-            match argument {
+        for parameter in &kernel.parameters {
+            match &parameter.argument {
                 Argument::Buffer { index, condition } => {
                     let is_bound = bindings.iter().any(|b| b.index == *index);
                     // A conditional buffer that is missing is found when it is accessed.

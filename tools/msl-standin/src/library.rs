@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use crate::error::Error;
 use crate::kernel::Kernel;
+use crate::reflection::{self, ConstantInfo, Facts};
 use crate::run::{HOST, Host};
 use crate::source::Program;
 use crate::source::constants::DeclaredConstant;
@@ -77,6 +78,8 @@ impl FunctionConstant {
 pub(crate) struct Loaded {
     pub(crate) library: libloading::Library,
     pub(crate) program: Program,
+    /// Of each kernel of the program.
+    pub(crate) facts: Vec<Facts>,
     /// Held during a run: all runs of a library share the memory of its function constants.
     pub(crate) running: Mutex<()>,
 }
@@ -104,12 +107,24 @@ impl Library {
             let table: *mut Host = *table;
             std::ptr::copy_nonoverlapping(&raw const HOST, table, 1);
         }
-        Ok(Self { loaded: Arc::new(Loaded { library, program, running: Mutex::new(()) }) })
+        let facts = reflection::read(&library, &program).map_err(|e| e.to_string())?;
+        Ok(Self { loaded: Arc::new(Loaded { library, program, facts, running: Mutex::new(()) }) })
     }
 
     /// The names of its kernels, in the order of the program.
     pub fn kernels(&self) -> Vec<&str> {
         self.loaded.program.kernels.iter().map(|k| k.name.as_str()).collect()
+    }
+
+    /// The function constants that it declares, in the order of the program.
+    pub fn constants(&self) -> Vec<ConstantInfo> {
+        let info = |c: &DeclaredConstant| ConstantInfo {
+            name: c.name.clone(),
+            index: c.index,
+            type_name: c.type_name.clone(),
+            is_optional: c.is_optional,
+        };
+        self.loaded.program.constants.iter().map(info).collect()
     }
 
     /// The kernel of this name with these function constants, which may include constants that it does not use.

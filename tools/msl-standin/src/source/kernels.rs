@@ -22,13 +22,21 @@ pub(crate) enum Argument {
     ScalarBuiltin(String),
 }
 
+/// A parameter of a kernel.
+#[derive(Clone, Debug)]
+pub(crate) struct Parameter {
+    /// Empty if it has none.
+    pub(crate) name: String,
+    pub(crate) argument: Argument,
+}
+
 #[derive(Clone, Debug)]
 pub(crate) struct Kernel {
     /// What the host calls it.
     pub(crate) name: String,
     /// What C++ calls it, template arguments included.
     pub(crate) call: String,
-    pub(crate) arguments: Vec<Argument>,
+    pub(crate) parameters: Vec<Parameter>,
     /// `[[max_total_threads_per_threadgroup(n)]]`.
     pub(crate) max_threads: Option<u32>,
     /// Function constants that it reaches, by name.
@@ -59,8 +67,8 @@ pub(super) fn read(
         if !function.returns_void {
             return reader.fail(function.at, format!("kernel `{}` has to return void", function.name));
         }
-        let arguments = arguments(reader, function)?;
-        check_conditions(reader, declarations, function, &arguments)?;
+        let parameters = parameters(reader, function)?;
+        check_conditions(reader, declarations, function, &parameters)?;
         let reached = reached_words(reader, declarations, &function.name);
         let reached: BTreeSet<String> =
             constants.iter().map(|c| c.name.clone()).filter(|name| reached.contains(name)).collect();
@@ -71,7 +79,7 @@ pub(super) fn read(
             kernels.push(Kernel {
                 name,
                 call,
-                arguments: arguments.clone(),
+                parameters: parameters.clone(),
                 max_threads,
                 constants: reached.clone(),
                 line: reader.line(reader.tokens[at].at),
@@ -157,9 +165,9 @@ fn check_no_kernel(reader: &Reader<'_>, function: &Function) -> Checked<()> {
     }
 }
 
-/// The arguments of a kernel's parameters: each has exactly one attribute that says where its value comes from.
-fn arguments(reader: &Reader<'_>, function: &Function) -> Checked<Vec<Argument>> {
-    let mut arguments: Vec<Argument> = Vec::new();
+/// The parameters of a kernel: each has exactly one attribute that says where its value comes from.
+fn parameters(reader: &Reader<'_>, function: &Function) -> Checked<Vec<Parameter>> {
+    let mut parameters: Vec<Parameter> = Vec::new();
     for (n, tokens) in reader.split(function.parameters.clone())?.into_iter().enumerate() {
         let name = tokens.clone().rev().find_map(|i| reader.word(i)).unwrap_or_default();
         let place = format!("parameter {} (`{name}`) of kernel `{}`", n + 1, function.name);
@@ -174,12 +182,17 @@ fn arguments(reader: &Reader<'_>, function: &Function) -> Checked<Vec<Argument>>
             let message = format!("{place} has two attributes that say where its value comes from");
             return reader.fail(tokens.start, message);
         }
-        if arguments.iter().any(|other| is_same(other, &argument)) {
+        if parameters.iter().any(|other| is_same(&other.argument, &argument)) {
             return reader.fail(tokens.start, format!("{place} has the same attribute as another parameter"));
         }
-        arguments.push(argument);
+        // The last word of a parameter without a name is no word but a `*` or a `&`.
+        let last = reader.declared_name(tokens);
+        // `device float (&x)[4]`.
+        let name_at = if reader.is(last, ")") { last - 1 } else { last };
+        let name = reader.word(name_at).unwrap_or_default().to_owned();
+        parameters.push(Parameter { name, argument });
     }
-    Ok(arguments)
+    Ok(parameters)
 }
 
 /// What the attributes of one parameter say about where its value comes from.
@@ -227,10 +240,10 @@ fn check_conditions(
     reader: &Reader<'_>,
     declarations: &Declarations,
     function: &Function,
-    arguments: &[Argument],
+    parameters: &[Parameter],
 ) -> Checked<()> {
-    for argument in arguments {
-        if let Argument::Buffer { index, condition: Some(on) } = argument
+    for parameter in parameters {
+        if let Argument::Buffer { index, condition: Some(on) } = &parameter.argument
             && !declarations.constants.iter().any(|c| c.name == *on && c.type_name == "bool")
         {
             let message =

@@ -97,8 +97,10 @@ fn references(reader: &Reader<'_>, declaration: &Declaration, count: &mut usize)
         } else {
             (format!("threadgroup {element}(*){dims}"), format!("threadgroup {element} (&{name}){dims}"))
         };
+        // What the kernel needs is known without a run: a record holds it, and the place of the code that it belongs to.
         out.push_str(&format!(
-            "{reference} = *({pointer})msl_host_threadgroup({count}, sizeof({element}{dims}), {alignment}); "
+            "__asm__ volatile(MSL_STATIC : : \"i\"({count}), \"i\"(sizeof({element}{dims})), \"i\"({alignment})); \
+             {reference} = *({pointer})msl_host_threadgroup({count}, sizeof({element}{dims}), {alignment}); "
         ));
         *count += 1;
     }

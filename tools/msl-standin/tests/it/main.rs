@@ -4,5 +4,6 @@
 
 mod accepted;
 mod bound;
+mod reflected;
 mod refused;
 mod support;
