@@ -19,7 +19,7 @@ pub struct Accesses {
 }
 
 impl Accesses {
-    /// Adds what was read and written of an allocation that has not been added before.
+    /// Adds what was read and written of an allocation, once for each.
     pub(crate) fn insert(&mut self, id: u64, [read, written]: [Vec<Range<usize>>; 2]) {
         if !read.is_empty() || !written.is_empty() {
             self.by_id.insert(id, Ranges { read, written });

@@ -6,7 +6,7 @@ use std::sync::{Arc, PoisonError};
 
 use crate::accesses::Accesses;
 use crate::error::RunError;
-use crate::library::Loaded;
+use crate::loaded::Loaded;
 use crate::memory::{Block, Extent, GAP, Memory, THREADGROUP_LIMIT};
 use crate::reflection::ArgumentInfo;
 use crate::run::{Entry, ThreadContext, Threadgroup, with_stacks};
@@ -14,8 +14,8 @@ use crate::source::kernels::{self, Argument};
 
 /// Memory that outlives a run, with an identity: two bindings of one allocation are seen as one memory.
 ///
-/// A kernel runs on this memory itself, and bounds are those of an address: an access past the end of one allocation that lands
-/// inside another one of the run is not seen as out of bounds. Bytes left free around each (256, say) make it a fault.
+/// A kernel runs on this memory itself, and an access is judged by its address: past the end of one allocation and inside another
+/// one of the run, it is not seen as out of bounds. Bytes left free around each allocation (256, say) make it a fault.
 #[derive(Clone, Copy, Debug)]
 pub struct Allocation {
     /// Different for different allocations of a run; [`Accesses`] name allocations by it.

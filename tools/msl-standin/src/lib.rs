@@ -42,6 +42,24 @@
 //! not both atomic, are a race unless a `threadgroup_barrier` (or a `simdgroup_barrier` within a SIMD-group) whose flags name
 //! the memory lies between them. The threadgroups of a grid are never ordered, and SIMD-group operations order no memory.
 //!
+//! # Runs on memory of the host
+//!
+//! [`Kernel::run`] copies its buffers. [`Kernel::run_on`] binds [`Allocation`]s, which have an identity, and is what a software
+//! Metal device needs:
+//!
+//! - Buffers bound to one allocation are one memory: a write through one of them races with a read through another, and a kernel
+//!   may go from one into the other. It may access an allocation from the smallest bound offset on, up to the allocation's end,
+//!   and write from the smallest writable offset on.
+//! - It returns the bytes that the run read and wrote ([`Accesses`]), by address and not by change; [`Accesses::conflicts`]
+//!   tells whether two dispatches need a barrier between them.
+//! - Threadgroups run in the order of the grid or in a random one ([`Order`]), since Metal promises none.
+//! - Time and memory follow what a kernel touches, not what is bound. Races are found with 12 KiB beside each 1024 bytes that are
+//!   touched (48 KiB, where a kernel accesses less than 4 bytes at a time), and 4 bytes beside the others.
+//!
+//! [`Kernel::arguments`], [`Kernel::max_threads`], [`Kernel::static_threadgroup_bytes`] and [`Library::constants`] are the
+//! reflection that a device and its hosts ask for. [`Compiler`], [`Library`] and [`Kernel`] are [`Send`] and [`Sync`]; runs of one
+//! library wait for each other.
+//!
 //! # What is not checked
 //!
 //! - Apple's compiler differs from clang: a program that passes here may still be refused there.
@@ -56,6 +74,8 @@
 //! - Threads run one at a time, each up to its next barrier or SIMD-group operation: a thread that spins on another's store is
 //!   stopped after 2^27 accesses, and an endless loop without memory accesses is not stopped.
 //! - Accesses of more than 16 bytes to one value (`long4`), and `thread` memory.
+//! - An access out of the bounds of one allocation and inside another one of the run.
+//! - Races between dispatches, as such: each run starts without a past. Compare the accesses of the two.
 //! - Registers, occupancy and speed.
 //!
 //! Needs x86-64 Linux with AVX2, F16C, FMA and BMI2; [`Compiler::find`] refuses other machines.
@@ -71,6 +91,7 @@ mod fiber;
 mod fiber;
 mod kernel;
 mod library;
+mod loaded;
 mod memory;
 mod reflection;
 mod run;

@@ -1,14 +1,13 @@
 //! Compiled programs and their function constants.
-#![allow(unsafe_code)]
 
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use crate::error::Error;
 use crate::kernel::Kernel;
-use crate::reflection::{self, ConstantInfo, Facts};
-use crate::run::{HOST, Host};
+use crate::loaded::Loaded;
+use crate::reflection::ConstantInfo;
 use crate::source::Program;
 use crate::source::constants::DeclaredConstant;
 
@@ -75,15 +74,6 @@ impl FunctionConstant {
     }
 }
 
-pub(crate) struct Loaded {
-    pub(crate) library: libloading::Library,
-    pub(crate) program: Program,
-    /// Of each kernel of the program.
-    pub(crate) facts: Vec<Facts>,
-    /// Held during a run: all runs of a library share the memory of its function constants.
-    pub(crate) running: Mutex<()>,
-}
-
 /// A compiled program, which threads may share.
 #[derive(Clone)]
 pub struct Library {
@@ -98,17 +88,7 @@ impl fmt::Debug for Library {
 
 impl Library {
     pub(crate) fn load(path: &Path, program: Program) -> Result<Self, String> {
-        // SAFETY: the library is compiled with the header, whose one initializer does nothing.
-        let library =
-            unsafe { libloading::Library::new(path) }.map_err(|e| format!("cannot load it: {e}"))?;
-        // SAFETY: the header defines a table of 8 pointers with this name, and `Host` is no larger.
-        unsafe {
-            let table = library.get::<*mut Host>(b"msl_host").map_err(|e| e.to_string())?;
-            let table: *mut Host = *table;
-            std::ptr::copy_nonoverlapping(&raw const HOST, table, 1);
-        }
-        let facts = reflection::read(&library, &program).map_err(|e| e.to_string())?;
-        Ok(Self { loaded: Arc::new(Loaded { library, program, facts, running: Mutex::new(()) }) })
+        Ok(Self { loaded: Arc::new(Loaded::new(path, program)?) })
     }
 
     /// The names of its kernels, in the order of the program.

@@ -34,7 +34,7 @@ pub(crate) enum Fault {
 enum Owner {
     /// The compiled library, whose memory is only read and has no shadow.
     Program,
-    /// The allocation with this number among those of the run.
+    /// The allocation of the run with this number.
     Allocation(usize),
     Threadgroup,
 }
