@@ -199,8 +199,8 @@ impl Kernel {
     /// Runs a grid of `groups` threadgroups of `threads` threads each, one threadgroup after the other, on the memory of the
     /// bindings itself; what the run has read and written.
     ///
-    /// A kernel may access an allocation from the smallest offset that it is bound with, up to its end. `threadgroup_bytes` is as
-    /// for [`run`](Self::run). After a failed run, the memory holds what the kernel has written until then.
+    /// A kernel may access an allocation from the smallest offset that it is bound with, up to its end; faults count bytes from
+    /// there, and name all buffers that it is bound as. `threadgroup_bytes` is as for [`run`](Self::run). After a failed run, the memory holds what the kernel has written until then.
     ///
     /// # Errors
     /// [`RunError`] for a launch that Metal would refuse, for bindings that contradict each other, and for the first fault of a
@@ -370,11 +370,14 @@ fn allocations(bindings: &[Binding]) -> Result<Vec<(Extent, String)>, RunError> 
     Ok(found.into_iter().map(|(extent, indices)| (extent, buffer_name(indices))).collect())
 }
 
-/// `buffer 2`, or `buffers 0, 2` for one allocation that is bound several times.
+/// How faults call an allocation: by the buffers that it is bound as.
 fn buffer_name(mut indices: Vec<usize>) -> String {
+    if let [index] = indices[..] {
+        return format!("buffer {index}");
+    }
     indices.sort_unstable();
     let list: Vec<String> = indices.iter().map(usize::to_string).collect();
-    format!("buffer{} {}", if list.len() > 1 { "s" } else { "" }, list.join(", "))
+    format!("the memory of buffers {}", list.join(", "))
 }
 
 /// What all threads of a launch see, without addresses.

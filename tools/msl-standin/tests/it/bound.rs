@@ -103,7 +103,7 @@ fn bounds_start_at_the_smallest_offset() {
     // The bytes before the offset belong to the memory as well, where another buffer has them.
     run(&k, 1, &[b.at(0, 16), b.at(1, 64)]).unwrap();
     let said = fault(&k, 1, &[b.at(0, 64), b.at(1, 64)]);
-    assert!(said.contains("reads 4 bytes at byte -4 of buffers 0, 1, which has 64"), "{said}");
+    assert!(said.contains("reads 4 bytes at byte -4 of the memory of buffers 0, 1, which has 64"), "{said}");
     let Some(k) = kernel("x[16 + i] = 1;") else { return };
     run(&k, 1, &[a.at(0, 0), b.at(1, 0)]).expect_err("past the end");
     let said = fault(&k, 1, &[b.at(0, 64), a.at(1, 0)]);
@@ -122,8 +122,9 @@ fn bindings_of_one_memory_race() {
     run(&k, 8, &[a.at(0, 0), a.at(1, 128)]).unwrap();
     let said = fault(&k, 8, &[a.at(0, 16), a.at(1, 16)]);
     assert!(
-        said.contains("thread 1 of threadgroup (0, 0, 0) writes 4 bytes at byte 4 of buffers 0, 1")
-            && said.contains("thread 0 of threadgroup 0 has written"),
+        said.contains(
+            "thread 1 of threadgroup (0, 0, 0) writes 4 bytes at byte 4 of the memory of buffers 0, 1"
+        ) && said.contains("thread 0 of threadgroup 0 has written"),
         "{said}"
     );
     // One thread's writes through two buffers are in its order.
@@ -177,7 +178,7 @@ fn a_write_needs_a_binding_that_may_be_written() {
     run(&k, 4, &[read_only(a.at(0, 32)), a.at(1, 0)]).unwrap();
     // A buffer that starts later covers only what is behind it.
     let said = fault(&k, 4, &[read_only(a.at(0, 16)), a.at(1, 32)]);
-    assert!(said.contains("writes buffers 0, 1, which is bound for reading"), "{said}");
+    assert!(said.contains("writes the memory of buffers 0, 1, which is bound for reading"), "{said}");
     let said = fault(&k, 4, &[read_only(a.at(0, 16)), read_only(a.at(1, 16))]);
     assert!(said.contains("bound for reading"), "{said}");
     let reads = "kernel void f(device const uint* x [[buffer(0)]], device uint* y [[buffer(1)]],
