@@ -12,7 +12,8 @@ struct Ranges {
 /// The bytes of allocations that a run read and wrote, exactly: an access to a byte counts even where it changes nothing.
 ///
 /// Ranges are counted from the start of the allocation, sorted, disjoint, and merged where they are adjacent. An atomic
-/// load reads, an atomic store writes, and the other atomic operations do both. Threadgroup memory is not among them.
+/// load reads, an atomic store writes, and the other atomic operations do both, except for a comparison that fails, which reads.
+/// Threadgroup memory is not among them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Accesses {
     by_id: BTreeMap<u64, Ranges>,

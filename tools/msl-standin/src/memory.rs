@@ -241,17 +241,12 @@ impl Memory {
             Owner::Allocation(n) => (0, &mut self.allocations[n].shadow),
             Owner::Threadgroup => (1, &mut self.arena_shadow),
         };
-        let now = Touch {
-            group: stamp.group,
-            thread: stamp.thread,
-            atomic: stamp.atomic,
-            barriers: stamp.barriers[kind],
-            simd_barriers: stamp.simd_barriers[kind],
-        };
+        let barriers = [stamp.barriers[kind], stamp.simd_barriers[kind]];
+        let now = Touch::new(stamp.group, stamp.thread, stamp.atomic, barriers);
         let Some(Earlier { touch, wrote }) = shadow.access(at, size, write, &now) else { return Ok(()) };
         let verb = if write { "writes" } else { "reads" };
         let does = format!("{verb} {size} bytes at byte {} of {}", at - region.start, region.name);
-        Err(Fault::Race { does, group: touch.group.wrapping_sub(1), thread: u32::from(touch.thread), wrote })
+        Err(Fault::Race { does, group: touch.group() - 1, thread: u32::from(touch.thread()), wrote })
     }
 
     /// What is wrong with an access outside of all regions.

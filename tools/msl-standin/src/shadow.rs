@@ -11,30 +11,54 @@ const WORDS: usize = PAGE / 64;
 /// Granules of a new page have `1 << GRANULE` bytes: most elements have 4 or more.
 const GRANULE: u32 = 2;
 
-/// An access to some bytes, with the barriers that order accesses to their kind of memory.
+/// An access to some bytes, with the barriers that order accesses to its kind of memory. Two words, which are copied at each
+/// access.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Touch {
-    /// Number of the threadgroup plus one; 0 is no access.
-    pub(crate) group: u32,
-    pub(crate) thread: u16,
-    pub(crate) atomic: bool,
-    /// Barriers passed by the threadgroup and by the SIMD-group.
-    pub(crate) barriers: u32,
-    pub(crate) simd_barriers: u32,
+    /// The number of the threadgroup plus one in the upper half, the thread and whether the access is atomic in the lower one; 0 is
+    /// no access.
+    who: u64,
+    /// Barriers passed by the threadgroup in the upper half, by the SIMD-group in the lower one.
+    barriers: u64,
 }
 
+const ATOMIC: u64 = 1 << 16;
+
 impl Touch {
+    /// `barriers` are what the threadgroup and the SIMD-group have passed.
+    #[inline]
+    pub(crate) fn new(group: u32, thread: u16, atomic: bool, barriers: [u32; 2]) -> Self {
+        let atomic = if atomic { ATOMIC } else { 0 };
+        Self {
+            who: u64::from(group) << 32 | atomic | u64::from(thread),
+            barriers: u64::from(barriers[0]) << 32 | u64::from(barriers[1]),
+        }
+    }
+
+    /// The number of the threadgroup plus one.
+    #[inline]
+    pub(crate) fn group(&self) -> u32 {
+        (self.who >> 32) as u32
+    }
+
+    #[inline]
+    pub(crate) fn thread(&self) -> u16 {
+        self.who as u16
+    }
+
     /// Whether nothing orders this access before `now`.
+    #[inline]
     fn races(&self, now: &Touch, across_groups: bool) -> bool {
-        if self.group == 0 || (self.atomic && now.atomic) {
+        if self.who == 0 || self.who & now.who & ATOMIC != 0 {
             return false;
         }
-        if self.group != now.group {
+        if self.group() != now.group() {
             return across_groups;
         }
-        self.thread != now.thread
-            && self.barriers == now.barriers
-            && (self.thread / 32 != now.thread / 32 || self.simd_barriers == now.simd_barriers)
+        let (thread, now_thread) = (self.thread(), now.thread());
+        thread != now_thread
+            && self.barriers >> 32 == now.barriers >> 32
+            && (thread / 32 != now_thread / 32 || self.barriers == now.barriers)
     }
 }
 
@@ -53,23 +77,23 @@ struct Granule {
 }
 
 impl Granule {
-    fn access(&mut self, write: bool, now: &Touch, across_groups: bool) -> Option<Earlier> {
-        let mut found = None;
+    /// Records an access; `found` becomes an earlier one that it races with, and stays as it is without one.
+    #[inline]
+    fn access(&mut self, write: bool, now: &Touch, across_groups: bool, found: &mut Option<Earlier>) {
         if self.write.races(now, across_groups) {
-            found = Some(Earlier { touch: self.write, wrote: true });
+            *found = Some(Earlier { touch: self.write, wrote: true });
         }
         if write {
             if let Some(read) = self.reads.iter().find(|r| r.races(now, across_groups)) {
-                found = Some(Earlier { touch: *read, wrote: false });
+                *found = Some(Earlier { touch: *read, wrote: false });
             }
             self.write = *now;
         } else {
-            if (self.reads[0].group, self.reads[0].thread) != (now.group, now.thread) {
+            if (self.reads[0].who ^ now.who) & !ATOMIC != 0 {
                 self.reads[1] = self.reads[0];
             }
             self.reads[0] = *now;
         }
-        found
     }
 }
 
@@ -92,6 +116,7 @@ impl Page {
         Self { index, read: [0; WORDS], written: [0; WORDS], shift: GRANULE, granules }
     }
 
+    #[inline]
     fn mark(&mut self, bytes: &Range<usize>, write: bool) {
         let bits = if write { &mut self.written } else { &mut self.read };
         let mut at = bytes.start;
@@ -112,20 +137,13 @@ impl Page {
         }
     }
 
-    fn access(
-        &mut self,
-        bytes: &Range<usize>,
-        write: bool,
-        now: &Touch,
-        across_groups: bool,
-    ) -> Option<Earlier> {
-        self.mark(bytes, write);
+    /// The granules of these bytes; none where races are not looked for.
+    fn granules(&mut self, bytes: &Range<usize>) -> &mut [Granule] {
         if self.granules.is_empty() {
-            return None;
+            return &mut [];
         }
         self.refine(bytes);
-        let touched = &mut self.granules[bytes.start >> self.shift..bytes.end >> self.shift];
-        touched.iter_mut().filter_map(|g| g.access(write, now, across_groups)).last()
+        &mut self.granules[bytes.start >> self.shift..bytes.end >> self.shift]
     }
 }
 
@@ -151,6 +169,7 @@ impl Shadow {
         Self { base, table: vec![0; count], pages: Vec::new(), across_groups, finds_races }
     }
 
+    #[inline]
     fn page(&mut self, index: usize) -> &mut Page {
         if self.table[index] == 0 {
             self.pages.push(Page::new(index, self.finds_races));
@@ -167,7 +186,11 @@ impl Shadow {
         while at < end {
             let within = at % PAGE;
             let bytes = within..(within + end - at).min(PAGE);
-            found = self.page(at / PAGE).access(&bytes, write, now, across_groups).or(found);
+            let page = self.page(at / PAGE);
+            page.mark(&bytes, write);
+            for granule in page.granules(&bytes) {
+                granule.access(write, now, across_groups, &mut found);
+            }
             at += bytes.len();
         }
         found
