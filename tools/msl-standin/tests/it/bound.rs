@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use flashtile_msl_standin::{Accesses, Allocation, Binding, Kernel, Order, RunError};
 
@@ -249,6 +249,20 @@ fn dispatches_conflict_where_one_writes() {
     // What is read and what is written of one allocation are adjacent.
     let both = copy(b.at(0, 32), b.at(0, 48), 4);
     assert_eq!(conflict(&both), Some((2, 32..64)));
+    // Bytes between two ranges belong to neither.
+    let Some(apart) = kernel("x[10 * i] = 1;") else { return };
+    assert_eq!(conflict(&run(&apart, 2, &[b.at(0, 0), c.at(1, 0)]).unwrap()), Some((2, 40..44)));
+    assert_eq!(conflict(&run(&apart, 2, &[b.at(0, 28), c.at(1, 0)]).unwrap()), None);
+}
+
+#[test]
+fn adjacent_accesses_are_one_range() {
+    let Some(k) = kernel("x[i] = y[i]; y[999 - i] = 1;") else { return };
+    let (mut a, mut b) = (Memory::new(1, 4000), Memory::new(2, 4000));
+    let accesses = run(&k, 400, &[a.at(0, 36), b.at(1, 0)]).unwrap();
+    assert_eq!(ranges(accesses.written(1)), [(36, 1636)]);
+    assert_eq!(ranges(accesses.read(2)), [(0, 1600)]);
+    assert_eq!(ranges(accesses.written(2)), [(2400, 4000)]);
 }
 
 #[test]
@@ -329,20 +343,25 @@ fn the_cost_is_that_of_what_is_touched() {
 fn libraries_do_not_wait_for_each_other() {
     let Some(endless) = kernel("while (*(volatile device uint*)x < 1) {}") else { return };
     let Some(quick) = kernel("x[i] = 3;") else { return };
-    let ended = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let other = scope.spawn(|| {
-            let (mut a, mut b) = (Memory::new(1, 4), Memory::new(2, 4));
-            let said = fault(&endless, 1, &[a.at(0, 0), b.at(1, 0)]);
-            ended.store(true, Ordering::SeqCst);
-            said
-        });
-        std::thread::sleep(Duration::from_millis(50));
+    let started = AtomicBool::new(false);
+    let timed = |kernel: &Kernel, runs: &AtomicBool| {
         let (mut a, mut b) = (Memory::new(1, 4), Memory::new(2, 4));
-        run(&quick, 1, &[a.at(0, 0), b.at(1, 0)]).unwrap();
-        // The endless kernel takes a second or so until it is stopped.
-        assert!(!ended.load(Ordering::SeqCst));
-        assert_eq!(a.u32s(), [3]);
-        assert!(other.join().unwrap().contains("does not terminate"));
+        let start = Instant::now();
+        runs.store(true, Ordering::SeqCst);
+        let result = run(kernel, 1, &[a.at(0, 0), b.at(1, 0)]);
+        (result, start.elapsed())
+    };
+    std::thread::scope(|scope| {
+        // It takes seconds until it is stopped.
+        let other = scope.spawn(|| timed(&endless, &started));
+        while !started.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        std::thread::sleep(Duration::from_millis(100));
+        let (result, quick_time) = timed(&quick, &AtomicBool::new(false));
+        result.unwrap();
+        let (result, endless_time) = other.join().unwrap();
+        assert!(result.unwrap_err().contains("does not terminate"));
+        assert!(4 * quick_time < endless_time, "{quick_time:?} and {endless_time:?}");
     });
 }
