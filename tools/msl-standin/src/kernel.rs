@@ -39,7 +39,8 @@ pub struct Binding {
     pub index: usize,
     /// The memory; `setBytes` binds one as well, which holds the bytes.
     pub allocation: Allocation,
-    /// The byte of the allocation that the kernel sees as the first one, at most the allocation's length.
+    /// The byte of the allocation that the kernel sees as the first one, at most the allocation's length. It need not be aligned:
+    /// accesses are judged by their addresses.
     pub offset: usize,
     /// Whether the kernel may write from `offset` on. Where several bindings cover a byte, one that is writable is enough: kernels
     /// see one memory. A kernel that only reads, through a pointer to `const` or not, needs none.
