@@ -161,6 +161,6 @@ pub mod simulator {
 pub mod kernels {
     //! The portable GPU kernels as data: listed, specialised, and printed as Metal and CUDA.
 
-    pub use flashtile_gpu::registry::{KERNELS, instance_of, instances};
+    pub use flashtile_gpu::registry::{KERNELS, instance_of, instances, metal_instance_of, metal_instances};
     pub use flashtile_gpu::variant::{HEAD_DIMS, Variant, VariantError, VariantOption};
 }

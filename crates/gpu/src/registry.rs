@@ -5,6 +5,7 @@ use crate::encoding;
 use crate::kernels::mask_tiles::mask_tiles;
 use crate::kernels::rotation::hadamard;
 use crate::kernels::{cache, decode, encode, merge, prefill};
+use crate::machines::M1;
 use crate::tile::PortableTile;
 use crate::variant::{HEAD_DIMS, Variant, VariantError, VariantOption};
 use flashtile_core::codec::Codec;
@@ -72,9 +73,35 @@ pub fn instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance, Varia
     made.map_err(VariantError::Generics)
 }
 
+/// [`instance_of`] for Apple's GPUs: of `prefill` the tile that plans take there for many rows, which keeps the limits of Metal on
+/// threads and threadgroup memory.
+///
+/// # Errors
+/// [`VariantError`].
+pub fn metal_instance_of(variant: &Variant, kernel: &Kernel) -> Result<Instance, VariantError> {
+    let made = instance_of(variant, kernel)?;
+    if kernel.name != "prefill" {
+        return Ok(made);
+    }
+    let tile = PortableTile::prefill_on(variant, &M1).ok_or(VariantError::Tile)?;
+    tile.instance(variant).map_err(VariantError::Generics)
+}
+
 /// Instances of every kernel over [`HEAD_DIMS`], types and codecs.
 #[must_use]
 pub fn instances() -> Vec<Instance> {
+    listed(|variant| Some(PortableTile::default_prefill(variant.head_dim)))
+}
+
+/// [`instances`] for Apple's GPUs: of `prefill` the tiles that plans take there for many rows, which keep the limits of Metal on
+/// threads and threadgroup memory. Where a GPU holds no tile, `decode` computes prompts too, and there is no `prefill`.
+#[must_use]
+pub fn metal_instances() -> Vec<Instance> {
+    listed(|variant| PortableTile::prefill_on(variant, &M1))
+}
+
+/// Instances of every kernel, of `prefill` with a tile that depends on the variant.
+fn listed(prefill: impl Fn(&Variant) -> Option<PortableTile>) -> Vec<Instance> {
     let mut all = Vec::new();
     for dim in HEAD_DIMS {
         for codec in Codec::ALL.into_iter().filter(|codec| codec.supports(dim)) {
@@ -88,7 +115,7 @@ pub fn instances() -> Vec<Instance> {
             all.extend(PortableTile::default_decode(codec, dim).instance(&variant));
             all.extend(variant.merge());
             if codec != Codec::F32 {
-                all.extend(PortableTile::default_prefill(dim).instance(&variant));
+                all.extend(prefill(&variant).and_then(|tile| tile.instance(&variant).ok()));
             }
             for dtype in [Dtype::F32, Dtype::F16, Dtype::BF16] {
                 let generics = encoding::encode_generics(codec, dtype, dim);
@@ -118,6 +145,7 @@ pub fn instances() -> Vec<Instance> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use flashtile_kernel::Limits;
 
     const PLAIN: Variant = Variant {
         dtype: Dtype::BF16,
@@ -138,6 +166,38 @@ mod tests {
             let entry = instance_of(&Variant { k_codec: codec, ..PLAIN }, kernel).unwrap().entry();
             assert!(listed.contains(&entry), "{entry}");
         }
+    }
+
+    #[test]
+    fn instances_for_metal_keep_its_limits() {
+        let (all, metal) = (instances(), metal_instances());
+        assert!(metal.len() <= all.len() && metal.len() > all.len() - 20, "{} of {}", metal.len(), all.len());
+        let limits = Limits::default();
+        for instance in &metal {
+            let (threads, bytes) = (instance.threads().most(), instance.shared_bytes());
+            assert!(threads <= limits.threads && bytes <= limits.shared_bytes, "{}", instance.entry());
+        }
+        let of = |all: &[Instance], name: &str| {
+            let of = all.iter().filter(|i| (i.kernel().name == "prefill") == (name == "prefill"));
+            of.map(Instance::entry).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&all, "others"), of(&metal, "others"));
+        assert_ne!(of(&all, "prefill"), of(&metal, "prefill"));
+        let prefill = KERNELS.iter().find(|kernel| kernel.name == "prefill").unwrap();
+        let entry = metal_instance_of(&PLAIN, prefill).unwrap().entry();
+        assert!(of(&metal, "prefill").contains(&entry), "{entry}");
+        let variant = Variant {
+            head_dim: 512,
+            value_dim: 512,
+            k_codec: Codec::MlxTq8,
+            v_codec: Codec::MlxTq8,
+            ..PLAIN
+        };
+        let why = metal_instance_of(&variant, prefill).unwrap_err().to_string();
+        assert!(why.starts_with("no tile of prefill fits"), "{why}");
+        let long = Variant { value_dim: usize::MAX, ..PLAIN };
+        let why = metal_instance_of(&long, prefill).unwrap_err().to_string();
+        assert!(why.starts_with("value_dim is ") && why.ends_with(", expected 1 to 512"), "{why}");
     }
 
     #[test]

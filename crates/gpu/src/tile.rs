@@ -227,15 +227,16 @@ impl PortableTile {
     }
 
     /// Bytes of shared memory of a threadgroup.
-    fn shared_of(&self, problem: &Problem) -> usize {
-        self.instance(&Variant::of(problem)).map_or(usize::MAX, |instance| instance.shared_bytes())
+    fn shared_of(&self, variant: &Variant) -> usize {
+        self.instance(variant).map_or(usize::MAX, |instance| instance.shared_bytes())
     }
 
     /// Registers in which a thread of prefill holds queries, outputs, the scores of a block, and the words of it that it copies. Addresses
     /// and operands of products come on top; where they are too many, a compiler moves a few values to memory.
-    fn held_by_prefill(&self, problem: &Problem) -> usize {
-        let ([head_dim, value_dim], products) = (row_dims(problem), products(problem));
-        let [k, v] = [problem.k_codec(), problem.v_codec()].map(format_id);
+    fn held_by_prefill(&self, variant: &Variant) -> usize {
+        let Variant { head_dim, value_dim, .. } = *variant;
+        let [k, v] = [variant.k_codec, variant.v_codec].map(format_id);
+        let products = [k, v].map(|format| product_type(scalar_type(variant.dtype), format));
         // Of codes, what rounding leaves of queries too.
         let query = products[0].bytes() * if is_codes(k) { 2 } else { 1 };
         let columns = |dim| block_columns(dim, self.team) / self.team;
@@ -280,24 +281,36 @@ impl PortableTile {
         if !multiplied || max_rows(problem) <= MAX_DECODE_ROWS {
             return None;
         }
-        let tile = Self::default_prefill(dim(problem));
-        let simds = tile.simds.min(facts.max_simds());
-        let shapes =
-            [tile.team, 2 * tile.team, 4 * tile.team].into_iter().flat_map(|team| tile.shapes(simds, team));
-        let [more, fewer] = shapes
-            .map(|[more, fewer]| [more.on(facts), fewer.on(facts)])
-            .find(|[_, fewer]| fewer.is_held(problem, facts))?
-            .map(|tile| tile.with_resident(problem, facts));
+        let variant = Variant::of(problem);
+        let [more, fewer] =
+            Self::prefill_tiles(&variant, facts)?.map(|tile| tile.with_resident(problem, facts));
         let tiles_of = |rows: usize| tile_count(problem, rows);
         let kv_heads = problem.dims().kv_heads;
         let is_filled = |tile: &Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
-        if more.is_held(problem, facts)
+        if more.is_held(&variant, facts)
             && is_filled(&more)
             && kv_heads.saturating_mul(tiles_of(more.rows)) >= facts.cores
         {
             return Some(more);
         }
         Some(fewer).filter(is_filled)
+    }
+
+    /// The first pair of tiles of prefill, in the order in which they are preferred, of which a device holds the smaller one.
+    fn prefill_tiles(variant: &Variant, facts: &GpuFacts) -> Option<[Self; 2]> {
+        let tile = Self::default_prefill(padded(variant.head_dim.max(variant.value_dim) as u32) as usize);
+        let simds = tile.simds.min(facts.max_simds());
+        let shapes =
+            [tile.team, 2 * tile.team, 4 * tile.team].into_iter().flat_map(|team| tile.shapes(simds, team));
+        shapes
+            .map(|[more, fewer]| [more.on(facts), fewer.on(facts)])
+            .find(|[_, fewer]| fewer.is_held(variant, facts))
+    }
+
+    /// The tile of prefill that plans take on a device for many rows; `None` where it holds no tile.
+    pub(crate) fn prefill_on(variant: &Variant, facts: &GpuFacts) -> Option<Self> {
+        let [more, fewer] = Self::prefill_tiles(variant, facts)?;
+        Some(if more.is_held(variant, facts) { more } else { fewer })
     }
 
     /// Pairs of tiles of prefill of at most `simds` SIMD groups in teams of `team`, the larger first, in the order in which they are
@@ -314,18 +327,18 @@ impl PortableTile {
     }
 
     /// Whether a device has the threads, the shared memory and the registers of a tile of prefill.
-    fn is_held(&self, problem: &Problem, facts: &GpuFacts) -> bool {
+    fn is_held(&self, variant: &Variant, facts: &GpuFacts) -> bool {
         self.team <= self.simds
             && self.simds <= facts.max_simds()
             && self.simd_keys <= 32 * self.simds
-            && self.held_by_prefill(problem) <= facts.registers_per_thread
-            && self.shared_of(problem) <= facts.shared_per_group
+            && self.held_by_prefill(variant) <= facts.registers_per_thread
+            && self.shared_of(variant) <= facts.shared_per_group
     }
 
     /// The same, with as many threadgroups a core as it holds.
     fn with_resident(mut self, problem: &Problem, facts: &GpuFacts) -> Self {
         let registers = self.registers(problem, facts) * self.threads();
-        let shared = self.shared_of(problem);
+        let shared = self.shared_of(&Variant::of(problem));
         self.resident = facts.resident(self.simds, shared, registers).clamp(1, 16);
         self
     }

@@ -101,6 +101,8 @@ pub enum VariantError {
         /// Its name.
         name: &'static str,
     },
+    /// No tile of `prefill` has the registers and the threadgroup memory of Apple's GPUs.
+    Tile,
     /// The kernel's own reason.
     Generics(GenericsError),
 }
@@ -130,6 +132,9 @@ impl std::fmt::Display for VariantError {
                 )
             }
             Self::Kernel { name } => write!(f, "{name} is no kernel of flashtile"),
+            Self::Tile => {
+                f.write_str("no tile of prefill fits Apple's GPUs, where decode computes such problems")
+            }
             Self::Generics(error) => error.fmt(f),
         }
     }
