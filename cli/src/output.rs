@@ -1,7 +1,7 @@
 //! Output files: written whole or not at all.
 
 use crate::failure::{Failure, Result};
-use crate::temporary::Temporary;
+use crate::temporary::{Temporary, TemporaryFolder};
 use safetensors::SafeTensorError;
 use safetensors::tensor::{Dtype, TensorView};
 use std::fs::{Metadata, Permissions};
@@ -149,6 +149,69 @@ pub(crate) fn folder(path: &Path) -> Result<()> {
             Err(Failure::at(path.display(), what))
         }
         _ => Ok(()),
+    }
+}
+
+/// A folder that is written whole or not at all.
+pub(crate) struct NewFolder {
+    path: PathBuf,
+    /// Beside the path, until it is finished.
+    temporary: TemporaryFolder,
+}
+
+impl NewFolder {
+    /// Checks that a folder can be written there, which does not exist yet or is empty.
+    pub(crate) fn new(path: &Path) -> Result<Self> {
+        let refuse = |what: &dyn std::fmt::Display| Failure::at(path.display(), what);
+        let unwritable = |e: &std::io::Error| refuse(&format_args!("cannot be written: {}", cause(e)));
+        // Its own path replaces a link, and ends in a name.
+        let (target, mode) = match std::fs::metadata(path) {
+            Ok(found) if !found.is_dir() => {
+                return Err(refuse(&"exists and is not a folder, expected a new or an empty one"));
+            }
+            Ok(found) => {
+                if std::fs::read_dir(path).map_err(|e| unwritable(&e))?.next().is_some() {
+                    return Err(refuse(&"is not empty, expected a new or an empty folder"));
+                }
+                if found.permissions().readonly() {
+                    return Err(refuse(&"is read-only, expected a folder that may be replaced"));
+                }
+                let target = std::fs::canonicalize(path).map_err(|e| unwritable(&e))?;
+                if std::env::current_dir().is_ok_and(|current| current == target) {
+                    return Err(refuse(&"is the folder that the command runs in, expected another one"));
+                }
+                (target, Some(found.permissions()))
+            }
+            Err(e) if e.kind() == ErrorKind::NotFound => (path.to_owned(), None),
+            Err(e) => return Err(unwritable(&e)),
+        };
+        let parent = match target.parent() {
+            Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
+            Some(parent) => parent,
+            None => return Err(refuse(&"names no folder")),
+        };
+        if target.file_name().is_none() || target.symlink_metadata().is_ok_and(|found| found.is_symlink()) {
+            return Err(refuse(&"names no folder, expected a new or an empty one"));
+        }
+        let temporary = TemporaryFolder::create(parent, mode).map_err(|e| unwritable(&e))?;
+        Ok(Self { path: target, temporary })
+    }
+
+    /// Writes a file of this name.
+    pub(crate) fn text(&self, name: &str, text: &str) -> Result<()> {
+        self.temporary.write(name, text.as_bytes()).map_err(|e| self.unwritable(&e))
+    }
+
+    /// Gives the folder its name, now that all files are written.
+    pub(crate) fn finish(self) -> Result<()> {
+        let Self { path, temporary } = self;
+        temporary
+            .rename(&path)
+            .map_err(|e| Failure::at(path.display(), format_args!("cannot be written: {}", cause(&e))))
+    }
+
+    fn unwritable(&self, e: &std::io::Error) -> Failure {
+        Failure::at(self.path.display(), format_args!("cannot be written: {}", cause(e)))
     }
 }
 

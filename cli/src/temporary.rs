@@ -1,11 +1,12 @@
-//! Temporary files that neither a failure nor a signal leaves behind.
+//! Temporary files and folders that neither a failure nor a signal leaves behind.
 
+use std::fs::Permissions;
 use std::io::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use tempfile::TempPath;
+use tempfile::{TempDir, TempPath};
 
-/// Paths of existing temporary files. The lock is held while a file is created, renamed or removed and until the list
+/// Paths of existing temporary files and folders. The lock is held while a file is created, renamed or removed and until the list
 /// is up to date, so that a signal never ends the process in between.
 static EXISTING: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
@@ -72,6 +73,71 @@ impl Drop for Temporary {
     }
 }
 
+/// A folder that is removed with its files unless it is renamed.
+pub(crate) struct TemporaryFolder {
+    /// `None` once the folder has been renamed or removed.
+    folder: Option<TempDir>,
+}
+
+impl TemporaryFolder {
+    /// Creates a folder in another one, with these permissions or those of a new folder.
+    pub(crate) fn create(parent: &Path, permissions: Option<Permissions>) -> Result<Self> {
+        signals::clean_up_on()?;
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".flashtile-");
+        #[cfg(unix)]
+        {
+            use std::os::unix::fs::PermissionsExt;
+            builder.permissions(Permissions::from_mode(0o777));
+        }
+        let mut existing = existing();
+        let folder = builder.tempdir_in(parent)?;
+        existing.push(folder.path().to_owned());
+        let created = Self { folder: Some(folder) };
+        drop(existing);
+        if let Some(permissions) = permissions {
+            std::fs::set_permissions(created.path(), permissions)?;
+        }
+        Ok(created)
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.as_ref().map_or(Path::new(""), TempDir::path)
+    }
+
+    /// Writes a file of the folder. Under the lock, no file is added to a folder that is being removed.
+    pub(crate) fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let _held = existing();
+        std::fs::write(self.path().join(name), bytes)
+    }
+
+    /// Renames the folder, replacing an empty folder of that name.
+    pub(crate) fn rename(mut self, to: &Path) -> Result<()> {
+        let mut existing = existing();
+        let Some(folder) = self.folder.take() else { return Ok(()) };
+        let from = folder.path().to_owned();
+        // Elsewhere than on Unix, nothing is renamed over a folder.
+        let emptied = if cfg!(not(unix)) && to.is_dir() { std::fs::remove_dir(to) } else { Ok(()) };
+        let renamed = emptied.and_then(|()| std::fs::rename(&from, to));
+        if renamed.is_ok() {
+            // Nothing of that name is left to be removed.
+            let _ = folder.keep();
+        }
+        existing.retain(|path| *path != from);
+        renamed
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        if let Some(folder) = self.folder.take() {
+            let mut existing = existing();
+            existing.retain(|path| path != folder.path());
+            drop(folder);
+        }
+    }
+}
+
 #[cfg(unix)]
 mod signals {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGXFSZ};
@@ -80,7 +146,7 @@ mod signals {
     use std::sync::atomic::AtomicBool;
     use std::sync::{Arc, Mutex, PoisonError};
 
-    /// From here on, signals that end the process remove temporary files first. The process still ends by the signal,
+    /// From here on, signals that end the process remove temporary files and folders first. The process still ends by the signal,
     /// as shells and build tools expect.
     pub(super) fn clean_up_on() -> Result<()> {
         static DONE: Mutex<bool> = Mutex::new(false);
@@ -97,7 +163,9 @@ mod signals {
             if let Some(signal) = signals.forever().next() {
                 let existing = super::existing();
                 for path in existing.iter() {
-                    let _ = std::fs::remove_file(path);
+                    if std::fs::remove_file(path).is_err() {
+                        let _ = std::fs::remove_dir_all(path);
+                    }
                 }
                 // The lock is held to the end: no further file is created.
                 let _ = signal_hook::low_level::emulate_default_handler(signal);

@@ -6,7 +6,7 @@ mod simulated;
 
 use super::options::BenchArgs;
 use crate::failure::{Failure, Result};
-use crate::kernels::kernel;
+use crate::kernels::select::kernel;
 use crate::options::Backend;
 use crate::output::Destination;
 use crate::progress::progress;

@@ -1,0 +1,176 @@
+//! `manifest.json` of exported kernels: all that a launch needs, for programs in any language.
+
+use super::condition;
+use super::describe::{bound, docs, element, field_json, grid, indexed, parameters_json, place, summary};
+use super::export::{SWIFT, file};
+use flashtile::kernel::source::{Parameter, ParameterKind, Threads};
+use flashtile::kernel::{Instance, Kernel, ParamsField, ScalarType};
+use flashtile::kernels::KERNELS;
+use serde_json::{Map, Value, json};
+
+/// The version of the manifest: it grows when a field changes its meaning or goes away.
+const FORMAT: u32 = 1;
+
+/// The manifest of some instances: a line for each struct, kernel and instance.
+pub(super) fn manifest(instances: &[Instance]) -> String {
+    let head = json!({
+        "format": FORMAT,
+        "flashtile": env!("CARGO_PKG_VERSION"),
+        "target": "metal",
+        "language": "Metal Shading Language",
+        "language_version": "3.1",
+        "math_mode": "safe",
+        "swift": SWIFT,
+    });
+    let kernels = kernels(instances);
+    let structs = structs(&kernels).into_iter().map(|of| struct_json(&of)).collect();
+    let lists: [(&str, Vec<Value>); 3] = [
+        ("structs", structs),
+        ("kernels", kernels.into_iter().map(kernel_json).collect()),
+        ("instances", instances.iter().map(instance_json).collect()),
+    ];
+    let fields = head.as_object().into_iter().flatten();
+    let mut lines: Vec<String> = fields.map(|(name, value)| format!("  \"{name}\": {value}")).collect();
+    for (name, rows) in lists {
+        let rows: Vec<String> = rows.iter().map(|row| format!("\n    {row}")).collect();
+        lines.push(format!("  \"{name}\": [{}\n  ]", rows.join(",")));
+    }
+    format!("{{\n{}\n}}\n", lines.join(",\n"))
+}
+
+/// The kernels of some instances, in the order of the list.
+pub(super) fn kernels(instances: &[Instance]) -> Vec<&'static Kernel> {
+    let has = |kernel: &&Kernel| instances.iter().any(|instance| instance.kernel().name == kernel.name);
+    KERNELS.iter().copied().filter(has).collect()
+}
+
+/// A struct of parameters.
+pub(super) struct Struct {
+    pub(super) name: &'static str,
+    pub(super) bytes: usize,
+    pub(super) fields: &'static [ParamsField],
+}
+
+impl Struct {
+    /// Bytes that its address is a multiple of.
+    pub(super) fn alignment(&self) -> usize {
+        self.fields.iter().map(|field| field.element.bytes()).max().unwrap_or(1)
+    }
+}
+
+/// The structs of some kernels, each once, in the order of their names.
+pub(super) fn structs(kernels: &[&Kernel]) -> Vec<Struct> {
+    let parameters = kernels.iter().flat_map(|kernel| kernel.parameters);
+    let mut structs: Vec<Struct> = parameters
+        .filter_map(|parameter| match parameter.kind {
+            ParameterKind::Params { cpp, bytes, fields } => Some(Struct { name: cpp, bytes, fields }),
+            ParameterKind::Buffer { .. } | ParameterKind::Scalar(_) | ParameterKind::Constant(_) => None,
+        })
+        .collect();
+    structs.sort_by_key(|of| of.name);
+    structs.dedup_by_key(|of| of.name);
+    structs
+}
+
+fn struct_json(of: &Struct) -> Value {
+    let field = |field: &ParamsField| {
+        let mut json = field_json(field);
+        json["bytes"] = json!(field.len * field.element.bytes());
+        json
+    };
+    json!({
+        "name": of.name,
+        "bytes": of.bytes,
+        "alignment": of.alignment(),
+        "fields": of.fields.iter().map(field).collect::<Vec<_>>(),
+    })
+}
+
+fn kernel_json(kernel: &Kernel) -> Value {
+    let generics = kernel.generics.iter().map(|g| json!({ "name": g.name, "type": bound(g.kind) }));
+    let derived = kernel.derived.iter().map(|of| {
+        let parameter = &of.parameter;
+        json!({ "name": parameter.name, "type": bound(parameter.kind), "derived": of.expression })
+    });
+    let requires = kernel.requirements.iter().map(|requirement| {
+        let in_swift = condition::swift(kernel, requirement.condition).is_some();
+        json!({ "message": requirement.message, "condition": requirement.condition, "checked_in_swift": in_swift })
+    });
+    json!({
+        "kernel": kernel.name,
+        "does": summary(kernel),
+        "docs": docs(kernel),
+        "defined_at": place(kernel),
+        "exact": kernel.exact,
+        "grid": grid(kernel),
+        "generics": generics.chain(derived).collect::<Vec<_>>(),
+        "parameters": parameters_json(kernel),
+        "requires": requires.collect::<Vec<_>>(),
+    })
+}
+
+fn instance_json(instance: &Instance) -> Value {
+    let kernel = instance.kernel();
+    let names = kernel.generics.iter().chain(kernel.derived.iter().map(|of| &of.parameter));
+    let generics = names.zip(instance.all_generics());
+    let generics: Map<_, _> =
+        generics.map(|(parameter, value)| (parameter.name.to_owned(), generic_json(value))).collect();
+    let (threads, is_exact) = match instance.threads() {
+        Threads::Exactly(n) => (n, true),
+        Threads::UpTo(n) => (n, false),
+    };
+    let constant = |(index, parameter): (usize, &Parameter)| json!({ "index": index, "name": parameter.name, "type": type_of(instance, parameter) });
+    json!({
+        "name": instance.entry(),
+        "kernel": kernel.name,
+        "entry": instance.entry(),
+        "source": file(instance),
+        "generics": generics,
+        "threads": threads,
+        // Otherwise a threadgroup has any multiple of 32 threads up to as many.
+        "threads_exact": is_exact,
+        "simd_groups": threads.div_ceil(32),
+        "threadgroup_bytes": instance.shared_bytes(),
+        "bindings": indexed(kernel, false).map(|of| binding_json(instance, of)).collect::<Vec<_>>(),
+        "function_constants": indexed(kernel, true).map(constant).collect::<Vec<_>>(),
+    })
+}
+
+fn generic_json(generic: &flashtile::kernel::Generic) -> Value {
+    use flashtile::kernel::Generic;
+    match *generic {
+        Generic::Type(scalar) => json!(scalar.name()),
+        Generic::Usize(x) => json!(x),
+        Generic::U32(x) => json!(x),
+        Generic::I32(x) => json!(x),
+        Generic::Bool(x) => json!(x),
+    }
+}
+
+/// A buffer of an instance: memory of the device, or bytes that are copied with the launch.
+fn binding_json(instance: &Instance, (index, parameter): (usize, &Parameter)) -> Value {
+    let of = type_of(instance, parameter);
+    let (kind, access, bytes) = match parameter.kind {
+        ParameterKind::Buffer { element, writable } => {
+            let bytes = element.of(instance.all_generics()).map(ScalarType::bytes);
+            ("buffer", if writable { "read_write" } else { "read" }, bytes)
+        }
+        ParameterKind::Params { bytes, .. } => ("struct", "read", Some(bytes)),
+        ParameterKind::Scalar(scalar) | ParameterKind::Constant(scalar) => {
+            ("scalar", "read", Some(scalar.bytes()))
+        }
+    };
+    json!({ "index": index, "name": parameter.name, "kind": kind, "type": of, "bytes": bytes, "access": access })
+}
+
+/// The type of a number, of the elements of a buffer, or the name of a struct.
+fn type_of(instance: &Instance, parameter: &Parameter) -> &'static str {
+    match parameter.kind {
+        ParameterKind::Buffer { element: of, .. } => {
+            let scalar = of.of(instance.all_generics());
+            scalar.map_or_else(|| element(instance.kernel(), of), ScalarType::name)
+        }
+        ParameterKind::Params { cpp, .. } => cpp,
+        ParameterKind::Scalar(scalar) | ParameterKind::Constant(scalar) => scalar.name(),
+    }
+}
