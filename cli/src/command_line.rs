@@ -102,7 +102,7 @@ mod tests {
             (vec!["flashtile", "kernel", "list"], " (did you mean 'kernels'?); see --help"),
             (vec!["flashtile", "kernels", "lst"], " (did you mean 'list'?); see --help"),
             (vec!["flashtile", "jump"], ", expected run, check, plan, kv, "),
-            (vec!["flashtile", "kernels", "jump"], ", expected list, print; see --help"),
+            (vec!["flashtile", "kernels", "jump"], ", expected list, print, export; see --help"),
         ];
         for (line, why) in cases {
             let shown = one_line(&Cli::try_parse_from(&line).unwrap_err(), &line).to_string();
@@ -135,7 +135,7 @@ mod tests {
     #[test]
     fn a_line_without_subcommand() {
         for (line, expected) in
-            [(vec!["flashtile"], "run, check, "), (vec!["flashtile", "kernels"], "list, print")]
+            [(vec!["flashtile"], "run, check, "), (vec!["flashtile", "kernels"], "list, print, export")]
         {
             let error = Cli::try_parse_from(&line).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand);

@@ -29,6 +29,7 @@ fn help_and_version() {
         &["kernels", "--help"],
         &["kernels", "list", "--help"],
         &["kernels", "print", "--help"],
+        &["kernels", "export", "--help"],
         &["completions", "--help"],
         &["man", "--help"],
     ] {
@@ -314,7 +315,7 @@ fn shells_and_manual_pages() {
     let folder = Folder::empty();
     let man = folder.path().join("man1");
     let path = man.to_str().unwrap();
-    assert_eq!(ok(&["man", path]), format!("12 pages in {path}\n"));
+    assert_eq!(ok(&["man", path]), format!("13 pages in {path}\n"));
     let page = std::fs::read_to_string(man.join("flashtile-kernels-print.1")).unwrap();
     assert!(page.contains(".TH flashtile-kernels-print") && page.contains("\\-\\-head\\-dim"), "{page}");
     assert_refused(&flashtile(["completions", "cmd"]), "[possible values: bash, ", "cmd");

@@ -5,6 +5,7 @@
 mod answers;
 mod commands;
 mod examples;
+mod exports;
 mod files;
 mod kernels;
 mod kv;

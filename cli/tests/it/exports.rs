@@ -1,0 +1,349 @@
+//! Kernels exported for programs in other languages.
+//!
+//! With `FLASHTILE_BLESS=1` the tests write the files of `tests/exports` anew; review the difference before committing it.
+
+use crate::commands::ok;
+use crate::files::{Folder, assert_refused, flashtile};
+use flashtile_msl_standin::{CLANG_VARIABLE, Compiler, FunctionConstant, Value as Given};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Arguments of an export into a folder of `folder`.
+fn export(folder: &Folder, rest: &[&str]) -> (PathBuf, Vec<String>) {
+    let to = folder.path().join("kernels");
+    let args = ["kernels", "export", to.to_str().unwrap(), "--target", "metal"];
+    let args = args.iter().chain(rest).map(|arg| (*arg).to_owned()).collect();
+    (to, args)
+}
+
+/// The files of an export, by name.
+fn exported(rest: &[&str]) -> BTreeMap<String, String> {
+    let folder = Folder::empty();
+    let (to, args) = export(&folder, rest);
+    let shown = ok(&args.iter().map(String::as_str).collect::<Vec<_>>());
+    let files = files(&to);
+    let (count, plural) = (files.len() - 2, if files.len() == 3 { "" } else { "s" });
+    let place = to.display();
+    assert_eq!(
+        shown,
+        format!("{count} kernel{plural}, manifest.json and FlashtileKernels.swift in {place}\n")
+    );
+    files
+}
+
+fn files(folder: &Path) -> BTreeMap<String, String> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+    let name = |entry: &std::fs::DirEntry| entry.file_name().into_string().unwrap();
+    entries.map(|entry| (name(&entry), std::fs::read_to_string(entry.path()).unwrap())).collect()
+}
+
+fn manifest(files: &BTreeMap<String, String>) -> Value {
+    serde_json::from_str(&files["manifest.json"]).unwrap()
+}
+
+fn rows<'a>(of: &'a Value, list: &str) -> &'a [Value] {
+    of[list].as_array().unwrap()
+}
+
+fn text<'a>(of: &'a Value, field: &str) -> &'a str {
+    of[field].as_str().unwrap_or_else(|| panic!("{field} of {of}"))
+}
+
+#[test]
+fn goldens() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/exports");
+    let files = exported(&["merge", "hadamard", "mask_tiles"]);
+    let names: Vec<&str> = files.keys().map(String::as_str).collect();
+    let expected = [
+        "FlashtileKernels.swift",
+        "hadamard_128.metal",
+        "manifest.json",
+        "mask_tiles.metal",
+        "merge_bf16_128_0.metal",
+    ];
+    assert_eq!(names, expected);
+    for name in ["FlashtileKernels.swift", "manifest.json"] {
+        // A release changes no golden file.
+        let found = files[name].replace(env!("CARGO_PKG_VERSION"), "VERSION");
+        let path = folder.join(name);
+        if std::env::var_os("FLASHTILE_BLESS").is_some() {
+            std::fs::write(&path, &found).unwrap();
+        }
+        let golden = std::fs::read_to_string(&path).unwrap();
+        let line = found.lines().zip(golden.lines()).position(|(found, golden)| found != golden);
+        assert!(
+            found == golden,
+            "{} differs at line {:?}: FLASHTILE_BLESS=1 rewrites it",
+            path.display(),
+            line.map(|line| line + 1)
+        );
+    }
+    for instance in rows(&manifest(&files), "instances") {
+        let name = text(instance, "name");
+        assert_eq!(files[text(instance, "source")], ok(&["kernels", "print", name, "--target", "msl"]));
+    }
+}
+
+/// The type of a number as printed Metal spells it.
+fn metal(of: &str) -> &str {
+    match of {
+        "bool" => "bool",
+        "u8" => "uchar",
+        "u32" => "uint",
+        "i32" => "int",
+        "u64" => "ulong",
+        "f32" => "float",
+        "f16" => "ft_f16",
+        "bf16" => "ft_bf16",
+        of => of,
+    }
+}
+
+/// What follows `start` in a source, up to `end`.
+fn between<'a>(source: &'a str, start: &str, end: &str) -> &'a str {
+    let from = source.find(start).unwrap_or_else(|| panic!("{start}")) + start.len();
+    &source[from..from + source[from..].find(end).unwrap()]
+}
+
+#[test]
+fn manifests_say_what_sources_say() {
+    let files = exported(&[]);
+    let manifest = manifest(&files);
+    let instances = rows(&manifest, "instances");
+    assert!(instances.len() > 500 && files.len() == instances.len() + 2, "{}", instances.len());
+    let listed = crate::kernels::json_lines(&["kernels", "list", "--json"]);
+    assert_eq!(rows(&manifest, "kernels").len(), listed.len());
+    for (kernel, listed) in rows(&manifest, "kernels").iter().zip(&listed) {
+        for field in ["kernel", "does", "parameters", "exact"] {
+            assert_eq!(kernel[field], listed[field], "{kernel}");
+        }
+        let messages: Vec<&Value> = rows(kernel, "requires").iter().map(|of| &of["message"]).collect();
+        assert_eq!(messages, listed["requires"].as_array().unwrap().iter().collect::<Vec<_>>());
+    }
+    for instance in instances {
+        let (name, entry) = (text(instance, "name"), text(instance, "entry"));
+        let source = &files[text(instance, "source")];
+        let parameters = between(source, &format!("void {entry}("), ") {");
+        let mut lines: Vec<&str> = parameters.lines().map(|line| line.trim().trim_end_matches(',')).collect();
+        assert_eq!((lines.pop(), lines.remove(0)), (Some("FT_POSITIONS"), ""), "{name}");
+        let binding = |of: &Value| {
+            let (name, ty) = (text(of, "name"), metal(text(of, "type")));
+            let memory = match (text(of, "kind"), text(of, "access")) {
+                ("buffer", "read") => format!("const device {ty}*"),
+                ("buffer", "read_write") => format!("device {ty}*"),
+                ("struct" | "scalar", "read") => format!("constant {ty}&"),
+                _ => panic!("{of}"),
+            };
+            format!("{memory} {name} [[buffer({})]]", of["index"])
+        };
+        assert_eq!(lines, rows(instance, "bindings").iter().map(binding).collect::<Vec<_>>(), "{name}");
+        let constant = |of: &Value| {
+            let (name, ty) = (text(of, "name"), metal(text(of, "type")));
+            format!("constant {ty} {name} [[function_constant({})]];", of["index"])
+        };
+        let constants: Vec<&str> =
+            source.lines().filter(|line| line.contains("[[function_constant(")).collect();
+        assert_eq!(constants, rows(instance, "function_constants").iter().map(constant).collect::<Vec<_>>());
+        let threads = between(source, "[[max_total_threads_per_threadgroup(", ")");
+        assert_eq!(threads, instance["threads"].to_string(), "{name}");
+        assert_eq!(instance["simd_groups"].as_u64().unwrap() * 32, instance["threads"].as_u64().unwrap());
+        assert!(instance["threadgroup_bytes"].as_u64().unwrap() <= 32 << 10, "{name}");
+        layouts(&manifest, instance, source);
+    }
+}
+
+/// The structs of an instance lie as its source asserts.
+fn layouts(manifest: &Value, instance: &Value, source: &str) {
+    for binding in rows(instance, "bindings").iter().filter(|of| of["kind"] == "struct") {
+        let of = rows(manifest, "structs").iter().find(|of| of["name"] == binding["type"]).unwrap();
+        assert_eq!(of["bytes"], binding["bytes"]);
+        let prefix = format!("FT_LAYOUT({}, ", text(of, "name"));
+        let asserted: BTreeSet<&str> = source.lines().filter_map(|line| line.strip_prefix(&prefix)).collect();
+        let field = |field: &Value| format!("{}, {});", text(field, "name"), field["offset"]);
+        let fields: BTreeSet<String> = rows(of, "fields").iter().map(field).collect();
+        assert_eq!(asserted, fields.iter().map(String::as_str).collect(), "{of}");
+    }
+}
+
+/// One instance of each kernel compiles with the constants of the manifest, and with assertions of its layouts.
+#[test]
+fn sources_compile_with_what_the_manifest_says() {
+    let compiler = match Compiler::find() {
+        Ok(compiler) => compiler,
+        Err(why) if std::env::var_os(CLANG_VARIABLE).is_some() => {
+            panic!("{CLANG_VARIABLE} is set, but {why}")
+        }
+        Err(why) => return eprintln!("SKIPPED, exported Metal is not compiled: {why}"),
+    };
+    let plain =
+        ["decode", "merge", "prefill", "append", "copy_rows", "read_elements", "hadamard", "mask_tiles"];
+    let small = ["--head-dim", "64", "--dtype", "f16"];
+    let codes = ["encode", "read_codes", "--k-codec", "tq4"];
+    let mut compiled = 0;
+    for rest in [[&plain[..], &small].concat(), codes.to_vec()] {
+        let files = exported(&rest);
+        let manifest = manifest(&files);
+        for instance in rows(&manifest, "instances") {
+            let mut source = files[text(instance, "source")].clone();
+            for of in rows(&manifest, "structs") {
+                let (name, bytes, alignment) = (text(of, "name"), &of["bytes"], &of["alignment"]);
+                if !source.contains(&format!("FT_LAYOUT({name}, ")) {
+                    continue;
+                }
+                source.push_str(&format!(
+                    "static_assert(sizeof({name}) == {bytes} && alignof({name}) == {alignment}, \"\");\n"
+                ));
+                for field in rows(of, "fields") {
+                    let (field, bytes) = (text(field, "name"), &field["bytes"]);
+                    source.push_str(&format!("static_assert(sizeof({name}::{field}) == {bytes}, \"\");\n"));
+                }
+            }
+            let library = compiler.compile(&source).unwrap_or_else(|why| panic!("{instance}: {why}"));
+            assert_eq!(library.kernels(), [text(instance, "entry")]);
+            let constant = |of: &Value| {
+                let value = match text(of, "type") {
+                    "bool" => Given::Bool(true),
+                    "u32" => Given::U32(1),
+                    other => panic!("{other}"),
+                };
+                FunctionConstant::new(of["index"].as_u64().unwrap() as u32, value)
+            };
+            let constants: Vec<_> = rows(instance, "function_constants").iter().map(constant).collect();
+            library.kernel(text(instance, "entry"), &constants).unwrap();
+            compiled += 1;
+        }
+    }
+    assert_eq!(compiled, 10);
+}
+
+/// Every kernel of the export has its structure in Swift, with every instance, binding and constant of the manifest.
+#[test]
+fn swift_has_what_the_manifest_has() {
+    let files = exported(&["--all", "merge", "decode", "hadamard", "copy_rows"]);
+    let (manifest, swift) = (manifest(&files), &files["FlashtileKernels.swift"]);
+    let has = |what: String| assert!(swift.contains(&what), "{what}");
+    for instance in rows(&manifest, "instances") {
+        has(format!("            case {}\n", text(instance, "name")));
+        let bytes = &instance["threadgroup_bytes"];
+        has(format!(
+            "maxThreads: {}, hasExactThreads: true, threadgroupBytes: {bytes})",
+            instance["threads"]
+        ));
+        for binding in rows(instance, "bindings") {
+            has(format!("`{}`: `[[buffer({})]]`", text(binding, "name"), binding["index"]));
+        }
+        for constant in rows(instance, "function_constants") {
+            has(format!("`{}`: `[[function_constant({})]]`", text(constant, "name"), constant["index"]));
+        }
+    }
+    for kernel in rows(&manifest, "kernels") {
+        for of in rows(kernel, "requires") {
+            let (message, is_checked) = (text(of, "message"), of["checked_in_swift"].as_bool().unwrap());
+            assert_eq!(swift.contains(&format!("/// - {message}: `{}`", text(of, "condition"))), !is_checked);
+        }
+    }
+    for of in rows(&manifest, "structs") {
+        has(format!(
+            "of: {}.self, bytes: {}, alignment: {},",
+            text(of, "name"),
+            of["bytes"],
+            of["alignment"]
+        ));
+    }
+    let tab = swift.lines().position(|line| line.contains('\t') || line.ends_with(' '));
+    assert_eq!(tab, None, "lines are indented by spaces and do not end in them");
+}
+
+#[test]
+fn exports_are_equal() {
+    let names = ["merge", "encode_bf16_4_128", "--dtype", "f16"];
+    let (once, again) = (exported(&names), exported(&names));
+    assert_eq!(once, again);
+    // Whatever their order, and however often they are named.
+    let reversed = ["encode_bf16_4_128", "merge", "merge_f16_128_0", "--dtype", "f16"];
+    assert_eq!(exported(&reversed), once);
+}
+
+#[test]
+fn empty_folders_are_replaced() {
+    let folder = Folder::empty();
+    let (to, args) = export(&folder, &["mask_tiles"]);
+    std::fs::create_dir(&to).unwrap();
+    assert!(flashtile(&args).status.success());
+    assert_eq!(files(&to).len(), 3);
+    assert_eq!(folder.names(), ["kernels"]);
+    assert_refused(&flashtile(&args), "is not empty, expected a new or an empty folder", "again");
+    assert_eq!(files(&to).len(), 3);
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        let (real, link) = (folder.path().join("real"), folder.path().join("link"));
+        std::fs::create_dir(&real).unwrap();
+        std::fs::set_permissions(&real, std::fs::Permissions::from_mode(0o750)).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        let linked = ["kernels", "export", link.to_str().unwrap(), "mask_tiles", "--target", "metal"];
+        assert!(flashtile(linked).status.success());
+        assert_eq!(files(&real).len(), 3);
+        assert_eq!(std::fs::metadata(&real).unwrap().permissions().mode() & 0o777, 0o750);
+        assert!(link.symlink_metadata().unwrap().is_symlink());
+    }
+}
+
+#[test]
+fn refusals() {
+    let folder = Folder::empty();
+    let (to, _) = export(&folder, &[]);
+    let file = folder.path().join("file");
+    std::fs::write(&file, b"kept").unwrap();
+    let (to, file) = (to.to_str().unwrap(), file.to_str().unwrap());
+    let below = format!("{file}/kernels");
+    let absent = folder.path().join("absent/kernels");
+    let absent = absent.to_str().unwrap();
+    let wide = "prefill_bf16_2_2_128_128_1_4_8_1_8_1";
+    let cases: &[(&[&str], &str)] = &[
+        (
+            &[to, "merg", "--target", "metal"],
+            "kernels export: merg is neither a kernel nor an instance, expected merge",
+        ),
+        (&[to, "merg", "--all", "--target", "metal"], "merg is not a kernel, expected merge"),
+        (&[to, "merge"], "missing argument: --target"),
+        (
+            &[to, "merge", "--target", "cuda"],
+            "--target cuda: kernels are exported for metal only; flashtile kernels print --all --target cuda -o DIR",
+        ),
+        (&[to, "merge", "--target", "rust"], "--target rust: kernels are exported for metal only"),
+        (
+            &[to, wide, "--target", "metal"],
+            "needs 40048 bytes of threadgroup memory, expected at most the 32768",
+        ),
+        (
+            &[to, "prefill", "--head-dim", "512", "--k-codec", "mlx-tq8", "--target", "metal"],
+            "prefill: no tile of prefill fits Apple's GPUs",
+        ),
+        (
+            &[to, "merge", "--head-dim", "64", "--target", "metal"],
+            "--head-dim: does not apply to merge, expected --dtype",
+        ),
+        (
+            &[to, "--head-dim", "64", "--target", "metal"],
+            "--head-dim: does not apply where every listed instance",
+        ),
+        (
+            &[to, "merge", "--all", "--dtype", "f16", "--target", "metal"],
+            "--dtype: does not apply where every listed",
+        ),
+        (
+            &[file, "merge", "--target", "metal"],
+            "file: exists and is not a folder, expected a new or an empty one",
+        ),
+        (&[&below, "merge", "--target", "metal"], "cannot be written: "),
+        (&[absent, "merge", "--target", "metal"], "cannot be written: "),
+        (&["/", "merge", "--target", "metal"], "is not empty"),
+    ];
+    for (args, why) in cases {
+        assert_refused(&flashtile([&["kernels", "export"], *args].concat()), why, &args.join(" "));
+        assert_eq!(folder.names(), ["file"], "{args:?}");
+    }
+    assert_eq!(std::fs::read(file).unwrap(), b"kept");
+}
