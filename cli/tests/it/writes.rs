@@ -71,14 +71,10 @@ fn queries(path: &Path) {
     file.set_len(8 + header.len() as u64 + end).unwrap();
 }
 
-/// A run that was stopped while its temporary file existed.
-fn stopped_in_a_write(folder: &Folder) -> Child {
+/// A command that was stopped while its temporary file or folder existed. `command` removes what an earlier one wrote.
+fn stopped_in_a_write(folder: &Folder, command: impl Fn() -> Command) -> Child {
     for _ in 0..50 {
-        let _ = std::fs::remove_file(&folder.output);
-        let mut command = program();
-        command.arg("run").arg(&folder.input).arg("-o").arg(&folder.output);
-        command.args(["--backend", "cpu", "--threads", "1", "--isa", "portable"]);
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let mut child = command().stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let is_writing = || folder.names().iter().any(|name| name.starts_with(".flashtile-"));
         while !is_writing() && child.try_wait().unwrap().is_none() {
             std::thread::yield_now();
@@ -94,7 +90,7 @@ fn stopped_in_a_write(folder: &Folder) -> Child {
         let _ = child.kill();
         let _ = child.wait();
     }
-    panic!("no run was stopped in its write");
+    panic!("no command was stopped in its write");
 }
 
 #[test]
@@ -102,7 +98,13 @@ fn a_signal_in_a_write_leaves_nothing() {
     let folder = Folder::empty();
     queries(&folder.input);
     for signal in SIGNALS {
-        let mut child = stopped_in_a_write(&folder);
+        let mut child = stopped_in_a_write(&folder, || {
+            let _ = std::fs::remove_file(&folder.output);
+            let mut command = program();
+            command.arg("run").arg(&folder.input).arg("-o").arg(&folder.output);
+            command.args(["--backend", "cpu", "--threads", "1", "--isa", "portable"]);
+            command
+        });
         kill_process(pid(&child), signal).unwrap();
         kill_process(pid(&child), Signal::CONT).unwrap();
         let status = child.wait().unwrap();
@@ -112,6 +114,30 @@ fn a_signal_in_a_write_leaves_nothing() {
         assert!(names.iter().all(|name| !name.starts_with('.')), "{signal:?}: {names:?}");
         if let Ok(written) = std::fs::metadata(&folder.output) {
             assert!(written.len() > WRITTEN, "{signal:?}: {} of {WRITTEN} bytes", written.len());
+        }
+    }
+}
+
+#[test]
+fn a_signal_in_an_export_leaves_nothing() {
+    let folder = Folder::empty();
+    let kernels = folder.path().join("kernels");
+    for signal in SIGNALS {
+        let mut child = stopped_in_a_write(&folder, || {
+            let _ = std::fs::remove_dir_all(&kernels);
+            let mut command = program();
+            command.args(["kernels", "export", "--target", "metal"]).arg(&kernels);
+            command
+        });
+        kill_process(pid(&child), signal).unwrap();
+        kill_process(pid(&child), Signal::CONT).unwrap();
+        let status = child.wait().unwrap();
+        // The export may have ended before the signal was handled.
+        assert!(status.signal() == Some(signal.as_raw()) || status.success(), "{signal:?}: {status}");
+        let names = folder.names();
+        assert!(names.iter().all(|name| !name.starts_with('.')), "{signal:?}: {names:?}");
+        if status.success() {
+            assert!(std::fs::read_dir(&kernels).unwrap().count() > 500, "{signal:?}");
         }
     }
 }
