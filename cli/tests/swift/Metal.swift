@@ -1,19 +1,38 @@
-// The declarations of Apple's framework Metal that exported Swift uses, as its documentation spells them: for checking types where
-// the framework is absent. Nothing here runs.
+// The declarations of Apple's framework Metal that exported Swift uses, spelled as its documentation spells them, with the little
+// behaviour that tests look at: types are checked, and launches are recorded, where the framework is absent. Nothing runs on a GPU.
 
 public struct MTLSize: Sendable {
     public var width: Int
     public var height: Int
     public var depth: Int
-    public init(width: Int, height: Int, depth: Int) { fatalError() }
+
+    public init(width: Int, height: Int, depth: Int) {
+        self.width = width
+        self.height = height
+        self.depth = depth
+    }
 }
 
 public enum MTLDataType: UInt, Sendable {
-    case none, float, half, int, uint, short, ushort, char, uchar, bool, long, ulong, bfloat
+    case none = 0
+    case float = 3
+    case half = 16
+    case int = 29
+    case uint = 33
+    case short = 37
+    case ushort = 41
+    case char = 45
+    case uchar = 49
+    case bool = 53
+    case long = 81
+    case ulong = 85
+    case bfloat = 121
 }
 
 public enum MTLLanguageVersion: UInt, Sendable {
-    case version2_4, version3_0, version3_1
+    case version2_4 = 0x20004
+    case version3_0 = 0x30000
+    case version3_1 = 0x30001
 }
 
 public enum MTLMathMode: Int, Sendable {
@@ -21,28 +40,28 @@ public enum MTLMathMode: Int, Sendable {
 }
 
 open class MTLCompileOptions {
-    public init() { fatalError() }
-    open var languageVersion: MTLLanguageVersion {
-        get { fatalError() }
-        set { fatalError() }
-    }
-    open var mathMode: MTLMathMode {
-        get { fatalError() }
-        set { fatalError() }
-    }
-    open var fastMathEnabled: Bool {
-        get { fatalError() }
-        set { fatalError() }
-    }
+    open var languageVersion = MTLLanguageVersion.version2_4
+    open var mathMode = MTLMathMode.fast
+    open var fastMathEnabled = true
+
+    public init() {}
 }
 
 open class MTLFunctionConstantValues {
-    public init() { fatalError() }
-    open func setConstantValue(_ value: UnsafeRawPointer, type: MTLDataType, index: Int) { fatalError() }
+    /// The values of the constants of 4 bytes or fewer that were set, by index.
+    public private(set) var values: [Int: (type: MTLDataType, bytes: [UInt8])] = [:]
+
+    public init() {}
+
+    open func setConstantValue(_ value: UnsafeRawPointer, type: MTLDataType, index: Int) {
+        let count = type == .bool ? 1 : 4
+        values[index] = (type, Array(UnsafeRawBufferPointer(start: value, count: count)))
+    }
 }
 
 public protocol MTLBuffer: AnyObject {
     var length: Int { get }
+    func contents() -> UnsafeMutableRawPointer
 }
 
 public protocol MTLFunction: AnyObject {
@@ -58,18 +77,21 @@ public protocol MTLComputePipelineState: AnyObject {
     var threadExecutionWidth: Int { get }
 }
 
+public struct MTLResourceOptions: OptionSet, Sendable {
+    public let rawValue: UInt
+    public static let storageModeShared = MTLResourceOptions([])
+
+    public init(rawValue: UInt) {
+        self.rawValue = rawValue
+    }
+}
+
 public protocol MTLDevice: AnyObject {
     var maxThreadgroupMemoryLength: Int { get }
     func makeLibrary(source: String, options: MTLCompileOptions?) throws -> any MTLLibrary
     func makeComputePipelineState(function: any MTLFunction) throws -> any MTLComputePipelineState
     func makeCommandQueue() -> (any MTLCommandQueue)?
     func makeBuffer(length: Int, options: MTLResourceOptions) -> (any MTLBuffer)?
-}
-
-public struct MTLResourceOptions: OptionSet, Sendable {
-    public let rawValue: UInt
-    public init(rawValue: UInt) { fatalError() }
-    public static var storageModeShared: MTLResourceOptions { fatalError() }
 }
 
 public protocol MTLCommandQueue: AnyObject {
@@ -91,4 +113,4 @@ public protocol MTLComputeCommandEncoder: AnyObject {
     func endEncoding()
 }
 
-public func MTLCreateSystemDefaultDevice() -> (any MTLDevice)? { fatalError() }
+public func MTLCreateSystemDefaultDevice() -> (any MTLDevice)? { nil }
