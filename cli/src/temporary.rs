@@ -80,7 +80,7 @@ pub(crate) struct TemporaryFolder {
 }
 
 impl TemporaryFolder {
-    /// Creates a folder in another one, with these permissions or those of a new folder.
+    /// Creates a folder in another one, with these permissions, by default the ones of a new folder.
     pub(crate) fn create(parent: &Path, permissions: Option<Permissions>) -> Result<Self> {
         signals::clean_up_on()?;
         let mut builder = tempfile::Builder::new();

@@ -1,6 +1,6 @@
 //! `flashtile kernels export`: a folder of kernels for programs in other languages than Rust.
 
-use super::manifest::manifest;
+use super::manifest::{MANIFEST, SWIFT, file, manifest};
 use super::print::SourceTarget;
 use super::select::{Set, VariantArgs, kernel};
 use super::swift::swift;
@@ -11,12 +11,6 @@ use clap::Args;
 use flashtile::kernel::{Instance, Limits, Target};
 use flashtile::kernels::{metal_instance_of, metal_instances};
 use std::path::PathBuf;
-
-/// Name of the file that describes the others.
-pub(super) const MANIFEST: &str = "manifest.json";
-
-/// Name of the file for programs in Swift.
-pub(super) const SWIFT: &str = "FlashtileKernels.swift";
 
 /// Write kernels for programs without Rust: Metal sources, a manifest, and Swift that launches them
 ///
@@ -71,11 +65,6 @@ pub(super) fn export(args: &ExportArgs) -> Result<()> {
     folder.finish()?;
     let (count, place) = (report::counted(instances.len(), "kernel"), args.folder.display());
     report::line(format_args!("{count}, {MANIFEST} and {SWIFT} in {place}"))
-}
-
-/// The file of an instance.
-pub(super) fn file(instance: &Instance) -> String {
-    format!("{}.{}", instance.entry(), SourceTarget::Msl.extension())
 }
 
 /// The instances to write, in the order of their names.

@@ -2,11 +2,17 @@
 
 use super::condition;
 use super::describe::{bound, docs, element, field_json, grid, indexed, parameters_json, place, summary};
-use super::export::{SWIFT, file};
+use super::print::SourceTarget;
 use flashtile::kernel::source::{Parameter, ParameterKind, Threads};
 use flashtile::kernel::{Instance, Kernel, ParamsField, ScalarType};
 use flashtile::kernels::KERNELS;
 use serde_json::{Map, Value, json};
+
+/// Name of the file that describes the others.
+pub(super) const MANIFEST: &str = "manifest.json";
+
+/// Name of the file for programs in Swift.
+pub(super) const SWIFT: &str = "FlashtileKernels.swift";
 
 /// The version of the manifest: it grows when a field changes its meaning or goes away.
 const FORMAT: u32 = 1;
@@ -36,6 +42,11 @@ pub(super) fn manifest(instances: &[Instance]) -> String {
         lines.push(format!("  \"{name}\": [{}\n  ]", rows.join(",")));
     }
     format!("{{\n{}\n}}\n", lines.join(",\n"))
+}
+
+/// The file of an instance.
+pub(super) fn file(instance: &Instance) -> String {
+    format!("{}.{}", instance.entry(), SourceTarget::Msl.extension())
 }
 
 /// The kernels of some instances, in the order of the list.

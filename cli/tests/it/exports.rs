@@ -4,7 +4,7 @@
 
 use crate::commands::ok;
 use crate::files::{Folder, assert_refused, flashtile};
-use flashtile_msl_standin::{CLANG_VARIABLE, Compiler, FunctionConstant, Value as Given};
+use flashtile_msl_standin::{CLANG_VARIABLE, Compiler, FunctionConstant, Value as Constant};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -203,8 +203,8 @@ fn sources_compile_with_what_the_manifest_says() {
             assert_eq!(library.kernels(), [text(instance, "entry")]);
             let constant = |of: &Value| {
                 let value = match text(of, "type") {
-                    "bool" => Given::Bool(true),
-                    "u32" => Given::U32(1),
+                    "bool" => Constant::Bool(true),
+                    "u32" => Constant::U32(1),
                     other => panic!("{other}"),
                 };
                 FunctionConstant::new(of["index"].as_u64().unwrap() as u32, value)
