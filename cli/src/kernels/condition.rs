@@ -1,16 +1,16 @@
 //! Conditions of a launch, from Rust to Swift.
 //!
 //! A condition is translated where it is made of numbers that a host has: lengths of buffers, fields of parameters, constants,
-//! generics, and the grid. Conditions that call functions of the kernel's crate are not.
+//! generics, the grid, and constants of the kernel's source. Conditions that call functions of the kernel's crate are not.
 
-use flashtile::kernel::source::{GenericKind, ParameterKind};
+use flashtile::kernel::source::{Cpp, GenericKind, ParameterKind, dependencies};
 use flashtile::kernel::{Kernel, ScalarType};
 
 /// The number of threadgroups, as conditions of kernels spell it.
 const GROUP_COUNT: &str = "groups.iter().map(|n| *n as usize).product::<usize>()";
 
 /// A condition in Swift: an expression over `arguments`, `constants`, `traits` and `groups`. `None` where it cannot be said there.
-pub(super) fn swift(kernel: &Kernel, condition: &str) -> Option<String> {
+pub(super) fn swift(kernel: &'static Kernel, condition: &str) -> Option<String> {
     let spaceless: String = condition.split_whitespace().collect::<Vec<_>>().join(" ");
     let text = spaceless.replace(GROUP_COUNT, "GROUP_COUNT");
     let mut parser = Parser { kernel, tokens: tokens(&text)?, at: 0 };
@@ -85,7 +85,7 @@ enum Place {
 }
 
 struct Parser<'a> {
-    kernel: &'a Kernel,
+    kernel: &'static Kernel,
     tokens: Vec<&'a str>,
     at: usize,
 }
@@ -260,7 +260,7 @@ impl Parser<'_> {
         match name {
             "GROUP_COUNT" => Some(Place::Value(Swift::int("count(groups)".to_owned()))),
             "groups" => Some(Place::Groups),
-            _ => self.parameter(name).or_else(|| self.generic(name)),
+            _ => self.parameter(name).or_else(|| self.generic(name)).or_else(|| self.item(name)),
         }
     }
 
@@ -292,6 +292,16 @@ impl Parser<'_> {
             GenericKind::Const(_) => Some(Place::Value(Swift::int(code))),
             GenericKind::Element | GenericKind::Number | GenericKind::Scalar => None,
         }
+    }
+
+    /// A constant that the kernel's source uses too.
+    fn item(&self, name: &str) -> Option<Place> {
+        let item = dependencies(&self.kernel.source).into_iter().find(|item| item.name == name)?;
+        let Cpp::Table { element, len: None, literals } = item.cpp else { return None };
+        is_integer(element).then_some(())?;
+        let literal = literals().concat();
+        let number: i64 = literal.trim_end_matches(['u', 'l', 'U', 'L']).parse().ok()?;
+        Some(Place::Value(Swift::int(number.to_string())))
     }
 }
 
@@ -351,6 +361,13 @@ mod tests {
         assert_eq!(
             of("hadamard", "groups[0] as usize >= (rows as usize).div_ceil(4)").as_deref(),
             Some("groups.width >= dividedUp(Int(clamping: arguments.rows), 4)")
+        );
+        let paging = "paging != PAGED_BY_16 || params.page.is_multiple_of(16)";
+        assert_eq!(
+            of("decode", paging).as_deref(),
+            Some(
+                "Int(clamping: constants.paging) != 2 || isMultiple(Int(clamping: arguments.params.page), 16)"
+            )
         );
     }
 

@@ -97,7 +97,7 @@ fn struct_json(of: &Struct) -> Value {
     })
 }
 
-fn kernel_json(kernel: &Kernel) -> Value {
+fn kernel_json(kernel: &'static Kernel) -> Value {
     let generics = kernel.generics.iter().map(|g| json!({ "name": g.name, "type": bound(g.kind) }));
     let derived = kernel.derived.iter().map(|of| {
         let parameter = &of.parameter;

@@ -1,7 +1,7 @@
 //! `FlashtileKernels.swift` of exported kernels: structures of parameters, pipelines and launches, of the same data as the manifest.
 
 use super::condition::{self, camel, generic};
-use super::describe::{docs, element, grid, indexed, summary};
+use super::describe::{docs, element, grid, indexed};
 use super::manifest::{Struct, kernels, structs};
 use flashtile::kernel::source::{ElementType, GenericKind, Parameter, ParameterKind, Requirement, Threads};
 use flashtile::kernel::{Generic, Instance, Kernel, ParamsField, ScalarType};
@@ -172,10 +172,8 @@ fn kernel_type(kernel: &Kernel) -> String {
 }
 
 /// The structure of a kernel.
-fn kernel(out: &mut String, kernel: &Kernel, instances: &[&Instance]) {
+fn kernel(out: &mut String, kernel: &'static Kernel, instances: &[&Instance]) {
     out.push_str(EXTENSION);
-    comment(out, "    ", &format!("{}.\n", summary(kernel)));
-    put!(out, "    ///");
     comment(out, "    ", &docs(kernel));
     put!(out, "    public struct {} {{", kernel_type(kernel));
     enumeration(out, instances);
@@ -351,7 +349,7 @@ fn pipeline(out: &mut String, kernel: &Kernel) {
 }
 
 /// The function that encodes a launch, after its conditions.
-fn encode(out: &mut String, kernel: &Kernel) {
+fn encode(out: &mut String, kernel: &'static Kernel) {
     let (checked, others): (Vec<&Requirement>, Vec<&Requirement>) =
         kernel.requirements.iter().partition(|of| condition::swift(kernel, of.condition).is_some());
     put!(out, "        /// Encodes a launch of `groups` threadgroups.");
@@ -366,7 +364,7 @@ fn encode(out: &mut String, kernel: &Kernel) {
     if !others.is_empty() {
         put!(
             out,
-            "        /// These conditions are not checked here; where one does not hold, the kernel reads or writes outside of its buffers:"
+            "        /// These conditions are not checked here; where one does not hold, the kernel may read or write outside of its buffers:"
         );
         put!(out, "        ///");
         for of in others {
@@ -400,7 +398,7 @@ fn encode(out: &mut String, kernel: &Kernel) {
 }
 
 /// The checks of a launch: the grid, the offsets of buffers, and conditions.
-fn conditions(out: &mut String, kernel: &Kernel, checked: &[&Requirement]) {
+fn conditions(out: &mut String, kernel: &'static Kernel, checked: &[&Requirement]) {
     let quoted = |text: &str| format!("\"{}\"", text.trim().replace('\\', "\\\\").replace('"', "\\\""));
     let translated: Vec<String> =
         checked.iter().filter_map(|of| condition::swift(kernel, of.condition)).collect();

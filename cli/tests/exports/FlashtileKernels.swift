@@ -314,8 +314,6 @@ extension Flashtile {
 
 @available(macOS 14.0, iOS 17.0, tvOS 17.0, visionOS 1.0, *)
 extension Flashtile {
-    /// Adds up the partial results of every row.
-    ///
     /// Adds up the partial results of every row:
     /// ```text
     /// row_max = max_i row_max_i                       row_sum = sum_i 2^(row_max_i - row_max) row_sum_i
@@ -448,7 +446,7 @@ extension Flashtile {
         /// The grid is (queries, heads, batch entries).
         ///
         /// Throws `KernelError`, before anything is encoded, where a condition of the kernel does not hold.
-        /// These conditions are not checked here; where one does not hold, the kernel reads or writes outside of its buffers:
+        /// These conditions are not checked here; where one does not hold, the kernel may read or write outside of its buffers:
         ///
         /// - a factor for each coordinate, and a root for each block: `ORDER == 0 || factors.len() >= DV + block_count(ORDER, DV)`
         /// - out reaches to its last row: `params.reach(groups, DV).is_some_and(|needed| out.len() >= needed)`
@@ -508,8 +506,6 @@ extension Flashtile {
 
 @available(macOS 14.0, iOS 17.0, tvOS 17.0, visionOS 1.0, *)
 extension Flashtile {
-    /// Rotates rows `[rows, D]` into `out`, or back.
-    ///
     /// Rotates rows `[rows, D]` into `out`, or back: the transform of the codecs by itself.
     public struct HadamardKernel {
         /// The kernel with its generics fixed, by the name of its function.
@@ -604,7 +600,7 @@ extension Flashtile {
         /// Encodes a launch of `groups` threadgroups.
         ///
         /// Throws `KernelError`, before anything is encoded, where a condition of the kernel does not hold.
-        /// These conditions are not checked here; where one does not hold, the kernel reads or writes outside of its buffers:
+        /// These conditions are not checked here; where one does not hold, the kernel may read or write outside of its buffers:
         ///
         /// - a factor for each coordinate, and a root for each block: `factors.len() >= D + block_count(ORDER, D)`
         public func encode(
@@ -639,8 +635,6 @@ extension Flashtile {
 
 @available(macOS 14.0, iOS 17.0, tvOS 17.0, visionOS 1.0, *)
 extension Flashtile {
-    /// One byte for each block of a mask.
-    ///
     /// One byte for each block of a mask: 0 where it hides all of the block's keys from all of its queries, 2 where it adds
     /// nothing to any score, 1 otherwise. Threadgroups are (blocks of keys, blocks of queries, sequences times heads);
     /// `mask_tiles` is `[z, y, x]` of them.
@@ -714,7 +708,7 @@ extension Flashtile {
         /// Threadgroups are (blocks of keys, blocks of queries, sequences times heads); `mask_tiles` is `[z, y, x]` of them.
         ///
         /// Throws `KernelError`, before anything is encoded, where a condition of the kernel does not hold.
-        /// These conditions are not checked here; where one does not hold, the kernel reads or writes outside of its buffers:
+        /// These conditions are not checked here; where one does not hold, the kernel may read or write outside of its buffers:
         ///
         /// - mask reaches to its last element: `params.reach(groups[2]).is_some_and(|needed| mask.len() >= needed)`
         public func encode(
