@@ -1,13 +1,12 @@
 //! `flashtile kernels export`: a folder of kernels for programs in other languages than Rust.
 
 use super::manifest::{MANIFEST, SWIFT, file, manifest};
-use super::print::SourceTarget;
 use super::select::{Set, VariantArgs, kernel};
 use super::swift::swift;
 use crate::failure::{Failure, Result};
 use crate::output::NewFolder;
 use crate::report;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use flashtile::kernel::{Instance, Limits, Target};
 use flashtile::kernels::{metal_instance_of, metal_instances};
 use std::path::PathBuf;
@@ -32,9 +31,9 @@ pub(crate) struct ExportArgs {
     /// Kernels or instances; default all that are listed
     #[arg(value_name = "NAME")]
     pub(crate) names: Vec<String>,
-    /// Language: metal
+    /// What the programs run on
     #[arg(long, value_enum)]
-    pub(crate) target: SourceTarget,
+    pub(crate) target: ExportTarget,
     #[command(flatten)]
     pub(crate) variant: VariantArgs,
     /// Write every listed instance of the kernels NAME
@@ -42,12 +41,24 @@ pub(crate) struct ExportArgs {
     pub(crate) all: bool,
 }
 
+/// What exported kernels run on. Targets that are refused with a reason are not in the help.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ExportTarget {
+    /// Apple's GPUs, by Metal
+    #[value(alias = "msl")]
+    Metal,
+    #[value(hide = true)]
+    Cuda,
+    #[value(hide = true)]
+    Rust,
+}
+
 /// Writes the folder.
 pub(super) fn export(args: &ExportArgs) -> Result<()> {
     let other = match args.target {
-        SourceTarget::Msl => None,
-        SourceTarget::Cuda => Some("cuda"),
-        SourceTarget::Rust => Some("rust"),
+        ExportTarget::Metal => None,
+        ExportTarget::Cuda => Some("cuda"),
+        ExportTarget::Rust => Some("rust"),
     };
     if let Some(other) = other {
         let what = format_args!(

@@ -1,7 +1,7 @@
 //! `manifest.json` of exported kernels: all that a launch needs, for programs in any language.
 
 use super::condition;
-use super::describe::{bound, docs, element, field_json, grid, indexed, parameters_json, place, summary};
+use super::describe::{bound, docs, element, field_json, grid, indexed, parameters_json, summary};
 use super::print::SourceTarget;
 use flashtile::kernel::source::{Parameter, ParameterKind, Threads};
 use flashtile::kernel::{Instance, Kernel, ParamsField, ScalarType};
@@ -111,7 +111,7 @@ fn kernel_json(kernel: &'static Kernel) -> Value {
         "kernel": kernel.name,
         "does": summary(kernel),
         "docs": docs(kernel),
-        "defined_at": place(kernel),
+        "defined_in": kernel.source.file,
         "exact": kernel.exact,
         "grid": grid(kernel),
         "generics": generics.chain(derived).collect::<Vec<_>>(),
