@@ -347,3 +347,38 @@ fn refusals() {
     }
     assert_eq!(std::fs::read(file).unwrap(), b"kept");
 }
+
+/// Folders that would be replaced, and should not be.
+#[cfg(unix)]
+#[test]
+fn other_folders_are_kept() {
+    use std::os::unix::fs::PermissionsExt;
+    use std::process::Command;
+    let folder = Folder::empty();
+    let here = folder.path();
+    std::fs::create_dir(here.join("fixed")).unwrap();
+    std::fs::set_permissions(here.join("fixed"), std::fs::Permissions::from_mode(0o555)).unwrap();
+    std::fs::create_dir(here.join("inside")).unwrap();
+    std::os::unix::fs::symlink("nowhere", here.join("link")).unwrap();
+    let program = env!("CARGO_BIN_EXE_flashtile");
+    let export = |within: &str, to: &str| {
+        let args = ["kernels", "export", to, "merge", "--target", "metal"];
+        Command::new(program).args(args).current_dir(here.join(within)).output().unwrap()
+    };
+    let before = folder.names();
+    for (within, to, why) in [
+        (".", "fixed", "fixed: is read-only, expected a folder that may be replaced"),
+        (".", "link", "link: names no folder, expected a new or an empty one"),
+        (".", "absent/..", "absent/..: names no folder"),
+        ("inside", ".", ".: is the folder that the command runs in, expected another one"),
+    ] {
+        assert_refused(&export(within, to), why, to);
+        assert_eq!(folder.names(), before, "{to}");
+    }
+    // A write that fails in the middle leaves nothing.
+    let limited =
+        format!("ulimit -f 20; exec '{program}' kernels export limited merge decode --target metal");
+    let output = Command::new("sh").args(["-c", &limited]).current_dir(here).output().unwrap();
+    assert_refused(&output, "limited: cannot be written: File too large", "ulimit");
+    assert_eq!(folder.names(), before);
+}
