@@ -11,8 +11,8 @@ const GROUP_COUNT: &str = "groups.iter().map(|n| *n as usize).product::<usize>()
 
 /// A condition in Swift: an expression over `arguments`, `constants`, `traits` and `groups`. `None` where it cannot be said there.
 pub(super) fn swift(kernel: &'static Kernel, condition: &str) -> Option<String> {
-    let spaceless: String = condition.split_whitespace().collect::<Vec<_>>().join(" ");
-    let text = spaceless.replace(GROUP_COUNT, "GROUP_COUNT");
+    let line: String = condition.split_whitespace().collect::<Vec<_>>().join(" ");
+    let text = line.replace(GROUP_COUNT, "GROUP_COUNT");
     let mut parser = Parser { kernel, tokens: tokens(&text)?, at: 0 };
     let parsed = parser.or()?;
     (parser.at == parser.tokens.len() && parsed.is_bool).then_some(parsed.code)
