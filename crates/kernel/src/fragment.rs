@@ -34,7 +34,7 @@ impl<T: Element> Fragment<T> {
     /// Where the lanes diverge, and as for reading each element.
     #[track_caller]
     pub fn load<M: Memory<Item = T>>(memory: &M, offset: u32, stride: u32) -> Self {
-        crate::simulator::simd_converge("Fragment::load");
+        crate::simulator::load_matrices("Fragment::load", 1);
         let (row, col) = lane_position();
         Self { elements: read_pair(memory, [at(offset, stride, row, col), at(offset, stride, row, col + 1)]) }
     }
@@ -45,7 +45,7 @@ impl<T: Element> Fragment<T> {
     /// As [`load`](Self::load).
     #[track_caller]
     pub fn load_transposed<M: Memory<Item = T>>(memory: &M, offset: u32, stride: u32) -> Self {
-        crate::simulator::simd_converge("Fragment::load_transposed");
+        crate::simulator::load_matrices("Fragment::load_transposed", 1);
         let (row, col) = lane_position();
         Self { elements: read_pair(memory, [at(offset, stride, col, row), at(offset, stride, col + 1, row)]) }
     }
@@ -56,7 +56,7 @@ impl<T: Element> Fragment<T> {
     /// Where the lanes diverge, and as for writing each element.
     #[track_caller]
     pub fn store<M: Memory<Item = T>>(&self, memory: &mut M, offset: u32, stride: u32) {
-        crate::simulator::simd_converge("Fragment::store");
+        crate::simulator::store_matrices("Fragment::store", 1);
         let (row, col) = lane_position();
         for (n, x) in self.elements.into_iter().enumerate() {
             memory.region().set(at(offset, stride, row, col + n as u32), x.to_raw());

@@ -136,9 +136,10 @@ pub fn load_rights_transposed<T: Element>(memory: &Shared<T>, offset: u32, strid
 /// Reads the beginning of the part of a line that this lane addresses, which starts at a multiple of 16 bytes.
 #[track_caller]
 fn check_lines<T: Element>(memory: &Shared<T>, offset: u32, stride: u32) {
-    simulator::simd_converge("a load of matrices");
+    simulator::load_matrices("a load of matrices", 4);
     let lane = crate::intrinsics::simd_lane();
-    let _ = memory.load_as::<u32, 4>(offset + lane % 16 * stride + lane / 16 * 8);
+    // The elements that the lane gets are counted where they are read.
+    simulator::uncounted(|| memory.load_as::<u32, 4>(offset + lane % 16 * stride + lane / 16 * 8));
 }
 
 /// A right operand of which this lane has columns `2 * pair` and `2 * pair + 1` of its row, rounded to nearest even.

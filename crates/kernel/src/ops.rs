@@ -69,9 +69,16 @@ pub const fn equatable<T: Comparable>(x: T) -> T {
     x
 }
 
-/// A float: the receiver of `exp2` and its kind.
+/// A float: the receiver of `log2` and its kind.
 #[inline(always)]
 pub const fn float(x: f32) -> f32 {
+    x
+}
+
+/// The receiver of `exp2` and `exp`, which a launch counts.
+#[inline(always)]
+pub fn exponent(x: f32) -> f32 {
+    crate::simulator::count_exponential();
     x
 }
 

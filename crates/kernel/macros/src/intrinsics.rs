@@ -216,6 +216,11 @@ pub(crate) fn method(name: &str) -> Option<&'static Method> {
     METHODS.iter().find(|method| method.name == name)
 }
 
+/// Whether a method of a float is an exponential.
+pub(crate) fn is_exponential(name: &str) -> bool {
+    matches!(name, "exp2" | "exp")
+}
+
 /// A method of `Buffer` and `Shared`, which reads or writes neighbouring elements.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MemoryMethod {

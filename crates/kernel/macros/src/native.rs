@@ -475,6 +475,7 @@ impl Native<'_> {
             Some(Receiver::FragmentMut) => self.base_mut(&call.receiver),
             Some(Receiver::Number) => self.receiver("number", call),
             Some(Receiver::Integer) => self.receiver("integer", call),
+            Some(Receiver::Float) if intrinsics::is_exponential(&name) => self.receiver("exponent", call),
             Some(Receiver::Float) => self.receiver("float", call),
             Some(Receiver::Scalar) => self.receiver("scalar", call),
             Some(Receiver::Element) => self.receiver("element", call),

@@ -140,6 +140,8 @@ pub(crate) struct Machine {
     stopping: Cell<bool>,
     fault: RefCell<Option<Fault>>,
     report: Cell<Report>,
+    /// Whether accesses are checked without being counted.
+    uncounted: Cell<bool>,
 }
 
 impl fmt::Debug for Machine {
@@ -193,6 +195,7 @@ impl Machine {
             stopping: Cell::new(false),
             fault: RefCell::default(),
             report: Cell::default(),
+            uncounted: Cell::new(false),
         }
     }
 
@@ -336,7 +339,11 @@ impl Machine {
         }
     }
 
-    pub(super) fn count(&self, shared: bool, write: bool, bytes: usize) {
+    /// Counts an access to memory, and returns the bytes that count: none where accesses are [`uncounted`].
+    pub(super) fn count(&self, shared: bool, write: bool, bytes: usize) -> u64 {
+        if self.uncounted.get() {
+            return 0;
+        }
         let mut report = self.report.get();
         let counter = match (shared, write) {
             (false, false) => &mut report.device_read,
@@ -346,12 +353,17 @@ impl Machine {
         };
         *counter += bytes as u64;
         self.report.set(report);
+        bytes as u64
+    }
+
+    fn count_in(&self, count: impl FnOnce(&mut Report)) {
+        let mut report = self.report.get();
+        count(&mut report);
+        self.report.set(report);
     }
 
     pub(super) fn count_atomic(&self) {
-        let mut report = self.report.get();
-        report.atomics += 1;
-        self.report.set(report);
+        self.count_in(|report| report.atomics += 1);
     }
 
     /// Lets other threads run first, now and then: the order of atomics is not fixed.
@@ -417,17 +429,16 @@ impl Machine {
         let Group { threads, ready, .. } = &mut *group;
         threads.iter_mut().for_each(|thread| thread.wait = None);
         ready.extend((0..threads.len() as u32).filter(|&other| other != thread as u32));
-        let mut report = self.report.get();
-        report.barriers += 1;
-        self.report.set(report);
+        self.count_in(|report| report.barriers += 1);
     }
 
-    /// Waits for the lanes of the SIMD group, and returns the values that they show.
+    /// Waits for the lanes of the SIMD group, and returns the values that they show. The last lane counts the operation.
     fn gather(
         &self,
         name: &'static str,
         shown: Shown,
         location: &'static Location<'static>,
+        count: impl FnOnce(&mut Report),
     ) -> [Shown; LANES] {
         let thread = self.place.get().thread as usize;
         let simd = thread / LANES;
@@ -459,10 +470,12 @@ impl Machine {
                 ready.push(n as u32);
             }
         }
-        let mut report = self.report.get();
-        report.simd_operations += 1;
-        self.report.set(report);
-        at.shown
+        let shown = at.shown;
+        self.count_in(|report| {
+            report.simd_operations += 1;
+            count(report);
+        });
+        shown
     }
 }
 
@@ -547,26 +560,62 @@ pub(crate) fn barrier() {
 
 #[track_caller]
 pub(crate) fn simd_barrier() {
-    current().gather(SIMD_BARRIER, [0; 2], Location::caller());
+    current().gather(SIMD_BARRIER, [0; 2], Location::caller(), |report| report.simd_barriers += 1);
 }
 
 /// Waits for the lanes of the SIMD group at operation `name`.
 #[track_caller]
 pub(crate) fn simd_converge(name: &'static str) {
-    current().gather(name, [0; 2], Location::caller());
+    current().gather(name, [0; 2], Location::caller(), |_| ());
+}
+
+/// Waits for the lanes of the SIMD group at operation `name`, which loads 8x8 matrices.
+#[track_caller]
+pub(crate) fn load_matrices(name: &'static str, count: u64) {
+    current().gather(name, [0; 2], Location::caller(), |report| report.matrix_loads += count);
+}
+
+/// Waits for the lanes of the SIMD group at operation `name`, which stores 8x8 matrices.
+#[track_caller]
+pub(crate) fn store_matrices(name: &'static str, count: u64) {
+    current().gather(name, [0; 2], Location::caller(), |report| report.matrix_stores += count);
+}
+
+/// Does what checks accesses to memory that are counted elsewhere; no thread waits in it.
+#[track_caller]
+pub(crate) fn uncounted<R>(check: impl FnOnce() -> R) -> R {
+    let machine = current();
+    machine.uncounted.set(true);
+    let result = check();
+    machine.uncounted.set(false);
+    result
+}
+
+/// Counts an exponential of the current thread; native code outside of launches has none to count.
+pub(crate) fn count_exponential() {
+    CURRENT.with(|current| {
+        if let Some(machine) = &*current.borrow() {
+            machine.count_in(|report| report.exponentials += 1);
+        }
+    });
+}
+
+/// Counts an operation by which lanes see values of each other.
+fn count_exchange(report: &mut Report) {
+    report.exchanges += 1;
 }
 
 /// The `x` of all lanes.
 #[track_caller]
 pub(crate) fn gather(name: &'static str, x: u64) -> [u64; LANES] {
-    current().gather(name, [x, 0], Location::caller()).map(|shown| shown[0])
+    current().gather(name, [x, 0], Location::caller(), count_exchange).map(|shown| shown[0])
 }
 
 /// The `x` of lane `lane`.
 #[track_caller]
 pub(crate) fn exchange(name: &'static str, x: u64, lane: u32) -> u64 {
     let machine = current();
-    let shown = machine.gather(name, [x, 0], Location::caller());
+    let shown = machine.gather(name, [x, 0], Location::caller(), count_exchange);
     match shown.get(lane as usize) {
         Some(shown) => shown[0],
         None => machine.fault(
@@ -581,7 +630,7 @@ pub(crate) fn exchange(name: &'static str, x: u64, lane: u32) -> u64 {
 #[track_caller]
 pub(crate) fn broadcast(x: u64, lane: u32) -> u64 {
     let (machine, name) = (current(), "simd_broadcast");
-    let shown = machine.gather(name, [x, u64::from(lane)], Location::caller());
+    let shown = machine.gather(name, [x, u64::from(lane)], Location::caller(), count_exchange);
     if let Some(other) = shown.iter().position(|shown| shown[1] != u64::from(lane)) {
         let message = format_args!("{name} of lane {lane}, of lane {} in lane {other}", shown[other][1]);
         machine.fault(FaultKind::Lane, Location::caller(), message);
@@ -601,8 +650,10 @@ pub(crate) fn broadcast(x: u64, lane: u32) -> u64 {
 pub(crate) fn multiply_accumulate([a0, a1, b0, b1]: [f32; 4], c: [f32; 2]) -> [f32; 2] {
     let machine = current();
     let pack = |x: f32, y: f32| u64::from(x.to_bits()) | u64::from(y.to_bits()) << 32;
-    let shown =
-        machine.gather("Fragment::multiply_accumulate", [pack(a0, a1), pack(b0, b1)], Location::caller());
+    let own = [pack(a0, a1), pack(b0, b1)];
+    let shown = machine.gather("Fragment::multiply_accumulate", own, Location::caller(), |report| {
+        report.matrix_products += 1;
+    });
     let (mut a, mut b) = ([[0f32; 8]; 8], [[0f32; 8]; 8]);
     for (lane, [pair_a, pair_b]) in shown.into_iter().enumerate() {
         let (row, col) = crate::lanes::position_of(lane as u32);

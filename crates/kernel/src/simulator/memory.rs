@@ -2,6 +2,7 @@
 
 use super::FaultKind;
 use super::machine::{self, Machine};
+use super::report::BufferReport;
 use super::shadow::{Access, Shadow, Use};
 use crate::device::{DeviceMemory, Span, View, ViewMut};
 use crate::region::{At, Region, RegionAccess};
@@ -218,11 +219,21 @@ pub(super) struct Storage {
     shadow: Shadow,
     /// Bytes that one entry of the shadow stands for.
     unit: usize,
+    /// Bytes read and written, each as often as it was.
+    read: u64,
+    written: u64,
 }
 
 impl Storage {
     pub(super) fn new(content: Content, element: ScalarType) -> Rc<RefCell<Self>> {
-        Rc::new(RefCell::new(Self { content, shadow: Shadow::default(), unit: element.bytes() }))
+        let unit = element.bytes();
+        Rc::new(RefCell::new(Self { content, shadow: Shadow::default(), unit, read: 0, written: 0 }))
+    }
+
+    /// Counts of the accesses.
+    pub(super) fn report(&self, name: &'static str) -> BufferReport {
+        let Self { read, written, .. } = *self;
+        BufferReport { name, read, distinct_read: (self.shadow.elements_read() * self.unit) as u64, written }
     }
 
     pub(super) fn take(&mut self) -> Content {
@@ -257,15 +268,17 @@ impl RegionAccess for CheckedRegion {
     fn get(&self, index: u64, at: At) -> u64 {
         let byte = self.locate(index, self.size, "read", at);
         self.note(index, byte..byte + self.size, Use::Read, at);
-        self.machine.count(self.shared, false, self.size);
-        self.storage.borrow().content.read(byte, self.size)
+        let mut storage = self.storage.borrow_mut();
+        storage.read += self.machine.count(self.shared, false, self.size);
+        storage.content.read(byte, self.size)
     }
 
     fn set(&self, index: u64, raw: u64, at: At) {
         let byte = self.locate(index, self.size, "written", at);
         self.note(index, byte..byte + self.size, Use::Write, at);
-        self.machine.count(self.shared, true, self.size);
-        self.storage.borrow_mut().content.write(byte, self.size, raw);
+        let mut storage = self.storage.borrow_mut();
+        storage.written += self.machine.count(self.shared, true, self.size);
+        storage.content.write(byte, self.size, raw);
     }
 
     fn load(&self, index: u64, scalar: ScalarType, count: usize, put: &mut dyn FnMut(u64), at: At) {
@@ -273,8 +286,8 @@ impl RegionAccess for CheckedRegion {
         let byte = self.locate(index, count * size, "read", at);
         self.align(index, byte, count * size, at);
         self.note(index, byte..byte + count * size, Use::Read, at);
-        self.machine.count(self.shared, false, count * size);
-        let storage = self.storage.borrow();
+        let mut storage = self.storage.borrow_mut();
+        storage.read += self.machine.count(self.shared, false, count * size);
         (0..count).for_each(|n| put(storage.content.read(byte + n * size, size)));
     }
 
@@ -283,8 +296,8 @@ impl RegionAccess for CheckedRegion {
         let byte = self.locate(index, count * size, "written", at);
         self.align(index, byte, count * size, at);
         self.note(index, byte..byte + count * size, Use::Write, at);
-        self.machine.count(self.shared, true, count * size);
         let mut storage = self.storage.borrow_mut();
+        storage.written += self.machine.count(self.shared, true, count * size);
         (0..count).for_each(|n| storage.content.write(byte + n * size, size, next()));
     }
 
@@ -348,7 +361,7 @@ impl CheckedRegion {
         let Self { machine, storage, name, size, .. } = self;
         let now = machine.access(at);
         let mut storage = storage.borrow_mut();
-        let Storage { content, shadow, unit } = &mut *storage;
+        let Storage { content, shadow, unit, .. } = &mut *storage;
         for element in bytes.start / *unit..bytes.end.div_ceil(*unit) {
             if let Err((earlier, other)) = shadow.note(element, how, now) {
                 let element = index + ((element * *unit).saturating_sub(bytes.start) / size) as u64;

@@ -33,12 +33,13 @@ mod tests;
 
 pub use fault::{Fault, FaultKind};
 pub(crate) use machine::{
-    barrier, broadcast, count_iteration, exchange, fault_arithmetic, gather, loop_iter, multiply_accumulate,
-    outside_array, place, scope_enter, scope_leave, simd_barrier, simd_converge,
+    barrier, broadcast, count_exponential, count_iteration, exchange, fault_arithmetic, gather,
+    load_matrices, loop_iter, multiply_accumulate, outside_array, place, scope_enter, scope_leave,
+    simd_barrier, simd_converge, store_matrices, uncounted,
 };
 pub(crate) use memory::shared;
 pub use memory::{Memory, MemoryError};
-pub use report::Report;
+pub use report::{BufferReport, Report};
 pub use schedule::Simulator;
 
 pub use crate::arguments::Arguments;

@@ -2,7 +2,7 @@
 
 use super::machine::{Machine, with_current};
 use super::memory::{CheckedRegion, Memory, Storage};
-use super::{Fault, FaultKind, Report, panics};
+use super::{BufferReport, Fault, FaultKind, Report, panics};
 use crate::arguments::{Arguments, Value};
 use crate::device::{Argument, Device, HostAccess, Launch, Limits};
 use crate::facts::Span;
@@ -26,6 +26,7 @@ pub struct Simulator {
     limits: Limits,
     stacks: Mutex<Vec<Stack>>,
     report: Mutex<Report>,
+    buffers: Mutex<Vec<BufferReport>>,
 }
 
 struct Stack(DefaultStack);
@@ -53,6 +54,7 @@ impl Simulator {
             limits: Limits::default(),
             stacks: Mutex::default(),
             report: Mutex::default(),
+            buffers: Mutex::default(),
         }
     }
 
@@ -79,6 +81,11 @@ impl Simulator {
     /// Counts of the last launch.
     pub fn report(&self) -> Report {
         *self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts of the accesses of the last launch to each of its buffers, in the order of the parameters.
+    pub fn buffer_reports(&self) -> Vec<BufferReport> {
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn take_stack(&self) -> std::io::Result<DefaultStack> {
@@ -169,7 +176,7 @@ impl Device for Simulator {
             };
             // The launch works on a copy: memory that is only read stays as it is.
             let storage = Storage::new(memory.content().clone(), memory.element());
-            storages.push(Rc::clone(&storage));
+            storages.push((parameter.name, Rc::clone(&storage)));
             let size = span.element.bytes();
             arguments.push(Value::Buffer(Region::new(CheckedRegion {
                 machine: Rc::clone(&machine),
@@ -206,12 +213,15 @@ impl Device for Simulator {
             Argument::Write(view) => Some(Some(view)),
             Argument::Bytes(_) | Argument::Constant(_) => None,
         });
-        for (view, storage) in buffers.zip(storages) {
+        let mut reports = Vec::with_capacity(storages.len());
+        for (view, (name, storage)) in buffers.zip(storages) {
+            reports.push(storage.borrow().report(name));
             if let Some(view) = view {
                 *view.memory_mut().content_mut() = storage.borrow_mut().take();
             }
         }
         *self.report.lock().unwrap_or_else(PoisonError::into_inner) = machine.report();
+        *self.buffers.lock().unwrap_or_else(PoisonError::into_inner) = reports;
         result
     }
 }

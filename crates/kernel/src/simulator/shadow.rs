@@ -102,6 +102,12 @@ pub(super) struct Shadow {
 }
 
 impl Shadow {
+    /// Elements that were read.
+    pub(super) fn elements_read(&self) -> usize {
+        let read = |page: &[Element; PAGE]| page.iter().filter(|element| element.read.last.is_some()).count();
+        self.pages.iter().flatten().map(|page| read(page)).sum()
+    }
+
     /// Records a use of element `index`.
     ///
     /// # Errors

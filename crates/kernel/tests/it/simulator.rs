@@ -109,6 +109,61 @@ fn fragments_multiply_as_matrices() {
 }
 
 #[test]
+fn operations_of_simd_groups_are_counted_by_kind() {
+    let (_, report) = run(&[0; 64], (2, 64), |arguments| {
+        let mut x = words(arguments);
+        let (mut m, mut d): (Shared<f16>, Shared<f32>) = (shared(2 * 16 * 24), shared(128));
+        let start = simd_index() * 16 * 24;
+        for n in (simd_lane()..16 * 24).step_by(32) {
+            m.ft_set(start + n, f16::from_f32(1.0));
+        }
+        simd_barrier();
+        let [b, ..] = load_rights::<f16>(&m, start, 24);
+        let [a, next, ..] = load_lefts::<f16>(&m, start, 24);
+        let sums = multiply_add::<f16>([a, next], b, [[0.0; 2]; 2]);
+        let f = Fragment::multiply_accumulate(
+            &Fragment::load(&m, start, 24),
+            &Fragment::load_transposed(&m, start, 24),
+            &Fragment::filled(ops::exponent(sums[0][0]).exp2() + ops::exponent(sums[1][1]).exp()),
+        );
+        f.store(&mut d, 64 * simd_index(), 8);
+        let sum = simd_sum(matrix_row_max(f.element(0)));
+        barrier();
+        if thread_position() == 0 {
+            x.ft_set(0u32, sum.to_bits());
+        }
+    })
+    .unwrap();
+    let groups = 2 * 2;
+    assert_eq!(report.matrix_products, groups * 3);
+    assert_eq!((report.matrix_loads, report.matrix_stores), (groups * 10, groups));
+    assert_eq!((report.exchanges, report.simd_barriers, report.barriers), (groups * 2, groups, 2));
+    assert_eq!(report.simd_operations, groups * (3 + 2 + 2 + 1 + 2 + 1));
+    assert_eq!(report.exponentials, 2 * 128);
+    // Ten matrices of 64 f16 are read, one of f32 is written beside what is filled.
+    assert_eq!(report.shared_read, groups * 10 * 64 * 2);
+    assert_eq!(report.shared_written, groups * (16 * 24 * 2 + 64 * 4));
+}
+
+#[test]
+fn accesses_to_each_buffer_are_counted() {
+    let simulator = Simulator::new();
+    let mut memory = Memory::from_slice(&[7u32; 64]);
+    run_on(&simulator, &mut memory, (3, 32), |arguments| {
+        let mut x = words(arguments);
+        let [first, _] = x.load::<2>(2 * (simd_lane() / 2));
+        if thread_position() == 0 {
+            x.ft_set(63u32, first);
+        }
+    })
+    .unwrap();
+    let [report] = simulator.buffer_reports()[..] else { panic!("one buffer") };
+    assert_eq!((report.name, report.written), ("x", 4));
+    assert_eq!((report.read, report.distinct_read), (3 * 32 * 8, 32 * 4));
+    assert_eq!(report.read, simulator.report().device_read);
+}
+
+#[test]
 fn lanes_hold_the_elements_of_apples_layout() {
     run(&[0; 64], (1, 32), |arguments| {
         let mut x = words(arguments);
