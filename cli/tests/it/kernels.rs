@@ -51,7 +51,8 @@ fn lists() {
 #[test]
 fn parameters_are_where_sources_have_them() {
     let kernels = json_lines(&["kernels", "list", "--json"]);
-    for (name, instance) in [("merge", "merge_bf16_128_0"), ("prefill", "prefill_bf16_2_2_64_64_2_4_4_1_8_2")]
+    for (name, instance) in
+        [("merge", "merge_bf16_128_0"), ("prefill", "prefill_bf16_2_2_64_64_2_4_4_1_8_2_2")]
     {
         let kernel = kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap();
         let source = ok(&["kernels", "print", instance, "--target", "msl"]);

@@ -5,7 +5,7 @@ use crate::facts::GpuFacts;
 use crate::kernels::decode::decode;
 use crate::kernels::formats::{has_half_norms, is_codes, padded};
 use crate::kernels::nibbles::{MIN_COPIES, min_copies};
-use crate::kernels::prefill::block::{block_columns, row_turns, row_words};
+use crate::kernels::prefill::block::{block_columns, key_blocks, row_turns, row_words};
 use crate::kernels::prefill::prefill;
 use crate::kernels::rows::product_type;
 use crate::variant::Variant;
@@ -48,6 +48,8 @@ pub struct PortableTile {
     copies: usize,
     /// Whether the kernel is `prefill`, which keeps its rows and streams their keys.
     is_prefill: bool,
+    /// Whether keys and values of prefill take the same shared memory in turn.
+    one_block: bool,
 }
 
 /// A tile, and the splits of the keys of a row.
@@ -72,7 +74,7 @@ impl PortableTile {
     /// for `resident` threadgroups a core. A plan refuses tiles that the kernel cannot have.
     #[must_use]
     pub const fn new(rows: usize, simd_keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys, simds, team: 1, resident, copies: 0, is_prefill: false }
+        Self { rows, simd_keys, simds, team: 1, resident, copies: 0, is_prefill: false, one_block: false }
     }
 
     /// A tile of prefill: `simds` SIMD groups (1, 2, 4 or 8) share `rows` query rows (16 or 32 each), and copy `keys` keys (16, 32, 64
@@ -80,7 +82,16 @@ impl PortableTile {
     /// [`with_team`](Self::with_team) gives several SIMD groups the same rows.
     #[must_use]
     pub const fn prefill(rows: usize, keys: usize, simds: usize, resident: usize) -> Self {
-        Self { rows, simd_keys: keys, simds, team: 1, resident, copies: 0, is_prefill: true }
+        Self {
+            rows,
+            simd_keys: keys,
+            simds,
+            team: 1,
+            resident,
+            copies: 0,
+            is_prefill: true,
+            one_block: false,
+        }
     }
 
     /// The tile of prefill with teams of `team` SIMD groups (1, 2, 4 or 8): each team has 16 or 32 rows, whose columns its SIMD groups
@@ -88,6 +99,13 @@ impl PortableTile {
     #[must_use]
     pub const fn with_team(self, team: usize) -> Self {
         Self { team, ..self }
+    }
+
+    /// The tile of prefill whose keys and values take the same shared memory in turn: half as much, for one more barrier a block, or two
+    /// without teams. A plan refuses it where keys and values are not alike: of one type and one number of columns.
+    #[must_use]
+    pub const fn with_one_block(self) -> Self {
+        Self { one_block: true, ..self }
     }
 
     /// The fastest tile of decode where tiles were measured: 32 keys at a time over `int8`. Others have more SIMD groups a core with 16.
@@ -146,6 +164,11 @@ impl PortableTile {
             }
             if ![16, 32, 64, 128].contains(&self.simd_keys) {
                 return refused("portable tiles of prefill have 16, 32, 64 or 128 keys");
+            }
+            if self.one_block && !are_alike(problem) {
+                return refused(
+                    "portable tiles of prefill have one block where keys and values have one type and length",
+                );
             }
         } else if ![8, 16, 32].contains(&self.rows) || ![16, 32].contains(&self.simd_keys) {
             return refused("portable tiles have 8, 16 or 32 rows, and 16 or 32 keys a SIMD group");
@@ -218,7 +241,8 @@ impl PortableTile {
         let (keys, simds) = (self.simd_keys / 16, self.simds);
         let copies = self.copies(variant.head_dim.max(variant.value_dim));
         if self.is_prefill {
-            let team = [self.team_rows() / 16, keys, simds, self.team, copies, self.resident];
+            let blocks = if self.one_block { 1 } else { 2 };
+            let team = [self.team_rows() / 16, keys, simds, self.team, copies, self.resident, blocks];
             generics.extend(team.map(Generic::Usize));
             return prefill::specialise(&generics);
         }
@@ -465,6 +489,13 @@ fn has_halves(problem: &Problem) -> bool {
     let [head_dim, value_dim] = row_dims(problem).map(|dim| dim as u32);
     has_half_norms(format_id(problem.k_codec()), head_dim)
         || has_half_norms(format_id(problem.v_codec()), value_dim)
+}
+
+/// Whether keys and values can take the same shared memory in turn. Keys of mlx-native have a second block.
+fn are_alike(problem: &Problem) -> bool {
+    let ([of_keys, of_values], [head_dim, value_dim]) = (products(problem), row_dims(problem));
+    let is_single = key_blocks(format_id(problem.k_codec())) == 1;
+    is_single && of_keys == of_values && padded(head_dim as u32) == padded(value_dim as u32)
 }
 
 /// The types of the products with keys and with values.

@@ -208,12 +208,15 @@ macro_rules! native_decode {
 /// formats and dimensions of keys and values; the tile's `M`, `U`, `S` and `W`, for one threadgroup a core.
 #[macro_export]
 macro_rules! native_prefill {
-    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr, $w:expr]) => {{
+    ([$q:ty, $k:ty, $v:ty] $row:tt [$m:expr, $u:expr, $s:expr, $w:expr]) => {
+        $crate::native_prefill!([$q, $k, $v] $row [$m, $u, $s, $w, 2])
+    };
+    ([$q:ty, $k:ty, $v:ty] [$kf:expr, $vf:expr, $d:expr, $dv:expr] [$m:expr, $u:expr, $s:expr, $w:expr, $b:expr]) => {{
         use ::flashtile_kernel::{Scalar, ScalarType};
         use $crate::kernels::formats::hadamard_order;
         use $crate::kernels::nibbles::{MIN_COPIES as COPIES, nibble_bytes};
         use $crate::kernels::prefill::block::{
-            block_columns, block_scales, key_blocks, row_turns, row_words, scratch_len,
+            block_columns, block_scales, key_blocks, row_turns, row_words, scratch_len, staged_rows, values_len,
         };
         use $crate::kernels::rows::{larger, pair_words};
         const K: ScalarType = <$k as Scalar>::TYPE;
@@ -230,6 +233,7 @@ macro_rules! native_prefill {
             { $w },
             { COPIES },
             1,
+            { $b },
             $k,
             $v,
             { block_columns($d, $w) },
@@ -247,9 +251,11 @@ macro_rules! native_prefill {
             { key_blocks($kf) },
             { block_scales($kf, $d, $u) },
             { 2 * $u },
+            { values_len($dv, $u, $w, $b) },
             { larger($d, $dv) + 2 },
             { larger(block_scales($kf, $d, $u) + block_scales($vf, $dv, $u), 1) },
-            { scratch_len($m, $u, $s, $w, larger($d, $dv) + 2) },
+            { staged_rows($w, $b) },
+            { scratch_len($m, $u, $s, $w, staged_rows($w, $b), larger($d, $dv) + 2) },
             { nibble_bytes($kf, $d, $vf, $dv, COPIES) },
         >()
     }};

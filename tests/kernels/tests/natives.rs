@@ -10,11 +10,22 @@ use std::sync::LazyLock;
 pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
     static ALL: LazyLock<Vec<Instance>> = LazyLock::new(|| {
         let coded = [coded::<f32>(), coded::<f16>(), coded::<bf16>()];
-        [decodes(), odd(), splits(), pages(), tiles(), planned(), merges(), prefills(), mixed_prefills()]
-            .into_iter()
-            .chain(coded)
-            .flatten()
-            .collect()
+        [
+            decodes(),
+            odd(),
+            splits(),
+            pages(),
+            tiles(),
+            planned(),
+            merges(),
+            prefills(),
+            mixed_prefills(),
+            one_block(),
+        ]
+        .into_iter()
+        .chain(coded)
+        .flatten()
+        .collect()
     });
     let is = |instance: &&Instance| {
         instance.kernel().name == wanted.kernel().name && instance.generics() == wanted.generics()
@@ -354,6 +365,32 @@ macro_rules! mixed_prefills {
     ($([$m:literal $u:literal $s:literal $w:literal] $q:ident $k:ident $v:ident $kf:literal $vf:literal $d:literal $dv:literal;)*) => {
         vec![$(native_prefill!([$q, $k, $v] [$kf, $vf, $d, $dv] [$m, $u, $s, $w])),*]
     };
+}
+
+/// Keys and values that take the same threadgroup memory in turn.
+fn one_block() -> Vec<Instance> {
+    macro_rules! one_block {
+        ($([$m:literal $u:literal $s:literal $w:literal] $q:ident $p:ident $f:literal $d:literal;)*) => {
+            vec![$(native_prefill!([$q, $p, $p] [$f, $f, $d, $d] [$m, $u, $s, $w, 1])),*]
+        };
+    }
+    one_block! {
+        [1 1 2 1] f32 f32 0 64;
+        [1 1 2 1] f16 f16 1 64;
+        [1 1 2 1] bf16 bf16 2 64;
+        [1 1 2 2] f32 f32 0 64;
+        [1 1 2 2] f16 f16 1 64;
+        [1 1 2 2] bf16 bf16 2 64;
+        [1 1 2 1] bf16 f16 3 64;
+        [1 1 2 2] f16 f16 7 64;
+        [1 1 2 2] f32 f32 0 20;
+        [1 1 2 2] f16 f16 1 20;
+        [1 1 2 2] bf16 bf16 2 20;
+        [1 1 4 4] bf16 f16 5 80;
+        [1 1 4 4] f16 f16 3 80;
+        [1 1 8 4] f16 f16 1 512;
+        [1 1 8 4] bf16 bf16 2 512;
+    }
 }
 
 fn mixed_prefills() -> Vec<Instance> {

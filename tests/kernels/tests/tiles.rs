@@ -105,6 +105,26 @@ fn stored(tile: impl Into<Tiling>, dtype: Dtype, codecs: [Codec; 2], [head_dim, 
 }
 
 #[test]
+fn of_prefill_with_one_block() {
+    let tile = PortableTile::prefill(32, 16, 2, 1).with_one_block();
+    let team = PortableTile::prefill(16, 16, 2, 1).with_team(2).with_one_block();
+    prefill(tile, &DTYPES);
+    prefill(team, &DTYPES);
+    for dtype in DTYPES {
+        stored(team, dtype, [Codec::of(dtype); 2], [20, 20]);
+    }
+    stored(tile, Dtype::BF16, [Int8; 2], [64, 64]);
+    stored(team.with_splits(2), Dtype::F16, [Tq4; 2], [64, 64]);
+    // Half of the SIMD groups of a team prepare and rotate rows.
+    let four = PortableTile::prefill(16, 16, 4, 1).with_team(4).with_one_block();
+    stored(four, Dtype::BF16, [Tq2; 2], [80, 80]);
+    stored(four, Dtype::F16, [Int8; 2], [80, 80]);
+    let long = PortableTile::prefill(32, 16, 8, 1).with_team(4).with_one_block();
+    stored(long, Dtype::F16, [Codec::F16; 2], [512, 512]);
+    stored(long.with_splits(2), Dtype::BF16, [Codec::BF16; 2], [512, 512]);
+}
+
+#[test]
 fn of_prefill_over_rows_of_any_length() {
     for dtype in DTYPES {
         let codecs = [Codec::of(dtype); 2];

@@ -293,6 +293,13 @@ fn elements_agree_with_the_oracle_by_prefill() {
 }
 
 #[test]
+fn elements_agree_with_the_oracle_by_prefill_with_one_block() {
+    let tile = PortableTile::prefill(32, 16, 4, 1).with_team(2).with_one_block();
+    let of = |case: &Case| has_dims(case, &[[64, 64]]) && scores(case) <= 5_000;
+    agree_with_the_oracle(catalogue().into_iter().filter(of), tile, 1);
+}
+
+#[test]
 fn codes_agree_with_the_oracle() {
     let names = ["single_d64", "single_d320", "centered_softcap", "pair_steps", "tree", "mask_additive"];
     let of = |case: &Case| {

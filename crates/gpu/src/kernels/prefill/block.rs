@@ -74,17 +74,30 @@ pub const fn block_scales(format: u32, dim: usize, sixteens: usize) -> usize {
     }
 }
 
+/// Rows that a team of `team` SIMD groups prepares, or rotates back, at a time: one for each of them, or for every other where threadgroup
+/// memory is scarce and there is one of the two `blocks`.
+pub const fn staged_rows(team: usize, blocks: usize) -> usize {
+    if blocks == 2 { team } else { team.div_ceil(2) }
+}
+
 /// f32 of threadgroup memory in which the SIMD groups of teams of `team` exchange products of `16 * sixteens` rows with
-/// `16 * key_sixteens` keys, and before and after prepare queries and rotate outputs back in rows of `row` numbers.
+/// `16 * key_sixteens` keys, and before and after prepare queries and rotate outputs back, `staged` rows of `row` numbers a team.
 pub const fn scratch_len(
     sixteens: usize,
     key_sixteens: usize,
     simds: usize,
     team: usize,
+    staged: usize,
     row: usize,
 ) -> usize {
     let exchanged = if team > 1 { 256 * sixteens * key_sixteens } else { 0 };
-    simds * larger(exchanged, row)
+    larger(simds * exchanged, simds / team * staged * row)
+}
+
+/// Elements of the memory of values of `dim` coordinates in blocks of `16 * sixteens` rows, where they have memory of their own:
+/// `blocks` is 2. Otherwise as few as an array may have.
+pub const fn values_len(dim: usize, sixteens: usize, team: usize, blocks: usize) -> usize {
+    if blocks == 2 { 16 * sixteens * (block_columns(dim, team) + ROW_PADDING) } else { ROW_PADDING }
 }
 
 /// Words of a run: the neighbouring columns that a lane stores at a time.
@@ -274,7 +287,7 @@ fn store_runs<T: Element, const D: usize, const P: usize>(block: &mut Shared<T>,
 
 /// Fills the columns beyond a row's coordinates with zeros, in `B` blocks of `16 U` rows.
 #[device]
-pub fn clear_columns<
+fn clear_columns<
     T: Element,
     const D: usize,
     const C: usize,
@@ -290,6 +303,29 @@ pub fn clear_columns<
         for at in (thread_index()..(16 * B * U) as u32 * count).step_by(32 * S) {
             block[at / count * (C + ROW_PADDING) as u32 + first + at % count] = T::from_f32(0.0);
         }
+    }
+}
+
+/// Fills the columns beyond the coordinates of keys and of values with zeros. Values without memory of their own have the keys' columns.
+#[device]
+pub fn clear_blocks<
+    K: Element,
+    V: Element,
+    const D: usize,
+    const DV: usize,
+    const KC: usize,
+    const VC: usize,
+    const KB: usize,
+    const U: usize,
+    const S: usize,
+    const B: usize,
+>(
+    keys: &mut Shared<K>,
+    values: &mut Shared<V>,
+) {
+    clear_columns::<K, D, KC, KB, U, S>(keys);
+    if B == 2 {
+        clear_columns::<V, DV, VC, 1, U, S>(values);
     }
 }
 
@@ -313,7 +349,7 @@ pub fn fetch_scales<const FORMAT: u32, const D: usize, const U: usize>(
 
 /// Stores the scales of a block from element `start` on; where each half of a row has a norm, first the norms of all first halves.
 #[device]
-pub fn store_scales<const FORMAT: u32, const D: usize, const U: usize>(
+fn store_scales<const FORMAT: u32, const D: usize, const U: usize>(
     scales: &mut Shared<f32>,
     start: u32,
     words: [u32; 2],
@@ -328,6 +364,23 @@ pub fn store_scales<const FORMAT: u32, const D: usize, const U: usize>(
             scales[at] = scale.whole;
         }
     }
+}
+
+/// Stores the scales of a block's keys, of which there are `KS`, and behind them the scales of its values.
+#[device]
+pub fn store_both_scales<
+    const KF: u32,
+    const D: usize,
+    const VF: u32,
+    const DV: usize,
+    const U: usize,
+    const KS: usize,
+>(
+    scales: &mut Shared<f32>,
+    words: [[u32; 2]; 2],
+) {
+    store_scales::<KF, D, U>(scales, 0, words[0]);
+    store_scales::<VF, DV, U>(scales, KS as u32, words[1]);
 }
 
 /// The scales of rows `2 p` and `2 p + 1` from row `first` on of a block of `8 F` rows, for columns from `column` on.

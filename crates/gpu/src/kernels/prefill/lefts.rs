@@ -106,6 +106,12 @@ fn fetch_query<Q: Element, const D: usize>(
     query
 }
 
+/// The first number of the row that SIMD group `part` of the team prepares, or rotates back.
+#[device]
+pub fn staged_start<const W: usize, const SR: usize, const LEN: usize>(part: u32) -> u32 {
+    (SR as u32 * team_index::<W>() + part) * LEN as u32
+}
+
 /// Takes the lane's columns of a row that is staged from element `from` on.
 #[device]
 #[inline(always)]
@@ -143,8 +149,8 @@ fn take_query<
     }
 }
 
-/// Queries that are rotated and scaled as their keys ask for. The SIMD groups of a team prepare a row each at a time, in threadgroup memory:
-/// `staged` has `LEN` numbers for each SIMD group, of which the last two are the factor and the bias of the row.
+/// Queries that are rotated and scaled as their keys ask for. The first `SR` SIMD groups of a team prepare a row each at a time, in
+/// threadgroup memory: `staged` has `LEN` numbers for each of them, of which the last two are the factor and the bias of the row.
 #[device]
 fn prepared_queries<
     Q: Element,
@@ -157,6 +163,7 @@ fn prepared_queries<
     const N: usize,
     const M: usize,
     const W: usize,
+    const SR: usize,
     const LEN: usize,
 >(
     q: &Buffer<Q>,
@@ -167,33 +174,34 @@ fn prepared_queries<
 ) -> Queries<K, N, M> {
     let mut queries = no_queries::<K, N, M>(0.0);
     let sign = select(params.scale < 0.0, -1.0, 1.0);
-    let start = simd_index() * LEN as u32;
+    let start = staged_start::<W, SR, LEN>(part_index::<W>());
     let own_row = tile.first + (16 * M) as u32 * team_index::<W>() + part_index::<W>();
     let mut next = fetch_query::<Q, D>(q, tile, params, own_row);
     for m in 0..M {
         for h in 0..2usize {
             // To compilers the number of turns is unknown: unrolled, the preparation would be most of the kernel.
             let mut turn = 0u32;
-            while turn < 8 / W as u32 {
-                for i in 0..(D + 31) / 32 {
-                    let c = 32 * i as u32 + simd_lane();
-                    if c < D as u32 {
-                        staged[start + c] = next[i] * sign;
+            while turn < 8 / SR as u32 {
+                if SR == W || part_index::<W>() < SR as u32 {
+                    for i in 0..(D + 31) / 32 {
+                        let c = 32 * i as u32 + simd_lane();
+                        if c < D as u32 {
+                            staged[start + c] = next[i] * sign;
+                        }
+                    }
+                    simd_barrier();
+                    let following = (16 * m + 8 * h) as u32 + SR as u32 * (turn + 1);
+                    next = fetch_query::<Q, D>(q, tile, params, own_row + following);
+                    let query = prepare_query::<FORMAT, D, ORDER>(staged, start, memory, tile.kv_head);
+                    if simd_lane() == 0 {
+                        staged[start + LEN as u32 - 2] = query.unit * params.scale.abs();
+                        staged[start + LEN as u32 - 1] = query.bias * params.scale.abs();
                     }
                 }
-                simd_barrier();
-                let following = (16 * m + 8 * h) as u32 + W as u32 * (turn + 1);
-                next = fetch_query::<Q, D>(q, tile, params, own_row + following);
-                let query = prepare_query::<FORMAT, D, ORDER>(staged, start, memory, tile.kv_head);
-                if simd_lane() == 0 {
-                    staged[start + LEN as u32 - 2] = query.unit * params.scale.abs();
-                    staged[start + LEN as u32 - 1] = query.bias * params.scale.abs();
-                }
                 barrier();
-                for part in 0..W as u32 {
-                    if matrix_row() == W as u32 * turn + part {
-                        let simd = W as u32 * team_index::<W>() + part;
-                        let from = simd * LEN as u32;
+                for part in 0..SR as u32 {
+                    if matrix_row() == SR as u32 * turn + part {
+                        let from = staged_start::<W, SR, LEN>(part);
                         take_query::<K, FORMAT, D, C, P, N, M, W>(&mut queries, staged, from, m, h);
                         queries.scale[m][h] = staged[from + LEN as u32 - 2];
                         queries.bias[m][h] = staged[from + LEN as u32 - 1];
@@ -220,6 +228,7 @@ pub fn queries_of<
     const N: usize,
     const M: usize,
     const W: usize,
+    const SR: usize,
     const LEN: usize,
 >(
     q: &Buffer<Q>,
@@ -231,5 +240,5 @@ pub fn queries_of<
     if is_direct::<FORMAT, D, P>(memory.centered) {
         return direct_queries::<Q, K, D, C, N, M, W>(q, tile, params);
     }
-    prepared_queries::<Q, K, FORMAT, D, C, P, ORDER, N, M, W, LEN>(q, tile, params, memory, staged)
+    prepared_queries::<Q, K, FORMAT, D, C, P, ORDER, N, M, W, SR, LEN>(q, tile, params, memory, staged)
 }

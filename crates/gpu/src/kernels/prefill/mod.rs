@@ -19,6 +19,10 @@
 //! its [`matrix_pair`]: as left operands of the second product, probabilities are where scores were. `out[m][i][h][n]` is
 //! column `8 i + 2 p + n` of its part of the output of row `16 m + 8 h + r`. All SIMD groups of a team have the same scores.
 //!
+//! Where threadgroup memory is scarce, keys and values take the same memory in turn (`B` is 1): values are stored when every SIMD group
+//! has its products, which teams know by the barrier of their exchange and others by one of their own, and keys of the next block when
+//! every SIMD group has added its values, by another barrier.
+//!
 //! Rows of threadgroup memory have [`ROW_PADDING`](block::ROW_PADDING) elements more than a row of keys or values. Of 16 bits, they
 //! start an odd multiple of 16 bytes apart, so that eight of them lie in different banks.
 //!
@@ -34,20 +38,20 @@ pub mod softmax;
 pub mod stream;
 
 use self::block::{
-    BlockMemory, Codes, block_columns, block_scales, clear_columns, fetch_block, key_blocks, row_turns,
-    row_words, scratch_len, store_block, store_scales,
+    BlockMemory, Codes, block_columns, block_scales, clear_blocks, fetch_block, key_blocks, row_turns,
+    row_words, scratch_len, staged_rows, store_both_scales, values_len,
 };
 use self::lefts::queries_of;
-use self::nonfinite::take_nonfinite;
+use self::nonfinite::add_values;
 use self::output::{
     OutputRows, merged_rows, sinks_of, starts_second_pass, store_lse, store_max_sum, store_partial_out,
     store_rows,
 };
 use self::pass::{ScoredBlock, first_column, prefill_pass, step_of, tile_of_group};
-use self::softmax::{pv_block, qk_block, softmax_block, sum_parts, with_key_scales};
-use self::stream::{clear_first, fetch_next, fill_table, flag_nonfinite, no_block, store_keys};
+use self::softmax::{products_of, softmax_block};
+use self::stream::{ValueBlock, clear_first, fetch_next, fill_table, no_block, store_keys, store_values};
 use super::attend::Attend;
-use super::formats::{MLX8_PLAIN, hadamard_order, has_half_norms, is_codes};
+use super::formats::{MLX8_PLAIN, hadamard_order, has_half_norms, is_codes, padded};
 use super::kv::PAGED_BY_16;
 use super::merge::Merge;
 use super::nibbles::nibble_bytes;
@@ -76,6 +80,7 @@ use flashtile_kernel::prelude::*;
 /// | `W` | SIMD groups of a team, which divide the columns of its rows |
 /// | `C` | copies of the table of `tq4`: 8, 16 or 32 |
 /// | `R` | threadgroups that a core is to hold at a time |
+/// | `B` | blocks in threadgroup memory: 2, or 1 that keys and values take in turn |
 ///
 /// What follows from them:
 ///
@@ -91,7 +96,9 @@ use flashtile_kernel::prelude::*;
 /// | `KB` | blocks of keys in threadgroup memory |
 /// | `KS` | scales of a block of keys |
 /// | `F` | eights of keys of a block |
+/// | `VM` | elements of the values' own memory |
 /// | `LEN` | f32 of a row that is prepared, or rotated back, and of its factor and bias |
+/// | `SR` | rows that a team prepares, or rotates back, at a time |
 /// | `SN`, `X` | f32 of the scales of a block; of the memory in which SIMD groups prepare rows and exchange products |
 /// | `NB` | bytes of the table of `tq4` |
 #[kernel(
@@ -115,14 +122,17 @@ use flashtile_kernel::prelude::*;
         KB: usize = key_blocks(KF),
         KS: usize = block_scales(KF, D, U),
         F: usize = 2 * U,
+        VM: usize = values_len(DV, U, W, B),
         LEN: usize = larger(D, DV) + 2,
         SN: usize = larger(block_scales(KF, D, U) + block_scales(VF, DV, U), 1),
-        X: usize = scratch_len(M, U, S, W, larger(D, DV) + 2),
+        SR: usize = staged_rows(W, B),
+        X: usize = scratch_len(M, U, S, W, staged_rows(W, B), larger(D, DV) + 2),
         NB: usize = nibble_bytes(KF, D, VF, DV, C),
     ),
     requires(KF <= MLX8_PLAIN && VF <= MLX8_PLAIN, "formats of rows"),
     requires(S.is_multiple_of(W) && 8usize.is_multiple_of(W), "teams of 1, 2, 4 or 8 SIMD groups"),
     requires(W > 1 || !(has_half_norms(KF, D as u32) || has_half_norms(VF, DV as u32)), "halves of a row with norms of their own are in different SIMD groups"),
+    requires(B == 2 || B == 1 && (KF == VF || is_codes(KF) && is_codes(VF)) && KB == 1 && KC == VC && padded(D as u32) == padded(DV as u32), "keys and values of one memory are alike"),
     requires(U <= 2 * S || !(is_codes(KF) || is_codes(VF)), "a thread for each scale of a block"),
     requires(row_align.is_power_of_two() && row_align <= 16, "rows are at multiples of 1, 2, 4, 8 or 16 bytes"),
     requires(paging <= PAGED_BY_16, "ways to find rows"),
@@ -159,6 +169,7 @@ pub fn prefill<
     const W: usize,
     const C: usize,
     const R: usize,
+    const B: usize,
 >(
     q: &Buffer<Q>,
     k: &Buffer<u8>,
@@ -191,7 +202,7 @@ pub fn prefill<
     #[constant] is_split: bool,
 ) {
     let mut keys: Shared<K> = shared(KB * 16 * U * (KC + block::ROW_PADDING));
-    let mut values: Shared<V> = shared(16 * U * (VC + block::ROW_PADDING));
+    let mut vals: Shared<V> = shared(VM);
     let mut scales: Shared<f32> = shared(SN);
     let mut scratch: Shared<f32> = shared(X);
     let mut nibbles: Shared<u8> = shared(NB);
@@ -212,11 +223,11 @@ pub fn prefill<
         next = fetch_next::<KF, VF, D, DV, KL, KR, KP, U, S, M>(k_memory, v_memory, pass, pass.first);
     }
     clear_first(&mut flags);
-    clear_columns::<K, D, KC, KB, U, S>(&mut keys);
-    clear_columns::<V, DV, VC, 1, U, S>(&mut values);
+    clear_blocks::<K, V, D, DV, KC, VC, KB, U, S, B>(&mut keys, &mut vals);
     fill_table::<KF, VF, D, DV, S>(k_codes, v_codes, &mut nibbles);
     let query = QueryMemory { factors: k_factors, means, centered: has_k_mean };
-    let queries = queries_of::<Q, K, KF, D, KC, KP, KO, KN, M, W, LEN>(q, tile, params, query, &mut scratch);
+    let queries =
+        queries_of::<Q, K, KF, D, KC, KP, KO, KN, M, W, SR, LEN>(q, tile, params, query, &mut scratch);
     let column = first_column::<VC, W>();
     let mut state = no_keys_yet::<VN, M>();
     let mut passes = true;
@@ -224,28 +235,31 @@ pub fn prefill<
         let mut first = pass.first;
         while first < pass.end {
             store_keys::<K, KF, D, KC, KL, KR, KP, U, S>(&mut keys, next, k_codes, &nibbles);
-            store_scales::<KF, D, U>(&mut scales, 0, next.scales[0]);
-            store_scales::<VF, DV, U>(&mut scales, KS as u32, next.scales[1]);
+            store_both_scales::<KF, D, VF, DV, U, KS>(&mut scales, next.scales);
             barrier();
             let v_words = fetch_block::<VF, DV, VL, VR, VP, U, S>(v_memory, pass.v, first);
-            let mut products = qk_block::<K, KF, KC, KN, M, F, W>(queries, &keys);
-            products = with_key_scales::<KF, D, KC, M, F, W>(products, &scales);
-            products = sum_parts::<M, F, W>(products, &mut scratch);
+            let products = products_of::<K, KF, D, KC, KN, M, F, W>(queries, &keys, &scales, &mut scratch);
             let step = step_of::<M, U>(pass, first);
-            let block = ScoredBlock::<M> { pass, step, memory: bias, centered: has_k_mean, column };
+            let mut block = ScoredBlock::<M> {
+                pass,
+                step,
+                memory: bias,
+                centered: has_k_mean,
+                column,
+                has_nonfinite: false,
+            };
             let probs = softmax_block::<K, VF, DV, KN, VN, M, F, KS>(
                 &mut state, products, queries, block, &scales, params,
             );
-            store_block::<V, VF, DV, VC, VL, VR, VP, U, S>(&mut values, 0, v_words, v_codes, &nibbles);
-            if step.any_partial {
-                flag_nonfinite::<VF, DV, VL, VR>(&mut flags, v_words);
-            }
+            let v_block =
+                ValueBlock::<VL, VR> { words: v_words, codes: v_codes, any_partial: step.any_partial };
+            store_values::<K, V, VF, DV, VC, VL, VR, VP, U, S, W, B>(
+                &mut keys, &mut vals, v_block, &nibbles, &mut flags,
+            );
             barrier();
             next = fetch_next::<KF, VF, D, DV, KL, KR, KP, U, S, M>(k_memory, v_memory, pass, step.next);
-            if step.any_partial && flags[0] != 0 {
-                take_nonfinite::<V, VC, VN, M, F, S, W>(&mut state, &mut values, probs, block, params);
-            }
-            pv_block::<V, VC, VN, M, F, W>(&mut state, probs, &values);
+            block.has_nonfinite = step.any_partial && flags[0] != 0;
+            add_values::<K, V, VC, VN, M, F, S, W, B>(&mut state, &mut keys, &mut vals, probs, block, params);
             first = step.end;
         }
         passes = starts_second_pass::<VF, VN, M, S, W>(&mut state, &mut flags);
@@ -258,7 +272,7 @@ pub fn prefill<
     let row_sinks = sinks_of::<M, W>(tile, sinks, params, has_sinks);
     let rows = OutputRows { tile, group: params.group, strides: output.out };
     let merged = merged_rows::<VN, M>(state, pass, row_sinks);
-    store_rows::<Q, VF, DV, VC, VP, VO, VN, M, W, LEN>(state, merged, rows, v_factors, &mut scratch, out);
+    store_rows::<Q, VF, DV, VC, VP, VO, VN, M, W, SR, LEN>(state, merged, rows, v_factors, &mut scratch, out);
     if with_lse {
         store_lse::<M, W>(merged, row_sinks, tile, params, lse);
     }

@@ -1,7 +1,8 @@
-//! Blocks with values that are not finite, where some row does not see all keys.
+//! Products with values, those that are not finite among them where some row does not see all keys.
 
 use super::block::ROW_PADDING;
 use super::pass::{ScoredBlock, first_column};
+use super::softmax::pv_block;
 use crate::kernels::attend::Attend;
 use crate::kernels::tile::{Accumulator, Scoring, masked};
 use flashtile_kernel::prelude::*;
@@ -51,7 +52,7 @@ fn add_nonfinite<
 
 /// Adds `p v` of the values of a block that are not finite, and replaces them by zeros. By all threads of the threadgroup.
 #[device]
-pub fn take_nonfinite<
+fn take_nonfinite<
     V: Element,
     const C: usize,
     const N: usize,
@@ -75,4 +76,40 @@ pub fn take_nonfinite<
         }
     }
     barrier();
+}
+
+/// Adds `p v` of a block to the outputs: of values in memory of their own (`B` is 2), or in that of the keys, which the next block may
+/// take when all threads are done.
+#[device]
+#[inline(always)]
+pub fn add_values<
+    K: Element,
+    V: Element,
+    const C: usize,
+    const N: usize,
+    const M: usize,
+    const F: usize,
+    const S: usize,
+    const W: usize,
+    const B: usize,
+>(
+    state: &mut Accumulator<N, M>,
+    keys: &mut Shared<K>,
+    values: &mut Shared<V>,
+    probs: [[[[f32; 2]; 2]; F]; M],
+    block: ScoredBlock<M>,
+    params: &Attend,
+) {
+    if B == 1 {
+        if block.has_nonfinite {
+            take_nonfinite::<K, C, N, M, F, S, W>(state, keys, probs, block, params);
+        }
+        pv_block::<K, C, N, M, F, W>(state, probs, keys);
+        barrier();
+    } else {
+        if block.has_nonfinite {
+            take_nonfinite::<V, C, N, M, F, S, W>(state, values, probs, block, params);
+        }
+        pv_block::<V, C, N, M, F, W>(state, probs, values);
+    }
 }

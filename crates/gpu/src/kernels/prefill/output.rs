@@ -1,6 +1,7 @@
 //! What a threadgroup writes: outputs and logsumexps of its rows, or partial results where keys are split.
 
 use super::block::column_coordinate;
+use super::lefts::staged_start;
 use super::pass::{PrefillPass, first_column, lane_row, part_index, team_index};
 use crate::kernels::attend::Attend;
 use crate::kernels::formats::{BF16, F32};
@@ -245,8 +246,8 @@ fn stage_out<
     }
 }
 
-/// Writes the outputs of rows whose values are rotated. The SIMD groups of a team rotate a row each back at a time, in threadgroup
-/// memory: `staged` has a row of `LEN` numbers for each SIMD group.
+/// Writes the outputs of rows whose values are rotated. The first `SR` SIMD groups of a team rotate a row each back at a time, in
+/// threadgroup memory: `staged` has a row of `LEN` numbers for each of them.
 #[device]
 fn store_unrotated<
     Q: Element,
@@ -258,6 +259,7 @@ fn store_unrotated<
     const N: usize,
     const M: usize,
     const W: usize,
+    const SR: usize,
     const LEN: usize,
 >(
     state: Accumulator<N, M>,
@@ -267,27 +269,29 @@ fn store_unrotated<
     staged: &mut Shared<f32>,
     out: &mut Buffer<Q>,
 ) {
-    let start = simd_index() * LEN as u32;
+    let start = staged_start::<W, SR, LEN>(part_index::<W>());
     let own_row = output.tile.first + (16 * M) as u32 * team_index::<W>() + part_index::<W>();
     for m in 0..M {
         for h in 0..2usize {
             let factor = normalizer(rows[m][h]);
             // To compilers the number of turns is unknown: unrolled, rotating back would be most of the kernel.
             let mut turn = 0u32;
-            while turn < 8 / W as u32 {
-                for part in 0..W as u32 {
-                    if matrix_row() == W as u32 * turn + part {
-                        let to = (W as u32 * team_index::<W>() + part) * LEN as u32;
+            while turn < 8 / SR as u32 {
+                for part in 0..SR as u32 {
+                    if matrix_row() == SR as u32 * turn + part {
+                        let to = staged_start::<W, SR, LEN>(part);
                         stage_out::<FORMAT, D, C, P, N, W>(state.out[m], h, factor, to, staged);
                     }
                 }
                 barrier();
-                unrotate::<D, ORDER>(staged, start, factors);
-                let row = own_row + (16 * m + 8 * h) as u32 + W as u32 * turn;
-                if row < output.tile.rows {
-                    let at = out_start(output, row);
-                    for c in (simd_lane()..D as u32).step_by(32) {
-                        out[at + c as u64] = Q::from_f32(staged[start + c]);
+                if SR == W || part_index::<W>() < SR as u32 {
+                    unrotate::<D, ORDER>(staged, start, factors);
+                    let row = own_row + (16 * m + 8 * h) as u32 + SR as u32 * turn;
+                    if row < output.tile.rows {
+                        let at = out_start(output, row);
+                        for c in (simd_lane()..D as u32).step_by(32) {
+                            out[at + c as u64] = Q::from_f32(staged[start + c]);
+                        }
                     }
                 }
                 barrier();
@@ -309,6 +313,7 @@ pub fn store_rows<
     const N: usize,
     const M: usize,
     const W: usize,
+    const SR: usize,
     const LEN: usize,
 >(
     state: Accumulator<N, M>,
@@ -319,7 +324,9 @@ pub fn store_rows<
     out: &mut Buffer<Q>,
 ) {
     if ORDER > 0 {
-        store_unrotated::<Q, FORMAT, D, C, P, ORDER, N, M, W, LEN>(state, rows, output, factors, staged, out);
+        store_unrotated::<Q, FORMAT, D, C, P, ORDER, N, M, W, SR, LEN>(
+            state, rows, output, factors, staged, out,
+        );
     } else {
         store_out::<Q, FORMAT, D, C, P, N, M, W>(state, rows, output, out);
     }

@@ -14,7 +14,7 @@ use flashtile_kernel::prelude::*;
 /// Products of a SIMD group's queries with its columns of the keys of a block of `C` columns.
 #[device]
 #[inline(always)]
-pub fn qk_block<
+fn qk_block<
     K: Element,
     const FORMAT: u32,
     const C: usize,
@@ -62,7 +62,7 @@ pub fn qk_block<
 /// Products times the scales of their keys, for the SIMD group's columns.
 #[device]
 #[inline(always)]
-pub fn with_key_scales<
+fn with_key_scales<
     const FORMAT: u32,
     const D: usize,
     const C: usize,
@@ -93,7 +93,7 @@ pub fn with_key_scales<
 /// scores. By all threads of the threadgroup, with `exchange` `[S, M, F, 32, 4]`.
 #[device]
 #[inline(always)]
-pub fn sum_parts<const M: usize, const F: usize, const W: usize>(
+fn sum_parts<const M: usize, const F: usize, const W: usize>(
     products: [[[[f32; 2]; 2]; F]; M],
     exchange: &mut Shared<f32>,
 ) -> [[[[f32; 2]; 2]; F]; M] {
@@ -124,6 +124,30 @@ pub fn sum_parts<const M: usize, const F: usize, const W: usize>(
         }
     }
     sums
+}
+
+/// Products of queries and keys of a block, over all columns: times the scales of the keys, and added up over the SIMD groups of a team. By
+/// all threads of the threadgroup.
+#[device]
+#[inline(always)]
+pub fn products_of<
+    K: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const C: usize,
+    const N: usize,
+    const M: usize,
+    const F: usize,
+    const W: usize,
+>(
+    queries: Queries<K, N, M>,
+    keys: &Shared<K>,
+    scales: &Shared<f32>,
+    exchange: &mut Shared<f32>,
+) -> [[[[f32; 2]; 2]; F]; M] {
+    let products = qk_block::<K, FORMAT, C, N, M, F, W>(queries, keys);
+    let scaled = with_key_scales::<FORMAT, D, C, M, F, W>(products, scales);
+    sum_parts::<M, F, W>(scaled, exchange)
 }
 
 /// What makes scores of the products of a lane's rows.

@@ -80,6 +80,55 @@ pub fn store_keys<
     }
 }
 
+/// A block of values that has arrived from memory.
+#[device]
+pub struct ValueBlock<'a, const L: usize, const R: usize> {
+    /// Words of the values.
+    pub words: BlockWords<L, R>,
+    /// How they become values.
+    pub codes: Codes<'a>,
+    /// Whether some row of the threadgroup may not see some key.
+    pub any_partial: bool,
+}
+
+/// Stores the values of a block, and flags those that are not finite where some row may not see them: in the memory of the keys where they have none of their own, after every SIMD group has its products
+/// with these.
+#[device]
+#[inline(always)]
+pub fn store_values<
+    K: Element,
+    V: Element,
+    const FORMAT: u32,
+    const D: usize,
+    const C: usize,
+    const L: usize,
+    const R: usize,
+    const P: usize,
+    const U: usize,
+    const S: usize,
+    const W: usize,
+    const B: usize,
+>(
+    keys: &mut Shared<K>,
+    values: &mut Shared<V>,
+    from: ValueBlock<L, R>,
+    nibbles: &Shared<u8>,
+    flags: &mut Shared<u32>,
+) {
+    if B == 1 {
+        // Products of teams are exchanged, with a barrier, after the last key was read.
+        if W == 1 {
+            barrier();
+        }
+        store_block::<K, FORMAT, D, C, L, R, P, U, S>(keys, 0, from.words, from.codes, nibbles);
+    } else {
+        store_block::<V, FORMAT, D, C, L, R, P, U, S>(values, 0, from.words, from.codes, nibbles);
+    }
+    if from.any_partial {
+        flag_nonfinite::<FORMAT, D, L, R>(flags, from.words);
+    }
+}
+
 /// Fills the table of `tq4`, where keys or values are decoded by it. By all threads of the threadgroup.
 #[device]
 pub fn fill_table<const KF: u32, const VF: u32, const D: usize, const DV: usize, const S: usize>(
@@ -107,7 +156,7 @@ pub fn clear_first(flags: &mut Shared<u32>) {
 /// Sets the first of the flags to 1 where some of a thread's words of values have a NaN or an infinity.
 #[device]
 #[inline(always)]
-pub fn flag_nonfinite<const FORMAT: u32, const D: usize, const L: usize, const R: usize>(
+fn flag_nonfinite<const FORMAT: u32, const D: usize, const L: usize, const R: usize>(
     flags: &mut Shared<u32>,
     block: BlockWords<L, R>,
 ) {
