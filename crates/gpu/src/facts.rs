@@ -27,6 +27,9 @@ pub struct GpuFacts {
     pub multiplies_f32: bool,
     /// True if the matrix unit multiplies bf16. Otherwise kernels use shuffles and multiply-adds.
     pub multiplies_bf16: bool,
+    /// True if threadgroups that read the same keys at about the same time read them from a cache that is several times as fast as
+    /// memory. Otherwise plans avoid it: up to as many rows as a tile can have, keys are read once.
+    pub rereads_in_cache: bool,
     /// The most threadgroups in the second and third dimension of a launch. The first has no bound that problems reach.
     pub max_groups: usize,
 }

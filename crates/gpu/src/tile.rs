@@ -165,7 +165,7 @@ impl PortableTile {
             if ![16, 32, 64, 128].contains(&self.simd_keys) {
                 return refused("portable tiles of prefill have 16, 32, 64 or 128 keys");
             }
-            if self.one_block && !are_alike(problem) {
+            if self.one_block && !are_alike(&Variant::of(problem)) {
                 return refused(
                     "portable tiles of prefill have one block where keys and values have one type and length",
                 );
@@ -281,7 +281,7 @@ impl PortableTile {
     /// where threadgroups without splits are at most a quarter of the cores: a core has as many SIMD groups with half as many partial
     /// results to merge.
     fn of_decode(problem: &Problem, facts: &GpuFacts) -> Self {
-        let rows = if max_rows(problem) > 8 && fits_16_rows(problem) { 16 } else { 8 };
+        let rows = if max_rows(problem) > 8 { decode_rows(problem) } else { 8 };
         let keys = Self::default_decode(problem.k_codec(), problem.dims().head_dim).simd_keys;
         let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, rows));
         let few = !problem.is_quantized() && groups.saturating_mul(4) <= facts.cores;
@@ -295,6 +295,9 @@ impl PortableTile {
     ///
     /// Decode takes about 2.5 times as long for the same rows on a full device, as every 16 rows load all keys. So prefill wins where its
     /// tiles have at most 2.5 times the rows that decode's have: most of a batch may be sequences of one row.
+    ///
+    /// Where a device has no cache to read keys again from, prefill takes over from the first row on that decode's tile does not hold, with
+    /// the smallest tile that holds all rows.
     fn of_prefill(problem: &Problem, facts: &GpuFacts) -> Option<Self> {
         // Where the matrix unit does not multiply a type, products are shuffles and multiply-adds: too much code for a block of prefill.
         let multiplied = products(problem).into_iter().all(|product| match product {
@@ -302,39 +305,69 @@ impl PortableTile {
             ScalarType::F32 => facts.multiplies_f32,
             _ => true,
         });
-        if !multiplied || max_rows(problem) <= MAX_DECODE_ROWS {
+        let of_decode = if facts.rereads_in_cache { MAX_DECODE_ROWS } else { decode_rows(problem) };
+        if !multiplied || max_rows(problem) <= of_decode {
             return None;
         }
         let variant = Variant::of(problem);
         let [more, fewer] =
             Self::prefill_tiles(&variant, facts)?.map(|tile| tile.with_resident(problem, facts));
-        let tiles_of = |rows: usize| tile_count(problem, rows);
-        let kv_heads = problem.dims().kv_heads;
-        let is_filled = |tile: &Self| 2 * tile.rows * tiles_of(tile.rows) <= 5 * 16 * tiles_of(16);
-        if more.is_held(&variant, facts)
-            && is_filled(&more)
-            && kv_heads.saturating_mul(tiles_of(more.rows)) >= facts.cores
+        let is_filled =
+            |tile: &Self| 2 * tile.rows * tile_count(problem, tile.rows) <= 5 * 16 * tile_count(problem, 16);
+        if !facts.rereads_in_cache
+            && let Some(tile) = Self::with_all_rows([more, fewer], problem, facts)
         {
+            return Some(tile).filter(is_filled);
+        }
+        // Few rows by decode have splits for every core.
+        if max_rows(problem) <= MAX_DECODE_ROWS {
+            return None;
+        }
+        let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, more.rows));
+        if more.is_held(&variant, facts) && is_filled(&more) && groups >= facts.cores {
             return Some(more);
         }
         Some(fewer).filter(is_filled)
     }
 
-    /// The first pair of tiles of prefill, in the order in which they are preferred, of which a device holds the smaller one.
+    /// The first pair of [`shapes`](Self::shapes) of which a device holds the smaller tile. Keys and values have memory of their own where
+    /// it is enough for both.
     fn prefill_tiles(variant: &Variant, facts: &GpuFacts) -> Option<[Self; 2]> {
         let tile = Self::default_prefill(padded(variant.head_dim.max(variant.value_dim) as u32) as usize);
         let simds = tile.simds.min(facts.max_simds());
-        let shapes =
-            [tile.team, 2 * tile.team, 4 * tile.team].into_iter().flat_map(|team| tile.shapes(simds, team));
-        shapes
-            .map(|[more, fewer]| [more.on(facts), fewer.on(facts)])
-            .find(|[_, fewer]| fewer.is_held(variant, facts))
+        let shapes = || {
+            let teams = [tile.team, 2 * tile.team, 4 * tile.team];
+            teams.into_iter().flat_map(move |team| tile.shapes(simds, team))
+        };
+        // The words of a block are many for half of the SIMD groups, where it is of the longest rows.
+        let is_held = |tile: &Self| tile.on(facts).is_held(variant, facts);
+        let whole = |[more, fewer]: [Self; 2]| if is_held(&fewer) { [more, fewer] } else { [more; 2] };
+        let alike =
+            shapes().filter(|_| are_alike(variant)).map(|pair| pair.map(Self::with_one_block)).map(whole);
+        let pair = shapes().chain(alike).find(|[_, fewer]| is_held(fewer))?;
+        Some(pair.map(|tile| tile.on(facts)))
     }
 
     /// The tile of prefill that plans take on a device for many rows; `None` where it holds no tile.
     pub(crate) fn prefill_on(variant: &Variant, facts: &GpuFacts) -> Option<Self> {
         let [more, fewer] = Self::prefill_tiles(variant, facts)?;
         Some(if more.is_held(variant, facts) { more } else { fewer })
+    }
+
+    /// The smallest tile of prefill that holds all rows of the longest sequence and so reads its keys once: of a pair of them, or half of
+    /// the smaller one, whose SIMD groups are then in teams of twice as many. It must have threadgroups for half of the cores, splits
+    /// included: to read keys twice takes as long.
+    fn with_all_rows(pair: [Self; 2], problem: &Problem, facts: &GpuFacts) -> Option<Self> {
+        let [more, fewer] = pair;
+        let variant = Variant::of(problem);
+        let half = Self { rows: fewer.rows / 2, ..fewer.with_team(2 * fewer.team) };
+        let holds = |tile: &Self| {
+            let groups = problem.dims().kv_heads.saturating_mul(tile_count(problem, tile.rows));
+            let all = groups.saturating_mul(tile.max_splits(problem)).saturating_mul(2);
+            max_rows(problem) <= tile.rows && tile.is_held(&variant, facts) && all >= facts.cores
+        };
+        let tile = [half, fewer, more].into_iter().find(holds)?;
+        Some(tile.with_resident(problem, facts))
     }
 
     /// Pairs of tiles of prefill of at most `simds` SIMD groups in teams of `team`, the larger first, in the order in which they are
@@ -492,10 +525,11 @@ fn has_halves(problem: &Problem) -> bool {
 }
 
 /// Whether keys and values can take the same shared memory in turn. Keys of mlx-native have a second block.
-fn are_alike(problem: &Problem) -> bool {
-    let ([of_keys, of_values], [head_dim, value_dim]) = (products(problem), row_dims(problem));
-    let is_single = key_blocks(format_id(problem.k_codec())) == 1;
-    is_single && of_keys == of_values && padded(head_dim as u32) == padded(value_dim as u32)
+fn are_alike(variant: &Variant) -> bool {
+    let formats = [variant.k_codec, variant.v_codec].map(format_id);
+    let [of_keys, of_values] = formats.map(|format| product_type(scalar_type(variant.dtype), format));
+    let dims = [variant.head_dim, variant.value_dim].map(|dim| padded(dim as u32));
+    key_blocks(formats[0]) == 1 && of_keys == of_values && dims[0] == dims[1]
 }
 
 /// The types of the products with keys and with values.
@@ -507,6 +541,11 @@ fn products(problem: &Problem) -> [ScalarType; 2] {
 /// Pairs of bytes of a row of elements.
 fn words(problem: &Problem) -> usize {
     dim(problem) * problem.dtype().bytes() / 2
+}
+
+/// Rows of the largest tile of decode.
+fn decode_rows(problem: &Problem) -> usize {
+    if fits_16_rows(problem) { 16 } else { 8 }
 }
 
 /// Whether registers hold what 16 rows share.

@@ -25,6 +25,7 @@ impl From<&CudaFacts> for GpuFacts {
             registers_per_thread: MAX_THREAD_REGISTERS,
             multiplies_f32: false,
             multiplies_bf16: facts.capability >= NATIVE_CAPABILITY,
+            rereads_in_cache: true,
             max_groups: MAX_GRID,
         }
     }

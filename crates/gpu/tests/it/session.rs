@@ -51,6 +51,7 @@ fn on_cuda() -> Option<Session<Gpu>> {
         registers_per_thread: 256,
         multiplies_f32: false,
         multiplies_bf16: false,
+        rereads_in_cache: true,
         max_groups: 65535,
     };
     let gpu = Gpu::new(0).map_err(|why| eprintln!("SKIPPED, nothing ran on a GPU: {why}")).ok()?;
