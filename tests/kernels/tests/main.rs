@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod attend;
+mod counts;
 mod dims;
 mod lengths;
 mod natives;

@@ -21,6 +21,7 @@ pub(crate) fn find(wanted: &Instance) -> Option<Instance> {
             prefills(),
             mixed_prefills(),
             one_block(),
+            counted(),
         ]
         .into_iter()
         .chain(coded)
@@ -391,6 +392,28 @@ fn one_block() -> Vec<Instance> {
         [1 1 8 4] f16 f16 1 512;
         [1 1 8 4] bf16 bf16 2 512;
     }
+}
+
+/// Instances whose operations are counted: of plans for Apple's GPUs.
+fn counted() -> Vec<Instance> {
+    let decodes = [
+        decodes! { [1 1 4]
+            f16 f16 f16 1 1 64 64;
+            f16 f16 f16 1 1 128 128;
+            f16 f16 f16 1 1 256 256;
+            f16 f16 f16 1 1 512 512;
+        },
+        decodes! { [1 1 8] f16 f16 f16 1 1 128 128; },
+        decodes! { [2 1 4] f16 f16 f16 1 1 128 128; },
+        decodes! { [2 1 8] f16 f16 f16 1 1 128 128; },
+    ];
+    let prefills = vec![
+        native_prefill!([f16, f16, f16] [1, 1, 128, 128] [1, 2, 8, 1]),
+        native_prefill!([f16, f16, f16] [1, 1, 128, 128] [1, 2, 4, 1]),
+        native_prefill!([f16, f16, f16] [1, 1, 128, 128] [1, 2, 4, 2]),
+        native_prefill!([f16, f16, f16] [1, 1, 256, 256] [1, 1, 8, 2]),
+    ];
+    decodes.into_iter().chain([prefills]).flatten().collect()
 }
 
 fn mixed_prefills() -> Vec<Instance> {
