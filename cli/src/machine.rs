@@ -216,7 +216,12 @@ impl Limit {
             (Unit::Cuda(cuda, _), LimitKind::Bandwidth) => {
                 (cuda::limits::read_bandwidth(cuda)?, Products::Mma)
             }
-            (Unit::Metal(metal, dtype), kind) => (metal::limit(metal, kind, *dtype)?, Products::Simdgroup),
+            (Unit::Metal(metal, dtype), LimitKind::Arithmetic) => {
+                (metal::matrix_peak(metal, *dtype)?, Products::Simdgroup)
+            }
+            (Unit::Metal(metal, _), LimitKind::Bandwidth) => {
+                (metal::copy_bandwidth(metal)?, Products::Simdgroup)
+            }
         };
         Ok(Self { kind, rate, products })
     }

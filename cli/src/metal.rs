@@ -8,7 +8,6 @@ pub(crate) use on_apple::*;
 #[cfg(any(target_vendor = "apple", metal_standin))]
 mod on_apple {
     use crate::failure::{Failure, Result};
-    use crate::machine::LimitKind;
     pub(crate) use flashtile::metal::{Metal, TimedRun};
     use flashtile::metal::{MetalError, limits};
     use flashtile::{Backend, Dtype, Inputs, Outputs, PlanOptions, Problem};
@@ -51,13 +50,14 @@ mod on_apple {
         format!("{}, about {} cores; {checked}; {kept}", metal.name(), metal.facts().cores)
     }
 
-    /// A measured rate: products of matrices of a dtype, or bytes moved by copies.
-    pub(crate) fn limit(metal: &Metal, kind: LimitKind, dtype: Dtype) -> Result<f64> {
-        let rate = match kind {
-            LimitKind::Arithmetic => limits::matrix_peak(metal, dtype),
-            LimitKind::Bandwidth => limits::copy_bandwidth(metal),
-        };
-        rate.map_err(Failure::new)
+    /// Operations a second of products of matrices of a dtype.
+    pub(crate) fn matrix_peak(metal: &Metal, dtype: Dtype) -> Result<f64> {
+        Ok(limits::matrix_peak(metal, dtype)?)
+    }
+
+    /// Bytes a second that copies move.
+    pub(crate) fn copy_bandwidth(metal: &Metal) -> Result<f64> {
+        Ok(limits::copy_bandwidth(metal)?)
     }
 
     /// Name of the kernel of a problem.
@@ -95,7 +95,6 @@ mod on_apple {
 #[cfg(not(any(target_vendor = "apple", metal_standin)))]
 mod elsewhere {
     use crate::failure::{Failure, Result};
-    use crate::machine::LimitKind;
     use flashtile::{Backend, BackendName, Dtype, Inputs, Outputs, PlanOptions, Problem};
     #[cfg(feature = "check")]
     use flashtile_testkit::Runner;
@@ -133,7 +132,11 @@ mod elsewhere {
         match metal.0 {}
     }
 
-    pub(crate) fn limit(metal: &Metal, _: LimitKind, _: Dtype) -> Result<f64> {
+    pub(crate) fn matrix_peak(metal: &Metal, _: Dtype) -> Result<f64> {
+        match metal.0 {}
+    }
+
+    pub(crate) fn copy_bandwidth(metal: &Metal) -> Result<f64> {
         match metal.0 {}
     }
 
