@@ -39,7 +39,7 @@ mod selectors;
 mod weak;
 
 pub use classes::{Class, export};
-pub use objects::{all_live, live};
+pub use objects::{all_live, immortal, live};
 
 /// Declares the symbols of classes that bindings link to. `define_class!` of a class with that name fills it.
 ///

@@ -145,3 +145,12 @@ pub(crate) unsafe fn references(object: *const c_void) -> usize {
 pub(crate) fn as_object(class: &'static Class) -> *mut c_void {
     from_ref(class).cast_mut().cast()
 }
+
+/// Has an object stay for ever, uncounted: constants of a framework are no leaks.
+///
+/// # Safety
+/// `object` is an object that is alive and no class or block.
+pub unsafe fn immortal(object: *mut c_void) {
+    count(object).store(FREED / 2, SeqCst);
+    class_of(object).live.fetch_sub(1, SeqCst);
+}

@@ -1,0 +1,10 @@
+//! The software Metal device, used as a host uses Metal: by objc2-metal.
+#![cfg(metal_standin)]
+#![allow(
+    unsafe_code,
+    clippy::undocumented_unsafe_blocks,
+    reason = "calls of Metal with what the tests have just made"
+)]
+
+mod basics;
+mod host;
