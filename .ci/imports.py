@@ -33,6 +33,8 @@ ALLOWED = {
     "flashtile-cli": {"flashtile", "flashtile-bench", "flashtile-testkit"},
     "flashtile-candle": {"flashtile"},
     "flashtile-msl-standin": set(),
+    "flashtile-objc-standin": set(),
+    "flashtile-metal-standin": {"flashtile-msl-standin", "flashtile-objc-standin"},
 }
 
 # Tests may depend on anything.

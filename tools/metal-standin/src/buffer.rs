@@ -15,7 +15,7 @@ use objc2_metal::{
 
 use crate::library::Device;
 use crate::machine::{Label, Machine, unique};
-use crate::memory::{BufferState, Deallocator, Kind, Storage, is_untracked, storage_mode};
+use crate::memory::{BufferState, Deallocator, Kind, Storage, address, is_untracked, storage_mode};
 use crate::object::{Protocol, Sent, object, ours, text_of, thread_safe};
 use crate::rules;
 
@@ -155,7 +155,7 @@ define_class!(
         /// The address of the memory, which is the same for the kernels of this device.
         #[unsafe(method(gpuAddress))]
         fn gpu_address(&self) -> u64 {
-            self.state().start().expose_provenance() as u64
+            address(self.state())
         }
     }
 );
@@ -208,6 +208,7 @@ pub(crate) fn buffer_in(
         label: Label::default(),
         is_alive: AtomicBool::new(true),
         is_aliasable: AtomicBool::new(false),
+        has_address: AtomicBool::new(false),
         purgeable: AtomicUsize::new(MTLPurgeableState::NonVolatile.0),
     };
     let this: Retained<Buffer> = object(BufferIvars { state: Arc::new(state), device, heap });

@@ -60,7 +60,7 @@ define_class!(
         #[unsafe(method(endScope))]
         fn end(&self) {
             if !std::mem::replace(&mut *lock(&self.ivars().is_open), false) {
-                invalid!("endScope of a capture scope that has not begun");
+                invalid!("endScope of a capture scope without beginScope");
             }
             self.ivars().machine.write(Entry::ScopeEnd(self.ivars().label.get()));
         }

@@ -164,7 +164,7 @@ pub(crate) type Handler = Sent<RcBlock<dyn Fn(NonNull<ProtocolObject<dyn MTLComm
 pub(crate) struct CommandState {
     pub(crate) status: MTLCommandBufferStatus,
     pub(crate) ops: Vec<Op>,
-    /// The encoder that has not ended.
+    /// The encoder that is open.
     pub(crate) open: Option<String>,
     pub(crate) on_scheduled: Vec<Handler>,
     pub(crate) on_completed: Vec<Handler>,
@@ -229,6 +229,6 @@ impl Commands {
 /// Seconds since the process first asked, as `GPUStartTime` counts them since the system started.
 pub(crate) fn seconds() -> f64 {
     static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
-    // No time is 0, which means that work has not run.
+    // No time is 0, which means that work is yet to run.
     1.0 + START.get_or_init(std::time::Instant::now).elapsed().as_secs_f64()
 }

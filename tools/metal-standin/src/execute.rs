@@ -10,7 +10,7 @@ use objc2_metal::MTLCommandBufferError;
 use crate::commands::{Bound, Dispatch, Fault, Grid, Step, Use};
 use crate::hazards::Touched;
 use crate::machine::Machine;
-use crate::memory::{BufferState, Storage};
+use crate::memory::{BufferState, Storage, addressed};
 use crate::profile::Order;
 use crate::rules::MAX_BUFFERS;
 
@@ -140,7 +140,7 @@ fn dispatched(
     // SAFETY: the storages of all buffers are kept by the dispatch; different buffers are disjoint unless they alias in a heap, which
     // `run_on` refuses as allocations that overlap. A host that touches the memory meanwhile breaks a rule that the watch reports.
     let result = unsafe { kernel.run_on(groups, dispatch.threads, &run.bindings, memory, order) };
-    let accesses = result.map_err(|e| failed(&dispatch.pipeline.name, &e))?;
+    let accesses = result.map_err(|e| failed(machine, &dispatch.pipeline.name, &e, &run))?;
     add(&mut touched, &run, &accesses);
     Ok(touched)
 }
@@ -154,7 +154,7 @@ fn indirect_groups(touched: &mut Touched, from: &Use) -> Result<[u32; 3], Fault>
     Ok([word(0), word(1), word(2)])
 }
 
-/// Accesses of buffers as those of their storages. Memory of `setBytes` is no other dispatch's.
+/// Accesses of buffers as accesses of their storages. Memory of `setBytes` is no other dispatch's.
 fn add(touched: &mut Touched, run: &Bindings, accesses: &Accesses) {
     for id in accesses.touched() {
         let Some((storage, base)) = run.places.get(&id) else { continue };
@@ -168,12 +168,35 @@ fn add(touched: &mut Touched, run: &Bindings, accesses: &Accesses) {
     }
 }
 
+/// A buffer whose address a kernel has in one of its buffers, and which it must not reach.
+fn unreachable(machine: &Machine, run: &Bindings) -> Option<Arc<BufferState>> {
+    let is_bound = |id| run.bindings.iter().any(|b| b.allocation.id == id);
+    run.places.values().find_map(|(storage, _)| {
+        let bytes = storage.read(0..storage.bytes);
+        let words: Vec<u64> = bytes
+            .chunks_exact(8)
+            .map(|c| u64::from_ne_bytes([c[0], c[1], c[2], c[3], c[4], c[5], c[6], c[7]]))
+            .collect();
+        addressed(machine.id, &words, is_bound)
+    })
+}
+
 /// What the error of a run would be on a device.
-fn failed(kernel: &str, e: &RunError) -> Fault {
+fn failed(machine: &Machine, kernel: &str, e: &RunError, run: &Bindings) -> Fault {
     let code = match e {
         RunError::Access { .. } => MTLCommandBufferError::PageFault,
         RunError::Endless { .. } => MTLCommandBufferError::Timeout,
         _ => MTLCommandBufferError::Internal,
     };
-    fault(code, format!("kernel {kernel}: {e}"))
+    let mut text = format!("kernel {kernel}: {e}");
+    if let (RunError::Access { .. }, Some(buffer)) = (e, unreachable(machine, run)) {
+        // "MTLComputeCommandEncoder, useResource(_:usage:)" and "MTLResidencySet": a buffer that a kernel reaches by its address is
+        // named by one of them.
+        text.push_str(&format!(
+            "; the address of {} is in a buffer of this dispatch, and it is not resident: neither useResource, useHeap nor a committed \
+             residency set names it",
+            buffer.shown()
+        ));
+    }
+    fault(code, text)
 }

@@ -285,7 +285,7 @@ fn program(machine: &Machine, source: &NSString, options: Option<&MTLCompileOpti
     let macros = macros.map_or_else(Vec::new, |m| pairs_of(&m));
     let value = |of: &objc2::runtime::AnyObject| {
         display(of).unwrap_or_else(|| {
-            invalid!("preprocessorMacros: a name or value that is no string and no number")
+            invalid!("preprocessorMacros: a name or value that is neither a string nor an NSNumber")
         })
     };
     let macros = macros.iter().map(|(name, of)| (value(name), value(of))).collect();

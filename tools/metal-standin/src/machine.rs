@@ -33,7 +33,7 @@ pub struct Counters {
     pub pipelines: usize,
     /// Pipelines that a binary archive had.
     pub archive_hits: usize,
-    /// Buffers that were made, with those of heaps.
+    /// Buffers that were made, by the device and by heaps.
     pub buffers: usize,
     /// Bytes of buffers and heaps that are alive.
     pub bytes: usize,
@@ -256,7 +256,7 @@ impl Machine {
         self.completed.load(SeqCst)
     }
 
-    /// Adds to the bytes that are alive, or says that the memory does not hold so many.
+    /// Adds to the bytes that are alive, or says that the memory does not hold them.
     pub(crate) fn allocate(&self, bytes: usize) -> bool {
         let mut counters = lock(&self.counters);
         if counters.bytes.checked_add(bytes).is_none_or(|all| all > self.profile.memory) {

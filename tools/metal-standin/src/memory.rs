@@ -4,13 +4,13 @@ use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ffi::c_void;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex, Weak};
 
 use block2::RcBlock;
 use objc2_metal::{MTLResourceOptions, MTLStorageMode};
 
-use crate::machine::{Label, Machine, unique};
+use crate::machine::{Label, Machine, lock, unique};
 use crate::object::Sent;
 
 /// The block that frees memory of `newBufferWithBytesNoCopy:`.
@@ -147,6 +147,8 @@ pub(crate) struct BufferState {
     pub(crate) label: Label,
     pub(crate) is_alive: AtomicBool,
     pub(crate) is_aliasable: AtomicBool,
+    /// Whether the host has asked for its address, by which kernels may reach it.
+    pub(crate) has_address: AtomicBool,
     /// MTLPurgeableState.
     pub(crate) purgeable: AtomicUsize,
 }
@@ -174,6 +176,32 @@ impl BufferState {
     pub(crate) fn is_gone(&self) -> bool {
         !self.is_alive.load(SeqCst)
     }
+}
+
+/// Buffers whose address a host has asked for.
+static ADDRESSED: Mutex<Vec<Weak<BufferState>>> = Mutex::new(Vec::new());
+
+/// The address of a buffer for kernels.
+pub(crate) fn address(buffer: &Arc<BufferState>) -> u64 {
+    if !buffer.has_address.swap(true, SeqCst) {
+        let mut all = lock(&ADDRESSED);
+        all.retain(|b| b.strong_count() > 0);
+        all.push(Arc::downgrade(buffer));
+    }
+    buffer.start().expose_provenance() as u64
+}
+
+/// A buffer of a device whose address is among these words, and to which `is_bound` does not apply.
+pub(crate) fn addressed(
+    machine: u64,
+    words: &[u64],
+    is_bound: impl Fn(u64) -> bool,
+) -> Option<Arc<BufferState>> {
+    let all: Vec<_> = lock(&ADDRESSED).iter().filter_map(Weak::upgrade).collect();
+    all.into_iter().filter(|b| b.machine.id == machine && !is_bound(b.id)).find(|b| {
+        let start = b.start().addr() as u64;
+        words.iter().any(|w| (start..start + b.length as u64).contains(w))
+    })
 }
 
 /// The storage mode in resource options, bits 4 to 7.

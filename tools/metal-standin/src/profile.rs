@@ -6,7 +6,7 @@ use objc2_metal::{MTLGPUFamily, MTLLanguageVersion};
 
 /// A chip, the system that it runs with, and limits that tests lower.
 ///
-/// Names, families and limits are those of Apple's "Metal Feature Set Tables" (developer.apple.com/metal/Metal-Feature-Set-Tables.pdf).
+/// Names, families and limits are from Apple's "Metal Feature Set Tables" (developer.apple.com/metal/Metal-Feature-Set-Tables.pdf).
 /// Sizes of memory are of common configurations.
 #[derive(Clone, Debug)]
 #[non_exhaustive]

@@ -47,7 +47,7 @@ pub(crate) fn threadgroup_memory(length: usize, index: usize) {
     if index >= 31 {
         invalid!("index {index} of the threadgroup memory argument table, at most 30");
     }
-    if length % 16 != 0 {
+    if !length.is_multiple_of(16) {
         invalid!("setThreadgroupMemoryLength: {length} is no multiple of 16");
     }
 }
@@ -81,7 +81,7 @@ pub(crate) fn threads(threads: MTLSize, of_pipeline: usize, profile: &Profile) {
 /// `threadExecutionWidth`.
 pub(crate) fn multiple_of_width(threads: MTLSize, is_promised: bool) {
     let count = threads.width * threads.height * threads.depth;
-    if is_promised && count % 32 != 0 {
+    if is_promised && !count.is_multiple_of(32) {
         invalid!("{count} threads in a threadgroup of a pipeline whose descriptor promises multiples of 32");
     }
 }
@@ -96,7 +96,7 @@ pub(crate) fn grid(size: MTLSize) {
 /// "MTLComputeCommandEncoder, dispatchThreadgroups(indirectBuffer:indirectBufferOffset:threadsPerThreadgroup:)": the buffer holds
 /// `MTLDispatchThreadgroupsIndirectArguments`, three 32-bit integers, at an offset that is a multiple of 4.
 pub(crate) fn indirect(offset: usize, buffer: &BufferState) {
-    if offset % 4 != 0 || offset + 12 > buffer.length {
+    if !offset.is_multiple_of(4) || offset + 12 > buffer.length {
         invalid!("indirect arguments at byte {offset} of {} of {} bytes", buffer.shown(), buffer.length);
     }
 }
@@ -114,7 +114,7 @@ pub(crate) fn buffer_length(length: usize, profile: &Profile) {
 /// "MTLDevice, makeBuffer(bytesNoCopy:length:options:deallocator:)": a page-aligned address, and a length that is a multiple of the page
 /// size. Pages have 16 KB on Apple silicon. Storage mode private is not allowed: the memory is the host's.
 pub(crate) fn no_copy(address: usize, length: usize, is_private: bool) {
-    if address % PAGE != 0 || length % PAGE != 0 {
+    if !address.is_multiple_of(PAGE) || !length.is_multiple_of(PAGE) {
         invalid!("newBufferWithBytesNoCopy: {length} bytes at {address:#x} are not whole pages of {PAGE}");
     }
     if is_private {
@@ -145,7 +145,7 @@ pub(crate) fn blit(offset: usize, length: usize, buffer: &BufferState) {
     if length == 0 {
         invalid!("a blit of 0 bytes");
     }
-    if offset % 4 != 0 || length % 4 != 0 {
+    if !offset.is_multiple_of(4) || !length.is_multiple_of(4) {
         invalid!("a blit of {length} bytes at {offset}, which are no multiples of 4");
     }
 }
@@ -178,7 +178,7 @@ pub(crate) fn commit(is_committed: bool, open_encoder: Option<&str>) {
         invalid!("commit of a command buffer that is committed already");
     }
     if let Some(encoder) = open_encoder {
-        invalid!("commit of a command buffer whose encoder has not ended: {encoder}");
+        invalid!("commit of a command buffer with an open encoder: {encoder}");
     }
 }
 
@@ -275,7 +275,7 @@ pub(crate) fn placement(is_placement: bool, offset: usize, end: usize, (align, s
     if !is_placement {
         invalid!("newBufferWithLength:options:offset: on a heap that is no placement heap");
     }
-    if offset % align != 0 || end > size {
+    if !offset.is_multiple_of(align) || end > size {
         invalid!("a buffer from byte {offset} to {end} of a heap of {size}, whose alignment is {align}");
     }
 }

@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-use crate::objects::{objc_release, objc_retain};
+use crate::abi::{objc_release, objc_retain};
 
 /// Value and whether it is retained, by the addresses of object and key.
 type Table = HashMap<(usize, usize), (usize, bool)>;

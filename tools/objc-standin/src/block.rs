@@ -5,9 +5,9 @@ use std::ffi::{c_int, c_ulong, c_void};
 use std::ptr::{copy_nonoverlapping, eq};
 use std::sync::atomic::{AtomicI32, Ordering::SeqCst};
 
-use crate::classes::Class;
+use crate::abi::{objc_release, objc_retain};
+use crate::class::Class;
 use crate::encoding::allocated;
-use crate::objects::{objc_release, objc_retain};
 
 #[unsafe(no_mangle)]
 static _NSConcreteGlobalBlock: Class = Class::new(false);

@@ -2,87 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::fmt;
 use std::ptr::{from_ref, null, null_mut};
-use std::sync::atomic::{AtomicBool, AtomicIsize, AtomicPtr, AtomicUsize, Ordering::SeqCst};
-use std::sync::{Mutex, PoisonError, RwLock};
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::{Mutex, PoisonError};
 
+use crate::abi::flashtile_objc_boot;
+use crate::class::Class;
 use crate::encoding::copied_list;
-use crate::members::{Ivar, Method};
-use crate::root::boot;
 use crate::selectors::Sel;
-
-/// A class or a metaclass. What others may do with one is to give it a symbol ([`export_classes`](crate::export_classes)).
-#[repr(C)]
-pub struct Class {
-    pub(crate) isa: AtomicPtr<Class>,
-    superclass: AtomicPtr<Class>,
-    name: AtomicPtr<c_char>,
-    pub(crate) size: AtomicUsize,
-    /// Objects that are alive.
-    pub(crate) live: AtomicIsize,
-    pub(crate) is_meta: bool,
-    pub(crate) is_registered: AtomicBool,
-    pub(crate) methods: RwLock<BTreeMap<usize, &'static Method>>,
-    pub(crate) ivars: RwLock<Vec<&'static Ivar>>,
-}
-
-impl fmt::Debug for Class {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Class").field(&self.text()).finish()
-    }
-}
-
-impl Class {
-    /// A class without a name, which `objc_allocateClassPair` fills.
-    pub const fn new(is_meta: bool) -> Self {
-        Self {
-            isa: AtomicPtr::new(null_mut()),
-            superclass: AtomicPtr::new(null_mut()),
-            name: AtomicPtr::new(null_mut()),
-            size: AtomicUsize::new(size_of::<*const Self>()),
-            live: AtomicIsize::new(0),
-            is_meta,
-            is_registered: AtomicBool::new(false),
-            methods: RwLock::new(BTreeMap::new()),
-            ivars: RwLock::new(Vec::new()),
-        }
-    }
-
-    pub(crate) fn parent(&self) -> Option<&'static Self> {
-        // SAFETY: classes are never freed.
-        unsafe { self.superclass.load(SeqCst).as_ref() }
-    }
-
-    /// The name, as a text that stays.
-    pub(crate) fn name_pointer(&self) -> *const c_char {
-        self.name.load(SeqCst)
-    }
-
-    pub(crate) fn text(&self) -> String {
-        let name = self.name.load(SeqCst);
-        if name.is_null() {
-            return "(a class that is not defined)".into();
-        }
-        // SAFETY: names of classes are texts that stay.
-        unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-    }
-
-    /// The method of this class or of the nearest class above that has one.
-    pub(crate) fn find(&self, sel: Sel) -> Option<&'static Method> {
-        let own = self.methods.read().unwrap_or_else(PoisonError::into_inner).get(&(sel as usize)).copied();
-        own.or_else(|| self.parent()?.find(sel))
-    }
-
-    /// Whether this class is the other, or lies below it.
-    pub(crate) fn is_below(&self, other: *const Self) -> bool {
-        std::ptr::eq(self, other) || self.parent().is_some_and(|p| p.is_below(other))
-    }
-
-    fn at(&self) -> *mut Self {
-        from_ref(self).cast_mut()
-    }
-}
 
 /// Classes with symbols, by name: class and metaclass.
 static EXPORTED: Mutex<BTreeMap<&str, (&Class, &Class)>> = Mutex::new(BTreeMap::new());
@@ -104,7 +31,7 @@ pub(crate) fn all() -> Vec<&'static Class> {
 
 /// The class of this name.
 pub(crate) fn class_named(name: &str) -> Option<&'static Class> {
-    boot();
+    flashtile_objc_boot();
     let at = CLASSES.lock().unwrap_or_else(PoisonError::into_inner).get(name).copied()?;
     // SAFETY: as in `all`.
     Some(unsafe { &*(at as *const Class) })
@@ -183,7 +110,7 @@ unsafe extern "C-unwind" fn objc_allocateClassPair(
     name: *const c_char,
     _extra: usize,
 ) -> *mut Class {
-    boot();
+    flashtile_objc_boot();
     allocate(superclass.as_ref(), CStr::from_ptr(name)).map_or(null_mut(), Class::at)
 }
 

@@ -25,10 +25,13 @@
               say, which `objc2` proves at each call"
 )]
 
+mod abi;
 mod associated;
 mod block;
+mod class;
 mod classes;
 mod encoding;
+mod header;
 mod members;
 mod messages;
 mod objects;
@@ -38,7 +41,8 @@ mod root;
 mod selectors;
 mod weak;
 
-pub use classes::{Class, export};
+pub use class::Class;
+pub use classes::export;
 pub use objects::{all_live, immortal, live};
 
 /// Declares the symbols of classes that bindings link to. `define_class!` of a class with that name fills it.

@@ -1,40 +1,15 @@
 //! Methods and instance variables.
 
-use std::ffi::{CStr, CString, c_char, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_uint, c_void};
 use std::ptr::{from_ref, null};
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
-use crate::classes::Class;
+use crate::abi::{objc_release, objc_retain};
+use crate::class::{Class, Imp, Ivar, Method};
 use crate::encoding::{copied_list, copied_text, types};
-use crate::objects::{class_of, objc_release, objc_retain};
+use crate::header::class_of;
 use crate::selectors::Sel;
-
-/// The function of a method, whose true type its encoding tells.
-pub(crate) type Imp = unsafe extern "C-unwind" fn();
-
-/// A method of a class.
-pub(crate) struct Method {
-    /// A [`Sel`].
-    sel: usize,
-    /// An [`Imp`].
-    imp: AtomicUsize,
-    types: CString,
-}
-
-impl Method {
-    pub(crate) fn imp(&self) -> Imp {
-        // SAFETY: only functions are stored.
-        unsafe { std::mem::transmute::<usize, Imp>(self.imp.load(SeqCst)) }
-    }
-}
-
-/// An instance variable.
-pub(crate) struct Ivar {
-    name: CString,
-    offset: isize,
-    types: CString,
-}
 
 fn add(class: &Class, sel: Sel, imp: Imp, types: &CStr) {
     let method = Method { sel: sel as usize, imp: AtomicUsize::new(imp as usize), types: types.to_owned() };

@@ -3,9 +3,8 @@
 use std::ffi::c_void;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::classes::Class;
-use crate::members::{Imp, Method};
-use crate::objects::{class_of, is_freed};
+use crate::class::{Class, Imp, Method};
+use crate::header::{class_of, is_freed};
 use crate::selectors::{Sel, name_of, selector};
 
 /// What a message to `super` is sent to.

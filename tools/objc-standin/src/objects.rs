@@ -1,42 +1,18 @@
-//! Objects, and the counts of references to them.
-//!
-//! Two words lie before each object, the first of which counts references. Memory of objects is never given back, so that whatever
-//! reaches a freed one is found.
+//! Objects. Their memory is never given back, so that whatever reaches a freed one is found.
 
 use std::alloc::{Layout, alloc_zeroed};
 use std::ffi::{c_char, c_void};
 use std::ptr::{from_ref, null, null_mut};
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering::SeqCst};
+use std::sync::atomic::{AtomicPtr, Ordering::SeqCst};
 
+use crate::abi::objc_msg_lookup;
 use crate::associated;
 use crate::block::{_Block_copy, _Block_release, is_block};
-use crate::classes::{Class, all, class_named};
-use crate::messages::objc_msg_lookup;
+use crate::class::Class;
+use crate::classes::{all, class_named};
+use crate::header::{FREED, HEADER, class_of, count, is_class};
 use crate::selectors::{Sel, selector};
 use crate::weak;
-
-const HEADER: usize = 16;
-
-/// The count of an object whose `dealloc` has returned. Half of the range is left for references that are released too often.
-const FREED: usize = usize::MAX / 2;
-
-unsafe fn count(object: *const c_void) -> &'static AtomicUsize {
-    &*object.byte_sub(HEADER).cast::<AtomicUsize>()
-}
-
-/// The class of an object, the metaclass of a class.
-pub(crate) unsafe fn class_of(object: *const c_void) -> &'static Class {
-    (*object.cast::<AtomicPtr<Class>>()).load(SeqCst).as_ref().expect("an object has a class")
-}
-
-unsafe fn is_class(object: *const c_void) -> bool {
-    class_of(object).is_meta
-}
-
-/// Whether an object, which is no class, is gone.
-pub(crate) unsafe fn is_freed(object: *const c_void) -> bool {
-    !is_block(object) && count(object).load(SeqCst) >= FREED
-}
 
 /// The number of objects of a class that are alive.
 pub fn live(class: &str) -> isize {
@@ -103,11 +79,6 @@ pub(crate) unsafe extern "C-unwind" fn objc_retain(object: *mut c_void) -> *mut 
     object
 }
 
-/// A reference more, unless the last one is gone.
-pub(crate) unsafe fn try_retain(object: *mut c_void) -> bool {
-    count(object).fetch_update(SeqCst, SeqCst, |n| (n > 0 && n < FREED).then(|| n + 1)).is_ok()
-}
-
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C-unwind" fn objc_release(object: *mut c_void) {
     if object.is_null() {
@@ -134,11 +105,6 @@ pub(crate) unsafe extern "C-unwind" fn objc_release(object: *mut c_void) {
 #[unsafe(no_mangle)]
 unsafe extern "C-unwind" fn objc_retainBlock(block: *const c_void) -> *mut c_void {
     _Block_copy(block)
-}
-
-/// The references to an object.
-pub(crate) unsafe fn references(object: *const c_void) -> usize {
-    count(object).load(SeqCst)
 }
 
 /// A class as an object.

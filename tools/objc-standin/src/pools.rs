@@ -3,7 +3,8 @@
 use std::cell::RefCell;
 use std::ffi::c_void;
 
-use crate::objects::{class_of, objc_release, objc_retain};
+use crate::header::class_of;
+use crate::objects::{objc_release, objc_retain};
 
 thread_local! {
     /// Objects that pools release, oldest first.

@@ -3,7 +3,7 @@
 use std::ffi::{c_char, c_uint, c_void};
 use std::ptr::{null, null_mut};
 
-use crate::classes::Class;
+use crate::class::Class;
 
 #[unsafe(no_mangle)]
 extern "C-unwind" fn objc_getProtocol(_name: *const c_char) -> *const c_void {

@@ -4,10 +4,12 @@ use std::ffi::{CStr, c_void};
 use std::sync::Once;
 use std::sync::atomic::Ordering::SeqCst;
 
-use crate::classes::{Class, allocate, export, register};
-use crate::members::{Imp, class_addMethod};
+use crate::class::{Class, Imp};
+use crate::classes::{allocate, export, register};
+use crate::header::{class_of, references};
+use crate::members::class_addMethod;
 use crate::messages::{objc_msg_lookup, unrecognized};
-use crate::objects::{as_object, class_createInstance, class_of, objc_retain, object_dispose, references};
+use crate::objects::{as_object, class_createInstance, objc_retain, object_dispose};
 use crate::selectors::{Sel, selector};
 
 #[unsafe(export_name = "._OBJC_CLASS_NSObject")]
@@ -20,7 +22,8 @@ type Ask = unsafe extern "C-unwind" fn(*mut c_void, Sel, *mut c_void) -> u8;
 type Count = unsafe extern "C-unwind" fn(*mut c_void, Sel) -> usize;
 
 /// Makes NSObject, once.
-pub(crate) fn boot() {
+#[unsafe(no_mangle)]
+extern "C-unwind" fn flashtile_objc_boot() {
     static BOOT: Once = Once::new();
     BOOT.call_once(|| {
         export("NSObject", &NSObject, &NSObject_meta);
@@ -124,7 +127,7 @@ unsafe extern "C-unwind" fn conforms(_object: *mut c_void, _: Sel, _protocol: *m
 #[unsafe(link_section = ".init_array")]
 static AT_START: extern "C" fn() = {
     extern "C" fn start() {
-        boot();
+        flashtile_objc_boot();
     }
     start
 };

@@ -5,8 +5,8 @@ use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
-use crate::objects::{objc_release, try_retain};
-use crate::pools::objc_autorelease;
+use crate::abi::{objc_autorelease, objc_release};
+use crate::header::try_retain;
 
 /// Addresses of the places that refer to an object, by its address.
 static PLACES: LazyLock<Mutex<HashMap<usize, Vec<usize>>>> = LazyLock::new(Mutex::default);

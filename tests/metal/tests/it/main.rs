@@ -6,5 +6,14 @@
     reason = "calls of Metal with what the tests have just made"
 )]
 
+mod archives;
 mod basics;
+mod faults;
 mod host;
+mod libraries;
+mod order;
+mod queues;
+mod resources;
+mod rules;
+mod runtime;
+mod tools;

@@ -50,6 +50,14 @@ define_class!(
             self.ivars().last().cloned()
         }
 
+        #[unsafe(method(getObjects:))]
+        fn all(&self, out: *mut *const AnyObject) {
+            for (i, object) in self.ivars().iter().enumerate() {
+                // SAFETY: the caller has room for all.
+                unsafe { out.add(i).write(Retained::as_ptr(object)) };
+            }
+        }
+
         #[unsafe(method(getObjects:range:))]
         fn objects(&self, out: *mut *const AnyObject, range: NSRange) {
             let all = self.ivars();
