@@ -159,6 +159,9 @@ def formatting():
     run("cargo", "fmt", "--manifest-path", "examples/candle-minilm/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "benches/peers/candle/Cargo.toml", "--check")
     run("cargo", "fmt", "--manifest-path", "python/Cargo.toml", "--check")
+    # Needs objc2-metal, which `prepare.py` makes, in its place: cargo reads every manifest.
+    run(sys.executable, "-B", METAL / "prepare.py")
+    run("cargo", "fmt", *(f"-p=flashtile-{name}" for name in ("metal-cases", "metal-standin", "objc-standin")), "--check", cwd=METAL)
 
 
 @step("lints", "clippy, on everything")
@@ -419,6 +422,22 @@ def candle():
     run("cargo", "test", *workspace, env=OPERATORS)
     run("cargo", "doc", *workspace, "--no-deps", env=OPERATORS | {"RUSTDOCFLAGS": "-D warnings"})
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=ROOT / "crates" / "candle")
+
+
+# The software Metal device: objc2-metal with one line changed, which `prepare.py` makes, and kernels compiled by a clang.
+METAL = ROOT / "tests" / "metal"
+
+
+@step("metal", "Metal hosts on the software device: clippy, tests, documentation and licences")
+def metal():
+    run(sys.executable, "-B", METAL / "prepare.py")
+    # Its `.cargo/config.toml` is read by a cargo that is started there.
+    env = clang() | {"CARGO_TARGET_DIR": TARGET / "metal"}
+    workspace = ["--locked", "-q", "--workspace"]
+    run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env, cwd=METAL)
+    run("cargo", "test", *workspace, env=env, cwd=METAL)
+    run("cargo", "doc", *workspace, "--no-deps", env=env | {"RUSTDOCFLAGS": "-D warnings"}, cwd=METAL)
+    run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=METAL)
 
 
 # What the build scripts of candle ask of NVIDIA's compiler. Kernels that it would make are empty files: nothing is linked or run.

@@ -1,5 +1,6 @@
 //! A process of its own, whose objects are counted.
 #![cfg(metal_standin)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a panic is how a test fails")]
 #![allow(
     unsafe_code,
     clippy::undocumented_unsafe_blocks,

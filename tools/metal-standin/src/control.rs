@@ -68,7 +68,15 @@ impl Control {
 
     /// Has the next command buffer that runs fail with this code, without running.
     pub fn fail_command_buffer(&self, code: MTLCommandBufferError) {
-        lock(&self.0.faults).command_buffers.push_back(code);
+        lock(&self.0.faults).command_buffers.push_back((code, None));
+    }
+
+    /// Has the next command buffer that runs fail because of another one's fault, without running: its code is internal, and its
+    /// description says that it is an innocent victim.
+    pub fn fail_innocent_command_buffer(&self) {
+        let text =
+            "Innocent Victim of GPU Error/Recovery (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)";
+        lock(&self.0.faults).command_buffers.push_back((MTLCommandBufferError::Internal, Some(text)));
     }
 
     /// Has the next binary archive that is opened from a file be refused.

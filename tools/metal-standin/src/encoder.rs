@@ -35,6 +35,16 @@ pub(crate) struct Encoding {
     encoded: Mutex<Encoded>,
 }
 
+/// "MTLCommandEncoder, endEncoding()": an encoder ends before it is released.
+impl Drop for Encoding {
+    fn drop(&mut self) {
+        let is_open = lock(&self.encoded).pass.is_some();
+        if is_open && !std::thread::panicking() {
+            rules::released_open(self.kind);
+        }
+    }
+}
+
 impl Encoding {
     pub(crate) fn new(
         commands: Arc<Commands>,

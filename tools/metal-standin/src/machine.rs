@@ -86,8 +86,8 @@ pub(crate) struct Faults {
     pub(crate) pipelines: VecDeque<String>,
     /// How many buffers are still made before one is nil.
     pub(crate) buffers: VecDeque<usize>,
-    /// Errors of command buffers, by which those that are committed next fail.
-    pub(crate) command_buffers: VecDeque<MTLCommandBufferError>,
+    /// Errors by which command buffers fail, and their descriptions where the code has others.
+    pub(crate) command_buffers: VecDeque<(MTLCommandBufferError, Option<&'static str>)>,
     /// Archives that are refused.
     pub(crate) archives: usize,
 }

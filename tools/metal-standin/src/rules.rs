@@ -231,6 +231,11 @@ pub(crate) fn ended() -> ! {
     invalid!("an encoder is used after endEncoding")
 }
 
+/// The same document: it ends before it is released.
+pub(crate) fn released_open(kind: &str) -> ! {
+    invalid!("a {kind} is released without endEncoding")
+}
+
 /// "MTLCommandEncoder, popDebugGroup()": each pop has a push before it, and each push a pop before the encoder ends or the command buffer
 /// is committed.
 pub(crate) fn debug_groups(open: isize, is_closed: bool) {

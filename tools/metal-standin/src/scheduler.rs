@@ -272,8 +272,8 @@ impl Scheduler {
         job.infos =
             job.ops.iter().filter_map(|op| if let Op::Pass(p) = op { Some(info(p)) } else { None }).collect();
         // A command buffer that a test wants to fail.
-        if let Some(code) = lock(&self.machine.faults).command_buffers.pop_front() {
-            job.fault = Some(Fault { code, text: described(code).into() });
+        if let Some((code, text)) = lock(&self.machine.faults).command_buffers.pop_front() {
+            job.fault = Some(Fault { code, text: text.unwrap_or_else(|| described(code)).into() });
             if let Some(first) = job.infos.first_mut() {
                 first.state = MTLCommandEncoderErrorState::Faulted;
             }
@@ -487,9 +487,8 @@ fn described(code: MTLCommandBufferError) -> &'static str {
         MTLCommandBufferError::PageFault => {
             "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)"
         }
-        // The code of innocent victims, of the same number as "access revoked".
         MTLCommandBufferError::AccessRevoked => {
-            "Innocent Victim of GPU Error/Recovery (00000005:kIOGPUCommandBufferCallbackErrorInnocentVictim)"
+            "Ignored (for causing prior/excessive GPU errors) (00000004:kIOGPUCommandBufferCallbackErrorSubmissionsIgnored)"
         }
         MTLCommandBufferError::OutOfMemory => {
             "Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)"

@@ -67,7 +67,9 @@ fn command_buffers_fail_by_code() {
             assert_eq!(&*e.domain(), unsafe { MTLCommandBufferErrorDomain });
         });
     }
-    assert_eq!(read::<u32>(&x)[0], 0, "what fails has not run");
+    host.control.fail_innocent_command_buffer();
+    says(&host.run(|e| host.put(e, &x, 0, 1)).unwrap_err(), "Innocent Victim");
+    assert_eq!(read::<u32>(&x)[0], 0, "what fails does not run");
     assert_eq!(host.run(|e| host.put(e, &x, 0, 1)), Ok(()));
     assert_eq!(host.control.take_violations(), [] as [String; 0]);
 }

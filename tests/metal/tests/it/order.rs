@@ -142,6 +142,7 @@ fn fences_order_what_lies_on_their_sides() {
         let encoder = again.computeCommandEncoder().unwrap();
         encoder.updateFence(&f);
         let e = crate::host::refused(|| encoder.waitForFence(&f));
+        encoder.endEncoding();
         says(&e, "waitForFence after updateFence of the same fence in one encoder");
         let other = host.device.newCommandQueue().unwrap().commandBuffer().unwrap();
         encode(&other, |e| e.waitForFence(&f));

@@ -126,7 +126,7 @@ fn work_that_nothing_releases_times_out() {
     });
 }
 
-/// The places of a queue are those of `enqueue`.
+/// Command buffers run in the order of `enqueue`, not of `commit`.
 #[test]
 fn enqueue_reserves_a_place() {
     let host = Host::new();

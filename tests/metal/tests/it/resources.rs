@@ -127,6 +127,7 @@ kernel void follow(device const Table* t [[buffer(0)]], device uint* out [[buffe
 enum Resident {
     Not,
     Use,
+    Heap,
     Queue,
     Uncommitted,
     CommandBuffer,
@@ -137,7 +138,15 @@ fn follow(host: &Host, how: Resident) -> Result<u32, String> {
         let library = host.library(INDIRECT)?;
         let function = library.newFunctionWithName(&string("follow")).unwrap();
         let pipeline = host.device.newComputePipelineStateWithFunction_error(&function).unwrap();
-        let row = host.buffer(&[5u32, 6]);
+        let heap = heap(host, 4096, MTLHeapType::Automatic, MTLHazardTrackingMode::Tracked);
+        let row = match how {
+            Resident::Heap => {
+                let row = heap.newBufferWithLength_options(8, MTLResourceOptions::StorageModeShared).unwrap();
+                write(&row, 4, 6u32);
+                row
+            }
+            _ => host.buffer(&[5u32, 6]),
+        };
         let (table, out) = (host.buffer(&[row.gpuAddress()]), host.zeros(4));
         let queue = host.device.newCommandQueue().unwrap();
         let set = host.device.newResidencySetWithDescriptor_error(&MTLResidencySetDescriptor::new()).unwrap();
@@ -161,6 +170,9 @@ fn follow(host: &Host, how: Resident) -> Result<u32, String> {
             if how == Resident::Use {
                 e.useResource_usage(ProtocolObject::from_ref(&*row), MTLResourceUsage::Read);
             }
+            if how == Resident::Heap {
+                e.useHeap(&heap);
+            }
             e.dispatchThreadgroups_threadsPerThreadgroup(size(1), size(1));
         });
         finish(&commands)?;
@@ -171,7 +183,7 @@ fn follow(host: &Host, how: Resident) -> Result<u32, String> {
 #[test]
 fn what_is_reached_by_its_address_is_resident() {
     let host = Host::new();
-    for how in [Resident::Use, Resident::Queue, Resident::CommandBuffer] {
+    for how in [Resident::Use, Resident::Heap, Resident::Queue, Resident::CommandBuffer] {
         assert_eq!(follow(&host, how), Ok(6));
     }
     for how in [Resident::Not, Resident::Uncommitted] {

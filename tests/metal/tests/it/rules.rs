@@ -174,6 +174,8 @@ fn encoders_and_command_buffers() {
         e.endEncoding();
     });
     says(&e, "an encoder is used after endEncoding");
+    let e = commanding(|_, c| drop(c.computeCommandEncoder()));
+    says(&e, "a compute encoder is released without endEncoding");
     says(
         &commanding(|_, c| c.waitUntilCompleted()),
         "waitUntilCompleted of a command buffer that is not committed",

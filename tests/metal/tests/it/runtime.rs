@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
 use objc2::rc::{Weak, autoreleasepool};
-use objc2::runtime::ProtocolObject;
+use objc2::runtime::{AnyClass, ProtocolObject};
 use objc2_foundation::{NSArray, NSData, NSDictionary, NSError, NSNumber, NSString};
 use objc2_metal::*;
 
@@ -53,6 +53,19 @@ fn pools_are_there() {
         .unwrap()
     });
     assert!(e, "an autorelease without a pool");
+}
+
+/// NSAutoreleasePool is a pool as any other: what it holds goes with it.
+#[test]
+fn pools_as_objects() {
+    let host = Host::new();
+    let pool: objc2::rc::Retained<objc2::runtime::NSObject> =
+        unsafe { objc2::msg_send![AnyClass::get(c"NSAutoreleasePool").unwrap(), new] };
+    let commands = host.commands();
+    let weak = Weak::from_retained(&commands);
+    drop(commands);
+    drop(pool);
+    assert!(weak.load().is_none());
 }
 
 #[test]
