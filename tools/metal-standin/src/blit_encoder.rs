@@ -51,6 +51,7 @@ encoder_class! {
         fn synchronize(&self, resource: &ProtocolObject<dyn MTLResource>) {
             let buffer: &Buffer = ours(resource);
             rules::same_device(buffer.state().machine.id, self.encoding().commands.machine.id, "a resource");
+            rules::managed(buffer.state(), "synchronizeResource");
             self.encoding().check();
         }
 

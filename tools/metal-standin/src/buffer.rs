@@ -141,12 +141,13 @@ define_class!(
 
         #[unsafe(method(didModifyRange:))]
         fn did_modify(&self, range: NSRange) {
-            rules::did_modify(range.end(), self.state());
+            rules::managed(self.state(), "didModifyRange");
+            rules::buffer_range(range.end(), self.state());
         }
 
         #[unsafe(method(addDebugMarker:range:))]
         fn add_marker(&self, _marker: &NSString, range: NSRange) {
-            rules::did_modify(range.end(), self.state());
+            rules::buffer_range(range.end(), self.state());
         }
 
         #[unsafe(method(removeAllDebugMarkers))]
@@ -224,6 +225,7 @@ pub(crate) fn new_buffer(
     options: MTLResourceOptions,
 ) -> Option<Protocol<dyn MTLBuffer>> {
     rules::buffer_length(length, &machine.profile);
+    rules::buffer_storage(options, &machine.profile);
     if machine.fails_buffer() || !machine.allocate(length) {
         return None;
     }
@@ -241,6 +243,7 @@ pub(crate) fn no_copy(
 ) -> Option<Protocol<dyn MTLBuffer>> {
     rules::no_copy(memory.0.addr(), memory.1, storage_mode(options) == MTLStorageMode::Private);
     rules::buffer_length(memory.1, &machine.profile);
+    rules::buffer_storage(options, &machine.profile);
     if machine.fails_buffer() {
         return None;
     }

@@ -4,6 +4,8 @@
 //!   a barrier orders those before it and those after it. Those of a serial encoder run one after the other.
 //! - "MTLHazardTrackingMode": Metal orders encoders of a queue that use a tracked resource. Untracked resources are the host's to order:
 //!   "MTLFence" orders encoders of a queue, "MTLEvent" command buffers of any queue of a device.
+//!   What a kernel reaches by its address is tracked where "MTLComputeCommandEncoder, useResource(_:usage:)" declares it: of what is merely
+//!   resident, Metal does not know which encoder uses it.
 //! - "MTLCommandBuffer, waitUntilCompleted()": what completed before a command buffer was committed is ordered before it.
 //!
 //! What an event or a fence orders is read narrowly: the commands that are encoded before its signal or update in the same command buffer or
@@ -112,6 +114,8 @@ pub(crate) struct Node {
     /// `encoder "label"`.
     pub(crate) shown: String,
     pub(crate) touched: Touched,
+    /// The storages that its encoder names, by a binding or by `useResource`: Metal tracks no others.
+    pub(crate) declared: BTreeSet<u64>,
     pub(crate) before: Before,
     /// How many command buffers were complete when its own was.
     pub(crate) completed: Option<u64>,
@@ -127,8 +131,13 @@ impl History {
         let unordered = |other: &&Node| other.pass != node.pass && !node.before.has(other);
         let broken = self.0.iter().filter(unordered).find_map(|other| {
             let is_same_queue = other.queue == node.queue;
-            let (_, bytes) = node.touched.conflict(&other.touched, |s| !is_same_queue || !is_tracked(s))?;
-            let (what, orders) = if is_same_queue {
+            let are_ordered = |s| {
+                is_same_queue && is_tracked(s) && node.declared.contains(&s) && other.declared.contains(&s)
+            };
+            let (storage, bytes) = node.touched.conflict(&other.touched, |s| !are_ordered(s))?;
+            let (what, orders) = if is_same_queue && is_tracked(storage) {
+                ("a resource that one of them does not declare", "fence or event")
+            } else if is_same_queue {
                 ("an untracked resource", "fence or event")
             } else {
                 ("a resource", "event")
@@ -166,7 +175,17 @@ mod tests {
         } else {
             touched.read(1, 2..8)
         }
-        Node { id, queue, pass: id, shown: format!("encoder {id}"), touched, before, completed: None }
+        let declared = [1].into();
+        Node {
+            id,
+            queue,
+            pass: id,
+            shown: format!("encoder {id}"),
+            touched,
+            declared,
+            before,
+            completed: None,
+        }
     }
 
     #[test]

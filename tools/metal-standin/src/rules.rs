@@ -4,10 +4,10 @@
 //! A host that breaks a rule while it encodes is told at once by a panic. Rules that only the order of work decides are in
 //! [`hazards`](crate::hazards) and [`cpu_writes`](crate::cpu_writes).
 
-use objc2_metal::{MTLLanguageVersion, MTLSize};
+use objc2_metal::{MTLGPUFamily, MTLLanguageVersion, MTLResourceOptions, MTLSize, MTLStorageMode};
 
 use crate::machine::invalid;
-use crate::memory::{BufferState, PAGE};
+use crate::memory::{BufferState, PAGE, storage_mode};
 use crate::profile::Profile;
 
 /// Buffers that a kernel may have. Feature Set Tables, "Maximum number of entries in the buffer argument table, per graphics or kernel
@@ -129,10 +129,26 @@ pub(crate) fn contents(buffer: &BufferState) {
     }
 }
 
-/// "MTLBuffer, didModifyRange(_:)": for buffers in managed storage, which Apple silicon has none of; the range is inside the buffer.
-pub(crate) fn did_modify(end: usize, buffer: &BufferState) {
+/// "MTLBuffer, didModifyRange(_:)" and "MTLBlitCommandEncoder, synchronize(resource:)": for resources in managed storage.
+pub(crate) fn managed(buffer: &BufferState, what: &str) {
+    if storage_mode(buffer.options) != MTLStorageMode::Managed {
+        invalid!("{what} of {}, whose storage is not managed", buffer.shown());
+    }
+}
+
+/// "MTLStorageMode, managed": of macOS alone; "memoryless": of textures.
+pub(crate) fn buffer_storage(options: MTLResourceOptions, profile: &Profile) {
+    let mode = storage_mode(options);
+    let is_mac = profile.families.contains(&MTLGPUFamily::Mac2);
+    if mode == MTLStorageMode::Memoryless || mode == MTLStorageMode::Managed && !is_mac {
+        invalid!("a buffer of storage mode {}, which this device has for no buffer", mode.0);
+    }
+}
+
+/// "MTLBuffer, didModifyRange(_:)" and "addDebugMarker(_:range:)": the range is inside the buffer.
+pub(crate) fn buffer_range(end: usize, buffer: &BufferState) {
     if end > buffer.length {
-        invalid!("didModifyRange up to byte {end} of {} of {} bytes", buffer.shown(), buffer.length);
+        invalid!("a range up to byte {end} of {} of {} bytes", buffer.shown(), buffer.length);
     }
 }
 

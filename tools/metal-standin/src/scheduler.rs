@@ -321,12 +321,14 @@ impl Scheduler {
                 .for_each(|c| self.machine.shuffle(c));
         }
         let shown = pass.shown();
+        let declared: BTreeSet<u64> = pass.uses().iter().map(|b| b.storage.id).collect();
         let node = |before: Before| Node {
             id: unique(),
             queue: job.commands.queue,
             pass: pass.id,
             shown: shown.clone(),
             touched: Touched::default(),
+            declared: declared.clone(),
             before,
             completed: None,
         };

@@ -24,7 +24,13 @@ fn blits_copy_and_fill() {
             blit.copyFromBuffer_sourceOffset_toBuffer_destinationOffset_size(&y, 128, &z, 0, 128);
         }
         blit.fillBuffer_range_value(&z, NSRange::new(128, 128), 0x11);
-        blit.synchronizeResource(ProtocolObject::from_ref(&*z));
+        let managed =
+            host.device.newBufferWithLength_options(256, MTLResourceOptions::StorageModeManaged).unwrap();
+        blit.synchronizeResource(ProtocolObject::from_ref(&*managed));
+        says(
+            &refused(|| blit.synchronizeResource(ProtocolObject::from_ref(&*z))),
+            "whose storage is not managed",
+        );
         blit.endEncoding();
         assert_eq!(finish(&commands), Ok(()));
         let expected: Vec<u32> = (32..64).chain(std::iter::repeat_n(0x1111_1111, 32)).collect();
@@ -191,6 +197,40 @@ fn what_is_reached_by_its_address_is_resident() {
         says(&e, "kernel follow: thread 0");
         says(&e, "not resident");
     }
+}
+
+/// Of what is merely resident Metal does not know which encoder uses it.
+#[test]
+fn what_is_not_declared_is_not_tracked() {
+    let host = Host::new();
+    let ordered = |is_declared: bool| {
+        autoreleasepool(|_| {
+            let library = host.library(INDIRECT)?;
+            let function = library.newFunctionWithName(&string("follow")).unwrap();
+            let pipeline = host.device.newComputePipelineStateWithFunction_error(&function).unwrap();
+            let (row, out) = (host.zeros(256), host.zeros(4));
+            let table = host.buffer(&[row.gpuAddress()]);
+            let set =
+                host.device.newResidencySetWithDescriptor_error(&MTLResidencySetDescriptor::new()).unwrap();
+            set.addAllocation(ProtocolObject::from_ref(&*row));
+            set.commit();
+            let commands = host.commands();
+            commands.useResidencySet(&set);
+            encode(&commands, |e| host.put(e, &row, 0, 3));
+            encode(&commands, |e| {
+                e.setComputePipelineState(&pipeline);
+                bind(e, &[&table, &out]);
+                if is_declared {
+                    e.useResource_usage(ProtocolObject::from_ref(&*row), MTLResourceUsage::Read);
+                }
+                e.dispatchThreadgroups_threadsPerThreadgroup(size(1), size(1));
+            });
+            finish(&commands)?;
+            Ok::<_, String>(read::<u32>(&out)[0])
+        })
+    };
+    assert_eq!(ordered(true), Ok(3));
+    says(&ordered(false).unwrap_err(), "use bytes 4..8 of a resource that one of them does not declare");
 }
 
 #[test]

@@ -265,10 +265,12 @@ fn buffers() {
         let _ = buffer.contents();
     });
     says(&e, "contents of buffer \"cache\", which is private");
-    says(
-        &using(|h| h.zeros(16).didModifyRange(NSRange::new(8, 16))),
-        "didModifyRange up to byte 24 of buffer of 16",
-    );
+    let managed =
+        |h: &Host| h.device.newBufferWithLength_options(16, MTLResourceOptions::StorageModeManaged).unwrap();
+    says(&using(|h| managed(h).didModifyRange(NSRange::new(8, 16))), "a range up to byte 24 of buffer of 16");
+    says(&using(|h| h.zeros(16).didModifyRange(NSRange::new(0, 4))), "whose storage is not managed");
+    let phone = Host::with(Profile::a17_pro());
+    says(&refused(|| drop(managed(&phone))), "a buffer of storage mode 1");
     says(
         &using(|h| unsafe { h.zeros(16).makeAliasable() }),
         "makeAliasable of a buffer that no heap has made",
