@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::hazards::Touched;
+use crate::hazards::{Touched, merge};
 use crate::memory::Storage;
 
 struct Shadow {
@@ -50,7 +50,7 @@ impl Shadow {
         let wrote = differences(&self.bytes, &now);
         if !wrote.is_empty() {
             for user in self.users.values_mut() {
-                user.extend_from_slice(&wrote);
+                merge(user, wrote.iter().cloned());
             }
             self.bytes = now;
         }

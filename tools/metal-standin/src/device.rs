@@ -19,6 +19,7 @@ use objc2_metal::{
     MTLSharedEventHandle, MTLSize, MTLSizeAndAlign,
 };
 
+use crate::answer::answer;
 use crate::archive::{ArchiveDescriptor, archive};
 use crate::buffer::{buffer_of, new_buffer, no_copy};
 use crate::counters::{SampleDescriptor, new_samples, sets};
@@ -235,6 +236,16 @@ define_class!(
             from_source(self.machine(), self.itself(), source, options).map_or_else(|e| refuse(out, e), Some)
         }
 
+        #[unsafe(method(newLibraryWithSource:options:completionHandler:))]
+        fn library_later(
+            &self,
+            source: &NSString,
+            options: Option<&MTLCompileOptions>,
+            block: &DynBlock<dyn Fn(*mut ProtocolObject<dyn MTLLibrary>, *mut NSError)>,
+        ) {
+            answer(from_source(self.machine(), self.itself(), source, options), block);
+        }
+
         #[unsafe(method_id(newLibraryWithURL:error:))]
         fn library_of(&self, url: &NSURL, out: *mut *mut NSError) -> Option<Protocol<dyn MTLLibrary>> {
             from_file(self.machine(), self.itself(), &path_of(url)).map_or_else(|e| refuse(out, e), Some)
@@ -249,6 +260,16 @@ define_class!(
             let function = function_state(function);
             of_function(self.machine(), self.itself(), &function, MTLPipelineOption::None)
                 .map_or_else(|e| refuse(out, e), Some)
+        }
+
+        #[unsafe(method(newComputePipelineStateWithFunction:completionHandler:))]
+        fn pipeline_later(
+            &self,
+            function: &ProtocolObject<dyn MTLFunction>,
+            block: &DynBlock<dyn Fn(*mut ProtocolObject<dyn MTLComputePipelineState>, *mut NSError)>,
+        ) {
+            let function = function_state(function);
+            answer(of_function(self.machine(), self.itself(), &function, MTLPipelineOption::None), block);
         }
 
         #[unsafe(method_id(newComputePipelineStateWithFunction:options:reflection:error:))]

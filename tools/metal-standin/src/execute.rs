@@ -44,8 +44,8 @@ pub(crate) fn run(machine: &Machine, step: &Step, resident: &[Arc<BufferState>])
             alive(&to.buffer)?;
             let bytes = from.buffer.storage.read(from.in_storage());
             to.buffer.storage.write(to.in_storage().start, &bytes);
-            touched.read(from.buffer.storage.id, from.in_storage());
-            touched.written(to.buffer.storage.id, to.in_storage());
+            touched.read(from.buffer.storage.id, [from.in_storage()]);
+            touched.written(to.buffer.storage.id, [to.in_storage()]);
         }
         Step::Fill { to, value } => write(&mut touched, to, &vec![*value; to.range.len()])?,
         Step::Resolve { samples, range, to } => write(&mut touched, to, &samples.bytes(range.clone()))?,
@@ -57,7 +57,7 @@ pub(crate) fn run(machine: &Machine, step: &Step, resident: &[Arc<BufferState>])
 fn write(touched: &mut Touched, to: &Use, bytes: &[u8]) -> Result<(), Fault> {
     alive(&to.buffer)?;
     to.buffer.storage.write(to.in_storage().start, bytes);
-    touched.written(to.buffer.storage.id, to.in_storage());
+    touched.written(to.buffer.storage.id, [to.in_storage()]);
     Ok(())
 }
 
@@ -148,7 +148,7 @@ fn dispatched(
 fn indirect_groups(touched: &mut Touched, from: &Use) -> Result<[u32; 3], Fault> {
     alive(&from.buffer)?;
     let bytes = from.buffer.storage.read(from.in_storage());
-    touched.read(from.buffer.storage.id, from.in_storage());
+    touched.read(from.buffer.storage.id, [from.in_storage()]);
     let word =
         |i: usize| u32::from_ne_bytes([bytes[4 * i], bytes[4 * i + 1], bytes[4 * i + 2], bytes[4 * i + 3]]);
     Ok([word(0), word(1), word(2)])
@@ -159,12 +159,8 @@ fn add(touched: &mut Touched, run: &Bindings, accesses: &Accesses) {
     for id in accesses.touched() {
         let Some((storage, base)) = run.places.get(&id) else { continue };
         let moved = |r: &Range<usize>| r.start + base..r.end + base;
-        for range in accesses.read(id) {
-            touched.read(storage.id, moved(range));
-        }
-        for range in accesses.written(id) {
-            touched.written(storage.id, moved(range));
-        }
+        touched.read(storage.id, accesses.read(id).iter().map(moved));
+        touched.written(storage.id, accesses.written(id).iter().map(moved));
     }
 }
 

@@ -25,27 +25,46 @@ struct Ranges {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Touched(BTreeMap<u64, Ranges>);
 
-/// Two lists of ranges have a byte in common: which.
-pub(crate) fn overlap(a: &[Range<usize>], b: &[Range<usize>]) -> Option<Range<usize>> {
-    a.iter().find_map(|x| {
-        b.iter().map(|y| x.start.max(y.start)..x.end.min(y.end)).find(|common| !common.is_empty())
-    })
+/// The first bytes that are in both of two sorted lists of disjoint ranges.
+fn overlap(a: &[Range<usize>], b: &[Range<usize>]) -> Option<Range<usize>> {
+    let (mut i, mut k) = (0, 0);
+    while let (Some(x), Some(y)) = (a.get(i), b.get(k)) {
+        let common = x.start.max(y.start)..x.end.min(y.end);
+        if !common.is_empty() {
+            return Some(common);
+        }
+        if x.end <= y.end { i += 1 } else { k += 1 }
+    }
+    None
+}
+
+/// Adds ranges to a sorted list of disjoint ones.
+pub(crate) fn merge(into: &mut Vec<Range<usize>>, more: impl IntoIterator<Item = Range<usize>>) {
+    into.extend(more);
+    into.sort_unstable_by_key(|r| r.start);
+    into.dedup_by(|next, last| {
+        let is_joined = next.start <= last.end;
+        if is_joined {
+            last.end = last.end.max(next.end);
+        }
+        is_joined
+    });
 }
 
 impl Touched {
-    pub(crate) fn read(&mut self, storage: u64, range: Range<usize>) {
-        self.0.entry(storage).or_default().read.push(range);
+    pub(crate) fn read(&mut self, storage: u64, ranges: impl IntoIterator<Item = Range<usize>>) {
+        merge(&mut self.0.entry(storage).or_default().read, ranges);
     }
 
-    pub(crate) fn written(&mut self, storage: u64, range: Range<usize>) {
-        self.0.entry(storage).or_default().written.push(range);
+    pub(crate) fn written(&mut self, storage: u64, ranges: impl IntoIterator<Item = Range<usize>>) {
+        merge(&mut self.0.entry(storage).or_default().written, ranges);
     }
 
     pub(crate) fn add(&mut self, other: &Self) {
         for (&storage, ranges) in &other.0 {
             let own = self.0.entry(storage).or_default();
-            own.read.extend_from_slice(&ranges.read);
-            own.written.extend_from_slice(&ranges.written);
+            merge(&mut own.read, ranges.read.iter().cloned());
+            merge(&mut own.written, ranges.written.iter().cloned());
         }
     }
 
@@ -166,14 +185,14 @@ impl History {
 
 #[cfg(test)]
 mod tests {
-    use super::{Before, History, Node, Touched};
+    use super::{Before, History, Node, Touched, merge, overlap};
 
     fn node(id: u64, queue: u64, write: bool, before: Before) -> Node {
         let mut touched = Touched::default();
         if write {
-            touched.written(1, 0..4)
+            touched.written(1, std::iter::once(0..4))
         } else {
-            touched.read(1, 2..8)
+            touched.read(1, std::iter::once(2..8))
         }
         let declared = [1].into();
         Node {
@@ -186,6 +205,16 @@ mod tests {
             before,
             completed: None,
         }
+    }
+
+    #[test]
+    fn ranges_are_joined_and_compared() {
+        let mut ranges = vec![0..4, 10..12];
+        merge(&mut ranges, [4..6, 11..20, 30..31, 1..2]);
+        assert_eq!(ranges, [0..6, 10..20, 30..31]);
+        assert_eq!(overlap(&ranges, &[6..10, 19..40]), Some(19..20));
+        assert_eq!(overlap(&ranges, &[6..10, 20..30, 31..40]), None);
+        assert_eq!(overlap(&ranges, &[]), None);
     }
 
     #[test]

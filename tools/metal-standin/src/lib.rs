@@ -32,6 +32,7 @@
 #![allow(unsafe_code, reason = "classes of Objective-C are made of raw pointers")]
 #![allow(clippy::panic, clippy::expect_used, reason = "panics are how this tool reports faults of a host")]
 
+mod answer;
 mod archive;
 mod blit_encoder;
 mod buffer;

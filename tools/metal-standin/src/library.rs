@@ -3,17 +3,20 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use block2::DynBlock;
 use flashtile_msl_standin::{FunctionConstant, Library as MslLibrary};
 use objc2::rc::Retained;
 use objc2::runtime::{NSObject, NSObjectProtocol, ProtocolObject};
 use objc2::{DefinedClass, define_class};
 use objc2_foundation::{NSArray, NSDictionary, NSError, NSString};
 use objc2_metal::{
-    MTLCompileOptions, MTLDataType, MTLDevice, MTLFunction, MTLFunctionConstant, MTLFunctionConstantValues,
-    MTLFunctionType, MTLLanguageVersion, MTLLibrary, MTLLibraryError, MTLLibraryOptimizationLevel,
-    MTLLibraryType, MTLMathFloatingPointFunctions, MTLMathMode,
+    MTLBinaryArchive, MTLCompileOptions, MTLDataType, MTLDevice, MTLFunction, MTLFunctionConstant,
+    MTLFunctionConstantValues, MTLFunctionDescriptor, MTLFunctionOptions, MTLFunctionType,
+    MTLLanguageVersion, MTLLibrary, MTLLibraryError, MTLLibraryOptimizationLevel, MTLLibraryType,
+    MTLMathFloatingPointFunctions, MTLMathMode,
 };
 
+use crate::answer::answer;
 use crate::compile::{Program, Refusal, compile, digest};
 use crate::constants::{data_type, values_for};
 use crate::foundation::{array, dictionary, display, error, pairs_of, refuse};
@@ -46,6 +49,26 @@ settings! {
         installName/setInstallName: NSString;
     }
     also {}
+}
+
+settings! {
+    /// What a function is made of.
+    "MTLFunctionDescriptor" as FunctionDescriptor of FunctionSettings;
+    values {
+        options/setOptions: MTLFunctionOptions = MTLFunctionOptions::None;
+    }
+    objects {
+        name/setName: NSString;
+        specializedName/setSpecializedName: NSString;
+        constantValues/setConstantValues: MTLFunctionConstantValues;
+        binaryArchives/setBinaryArchives: NSArray<ProtocolObject<dyn MTLBinaryArchive>>;
+    }
+    also {
+        #[unsafe(method_id(functionDescriptor))]
+        fn descriptor() -> Retained<Self> {
+            object(FunctionSettings::default())
+        }
+    }
 }
 
 /// A device as objects know it.
@@ -109,25 +132,47 @@ define_class!(
             values: &MTLFunctionConstantValues,
             out: *mut *mut NSError,
         ) -> Option<Protocol<dyn MTLFunction>> {
-            let refused = |(code, text): (MTLLibraryError, String)| {
-                refuse(out, error(DOMAIN, code.0.cast_signed(), &text, Vec::new()))
-            };
-            self.specialize(&name.to_string(), values).map_or_else(refused, Some)
+            self.specialize(&name.to_string(), Some(values)).map_or_else(|e| refuse(out, described(e)), Some)
+        }
+
+        #[unsafe(method(newFunctionWithName:constantValues:completionHandler:))]
+        fn specialized_later(&self, name: &NSString, values: &MTLFunctionConstantValues, block: &FunctionHandler) {
+            answer(self.specialize(&name.to_string(), Some(values)).map_err(described), block);
+        }
+
+        #[unsafe(method_id(newFunctionWithDescriptor:error:))]
+        fn of_descriptor(
+            &self,
+            descriptor: &MTLFunctionDescriptor,
+            out: *mut *mut NSError,
+        ) -> Option<Protocol<dyn MTLFunction>> {
+            let settings = ours::<FunctionDescriptor, _>(descriptor).ivars();
+            let Some(name) = settings.name.borrow().clone() else { invalid!("a function descriptor without a name") };
+            let values = settings.constantValues.borrow().clone();
+            let made = self.specialize(&name.to_string(), values.as_deref());
+            made.map_or_else(|e| refuse(out, described(e)), Some)
         }
     }
 );
+
+/// A block that is called with a function or an error.
+type FunctionHandler = DynBlock<dyn Fn(*mut ProtocolObject<dyn MTLFunction>, *mut NSError)>;
+
+fn described((code, text): (MTLLibraryError, String)) -> Retained<NSError> {
+    error(DOMAIN, code.0.cast_signed(), &text, Vec::new())
+}
 
 impl Library {
     fn specialize(
         &self,
         name: &str,
-        values: &MTLFunctionConstantValues,
+        values: Option<&MTLFunctionConstantValues>,
     ) -> Result<Protocol<dyn MTLFunction>, (MTLLibraryError, String)> {
         let msl = &self.ivars().msl;
         let not_found =
             || (MTLLibraryError::FunctionNotFound, format!("Function {name} was not found in the library"));
-        let constants = values_for(msl, values);
-        if msl.kernels().contains(&name) {
+        let constants = values.map_or_else(Vec::new, |v| values_for(msl, v));
+        if values.is_some() && msl.kernels().contains(&name) {
             msl.kernel(name, &constants).map_err(|e| (MTLLibraryError::CompileFailure, e.to_string()))?;
         }
         self.make(name, constants).ok_or_else(not_found)

@@ -40,7 +40,7 @@ pub struct Profile {
     /// Whether a library without an explicit language version is refused. The default is the newest version of the system, so that a
     /// program that leaves it open compiles differently after an update.
     pub requires_language_version: bool,
-    /// Seconds after which work that waits for an event fails, as the GPU's watchdog has it.
+    /// The time after which a command buffer that waits for an event fails, with the error of the GPU's watchdog, so that a test ends.
     pub event_timeout: Duration,
 }
 

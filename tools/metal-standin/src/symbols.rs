@@ -35,6 +35,7 @@ flashtile_objc_standin::export_classes! {
     MTLComputePipelineDescriptor = "._OBJC_CLASS_MTLComputePipelineDescriptor";
     MTLComputePipelineReflection = "._OBJC_CLASS_MTLComputePipelineReflection";
     MTLCounterSampleBufferDescriptor = "._OBJC_CLASS_MTLCounterSampleBufferDescriptor";
+    MTLFunctionDescriptor = "._OBJC_CLASS_MTLFunctionDescriptor";
     MTLFunctionConstant = "._OBJC_CLASS_MTLFunctionConstant";
     MTLFunctionConstantValues = "._OBJC_CLASS_MTLFunctionConstantValues";
     MTLHeapDescriptor = "._OBJC_CLASS_MTLHeapDescriptor";
@@ -46,7 +47,12 @@ flashtile_objc_standin::export_classes! {
 extern "C" fn start() {
     export_classes();
     foundation::register();
-    let _ = (library::Options::class(), library::Constant::class(), constants::Constants::class());
+    let _ = (
+        library::Options::class(),
+        library::Constant::class(),
+        library::FunctionDescriptor::class(),
+        constants::Constants::class(),
+    );
     let _ = (pipeline_descriptor::PipelineDescriptor::class(), pipeline::Reflection::class());
     let _ = (archive::ArchiveDescriptor::class(), heap::HeapDescriptor::class(), buffer::Buffer::class());
     let _ = (residency::ResidencySetDescriptor::class(), sync::Listener::class(), sync::Handle::class());

@@ -139,6 +139,52 @@ kernel void f(device float* x [[buffer(0)]]) { x[0] = VALUE; x[1] = NAME; }
     });
 }
 
+/// Blocks are called with an object or an error, on another thread.
+#[test]
+fn libraries_and_pipelines_that_come_later() {
+    let host = Host::new();
+    autoreleasepool(|_| {
+        let (sender, came) = std::sync::mpsc::channel();
+        let block = block2::RcBlock::new(
+            move |library: *mut ProtocolObject<dyn MTLLibrary>, error: *mut objc2_foundation::NSError| {
+                let names = unsafe { library.as_ref() }.map(|l| l.functionNames().count());
+                let code = unsafe { error.as_ref() }.map(|e| e.code());
+                sender.send((names, code, std::thread::current().id())).unwrap();
+            },
+        );
+        let compile = |source: &str| {
+            let source = string(source);
+            let block = block2::RcBlock::as_ptr(&block);
+            unsafe {
+                host.device.newLibraryWithSource_options_completionHandler(&source, Some(&options()), block)
+            };
+            came.recv_timeout(std::time::Duration::from_secs(60)).unwrap()
+        };
+        let (names, error, thread) = compile(TEXT);
+        assert_eq!((names, error), (Some(6), None));
+        assert_ne!(thread, std::thread::current().id());
+        assert_eq!(compile("no program").1, Some(MTLLibraryError::CompileFailure.0 as isize));
+        let (sender, came) = std::sync::mpsc::channel();
+        let block = block2::RcBlock::new(
+            move |pipeline: *mut ProtocolObject<dyn MTLComputePipelineState>,
+                  _: *mut objc2_foundation::NSError| {
+                sender.send(unsafe { pipeline.as_ref() }.map(|p| p.threadExecutionWidth())).unwrap();
+            },
+        );
+        let block = block2::RcBlock::as_ptr(&block);
+        let function = host.function("put", 1);
+        unsafe { host.device.newComputePipelineStateWithFunction_completionHandler(&function, block) };
+        assert_eq!(came.recv_timeout(std::time::Duration::from_secs(60)), Ok(Some(32)));
+        let descriptor = MTLFunctionDescriptor::functionDescriptor();
+        descriptor.setName(Some(&string("put")));
+        let library = host.library(TEXT).unwrap();
+        assert_eq!(library.newFunctionWithDescriptor_error(&descriptor).unwrap().name().to_string(), "put");
+        descriptor.setName(Some(&string("gone")));
+        let e = library.newFunctionWithDescriptor_error(&descriptor).unwrap_err();
+        assert_eq!(e.code(), MTLLibraryError::FunctionNotFound.0 as isize);
+    });
+}
+
 #[test]
 fn libraries_of_files() {
     let host = Host::new();
