@@ -23,7 +23,7 @@ use crate::answer::answer;
 use crate::archive::{ArchiveDescriptor, archive};
 use crate::buffer::{buffer_of, new_buffer, no_copy};
 use crate::counters::{SampleDescriptor, new_samples, sets};
-use crate::foundation::{path_of, refuse, set_system};
+use crate::foundation::{System, path_of, refuse, set_system};
 use crate::heap::{HeapDescriptor, new_heap, size_and_align};
 use crate::library::{Device, from_file, from_source, function_state};
 use crate::machine::{Machine, invalid, lock};
@@ -442,7 +442,7 @@ pub(crate) fn machine_of(device: &ProtocolObject<dyn MTLDevice>) -> &Arc<Machine
 
 /// A device of a profile.
 pub(crate) fn new_device(profile: Profile) -> Device {
-    set_system(profile.system);
+    set_system(System { version: profile.system, has_math_mode: profile.has_math_mode });
     let machine = Machine::new(profile);
     let scheduler = Scheduler::new(machine.clone());
     let this: Retained<StandinDevice> = object(DeviceIvars { machine, scheduler });

@@ -77,7 +77,8 @@ pub use library::metallib;
 pub use machine::{Counters, Entry};
 pub use profile::{Order, Profile, Timing};
 
-/// A new device of a profile. The process's operating system is that of the device made last.
+/// A new device of a profile. The operating system, which `NSProcessInfo` and `respondsToSelector:` of compile options tell of, is from then
+/// on that of the profile for this thread, and for threads that have made no device.
 pub fn device(profile: Profile) -> Retained<ProtocolObject<dyn MTLDevice>> {
     install();
     device::new_device(profile)

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use block2::DynBlock;
 use flashtile_msl_standin::{FunctionConstant, Library as MslLibrary};
 use objc2::rc::Retained;
-use objc2::runtime::{NSObject, NSObjectProtocol, ProtocolObject};
-use objc2::{DefinedClass, define_class};
+use objc2::runtime::{NSObject, NSObjectProtocol, ProtocolObject, Sel};
+use objc2::{ClassType, DefinedClass, define_class, sel};
 use objc2_foundation::{NSArray, NSDictionary, NSError, NSString};
 use objc2_metal::{
     MTLBinaryArchive, MTLCompileOptions, MTLDataType, MTLDevice, MTLFunction, MTLFunctionConstant,
@@ -19,7 +19,7 @@ use objc2_metal::{
 use crate::answer::answer;
 use crate::compile::{Program, Refusal, compile, digest};
 use crate::constants::{data_type, values_for};
-use crate::foundation::{array, dictionary, display, error, pairs_of, refuse};
+use crate::foundation::{array, dictionary, display, error, pairs_of, refuse, system};
 use crate::machine::{Label, Machine, invalid};
 use crate::object::{Protocol, object, ours, settings, text_of, thread_safe};
 use crate::rules;
@@ -48,7 +48,19 @@ settings! {
         preprocessorMacros/setPreprocessorMacros: NSDictionary<NSString, NSObject>;
         installName/setInstallName: NSString;
     }
-    also {}
+    also {
+        /// Methods that the system lacks are missing.
+        #[unsafe(method(respondsToSelector:))]
+        fn responds(&self, sel: Sel) -> bool {
+            let is_of_math_mode = [
+                sel!(mathMode),
+                sel!(setMathMode:),
+                sel!(mathFloatingPointFunctions),
+                sel!(setMathFloatingPointFunctions:),
+            ];
+            Self::class().responds_to(sel) && (system().has_math_mode || !is_of_math_mode.contains(&sel))
+        }
+    }
 }
 
 settings! {

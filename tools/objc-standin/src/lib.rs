@@ -47,10 +47,15 @@ pub use objects::{all_live, immortal, live};
 
 /// Declares the symbols of classes that bindings link to. `define_class!` of a class with that name fills it.
 ///
-/// ```ignore
-/// flashtile_objc_standin::export_classes! { NSString = "._OBJC_CLASS_NSString"; }
-/// // Before the first message, such as in `.init_array`:
-/// export_classes();
+/// ```
+/// flashtile_objc_standin::export_classes! {
+///     Thing = "._OBJC_CLASS_Thing";
+/// }
+///
+/// fn main() {
+///     // Before the first message, such as in `.init_array`.
+///     export_classes();
+/// }
 /// ```
 #[macro_export]
 macro_rules! export_classes {

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use flashtile_metal_standin::{Profile, metallib};
 use objc2::AnyThread;
 use objc2::rc::autoreleasepool;
-use objc2::runtime::{NSObject, ProtocolObject};
+use objc2::runtime::{NSObject, NSObjectProtocol, ProtocolObject};
 use objc2::{Message, sel};
 use objc2_foundation::{NSDictionary, NSNumber, NSProcessInfo, NSRange, NSString, NSURL};
 use objc2_metal::*;
@@ -262,6 +262,26 @@ fn devices_of_profiles() {
     assert_eq!(host.device.maxThreadsPerThreadgroup().depth, 1024);
     autoreleasepool(|_| assert_eq!(host.device.architecture().name().to_string(), "applegpu_g15s"));
     assert_ne!(host.device.registryID(), Host::new().device.registryID());
+}
+
+#[test]
+fn options_that_a_system_lacks() {
+    let has = |profile: Profile| {
+        let host = Host::with(profile);
+        let options = options();
+        let has = options.respondsToSelector(sel!(setMathMode:));
+        if has {
+            options.setMathMode(MTLMathMode::Safe);
+        } else {
+            #[allow(deprecated, reason = "what old systems have")]
+            options.setFastMathEnabled(false);
+        }
+        autoreleasepool(|_| {
+            assert!(host.device.newLibraryWithSource_options_error(&string(TEXT), Some(&options)).is_ok());
+        });
+        has
+    };
+    assert_eq!([has(Profile::m1()), has(Profile::m2()), has(Profile::m1())], [false, true, false]);
 }
 
 #[test]

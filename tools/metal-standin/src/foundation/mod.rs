@@ -16,7 +16,7 @@ pub(crate) use data::data;
 pub(crate) use dictionary::{dictionary, pairs_of};
 pub(crate) use error::{constant, error, refuse};
 pub(crate) use number::display;
-pub(crate) use process::set_system;
+pub(crate) use process::{System, set_system, system};
 pub(crate) use url::path_of;
 
 use objc2::ClassType;
