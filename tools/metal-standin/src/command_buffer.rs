@@ -1,8 +1,9 @@
 //! Command buffers.
 
 use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::AtomicPtr;
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
 
 use block2::DynBlock;
 use objc2::rc::Retained;
@@ -365,8 +366,19 @@ impl CommandBuffer {
                 "{what} in a handler of the same queue: handlers are called one after the other, so it never returns"
             );
         }
+        let most = commands.machine.profile.event_timeout;
+        let mut since = Instant::now();
         while !is_done(&state) {
-            state = commands.changed.wait(state).unwrap_or_else(std::sync::PoisonError::into_inner);
+            state = commands.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0;
+            if is_done(&state) {
+                break;
+            }
+            drop(state);
+            if !self.ivars().scheduler.is_held(commands.queue) {
+                since = Instant::now();
+            }
+            rules::wait_behind(since.elapsed() >= most, what);
+            state = lock(&commands.state);
         }
         if let Some(panic) = state.panic.take() {
             drop(state);

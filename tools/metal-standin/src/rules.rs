@@ -215,6 +215,13 @@ pub(crate) fn wait(is_committed: bool, what: &str) {
     }
 }
 
+/// "MTLCommandBuffer, enqueue()": a command buffer that is enqueued and not committed holds those behind it.
+pub(crate) fn wait_behind(is_held: bool, what: &str) {
+    if is_held {
+        invalid!("{what} behind a command buffer that is enqueued and is not committed: it does not return");
+    }
+}
+
 /// "MTLCommandBuffer, addCompletedHandler(_:)": handlers are added before `commit`.
 pub(crate) fn handler(is_committed: bool) {
     if is_committed {

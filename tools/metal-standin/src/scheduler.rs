@@ -124,6 +124,12 @@ impl Scheduler {
         }
     }
 
+    /// Whether the next command buffer of a queue is enqueued and not committed, so that none behind it runs.
+    pub(crate) fn is_held(&self, queue: u64) -> bool {
+        let state = lock(&self.state);
+        state.lanes.get(&queue).and_then(|l| l.jobs.front()).is_some_and(|j| j.object.is_none())
+    }
+
     /// Takes work over.
     pub(crate) fn commit(
         self: &Arc<Self>,

@@ -146,6 +146,24 @@ fn enqueue_reserves_a_place() {
 }
 
 #[test]
+fn a_command_buffer_that_is_only_enqueued_holds_its_queue() {
+    let mut profile = Profile::m3_max();
+    profile.event_timeout = Duration::from_millis(50);
+    let host = Host::with(profile);
+    autoreleasepool(|_| {
+        let (first, second) = (host.commands(), host.commands());
+        first.enqueue();
+        second.commit();
+        says(
+            &refused(|| second.waitUntilCompleted()),
+            "behind a command buffer that is enqueued and is not committed",
+        );
+        first.commit();
+        assert_eq!(wait(&second), Ok(()));
+    });
+}
+
+#[test]
 fn handlers_are_called_once_in_order() {
     let host = Host::new();
     autoreleasepool(|_| {
