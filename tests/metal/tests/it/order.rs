@@ -7,7 +7,7 @@ use objc2_foundation::NSRange;
 use objc2_metal::*;
 use std::ptr::NonNull;
 
-use crate::host::{Host, encode, finish, read, says, wait, write};
+use crate::host::{Host, bind, encode, finish, read, says, size, string, wait, write};
 
 const CONCURRENT: MTLDispatchType = MTLDispatchType::Concurrent;
 const SERIAL: MTLDispatchType = MTLDispatchType::Serial;
@@ -284,6 +284,41 @@ fn random_order() {
     last.sort_unstable();
     last.dedup();
     assert!(last.len() > 1, "every seed gave the same order");
+}
+
+/// Each threadgroup takes the next number.
+const NUMBERS: &str = "#include <metal_stdlib>
+using namespace metal;
+kernel void number(device atomic_uint* next [[buffer(0)]], device uint* out [[buffer(1)]], uint g [[threadgroup_position_in_grid]]) {
+    out[g] = atomic_fetch_add_explicit(next, 1u, memory_order_relaxed);
+}
+";
+
+#[test]
+fn threadgroups_in_random_order() {
+    let host = Host::new();
+    autoreleasepool(|_| {
+        let function = host.library(NUMBERS).unwrap().newFunctionWithName(&string("number")).unwrap();
+        let pipeline = host.device.newComputePipelineStateWithFunction_error(&function).unwrap();
+        let numbers = || {
+            let (next, out) = (host.zeros(4), host.zeros(128));
+            let ran = host.run(|e| {
+                e.setComputePipelineState(&pipeline);
+                bind(e, &[&next, &out]);
+                e.dispatchThreadgroups_threadsPerThreadgroup(size(32), size(1));
+            });
+            assert_eq!(ran, Ok(()));
+            read::<u32>(&out)
+        };
+        let forward: Vec<u32> = (0..32).collect();
+        assert_eq!(numbers(), forward);
+        host.control.set_order(Order::Random(3));
+        let (first, second) = (numbers(), numbers());
+        assert!(first != forward && second != first);
+        let mut sorted = first;
+        sorted.sort_unstable();
+        assert_eq!(sorted, forward);
+    });
 }
 
 /// Blits are ordered as dispatches are.
