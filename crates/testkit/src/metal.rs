@@ -132,7 +132,12 @@ impl HostAccess for Banded {
     /// Elements of NaN.
     fn uninit(&self, element: ScalarType, len: usize) -> Result<Memory, DeviceError> {
         let (size, bytes) = (element.bytes(), len * element.bytes());
-        let start = if self.aligned { BAND } else { BAND + size };
+        // Bytes are of elements or scales of up to four.
+        let start = match (self.aligned, size) {
+            (true, _) => BAND,
+            (false, 1) => BAND + 4,
+            (false, size) => BAND + size,
+        };
         let buffer = self.gpu.buffer_from(&vec![FILL; start + bytes + BAND])?;
         // SAFETY: nothing but runs, which follow each other, accesses the elements.
         let memory = unsafe { self.gpu.borrow(buffer.buffer().clone(), start, element, len) }?;

@@ -17,7 +17,7 @@ use objc2_metal::{
 };
 
 use crate::blit_encoder;
-use crate::commands::{CommandState, Commands, Handler, Info, Op, Pass};
+use crate::commands::{Place, CommandState, Commands, Handler, Info, Op, Pass};
 use crate::completion::is_thread_of;
 use crate::compute_encoder;
 use crate::encoder::Encoding;
@@ -65,17 +65,6 @@ pub(crate) struct CommandBufferIvars {
     pub(crate) residency: QueueResidency,
     pub(crate) error_options: MTLCommandBufferErrorOption,
     pub(crate) label: Label,
-    /// The count of command buffers of the queue that are open.
-    pub(crate) _place: Place,
-}
-
-/// One of the command buffers that a queue may have, until it completes or goes.
-pub(crate) struct Place(pub(crate) Arc<std::sync::Mutex<usize>>);
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        *lock(&self.0) -= 1;
-    }
 }
 
 define_class!(
@@ -323,6 +312,7 @@ impl CommandBuffer {
             s.status = MTLCommandBufferStatus::Committed;
             s.times[0] = crate::commands::seconds();
             s.times[1] = s.times[0];
+            s.place.iter_mut().for_each(Place::commit);
             (std::mem::take(&mut s.ops), std::mem::take(&mut s.residency))
         });
         sets.extend(lock(&self.ivars().residency).iter().cloned());

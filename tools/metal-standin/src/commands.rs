@@ -179,6 +179,42 @@ pub(crate) struct CommandState {
     pub(crate) residency: Vec<Arc<ResidencyState>>,
     /// The panic of a handler, which would end the process on a Mac.
     pub(crate) panic: Option<String>,
+    /// Its place among the command buffers of the queue.
+    pub(crate) place: Option<Place>,
+}
+
+/// Command buffers of a queue that are not complete.
+#[derive(Default)]
+pub(crate) struct Places {
+    pub(crate) open: usize,
+    /// Those among them that are committed, and will complete.
+    pub(crate) committed: usize,
+}
+
+/// One of the command buffers that a queue may have, until it completes or goes.
+pub(crate) struct Place {
+    of: Arc<Mutex<Places>>,
+    is_committed: bool,
+}
+
+impl Place {
+    pub(crate) fn take(of: &Arc<Mutex<Places>>) -> Self {
+        lock(of).open += 1;
+        Self { of: of.clone(), is_committed: false }
+    }
+
+    pub(crate) fn commit(&mut self) {
+        lock(&self.of).committed += usize::from(!self.is_committed);
+        self.is_committed = true;
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut places = lock(&self.of);
+        places.open -= 1;
+        places.committed -= usize::from(self.is_committed);
+    }
 }
 
 pub(crate) struct Commands {
@@ -191,7 +227,7 @@ pub(crate) struct Commands {
 }
 
 impl Commands {
-    pub(crate) fn new(queue: u64, machine: Arc<Machine>, retains: bool) -> Self {
+    pub(crate) fn new(queue: u64, machine: Arc<Machine>, retains: bool, place: Place) -> Self {
         let state = CommandState {
             status: MTLCommandBufferStatus::NotEnqueued,
             ops: Vec::new(),
@@ -206,6 +242,7 @@ impl Commands {
             groups: 0,
             residency: Vec::new(),
             panic: None,
+            place: Some(place),
         };
         Self { id: unique(), queue, machine, retains, state: Mutex::new(state), changed: Condvar::new() }
     }

@@ -13,16 +13,16 @@ use objc2_metal::{
 };
 
 use crate::command_buffer::{
-    CommandBufferDescriptor, CommandBufferIvars, Place, QueueResidency, new_command_buffer,
+    CommandBufferDescriptor, CommandBufferIvars, QueueResidency, new_command_buffer,
 };
-use crate::commands::Commands;
+use crate::commands::{Commands, Place, Places};
 use crate::completion;
 use crate::library::Device;
-use crate::machine::{Label, Machine, lock, unique};
+use crate::machine::{Demand, Label, Machine, lock, unique};
 use crate::object::{Protocol, object, ours, retained, settings, text_of, thread_safe};
 use crate::residency::residency_state;
 use crate::rules;
-use crate::scheduler::Scheduler;
+use crate::scheduler::{Scheduler, TICK};
 
 /// Command buffers that a queue may have which are not complete. "MTLDevice, makeCommandQueue()": 64.
 const MAX_OPEN: usize = 64;
@@ -45,7 +45,7 @@ pub(crate) struct QueueIvars {
     label: Label,
     residency: QueueResidency,
     most: usize,
-    open: Arc<Mutex<usize>>,
+    places: Arc<Mutex<Places>>,
 }
 
 impl Drop for QueueIvars {
@@ -151,21 +151,38 @@ impl Queue {
         error_options: MTLCommandBufferErrorOption,
     ) -> Protocol<dyn MTLCommandBuffer> {
         let ivars = self.ivars();
-        {
-            let mut open = lock(&ivars.open);
-            rules::queue_is_full(*open, ivars.most);
-            *open += 1;
-        }
+        self.wait_for_place();
+        let place = Place::take(&ivars.places);
         new_command_buffer(CommandBufferIvars {
-            commands: Arc::new(Commands::new(ivars.id, ivars.machine.clone(), retains)),
+            commands: Arc::new(Commands::new(ivars.id, ivars.machine.clone(), retains, place)),
             scheduler: ivars.scheduler.clone(),
             device: ivars.device.clone(),
             queue: ProtocolObject::from_retained(retained(self)),
             residency: ivars.residency.clone(),
             error_options,
             label: Label::default(),
-            _place: Place(ivars.open.clone()),
         })
+    }
+
+    /// Waits until a command buffer completes, where the queue has as many as it may.
+    fn wait_for_place(&self) {
+        let ivars = self.ivars();
+        let (places, most) = (ivars.places.clone(), ivars.most);
+        let has_place = move || lock(&places).open < most;
+        if has_place() {
+            return;
+        }
+        let demand = Demand { queue: Some(ivars.id), is_met: Arc::new(has_place.clone()) };
+        ivars.machine.demanded(demand, || {
+            loop {
+                let seen = ivars.machine.changes();
+                if has_place() {
+                    return;
+                }
+                rules::queue_is_full(&lock(&ivars.places), most);
+                ivars.machine.wait_for_change(seen, Some(TICK));
+            }
+        });
     }
 }
 
@@ -186,7 +203,7 @@ pub(crate) fn new_queue(
         label: Label::default(),
         residency: Arc::default(),
         most,
-        open: Arc::default(),
+        places: Arc::default(),
     });
     ProtocolObject::from_retained(this)
 }

@@ -6,6 +6,7 @@
 
 use objc2_metal::{MTLGPUFamily, MTLLanguageVersion, MTLResourceOptions, MTLSize, MTLStorageMode};
 
+use crate::commands::Places;
 use crate::machine::invalid;
 use crate::memory::{BufferState, PAGE, storage_mode};
 use crate::profile::Profile;
@@ -331,8 +332,9 @@ pub(crate) fn barrier_scope(names_buffers: bool) {
 
 /// "MTLCommandQueue, makeCommandQueue(maxCommandBufferCount:)": that many command buffers may exist before they complete; the next one
 /// blocks its maker, for ever where nobody else completes one.
-pub(crate) fn queue_is_full(open: usize, most: usize) {
-    if open >= most {
+pub(crate) fn queue_is_full(places: &Places, most: usize) {
+    if places.open >= most && places.committed == 0 {
+        let open = places.open;
         invalid!(
             "{open} command buffers of a queue of at most {most} are neither committed nor gone: the next one never comes"
         );

@@ -91,15 +91,17 @@ struct State {
 pub(crate) struct Scheduler {
     machine: Arc<Machine>,
     state: Mutex<State>,
+    /// Held while a command runs, and taken before `state`.
+    running: Mutex<()>,
     start: Once,
 }
 
 /// How long the thread sleeps while something may become due by itself.
-const TICK: Duration = Duration::from_millis(5);
+pub(crate) const TICK: Duration = Duration::from_millis(5);
 
 impl Scheduler {
     pub(crate) fn new(machine: Arc<Machine>) -> Arc<Self> {
-        Arc::new(Self { machine, state: Mutex::default(), start: Once::new() })
+        Arc::new(Self { machine, state: Mutex::default(), running: Mutex::default(), start: Once::new() })
     }
 
     /// Ends the thread: the device is gone, and with it everything that could be committed.
@@ -146,6 +148,8 @@ impl Scheduler {
             }
         }
         {
+            // What the GPU is writing at this moment is not the CPU's.
+            let _nothing_runs = lock(&self.running);
             let mut state = lock(&self.state);
             let state = &mut *state;
             state.watch.commit(commands.id, &storages);
@@ -389,6 +393,7 @@ impl Scheduler {
     }
 
     fn command(&self, step: &Step, resident: &[Arc<BufferState>]) -> Result<Touched, Fault> {
+        let _is_running = lock(&self.running);
         let touched = run(&self.machine, step, resident)?;
         lock(&self.state).watch.after(&touched);
         Ok(touched)
@@ -439,6 +444,7 @@ impl Scheduler {
                 MTLCommandBufferStatus::Completed
             };
             (s.fault, s.infos) = (fault, infos);
+            s.place = None;
             std::mem::take(&mut s.on_completed)
         });
         self.machine.ring();
