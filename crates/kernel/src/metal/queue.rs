@@ -4,10 +4,12 @@ use super::encoder::{DispatchType, Recorder};
 use super::error::Error;
 use super::memory::Ticket;
 use super::object::{CommandBuffer, CommandQueue, Shared, SharedEvent};
-use objc2::rc::autoreleasepool;
+use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::NSString;
-use objc2_metal::{MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTLEvent};
+use objc2_metal::{
+    MTLCommandBuffer, MTLCommandBufferStatus, MTLCommandQueue, MTLDevice, MTLEvent, MTLSharedEvent,
+};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -19,8 +21,13 @@ const MAX_LAUNCHES: usize = 64;
 pub(super) struct Queue {
     queue: CommandQueue,
     dispatch: DispatchType,
+    /// Its value is the number of command buffers that have completed.
+    completed: Option<Event>,
     state: Mutex<State>,
 }
+
+/// An event of the device.
+type Event = Retained<ProtocolObject<dyn MTLEvent>>;
 
 #[derive(Debug, Default)]
 struct State {
@@ -29,6 +36,10 @@ struct State {
     committed: VecDeque<Committed>,
     /// The first failure that was not reported yet.
     failure: Option<Error>,
+    /// Command buffers that were committed, which the value of [`Queue::completed`] counts.
+    count: u64,
+    /// What launches wait for: every command buffer, as a wait in one of them does not hold up the next.
+    waits: Vec<(SharedEvent, u64)>,
     /// Start and end on the GPU of each command buffer that has completed, in seconds, while times are wanted.
     times: Option<Vec<[f64; 2]>>,
 }
@@ -50,7 +61,8 @@ struct Committed {
 
 impl Queue {
     pub(super) fn new(queue: CommandQueue, dispatch: DispatchType) -> Self {
-        Self { queue, dispatch, state: Mutex::default() }
+        let completed = autoreleasepool(|_| queue.device().newEvent());
+        Self { queue, dispatch, completed, state: Mutex::default() }
     }
 
     pub(super) const fn queue(&self) -> &CommandQueue {
@@ -81,7 +93,7 @@ impl Queue {
             work(recorder, &open.ticket);
             open.launches += 1;
             if open.launches >= MAX_LAUNCHES {
-                state.commit();
+                state.commit(self.completed.as_ref());
             }
             Ok(())
         })
@@ -89,7 +101,7 @@ impl Queue {
 
     /// Commits the open command buffer, if there is one.
     pub(super) fn commit(&self) {
-        autoreleasepool(|_| self.state().commit());
+        autoreleasepool(|_| self.state().commit(self.completed.as_ref()));
     }
 
     /// Notes which command buffers have completed.
@@ -114,29 +126,33 @@ impl Queue {
 
     /// Makes what is encoded from now on wait until an event has a value.
     pub(super) fn wait_for(&self, event: &SharedEvent, value: u64) -> Result<(), Error> {
-        self.between(|commands, event| commands.encodeWaitForEvent_value(event, value), event)
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            state.poll();
+            state.waits.push((event.clone(), value));
+            if let Some(open) = &mut state.open {
+                open.end_encoder();
+                wait(&open.commands, event, value);
+            }
+            Ok(())
+        })
     }
 
     /// Gives an event a value when everything that was encoded up to now has completed, and commits.
+    ///
+    /// A signal follows the commands before it in its own command buffer, as Apple says of `encodeSignalEvent(_:value:)`: this one first waits
+    /// for those in command buffers that are committed already.
     pub(super) fn signal(&self, event: &SharedEvent, value: u64) -> Result<(), Error> {
-        self.between(|commands, event| commands.encodeSignalEvent_value(event, value), event)?;
-        self.commit();
-        Ok(())
-    }
-
-    /// Encodes a command between encoders.
-    fn between(
-        &self,
-        command: impl FnOnce(&CommandBuffer, &ProtocolObject<dyn MTLEvent>),
-        event: &SharedEvent,
-    ) -> Result<(), Error> {
         autoreleasepool(|_| {
             let mut state = self.state();
+            let count = state.count;
             let open = state.open(&self.queue)?;
-            if let Some(recorder) = open.recorder.take() {
-                recorder.end();
+            open.end_encoder();
+            if let Some(completed) = &self.completed {
+                open.commands.encodeWaitForEvent_value(completed, count);
             }
-            command(&open.commands, ProtocolObject::from_ref(&**event));
+            open.commands.encodeSignalEvent_value(ProtocolObject::from_ref(&**event), value);
+            state.commit(self.completed.as_ref());
             Ok(())
         })
     }
@@ -173,6 +189,18 @@ impl Drop for Queue {
     }
 }
 
+impl Open {
+    fn end_encoder(&mut self) {
+        if let Some(recorder) = self.recorder.take() {
+            recorder.end();
+        }
+    }
+}
+
+fn wait(commands: &CommandBuffer, event: &SharedEvent, value: u64) {
+    commands.encodeWaitForEvent_value(ProtocolObject::from_ref(&**event), value);
+}
+
 impl State {
     fn open(&mut self, queue: &CommandQueue) -> Result<&mut Open, Error> {
         match &mut self.open {
@@ -181,24 +209,30 @@ impl State {
                 let commands = queue.commandBuffer().ok_or(Error::NoObject { what: "command buffer" })?;
                 commands.setLabel(Some(&NSString::from_str("flashtile")));
                 let (commands, ticket) = (Shared::locked(commands), Arc::default());
-                *none = Some(Open { commands, recorder: None, ticket, launches: 0 });
+                let open = Open { commands, recorder: None, ticket, launches: 0 };
+                self.waits.iter().for_each(|(event, value)| wait(&open.commands, event, *value));
+                *none = Some(open);
             }
         }
         self.open.as_mut().ok_or(Error::NoObject { what: "command buffer" })
     }
 
-    fn commit(&mut self) {
+    fn commit(&mut self, completed: Option<&Event>) {
         self.poll();
-        let Some(Open { commands, recorder, ticket, .. }) = self.open.take() else { return };
-        if let Some(recorder) = recorder {
-            recorder.end();
+        let Some(mut open) = self.open.take() else { return };
+        open.end_encoder();
+        let Open { commands, ticket, .. } = open;
+        self.count += 1;
+        if let Some(completed) = completed {
+            commands.encodeSignalEvent_value(completed, self.count);
         }
         commands.commit();
         self.committed.push_back(Committed { commands, ticket });
     }
 
-    /// Takes the command buffers that have completed off the list.
+    /// Takes the command buffers that have completed off the list, and the events off theirs that have the values that are waited for.
     fn poll(&mut self) {
+        self.waits.retain(|(event, value)| event.signaledValue() < *value);
         let has_ended = |of: &Committed| of.commands.status().0 >= MTLCommandBufferStatus::Completed.0;
         let count = self.committed.iter().take_while(|first| has_ended(first)).count();
         for first in self.committed.drain(..count) {
