@@ -17,7 +17,7 @@ use objc2_metal::{
 };
 
 use crate::blit_encoder;
-use crate::commands::{Place, CommandState, Commands, Handler, Info, Op, Pass};
+use crate::commands::{CommandState, Commands, Handler, Info, Op, Pass, Place};
 use crate::completion::is_thread_of;
 use crate::compute_encoder;
 use crate::encoder::Encoding;

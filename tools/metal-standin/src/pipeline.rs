@@ -273,8 +273,8 @@ fn make(
     }
     // A kernel or a descriptor that names a limit is compiled for it: registers are spilled to memory where they do not suffice.
     let threads = match (kernel.max_threads() as usize).min(limit) {
-        n if n < machine.profile.max_threads => n,
-        _ => machine.profile.pipeline_threads,
+        n if n < machine.profile.max_threads && machine.profile.compiles_for_declared_threads => n,
+        n => n.min(machine.profile.pipeline_threads),
     };
     let state = PipelineState {
         machine: machine.clone(),

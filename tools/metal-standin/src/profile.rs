@@ -29,6 +29,9 @@ pub struct Profile {
     pub max_threads: usize,
     /// `maxTotalThreadsPerThreadgroup` of each pipeline, where the registers of a kernel allow fewer than `max_threads`.
     pub pipeline_threads: usize,
+    /// Whether kernels that declare their threads are compiled for them, with registers spilled to memory where they do not suffice, rather
+    /// than for `pipeline_threads` too.
+    pub compiles_for_declared_threads: bool,
     /// Bytes of threadgroup memory.
     pub max_threadgroup_memory: usize,
     /// Bytes of the longest buffer.
@@ -78,6 +81,7 @@ impl Profile {
             has_math_mode: true,
             max_threads: 1024,
             pipeline_threads: 1024,
+            compiles_for_declared_threads: true,
             max_threadgroup_memory: 32768,
             max_buffer_length: 1 << 32,
             memory: 1 << 34,
