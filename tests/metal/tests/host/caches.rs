@@ -1,0 +1,116 @@
+//! KV caches in the memory of the device: random operations, byte for byte as on the host, and attention over them.
+
+use crate::support::{control_of, metal};
+use flashtile::cache::{CacheDesc, CacheLayout, CacheShape, KeyMean};
+use flashtile::{BlockTables, Codec, Dtype, HeadShape, ProblemDesc, SeqLens, Visibility};
+use flashtile_metal::objc2::rc::autoreleasepool;
+use flashtile_metal::objc2_metal::{MTLCommandBuffer, MTLCommandQueue};
+use flashtile_metal::{
+    DispatchType, MetalInputs, MetalOutputs, ScalarType, encode_cache, tensor, tensor_mut,
+};
+use flashtile_metal_standin::{Order, Profile, Timing};
+use flashtile_testkit::CacheTwins;
+
+const SHAPE: CacheShape = CacheShape { layers: 2, kv_heads: 2, head_dim: 64, value_dim: 64 };
+
+fn desc(layout: CacheLayout, k: Codec, v: Codec) -> CacheDesc {
+    let mut desc = CacheDesc::new(layout, SHAPE, k);
+    desc.v = v;
+    desc
+}
+
+#[test]
+fn operations_are_byte_for_byte_as_on_the_host() {
+    let layouts = [
+        CacheLayout::Paged { pages: 24, page_size: 16 },
+        CacheLayout::Contiguous { slots: 3, capacity: 96 },
+        CacheLayout::Ring { slots: 3, capacity: 40 },
+    ];
+    let codecs = [
+        [Codec::F16, Codec::BF16],
+        [Codec::Int8, Codec::Fp8],
+        [Codec::Tq2, Codec::Tq3],
+        [Codec::Tq4, Codec::Tq5],
+        [Codec::Tq6, Codec::F32],
+    ];
+    for (n, [k, v]) in codecs.into_iter().enumerate() {
+        let metal = metal(Profile::m3_max());
+        let control = control_of(&metal);
+        if n % 2 == 1 {
+            control.set_timing(Timing::Immediate);
+            control.set_order(Order::Random(n as u64));
+        }
+        let element = if n % 2 == 0 { ScalarType::F32 } else { ScalarType::Bf16 };
+        let mut desc = desc(layouts[n % layouts.len()], k, v);
+        if n == 3 {
+            desc.key_mean = KeyMean::Learned;
+        }
+        let mut twins = CacheTwins::new(metal.gpu().clone(), desc, element, None).unwrap();
+        twins.run(60, 20).unwrap();
+        assert_eq!(control.take_violations(), [""; 0], "{k} {v}");
+    }
+}
+
+#[test]
+fn steps_of_decoding_in_command_buffers_of_the_caller() {
+    let metal = metal(Profile::m3_max());
+    let control = control_of(&metal);
+    let layout = CacheLayout::Paged { pages: 8, page_size: 16 };
+    let mut of_cache = desc(layout, Codec::Int8, Codec::Int8);
+    of_cache.layers = 1;
+    let mut cache = metal.kv_cache(of_cache).unwrap();
+    let mut session = metal.session();
+    let sequence = cache.create().unwrap();
+    let heads = HeadShape { q_heads: 4, kv_heads: 2, head_dim: 64, value_dim: 64 };
+    let mut buffers_after_warm_up = 0;
+    for step in 0..6 {
+        let tokens = if step == 0 { 30 } else { 1 };
+        let (of_q, of_kv) = ([1, 4, tokens, 64], [1, 2, tokens, 64]);
+        let strides = |heads: usize| [0, 64, heads * 64, 1];
+        let values = |n: usize, seed: usize| -> Vec<f32> {
+            (0..n).map(|i| ((i * 13 + seed * 7 + step) % 31) as f32 / 16.0 - 1.0).collect()
+        };
+        let rows = |heads: usize, seed| metal.gpu().buffer_from(&values(heads * tokens * 64, seed)).unwrap();
+        let (q, k, v) = (rows(4, 1), rows(2, 2), rows(2, 3));
+        let mut out = metal.zeros(ScalarType::F32, [1, tokens, 4, 64]).unwrap();
+        let made = control.counters().buffers;
+        autoreleasepool(|_| {
+            let commands = metal.gpu().queue().unwrap().commandBuffer().unwrap();
+            encode_cache(&mut cache, &commands, DispatchType::Concurrent, |cache| {
+                let view = |memory| tensor(memory, of_kv, strides(2)).unwrap();
+                cache.append(&[(sequence, tokens)], &[(view(&k), view(&v))])
+            })
+            .unwrap();
+            let lens = SeqLens { q_len: tokens, kv_len: cache.len(sequence).unwrap() };
+            let mut desc = ProblemDesc::cached(heads, Dtype::F32, &[lens]);
+            desc.visibility = Visibility::causal();
+            (desc.k_codec, desc.v_codec) = (Some(Codec::Int8), Some(Codec::Int8));
+            let tables: BlockTables = cache.tables(&[sequence]).unwrap();
+            let [k, v] = cache.store().kv(0);
+            let inputs = MetalInputs::new(tensor(&q, of_q, strides(4)).unwrap(), k, v);
+            let mut outputs = MetalOutputs::new(tensor_mut(&mut out, of_q, strides(4)).unwrap());
+            session
+                .encode(&commands, DispatchType::Concurrent, |session| {
+                    session.run_paged(&desc, &inputs, &tables, &mut outputs)
+                })
+                .unwrap();
+            commands.commit();
+            commands.waitUntilCompleted();
+            assert!(commands.error().is_none());
+        });
+        let computed: Vec<f32> = metal.gpu().to_vec(&out).unwrap();
+        assert!(
+            computed.iter().all(|x| x.is_finite() && x.abs() <= 1.1) && computed.iter().any(|x| *x != 0.0)
+        );
+        // A step of the same size takes no new memory.
+        if step == 2 {
+            buffers_after_warm_up = control.counters().buffers;
+        }
+        if step > 2 {
+            assert_eq!(control.counters().buffers - made, 0, "step {step}");
+        }
+    }
+    assert!(buffers_after_warm_up > 0);
+    cache.check_stored().unwrap();
+    assert_eq!(control.take_violations(), [""; 0]);
+}
