@@ -38,6 +38,8 @@ GATED = {
     "flashtile/cuda/index.html": "cuda",
     "flashtile/kernels/index.html": "gpu",
     "flashtile/struct.CudaPlan.html": "cuda",
+    "flashtile/metal/index.html": "metal",
+    "flashtile/struct.MetalPlan.html": "metal",
     "flashtile_bench/struct.Simulated.html": "simulator",
     "flashtile_kernel/simulator/index.html": "simulator",
     "flashtile_testkit/struct.CudaRunner.html": "cuda",

@@ -17,7 +17,7 @@ from harness import ROOT, TARGET, Scratch, environment
 
 # The crates that define public items, with the features that the items need.
 DEFINING = [
-    ["--default-features", "-p", "flashtile-core", "-p", "flashtile-cpu", "-p", "flashtile-cuda"],
+    ["--default-features", "-p", "flashtile-core", "-p", "flashtile-cpu", "-p", "flashtile-cuda", "-p", "flashtile-metal"],
     ["--all-features", "-p", "flashtile-kernel", "-p", "flashtile"],
 ]
 

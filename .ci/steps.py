@@ -235,6 +235,13 @@ def targets():
     deny = ["--", "-D", "warnings"]
     run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-kernel", *deny)
     run("cargo", "clippy", "--locked", *every, "-p", "flashtile", "-p", "flashtile-cli", "-p", "flashtile-testkit", *deny)
+    # Metal's bindings are compiled for Apple's systems and no others.
+    apple = ["--target", "aarch64-apple-darwin"]
+    run("cargo", "clippy", "--locked", *apple, "-p", "flashtile-kernel", "-p", "flashtile-metal", "--all-features", *deny)
+    for target, expected in [("aarch64-apple-darwin", True), ("x86_64-unknown-linux-gnu", False)]:
+        _, tree = output("cargo", "tree", "--locked", "-p", "flashtile-cli", "-e", "normal", "--target", target)
+        if ("objc2" in tree) != expected:
+            raise Failed(f"dependencies for {target} {'lack' if expected else 'have'} objc2")
 
 
 # Cost of a build.
@@ -435,7 +442,8 @@ def metal():
     env = clang() | {"CARGO_TARGET_DIR": TARGET / "metal"}
     workspace = ["--locked", "-q", "--workspace"]
     run("cargo", "clippy", *workspace, "--all-targets", "--", "-D", "warnings", env=env, cwd=METAL)
-    run("cargo", "test", *workspace, env=env, cwd=METAL)
+    with Scratch() as kernels:
+        run("cargo", "test", *workspace, env=env | {"FLASHTILE_CACHE_DIR": kernels}, cwd=METAL)
     run("cargo", "doc", *workspace, "--no-deps", env=env | {"RUSTDOCFLAGS": "-D warnings"}, cwd=METAL)
     run(sys.executable, "-B", ROOT / ".ci" / "licences.py", cwd=METAL)
 
@@ -644,6 +652,14 @@ def memory(checker):
 @step("seeds", "random problems, many", full=True)
 def seeds():
     return test("seeds", "-p", "flashtile", "--test", "it", "properties", "--", env={"FLASHTILE_SEEDS": "1000..9000"})
+
+
+@step("metal-all", "the whole catalogue on the software Metal device", full=True)
+def metal_all():
+    run(sys.executable, "-B", METAL / "prepare.py")
+    with Scratch() as kernels:
+        env = clang() | {"CARGO_TARGET_DIR": TARGET / "metal", "FLASHTILE_METAL_CASES": "all", "FLASHTILE_CACHE_DIR": kernels}
+        run("cargo", "test", "--locked", "-q", "--test", "host", "--", "conformance", env=env, cwd=METAL)
 
 
 @step("instances", "kernels for every device, and every instance of the portable ones, through NVRTC and as Metal", full=True)

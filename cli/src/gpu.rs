@@ -37,7 +37,7 @@ pub(crate) fn compiler(cuda: &Cuda) -> Result<String> {
 }
 
 /// A tile as `WARPS_Q,WARPS_K,FRAGMENTS,KEYS,STAGES,RESIDENT,Q_IN_REGISTERS`; or `ROWS,KEYS,SIMDS,RESIDENT` of portable kernels: of
-/// prefill from 64 rows on, which decode does not have, or where the SIMD groups of a team follow.
+/// prefill from 64 rows on, which decode does not have, or where the SIMD groups of a team follow, and 1 for one block of keys and values.
 pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
     let numbers: Option<Vec<usize>> = text.split(',').map(|n| n.parse().ok()).collect();
     match numbers.as_deref() {
@@ -48,6 +48,9 @@ pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
         Some(&[rows, keys, simds, resident, team]) => {
             Ok(PortableTile::prefill(rows, keys, simds, resident).with_team(team).into())
         }
+        Some(&[rows, keys, simds, resident, team, 1]) => {
+            Ok(PortableTile::prefill(rows, keys, simds, resident).with_team(team).with_one_block().into())
+        }
         Some(&[rows, keys, simds, resident]) if rows >= 64 => {
             Ok(PortableTile::prefill(rows, keys, simds, resident).into())
         }
@@ -56,7 +59,7 @@ pub(crate) fn tile(text: &str) -> std::result::Result<CudaTile, String> {
         }
         _ => Err("expected seven whole numbers: warps of rows and of keys, fragments, keys, stages, resident, q in registers; or \
                   four of portable kernels: rows, keys, SIMD groups, resident; or five of portable prefill, with the SIMD groups of \
-                  a team"
+                  a team, and a sixth, 1, where keys and values take one block of memory in turn"
             .to_owned()),
     }
 }

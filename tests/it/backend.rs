@@ -161,7 +161,10 @@ fn metal_is_the_device_of_apples_systems() {
     let mut native = PlanOptions::default();
     native.kernels = KernelChoice::Native;
     let refused = choose(&prefill(16, Dtype::F16), native, &apple(m1));
-    assert_eq!(refused.reason, "Apple M1 has no plan: no plan for this device: on Metal all kernels are portable ones");
+    assert_eq!(
+        refused.reason,
+        "Apple M1 has no plan: no plan for this device: on Metal all kernels are portable ones"
+    );
 }
 
 #[test]

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes target-patched/objc2-metal: the crate of the registry with one line changed, so that it links where there is no Metal.
+"""Makes target/patched/objc2-metal: the crate of the registry with one line changed, so that it links where there is no Metal.
 
     tests/metal/prepare.py
 
@@ -18,7 +18,7 @@ FILE = "src/generated/mod.rs"
 LINE = '#[link(name = "Metal", kind = "framework")]'
 CHANGED = '#[cfg_attr(target_vendor = "apple", link(name = "Metal", kind = "framework"))]'
 
-TO = Path(__file__).resolve().parent / "target-patched" / "objc2-metal"
+TO = Path(__file__).resolve().parent / "target" / "patched" / "objc2-metal"
 
 
 def registry_copy():

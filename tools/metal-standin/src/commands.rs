@@ -185,7 +185,7 @@ pub(crate) struct CommandState {
 
 /// Command buffers of a queue that are not complete.
 #[derive(Default)]
-pub(crate) struct Places {
+pub(crate) struct Room {
     pub(crate) open: usize,
     /// Those among them that are committed, and will complete.
     pub(crate) committed: usize,
@@ -193,12 +193,12 @@ pub(crate) struct Places {
 
 /// One of the command buffers that a queue may have, until it completes or goes.
 pub(crate) struct Place {
-    of: Arc<Mutex<Places>>,
+    of: Arc<Mutex<Room>>,
     is_committed: bool,
 }
 
 impl Place {
-    pub(crate) fn take(of: &Arc<Mutex<Places>>) -> Self {
+    pub(crate) fn take(of: &Arc<Mutex<Room>>) -> Self {
         lock(of).open += 1;
         Self { of: of.clone(), is_committed: false }
     }
@@ -211,9 +211,9 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut places = lock(&self.of);
-        places.open -= 1;
-        places.committed -= usize::from(self.is_committed);
+        let mut room = lock(&self.of);
+        room.open -= 1;
+        room.committed -= usize::from(self.is_committed);
     }
 }
 

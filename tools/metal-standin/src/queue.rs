@@ -15,7 +15,7 @@ use objc2_metal::{
 use crate::command_buffer::{
     CommandBufferDescriptor, CommandBufferIvars, QueueResidency, new_command_buffer,
 };
-use crate::commands::{Commands, Place, Places};
+use crate::commands::{Commands, Place, Room};
 use crate::completion;
 use crate::library::Device;
 use crate::machine::{Demand, Label, Machine, lock, unique};
@@ -45,7 +45,7 @@ pub(crate) struct QueueIvars {
     label: Label,
     residency: QueueResidency,
     most: usize,
-    places: Arc<Mutex<Places>>,
+    room: Arc<Mutex<Room>>,
 }
 
 impl Drop for QueueIvars {
@@ -151,8 +151,8 @@ impl Queue {
         error_options: MTLCommandBufferErrorOption,
     ) -> Protocol<dyn MTLCommandBuffer> {
         let ivars = self.ivars();
-        self.wait_for_place();
-        let place = Place::take(&ivars.places);
+        self.wait_for_room();
+        let place = Place::take(&ivars.room);
         new_command_buffer(CommandBufferIvars {
             commands: Arc::new(Commands::new(ivars.id, ivars.machine.clone(), retains, place)),
             scheduler: ivars.scheduler.clone(),
@@ -165,21 +165,25 @@ impl Queue {
     }
 
     /// Waits until a command buffer completes, where the queue has as many as it may.
-    fn wait_for_place(&self) {
+    fn wait_for_room(&self) {
         let ivars = self.ivars();
-        let (places, most) = (ivars.places.clone(), ivars.most);
-        let has_place = move || lock(&places).open < most;
-        if has_place() {
+        let (room, most) = (ivars.room.clone(), ivars.most);
+        let has_room = move || lock(&room).open < most;
+        if has_room() {
             return;
         }
-        let demand = Demand { queue: Some(ivars.id), is_met: Arc::new(has_place.clone()) };
+        let demand = Demand { queue: Some(ivars.id), is_met: Arc::new(has_room.clone()) };
         ivars.machine.demanded(demand, || {
             loop {
                 let seen = ivars.machine.changes();
-                if has_place() {
+                if has_room() {
                     return;
                 }
-                rules::queue_is_full(&lock(&ivars.places), most);
+                let (open, committed) = {
+                    let room = lock(&ivars.room);
+                    (room.open, room.committed)
+                };
+                rules::queue_is_full(open, committed, most);
                 ivars.machine.wait_for_change(seen, Some(TICK));
             }
         });
@@ -203,7 +207,7 @@ pub(crate) fn new_queue(
         label: Label::default(),
         residency: Arc::default(),
         most,
-        places: Arc::default(),
+        room: Arc::default(),
     });
     ProtocolObject::from_retained(this)
 }

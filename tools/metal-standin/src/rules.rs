@@ -6,7 +6,6 @@
 
 use objc2_metal::{MTLGPUFamily, MTLLanguageVersion, MTLResourceOptions, MTLSize, MTLStorageMode};
 
-use crate::commands::Places;
 use crate::machine::invalid;
 use crate::memory::{BufferState, PAGE, storage_mode};
 use crate::profile::Profile;
@@ -332,9 +331,8 @@ pub(crate) fn barrier_scope(names_buffers: bool) {
 
 /// "MTLCommandQueue, makeCommandQueue(maxCommandBufferCount:)": that many command buffers may exist before they complete; the next one
 /// blocks its maker, for ever where nobody else completes one.
-pub(crate) fn queue_is_full(places: &Places, most: usize) {
-    if places.open >= most && places.committed == 0 {
-        let open = places.open;
+pub(crate) fn queue_is_full(open: usize, committed: usize, most: usize) {
+    if open >= most && committed == 0 {
         invalid!(
             "{open} command buffers of a queue of at most {most} are neither committed nor gone: the next one never comes"
         );
