@@ -69,8 +69,8 @@ pub use {
     },
     flashtile_kernel::metal::{
         Buffer, CACHE_VARIABLE, CommandBuffer, CommandBufferError, CommandQueue, ComputeEncoder,
-        DispatchType, Error as DeviceError, Gpu, HostPages, Memory, MetalDevice, SharedEvent, Timing, objc2,
-        objc2_metal,
+        DispatchType, Error as DeviceError, ForeignEncoder, Gpu, HostPages, Memory, MetalDevice, SharedEvent,
+        Timing, objc2, objc2_metal,
     },
     flashtile_kernel::{ScalarType, View, ViewMut},
     session::Session,

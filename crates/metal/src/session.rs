@@ -10,7 +10,9 @@ use flashtile_gpu::SessionError;
 use flashtile_gpu::plan::Plan;
 use flashtile_gpu::tensors::{GpuInputs, GpuOutputs};
 use flashtile_kernel::LaunchError;
-use flashtile_kernel::metal::{CommandBuffer, ComputeEncoder, DispatchType, Error, Gpu, Memory};
+use flashtile_kernel::metal::{
+    CommandBuffer, ComputeEncoder, DispatchType, Error, ForeignEncoder, Gpu, Memory,
+};
 
 /// Computes attention on the queue of a device, and keeps what a next call of the same description needs again: its plan, its
 /// pipelines, and the memory of its runs. Such a call allocates no memory of the device and waits for nothing; nor does a call whose
@@ -139,6 +141,20 @@ impl Session {
     ) -> Result<T, MetalError> {
         self.gpu().commit();
         let gpu = self.gpu().in_encoder(encoder.clone(), dispatch);
+        self.with_gpu(gpu, work)
+    }
+
+    /// Calls `work` with this session, whose runs go to an encoder of the device that another library wraps, and that orders them.
+    ///
+    /// # Errors
+    /// The errors of `work`.
+    pub fn encode_in_foreign<T>(
+        &mut self,
+        encoder: Box<dyn ForeignEncoder>,
+        work: impl FnOnce(&mut Self) -> Result<T, MetalError>,
+    ) -> Result<T, MetalError> {
+        self.gpu().commit();
+        let gpu = self.gpu().in_foreign_encoder(encoder);
         self.with_gpu(gpu, work)
     }
 

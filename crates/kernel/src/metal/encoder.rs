@@ -5,8 +5,11 @@
 use super::object::{Buffer, ComputeEncoder, Pipeline, Shared};
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::NSString;
-use objc2_metal::MTLBuffer;
-use objc2_metal::{MTLBarrierScope, MTLCommandEncoder, MTLComputeCommandEncoder, MTLDispatchType, MTLSize};
+use objc2_metal::{
+    MTLBarrierScope, MTLBuffer, MTLCommandEncoder, MTLComputeCommandEncoder, MTLComputePipelineState,
+    MTLDispatchType, MTLSize,
+};
+use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
 
@@ -28,6 +31,34 @@ impl From<DispatchType> for MTLDispatchType {
             DispatchType::Concurrent => Self::Concurrent,
         }
     }
+}
+
+/// An encoder of compute commands that another library wraps and orders: launches reach it by that library's functions, which know by them
+/// what each launch reads and writes, as they know it of the library's own commands.
+///
+/// # Safety
+/// - Every call is passed on, unchanged and in order, to one encoder of the device.
+/// - A launch that uses a buffer that a command before it writes, or writes a buffer that one uses, starts when that has ended; commands of
+///   the encoders before and after it are ordered so too.
+pub unsafe trait ForeignEncoder: fmt::Debug + Send {
+    /// Sets the pipeline of the next launch.
+    fn set_pipeline(&mut self, pipeline: &ProtocolObject<dyn MTLComputePipelineState>);
+
+    /// Sets an argument of the next launch: a buffer from byte `offset` on, which the launch reads, and with `writes` also writes. It lies
+    /// inside of the buffer.
+    fn set_buffer(
+        &mut self,
+        index: usize,
+        buffer: &ProtocolObject<dyn MTLBuffer>,
+        offset: usize,
+        writes: bool,
+    );
+
+    /// Sets an argument of the next launch: at most 4096 bytes, which are copied.
+    fn set_bytes(&mut self, index: usize, bytes: &[u8]);
+
+    /// Launches `groups` threadgroups of `threads` threads.
+    fn dispatch(&mut self, groups: MTLSize, threads: MTLSize);
 }
 
 /// An argument of a launch.
@@ -52,10 +83,17 @@ pub(super) struct Dispatch<'a> {
     pub(super) threads: u32,
 }
 
+/// What launches are passed to.
+#[derive(Debug)]
+enum Encoder {
+    Metal(Shared<ComputeEncoder>),
+    Foreign(Box<dyn ForeignEncoder>),
+}
+
 /// An encoder of compute commands.
 #[derive(Debug)]
 pub(super) struct Recorder {
-    encoder: Shared<ComputeEncoder>,
+    encoder: Encoder,
     dispatch: DispatchType,
     /// What launches since the last barrier use.
     used: Vec<Use>,
@@ -81,7 +119,12 @@ impl Use {
 
 impl Recorder {
     pub(super) const fn new(encoder: ComputeEncoder, dispatch: DispatchType) -> Self {
-        Self { encoder: Shared::locked(encoder), dispatch, used: Vec::new() }
+        Self { encoder: Encoder::Metal(Shared::locked(encoder)), dispatch, used: Vec::new() }
+    }
+
+    /// Of an encoder that orders launches itself.
+    pub(super) const fn foreign(encoder: Box<dyn ForeignEncoder>) -> Self {
+        Self { encoder: Encoder::Foreign(encoder), dispatch: DispatchType::Serial, used: Vec::new() }
     }
 
     /// Encodes a launch.
@@ -90,10 +133,20 @@ impl Recorder {
     /// - The bindings are the parameters of the pipeline's kernel, in order and with the sizes that it expects.
     /// - The kernel stays inside of them, with as many threads.
     pub(super) unsafe fn encode(&mut self, dispatch: &Dispatch<'_>) {
-        if self.dispatch == DispatchType::Concurrent {
-            self.order(dispatch);
+        let [width, height, depth] = dispatch.groups.map(|n| n as usize);
+        let groups = MTLSize { width, height, depth };
+        let threads = MTLSize { width: dispatch.threads as usize, height: 1, depth: 1 };
+        let before = match self.dispatch {
+            DispatchType::Serial => false,
+            DispatchType::Concurrent => self.follows(dispatch),
+        };
+        let encoder = match &mut self.encoder {
+            Encoder::Metal(encoder) => &**encoder,
+            Encoder::Foreign(encoder) => return pass_on(&mut **encoder, dispatch, groups, threads),
+        };
+        if before {
+            encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
         }
-        let encoder = &**self.encoder;
         encoder.pushDebugGroup(&NSString::from_str(dispatch.name));
         encoder.setComputePipelineState(dispatch.pipeline);
         for (index, binding) in dispatch.bindings.iter().enumerate() {
@@ -111,25 +164,42 @@ impl Recorder {
                 }
             }
         }
-        let [width, height, depth] = dispatch.groups.map(|n| n as usize);
-        let threads = MTLSize { width: dispatch.threads as usize, height: 1, depth: 1 };
-        encoder.dispatchThreadgroups_threadsPerThreadgroup(MTLSize { width, height, depth }, threads);
+        encoder.dispatchThreadgroups_threadsPerThreadgroup(groups, threads);
         encoder.popDebugGroup();
     }
 
-    /// Encodes a barrier where a launch uses what another since the last barrier writes, or writes what that one uses.
-    fn order(&mut self, dispatch: &Dispatch<'_>) {
+    /// Notes what a launch uses, and says whether a barrier lies before it: it uses what another since the last one writes, or writes what
+    /// that one uses.
+    fn follows(&mut self, dispatch: &Dispatch<'_>) -> bool {
         let uses: Vec<Use> = dispatch.bindings.iter().filter_map(Use::of).collect();
-        if self.used.iter().any(|before| uses.iter().any(|now| now.orders(before))) {
-            self.encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+        let follows = self.used.iter().any(|before| uses.iter().any(|now| now.orders(before)));
+        if follows {
             self.used.clear();
         }
         self.used.extend(uses);
+        follows
     }
 
+    /// Ends an encoder of Metal's; others are ended by whoever has them.
     pub(super) fn end(self) {
-        self.encoder.endEncoding();
+        if let Encoder::Metal(encoder) = self.encoder {
+            encoder.endEncoding();
+        }
     }
+}
+
+/// Passes a launch on to an encoder of another library's.
+fn pass_on(encoder: &mut dyn ForeignEncoder, dispatch: &Dispatch<'_>, groups: MTLSize, threads: MTLSize) {
+    encoder.set_pipeline(dispatch.pipeline);
+    for (index, binding) in dispatch.bindings.iter().enumerate() {
+        match binding {
+            Binding::Buffer { buffer, bytes, writes } => {
+                encoder.set_buffer(index, buffer, bytes.start, *writes);
+            }
+            Binding::Bytes(bytes) => encoder.set_bytes(index, bytes),
+        }
+    }
+    encoder.dispatch(groups, threads);
 }
 
 impl Use {

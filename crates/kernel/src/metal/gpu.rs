@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)]
 
-use super::encoder::{Binding, Dispatch, DispatchType, MAX_BYTES, Recorder, whole};
+use super::encoder::{Binding, Dispatch, DispatchType, ForeignEncoder, MAX_BYTES, Recorder, whole};
 use super::error::Error;
 use super::host::HostPages;
 use super::memory::{Memory, Ticket};
@@ -104,8 +104,18 @@ impl Gpu {
     /// commands. Memory that such a launch uses must live until the command buffer has completed, where that does not retain it.
     #[must_use]
     pub fn in_encoder(&self, encoder: ComputeEncoder, dispatch: DispatchType) -> Self {
-        let recorder = Mutex::new(Recorder::new(encoder, dispatch));
-        let lent = Lent { recorder, ticket: Arc::default() };
+        self.recorded_by(Recorder::new(encoder, dispatch))
+    }
+
+    /// The same device, whose launches go to an encoder that another library wraps, which orders them and ends it: what [`Gpu::in_encoder`]
+    /// is where the encoder itself cannot be had. Memory that such a launch uses must live as long as there.
+    #[must_use]
+    pub fn in_foreign_encoder(&self, encoder: Box<dyn ForeignEncoder>) -> Self {
+        self.recorded_by(Recorder::foreign(encoder))
+    }
+
+    fn recorded_by(&self, recorder: Recorder) -> Self {
+        let lent = Lent { recorder: Mutex::new(recorder), ticket: Arc::default() };
         Self { shared: Arc::clone(&self.shared), target: Target::Encoder(Arc::new(lent)) }
     }
 

@@ -28,6 +28,7 @@
 //! | [`Gpu`] | a device, and where its launches are encoded: a queue, or an encoder of the caller's |
 //! | [`Memory`] | elements of an `MTLBuffer`, from a byte offset on |
 //! | [`HostPages`] | memory of the host that a device uses without a copy |
+//! | [`ForeignEncoder`] | an encoder that another library wraps |
 //! | [`Error`] | why a device did not do what was asked |
 //!
 //! Compiled pipelines are kept in the folder that [`CACHE_VARIABLE`] names, or in `flashtile` in the user's folder of caches.
@@ -45,7 +46,7 @@ mod write;
 
 pub use crate::disk::CACHE_VARIABLE;
 pub use crate::timing::Timing;
-pub use encoder::DispatchType;
+pub use encoder::{DispatchType, ForeignEncoder};
 pub use error::{CommandBufferError, Error};
 pub use gpu::Gpu;
 pub use host::HostPages;

@@ -3,11 +3,16 @@
 use crate::support::{Tensors, control_of, expected, metal};
 use flashtile_kernel::HostAccess;
 use flashtile_metal::objc2::rc::autoreleasepool;
+use flashtile_metal::objc2::runtime::ProtocolObject;
 use flashtile_metal::objc2_metal::{
-    MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue, MTLDevice, MTLSharedEvent,
+    MTLBarrierScope, MTLBuffer, MTLCommandBuffer, MTLCommandEncoder, MTLCommandQueue,
+    MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLSharedEvent, MTLSize,
 };
-use flashtile_metal::{DeviceError, DispatchType, Metal, ScalarType};
+use flashtile_metal::{ComputeEncoder, DeviceError, DispatchType, ForeignEncoder, Metal, ScalarType};
 use flashtile_metal_standin::{Entry, Order, Profile, Timing};
+use std::collections::HashSet;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex};
 
 #[test]
 fn barriers_lie_where_a_plan_has_an_edge() {
@@ -82,6 +87,109 @@ fn runs_that_share_nothing_have_no_barrier_between() {
     });
     assert_eq!(control.counters().barriers, before);
     assert_eq!(one.out(&metal), two.out(&metal));
+    assert_eq!(control.take_violations(), [""; 0]);
+}
+
+/// An encoder of a library that orders by what it is told: a barrier lies where a launch uses what one since the last barrier wrote, or
+/// writes what one used.
+#[derive(Debug)]
+struct Told {
+    encoder: ComputeEncoder,
+    read: HashSet<usize>,
+    written: HashSet<usize>,
+    next: Vec<(usize, bool)>,
+    /// Addresses of all buffers that launches read, and that they write.
+    log: Arc<Mutex<[HashSet<usize>; 2]>>,
+}
+
+// SAFETY: the test uses the encoder on one thread.
+unsafe impl Send for Told {}
+
+// SAFETY: calls go to the encoder, and barriers order what uses a buffer that another launch writes.
+unsafe impl ForeignEncoder for Told {
+    fn set_pipeline(&mut self, pipeline: &ProtocolObject<dyn MTLComputePipelineState>) {
+        self.encoder.setComputePipelineState(pipeline);
+    }
+
+    fn set_buffer(
+        &mut self,
+        index: usize,
+        buffer: &ProtocolObject<dyn MTLBuffer>,
+        offset: usize,
+        writes: bool,
+    ) {
+        let address = std::ptr::from_ref(buffer).addr();
+        self.next.push((address, writes));
+        self.log.lock().unwrap()[usize::from(writes)].insert(address);
+        // SAFETY: the offset lies inside of the buffer.
+        unsafe { self.encoder.setBuffer_offset_atIndex(Some(buffer), offset, index) };
+    }
+
+    fn set_bytes(&mut self, index: usize, bytes: &[u8]) {
+        // SAFETY: the bytes are copied.
+        unsafe {
+            self.encoder.setBytes_length_atIndex(NonNull::from(bytes).cast(), bytes.len(), index);
+        }
+    }
+
+    fn dispatch(&mut self, groups: MTLSize, threads: MTLSize) {
+        let follows = |(address, writes): &(usize, bool)| {
+            self.written.contains(address) || *writes && self.read.contains(address)
+        };
+        if self.next.iter().any(follows) {
+            self.encoder.memoryBarrierWithScope(MTLBarrierScope::Buffers);
+            self.read.clear();
+            self.written.clear();
+        }
+        for (address, writes) in self.next.drain(..) {
+            if writes {
+                self.written.insert(address)
+            } else {
+                self.read.insert(address)
+            };
+        }
+        self.encoder.dispatchThreadgroups_threadsPerThreadgroup(groups, threads);
+    }
+}
+
+#[test]
+fn an_encoder_of_another_library_is_told_what_launches_read_and_write() {
+    let metal = metal(Profile::m3_max());
+    let control = control_of(&metal);
+    control.set_timing(Timing::Immediate);
+    control.set_order(Order::Random(7));
+    // A decode step with partial results and their merge, longer and longer: numbers of the sequences are written in between.
+    let mut session = metal.session();
+    for kv_len in [700, 701, 702] {
+        let mut tensors = Tensors::new(&metal, 1, kv_len);
+        let desc = tensors.desc();
+        assert!(session.plan(&desc).unwrap().splits() > 1);
+        let addresses = [&tensors.q, &tensors.k, &tensors.v, &tensors.out]
+            .map(|memory| std::ptr::from_ref::<ProtocolObject<dyn MTLBuffer>>(&**memory.buffer()).addr());
+        let log = Arc::<Mutex<[HashSet<usize>; 2]>>::default();
+        let (inputs, mut outputs) = tensors.tensors();
+        autoreleasepool(|_| {
+            let commands = metal.gpu().queue().unwrap().commandBuffer().unwrap();
+            let concurrent = DispatchType::Concurrent.into();
+            let encoder = commands.computeCommandEncoderWithDispatchType(concurrent).unwrap();
+            let (read, written, next) = (HashSet::new(), HashSet::new(), Vec::new());
+            let told = Told { encoder: encoder.clone(), read, written, next, log: Arc::clone(&log) };
+            let run = session.encode_in_foreign(Box::new(told), |session| {
+                session.run(&desc, &inputs, &mut outputs)?;
+                session.run(&desc, &inputs, &mut outputs)
+            });
+            run.unwrap();
+            encoder.endEncoding();
+            commands.commit();
+            commands.waitUntilCompleted();
+            assert!(commands.error().is_none());
+        });
+        let [read, written] = &*log.lock().unwrap();
+        let [inputs @ .., out] = addresses;
+        assert!(inputs.iter().all(|input| read.contains(input) && !written.contains(input)));
+        assert!(written.contains(&out) && !read.contains(&out));
+        assert_eq!(tensors.out(&metal), expected(&metal, 1, kv_len));
+    }
     assert_eq!(control.take_violations(), [""; 0]);
 }
 
